@@ -1,0 +1,1 @@
+"""The adapters that come with polyamp, one package for each framework."""

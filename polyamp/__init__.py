@@ -1,0 +1,62 @@
+"""One precision policy, one loss scaler and one flow rule, for PyTorch, JAX and TensorFlow.
+
+Importing this imports no framework: adapters load when an object of their framework is first seen.
+"""
+
+from polyamp.errors import (
+    InvalidTypeError,
+    InvalidValueError,
+    LossScaleError,
+    MissingFrameworkError,
+    NonFiniteLossError,
+    PolyampError,
+    PolyampWarning,
+    StateError,
+    UnsupportedError,
+    UsageError,
+)
+from polyamp.formats import FORMATS, Format
+from polyamp.loss_scale import LossScale, LossScaleState, advance
+from polyamp.policy import Policy, current_policy, policy, set_global_policy
+from polyamp.result import StepResult
+from polyamp.verbs import (
+    autocast,
+    convert,
+    load_loss_scale,
+    save_loss_scale,
+    scale_loss,
+    value_and_grad,
+    wrap_optimizer,
+)
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "FORMATS",
+    "Format",
+    "InvalidTypeError",
+    "InvalidValueError",
+    "LossScale",
+    "LossScaleError",
+    "LossScaleState",
+    "MissingFrameworkError",
+    "NonFiniteLossError",
+    "Policy",
+    "PolyampError",
+    "PolyampWarning",
+    "StateError",
+    "StepResult",
+    "UnsupportedError",
+    "UsageError",
+    "advance",
+    "autocast",
+    "convert",
+    "current_policy",
+    "load_loss_scale",
+    "policy",
+    "save_loss_scale",
+    "scale_loss",
+    "set_global_policy",
+    "value_and_grad",
+    "wrap_optimizer",
+]

@@ -1,0 +1,92 @@
+"""The one interface between the core and a framework.
+
+An adapter is a final class; its instance is named in the entry-point group ``polyamp.backends``. `Adapter` is what every
+adapter has. The verbs after it are what some frameworks have: an adapter offers one by having a method of that name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from typing import Any, Protocol, TypeVar, runtime_checkable
+
+from polyamp.loss_scale import LossScale
+from polyamp.policy import Policy
+
+Tree = TypeVar("Tree")
+
+
+@runtime_checkable
+class Adapter(Protocol):
+    """What polyamp asks of every framework.
+
+    Attributes:
+        name: the framework's name, as in ``backend="torch"``.
+        operations: the framework's operation names, each with its canonical name in `polyamp.operations`.
+    """
+
+    name: str
+    operations: Mapping[str, str]
+
+    def owns(self, obj: object) -> bool:
+        """Whether ``obj`` is a container or array of this framework although its type's module does not say so."""
+
+    def describe(self) -> dict[str, Any]:
+        """What ``polyamp doctor`` prints: ``version``, ``devices`` (name, formats that are fast), ``notes``; JSON."""
+
+    def cast(self, tree: Tree, format_name: str, /) -> Tree:
+        """``tree`` with its floating arrays in ``format_name``, and everything else as it was."""
+
+    def wrap_optimizer(
+        self, optimizer: Any, policy: Policy, *, loss_scale: LossScale, max_grad_norm: float | None, **options: Any
+    ) -> Any:
+        """An optimizer of the same kind that unscales, checks, clips, skips and updates the loss scale, in that order.
+
+        Raises:
+            InvalidTypeError: ``optimizer`` is no optimizer of this framework.
+            UsageError: it is wrapped already.
+        """
+
+    def scale_loss(self, loss: Any, holder: Any) -> Any:
+        """``loss`` in float32 times the loss scale that ``holder`` (a wrapped optimizer, or its state) has."""
+
+    def save_loss_scale(self, holder: Any) -> dict[str, Any]:
+        """The loss-scale state of ``holder`` as `LossScale.to_state_dict` gives it."""
+
+    def load_loss_scale(self, holder: Any, saved: Mapping[str, Any]) -> Any:
+        """``holder`` with that state: the same object where it is mutable, else a new one."""
+
+
+class AutocastContext(Protocol):
+    """A framework with ambient autocast: operations are cast while a context is entered."""
+
+    def autocast_context(self, policy: Policy) -> AbstractContextManager[Any]:
+        """A fresh context in which operations run as ``policy`` says, on every device."""
+
+
+class AutocastFunction(Protocol):
+    """A framework whose functions are transformed rather than run in a context."""
+
+    def autocast_function(self, fn: Callable[..., Any], policy: Policy | None) -> Callable[..., Any]:
+        """``fn`` with its operations run as ``policy`` (None: the current one at the call) says."""
+
+
+class Convert(Protocol):
+    """A framework whose models hold their precision."""
+
+    def convert(self, model: Any, policy: Policy) -> Any:
+        """``model`` itself, its parameters or layers set as ``policy`` says."""
+
+
+class ValueAndGrad(Protocol):
+    """A framework that differentiates functions."""
+
+    def value_and_grad(self, fun: Callable[..., Any], policy: Policy | None, has_aux: bool) -> Callable[..., Any]:
+        """A function of ``(opt_state, params, *args)`` that gives the unscaled loss and scaled gradients."""
+
+
+class TrainDigits(Protocol):
+    """A framework that ``polyamp demo`` can show."""
+
+    def train_digits(self, task: Any) -> Any:
+        """Train `polyamp.demo`'s classifier as ``task`` says; see `polyamp.demo.Task`."""

@@ -1,0 +1,104 @@
+"""Number formats as neutral strings, with their limits as data.
+
+Each adapter holds one table from these names to its framework's own dtypes.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from polyamp.errors import InvalidTypeError, InvalidValueError
+
+
+class Format(NamedTuple):
+    """One binary floating-point format.
+
+    >>> format_of("float16").max, format_of("float16").smallest_subnormal == 2.0**-24
+    (65504.0, True)
+    """
+
+    name: str
+    bits: int  # of storage, in memory
+    exponent_bits: int
+    mantissa_bits: int  # stored, without the implicit leading one
+    max: float
+    smallest_normal: float
+    source: str
+
+    @property
+    def epsilon(self) -> float:
+        """The gap between 1 and the next larger value."""
+        return 2.0**-self.mantissa_bits
+
+    @property
+    def smallest_subnormal(self) -> float:
+        """The smallest positive value; anything below half of it rounds to zero."""
+        return self.smallest_normal * self.epsilon
+
+    @property
+    def is_low(self) -> bool:
+        """True for formats of 16 bits or fewer: the ones that Tensor Cores multiply at full speed."""
+        return self.bits <= 16
+
+
+_IEEE = "IEEE 754-2019"
+_OCP = "OCP 8-bit Floating Point Specification 1.0"
+
+FORMATS: dict[str, Format] = {
+    entry.name: entry
+    for entry in (
+        Format("float64", 64, 11, 52, (2 - 2.0**-52) * 2.0**1023, 2.0**-1022, _IEEE),
+        Format("float32", 32, 8, 23, (2 - 2.0**-23) * 2.0**127, 2.0**-126, _IEEE),
+        Format("tensorfloat32", 32, 8, 10, (2 - 2.0**-10) * 2.0**127, 2.0**-126, "NVIDIA A100 whitepaper"),
+        Format("float16", 16, 5, 10, 65504.0, 2.0**-14, _IEEE),
+        Format("bfloat16", 16, 8, 7, (2 - 2.0**-7) * 2.0**127, 2.0**-126, "Google Brain floating point"),
+        Format("float8_e4m3fn", 8, 4, 3, 448.0, 2.0**-6, _OCP),
+        Format("float8_e5m2", 8, 5, 2, 57344.0, 2.0**-14, _OCP),
+    )
+}
+
+_ALIASES = {
+    "f64": "float64",
+    "fp64": "float64",
+    "double": "float64",
+    "f32": "float32",
+    "fp32": "float32",
+    "single": "float32",
+    "full": "float32",
+    "tf32": "tensorfloat32",
+    "f16": "float16",
+    "fp16": "float16",
+    "half": "float16",
+    "bf16": "bfloat16",
+}
+
+
+def format_of(name: str, *, where: str = "format") -> Format:
+    """Look a format up by its name or a usual short form.
+
+    >>> format_of("bf16").name
+    'bfloat16'
+
+    Raises:
+        InvalidTypeError: ``name`` is not a string.
+        InvalidValueError: ``name`` is unknown; the message lists the known ones.
+    """
+    if not isinstance(name, str):
+        raise InvalidTypeError(
+            "a number format is named by a string",
+            where=where,
+            found=f"{name!r} ({type(name).__name__})",
+            allowed=", ".join(FORMATS),
+            fix='write the name, for example "float16"',
+        )
+    known = name.strip().lower()
+    found = FORMATS.get(_ALIASES.get(known, known))
+    if found is None:
+        raise InvalidValueError(
+            "unknown number format",
+            where=where,
+            found=repr(name),
+            allowed=", ".join((*FORMATS, *_ALIASES)),
+            fix="use one of the names above",
+        )
+    return found

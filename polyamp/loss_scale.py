@@ -1,0 +1,379 @@
+"""The one loss-scale rule: its settings, its state, and the pure function that advances it.
+
+Gradients in float16 below 2**-25 round to zero. Multiplying the loss by a scale moves them up; dividing before the
+update restores them. A *dynamic* scale grows while gradients stay finite and backs off when one overflows, and that
+step is skipped (Micikevicius et al., "Mixed Precision Training", ICLR 2018, section 3.2).
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any, ClassVar, Literal, NamedTuple
+
+from polyamp.errors import InvalidTypeError, InvalidValueError, LossScaleError, StateError, warn_once
+from polyamp.formats import FORMATS
+
+FLOAT32 = FORMATS["float32"]
+STATE_KIND = "polyamp.loss_scale"
+
+
+class LossScaleState(NamedTuple):
+    """What `advance` carries from step to step: scalars, of Python or of any framework.
+
+    Attributes:
+        scale: the loss scale that the next loss is multiplied by; float32.
+        good_steps: finite steps since the last change of scale, counted towards growth; int32.
+        hysteresis: overflows that are still tolerated before the scale backs off; int32.
+        skipped_in_a_row: skipped steps since the last one that was applied; int32.
+        skipped: skipped steps in all; int32.
+    """
+
+    scale: Any
+    good_steps: Any
+    hysteresis: Any
+    skipped_in_a_row: Any
+    skipped: Any
+
+
+@dataclass(frozen=True)
+class LossScale:
+    """How the loss scale starts, grows, backs off and is bounded. Frozen and hashable.
+
+    >>> config = LossScale(init=8.0, interval=2)
+    >>> state = config.initial_state()
+    >>> for finite in (True, True, False):
+    ...     state = advance(config, state, finite)
+    ...     print(state.scale)
+    8.0
+    16.0
+    8.0
+
+    Args:
+        init: first scale, within [min, max].
+        growth: factor at growth, > 1.
+        interval: finite steps between growths, >= 1.
+        backoff: factor at an overflow, in (0, 1).
+        hysteresis: overflows needed before the scale backs off, >= 1. The allowance is refilled at growth (Megatron-LM),
+            or at every finite step where ``consecutive`` is set (DeepSpeed's ``consecutive_hysteresis``).
+        consecutive: see ``hysteresis``.
+        min: smallest scale, > 0. Below 1 on purpose: a model whose gradients are large needs it.
+        max: largest scale. 2**24 is Apex's ceiling.
+        on_min: what happens at an overflow when the scale is already at ``min``: "warn", "raise" or "ignore".
+        max_skips: raise `LossScaleError` after this many skipped steps in a row; None never raises.
+        late_growth: growth one step later than ``interval`` says: "never", "after_overflow" (DeepSpeed: also before
+            the first growth), or "always" (flax).
+        check: whether gradients are tested at all; False only for `LossScale.none`.
+
+    Raises:
+        InvalidTypeError: a setting of the wrong type.
+        InvalidValueError: a setting outside its range, or settings that contradict each other.
+
+    The defaults of init, growth, interval and backoff are those of ``torch.amp.GradScaler``.
+    """
+
+    init: float = 2.0**16
+    growth: float = 2.0
+    interval: int = 2000
+    backoff: float = 0.5
+    hysteresis: int = 1
+    consecutive: bool = False
+    min: float = 2.0**-14
+    max: float = 2.0**24
+    on_min: Literal["warn", "raise", "ignore"] = "warn"
+    max_skips: int | None = None
+    late_growth: Literal["never", "after_overflow", "always"] = "never"
+    check: bool = True
+
+    _REALS: ClassVar = {"init": 0.0, "growth": 1.0, "backoff": 0.0, "min": 0.0, "max": 0.0}  # each must be greater
+    _COUNTS: ClassVar = ("interval", "hysteresis", "max_skips")
+    _CHOICES: ClassVar = {
+        "on_min": ("warn", "raise", "ignore"),
+        "late_growth": ("never", "after_overflow", "always"),
+        "consecutive": (False, True),
+        "check": (False, True),
+    }
+
+    def __post_init__(self) -> None:
+        for name, bound in self._REALS.items():
+            object.__setattr__(self, name, _real(name, getattr(self, name), above=bound))
+        for name in self._COUNTS:
+            if not (name == "max_skips" and self.max_skips is None):
+                object.__setattr__(self, name, _count(name, getattr(self, name)))
+        for name, choices in self._CHOICES.items():
+            value = getattr(self, name)
+            if not isinstance(value, type(choices[0])) or value not in choices:
+                raise _bad(name, value, "one of " + ", ".join(map(repr, choices)))
+        if self.backoff >= 1:
+            raise _bad("backoff", self.backoff, "a number between 0 and 1, both excluded")
+        if self.max > FLOAT32.max:
+            raise _bad("max", self.max, f"at most {FLOAT32.max:g}, the largest float32")
+        if self.min < FLOAT32.smallest_normal:
+            raise _bad("min", self.min, f"at least {FLOAT32.smallest_normal:g}, the smallest normal float32")
+        if self.min > self.max:
+            raise _bad("min", self.min, f"at most max, which is {self.max:g}")
+        if not self.min <= self.init <= self.max:
+            raise _bad("init", self.init, f"between min = {self.min:g} and max = {self.max:g}")
+
+    @classmethod
+    def fixed(cls, scale: float) -> LossScale:
+        """A scale that never moves; a step with non-finite gradients is still skipped.
+
+        >>> LossScale.fixed(128).initial_state().scale
+        128.0
+        """
+        value = _real("scale", scale, above=0.0)
+        return cls(init=value, min=value, max=value, on_min="ignore")
+
+    @classmethod
+    def none(cls) -> LossScale:
+        """No scaling and no check: the wrapped optimizer does exactly what the plain one does.
+
+        >>> LossScale.none().check
+        False
+        """
+        return replace(cls.fixed(1.0), check=False)
+
+    @classmethod
+    def like(cls, name: str, **changes: Any) -> LossScale:
+        """The settings under which this rule makes the same updates as another library's.
+
+        >>> LossScale.like("apex", interval=100).max == 2.0**24
+        True
+
+        Args:
+            name: torch, apex, keras, tensorflow, deepspeed, megatron, flax, jmp or fairseq.
+            **changes: any field of `LossScale`, in that library's own meaning (``interval=4`` for flax is its
+                ``growth_interval=4``).
+
+        Raises:
+            InvalidValueError: an unknown library or field.
+        """
+        from polyamp.presets import PRESETS
+
+        if name not in PRESETS:
+            raise InvalidValueError(
+                "unknown loss-scale preset",
+                where="LossScale.like(name)",
+                found=repr(name),
+                allowed=", ".join(PRESETS),
+                fix="use one of the names above, or give the settings one by one",
+            )
+        unknown = sorted(set(changes) - {field.name for field in fields(cls)})
+        if unknown:
+            raise _unknown_fields(unknown, f"LossScale.like({name!r}, ...)")
+        return cls(**{**PRESETS[name].settings, **changes})
+
+    @property
+    def dynamic(self) -> bool:
+        """Whether the scale can move."""
+        return self.check and self.min < self.max
+
+    def initial_state(self) -> LossScaleState:
+        """The state before the first step, as Python numbers."""
+        return LossScaleState(self.init, self._restart, self.hysteresis, 0, 0)
+
+    @property
+    def _restart(self) -> int:
+        """`good_steps` at the start and after an overflow."""
+        return 0 if self.late_growth == "never" else -1
+
+    def to_dict(self) -> dict[str, Any]:
+        """The settings that differ from the defaults, as JSON values.
+
+        >>> LossScale(interval=100).to_dict()
+        {'interval': 100}
+        """
+        return {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
+
+    @classmethod
+    def from_dict(cls, settings: Mapping[str, Any]) -> LossScale:
+        """The inverse of `to_dict`."""
+        unknown = sorted(set(settings) - {field.name for field in fields(cls)})
+        if unknown:
+            raise _unknown_fields(unknown, "LossScale.from_dict(settings)")
+        return cls(**settings)
+
+    def to_state_dict(self, state: LossScaleState) -> dict[str, Any]:
+        """The state as JSON values, in the form that every framework's adapter saves and loads.
+
+        Looks at the state: copies scalars that live on a device to the host.
+
+        >>> LossScale().to_state_dict(LossScale().initial_state())["scale"]
+        65536.0
+        """
+        return {"kind": STATE_KIND, "version": 1, **on_host(state)._asdict()}
+
+    def from_state_dict(self, saved: Mapping[str, Any]) -> LossScaleState:
+        """The inverse of `to_state_dict`: a state of Python numbers, every field as it was saved.
+
+        Raises:
+            StateError: the state is of another kind, lacks a field, or holds a scale that these settings exclude.
+        """
+        kind = saved.get("kind") if isinstance(saved, Mapping) else type(saved).__name__
+        if kind != STATE_KIND:
+            raise _bad_state("not a loss-scale state", f"kind {kind!r}", f"kind {STATE_KIND!r}")
+        missing = [name for name in LossScaleState._fields if name not in saved]
+        if missing:
+            raise _bad_state("incomplete state", f"no {', '.join(missing)}", ", ".join(LossScaleState._fields))
+        try:
+            state = LossScaleState(float(saved["scale"]), *(operator.index(saved[n]) for n in LossScaleState._fields[1:]))
+        except (TypeError, ValueError) as error:
+            raise _bad_state("state of the wrong types", repr(dict(saved)), "a number and four integers") from error
+        if not self.min <= state.scale <= self.max:
+            raise _bad_state(
+                "the saved scale is outside these settings", state.scale, f"between {self.min:g} and {self.max:g}"
+            )
+        return state
+
+    def __repr__(self) -> str:
+        if self == LossScale.none():
+            return "LossScale.none()"
+        if self == LossScale.fixed(self.init):
+            return f"LossScale.fixed({self.init!r})"
+        return f"LossScale({', '.join(f'{name}={value!r}' for name, value in self.to_dict().items())})"
+
+
+def _choose(condition: Any, if_true: Any, if_false: Any) -> Any:
+    return if_true if condition else if_false
+
+
+def advance(
+    config: LossScale,
+    state: LossScaleState,
+    finite: Any,
+    where: Callable[[Any, Any, Any], Any] = _choose,
+) -> LossScaleState:
+    """The state after one step: the only implementation of the loss-scale rule.
+
+    Pure, and written with arithmetic, comparison and ``where`` alone, so the same source runs on Python numbers, on
+    tensors of any framework without a host sync, inside ``jax.jit`` and inside ``tf.function``.
+
+    >>> config = LossScale(hysteresis=2)
+    >>> once = advance(config, config.initial_state(), False)
+    >>> once.scale, advance(config, once, False).scale
+    (65536.0, 32768.0)
+
+    Args:
+        config: the settings.
+        state: five scalars; see `LossScaleState`.
+        finite: scalar boolean: were all gradients of this step finite?
+        where: the framework's three-argument selection, such as ``torch.where``.
+
+    Returns:
+        The new state, each field of the type it came with.
+    """
+    if not config.check:
+        return state
+    good = where(finite, state.good_steps + 1, config._restart)
+    grow = good >= config.interval  # never true after an overflow: _restart <= 0 < interval
+    refilled = where(finite, config.hysteresis if config.consecutive else state.hysteresis, state.hysteresis - 1)
+    hysteresis = where(grow, config.hysteresis, where(refilled > 0, refilled, 0))
+    grown, reduced = state.scale * config.growth, state.scale * config.backoff
+    grown = where(grown > config.max, config.max, grown)
+    reduced = where(reduced < config.min, config.min, reduced)
+    return LossScaleState(
+        scale=where(finite, where(grow, grown, state.scale), where(hysteresis > 0, state.scale, reduced)),
+        good_steps=where(grow, -1 if config.late_growth == "always" else 0, good),
+        hysteresis=hysteresis,
+        skipped_in_a_row=where(finite, 0, state.skipped_in_a_row + 1),
+        skipped=where(finite, state.skipped, state.skipped + 1),
+    )
+
+
+def on_host(state: LossScaleState) -> LossScaleState:
+    """The same state as Python numbers (one device-to-host copy for each field that lives on a device)."""
+    return LossScaleState(float(state.scale), *(int(count) for count in state[1:]))
+
+
+def report_limits(config: LossScale, state: LossScaleState) -> None:
+    """Warn or raise where a state of Python numbers says that the scale cannot help any more.
+
+    Adapters call it whenever the state is on the host anyway; it never causes a sync.
+
+    Raises:
+        LossScaleError: ``max_skips`` steps in a row were skipped, or an overflow came at ``min`` under
+            ``on_min="raise"``.
+    """
+    skips = state.skipped_in_a_row
+    if config.max_skips is not None and skips >= config.max_skips:
+        raise LossScaleError(
+            f"{skips} steps in a row were skipped because gradients were not finite",
+            where=f"loss scale {state.scale:g}",
+            allowed=f"fewer than max_skips = {config.max_skips}",
+            fix="look for inf or NaN in the forward pass: a smaller loss scale cannot help there",
+        )
+    if skips == 0 or not config.dynamic or state.scale > config.min or config.on_min == "ignore":
+        return
+    if config.on_min == "raise":
+        raise LossScaleError(
+            "gradients overflow although the loss scale is at its minimum",
+            where=f"after {skips} skipped steps in a row",
+            found=f"loss scale {state.scale:g}",
+            allowed=f"more than min = {config.min:g}",
+            fix="look for inf or NaN in the forward pass, or set a smaller LossScale(min=...)",
+        )
+    warn_once(
+        f"the loss scale is at its minimum, {config.min:g}, and gradients still overflow: steps are being skipped. "
+        "Look for inf or NaN in the forward pass, or set a smaller LossScale(min=...)."
+    )
+
+
+def _bad(name: str, found: object, allowed: str) -> InvalidValueError:
+    return InvalidValueError(
+        f"invalid loss-scale setting {name}",
+        where=f"LossScale({name}=...)",
+        found=repr(found),
+        allowed=allowed,
+        fix=f"give {name} a value in that range",
+    )
+
+
+def _unknown_fields(unknown: list[str], where: str) -> InvalidValueError:
+    return InvalidValueError(
+        "unknown loss-scale setting",
+        where=where,
+        found=", ".join(unknown),
+        allowed=", ".join(field.name for field in fields(LossScale)),
+        fix="use one of the settings above",
+    )
+
+
+def _bad_state(what: str, found: object, allowed: str) -> StateError:
+    return StateError(
+        what,
+        where="LossScale.from_state_dict(saved)",
+        found=found,
+        allowed=allowed,
+        fix="load what to_state_dict, or a wrapped optimizer's state, gave",
+    )
+
+
+def _real(name: str, value: object, *, above: float) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise InvalidTypeError(
+            f"loss-scale setting {name} is not a number",
+            where=f"LossScale({name}=...)",
+            found=f"{value!r} ({type(value).__name__})",
+            allowed="a Python int or float",
+            fix="give a plain number",
+        )
+    if not (math.isfinite(value) and value > above):
+        raise _bad(name, value, f"a finite number greater than {above:g}")
+    return float(value)
+
+
+def _count(name: str, value: object) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise InvalidTypeError(
+            f"loss-scale setting {name} is not an integer",
+            where=f"LossScale({name}=...)",
+            found=f"{value!r} ({type(value).__name__})",
+            allowed="a Python int",
+            fix="give a whole number of steps",
+        )
+    if value < 1:
+        raise _bad(name, value, "an integer of at least 1")
+    return value

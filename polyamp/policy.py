@@ -1,0 +1,261 @@
+"""A precision policy: what parameters are stored in, what matrix work runs in, what comes out, and the loss scale."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
+
+from polyamp import dialects
+from polyamp.errors import InvalidTypeError, InvalidValueError
+from polyamp.formats import format_of
+from polyamp.loss_scale import LossScale
+from polyamp.rules import Decision, Rule, decide, parse_rules
+
+Tree = TypeVar("Tree")
+
+
+@dataclass(frozen=True)
+class Policy:
+    """Formats, rules and loss scale under one name. Make one with `policy`.
+
+    Attributes:
+        param: format in which parameters are stored.
+        compute: format in which ``lower`` operations run.
+        output: format in which a model's outputs leave it.
+        rules: the user's own rules; the first that matches wins, and the default table comes after them.
+        loss_scale: how the loss is scaled.
+        name: a label; it takes no part in comparison.
+    """
+
+    param: str
+    compute: str
+    output: str
+    rules: tuple[Rule, ...] = ()
+    loss_scale: LossScale = field(default_factory=LossScale.none)
+    name: str = field(default="", compare=False)
+
+    def decide(self, operation: str, path: str = "") -> Decision:
+        """The class of a canonical operation at a module or scope path under this policy, and why.
+
+        >>> policy("mixed_float16").decide("matmul").op_class
+        'lower'
+        """
+        return decide(self.rules, operation, path)
+
+    @property
+    def casts(self) -> bool:
+        """Whether any format differs from float32."""
+        return {self.param, self.compute, self.output} != {"float32"}
+
+    @property
+    def needs_master_weights(self) -> bool:
+        """Whether parameters are stored in 16 bits or fewer, so that the optimizer keeps float32 copies."""
+        return format_of(self.param).is_low
+
+    def cast_to_param(self, tree: Tree) -> Tree:
+        """Cast the floating leaves of a tree, or a module's parameters, to ``param``; leave everything else alone.
+
+        Works on any loaded framework's arrays, containers and modules, also while JAX or TensorFlow traces.
+
+        Raises:
+            InvalidTypeError: the tree holds arrays of no framework that has an adapter.
+        """
+        return _cast(tree, self.param)
+
+    def cast_to_compute(self, tree: Tree) -> Tree:
+        """Cast the floating leaves of a tree to ``compute``; see `cast_to_param`."""
+        return _cast(tree, self.compute)
+
+    def cast_to_output(self, tree: Tree) -> Tree:
+        """Cast the floating leaves of a tree to ``output``; see `cast_to_param`."""
+        return _cast(tree, self.output)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The policy as JSON values.
+
+        >>> Policy.from_dict(policy("O2").to_dict()) == policy("O2")
+        True
+        """
+        return {
+            "name": self.name,
+            "param": self.param,
+            "compute": self.compute,
+            "output": self.output,
+            "rules": dict(self.rules),
+            "loss_scale": self.loss_scale.to_dict(),
+        }
+
+    @classmethod
+    def from_dict(cls, saved: Mapping[str, Any]) -> Policy:
+        """The inverse of `to_dict`.
+
+        Raises:
+            InvalidValueError: a field is missing, unknown or out of range.
+        """
+        wanted = ("name", "param", "compute", "output", "rules", "loss_scale")
+        if set(saved) != set(wanted):
+            raise InvalidValueError(
+                "a saved policy has exactly these fields",
+                where="Policy.from_dict(saved)",
+                found=", ".join(map(str, saved)),
+                allowed=", ".join(wanted),
+                fix="give what Policy.to_dict() returned",
+            )
+        formats = {name: format_of(saved[name], where=f"Policy.from_dict: {name}").name for name in wanted[1:4]}
+        rules = parse_rules(saved["rules"], where="Policy.from_dict: rules")
+        return cls(**formats, rules=rules, loss_scale=LossScale.from_dict(saved["loss_scale"]), name=saved["name"])
+
+    def __str__(self) -> str:
+        """A text that `policy` parses back to an equal policy."""
+        return dialects.write(self.param, self.compute, self.output, self.rules, self.loss_scale, self.name)
+
+    def __enter__(self) -> Policy:
+        _entered.set((*_entered.get(), self))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _entered.set(_entered.get()[:-1])
+
+
+def policy(
+    spec: Policy | str | None = None,
+    /,
+    *,
+    param: str | None = None,
+    compute: str | None = None,
+    output: str | None = None,
+    rules: Mapping[str, str] | Iterable[tuple[str, str]] | None = None,
+    loss_scale: LossScale | None = None,
+    name: str | None = None,
+) -> Policy:
+    """Make a policy from a name in any of the usual dialects, from another policy, or from formats.
+
+    >>> str(policy("fp16")), str(policy("p=f32,c=bf16,o=f32"))
+    ('mixed_float16', 'mixed_bfloat16')
+    >>> policy("O2").param, policy("O2").decide("batch_norm").op_class
+    ('float16', 'full')
+    >>> policy("mixed_float16", rules={"softmax": "lower"}).decide("softmax").op_class
+    'lower'
+
+    Args:
+        spec: a `Policy`; a Keras name (``float32 mixed_float16 mixed_bfloat16 float16 bfloat16``); a jmp string
+            (``params=float32,compute=float16,output=float32``, ``p=f32,c=bf16,o=f32``, ``half``, ``full``); an Apex
+            level (``O0 O1 O2 O3``); a trainer's word (``fp16 bf16 16-mixed bf16-mixed 16-true bf16-true amp_fp16``);
+            or ``str()`` of a policy. None, with nothing else given, is the current policy.
+        param: format of stored parameters.
+        compute: format of ``lower`` operations; ``param`` where nothing says otherwise, as in jmp.
+        output: format of outputs; ``compute`` where nothing says otherwise, as in jmp.
+        rules: classes by operation name or path glob; they come before the rules of ``spec``.
+        loss_scale: how the loss is scaled. Where nothing says: dynamic under a float16 ``compute``, else none.
+        name: a label.
+
+    Raises:
+        InvalidTypeError: an argument of the wrong type.
+        InvalidValueError: an unknown, repeated, blank or contradictory word.
+    """
+    where = "policy(spec)"
+    given = {"param": param, "compute": compute, "output": output}
+    formats = {key: format_of(value, where=f"policy({key}=)").name for key, value in given.items() if value is not None}
+    own_rules = () if rules is None else parse_rules(rules)
+    if not (loss_scale is None or isinstance(loss_scale, LossScale)):
+        raise _wrong_type("policy(loss_scale=)", loss_scale, "a polyamp.LossScale", "write LossScale.fixed(128) or like")
+    if not (name is None or isinstance(name, str)):
+        raise _wrong_type("policy(name=)", name, "a string", "give a label as text")
+    if spec is None and not (formats or own_rules or loss_scale or name):
+        return current_policy()
+    if isinstance(spec, Policy):
+        base = _from_policy(spec, formats)
+    elif spec is None or isinstance(spec, str):
+        base = _from_words(dialects.Words() if spec is None else dialects.read(spec, where=where), formats, where)
+    else:
+        raise _wrong_type(where, spec, "a Policy or a string", 'give a name, for example "mixed_float16"')
+    kept = tuple(rule for rule in base.rules if rule.pattern not in {own.pattern for own in own_rules})
+    made = replace(
+        base,
+        rules=own_rules + kept,
+        loss_scale=base.loss_scale if loss_scale is None else loss_scale,
+        name=base.name if name is None else name,
+    )
+    _refuse_useless_scale(made)
+    return made
+
+
+_entered: ContextVar[tuple[Policy, ...]] = ContextVar("polyamp_policies", default=())
+_global_policy = Policy("float32", "float32", "float32")
+
+
+def current_policy() -> Policy:
+    """The innermost ``with policy:`` of this thread or async task, else the global policy (float32 at first).
+
+    >>> with policy("mixed_bfloat16"):
+    ...     print(current_policy())
+    mixed_bfloat16
+    """
+    entered = _entered.get()
+    return entered[-1] if entered else _global_policy
+
+
+def set_global_policy(spec: Policy | str) -> Policy:
+    """Make a policy the one that holds wherever no ``with policy:`` does, in every thread. Returns it.
+
+    >>> set_global_policy("float32").compute
+    'float32'
+    """
+    global _global_policy
+    _global_policy = policy(spec)
+    return _global_policy
+
+
+def _from_words(words: dialects.Words, formats: dict[str, str], where: str) -> Policy:
+    said = words.formats
+    for key, value in formats.items():
+        contradicts_word = words.name is not None and key == "compute"
+        if key in said and said[key] != value and (contradicts_word or words.name is None):
+            raise InvalidValueError(
+                f"two formats for {key}",
+                where=f"{where} and policy({key}=)",
+                found=f"{said[key]} and {value}",
+                allowed="one of them",
+                fix=f"leave {key}= out, or name a policy that agrees with it",
+            )
+    param = formats.get("param", said.get("param", "float32"))
+    compute = formats.get("compute", said.get("compute", param))
+    output = formats.get("output", said.get("output", compute))
+    rules = dialects.default_rules(param, compute, output) if words.rules is None else words.rules
+    scale = words.loss_scale or dialects.default_loss_scale(compute)
+    return Policy(param, compute, output, rules, scale, words.label)
+
+
+def _from_policy(spec: Policy, formats: dict[str, str]) -> Policy:
+    """Other formats bring their own default rules and loss scale, unless the policy's were set on purpose."""
+    changed = replace(spec, **formats)
+    if spec.rules == dialects.default_rules(spec.param, spec.compute, spec.output):
+        changed = replace(changed, rules=dialects.default_rules(changed.param, changed.compute, changed.output))
+    if spec.loss_scale == dialects.default_loss_scale(spec.compute):
+        changed = replace(changed, loss_scale=dialects.default_loss_scale(changed.compute))
+    return changed
+
+
+def _refuse_useless_scale(made: Policy) -> None:
+    if made.compute == "bfloat16" and made.loss_scale.dynamic:
+        raise InvalidValueError(
+            "bfloat16 has the range of float32: a dynamic loss scale cannot help it",
+            where="policy(loss_scale=)",
+            found=repr(made.loss_scale),
+            allowed="LossScale.none(), or LossScale.fixed(1.0) to skip steps whose gradients are not finite",
+            fix="leave loss_scale= out",
+        )
+
+
+def _wrong_type(where: str, found: object, allowed: str, fix: str) -> InvalidTypeError:
+    shown = f"{found!r} ({type(found).__name__})"
+    return InvalidTypeError("argument of the wrong type", where=where, found=shown, allowed=allowed, fix=fix)
+
+
+def _cast(tree: Tree, format_name: str) -> Tree:
+    from polyamp import registry
+
+    adapter = registry.adapter_within(tree)
+    return tree if adapter is None else adapter.cast(tree, format_name)

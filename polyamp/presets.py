@@ -1,0 +1,74 @@
+"""Other libraries' loss-scale rules as settings of ours, each with the source it was taken from.
+
+Where a library has no limit of its own (its scale can reach 0 or inf and stay there), the preset's limit is the last
+power of two that float32 can divide by, so that every update up to there is the library's own.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+_LOWEST = 2.0**-126  # the smallest normal float32
+_HIGHEST = 2.0**127  # the largest power of two in float32
+
+
+class Preset(NamedTuple):
+    """Settings for `LossScale`, and where they come from."""
+
+    settings: dict[str, Any]
+    source: str
+
+
+PRESETS: dict[str, Preset] = {
+    "torch": Preset(
+        {"init": 2.0**16, "min": _LOWEST, "max": _HIGHEST},
+        "torch.amp.GradScaler and aten _amp_update_scale_, torch 2.13: no minimum, growth to inf refused",
+    ),
+    "apex": Preset(
+        {"init": 2.0**16, "min": _LOWEST, "max": 2.0**24},
+        "apex/amp/scaler.py LossScaler, before its removal in cb65b8ed: clamped to max_loss_scale = 2**24",
+    ),
+    "keras": Preset(
+        {"init": 2.0**15, "min": _LOWEST, "max": _HIGHEST},
+        "keras.optimizers.LossScaleOptimizer, Keras 3.15: no limits",
+    ),
+    "tensorflow": Preset(
+        {"init": 2.0**15, "min": 1.0, "max": _HIGHEST, "on_min": "ignore"},
+        "tf.compat.v1.mixed_precision.DynamicLossScale, TensorFlow 2.21: floor of 1, growth to inf refused",
+    ),
+    "deepspeed": Preset(
+        {
+            "init": 2.0**16,
+            "interval": 1000,
+            "hysteresis": 2,
+            "min": 1.0,
+            "max": _HIGHEST,
+            "on_min": "raise",
+            "late_growth": "after_overflow",
+        },
+        "deepspeed/runtime/fp16/loss_scaler.py DynamicLossScaler with the defaults of the fp16 config block",
+    ),
+    "megatron": Preset(
+        {
+            "init": 2.0**32,
+            "interval": 1000,
+            "hysteresis": 2,
+            "min": 1.0,
+            "max": _HIGHEST,
+            "on_min": "ignore",
+        },
+        "megatron/core/optimizer/grad_scaler.py DynamicGradScaler with the defaults of Megatron-LM's arguments",
+    ),
+    "flax": Preset(
+        {"init": 2.0**16, "min": _LOWEST, "max": (2 - 2.0**-23) * 2.0**127, "late_growth": "always"},
+        "flax/training/dynamic_scale.py DynamicScale, flax 0.12: clamped to finfo(float32)",
+    ),
+    "jmp": Preset(
+        {"init": 2.0**15, "min": 1.0, "max": _HIGHEST, "on_min": "ignore"},
+        "jmp/_src/loss_scale.py DynamicLossScale, jmp 0.0.4, with the initial scale of its README",
+    ),
+    "fairseq": Preset(
+        {"init": 2.0**15, "min": 2.0**-13, "max": _HIGHEST, "on_min": "raise"},
+        "fairseq/optim/dynamic_loss_scaler.py: raises rather than go to min_loss_scale = 1e-4, so 2**-13 is the last",
+    ),
+}

@@ -1,0 +1,172 @@
+"""Finds the adapter of an object, by looking at its type and never by importing a framework to find out."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from polyamp.errors import InvalidTypeError, MissingFrameworkError, PolyampError, UnsupportedError
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
+
+    from polyamp.adapter import Adapter
+
+GROUP = "polyamp.backends"
+
+# Plain dicts: functools.cache breaks torch.compile(fullgraph=True).
+_entries: dict[str, EntryPoint] = {}
+_adapters: dict[str, Adapter] = {}
+
+
+def entries() -> dict[str, EntryPoint]:
+    """The entry points of the group, by import root (``torch``, ``jax``, ``optax``, ...). Scanned at first use.
+
+    Raises:
+        PolyampError: two distributions claim the same import root.
+    """
+    if not _entries:
+        from importlib.metadata import entry_points
+
+        for entry in entry_points(group=GROUP):
+            claimed = _entries.setdefault(entry.name, entry)
+            if claimed.value != entry.value:
+                _entries.clear()
+                raise PolyampError(
+                    "two adapters for the same framework",
+                    where=f"entry-point group {GROUP!r}, name {entry.name!r}",
+                    found=f"{claimed.value} and {entry.value}",
+                    allowed="one",
+                    fix="uninstall one of the two packages",
+                )
+    return _entries
+
+
+def names() -> list[str]:
+    """The adapters' names: ``["jax", "keras", "tensorflow", "torch"]`` with nothing of a third party installed."""
+    return sorted({_backend_of(entry) for entry in entries().values()})
+
+
+def adapter_named(name: str) -> Adapter:
+    """Load an adapter by its framework's name or one of its import roots.
+
+    Raises:
+        InvalidTypeError: no adapter of that name is installed.
+        MissingFrameworkError: the framework itself is not installed; the message names the extra.
+    """
+    entry = entries().get(name)
+    if entry is None:
+        raise InvalidTypeError(
+            "no adapter of that name",
+            where="backend=",
+            found=repr(name),
+            allowed=", ".join(names()),
+            fix="use one of the names above, or install the package that has the adapter",
+        )
+    return _load(entry)
+
+
+def adapter_of(obj: object) -> Adapter | None:
+    """The adapter of ``obj`` by the import roots of its type's bases, else by asking the loaded adapters."""
+    for root in _roots(type(obj)):
+        if root in entries():
+            return _load(entries()[root])
+    return next((adapter for adapter in loaded() if adapter.owns(obj)), None)
+
+
+def adapter_within(*objects: object) -> Adapter | None:
+    """The adapter of the first object, in or under ``objects``, that has one; None if they hold only plain values.
+
+    Raises:
+        InvalidTypeError: there is none, and they hold an array-like of a framework without an adapter.
+    """
+    for leaf in _walk(objects):
+        adapter = adapter_of(leaf)
+        if adapter is not None:
+            return adapter
+    strangers = [leaf for leaf in _walk(objects) if hasattr(leaf, "dtype")]
+    if strangers:
+        raise no_adapter(strangers[0], where="the tree")
+    return None
+
+
+def loaded() -> list[Adapter]:
+    """The adapters of the frameworks that this process has imported."""
+    present = [entry for root, entry in entries().items() if root in sys.modules]
+    return [_load(entry) for entry in {entry.value: entry for entry in present}.values()]
+
+
+def verb(adapter: Adapter, name: str) -> Any:
+    """The adapter's method ``name``.
+
+    Raises:
+        UnsupportedError: the framework does not have this; the message says which have.
+    """
+    method = getattr(adapter, name, None)
+    if method is None:
+        having = sorted({other.name for other in loaded() if hasattr(other, name)})
+        raise UnsupportedError(
+            f"the {adapter.name} adapter has no {name}",
+            where=f"polyamp on {adapter.name} objects",
+            found=adapter.name,
+            allowed=f"among the loaded frameworks: {', '.join(having) or 'none'}",
+            fix="see docs/frameworks.md for what each framework offers",
+        )
+    return method
+
+
+def no_adapter(obj: object, *, where: str) -> InvalidTypeError:
+    """The error for an object that no adapter knows."""
+    kind = type(obj)
+    return InvalidTypeError(
+        "no adapter knows this object",
+        where=where,
+        found=f"{kind.__module__}.{kind.__qualname__}",
+        allowed=f"objects of {', '.join(sorted(entries()))}",
+        fix='pass one of those, or name the framework: backend="torch"',
+    )
+
+
+def _load(entry: EntryPoint) -> Adapter:
+    if entry.value not in _adapters:
+        backend = _backend_of(entry)
+        try:
+            _adapters[entry.value] = entry.load()
+        except ModuleNotFoundError as error:
+            if error.name is None or error.name.startswith("polyamp"):
+                raise
+            raise missing(error.name, extra=backend) from error
+    return _adapters[entry.value]
+
+
+def missing(package: str, *, extra: str) -> MissingFrameworkError:
+    """The error for a package that is not installed, naming the extra that brings it."""
+    return MissingFrameworkError(
+        f"{package} is not installed",
+        where=f"polyamp's {extra} support",
+        found=f"no module named {package!r}",
+        allowed=None,
+        fix=f'pip install "polyamp[{extra}]"',
+    )
+
+
+def _backend_of(entry: EntryPoint) -> str:
+    module = entry.value.partition(":")[0]
+    return module.removeprefix("polyamp.backends.") if module.startswith("polyamp.backends.") else entry.name
+
+
+def _roots(kind: type) -> Iterator[str]:
+    for base in kind.__mro__:
+        parts = base.__module__.split(".")
+        yield parts[2] if parts[:2] == ["polyamp", "backends"] and len(parts) > 2 else parts[0]
+
+
+def _walk(objects: Iterable[object]) -> Iterator[object]:
+    """Each object, then what is inside it where it is a plain container."""
+    for obj in objects:
+        yield obj
+        if isinstance(obj, dict):
+            yield from _walk(obj.values())
+        elif isinstance(obj, list | tuple):
+            yield from _walk(obj)

@@ -1,0 +1,118 @@
+"""What an operation may run in: the classes, a policy's own rules, and how both decide for one operation."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from fnmatch import fnmatchcase
+from typing import NamedTuple
+
+from polyamp.errors import InvalidTypeError, InvalidValueError
+
+CLASSES: dict[str, str] = {
+    "lower": "runs in the compute format: Tensor Core work",
+    "full": "runs in float32",
+    "promote": "runs in the widest format among its inputs",
+    "follow": "safe in 16 bits unless an input came from full work",
+    "neutral": "moves or compares values: runs in the format of its inputs",
+    "keep": "is never touched",
+}
+
+
+class Rule(NamedTuple):
+    """One line of a policy's rules: what matches ``pattern`` gets ``op_class``."""
+
+    pattern: str
+    op_class: str
+
+    def matches(self, operation: str, path: str = "") -> bool:
+        """Whether this rule is about an operation, by its canonical name or by the path it stands at.
+
+        A pattern of several components, joined by ``/`` or ``.``, matches where they stand side by side anywhere in
+        the path; ``*`` stays within one component, as in a shell.
+
+        >>> Rule("decoder.*.norm", "full").matches("add", "model/decoder/3/norm")
+        True
+        >>> Rule("norm", "full").matches("add", "model/layer_norm")
+        False
+        """
+        wanted = _components(self.pattern)
+        here = _components(path)
+        if len(wanted) == 1 and fnmatchcase(operation, wanted[0]):
+            return True
+        windows = (here[start : start + len(wanted)] for start in range(len(here) - len(wanted) + 1))
+        return any(all(map(fnmatchcase, window, wanted)) for window in windows)
+
+
+class Decision(NamedTuple):
+    """The class of one operation, and the rule or table entry that gave it."""
+
+    op_class: str
+    reason: str
+
+
+def decide(rules: Iterable[Rule], operation: str, path: str = "") -> Decision:
+    """The class of a canonical operation at a path: the first rule that matches, else the table's.
+
+    >>> decide((), "softmax").op_class
+    'full'
+    >>> decide((Rule("softmax", "lower"),), "softmax").op_class
+    'lower'
+    """
+    from polyamp.operations import OPERATIONS
+
+    for rule in rules:
+        if rule.matches(operation, path):
+            return Decision(rule.op_class, f"rule {rule.pattern!r}")
+    entry = OPERATIONS.get(operation)
+    if entry is None:
+        return Decision("keep", "unknown operation: runs as written")
+    return Decision(entry.op_class, "table")
+
+
+def unused(rules: Iterable[Rule], seen: Iterable[tuple[str, str]]) -> list[Rule]:
+    """The rules that match none of the (operation, path) pairs: to be reported, since they did nothing."""
+    pairs = list(seen)
+    return [rule for rule in rules if not any(rule.matches(*pair) for pair in pairs)]
+
+
+def parse_rules(spec: Mapping[str, str] | Iterable[tuple[str, str]], *, where: str = "policy(rules=)") -> tuple[Rule, ...]:
+    """Check what a user wrote and make it rules, in the order it was written.
+
+    >>> parse_rules({"softmax": "lower"})
+    (Rule(pattern='softmax', op_class='lower'),)
+
+    Raises:
+        InvalidTypeError: not a mapping or pairs of strings.
+        InvalidValueError: a blank pattern, one that stands twice, or an unknown class.
+    """
+    try:
+        pairs = [(pattern, op_class) for pattern, op_class in (spec.items() if isinstance(spec, Mapping) else spec)]
+    except (TypeError, ValueError):
+        pairs = [(spec, None)]  # type: ignore[list-item]  # refused below, with the same words
+    for pattern, op_class in pairs:
+        if not (isinstance(pattern, str) and isinstance(op_class, str)):
+            raise InvalidTypeError(
+                "rules map a pattern to a class, both strings",
+                where=where,
+                found=repr(spec),
+                allowed='a mapping such as {"softmax": "full"}',
+                fix="write the rules as a mapping",
+            )
+        if not all(_components(pattern)):
+            raise _bad_rule("a rule's pattern has a blank component", where, pattern, "an operation's name or a path glob")
+        if op_class not in CLASSES:
+            raise _bad_rule("unknown class of operations", where, op_class, ", ".join(CLASSES))
+    patterns = [pattern for pattern, _ in pairs]
+    repeated = sorted({pattern for pattern in patterns if patterns.count(pattern) > 1})
+    if repeated:
+        raise _bad_rule("a pattern stands twice in the rules", where, ", ".join(repeated), "each pattern once")
+    return tuple(Rule(pattern, op_class) for pattern, op_class in pairs)
+
+
+def _bad_rule(what: str, where: str, found: str, allowed: str) -> InvalidValueError:
+    return InvalidValueError(what, where=where, found=repr(found), allowed=allowed, fix="correct or remove that rule")
+
+
+def _components(path: str) -> list[str]:
+    return re.split(r"[./]", path)

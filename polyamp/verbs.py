@@ -1,0 +1,289 @@
+"""The public verbs. Each looks at what it was given and hands it to that framework's adapter."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from contextvars import ContextVar
+from typing import Any, TypeVar
+
+from polyamp import registry
+from polyamp.errors import InvalidTypeError, InvalidValueError, UnsupportedError
+from polyamp.loss_scale import LossScale
+from polyamp.policy import Policy, current_policy
+from polyamp.policy import policy as make_policy
+
+Fn = TypeVar("Fn", bound=Callable[..., Any])
+
+
+def wrap_optimizer(
+    optimizer: Any,
+    policy: Policy | str | None = None,
+    *,
+    loss_scale: LossScale | None = None,
+    max_grad_norm: float | None = None,
+    backend: str | None = None,
+    **options: Any,
+) -> Any:
+    """An optimizer of the same kind that owns the order of a mixed-precision step.
+
+    Unscale in float32, test the raw gradients for inf and NaN, clip by the global norm, then update or skip, then
+    advance the loss scale. A skipped step leaves parameters, optimizer state and counters bit-identical.
+
+    >>> import torch
+    >>> model = torch.nn.Linear(4, 2)
+    >>> opt = wrap_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), "mixed_float16")
+    >>> opt.backward(model(torch.ones(3, 4)).mean())
+    >>> opt.step()
+    >>> bool(opt.last_step), opt.loss_scale
+    (True, 65536.0)
+
+    Args:
+        optimizer: a ``torch.optim.Optimizer``, an optax ``GradientTransformation``, a Keras 3 optimizer or a
+            ``tf.compat.v1.train.Optimizer``.
+        policy: a policy or its name; None is the current policy.
+        loss_scale: overrides the policy's.
+        max_grad_norm: clip unscaled gradients to this global L2 norm (> 0); None does not clip.
+        backend: the framework's name, where the object does not tell.
+        **options: of that framework's adapter.
+
+    Raises:
+        InvalidTypeError: no optimizer, or one of a framework without an adapter.
+        InvalidValueError: ``max_grad_norm`` is not a positive finite number.
+        UsageError: the optimizer is wrapped already.
+    """
+    chosen = make_policy(policy)
+    if not (loss_scale is None or isinstance(loss_scale, LossScale)):
+        raise InvalidTypeError(
+            "loss_scale is no LossScale",
+            where="wrap_optimizer(loss_scale=)",
+            found=f"{loss_scale!r} ({type(loss_scale).__name__})",
+            allowed="a polyamp.LossScale",
+            fix="write LossScale.fixed(128), LossScale.none() or LossScale(...)",
+        )
+    adapter = _adapter(backend, optimizer, where="wrap_optimizer(optimizer)")
+    return adapter.wrap_optimizer(
+        optimizer,
+        chosen,
+        loss_scale=chosen.loss_scale if loss_scale is None else loss_scale,
+        max_grad_norm=_norm_limit(max_grad_norm),
+        **options,
+    )
+
+
+def convert(model: Any, policy: Policy | str | None = None, *, backend: str | None = None) -> Any:
+    """Set a model to a policy: a torch module's stored parameters, or a built Keras model's layer policies.
+
+    >>> import torch
+    >>> model = torch.nn.Sequential(torch.nn.Conv2d(1, 4, 3), torch.nn.BatchNorm2d(4))
+    >>> _ = convert(model, "O2")
+    >>> model[0].weight.dtype, model[1].weight.dtype
+    (torch.float16, torch.float32)
+
+    Args:
+        model: a ``torch.nn.Module`` or a built Keras model; it is changed in place.
+        policy: a policy or its name; None is the current policy.
+        backend: the framework's name, where the object does not tell.
+
+    Returns:
+        The same model.
+
+    Raises:
+        InvalidTypeError: an object that no adapter knows.
+        UnsupportedError: the framework's models hold no precision (JAX: cast the parameters instead).
+    """
+    adapter = _adapter(backend, model, where="convert(model)")
+    return registry.verb(adapter, "convert")(model, make_policy(policy))
+
+
+def scale_loss(loss: Any, holder: Any) -> Any:
+    """The loss in float32 times the current loss scale.
+
+    >>> import torch
+    >>> opt = wrap_optimizer(torch.optim.SGD([torch.ones(2, requires_grad=True)], lr=0.1), "mixed_float16")
+    >>> scale_loss(torch.tensor(0.5), opt)
+    tensor(32768.)
+
+    Args:
+        loss: a floating scalar.
+        holder: a wrapped optimizer, or in JAX the optimizer state that has its ``loss_scale``.
+    """
+    return _adapter(None, holder, where="scale_loss(holder)").scale_loss(loss, holder)
+
+
+def save_loss_scale(holder: Any) -> dict[str, Any]:
+    """The loss-scale state of a wrapped optimizer (in JAX: of its state), in the form all frameworks share; JSON.
+
+    >>> import torch
+    >>> opt = wrap_optimizer(torch.optim.SGD([torch.ones(2, requires_grad=True)], lr=0.1), "mixed_float16")
+    >>> save_loss_scale(opt)["scale"]
+    65536.0
+    """
+    return _adapter(None, holder, where="save_loss_scale(holder)").save_loss_scale(holder)
+
+
+def load_loss_scale(holder: Any, saved: Mapping[str, Any]) -> Any:
+    """Continue from a loss-scale state that `save_loss_scale` gave, in this framework or another.
+
+    Returns:
+        The same object where it is mutable; in JAX, a new optimizer state.
+
+    Raises:
+        StateError: a state of another kind, with missing fields, or outside the settings; nothing is changed.
+    """
+    return _adapter(None, holder, where="load_loss_scale(holder)").load_loss_scale(holder, saved)
+
+
+def value_and_grad(
+    fun: Callable[..., Any], policy: Policy | str | None = None, has_aux: bool = False, *, backend: str | None = None
+) -> Callable[..., Any]:
+    """Differentiate a loss function under a policy: the loss comes back unscaled, the gradients still scaled.
+
+    The function sees parameters and arguments in the compute format; gradients come in the parameters' own.
+
+    >>> import jax, optax
+    >>> tx = wrap_optimizer(optax.sgd(0.1), "mixed_float16")
+    >>> params = {"w": jax.numpy.ones(3)}
+    >>> opt_state = tx.init(params)
+    >>> loss, grads = value_and_grad(lambda p, x: (p["w"] * x).sum(), "mixed_float16")(opt_state, params, 2.0)
+    >>> float(loss), float(grads["w"][0]) / 65536
+    (6.0, 2.0)
+
+    Args:
+        fun: ``fun(params, *args, **kwargs) -> loss``, or ``(loss, aux)`` where ``has_aux``.
+        policy: bound now where given; None is the current policy at each call.
+        has_aux: whether ``fun`` returns more than the loss.
+        backend: the framework's name, where the arguments do not tell.
+
+    Returns:
+        A function of ``(opt_state, params, *args, **kwargs)``.
+    """
+    bound = None if policy is None else make_policy(policy)
+
+    @functools.wraps(fun)
+    def differentiated(opt_state: Any, params: Any, *args: Any, **kwargs: Any) -> Any:
+        adapter = _adapter(backend, (opt_state, params), where="value_and_grad(fun)(opt_state, params)")
+        transformed = registry.verb(adapter, "value_and_grad")(fun, bound, has_aux)
+        return transformed(opt_state, params, *args, **kwargs)
+
+    return differentiated
+
+
+def autocast(target: Any = None, policy: Policy | str | None = None, *, backend: str | None = None) -> Any:
+    """Run operations in the formats of a policy: ``with autocast(policy):``, or as a decorator.
+
+    >>> import torch
+    >>> with autocast("mixed_bfloat16"):
+    ...     print(torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype)
+    torch.bfloat16
+
+    Args:
+        target: a policy or its name, for a context that every loaded framework with ambient autocast enters; or the
+            function or module to run so.
+        policy: with a function; bound now where given, else the current policy at each call.
+        backend: one framework's name, where it should be only that one.
+
+    Returns:
+        A context manager that may be entered again and in several threads, and that decorates functions; or the
+        function, transformed.
+
+    Raises:
+        UnsupportedError: no loaded framework has what was asked for.
+    """
+    if callable(target) and not isinstance(target, Policy):
+        return _autocast_function(target, None if policy is None else make_policy(policy), backend)
+    if policy is not None:
+        raise InvalidTypeError(
+            "autocast takes one policy",
+            where="autocast(target, policy)",
+            found=f"{target!r} and {policy!r}",
+            allowed="autocast(policy), or autocast(function, policy)",
+            fix="leave one of the two out",
+        )
+    return Autocast(None if target is None else make_policy(target), backend)
+
+
+class Autocast:
+    """What `autocast` gives for a policy: re-entrant, usable from several threads, and a decorator."""
+
+    def __init__(self, policy: Policy | None, backend: str | None) -> None:
+        self._policy = policy
+        self._backend = backend
+        self._entered: ContextVar[tuple[ExitStack, ...]] = ContextVar("polyamp_autocast", default=())
+
+    def __enter__(self) -> Policy:
+        chosen = current_policy() if self._policy is None else self._policy
+        with ExitStack() as stack:
+            stack.enter_context(chosen)
+            for adapter in _ambient(self._backend):
+                stack.enter_context(adapter.autocast_context(chosen))
+            self._entered.set((*self._entered.get(), stack.pop_all()))
+        return chosen
+
+    def __exit__(self, *error: Any) -> bool | None:
+        *rest, stack = self._entered.get()
+        self._entered.set(tuple(rest))
+        return stack.__exit__(*error)
+
+    def __call__(self, fn: Fn) -> Fn:
+        return _autocast_function(fn, self._policy, self._backend)  # type: ignore[return-value]
+
+
+def _autocast_function(fn: Callable[..., Any], policy: Policy | None, backend: str | None) -> Callable[..., Any]:
+    """Dispatch by the function's own type, else at each call by the arguments; plain values run in every context."""
+    named = registry.adapter_of(fn) if backend is None else registry.adapter_named(backend)
+
+    @functools.wraps(fn)
+    def autocasted(*args: Any, **kwargs: Any) -> Any:
+        adapter = named or registry.adapter_within(args, kwargs)
+        if adapter is not None and hasattr(adapter, "autocast_function"):
+            return adapter.autocast_function(fn, policy)(*args, **kwargs)
+        with Autocast(policy, None if adapter is None else adapter.name):
+            return fn(*args, **kwargs)
+
+    return autocasted
+
+
+def _ambient(backend: str | None) -> list[Any]:
+    """The adapters whose autocast is entered: the one that was named, else every loaded one that has a context."""
+    if backend is not None:
+        adapter = registry.adapter_named(backend)
+        registry.verb(adapter, "autocast_context")
+        return [adapter]
+    loaded = registry.loaded()
+    ambient = [adapter for adapter in loaded if hasattr(adapter, "autocast_context")]
+    if loaded and not ambient:
+        raise UnsupportedError(
+            "no loaded framework has an autocast to enter",
+            where="autocast(policy)",
+            found=", ".join(adapter.name for adapter in loaded),
+            allowed="torch",
+            fix="JAX functions are transformed, not entered: cast inside jit with policy.cast_to_compute(params) or "
+            "polyamp.value_and_grad(fun, policy); Keras models take polyamp.convert(model, policy)",
+        )
+    return ambient
+
+
+def _adapter(backend: str | None, obj: Any, *, where: str) -> Any:
+    if backend is not None:
+        return registry.adapter_named(backend)
+    adapter = registry.adapter_within(obj)
+    if adapter is None:
+        raise registry.no_adapter(obj, where=where)
+    return adapter
+
+
+def _norm_limit(value: float | None) -> float | None:
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float) or not (math.isfinite(value) and value > 0):
+        raise InvalidValueError(
+            "invalid gradient-norm limit",
+            where="wrap_optimizer(max_grad_norm=)",
+            found=repr(value),
+            allowed="a finite number greater than 0, or None",
+            fix="give the largest global L2 norm that gradients may have",
+        )
+    return float(value)

@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+import os
+import platform
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from polyamp.policy import Policy
+from polyamp import registry
+from polyamp.errors import MissingFrameworkError
+from polyamp.loss_scale import LossScale
+from polyamp.policy import Policy, policy
 
 Array = NDArray[Any]
+
+# Growth every 40 steps, not 2 000, so that a short run shows the scale grow until a step overflows and is skipped.
+POLICIES = (
+    policy("float32"),
+    policy("mixed_bfloat16"),
+    policy("mixed_float16", loss_scale=LossScale(interval=40)),
+)
 
 
 @dataclass(frozen=True)
@@ -68,3 +81,139 @@ class Trace:
     activation_bytes: int = 0
     seconds: float = 0.0
     first_step_seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Run:
+    """One framework under one policy: what was asked, and what came out.
+
+    Attributes:
+        framework: the adapter's title, such as ``keras on jax``.
+        policy: the policy's text.
+        trace: the run's numbers.
+        baseline: the float32 trace of the same framework.
+    """
+
+    framework: str
+    policy: str
+    trace: Trace
+    baseline: Trace
+
+    @cached_property
+    def largest_difference(self) -> float:
+        """The largest distance between a step's loss and the float32 loss of that step."""
+        return float(np.max(np.abs(np.subtract(self.trace.losses, self.baseline.losses))))
+
+    @property
+    def skipped(self) -> int:
+        """How many steps were not applied."""
+        return self.trace.applied.count(False)
+
+    def as_dict(self) -> dict[str, Any]:
+        """All numbers, as JSON values."""
+        summary = {"largest_difference": self.largest_difference, "skipped": self.skipped}
+        return {"framework": self.framework, "policy": self.policy, **summary, **asdict(self.trace)}
+
+
+def digits_task(steps: int = 300, batch: int = 64, seed: int = 0) -> Task:
+    """The digits task under float32: scikit-learn's 1 797 images of 8x8 pixels, one in five of them held out.
+
+    Weights are drawn with variance 2 / fan_in (He et al., "Delving Deep into Rectifiers", ICCV 2015).
+
+    Raises:
+        MissingFrameworkError: scikit-learn, which ships the images, is not installed.
+    """
+    try:
+        from sklearn.datasets import load_digits
+    except ModuleNotFoundError as error:
+        raise registry.missing("scikit-learn", extra="demo") from error
+    rng = np.random.default_rng(seed)
+    digits = load_digits()
+    order = rng.permutation(len(digits.target))
+    images = (digits.images[order, :, :, None] / 16).astype(np.float32)
+    labels = digits.target[order].astype(np.int32)
+    train = len(labels) * 4 // 5
+    per_epoch = train // batch
+    epochs = [rng.permutation(train)[: per_epoch * batch].reshape(-1, batch) for _ in range(steps // per_epoch + 1)]
+    return Task(
+        policy=POLICIES[0],
+        weights=_initial_weights(rng),
+        train_images=images[:train],
+        train_labels=labels[:train],
+        test_images=images[train:],
+        test_labels=labels[train:],
+        batches=np.concatenate(epochs)[:steps],
+    )
+
+
+def _initial_weights(rng: np.random.Generator) -> dict[str, Array]:
+    shapes = {"conv1": (3, 3, 1, 16), "conv2": (3, 3, 16, 32), "dense": (128, 10)}
+    weights: dict[str, Array] = {}
+    for name, shape in shapes.items():
+        deviation = np.sqrt(2 / np.prod(shape[:-1]))
+        weights[f"{name}_kernel"] = (rng.standard_normal(shape) * deviation).astype(np.float32)
+        weights[f"{name}_bias"] = np.zeros(shape[-1], np.float32)
+    return weights
+
+
+def trainers(names: Iterable[str] | None = None) -> tuple[list[Any], list[str]]:
+    """The adapters that can train the digits, and for each framework that is not installed how to get it."""
+    adapters, absent = [], []
+    for name in registry.names() if names is None else names:
+        try:
+            adapter = registry.adapter_named(name)
+        except MissingFrameworkError as error:
+            absent.append(str(error))
+            continue
+        if hasattr(adapter, "train_digits"):
+            adapters.append(adapter)
+    return adapters, absent
+
+
+def runs(adapters: Iterable[Any], task: Task) -> Iterator[Run]:
+    """Train under every policy in every framework, float32 first, giving each run as it ends."""
+    for adapter in adapters:
+        baseline = None
+        for chosen in POLICIES:
+            trace = adapter.train_digits(replace(task, policy=chosen))
+            baseline = baseline or trace
+            title = adapter.describe().get("title", adapter.name)
+            yield Run(title, _short(chosen), trace, baseline)
+
+
+def _short(chosen: Policy) -> str:
+    return str(chosen).partition(" ")[0]
+
+
+def report(adapters: Iterable[Any], done: list[Run]) -> dict[str, Any]:
+    """All runs as JSON values, with the machine and the frameworks they ran on."""
+    machine = {"processor": platform.processor() or platform.machine(), "cores": os.cpu_count(), "system": platform.platform()}
+    frameworks = {adapter.name: adapter.describe() for adapter in adapters}
+    return {"machine": machine, "frameworks": frameworks, "runs": [run.as_dict() for run in done]}
+
+
+def plot(done: list[Run], path: str) -> None:
+    """Draw loss and loss scale over the steps, one column for each framework, into an image file.
+
+    Raises:
+        MissingFrameworkError: matplotlib is not installed.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError as error:
+        raise registry.missing("matplotlib", extra="plot") from error
+    frameworks = list(dict.fromkeys(run.framework for run in done))
+    figure = Figure(figsize=(4.5 * len(frameworks), 6), layout="constrained")
+    axes = figure.subplots(2, len(frameworks), sharex=True, sharey="row", squeeze=False)
+    for run in done:
+        above, below = axes[:, frameworks.index(run.framework)]
+        above.plot(run.trace.losses, label=run.policy, linewidth=0.9)
+        below.step(range(len(run.trace.scales)), run.trace.scales, label=run.policy, where="post")
+    for column, framework in enumerate(frameworks):
+        axes[0, column].set(title=framework, yscale="log")
+        axes[1, column].set(xlabel="step")
+        axes[1, column].set_yscale("log", base=2)
+    axes[0, 0].set_ylabel("training loss (nats)")
+    axes[1, 0].set_ylabel("loss scale")
+    axes[0, 0].legend(frameon=False)
+    figure.savefig(path, dpi=150)

@@ -1,7 +1,270 @@
-"""The canonical operations and their classes."""
+"""The canonical operations: what each may run in, who says so, and why where they disagree.
+
+One table for every framework. An adapter maps its own operation names to these (``polyamp.backends.*.operations``), so
+that the same operation has the same class everywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
+
+from polyamp.errors import InvalidValueError
+
+TABLE_VERSION = 1
+
+SOURCES: dict[str, str] = {
+    "cuda": "PyTorch 2.13, CUDA autocast: include/ATen/autocast_mode.h (lower_precision_fp = lower, fp32 = full)",
+    "cpu": "PyTorch 2.13, CPU autocast, one list for float16 and bfloat16: aten/src/ATen/autocast_mode.cpp",
+    "tf_fp16": "TensorFlow 2.21, class AutoMixedPrecisionListsFp16 of core/grappler/optimizers/"
+    "auto_mixed_precision_lists.h (allow = lower, deny = full, infer = follow, clear = neutral)",
+    "tf_bf16": "TensorFlow 2.21, class AutoMixedPrecisionListsMkl of the same header",
+    "jax": "JAX practice: a layer's dtype= is what its products run in (flax 0.12, linen/linear.py); normalisation "
+    "statistics (flax, linen/normalization.py, force_float32_reductions) and the softmax of attention (equinox 0.13, "
+    "nn/_attention.py) are float32; jax.numpy reductions raise 16 bits to 32 inside (jax 0.10)",
+    "apex": "NVIDIA Apex, amp/lists and the O2 properties in amp/frontend.py, before their removal in cb65b8ed",
+    "paper": "Micikevicius et al., Mixed Precision Training, ICLR 2018, section 3.3: products of vectors in 16 bits with "
+    "32-bit sums, large reductions in 32 bits, pointwise work in either",
+    "fsdp": "PyTorch 2.13, torch.distributed.fsdp.MixedPrecisionPolicy: values are reduced in the format they have",
+    "range": "the formats' limits (polyamp.formats): the result or its derivative leaves float16, or hangs on argument "
+    "bits that 16-bit formats do not have",
+    "kernels": "LAPACK, cuSOLVER and XLA offer it in 32 and 64 bits alone (cuFFT: 16 bits for powers of two only)",
+    "exact": "the definition: values are moved or compared, or are no floating-point numbers, so nothing is rounded",
+}
+
+
 class Operation(NamedTuple):
+    """One canonical operation.
+
+    >>> softmax = OPERATIONS["softmax"]
+    >>> softmax.op_class, softmax.sources["cuda"], softmax.sources["tf_fp16"]
+    ('full', 'full', 'follow')
+
+    Attributes:
+        op_class: what it may run in, one of `polyamp.rules.CLASSES`.
+        sources: the class that each source (a key of `SOURCES`) gives it; ``banned`` where the source refuses to run it.
+        why: the reason for ``op_class``; always there where a source gives another class.
+    """
+
     op_class: str
-    sources: tuple[str, ...]
+    sources: Mapping[str, str]
     why: str = ""
-OPERATIONS = {"softmax": Operation("full", ()), "matmul": Operation("lower", ()), "batch_norm": Operation("full", ())}
+
+
+# How to read it: [class]; then ``names : sources``, where a source that gives another class says so; then why.
+_TABLE = """
+[lower]
+matmul                              : cuda cpu tf_fp16 tf_bf16 jax apex paper
+conv                                : cuda cpu tf_fp16 tf_bf16 jax apex paper
+attention                           : cuda cpu tf_fp16 jax
+lstm_cell                           : cuda cpu tf_fp16
+gru_cell rnn_cell                   : cuda tf_fp16
+tensordot bilinear                  : cuda=promote paper
+    Products of matrices in all but name, and in JAX and TensorFlow not even in name: they are lowered as matmul is.
+prelu                               : cuda cpu apex
+    No Tensor Core work: it is lowered with the product before it because its weight is a float32 parameter.
+
+[full]
+# exponentials, logarithms, powers
+exp expm1                           : cuda tf_fp16 tf_bf16 apex
+exp2                                : range
+log log1p                           : cuda apex tf_fp16=follow tf_bf16=follow
+    Near 1 a logarithm is as small as the rounding of its argument, and one of 0 is -inf where a small probability was
+    rounded to 0: the cautious list is kept.
+log2 log10                          : cuda apex
+pow                                 : cuda tf_fp16 tf_bf16 apex
+integer_pow                         : range
+square squared_difference           : range tf_bf16=follow
+    Squares leave float16 from 256 on. The table does not depend on the format, so bfloat16 pays for it too.
+rsqrt                               : cuda apex tf_bf16=follow
+    Its derivative, x**-1.5 / 2, leaves float16 below x = 4e-4. The table does not depend on the format.
+reciprocal                          : cuda apex tf_fp16=follow tf_bf16=follow
+    It leaves float16 below x = 1.6e-5, and its derivative below 4e-3; a quotient (div) has no such fixed numerator.
+cbrt hypot                          : range
+# reductions
+sum                                 : cuda tf_fp16 jax apex paper tf_bf16=follow
+    With 8 bits a bfloat16 sum of ones stops at 256: the paper's rule for large reductions holds for both formats.
+mean                                : tf_fp16 jax paper tf_bf16=follow
+    A sum, divided: it overflows and stops where sum does.
+prod                                : cuda cpu jax apex tf_fp16=follow tf_bf16=follow
+    Products of many factors leave float16 at once in either direction; the error grows with their number.
+cumsum                              : cuda apex paper
+cumprod                             : cuda apex
+logsumexp                           : cuda
+logaddexp logcumsumexp              : range
+variance                            : jax paper
+norm                                : cuda tf_fp16 tf_bf16 apex
+distance                            : cuda cpu apex
+cosine_similarity                   : cuda apex
+weight_norm local_response_norm     : paper
+trace quantile                      : cpu
+# normalisation
+softmax                             : cuda jax apex paper tf_fp16=follow tf_bf16=follow
+    It sums exponentials, and the loss behind it takes their logarithm: TensorFlow's lists are alone with 16 bits.
+log_softmax                         : cuda apex tf_fp16=follow tf_bf16=follow
+    As softmax.
+layer_norm group_norm               : cuda jax apex
+rms_norm                            : cuda jax
+instance_norm                       : jax
+batch_norm                          : jax apex paper tf_fp16=follow tf_bf16=follow
+    Its statistics are reductions, and its kernels keep them in float32 wherever the data are 16-bit; Apex O2 keeps the
+    parameters in float32 too, as here. TensorFlow lists only the fused kernels, which do the same inside.
+# losses
+cross_entropy                       : cpu tf_fp16 tf_bf16 apex
+nll_loss mse_loss l1_loss huber_loss smooth_l1_loss kl_div          : cuda cpu
+poisson_nll_loss binary_cross_entropy_with_logits                   : cuda cpu
+cosine_embedding_loss hinge_embedding_loss margin_ranking_loss      : cuda cpu
+multi_margin_loss multilabel_margin_loss                            : cuda cpu
+soft_margin_loss triplet_margin_loss                                : cuda cpu
+ctc_loss                            : cpu
+binary_cross_entropy                : cpu cuda=banned apex=banned
+    CUDA autocast refuses it, since 16-bit probabilities next to 0 and 1 are lost before it runs. Refusing is no class:
+    it runs in float32, and binary_cross_entropy_with_logits remains the better choice.
+# steep or unbounded functions
+acos asin tan sinh cosh             : cuda apex
+sin cos acosh atanh                 : range
+erf_inv                             : cuda apex
+softplus                            : cuda apex tf_fp16=follow tf_bf16=follow
+    It is log(1 + exp(x)), and JAX has it only as that: it goes with its parts.
+log_sigmoid logit xlogy             : range
+lgamma digamma polygamma igamma beta bessel zeta                    : range
+# linear algebra and transforms
+cholesky qr svd eigh solve inverse lstsq                            : cpu kernels
+lu triangular_solve                 : cpu kernels
+det matrix_exp schur                : kernels
+fft complex                         : cpu kernels
+# positions need more bits than 16-bit formats have
+interpolate                         : cuda tf_fp16=neutral tf_bf16=neutral
+    The backward pass adds many gradients into one place, and positions past 256 have no bfloat16: only TensorFlow,
+    whose lists name the nearest and bilinear kernels, calls it moving values.
+grid_sample                         : cpu cuda=promote
+    Sampling positions past 256 have no bfloat16; promote would leave them there whenever both inputs are 16-bit.
+fake_quantize                       : cpu
+save                                : tf_fp16 tf_bf16
+
+[promote]
+concat stack                        : cpu apex tf_fp16=neutral tf_bf16=neutral
+    It only moves values, but its inputs must agree: the widest loses nothing.
+scatter                             : cuda cpu tf_bf16=neutral
+    As concat: what is written and what it is written into must agree.
+scatter_add                         : cuda
+dot                                 : cuda
+    The inner product of two vectors is memory-bound: Tensor Cores have nothing to gain.
+addcmul addcdiv atan2 cross_product : cuda
+
+[follow]
+add sub mul div                     : tf_fp16 tf_bf16 paper apex=promote
+    PyTorch and Apex take the widest input, so that one float32 bias would raise all that comes after it; here a
+    value that is float32 only by declaration does not.
+floor_div                           : tf_fp16 tf_bf16
+remainder lerp                      : paper
+sqrt                                : tf_fp16 tf_bf16
+sigmoid tanh elu selu leaky_relu softsign erf       : tf_fp16 tf_bf16
+erfc                                : tf_fp16 tf_bf16
+gelu silu mish celu glu hard_sigmoid hard_swish     : paper
+soft_shrink hard_shrink tanh_shrink : paper
+atan asinh sinc                     : paper
+dropout                             : paper
+avg_pool                            : tf_fp16 tf_bf16 cpu=full
+    A window is a short sum. The CPU list names the 3-d and adaptive kernels, which had no 16-bit version.
+fold                                : paper
+all_reduce                          : fsdp
+
+[neutral]
+# moving
+reshape                             : exact tf_fp16 tf_bf16
+transpose broadcast tile flip       : exact tf_fp16 tf_bf16
+slice split gather                  : exact tf_fp16 tf_bf16
+space_to_depth                      : exact tf_fp16 tf_bf16
+pad                                 : exact tf_fp16 tf_bf16 cpu=full
+    The CPU list names the reflection and replication kernels, which had no 16-bit version; moving values loses nothing.
+embedding roll unfold diagonal      : exact
+identity                            : exact tf_fp16 tf_bf16
+fill                                : exact tf_fp16 tf_bf16
+one_hot                             : exact tf_fp16
+tensor_list loop_edge               : exact tf_fp16 tf_bf16
+all_gather all_to_all collective_permute            : exact
+# choosing and comparing
+where clip maximum minimum          : exact tf_fp16 tf_bf16
+max min argmax top_k nonzero        : exact tf_fp16 tf_bf16
+sort cummax                         : exact
+compare is_finite                   : exact tf_fp16 tf_bf16
+relu                                : exact tf_fp16 tf_bf16
+max_pool                            : exact tf_fp16 tf_bf16 cpu=full
+    The CPU list names the 3-d and adaptive kernels, which had no 16-bit version; choosing a maximum rounds nothing.
+max_unpool                          : exact cpu=full
+    As max_pool.
+segment_max                         : exact tf_fp16=lower
+    TensorFlow lowers two kernels of NVIDIA's container for their neighbours' sake; they are not in its own builds.
+# bits that are in every format
+abs neg sign round                  : exact tf_fp16 tf_bf16
+
+[keep]
+cast                                : exact
+    A cast that the user wrote says what the user wants.
+shape                               : exact tf_fp16=neutral tf_bf16=neutral
+    It gives integers and reads no values.
+integer logical random quantize bitcast complex_part        : exact
+constant variable optimizer_update  : exact
+call cond scan custom_call token    : exact
+while_loop                          : exact tf_bf16=neutral
+    The body reads the formats that the loop was declared with; what is inside it is decided operation by operation.
+"""
+
+
+def _rows(table: str) -> Iterator[tuple[str, str, list[str]]]:
+    """Class, ``names : sources`` and the lines of why, row by row."""
+    op_class, row, why = "", "", list[str]()
+    for line in table.splitlines():
+        if line.startswith("    "):
+            why.append(line.strip())
+            continue
+        if row:
+            yield op_class, row, why
+        row, why = "", []
+        if line.startswith("["):
+            op_class = line.strip("[]")
+        elif line and not line.startswith("#"):
+            row = line
+    if row:
+        yield op_class, row, why
+
+
+def _read(table: str) -> dict[str, Operation]:
+    operations: dict[str, Operation] = {}
+    for op_class, row, why in _rows(table):
+        names, _, said = row.partition(":")
+        votes = (word.partition("=") for word in said.split())
+        sources = {source: other or op_class for source, _, other in votes}
+        for name in names.split():
+            operations[name] = Operation(op_class, sources, " ".join(why))
+    return operations
+
+
+OPERATIONS: dict[str, Operation] = _read(_TABLE)
+
+
+def by_native_name(natives: Mapping[str, str]) -> dict[str, str]:
+    """Turn ``{canonical: "native native ..."}``, which is short to write, into ``{native: canonical}``.
+
+    >>> by_native_name({"matmul": "mm bmm", "exp": "exp"})
+    {'mm': 'matmul', 'bmm': 'matmul', 'exp': 'exp'}
+
+    Args:
+        natives: for each canonical operation, the native names that mean it, separated by blanks.
+
+    Raises:
+        InvalidValueError: a canonical name that the table does not have, or a native name that stands twice.
+    """
+    canonical: dict[str, str] = {}
+    for operation, names in natives.items():
+        if operation not in OPERATIONS:
+            raise _bad_map("unknown canonical operation", operation, "a name in polyamp.operations.OPERATIONS")
+        for native in names.split():
+            if canonical.setdefault(native, operation) != operation:
+                raise _bad_map("a native operation has two canonical names", native, "one")
+    return canonical
+
+
+def _bad_map(what: str, found: str, allowed: str) -> InvalidValueError:
+    return InvalidValueError(what, where="by_native_name(natives)", found=found, allowed=allowed, fix="correct that entry")

@@ -53,7 +53,7 @@ class LossScaled:
         self.inner, self.config, self.max_grad_norm = inner, config, max_grad_norm
         self.state = config.initial_state()
         self.stored = inner.params  # 16-bit parameters get float32 masters, which the inner optimizer updates
-        inner.params = {name: param.astype(np.float32, copy=False) for name, param in self.stored.items()}
+        inner.params, inner.memory = _widened(inner.params), _widened(inner.memory)
 
     def step(self, scaled: Arrays) -> None:
         finite = not self.config.check or all(bool(np.isfinite(grad).all()) for grad in scaled.values())
@@ -77,6 +77,11 @@ class LossScaled:
         norm = np.sqrt(sum(np.sum(np.square(grad)) for grad in grads.values()))
         limit = np.float32(self.max_grad_norm)
         return {name: grad * (limit / max(norm, limit)) for name, grad in grads.items()}
+
+
+def _widened(arrays: Arrays) -> Arrays:
+    is_half = {name: array.dtype == np.float16 for name, array in arrays.items()}
+    return {name: array.astype(np.float32) if is_half[name] else array for name, array in arrays.items()}
 
 
 class NumpyAdapter:

@@ -1,0 +1,5 @@
+"""``python -m polyamp``."""
+
+from polyamp.cli import main
+
+main()

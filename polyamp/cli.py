@@ -1,0 +1,131 @@
+"""The command line: ``polyamp doctor`` and ``polyamp demo``, as tables for people and JSON for programs."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+import polyamp
+from polyamp import registry
+from polyamp.doctor import examine
+from polyamp.errors import PolyampError
+
+if TYPE_CHECKING:
+    from polyamp.demo import Run
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+console = Console()
+
+
+@app.callback()
+def root() -> None:
+    """One precision policy and one loss scaler for PyTorch, JAX and TensorFlow."""
+
+
+@app.command()
+def version() -> None:
+    """Print the version."""
+    console.print(polyamp.__version__)
+
+
+@app.command()
+def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False) -> None:
+    """Say which frameworks are installed, on which devices, and which formats are fast there."""
+    found = examine()
+    if as_json:
+        print(json.dumps(found, indent=2))
+        return
+    console.print(f"polyamp {found['polyamp']}, Python {found['python']}, {found['system']}", highlight=False)
+    table = Table("framework", "version", "device", "fast formats", "notes")
+    for name, framework in found["frameworks"].items():
+        for row in _doctor_rows(name, framework):
+            table.add_row(*row)
+    console.print(table)
+
+
+def _doctor_rows(name: str, framework: dict[str, Any]) -> list[list[str]]:
+    if not framework["installed"]:
+        return [[name, "not installed", "", "", framework["why"]]]
+    devices = framework["devices"] or [{"name": "", "fast": []}]
+    rows = [["", "", device["name"], ", ".join(device["fast"]) or "none", ""] for device in devices]
+    rows[0][:2] = [name, framework["version"]]
+    rows[0][4] = "\n".join(framework["notes"])
+    return rows
+
+
+@app.command()
+def demo(
+    steps: Annotated[int, typer.Option(min=1, help="Training steps of each run.")] = 300,
+    framework: Annotated[list[str] | None, typer.Option(help="Only this one; may be repeated.")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write every number to this file.")] = None,
+    plot_file: Annotated[Path | None, typer.Option("--plot", help="Draw loss and loss scale into this image.")] = None,
+) -> None:
+    """Train handwritten digits in float32 and in mixed precision, in every installed framework."""
+    try:
+        from polyamp import demo as digits
+    except ModuleNotFoundError as error:
+        raise registry.missing("numpy", extra="demo") from error
+    adapters, absent = digits.trainers(framework)
+    for reason in absent:
+        console.print(reason, style="yellow", highlight=False, markup=False)
+    if not adapters:
+        raise polyamp.MissingFrameworkError(
+            "no framework to train in", where="polyamp demo", fix='pip install "polyamp[all]"'
+        )
+    done = _train(digits, adapters, digits.digits_task(steps))
+    console.print(demo_table(done))
+    if json_file:
+        json_file.write_text(json.dumps(digits.report(adapters, done), indent=2) + "\n")
+    if plot_file:
+        digits.plot(done, str(plot_file))
+
+
+def _train(digits: Any, adapters: list[Any], task: Any) -> list[Run]:
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console) as progress:
+        bar = progress.add_task("training", total=len(adapters) * len(digits.POLICIES) * len(task.batches))
+        task = digits.replace(task, on_step=lambda: progress.advance(bar))
+        done = []
+        for run in digits.runs(adapters, task):
+            done.append(run)
+            progress.update(bar, description=f"{run.framework} {run.policy}")
+    return done
+
+
+def demo_table(done: list[Run]) -> Table:
+    """The runs of the demo, a row each."""
+    table = Table(title="Handwritten digits: the same weights and batches in every row")
+    headings = ("framework", "policy", "test accuracy", "final loss", "largest difference\nfrom float32 loss")
+    for heading in (*headings, "loss scale", "skipped", "parameters", "activations", "seconds"):
+        table.add_column(heading, justify="left" if heading in ("framework", "policy") else "right")
+    for run in done:
+        trace = run.trace
+        table.add_row(
+            run.framework,
+            run.policy,
+            f"{trace.accuracy:.2%}",
+            f"{trace.losses[-1]:.4f}",
+            f"{run.largest_difference:.4f}",
+            f"{trace.scales[-1]:g}",
+            f"{run.skipped} of {len(trace.losses)}",
+            f"{trace.parameter_bytes / 1024:.1f} KiB",
+            f"{trace.activation_bytes / 1024:.1f} KiB",
+            f"{trace.first_step_seconds + trace.seconds:.1f}",
+        )
+    return table
+
+
+def main() -> None:
+    """Run the command line; polyamp's own errors are printed without a traceback, with exit code 1."""
+    try:
+        app()
+    except PolyampError as error:
+        Console(stderr=True).print(f"error: {error}", style="red", highlight=False, markup=False)
+        sys.exit(1)

@@ -1,0 +1,59 @@
+"""StepResult: what it says, and that it is lazy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from polyamp import LossScale, StepResult, advance
+
+
+def result(*finite: bool) -> StepResult:
+    config = LossScale()
+    state = config.initial_state()
+    for step in finite:
+        state = advance(config, state, step)
+    return StepResult(state)
+
+
+@pytest.mark.parametrize(
+    ("trace", "applied", "scale", "skips"),
+    [((True,), True, 2.0**16, 0), ((False,), False, 2.0**15, 1), ((False, False), False, 2.0**14, 2), ((False, True), True, 2.0**15, 0)],
+)
+def test_says_what_happened(trace: tuple[bool, ...], applied: bool, scale: float, skips: int) -> None:
+    made = result(*trace)
+    assert (bool(made), made.applied, made.scale, made.skipped_in_a_row) == (applied, applied, scale, skips)
+    assert bool(made.reason) is not applied
+    assert f"applied={applied}" in repr(made)
+
+
+class Watched(float):
+    """A number that records when somebody looks."""
+
+    looks = 0
+
+    def __float__(self) -> float:
+        Watched.looks += 1
+        return 1.0
+
+
+def test_nothing_is_read_before_somebody_looks() -> None:
+    Watched.looks = 0
+    state = LossScale().initial_state()._replace(scale=Watched())
+    made = StepResult(state)
+    assert Watched.looks == 0
+    assert made.scale == 1.0
+    assert Watched.looks == 1
+
+
+class Traced:
+    """A value that refuses to be a number, as traced values of every framework do."""
+
+    def __float__(self) -> float:
+        raise TypeError("traced")
+
+
+def test_traced_values_come_back_as_they_are() -> None:
+    traced: Any = Traced()
+    assert StepResult(LossScale().initial_state()._replace(scale=traced)).scale is traced

@@ -1,0 +1,170 @@
+"""What does loss scaling add to an optimizer step? Many small parameters, so that the overhead is all there is to see.
+
+Every variant gets the same gradients and does what belongs to a step: scale the loss, unscale, test, update, advance the
+scale. The first variant of each question is the yardstick: the plain step, or in JAX scaling written by hand.
+
+    python benchmarks/step_overhead.py [torch|jax|keras ...]
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from interleave import Timing, interleave, publish
+
+import polyamp
+
+SHAPE = (16, 16)
+CONFIG = polyamp.LossScale(init=1.0)  # a scale of 1, because unscaling in place would otherwise shrink the gradients away
+COUNTS = (100, 1000)
+
+
+def torch_steps(count: int) -> list[Timing]:
+    import torch
+
+    torch.set_num_threads(1)
+
+    def params() -> list[torch.Tensor]:
+        made = [torch.randn(SHAPE).requires_grad_() for _ in range(count)]
+        for param in made:
+            param.grad = torch.randn(SHAPE) * 1e-3
+        return made
+
+    def native(optimizer: torch.optim.Optimizer) -> Callable[[], Any]:
+        scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
+
+        def step() -> None:
+            scaler.scale(loss)
+            scaler.step(optimizer)
+            scaler.update()
+
+        return step
+
+    def ours(optimizer: torch.optim.Optimizer) -> Callable[[], Any]:
+        wrapped = polyamp.wrap_optimizer(optimizer, "mixed_float16", loss_scale=CONFIG)
+
+        def step() -> None:
+            wrapped.scale(loss)
+            wrapped.step()
+
+        return step
+
+    loss = torch.tensor(1.0)
+    timings: list[Timing] = []
+    kinds = {
+        "SGD": lambda: torch.optim.SGD(params(), lr=1e-4),
+        "SGD fused": lambda: torch.optim.SGD(params(), lr=1e-4, fused=True),
+        "AdamW": lambda: torch.optim.AdamW(params(), lr=1e-4, foreach=True),
+        "AdamW fused": lambda: torch.optim.AdamW(params(), lr=1e-4, fused=True),
+    }
+    for kind, make in kinds.items():
+        variants = {"plain": make().step, "torch.amp.GradScaler": native(make()), "polyamp": ours(make())}
+        timings += interleave(f"torch {kind}, {count} parameters", variants, rounds=40, calls=4000 // count)
+    return timings
+
+
+def jax_steps(count: int) -> list[Timing]:
+    import jax
+    import jax.numpy as jnp
+    import jmp
+    import optax
+
+    grads = [jnp.full(SHAPE, 1e-3) for _ in range(count)]
+    tx = optax.sgd(1e-4)
+
+    def fresh() -> list[jax.Array]:
+        return [jnp.ones(SHAPE) for _ in range(count)]
+
+    def runner(step: Callable[..., Any], state: Any) -> Callable[[], None]:
+        compiled, held = jax.jit(step, donate_argnums=(0, 1)), [fresh(), state]
+
+        def run() -> None:
+            held[:] = compiled(held[0], held[1], grads)
+            jax.block_until_ready(held)
+
+        return run
+
+    def plain(params: Any, state: Any, grads: Any) -> Any:
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    def by_hand(params: Any, state: Any, grads: Any) -> Any:
+        scale, good, inner = state
+        finite = jnp.array(True)
+        for grad in grads:
+            finite &= jnp.isfinite(grad).all()
+
+        def update(operand: Any) -> Any:
+            params, inner = operand
+            updates, inner = tx.update([grad / scale for grad in grads], inner, params)
+            return optax.apply_updates(params, updates), inner
+
+        params, inner = jax.lax.cond(finite, update, lambda operand: operand, (params, inner))
+        grow = finite & (good + 1 >= 2000)
+        scale = jnp.where(finite, jnp.where(grow, jnp.minimum(scale * 2, 2.0**24), scale), jnp.maximum(scale / 2, 2.0**-14))
+        return params, (scale, jnp.where(finite & ~grow, good + 1, 0), inner)
+
+    def with_jmp(params: Any, state: Any, grads: Any) -> Any:
+        scale, inner = state
+        grads = scale.unscale(grads)
+        finite = jmp.all_finite(grads)
+        updates, new_inner = tx.update(grads, inner, params)
+        new_params = optax.apply_updates(params, updates)
+        return jmp.select_tree(finite, new_params, params), (scale.adjust(finite), jmp.select_tree(finite, new_inner, inner))
+
+    wrapped = polyamp.wrap_optimizer(tx, "mixed_float16", loss_scale=CONFIG)
+
+    def ours(params: Any, state: Any, grads: Any) -> Any:
+        from polyamp.backends.jax import apply_gradients
+
+        return apply_gradients(wrapped, grads, state, params)
+
+    def ours_with_optax(params: Any, state: Any, grads: Any) -> Any:
+        updates, state = wrapped.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    variants = {
+        "by hand": runner(by_hand, (jnp.float32(1), jnp.int32(0), tx.init(fresh()))),
+        "plain": runner(plain, tx.init(fresh())),
+        "jmp": runner(with_jmp, (jmp.DynamicLossScale(jnp.float32(1)), tx.init(fresh()))),
+        "polyamp apply_gradients": runner(ours, wrapped.init(fresh())),
+        "polyamp update": runner(ours_with_optax, wrapped.init(fresh())),
+    }
+    return interleave(f"jax jit sgd, {count} parameters", variants, rounds=40, calls=4000 // count)
+
+
+def keras_steps(count: int) -> list[Timing]:
+    import keras
+    import tensorflow as tf
+
+    grads = [tf.fill(SHAPE, 1e-3) for _ in range(count)]
+
+    def runner(wrap: Callable[[Any], Any]) -> Callable[[], Any]:
+        variables = [keras.Variable(tf.ones(SHAPE)) for _ in range(count)]
+        optimizer = wrap(keras.optimizers.SGD(1e-4))
+        optimizer.build(variables)
+
+        @tf.function
+        def step() -> None:
+            optimizer.scale_loss(tf.constant(1.0))
+            optimizer.apply(grads, variables)
+
+        return step
+
+    variants = {
+        "plain": runner(lambda optimizer: optimizer),
+        "keras LossScaleOptimizer": runner(lambda optimizer: keras.optimizers.LossScaleOptimizer(optimizer, 1.0)),
+        "polyamp": runner(lambda optimizer: polyamp.wrap_optimizer(optimizer, "mixed_float16", loss_scale=CONFIG)),
+    }
+    return interleave(f"keras tensorflow SGD, {count} parameters", variants, rounds=40, calls=4000 // count)
+
+
+QUESTIONS = {"torch": torch_steps, "jax": jax_steps, "keras": keras_steps}
+
+if __name__ == "__main__":
+    chosen = sys.argv[1:] or list(QUESTIONS)
+    answers = [timing for name in chosen for count in COUNTS for timing in QUESTIONS[name](count)]
+    installed = {name: polyamp.registry.adapter_named(name).describe()["version"] for name in chosen}
+    publish("step_overhead_" + "_".join(chosen), answers, {"polyamp": polyamp.__version__, **installed})

@@ -1,0 +1,55 @@
+"""The command line works with no framework installed, and says what is missing."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import polyamp
+from polyamp import registry
+from polyamp.doctor import examine
+
+
+def run(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-m", "polyamp", *arguments], cwd=cwd, capture_output=True, text=True)
+
+
+def test_version() -> None:
+    assert run("version").stdout.strip() == polyamp.__version__
+
+
+def test_help_names_the_commands() -> None:
+    done = run("--help")
+    assert done.returncode == 0
+    assert "doctor" in done.stdout
+    assert "demo" in done.stdout
+
+
+def test_doctor_prints_a_row_for_every_adapter() -> None:
+    done = run("doctor")
+    assert done.returncode == 0, done.stderr
+    assert all(name in done.stdout for name in registry.names())
+
+
+def test_doctor_json_is_what_examine_gives() -> None:
+    done = run("doctor", "--json")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["polyamp"] == polyamp.__version__
+    assert found["frameworks"].keys() == set(registry.names()) == examine()["frameworks"].keys()
+    for framework in found["frameworks"].values():
+        assert framework["version"] if framework["installed"] else 'pip install "polyamp[' in framework["why"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"), [(("demo", "--framework", "nonesuch"), "no adapter of that name"), (("demo", "--steps", "0"), "0")]
+)
+def test_bad_arguments_are_told_without_a_traceback(arguments: tuple[str, ...], says: str) -> None:
+    done = run(*arguments)
+    assert done.returncode != 0
+    assert says in done.stderr
+    assert "Traceback" not in done.stderr

@@ -39,22 +39,30 @@ class Timing:
         }
 
 
-def interleave(question: str, variants: dict[str, Callable[[], Any]], rounds: int, calls: int) -> list[Timing]:
+def interleave(
+    question: str,
+    variants: dict[str, Callable[[], Any]],
+    rounds: int,
+    calls: int,
+    settle: Callable[[], Any] = lambda: None,
+) -> list[Timing]:
     """Time every variant once a round, in an order that rotates, so that load and clock changes hit all of them alike.
 
-    The first variant is what the others are compared with, within each round.
+    The first variant is what the others are compared with, within each round. ``settle`` waits until a device is idle.
     """
     names = list(variants)
     taken: dict[str, list[float]] = {name: [] for name in names}
     for fn in variants.values():
         for _ in range(3):
             fn()
+        settle()
     for turn in track(range(rounds), description=question):
         shift = turn % len(names)
         for name in names[shift:] + names[:shift]:
             fn, start = variants[name], time.perf_counter()
             for _ in range(calls):
                 fn()
+            settle()
             taken[name].append((time.perf_counter() - start) / calls * 1e6)
     base = taken[names[0]]
     return [
@@ -67,9 +75,16 @@ def machine() -> dict[str, Any]:
     """The processor and its cores, as the results name them."""
     model = platform.processor() or platform.machine()
     if (info := Path("/proc/cpuinfo")).exists():
-        names = [line.partition(":")[2].strip() for line in info.read_text().splitlines() if line.startswith("model name")]
+        names = [
+            line.partition(":")[2].strip() for line in info.read_text().splitlines() if line.startswith("model name")
+        ]
         model = names[0] if names else model
-    return {"processor": model, "cores": os.cpu_count(), "system": platform.system(), "python": platform.python_version()}
+    return {
+        "processor": model,
+        "cores": os.cpu_count(),
+        "system": platform.system(),
+        "python": platform.python_version(),
+    }
 
 
 def publish(name: str, timings: list[Timing], versions: dict[str, str]) -> None:
@@ -78,7 +93,9 @@ def publish(name: str, timings: list[Timing], versions: dict[str, str]) -> None:
     summaries = [timing.summary() for timing in timings]
     for row in summaries:
         low, high = row["ratio_10_to_90_percent"]
-        table.add_row(row["question"], row["variant"], str(row["microseconds"]), f"{row['ratio']:.2f}", f"{low:.2f} - {high:.2f}")
+        table.add_row(
+            row["question"], row["variant"], str(row["microseconds"]), f"{row['ratio']:.2f}", f"{low:.2f} - {high:.2f}"
+        )
     Console().print(table)
     RESULTS.mkdir(exist_ok=True)
     kept = {"machine": machine(), "versions": versions, "timings": summaries}

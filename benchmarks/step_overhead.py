@@ -17,23 +17,32 @@ from interleave import Timing, interleave, publish
 import polyamp
 
 SHAPE = (16, 16)
-CONFIG = polyamp.LossScale(init=1.0)  # a scale of 1, because unscaling in place would otherwise shrink the gradients away
+CONFIG = polyamp.LossScale(
+    init=1.0
+)  # a scale of 1, because unscaling in place would otherwise shrink the gradients away
 COUNTS = (100, 1000)
 
 
 def torch_steps(count: int) -> list[Timing]:
     import torch
 
+    devices = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+    return [timing for device in devices for timing in torch_steps_on(device, count)]
+
+
+def torch_steps_on(device: str, count: int) -> list[Timing]:
+    import torch
+
     torch.set_num_threads(1)
 
     def params() -> list[torch.Tensor]:
-        made = [torch.randn(SHAPE).requires_grad_() for _ in range(count)]
+        made = [torch.randn(SHAPE, device=device).requires_grad_() for _ in range(count)]
         for param in made:
-            param.grad = torch.randn(SHAPE) * 1e-3
+            param.grad = torch.randn(SHAPE, device=device) * 1e-3
         return made
 
     def native(optimizer: torch.optim.Optimizer) -> Callable[[], Any]:
-        scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
+        scaler = torch.amp.GradScaler(device, init_scale=1.0)
 
         def step() -> None:
             scaler.scale(loss)
@@ -51,7 +60,8 @@ def torch_steps(count: int) -> list[Timing]:
 
         return step
 
-    loss = torch.tensor(1.0)
+    loss = torch.tensor(1.0, device=device)
+    settle = torch.cuda.synchronize if device == "cuda" else lambda: None
     timings: list[Timing] = []
     kinds = {
         "SGD": lambda: torch.optim.SGD(params(), lr=1e-4),
@@ -61,7 +71,7 @@ def torch_steps(count: int) -> list[Timing]:
     }
     for kind, make in kinds.items():
         variants = {"plain": make().step, "torch.amp.GradScaler": native(make()), "polyamp": ours(make())}
-        timings += interleave(f"torch {kind}, {count} parameters", variants, rounds=40, calls=4000 // count)
+        timings += interleave(f"torch {device} {kind}, {count} parameters", variants, 40, 4000 // count, settle)
     return timings
 
 
@@ -73,6 +83,7 @@ def jax_steps(count: int) -> list[Timing]:
 
     grads = [jnp.full(SHAPE, 1e-3) for _ in range(count)]
     tx = optax.sgd(1e-4)
+    latest: list[Any] = []
 
     def fresh() -> list[jax.Array]:
         return [jnp.ones(SHAPE) for _ in range(count)]
@@ -82,8 +93,8 @@ def jax_steps(count: int) -> list[Timing]:
 
         def run() -> None:
             held[:] = compiled(held[0], held[1], grads)
-            jax.block_until_ready(held)
 
+        latest.append(held)
         return run
 
     def plain(params: Any, state: Any, grads: Any) -> Any:
@@ -103,7 +114,9 @@ def jax_steps(count: int) -> list[Timing]:
 
         params, inner = jax.lax.cond(finite, update, lambda operand: operand, (params, inner))
         grow = finite & (good + 1 >= 2000)
-        scale = jnp.where(finite, jnp.where(grow, jnp.minimum(scale * 2, 2.0**24), scale), jnp.maximum(scale / 2, 2.0**-14))
+        scale = jnp.where(
+            finite, jnp.where(grow, jnp.minimum(scale * 2, 2.0**24), scale), jnp.maximum(scale / 2, 2.0**-14)
+        )
         return params, (scale, jnp.where(finite & ~grow, good + 1, 0), inner)
 
     def with_jmp(params: Any, state: Any, grads: Any) -> Any:
@@ -112,7 +125,10 @@ def jax_steps(count: int) -> list[Timing]:
         finite = jmp.all_finite(grads)
         updates, new_inner = tx.update(grads, inner, params)
         new_params = optax.apply_updates(params, updates)
-        return jmp.select_tree(finite, new_params, params), (scale.adjust(finite), jmp.select_tree(finite, new_inner, inner))
+        return jmp.select_tree(finite, new_params, params), (
+            scale.adjust(finite),
+            jmp.select_tree(finite, new_inner, inner),
+        )
 
     wrapped = polyamp.wrap_optimizer(tx, "mixed_float16", loss_scale=CONFIG)
 
@@ -132,7 +148,13 @@ def jax_steps(count: int) -> list[Timing]:
         "polyamp apply_gradients": runner(ours, wrapped.init(fresh())),
         "polyamp update": runner(ours_with_optax, wrapped.init(fresh())),
     }
-    return interleave(f"jax jit sgd, {count} parameters", variants, rounds=40, calls=4000 // count)
+    return interleave(
+        f"jax {jax.default_backend()} jit sgd, {count} parameters",
+        variants,
+        40,
+        4000 // count,
+        lambda: jax.block_until_ready(latest),
+    )
 
 
 def keras_steps(count: int) -> list[Timing]:
@@ -158,7 +180,7 @@ def keras_steps(count: int) -> list[Timing]:
         "keras LossScaleOptimizer": runner(lambda optimizer: keras.optimizers.LossScaleOptimizer(optimizer, 1.0)),
         "polyamp": runner(lambda optimizer: polyamp.wrap_optimizer(optimizer, "mixed_float16", loss_scale=CONFIG)),
     }
-    return interleave(f"keras tensorflow SGD, {count} parameters", variants, rounds=40, calls=4000 // count)
+    return interleave(f"keras tensorflow SGD, {count} parameters", variants, 40, 4000 // count)
 
 
 QUESTIONS = {"torch": torch_steps, "jax": jax_steps, "keras": keras_steps}

@@ -187,7 +187,11 @@ def _short(chosen: Policy) -> str:
 
 def report(adapters: Iterable[Any], done: list[Run]) -> dict[str, Any]:
     """All runs as JSON values, with the machine and the frameworks they ran on."""
-    machine = {"processor": platform.processor() or platform.machine(), "cores": os.cpu_count(), "system": platform.platform()}
+    machine = {
+        "processor": platform.processor() or platform.machine(),
+        "cores": os.cpu_count(),
+        "system": platform.platform(),
+    }
     frameworks = {adapter.name: adapter.describe() for adapter in adapters}
     return {"machine": machine, "frameworks": frameworks, "runs": [run.as_dict() for run in done]}
 

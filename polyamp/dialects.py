@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, field
+from typing import Any
 
 from polyamp.errors import InvalidValueError
 from polyamp.formats import format_of
@@ -104,7 +105,9 @@ def write(param: str, compute: str, output: str, rules: tuple[Rule, ...], loss_s
     """The text that `read` takes back to the same settings."""
     formats = {"param": param, "compute": compute, "output": output}
     default_scale = default_loss_scale(compute)
-    alike = {word: meaning.loss_scale or default_scale for word, meaning in _WORDS.items() if meaning.formats == formats}
+    alike = {
+        word: meaning.loss_scale or default_scale for word, meaning in _WORDS.items() if meaning.formats == formats
+    }
     word = next((word for word, scale in alike.items() if scale == loss_scale), next(iter(alike), None))
     settings: dict[str, object] = {}
     if rules != default_rules(param, compute, output):
@@ -147,15 +150,15 @@ def _read_pairs(text: str, where: str) -> Words:
     return Words(formats)
 
 
-def _read_settings(text: str, where: str) -> dict[str, object]:
+def _read_settings(text: str, where: str) -> dict[str, Any]:
     try:
-        settings = json.loads(text)
+        settings: dict[str, Any] = json.loads(text)  # a text that starts with a brace can be nothing else
     except json.JSONDecodeError as error:
         raise _bad(f"a policy's settings are no JSON object ({error})", where, text) from error
     unknown = sorted(set(settings) - {"rules", "loss_scale", "name"})
     if unknown:
         raise _bad(f"unknown policy settings {', '.join(unknown)}", where, text)
-    return settings  # type: ignore[no-any-return]  # json.loads of a text that starts with a brace is a dict
+    return settings
 
 
 def _bad(what: str, where: str, found: str) -> InvalidValueError:

@@ -153,7 +153,7 @@ class LossScale:
         """
         from polyamp.presets import PRESETS
 
-        if name not in PRESETS:
+        if not isinstance(name, str) or name not in PRESETS:
             raise InvalidValueError(
                 "unknown loss-scale preset",
                 where="LossScale.like(name)",
@@ -191,6 +191,14 @@ class LossScale:
     @classmethod
     def from_dict(cls, settings: Mapping[str, Any]) -> LossScale:
         """The inverse of `to_dict`."""
+        if not isinstance(settings, Mapping):
+            raise InvalidTypeError(
+                "loss-scale settings are no mapping",
+                where="LossScale.from_dict(settings)",
+                found=repr(settings),
+                allowed="a mapping from field to value",
+                fix="give what LossScale.to_dict() returned",
+            )
         unknown = sorted(set(settings) - {field.name for field in fields(cls)})
         if unknown:
             raise _unknown_fields(unknown, "LossScale.from_dict(settings)")
@@ -219,7 +227,9 @@ class LossScale:
         if missing:
             raise _bad_state("incomplete state", f"no {', '.join(missing)}", ", ".join(LossScaleState._fields))
         try:
-            state = LossScaleState(float(saved["scale"]), *(operator.index(saved[n]) for n in LossScaleState._fields[1:]))
+            state = LossScaleState(
+                float(saved["scale"]), *(operator.index(saved[n]) for n in LossScaleState._fields[1:])
+            )
         except (TypeError, ValueError) as error:
             raise _bad_state("state of the wrong types", repr(dict(saved)), "a number and four integers") from error
         if not self.min <= state.scale <= self.max:

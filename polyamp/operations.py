@@ -267,4 +267,6 @@ def by_native_name(natives: Mapping[str, str]) -> dict[str, str]:
 
 
 def _bad_map(what: str, found: str, allowed: str) -> InvalidValueError:
-    return InvalidValueError(what, where="by_native_name(natives)", found=found, allowed=allowed, fix="correct that entry")
+    return InvalidValueError(
+        what, where="by_native_name(natives)", found=found, allowed=allowed, fix="correct that entry"
+    )

@@ -36,6 +36,23 @@ class Policy:
     loss_scale: LossScale = field(default_factory=LossScale.none)
     name: str = field(default="", compare=False)
 
+    def __post_init__(self) -> None:
+        for key in ("param", "compute", "output"):
+            object.__setattr__(self, key, format_of(getattr(self, key), where=f"policy({key}=)").name)
+        object.__setattr__(self, "rules", parse_rules(self.rules))
+        if not isinstance(self.loss_scale, LossScale):
+            raise _wrong_type("policy(loss_scale=)", self.loss_scale, "a LossScale", "write LossScale.fixed(128) or like")
+        if not isinstance(self.name, str):
+            raise _wrong_type("policy(name=)", self.name, "a string", "give a label as text")
+        if self.compute == "bfloat16" and self.loss_scale.dynamic:
+            raise InvalidValueError(
+                "bfloat16 has the range of float32: a dynamic loss scale cannot help it",
+                where="policy(loss_scale=)",
+                found=repr(self.loss_scale),
+                allowed="LossScale.none(), or LossScale.fixed(1.0) to skip steps whose gradients are not finite",
+                fix="leave loss_scale= out",
+            )
+
     def decide(self, operation: str, path: str = "") -> Decision:
         """The class of a canonical operation at a module or scope path under this policy, and why.
 
@@ -95,17 +112,15 @@ class Policy:
             InvalidValueError: a field is missing, unknown or out of range.
         """
         wanted = ("name", "param", "compute", "output", "rules", "loss_scale")
-        if set(saved) != set(wanted):
+        if not isinstance(saved, Mapping) or set(saved) != set(wanted):
             raise InvalidValueError(
                 "a saved policy has exactly these fields",
                 where="Policy.from_dict(saved)",
-                found=", ".join(map(str, saved)),
+                found=", ".join(map(str, saved)) if isinstance(saved, Mapping) else repr(saved),
                 allowed=", ".join(wanted),
                 fix="give what Policy.to_dict() returned",
             )
-        formats = {name: format_of(saved[name], where=f"Policy.from_dict: {name}").name for name in wanted[1:4]}
-        rules = parse_rules(saved["rules"], where="Policy.from_dict: rules")
-        return cls(**formats, rules=rules, loss_scale=LossScale.from_dict(saved["loss_scale"]), name=saved["name"])
+        return cls(**{**saved, "loss_scale": LossScale.from_dict(saved["loss_scale"])})
 
     def __str__(self) -> str:
         """A text that `policy` parses back to an equal policy."""
@@ -159,11 +174,7 @@ def policy(
     given = {"param": param, "compute": compute, "output": output}
     formats = {key: format_of(value, where=f"policy({key}=)").name for key, value in given.items() if value is not None}
     own_rules = () if rules is None else parse_rules(rules)
-    if not (loss_scale is None or isinstance(loss_scale, LossScale)):
-        raise _wrong_type("policy(loss_scale=)", loss_scale, "a polyamp.LossScale", "write LossScale.fixed(128) or like")
-    if not (name is None or isinstance(name, str)):
-        raise _wrong_type("policy(name=)", name, "a string", "give a label as text")
-    if spec is None and not (formats or own_rules or loss_scale or name):
+    if spec is None and not formats and not own_rules and loss_scale is None and name is None:
         return current_policy()
     if isinstance(spec, Policy):
         base = _from_policy(spec, formats)
@@ -172,14 +183,12 @@ def policy(
     else:
         raise _wrong_type(where, spec, "a Policy or a string", 'give a name, for example "mixed_float16"')
     kept = tuple(rule for rule in base.rules if rule.pattern not in {own.pattern for own in own_rules})
-    made = replace(
+    return replace(
         base,
         rules=own_rules + kept,
         loss_scale=base.loss_scale if loss_scale is None else loss_scale,
         name=base.name if name is None else name,
     )
-    _refuse_useless_scale(made)
-    return made
 
 
 _entered: ContextVar[tuple[Policy, ...]] = ContextVar("polyamp_policies", default=())
@@ -230,23 +239,13 @@ def _from_words(words: dialects.Words, formats: dict[str, str], where: str) -> P
 
 def _from_policy(spec: Policy, formats: dict[str, str]) -> Policy:
     """Other formats bring their own default rules and loss scale, unless the policy's were set on purpose."""
-    changed = replace(spec, **formats)
-    if spec.rules == dialects.default_rules(spec.param, spec.compute, spec.output):
-        changed = replace(changed, rules=dialects.default_rules(changed.param, changed.compute, changed.output))
-    if spec.loss_scale == dialects.default_loss_scale(spec.compute):
-        changed = replace(changed, loss_scale=dialects.default_loss_scale(changed.compute))
-    return changed
-
-
-def _refuse_useless_scale(made: Policy) -> None:
-    if made.compute == "bfloat16" and made.loss_scale.dynamic:
-        raise InvalidValueError(
-            "bfloat16 has the range of float32: a dynamic loss scale cannot help it",
-            where="policy(loss_scale=)",
-            found=repr(made.loss_scale),
-            allowed="LossScale.none(), or LossScale.fixed(1.0) to skip steps whose gradients are not finite",
-            fix="leave loss_scale= out",
-        )
+    param, compute, output = (formats.get(key, getattr(spec, key)) for key in ("param", "compute", "output"))
+    rules, scale = spec.rules, spec.loss_scale
+    if rules == dialects.default_rules(spec.param, spec.compute, spec.output):
+        rules = dialects.default_rules(param, compute, output)
+    if scale == dialects.default_loss_scale(spec.compute):
+        scale = dialects.default_loss_scale(compute)
+    return Policy(param, compute, output, rules, scale, spec.name)
 
 
 def _wrong_type(where: str, found: object, allowed: str, fix: str) -> InvalidTypeError:

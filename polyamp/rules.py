@@ -76,7 +76,9 @@ def unused(rules: Iterable[Rule], seen: Iterable[tuple[str, str]]) -> list[Rule]
     return [rule for rule in rules if not any(rule.matches(*pair) for pair in pairs)]
 
 
-def parse_rules(spec: Mapping[str, str] | Iterable[tuple[str, str]], *, where: str = "policy(rules=)") -> tuple[Rule, ...]:
+def parse_rules(
+    spec: Mapping[str, str] | Iterable[tuple[str, str]], *, where: str = "policy(rules=)"
+) -> tuple[Rule, ...]:
     """Check what a user wrote and make it rules, in the order it was written.
 
     >>> parse_rules({"softmax": "lower"})
@@ -86,21 +88,11 @@ def parse_rules(spec: Mapping[str, str] | Iterable[tuple[str, str]], *, where: s
         InvalidTypeError: not a mapping or pairs of strings.
         InvalidValueError: a blank pattern, one that stands twice, or an unknown class.
     """
-    try:
-        pairs = [(pattern, op_class) for pattern, op_class in (spec.items() if isinstance(spec, Mapping) else spec)]
-    except (TypeError, ValueError):
-        pairs = [(spec, None)]  # type: ignore[list-item]  # refused below, with the same words
-    for pattern, op_class in pairs:
-        if not (isinstance(pattern, str) and isinstance(op_class, str)):
-            raise InvalidTypeError(
-                "rules map a pattern to a class, both strings",
-                where=where,
-                found=repr(spec),
-                allowed='a mapping such as {"softmax": "full"}',
-                fix="write the rules as a mapping",
-            )
+    for pattern, op_class in (pairs := _pairs(spec, where)):
         if not all(_components(pattern)):
-            raise _bad_rule("a rule's pattern has a blank component", where, pattern, "an operation's name or a path glob")
+            raise _bad_rule(
+                "a rule's pattern has a blank component", where, pattern, "an operation's name or a path glob"
+            )
         if op_class not in CLASSES:
             raise _bad_rule("unknown class of operations", where, op_class, ", ".join(CLASSES))
     patterns = [pattern for pattern, _ in pairs]
@@ -108,6 +100,22 @@ def parse_rules(spec: Mapping[str, str] | Iterable[tuple[str, str]], *, where: s
     if repeated:
         raise _bad_rule("a pattern stands twice in the rules", where, ", ".join(repeated), "each pattern once")
     return tuple(Rule(pattern, op_class) for pattern, op_class in pairs)
+
+
+def _pairs(spec: Mapping[str, str] | Iterable[tuple[str, str]], where: str) -> list[tuple[str, str]]:
+    try:
+        pairs = [(pattern, op_class) for pattern, op_class in (spec.items() if isinstance(spec, Mapping) else spec)]
+    except (TypeError, ValueError):
+        pairs = None
+    if pairs is None or not all(isinstance(text, str) for pair in pairs for text in pair):
+        raise InvalidTypeError(
+            "rules map a pattern to a class, both strings",
+            where=where,
+            found=repr(spec),
+            allowed='a mapping such as {"softmax": "full"}',
+            fix="write the rules as a mapping",
+        )
+    return pairs
 
 
 def _bad_rule(what: str, where: str, found: str, allowed: str) -> InvalidValueError:

@@ -121,7 +121,8 @@ def save_loss_scale(holder: Any) -> dict[str, Any]:
     >>> save_loss_scale(opt)["scale"]
     65536.0
     """
-    return _adapter(None, holder, where="save_loss_scale(holder)").save_loss_scale(holder)
+    saved: dict[str, Any] = _adapter(None, holder, where="save_loss_scale(holder)").save_loss_scale(holder)
+    return saved
 
 
 def load_loss_scale(holder: Any, saved: Mapping[str, Any]) -> Any:

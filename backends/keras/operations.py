@@ -10,7 +10,7 @@ OPERATIONS: dict[str, str] = by_native_name(
         "matmul": "Dense EinsumDense Dot ReversibleEmbedding",
         "conv": "Conv1D Conv2D Conv3D Conv1DTranspose Conv2DTranspose Conv3DTranspose DepthwiseConv1D DepthwiseConv2D "
         "SeparableConv1D SeparableConv2D ConvLSTM1D ConvLSTM2D ConvLSTM3D",
-        "attention": "Attention AdditiveAttention MultiHeadAttention GroupQueryAttention",
+        "attention": "Attention AdditiveAttention MultiHeadAttention GroupQueryAttention GroupedQueryAttention",
         "lstm_cell": "LSTM LSTMCell",
         "gru_cell": "GRU GRUCell",
         "rnn_cell": "SimpleRNN SimpleRNNCell RNN StackedRNNCells",

@@ -1,1 +1,15 @@
-"""placeholder"""
+"""PyTorch: a `torch.optim.Optimizer` around any other, native autocast by policy, modules stored by the rules.
+
+>>> import torch, polyamp.backends.torch as amp
+>>> opt = amp.LossScaledOptimizer(torch.optim.SGD([torch.ones(2, requires_grad=True)], lr=0.1))
+>>> isinstance(opt, torch.optim.Optimizer)
+True
+"""
+
+from polyamp.backends.torch.adapter import adapter
+from polyamp.backends.torch.autocast import autocast
+from polyamp.backends.torch.casting import cast
+from polyamp.backends.torch.convert import convert
+from polyamp.backends.torch.optimizer import LossScaledOptimizer
+
+__all__ = ["LossScaledOptimizer", "adapter", "autocast", "cast", "convert"]

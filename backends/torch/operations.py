@@ -268,7 +268,7 @@ MODULES: dict[str, str] = by_native_name(
         "log_softmax": "LogSoftmax",
         "cosine_similarity": "CosineSimilarity",
         "distance": "PairwiseDistance",
-        "cross_entropy": "CrossEntropyLoss",
+        "cross_entropy": "CrossEntropyLoss LinearCrossEntropyLoss",
         "nll_loss": "NLLLoss NLLLoss2d GaussianNLLLoss",
         "mse_loss": "MSELoss",
         "l1_loss": "L1Loss",

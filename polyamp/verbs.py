@@ -54,7 +54,7 @@ def wrap_optimizer(
         InvalidValueError: ``max_grad_norm`` is not a positive finite number.
         UsageError: the optimizer is wrapped already.
     """
-    chosen = make_policy(policy)
+    chosen, limit = make_policy(policy), _norm_limit(max_grad_norm)
     if not (loss_scale is None or isinstance(loss_scale, LossScale)):
         raise InvalidTypeError(
             "loss_scale is no LossScale",
@@ -68,7 +68,7 @@ def wrap_optimizer(
         optimizer,
         chosen,
         loss_scale=chosen.loss_scale if loss_scale is None else loss_scale,
-        max_grad_norm=_norm_limit(max_grad_norm),
+        max_grad_norm=limit,
         **options,
     )
 
@@ -146,11 +146,13 @@ def value_and_grad(
 
     >>> import jax, optax
     >>> tx = wrap_optimizer(optax.sgd(0.1), "mixed_float16")
-    >>> params = {"w": jax.numpy.ones(3)}
+    >>> params = {"w": jax.numpy.ones(4)}
     >>> opt_state = tx.init(params)
-    >>> loss, grads = value_and_grad(lambda p, x: (p["w"] * x).sum(), "mixed_float16")(opt_state, params, 2.0)
+    >>> def loss_fn(p, x):
+    ...     return (p["w"] * x).astype("float32").mean()
+    >>> loss, grads = value_and_grad(loss_fn, "mixed_float16")(opt_state, params, 2.0)
     >>> float(loss), float(grads["w"][0]) / 65536
-    (6.0, 2.0)
+    (2.0, 0.5)
 
     Args:
         fun: ``fun(params, *args, **kwargs) -> loss``, or ``(loss, aux)`` where ``has_aux``.

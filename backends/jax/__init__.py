@@ -1,1 +1,34 @@
-"""placeholder"""
+"""JAX: an optax optimizer around any other, loss functions differentiated under a policy, pytrees in any format.
+
+>>> import jax, optax, polyamp.backends.jax as amp
+>>> tx = amp.wrap_optimizer(optax.sgd(0.5), "mixed_float16")
+>>> params = {"w": jax.numpy.ones(2)}
+>>> opt_state = tx.init(params)
+>>> def loss_fn(params):
+...     return params["w"].astype("float32").mean()
+>>> loss, grads = amp.value_and_grad(loss_fn, "mixed_float16")(opt_state, params)
+>>> params, opt_state = amp.apply_gradients(tx, grads, opt_state, params)
+>>> float(loss), params
+(1.0, {'w': Array([0.75, 0.75], dtype=float32)})
+"""
+
+from polyamp.backends.jax.adapter import adapter
+from polyamp.backends.jax.gradients import scale_loss, value_and_grad
+from polyamp.backends.jax.optimizer import apply_gradients, wrap_optimizer
+from polyamp.backends.jax.state import LossScaleOptState, check_limits, load_loss_scale, save_loss_scale
+from polyamp.backends.jax.trees import apply_updates, cast, select
+
+__all__ = [
+    "LossScaleOptState",
+    "adapter",
+    "apply_gradients",
+    "apply_updates",
+    "cast",
+    "check_limits",
+    "load_loss_scale",
+    "save_loss_scale",
+    "scale_loss",
+    "select",
+    "value_and_grad",
+    "wrap_optimizer",
+]

@@ -1,8 +1,8 @@
-"""Unscales, tests and clips many gradients with few calls, whatever their devices, dtypes and layouts."""
+"""Unscales, tests and clips an optimizer's gradients with few calls, whatever their devices, dtypes and layouts."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -10,49 +10,116 @@ from torch import Tensor
 
 from polyamp.backends.torch.dtypes import SIXTEEN_BIT
 
-Buckets = list[list[Tensor]]
-"""Dense real tensors that share the gradients' memory, in lists of one type, device and dtype."""
+REAL = frozenset({*SIXTEEN_BIT, torch.float32, torch.float64})
+
+Bucket = list[Tensor]
+"""Dense real tensors that share the gradients' memory, of one type, device and dtype: what one kernel call takes."""
 
 
-def collect(param_groups: Iterable[dict[str, Any]]) -> Buckets:
-    """The gradients of an optimizer's parameters. Parameters without one are left out.
+class Gradients:
+    """The gradients that an optimizer's parameters have now. Parameters without one are left out.
 
     >>> weight = torch.ones(2, requires_grad=True)
-    >>> weight.sum().backward()
-    >>> collect([{"params": [weight, torch.ones(3, requires_grad=True)]}])
-    [[tensor([1., 1.])]]
+    >>> (8 * weight).sum().backward()
+    >>> gradients = Gradients([{"params": [weight, torch.ones(3, requires_grad=True)]}])
+    >>> gradients.unscale(torch.tensor(0.5)), weight.grad
+    (tensor(0.), tensor([4., 4.]))
+    >>> gradients.clip(1.0), weight.grad
+    (tensor(5.6569), tensor([0.7071, 0.7071]))
     """
-    params = [param for group in param_groups for param in group["params"]]
-    grads = [grad for param in params if (grad := param.grad) is not None]
-    return [grads] if _are_alike(grads) else _sorted_by_kind(params)
+
+    def __init__(self, param_groups: Iterable[dict[str, Any]]) -> None:
+        self._params = [param for group in param_groups for param in group["params"]]
+        self._grads = [grad for param in self._params if (grad := param.grad) is not None]
+        self._buckets: list[Bucket] | None = None
+
+    def __bool__(self) -> bool:
+        return bool(self._grads)
+
+    @property
+    def parameter_count(self) -> int:
+        """Of all parameters, with a gradient or without."""
+        return len(self._params)
+
+    @property
+    def first(self) -> Tensor:
+        """The first gradient; its device is the one that decides."""
+        return self._grads[0]
+
+    @property
+    def params(self) -> Iterator[Tensor]:
+        """The parameters that have these gradients."""
+        return (param for param in self._params if param.grad is not None)
+
+    def are_simple(self) -> bool:
+        """Whether all parameters, those without gradient too, are real and on one device. Worth remembering."""
+        return len({param.device for param in self._params}) == 1 and {param.dtype for param in self._params} <= REAL
+
+    def unscale(self, inverse_scale: Tensor, *, simple: bool = False) -> Tensor:
+        """Multiply every gradient in place, in float32 arithmetic, and test what it was before for inf and NaN.
+
+        Args:
+            inverse_scale: float32 scalar.
+            simple: what `are_simple` said: the usual case takes one call, and no look at each gradient.
+
+        Returns:
+            Float32 scalar on the first gradient's device: exactly 1.0 if any gradient was not finite, else 0.0. Fused
+            optimizers compare it with 1, so flags of several devices must not be added up.
+        """
+        with torch.no_grad():
+            flag = self._unscale_at_once(inverse_scale) if simple else None
+            if flag is not None:
+                return flag
+            found, *others = [_unscale(bucket, inverse_scale) for bucket in self.buckets()]
+            for other in others:
+                found = torch.maximum(found, other.to(found.device, non_blocking=True))
+            return found
+
+    def clip(self, max_norm: float) -> Tensor:
+        """Scale the gradients in place so that their global L2 norm is at most ``max_norm``.
+
+        Returns:
+            The norm before clipping; float32 scalar (float64 for such gradients) on the first gradient's device.
+
+        The 1e-6 in the divisor is that of ``torch.nn.utils.clip_grad_norm_``, whose results these are bit for bit.
+        """
+        with torch.no_grad():
+            norms = [_whole(norm).to(self.first.device) for bucket in self.buckets() for norm in _norms(bucket)]
+            total = torch.linalg.vector_norm(torch.stack(norms))
+            factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
+            for bucket in self.buckets():
+                torch._foreach_mul_(bucket, factor.to(bucket[0].device))
+            return total
+
+    def buckets(self) -> list[Bucket]:
+        """The gradients, sorted at the first call."""
+        if self._buckets is None:
+            sorted_by_kind: dict[Any, Bucket] = {}
+            for param in self.params:
+                grad = _dense(param)
+                sorted_by_kind.setdefault((type(grad), grad.device, grad.dtype), []).append(grad)
+            self._buckets = list(sorted_by_kind.values())
+        return self._buckets
+
+    def _unscale_at_once(self, inverse_scale: Tensor) -> Tensor | None:
+        """To ask each gradient for its layout would take long, so torch refuses sparse ones: before it writes anything."""
+        try:
+            return _unscale(self._grads, inverse_scale)
+        except RuntimeError:
+            return None
 
 
-def _sorted_by_kind(params: list[Tensor]) -> Buckets:
-    buckets: dict[Any, list[Tensor]] = {}
-    for param in params:
-        if param.grad is not None:
-            grad = _dense(param, param.grad)
-            buckets.setdefault((type(grad), grad.device, grad.dtype), []).append(grad)
-    return list(buckets.values())
+def _unscale(bucket: Bucket, inverse_scale: Tensor) -> Tensor:
+    device = bucket[0].device
+    flag = torch.zeros((), dtype=torch.float32, device=device)
+    # Private in torch, without a public equivalent: torch.amp.GradScaler's own kernel, which reads each gradient once.
+    torch._amp_foreach_non_finite_check_and_unscale_(bucket, flag, inverse_scale.to(device, non_blocking=True))
+    return flag
 
 
-def _are_alike(grads: list[Tensor]) -> bool:
-    """Whether one kernel call takes them all. One pass for each property is the cheapest way to know."""
-    return (
-        {*map(type, grads)} == {Tensor}
-        and {grad.layout for grad in grads} == {torch.strided}
-        and len({grad.dtype for grad in grads}) == 1
-        and not grads[0].is_complex()
-        and (not _several_devices() or len({grad.device for grad in grads}) == 1)
-    )
-
-
-def _several_devices() -> bool:
-    return torch.accelerator.device_count() > 0
-
-
-def _dense(param: Tensor, grad: Tensor) -> Tensor:
+def _dense(param: Tensor) -> Tensor:
     """A dense real view of a gradient. A sparse one is coalesced first, since the sum of duplicates can overflow."""
+    grad: Any = param.grad
     if grad.layout == torch.sparse_coo:
         param.grad = grad = grad.coalesce()
     if grad.layout != torch.strided:
@@ -60,60 +127,7 @@ def _dense(param: Tensor, grad: Tensor) -> Tensor:
     return torch.view_as_real(grad) if grad.is_complex() else grad
 
 
-@torch.no_grad()
-def unscale(buckets: Buckets, inverse_scale: Tensor) -> Tensor:
-    """Multiply every gradient in place, in float32 arithmetic, and test what it was before for inf and NaN.
-
-    >>> grads = [torch.tensor([4.0, float("inf")]), torch.tensor([8.0])]
-    >>> unscale([grads], torch.tensor(0.5)), grads[1]
-    (tensor(1.), tensor([4.]))
-
-    Args:
-        buckets: what `collect` gave.
-        inverse_scale: float32 scalar.
-
-    Returns:
-        Float32 scalar on the first gradient's device: exactly 1.0 if any gradient was not finite, else 0.0. Fused
-        optimizers compare it with 1, so flags of several devices must not be added up.
-    """
-    flags = [_unscale_bucket(bucket, inverse_scale) for bucket in buckets]
-    found = flags[0]
-    for flag in flags[1:]:
-        found = torch.maximum(found, flag.to(found.device, non_blocking=True))
-    return found
-
-
-def _unscale_bucket(bucket: list[Tensor], inverse_scale: Tensor) -> Tensor:
-    device = bucket[0].device
-    flag = torch.zeros((), device=device)
-    # Private in torch, without a public equivalent: torch.amp.GradScaler's own kernel, which reads each gradient once.
-    torch._amp_foreach_non_finite_check_and_unscale_(bucket, flag, inverse_scale.to(device, non_blocking=True))
-    return flag
-
-
-@torch.no_grad()
-def clip(buckets: Buckets, max_norm: float) -> Tensor:
-    """Scale gradients in place so that their global L2 norm is at most ``max_norm``, as ``clip_grad_norm_`` does.
-
-    >>> grads = [torch.tensor([3.0]), torch.tensor([4.0])]
-    >>> clip([grads], 1.0), grads[0]
-    (tensor(5.), tensor([0.6000]))
-
-    Returns:
-        The norm before clipping; float32 scalar (float64 for such gradients) on the first gradient's device.
-
-    The 1e-6 in the divisor is that of ``torch.nn.utils.clip_grad_norm_``, whose results these are bit for bit.
-    """
-    device = buckets[0][0].device
-    norms = [_whole(norm).to(device) for bucket in buckets for norm in _norms(bucket)]
-    total = torch.linalg.vector_norm(torch.stack(norms))
-    factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
-    for bucket in buckets:
-        torch._foreach_mul_(bucket, factor.to(bucket[0].device))
-    return total
-
-
-def _norms(bucket: list[Tensor]) -> Iterable[Tensor]:
+def _norms(bucket: Bucket) -> Iterable[Tensor]:
     # The norm of 16-bit gradients can leave float16 although no gradient does.
     wide = torch.float32 if bucket[0].dtype in SIXTEEN_BIT else None
     return torch._foreach_norm(bucket, 2.0, dtype=wide)

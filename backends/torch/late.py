@@ -9,10 +9,11 @@ from torch import Tensor
 
 
 class LateValues:
-    """One small tensor at a time, copied without a sync.
+    """One small tensor at a time, copied without a sync where the device has streams (CUDA and XPU).
 
     >>> late = LateValues()
-    >>> late.send(torch.tensor([1.0, 2.0])); late.receive(), late.receive()
+    >>> late.send(torch.tensor([1.0, 2.0]))
+    >>> late.receive(), late.receive()
     ([1.0, 2.0], None)
     """
 
@@ -24,14 +25,15 @@ class LateValues:
         """Start the copy, unless an earlier one is still under way."""
         if self._copy is not None:
             return
-        self._copy = values.to("cpu", non_blocking=True)
-        if values.device.type != "cpu":
-            stream = torch.get_device_module(values.device).current_stream(values.device)
-            self._arrival = stream.record_event()
+        device = values.device
+        current_stream = None if device.type == "cpu" else getattr(torch.get_device_module(device), "current_stream", None)
+        self._copy = values.to("cpu", non_blocking=current_stream is not None)
+        self._arrival = current_stream and current_stream(device).record_event()
 
     def receive(self) -> list[float] | None:
         """The values, once, if they have arrived; else None."""
-        if self._copy is None or not (self._arrival is None or self._arrival.query()):
+        if self._copy is None or (self._arrival is not None and not self._arrival.query()):
             return None
-        values, self._copy, self._arrival = self._copy.tolist(), None, None
-        return values  # type: ignore[no-any-return]
+        values: list[float] = self._copy.tolist()
+        self._copy = self._arrival = None
+        return values

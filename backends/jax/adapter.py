@@ -1,0 +1,127 @@
+"""The JAX adapter: what the core calls, handed to the modules that do it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping
+from importlib import metadata
+from typing import TYPE_CHECKING, Any, final
+
+import jax
+
+from polyamp.backends.jax import gradients, state, trees
+from polyamp.backends.jax.operations import OPERATIONS
+from polyamp.loss_scale import LossScale
+from polyamp.policy import Policy
+from polyamp.registry import missing
+
+if TYPE_CHECKING:
+    from polyamp.demo import Task, Trace
+
+
+@final
+class JaxAdapter:
+    """JAX: arrays, any registered pytree, optax optimizers; flax and equinox by being pytrees."""
+
+    name = "jax"
+    operations: Mapping[str, str] = OPERATIONS
+
+    def owns(self, obj: object) -> bool:
+        """Whether ``obj`` is a pytree node that someone registered with JAX, such as a dataclass of the user."""
+        known = obj is None or isinstance(obj, dict | list | tuple)
+        return not known and not jax.tree_util.all_leaves([obj])
+
+    def describe(self) -> dict[str, Any]:
+        """Version, devices with the formats that are fast there, and notes; see `polyamp.adapter.Adapter`."""
+        devices = [_describe_device(device) for device in jax.local_devices()]
+        notes = [_package_note(package) for package in ("optax", "flax", "equinox")]
+        if not any(device["fast"] for device in devices):
+            notes.append("no device here is fast in 16 bits: good for checking results, not for speed")
+        return {"version": jax.__version__, "devices": devices, "notes": notes}
+
+    def cast(self, tree: Any, format_name: str, /) -> Any:
+        """See `polyamp.backends.jax.cast`."""
+        return trees.cast(tree, format_name)
+
+    def wrap_optimizer(
+        self,
+        optimizer: Any,
+        policy: Policy,
+        *,
+        loss_scale: LossScale,
+        max_grad_norm: float | None,
+        axis_name: Hashable | None = None,
+        master_weights: bool = True,
+    ) -> Any:
+        """See `polyamp.backends.jax.wrap_optimizer`."""
+        try:
+            from polyamp.backends.jax.transformation import wrap
+        except ModuleNotFoundError as error:
+            raise _without_optax(error) from error
+        return wrap(
+            optimizer, loss_scale, max_grad_norm=max_grad_norm, axis_name=axis_name, master_weights=master_weights
+        )
+
+    def scale_loss(self, loss: Any, holder: Any) -> jax.Array:
+        """See `polyamp.backends.jax.scale_loss`."""
+        return gradients.scale_loss(loss, holder)
+
+    def save_loss_scale(self, holder: Any) -> dict[str, Any]:
+        """See `polyamp.backends.jax.save_loss_scale`."""
+        return state.save_loss_scale(holder)
+
+    def load_loss_scale(self, holder: Any, saved: Mapping[str, Any]) -> Any:
+        """See `polyamp.backends.jax.load_loss_scale`."""
+        return state.load_loss_scale(holder, saved)
+
+    def value_and_grad(self, fun: Callable[..., Any], policy: Policy | None, has_aux: bool) -> Callable[..., Any]:
+        """See `polyamp.backends.jax.value_and_grad`."""
+        return gradients.value_and_grad(fun, policy, has_aux)
+
+    def train_digits(self, task: Task) -> Trace:
+        """See `polyamp.backends.jax.digits.train_digits`."""
+        try:
+            from polyamp.backends.jax.digits import train_digits
+        except ModuleNotFoundError as error:
+            raise _without_optax(error) from error
+        return train_digits(task)
+
+
+adapter = JaxAdapter()
+
+
+def _without_optax(error: ModuleNotFoundError) -> Exception:
+    return missing("optax", extra="jax") if error.name == "optax" else error
+
+
+def _describe_device(device: jax.Device) -> dict[str, Any]:
+    capability = getattr(device, "compute_capability", None)
+    return {
+        "name": f"{device.platform}:{device.id} {device.device_kind}",
+        "platform": device.platform,
+        "compute_capability": capability,
+        "fast": _fast_formats(device.platform, capability),
+    }
+
+
+def _fast_formats(platform: str, capability: str | None) -> list[str]:
+    """Formats with matrix units of their own (CUDA C++ Programming Guide, compute capabilities; TPU system architecture)."""
+    if platform == "tpu":
+        return ["bfloat16"]
+    if platform != "gpu" or capability is None:
+        return []
+    level = tuple(int(part) for part in capability.split("."))
+    since = {
+        "float16": (7, 0),
+        "bfloat16": (8, 0),
+        "tensorfloat32": (8, 0),
+        "float8_e4m3fn": (8, 9),
+        "float8_e5m2": (8, 9),
+    }
+    return [name for name, first in since.items() if level >= first]
+
+
+def _package_note(package: str) -> str:
+    try:
+        return f"{package} {metadata.version(package)}"
+    except metadata.PackageNotFoundError:
+        return f"{package} is not installed" + (': pip install "polyamp[jax]"' if package == "optax" else "")

@@ -1,0 +1,88 @@
+"""JAX's dtypes for the core's formats, and which leaves of a pytree they are about."""
+
+from __future__ import annotations
+
+from typing import Any, TypeGuard
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from polyamp.errors import InvalidValueError
+from polyamp.formats import format_of
+
+_NATIVE: dict[str, Any] = {
+    "float64": jnp.float64,
+    "float32": jnp.float32,
+    "tensorfloat32": jnp.float32,  # a way to multiply float32, not a way to store it
+    "float16": jnp.float16,
+    "bfloat16": jnp.bfloat16,
+    "float8_e4m3fn": jnp.float8_e4m3fn,
+    "float8_e5m2": jnp.float8_e5m2,
+}
+
+
+def dtype_of(format_name: str) -> np.dtype[Any]:
+    """The dtype that stores a format.
+
+    >>> dtype_of("bfloat16").name
+    'bfloat16'
+
+    Raises:
+        InvalidValueError: an unknown format, or float64 while JAX has it switched off.
+    """
+    dtype: np.dtype[Any] = np.dtype(_NATIVE[format_of(format_name).name])
+    if jax.dtypes.canonicalize_dtype(dtype) != dtype:
+        raise InvalidValueError(
+            "JAX has float64 switched off",
+            where="a cast in JAX",
+            found=repr(format_name),
+            allowed="float32 and narrower",
+            fix='call jax.config.update("jax_enable_x64", True) when the program starts, or choose another format',
+        )
+    return dtype
+
+
+def is_array(leaf: object) -> TypeGuard[Any]:
+    """Whether a leaf is an array of JAX (traced ones too) or NumPy, or a NumPy scalar; Python numbers are not.
+
+    >>> is_array(np.float32(1)), is_array(1.0)
+    (True, False)
+    """
+    return isinstance(leaf, jax.Array | np.ndarray | np.generic)
+
+
+def is_floating(leaf: object) -> TypeGuard[Any]:
+    """Whether a leaf is a floating array, or the description of one (``jax.ShapeDtypeStruct``).
+
+    >>> is_floating(jnp.ones(2)), is_floating(jnp.arange(2)), is_floating(jax.random.key(0))
+    (True, False, False)
+    """
+    return (is_array(leaf) or isinstance(leaf, jax.ShapeDtypeStruct)) and jnp.issubdtype(leaf.dtype, jnp.floating)
+
+
+def is_trainable(leaf: object) -> TypeGuard[Any]:
+    """Whether a leaf can have a gradient: a floating or complex array.
+
+    >>> is_trainable(jnp.ones(2)), is_trainable(jnp.arange(2)), is_trainable(jax.nn.relu)
+    (True, False, False)
+    """
+    return is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.inexact)
+
+
+def is_low(leaf: object) -> TypeGuard[Any]:
+    """Whether a leaf is a floating array of 16 bits or fewer.
+
+    >>> is_low(jnp.ones(2, jnp.bfloat16)), is_low(jnp.ones(2))
+    (True, False)
+    """
+    return is_floating(leaf) and leaf.dtype.itemsize <= 2
+
+
+def is_traced(value: object) -> bool:
+    """Whether a value is being traced, so that it has no number yet.
+
+    >>> is_traced(jnp.ones(2)), jax.eval_shape(lambda x: jnp.ones(2) * is_traced(x), 1.0).shape
+    (False, (2,))
+    """
+    return isinstance(value, jax.core.Tracer)

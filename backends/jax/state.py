@@ -1,0 +1,179 @@
+"""The state of a wrapped optimizer: where it is in a larger tree, how it is saved, and what it says."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, NamedTuple, TypeGuard
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from polyamp.errors import UsageError
+from polyamp.loss_scale import LossScale, LossScaleState, report_limits
+from polyamp.result import StepResult
+
+
+class _Fields(NamedTuple):
+    loss_scale: Any
+    good_steps: Any
+    hysteresis: Any
+    skipped_in_a_row: Any
+    skipped: Any
+    inner_state: Any
+    master_weights: Any
+
+
+class LossScaleOptState(_Fields):
+    """What ``wrap_optimizer(tx).init(params)`` gives: a NamedTuple, and so a pytree.
+
+    >>> import optax, polyamp
+    >>> opt_state = polyamp.wrap_optimizer(optax.sgd(0.1), "mixed_float16").init({"w": jnp.ones(2)})
+    >>> float(opt_state.loss_scale), opt_state.last_step
+    (65536.0, StepResult(applied=True, scale=65536.0, skipped_in_a_row=0))
+
+    Attributes:
+        loss_scale: what the next loss is multiplied by; f32[]. ``optax.tree.get(opt_state, "loss_scale")`` reads it in
+            any larger state.
+        good_steps, hysteresis, skipped_in_a_row, skipped: i32[]; see `polyamp.LossScaleState`.
+        inner_state: state of the optimizer that was wrapped.
+        master_weights: pytree of float32 copies of the 16-bit parameters, with None for the others; None where no
+            parameter has 16 bits.
+    """
+
+    __slots__ = ()
+    config: ClassVar[LossScale]
+
+    @property
+    def scalars(self) -> LossScaleState:
+        """The five scalars, as `polyamp.advance` takes them."""
+        return LossScaleState(*(jax.tree.leaves(field)[0] for field in self[:5]))  # flax.nnx wraps each in a Variable
+
+    @property
+    def last_step(self) -> StepResult:
+        """What the last step did. Inside ``jit`` its properties are traced values, so that ``last_step.applied`` goes to
+        `select`; outside, looking at one waits for the device."""
+        return StepResult(self.scalars)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild, (self.config, tuple(self))
+
+
+@functools.cache
+def state_type(config: LossScale) -> type[LossScaleOptState]:
+    """`LossScaleOptState` with these settings: they belong to the type, so that the state's leaves are arrays only.
+
+    >>> state_type(LossScale(interval=5)).config.interval
+    5
+    """
+    return type("LossScaleOptState", (LossScaleOptState,), {"__slots__": (), "__module__": __name__, "config": config})
+
+
+def _rebuild(config: LossScale, fields: tuple[Any, ...]) -> LossScaleOptState:
+    return state_type(config)(*fields)
+
+
+def initial_scalars(config: LossScale) -> LossScaleState:
+    """The state before the first step, as arrays: f32[] and i32[], each in a buffer of its own."""
+    scale, *counts = config.initial_state()
+    return LossScaleState(jnp.array(scale, jnp.float32), *(jnp.array(count, jnp.int32) for count in counts))
+
+
+def find_state(holder: Any) -> LossScaleOptState:
+    """The one state of a wrapped optimizer in a pytree: an optax state, a flax ``TrainState``, an ``nnx.Optimizer``.
+
+    >>> find_state({"params": jnp.ones(2)})
+    Traceback (most recent call last):
+    ...
+    polyamp.errors.UsageError: no state of a wrapped optimizer in here...
+
+    Raises:
+        UsageError: there is none, or there are several.
+    """
+    found: list[LossScaleOptState] = [leaf for leaf in jax.tree.leaves(holder, is_leaf=_is_state) if _is_state(leaf)]
+    if len(found) == 1:
+        return found[0]
+    raise UsageError(
+        "several states of wrapped optimizers in here" if found else "no state of a wrapped optimizer in here",
+        where="the optimizer state that holds the loss scale",
+        found=f"{len(found)} in {type(holder).__name__}",
+        allowed="one",
+        fix="wrap the outermost optimizer, once: tx = polyamp.wrap_optimizer(optax.chain(...), policy), and give what "
+        "tx.init(params) returned",
+    )
+
+
+def holds_state(tree: Any) -> bool:
+    """Whether a pytree holds the state of a wrapped optimizer."""
+    return any(map(_is_state, jax.tree.leaves(tree, is_leaf=_is_state)))
+
+
+def check_limits(holder: Any) -> StepResult:
+    """What the last step did, after a warning or an error where the loss scale cannot help any more.
+
+    A compiled step cannot warn or raise, so ``LossScale(on_min=, max_skips=)`` speak here: call it outside ``jit``, each
+    step or every so often. It waits for the device. Steps taken outside ``jit`` need no call.
+
+    >>> import optax, polyamp
+    >>> tx = polyamp.wrap_optimizer(optax.sgd(0.1), "mixed_float16")
+    >>> check_limits(tx.init({"w": jnp.ones(2)})).applied
+    True
+
+    Args:
+        holder: a pytree that holds the state of one wrapped optimizer.
+
+    Raises:
+        LossScaleError: too many skipped steps in a row, or an overflow at the smallest scale under ``on_min="raise"``.
+        UsageError: ``holder`` holds no such state, or several.
+    """
+    state = find_state(holder)
+    scalars = _on_host(state)
+    report_limits(state.config, scalars)
+    return StepResult(scalars)
+
+
+def save_loss_scale(holder: Any) -> dict[str, Any]:
+    """The loss-scale state in a pytree, in the form all frameworks share; JSON.
+
+    >>> import optax, polyamp
+    >>> save_loss_scale(polyamp.wrap_optimizer(optax.sgd(0.1), "mixed_float16").init(jnp.ones(2)))["scale"]
+    65536.0
+
+    Raises:
+        UsageError: ``holder`` holds no state of a wrapped optimizer, or several.
+    """
+    state = find_state(holder)
+    return state.config.to_state_dict(_on_host(state))
+
+
+def load_loss_scale(holder: Any, saved: Mapping[str, Any]) -> Any:
+    """The same pytree, with the loss-scale state that `save_loss_scale` gave, in this framework or another.
+
+    >>> import optax, polyamp
+    >>> opt_state = polyamp.wrap_optimizer(optax.sgd(0.1), "mixed_float16").init(jnp.ones(2))
+    >>> float(load_loss_scale(opt_state, save_loss_scale(opt_state) | {"scale": 8.0}).loss_scale)
+    8.0
+
+    Raises:
+        StateError: a state of another kind, with missing fields, or outside the settings of the wrapped optimizer.
+        UsageError: ``holder`` holds no state of a wrapped optimizer, or several.
+    """
+    old = find_state(holder)
+    values = old.config.from_state_dict(saved)
+    names = old._fields[: len(values)]
+    new = old._replace(**{n: jax.tree.map(_filled_with(v), getattr(old, n)) for n, v in zip(names, values, strict=True)})
+    return jax.tree.map(lambda leaf: new if _is_state(leaf) else leaf, holder, is_leaf=_is_state)
+
+
+def _filled_with(value: float) -> Callable[[jax.Array], jax.Array]:
+    return lambda leaf: jnp.full_like(leaf, value, dtype=leaf.dtype)  # in the shape and place of a replicated state too
+
+
+def _on_host(state: LossScaleOptState) -> LossScaleState:
+    scale, *counts = (np.asarray(field).flat[0].item() for field in state.scalars)  # the first, where it is replicated
+    return LossScaleState(scale, *counts)
+
+
+def _is_state(leaf: object) -> TypeGuard[LossScaleOptState]:
+    return isinstance(leaf, LossScaleOptState)

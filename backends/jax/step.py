@@ -1,0 +1,174 @@
+"""One step of a wrapped optimizer: unscale, test, clip, update or skip, advance the loss scale; in this order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from polyamp.backends.jax import trees
+from polyamp.backends.jax.dtypes import is_low, is_traced
+from polyamp.backends.jax.state import LossScaleOptState, holds_state, initial_scalars, state_type
+from polyamp.errors import StateError, UsageError
+from polyamp.loss_scale import LossScale, advance, on_host, report_limits
+
+
+@dataclass(frozen=True)
+class Step:
+    """The two functions of a gradient transformation, and the one that fuses update and apply.
+
+    Attributes:
+        inner: the optax transformation that was wrapped, taking extra arguments.
+        config: settings of the loss scale.
+        max_grad_norm: clip unscaled gradients to this global L2 norm.
+        axis_name: mapped axis, or axes, over which the finite flag is combined.
+        master_weights: whether 16-bit parameters get float32 copies.
+    """
+
+    inner: Any
+    config: LossScale
+    max_grad_norm: float | None
+    axis_name: Hashable | None
+    master_weights: bool
+
+    def init(self, params: Any) -> LossScaleOptState:
+        """The state before the first step."""
+        params = trees.trainable(params)
+        masters = _masters_of(params) if self.master_weights else None
+        inner_state = self.inner.init(self._full(params, masters))
+        if holds_state(inner_state):
+            raise wrapped_already("wrap_optimizer(tx).init(params)")
+        return state_type(self.config)(*initial_scalars(self.config), inner_state, masters)
+
+    def update(
+        self, grads: Any, state: LossScaleOptState, params: Any = None, **extra: Any
+    ) -> tuple[Any, LossScaleOptState]:
+        """Updates for ``optax.apply_updates``, and the new state; updates that change nothing where it is skipped."""
+        grads, params = self._checked(grads, state, params)
+
+        def taken() -> tuple[Any, Any, Any]:
+            updates, inner_state, full = self._inner_update(grads, state, params, extra)
+            masters = _picked(full, state.master_weights)
+            if masters is not None:
+                updates = jax.tree.map(_update_to, masters, params, updates, is_leaf=_is_none)
+            if self.config.check:  # both branches have to agree on the dtypes
+                updates = jax.tree.map(lambda update, grad: update.astype(grad.dtype), updates, trees.widened(grads))
+            return updates, inner_state, masters
+
+        def skipped() -> tuple[Any, Any, Any]:
+            return trees.zero_updates(grads), state.inner_state, state.master_weights
+
+        finite = self._finite(grads)
+        updates, inner_state, masters = _branch(finite, taken, skipped)
+        return updates, self._advanced(state, finite, inner_state, masters)
+
+    def apply(self, grads: Any, state: LossScaleOptState, params: Any, **extra: Any) -> tuple[Any, LossScaleOptState]:
+        """New parameters and new state, with one conditional around update and apply."""
+        grads, trained = self._checked(grads, state, params)
+
+        def taken() -> tuple[Any, Any, Any]:
+            _, inner_state, full = self._inner_update(grads, state, trained, extra)
+            new = jax.tree.map(lambda value, param: value.astype(param.dtype), full, trained)
+            return new, inner_state, _picked(full, state.master_weights)
+
+        def skipped() -> tuple[Any, Any, Any]:
+            return trained, state.inner_state, state.master_weights
+
+        finite = self._finite(grads)
+        new, inner_state, masters = _branch(finite, taken, skipped)
+        return trees.merged(new, params), self._advanced(state, finite, inner_state, masters)
+
+    def _checked(self, grads: Any, state: LossScaleOptState, params: Any) -> tuple[Any, Any]:
+        if not isinstance(state, LossScaleOptState):
+            raise StateError(
+                "not the state of this optimizer",
+                where="tx.update(grads, state, params)",
+                found=type(state).__name__,
+                allowed="LossScaleOptState",
+                fix="give what tx.init(params), or the last update, returned",
+            )
+        if params is None and state.master_weights is not None:
+            raise UsageError(
+                "16-bit parameters are updated through their float32 master weights, which needs the parameters",
+                where="tx.update(grads, state, params)",
+                found="params=None",
+                fix="give the parameters",
+            )
+        return trees.trainable(grads), None if params is None else trees.trainable(params)
+
+    def _finite(self, grads: Any) -> Any:
+        if not self.config.check:
+            return True
+        finite = trees.all_finite(grads)
+        if self.axis_name is None:
+            return finite
+        return jax.lax.pmin(finite.astype(jnp.int32), self.axis_name) == 1  # type: ignore[no-untyped-call]
+
+    def _inner_update(self, grads: Any, state: LossScaleOptState, params: Any, extra: Any) -> tuple[Any, Any, Any]:
+        """The inner optimizer's updates, its new state, and the parameters as it sees them after the update."""
+        full = None if params is None else self._full(params, state.master_weights)
+        updates, inner_state = self.inner.update(self._prepared(grads, state), state.inner_state, full, **extra)
+        return updates, inner_state, None if full is None else trees.apply_updates(full, updates)
+
+    def _prepared(self, grads: Any, state: LossScaleOptState) -> Any:
+        if self.config.check:
+            grads = trees.unscaled(grads, state.loss_scale)
+        elif state.master_weights is not None:
+            grads = trees.widened(grads)
+        return grads if self.max_grad_norm is None else trees.clipped(grads, self.max_grad_norm)
+
+    def _full(self, params: Any, masters: Any) -> Any:
+        """The parameters as the inner optimizer sees them: its moments are float32 wherever gradients are unscaled."""
+        if masters is not None:
+            return trees.merged(masters, params)
+        return trees.widened(params) if self.config.check else params
+
+    def _advanced(self, state: LossScaleOptState, finite: Any, inner_state: Any, masters: Any) -> LossScaleOptState:
+        scalars = advance(self.config, state.scalars, finite, where=jnp.where)
+        if not is_traced(scalars.scale):
+            report_limits(self.config, on_host(scalars))
+        return state_type(self.config)(*scalars, inner_state, masters)
+
+
+def _branch(condition: Any, taken: Callable[[], Any], skipped: Callable[[], Any]) -> Any:
+    if is_traced(condition):
+        return jax.lax.cond(condition, taken, skipped)
+    return taken() if condition else skipped()  # lax.cond would compile anew at each call outside jit
+
+
+def _masters_of(params: Any) -> Any:
+    """Float32 copies of the 16-bit parameters and None for the others; None where there are no 16-bit ones."""
+    masters = jax.tree.map(lambda leaf: leaf.astype(jnp.float32) if is_low(leaf) else None, params)
+    return masters if jax.tree.leaves(masters) else None
+
+
+def _picked(full: Any, masters: Any) -> Any:
+    """The new master weights: the leaves of ``full`` that have one."""
+    if masters is None:
+        return None
+    return jax.tree.map(lambda master, value: None if master is None else value, masters, full, is_leaf=_is_none)
+
+
+def _update_to(master: Any, param: Any, update: Any) -> Any:
+    """The float32 update that takes a 16-bit parameter to its master weight, rounded."""
+    if master is None:
+        return update
+    return master.astype(param.dtype).astype(jnp.float32) - param.astype(jnp.float32)
+
+
+def _is_none(leaf: object) -> bool:
+    return leaf is None
+
+
+def wrapped_already(where: str) -> UsageError:
+    """The error for an optimizer that has a loss scale already."""
+    return UsageError(
+        "the optimizer is wrapped already",
+        where=where,
+        found="a loss scale inside of what is wrapped",
+        allowed="one loss scale",
+        fix="wrap once, outermost: polyamp.wrap_optimizer(optax.chain(...), policy)",
+    )

@@ -1,0 +1,55 @@
+"""Wraps an optax optimizer into another optax optimizer that owns the order of a mixed-precision step."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any
+
+import optax
+
+from polyamp.backends.jax.step import Step, wrapped_already
+from polyamp.errors import InvalidTypeError
+from polyamp.loss_scale import LossScale
+
+
+class LossScaled(optax.GradientTransformationExtraArgs):  # type: ignore[misc]  # optax has no types
+    """What `polyamp.wrap_optimizer` gives for an optax optimizer; itself an optax ``(init, update)`` pair.
+
+    >>> import jax.numpy as jnp, polyamp
+    >>> tx = polyamp.wrap_optimizer(optax.sgd(0.5), "mixed_float16")
+    >>> opt_state = tx.init(jnp.ones(1))
+    >>> updates, opt_state = tx.update(jnp.array([65536.0]), opt_state, jnp.ones(1))
+    >>> updates, opt_state.last_step.applied
+    (Array([-0.5], dtype=float32), True)
+    """
+
+    @property
+    def step(self) -> Step:
+        """The rule whose two methods this pair is."""
+        step: Step = self.update.__self__
+        return step
+
+
+def wrap(
+    tx: Any,
+    config: LossScale,
+    *,
+    max_grad_norm: float | None,
+    axis_name: Hashable | None,
+    master_weights: bool,
+) -> LossScaled:
+    """See `polyamp.backends.jax.wrap_optimizer`, which checks and documents the arguments."""
+    if isinstance(tx, LossScaled):
+        raise wrapped_already("wrap_optimizer(tx)")
+    if isinstance(tx, optax.MultiSteps):
+        tx = tx.gradient_transformation()
+    if not isinstance(tx, optax.GradientTransformation):
+        raise InvalidTypeError(
+            "not an optax optimizer",
+            where="wrap_optimizer(tx)",
+            found=f"{type(tx).__module__}.{type(tx).__qualname__}",
+            allowed="optax.GradientTransformation, such as optax.adam(1e-3)",
+            fix="give the optimizer itself, not its state or a function that makes it",
+        )
+    step = Step(optax.with_extra_args_support(tx), config, max_grad_norm, axis_name, master_weights)
+    return LossScaled(step.init, step.update)

@@ -1,0 +1,151 @@
+"""Pytrees of arrays: cast, test, unscale, clip, update, select. Pure; for use inside ``jit`` as well as outside."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from polyamp.backends.jax.dtypes import dtype_of, is_floating, is_low, is_trainable
+
+
+def cast(tree: Any, format_name: str) -> Any:
+    """The floating arrays of a pytree in a format, and every other leaf as it was. No host sync.
+
+    >>> cast({"w": jnp.ones(2), "n": jnp.arange(2), "p": 0.5}, "float16")["w"].dtype
+    dtype('float16')
+
+    Args:
+        tree: any pytree; NumPy arrays stay NumPy arrays, and a ``jax.ShapeDtypeStruct`` stays one.
+        format_name: a format of `polyamp.FORMATS`.
+
+    Raises:
+        InvalidValueError: an unknown format, or float64 while JAX has it switched off.
+    """
+    dtype = dtype_of(format_name)
+    return jax.tree.map(lambda leaf: _as(leaf, dtype) if is_floating(leaf) else leaf, tree)
+
+
+def _as(leaf: Any, dtype: np.dtype[Any]) -> Any:
+    if leaf.dtype == dtype:
+        return leaf
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=leaf.sharding)  # type: ignore[no-untyped-call]
+    with np.errstate(over="ignore"):  # beyond the format's range is inf, as IEEE 754 says
+        return leaf.astype(dtype)
+
+
+def trainable(tree: Any) -> Any:
+    """A pytree with None for every leaf that cannot have a gradient, as ``equinox.filter`` gives it.
+
+    >>> trainable({"w": 1.0, "n": jnp.arange(2), "f": jax.nn.relu})
+    {'f': None, 'n': None, 'w': None}
+    """
+    return jax.tree.map(lambda leaf: leaf if is_trainable(leaf) else None, tree)
+
+
+def merged(first: Any, second: Any) -> Any:
+    """The leaves of ``first``, and those of ``second`` where ``first`` has None.
+
+    >>> merged({"w": 1, "f": None}, {"w": 2, "f": 3})
+    {'f': 3, 'w': 1}
+    """
+    return _map_with_none(lambda one, other: other if one is None else one, first, second)
+
+
+def widened(tree: Any) -> Any:
+    """A pytree with its arrays of 16 bits in float32.
+
+    >>> widened(jnp.ones(2, jnp.float16)).dtype
+    dtype('float32')
+    """
+    return jax.tree.map(lambda leaf: leaf.astype(jnp.float32) if is_low(leaf) else leaf, tree)
+
+
+def all_finite(tree: Any) -> jax.Array:
+    """Whether no array of a pytree holds inf or NaN; bool[].
+
+    Not by the largest absolute value: XLA's maximum on CPUs loses a NaN among many elements.
+
+    >>> bool(all_finite([jnp.ones(2), jnp.array([1.0, jnp.nan])]))
+    False
+    """
+    flags = (jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(tree))
+    return functools.reduce(jnp.logical_and, flags, jnp.array(True))
+
+
+def unscaled(grads: Any, scale: jax.Array) -> Any:
+    """Gradients divided by the loss scale, in float32 or wider.
+
+    >>> unscaled(jnp.array([2.0**-24], jnp.float16), jnp.float32(2.0**16))
+    Array([9.094947e-13], dtype=float32)
+    """
+    return jax.tree.map(lambda grad: grad / scale, widened(grads))
+
+
+def clipped(grads: Any, limit: float) -> Any:
+    """Gradients scaled down so that their global L2 norm is at most ``limit``; unchanged where it is already.
+
+    >>> clipped([jnp.array([3.0]), jnp.array([4.0])], 1.0)
+    [Array([0.6], dtype=float32), Array([0.8], dtype=float32)]
+    """
+    norm = global_norm(grads)
+    factor = limit / jnp.maximum(norm, limit)
+    return jax.tree.map(lambda grad: (grad * factor).astype(grad.dtype), grads)
+
+
+def global_norm(tree: Any) -> jax.Array:
+    """The L2 norm of all elements of a pytree, f32[]; the squares do not overflow, however large the elements.
+
+    >>> global_norm([jnp.array([3e30]), jnp.array([4e30])])
+    Array(5.e+30, dtype=float32)
+    """
+    leaves = jax.tree.leaves(widened(tree))
+    largest = functools.reduce(jnp.maximum, (jnp.abs(leaf).max(initial=0) for leaf in leaves), jnp.float32(0))
+    unit = jnp.where(largest > 0, largest, 1)
+    squares = (jnp.square(jnp.abs(leaf) / unit).sum() for leaf in leaves)
+    return unit * jnp.sqrt(functools.reduce(jnp.add, squares, jnp.float32(0)))
+
+
+def zero_updates(grads: Any) -> Any:
+    """Updates that change no bit of any parameter: adding -0.0 keeps +0.0 and -0.0 apart; adding +0.0 does not.
+
+    >>> zero_updates(jnp.ones(1, jnp.float16))
+    Array([-0.], dtype=float32)
+    """
+    return jax.tree.map(lambda grad: -jnp.zeros_like(grad), widened(grads))
+
+
+def apply_updates(params: Any, updates: Any) -> Any:
+    """Parameters plus updates, each in its parameter's own dtype; leaves whose update is None stay as they are.
+
+    >>> apply_updates({"w": jnp.ones(1, jnp.float16)}, {"w": jnp.array([0.5])})
+    {'w': Array([1.5], dtype=float16)}
+
+    Unlike ``optax.apply_updates`` it takes None as an update, and unlike ``equinox.apply_updates`` a float32 update
+    leaves a 16-bit parameter in 16 bits.
+    """
+    return _map_with_none(
+        lambda update, param: param if update is None else jnp.add(param, update).astype(param.dtype), updates, params
+    )
+
+
+def select(applied: Any, new: Any, old: Any) -> Any:
+    """``new`` where the step was applied, else ``old``: for state of your own that a skipped step must not touch.
+
+    >>> select(jnp.array(False), {"mean": jnp.ones(1)}, {"mean": jnp.zeros(1)})
+    {'mean': Array([0.], dtype=float32)}
+
+    Args:
+        applied: ``opt_state.last_step.applied``; bool[], or a Python bool.
+        new: pytree of arrays, such as batch-norm statistics after this step.
+        old: the same before it.
+    """
+    return jax.tree.map(lambda one, other: jnp.where(applied, one, other), new, old)
+
+
+def _map_with_none(function: Any, first: Any, second: Any) -> Any:
+    return jax.tree.map(function, first, second, is_leaf=lambda leaf: leaf is None)

@@ -1,0 +1,137 @@
+"""The adapter: what `polyamp`'s verbs do with PyTorch objects."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, final
+
+import torch
+
+from polyamp.backends.torch.autocast import autocast
+from polyamp.backends.torch.casting import cast
+from polyamp.backends.torch.convert import convert
+from polyamp.backends.torch.operations import OPERATIONS
+from polyamp.backends.torch.optimizer import LossScaledOptimizer
+from polyamp.errors import InvalidTypeError, warn_once
+from polyamp.loss_scale import LossScale
+from polyamp.policy import Policy
+
+if TYPE_CHECKING:
+    from polyamp.demo import Task, Trace
+
+
+@final
+class TorchAdapter:
+    """PyTorch behind `polyamp.adapter.Adapter`, with ambient autocast, module conversion and the demo."""
+
+    name = "torch"
+    operations: Mapping[str, str] = OPERATIONS
+
+    def owns(self, obj: object) -> bool:
+        """Whether ``obj`` is a tensor, module or optimizer."""
+        return isinstance(obj, torch.Tensor | torch.nn.Module | torch.optim.Optimizer)
+
+    def describe(self) -> dict[str, Any]:
+        """Version, devices with the formats that are fast there, and notes.
+
+        >>> adapter.describe()["devices"][0]["name"][:3]
+        'cpu'
+        """
+        accelerators = [_describe_cuda(index) for index in range(torch.cuda.device_count())]
+        notes = [] if accelerators else ["no CUDA device: no Tensor Cores"]
+        without = [device["name"] for device in accelerators if not device["fast"]]
+        notes += [f"{name} has no Tensor Cores: they need compute capability 7.0" for name in without]
+        return {"version": torch.__version__, "devices": [*accelerators, _describe_cpu()], "notes": notes}
+
+    def cast(self, tree: Any, format_name: str, /) -> Any:
+        """See `polyamp.backends.torch.casting.cast`."""
+        return cast(tree, format_name)
+
+    def wrap_optimizer(
+        self,
+        optimizer: Any,
+        policy: Policy,
+        *,
+        loss_scale: LossScale,
+        max_grad_norm: float | None,
+        master_weights: bool | None = None,
+        skip_on_device: bool | None = None,
+    ) -> LossScaledOptimizer:
+        """A `LossScaledOptimizer`; see there for the options and errors."""
+        wrapped = LossScaledOptimizer(
+            optimizer,
+            loss_scale,
+            max_grad_norm=max_grad_norm,
+            master_weights=master_weights,
+            skip_on_device=skip_on_device,
+        )
+        if policy.needs_master_weights and master_weights is None and wrapped.masters is None:
+            warn_once(
+                f"policy {policy} stores parameters in {policy.param}, and these parameters are not: "
+                "call polyamp.convert(model, policy) before its optimizer is wrapped."
+            )
+        return wrapped
+
+    def scale_loss(self, loss: Any, holder: Any) -> Any:
+        """See `LossScaledOptimizer.scale`."""
+        return _wrapped(holder, "scale_loss(holder)").scale(loss)
+
+    def save_loss_scale(self, holder: Any) -> dict[str, Any]:
+        """The loss-scale state of a `LossScaledOptimizer`."""
+        scaler = _wrapped(holder, "save_loss_scale(holder)").scaler
+        return scaler.config.to_state_dict(scaler.state)
+
+    def load_loss_scale(self, holder: Any, saved: Mapping[str, Any]) -> Any:
+        """The same `LossScaledOptimizer`, with that state."""
+        _wrapped(holder, "load_loss_scale(holder)").scaler.load(saved)
+        return holder
+
+    def autocast_context(self, policy: Policy) -> AbstractContextManager[None]:
+        """A fresh `polyamp.backends.torch.autocast`."""
+        return autocast(policy)
+
+    def convert(self, model: Any, policy: Policy) -> Any:
+        """See `polyamp.backends.torch.convert`."""
+        return convert(model, policy)
+
+    def train_digits(self, task: Task) -> Trace:
+        """Train the classifier of ``polyamp demo``."""
+        from polyamp.backends.torch.digits import train  # brings NumPy, which training itself does not need
+
+        return train(task)
+
+
+adapter = TorchAdapter()
+
+
+def _wrapped(holder: Any, where: str) -> LossScaledOptimizer:
+    if not isinstance(holder, LossScaledOptimizer):
+        raise InvalidTypeError(
+            "this object holds no loss scale",
+            where=where,
+            found=f"{type(holder).__module__}.{type(holder).__qualname__}",
+            allowed="what polyamp.wrap_optimizer gave",
+            fix="wrap the optimizer, and give the wrapped one",
+        )
+    return holder
+
+
+def _describe_cuda(index: int) -> dict[str, Any]:
+    capability = torch.cuda.get_device_capability(index)
+    # First capability whose Tensor Cores take the format: Volta, Ampere, Ada (CUDA C++ Programming Guide).
+    since = {"float16": (7, 0), "bfloat16": (8, 0), "tensorfloat32": (8, 0), "float8_e4m3fn": (8, 9), "float8_e5m2": (8, 9)}
+    return {
+        "name": f"cuda:{index} {torch.cuda.get_device_name(index)}",
+        "capability": ".".join(map(str, capability)),
+        "fast": [name for name, first in since.items() if capability >= first],
+    }
+
+
+def _describe_cpu() -> dict[str, Any]:
+    able = torch.cpu.get_capabilities()
+    fast = {"bfloat16": ("avx512_bf16", "amx_bf16"), "float16": ("avx512_fp16", "amx_fp16")}
+    return {
+        "name": f"cpu ({torch.backends.cpu.get_cpu_capability()})",
+        "fast": [name for name, flags in fast.items() if any(able.get(flag) for flag in flags)],
+    }

@@ -1,0 +1,160 @@
+"""Stores a module's parameters as a policy says, and keeps the modules that its rules name in float32."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from polyamp.backends.torch.casting import cast_tensor, cast_to, store_parameter
+from polyamp.backends.torch.dtypes import DTYPES, SIXTEEN_BIT
+from polyamp.backends.torch.operations import MODULES
+from polyamp.dialects import default_rules
+from polyamp.errors import InvalidTypeError, warn_once
+from polyamp.policy import Policy
+from polyamp.rules import unused
+
+_HOOKS = "_polyamp_hooks"  # attribute of a module: the handles of the hooks that `convert` registered
+
+
+class _Part(NamedTuple):
+    """One module of a model, where it stands, and whether the rules keep it in float32."""
+
+    path: str
+    module: nn.Module
+    operation: str
+    op_class: str
+
+
+def convert(model: nn.Module, policy: Policy) -> nn.Module:
+    """Store floating parameters and buffers in ``policy.param``, except where the rules say ``full`` or ``keep``.
+
+    A module that stays in float32, by the table (norms) or by a path rule, gets its inputs in float32 and gives its
+    outputs back in ``policy.compute``; the model's own inputs are cast to ``policy.compute`` and its outputs to
+    ``policy.output``. The `torch.nn.Parameter` objects stay the same ones. Converting again replaces all of this.
+
+    >>> from polyamp import policy
+    >>> model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 2))
+    >>> _ = convert(model, policy("O2", rules={"2": "full"}))
+    >>> [part.weight.dtype for part in model], model(torch.ones(1, 4)).dtype
+    ([torch.float16, torch.float32, torch.float32], torch.float32)
+
+    Args:
+        model: changed in place. Convert before the optimizer is wrapped, so that it gets master weights.
+        policy: under one that stores float32 there is nothing to store, and a mixed one says that autocast is its place.
+
+    Raises:
+        InvalidTypeError: no `torch.nn.Module`.
+    """
+    if not isinstance(model, nn.Module):
+        raise InvalidTypeError(
+            "no torch module",
+            where="convert(model)",
+            found=f"{type(model).__module__}.{type(model).__qualname__}",
+            allowed="an instance of torch.nn.Module",
+            fix="give the model itself; arrays are cast by policy.cast_to_param(tree)",
+        )
+    parts = list(_parts(model, policy))
+    _remove_hooks(model)
+    kept = _store(parts, DTYPES[policy.param])
+    if DTYPES[policy.param] in SIXTEEN_BIT:
+        _add_hooks(model, parts, kept, policy)
+        _report_unused(parts, policy)
+    elif policy.casts:
+        warn_once(
+            f"policy {policy} stores parameters in {policy.param}: convert changes no module. "
+            "Run the model in polyamp.autocast(policy)."
+        )
+    return model
+
+
+def _parts(model: nn.Module, policy: Policy) -> Iterator[_Part]:
+    for path, module in model.named_modules():
+        operation = next((MODULES[kind.__name__] for kind in type(module).__mro__ if kind.__name__ in MODULES), "")
+        op_class = policy.decide(operation, path).op_class
+        unknown = not any(rule.matches(operation, path) for rule in policy.rules) and not operation
+        yield _Part(path, module, operation, "follow" if unknown else op_class)
+
+
+def _store(parts: list[_Part], dtype: torch.dtype) -> set[nn.Module]:
+    """Cast parameters and buffers; the modules that stay in float32 while others do not."""
+    full = {parameter for part in parts if part.op_class == "full" for parameter in part.module.parameters(recurse=False)}
+    kept = set()
+    for part in parts:
+        own = list(part.module.parameters(recurse=False))
+        is_full = part.op_class == "full" or not full.isdisjoint(own)  # or tied to a parameter that is
+        if is_full:
+            kept.add(part.module)
+        if part.op_class != "keep":
+            _store_own(part.module, torch.float32 if is_full and dtype in SIXTEEN_BIT else dtype)
+    return kept
+
+
+def _store_own(module: nn.Module, dtype: torch.dtype) -> None:
+    for parameter in module.parameters(recurse=False):
+        store_parameter(parameter, dtype)
+    for name, buffer in module.named_buffers(recurse=False):
+        setattr(module, name, cast_tensor(buffer, dtype))
+
+
+def _add_hooks(model: nn.Module, parts: list[_Part], kept: set[nn.Module], policy: Policy) -> None:
+    modules = {part.path: part.module for part in parts}
+    compute, output = DTYPES[policy.compute], DTYPES[policy.output]
+    for part in parts:
+        is_root = part.module is model
+        if part.module in kept and (is_root or _holds_values(part.module)):
+            inside = not is_root and _caller(modules, part.path) in kept
+            _hook(part.module, torch.float32, None if inside or is_root else compute)
+        elif is_root:
+            _hook(model, compute, None)
+    _hook(model, None, output)
+
+
+def _holds_values(module: nn.Module) -> bool:
+    """Whether a module has floating parameters or buffers of its own: one without them computes in what it is given."""
+    own = (*module.parameters(recurse=False), *module.buffers(recurse=False))
+    return any(value.is_floating_point() for value in own) and not isinstance(module, nn.modules.loss._Loss)
+
+
+def _caller(modules: dict[str, nn.Module], path: str) -> nn.Module:
+    """The nearest module above that calls this one: lists and dicts of modules only hold them."""
+    above = path.rpartition(".")[0]
+    while isinstance(modules[above], nn.ModuleList | nn.ModuleDict) and above:
+        above = above.rpartition(".")[0]
+    return modules[above]
+
+
+def _hook(module: nn.Module, inputs: torch.dtype | None, outputs: torch.dtype | None) -> None:
+    handles = module.__dict__.setdefault(_HOOKS, [])
+    if inputs is not None:
+        handles.append(module.register_forward_pre_hook(partial(_cast_inputs, dtype=inputs), with_kwargs=True))
+    if outputs is not None:
+        handles.append(module.register_forward_hook(partial(_cast_outputs, dtype=outputs)))
+
+
+def _remove_hooks(model: nn.Module) -> None:
+    for module in model.modules():
+        for handle in module.__dict__.pop(_HOOKS, ()):
+            handle.remove()
+
+
+def _cast_inputs(_: nn.Module, args: Any, kwargs: Any, *, dtype: torch.dtype) -> Any:
+    return cast_to(args, dtype), cast_to(kwargs, dtype)
+
+
+def _cast_outputs(_: nn.Module, __: Any, outputs: Any, *, dtype: torch.dtype) -> Any:
+    return cast_to(outputs, dtype)
+
+
+def _report_unused(parts: list[_Part], policy: Policy) -> None:
+    seen = [(part.operation, part.path) for part in parts]
+    defaults = default_rules(policy.param, policy.compute, policy.output)
+    for rule in unused(policy.rules, seen):
+        if rule not in defaults:
+            warn_once(
+                f"rule {rule.pattern!r} matches no module of this {type(parts[0].module).__name__}. "
+                "Give a module's path, as named_modules() lists it, or the canonical name of its operation."
+            )

@@ -1,0 +1,192 @@
+"""The loss scale of one optimizer: multiplies losses, and moves by `polyamp.advance`.
+
+Its state is Python numbers while decisions are made on the host, and scalar tensors once they are made on the device.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from polyamp.backends.torch.casting import leaves, map_leaves
+from polyamp.backends.torch.late import LateValues
+from polyamp.errors import InvalidTypeError, NonFiniteLossError
+from polyamp.loss_scale import LossScale, LossScaleState, advance, on_host, report_limits
+
+_WIDE = (torch.float32, torch.float64)
+
+
+class LossScaler:
+    """Holds a `LossScale`'s state and applies it to torch tensors.
+
+    >>> scaler = LossScaler(LossScale(init=8.0))
+    >>> scaler.scale(torch.tensor(2.0))
+    tensor(16.)
+    >>> scaler.advance(torch.tensor(True))
+    >>> scaler.state.scale
+    tensor(8.)
+    """
+
+    def __init__(self, config: LossScale) -> None:
+        self.config = _in_float32(config)
+        self.state = self.config.initial_state()
+        self._factors = (0.0, torch.empty(0), torch.empty(0))  # a host scale, and it and its inverse as tensors
+        self._unchecked_losses: list[Tensor] = []
+        self._late = LateValues()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"config": self.config, "state": on_host(self.state)}
+
+    def __setstate__(self, saved: dict[str, Any]) -> None:
+        LossScaler.__init__(self, saved["config"])
+        self.state = saved["state"]
+
+    def scale(self, loss: Any) -> Any:
+        """A loss, or losses in containers, in float32 (float64 stays) times the loss scale.
+
+        Raises:
+            InvalidTypeError: no floating tensor.
+            NonFiniteLossError: inf or NaN on the CPU. On other devices looking would stop the device: it is reported
+                when that step is skipped, or at a later step where the optimizer skips on the device.
+        """
+        losses = [loss] if isinstance(loss, Tensor) else list(leaves(loss))
+        if not losses:
+            raise _no_loss(loss)
+        for tensor in losses:
+            self._check(tensor)
+        return self._multiply(loss) if loss is losses[0] else map_leaves(self._multiply, loss)
+
+    def inverse_scale(self) -> Tensor:
+        """What gradients are multiplied by: float32 scalar, the correctly rounded inverse of the scale."""
+        scale = self.state.scale
+        if not isinstance(scale, Tensor):
+            return self._host_factors()[2]
+        return scale.double().reciprocal().float() if scale.device.type != "mps" else scale.reciprocal()
+
+    def advance(self, finite: bool | Tensor) -> None:
+        """Advance the state: on the host for a bool, else by tensors alone on the device of ``finite``."""
+        if isinstance(finite, bool):
+            state = self.state if isinstance(self.state.scale, float) else on_host(self.state)
+            moved = advance(self.config, state, finite)
+            self.state = moved if moved.scale == state.scale else moved._replace(scale=_float32(moved.scale))
+        else:
+            self.state = advance(self.config, self._on_device(finite.device), finite, torch.where)
+            self._send_report(finite.device)
+        self._unchecked_losses.clear()
+
+    def forget_losses(self) -> None:
+        """A window was abandoned: its losses are not to be reported."""
+        self._unchecked_losses.clear()
+
+    def load(self, saved: Mapping[str, Any]) -> None:
+        """Continue from `LossScale.to_state_dict`; see there for the errors."""
+        self.state = self.config.from_state_dict(saved)
+
+    def report(self) -> None:
+        """After a step: say what the host knows.
+
+        Raises:
+            LossScaleError: by `polyamp.loss_scale.report_limits`.
+        """
+        if isinstance(self.state.scale, float):
+            report_limits(self.config, self.state)
+
+    def report_earlier_step(self) -> None:
+        """Before a step: say what has arrived from the device since the last one, without waiting.
+
+        Raises:
+            LossScaleError: by `polyamp.loss_scale.report_limits`.
+            NonFiniteLossError: a loss was inf or NaN.
+        """
+        arrived = self._late.receive()
+        if arrived is None:
+            return
+        scale, skipped_in_a_row, losses_were_finite = arrived
+        if not losses_were_finite:
+            raise _non_finite_loss("a loss of an earlier step", "inf or NaN")
+        report_limits(self.config, self.state._replace(scale=scale, skipped_in_a_row=int(skipped_in_a_row)))
+
+    def report_losses(self) -> None:
+        """After an overflow, when the host has waited anyway: was it the loss itself?
+
+        Raises:
+            NonFiniteLossError: a loss of this window was inf or NaN.
+        """
+        if not all(map(_is_finite, self._unchecked_losses)):
+            self._unchecked_losses.clear()
+            raise _non_finite_loss("the loss of this step", "inf or NaN")
+
+    def _check(self, loss: Any) -> None:
+        if not (isinstance(loss, Tensor) and loss.is_floating_point()):
+            raise _no_loss(loss)
+        if not self.config.check or torch.compiler.is_compiling():
+            return
+        if loss.device.type != "cpu":
+            self._unchecked_losses.append(loss.detach())
+        elif not _is_finite(loss):
+            raise _non_finite_loss("scale(loss)", str(loss.detach()))
+
+    def _multiply(self, loss: Tensor) -> Tensor:
+        if not self.config.check:
+            return loss
+        wide = loss if loss.dtype in _WIDE else loss.float()  # before the product: 16 bits overflow at once
+        scale = self.state.scale
+        return wide * (scale.to(loss.device, non_blocking=True) if isinstance(scale, Tensor) else self._host_factors()[1])
+
+    def _host_factors(self) -> tuple[float, Tensor, Tensor]:
+        """Scalars on the CPU, which torch takes as numbers beside tensors of any device. Kept while the scale stays."""
+        scale = self.state.scale
+        if scale != self._factors[0]:
+            pair = torch.tensor([scale, 1.0 / scale], dtype=torch.float32, device="cpu")
+            self._factors = (scale, pair[0], pair[1])
+        return self._factors
+
+    def _on_device(self, device: torch.device) -> LossScaleState:
+        kinds = (torch.float32, *[torch.int32] * 4)
+        values = zip(self.state, kinds, strict=True)
+        return LossScaleState(*(torch.as_tensor(value, dtype=kind).to(device, non_blocking=True) for value, kind in values))
+
+    def _send_report(self, device: torch.device) -> None:
+        finite = [loss.isfinite().all().to(device) for loss in self._unchecked_losses]
+        losses = torch.stack(finite).all() if finite else torch.ones((), device=device)
+        self._late.send(torch.stack([self.state.scale, self.state.skipped_in_a_row.float(), losses.float()]))
+
+
+def _is_finite(loss: Tensor) -> bool:
+    return math.isfinite(loss.item()) if loss.dim() == 0 else bool(loss.isfinite().all())
+
+
+def _float32(value: float) -> float:
+    return float(struct.unpack("f", struct.pack("f", value))[0])
+
+
+def _in_float32(config: LossScale) -> LossScale:
+    """The settings rounded as tensors would round them, so that host and device go through the same scales."""
+    return replace(config, **{name: _float32(getattr(config, name)) for name in ("init", "growth", "backoff", "min", "max")})
+
+
+def _no_loss(found: object) -> InvalidTypeError:
+    shown = f"a tensor of {found.dtype}" if isinstance(found, Tensor) else f"{found!r} ({type(found).__name__})"
+    return InvalidTypeError(
+        "the loss is no floating tensor",
+        where="scale(loss)",
+        found=shown,
+        allowed="a floating torch.Tensor, or such tensors in lists, tuples and dicts",
+        fix="give the loss that the model's outputs led to",
+    )
+
+
+def _non_finite_loss(where: str, found: str) -> NonFiniteLossError:
+    return NonFiniteLossError(
+        "the loss was not finite before it was scaled",
+        where=where,
+        found=found,
+        allowed="finite values",
+        fix="look for inf or NaN in the forward pass or the data: lowering the loss scale cannot help",
+    )

@@ -1,0 +1,82 @@
+"""Which suites run, and what every test starts from.
+
+A file's suite is in its name: ``test_torch_*.py`` is ``torch``; a file of no framework is ``core``. ``--suite=core,torch``
+runs those two; without the option all run. A suite that is asked for and whose framework does not load fails the run.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from polyamp import registry
+from polyamp.errors import PolyampError, forget_warnings
+
+NEEDS = {
+    "core": [],
+    "torch": ["torch"],
+    "jax": ["jax"],
+    "tensorflow": ["tensorflow"],
+    "keras": ["keras"],
+    "parity": ["torch", "jax", "tensorflow", "keras"],
+}
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--suite", default=",".join(NEEDS), help=f"comma list of {', '.join(NEEDS)}; all by default")
+    parser.addoption("--gpu", action="store_true", help="run the tests that need a GPU, which else are left out")
+    parser.addoption("--keras-backend", help="tensorflow, jax or torch; else KERAS_BACKEND, else tensorflow")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--keras-backend"):
+        os.environ["KERAS_BACKEND"] = config.getoption("--keras-backend")
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # TensorFlow's start-up notices are no warnings of ours
+    unknown = _suites(config) - NEEDS.keys()
+    if unknown:
+        raise pytest.UsageError(f"unknown suites {', '.join(sorted(unknown))}; there are {', '.join(NEEDS)}")
+    for name in _frameworks(config):
+        try:
+            registry.adapter_named(name)
+        except PolyampError as error:
+            raise pytest.UsageError(f"the suite needs {name}, which does not load: {error}") from error
+
+
+def pytest_report_header(config: pytest.Config) -> list[str]:
+    adapters = map(registry.adapter_named, _frameworks(config))
+    return [f"{adapter.name}: {adapter.describe()['version']}" for adapter in adapters]
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    is_test = collection_path.name.startswith("test_")
+    return True if is_test and _suite_of(collection_path) not in _suites(config) else None
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--gpu"):
+        return
+    left_out = [item for item in items if item.get_closest_marker("gpu")]
+    items[:] = [item for item in items if item not in left_out]
+    config.hook.pytest_deselected(items=left_out)
+
+
+@pytest.fixture(autouse=True)
+def _warnings_are_said_anew() -> Iterator[None]:
+    forget_warnings()
+    yield
+    forget_warnings()
+
+
+def _suites(config: pytest.Config) -> set[str]:
+    return set(filter(None, config.getoption("--suite").split(",")))
+
+
+def _frameworks(config: pytest.Config) -> list[str]:
+    return sorted({name for suite in _suites(config) for name in NEEDS[suite]})
+
+
+def _suite_of(path: Path) -> str:
+    return next((suite for suite in NEEDS if path.name.startswith(f"test_{suite}_")), "core")

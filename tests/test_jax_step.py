@@ -1,0 +1,360 @@
+"""A wrapped optax optimizer: compiled, donated, skipped, clipped, with master weights, inside other transformations."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import polyamp
+from polyamp.backends.jax import apply_gradients, check_limits
+from polyamp.testing import SETTINGS, overflow_trace
+
+FLOAT16 = polyamp.policy("mixed_float16", loss_scale=polyamp.LossScale(init=2.0**10, interval=3))
+MASK = {"kernel": True, "bias": False, "half": True}
+OPTIMIZERS = {
+    "sgd": optax.sgd(0.1),
+    "momentum": optax.sgd(0.1, momentum=0.9, nesterov=True),
+    "adam": optax.adam(0.1),
+    "adamw": optax.adamw(0.1, mask=MASK),
+    "bfloat16 moments": optax.adam(0.1, mu_dtype=jnp.bfloat16),
+    "chain": optax.chain(optax.clip_by_global_norm(1.0), optax.add_noise(0.1, 0.5, 0), optax.lamb(0.1)),
+    "MultiSteps": optax.MultiSteps(optax.adam(0.1), every_k_schedule=2),
+    "masked": optax.masked(optax.adam(0.1), MASK),
+    "inject_hyperparams": optax.inject_hyperparams(optax.adam)(learning_rate=optax.linear_schedule(0.1, 0.0, 10)),
+    "multi_transform": optax.multi_transform(
+        {True: optax.sgd(0.1), False: optax.rmsprop(0.1, momentum=0.9)}, param_labels=MASK
+    ),
+    "lookahead-like": optax.contrib.schedule_free_sgd(0.1),
+    "apply_if_finite": optax.apply_if_finite(optax.adam(0.1), max_consecutive_errors=2),
+}
+STEPS = ("update", "apply_gradients", "uncompiled")
+
+
+def params(half: Any = jnp.float16) -> dict[str, jax.Array]:
+    return {
+        "kernel": jnp.array([[1.0, -0.0, 0.0], [3e38, -2.5, 1e-37]]),
+        "bias": jnp.array([0.5]),
+        "half": jnp.array([1.0, -0.0, 6e-8], half),
+    }
+
+
+def gradients(seed: int, scale: Any, spoil: float | None = None) -> dict[str, jax.Array]:
+    rng = np.random.default_rng(seed)
+    grads = {k: jnp.asarray(rng.standard_normal(p.shape), p.dtype) * scale.astype(p.dtype) for k, p in params().items()}
+    return grads if spoil is None else grads | {"bias": jnp.array([spoil])}
+
+
+def stepper(tx: Any, how: str) -> Any:
+    def with_update(grads: Any, opt_state: Any, params: Any) -> Any:
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+    steps = {"update": with_update, "apply_gradients": functools.partial(apply_gradients, tx), "uncompiled": with_update}
+    return steps[how] if how == "uncompiled" else jax.jit(steps[how])
+
+
+def bits(tree: Any) -> list[tuple[str, bytes]]:
+    return [(str(leaf.dtype), np.asarray(leaf).tobytes()) for leaf in jax.tree.leaves(tree)]
+
+
+@pytest.mark.parametrize("spoil", [np.inf, -np.inf, np.nan])
+@pytest.mark.parametrize("how", STEPS)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_skipped_step_changes_no_bit(name: str, how: str, spoil: float) -> None:
+    tx = polyamp.wrap_optimizer(OPTIMIZERS[name], FLOAT16)
+    step, held = stepper(tx, how), (params(), tx.init(params()))
+    held = step(gradients(0, held[1].loss_scale), held[1], held[0])
+    after = step(gradients(1, held[1].loss_scale, spoil), held[1], held[0])
+    untouched = [(p, s.inner_state, s.master_weights) for p, s in (held, after)]
+    assert bits(untouched[0]) == bits(untouched[1])
+    assert not after[1].last_step
+    assert after[1].loss_scale == held[1].loss_scale / 2
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_applied_step_is_the_plain_one(name: str) -> None:
+    start = {key: value for key, value in params().items() if key != "half"} | {"half": jnp.ones(3)}
+    wrapped, plain = polyamp.wrap_optimizer(OPTIMIZERS[name], FLOAT16), OPTIMIZERS[name]
+    ours, theirs = (start, wrapped.init(start)), (start, plain.init(start))
+    for seed in range(5):
+        grads = jax.tree.map(lambda g: g.astype(jnp.float32), gradients(seed, jnp.float32(1)))
+        scaled = jax.tree.map(lambda grad: grad * ours[1].loss_scale, grads)
+        updates, state = wrapped.update(scaled, ours[1], ours[0])
+        ours = optax.apply_updates(ours[0], updates), state
+        updates, state = plain.update(grads, theirs[1], theirs[0])
+        theirs = optax.apply_updates(theirs[0], updates), state
+    assert bits((ours[0], ours[1].inner_state)) == bits(theirs)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_no_loss_scale_gives_the_very_updates_of_the_plain_optimizer(name: str) -> None:
+    options = {"loss_scale": polyamp.LossScale.none(), "master_weights": False}
+    wrapped, plain = polyamp.wrap_optimizer(OPTIMIZERS[name], **options), OPTIMIZERS[name]
+    grads = gradients(0, jnp.float32(1), spoil=np.nan)
+    ours, state = jax.jit(wrapped.update)(grads, wrapped.init(params()), params())
+    theirs, plain_state = jax.jit(plain.update)(grads, plain.init(params()), params())
+    assert bits((ours, state.inner_state)) == bits((theirs, plain_state))
+    assert state.last_step.applied is True
+
+
+@pytest.mark.parametrize("how", ["update", "apply_gradients"])
+@pytest.mark.parametrize("name", ["adam", "inject_hyperparams"])
+def test_one_trace_and_donated_buffers(name: str, how: str) -> None:
+    """A scale that is weakly typed at first makes jit trace again at the second step (flax DynamicScale)."""
+    tx, traces = polyamp.wrap_optimizer(OPTIMIZERS[name], FLOAT16), []
+
+    def step(params: Any, opt_state: Any, seed: Any, spoil: Any) -> Any:
+        traces.append(how)
+        grads = jax.tree.map(lambda p: (jnp.ones_like(p) * opt_state.loss_scale * spoil).astype(p.dtype), params)
+        if how == "apply_gradients":
+            return apply_gradients(tx, grads, opt_state, params)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+    compiled = jax.jit(step, donate_argnums=(0, 1))
+    held = params(), tx.init(params())
+    for seed, finite in enumerate(overflow_trace(0, 8)):
+        before = jax.tree.leaves(held)
+        held = compiled(*held, seed, 1.0 if finite else jnp.inf)
+        assert all(leaf.is_deleted() for leaf in before)
+    assert traces == [how]
+    assert not any(leaf.weak_type for leaf in jax.tree.leaves((held[1], tx.init(params()))) if leaf.dtype != bool)
+
+
+def test_step_compiles_ahead_of_time() -> None:
+    """jmp's scale raises a TypeError under ``lower``."""
+    tx = polyamp.wrap_optimizer(optax.adam(0.1), FLOAT16)
+    abstract = jax.eval_shape(lambda: (gradients(0, jnp.float32(1)), tx.init(params()), params()))
+    compiled = jax.jit(functools.partial(apply_gradients, tx)).lower(*abstract).compile()
+    grads, opt_state = gradients(0, jnp.float32(2.0**10)), tx.init(params())
+    assert compiled(grads, opt_state, params())[1].last_step
+
+
+@pytest.mark.parametrize("settings_name", SETTINGS)
+@given(trace=st.lists(st.booleans(), min_size=1, max_size=25))
+@settings(max_examples=15, deadline=None)
+def test_scanned_scale_follows_the_one_rule(settings_name: str, trace: list[bool]) -> None:
+    config = SETTINGS[settings_name]
+    tx = polyamp.wrap_optimizer(optax.sgd(0.1), FLOAT16, loss_scale=config)
+
+    @jax.jit
+    def train(opt_state: Any, spoils: Any) -> Any:
+        return jax.lax.scan(lambda state, spoil: (tx.update(spoil, state)[1], state.last_step.scale), opt_state, spoils)
+
+    spoils = np.where(trace + [True] * (25 - len(trace)), 1.0, np.nan).astype(np.float32)  # one shape: one compilation
+    _, scales = train(tx.init(jnp.ones(())), spoils)
+    state = config.initial_state()
+    for finite, scale in zip(trace, scales, strict=False):
+        assert float(scale) == state.scale
+        state = polyamp.advance(config, state, finite)
+
+
+@pytest.mark.parametrize("shape", [(1,), (1024, 1024)])
+@pytest.mark.parametrize("spoil", [np.nan, np.inf])
+def test_one_bad_element_is_found_among_many(shape: tuple[int, ...], spoil: float) -> None:
+    """The largest absolute value hides it: XLA drops a NaN in a large maximum on CPUs."""
+    tx = polyamp.wrap_optimizer(optax.sgd(0.1), FLOAT16)
+    grads = jnp.ones(shape).at[(0,) * len(shape)].set(spoil)
+    assert not jax.jit(tx.update)(grads, tx.init(grads))[1].last_step
+
+
+def test_it_never_gives_up_and_applies_an_overflow() -> None:
+    """optax.apply_if_finite applies the third of three in a row."""
+    tx = polyamp.wrap_optimizer(optax.apply_if_finite(optax.sgd(0.1), 2), FLOAT16)
+    weights = jnp.ones(2)
+    state, step = tx.init(weights), jax.jit(functools.partial(apply_gradients, tx))
+    for _ in range(10):
+        weights, state = step(jnp.array([jnp.inf, 1.0]), state, weights)
+    assert weights.tolist() == [1.0, 1.0]
+    assert check_limits(state).skipped_in_a_row == 10
+
+
+def test_scale_used_for_unscaling_is_the_one_that_scaled() -> None:
+    """mpx unscales with the scale that has already grown, so that gradients of a growth step come out halved."""
+    tx = polyamp.wrap_optimizer(optax.sgd(1.0), FLOAT16, loss_scale=polyamp.LossScale(init=4.0, interval=1))
+    state = tx.init(jnp.zeros(1))
+    updates, state = tx.update(jnp.array([6.0]) * state.loss_scale, state)
+    assert (float(updates[0]), float(state.loss_scale)) == (-6.0, 8.0)
+
+
+def test_scale_never_grows_to_infinity() -> None:
+    """flax DynamicScale did (google/flax#2547); Keras' still does."""
+    config = polyamp.LossScale.like("torch", interval=1, init=2.0**120)
+    tx = polyamp.wrap_optimizer(optax.sgd(1.0), FLOAT16, loss_scale=config)
+    state, step = tx.init(jnp.zeros(1)), jax.jit(tx.update)
+    for _ in range(20):
+        _, state = step(jnp.zeros(1), state)
+    assert state.loss_scale == 2.0**127
+
+
+@pytest.mark.parametrize("shrink", [True, False])
+def test_minimum_survives_tree_map_and_jit(shrink: bool) -> None:
+    """jmp's min_loss_scale is lost in its pytree."""
+    config = polyamp.LossScale(init=8.0, min=4.0, on_min="ignore")
+    tx = polyamp.wrap_optimizer(optax.sgd(1.0), FLOAT16, loss_scale=config)
+    state = jax.tree.map(lambda leaf: leaf, tx.init(jnp.zeros(1)))
+    for _ in range(5):
+        _, state = jax.jit(tx.update)(jnp.array([jnp.inf if shrink else 1.0]), state)
+    assert state.loss_scale == (4.0 if shrink else 8.0)
+
+
+def test_adam_on_half_gradients_stays_finite() -> None:
+    """In float16 the second moment underflows to zero and the update is -inf."""
+    tx = polyamp.wrap_optimizer(optax.adam(0.1), FLOAT16, master_weights=False)
+    weights = jnp.ones(2, jnp.float16)
+    state = tx.init(weights)
+    updates, state = tx.update(jnp.array([1e-4, 1e-3], jnp.float16), state, weights)
+    assert jnp.isfinite(updates).all()
+    assert updates.dtype == jnp.float32
+
+
+@pytest.mark.parametrize("half", [jnp.float16, jnp.bfloat16])
+@pytest.mark.parametrize("how", STEPS)
+def test_master_weights_learn_with_steps_that_16_bits_lose(half: Any, how: str) -> None:
+    tx = polyamp.wrap_optimizer(optax.sgd(2.0**-12), FLOAT16)
+    weights = {"w": jnp.ones(4, half), "b": jnp.ones(2)}
+    state, step = tx.init(weights), stepper(tx, how)
+    assert state.master_weights["b"] is None
+    for _ in range(64):
+        grads = jax.tree.map(lambda w: jnp.full_like(w, state.loss_scale), weights)
+        weights, state = step(grads, state, weights)
+    assert weights["w"].dtype == half
+    np.testing.assert_array_equal(weights["w"].astype(jnp.float32), np.full(4, 1 - 2.0**-6))
+    np.testing.assert_array_equal(weights["b"], np.full(2, 1 - 2.0**-6))
+    np.testing.assert_array_equal(state.master_weights["w"], np.full(4, 1 - 2.0**-6))
+
+
+@given(st.lists(st.floats(-2.0, 2.0, width=32), min_size=3, max_size=3))
+@settings(max_examples=50, deadline=None)
+def test_updates_lead_to_the_rounded_masters(grads: list[float]) -> None:
+    tx = polyamp.wrap_optimizer(optax.sgd(0.37), FLOAT16, loss_scale=polyamp.LossScale.fixed(1.0))
+    weights = jnp.array([2.0, -1.0, 0.3], jnp.bfloat16)
+    updates, state = tx.update(jnp.array(grads), tx.init(weights), weights)
+    masters = state.master_weights
+    shrinks = np.abs(np.asarray(masters)) * 2.0**13 < np.abs(np.asarray(weights, np.float32))
+    arrived = optax.apply_updates(weights, updates).astype(jnp.float32)
+    rounded = masters.astype(jnp.bfloat16).astype(jnp.float32)
+    np.testing.assert_array_equal(np.where(shrinks, 0, arrived), np.where(shrinks, 0, rounded))
+    np.testing.assert_allclose(arrived, rounded, rtol=0, atol=2.0**-24 * 2)
+    assert bits(apply_gradients(tx, jnp.array(grads), tx.init(weights), weights)[0]) == bits(masters.astype(jnp.bfloat16))
+
+
+def test_half_gradients_are_unscaled_in_float32() -> None:
+    tx = polyamp.wrap_optimizer(optax.sgd(1.0), FLOAT16, loss_scale=polyamp.LossScale.fixed(2.0**14))
+    updates, _ = tx.update(jnp.array([2.0**-14], jnp.float16), tx.init(jnp.zeros(1)))
+    assert updates.tolist() == [-(2.0**-28)]  # half of the smallest float16 would be 2**-25
+
+
+@pytest.mark.parametrize("half", [jnp.float16, jnp.float32])
+def test_clipping_does_not_overflow(half: Any) -> None:
+    tx = polyamp.wrap_optimizer(optax.sgd(1.0), FLOAT16, loss_scale=polyamp.LossScale.fixed(1.0), max_grad_norm=1.0)
+    large = float(jnp.finfo(half).max) / 2
+    updates, _ = tx.update(jnp.array([large, large], half), tx.init(jnp.zeros(2)))
+    np.testing.assert_allclose(updates, np.full(2, -np.sqrt(0.5)), rtol=1e-6)
+
+
+def test_clipping_all_zero_gradients_leaves_them() -> None:
+    tx = polyamp.wrap_optimizer(optax.sgd(1.0), FLOAT16, max_grad_norm=1.0)
+    assert tx.update(jnp.zeros(2), tx.init(jnp.zeros(2)))[0].tolist() == [0.0, 0.0]
+
+
+def test_leaves_without_gradient_are_passed_over() -> None:
+    tx = polyamp.wrap_optimizer(optax.adam(0.1), FLOAT16)
+    tree = {"w": jnp.ones(2), "n": jnp.arange(3), "none": None, "flag": True, "rate": 0.5, "act": jax.nn.relu}
+    grads = {"w": jnp.ones(2), "n": np.zeros(3, jax.dtypes.float0), "none": None, "flag": None, "rate": None, "act": None}
+    new, state = apply_gradients(tx, grads, tx.init(tree), tree)
+    assert state.last_step
+    assert (new["w"] < 1).all()
+    assert {key: new[key] is tree[key] for key in tree if key != "w"} == dict.fromkeys(tree.keys() - {"w"}, True)
+
+
+def test_extra_arguments_reach_the_inner_optimizer() -> None:
+    inner = optax.chain(optax.sgd(1.0), optax.contrib.reduce_on_plateau(patience=1, factor=0.5))
+    tx = polyamp.wrap_optimizer(inner, FLOAT16)
+    state = tx.init(jnp.ones(1))
+    for _ in range(4):
+        _, state = jax.jit(tx.update)(jnp.ones(1), state, jnp.ones(1), value=jnp.float32(1.0))
+    assert optax.tree.get(state, "scale") < 1
+
+
+def test_complex_and_float64_gradients_keep_their_dtype() -> None:
+    tx = polyamp.wrap_optimizer(optax.sgd(1.0), FLOAT16)
+    with jax.enable_x64(True):
+        weights = {"c": jnp.ones(1, jnp.complex64), "d": jnp.ones(1, jnp.float64)}
+        state = tx.init(weights)
+        new, state = jax.jit(functools.partial(apply_gradients, tx))(
+            jax.tree.map(lambda w: w * 2.0**10 * 0.1, weights), state, weights
+        )
+    assert state.last_step
+    assert (new["c"].dtype, new["d"].dtype, state.loss_scale.dtype, state.skipped.dtype) == (
+        np.complex64,
+        np.float64,
+        np.float32,
+        np.int32,
+    )
+    np.testing.assert_allclose(new["d"], 0.9, rtol=1e-15)
+
+
+def test_loss_scale_is_the_one_that_optax_finds() -> None:
+    tx = optax.chain(polyamp.wrap_optimizer(optax.inject_hyperparams(optax.adam)(0.1), FLOAT16), optax.identity())
+    assert optax.tree.get(tx.init(params()), "loss_scale") == 2.0**10
+
+
+def test_last_step_selects_inside_jit() -> None:
+    tx = polyamp.wrap_optimizer(optax.sgd(0.1), FLOAT16)
+
+    @jax.jit
+    def step(grads: Any, state: Any, mean: Any) -> Any:
+        _, state = tx.update(grads, state)
+        return polyamp.backends.jax.select(state.last_step.applied, mean + 1, mean)
+
+    state = tx.init(jnp.ones(1))
+    assert [step(jnp.array([g]), state, 0.0).tolist() for g in (1.0, np.inf)] == [1.0, 0.0]
+
+
+def wrapped_inside(name: str) -> Any:
+    inner = polyamp.wrap_optimizer(optax.sgd(0.1), FLOAT16)
+    return {"chain": optax.chain(inner), "MultiSteps": optax.MultiSteps(inner, 2), "masked": optax.masked(inner, MASK)}[name]
+
+
+@pytest.mark.parametrize("name", ["chain", "MultiSteps", "masked"])
+def test_wrapping_what_is_wrapped_inside_is_refused(name: str) -> None:
+    with pytest.raises(polyamp.UsageError, match="wrapped already"):
+        polyamp.wrap_optimizer(wrapped_inside(name), FLOAT16).init(params())
+
+
+@pytest.mark.parametrize("thing", [optax.sgd, optax.EmptyState(), optax.constant_schedule(0.1), jnp.ones(2)])
+def test_what_is_no_optimizer_is_refused(thing: Any) -> None:
+    with pytest.raises(polyamp.InvalidTypeError, match="not an optax optimizer"):
+        polyamp.wrap_optimizer(thing, FLOAT16, backend="jax")
+
+
+def test_masters_without_parameters_are_refused() -> None:
+    tx = polyamp.wrap_optimizer(optax.sgd(0.1), "O2")
+    state = tx.init(jnp.ones(1, jnp.float16))
+    with pytest.raises(polyamp.UsageError, match="needs the parameters"):
+        tx.update(jnp.ones(1, jnp.float16), state)
+
+
+def test_foreign_state_is_refused() -> None:
+    tx = polyamp.wrap_optimizer(optax.sgd(0.1), FLOAT16)
+    with pytest.raises(polyamp.StateError, match="not the state of this optimizer"):
+        tx.update(jnp.ones(1), optax.sgd(0.1).init(jnp.ones(1)))
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_limits_are_told(compiled: bool) -> None:
+    tx = polyamp.wrap_optimizer(optax.sgd(0.1), FLOAT16, loss_scale=polyamp.LossScale(max_skips=2))
+    update = jax.jit(tx.update) if compiled else tx.update
+    _, state = update(jnp.array([jnp.nan]), tx.init(jnp.ones(1)))
+    assert check_limits(state).skipped_in_a_row == 1
+    with pytest.raises(polyamp.LossScaleError, match="2 steps in a row"):
+        check_limits(update(jnp.array([jnp.nan]), state)[1])

@@ -1,0 +1,141 @@
+"""Autocast by policy: formats, nesting, threads, exceptions, decorators, compilation, warnings."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+
+import polyamp
+from polyamp.backends.torch import autocast
+from polyamp.errors import forget_warnings
+
+A = torch.ones(2, 2)
+
+
+@pytest.fixture(autouse=True)
+def _warnings_are_given_again() -> None:
+    forget_warnings()
+
+
+def product() -> torch.dtype:
+    return torch.mm(A, A).dtype
+
+
+@pytest.mark.parametrize(
+    ("policy", "dtype"),
+    [
+        ("float32", torch.float32),
+        ("mixed_float16", torch.float16),
+        ("mixed_bfloat16", torch.bfloat16),
+        ("O2", torch.float16),
+        ("float64", torch.float32),
+    ],
+)
+def test_products_run_in_the_compute_format(policy: str, dtype: torch.dtype) -> None:
+    with polyamp.autocast(policy, backend="torch"):
+        assert product() == dtype
+    assert product() == torch.float32
+
+
+def test_policies_nest_and_a_float32_region_turns_autocast_off() -> None:
+    seen = []
+    with polyamp.autocast("mixed_bfloat16"):
+        seen.append(product())
+        with polyamp.autocast("float32"):
+            seen.append(product())
+            with polyamp.autocast("mixed_float16"):
+                seen.append(product())
+            seen.append(product())
+        seen.append(product())
+    assert seen == [torch.bfloat16, torch.float32, torch.float16, torch.float32, torch.bfloat16]
+
+
+def test_one_object_may_be_entered_again_inside_itself() -> None:
+    """Native autocast, entered so, stays on afterwards."""
+    region = polyamp.autocast("mixed_bfloat16")
+    with region, region, region:
+        assert product() == torch.bfloat16
+    assert product() == torch.float32 and not torch.is_autocast_enabled("cpu")
+
+
+def test_recursive_decorated_functions_leave_no_autocast_behind() -> None:
+    @polyamp.autocast("mixed_bfloat16")
+    def down(depth: int, value: torch.Tensor) -> list[torch.dtype]:
+        return [product(), *(down(depth - 1, value) if depth else [])]
+
+    assert down(2, A) == [torch.bfloat16] * 3
+    assert product() == torch.float32
+
+
+def test_an_exception_leaves_the_region() -> None:
+    with pytest.raises(ZeroDivisionError), polyamp.autocast("mixed_bfloat16"):
+        _ = 1 / 0
+    assert product() == torch.float32
+
+
+def test_threads_do_not_see_each_others_regions() -> None:
+    region, seen, inside, done = polyamp.autocast("mixed_bfloat16"), [], threading.Event(), threading.Event()
+
+    def other() -> None:
+        inside.wait(10)
+        seen.append(product())
+        with region:
+            seen.append(product())
+        done.set()
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    with region:
+        inside.set()
+        done.wait(10)
+        seen.append(product())
+    thread.join()
+    assert seen == [torch.float32, torch.bfloat16, torch.bfloat16]
+
+
+def test_modules_and_functions_are_decorated() -> None:
+    model = torch.nn.Linear(2, 2)
+    assert polyamp.autocast(model, "mixed_bfloat16")(A).dtype == torch.bfloat16
+    assert model(A).dtype == torch.float32
+
+
+def test_the_public_context_compiles_as_one_graph() -> None:
+    policy = polyamp.policy("mixed_bfloat16")
+
+    @torch.compile(fullgraph=True, backend="eager")
+    def compiled(a: torch.Tensor) -> Any:
+        with autocast(policy):
+            inside = a @ a
+        return inside, a @ a
+
+    inside, outside = compiled(A)
+    assert (inside.dtype, outside.dtype) == (torch.bfloat16, torch.float32)
+
+
+@pytest.mark.parametrize("rules", [{"softmax": "lower"}, {"decoder.*.norm": "full"}])
+def test_rules_that_native_autocast_does_not_follow_are_named(rules: dict[str, str]) -> None:
+    policy = polyamp.policy("mixed_float16", rules=rules)
+    with pytest.warns(polyamp.PolyampWarning, match=next(iter(rules)).replace("*", ".")), autocast(policy):
+        pass
+
+
+@pytest.mark.parametrize("rules", [{"softmax": "full"}, {"*_norm": "full"}, None])
+@pytest.mark.parametrize("policy", ["mixed_float16", "float16", "O3"])
+def test_rules_that_say_what_the_table_says_need_no_warning(policy: str, rules: dict[str, str] | None) -> None:
+    with autocast(polyamp.policy(policy, rules=rules)):
+        pass
+
+
+def test_tensorfloat32_tells_how_to_get_it() -> None:
+    policy = polyamp.policy("p=f32,c=tf32,o=f32")
+    with pytest.warns(polyamp.PolyampWarning, match="set_float32_matmul_precision"), autocast(policy):
+        assert product() == torch.float32
+
+
+def test_eight_bits_are_refused() -> None:
+    with pytest.raises(polyamp.UnsupportedError, match="8-bit"), autocast(polyamp.policy("p=f32,c=float8_e4m3fn")):
+        pass
+    assert product() == torch.float32

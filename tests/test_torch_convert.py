@@ -1,0 +1,217 @@
+"""Modules and containers in a policy's formats."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections import OrderedDict, defaultdict, namedtuple
+
+import pytest
+import torch
+from torch import nn
+
+import polyamp
+from polyamp.backends.torch import cast
+from polyamp.errors import forget_warnings
+
+Pair = namedtuple("Pair", "first second")
+
+
+@pytest.fixture(autouse=True)
+def _warnings_are_given_again() -> None:
+    forget_warnings()
+
+
+class Net(nn.Module):
+    """A stem, a norm, a recurrent part with tied weights, and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(7, 4)
+        self.norm = nn.LayerNorm(4)
+        self.layers = nn.ModuleList([nn.TransformerEncoderLayer(4, 2, 8, batch_first=True, dropout=0.0)])
+        self.head = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 7, bias=False))
+        self.register_buffer("shift", torch.zeros(4))
+        self.register_buffer("count", torch.tensor(3))
+
+    def forward(self, tokens: torch.Tensor, *, scale: torch.Tensor) -> dict[str, torch.Tensor]:
+        hidden = self.norm(self.embed(tokens) + self.shift) * scale
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return {"logits": self.head(hidden.mean(1)), "tokens": tokens}
+
+
+def run(model: nn.Module) -> dict[str, torch.Tensor]:
+    return model(torch.arange(6).reshape(2, 3), scale=torch.ones(4))
+
+
+def dtypes(model: nn.Module) -> dict[str, torch.dtype]:
+    return {name: value.dtype for name, value in model.state_dict().items()}
+
+
+def test_o2_keeps_norms_in_float32_and_the_model_runs() -> None:
+    model = polyamp.convert(Net(), "O2")
+    full = {name for name, dtype in dtypes(model).items() if dtype == torch.float32}
+    assert full == {name for name in dtypes(model) if "norm" in name or name.startswith("head.1.")} - {
+        "head.1.num_batches_tracked"
+    }
+    out = run(model)
+    assert out["logits"].dtype == torch.float32 and out["tokens"].dtype == torch.int64
+    out["logits"].sum().backward()
+    assert model.norm.weight.grad.dtype == torch.float32 and model.embed.weight.grad.dtype == torch.float16
+
+
+@pytest.mark.parametrize("policy", ["O3", "float16", "bfloat16"])
+def test_pure_policies_lower_norms_too(policy: str) -> None:
+    made = polyamp.policy(policy)
+    model = polyamp.convert(Net(), made)
+    floating = {dtype for dtype in dtypes(model).values() if dtype.is_floating_point}
+    assert floating == {torch.bfloat16 if policy == "bfloat16" else torch.float16}
+    assert model.count.dtype == torch.int64
+    assert run(model)["logits"].dtype in floating
+
+
+def test_path_rules_keep_a_subtree_and_nothing_inside_it_loses_bits() -> None:
+    model = polyamp.convert(Net(), polyamp.policy("O2", rules={"head": "full", "layers.*.linear1": "full"}))
+    inside: list[torch.dtype] = []
+    model.head[0].register_forward_hook(lambda *args: inside.append(args[2].dtype))
+    assert {value.dtype for value in model.head.state_dict().values()} == {torch.float32, torch.int64}
+    assert model.layers[0].linear1.weight.dtype == torch.float32
+    assert run(model)["logits"].dtype == torch.float32
+    assert inside == [torch.float32]
+
+
+def test_keep_leaves_a_module_alone() -> None:
+    model = Net()
+    model.head.double()
+    polyamp.convert(model, polyamp.policy("O2", rules={"head": "keep"}))
+    assert model.head[0].weight.dtype == torch.float64
+
+
+def test_a_root_that_is_a_norm_or_a_single_layer_runs() -> None:
+    norm, layer = (polyamp.convert(part, "O2") for part in (nn.LayerNorm(4), nn.Linear(4, 4)))
+    assert norm.weight.dtype == torch.float32 and norm(torch.ones(2, 4)).dtype == torch.float32
+    assert layer.weight.dtype == torch.float16 and layer(torch.ones(2, 4)).dtype == torch.float32
+
+
+def test_losses_are_not_rounded() -> None:
+    loss = nn.CrossEntropyLoss(weight=torch.ones(3))
+    model = polyamp.convert(nn.ModuleDict({"loss": loss}), "O2")
+    assert model["loss"](torch.ones(2, 3), torch.tensor([0, 1])).dtype == torch.float32
+
+
+@pytest.mark.parametrize("rules", [{}, {"1": "full"}])
+def test_tied_weights_stay_tied(rules: dict[str, str]) -> None:
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+    model[1].weight = weight = model[0].weight
+    polyamp.convert(model, polyamp.policy("O2", rules=rules))
+    assert model[0].weight is model[1].weight is weight
+    assert weight.dtype == (torch.float32 if rules else torch.float16)
+    model(torch.ones(1, 4)).sum().backward()
+
+
+def test_converting_again_replaces_everything() -> None:
+    model = Net().eval()
+    before = run(model)["logits"]
+    polyamp.convert(model, "O2")
+    polyamp.convert(model, "bfloat16")
+    assert run(model)["logits"].dtype == torch.bfloat16
+    polyamp.convert(model, "float32")
+    assert not any(part._forward_hooks or part._forward_pre_hooks for part in model.modules())
+    assert {dtype for dtype in dtypes(model).values() if dtype.is_floating_point} == {torch.float32}
+    assert torch.allclose(run(model)["logits"], before, atol=0.1)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_copies_run_alike_and_can_be_converted_back(copied: object) -> None:
+    model = polyamp.convert(Net().eval(), "O2")
+    other = copied(model)
+    assert torch.equal(run(other)["logits"], run(model)["logits"])
+    polyamp.convert(other, "float32")
+    assert not any(part._forward_hooks or part._forward_pre_hooks for part in other.modules())
+    assert model.embed.weight.dtype == torch.float16
+    assert run(model)["logits"].dtype == torch.float32
+
+
+def test_state_dicts_load_into_converted_models() -> None:
+    model, other = polyamp.convert(Net().eval(), "O2"), polyamp.convert(Net().eval(), "O2")
+    other.load_state_dict(model.state_dict())
+    assert torch.equal(run(other)["logits"], run(model)["logits"])
+
+
+def test_an_optimizer_made_before_keeps_its_parameters_and_gradients_follow() -> None:
+    model = nn.Linear(2, 2)
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(torch.ones(1, 2)).sum().backward()
+    polyamp.convert(model, "O2")
+    assert opt.param_groups[0]["params"][0] is model.weight
+    assert model.weight.grad.dtype == torch.float16
+
+
+def test_a_mixed_policy_says_that_autocast_does_the_work() -> None:
+    with pytest.warns(polyamp.PolyampWarning, match="autocast"):
+        polyamp.convert(nn.Linear(2, 2), "mixed_float16")
+
+
+def test_rules_without_a_module_are_reported() -> None:
+    with pytest.warns(polyamp.PolyampWarning, match="'hed' matches no module"):
+        polyamp.convert(Net(), polyamp.policy("O2", rules={"hed": "full"}))
+
+
+def test_only_modules_are_converted() -> None:
+    with pytest.raises(polyamp.InvalidTypeError, match="no torch module"):
+        polyamp.convert(torch.ones(2), "O2")
+
+
+def test_o2_trains_with_masters() -> None:
+    torch.manual_seed(0)
+    model = polyamp.convert(Net(), "O2")
+    opt = polyamp.wrap_optimizer(torch.optim.AdamW(model.parameters(), lr=0.01), "O2", max_grad_norm=1.0)
+    losses = []
+    for _ in range(20):
+        loss = nn.functional.cross_entropy(run(model)["logits"], torch.tensor([1, 2]))
+        opt.zero_grad()
+        opt.backward(loss)
+        opt.step()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0] / 2 and opt.last_step
+
+
+def test_casting_touches_floating_leaves_only() -> None:
+    tree = {
+        "list": [torch.ones(2), torch.tensor(1), torch.tensor(True), torch.tensor(1j)],
+        "pair": Pair(torch.ones(1, dtype=torch.float64), "text"),
+        "ordered": OrderedDict(a=torch.ones(1)),
+        "default": defaultdict(dict, {0: {"step": 3, "exp_avg": torch.ones(1)}}),
+        "none": None,
+    }
+    out = cast(tree, "bfloat16")
+    assert [leaf.dtype for leaf in out["list"]] == [torch.bfloat16, torch.int64, torch.bool, torch.complex64]
+    assert isinstance(out["pair"], Pair) and out["pair"].first.dtype == torch.bfloat16 and out["pair"].second == "text"
+    assert isinstance(out["ordered"], OrderedDict) and out["ordered"]["a"].dtype == torch.bfloat16
+    assert out["default"][0]["exp_avg"].dtype == torch.bfloat16 and out["default"]["new"] == {}
+    assert tree["list"][0].dtype == torch.float32 and out["none"] is None
+
+
+def test_what_was_shared_stays_shared() -> None:
+    shared = torch.ones(2)
+    first, second = cast([shared, shared], "float16")
+    assert first is second
+    model = Net()
+    model.head[2].weight = model.embed.weight
+    assert polyamp.policy("float16").cast_to_param({"model": model})["model"] is model
+    assert model.head[2].weight is model.embed.weight and model.embed.weight.dtype == torch.float16
+    assert model.shift.dtype == torch.float16 and model.count.dtype == torch.int64
+
+
+def test_casts_are_differentiable() -> None:
+    weight = torch.ones(2, requires_grad=True)
+    cast({"w": weight}, "bfloat16")["w"].sum().backward()
+    assert torch.equal(weight.grad, torch.ones(2))
+
+
+def test_complex_parameters_keep_their_imaginary_part() -> None:
+    """`module.half()` drops it."""
+    model = nn.Linear(2, 2, dtype=torch.complex64)
+    assert polyamp.policy("bfloat16").cast_to_param(model) is model
+    assert model.weight.dtype == torch.complex64

@@ -81,8 +81,11 @@ def jax_steps(count: int) -> list[Timing]:
     import jmp
     import optax
 
+    from polyamp.backends.jax import apply_gradients
+
     grads = [jnp.full(SHAPE, 1e-3) for _ in range(count)]
     tx = optax.sgd(1e-4)
+    wrapped = polyamp.wrap_optimizer(tx, "mixed_float16", loss_scale=CONFIG)
     latest: list[Any] = []
 
     def fresh() -> list[jax.Array]:
@@ -97,11 +100,33 @@ def jax_steps(count: int) -> list[Timing]:
         latest.append(held)
         return run
 
-    def plain(params: Any, state: Any, grads: Any) -> Any:
-        updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state
+    def applied(optimizer: Any) -> Callable[..., Any]:
+        def step(params: Any, state: Any, grads: Any) -> Any:
+            updates, state = optimizer.update(grads, state, params)
+            return optax.apply_updates(params, updates), state
 
-    def by_hand(params: Any, state: Any, grads: Any) -> Any:
+        return step
+
+    variants = {
+        "by hand": runner(jax_by_hand(tx), (jnp.float32(1), jnp.int32(0), tx.init(fresh()))),
+        "plain": runner(applied(tx), tx.init(fresh())),
+        "jmp": runner(jax_with_jmp(tx), (jmp.DynamicLossScale(jnp.float32(1)), tx.init(fresh()))),
+        "polyamp update": runner(applied(wrapped), wrapped.init(fresh())),
+        "polyamp apply_gradients": runner(
+            lambda params, state, grads: apply_gradients(wrapped, grads, state, params), wrapped.init(fresh())
+        ),
+    }
+    question = f"jax {jax.default_backend()} jit sgd, {count} parameters"
+    return interleave(question, variants, 40, 4000 // count, lambda: jax.block_until_ready(latest))
+
+
+def jax_by_hand(tx: Any) -> Callable[..., Any]:
+    """The tightest loss scaling that one would write for one's own loop: one conditional around update and apply."""
+    import jax
+    import jax.numpy as jnp
+    import optax
+
+    def step(params: Any, state: Any, grads: Any) -> Any:
         scale, good, inner = state
         finite = jnp.array(True)
         for grad in grads:
@@ -114,47 +139,29 @@ def jax_steps(count: int) -> list[Timing]:
 
         params, inner = jax.lax.cond(finite, update, lambda operand: operand, (params, inner))
         grow = finite & (good + 1 >= 2000)
-        scale = jnp.where(
-            finite, jnp.where(grow, jnp.minimum(scale * 2, 2.0**24), scale), jnp.maximum(scale / 2, 2.0**-14)
-        )
+        grown, reduced = jnp.minimum(scale * 2, 2.0**24), jnp.maximum(scale / 2, 2.0**-14)
+        scale = jnp.where(finite, jnp.where(grow, grown, scale), reduced)
         return params, (scale, jnp.where(finite & ~grow, good + 1, 0), inner)
 
-    def with_jmp(params: Any, state: Any, grads: Any) -> Any:
+    return step
+
+
+def jax_with_jmp(tx: Any) -> Callable[..., Any]:
+    """The recipe of jmp's README: update always, then select."""
+    import jmp
+    import optax
+
+    def step(params: Any, state: Any, grads: Any) -> Any:
         scale, inner = state
         grads = scale.unscale(grads)
         finite = jmp.all_finite(grads)
         updates, new_inner = tx.update(grads, inner, params)
-        new_params = optax.apply_updates(params, updates)
-        return jmp.select_tree(finite, new_params, params), (
-            scale.adjust(finite),
-            jmp.select_tree(finite, new_inner, inner),
+        new_params, new_inner = jmp.select_tree(
+            finite, (optax.apply_updates(params, updates), new_inner), (params, inner)
         )
+        return new_params, (scale.adjust(finite), new_inner)
 
-    wrapped = polyamp.wrap_optimizer(tx, "mixed_float16", loss_scale=CONFIG)
-
-    def ours(params: Any, state: Any, grads: Any) -> Any:
-        from polyamp.backends.jax import apply_gradients
-
-        return apply_gradients(wrapped, grads, state, params)
-
-    def ours_with_optax(params: Any, state: Any, grads: Any) -> Any:
-        updates, state = wrapped.update(grads, state, params)
-        return optax.apply_updates(params, updates), state
-
-    variants = {
-        "by hand": runner(by_hand, (jnp.float32(1), jnp.int32(0), tx.init(fresh()))),
-        "plain": runner(plain, tx.init(fresh())),
-        "jmp": runner(with_jmp, (jmp.DynamicLossScale(jnp.float32(1)), tx.init(fresh()))),
-        "polyamp apply_gradients": runner(ours, wrapped.init(fresh())),
-        "polyamp update": runner(ours_with_optax, wrapped.init(fresh())),
-    }
-    return interleave(
-        f"jax {jax.default_backend()} jit sgd, {count} parameters",
-        variants,
-        40,
-        4000 // count,
-        lambda: jax.block_until_ready(latest),
-    )
+    return step
 
 
 def keras_steps(count: int) -> list[Timing]:

@@ -1,7 +1,7 @@
 """The one interface between the core and a framework.
 
-An adapter is a final class; its instance is named in the entry-point group ``polyamp.backends``. `Adapter` is what every
-adapter has. The verbs after it are what some frameworks have: an adapter offers one by having a method of that name.
+An adapter is a final class; its instance is named in the entry-point group ``polyamp.backends``. `Adapter` is what
+every adapter has. The verbs after it are what some frameworks have: an adapter offers one by having that method.
 """
 
 from __future__ import annotations

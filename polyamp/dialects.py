@@ -27,7 +27,7 @@ class Words:
 
 
 def default_rules(param: str, compute: str, output: str) -> tuple[Rule, ...]:
-    """None beside the table, which keeps norms in float32; pure 16-bit policies, as in Keras and Apex O3, lower them."""
+    """None beside the table, which keeps norms float32; pure 16-bit policies lower them, as in Keras and Apex O3."""
     pure = param == compute == output and format_of(compute).is_low
     return (Rule("*_norm", "lower"),) if pure else ()
 

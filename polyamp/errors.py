@@ -8,9 +8,9 @@ import warnings
 class PolyampError(Exception):
     """The base of every polyamp error.
 
-    >>> print(PolyampError("unknown colour", where="paint(colour=)", found="'bleu'", allowed="red, blue", fix="choose one"))
+    >>> print(PolyampError("unknown colour", where="paint()", found="'bleu'", allowed="red, blue", fix="choose one"))
     unknown colour
-      where:   paint(colour=)
+      where:   paint()
       found:   'bleu'
       allowed: red, blue
       to do:   choose one

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import operator
+import struct
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, Literal, NamedTuple
@@ -26,7 +27,8 @@ class LossScaleState(NamedTuple):
     Attributes:
         scale: the loss scale that the next loss is multiplied by; float32.
         good_steps: finite steps since the last change of scale, counted towards growth; int32.
-        hysteresis: overflows that are still tolerated before the scale backs off; int32.
+        hysteresis: overflows that are still tolerated before the scale backs off; int32. -1 where one came that none
+            was tolerated of, at the smallest scale.
         skipped_in_a_row: skipped steps since the last one that was applied; int32.
         skipped: skipped steps in all; int32.
     """
@@ -56,8 +58,8 @@ class LossScale:
         growth: factor at growth, > 1.
         interval: finite steps between growths, >= 1.
         backoff: factor at an overflow, in (0, 1).
-        hysteresis: overflows needed before the scale backs off, >= 1. The allowance is refilled at growth (Megatron-LM),
-            or at every finite step where ``consecutive`` is set (DeepSpeed's ``consecutive_hysteresis``).
+        hysteresis: overflows needed before the scale backs off, >= 1. The allowance is refilled at growth
+            (Megatron-LM), or at every finite step under ``consecutive`` (DeepSpeed's ``consecutive_hysteresis``).
         consecutive: see ``hysteresis``.
         min: smallest scale, > 0. Below 1 on purpose: a model whose gradients are large needs it.
         max: largest scale. 2**24 is Apex's ceiling.
@@ -106,6 +108,9 @@ class LossScale:
             value = getattr(self, name)
             if not isinstance(value, type(choices[0])) or value not in choices:
                 raise _bad(name, value, "one of " + ", ".join(map(repr, choices)))
+        self._check_limits()
+
+    def _check_limits(self) -> None:
         if self.backoff >= 1:
             raise _bad("backoff", self.backoff, "a number between 0 and 1, both excluded")
         if self.max > FLOAT32.max:
@@ -174,6 +179,15 @@ class LossScale:
     def initial_state(self) -> LossScaleState:
         """The state before the first step, as Python numbers."""
         return LossScaleState(self.init, self._restart, self.hysteresis, 0, 0)
+
+    def in_float32(self) -> LossScale:
+        """The settings rounded as float32 scalars round them, so that limits compare equal to states that reached them.
+
+        >>> LossScale(backoff=0.7).in_float32().backoff
+        0.699999988079071
+        """
+        reals = {name: struct.unpack("f", struct.pack("f", getattr(self, name)))[0] for name in self._REALS}
+        return replace(self, **reals)
 
     @property
     def _restart(self) -> int:
@@ -280,7 +294,8 @@ def advance(
     good = where(finite, state.good_steps + 1, config._restart)
     grow = good >= config.interval  # never true after an overflow: _restart <= 0 < interval
     refilled = where(finite, config.hysteresis if config.consecutive else state.hysteresis, state.hysteresis - 1)
-    hysteresis = where(grow, config.hysteresis, where(refilled > 0, refilled, 0))
+    spent, spent_at_min = where(refilled > 0, refilled, 0), where(refilled > 0, refilled, -1)
+    hysteresis = where(grow, config.hysteresis, where(state.scale > config.min, spent, spent_at_min))
     grown, reduced = state.scale * config.growth, state.scale * config.backoff
     grown = where(grown > config.max, config.max, grown)
     reduced = where(reduced < config.min, config.min, reduced)
@@ -315,7 +330,9 @@ def report_limits(config: LossScale, state: LossScaleState) -> None:
             allowed=f"fewer than max_skips = {config.max_skips}",
             fix="look for inf or NaN in the forward pass: a smaller loss scale cannot help there",
         )
-    if skips == 0 or not config.dynamic or state.scale > config.min or config.on_min == "ignore":
+    if config.on_min == "ignore" or not config.dynamic or skips == 0 or state.scale > config.min:
+        return
+    if state.hysteresis >= 0:  # this overflow only brought the scale here, or was tolerated
         return
     if config.on_min == "raise":
         raise LossScaleError(

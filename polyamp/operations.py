@@ -59,8 +59,10 @@ conv                                : cuda cpu tf_fp16 tf_bf16 jax apex paper
 attention                           : cuda cpu tf_fp16 jax
 lstm_cell                           : cuda cpu tf_fp16
 gru_cell rnn_cell                   : cuda tf_fp16
-tensordot bilinear                  : cuda=promote paper
-    Products of matrices in all but name, and in JAX and TensorFlow not even in name: they are lowered as matmul is.
+tensordot                           : cuda=promote paper
+    A product of matrices in all but name: in JAX and TensorFlow it is traced as one, and lowered as matmul is.
+bilinear                            : cuda=promote apex=promote paper
+    As tensordot.
 prelu                               : cuda cpu apex
     No Tensor Core work: it is lowered with the product before it because its weight is a float32 parameter.
 
@@ -68,9 +70,10 @@ prelu                               : cuda cpu apex
 # exponentials, logarithms, powers
 exp expm1                           : cuda tf_fp16 tf_bf16 apex
 exp2                                : range
-log log1p                           : cuda apex tf_fp16=follow tf_bf16=follow
-    Near 1 a logarithm is as small as the rounding of its argument, and one of 0 is -inf where a small probability was
-    rounded to 0: the cautious list is kept.
+log                                 : cuda apex tf_fp16=follow tf_bf16=follow
+    As log1p; and log of 0 is -inf where 16 bits rounded a small probability to 0.
+log1p                               : cuda tf_fp16=follow tf_bf16=follow
+    It is there for arguments near 0, whose small bits 16-bit sums have lost before the logarithm is taken.
 log2 log10                          : cuda apex
 pow                                 : cuda tf_fp16 tf_bf16 apex
 integer_pow                         : range
@@ -92,11 +95,12 @@ cumsum                              : cuda apex paper
 cumprod                             : cuda apex
 logsumexp                           : cuda
 logaddexp logcumsumexp              : range
-variance                            : jax paper
+variance                            : jax apex paper
 norm                                : cuda tf_fp16 tf_bf16 apex
 distance                            : cuda cpu apex
 cosine_similarity                   : cuda apex
-weight_norm local_response_norm     : paper
+local_response_norm                 : apex paper
+weight_norm                         : paper
 trace quantile                      : cpu
 # normalisation
 softmax                             : cuda jax apex paper tf_fp16=follow tf_bf16=follow
@@ -111,11 +115,11 @@ batch_norm                          : jax apex paper tf_fp16=follow tf_bf16=foll
     parameters in float32 too, as here. TensorFlow lists only the fused kernels, which do the same inside.
 # losses
 cross_entropy                       : cpu tf_fp16 tf_bf16 apex
-nll_loss mse_loss l1_loss huber_loss smooth_l1_loss kl_div          : cuda cpu
-poisson_nll_loss binary_cross_entropy_with_logits                   : cuda cpu
-cosine_embedding_loss hinge_embedding_loss margin_ranking_loss      : cuda cpu
-multi_margin_loss multilabel_margin_loss                            : cuda cpu
-soft_margin_loss triplet_margin_loss                                : cuda cpu
+nll_loss mse_loss l1_loss smooth_l1_loss kl_div poisson_nll_loss    : cuda cpu apex
+binary_cross_entropy_with_logits cosine_embedding_loss              : cuda cpu apex
+hinge_embedding_loss margin_ranking_loss multi_margin_loss          : cuda cpu apex
+multilabel_margin_loss soft_margin_loss triplet_margin_loss         : cuda cpu apex
+huber_loss                          : cuda cpu
 ctc_loss                            : cpu
 binary_cross_entropy                : cpu cuda=banned apex=banned
     CUDA autocast refuses it, since 16-bit probabilities next to 0 and 1 are lost before it runs. Refusing is no class:
@@ -134,7 +138,7 @@ lu triangular_solve                 : cpu kernels
 det matrix_exp schur                : kernels
 fft complex                         : cpu kernels
 # positions need more bits than 16-bit formats have
-interpolate                         : cuda tf_fp16=neutral tf_bf16=neutral
+interpolate                         : cuda apex tf_fp16=neutral tf_bf16=neutral
     The backward pass adds many gradients into one place, and positions past 256 have no bfloat16: only TensorFlow,
     whose lists name the nearest and bilinear kernels, calls it moving values.
 grid_sample                         : cpu cuda=promote
@@ -148,9 +152,9 @@ concat stack                        : cpu apex tf_fp16=neutral tf_bf16=neutral
 scatter                             : cuda cpu tf_bf16=neutral
     As concat: what is written and what it is written into must agree.
 scatter_add                         : cuda
-dot                                 : cuda
+dot                                 : cuda apex
     The inner product of two vectors is memory-bound: Tensor Cores have nothing to gain.
-addcmul addcdiv atan2 cross_product : cuda
+addcmul addcdiv atan2 cross_product : cuda apex
 
 [follow]
 add sub mul div                     : tf_fp16 tf_bf16 paper apex=promote
@@ -166,7 +170,7 @@ soft_shrink hard_shrink tanh_shrink : paper
 atan asinh sinc                     : paper
 dropout                             : paper
 avg_pool                            : tf_fp16 tf_bf16 cpu=full
-    A window is a short sum. The CPU list names the 3-d and adaptive kernels, which had no 16-bit version.
+    A window is a short sum. The CPU list names the 3-d kernels: one of them has no 16-bit version there.
 fold                                : paper
 all_reduce                          : fsdp
 
@@ -177,7 +181,7 @@ transpose broadcast tile flip       : exact tf_fp16 tf_bf16
 slice split gather                  : exact tf_fp16 tf_bf16
 space_to_depth                      : exact tf_fp16 tf_bf16
 pad                                 : exact tf_fp16 tf_bf16 cpu=full
-    The CPU list names the reflection and replication kernels, which had no 16-bit version; moving values loses nothing.
+    The CPU list names the reflection and replication kernels alone; moving values loses nothing.
 embedding roll unfold diagonal      : exact
 identity                            : exact tf_fp16 tf_bf16
 fill                                : exact tf_fp16 tf_bf16
@@ -188,10 +192,12 @@ all_gather all_to_all collective_permute            : exact
 where clip maximum minimum          : exact tf_fp16 tf_bf16
 max min argmax top_k nonzero        : exact tf_fp16 tf_bf16
 sort cummax                         : exact
-compare is_finite                   : exact tf_fp16 tf_bf16
+is_finite                           : exact tf_fp16 tf_bf16
+compare                             : exact tf_fp16 tf_bf16 apex=promote
+    Apex had to make the inputs of a comparison agree by itself; the frameworks have rules for that today.
 relu                                : exact tf_fp16 tf_bf16
 max_pool                            : exact tf_fp16 tf_bf16 cpu=full
-    The CPU list names the 3-d and adaptive kernels, which had no 16-bit version; choosing a maximum rounds nothing.
+    The CPU list names the 3-d kernels; choosing a maximum rounds nothing.
 max_unpool                          : exact cpu=full
     As max_pool.
 segment_max                         : exact tf_fp16=lower

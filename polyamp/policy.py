@@ -41,7 +41,7 @@ class Policy:
             object.__setattr__(self, key, format_of(getattr(self, key), where=f"policy({key}=)").name)
         object.__setattr__(self, "rules", parse_rules(self.rules))
         if not isinstance(self.loss_scale, LossScale):
-            raise _wrong_type("policy(loss_scale=)", self.loss_scale, "a LossScale", "write LossScale.fixed(128) or like")
+            raise _wrong_type("policy(loss_scale=)", self.loss_scale, "a LossScale", "write LossScale.fixed(128)")
         if not isinstance(self.name, str):
             raise _wrong_type("policy(name=)", self.name, "a string", "give a label as text")
         if self.compute == "bfloat16" and self.loss_scale.dynamic:

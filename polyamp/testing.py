@@ -63,8 +63,10 @@ class Harness(Protocol):
         learning_rate: float = 0.1,
         **options: Any,
     ) -> Session:
-        """Store ``weights`` in the policy's ``param`` format and wrap a plain optimizer of the framework; ``options`` go
-        to `polyamp.wrap_optimizer`."""
+        """Store ``weights`` in the policy's ``param`` format and wrap a plain optimizer of the framework.
+
+        ``options`` go to `polyamp.wrap_optimizer`.
+        """
 
     def plain_optimizer(self) -> Any:
         """An optimizer that is not wrapped."""

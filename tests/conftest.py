@@ -1,7 +1,8 @@
 """Which suites run, and what every test starts from.
 
-A file's suite is in its name: ``test_torch_*.py`` is ``torch``; a file of no framework is ``core``. ``--suite=core,torch``
-runs those two; without the option all run. A suite that is asked for and whose framework does not load fails the run.
+A file's suite is in its name: ``test_torch_*.py`` is ``torch``; a file of no framework is ``core``.
+``--suite=core,torch`` runs those two; without the option all run. A suite that is asked for and whose framework does
+not load fails the run.
 """
 
 from __future__ import annotations

@@ -20,8 +20,8 @@ OPTIMIZERS = {"sgd": optax.sgd, "adam": optax.adam}
 class JaxSession:
     """An optimizer, its parameters and its state, outside ``jit``.
 
-    Compiled, XLA contracts a multiplication and an addition into one rounding in some programs and not in others, so that
-    no two optimizers could be compared bit for bit. Compiled steps have tests of their own.
+    Compiled, XLA contracts a multiplication and an addition into one rounding in some programs and not in others, so
+    that no two optimizers could be compared bit for bit. Compiled steps have tests of their own.
     """
 
     def __init__(self, tx: Any, params: dict[str, jax.Array]) -> None:

@@ -1,8 +1,9 @@
-"""Drives the PyTorch adapter for `polyamp.testing`."""
+"""Drives the PyTorch adapter for `polyamp.testing`, and what the tests of that adapter share."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import pickle
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import ml_dtypes
@@ -85,3 +86,64 @@ class TorchHarness:
 
     def arrays(self, tree: Mapping[str, torch.Tensor]) -> dict[str, NDArray[Any]]:
         return {name: to_numpy(tensor) for name, tensor in tree.items()}
+
+
+X, Y = torch.arange(12.0).reshape(4, 3) / 12, torch.tensor([1.0, -1.0, 0.5, 2.0])
+
+
+class ThirdParty(torch.optim.Optimizer):
+    """As users write them: state and counters of its own, closure evaluated first."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            group["calls"] = group.get("calls", 0) + 1
+            for param in group["params"]:
+                if param.grad is not None:
+                    total = self.state[param].setdefault("total", torch.zeros_like(param))
+                    total.add_(param.grad.abs())
+                    param.sub_(group["lr"] * param.grad / (total + 1))
+        return loss
+
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "sgd": lambda params: torch.optim.SGD(params, lr=0.1),
+    "momentum": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, dampening=0.1),
+    "sgd_foreach": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, foreach=True),
+    "sgd_fused": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, dampening=0.1, fused=True),
+    "adam": lambda params: torch.optim.Adam(params, lr=0.1, amsgrad=True),
+    "adam_fused": lambda params: torch.optim.Adam(params, lr=0.1, fused=True),
+    "adamw": lambda params: torch.optim.AdamW(params, lr=0.1),
+    "adamw_fused": lambda params: torch.optim.AdamW(params, lr=0.1, fused=True),
+    "adagrad_fused": lambda params: torch.optim.Adagrad(params, lr=0.1, fused=True),
+    "rmsprop": lambda params: torch.optim.RMSprop(params, lr=0.1),
+    "third_party": ThirdParty,
+}
+FUSED = [name for name in OPTIMIZERS if name.endswith("fused")]
+
+
+def linear() -> torch.nn.Linear:
+    model = torch.nn.Linear(3, 1)
+    with torch.no_grad():
+        model.weight.copy_(torch.tensor([[0.3, -0.2, 0.1]]))
+        model.bias.fill_(0.05)
+    return model
+
+
+def loss_of(model: torch.nn.Module) -> torch.Tensor:
+    return (model(X).squeeze(1) - Y).square().mean()
+
+
+def contents(opt: torch.optim.Optimizer) -> list[Any]:
+    """Everything that a step may change, as bytes."""
+    params = [param for group in opt.param_groups for param in group["params"]]
+    states = [sorted(opt.state.get(param, {}).items()) for param in params]
+    options = [{key: value for key, value in group.items() if key != "params"} for group in opt.param_groups]
+    return [pickle.dumps([param.detach().numpy().copy() for param in params]), repr(states), repr(options)]

@@ -46,7 +46,8 @@ def test_doctor_json_is_what_examine_gives() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "says"), [(("demo", "--framework", "nonesuch"), "no adapter of that name"), (("demo", "--steps", "0"), "0")]
+    ("arguments", "says"),
+    [(("demo", "--framework", "nonesuch"), "no adapter of that name"), (("demo", "--steps", "0"), "--steps")],
 )
 def test_bad_arguments_are_told_without_a_traceback(arguments: tuple[str, ...], says: str) -> None:
     done = run(*arguments)

@@ -30,6 +30,7 @@ class Block:
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 sys.meta_path.insert(0, Block())
 import polyamp
+MODULE = "polyamp.backends."
 try:
     %s
 except polyamp.MissingFrameworkError as error:
@@ -67,7 +68,7 @@ def test_import_takes_less_than_50_ms() -> None:
 
 
 @pytest.mark.parametrize("framework", ["torch", "jax", "tensorflow", "keras"])
-@pytest.mark.parametrize("call", ["polyamp.wrap_optimizer(3, backend=sys.argv[1])", "__import__('polyamp.backends.' + sys.argv[1])"])
+@pytest.mark.parametrize("call", ["polyamp.wrap_optimizer(3, backend=sys.argv[1])", "__import__(MODULE + sys.argv[1])"])
 def test_missing_framework_names_the_extra(framework: str, call: str) -> None:
     said = run(BLOCK % call, framework)
     assert f"{framework} is not installed" in said
@@ -80,7 +81,7 @@ def test_two_adapters_for_one_framework_are_refused(tmp_path: Path) -> None:
         info.mkdir()
         (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
         (info / "entry_points.txt").write_text(f"[{registry.GROUP}]\nmxnet = {name}:adapter\n")
-    code = "from polyamp import registry, PolyampError\ntry: registry.entries()\nexcept PolyampError as error: print(error)"
+    code = "import polyamp\ntry: polyamp.registry.entries()\nexcept polyamp.PolyampError as error: print(error)"
     said = run(code, path=tmp_path)
     assert "two adapters for the same framework" in said
     assert "one:adapter" in said

@@ -20,7 +20,9 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (source / name).write_text((EXAMPLE / name).read_text())
     install = ["-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "--target", target, source]
     subprocess.run([sys.executable, *install], check=True)
-    (target / SUITE).write_text((EXAMPLE / SUITE).read_text())  # beside the installed adapter, so that it tests that one
+    (target / SUITE).write_text(
+        (EXAMPLE / SUITE).read_text()
+    )  # beside the installed adapter, so that it tests that one
     return target
 
 
@@ -39,7 +41,10 @@ FAULTS = {
     "skips nothing": ("        if finite:\n", "        if True:\n"),
     "never finds an overflow": ("finite = not self.config.check or", "finite = True or"),
     "does not unscale": ("return np.float32(self.state.scale)", "return np.float32(1)"),
-    "clips too early": ("limit = np.float32(self.max_grad_norm)", "limit = np.float32(self.max_grad_norm / self.state.scale)"),
+    "clips too early": (
+        "limit = np.float32(self.max_grad_norm)",
+        "limit = np.float32(self.max_grad_norm / self.state.scale)",
+    ),
     "does not clip": ("if self.max_grad_norm is None", "if True"),
     "has its own scale rule": ("polyamp.advance(self.config, self.state, finite)", "self.state"),
     "keeps no master weights": ("if is_half[name] else array", "if False else array"),

@@ -19,7 +19,12 @@ def result(*finite: bool) -> StepResult:
 
 @pytest.mark.parametrize(
     ("trace", "applied", "scale", "skips"),
-    [((True,), True, 2.0**16, 0), ((False,), False, 2.0**15, 1), ((False, False), False, 2.0**14, 2), ((False, True), True, 2.0**15, 0)],
+    [
+        ((True,), True, 2.0**16, 0),
+        ((False,), False, 2.0**15, 1),
+        ((False, False), False, 2.0**14, 2),
+        ((False, True), True, 2.0**15, 0),
+    ],
 )
 def test_says_what_happened(trace: tuple[bool, ...], applied: bool, scale: float, skips: int) -> None:
     made = result(*trace)

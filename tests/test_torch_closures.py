@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_torch_optimizer import ThirdParty, contents, linear, loss_of
+from harness_torch import ThirdParty, contents, linear, loss_of
 
 import polyamp
 from polyamp import LossScale
@@ -69,17 +69,26 @@ def test_a_step_with_a_closure_is_the_plain_one_bit_for_bit(make: Callable[[Any]
     for _ in range(3):
         expected = plain.step(closure_of(plain_model, plain))
         assert torch.equal(opt.step(closure_of(model, opt)), expected)
-    assert contents(opt) == contents(plain) and opt.last_step
+    assert contents(opt) == contents(plain)
+    assert opt.last_step
 
 
-EVALUATIONS = {"lbfgs": 3, "lbfgs_line_search": 2, "sharpness": 2, "adam": 1, "third_party": 1}  # at least, in each step
+EVALUATIONS = {
+    "lbfgs": 3,
+    "lbfgs_line_search": 2,
+    "sharpness": 2,
+    "adam": 1,
+    "third_party": 1,
+}  # at least, in each step
 
 
 @pytest.mark.parametrize("steps_before", [0, 1])
 @pytest.mark.parametrize(
     ("name", "overflow_at"), [(name, at) for name, count in EVALUATIONS.items() for at in range(1, count + 1)]
 )
-def test_an_overflow_at_any_evaluation_takes_the_whole_step_back(name: str, steps_before: int, overflow_at: int) -> None:
+def test_an_overflow_at_any_evaluation_takes_the_whole_step_back(
+    name: str, steps_before: int, overflow_at: int
+) -> None:
     model = linear()
     opt = polyamp.wrap_optimizer(MAKERS[name](model.parameters()), "mixed_float16")
     for _ in range(steps_before):
@@ -87,7 +96,8 @@ def test_an_overflow_at_any_evaluation_takes_the_whole_step_back(name: str, step
     before = contents(opt)
     loss = opt.step(closure_of(model, opt, overflow_at))
     assert contents(opt) == before
-    assert not opt.last_step and opt.loss_scale == 32768.0
+    assert not opt.last_step
+    assert opt.loss_scale == 32768.0
     assert torch.equal(loss, loss_of(model))
     opt.step(closure_of(model, opt))
     assert opt.last_step

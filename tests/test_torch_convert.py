@@ -12,14 +12,8 @@ from torch import nn
 
 import polyamp
 from polyamp.backends.torch import cast
-from polyamp.errors import forget_warnings
 
 Pair = namedtuple("Pair", "first second")
-
-
-@pytest.fixture(autouse=True)
-def _warnings_are_given_again() -> None:
-    forget_warnings()
 
 
 class Net(nn.Module):
@@ -56,9 +50,11 @@ def test_o2_keeps_norms_in_float32_and_the_model_runs() -> None:
         "head.1.num_batches_tracked"
     }
     out = run(model)
-    assert out["logits"].dtype == torch.float32 and out["tokens"].dtype == torch.int64
+    assert out["logits"].dtype == torch.float32
+    assert out["tokens"].dtype == torch.int64
     out["logits"].sum().backward()
-    assert model.norm.weight.grad.dtype == torch.float32 and model.embed.weight.grad.dtype == torch.float16
+    assert model.norm.weight.grad.dtype == torch.float32
+    assert model.embed.weight.grad.dtype == torch.float16
 
 
 @pytest.mark.parametrize("policy", ["O3", "float16", "bfloat16"])
@@ -90,8 +86,10 @@ def test_keep_leaves_a_module_alone() -> None:
 
 def test_a_root_that_is_a_norm_or_a_single_layer_runs() -> None:
     norm, layer = (polyamp.convert(part, "O2") for part in (nn.LayerNorm(4), nn.Linear(4, 4)))
-    assert norm.weight.dtype == torch.float32 and norm(torch.ones(2, 4)).dtype == torch.float32
-    assert layer.weight.dtype == torch.float16 and layer(torch.ones(2, 4)).dtype == torch.float32
+    assert norm.weight.dtype == torch.float32
+    assert norm(torch.ones(2, 4)).dtype == torch.float32
+    assert layer.weight.dtype == torch.float16
+    assert layer(torch.ones(2, 4)).dtype == torch.float32
 
 
 def test_losses_are_not_rounded() -> None:
@@ -174,7 +172,8 @@ def test_o2_trains_with_masters() -> None:
         opt.backward(loss)
         opt.step()
         losses.append(loss.item())
-    assert losses[-1] < losses[0] / 2 and opt.last_step
+    assert losses[-1] < losses[0] / 2
+    assert opt.last_step
 
 
 def test_casting_touches_floating_leaves_only() -> None:
@@ -187,10 +186,15 @@ def test_casting_touches_floating_leaves_only() -> None:
     }
     out = cast(tree, "bfloat16")
     assert [leaf.dtype for leaf in out["list"]] == [torch.bfloat16, torch.int64, torch.bool, torch.complex64]
-    assert isinstance(out["pair"], Pair) and out["pair"].first.dtype == torch.bfloat16 and out["pair"].second == "text"
-    assert isinstance(out["ordered"], OrderedDict) and out["ordered"]["a"].dtype == torch.bfloat16
-    assert out["default"][0]["exp_avg"].dtype == torch.bfloat16 and out["default"]["new"] == {}
-    assert tree["list"][0].dtype == torch.float32 and out["none"] is None
+    assert isinstance(out["pair"], Pair)
+    assert out["pair"].first.dtype == torch.bfloat16
+    assert out["pair"].second == "text"
+    assert isinstance(out["ordered"], OrderedDict)
+    assert out["ordered"]["a"].dtype == torch.bfloat16
+    assert out["default"][0]["exp_avg"].dtype == torch.bfloat16
+    assert out["default"]["new"] == {}
+    assert tree["list"][0].dtype == torch.float32
+    assert out["none"] is None
 
 
 def test_what_was_shared_stays_shared() -> None:
@@ -200,8 +204,10 @@ def test_what_was_shared_stays_shared() -> None:
     model = Net()
     model.head[2].weight = model.embed.weight
     assert polyamp.policy("float16").cast_to_param({"model": model})["model"] is model
-    assert model.head[2].weight is model.embed.weight and model.embed.weight.dtype == torch.float16
-    assert model.shift.dtype == torch.float16 and model.count.dtype == torch.int64
+    assert model.head[2].weight is model.embed.weight
+    assert model.embed.weight.dtype == torch.float16
+    assert model.shift.dtype == torch.float16
+    assert model.count.dtype == torch.int64
 
 
 def test_casts_are_differentiable() -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from polyamp.backends.torch.gradients import Gradients
 
@@ -29,7 +31,9 @@ def gradients_of(*grads: torch.Tensor | None) -> Gradients:
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("simple", [True, False])
-def test_one_bad_value_in_any_gradient_sets_the_flag_to_exactly_one(dtype: torch.dtype, bad: float, simple: bool) -> None:
+def test_one_bad_value_in_any_gradient_sets_the_flag_to_exactly_one(
+    dtype: torch.dtype, bad: float, simple: bool
+) -> None:
     last = torch.ones(4, dtype=dtype)
     last[2] = bad
     flag = gradients_of(torch.ones(2, dtype=dtype), torch.empty(0, dtype=dtype), last).unscale(HALF, simple=simple)
@@ -129,3 +133,20 @@ def test_clip_takes_sparse_dense_and_several_dtypes_together(sparse_checks: obje
     assert Gradients([{"params": params}]).clip(1.0).item() == pytest.approx(5.0)
     assert params[0].grad.to_dense().tolist() == pytest.approx([0.6, 0.0, 0.0], rel=1e-5)
     assert params[1].grad.item() == pytest.approx(0.8, rel=1e-5)
+
+
+def test_distributed_gradients_are_unscaled_and_clipped_whole(tmp_path: Path) -> None:
+    torch.distributed.init_process_group("gloo", f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        mesh = torch.distributed.init_device_mesh("cpu", (1,))
+        sharded = distribute_tensor(torch.zeros(4), mesh, [Shard(0)])
+        sharded.grad = distribute_tensor(torch.tensor([8.0, 0.0, 0.0, 0.0]), mesh, [Shard(0)])
+        local = torch.zeros(1)
+        local.grad = torch.tensor([6.0])
+        gradients = Gradients([{"params": [local, sharded]}])
+        assert gradients.unscale(HALF, simple=gradients.are_simple()).item() == 0.0
+        assert gradients.clip(1.0).item() == pytest.approx(5.0)
+        assert sharded.grad.to_local()[0].item() == pytest.approx(0.8)
+        assert local.grad.item() == pytest.approx(0.6)
+    finally:
+        torch.distributed.destroy_process_group()

@@ -8,19 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from test_torch_optimizer import OPTIMIZERS, X, Y, contents
+from harness_torch import OPTIMIZERS, X, Y, contents
 
 import polyamp
 from polyamp import LossScale
 from polyamp.backends.torch import LossScaledOptimizer
-from polyamp.errors import forget_warnings
 
 LOW = [torch.float16, torch.bfloat16]
-
-
-@pytest.fixture(autouse=True)
-def _warnings_are_given_again() -> None:
-    forget_warnings()
 
 
 def low_model(dtype: torch.dtype) -> torch.nn.Sequential:
@@ -77,7 +71,8 @@ def test_a_skipped_step_leaves_masters_and_model_as_they_are(dtype: torch.dtype,
     train(model, opt, 2)
     before, low = contents(opt), copy.deepcopy(model.state_dict())
     train(model, opt, 1, overflow=True)
-    assert contents(opt) == before and not opt.last_step
+    assert contents(opt) == before
+    assert not opt.last_step
     assert all(torch.equal(value, low[name]) for name, value in model.state_dict().items())
 
 
@@ -127,7 +122,8 @@ def test_new_groups_get_masters_and_repeated_parameters_are_refused() -> None:
         opt.add_param_group({"params": list(part.parameters()), "lr": 0.01})
     with pytest.raises(polyamp.InvalidValueError, match="more than one parameter group"):
         opt.add_param_group({"params": [model[2].weight]})
-    assert len(opt.param_groups) == 3 and len(opt.masters.masters) == 4
+    assert len(opt.param_groups) == 3
+    assert len(opt.masters.masters) == 4
     train(model, opt, 1)
     assert torch.equal(model[0].weight, opt.param_groups[1]["params"][0].half())
 
@@ -139,7 +135,8 @@ def test_state_that_exists_at_wrapping_is_kept_in_float32() -> None:
     plain.step()
     opt = polyamp.wrap_optimizer(plain, "mixed_bfloat16")
     (master,) = opt.param_groups[0]["params"]
-    assert list(opt.state) == [master] and opt.state[master]["step"] == 1
+    assert list(opt.state) == [master]
+    assert opt.state[master]["step"] == 1
     assert opt.state[master]["exp_avg"].dtype == torch.float32
 
 
@@ -154,15 +151,16 @@ def test_masters_follow_a_model_that_was_loaded_and_keep_their_bits_elsewhere() 
     opt.zero_grad()
     opt.backward(weight.float().sum() * 0)
     opt.step()
-    assert opt.masters.masters[0].tolist() == [kept, 5.0] and kept != 1.0
+    assert opt.masters.masters[0].tolist() == [kept, 5.0]
+    assert kept != 1.0
 
 
 def test_parameters_that_lose_bits_after_wrapping_are_refused() -> None:
     model = low_model(torch.float32)
     opt = polyamp.wrap_optimizer(OPTIMIZERS["sgd"](model.parameters()), "mixed_float16")
     model.half()
+    opt.backward(sum(param.float().sum() for param in model.parameters()))
     with pytest.raises(polyamp.UsageError, match="have 16 now"):
-        opt.backward(sum(param.float().sum() for param in model.parameters()))
         opt.step()
 
 
@@ -244,7 +242,8 @@ def test_states_that_do_not_fit_are_refused_and_change_nothing(saved: dict[str, 
     before = contents(opt)
     with pytest.raises(polyamp.StateError, match=message):
         opt.load_state_dict(saved_state(**saved))
-    assert contents(opt) == before and opt.loss_scale == 32768.0
+    assert contents(opt) == before
+    assert opt.loss_scale == 32768.0
 
 
 def test_master_weights_without_a_place_are_refused() -> None:

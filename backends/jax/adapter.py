@@ -104,7 +104,7 @@ def _describe_device(device: jax.Device) -> dict[str, Any]:
 
 
 def _fast_formats(platform: str, capability: str | None) -> list[str]:
-    """Formats with matrix units of their own (CUDA C++ Programming Guide, compute capabilities; TPU system architecture)."""
+    """Formats that have matrix units (CUDA C++ Programming Guide, "Compute Capabilities"; TPU system architecture)."""
     if platform == "tpu":
         return ["bfloat16"]
     if platform != "gpu" or capability is None:

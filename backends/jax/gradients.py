@@ -41,11 +41,11 @@ def value_and_grad(
         has_aux: whether ``fun`` returns more than the loss.
 
     Returns:
-        A function of ``(opt_state, params, *args, **kwargs)`` that gives ``(loss, grads)``, or ``((loss, aux), grads)``.
+        A function of ``(opt_state, params, *args, **kwargs)`` that gives ``(loss, grads)`` or ``((loss, aux), grads)``.
         ``opt_state`` is any pytree that holds the state of one wrapped optimizer. ``params`` is any pytree: dicts,
-        NamedTuples, equinox modules, or a flax ``nnx.Module``, whose other variables are updated in place. ``loss`` is
-        f32[]; the floating arrays of ``aux`` are in ``policy.output``. ``grads`` has the structure of ``params`` and the
-        dtype of each parameter, and None where a leaf has no gradient (integers, functions, Python numbers).
+        NamedTuples, equinox modules, or a flax ``nnx.Module``, whose other variables are updated in place. ``loss``
+        is f32[]; the floating arrays of ``aux`` are in ``policy.output``. ``grads`` has the structure of ``params``
+        and each parameter's dtype, and None where a leaf has no gradient (integers, functions, Python numbers).
 
     Raises, when called:
         InvalidTypeError: the loss is not floating, or not an array.

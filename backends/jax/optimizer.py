@@ -1,4 +1,4 @@
-"""Wrapping an optax optimizer, and taking a step with it: the public functions. optax is imported when one is wrapped."""
+"""The public functions that wrap an optax optimizer and step with it. optax is imported when one is wrapped."""
 
 from __future__ import annotations
 
@@ -48,9 +48,9 @@ def wrap_optimizer(
             2**13-fold in one step: it is then off by at most 2**-24 of its old value until the next step.
 
     Returns:
-        An ``optax.GradientTransformationExtraArgs``, whose state is a `LossScaleOptState`. Parameters without a floating
-        dtype are passed over, as ``equinox.filter`` does. Outside ``jit``, ``update`` waits for the device and warns or
-        raises as ``LossScale(on_min=, max_skips=)`` say; for compiled steps see `check_limits`.
+        An ``optax.GradientTransformationExtraArgs``, whose state is a `LossScaleOptState`. Parameters that are no
+        floating arrays are passed over, as ``equinox.filter`` does. Outside ``jit``, ``update`` waits for the device
+        and warns or raises as ``LossScale(on_min=, max_skips=)`` say; for compiled steps see `check_limits`.
 
     Raises:
         InvalidTypeError: ``tx`` is no optax optimizer.

@@ -52,8 +52,8 @@ class LossScaleOptState(_Fields):
 
     @property
     def last_step(self) -> StepResult:
-        """What the last step did. Inside ``jit`` its properties are traced values, so that ``last_step.applied`` goes to
-        `select`; outside, looking at one waits for the device."""
+        """What the last step did: traced values inside ``jit``, where ``last_step.applied`` goes to `select`; numbers
+        outside, where looking at one waits for the device."""
         return StepResult(self.scalars)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -112,8 +112,8 @@ def holds_state(tree: Any) -> bool:
 def check_limits(holder: Any) -> StepResult:
     """What the last step did, after a warning or an error where the loss scale cannot help any more.
 
-    A compiled step cannot warn or raise, so ``LossScale(on_min=, max_skips=)`` speak here: call it outside ``jit``, each
-    step or every so often. It waits for the device. Steps taken outside ``jit`` need no call.
+    A compiled step cannot warn or raise, so ``LossScale(on_min=, max_skips=)`` speak here: call it outside ``jit``,
+    each step or every so often. It waits for the device. Steps taken outside ``jit`` need no call.
 
     >>> import optax, polyamp
     >>> tx = polyamp.wrap_optimizer(optax.sgd(0.1), "mixed_float16")
@@ -162,7 +162,9 @@ def load_loss_scale(holder: Any, saved: Mapping[str, Any]) -> Any:
     old = find_state(holder)
     values = old.config.from_state_dict(saved)
     names = old._fields[: len(values)]
-    new = old._replace(**{n: jax.tree.map(_filled_with(v), getattr(old, n)) for n, v in zip(names, values, strict=True)})
+    new = old._replace(
+        **{n: jax.tree.map(_filled_with(v), getattr(old, n)) for n, v in zip(names, values, strict=True)}
+    )
     return jax.tree.map(lambda leaf: new if _is_state(leaf) else leaf, holder, is_leaf=_is_state)
 
 

@@ -83,31 +83,27 @@ def unscaled(grads: Any, scale: jax.Array) -> Any:
     >>> unscaled(jnp.array([2.0**-24], jnp.float16), jnp.float32(2.0**16))
     Array([9.094947e-13], dtype=float32)
     """
-    return jax.tree.map(lambda grad: grad / scale, widened(grads))
+    # In two factors: XLA divides by multiplying with the reciprocal, and flushes that of a scale above 2**126 to zero.
+    first = jnp.where(scale > 1, 0.25, 1.0).astype(scale.dtype)
+    second = 1 / (scale * first)
+    return jax.tree.map(lambda grad: grad * first * second, widened(grads))
 
 
 def clipped(grads: Any, limit: float) -> Any:
     """Gradients scaled down so that their global L2 norm is at most ``limit``; unchanged where it is already.
 
+    The norm is taken in float32 or wider, and does not overflow however large the finite gradients are.
+
     >>> clipped([jnp.array([3.0]), jnp.array([4.0])], 1.0)
     [Array([0.6], dtype=float32), Array([0.8], dtype=float32)]
     """
-    norm = global_norm(grads)
-    factor = limit / jnp.maximum(norm, limit)
-    return jax.tree.map(lambda grad: (grad * factor).astype(grad.dtype), grads)
-
-
-def global_norm(tree: Any) -> jax.Array:
-    """The L2 norm of all elements of a pytree, f32[]; the squares do not overflow, however large the elements.
-
-    >>> global_norm([jnp.array([3e30]), jnp.array([4e30])])
-    Array(5.e+30, dtype=float32)
-    """
-    leaves = jax.tree.leaves(widened(tree))
-    largest = functools.reduce(jnp.maximum, (jnp.abs(leaf).max(initial=0) for leaf in leaves), jnp.float32(0))
-    unit = jnp.where(largest > 0, largest, 1)
-    squares = (jnp.square(jnp.abs(leaf) / unit).sum() for leaf in leaves)
-    return unit * jnp.sqrt(functools.reduce(jnp.add, squares, jnp.float32(0)))
+    wide = jax.tree.leaves(widened(grads))
+    largest = functools.reduce(jnp.maximum, (jnp.abs(leaf).max(initial=0) for leaf in wide), jnp.float32(0))
+    unit = jnp.where(largest > 2.0**40, 2.0**90, 1.0).astype(largest.dtype)  # squares stay below 2**80
+    squares = (jnp.square(jnp.abs(leaf) / unit).sum() for leaf in wide)
+    norm = jnp.sqrt(functools.reduce(jnp.add, squares, jnp.float32(0)))  # in units
+    factor = jnp.where(norm > limit / unit, limit / norm, unit)
+    return jax.tree.map(lambda grad: (grad / unit * factor).astype(grad.dtype), grads)
 
 
 def zero_updates(grads: Any) -> Any:

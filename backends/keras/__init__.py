@@ -1,1 +1,16 @@
-"""placeholder"""
+"""Keras 3, on its TensorFlow, JAX and torch backends: one wrapped optimizer, and policies for built models.
+
+Importing this registers the optimizer's class, so that ``keras.saving.load_model`` finds it in ``.keras`` files.
+
+>>> import keras, polyamp.backends.keras as amp
+>>> opt = amp.LossScaledOptimizer(keras.optimizers.Adam(1e-3))
+>>> isinstance(opt, keras.optimizers.LossScaleOptimizer), opt.loss_scale
+(True, 65536.0)
+"""
+
+from polyamp.backends.keras.adapter import adapter
+from polyamp.backends.keras.casting import cast
+from polyamp.backends.keras.convert import convert
+from polyamp.backends.keras.optimizer import LossScaledOptimizer
+
+__all__ = ["LossScaledOptimizer", "adapter", "cast", "convert"]

@@ -117,14 +117,22 @@ def _wrapped(holder: Any, where: str) -> LossScaledOptimizer:
     return holder
 
 
+# First compute capability whose Tensor Cores take a format: Volta, Ampere, Ada (NVIDIA, CUDA C++ Programming Guide).
+_FAST_SINCE = {
+    "float16": (7, 0),
+    "bfloat16": (8, 0),
+    "tensorfloat32": (8, 0),
+    "float8_e4m3fn": (8, 9),
+    "float8_e5m2": (8, 9),
+}
+
+
 def _describe_cuda(index: int) -> dict[str, Any]:
     capability = torch.cuda.get_device_capability(index)
-    # First capability whose Tensor Cores take the format: Volta, Ampere, Ada (CUDA C++ Programming Guide).
-    since = {"float16": (7, 0), "bfloat16": (8, 0), "tensorfloat32": (8, 0), "float8_e4m3fn": (8, 9), "float8_e5m2": (8, 9)}
     return {
         "name": f"cuda:{index} {torch.cuda.get_device_name(index)}",
         "capability": ".".join(map(str, capability)),
-        "fast": [name for name, first in since.items() if capability >= first],
+        "fast": [name for name, first in _FAST_SINCE.items() if capability >= first],
     }
 
 

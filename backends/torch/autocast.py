@@ -28,8 +28,8 @@ ACCELERATOR = _accelerator()
 def autocast(policy: Policy) -> Iterator[None]:
     """Run matrix work in the policy's ``compute`` format by native autocast; off where that is not a 16-bit format.
 
-    Works inside ``torch.compile(fullgraph=True)``. Enter a fresh one each time; `polyamp.autocast` gives one object that
-    may be entered again and again.
+    Works inside ``torch.compile(fullgraph=True)``. Enter a fresh one each time; `polyamp.autocast` gives one object
+    that may be entered again and again.
 
     >>> from polyamp import policy
     >>> with autocast(policy("mixed_bfloat16")):

@@ -80,7 +80,8 @@ class _Snapshot:
         self._params = [param.detach().clone() for param in _params(inner)]
         self._state = {key: copy.deepcopy(value) for key, value in inner.state.items()}
         self._options = [
-            {key: copy.deepcopy(value) for key, value in group.items() if key != "params"} for group in inner.param_groups
+            {key: copy.deepcopy(value) for key, value in group.items() if key != "params"}
+            for group in inner.param_groups
         ]
 
     @torch.no_grad()

@@ -44,7 +44,7 @@ def convert(model: nn.Module, policy: Policy) -> nn.Module:
 
     Args:
         model: changed in place. Convert before the optimizer is wrapped, so that it gets master weights.
-        policy: under one that stores float32 there is nothing to store, and a mixed one says that autocast is its place.
+        policy: one that stores float32 leaves nothing to do; where it is a mixed one, a warning points to autocast.
 
     Raises:
         InvalidTypeError: no `torch.nn.Module`.
@@ -81,7 +81,7 @@ def _parts(model: nn.Module, policy: Policy) -> Iterator[_Part]:
 
 def _store(parts: list[_Part], dtype: torch.dtype) -> set[nn.Module]:
     """Cast parameters and buffers; the modules that stay in float32 while others do not."""
-    full = {parameter for part in parts if part.op_class == "full" for parameter in part.module.parameters(recurse=False)}
+    full = {own for part in parts if part.op_class == "full" for own in part.module.parameters(recurse=False)}
     kept = set()
     for part in parts:
         own = list(part.module.parameters(recurse=False))

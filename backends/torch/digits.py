@@ -29,6 +29,7 @@ class Classifier(nn.Module):
         self.load_state_dict({_torch_name(name): _torch_layout(value) for name, value in weights.items()})
 
     def forward(self, images: Tensor) -> Tensor:
+        """Logits (n, 10) of images (n, 8, 8, 1)."""
         hidden = images.permute(0, 3, 1, 2)
         hidden = self.pool1(self.relu1(self.conv1(hidden)))
         hidden = self.pool2(self.relu2(self.conv2(hidden)))
@@ -78,7 +79,8 @@ def _train_step(model: nn.Module, optimizer: LossScaledOptimizer, images: Tensor
 def _accuracy(model: nn.Module, task: Task) -> float:
     with polyamp.autocast(task.policy, backend="torch"):
         guesses = model(torch.from_numpy(task.test_images)).argmax(dim=1)
-    return (guesses == torch.from_numpy(task.test_labels)).float().mean().item()
+    right: float = (guesses == torch.from_numpy(task.test_labels)).float().mean().item()
+    return right
 
 
 @torch.no_grad()

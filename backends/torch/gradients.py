@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from polyamp.backends.torch.dtypes import SIXTEEN_BIT
 
@@ -44,7 +45,8 @@ class Gradients:
     @property
     def first(self) -> Tensor:
         """The first gradient; its device is the one that decides."""
-        return self._grads[0]
+        first: Tensor = self._grads[0]
+        return first
 
     @property
     def params(self) -> Iterator[Tensor]:
@@ -52,8 +54,9 @@ class Gradients:
         return (param for param in self._params if param.grad is not None)
 
     def are_simple(self) -> bool:
-        """Whether all parameters, those without gradient too, are real and on one device. Worth remembering."""
-        return len({param.device for param in self._params}) == 1 and {param.dtype for param in self._params} <= REAL
+        """Whether all parameters, those without gradient too, are real, on one device and whole. Worth remembering."""
+        kinds, dtypes = {*map(type, self._params)}, {param.dtype for param in self._params}
+        return kinds <= {Tensor, Parameter} and dtypes <= REAL and len({param.device for param in self._params}) == 1
 
     def unscale(self, inverse_scale: Tensor, *, simple: bool = False) -> Tensor:
         """Multiply every gradient in place, in float32 arithmetic, and test what it was before for inf and NaN.
@@ -85,7 +88,7 @@ class Gradients:
         """
         with torch.no_grad():
             norms = [_whole(norm).to(self.first.device) for bucket in self.buckets() for norm in _norms(bucket)]
-            total = torch.linalg.vector_norm(torch.stack(norms))
+            total: Tensor = torch.linalg.vector_norm(torch.stack(norms))
             factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
             for bucket in self.buckets():
                 torch._foreach_mul_(bucket, factor.to(bucket[0].device))
@@ -102,7 +105,7 @@ class Gradients:
         return self._buckets
 
     def _unscale_at_once(self, inverse_scale: Tensor) -> Tensor | None:
-        """To ask each gradient for its layout would take long, so torch refuses sparse ones: before it writes anything."""
+        """Asking each gradient for its layout would take long: torch refuses sparse ones, before it writes anything."""
         try:
             return _unscale(self._grads, inverse_scale)
         except RuntimeError:

@@ -25,10 +25,9 @@ class LateValues:
         """Start the copy, unless an earlier one is still under way."""
         if self._copy is not None:
             return
-        device = values.device
-        current_stream = None if device.type == "cpu" else getattr(torch.get_device_module(device), "current_stream", None)
+        current_stream = _streams_of(values.device)
         self._copy = values.to("cpu", non_blocking=current_stream is not None)
-        self._arrival = current_stream and current_stream(device).record_event()
+        self._arrival = current_stream and current_stream(values.device).record_event()
 
     def receive(self) -> list[float] | None:
         """The values, once, if they have arrived; else None."""
@@ -37,3 +36,8 @@ class LateValues:
         values: list[float] = self._copy.tolist()
         self._copy = self._arrival = None
         return values
+
+
+def _streams_of(device: torch.device) -> Any:
+    """What gives a device's current stream, whose events tell when a copy has arrived; None without streams."""
+    return None if device.type == "cpu" else getattr(torch.get_device_module(device), "current_stream", None)

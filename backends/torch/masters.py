@@ -114,7 +114,7 @@ class MasterWeights:
         self.update_model()
 
     def _follow_model(self) -> None:
-        """Where somebody wrote to the model (``model.load_state_dict``), its masters follow; the rest keeps its bits."""
+        """Where somebody wrote to the model (``model.load_state_dict``), masters follow; the rest keeps its bits."""
         versions = [param._version for param in self.model]
         if versions == self._versions:
             return

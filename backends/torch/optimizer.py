@@ -36,21 +36,24 @@ class LossScaledOptimizer(torch.optim.Optimizer):
     (tensor([0.7000, 0.6000]), StepResult(applied=True, scale=8.0, skipped_in_a_row=0))
 
     Args:
-        optimizer: any `torch.optim.Optimizer`. Where it keeps the last word on the device (``fused=True``), a step on an
-            accelerator costs no host sync; any other costs one. LBFGS and other optimizers that evaluate a closure
-            more than once cost a copy of parameters and state, from which an overflow is undone.
+        optimizer: any `torch.optim.Optimizer`. On an accelerator a step of a fused one costs no host sync, and of any
+            other costs one. LBFGS and other optimizers that evaluate a closure more than once cost a copy of parameters
+            and state, from which an overflow is undone.
         loss_scale: None is ``LossScale()``. ``LossScale.none()`` makes this do exactly what ``optimizer`` does.
         max_grad_norm: clip unscaled gradients to this global L2 norm at every step; None does not.
         master_weights: train float32 copies of 16-bit parameters, which then stand in ``param_groups``. None does so
             where there are such parameters; False updates them as they are, gradients staying in 16 bits.
-        skip_on_device: leave skipping to the optimizer's kernel, without a host sync. None does so on accelerators where
-            the optimizer can.
+        skip_on_device: leave skipping to the optimizer's kernel, without a host sync. None does so on accelerators
+            where the optimizer can.
 
     Raises:
         InvalidTypeError: no optimizer.
         UsageError: it is wrapped already.
         InvalidValueError: ``skip_on_device`` of an optimizer that cannot.
     """
+
+    # What copies and pickles keep: not the window under way, nor a `step` that a scheduler patched on the instance.
+    _KEPT = ("inner", "scaler", "max_grad_norm", "masters", "last_step", "_master_weights", "_skip_on_device")
 
     def __init__(
         self,
@@ -81,7 +84,8 @@ class LossScaledOptimizer(torch.optim.Optimizer):
     # What schedulers, trainers and users read and write belongs to the inner optimizer.
 
     @property
-    def param_groups(self) -> Groups:  # type: ignore[override]
+    def param_groups(self) -> Groups:
+        """The inner optimizer's groups; master weights stand in them where parameters have 16 bits."""
         return self.inner.param_groups
 
     @param_groups.setter
@@ -89,7 +93,8 @@ class LossScaledOptimizer(torch.optim.Optimizer):
         self.inner.param_groups = groups
 
     @property
-    def state(self) -> Any:  # type: ignore[override]
+    def state(self) -> Any:
+        """The inner optimizer's state, by parameter."""
         return self.inner.state
 
     @state.setter
@@ -98,6 +103,7 @@ class LossScaledOptimizer(torch.optim.Optimizer):
 
     @property
     def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+        """The inner optimizer's default options."""
         return self.inner.defaults
 
     def __getattr__(self, name: str) -> Any:
@@ -106,8 +112,7 @@ class LossScaledOptimizer(torch.optim.Optimizer):
         return getattr(self.inner, name)
 
     def __getstate__(self) -> dict[str, Any]:
-        transient = ("_found", "_consumed", "_has_stepped", "_asked", "_simple", "step")  # a scheduler patches `step` on the instance
-        return {key: value for key, value in self.__dict__.items() if key not in transient}
+        return {name: self.__dict__[name] for name in self._KEPT}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -183,10 +188,8 @@ class LossScaledOptimizer(torch.optim.Optimizer):
         if closure is not None:
             return step_with_closure(self, closure)
         gradients = self._prepare()
-        if self._can_skip_on_device(gradients):
-            result, finite = self._step_on_device()
-        else:
-            result, finite = self._step_on_host()
+        step = self._step_on_device if self._can_skip_on_device(gradients) else self._step_on_host
+        result, finite = step()
         self.finish(finite)
         return result
 
@@ -295,12 +298,12 @@ class LossScaledOptimizer(torch.optim.Optimizer):
         return wanted and _skips_itself(self.inner) and self._state_is_complete(gradients)
 
     def _state_is_complete(self, gradients: Gradients) -> bool:
-        """False before the first applied step, which is decided on the host: torch's fused SGD allocates momentum without
-        filling it, and would keep that if its kernel skipped."""
+        """False before the first applied step, which is decided on the host: torch's fused SGD allocates momentum
+        without filling it, and would keep that if its kernel skipped."""
         state = self.inner.state
         return all(map(state.__contains__, gradients.params)) if state else self._has_stepped
 
-    def _step_on_host(self) -> tuple[Any, bool]:
+    def _step_on_host(self) -> tuple[Any, bool | Tensor]:
         finite = not self._found
         self.inner._opt_called = True  # type: ignore[attr-defined]  # for a scheduler made before wrapping: skips count
         if not finite:
@@ -309,14 +312,14 @@ class LossScaledOptimizer(torch.optim.Optimizer):
         self._has_stepped = True
         return result, True
 
-    def _step_on_device(self) -> tuple[Any, Tensor]:
+    def _step_on_device(self) -> tuple[Any, bool | Tensor]:
         found = self._found
         assert found is not None
         self.inner.found_inf = found  # type: ignore[attr-defined]  # the contract of _step_supports_amp_scaling
         try:
             return self.inner.step(), found == 0
         finally:
-            del self.inner.found_inf
+            del self.inner.found_inf  # type: ignore[attr-defined]
 
     def _first_gradient(self) -> tuple[Any, int] | None:
         """The first gradient and its version, to know it again; a weak reference, so that it can be freed."""

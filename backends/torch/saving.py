@@ -49,7 +49,7 @@ def _check(optimizer: LossScaledOptimizer, saved: Mapping[str, Any]) -> None:
             "this is the state of an optimizer that was not wrapped",
             f"no {' and no '.join(missing)}",
             f"keys {', '.join(KEYS)}",
-            "load it into the plain optimizer, then wrap that: plain.load_state_dict(saved); polyamp.wrap_optimizer(plain)",
+            "load it into the plain optimizer, by plain.load_state_dict(saved), and wrap that",
         )
     sizes, found_sizes = (
         [len(group["params"]) for group in groups] for groups in (optimizer.param_groups, saved["param_groups"])

@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -34,7 +33,7 @@ class LossScaler:
     """
 
     def __init__(self, config: LossScale) -> None:
-        self.config = _in_float32(config)
+        self.config = config.in_float32()  # so that host and device go through the same scales
         self.state = self.config.initial_state()
         self._factors = (0.0, torch.empty(0), torch.empty(0))  # a host scale, and it and its inverse as tensors
         self._unchecked_losses: list[Tensor] = []
@@ -55,12 +54,15 @@ class LossScaler:
             NonFiniteLossError: inf or NaN on the CPU. On other devices looking would stop the device: it is reported
                 when that step is skipped, or at a later step where the optimizer skips on the device.
         """
-        losses = [loss] if isinstance(loss, Tensor) else list(leaves(loss))
+        if isinstance(loss, Tensor):
+            self._check(loss)
+            return self._multiply(loss)
+        losses = list(leaves(loss))
         if not losses:
             raise _no_loss(loss)
         for tensor in losses:
             self._check(tensor)
-        return self._multiply(loss) if loss is losses[0] else map_leaves(self._multiply, loss)
+        return map_leaves(self._multiply, loss)
 
     def inverse_scale(self) -> Tensor:
         """What gradients are multiplied by: float32 scalar, the correctly rounded inverse of the scale."""
@@ -107,10 +109,10 @@ class LossScaler:
         arrived = self._late.receive()
         if arrived is None:
             return
-        scale, skipped_in_a_row, losses_were_finite = arrived
+        *state, losses_were_finite = arrived
         if not losses_were_finite:
             raise _non_finite_loss("a loss of an earlier step", "inf or NaN")
-        report_limits(self.config, self.state._replace(scale=scale, skipped_in_a_row=int(skipped_in_a_row)))
+        report_limits(self.config, on_host(LossScaleState(*state)))
 
     def report_losses(self) -> None:
         """After an overflow, when the host has waited anyway: was it the loss itself?
@@ -137,7 +139,7 @@ class LossScaler:
             return loss
         wide = loss if loss.dtype in _WIDE else loss.float()  # before the product: 16 bits overflow at once
         scale = self.state.scale
-        return wide * (scale.to(loss.device, non_blocking=True) if isinstance(scale, Tensor) else self._host_factors()[1])
+        return wide * (scale.to(loss.device) if isinstance(scale, Tensor) else self._host_factors()[1])
 
     def _host_factors(self) -> tuple[float, Tensor, Tensor]:
         """Scalars on the CPU, which torch takes as numbers beside tensors of any device. Kept while the scale stays."""
@@ -148,14 +150,17 @@ class LossScaler:
         return self._factors
 
     def _on_device(self, device: torch.device) -> LossScaleState:
-        kinds = (torch.float32, *[torch.int32] * 4)
-        values = zip(self.state, kinds, strict=True)
-        return LossScaleState(*(torch.as_tensor(value, dtype=kind).to(device, non_blocking=True) for value, kind in values))
+        scale, *counts = self.state
+        scalars = [
+            torch.as_tensor(scale, dtype=torch.float32),
+            *(torch.as_tensor(n, dtype=torch.int32) for n in counts),
+        ]
+        return LossScaleState(*(scalar.to(device, non_blocking=True) for scalar in scalars))
 
     def _send_report(self, device: torch.device) -> None:
         finite = [loss.isfinite().all().to(device) for loss in self._unchecked_losses]
         losses = torch.stack(finite).all() if finite else torch.ones((), device=device)
-        self._late.send(torch.stack([self.state.scale, self.state.skipped_in_a_row.float(), losses.float()]))
+        self._late.send(torch.stack([value.float() for value in (*self.state, losses)]))
 
 
 def _is_finite(loss: Tensor) -> bool:
@@ -164,11 +169,6 @@ def _is_finite(loss: Tensor) -> bool:
 
 def _float32(value: float) -> float:
     return float(struct.unpack("f", struct.pack("f", value))[0])
-
-
-def _in_float32(config: LossScale) -> LossScale:
-    """The settings rounded as tensors would round them, so that host and device go through the same scales."""
-    return replace(config, **{name: _float32(getattr(config, name)) for name in ("init", "growth", "backoff", "min", "max")})
 
 
 def _no_loss(found: object) -> InvalidTypeError:

@@ -39,7 +39,13 @@ class NumpyHarness:
     name = "numpy"
 
     def start(
-        self, weights: Arrays, policy: polyamp.Policy, *, optimizer: str = "sgd", learning_rate: float = 0.1, **options: Any
+        self,
+        weights: Arrays,
+        policy: polyamp.Policy,
+        *,
+        optimizer: str = "sgd",
+        learning_rate: float = 0.1,
+        **options: Any,
     ) -> NumpySession:
         kind = {"sgd": SGD, "adam": Adam}[optimizer]
         params = {name: array.astype(policy.param) for name, array in weights.items()}

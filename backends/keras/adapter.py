@@ -1,0 +1,104 @@
+"""The adapter: what `polyamp`'s verbs do with Keras objects."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, final
+
+import keras
+
+from polyamp.backends.keras.casting import cast
+from polyamp.backends.keras.convert import convert
+from polyamp.backends.keras.operations import OPERATIONS
+from polyamp.backends.keras.optimizer import LossScaledOptimizer
+from polyamp.errors import InvalidTypeError
+from polyamp.loss_scale import LossScale
+from polyamp.policy import Policy
+
+if TYPE_CHECKING:
+    from polyamp.demo import Task, Trace
+
+
+@final
+class KerasAdapter:
+    """Keras 3 behind `polyamp.adapter.Adapter`, on whichever framework it runs, with model conversion and the demo."""
+
+    name = "keras"
+    operations: Mapping[str, str] = OPERATIONS
+
+    def owns(self, obj: object) -> bool:
+        """Whether ``obj`` is a layer, model, optimizer or variable of Keras."""
+        return isinstance(obj, keras.Layer | keras.optimizers.Optimizer | keras.Variable)
+
+    def describe(self) -> dict[str, Any]:
+        """Version and backend; the devices are those that the backend's own adapter describes.
+
+        >>> adapter.describe()["title"].startswith("keras on ")
+        True
+        """
+        backend = keras.backend.backend()
+        notes = [f"runs on {backend}, which has the devices; KERAS_BACKEND chooses another"]
+        return {
+            "version": keras.__version__,
+            "title": f"keras on {backend}",
+            "backend": backend,
+            "devices": [],
+            "notes": notes,
+        }
+
+    def cast(self, tree: Any, format_name: str, /) -> Any:
+        """See `polyamp.backends.keras.cast`."""
+        return cast(tree, format_name)
+
+    def wrap_optimizer(
+        self,
+        optimizer: Any,
+        policy: Policy,
+        *,
+        loss_scale: LossScale,
+        max_grad_norm: float | None,
+        master_weights: bool | None = None,
+    ) -> LossScaledOptimizer:
+        """See `polyamp.backends.keras.LossScaledOptimizer`."""
+        return LossScaledOptimizer(optimizer, loss_scale, max_grad_norm, master_weights)
+
+    def scale_loss(self, loss: Any, holder: Any) -> Any:
+        """See `LossScaledOptimizer.scale_loss`."""
+        return _wrapped(holder, "scale_loss(holder)").scale_loss(loss)
+
+    def save_loss_scale(self, holder: Any) -> dict[str, Any]:
+        """The loss-scale state of a wrapped optimizer; waits for the device."""
+        scaler = _wrapped(holder, "save_loss_scale(holder)").scaler
+        return scaler.settings.to_state_dict(scaler.host_state)
+
+    def load_loss_scale(self, holder: Any, saved: Mapping[str, Any]) -> LossScaledOptimizer:
+        """The same optimizer, continuing from that state."""
+        wrapped = _wrapped(holder, "load_loss_scale(holder)")
+        wrapped.scaler.load(saved)
+        return wrapped
+
+    def convert(self, model: Any, policy: Policy) -> Any:
+        """See `polyamp.backends.keras.convert`."""
+        return convert(model, policy)
+
+    def train_digits(self, task: Task) -> Trace:
+        """Train the classifier of ``polyamp demo``."""
+        from polyamp.backends.keras.digits import train
+
+        return train(task)
+
+
+adapter = KerasAdapter()
+
+
+def _wrapped(holder: Any, where: str) -> LossScaledOptimizer:
+    found = holder.optimizer if isinstance(holder, keras.Model) else holder  # a model holds the one it was compiled with
+    if not isinstance(found, LossScaledOptimizer):
+        raise InvalidTypeError(
+            "this object holds no loss scale",
+            where=where,
+            found=f"{type(found).__module__}.{type(found).__qualname__}",
+            allowed="what polyamp.wrap_optimizer gave, or a model compiled with it",
+            fix="wrap the optimizer, and give the wrapped one",
+        )
+    return found

@@ -1,0 +1,101 @@
+"""What Keras' three backends do differently: where a value is, and how one step in several is skipped."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+from keras import ops
+
+
+def value_of(variable: Any) -> Any:
+    """The tensor that a Keras variable, or a native one, holds now.
+
+    >>> float(value_of(keras.Variable(2.0)))
+    2.0
+    """
+    return ops.convert_to_tensor(variable.value if isinstance(variable, keras.Variable) else variable)
+
+
+def platform_of(value: Any) -> str | None:
+    """Where a tensor is (``"cpu"``, ``"gpu"``, ...); None while a function is being traced and it has no number yet.
+
+    >>> platform_of(ops.ones(2))
+    'cpu'
+    """
+    return _PLATFORM_OF[keras.backend.backend()](value_of(value))
+
+
+def _on_tensorflow(tensor: Any) -> str | None:
+    import tensorflow as tf
+
+    if tf.is_symbolic_tensor(tensor):
+        return None
+    return str(tf.DeviceSpec.from_string(tensor.device).device_type).lower()
+
+
+def _on_jax(array: Any) -> str | None:
+    import jax
+
+    if isinstance(array, jax.core.Tracer):
+        return None
+    return str(next(iter(array.devices())).platform)
+
+
+def _on_torch(tensor: Any) -> str | None:
+    return None if tensor.device.type == "meta" else str(tensor.device.type)
+
+
+_PLATFORM_OF = {"tensorflow": _on_tensorflow, "jax": _on_jax, "torch": _on_torch}
+
+
+def update_if(finite: Any, update: Callable[[Sequence[Any]], None], grads: Sequence[Any], variables: list[Any]) -> None:
+    """Run ``update(grads)``, which assigns to ``variables`` alone, where ``finite`` holds; else change no bit.
+
+    One conditional: on the device in TensorFlow graphs and in JAX programs, by the host on torch and outside of them.
+
+    >>> total = keras.Variable(1.0)
+    >>> update_if(ops.array(True), lambda grads: total.assign(total + grads[0]), [ops.array(2.0)], [total])
+    >>> float(total)
+    3.0
+    """
+    if is_distributed():
+        from polyamp.backends.keras.replicas import update_replicas_if
+
+        update_replicas_if(finite, update, grads)
+    elif platform_of(finite) is not None:
+        if finite:
+            update(grads)
+    elif keras.backend.backend() == "jax":
+        _update_functionally(finite, update, grads, variables)
+    else:
+        ops.cond(finite, lambda: update(grads), lambda: None)
+
+
+def _update_functionally(
+    finite: Any, update: Callable[[Sequence[Any]], None], grads: Sequence[Any], variables: list[Any]
+) -> None:
+    """JAX's conditionals have no side effects: the branches give the variables' values."""
+    before = [variable.value for variable in variables]
+
+    def updated() -> list[Any]:
+        with keras.StatelessScope(state_mapping=zip(variables, before, strict=True)) as scope:
+            update(grads)
+        return [scope.get_current_value(variable) for variable in variables]
+
+    for variable, value in zip(variables, ops.cond(finite, updated, lambda: before), strict=True):
+        variable.assign(value)
+
+
+def is_distributed() -> bool:
+    """Whether a ``tf.distribute`` strategy of more than one replica runs this code.
+
+    >>> is_distributed()
+    False
+    """
+    if keras.backend.backend() != "tensorflow":
+        return False
+    import tensorflow as tf
+
+    return bool(tf.distribute.has_strategy() and tf.distribute.get_strategy().num_replicas_in_sync > 1)

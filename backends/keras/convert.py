@@ -1,0 +1,224 @@
+"""Sets the dtype policies of a built model's layers as a polyamp policy and its rules say."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+import keras
+
+from polyamp.backends.keras.operations import ACTIVATIONS, OPERATIONS
+from polyamp.dialects import default_rules
+from polyamp.errors import InvalidTypeError, UnsupportedError, UsageError, warn_once
+from polyamp.formats import format_of
+from polyamp.policy import Policy
+from polyamp.rules import unused
+
+_CHANGEABLE = ("float32", "float16", "bfloat16")
+
+
+class _Part(NamedTuple):
+    """One layer: where it stands, what it does, whether the model's outputs come from it, and its class."""
+
+    path: str
+    layer: Any
+    operation: str
+    is_head: bool
+    op_class: str
+
+
+def convert(model: Any, policy: Policy) -> Any:
+    """Set what each layer of a built model computes in, and compile anew what was traced before.
+
+    Layers compute in ``policy.compute``, except those that the rules hold in float32 (norms, softmax) and, where
+    ``policy.output`` is float32, the layers that give the model's outputs. A rule's path is the layer's names from the
+    model down, such as ``encoder/attention/query``. Variables keep the format in which the model was built. After a
+    conversion to float16 the optimizer must be wrapped too: `polyamp.wrap_optimizer`. A ``tf.function`` or ``jax.jit``
+    of your own must be made anew.
+
+    >>> import polyamp
+    >>> model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(8), keras.layers.LayerNormalization(),
+    ...     keras.layers.Dense(2)])
+    >>> model = convert(model, polyamp.policy("mixed_bfloat16"))
+    >>> [layer.compute_dtype for layer in model.layers]
+    ['bfloat16', 'float32', 'float32']
+
+    Args:
+        model: functional, sequential or subclassed, or any layer; changed in place.
+        policy: its ``param`` must be what the variables are stored in.
+
+    Returns:
+        The same model.
+
+    Raises:
+        InvalidTypeError: no Keras model.
+        UsageError: the model is not built.
+        UnsupportedError: variables are stored in another format than ``policy.param``, which Keras cannot change in
+            place; or Keras has no dtype policy for these formats. Nothing is changed.
+    """
+    _check_model(model)
+    parts = list(_parts(model, policy))
+    lowered = _keras_policy(policy)
+    chosen = [(part.layer, "float32" if part.op_class == "full" else lowered) for part in parts if _can_change(part)]
+    _check_storage(parts, policy)
+    for layer, name in chosen:
+        layer.dtype_policy = name
+    for container in (layer for layer in _walk(model) if isinstance(layer, keras.Model)):
+        _forget_compiled(container)
+    _report(model, parts, policy)
+    return model
+
+
+def _check_model(model: Any) -> None:
+    if not isinstance(model, keras.Layer):
+        raise InvalidTypeError(
+            "no Keras model",
+            where="convert(model)",
+            found=f"{type(model).__module__}.{type(model).__qualname__}",
+            allowed="a built keras.Model or keras.Layer",
+            fix="give the model itself; tensors are cast by policy.cast_to_compute(tree)",
+        )
+    unbuilt = [layer.name for layer in _walk(model) if not layer.built]
+    if unbuilt:
+        raise UsageError(
+            "the model is not built",
+            where="convert(model)",
+            found=f"unbuilt: {', '.join(unbuilt)}",
+            fix="give it an input shape (keras.Input), call build(input_shape), or call it on a batch first",
+        )
+
+
+def _walk(layer: Any) -> Iterator[Any]:
+    yield layer
+    for child in _children(layer):
+        yield from _walk(child)
+
+
+def _children(layer: Any) -> list[Any]:
+    # The one private method that Keras' own trainers use for this: `layers` is public on models alone, and layers such
+    # as MultiHeadAttention have layers inside too.
+    children: list[Any] = layer._flatten_layers(include_self=False, recursive=False)
+    return [child for child in children if not isinstance(child, keras.layers.InputLayer)]
+
+
+def _parts(layer: Any, policy: Policy, above: str = "", gives_output: bool = True) -> Iterator[_Part]:
+    path = f"{above}/{layer.name}" if above else layer.name
+    operation, is_head = _operation(layer), gives_output and not isinstance(layer, keras.Model)
+    yield _Part(path, layer, operation, is_head, _op_class(policy, operation, path, is_head))
+    heads = _heads(layer) if gives_output else []
+    for child in _children(layer):
+        yield from _parts(child, policy, path, any(child is head for head in heads))
+
+
+def _operation(layer: Any) -> str:
+    """The canonical name of what a layer does; empty for what the table does not know, such as a user's own layer."""
+    if isinstance(layer, keras.layers.Activation):
+        return ACTIVATIONS.get(getattr(layer.activation, "__name__", ""), "")
+    names = (kind.__name__ for kind in type(layer).__mro__)
+    return next((OPERATIONS[name] for name in names if name in OPERATIONS), "")
+
+
+def _op_class(policy: Policy, operation: str, path: str, is_head: bool) -> str:
+    if any(rule.matches(operation, path) for rule in policy.rules):
+        return policy.decide(operation, path).op_class
+    if is_head and policy.output == "float32":
+        return "full"
+    return policy.decide(operation, path).op_class if operation else "follow"
+
+
+def _heads(layer: Any) -> list[Any]:
+    """The layers directly inside that give a layer's outputs; none where its own Python code makes them."""
+    if isinstance(layer, keras.Sequential):
+        return list(layer.layers[-1:])
+    if isinstance(layer, keras.Model):
+        names = getattr(layer, "output_names", None) or ()  # of functional models
+        return [child for child in layer.layers if child.name in names]
+    return _children(layer) if type(layer).__module__.partition(".")[0] == "keras" else []
+
+
+def _can_change(part: _Part) -> bool:
+    layer = part.layer
+    return part.op_class != "keep" and layer.quantization_mode is None and layer.compute_dtype in _CHANGEABLE
+
+
+_KERAS_POLICIES = {
+    ("float32", "float32"): "float32",
+    ("float32", "float16"): "mixed_float16",
+    ("float32", "bfloat16"): "mixed_bfloat16",
+    ("float16", "float16"): "float16",
+    ("bfloat16", "bfloat16"): "bfloat16",
+}
+
+
+def _keras_policy(policy: Policy) -> str:
+    name = _KERAS_POLICIES.get((policy.param, policy.compute))
+    if name is None:
+        raise UnsupportedError(
+            "Keras has no dtype policy for these formats",
+            where="convert(model, policy)",
+            found=f"param {policy.param}, compute {policy.compute}",
+            allowed=", ".join(_KERAS_POLICIES.values()),
+            fix='use one of those; for float8, Keras has model.quantize("float8")',
+        )
+    return name
+
+
+def _check_storage(parts: Iterable[_Part], policy: Policy) -> None:
+    """Before anything is changed: is every variable stored as the policy says?"""
+    for part in filter(_can_change, parts):
+        is_full = part.op_class == "full"
+        allowed = {policy.param} if not is_full else {"float32", policy.param} if part.is_head else {"float32"}
+        inside = {id(variable) for child in _children(part.layer) for variable in child.weights}
+        own = [variable.dtype for variable in part.layer.weights if id(variable) not in inside]
+        wrong = sorted(set(own) & set(_CHANGEABLE) - allowed)
+        if wrong:
+            raise _wrong_storage(part, wrong, allowed, policy)
+
+
+def _wrong_storage(part: _Part, found: list[str], allowed: set[str], policy: Policy) -> UnsupportedError:
+    build = f"keras.config.set_dtype_policy({_keras_policy(policy)!r}) before the model is made"
+    return UnsupportedError(
+        "Keras cannot change the format of variables in place",
+        where=f"convert(model, {str(policy)!r}), layer {part.path!r}",
+        found=f"variables stored in {', '.join(found)}",
+        allowed=", ".join(sorted(allowed)),
+        fix=f'{build}; layers that stay in float32 take dtype="float32"',
+    )
+
+
+def _forget_compiled(model: Any) -> None:
+    """`fit`, `evaluate` and `predict` trace again; what they traced has the old dtypes."""
+    model.train_function = model.test_function = model.predict_function = None
+    if isinstance(model, keras.Sequential):
+        model.autocast = False  # its first layer casts: rounding what a float32 first layer takes could overflow
+
+
+def _report(model: Any, parts: list[_Part], policy: Policy) -> None:
+    _report_unused(model, parts, policy)
+    if not format_of(policy.compute).is_low:
+        return
+    if not any(part.layer.compute_dtype == policy.compute for part in parts if _children(part.layer) == []):
+        warn_once(f"policy {policy} changes nothing in {model.name!r}: all of its layers stay in float32.")
+    if policy.output == "float32" and not any(part.is_head and not _children(part.layer) for part in parts):
+        warn_once(
+            f"{model.name!r} makes its outputs in Python code, so convert cannot tell which layer gives them: they may "
+            'come in 16 bits. Name that layer in a rule, rules={"its_name": "full"}, or cast the outputs to float32.'
+        )
+    optimizer = getattr(model, "optimizer", None)
+    is_wrapped = optimizer is None or isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
+    if policy.loss_scale.check and not is_wrapped:
+        warn_once(
+            f"{model.name!r} is compiled with {type(optimizer).__name__}, which does not scale the loss: gradients in "
+            "float16 underflow. Compile it with polyamp.wrap_optimizer(optimizer, policy)."
+        )
+
+
+def _report_unused(model: Any, parts: list[_Part], policy: Policy) -> None:
+    defaults = default_rules(policy.param, policy.compute, policy.output)
+    seen = [(part.operation, part.path) for part in parts]
+    for rule in unused(policy.rules, seen):
+        if rule not in defaults:
+            warn_once(
+                f"rule {rule.pattern!r} matches no layer of {model.name!r}. Give names of layers from the model down, "
+                "joined by '/', or the canonical name of what a layer does."
+            )

@@ -1,0 +1,138 @@
+"""The loss scale of one optimizer: five Keras variables, moved by `polyamp.advance`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import keras
+from keras import ops
+from keras.backend import standardize_dtype
+
+from polyamp.backends.keras.backend import platform_of, value_of
+from polyamp.backends.keras.gradients import is_sixteen_bit, unscaled
+from polyamp.errors import InvalidTypeError, NonFiniteLossError
+from polyamp.loss_scale import LossScale, LossScaleState, advance, on_host, report_limits
+
+# Keras' own names, where its LossScaleOptimizer has the variable too.
+_NAMES = LossScaleState("dynamic_scale", "step_counter", "hysteresis", "skipped_in_a_row", "skipped")
+
+
+class LossScaler:
+    """Holds a `LossScale`'s state in variables and applies it to tensors.
+
+    >>> scaler = LossScaler(LossScale(init=8.0), keras.optimizers.SGD().add_variable)
+    >>> float(scaler.scale(ops.array(2.0)))
+    16.0
+    >>> scaler.advance(ops.array(False))
+    >>> float(scaler.variables.scale)
+    4.0
+
+    Args:
+        settings: how the scale moves.
+        add_variable: an optimizer's method, so that the state is saved with its other variables.
+    """
+
+    def __init__(self, settings: LossScale, add_variable: Callable[..., Any]) -> None:
+        self.settings = settings.in_float32()
+
+        def add(name: str, value: float) -> Any:
+            # Keras' "int" has 32 bits on JAX and 64 elsewhere: TensorFlow keeps 32-bit integers in host memory, where
+            # programs that XLA compiled for a GPU cannot reach them.
+            dtype = "float32" if isinstance(value, float) else "int"
+            initializer = keras.initializers.Constant(value)
+            return add_variable((), initializer, dtype, aggregation="only_first_replica", name=name)
+
+        self.variables = LossScaleState(*map(add, _NAMES, self.settings.initial_state()))
+
+    @property
+    def state(self) -> LossScaleState:
+        """The five scalars as tensors: of a trace, inside traced functions."""
+        return LossScaleState(*map(value_of, self.variables))
+
+    @property
+    def host_state(self) -> LossScaleState:
+        """The five scalars as Python numbers; waits for the device."""
+        return on_host(self.state)
+
+    def scale(self, loss: Any) -> Any:
+        """A loss in float32 (float64 stays) times the loss scale.
+
+        Raises:
+            InvalidTypeError: no floating tensor.
+            NonFiniteLossError: inf or NaN, on the CPU and outside of traced functions.
+        """
+        if not self.settings.check:
+            return loss
+        tensor = _floating(loss)
+        if platform_of(tensor) == "cpu" and not ops.all(ops.isfinite(tensor)):
+            raise _non_finite(tensor)
+        wide = ops.cast(tensor, "float32") if is_sixteen_bit(tensor) else tensor
+        return wide * ops.cast(self.variables.scale, wide.dtype)
+
+    def unscale(self, grads: Sequence[Any]) -> list[Any]:
+        """Gradients divided by the loss scale, in float32 or wider."""
+        if not self.settings.check:
+            return list(grads)
+        return unscaled(grads, value_of(self.variables.scale), self.settings.max)
+
+    def advance(self, finite: Any) -> None:
+        """Move the state after a step; on the CPU, outside of traced functions, say what the host then knows.
+
+        Raises:
+            LossScaleError: by `polyamp.loss_scale.report_limits`.
+        """
+        self._assign(advance(self.settings, self.state, finite, _where))
+        if platform_of(finite) == "cpu":
+            self.report()
+
+    def report(self) -> LossScaleState:
+        """Say where the scale cannot help any more, and give the state as Python numbers; waits for the device.
+
+        Raises:
+            LossScaleError: by `polyamp.loss_scale.report_limits`.
+        """
+        state = self.host_state
+        report_limits(self.settings, state)
+        return state
+
+    def load(self, saved: Mapping[str, Any]) -> None:
+        """Continue from `LossScale.to_state_dict`; see there for the errors."""
+        self._assign(self.settings.from_state_dict(saved))
+
+    def _assign(self, state: LossScaleState) -> None:
+        for variable, value in zip(self.variables, state, strict=True):
+            variable.assign(value)
+
+
+def _where(condition: Any, if_true: Any, if_false: Any) -> Any:
+    """Selection that gives a Python number the type of the tensor beside it, whatever ``keras.config.floatx()`` is."""
+    typed = next((value for value in (if_true, if_false) if ops.is_tensor(value)), None)
+    dtype = "int" if typed is None else typed.dtype
+    return ops.where(condition, ops.cast(if_true, dtype), ops.cast(if_false, dtype))
+
+
+def _floating(loss: Any) -> Any:
+    tensor = loss if ops.is_tensor(loss) or isinstance(loss, float) else None
+    if tensor is not None:
+        tensor = ops.convert_to_tensor(tensor)
+        if "float" in standardize_dtype(tensor.dtype):
+            return tensor
+    shown = type(loss).__name__ if tensor is None else f"a tensor of {standardize_dtype(tensor.dtype)}"
+    raise InvalidTypeError(
+        "the loss is no floating tensor",
+        where="scale_loss(loss)",
+        found=shown,
+        allowed="a floating tensor of Keras' backend",
+        fix="give the loss that the model's outputs led to",
+    )
+
+
+def _non_finite(tensor: Any) -> NonFiniteLossError:
+    return NonFiniteLossError(
+        "the loss was not finite before it was scaled",
+        where="scale_loss(loss)",
+        found=str(ops.convert_to_numpy(ops.cast(tensor, "float32"))),
+        allowed="finite values",
+        fix="look for inf or NaN in the forward pass or the data: lowering the loss scale cannot help",
+    )

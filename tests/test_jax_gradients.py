@@ -1,0 +1,175 @@
+"""value_and_grad and scale_loss: formats inside, scaled gradients out, and losses that are refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import polyamp
+from polyamp import current_policy, scale_loss, value_and_grad
+
+SCALE = 2.0**8
+POLICY = polyamp.policy("mixed_float16", loss_scale=polyamp.LossScale(init=SCALE))
+TX = polyamp.wrap_optimizer(optax.sgd(0.1), POLICY)
+PARAMS = {"w": jnp.arange(4.0), "n": jnp.arange(2), "act": jax.nn.relu, "rate": 0.5, "none": None}
+STATE = TX.init(PARAMS)
+
+
+def mean_product(params: Any, x: Any) -> jax.Array:
+    return (params["act"](params["w"]) * x).astype(jnp.float32).mean()
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_loss_is_unscaled_and_gradients_are_scaled(compiled: bool) -> None:
+    def run(w: Any, x: Any) -> Any:
+        return value_and_grad(mean_product, POLICY)(STATE, PARAMS | {"w": w}, x)
+
+    loss, grads = (
+        jax.jit(lambda w, x: jax.tree.leaves(run(w, x))) if compiled else lambda w, x: jax.tree.leaves(run(w, x))
+    )(jnp.arange(4.0), jnp.full(4, 2.0))
+    assert (loss.dtype, float(loss)) == (jnp.float32, 3.0)
+    assert (grads.dtype, grads.tolist()) == (jnp.float32, [0.0, *[SCALE / 2] * 3])
+
+
+def test_gradients_are_none_where_there_is_nothing_to_differentiate() -> None:
+    _, grads = value_and_grad(mean_product, POLICY)(STATE, PARAMS, 1.0)
+    assert {key for key, grad in grads.items() if grad is None} == {"n", "act", "rate", "none"}
+
+
+@pytest.mark.parametrize(
+    ("policy", "expected"),
+    [
+        ("float32", (jnp.float32, jnp.float32)),
+        ("mixed_float16", (jnp.float16, jnp.float32)),
+        ("mixed_bfloat16", (jnp.bfloat16, jnp.float32)),
+        ("p=f32,c=f16,o=f16", (jnp.float16, jnp.float16)),
+    ],
+)
+def test_function_sees_the_compute_format_and_aux_leaves_in_the_output_format(policy: str, expected: Any) -> None:
+    seen = []
+
+    def fun(params: Any, x: Any, *, key: Any, scale: Any) -> Any:
+        seen.extend([params["w"].dtype, x["x"].dtype, scale.dtype, x["n"].dtype, key.dtype])
+        return params["w"].sum().astype(jnp.float32), {"scores": x["x"] * scale, "n": x["n"], "name": "aux"}
+
+    batch = {"x": jnp.ones(2), "n": jnp.arange(2), "label": "text"}
+    key = jax.random.key(0)
+    (loss, aux), grads = value_and_grad(fun, policy, has_aux=True)(STATE, PARAMS, batch, key=key, scale=np.float32(2))
+    assert seen == [*[expected[0]] * 3, jnp.int32, key.dtype]
+    assert (loss.dtype, grads["w"].dtype) == (jnp.float32, jnp.float32)
+    assert (aux["scores"].dtype, aux["n"].dtype, aux["name"]) == (expected[1], jnp.int32, "aux")
+
+
+@pytest.mark.parametrize("stored", [jnp.float16, jnp.bfloat16, jnp.float32])
+def test_gradients_come_in_the_parameters_own_dtype(stored: Any) -> None:
+    params = PARAMS | {"w": jnp.ones(4, stored)}
+    assert value_and_grad(mean_product, POLICY)(STATE, params, 1.0)[1]["w"].dtype == stored
+
+
+def test_policy_that_is_not_given_is_the_current_one_at_each_call() -> None:
+    seen = []
+
+    def fun(params: Any) -> jax.Array:
+        seen.append((params["w"].dtype.name, current_policy().compute))
+        return params["w"].sum()
+
+    differentiated = value_and_grad(fun)
+    differentiated(STATE, PARAMS)
+    with polyamp.policy("mixed_bfloat16"):
+        differentiated(STATE, PARAMS)
+    assert seen == [("float32", "float32"), ("bfloat16", "bfloat16")]
+
+
+def test_float32_policy_leaves_other_formats_alone() -> None:
+    with jax.enable_x64(True):
+        params = {"w": jnp.ones(2, jnp.float64)}
+        loss, grads = value_and_grad(lambda p: p["w"].sum(), "float32")(TX.init(params), params)
+    assert (loss.dtype, grads["w"].dtype) == (np.float32, np.float64)
+
+
+def test_small_gradients_survive_float16() -> None:
+    def fun(params: Any) -> jax.Array:
+        return (params["w"] * 1.0).astype(jnp.float32).sum() * 2.0**-26
+
+    plain = jax.grad(lambda p: fun(jax.tree.map(lambda w: w.astype(jnp.float16), p)))({"w": jnp.ones(2)})
+    _, grads = value_and_grad(fun, POLICY)(STATE, {"w": jnp.ones(2)})
+    assert plain["w"].tolist() == [0.0, 0.0]
+    assert (grads["w"] / SCALE).tolist() == [2.0**-26] * 2
+
+
+def test_it_composes_with_vmap() -> None:
+    per_example = jax.vmap(value_and_grad(mean_product, POLICY), in_axes=(None, None, 0), out_axes=0)
+    loss, grads = per_example(STATE, {"w": jnp.arange(4.0), "act": jax.nn.relu}, jnp.ones((3, 4)))
+    assert (loss.shape, grads["w"].shape) == ((3,), (3, 4))
+
+
+def test_scale_loss_works_in_float32_inside_grad() -> None:
+    def scaled(w: Any) -> jax.Array:
+        return scale_loss((w * w).mean(), STATE)
+
+    assert scale_loss(jnp.float16(300.0), STATE).tolist() == 300 * SCALE  # 76800, too large for float16
+    assert jax.jit(jax.grad(scaled))(jnp.ones(1)).tolist() == [2 * SCALE]
+
+
+def loss_returning(value: Any) -> Any:
+    return lambda params: jax.tree.map(lambda leaf: leaf + 0 * params["w"].sum().astype(leaf.dtype), value)
+
+
+BAD_LOSSES = {
+    "integer": (jnp.int32(1), polyamp.InvalidTypeError),
+    "complex": (jnp.complex64(1), polyamp.InvalidTypeError),
+    "vector": (jnp.ones(3), polyamp.InvalidValueError),
+    "pair": ((jnp.float32(1), jnp.float32(2)), polyamp.InvalidTypeError),
+    "none": (None, polyamp.InvalidTypeError),
+    "inf": (jnp.float32(jnp.inf), polyamp.NonFiniteLossError),
+    "nan": (jnp.float16(jnp.nan), polyamp.NonFiniteLossError),
+}
+
+
+@pytest.mark.parametrize("name", BAD_LOSSES)
+def test_bad_losses_are_refused(name: str) -> None:
+    value, error = BAD_LOSSES[name]
+    with pytest.raises(error, match="loss"):
+        value_and_grad(loss_returning(value), POLICY)(STATE, PARAMS)
+    with pytest.raises(error, match="loss"):
+        scale_loss(value, STATE)
+
+
+@pytest.mark.parametrize("name", ["integer", "vector", "pair"])
+def test_bad_losses_are_refused_while_tracing(name: str) -> None:
+    value, error = BAD_LOSSES[name]
+    with pytest.raises(error, match="before scaling"):
+        jax.jit(lambda w: value_and_grad(loss_returning(value), POLICY)(STATE, {"w": w}))(jnp.ones(4))
+
+
+def test_non_finite_loss_inside_jit_skips_the_step_and_shows_itself() -> None:
+    @jax.jit
+    def step(w: Any, opt_state: Any) -> Any:
+        loss, grads = value_and_grad(lambda p: jnp.log(p).mean(), POLICY)(opt_state, w)
+        return loss, TX.update(grads, opt_state, w)[1]
+
+    loss, state = step(jnp.zeros(2), TX.init(jnp.zeros(2)))
+    assert not np.isfinite(loss)
+    assert not state.last_step
+
+
+def test_without_scaling_a_non_finite_loss_is_not_looked_at() -> None:
+    opt_state = polyamp.wrap_optimizer(optax.sgd(0.1), "float32").init(PARAMS)
+    loss, _ = value_and_grad(loss_returning(BAD_LOSSES["inf"][0]), "float32")(opt_state, PARAMS)
+    assert np.isinf(loss)
+
+
+def test_aux_that_is_missing_is_told() -> None:
+    with pytest.raises(polyamp.InvalidTypeError, match="does not return \\(loss, aux\\)"):
+        value_and_grad(mean_product, POLICY, has_aux=True)(STATE, PARAMS, 1.0)
+
+
+@pytest.mark.parametrize("state", [optax.sgd(0.1, momentum=0.9).init(PARAMS["w"]), (STATE, STATE)], ids=["none", "two"])
+def test_state_without_one_loss_scale_is_refused(state: Any) -> None:
+    with pytest.raises(polyamp.UsageError, match="wrap the outermost optimizer"):
+        value_and_grad(mean_product, POLICY)(state, PARAMS, 1.0)

@@ -1,0 +1,116 @@
+"""The state of a wrapped optimizer, saved and restored by polyamp, flax, orbax and pickle."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint
+import pytest
+from flax import serialization
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import polyamp
+from polyamp.backends.jax import LossScaleOptState
+from polyamp.testing import overflow_trace
+
+CONFIG = polyamp.LossScale(init=2.0**10, interval=3, hysteresis=2)
+TX = polyamp.wrap_optimizer(optax.adam(0.1), "O2", loss_scale=CONFIG)
+PARAMS = {"w": jnp.ones((2, 3), jnp.float16), "b": jnp.ones(1)}
+
+
+@jax.jit
+def step(params: Any, state: Any, spoil: Any) -> Any:
+    grads = jax.tree.map(lambda p: (state.loss_scale * spoil).astype(p.dtype) * jnp.ones_like(p), params)
+    updates, state = TX.update(grads, state, params)
+    return optax.apply_updates(params, updates), state
+
+
+def train(held: Any, trace: list[bool]) -> Any:
+    for finite in trace:
+        held = step(*held, 1e-2 if finite else jnp.nan)
+    return held
+
+
+@pytest.fixture(scope="module")
+def trained() -> Any:
+    return train((PARAMS, TX.init(PARAMS)), overflow_trace(3, 10))
+
+
+def through_flax(state: Any, folder: Path) -> Any:
+    return serialization.from_bytes(TX.init(PARAMS), serialization.to_bytes(state))
+
+
+def through_orbax(state: Any, folder: Path) -> Any:
+    with orbax.checkpoint.StandardCheckpointer() as checkpointer:
+        checkpointer.save(folder / "state", state)
+        checkpointer.wait_until_finished()
+        return checkpointer.restore(folder / "state", jax.eval_shape(lambda: state))
+
+
+def through_pickle(state: Any, folder: Path) -> Any:
+    return pickle.loads(pickle.dumps(state))
+
+
+def through_deepcopy(state: Any, folder: Path) -> Any:
+    return copy.deepcopy(state)
+
+
+@pytest.mark.parametrize("through", [through_flax, through_orbax, through_pickle, through_deepcopy])
+def test_every_field_survives_and_training_continues_exactly(through: Any, trained: Any, tmp_path: Path) -> None:
+    params, state = trained
+    restored = jax.tree.map(jnp.asarray, through(state, tmp_path))
+    assert type(restored) is type(state)
+    assert jax.tree.structure(restored) == jax.tree.structure(state)
+    assert [str(leaf.dtype) for leaf in jax.tree.leaves(restored)] == [
+        str(leaf.dtype) for leaf in jax.tree.leaves(state)
+    ]
+    rest = overflow_trace(4, 10)
+    for one, other in zip(*(jax.tree.leaves(train((params, s), rest)) for s in (state, restored)), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+@given(
+    scale=st.integers(-14, 24).map(lambda power: 2.0**power),
+    counts=st.lists(st.integers(0, 2**31 - 1), min_size=4, max_size=4),
+)
+@settings(max_examples=50, deadline=None)
+def test_saved_scale_round_trips_every_field(scale: float, counts: list[int]) -> None:
+    names = ("good_steps", "hysteresis", "skipped_in_a_row", "skipped")
+    saved = {"kind": "polyamp.loss_scale", "version": 1, "scale": scale, **dict(zip(names, counts, strict=True))}
+    loaded = polyamp.load_loss_scale({"opt": (TX.init(PARAMS), 3)}, saved)
+    assert polyamp.save_loss_scale(loaded) == saved
+    assert not any(leaf.weak_type for leaf in loaded["opt"][0][:5])
+
+
+def test_loading_causes_no_new_trace(trained: Any) -> None:
+    params, state = trained
+    step(params, state, 1e-2)
+    traced = step._cache_size()
+    step(params, polyamp.load_loss_scale(state, polyamp.save_loss_scale(state)), 1e-2)
+    assert step._cache_size() == traced
+
+
+@pytest.mark.parametrize("scale", [2.0**25, 2.0**-15, np.nan, np.inf, -1.0])
+def test_scale_outside_the_settings_is_refused(scale: float, trained: Any) -> None:
+    with pytest.raises(polyamp.StateError, match="outside these settings"):
+        polyamp.load_loss_scale(trained[1], polyamp.save_loss_scale(trained[1]) | {"scale": scale})
+
+
+def test_state_prints_and_replaces_like_a_named_tuple(trained: Any) -> None:
+    state = trained[1]
+    assert isinstance(state, LossScaleOptState)
+    assert repr(state).startswith("LossScaleOptState(loss_scale=")
+    assert state._replace(inner_state=()).config == CONFIG
+
+
+def test_settings_are_part_of_the_tree_structure() -> None:
+    other = polyamp.wrap_optimizer(optax.adam(0.1), "O2", loss_scale=polyamp.LossScale())
+    assert jax.tree.structure(other.init(PARAMS)) != jax.tree.structure(TX.init(PARAMS))

@@ -1,0 +1,147 @@
+"""Casting, ownership and updates of any pytree."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from flax import linen, nnx
+
+import polyamp
+from polyamp import registry
+from polyamp.backends import jax as amp
+
+FLOAT16 = polyamp.policy("mixed_float16")
+
+
+class Pair(NamedTuple):
+    first: Any
+    second: Any
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Layer:
+    kernel: Any
+    name: str = dataclasses.field(metadata={"static": True}, default="dense")
+
+
+def dtypes(tree: Any) -> list[str]:
+    return [str(leaf.dtype) for leaf in jax.tree.leaves(tree) if hasattr(leaf, "dtype")]
+
+
+LEAVES = {
+    "float32": (jnp.ones(2), "float16"),
+    "bfloat16": (jnp.ones(2, jnp.bfloat16), "float16"),
+    "numpy": (np.ones(2, np.float64), "float16"),
+    "numpy bfloat16": (np.ones(2, ml_dtypes.bfloat16), "float16"),
+    "numpy scalar": (np.float32(1e6), "float16"),
+    "abstract": (jax.ShapeDtypeStruct((2,), jnp.float32), "float16"),
+    "integer": (jnp.arange(2), "int32"),
+    "boolean": (np.array([True]), "bool"),
+    "complex": (jnp.ones(2, jnp.complex64), "complex64"),
+    "key": (jax.random.key(0), "key<fry>"),
+    "float0": (np.zeros(2, jax.dtypes.float0), "[('float0', 'V')]"),
+}
+
+
+@pytest.mark.parametrize("name", LEAVES)
+def test_floating_leaves_are_cast_and_others_left(name: str) -> None:
+    leaf, expected = LEAVES[name]
+    cast = amp.cast(leaf, "float16")
+    assert str(cast.dtype) == expected
+    assert isinstance(cast, np.ndarray | np.generic) == isinstance(leaf, np.ndarray | np.generic)
+    assert cast is leaf or expected == "float16"
+
+
+@pytest.mark.parametrize("leaf", [1.0, 2, True, "text", None, jax.nn.relu], ids=str)
+def test_leaves_that_are_no_arrays_are_left(leaf: Any) -> None:
+    assert amp.cast({"a": leaf}, "float16") == {"a": leaf}
+
+
+TREES = {
+    "dataclass": lambda: Layer(jnp.ones(2)),
+    "named tuple": lambda: Pair(jnp.ones(2), [jnp.ones(1)]),
+    "equinox": lambda: eqx.nn.MLP(2, 1, 4, 1, key=jax.random.key(0)),
+    "linen": lambda: linen.Dense(3).init(jax.random.key(0), jnp.ones((1, 2))),
+    "nnx state": lambda: nnx.state(nnx.Linear(2, 3, rngs=nnx.Rngs(0))),
+    "nnx module": lambda: nnx.Linear(2, 3, rngs=nnx.Rngs(0)),
+}
+
+
+@pytest.mark.parametrize("name", TREES)
+def test_policy_casts_every_kind_of_tree(name: str) -> None:
+    tree = TREES[name]()
+    cast = FLOAT16.cast_to_compute(tree)
+    assert type(cast) is type(tree)
+    assert set(dtypes(cast)) == {"float16"}
+    assert set(dtypes(tree)) == {"float32"}
+
+
+def test_static_fields_survive() -> None:
+    assert FLOAT16.cast_to_compute(Layer(jnp.ones(1), name="conv")).name == "conv"
+
+
+def test_casting_works_inside_jit_and_so_without_a_host_sync() -> None:
+    assert dtypes(jax.jit(FLOAT16.cast_to_compute)({"w": jnp.ones(2), "n": jnp.arange(2)})) == ["int32", "float16"]
+
+
+def test_float64_that_is_switched_off_is_told() -> None:
+    with pytest.raises(polyamp.InvalidValueError, match="jax_enable_x64"):
+        amp.cast(jnp.ones(2), "float64")
+    with jax.enable_x64(True):
+        assert amp.cast(jnp.ones(2, jnp.float32), "float64").dtype == np.float64
+
+
+@pytest.mark.parametrize(
+    ("thing", "owned"),
+    [(Layer(1), True), ({}, False), ([1], False), ((), False), (None, False), (1.0, False), (object(), False)],
+    ids=str,
+)
+def test_registered_containers_are_owned(thing: Any, owned: bool) -> None:
+    assert amp.adapter.owns(thing) is owned
+
+
+@pytest.mark.parametrize("name", TREES)
+def test_every_kind_of_tree_is_found(name: str) -> None:
+    assert registry.adapter_within(TREES[name]()) is amp.adapter
+
+
+def test_apply_updates_keeps_dtypes_and_takes_none() -> None:
+    params = {"half": jnp.ones(1, jnp.bfloat16), "kept": jnp.ones(1), "act": jax.nn.relu}
+    new = amp.apply_updates(params, {"half": jnp.array([0.5]), "kept": None, "act": None})
+    assert (new["half"].dtype, new["half"].tolist()) == (jnp.bfloat16, [1.5])
+    assert new["kept"] is params["kept"]
+    assert new["act"] is params["act"]
+
+
+@pytest.mark.parametrize("applied", [True, False, jnp.array(True), jnp.array(False)], ids=str)
+def test_select(applied: Any) -> None:
+    new, old = {"mean": jnp.array([jnp.nan])}, {"mean": jnp.zeros(1)}
+    assert np.isnan(amp.select(applied, new, old)["mean"]).tolist() == [bool(applied)]
+
+
+WITHOUT = """
+import sys
+sys.modules.update(optax=None, flax=None, equinox=None)
+import jax.numpy as jnp, polyamp, polyamp.backends.jax as amp
+assert polyamp.policy("mixed_float16").cast_to_compute({"w": jnp.ones(2)})["w"].dtype == jnp.float16
+try:
+    amp.wrap_optimizer(object(), "mixed_float16")
+except polyamp.MissingFrameworkError as error:
+    print(error)
+"""
+
+
+def test_jax_alone_is_enough_to_cast_and_a_missing_optax_is_told() -> None:
+    run = subprocess.run([sys.executable, "-c", WITHOUT], capture_output=True, text=True, check=True)
+    assert "optax is not installed" in run.stdout
+    assert 'pip install "polyamp[jax]"' in run.stdout

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -21,7 +23,7 @@ if TYPE_CHECKING:
     from polyamp.demo import Run
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
-console = Console()
+console = Console() if sys.stdout.isatty() else Console(width=120)  # files and pipes have no width of their own
 
 
 @app.callback()
@@ -101,10 +103,12 @@ def _train(digits: Any, adapters: list[Any], task: Any) -> list[Run]:
 
 def demo_table(done: list[Run]) -> Table:
     """The runs of the demo, a row each."""
-    table = Table(title="Handwritten digits: the same weights and batches in every row")
-    headings = ("framework", "policy", "test accuracy", "final loss", "largest difference\nfrom float32 loss")
-    for heading in (*headings, "loss scale", "skipped", "parameters", "activations", "seconds"):
-        table.add_column(heading, justify="left" if heading in ("framework", "policy") else "right")
+    caption = "The same weights and batches in every row. difference: the largest, of one step's loss, from float32."
+    table = Table(title="Handwritten digits", caption=caption, box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for heading in ("framework", "policy"):
+        table.add_column(heading, no_wrap=True)
+    for heading in ("accuracy", "loss", "difference", "scale", "skipped", "params", "activations", "time"):
+        table.add_column(heading, justify="right", no_wrap=True)
     for run in done:
         trace = run.trace
         table.add_row(
@@ -113,13 +117,18 @@ def demo_table(done: list[Run]) -> Table:
             f"{trace.accuracy:.2%}",
             f"{trace.losses[-1]:.4f}",
             f"{run.largest_difference:.4f}",
-            f"{trace.scales[-1]:g}",
-            f"{run.skipped} of {len(trace.losses)}",
+            _power_of_two(trace.scales[-1]),
+            f"{run.skipped}",
             f"{trace.parameter_bytes / 1024:.1f} KiB",
             f"{trace.activation_bytes / 1024:.1f} KiB",
-            f"{trace.first_step_seconds + trace.seconds:.1f}",
+            f"{trace.first_step_seconds + trace.seconds:.1f} s",
         )
     return table
+
+
+def _power_of_two(scale: float) -> str:
+    mantissa, exponent = math.frexp(scale)
+    return f"2^{exponent - 1}" if mantissa == 0.5 and scale != 1 else f"{scale:g}"
 
 
 def main() -> None:

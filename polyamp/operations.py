@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 from polyamp.errors import InvalidValueError
+from polyamp.rules import CLASSES
 
 TABLE_VERSION = 1
 
@@ -23,8 +24,8 @@ SOURCES: dict[str, str] = {
     "statistics (flax, linen/normalization.py, force_float32_reductions) and the softmax of attention (equinox 0.13, "
     "nn/_attention.py) are float32; jax.numpy reductions raise 16 bits to 32 inside (jax 0.10)",
     "apex": "NVIDIA Apex, amp/lists and the O2 properties in amp/frontend.py, before their removal in cb65b8ed",
-    "paper": "Micikevicius et al., Mixed Precision Training, ICLR 2018, section 3.3: products of vectors in 16 bits with "
-    "32-bit sums, large reductions in 32 bits, pointwise work in either",
+    "paper": "Micikevicius et al., Mixed Precision Training, ICLR 2018, section 3.3: products of vectors in 16 bits "
+    "with 32-bit sums, large reductions in 32 bits, pointwise work in either",
     "fsdp": "PyTorch 2.13, torch.distributed.fsdp.MixedPrecisionPolicy: values are reduced in the format they have",
     "range": "the formats' limits (polyamp.formats): the result or its derivative leaves float16, or hangs on argument "
     "bits that 16-bit formats do not have",
@@ -42,7 +43,7 @@ class Operation(NamedTuple):
 
     Attributes:
         op_class: what it may run in, one of `polyamp.rules.CLASSES`.
-        sources: the class that each source (a key of `SOURCES`) gives it; ``banned`` where the source refuses to run it.
+        sources: the class that each source (a key of `SOURCES`) gives it; ``banned`` where the source refuses it.
         why: the reason for ``op_class``; always there where a source gives another class.
     """
 
@@ -248,6 +249,34 @@ def _read(table: str) -> dict[str, Operation]:
 
 
 OPERATIONS: dict[str, Operation] = _read(_TABLE)
+
+
+def as_markdown() -> str:
+    """The table as ``docs/operations.md`` shows it; a test holds the file to it.
+
+    >>> as_markdown().splitlines()[0]
+    '# The operations'
+    """
+    pages = [_MARKDOWN_HEAD]
+    for op_class, meaning in CLASSES.items():
+        pages.append(f"\n## {op_class}: {meaning}\n\n| operation | sources | why |\n|---|---|---|\n")
+        for name, entry in OPERATIONS.items():
+            if entry.op_class == op_class:
+                votes = (key if vote == op_class else f"{key} ({vote})" for key, vote in entry.sources.items())
+                pages.append(f"| `{name}` | {', '.join(votes)} | {entry.why.replace('**', '^')} |\n")
+    pages.append("\n## Sources\n\n")
+    pages.extend(f"- **{key}**: {source}\n" for key, source in SOURCES.items())
+    return "".join(pages)
+
+
+_MARKDOWN_HEAD = f"""# The operations
+
+Version {TABLE_VERSION} of the default table: what each operation may run in, in every framework. A policy's own rules
+come before it: `polyamp.policy("mixed_float16", rules={{"softmax": "lower"}})`. Made by
+`polyamp.operations.as_markdown()`.
+
+A source that would put the operation into another class stands with that class in brackets.
+"""
 
 
 def by_native_name(natives: Mapping[str, str]) -> dict[str, str]:

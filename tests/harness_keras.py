@@ -16,7 +16,7 @@ from polyamp.testing import Arrays
 
 def to_numpy(tensor: Any) -> NDArray[Any]:
     """A copy; bfloat16, which NumPy lacks, as ``ml_dtypes.bfloat16``."""
-    return np.array(tensor.numpy() if isinstance(tensor, keras.Variable) else ops.convert_to_numpy(tensor))
+    return np.array(ops.convert_to_numpy(tensor.value if isinstance(tensor, keras.Variable) else tensor))
 
 
 class KerasSession:

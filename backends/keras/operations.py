@@ -1,4 +1,4 @@
-"""Keras' layer classes as canonical operations of `polyamp.operations`: the work that decides a layer's dtype policy."""
+"""Keras' layer classes as canonical operations of `polyamp.operations`: the work that decides a layer's policy."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ OPERATIONS: dict[str, str] = by_native_name(
     {
         # lower
         "matmul": "Dense EinsumDense Dot ReversibleEmbedding",
-        "conv": "Conv1D Conv2D Conv3D Conv1DTranspose Conv2DTranspose Conv3DTranspose DepthwiseConv1D DepthwiseConv2D "
-        "SeparableConv1D SeparableConv2D ConvLSTM1D ConvLSTM2D ConvLSTM3D",
+        "conv": "Conv1D Conv2D Conv3D Conv1DTranspose Conv2DTranspose Conv3DTranspose DepthwiseConv1D "
+        "DepthwiseConv2D SeparableConv1D SeparableConv2D ConvLSTM1D ConvLSTM2D ConvLSTM3D",
         "attention": "Attention AdditiveAttention MultiHeadAttention GroupQueryAttention GroupedQueryAttention",
         "lstm_cell": "LSTM LSTMCell",
         "gru_cell": "GRU GRUCell",

@@ -9,10 +9,10 @@ OPERATIONS: dict[str, str] = by_native_name(
         # lower
         "matmul": "MatMul BatchMatMul BatchMatMulV2 BatchMatMulV3 Einsum SparseMatMul SparseTensorDenseMatMul "
         "_FusedMatMul Pmlp Tmlp TmlpV2 TmlpV3",
-        "conv": "Conv Conv2D Conv2DBackpropFilter Conv2DBackpropFilterV2 Conv2DBackpropInput Conv2DBackpropInputV2 Conv3D "
-        "Conv3DBackpropFilter Conv3DBackpropFilterV2 Conv3DBackpropInput Conv3DBackpropInputV2 DepthwiseConv2dNative "
-        "DepthwiseConv2dNativeBackpropFilter DepthwiseConv2dNativeBackpropInput FusedConv2DBiasActivation "
-        "FusedPadConv2D FusedSparseConvGpuV2 _FusedConv2D",
+        "conv": "Conv Conv2D Conv2DBackpropFilter Conv2DBackpropFilterV2 Conv2DBackpropInput Conv2DBackpropInputV2 "
+        "Conv3D Conv3DBackpropFilter Conv3DBackpropFilterV2 Conv3DBackpropInput Conv3DBackpropInputV2 "
+        "DepthwiseConv2dNative DepthwiseConv2dNativeBackpropFilter DepthwiseConv2dNativeBackpropInput "
+        "FusedConv2DBiasActivation FusedPadConv2D FusedSparseConvGpuV2 _FusedConv2D",
         "attention": "Mha MhaV2",
         "lstm_cell": "BlockLSTM BlockLSTMGrad BlockLSTMV2 BlockLSTMGradV2 LSTMBlockCell LSTMBlockCellGrad",
         "gru_cell": "GRUBlockCell GRUBlockCellGrad",
@@ -75,10 +75,11 @@ OPERATIONS: dict[str, str] = by_native_name(
         "lstsq": "MatrixSolveLs",
         "det": "MatrixDeterminant LogMatrixDeterminant",
         "matrix_exp": "MatrixExponential",
-        "fft": "FFT FFT2D FFT3D FFTND IFFT IFFT2D IFFT3D IFFTND RFFT RFFT2D RFFT3D RFFTND IRFFT IRFFT2D IRFFT3D IRFFTND",
+        "fft": "FFT FFT2D FFT3D FFTND IFFT IFFT2D IFFT3D IFFTND RFFT RFFT2D RFFT3D RFFTND IRFFT IRFFT2D IRFFT3D "
+        "IRFFTND",
         "complex": "Complex",
-        "interpolate": "ResizeNearestNeighbor ResizeNearestNeighborGrad ResizeBilinear ResizeBilinearGrad ResizeBicubic "
-        "ResizeBicubicGrad ResizeArea ScaleAndTranslate ScaleAndTranslateGrad",
+        "interpolate": "ResizeNearestNeighbor ResizeNearestNeighborGrad ResizeBilinear ResizeBilinearGrad "
+        "ResizeBicubic ResizeBicubicGrad ResizeArea ScaleAndTranslate ScaleAndTranslateGrad",
         "grid_sample": "CropAndResize CropAndResizeGradImage CropAndResizeGradBoxes",
         "fake_quantize": "FakeQuantWithMinMaxArgs FakeQuantWithMinMaxArgsGradient FakeQuantWithMinMaxVars "
         "FakeQuantWithMinMaxVarsGradient QuantizeAndDequantizeV4",
@@ -127,9 +128,10 @@ OPERATIONS: dict[str, str] = by_native_name(
         "identity": "Identity IdentityN Snapshot StopGradient PreventGradient CheckNumerics EnsureShape DeepCopy",
         "fill": "Fill OnesLike ZerosLike",
         "one_hot": "OneHot",
-        "tensor_list": "TensorListConcat TensorListConcatLists TensorListConcatV2 TensorListFromTensor TensorListGather "
-        "TensorListGetItem TensorListPopBack TensorListPushBack TensorListPushBackBatch TensorListScatter "
-        "TensorListScatterIntoExistingList TensorListScatterV2 TensorListSetItem TensorListSplit TensorListStack",
+        "tensor_list": "TensorListConcat TensorListConcatLists TensorListConcatV2 TensorListFromTensor "
+        "TensorListGather TensorListGetItem TensorListPopBack TensorListPushBack TensorListPushBackBatch "
+        "TensorListScatter TensorListScatterIntoExistingList TensorListScatterV2 TensorListSetItem TensorListSplit "
+        "TensorListStack",
         "loop_edge": "Enter Exit Merge NextIteration Switch",
         "all_gather": "CollectiveGather CollectiveGatherV2",
         "all_to_all": "AllToAll CollectiveAllToAllV3",
@@ -146,8 +148,8 @@ OPERATIONS: dict[str, str] = by_native_name(
         "compare": "Equal NotEqual Less LessEqual Greater GreaterEqual ApproximateEqual Bucketize",
         "is_finite": "IsFinite IsInf IsNan",
         "relu": "Relu ReluGrad Relu6 Relu6Grad",
-        "max_pool": "MaxPool MaxPoolV2 MaxPoolGrad MaxPoolGradV2 MaxPoolGradGrad MaxPoolGradGradV2 MaxPool3D MaxPool3DGrad "
-        "MaxPool3DGradGrad MaxPoolWithArgmax MaxPoolGradWithArgmax",
+        "max_pool": "MaxPool MaxPoolV2 MaxPoolGrad MaxPoolGradV2 MaxPoolGradGrad MaxPoolGradGradV2 MaxPool3D "
+        "MaxPool3DGrad MaxPool3DGradGrad MaxPoolWithArgmax MaxPoolGradWithArgmax",
         "segment_max": "SegmentMax UnsortedSegmentMax SegmentMin UnsortedSegmentMin FastUnsortedSegmentMax VoxelMax",
         "abs": "Abs",
         "neg": "Neg",
@@ -157,8 +159,8 @@ OPERATIONS: dict[str, str] = by_native_name(
         "cast": "Cast",
         "bitcast": "Bitcast NextAfter",
         "shape": "Shape ShapeN Size Rank BroadcastGradientArgs BroadcastArgs VariableShape ConcatOffset",
-        "integer": "BitwiseAnd BitwiseOr BitwiseXor Invert LeftShift RightShift PopulationCount Range Bincount DenseBincount "
-        "InvertPermutation TruncateDiv",
+        "integer": "BitwiseAnd BitwiseOr BitwiseXor Invert LeftShift RightShift PopulationCount Range Bincount "
+        "DenseBincount InvertPermutation TruncateDiv",
         "logical": "LogicalAnd LogicalOr LogicalNot All Any",
         "random": "RandomUniform RandomUniformInt RandomStandardNormal TruncatedNormal RandomShuffle RandomGamma "
         "Multinomial StatelessRandomUniform StatelessRandomUniformV2 StatelessRandomUniformInt StatelessRandomNormal "
@@ -167,13 +169,13 @@ OPERATIONS: dict[str, str] = by_native_name(
         "quantize": "QuantizeV2 Dequantize",
         "complex_part": "Real Imag Conj Angle ComplexAbs",
         "constant": "Const LinSpace Empty",
-        "variable": "VarHandleOp ReadVariableOp AssignVariableOp AssignAddVariableOp AssignSubVariableOp Variable VariableV2 "
-        "Assign AssignAdd AssignSub Placeholder PlaceholderWithDefault",
+        "variable": "VarHandleOp ReadVariableOp AssignVariableOp AssignAddVariableOp AssignSubVariableOp Variable "
+        "VariableV2 Assign AssignAdd AssignSub Placeholder PlaceholderWithDefault",
         "optimizer_update": "ApplyGradientDescent ApplyMomentum ApplyAdam ApplyAdagrad ApplyRMSProp ApplyFtrl "
         "ResourceApplyGradientDescent ResourceApplyMomentum ResourceApplyKerasMomentum ResourceApplyAdam "
         "ResourceApplyAdamWithAmsgrad ResourceApplyAdagrad ResourceApplyAdagradV2 ResourceApplyRMSProp "
-        "ResourceApplyCenteredRMSProp ResourceApplyAdadelta ResourceApplyAdaMax ResourceApplyFtrl ResourceApplyFtrlV2 "
-        "ResourceScatterAdd ResourceSparseApplyMomentum ResourceSparseApplyAdagradV2",
+        "ResourceApplyCenteredRMSProp ResourceApplyAdadelta ResourceApplyAdaMax ResourceApplyFtrl "
+        "ResourceApplyFtrlV2 ResourceScatterAdd ResourceSparseApplyMomentum ResourceSparseApplyAdagradV2",
         "call": "PartitionedCall StatefulPartitionedCall",
         "cond": "If StatelessIf Case StatelessCase",
         "while_loop": "While StatelessWhile",

@@ -25,8 +25,8 @@ OPERATIONS: dict[str, str] = by_native_name(
         "_scaled_dot_product_flash_attention _scaled_dot_product_flash_attention_backward "
         "_scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_flash_attention_for_cpu_backward "
         "_scaled_dot_product_efficient_attention _scaled_dot_product_efficient_attention_backward "
-        "_scaled_dot_product_cudnn_attention _scaled_dot_product_cudnn_attention_backward "
-        "_flash_attention_forward _flash_attention_backward _efficient_attention_forward _efficient_attention_backward",
+        "_scaled_dot_product_cudnn_attention _scaled_dot_product_cudnn_attention_backward _flash_attention_forward "
+        "_flash_attention_backward _efficient_attention_forward _efficient_attention_backward",
         "lstm_cell": "lstm lstm_cell _thnn_fused_lstm_cell _thnn_fused_lstm_cell_backward mkldnn_rnn_layer "
         "mkldnn_rnn_layer_backward",
         "gru_cell": "gru gru_cell _thnn_fused_gru_cell _thnn_fused_gru_cell_backward",
@@ -71,7 +71,8 @@ OPERATIONS: dict[str, str] = by_native_name(
         "batch_norm": "batch_norm native_batch_norm native_batch_norm_backward cudnn_batch_norm "
         "cudnn_batch_norm_backward _native_batch_norm_legit _native_batch_norm_legit_functional "
         "_native_batch_norm_legit_no_training _batch_norm_impl_index _batch_norm_with_update "
-        "_batch_norm_with_update_functional _batch_norm_no_update batch_norm_backward batch_norm_stats batch_norm_elemt",
+        "_batch_norm_with_update_functional _batch_norm_no_update batch_norm_backward batch_norm_stats "
+        "batch_norm_elemt",
         # full: losses
         "cross_entropy": "cross_entropy_loss",
         "nll_loss": "nll_loss nll_loss2d nll_loss_nd nll_loss_forward nll_loss_backward nll_loss2d_forward "
@@ -88,7 +89,8 @@ OPERATIONS: dict[str, str] = by_native_name(
         "hinge_embedding_loss": "hinge_embedding_loss",
         "margin_ranking_loss": "margin_ranking_loss",
         "multi_margin_loss": "multi_margin_loss multi_margin_loss_backward",
-        "multilabel_margin_loss": "multilabel_margin_loss multilabel_margin_loss_forward multilabel_margin_loss_backward",
+        "multilabel_margin_loss": "multilabel_margin_loss multilabel_margin_loss_forward "
+        "multilabel_margin_loss_backward",
         "soft_margin_loss": "soft_margin_loss soft_margin_loss_backward",
         "triplet_margin_loss": "triplet_margin_loss",
         "ctc_loss": "ctc_loss _ctc_loss _ctc_loss_backward _cudnn_ctc_loss",
@@ -125,16 +127,17 @@ OPERATIONS: dict[str, str] = by_native_name(
         "lstsq": "linalg_lstsq",
         "det": "det logdet slogdet linalg_det linalg_slogdet _linalg_det _linalg_slogdet",
         "matrix_exp": "matrix_exp linalg_matrix_exp",
-        "fft": "fft_fft fft_fft2 fft_fftn fft_ifft fft_ifft2 fft_ifftn fft_rfft fft_rfft2 fft_rfftn fft_irfft fft_irfft2 "
-        "fft_irfftn fft_hfft fft_ihfft stft istft _fft_c2c _fft_c2r _fft_r2c",
+        "fft": "fft_fft fft_fft2 fft_fftn fft_ifft fft_ifft2 fft_ifftn fft_rfft fft_rfft2 fft_rfftn fft_irfft "
+        "fft_irfft2 fft_irfftn fft_hfft fft_ihfft stft istft _fft_c2c _fft_c2r _fft_r2c",
         "complex": "complex polar view_as_complex",
-        "interpolate": "upsample_nearest1d upsample_nearest2d upsample_nearest3d upsample_linear1d upsample_bilinear2d "
-        "upsample_trilinear3d upsample_bicubic2d _upsample_nearest_exact1d _upsample_nearest_exact2d "
-        "_upsample_nearest_exact3d _upsample_bilinear2d_aa _upsample_bicubic2d_aa upsample_nearest1d_backward "
-        "upsample_nearest2d_backward upsample_nearest3d_backward upsample_linear1d_backward "
-        "upsample_bilinear2d_backward upsample_trilinear3d_backward upsample_bicubic2d_backward",
-        "grid_sample": "grid_sampler grid_sampler_2d grid_sampler_3d _grid_sampler_2d_cpu_fallback cudnn_grid_sampler "
-        "grid_sampler_2d_backward grid_sampler_3d_backward affine_grid_generator",
+        "interpolate": "upsample_nearest1d upsample_nearest2d upsample_nearest3d upsample_linear1d "
+        "upsample_bilinear2d upsample_trilinear3d upsample_bicubic2d _upsample_nearest_exact1d "
+        "_upsample_nearest_exact2d _upsample_nearest_exact3d _upsample_bilinear2d_aa _upsample_bicubic2d_aa "
+        "upsample_nearest1d_backward upsample_nearest2d_backward upsample_nearest3d_backward "
+        "upsample_linear1d_backward upsample_bilinear2d_backward upsample_trilinear3d_backward "
+        "upsample_bicubic2d_backward",
+        "grid_sample": "grid_sampler grid_sampler_2d grid_sampler_3d _grid_sampler_2d_cpu_fallback "
+        "cudnn_grid_sampler grid_sampler_2d_backward grid_sampler_3d_backward affine_grid_generator",
         "fake_quantize": "fake_quantize_per_tensor_affine fake_quantize_per_channel_affine "
         "fake_quantize_per_tensor_affine_cachemask fake_quantize_per_channel_affine_cachemask",
         # promote
@@ -142,8 +145,8 @@ OPERATIONS: dict[str, str] = by_native_name(
         "stack": "stack",
         "scatter": "index_put _unsafe_index_put _index_put_impl index_copy scatter slice_scatter select_scatter "
         "diagonal_scatter masked_scatter index_fill put",
-        "scatter_add": "scatter_add index_add scatter_reduce index_reduce embedding_dense_backward index_select_backward "
-        "slice_backward select_backward gather_backward",
+        "scatter_add": "scatter_add index_add scatter_reduce index_reduce embedding_dense_backward "
+        "index_select_backward slice_backward select_backward gather_backward",
         "dot": "dot vdot",
         "addcmul": "addcmul",
         "addcdiv": "addcdiv",
@@ -177,15 +180,15 @@ OPERATIONS: dict[str, str] = by_native_name(
         "atan": "atan arctan",
         "asinh": "asinh arcsinh",
         "sinc": "sinc special_sinc",
-        "dropout": "dropout native_dropout native_dropout_backward alpha_dropout feature_dropout feature_alpha_dropout "
-        "_fused_dropout",
+        "dropout": "dropout native_dropout native_dropout_backward alpha_dropout feature_dropout "
+        "feature_alpha_dropout _fused_dropout",
         "avg_pool": "avg_pool1d avg_pool2d avg_pool3d avg_pool2d_backward avg_pool3d_backward adaptive_avg_pool1d "
         "adaptive_avg_pool2d adaptive_avg_pool3d adaptive_avg_pool3d_backward _adaptive_avg_pool2d "
         "_adaptive_avg_pool2d_backward _adaptive_avg_pool3d _adaptive_avg_pool3d_backward",
         "fold": "col2im",
         # neutral
-        "reshape": "reshape reshape_as view view_as flatten unflatten squeeze unsqueeze ravel as_strided _unsafe_view "
-        "_reshape_alias atleast_1d atleast_2d atleast_3d",
+        "reshape": "reshape reshape_as view view_as flatten unflatten squeeze unsqueeze ravel as_strided "
+        "_unsafe_view _reshape_alias atleast_1d atleast_2d atleast_3d",
         "transpose": "transpose permute t swapaxes swapdims movedim moveaxis adjoint mT mH numpy_T",
         "broadcast": "expand expand_as broadcast_to broadcast_tensors meshgrid",
         "tile": "repeat tile repeat_interleave",
@@ -216,14 +219,15 @@ OPERATIONS: dict[str, str] = by_native_name(
         "nonzero": "nonzero argwhere",
         "sort": "sort argsort msort",
         "cummax": "cummax cummin",
-        "compare": "eq ne lt le gt ge equal less less_equal greater greater_equal not_equal isclose allclose searchsorted "
-        "bucketize heaviside",
+        "compare": "eq ne lt le gt ge equal less less_equal greater greater_equal not_equal isclose allclose "
+        "searchsorted bucketize heaviside",
         "is_finite": "isfinite isinf isnan isposinf isneginf",
         "relu": "relu relu6",
         "max_pool": "max_pool1d max_pool1d_with_indices max_pool2d max_pool2d_with_indices max_pool3d "
-        "max_pool3d_with_indices max_pool2d_with_indices_backward max_pool3d_with_indices_backward adaptive_max_pool1d "
-        "adaptive_max_pool2d adaptive_max_pool3d adaptive_max_pool2d_backward adaptive_max_pool3d_backward "
-        "fractional_max_pool2d fractional_max_pool3d fractional_max_pool2d_backward fractional_max_pool3d_backward",
+        "max_pool3d_with_indices max_pool2d_with_indices_backward max_pool3d_with_indices_backward "
+        "adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d adaptive_max_pool2d_backward "
+        "adaptive_max_pool3d_backward fractional_max_pool2d fractional_max_pool3d fractional_max_pool2d_backward "
+        "fractional_max_pool3d_backward",
         "max_unpool": "max_unpool2d max_unpool3d",
         "abs": "abs absolute",
         "neg": "neg negative",
@@ -249,14 +253,15 @@ MODULES: dict[str, str] = by_native_name(
     {
         "matmul": "Linear LazyLinear NonDynamicallyQuantizableLinear",
         "bilinear": "Bilinear",
-        "conv": "Conv1d Conv2d Conv3d ConvTranspose1d ConvTranspose2d ConvTranspose3d LazyConv1d LazyConv2d LazyConv3d "
-        "LazyConvTranspose1d LazyConvTranspose2d LazyConvTranspose3d",
+        "conv": "Conv1d Conv2d Conv3d ConvTranspose1d ConvTranspose2d ConvTranspose3d LazyConv1d LazyConv2d "
+        "LazyConv3d LazyConvTranspose1d LazyConvTranspose2d LazyConvTranspose3d",
         "attention": "MultiheadAttention",
         "lstm_cell": "LSTM LSTMCell",
         "gru_cell": "GRU GRUCell",
         "rnn_cell": "RNN RNNCell",
         "prelu": "PReLU",
-        "batch_norm": "BatchNorm1d BatchNorm2d BatchNorm3d SyncBatchNorm LazyBatchNorm1d LazyBatchNorm2d LazyBatchNorm3d",
+        "batch_norm": "BatchNorm1d BatchNorm2d BatchNorm3d SyncBatchNorm LazyBatchNorm1d LazyBatchNorm2d "
+        "LazyBatchNorm3d",
         "layer_norm": "LayerNorm",
         "group_norm": "GroupNorm",
         "rms_norm": "RMSNorm",
@@ -326,15 +331,13 @@ MODULES: dict[str, str] = by_native_name(
 
 
 def canonical(native: str) -> str | None:
-    """The canonical name of an operator in any of its spellings; None where the map does not have it.
+    """The canonical name of an aten operator in any of its spellings; None where the map does not have it.
 
     >>> canonical("aten::softmax.int"), canonical("aten.softmax.int"), canonical("softmax"), canonical("relu_")
     ('softmax', 'softmax', 'softmax', 'relu')
     >>> canonical("mylib::softmax") is None
     True
     """
-    namespace, _, name = native.replace("::", ".", 1).rpartition("aten.")
-    if namespace or "::" in native and not native.startswith("aten::"):
-        return None
-    base = name.partition(".")[0]
+    path = native.replace("::", ".").split(".")
+    base = path[1] if path[0] == "aten" else native
     return OPERATIONS.get(base, OPERATIONS.get(base.removesuffix("_")))

@@ -1,0 +1,83 @@
+"""Gradients as TensorFlow gives them: dense tensors, ``tf.IndexedSlices``, or None where there is none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+SIXTEEN_BIT = (tf.float16, tf.bfloat16)
+
+
+def map_values(function: Callable[[Any], Any], grad: Any) -> Any:
+    """``function`` of a gradient's values: all of a dense one, the stored rows of a sparse one; None stays None.
+
+    >>> map_values(lambda values: values * 2, tf.ones(2)).numpy()
+    array([2., 2.], dtype=float32)
+    """
+    if grad is None:
+        return None
+    if isinstance(grad, tf.IndexedSlices):
+        return tf.IndexedSlices(function(grad.values), grad.indices, grad.dense_shape)
+    return function(tf.convert_to_tensor(grad))
+
+
+def all_finite(grads: Sequence[Any]) -> tf.Tensor:
+    """Whether no gradient holds inf or NaN; scalar bool.
+
+    >>> bool(all_finite([tf.ones(2), None, tf.constant([1.0, float("nan")])]))
+    False
+    """
+    return tf.reduce_all([tf.reduce_all(tf.math.is_finite(values)) for values in _values(grads)] or [True])
+
+
+def unscaled(grads: Sequence[Any], scale: tf.Tensor, largest_scale: float) -> list[Any]:
+    """Gradients divided by the loss scale, in float32 or wider.
+
+    >>> unscaled([tf.constant(2.0**-14, tf.float16)], tf.constant(2.0**16), 2.0**24)[0].numpy()
+    9.313226e-10
+
+    Args:
+        grads: gradients of the scaled loss.
+        scale: the loss scale; float32 scalar.
+        largest_scale: what ``scale`` can grow to.
+    """
+    factors = [1.0 / scale]
+    if largest_scale > 2.0**126:  # the inverse can be a subnormal number, which TensorFlow flushes to zero
+        first = tf.where(scale > 1.0, 0.25, 1.0)
+        factors = [first, 1.0 / (scale * first)]
+    for factor in factors:
+        grads = multiplied(grads, factor)
+    return list(grads)
+
+
+def multiplied(grads: Sequence[Any], factor: tf.Tensor) -> list[Any]:
+    """Every gradient in float32 or wider, times a scalar.
+
+    >>> multiplied([None, tf.constant(3.0, tf.float16)], tf.constant(0.5))[1].numpy()
+    1.5
+    """
+
+    def multiply(values: tf.Tensor) -> tf.Tensor:
+        wide = tf.cast(values, tf.float32) if values.dtype in SIXTEEN_BIT else values
+        return wide * tf.cast(factor, wide.dtype)
+
+    return [map_values(multiply, grad) for grad in grads]
+
+
+def clip_factor(grads: Sequence[Any], limit: float) -> tf.Tensor:
+    """What gradients are multiplied by so that their global L2 norm is at most ``limit``; float32 scalar, at most 1.
+
+    >>> clip_factor([tf.constant([3.0]), tf.constant([4.0])], 1.0).numpy()
+    0.2
+    """
+    squares = [tf.reduce_sum(tf.square(tf.cast(values, tf.float32))) for values in _values(grads)]
+    return limit / tf.maximum(tf.sqrt(tf.add_n(squares)), limit)
+
+
+def _values(grads: Sequence[Any]) -> list[tf.Tensor]:
+    found: list[tf.Tensor] = []
+    for grad in grads:
+        map_values(found.append, grad)
+    return found

@@ -1,0 +1,80 @@
+"""Float32 master weights: what the inner optimizer trains while the model's own variables have 16 bits.
+
+In 16 bits an update that is small beside its weight rounds away; in float32 it adds up (Micikevicius et al., "Mixed
+Precision Training", ICLR 2018, section 3.1).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from polyamp.backends.tensorflow.gradients import SIXTEEN_BIT
+from polyamp.backends.tensorflow.replicas import is_distributed
+from polyamp.errors import UnsupportedError
+
+
+class MasterWeights(tf.Module):
+    """The float32 master of each 16-bit variable that was ever asked for, in that order; checkpoints keep them.
+
+    >>> weight = tf.Variable(tf.ones(2, tf.bfloat16))
+    >>> MasterWeights().trained([weight])[0].dtype
+    tf.float32
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._masters: list[tf.Variable] = []
+        self._index: dict[Any, int] = {}
+
+    def trained(self, variables: Sequence[tf.Variable]) -> list[tf.Variable]:
+        """What the inner optimizer trains in the place of ``variables``: masters for those of 16 bits."""
+        return [self._master(variable) if variable.dtype in SIXTEEN_BIT else variable for variable in variables]
+
+    @staticmethod
+    def follow(variables: Sequence[tf.Variable], trained: Sequence[tf.Variable]) -> list[tf.Operation]:
+        """Take over what was assigned to a model's variable since its master was last rounded into it."""
+        done = []
+        for variable, master in _pairs(variables, trained):
+            value, exact = tf.convert_to_tensor(variable), tf.convert_to_tensor(master)
+            rounded = tf.cast(exact, value.dtype)
+            done.append(_operation(master.assign(tf.where(rounded == value, exact, tf.cast(value, tf.float32)))))
+        return [operation for operation in done if operation is not None]
+
+    @staticmethod
+    def round_into(variables: Sequence[tf.Variable], trained: Sequence[tf.Variable]) -> list[tf.Operation]:
+        """Round the masters into the model's variables."""
+        done = [_operation(one.assign(tf.cast(master, one.dtype))) for one, master in _pairs(variables, trained)]
+        return [operation for operation in done if operation is not None]
+
+    def _master(self, variable: tf.Variable) -> tf.Variable:
+        if is_distributed():
+            raise UnsupportedError(
+                "master weights are not kept over several replicas",
+                where="a tf.distribute strategy",
+                found=f"{variable.name} of {variable.dtype.name}",
+                allowed="float32 variables",
+                fix="store variables in float32, and cast them where they are used: policy.cast_to_compute(variables)",
+            )
+        key = variable.ref()
+        if key not in self._index:
+            self._index[key] = len(self._masters)
+            self._masters.append(_new_master(variable))
+        return self._masters[self._index[key]]
+
+
+def _new_master(variable: tf.Variable) -> tf.Variable:
+    name = f"{variable.name.partition(':')[0]}_master"
+    with tf.init_scope():  # out of any function that is being traced, as optimizers make their slots
+        return tf.Variable(lambda: tf.cast(variable, tf.float32), trainable=False, dtype=tf.float32, name=name)
+
+
+def _pairs(variables: Sequence[Any], trained: Sequence[Any]) -> list[tuple[Any, Any]]:
+    return [(one, other) for one, other in zip(variables, trained, strict=True) if one is not other]
+
+
+def _operation(assigned: Any) -> tf.Operation | None:
+    """What a graph runs for an assignment; None where it has happened."""
+    return None if tf.executing_eagerly() else getattr(assigned, "op", assigned)

@@ -1,0 +1,72 @@
+"""Replicas of a ``tf.distribute`` strategy decide together whether a step is applied.
+
+Optimizers sum gradients over replicas inside their update, so each replica tests gradients that the others have not
+seen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+
+def is_distributed() -> bool:
+    """Whether several replicas run this code.
+
+    >>> is_distributed()
+    False
+    """
+    return tf.distribute.has_strategy() and tf.distribute.get_strategy().num_replicas_in_sync > 1
+
+
+def all_replicas(finite: tf.Tensor) -> tf.Tensor:
+    """Whether ``finite``, a scalar bool, holds in every replica.
+
+    >>> bool(all_replicas(tf.constant(True)))
+    True
+    """
+    if not is_distributed():
+        return finite
+    bad = tf.cast(tf.logical_not(finite), tf.float32)
+    return _sum(bad) == 0
+
+
+def summed(grads: Sequence[Any]) -> list[Any]:
+    """The gradients that are there, each summed over the replicas."""
+    present = [grad for grad in grads if grad is not None]
+    return list(_sum(present)) if is_distributed() else present
+
+
+def update_if(finite: tf.Tensor, update: Callable[[Sequence[Any]], Any], grads: Sequence[Any]) -> tf.Tensor:
+    """Run ``update(grads)``, which returns an operation or None, where ``finite`` holds; in every replica, or in none.
+
+    Returns:
+        ``finite``, available once the update has run.
+    """
+    # An optimizer's update merges replicas, which TensorFlow forbids inside a conditional of a replica, so there the
+    # conditional is put around the replicas. Strategies that do not merge have no such rule. Keras asks the same way.
+    if not is_distributed() or tf.__internal__.distribute.strategy_supports_no_merge_call():
+        return _run_if(finite, lambda: update(grads))
+
+    def across(strategy: tf.distribute.Strategy, decided: Any, per_replica: Any) -> tf.Tensor:
+        def run() -> Any:
+            return strategy.group(strategy.extended.call_for_each_replica(update, args=(per_replica,)))
+
+        return _run_if(strategy.experimental_local_results(decided)[0], run)
+
+    return tf.distribute.get_replica_context().merge_call(across, args=(finite, list(grads)))
+
+
+def _run_if(finite: tf.Tensor, run: Callable[[], Any]) -> tf.Tensor:
+    def apply() -> tf.Tensor:
+        operation = run()
+        with tf.control_dependencies([] if operation is None else [operation]):
+            return tf.constant(True)
+
+    return tf.cond(finite, apply, lambda: tf.constant(False))
+
+
+def _sum(value: Any) -> Any:
+    return tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.SUM, value)

@@ -1,0 +1,59 @@
+"""Settings and traces for the tests of the loss-scale rule, and how to walk a trace."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from hypothesis import strategies as st
+
+from polyamp import LossScale, LossScaleState, advance
+
+TRACES = st.lists(st.booleans(), min_size=1, max_size=60)
+"""For every step: were its gradients finite?"""
+
+
+@st.composite
+def powers_of_two(draw: st.DrawFn) -> LossScale:
+    """Settings whose numbers are all powers of two, within limits that a short trace reaches."""
+    low, init, high = sorted(draw(st.lists(st.integers(-20, 20), min_size=3, max_size=3)))
+    factors = {"growth": 2.0 ** draw(st.integers(1, 3)), "backoff": 2.0 ** -draw(st.integers(1, 3))}
+    return LossScale(init=2.0**init, min=2.0**low, max=2.0**high, **factors, **draw(counts()))
+
+
+@st.composite
+def any_numbers(draw: st.DrawFn) -> LossScale:
+    """Settings of any float32 numbers, from the smallest normal one to the largest."""
+    scales = st.floats(2.0**-126, 2.0**127, width=32, allow_subnormal=False)
+    low, init, high = sorted(draw(st.lists(scales, min_size=3, max_size=3)))
+    growth = draw(st.floats(1.0, 64.0, width=32, exclude_min=True))
+    backoff = draw(st.floats(2.0**-6, 1.0, width=32, exclude_max=True))
+    return LossScale(init=init, min=low, max=high, growth=growth, backoff=backoff, **draw(counts()))
+
+
+@st.composite
+def counts(draw: st.DrawFn) -> dict[str, Any]:
+    return {
+        "interval": draw(st.integers(1, 5)),
+        "hysteresis": draw(st.integers(1, 4)),
+        "consecutive": draw(st.booleans()),
+        "late_growth": draw(st.sampled_from(["never", "after_overflow", "always"])),
+        "on_min": "ignore",
+    }
+
+
+def walk(
+    config: LossScale, finite: Iterable[Any], state: LossScaleState | None = None, **where: Callable[..., Any]
+) -> list[LossScaleState]:
+    """The state after every step of a trace."""
+    state = config.initial_state() if state is None else state
+    states = []
+    for flag in finite:
+        state = advance(config, state, flag, **where)
+        states.append(state)
+    return states
+
+
+def read(trace: str) -> list[bool]:
+    """A trace as it is drawn: ``.`` finite, ``!`` overflow."""
+    return [step == "." for step in trace.replace(" ", "")]

@@ -264,6 +264,11 @@ def _choose(condition: Any, if_true: Any, if_false: Any) -> Any:
     return if_true if condition else if_false
 
 
+def _single(value: Any) -> Any:
+    """Round a Python number as the frameworks' float32 scalars are rounded anyway."""
+    return struct.unpack("f", struct.pack("f", min(value, FLOAT32.max)))[0] if isinstance(value, float) else value
+
+
 def advance(
     config: LossScale,
     state: LossScaleState,
@@ -296,7 +301,7 @@ def advance(
     refilled = where(finite, config.hysteresis if config.consecutive else state.hysteresis, state.hysteresis - 1)
     spent, spent_at_min = where(refilled > 0, refilled, 0), where(refilled > 0, refilled, -1)
     hysteresis = where(grow, config.hysteresis, where(state.scale > config.min, spent, spent_at_min))
-    grown, reduced = state.scale * config.growth, state.scale * config.backoff
+    grown, reduced = _single(state.scale * config.growth), _single(state.scale * config.backoff)
     grown = where(grown > config.max, config.max, grown)
     reduced = where(reduced < config.min, config.min, reduced)
     return LossScaleState(

@@ -78,9 +78,9 @@ log1p                               : cuda tf_fp16=follow tf_bf16=follow
 log2 log10                          : cuda apex
 pow                                 : cuda tf_fp16 tf_bf16 apex
 integer_pow                         : range
-square squared_difference           : range tf_bf16=follow
+square squared_difference           : range tf_fp16=follow tf_bf16=follow
     Squares leave float16 from 256 on. The table does not depend on the format, so bfloat16 pays for it too.
-rsqrt                               : cuda apex tf_bf16=follow
+rsqrt                               : cuda apex tf_fp16=follow tf_bf16=follow
     Its derivative, x**-1.5 / 2, leaves float16 below x = 4e-4. The table does not depend on the format.
 reciprocal                          : cuda apex tf_fp16=follow tf_bf16=follow
     It leaves float16 below x = 1.6e-5, and its derivative below 4e-3; a quotient (div) has no such fixed numerator.

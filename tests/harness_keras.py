@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -11,12 +12,15 @@ from keras import ops
 from numpy.typing import NDArray
 
 import polyamp
+from polyamp.backends.keras.backend import value_of
 from polyamp.testing import Arrays
 
 
 def to_numpy(tensor: Any) -> NDArray[Any]:
     """A copy; bfloat16, which NumPy lacks, as ``ml_dtypes.bfloat16``."""
-    return np.array(ops.convert_to_numpy(tensor.value if isinstance(tensor, keras.Variable) else tensor))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # Keras 3.15 calls __array__ as NumPy 1 did
+        return np.array(ops.convert_to_numpy(value_of(tensor)))
 
 
 class KerasSession:

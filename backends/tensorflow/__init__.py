@@ -1,1 +1,14 @@
-"""placeholder"""
+"""TensorFlow: ``tf.compat.v1.train`` optimizers wrapped, and a loss scaler for loops around ``tf.GradientTape``.
+
+>>> import tensorflow as tf, polyamp.backends.tensorflow as amp
+>>> scaler = amp.LossScaler("mixed_float16")
+>>> scaler.loss_scale
+65536.0
+"""
+
+from polyamp.backends.tensorflow.adapter import adapter
+from polyamp.backends.tensorflow.casting import cast
+from polyamp.backends.tensorflow.optimizer import LossScaledOptimizer
+from polyamp.backends.tensorflow.scaler import LossScaler
+
+__all__ = ["LossScaledOptimizer", "LossScaler", "adapter", "cast"]

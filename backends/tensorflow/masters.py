@@ -34,20 +34,19 @@ class MasterWeights(tf.Module):
         return [self._master(variable) if variable.dtype in SIXTEEN_BIT else variable for variable in variables]
 
     @staticmethod
-    def follow(variables: Sequence[tf.Variable], trained: Sequence[tf.Variable]) -> list[tf.Operation]:
-        """Take over what was assigned to a model's variable since its master was last rounded into it."""
-        done = []
-        for variable, master in _pairs(variables, trained):
-            value, exact = tf.convert_to_tensor(variable), tf.convert_to_tensor(master)
-            rounded = tf.cast(exact, value.dtype)
-            done.append(_operation(master.assign(tf.where(rounded == value, exact, tf.cast(value, tf.float32)))))
-        return [operation for operation in done if operation is not None]
+    def follow(variables: Sequence[tf.Variable], trained: Sequence[tf.Variable]) -> list[Any]:
+        """Take over what was assigned to a model's variable since its master was last rounded into it.
+
+        Returns:
+            What a graph has to run for that; outside of one it has happened.
+        """
+        return [_follow(variable, master) for variable, master in _pairs(variables, trained)]
 
     @staticmethod
-    def round_into(variables: Sequence[tf.Variable], trained: Sequence[tf.Variable]) -> list[tf.Operation]:
-        """Round the masters into the model's variables."""
-        done = [_operation(one.assign(tf.cast(master, one.dtype))) for one, master in _pairs(variables, trained)]
-        return [operation for operation in done if operation is not None]
+    def round_into(variables: Sequence[tf.Variable], trained: Sequence[tf.Variable]) -> list[Any]:
+        """Round the masters into the model's variables; returns as `follow` does."""
+        pairs = _pairs(variables, trained)
+        return [one.assign(tf.cast(master, one.dtype), read_value=False) for one, master in pairs]
 
     def _master(self, variable: tf.Variable) -> tf.Variable:
         if is_distributed():
@@ -71,10 +70,11 @@ def _new_master(variable: tf.Variable) -> tf.Variable:
         return tf.Variable(lambda: tf.cast(variable, tf.float32), trainable=False, dtype=tf.float32, name=name)
 
 
+def _follow(variable: tf.Variable, master: tf.Variable) -> Any:
+    value, exact = tf.convert_to_tensor(variable), tf.convert_to_tensor(master)
+    is_unchanged = tf.cast(exact, value.dtype) == value
+    return master.assign(tf.where(is_unchanged, exact, tf.cast(value, tf.float32)), read_value=False)
+
+
 def _pairs(variables: Sequence[Any], trained: Sequence[Any]) -> list[tuple[Any, Any]]:
     return [(one, other) for one, other in zip(variables, trained, strict=True) if one is not other]
-
-
-def _operation(assigned: Any) -> tf.Operation | None:
-    """What a graph runs for an assignment; None where it has happened."""
-    return None if tf.executing_eagerly() else getattr(assigned, "op", assigned)

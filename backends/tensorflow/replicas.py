@@ -7,6 +7,7 @@ seen.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import tensorflow as tf
@@ -61,11 +62,22 @@ def update_if(finite: tf.Tensor, update: Callable[[Sequence[Any]], Any], grads: 
 
 def _run_if(finite: tf.Tensor, run: Callable[[], Any]) -> tf.Tensor:
     def apply() -> tf.Tensor:
-        operation = run()
-        with tf.control_dependencies([] if operation is None else [operation]):
+        with after([run()]):
             return tf.constant(True)
 
     return tf.cond(finite, apply, lambda: tf.constant(False))
+
+
+def after(operations: Sequence[Any]) -> AbstractContextManager[Any]:
+    """A context whose operations run after these; what is no operation or tensor has happened already.
+
+    Inside a ``tf.function`` TensorFlow keeps the order by itself; in a graph of a ``Session`` nothing else does.
+
+    >>> with after([None]):
+    ...     tf.constant(1).numpy()
+    1
+    """
+    return tf.control_dependencies([one for one in operations if isinstance(one, tf.Operation | tf.Tensor)])
 
 
 def _sum(value: Any) -> Any:

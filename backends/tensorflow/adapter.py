@@ -1,0 +1,103 @@
+"""The adapter: what `polyamp`'s verbs do with TensorFlow objects."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, final
+
+import tensorflow as tf
+
+from polyamp.backends.tensorflow.casting import cast
+from polyamp.backends.tensorflow.operations import OPERATIONS
+from polyamp.backends.tensorflow.optimizer import LossScaledOptimizer
+from polyamp.backends.tensorflow.scaler import LossScaler
+from polyamp.errors import InvalidTypeError
+from polyamp.loss_scale import LossScale
+from polyamp.policy import Policy
+
+
+@final
+class TensorFlowAdapter:
+    """TensorFlow behind `polyamp.adapter.Adapter`: tensors, and optimizers of ``tf.compat.v1.train``."""
+
+    name = "tensorflow"
+    operations: Mapping[str, str] = OPERATIONS
+
+    def owns(self, obj: object) -> bool:
+        """Whether ``obj`` is a tensor, variable, module or optimizer."""
+        return isinstance(obj, tf.Tensor | tf.Variable | tf.Module | tf.compat.v1.train.Optimizer)
+
+    def describe(self) -> dict[str, Any]:
+        """Version, devices with the formats that are fast there, and notes.
+
+        >>> adapter.describe()["devices"][-1]["name"]
+        'cpu'
+        """
+        gpus = [_describe_gpu(gpu) for gpu in tf.config.list_physical_devices("GPU")]
+        notes = [] if gpus else ["no GPU: no Tensor Cores"]
+        notes += [f"{gpu['name']} has no Tensor Cores: they need capability 7.0" for gpu in gpus if not gpu["fast"]]
+        cpu = {"name": "cpu", "fast": []}
+        return {"version": tf.__version__, "devices": [*gpus, cpu], "notes": notes}
+
+    def cast(self, tree: Any, format_name: str, /) -> Any:
+        """See `polyamp.backends.tensorflow.cast`."""
+        return cast(tree, format_name)
+
+    def wrap_optimizer(
+        self,
+        optimizer: Any,
+        policy: Policy,
+        *,
+        loss_scale: LossScale,
+        max_grad_norm: float | None,
+        master_weights: bool = True,
+    ) -> LossScaledOptimizer:
+        """See `polyamp.backends.tensorflow.LossScaledOptimizer`."""
+        return LossScaledOptimizer(optimizer, loss_scale, max_grad_norm, master_weights=master_weights)
+
+    def scale_loss(self, loss: Any, holder: Any) -> tf.Tensor:
+        """See `LossScaler.scale`."""
+        return _scaler(holder, "scale_loss(holder)").scale(loss)
+
+    def save_loss_scale(self, holder: Any) -> dict[str, Any]:
+        """See `LossScaler.save_loss_scale`."""
+        return _scaler(holder, "save_loss_scale(holder)").save_loss_scale()
+
+    def load_loss_scale(self, holder: Any, saved: Mapping[str, Any]) -> Any:
+        """See `LossScaler.load_loss_scale`; gives ``holder``."""
+        _scaler(holder, "load_loss_scale(holder)").load_loss_scale(saved)
+        return holder
+
+
+adapter = TensorFlowAdapter()
+
+
+def _scaler(holder: Any, where: str) -> LossScaler:
+    scaler = holder.scaler if isinstance(holder, LossScaledOptimizer) else holder
+    if not isinstance(scaler, LossScaler):
+        raise InvalidTypeError(
+            "this object holds no loss scale",
+            where=where,
+            found=f"{type(holder).__module__}.{type(holder).__qualname__}",
+            allowed="what polyamp.wrap_optimizer gave, or a polyamp.backends.tensorflow.LossScaler",
+            fix="wrap the optimizer, and give the wrapped one",
+        )
+    return scaler
+
+
+def _describe_gpu(gpu: Any) -> dict[str, Any]:
+    details = tf.config.experimental.get_device_details(gpu)
+    capability = details.get("compute_capability", (0, 0))
+    # First capability whose Tensor Cores take the format: Volta, Ampere, Ada (CUDA C++ Programming Guide).
+    since = {
+        "float16": (7, 0),
+        "bfloat16": (8, 0),
+        "tensorfloat32": (8, 0),
+        "float8_e4m3fn": (8, 9),
+        "float8_e5m2": (8, 9),
+    }
+    return {
+        "name": f"{gpu.name.removeprefix('/physical_device:')} {details.get('device_name', '')}".strip(),
+        "capability": ".".join(map(str, capability)),
+        "fast": [name for name, first in since.items() if tuple(capability) >= first],
+    }

@@ -1,0 +1,126 @@
+"""`LossScaledOptimizer`: any ``tf.compat.v1.train`` optimizer, with the order of a mixed-precision step in one place."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import tensorflow as tf
+
+from polyamp.backends.tensorflow.scaler import LossScaler
+from polyamp.errors import InvalidTypeError, UsageError
+from polyamp.loss_scale import LossScale
+from polyamp.result import StepResult
+
+_Optimizer = tf.compat.v1.train.Optimizer
+
+
+class LossScaledOptimizer(_Optimizer):  # type: ignore[misc]
+    """An optimizer that unscales, tests, clips, then updates or skips, then moves the loss scale: always in that order.
+
+    It is a ``tf.compat.v1.train.Optimizer``, for graphs of a ``Session``, for ``tf.function`` and for eager code. Its
+    state and master weights are variables, which a ``Saver`` and a ``tf.train.Checkpoint`` keep.
+
+    >>> weight = tf.Variable([1.0, 1.0])
+    >>> sgd = tf.compat.v1.train.GradientDescentOptimizer(0.5)
+    >>> opt = LossScaledOptimizer(sgd, LossScale(init=8.0), max_grad_norm=1.0)
+    >>> opt.minimize(lambda: tf.reduce_sum(weight * [3.0, 4.0]), var_list=[weight])
+    >>> weight.numpy(), opt.last_step
+    (array([0.7, 0.6], dtype=float32), StepResult(applied=True, scale=8.0, skipped_in_a_row=0))
+
+    Args:
+        optimizer: any ``tf.compat.v1.train.Optimizer``. A skipped step is none of its steps, and ``global_step`` stays.
+        loss_scale: None is ``LossScale()``. ``LossScale.none()`` makes this do exactly what ``optimizer`` does.
+        max_grad_norm: clip unscaled gradients to this global L2 norm.
+        master_weights: train float32 copies of 16-bit variables; False updates them as they are.
+
+    Raises:
+        InvalidTypeError: no such optimizer.
+        UsageError: it is wrapped already.
+    """
+
+    def __init__(
+        self,
+        optimizer: _Optimizer,
+        loss_scale: LossScale | None = None,
+        max_grad_norm: float | None = None,
+        *,
+        master_weights: bool = True,
+    ) -> None:
+        _check_optimizer(optimizer)
+        super().__init__(use_locking=False, name=optimizer.get_name())
+        settings = LossScale() if loss_scale is None else loss_scale
+        self.inner = optimizer
+        self.scaler = LossScaler(settings, max_grad_norm, master_weights=master_weights)
+        # How TensorFlow's own optimizer wrappers name the objects that checkpoints look into; nothing public does.
+        self._track_trackable(self.inner, "inner")
+        self._track_trackable(self.scaler, "scaler")
+
+    def scale_loss(self, loss: Any) -> tf.Tensor:
+        """See `LossScaler.scale`; `minimize` and `compute_gradients` do this by themselves."""
+        return self.scaler.scale(loss)
+
+    def compute_gradients(self, loss: Any, *args: Any, **kwargs: Any) -> list[tuple[Any, Any]]:
+        """Pairs of a gradient of the *scaled* loss and its variable, for `apply_gradients`.
+
+        Arguments and errors as in ``tf.compat.v1.train.Optimizer``, and those of `LossScaler.scale`. To clip, give
+        ``max_grad_norm``; to look at gradients, take ``opt.scaler.unscale(grads)``.
+        """
+        scaled = (lambda: self.scaler.scale(loss())) if callable(loss) else self.scaler.scale(loss)
+        pairs: list[tuple[Any, Any]] = self.inner.compute_gradients(scaled, *args, **kwargs)
+        return pairs
+
+    def apply_gradients(
+        self, grads_and_vars: Iterable[tuple[Any, Any]], global_step: Any = None, name: str | None = None
+    ) -> tf.Operation | None:
+        """One step with the gradients of the scaled loss: unscale, test, clip, update or skip, move the loss scale.
+
+        Args:
+            grads_and_vars: what `compute_gradients` gave.
+            global_step: a variable that counts applied steps.
+            name: of the operation.
+
+        Returns:
+            The operation that does it, in a graph; None in eager code, where it is done.
+
+        Raises:
+            LossScaleError: in eager code on the CPU; see `last_step` for elsewhere.
+        """
+        result = self.scaler.step(self.inner, grads_and_vars, global_step=global_step, name=name)
+        return None if tf.executing_eagerly() else tf.group(result.scale, name=name)
+
+    @property
+    def loss_scale(self) -> float:
+        """See `LossScaler.loss_scale`."""
+        return self.scaler.loss_scale
+
+    @property
+    def last_step(self) -> StepResult:
+        """See `LossScaler.last_step`."""
+        return self.scaler.last_step
+
+    def variables(self) -> list[tf.Variable]:
+        """The inner optimizer's variables, the loss scale with its counters, and the master weights."""
+        return [*self.inner.variables(), *self.scaler.variables]
+
+    def get_slot(self, var: tf.Variable, name: str) -> tf.Variable | None:
+        """The inner optimizer's slot for a variable."""
+        # Not so `get_slot_names`: through it a checkpoint would find the inner optimizer's slots twice, and refuse.
+        return self.inner.get_slot(var, name)
+
+
+def _check_optimizer(optimizer: Any) -> None:
+    where, kind = "wrap_optimizer(optimizer)", type(optimizer)
+    wrappers = LossScaledOptimizer | tf.compat.v1.mixed_precision.MixedPrecisionLossScaleOptimizer
+    if isinstance(optimizer, wrappers):
+        raise UsageError(
+            "the optimizer is wrapped already", where=where, found=kind.__qualname__, fix="wrap the plain one, once"
+        )
+    if not isinstance(optimizer, _Optimizer):
+        raise InvalidTypeError(
+            "no TensorFlow optimizer",
+            where=where,
+            found=f"{kind.__module__}.{kind.__qualname__}",
+            allowed="an instance of tf.compat.v1.train.Optimizer, or a Keras optimizer",
+            fix="for an optimizer of your own, step it by polyamp.backends.tensorflow.LossScaler",
+        )

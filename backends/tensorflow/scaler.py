@@ -1,0 +1,246 @@
+"""`LossScaler`: the order of a mixed-precision step around any optimizer with ``apply_gradients``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from polyamp.backends.tensorflow.gradients import SIXTEEN_BIT, all_finite, clip_factor, multiplied, unscaled
+from polyamp.backends.tensorflow.masters import MasterWeights
+from polyamp.backends.tensorflow.replicas import after, all_replicas, summed, update_if
+from polyamp.errors import InvalidTypeError, NonFiniteLossError, UsageError
+from polyamp.loss_scale import LossScale, LossScaleState, advance, on_host, report_limits
+from polyamp.policy import Policy
+from polyamp.policy import policy as make_policy
+from polyamp.result import StepResult
+
+_SCALING_ALREADY = {"LossScaleOptimizer", "LossScaledOptimizer", "MixedPrecisionLossScaleOptimizer"}
+
+
+class LossScaler(tf.Module):
+    """Scales losses, and steps an optimizer with the gradients: unscale, test, clip, update or skip, move the scale.
+
+    For loops around ``tf.GradientTape``, eager or in a ``tf.function`` (also under ``jit_compile=True``), and for graphs
+    of a ``Session``, without a host sync. The state and the master weights are variables, which a
+    ``tf.train.Checkpoint`` that is given the scaler keeps.
+
+    >>> weight, scaler = tf.Variable([1.0, 1.0]), LossScaler("mixed_float16", max_grad_norm=1.0)
+    >>> sgd = tf.compat.v1.train.GradientDescentOptimizer(0.5)
+    >>> with tf.GradientTape() as tape:
+    ...     scaled = scaler.scale(tf.reduce_sum(weight * [3.0, 4.0]))
+    >>> scaler.step(sgd, [(tape.gradient(scaled, weight), weight)])
+    StepResult(applied=True, scale=65536.0, skipped_in_a_row=0)
+    >>> weight.numpy()
+    array([0.7, 0.6], dtype=float32)
+
+    Args:
+        settings: a `polyamp.LossScale`, or a policy or its name, whose loss scale it is; None is the current policy.
+        max_grad_norm: clip unscaled gradients to this global L2 norm (of their sum, where replicas share a step).
+        master_weights: train float32 copies of 16-bit variables; False updates them as they are.
+        name: of the module.
+
+    Raises:
+        InvalidTypeError: ``settings`` is none of these.
+    """
+
+    def __init__(
+        self,
+        settings: LossScale | Policy | str | None = None,
+        max_grad_norm: float | None = None,
+        *,
+        master_weights: bool = True,
+        name: str = "loss_scaler",
+    ) -> None:
+        chosen = settings if isinstance(settings, LossScale) else make_policy(settings).loss_scale
+        super().__init__(name=name)
+        self.settings = chosen.in_float32()
+        self.max_grad_norm = max_grad_norm
+        names = ("loss_scale", *LossScaleState._fields[1:])
+        self.scalars = list(map(_new_scalar, names, self.settings.initial_state()))
+        self._masters = MasterWeights() if master_weights else None
+
+    def scale(self, loss: Any) -> tf.Tensor:
+        """The loss in float32 (float64 stays) times the loss scale.
+
+        >>> LossScaler(LossScale(init=8.0)).scale(tf.constant(2.0)).numpy()
+        16.0
+
+        Raises:
+            InvalidTypeError: no floating tensor.
+            NonFiniteLossError: inf or NaN, of an eager tensor on the CPU. Elsewhere the step is skipped, and its result
+                says so.
+        """
+        if not self.settings.check:
+            return loss
+        tensor = _floating(loss)
+        if not tf.is_symbolic_tensor(tensor) and _is_on_cpu(tensor) and not all_finite([tensor]):
+            raise _non_finite(tensor)
+        wide = tf.cast(tensor, tf.float32) if tensor.dtype in SIXTEEN_BIT else tensor
+        return wide * tf.cast(self.scalars[0], wide.dtype)
+
+    def unscale(self, grads: Sequence[Any]) -> tuple[list[Any], tf.Tensor]:
+        """Gradients of the loss itself, in float32 or wider, and whether all of them were finite, in every replica.
+
+        For loops that look at gradients or update by hand; `step` does this by itself.
+
+        >>> grads, finite = LossScaler(LossScale(init=8.0)).unscale([tf.constant([16.0, float("inf")])])
+        >>> grads[0].numpy(), bool(finite)
+        (array([ 2., inf], dtype=float32), False)
+
+        Args:
+            grads: gradients of the scaled loss: tensors, ``tf.IndexedSlices`` or None.
+        """
+        if not self.settings.check:
+            return list(grads), tf.constant(True)
+        scale = tf.convert_to_tensor(self.scalars[0])
+        return unscaled(grads, scale, self.settings.max), all_replicas(all_finite(grads))
+
+    def step(self, optimizer: Any, grads_and_vars: Iterable[tuple[Any, Any]], **options: Any) -> StepResult:
+        """Update by the gradients of the scaled loss, or skip, and move the loss scale.
+
+        Args:
+            optimizer: anything with ``apply_gradients(grads_and_vars)``: of ``tf.compat.v1.train``, of Keras, your own.
+            grads_and_vars: pairs of a gradient of the scaled loss, or None, and its variable.
+            **options: for ``apply_gradients``.
+
+        Returns:
+            What the step did. In a graph its properties are tensors; in that of a ``Session``, running one of them runs
+            the step.
+
+        Raises:
+            InvalidTypeError: no optimizer.
+            LossScaleError: by `polyamp.loss_scale.report_limits`, in eager code on the CPU.
+            UsageError: the optimizer scales losses itself.
+        """
+        _check_optimizer(optimizer)
+        pairs = list(grads_and_vars)
+        variables = [variable for _, variable in pairs]
+        plain, finite = self.unscale([grad for grad, _ in pairs])
+        if self.max_grad_norm is not None:
+            plain = multiplied(plain, clip_factor(summed(plain), self.max_grad_norm))
+
+        def update(chosen: Sequence[Any]) -> Any:
+            return self._update(optimizer, chosen, variables, options)
+
+        if not self.settings.check:
+            return self._result(self.state, [update(plain)])
+        state = advance(self.settings, self.state, finite, _where)
+        return self._result(state, [update_if(finite, update, plain), *self._assign(state)])
+
+    @property
+    def state(self) -> LossScaleState:
+        """The five scalars as tensors: symbolic ones in a graph."""
+        return LossScaleState(*map(tf.convert_to_tensor, self.scalars))
+
+    @property
+    def loss_scale(self) -> float:
+        """The scale that the next loss is multiplied by; outside of graphs. Reading it waits for the device."""
+        return float(self.scalars[0].numpy())
+
+    @property
+    def last_step(self) -> StepResult:
+        """What the last step did.
+
+        In eager code, reading it waits for the device, and reports what ``LossScale(on_min=, max_skips=)`` ask for: a
+        compiled step cannot. In a graph its properties are tensors.
+
+        Raises:
+            LossScaleError: by `polyamp.loss_scale.report_limits`.
+        """
+        return StepResult(self._reported() if tf.executing_eagerly() else self.state)
+
+    def save_loss_scale(self) -> dict[str, Any]:
+        """The loss-scale state in the form all frameworks share; JSON. Outside of graphs."""
+        return self.settings.to_state_dict(self.state)
+
+    def load_loss_scale(self, saved: Mapping[str, Any]) -> None:
+        """Continue from a state that `save_loss_scale` gave, in this framework or another. Outside of graphs.
+
+        Raises:
+            StateError: of another kind, with missing fields, or outside the settings; nothing is changed.
+        """
+        self._assign(self.settings.from_state_dict(saved))
+
+    def _update(self, optimizer: Any, grads: Sequence[Any], variables: list[Any], options: dict[str, Any]) -> Any:
+        trained = self._masters.trained(variables) if self._masters else variables
+        with after(MasterWeights.follow(variables, trained)):
+            done = optimizer.apply_gradients(list(zip(grads, trained, strict=True)), **options)
+        with after([done]):
+            return tf.group(*MasterWeights.round_into(variables, trained))
+
+    def _assign(self, state: LossScaleState) -> list[Any]:
+        pairs = zip(self.scalars, state, strict=True)
+        return [variable.assign(tf.cast(value, variable.dtype), read_value=False) for variable, value in pairs]
+
+    def _result(self, state: LossScaleState, operations: list[Any]) -> StepResult:
+        if tf.executing_eagerly() and _is_on_cpu(state.scale):
+            return StepResult(self._reported())
+        with after(operations):
+            return StepResult(LossScaleState(*map(tf.identity, state)))
+
+    def _reported(self) -> LossScaleState:
+        state = on_host(self.state)
+        report_limits(self.settings, state)
+        return state
+
+
+def _new_scalar(name: str, value: float) -> tf.Variable:
+    # Counters have 64 bits: TensorFlow keeps 32-bit integers in host memory, where programs that XLA compiled for a GPU
+    # cannot reach them.
+    dtype = tf.float32 if isinstance(value, float) else tf.int64
+    first = tf.VariableAggregation.ONLY_FIRST_REPLICA
+    return tf.Variable(value, trainable=False, dtype=dtype, name=name, aggregation=first)
+
+
+def _where(condition: Any, if_true: Any, if_false: Any) -> tf.Tensor:
+    """Selection that gives a Python number the type of the tensor beside it."""
+    dtype = next((value.dtype for value in (if_true, if_false) if tf.is_tensor(value)), tf.int64)
+    return tf.where(condition, tf.cast(if_true, dtype), tf.cast(if_false, dtype))
+
+
+def _is_on_cpu(tensor: tf.Tensor) -> bool:
+    return tf.DeviceSpec.from_string(tensor.device).device_type == "CPU"
+
+
+def _floating(loss: Any) -> tf.Tensor:
+    dtype = getattr(loss, "dtype", None) if tf.is_tensor(loss) else None
+    if dtype is not None and dtype.is_floating:
+        return tf.convert_to_tensor(loss)
+    raise InvalidTypeError(
+        "the loss is no floating tensor",
+        where="scale(loss)",
+        found=type(loss).__name__ if dtype is None else f"a tensor of {dtype.name}",
+        allowed="a floating tf.Tensor",
+        fix="give the loss that the model's outputs led to",
+    )
+
+
+def _non_finite(tensor: tf.Tensor) -> NonFiniteLossError:
+    return NonFiniteLossError(
+        "the loss was not finite before it was scaled",
+        where="scale(loss)",
+        found=str(tensor.numpy()),
+        allowed="finite values",
+        fix="look for inf or NaN in the forward pass or the data: lowering the loss scale cannot help",
+    )
+
+
+def _check_optimizer(optimizer: Any) -> None:
+    kinds = type(optimizer).__mro__
+    if not callable(getattr(optimizer, "apply_gradients", None)):
+        raise InvalidTypeError(
+            "no optimizer",
+            where="step(optimizer, ...)",
+            found=f"{kinds[0].__module__}.{kinds[0].__qualname__}",
+            allowed="an object with apply_gradients(grads_and_vars)",
+            fix="give an optimizer of tf.compat.v1.train or of Keras, or write that method",
+        )
+    if _SCALING_ALREADY & {kind.__name__ for kind in kinds}:
+        raise UsageError(
+            "this optimizer scales losses itself",
+            where="step(optimizer, ...)",
+            found=kinds[0].__qualname__,
+            fix="give the plain optimizer, or use the wrapped one without a LossScaler",
+        )

@@ -1,0 +1,327 @@
+"""The canonical table against the installed frameworks: names that exist, lists that say what we say they say."""
+
+from __future__ import annotations
+
+import gc
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax.experimental.pallas
+import jax.nn
+import jax.scipy.linalg
+import keras
+import pytest
+import tensorflow as tf
+import torch
+from jax.extend.core import Primitive
+
+from polyamp import registry
+from polyamp.backends.jax.operations import OPERATIONS as jax_names
+from polyamp.backends.keras.operations import ACTIVATIONS
+from polyamp.backends.keras.operations import OPERATIONS as keras_names
+from polyamp.backends.tensorflow.operations import OPERATIONS as tensorflow_names
+from polyamp.backends.torch.operations import MODULES, canonical
+from polyamp.backends.torch.operations import OPERATIONS as torch_names
+from polyamp.operations import OPERATIONS
+
+NATIVES = {"torch": torch_names, "jax": jax_names, "tensorflow": tensorflow_names, "keras": keras_names}
+
+
+# --- names ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("framework", NATIVES)
+def test_adapters_offer_their_names(framework: str) -> None:
+    assert registry.adapter_named(framework).operations == NATIVES[framework]
+
+
+def test_every_canonical_operation_has_a_native_name() -> None:
+    used = {name for names in (*NATIVES.values(), MODULES) for name in names.values()}
+    assert used == set(OPERATIONS)
+
+
+def aten_names() -> set[str]:
+    registered = torch._C._dispatch_get_all_op_names()
+    names = {name.removeprefix("aten::").partition(".")[0] for name in registered if name.startswith("aten::")}
+    return names | {name.removesuffix("_") for name in names}  # an in-place operator may be the only form
+
+
+def jax_primitives() -> set[str]:
+    # not isinstance: other libraries' objects warn when asked for their class
+    return {thing.name for thing in gc.get_objects() if issubclass(type(thing), Primitive)}
+
+
+def tensorflow_nodes() -> set[str]:
+    nvidia_only = {name for lists in tensorflow_lists().values() for names in lists.values() for name in names}
+    return {name for name in dir(tf.raw_ops) if name[0] != "_"} | nvidia_only | {"_FusedMatMul", "_FusedConv2D"}
+
+
+def test_torch_names_exist() -> None:
+    assert set(torch_names) - aten_names() == set()
+
+
+def test_torch_modules_exist() -> None:
+    assert {
+        name for name in MODULES if not hasattr(torch.nn, name) and not hasattr(torch.nn.modules.linear, name)
+    } == set()
+
+
+def test_jax_names_exist() -> None:
+    assert set(jax_names) - jax_primitives() == set()
+
+
+def test_tensorflow_names_exist() -> None:
+    assert set(tensorflow_names) - tensorflow_nodes() == set()
+
+
+def test_keras_names_exist() -> None:
+    classes = {name: thing for name, thing in vars(keras.layers).items() if isinstance(thing, type)}
+    known = set(classes) | {thing.__name__ for thing in classes.values()}
+    assert set(keras_names) - known == set()
+    assert {name for name in ACTIVATIONS if not hasattr(keras.activations, name)} == set()
+
+
+@pytest.mark.parametrize("family", [torch.nn.modules.conv, torch.nn.modules.batchnorm, torch.nn.modules.normalization])
+def test_torch_modules_with_weights_are_mapped(family: object) -> None:
+    assert set(vars(family)["__all__"]) - set(MODULES) == set()
+
+
+@pytest.mark.parametrize(
+    ("spelling", "name"),
+    [
+        ("aten::softmax.int", "softmax"),
+        ("aten.softmax.int", "softmax"),
+        (str(torch.ops.aten.mm.default), "matmul"),
+        (torch.ops.aten.convolution.default.name(), "conv"),
+        ("add_", "add"),
+        ("aten::relu_", "relu"),
+        ("mylib::softmax", None),
+        ("aten::no_such_operator", None),
+    ],
+)
+def test_torch_spellings(spelling: str, name: str | None) -> None:
+    assert canonical(spelling) == name
+
+
+# --- the same operation in each ---------------------------------------------------------------------------------------
+
+SAME = {
+    "matmul": ("mm", "dot_general", "MatMul"),
+    "conv": ("convolution", "conv_general_dilated", "Conv2D"),
+    "exp": ("exp", "exp", "Exp"),
+    "log": ("log", "log", "Log"),
+    "log1p": ("log1p", "log1p", "Log1p"),
+    "expm1": ("expm1", "expm1", "Expm1"),
+    "pow": ("pow", "pow", "Pow"),
+    "rsqrt": ("rsqrt", "rsqrt", "Rsqrt"),
+    "sqrt": ("sqrt", "sqrt", "Sqrt"),
+    "square": ("square", "square", "Square"),
+    "sum": ("sum", "reduce_sum", "Sum"),
+    "prod": ("prod", "reduce_prod", "Prod"),
+    "cumsum": ("cumsum", "cumsum", "Cumsum"),
+    "max": ("amax", "reduce_max", "Max"),
+    "argmax": ("argmax", "argmax", "ArgMax"),
+    "add": ("add", "add", "AddV2"),
+    "sub": ("sub", "sub", "Sub"),
+    "mul": ("mul", "mul", "Mul"),
+    "div": ("div", "div", "RealDiv"),
+    "maximum": ("maximum", "max", "Maximum"),
+    "minimum": ("minimum", "min", "Minimum"),
+    "clip": ("clamp", "clamp", "ClipByValue"),
+    "where": ("where", "select_n", "SelectV2"),
+    "compare": ("gt", "gt", "Greater"),
+    "is_finite": ("isfinite", "is_finite", "IsFinite"),
+    "sigmoid": ("sigmoid", "logistic", "Sigmoid"),
+    "tanh": ("tanh", "tanh", "Tanh"),
+    "erf": ("erf", "erf", "Erf"),
+    "erf_inv": ("erfinv", "erf_inv", "Erfinv"),
+    "lgamma": ("lgamma", "lgamma", "Lgamma"),
+    "abs": ("abs", "abs", "Abs"),
+    "neg": ("neg", "neg", "Neg"),
+    "sign": ("sign", "sign", "Sign"),
+    "round": ("floor", "floor", "Floor"),
+    "concat": ("cat", "concatenate", "ConcatV2"),
+    "reshape": ("view", "reshape", "Reshape"),
+    "transpose": ("permute", "transpose", "Transpose"),
+    "broadcast": ("expand", "broadcast_in_dim", "BroadcastTo"),
+    "slice": ("slice", "slice", "StridedSlice"),
+    "pad": ("constant_pad_nd", "pad", "PadV2"),
+    "flip": ("flip", "rev", "ReverseV2"),
+    "gather": ("gather", "gather", "GatherV2"),
+    "scatter": ("index_put", "scatter", "TensorScatterUpdate"),
+    "scatter_add": ("scatter_add", "scatter-add", "TensorScatterAdd"),
+    "top_k": ("topk", "top_k", "TopKV2"),
+    "max_pool": ("max_pool2d", "reduce_window_max", "MaxPool"),
+    "avg_pool": ("avg_pool2d", "reduce_window_sum", "AvgPool"),
+    "fft": ("fft_fft", "fft", "FFT"),
+    "cholesky": ("linalg_cholesky", "cholesky", "Cholesky"),
+    "qr": ("linalg_qr", "qr", "Qr"),
+    "svd": ("linalg_svd", "svd", "Svd"),
+    "cast": ("_to_copy", "convert_element_type", "Cast"),
+    "integer": ("bitwise_left_shift", "shift_left", "LeftShift"),
+    "random": ("uniform", "random_bits", "RandomUniform"),
+}
+
+
+@pytest.mark.parametrize("name", SAME)
+def test_common_operations_have_one_name(name: str) -> None:
+    assert [names[native] for names, native in zip(NATIVES.values(), SAME[name], strict=False)] == [name] * 3
+
+
+@pytest.mark.parametrize(
+    ("torch_module", "keras_layer"),
+    [
+        ("Linear", "Dense"),
+        ("Conv2d", "Conv2D"),
+        ("ConvTranspose2d", "Conv2DTranspose"),
+        ("BatchNorm2d", "BatchNormalization"),
+        ("LayerNorm", "LayerNormalization"),
+        ("GroupNorm", "GroupNormalization"),
+        ("RMSNorm", "RMSNormalization"),
+        ("Embedding", "Embedding"),
+        ("MultiheadAttention", "MultiHeadAttention"),
+        ("LSTM", "LSTM"),
+        ("GRU", "GRU"),
+        ("RNN", "SimpleRNN"),
+        ("Softmax", "Softmax"),
+        ("PReLU", "PReLU"),
+        ("Dropout", "Dropout"),
+        ("Flatten", "Flatten"),
+        ("MaxPool2d", "MaxPooling2D"),
+        ("AvgPool2d", "AveragePooling2D"),
+        ("Upsample", "UpSampling2D"),
+        ("ZeroPad2d", "ZeroPadding2D"),
+    ],
+)
+def test_layers_have_one_name(torch_module: str, keras_layer: str) -> None:
+    assert MODULES[torch_module] == keras_names[keras_layer]
+
+
+# --- what the sources say ---------------------------------------------------------------------------------------------
+
+CUDA_LISTS = {
+    "AT_FORALL_LOWER_PRECISION_FP": "lower",
+    "AT_FORALL_FP32": "full",
+    "AT_FORALL_FP32_SET_OPT_DTYPE": "full",
+    "AT_FORALL_PROMOTE": "promote",
+}
+NOT_IN_THE_LISTS = {
+    "norm": "full",  # AT_FORALL_DIFFERENT_REDISPATCH_SIGNATURE: in float32, by another overload
+    "binary_cross_entropy": "banned",
+    "cudnn_convolution": "lower",
+    "cudnn_convolution_transpose": "lower",
+}
+
+
+def cuda_lists() -> Iterator[tuple[str, str]]:
+    """(operator, class) from the macros of the installed header."""
+    header = (Path(torch.__path__[0]) / "include" / "ATen" / "autocast_mode.h").read_text()
+    for macro, op_class in CUDA_LISTS.items():
+        body = re.search(rf"#define {macro}\(_\)((?:.*\\\n)*.*)", header)
+        assert body is not None
+        yield from ((native, op_class) for native in re.findall(r"_\((\w+)", body[1]))
+    yield from NOT_IN_THE_LISTS.items()
+
+
+@pytest.mark.parametrize(("native", "op_class"), sorted(set(cuda_lists())))
+def test_cuda_autocast_says_what_we_say_it_says(native: str, op_class: str) -> None:
+    name = canonical(native)
+    assert name is not None
+    assert OPERATIONS[name].sources["cuda"] == op_class
+
+
+@pytest.mark.parametrize("key", ["AutocastCUDA", "AutocastCPU", "AutocastXPU", "AutocastMPS"])
+def test_every_operator_that_torch_casts_is_mapped(key: str) -> None:
+    registered = torch._C._dispatch_get_registrations_for_dispatch_key(key)
+    assert len(registered) > 50
+    unmapped = {native for native in registered if native.startswith("aten::") and canonical(native) is None}
+    assert unmapped == set()
+    source = {"AutocastCUDA": "cuda", "AutocastCPU": "cpu"}.get(key)
+    silent = {native for native in registered if source and source not in OPERATIONS[canonical(native) or ""].sources}
+    assert silent == set()
+
+
+def test_the_lists_are_all_of_the_cuda_registry() -> None:
+    registered = torch._C._dispatch_get_registrations_for_dispatch_key("AutocastCUDA")
+    listed = {native for native, _ in cuda_lists()}
+    assert {native.removeprefix("aten::").partition(".")[0] for native in registered} - listed == set()
+
+
+CPU_EXAMPLES = {
+    "mm": (lambda x: torch.mm(x, x), torch.bfloat16),
+    "scaled_dot_product_attention": (
+        lambda x: torch.nn.functional.scaled_dot_product_attention(x, x, x),
+        torch.bfloat16,
+    ),
+    "prelu": (lambda x: torch.prelu(x, x[0, :1]), torch.bfloat16),
+    "mse_loss": (lambda x: torch.nn.functional.mse_loss(x.bfloat16(), x.bfloat16()), torch.float32),
+    "prod": (lambda x: x.bfloat16().prod(), torch.float32),
+    "trace": (lambda x: x.bfloat16().trace(), torch.float32),
+    "cat": (lambda x: torch.cat([x, x.bfloat16()]), torch.float32),
+    "stack": (lambda x: torch.stack([x.bfloat16(), x.bfloat16()]), torch.bfloat16),
+}
+CLASS_OF_RESULT = {"lower": torch.bfloat16, "full": torch.float32}
+
+
+@pytest.mark.parametrize("native", CPU_EXAMPLES)
+def test_cpu_autocast_does_what_we_say_it_does(native: str) -> None:
+    run, dtype = CPU_EXAMPLES[native]
+    with torch.autocast("cpu", torch.bfloat16):
+        assert run(torch.ones(4, 4)).dtype == dtype
+    said = OPERATIONS[canonical(native) or ""].sources["cpu"]
+    assert CLASS_OF_RESULT.get(said, dtype) == dtype
+
+
+TENSORFLOW_CLASSES = {"Allow": "lower", "Infer": "follow", "Deny": "full", "Clear": "neutral"}
+
+
+def tensorflow_lists() -> dict[str, dict[str, set[str]]]:
+    """{source: {class: node types}} from the header that the wheel brings."""
+    folder = Path(tf.sysconfig.get_include()) / "tensorflow" / "core" / "grappler" / "optimizers"
+    header = re.sub(r"UpdateList\(\"\w+\"", "", (folder / "auto_mixed_precision_lists.h").read_text())
+    base, fp16, mkl = re.split(r"class AutoMixedPrecisionLists(?:Fp16|Mkl)\b", header)
+    tensor_lists = set(re.findall(r'"(TensorList\w+)"', base))
+    lists: dict[str, dict[str, set[str]]] = {}
+    for source, text in {"tf_fp16": fp16, "tf_bf16": mkl}.items():
+        parts = re.split(r"(Allow|Infer|Deny|Clear)List\(\) override", text)
+        named = {
+            TENSORFLOW_CLASSES[key]: set(re.findall(r'"(\w+)"', body))
+            for key, body in zip(parts[1::2], parts[2::2], strict=True)
+        }
+        lists[source] = named | {"neutral": named["neutral"] | tensor_lists}
+    return lists
+
+
+def tensorflow_votes() -> list[tuple[str, str, str]]:
+    lists = tensorflow_lists()
+    return [
+        (source, native, kind) for source in lists for kind in lists[source] for native in sorted(lists[source][kind])
+    ]
+
+
+def test_tensorflow_s_lists_were_read_whole() -> None:
+    sizes = {
+        source: {kind: len(names) for kind, names in lists.items()} for source, lists in tensorflow_lists().items()
+    }
+    assert sizes == {
+        "tf_fp16": {"lower": 39, "follow": 46, "full": 9, "neutral": 110},
+        "tf_bf16": {"lower": 14, "follow": 48, "full": 7, "neutral": 111},
+    }
+
+
+@pytest.mark.parametrize("source", ["tf_fp16", "tf_bf16"])
+def test_tensorflow_says_what_we_say_it_says(source: str) -> None:
+    votes = [(native, kind) for key, native, kind in tensorflow_votes() if key == source]
+    ours = [(native, OPERATIONS[tensorflow_names[native]].sources.get(source)) for native, _ in votes]
+    assert ours == votes
+
+
+@pytest.mark.parametrize("source", ["cuda", "cpu", "tf_fp16", "tf_bf16"])
+def test_no_source_is_cited_for_what_it_does_not_name(source: str) -> None:
+    if source in ("cuda", "cpu"):
+        registered = torch._C._dispatch_get_registrations_for_dispatch_key(f"Autocast{source.upper()}")
+        named = {canonical(native) for native in registered}
+    else:
+        named = {tensorflow_names.get(native) for key, native, _ in tensorflow_votes() if key == source}
+    assert {name for name, entry in OPERATIONS.items() if source in entry.sources} - named == set()

@@ -1,7 +1,7 @@
 """What does loss scaling add to an optimizer step? Many small parameters, so that the overhead is all there is to see.
 
-Every variant gets the same gradients and does what belongs to a step: scale the loss, unscale, test, update, advance the
-scale. The first variant of each question is the yardstick: the plain step, or in JAX scaling written by hand.
+Every variant gets the same gradients and does what belongs to a step: scale the loss, unscale, test, update, advance
+the scale. The first variant of each question is the yardstick: the plain step, or in JAX scaling written by hand.
 
     python benchmarks/step_overhead.py [torch|jax|keras ...]
 """

@@ -12,6 +12,13 @@
 (1.0, {'w': Array([0.75, 0.75], dtype=float32)})
 """
 
+from polyamp.registry import missing
+
+try:
+    import jax  # noqa: F401
+except ModuleNotFoundError as error:
+    raise missing("jax", extra="jax") from error
+
 from polyamp.backends.jax.adapter import adapter
 from polyamp.backends.jax.gradients import scale_loss, value_and_grad
 from polyamp.backends.jax.optimizer import apply_gradients, wrap_optimizer

@@ -6,6 +6,13 @@
 True
 """
 
+from polyamp.registry import missing
+
+try:
+    import torch  # noqa: F401
+except ModuleNotFoundError as error:
+    raise missing("torch", extra="torch") from error
+
 from polyamp.backends.torch.adapter import adapter
 from polyamp.backends.torch.autocast import autocast
 from polyamp.backends.torch.casting import cast

@@ -1,0 +1,72 @@
+"""The classifier of ``polyamp demo`` in Keras, on the backend that Keras runs on."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import keras
+import numpy as np
+from keras import ops
+
+import polyamp
+from polyamp.demo import Array, Task, Trace
+
+
+def train(task: Task) -> Trace:
+    """Train as ``task`` says, in Keras' own compiled train step; the host waits for each step's numbers."""
+    model = _model(task)
+    plain = keras.optimizers.SGD(task.learning_rate, momentum=0.9)
+    optimizer = polyamp.wrap_optimizer(plain, task.policy)
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(optimizer=optimizer, loss=loss, jit_compile=keras.backend.backend() == "jax")  # XLA compiles longer
+    steps, times = [], [time.perf_counter()]
+    for batch in task.batches:
+        value = float(model.train_on_batch(task.train_images[batch], task.train_labels[batch]))
+        last = optimizer.last_step
+        steps.append((value, last.scale, last.applied))
+        times.append(time.perf_counter())
+        task.on_step()
+    losses, scales, applied = (list(column) for column in zip(*steps, strict=True))
+    return Trace(
+        losses=losses,
+        scales=scales,
+        applied=applied,
+        accuracy=_accuracy(model, task),
+        parameter_bytes=sum(_bytes(weight) for weight in model.trainable_weights),
+        activation_bytes=_activation_bytes(model, task),
+        seconds=times[-1] - times[1],
+        first_step_seconds=times[1] - times[0],
+    )
+
+
+def _model(task: Task) -> keras.Model:
+    """Two convolutions and a dense layer, as `polyamp.demo.Task` says; NHWC images in, 10 logits out."""
+    inputs = keras.Input((8, 8, 1))
+    hidden: Any = inputs
+    for number, channels in ((1, 16), (2, 32)):
+        hidden = keras.layers.Conv2D(channels, 3, padding="same", name=f"conv{number}", data_format="channels_last")(hidden)
+        hidden = keras.layers.ReLU(name=f"relu{number}")(hidden)
+        hidden = keras.layers.MaxPooling2D(2, name=f"pool{number}", data_format="channels_last")(hidden)
+    outputs = keras.layers.Dense(10, name="dense")(keras.layers.Flatten()(hidden))
+    model = keras.Model(inputs, outputs)
+    for name in ("conv1", "conv2", "dense"):
+        model.get_layer(name).set_weights([task.weights[f"{name}_kernel"], task.weights[f"{name}_bias"]])
+    return polyamp.convert(model, task.policy)  # type: ignore[no-any-return]
+
+
+def _accuracy(model: keras.Model, task: Task) -> float:
+    logits: Array = model.predict_on_batch(task.test_images)
+    return float(np.mean(logits.argmax(axis=-1) == task.test_labels))
+
+
+def _activation_bytes(model: keras.Model, task: Task) -> int:
+    """The size of the layers' outputs for one batch, as they come out."""
+    counted = [layer.output for layer in model.layers if not isinstance(layer, keras.layers.InputLayer | keras.layers.Flatten)]
+    images = ops.convert_to_tensor(task.train_images[task.batches[0]])
+    return sum(_bytes(output) for output in keras.Model(model.inputs, counted)(images))
+
+
+def _bytes(tensor: Any) -> int:
+    bits = polyamp.FORMATS[keras.backend.standardize_dtype(tensor.dtype)].bits
+    return int(np.prod(tensor.shape)) * bits // 8

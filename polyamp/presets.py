@@ -26,7 +26,7 @@ PRESETS: dict[str, Preset] = {
     ),
     "apex": Preset(
         {"init": 2.0**16, "min": _LOWEST, "max": 2.0**24},
-        "apex/amp/scaler.py LossScaler, before its removal in cb65b8ed: clamped to max_loss_scale = 2**24",
+        "apex/amp/scaler.py LossScaler at b82c6bd (removed in cb65b8ed): clamped to max_loss_scale = 2**24",
     ),
     "keras": Preset(
         {"init": 2.0**15, "min": _LOWEST, "max": _HIGHEST},
@@ -46,7 +46,7 @@ PRESETS: dict[str, Preset] = {
             "on_min": "raise",
             "late_growth": "after_overflow",
         },
-        "deepspeed/runtime/fp16/loss_scaler.py DynamicLossScaler with the defaults of the fp16 config block",
+        "deepspeed/runtime/fp16/loss_scaler.py DynamicLossScaler, 0.19, with the defaults of the fp16 config block",
     ),
     "megatron": Preset(
         {
@@ -57,7 +57,7 @@ PRESETS: dict[str, Preset] = {
             "max": _HIGHEST,
             "on_min": "ignore",
         },
-        "megatron/core/optimizer/grad_scaler.py DynamicGradScaler with the defaults of Megatron-LM's arguments",
+        "megatron/core/optimizer/grad_scaler.py DynamicGradScaler, 0.16, with the defaults of Megatron-LM's arguments",
     ),
     "flax": Preset(
         {"init": 2.0**16, "min": _LOWEST, "max": (2 - 2.0**-23) * 2.0**127, "late_growth": "always"},
@@ -69,6 +69,6 @@ PRESETS: dict[str, Preset] = {
     ),
     "fairseq": Preset(
         {"init": 2.0**15, "min": 2.0**-13, "max": _HIGHEST, "on_min": "raise"},
-        "fairseq/optim/dynamic_loss_scaler.py: raises rather than go to min_loss_scale = 1e-4, so 2**-13 is the last",
+        "fairseq/optim/dynamic_loss_scaler.py, 0.12: raises before min_loss_scale = 1e-4, so 2**-13 is the last",
     ),
 }

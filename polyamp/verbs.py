@@ -54,7 +54,7 @@ def wrap_optimizer(
         InvalidValueError: ``max_grad_norm`` is not a positive finite number.
         UsageError: the optimizer is wrapped already.
     """
-    chosen, limit = make_policy(policy), _norm_limit(max_grad_norm)
+    chosen, limit = make_policy(policy), norm_limit(max_grad_norm)
     if not (loss_scale is None or isinstance(loss_scale, LossScale)):
         raise InvalidTypeError(
             "loss_scale is no LossScale",
@@ -278,13 +278,21 @@ def _adapter(backend: str | None, obj: Any, *, where: str) -> Any:
     return adapter
 
 
-def _norm_limit(value: float | None) -> float | None:
+def norm_limit(value: float | None, *, where: str = "wrap_optimizer(max_grad_norm=)") -> float | None:
+    """Check a limit for the global norm of gradients.
+
+    >>> norm_limit(1)
+    1.0
+
+    Raises:
+        InvalidValueError: not a positive finite number.
+    """
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, int | float) or not (math.isfinite(value) and value > 0):
         raise InvalidValueError(
             "invalid gradient-norm limit",
-            where="wrap_optimizer(max_grad_norm=)",
+            where=where,
             found=repr(value),
             allowed="a finite number greater than 0, or None",
             fix="give the largest global L2 norm that gradients may have",

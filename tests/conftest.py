@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from polyamp import registry
 from polyamp.errors import PolyampError, forget_warnings
@@ -25,6 +26,12 @@ NEEDS = {
     "parity": ["torch", "jax", "tensorflow", "keras"],
 }
 
+ENVIRONMENT = {
+    "TF_CPP_MIN_LOG_LEVEL": "2",  # TensorFlow's start-up notices are no warnings of ours
+    "TF_FORCE_GPU_ALLOW_GROWTH": "true",  # three frameworks share one GPU
+    "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+}
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--suite", default=",".join(NEEDS), help=f"comma list of {', '.join(NEEDS)}; all by default")
@@ -35,7 +42,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--keras-backend"):
         os.environ["KERAS_BACKEND"] = config.getoption("--keras-backend")
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # TensorFlow's start-up notices are no warnings of ours
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    settings.register_profile("polyamp", deadline=None)  # first calls trace and compile
+    settings.load_profile("polyamp")
     unknown = _suites(config) - NEEDS.keys()
     if unknown:
         raise pytest.UsageError(f"unknown suites {', '.join(sorted(unknown))}; there are {', '.join(NEEDS)}")

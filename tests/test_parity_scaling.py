@@ -54,7 +54,7 @@ def test_scales_are_identical_where_they_are_no_powers_of_two(backoff: float) ->
     assert all(record == records[0] for record in records)
 
 
-@pytest.mark.parametrize(("source", "target"), itertools.permutations(HARNESSES, 2))
+@pytest.mark.parametrize(("source", "target"), list(itertools.permutations(HARNESSES, 2)))
 def test_state_continues_in_another_framework(source: str, target: str) -> None:
     config, trace = SETTINGS["hysteresis"], overflow_trace(seed=4, steps=60)
     first, second = start(source, loss_scale=config), start(target, loss_scale=config)

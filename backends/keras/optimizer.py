@@ -15,6 +15,7 @@ from polyamp.backends.keras.scaler import LossScaler
 from polyamp.errors import InvalidTypeError, InvalidValueError, UnsupportedError, UsageError
 from polyamp.loss_scale import LossScale
 from polyamp.result import StepResult
+from polyamp.verbs import norm_limit
 
 
 @keras.saving.register_keras_serializable(package="polyamp")
@@ -59,7 +60,7 @@ class LossScaledOptimizer(keras.optimizers.LossScaleOptimizer):  # type: ignore[
         super().__init__(inner_optimizer, settings.init, settings.interval, name=name)
         self.scaler = LossScaler(settings, self.add_variable)
         self.dynamic_scale, self.step_counter, *_ = self.scaler.variables
-        self.max_grad_norm = max_grad_norm
+        self.max_grad_norm = norm_limit(max_grad_norm, where="LossScaledOptimizer(max_grad_norm=)")
         self.master_weights = master_weights
 
     def build(self, var_list: Sequence[Any]) -> None:

@@ -15,6 +15,7 @@ from polyamp.loss_scale import LossScale, LossScaleState, advance, on_host, repo
 from polyamp.policy import Policy
 from polyamp.policy import policy as make_policy
 from polyamp.result import StepResult
+from polyamp.verbs import norm_limit
 
 _SCALING_ALREADY = {"LossScaleOptimizer", "LossScaledOptimizer", "MixedPrecisionLossScaleOptimizer"}
 
@@ -43,6 +44,7 @@ class LossScaler(tf.Module):
 
     Raises:
         InvalidTypeError: ``settings`` is none of these.
+        InvalidValueError: ``max_grad_norm`` is not a positive finite number.
     """
 
     def __init__(
@@ -56,7 +58,7 @@ class LossScaler(tf.Module):
         chosen = settings if isinstance(settings, LossScale) else make_policy(settings).loss_scale
         super().__init__(name=name)
         self.settings = chosen.in_float32()
-        self.max_grad_norm = max_grad_norm
+        self.max_grad_norm = norm_limit(max_grad_norm, where="LossScaler(max_grad_norm=)")
         names = ("loss_scale", *LossScaleState._fields[1:])
         self.scalars = list(map(_new_scalar, names, self.settings.initial_state()))
         self._masters = MasterWeights() if master_weights else None

@@ -52,7 +52,7 @@ for attempt in range(2):
 
 
 def run(code: str, *arguments: str, path: Path | None = None) -> str:
-    """What ``code`` prints in a process of its own, which finds modules under ``path`` first and never in the checkout."""
+    """What ``code`` prints in a process that finds modules under ``path`` first, and not in the checkout."""
     environment = {**os.environ, **({"PYTHONPATH": str(path)} if path else {})}
     command = [sys.executable, "-P", "-c", code, *arguments]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)

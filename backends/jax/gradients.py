@@ -12,9 +12,10 @@ from polyamp.backends.jax import trees
 from polyamp.backends.jax.dtypes import is_array, is_traced
 from polyamp.backends.jax.modules import model_of
 from polyamp.backends.jax.state import find_state
-from polyamp.errors import InvalidTypeError, InvalidValueError, NonFiniteLossError
+from polyamp.errors import InvalidTypeError, InvalidValueError
 from polyamp.policy import Policy, current_policy
 from polyamp.policy import policy as make_policy
+from polyamp.refusals import no_loss, non_finite_loss
 
 
 def value_and_grad(
@@ -124,13 +125,8 @@ def _checked_loss(loss: Any) -> jax.Array:
     if isinstance(loss, float):
         loss = jnp.float32(loss)
     if not (is_array(loss) and jnp.issubdtype(loss.dtype, jnp.floating)):
-        raise InvalidTypeError(
-            "the loss is not a floating scalar",
-            where="the loss, before scaling",
-            found=f"an array of {loss.dtype}" if is_array(loss) else type(loss).__name__,
-            allowed="an array of float32, float16, bfloat16 or float64, of shape ()",
-            fix="return the mean of a floating loss; a function that returns more than the loss needs has_aux=True",
-        )
+        found = f"an array of {loss.dtype}" if is_array(loss) else type(loss).__name__
+        raise no_loss(found, allowed="a floating array of shape (); beside other values under has_aux=True")
     if loss.shape != ():
         raise InvalidValueError(
             "the loss is not a scalar",
@@ -145,10 +141,4 @@ def _checked_loss(loss: Any) -> jax.Array:
 def _refuse_non_finite(loss: jax.Array) -> None:
     if is_traced(loss) or jnp.isfinite(loss):
         return
-    raise NonFiniteLossError(
-        "the loss is not finite although it is not scaled yet: lowering the loss scale cannot help",
-        where="the loss in float32, before scaling",
-        found=str(loss),
-        allowed="a finite number",
-        fix="look for inf or NaN in the data, the parameters and the forward pass; nothing was changed",
-    )
+    raise non_finite_loss(loss)

@@ -14,6 +14,7 @@ from polyamp.backends.jax.dtypes import is_low, is_traced
 from polyamp.backends.jax.state import LossScaleOptState, holds_state, initial_scalars, state_type
 from polyamp.errors import StateError, UsageError
 from polyamp.loss_scale import LossScale, advance, on_host, report_limits
+from polyamp.refusals import wrapped_already
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,10 @@ class Step:
         masters = _masters_of(params) if self.master_weights else None
         inner_state = self.inner.init(self._full(params, masters))
         if holds_state(inner_state):
-            raise wrapped_already("wrap_optimizer(tx).init(params)")
+            raise wrapped_already(
+                "the state of a wrapped optimizer, inside of what is wrapped",
+                fix="wrap once, outermost: polyamp.wrap_optimizer(optax.chain(...), policy)",
+            )
         return state_type(self.config)(*initial_scalars(self.config), inner_state, masters)
 
     def update(
@@ -161,14 +165,3 @@ def _update_to(master: Any, param: Any, update: Any) -> Any:
 
 def _is_none(leaf: object) -> bool:
     return leaf is None
-
-
-def wrapped_already(where: str) -> UsageError:
-    """The error for an optimizer that has a loss scale already."""
-    return UsageError(
-        "the optimizer is wrapped already",
-        where=where,
-        found="a loss scale inside of what is wrapped",
-        allowed="one loss scale",
-        fix="wrap once, outermost: polyamp.wrap_optimizer(optax.chain(...), policy)",
-    )

@@ -7,9 +7,9 @@ from typing import Any
 
 import optax
 
-from polyamp.backends.jax.step import Step, wrapped_already
-from polyamp.errors import InvalidTypeError
+from polyamp.backends.jax.step import Step
 from polyamp.loss_scale import LossScale
+from polyamp.refusals import no_optimizer, wrapped_already
 
 
 class LossScaled(optax.GradientTransformationExtraArgs):  # type: ignore[misc]  # optax has no types
@@ -40,16 +40,10 @@ def wrap(
 ) -> LossScaled:
     """See `polyamp.backends.jax.wrap_optimizer`, which checks and documents the arguments."""
     if isinstance(tx, LossScaled):
-        raise wrapped_already("wrap_optimizer(tx)")
+        raise wrapped_already("a wrapped optimizer")
     if isinstance(tx, optax.MultiSteps):
         tx = tx.gradient_transformation()
     if not isinstance(tx, optax.GradientTransformation):
-        raise InvalidTypeError(
-            "not an optax optimizer",
-            where="wrap_optimizer(tx)",
-            found=f"{type(tx).__module__}.{type(tx).__qualname__}",
-            allowed="optax.GradientTransformation, such as optax.adam(1e-3)",
-            fix="give the optimizer itself, not its state or a function that makes it",
-        )
+        raise no_optimizer(tx, allowed="optax.GradientTransformation, such as optax.adam(1e-3)")
     step = Step(optax.with_extra_args_support(tx), config, max_grad_norm, axis_name, master_weights)
     return LossScaled(step.init, step.update)

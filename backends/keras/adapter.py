@@ -92,7 +92,7 @@ adapter = KerasAdapter()
 
 
 def _wrapped(holder: Any, where: str) -> LossScaledOptimizer:
-    found = holder.optimizer if isinstance(holder, keras.Model) else holder  # a model holds the one it was compiled with
+    found = getattr(holder, "optimizer", None) if isinstance(holder, keras.Model) else holder
     if not isinstance(found, LossScaledOptimizer):
         raise InvalidTypeError(
             "this object holds no loss scale",

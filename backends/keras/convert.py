@@ -32,9 +32,11 @@ def convert(model: Any, policy: Policy) -> Any:
 
     Layers compute in ``policy.compute``, except those that the rules hold in float32 (norms, softmax) and, where
     ``policy.output`` is float32, the layers that give the model's outputs. A rule's path is the layer's names from the
-    model down, such as ``encoder/attention/query``. Variables keep the format in which the model was built. After a
-    conversion to float16 the optimizer must be wrapped too: `polyamp.wrap_optimizer`. A ``tf.function`` or ``jax.jit``
-    of your own must be made anew.
+    model down, such as ``encoder/attention/query``. Inside a ``MultiHeadAttention`` without dropout, Keras multiplies
+    the values with the float32 softmax in float32; ``rules={"softmax": "lower"}`` runs both in 16 bits.
+
+    Variables keep the format in which the model was built. After a conversion to float16 the optimizer must be wrapped
+    too: `polyamp.wrap_optimizer`. A ``tf.function`` or ``jax.jit`` of your own must be made anew.
 
     >>> import polyamp
     >>> model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(8), keras.layers.LayerNormalization(),
@@ -44,7 +46,7 @@ def convert(model: Any, policy: Policy) -> Any:
     ['bfloat16', 'float32', 'float32']
 
     Args:
-        model: functional, sequential or subclassed, or any layer; changed in place.
+        model: functional, sequential or subclassed; changed in place.
         policy: its ``param`` must be what the variables are stored in.
 
     Returns:
@@ -70,12 +72,12 @@ def convert(model: Any, policy: Policy) -> Any:
 
 
 def _check_model(model: Any) -> None:
-    if not isinstance(model, keras.Layer):
+    if not isinstance(model, keras.Model):
         raise InvalidTypeError(
             "no Keras model",
             where="convert(model)",
             found=f"{type(model).__module__}.{type(model).__qualname__}",
-            allowed="a built keras.Model or keras.Layer",
+            allowed="a built keras.Model",
             fix="give the model itself; tensors are cast by policy.cast_to_compute(tree)",
         )
     unbuilt = [layer.name for layer in _walk(model) if not layer.built]
@@ -197,16 +199,17 @@ def _report(model: Any, parts: list[_Part], policy: Policy) -> None:
     _report_unused(model, parts, policy)
     if not format_of(policy.compute).is_low:
         return
-    if not any(part.layer.compute_dtype == policy.compute for part in parts if _children(part.layer) == []):
+    leaves = [part for part in parts if not _children(part.layer)]
+    if not any(part.layer.compute_dtype == policy.compute for part in leaves):
         warn_once(f"policy {policy} changes nothing in {model.name!r}: all of its layers stay in float32.")
-    if policy.output == "float32" and not any(part.is_head and not _children(part.layer) for part in parts):
+    is_head_known = any(part.is_head for part in leaves) or any(rule.op_class == "full" for rule in policy.rules)
+    if policy.output == "float32" and not is_head_known:
         warn_once(
             f"{model.name!r} makes its outputs in Python code, so convert cannot tell which layer gives them: they may "
             'come in 16 bits. Name that layer in a rule, rules={"its_name": "full"}, or cast the outputs to float32.'
         )
-    optimizer = getattr(model, "optimizer", None)
-    is_wrapped = optimizer is None or isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
-    if policy.loss_scale.check and not is_wrapped:
+    optimizer = getattr(model, "optimizer", None)  # there once the model is compiled
+    if policy.loss_scale.check and not isinstance(optimizer, keras.optimizers.LossScaleOptimizer | None):
         warn_once(
             f"{model.name!r} is compiled with {type(optimizer).__name__}, which does not scale the loss: gradients in "
             "float16 underflow. Compile it with polyamp.wrap_optimizer(optimizer, policy)."

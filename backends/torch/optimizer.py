@@ -15,8 +15,9 @@ from polyamp.backends.torch.dtypes import SIXTEEN_BIT
 from polyamp.backends.torch.gradients import Gradients
 from polyamp.backends.torch.masters import MasterWeights
 from polyamp.backends.torch.scaler import LossScaler
-from polyamp.errors import InvalidTypeError, InvalidValueError, UsageError, warn_once
+from polyamp.errors import InvalidValueError, UsageError, warn_once
 from polyamp.loss_scale import LossScale
+from polyamp.refusals import no_optimizer, wrapped_already
 from polyamp.result import StepResult
 
 Groups = list[dict[str, Any]]
@@ -345,20 +346,9 @@ def _skips_itself(inner: torch.optim.Optimizer) -> bool:
 
 def _check_optimizer(optimizer: object, skip_on_device: bool | None) -> None:
     if isinstance(optimizer, LossScaledOptimizer):
-        raise UsageError(
-            "the optimizer is wrapped already",
-            where="wrap_optimizer(optimizer)",
-            found=f"a LossScaledOptimizer around {type(optimizer.inner).__name__}",
-            fix="use it as it is, or wrap its .inner with other settings",
-        )
+        raise wrapped_already(f"a LossScaledOptimizer around {type(optimizer.inner).__name__}")
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise InvalidTypeError(
-            "no torch optimizer",
-            where="wrap_optimizer(optimizer)",
-            found=f"{type(optimizer).__module__}.{type(optimizer).__qualname__}",
-            allowed="an instance of torch.optim.Optimizer",
-            fix="make one: torch.optim.AdamW(model.parameters())",
-        )
+        raise no_optimizer(optimizer, allowed="an instance of torch.optim.Optimizer")
     if skip_on_device and not _skips_itself(optimizer):
         raise InvalidValueError(
             "this optimizer cannot skip a step on the device",

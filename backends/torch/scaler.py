@@ -6,7 +6,6 @@ Its state is Python numbers while decisions are made on the host, and scalar ten
 from __future__ import annotations
 
 import math
-import struct
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,8 +14,9 @@ from torch import Tensor
 
 from polyamp.backends.torch.casting import leaves, map_leaves
 from polyamp.backends.torch.late import LateValues
-from polyamp.errors import InvalidTypeError, NonFiniteLossError
+from polyamp.errors import InvalidTypeError
 from polyamp.loss_scale import LossScale, LossScaleState, advance, on_host, report_limits
+from polyamp.refusals import no_loss, non_finite_loss
 
 _WIDE = (torch.float32, torch.float64)
 
@@ -75,8 +75,7 @@ class LossScaler:
         """Advance the state: on the host for a bool, else by tensors alone on the device of ``finite``."""
         if isinstance(finite, bool):
             state = self.state if isinstance(self.state.scale, float) else on_host(self.state)
-            moved = advance(self.config, state, finite)
-            self.state = moved if moved.scale == state.scale else moved._replace(scale=_float32(moved.scale))
+            self.state = advance(self.config, state, finite)
         else:
             self.state = advance(self.config, self._on_device(finite.device), finite, torch.where)
             self._send_report(finite.device)
@@ -111,7 +110,7 @@ class LossScaler:
             return
         *state, losses_were_finite = arrived
         if not losses_were_finite:
-            raise _non_finite_loss("a loss of an earlier step", "inf or NaN")
+            raise non_finite_loss("inf or NaN", where="scaling the loss of an earlier step")
         report_limits(self.config, on_host(LossScaleState(*state)))
 
     def report_losses(self) -> None:
@@ -122,7 +121,7 @@ class LossScaler:
         """
         if not all(map(_is_finite, self._unchecked_losses)):
             self._unchecked_losses.clear()
-            raise _non_finite_loss("the loss of this step", "inf or NaN")
+            raise non_finite_loss("inf or NaN")
 
     def _check(self, loss: Any) -> None:
         if not (isinstance(loss, Tensor) and loss.is_floating_point()):
@@ -132,7 +131,7 @@ class LossScaler:
         if loss.device.type != "cpu":
             self._unchecked_losses.append(loss.detach())
         elif not _is_finite(loss):
-            raise _non_finite_loss("scale(loss)", str(loss.detach()))
+            raise non_finite_loss(loss.detach())
 
     def _multiply(self, loss: Tensor) -> Tensor:
         if not self.config.check:
@@ -167,26 +166,6 @@ def _is_finite(loss: Tensor) -> bool:
     return math.isfinite(loss.item()) if loss.dim() == 0 else bool(loss.isfinite().all())
 
 
-def _float32(value: float) -> float:
-    return float(struct.unpack("f", struct.pack("f", value))[0])
-
-
 def _no_loss(found: object) -> InvalidTypeError:
     shown = f"a tensor of {found.dtype}" if isinstance(found, Tensor) else f"{found!r} ({type(found).__name__})"
-    return InvalidTypeError(
-        "the loss is no floating tensor",
-        where="scale(loss)",
-        found=shown,
-        allowed="a floating torch.Tensor, or such tensors in lists, tuples and dicts",
-        fix="give the loss that the model's outputs led to",
-    )
-
-
-def _non_finite_loss(where: str, found: str) -> NonFiniteLossError:
-    return NonFiniteLossError(
-        "the loss was not finite before it was scaled",
-        where=where,
-        found=found,
-        allowed="finite values",
-        fix="look for inf or NaN in the forward pass or the data: lowering the loss scale cannot help",
-    )
+    return no_loss(shown, allowed="a floating torch.Tensor, or such tensors in lists, tuples and dicts")

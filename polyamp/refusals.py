@@ -1,0 +1,72 @@
+"""Errors that every adapter raises, in the same words.
+
+Each function gives the exception, for the adapter to raise.
+"""
+
+from __future__ import annotations
+
+from polyamp.errors import InvalidTypeError, NonFiniteLossError, UsageError
+
+
+def non_finite_loss(found: object, *, where: str = "scaling the loss") -> NonFiniteLossError:
+    """The loss was inf or NaN before it was scaled.
+
+    >>> isinstance(non_finite_loss("inf"), FloatingPointError)
+    True
+    """
+    return NonFiniteLossError(
+        "the loss is not finite in float32, before scaling: lowering the loss scale cannot help",
+        where=where,
+        found=found,
+        allowed="a finite loss",
+        fix="look for inf or NaN in the data, the parameters and the forward pass; nothing was changed",
+    )
+
+
+def no_loss(found: object, *, allowed: str) -> InvalidTypeError:
+    """What was to be scaled is no floating tensor.
+
+    >>> print(no_loss("a tensor of int64", allowed="a floating tensor"))
+    the loss is no floating tensor
+      where:   scaling the loss
+      found:   a tensor of int64
+      allowed: a floating tensor
+      to do:   give the loss itself, for example the mean of the model's errors
+    """
+    return InvalidTypeError(
+        "the loss is no floating tensor",
+        where="scaling the loss",
+        found=found,
+        allowed=allowed,
+        fix="give the loss itself, for example the mean of the model's errors",
+    )
+
+
+def no_optimizer(found: object, *, allowed: str) -> InvalidTypeError:
+    """What was to be wrapped is no optimizer of the framework.
+
+    >>> "builtins.int" in str(no_optimizer(3, allowed="a torch.optim.Optimizer"))
+    True
+    """
+    return InvalidTypeError(
+        "no optimizer of this framework",
+        where="wrap_optimizer(optimizer)",
+        found=f"{type(found).__module__}.{type(found).__qualname__}",
+        allowed=allowed,
+        fix="give the optimizer itself, not its class, its state or a function that makes it",
+    )
+
+
+def wrapped_already(found: object, *, fix: str = "use it as it is, or wrap the plain optimizer") -> UsageError:
+    """What was to be wrapped scales the loss already.
+
+    >>> isinstance(wrapped_already("a LossScaledOptimizer"), RuntimeError)
+    True
+    """
+    return UsageError(
+        "the optimizer is wrapped already",
+        where="wrap_optimizer(optimizer)",
+        found=found,
+        allowed="one loss scale",
+        fix=fix,
+    )

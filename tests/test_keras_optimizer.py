@@ -49,7 +49,8 @@ class Loop:
         return {name: to_numpy(variable) for name, variable in self.variables.items()}
 
     def memory(self) -> dict[str, Any]:
-        return {str(i): to_numpy(variable) for i, variable in enumerate(self.optimizer.inner_optimizer.variables)}
+        inner = getattr(self.optimizer, "inner_optimizer", self.optimizer)
+        return {str(index): to_numpy(variable) for index, variable in enumerate(inner.variables)}
 
 
 def wrapped(kind: str = "sgd", *, loss_scale: LossScale | None = None, norm: float | None = None, **options: Any) -> Any:
@@ -76,7 +77,7 @@ def test_a_wrapped_optimizer_is_refused(make: Any) -> None:
 
 @pytest.mark.parametrize("thing", ["sgd", keras.optimizers.SGD, 3])
 def test_what_is_no_optimizer_is_refused(thing: object) -> None:
-    with pytest.raises(polyamp.InvalidTypeError, match="no Keras optimizer"):
+    with pytest.raises(polyamp.InvalidTypeError, match="no optimizer of this framework"):
         LossScaledOptimizer(thing)
 
 
@@ -220,7 +221,7 @@ def test_missing_gradients_are_left_to_the_inner_optimizer() -> None:
     opt.build([first, second])
     with pytest.warns(UserWarning, match="Gradients do not exist"):
         opt.apply([ops.array([2.0]), None])
-    assert (float(first[0]), float(second[0])) == (pytest.approx(0.9), 1.0)
+    assert (to_numpy(first)[0], to_numpy(second)[0]) == (np.float32(0.9), 1.0)
     with pytest.raises(ValueError, match="No gradients provided"):
         opt.apply([None, None])
 
@@ -333,7 +334,7 @@ def test_masters_serve_moving_averages_and_constraints() -> None:
         opt.apply_gradients([(ops.array([gradient], "float16"), weight)])
     assert to_numpy(weight).tolist() == [0.0]
     opt.finalize_variable_values([weight])
-    assert to_numpy(weight).tolist() == [0.25]
+    assert to_numpy(weight).tolist() == [-1.5]  # as Keras: it averages before it constrains
 
 
 def test_masters_can_be_left_out() -> None:
@@ -351,12 +352,12 @@ def test_masters_can_be_left_out() -> None:
 def test_fit_trains_and_compile_leaves_the_wrapped_optimizer_alone() -> None:
     model, x, y = model_and_data()
     polyamp.convert(model, "mixed_float16")
-    opt = wrapped("adam", loss_scale=LossScale(interval=3))
+    opt = wrapped("adam", loss_scale=LossScale(init=16.0, interval=3))
     model.compile(opt, "mse")
     assert model.optimizer is opt
     losses = model.fit(x, y, batch_size=16, epochs=4, verbose=0).history["loss"]
     assert losses[-1] < losses[0]
-    assert (opt.loss_scale, opt.last_step.skipped_in_a_row) == (2.0**21, 0)
+    assert (opt.loss_scale, opt.last_step.skipped_in_a_row) == (2.0**9, 0)
     assert polyamp.save_loss_scale(model)["skipped"] == 0
 
 

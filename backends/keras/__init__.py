@@ -8,6 +8,13 @@ Importing this registers the optimizer's class, so that ``keras.saving.load_mode
 (True, 65536.0)
 """
 
+from polyamp.registry import missing
+
+try:
+    import keras  # noqa: F401
+except ModuleNotFoundError as error:
+    raise missing("keras", extra="keras") from error
+
 from polyamp.backends.keras.adapter import adapter
 from polyamp.backends.keras.casting import cast
 from polyamp.backends.keras.convert import convert

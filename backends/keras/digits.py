@@ -54,7 +54,7 @@ def _model(task: Task) -> keras.Model:
     for name in ("conv1", "conv2", "dense"):
         model.get_layer(name).set_weights([task.weights[f"{name}_kernel"], task.weights[f"{name}_bias"]])
     # Logits in the compute format and their cross-entropy in float32, as in the other frameworks.
-    return polyamp.convert(model, polyamp.policy(task.policy, rules={"dense": "lower"}))  # type: ignore[no-any-return]
+    return polyamp.convert(model, polyamp.policy(task.policy, rules={"dense": "lower"}))
 
 
 def _accuracy(model: keras.Model, task: Task) -> float:

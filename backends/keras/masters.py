@@ -25,7 +25,9 @@ class MasterWeights:
 
     def __init__(self, variables: Sequence[Any], add_variable: Callable[..., Any]) -> None:
         self._masters = {
-            index: _master(variable, add_variable) for index, variable in enumerate(variables) if is_sixteen_bit(variable)
+            index: _master(variable, add_variable)
+            for index, variable in enumerate(variables)
+            if is_sixteen_bit(variable)
         }
 
     @property

@@ -6,20 +6,20 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import keras
-from keras import ops
 
 from polyamp.backends.keras.backend import is_distributed, platform_of, update_if
 from polyamp.backends.keras.gradients import all_finite, clip_factor, is_sixteen_bit, multiplied
 from polyamp.backends.keras.masters import MasterWeights
 from polyamp.backends.keras.scaler import LossScaler
-from polyamp.errors import InvalidTypeError, InvalidValueError, UnsupportedError, UsageError
+from polyamp.errors import InvalidValueError, UnsupportedError, UsageError
 from polyamp.loss_scale import LossScale
+from polyamp.refusals import no_optimizer, wrapped_already
 from polyamp.result import StepResult
 from polyamp.verbs import norm_limit
 
 
 @keras.saving.register_keras_serializable(package="polyamp")
-class LossScaledOptimizer(keras.optimizers.LossScaleOptimizer):  # type: ignore[misc]
+class LossScaledOptimizer(keras.optimizers.LossScaleOptimizer):
     """An optimizer that unscales, tests, clips, then updates or skips, then moves the loss scale: always in that order.
 
     It is a `keras.optimizers.LossScaleOptimizer`, so that ``compile`` leaves it as it is and ``fit`` scales the loss by
@@ -139,7 +139,7 @@ class LossScaledOptimizer(keras.optimizers.LossScaleOptimizer):  # type: ignore[
     @property
     def loss_scale(self) -> float:
         """The scale that the next loss is multiplied by. Reading it waits for the device, if it lives on one."""
-        return self.scaler.host_state.scale  # type: ignore[no-any-return]
+        return self.scaler.host_state.scale
 
     @property
     def last_step(self) -> StepResult:
@@ -232,20 +232,9 @@ class LossScaledOptimizer(keras.optimizers.LossScaleOptimizer):  # type: ignore[
 def _check_optimizer(inner: Any, max_grad_norm: float | None) -> None:
     where, kind = "wrap_optimizer(optimizer)", type(inner)
     if isinstance(inner, keras.optimizers.LossScaleOptimizer):
-        raise UsageError(
-            "the optimizer is wrapped already",
-            where=where,
-            found=kind.__qualname__,
-            fix="wrap the plain optimizer, once",
-        )
+        raise wrapped_already(kind.__qualname__)
     if not isinstance(inner, keras.optimizers.Optimizer):
-        raise InvalidTypeError(
-            "no Keras optimizer",
-            where=where,
-            found=f"{kind.__module__}.{kind.__qualname__}",
-            allowed="an instance of keras.optimizers.Optimizer",
-            fix="make one first: keras.optimizers.Adam(1e-3)",
-        )
+        raise no_optimizer(inner, allowed="an instance of keras.optimizers.Optimizer")
     if inner.loss_scale_factor is not None:
         raise InvalidValueError(
             "two loss scales",

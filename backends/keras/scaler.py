@@ -11,8 +11,8 @@ from keras.backend import standardize_dtype
 
 from polyamp.backends.keras.backend import platform_of, value_of
 from polyamp.backends.keras.gradients import is_sixteen_bit, unscaled
-from polyamp.errors import InvalidTypeError, NonFiniteLossError
 from polyamp.loss_scale import LossScale, LossScaleState, advance, on_host, report_limits
+from polyamp.refusals import no_loss, non_finite_loss
 
 # Keras' own names, where its LossScaleOptimizer has the variable too.
 _NAMES = LossScaleState("dynamic_scale", "step_counter", "hysteresis", "skipped_in_a_row", "skipped")
@@ -66,7 +66,7 @@ class LossScaler:
             return loss
         tensor = _floating(loss)
         if platform_of(tensor) == "cpu" and not ops.all(ops.isfinite(tensor)):
-            raise _non_finite(tensor)
+            raise non_finite_loss(ops.convert_to_numpy(ops.cast(tensor, "float32")))
         wide = ops.cast(tensor, "float32") if is_sixteen_bit(tensor) else tensor
         return wide * ops.cast(self.variables.scale, wide.dtype)
 
@@ -119,20 +119,4 @@ def _floating(loss: Any) -> Any:
         if "float" in standardize_dtype(tensor.dtype):
             return tensor
     shown = type(loss).__name__ if tensor is None else f"a tensor of {standardize_dtype(tensor.dtype)}"
-    raise InvalidTypeError(
-        "the loss is no floating tensor",
-        where="scale_loss(loss)",
-        found=shown,
-        allowed="a floating tensor of Keras' backend",
-        fix="give the loss that the model's outputs led to",
-    )
-
-
-def _non_finite(tensor: Any) -> NonFiniteLossError:
-    return NonFiniteLossError(
-        "the loss was not finite before it was scaled",
-        where="scale_loss(loss)",
-        found=str(ops.convert_to_numpy(ops.cast(tensor, "float32"))),
-        allowed="finite values",
-        fix="look for inf or NaN in the forward pass or the data: lowering the loss scale cannot help",
-    )
+    raise no_loss(shown, allowed="a floating tensor of Keras' backend")

@@ -6,6 +6,13 @@
 65536.0
 """
 
+from polyamp.registry import missing
+
+try:
+    import tensorflow  # noqa: F401
+except ModuleNotFoundError as error:
+    raise missing("tensorflow", extra="tensorflow") from error
+
 from polyamp.backends.tensorflow.adapter import adapter
 from polyamp.backends.tensorflow.casting import cast
 from polyamp.backends.tensorflow.optimizer import LossScaledOptimizer

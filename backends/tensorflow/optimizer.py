@@ -8,14 +8,12 @@ from typing import Any
 import tensorflow as tf
 
 from polyamp.backends.tensorflow.scaler import LossScaler
-from polyamp.errors import InvalidTypeError, UsageError
 from polyamp.loss_scale import LossScale
+from polyamp.refusals import no_optimizer, wrapped_already
 from polyamp.result import StepResult
 
-_Optimizer = tf.compat.v1.train.Optimizer
 
-
-class LossScaledOptimizer(_Optimizer):  # type: ignore[misc]
+class LossScaledOptimizer(tf.compat.v1.train.Optimizer):
     """An optimizer that unscales, tests, clips, then updates or skips, then moves the loss scale: always in that order.
 
     It is a ``tf.compat.v1.train.Optimizer``, for graphs of a ``Session``, for ``tf.function`` and for eager code. Its
@@ -41,7 +39,7 @@ class LossScaledOptimizer(_Optimizer):  # type: ignore[misc]
 
     def __init__(
         self,
-        optimizer: _Optimizer,
+        optimizer: tf.compat.v1.train.Optimizer,
         loss_scale: LossScale | None = None,
         max_grad_norm: float | None = None,
         *,
@@ -110,17 +108,12 @@ class LossScaledOptimizer(_Optimizer):  # type: ignore[misc]
 
 
 def _check_optimizer(optimizer: Any) -> None:
-    where, kind = "wrap_optimizer(optimizer)", type(optimizer)
     wrappers = LossScaledOptimizer | tf.compat.v1.mixed_precision.MixedPrecisionLossScaleOptimizer
     if isinstance(optimizer, wrappers):
-        raise UsageError(
-            "the optimizer is wrapped already", where=where, found=kind.__qualname__, fix="wrap the plain one, once"
-        )
-    if not isinstance(optimizer, _Optimizer):
-        raise InvalidTypeError(
-            "no TensorFlow optimizer",
-            where=where,
-            found=f"{kind.__module__}.{kind.__qualname__}",
-            allowed="an instance of tf.compat.v1.train.Optimizer, or a Keras optimizer",
-            fix="for an optimizer of your own, step it by polyamp.backends.tensorflow.LossScaler",
+        raise wrapped_already(type(optimizer).__qualname__)
+    if not isinstance(optimizer, tf.compat.v1.train.Optimizer):
+        raise no_optimizer(
+            optimizer,
+            allowed="an instance of tf.compat.v1.train.Optimizer, or a Keras optimizer; any other with apply_gradients "
+            "is stepped by polyamp.backends.tensorflow.LossScaler",
         )

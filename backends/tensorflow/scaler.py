@@ -10,10 +10,11 @@ import tensorflow as tf
 from polyamp.backends.tensorflow.gradients import SIXTEEN_BIT, all_finite, clip_factor, multiplied, unscaled
 from polyamp.backends.tensorflow.masters import MasterWeights
 from polyamp.backends.tensorflow.replicas import after, all_replicas, summed, update_if
-from polyamp.errors import InvalidTypeError, NonFiniteLossError, UsageError
+from polyamp.errors import InvalidTypeError, UsageError
 from polyamp.loss_scale import LossScale, LossScaleState, advance, on_host, report_limits
 from polyamp.policy import Policy
 from polyamp.policy import policy as make_policy
+from polyamp.refusals import no_loss, non_finite_loss
 from polyamp.result import StepResult
 from polyamp.verbs import norm_limit
 
@@ -78,7 +79,7 @@ class LossScaler(tf.Module):
             return loss
         tensor = _floating(loss)
         if not tf.is_symbolic_tensor(tensor) and _is_on_cpu(tensor) and not all_finite([tensor]):
-            raise _non_finite(tensor)
+            raise non_finite_loss(tensor.numpy())
         wide = tf.cast(tensor, tf.float32) if tensor.dtype in SIXTEEN_BIT else tensor
         return wide * tf.cast(self.scalars[0], wide.dtype)
 
@@ -210,23 +211,8 @@ def _floating(loss: Any) -> tf.Tensor:
     dtype = getattr(loss, "dtype", None) if tf.is_tensor(loss) else None
     if dtype is not None and dtype.is_floating:
         return tf.convert_to_tensor(loss)
-    raise InvalidTypeError(
-        "the loss is no floating tensor",
-        where="scale(loss)",
-        found=type(loss).__name__ if dtype is None else f"a tensor of {dtype.name}",
-        allowed="a floating tf.Tensor",
-        fix="give the loss that the model's outputs led to",
-    )
-
-
-def _non_finite(tensor: tf.Tensor) -> NonFiniteLossError:
-    return NonFiniteLossError(
-        "the loss was not finite before it was scaled",
-        where="scale(loss)",
-        found=str(tensor.numpy()),
-        allowed="finite values",
-        fix="look for inf or NaN in the forward pass or the data: lowering the loss scale cannot help",
-    )
+    found = type(loss).__name__ if dtype is None else f"a tensor of {dtype.name}"
+    raise no_loss(found, allowed="a floating tf.Tensor")
 
 
 def _check_optimizer(optimizer: Any) -> None:

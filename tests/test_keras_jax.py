@@ -1,0 +1,80 @@
+"""What the wrapped Keras optimizer does on JAX alone: stateless steps inside ``jit``, sparse gradients."""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+import pytest
+from harness_keras import to_numpy
+from keras import layers, ops
+
+import polyamp
+from polyamp import LossScale
+from polyamp.backends.keras import LossScaledOptimizer
+
+if keras.backend.backend() != "jax":
+    pytest.skip("for Keras on JAX: --keras-backend=jax", allow_module_level=True)
+
+import jax
+
+pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # Keras 3.15, as for NumPy 1
+
+
+def compiled(opt: LossScaledOptimizer):
+    """A step in ``jit``: values in, values out, and how often it was traced."""
+    traces = []
+
+    @jax.jit
+    def step(state, grads, params):
+        traces.append(1)
+        return opt.stateless_apply(state, grads, params)
+
+    return step, traces
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize("make", [lambda: keras.optimizers.SGD(0.5, momentum=0.9), lambda: keras.optimizers.Adam(0.5)])
+def test_a_skipped_step_in_jit_changes_only_the_loss_scale(make, dtype: str) -> None:
+    weight, opt = keras.Variable([1.0, 2.0], dtype=dtype), LossScaledOptimizer(make(), LossScale(init=8.0))
+    opt.build([weight])
+    step, traces = compiled(opt)
+    state, params = [variable.value for variable in opt.variables], [weight.value]
+    params, state = step(state, [ops.array([1.0, 2.0], dtype)], params)
+    after, kept = step(state, [ops.array([np.inf, 2.0], dtype)], params)
+    changed = [v.name for v, old, new in zip(opt.variables, state, kept, strict=True) if not np.array_equal(old, new)]
+    assert changed == ["dynamic_scale", "step_counter", "skipped_in_a_row", "skipped"]
+    assert np.array_equal(after[0], params[0])
+    assert not np.array_equal(params[0], weight.value)
+    assert len(traces) == 1
+    assert [value.dtype for value in kept] == [variable.value.dtype for variable in opt.variables]
+
+
+@pytest.mark.parametrize("options", [{"gradient_accumulation_steps": 2}, {"use_ema": True}, {"clipnorm": 0.1}])
+def test_stateless_and_stateful_steps_agree(options) -> None:
+    grads = [[ops.array([3.0, np.inf if step == 2 else 1.0])] for step in range(5)]
+    stateful, stateless = (keras.Variable([1.0, 2.0]) for _ in range(2))
+    opts = [LossScaledOptimizer(keras.optimizers.SGD(0.5, **options), LossScale(init=2.0, interval=2)) for _ in range(2)]
+    for opt, weight in zip(opts, (stateful, stateless), strict=True):
+        opt.build([weight])
+    state, params = [variable.value for variable in opts[1].variables], [stateless.value]
+    for grad in grads:
+        opts[0].apply(grad)
+        params, state = opts[1].stateless_apply(state, grad, params)
+    assert np.array_equal(params[0], stateful.value)
+    assert all(np.array_equal(value, v.value) for value, v in zip(state, opts[0].variables, strict=True))
+    assert np.array_equal(stateless.value, [1.0, 2.0])
+
+
+def test_a_traced_loss_is_scaled_and_not_looked_at() -> None:
+    opt = LossScaledOptimizer(keras.optimizers.SGD(), LossScale(init=8.0))
+    assert float(jax.jit(opt.scale_loss)(np.float32(2.0))) == 16.0
+    assert float(jax.jit(opt.scale_loss)(np.float32(np.inf))) == np.inf
+
+
+def test_sparse_embedding_gradients_train() -> None:
+    model = keras.Sequential([keras.Input((4,), dtype="int32"), layers.Embedding(10, 3, sparse=True), layers.Flatten(), layers.Dense(1)])
+    model.compile(polyamp.wrap_optimizer(keras.optimizers.SGD(0.1), "mixed_float16", max_grad_norm=1.0), "mse")
+    before = to_numpy(model.layers[0].embeddings)
+    model.fit(np.array([[1, 2, 2, 3]]), np.array([[1.0]]), verbose=0)
+    moved = np.abs(to_numpy(model.layers[0].embeddings) - before).sum(axis=1) > 0
+    assert moved.tolist() == [index in (1, 2, 3) for index in range(10)]

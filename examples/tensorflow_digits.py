@@ -39,4 +39,4 @@ if __name__ == "__main__":
     print(f"{'policy':<16}{'accuracy':>10}{'loss':>10}{'scale':>10}{'skipped':>9}")
     for name in ("float32", "mixed_bfloat16", "mixed_float16"):
         accuracy, loss, scale, skipped = train(name)
-        print(f"{name:<16}{accuracy:>10.4f}{loss:>10.4f}{scale:>10g}{skipped:>9}")
+        print(f"{name:<16}{accuracy:>10.2%}{loss:>10.4f}{scale:>10g}{skipped:>9}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -36,7 +37,8 @@ def drive(session: Session, trace: list[bool], **where: Any) -> list[tuple[bool,
 
 @pytest.mark.parametrize("settings", SETTINGS)
 def test_long_random_trace_gives_identical_scales_and_skips(settings: str) -> None:
-    config, trace = SETTINGS[settings], overflow_trace(seed=11, steps=300)
+    config = replace(SETTINGS[settings], on_min="ignore")  # so many overflows bring the scale down to its minimum
+    trace = overflow_trace(seed=11, steps=300)
     records = {name: drive(start(name, loss_scale=config), trace) for name in HARNESSES}
     state = config.initial_state()
     expected = []

@@ -15,7 +15,12 @@ def value_of(variable: Any) -> Any:
     >>> float(value_of(keras.Variable(2.0)))
     2.0
     """
-    return ops.convert_to_tensor(variable.value if isinstance(variable, keras.Variable) else variable)
+    native = variable.value if isinstance(variable, keras.Variable) else variable
+    if keras.backend.backend() == "tensorflow":  # there a variable passes for a tensor, until somebody reads it
+        import tensorflow as tf
+
+        return tf.convert_to_tensor(native)
+    return ops.convert_to_tensor(native)
 
 
 def platform_of(value: Any) -> str | None:

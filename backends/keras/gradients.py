@@ -19,11 +19,8 @@ def map_values(function: Callable[[Any], Any], grad: Any) -> Any:
     """
     if grad is None:
         return None
-    # By name, since the classes are TensorFlow's and JAX's and neither need be there.
-    if type(grad).__name__ == "IndexedSlices":
+    if type(grad).__name__ == "IndexedSlices":  # by name: TensorFlow, whose class it is, need not be there
         return type(grad)(function(grad.values), grad.indices, grad.dense_shape)
-    if type(grad).__name__ == "BCOO":
-        return type(grad)((function(grad.data), grad.indices), shape=grad.shape)
     return function(grad)
 
 

@@ -26,6 +26,7 @@ class LossScaledOptimizer(keras.optimizers.LossScaleOptimizer):
     it, on Keras' TensorFlow, JAX and torch backends; the algorithm is polyamp's. The loss scale, its counters and the
     master weights are variables, which ``.keras`` files and checkpoints keep.
 
+    >>> from keras import ops
     >>> weight = keras.Variable([1.0, 1.0])
     >>> opt = LossScaledOptimizer(keras.optimizers.SGD(0.5), LossScale(init=8.0), max_grad_norm=1.0)
     >>> _ = opt.apply_gradients([(ops.array([24.0, 32.0]), weight)])  # of the loss times 8
@@ -66,8 +67,8 @@ class LossScaledOptimizer(keras.optimizers.LossScaleOptimizer):
     def build(self, var_list: Sequence[Any]) -> None:
         """Make the inner optimizer's variables and the master weights; Keras calls this before the first step."""
         wanted = self.master_weights is not False and any(map(is_sixteen_bit, var_list))
-        if wanted and self.inner_optimizer.built:
-            raise _built_too_early(self.inner_optimizer)
+        if wanted:
+            _check_masters(self.inner_optimizer)
         self._masters = MasterWeights(var_list if wanted else (), self.add_variable)
         self.inner_optimizer.build(self._masters.trained(var_list))
         super(keras.optimizers.LossScaleOptimizer, self).build(var_list)  # Keras' own would add two scalars of its own
@@ -75,7 +76,7 @@ class LossScaledOptimizer(keras.optimizers.LossScaleOptimizer):
     def scale_loss(self, loss: Any) -> Any:
         """The loss in float32 (float64 stays) times the loss scale.
 
-        >>> float(LossScaledOptimizer(keras.optimizers.SGD()).scale_loss(ops.array(0.5)))
+        >>> float(LossScaledOptimizer(keras.optimizers.SGD()).scale_loss(keras.ops.array(0.5)))
         32768.0
 
         Raises:
@@ -218,14 +219,6 @@ class LossScaledOptimizer(keras.optimizers.LossScaleOptimizer):
     def _trained(self, variables: Sequence[Any]) -> list[Any]:
         if not self._masters.variables:
             return list(variables)
-        if is_distributed():
-            raise UnsupportedError(
-                "master weights are not kept over several replicas",
-                where="a tf.distribute strategy",
-                found="variables of 16 bits",
-                allowed="float32 variables",
-                fix='build the model under "mixed_float16" or "mixed_bfloat16", which store float32',
-            )
         return self._masters.trained(variables, [self._get_variable_index(variable) for variable in variables])
 
 
@@ -253,9 +246,18 @@ def _check_optimizer(inner: Any, max_grad_norm: float | None) -> None:
         )
 
 
-def _built_too_early(inner: Any) -> UsageError:
-    return UsageError(
-        "the optimizer was built on 16-bit variables already",
-        where=f"wrap_optimizer({type(inner).__name__})",
-        fix="wrap it before its first step, so that it trains float32 master weights",
-    )
+def _check_masters(inner: Any) -> None:
+    if inner.built:
+        raise UsageError(
+            "the optimizer was built on 16-bit variables already",
+            where=f"wrap_optimizer({type(inner).__name__})",
+            fix="wrap it before its first step, so that it trains float32 master weights",
+        )
+    if is_distributed():
+        raise UnsupportedError(
+            "master weights are not kept over several replicas",
+            where="a tf.distribute strategy",
+            found="variables of 16 bits",
+            allowed="float32 variables",
+            fix='build the model under "mixed_float16" or "mixed_bfloat16", which store float32',
+        )

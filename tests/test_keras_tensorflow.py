@@ -1,0 +1,212 @@
+"""What the wrapped Keras optimizer does on TensorFlow alone: graphs, XLA, sparse rows, checkpoints, replicas."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+from keras import layers
+
+import polyamp
+from polyamp import LossScale
+from polyamp.backends.keras import LossScaledOptimizer
+
+if keras.backend.backend() != "tensorflow":
+    pytest.skip("for Keras on TensorFlow: --keras-backend=tensorflow", allow_module_level=True)
+
+import tensorflow as tf
+
+pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # Keras 3.15, as for NumPy 1
+HERE = Path(__file__).parent
+
+
+def train_step(opt: LossScaledOptimizer, weight: keras.Variable, jit_compile: bool = False) -> Any:
+    @tf.function(jit_compile=jit_compile)
+    def step(factor: tf.Tensor) -> tf.Tensor:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(weight * factor)
+            scaled = opt.scale_loss(loss)
+        opt.apply_gradients([(tape.gradient(scaled, weight.value), weight)])
+        return loss
+
+    return step
+
+
+@pytest.mark.parametrize("jit_compile", [False, True])
+@pytest.mark.parametrize("make", [lambda: keras.optimizers.SGD(0.5, momentum=0.9), lambda: keras.optimizers.Adam(0.5)])
+def test_a_compiled_step_skips_without_a_trace(make: Any, jit_compile: bool) -> None:
+    weight, opt = keras.Variable([1.0, 2.0]), LossScaledOptimizer(make(), LossScale(init=8.0), max_grad_norm=1.0)
+    opt.build([weight])
+    step = train_step(opt, weight, jit_compile)
+    step(tf.constant(3.0))
+    before = [variable.numpy().tobytes() for variable in (weight, *opt.inner_optimizer.variables)]
+    step(tf.constant(np.inf))
+    assert [variable.numpy().tobytes() for variable in (weight, *opt.inner_optimizer.variables)] == before
+    assert (opt.last_step.applied, opt.loss_scale) == (False, 4.0)
+    step(tf.constant(3.0))
+    assert (opt.last_step.applied, int(opt.iterations)) == (True, 2)
+
+
+@pytest.mark.parametrize("jit_compile", [False, True])
+def test_fit_with_and_without_xla(jit_compile: bool) -> None:
+    keras.utils.set_random_seed(0)
+    x = np.random.default_rng(0).standard_normal((32, 6)).astype("float32")
+    model = keras.Sequential([keras.Input((6,)), layers.Dense(8, "relu"), layers.Dense(1)])
+    polyamp.convert(model, "mixed_float16")
+    model.compile(polyamp.wrap_optimizer(keras.optimizers.Adam(0.05), "mixed_float16"), "mse", jit_compile=jit_compile)
+    losses = model.fit(x, x[:, :1], batch_size=8, epochs=5, verbose=0).history["loss"]
+    assert losses[-1] < losses[0] / 2
+
+
+def test_the_state_can_be_read_inside_a_graph() -> None:
+    weight, opt = keras.Variable([1.0]), LossScaledOptimizer(keras.optimizers.SGD(), LossScale(init=8.0))
+    opt.build([weight])
+
+    @tf.function
+    def step(grad: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        opt.apply_gradients([(grad, weight)])
+        return opt.last_step.applied, opt.last_step.scale
+
+    assert [bool(step(tf.constant([value]))[0]) for value in (1.0, np.nan)] == [True, False]
+    assert float(step(tf.constant([1.0]))[1]) == 4.0
+
+
+def test_what_fit_cannot_say_is_said_when_somebody_looks() -> None:
+    model = keras.Sequential([keras.Input((2,)), layers.Dense(1)])
+    opt = polyamp.wrap_optimizer(keras.optimizers.SGD(), "mixed_float16", loss_scale=LossScale(max_skips=3))
+    model.compile(opt, "mse")
+    model.fit(np.full((12, 2), np.inf, "float32"), np.zeros((12, 1)), batch_size=4, verbose=0)
+    with pytest.raises(polyamp.LossScaleError, match="3 steps in a row"):
+        _ = opt.last_step
+    assert opt.loss_scale == 2.0**13
+
+
+@pytest.mark.parametrize("mode", ["eager", "graph", "xla"])
+def test_sparse_rows_are_unscaled_tested_and_clipped(mode: str) -> None:
+    table, opt = keras.Variable(np.ones((5, 2), "float32")), LossScaledOptimizer(
+        keras.optimizers.SGD(1.0), LossScale(init=8.0), max_grad_norm=1.0
+    )
+    opt.build([table])
+
+    def step(values: tf.Tensor) -> None:
+        opt.apply_gradients([(tf.IndexedSlices(values, tf.constant([1, 3]), tf.constant([5, 2])), table)])
+
+    run = step if mode == "eager" else tf.function(step, jit_compile=mode == "xla")
+    run(tf.constant([[np.nan, 0.0], [0.0, 0.0]]))
+    assert np.array_equal(table.numpy(), np.ones((5, 2)))
+    run(tf.constant([[12.0, 0.0], [0.0, 16.0]]))  # of the loss times 4: a norm of 5
+    np.testing.assert_allclose(table.numpy()[[1, 3]], [[0.4, 1.0], [1.0, 0.2]], rtol=1e-6)
+    assert np.array_equal(table.numpy()[[0, 2, 4]], np.ones((3, 2)))
+
+
+def test_embeddings_train() -> None:
+    model = keras.Sequential([keras.Input((4,), dtype="int32"), layers.Embedding(10, 3), layers.Flatten(), layers.Dense(1)])
+    model.compile(polyamp.wrap_optimizer(keras.optimizers.Adam(0.1), "mixed_float16", max_grad_norm=1.0), "mse")
+    before = model.layers[0].embeddings.numpy()
+    model.fit(np.array([[1, 2, 2, 3]]), np.array([[1.0]]), verbose=0)
+    moved = np.abs(model.layers[0].embeddings.numpy() - before).sum(axis=1) > 0
+    assert moved.tolist() == [index in (1, 2, 3) for index in range(10)]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_a_checkpoint_keeps_every_field_slot_and_master(dtype: str, tmp_path: Path) -> None:
+    def start() -> tuple[keras.Variable, LossScaledOptimizer, tf.train.Checkpoint]:
+        weight = keras.Variable([1.0, 2.0], dtype=dtype)
+        opt = LossScaledOptimizer(keras.optimizers.Adam(0.01), LossScale(init=8.0, interval=2, hysteresis=2))
+        opt.build([weight])
+        return weight, opt, tf.train.Checkpoint(weight=weight, opt=opt)
+
+    weight, opt, checkpoint = start()
+    for value in (1.0, np.inf, 1.0, 1.0, np.inf):
+        opt.apply_gradients([(tf.constant([value, 1.0], dtype), weight)])
+    path = checkpoint.save(tmp_path / "saved")
+    again, restored, other = start()
+    other.restore(path).assert_consumed()
+    assert polyamp.save_loss_scale(restored) == polyamp.save_loss_scale(opt)
+    pairs = zip((again, *restored.variables), (weight, *opt.variables), strict=True)
+    assert all(one.numpy().tobytes() == two.numpy().tobytes() for one, two in pairs)
+
+
+def run(code: str, *arguments: str) -> str:
+    done = subprocess.run([sys.executable, "-c", code, *arguments], cwd=HERE, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_a_keras_file_loads_in_a_process_that_imported_polyamp_keras(tmp_path: Path) -> None:
+    model = keras.Sequential([keras.Input((2,)), layers.Dense(1)])
+    model.compile(polyamp.wrap_optimizer(keras.optimizers.SGD(), "mixed_float16", max_grad_norm=2.0), "mse")
+    model.fit(np.ones((4, 2)), np.ones((4, 1)), verbose=0)
+    model.save(tmp_path / "model.keras")
+    code = "import sys, keras, polyamp.backends.keras; m = keras.saving.load_model(sys.argv[1]); print(m.optimizer.get_config())"
+    assert run(code, str(tmp_path / "model.keras")).strip() == str(model.optimizer.get_config())
+
+
+MIRRORED = """
+import numpy as np, tensorflow as tf
+tf.config.set_logical_device_configuration(
+    tf.config.list_physical_devices("CPU")[0], [tf.config.LogicalDeviceConfiguration()] * 2
+)
+import keras, polyamp
+strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+with strategy.scope():
+    weight = keras.Variable([1.0, 2.0], dtype=DTYPE)
+    opt = polyamp.wrap_optimizer(
+        keras.optimizers.SGD(1.0, momentum=0.9), "mixed_float16", loss_scale=polyamp.LossScale(init=8.0), max_grad_norm=NORM
+    )
+    opt.build([weight])
+
+def replica(grads):
+    opt.apply_gradients([(grads, weight)])
+
+step = tf.function(lambda grads: strategy.run(replica, args=(grads,)))
+def run(first, second):
+    values = [tf.constant(first), tf.constant(second)]
+    step(strategy.experimental_distribute_values_from_function(lambda c: values[c.replica_id_in_sync_group]))
+    copies = [copy.numpy().tolist() for copy in strategy.experimental_local_results(weight.value)]
+    print(copies, opt.loss_scale, opt.iterations.numpy())
+"""
+
+
+@pytest.mark.parametrize("infinite", [0, 1])
+def test_an_overflow_in_any_replica_skips_the_step_in_all(infinite: int) -> None:
+    spoiled = [["1.0", "1.0"], ["1.0", "1.0"]]
+    spoiled[infinite][0] = "np.inf"
+    steps = f"run([{', '.join(spoiled[0])}], [{', '.join(spoiled[1])}])\nrun([4.0, 0.0], [0.0, 4.0])"
+    skipped, applied = run(MIRRORED.replace("NORM", "None").replace("DTYPE", "'float32'") + steps).splitlines()
+    assert skipped == "[[1.0, 2.0], [1.0, 2.0]] 4.0 0"
+    assert applied == "[[0.0, 1.0], [0.0, 1.0]] 4.0 1"
+
+
+def test_replicas_clip_the_norm_of_their_summed_gradients() -> None:
+    steps = "run([16.0, 16.0], [8.0, 16.0])"  # a sum of [24, 32], which is [3, 4] unscaled
+    done = run(MIRRORED.replace("NORM", "2.5").replace("DTYPE", "'float32'") + steps)
+    assert done.strip() == "[[-0.5, 0.0], [-0.5, 0.0]] 8.0 1"
+
+
+def test_master_weights_over_replicas_are_refused() -> None:
+    code = MIRRORED.replace("NORM", "None").replace("DTYPE", "'float16'").replace("    opt.build([weight])", """
+    try:
+        opt.build([weight])
+    except polyamp.UnsupportedError as error:
+        print(error)
+""")
+    assert "not kept over several replicas" in run(code)
+
+
+def test_fit_in_a_mirrored_strategy() -> None:
+    code = MIRRORED.replace("NORM", "None").replace("DTYPE", "'float32'") + """
+with strategy.scope():
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(4), keras.layers.Dense(1)])
+    polyamp.convert(model, "mixed_float16")
+    model.compile(polyamp.wrap_optimizer(keras.optimizers.Adam(0.1), "mixed_float16"), "mse", jit_compile=False)
+x = np.random.default_rng(0).standard_normal((32, 2)).astype("float32")
+losses = model.fit(x, x[:, :1], batch_size=8, epochs=6, verbose=0).history["loss"]
+print(losses[-1] < losses[0] / 2, model.optimizer.last_step.applied)
+"""
+    assert run(code).strip() == "True True"

@@ -30,7 +30,7 @@ class LossScaledOptimizer(keras.optimizers.LossScaleOptimizer):
     >>> weight = keras.Variable([1.0, 1.0])
     >>> opt = LossScaledOptimizer(keras.optimizers.SGD(0.5), LossScale(init=8.0), max_grad_norm=1.0)
     >>> _ = opt.apply_gradients([(ops.array([24.0, 32.0]), weight)])  # of the loss times 8
-    >>> [round(float(value), 4) for value in weight], opt.last_step
+    >>> [round(float(value), 4) for value in ops.unstack(weight)], opt.last_step
     ([0.7, 0.6], StepResult(applied=True, scale=8.0, skipped_in_a_row=0))
 
     Args:

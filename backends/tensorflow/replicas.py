@@ -74,7 +74,7 @@ def after(operations: Sequence[Any]) -> AbstractContextManager[Any]:
     Inside a ``tf.function`` TensorFlow keeps the order by itself; in a graph of a ``Session`` nothing else does.
 
     >>> with after([None]):
-    ...     tf.constant(1).numpy()
+    ...     int(tf.constant(1))
     1
     """
     return tf.control_dependencies([one for one in operations if isinstance(one, tf.Operation | tf.Tensor)])

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, Literal, NamedTuple
 
-from polyamp.errors import InvalidTypeError, InvalidValueError, LossScaleError, StateError, warn_once
+from polyamp.errors import InvalidTypeError, InvalidValueError, StateError
 from polyamp.formats import FORMATS
 
 FLOAT32 = FORMATS["float32"]
@@ -316,41 +316,6 @@ def advance(
 def on_host(state: LossScaleState) -> LossScaleState:
     """The same state as Python numbers (one device-to-host copy for each field that lives on a device)."""
     return LossScaleState(float(state.scale), *(int(count) for count in state[1:]))
-
-
-def report_limits(config: LossScale, state: LossScaleState) -> None:
-    """Warn or raise where a state of Python numbers says that the scale cannot help any more.
-
-    Adapters call it whenever the state is on the host anyway; it never causes a sync.
-
-    Raises:
-        LossScaleError: ``max_skips`` steps in a row were skipped, or an overflow came at ``min`` under
-            ``on_min="raise"``.
-    """
-    skips = state.skipped_in_a_row
-    if config.max_skips is not None and skips >= config.max_skips:
-        raise LossScaleError(
-            f"{skips} steps in a row were skipped because gradients were not finite",
-            where=f"loss scale {state.scale:g}",
-            allowed=f"fewer than max_skips = {config.max_skips}",
-            fix="look for inf or NaN in the forward pass: a smaller loss scale cannot help there",
-        )
-    if config.on_min == "ignore" or not config.dynamic or skips == 0 or state.scale > config.min:
-        return
-    if state.hysteresis >= 0:  # this overflow only brought the scale here, or was tolerated
-        return
-    if config.on_min == "raise":
-        raise LossScaleError(
-            "gradients overflow although the loss scale is at its minimum",
-            where=f"after {skips} skipped steps in a row",
-            found=f"loss scale {state.scale:g}",
-            allowed=f"more than min = {config.min:g}",
-            fix="look for inf or NaN in the forward pass, or set a smaller LossScale(min=...)",
-        )
-    warn_once(
-        f"the loss scale is at its minimum, {config.min:g}, and gradients still overflow: steps are being skipped. "
-        "Look for inf or NaN in the forward pass, or set a smaller LossScale(min=...)."
-    )
 
 
 def _bad(name: str, found: object, allowed: str) -> InvalidValueError:

@@ -10,9 +10,17 @@ from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 from polyamp.errors import InvalidValueError
-from polyamp.rules import CLASSES
 
 TABLE_VERSION = 1
+
+CLASSES: dict[str, str] = {
+    "lower": "runs in the compute format: Tensor Core work",
+    "full": "runs in float32",
+    "promote": "runs in the widest format among its inputs",
+    "follow": "safe in 16 bits unless an input came from full work",
+    "neutral": "moves or compares values: runs in the format of its inputs",
+    "keep": "is never touched",
+}
 
 SOURCES: dict[str, str] = {
     "cuda": "PyTorch 2.13, CUDA autocast: include/ATen/autocast_mode.h (lower_precision_fp = lower, fp32 = full)",
@@ -42,7 +50,7 @@ class Operation(NamedTuple):
     ('full', 'full', 'follow')
 
     Attributes:
-        op_class: what it may run in, one of `polyamp.rules.CLASSES`.
+        op_class: what it may run in, one of `CLASSES`.
         sources: the class that each source (a key of `SOURCES`) gives it; ``banned`` where the source refuses it.
         why: the reason for ``op_class``; always there where a source gives another class.
     """

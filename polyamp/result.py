@@ -29,7 +29,7 @@ class StepResult:
     @property
     def applied(self) -> Any:
         """Whether parameters and optimizer state were updated; a bool."""
-        return _look(self._state.skipped_in_a_row == 0, bool)
+        return _look(self._state.skipped_in_a_row < 1, bool)  # `==` would compare objects in a TensorFlow 1 graph
 
     @property
     def scale(self) -> Any:
@@ -47,7 +47,7 @@ class StepResult:
         return "" if self else "gradients were not finite"
 
     def __bool__(self) -> bool:
-        return bool(self._state.skipped_in_a_row == 0)
+        return bool(self._state.skipped_in_a_row < 1)
 
     def __repr__(self) -> str:
         return f"StepResult(applied={self.applied}, scale={self.scale}, skipped_in_a_row={self.skipped_in_a_row})"

@@ -1,4 +1,4 @@
-"""What an operation may run in: the classes, a policy's own rules, and how both decide for one operation."""
+"""A policy's own rules, and how they and the table decide what one operation may run in."""
 
 from __future__ import annotations
 
@@ -8,15 +8,7 @@ from fnmatch import fnmatchcase
 from typing import NamedTuple
 
 from polyamp.errors import InvalidTypeError, InvalidValueError
-
-CLASSES: dict[str, str] = {
-    "lower": "runs in the compute format: Tensor Core work",
-    "full": "runs in float32",
-    "promote": "runs in the widest format among its inputs",
-    "follow": "safe in 16 bits unless an input came from full work",
-    "neutral": "moves or compares values: runs in the format of its inputs",
-    "keep": "is never touched",
-}
+from polyamp.operations import CLASSES, OPERATIONS
 
 
 class Rule(NamedTuple):
@@ -59,8 +51,6 @@ def decide(rules: Iterable[Rule], operation: str, path: str = "") -> Decision:
     >>> decide((Rule("softmax", "lower"),), "softmax").op_class
     'lower'
     """
-    from polyamp.operations import OPERATIONS
-
     for rule in rules:
         if rule.matches(operation, path):
             return Decision(rule.op_class, f"rule {rule.pattern!r}")

@@ -65,9 +65,7 @@ class TensorFlowHarness:
         learning_rate: float = 0.1,
         **options: Any,
     ) -> TensorFlowSession:
-        variables = {
-            name: tf.Variable(tf.cast(array, policy.param), name=name) for name, array in weights.items()
-        }
+        variables = {name: tf.Variable(tf.cast(array, policy.param), name=name) for name, array in weights.items()}
         plain = OPTIMIZERS[optimizer](learning_rate)
         return TensorFlowSession(variables, polyamp.wrap_optimizer(plain, policy, **options))
 

@@ -128,7 +128,8 @@ def test_a_policy_that_changes_nothing_is_reported() -> None:
 def test_softmax_activation_and_several_heads_stay_in_float32() -> None:
     inputs = keras.Input((6,))
     scores = layers.Dense(3, name="scores")(inputs)
-    model = keras.Model(inputs, [layers.Activation("softmax", name="shares")(scores), layers.Dense(1, name="value")(scores)])
+    shares, value = layers.Activation("softmax", name="shares")(scores), layers.Dense(1, name="value")(scores)
+    model = keras.Model(inputs, [shares, value])
     polyamp.convert(model, "mixed_float16")
     assert [compute(model, name) for name in ("scores", "shares", "value")] == ["float16", "float32", "float32"]
 
@@ -189,7 +190,8 @@ def test_formats_without_a_keras_policy_are_refused(formats: dict[str, str]) -> 
 
 def test_a_model_built_in_16_bits_takes_the_policy_that_stores_them() -> None:
     keras.config.set_dtype_policy("bfloat16")
-    model = keras.Sequential([keras.Input((4,)), layers.Dense(3), layers.BatchNormalization(name="norm"), layers.Dense(2)])
+    norm = layers.BatchNormalization(name="norm")
+    model = keras.Sequential([keras.Input((4,)), layers.Dense(3), norm, layers.Dense(2)])
     assert compute(polyamp.convert(model, "bfloat16"), "norm") == "bfloat16"
     with pytest.raises(polyamp.UnsupportedError, match="stored in bfloat16"):
         polyamp.convert(model, "mixed_bfloat16")

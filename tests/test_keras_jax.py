@@ -15,7 +15,8 @@ if keras.backend.backend() != "jax":
 
 import jax
 
-pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # Keras 3.15, as for NumPy 1
+# Keras 3.15 calls __array__ as NumPy 1 did.
+pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
 
 
 def compiled(opt: LossScaledOptimizer):
@@ -51,7 +52,8 @@ def test_a_skipped_step_in_jit_changes_only_the_loss_scale(make, dtype: str) -> 
 def test_stateless_and_stateful_steps_agree(options) -> None:
     grads = [[ops.array([3.0, np.inf if step == 2 else 1.0])] for step in range(5)]
     stateful, stateless = (keras.Variable([1.0, 2.0]) for _ in range(2))
-    opts = [LossScaledOptimizer(keras.optimizers.SGD(0.5, **options), LossScale(init=2.0, interval=2)) for _ in range(2)]
+    config = LossScale(init=2.0, interval=2)
+    opts = [LossScaledOptimizer(keras.optimizers.SGD(0.5, **options), config) for _ in range(2)]
     for opt, weight in zip(opts, (stateful, stateless), strict=True):
         opt.build([weight])
     state, params = [variable.value for variable in opts[1].variables], [stateless.value]

@@ -53,8 +53,8 @@ class Loop:
         return {str(index): to_numpy(variable) for index, variable in enumerate(inner.variables)}
 
 
-def wrapped(kind: str = "sgd", *, loss_scale: LossScale | None = None, norm: float | None = None, **options: Any) -> Any:
-    return polyamp.wrap_optimizer(KINDS[kind](**options), "mixed_float16", loss_scale=loss_scale, max_grad_norm=norm)
+def wrapped(kind: str = "sgd", *, loss_scale: LossScale | None = None, norm: float | None = None, **inner: Any) -> Any:
+    return polyamp.wrap_optimizer(KINDS[kind](**inner), "mixed_float16", loss_scale=loss_scale, max_grad_norm=norm)
 
 
 def model_and_data() -> tuple[keras.Model, Any, Any]:
@@ -62,8 +62,8 @@ def model_and_data() -> tuple[keras.Model, Any, Any]:
     rng = np.random.default_rng(0)
     x = rng.standard_normal((64, 6)).astype("float32")
     y = (x @ rng.standard_normal((6, 2))).astype("float32")
-    model = keras.Sequential([keras.Input((6,)), layers.Dense(16, "relu"), layers.BatchNormalization(), layers.Dense(2)])
-    return model, x, y
+    hidden = [layers.Dense(16, "relu"), layers.BatchNormalization()]
+    return keras.Sequential([keras.Input((6,)), *hidden, layers.Dense(2)]), x, y
 
 
 # What is refused
@@ -152,13 +152,14 @@ def test_a_skipped_step_changes_no_bit_of_weights_slots_and_iterations(kind: str
     loop.step(4, value)
     assert same_bits(loop.weights(), weights)
     assert same_bits(loop.memory(), memory)
-    assert int(ops.convert_to_numpy(ops.cast(loop.optimizer.iterations, "int32"))) == 3
+    assert to_numpy(loop.optimizer.iterations) == 3
     assert (loop.optimizer.last_step.applied, loop.optimizer.loss_scale) == (False, 2.0**15)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("options", [{}, {"clipnorm": 0.5}, {"global_clipnorm": 0.5}, {"clipvalue": 0.1}, {"weight_decay": 0.1}])
-def test_scaled_steps_are_the_plain_ones_also_where_the_inner_optimizer_clips(kind: str, options: Any) -> None:
+@pytest.mark.parametrize("option", ["clipnorm", "global_clipnorm", "clipvalue", "weight_decay", None])
+def test_scaled_steps_are_the_plain_ones_also_where_the_inner_optimizer_clips(kind: str, option: Any) -> None:
+    options = {} if option is None else {option: 0.1}
     scaled, plain = Loop(wrapped(kind, **options)), Loop(KINDS[kind](**options))
     for seed in range(4):
         scaled.step(seed)
@@ -211,7 +212,7 @@ def test_clipping_is_by_the_unscaled_norm() -> None:
 
 def test_apply_gradients_returns_the_count_of_applied_steps() -> None:
     weight, opt = keras.Variable([1.0]), wrapped()
-    counts = [int(ops.convert_to_numpy(ops.cast(opt.apply_gradients([(ops.array([v]), weight)]), "int32"))) for v in (1.0, np.inf, 1.0)]
+    counts = [to_numpy(opt.apply_gradients([(ops.array([value]), weight)])) for value in (1.0, np.inf, 1.0)]
     assert counts == [1, 1, 2]
 
 
@@ -389,7 +390,8 @@ def test_settings_go_through_json_and_back() -> None:
     saved = json.loads(json.dumps(keras.saving.serialize_keras_object(opt)))
     again = keras.saving.deserialize_keras_object(saved)
     assert type(again) is LossScaledOptimizer
-    assert (again.scaler.settings, again.max_grad_norm, again.master_weights, again.name) == (config, 3.0, False, "mine")
+    assert (again.scaler.settings, again.max_grad_norm) == (config, 3.0)
+    assert (again.master_weights, again.name) == (False, "mine")
     assert isinstance(again.inner_optimizer, keras.optimizers.Adam)
     assert float(to_numpy(again.learning_rate)) == 0.25
     assert again.get_config() == opt.get_config()

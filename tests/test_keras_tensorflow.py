@@ -21,7 +21,8 @@ if keras.backend.backend() != "tensorflow":
 
 import tensorflow as tf
 
-pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # Keras 3.15, as for NumPy 1
+# Keras 3.15 calls __array__ as NumPy 1 did.
+pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
 HERE = Path(__file__).parent
 
 
@@ -88,9 +89,8 @@ def test_what_fit_cannot_say_is_said_when_somebody_looks() -> None:
 
 @pytest.mark.parametrize("mode", ["eager", "graph", "xla"])
 def test_sparse_rows_are_unscaled_tested_and_clipped(mode: str) -> None:
-    table, opt = keras.Variable(np.ones((5, 2), "float32")), LossScaledOptimizer(
-        keras.optimizers.SGD(1.0), LossScale(init=8.0), max_grad_norm=1.0
-    )
+    table = keras.Variable(np.ones((5, 2), "float32"))
+    opt = LossScaledOptimizer(keras.optimizers.SGD(1.0), LossScale(init=8.0), max_grad_norm=1.0)
     opt.build([table])
 
     def step(values: tf.Tensor) -> None:
@@ -105,7 +105,8 @@ def test_sparse_rows_are_unscaled_tested_and_clipped(mode: str) -> None:
 
 
 def test_embeddings_train() -> None:
-    model = keras.Sequential([keras.Input((4,), dtype="int32"), layers.Embedding(10, 3), layers.Flatten(), layers.Dense(1)])
+    words = keras.Input((4,), dtype="int32")
+    model = keras.Sequential([words, layers.Embedding(10, 3), layers.Flatten(), layers.Dense(1)])
     model.compile(polyamp.wrap_optimizer(keras.optimizers.Adam(0.1), "mixed_float16", max_grad_norm=1.0), "mse")
     before = model.layers[0].embeddings.numpy()
     model.fit(np.array([[1, 2, 2, 3]]), np.array([[1.0]]), verbose=0)
@@ -133,7 +134,8 @@ def test_a_checkpoint_keeps_every_field_slot_and_master(dtype: str, tmp_path: Pa
 
 
 def run(code: str, *arguments: str) -> str:
-    done = subprocess.run([sys.executable, "-c", code, *arguments], cwd=HERE, capture_output=True, text=True, check=False)
+    command = [sys.executable, "-c", code, *arguments]
+    done = subprocess.run(command, cwd=HERE, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -143,7 +145,8 @@ def test_a_keras_file_loads_in_a_process_that_imported_polyamp_keras(tmp_path: P
     model.compile(polyamp.wrap_optimizer(keras.optimizers.SGD(), "mixed_float16", max_grad_norm=2.0), "mse")
     model.fit(np.ones((4, 2)), np.ones((4, 1)), verbose=0)
     model.save(tmp_path / "model.keras")
-    code = "import sys, keras, polyamp.backends.keras; m = keras.saving.load_model(sys.argv[1]); print(m.optimizer.get_config())"
+    load = "model = keras.saving.load_model(sys.argv[1]); print(model.optimizer.get_config())"
+    code = f"import sys, keras, polyamp.backends.keras; {load}"
     assert run(code, str(tmp_path / "model.keras")).strip() == str(model.optimizer.get_config())
 
 
@@ -155,11 +158,9 @@ tf.config.set_logical_device_configuration(
 import keras, polyamp
 strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
 with strategy.scope():
-    weight = keras.Variable([1.0, 2.0], dtype=DTYPE)
-    opt = polyamp.wrap_optimizer(
-        keras.optimizers.SGD(1.0, momentum=0.9), "mixed_float16", loss_scale=polyamp.LossScale(init=8.0), max_grad_norm=NORM
-    )
-    opt.build([weight])
+    weight = keras.Variable([1.0, 2.0])
+    config, plain = polyamp.LossScale(init=8.0), keras.optimizers.SGD(1.0, momentum=0.9)
+    opt = polyamp.wrap_optimizer(plain, "mixed_float16", loss_scale=config, max_grad_norm=NORM)
 
 def replica(grads):
     opt.apply_gradients([(grads, weight)])
@@ -173,34 +174,34 @@ def run(first, second):
 """
 
 
+def mirrored(steps: str, norm: str = "None") -> str:
+    return run(MIRRORED.replace("NORM", norm) + steps)
+
+
 @pytest.mark.parametrize("infinite", [0, 1])
 def test_an_overflow_in_any_replica_skips_the_step_in_all(infinite: int) -> None:
     spoiled = [["1.0", "1.0"], ["1.0", "1.0"]]
     spoiled[infinite][0] = "np.inf"
     steps = f"run([{', '.join(spoiled[0])}], [{', '.join(spoiled[1])}])\nrun([4.0, 0.0], [0.0, 4.0])"
-    skipped, applied = run(MIRRORED.replace("NORM", "None").replace("DTYPE", "'float32'") + steps).splitlines()
+    skipped, applied = mirrored(steps).splitlines()
     assert skipped == "[[1.0, 2.0], [1.0, 2.0]] 4.0 0"
     assert applied == "[[0.0, 1.0], [0.0, 1.0]] 4.0 1"
 
 
 def test_replicas_clip_the_norm_of_their_summed_gradients() -> None:
     steps = "run([16.0, 16.0], [8.0, 16.0])"  # a sum of [24, 32], which is [3, 4] unscaled
-    done = run(MIRRORED.replace("NORM", "2.5").replace("DTYPE", "'float32'") + steps)
+    done = mirrored(steps, "2.5")
     assert done.strip() == "[[-0.5, 0.0], [-0.5, 0.0]] 8.0 1"
 
 
 def test_master_weights_over_replicas_are_refused() -> None:
-    code = MIRRORED.replace("NORM", "None").replace("DTYPE", "'float16'").replace("    opt.build([weight])", """
-    try:
-        opt.build([weight])
-    except polyamp.UnsupportedError as error:
-        print(error)
-""")
-    assert "not kept over several replicas" in run(code)
+    steps = "with strategy.scope():\n    opt.build([keras.Variable([1.0], dtype='float16')])"
+    with pytest.raises(AssertionError, match="master weights are not kept over several replicas"):
+        mirrored(steps)
 
 
 def test_fit_in_a_mirrored_strategy() -> None:
-    code = MIRRORED.replace("NORM", "None").replace("DTYPE", "'float32'") + """
+    code = """
 with strategy.scope():
     model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(4), keras.layers.Dense(1)])
     polyamp.convert(model, "mixed_float16")
@@ -209,4 +210,4 @@ x = np.random.default_rng(0).standard_normal((32, 2)).astype("float32")
 losses = model.fit(x, x[:, :1], batch_size=8, epochs=6, verbose=0).history["loss"]
 print(losses[-1] < losses[0] / 2, model.optimizer.last_step.applied)
 """
-    assert run(code).strip() == "True True"
+    assert mirrored(code).strip() == "True True"

@@ -16,7 +16,8 @@ from loss_scale_cases import TRACES, any_numbers, powers_of_two, read, walk
 
 import polyamp
 from polyamp import LossScale, LossScaleState, advance
-from polyamp.loss_scale import on_host, report_limits
+from polyamp.limits import report_limits
+from polyamp.loss_scale import on_host
 from polyamp.presets import PRESETS
 
 RECORDED = json.loads((Path(__file__).parent / "data" / "loss_scalers.json").read_text())

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 import polyamp
-from polyamp.operations import OPERATIONS, SOURCES, as_markdown, by_native_name
-from polyamp.rules import CLASSES
+from polyamp.operations import CLASSES, OPERATIONS, SOURCES, as_markdown, by_native_name
 
 ROOT = Path(__file__).parent.parent
 

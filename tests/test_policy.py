@@ -74,7 +74,7 @@ scales = st.one_of(
     st.builds(LossScale, interval=st.integers(1, 9), growth=st.floats(1.5, 4), max_skips=st.none() | st.integers(1, 9)),
 )
 patterns = st.text(st.characters(codec="utf-8", exclude_characters="./"), min_size=1, max_size=6)
-rules = st.dictionaries(patterns, st.sampled_from(sorted(polyamp.rules.CLASSES)), max_size=3)
+rules = st.dictionaries(patterns, st.sampled_from(sorted(polyamp.operations.CLASSES)), max_size=3)
 
 
 @given(param=formats, compute=formats, output=formats, rules=rules, scale=scales, name=st.text(max_size=5))

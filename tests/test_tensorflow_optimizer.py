@@ -11,7 +11,7 @@ import tensorflow as tf
 
 import polyamp
 from polyamp import LossScale
-from polyamp.backends.tensorflow import LossScaledOptimizer
+from polyamp.backends.tensorflow import LossScaledOptimizer, LossScaler
 
 v1 = tf.compat.v1
 
@@ -44,10 +44,11 @@ class Graph:
     def step(self, factor: Any) -> None:
         self.session.run(self.train, {self.factor: factor})
 
-    def values(self, scalars: bool = False) -> dict[str, bytes]:
+    def values(self) -> dict[str, bytes]:
+        """All variables but the loss scale and its counters."""
+        ours = {variable.name for variable in getattr(getattr(self.opt, "scaler", None), "scalars", ())}
         with self.graph.as_default():
-            ours = {variable.ref() for variable in self.opt.scaler.scalars} if not scalars and hasattr(self.opt, "scaler") else ()
-            chosen = [variable for variable in v1.global_variables() if variable.ref() not in ours]
+            chosen = [variable for variable in v1.global_variables() if variable.name not in ours]
         return {variable.name: self.session.run(variable).tobytes() for variable in chosen}
 
     def state(self) -> list[float]:
@@ -56,6 +57,10 @@ class Graph:
 
 def wrapped(kind: str = "sgd", **options: Any) -> LossScaledOptimizer:
     return polyamp.wrap_optimizer(KINDS[kind](), "mixed_float16", **options)
+
+
+def wrapped_sgd(rate: float, loss_scale: LossScale, norm: float | None = None) -> LossScaledOptimizer:
+    return LossScaledOptimizer(v1.train.GradientDescentOptimizer(rate), loss_scale, norm)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -92,6 +97,16 @@ def test_in_a_session_the_scale_follows_the_one_rule() -> None:
         assert graph.state() == list(state)
 
 
+def test_in_a_session_the_result_of_a_step_is_its_tensors() -> None:
+    with tf.Graph().as_default(), v1.Session() as session:
+        grad, weight = v1.placeholder(tf.float32, [1]), v1.get_variable("w", initializer=tf.constant([1.0]))
+        result = LossScaler(LossScale(init=8.0)).step(v1.train.GradientDescentOptimizer(1.0), [(grad, weight)])
+        session.run(v1.global_variables_initializer())
+        seen = [session.run((result.applied, result.scale), {grad: [value]}) for value in (8.0, np.nan, 4.0)]
+        assert [(bool(applied), float(scale)) for applied, scale in seen] == [(True, 8.0), (False, 4.0), (True, 4.0)]
+        assert session.run(weight).tolist() == [-1.0]
+
+
 def test_a_saver_keeps_the_state_and_the_masters(tmp_path: Path) -> None:
     def make() -> LossScaledOptimizer:
         return wrapped("momentum", loss_scale=LossScale(init=8.0, interval=2))
@@ -99,16 +114,19 @@ def test_a_saver_keeps_the_state_and_the_masters(tmp_path: Path) -> None:
     first, second = (Graph(make, dtype=tf.float16) for _ in range(2))
     for factor in ([2.0**-10] * 3, [np.inf] * 3, [1e-3] * 3):
         first.step(factor)
-    path = first.saver.save(first.session, str(tmp_path / "saved"), write_meta_graph=False)
-    second.saver.restore(second.session, path)
+    with first.graph.as_default():
+        path = first.saver.save(first.session, str(tmp_path / "saved"), write_meta_graph=False)
+    with second.graph.as_default():
+        second.saver.restore(second.session, path)
     for graph in (first, second):
         graph.step([2.0**-11] * 3)
-    assert second.values(scalars=True) == first.values(scalars=True)
+    assert second.values() == first.values()
+    assert second.state() == first.state()
     assert any(name.startswith("weight_master") for name in first.values())
 
 
 def test_master_weights_in_a_session_keep_small_updates() -> None:
-    graph = Graph(lambda: polyamp.wrap_optimizer(v1.train.GradientDescentOptimizer(1.0), "O2"), initializer=[1.0] * 3, dtype=tf.float16)
+    graph = Graph(lambda: wrapped_sgd(1.0, LossScale.fixed(8.0)), initializer=[1.0] * 3, dtype=tf.float16)
     for _ in range(64):
         graph.step([2.0**-13] * 3)
     assert graph.session.run(graph.weight).tolist() == [1 - 64 * 2.0**-13] * 3
@@ -134,7 +152,7 @@ def test_in_a_function_a_skipped_step_changes_no_bit(kind: str, jit_compile: boo
 
 @pytest.mark.parametrize("mode", ["eager", "function", "xla"])
 def test_sparse_rows_are_unscaled_tested_and_clipped(mode: str) -> None:
-    table, opt = tf.Variable(tf.ones((5, 2))), LossScaledOptimizer(v1.train.GradientDescentOptimizer(1.0), LossScale(init=8.0), 1.0)
+    table, opt = tf.Variable(tf.ones((5, 2))), wrapped_sgd(1.0, LossScale(init=8.0), 1.0)
 
     def step(values: tf.Tensor) -> None:
         opt.apply_gradients([(tf.IndexedSlices(values, tf.constant([1, 3]), tf.constant([5, 2])), table)])

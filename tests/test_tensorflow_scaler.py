@@ -29,9 +29,12 @@ class Own:
             variable.assign_sub(grad)
 
 
-@pytest.mark.parametrize("given", [LossScale(init=8.0), polyamp.policy("mixed_float16", loss_scale=LossScale(init=8.0))])
-def test_settings_come_from_a_config_or_a_policy(given: Any) -> None:
-    assert LossScaler(given).loss_scale == 8.0
+EIGHT = LossScale(init=8.0)
+
+
+@pytest.mark.parametrize("source", [EIGHT, polyamp.policy("mixed_float16", loss_scale=EIGHT)])
+def test_settings_come_from_a_config_or_a_policy(source: Any) -> None:
+    assert LossScaler(source).loss_scale == 8.0
 
 
 def test_settings_come_from_the_current_policy() -> None:
@@ -223,7 +226,8 @@ from polyamp.backends.tensorflow import LossScaler
 strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
 with strategy.scope():
     weight = tf.Variable([1.0, 2.0])
-    opt, scaler = tf.compat.v1.train.MomentumOptimizer(1.0, 0.9), LossScaler(polyamp.LossScale(init=8.0), max_grad_norm=NORM)
+    opt = tf.compat.v1.train.MomentumOptimizer(1.0, 0.9)
+    scaler = LossScaler(polyamp.LossScale(init=8.0), max_grad_norm=NORM)
 
 def replica(grads):
     scaler.step(opt, [(grads, weight)])

@@ -11,7 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from polyamp.errors import UsageError
-from polyamp.loss_scale import LossScale, LossScaleState, report_limits
+from polyamp.limits import report_limits
+from polyamp.loss_scale import LossScale, LossScaleState
 from polyamp.result import StepResult
 
 

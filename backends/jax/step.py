@@ -13,7 +13,8 @@ from polyamp.backends.jax import trees
 from polyamp.backends.jax.dtypes import is_low, is_traced
 from polyamp.backends.jax.state import LossScaleOptState, holds_state, initial_scalars, state_type
 from polyamp.errors import StateError, UsageError
-from polyamp.loss_scale import LossScale, advance, on_host, report_limits
+from polyamp.limits import report_limits
+from polyamp.loss_scale import LossScale, advance, on_host
 from polyamp.refusals import wrapped_already
 
 

@@ -150,7 +150,7 @@ class LossScaledOptimizer(keras.optimizers.LossScaleOptimizer):
         ask for: compiled steps, such as those of ``fit``, cannot. Inside, its properties are the traced values.
 
         Raises:
-            LossScaleError: by `polyamp.loss_scale.report_limits`.
+            LossScaleError: by `polyamp.limits.report_limits`.
         """
         traced = platform_of(self.dynamic_scale) is None
         return StepResult(self.scaler.state if traced else self.scaler.report())

@@ -14,7 +14,7 @@ import tensorflow as tf
 def all_replicas(finite: tf.Tensor) -> tf.Tensor:
     """Whether ``finite``, a scalar bool, holds in every replica. To be called in a replica."""
     bad = tf.cast(tf.logical_not(finite), tf.float32)
-    return tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.SUM, bad) == 0
+    return tf.equal(tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.SUM, bad), 0.0)
 
 
 def summed(grads: Sequence[Any]) -> list[Any]:

@@ -11,7 +11,8 @@ from keras.backend import standardize_dtype
 
 from polyamp.backends.keras.backend import platform_of, value_of
 from polyamp.backends.keras.gradients import is_sixteen_bit, unscaled
-from polyamp.loss_scale import LossScale, LossScaleState, advance, on_host, report_limits
+from polyamp.limits import report_limits
+from polyamp.loss_scale import LossScale, LossScaleState, advance, on_host
 from polyamp.refusals import no_loss, non_finite_loss
 
 # Keras' own names, where its LossScaleOptimizer has the variable too.
@@ -80,7 +81,7 @@ class LossScaler:
         """Move the state after a step; on the CPU, outside of traced functions, say what the host then knows.
 
         Raises:
-            LossScaleError: by `polyamp.loss_scale.report_limits`.
+            LossScaleError: by `polyamp.limits.report_limits`.
         """
         self._assign(advance(self.settings, self.state, finite, _where))
         if platform_of(finite) == "cpu":
@@ -90,7 +91,7 @@ class LossScaler:
         """Say where the scale cannot help any more, and give the state as Python numbers; waits for the device.
 
         Raises:
-            LossScaleError: by `polyamp.loss_scale.report_limits`.
+            LossScaleError: by `polyamp.limits.report_limits`.
         """
         state = self.host_state
         report_limits(self.settings, state)

@@ -67,12 +67,13 @@ class MasterWeights(tf.Module):
 def _new_master(variable: tf.Variable) -> tf.Variable:
     name = f"{variable.name.partition(':')[0]}_master"
     with tf.init_scope():  # out of any function that is being traced, as optimizers make their slots
-        return tf.Variable(lambda: tf.cast(variable, tf.float32), trainable=False, dtype=tf.float32, name=name)
+        # `follow` gives it its value: in a graph of a Session the variable itself has none yet.
+        return tf.Variable(tf.zeros(variable.shape), trainable=False, name=name)
 
 
 def _follow(variable: tf.Variable, master: tf.Variable) -> Any:
     value, exact = tf.convert_to_tensor(variable), tf.convert_to_tensor(master)
-    is_unchanged = tf.cast(exact, value.dtype) == value
+    is_unchanged = tf.equal(tf.cast(exact, value.dtype), value)  # in a Session's graph `==` compares the objects
     return master.assign(tf.where(is_unchanged, exact, tf.cast(value, tf.float32)), read_value=False)
 
 

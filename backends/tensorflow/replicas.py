@@ -31,7 +31,7 @@ def all_replicas(finite: tf.Tensor) -> tf.Tensor:
     if not is_distributed():
         return finite
     bad = tf.cast(tf.logical_not(finite), tf.float32)
-    return _sum(bad) == 0
+    return tf.equal(_sum(bad), 0.0)
 
 
 def summed(grads: Sequence[Any]) -> list[Any]:

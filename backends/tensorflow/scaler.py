@@ -7,11 +7,12 @@ from typing import Any
 
 import tensorflow as tf
 
-from polyamp.backends.tensorflow.gradients import SIXTEEN_BIT, all_finite, clip_factor, multiplied, unscaled
+from polyamp.backends.tensorflow.gradients import SIXTEEN_BIT, all_finite, as_dtype, clip_factor, multiplied, unscaled
 from polyamp.backends.tensorflow.masters import MasterWeights
 from polyamp.backends.tensorflow.replicas import after, all_replicas, summed, update_if
 from polyamp.errors import InvalidTypeError, UsageError
-from polyamp.loss_scale import LossScale, LossScaleState, advance, on_host, report_limits
+from polyamp.limits import report_limits
+from polyamp.loss_scale import LossScale, LossScaleState, advance, on_host
 from polyamp.policy import Policy
 from polyamp.policy import policy as make_policy
 from polyamp.refusals import no_loss, non_finite_loss
@@ -114,7 +115,7 @@ class LossScaler(tf.Module):
 
         Raises:
             InvalidTypeError: no optimizer.
-            LossScaleError: by `polyamp.loss_scale.report_limits`, in eager code on the CPU.
+            LossScaleError: by `polyamp.limits.report_limits`, in eager code on the CPU.
             UsageError: the optimizer scales losses itself.
         """
         _check_optimizer(optimizer)
@@ -150,7 +151,7 @@ class LossScaler(tf.Module):
         compiled step cannot. In a graph its properties are tensors.
 
         Raises:
-            LossScaleError: by `polyamp.loss_scale.report_limits`.
+            LossScaleError: by `polyamp.limits.report_limits`.
         """
         return StepResult(self._reported() if tf.executing_eagerly() else self.state)
 
@@ -169,7 +170,8 @@ class LossScaler(tf.Module):
     def _update(self, optimizer: Any, grads: Sequence[Any], variables: list[Any], options: dict[str, Any]) -> Any:
         trained = self._masters.trained(variables) if self._masters else variables
         with after(MasterWeights.follow(variables, trained)):
-            done = optimizer.apply_gradients(list(zip(grads, trained, strict=True)), **options)
+            pairs = [(as_dtype(grad, one.dtype), one) for grad, one in zip(grads, trained, strict=True)]
+            done = optimizer.apply_gradients(pairs, **options)
         with after([done]):
             return tf.group(*MasterWeights.round_into(variables, trained))
 

@@ -15,7 +15,8 @@ from torch import Tensor
 from polyamp.backends.torch.casting import leaves, map_leaves
 from polyamp.backends.torch.late import LateValues
 from polyamp.errors import InvalidTypeError
-from polyamp.loss_scale import LossScale, LossScaleState, advance, on_host, report_limits
+from polyamp.limits import report_limits
+from polyamp.loss_scale import LossScale, LossScaleState, advance, on_host
 from polyamp.refusals import no_loss, non_finite_loss
 
 _WIDE = (torch.float32, torch.float64)
@@ -93,7 +94,7 @@ class LossScaler:
         """After a step: say what the host knows.
 
         Raises:
-            LossScaleError: by `polyamp.loss_scale.report_limits`.
+            LossScaleError: by `polyamp.limits.report_limits`.
         """
         if isinstance(self.state.scale, float):
             report_limits(self.config, self.state)
@@ -102,7 +103,7 @@ class LossScaler:
         """Before a step: say what has arrived from the device since the last one, without waiting.
 
         Raises:
-            LossScaleError: by `polyamp.loss_scale.report_limits`.
+            LossScaleError: by `polyamp.limits.report_limits`.
             NonFiniteLossError: a loss was inf or NaN.
         """
         arrived = self._late.receive()

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
-import numpy as np
 import tensorflow as tf
 from numpy.typing import NDArray
 

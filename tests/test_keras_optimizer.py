@@ -89,7 +89,7 @@ def test_two_loss_scales_are_refused_and_nothing_is_changed() -> None:
 
 
 def test_clipping_before_accumulation_is_refused() -> None:
-    with pytest.raises(polyamp.InvalidValueError, match="global_clipnorm=1.0"):
+    with pytest.raises(polyamp.InvalidValueError, match=r"global_clipnorm=1\.0"):
         wrapped(gradient_accumulation_steps=2, norm=1.0)
 
 

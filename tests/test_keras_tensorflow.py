@@ -161,6 +161,7 @@ with strategy.scope():
     weight = keras.Variable([1.0, 2.0])
     config, plain = polyamp.LossScale(init=8.0), keras.optimizers.SGD(1.0, momentum=0.9)
     opt = polyamp.wrap_optimizer(plain, "mixed_float16", loss_scale=config, max_grad_norm=NORM)
+    opt.build([weight])
 
 def replica(grads):
     opt.apply_gradients([(grads, weight)])
@@ -195,7 +196,10 @@ def test_replicas_clip_the_norm_of_their_summed_gradients() -> None:
 
 
 def test_master_weights_over_replicas_are_refused() -> None:
-    steps = "with strategy.scope():\n    opt.build([keras.Variable([1.0], dtype='float16')])"
+    steps = """
+with strategy.scope():
+    polyamp.wrap_optimizer(keras.optimizers.SGD(), "O2").build([keras.Variable([1.0], dtype="float16")])
+"""
     with pytest.raises(AssertionError, match="master weights are not kept over several replicas"):
         mirrored(steps)
 

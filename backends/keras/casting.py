@@ -20,9 +20,9 @@ _STORED_AS = {"tensorfloat32": "float32"}  # a format of products, not of memory
 def cast(tree: Any, format_name: str) -> Any:
     """``tree`` with its floating variables and tensors in a format; variables come back as tensors.
 
-    >>> cast = cast({"w": keras.Variable([1.0, 2.0]), "step": keras.Variable(3, dtype="int32")}, "float16")
-    >>> cast["w"].dtype == ops.ones(1, "float16").dtype, float(cast["step"])
-    (True, 3.0)
+    >>> done = cast({"w": keras.Variable([1.0, 2.0]), "steps": ops.array(3), "name": "a"}, "float16")
+    >>> standardize_dtype(done["w"].dtype), standardize_dtype(done["steps"].dtype), done["name"]
+    ('float16', 'int32', 'a')
 
     Args:
         tree: Keras variables, tensors of Keras' backend and NumPy arrays (which stay such) in any nest of containers.

@@ -30,8 +30,8 @@ class LossScaledOptimizer(keras.optimizers.LossScaleOptimizer):
     >>> weight = keras.Variable([1.0, 1.0])
     >>> opt = LossScaledOptimizer(keras.optimizers.SGD(0.5), LossScale(init=8.0), max_grad_norm=1.0)
     >>> _ = opt.apply_gradients([(ops.array([24.0, 32.0]), weight)])  # of the loss times 8
-    >>> [round(float(value), 4) for value in ops.unstack(weight)], opt.last_step
-    ([0.7, 0.6], StepResult(applied=True, scale=8.0, skipped_in_a_row=0))
+    >>> weight.numpy().round(4), opt.last_step
+    (array([0.7, 0.6], dtype=float32), StepResult(applied=True, scale=8.0, skipped_in_a_row=0))
 
     Args:
         inner_optimizer: any `keras.optimizers.Optimizer`. Its own clipping, gradient accumulation and moving averages
@@ -44,7 +44,8 @@ class LossScaledOptimizer(keras.optimizers.LossScaleOptimizer):
 
     Raises:
         InvalidTypeError: no Keras optimizer.
-        InvalidValueError: ``inner_optimizer`` scales the loss itself, or accumulates gradients beside ``max_grad_norm``.
+        InvalidValueError: ``inner_optimizer`` scales the loss itself, or accumulates gradients beside a
+            ``max_grad_norm``; or that is no positive finite number.
         UsageError: it is wrapped already.
     """
 
@@ -146,8 +147,9 @@ class LossScaledOptimizer(keras.optimizers.LossScaleOptimizer):
     def last_step(self) -> StepResult:
         """What the last step did.
 
-        Outside of traced functions, reading it waits for the device, and reports what ``LossScale(on_min=, max_skips=)``
-        ask for: compiled steps, such as those of ``fit``, cannot. Inside, its properties are the traced values.
+        Outside of traced functions, reading it waits for the device, and reports what ``LossScale(on_min=)`` and
+        ``max_skips=`` ask for: compiled steps, such as those of ``fit``, cannot. Inside, its properties are the traced
+        values.
 
         Raises:
             LossScaleError: by `polyamp.limits.report_limits`.

@@ -1,4 +1,4 @@
-"""`LossScaledOptimizer`: any ``tf.compat.v1.train`` optimizer, with the order of a mixed-precision step in one place."""
+"""`LossScaledOptimizer`: any ``tf.compat.v1.train`` optimizer, with a mixed-precision step's order in one place."""
 
 from __future__ import annotations
 

@@ -25,8 +25,8 @@ _SCALING_ALREADY = {"LossScaleOptimizer", "LossScaledOptimizer", "MixedPrecision
 class LossScaler(tf.Module):
     """Scales losses, and steps an optimizer with the gradients: unscale, test, clip, update or skip, move the scale.
 
-    For loops around ``tf.GradientTape``, eager or in a ``tf.function`` (also under ``jit_compile=True``), and for graphs
-    of a ``Session``, without a host sync. The state and the master weights are variables, which a
+    For loops around ``tf.GradientTape``, eager or in a ``tf.function`` (``jit_compile=True`` too), and for graphs of a
+    ``Session``, without a host sync. The state and the master weights are variables, which a
     ``tf.train.Checkpoint`` that is given the scaler keeps.
 
     >>> weight, scaler = tf.Variable([1.0, 1.0]), LossScaler("mixed_float16", max_grad_norm=1.0)
@@ -131,7 +131,9 @@ class LossScaler(tf.Module):
         if not self.settings.check:
             return self._result(self.state, [update(plain)])
         state = advance(self.settings, self.state, finite, _where)
-        return self._result(state, [update_if(finite, update, plain), *self._assign(state)])
+        applied = update_if(finite, update, plain)
+        with after([applied]):  # and so after the scale was read to unscale with
+            return self._result(state, self._assign(state))
 
     @property
     def state(self) -> LossScaleState:

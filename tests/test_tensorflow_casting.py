@@ -1,0 +1,73 @@
+"""Casting trees of TensorFlow objects, eager and in graphs."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import polyamp
+from polyamp.backends.tensorflow import adapter, cast
+
+
+class Pair(NamedTuple):
+    first: Any
+    second: Any
+
+
+def test_variables_come_back_as_tensors_and_containers_as_themselves() -> None:
+    tree = {"pair": Pair(tf.Variable([1.0]), [tf.constant(2.0, tf.float64)]), "name": "a", "none": None}
+    done = cast(tree, "bfloat16")
+    assert isinstance(done["pair"], Pair)
+    assert not isinstance(done["pair"].first, tf.Variable)
+    assert [done["pair"].first.dtype, done["pair"].second[0].dtype] == [tf.bfloat16, tf.bfloat16]
+    assert (done["name"], done["none"]) == ("a", None)
+
+
+@pytest.mark.parametrize("leaf", [tf.constant(3), tf.constant([True]), tf.constant(1j), tf.constant("a"), 0.5])
+def test_what_is_not_floating_stays_the_same_object(leaf: Any) -> None:
+    assert cast([leaf], "float16")[0] is leaf
+
+
+@pytest.mark.parametrize(
+    "leaf",
+    [
+        tf.IndexedSlices(tf.ones((1, 2)), tf.constant([3]), tf.constant([5, 2])),
+        tf.sparse.from_dense([[1.0, 0.0]]),
+        tf.ragged.constant([[1.0], [2.0, 3.0]]),
+        np.ones(2, np.float32),
+    ],
+    ids=["slices", "sparse", "ragged", "numpy"],
+)
+def test_other_floating_kinds_keep_their_kind(leaf: Any) -> None:
+    done = cast({"x": leaf}, "float16")["x"]
+    assert type(done) is type(leaf)
+    assert done.dtype == np.float16
+
+
+def test_casts_in_a_function_carry_gradients_back_in_float32() -> None:
+    weight, policy = tf.Variable([[1.0, 2.0]]), polyamp.policy("mixed_float16")
+
+    @tf.function
+    def gradient(x: tf.Tensor) -> tf.Tensor:
+        with tf.GradientTape() as tape:
+            low, half = policy.cast_to_compute((weight, x))
+            loss = tf.reduce_sum(tf.cast(low @ half, tf.float32))
+        return tape.gradient(loss, weight)
+
+    grad = gradient(tf.constant([[3.0], [4.0]]))
+    assert (grad.dtype, grad.numpy().tolist()) == (tf.float32, [[3.0, 4.0]])
+
+
+def test_description_names_every_device() -> None:
+    description = adapter.describe()
+    assert description["version"] == tf.__version__
+    assert len(description["devices"]) == len(tf.config.list_physical_devices("GPU")) + 1
+    assert all(set(device) >= {"name", "fast"} for device in description["devices"])
+
+
+def test_a_tensor_holds_no_loss_scale() -> None:
+    with pytest.raises(polyamp.InvalidTypeError, match="holds no loss scale"):
+        polyamp.save_loss_scale(tf.constant(1.0))

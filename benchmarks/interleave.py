@@ -6,6 +6,7 @@ import json
 import os
 import platform
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -96,7 +97,7 @@ def publish(name: str, timings: list[Timing], versions: dict[str, str]) -> None:
         table.add_row(
             row["question"], row["variant"], str(row["microseconds"]), f"{row['ratio']:.2f}", f"{low:.2f} - {high:.2f}"
         )
-    Console().print(table)
+    (Console() if sys.stdout.isatty() else Console(width=120)).print(table)
     RESULTS.mkdir(exist_ok=True)
     kept = {"machine": machine(), "versions": versions, "timings": summaries}
     (RESULTS / f"{name}.json").write_text(json.dumps(kept, indent=2) + "\n")

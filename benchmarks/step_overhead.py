@@ -197,4 +197,4 @@ if __name__ == "__main__":
     chosen = sys.argv[1:] or list(QUESTIONS)
     answers = [timing for name in chosen for count in COUNTS for timing in QUESTIONS[name](count)]
     installed = {name: polyamp.registry.adapter_named(name).describe()["version"] for name in chosen}
-    publish("step_overhead_" + "_".join(chosen), answers, {"polyamp": polyamp.__version__, **installed})
+    publish("_".join(["step_overhead", *sys.argv[1:]]), answers, {"polyamp": polyamp.__version__, **installed})

@@ -94,11 +94,7 @@ def _train(digits: Any, adapters: list[Any], task: Any) -> list[Run]:
     with Progress(*columns, console=console) as progress:
         bar = progress.add_task("training", total=len(adapters) * len(digits.POLICIES) * len(task.batches))
         task = digits.replace(task, on_step=lambda: progress.advance(bar))
-        done = []
-        for run in digits.runs(adapters, task):
-            done.append(run)
-            progress.update(bar, description=f"{run.framework} {run.policy}")
-    return done
+        return list(digits.runs(adapters, task, lambda title: progress.update(bar, description=title)))
 
 
 def demo_table(done: list[Run]) -> Table:

@@ -170,15 +170,15 @@ def trainers(names: Iterable[str] | None = None) -> tuple[list[Any], list[str]]:
     return adapters, absent
 
 
-def runs(adapters: Iterable[Any], task: Task) -> Iterator[Run]:
-    """Train under every policy in every framework, float32 first, giving each run as it ends."""
+def runs(adapters: Iterable[Any], task: Task, announce: Callable[[str], None] = lambda title: None) -> Iterator[Run]:
+    """Train under every policy in every framework, float32 first; announce each run, and give it as it ends."""
     for adapter in adapters:
-        baseline = None
+        framework, baseline = adapter.describe().get("title", adapter.name), None
         for chosen in POLICIES:
+            announce(f"{framework} {_short(chosen)}")
             trace = adapter.train_digits(replace(task, policy=chosen))
             baseline = baseline or trace
-            title = adapter.describe().get("title", adapter.name)
-            yield Run(title, _short(chosen), trace, baseline)
+            yield Run(framework, _short(chosen), trace, baseline)
 
 
 def _short(chosen: Policy) -> str:

@@ -42,6 +42,7 @@ class TorchAdapter:
         notes = [] if accelerators else ["no CUDA device: no Tensor Cores"]
         without = [device["name"] for device in accelerators if not device["fast"]]
         notes += [f"{name} has no Tensor Cores: they need compute capability 7.0" for name in without]
+        notes.append("no CUDA extension in this version of polyamp: steps run in PyTorch's own kernels")
         return {"version": torch.__version__, "devices": [*accelerators, _describe_cpu()], "notes": notes}
 
     def cast(self, tree: Any, format_name: str, /) -> Any:

@@ -93,7 +93,7 @@ def adapter_within(*objects: object) -> Adapter | None:
 
 def loaded() -> list[Adapter]:
     """The adapters of the frameworks that this process has imported."""
-    present = [entry for root, entry in entries().items() if root in sys.modules]
+    present = [entry for root, entry in entries().items() if sys.modules.get(root) is not None]
     return [_load(entry) for entry in {entry.value: entry for entry in present}.values()]
 
 

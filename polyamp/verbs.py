@@ -208,13 +208,16 @@ def autocast(target: Any = None, policy: Policy | str | None = None, *, backend:
     return Autocast(None if target is None else make_policy(target), backend)
 
 
+# One variable for all objects: a context keeps every variable that was ever set in it.
+_entered: ContextVar[tuple[ExitStack, ...]] = ContextVar("polyamp_autocast", default=())
+
+
 class Autocast:
     """What `autocast` gives for a policy: re-entrant, usable from several threads, and a decorator."""
 
     def __init__(self, policy: Policy | None, backend: str | None) -> None:
         self._policy = policy
         self._backend = backend
-        self._entered: ContextVar[tuple[ExitStack, ...]] = ContextVar("polyamp_autocast", default=())
 
     def __enter__(self) -> Policy:
         chosen = current_policy() if self._policy is None else self._policy
@@ -222,12 +225,12 @@ class Autocast:
             stack.enter_context(chosen)
             for adapter in _ambient(self._backend):
                 stack.enter_context(adapter.autocast_context(chosen))
-            self._entered.set((*self._entered.get(), stack.pop_all()))
+            _entered.set((*_entered.get(), stack.pop_all()))
         return chosen
 
     def __exit__(self, *error: Any) -> bool | None:
-        *rest, stack = self._entered.get()
-        self._entered.set(tuple(rest))
+        *outer, stack = _entered.get()
+        _entered.set(tuple(outer))
         return stack.__exit__(*error)
 
     def __call__(self, fn: Fn) -> Fn:

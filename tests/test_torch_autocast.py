@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import threading
 from typing import Any
 
@@ -134,3 +135,12 @@ def test_eight_bits_are_refused() -> None:
     with pytest.raises(polyamp.UnsupportedError, match="8-bit"), autocast(polyamp.policy("p=f32,c=float8_e4m3fn")):
         pass
     assert product() == torch.float32
+
+
+def test_entering_at_every_step_leaves_nothing_behind() -> None:
+    def variables() -> int:
+        with polyamp.autocast("mixed_bfloat16"):
+            pass
+        return len(contextvars.copy_context())
+
+    assert variables() == variables()

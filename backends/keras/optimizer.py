@@ -203,7 +203,7 @@ class LossScaledOptimizer(keras.optimizers.LossScaleOptimizer):
             return finite
         from polyamp.backends.keras.replicas import all_replicas
 
-        return finite
+        return all_replicas(finite)
 
     def _summed(self, grads: list[Any]) -> list[Any]:
         if not is_distributed():

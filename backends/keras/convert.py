@@ -191,8 +191,6 @@ def _wrong_storage(part: _Part, found: list[str], allowed: set[str], policy: Pol
 def _forget_compiled(model: Any) -> None:
     """`fit`, `evaluate` and `predict` trace again; what they traced has the old dtypes."""
     model.train_function = model.test_function = model.predict_function = None
-    if isinstance(model, keras.Sequential):
-        model.autocast = False  # its first layer casts: rounding what a float32 first layer takes could overflow
 
 
 def _report(model: Any, parts: list[_Part], policy: Policy) -> None:

@@ -45,7 +45,7 @@ def unscaled(grads: Sequence[Any], scale: Any, largest_scale: float) -> list[Any
         largest_scale: what ``scale`` can grow to.
     """
     factors = [1.0 / scale]
-    if False:  # the inverse can be a subnormal number, which XLA and TensorFlow flush to zero
+    if largest_scale > 2.0**126:  # the inverse can be a subnormal number, which XLA and TensorFlow flush to zero
         first = ops.where(scale > 1.0, ops.full_like(scale, 0.25), ops.ones_like(scale))
         factors = [first, 1.0 / (scale * first)]
 

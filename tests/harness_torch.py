@@ -21,7 +21,7 @@ from polyamp.testing import Arrays
 
 def to_numpy(tensor: torch.Tensor) -> NDArray[Any]:
     """A copy; bfloat16, which NumPy lacks, as ``ml_dtypes.bfloat16``."""
-    tensor = tensor.detach().clone()
+    tensor = tensor.detach().cpu().clone()
     if tensor.dtype == torch.bfloat16:
         return tensor.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
     return tensor.numpy()
@@ -35,9 +35,9 @@ class TorchSession:
         self.holder = holder
 
     def step(self, grads: Arrays) -> StepResult:
-        scale = self.holder.scale(torch.ones(()))
         for name, param in self.params.items():
-            param.grad = (torch.from_numpy(np.array(grads[name], np.float32)) * scale).to(param.dtype)
+            grad = torch.from_numpy(np.array(grads[name], np.float32)).to(param.device)
+            param.grad = (grad * self.holder.scale(torch.ones((), device=param.device))).to(param.dtype)
         self.holder.step()
         self.holder.zero_grad()
         return self.holder.last_step
@@ -59,9 +59,17 @@ class TorchSession:
 
 
 class TorchHarness:
-    """PyTorch, driven with NumPy arrays."""
+    """PyTorch, driven with NumPy arrays.
+
+    Args:
+        device: where parameters and gradients live.
+        fused: use the fused optimizers, which on an accelerator skip steps by themselves.
+    """
 
     name = "torch"
+
+    def __init__(self, device: str = "cpu", *, fused: bool = False) -> None:
+        self.device, self.fused = device, fused
 
     def start(
         self,
@@ -73,9 +81,10 @@ class TorchHarness:
         **options: Any,
     ) -> TorchSession:
         dtype = dtype_of(policy.param)
-        params = {name: torch.nn.Parameter(torch.from_numpy(np.array(w)).to(dtype)) for name, w in weights.items()}
+        arrays = {name: torch.from_numpy(np.array(w)).to(self.device, dtype) for name, w in weights.items()}
+        params = {name: torch.nn.Parameter(array) for name, array in arrays.items()}
         kind = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam}[optimizer]
-        plain = kind(list(params.values()), lr=learning_rate)
+        plain = kind(list(params.values()), lr=learning_rate, fused=self.fused or None)
         return TorchSession(params, polyamp.wrap_optimizer(plain, policy, **options))
 
     def plain_optimizer(self) -> torch.optim.Optimizer:

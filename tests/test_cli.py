@@ -54,3 +54,34 @@ def test_bad_arguments_are_told_without_a_traceback(arguments: tuple[str, ...], 
     assert done.returncode != 0
     assert says in done.stderr
     assert "Traceback" not in done.stderr
+
+
+WITHOUT_FRAMEWORKS = """
+import sys
+class Block:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in ("torch", "jax", "tensorflow", "keras"):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+sys.meta_path.insert(0, Block())
+from polyamp.cli import main
+main()
+"""
+
+
+def test_demo_without_frameworks_says_how_to_get_each() -> None:
+    command = [sys.executable, "-c", WITHOUT_FRAMEWORKS, "demo"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 1
+    for name in registry.names():
+        assert f'pip install "polyamp[{name}]"' in done.stdout
+    assert 'pip install "polyamp[all]"' in done.stderr
+
+
+def test_doctor_without_frameworks_says_how_to_get_each() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_FRAMEWORKS, "doctor", "--json"], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    frameworks = json.loads(done.stdout)["frameworks"]
+    assert not any(framework["installed"] for framework in frameworks.values())
+    assert all(f'pip install "polyamp[{name}]"' in framework["why"] for name, framework in frameworks.items())

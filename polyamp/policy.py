@@ -256,5 +256,6 @@ def _wrong_type(where: str, found: object, allowed: str, fix: str) -> InvalidTyp
 def _cast(tree: Tree, format_name: str) -> Tree:
     from polyamp import registry
 
-    adapter = registry.adapter_within(tree)
-    return tree if adapter is None else adapter.cast(tree, format_name)
+    for adapter in registry.adapters_within(tree):
+        tree = adapter.cast(tree, format_name)
+    return tree

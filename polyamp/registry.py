@@ -69,10 +69,7 @@ def adapter_named(name: str) -> Adapter:
 
 def adapter_of(obj: object) -> Adapter | None:
     """The adapter of ``obj`` by the import roots of its type's bases, else by asking the loaded adapters."""
-    for root in _roots(type(obj)):
-        if root in entries():
-            return _load(entries()[root])
-    return next((adapter for adapter in loaded() if adapter.owns(obj)), None)
+    return _by_root(obj) or _by_asking(obj)
 
 
 def adapter_within(*objects: object) -> Adapter | None:
@@ -81,14 +78,32 @@ def adapter_within(*objects: object) -> Adapter | None:
     Raises:
         InvalidTypeError: there is none, and they hold an array-like of a framework without an adapter.
     """
-    for leaf in _walk(objects):
-        adapter = adapter_of(leaf)
-        if adapter is not None:
-            return adapter
-    strangers = [leaf for leaf in _walk(objects) if hasattr(leaf, "dtype")]
+    return next(iter(adapters_within(*objects)), None)
+
+
+def adapters_within(*objects: object) -> list[Adapter]:
+    """The adapters of all objects in or under ``objects``. What a type's module says comes before what adapters say.
+
+    Raises:
+        InvalidTypeError: there is none, and they hold an array-like of a framework without an adapter.
+    """
+    leaves = list(_walk(objects))
+    for find in (_by_root, _by_asking):
+        found = {adapter.name: adapter for adapter in map(find, leaves) if adapter is not None}
+        if found:
+            return list(found.values())
+    strangers = [leaf for leaf in leaves if hasattr(leaf, "dtype")]
     if strangers:
         raise no_adapter(strangers[0], where="the tree")
-    return None
+    return []
+
+
+def _by_root(obj: object) -> Adapter | None:
+    return next((_load(entries()[root]) for root in _roots(type(obj)) if root in entries()), None)
+
+
+def _by_asking(obj: object) -> Adapter | None:
+    return next((adapter for adapter in loaded() if adapter.owns(obj)), None)
 
 
 def loaded() -> list[Adapter]:

@@ -254,15 +254,11 @@ def _autocast_function(fn: Callable[..., Any], policy: Policy | None, backend: s
 
 def _ambient(backend: str | None) -> list[Any]:
     """The adapters whose autocast is entered: the one that was named, else every loaded one that has a context."""
-    if backend is not None:
-        adapter = registry.adapter_named(backend)
-        registry.verb(adapter, "autocast_context")
-        return [adapter]
-    loaded = registry.loaded()
+    loaded = registry.loaded() if backend is None else [registry.adapter_named(backend)]
     ambient = [adapter for adapter in loaded if hasattr(adapter, "autocast_context")]
     if loaded and not ambient:
         raise UnsupportedError(
-            "no loaded framework has an autocast to enter",
+            "no framework here has an autocast to enter",
             where="autocast(policy)",
             found=", ".join(adapter.name for adapter in loaded),
             allowed="torch",

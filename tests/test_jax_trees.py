@@ -145,3 +145,9 @@ def test_jax_alone_is_enough_to_cast_and_a_missing_optax_is_told() -> None:
     run = subprocess.run([sys.executable, "-c", WITHOUT], capture_output=True, text=True, check=True)
     assert "optax is not installed" in run.stdout
     assert 'pip install "polyamp[jax]"' in run.stdout
+
+
+def test_numpy_arrays_are_cast_also_where_nothing_else_says_jax() -> None:
+    tree = {"x": np.ones(3, np.float32), "i": np.arange(2)}
+    cast = polyamp.policy("mixed_float16").cast_to_compute(tree)
+    assert (cast["x"].dtype, cast["i"].dtype) == (np.float16, tree["i"].dtype)

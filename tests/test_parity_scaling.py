@@ -89,3 +89,9 @@ def test_casts_round_the_same_everywhere(format_name: str) -> None:
         casts[name] = harness.arrays(policy.cast_to_compute(harness.tree({"x": floats})))
     first = casts["torch"]
     assert all(same_bits(cast, first) for cast in casts.values())
+
+
+def test_a_tree_of_several_frameworks_is_cast_whole() -> None:
+    trees = {name: harness.tree({"x": np.ones(2, np.float32)}) for name, harness in HARNESSES.items()}
+    cast = polyamp.policy("mixed_float16").cast_to_compute(trees)
+    assert all(harness.arrays(cast[name])["x"].dtype == np.float16 for name, harness in HARNESSES.items())

@@ -7,6 +7,7 @@ from importlib import metadata
 from typing import TYPE_CHECKING, Any, final
 
 import jax
+import numpy as np
 
 from polyamp.backends.jax import gradients, state, trees
 from polyamp.backends.jax.operations import OPERATIONS
@@ -26,9 +27,9 @@ class JaxAdapter:
     operations: Mapping[str, str] = OPERATIONS
 
     def owns(self, obj: object) -> bool:
-        """Whether ``obj`` is a pytree node that someone registered with JAX, such as a dataclass of the user."""
+        """Whether ``obj`` is a pytree node that someone registered with JAX, or a NumPy array, which JAX takes."""
         known = obj is None or isinstance(obj, dict | list | tuple)
-        return not known and not jax.tree_util.all_leaves([obj])
+        return isinstance(obj, np.ndarray | np.generic) or not (known or jax.tree_util.all_leaves([obj]))
 
     def describe(self) -> dict[str, Any]:
         """Version, devices with the formats that are fast there, and notes; see `polyamp.adapter.Adapter`."""

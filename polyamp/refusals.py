@@ -70,3 +70,18 @@ def wrapped_already(found: object, *, fix: str = "use it as it is, or wrap the p
         allowed="one loss scale",
         fix=fix,
     )
+
+
+def no_loss_scale(found: object, *, where: str, allowed: str) -> InvalidTypeError:
+    """What was to give or take a loss scale has none.
+
+    >>> "builtins.int" in str(no_loss_scale(3, where="scale_loss(holder)", allowed="a wrapped optimizer"))
+    True
+    """
+    return InvalidTypeError(
+        "this object holds no loss scale",
+        where=where,
+        found=f"{type(found).__module__}.{type(found).__qualname__}",
+        allowed=allowed,
+        fix="wrap the optimizer, and give the wrapped one",
+    )

@@ -11,9 +11,9 @@ from polyamp.backends.keras.casting import cast
 from polyamp.backends.keras.convert import convert
 from polyamp.backends.keras.operations import OPERATIONS
 from polyamp.backends.keras.optimizer import LossScaledOptimizer
-from polyamp.errors import InvalidTypeError
 from polyamp.loss_scale import LossScale
 from polyamp.policy import Policy
+from polyamp.refusals import no_loss_scale
 
 if TYPE_CHECKING:
     from polyamp.demo import Task, Trace
@@ -94,11 +94,5 @@ adapter = KerasAdapter()
 def _wrapped(holder: Any, where: str) -> LossScaledOptimizer:
     found = getattr(holder, "optimizer", None) if isinstance(holder, keras.Model) else holder
     if not isinstance(found, LossScaledOptimizer):
-        raise InvalidTypeError(
-            "this object holds no loss scale",
-            where=where,
-            found=f"{type(found).__module__}.{type(found).__qualname__}",
-            allowed="what polyamp.wrap_optimizer gave, or a model compiled with it",
-            fix="wrap the optimizer, and give the wrapped one",
-        )
+        raise no_loss_scale(found, where=where, allowed="what polyamp.wrap_optimizer gave, or a model compiled with it")
     return found

@@ -11,9 +11,9 @@ from polyamp.backends.tensorflow.casting import cast
 from polyamp.backends.tensorflow.operations import OPERATIONS
 from polyamp.backends.tensorflow.optimizer import LossScaledOptimizer
 from polyamp.backends.tensorflow.scaler import LossScaler
-from polyamp.errors import InvalidTypeError
 from polyamp.loss_scale import LossScale
 from polyamp.policy import Policy
+from polyamp.refusals import no_loss_scale
 
 
 @final
@@ -75,12 +75,8 @@ adapter = TensorFlowAdapter()
 def _scaler(holder: Any, where: str) -> LossScaler:
     scaler = holder.scaler if isinstance(holder, LossScaledOptimizer) else holder
     if not isinstance(scaler, LossScaler):
-        raise InvalidTypeError(
-            "this object holds no loss scale",
-            where=where,
-            found=f"{type(holder).__module__}.{type(holder).__qualname__}",
-            allowed="what polyamp.wrap_optimizer gave, or a polyamp.backends.tensorflow.LossScaler",
-            fix="wrap the optimizer, and give the wrapped one",
+        raise no_loss_scale(
+            holder, where=where, allowed="what polyamp.wrap_optimizer gave, or a polyamp.backends.tensorflow.LossScaler"
         )
     return scaler
 

@@ -13,9 +13,10 @@ from polyamp.backends.torch.casting import cast
 from polyamp.backends.torch.convert import convert
 from polyamp.backends.torch.operations import OPERATIONS
 from polyamp.backends.torch.optimizer import LossScaledOptimizer
-from polyamp.errors import InvalidTypeError, warn_once
+from polyamp.errors import warn_once
 from polyamp.loss_scale import LossScale
 from polyamp.policy import Policy
+from polyamp.refusals import no_loss_scale
 
 if TYPE_CHECKING:
     from polyamp.demo import Task, Trace
@@ -108,13 +109,7 @@ adapter = TorchAdapter()
 
 def _wrapped(holder: Any, where: str) -> LossScaledOptimizer:
     if not isinstance(holder, LossScaledOptimizer):
-        raise InvalidTypeError(
-            "this object holds no loss scale",
-            where=where,
-            found=f"{type(holder).__module__}.{type(holder).__qualname__}",
-            allowed="what polyamp.wrap_optimizer gave",
-            fix="wrap the optimizer, and give the wrapped one",
-        )
+        raise no_loss_scale(holder, where=where, allowed="what polyamp.wrap_optimizer gave")
     return holder
 
 

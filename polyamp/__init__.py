@@ -17,12 +17,15 @@ from polyamp.errors import (
 )
 from polyamp.formats import FORMATS, Format
 from polyamp.loss_scale import LossScale, LossScaleState, advance
+from polyamp.plan import Plan
 from polyamp.policy import Policy, current_policy, policy, set_global_policy
 from polyamp.result import StepResult
 from polyamp.verbs import (
     autocast,
     convert,
+    explain,
     load_loss_scale,
+    rewrite,
     save_loss_scale,
     scale_loss,
     value_and_grad,
@@ -41,6 +44,7 @@ __all__ = [
     "LossScaleState",
     "MissingFrameworkError",
     "NonFiniteLossError",
+    "Plan",
     "Policy",
     "PolyampError",
     "PolyampWarning",
@@ -52,8 +56,10 @@ __all__ = [
     "autocast",
     "convert",
     "current_policy",
+    "explain",
     "load_loss_scale",
     "policy",
+    "rewrite",
     "save_loss_scale",
     "scale_loss",
     "set_global_policy",

@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from polyamp.loss_scale import LossScale
+from polyamp.plan import Plan
 from polyamp.policy import Policy
 
 Tree = TypeVar("Tree")
@@ -69,6 +70,16 @@ class AutocastFunction(Protocol):
 
     def autocast_function(self, fn: Callable[..., Any], policy: Policy | None) -> Callable[..., Any]:
         """``fn`` with its operations run as ``policy`` (None: the current one at the call) says."""
+
+
+class Rewrite(Protocol):
+    """A framework whose functions or models can be traced and decided operation by operation."""
+
+    def rewrite(self, fn: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], policy: Policy) -> Any:
+        """What is called in the place of ``fn``, with its ``plan``; the arguments are examples, and may be absent."""
+
+    def explain(self, fn: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], policy: Policy) -> Plan:
+        """The plan of ``fn`` for these arguments."""
 
 
 class Convert(Protocol):

@@ -5,6 +5,7 @@ Each adapter holds one table from these names to its framework's own dtypes.
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 from polyamp.errors import InvalidTypeError, InvalidValueError
@@ -34,6 +35,18 @@ class Format(NamedTuple):
     def smallest_subnormal(self) -> float:
         """The smallest positive value; anything below half of it rounds to zero."""
         return self.smallest_normal * self.epsilon
+
+    def holds(self, value: float) -> bool:
+        """Whether rounding a number to this format keeps it, to within the rounding error of bfloat16.
+
+        >>> [format_of("float16").holds(value) for value in (1e-5, 1e-8, 65504.0, 1e30, float("-inf"))]
+        [True, False, True, False, True]
+        """
+        magnitude = abs(value)
+        if magnitude == 0 or not math.isfinite(value) or self.smallest_normal <= magnitude <= self.max:
+            return True
+        rounded = round(magnitude / self.smallest_subnormal) * self.smallest_subnormal
+        return magnitude < self.max and abs(rounded - magnitude) <= magnitude * 2.0**-8
 
     @property
     def is_low(self) -> bool:

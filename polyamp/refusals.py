@@ -85,3 +85,17 @@ def no_loss_scale(found: object, *, where: str, allowed: str) -> InvalidTypeErro
         allowed=allowed,
         fix="wrap the optimizer, and give the wrapped one",
     )
+
+
+def not_traced(*, where: str) -> UsageError:
+    """A plan was asked for before there was a graph.
+
+    >>> isinstance(not_traced(where="rewrite(fn).plan"), RuntimeError)
+    True
+    """
+    return UsageError(
+        "the function was not traced yet",
+        where=where,
+        allowed="a function that was given arguments",
+        fix="call it once, or give example arguments: rewrite(fn, *args)",
+    )

@@ -46,15 +46,17 @@ class Decision(NamedTuple):
 def decide(rules: Iterable[Rule], operation: str, path: str = "") -> Decision:
     """The class of a canonical operation at a path: the first rule that matches, else the table's.
 
+    Rules do not reach operations that are never touched (class ``keep``), such as integers and casts.
+
     >>> decide((), "softmax").op_class
     'full'
     >>> decide((Rule("softmax", "lower"),), "softmax").op_class
     'lower'
     """
-    for rule in rules:
-        if rule.matches(operation, path):
-            return Decision(rule.op_class, f"rule {rule.pattern!r}")
     entry = OPERATIONS.get(operation)
+    matched = None if _untouched(operation) else next((rule for rule in rules if rule.matches(operation, path)), None)
+    if matched is not None:
+        return Decision(matched.op_class, f"rule {matched.pattern!r}")
     if entry is None:
         return Decision("keep", "unknown operation: runs as written")
     return Decision(entry.op_class, "table")
@@ -62,8 +64,13 @@ def decide(rules: Iterable[Rule], operation: str, path: str = "") -> Decision:
 
 def unused(rules: Iterable[Rule], seen: Iterable[tuple[str, str]]) -> list[Rule]:
     """The rules that match none of the (operation, path) pairs: to be reported, since they did nothing."""
-    pairs = list(seen)
+    pairs = [pair for pair in seen if not _untouched(pair[0])]
     return [rule for rule in rules if not any(rule.matches(*pair) for pair in pairs)]
+
+
+def _untouched(operation: str) -> bool:
+    entry = OPERATIONS.get(operation)
+    return entry is not None and entry.op_class == "keep"
 
 
 def parse_rules(

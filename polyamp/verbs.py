@@ -12,8 +12,10 @@ from typing import Any, TypeVar
 from polyamp import registry
 from polyamp.errors import InvalidTypeError, InvalidValueError, UnsupportedError
 from polyamp.loss_scale import LossScale
+from polyamp.plan import Plan
 from polyamp.policy import Policy, current_policy
 from polyamp.policy import policy as make_policy
+from polyamp.refusals import not_traced
 
 Fn = TypeVar("Fn", bound=Callable[..., Any])
 
@@ -208,6 +210,105 @@ def autocast(target: Any = None, policy: Policy | str | None = None, *, backend:
     return Autocast(None if target is None else make_policy(target), backend)
 
 
+def rewrite(
+    fn: Any = None, /, *args: Any, policy: Policy | str | None = None, backend: str | None = None, **kwargs: Any
+) -> Any:
+    """Rewrite a function or model so that its operations run in the formats of a policy, and say what was decided.
+
+    >>> import jax
+    >>> fast = rewrite(lambda w, x: x @ w, jax.numpy.ones((2, 3)), jax.numpy.ones((4, 2)), policy="mixed_float16")
+    >>> fast.plan.totals["by_format"]
+    {'float16': 1}
+
+    Args:
+        fn: what to rewrite; without it, a decorator: ``@rewrite(policy="mixed_bfloat16")``.
+        *args: example arguments. Without them, and where ``fn`` itself does not tell its framework, it is rewritten at
+            its first call.
+        policy: a policy or its name; None is the current policy when it is rewritten.
+        backend: the framework's name, where neither the function nor the arguments tell.
+        **kwargs: example keyword arguments.
+
+    Returns:
+        What is called in the place of ``fn``, with an attribute ``plan``; see the framework's own ``rewrite``.
+
+    Raises:
+        InvalidTypeError: ``fn`` cannot be called, or no adapter knows the arguments.
+        UnsupportedError: the framework's adapter has no rewrite.
+    """
+    chosen = None if policy is None else make_policy(policy)
+    if fn is None:
+        return functools.partial(rewrite, policy=chosen, backend=backend)
+    _check_callable(fn, where="rewrite(fn)")
+    if args or kwargs or backend is not None or registry.adapter_of(fn) is not None:
+        adapter = _adapter(backend, (fn, args, kwargs), where="rewrite(fn, *args)")
+        return registry.verb(adapter, "rewrite")(fn, args, kwargs, make_policy(chosen))
+    return RewrittenAtFirstCall(fn, chosen)
+
+
+class RewrittenAtFirstCall:
+    """What `rewrite` gives where only the first call's arguments tell the framework."""
+
+    def __init__(self, fn: Callable[..., Any], policy: Policy | None) -> None:
+        functools.update_wrapper(self, fn)
+        self._fn = fn
+        self._policy = policy
+        self._rewritten: Any = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._rewritten is None:
+            self._rewritten = rewrite(self._fn, *args, policy=self._policy, **kwargs)
+        return self._rewritten(*args, **kwargs)
+
+    @property
+    def plan(self) -> Plan:
+        """The plan.
+
+        Raises:
+            UsageError: it was not called yet.
+        """
+        if self._rewritten is None:
+            raise not_traced(where="rewrite(fn).plan")
+        plan: Plan = self._rewritten.plan
+        return plan
+
+
+def explain(
+    fn: Any, /, *args: Any, policy: Policy | str | None = None, backend: str | None = None, **kwargs: Any
+) -> Plan:
+    """What every operation of a function or model runs in under a policy, where and why. It prints as a table.
+
+    >>> import jax
+    >>> print(explain(lambda w, x: x @ w, jax.numpy.ones((2, 3)), jax.numpy.ones((4, 2)), policy="O1").policy)
+    O1
+
+    Args:
+        fn: the function or model.
+        *args: its arguments.
+        policy: a policy or its name; None is the current policy.
+        backend: the framework's name, where neither the function nor the arguments tell.
+        **kwargs: its keyword arguments.
+
+    Raises:
+        InvalidTypeError: ``fn`` cannot be called, or no adapter knows the arguments.
+        UnsupportedError: the framework's adapter has no explain.
+    """
+    _check_callable(fn, where="explain(fn)")
+    adapter = _adapter(backend, (fn, args, kwargs), where="explain(fn, *args)")
+    plan: Plan = registry.verb(adapter, "explain")(fn, args, kwargs, make_policy(policy))
+    return plan
+
+
+def _check_callable(fn: object, *, where: str) -> None:
+    if not callable(fn):
+        raise InvalidTypeError(
+            "this cannot be called",
+            where=where,
+            found=f"{fn!r} ({type(fn).__name__})",
+            allowed="a function or a model",
+            fix="give the function itself, then its arguments",
+        )
+
+
 # One variable for all objects: a context keeps every variable that was ever set in it.
 _entered: ContextVar[tuple[ExitStack, ...]] = ContextVar("polyamp_autocast", default=())
 
@@ -262,8 +363,8 @@ def _ambient(backend: str | None) -> list[Any]:
             where="autocast(policy)",
             found=", ".join(adapter.name for adapter in loaded),
             allowed="torch",
-            fix="JAX functions are transformed, not entered: cast inside jit with policy.cast_to_compute(params) or "
-            "polyamp.value_and_grad(fun, policy); Keras models take polyamp.convert(model, policy)",
+            fix="JAX functions are transformed, not entered: polyamp.autocast(function, policy); Keras models take "
+            "polyamp.convert(model, policy)",
         )
     return ambient
 

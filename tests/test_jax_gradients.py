@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import jax
@@ -41,16 +42,8 @@ def test_gradients_are_none_where_there_is_nothing_to_differentiate() -> None:
     assert {key for key, grad in grads.items() if grad is None} == {"n", "act", "rate", "none"}
 
 
-@pytest.mark.parametrize(
-    ("policy", "expected"),
-    [
-        ("float32", (jnp.float32, jnp.float32)),
-        ("mixed_float16", (jnp.float16, jnp.float32)),
-        ("mixed_bfloat16", (jnp.bfloat16, jnp.float32)),
-        ("p=f32,c=f16,o=f16", (jnp.float16, jnp.float16)),
-    ],
-)
-def test_function_sees_the_compute_format_and_aux_leaves_in_the_output_format(policy: str, expected: Any) -> None:
+@pytest.mark.parametrize("policy", ["float32", "mixed_float16", "mixed_bfloat16", "p=f32,c=f16,o=f16"])
+def test_function_and_aux_are_as_written(policy: str) -> None:
     seen = []
 
     def fun(params: Any, x: Any, *, key: Any, scale: Any) -> Any:
@@ -60,9 +53,23 @@ def test_function_sees_the_compute_format_and_aux_leaves_in_the_output_format(po
     batch = {"x": jnp.ones(2), "n": jnp.arange(2), "label": "text"}
     key = jax.random.key(0)
     (loss, aux), grads = value_and_grad(fun, policy, has_aux=True)(STATE, PARAMS, batch, key=key, scale=np.float32(2))
-    assert seen == [*[expected[0]] * 3, jnp.int32, key.dtype]
+    assert seen == [*[jnp.float32] * 3, jnp.int32, key.dtype]
     assert (loss.dtype, grads["w"].dtype) == (jnp.float32, jnp.float32)
-    assert (aux["scores"].dtype, aux["n"].dtype, aux["name"]) == (expected[1], jnp.int32, "aux")
+    assert (aux["scores"].dtype, aux["n"].dtype, aux["name"]) == (jnp.float32, jnp.int32, "aux")
+
+
+@pytest.mark.parametrize(
+    ("policy", "expected"),
+    [("float32", "f32"), ("mixed_float16", "f16"), ("mixed_bfloat16", "bf16"), ("p=f32,c=f16,o=f16", "f16")],
+)
+def test_products_run_in_the_compute_format_forward_and_backward(policy: str, expected: str) -> None:
+    def fun(params: Any, x: Any) -> Any:
+        return jnp.exp(x @ params["w"]).sum()
+
+    params = {"w": jnp.ones((4, 3))}
+    jaxpr = str(jax.make_jaxpr(value_and_grad(fun, policy))(STATE, params, jnp.ones((2, 4))))
+    assert re.findall(r"(\w+)\[[\d,]*\] = dot_general", jaxpr) == [expected] * 2
+    assert re.findall(r"(\w+)\[[\d,]*\] = exp ", jaxpr) == ["f32"]
 
 
 @pytest.mark.parametrize("stored", [jnp.float16, jnp.bfloat16, jnp.float32])
@@ -75,14 +82,16 @@ def test_policy_that_is_not_given_is_the_current_one_at_each_call() -> None:
     seen = []
 
     def fun(params: Any) -> jax.Array:
-        seen.append((params["w"].dtype.name, current_policy().compute))
-        return params["w"].sum()
+        seen.append(current_policy().compute)
+        return params["w"] @ params["w"]
 
     differentiated = value_and_grad(fun)
-    differentiated(STATE, PARAMS)
+    params = {"w": jnp.array([1.001])}
+    losses = [differentiated(STATE, params)[0]]
     with polyamp.policy("mixed_bfloat16"):
-        differentiated(STATE, PARAMS)
-    assert seen == [("float32", "float32"), ("bfloat16", "bfloat16")]
+        losses.append(differentiated(STATE, params)[0])
+    assert seen == ["float32", "bfloat16"]
+    assert [float(loss) for loss in losses] == [pytest.approx(1.001**2), 1.0]
 
 
 def test_float32_policy_leaves_other_formats_alone() -> None:

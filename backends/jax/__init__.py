@@ -20,6 +20,7 @@ except ModuleNotFoundError as error:
     raise missing("jax", extra="jax") from error
 
 from polyamp.backends.jax.adapter import adapter
+from polyamp.backends.jax.autocast import autocast, explain, rewrite
 from polyamp.backends.jax.gradients import scale_loss, value_and_grad
 from polyamp.backends.jax.optimizer import apply_gradients, wrap_optimizer
 from polyamp.backends.jax.state import LossScaleOptState, check_limits, load_loss_scale, save_loss_scale
@@ -30,9 +31,12 @@ __all__ = [
     "adapter",
     "apply_gradients",
     "apply_updates",
+    "autocast",
     "cast",
     "check_limits",
+    "explain",
     "load_loss_scale",
+    "rewrite",
     "save_loss_scale",
     "scale_loss",
     "select",

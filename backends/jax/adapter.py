@@ -10,8 +10,11 @@ import jax
 import numpy as np
 
 from polyamp.backends.jax import gradients, state, trees
+from polyamp.backends.jax.autocast import autocast, explain, rewrite
+from polyamp.backends.jax.devices import described
 from polyamp.backends.jax.operations import OPERATIONS
 from polyamp.loss_scale import LossScale
+from polyamp.plan import Plan
 from polyamp.policy import Policy
 from polyamp.registry import missing
 
@@ -33,7 +36,7 @@ class JaxAdapter:
 
     def describe(self) -> dict[str, Any]:
         """Version, devices with the formats that are fast there, and notes; see `polyamp.adapter.Adapter`."""
-        devices = [_describe_device(device) for device in jax.local_devices()]
+        devices = [described(device) for device in jax.local_devices()]
         notes = [_package_note(package) for package in ("optax", "flax", "equinox")]
         if not any(device["fast"] for device in devices):
             notes.append("no device here is fast in 16 bits: good for checking results, not for speed")
@@ -78,6 +81,18 @@ class JaxAdapter:
         """See `polyamp.backends.jax.value_and_grad`."""
         return gradients.value_and_grad(fun, policy, has_aux)
 
+    def autocast_function(self, fn: Callable[..., Any], policy: Policy | None) -> Callable[..., Any]:
+        """See `polyamp.backends.jax.autocast`."""
+        return autocast(fn, policy)
+
+    def rewrite(self, fn: Callable[..., Any], args: Any, kwargs: Any, policy: Policy) -> Callable[..., Any]:
+        """See `polyamp.backends.jax.rewrite`."""
+        return rewrite(fn, *args, policy=policy, **kwargs)
+
+    def explain(self, fn: Callable[..., Any], args: Any, kwargs: Any, policy: Policy) -> Plan:
+        """See `polyamp.backends.jax.explain`."""
+        return explain(fn, *args, policy=policy, **kwargs)
+
     def train_digits(self, task: Task) -> Trace:
         """See `polyamp.backends.jax.digits.train_digits`."""
         try:
@@ -92,33 +107,6 @@ adapter = JaxAdapter()
 
 def _without_optax(error: ModuleNotFoundError) -> Exception:
     return missing("optax", extra="jax") if error.name == "optax" else error
-
-
-def _describe_device(device: jax.Device) -> dict[str, Any]:
-    capability = getattr(device, "compute_capability", None)
-    return {
-        "name": f"{device.platform}:{device.id} {device.device_kind}",
-        "platform": device.platform,
-        "compute_capability": capability,
-        "fast": _fast_formats(device.platform, capability),
-    }
-
-
-def _fast_formats(platform: str, capability: str | None) -> list[str]:
-    """Formats that have matrix units (CUDA C++ Programming Guide, "Compute Capabilities"; TPU system architecture)."""
-    if platform == "tpu":
-        return ["bfloat16"]
-    if platform != "gpu" or capability is None:
-        return []
-    level = tuple(int(part) for part in capability.split("."))
-    since = {
-        "float16": (7, 0),
-        "bfloat16": (8, 0),
-        "tensorfloat32": (8, 0),
-        "float8_e4m3fn": (8, 9),
-        "float8_e5m2": (8, 9),
-    }
-    return [name for name, first in since.items() if level >= first]
 
 
 def _package_note(package: str) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from polyamp.backends.jax import trees
+from polyamp.backends.jax.autocast import run_autocasted
 from polyamp.backends.jax.dtypes import is_array, is_traced
 from polyamp.backends.jax.modules import model_of
 from polyamp.backends.jax.state import find_state
@@ -27,17 +27,14 @@ def value_and_grad(
     >>> tx = polyamp.wrap_optimizer(optax.sgd(0.1), "mixed_float16")
     >>> params = {"w": jnp.ones(4), "name": "dense"}
     >>> def loss_fn(p, x):
-    ...     return (p["w"] * x).astype(jnp.float32).mean()
-    >>> loss, grads = value_and_grad(loss_fn, "mixed_float16")(tx.init(params), params, 2.0)
+    ...     return (x @ p["w"]).mean()
+    >>> loss, grads = value_and_grad(loss_fn, "mixed_float16")(tx.init(params), params, jnp.full((8, 4), 2.0))
     >>> float(loss), grads["w"] / 65536, grads["name"]
-    (2.0, Array([0.5, 0.5, 0.5, 0.5], dtype=float32), None)
+    (8.0, Array([2., 2., 2., 2.], dtype=float32), None)
 
     Args:
-        fun: ``fun(params, *args, **kwargs) -> loss``, or ``(loss, aux)`` where ``has_aux``. It sees the floating arrays
-            of parameters and arguments in ``policy.compute``; what must stay as it is (batch-norm statistics), it takes
-            from an enclosing scope. The loss is a floating scalar; compute it in float32, since one that is float16
-            itself overflows in the backward pass at scales from 2**16 up. Where ``policy`` is all float32, nothing is
-            cast.
+        fun: ``fun(params, *args, **kwargs) -> loss``, or ``(loss, aux)`` where ``has_aux``. It is written for float32,
+            and runs under `polyamp.backends.jax.autocast`. The loss is a floating scalar.
         policy: bound now where given; None is the current policy at each call.
         has_aux: whether ``fun`` returns more than the loss.
 
@@ -45,7 +42,7 @@ def value_and_grad(
         A function of ``(opt_state, params, *args, **kwargs)`` that gives ``(loss, grads)`` or ``((loss, aux), grads)``.
         ``opt_state`` is any pytree that holds the state of one wrapped optimizer. ``params`` is any pytree: dicts,
         NamedTuples, equinox modules, or a flax ``nnx.Module``, whose other variables are updated in place. ``loss``
-        is f32[]; the floating arrays of ``aux`` are in ``policy.output``. ``grads`` has the structure of ``params``
+        is f32[]; ``aux`` is as ``fun`` gives it. ``grads`` has the structure of ``params``
         and each parameter's dtype, and None where a leaf has no gradient (integers, functions, Python numbers).
 
     Raises, when called:
@@ -60,11 +57,13 @@ def value_and_grad(
     def transformed(opt_state: Any, params: Any, /, *args: Any, **kwargs: Any) -> Any:
         chosen, state, model = bound or current_policy(), find_state(opt_state), model_of(params)
 
+        def program(trained: Any, args: Any, kwargs: Any) -> Any:
+            built = model.build(trained)
+            return *_loss_and_aux(fun(built, *args, **kwargs), has_aux), model.changes(built)
+
         def scaled_loss(trained: Any) -> tuple[jax.Array, Any]:
-            cast, args_, kwargs_ = _cast((trained, args, kwargs), chosen, chosen.compute)
-            built = model.build(cast)
-            loss, aux = _loss_and_aux(fun(built, *args_, **kwargs_), has_aux)
-            return loss * state.scalars.scale, (loss, _cast(aux, chosen, chosen.output), model.changes(built))
+            loss, aux, changes = run_autocasted(program, chosen, trained, args, kwargs)
+            return loss * state.scalars.scale, (loss, aux, changes)
 
         (_, (loss, aux, changes)), grads = jax.value_and_grad(scaled_loss, has_aux=True)(model.trained)
         if state.config.check:
@@ -100,10 +99,6 @@ def scale_loss(loss: Any, holder: Any) -> jax.Array:
         _refuse_non_finite(checked)
     scaled: jax.Array = checked * state.scalars.scale
     return scaled
-
-
-def _cast(tree: Any, policy: Policy, format_name: str) -> Any:
-    return trees.cast(tree, format_name) if policy.casts else tree
 
 
 def _loss_and_aux(result: Any, has_aux: bool) -> tuple[jax.Array, Any]:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import Any, Protocol
+
+import jax
 
 from polyamp.backends.jax import trees
 
@@ -72,3 +75,60 @@ def model_of(params: Any) -> Model:
     """
     nnx = sys.modules.get("flax.nnx")
     return NnxModel(params) if nnx is not None and isinstance(params, nnx.Module) else PytreeModel(params)
+
+
+def as_pure(
+    fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], Callable[[Any], Any]]:
+    """A call without side effects: flax NNX modules in ``fn`` and its arguments as pytrees, in and out.
+
+    Returns:
+        A function and its arguments; and what gives the call's own results from that function's, after the modules
+        have taken on the changes.
+    """
+    nnx = sys.modules.get("flax.nnx")
+    if nnx is None:
+        return fn, args, kwargs, lambda results: results
+    owner = getattr(fn, "__self__", None)
+    method = getattr(fn, "__func__", None) if isinstance(owner, nnx.Module) else None
+
+    def is_stateful(leaf: Any) -> bool:
+        return isinstance(leaf, nnx.Module | nnx.Rngs | nnx.Variable)
+
+    leaves, tree = jax.tree.flatten((owner if method else fn, args, kwargs), is_leaf=is_stateful)
+    places = [index for index, leaf in enumerate(leaves) if is_stateful(leaf)]
+    if not places:
+        return fn, args, kwargs, lambda results: results
+    modules = [leaves[index] for index in places]
+    definition, state = nnx.split(modules)
+
+    def pure(state: Any, others: list[Any]) -> Any:
+        own, given = nnx.merge(definition, state, copy=True), list(others)
+        for index, module in zip(places, own, strict=True):
+            given[index] = module
+        own_fn, own_args, own_kwargs = jax.tree.unflatten(tree, given)
+        results = method(own_fn, *own_args, **own_kwargs) if method else own_fn(*own_args, **own_kwargs)
+        return results, _changes(nnx, state, nnx.state(own))
+
+    def accept(results: Any) -> Any:
+        own, changed = results
+        nnx.update(modules, changed)
+        return own
+
+    others = [None if is_stateful(leaf) else leaf for leaf in leaves]
+    return pure, (state, others), {}, accept
+
+
+def _changes(nnx: Any, before: Any, after: Any) -> Any:
+    """The part of a state that holds other arrays now: flax refuses to set a captured module even to what it has."""
+    old = {path: jax.tree.leaves(variable) for path, variable in nnx.to_flat_state(before)}
+
+    def is_changed(path: Any, variable: Any) -> bool:
+        now = jax.tree.leaves(variable)
+        return len(now) != len(old.get(path, ())) or any(
+            new is not was for new, was in zip(now, old[path], strict=True)
+        )
+
+    return nnx.from_flat_state(
+        [(path, variable) for path, variable in nnx.to_flat_state(after) if is_changed(path, variable)]
+    )

@@ -1,0 +1,182 @@
+"""The op-level autocast: a function traced, and run again with each operation in the format of a policy."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from polyamp.backends.jax.devices import check_format
+from polyamp.backends.jax.interpreter import Interpreter
+from polyamp.backends.jax.modules import as_pure
+from polyamp.backends.jax.program import Program, users_level
+from polyamp.backends.jax.recorder import Recorder
+from polyamp.errors import warn_once
+from polyamp.plan import Plan
+from polyamp.policy import Policy, current_policy
+from polyamp.policy import policy as make_policy
+from polyamp.refusals import not_traced
+
+
+def autocast(fn: Callable[..., Any], policy: Policy | str | None = None) -> Callable[..., Any]:
+    """A function with its operations run as a policy says: products in 16 bits, what needs float32 in float32.
+
+    >>> import jax.numpy as jnp
+    >>> def model(w, x):
+    ...     return jax.nn.softmax(x @ w)
+    >>> w, x = jnp.ones((2, 3)), jnp.ones((4, 2))
+    >>> print(jax.make_jaxpr(autocast(model, "mixed_bfloat16"))(w, x).eqns[0])  # doctest: +ELLIPSIS
+    a:bf16[4,2] = convert_element_type[new_dtype=bfloat16 weak_type=False] b
+    >>> autocast(model, "mixed_bfloat16")(w, x).dtype
+    dtype('float32')
+
+    Args:
+        fn: any function of arrays and pytrees: a method ``apply`` of flax or haiku, an equinox or flax NNX module, a
+            loss. Arguments that are no arrays (Python numbers, strings, functions) are as they are. NNX modules among
+            the arguments take on the changes that ``fn`` makes to them.
+        policy: a policy or its name, bound now where given; None is the current policy at each call.
+
+    Returns:
+        A function with the same arguments and results; results have the dtypes that ``fn`` gives them. It composes
+        with ``jit``, ``grad``, ``vmap``, ``jax.checkpoint`` and the others in either order. Each call traces ``fn``:
+        put ``jax.jit`` around it. Parameters are cast where they are used, inside of loops too, so that their
+        gradients are added up in float32.
+
+    Raises, when called:
+        UnsupportedError: JAX cannot compute in the policy's format.
+        UsageError: ``fn`` branches on a traced value, or changes an NNX module that is not among its arguments.
+
+    Warns:
+        PolyampWarning: nothing was lowered, or a rule matched nothing.
+    """
+    bound = None if policy is None else make_policy(policy)
+
+    @functools.wraps(fn)
+    def autocasted(*args: Any, **kwargs: Any) -> Any:
+        return _autocasted(fn, bound or current_policy(), args, kwargs, warn_of_nothing=True)
+
+    return autocasted
+
+
+def run_autocasted(fn: Callable[..., Any], policy: Policy, *args: Any) -> Any:
+    """One call of `autocast` without its warning that nothing was lowered."""
+    return _autocasted(fn, policy, args, {}, warn_of_nothing=False)
+
+
+def explain(fn: Callable[..., Any], *args: Any, policy: Policy | str | None = None, **kwargs: Any) -> Plan:
+    """What every operation of a function runs in, where and why. Nothing is computed.
+
+    >>> plan = explain(lambda w, x: jnp.exp(x @ w), jnp.ones((2, 3)), jnp.ones((4, 2)), policy="mixed_float16")
+    >>> [(op.name, op.format, op.reason) for op in plan.operations]
+    [('matmul', 'float16', 'table'), ('exp', 'float32', 'table')]
+    >>> plan.totals["bytes_saved"], plan.totals["bytes_saved_float32"]
+    (76, 104)
+
+    Args:
+        fn: as for `autocast`.
+        *args: its arguments; ``jax.ShapeDtypeStruct`` will do for arrays.
+        policy: a policy or its name; None is the current policy.
+        **kwargs: its keyword arguments.
+
+    Returns:
+        A `Plan`. ``bytes_saved`` are the bytes that ``jax.vjp`` keeps for the floating arguments, and None where
+        ``fn`` cannot be differentiated.
+    """
+    chosen = make_policy(policy)
+    check_format(chosen.compute)
+    pure, args, kwargs, _ = as_pure(fn, args, kwargs)
+    program = Program(pure, args, kwargs)
+    recorder = Recorder()
+    interpreter = Interpreter(chosen, recorder)
+    jax.eval_shape(lambda arrays: program.run(interpreter, arrays), program.specs)
+    return Plan(
+        str(chosen),
+        tuple(recorder.operations),
+        program.bytes_saved(lambda arrays: program.run(Interpreter(chosen), arrays)),
+        program.bytes_saved(program.as_traced),
+        tuple(rule.pattern for rule in interpreter.unused_rules),
+    )
+
+
+class Rewritten:
+    """What `rewrite` gives: a function whose programs are kept, one for each shape of arguments, and its plan."""
+
+    def __init__(self, fn: Callable[..., Any], policy: Policy) -> None:
+        functools.update_wrapper(self, fn)
+        self._fn = fn
+        self._policy = policy
+        self._plan: Plan | None = None
+        self._programs: dict[Any, Any] = {}
+
+    @property
+    def plan(self) -> Plan:
+        """The plan for the arguments that were seen first.
+
+        Raises:
+            UsageError: none were seen yet.
+        """
+        if self._plan is None:
+            raise not_traced(where="rewrite(fn).plan")
+        return self._plan
+
+    def traced_for(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Rewritten:
+        """This function, with its plan made for these arguments unless it has one."""
+        if self._plan is None:
+            self._plan = explain(self._fn, *args, policy=self._policy, **kwargs)
+        return self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.traced_for(args, kwargs)
+        return _autocasted(self._fn, self._policy, args, kwargs, warn_of_nothing=True)
+
+
+def rewrite(fn: Callable[..., Any], *args: Any, policy: Policy | str | None = None, **kwargs: Any) -> Rewritten:
+    """A function run as a policy says, with its `Plan`.
+
+    >>> fast = rewrite(lambda w, x: jnp.exp(x @ w), jnp.ones((2, 3)), jnp.ones((4, 2)), policy="mixed_float16")
+    >>> fast.plan.totals["by_format"], fast(jnp.zeros((2, 3)), jnp.ones((4, 2))).sum()
+    ({'float16': 1, 'float32': 1}, Array(12., dtype=float32))
+
+    Args:
+        fn: as for `autocast`.
+        *args: example arguments, for the plan; without them it is made at the first call.
+        policy: a policy or its name, bound now; None is the current policy.
+        **kwargs: example keyword arguments.
+
+    Returns:
+        The function of `autocast`, with an attribute ``plan``.
+    """
+    rewritten = Rewritten(fn, make_policy(policy))
+    return rewritten.traced_for(args, kwargs) if args or kwargs else rewritten
+
+
+def _autocasted(
+    fn: Callable[..., Any], policy: Policy, args: tuple[Any, ...], kwargs: dict[str, Any], *, warn_of_nothing: bool
+) -> Any:
+    check_format(policy.compute)
+    if policy.compute == "float32":
+        return fn(*args, **kwargs)
+    pure, args, kwargs, accept = as_pure(fn, args, kwargs)
+    program = Program(pure, args, kwargs)
+    interpreter = Interpreter(policy)
+    results = accept(program.results(program.run(interpreter, program.arrays)))
+    _report(interpreter, getattr(fn, "__name__", type(fn).__name__), warn_of_nothing)
+    return results
+
+
+def _report(interpreter: Interpreter, name: str, warn_of_nothing: bool) -> None:
+    policy = interpreter.policy
+    for rule in interpreter.unused_rules:
+        warn_once(
+            f"the rule {rule.pattern!r} of {policy} matched nothing in {name}: it is neither an operation there (see "
+            "docs/operations.md) nor a named scope or module. polyamp.explain lists what there is.",
+            stacklevel=users_level(),
+        )
+    if warn_of_nothing and not interpreter.lowered:
+        warn_once(
+            f"autocast to {policy.compute} changed nothing in {name}: it has no float32 operation of class lower, "
+            "such as matmul and conv. polyamp.explain gives the reason for each operation.",
+            stacklevel=users_level(),
+        )

@@ -1,0 +1,74 @@
+"""The devices that JAX sees, and the formats that each computes fast, or at all."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+
+from polyamp.errors import UnsupportedError, warn_once
+
+
+def described(device: jax.Device) -> dict[str, Any]:
+    """A device as ``polyamp doctor`` prints it: name, platform, compute capability, formats that are fast; JSON."""
+    capability = getattr(device, "compute_capability", None)
+    return {
+        "name": f"{device.platform}:{device.id} {device.device_kind}",
+        "platform": device.platform,
+        "compute_capability": capability,
+        "fast": fast_formats(device.platform, capability),
+    }
+
+
+def fast_formats(platform: str, capability: str | None) -> list[str]:
+    """Formats that have matrix units (CUDA C++ Programming Guide, "Compute Capabilities"; TPU system architecture)."""
+    if platform == "tpu":
+        return ["bfloat16"]
+    if platform != "gpu" or capability is None:
+        return []
+    level = tuple(int(part) for part in capability.split("."))
+    since = {
+        "float16": (7, 0),
+        "bfloat16": (8, 0),
+        "tensorfloat32": (8, 0),
+        "float8_e4m3fn": (8, 9),
+        "float8_e5m2": (8, 9),
+    }
+    return [name for name, first in since.items() if level >= first]
+
+
+def check_format(compute: str) -> None:
+    """Refuse a compute format that JAX has no operations in, and warn once of one that the device has no units for.
+
+    >>> check_format("float8_e4m3fn")
+    Traceback (most recent call last):
+    ...
+    polyamp.errors.UnsupportedError: JAX's operations cannot be cast to this format...
+
+    Raises:
+        UnsupportedError: neither float32 nor a 16-bit format.
+    """
+    if compute not in ("float32", "float16", "bfloat16"):
+        raise UnsupportedError(
+            "JAX's operations cannot be cast to this format",
+            where="autocast of a JAX function",
+            found=compute,
+            allowed="float16, bfloat16, float32",
+            fix=_OTHER_WAYS.get(compute, "choose one of these formats"),
+        )
+    device = jax.local_devices()[0]
+    if compute == "float32" or device.platform == "cpu":  # CPUs are for checking results
+        return
+    fast = fast_formats(device.platform, getattr(device, "compute_capability", None))
+    if compute not in fast:
+        warn_once(
+            f"{device.device_kind} has no matrix units for {compute}: it will be slow. It has them for "
+            f"{', '.join(fast) or 'no 16-bit format'}.",
+            stacklevel=6,
+        )
+
+
+_OTHER_WAYS = {
+    "tensorfloat32": 'it is a way to multiply float32: call jax.default_matmul_precision("tensorfloat32")',
+    "float64": 'compute in float64 throughout: jax.config.update("jax_enable_x64", True)',
+}

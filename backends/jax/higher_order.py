@@ -1,0 +1,323 @@
+"""Primitives that hold programs of their own: loops, branches, calls, custom derivatives.
+
+Each function gives the outputs of one equation, or None where it is to be bound as it was written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from polyamp.backends.jax import unstable
+from polyamp.backends.jax.cells import FLOAT32, Cell, held_as_declared
+from polyamp.flow import Value
+
+if TYPE_CHECKING:
+    from polyamp.backends.jax.interpreter import Interpreter
+
+# What a loop carries is float32 because errors of 16 bits would add up over its turns: states of recurrences, sums of
+# gradients in the transposed loop, iterates of solvers.
+_CARRIED = Value("strong", "loop")
+
+
+def _jit(run: Interpreter, equation: Any, cells: list[Cell], path: str) -> list[Cell]:
+    """Its equations in its place; where it places or donates its arguments it stays, and so do its types."""
+    if unstable.is_plain_jit(equation.params):
+        return run.run(equation.params["jaxpr"], cells, path)
+    inner = held_as_declared(cells)
+    outputs: list[Cell] = []
+
+    def body(*arrays: Any) -> list[Any]:
+        outputs[:] = held_as_declared(run.run(equation.params["jaxpr"], _around(inner, arrays), path))
+        return [cell.array for cell in outputs]
+
+    jaxpr = unstable.traced(body, *(cell.array for cell in inner))
+    results = unstable.bound(equation, [cell.array for cell in inner], {**equation.params, "jaxpr": jaxpr})
+    return _around(outputs, results)
+
+
+def _closed_call(run: Interpreter, equation: Any, cells: list[Cell], path: str) -> list[Cell]:
+    return run.run(equation.params["call_jaxpr"], cells, path)
+
+
+def _scan(run: Interpreter, equation: Any, cells: list[Cell], path: str) -> list[Cell]:
+    params = equation.params
+    constants, carried, stacked = _split(cells, *unstable.loop_parts(params))
+    record = _recording(run, params["length"])
+
+    def body(carry: list[Any], slices: list[Cell]) -> tuple[list[Any], list[Cell]]:
+        turn = [cell.within() for cell in constants] + _carry(carried, carry) + [_shared(cell) for cell in slices]
+        with record():
+            outputs = run.run(params["jaxpr"], turn, path)
+        return [cell.restored() for cell in outputs[: len(carry)]], outputs[len(carry) :]
+
+    length, reverse, unroll = params["length"], params["reverse"], params["unroll"]
+    last, outputs = lax.scan(body, _initial(carried), stacked, length=length, reverse=reverse, unroll=unroll)
+    return _carry(carried, last) + outputs
+
+
+def _while(run: Interpreter, equation: Any, cells: list[Cell], path: str) -> list[Cell]:
+    params = equation.params
+    for_condition, for_body, carried = _split(cells, params["cond_nconsts"], params["body_nconsts"])
+    record = _recording(run)
+
+    def condition(carry: list[Any]) -> Any:
+        with record():
+            turn = [cell.within() for cell in for_condition] + _carry(carried, carry)
+            return run.run(params["cond_jaxpr"], turn, path)[0].array
+
+    def body(carry: list[Any]) -> list[Any]:
+        turn = [cell.within() for cell in for_body] + _carry(carried, carry)
+        return [cell.restored() for cell in run.run(params["body_jaxpr"], turn, path)]
+
+    return _carry(carried, lax.while_loop(condition, body, _initial(carried)))
+
+
+def _cond(run: Interpreter, equation: Any, cells: list[Cell], path: str) -> list[Cell]:
+    """Every branch is traced first; an output is low where it is low in all of them."""
+    index, *operands = cells
+    traces = [_Traced(run, branch, operands, path) for branch in equation.params["branches"]]
+    joined = [_join(outputs) for outputs in zip(*(trace.outputs for trace in traces), strict=True)]
+    branches = [trace.ending_in(joined) for trace in traces]
+    if len(branches) == 2:
+        results = lax.cond(index.array, branches[1], branches[0], *traces[0].arrays)
+    else:
+        results = lax.switch(index.array, branches, *traces[0].arrays)
+    return _around(joined, results)
+
+
+def _remat(run: Interpreter, equation: Any, cells: list[Cell], path: str) -> list[Cell]:
+    """Rebuilt and bound with all its settings, of which ``differentiated`` can be given in no other way."""
+    trace = _Traced(run, equation.params["jaxpr"], cells, path)
+    jaxpr, constants = unstable.without_constants(trace.closed)
+    results = unstable.bound(equation, [*constants, *trace.arrays], {**equation.params, "jaxpr": jaxpr})
+    return _around(trace.outputs, results)
+
+
+def _shard_map(run: Interpreter, equation: Any, cells: list[Cell], path: str) -> list[Cell]:
+    params = equation.params
+
+    def body(*own: Cell) -> tuple[Cell, ...]:
+        return tuple(run.run(params["jaxpr"], [cell.within() for cell in own], path))
+
+    mapped = jax.shard_map(
+        body,
+        mesh=params["mesh"],
+        in_specs=tuple(params["in_specs"]),
+        out_specs=tuple(params["out_specs"]),
+        axis_names=unstable.manual_axes(params),
+        check_vma=params["check_vma"],
+    )
+    return list(mapped(*cells))
+
+
+def _custom_jvp(run: Interpreter, equation: Any, cells: list[Cell], path: str) -> list[Cell] | None:
+    """The user's rule stays; what is inside it runs by the flow rule, and tangents have their primals' dtypes."""
+    if equation.params["symbolic_zeros"]:
+        return None
+    _, rule = unstable.custom_functions(equation)
+    formats = _Formats()
+
+    @jax.custom_jvp
+    def call(*own: Cell) -> list[Cell]:
+        return formats.same(run.run(equation.params["call_jaxpr"], [cell.within() for cell in own], path))
+
+    @call.defjvp
+    def jvp(primals: tuple[Cell, ...], tangents: tuple[Cell, ...]) -> tuple[list[Cell], list[Cell]]:
+        both = [*(cell.within() for cell in primals), *map(_tangent, tangents)]
+        outputs = _with_fixed(run, rule, both, path)
+        count = len(outputs) // 2
+        results = formats.same(outputs[:count])
+        ends = zip(results, outputs[count:], strict=True)
+        return results, [_like(primal, tangent.cast(_tangent_dtype(primal))) for primal, tangent in ends]
+
+    return list(call(*cells))
+
+
+def _custom_vjp(run: Interpreter, equation: Any, cells: list[Cell], path: str) -> list[Cell] | None:
+    """The user's two rules stay; what is inside them runs by the flow rule, and residuals keep its formats."""
+    if equation.params["symbolic_zeros"]:
+        return None
+    _, forward_rule, backward_rule = unstable.custom_functions(equation)
+    formats = _Formats()
+
+    @jax.custom_vjp
+    def call(*own: Cell) -> list[Cell]:
+        return formats.same(run.run(equation.params["call_jaxpr"], [cell.within() for cell in own], path))
+
+    def forward(*own: Cell) -> tuple[list[Cell], list[Cell]]:
+        primals = [_like(cell, cell.array.value).within() for cell in own]
+        perturbed = [cell.array.perturbed for cell in own]
+
+        def rule(*arrays: Any) -> list[Any]:
+            given = [part for pair in zip(arrays, perturbed, strict=True) for part in pair]
+            return list(forward_rule(*given))
+
+        results = _with_fixed(run, rule, primals, path)
+        outputs, residuals = unstable.forward_results(equation, results, primals)
+        return formats.same(outputs), residuals
+
+    def backward(residuals: list[Cell], gradients: list[Cell]) -> tuple[Cell | None, ...]:
+        given = [*(cell.within() for cell in residuals), *map(_gradient, gradients)]
+        absent: list[bool] = []
+
+        def rule(*arrays: Any) -> list[Any]:
+            found = unstable.cotangents(backward_rule(*arrays))
+            absent[:] = [leaf is None for leaf in found]
+            return [leaf for leaf in found if leaf is not None]
+
+        results = iter(_with_fixed(run, rule, given, path))
+        ends = zip(cells, absent, strict=True)
+        return tuple(None if zero else _like(cell, next(results).cast(cell.dtype)) for cell, zero in ends)
+
+    call.defvjp(forward, backward, symbolic_zeros=True)
+    return list(call(*cells))
+
+
+def _barrier(run: Interpreter, equation: Any, cells: list[Cell], path: str) -> list[Cell]:
+    """Each operand passes in its own format."""
+    return _around(cells, unstable.bound(equation, [cell.array for cell in cells], equation.params))
+
+
+def _convert(run: Interpreter, equation: Any, cells: list[Cell], path: str) -> list[Cell] | None:
+    """A cast that the user wrote is done; one from float32 to float32 (of a weak type) casts nothing."""
+    (cell,) = cells
+    target = np.dtype(equation.params["new_dtype"]) if cell.declared == FLOAT32 else None
+    if target == FLOAT32:
+        return [cell]
+    if target is not None and target == cell.dtype:
+        return [Cell.given(cell.array, target)]
+    return None
+
+
+HANDLERS: dict[str, Callable[[Interpreter, Any, list[Cell], str], list[Cell] | None]] = {
+    "jit": _jit,
+    "closed_call": _closed_call,
+    "scan": _scan,
+    "while": _while,
+    "cond": _cond,
+    "remat2": _remat,
+    "shard_map": _shard_map,
+    "custom_jvp_call": _custom_jvp,
+    "custom_vjp_call": _custom_vjp,
+    "optimization_barrier": _barrier,
+    "convert_element_type": _convert,
+}
+
+
+class _Traced:
+    """A program traced with what cells hold now, so that its own formats are known before it runs."""
+
+    def __init__(self, run: Interpreter, closed: Any, cells: Sequence[Cell], path: str) -> None:
+        self.arrays = [cell.array for cell in cells]
+        self.outputs: list[Cell] = []
+
+        def body(*arrays: Any) -> list[Any]:
+            self.outputs = run.run(closed, _around(cells, arrays), path)
+            return [cell.array for cell in self.outputs]
+
+        self.closed = unstable.traced(body, *self.arrays)
+
+    def ending_in(self, targets: Sequence[Cell]) -> Callable[..., list[Any]]:
+        """A function that runs it and casts its outputs to the targets' dtypes."""
+
+        def run(*arrays: Any) -> list[Any]:
+            jaxpr, constants = unstable.opened(self.closed)
+            results = _around(self.outputs, jax.core.eval_jaxpr(jaxpr, constants, *arrays))
+            return [cell.cast(target.dtype) for cell, target in zip(results, targets, strict=True)]
+
+        return run
+
+
+class _Formats:
+    """The formats of a call's outputs, which have to be the same in its primal and in its rule."""
+
+    def __init__(self) -> None:
+        self.first: list[Cell] | None = None
+
+    def same(self, cells: list[Cell]) -> list[Cell]:
+        if self.first is None:
+            self.first = cells
+        return [_like(model, cell.cast(model.dtype)) for model, cell in zip(self.first, cells, strict=True)]
+
+
+def _split(cells: list[Cell], first: int, second: int) -> tuple[list[Cell], list[Cell], list[Cell]]:
+    return cells[:first], cells[first : first + second], cells[first + second :]
+
+
+def _like(cell: Cell, array: Any) -> Cell:
+    return Cell(array, cell.dtype, cell.declared, cell.value, cell.shared)
+
+
+def _around(cells: Sequence[Cell], arrays: Sequence[Any]) -> list[Cell]:
+    return [_like(cell, array) for cell, array in zip(cells, arrays, strict=True)]
+
+
+def _shared(cell: Cell) -> Cell:
+    return Cell(cell.array, cell.dtype, cell.declared, cell.value, shared=True)
+
+
+def _initial(carried: Sequence[Cell]) -> list[Any]:
+    return [cell.restored() for cell in carried]
+
+
+def _carry(carried: Sequence[Cell], arrays: Sequence[Any]) -> list[Cell]:
+    """What a loop carries, in its declared types."""
+    return [
+        Cell(array, cell.declared, cell.declared, _CARRIED if cell.declared == FLOAT32 else cell.value, shared=True)
+        for cell, array in zip(carried, arrays, strict=True)
+    ]
+
+
+def _recording(run: Interpreter, times: int = 1) -> Callable[[], Any]:
+    """A context for a body that JAX may trace several times, taking down the last."""
+    recorder = run.recorder
+    if recorder is None:
+        return nullcontext
+    mark = len(recorder.operations)
+    return lambda: recorder.repeated(mark, times)
+
+
+def _join(outputs: tuple[Cell, ...]) -> Cell:
+    """One output of all branches: in their common format, else as declared; strong where it is so in any."""
+    ranks = ["strong", "other", "weak", "low"]
+    first = min(outputs, key=lambda cell: ranks.index(cell.value.state))
+    dtype = first.dtype if all(cell.dtype == first.dtype for cell in outputs) else first.declared
+    return Cell(first.array, dtype, first.declared, first.value, shared=True)
+
+
+def _tangent_dtype(primal: Cell) -> Any:
+    return primal.dtype if primal.inexact else jax.dtypes.float0
+
+
+def _tangent(cell: Cell) -> Cell:
+    """A tangent as the rule takes it: declared as its primal is, without a constant's limits."""
+    if not cell.inexact:
+        return Cell.given(cell.array, jax.dtypes.float0)
+    return Cell(cell.array, cell.dtype, cell.declared, cell.value._replace(unfit=""), shared=True)
+
+
+def _gradient(cell: Cell) -> Cell:
+    """The gradient of an output as the backward rule takes it; a symbolic zero becomes zeros."""
+    if not isinstance(cell.array, jax.custom_derivatives.SymbolicZero):
+        return _tangent(cell)
+    zeros = np.zeros if cell.array.dtype == jax.dtypes.float0 else jnp.zeros
+    return _tangent(_like(cell, zeros(cell.array.shape, cell.array.dtype)))
+
+
+def _with_fixed(run: Interpreter, function: Callable[..., Any], cells: Sequence[Cell], path: str) -> list[Cell]:
+    """`Interpreter.call` where some arguments are float0, which no jaxpr takes."""
+    fixed = {index: cell.array for index, cell in enumerate(cells) if cell.declared == jax.dtypes.float0}
+    free = [cell for index, cell in enumerate(cells) if index not in fixed]
+
+    def with_fixed(*arrays: Any) -> Any:
+        rest = iter(arrays)
+        return function(*(fixed[index] if index in fixed else next(rest) for index in range(len(cells))))
+
+    return run.call(with_fixed, free, path)

@@ -1,0 +1,196 @@
+"""Runs a traced program again, each primitive in the format that the flow rule gives it.
+
+Nothing is stored in between: primitives are bound while JAX traces or runs the caller, so that every transformation
+around it sees an ordinary program.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from polyamp.backends.jax import unstable
+from polyamp.backends.jax.cells import FLOAT32, WEAK, Cell, declared_value
+from polyamp.backends.jax.dtypes import dtype_of
+from polyamp.backends.jax.higher_order import HANDLERS
+from polyamp.backends.jax.operations import OPERATIONS
+from polyamp.backends.jax.recorder import Recorder
+from polyamp.errors import UnsupportedError
+from polyamp.flow import AS_WRITTEN, Flow, Value, constant, flow
+from polyamp.policy import Policy
+from polyamp.rules import Decision, Rule, decide, unused
+
+
+class Interpreter:
+    """One run of a program under a policy.
+
+    Attributes:
+        compute: the dtype of ``lower`` operations.
+        lowered: whether any operation ran in it.
+        recorder: takes down what was decided, for a plan; None for a run that only computes.
+    """
+
+    def __init__(self, policy: Policy, recorder: Recorder | None = None) -> None:
+        self.policy = policy
+        self.compute = dtype_of(policy.compute)
+        self.recorder = recorder
+        self.lowered = False
+        self._needs_paths = recorder is not None or bool(policy.rules)
+        self._decisions: dict[tuple[str, str], Decision] = {}
+        self._constants: dict[float, Value] = {}
+
+    @property
+    def unused_rules(self) -> list[Rule]:
+        """The policy's rules that matched nothing so far."""
+        return unused(self.policy.rules, self._decisions)
+
+    def run(self, closed: Any, cells: Sequence[Cell], path: str) -> list[Cell]:
+        """The outputs of a jaxpr, of which ``path`` are the scopes that it stands in."""
+        jaxpr, constants = unstable.opened(closed)
+        known = dict(zip(jaxpr.constvars, map(self._constant, jaxpr.constvars, constants), strict=True))
+        known.update(zip(jaxpr.invars, cells, strict=True))
+
+        def read(atom: Any) -> Cell:
+            return self._literal(atom) if isinstance(atom, unstable.Literal) else known[atom]
+
+        for equation in jaxpr.eqns:
+            with unstable.context_of(equation):
+                known.update(
+                    zip(equation.outvars, self._equation(equation, list(map(read, equation.invars)), path), strict=True)
+                )
+        return list(map(read, jaxpr.outvars))
+
+    def call(self, function: Callable[..., Any], cells: Sequence[Cell], path: str) -> list[Cell]:
+        """Trace a function that returns a list of arrays, at the declared types, and run that."""
+        specs = [jax.ShapeDtypeStruct(np.shape(cell.array), cell.declared) for cell in cells]  # type: ignore[no-untyped-call]
+        return self.run(unstable.traced(function, *specs), cells, path)
+
+    def _equation(self, equation: Any, cells: list[Cell], path: str) -> list[Cell]:
+        if self._needs_paths:
+            here = unstable.scopes(equation)
+            path = f"{path}/{here}" if path and here else path or here
+        handler = HANDLERS.get(equation.primitive.name)
+        results = handler(self, equation, cells, path) if handler else None
+        return self._operation(equation, cells, path) if results is None else results
+
+    def _operation(self, equation: Any, cells: list[Cell], path: str) -> list[Cell]:
+        name = OPERATIONS.get(equation.primitive.name, equation.primitive.name)
+        decision = self._decide(name, path)
+        outcome = self._outcome(equation, name, decision, [cell.value for cell in cells if cell.inexact])
+        lowers = outcome.format == self.policy.compute
+        dtype = self.compute if lowers else FLOAT32
+        if self.recorder is not None:
+            self.recorder.add(equation, name, path, decision, outcome, cells, dtype)
+        if outcome.format == AS_WRITTEN:
+            arrays = [cell.restored() for cell in cells]
+            results = unstable.bound(equation, arrays)
+        else:
+            arrays = [_operand(equation, cell, dtype) for cell in cells]
+            with _refusals(equation, decision, dtype):
+                results = unstable.bound(
+                    equation, arrays, self._lowered(equation.params) if lowers else equation.params
+                )
+        return [
+            _result(variable, result, outcome.output, dtype)
+            for variable, result in zip(equation.outvars, results, strict=True)
+        ]
+
+    def _decide(self, name: str, path: str) -> Decision:
+        key = (name, path)
+        if key not in self._decisions:
+            self._decisions[key] = decide(self.policy.rules, *key)
+        return self._decisions[key]
+
+    def _outcome(self, equation: Any, name: str, decision: Decision, inputs: list[Value]) -> Flow:
+        if not inputs:
+            return Flow(AS_WRITTEN, WEAK, "no floating-point input")
+        outcome = flow(name, decision, inputs, self.policy.compute)
+        if outcome.format != self.policy.compute:
+            return outcome
+        asked = _asked(equation.params)
+        if asked:
+            return Flow("float32", Value("strong", name), asked)
+        if "update_jaxpr" in equation.params:
+            return Flow("float32", WEAK, "its computation was traced in float32")
+        return outcome
+
+    def _lowered(self, params: dict[str, Any]) -> dict[str, Any]:
+        self.lowered = True
+        return {**params, "preferred_element_type": self.compute} if "preferred_element_type" in params else params
+
+    def _literal(self, literal: Any) -> Cell:
+        return self._constant(literal, np.asarray(literal.val))
+
+    def _constant(self, variable: Any, array: Any) -> Cell:
+        declared = unstable.dtype_in(variable)
+        if declared != FLOAT32 or isinstance(array, jax.core.Tracer):
+            return Cell.given(array, declared)
+        magnitude = _magnitude(array)
+        if magnitude not in self._constants:
+            self._constants[magnitude] = constant([magnitude], self.policy.compute)
+        return Cell.given(array, declared, self._constants[magnitude])
+
+
+def _magnitude(array: Any) -> float:
+    """What of a constant has to be held: all of a scalar, the largest finite element of an array."""
+    values = np.asarray(array)
+    if values.size == 1:
+        return float(values.reshape(()))
+    return float(np.max(np.abs(values), initial=0, where=np.isfinite(values)))
+
+
+@contextmanager
+def _refusals(equation: Any, decision: Decision, dtype: Any) -> Iterator[None]:
+    """A primitive that refuses the dtype that one of the user's rules gives it, in words that name the rule."""
+    try:
+        yield
+    except (TypeError, ValueError, NotImplementedError) as error:
+        if decision == decide((), OPERATIONS.get(equation.primitive.name, "")):
+            raise
+        raise UnsupportedError(
+            f"JAX's primitive {equation.primitive.name} does not run in {dtype.name}",
+            where=unstable.source_line(equation),
+            found=f"{decision.reason} of class {decision.op_class}; JAX says: {str(error).partition(chr(10))[0]}",
+            allowed="rules that the primitive can keep",
+            fix='remove that rule, or give it the class "full" or "keep"',
+        ) from error
+
+
+def _operand(equation: Any, cell: Cell, dtype: Any) -> Any:
+    """An input in the dtype that an operation runs in.
+
+    A bias is spread over the rows before it is cast: the derivative of an addition that spreads it would add up its
+    gradients in the dtype of the addition.
+    """
+    if not cell.inexact or cell.dtype == dtype:
+        return cell.array
+    shape = equation.outvars[0].aval.shape
+    spreads = equation.primitive.name in ("add", "sub") and isinstance(cell.array, jax.core.Tracer)
+    if spreads and cell.array.shape != shape:
+        return unstable.converted(lax.broadcast_in_dim(cell.array, shape, range(cell.array.ndim)), dtype)
+    return cell.cast(dtype)
+
+
+def _result(variable: Any, array: Any, value: Value, dtype: Any) -> Cell:
+    declared = unstable.dtype_in(variable)
+    if declared != FLOAT32:
+        return Cell(array, declared, declared, declared_value(declared), shared=True)
+    return Cell(array, dtype, declared, value, shared=True)
+
+
+def _asked(params: dict[str, Any]) -> str:
+    """Why a product has to stay in float32 although its operands need not; empty where it need not."""
+    precision = params.get("precision")
+    told = precision if isinstance(precision, tuple) else (precision,)
+    if any(part not in (None, unstable.DEFAULT) for part in told):
+        return f"precision={'/'.join(dict.fromkeys(map(str, told)))} was asked for"
+    preferred = params.get("preferred_element_type")
+    if preferred is not None and preferred != FLOAT32:
+        return f"preferred_element_type={jnp.dtype(preferred).name} was asked for"
+    return ""

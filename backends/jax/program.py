@@ -1,0 +1,156 @@
+"""A call of a function as a program: traced, with its arrays apart from all that is static."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from polyamp.backends.jax import unstable
+from polyamp.backends.jax.cells import Cell, is_inexact
+from polyamp.backends.jax.dtypes import is_array
+from polyamp.backends.jax.interpreter import Interpreter
+from polyamp.errors import UsageError
+
+BRANCHES = (
+    jax.errors.ConcretizationTypeError,
+    jax.errors.TracerArrayConversionError,
+    jax.errors.TracerIntegerConversionError,
+    jax.errors.NonConcreteBooleanIndexError,
+)
+
+
+class Program:
+    """A call of a function, traced: its arrays apart from all that is static.
+
+    Attributes:
+        arrays: the arrays among the arguments.
+        closed: the jaxpr of the call, from these to the arrays among the results.
+    """
+
+    def __init__(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        leaves, tree = jax.tree.flatten((args, kwargs))
+        self._is_array = [is_array(leaf) or isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves]
+        self.arrays = [leaf for leaf, is_one in zip(leaves, self._is_array, strict=True) if is_one]
+        self._results: list[Any] = []
+
+        def of_arrays(*arrays: Any) -> list[Any]:
+            given, kept = iter(arrays), zip(leaves, self._is_array, strict=True)
+            own_args, own_kwargs = jax.tree.unflatten(tree, [next(given) if is_one else leaf for leaf, is_one in kept])
+            results, self._tree = jax.tree.flatten(fn(*own_args, **own_kwargs))
+            self._given = [is_array(leaf) for leaf in results]
+            self._results = [None if is_array(leaf) else leaf for leaf in results]
+            return [leaf for leaf in results if is_array(leaf)]
+
+        with refusals():
+            self.closed = unstable.traced(of_arrays, *self.arrays)
+
+    @property
+    def specs(self) -> list[jax.ShapeDtypeStruct]:
+        """The arguments' shapes and dtypes."""
+        return [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in self.arrays]  # type: ignore[no-untyped-call]
+
+    def run(self, interpreter: Interpreter, arrays: Sequence[Any]) -> list[Any]:
+        """The arrays of the results, in their declared types."""
+        jaxpr, _ = unstable.opened(self.closed)
+        cells = [Cell.given(array, unstable.dtype_in(var)) for array, var in zip(arrays, jaxpr.invars, strict=True)]
+        outputs = interpreter.run(self.closed, cells, "")
+        return [_as_traced(cell, variable) for cell, variable in zip(outputs, jaxpr.outvars, strict=True)]
+
+    def as_traced(self, arrays: Sequence[Any]) -> list[Any]:
+        """The arrays of the results as the function was written."""
+        jaxpr, constants = unstable.opened(self.closed)
+        results: list[Any] = jax.core.eval_jaxpr(jaxpr, constants, *arrays)
+        return results
+
+    def results(self, arrays: Sequence[Any]) -> Any:
+        """What the function returns, around these arrays."""
+        given, kept = iter(arrays), zip(self._results, self._given, strict=True)
+        return jax.tree.unflatten(self._tree, [next(given) if is_one else leaf for leaf, is_one in kept])
+
+    def bytes_saved(self, run: Callable[[Sequence[Any]], list[Any]]) -> int | None:
+        """Bytes that ``jax.vjp`` of ``run`` keeps for the floating arguments; None where it has no derivative."""
+        trained = [index for index, array in enumerate(self.arrays) if is_inexact(array.dtype)]
+
+        def kept(arrays: list[Any]) -> Any:
+            def of_trained(own: list[Any]) -> list[Any]:
+                given = list(arrays)
+                for index, array in zip(trained, own, strict=True):
+                    given[index] = array
+                return run(given)
+
+            return jax.vjp(of_trained, [arrays[index] for index in trained])[1]
+
+        try:
+            residuals = jax.tree.leaves(jax.eval_shape(kept, self.specs))
+        except (TypeError, ValueError, NotImplementedError):  # such as a while loop, or a rule that is missing
+            return None
+        return sum(leaf.size * leaf.dtype.itemsize for leaf in residuals)
+
+
+@contextmanager
+def refusals() -> Iterator[None]:
+    """What JAX and flax refuse while a function is traced, in words that name the way out.
+
+    Raises:
+        UsageError: the function branches on a traced value, or changes a captured NNX module.
+    """
+    try:
+        yield
+    except BRANCHES as error:
+        raise UsageError(
+            "the function takes the value of an array that is being traced",
+            where=_user_line(error),
+            found=str(error).partition("\n")[0],
+            allowed="control flow by jax.lax.cond, jax.lax.while_loop or jnp.where; or arguments that are no arrays",
+            fix="rewrite that line so, or give the value that it looks at as a Python number",
+        ) from error
+    except Exception as error:
+        if type(error).__name__ != "TraceContextError":  # flax.errors, which is not imported to find out
+            raise
+        raise UsageError(
+            "the function changes an NNX module that is not among its arguments",
+            where=_user_line(error),
+            found=str(error).partition("\n")[0],
+            allowed="modules that are given to the function",
+            fix="give the module as an argument: autocast(lambda model, x: model(x), policy)(model, x)",
+        ) from error
+
+
+def _user_line(error: BaseException) -> str:
+    """The innermost line of the traceback that is of no library: neither polyamp, JAX nor a package of flax's kind."""
+    frame, found = error.__traceback__, ""
+    while frame is not None:
+        if _is_users(frame.tb_frame):
+            found = f"{frame.tb_frame.f_code.co_filename}:{frame.tb_lineno} ({frame.tb_frame.f_code.co_name})"
+        frame = frame.tb_next
+    return found or "the traced function"
+
+
+def users_level() -> int:
+    """The ``stacklevel`` with which `warn_once`, where the calling function calls it, points at the user's line."""
+    frame, level = inspect.currentframe(), 1
+    while frame is not None and not _is_users(frame):
+        frame, level = frame.f_back, level + 1
+    return level
+
+
+def _is_users(frame: FrameType) -> bool:
+    return frame.f_globals.get("__name__", "").partition(".")[0] not in _LIBRARIES
+
+
+_LIBRARIES = {"polyamp", "jax", "flax", "equinox", "haiku", "optax", "contextlib", "functools"}
+
+
+def _as_traced(cell: Cell, variable: Any) -> Any:
+    """An output in the type that it was traced with, weak where that was weak."""
+    array, weak = cell.restored(), getattr(variable.aval, "weak_type", False)
+    if unstable.dtype_in(variable) is None:
+        return array
+    array = jnp.asarray(array)
+    return unstable.converted(array, cell.declared, weak_type=weak) if array.aval.weak_type != weak else array

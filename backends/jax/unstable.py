@@ -1,0 +1,135 @@
+"""All that touches parts of JAX without a promise of stability: jaxprs, their equations, primitives' parameters.
+
+Checked from JAX 0.9 on. ``jax.extend`` says of itself that it may change in any release (JEP 15856), and so may the
+parameters of primitives; where releases differ, it is handled here and nowhere else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import jax
+import numpy as np
+from jax import lax
+from jax.extend.core import Literal
+from jax.extend.source_info_util import current_name_stack, summarize, user_context
+
+__all__ = ["Literal"]
+
+DEFAULT = lax.Precision.DEFAULT
+
+
+def traced(function: Callable[..., Any], *arrays: Any) -> Any:
+    """The jaxpr of a function of arrays, with its constants."""
+    return jax.make_jaxpr(function)(*arrays)
+
+
+def opened(closed: Any) -> tuple[Any, Sequence[Any]]:
+    """A jaxpr and its constants; JAX 0.11 made the closed and the open jaxpr one class."""
+    return getattr(closed, "jaxpr", closed), getattr(closed, "consts", ())
+
+
+def without_constants(closed: Any) -> tuple[Any, Sequence[Any]]:
+    """An open jaxpr that takes its constants as its first arguments, and these."""
+    jaxpr, constants = opened(closed)
+    if not constants:
+        return jaxpr, ()
+    count = len(constants)
+    specs = [jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype) for var in jaxpr.invars]  # type: ignore[no-untyped-call]
+    again = traced(lambda *args: jax.core.eval_jaxpr(jaxpr, args[:count], *args[count:]), *constants, *specs)
+    return opened(again)[0], constants
+
+
+def dtype_in(variable: Any) -> Any:
+    """The dtype that a jaxpr gives a variable; None where it is no array (a token, a reference to mutable state)."""
+    aval = variable.aval
+    return aval.dtype if isinstance(aval, jax.core.ShapedArray) else None
+
+
+def converted(array: Any, dtype: Any, *, weak_type: bool = False) -> Any:
+    """An array in another dtype; NumPy arrays without an operation in the traced program."""
+    if isinstance(array, jax.Array):
+        return lax.convert_element_type_p.bind(array, new_dtype=dtype, weak_type=weak_type, sharding=None)
+    with np.errstate(over="ignore"):
+        return np.asarray(array).astype(dtype)
+
+
+@contextmanager
+def context_of(equation: Any) -> Iterator[None]:
+    """What is bound in here has the equation's scope, source line and settings."""
+    info = equation.source_info
+    stack = current_name_stack() + info.name_stack
+    with user_context(info.traceback, name_stack=stack), equation.ctx.manager:
+        yield
+
+
+def bound(equation: Any, arrays: Sequence[Any], params: dict[str, Any] | None = None) -> list[Any]:
+    """The results of an equation on other arrays, perhaps with other parameters."""
+    primitive = equation.primitive
+    if params is None and "call_jaxpr" in equation.params:
+        params, functions = _call_parts(equation)
+        results = primitive.bind(*functions, *arrays, **params)
+    else:
+        results = primitive.bind(*arrays, **(equation.params if params is None else params))
+    return list(results) if primitive.multiple_results else [results]
+
+
+def _call_parts(equation: Any) -> tuple[dict[str, Any], Sequence[Any]]:
+    """Parameters to bind a call with, and functions to give before its arguments; since 0.10 they are parameters."""
+    parts = equation.primitive.get_bind_params(equation.params)
+    return parts if isinstance(parts, dict) else parts[1], () if isinstance(parts, dict) else parts[0]  # type: ignore[return-value]
+
+
+def custom_functions(equation: Any) -> Sequence[Callable[..., Any]]:
+    """The user's functions in a call with custom derivatives: primal and jvp; or primal, forward and backward."""
+    params, functions = _call_parts(equation)
+    return [function.call_wrapped for function in functions or params["subfuns"]]
+
+
+def forward_results(equation: Any, results: Sequence[Any], primals: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    """Outputs and residuals from what a custom forward rule returned, which leaves out residuals that are inputs."""
+    _, residual_tree, forwarded = equation.params["out_trees"]()
+    count = residual_tree.num_leaves - sum(index is not None for index in forwarded)
+    own = iter(results[:count])
+    residuals = [next(own) if index is None else primals[index] for index in forwarded]
+    return list(results[count:]), residuals
+
+
+def cotangents(results: Any) -> list[Any]:
+    """What a custom backward rule returned, with None for the symbolic zeros; since 0.12 it comes with a log."""
+    found = results[0] if isinstance(results, tuple) else results
+    return [leaf if isinstance(leaf, jax.Array | np.ndarray | np.generic) else None for leaf in found]
+
+
+def scopes(equation: Any) -> str:
+    """The named scopes of an equation, joined by ``/``, without the names of transformations such as ``jvp``."""
+    stack = equation.source_info.name_stack.stack
+    return "/".join(entry.name for entry in stack if type(entry).__name__ == "Scope")
+
+
+def source_line(equation: Any) -> str:
+    """Where the user's program made an equation: ``model.py:12:8 (forward)``."""
+    return summarize(equation.source_info)
+
+
+def loop_parts(params: dict[str, Any]) -> tuple[int, int]:
+    """The number of constants and of carried values of a scan; 0.11 replaced the numbers by trees."""
+    if "num_consts" in params:
+        return params["num_consts"], params["num_carry"]
+    constants, carried, _ = params["ft_in"].unpack()
+    return len(constants), len(carried)
+
+
+def manual_axes(params: dict[str, Any]) -> frozenset[Any]:
+    """The axes that a shard_map is over; 0.10 renamed them."""
+    axes: frozenset[Any] = params.get("newly_manual_axes", params.get("manual_axes"))
+    return axes
+
+
+def is_plain_jit(params: dict[str, Any]) -> bool:
+    """Whether a jit says nothing but its function, so that its equations may stand in its place."""
+    told = (*params["in_shardings"], *params["out_shardings"])
+    placed = any(type(sharding).__name__ != "UnspecifiedValue" for sharding in told)
+    return not (placed or any(params["donated_invars"]) or params["compiler_options_kvs"])

@@ -1,0 +1,248 @@
+"""A plan: what every operation of a graph runs in and why, with totals, as a table and as JSON."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+
+class PlannedOperation(NamedTuple):
+    """One operation of a plan.
+
+    Attributes:
+        name: its canonical name in `polyamp.operations`, or the framework's where there is none.
+        native: the framework's name.
+        where: scope or module path, and source line, as far as they are known.
+        op_class: its class.
+        format: the format it runs in, or ``as written``.
+        reason: the rule, the neighbour or the guard that decided.
+        times: how often it runs in one call, where that is known: the length of the loops it is in.
+        casts: casts that its inputs needed.
+        bytes_cast: bytes of those inputs, as they were before.
+        bytes_moved: bytes of inputs and outputs in the formats that it runs in, and what the casts read and write.
+        bytes_moved_float32: the same where nothing is cast.
+    """
+
+    name: str
+    native: str
+    where: str
+    op_class: str
+    format: str
+    reason: str
+    times: int = 1
+    casts: int = 0
+    bytes_cast: int = 0
+    bytes_moved: int = 0
+    bytes_moved_float32: int = 0
+
+    def as_dict(self) -> dict[str, str]:
+        """What was decided; JSON."""
+        return {
+            "name": self.name,
+            "native": self.native,
+            "where": self.where,
+            "class": self.op_class,
+            "format": self.format,
+            "reason": self.reason,
+        }
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What `polyamp.explain` gives: every operation with its format and reason, and totals. Prints as a table.
+
+    >>> plan = Plan("mixed_float16", (PlannedOperation("matmul", "dot", "model", "lower", "float16", "table"),))
+    >>> plan.totals["by_format"]
+    {'float16': 1}
+    >>> print(plan)
+    mixed_float16: 1 operation (1 float16), 0 casts of 0 B
+    moved: 0 B (float32: 0 B)
+    <BLANKLINE>
+    operation  class  format   count  moved  why    where
+    matmul     lower  float16      1    0 B  table  model
+
+    Attributes:
+        policy: the policy's text.
+        operations: in the order in which they run; the body of a loop stands once.
+        bytes_saved: bytes kept from the forward pass for the backward pass; None where it is not known, as for a graph
+            that has both.
+        bytes_saved_float32: the same where nothing is cast.
+        unused_rules: patterns of the policy's own rules that matched nothing.
+    """
+
+    policy: str
+    operations: tuple[PlannedOperation, ...]
+    bytes_saved: int | None = None
+    bytes_saved_float32: int | None = None
+    unused_rules: tuple[str, ...] = ()
+
+    @property
+    def totals(self) -> dict[str, Any]:
+        """Operations by format, casts, and bytes, a loop's body counted as often as it runs; JSON.
+
+        The keys with ``float32`` are what the same graph takes where nothing is cast.
+        """
+        return {
+            "by_format": dict(Counter(op.format for op in self.operations)),
+            "casts": sum(op.casts * op.times for op in self.operations),
+            "bytes_cast": sum(op.bytes_cast * op.times for op in self.operations),
+            "bytes_moved": sum(op.bytes_moved * op.times for op in self.operations),
+            "bytes_moved_float32": sum(op.bytes_moved_float32 * op.times for op in self.operations),
+            "bytes_saved": self.bytes_saved,
+            "bytes_saved_float32": self.bytes_saved_float32,
+        }
+
+    def as_dict(self) -> dict[str, Any]:
+        """The whole plan; JSON."""
+        return {
+            "policy": self.policy,
+            "operations": [op.as_dict() for op in self.operations],
+            "totals": self.totals,
+            "unused_rules": list(self.unused_rules),
+        }
+
+    def compare(self, other: Plan) -> PlanComparison:
+        """This plan beside another one of the same model.
+
+        >>> def plan(format_name):
+        ...     return Plan("policy", (PlannedOperation("exp", "exp", "head", "full", format_name, "table"),))
+        >>> print(plan("float32").compare(plan("float16")))
+        this plan: policy
+        the other: policy
+        <BLANKLINE>
+        total        this  other
+        casts           0      0
+        bytes_cast    0 B    0 B
+        bytes_moved   0 B    0 B
+        <BLANKLINE>
+        operation  where  this       other
+        exp        head   1 float32  1 float16
+        """
+        return PlanComparison(self, other)
+
+    def __str__(self) -> str:
+        lines = [_headline(self), _bytes_line("moved", self.totals, "bytes_moved")]
+        if self.bytes_saved is not None:
+            lines.append(_bytes_line("saved for the backward pass", self.totals, "bytes_saved"))
+        if self.unused_rules:
+            lines.append(f"rules that matched nothing: {', '.join(self.unused_rules)}")
+        return "\n".join([*lines, "", self.table()])
+
+    def table(self, *, grouped: bool = True) -> str:
+        """The operations as an aligned table; like ones in one row, or each in its own, in the order they run in."""
+        head = ("operation", "class", "format", "count", "moved", "why", "where")
+        groups = _grouped(self.operations) if grouped else [[op] for op in self.operations]
+        return aligned([head, *map(_row, groups)], right=(3, 4))
+
+
+@dataclass(frozen=True)
+class PlanComparison:
+    """Two plans of one model side by side; prints as a table. See `Plan.compare`."""
+
+    this: Plan
+    other: Plan
+
+    @property
+    def changed(self) -> list[tuple[str, str, dict[str, int], dict[str, int]]]:
+        """Name, place, and operations by format in either plan, wherever the two differ."""
+        here, there = _formats(self.this), _formats(self.other)
+        places = [*here, *(place for place in there if place not in here)]
+        both = ((place, here.get(place, Counter()), there.get(place, Counter())) for place in places)
+        return [(*place, dict(one), dict(two)) for place, one, two in both if one != two]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Both plans' totals, and what changed; JSON."""
+        return {
+            "policies": [self.this.policy, self.other.policy],
+            "totals": [self.this.totals, self.other.totals],
+            "changed": [
+                {"name": name, "where": where, "formats": [one, two]} for name, where, one, two in self.changed
+            ],
+        }
+
+    def __str__(self) -> str:
+        one, two = self.this.totals, self.other.totals
+        known = [key for key in ("casts", "bytes_cast", "bytes_moved", "bytes_saved") if one[key] is not None]
+        totals = [("total", "this", "other"), *((key, _shown(key, one[key]), _shown(key, two[key])) for key in known)]
+        changed = [(name, where, _counted(own), _counted(its)) for name, where, own, its in self.changed]
+        return "\n".join(
+            [
+                f"this plan: {self.this.policy}",
+                f"the other: {self.other.policy}",
+                "",
+                aligned(totals, right=(1, 2)),
+                "",
+                aligned([("operation", "where", "this", "other"), *changed]) if changed else "no operation differs",
+            ]
+        )
+
+
+def aligned(rows: Sequence[Sequence[str]], right: Iterable[int] = ()) -> str:
+    """Rows of text as columns two blanks apart; the columns ``right`` are flush right.
+
+    >>> print(aligned([("name", "n"), ("a", "10")], right=[1]))
+    name   n
+    a     10
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    pads = [str.rjust if index in set(right) else str.ljust for index in range(len(widths))]
+    lines = ("  ".join(pad(cell, width) for pad, cell, width in zip(pads, row, widths, strict=True)) for row in rows)
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def in_bytes(count: int) -> str:
+    """A number of bytes for people.
+
+    >>> in_bytes(512), in_bytes(3 * 2**20)
+    ('512 B', '3.0 MiB')
+    """
+    size, units = float(count), ["B", "KiB", "MiB", "GiB", "TiB"]
+    while size >= 1024 and len(units) > 1:
+        size, units = size / 1024, units[1:]
+    return f"{size:.0f} B" if units[0] == "B" else f"{size:.1f} {units[0]}"
+
+
+def _headline(plan: Plan) -> str:
+    totals, count = plan.totals, len(plan.operations)
+    formats = ", ".join(f"{number} {name}" for name, number in totals["by_format"].items())
+    casts = f"{totals['casts']} cast{'' if totals['casts'] == 1 else 's'} of {in_bytes(totals['bytes_cast'])}"
+    return f"{plan.policy}: {count} operation{'' if count == 1 else 's'} ({formats or 'none'}), {casts}"
+
+
+def _bytes_line(label: str, totals: dict[str, Any], key: str) -> str:
+    own, full = totals[key], totals[f"{key}_float32"]
+    share = f", {own / full:.0%} of it" if full else ""
+    return f"{label}: {in_bytes(own)} (float32: {in_bytes(full or 0)}{share})"
+
+
+def _grouped(operations: Iterable[PlannedOperation]) -> list[list[PlannedOperation]]:
+    groups: dict[tuple[str, ...], list[PlannedOperation]] = {}
+    for op in operations:
+        groups.setdefault((op.name, op.op_class, op.format, op.reason), []).append(op)
+    return sorted(groups.values(), key=lambda group: -sum(op.bytes_moved * op.times for op in group))
+
+
+def _row(group: list[PlannedOperation]) -> tuple[str, ...]:
+    first, others = group[0], len({op.where for op in group}) - 1
+    moved = in_bytes(sum(op.bytes_moved * op.times for op in group))
+    where = f"{first.where} and {others} more" if others else first.where
+    return (first.name, first.op_class, first.format, str(len(group)), moved, first.reason, where)
+
+
+def _formats(plan: Plan) -> dict[tuple[str, str], Counter[str]]:
+    places: dict[tuple[str, str], Counter[str]] = {}
+    for op in plan.operations:
+        places.setdefault((op.name, op.where), Counter())[op.format] += 1
+    return places
+
+
+def _shown(key: str, value: int | None) -> str:
+    if value is None:
+        return "unknown"
+    return in_bytes(value) if key.startswith("bytes") else str(value)
+
+
+def _counted(formats: dict[str, int]) -> str:
+    return ", ".join(f"{number} {name}" for name, number in formats.items()) or "none"

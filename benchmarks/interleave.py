@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import os
 import platform
+import shutil
 import statistics
+import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,14 +32,23 @@ class Timing:
     ratios: list[float]
 
     def summary(self) -> dict[str, Any]:
-        low, *_, high = statistics.quantiles(self.ratios, n=10)
+        low, *_, high = statistics.quantiles(self.ratios, n=10, method="inclusive")
         return {
             "question": self.question,
             "variant": self.variant,
             "microseconds": round(statistics.median(self.microseconds), 2),
+            "least_microseconds": round(min(self.microseconds), 2),
             "ratio": round(statistics.median(self.ratios), 3),
             "ratio_10_to_90_percent": [round(low, 3), round(high, 3)],
         }
+
+
+def turns(names: Iterable[str], rounds: int, question: str) -> Iterator[str]:
+    """Every name once a round, in an order that rotates, so that load and clock changes hit all of them alike."""
+    order = list(names)
+    for turn in track(range(rounds), description=question, console=console()):
+        shift = turn % len(order)
+        yield from order[shift:] + order[:shift]
 
 
 def interleave(
@@ -47,33 +58,35 @@ def interleave(
     calls: int,
     settle: Callable[[], Any] = lambda: None,
 ) -> list[Timing]:
-    """Time every variant once a round, in an order that rotates, so that load and clock changes hit all of them alike.
+    """Time every variant once a round; ``settle`` waits until a device is idle.
 
-    The first variant is what the others are compared with, within each round. ``settle`` waits until a device is idle.
+    The first variant is what the others are compared with, within each round.
     """
-    names = list(variants)
-    taken: dict[str, list[float]] = {name: [] for name in names}
+    taken: dict[str, list[float]] = {name: [] for name in variants}
     for fn in variants.values():
         for _ in range(3):
             fn()
         settle()
-    for turn in track(range(rounds), description=question):
-        shift = turn % len(names)
-        for name in names[shift:] + names[:shift]:
-            fn, start = variants[name], time.perf_counter()
-            for _ in range(calls):
-                fn()
-            settle()
-            taken[name].append((time.perf_counter() - start) / calls * 1e6)
-    base = taken[names[0]]
+    for name in turns(variants, rounds, question):
+        fn, start = variants[name], time.perf_counter()
+        for _ in range(calls):
+            fn()
+        settle()
+        taken[name].append((time.perf_counter() - start) / calls * 1e6)
+    return compared(question, taken)
+
+
+def compared(question: str, taken: dict[str, list[float]], base: str | None = None) -> list[Timing]:
+    """Microseconds of every round, compared round by round with those of ``base``, or of the first variant."""
+    yardstick = taken[base or next(iter(taken))]
     return [
-        Timing(question, name, taken[name], [own / other for own, other in zip(taken[name], base, strict=True)])
-        for name in names
+        Timing(question, name, own, [one / other for one, other in zip(own, yardstick, strict=True)])
+        for name, own in taken.items()
     ]
 
 
 def machine() -> dict[str, Any]:
-    """The processor and its cores, as the results name them."""
+    """The processor and its cores, and the GPU and its driver where there is one, as the results name them."""
     model = platform.processor() or platform.machine()
     if (info := Path("/proc/cpuinfo")).exists():
         names = [
@@ -85,7 +98,25 @@ def machine() -> dict[str, Any]:
         "cores": os.cpu_count(),
         "system": platform.system(),
         "python": platform.python_version(),
+        **_gpu(),
     }
+
+
+def _gpu() -> dict[str, str]:
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return {}
+    asked = [tool, "--query-gpu=name,driver_version", "--format=csv,noheader"]
+    answer = subprocess.run(asked, capture_output=True, text=True, check=False)
+    if answer.returncode:
+        return {}
+    name, driver = answer.stdout.splitlines()[0].split(", ")
+    return {"gpu": name, "driver": driver}
+
+
+def console() -> Console:
+    """As wide as the terminal; wide enough for the tables where there is none."""
+    return Console() if sys.stdout.isatty() else Console(width=120)
 
 
 def publish(name: str, timings: list[Timing], versions: dict[str, str]) -> None:
@@ -97,7 +128,13 @@ def publish(name: str, timings: list[Timing], versions: dict[str, str]) -> None:
         table.add_row(
             row["question"], row["variant"], str(row["microseconds"]), f"{row['ratio']:.2f}", f"{low:.2f} - {high:.2f}"
         )
-    (Console() if sys.stdout.isatty() else Console(width=120)).print(table)
+    console().print(table)
+    keep(name, versions, {"timings": summaries})
+
+
+def keep(name: str, versions: dict[str, str], numbers: dict[str, Any]) -> Path:
+    """Write ``results/<name>.json``: the machine, the versions and the numbers."""
     RESULTS.mkdir(exist_ok=True)
-    kept = {"machine": machine(), "versions": versions, "timings": summaries}
-    (RESULTS / f"{name}.json").write_text(json.dumps(kept, indent=2) + "\n")
+    path = RESULTS / f"{name}.json"
+    path.write_text(json.dumps({"machine": machine(), "versions": versions, **numbers}, indent=2) + "\n")
+    return path

@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from polyamp.formats import format_of
-from polyamp.rules import Decision
+from polyamp.operations import OPERATIONS
+from polyamp.rules import TABLE, Decision
 
 STATES: dict[str, str] = {
     "weak": "float32 only because it was declared so: a parameter, an input, a constant",
@@ -55,7 +56,8 @@ def flow(operation: str, decision: Decision, inputs: Sequence[Value], compute: s
 
     ``lower`` makes low values and ``full`` strong ones. ``follow`` is float32 after any strong input, else low beside
     any low one, else as declared; ``neutral`` carries its input's state in the same way. ``promote`` takes the widest
-    input. An input that the compute format cannot hold forces float32, and so does what moves or multiplies it.
+    input. An input that the compute format cannot hold forces float32, and so does what moves or multiplies it. An
+    operation that the table calls ``full`` for its range alone is so in formats of a narrower range.
 
     >>> from polyamp.rules import decide
     >>> low, strong, weak = Value("low", "matmul"), Value("strong", "exp"), Value()
@@ -85,6 +87,8 @@ def flow(operation: str, decision: Decision, inputs: Sequence[Value], compute: s
         return Flow(AS_WRITTEN, output, f"an input is {foreign}" if foreign else decision.reason)
     unfit = next((value.unfit for value in inputs if value.unfit), "")
     chosen = _CLASSES[decision.op_class](operation, decision, inputs)
+    if decision.reason == TABLE and _overflows(operation, compute):
+        chosen = _Choice("strong", operation, f"{operation} leaves the range of {compute}")
     if unfit and (chosen.state == "low" or decision.op_class == "follow"):
         chosen = _Choice("strong", "a constant", unfit)
     carried = unfit if decision.op_class == "neutral" or operation == "mul" else ""
@@ -116,6 +120,13 @@ class _Choice(NamedTuple):
     state: str
     maker: str
     reason: str
+
+
+def _overflows(operation: str, compute: str) -> bool:
+    """Whether an operation is safe in 16 bits but for the range of a format narrower than float32's."""
+    entry = OPERATIONS.get(operation)
+    narrow = format_of(compute).exponent_bits < format_of("float32").exponent_bits
+    return narrow and entry is not None and entry.op_class == "follow" and entry.sources.get("range") == "full"
 
 
 def _first(inputs: Sequence[Value], *states: str) -> Value | None:

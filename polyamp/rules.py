@@ -11,6 +11,9 @@ from polyamp.errors import InvalidTypeError, InvalidValueError
 from polyamp.operations import CLASSES, OPERATIONS
 
 
+TABLE = "table"  # the reason of a decision that no rule of the policy's own made
+
+
 class Rule(NamedTuple):
     """One line of a policy's rules: what matches ``pattern`` gets ``op_class``."""
 
@@ -59,7 +62,7 @@ def decide(rules: Iterable[Rule], operation: str, path: str = "") -> Decision:
         return Decision(matched.op_class, f"rule {matched.pattern!r}")
     if entry is None:
         return Decision("keep", "unknown operation: runs as written")
-    return Decision(entry.op_class, "table")
+    return Decision(entry.op_class, TABLE)
 
 
 def unused(rules: Iterable[Rule], seen: Iterable[tuple[str, str]]) -> list[Rule]:

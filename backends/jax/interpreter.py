@@ -73,14 +73,15 @@ class Interpreter:
 
     def _equation(self, equation: Any, cells: list[Cell], path: str) -> list[Cell]:
         if self._needs_paths:
-            here = unstable.scopes(equation)
-            path = f"{path}/{here}" if path and here else path or here
+            path = "/".join(filter(None, (path, unstable.scopes(equation))))
         handler = HANDLERS.get(equation.primitive.name)
         results = handler(self, equation, cells, path) if handler else None
         return self._operation(equation, cells, path) if results is None else results
 
     def _operation(self, equation: Any, cells: list[Cell], path: str) -> list[Cell]:
         name = OPERATIONS.get(equation.primitive.name, equation.primitive.name)
+        if self._needs_paths:  # JAX has softmax, gelu and the like only as functions
+            path = "/".join(filter(None, (path, unstable.library_function(equation))))
         decision = self._decide(name, path)
         outcome = self._outcome(equation, name, decision, [cell.value for cell in cells if cell.inexact])
         lowers = outcome.format == self.policy.compute

@@ -16,6 +16,8 @@ from jax import lax
 from jax.extend.core import Literal
 from jax.extend.source_info_util import current_name_stack, summarize, user_context
 
+from polyamp.operations import OPERATIONS
+
 __all__ = ["Literal"]
 
 DEFAULT = lax.Precision.DEFAULT
@@ -109,9 +111,20 @@ def scopes(equation: Any) -> str:
     return "/".join(entry.name for entry in stack if type(entry).__name__ == "Scope")
 
 
+def library_function(equation: Any) -> str:
+    """The function of ``jax.nn`` or ``jax.scipy.special`` that made an equation, such as ``softmax``; else empty."""
+    traceback = equation.source_info.traceback
+    frames = reversed(traceback.frames) if traceback else ()
+    made = (frame.function_name.strip("_") for frame in frames if frame.file_name.endswith(_LIBRARY))
+    return next((name for name in made if name in OPERATIONS), "")
+
+
+_LIBRARY = ("jax/_src/nn/functions.py", "jax/_src/ops/special.py")
+
+
 def source_line(equation: Any) -> str:
     """Where the user's program made an equation: ``model.py:12:8 (forward)``."""
-    return summarize(equation.source_info)
+    return summarize(equation.source_info).rpartition("/")[2]
 
 
 def loop_parts(params: dict[str, Any]) -> tuple[int, int]:

@@ -85,6 +85,9 @@ log1p                               : cuda tf_fp16=follow tf_bf16=follow
     It is there for arguments near 0, whose small bits 16-bit sums have lost before the logarithm is taken.
 log2 log10                          : cuda apex
 pow                                 : cuda tf_fp16 tf_bf16 apex
+square squared_difference           : range tf_fp16=follow tf_bf16=follow
+    Squares leave float16 from 256 on; and of a variance taken as mean(x**2) - mean(x)**2, as flax does, rounded
+    squares would leave nothing in either format where the mean is large.
 rsqrt                               : cuda apex tf_fp16=follow tf_bf16=follow
     Its derivative, x**-1.5 / 2, leaves float16 below x = 4e-4. The table does not depend on the format.
 reciprocal                          : cuda apex tf_fp16=follow tf_bf16=follow
@@ -169,10 +172,9 @@ add sub mul div                     : tf_fp16 tf_bf16 paper apex=promote
 floor_div                           : tf_fp16 tf_bf16
 remainder lerp                      : paper
 sqrt                                : tf_fp16 tf_bf16
-square squared_difference           : tf_fp16 tf_bf16 range=full
-    Squares leave float16 from 256 on, so that the flow rule takes them for full there; bfloat16 has the range.
 integer_pow                         : paper range=full
-    As square. The cube in the tanh form of gelu is one: its derivative would be inf times 0 in float16 from 41 on.
+    Powers leave float16 soon, so that the flow rule takes them for full there: the derivative of gelu's tanh form, with
+    its cube, would be inf times 0 from 41 on. bfloat16 has the range.
 sigmoid tanh elu selu leaky_relu softsign erf       : tf_fp16 tf_bf16
 erfc                                : tf_fp16 tf_bf16
 gelu silu mish celu glu hard_sigmoid hard_swish     : paper

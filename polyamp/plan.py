@@ -128,13 +128,21 @@ class Plan:
             lines.append(_bytes_line("saved for the backward pass", self.totals, "bytes_saved"))
         if self.unused_rules:
             lines.append(f"rules that matched nothing: {', '.join(self.unused_rules)}")
-        return "\n".join([*lines, "", self.table()])
+        return "\n".join([*lines, "", self.table(rows=20)])
 
-    def table(self, *, grouped: bool = True) -> str:
-        """The operations as an aligned table; like ones in one row, or each in its own, in the order they run in."""
+    def table(self, *, grouped: bool = True, rows: int | None = None) -> str:
+        """The operations as an aligned table.
+
+        Args:
+            grouped: like operations in one row, those first that move most bytes; else each in its own row, in the
+                order in which they run.
+            rows: how many rows to give; None is all.
+        """
         head = ("operation", "class", "format", "count", "moved", "why", "where")
         groups = _grouped(self.operations) if grouped else [[op] for op in self.operations]
-        return aligned([head, *map(_row, groups)], right=(3, 4))
+        text = aligned([head, *map(_row, groups[:rows])], right=(3, 4))
+        left_out = len(groups) - len(groups[:rows])
+        return f"{text}\n{left_out} more rows: print(plan.table())" if left_out else text
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,6 @@ from typing import NamedTuple
 from polyamp.errors import InvalidTypeError, InvalidValueError
 from polyamp.operations import CLASSES, OPERATIONS
 
-
 TABLE = "table"  # the reason of a decision that no rule of the policy's own made
 
 

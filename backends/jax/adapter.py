@@ -13,6 +13,7 @@ from polyamp.backends.jax import gradients, state, trees
 from polyamp.backends.jax.autocast import autocast, explain, rewrite
 from polyamp.backends.jax.devices import described
 from polyamp.backends.jax.operations import OPERATIONS
+from polyamp.backends.jax.step import Skip
 from polyamp.loss_scale import LossScale
 from polyamp.plan import Plan
 from polyamp.policy import Policy
@@ -55,6 +56,7 @@ class JaxAdapter:
         max_grad_norm: float | None,
         axis_name: Hashable | None = None,
         master_weights: bool = True,
+        skip: Skip = "auto",
     ) -> Any:
         """See `polyamp.backends.jax.wrap_optimizer`."""
         try:
@@ -62,7 +64,12 @@ class JaxAdapter:
         except ModuleNotFoundError as error:
             raise _without_optax(error) from error
         return wrap(
-            optimizer, loss_scale, max_grad_norm=max_grad_norm, axis_name=axis_name, master_weights=master_weights
+            optimizer,
+            loss_scale,
+            max_grad_norm=max_grad_norm,
+            axis_name=axis_name,
+            master_weights=master_weights,
+            skip=skip,
         )
 
     def scale_loss(self, loss: Any, holder: Any) -> jax.Array:

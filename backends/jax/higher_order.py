@@ -67,12 +67,12 @@ def _while(run: Interpreter, equation: Any, cells: list[Cell], path: str) -> lis
     for_condition, for_body, carried = _split(cells, params["cond_nconsts"], params["body_nconsts"])
     record = _recording(run)
 
-    def condition(carry: list[Any]) -> Any:
+    def condition(carry: Sequence[Any]) -> Any:
         with record():
             turn = [cell.within() for cell in for_condition] + _carry(carried, carry)
             return run.run(params["cond_jaxpr"], turn, path)[0].array
 
-    def body(carry: list[Any]) -> list[Any]:
+    def body(carry: Sequence[Any]) -> Sequence[Any]:
         turn = [cell.within() for cell in for_body] + _carry(carried, carry)
         return [cell.restored() for cell in run.run(params["body_jaxpr"], turn, path)]
 

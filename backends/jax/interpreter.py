@@ -19,7 +19,7 @@ from polyamp.backends.jax import unstable
 from polyamp.backends.jax.cells import FLOAT32, WEAK, Cell, declared_value
 from polyamp.backends.jax.dtypes import dtype_of
 from polyamp.backends.jax.higher_order import HANDLERS
-from polyamp.backends.jax.operations import OPERATIONS
+from polyamp.backends.jax.operations import canonical
 from polyamp.backends.jax.recorder import Recorder
 from polyamp.errors import UnsupportedError
 from polyamp.flow import AS_WRITTEN, Flow, Value, constant, flow
@@ -60,10 +60,10 @@ class Interpreter:
             return self._literal(atom) if isinstance(atom, unstable.Literal) else known[atom]
 
         for equation in jaxpr.eqns:
-            with unstable.context_of(equation):
-                known.update(
-                    zip(equation.outvars, self._equation(equation, list(map(read, equation.invars)), path), strict=True)
-                )
+            cells = [read(atom) for atom in equation.invars]
+            with unstable.place_of(equation), unstable.settings_of(equation):
+                results = self._equation(equation, cells, path)
+            known.update(zip(equation.outvars, results, strict=True))
         return list(map(read, jaxpr.outvars))
 
     def call(self, function: Callable[..., Any], cells: Sequence[Cell], path: str) -> list[Cell]:
@@ -79,7 +79,7 @@ class Interpreter:
         return self._operation(equation, cells, path) if results is None else results
 
     def _operation(self, equation: Any, cells: list[Cell], path: str) -> list[Cell]:
-        name = OPERATIONS.get(equation.primitive.name, equation.primitive.name)
+        name = canonical(equation.primitive.name, equation.params)
         if self._needs_paths:  # JAX has softmax, gelu and the like only as functions
             path = "/".join(filter(None, (path, unstable.library_function(equation))))
         decision = self._decide(name, path)
@@ -152,7 +152,7 @@ def _refusals(equation: Any, decision: Decision, dtype: Any) -> Iterator[None]:
     try:
         yield
     except (TypeError, ValueError, NotImplementedError) as error:
-        if decision == decide((), OPERATIONS.get(equation.primitive.name, "")):
+        if decision == decide((), canonical(equation.primitive.name, equation.params)):
             raise
         raise UnsupportedError(
             f"JAX's primitive {equation.primitive.name} does not run in {dtype.name}",

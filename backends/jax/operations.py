@@ -5,6 +5,9 @@ Functions such as ``jax.nn.softmax`` are made of primitives, and it is those tha
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from polyamp.operations import by_native_name
 
 OPERATIONS: dict[str, str] = by_native_name(
@@ -129,3 +132,14 @@ OPERATIONS: dict[str, str] = by_native_name(
         "token": "create_token after_all",
     }
 )
+
+
+def canonical(primitive: str, params: Mapping[str, Any]) -> str:
+    """The canonical name of a primitive, its own where it has none.
+
+    >>> canonical("integer_pow", {"y": 2}), canonical("integer_pow", {"y": 3}), canonical("my_kernel", {})
+    ('square', 'integer_pow', 'my_kernel')
+    """
+    if primitive == "integer_pow" and params["y"] == 2:
+        return "square"
+    return OPERATIONS.get(primitive, primitive)

@@ -6,7 +6,7 @@ from collections.abc import Hashable
 from typing import Any
 
 from polyamp import verbs
-from polyamp.backends.jax.step import Step
+from polyamp.backends.jax.step import Skip, Step
 from polyamp.backends.jax.trees import apply_updates
 from polyamp.loss_scale import LossScale
 from polyamp.policy import Policy
@@ -20,12 +20,19 @@ def wrap_optimizer(
     max_grad_norm: float | None = None,
     axis_name: Hashable | None = None,
     master_weights: bool = True,
+    skip: Skip = "auto",
 ) -> Any:
     """An optax optimizer that owns the order of a mixed-precision step.
 
     Test the raw gradients for inf and NaN, unscale them in float32, clip by the global norm, then update or skip, then
     advance the loss scale. A skipped step leaves the inner state and the master weights bit-identical, and its updates
     change no bit of the parameters.
+
+    Losses whose gradients add up to one step share its scale: differentiate each with the same ``opt_state``, and an
+    overflow in any skips the step. Optimizers that step by themselves (a GAN's two) are wrapped one by one, and each
+    loss is differentiated with its own optimizer's state. To give losses of one step scales of their own, wrap
+    ``optax.identity()`` for each, add the updates, which are the unscaled gradients, and let `select` keep the plain
+    optimizer's step only where all were applied.
 
     >>> import jax.numpy as jnp, optax
     >>> tx = wrap_optimizer(optax.adam(1e-3), "mixed_float16", max_grad_norm=1.0)
@@ -46,6 +53,9 @@ def wrap_optimizer(
         master_weights: keep float32 copies of parameters that have 16 bits, and update those. The updates then lead to
             the rounded masters; so does ``optax.apply_updates``, except where a parameter shrinks more than
             2**13-fold in one step: it is then off by at most 2**-24 of its old value until the next step.
+        skip: how a compiled step skips. "cond" is one ``lax.cond``, and a skipped step does no work. "select" updates
+            always, on non-finite gradients too, and keeps the old values with ``lax.select``; every bit is the same.
+            "auto" is "cond", which was the quicker one on CPUs; no GPU or TPU was measured yet.
 
     Returns:
         An ``optax.GradientTransformationExtraArgs``, whose state is a `LossScaleOptState`. Parameters that are no
@@ -54,10 +64,11 @@ def wrap_optimizer(
 
     Raises:
         InvalidTypeError: ``tx`` is no optax optimizer.
+        InvalidValueError: ``max_grad_norm`` is not a positive finite number, or ``skip`` none of these.
         MissingFrameworkError: optax is not installed.
         UsageError: ``tx`` is wrapped already; ``tx.init`` raises it where a wrapped optimizer is inside of ``tx``.
     """
-    options = {"axis_name": axis_name, "master_weights": master_weights}
+    options = {"axis_name": axis_name, "master_weights": master_weights, "skip": skip}
     return verbs.wrap_optimizer(
         tx, policy, loss_scale=loss_scale, max_grad_norm=max_grad_norm, backend="jax", **options
     )
@@ -68,6 +79,10 @@ def apply_gradients(tx: Any, grads: Any, opt_state: Any, params: Any, **extra: A
 
     A skipped step gives back the very parameters. (``optax.apply_updates`` adds -0.0 to them, which keeps every bit but
     those of subnormal numbers, which XLA flushes to zero on CPUs.)
+
+    Donate ``params`` and ``opt_state`` to a step that takes them in the order in which it returns them. JAX pairs
+    donated buffers with results of the same shape by position: in another order, a moment's buffer becomes a parameter,
+    and XLA copies both.
 
     >>> import jax.numpy as jnp, optax
     >>> tx = wrap_optimizer(optax.sgd(0.5), "mixed_float16")

@@ -90,7 +90,7 @@ class Program:
             residuals = jax.tree.leaves(jax.eval_shape(kept, self.specs))
         except (TypeError, ValueError, NotImplementedError):  # such as a while loop, or a rule that is missing
             return None
-        return sum(leaf.size * leaf.dtype.itemsize for leaf in residuals)
+        return sum(int(leaf.size) * int(leaf.dtype.itemsize) for leaf in residuals)
 
 
 @contextmanager

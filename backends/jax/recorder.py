@@ -78,6 +78,7 @@ def _bytes(array: Any, dtype: Any = None) -> int:
     """Size of an array in a dtype; 0 where it has none, or a shape that is not known."""
     dtype = getattr(array, "dtype", None) if dtype is None else dtype
     shape = getattr(array, "shape", None)
-    if dtype is None or shape is None or not all(isinstance(size, int) for size in shape):
+    if dtype is None or shape is None or not all(isinstance(length, int) for length in shape):
         return 0
-    return math.prod(shape) * dtype.itemsize
+    size: int = math.prod(shape) * dtype.itemsize
+    return size

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, NamedTuple, TypeGuard
 
@@ -90,10 +91,12 @@ def find_state(holder: Any) -> LossScaleOptState:
     polyamp.errors.UsageError: no state of a wrapped optimizer in here...
 
     Raises:
-        UsageError: there is none, or there are several.
+        UsageError: there is none, or there are several; or ``optax.MultiSteps`` accumulates scaled gradients before it.
     """
     found: list[LossScaleOptState] = [leaf for leaf in jax.tree.leaves(holder, is_leaf=_is_state) if _is_state(leaf)]
     if len(found) == 1:
+        if found[0].config.check and _accumulates_before(holder):
+            raise _accumulated_unchecked()
         return found[0]
     raise UsageError(
         "several states of wrapped optimizers in here" if found else "no state of a wrapped optimizer in here",
@@ -101,7 +104,27 @@ def find_state(holder: Any) -> LossScaleOptState:
         found=f"{len(found)} in {type(holder).__name__}",
         allowed="one",
         fix="wrap the outermost optimizer, once: tx = polyamp.wrap_optimizer(optax.chain(...), policy), and give what "
-        "tx.init(params) returned",
+        "tx.init(params) returned; where each optimizer is wrapped by itself, give the state of the one that is meant",
+    )
+
+
+def _accumulates_before(holder: Any) -> bool:
+    """Whether ``optax.MultiSteps`` holds the wrapped optimizer, instead of being held by it."""
+    optax = sys.modules.get("optax")
+    if optax is None:
+        return False
+    nodes = jax.tree.leaves(holder, is_leaf=lambda node: isinstance(node, optax.MultiStepsState | LossScaleOptState))
+    return any(isinstance(node, optax.MultiStepsState) and holds_state(node) for node in nodes)
+
+
+def _accumulated_unchecked() -> UsageError:
+    return UsageError(
+        "gradients are accumulated before they are tested: optax.MultiSteps keeps the NaN of one overflow for ever, and "
+        "no later step would be applied",
+        where="the optimizer state that holds the loss scale",
+        found="a wrapped optimizer inside of optax.MultiSteps",
+        allowed="optax.MultiSteps inside of the wrapped optimizer",
+        fix="polyamp.wrap_optimizer(optax.MultiSteps(tx, every_k_schedule=k), policy)",
     )
 
 

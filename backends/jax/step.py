@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +18,8 @@ from polyamp.limits import report_limits
 from polyamp.loss_scale import LossScale, advance, on_host
 from polyamp.refusals import wrapped_already
 
+Skip = Literal["auto", "cond", "select"]
+
 
 @dataclass(frozen=True)
 class Step:
@@ -28,6 +31,7 @@ class Step:
         max_grad_norm: clip unscaled gradients to this global L2 norm.
         axis_name: mapped axis, or axes, over which the finite flag is combined.
         master_weights: whether 16-bit parameters get float32 copies.
+        skip: how a compiled step chooses between update and skip.
     """
 
     inner: Any
@@ -35,6 +39,7 @@ class Step:
     max_grad_norm: float | None
     axis_name: Hashable | None
     master_weights: bool
+    skip: Skip
 
     def init(self, params: Any) -> LossScaleOptState:
         """The state before the first step."""
@@ -53,6 +58,7 @@ class Step:
     ) -> tuple[Any, LossScaleOptState]:
         """Updates for ``optax.apply_updates``, and the new state; updates that change nothing where it is skipped."""
         grads, params = self._checked(grads, state, params)
+        template = _updated(grads, params)
 
         def taken() -> tuple[Any, Any, Any]:
             updates, inner_state, full = self._inner_update(grads, state, params, extra)
@@ -60,14 +66,14 @@ class Step:
             if masters is not None:
                 updates = jax.tree.map(_update_to, masters, params, updates, is_leaf=_is_none)
             if self.config.check:  # both branches have to agree on the dtypes
-                updates = jax.tree.map(lambda update, grad: update.astype(grad.dtype), updates, trees.widened(grads))
+                updates = jax.tree.map(lambda update, like: update.astype(like.dtype), updates, trees.widened(template))
             return updates, inner_state, masters
 
         def skipped() -> tuple[Any, Any, Any]:
-            return trees.zero_updates(grads), state.inner_state, state.master_weights
+            return trees.zero_updates(template), state.inner_state, state.master_weights
 
         finite = self._finite(grads)
-        updates, inner_state, masters = _branch(finite, taken, skipped)
+        updates, inner_state, masters = self._choose(finite, taken, skipped)
         return updates, self._advanced(state, finite, inner_state, masters)
 
     def apply(self, grads: Any, state: LossScaleOptState, params: Any, **extra: Any) -> tuple[Any, LossScaleOptState]:
@@ -83,7 +89,7 @@ class Step:
             return trained, state.inner_state, state.master_weights
 
         finite = self._finite(grads)
-        new, inner_state, masters = _branch(finite, taken, skipped)
+        new, inner_state, masters = self._choose(finite, taken, skipped)
         return trees.merged(new, params), self._advanced(state, finite, inner_state, masters)
 
     def _checked(self, grads: Any, state: LossScaleOptState, params: Any) -> tuple[Any, Any]:
@@ -112,6 +118,13 @@ class Step:
             return finite
         return jax.lax.pmin(finite.astype(jnp.int32), self.axis_name) == 1  # type: ignore[no-untyped-call]
 
+    def _choose(self, finite: Any, taken: Callable[[], Any], skipped: Callable[[], Any]) -> Any:
+        if not is_traced(finite):
+            return taken() if finite else skipped()  # lax.cond would compile anew at each call outside jit
+        if self.skip == "select":
+            return jax.tree.map(functools.partial(jax.lax.select, finite), taken(), skipped())
+        return jax.lax.cond(finite, taken, skipped)
+
     def _inner_update(self, grads: Any, state: LossScaleOptState, params: Any, extra: Any) -> tuple[Any, Any, Any]:
         """The inner optimizer's updates, its new state, and the parameters as it sees them after the update."""
         full = None if params is None else self._full(params, state.master_weights)
@@ -138,10 +151,9 @@ class Step:
         return state_type(self.config)(*scalars, inner_state, masters)
 
 
-def _branch(condition: Any, taken: Callable[[], Any], skipped: Callable[[], Any]) -> Any:
-    if is_traced(condition):
-        return jax.lax.cond(condition, taken, skipped)
-    return taken() if condition else skipped()  # lax.cond would compile anew at each call outside jit
+def _updated(grads: Any, params: Any) -> Any:
+    """What the updates look like: the gradients, except where ``optax.lookahead`` updates more than it differentiates."""
+    return grads if params is None or jax.tree.structure(grads) == jax.tree.structure(params) else params
 
 
 def _masters_of(params: Any) -> Any:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from typing import Any
+from typing import Any, get_args
 
 import optax
 
-from polyamp.backends.jax.step import Step
+from polyamp.backends.jax.step import Skip, Step
+from polyamp.errors import InvalidValueError
 from polyamp.loss_scale import LossScale
 from polyamp.refusals import no_optimizer, wrapped_already
 
@@ -37,6 +38,7 @@ def wrap(
     max_grad_norm: float | None,
     axis_name: Hashable | None,
     master_weights: bool,
+    skip: Skip,
 ) -> LossScaled:
     """See `polyamp.backends.jax.wrap_optimizer`, which checks and documents the arguments."""
     if isinstance(tx, LossScaled):
@@ -45,5 +47,17 @@ def wrap(
         tx = tx.gradient_transformation()
     if not isinstance(tx, optax.GradientTransformation):
         raise no_optimizer(tx, allowed="optax.GradientTransformation, such as optax.adam(1e-3)")
-    step = Step(optax.with_extra_args_support(tx), config, max_grad_norm, axis_name, master_weights)
+    step = Step(optax.with_extra_args_support(tx), config, max_grad_norm, axis_name, master_weights, _known(skip))
     return LossScaled(step.init, step.update)
+
+
+def _known(skip: Skip) -> Skip:
+    if skip in get_args(Skip):
+        return skip
+    raise InvalidValueError(
+        "unknown way to skip a step",
+        where="wrap_optimizer(skip=)",
+        found=repr(skip),
+        allowed=", ".join(map(repr, get_args(Skip))),
+        fix="leave it out, or name one of these",
+    )

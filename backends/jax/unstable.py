@@ -6,8 +6,8 @@ parameters of primitives; where releases differ, it is handled here and nowhere 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
@@ -58,13 +58,19 @@ def converted(array: Any, dtype: Any, *, weak_type: bool = False) -> Any:
         return np.asarray(array).astype(dtype)
 
 
-@contextmanager
-def context_of(equation: Any) -> Iterator[None]:
-    """What is bound in here has the equation's scope, source line and settings."""
+def place_of(equation: Any) -> AbstractContextManager[None]:
+    """What is bound in here has the equation's scope and source line."""
     info = equation.source_info
-    stack = current_name_stack() + info.name_stack
-    with user_context(info.traceback, name_stack=stack), equation.ctx.manager:
-        yield
+    place: AbstractContextManager[None] = user_context(
+        info.traceback, name_stack=current_name_stack() + info.name_stack
+    )
+    return place
+
+
+def settings_of(equation: Any) -> AbstractContextManager[None]:
+    """What is bound in here has the settings that the equation was traced under, such as where it is computed."""
+    settings: AbstractContextManager[None] = equation.ctx.manager
+    return settings
 
 
 def bound(equation: Any, arrays: Sequence[Any], params: dict[str, Any] | None = None) -> list[Any]:
@@ -81,7 +87,7 @@ def bound(equation: Any, arrays: Sequence[Any], params: dict[str, Any] | None = 
 def _call_parts(equation: Any) -> tuple[dict[str, Any], Sequence[Any]]:
     """Parameters to bind a call with, and functions to give before its arguments; since 0.10 they are parameters."""
     parts = equation.primitive.get_bind_params(equation.params)
-    return parts if isinstance(parts, dict) else parts[1], () if isinstance(parts, dict) else parts[0]  # type: ignore[return-value]
+    return parts if isinstance(parts, dict) else parts[1], () if isinstance(parts, dict) else parts[0]
 
 
 def custom_functions(equation: Any) -> Sequence[Callable[..., Any]]:
@@ -123,8 +129,9 @@ _LIBRARY = ("jax/_src/nn/functions.py", "jax/_src/ops/special.py")
 
 
 def source_line(equation: Any) -> str:
-    """Where the user's program made an equation: ``model.py:12:8 (forward)``."""
-    return summarize(equation.source_info).rpartition("/")[2]
+    """Where the user's program made an equation: ``model.py:12``."""
+    file, line, *_ = [*summarize(equation.source_info).rpartition("/")[2].split(":"), ""]
+    return f"{file}:{line}" if line else file
 
 
 def loop_parts(params: dict[str, Any]) -> tuple[int, int]:
@@ -137,7 +144,7 @@ def loop_parts(params: dict[str, Any]) -> tuple[int, int]:
 
 def manual_axes(params: dict[str, Any]) -> frozenset[Any]:
     """The axes that a shard_map is over; 0.10 renamed them."""
-    axes: frozenset[Any] = params.get("newly_manual_axes", params.get("manual_axes"))
+    axes: frozenset[Any] = params["newly_manual_axes" if "newly_manual_axes" in params else "manual_axes"]
     return axes
 
 

@@ -101,14 +101,13 @@ def explain(fn: Callable[..., Any], *args: Any, policy: Policy | str | None = No
 
 
 class Rewritten:
-    """What `rewrite` gives: a function whose programs are kept, one for each shape of arguments, and its plan."""
+    """What `rewrite` gives: the function of `autocast`, and its plan."""
 
     def __init__(self, fn: Callable[..., Any], policy: Policy) -> None:
         functools.update_wrapper(self, fn)
         self._fn = fn
         self._policy = policy
         self._plan: Plan | None = None
-        self._programs: dict[Any, Any] = {}
 
     @property
     def plan(self) -> Plan:

@@ -35,7 +35,7 @@ def train(name: str) -> tuple[float, float, float, int]:
     opt_state = tx.init(params)
 
     def loss_fn(params, x, y):
-        return optax.softmax_cross_entropy_with_integer_labels(model(params, x).astype(jnp.float32), y).mean()
+        return optax.softmax_cross_entropy_with_integer_labels(model(params, x), y).mean()
 
     @jax.jit
     def step(params, opt_state, batch):
@@ -45,7 +45,7 @@ def train(name: str) -> tuple[float, float, float, int]:
 
     for batch in np.random.default_rng(0).integers(TRAIN, size=(STEPS, BATCH)):
         params, opt_state, loss = step(params, opt_state, batch)
-    scores = model(*policy.cast_to_compute((params, images[TRAIN:])))
+    scores = jax.jit(polyamp.autocast(model, policy))(params, images[TRAIN:])
     accuracy = (scores.argmax(1) == labels[TRAIN:]).mean()
     return float(accuracy), float(loss), opt_state.last_step.scale, int(opt_state.skipped)
 

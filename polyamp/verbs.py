@@ -363,8 +363,8 @@ def _ambient(backend: str | None) -> list[Any]:
             where="autocast(policy)",
             found=", ".join(adapter.name for adapter in loaded),
             allowed="torch",
-            fix="JAX functions are transformed, not entered: polyamp.autocast(function, policy); Keras models take "
-            "polyamp.convert(model, policy)",
+            fix="JAX functions are transformed, not entered: polyamp.autocast(function, policy), with "
+            'backend="jax" where no argument is an array; Keras models take polyamp.convert(model, policy)',
         )
     return ambient
 

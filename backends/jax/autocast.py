@@ -36,7 +36,8 @@ def autocast(fn: Callable[..., Any], policy: Policy | str | None = None) -> Call
         fn: any function of arrays and pytrees: a method ``apply`` of flax or haiku, an equinox or flax NNX module, a
             loss. Arguments that are no arrays (Python numbers, strings, functions) are as they are. NNX modules among
             the arguments take on the changes that ``fn`` makes to them.
-        policy: a policy or its name, bound now where given; None is the current policy at each call.
+        policy: a policy or its name, bound now where given; None is the current policy at each call, or rather at each
+            trace: ``jax.jit`` keeps what it traced.
 
     Returns:
         A function with the same arguments and results; results have the dtypes that ``fn`` gives them. It composes

@@ -74,14 +74,14 @@ def _max_pool(images: jax.Array) -> jax.Array:
 
 
 def _loss(params: Params, images: jax.Array, labels: jax.Array) -> jax.Array:
-    scores = _layers(params, images)[-1].astype(jnp.float32)
-    losses: jax.Array = optax.softmax_cross_entropy_with_integer_labels(scores, labels)
+    losses: jax.Array = optax.softmax_cross_entropy_with_integer_labels(_layers(params, images)[-1], labels)
     return losses.mean()
 
 
 def _accuracy(task: Task, params: Params) -> float:
-    cast, images = task.policy.cast_to_compute((params, jnp.asarray(task.test_images)))
-    predicted = jax.jit(_layers)(cast, images)[-1].argmax(axis=-1)
+    predicted = jax.jit(polyamp.autocast(_layers, task.policy))(params, jnp.asarray(task.test_images))[-1].argmax(
+        axis=-1
+    )
     return float(np.mean(np.asarray(predicted) == task.test_labels))
 
 

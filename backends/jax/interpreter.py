@@ -166,13 +166,13 @@ def _refusals(equation: Any, decision: Decision, dtype: Any) -> Iterator[None]:
 def _operand(equation: Any, cell: Cell, dtype: Any) -> Any:
     """An input in the dtype that an operation runs in.
 
-    A bias is spread over the rows before it is cast: the derivative of an addition that spreads it would add up its
-    gradients in the dtype of the addition.
+    A bias or a scale is spread over the rows before it is cast: the derivative of an operation that spreads it would add
+    up its gradients in the dtype of the operation.
     """
     if not cell.inexact or cell.dtype == dtype:
         return cell.array
     shape = equation.outvars[0].aval.shape
-    spreads = equation.primitive.name in ("add", "sub") and isinstance(cell.array, jax.core.Tracer)
+    spreads = equation.primitive.name in ("add", "sub", "mul", "div") and isinstance(cell.array, jax.core.Tracer)
     if spreads and cell.array.shape != shape:
         return unstable.converted(lax.broadcast_in_dim(cell.array, shape, range(cell.array.ndim)), dtype)
     return cell.cast(dtype)

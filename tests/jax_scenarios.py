@@ -1,0 +1,187 @@
+"""Small programs, and what a traced program says of the formats it runs in, for the tests of autocast in JAX."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import polyamp
+
+POLICIES = ("mixed_bfloat16", "mixed_float16")
+# A policy, and whether autocast stands inside of the transformation (grad, vmap, ...) or around it. The format and the
+# order have nothing to do with each other, so two of the four pairs stand for all.
+MODES = [("mixed_bfloat16", True), ("mixed_float16", False)]
+TOLERANCE = {"mixed_bfloat16": 3e-2, "mixed_float16": 4e-3}  # about 8 and 4 units of rounding (2**-8 and 2**-11)
+PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot_general")
+PRECISE = ("exp", "exp2", "log", "log1p", "pow", "rsqrt")
+PRECISE_AS_WRITTEN = (
+    "square",
+    "integer_pow",
+    "reduce_sum",
+    "cumsum",
+)  # JAX's derivatives make some
+
+
+@pytest.fixture(autouse=True)
+def quickly_compiled() -> Iterator[None]:
+    """A test module that imports this compiles in half the time: programs run once, so that it pays."""
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
+
+
+class Ran(NamedTuple):
+    """One equation of a traced program, wherever in loops and calls it stands."""
+
+    name: str
+    inputs: tuple[Any, ...]  # abstract values
+    outputs: tuple[Any, ...]
+    path: str
+
+    @property
+    def floats(self) -> set[str]:
+        """The floating dtypes of inputs and outputs."""
+        dtypes = (getattr(aval, "dtype", None) for aval in (*self.inputs, *self.outputs))
+        return {str(dtype) for dtype in dtypes if dtype is not None and jnp.issubdtype(dtype, jnp.floating)}
+
+
+def trace(fn: Callable[..., Any], *args: Any, **options: Any) -> list[Ran]:
+    """All equations of a function's jaxpr, those of its inner jaxprs with it.
+
+    A function of its own for each call: JAX keeps the jaxpr of a function that it has seen, under whatever policy.
+    """
+    return list(walk(jax.make_jaxpr(lambda *own: fn(*own), **options)(*args)))
+
+
+def walk(jaxpr: Any, path: str = "") -> Iterator[Ran]:
+    for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+        here = f"{path}/{equation.source_info.name_stack}"
+        avals = (tuple(atom.aval for atom in atoms) for atoms in (equation.invars, equation.outvars))
+        yield Ran(equation.primitive.name, *avals, here)
+        for inner in _inner(equation.params.values()):
+            yield from walk(inner, here)
+
+
+def _inner(values: Iterable[Any]) -> Iterator[Any]:
+    for value in values:
+        if isinstance(value, tuple | list):
+            yield from _inner(value)
+        elif hasattr(value, "eqns") or hasattr(value, "jaxpr"):
+            yield value
+
+
+def only(ran: Iterable[Ran], *names: str, within: str = "") -> list[Ran]:
+    return [op for op in ran if op.name in names and within in op.path]
+
+
+def dots(fn: Callable[..., Any], *args: Any, within: str = "") -> list[set[str]]:
+    """The floating dtypes of every product of matrices and convolution."""
+    return [op.floats for op in only(trace(fn, *args), *PRODUCTS, within=within)]
+
+
+def formats(fn: Callable[..., Any], *args: Any, of: tuple[str, ...] = PRECISE, within: str = "") -> set[str]:
+    """All floating dtypes that the operations ``of`` work with; empty where there is none."""
+    return set[str]().union(*(op.floats for op in only(trace(fn, *args), *of, within=within)))
+
+
+def assert_mixed(mixed: Callable[..., Any], plain: Callable[..., Any], *args: Any, policy: str, outside: bool) -> None:
+    """As many products as in the plain program, every one low; every exponential and power in float32.
+
+    So is every sum where autocast stands outside of the derivative, and sees what JAX makes for it.
+    """
+    ran, products = trace(mixed, *args), dots(plain, *args)
+    assert products
+    assert [op.floats for op in only(ran, *PRODUCTS)] == [{low(policy)}] * len(products)
+    precise = only(ran, *(PRECISE + PRECISE_AS_WRITTEN if outside else PRECISE))
+    assert set[str]().union(*(op.floats for op in precise)) <= {"float32"}
+
+
+def assert_close(ours: Any, theirs: Any, policy: str, factor: float = 1.0) -> None:
+    """Of the same structure and types, and near in norm over the whole tree."""
+    assert jax.tree.structure(ours) == jax.tree.structure(theirs)
+    assert described(ours) == described(theirs)
+    assert relative_error(ours, theirs) < TOLERANCE[policy] * factor
+
+
+def described(tree: Any) -> list[Any]:
+    return [
+        (jnp.shape(leaf), jnp.result_type(leaf), getattr(leaf, "weak_type", None)) for leaf in jax.tree.leaves(tree)
+    ]
+
+
+def relative_error(ours: Any, theirs: Any) -> float:
+    """Norm of the difference over norm, in float64, of all numeric leaves together."""
+    pairs = zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True)
+    wide = [(np.asarray(a).astype(np.complex128), np.asarray(b).astype(np.complex128)) for a, b in pairs]
+    assert all(np.isfinite(a).all() for a, _ in wide)
+    error = sum(float(np.sum(np.abs(a - b) ** 2)) for a, b in wide)
+    return float(np.sqrt(error / max(sum(float(np.sum(np.abs(b) ** 2)) for _, b in wide), 1e-30)))
+
+
+def residuals(fn: Callable[..., Any], *args: Any) -> list[Any]:
+    """What ``fn`` keeps for its backward pass, without its own arguments' shapes being told apart."""
+    return jax.tree.leaves(jax.eval_shape(lambda *own: jax.vjp(fn, *own)[1], *args))
+
+
+def saved_bytes(fn: Callable[..., Any], *args: Any) -> int:
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in residuals(fn, *args))
+
+
+def low(policy: str) -> str:
+    return polyamp.policy(policy).compute
+
+
+def normal(seed: int, *shape: int, scale: float = 1.0) -> jax.Array:
+    return jax.random.normal(jax.random.key(seed), shape) * scale
+
+
+MLP = {"w1": normal(1, 8, 16, scale=0.35), "b1": normal(2, 16), "w2": normal(3, 16, 4, scale=0.25)}
+X = normal(4, 6, 8)
+
+
+def mlp(params: Any, x: jax.Array) -> jax.Array:
+    """Mean cross-entropy of a two-layer net: 2 products forward, 3 more in the gradient of the parameters."""
+    scores = jnp.tanh(x @ params["w1"] + params["b1"]) @ params["w2"]
+    return -jax.nn.log_softmax(scores)[:, 0].mean()
+
+
+CELL = {"w": normal(5, 12, 12, scale=0.25), "u": normal(6, 8, 12, scale=0.3), "b": normal(7, 12, scale=0.1)}
+SEQUENCE = normal(8, 10, 6, 8)
+
+
+def rnn_turn(cell: Any, state: jax.Array, x: jax.Array) -> jax.Array:
+    return jnp.tanh(state @ cell["w"] + x @ cell["u"] + cell["b"])
+
+
+def rnn(cell: Any, xs: jax.Array, **options: Any) -> jax.Array:
+    """Mean square of a scan's last state and of all states."""
+
+    def body(state: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        state = rnn_turn(cell, state, x)
+        return state, state
+
+    last, states = jax.lax.scan(body, jnp.zeros((xs.shape[1], 12)), xs, **options)
+    return jnp.square(last).mean() + jnp.square(states).mean()
+
+
+BLOCK = {name: normal(seed, 16, 16, scale=0.25) for seed, name in enumerate(("q", "k", "v", "o"), start=10)}
+TOKENS = normal(9, 2, 5, 16)
+
+
+def attention(weights: Any, x: jax.Array, mask: jax.Array | None = None, fill: float | None = None) -> jax.Array:
+    """One head, with a residual connection: 6 products forward."""
+    q, k, v = (x @ weights[name] for name in "qkv")
+    scores = jnp.einsum("bqd,bkd->bqk", q, k) / 4.0
+    if mask is not None:
+        scores = jnp.where(mask, scores, jnp.finfo(jnp.float32).min if fill is None else fill)
+    return x + jnp.einsum("bqk,bkd->bqd", jax.nn.softmax(scores), v) @ weights["o"]
+
+
+def attention_loss(weights: Any, x: jax.Array) -> jax.Array:
+    return jnp.square(attention(weights, x)).mean()

@@ -253,3 +253,38 @@ def test_training_in_both_formats_ends_where_float32_ends() -> None:
     for end in ends.values():
         assert end == pytest.approx(trained(loss), rel=0.1)
         assert end < 0.2 * float(loss(params))
+
+
+SPREAD: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
+    "a bias": lambda rows, p: rows + p,
+    "a scale": lambda rows, p: rows * p,
+    "a quotient": lambda rows, p: rows / (2 + p),
+    "a scalar": lambda rows, p: rows * p[0],
+    "a gate of 16 bits": lambda rows, p: rows * (p[None] @ jnp.eye(8)),
+    "a broadcast of 16 bits": lambda rows, p: rows * jnp.broadcast_to((p[None] @ jnp.eye(8))[0], rows.shape),
+}
+
+
+@pytest.mark.parametrize("policy", [BF16, "mixed_float16"])
+@pytest.mark.parametrize("kind", SPREAD)
+def test_gradients_of_what_is_spread_over_rows_are_summed_in_float32(kind: str, policy: str) -> None:
+    x, w = 1 + normal(0, 20_000, 8), jnp.eye(8) + normal(1, 8, 8, scale=0.1)
+
+    def loss(p: jax.Array) -> jax.Array:
+        return SPREAD[kind](x @ w, p).sum()  # beyond float16, and in bfloat16 stuck at 256 times its terms
+
+    scale = normal(2, 8) / 8
+    ours, theirs = jax.grad(polyamp.autocast(loss, policy))(scale), jax.grad(loss)(scale)
+    np.testing.assert_allclose(ours, theirs, rtol=0.02, atol=0.01 * float(jnp.abs(theirs).max()))
+
+
+def test_a_float32_product_keeps_its_low_operand_for_the_backward_pass() -> None:
+    w = normal(0, 64, 64)
+
+    def fn(x: jax.Array) -> jax.Array:
+        return ((x @ w) * jnp.exp(x)).sum()
+
+    x = jnp.ones((128, 64))
+    residuals = jax.tree.leaves(jax.eval_shape(lambda x: jax.vjp(polyamp.autocast(fn, BF16), x)[1], x))
+    kept = sorted(leaf.dtype.name for leaf in residuals if leaf.shape == x.shape)
+    assert kept == ["bfloat16", "float32"]  # the product, the exponential

@@ -13,9 +13,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from polyamp.backends.jax import unstable
+from polyamp.backends.jax.binding import bound_low, bound_wide
 from polyamp.backends.jax.cells import FLOAT32, WEAK, Cell, declared_value
 from polyamp.backends.jax.dtypes import dtype_of
 from polyamp.backends.jax.higher_order import HANDLERS
@@ -89,14 +89,11 @@ class Interpreter:
         if self.recorder is not None:
             self.recorder.add(equation, name, path, decision, outcome, cells, dtype)
         if outcome.format == AS_WRITTEN:
-            arrays = [cell.restored() for cell in cells]
-            results = unstable.bound(equation, arrays)
+            results = unstable.bound(equation, [cell.restored() for cell in cells])
         else:
-            arrays = [_operand(equation, cell, dtype) for cell in cells]
+            self.lowered = self.lowered or lowers
             with _refusals(equation, decision, dtype):
-                results = unstable.bound(
-                    equation, arrays, self._lowered(equation.params) if lowers else equation.params
-                )
+                results = bound_low(equation, cells, dtype) if lowers else bound_wide(equation, cells)
         return [
             _result(variable, result, outcome.output, dtype)
             for variable, result in zip(equation.outvars, results, strict=True)
@@ -120,10 +117,6 @@ class Interpreter:
         if "update_jaxpr" in equation.params:
             return Flow("float32", WEAK, "its computation was traced in float32")
         return outcome
-
-    def _lowered(self, params: dict[str, Any]) -> dict[str, Any]:
-        self.lowered = True
-        return {**params, "preferred_element_type": self.compute} if "preferred_element_type" in params else params
 
     def _literal(self, literal: Any) -> Cell:
         return self._constant(literal, np.asarray(literal.val))
@@ -161,21 +154,6 @@ def _refusals(equation: Any, decision: Decision, dtype: Any) -> Iterator[None]:
             allowed="rules that the primitive can keep",
             fix='remove that rule, or give it the class "full" or "keep"',
         ) from error
-
-
-def _operand(equation: Any, cell: Cell, dtype: Any) -> Any:
-    """An input in the dtype that an operation runs in.
-
-    A bias or a scale is spread over the rows before it is cast: the derivative of an operation that spreads it would add
-    up its gradients in the dtype of the operation.
-    """
-    if not cell.inexact or cell.dtype == dtype:
-        return cell.array
-    shape = equation.outvars[0].aval.shape
-    spreads = equation.primitive.name in ("add", "sub", "mul", "div") and isinstance(cell.array, jax.core.Tracer)
-    if spreads and cell.array.shape != shape:
-        return unstable.converted(lax.broadcast_in_dim(cell.array, shape, range(cell.array.ndim)), dtype)
-    return cell.cast(dtype)
 
 
 def _result(variable: Any, array: Any, value: Value, dtype: Any) -> Cell:

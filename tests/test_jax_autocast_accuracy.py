@@ -288,3 +288,16 @@ def test_a_float32_product_keeps_its_low_operand_for_the_backward_pass() -> None
     residuals = jax.tree.leaves(jax.eval_shape(lambda x: jax.vjp(polyamp.autocast(fn, BF16), x)[1], x))
     kept = sorted(leaf.dtype.name for leaf in residuals if leaf.shape == x.shape)
     assert kept == ["bfloat16", "float32"]  # the product, the exponential
+
+
+@pytest.mark.parametrize("policy", [BF16, "mixed_float16"])
+def test_a_low_value_that_a_scan_holds_gets_its_gradients_added_up_in_float32(policy: str) -> None:
+    x, turns = normal(1, 16, 32), 1 + normal(2, TURNS, 4, 16, scale=0.3)
+
+    def loss(w: jax.Array) -> jax.Array:
+        memory = jnp.tanh(x @ w)
+        return lax.scan(lambda total, turn: (total + (turn @ memory).sum() * 0.01, None), 0.0, turns)[0]
+
+    w = normal(0, 32, 32, scale=0.2)
+    ours, theirs = jax.grad(polyamp.autocast(loss, policy))(w), jax.grad(loss)(w)
+    assert relative_error(ours, theirs) < ONE_PERCENT

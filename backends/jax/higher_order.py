@@ -49,6 +49,7 @@ def _closed_call(run: Interpreter, equation: Any, cells: list[Cell], path: str) 
 def _scan(run: Interpreter, equation: Any, cells: list[Cell], path: str) -> list[Cell]:
     params = equation.params
     constants, carried, stacked = _split(cells, *unstable.loop_parts(params))
+    constants = held_as_declared(constants)  # cast in each turn, so that the gradients of all turns add up in float32
     record = _recording(run, params["length"])
 
     def body(carry: list[Any], slices: list[Cell]) -> tuple[list[Any], list[Cell]]:

@@ -1,0 +1,243 @@
+"""A traced JAX function as one flat list of operations on float32 values, each with what the flow rule says of it.
+
+Calls and loop bodies stand in the list in place of the call or the loop; the bytes of a loop's body count for all of
+its turns.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import numpy as np
+from jax.interpreters.partial_eval import dce_jaxpr
+
+from polyamp.backends.jax import unstable
+from polyamp.backends.jax.cells import is_inexact
+from polyamp.backends.jax.higher_order import HANDLERS
+from polyamp.backends.jax.operations import canonical
+from polyamp.flow import AS_WRITTEN, Flow, Value, constant, flow
+from polyamp.rules import decide
+
+FLOAT32 = np.dtype("float32")
+CALLS = {
+    "jit": "jaxpr",
+    "closed_call": "call_jaxpr",
+    "remat2": "jaxpr",
+    "custom_jvp_call": "call_jaxpr",
+    "custom_vjp_call": "call_jaxpr",
+}
+LOOP = Value("strong", "loop")
+
+
+@dataclass(eq=False)
+class Operation:
+    """One operation, or an edge of the graph: an input, a constant, an output, what a loop carries.
+
+    Attributes:
+        op_class: as the table says; ``edge`` for an edge.
+        bytes: of its float32 inputs and outputs, in float32, in all turns.
+        flow: what the flow rule says of it.
+        fixed: the only format that is safe for it; None where both are.
+        times: how often it runs.
+    """
+
+    native: str
+    op_class: str
+    flow: Flow
+    fixed: str | None
+    times: int = 1
+    bytes: int = 0
+    inputs: list[Tensor] = field(default_factory=list)
+    outputs: list[Tensor] = field(default_factory=list)
+
+    @property
+    def makers(self) -> list[Operation]:
+        return [tensor.maker for tensor in self.inputs]
+
+    @property
+    def users(self) -> list[Operation]:
+        return [user for tensor in self.outputs for user in tensor.users]
+
+
+@dataclass(eq=False)
+class Tensor:
+    """One floating value where it is used: in a loop's body apart from outside, since casts are not moved out.
+
+    Attributes:
+        maker: the operation whose format it has.
+        bytes: in float32, in all turns; 0 for what is written into the program and for values of other types.
+        value: what the flow rule knows of it.
+    """
+
+    maker: Operation
+    bytes: int
+    value: Value
+    users: list[Operation] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.maker.outputs.append(self)
+
+
+class Graph:
+    """The operations in the order in which they run, edges first where they make values."""
+
+    def __init__(self, compute: str = "bfloat16") -> None:
+        self.compute = compute
+        self.operations: list[Operation] = []
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [tensor for operation in self.operations for tensor in operation.outputs]
+
+    def add(self, operation: Operation, inputs: Sequence[Tensor]) -> Operation:
+        self.operations.append(operation)
+        operation.inputs += inputs
+        for tensor in inputs:
+            tensor.users.append(operation)
+        return operation
+
+    def edge(self, native: str, *inputs: Tensor) -> Operation:
+        """What is float32 whatever surrounds it, and moves nothing but the casts that it takes."""
+        return self.add(Operation(native, "edge", Flow("float32", Value(), native), "float32"), inputs)
+
+
+def program(function: Callable[..., Any], *args: Any) -> tuple[Callable[..., Any], list[Any]]:
+    """A call as a function of arrays, and these; without the operations that JAX traces but no result needs.
+
+    The derivative of ``jax.numpy`` functions leaves some, which XLA drops.
+    """
+    jaxpr, constants = unstable.opened(jax.make_jaxpr(function)(*args))
+    jaxpr, _ = dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)
+    return lambda *arrays: jax.core.eval_jaxpr(jaxpr, constants, *arrays), jax.tree.leaves(args)
+
+
+def traced(function: Callable[..., Any], arrays: Sequence[Any], compute: str) -> Graph:
+    """The graph of a function of arrays that returns a list of arrays."""
+    closed = jax.make_jaxpr(function)(*arrays)
+    graph = Graph(compute)
+    inputs = [_given(graph, variable, "input") for variable in unstable.opened(closed)[0].invars]
+    for tensor in filter(None, _Walk(graph, 1).run(closed, inputs)):
+        graph.edge("output", tensor)
+    return graph
+
+
+@dataclass(frozen=True)
+class _Walk:
+    """Appends the operations of jaxprs to a graph. Values that are no floating-point numbers are None."""
+
+    graph: Graph
+    times: int
+
+    def run(self, closed: Any, inputs: Sequence[Tensor | None]) -> list[Tensor | None]:
+        jaxpr, constants = unstable.opened(closed)
+        known = {
+            variable: _given(self.graph, variable, "constant", np.asarray(array))
+            for variable, array in zip(jaxpr.constvars, constants, strict=True)
+        }
+        known.update(zip(jaxpr.invars, inputs, strict=True))
+
+        def read(atom: Any) -> Tensor | None:
+            return self._literal(atom) if isinstance(atom, unstable.Literal) else known[atom]
+
+        for equation in jaxpr.eqns:
+            outputs = self._equation(equation, [read(atom) for atom in equation.invars])
+            known.update(zip(equation.outvars, outputs, strict=True))
+        return [read(atom) for atom in jaxpr.outvars]
+
+    def _equation(self, equation: Any, inputs: list[Tensor | None]) -> list[Tensor | None]:
+        name, params = equation.primitive.name, equation.params
+        if name in CALLS:
+            return self.run(params[CALLS[name]], inputs)
+        if name == "scan":
+            return self._scan(equation, inputs)
+        if name == "optimization_barrier" or _casts_nothing(equation):
+            return inputs
+        if name in HANDLERS and name != "convert_element_type":
+            raise NotImplementedError(f"a graph is without branches and open-ended loops, and cannot hold {name}")
+        return self._operation(equation, inputs)
+
+    def _operation(self, equation: Any, inputs: list[Tensor | None]) -> list[Tensor | None]:
+        name = canonical(equation.primitive.name, equation.params)
+        decision, floats = decide((), name), [tensor for tensor in inputs if tensor is not None]
+        known = [tensor.value for tensor in floats]
+        said = flow(name, decision, known, self.graph.compute) if known else Flow(AS_WRITTEN, Value(), "no float")
+        bound = "update_jaxpr" in equation.params  # traced in float32, it cannot be bound in another format
+        fixed = "float32" if bound or any(value.unfit for value in known) else _safe(said, decision.op_class)
+        op_class = "keep" if bound or not known else decision.op_class
+        operation = self.graph.add(Operation(equation.primitive.name, op_class, said, fixed, self.times), floats)
+        outputs = [self._tensor(operation, variable, said.output) for variable in equation.outvars]
+        read = sum(_bytes(atom) for atom in equation.invars if not isinstance(atom, unstable.Literal))
+        operation.bytes = (read + sum(map(_bytes, equation.outvars))) * self.times
+        return outputs
+
+    def _scan(self, equation: Any, inputs: list[Tensor | None]) -> list[Tensor | None]:
+        params, inside = equation.params, _Walk(self.graph, self.times * equation.params["length"])
+        held, carried = unstable.loop_parts(params)
+        first, variables = inputs[held : held + carried], unstable.opened(params["jaxpr"])[0].invars
+        loop = self.graph.edge("loop", *filter(None, first))
+        turn = [*map(inside._held, inputs[:held], variables)]
+        turn += [inside._tensor(loop, variable, LOOP) for variable in variables[held : held + carried]]
+        turn += map(inside._same, inputs[held + carried :], variables[held + carried :])
+        outputs = inside.run(params["jaxpr"], turn)
+        for tensor in filter(None, outputs[:carried]):
+            loop.inputs.append(tensor)
+            tensor.users.append(loop)
+        last = [self._tensor(loop, variable, LOOP) for variable in equation.outvars[:carried]]
+        return [*last, *map(self._same, outputs[carried:], equation.outvars[carried:])]
+
+    def _held(self, tensor: Tensor | None, variable: Any) -> Tensor | None:
+        """A loop's constant is cast in each turn: else the gradients of all turns would add up in 16 bits."""
+        if tensor is None:
+            return None
+        value = Value() if tensor.value.state == "low" else tensor.value
+        return Tensor(self.graph.edge("held", tensor), _bytes(variable) * self.times, value)
+
+    def _literal(self, literal: Any) -> Tensor | None:
+        tensor = _given(self.graph, literal, "constant", np.asarray(literal.val))
+        if tensor is not None:
+            tensor.bytes = 0
+        return tensor
+
+    def _same(self, tensor: Tensor | None, variable: Any) -> Tensor | None:
+        """A value on the other side of a loop's edge, in the format that it was made in."""
+        return None if tensor is None else Tensor(tensor.maker, _bytes(variable) * self.times, tensor.value)
+
+    def _tensor(self, maker: Operation, variable: Any, value: Value) -> Tensor | None:
+        dtype = unstable.dtype_in(variable)
+        if not is_inexact(dtype):
+            return None
+        known = value if dtype == FLOAT32 else Value("other", np.dtype(dtype).name)
+        return Tensor(maker, _bytes(variable) * self.times, known)
+
+
+def _given(graph: Graph, variable: Any, native: str, array: Any = None) -> Tensor | None:
+    dtype = unstable.dtype_in(variable)
+    if not is_inexact(dtype):
+        return None
+    value = Value() if dtype == FLOAT32 else Value("other", np.dtype(dtype).name)
+    if array is not None and dtype == FLOAT32:
+        largest = np.max(np.abs(array), initial=0, where=np.isfinite(array)) if array.ndim else array
+        value = constant([float(largest)], graph.compute)
+    return Tensor(graph.edge(native), _bytes(variable), value)
+
+
+def _safe(said: Flow, op_class: str) -> str | None:
+    """The format that an operation has to have, None where both will do."""
+    if op_class == "lower":
+        return "low" if said.output.state == "low" else "float32"
+    strong = said.format == AS_WRITTEN or said.output.state == "strong" or op_class == "full"
+    return "float32" if strong else None
+
+
+def _casts_nothing(equation: Any) -> bool:
+    """Whether it makes float32 of float32, as where only the weakness of a type changes."""
+    types = {unstable.dtype_in(variable) for variable in (*equation.invars, *equation.outvars)}
+    return equation.primitive.name == "convert_element_type" and types == {FLOAT32}
+
+
+def _bytes(atom: Any) -> int:
+    return math.prod(atom.aval.shape) * 4 if unstable.dtype_in(atom) == FLOAT32 else 0

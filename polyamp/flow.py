@@ -80,18 +80,18 @@ def flow(operation: str, decision: Decision, inputs: Sequence[Value], compute: s
     what TensorFlow's pass does by painting a whole graph (core/grappler/optimizers/auto_mixed_precision.cc); here one
     forward pass does it.
     """
-    foreign = next((value.maker for value in inputs if value.state == "other"), "")
+    foreign = _first(inputs, "other")
     if decision.op_class == "keep" or foreign:
         after = _first(inputs, "strong", "other")
         output = Value("strong", after.maker) if after else Value()
-        return Flow(AS_WRITTEN, output, f"an input is {foreign}" if foreign else decision.reason)
+        return Flow(AS_WRITTEN, output, f"an input is {foreign.maker}" if foreign else decision.reason)
     unfit = next((value.unfit for value in inputs if value.unfit), "")
     chosen = _CLASSES[decision.op_class](operation, decision, inputs)
     if decision.reason == TABLE and _overflows(operation, compute):
         chosen = _Choice("strong", operation, f"{operation} leaves the range of {compute}")
     if unfit and (chosen.state == "low" or decision.op_class == "follow"):
         chosen = _Choice("strong", "a constant", unfit)
-    carried = unfit if decision.op_class == "neutral" or operation == "mul" else ""
+    carried = unfit if decision.op_class in ("neutral", "promote") or operation == "mul" else ""
     format_name = compute if chosen.state == "low" else "float32"
     return Flow(format_name, Value(chosen.state, chosen.maker, carried), chosen.reason)
 

@@ -7,6 +7,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from polyamp.errors import InvalidTypeError
+
 
 class PlannedOperation(NamedTuple):
     """One operation of a plan.
@@ -80,7 +82,7 @@ class Plan:
 
     @property
     def totals(self) -> dict[str, Any]:
-        """Operations by format, casts, and bytes, a loop's body counted as often as it runs; JSON.
+        """Operations by format, each once; casts and bytes, a loop's body counted as often as it runs. JSON.
 
         The keys with ``float32`` are what the same graph takes where nothing is cast.
         """
@@ -119,7 +121,18 @@ class Plan:
         <BLANKLINE>
         operation  where  this       other
         exp        head   1 float32  1 float16
+
+        Raises:
+            InvalidTypeError: ``other`` is no plan.
         """
+        if not isinstance(other, Plan):
+            raise InvalidTypeError(
+                "a plan is compared with another plan",
+                where="Plan.compare(other)",
+                found=f"{other!r} ({type(other).__name__})",
+                allowed="a polyamp.Plan",
+                fix="give what polyamp.explain gives, or the plan of a rewritten function",
+            )
         return PlanComparison(self, other)
 
     def __str__(self) -> str:
@@ -172,7 +185,8 @@ class PlanComparison:
 
     def __str__(self) -> str:
         one, two = self.this.totals, self.other.totals
-        known = [key for key in ("casts", "bytes_cast", "bytes_moved", "bytes_saved") if one[key] is not None]
+        keys = ("casts", "bytes_cast", "bytes_moved", "bytes_saved")
+        known = [key for key in keys if (one[key], two[key]) != (None, None)]
         totals = [("total", "this", "other"), *((key, _shown(key, one[key]), _shown(key, two[key])) for key in known)]
         changed = [(name, where, _counted(own), _counted(its)) for name, where, own, its in self.changed]
         return "\n".join(
@@ -221,8 +235,10 @@ def _headline(plan: Plan) -> str:
 
 def _bytes_line(label: str, totals: dict[str, Any], key: str) -> str:
     own, full = totals[key], totals[f"{key}_float32"]
+    if full is None:
+        return f"{label}: {in_bytes(own)}"
     share = f", {own / full:.0%} of it" if full else ""
-    return f"{label}: {in_bytes(own)} (float32: {in_bytes(full or 0)}{share})"
+    return f"{label}: {in_bytes(own)} (float32: {in_bytes(full)}{share})"
 
 
 def _grouped(operations: Iterable[PlannedOperation]) -> list[list[PlannedOperation]]:

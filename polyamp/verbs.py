@@ -236,7 +236,7 @@ def rewrite(
         UnsupportedError: the framework's adapter has no rewrite.
     """
     chosen = None if policy is None else make_policy(policy)
-    if fn is None:
+    if fn is None and not (args or kwargs):
         return functools.partial(rewrite, policy=chosen, backend=backend)
     _check_callable(fn, where="rewrite(fn)")
     if args or kwargs or backend is not None or registry.adapter_of(fn) is not None:
@@ -256,7 +256,8 @@ class RewrittenAtFirstCall:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._rewritten is None:
-            self._rewritten = rewrite(self._fn, *args, policy=self._policy, **kwargs)
+            adapter = _adapter(None, (self._fn, args, kwargs), where="rewrite(fn)(*args)")
+            self._rewritten = registry.verb(adapter, "rewrite")(self._fn, args, kwargs, make_policy(self._policy))
         return self._rewritten(*args, **kwargs)
 
     @property

@@ -18,6 +18,7 @@ from polyamp.backends.jax import apply_gradients, check_limits, select
 
 POLICY = polyamp.policy("mixed_float16", loss_scale=polyamp.LossScale(init=2.0**12))
 TX = polyamp.wrap_optimizer(optax.adam(0.03), POLICY, max_grad_norm=10.0)
+SELECTING = polyamp.wrap_optimizer(optax.adam(0.03), POLICY, max_grad_norm=10.0, skip="select")
 X = jax.random.normal(jax.random.key(0), (64, 3))
 Y = X @ jnp.array([[1.0], [-2.0], [0.5]])
 SPOILED = X.at[0, 0].set(jnp.inf)
@@ -43,14 +44,19 @@ class Nnx(nnx.Module):
         return self.last(self.drop(nnx.relu(self.norm(self.first(x)))))
 
 
+def cast(tree: Any, dtype: Any) -> Any:
+    return polyamp.backends.jax.cast(tree, jnp.dtype(dtype).name)
+
+
 # Each trainer has ``step``, which gives the loss; ``state``, which holds the loss scale; and ``arrays``, which gives
 # what a skipped step must not touch.
 
 
 class LinenTrainer:
-    def __init__(self) -> None:
+    def __init__(self, tx: Any = TX, stored: Any = jnp.float32) -> None:
         model = Linen()
-        self.state = TrainState.create(apply_fn=model.apply, params=model.init(jax.random.key(1), X), tx=TX)
+        params = cast(model.init(jax.random.key(1), X), stored)
+        self.state = TrainState.create(apply_fn=model.apply, params=params, tx=tx)
 
         @jax.jit
         def step(state: TrainState, x: Any, y: Any) -> Any:
@@ -71,9 +77,10 @@ class LinenTrainer:
 
 
 class NnxTrainer:
-    def __init__(self) -> None:
+    def __init__(self, tx: Any = TX, stored: Any = jnp.float32) -> None:
         self.model = Nnx()
-        self.state = nnx.Optimizer(self.model, TX, wrt=nnx.Param)
+        nnx.update(self.model, cast(nnx.state(self.model, nnx.Param), stored))
+        self.state = nnx.Optimizer(self.model, tx, wrt=nnx.Param)
 
         @nnx.jit
         def step(model: Nnx, optimizer: Any, x: Any, y: Any) -> Any:
@@ -94,9 +101,10 @@ class NnxTrainer:
 
 
 class NnxSplitTrainer:
-    def __init__(self) -> None:
-        definition, self.params, self.others = nnx.split(Nnx(), nnx.Param, ...)
-        self.state = TX.init(self.params)
+    def __init__(self, tx: Any = TX, stored: Any = jnp.float32) -> None:
+        definition, params, self.others = nnx.split(Nnx(), nnx.Param, ...)
+        self.params = cast(params, stored)
+        self.state = tx.init(self.params)
 
         @jax.jit
         def step(params: Any, others: Any, opt_state: Any, x: Any, y: Any) -> Any:
@@ -105,7 +113,7 @@ class NnxSplitTrainer:
                 return mean_square(model(x), y), nnx.state(model, nnx.Not(nnx.Param))
 
             (loss, new), grads = polyamp.value_and_grad(loss_fn, POLICY, has_aux=True)(opt_state, params, x, y)
-            params, opt_state = apply_gradients(TX, grads, opt_state, params)
+            params, opt_state = apply_gradients(tx, grads, opt_state, params)
             return loss, params, select(opt_state.last_step.applied, new, others), opt_state
 
         self._step = step
@@ -119,9 +127,9 @@ class NnxSplitTrainer:
 
 
 class EquinoxTrainer:
-    def __init__(self) -> None:
-        self.model = eqx.nn.MLP(3, 1, 16, 1, key=jax.random.key(2))
-        self.state = TX.init(self.model)
+    def __init__(self, tx: Any = TX, stored: Any = jnp.float32) -> None:
+        self.model = cast(eqx.nn.MLP(3, 1, 16, 1, key=jax.random.key(2)), stored)
+        self.state = tx.init(self.model)
 
         @eqx.filter_jit
         def step(model: Any, opt_state: Any, x: Any, y: Any) -> Any:
@@ -129,7 +137,7 @@ class EquinoxTrainer:
                 return mean_square(jax.vmap(model)(x), y)
 
             loss, grads = polyamp.value_and_grad(loss_fn, POLICY)(opt_state, model, x, y)
-            model, opt_state = apply_gradients(TX, grads, opt_state, model)
+            model, opt_state = apply_gradients(tx, grads, opt_state, model)
             return loss, model, opt_state
 
         self._step = step
@@ -145,9 +153,9 @@ class EquinoxTrainer:
 class EquinoxUpdateTrainer(EquinoxTrainer):
     """As equinox's own documentation has it: filtered parameters, ``tx.update``, ``eqx.apply_updates``."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.state = TX.init(eqx.filter(self.model, eqx.is_inexact_array))
+    def __init__(self, tx: Any = TX) -> None:
+        super().__init__(tx)
+        self.state = tx.init(eqx.filter(self.model, eqx.is_inexact_array))
 
         @eqx.filter_jit
         def step(model: Any, opt_state: Any, x: Any, y: Any) -> Any:
@@ -155,7 +163,7 @@ class EquinoxUpdateTrainer(EquinoxTrainer):
                 return mean_square(jax.vmap(model)(x), y)
 
             loss, grads = polyamp.value_and_grad(loss_fn, POLICY)(opt_state, model, x, y)
-            updates, opt_state = TX.update(grads, opt_state, eqx.filter(model, eqx.is_inexact_array))
+            updates, opt_state = tx.update(grads, opt_state, eqx.filter(model, eqx.is_inexact_array))
             return loss, eqx.apply_updates(model, updates), opt_state
 
         self._step = step
@@ -164,10 +172,10 @@ class EquinoxUpdateTrainer(EquinoxTrainer):
 class PlainTrainer:
     """Nested dicts of modules' parameters, as haiku has them."""
 
-    def __init__(self) -> None:
+    def __init__(self, tx: Any = TX, stored: Any = jnp.float32) -> None:
         keys = jax.random.split(jax.random.key(3))
-        self.params = {"linear": {"w": jax.random.normal(keys[0], (3, 1)), "b": jnp.zeros(1)}}
-        self.state = TX.init(self.params)
+        self.params = cast({"linear": {"w": jax.random.normal(keys[0], (3, 1)), "b": jnp.zeros(1)}}, stored)
+        self.state = tx.init(self.params)
 
         @jax.jit
         def step(params: Any, opt_state: Any, x: Any, y: Any) -> Any:
@@ -175,7 +183,7 @@ class PlainTrainer:
                 return mean_square(x @ params["linear"]["w"] + params["linear"]["b"], y)
 
             loss, grads = polyamp.value_and_grad(loss_fn, POLICY)(opt_state, params, x, y)
-            updates, opt_state = TX.update(grads, opt_state, params)
+            updates, opt_state = tx.update(grads, opt_state, params)
             return loss, optax.apply_updates(params, updates), opt_state
 
         self._step = step
@@ -191,11 +199,20 @@ class PlainTrainer:
 TRAINERS = [LinenTrainer, NnxTrainer, NnxSplitTrainer, EquinoxTrainer, EquinoxUpdateTrainer, PlainTrainer]
 
 
-@pytest.mark.parametrize("make", TRAINERS)
-def test_training_learns_and_a_skip_touches_nothing(make: Any) -> None:
-    trainer = make()
+KINDS = [
+    *((make, {}) for make in TRAINERS),
+    *((make, {"tx": SELECTING}) for make in TRAINERS),
+    *((make, {"stored": jnp.float16}) for make in TRAINERS if make is not EquinoxUpdateTrainer),  # its params widen
+]
+
+
+@pytest.mark.parametrize(("make", "options"), KINDS)
+def test_training_learns_and_a_skip_touches_nothing(make: Any, options: Any) -> None:
+    trainer = make(**options)
+    stored = [leaf.dtype for leaf in jax.tree.leaves(trainer.arrays())]
     losses = [float(trainer.step(X, Y)) for _ in range(150)]
     assert losses[-1] < losses[0] / 20
+    assert [leaf.dtype for leaf in jax.tree.leaves(trainer.arrays())] == stored
     before = jax.tree.map(np.array, trainer.arrays())
     trainer.step(SPOILED, Y)
     assert not check_limits(trainer.state).applied
@@ -225,7 +242,7 @@ def test_nnx_module_takes_on_its_statistics_in_their_own_dtype() -> None:
     assert not np.array_equal(before, after)
 
 
-def test_nnx_parameters_are_seen_in_the_compute_format_and_statistics_are_not() -> None:
+def test_nnx_module_is_seen_in_the_formats_that_it_is_stored_in() -> None:
     model, seen = Nnx(), {}
     optimizer = nnx.Optimizer(model, TX, wrt=nnx.Param)
 
@@ -234,5 +251,5 @@ def test_nnx_parameters_are_seen_in_the_compute_format_and_statistics_are_not() 
         return model(x).mean(), x
 
     (_, aux), grads = polyamp.value_and_grad(loss_fn, POLICY, has_aux=True)(optimizer, model, X)
-    assert seen == {"kernel": jnp.float16, "mean": jnp.float32}
+    assert seen == {"kernel": jnp.float32, "mean": jnp.float32}
     assert (aux.dtype, grads["first"]["kernel"][...].dtype) == (jnp.float32, jnp.float32)

@@ -55,6 +55,56 @@ def through_orbax(state: Any, folder: Path) -> Any:
         return checkpointer.restore(folder / "state", jax.eval_shape(lambda: state))
 
 
+def through_orbax_onto_devices(state: Any, folder: Path) -> Any:
+    """The target is made of descriptions that say where each array goes, and no state was ever made."""
+    here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    abstract = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=here), jax.eval_shape(TX.init, PARAMS)
+    )
+    with orbax.checkpoint.StandardCheckpointer() as checkpointer:
+        checkpointer.save(folder / "state", state)
+        checkpointer.wait_until_finished()
+        return checkpointer.restore(folder / "state", abstract)
+
+
+def through_orbax_beside_the_parameters(state: Any, folder: Path) -> Any:
+    saved = {"params": PARAMS, "opt_state": state, "step": 3}
+    with orbax.checkpoint.StandardCheckpointer() as checkpointer:
+        checkpointer.save(folder / "all", saved)
+        checkpointer.wait_until_finished()
+        return checkpointer.restore(folder / "all", saved | {"opt_state": jax.eval_shape(lambda: state)})["opt_state"]
+
+
+def through_state_dict(state: Any, folder: Path) -> Any:
+    return serialization.from_state_dict(TX.init(PARAMS), serialization.to_state_dict(state))
+
+
+def through_msgpack(state: Any, folder: Path) -> Any:
+    plain = serialization.msgpack_restore(serialization.msgpack_serialize(serialization.to_state_dict(state)))
+    return serialization.from_state_dict(TX.init(PARAMS), plain)
+
+
+def through_leaves(state: Any, folder: Path) -> Any:
+    leaves, structure = jax.tree.flatten(state)
+    return jax.tree.unflatten(structure, leaves)
+
+
+def through_named_leaves(state: Any, folder: Path) -> Any:
+    """As a table from path to array, the form in which people write ``.npz`` files."""
+    named = {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in jax.tree.leaves_with_path(state)}
+    np.savez(folder / "state.npz", **named)
+    with np.load(folder / "state.npz") as saved:
+        return jax.tree.map_with_path(lambda path, _: saved[jax.tree_util.keystr(path)], TX.init(PARAMS))
+
+
+def through_host(state: Any, folder: Path) -> Any:
+    return jax.device_put(jax.device_get(state))
+
+
+def through_jit(state: Any, folder: Path) -> Any:
+    return jax.jit(lambda held: held)(state)
+
+
 def through_pickle(state: Any, folder: Path) -> Any:
     return pickle.loads(pickle.dumps(state))
 
@@ -63,7 +113,23 @@ def through_deepcopy(state: Any, folder: Path) -> Any:
     return copy.deepcopy(state)
 
 
-@pytest.mark.parametrize("through", [through_flax, through_orbax, through_pickle, through_deepcopy])
+THROUGH = [
+    through_flax,
+    through_state_dict,
+    through_msgpack,
+    through_orbax,
+    through_orbax_onto_devices,
+    through_orbax_beside_the_parameters,
+    through_pickle,
+    through_deepcopy,
+    through_leaves,
+    through_named_leaves,
+    through_host,
+    through_jit,
+]
+
+
+@pytest.mark.parametrize("through", THROUGH)
 def test_every_field_survives_and_training_continues_exactly(through: Any, trained: Any, tmp_path: Path) -> None:
     params, state = trained
     restored = jax.tree.map(jnp.asarray, through(state, tmp_path))
@@ -102,6 +168,21 @@ def test_loading_causes_no_new_trace(trained: Any) -> None:
 def test_scale_outside_the_settings_is_refused(scale: float, trained: Any) -> None:
     with pytest.raises(polyamp.StateError, match="outside these settings"):
         polyamp.load_loss_scale(trained[1], polyamp.save_loss_scale(trained[1]) | {"scale": scale})
+
+
+def test_every_leaf_is_an_array_and_described_without_being_made() -> None:
+    abstract, made = jax.eval_shape(TX.init, PARAMS), TX.init(PARAMS)
+    assert jax.tree.structure(abstract) == jax.tree.structure(made)
+    assert all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(made))
+    described = [[(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(tree)] for tree in (abstract, made)]
+    assert described[0] == described[1]
+
+
+def test_leaves_are_named_after_their_fields(trained: Any) -> None:
+    names = [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(trained[1])]
+    assert names[:5] == [".loss_scale", ".good_steps", ".hysteresis", ".skipped_in_a_row", ".skipped"]
+    assert ".master_weights['w']" in names
+    assert set(serialization.to_state_dict(trained[1])) == set(LossScaleOptState._fields)
 
 
 def test_state_prints_and_replaces_like_a_named_tuple(trained: Any) -> None:

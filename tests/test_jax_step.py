@@ -1,4 +1,4 @@
-"""A wrapped optax optimizer: compiled, donated, skipped, clipped, with master weights, inside other transformations."""
+"""A wrapped optax optimizer: tested, unscaled, clipped, updated through master weights, limited; in that order."""
 
 from __future__ import annotations
 
@@ -12,127 +12,10 @@ import optax
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax_cases import FLOAT16, STEPS, bits, gradients, params, wrapped_to_step
 
 import polyamp
 from polyamp.backends.jax import apply_gradients, check_limits
-from polyamp.testing import SETTINGS, overflow_trace
-
-FLOAT16 = polyamp.policy("mixed_float16", loss_scale=polyamp.LossScale(init=2.0**10, interval=3))
-MASK = {"kernel": True, "bias": False, "half": True}
-OPTIMIZERS = {
-    "sgd": optax.sgd(0.1),
-    "momentum": optax.sgd(0.1, momentum=0.9, nesterov=True),
-    "adam": optax.adam(0.1),
-    "adamw": optax.adamw(0.1, mask=MASK),
-    "bfloat16 moments": optax.adam(0.1, mu_dtype=jnp.bfloat16),
-    "chain": optax.chain(optax.clip_by_global_norm(1.0), optax.add_noise(0.1, 0.5, 0), optax.lamb(0.1)),
-    "MultiSteps": optax.MultiSteps(optax.adam(0.1), every_k_schedule=2),
-    "masked": optax.masked(optax.adam(0.1), MASK),
-    "inject_hyperparams": optax.inject_hyperparams(optax.adam)(learning_rate=optax.linear_schedule(0.1, 0.0, 10)),
-    "multi_transform": optax.multi_transform(
-        {True: optax.sgd(0.1), False: optax.rmsprop(0.1, momentum=0.9)}, param_labels=MASK
-    ),
-    "lookahead-like": optax.contrib.schedule_free_sgd(0.1),
-    "apply_if_finite": optax.apply_if_finite(optax.adam(0.1), max_consecutive_errors=2),
-}
-STEPS = ("update", "apply_gradients", "uncompiled")
-
-
-def params(half: Any = jnp.float16) -> dict[str, jax.Array]:
-    return {
-        "kernel": jnp.array([[1.0, -0.0, 0.0], [3e38, -2.5, 1e-37]]),
-        "bias": jnp.array([0.5]),
-        "half": jnp.array([1.0, -0.0, 6e-8], half),
-    }
-
-
-def gradients(seed: int, scale: Any, spoil: float | None = None) -> dict[str, jax.Array]:
-    rng = np.random.default_rng(seed)
-    grads = {k: jnp.asarray(rng.standard_normal(p.shape), p.dtype) * scale.astype(p.dtype) for k, p in params().items()}
-    return grads if spoil is None else grads | {"bias": jnp.array([spoil])}
-
-
-def stepper(tx: Any, how: str) -> Any:
-    def with_update(grads: Any, opt_state: Any, params: Any) -> Any:
-        updates, opt_state = tx.update(grads, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state
-
-    steps = {
-        "update": with_update,
-        "apply_gradients": functools.partial(apply_gradients, tx),
-        "uncompiled": with_update,
-    }
-    return steps[how] if how == "uncompiled" else jax.jit(steps[how])
-
-
-def bits(tree: Any) -> list[tuple[str, bytes]]:
-    leaves = jax.tree.leaves(tree)
-    plain = [jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf for leaf in leaves]
-    return [(str(leaf.dtype), np.asarray(leaf).tobytes()) for leaf in plain]
-
-
-@pytest.mark.parametrize("how", STEPS)
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_skipped_step_changes_no_bit(name: str, how: str) -> None:
-    tx = polyamp.wrap_optimizer(OPTIMIZERS[name], FLOAT16)
-    step, held = stepper(tx, how), (params(), tx.init(params()))
-    for seed in range(2):  # from the start, where some parameters are -0.0, and after a step
-        after = step(gradients(seed, held[1].loss_scale, np.nan), held[1], held[0])
-        untouched = [(p, s.inner_state, s.master_weights) for p, s in (held, after)]
-        assert bits(untouched[0]) == bits(untouched[1])
-        assert not after[1].last_step
-        assert after[1].loss_scale == held[1].loss_scale / 2
-        held = step(gradients(seed, after[1].loss_scale), after[1], after[0])
-
-
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_applied_step_is_the_plain_one(name: str) -> None:
-    start = {key: value for key, value in params().items() if key != "half"} | {"half": jnp.ones(3)}
-    wrapped, plain = polyamp.wrap_optimizer(OPTIMIZERS[name], FLOAT16), OPTIMIZERS[name]
-    ours, theirs = (start, wrapped.init(start)), (start, plain.init(start))
-    for seed in range(5):
-        grads = jax.tree.map(lambda g: g.astype(jnp.float32), gradients(seed, jnp.float32(1)))
-        scaled = optax.tree.scale(ours[1].loss_scale, grads)
-        updates, state = wrapped.update(scaled, ours[1], ours[0])
-        ours = optax.apply_updates(ours[0], updates), state
-        updates, state = plain.update(grads, theirs[1], theirs[0])
-        theirs = optax.apply_updates(theirs[0], updates), state
-    assert bits((ours[0], ours[1].inner_state)) == bits(theirs)
-
-
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_no_loss_scale_gives_the_very_updates_of_the_plain_optimizer(name: str) -> None:
-    options = {"loss_scale": polyamp.LossScale.none(), "master_weights": False}
-    wrapped, plain = polyamp.wrap_optimizer(OPTIMIZERS[name], **options), OPTIMIZERS[name]
-    grads = gradients(0, jnp.float32(1), spoil=np.nan)
-    ours, state = jax.jit(wrapped.update)(grads, wrapped.init(params()), params())
-    theirs, plain_state = jax.jit(plain.update)(grads, plain.init(params()), params())
-    assert bits((ours, state.inner_state)) == bits((theirs, plain_state))
-    assert state.last_step.applied is True
-
-
-@pytest.mark.parametrize("how", ["update", "apply_gradients"])
-@pytest.mark.parametrize("name", ["adam", "inject_hyperparams"])
-def test_one_trace_and_donated_buffers(name: str, how: str) -> None:
-    """A scale that is weakly typed at first makes jit trace again at the second step (flax DynamicScale)."""
-    tx, traces = polyamp.wrap_optimizer(OPTIMIZERS[name], FLOAT16), []
-
-    def step(params: Any, opt_state: Any, seed: Any, spoil: Any) -> Any:
-        traces.append(how)
-        grads = jax.tree.map(lambda p: (jnp.ones_like(p) * opt_state.loss_scale * spoil).astype(p.dtype), params)
-        if how == "apply_gradients":
-            return apply_gradients(tx, grads, opt_state, params)
-        updates, opt_state = tx.update(grads, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state
-
-    compiled = jax.jit(step, donate_argnums=(0, 1))
-    held = params(), tx.init(params())
-    for seed, finite in enumerate(overflow_trace(0, 8)):
-        before = jax.tree.leaves(held)
-        held = compiled(*held, seed, 1.0 if finite else jnp.inf)
-        assert all(leaf.is_deleted() for leaf in before)
-    assert traces == [how]
-    assert not any(leaf.weak_type for leaf in jax.tree.leaves((held[1], tx.init(params()))) if leaf.dtype != bool)
 
 
 def test_step_compiles_ahead_of_time() -> None:
@@ -142,25 +25,6 @@ def test_step_compiles_ahead_of_time() -> None:
     compiled = jax.jit(functools.partial(apply_gradients, tx)).lower(*abstract).compile()
     grads, opt_state = gradients(0, jnp.float32(2.0**10)), tx.init(params())
     assert compiled(grads, opt_state, params())[1].last_step
-
-
-@pytest.mark.parametrize("settings_name", SETTINGS)
-@given(trace=st.lists(st.booleans(), min_size=1, max_size=25))
-@settings(max_examples=15, deadline=None)
-def test_scanned_scale_follows_the_one_rule(settings_name: str, trace: list[bool]) -> None:
-    config = SETTINGS[settings_name]
-    tx = polyamp.wrap_optimizer(optax.sgd(0.1), FLOAT16, loss_scale=config)
-
-    @jax.jit
-    def train(opt_state: Any, spoils: Any) -> Any:
-        return jax.lax.scan(lambda state, spoil: (tx.update(spoil, state)[1], state.last_step.scale), opt_state, spoils)
-
-    spoils = np.where(trace + [True] * (25 - len(trace)), 1.0, np.nan).astype(np.float32)  # one shape: one compilation
-    _, scales = train(tx.init(jnp.ones(())), spoils)
-    state = config.initial_state()
-    for finite, scale in zip(trace, scales, strict=False):
-        assert float(scale) == state.scale
-        state = polyamp.advance(config, state, finite)
 
 
 @pytest.mark.parametrize("shape", [(1,), (1024, 1024)])
@@ -225,13 +89,13 @@ def test_adam_on_half_gradients_stays_finite() -> None:
 @pytest.mark.parametrize("half", [jnp.float16, jnp.bfloat16])
 @pytest.mark.parametrize("how", STEPS)
 def test_master_weights_learn_with_steps_that_16_bits_lose(half: Any, how: str) -> None:
-    tx = polyamp.wrap_optimizer(optax.sgd(2.0**-12), FLOAT16, loss_scale=polyamp.LossScale.fixed(2.0**10))
+    tx, step = wrapped_to_step(optax.sgd(2.0**-12), how, loss_scale=polyamp.LossScale.fixed(2.0**10))
     weights = {"w": jnp.ones(4, half), "b": jnp.ones(2)}
-    state, step = tx.init(weights), stepper(tx, how)
+    state = tx.init(weights)
     assert state.master_weights["b"] is None
     for _ in range(64):
         grads = {name: jnp.full_like(weight, state.loss_scale) for name, weight in weights.items()}
-        weights, state = step(grads, state, weights)
+        weights, state = step(weights, state, grads)
     assert weights["w"].dtype == half
     np.testing.assert_array_equal(weights["w"].astype(jnp.float32), np.full(4, 1 - 2.0**-6))
     np.testing.assert_array_equal(weights["b"], np.full(2, 1 - 2.0**-6))
@@ -275,6 +139,20 @@ def test_clipping_does_not_overflow(half: Any) -> None:
     large = float(jnp.finfo(half).max) / 2
     updates, _ = jax.jit(tx.update)(jnp.array([large, large], half), tx.init(jnp.zeros(2)))
     np.testing.assert_allclose(updates, np.full(2, -np.sqrt(0.5)), rtol=1e-6)
+
+
+@pytest.mark.parametrize("large", [1.0, 2.0**60])
+def test_gradients_within_the_limit_keep_every_bit(large: float) -> None:
+    config = polyamp.LossScale.fixed(1.0)
+    tx = polyamp.wrap_optimizer(optax.identity(), FLOAT16, loss_scale=config, max_grad_norm=2.0**61)
+    grads = jnp.array([large, 1e-30, -3e-38])
+    assert bits(jax.jit(tx.update)(grads, tx.init(grads))[0]) == bits(grads)
+
+
+def test_norm_of_complex_gradients_is_that_of_their_magnitudes() -> None:
+    tx = polyamp.wrap_optimizer(optax.sgd(1.0), FLOAT16, loss_scale=polyamp.LossScale.fixed(1.0), max_grad_norm=1.0)
+    updates, _ = jax.jit(tx.update)(jnp.array([3.0 + 4.0j]), tx.init(jnp.zeros(1, jnp.complex64)))
+    np.testing.assert_allclose(updates, [-0.6 - 0.8j], rtol=1e-6)
 
 
 def test_clipping_all_zero_gradients_leaves_them() -> None:
@@ -326,11 +204,6 @@ def test_complex_and_float64_gradients_keep_their_dtype() -> None:
     np.testing.assert_allclose(new["d"], 0.9, rtol=1e-15)
 
 
-def test_loss_scale_is_the_one_that_optax_finds() -> None:
-    tx = optax.chain(polyamp.wrap_optimizer(optax.inject_hyperparams(optax.adam)(0.1), FLOAT16), optax.identity())
-    assert optax.tree.get(tx.init(params()), "loss_scale") == 2.0**10
-
-
 def test_last_step_selects_inside_jit() -> None:
     tx = polyamp.wrap_optimizer(optax.sgd(0.1), FLOAT16)
 
@@ -341,19 +214,6 @@ def test_last_step_selects_inside_jit() -> None:
 
     state = tx.init(jnp.ones(1))
     assert [step(jnp.array([g]), state, 0.0).tolist() for g in (1.0, np.inf)] == [1.0, 0.0]
-
-
-def wrapped_inside(name: str) -> Any:
-    inner = polyamp.wrap_optimizer(optax.sgd(0.1), FLOAT16)
-    return {"chain": optax.chain(inner), "MultiSteps": optax.MultiSteps(inner, 2), "masked": optax.masked(inner, MASK)}[
-        name
-    ]
-
-
-@pytest.mark.parametrize("name", ["chain", "MultiSteps", "masked"])
-def test_wrapping_what_is_wrapped_inside_is_refused(name: str) -> None:
-    with pytest.raises(polyamp.UsageError, match="wrapped already"):
-        polyamp.wrap_optimizer(wrapped_inside(name), FLOAT16).init(params())
 
 
 @pytest.mark.parametrize("thing", [optax.sgd, optax.EmptyState(), optax.constant_schedule(0.1), jnp.ones(2)])

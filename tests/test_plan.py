@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
+from collections import Counter
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import polyamp
 from polyamp import Plan
 from polyamp.plan import PlannedOperation, aligned, in_bytes
 
@@ -30,10 +33,18 @@ def test_totals_count_the_turns_of_loops() -> None:
     }
 
 
-def test_as_dict_is_json_of_the_promised_keys() -> None:
-    saved = json.loads(json.dumps(PLAN.as_dict()))
-    assert saved == PLAN.as_dict()
+@pytest.mark.parametrize("plan", [PLAN, Plan("float32", ())], ids=["full", "empty"])
+def test_as_dict_is_json_of_the_promised_keys(plan: Plan) -> None:
+    saved = json.loads(json.dumps(plan.as_dict()))
+    assert saved == plan.as_dict()
     assert set(saved) == {"policy", "operations", "totals", "unused_rules"}
+    assert saved["totals"].keys() >= {"by_format", "casts", "bytes_cast", "bytes_moved", "bytes_saved"}
+
+
+def test_as_dict_has_every_operation_in_its_order_and_the_unused_rules() -> None:
+    saved = PLAN.as_dict()
+    assert saved["unused_rules"] == ["nothing"]
+    assert [op["where"] for op in saved["operations"]] == ["a/q", "a/softmax", "a/k", "b"]
     assert saved["operations"][0] == {
         "name": "matmul",
         "native": "dot_general",
@@ -42,7 +53,6 @@ def test_as_dict_is_json_of_the_promised_keys() -> None:
         "format": "float16",
         "reason": "table",
     }
-    assert saved["totals"].keys() >= {"by_format", "casts", "bytes_cast", "bytes_moved", "bytes_saved"}
 
 
 def test_it_prints_as_a_table_with_like_operations_in_one_row() -> None:
@@ -64,34 +74,102 @@ def test_every_operation_has_its_own_row_where_that_is_asked_for() -> None:
     assert [row.split()[0] for row in rows] == ["matmul", "exp", "matmul", "my_kernel"]
 
 
+def test_rows_that_move_most_come_first_with_the_turns_of_loops() -> None:
+    loop = EXP._replace(name="log", times=100)  # 5000 bytes, 50 in a turn
+    rows = Plan("p", (EXP, MATMUL, loop)).table().splitlines()[1:]
+    assert [row.split()[0] for row in rows] == ["log", "exp", "matmul"]
+    assert "4.9 KiB" in rows[0]
+
+
+def test_a_row_names_one_place_and_counts_the_others_once() -> None:
+    turns = [MATMUL._replace(where=where) for where in ("a", "b", "a", "c")]
+    assert Plan("p", tuple(turns)).table().splitlines()[1].endswith("a and 2 more")
+
+
+@pytest.mark.parametrize("field", ["name", "op_class", "format", "reason"])
+def test_rows_are_told_apart_by_all_that_was_decided(field: str) -> None:
+    plan = Plan("p", (MATMUL, MATMUL._replace(**{field: "another"}), MATMUL._replace(native="mm")))
+    counts = [int(row.split()[3]) for row in plan.table().splitlines()[1:]]
+    assert counts == [2, 1]
+
+
+def test_one_of_a_thing_is_no_plural() -> None:
+    plan = Plan("p", (MATMUL._replace(casts=1, bytes_cast=2048),))
+    assert str(plan).splitlines()[0] == "p: 1 operation (1 float16), 1 cast of 2.0 KiB"
+
+
 def test_a_long_table_says_how_much_of_it_is_left_out() -> None:
     many = Plan("p", tuple(EXP._replace(reason=f"after {index}") for index in range(30)))
     assert str(many).splitlines()[-1] == "10 more rows: print(plan.table())"
     assert len(many.table().splitlines()) == 31
 
 
+@pytest.mark.parametrize(("rows", "left_out"), [(0, "3 more rows"), (2, "1 more rows"), (3, "")])
+def test_as_many_rows_are_given_as_are_asked_for(rows: int, left_out: str) -> None:
+    lines = PLAN.table(rows=rows).splitlines()
+    assert len(lines) == 1 + rows + bool(left_out)
+    assert left_out in lines[-1]
+
+
 def test_an_empty_plan_prints_and_saves() -> None:
     plan = Plan("float32", ())
-    assert str(plan).splitlines()[0] == "float32: 0 operations (none), 0 casts of 0 B"
+    assert str(plan).splitlines() == [
+        "float32: 0 operations (none), 0 casts of 0 B",
+        "moved: 0 B (float32: 0 B)",
+        "",
+        "operation  class  format  count  moved  why  where",
+    ]
     assert plan.totals["bytes_moved"] == 0
+    assert plan.compare(plan).changed == []
 
 
+words = st.sampled_from(["exp", "matmul", "a/long/path file.py:3", ""])
 operations = st.builds(
     PlannedOperation,
-    *(st.sampled_from(["exp", "matmul"]) for _ in range(3)),
-    st.just("full"),
-    st.sampled_from(["float16", "float32"]),
-    st.just("table"),
-    *(st.integers(0, 100) for _ in range(5)),
+    st.sampled_from(["exp", "matmul"]),
+    *(words for _ in range(3)),
+    st.sampled_from(["float16", "float32", "as written"]),
+    st.sampled_from(["table", "beside matmul"]),
+    *(st.integers(0, 10**6) for _ in range(5)),
 )
+lists_of_operations = st.lists(operations, max_size=8)
 
 
-@given(st.lists(operations), st.lists(operations))
+@given(lists_of_operations, lists_of_operations)
 def test_totals_of_two_plans_add_up(first: list[Any], second: list[Any]) -> None:
     one, two, both = (Plan("p", tuple(ops)).totals for ops in (first, second, first + second))
     for key in ("casts", "bytes_cast", "bytes_moved", "bytes_moved_float32"):
         assert both[key] == one[key] + two[key]
+    assert both["by_format"] == Counter(one["by_format"]) + Counter(two["by_format"])
     assert sum(both["by_format"].values()) == len(first + second)
+
+
+@given(operations, st.integers(1, 5))
+def test_a_loop_is_so_many_turns_of_its_body(body: PlannedOperation, times: int) -> None:
+    loop, unrolled = (
+        Plan("p", ops).totals for ops in ((body._replace(times=times),), (body._replace(times=1),) * times)
+    )
+    assert {**loop, "by_format": {}} == {**unrolled, "by_format": {}}
+    assert loop["by_format"] == {body.format: 1}
+
+
+@given(lists_of_operations, st.booleans())
+def test_the_columns_of_any_table_stand_under_their_heads(ops: list[PlannedOperation], grouped: bool) -> None:
+    head, *rows = Plan("p", tuple(ops)).table(grouped=grouped).splitlines()
+    starts = [match.start() for match in re.finditer(r"(?<!\S)(?=\S)", head)]
+    for row in rows:
+        padded = row.ljust(len(head))
+        left = (index for index, start in enumerate(starts) if index not in (3, 4))
+        assert all(padded[starts[index] - 2 : starts[index]] in ("", "  ") for index in left)
+        assert padded[head.index("count") + 4].isdigit()
+        assert padded[head.index("moved") + 4] == "B"
+
+
+@given(lists_of_operations, lists_of_operations)
+def test_a_comparison_reads_the_same_from_either_side(first: list[Any], second: list[Any]) -> None:
+    one, two = Plan("one", tuple(first)), Plan("two", tuple(second))
+    turned = [(name, where, here, there) for name, where, there, here in two.compare(one).changed]
+    assert sorted(one.compare(two).changed, key=str) == sorted(turned, key=str)
 
 
 def test_a_comparison_shows_totals_and_what_changed() -> None:
@@ -116,10 +194,43 @@ def test_a_plan_compared_with_itself_differs_nowhere() -> None:
     assert str(PLAN.compare(PLAN)).endswith("no operation differs")
 
 
+def test_another_reason_alone_is_no_difference() -> None:
+    other = Plan("p", tuple(op._replace(reason="rule 'b'", bytes_moved=1) for op in PLAN.operations))
+    assert PLAN.compare(other).changed == []
+
+
+def test_operations_at_one_place_are_counted_by_format() -> None:
+    here = Plan("p", (MATMUL, MATMUL, MATMUL._replace(format="float32")))
+    there = Plan("p", (MATMUL, MATMUL._replace(format="float32"), EXP))
+    comparison = here.compare(there)
+    assert comparison.changed == [
+        ("matmul", "a/q", {"float16": 2, "float32": 1}, {"float16": 1, "float32": 1}),
+        ("exp", "a/softmax", {}, {"float32": 1}),
+    ]
+    assert str(comparison).splitlines()[-2:] == [
+        "matmul     a/q        2 float16, 1 float32  1 float16, 1 float32",
+        "exp        a/softmax  none                  1 float32",
+    ]
+
+
 def test_saved_bytes_that_are_not_known_are_said_to_be_so() -> None:
     unknown = Plan("p", (EXP,))
+    assert unknown.as_dict()["totals"]["bytes_saved"] is None
     assert "saved" not in str(unknown)
-    assert "unknown" in str(PLAN.compare(unknown))
+    assert "saved" not in str(unknown.compare(unknown))
+    for comparison, saved in ((PLAN.compare(unknown), "60 B unknown"), (unknown.compare(PLAN), "unknown 60 B")):
+        assert ["bytes_saved", *saved.split()] in [line.split() for line in str(comparison).splitlines()]
+
+
+def test_what_float32_would_save_is_not_said_where_it_is_not_known() -> None:
+    assert "saved for the backward pass: 60 B" in str(Plan("p", (EXP,), bytes_saved=60)).splitlines()
+
+
+@pytest.mark.parametrize("other", [None, "mixed_float16", PLAN.as_dict(), PLAN.operations])
+def test_a_plan_is_compared_with_a_plan(other: Any) -> None:
+    with pytest.raises(polyamp.InvalidTypeError, match="compared with another plan") as caught:
+        PLAN.compare(other)
+    assert type(other).__name__ in str(caught.value)
 
 
 @pytest.mark.parametrize(

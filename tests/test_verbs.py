@@ -8,6 +8,7 @@ import pytest
 
 import polyamp
 from polyamp import registry
+from polyamp.verbs import RewrittenAtFirstCall
 
 
 class Stranger:
@@ -59,3 +60,85 @@ def test_casting_plain_values_leaves_them_alone_and_strange_arrays_are_refused()
     assert policy.cast_to_compute(tree) is tree
     with pytest.raises(polyamp.InvalidTypeError, match="no adapter knows"):
         policy.cast_to_compute({"w": Stranger()})
+
+
+@pytest.mark.parametrize("thing", [3, "model", [], object()], ids=str)
+@pytest.mark.parametrize("verb", [polyamp.rewrite, polyamp.explain])
+def test_what_cannot_be_called_is_not_rewritten(verb: Any, thing: Any) -> None:
+    with pytest.raises(polyamp.InvalidTypeError, match="cannot be called") as caught:
+        verb(thing, 1.0, policy="mixed_float16")
+    assert verb.__name__ in str(caught.value)
+    assert type(thing).__name__ in str(caught.value)
+
+
+def test_none_is_no_function() -> None:
+    for call in (lambda: polyamp.explain(None), lambda: polyamp.rewrite(None, 1.0), lambda: polyamp.rewrite(None, x=1)):
+        with pytest.raises(polyamp.InvalidTypeError, match="cannot be called"):
+            call()
+
+
+def double(number: Any = 1) -> Any:
+    """Twice as much."""
+    return 2 * number
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: polyamp.rewrite(double, 3),
+        lambda: polyamp.rewrite(double, number=[3.0, "x"]),
+        lambda: polyamp.rewrite(double, Stranger()),
+        lambda: polyamp.rewrite(double)(3),
+        lambda: polyamp.rewrite(double)(),
+        lambda: polyamp.rewrite(double)(policy="O1", backend="jax"),
+        lambda: polyamp.explain(double),
+        lambda: polyamp.explain(double, 3),
+    ],
+)
+def test_plain_arguments_tell_no_framework(call: Any) -> None:
+    with pytest.raises(polyamp.InvalidTypeError, match="no adapter knows this object") as caught:
+        call()
+    assert "backend=" in str(caught.value)
+
+
+def test_there_is_no_plan_before_the_first_call() -> None:
+    rewritten = polyamp.rewrite(double)
+    assert isinstance(rewritten, RewrittenAtFirstCall)
+    for _ in range(2):
+        with pytest.raises(polyamp.UsageError, match="not traced yet") as caught:
+            _ = rewritten.plan
+        assert "rewrite(fn, *args)" in str(caught.value)
+        with pytest.raises(polyamp.InvalidTypeError, match="no adapter knows"):  # a failed call is no first call
+            rewritten(3)
+
+
+@pytest.mark.parametrize("options", [{}, {"policy": "mixed_float16"}, {"policy": polyamp.policy("O1")}], ids=str)
+def test_rewrite_is_a_decorator(options: Any) -> None:
+    rewritten = polyamp.rewrite(**options)(double)
+    assert isinstance(rewritten, RewrittenAtFirstCall)
+    assert (rewritten.__name__, rewritten.__doc__, rewritten.__wrapped__) == ("double", "Twice as much.", double)
+
+
+@pytest.mark.parametrize("thing", [3, "model"])
+def test_the_decorator_takes_only_functions(thing: Any) -> None:
+    with pytest.raises(polyamp.InvalidTypeError, match="cannot be called"):
+        polyamp.rewrite(policy="O1")(thing)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: polyamp.rewrite(policy="mixed_float15"),
+        lambda: polyamp.rewrite(double, policy="mixed_float15"),
+        lambda: polyamp.rewrite(double, 3, policy="mixed_float15"),
+    ],
+)
+def test_a_wrong_policy_is_refused_when_the_function_is_wrapped(call: Any) -> None:
+    with pytest.raises(polyamp.InvalidValueError, match="mixed_float15"):
+        call()
+
+
+@pytest.mark.parametrize("verb", [polyamp.rewrite, polyamp.explain])
+def test_rewriting_by_an_unknown_backend_is_refused(verb: Any) -> None:
+    with pytest.raises(polyamp.InvalidTypeError, match="no adapter of that name"):
+        verb(double, backend="caffe")

@@ -55,7 +55,8 @@ def wrap_optimizer(
             2**13-fold in one step: it is then off by at most 2**-24 of its old value until the next step.
         skip: how a compiled step skips. "cond" is one ``lax.cond``, and a skipped step does no work. "select" updates
             always, on non-finite gradients too, and keeps the old values with ``lax.select``; every bit is the same.
-            "auto" is "cond", which was the quicker one on CPUs; no GPU or TPU was measured yet.
+            "auto" is "cond": on a CPU it took a third of the time of "select" where buffers are donated, and about 10 %
+            more, less than the spread, where they are not. No GPU or TPU was measured yet.
 
     Returns:
         An ``optax.GradientTransformationExtraArgs``, whose state is a `LossScaleOptState`. Parameters that are no

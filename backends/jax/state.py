@@ -119,8 +119,8 @@ def _accumulates_before(holder: Any) -> bool:
 
 def _accumulated_unchecked() -> UsageError:
     return UsageError(
-        "gradients are accumulated before they are tested: optax.MultiSteps keeps the NaN of one overflow for ever, and "
-        "no later step would be applied",
+        "gradients are accumulated before they are tested: optax.MultiSteps keeps the NaN of one overflow for ever, "
+        "and no later step would be applied",
         where="the optimizer state that holds the loss scale",
         found="a wrapped optimizer inside of optax.MultiSteps",
         allowed="optax.MultiSteps inside of the wrapped optimizer",

@@ -152,8 +152,9 @@ class Step:
 
 
 def _updated(grads: Any, params: Any) -> Any:
-    """What the updates look like: the gradients, except where ``optax.lookahead`` updates more than it differentiates."""
-    return grads if params is None or jax.tree.structure(grads) == jax.tree.structure(params) else params
+    """What updates look like: the gradients, except where ``optax.lookahead`` updates more than it differentiates."""
+    structures = {jax.tree.structure(tree) for tree in (grads, params)}
+    return grads if params is None or len(structures) == 1 else params
 
 
 def _masters_of(params: Any) -> Any:

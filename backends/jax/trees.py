@@ -97,13 +97,14 @@ def clipped(grads: Any, limit: float) -> Any:
     >>> clipped([jnp.array([3.0]), jnp.array([4.0])], 1.0)
     [Array([0.6], dtype=float32), Array([0.8], dtype=float32)]
     """
-    wide = jax.tree.leaves(widened(grads))
+    wide = [jnp.abs(leaf) if jnp.iscomplexobj(leaf) else leaf for leaf in jax.tree.leaves(widened(grads))]
     largest = functools.reduce(jnp.maximum, (jnp.abs(leaf).max(initial=0) for leaf in wide), jnp.float32(0))
-    unit = jnp.where(largest > 2.0**40, 2.0**90, 1.0).astype(largest.dtype)  # squares stay below 2**80
-    squares = (jnp.square(jnp.abs(leaf) / unit).sum() for leaf in wide)
-    norm = jnp.sqrt(functools.reduce(jnp.add, squares, jnp.float32(0)))  # in units
-    factor = jnp.where(norm > limit / unit, limit / norm, unit)
-    return jax.tree.map(lambda grad: (grad / unit * factor).astype(grad.dtype), grads)
+    shrink = jnp.where(largest > 2.0**40, 2.0**-90, 1.0).astype(largest.dtype)  # squares stay below 2**80
+    squares = (jnp.square(leaf * shrink).sum() for leaf in wide)
+    norm = jnp.sqrt(functools.reduce(jnp.add, squares, jnp.float32(0)))  # shrunk
+    clips = norm > limit * shrink
+    first, second = jnp.where(clips, shrink, 1), jnp.where(clips, limit / norm, 1)
+    return jax.tree.map(lambda grad: (grad * first * second).astype(grad.dtype), grads)
 
 
 def zero_updates(grads: Any) -> Any:

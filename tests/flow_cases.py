@@ -1,0 +1,38 @@
+"""Values for the tests of the flow rule, and short ways to ask it."""
+
+from __future__ import annotations
+
+import itertools
+
+from polyamp.flow import Flow, Value, flow
+from polyamp.rules import Decision, decide
+
+COMPUTE = ["float16", "bfloat16"]
+TOO_LARGE = "constant 1e+30 is beyond it"
+
+WEAK = Value()
+LOW = Value("low", "matmul")
+STRONG = Value("strong", "exp")
+OTHER = Value("other", "float64")
+UNFIT = Value(unfit=TOO_LARGE)
+
+# Every state, with and without something in it that the compute format cannot hold; in every order, up to three.
+KNOWN = [value._replace(unfit=unfit) for value in (WEAK, LOW, STRONG, OTHER) for unfit in ("", TOO_LARGE)]
+Mix = tuple[Value, ...]
+MIXES: list[Mix] = [mix for count in range(4) for mix in itertools.product(KNOWN, repeat=count)]
+
+
+def of_class(op_class: str, inputs: Mix | list[Value], compute: str = "float16") -> Flow:
+    return flow("anything", Decision(op_class, "rule 'anything'"), inputs, compute)
+
+
+def by_table(operation: str, *inputs: Value, compute: str = "float16") -> Flow:
+    return flow(operation, decide((), operation), inputs, compute)
+
+
+def states(mix: Mix) -> set[str]:
+    return {value.state for value in mix}
+
+
+def any_unfit(mix: Mix) -> bool:
+    return any(value.unfit for value in mix)

@@ -11,8 +11,9 @@ import jax
 from polyamp.backends.jax.devices import check_format
 from polyamp.backends.jax.interpreter import Interpreter
 from polyamp.backends.jax.modules import as_pure
-from polyamp.backends.jax.program import Program, users_level
+from polyamp.backends.jax.program import Program
 from polyamp.backends.jax.recorder import Recorder
+from polyamp.backends.jax.refusals import users_level
 from polyamp.errors import warn_once
 from polyamp.plan import Plan
 from polyamp.policy import Policy, current_policy

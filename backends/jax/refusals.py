@@ -1,0 +1,73 @@
+"""What cannot be traced, said in words that name the user's line and the way out."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+import jax
+
+from polyamp.errors import UsageError
+
+BRANCHES = (
+    jax.errors.ConcretizationTypeError,
+    jax.errors.TracerArrayConversionError,
+    jax.errors.TracerIntegerConversionError,
+    jax.errors.NonConcreteBooleanIndexError,
+)
+
+
+@contextmanager
+def refusals() -> Iterator[None]:
+    """What JAX and flax refuse while a function is traced, in words that name the way out.
+
+    Raises:
+        UsageError: the function branches on a traced value, or changes a captured NNX module.
+    """
+    try:
+        yield
+    except BRANCHES as error:
+        raise UsageError(
+            "the function takes the value of an array that is being traced",
+            where=_user_line(error),
+            found=str(error).partition("\n")[0],
+            allowed="control flow by jax.lax.cond, jax.lax.while_loop or jnp.where; or arguments that are no arrays",
+            fix="rewrite that line so, or give the value that it looks at as a Python number",
+        ) from error
+    except Exception as error:
+        if type(error).__name__ != "TraceContextError":  # flax.errors, which is not imported to find out
+            raise
+        raise UsageError(
+            "the function changes an NNX module that is not among its arguments",
+            where=_user_line(error),
+            found=str(error).partition("\n")[0],
+            allowed="modules that are given to the function",
+            fix="give the module as an argument: autocast(lambda model, x: model(x), policy)(model, x)",
+        ) from error
+
+
+def _user_line(error: BaseException) -> str:
+    """The innermost line of the traceback that is of no library: neither polyamp, JAX nor a package of flax's kind."""
+    frame, found = error.__traceback__, ""
+    while frame is not None:
+        if _is_users(frame.tb_frame):
+            found = f"{frame.tb_frame.f_code.co_filename}:{frame.tb_lineno} ({frame.tb_frame.f_code.co_name})"
+        frame = frame.tb_next
+    return found or "the traced function"
+
+
+def users_level() -> int:
+    """The ``stacklevel`` with which `warn_once`, where the calling function calls it, points at the user's line."""
+    frame, level = inspect.currentframe(), 1
+    while frame is not None and not _is_users(frame):
+        frame, level = frame.f_back, level + 1
+    return level
+
+
+def _is_users(frame: FrameType) -> bool:
+    return frame.f_globals.get("__name__", "").partition(".")[0] not in _LIBRARIES
+
+
+_LIBRARIES = {"polyamp", "jax", "flax", "equinox", "haiku", "optax", "contextlib", "functools"}

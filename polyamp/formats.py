@@ -43,7 +43,7 @@ class Format(NamedTuple):
         [True, False, True, False, True]
         """
         magnitude = abs(value)
-        if magnitude == 0 or not math.isfinite(value) or self.smallest_normal <= magnitude <= self.max:
+        if not math.isfinite(value) or self.smallest_normal <= magnitude <= self.max:
             return True
         rounded = round(magnitude / self.smallest_subnormal) * self.smallest_subnormal
         return magnitude < self.max and abs(rounded - magnitude) <= magnitude * 2.0**-8

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from polyamp import FORMATS
 from polyamp.flow import AS_WRITTEN, Flow, Value, constant, flow
 from polyamp.operations import CLASSES, OPERATIONS
-from polyamp.rules import TABLE, Rule, decide, unused
+from polyamp.rules import TABLE, Decision, Rule, decide, unused
 
 # --- constants that the compute format cannot hold --------------------------------------------------------------------
 
@@ -149,6 +149,10 @@ def test_of_what_follows_only_what_leaves_the_range_is_full_in_narrow_formats(co
     assert {name for name, outcome in outcomes.items() if outcome.format != compute} == raised
     for name in raised:
         assert outcomes[name] == Flow("float32", Value("strong", name), f"{name} leaves the range of {compute}")
+
+
+def test_no_range_is_known_of_what_is_not_in_the_table() -> None:
+    assert flow("my_kernel", Decision("follow", TABLE), [LOW], "float16").format == "float16"
 
 
 @pytest.mark.parametrize("compute", COMPUTE)

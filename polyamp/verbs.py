@@ -280,7 +280,7 @@ def explain(
 
     >>> import jax
     >>> print(explain(lambda w, x: x @ w, jax.numpy.ones((2, 3)), jax.numpy.ones((4, 2)), policy="O1").policy)
-    O1
+    mixed_float16
 
     Args:
         fn: the function or model.

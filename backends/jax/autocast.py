@@ -70,6 +70,7 @@ def run_autocasted(fn: Callable[..., Any], policy: Policy, *args: Any) -> Any:
 def explain(fn: Callable[..., Any], *args: Any, policy: Policy | str | None = None, **kwargs: Any) -> Plan:
     """What every operation of a function runs in, where and why. Nothing is computed.
 
+    >>> import jax.numpy as jnp
     >>> plan = explain(lambda w, x: jnp.exp(x @ w), jnp.ones((2, 3)), jnp.ones((4, 2)), policy="mixed_float16")
     >>> [(op.name, op.format, op.reason) for op in plan.operations]
     [('matmul', 'float16', 'table'), ('exp', 'float32', 'table')]
@@ -136,6 +137,7 @@ class Rewritten:
 def rewrite(fn: Callable[..., Any], *args: Any, policy: Policy | str | None = None, **kwargs: Any) -> Rewritten:
     """A function run as a policy says, with its `Plan`.
 
+    >>> import jax.numpy as jnp
     >>> fast = rewrite(lambda w, x: jnp.exp(x @ w), jnp.ones((2, 3)), jnp.ones((4, 2)), policy="mixed_float16")
     >>> fast.plan.totals["by_format"], fast(jnp.zeros((2, 3)), jnp.ones((4, 2))).sum()
     ({'float16': 1, 'float32': 1}, Array(12., dtype=float32))

@@ -28,9 +28,9 @@ def value_and_grad(
     >>> params = {"w": jnp.ones(4), "name": "dense"}
     >>> def loss_fn(p, x):
     ...     return (x @ p["w"]).mean()
-    >>> loss, grads = value_and_grad(loss_fn, "mixed_float16")(tx.init(params), params, jnp.full((8, 4), 2.0))
+    >>> loss, grads = value_and_grad(loss_fn, "mixed_float16")(tx.init(params), params, jnp.full((8, 4), 0.25))
     >>> float(loss), grads["w"] / 65536, grads["name"]
-    (8.0, Array([2., 2., 2., 2.], dtype=float32), None)
+    (1.0, Array([0.25, 0.25, 0.25, 0.25], dtype=float32), None)
 
     Args:
         fun: ``fun(params, *args, **kwargs) -> loss``, or ``(loss, aux)`` where ``has_aux``. It is written for float32,

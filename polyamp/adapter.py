@@ -75,8 +75,12 @@ class AutocastFunction(Protocol):
 class Rewrite(Protocol):
     """A framework whose functions or models can be traced and decided operation by operation."""
 
-    def rewrite(self, fn: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], policy: Policy) -> Any:
-        """What is called in the place of ``fn``, with its ``plan``; the arguments are examples, and may be absent."""
+    def rewrite(self, fn: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], policy: Policy, **options: Any) -> Any:
+        """What is called in the place of ``fn``, with its ``plan``; the arguments are examples, and may be absent.
+
+        Raises:
+            UnsupportedError: options that this framework does not have; see `polyamp.refusals.no_options`.
+        """
 
     def explain(self, fn: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], policy: Policy) -> Plan:
         """The plan of ``fn`` for these arguments."""

@@ -5,7 +5,9 @@ Each function gives the exception, for the adapter to raise.
 
 from __future__ import annotations
 
-from polyamp.errors import InvalidTypeError, NonFiniteLossError, UsageError
+from collections.abc import Iterable
+
+from polyamp.errors import InvalidTypeError, NonFiniteLossError, UnsupportedError, UsageError
 
 
 def non_finite_loss(found: object, *, where: str = "scaling the loss") -> NonFiniteLossError:
@@ -98,4 +100,18 @@ def not_traced(*, where: str) -> UsageError:
         where=where,
         allowed="a function that was given arguments",
         fix="call it once, or give example arguments: rewrite(fn, *args)",
+    )
+
+
+def no_options(options: Iterable[str], *, where: str) -> UnsupportedError:
+    """Options of a verb that only another framework has.
+
+    >>> isinstance(no_options(["engine"], where="rewrite(fn)"), TypeError)
+    True
+    """
+    return UnsupportedError(
+        "this framework does not have these options",
+        where=where,
+        found=", ".join(options),
+        fix="leave them out; docs/frameworks.md says what each framework has",
     )

@@ -88,13 +88,32 @@ def adapters_within(*objects: object) -> list[Adapter]:
         InvalidTypeError: there is none, and they hold an array-like of a framework without an adapter.
     """
     leaves = list(_walk(objects))
+    if found := _found(leaves):
+        return found
+    strangers = [leaf for leaf in leaves if hasattr(leaf, "dtype")]
+    if strangers:
+        raise no_adapter(strangers[0], where="the tree")
+    return []
+
+
+def adapter_offering(name: str, *objects: object) -> Adapter | None:
+    """The adapter that has the verb ``name``, of the objects in or under ``objects``; else the only loaded one.
+
+    Functions of plain values and NumPy arrays say nothing of their framework; where one alone could do it, it does.
+    """
+    found = _found(list(_walk(objects)))
+    offering = [adapter for adapter in found if hasattr(adapter, name)]
+    if offering:
+        return offering[0]
+    others = [adapter for adapter in loaded() if hasattr(adapter, name)]
+    return others[0] if len(others) == 1 else next(iter(found), None)
+
+
+def _found(leaves: list[object]) -> list[Adapter]:
     for find in (_by_root, _by_asking):
         found = {adapter.name: adapter for adapter in map(find, leaves) if adapter is not None}
         if found:
             return list(found.values())
-    strangers = [leaf for leaf in leaves if hasattr(leaf, "dtype")]
-    if strangers:
-        raise no_adapter(strangers[0], where="the tree")
     return []
 
 

@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from contextvars import ContextVar
+from types import MethodType
 from typing import Any, TypeVar
 
 from polyamp import registry
@@ -211,7 +212,14 @@ def autocast(target: Any = None, policy: Policy | str | None = None, *, backend:
 
 
 def rewrite(
-    fn: Any = None, /, *args: Any, policy: Policy | str | None = None, backend: str | None = None, **kwargs: Any
+    fn: Any = None,
+    /,
+    *args: Any,
+    policy: Policy | str | None = None,
+    backend: str | None = None,
+    engine: str | None = None,
+    jit_compile: bool | None = None,
+    **kwargs: Any,
 ) -> Any:
     """Rewrite a function or model so that its operations run in the formats of a policy, and say what was decided.
 
@@ -225,40 +233,55 @@ def rewrite(
         *args: example arguments. Without them, and where ``fn`` itself does not tell its framework, it is rewritten at
             its first call.
         policy: a policy or its name; None is the current policy when it is rewritten.
-        backend: the framework's name, where neither the function nor the arguments tell.
+        backend: the framework's name, where neither the function nor the arguments tell and several are loaded.
+        engine: TensorFlow's: ``"grappler"`` has its own pass do it; see ``polyamp.backends.tensorflow.grappler``.
+        jit_compile: TensorFlow's: as of ``tf.function``.
         **kwargs: example keyword arguments.
 
     Returns:
         What is called in the place of ``fn``, with an attribute ``plan``; see the framework's own ``rewrite``.
 
     Raises:
-        InvalidTypeError: ``fn`` cannot be called, or no adapter knows the arguments.
-        UnsupportedError: the framework's adapter has no rewrite.
+        InvalidTypeError: ``fn`` cannot be called and is no graph, or no adapter knows the arguments.
+        UnsupportedError: the framework's adapter has no rewrite, or not these options.
     """
     chosen = None if policy is None else make_policy(policy)
+    given = {"engine": engine, "jit_compile": jit_compile}
+    options: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     if fn is None and not (args or kwargs):
-        return functools.partial(rewrite, policy=chosen, backend=backend)
-    _check_callable(fn, where="rewrite(fn)")
-    if args or kwargs or backend is not None or registry.adapter_of(fn) is not None:
-        adapter = _adapter(backend, (fn, args, kwargs), where="rewrite(fn, *args)")
-        return registry.verb(adapter, "rewrite")(fn, args, kwargs, make_policy(chosen))
-    return RewrittenAtFirstCall(fn, chosen)
+        return functools.partial(rewrite, policy=chosen, backend=backend, **options)
+    own = registry.adapter_of(fn)
+    _check_rewritable(fn, own, where="rewrite(fn)")
+    if args or kwargs or backend is not None or own is not None:
+        adapter = _offering("rewrite", backend, (fn, args, kwargs), where="rewrite(fn, *args)")
+        return registry.verb(adapter, "rewrite")(fn, args, kwargs, make_policy(chosen), **options)
+    return RewrittenAtFirstCall(fn, chosen, options)
 
 
 class RewrittenAtFirstCall:
-    """What `rewrite` gives where only the first call's arguments tell the framework."""
+    """What `rewrite` gives where only the first call's arguments tell the framework; also as a method of a class."""
 
-    def __init__(self, fn: Callable[..., Any], policy: Policy | None) -> None:
+    def __init__(self, fn: Callable[..., Any], policy: Policy | None, options: Mapping[str, Any]) -> None:
         functools.update_wrapper(self, fn)
         self._fn = fn
         self._policy = policy
+        self._options = options
         self._rewritten: Any = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._rewritten is None:
-            adapter = _adapter(None, (self._fn, args, kwargs), where="rewrite(fn)(*args)")
-            self._rewritten = registry.verb(adapter, "rewrite")(self._fn, args, kwargs, make_policy(self._policy))
+            adapter = _offering("rewrite", None, (self._fn, args, kwargs), where="rewrite(fn)(*args)")
+            make = registry.verb(adapter, "rewrite")
+            self._rewritten = make(self._fn, args, kwargs, make_policy(self._policy), **self._options)
         return self._rewritten(*args, **kwargs)
+
+    def __get__(self, instance: object, owner: type | None = None) -> Any:
+        return self if instance is None else MethodType(self, instance)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or self._rewritten is None:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r} before its first call")
+        return getattr(self._rewritten, name)
 
     @property
     def plan(self) -> Plan:
@@ -286,28 +309,35 @@ def explain(
         fn: the function or model.
         *args: its arguments.
         policy: a policy or its name; None is the current policy.
-        backend: the framework's name, where neither the function nor the arguments tell.
+        backend: the framework's name, where neither the function nor the arguments tell and several are loaded.
         **kwargs: its keyword arguments.
 
     Raises:
-        InvalidTypeError: ``fn`` cannot be called, or no adapter knows the arguments.
+        InvalidTypeError: ``fn`` cannot be called and is no graph, or no adapter knows the arguments.
         UnsupportedError: the framework's adapter has no explain.
     """
-    _check_callable(fn, where="explain(fn)")
-    adapter = _adapter(backend, (fn, args, kwargs), where="explain(fn, *args)")
+    _check_rewritable(fn, registry.adapter_of(fn), where="explain(fn)")
+    adapter = _offering("explain", backend, (fn, args, kwargs), where="explain(fn, *args)")
     plan: Plan = registry.verb(adapter, "explain")(fn, args, kwargs, make_policy(policy))
     return plan
 
 
-def _check_callable(fn: object, *, where: str) -> None:
-    if not callable(fn):
+def _check_rewritable(fn: object, adapter: Any, *, where: str) -> None:
+    if not callable(fn) and not hasattr(adapter, "rewrite"):
         raise InvalidTypeError(
             "this cannot be called",
             where=where,
             found=f"{fn!r} ({type(fn).__name__})",
-            allowed="a function or a model",
+            allowed="a function, a model or a framework's graph",
             fix="give the function itself, then its arguments",
         )
+
+
+def _offering(verb: str, backend: str | None, objects: Any, *, where: str) -> Any:
+    """The adapter that was named, else of the objects that has the verb, else the only loaded one that has it."""
+    if backend is not None:
+        return registry.adapter_named(backend)
+    return registry.adapter_offering(verb, objects) or _adapter(None, objects, where=where)
 
 
 # One variable for all objects: a context keeps every variable that was ever set in it.

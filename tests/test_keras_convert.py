@@ -204,6 +204,70 @@ def test_a_plain_optimizer_under_float16_is_reported() -> None:
         polyamp.convert(model, "mixed_float16")
 
 
+def stack(dtype: str | None = None) -> keras.Model:
+    parts = [keras.Input((4,)), layers.Dense(3, name="wide", dtype=dtype), layers.Dense(2, name="head")]
+    return keras.Sequential(parts, name="stack")
+
+
+ONE_LAYER = {"stack/wide": "lower", "*": "full"}  # and so the model itself stays in float32
+
+
+@pytest.mark.parametrize(
+    ("dtype", "policy", "rules"),
+    [
+        (None, "mixed_float16", ONE_LAYER),
+        (None, "mixed_float16", {"stack/wide": "lower", "stack": "keep"}),
+        ("mixed_float16", "mixed_bfloat16", {"wide": "keep"}),
+        ("mixed_float16", "float32", {"wide": "keep"}),
+    ],
+)
+def test_layers_in_float16_of_a_model_that_keras_would_not_wrap_are_reported(
+    dtype: str | None, policy: str, rules: dict[str, str]
+) -> None:
+    model = stack(dtype)
+    with pytest.warns(polyamp.PolyampWarning, match=r"Compile it with polyamp\.wrap_optimizer"):
+        polyamp.convert(model, polyamp.policy(policy, rules=rules))
+    assert compute(model, "wide") == "float16"
+    model.compile("sgd", "mse")
+    assert not isinstance(model.optimizer, keras.optimizers.LossScaleOptimizer)  # as was said
+
+
+def test_a_model_that_stores_float16_is_reported() -> None:
+    keras.config.set_dtype_policy("float16")
+    model = keras.Sequential([keras.Input((4,)), layers.Dense(3), layers.Dense(2)])
+    with pytest.warns(polyamp.PolyampWarning, match="but is float16 itself"):
+        polyamp.convert(model, "float16")
+
+
+@pytest.mark.parametrize("outer", ["functional", "sequential"])
+def test_a_part_of_a_larger_model_is_reported(outer: str) -> None:
+    part, inputs = stack(), keras.Input((4,))
+    if outer == "functional":
+        model = keras.Model(inputs, layers.Dense(1)(part(inputs)))
+    else:
+        model = keras.Sequential([inputs, part, layers.Dense(1)])
+    with pytest.warns(polyamp.PolyampWarning, match="'stack' is part of a larger model"):
+        polyamp.convert(part, "mixed_float16")
+    model.compile("sgd", "mse")
+    assert not isinstance(model.optimizer, keras.optimizers.LossScaleOptimizer)  # as was said
+    polyamp.convert(model, polyamp.policy("mixed_float16", loss_scale=polyamp.LossScale.none()))
+
+
+@pytest.mark.parametrize("rules", [{}, ONE_LAYER])
+@pytest.mark.parametrize("name", ["mixed_float16", "mixed_bfloat16"])
+def test_nothing_is_reported_where_the_optimizer_is_wrapped(rules: dict[str, str], name: str) -> None:
+    model = stack()
+    model.compile(polyamp.wrap_optimizer(keras.optimizers.SGD(), "mixed_float16"), "mse")
+    polyamp.convert(model, polyamp.policy(name, rules=rules))
+
+
+def test_nothing_is_reported_where_keras_would_wrap_or_there_is_nothing_to_scale() -> None:
+    polyamp.convert(stack(), "mixed_float16")
+    polyamp.convert(stack(), polyamp.policy("mixed_bfloat16", rules=ONE_LAYER))
+    polyamp.convert(stack("mixed_float16"), "float32")
+    polyamp.convert(stack(), polyamp.policy("mixed_float16", rules=ONE_LAYER, loss_scale=polyamp.LossScale.none()))
+
+
 def test_a_plain_optimizer_compiled_afterwards_is_wrapped_by_keras() -> None:
     model = polyamp.convert(transformer(), "mixed_float16")
     model.compile("sgd", "mse")

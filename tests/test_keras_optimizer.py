@@ -84,8 +84,62 @@ def test_what_is_no_optimizer_is_refused(thing: object) -> None:
 def test_two_loss_scales_are_refused_and_nothing_is_changed() -> None:
     plain = keras.optimizers.SGD(loss_scale_factor=8.0)
     with pytest.raises(polyamp.InvalidValueError, match="two loss scales"):
-        LossScaledOptimizer(plain)
+        polyamp.wrap_optimizer(plain, "mixed_float16")
     assert plain.loss_scale_factor == 8.0
+
+
+def test_the_class_itself_takes_a_factor_away_as_that_of_keras_does_and_says_so() -> None:
+    plain = keras.optimizers.SGD(1.0, loss_scale_factor=8.0)
+    with pytest.warns(polyamp.PolyampWarning, match="is ignored"):
+        opt = LossScaledOptimizer(plain, 4.0)
+    weight = keras.Variable([0.0])
+    opt.apply([ops.array([4.0])], [weight])
+    assert to_numpy(weight).tolist() == [-1.0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "expected"),
+    [
+        ((), {}, LossScale()),
+        ((400.0,), {}, LossScale(init=400.0)),
+        ((), {"initial_scale": 400}, LossScale(init=400.0)),
+        ((2.0, 2), {}, LossScale(init=2.0, interval=2)),
+        ((), {"dynamic_growth_steps": 7}, LossScale(interval=7)),
+        ((2.0**40,), {}, LossScale(init=2.0**40, max=2.0**40)),
+        ((2.0**-20,), {}, LossScale(init=2.0**-20, min=2.0**-20)),
+        ((LossScale(init=4.0),), {"initial_scale": 4.0, "dynamic_growth_steps": 2000}, LossScale(init=4.0)),
+    ],
+)
+def test_settings_can_be_given_as_to_the_class_of_keras(
+    arguments: tuple[Any, ...], options: dict[str, Any], expected: LossScale
+) -> None:
+    opt = LossScaledOptimizer(keras.optimizers.SGD(), *arguments, **options)
+    assert opt.scaler.settings == expected
+    assert (opt.initial_scale, opt.dynamic_growth_steps) == (expected.init, expected.interval)
+    assert LossScaledOptimizer.from_config(opt.get_config()).scaler.settings == expected
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "match"),
+    [
+        ((LossScale(init=4.0),), {"initial_scale": 8.0}, "initial_scale"),
+        ((4.0,), {"initial_scale": 8.0}, "initial_scale"),
+        ((LossScale(), 100), {}, "dynamic_growth_steps"),
+        ((None, 1.0), {}, "interval"),
+        ((float("nan"),), {}, "init"),
+        ((-1.0,), {}, "init"),
+        (("large",), {}, "init"),
+        ((), {"clipnorm": 1.0}, "on the `inner_optimizer`"),
+        ((), {"foo": 1}, "arguments: `foo`"),
+        ((), {"dynamic": False}, r"LossScale\.fixed"),
+    ],
+)
+def test_settings_that_contradict_or_make_no_sense_are_refused(
+    arguments: tuple[Any, ...], options: dict[str, Any], match: str
+) -> None:
+    plain = keras.optimizers.SGD()
+    with pytest.raises(polyamp.PolyampError, match=match):
+        LossScaledOptimizer(plain, *arguments, **options)
 
 
 def test_clipping_before_accumulation_is_refused() -> None:
@@ -386,7 +440,9 @@ def test_fit_recovers_from_a_scale_that_is_much_too_large() -> None:
 
 def test_settings_go_through_json_and_back() -> None:
     config = LossScale(init=8.0, interval=7, hysteresis=2, min=0.5)
-    opt = LossScaledOptimizer(keras.optimizers.Adam(0.25), config, 3.0, False, name="mine")
+    opt = LossScaledOptimizer(
+        keras.optimizers.Adam(0.25), config, max_grad_norm=3.0, master_weights=False, name="mine"
+    )
     saved = json.loads(json.dumps(keras.saving.serialize_keras_object(opt)))
     again = keras.saving.deserialize_keras_object(saved)
     assert type(again) is LossScaledOptimizer

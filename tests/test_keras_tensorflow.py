@@ -200,7 +200,7 @@ def test_master_weights_over_replicas_are_refused() -> None:
 with strategy.scope():
     polyamp.wrap_optimizer(keras.optimizers.SGD(), "O2").build([keras.Variable([1.0], dtype="float16")])
 """
-    with pytest.raises(AssertionError, match="master weights are not kept over several replicas"):
+    with pytest.raises(AssertionError, match="master weights are not kept over replicas"):
         mirrored(steps)
 
 

@@ -17,6 +17,7 @@ from polyamp.backends.jax.step import Skip
 from polyamp.loss_scale import LossScale
 from polyamp.plan import Plan
 from polyamp.policy import Policy
+from polyamp.refusals import no_options
 from polyamp.registry import missing
 
 if TYPE_CHECKING:
@@ -92,8 +93,12 @@ class JaxAdapter:
         """See `polyamp.backends.jax.autocast`."""
         return autocast(fn, policy)
 
-    def rewrite(self, fn: Callable[..., Any], args: Any, kwargs: Any, policy: Policy) -> Callable[..., Any]:
+    def rewrite(
+        self, fn: Callable[..., Any], args: Any, kwargs: Any, policy: Policy, **options: Any
+    ) -> Callable[..., Any]:
         """See `polyamp.backends.jax.rewrite`."""
+        if options:
+            raise no_options(options, where="rewrite(fn), of a JAX function")
         return rewrite(fn, *args, policy=policy, **kwargs)
 
     def explain(self, fn: Callable[..., Any], args: Any, kwargs: Any, policy: Policy) -> Plan:

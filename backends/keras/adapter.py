@@ -11,6 +11,7 @@ from polyamp.backends.keras.casting import cast
 from polyamp.backends.keras.convert import convert
 from polyamp.backends.keras.operations import OPERATIONS
 from polyamp.backends.keras.optimizer import LossScaledOptimizer
+from polyamp.backends.keras.settings import check_factor
 from polyamp.loss_scale import LossScale
 from polyamp.policy import Policy
 from polyamp.refusals import no_loss_scale
@@ -59,8 +60,13 @@ class KerasAdapter:
         max_grad_norm: float | None,
         master_weights: bool | None = None,
     ) -> LossScaledOptimizer:
-        """See `polyamp.backends.keras.LossScaledOptimizer`."""
-        return LossScaledOptimizer(optimizer, loss_scale, max_grad_norm, master_weights)
+        """See `polyamp.backends.keras.LossScaledOptimizer`.
+
+        Raises:
+            InvalidValueError: also where ``optimizer`` has a ``loss_scale_factor`` of its own.
+        """
+        check_factor(optimizer)
+        return LossScaledOptimizer(optimizer, loss_scale, max_grad_norm=max_grad_norm, master_weights=master_weights)
 
     def scale_loss(self, loss: Any, holder: Any) -> Any:
         """See `LossScaledOptimizer.scale_loss`."""

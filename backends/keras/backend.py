@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import keras
 from keras import ops
+
+from polyamp.markers import FINITE, UPDATE_SCOPE
 
 
 def value_of(variable: Any) -> Any:
@@ -65,7 +68,7 @@ def update_if(finite: Any, update: Callable[[Sequence[Any]], None], grads: Seque
     >>> float(total)
     3.0
     """
-    if is_distributed():
+    if in_strategy():
         from polyamp.backends.keras.replicas import update_replicas_if
 
         update_replicas_if(finite, update, grads)
@@ -93,14 +96,76 @@ def _update_functionally(
         variable.assign(value)
 
 
-def is_distributed() -> bool:
-    """Whether a ``tf.distribute`` strategy of more than one replica runs this code.
+def in_strategy() -> bool:
+    """Whether a ``tf.distribute`` strategy runs this code, in one replica or in several.
 
-    >>> is_distributed()
+    >>> in_strategy()
     False
     """
     if keras.backend.backend() != "tensorflow":
         return False
     import tensorflow as tf
 
-    return bool(tf.distribute.has_strategy() and tf.distribute.get_strategy().num_replicas_in_sync > 1)
+    return bool(tf.distribute.has_strategy())
+
+
+def update_scope() -> AbstractContextManager[Any]:
+    """A context whose operations are named as part of the update, in a TensorFlow graph that is being built.
+
+    >>> with update_scope():
+    ...     float(ops.ones(()))
+    1.0
+    """
+    if not _builds_graph():
+        return nullcontext()
+    import tensorflow as tf
+
+    # With a slash at its end TensorFlow takes a name as it is, without a prefix, and without a number the second time.
+    above = tf.get_current_name_scope()
+    return tf.name_scope(f"{above}/{UPDATE_SCOPE}/" if above else f"{UPDATE_SCOPE}/")  # type: ignore[no-any-return]
+
+
+def decision(finite: Any) -> Any:
+    """``finite``, the scalar bool that says whether a step is applied, under its name in a TensorFlow graph.
+
+    >>> bool(decision(ops.array(True)))
+    True
+    """
+    if not _builds_graph():
+        return finite
+    import tensorflow as tf
+
+    return tf.identity(finite, name=FINITE)
+
+
+def _builds_graph() -> bool:
+    if keras.backend.backend() != "tensorflow":
+        return False
+    import tensorflow as tf
+
+    return not tf.executing_eagerly()
+
+
+def traces_around(tensors: Sequence[Any]) -> list[int]:
+    """Which function is being traced here, and those around it; 0 is none, as in eager code.
+
+    >>> traces_around([ops.ones(2)])
+    [0]
+    """
+    if keras.backend.backend() == "jax":
+        import jax
+
+        # No public name tells one trace from another.
+        traced = (id(tensor._trace) for tensor in tensors if isinstance(tensor, jax.core.Tracer))
+        return [next(traced, 0)]
+    return _graphs_around() if _builds_graph() else [0]
+
+
+def _graphs_around() -> list[int]:
+    import tensorflow as tf
+
+    graph, found = tf.compat.v1.get_default_graph(), []
+    while graph is not None:
+        found.append(id(graph))
+        graph = getattr(graph, "outer_graph", None)  # a function's
+    return found

@@ -35,8 +35,10 @@ def convert(model: Any, policy: Policy) -> Any:
     model down, such as ``encoder/attention/query``. Inside a ``MultiHeadAttention`` without dropout, Keras multiplies
     the values with the float32 softmax in float32; ``rules={"softmax": "lower"}`` runs both in 16 bits.
 
-    Variables keep the format in which the model was built. After a conversion to float16 the optimizer must be wrapped
-    too: `polyamp.wrap_optimizer`. A ``tf.function`` or ``jax.jit`` of your own must be made anew.
+    Variables keep the format in which the model was built. Where layers compute in float16 the optimizer must be
+    wrapped too: `polyamp.wrap_optimizer`. Keras' ``compile`` does it by itself only for a model whose own policy is
+    ``mixed_float16``, so there is a warning where that is not so, and no wrapped optimizer in sight: the rules hold the
+    model itself in float32 or keep it, its variables have 16 bits, or it is part of a larger model. A ``tf.function`` or ``jax.jit`` of your own must be made anew.
 
     >>> import polyamp
     >>> model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(8), keras.layers.LayerNormalization(),
@@ -195,6 +197,7 @@ def _forget_compiled(model: Any) -> None:
 
 def _report(model: Any, parts: list[_Part], policy: Policy) -> None:
     _report_unused(model, parts, policy)
+    _report_unscaled(model, parts, policy)
     if not format_of(policy.compute).is_low:
         return
     leaves = [part for part in parts if not _children(part.layer)]
@@ -206,11 +209,29 @@ def _report(model: Any, parts: list[_Part], policy: Policy) -> None:
             f"{model.name!r} makes its outputs in Python code, so convert cannot tell which layer gives them: they may "
             'come in 16 bits. Name that layer in a rule, rules={"its_name": "full"}, or cast the outputs to float32.'
         )
+
+
+def _report_unscaled(model: Any, parts: list[_Part], policy: Policy) -> None:
+    """Gradients in float16 want a scaled loss, and Keras sees to that by itself in one case alone."""
+    own_choice = policy.compute == "float16" and not policy.loss_scale.check
+    if own_choice or not any(part.layer.compute_dtype == "float16" for part in parts if not _children(part.layer)):
+        return
     optimizer = getattr(model, "optimizer", None)  # there once the model is compiled
-    if policy.loss_scale.check and not isinstance(optimizer, keras.optimizers.LossScaleOptimizer | None):
+    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        return
+    remedy = "gradients in float16 underflow. Compile it with polyamp.wrap_optimizer(optimizer, policy)."
+    if optimizer is not None:
+        kind = type(optimizer).__name__
+        warn_once(f"{model.name!r} is compiled with {kind}, which does not scale the loss: {remedy}")
+    elif model.dtype_policy.name != "mixed_float16":
         warn_once(
-            f"{model.name!r} is compiled with {type(optimizer).__name__}, which does not scale the loss: gradients in "
-            "float16 underflow. Compile it with polyamp.wrap_optimizer(optimizer, policy)."
+            f"{model.name!r} has layers in float16 but is {model.dtype_policy.name} itself, and Keras' compile scales "
+            f"the loss only where that is mixed_float16: {remedy}"
+        )
+    elif model._inbound_nodes:  # nothing public tells that it was called in another one
+        warn_once(
+            f"{model.name!r} is part of a larger model, and Keras' compile scales the loss only where that one is "
+            f"mixed_float16 itself: {remedy.replace('Compile it', 'Compile the larger one')}"
         )
 
 

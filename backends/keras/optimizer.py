@@ -6,14 +6,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import keras
+from keras import ops
 
-from polyamp.backends.keras.backend import is_distributed, platform_of, update_if
+from polyamp.backends.keras.backend import decision, in_strategy, platform_of, update_if, update_scope
 from polyamp.backends.keras.gradients import all_finite, clip_factor, is_sixteen_bit, multiplied
 from polyamp.backends.keras.masters import MasterWeights
 from polyamp.backends.keras.scaler import LossScaler
-from polyamp.errors import InvalidValueError, UnsupportedError, UsageError
+from polyamp.backends.keras.settings import check_masters, check_optimizer, loss_scale_of
+from polyamp.backends.keras.unscaled import UnscaledGradients
+from polyamp.errors import InvalidValueError, UnsupportedError, UsageError, warn_once
 from polyamp.loss_scale import LossScale
-from polyamp.refusals import no_optimizer, wrapped_already
 from polyamp.result import StepResult
 from polyamp.verbs import norm_limit
 
@@ -33,43 +35,66 @@ class LossScaledOptimizer(keras.optimizers.LossScaleOptimizer):
     >>> weight.numpy().round(4), opt.last_step
     (array([0.7, 0.6], dtype=float32), StepResult(applied=True, scale=8.0, skipped_in_a_row=0))
 
+    It takes what Keras' class takes, in the same places, so that it can stand in for it: ``initial_scale``,
+    ``dynamic_growth_steps``, and a number as second argument.
+
     Args:
         inner_optimizer: any `keras.optimizers.Optimizer`. Its own clipping, gradient accumulation and moving averages
-            work on unscaled gradients, and a skipped step is none of its steps.
+            work on unscaled gradients, and a skipped step is none of its steps. A ``loss_scale_factor`` of its own is
+            taken away from it, as Keras does, and that is said.
         loss_scale: None is ``LossScale()``. ``LossScale.none()`` makes this do exactly what ``inner_optimizer`` does.
+            A number is Keras' ``initial_scale``.
+        dynamic_growth_steps: Keras' name for ``LossScale(interval=)``.
+        name: as of any Keras optimizer.
+        initial_scale: Keras' name for ``LossScale(init=)``.
         max_grad_norm: clip unscaled gradients to this global L2 norm (of their sum, where replicas share a step).
         master_weights: train float32 copies of 16-bit variables. None does so where there are such variables; False
             updates them as they are.
-        name: as of any Keras optimizer.
+        **unused: what Keras' constructor takes from old files only, at its default.
 
     Raises:
         InvalidTypeError: no Keras optimizer.
-        InvalidValueError: ``inner_optimizer`` scales the loss itself, or accumulates gradients beside a
-            ``max_grad_norm``; or that is no positive finite number.
+        InvalidValueError: ``loss_scale`` and Keras' names contradict each other; ``inner_optimizer`` accumulates
+            gradients beside a ``max_grad_norm``, or that is no positive finite number; an unknown argument.
         UsageError: it is wrapped already.
     """
 
     def __init__(
         self,
         inner_optimizer: keras.optimizers.Optimizer,
-        loss_scale: LossScale | None = None,
+        loss_scale: LossScale | float | None = None,
+        dynamic_growth_steps: int | None = None,
+        name: str | None = None,
+        *,
+        initial_scale: float | None = None,
         max_grad_norm: float | None = None,
         master_weights: bool | None = None,
-        name: str | None = None,
+        **unused: Any,
     ) -> None:
-        _check_optimizer(inner_optimizer, max_grad_norm)
-        settings = LossScale() if loss_scale is None else loss_scale
-        super().__init__(inner_optimizer, settings.init, settings.interval, name=name)
+        norm = norm_limit(max_grad_norm, where="LossScaledOptimizer(max_grad_norm=)")
+        check_optimizer(inner_optimizer, norm)
+        settings = loss_scale_of(loss_scale, initial_scale, dynamic_growth_steps)
+        factor = inner_optimizer.loss_scale_factor
+        try:  # Keras takes the factor away at the end, and refuses first
+            super().__init__(inner_optimizer, settings.init, settings.interval, name=name, **unused)
+        except ValueError as error:
+            raise _unused(unused, error) from error
+        if factor is not None:
+            warn_once(
+                f"{type(inner_optimizer).__name__}(loss_scale_factor={factor!r}) is ignored: the optimizer that wraps "
+                "it scales the loss. Leave it out; LossScale.fixed(...) is a factor that stays."
+            )
         self.scaler = LossScaler(settings, self.add_variable)
         self.dynamic_scale, self.step_counter, *_ = self.scaler.variables
-        self.max_grad_norm = norm_limit(max_grad_norm, where="LossScaledOptimizer(max_grad_norm=)")
+        self.max_grad_norm = norm
         self.master_weights = master_weights
+        self._unscaled = UnscaledGradients()
 
     def build(self, var_list: Sequence[Any]) -> None:
         """Make the inner optimizer's variables and the master weights; Keras calls this before the first step."""
         wanted = self.master_weights is not False and any(map(is_sixteen_bit, var_list))
         if wanted:
-            _check_masters(self.inner_optimizer)
+            check_masters(self.inner_optimizer)
         self._masters = MasterWeights(var_list if wanted else (), self.add_variable)
         self.inner_optimizer.build(self._masters.trained(var_list))
         super(keras.optimizers.LossScaleOptimizer, self).build(var_list)  # Keras' own would add two scalars of its own
@@ -87,6 +112,40 @@ class LossScaledOptimizer(keras.optimizers.LossScaleOptimizer):
         """
         return self.scaler.scale(loss)
 
+    def get_scaled_loss(self, loss: Any) -> Any:
+        """`scale_loss`, as Keras 2 named it; of a function that gives the loss, a function that gives the scaled one.
+
+        >>> float(LossScaledOptimizer(keras.optimizers.SGD(), 8.0).get_scaled_loss(keras.ops.array(2.0)))
+        16.0
+        """
+        return (lambda: self.scale_loss(loss())) if callable(loss) else self.scale_loss(loss)
+
+    def get_unscaled_gradients(self, grads: Sequence[Any]) -> list[Any]:
+        """Gradients of the loss itself, in float32 or wider, to be clipped or summed and then applied, as in Keras 2.
+
+        `apply` does not divide what comes from here, as it is or changed, a second time; whether it was finite is
+        tested here, and the step is skipped there if not. Both calls belong into one function, or both into eager
+        code. What this was given can be applied too, as if this had not been called. It is not needed: `apply`
+        unscales by itself, and ``max_grad_norm`` clips.
+
+        >>> from keras import ops
+        >>> weight, opt = keras.Variable([1.0]), LossScaledOptimizer(keras.optimizers.SGD(1.0), 8.0)
+        >>> (grad,) = opt.get_unscaled_gradients([ops.array([4.0])])
+        >>> _ = opt.apply_gradients([(ops.minimum(grad, 0.25), weight)])
+        >>> weight.numpy()
+        array([0.75], dtype=float32)
+
+        Args:
+            grads: gradients of the scaled loss, dense or sparse, None where there is none.
+        """
+        grads = list(grads)
+        if not self.scaler.settings.check or all(grad is None for grad in grads):
+            return grads
+        with update_scope():
+            plain, finite = self.scaler.unscale(grads), all_finite(grads)
+        self._unscaled.remember(grads, plain, finite)
+        return plain
+
     def apply_gradients(self, grads_and_vars: Iterable[tuple[Any, Any]]) -> Any:
         """`apply` for pairs; returns the count of steps that were applied, `iterations`."""
         super().apply_gradients(grads_and_vars)
@@ -95,7 +154,8 @@ class LossScaledOptimizer(keras.optimizers.LossScaleOptimizer):
     def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
         """One step with the gradients of the scaled loss: unscale, test, clip, update or skip, move the loss scale.
 
-        Works in a ``tf.function``, in ``jax.jit`` through ``stateless_apply``, and outside of them.
+        Works in a ``tf.function``, in ``jax.jit`` through ``stateless_apply``, and outside of them. Gradients that come
+        from `get_unscaled_gradients` are not unscaled again.
 
         Args:
             grads: gradients, dense or sparse, None where there is none.
@@ -103,17 +163,13 @@ class LossScaledOptimizer(keras.optimizers.LossScaleOptimizer):
 
         Raises:
             LossScaleError: outside of traced functions, with values on the CPU; see `last_step` for elsewhere.
-            UsageError: the optimizer is not built, and there are no variables to build it on.
+            UsageError: the optimizer is not built, and there are no variables to build it on; or
+                `get_unscaled_gradients` was called in another function.
         """
         grads, variables = list(grads), self._build_on(trainable_variables)
-        prepared = self._prepared(grads, variables)
-        if not self.scaler.settings.check or all(grad is None for grad in grads):
-            self._update(prepared, variables)
-            return
-        finite = self._all_finite(grads)
-        touched = [*self._trainable_variables, *self._masters.variables, *self.inner_optimizer.variables]
-        update_if(finite, lambda chosen: self._update(chosen, variables), prepared, touched)
-        self.scaler.advance(finite)
+        was_finite = self._unscaled.claim(grads)
+        with update_scope():  # where no variable is made any more, whose name would tell the scope
+            self._step(grads, variables, was_finite)
 
     def stateless_apply(
         self, optimizer_variables: list[Any], grads: Sequence[Any], trainable_variables: list[Any]
@@ -158,23 +214,24 @@ class LossScaledOptimizer(keras.optimizers.LossScaleOptimizer):
         return StepResult(self.scaler.state if traced else self.scaler.report())
 
     def get_config(self) -> dict[str, Any]:
-        """The arguments as JSON values, for `from_config` and ``.keras`` files."""
-        return {
-            "name": self.name,
-            "inner_optimizer": keras.saving.serialize_keras_object(self.inner_optimizer),
-            "loss_scale": self.scaler.settings.to_dict(),
-            "max_grad_norm": self.max_grad_norm,
-            "master_weights": self.master_weights,
-        }
+        """The arguments as JSON values, for `from_config` and ``.keras`` files: those of Keras' class, and what differs."""
+        config = super().get_config()
+        settings = self.scaler.settings
+        if settings != loss_scale_of(None, self.initial_scale, self.dynamic_growth_steps).in_float32():
+            config["loss_scale"] = settings.to_dict()
+        own = {"max_grad_norm": self.max_grad_norm, "master_weights": self.master_weights}
+        return config | {key: value for key, value in own.items() if value is not None}
 
     @classmethod
     def from_config(
         cls, config: Mapping[str, Any], custom_objects: Mapping[str, Any] | None = None
     ) -> LossScaledOptimizer:
-        """The inverse of `get_config`."""
-        inner = keras.saving.deserialize_keras_object(config["inner_optimizer"], custom_objects=custom_objects)
-        settings = LossScale.from_dict(config["loss_scale"])
-        return cls(**{**config, "inner_optimizer": inner, "loss_scale": settings})
+        """The inverse of `get_config`; takes that of Keras' class too."""
+        arguments = dict(config)
+        inner = arguments.pop("inner_optimizer")
+        if "loss_scale" in arguments:
+            arguments["loss_scale"] = LossScale.from_dict(arguments["loss_scale"])
+        return cls(keras.saving.deserialize_keras_object(inner, custom_objects=custom_objects), **arguments)
 
     def _build_on(self, trainable_variables: Sequence[Any] | None) -> list[Any]:
         if not self.built:
@@ -188,25 +245,39 @@ class LossScaledOptimizer(keras.optimizers.LossScaleOptimizer):
                 self.build(list(trainable_variables))
         return list(self._trainable_variables if trainable_variables is None else trainable_variables)
 
-    def _prepared(self, grads: list[Any], variables: list[Any]) -> list[Any]:
+    def _step(self, grads: list[Any], variables: list[Any], was_finite: Any) -> None:
+        prepared = self._prepared(grads, variables, is_unscaled=was_finite is not None)
+        if not self.scaler.settings.check or all(grad is None for grad in grads):
+            self._update(prepared, variables)
+            return
+        finite = self._all_finite(grads, was_finite)
+        touched = [*self._trainable_variables, *self._masters.variables, *self.inner_optimizer.variables]
+        update_if(finite, lambda chosen: self._update(chosen, variables), prepared, touched)
+        self.scaler.advance(finite)
+
+    def _prepared(self, grads: list[Any], variables: list[Any], is_unscaled: bool) -> list[Any]:
         """Unscaled and clipped, all but what Keras' float8 layers pass as gradients of their own scales."""
         own = [getattr(variable, "overwrite_with_gradient", False) for variable in variables]
+        if is_unscaled and any(own):
+            raise _no_gradients()
         scaled = [None if is_own else grad for grad, is_own in zip(grads, own, strict=True)]
-        plain = self.scaler.unscale(scaled)
+        plain = scaled if is_unscaled else self.scaler.unscale(scaled)
         if self.max_grad_norm is not None:
             plain = multiplied(plain, clip_factor(self._summed(plain), self.max_grad_norm))
         return [grad if is_own else new for grad, new, is_own in zip(grads, plain, own, strict=True)]
 
-    def _all_finite(self, grads: list[Any]) -> Any:
+    def _all_finite(self, grads: list[Any], was_finite: Any) -> Any:
         finite = all_finite(grads)
-        if not is_distributed():
-            return finite
-        from polyamp.backends.keras.replicas import all_replicas
+        if was_finite is not None:
+            finite = ops.logical_and(finite, was_finite)
+        if in_strategy():
+            from polyamp.backends.keras.replicas import all_replicas
 
-        return all_replicas(finite)
+            finite = all_replicas(finite)
+        return decision(finite)
 
     def _summed(self, grads: list[Any]) -> list[Any]:
-        if not is_distributed():
+        if not in_strategy():
             return grads
         from polyamp.backends.keras.replicas import summed
 
@@ -224,42 +295,20 @@ class LossScaledOptimizer(keras.optimizers.LossScaleOptimizer):
         return self._masters.trained(variables, [self._get_variable_index(variable) for variable in variables])
 
 
-def _check_optimizer(inner: Any, max_grad_norm: float | None) -> None:
-    where, kind = "wrap_optimizer(optimizer)", type(inner)
-    if isinstance(inner, keras.optimizers.LossScaleOptimizer):
-        raise wrapped_already(kind.__qualname__)
-    if not isinstance(inner, keras.optimizers.Optimizer):
-        raise no_optimizer(inner, allowed="an instance of keras.optimizers.Optimizer")
-    if inner.loss_scale_factor is not None:
-        raise InvalidValueError(
-            "two loss scales",
-            where=where,
-            found=f"{kind.__qualname__}(loss_scale_factor={inner.loss_scale_factor!r})",
-            allowed="loss_scale_factor=None",
-            fix="leave it out, and give wrap_optimizer(loss_scale=LossScale.fixed(...))",
-        )
-    if max_grad_norm is not None and inner.gradient_accumulation_steps:
-        raise InvalidValueError(
-            "gradients would be clipped before they are accumulated",
-            where="wrap_optimizer(max_grad_norm=)",
-            found=f"{kind.__qualname__}(gradient_accumulation_steps={inner.gradient_accumulation_steps})",
-            allowed="max_grad_norm=None with gradient accumulation",
-            fix=f"let the optimizer clip what it accumulated: {kind.__qualname__}(global_clipnorm={max_grad_norm})",
-        )
+def _unused(found: Mapping[str, Any], error: ValueError) -> InvalidValueError:
+    return InvalidValueError(
+        str(error),
+        where="LossScaledOptimizer(...)",
+        found=", ".join(f"{key}={value!r}" for key, value in found.items()),
+        fix="give it to the optimizer that is wrapped; a loss scale that does not move is LossScale.fixed(...)",
+    )
 
 
-def _check_masters(inner: Any) -> None:
-    if inner.built:
-        raise UsageError(
-            "the optimizer was built on 16-bit variables already",
-            where=f"wrap_optimizer({type(inner).__name__})",
-            fix="wrap it before its first step, so that it trains float32 master weights",
-        )
-    if is_distributed():
-        raise UnsupportedError(
-            "master weights are not kept over several replicas",
-            where="a tf.distribute strategy",
-            found="variables of 16 bits",
-            allowed="float32 variables",
-            fix='build the model under "mixed_float16" or "mixed_bfloat16", which store float32',
-        )
+def _no_gradients() -> UnsupportedError:
+    return UnsupportedError(
+        "variables of float8 layers take values in the place of gradients, which are not to be unscaled",
+        where="get_unscaled_gradients(grads)",
+        found="variables with overwrite_with_gradient",
+        allowed="the gradients of the scaled loss, for apply_gradients",
+        fix="leave get_unscaled_gradients out: apply_gradients unscales by itself, and max_grad_norm clips",
+    )

@@ -42,7 +42,8 @@ class LossScaler:
             # programs that XLA compiled for a GPU cannot reach them.
             dtype = "float32" if isinstance(value, float) else "int"
             initializer = keras.initializers.Constant(value)
-            return add_variable((), initializer, dtype, aggregation="only_first_replica", name=name)
+            # Replicas need no aggregation, which would merge them: they all compute the same.
+            return add_variable((), initializer, dtype, aggregation="none", name=name)
 
         self.variables = LossScaleState(*map(add, _NAMES, self.settings.initial_state()))
 

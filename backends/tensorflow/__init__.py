@@ -16,6 +16,16 @@ except ModuleNotFoundError as error:
 from polyamp.backends.tensorflow.adapter import adapter
 from polyamp.backends.tensorflow.casting import cast
 from polyamp.backends.tensorflow.optimizer import LossScaledOptimizer
+from polyamp.backends.tensorflow.rewrite import Rewritten, explain, rewrite, rewritten_graph
 from polyamp.backends.tensorflow.scaler import LossScaler
 
-__all__ = ["LossScaledOptimizer", "LossScaler", "adapter", "cast"]
+__all__ = [
+    "LossScaledOptimizer",
+    "LossScaler",
+    "Rewritten",
+    "adapter",
+    "cast",
+    "explain",
+    "rewrite",
+    "rewritten_graph",
+]

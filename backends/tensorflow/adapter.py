@@ -10,8 +10,10 @@ import tensorflow as tf
 from polyamp.backends.tensorflow.casting import cast
 from polyamp.backends.tensorflow.operations import OPERATIONS
 from polyamp.backends.tensorflow.optimizer import LossScaledOptimizer
+from polyamp.backends.tensorflow.rewrite import explain, rewrite, rewritten_graph
 from polyamp.backends.tensorflow.scaler import LossScaler
 from polyamp.loss_scale import LossScale
+from polyamp.plan import Plan
 from polyamp.policy import Policy
 from polyamp.refusals import no_loss_scale
 
@@ -25,7 +27,8 @@ class TensorFlowAdapter:
 
     def owns(self, obj: object) -> bool:
         """Whether ``obj`` is a tensor, variable, module or optimizer."""
-        return isinstance(obj, tf.Tensor | tf.Variable | tf.Module | tf.compat.v1.train.Optimizer)
+        kinds = tf.Tensor | tf.Variable | tf.Module | tf.compat.v1.train.Optimizer | tf.compat.v1.GraphDef
+        return isinstance(obj, kinds)
 
     def describe(self) -> dict[str, Any]:
         """Version, devices with the formats that are fast there, and notes.
@@ -54,6 +57,16 @@ class TensorFlowAdapter:
     ) -> LossScaledOptimizer:
         """See `polyamp.backends.tensorflow.LossScaledOptimizer`."""
         return LossScaledOptimizer(optimizer, loss_scale, max_grad_norm, master_weights=master_weights)
+
+    def rewrite(self, fn: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], policy: Policy, **options: Any) -> Any:
+        """See `polyamp.backends.tensorflow.rewrite`, and for a ``GraphDef`` `rewritten_graph`."""
+        if not callable(fn):
+            return rewritten_graph(fn, policy, **options)
+        return rewrite(fn, *args, policy=policy, **options, **kwargs)
+
+    def explain(self, fn: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], policy: Policy) -> Plan:
+        """See `polyamp.backends.tensorflow.explain`."""
+        return explain(fn, *args, policy=policy, **kwargs)
 
     def scale_loss(self, loss: Any, holder: Any) -> tf.Tensor:
         """See `LossScaler.scale`."""

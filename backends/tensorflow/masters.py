@@ -12,7 +12,6 @@ from typing import Any
 import tensorflow as tf
 
 from polyamp.backends.tensorflow.gradients import SIXTEEN_BIT
-from polyamp.backends.tensorflow.replicas import is_distributed
 from polyamp.errors import UnsupportedError
 
 
@@ -49,9 +48,9 @@ class MasterWeights(tf.Module):
         return [one.assign(tf.cast(master, one.dtype), read_value=False) for one, master in pairs]
 
     def _master(self, variable: tf.Variable) -> tf.Variable:
-        if is_distributed():
+        if tf.distribute.has_strategy():
             raise UnsupportedError(
-                "master weights are not kept over several replicas",
+                "master weights are not kept over replicas",
                 where="a tf.distribute strategy",
                 found=f"{variable.name} of {variable.dtype.name}",
                 allowed="float32 variables",

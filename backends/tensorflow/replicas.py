@@ -12,14 +12,7 @@ from typing import Any
 
 import tensorflow as tf
 
-
-def is_distributed() -> bool:
-    """Whether several replicas run this code.
-
-    >>> is_distributed()
-    False
-    """
-    return tf.distribute.has_strategy() and tf.distribute.get_strategy().num_replicas_in_sync > 1
+from polyamp.errors import UsageError
 
 
 def all_replicas(finite: tf.Tensor) -> tf.Tensor:
@@ -27,8 +20,11 @@ def all_replicas(finite: tf.Tensor) -> tf.Tensor:
 
     >>> bool(all_replicas(tf.constant(True)))
     True
+
+    Raises:
+        UsageError: in the scope of a strategy, but in none of its replicas.
     """
-    if not is_distributed():
+    if not tf.distribute.has_strategy():
         return finite
     bad = tf.cast(tf.logical_not(finite), tf.float32)
     return tf.equal(_sum(bad), 0.0)
@@ -37,7 +33,7 @@ def all_replicas(finite: tf.Tensor) -> tf.Tensor:
 def summed(grads: Sequence[Any]) -> list[Any]:
     """The gradients that are there, each summed over the replicas."""
     present = [grad for grad in grads if grad is not None]
-    return list(_sum(present)) if is_distributed() else present
+    return list(_sum(present)) if tf.distribute.has_strategy() else present
 
 
 def update_if(finite: tf.Tensor, update: Callable[[Sequence[Any]], Any], grads: Sequence[Any]) -> tf.Tensor:
@@ -46,18 +42,18 @@ def update_if(finite: tf.Tensor, update: Callable[[Sequence[Any]], Any], grads: 
     Returns:
         ``finite``, available once the update has run.
     """
-    # An optimizer's update merges replicas, which TensorFlow forbids inside a conditional of a replica, so there the
-    # conditional is put around the replicas. Strategies that do not merge have no such rule. Keras asks the same way.
-    if not is_distributed() or tf.__internal__.distribute.strategy_supports_no_merge_call():
+    if not tf.distribute.has_strategy():
         return _run_if(finite, lambda: update(grads))
 
+    # An optimizer's update merges replicas, be there one or many, which TensorFlow forbids inside a conditional of a
+    # replica. So the conditional is put around the replicas.
     def across(strategy: tf.distribute.Strategy, decided: Any, per_replica: Any) -> tf.Tensor:
         def run() -> Any:
             return strategy.group(strategy.extended.call_for_each_replica(update, args=(per_replica,)))
 
         return _run_if(strategy.experimental_local_results(decided)[0], run)
 
-    return tf.distribute.get_replica_context().merge_call(across, args=(finite, list(grads)))
+    return _replica_context().merge_call(across, args=(finite, list(grads)))
 
 
 def _run_if(finite: tf.Tensor, run: Callable[[], Any]) -> tf.Tensor:
@@ -81,4 +77,16 @@ def after(operations: Sequence[Any]) -> AbstractContextManager[Any]:
 
 
 def _sum(value: Any) -> Any:
-    return tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.SUM, value)
+    return _replica_context().all_reduce(tf.distribute.ReduceOp.SUM, value)
+
+
+def _replica_context() -> tf.distribute.ReplicaContext:
+    context = tf.distribute.get_replica_context()
+    if context is None:
+        raise UsageError(
+            "a step outside of the strategy's replicas",
+            where=f"the scope of a {type(tf.distribute.get_strategy()).__name__}",
+            allowed="a function that every replica runs",
+            fix="put the gradients and the step into one function, and call strategy.run(function)",
+        )
+    return context

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from polyamp.backends.tensorflow.gradients import SIXTEEN_BIT, all_finite, as_dtype, clip_factor, multiplied, unscaled
+from polyamp.backends.tensorflow.marks import apply_gradients, decision, outside_update_scope, update_scope
 from polyamp.backends.tensorflow.masters import MasterWeights
 from polyamp.backends.tensorflow.replicas import after, all_replicas, summed, update_if
 from polyamp.errors import InvalidTypeError, UsageError
@@ -98,8 +99,9 @@ class LossScaler(tf.Module):
         """
         if not self.settings.check:
             return list(grads), tf.constant(True)
-        scale = tf.convert_to_tensor(self.scalars[0])
-        return unscaled(grads, scale, self.settings.max), all_replicas(all_finite(grads))
+        with update_scope():
+            scale = tf.convert_to_tensor(self.scalars[0])
+            return unscaled(grads, scale, self.settings.max), decision(all_replicas(all_finite(grads)))
 
     def step(self, optimizer: Any, grads_and_vars: Iterable[tuple[Any, Any]], **options: Any) -> StepResult:
         """Update by the gradients of the scaled loss, or skip, and move the loss scale.
@@ -121,19 +123,12 @@ class LossScaler(tf.Module):
         _check_optimizer(optimizer)
         pairs = list(grads_and_vars)
         variables = [variable for _, variable in pairs]
-        plain, finite = self.unscale([grad for grad, _ in pairs])
-        if self.max_grad_norm is not None:
-            plain = multiplied(plain, clip_factor(summed(plain), self.max_grad_norm))
 
         def update(chosen: Sequence[Any]) -> Any:
             return self._update(optimizer, chosen, variables, options)
 
-        if not self.settings.check:
-            return self._result(self.state, [update(plain)])
-        state = advance(self.settings, self.state, finite, _where)
-        applied = update_if(finite, update, plain)
-        with after([applied]):  # and so after the scale was read to unscale with
-            return self._result(state, self._assign(state))
+        with update_scope():
+            return self._step(update, [grad for grad, _ in pairs])
 
     @property
     def state(self) -> LossScaleState:
@@ -169,11 +164,23 @@ class LossScaler(tf.Module):
         """
         self._assign(self.settings.from_state_dict(saved))
 
+    def _step(self, update: Callable[[Sequence[Any]], Any], grads: Sequence[Any]) -> StepResult:
+        plain, finite = self.unscale(grads)
+        if self.max_grad_norm is not None:
+            plain = multiplied(plain, clip_factor(summed(plain), self.max_grad_norm))
+        if not self.settings.check:
+            return self._result(self.state, [update(plain)])
+        state = advance(self.settings, self.state, finite, _where)
+        applied = update_if(finite, update, plain)
+        with after([applied]):  # and so after the scale was read to unscale with
+            return self._result(state, self._assign(state))
+
     def _update(self, optimizer: Any, grads: Sequence[Any], variables: list[Any], options: dict[str, Any]) -> Any:
-        trained = self._masters.trained(variables) if self._masters else variables
+        with outside_update_scope():
+            trained = self._masters.trained(variables) if self._masters else variables
         with after(MasterWeights.follow(variables, trained)):
             pairs = [(as_dtype(grad, one.dtype), one) for grad, one in zip(grads, trained, strict=True)]
-            done = optimizer.apply_gradients(pairs, **options)
+            done = apply_gradients(optimizer, pairs, options)
         with after([done]):
             return tf.group(*MasterWeights.round_into(variables, trained))
 
@@ -195,10 +202,9 @@ class LossScaler(tf.Module):
 
 def _new_scalar(name: str, value: float) -> tf.Variable:
     # Counters have 64 bits: TensorFlow keeps 32-bit integers in host memory, where programs that XLA compiled for a GPU
-    # cannot reach them.
+    # cannot reach them. Replicas need no aggregation, which would merge them: they all compute the same.
     dtype = tf.float32 if isinstance(value, float) else tf.int64
-    first = tf.VariableAggregation.ONLY_FIRST_REPLICA
-    return tf.Variable(value, trainable=False, dtype=dtype, name=name, aggregation=first)
+    return tf.Variable(value, trainable=False, dtype=dtype, name=name, aggregation=tf.VariableAggregation.NONE)
 
 
 def _where(condition: Any, if_true: Any, if_false: Any) -> tf.Tensor:

@@ -1,0 +1,122 @@
+"""What a wrapped Keras optimizer is made with: polyamp's settings, or those of Keras' own class; and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+
+from polyamp.backends.keras.backend import in_strategy
+from polyamp.errors import InvalidValueError, UnsupportedError, UsageError
+from polyamp.loss_scale import LossScale
+from polyamp.refusals import no_optimizer, wrapped_already
+
+
+def loss_scale_of(given: LossScale | float | None, initial_scale: float | None, growth_steps: int | None) -> LossScale:
+    """The settings, where each can be said in polyamp's way or in that of `keras.optimizers.LossScaleOptimizer`.
+
+    >>> loss_scale_of(8.0, None, 100)
+    LossScale(init=8.0, interval=100)
+
+    Args:
+        given: settings, or a number, which is the initial scale: Keras has it in that place.
+        initial_scale: the first scale; the limits are widened to hold it.
+        growth_steps: finite steps between growths.
+
+    Raises:
+        InvalidTypeError: a scale that is no number, or steps that are no integer.
+        InvalidValueError: a setting that is said twice, differently; or one outside its range.
+    """
+    if given is not None and not isinstance(given, LossScale):
+        if initial_scale not in (None, given):
+            raise _contradiction("initial_scale", initial_scale, given)
+        given, initial_scale = None, given
+    if given is None:
+        return _from_keras(initial_scale, growth_steps)
+    if initial_scale not in (None, given.init):
+        raise _contradiction("initial_scale", initial_scale, given)
+    if growth_steps not in (None, given.interval):
+        raise _contradiction("dynamic_growth_steps", growth_steps, given)
+    return given
+
+
+def _from_keras(initial_scale: float | None, growth_steps: int | None) -> LossScale:
+    default = LossScale()
+    interval = default.interval if growth_steps is None else growth_steps
+    if isinstance(initial_scale, int | float) and 0 < initial_scale < float("inf"):
+        limits = {"min": min(default.min, initial_scale), "max": max(default.max, initial_scale)}
+        return LossScale(init=initial_scale, interval=interval, **limits)
+    return LossScale(init=default.init if initial_scale is None else initial_scale, interval=interval)
+
+
+def _contradiction(name: str, found: object, loss_scale: object) -> InvalidValueError:
+    return InvalidValueError(
+        "two loss scales",
+        where=f"LossScaledOptimizer(loss_scale=, {name}=)",
+        found=f"{name}={found!r} beside {loss_scale!r}",
+        allowed="one of the two, or the same in both",
+        fix=f"leave {name} out: LossScale(init=, interval=) says it",
+    )
+
+
+def check_optimizer(inner: Any, max_grad_norm: float | None) -> None:
+    """Is this an optimizer to wrap?
+
+    Raises:
+        InvalidTypeError: no Keras optimizer.
+        InvalidValueError: it accumulates gradients, beside a ``max_grad_norm``.
+        UsageError: it is wrapped already.
+    """
+    kind = type(inner)
+    if isinstance(inner, keras.optimizers.LossScaleOptimizer):
+        raise wrapped_already(kind.__qualname__)
+    if not isinstance(inner, keras.optimizers.Optimizer):
+        raise no_optimizer(inner, allowed="an instance of keras.optimizers.Optimizer")
+    if max_grad_norm is not None and inner.gradient_accumulation_steps:
+        raise InvalidValueError(
+            "gradients would be clipped before they are accumulated",
+            where="wrap_optimizer(max_grad_norm=)",
+            found=f"{kind.__qualname__}(gradient_accumulation_steps={inner.gradient_accumulation_steps})",
+            allowed="max_grad_norm=None with gradient accumulation",
+            fix=f"let the optimizer clip what it accumulated: {kind.__qualname__}(global_clipnorm={max_grad_norm})",
+        )
+
+
+def check_factor(inner: Any) -> None:
+    """Does the optimizer scale the loss by itself?
+
+    Raises:
+        InvalidValueError: by its ``loss_scale_factor``.
+    """
+    factor = getattr(inner, "loss_scale_factor", None)
+    if factor is not None:
+        raise InvalidValueError(
+            "two loss scales",
+            where="wrap_optimizer(optimizer)",
+            found=f"{type(inner).__qualname__}(loss_scale_factor={factor!r})",
+            allowed="loss_scale_factor=None",
+            fix="leave it out, and give wrap_optimizer(loss_scale=LossScale.fixed(...))",
+        )
+
+
+def check_masters(inner: Any) -> None:
+    """Can float32 masters be trained in the place of 16-bit variables?
+
+    Raises:
+        UnsupportedError: under a ``tf.distribute`` strategy.
+        UsageError: the optimizer was built on the 16-bit variables.
+    """
+    if inner.built:
+        raise UsageError(
+            "the optimizer was built on 16-bit variables already",
+            where=f"wrap_optimizer({type(inner).__name__})",
+            fix="wrap it before its first step, so that it trains float32 master weights",
+        )
+    if in_strategy():
+        raise UnsupportedError(
+            "master weights are not kept over replicas",
+            where="a tf.distribute strategy",
+            found="variables of 16 bits",
+            allowed="float32 variables",
+            fix='build the model under "mixed_float16" or "mixed_bfloat16", which store float32',
+        )

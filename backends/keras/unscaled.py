@@ -1,0 +1,104 @@
+"""Tells gradients that ``get_unscaled_gradients`` gave from scaled ones, so that none is divided twice.
+
+The method's output may be clipped or summed before it is applied, and then is other tensors. So three things are
+remembered of a call: the tensors that it was given, those that it gave, and where: in eager code, or in which trace.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from threading import get_ident
+from typing import Any, NamedTuple
+
+from polyamp.backends.keras.backend import traces_around
+from polyamp.errors import UsageError
+
+_KEPT = 16  # calls whose gradients were never applied
+
+
+class _Call(NamedTuple):
+    """One call: its thread (replicas of a strategy have one each), its trace, weak references, and what it tested."""
+
+    thread: int
+    trace: int
+    given: list[weakref.ref[Any]]
+    gave: list[weakref.ref[Any]]
+    finite: Any
+
+
+class UnscaledGradients:
+    """The calls whose gradients were not applied yet.
+
+    >>> from keras import ops
+    >>> calls, scaled, plain = UnscaledGradients(), [ops.array(8.0)], [ops.array(1.0)]
+    >>> calls.remember(scaled, plain, True)
+    >>> calls.claim([ops.clip(plain[0], 0.0, 0.5)]), calls.claim([ops.array(8.0)])
+    (True, None)
+    """
+
+    def __init__(self) -> None:
+        self._calls: list[_Call] = []
+
+    def remember(self, given: Sequence[Any], gave: Sequence[Any], finite: Any) -> None:
+        """A call with its arguments, its results, and whether the arguments were finite; scalar bool."""
+        self._calls.append(_Call(get_ident(), traces_around(gave)[0], _weak(given), _weak(gave), finite))
+        del self._calls[:-_KEPT]
+
+    def claim(self, grads: Sequence[Any]) -> Any:
+        """Whether the scaled gradients that these come from were finite; None where these are scaled themselves.
+
+        Raises:
+            UsageError: some of them are scaled and some are not; or the only call was in another trace.
+        """
+        for call in reversed(self._calls):
+            is_scaled, is_plain = _shares(call.given, grads), _shares(call.gave, grads)
+            if is_scaled and is_plain:
+                raise _mixed()
+            if is_scaled or is_plain:
+                self._calls.remove(call)
+                return call.finite if is_plain else None
+        return self._claim_by_place(grads)
+
+    def _claim_by_place(self, grads: Sequence[Any]) -> Any:
+        """Of tensors that no call knows: in a place where one was not claimed yet, they come from it."""
+        calls = [call for call in self._calls if call.thread == get_ident()]
+        if not calls:
+            return None
+        around = traces_around(grads)
+        here = [call for call in calls if call.trace in around]
+        if not here:
+            self._calls.clear()
+            raise _elsewhere()
+        self._calls.remove(here[-1])
+        return here[-1].finite
+
+
+def _weak(grads: Sequence[Any]) -> list[weakref.ref[Any]]:
+    return [weakref.ref(grad) for grad in grads if grad is not None]
+
+
+def _shares(references: Sequence[weakref.ref[Any]], grads: Sequence[Any]) -> bool:
+    known = {id(alive) for reference in references if (alive := reference()) is not None}
+    return any(id(grad) in known for grad in grads)
+
+
+def _mixed() -> UsageError:
+    return UsageError(
+        "some of the gradients are scaled, and some are not",
+        where="apply(grads)",
+        found="gradients that get_unscaled_gradients was given beside others that it gave",
+        allowed="one kind",
+        fix="give all that it gave, or only what it was given",
+    )
+
+
+def _elsewhere() -> UsageError:
+    return UsageError(
+        "get_unscaled_gradients was called elsewhere, and its gradients were not applied there",
+        where="apply(grads)",
+        found="gradients of another function, or of eager code beside a compiled function",
+        allowed="unscaling and applying in one function, neither of them inside of a loop",
+        fix="call both there, or neither: apply divides by itself. To look at gradients, take "
+        "optimizer.scaler.unscale(grads). That call is forgotten now",
+    )

@@ -1,0 +1,230 @@
+"""One forward pass over a graph: the flow rule decides every node, and this carries the states from node to node."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import tensorflow as tf
+
+from polyamp.backends.tensorflow.graph import FLOAT32, Graph, Node, closes_loop
+from polyamp.backends.tensorflow.kernels import device_of, lowerable
+from polyamp.backends.tensorflow.operations import OPERATIONS
+from polyamp.backends.tensorflow.region import update_region
+from polyamp.flow import AS_WRITTEN, Flow, Value, constant, flow
+from polyamp.policy import Policy
+from polyamp.rules import TABLE, Decision, decide
+
+WEAK = Value()
+
+
+class Known(NamedTuple):
+    """What is known of one value of the rewritten graph: the type it has there, and what the flow rule knows of it."""
+
+    dtype: int
+    value: Value = WEAK
+
+
+class Decided(NamedTuple):
+    """One node, decided.
+
+    Attributes:
+        node: as it was written.
+        operation: its canonical name, or TensorFlow's where there is none.
+        decision: its class, and who gave it.
+        outcome: the format it runs in, and why.
+        takes: the type in which each input is wanted.
+        gives: what is known of each output.
+        changes: attributes of the node that become others.
+        inside: the bodies of the functions that it calls, decided for this call.
+    """
+
+    node: Node
+    operation: str
+    decision: Decision
+    outcome: Flow
+    takes: list[int]
+    gives: list[Known]
+    changes: Mapping[str, Any]
+    inside: tuple[Any, ...] = ()
+
+
+class Rules:
+    """A policy with what was found out under it; shared by all functions of one program.
+
+    Attributes:
+        low: the number of TensorFlow's ``DataType`` for the compute format.
+        seen: pairs of operation and path that rules were asked about.
+    """
+
+    def __init__(self, policy: Policy) -> None:
+        self.policy = policy
+        self.compute = policy.compute
+        self.low: int = tf.as_dtype(policy.compute).as_datatype_enum
+        self.seen: dict[tuple[str, str], Decision] = {}
+        self._flows: dict[Any, Flow] = {}
+
+    def decide(self, operation: str, path: str) -> Decision:
+        """The class of an operation at a path."""
+        key = (operation, path if self.policy.rules else "")
+        if key not in self.seen:
+            self.seen[key] = decide(self.policy.rules, *key)
+        return self.seen[key]
+
+    def flow(self, operation: str, decision: Decision, values: tuple[Value, ...]) -> Flow:
+        """`polyamp.flow.flow`, which many nodes of a graph call with the same arguments."""
+        key = (operation, decision, values)
+        if key not in self._flows:
+            self._flows[key] = flow(operation, decision, values, self.compute)
+        return self._flows[key]
+
+
+class Pass:
+    """The decisions for one graph, or one function's body for what it is called with.
+
+    Attributes:
+        graph: what was decided.
+        rules: the policy.
+        path: the scope that the graph stands in.
+        nodes: a `Decided` for each node, in order.
+        known: what is known of each value, by its name.
+    """
+
+    def __init__(
+        self, graph: Graph, rules: Rules, functions: Any, arguments: Sequence[Known] = (), path: str = ""
+    ) -> None:
+        self.graph, self.rules, self.functions, self.path = graph, rules, functions, path
+        names = (name for name, _ in graph.arguments)
+        self.known: dict[str, Known] = dict(zip(names, arguments, strict=True))
+        self._region = update_region(graph)
+        self.nodes: list[Decided] = []
+        for node in graph.nodes:
+            decided = self._node(node)
+            self.nodes.append(decided)
+            self.known.update(zip(node.outputs, decided.gives, strict=True))
+
+    def values_of(self, node: Node) -> list[Known]:
+        """What is known of a node's inputs; of the edge that closes a loop, that it is float32 by need."""
+        return [self.known.get(value, _CARRIED) for value in node.inputs]
+
+    def as_written(self, node: Node, reason: str, value: Value = WEAK, decision: Decision | None = None) -> Decided:
+        """A node that keeps the types it has."""
+        operation = OPERATIONS.get(node.op, node.op)
+        return self.decided(node, operation, decision or Decision("keep", reason), Flow(AS_WRITTEN, value, reason))
+
+    def decided(
+        self, node: Node, operation: str, decision: Decision, outcome: Flow, low: Sequence[str] = ()
+    ) -> Decided:
+        """A node of which the type attributes ``low`` become the compute format's."""
+        dtype = self.rules.low
+        takes = [dtype if port.attribute in low and port.dtype == FLOAT32 else port.dtype for port in node.takes]
+        own = Value("strong", operation) if low else outcome.output  # such as a normalisation's statistics
+        gives = [
+            Known(dtype, outcome.output) if port.attribute in low and port.dtype == FLOAT32 else _declared(port, own)
+            for port in node.gives
+        ]
+        changes = {name: tf.compat.v1.AttrValue(type=dtype) for name in low}
+        return Decided(node, operation, decision, outcome, takes, gives, changes)
+
+    def _node(self, node: Node) -> Decided:
+        special = _SPECIAL.get(node.op) or self.functions.handler(node.op)
+        if node.name in self._region:
+            return self.as_written(node, "updates variables", Value("strong", "the update"))
+        if special is not None:
+            return special(self, node)
+        return self._operation(node)
+
+    def _operation(self, node: Node) -> Decided:
+        inputs = self._floating(node)
+        operation = OPERATIONS.get(node.op, node.op)
+        path = "/".join(filter(None, (self.path, node.name))) if self.rules.policy.rules else ""
+        decision = self.rules.decide(operation, path)
+        if not inputs:
+            state = Value("strong", operation) if operation == "tensor_list" else WEAK
+            return self.as_written(node, "no floating-point input", state, decision)
+        if any(port.dtype > 100 for port in node.takes):
+            return self.as_written(node, "reads a variable by reference", decision=decision)
+        outcome = self.rules.flow(operation, decision, inputs)
+        if outcome.format != self.rules.compute:
+            return self.decided(node, operation, decision, outcome)
+        if low := lowerable(node, self.rules.low):
+            return self.decided(node, operation, decision, outcome, low)
+        state = Value("strong", operation) if decision.reason != TABLE else WEAK
+        missing = f"no {self.rules.compute} kernel for {node.op} on {device_of(node)}"
+        return self.decided(node, operation, decision, Flow("float32", state, missing))
+
+    def _floating(self, node: Node) -> tuple[Value, ...]:
+        pairs = zip(node.takes, self.values_of(node), strict=True)
+        return tuple(known.value for port, known in pairs if port.dtype % 100 in _FLOATING)
+
+
+def declared_value(dtype: int) -> Value:
+    """What is known of a value by its declared type alone."""
+    if dtype == FLOAT32 or dtype not in _FLOATING:
+        return WEAK
+    return Value("other", tf.as_dtype(dtype).name)
+
+
+def _declared(port: Any, value: Value) -> Known:
+    return Known(port.dtype, value if port.dtype == FLOAT32 else declared_value(port.dtype))
+
+
+def _constant(decisions: Pass, node: Node) -> Decided:
+    tensor = node.definition.attr["value"].tensor
+    value = WEAK
+    if tensor.dtype == FLOAT32:
+        value = constant([_magnitude(tensor)], decisions.rules.compute)
+    return decisions.as_written(node, "table", value)
+
+
+def _magnitude(tensor: Any) -> float:
+    """What of a constant has to be held: all of a scalar, the largest finite element of an array."""
+    values = tf.make_ndarray(tensor)
+    if values.size == 1:
+        return float(values.reshape(()))
+    return float(np.max(np.abs(values), initial=0, where=np.isfinite(values)))
+
+
+def _merge(decisions: Pass, node: Node) -> Decided:
+    """The head of a loop is float32, as what it carries is added up over the turns; any other merge moves values."""
+    makers = [decisions.graph.maker[value] for value in node.inputs]
+    if any(map(closes_loop, makers)):
+        return decisions.as_written(node, "what a loop carries", _CARRIED.value)
+    return decisions._operation(node)
+
+
+def _identities(decisions: Pass, node: Node) -> Decided:
+    """Each of its values is moved by itself."""
+    knowns = decisions.values_of(node)
+    types = [known.dtype for known in knowns]
+    if types == [port.dtype for port in node.takes]:
+        return decisions.as_written(node, "table")._replace(gives=knowns)
+    listed = tf.compat.v1.AttrValue(list=tf.compat.v1.AttrValue.ListValue(type=types))
+    decided = decisions.as_written(node, "table")
+    return decided._replace(
+        takes=types,
+        gives=knowns,
+        changes={"T": listed},
+        outcome=Flow(decisions.rules.compute, WEAK, "moves values"),
+    )
+
+
+def _loop_edge(decisions: Pass, node: Node) -> Decided:
+    """What enters a loop or goes on to its next turn has the type of the loop's head; constants of a loop do not."""
+    if node.op == "Enter" and node.definition.attr["is_constant"].b:
+        return decisions._operation(node)
+    return decisions.as_written(node, "what a loop carries", _CARRIED.value)
+
+
+_CARRIED = Known(FLOAT32, Value("strong", "a loop"))
+_SPECIAL = {
+    "Const": _constant,
+    "Enter": _loop_edge,
+    "IdentityN": _identities,
+    "Merge": _merge,
+    "NextIteration": _loop_edge,
+}
+_FLOATING = {
+    kind.as_datatype_enum for kind in (tf.float32, tf.float16, tf.bfloat16, tf.float64, tf.complex64, tf.complex128)
+}

@@ -1,0 +1,180 @@
+"""The functions that a graph calls: a call, the branches of a conditional, the body of a loop.
+
+Each is decided for what it is called with, so that 16-bit values pass into functions and out of them uncast.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import tensorflow as tf
+
+from polyamp.backends.tensorflow.decisions import Decided, Known, Pass, Rules
+from polyamp.backends.tensorflow.graph import FLOAT32, Graph, Node
+from polyamp.backends.tensorflow.operations import OPERATIONS
+from polyamp.backends.tensorflow.refusals import POLICY_ATTRIBUTE, rewritten_before
+from polyamp.flow import AS_WRITTEN, Flow, Value
+from polyamp.rules import TABLE, Decision
+
+_STRONG = Value("strong", "a loop")
+
+
+class Inside(NamedTuple):
+    """The body of a function that a node calls.
+
+    Attributes:
+        name: the function.
+        decisions: its body, decided.
+        results: the type that each result has to have.
+    """
+
+    name: str
+    decisions: Pass
+    results: tuple[int, ...]
+
+
+class Functions:
+    """The functions of one program, decided and then written; each once for the same arguments.
+
+    Args:
+        library: ``FunctionDef`` by name.
+        rules: the policy.
+    """
+
+    def __init__(self, library: Mapping[str, Any], rules: Rules) -> None:
+        self.library, self.rules = library, rules
+        self._bodies: dict[Any, Pass] = {}
+
+    def handler(self, op: str) -> Callable[[Pass, Node], Decided] | None:
+        """What decides a node that calls functions; None for any other node."""
+        decide = _HANDLERS.get(op)
+        return None if decide is None else lambda decisions, node: decide(self, decisions, node)
+
+    def body(self, name: str, arguments: Sequence[Known], path: str) -> Pass | None:
+        """The body of a function, decided for these arguments; None where it has to run as it is."""
+        definition = self.library.get(name)
+        if definition is None or self._is_rewritten(definition):
+            return None
+        key = (name, tuple(arguments), path if self.rules.policy.rules else "")
+        if key not in self._bodies:
+            graph = Graph.of_function(definition, self.library)
+            self._bodies[key] = Pass(graph, self.rules, self, arguments, path)
+        return self._bodies[key]
+
+    def _is_rewritten(self, definition: Any) -> bool:
+        marked = next((node for node in definition.node_def if POLICY_ATTRIBUTE in node.attr), None)
+        if marked is None:
+            return False
+        policy = marked.attr[POLICY_ATTRIBUTE].s.decode()
+        if policy != str(self.rules.policy):
+            raise rewritten_before(f"function {definition.signature.name}", policy)
+        return True
+
+
+def _call(functions: Functions, decisions: Pass, node: Node) -> Decided:
+    arguments = decisions.values_of(node)
+    name = node.definition.attr["f"].func.name
+    body = functions.body(name, arguments, _path(decisions, node))
+    if body is None:
+        return decisions.as_written(node, "a function that is not known here")
+    results = _results(body)
+    return _calling(
+        node, arguments, results, {"Tin": arguments, "Tout": results}, [Inside(name, body, _types(results))]
+    )
+
+
+def _conditional(functions: Functions, decisions: Pass, node: Node) -> Decided:
+    """Branches give what all of them can give in 16 bits in 16 bits, and else float32."""
+    attributes = node.definition.attr
+    names = [attributes[key].func.name for key in ("then_branch", "else_branch") if key in attributes]
+    names = names or [function.name for function in attributes["branches"].list.func]
+    chooser, *arguments = decisions.values_of(node)
+    bodies = [functions.body(name, arguments, _path(decisions, node)) for name in names]
+    if None in bodies:
+        return decisions.as_written(node, "a function that is not known here")
+    given = zip(*(_results(body) for body in bodies if body), strict=True)
+    results = [_joined(port.dtype, knowns) for port, knowns in zip(node.gives, given, strict=True)]
+    insides = [Inside(name, body, _types(results)) for name, body in zip(names, bodies, strict=True) if body]
+    return _calling(node, [chooser, *arguments], results, {"Tin": arguments, "Tout": results}, insides)
+
+
+def _joined(declared: int, knowns: Sequence[Known]) -> Known:
+    if declared != FLOAT32:
+        return knowns[0]
+    types = {known.dtype for known in knowns}
+    states = {known.value.state: known for known in knowns}
+    chosen = states.get("strong") or states.get("weak") or knowns[0]
+    return chosen if len(types) == 1 else chosen._replace(dtype=FLOAT32)
+
+
+def _loop(functions: Functions, decisions: Pass, node: Node) -> Decided:
+    """What a loop carries is float32, since it is added up over the turns; what it only reads is as it comes."""
+    names = [node.definition.attr[key].func.name for key in ("cond", "body")]
+    path = _path(decisions, node)
+    incoming = decisions.values_of(node)
+    unchanged = _unchanged(functions.library.get(names[1]))
+    carried = [
+        known if position in unchanged else Known(port.dtype, _STRONG if port.dtype == FLOAT32 else known.value)
+        for position, (port, known) in enumerate(zip(node.takes, incoming, strict=True))
+    ]
+    condition, turn = (functions.body(name, carried, path) for name in names)
+    if condition is None or turn is None:
+        return decisions.as_written(node, "a function that is not known here")
+    insides = [Inside(names[0], condition, _types(_results(condition))), Inside(names[1], turn, _types(carried))]
+    return _calling(node, carried, carried, {"T": carried}, insides)
+
+
+def _unchanged(body: Any) -> set[int]:
+    """Positions of the arguments that a loop's body gives back as they came."""
+    if body is None:
+        return set()
+    moved = {f"{node.name}:output:0": node.input[0] for node in body.node_def if node.op == "Identity"}
+    found = set()
+    for position, (arg, result) in enumerate(zip(body.signature.input_arg, body.signature.output_arg, strict=True)):
+        value = body.ret[result.name]
+        while value in moved:
+            value = moved[value]
+        if value == arg.name:
+            found.add(position)
+    return found
+
+
+def _calling(
+    node: Node,
+    arguments: Sequence[Known],
+    results: Sequence[Known],
+    lists: Mapping[str, Sequence[Known]],
+    insides: Sequence[Inside],
+) -> Decided:
+    changes = {
+        name: tf.compat.v1.AttrValue(list=tf.compat.v1.AttrValue.ListValue(type=_types(knowns)))
+        for name, knowns in lists.items()
+    }
+    outcome = Flow(AS_WRITTEN, Value(), "calls functions")
+    decision, types = Decision("keep", TABLE), list(_types(arguments))
+    return Decided(node, OPERATIONS[node.op], decision, outcome, types, list(results), changes, tuple(insides))
+
+
+def _results(body: Pass) -> list[Known]:
+    return [body.known[value] for value in body.graph.returns]
+
+
+def _types(knowns: Sequence[Known]) -> tuple[int, ...]:
+    return tuple(known.dtype for known in knowns)
+
+
+def _path(decisions: Pass, node: Node) -> str:
+    return "/".join(filter(None, (decisions.path, node.name)))
+
+
+_HANDLERS: dict[str, Callable[[Functions, Pass, Node], Decided]] = {
+    "PartitionedCall": _call,
+    "StatefulPartitionedCall": _call,
+    "If": _conditional,
+    "StatelessIf": _conditional,
+    "Case": _conditional,
+    "StatelessCase": _conditional,
+    "While": _loop,
+    "StatelessWhile": _loop,
+}

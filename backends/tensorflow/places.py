@@ -1,0 +1,68 @@
+"""Where nodes come from: their scopes, their source lines, and the shapes of their values."""
+
+from __future__ import annotations
+
+import functools
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+from polyamp.backends.tensorflow.graph import Graph
+from polyamp.backends.tensorflow.unstable import graph_of
+
+
+class Places:
+    """What the ``tf.Graph`` that a function was traced into still knows of its nodes.
+
+    Args:
+        traced: the graph; None where it is not known: then nothing has a size or a source line.
+    """
+
+    def __init__(self, traced: Any) -> None:
+        self._traced = traced
+
+    def within(self, function: str) -> Places:
+        """The places of a function that this graph calls."""
+        return Places(graph_of(function, self._traced))
+
+    def of(self, path: str, name: str) -> str:
+        """Scope path and name of a node, and the line of the user's code that made it."""
+        return " ".join(filter(None, ("/".join(filter(None, (path, name))), self.line(name))))
+
+    def line(self, name: str) -> str:
+        """File and line of the user's code that made a node; empty where it is not known.
+
+        The user's code is what is neither TensorFlow's nor Keras' nor polyamp's nor the standard library's.
+        """
+        operation = self._operation(name)
+        frames = [] if operation is None else reversed(operation.traceback or [])
+        own = next((frame for frame in frames if not frame[0].startswith(_libraries())), None)
+        return f"{Path(own[0]).name}:{own[1]}" if own else ""
+
+    def elements(self, graph: Graph, value: str) -> int:
+        """The number of elements of a value; 0 where its shape is not known."""
+        maker = graph.maker.get(value)
+        operation = self._operation(maker.name if maker else value)
+        if operation is None or not operation.outputs:
+            return 0
+        shape = operation.outputs[maker.outputs.index(value) if maker else 0].shape
+        return math.prod(shape.as_list()) if shape.is_fully_defined() else 0
+
+    def _operation(self, name: str) -> Any:
+        if self._traced is None:
+            return None
+        try:
+            return self._traced.get_operation_by_name(name)
+        except KeyError:
+            return None
+
+
+@functools.cache
+def _libraries() -> tuple[str, ...]:
+    """Folders whose code is nobody's own."""
+    packages = ("tensorflow", "keras", "polyamp", "functools", "contextlib")
+    loaded = (sys.modules.get(name) for name in packages)
+    files = [Path(module.__file__) for module in loaded if module is not None and module.__file__]
+    folders = {str(file.parent) if file.name == "__init__.py" else str(file) for file in files}
+    return tuple(sorted(folders | {str(Path(__file__).resolve().parent), str(Path(__file__).parent)}))

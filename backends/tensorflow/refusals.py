@@ -1,0 +1,109 @@
+"""What cannot be rewritten, in words that name the node and where it was written."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import tensorflow as tf
+
+from polyamp.errors import InvalidTypeError, UnsupportedError, UsageError
+
+_FORMATS = ("float16", "bfloat16", "float32")
+POLICY_ATTRIBUTE = "_polyamp_policy"  # of nodes that a rewrite made or changed
+_GRADIENT = "PolyampRewritten"
+
+
+def check_format(compute: str) -> None:
+    """Refuse a compute format that TensorFlow's kernels do not have.
+
+    Raises:
+        UnsupportedError: float8, tensorfloat32 or float64.
+    """
+    if compute not in _FORMATS:
+        raise UnsupportedError(
+            "TensorFlow's operations do not compute in this format",
+            where="policy.compute",
+            found=compute,
+            allowed=", ".join(_FORMATS),
+            fix="choose one of these; tensorfloat32 is tf.config.experimental.enable_tensor_float_32_execution(True)",
+        )
+
+
+def check_graph(graph_def: Any) -> None:
+    """Refuse what is no graph, or one that was rewritten already.
+
+    Raises:
+        InvalidTypeError: no ``GraphDef``.
+        UsageError: it holds casts of ours.
+    """
+    if not isinstance(graph_def, tf.compat.v1.GraphDef):
+        raise InvalidTypeError(
+            "this can be neither traced nor read as a graph",
+            where="rewrite(fn)",
+            found=f"{type(graph_def).__module__}.{type(graph_def).__qualname__}",
+            allowed="a function, a tf.function, a ConcreteFunction or a GraphDef",
+            fix="give the function itself, then its arguments; of a tf.Graph, as_graph_def()",
+        )
+    ours = next((node for node in graph_def.node if POLICY_ATTRIBUTE in node.attr), None)
+    if ours is not None:
+        raise rewritten_before(f"node {ours.name}", ours.attr[POLICY_ATTRIBUTE].s.decode())
+
+
+def rewritten_before(name: str, policy: str) -> UsageError:
+    """A graph holds a function that was rewritten under another policy.
+
+    >>> isinstance(rewritten_before("step", "mixed_float16"), RuntimeError)
+    True
+    """
+    return UsageError(
+        "this was rewritten already",
+        where=name,
+        found=policy,
+        fix="rewrite the function as it was written, or under the same policy",
+    )
+
+
+@contextmanager
+def tracing(fn: Any) -> Iterator[None]:
+    """What TensorFlow refuses to trace, in words that say what to do."""
+    try:
+        yield
+    except tf.errors.InaccessibleTensorError as error:
+        raise _refused(fn, "it takes a tensor of another graph", error, "give that tensor as an argument") from error
+    except TypeError as error:
+        if "Operation" not in str(error):
+            raise
+        fix = "return tensors or nothing; a tf.function runs what has effects by itself"
+        raise _refused(fn, "it returns an operation", error, fix) from error
+
+
+def _refused(fn: Any, why: str, error: Exception, fix: str) -> UsageError:
+    return UsageError(
+        f"the function cannot be traced: {why}",
+        where=f"rewrite({getattr(fn, '__name__', fn)})",
+        found=str(error).strip(),
+        fix=fix,
+    )
+
+
+@contextmanager
+def not_differentiable() -> Iterator[None]:
+    """Calls made inside are refused when somebody takes a gradient through them."""
+    calls = ("PartitionedCall", "StatefulPartitionedCall")
+    with tf.compat.v1.get_default_graph().gradient_override_map(dict.fromkeys(calls, _GRADIENT)):
+        yield
+
+
+def _refuse_gradient(operation: Any, *inputs: Any) -> Any:
+    if operation is not None:
+        raise UnsupportedError(_NO_GRADIENT, where=operation.name, fix=_REWRITE_STEP)
+    # A SavedModel keeps what differentiates its operations: there this is traced, and refuses when it is run.
+    with tf.control_dependencies([tf.debugging.Assert(False, [f"{_NO_GRADIENT}: {_REWRITE_STEP}"])]):
+        return list(map(tf.identity, inputs))
+
+
+_NO_GRADIENT = "no gradient is taken through a rewritten function"
+_REWRITE_STEP = "rewrite the whole step, with its tf.GradientTape, or run this part under polyamp.autocast"
+tf.RegisterGradient(_GRADIENT)(tf.autograph.experimental.do_not_convert(_refuse_gradient))

@@ -1,0 +1,216 @@
+"""`rewrite`: a training step run as a policy says, its backward pass and the functions that it calls included."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from polyamp.backends.tensorflow.decisions import Known, Pass, Rules, declared_value
+from polyamp.backends.tensorflow.functions import Functions, Inside
+from polyamp.backends.tensorflow.graph import Graph
+from polyamp.backends.tensorflow.recorder import plan_of
+from polyamp.backends.tensorflow.refusals import check_format, check_graph, not_differentiable, tracing
+from polyamp.backends.tensorflow.unstable import FunctionLibrary, call_in_place_of, options_of, register
+from polyamp.backends.tensorflow.writing import Writer
+from polyamp.errors import warn_once
+from polyamp.formats import format_of
+from polyamp.plan import Plan
+from polyamp.policy import Policy
+from polyamp.policy import policy as make_policy
+from polyamp.refusals import not_traced
+
+_Function: Any = type(tf.function(lambda: None))
+_PLANS = "_polyamp_plans"  # of a rewritten function's Python function, which bound methods share
+
+
+class Rewritten(_Function):
+    """What `rewrite` gives: a ``tf.function`` whose graphs are rewritten, with its plan."""
+
+    @property
+    def plan(self) -> Plan:
+        """The plan for the arguments that were seen first.
+
+        Raises:
+            UsageError: none were seen yet.
+        """
+        plans = getattr(self.python_function, _PLANS)
+        if not plans:
+            raise not_traced(where="rewrite(fn).plan")
+        plan: Plan = plans[0]()
+        return plan
+
+
+def rewrite(
+    fn: Any,
+    *args: Any,
+    policy: Policy | str | None = None,
+    jit_compile: bool | None = None,
+    **kwargs: Any,
+) -> Rewritten:
+    """A function whose graph, its backward pass included, runs as a policy says.
+
+    It is traced as it is written, in float32; then the flow rule decides every node, functions that it calls and
+    gradients among them. What updates variables stays as it is. Arguments, results and variables keep their types.
+
+    >>> weight = tf.Variable(tf.ones((4, 2)))
+    >>> def step(x):
+    ...     with tf.GradientTape() as tape:
+    ...         loss = tf.reduce_mean(tf.square(x @ weight))
+    ...     weight.assign_sub(0.1 * tape.gradient(loss, weight))
+    ...     return loss
+    >>> fast = rewrite(step, tf.ones((3, 4)), policy="mixed_bfloat16")
+    >>> [op.native for op in fast.plan.operations if op.format == "bfloat16"][:2]
+    ['MatMul', 'Mul']
+    >>> float(fast(tf.ones((3, 4)))), weight.dtype
+    (16.0, tf.float32)
+
+    Args:
+        fn: a Python function, a ``tf.function`` (whose ``jit_compile``, ``input_signature`` and ``reduce_retracing``
+            hold), or a ``ConcreteFunction``.
+        *args: example arguments (``tf.TensorSpec`` will do for tensors), to trace now; else the first call does.
+        policy: a policy or its name, bound now; None is the current policy.
+        jit_compile: as of ``tf.function``; None is what ``fn`` has.
+        **kwargs: example keyword arguments.
+
+    Returns:
+        A ``tf.function`` with an attribute ``plan``. It traces and rewrites once for each signature. Gradients through
+        it cannot be taken: rewrite the step that takes them.
+
+    Raises:
+        UnsupportedError: TensorFlow does not compute in the policy's format.
+        UsageError: when tracing: ``fn`` was rewritten under another policy, returns operations, or takes tensors of
+            another graph.
+    """
+    chosen = make_policy(policy)
+    check_format(chosen.compute)
+    options = options_of(fn) if isinstance(fn, _Function) else {}
+    if jit_compile is not None:
+        options["jit_compile"] = jit_compile
+    rewritten = Rewritten(_traced_by(fn, chosen), getattr(fn, "__name__", "function"), autograph=False, **options)
+    functools.update_wrapper(rewritten, fn, updated=())
+    if args or kwargs:
+        rewritten.get_concrete_function(*args, **kwargs)
+    return rewritten
+
+
+def explain(fn: Any, *args: Any, policy: Policy | str | None = None, **kwargs: Any) -> Plan:
+    """What every node of a function's graph runs in, where and why. Nothing is computed.
+
+    >>> plan = explain(lambda x: tf.exp(x @ x), tf.ones((2, 2)), policy="mixed_float16")
+    >>> [(op.name, op.format, op.reason) for op in plan.operations][:2]
+    [('matmul', 'float16', 'table'), ('exp', 'float32', 'table')]
+
+    Args:
+        fn: as for `rewrite`, or a ``GraphDef``.
+        *args: its arguments; ``tf.TensorSpec`` will do for tensors.
+        policy: a policy or its name; None is the current policy.
+        **kwargs: its keyword arguments.
+    """
+    chosen = make_policy(policy)
+    check_format(chosen.compute)
+    if not callable(fn):
+        return plan_of(_decided_graph(fn, chosen), _imported(fn))
+    concrete = _concrete(fn, args, kwargs)
+    return plan_of(_decided(concrete, chosen), concrete.graph)
+
+
+def rewritten_graph(graph_def: Any, policy: Policy | str | None = None) -> Any:
+    """A ``GraphDef`` run as a policy says, to be imported in the place of the original; nodes keep their names.
+
+    What nothing in the graph takes, such as a loss, has the type it had. Of other nodes that run in 16 bits, what a
+    session fetches comes in 16 bits.
+
+    >>> with tf.Graph().as_default() as graph:
+    ...     _ = tf.matmul(tf.ones((2, 2)), tf.ones((2, 2)), name="product")
+    >>> [node.op for node in rewritten_graph(graph.as_graph_def(), "mixed_float16").node]
+    ['Const', 'Const', 'Cast', 'Cast', 'MatMul', 'Cast']
+
+    Args:
+        graph_def: a ``GraphDef`` with the functions that it calls. It stays as it is.
+        policy: a policy or its name; None is the current policy.
+
+    Raises:
+        InvalidTypeError: no ``GraphDef``.
+        UnsupportedError: TensorFlow does not compute in the policy's format.
+        UsageError: it was rewritten already.
+    """
+    chosen = make_policy(policy)
+    check_format(chosen.compute)
+    decisions = _decided_graph(graph_def, chosen)
+    _warn_of_nothing(decisions)
+    new = tf.compat.v1.GraphDef()
+    new.CopyFrom(graph_def)
+    del new.node[:]
+    new.node.extend(Writer(new.library.function.append).graph(decisions))
+    return new
+
+
+def _traced_by(fn: Callable[..., Any], policy: Policy) -> Callable[..., Any]:
+    plans: list[Callable[[], Plan]] = []
+
+    def traced(*args: Any, **kwargs: Any) -> Any:
+        concrete = _concrete(fn, args, kwargs)
+        decisions = _decided(concrete, policy)
+        plans.append(functools.cache(lambda: plan_of(decisions, concrete.graph)))
+        return _called(concrete, decisions, args, kwargs)
+
+    functools.update_wrapper(traced, fn, updated=())
+    setattr(traced, _PLANS, plans)
+    return traced
+
+
+def _concrete(fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """``fn`` traced, as it was written."""
+    function = fn if isinstance(fn, _Function) else tf.function(fn)
+    with tracing(fn):
+        return function.get_concrete_function(*args, **kwargs)
+
+
+def _decided(concrete: Any, policy: Policy) -> Pass:
+    rules, library = Rules(policy), FunctionLibrary()
+    graph = Graph.of_function(concrete.function_def, library)
+    arguments = [Known(dtype, declared_value(dtype)) for _, dtype in graph.arguments]
+    return Pass(graph, rules, Functions(library, rules), arguments)
+
+
+def _decided_graph(graph_def: Any, policy: Policy) -> Pass:
+    check_graph(graph_def)
+    rules, library = Rules(policy), {function.signature.name: function for function in graph_def.library.function}
+    return Pass(Graph(graph_def.node, library), rules, Functions(library, rules))
+
+
+def _called(concrete: Any, decisions: Pass, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Call ``concrete`` rewritten; to be called while the graph that is to hold the call is built."""
+    definition = concrete.function_def
+    results = tuple(dtype for _, dtype in decisions.graph.results)
+    written: list[Any] = []
+    name = Writer(written.append).function(Inside(definition.signature.name, decisions, results), definition)
+    _warn_of_nothing(decisions)
+    if name == definition.signature.name:
+        registered = concrete.inference_fn
+    else:
+        registered = register(written[-1], concrete, [register(function) for function in written[:-1]])
+    with not_differentiable():
+        return call_in_place_of(registered, concrete, args, kwargs)
+
+
+def _warn_of_nothing(decisions: Pass) -> None:
+    policy = decisions.rules.policy
+    if format_of(policy.compute).is_low and not _lowers(decisions):
+        warn_once(f"rewrite under {policy} changes nothing here: the graph has no operation that the policy lowers.")
+
+
+def _lowers(decisions: Pass) -> bool:
+    return any(
+        decided.outcome.format == decisions.rules.compute or any(_lowers(inside.decisions) for inside in decided.inside)
+        for decided in decisions.nodes
+    )
+
+
+def _imported(graph_def: Any) -> Any:
+    with tf.Graph().as_default() as graph:
+        tf.graph_util.import_graph_def(graph_def, name="")
+    return graph

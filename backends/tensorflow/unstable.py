@@ -1,0 +1,308 @@
+"""All that polyamp uses of TensorFlow beyond its public interface, in one place.
+
+TensorFlow may change any of it in a release, without notice; the tests of this file's users then fail.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+import types
+import typing
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
+
+from tensorflow.core.framework import graph_pb2
+from tensorflow.python import pywrap_tfe
+from tensorflow.python.eager import backprop, context
+from tensorflow.python.eager.polymorphic_function import atomic_function, function_context, function_type_utils
+from tensorflow.python.framework import kernels, op_def_registry, ops
+from tensorflow.python.framework.errors_impl import NotFoundError
+from tensorflow.python.ops import custom_gradient, gradients_util
+from tensorflow.python.util import tf_decorator
+
+# Rewriting a graph.
+
+
+def operation_definition(op: str, library: Mapping[str, Any]) -> Any:
+    """What an operation takes and gives, as an ``OpDef``: a registered one's, or the signature of a function.
+
+    >>> [arg.name for arg in operation_definition("MatMul", {}).output_arg]
+    ['product']
+    """
+    known = op_def_registry.get(op)
+    if known is None and op in library:
+        return library[op].signature
+    return known
+
+
+@functools.cache
+def registered_kernels(op: str) -> tuple[Any, ...]:
+    """The kernels of an operation: on which type of device, with which types of its attributes.
+
+    >>> sorted({kernel.device_type for kernel in registered_kernels("MatMul")})[0]
+    'CPU'
+    """
+    return tuple(kernels.get_registered_kernels_for_op(op).kernel)
+
+
+class FunctionLibrary(Mapping[str, Any]):
+    """The functions that this process knows by name, each a ``FunctionDef``."""
+
+    def __getitem__(self, name: str) -> Any:
+        try:
+            return context.context().get_function_def(name)
+        except NotFoundError:
+            raise KeyError(name) from None
+
+    def __contains__(self, name: object) -> bool:
+        return context.context().has_function(name)
+
+    def __iter__(self) -> Any:
+        return iter(context.context().list_function_names())
+
+    def __len__(self) -> int:
+        return len(context.context().list_function_names())
+
+
+def register(definition: Any, concrete: Any = None, children: Sequence[Any] = ()) -> Any:
+    """Make a ``FunctionDef`` known to the runtime, for as long as what this returns lives.
+
+    A graph that calls an unregistered function ends the process.
+
+    Args:
+        definition: with a name that is not taken.
+        concrete: the ``ConcreteFunction`` that it stands in for, whose structure of arguments and results it has, and
+            whose nodes still tell the source lines of errors.
+        children: what this returned for the functions that it calls.
+    """
+    known = context.context()
+    known.add_function_def(definition)
+    if concrete is None:
+        nothing = function_type_utils.function_type_lib.FunctionType([])
+        return atomic_function.AtomicFunction(definition.signature.name, known, nothing, list(children))
+    original = concrete.inference_fn
+    return atomic_function.AtomicFunction(
+        definition.signature.name,
+        known,
+        concrete.function_type,
+        [*original.children, *children],
+        original.call_options,
+        cached_graph=concrete.graph,
+    )
+
+
+def call_in_place_of(registered: Any, concrete: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Call what `register` gave as ``concrete(*args, **kwargs)`` would be called, with its captured inputs."""
+    bound = function_type_utils.canonicalize_function_inputs(args, kwargs, concrete.function_type)
+    flat = concrete.function_type.unpack_inputs(bound)
+    return registered.call_preflattened([*flat, *concrete.captured_inputs])
+
+
+def options_of(function: Any) -> dict[str, Any]:
+    """The options with which a ``tf.function`` was made, for making another one like it."""
+    return {
+        "input_signature": function.input_signature,
+        "jit_compile": function._jit_compile,
+        "reduce_retracing": function._reduce_retracing,
+    }
+
+
+def graph_of(name: str, within: Any) -> Any:
+    """The graph that a function was made from, of a graph's functions; None where it is not known."""
+    known = within._functions.get(name) if within is not None else None
+    return getattr(known, "_cached_graph", None)
+
+
+def function_names() -> list[str]:
+    """The functions that the runtime holds now, for tests that nothing is leaked."""
+    return list(context.context().list_function_names())
+
+
+# Ambient autocast: where TensorFlow's Python makes operations, traces functions and takes gradients.
+
+
+class Parameter(NamedTuple):
+    """A parameter of a generated function; without an attribute where it is no tensor of a free type.
+
+    Attributes:
+        attribute: the type attribute of the operation that it has.
+        is_list: whether it is a list of tensors.
+    """
+
+    attribute: str = ""
+    is_list: bool = False
+
+
+def generated_functions(op: str) -> tuple[tuple[Callable[..., Any], ...], dict[str, Parameter]]:
+    """The function that makes an operation, the one of ``tf.raw_ops``, which takes keywords alone, and parameters.
+
+    >>> functions, parameters = generated_functions("MatMul")
+    >>> len(functions), parameters["a"], parameters["transpose_a"]
+    (2, Parameter(attribute='T', is_list=False), Parameter(attribute='', is_list=False))
+    """
+    found = next((module for module in _generated_modules() if hasattr(module, op)), None)
+    if found is None:
+        return (), {}
+    raw = getattr(found, op)
+    function = getattr(found, raw.__name__)
+    annotations = inspect.get_annotations(function)
+    names = inspect.signature(function).parameters
+    return (function, raw), {name: _parameter(op, annotations.get(name)) for name in names}
+
+
+def _generated_modules() -> list[Any]:
+    return [module for name, module in sys.modules.items() if name.startswith("tensorflow.python.ops.gen_")]
+
+
+def _parameter(op: str, annotation: Any) -> Parameter:
+    for variable in getattr(annotation, "__metadata__", ()):
+        name = getattr(variable, "__name__", "")
+        if name.startswith(f"TV_{op}_"):
+            return Parameter(name.removeprefix(f"TV_{op}_"), typing.get_origin(annotation.__origin__) is list)
+    return Parameter()
+
+
+def replace_functions(replaced: Mapping[Callable[..., Any], Callable[..., Any]]) -> None:
+    """Put other functions where TensorFlow's modules have these, under whatever name."""
+    modules = [module for name, module in sys.modules.items() if name.partition(".")[0] == "tensorflow"]
+    for module in modules:
+        for name, value in list(vars(module).items()):
+            if isinstance(value, types.FunctionType) and value in replaced:
+                setattr(module, name, replaced[value])
+
+
+def intercept_traces(key: Callable[[], Hashable]) -> None:
+    """Let every ``tf.function`` keep one trace for each value of ``key()``; None is what it keeps anyhow."""
+    original = function_context.make_function_context
+
+    @functools.wraps(original)
+    def make_function_context(*args: Any, **kwargs: Any) -> Any:
+        made, mark = original(*args, **kwargs), key()
+        return made if mark is None else made._replace(context=(made.context, mark))
+
+    function_context.make_function_context = make_function_context
+
+
+def intercept_gradients(
+    backward: Callable[[], AbstractContextManager[None]],
+    forward: Callable[[], Callable[[], AbstractContextManager[None]]],
+) -> None:
+    """Put contexts around gradient functions.
+
+    Args:
+        backward: the context of TensorFlow's own gradient functions, eager and in graphs.
+        forward: called where a function with a gradient of its own (`tf.custom_gradient`, `tf.recompute_grad`) runs; it
+            gives the context of that gradient.
+    """
+    backprop._gradient_function = _within(backward, backprop._gradient_function)
+    pywrap_tfe.TFE_Py_RegisterGradientFunction(backprop._gradient_function)
+    gradients_util._MaybeCompile = _within(backward, gradients_util._MaybeCompile)
+    for name in ("_eager_mode_decorator", "_graph_mode_decorator"):
+        setattr(custom_gradient, name, _bound_to_forward(forward, getattr(custom_gradient, name)))
+
+
+def _within(context: Callable[[], AbstractContextManager[None]], function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with context():
+            return function(*args, **kwargs)
+
+    return run
+
+
+def _bound_to_forward(
+    forward: Callable[[], Callable[[], AbstractContextManager[None]]], decorator: Callable[..., Any]
+) -> Callable[..., Any]:
+    @functools.wraps(decorator)
+    def decorated(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        context = forward()
+
+        @functools.wraps(function)
+        def bound(*args: Any, **kwargs: Any) -> Any:
+            result, gradient = function(*args, **kwargs)
+            return result, tf_decorator.make_decorator(gradient, _within(context, gradient))
+
+        return decorator(bound, args, kwargs)
+
+    return decorated
+
+
+def scope_path() -> str:
+    """The name scopes that stand around what is made next: of its graph, of those around it, and of eager code."""
+    known = context.context()
+    scopes = [known.scope_name]
+    graph = None if known.executing_eagerly() else ops.get_default_graph()
+    while graph is not None:
+        scopes.insert(1, as_asked(graph, graph.get_name_scope()))
+        graph = getattr(graph, "outer_graph", None)
+    return "/".join(filter(None, (scope.strip("/") for scope in scopes)))
+
+
+@functools.cache
+def remember_names() -> None:
+    """Have graphs that are built from now on remember the names that were asked for; see `as_asked`."""
+    original = ops.Graph.unique_name
+
+    @functools.wraps(original)
+    def unique_name(self: Any, name: str, *args: Any, **kwargs: Any) -> str:
+        given: str = original(self, name, *args, **kwargs)
+        if given.rpartition("/")[2] != name.rpartition("/")[2]:
+            if not hasattr(self, _ASKED):
+                setattr(self, _ASKED, {})
+            getattr(self, _ASKED)[given] = name.rpartition("/")[2]
+        return given
+
+    ops.Graph.unique_name = unique_name
+
+
+_ASKED = "_polyamp_asked"
+
+
+def as_asked(graph: Any, path: str) -> str:
+    """A scope or a node's name as its maker asked for it, without the numbers that TensorFlow added.
+
+    Keras enters a layer's scope twice, so that in graphs the layer ``dense`` has the scope ``dense_1``, and the layer
+    ``dense_1`` has ``dense_1_1``.
+
+    >>> import tensorflow as tf
+    >>> remember_names()
+    >>> with tf.Graph().as_default() as graph:
+    ...     for _ in range(2):
+    ...         with tf.name_scope("dense"):
+    ...             one = tf.constant(1)
+    >>> one.op.name, as_asked(graph, one.op.name), as_asked(graph, "gradient_tape/dense_1")
+    ('dense_1/Const', 'dense/Const', 'gradient_tape/dense')
+    """
+    parts = path.split("/")
+    prefixes = ("/".join(parts[: end + 1]) for end in range(len(parts)))
+    return "/".join(_asked(graph, prefix) or part for prefix, part in zip(prefixes, parts, strict=True))
+
+
+def _asked(graph: Any, prefix: str) -> str:
+    while graph is not None:
+        known = getattr(graph, _ASKED, {})
+        # A gradient has the scope of its forward operation, below one of its own.
+        if found := known.get(prefix) or known.get(prefix.partition("/")[2]):
+            return str(found)
+        graph = getattr(graph, "outer_graph", None)
+    return ""
+
+
+def current_device() -> str:
+    """The device that the code around asks for; empty where it does not. Device functions are not asked."""
+    known = context.context()
+    if known.executing_eagerly():
+        return known.device_name or ""
+    node = graph_pb2.GraphDef().node.add()
+    for spec in ops.get_default_graph()._device_function_stack.peek_objs():
+        if spec.fast_string_merge:
+            node.device = spec.string_merge(node)
+    return node.device
+
+
+def newest_tensor() -> int:
+    """A number that grows with every tensor that is made, and with every call of this."""
+    return ops.uid()

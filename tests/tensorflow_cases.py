@@ -238,7 +238,7 @@ def clip_by_global_norm(x: Any, w: Any) -> Any:
 
 
 def tensorflow_numpy(x: Any, w: Any) -> Any:
-    return tf.convert_to_tensor(tnp.matmul(tnp.asarray(x), tnp.asarray(w)).astype(tnp.float32))
+    return tnp.matmul(tnp.asarray(x), tnp.asarray(w))
 
 
 def switch_case(x: Any, w: Any) -> Any:

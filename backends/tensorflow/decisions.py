@@ -87,6 +87,7 @@ class Pass:
         graph: what was decided.
         rules: the policy.
         path: the scope that the graph stands in.
+        region: the nodes of the update.
         nodes: a `Decided` for each node, in order.
         known: what is known of each value, by its name.
     """
@@ -97,7 +98,7 @@ class Pass:
         self.graph, self.rules, self.functions, self.path = graph, rules, functions, path
         names = (name for name, _ in graph.arguments)
         self.known: dict[str, Known] = dict(zip(names, arguments, strict=True))
-        self._region = update_region(graph)
+        self.region = update_region(graph)
         self.nodes: list[Decided] = []
         for node in graph.nodes:
             decided = self._node(node)
@@ -129,7 +130,7 @@ class Pass:
 
     def _node(self, node: Node) -> Decided:
         special = _SPECIAL.get(node.op) or self.functions.handler(node.op)
-        if node.name in self._region:
+        if node.name in self.region:
             return self.as_written(node, "updates variables", Value("strong", "the update"))
         if special is not None:
             return special(self, node)
@@ -140,9 +141,10 @@ class Pass:
         operation = OPERATIONS.get(node.op, node.op)
         path = "/".join(filter(None, (self.path, node.name))) if self.rules.policy.rules else ""
         decision = self.rules.decide(operation, path)
+        if operation == "tensor_list":
+            return self.as_written(node, "lists hold what they were made for", Value("strong", operation), decision)
         if not inputs:
-            state = Value("strong", operation) if operation == "tensor_list" else WEAK
-            return self.as_written(node, "no floating-point input", state, decision)
+            return self.as_written(node, "no floating-point input", decision=decision)
         if any(port.dtype > 100 for port in node.takes):
             return self.as_written(node, "reads a variable by reference", decision=decision)
         outcome = self.rules.flow(operation, decision, inputs)

@@ -20,6 +20,7 @@ from tensorflow.python.eager import backprop, context
 from tensorflow.python.eager.polymorphic_function import atomic_function, function_context, function_type_utils
 from tensorflow.python.framework import kernels, op_def_registry, ops
 from tensorflow.python.framework.errors_impl import NotFoundError
+from tensorflow.python.grappler import tf_optimizer
 from tensorflow.python.ops import custom_gradient, gradients_util
 from tensorflow.python.util import tf_decorator
 
@@ -306,3 +307,11 @@ def current_device() -> str:
 def newest_tensor() -> int:
     """A number that grows with every tensor that is made, and with every call of this."""
     return ops.uid()
+
+
+# TensorFlow's own passes.
+
+
+def optimize_graph(config: Any, metagraph: Any) -> Any:
+    """A ``MetaGraphDef`` after the passes that a ``ConfigProto`` names, as a ``GraphDef``."""
+    return tf_optimizer.OptimizeGraph(config, metagraph, verbose=False)

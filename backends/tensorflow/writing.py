@@ -8,6 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from polyamp.backends.tensorflow.averages import decisions_of, guarded, moving_averages, must_run
 from polyamp.backends.tensorflow.decisions import Decided, Known, Pass
 from polyamp.backends.tensorflow.functions import Inside
 from polyamp.backends.tensorflow.graph import NodeDef
@@ -49,6 +50,8 @@ class Writer:
         body = Body(decisions, self)
         for decided in decisions.nodes:
             body.add(decided)
+        if decisions.graph.in_function:
+            body.guard_averages()
         return body
 
     def _new_function(self, inside: Inside, definition: Any) -> str:
@@ -63,6 +66,9 @@ class Writer:
         new.CopyFrom(definition)
         del new.node_def[:]
         new.node_def.extend(body.nodes)
+        for name in body.must_run:
+            new.control_ret[name] = name
+            new.signature.control_output.append(name)
         new.signature.name = f"{inside.name}_polyamp_{next(_numbers)}"
         for arg in new.signature.input_arg:
             arg.type = decisions.known[arg.name].dtype
@@ -80,10 +86,12 @@ class Body:
     Attributes:
         nodes: ``NodeDef`` of what was written so far.
         changed: whether any differs from the original.
+        must_run: nodes that were added for their effects.
     """
 
     def __init__(self, decisions: Pass, writer: Writer) -> None:
         self.nodes: list[Any] = []
+        self.must_run: list[str] = []
         self.changed = any(known.dtype != dtype for known, dtype in _arguments(decisions))
         self._decisions, self._writer = decisions, writer
         self._mark = tf.compat.v1.AttrValue(s=str(decisions.rules.policy).encode())
@@ -116,6 +124,16 @@ class Body:
         name = f"{maker.name if maker else value}/polyamp_cast_{port}_{tf.as_dtype(target).name}"
         self._add_cast(name, value, source, target, maker.definition.device if maker else "")
         return f"{name}:y:0" if graph.in_function else name
+
+    def guard_averages(self) -> None:
+        """Add what keeps moving averages as they were where a wrapped optimizer skips the step."""
+        decisions, graph = self._decisions, self._decisions.graph
+        applied = decisions_of(graph)
+        averages = moving_averages(graph, decisions.region) if applied else []
+        if averages:
+            added = guarded(graph, averages, applied, self.nodes)
+            self.nodes.extend(added)
+            self.must_run, self.changed = must_run(added), True
 
     def restore(self, decided: Decided) -> None:
         """Give a node's name to a cast of its only value to the type that it had."""

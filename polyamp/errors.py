@@ -16,6 +16,8 @@ class PolyampError(Exception):
       to do:   choose one
     """
 
+    ag_pass_through = True  # TensorFlow's AutoGraph hands such errors on as they are, not as errors of its own
+
     def __init__(
         self,
         what: str,

@@ -375,13 +375,19 @@ def _autocast_function(fn: Callable[..., Any], policy: Policy | None, backend: s
 
     @functools.wraps(fn)
     def autocasted(*args: Any, **kwargs: Any) -> Any:
-        adapter = named or registry.adapter_within(args, kwargs)
+        adapter = named or _autocasting(registry.adapters_within(args, kwargs))
         if adapter is not None and hasattr(adapter, "autocast_function"):
             return adapter.autocast_function(fn, policy)(*args, **kwargs)
         with Autocast(policy, None if adapter is None else adapter.name):
             return fn(*args, **kwargs)
 
     return autocasted
+
+
+def _autocasting(adapters: list[Any]) -> Any:
+    """The first that has autocast, of either kind; else the first, for what it says."""
+    having = [one for one in adapters if hasattr(one, "autocast_function") or hasattr(one, "autocast_context")]
+    return next(iter(having or adapters), None)
 
 
 def _ambient(backend: str | None) -> list[Any]:
@@ -393,7 +399,7 @@ def _ambient(backend: str | None) -> list[Any]:
             "no framework here has an autocast to enter",
             where="autocast(policy)",
             found=", ".join(adapter.name for adapter in loaded),
-            allowed="torch",
+            allowed="tensorflow, torch",
             fix="JAX functions are transformed, not entered: polyamp.autocast(function, policy), with "
             'backend="jax" where no argument is an array; Keras models take polyamp.convert(model, policy)',
         )

@@ -20,16 +20,20 @@ VARIABLE = "TF_AUTO_MIXED_PRECISION_GRAPH_REWRITE_EMULATE_FP16"
 X, W = (tf.constant(np.random.default_rng(seed).standard_normal((8, 8)), tf.float32) for seed in range(2))
 
 
+def rewrite_settings() -> dict[str, str]:
+    return {key: value for key, value in os.environ.items() if key.startswith(VARIABLE.removesuffix("EMULATE_FP16"))}
+
+
 def rounded(value: tf.Tensor) -> bool:
     return bool(tf.reduce_all(tf.cast(tf.cast(value, tf.bfloat16), tf.float32) == value))
 
 
 @pytest.fixture(autouse=True)
 def _nothing_is_left_behind() -> Iterator[None]:
-    options, environment = tf.config.optimizer.get_experimental_options(), dict(os.environ)
+    options, environment = tf.config.optimizer.get_experimental_options(), rewrite_settings()
     yield
     assert tf.config.optimizer.get_experimental_options() == options
-    assert dict(os.environ) == environment
+    assert rewrite_settings() == environment
 
 
 def graph_def() -> Any:
@@ -49,12 +53,18 @@ def types(graph: Any) -> dict[str, str]:
 def test_a_pass_by_name(name: str, low: str) -> None:
     before = graph_def()
     after = optimized(before, ["out"], name)
-    assert types(after) == {"MatMul": low, "Relu": low, "Exp": "float32", "Identity": "float32"}
+    relu = "float32" if name == "auto_mixed_precision" else low  # a build for CPUs has no kernel of it for GPUs
+    assert types(after) == {"MatMul": low, "Relu": relu, "Exp": "float32", "Identity": "float32"}
     assert before == graph_def()
 
 
-def test_the_environment_is_restored(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def setting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, "1")
+
+
+@pytest.mark.usefixtures("setting")
+def test_the_environment_is_restored() -> None:
     optimized(graph_def(), ["out"], "auto_mixed_precision_cpu")
     assert os.environ[VARIABLE] == "1"
     with pytest.raises(TypeError):
@@ -192,7 +202,7 @@ def test_what_is_no_function_is_refused() -> None:
 def test_calls_that_the_pass_would_not_see_are_refused() -> None:
     fast = GrapplerRewritten(shared, BF16)
     with pytest.raises(polyamp.UnsupportedError, match="another function's trace"):
-        tf.function(lambda x: fast(x))(X)
+        tf.function(lambda x: fast(x), autograph=False)(X)
     tf.config.run_functions_eagerly(True)
     try:
         with pytest.raises(polyamp.UnsupportedError, match="graphs alone"):

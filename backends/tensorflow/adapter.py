@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from typing import Any, final
 
 import tensorflow as tf
 
+from polyamp.backends.tensorflow.autocast import autocast_context
 from polyamp.backends.tensorflow.casting import cast
 from polyamp.backends.tensorflow.operations import OPERATIONS
 from polyamp.backends.tensorflow.optimizer import LossScaledOptimizer
@@ -57,6 +59,10 @@ class TensorFlowAdapter:
     ) -> LossScaledOptimizer:
         """See `polyamp.backends.tensorflow.LossScaledOptimizer`."""
         return LossScaledOptimizer(optimizer, loss_scale, max_grad_norm, master_weights=master_weights)
+
+    def autocast_context(self, policy: Policy) -> AbstractContextManager[None]:
+        """See `polyamp.backends.tensorflow.autocast_context`."""
+        return autocast_context(policy)
 
     def rewrite(self, fn: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], policy: Policy, **options: Any) -> Any:
         """See `polyamp.backends.tensorflow.rewrite`, and for a ``GraphDef`` `rewritten_graph`."""

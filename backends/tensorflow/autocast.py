@@ -104,6 +104,11 @@ def autocast_everywhere(policy: Policy | None) -> None:
     _everywhere = None if policy is None else lowering_of(policy)
 
 
+def is_everywhere() -> bool:
+    """Whether `autocast_everywhere` holds."""
+    return _everywhere is not None
+
+
 def current() -> Lowering | None:
     """What operations are lowered by, here and now."""
     stack = _entered.get()

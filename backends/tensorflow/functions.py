@@ -17,6 +17,7 @@ from polyamp.backends.tensorflow.refusals import POLICY_ATTRIBUTE, rewritten_bef
 from polyamp.flow import AS_WRITTEN, Flow, Value
 from polyamp.rules import TABLE, Decision
 
+REWRITTEN = "rewritten already"
 _STRONG = Value("strong", "a loop")
 
 
@@ -51,16 +52,24 @@ class Functions:
         decide = _HANDLERS.get(op)
         return None if decide is None else lambda decisions, node: decide(self, decisions, node)
 
-    def body(self, name: str, arguments: Sequence[Known], path: str) -> Pass | None:
-        """The body of a function, decided for these arguments; None where it has to run as it is."""
-        definition = self.library.get(name)
-        if definition is None or self._is_rewritten(definition):
-            return None
+    def body(self, name: str, arguments: Sequence[Known], path: str) -> Pass:
+        """The body of a function, decided for these arguments."""
         key = (name, tuple(arguments), path if self.rules.policy.rules else "")
         if key not in self._bodies:
-            graph = Graph.of_function(definition, self.library)
+            graph = Graph.of_function(self.library[name], self.library)
             self._bodies[key] = Pass(graph, self.rules, self, arguments, path)
         return self._bodies[key]
+
+    def kept(self, names: Sequence[str]) -> str:
+        """Why a call of these functions has to stay as it is; empty where it has not.
+
+        Raises:
+            UsageError: one was rewritten under another policy.
+        """
+        definitions = [self.library.get(name) for name in names]
+        if None in definitions:
+            return "a function that is not known here"
+        return REWRITTEN if any(map(self._is_rewritten, definitions)) else ""
 
     def _is_rewritten(self, definition: Any) -> bool:
         marked = next((node for node in definition.node_def if POLICY_ATTRIBUTE in node.attr), None)
@@ -75,9 +84,9 @@ class Functions:
 def _call(functions: Functions, decisions: Pass, node: Node) -> Decided:
     arguments = decisions.values_of(node)
     name = node.definition.attr["f"].func.name
+    if reason := functions.kept([name]):
+        return decisions.as_written(node, reason)
     body = functions.body(name, arguments, _path(decisions, node))
-    if body is None:
-        return decisions.as_written(node, "a function that is not known here")
     results = _results(body)
     return _calling(
         node, arguments, results, {"Tin": arguments, "Tout": results}, [Inside(name, body, _types(results))]
@@ -89,13 +98,13 @@ def _conditional(functions: Functions, decisions: Pass, node: Node) -> Decided:
     attributes = node.definition.attr
     names = [attributes[key].func.name for key in ("then_branch", "else_branch") if key in attributes]
     names = names or [function.name for function in attributes["branches"].list.func]
+    if reason := functions.kept(names):
+        return decisions.as_written(node, reason)
     chooser, *arguments = decisions.values_of(node)
     bodies = [functions.body(name, arguments, _path(decisions, node)) for name in names]
-    if None in bodies:
-        return decisions.as_written(node, "a function that is not known here")
-    given = zip(*(_results(body) for body in bodies if body), strict=True)
+    given = zip(*map(_results, bodies), strict=True)
     results = [_joined(port.dtype, knowns) for port, knowns in zip(node.gives, given, strict=True)]
-    insides = [Inside(name, body, _types(results)) for name, body in zip(names, bodies, strict=True) if body]
+    insides = [Inside(name, body, _types(results)) for name, body in zip(names, bodies, strict=True)]
     return _calling(node, [chooser, *arguments], results, {"Tin": arguments, "Tout": results}, insides)
 
 
@@ -111,24 +120,22 @@ def _joined(declared: int, knowns: Sequence[Known]) -> Known:
 def _loop(functions: Functions, decisions: Pass, node: Node) -> Decided:
     """What a loop carries is float32, since it is added up over the turns; what it only reads is as it comes."""
     names = [node.definition.attr[key].func.name for key in ("cond", "body")]
+    if reason := functions.kept(names):
+        return decisions.as_written(node, reason)
     path = _path(decisions, node)
     incoming = decisions.values_of(node)
-    unchanged = _unchanged(functions.library.get(names[1]))
+    unchanged = _unchanged(functions.library[names[1]])
     carried = [
         known if position in unchanged else Known(port.dtype, _STRONG if port.dtype == FLOAT32 else known.value)
         for position, (port, known) in enumerate(zip(node.takes, incoming, strict=True))
     ]
     condition, turn = (functions.body(name, carried, path) for name in names)
-    if condition is None or turn is None:
-        return decisions.as_written(node, "a function that is not known here")
     insides = [Inside(names[0], condition, _types(_results(condition))), Inside(names[1], turn, _types(carried))]
     return _calling(node, carried, carried, {"T": carried}, insides)
 
 
 def _unchanged(body: Any) -> set[int]:
     """Positions of the arguments that a loop's body gives back as they came."""
-    if body is None:
-        return set()
     moved = {f"{node.name}:output:0": node.input[0] for node in body.node_def if node.op == "Identity"}
     found = set()
     for position, (arg, result) in enumerate(zip(body.signature.input_arg, body.signature.output_arg, strict=True)):

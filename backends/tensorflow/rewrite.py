@@ -8,8 +8,9 @@ from typing import Any
 
 import tensorflow as tf
 
+from polyamp.backends.tensorflow.autocast import entered
 from polyamp.backends.tensorflow.decisions import Known, Pass, Rules, declared_value
-from polyamp.backends.tensorflow.functions import Functions, Inside
+from polyamp.backends.tensorflow.functions import REWRITTEN, Functions, Inside
 from polyamp.backends.tensorflow.graph import Graph
 from polyamp.backends.tensorflow.recorder import plan_of
 from polyamp.backends.tensorflow.refusals import check_format, check_graph, not_differentiable, tracing
@@ -154,7 +155,8 @@ def _traced_by(fn: Callable[..., Any], policy: Policy) -> Callable[..., Any]:
     def traced(*args: Any, **kwargs: Any) -> Any:
         concrete = _concrete(fn, args, kwargs)
         decisions = _decided(concrete, policy)
-        plans.append(functools.cache(lambda: plan_of(decisions, concrete.graph)))
+        if not plans:
+            plans.append(functools.cache(lambda: plan_of(decisions, concrete.graph)))
         return _called(concrete, decisions, args, kwargs)
 
     functools.update_wrapper(traced, fn, updated=())
@@ -165,7 +167,7 @@ def _traced_by(fn: Callable[..., Any], policy: Policy) -> Callable[..., Any]:
 def _concrete(fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """``fn`` traced, as it was written."""
     function = fn if isinstance(fn, _Function) else tf.function(fn)
-    with tracing(fn):
+    with tracing(fn), entered(None):
         return function.get_concrete_function(*args, **kwargs)
 
 
@@ -205,7 +207,9 @@ def _warn_of_nothing(decisions: Pass) -> None:
 
 def _lowers(decisions: Pass) -> bool:
     return any(
-        decided.outcome.format == decisions.rules.compute or any(_lowers(inside.decisions) for inside in decided.inside)
+        decided.outcome.format == decisions.rules.compute
+        or decided.outcome.reason == REWRITTEN
+        or any(_lowers(inside.decisions) for inside in decided.inside)
         for decided in decisions.nodes
     )
 

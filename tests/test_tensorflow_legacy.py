@@ -1,0 +1,211 @@
+"""``enable_mixed_precision_graph_rewrite`` as TensorFlow 1 had it: in a Session, in functions, and with Keras 3."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import polyamp
+from polyamp.backends.tensorflow.autocast import autocast_everywhere, is_everywhere
+from polyamp.backends.tensorflow.legacy import (
+    disable_mixed_precision_graph_rewrite,
+    enable_mixed_precision_graph_rewrite,
+)
+
+v1 = tf.compat.v1
+X, W = (tf.constant(np.random.default_rng(seed).standard_normal((8, 8)), tf.float32) for seed in range(2))
+
+
+@pytest.fixture(autouse=True)
+def _off_before_and_after() -> Iterator[None]:
+    assert not is_everywhere()
+    yield
+    autocast_everywhere(None)
+
+
+def sgd() -> Any:
+    return v1.train.GradientDescentOptimizer(0.1)
+
+
+def is_half(value: tf.Tensor) -> bool:
+    return bool(tf.reduce_all(tf.cast(tf.cast(value, tf.float16), tf.float32) == value))
+
+
+def product_types(graph: tf.Graph) -> set[str]:
+    return {operation.get_attr("T").name for operation in graph.get_operations() if operation.type == "MatMul"}
+
+
+def build(x: Any) -> tuple[Any, Any]:
+    weights = [v1.get_variable(name, (8, 8), initializer=v1.glorot_uniform_initializer(seed=1)) for name in "ab"]
+    return v1.reduce_mean(v1.square(tf.nn.relu(x @ weights[0]) @ weights[1] - x)), weights
+
+
+def trained(opt: Any, steps: int = 20) -> tuple[list[float], set[str]]:
+    x = v1.placeholder(tf.float32, (8, 8))
+    loss, _ = build(x)
+    train = opt.minimize(loss)
+    with v1.Session() as session:
+        session.run(v1.global_variables_initializer())
+        losses = [float(session.run([loss, train], {x: X.numpy()})[0]) for _ in range(steps)]
+    return losses, product_types(tf.compat.v1.get_default_graph())
+
+
+@pytest.mark.parametrize("kind", [v1.train.GradientDescentOptimizer, v1.train.AdamOptimizer])
+def test_a_session_trains_in_half_and_matches_float32(kind: Callable[[float], Any]) -> None:
+    with tf.Graph().as_default():
+        full, types = trained(kind(0.05))
+        assert types == {"float32"}
+    with tf.Graph().as_default():
+        opt = enable_mixed_precision_graph_rewrite(kind(0.05))
+        half, types = trained(opt)
+        assert types == {"float16"}
+        assert all(variable.dtype.base_dtype == tf.float32 for variable in v1.trainable_variables())
+    assert half[-1] < 0.9 * half[0]
+    np.testing.assert_allclose(half, full, rtol=2e-3)
+
+
+def test_products_that_were_built_before_are_reported() -> None:
+    with tf.Graph().as_default():
+        build(v1.placeholder(tf.float32, (8, 8)))
+        with pytest.warns(polyamp.PolyampWarning, match="2 products of the default graph, MatMul|before the model"):
+            enable_mixed_precision_graph_rewrite(sgd())
+        enable_mixed_precision_graph_rewrite(sgd())  # said once
+
+
+def test_an_empty_graph_is_not_reported() -> None:
+    with tf.Graph().as_default():
+        v1.placeholder(tf.float32, (8, 8))
+        enable_mixed_precision_graph_rewrite(sgd())
+    assert is_everywhere()
+
+
+def test_functions_are_traced_anew_and_go_back() -> None:
+    traces: list[int] = []
+
+    @tf.function
+    def function(x: tf.Tensor) -> tf.Tensor:
+        traces.append(1)
+        return x @ W
+
+    full = function(X)
+    enable_mixed_precision_graph_rewrite(sgd())
+    assert is_half(function(X))
+    disable_mixed_precision_graph_rewrite()
+    assert np.array_equal(function(X), full)
+    assert not is_half(full)
+    assert len(traces) == 2
+
+
+def test_a_compiled_step_with_a_v1_optimizer() -> None:
+    opt = enable_mixed_precision_graph_rewrite(sgd())
+    weight = tf.Variable(W)
+
+    @tf.function
+    def step(x: tf.Tensor) -> tf.Tensor:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.square(x @ weight))
+            scaled = opt.scale_loss(loss)
+        opt.apply_gradients([(tape.gradient(scaled, weight), weight)])
+        return loss
+
+    losses = [float(step(X)) for _ in range(5)]
+    assert losses[4] < losses[0]
+    assert opt.last_step
+    assert opt.loss_scale == 2.0**15
+
+
+def test_keras_compile_and_fit() -> None:
+    keras.utils.set_random_seed(0)
+    opt = enable_mixed_precision_graph_rewrite(keras.optimizers.Adam(0.01))
+    model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(16, activation="relu"), keras.layers.Dense(8)])
+    model.compile(opt, "mse")
+    losses = model.fit(X, X, epochs=5, verbose=0).history["loss"]
+    assert losses[4] < losses[0]
+    assert float(opt.dynamic_scale) == 2.0**15
+    assert is_half(model.layers[1](X) - model.layers[1].bias)
+    assert all(variable.dtype == "float32" for variable in model.trainable_variables)
+
+
+def test_it_reaches_threads_and_an_inner_float32_policy_switches_it_off() -> None:
+    enable_mixed_precision_graph_rewrite(sgd())
+    found: list[bool] = []
+    thread = threading.Thread(target=lambda: found.append(is_half(X @ W)))
+    thread.start()
+    thread.join()
+    with polyamp.autocast("float32", backend="tensorflow"):
+        found.append(is_half(X @ W))
+    assert found == [True, False]
+
+
+def test_a_second_optimizer_is_wrapped_too_and_a_wrapped_one_refused() -> None:
+    first, second = (enable_mixed_precision_graph_rewrite(sgd()) for _ in range(2))
+    assert first is not second
+    with pytest.raises(polyamp.UsageError, match="wrapped already"):
+        enable_mixed_precision_graph_rewrite(first)
+    disable_mixed_precision_graph_rewrite()
+    assert not is_half(X @ W)
+
+
+def test_disabling_what_is_not_enabled_is_said_once() -> None:
+    with pytest.warns(polyamp.PolyampWarning, match="was not enabled"):
+        disable_mixed_precision_graph_rewrite()
+    disable_mixed_precision_graph_rewrite()
+
+
+def settings(opt: Any) -> tuple[float, float, float, float]:
+    chosen = opt.scaler.settings
+    return chosen.init, chosen.growth, chosen.backoff, chosen.interval
+
+
+def test_dynamic_is_the_rule_of_tensorflow_1() -> None:
+    theirs = v1.mixed_precision.DynamicLossScale().get_config()
+    ours = settings(enable_mixed_precision_graph_rewrite(sgd()))
+    assert ours == (theirs["initial_loss_scale"], theirs["multiplier"], 0.5, theirs["increment_period"])
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: 128,
+        lambda: 128.0,
+        lambda: polyamp.LossScale.fixed(128),
+        lambda: v1.mixed_precision.FixedLossScale(128),
+    ],
+    ids=["int", "float", "LossScale", "FixedLossScale"],
+)
+def test_fixed_loss_scales(make: Callable[[], Any]) -> None:
+    opt = enable_mixed_precision_graph_rewrite(sgd(), make())
+    assert (opt.loss_scale, opt.scaler.settings.dynamic) == (128.0, False)
+
+
+def test_tensorflows_dynamic_loss_scale_keeps_its_settings() -> None:
+    theirs = v1.mixed_precision.DynamicLossScale(initial_loss_scale=2.0**10, increment_period=7, multiplier=4.0)
+    assert settings(enable_mixed_precision_graph_rewrite(sgd(), theirs)) == (2.0**10, 4.0, 0.25, 7)
+
+
+@pytest.mark.parametrize(
+    ("loss_scale", "error"),
+    [
+        ("static", polyamp.InvalidTypeError),
+        (None, polyamp.InvalidTypeError),
+        (True, polyamp.InvalidTypeError),
+        (-1.0, polyamp.InvalidValueError),
+        (float("nan"), polyamp.InvalidValueError),
+    ],
+)
+def test_bad_loss_scales_are_refused_and_nothing_is_switched_on(loss_scale: Any, error: type[Exception]) -> None:
+    with pytest.raises(error):
+        enable_mixed_precision_graph_rewrite(sgd(), loss_scale)
+    assert not is_everywhere()
+
+
+def test_what_is_no_optimizer_is_refused_and_nothing_is_switched_on() -> None:
+    with pytest.raises(polyamp.InvalidTypeError):
+        enable_mixed_precision_graph_rewrite(tf.Variable(1.0))
+    assert not is_everywhere()

@@ -440,9 +440,7 @@ def test_fit_recovers_from_a_scale_that_is_much_too_large() -> None:
 
 def test_settings_go_through_json_and_back() -> None:
     config = LossScale(init=8.0, interval=7, hysteresis=2, min=0.5)
-    opt = LossScaledOptimizer(
-        keras.optimizers.Adam(0.25), config, max_grad_norm=3.0, master_weights=False, name="mine"
-    )
+    opt = LossScaledOptimizer(keras.optimizers.Adam(0.25), config, max_grad_norm=3.0, master_weights=False, name="mine")
     saved = json.loads(json.dumps(keras.saving.serialize_keras_object(opt)))
     again = keras.saving.deserialize_keras_object(saved)
     assert type(again) is LossScaledOptimizer

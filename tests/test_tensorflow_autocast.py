@@ -380,10 +380,11 @@ def test_a_function_is_traced_anew_in_a_scope_that_a_rule_may_be_about() -> None
     assert (rounded(low, "bfloat16"), rounded(full, "bfloat16")) == (True, False)
 
 
-def test_entered_inside_a_function() -> None:
+@pytest.mark.parametrize("enter", [autocast_context, lambda policy: polyamp.autocast(policy, backend="tensorflow")])
+def test_entered_inside_a_function_that_autograph_converts(enter: Callable[[polyamp.Policy], Any]) -> None:
     @tf.function
     def function(x: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        with polyamp.autocast("mixed_bfloat16", backend="tensorflow"):
+        with enter(BF16):
             low = x @ W
         return low, x @ W
 

@@ -1,16 +1,23 @@
-"""Several logical devices: their number is fixed when TensorFlow starts, so these tests get a process of their own."""
+"""Several logical devices: their number is fixed when TensorFlow starts, so these tests get processes of their own."""
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 
-def test_over_replicas() -> None:
+
+@pytest.mark.parametrize(
+    "strategy", ["mirrored", "without merging", "mirrored, one replica", "one worker", "one device"]
+)
+def test_over_replicas(strategy: str) -> None:
     suite = Path(__file__).with_name("tensorflow_replicas.py")
     run = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "--suite=tensorflow", "-p", "no:cacheprovider", str(suite)],
+        env={**os.environ, "POLYAMP_TEST_STRATEGY": strategy},
         capture_output=True,
         text=True,
         check=False,

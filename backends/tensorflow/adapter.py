@@ -10,8 +10,10 @@ import tensorflow as tf
 
 from polyamp.backends.tensorflow.autocast import autocast_context
 from polyamp.backends.tensorflow.casting import cast
+from polyamp.backends.tensorflow.grappler import GrapplerRewritten
 from polyamp.backends.tensorflow.operations import OPERATIONS
 from polyamp.backends.tensorflow.optimizer import LossScaledOptimizer
+from polyamp.backends.tensorflow.refusals import check_engine
 from polyamp.backends.tensorflow.rewrite import explain, rewrite, rewritten_graph
 from polyamp.backends.tensorflow.scaler import LossScaler
 from polyamp.loss_scale import LossScale
@@ -65,9 +67,17 @@ class TensorFlowAdapter:
         return autocast_context(policy)
 
     def rewrite(self, fn: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], policy: Policy, **options: Any) -> Any:
-        """See `polyamp.backends.tensorflow.rewrite`, and for a ``GraphDef`` `rewritten_graph`."""
+        """See `polyamp.backends.tensorflow.rewrite`; for a ``GraphDef`` `rewritten_graph`.
+
+        ``engine="grappler"`` is `polyamp.backends.tensorflow.grappler.GrapplerRewritten`.
+        """
+        engine = options.pop("engine", "polyamp")
+        check_engine(engine)
+        if engine == "grappler":
+            rewritten = GrapplerRewritten(fn, policy, **options)
+            return rewritten.traced_for(args, kwargs) if args or kwargs else rewritten
         if not callable(fn):
-            return rewritten_graph(fn, policy, **options)
+            return rewritten_graph(fn, policy)
         return rewrite(fn, *args, policy=policy, **options, **kwargs)
 
     def explain(self, fn: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], policy: Policy) -> Plan:

@@ -29,7 +29,6 @@ from polyamp.policy import Policy
 from polyamp.rules import Rule, decide
 
 
-@tf.autograph.experimental.do_not_convert
 @contextmanager
 def autocast_context(policy: Policy) -> Iterator[None]:
     """Run operations of class ``lower`` in the policy's ``compute`` format; a float32 policy switches that off.
@@ -230,7 +229,7 @@ class Operation:
         """The type attributes and what the inputs make them; an attribute that they do not agree on is left out."""
         found: dict[str, set[int]] = {}
         for name, (attribute, is_list) in self.inputs.items():
-            given = inputs.get(name)
+            given: Any = inputs.get(name)
             found.setdefault(attribute, set()).update(map(_type, given if is_list else [given]))
         for kinds in found.values():
             kinds.discard(0)

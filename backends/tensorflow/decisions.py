@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorflow as tf
 
-from polyamp.backends.tensorflow.graph import FLOAT32, Graph, Node, closes_loop
+from polyamp.backends.tensorflow.graph import FLOAT32, FLOATING, Graph, Node, closes_loop
 from polyamp.backends.tensorflow.kernels import device_of, lowerable
 from polyamp.backends.tensorflow.operations import OPERATIONS
-from polyamp.backends.tensorflow.region import update_region
+from polyamp.backends.tensorflow.region import regions
 from polyamp.flow import AS_WRITTEN, Flow, Value, constant, flow
 from polyamp.policy import Policy
 from polyamp.rules import TABLE, Decision, decide
@@ -87,7 +87,7 @@ class Pass:
         graph: what was decided.
         rules: the policy.
         path: the scope that the graph stands in.
-        region: the nodes of the update.
+        regions: the nodes that keep state.
         nodes: a `Decided` for each node, in order.
         known: what is known of each value, by its name.
     """
@@ -98,7 +98,7 @@ class Pass:
         self.graph, self.rules, self.functions, self.path = graph, rules, functions, path
         names = (name for name, _ in graph.arguments)
         self.known: dict[str, Known] = dict(zip(names, arguments, strict=True))
-        self.region = update_region(graph)
+        self.regions = regions(graph, functions.library)
         self.nodes: list[Decided] = []
         for node in graph.nodes:
             decided = self._node(node)
@@ -130,8 +130,10 @@ class Pass:
 
     def _node(self, node: Node) -> Decided:
         special = _SPECIAL.get(node.op) or self.functions.handler(node.op)
-        if node.name in self.region:
+        if node.name in self.regions.update:
             return self.as_written(node, "updates variables", Value("strong", "the update"))
+        if node.name in self.regions.averaging:
+            return self.as_written(node, "a moving average", Value("strong", "a moving average"))
         if special is not None:
             return special(self, node)
         return self._operation(node)
@@ -158,12 +160,12 @@ class Pass:
 
     def _floating(self, node: Node) -> tuple[Value, ...]:
         pairs = zip(node.takes, self.values_of(node), strict=True)
-        return tuple(known.value for port, known in pairs if port.dtype % 100 in _FLOATING)
+        return tuple(known.value for port, known in pairs if port.dtype % 100 in FLOATING)
 
 
 def declared_value(dtype: int) -> Value:
     """What is known of a value by its declared type alone."""
-    if dtype == FLOAT32 or dtype not in _FLOATING:
+    if dtype == FLOAT32 or dtype not in FLOATING:
         return WEAK
     return Value("other", tf.as_dtype(dtype).name)
 
@@ -226,7 +228,4 @@ _SPECIAL = {
     "IdentityN": _identities,
     "Merge": _merge,
     "NextIteration": _loop_edge,
-}
-_FLOATING = {
-    kind.as_datatype_enum for kind in (tf.float32, tf.float16, tf.bfloat16, tf.float64, tf.complex64, tf.complex128)
 }

@@ -15,6 +15,9 @@ from polyamp.backends.tensorflow.unstable import operation_definition
 
 NodeDef = tf.compat.v1.NodeDef
 FLOAT32: int = tf.float32.as_datatype_enum
+FLOATING: frozenset[int] = frozenset(
+    kind.as_datatype_enum for kind in (tf.float32, tf.float16, tf.bfloat16, tf.float64, tf.complex64, tf.complex128)
+)
 
 
 class Port(NamedTuple):

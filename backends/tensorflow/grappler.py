@@ -107,7 +107,8 @@ class GrapplerRewritten:
     def __init__(self, fn: Callable[..., Any], policy: Policy, jit_compile: bool | None = None) -> None:
         _check(fn, policy, jit_compile)
         is_traced = hasattr(fn, "get_concrete_function") or hasattr(fn, "structured_outputs")
-        self._function = fn if is_traced else tf.function(fn)
+        self._function: Any = fn if is_traced else tf.function(fn)
+        self._name = getattr(fn, "__name__", "the function")
         self._policy = policy
         self._plan: Plan | None = None
         functools.update_wrapper(self, fn, updated=())
@@ -129,7 +130,7 @@ class GrapplerRewritten:
             self._plan = _plan(self._concrete(args, kwargs), self._policy)
             if self._policy.compute not in {"float32", *self._plan.totals["by_format"]}:
                 warn_once(
-                    f"TensorFlow's pass for {self._policy.compute} changed nothing in {self.__name__}: it found no "
+                    f"TensorFlow's pass for {self._policy.compute} changed nothing in {self._name}: it found no "
                     'product that this build of TensorFlow lowers. polyamp.rewrite without engine="grappler" does not '
                     "depend on the build.",
                     stacklevel=4,

@@ -8,8 +8,11 @@ from typing import Any
 
 import tensorflow as tf
 
-from polyamp.errors import InvalidTypeError, UnsupportedError, UsageError
+from polyamp.backends.tensorflow.places import Places
+from polyamp.backends.tensorflow.unstable import OUT_OF_SCOPE, graphs_around
+from polyamp.errors import InvalidTypeError, InvalidValueError, UnsupportedError, UsageError
 
+_ENGINES = ("polyamp", "grappler")
 _FORMATS = ("float16", "bfloat16", "float32")
 POLICY_ATTRIBUTE = "_polyamp_policy"  # of nodes that a rewrite made or changed
 _GRADIENT = "PolyampRewritten"
@@ -28,6 +31,22 @@ def check_format(compute: str) -> None:
             found=compute,
             allowed=", ".join(_FORMATS),
             fix="choose one of these; tensorfloat32 is tf.config.experimental.enable_tensor_float_32_execution(True)",
+        )
+
+
+def check_engine(engine: str) -> None:
+    """Refuse an unknown name of what rewrites.
+
+    Raises:
+        InvalidValueError: neither ``polyamp`` nor ``grappler``.
+    """
+    if engine not in _ENGINES:
+        raise InvalidValueError(
+            "unknown engine",
+            where="rewrite(engine=)",
+            found=repr(engine),
+            allowed=", ".join(_ENGINES),
+            fix='leave it out, or "grappler" for TensorFlow\'s own pass',
         )
 
 
@@ -70,8 +89,8 @@ def tracing(fn: Any) -> Iterator[None]:
     """What TensorFlow refuses to trace, in words that say what to do."""
     try:
         yield
-    except tf.errors.InaccessibleTensorError as error:
-        raise _refused(fn, "it takes a tensor of another graph", error, "give that tensor as an argument") from error
+    except OUT_OF_SCOPE as error:
+        raise _refused(fn, _FOREIGN, error, _GIVE_TENSOR) from error
     except TypeError as error:
         if "Operation" not in str(error):
             raise
@@ -79,7 +98,24 @@ def tracing(fn: Any) -> Iterator[None]:
         raise _refused(fn, "it returns an operation", error, fix) from error
 
 
-def _refused(fn: Any, why: str, error: Exception, fix: str) -> UsageError:
+def check_captures(fn: Any, concrete: Any) -> None:
+    """Refuse a function that took a tensor of a graph which is not being built around it.
+
+    Raises:
+        UsageError: it did; TensorFlow would find out when it runs the function.
+    """
+    around = graphs_around()
+    symbolic = (tensor for tensor in concrete.captured_inputs if tf.is_symbolic_tensor(tensor))
+    foreign = next((tensor for tensor in symbolic if tensor.graph not in around), None)
+    if foreign is not None:
+        raise _refused(fn, _FOREIGN, Places(foreign.graph).of("", foreign.op.name), _GIVE_TENSOR)
+
+
+_FOREIGN = "it takes a tensor of another graph"
+_GIVE_TENSOR = "give that tensor as an argument"
+
+
+def _refused(fn: Any, why: str, error: object, fix: str) -> UsageError:
     return UsageError(
         f"the function cannot be traced: {why}",
         where=f"rewrite({getattr(fn, '__name__', fn)})",

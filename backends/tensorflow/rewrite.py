@@ -13,7 +13,13 @@ from polyamp.backends.tensorflow.decisions import Known, Pass, Rules, declared_v
 from polyamp.backends.tensorflow.functions import REWRITTEN, Functions, Inside
 from polyamp.backends.tensorflow.graph import Graph
 from polyamp.backends.tensorflow.recorder import plan_of
-from polyamp.backends.tensorflow.refusals import check_format, check_graph, not_differentiable, tracing
+from polyamp.backends.tensorflow.refusals import (
+    check_captures,
+    check_format,
+    check_graph,
+    not_differentiable,
+    tracing,
+)
 from polyamp.backends.tensorflow.unstable import FunctionLibrary, call_in_place_of, options_of, register
 from polyamp.backends.tensorflow.writing import Writer
 from polyamp.errors import warn_once
@@ -168,7 +174,9 @@ def _concrete(fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """``fn`` traced, as it was written."""
     function = fn if isinstance(fn, _Function) else tf.function(fn)
     with tracing(fn), entered(None):
-        return function.get_concrete_function(*args, **kwargs)
+        concrete = function.get_concrete_function(*args, **kwargs)
+    check_captures(fn, concrete)
+    return concrete
 
 
 def _decided(concrete: Any, policy: Policy) -> Pass:
@@ -194,7 +202,7 @@ def _called(concrete: Any, decisions: Pass, args: Sequence[Any], kwargs: Mapping
     if name == definition.signature.name:
         registered = concrete.inference_fn
     else:
-        registered = register(written[-1], concrete, [register(function) for function in written[:-1]])
+        registered = register(written, concrete)
     with not_differentiable():
         return call_in_place_of(registered, concrete, args, kwargs)
 

@@ -18,8 +18,8 @@ from tensorflow.core.framework import graph_pb2
 from tensorflow.python import pywrap_tfe
 from tensorflow.python.eager import backprop, context
 from tensorflow.python.eager.polymorphic_function import atomic_function, function_context, function_type_utils
-from tensorflow.python.framework import kernels, op_def_registry, ops
-from tensorflow.python.framework.errors_impl import NotFoundError
+from tensorflow.python.framework import dtypes, kernels, op_def_registry, ops, tensor_spec
+from tensorflow.python.framework.errors_impl import InaccessibleTensorError, NotFoundError
 from tensorflow.python.grappler import tf_optimizer
 from tensorflow.python.ops import custom_gradient, gradients_util
 from tensorflow.python.util import tf_decorator
@@ -68,31 +68,40 @@ class FunctionLibrary(Mapping[str, Any]):
         return len(context.context().list_function_names())
 
 
-def register(definition: Any, concrete: Any = None, children: Sequence[Any] = ()) -> Any:
-    """Make a ``FunctionDef`` known to the runtime, for as long as what this returns lives.
+def register(definitions: Sequence[Any], concrete: Any) -> Any:
+    """Make functions known to the runtime, for as long as what this returns lives.
 
     A graph that calls an unregistered function ends the process.
 
     Args:
-        definition: with a name that is not taken.
-        concrete: the ``ConcreteFunction`` that it stands in for, whose structure of arguments and results it has, and
-            whose nodes still tell the source lines of errors.
-        children: what this returned for the functions that it calls.
+        definitions: each a ``FunctionDef`` with a name that is not taken, after those that it calls.
+        concrete: the ``ConcreteFunction`` that the last of them stands in for, whose structure of arguments and results
+            it has, and whose nodes still tell the source lines of errors.
     """
-    known = context.context()
-    known.add_function_def(definition)
-    if concrete is None:
-        nothing = function_type_utils.function_type_lib.FunctionType([])
-        return atomic_function.AtomicFunction(definition.signature.name, known, nothing, list(children))
-    original = concrete.inference_fn
+    known, original = context.context(), concrete.inference_fn
+    for definition in definitions:
+        known.add_function_def(definition)
+    called = list(original.children)
+    for definition in definitions[:-1]:
+        kind = _function_type(definition.signature)
+        called.append(atomic_function.AtomicFunction(definition.signature.name, known, kind, list(called)))
     return atomic_function.AtomicFunction(
-        definition.signature.name,
+        definitions[-1].signature.name,
         known,
         concrete.function_type,
-        [*original.children, *children],
+        called,
         original.call_options,
         cached_graph=concrete.graph,
     )
+
+
+def _function_type(signature: Any) -> Any:
+    """What a function takes and gives; it is asked for where a function is saved."""
+    taken, given = (
+        tuple(tensor_spec.TensorSpec(None, dtypes.as_dtype(arg.type)) for arg in args)
+        for args in (signature.input_arg, signature.output_arg)
+    )
+    return function_type_utils.function_type_lib.from_structured_signature((taken, {}), given)
 
 
 def call_in_place_of(registered: Any, concrete: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -315,3 +324,17 @@ def newest_tensor() -> int:
 def optimize_graph(config: Any, metagraph: Any) -> Any:
     """A ``MetaGraphDef`` after the passes that a ``ConfigProto`` names, as a ``GraphDef``."""
     return tf_optimizer.OptimizeGraph(config, metagraph, verbose=False)
+
+
+# What cannot be traced.
+
+OUT_OF_SCOPE = InaccessibleTensorError
+
+
+def graphs_around() -> list[Any]:
+    """The graph that is being built, and those that it is built inside of; else the graph of TensorFlow 1."""
+    graphs, graph = [], ops.get_default_graph()
+    while graph is not None:
+        graphs.append(graph)
+        graph = getattr(graph, "outer_graph", None)
+    return graphs

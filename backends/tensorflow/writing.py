@@ -8,7 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from polyamp.backends.tensorflow.averages import decisions_of, guarded, moving_averages, must_run
+from polyamp.backends.tensorflow.averages import decisions_of, guarded, must_run
 from polyamp.backends.tensorflow.decisions import Decided, Known, Pass
 from polyamp.backends.tensorflow.functions import Inside
 from polyamp.backends.tensorflow.graph import NodeDef
@@ -129,9 +129,8 @@ class Body:
         """Add what keeps moving averages as they were where a wrapped optimizer skips the step."""
         decisions, graph = self._decisions, self._decisions.graph
         applied = decisions_of(graph)
-        averages = moving_averages(graph, decisions.region) if applied else []
-        if averages:
-            added = guarded(graph, averages, applied, self.nodes)
+        if applied and decisions.regions.averages:
+            added = guarded(graph, decisions.regions.averages, applied, self.nodes)
             self.nodes.extend(added)
             self.must_run, self.changed = must_run(added), True
 

@@ -15,6 +15,7 @@ from polyamp.backends.tensorflow import LossScaler
 
 COMPILED = pytest.mark.parametrize("compiled", [False, True], ids=["eager", "function"])
 
+
 class Loop:
     """A strategy, one variable and a step for gradients of each replica."""
 

@@ -138,6 +138,12 @@ def test_the_plan_counts_what_the_pass_inserted() -> None:
     assert "TensorFlow's pass" in str(plan)
 
 
+def test_a_cast_that_two_products_share_is_counted_once_and_functions_are_part_of_the_plan() -> None:
+    plan = GrapplerRewritten(lambda x: tf.exp(x @ W) + tf.exp(shared(x)), BF16).traced_for((X,), {}).plan
+    assert [op.format for op in plan.operations if op.name == "matmul"] == ["bfloat16", "bfloat16"]
+    assert plan.totals["casts"] == 4  # the argument and the constant, once each, and two results
+
+
 def test_no_plan_before_the_first_call() -> None:
     with pytest.raises(polyamp.UsageError, match="not traced"):
         _ = GrapplerRewritten(shared, BF16).plan

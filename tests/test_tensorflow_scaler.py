@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -214,48 +212,3 @@ def test_a_norm_that_is_no_limit_is_refused(norm: float) -> None:
 def test_settings_that_are_none_are_refused() -> None:
     with pytest.raises(polyamp.InvalidTypeError):
         LossScaler(3)
-
-
-MIRRORED = """
-import numpy as np, tensorflow as tf
-tf.config.set_logical_device_configuration(
-    tf.config.list_physical_devices("CPU")[0], [tf.config.LogicalDeviceConfiguration()] * 2
-)
-import polyamp
-from polyamp.backends.tensorflow import LossScaler
-strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
-with strategy.scope():
-    weight = tf.Variable([1.0, 2.0])
-    opt = tf.compat.v1.train.MomentumOptimizer(1.0, 0.9)
-    scaler = LossScaler(polyamp.LossScale(init=8.0), max_grad_norm=NORM)
-
-def replica(grads):
-    scaler.step(opt, [(grads, weight)])
-
-step = tf.function(lambda grads: strategy.run(replica, args=(grads,)), autograph=False)
-def run(first, second):
-    values = [tf.constant(first), tf.constant(second)]
-    step(strategy.experimental_distribute_values_from_function(lambda c: values[c.replica_id_in_sync_group]))
-    copies = [copy.numpy().tolist() for copy in strategy.experimental_local_results(weight)]
-    print(copies, scaler.loss_scale, scaler.last_step.applied)
-"""
-
-
-def replicas(norm: str, steps: str) -> list[str]:
-    command = [sys.executable, "-c", MIRRORED.replace("NORM", norm) + steps]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.splitlines()
-
-
-@pytest.mark.parametrize("infinite", [0, 1])
-def test_an_overflow_in_any_replica_skips_the_step_in_all(infinite: int) -> None:
-    spoiled = ["[1.0, 1.0]", "[1.0, 1.0]"]
-    spoiled[infinite] = "[np.inf, 1.0]"
-    skipped, applied = replicas("None", f"run({', '.join(spoiled)})\nrun([4.0, 0.0], [0.0, 4.0])")
-    assert skipped == "[[1.0, 2.0], [1.0, 2.0]] 4.0 False"
-    assert applied == "[[0.0, 1.0], [0.0, 1.0]] 4.0 True"
-
-
-def test_replicas_clip_the_norm_of_their_summed_gradients() -> None:
-    assert replicas("2.5", "run([16.0, 16.0], [8.0, 16.0])") == ["[[-0.5, 0.0], [-0.5, 0.0]] 8.0 True"]

@@ -133,7 +133,7 @@ class Pass:
         if node.name in self.regions.update:
             return self.as_written(node, "updates variables", Value("strong", "the update"))
         if node.name in self.regions.averaging:
-            return self.as_written(node, "a moving average", Value("strong", "a moving average"))
+            return self.as_written(node, "updates its own variable", Value("strong", "the update"))
         if special is not None:
             return special(self, node)
         return self._operation(node)

@@ -28,7 +28,7 @@ def enable_mixed_precision_graph_rewrite(opt: Any, loss_scale: Any = "dynamic") 
 
     >>> sgd = tf.compat.v1.train.GradientDescentOptimizer(0.1)
     >>> opt = enable_mixed_precision_graph_rewrite(sgd)
-    >>> float(tf.einsum("i,i", [1 / 3], [1.0])), opt.loss_scale
+    >>> float(tf.tensordot([1 / 3], [1.0], 1)), opt.loss_scale
     (0.333251953125, 32768.0)
     >>> disable_mixed_precision_graph_rewrite()
 
@@ -64,7 +64,7 @@ def disable_mixed_precision_graph_rewrite() -> None:
 
     >>> _ = enable_mixed_precision_graph_rewrite(tf.compat.v1.train.GradientDescentOptimizer(0.1))
     >>> disable_mixed_precision_graph_rewrite()
-    >>> float(tf.einsum("i,i", [1 / 3], [1.0]))
+    >>> float(tf.tensordot([1 / 3], [1.0], 1))
     0.3333333432674408
 
     Warns:
@@ -81,7 +81,7 @@ def _loss_scale(given: Any) -> LossScale:
         return given
     if isinstance(given, str) and given == "dynamic":
         return LossScale.like("tensorflow")
-    if isinstance(given, int | float) and not isinstance(given, bool):
+    if isinstance(given, int | float):
         return LossScale.fixed(given)
     if isinstance(given, old.FixedLossScale):
         return LossScale.fixed(given.get_config()["loss_scale_value"])

@@ -96,6 +96,10 @@ def tracing(fn: Any) -> Iterator[None]:
             raise
         fix = "return tensors or nothing; a tf.function runs what has effects by itself"
         raise _refused(fn, "it returns an operation", error, fix) from error
+    except RuntimeError as error:
+        if "merge_call" not in str(error):
+            raise
+        raise _refused(fn, "it runs in a replica", error, "rewrite the function that calls strategy.run") from error
 
 
 def check_captures(fn: Any, concrete: Any) -> None:

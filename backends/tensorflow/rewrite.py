@@ -197,12 +197,9 @@ def _called(concrete: Any, decisions: Pass, args: Sequence[Any], kwargs: Mapping
     definition = concrete.function_def
     results = tuple(dtype for _, dtype in decisions.graph.results)
     written: list[Any] = []
-    name = Writer(written.append).function(Inside(definition.signature.name, decisions, results), definition)
+    Writer(written.append).function(Inside(definition.signature.name, decisions, results), definition)
     _warn_of_nothing(decisions)
-    if name == definition.signature.name:
-        registered = concrete.inference_fn
-    else:
-        registered = register(written, concrete)
+    registered = register(written, concrete) if written else concrete.inference_fn
     with not_differentiable():
         return call_in_place_of(registered, concrete, args, kwargs)
 

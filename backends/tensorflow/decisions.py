@@ -12,9 +12,11 @@ from polyamp.backends.tensorflow.graph import FLOAT32, FLOATING, Graph, Node, cl
 from polyamp.backends.tensorflow.kernels import device_of, lowerable
 from polyamp.backends.tensorflow.operations import OPERATIONS
 from polyamp.backends.tensorflow.region import regions
+from polyamp.backends.tensorflow.unstable import as_asked
+from polyamp.dialects import default_rules
 from polyamp.flow import AS_WRITTEN, Flow, Value, constant, flow
 from polyamp.policy import Policy
-from polyamp.rules import TABLE, Decision, decide
+from polyamp.rules import TABLE, Decision, Rule, decide, unused
 
 WEAK = Value()
 
@@ -65,6 +67,13 @@ class Rules:
         self.seen: dict[tuple[str, str], Decision] = {}
         self._flows: dict[Any, Flow] = {}
 
+    @property
+    def unused(self) -> list[Rule]:
+        """The policy's own rules that matched nothing so far."""
+        policy = self.policy
+        defaults = default_rules(policy.param, policy.compute, policy.output)
+        return [rule for rule in unused(policy.rules, self.seen) if rule not in defaults]
+
     def decide(self, operation: str, path: str) -> Decision:
         """The class of an operation at a path."""
         key = (operation, path if self.policy.rules else "")
@@ -87,15 +96,22 @@ class Pass:
         graph: what was decided.
         rules: the policy.
         path: the scope that the graph stands in.
+        traced: the ``tf.Graph`` that it was traced into, where that is known.
         regions: the nodes that keep state.
         nodes: a `Decided` for each node, in order.
         known: what is known of each value, by its name.
     """
 
     def __init__(
-        self, graph: Graph, rules: Rules, functions: Any, arguments: Sequence[Known] = (), path: str = ""
+        self,
+        graph: Graph,
+        rules: Rules,
+        functions: Any,
+        arguments: Sequence[Known] = (),
+        path: str = "",
+        traced: Any = None,
     ) -> None:
-        self.graph, self.rules, self.functions, self.path = graph, rules, functions, path
+        self.graph, self.rules, self.functions, self.path, self.traced = graph, rules, functions, path, traced
         names = (name for name, _ in graph.arguments)
         self.known: dict[str, Known] = dict(zip(names, arguments, strict=True))
         self.regions = regions(graph, functions.library)
@@ -108,6 +124,10 @@ class Pass:
     def values_of(self, node: Node) -> list[Known]:
         """What is known of a node's inputs; of the edge that closes a loop, that it is float32 by need."""
         return [self.known.get(value, _CARRIED) for value in node.inputs]
+
+    def path_of(self, node: Node) -> str:
+        """The scopes that a node stands in, and its name, as the code asked for them."""
+        return "/".join(filter(None, (self.path, as_asked(self.traced, node.name))))
 
     def as_written(self, node: Node, reason: str, value: Value = WEAK, decision: Decision | None = None) -> Decided:
         """A node that keeps the types it has."""
@@ -141,8 +161,7 @@ class Pass:
     def _operation(self, node: Node) -> Decided:
         inputs = self._floating(node)
         operation = OPERATIONS.get(node.op, node.op)
-        path = "/".join(filter(None, (self.path, node.name))) if self.rules.policy.rules else ""
-        decision = self.rules.decide(operation, path)
+        decision = self.rules.decide(operation, self.path_of(node) if self.rules.policy.rules else "")
         if operation == "tensor_list":
             return self.as_written(node, "lists hold what they were made for", Value("strong", operation), decision)
         if not inputs:

@@ -14,6 +14,7 @@ from polyamp.backends.tensorflow.decisions import Decided, Known, Pass, Rules
 from polyamp.backends.tensorflow.graph import FLOAT32, Graph, Node
 from polyamp.backends.tensorflow.operations import OPERATIONS
 from polyamp.backends.tensorflow.refusals import POLICY_ATTRIBUTE, rewritten_before
+from polyamp.backends.tensorflow.unstable import graph_of
 from polyamp.flow import AS_WRITTEN, Flow, Value
 from polyamp.rules import TABLE, Decision
 
@@ -41,10 +42,11 @@ class Functions:
     Args:
         library: ``FunctionDef`` by name.
         rules: the policy.
+        traced: the ``tf.Graph`` of the outermost function, where that is known.
     """
 
-    def __init__(self, library: Mapping[str, Any], rules: Rules) -> None:
-        self.library, self.rules = library, rules
+    def __init__(self, library: Mapping[str, Any], rules: Rules, traced: Any = None) -> None:
+        self.library, self.rules, self._traced = library, rules, traced
         self._bodies: dict[Any, Pass] = {}
 
     def handler(self, op: str) -> Callable[[Pass, Node], Decided] | None:
@@ -57,7 +59,7 @@ class Functions:
         key = (name, tuple(arguments), path if self.rules.policy.rules else "")
         if key not in self._bodies:
             graph = Graph.of_function(self.library[name], self.library)
-            self._bodies[key] = Pass(graph, self.rules, self, arguments, path)
+            self._bodies[key] = Pass(graph, self.rules, self, arguments, path, graph_of(name, self._traced))
         return self._bodies[key]
 
     def kept(self, names: Sequence[str]) -> str:
@@ -86,7 +88,8 @@ def _call(functions: Functions, decisions: Pass, node: Node) -> Decided:
     name = node.definition.attr["f"].func.name
     if reason := functions.kept([name]):
         return decisions.as_written(node, reason)
-    body = functions.body(name, arguments, _path(decisions, node))
+    caller = _forward_call(decisions, functions.library[name]) or node
+    body = functions.body(name, arguments, decisions.path_of(caller))
     results = _results(body)
     return _calling(
         node, arguments, results, {"Tin": arguments, "Tout": results}, [Inside(name, body, _types(results))]
@@ -101,7 +104,7 @@ def _conditional(functions: Functions, decisions: Pass, node: Node) -> Decided:
     if reason := functions.kept(names):
         return decisions.as_written(node, reason)
     chooser, *arguments = decisions.values_of(node)
-    bodies = [functions.body(name, arguments, _path(decisions, node)) for name in names]
+    bodies = [functions.body(name, arguments, decisions.path_of(node)) for name in names]
     given = zip(*map(_results, bodies), strict=True)
     results = [_joined(port.dtype, knowns) for port, knowns in zip(node.gives, given, strict=True)]
     insides = [Inside(name, body, _types(results)) for name, body in zip(names, bodies, strict=True)]
@@ -122,7 +125,7 @@ def _loop(functions: Functions, decisions: Pass, node: Node) -> Decided:
     names = [node.definition.attr[key].func.name for key in ("cond", "body")]
     if reason := functions.kept(names):
         return decisions.as_written(node, reason)
-    path = _path(decisions, node)
+    path = decisions.path_of(node)
     incoming = decisions.values_of(node)
     unchanged = _unchanged(functions.library[names[1]])
     carried = [
@@ -171,8 +174,11 @@ def _types(knowns: Sequence[Known]) -> tuple[int, ...]:
     return tuple(known.dtype for known in knowns)
 
 
-def _path(decisions: Pass, node: Node) -> str:
-    return "/".join(filter(None, (decisions.path, node.name)))
+def _forward_call(decisions: Pass, function: Any) -> Node | None:
+    """The call that a function differentiates: it stands in the scopes that rules name, its derivative in none."""
+    forward = function.attr["forward_function_name"].s.decode() if "forward_function_name" in function.attr else ""
+    calls = (node for node in decisions.graph.nodes if forward and "f" in node.definition.attr)
+    return next((node for node in calls if node.definition.attr["f"].func.name == forward), None)
 
 
 _HANDLERS: dict[str, Callable[[Functions, Pass, Node], Decided]] = {

@@ -10,7 +10,6 @@ import tensorflow as tf
 from polyamp.backends.tensorflow.decisions import Decided, Pass
 from polyamp.backends.tensorflow.places import Places
 from polyamp.plan import Plan, PlannedOperation
-from polyamp.rules import unused
 
 _UNLISTED = {"Const", "NoOp", "Placeholder", "VarHandleOp"}  # they hold things, and compute nothing
 
@@ -23,7 +22,7 @@ def plan_of(decisions: Pass, graph: Any) -> Plan:
         graph: the ``tf.Graph`` that it was traced into, for shapes and source lines; None where there is none.
     """
     rules = decisions.rules
-    patterns = tuple(rule.pattern for rule in unused(rules.policy.rules, rules.seen)) if rules.policy.rules else ()
+    patterns = tuple(rule.pattern for rule in rules.unused)
     return Plan(str(rules.policy), tuple(_operations(decisions, Places(graph))), unused_rules=patterns)
 
 
@@ -52,7 +51,7 @@ def _planned(decisions: Pass, decided: Decided, places: Places, cast: set[tuple[
     return PlannedOperation(
         decided.operation,
         node.op,
-        places.of(decisions.path, node.name),
+        " ".join(filter(None, (decisions.path_of(node), places.line(node.name)))),
         decided.decision.op_class,
         decided.outcome.format,
         decided.outcome.reason,

@@ -20,7 +20,7 @@ from polyamp.backends.tensorflow.refusals import (
     not_differentiable,
     tracing,
 )
-from polyamp.backends.tensorflow.unstable import FunctionLibrary, call_in_place_of, options_of, register
+from polyamp.backends.tensorflow.unstable import FunctionLibrary, call_in_place_of, options_of, register, remember_names
 from polyamp.backends.tensorflow.writing import Writer
 from polyamp.errors import warn_once
 from polyamp.formats import format_of
@@ -93,6 +93,7 @@ def rewrite(
     """
     chosen = make_policy(policy)
     check_format(chosen.compute)
+    remember_names()
     options = options_of(fn) if isinstance(fn, _Function) else {}
     if jit_compile is not None:
         options["jit_compile"] = jit_compile
@@ -118,6 +119,7 @@ def explain(fn: Any, *args: Any, policy: Policy | str | None = None, **kwargs: A
     """
     chosen = make_policy(policy)
     check_format(chosen.compute)
+    remember_names()
     if not callable(fn):
         return plan_of(_decided_graph(fn, chosen), _imported(fn))
     concrete = _concrete(fn, args, kwargs)
@@ -147,7 +149,7 @@ def rewritten_graph(graph_def: Any, policy: Policy | str | None = None) -> Any:
     chosen = make_policy(policy)
     check_format(chosen.compute)
     decisions = _decided_graph(graph_def, chosen)
-    _warn_of_nothing(decisions)
+    _report(decisions, "the graph")
     new = tf.compat.v1.GraphDef()
     new.CopyFrom(graph_def)
     del new.node[:]
@@ -163,7 +165,7 @@ def _traced_by(fn: Callable[..., Any], policy: Policy) -> Callable[..., Any]:
         decisions = _decided(concrete, policy)
         if not plans:
             plans.append(functools.cache(lambda: plan_of(decisions, concrete.graph)))
-        return _called(concrete, decisions, args, kwargs)
+        return _called(concrete, decisions, args, kwargs, getattr(fn, "__name__", "function"))
 
     functools.update_wrapper(traced, fn, updated=())
     setattr(traced, _PLANS, plans)
@@ -183,7 +185,7 @@ def _decided(concrete: Any, policy: Policy) -> Pass:
     rules, library = Rules(policy), FunctionLibrary()
     graph = Graph.of_function(concrete.function_def, library)
     arguments = [Known(dtype, declared_value(dtype)) for _, dtype in graph.arguments]
-    return Pass(graph, rules, Functions(library, rules), arguments)
+    return Pass(graph, rules, Functions(library, rules, concrete.graph), arguments, traced=concrete.graph)
 
 
 def _decided_graph(graph_def: Any, policy: Policy) -> Pass:
@@ -192,22 +194,33 @@ def _decided_graph(graph_def: Any, policy: Policy) -> Pass:
     return Pass(Graph(graph_def.node, library), rules, Functions(library, rules))
 
 
-def _called(concrete: Any, decisions: Pass, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def _called(concrete: Any, decisions: Pass, args: Sequence[Any], kwargs: Mapping[str, Any], name: str) -> Any:
     """Call ``concrete`` rewritten; to be called while the graph that is to hold the call is built."""
     definition = concrete.function_def
     results = tuple(dtype for _, dtype in decisions.graph.results)
     written: list[Any] = []
     Writer(written.append).function(Inside(definition.signature.name, decisions, results), definition)
-    _warn_of_nothing(decisions)
+    _report(decisions, name)
     registered = register(written, concrete) if written else concrete.inference_fn
     with not_differentiable():
         return call_in_place_of(registered, concrete, args, kwargs)
 
 
-def _warn_of_nothing(decisions: Pass) -> None:
-    policy = decisions.rules.policy
-    if format_of(policy.compute).is_low and not _lowers(decisions):
-        warn_once(f"rewrite under {policy} changes nothing here: the graph has no operation that the policy lowers.")
+def _report(decisions: Pass, name: str) -> None:
+    """Say once what had no effect."""
+    rules = decisions.rules
+    for rule in rules.unused:
+        warn_once(
+            f"the rule {rule.pattern!r} of {rules.policy} matched nothing in {name}: it is neither an operation there "
+            "(see docs/operations.md) nor a name scope or layer. polyamp.explain lists what there is.",
+            stacklevel=2,
+        )
+    if format_of(rules.compute).is_low and not _lowers(decisions):
+        warn_once(
+            f"rewrite to {rules.compute} changed nothing in {name}: it has no float32 operation of class lower, such "
+            "as matmul and conv, that this device's kernels take. polyamp.explain gives the reason for each operation.",
+            stacklevel=2,
+        )
 
 
 def _lowers(decisions: Pass) -> bool:

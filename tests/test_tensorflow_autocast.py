@@ -478,7 +478,7 @@ def test_a_keras_model(compute: str) -> None:
     keras.utils.set_random_seed(0)
     layers = keras.layers
     body = [layers.Conv2D(8, 3, activation="relu"), layers.BatchNormalization(), layers.Flatten()]
-    head = [layers.Dense(16, activation="gelu", name="dense"), layers.Dense(4, name="dense_1")]
+    head = [layers.Dense(16, activation="gelu", name="body"), layers.Dense(4, name="head")]
     model = keras.Sequential([keras.Input((12, 12, 3)), *body, *head])
     x, y = normal(8, 12, 12, 3), tf.range(8) % 4
 
@@ -489,7 +489,7 @@ def test_a_keras_model(compute: str) -> None:
         return loss, tape.gradient(loss, [variable.value for variable in model.trainable_variables])
 
     expected = step(x)
-    with under(f"mixed_{compute}", rules={"dense_1": "full"}):
+    with under(f"mixed_{compute}", rules={"head": "full"}):
         got = tf.function(step)(x)
         eager = step(x)
         found = products(step, x)
@@ -628,11 +628,32 @@ def test_scopes_are_known_through_functions_and_branches() -> None:
     seen: list[str] = []
 
     @tf.function
-    def function(x: tf.Tensor) -> tf.Tensor:
+    def inner(x: tf.Tensor) -> tf.Tensor:
         with tf.name_scope("inner"):
             return tf.cond(x > 0, lambda: (seen.append(unstable.scope_path()), x)[1], lambda: x)
 
-    with tf.name_scope("outer"):
-        function(tf.constant(1.0))
-    assert seen[0].split("/")[0] == "outer"
-    assert "inner" in seen[0].split("/")
+    @tf.function
+    def outer(x: tf.Tensor) -> tf.Tensor:
+        with tf.name_scope("outer"):
+            return inner(x)
+
+    with tf.name_scope("eager"):
+        outer(tf.constant(1.0))
+    assert seen[0].startswith("eager/outer/inner")
+
+
+@pytest.mark.parametrize("layer", ["dense", "dense_1"])
+def test_a_layers_path_is_the_one_that_keras_gave_it(layer: str) -> None:
+    model = keras.Sequential([keras.Input((8,)), *(keras.layers.Dense(8, name=name) for name in ("dense", "dense_1"))])
+    with under(BF16, rules={layer: "full"}):
+        graph = tf.function(lambda x: model(x)).get_concrete_function(X).graph
+    types = [operation.get_attr("T").name for operation in graph.get_operations() if operation.type == "MatMul"]
+    assert types == (["float32", "bfloat16"] if layer == "dense" else ["bfloat16", "float32"])
+
+
+def test_ragged_tensors_are_left_to_tensorflow() -> None:
+    ragged = tf.ragged.constant([[1.0], [-2.0, 3.0]])
+    with under(BF16, rules={"relu": "lower", "log": "lower"}):
+        X @ W
+        assert tf.nn.relu(ragged).to_list() == [[1.0], [0.0, 3.0]]
+        assert tf.math.log(ragged).dtype == tf.float32

@@ -145,7 +145,8 @@ def after_denied(graph_def: Any, policy: str) -> Iterator[str]:
 def test_random_graphs(seed: int, policy: str) -> None:
     graph_def, fetches = random_graph(seed)
     ours = rewritten_graph(graph_def, policy)
-    low, oracle = in_16_bits(ours, policy), in_16_bits(optimized(graph_def, fetches, PASS[policy]), policy)
+    theirs = optimized(graph_def, fetches, PASS[policy])
+    low, oracle = in_16_bits(ours, policy), in_16_bits(theirs, policy)
     ops = {node.name: node.op for node in graph_def.node}
 
     assert not {name for name in low if ops.get(name) in DENIED[policy]}
@@ -153,9 +154,10 @@ def test_random_graphs(seed: int, policy: str) -> None:
     assert not {f"{name} ({ops[name]})" for name in kept & low}
 
     assert types_of(ours.node)[LOW[policy].name] >= types_of(graph_def.node)["float32"] > 0
-    for found, expected in zip(run(ours, fetches), run(graph_def, fetches), strict=True):
+    for found, other, expected in zip(*(run(graph, fetches) for graph in (ours, theirs, graph_def)), strict=True):
         assert found.dtype == np.float32
-        assert relative_error(found, expected) < TOLERANCE[policy]
+        # Some graphs are worse than the format: saturated functions, differences of like numbers.
+        assert relative_error(found, expected) < max(TOLERANCE[policy], 1.5 * relative_error(other, expected))
 
 
 def test_the_graphs_have_every_kind_of_operation() -> None:

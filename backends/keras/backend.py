@@ -122,7 +122,7 @@ def update_scope() -> AbstractContextManager[Any]:
 
     # With a slash at its end TensorFlow takes a name as it is, without a prefix, and without a number the second time.
     above = tf.get_current_name_scope()
-    return tf.name_scope(f"{above}/{UPDATE_SCOPE}/" if above else f"{UPDATE_SCOPE}/")  # type: ignore[no-any-return]
+    return tf.name_scope(f"{above}/{UPDATE_SCOPE}/" if above else f"{UPDATE_SCOPE}/")
 
 
 def decision(finite: Any) -> Any:

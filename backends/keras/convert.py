@@ -38,7 +38,8 @@ def convert(model: Any, policy: Policy) -> Any:
     Variables keep the format in which the model was built. Where layers compute in float16 the optimizer must be
     wrapped too: `polyamp.wrap_optimizer`. Keras' ``compile`` does it by itself only for a model whose own policy is
     ``mixed_float16``, so there is a warning where that is not so, and no wrapped optimizer in sight: the rules hold the
-    model itself in float32 or keep it, its variables have 16 bits, or it is part of a larger model. A ``tf.function`` or ``jax.jit`` of your own must be made anew.
+    model itself in float32 or keep it, its variables have 16 bits, or it is part of a larger model. A ``tf.function``
+    or ``jax.jit`` of your own must be made anew.
 
     >>> import polyamp
     >>> model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(8), keras.layers.LayerNormalization(),

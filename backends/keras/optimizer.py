@@ -214,7 +214,7 @@ class LossScaledOptimizer(keras.optimizers.LossScaleOptimizer):
         return StepResult(self.scaler.state if traced else self.scaler.report())
 
     def get_config(self) -> dict[str, Any]:
-        """The arguments as JSON values, for `from_config` and ``.keras`` files: those of Keras' class, and what differs."""
+        """The arguments as JSON values, for `from_config` and ``.keras`` files: those of Keras' class, and ours."""
         config = super().get_config()
         settings = self.scaler.settings
         if settings != loss_scale_of(None, self.initial_scale, self.dynamic_growth_steps).in_float32():

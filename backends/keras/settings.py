@@ -1,4 +1,4 @@
-"""What a wrapped Keras optimizer is made with: polyamp's settings, or those of Keras' own class; and what is refused."""
+"""What a wrapped Keras optimizer is made with: polyamp's settings, or those of Keras' class; and what is refused."""
 
 from __future__ import annotations
 
@@ -43,10 +43,12 @@ def loss_scale_of(given: LossScale | float | None, initial_scale: float | None, 
 def _from_keras(initial_scale: float | None, growth_steps: int | None) -> LossScale:
     default = LossScale()
     interval = default.interval if growth_steps is None else growth_steps
-    if isinstance(initial_scale, int | float) and 0 < initial_scale < float("inf"):
-        limits = {"min": min(default.min, initial_scale), "max": max(default.max, initial_scale)}
-        return LossScale(init=initial_scale, interval=interval, **limits)
-    return LossScale(init=default.init if initial_scale is None else initial_scale, interval=interval)
+    if initial_scale is None:
+        return LossScale(interval=interval)
+    is_scale = isinstance(initial_scale, int | float) and 0 < initial_scale < float("inf")
+    nearest = initial_scale if is_scale else default.init  # what is no scale, LossScale refuses
+    limits = min(default.min, nearest), max(default.max, nearest)
+    return LossScale(init=initial_scale, interval=interval, min=limits[0], max=limits[1])
 
 
 def _contradiction(name: str, found: object, loss_scale: object) -> InvalidValueError:

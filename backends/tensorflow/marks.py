@@ -60,4 +60,4 @@ def _scopes() -> list[str]:
 
 def _absolute(scopes: Sequence[str]) -> AbstractContextManager[Any]:
     """With a slash at its end TensorFlow takes a name as it is, and adds neither prefix nor number; "" is the root."""
-    return tf.name_scope("".join(f"{scope}/" for scope in scopes))  # type: ignore[no-any-return]
+    return tf.name_scope("".join(f"{scope}/" for scope in scopes))

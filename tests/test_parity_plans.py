@@ -1,0 +1,99 @@
+"""One flow rule: the same arithmetic in JAX and in TensorFlow is decided alike, operation by operation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import polyamp
+from polyamp.backends.jax import explain as explain_jax
+from polyamp.backends.tensorflow import explain as explain_tensorflow
+
+MOVING = {"broadcast", "reshape", "identity", "constant", "variable", "cast", "fill"}  # each framework has its own
+X, W = np.full((4, 8), 0.25, np.float32), np.full((8, 8), 0.5, np.float32)
+
+
+class Jax:
+    """The words of this test in `jax.numpy`."""
+
+    exp, tanh, where, square, maximum = jnp.exp, jnp.tanh, jnp.where, jnp.square, jnp.maximum
+    rsqrt, sigmoid = jax.lax.rsqrt, jax.nn.sigmoid
+
+    @staticmethod
+    def sum(x: Any) -> Any:
+        return x.sum(1, keepdims=True)
+
+    @staticmethod
+    def concat(one: Any, other: Any) -> Any:
+        return jnp.concatenate([one, other], 1)
+
+
+class TensorFlow:
+    """The words of this test in TensorFlow."""
+
+    exp, tanh, where, square, maximum = tf.exp, tf.tanh, tf.where, tf.square, tf.maximum
+    rsqrt, sigmoid = tf.math.rsqrt, tf.sigmoid
+
+    @staticmethod
+    def sum(x: Any) -> Any:
+        return tf.reduce_sum(x, 1, keepdims=True)
+
+    @staticmethod
+    def concat(one: Any, other: Any) -> Any:
+        return tf.concat([one, other], 1)
+
+
+def norm(ops: Any, x: Any) -> Any:
+    return x * ops.rsqrt(ops.sum(ops.square(x)) + 1e-6)
+
+
+PROGRAMS: dict[str, Callable[[Any, Any, Any], Any]] = {
+    "layer": lambda ops, x, w: ops.tanh(x @ w + x),
+    "declared": lambda ops, x, w: ops.tanh(x * x) + x,
+    "softmax by hand": lambda ops, x, w: (lambda e: e / ops.sum(e))(ops.exp(x @ w)),
+    "norm, then product": lambda ops, x, w: norm(ops, x @ w) @ w,
+    "gate": lambda ops, x, w: ops.sigmoid(x @ w) * (x @ w) - x,
+    "mask": lambda ops, x, w: ops.where(x > 0, x @ w, -3e38),
+    "small constant": lambda ops, x, w: ops.maximum(x @ w, 1e-12),
+    "mixed concat": lambda ops, x, w: ops.concat(x @ w, ops.exp(x)) * 2.0,
+    "weak concat": lambda ops, x, w: ops.concat(x @ w, x) * 2.0,
+    "two uses": lambda ops, x, w: (lambda y: ops.exp(y) + y @ w)(x @ w),
+}
+
+
+def decided(plan: polyamp.Plan) -> list[tuple[str, str, str]]:
+    kept = (op for op in plan.operations if op.name not in MOVING and op.format != "as written")
+    return sorted((op.name, op.op_class, op.format) for op in kept)
+
+
+@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_operations_are_decided_alike(program: str, policy: str) -> None:
+    run = PROGRAMS[program]
+    in_jax = explain_jax(lambda x, w: run(Jax, x, w), X, W, policy=policy)
+    in_tensorflow = explain_tensorflow(
+        lambda x, w: run(TensorFlow, x, w), tf.constant(X), tf.constant(W), policy=policy
+    )
+    assert decided(in_jax) == decided(in_tensorflow) != []
+
+
+@pytest.mark.parametrize("rules", [{"matmul": "full"}, {"exp": "lower"}, {"head": "full"}, {"add": "lower"}])
+def test_rules_reach_the_same_operations(rules: dict[str, str]) -> None:
+    policy = polyamp.policy("mixed_bfloat16", rules=rules)
+
+    def run(ops: Any, scope: Any, x: Any, w: Any) -> Any:
+        y = ops.exp(x @ w + x)
+        with scope("head"):
+            return y @ w
+
+    in_jax = explain_jax(lambda x, w: run(Jax, jax.named_scope, x, w), X, W, policy=policy)
+    in_tensorflow = explain_tensorflow(
+        lambda x, w: run(TensorFlow, tf.name_scope, x, w), tf.constant(X), tf.constant(W), policy=policy
+    )
+    assert decided(in_jax) == decided(in_tensorflow) != []

@@ -1,0 +1,183 @@
+"""`polyamp.rewrite` of steps with control flow, derivatives of their own, foreign functions and mixed types."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from tensorflow_cases import (
+    EDGES,
+    LOW,
+    POLICIES,
+    TOLERANCE,
+    assign_in_step,
+    nodes_that_run,
+    normal,
+    planned,
+    relative_error,
+    train_step,
+    types_of,
+    variables_like,
+)
+
+import polyamp
+
+X, W = normal(6, 8), normal(8, 8, seed=1)
+NO_XLA = {"while_loop", "products in a loop", "v1 loop", "py_function", "numpy_function", "sparse_dense_matmul"}
+
+
+def rewritten(step: Any, policy: str, **options: Any) -> Any:
+    return polyamp.rewrite(step, policy=policy, backend="tensorflow", **options)
+
+
+def assert_as_in_float32(forward: Any, policy: str, **options: Any) -> Any:
+    """A training step on ``forward``: values, types, and how many products run in the low format."""
+    weight, own = variables_like(W, W)
+    plain, fast = tf.function(train_step(forward, weight)), rewritten(train_step(forward, own), policy, **options)
+    (expected, grads), (loss, own_grads) = plain(X), fast(X)
+    assert {loss.dtype, own_grads[0].dtype, own.dtype} == {tf.float32}
+    assert relative_error(loss, expected) < TOLERANCE[policy]
+    assert relative_error(own_grads[0], grads[0]) < TOLERANCE[policy]
+    assert relative_error(own - W, weight - W) < TOLERANCE[policy]
+    assert not np.array_equal(own_grads[0], grads[0])
+    count = types_of(nodes_that_run(plain, X))["float32"]
+    assert types_of(nodes_that_run(fast, X)) == planned(fast.plan) == {LOW[policy].name: count}
+    return fast
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("name", EDGES)
+def test_edges(name: str, policy: str) -> None:
+    assert_as_in_float32(EDGES[name], policy)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("name", sorted(EDGES.keys() - NO_XLA))
+def test_under_xla(name: str, policy: str) -> None:
+    """What TensorFlow's XLA compiles in float32."""
+    fast = assert_as_in_float32(EDGES[name], policy, jit_compile=True)
+    assert fast.get_concrete_function(X).function_def.attr["_XlaMustCompile"].b
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_assignments_in_the_step(policy: str) -> None:
+    assert_as_in_float32(assign_in_step(), policy)
+
+
+def test_state_assigned_in_the_step_is_kept() -> None:
+    total = tf.Variable(tf.zeros((6, 8)))
+    fast = rewritten(lambda x: total.assign_add(x @ W), "mixed_bfloat16")
+    for turn in (1, 2):
+        assert relative_error(fast(X), turn * (X @ W)) < TOLERANCE["mixed_bfloat16"]
+    assert relative_error(total, 2 * (X @ W)) < TOLERANCE["mixed_bfloat16"]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_moving_average_of_a_product_moves_as_in_float32(policy: str) -> None:
+    """In 16 bits a change of a thousandth is less than half a unit in the last place."""
+    average = tf.Variable(tf.ones((6, 8)))
+
+    def step(x: Any) -> Any:
+        y = x @ W
+        average.assign(0.999 * average + 0.001 * y)
+        return y
+
+    fast = rewritten(step, policy)
+    for _ in range(20):
+        fast(X)
+    own = average - 1.0
+    average.assign(tf.ones((6, 8)))
+    for _ in range(20):
+        tf.function(step)(X)
+    assert relative_error(own, average - 1.0) < TOLERANCE[policy]
+
+
+@pytest.mark.parametrize("compiled", [None, True], ids=["", "jit_compile"])
+@pytest.mark.parametrize("layer", [keras.layers.LSTM, keras.layers.GRU], ids=["LSTM", "GRU"])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_recurrent_layers(layer: Any, policy: str, compiled: bool | None) -> None:
+    keras.utils.set_random_seed(0)
+    model = keras.Sequential([layer(8, return_sequences=True), layer(4), keras.layers.Dense(2)])
+    x, y = normal(5, 7, 3), tf.constant([0, 1, 1, 0, 1])
+    model(x)
+
+    def step(x: Any, y: Any) -> Any:
+        with tf.GradientTape() as tape:
+            losses = tf.nn.sparse_softmax_cross_entropy_with_logits(y, model(x))
+            loss = tf.reduce_mean(losses)
+        return loss, tape.gradient(loss, model.trainable_variables)
+
+    plain, fast = tf.function(step, jit_compile=compiled), rewritten(step, policy, jit_compile=compiled)
+    (expected, grads), (loss, own) = plain(x, y), fast(x, y)
+    assert relative_error(loss, expected) < TOLERANCE[policy]
+    flat = [np.concatenate([np.ravel(grad) for grad in one]) for one in (own, grads)]
+    assert relative_error(*flat) < TOLERANCE[policy]
+    count = types_of(nodes_that_run(plain, x, y))["float32"]
+    assert planned(fast.plan) == types_of(nodes_that_run(fast, x, y)) == {LOW[policy].name: count}
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_types_of_the_users_own_stay(policy: str) -> None:
+    def forward(x: Any) -> Any:
+        half = tf.cast(x, tf.float16) @ tf.cast(W, tf.float16)
+        wide = tf.cast(x, tf.float64) @ tf.cast(W, tf.float64)
+        return half, wide, tf.cast(x @ W, tf.complex64), x @ W
+
+    found = rewritten(forward, policy)(X)
+    assert [one.dtype for one in found] == [tf.float16, tf.float64, tf.complex64, tf.float32]
+    assert np.array_equal(found[0], tf.function(forward)(X)[0])
+    assert np.array_equal(found[1], tf.function(forward)(X)[1])
+
+
+def test_random_numbers_are_the_same() -> None:
+    def forward(x: Any) -> Any:
+        return tf.nn.dropout(x, 0.5), tf.random.stateless_normal((3,), (1, 2)), x @ W
+
+    def drawn(function: Any) -> Any:
+        tf.random.set_seed(1)
+        return [value.numpy().tolist() for value in function(X)[:2]]
+
+    assert drawn(rewritten(forward, "mixed_bfloat16")) == drawn(tf.function(forward))
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_effects_happen_once_and_in_order(policy: str, capfd: pytest.CaptureFixture[str]) -> None:
+    counter = tf.Variable(0)
+
+    def forward(x: Any) -> Any:
+        counter.assign_add(1)
+        before = counter.read_value()
+        counter.assign(counter * 10)
+        tf.print("turn", before)
+        tf.debugging.assert_less(x @ W, 1e4)
+        return before
+
+    fast = rewritten(forward, policy)
+    assert [int(fast(X)), int(fast(X)), int(counter)] == [1, 11, 110]
+    assert capfd.readouterr().err.splitlines() == ["turn 1", "turn 11"]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_ragged_sparse_and_string_arguments(policy: str) -> None:
+    def forward(sparse: Any, ragged: Any, text: Any, x: Any) -> Any:
+        doubled = tf.ragged.map_flat_values(lambda rows: rows @ x, ragged)
+        return tf.sparse.sparse_dense_matmul(sparse, x), doubled, tf.strings.length(text)
+
+    arguments = (tf.sparse.eye(6, 8), tf.RaggedTensor.from_row_lengths(X, [2, 4]), tf.constant("abc"), W)
+    found, expected = rewritten(forward, policy)(*arguments), tf.function(forward)(*arguments)
+    assert isinstance(found[1], tf.RaggedTensor)
+    assert relative_error(found[0], expected[0]) < TOLERANCE[policy]
+    assert relative_error(found[1].values, expected[1].values) < TOLERANCE[policy]
+    assert int(found[2]) == 3
+
+
+def test_datasets_and_iterators() -> None:
+    data = tf.data.Dataset.from_tensor_slices(normal(12, 8)).batch(4)
+    fast = rewritten(lambda batches: tf.reduce_sum(next(batches) @ W), "mixed_bfloat16")
+    batches = iter(data)
+    found = [float(fast(batches)) for _ in range(3)]
+    assert relative_error(found, [float(tf.reduce_sum(one @ W)) for one in data]) < TOLERANCE["mixed_bfloat16"]
+    assert len(set(found)) == 3

@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import keras
 import numpy as np
 import tensorflow as tf
 import tensorflow.experimental.numpy as tnp
@@ -112,7 +111,7 @@ def nested_loops(x: Any, w: Any) -> Any:
         for _ in tf.range(2):
             x = x @ w
         if tf.reduce_sum(x) < 1e9:
-            x = tf.nn.relu(x @ w) + x
+            x = tf.tanh(x @ w) + x
     return x
 
 
@@ -181,23 +180,14 @@ def raw_matmul(x: Any, w: Any) -> Any:
     return tf.raw_ops.MatMul(a=x, b=w, transpose_b=True)
 
 
-class _State(tf.Module):
-    """What a step keeps besides its weights."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.last, self.total = tf.Variable(tf.zeros((6, 8))), tf.Variable(tf.zeros((6, 8)))
+LAST, TOTAL = tf.Variable(tf.zeros((6, 8))), tf.Variable(tf.zeros((6, 8)))
 
 
-def assign_in_step() -> Callable[[Any, Any], Any]:
-    state = _State()
-
-    def forward(x: Any, w: Any) -> Any:
-        state.last.assign(x @ w)
-        state.total.assign_add(x @ w)
-        return state.last + state.total + x @ w
-
-    return forward
+def assign(x: Any, w: Any) -> Any:
+    TOTAL.assign(x)
+    LAST.assign(x @ w)
+    TOTAL.assign_add(x @ w)
+    return LAST + TOTAL + x @ w
 
 
 def cholesky(x: Any, w: Any) -> Any:
@@ -291,6 +281,7 @@ EDGES: dict[str, Callable[[Any, Any], Any]] = {
     "recompute_grad": recompute_grad,
     "traced before": traced_before,
     "raw_ops": raw_matmul,
+    "assign": assign,
     "cholesky": cholesky,
     "mixing": mixing,
     "einsum": einsum,

@@ -548,7 +548,18 @@ def test_an_operation_without_a_kernel_runs_in_float32() -> None:
     assert np.array_equal(solved, again)
 
 
-@pytest.mark.parametrize("compute", ["tensorfloat32", "float64", "float8_e4m3fn"])
+def test_tensorfloat32_is_what_tensorflow_multiplies_float32_in_by_itself() -> None:
+    with under(FULL, compute="tensorfloat32", output="float32"):
+        assert current() is None
+    tf.config.experimental.enable_tensor_float_32_execution(False)
+    try:
+        with pytest.raises(polyamp.UnsupportedError, match="tensorfloat32"), under(FULL, compute="tensorfloat32"):
+            pass
+    finally:
+        tf.config.experimental.enable_tensor_float_32_execution(True)
+
+
+@pytest.mark.parametrize("compute", ["float64", "float8_e4m3fn"])
 def test_other_formats_are_refused(compute: str) -> None:
     with pytest.raises(polyamp.UnsupportedError, match=compute), under(FULL, compute=compute, output="float32"):
         pass

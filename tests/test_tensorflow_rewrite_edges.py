@@ -13,7 +13,6 @@ from tensorflow_cases import (
     LOW,
     POLICIES,
     TOLERANCE,
-    assign_in_step,
     nodes_that_run,
     normal,
     planned,
@@ -54,17 +53,11 @@ def test_edges(name: str, policy: str) -> None:
     assert_as_in_float32(EDGES[name], policy)
 
 
-@pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("name", sorted(EDGES.keys() - NO_XLA))
-def test_under_xla(name: str, policy: str) -> None:
+def test_under_xla(name: str) -> None:
     """What TensorFlow's XLA compiles in float32."""
-    fast = assert_as_in_float32(EDGES[name], policy, jit_compile=True)
+    fast = assert_as_in_float32(EDGES[name], "mixed_bfloat16", jit_compile=True)
     assert fast.get_concrete_function(X).function_def.attr["_XlaMustCompile"].b
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-def test_assignments_in_the_step(policy: str) -> None:
-    assert_as_in_float32(assign_in_step(), policy)
 
 
 def test_state_assigned_in_the_step_is_kept() -> None:
@@ -95,9 +88,8 @@ def test_a_moving_average_of_a_product_moves_as_in_float32(policy: str) -> None:
     assert relative_error(own, average - 1.0) < TOLERANCE[policy]
 
 
-@pytest.mark.parametrize("compiled", [None, True], ids=["", "jit_compile"])
+@pytest.mark.parametrize(("policy", "compiled"), [*((policy, None) for policy in POLICIES), ("mixed_bfloat16", True)])
 @pytest.mark.parametrize("layer", [keras.layers.LSTM, keras.layers.GRU], ids=["LSTM", "GRU"])
-@pytest.mark.parametrize("policy", POLICIES)
 def test_recurrent_layers(layer: Any, policy: str, compiled: bool | None) -> None:
     keras.utils.set_random_seed(0)
     model = keras.Sequential([layer(8, return_sequences=True), layer(4), keras.layers.Dense(2)])

@@ -1,4 +1,4 @@
-"""TensorFlow: ``tf.compat.v1.train`` optimizers wrapped, and a loss scaler for loops around ``tf.GradientTape``.
+"""TensorFlow: whole steps rewritten, ambient autocast, ``tf.compat.v1.train`` optimizers wrapped, and a loss scaler.
 
 >>> import tensorflow as tf, polyamp.backends.tensorflow as amp
 >>> scaler = amp.LossScaler("mixed_float16")
@@ -14,17 +14,27 @@ except ModuleNotFoundError as error:
     raise missing("tensorflow", extra="tensorflow") from error
 
 from polyamp.backends.tensorflow.adapter import adapter
+from polyamp.backends.tensorflow.autocast import autocast_context
 from polyamp.backends.tensorflow.casting import cast
+from polyamp.backends.tensorflow.grappler import GrapplerRewritten
+from polyamp.backends.tensorflow.legacy import (
+    disable_mixed_precision_graph_rewrite,
+    enable_mixed_precision_graph_rewrite,
+)
 from polyamp.backends.tensorflow.optimizer import LossScaledOptimizer
 from polyamp.backends.tensorflow.rewrite import Rewritten, explain, rewrite, rewritten_graph
 from polyamp.backends.tensorflow.scaler import LossScaler
 
 __all__ = [
+    "GrapplerRewritten",
     "LossScaledOptimizer",
     "LossScaler",
     "Rewritten",
     "adapter",
+    "autocast_context",
     "cast",
+    "disable_mixed_precision_graph_rewrite",
+    "enable_mixed_precision_graph_rewrite",
     "explain",
     "rewrite",
     "rewritten_graph",

@@ -57,7 +57,7 @@ def autocast_context(policy: Policy) -> Iterator[None]:
             user wrote them.
 
     Raises:
-        UnsupportedError: neither float32 nor a 16-bit float.
+        UnsupportedError: neither float32 nor a 16-bit float, nor tensorfloat32 where TensorFlow has it switched on.
 
     Warns:
         PolyampWarning: TensorFlow ran in here, and nothing was ever lowered under this policy; or a rule's path is
@@ -77,9 +77,12 @@ def lowering_of(policy: Policy) -> Lowering | None:
     Raises:
         UnsupportedError: neither float32 nor a 16-bit float.
     """
-    check_format(policy.compute)
+    # TensorFlow multiplies float32 in that format by itself, unless it is told not to.
+    is_native = policy.compute == "tensorfloat32" and tf.config.experimental.tensor_float_32_execution_enabled()
+    if not is_native:
+        check_format(policy.compute)
     with _replacing:
-        return None if policy.compute == "float32" else _lowering(policy.compute, policy.rules)
+        return None if is_native or policy.compute == "float32" else _lowering(policy.compute, policy.rules)
 
 
 @contextmanager

@@ -235,10 +235,26 @@ def _plan(concrete: Any, policy: Policy) -> Plan:
     with tf.Graph().as_default() as imported:
         tf.graph_util.import_graph_def(graph_def, name="")
     graph = Graph(graph_def.node, {function.signature.name: function for function in graph_def.library.function})
-    return Plan(str(policy), tuple(_operations(graph, Places(imported), tf.as_dtype(policy.compute))))
+    sizes = _Sizes(Places(concrete.graph), Places(imported))
+    return Plan(str(policy), tuple(_operations(graph, sizes, tf.as_dtype(policy.compute))))
 
 
-def _operations(graph: Graph, places: Places, low: tf.DType) -> Iterator[PlannedOperation]:
+class _Sizes:
+    """Numbers of elements, by what was traced, which knows the shapes of variables, else by what came of it."""
+
+    def __init__(self, *known: Places) -> None:
+        self._known = known
+
+    def elements(self, graph: Graph, value: str) -> int:
+        """See `Places.elements`; an inserted cast has as many as what it casts."""
+        maker = graph.maker.get(value)
+        while maker is not None and _is_inserted(maker):
+            value = maker.inputs[0]
+            maker = graph.maker.get(value)
+        return next((size for places in self._known if (size := places.elements(graph, value))), 0)
+
+
+def _operations(graph: Graph, places: _Sizes, low: tf.DType) -> Iterator[PlannedOperation]:
     counted: set[str] = set()
     for node in graph.nodes:
         if node.op not in _UNLISTED and not _is_inserted(node):
@@ -248,7 +264,7 @@ def _operations(graph: Graph, places: Places, low: tf.DType) -> Iterator[Planned
             yield _planned(graph, places, node, casts, low)
 
 
-def _planned(graph: Graph, places: Places, node: Node, casts: Sequence[Node], low: tf.DType) -> PlannedOperation:
+def _planned(graph: Graph, places: _Sizes, node: Node, casts: Sequence[Node], low: tf.DType) -> PlannedOperation:
     types = {port.dtype for port in [*node.takes, *node.gives]}
     by_type = {low.as_datatype_enum: low.name, FLOAT32: "float32"}
     name = OPERATIONS.get(node.op, node.op)
@@ -271,7 +287,7 @@ def _planned(graph: Graph, places: Places, node: Node, casts: Sequence[Node], lo
 
 def _bytes(
     graph: Graph,
-    places: Places,
+    places: _Sizes,
     node: Node,
     values: Sequence[str],
     ports: Sequence[Any],

@@ -1,4 +1,4 @@
-"""Training steps for the TensorFlow benchmarks: two by hand of Keras layers, an attention block, two applications."""
+"""Training steps for the TensorFlow benchmarks: four small models of Keras layers, and two of its applications."""
 
 from __future__ import annotations
 
@@ -37,6 +37,11 @@ def attention() -> keras.Model:
     return keras.Model(inputs, layers.Dense(10, dtype="float32")(layers.GlobalAveragePooling1D()(x)))
 
 
+def lstm() -> keras.Model:
+    hidden = [layers.LSTM(128, return_sequences=True), layers.LSTM(128)]
+    return keras.Sequential([keras.Input((32, 64)), *hidden, layers.Dense(10, dtype="float32")])
+
+
 def application(name: str) -> Callable[[], keras.Model]:
     def model() -> keras.Model:
         make = getattr(keras.applications, name)
@@ -49,6 +54,7 @@ MODELS: dict[str, tuple[Callable[[], keras.Model], tuple[int, ...]]] = {
     "MLP 4x1024": (mlp, (256, 1024)),
     "CNN": (cnn, (16, 32, 32, 64)),
     "attention": (attention, (16, 128, 256)),
+    "LSTM": (lstm, (64, 32, 64)),
     "ResNet50": (application("ResNet50"), (8, 96, 96, 3)),
     "EfficientNetB0": (application("EfficientNetB0"), (8, 96, 96, 3)),
 }

@@ -45,7 +45,9 @@ def variables_like(*values: tf.Tensor) -> list[tf.Variable]:
 
 def nodes_that_run(function: Any, *args: Any, **kwargs: Any) -> list[tf.compat.v1.NodeDef]:
     """The nodes of a traced function and of the functions that it calls, as the runtime has them."""
-    concrete = function.get_concrete_function(*args, **kwargs) if hasattr(function, "get_concrete_function") else function
+    concrete = (
+        function.get_concrete_function(*args, **kwargs) if hasattr(function, "get_concrete_function") else function
+    )
     return list(called_nodes(concrete.graph.as_graph_def()))
 
 

@@ -123,6 +123,17 @@ def test_micro_steps_are_unscaled_one_by_one_and_applied_as_their_sum() -> None:
     assert to_numpy(weight).tolist() == [-36.0]
 
 
+def test_of_several_calls_each_is_claimed_by_its_own_results() -> None:
+    parts = [keras.Variable([0.0, 0.0]) for _ in range(3)]
+    opt = LossScaledOptimizer(keras.optimizers.SGD(1.0), 8.0)
+    opt.build(parts)
+    scaled = [ops.array([8.0, value]) for value in (8.0, np.inf, 16.0)]
+    plain = [opt.get_unscaled_gradients([grad])[0] for grad in scaled]
+    for index in (1, 2, 0):
+        opt.apply([plain[index]], [parts[index]])
+    assert [to_numpy(part).tolist() for part in parts] == [[-1.0, -1.0], [0.0, 0.0], [-1.0, -2.0]]
+
+
 def test_the_norm_is_limited_after_it() -> None:
     weight, opt = optimizer(max_grad_norm=0.5)
     opt.apply(opt.get_unscaled_gradients([ops.array([16.0])]))

@@ -1,4 +1,4 @@
-"""`polyamp.rewrite` of TensorFlow functions: what can be rewritten, how it is called, saved and explained, and rules."""
+"""`polyamp.rewrite` of TensorFlow functions: what can be, how it is called, saved and explained, and rules."""
 
 from __future__ import annotations
 
@@ -59,6 +59,11 @@ def decorated_function(x: Any) -> Any:
     return x @ W
 
 
+class Product(keras.layers.Layer):
+    def call(self, x: Any) -> Any:
+        return x @ W
+
+
 WAYS: dict[str, Callable[[], Any]] = {
     "first call": lambda: polyamp.rewrite(product, policy=BF16),
     "example": lambda: polyamp.rewrite(product, X, policy=BF16),
@@ -71,18 +76,9 @@ WAYS: dict[str, Callable[[], Any]] = {
     "ConcreteFunction": lambda: polyamp.rewrite(tf.function(product).get_concrete_function(X), policy=BF16),
     "wrap_function": lambda: rewrite(v1.wrap_function(product, [tf.TensorSpec((6, 8))]), policy=BF16),
     "jit_compile": lambda: polyamp.rewrite(product, policy=BF16, jit_compile=True),
-    "Keras model": lambda: rewrite(
-        keras.Sequential([keras.layers.Dense(8, use_bias=False, weights=None), Sets()]), policy=BF16
-    ),
+    "Keras model": lambda: rewrite(keras.Sequential([Product()]), policy=BF16),
     "again": lambda: rewrite(rewrite(product, policy=BF16), policy=BF16),
 }
-
-
-class Sets(keras.layers.Layer):
-    """Gives the product whatever comes before it: only that a model is called is looked at."""
-
-    def call(self, x: Any) -> Any:
-        return 0.0 * x + X @ W
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -226,7 +222,7 @@ def test_variables_that_the_first_call_creates() -> None:
     for turn in (1.0, 2.0):
         assert relative_error(function(X), X @ (W + turn)) < CLOSE
     assert len(made) == 1
-    assert np.array_equal(made[0], W + 2.0)
+    assert relative_error(made[0], W + 2.0) < 1e-6
 
 
 def test_an_optimizer_that_makes_its_slots_in_the_first_call() -> None:
@@ -353,13 +349,15 @@ def test_the_plan_of_a_step() -> None:
     step = train_step(EDGES["autograph for"], *variables_like(W))
     function = rewrite(step, X, policy=BF16)
     plan = function.plan
-    assert plan.as_dict() == explain(step, X, policy=BF16).as_dict() == polyamp.explain(step, X, policy=BF16).as_dict()
+    for again in (explain(step, X, policy=BF16), polyamp.explain(step, X, policy=BF16)):
+        assert again.totals == plan.totals
+        assert [(op.native, op.format, op.reason) for op in again.operations] == [
+            (op.native, op.format, op.reason) for op in plan.operations
+        ]
     assert json.loads(json.dumps(plan.as_dict())) == plan.as_dict()
     assert sum(plan.totals["by_format"].values()) == len(plan.operations)
-    assert plan.totals["casts"] == sum(
-        node.op == "Cast" and node.attr["DstT"].type in (tf.bfloat16.as_datatype_enum, tf.float32.as_datatype_enum)
-        for node in nodes_that_run(function, X)
-    )
+    ours = [node for node in nodes_that_run(function, X) if node.op == "Cast" and "polyamp_cast" in node.name]
+    assert plan.totals["casts"] == len(ours)
     assert 0 < plan.totals["bytes_cast"] < plan.totals["bytes_moved"]
     assert "bfloat16" in str(plan)
 
@@ -416,18 +414,22 @@ def in_scopes(x: Any, w: Any) -> Any:
         ("deco*/head", 3),
         ("loop", 3),
         ("inner", 3),
-        ("matmul", 11),
-        ("*", 11),
     ],
 )
 def test_rules_by_scope_and_by_operation_hold_forward_and_backward(pattern: str, count: int) -> None:
     policy = polyamp.policy(BF16, rules={pattern: "full", "square": "full"})
     function = rewrite(train_step(in_scopes, *variables_like(W)), X, policy=policy)
-    if count < 11:
-        assert planned(function.plan) == types_of(nodes_that_run(function, X)) == {"float32": count, "bfloat16": 11 - count}
+    expected = {"float32": count, "bfloat16": 11 - count}
+    assert planned(function.plan) == types_of(nodes_that_run(function, X)) == expected
     reasons = {op.reason for op in function.plan.operations if op.name == "matmul" and op.format == "float32"}
     assert reasons == {f"rule {pattern!r}"}
-    assert planned(function.plan)["float32"] == count
+
+
+def test_rules_by_operation_hold_forward_and_backward() -> None:
+    policy = polyamp.policy(BF16, rules={"matmul": "full"})
+    function = rewrite(train_step(EDGES["conv"], *variables_like(W)), X, policy=policy)
+    assert planned(function.plan, "matmul") == {"float32": 2}
+    assert planned(function.plan, "conv") == {"bfloat16": 6}
 
 
 def test_rules_by_layer() -> None:
@@ -459,7 +461,7 @@ def test_a_rule_that_matches_nothing_is_reported() -> None:
 
 def test_a_policy_that_changes_nothing_is_reported_once() -> None:
     function = rewrite(lambda x: tf.exp(x), policy=BF16)
-    with pytest.warns(polyamp.PolyampWarning, match="changes nothing"):
+    with pytest.warns(polyamp.PolyampWarning, match="changed nothing"):
         function(X)
     function(W)
     assert np.array_equal(function(X), tf.exp(X))

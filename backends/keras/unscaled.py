@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from threading import get_ident
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 from polyamp.backends.keras.backend import traces_around
 from polyamp.errors import UsageError
@@ -17,10 +17,10 @@ from polyamp.errors import UsageError
 _KEPT = 16  # calls whose gradients were never applied
 
 
-class _Call(NamedTuple):
-    """One call: its thread (replicas of a strategy have one each), its trace, weak references, and what it tested."""
+@dataclass(frozen=True, eq=False)  # as a tuple it would compare tensors
+class _Call:
+    """One call: its trace, its arguments and results as weak references, and what it tested."""
 
-    thread: int
     trace: int
     given: list[weakref.ref[Any]]
     gave: list[weakref.ref[Any]]
@@ -42,7 +42,7 @@ class UnscaledGradients:
 
     def remember(self, given: Sequence[Any], gave: Sequence[Any], finite: Any) -> None:
         """A call with its arguments, its results, and whether the arguments were finite; scalar bool."""
-        self._calls.append(_Call(get_ident(), traces_around(gave)[0], _weak(given), _weak(gave), finite))
+        self._calls.append(_Call(traces_around(gave)[0], _weak(given), _weak(gave), finite))
         del self._calls[:-_KEPT]
 
     def claim(self, grads: Sequence[Any]) -> Any:
@@ -62,15 +62,14 @@ class UnscaledGradients:
 
     def _claim_by_place(self, grads: Sequence[Any]) -> Any:
         """Of tensors that no call knows: in a place where one was not claimed yet, they come from it."""
-        calls = [call for call in self._calls if call.thread == get_ident()]
-        if not calls:
+        if not self._calls:
             return None
         around = traces_around(grads)
-        here = [call for call in calls if call.trace in around]
+        here = [call for call in self._calls if call.trace in around]
         if not here:
             self._calls.clear()
             raise _elsewhere()
-        self._calls.remove(here[-1])
+        self._calls.remove(here[-1])  # in replicas that of another one perhaps: whether all are finite, all decide
         return here[-1].finite
 
 

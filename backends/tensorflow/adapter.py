@@ -19,7 +19,7 @@ from polyamp.backends.tensorflow.scaler import LossScaler
 from polyamp.loss_scale import LossScale
 from polyamp.plan import Plan
 from polyamp.policy import Policy
-from polyamp.refusals import no_loss_scale
+from polyamp.refusals import no_loss_scale, no_options
 
 
 @final
@@ -77,6 +77,8 @@ class TensorFlowAdapter:
             rewritten = GrapplerRewritten(fn, policy, **options)
             return rewritten.traced_for(args, kwargs) if args or kwargs else rewritten
         if not callable(fn):
+            if options:
+                raise no_options(options, where="rewrite(graph_def)")
             return rewritten_graph(fn, policy)
         return rewrite(fn, *args, policy=policy, **options, **kwargs)
 

@@ -58,6 +58,7 @@ class Rules:
     Attributes:
         low: the number of TensorFlow's ``DataType`` for the compute format.
         seen: pairs of operation and path that rules were asked about.
+        refused: what a rule asked for and no kernel does, with the rule.
     """
 
     def __init__(self, policy: Policy) -> None:
@@ -65,6 +66,7 @@ class Rules:
         self.compute = policy.compute
         self.low: int = tf.as_dtype(policy.compute).as_datatype_enum
         self.seen: dict[tuple[str, str], Decision] = {}
+        self.refused: dict[str, str] = {}
         self._flows: dict[Any, Flow] = {}
 
     @property
@@ -173,8 +175,11 @@ class Pass:
             return self.decided(node, operation, decision, outcome)
         if low := lowerable(node, self.rules.low):
             return self.decided(node, operation, decision, outcome, low)
-        state = Value("strong", operation) if decision.reason != TABLE else WEAK
         missing = f"no {self.rules.compute} kernel for {node.op} on {device_of(node)}"
+        state = WEAK
+        if decision.reason != TABLE:
+            state = Value("strong", operation)
+            self.rules.refused[missing] = decision.reason
         return self.decided(node, operation, decision, Flow("float32", state, missing))
 
     def _floating(self, node: Node) -> tuple[Value, ...]:

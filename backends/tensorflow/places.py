@@ -42,12 +42,18 @@ class Places:
 
     def elements(self, graph: Graph, value: str) -> int:
         """The number of elements of a value; 0 where its shape is not known."""
+        tensor = self._tensor(graph, value)
+        return math.prod(tensor.shape.as_list()) if tensor is not None and tensor.shape.is_fully_defined() else 0
+
+    def _tensor(self, graph: Graph, value: str) -> Any:
         maker = graph.maker.get(value)
-        operation = self._operation(maker.name if maker else value)
-        if operation is None or not operation.outputs:
-            return 0
-        shape = operation.outputs[maker.outputs.index(value) if maker else 0].shape
-        return math.prod(shape.as_list()) if shape.is_fully_defined() else 0
+        if maker is None:  # an argument, which has another name in a function's definition
+            arguments = dict(
+                zip((name for name, _ in graph.arguments), getattr(self._traced, "inputs", ()), strict=False)
+            )
+            return arguments.get(value)
+        operation = self._operation(maker.name)
+        return operation.outputs[maker.outputs.index(value)] if operation is not None and operation.outputs else None
 
     def _operation(self, name: str) -> Any:
         if self._traced is None:

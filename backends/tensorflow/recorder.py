@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from polyamp.backends.tensorflow.decisions import Decided, Pass
 from polyamp.backends.tensorflow.places import Places
+from polyamp.flow import AS_WRITTEN
 from polyamp.plan import Plan, PlannedOperation
 
 _UNLISTED = {"Const", "NoOp", "Placeholder", "VarHandleOp"}  # they hold things, and compute nothing
@@ -21,33 +22,47 @@ def plan_of(decisions: Pass, graph: Any) -> Plan:
         decisions: of its outermost function.
         graph: the ``tf.Graph`` that it was traced into, for shapes and source lines; None where there is none.
     """
-    rules = decisions.rules
-    patterns = tuple(rule.pattern for rule in rules.unused)
-    return Plan(str(rules.policy), tuple(_operations(decisions, Places(graph))), unused_rules=patterns)
+    results = [dtype for _, dtype in decisions.graph.results]
+    operations = tuple(_operations(decisions, Places(graph), results))
+    return Plan(
+        str(decisions.rules.policy), operations, unused_rules=tuple(one.pattern for one in decisions.rules.unused)
+    )
 
 
-def _operations(decisions: Pass, places: Places) -> Iterator[PlannedOperation]:
+def _operations(decisions: Pass, places: Places, results: Sequence[int]) -> Iterator[PlannedOperation]:
+    """The nodes of a graph and, before a call, those inside; then the casts of what a function returns."""
     cast: set[tuple[str, int]] = set()
     for decided in decisions.nodes:
-        if decided.inside:
-            for inside in decided.inside:
-                yield from _operations(inside.decisions, places.within(inside.name))
-        elif decided.node.op not in _UNLISTED:
+        for inside in decided.inside:
+            yield from _operations(inside.decisions, places.within(inside.name), inside.results)
+        if decided.node.op not in _UNLISTED:
             yield _planned(decisions, decided, places, cast)
+    for value, dtype in zip(decisions.graph.returns, results, strict=True):
+        if needed := _needed(decisions, [(value, dtype)], cast):
+            yield _result_cast(decisions, places, value, needed)
+
+
+def _needed(decisions: Pass, wanted: Iterable[tuple[str, int]], cast: set[tuple[str, int]]) -> set[tuple[str, int]]:
+    """Values and types to which they are cast here, and were not before."""
+    needed = {(value, dtype) for value, dtype in wanted if decisions.known[value].dtype != dtype} - cast
+    cast |= needed
+    return needed
+
+
+def _size(decisions: Pass, places: Places, typed: Iterable[tuple[str, int]]) -> int:
+    """Bytes of values in these types."""
+    return sum(places.elements(decisions.graph, value) * _width(dtype) for value, dtype in typed)
 
 
 def _planned(decisions: Pass, decided: Decided, places: Places, cast: set[tuple[str, int]]) -> PlannedOperation:
     node, known = decided.node, decisions.known
     wanted = [(value, dtype) for value, dtype in zip(node.inputs, decided.takes, strict=True) if value in known]
-    needed = {(value, dtype) for value, dtype in wanted if known[value].dtype != dtype} - cast
-    cast |= needed
-
-    def size(pairs: Iterable[tuple[str, int]]) -> int:
-        return sum(places.elements(decisions.graph, value) * _width(dtype) for value, dtype in pairs)
-
-    bytes_cast = size((value, known[value].dtype) for value, _ in needed)
+    needed = _needed(decisions, wanted, cast)
     given = zip(node.outputs, (one.dtype for one in decided.gives), strict=True)
     declared = zip([*node.inputs, *node.outputs], (port.dtype for port in [*node.takes, *node.gives]), strict=True)
+    calls = bool(decided.inside)  # what is inside moves the bytes
+    bytes_cast = _size(decisions, places, ((value, known[value].dtype) for value, _ in needed))
+    moved = 0 if calls else _size(decisions, places, [*wanted, *given])
     return PlannedOperation(
         decided.operation,
         node.op,
@@ -57,8 +72,24 @@ def _planned(decisions: Pass, decided: Decided, places: Places, cast: set[tuple[
         decided.outcome.reason,
         casts=len(needed),
         bytes_cast=bytes_cast,
-        bytes_moved=size([*wanted, *given]) + bytes_cast + size(needed),
-        bytes_moved_float32=size(declared),
+        bytes_moved=moved + bytes_cast + _size(decisions, places, needed),
+        bytes_moved_float32=0 if calls else _size(decisions, places, declared),
+    )
+
+
+def _result_cast(decisions: Pass, places: Places, value: str, needed: set[tuple[str, int]]) -> PlannedOperation:
+    maker = decisions.graph.maker.get(value)
+    before = _size(decisions, places, [(value, decisions.known[value].dtype)])
+    return PlannedOperation(
+        "cast",
+        "Cast",
+        decisions.path_of(maker) if maker else decisions.path,
+        "keep",
+        AS_WRITTEN,
+        "a function's result is float32",
+        casts=1,
+        bytes_cast=before,
+        bytes_moved=before + _size(decisions, places, needed),
     )
 
 

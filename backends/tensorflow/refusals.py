@@ -58,16 +58,30 @@ def check_graph(graph_def: Any) -> None:
         UsageError: it holds casts of ours.
     """
     if not isinstance(graph_def, tf.compat.v1.GraphDef):
-        raise InvalidTypeError(
-            "this can be neither traced nor read as a graph",
-            where="rewrite(fn)",
-            found=f"{type(graph_def).__module__}.{type(graph_def).__qualname__}",
-            allowed="a function, a tf.function, a ConcreteFunction or a GraphDef",
-            fix="give the function itself, then its arguments; of a tf.Graph, as_graph_def()",
-        )
+        raise _neither(graph_def)
     ours = next((node for node in graph_def.node if POLICY_ATTRIBUTE in node.attr), None)
     if ours is not None:
         raise rewritten_before(f"node {ours.name}", ours.attr[POLICY_ATTRIBUTE].s.decode())
+
+
+def check_function(fn: Any) -> None:
+    """Refuse what cannot be called.
+
+    Raises:
+        InvalidTypeError: it cannot.
+    """
+    if not callable(fn):
+        raise _neither(fn)
+
+
+def _neither(thing: Any) -> InvalidTypeError:
+    return InvalidTypeError(
+        "this can be neither traced nor read as a graph",
+        where="rewrite(fn)",
+        found=f"{type(thing).__module__}.{type(thing).__qualname__}",
+        allowed="a function, a tf.function, a ConcreteFunction or, for polyamp.rewrite, a GraphDef",
+        fix="give the function itself, then its arguments; of a tf.Graph, as_graph_def()",
+    )
 
 
 def rewritten_before(name: str, policy: str) -> UsageError:
@@ -145,5 +159,8 @@ def _refuse_gradient(operation: Any, *inputs: Any) -> Any:
 
 
 _NO_GRADIENT = "no gradient is taken through a rewritten function"
-_REWRITE_STEP = "rewrite the whole step, with its tf.GradientTape, or run this part under polyamp.autocast"
+_REWRITE_STEP = (
+    "rewrite the whole step, with its tf.GradientTape, or run this part under polyamp.autocast; where no gradient is "
+    "wanted, call it within tape.stop_recording()"
+)
 tf.RegisterGradient(_GRADIENT)(tf.autograph.experimental.do_not_convert(_refuse_gradient))

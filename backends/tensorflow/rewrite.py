@@ -16,6 +16,7 @@ from polyamp.backends.tensorflow.recorder import plan_of
 from polyamp.backends.tensorflow.refusals import (
     check_captures,
     check_format,
+    check_function,
     check_graph,
     not_differentiable,
     tracing,
@@ -87,12 +88,14 @@ def rewrite(
         it cannot be taken: rewrite the step that takes them.
 
     Raises:
+        InvalidTypeError: ``fn`` cannot be called.
         UnsupportedError: TensorFlow does not compute in the policy's format.
         UsageError: when tracing: ``fn`` was rewritten under another policy, returns operations, or takes tensors of
             another graph.
     """
     chosen = make_policy(policy)
     check_format(chosen.compute)
+    check_function(fn)
     remember_names()
     options = options_of(fn) if isinstance(fn, _Function) else {}
     if jit_compile is not None:
@@ -214,6 +217,10 @@ def _report(decisions: Pass, name: str) -> None:
             f"the rule {rule.pattern!r} of {rules.policy} matched nothing in {name}: it is neither an operation there "
             "(see docs/operations.md) nor a name scope or layer. polyamp.explain lists what there is.",
             stacklevel=2,
+        )
+    for missing, rule in rules.refused.items():
+        warn_once(
+            f"{rule} of {rules.policy} is not kept in {name}: there is {missing}; it runs in float32.", stacklevel=2
         )
     if format_of(rules.compute).is_low and not _lowers(decisions):
         warn_once(

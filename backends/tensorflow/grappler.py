@@ -127,7 +127,7 @@ class GrapplerRewritten:
     def traced_for(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> GrapplerRewritten:
         """This function, with its plan made for these arguments unless it has one."""
         if self._plan is None:
-            self._plan = _plan(self._concrete(args, kwargs), self._policy)
+            self._plan = plan_of_pass(self._concrete(args, kwargs), self._policy)
             if self._policy.compute not in {"float32", *self._plan.totals["by_format"]}:
                 warn_once(
                     f"TensorFlow's pass for {self._policy.compute} changed nothing in {self._name}: it found no "
@@ -227,7 +227,18 @@ def _unsupported(what: str, found: str, allowed: str) -> UnsupportedError:
     )
 
 
-def _plan(concrete: Any, policy: Policy) -> Plan:
+def plan_of_pass(concrete: Any, policy: Policy) -> Plan:
+    """What TensorFlow's pass makes of a graph, as a plan; of float16 without a GPU too, where it would not run.
+
+    >>> from polyamp import policy
+    >>> concrete = tf.function(lambda x: tf.nn.relu(x @ x)).get_concrete_function(tf.ones((2, 2)))
+    >>> plan_of_pass(concrete, policy("mixed_float16")).totals["by_format"]["float16"]
+    2
+
+    Args:
+        concrete: a ``ConcreteFunction``.
+        policy: its ``compute`` decides; float32 is the graph as it is.
+    """
     graph_def = concrete.graph.as_graph_def()
     fetches = [tensor.op.name for tensor in concrete.outputs] + [op.name for op in concrete.graph.control_outputs]
     if policy.compute != "float32":

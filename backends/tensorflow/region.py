@@ -98,7 +98,8 @@ def _reaching(graph: Graph, goals: set[str]) -> set[str]:
 
 
 def _closure(start: Iterable[One], following: Callable[[One], Iterable[One]]) -> set[One]:
-    found, pending = set(start), list(start)
+    found = set(start)
+    pending = list(found)
     while pending:
         for one in following(pending.pop()):
             if one not in found:

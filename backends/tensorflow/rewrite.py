@@ -218,9 +218,9 @@ def _report(decisions: Pass, name: str) -> None:
             "(see docs/operations.md) nor a name scope or layer. polyamp.explain lists what there is.",
             stacklevel=2,
         )
-    for missing, rule in rules.refused.items():
+    for missing, asked in rules.refused.items():
         warn_once(
-            f"{rule} of {rules.policy} is not kept in {name}: there is {missing}; it runs in float32.", stacklevel=2
+            f"{asked} of {rules.policy} is not kept in {name}: there is {missing}; it runs in float32.", stacklevel=2
         )
     if format_of(rules.compute).is_low and not _lowers(decisions):
         warn_once(

@@ -266,6 +266,48 @@ def conv(x: Any, w: Any) -> Any:
     return tf.nn.depthwise_conv2d(y, tf.reshape(w, (1, 1, 16, 4)), [1, 1, 1, 1], "SAME")
 
 
+def loop_that_reads_a_product(x: Any, w: Any) -> Any:
+    y = x @ w
+
+    def turn(step: Any, state: Any) -> tuple[Any, Any]:
+        return step + 1, tf.tanh(state @ w) + y * tf.sigmoid(y)
+
+    return tf.while_loop(lambda step, state: step < 3, turn, (0, y))[1]
+
+
+def loop_that_swaps(x: Any, w: Any) -> Any:
+    turn = lambda step, one, two: (step + 1, two, one @ w)  # noqa: E731
+    _, one, two = tf.while_loop(lambda step, one, two: step < 3, turn, (0, x @ w, x))
+    return one + two
+
+
+def branches_that_differ(x: Any, w: Any) -> Any:
+    y = x @ w
+    first = tf.cond(tf.reduce_sum(x) < 1e9, lambda: y @ w, lambda: tf.exp(y))
+    return first + tf.cond(tf.reduce_sum(x) < 1e9, lambda: tf.tanh(y), lambda: y)
+
+
+@tf.function
+def _beside_a_product(x: Any, w: Any) -> tuple[Any, Any, None, Any]:
+    return x, tf.shape(x), None, tf.tanh(x) @ w
+
+
+def one_function_for_many_states(x: Any, w: Any) -> Any:
+    """What a function gets is weak, then low, then float32 by need, and of another shape."""
+    same, shape, _, y = _beside_a_product(x, w)
+    again, _, _, z = _beside_a_product(y, w)
+    full = _beside_a_product(tf.exp(-tf.abs(z)), w)[3]
+    last = _beside_a_product(tf.concat([full, again], 0), w)[3]
+    return last[: shape[0]] + same
+
+
+def dynamic_array(x: Any, w: Any) -> Any:
+    array, out = tf.TensorArray(tf.float32, 6).unstack(x @ w), tf.TensorArray(tf.float32, 0, dynamic_size=True)
+    for index in tf.range(6):
+        out = out.write(index, 2.0 * array.read(index))
+    return tf.concat([out.gather([0, 3]), out.stack()], 0) @ w
+
+
 EDGES: dict[str, Callable[[Any, Any], Any]] = {
     "cond": cond,
     "while_loop": while_loop,
@@ -297,4 +339,9 @@ EDGES: dict[str, Callable[[Any, Any], Any]] = {
     "case": case,
     "v1 loop": v1_loop,
     "conv": conv,
+    "loop that reads a product": loop_that_reads_a_product,
+    "loop that swaps": loop_that_swaps,
+    "branches that differ": branches_that_differ,
+    "one function for many states": one_function_for_many_states,
+    "dynamic TensorArray": dynamic_array,
 }

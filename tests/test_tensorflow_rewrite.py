@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -240,6 +241,41 @@ def test_an_optimizer_that_makes_its_slots_in_the_first_call() -> None:
     assert int(optimizer.iterations) == 3
 
 
+def test_a_variable_as_an_argument() -> None:
+    weight, function = tf.Variable(W), rewrite(lambda x, w: x @ w, policy=BF16)
+    for factor in (1.0, 2.0):
+        weight.assign(factor * W)
+        assert relative_error(function(X, weight), factor * (X @ W)) < CLOSE
+
+
+def test_while_functions_run_eagerly() -> None:
+    function = rewrite(train_step(EDGES["nested loops"], *variables_like(W)), policy=BF16)
+    plain = tf.function(train_step(EDGES["nested loops"], *variables_like(W)))
+    expected = plain(X)[0]
+    tf.config.run_functions_eagerly(True)
+    try:
+        assert relative_error(function(X)[0], expected) < CLOSE
+    finally:
+        tf.config.run_functions_eagerly(False)
+    assert set(planned(function.plan)) == {"bfloat16"}
+
+
+def test_threads_that_trace_at_once() -> None:
+    function, found = rewrite(EDGES["nested loops"], policy=BF16), {}
+
+    def call(rows: int) -> None:
+        found[rows] = function(normal(rows, 8), W)
+
+    threads = [threading.Thread(target=call, args=(rows,)) for rows in range(1, 7)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for rows, value in found.items():
+        assert np.array_equal(value, function(normal(rows, 8), W))
+    assert len(found) == 6
+
+
 def test_it_is_called_in_other_functions() -> None:
     function = rewrite(product, policy=BF16)
 
@@ -313,6 +349,18 @@ def test_arrays_of_tensorflow_1() -> None:
     assert set(types_of(ours.node)) == {"bfloat16"}
     found, expected = run_three_steps(ours, fetches)[0], run_three_steps(graph.as_graph_def(), fetches)[0]
     assert max(map(relative_error, found, expected)) < CLOSE
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_what_nothing_in_a_graph_takes_keeps_its_type_and_name(policy: str) -> None:
+    with tf.Graph().as_default() as graph:
+        product = tf.matmul(X.numpy(), W.numpy(), name="product")
+        v1.global_variables_initializer()
+    ours = rewritten_graph(graph.as_graph_def(), policy)
+    assert types_of(ours.node) == {LOW[policy].name: 1}
+    ((found,),) = run_three_steps(ours, [product.name])[:1]
+    assert found.dtype == np.float32
+    assert relative_error(found, X @ W) < TOLERANCE[policy]
 
 
 def test_the_graph_that_was_given_stays_as_it_is() -> None:

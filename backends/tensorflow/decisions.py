@@ -154,8 +154,6 @@ class Pass:
         special = _SPECIAL.get(node.op) or self.functions.handler(node.op)
         if node.name in self.regions.update:
             return self.as_written(node, "updates variables", Value("strong", "the update"))
-        if node.name in self.regions.averaging:
-            return self.as_written(node, "updates its own variable", Value("strong", "the update"))
         if special is not None:
             return special(self, node)
         return self._operation(node)
@@ -164,6 +162,8 @@ class Pass:
         inputs = self._floating(node)
         operation = OPERATIONS.get(node.op, node.op)
         decision = self.rules.decide(operation, self.path_of(node) if self.rules.policy.rules else "")
+        if node.name in self.regions.averaging and decision.op_class != "lower":  # a state may go through products
+            return self.as_written(node, "updates its own variable", Value("strong", "the update"), decision)
         if operation == "tensor_list":
             return self.as_written(node, "lists hold what they were made for", Value("strong", operation), decision)
         if not inputs:

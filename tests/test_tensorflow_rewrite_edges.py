@@ -234,3 +234,21 @@ def test_datasets_and_iterators() -> None:
     found = [float(fast(batches)) for _ in range(3)]
     assert relative_error(found, [float(tf.reduce_sum(one @ W)) for one in data]) < TOLERANCE["mixed_bfloat16"]
     assert len(set(found)) == 3
+
+
+@pytest.mark.parametrize(("rules", "low"), [({}, 6), ({"enc": "full"}, 0)])
+def test_gradients_of_the_users_own_are_backward_like_any_other(rules: dict[str, str], low: int) -> None:
+    """They are no part of the update, and stand in the scopes of their forward operations."""
+    linear = tf.custom_gradient(lambda x, w: (x @ w, lambda dy: (dy @ tf.transpose(w), tf.transpose(x) @ dy)))
+    weight = tf.Variable(W)
+
+    def step(x: tf.Tensor) -> tf.Tensor:
+        with tf.GradientTape() as tape, tf.name_scope("enc"):
+            loss = tf.reduce_mean(linear(tf.nn.relu(linear(x, weight.value())), weight.value()))
+        weight.assign_sub(0.1 * tape.gradient(loss, weight))
+        return loss
+
+    plan = polyamp.explain(step, X, policy=polyamp.policy("mixed_bfloat16", rules=rules), backend="tensorflow")
+    products = [op.format for op in plan.operations if op.native == "MatMul"]
+    assert len(products) == 6
+    assert products.count("bfloat16") == low

@@ -250,14 +250,16 @@ def _type(value: Any) -> int:
 @functools.cache
 def _lowering(compute: str, rules: tuple[Rule, ...]) -> Lowering:
     """One for all policies that cast alike, so that they share traced functions."""
-    _intercept()
+    intercept()
     wanted = _may_lower(rules) - _STRUCTURE
     _replace(native for native, canonical in OPERATIONS.items() if canonical in wanted)
     return Lowering(compute, rules)
 
 
 @functools.cache
-def _intercept() -> None:
+def intercept() -> None:
+    """Have TensorFlow ask what holds here and now, where it traces functions and where it takes gradients."""
+
     def traced_for() -> Any:
         lowering = current()
         return None if lowering is None else lowering.key()
@@ -268,7 +270,15 @@ def _intercept() -> None:
 
     unstable.remember_names()
     unstable.intercept_traces(traced_for)
-    unstable.intercept_gradients(backward, lambda: functools.partial(entered, current()))
+    unstable.intercept_gradients(backward, lambda: functools.partial(_own_gradient, current(), unstable.scope_path()))
+
+
+@contextmanager
+def _own_gradient(lowering: Lowering | None, scope: str) -> Iterator[None]:
+    """For a gradient that a function brings itself: what held for the function, and a scope like that of others."""
+    name = "/".join(filter(None, ("gradient_tape", scope)))
+    with entered(lowering), nullcontext() if tf.executing_eagerly() else tf.name_scope(f"{name}/"):
+        yield
 
 
 def _replace(natives: Iterable[str]) -> None:

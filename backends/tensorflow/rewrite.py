@@ -8,7 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from polyamp.backends.tensorflow.autocast import entered
+from polyamp.backends.tensorflow.autocast import entered, intercept
 from polyamp.backends.tensorflow.decisions import Known, Pass, Rules, declared_value
 from polyamp.backends.tensorflow.functions import REWRITTEN, Functions, Inside
 from polyamp.backends.tensorflow.graph import Graph
@@ -21,7 +21,7 @@ from polyamp.backends.tensorflow.refusals import (
     not_differentiable,
     tracing,
 )
-from polyamp.backends.tensorflow.unstable import FunctionLibrary, call_in_place_of, options_of, register, remember_names
+from polyamp.backends.tensorflow.unstable import FunctionLibrary, call_in_place_of, options_of, register
 from polyamp.backends.tensorflow.writing import Writer
 from polyamp.errors import warn_once
 from polyamp.formats import format_of
@@ -96,7 +96,6 @@ def rewrite(
     chosen = make_policy(policy)
     check_format(chosen.compute)
     check_function(fn)
-    remember_names()
     options = options_of(fn) if isinstance(fn, _Function) else {}
     if jit_compile is not None:
         options["jit_compile"] = jit_compile
@@ -122,7 +121,6 @@ def explain(fn: Any, *args: Any, policy: Policy | str | None = None, **kwargs: A
     """
     chosen = make_policy(policy)
     check_format(chosen.compute)
-    remember_names()
     if not callable(fn):
         return plan_of(_decided_graph(fn, chosen), _imported(fn))
     concrete = _concrete(fn, args, kwargs)
@@ -177,6 +175,7 @@ def _traced_by(fn: Callable[..., Any], policy: Policy) -> Callable[..., Any]:
 
 def _concrete(fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """``fn`` traced, as it was written."""
+    intercept()
     function = fn if isinstance(fn, _Function) else tf.function(fn)
     with tracing(fn), entered(None):
         concrete = function.get_concrete_function(*args, **kwargs)

@@ -1,0 +1,63 @@
+"""On a GPU: kernels are found for it, steps train, and TensorFlow's own pass runs in float16.
+
+tox run -e cuda -- --suite=tensorflow
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import polyamp
+from polyamp.backends.tensorflow import LossScaler
+
+pytestmark = pytest.mark.gpu
+
+X, Y = np.random.default_rng(0).normal(size=(64, 32)).astype("float32"), np.zeros((64, 8), "float32")
+SHAPES = [(32, 128), (128, 8)]
+
+
+def weights() -> list[tf.Variable]:
+    generator = np.random.default_rng(1)
+    return [tf.Variable(generator.normal(size=shape, scale=0.1).astype("float32")) for shape in SHAPES]
+
+
+def losses(policy: str, **options: object) -> tuple[list[float], polyamp.Plan]:
+    trained, scaler = weights(), LossScaler(policy)
+    sgd = tf.compat.v1.train.GradientDescentOptimizer(0.1)
+
+    def step(x: tf.Tensor, y: tf.Tensor) -> tf.Tensor:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.square(tf.nn.gelu(x @ trained[0]) @ trained[1] - y))
+            scaled = scaler.scale(loss)
+        scaler.step(sgd, list(zip(tape.gradient(scaled, trained), trained, strict=True)))
+        return loss
+
+    fast = polyamp.rewrite(step, policy=policy, backend="tensorflow", **options)
+    return [float(fast(tf.constant(X), tf.constant(Y))) for _ in range(20)], fast.plan
+
+
+@pytest.mark.parametrize("jit_compile", [False, True])
+@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
+def test_a_rewritten_step_trains_as_in_float32(policy: str, jit_compile: bool) -> None:
+    expected, _ = losses("float32")
+    found, plan = losses(policy, jit_compile=jit_compile)
+    products = {op.format for op in plan.operations if op.name == "matmul"}
+    assert products == {policy.removeprefix("mixed_")}
+    np.testing.assert_allclose(found, expected, rtol=2e-2)
+
+
+def test_tensorflows_own_pass_runs_in_float16() -> None:
+    found, plan = losses("mixed_float16", engine="grappler")
+    assert "float16" in plan.totals["by_format"]
+    np.testing.assert_allclose(found, losses("float32")[0], rtol=2e-2)
+
+
+@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
+def test_autocast_multiplies_on_the_gpu(policy: str) -> None:
+    with polyamp.autocast(policy, backend="tensorflow"):
+        product = tf.constant(X) @ tf.ones((32, 8))
+    assert "GPU" in product.device
+    assert product.dtype == tf.float32
+    assert not np.array_equal(product, X @ np.ones((32, 8), "float32"))

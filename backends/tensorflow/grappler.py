@@ -233,7 +233,7 @@ def plan_of_pass(concrete: Any, policy: Policy) -> Plan:
     >>> from polyamp import policy
     >>> concrete = tf.function(lambda x: tf.nn.relu(x @ x)).get_concrete_function(tf.ones((2, 2)))
     >>> plan_of_pass(concrete, policy("mixed_float16")).totals["by_format"]["float16"]
-    2
+    1
 
     Args:
         concrete: a ``ConcreteFunction``.

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from types import CodeType, FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 from polyamp.errors import InvalidTypeError, MissingFrameworkError, PolyampError, UnsupportedError
@@ -97,16 +100,54 @@ def adapters_within(*objects: object) -> list[Adapter]:
 
 
 def adapter_offering(name: str, *objects: object) -> Adapter | None:
-    """The adapter that has the verb ``name``, of the objects in or under ``objects``; else the only loaded one.
+    """The adapter that has the verb ``name``, of the objects in or under ``objects``; else the only one in question.
 
-    Functions of plain values and NumPy arrays say nothing of their framework; where one alone could do it, it does.
+    Plain values and NumPy arrays say nothing of their framework. Then it is the one that a function's code names, and
+    else the one that is loaded, where that is one alone.
     """
-    found = _found(list(_walk(objects)))
+    leaves = list(_walk(objects))
+    found = _found(leaves)
     offering = [adapter for adapter in found if hasattr(adapter, name)]
     if offering:
         return offering[0]
+    named = next(filter(None, (adapter_named_in(name, leaf) for leaf in leaves)), None)
     others = [adapter for adapter in loaded() if hasattr(adapter, name)]
-    return others[0] if len(others) == 1 else next(iter(found), None)
+    return named or (others[0] if len(others) == 1 else next(iter(found), None))
+
+
+def adapter_named_in(name: str, fn: object) -> Adapter | None:
+    """The adapter that has the verb ``name`` and whose framework a Python function's code names; None for several.
+
+    >>> import torch
+    >>> adapter_named_in("autocast_context", lambda x: torch.relu(x)).name
+    'torch'
+    """
+    roots = {root for obj in _named_in(fn) for root in _roots_of(obj)}
+    adapters = {_load(entries()[root]) for root in roots & entries().keys()}
+    offering = [adapter for adapter in adapters if hasattr(adapter, name)]
+    return offering[0] if len(offering) == 1 else None
+
+
+def _named_in(fn: object) -> Iterator[object]:
+    """The globals and the captured values that a function's code, and the functions inside of it, use."""
+    plain = inspect.unwrap(getattr(fn, "__func__", fn)) if callable(fn) else fn
+    if not isinstance(plain, FunctionType):
+        return
+    for cell in plain.__closure__ or ():
+        with suppress(ValueError):  # not filled yet
+            yield cell.cell_contents
+    codes = [plain.__code__]
+    for code in codes:
+        codes.extend(inner for inner in code.co_consts if isinstance(inner, CodeType))
+        yield from (plain.__globals__[used] for used in code.co_names if used in plain.__globals__)
+
+
+def _roots_of(obj: object) -> Iterator[str]:
+    """The import roots of a module, of what a module defines, and of an object's type."""
+    defined = obj.__name__ if isinstance(obj, ModuleType) else getattr(obj, "__module__", None)
+    if isinstance(defined, str):
+        yield defined.partition(".")[0]
+    yield from _roots(type(obj))
 
 
 def _found(leaves: list[object]) -> list[Adapter]:

@@ -271,14 +271,21 @@ class RewrittenAtFirstCall:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._rewritten is None:
             adapter = _offering("rewrite", None, (self._fn, args, kwargs), where="rewrite(fn)(*args)")
-            make = registry.verb(adapter, "rewrite")
-            self._rewritten = make(self._fn, args, kwargs, make_policy(self._policy), **self._options)
+            self._rewrite(adapter, args, kwargs)
         return self._rewritten(*args, **kwargs)
+
+    def _rewrite(self, adapter: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        make = registry.verb(adapter, "rewrite")
+        self._rewritten = make(self._fn, args, kwargs, make_policy(self._policy), **self._options)
 
     def __get__(self, instance: object, owner: type | None = None) -> Any:
         return self if instance is None else MethodType(self, instance)
 
     def __getattr__(self, name: str) -> Any:
+        if not name.startswith("_") and self._rewritten is None:
+            adapter = registry.adapter_named_in("rewrite", self._fn)
+            if adapter is not None:
+                self._rewrite(adapter, (), {})
         if name.startswith("_") or self._rewritten is None:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r} before its first call")
         return getattr(self._rewritten, name)

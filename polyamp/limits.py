@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from polyamp.errors import LossScaleError, warn_once
 from polyamp.loss_scale import LossScale, LossScaleState
 
 
-def report_limits(config: LossScale, state: LossScaleState) -> None:
+def report_limits(config: LossScale, state: LossScaleState, explain: Callable[[], str] | None = None) -> None:
     """Warn or raise where a state of Python numbers says that the scale cannot help any more.
 
     Adapters call it whenever the state is on the host anyway; it never causes a sync.
+
+    Args:
+        config: the settings.
+        state: after a step.
+        explain: what was not finite, for the error; called only when there is one.
 
     Raises:
         LossScaleError: ``max_skips`` steps in a row were skipped, or an overflow came at ``min`` under
@@ -20,6 +27,7 @@ def report_limits(config: LossScale, state: LossScaleState) -> None:
         raise LossScaleError(
             f"{skips} steps in a row were skipped because gradients were not finite",
             where=f"loss scale {state.scale:g}",
+            found=explain and explain(),
             allowed=f"fewer than max_skips = {config.max_skips}",
             fix="look for inf or NaN in the forward pass: a smaller loss scale cannot help there",
         )
@@ -31,7 +39,7 @@ def report_limits(config: LossScale, state: LossScaleState) -> None:
         raise LossScaleError(
             "gradients overflow although the loss scale is at its minimum",
             where=f"after {skips} skipped steps in a row",
-            found=f"loss scale {state.scale:g}",
+            found=f"loss scale {state.scale:g}" + (f"; {explain()}" if explain else ""),
             allowed=f"more than min = {config.min:g}",
             fix="look for inf or NaN in the forward pass, or set a smaller LossScale(min=...)",
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -37,6 +37,10 @@ class Gradients:
     def __bool__(self) -> bool:
         return bool(self._grads)
 
+    def now(self) -> Gradients:
+        """Those that the same parameters have now."""
+        return Gradients([{"params": self._params}])
+
     @property
     def parameter_count(self) -> int:
         """Of all parameters, with a gradient or without."""
@@ -70,11 +74,12 @@ class Gradients:
             optimizers compare it with 1, so flags of several devices must not be added up.
         """
         with torch.no_grad():
-            flag = self._unscale_at_once(inverse_scale) if simple else None
+            flag = self._unscale_at_once(inverse_scale) if simple and self else None
             if flag is not None:
                 return flag
-            found, *others = [_unscale(bucket, inverse_scale) for bucket in self.buckets()]
-            for other in others:
+            flags = [_unscale(bucket, inverse_scale) for bucket in self.buckets()]
+            found = flags[0] if flags else torch.zeros((), device=self._params[0].device)
+            for other in flags[1:]:
                 found = torch.maximum(found, other.to(found.device, non_blocking=True))
             return found
 
@@ -87,8 +92,10 @@ class Gradients:
         The 1e-6 in the divisor is that of ``torch.nn.utils.clip_grad_norm_``, whose results these are bit for bit.
         """
         with torch.no_grad():
-            norms = [_whole(norm).to(self.first.device) for bucket in self.buckets() for norm in _norms(bucket)]
-            total: Tensor = torch.linalg.vector_norm(torch.stack(norms))
+            norms = [norm for bucket in self.buckets() for norm in _norms(bucket)]
+            if not norms:
+                return torch.zeros((), device=self._params[0].device)
+            total: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]))
             factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
             for bucket in self.buckets():
                 torch._foreach_mul_(bucket, factor.to(bucket[0].device))
@@ -99,8 +106,8 @@ class Gradients:
         if self._buckets is None:
             sorted_by_kind: dict[Any, Bucket] = {}
             for param in self.params:
-                grad = _dense(param)
-                sorted_by_kind.setdefault((type(grad), grad.device, grad.dtype), []).append(grad)
+                grad = dense(param)
+                sorted_by_kind.setdefault(_kind(grad), []).append(grad)
             self._buckets = list(sorted_by_kind.values())
         return self._buckets
 
@@ -120,7 +127,7 @@ def _unscale(bucket: Bucket, inverse_scale: Tensor) -> Tensor:
     return flag
 
 
-def _dense(param: Tensor) -> Tensor:
+def dense(param: Tensor) -> Tensor:
     """A dense real view of a gradient. A sparse one is coalesced first, since the sum of duplicates can overflow."""
     grad: Any = param.grad
     if grad.layout == torch.sparse_coo:
@@ -130,12 +137,22 @@ def _dense(param: Tensor) -> Tensor:
     return torch.view_as_real(grad) if grad.is_complex() else grad
 
 
-def _norms(bucket: Bucket) -> Iterable[Tensor]:
+def _kind(grad: Any) -> tuple[Any, ...]:
+    """What the gradients of one bucket share. Distributed ones also share where their parts are."""
+    return type(grad), grad.device, grad.dtype, getattr(grad, "device_mesh", None), getattr(grad, "placements", None)
+
+
+def _norms(bucket: Bucket) -> Sequence[Tensor]:
+    """The gradients' norms; of distributed ones the norm of all, over all their shards, for one communication."""
     # The norm of 16-bit gradients can leave float16 although no gradient does.
     wide = torch.float32 if bucket[0].dtype in SIXTEEN_BIT else None
-    return torch._foreach_norm(bucket, 2.0, dtype=wide)
+    norms = torch._foreach_norm(bucket, 2.0, dtype=wide)
+    if not hasattr(norms[0], "full_tensor"):
+        return norms
+    total: Any = torch.linalg.vector_norm(torch.stack(norms))
+    return [total.full_tensor()]
 
 
-def _whole(norm: Any) -> Tensor:
-    """The norm of a distributed tensor over all its shards."""
-    return norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # type: ignore[no-any-return]
+def local(tensor: Any) -> Tensor:
+    """This rank's part of a distributed tensor; any other tensor as it is."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor  # type: ignore[no-any-return]

@@ -2,28 +2,32 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from polyamp.backends.torch import saving
+from polyamp.backends.torch import refusals, saving
 from polyamp.backends.torch.closures import step_with_closure
 from polyamp.backends.torch.dtypes import SIXTEEN_BIT
 from polyamp.backends.torch.gradients import Gradients
 from polyamp.backends.torch.masters import MasterWeights
+from polyamp.backends.torch.overflow import NonFinite, Overflow, describe, find, named, names_of
+from polyamp.backends.torch.ranks import check_process_group, has_peers
 from polyamp.backends.torch.scaler import LossScaler
-from polyamp.errors import InvalidValueError, UsageError, warn_once
+from polyamp.backends.torch.skipping import Stepper
+from polyamp.backends.torch.window import LossScalers, Scaling, Window
+from polyamp.backends.torch.wrapper import OptimizerWrapper
+from polyamp.errors import warn_once
 from polyamp.loss_scale import LossScale
-from polyamp.refusals import no_optimizer, wrapped_already
+from polyamp.refusals import no_optimizer, non_finite_loss, wrapped_already
 from polyamp.result import StepResult
 
-Groups = list[dict[str, Any]]
 
-
-class LossScaledOptimizer(torch.optim.Optimizer):
+class LossScaledOptimizer(OptimizerWrapper):
     """An optimizer that unscales, tests, clips, then updates or skips, then moves the loss scale: always in that order.
 
     It is a `torch.optim.Optimizer`: ``param_groups``, ``state``, ``defaults`` and hooks are the inner optimizer's own,
@@ -46,15 +50,21 @@ class LossScaledOptimizer(torch.optim.Optimizer):
             where there are such parameters; False updates them as they are, gradients staying in 16 bits.
         skip_on_device: leave skipping to the optimizer's kernel, without a host sync. None does so on accelerators
             where the optimizer can.
+        process_group: the ranks that step or skip together: an overflow on one is an overflow on all. None is the
+            default group of ``torch.distributed`` where that is initialised; False is this rank alone.
+        named_parameters: names for the parameters in messages, as of ``model.named_parameters()``. Without them, those
+            that the optimizer was made with, or those of a module that has the parameters.
+        share: another wrapped optimizer that trains on the same losses: both then share their loss scales.
 
     Raises:
-        InvalidTypeError: no optimizer.
+        InvalidTypeError: no optimizer, or no process group.
         UsageError: it is wrapped already.
         InvalidValueError: ``skip_on_device`` of an optimizer that cannot.
     """
 
-    # What copies and pickles keep: not the window under way, nor a `step` that a scheduler patched on the instance.
-    _KEPT = ("inner", "scaler", "max_grad_norm", "masters", "last_step", "_master_weights", "_skip_on_device")
+    # What copies and pickles keep: not the window under way, nor a `step` that a scheduler patched on the instance,
+    # nor a process group, which cannot be copied.
+    _KEPT = ("inner", "scalers", "max_grad_norm", "masters", "last_step", "stepper", "_master_weights")
 
     def __init__(
         self,
@@ -64,53 +74,34 @@ class LossScaledOptimizer(torch.optim.Optimizer):
         max_grad_norm: float | None = None,
         master_weights: bool | None = None,
         skip_on_device: bool | None = None,
+        process_group: Any = None,
+        named_parameters: Iterable[tuple[str, Tensor]] = (),
+        share: LossScaledOptimizer | None = None,
     ) -> None:
-        # No super().__init__(): it would build groups and state of its own beside the inner optimizer's.
-        _check_optimizer(optimizer, skip_on_device)
-        self.inner = optimizer
-        self.scaler = LossScaler(LossScale() if loss_scale is None else loss_scale)
+        if isinstance(optimizer, LossScaledOptimizer):
+            raise wrapped_already(f"a LossScaledOptimizer around {type(optimizer.inner).__name__}")
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise no_optimizer(optimizer, allowed="an instance of torch.optim.Optimizer")
+        check_process_group(process_group)
+        super().__init__(optimizer)
+        self.scalers: LossScalers = LossScalers(loss_scale or LossScale()) if share is None else share.scalers
+        self.stepper = Stepper(optimizer, skip_on_device if self.scaler.config.check else False)
         self.max_grad_norm = max_grad_norm
         self.masters = _make_masters(optimizer, master_weights)
         self.last_step = StepResult(self.scaler.state)
         self._master_weights = master_weights
-        self._skip_on_device = skip_on_device
-        self._start()
+        self._start(process_group, dict(named_parameters))
 
-    def _start(self) -> None:
-        self._found: Tensor | None = None  # 1.0 if this window's gradients, unscaled already, were not finite
-        self._consumed: tuple[Any, int] | None = None  # the first gradient of the last step, and its version
-        self._has_stepped = False
+    def _start(self, process_group: Any = None, named: Mapping[str, Tensor] | None = None) -> None:
+        self.scalers.join(self)
+        self._process_group = process_group
+        self._named = {} if named is None else named
         self._asked, self._simple = 0, False  # of how many parameters `Gradients.are_simple` was asked, and its answer
+        self._forget()
 
-    # What schedulers, trainers and users read and write belongs to the inner optimizer.
-
-    @property
-    def param_groups(self) -> Groups:
-        """The inner optimizer's groups; master weights stand in them where parameters have 16 bits."""
-        return self.inner.param_groups
-
-    @param_groups.setter
-    def param_groups(self, groups: Groups) -> None:
-        self.inner.param_groups = groups
-
-    @property
-    def state(self) -> Any:
-        """The inner optimizer's state, by parameter."""
-        return self.inner.state
-
-    @state.setter
-    def state(self, state: Any) -> None:
-        self.inner.state = state
-
-    @property
-    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
-        """The inner optimizer's default options."""
-        return self.inner.defaults
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "inner" or name.startswith("__"):  # while copying or unpickling there is no inner optimizer yet
-            raise AttributeError(name)
-        return getattr(self.inner, name)
+    def _forget(self) -> None:
+        self._window = Window()
+        self._consumed: tuple[Any, int] | None = None  # the first gradient of the last step, and its version
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: self.__dict__[name] for name in self._KEPT}
@@ -123,40 +114,80 @@ class LossScaledOptimizer(torch.optim.Optimizer):
         return f"LossScaledOptimizer({self.inner!r}, {self.scaler.config!r})"
 
     @property
+    def scaler(self) -> LossScaler:
+        """The loss scaler of losses without an id."""
+        return self.scalers.main
+
+    @property
     def loss_scale(self) -> float:
         """The scale that the next loss is multiplied by. Reading it waits for the device, if it lives on one."""
         return float(self.scaler.state.scale)
 
-    def scale(self, loss: Any) -> Any:
+    def scale(self, loss: Any, loss_id: Hashable = None) -> Any:
         """The loss in float32 (float64 stays) times the loss scale, for ``scale(loss).backward()``.
+
+        >>> weight = torch.ones(1, requires_grad=True)
+        >>> opt = LossScaledOptimizer(torch.optim.SGD([weight], lr=0.5), LossScale(init=8.0))
+        >>> opt.scale(weight.sum()).backward()
+        >>> opt.scale(3 * weight.sum(), loss_id="penalty").backward()  # with a scale of its own
+        >>> opt.unscale_()
+        >>> weight.grad
+        tensor([4.])
 
         Args:
             loss: floating tensor of any shape, or such tensors in lists, tuples and dicts.
+            loss_id: for a loss that is to have a scale of its own: any name for it. Its gradients are added to those of
+                the other losses once they are unscaled; until then those are set aside.
 
         Raises:
             InvalidTypeError: no floating tensor.
             NonFiniteLossError: inf or NaN on the CPU; on other devices it is raised by a later `step`.
             UsageError: `unscale_` was called in this window: scaled gradients would be added to unscaled ones.
         """
-        if self._found is not None:
+        if self._window.found is not None:
             self._refuse_mixing()
-        self._consumed = None
-        return self.scaler.scale(loss)
+        return self.scalers.scale(loss, loss_id)
 
-    def backward(self, loss: Tensor, **options: Any) -> None:
-        """``scale(loss).backward(**options)``. Gradients of several calls add up until `zero_grad`, as ever."""
-        self.scale(loss).backward(**options)
+    def backward(self, loss: Tensor, loss_id: Hashable = None, **options: Any) -> None:
+        """``scale(loss, loss_id).backward(**options)``. Gradients of several calls add up until `zero_grad`, as ever.
+
+        Raises:
+            UsageError: the gradients of the last step are still there.
+        """
+        if self._is_consumed():
+            raise refusals.not_cleared()
+        self.scale(loss, loss_id).backward(**options)
+
+    def unscaled_grad(self, loss: Tensor, inputs: Tensor | Sequence[Tensor], **options: Any) -> tuple[Any, ...]:
+        """Gradients of a scaled loss, unscaled: for a penalty on gradients. The parameters' ``grad`` stays untouched.
+
+        >>> weight = torch.tensor([3.0], requires_grad=True)
+        >>> opt = LossScaledOptimizer(torch.optim.SGD([weight], lr=0.5))
+        >>> (grad,) = opt.unscaled_grad(weight.square().sum(), [weight])
+        >>> opt.backward(weight.square().sum() + grad.square().sum())
+        >>> weight.grad / opt.loss_scale
+        tensor([30.])
+
+        Args:
+            loss: floating scalar.
+            inputs: what to differentiate by.
+            **options: of ``torch.autograd.grad``, with ``create_graph=True`` unless given.
+        """
+        scaled = torch.autograd.grad(self.scaler.scale(loss), inputs, **{"create_graph": True, **options})
+        inverse = self.scaler.inverse_scale()
+        return tuple(None if grad is None else grad.float() * inverse.to(grad.device) for grad in scaled)
 
     def unscale_(self) -> None:
-        """Unscale the gradients now, to look at or change them before `step`. A second call does nothing.
+        """Unscale the gradients now, to look at or change them before `step`.
 
         Where there are master weights, the unscaled gradients are those of the parameters in ``param_groups``.
 
         Raises:
-            UsageError: no parameter has a gradient.
+            UsageError: no parameter has a gradient, or they are unscaled already.
         """
-        if self._found is None:
-            self._unscale(self._collect())
+        if self._window.found is not None:
+            raise refusals.unscaled_already(where="unscale_()", fix="call it once between backward() and step()")
+        self._unscale(self._collect())
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Unscale if need be, then clip to a global L2 norm, as ``torch.nn.utils.clip_grad_norm_`` does.
@@ -167,8 +198,8 @@ class LossScaledOptimizer(torch.optim.Optimizer):
         Raises:
             UsageError: no parameter has a gradient.
         """
-        self.unscale_()
-        return Gradients(self.param_groups).clip(max_norm)
+        _, gradients = self._unscaled()
+        return gradients.clip(max_norm)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Unscale, test, clip, update or skip, and move the loss scale.
@@ -188,11 +219,21 @@ class LossScaledOptimizer(torch.optim.Optimizer):
         """
         if closure is not None:
             return step_with_closure(self, closure)
-        gradients = self._prepare()
-        step = self._step_on_device if self._can_skip_on_device(gradients) else self._step_on_host
-        result, finite = step()
+        result, finite = self.stepper.step(*self._prepare())
         self.finish(finite)
         return result
+
+    def overflowed(self) -> list[Overflow]:
+        """The parameters whose gradients hold inf or NaN now, by name. Waits for the device.
+
+        >>> model = torch.nn.Linear(2, 1)
+        >>> opt = LossScaledOptimizer(torch.optim.SGD(model.parameters(), lr=0.5))
+        >>> opt.backward(model(torch.full((1, 2), 3e34)).sum())
+        >>> opt.step()
+        >>> bool(opt.last_step), *opt.overflowed()
+        (False, Overflow(name='weight', inf=2, nan=0, elements=2))
+        """
+        return named(find(self.param_groups), self._names())
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear all gradients, the model's own 16-bit ones included, and begin a new window."""
@@ -231,19 +272,28 @@ class LossScaledOptimizer(torch.optim.Optimizer):
             StateError: of another kind, incomplete, or of other parameters; nothing is changed.
         """
         saving.load(self, state_dict)
-        self._start()
+        self.stepper.forget()
+        self._forget()
 
-    # The parts of a step, for `closures`.
+    # The parts of a step, for `closures` and for the scalers.
 
     def open_window(self) -> None:
         """Begin to gather gradients anew."""
-        self._found = None
-        self.scaler.forget_losses()
+        self._window = Window()
+        self.scalers.forget_losses()
+
+    def expect(self, scaling: Scaling) -> None:
+        """A loss was multiplied by a scale, and its backward pass is to come."""
+        window = self._window
+        if window.found is not None or (window.scaling is not None and not window.scaling.same_scale(scaling)):
+            self._set_aside()
+        window.scaling = scaling
+        self._consumed = None
 
     def prepare_on_host(self) -> bool:
         """Unscale, test and clip; whether all gradients were finite."""
-        self._prepare()
-        return not self._found
+        found, _ = self._prepare()
+        return not found
 
     def update_model(self) -> None:
         """Bring the model's 16-bit parameters to their masters' values."""
@@ -252,75 +302,74 @@ class LossScaledOptimizer(torch.optim.Optimizer):
 
     def finish(self, finite: bool | Tensor) -> None:
         """Move the loss scale, and end the window."""
+        window, losses_were_finite = self._window, True
+        explain: Callable[[], str] = functools.partial(_explain_later, weakref.ref(self))
         if finite is False:
-            self.scaler.report_losses()
+            losses_were_finite = self.scalers.losses_were_finite()
+            explain = functools.partial(self._explain, find(self.param_groups), window.saw_loss and losses_were_finite)
         else:
             self.update_model()
             torch.clear_autocast_cache()  # which else, inside an autocast region, goes on with the old weights
-        self.scaler.advance(finite)
-        self.last_step = StepResult(self.scaler.state)
-        self._found = None
-        self._consumed = self._first_gradient()
-        self.scaler.report()
+        for scaler, was_finite in window.reports_of(finite):
+            scaler.advance(was_finite, self)
+        scaler = window.scaling_or(self.scaler).scaler
+        self.last_step = StepResult(scaler.state, finite, explain)
+        self._window, self._consumed = Window(), self._first_gradient()
+        if not losses_were_finite:
+            raise non_finite_loss("inf or NaN")
+        scaler.report(explain)
 
-    def _prepare(self) -> Gradients:
-        self.scaler.report_earlier_step()
-        gradients = self._collect()
-        if self._found is None:
-            self._unscale(gradients)
+    def _prepare(self) -> tuple[Tensor, Gradients]:
+        for scaler in self.scalers:
+            scaler.report_earlier_step(self._explain_now)
+        found, gradients = self._unscaled()
         if self.max_grad_norm is not None:
             gradients.clip(self.max_grad_norm)
-        return gradients
+        return found, gradients
+
+    def _unscaled(self) -> tuple[Tensor, Gradients]:
+        gradients, found = self._collect(), self._window.found
+        return self._unscale(gradients) if found is None else (found, gradients)
 
     def _collect(self) -> Gradients:
-        if self._consumed is not None and self._consumed == self._first_gradient():
-            raise _no_backward("the gradients of the last step")
-        if self.masters is not None and self._found is None:
-            self.masters.take_gradients()
+        if self._is_consumed():
+            raise refusals.no_backward("the gradients of the last step")
+        if self._window.found is None:
+            self._take_gradients()
         gradients = Gradients(self.param_groups)
-        if not gradients:
-            raise _no_backward("no parameter with a gradient")
-        if self.masters is None and self._master_weights is not False and gradients.first.dtype in SIXTEEN_BIT:
-            raise _became_low(gradients.first.dtype)
+        if not gradients and not self._window and not has_peers(self._process_group):  # which wait for this rank
+            raise refusals.no_backward("no parameter with a gradient")
+        if gradients and self.masters is None and self._master_weights is not False:
+            refusals.check_width(gradients.first.dtype)
         return gradients
 
-    def _unscale(self, gradients: Gradients) -> None:
+    def _take_gradients(self) -> None:
+        if self.masters is not None:
+            self.masters.take_gradients()
+
+    def _unscale(self, gradients: Gradients) -> tuple[Tensor, Gradients]:
+        window = self._window
         if not self.scaler.config.check:
-            self._found = torch.zeros((), device="cpu")
-            return
+            window.found = torch.zeros((), device="cpu")
+            return window.found, gradients
+        window.unscale(gradients, self.scaler, simple=self._are_simple(gradients))
+        return window.close(gradients, self._process_group)
+
+    def _are_simple(self, gradients: Gradients) -> bool:
         if self._asked != gradients.parameter_count:
             self._asked, self._simple = gradients.parameter_count, gradients.are_simple()
-        self._found = gradients.unscale(self.scaler.inverse_scale(), simple=self._simple)
+        return self._simple
 
-    def _can_skip_on_device(self, gradients: Gradients) -> bool:
-        if not self.scaler.config.check or self._skip_on_device is False:
-            return False
-        wanted = self._skip_on_device or gradients.first.device.type != "cpu"
-        return wanted and _skips_itself(self.inner) and self._state_is_complete(gradients)
-
-    def _state_is_complete(self, gradients: Gradients) -> bool:
-        """False before the first applied step, which is decided on the host: torch's fused SGD allocates momentum
-        without filling it, and would keep that if its kernel skipped."""
-        state = self.inner.state
-        return all(map(state.__contains__, gradients.params)) if state else self._has_stepped
-
-    def _step_on_host(self) -> tuple[Any, bool | Tensor]:
-        finite = not self._found
-        self.inner._opt_called = True  # type: ignore[attr-defined]  # for a scheduler made before wrapping: skips count
-        if not finite:
-            return None, False
-        result = self.inner.step()
-        self._has_stepped = True
-        return result, True
-
-    def _step_on_device(self) -> tuple[Any, bool | Tensor]:
-        found = self._found
-        assert found is not None
-        self.inner.found_inf = found  # type: ignore[attr-defined]  # the contract of _step_supports_amp_scaling
-        try:
-            return self.inner.step(), found == 0
-        finally:
-            del self.inner.found_inf  # type: ignore[attr-defined]
+    def _set_aside(self) -> None:
+        """Unscale what earlier losses left, and keep it apart from what a loss of another scale will leave."""
+        if self._window.found is None:
+            self._take_gradients()
+            gradients = Gradients(self.param_groups)
+            if gradients:
+                self._window.unscale(gradients, self.scaler, simple=self._are_simple(gradients))
+        self._window.set_aside(param for group in self.param_groups for param in group["params"])
+        if self.masters is not None:
+            self.masters.zero_grad(set_to_none=True)
 
     def _first_gradient(self) -> tuple[Any, int] | None:
         """The first gradient and its version, to know it again; a weak reference, so that it can be freed."""
@@ -329,34 +378,33 @@ class LossScaledOptimizer(torch.optim.Optimizer):
         first = next((grad for grad in grads if grad is not None), None)
         return None if first is None else (weakref.ref(first), first._version)
 
+    def _is_consumed(self) -> bool:
+        return self._consumed is not None and self._consumed == self._first_gradient()
+
     def _refuse_mixing(self) -> None:
         if not Gradients(self.param_groups):
             self.open_window()  # the model's own zero_grad was called
             return
-        raise UsageError(
-            "the gradients of this window are unscaled already, and a scaled backward would add to them",
-            where="scale(loss), backward(loss)",
+        raise refusals.unscaled_already(
+            where="scale(loss), backward(loss): a scaled backward would add to them",
             fix="call step() or zero_grad() first, and unscale_() after the last backward of a window",
         )
 
+    def _names(self) -> dict[Tensor, str]:
+        masters = {} if self.masters is None else dict(zip(self.masters.masters, self.masters.model, strict=True))
+        return names_of(self.param_groups, self._named, masters)
 
-def _skips_itself(inner: torch.optim.Optimizer) -> bool:
-    return getattr(inner, "_step_supports_amp_scaling", False)
+    def _explain(self, found: Sequence[NonFinite], loss_was_finite: bool | None) -> str:
+        return describe(named(found, self._names()), loss_was_finite)
+
+    def _explain_now(self) -> str:
+        return self._explain(find(self.param_groups), True)
 
 
-def _check_optimizer(optimizer: object, skip_on_device: bool | None) -> None:
-    if isinstance(optimizer, LossScaledOptimizer):
-        raise wrapped_already(f"a LossScaledOptimizer around {type(optimizer.inner).__name__}")
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise no_optimizer(optimizer, allowed="an instance of torch.optim.Optimizer")
-    if skip_on_device and not _skips_itself(optimizer):
-        raise InvalidValueError(
-            "this optimizer cannot skip a step on the device",
-            where="wrap_optimizer(skip_on_device=)",
-            found=type(optimizer).__name__,
-            allowed="SGD, Adam, AdamW or Adagrad with fused=True, and others that set _step_supports_amp_scaling",
-            fix="make the optimizer with fused=True, or leave skip_on_device= out",
-        )
+def _explain_later(optimizer: weakref.ref[LossScaledOptimizer]) -> str:
+    """A step that the device skipped: the gradients tell as long as they are there."""
+    alive = optimizer()
+    return "" if alive is None or not Gradients(alive.param_groups) else alive._explain_now()
 
 
 def _make_masters(optimizer: torch.optim.Optimizer, wanted: bool | None) -> MasterWeights | None:
@@ -369,22 +417,3 @@ def _make_masters(optimizer: torch.optim.Optimizer, wanted: bool | None) -> Mast
             "Convert the model first: polyamp.convert(model, policy), then wrap its optimizer."
         )
     return None
-
-
-def _no_backward(found: str) -> UsageError:
-    return UsageError(
-        "a step without a backward pass",
-        where="step(), unscale_()",
-        found=found,
-        allowed="gradients that a backward pass left since the last step",
-        fix="call backward(loss), or scale(loss).backward(), before step(), and zero_grad() after it",
-    )
-
-
-def _became_low(dtype: torch.dtype) -> UsageError:
-    return UsageError(
-        "parameters had 32 bits when the optimizer was wrapped, and have 16 now",
-        where="step()",
-        found=f"gradients of {dtype}",
-        fix="convert the model before its optimizer is wrapped, or wrap with master_weights=False",
-    )

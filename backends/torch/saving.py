@@ -36,7 +36,7 @@ def load(optimizer: LossScaledOptimizer, saved: Mapping[str, Any]) -> None:
     _keep_dtypes(optimizer.inner, saved)
     if optimizer.masters is not None:
         optimizer.masters.load(saved["master_weights"])
-    optimizer.scaler.state = scale_state
+    optimizer.scaler.resume(scale_state)
 
 
 def _check(optimizer: LossScaledOptimizer, saved: Mapping[str, Any]) -> None:

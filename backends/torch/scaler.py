@@ -6,7 +6,7 @@ Its state is Python numbers while decisions are made on the host, and scalar ten
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -36,6 +36,7 @@ class LossScaler:
     def __init__(self, config: LossScale) -> None:
         self.config = config.in_float32()  # so that host and device go through the same scales
         self.state = self.config.initial_state()
+        self._round = _Round(self.state)
         self._factors = (0.0, torch.empty(0), torch.empty(0))  # a host scale, and it and its inverse as tensors
         self._unchecked_losses: list[Tensor] = []
         self._late = LateValues()
@@ -46,6 +47,7 @@ class LossScaler:
     def __setstate__(self, saved: dict[str, Any]) -> None:
         LossScaler.__init__(self, saved["config"])
         self.state = saved["state"]
+        self._round = _Round(self.state)
 
     def scale(self, loss: Any) -> Any:
         """A loss, or losses in containers, in float32 (float64 stays) times the loss scale.
@@ -55,30 +57,45 @@ class LossScaler:
             NonFiniteLossError: inf or NaN on the CPU. On other devices looking would stop the device: it is reported
                 when that step is skipped, or at a later step where the optimizer skips on the device.
         """
-        if isinstance(loss, Tensor):
-            self._check(loss)
-            return self._multiply(loss)
-        losses = list(leaves(loss))
+        losses = [loss] if isinstance(loss, Tensor) else list(leaves(loss))
         if not losses:
             raise _no_loss(loss)
         for tensor in losses:
             self._check(tensor)
+        self._round.is_over = True
         return map_leaves(self._multiply, loss)
 
-    def inverse_scale(self) -> Tensor:
-        """What gradients are multiplied by: float32 scalar, the correctly rounded inverse of the scale."""
-        scale = self.state.scale
+    def inverse_scale(self, state: LossScaleState | None = None) -> Tensor:
+        """What gradients are multiplied by: float32 scalar, the correctly rounded inverse of the scale.
+
+        Args:
+            state: the state that the loss was scaled under; None is the present one.
+        """
+        scale = (self.state if state is None else state).scale
         if not isinstance(scale, Tensor):
-            return self._host_factors()[2]
+            return self._host_factors(scale)[2]
         return scale.double().reciprocal().float() if scale.device.type != "mps" else scale.reciprocal()
 
-    def advance(self, finite: bool | Tensor) -> None:
-        """Advance the state: on the host for a bool, else by tensors alone on the device of ``finite``."""
+    def advance(self, finite: bool | Tensor, reporter: object = None) -> None:
+        """Advance the state: on the host for a bool, else by tensors alone on the device of ``finite``.
+
+        Where several optimizers step on the gradients of one loss, each reports what it found in its own, and the state
+        advances once: by whether all were finite.
+
+        >>> scaler = LossScaler(LossScale(init=8.0))
+        >>> for optimizer, finite in (("a", False), ("b", True), ("c", False)):
+        ...     scaler.advance(finite, reporter=optimizer)
+        >>> scaler.state.scale
+        4.0
+        """
+        if not self._round.takes(reporter):
+            self._round = _Round(self.state)
+        before, finite = self._round.before, self._round.add(finite, reporter)
         if isinstance(finite, bool):
-            state = self.state if isinstance(self.state.scale, float) else on_host(self.state)
+            state = before if isinstance(before.scale, float) else on_host(before)
             self.state = advance(self.config, state, finite)
         else:
-            self.state = advance(self.config, self._on_device(finite.device), finite, torch.where)
+            self.state = advance(self.config, _on_device(before, finite.device), finite, torch.where)
             self._send_report(finite.device)
         self._unchecked_losses.clear()
 
@@ -88,19 +105,30 @@ class LossScaler:
 
     def load(self, saved: Mapping[str, Any]) -> None:
         """Continue from `LossScale.to_state_dict`; see there for the errors."""
-        self.state = self.config.from_state_dict(saved)
+        self.resume(self.config.from_state_dict(saved))
 
-    def report(self) -> None:
+    def resume(self, state: LossScaleState) -> None:
+        """Continue from a state."""
+        self.state = state
+        self._round = _Round(state)
+
+    def report(self, explain: Callable[[], str]) -> None:
         """After a step: say what the host knows.
+
+        Args:
+            explain: what was not finite, for the error.
 
         Raises:
             LossScaleError: by `polyamp.limits.report_limits`.
         """
         if isinstance(self.state.scale, float):
-            report_limits(self.config, self.state)
+            report_limits(self.config, self.state, explain)
 
-    def report_earlier_step(self) -> None:
+    def report_earlier_step(self, explain: Callable[[], str]) -> None:
         """Before a step: say what has arrived from the device since the last one, without waiting.
+
+        Args:
+            explain: what is not finite now, for the error.
 
         Raises:
             LossScaleError: by `polyamp.limits.report_limits`.
@@ -112,17 +140,13 @@ class LossScaler:
         *state, losses_were_finite = arrived
         if not losses_were_finite:
             raise non_finite_loss("inf or NaN", where="scaling the loss of an earlier step")
-        report_limits(self.config, on_host(LossScaleState(*state)))
+        report_limits(self.config, on_host(LossScaleState(*state)), explain)
 
-    def report_losses(self) -> None:
-        """After an overflow, when the host has waited anyway: was it the loss itself?
-
-        Raises:
-            NonFiniteLossError: a loss of this window was inf or NaN.
-        """
-        if not all(map(_is_finite, self._unchecked_losses)):
-            self._unchecked_losses.clear()
-            raise non_finite_loss("inf or NaN")
+    def losses_were_finite(self) -> bool:
+        """Whether the losses were that `scale` did not look at. Waits for the device, and forgets them."""
+        finite = all(map(_is_finite, self._unchecked_losses))
+        self._unchecked_losses.clear()
+        return finite
 
     def _check(self, loss: Any) -> None:
         if not (isinstance(loss, Tensor) and loss.is_floating_point()):
@@ -139,28 +163,47 @@ class LossScaler:
             return loss
         wide = loss if loss.dtype in _WIDE else loss.float()  # before the product: 16 bits overflow at once
         scale = self.state.scale
-        return wide * (scale.to(loss.device) if isinstance(scale, Tensor) else self._host_factors()[1])
+        return wide * (scale.to(loss.device) if isinstance(scale, Tensor) else self._host_factors(scale)[1])
 
-    def _host_factors(self) -> tuple[float, Tensor, Tensor]:
+    def _host_factors(self, scale: float) -> tuple[float, Tensor, Tensor]:
         """Scalars on the CPU, which torch takes as numbers beside tensors of any device. Kept while the scale stays."""
-        scale = self.state.scale
         if scale != self._factors[0]:
             pair = torch.tensor([scale, 1.0 / scale], dtype=torch.float32, device="cpu")
             self._factors = (scale, pair[0], pair[1])
         return self._factors
 
-    def _on_device(self, device: torch.device) -> LossScaleState:
-        scale, *counts = self.state
-        scalars = [
-            torch.as_tensor(scale, dtype=torch.float32),
-            *(torch.as_tensor(n, dtype=torch.int32) for n in counts),
-        ]
-        return LossScaleState(*(scalar.to(device, non_blocking=True) for scalar in scalars))
-
     def _send_report(self, device: torch.device) -> None:
         finite = [loss.isfinite().all().to(device) for loss in self._unchecked_losses]
         losses = torch.stack(finite).all() if finite else torch.ones((), device=device)
         self._late.send(torch.stack([value.float() for value in (*self.state, losses)]))
+
+
+class _Round:
+    """The reports on one scaled loss, or on several that were added up, until the next one is scaled."""
+
+    def __init__(self, before: LossScaleState) -> None:
+        self.before = before
+        self.is_over = False
+        self._reporters: set[int] = set()
+        self._finite: bool | Tensor = True
+
+    def takes(self, reporter: object) -> bool:
+        """Whether a report belongs to this round; one that reports again has begun a new one."""
+        return bool(self._reporters) and not (self.is_over or reporter is None or id(reporter) in self._reporters)
+
+    def add(self, finite: bool | Tensor, reporter: object) -> bool | Tensor:
+        """Whether all reports were of finite gradients, this one included."""
+        self._reporters.add(id(reporter))
+        if isinstance(finite, Tensor) and isinstance(self._finite, Tensor):
+            finite = finite.to(self._finite.device)
+        self._finite = finite if self._finite is True else self._finite & finite
+        return self._finite
+
+
+def _on_device(state: LossScaleState, device: torch.device) -> LossScaleState:
+    scale, *counts = state
+    scalars = [torch.as_tensor(scale, dtype=torch.float32), *(torch.as_tensor(n, dtype=torch.int32) for n in counts)]
+    return LossScaleState(*(scalar.to(device, non_blocking=True) for scalar in scalars))
 
 
 def _is_finite(loss: Tensor) -> bool:

@@ -1,0 +1,85 @@
+"""Carries out a step or skips it: decided on the host, or left to a kernel that reads the flag on the device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from polyamp.backends.torch import refusals
+from polyamp.backends.torch.gradients import Gradients
+
+
+class Stepper:
+    """Steps an optimizer unless its gradients were not finite.
+
+    >>> weight = torch.ones(1, requires_grad=True)
+    >>> weight.grad = torch.ones(1)
+    >>> stepper = Stepper(torch.optim.SGD([weight], lr=0.5), skip_on_device=None)
+    >>> stepper.step(torch.tensor(1.0), Gradients([{"params": [weight]}]))
+    (None, False)
+
+    Args:
+        inner: the optimizer.
+        skip_on_device: True leaves skipping to the optimizer's kernel, False never does, None does so on accelerators
+            where the optimizer can.
+
+    Raises:
+        InvalidValueError: the optimizer cannot do so.
+    """
+
+    def __init__(self, inner: torch.optim.Optimizer, skip_on_device: bool | None) -> None:
+        self.inner = inner
+        self.skip_on_device = skip_on_device
+        self._has_stepped = False
+        if skip_on_device and not self._can_skip:
+            raise refusals.cannot_skip(inner)
+
+    def forget(self) -> None:
+        """The optimizer's state was replaced."""
+        self._has_stepped = False
+
+    def step(self, found: Tensor, gradients: Gradients) -> tuple[Any, bool | Tensor]:
+        """Step or skip.
+
+        Args:
+            found: float32 scalar, 1.0 where the step has to be skipped and else 0.0.
+            gradients: the optimizer's.
+
+        Returns:
+            What the optimizer returned, and whether the step was applied: a bool after one host sync, or a boolean
+            scalar on the device without any.
+        """
+        return self._step_on_device(found) if self._leaves_it_to_the_kernel(found, gradients) else self._on_host(found)
+
+    @property
+    def _can_skip(self) -> bool:
+        return getattr(self.inner, "_step_supports_amp_scaling", False)
+
+    def _leaves_it_to_the_kernel(self, found: Tensor, gradients: Gradients) -> bool:
+        if not self._can_skip or self.skip_on_device is False:
+            return False
+        return (self.skip_on_device or found.device.type != "cpu") and self._state_is_complete(gradients)
+
+    def _state_is_complete(self, gradients: Gradients) -> bool:
+        """False before the first applied step, which is decided on the host: torch's fused SGD allocates momentum
+        without filling it, and would keep that if its kernel skipped."""
+        state = self.inner.state
+        return all(map(state.__contains__, gradients.params)) if state else self._has_stepped
+
+    def _on_host(self, found: Tensor) -> tuple[Any, bool]:
+        finite = not found
+        self.inner._opt_called = True  # type: ignore[attr-defined]  # for a scheduler made before wrapping: skips count
+        if not finite:
+            return None, False
+        result = self.inner.step()
+        self._has_stepped = True
+        return result, True
+
+    def _step_on_device(self, found: Tensor) -> tuple[Any, Tensor]:
+        self.inner.found_inf = found  # type: ignore[attr-defined]  # the contract of _step_supports_amp_scaling
+        try:
+            return self.inner.step(), found == 0
+        finally:
+            del self.inner.found_inf  # type: ignore[attr-defined]

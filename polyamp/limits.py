@@ -29,7 +29,7 @@ def report_limits(config: LossScale, state: LossScaleState, explain: Callable[[]
             where=f"loss scale {state.scale:g}",
             found=explain and explain(),
             allowed=f"fewer than max_skips = {config.max_skips}",
-            fix="look for inf or NaN in the forward pass: a smaller loss scale cannot help there",
+            fix=_FIX,
         )
     if config.on_min == "ignore" or not config.dynamic or skips == 0 or state.scale > config.min:
         return
@@ -41,9 +41,15 @@ def report_limits(config: LossScale, state: LossScaleState, explain: Callable[[]
             where=f"after {skips} skipped steps in a row",
             found=f"loss scale {state.scale:g}" + (f"; {explain()}" if explain else ""),
             allowed=f"more than min = {config.min:g}",
-            fix="look for inf or NaN in the forward pass, or set a smaller LossScale(min=...)",
+            fix=_FIX,
         )
     warn_once(
         f"the loss scale is at its minimum, {config.min:g}, and gradients still overflow: steps are being skipped. "
         "Look for inf or NaN in the forward pass, or set a smaller LossScale(min=...)."
     )
+
+
+_FIX = (
+    "look for inf or NaN in the forward pass, where a smaller loss scale cannot help; where the loss was finite, look "
+    "at the backward pass, run what overflows in float32 (a rule), or allow a smaller LossScale(min=...)"
+)

@@ -264,11 +264,10 @@ def test_five_hundred_nan_steps_and_recovery(name: str, start: str) -> None:
     on_device = start == "wrapped-on-device"
     model = network()
     plain = KINDS["adamw-fused" if on_device else name].make(model.parameters())
-    quiet = {"on_min": "ignore"}
+    scale = LossScale(interval=INTERVAL, on_min="ignore")
     if start == "drop-in":
-        loop: Loop = ByGradScaler(GradScaler("cpu", growth_interval=INTERVAL, **quiet), plain, 1.0)
+        loop: Loop = ByGradScaler(GradScaler("cpu", loss_scale=scale), plain, 1.0)
     else:
-        scale = LossScale(interval=INTERVAL, on_min="ignore")
         loop = LossScaledOptimizer(plain, scale, max_grad_norm=1.0, skip_on_device=on_device)
     train(model, loop, steps=range(3), overflows={})
     healthy, state = copy.deepcopy(model), state_of(plain)

@@ -17,6 +17,8 @@ from polyamp.backends.torch.adapter import adapter
 from polyamp.backends.torch.autocast import autocast
 from polyamp.backends.torch.casting import cast
 from polyamp.backends.torch.convert import convert
+from polyamp.backends.torch.gates import AppliedSteps, select
+from polyamp.backends.torch.grad_scaler import GradScaler
 from polyamp.backends.torch.optimizer import LossScaledOptimizer
 
-__all__ = ["LossScaledOptimizer", "adapter", "autocast", "cast", "convert"]
+__all__ = ["AppliedSteps", "GradScaler", "LossScaledOptimizer", "adapter", "autocast", "cast", "convert", "select"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, final
 
@@ -57,18 +57,16 @@ class TorchAdapter:
         *,
         loss_scale: LossScale,
         max_grad_norm: float | None,
-        master_weights: bool | None = None,
-        skip_on_device: bool | None = None,
-    ) -> LossScaledOptimizer:
-        """A `LossScaledOptimizer`; see there for the options and errors."""
-        wrapped = LossScaledOptimizer(
-            optimizer,
-            loss_scale,
-            max_grad_norm=max_grad_norm,
-            master_weights=master_weights,
-            skip_on_device=skip_on_device,
-        )
-        if policy.needs_master_weights and master_weights is None and wrapped.masters is None:
+        **options: Any,
+    ) -> Any:
+        """A `LossScaledOptimizer`; of several optimizers in a list, a list of those, which share their loss scales.
+
+        See `LossScaledOptimizer` for the options and errors.
+        """
+        if isinstance(optimizer, list | tuple):
+            return _wrap_all(optimizer, policy, loss_scale=loss_scale, max_grad_norm=max_grad_norm, **options)
+        wrapped = LossScaledOptimizer(optimizer, loss_scale, max_grad_norm=max_grad_norm, **options)
+        if policy.needs_master_weights and options.get("master_weights") is None and wrapped.masters is None:
             warn_once(
                 f"policy {policy} stores parameters in {policy.param}, and these parameters are not: "
                 "call polyamp.convert(model, policy) before its optimizer is wrapped."
@@ -105,6 +103,15 @@ class TorchAdapter:
 
 
 adapter = TorchAdapter()
+
+
+def _wrap_all(optimizers: Sequence[Any], policy: Policy, **options: Any) -> list[LossScaledOptimizer]:
+    wrapped: list[LossScaledOptimizer] = []
+    named = dict(options.pop("named_parameters", ()))
+    for optimizer in optimizers:
+        shared = {"share": wrapped[0] if wrapped else None, "named_parameters": named.items()}
+        wrapped.append(adapter.wrap_optimizer(optimizer, policy, **shared, **options))
+    return wrapped
 
 
 def _wrapped(holder: Any, where: str) -> LossScaledOptimizer:

@@ -341,3 +341,36 @@ def canonical(native: str) -> str | None:
     path = native.replace("::", ".").split(".")
     base = path[1] if path[0] == "aten" else native
     return OPERATIONS.get(base, OPERATIONS.get(base.removesuffix("_")))
+
+
+FUNCTIONS: dict[str, str] = by_native_name(
+    {
+        "add": "iadd",
+        "sub": "isub",
+        "mul": "imul",
+        "div": "truediv itruediv",
+        "floor_div": "floordiv ifloordiv",
+        "remainder": "mod imod",
+        "pow": "ipow",
+        "matmul": "imatmul",
+        "cross_entropy": "cross_entropy",
+        "distance": "cdist",
+        "norm": "lp_pool1d lp_pool2d lp_pool3d",
+        "local_response_norm": "local_response_norm",
+        "log_sigmoid": "logsigmoid",
+        "softsign": "softsign",
+        "tanh_shrink": "tanhshrink",
+        "dropout": "dropout1d dropout2d dropout3d",
+        "interpolate": "interpolate upsample",
+        "grid_sample": "grid_sample affine_grid",
+        "fold": "fold",
+        "slice": "getitem",
+        "scatter": "setitem",
+        "cast": "float double half bfloat16 type int long short bool cpu cuda",
+        "constant": "tensor as_tensor new_tensor",
+        "shape": "item len sym_int sym_float sym_max sym_min",
+        "integer": "and_ or_ xor invert lshift rshift iand ior ixor",
+        "logical": "not_",
+    }
+)
+"""Names that functions, methods and Python's operators have where no aten operator has them."""

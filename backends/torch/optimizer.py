@@ -12,16 +12,16 @@ from torch import Tensor
 
 from polyamp.backends.torch import refusals, saving
 from polyamp.backends.torch.closures import step_with_closure
-from polyamp.backends.torch.dtypes import SIXTEEN_BIT
 from polyamp.backends.torch.gradients import Gradients
-from polyamp.backends.torch.masters import MasterWeights
+from polyamp.backends.torch.masters import Kind, make_masters
 from polyamp.backends.torch.overflow import NonFinite, Overflow, describe, find, named, names_of
 from polyamp.backends.torch.ranks import check_process_group, has_peers
 from polyamp.backends.torch.scaler import LossScaler
 from polyamp.backends.torch.skipping import Stepper
+from polyamp.backends.torch.unstable import not_traced
 from polyamp.backends.torch.window import LossScalers, Scaling, Window
 from polyamp.backends.torch.wrapper import OptimizerWrapper
-from polyamp.errors import warn_once
+from polyamp.errors import InvalidValueError
 from polyamp.loss_scale import LossScale
 from polyamp.refusals import no_optimizer, non_finite_loss, wrapped_already
 from polyamp.result import StepResult
@@ -47,7 +47,9 @@ class LossScaledOptimizer(OptimizerWrapper):
         loss_scale: None is ``LossScale()``. ``LossScale.none()`` makes this do exactly what ``optimizer`` does.
         max_grad_norm: clip unscaled gradients to this global L2 norm at every step; None does not.
         master_weights: train float32 copies of 16-bit parameters, which then stand in ``param_groups``. None does so
-            where there are such parameters; False updates them as they are, gradients staying in 16 bits.
+            where there are such parameters; False updates them as they are, gradients staying in 16 bits. To save
+            memory, "remainder" keeps only the bits of the copies that bfloat16 parameters lack, and "stochastic" keeps
+            none and rounds by chance; between steps those copies then read as NaN.
         skip_on_device: leave skipping to the optimizer's kernel, without a host sync. None does so on accelerators
             where the optimizer can.
         process_group: the ranks that step or skip together: an overflow on one is an overflow on all. None is the
@@ -72,7 +74,7 @@ class LossScaledOptimizer(OptimizerWrapper):
         loss_scale: LossScale | None = None,
         *,
         max_grad_norm: float | None = None,
-        master_weights: bool | None = None,
+        master_weights: Kind = None,
         skip_on_device: bool | None = None,
         process_group: Any = None,
         named_parameters: Iterable[tuple[str, Tensor]] = (),
@@ -87,7 +89,7 @@ class LossScaledOptimizer(OptimizerWrapper):
         self.scalers: LossScalers = LossScalers(loss_scale or LossScale()) if share is None else share.scalers
         self.stepper = Stepper(optimizer, skip_on_device if self.scaler.config.check else False)
         self.max_grad_norm = max_grad_norm
-        self.masters = _make_masters(optimizer, master_weights)
+        self.masters = make_masters(optimizer, master_weights)
         self.last_step = StepResult(self.scaler.state)
         self._master_weights = master_weights
         self._start(process_group, dict(named_parameters))
@@ -148,16 +150,18 @@ class LossScaledOptimizer(OptimizerWrapper):
             self._refuse_mixing()
         return self.scalers.scale(loss, loss_id)
 
+    @not_traced
     def backward(self, loss: Tensor, loss_id: Hashable = None, **options: Any) -> None:
         """``scale(loss, loss_id).backward(**options)``. Gradients of several calls add up until `zero_grad`, as ever.
 
         Raises:
             UsageError: the gradients of the last step are still there.
         """
-        if self._is_consumed():
+        if self.scaler.config.check and self._is_consumed():
             raise refusals.not_cleared()
         self.scale(loss, loss_id).backward(**options)
 
+    @not_traced
     def unscaled_grad(self, loss: Tensor, inputs: Tensor | Sequence[Tensor], **options: Any) -> tuple[Any, ...]:
         """Gradients of a scaled loss, unscaled: for a penalty on gradients. The parameters' ``grad`` stays untouched.
 
@@ -177,6 +181,7 @@ class LossScaledOptimizer(OptimizerWrapper):
         inverse = self.scaler.inverse_scale()
         return tuple(None if grad is None else grad.float() * inverse.to(grad.device) for grad in scaled)
 
+    @not_traced
     def unscale_(self) -> None:
         """Unscale the gradients now, to look at or change them before `step`.
 
@@ -189,6 +194,7 @@ class LossScaledOptimizer(OptimizerWrapper):
             raise refusals.unscaled_already(where="unscale_()", fix="call it once between backward() and step()")
         self._unscale(self._collect())
 
+    @not_traced
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Unscale if need be, then clip to a global L2 norm, as ``torch.nn.utils.clip_grad_norm_`` does.
 
@@ -201,6 +207,7 @@ class LossScaledOptimizer(OptimizerWrapper):
         _, gradients = self._unscaled()
         return gradients.clip(max_norm)
 
+    @not_traced
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Unscale, test, clip, update or skip, and move the loss scale.
 
@@ -235,6 +242,7 @@ class LossScaledOptimizer(OptimizerWrapper):
         """
         return named(find(self.param_groups), self._names())
 
+    @not_traced
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear all gradients, the model's own 16-bit ones included, and begin a new window."""
         self.inner.zero_grad(set_to_none)
@@ -246,15 +254,17 @@ class LossScaledOptimizer(OptimizerWrapper):
         """Add a group to the inner optimizer, with master weights if its parameters have 16 bits.
 
         Raises:
-            InvalidValueError: a parameter that is in another group already.
+            InvalidValueError: a parameter that is in another group already, or cannot have such master weights.
         """
-        if self.masters is not None and isinstance(param_group.get("params"), list | tuple):
-            self.masters.refuse_repeated(param_group["params"])
         self.inner.add_param_group(param_group)
-        if self.masters is not None:
-            self.masters.adopt(self.inner, self.param_groups[-1])
-        elif self._master_weights is not False:
-            self.masters = _make_masters(self.inner, None)
+        try:
+            if self.masters is None:
+                self.masters = make_masters(self.inner, self._master_weights)
+            else:
+                self.masters.adopt(self.inner, self.param_groups[-1])
+        except InvalidValueError:
+            self.param_groups.pop()
+            raise
 
     def state_dict(self) -> dict[str, Any]:
         """The inner optimizer's ``state`` and ``param_groups``, with ``loss_scale`` and ``master_weights``.
@@ -310,6 +320,8 @@ class LossScaledOptimizer(OptimizerWrapper):
         else:
             self.update_model()
             torch.clear_autocast_cache()  # which else, inside an autocast region, goes on with the old weights
+        if self.masters is not None:
+            self.masters.release()
         for scaler, was_finite in window.reports_of(finite):
             scaler.advance(was_finite, self)
         scaler = window.scaling_or(self.scaler).scaler
@@ -349,7 +361,7 @@ class LossScaledOptimizer(OptimizerWrapper):
 
     def _unscale(self, gradients: Gradients) -> tuple[Tensor, Gradients]:
         window = self._window
-        if not self.scaler.config.check:
+        if not window.scaling_or(self.scaler).scaler.config.check:
             window.found = torch.zeros((), device="cpu")
             return window.found, gradients
         window.unscale(gradients, self.scaler, simple=self._are_simple(gradients))
@@ -405,15 +417,3 @@ def _explain_later(optimizer: weakref.ref[LossScaledOptimizer]) -> str:
     """A step that the device skipped: the gradients tell as long as they are there."""
     alive = optimizer()
     return "" if alive is None or not Gradients(alive.param_groups) else alive._explain_now()
-
-
-def _make_masters(optimizer: torch.optim.Optimizer, wanted: bool | None) -> MasterWeights | None:
-    params = [param for group in optimizer.param_groups for param in group["params"]]
-    if wanted is not False and any(param.dtype in SIXTEEN_BIT for param in params):
-        return MasterWeights(optimizer)
-    if wanted:
-        warn_once(
-            "master weights were asked for, and no parameter has 16 bits, so there are none. "
-            "Convert the model first: polyamp.convert(model, policy), then wrap its optimizer."
-        )
-    return None

@@ -21,15 +21,15 @@ def any_rank(flag: Tensor, process_group: Any = None) -> Tensor:
     tensor(1.)
 
     Args:
-        flag: scalar of any dtype and device, left as it is; not 0 where this rank's gradients were not finite. A rank
+        flag: of any shape, dtype and device, left as it is; not 0 where this rank's gradients were not finite. A rank
             that has no gradient gives 0.
         process_group: a ``torch.distributed.ProcessGroup``. None is the default group, if it is initialised; False
             combines nothing, for gradients that no other rank has a part in.
 
     Returns:
-        Float32 scalar on the same device, the same on every rank: exactly 1.0 or 0.0, since fused optimizers compare
-        it with 1. ``flag`` itself where there are no other ranks. On accelerators it is queued on the current stream,
-        and the host waits for nothing.
+        Float32 of the same shape and on the same device, equal on every rank: exactly 1.0 or 0.0, since fused
+        optimizers compare it with 1. ``flag`` itself where there are no other ranks. On accelerators it is queued on
+        the current stream, and the host waits for nothing.
     """
     if not has_peers(process_group):
         return flag

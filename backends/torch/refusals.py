@@ -80,3 +80,25 @@ def half_gradients(name: str, dtype: torch.dtype) -> InvalidValueError:
         fix="keep the model in float32, without .half(); or wrap the optimizer, which then trains float32 master "
         "weights: polyamp.wrap_optimizer(optimizer, policy)",
     )
+
+
+def scaled_twice(inner: torch.optim.Optimizer) -> UsageError:
+    """A wrapped optimizer, which has its own loss scale, handed to a scaler."""
+    return UsageError(
+        "the optimizer is wrapped already, and scales its loss itself",
+        where="GradScaler.step(optimizer)",
+        found=f"a LossScaledOptimizer around {type(inner).__name__}",
+        allowed="one loss scale",
+        fix="call its own backward(loss) and step(), or give the plain optimizer to the scaler",
+    )
+
+
+def no_scale(found: object) -> InvalidValueError:
+    """A loss scale with which the next step would write NaN."""
+    return InvalidValueError(
+        "this is no loss scale",
+        where="GradScaler.update(new_scale), GradScaler.load_state_dict(saved)",
+        found=found,
+        allowed="a finite number greater than 0",
+        fix="give such a number; a saved scale of 0 comes from a run whose gradients were never finite",
+    )

@@ -2,27 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from polyamp.errors import StateError
+from polyamp.backends.torch.dtypes import SIXTEEN_BIT
+from polyamp.errors import StateError, warn_once
 
 if TYPE_CHECKING:
     import torch
 
     from polyamp.backends.torch.optimizer import LossScaledOptimizer
+    from polyamp.backends.torch.scaler import LossScaler
+    from polyamp.loss_scale import LossScaleState
 
 KEYS = ("state", "param_groups", "loss_scale", "master_weights")
+_OURS = ("loss_scale", "loss_scales", "master_weights")
+
+_FIX = "load what state_dict() gave"
+_OTHER_BITS = (
+    "the saved moments have 16 bits, and the parameters 16 bits of another format: the moments were cast to it, and "
+    "training does not resume bit for bit. With master weights, wherever they are kept, it does."
+)
 
 
 def save(optimizer: LossScaledOptimizer) -> dict[str, Any]:
-    """See `LossScaledOptimizer.state_dict`."""
-    masters = optimizer.masters
+    """See `LossScaledOptimizer.state_dict`. Scales of losses with an id stand under "loss_scales"."""
+    masters, scalers = optimizer.masters, optimizer.scalers
+    others = {loss_id: _saved_scale(scaler) for loss_id, scaler in scalers.others.items()}
     return {
         **optimizer.inner.state_dict(),
-        "loss_scale": optimizer.scaler.config.to_state_dict(optimizer.scaler.state),
+        "loss_scale": _saved_scale(scalers.main),
+        **({"loss_scales": others} if others else {}),
         "master_weights": None if masters is None else masters.state(),
     }
 
@@ -30,19 +42,32 @@ def save(optimizer: LossScaledOptimizer) -> dict[str, Any]:
 def load(optimizer: LossScaledOptimizer, saved: Mapping[str, Any]) -> None:
     """See `LossScaledOptimizer.load_state_dict`. Everything is tested before anything is changed."""
     _check(optimizer, saved)
-    scale_state = optimizer.scaler.config.from_state_dict(saved["loss_scale"])
-    own = {key: value for key, value in saved.items() if key not in ("loss_scale", "master_weights")}
+    scales = _scales(optimizer, saved)
+    own = {key: value for key, value in saved.items() if key not in _OURS}
     optimizer.inner.load_state_dict(own)
     _keep_dtypes(optimizer.inner, saved)
     if optimizer.masters is not None:
         optimizer.masters.load(saved["master_weights"])
-    optimizer.scaler.resume(scale_state)
+    for loss_id, state in scales:
+        optimizer.scalers[loss_id].resume(state)
+
+
+def _saved_scale(scaler: LossScaler) -> dict[str, Any]:
+    return scaler.config.to_state_dict(scaler.state)
+
+
+def _scales(optimizer: LossScaledOptimizer, saved: Mapping[str, Any]) -> list[tuple[Any, LossScaleState]]:
+    read = optimizer.scaler.config.from_state_dict
+    others = saved.get("loss_scales", {})
+    if not isinstance(others, Mapping):
+        raise _bad("no loss scales", type(others).__name__, "a mapping from loss ids to their states", _FIX)
+    return [(None, read(saved["loss_scale"])), *((loss_id, read(state)) for loss_id, state in others.items())]
 
 
 def _check(optimizer: LossScaledOptimizer, saved: Mapping[str, Any]) -> None:
     if not isinstance(saved, Mapping) or not {"state", "param_groups"} <= set(saved):
         found = f"keys {', '.join(map(str, saved))}" if isinstance(saved, Mapping) else type(saved).__name__
-        raise _bad("not an optimizer's state", found, f"keys {', '.join(KEYS)}", "load what state_dict() gave")
+        raise _bad("not an optimizer's state", found, f"keys {', '.join(KEYS)}", _FIX)
     missing = [key for key in KEYS if key not in saved]
     if missing:
         raise _bad(
@@ -51,25 +76,43 @@ def _check(optimizer: LossScaledOptimizer, saved: Mapping[str, Any]) -> None:
             f"keys {', '.join(KEYS)}",
             "load it into the plain optimizer, by plain.load_state_dict(saved), and wrap that",
         )
-    sizes, found_sizes = (
-        [len(group["params"]) for group in groups] for groups in (optimizer.param_groups, saved["param_groups"])
-    )
-    if sizes != found_sizes:
-        raise _bad(
-            "the parameter groups differ",
-            f"groups of {found_sizes} parameters",
-            f"groups of {sizes} parameters",
-            "build the same model and optimizer as when the state was saved",
-        )
+    _check_groups(optimizer.param_groups, saved)
     if optimizer.masters is not None:
         optimizer.masters.check(saved["master_weights"])
     elif saved["master_weights"] is not None:
         raise _bad(
             "the saved state has master weights, and this optimizer has none",
-            f"{len(saved['master_weights'])} master weights",
-            "none",
+            'something under "master_weights"',
+            "None",
             "convert the model to the policy that it was saved under before its optimizer is wrapped",
         )
+
+
+def _check_groups(groups: Sequence[Mapping[str, Any]], saved: Mapping[str, Any]) -> None:
+    sizes, found = _sizes(groups), _sizes(saved["param_groups"])
+    states = saved["state"]
+    if found is None or not (isinstance(states, Mapping) and all(isinstance(s, Mapping) for s in states.values())):
+        raise _bad(
+            "not an optimizer's state",
+            f"param_groups: {type(saved['param_groups']).__name__}, state: {type(states).__name__}",
+            "a list of groups, and a mapping from numbers of parameters to their states",
+            _FIX,
+        )
+    if sizes != found:
+        raise _bad(
+            "the parameter groups differ",
+            f"groups of {found} parameters",
+            f"groups of {sizes} parameters",
+            "build the same model and optimizer as when the state was saved",
+        )
+
+
+def _sizes(groups: object) -> list[int] | None:
+    """How many parameters each group has; None if these are no groups."""
+    if not isinstance(groups, list | tuple):
+        return None
+    lists = [group.get("params") if isinstance(group, Mapping) else None for group in groups]
+    return [len(params) for params in lists] if all(isinstance(params, list | tuple) for params in lists) else None
 
 
 def _keep_dtypes(inner: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
@@ -79,9 +122,39 @@ def _keep_dtypes(inner: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None
     for param, number in zip(params, numbers, strict=True):
         for key, value in saved["state"].get(number, {}).items():
             loaded = inner.state[param].get(key)
-            if isinstance(value, Tensor) and isinstance(loaded, Tensor) and loaded.dtype != value.dtype:
+            if not (isinstance(value, Tensor) and isinstance(loaded, Tensor)) or loaded.dtype == value.dtype:
+                continue
+            if {loaded.dtype, value.dtype} == SIXTEEN_BIT:
+                warn_once(_OTHER_BITS)
+            else:
                 inner.state[param][key] = value.to(loaded.device)
 
 
 def _bad(what: str, found: str, allowed: str, fix: str) -> StateError:
     return StateError(what, where="load_state_dict(saved)", found=found, allowed=allowed, fix=fix)
+
+
+def check_masters(saved: object, masters: Sequence[Tensor]) -> None:
+    """Refuse saved masters that are not these.
+
+    Raises:
+        StateError: they are missing, or of other number, shapes or placements over ranks.
+    """
+    own, found = _layouts(masters), None
+    if isinstance(saved, Mapping) and all(isinstance(master, Tensor) for master in saved.values()):
+        found = _layouts(saved.values())
+    if found != own:
+        raise _bad(
+            "the saved master weights are not those of this optimizer",
+            'none, key "master_weights"' if found is None else f"{len(found)} tensors of shapes {found}",
+            f"{len(own)} tensors of shapes {own}",
+            "convert the model, and wrap its optimizer, as they were when the state was saved",
+        )
+
+
+def _layouts(tensors: Iterable[Tensor]) -> list[Any]:
+    """Shapes, and of distributed tensors how they lie over ranks."""
+    return [
+        (tuple(tensor.shape), tensor.placements) if hasattr(tensor, "placements") else tuple(tensor.shape)
+        for tensor in tensors
+    ]

@@ -95,7 +95,7 @@ class LossScaler:
             state = before if isinstance(before.scale, float) else on_host(before)
             self.state = advance(self.config, state, finite)
         else:
-            self.state = advance(self.config, _on_device(before, finite.device), finite, torch.where)
+            self.state = advance(self.config, on_device(before, finite.device), finite, torch.where)
             self._send_report(finite.device)
         self._unchecked_losses.clear()
 
@@ -200,10 +200,15 @@ class _Round:
         return self._finite
 
 
-def _on_device(state: LossScaleState, device: torch.device) -> LossScaleState:
+def on_device(state: LossScaleState, device: torch.device) -> LossScaleState:
+    """The state as scalar tensors: float32 the scale, int32 the counts."""
     scale, *counts = state
-    scalars = [torch.as_tensor(scale, dtype=torch.float32), *(torch.as_tensor(n, dtype=torch.int32) for n in counts)]
+    scalars = [_scalar(scale, torch.float32), *(_scalar(count, torch.int32) for count in counts)]
     return LossScaleState(*(scalar.to(device, non_blocking=True) for scalar in scalars))
+
+
+def _scalar(value: Any, dtype: torch.dtype) -> Tensor:
+    return value if isinstance(value, Tensor) else torch.tensor(value, dtype=dtype, device="cpu")
 
 
 def _is_finite(loss: Tensor) -> bool:

@@ -109,7 +109,7 @@ class Window:
     def __init__(self) -> None:
         self.scaling: Scaling | None = None
         self.found: Tensor | None = None
-        self.reports: list[tuple[LossScaler, Tensor]] = []
+        self.reports: dict[LossScaler, Tensor] = {}
         self._aside: dict[Tensor, Tensor] = {}  # unscaled gradients of earlier losses, of other scales
         self._opened = _LATEST.count
 
@@ -135,7 +135,9 @@ class Window:
     def unscale(self, gradients: Gradients, own: LossScaler, *, simple: bool) -> None:
         """Unscale the gradients that the parameters have now, and note what was found."""
         scaler, state = self.scaling_or(own)
-        self.reports.append((scaler, gradients.unscale(scaler.inverse_scale(state), simple=simple)))
+        flag = gradients.unscale(scaler.inverse_scale(state), simple=simple)
+        earlier = self.reports.get(scaler)
+        self.reports[scaler] = flag if earlier is None else torch.maximum(earlier, flag)
 
     def set_aside(self, params: Iterable[Tensor]) -> None:
         """Take the parameters' unscaled gradients away, so that those of another loss come alone."""
@@ -157,22 +159,21 @@ class Window:
                 param.grad = kept if param.grad is None else param.grad + kept
             self._aside.clear()
             gradients = gradients.now()
-        scalers, flags = zip(*self.reports, strict=True)
-        if len(flags) == 1:
-            found = any_rank(flags[0], process_group)
-            self.reports = [(scalers[0], found)]
+        first, *others = self.reports.values()
+        if others:
+            combined = any_rank(torch.stack([first, *(flag.to(first.device) for flag in others)]), process_group)
+            self.reports = dict(zip(self.reports, combined.unbind(), strict=True))
+            self.found = found = combined.amax()
         else:
-            combined = any_rank(torch.stack([flag.to(flags[0].device) for flag in flags]), process_group)
-            found = combined.amax()
-            self.reports = list(zip(scalers, combined.unbind(), strict=True))
-        self.found = found
+            self.found = found = any_rank(first, process_group)
+            self.reports = dict.fromkeys(self.reports, found)
         return found, gradients
 
     def reports_of(self, finite: bool | Tensor) -> Iterator[tuple[LossScaler, bool | Tensor]]:
         """For each loss scaler that had a part, whether its gradients were finite: bools where ``finite`` is one."""
-        scalers, flags = zip(*self.reports, strict=True) if self.reports else ((), ())
         if isinstance(finite, Tensor):
-            return iter([(scaler, flag == 0) for scaler, flag in self.reports])
-        if len(flags) < 2:
-            return iter([(scaler, finite) for scaler in scalers])
-        return zip(scalers, [not found for found in torch.stack(flags).tolist()], strict=True)
+            return ((scaler, flag == 0) for scaler, flag in self.reports.items())
+        if len(self.reports) < 2:
+            return ((scaler, finite) for scaler in self.reports)
+        found = torch.stack(list(self.reports.values())).tolist()
+        return ((scaler, not flag) for scaler, flag in zip(self.reports, found, strict=True))

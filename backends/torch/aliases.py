@@ -1,0 +1,66 @@
+"""Which nodes of a captured graph name the same memory, and which of them are changed in place."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import Any
+
+import torch.utils._pytree as pytree
+from torch import Tensor
+from torch.fx import Graph, Node
+
+from polyamp.backends.torch.nodes import OPERATORS, changed_in_place
+from polyamp.backends.torch.unstable import storage_of
+
+
+class Aliases:
+    """The memory behind the values of a graph.
+
+    A value that is made once and then changed, by every name it has, may be cast: the copy is changed in its place.
+    Memory that has views, or that is the caller's or a buffer's, is *pinned* where it is changed: it stays what it is.
+
+    >>> import torch
+    >>> from polyamp.backends.torch.capture import capture
+    >>> graph = capture(lambda x: torch.exp(x).mul_(2), [torch.ones(3)], {}).module.graph
+    >>> made, changed = [node for node in graph.nodes if node.op.startswith("call")]
+    >>> aliases = Aliases(graph)
+    >>> aliases.changed(changed), aliases.is_pinned(changed)
+    ([exp], False)
+    """
+
+    def __init__(self, graph: Graph) -> None:
+        self._changed = {node: changed_in_place(node) for node in graph.nodes}
+        self._names: dict[int, list[Node]] = defaultdict(list)
+        for node in graph.nodes:
+            if (memory := storage_of(node.meta.get("example_value"))) is not None:
+                self._names[memory].append(node)
+        touched = {memory for nodes in self._changed.values() for node in nodes for memory in _memories(node)}
+        opaque = {memory for node in graph.nodes if _is_opaque(node) for one in self._changed[node] for memory in _memories(one)}
+        self._pinned = opaque | {memory for memory in touched if not self._is_private(memory)}
+
+    def changed(self, node: Node) -> list[Node]:
+        """The nodes whose values a node changes."""
+        return self._changed[node]
+
+    def is_pinned(self, node: Node) -> bool:
+        """Whether a node makes or changes memory that stays as it was declared."""
+        return any(memory in self._pinned for one in (node, *self._changed[node]) for memory in _memories(one))
+
+    def names(self, node: Node) -> set[Node]:
+        """All nodes that have the memory of one."""
+        return {name for memory in _memories(node) for name in self._names[memory]} | {node}
+
+    def _is_private(self, memory: int) -> bool:
+        makers = [node for node in self._names[memory] if not self._changed[node]]
+        return len(makers) <= 1 and not any(node.op in ("placeholder", "get_attr") for node in makers)
+
+
+def _memories(node: Node) -> Iterator[int]:
+    leaves: list[Any] = pytree.tree_leaves(node.meta.get("example_value"))
+    return (memory for leaf in leaves if isinstance(leaf, Tensor) and (memory := storage_of(leaf)) is not None)
+
+
+def _is_opaque(node: Node) -> bool:
+    """An operator of the user's: what it gives need not be what it changed."""
+    return isinstance(node.target, OPERATORS[0]) and not str(node.target).startswith("aten.")

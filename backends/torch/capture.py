@@ -1,0 +1,196 @@
+"""Captures what a function of tensors does, as one graph of torch functions. Nothing is computed.
+
+Dynamo reads the user's code and keeps what matters for training: custom derivatives, checkpoints, dropout and the like
+stay what they are. Graphs of `torch.export` have none of these.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor, nn
+from torch.fx import GraphModule, Node
+
+from polyamp.backends.torch import unstable
+from polyamp.backends.torch.nodes import users_frame
+from polyamp.errors import InvalidTypeError, InvalidValueError, UsageError
+
+
+class Captured(NamedTuple):
+    """What a function does to arguments such as the example's.
+
+    Attributes:
+        module: Dynamo's graph, and the bodies of its checkpoints and branches.
+        inputs: for each of its placeholders what was given there: the very tensor, or a number.
+        leaves: the arguments' leaves, as they were given.
+        in_spec: how the leaves make up ``(args, kwargs)``.
+        results: the leaves of what the function returned. Tensors that were computed are the ones of ``outputs``.
+        out_spec: how they make it up.
+        outputs: a fake for each value that the graph gives.
+    """
+
+    module: GraphModule
+    inputs: Sequence[Any]
+    leaves: Sequence[Any]
+    in_spec: Any
+    results: Sequence[Any]
+    out_spec: Any
+    outputs: Sequence[Any]
+
+
+def capture(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Captured:
+    """Capture ``fn`` for these arguments, with their sizes kept open where its code does.
+
+    >>> captured = capture(lambda x: torch.relu(x) + 1, [torch.ones(3, 2)], {})
+    >>> [node.op for node in captured.module.graph.nodes]
+    ['placeholder', 'placeholder', 'call_function', 'call_function', 'output']
+
+    Raises:
+        UsageError: the code cannot be captured whole (a graph break), or changes attributes.
+        InvalidValueError: its operations do not take these arguments.
+    """
+    leaves, in_spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
+    seen = _Seen()
+
+    def captured_call(*args: Any, **kwargs: Any) -> Any:
+        return fn(*args, **kwargs)
+
+    compiled = torch.compile(captured_call, backend=seen, fullgraph=True, dynamic=True)
+    with unstable.capturing(captured_call.__code__), _refusals(), _unchanged(fn):
+        returned = compiled(*args, **kwargs)
+    results, out_spec = pytree.tree_flatten(returned)
+    module = seen.module or GraphModule(nn.Module(), _empty_graph())
+    return Captured(module, seen.inputs, leaves, in_spec, results, out_spec, seen.outputs)
+
+
+class _Seen:
+    """A backend that keeps the graph, and runs it by giving the fakes that Dynamo made of its outputs."""
+
+    def __init__(self) -> None:
+        self.module: GraphModule | None = None
+        self.inputs: Sequence[Any] = ()
+        self.outputs: Sequence[Any] = ()
+
+    def __call__(self, module: GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
+        self.module = module
+        (given,) = module.graph.output_node().args
+        self.outputs = [value.meta["example_value"] if isinstance(value, Node) else value for value in given]
+        return self._run
+
+    def _run(self, *inputs: Any) -> Any:
+        self.inputs = inputs
+        return tuple(self.outputs)
+
+
+def _empty_graph() -> torch.fx.Graph:
+    graph = torch.fx.Graph()
+    graph.output(())
+    return graph
+
+
+@contextmanager
+def _refusals() -> Iterator[None]:
+    graph_break, failed, misused = unstable.capture_errors()
+    try:
+        yield
+    except graph_break as error:
+        raise UsageError(
+            "the code cannot be captured as one graph (a graph break)",
+            where=users_frame(error),
+            found=_headline(error),
+            allowed="tensor operations; Python control flow that does not look at the values of tensors",
+            fix="move that line out of what is rewritten, or write it with torch.where or torch.cond; "
+            "polyamp.autocast(policy) runs any code",
+        ) from error
+    except (failed, misused) as error:
+        raise InvalidValueError(
+            "the operations do not take these arguments",
+            where=users_frame(error),
+            found=_headline(error),
+            fix="give example arguments for which the call works without polyamp",
+        ) from error
+
+
+def _headline(error: Exception) -> str:
+    """Of Dynamo's pages the sentence that says what happened."""
+    said = re.search(r"got (\w+\(.*\))", str(error))
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return said[1] if said else next(iter(lines), type(error).__name__)
+
+
+@contextmanager
+def _unchanged(fn: Any) -> Iterator[None]:
+    """Nothing that is not in the graph: attributes that the code assigns would keep what they have now, for ever.
+
+    Raises:
+        UsageError: it assigns some. They have what they had.
+    """
+    modules = list(root_of(fn).modules())
+    before = [_attributes(module) for module in modules]
+    try:
+        yield
+    finally:
+        changed = [_restored(module, old) for module, old in zip(modules, before, strict=True)]
+    names = {f"{type(module).__name__}.{name}" for module, names in zip(modules, changed, strict=True) for name in names}
+    if names:
+        raise UsageError(
+            "the code assigns attributes, which a graph cannot",
+            where="rewrite(module)",
+            found=", ".join(sorted(names)),
+            allowed="buffers that are changed in place, as by self.average.copy_(value)",
+            fix="change them in place, return the values, or use polyamp.autocast(policy), which runs any code",
+        )
+
+
+_HOLDERS = ("_parameters", "_buffers")
+
+
+def _attributes(module: nn.Module) -> dict[str, dict[str, Any]]:
+    return {"": dict(vars(module)), **{holder: dict(getattr(module, holder)) for holder in _HOLDERS}}
+
+
+def _restored(module: nn.Module, before: dict[str, dict[str, Any]]) -> list[str]:
+    """Put back what is another object than it was; their names."""
+    changed = []
+    for holder, old in before.items():
+        now = getattr(module, holder) if holder else vars(module)
+        names = [name for name in {*old, *now} if now.get(name) is not old.get(name) and not name.startswith("_dynamo")]
+        changed += names
+        for name in names:
+            if name in old:
+                now[name] = old[name]
+            else:
+                del now[name]
+    return changed
+
+
+def root_of(fn: Any) -> nn.Module:
+    """The module that is captured, or whose method is; an empty one for other functions."""
+    owner = fn if isinstance(fn, nn.Module) else getattr(fn, "__self__", None)
+    return owner if isinstance(owner, nn.Module) else nn.Module()
+
+
+def check_arguments(fn: Any, leaves: Sequence[Any]) -> None:
+    """Refuse arguments that hide tensors from the graph.
+
+    Raises:
+        InvalidTypeError: an argument is an object that may hold tensors and is no registered pytree.
+    """
+    strange = [leaf for leaf in leaves if not isinstance(leaf, _PLAIN) and hasattr(leaf, "__dict__")]
+    hidden = [leaf for leaf in strange if any(isinstance(value, Tensor) for value in vars(leaf).values())]
+    if hidden:
+        raise InvalidTypeError(
+            "an argument holds tensors, and is no container that PyTorch knows",
+            where=f"rewrite({getattr(fn, '__name__', type(fn).__name__)}, ...)",
+            found=f"{type(hidden[0]).__module__}.{type(hidden[0]).__qualname__}",
+            allowed="tensors, numbers, strings, and dicts, lists, tuples and registered pytrees of them",
+            fix="give the tensors themselves, or register the class: torch.utils._pytree.register_pytree_node",
+        )
+
+
+_PLAIN = (Tensor, nn.Module, int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.device, type)

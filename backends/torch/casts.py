@@ -1,0 +1,96 @@
+"""What an overridden operation does with its arguments: the behaviours behind the classes of operations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from polyamp.backends.torch.unstable import schema_arguments
+from polyamp.backends.torch.weights import cast_weight
+
+Call = Callable[..., Any]
+
+# Their statistics are float32 buffers that the operator changes, and their kernels take 16-bit inputs beside float32
+# weights: casting more than the input would lose the update.
+_ONLY_THE_INPUT = {"batch_norm", "instance_norm"}
+
+
+def lower(op: Any, canonical: str, device_type: str, dtype: torch.dtype) -> Call:
+    """``op`` with its floating inputs in a 16-bit type."""
+    cast = _caster(device_type, canonical)
+    return lambda args, kwargs: op(*cast(args, dtype), **_cast_named(kwargs, dtype, device_type))
+
+
+def full(op: Any, canonical: str, device_type: str, dtype: torch.dtype) -> Call:
+    """``op`` with its floating inputs in float32, unless the caller gives a ``dtype=``."""
+    cast, position = _caster(device_type, canonical), _dtype_position(op)
+
+    def call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        given = kwargs.get("dtype") or (args[position] if position is not None and len(args) > position else None)
+        if given is not None:
+            return op(*args, **kwargs)
+        return op(*cast(args, torch.float32), **_cast_named(kwargs, torch.float32, device_type))
+
+    return call
+
+
+def widest(op: Any, canonical: str, device_type: str, dtype: torch.dtype) -> Call:
+    """``op`` with its floating inputs in the widest of their types; float16 beside bfloat16 gives float32."""
+    cast = _caster(device_type, canonical)
+
+    def call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        types = {tensor.dtype for tensor in _tensors((*args, *kwargs.values())) if _eligible(tensor, device_type)}
+        if len(types) < 2:
+            return op(*args, **kwargs)
+        return op(*cast(args, torch.float32), **_cast_named(kwargs, torch.float32, device_type))
+
+    return call
+
+
+def as_written(op: Any, canonical: str, device_type: str, dtype: torch.dtype) -> Call:
+    """``op`` with its inputs as they come."""
+    return lambda args, kwargs: op(*args, **kwargs)
+
+
+def _eligible(tensor: Tensor, device_type: str) -> bool:
+    """Whether autocast casts a tensor: neither float64, integer, complex or 8-bit values, nor other devices'."""
+    return tensor.dtype in _CAST_FROM and tensor.device.type == device_type
+
+
+_CAST_FROM = frozenset({torch.float32, torch.float16, torch.bfloat16})
+
+
+def _cast(value: Any, dtype: torch.dtype, device_type: str) -> Any:
+    if isinstance(value, Tensor):
+        if value.dtype is dtype or not _eligible(value, device_type):
+            return value
+        return cast_weight(value, dtype) if value.requires_grad and value.is_leaf else value.to(dtype)
+    if isinstance(value, list | tuple):
+        return [_cast(one, dtype, device_type) for one in value]
+    return value
+
+
+def _caster(device_type: str, canonical: str) -> Callable[[tuple[Any, ...], torch.dtype], Iterable[Any]]:
+    if canonical in _ONLY_THE_INPUT:
+        return lambda args, dtype: [_cast(args[0], dtype, device_type), *args[1:]]
+    return lambda args, dtype: [_cast(value, dtype, device_type) for value in args]
+
+
+def _cast_named(kwargs: dict[str, Any], dtype: torch.dtype, device_type: str) -> dict[str, Any]:
+    return {name: _cast(value, dtype, device_type) for name, value in kwargs.items()} if kwargs else kwargs
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _tensors(value)
+
+
+def _dtype_position(op: Any) -> int | None:
+    names = [argument.name for argument in schema_arguments(op) if not argument.kwarg_only]
+    return names.index("dtype") if "dtype" in names else None

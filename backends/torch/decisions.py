@@ -1,0 +1,378 @@
+"""One forward pass over a captured graph: the flow rule decides every node, and this writes the graph that follows.
+
+The new graph differs from the old one in its casts alone. Which dtypes come out of an operation on other inputs is
+found out on fake tensors, which have no data.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.node import map_arg
+
+from polyamp.backends.torch import unstable
+from polyamp.backends.torch.aliases import Aliases
+from polyamp.backends.torch.dtypes import DTYPES
+from polyamp.backends.torch.nodes import line_of, native_name, operation_of, path_of
+from polyamp.backends.torch.recorder import Recorder
+from polyamp.dialects import default_rules
+from polyamp.errors import UsageError
+from polyamp.flow import AS_WRITTEN, Flow, Value, constant, flow
+from polyamp.policy import Policy
+from polyamp.rules import TABLE, Decision, Rule, decide, unused
+
+WEAK = Value()
+HOLDER = "_polyamp"  # the submodule that has what the new graph needs and the user's module does not have
+# Operations of which a Python number is an operand, as it is not of a reshape.
+_WITH_NUMBERS = frozenset(
+    "add sub mul div floor_div remainder lerp addcmul addcdiv where clip maximum minimum fill compare scatter pad".split()
+)
+_MAKING = frozenset({"constant", "fill"})  # of a number and of no tensor
+_KEEPING_STATISTICS = frozenset({"batch_norm", "instance_norm"})  # in buffers that a cast would copy
+
+
+class Known(NamedTuple):
+    """What is known of one value of the new graph.
+
+    Attributes:
+        node: what has it there.
+        fake: a fake of it as it is there; a tuple where it is several, or a number.
+        declared: a fake of it as it was in the captured graph.
+        value: what the flow rule knows of it; a list where it is several that are known one by one.
+    """
+
+    node: Any
+    fake: Any
+    declared: Any
+    value: Any = WEAK
+
+
+class Rules:
+    """A policy with what was found out under it; shared by all graphs of one program.
+
+    Attributes:
+        low: the dtype of the compute format.
+        lowered: whether any operation ran in it.
+        seen: pairs of operation and path that rules were asked about.
+        refused: what a rule asked for and does not run, with the rule.
+    """
+
+    def __init__(self, policy: Policy) -> None:
+        self.policy = policy
+        self.low = DTYPES[policy.compute]
+        self.lowered = False
+        self.seen: dict[tuple[str, str], Decision] = {}
+        self.refused: dict[str, str] = {}
+
+    @property
+    def unused(self) -> list[Rule]:
+        """The policy's own rules that matched nothing so far."""
+        defaults = default_rules(self.policy.param, self.policy.compute, self.policy.output)
+        return [rule for rule in unused(self.policy.rules, self.seen) if rule not in defaults]
+
+    def decide(self, operation: str, path: str) -> Decision:
+        """The class of an operation at a path."""
+        key = (operation, path)
+        if key not in self.seen:
+            self.seen[key] = decide(self.policy.rules, *key)
+        return self.seen[key]
+
+    def constant(self, values: Iterable[Any]) -> Value:
+        """What is known of constants: numbers and tensors of float32."""
+        return constant([magnitude(value) for value in values], self.policy.compute)
+
+
+class Pass:
+    """The decisions for one graph and, while they are made, the new graph.
+
+    Args:
+        module: the captured graph.
+        rules: the policy.
+        graph: where the new one is written; what stands for the old one's placeholders is there.
+        arguments: what is known of each placeholder.
+        attributes: takes what the new graph gets by name: bodies of checkpoints, constants.
+        checkpoint: what a checkpoint calls in the new graph; None leaves Dynamo's operator.
+        recorder: takes down what was decided, for a plan.
+    """
+
+    def __init__(
+        self,
+        module: GraphModule,
+        rules: Rules,
+        graph: Graph,
+        arguments: Mapping[Node, Known],
+        attributes: dict[str, Any],
+        *,
+        checkpoint: Callable[..., Any] | None = None,
+        recorder: Recorder | None = None,
+    ) -> None:
+        self.module, self.rules, self.graph, self.attributes = module, rules, graph, attributes
+        self.checkpoint, self.recorder = checkpoint, recorder
+        self.known: dict[Node, Known] = dict(arguments)
+        self.aliases = Aliases(module.graph)
+        self._mode = unstable.fake_mode_of(node.meta.get("example_value") for node in module.graph.nodes)
+        self._casts: dict[tuple[Any, torch.dtype], Node] = {}
+        self._made: list[tuple[Known, torch.dtype]] = []
+        for node in module.graph.nodes:
+            if node.op not in ("placeholder", "output"):
+                self.known[node] = self._node(node)
+
+    def results(self, *, as_declared: bool = True) -> Any:
+        """What the graph gives: `Known` in the place of nodes; cast to what it was declared to be."""
+        (given,) = self.module.graph.output_node().args
+        known = map_arg(given, self.known.__getitem__)
+        return map_known(known, self._restored) if as_declared else known
+
+    def _restored(self, known: Known) -> Known:
+        node = self._as(known, None)
+        if self.recorder is not None and self._made:
+            self.recorder.add_result(known, self._made)
+        self._made.clear()
+        return known._replace(node=node, fake=known.declared)
+
+    # --- nodes --------------------------------------------------------------------------------------------------------
+
+    def _node(self, node: Node) -> Known:
+        example = node.meta.get("example_value")
+        if node.op == "get_attr":
+            return self._attribute(node)
+        if native_name(node) == "_enter_autocast":
+            raise under_autocast(f"{path_of(node)} {line_of(node)}".strip())
+        if unstable.is_checkpoint(node.target):
+            return self._checkpointed(node)
+        source = self.known[node.args[0]] if node.args and isinstance(node.args[0], Node) else None
+        if native_name(node) == "getitem" and source is not None and not isinstance(source.declared, Tensor):
+            return self._item(node, source)
+        if not any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves((example, self._declared(node)))):
+            return Known(self.graph.node_copy(node, lambda used: self.known[used].node), example, example)
+        return self._operation(node)
+
+    def _declared(self, node: Node) -> list[Any]:
+        return [self.known[used].declared for used in node.all_input_nodes]
+
+    def _attribute(self, node: Node) -> Known:
+        """A constant tensor of the graph; or the body of an operator that runs it as it is written."""
+        held = getattr(self.module, str(node.target))
+        fake = node.meta.get("example_value", held)
+        value = self.rules.constant([held]) if isinstance(held, Tensor) else WEAK
+        return Known(self._held(held), fake, fake, value)
+
+    def _held(self, held: Any) -> Node:
+        name = f"{HOLDER}.{'body' if isinstance(held, GraphModule) else 'constant'}_{len(self.attributes)}"
+        self.attributes[name] = held
+        return self.graph.create_node("get_attr", name)
+
+    def _item(self, node: Node, source: Known) -> Known:
+        """One of several values that an operation gave."""
+        index: Any = node.args[1]
+        value = source.value[index] if isinstance(source.value, list) else source.value
+        new = self.graph.node_copy(node, lambda used: self.known[used].node)
+        return Known(new, source.fake[index], node.meta.get("example_value"), value)
+
+    def _operation(self, node: Node) -> Known:
+        operation = operation_of(node) or native_name(node)
+        decision = self.rules.decide(operation, path_of(node))
+        floating = [used for used in node.all_input_nodes if _is_floating(self.known[used].declared)]
+        inputs = [self.known[used] for used in node.all_input_nodes]
+        outcome, known = self._decided(node, operation, decision, floating)
+        self.rules.lowered |= outcome.format == self.rules.policy.compute
+        if self.recorder is not None:
+            self.recorder.add(node, operation, decision, outcome, inputs, known, self._made)
+        self._made.clear()
+        return known
+
+    def _outcome(self, node: Node, operation: str, decision: Decision, floating: list[Node]) -> Flow:
+        values = [_value(self.known[used]) for used in floating]
+        numbers = _numbers(node) if operation in _WITH_NUMBERS | _MAKING else []
+        if not floating:
+            made = self.rules.constant(numbers) if operation in _MAKING else WEAK
+            return Flow(AS_WRITTEN, made, "no floating-point input")
+        said = self.rules.constant(numbers)
+        outcome = flow(operation, decision, [*values, said] if said.unfit else values, self.rules.policy.compute)
+        if self.aliases.is_pinned(node):
+            moved = next((value for value in values if value.state == "strong"), values[0])
+            return Flow(AS_WRITTEN, moved, "its memory is changed in place elsewhere")
+        if operation == "cast" and any(value.state == "low" for value in values):
+            return outcome._replace(output=Value("strong", "cast"))
+        if outcome.format != AS_WRITTEN and node.kwargs.get("dtype") == torch.float32:
+            return Flow("float32", Value("strong", operation), "dtype=torch.float32 was asked for")
+        return outcome
+
+    def _decided(self, node: Node, operation: str, decision: Decision, floating: list[Node]) -> tuple[Flow, Known]:
+        """What is said of an operation, and what it gives; as written where PyTorch refuses what is said."""
+        outcome = self._outcome(node, operation, decision, floating)
+        if outcome.format == AS_WRITTEN:
+            return outcome, self._run(node, {}, outcome.output)
+        lowered = floating[:1] if operation in _KEEPING_STATISTICS else floating
+        try:
+            return outcome, self._run(node, dict.fromkeys(lowered, DTYPES[outcome.format]), outcome.output)
+        except (RuntimeError, TypeError, NotImplementedError) as error:
+            refusal = f"{native_name(node)} does not run in {outcome.format}: {str(error).partition(chr(10))[0]}"
+        if decision.reason != TABLE:
+            self.rules.refused[refusal] = decision.reason
+        return Flow(AS_WRITTEN, WEAK, refusal), self._run(node, {}, WEAK)
+
+    # --- writing ------------------------------------------------------------------------------------------------------
+
+    def _run(self, node: Node, wanted: Mapping[Node, torch.dtype], value: Value) -> Known:
+        """Write a node on inputs in the wanted dtypes, else as declared; what is known of what it gives."""
+        used = node.all_input_nodes
+        fakes = {one: _fake_as(self.known[one], wanted.get(one), self._mode) for one in used}
+        example = node.meta.get("example_value")
+        same = all(_dtypes(fake) == _dtypes(self.known[one].declared) for one, fake in fakes.items())
+        fake = example if same else self._run_on_fakes(node, fakes)
+        changed = self.aliases.changed(node)
+        inputs = {one: self._as(self.known[one], wanted.get(one), own=one in changed) for one in used}
+        known = Known(self._written(node, inputs), fake, example, value)
+        if self.aliases.is_pinned(node):
+            return known._replace(node=self._as(known, None), fake=example)
+        for one in changed:
+            self._rename(one, known if isinstance(fake, Tensor) else Known(inputs[one], fakes[one], None, value))
+        return known
+
+    def _run_on_fakes(self, node: Node, fakes: Mapping[Node, Any]) -> Any:
+        args, kwargs = map_arg((node.args, node.kwargs), fakes.__getitem__)
+        with unstable.on_fakes(self._mode):
+            if node.op == "call_method":
+                return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+            return node.target(*args, **kwargs)  # type: ignore[operator]
+
+    def _written(self, node: Node, inputs: Mapping[Node, Any]) -> Node:
+        """A copy of a node on other inputs."""
+        args, kwargs = map_arg((node.args, node.kwargs), inputs.__getitem__)
+        new = self.graph.create_node(node.op, node.target, args, kwargs, name=node.name)
+        new.meta = dict(node.meta)
+        return new
+
+    def _rename(self, changed: Node, known: Known) -> None:
+        """After a change in place, every name of the changed value means what it is now."""
+        self._casts = {key: cast for key, cast in self._casts.items() if key[0] is not known.node}
+        for name in self.aliases.names(changed) & self.known.keys():
+            self.known[name] = known._replace(declared=self.known[name].declared)
+
+    def _as(self, known: Known, dtype: torch.dtype | None, *, own: bool = False) -> Any:
+        """A value in a dtype, None being the declared one: itself, or the one cast of it (or an own one)."""
+        if isinstance(known.fake, tuple | list) and _dtypes(known.fake) != _dtypes(known.declared):
+            return tuple(self._as(part, dtype) for part in self._parts(known))
+        if not isinstance(known.fake, Tensor) or known.fake.dtype == (target := _target(known, dtype)):
+            return known.node
+        key = (known.node, target)
+        if own or key not in self._casts:
+            self._made.append((known, target))
+            cast = self.graph.call_method("to", (known.node, target))
+            cast.meta = {**known.node.meta, "example_value": _fake_as(known, dtype, self._mode)}
+            if own:
+                return cast
+            self._casts[key] = cast
+        return self._casts[key]
+
+    def _parts(self, known: Known) -> Iterator[Known]:
+        """The values that an operation gave, one by one."""
+        for index, (fake, declared) in enumerate(zip(known.fake, known.declared, strict=True)):
+            node = self.graph.call_function(operator.getitem, (known.node, index))
+            yield Known(node, fake, declared)
+
+    # --- bodies -------------------------------------------------------------------------------------------------------
+
+    def _checkpointed(self, node: Node) -> Known:
+        """The body of a checkpoint, decided for what it is called with. Its casts are in it, and so recomputed."""
+        body, *given = node.args
+        inner: GraphModule = getattr(self.module, str(body.target))  # type: ignore[union-attr]
+        graph, arguments = Graph(), dict[Node, Known]()
+        for placeholder, argument in zip(inner.graph.find_nodes(op="placeholder"), given, strict=True):
+            outer = self.known[argument] if isinstance(argument, Node) else Known(argument, argument, argument)
+            arguments[placeholder] = outer._replace(node=graph.node_copy(placeholder))
+        passed = Pass(
+            inner, self.rules, graph, arguments, self.attributes, checkpoint=self.checkpoint, recorder=self.recorder
+        )
+        results = passed.results(as_declared=False)
+        graph.output(map_known(results, lambda known: known.node))
+        called = GraphModule(self.attributes, graph, "Checkpointed")
+        called.meta = inner.meta
+        inputs = (self.known[one].node if isinstance(one, Node) else one for one in given)
+        options = {**node.kwargs, "use_reentrant": False} if self.checkpoint else node.kwargs
+        call = self.graph.call_function(self.checkpoint or node.target, (self._held(called), *inputs), options)
+        call.meta = dict(node.meta)
+        fakes = tuple(known.fake for known in results)
+        return Known(call, fakes, node.meta.get("example_value"), [known.value for known in results])
+
+
+def under_autocast(where: str) -> UsageError:
+    """Code that is decided by polyamp's rules and by another autocast."""
+    return UsageError(
+        "a module already under another autocast: its operations would be cast twice",
+        where=where,
+        found="torch.autocast",
+        allowed="one of the two",
+        fix="leave the autocast region out, and say by rules what runs where: "
+        'polyamp.policy(policy, rules={"head": "full"})',
+    )
+
+
+def map_known(tree: Any, fn: Callable[[Known], Any]) -> Any:
+    """A tree with ``fn`` of what is known of its values."""
+    return pytree.tree_map(fn, tree, is_leaf=lambda leaf: isinstance(leaf, Known))
+
+
+def known_value(declared: Any) -> Value:
+    """What is known of a value by its declared dtype alone."""
+    if not _is_floating(declared) or declared.dtype == torch.float32:
+        return WEAK
+    return Value("other", str(declared.dtype).removeprefix("torch."))
+
+
+def magnitude(held: Any) -> float:
+    """What of a constant has to be held: all of a scalar, the largest finite element of a tensor.
+
+    >>> magnitude(torch.tensor([1.0, -3e38, float("-inf")])), magnitude(-1e9)
+    (3e+38, -1000000000.0)
+    """
+    if not isinstance(held, Tensor):
+        return float(held)
+    if not held.numel() or not _is_floating(held) or held.is_meta or unstable.fake_mode_of([held]):
+        return 0.0
+    if held.numel() == 1:
+        return float(held)
+    return float(held.detach().abs().nan_to_num(0.0, 0.0).max())
+
+
+def _value(known: Known) -> Value:
+    declared = known_value(known.declared)
+    return declared if declared.state == "other" or isinstance(known.value, list) else known.value
+
+
+def _numbers(node: Node) -> list[float]:
+    """The Python numbers among a node's operands."""
+    said = [*node.args, *node.kwargs.values()]
+    lists = [one for one in said if isinstance(one, list | tuple) and operation_of(node) == "constant"]
+    found = [*said, *pytree.tree_leaves(lists)]
+    return [one for one in found if isinstance(one, int | float) and not isinstance(one, bool)]
+
+
+def _is_floating(value: Any) -> bool:
+    return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
+
+
+def _dtypes(fake: Any) -> Any:
+    return [leaf.dtype if isinstance(leaf, Tensor) else None for leaf in pytree.tree_leaves(fake)]
+
+
+def _target(known: Known, dtype: torch.dtype | None) -> torch.dtype:
+    declared: torch.dtype = known.declared.dtype
+    return dtype if dtype is not None and declared == torch.float32 else declared
+
+
+def _fake_as(known: Known, dtype: torch.dtype | None, mode: Any) -> Any:
+    """The fake of a value in a dtype."""
+    if isinstance(known.fake, tuple | list):
+        return known.declared
+    if not isinstance(known.fake, Tensor) or known.fake.dtype == (target := _target(known, dtype)):
+        return known.fake
+    with unstable.on_fakes(mode):
+        return known.fake.to(target)

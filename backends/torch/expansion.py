@@ -1,0 +1,77 @@
+"""Takes torch's composed functions apart, such as attention with its projections, down to what the table knows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.node import map_arg
+
+from polyamp.backends.torch import unstable
+from polyamp.backends.torch.nodes import is_composite
+
+
+def expand(module: GraphModule) -> None:
+    """Put in the place of each call of a composed function the aten operators that it is made of, in bodies too.
+
+    >>> import torch
+    >>> from polyamp.backends.torch.capture import capture
+    >>> module = capture(lambda x: torch.nn.functional.normalize(x), [torch.ones(3, 2)], {}).module
+    >>> expand(module)
+    >>> [str(node.target) for node in module.graph.nodes if node.op == "call_function"][:2]
+    ['aten.linalg_vector_norm.default', 'aten.clamp_min.default']
+    """
+    for inner in module.children():
+        if isinstance(inner, GraphModule):
+            expand(inner)
+    for node in list(module.graph.nodes):
+        if is_composite(node):
+            _expand(module.graph, node)
+
+
+def _expand(graph: Graph, node: Node) -> None:
+    used = node.all_input_nodes
+    fakes = [one.meta["example_value"] for one in used]
+    mode = unstable.fake_mode_of([*fakes, node.meta["example_value"]])
+
+    def call(*values: Any) -> Any:
+        given = dict(zip(used, values, strict=True))
+        args, kwargs = map_arg((node.args, node.kwargs), given.__getitem__)
+        return node.target(*args, **kwargs)  # type: ignore[operator]
+
+    with unstable.on_fakes(mode):
+        inner = unstable.aten_graph(call, fakes)
+    with graph.inserting_before(node):
+        results = _inline(graph, inner, node, used, mode)
+    _replace(node, results)
+    graph.erase_node(node)
+
+
+def _inline(graph: Graph, inner: GraphModule, node: Node, used: list[Node], mode: Any) -> Any:
+    """Copy the nodes of a graph of operators, each with its fake; what they give."""
+    placed = dict(zip(inner.graph.find_nodes(op="placeholder"), used, strict=True))
+    for one in inner.graph.nodes:
+        if one.op == "get_attr":
+            raise NotImplementedError(f"{node} makes tensors of its own")
+        if one.op == "call_function":
+            new = graph.node_copy(one, placed.__getitem__)
+            args, kwargs = map_arg((new.args, new.kwargs), lambda had: had.meta.get("example_value"))
+            with unstable.on_fakes(mode):
+                fake = new.target(*args, **kwargs)  # type: ignore[operator]
+            new.meta = {**node.meta, "example_value": fake}
+            placed[one] = new
+    (results,) = inner.graph.output_node().args
+    return map_arg(results, placed.__getitem__)
+
+
+def _replace(node: Node, results: Any) -> None:
+    """Let every user of a composed function take what its parts give."""
+    if isinstance(results, Node):
+        node.replace_all_uses_with(results)
+        return
+    for user in list(node.users):
+        part = results[user.args[1]]
+        if isinstance(part, Node | Tensor):
+            user.replace_all_uses_with(part)  # type: ignore[arg-type]
+        user.graph.erase_node(user)

@@ -1,0 +1,84 @@
+"""What else moves once a step, held back where the step was skipped, without waiting for the device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.lr_scheduler import LRScheduler
+
+from polyamp.backends.torch.casting import leaves, map_leaves
+from polyamp.backends.torch.late import LateValues
+from polyamp.result import StepResult
+
+
+class AppliedSteps:
+    """Steps a learning-rate schedule once for every applied step of an optimizer: skipped ones do not count.
+
+    Where the optimizer skips on the device, the schedule follows as soon as it is known there that a step was applied,
+    mostly one step later.
+
+    >>> from polyamp.backends.torch import LossScaledOptimizer
+    >>> weight = torch.ones(1, requires_grad=True)
+    >>> opt = LossScaledOptimizer(torch.optim.SGD([weight], lr=1.0))
+    >>> schedule = AppliedSteps(torch.optim.lr_scheduler.ExponentialLR(opt, 0.5))
+    >>> for grad in (1.0, float("inf"), 1.0):
+    ...     weight.grad = torch.full((1,), grad)
+    ...     opt.step()
+    ...     schedule.step(opt.last_step)
+    >>> schedule.get_last_lr()
+    [0.25]
+
+    Args:
+        scheduler: of ``torch.optim.lr_scheduler``; everything but `step` is its own.
+    """
+
+    def __init__(self, scheduler: LRScheduler) -> None:
+        self.scheduler = scheduler
+        self._seen = 0
+        self._applied: Tensor | None = None  # how many were, where only the device knows
+        self._late = LateValues()
+
+    def step(self, result: StepResult) -> None:
+        """Note what the optimizer's ``last_step`` says. Call it once after each step."""
+        flag = result.flag
+        if not isinstance(flag, Tensor):
+            self._advance(int(flag))
+            return
+        counted = flag.to(torch.float64 if flag.device.type != "mps" else torch.float32)
+        self._applied = counted if self._applied is None else self._applied + counted
+        self._late.send(self._applied.reshape(1))
+        arrived = self._late.receive()
+        if arrived is not None:
+            self._advance(int(arrived[0]) - self._seen)
+            self._seen = int(arrived[0])
+
+    def _advance(self, steps: int) -> None:
+        for _ in range(steps):
+            self.scheduler.step()
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "scheduler" or name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.scheduler, name)
+
+
+def select(applied: Any, new: Any, old: Any) -> Any:
+    """``new`` where a step was applied and ``old`` where it was skipped, decided on the device, without a host sync.
+
+    >>> from polyamp import LossScale, StepResult
+    >>> last_step = StepResult(LossScale().initial_state(), applied=torch.tensor(False))
+    >>> select(last_step, {"ema": torch.ones(2)}, {"ema": torch.zeros(2)})
+    {'ema': tensor([0., 0.])}
+
+    Args:
+        applied: an optimizer's ``last_step``, a bool or a boolean scalar tensor.
+        new: tensors in dicts, lists and tuples.
+        old: the same, of the same shapes and dtypes.
+    """
+    flag = applied.flag if isinstance(applied, StepResult) else applied
+    if not isinstance(flag, Tensor):
+        return new if flag else old
+    kept = iter(list(leaves(old)))
+    return map_leaves(lambda tensor: torch.where(flag.to(tensor.device), tensor, next(kept)), new)

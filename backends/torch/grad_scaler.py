@@ -1,0 +1,256 @@
+"""`GradScaler`: torch's own scaler with limits, hysteresis, a result, and one decision for all ranks and devices."""
+
+from __future__ import annotations
+
+import functools
+import math
+import weakref
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.amp.grad_scaler import OptState
+
+from polyamp.backends.torch import refusals
+from polyamp.backends.torch.casting import leaves, map_leaves
+from polyamp.backends.torch.dtypes import SIXTEEN_BIT
+from polyamp.backends.torch.late import LateValues
+from polyamp.backends.torch.optimizer import LossScaledOptimizer
+from polyamp.backends.torch.overflow import Overflow, describe, find, named, names_of
+from polyamp.backends.torch.ranks import any_rank, check_process_group
+from polyamp.backends.torch.scaler import on_device
+from polyamp.backends.torch.unstable import not_traced
+from polyamp.limits import report_limits
+from polyamp.loss_scale import LossScale, LossScaleState, advance, on_host
+from polyamp.result import StepResult
+
+
+class GradScaler(torch.amp.GradScaler):
+    """`torch.amp.GradScaler`, in its place: the same arguments, methods, order of calls and scales.
+
+    What differs: the scale never falls below a floor, so that it cannot become 0; overflows on any device or rank skip
+    the step everywhere; a float16 loss of one element is scaled in float32; an optimizer without gradients is a finite
+    step that does nothing; `last_step` says what happened, and errors say what to call instead.
+
+    >>> model = torch.nn.Linear(2, 1)
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> scaler = GradScaler("cpu", init_scale=1024.0)
+    >>> scaler.scale(model(torch.ones(1, 2)).sum()).backward()
+    >>> scaler.step(optimizer)
+    >>> scaler.update()
+    >>> bool(scaler.last_step), scaler.get_scale()
+    (True, 1024.0)
+
+    Args:
+        device, init_scale, growth_factor, backoff_factor, growth_interval, enabled: torch's.
+        loss_scale: all settings as a `LossScale`, hysteresis, limits and ``max_skips`` among them, in the place of the
+            four numbers. None is torch's behaviour with a floor of 2**-14.
+        process_group: as of `LossScaledOptimizer`.
+
+    Raises:
+        InvalidValueError: a setting that `LossScale` refuses.
+    """
+
+    def __init__(
+        self,
+        device: str = "cuda",
+        init_scale: float = 2.0**16,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        enabled: bool = True,
+        *,
+        loss_scale: LossScale | None = None,
+        process_group: Any = None,
+    ) -> None:
+        if loss_scale is not None:
+            init_scale, growth_factor = loss_scale.init, loss_scale.growth
+            backoff_factor, growth_interval = loss_scale.backoff, loss_scale.interval
+        super().__init__(device, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
+        check_process_group(process_group)
+        limits = LossScale.like("torch", min=LossScale().min) if loss_scale is None else loss_scale
+        self._limits = replace(
+            limits, init=init_scale, min=min(limits.min, init_scale), max=max(limits.max, init_scale)
+        )
+        self._init_growth_tracker, *self._counts = self._limits.initial_state()[1:]
+        self._process_group = process_group
+        self.last_step = StepResult(self._limits.initial_state())
+        self._start()
+
+    def _start(self) -> None:
+        self._losses: list[Tensor] = []
+        self._explain: Callable[[], str] = str
+        self._late = LateValues()
+
+    @property
+    def config(self) -> LossScale:
+        """The settings, with what torch's ``set_...`` methods changed."""
+        made, now = self._limits, (self._growth_factor, self._backoff_factor, self._growth_interval)
+        if now != (made.growth, made.backoff, made.interval):
+            self._limits = made = replace(made, growth=now[0], backoff=now[1], interval=now[2])
+        return made
+
+    def scale(self, outputs: Any) -> Any:
+        """As torch's; tensors of 16 bits in float32."""
+        if not self._enabled:
+            return outputs
+        if isinstance(outputs, Tensor | list | tuple):
+            self._losses = [*self._losses, *(loss.detach() for loss in leaves(outputs))][-_LOSSES_KEPT:]
+            return super().scale(map_leaves(_widened, outputs))
+        return super().scale(outputs)
+
+    @not_traced
+    def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        """As torch's. A skip on one device or rank is a skip on all.
+
+        Raises:
+            UsageError: a closure, a wrapped optimizer, or a second step before `update`.
+            LossScaleError: by ``max_skips`` or ``on_min``, found at an earlier `update` on an accelerator.
+        """
+        if not self._enabled:
+            return super().step(optimizer, *args, **kwargs)
+        self._refuse(optimizer, [*args, kwargs.get("closure")])
+        self._report(self._late.receive())
+        result = None if self._skips_first_step(optimizer) else super().step(optimizer, *args, **kwargs)
+        flags = list(self._found_inf_per_device(optimizer).values())
+        if flags:
+            self._explain = functools.partial(_explain, weakref.ref(optimizer), self._losses)
+            self.last_step = StepResult(self._state(), flags[0] == 0, self._explain)
+        return result
+
+    @not_traced
+    def update(self, new_scale: float | Tensor | None = None) -> None:
+        """As torch's, by `polyamp.advance`.
+
+        Raises:
+            LossScaleError: by ``max_skips`` or ``on_min``; on an accelerator a later `step` raises it.
+        """
+        flags = [] if not self._enabled else _flags(self._per_optimizer_states)
+        if not flags or new_scale is not None:
+            _check_scale(new_scale, self._enabled)
+            return super().update(new_scale)
+        scale, tracker = self._check_scale_growth_tracker("update")
+        finite = torch.stack([flag.to(scale.device, non_blocking=True) for flag in flags]).amax() == 0
+        wide = scale.double() if scale.device.type != "mps" else scale  # torch's kernel, too, multiplies in float64
+        before = on_device(self._state(), scale.device)._replace(scale=wide)
+        state = advance(self.config, before, finite, torch.where)
+        scale.copy_(state.scale)
+        tracker.copy_(state.good_steps)
+        self._counts = list(state[2:])
+        state = state._replace(scale=scale.clone(), good_steps=tracker.clone())
+        self._per_optimizer_states.clear()
+        self._losses = []
+        self.last_step = StepResult(state, finite, self._explain)
+        self._late.send(torch.stack([value.float() for value in state]))
+        if scale.device.type == "cpu":
+            self._report(self._late.receive())
+        return None
+
+    def overflowed(self, optimizer: torch.optim.Optimizer) -> list[Overflow]:
+        """The parameters of an optimizer whose gradients hold inf or NaN now, by name. Waits for the device."""
+        return named(find(optimizer.param_groups), names_of(optimizer.param_groups))
+
+    def state_dict(self) -> dict[str, Any]:
+        """torch's five keys; ``counts`` beside them where settings beyond torch's need them."""
+        saved = super().state_dict()
+        if saved and (self._limits.hysteresis > 1 or self._limits.max_skips):
+            saved["counts"] = [int(count) for count in self._counts]
+        return saved
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue from what `state_dict` gave, or from that of torch's own scaler.
+
+        Raises:
+            InvalidValueError: a scale of 0, inf or NaN, as torch's own scaler can come to have.
+        """
+        if state_dict:
+            _check_scale(state_dict["scale"], self._enabled)
+        super().load_state_dict(state_dict)
+        self._counts = list(state_dict.get("counts", self._limits.initial_state()[2:]))
+
+    def __getstate__(self) -> dict[str, Any]:
+        kept = {key: value for key, value in super().__getstate__().items() if key not in _NOT_COPIED}
+        if not self._enabled:
+            return kept
+        state = on_host(self._state())
+        return {**kept, "_counts": list(state[2:]), "last_step": StepResult(state, bool(self.last_step))}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__({"_process_group": None, **state})
+        self._start()
+
+    def _unscale_grads_(
+        self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
+    ) -> dict[torch.device, Tensor]:
+        if not allow_fp16:
+            _refuse_half(optimizer)
+        flags = list(super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16).values()) or [found_inf]
+        found = flags[0] if len(flags) == 1 else torch.stack([flag.to(flags[0].device) for flag in flags]).amax()
+        found = any_rank(found, self._process_group)  # one flag: torch adds them up, and fused kernels compare with 1
+        return {found.device: found}
+
+    def _state(self) -> LossScaleState:
+        scale = self._init_scale if self._scale is None else self._scale
+        tracker = self._init_growth_tracker if self._growth_tracker is None else self._growth_tracker
+        return LossScaleState(scale, tracker, *self._counts)
+
+    def _report(self, arrived: list[float] | None) -> None:
+        if arrived is not None:
+            report_limits(self.config, on_host(LossScaleState(*arrived)), self._explain)
+
+    def _skips_first_step(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Decided on the host: torch's fused SGD allocates momentum without filling it, and would keep that if its
+        kernel skipped the first step."""
+        if optimizer.state or not getattr(optimizer, "_step_supports_amp_scaling", False):
+            return False
+        state = self._per_optimizer_states[id(optimizer)]
+        if state["stage"] is OptState.READY:
+            self._check_inf_per_device(optimizer)
+        skips = any(map(bool, state["found_inf_per_device"].values())) and state["stage"] is not OptState.STEPPED
+        if skips:
+            state["stage"] = OptState.STEPPED
+        return skips
+
+    def _refuse(self, optimizer: torch.optim.Optimizer, arguments: list[Any]) -> None:
+        if isinstance(optimizer, LossScaledOptimizer):
+            raise refusals.scaled_twice(optimizer.inner)
+        closure = next((argument for argument in arguments if callable(argument)), None)
+        if closure is not None:
+            raise refusals.closure_refused(closure)
+
+
+_LOSSES_KEPT = 8  # the last ones, to say after a skip whether they were finite
+_NOT_COPIED = ("_losses", "_explain", "_late", "_process_group")
+
+
+def _flags(states: dict[int, dict[str, Any]]) -> list[Tensor]:
+    return [flag for state in states.values() for flag in state["found_inf_per_device"].values()]
+
+
+def _check_scale(scale: float | Tensor | None, enabled: bool) -> None:
+    """Refuse what the host can see to be no scale; a tensor on a device would have to be waited for."""
+    known = not isinstance(scale, Tensor) or (scale.device.type == "cpu" and scale.numel() == 1)
+    if enabled and scale is not None and known and not (math.isfinite(scale) and scale > 0):
+        raise refusals.no_scale(scale)
+
+
+def _widened(loss: Tensor) -> Tensor:
+    return loss.float() if loss.dtype in SIXTEEN_BIT else loss
+
+
+def _refuse_half(optimizer: torch.optim.Optimizer) -> None:
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            if param.grad is not None and param.grad.dtype == torch.float16:
+                raise refusals.half_gradients(names_of(optimizer.param_groups)[param], param.grad.dtype)
+
+
+def _explain(optimizer: weakref.ref[torch.optim.Optimizer], losses: list[Tensor]) -> str:
+    alive = optimizer()
+    found = [] if alive is None else find(alive.param_groups)
+    if alive is None or not found:
+        return ""
+    finite = all(bool(loss.isfinite().all()) for loss in losses) if losses else None
+    return describe(named(found, names_of(alive.param_groups)), finite)

@@ -1,0 +1,171 @@
+"""Reads the nodes of a captured graph: what each calls, where the user wrote it, and what it changes in place."""
+
+from __future__ import annotations
+
+import inspect
+import operator
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+import polyamp
+from polyamp.backends.torch import unstable
+from polyamp.backends.torch.operations import FUNCTIONS, canonical
+
+OPERATORS: tuple[type, type] = (type(torch.ops.aten.mm.default), type(torch.ops.aten.mm))  # an overload, a packet
+
+_ATTRIBUTES = {"T": "transpose", "mT": "transpose", "H": "transpose", "mH": "transpose", "data": "detach"}
+_CHANGING_OPERATORS = {
+    operator.setitem,
+    *(getattr(operator, name) for name in FUNCTIONS if name[0] == "i" and hasattr(operator, f"__{name}__")),
+}
+
+
+def native_name(node: Node) -> str:
+    """What a node calls, by its own name: ``linear``, ``softmax``, ``add``, ``mylib.fused.default``.
+
+    >>> graph = torch.fx.symbolic_trace(lambda x: torch.relu(x).sum() + 1).graph
+    >>> [native_name(node) for node in graph.nodes if node.op.startswith("call")]
+    ['relu', 'sum', 'add']
+    """
+    if node.op == "call_method":
+        return str(node.target)
+    if node.target is getattr:
+        return _ATTRIBUTES.get(str(node.args[1]), str(node.args[1]))
+    if isinstance(node.target, OPERATORS):
+        return str(node.target).removeprefix("aten.")
+    return str(getattr(node.target, "__name__", node.target))
+
+
+def operation_of(node: Node) -> str | None:
+    """The canonical operation of a node; None for what the table does not have, and for functions of others.
+
+    >>> graph = torch.fx.symbolic_trace(lambda x: x @ x.float()).graph
+    >>> [operation_of(node) for node in graph.nodes if node.op.startswith("call")]
+    ['cast', 'matmul']
+    """
+    name = native_name(node)
+    if not _is_torchs(node):
+        return None
+    plain = name.partition(".")[0]
+    operation = FUNCTIONS.get(plain) or canonical(plain)
+    return "identity" if operation == "cast" and _only_moves(node) else operation
+
+
+def _only_moves(node: Node) -> bool:
+    """Whether a conversion names no dtype, but another device or layout."""
+    if node.target in ("cpu", "cuda"):
+        return True
+    said = [*node.args[1:], *node.kwargs.values()]
+    return node.target == "to" and not any(isinstance(one, torch.dtype | Node) for one in said)
+
+
+def _is_torchs(node: Node) -> bool:
+    """Whether PyTorch or Python brings what a node calls."""
+    target = node.target
+    if node.op == "call_method":
+        return True
+    if isinstance(target, OPERATORS):
+        return str(target).startswith("aten.")
+    home = getattr(target, "__module__", None) or "torch"  # methods of torch's C types have none
+    return home.partition(".")[0] in ("torch", "_operator", "builtins", "math")
+
+
+def is_composite(node: Node) -> bool:
+    """Whether a node calls one of torch's Python functions that is made of several operations.
+
+    >>> graph = torch.fx.Graph()
+    >>> is_composite(graph.call_function(torch.nn.functional.normalize, (graph.placeholder("x"),)))
+    True
+    """
+    return (
+        node.op == "call_function"
+        and isinstance(node.target, FunctionType)
+        and _is_torchs(node)
+        and operation_of(node) is None
+        and isinstance(node.meta.get("example_value"), Tensor | tuple | list)
+    )
+
+
+def changed_in_place(node: Node) -> list[Node]:
+    """The nodes whose values a node changes, statistics such as those of ``batch_norm`` left out.
+
+    >>> graph = torch.fx.symbolic_trace(lambda x: x.add(1).relu_()).graph
+    >>> [changed_in_place(node) for node in graph.nodes if node.op == "call_method"]
+    [[], [add]]
+    """
+    if not node.op.startswith("call"):
+        return []
+    if isinstance(node.target, OPERATORS[0]):
+        return list(_written(node, node.target))
+    given = node.kwargs.get("out")
+    if given is None and (_changes_first(node) or _asked_in_place(node)):
+        given = node.args[0] if node.args else node.kwargs.get("input")
+    return [given] if isinstance(given, Node) else []
+
+
+def _changes_first(node: Node) -> bool:
+    """Whether the name says that the first argument is changed: ``add_``, ``operator.iadd``."""
+    name = native_name(node)
+    if node.target in _CHANGING_OPERATORS:
+        return True
+    return _is_torchs(node) and bool(re.search(r"[^_]_$", name)) and name not in ("requires_grad_", *FUNCTIONS)
+
+
+def _written(node: Node, overload: Any) -> Iterator[Node]:
+    for index, name in unstable.written_arguments(overload):
+        given = node.args[index] if index < len(node.args) else node.kwargs.get(name)
+        if isinstance(given, Node):
+            yield given
+
+
+def _asked_in_place(node: Node) -> bool:
+    """Whether ``inplace=True`` stands in a call, such as of ``torch.nn.functional.relu``."""
+    if not isinstance(node.target, FunctionType):
+        return bool(node.kwargs.get("inplace"))
+    try:
+        bound = inspect.signature(node.target).bind(*node.args, **node.kwargs)
+    except TypeError:
+        return False
+    return bool(bound.arguments.get("inplace"))
+
+
+def path_of(node: Node) -> str:
+    """The path of the module that a node stands in, as ``named_modules`` has it: ``decoder.layers.3.norm``."""
+    stack = node.meta.get("nn_module_stack")
+    if not stack:
+        return ""
+    path, _ = list(stack.values())[-1]
+    return _ROOT.sub("", path)
+
+
+_ROOT = re.compile(r"^(.*cell_contents|[LG]\['[^']*'\])\.?")  # what the captured function calls the module
+_FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)')
+_LIBRARIES = tuple(str(Path(file).parent) for file in (torch.__file__, polyamp.__file__, __file__))
+
+
+def line_of(node: Node) -> str:
+    """The user's line that a node comes from, as ``model.py:12 (forward)``; empty where it is not known."""
+    frames = [frame for frame in _FRAME.finditer(node.meta.get("stack_trace") or "") if _is_users(frame["file"])]
+    if not frames:
+        return ""
+    return f"{Path(frames[-1]['file']).name}:{frames[-1]['line']} ({frames[-1]['function']})"
+
+
+def users_frame(error: Exception) -> str:
+    """The user's innermost line in what Dynamo says of an error, as ``/path/model.py:12 (forward)``."""
+    stack = getattr(error, "real_stack", None) or ()
+    users = [f"{one.filename}:{one.lineno} ({one.name})" for one in stack if _is_users(one.filename)]
+    said = [frame for frame in _FRAME.finditer(str(error)) if _is_users(frame["file"])]
+    users += [f"{one['file']}:{one['line']} ({one['function']})" for one in said]
+    return users[-1] if users else "the captured function"
+
+
+def _is_users(file: str) -> bool:
+    return not file.startswith(_LIBRARIES)

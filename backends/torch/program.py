@@ -1,0 +1,179 @@
+"""A captured function as a program of its own: decided, with its inputs found again among arguments and parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor, nn
+from torch.fx import Graph, Node
+from torch.utils.checkpoint import checkpoint
+
+from polyamp.backends.torch import unstable
+from polyamp.backends.torch.capture import capture, check_arguments, root_of
+from polyamp.backends.torch.decisions import HOLDER, Known, Pass, Rules, known_value, map_known, under_autocast
+from polyamp.backends.torch.expansion import expand
+from polyamp.backends.torch.recorder import Recorder
+from polyamp.backends.torch.saved import bytes_saved
+from polyamp.errors import InvalidTypeError
+from polyamp.plan import Plan
+from polyamp.policy import Policy
+
+
+class Program:
+    """One function for one kind of arguments, decided.
+
+    Attributes:
+        rules: the policy, and what was found out under it.
+        graph: the new graph; it takes and gives pytrees.
+        attributes: what it gets by name and the user's module does not have.
+        mode: what the function's code may have looked at beside its arguments; see `mode_of`.
+    """
+
+    def __init__(self, fn: Callable[..., Any], policy: Policy, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        check_no_autocast()
+        check_arguments(fn, pytree.tree_leaves((args, kwargs)))
+        self.mode = mode_of(root_of(fn))
+        self.captured = capture(fn, args, kwargs)
+        expand(self.captured.module)
+        self.rules, self.recorder = Rules(policy), Recorder()
+        self.graph, self.attributes = Graph(), dict[str, Any]()
+        self._names = _names(root_of(fn))
+        self._attributes: dict[int, Node] = {}
+        self._leaves = [self.graph.placeholder(f"arg_{index}") for index, _ in enumerate(self.captured.leaves)]
+        passed = Pass(
+            self.captured.module,
+            self.rules,
+            self.graph,
+            self._arguments(),
+            self.attributes,
+            checkpoint=checkpoint,
+            recorder=self.recorder,
+        )
+        self._return(passed.results())
+        self.fits = self._fitting()
+
+    def plan(self) -> Plan:
+        """What was decided, with the bytes that the backward pass needs."""
+        return Plan(
+            str(self.rules.policy),
+            tuple(self.recorder.operations),
+            bytes_saved(self.graph, self.attributes),
+            bytes_saved(self.captured.module.graph, dict(self.captured.module.named_children())),
+            tuple(rule.pattern for rule in self.rules.unused),
+        )
+
+    # --- inputs -------------------------------------------------------------------------------------------------------
+
+    def _arguments(self) -> dict[Node, Known]:
+        """What is known of the captured graph's placeholders: the tensors, then the sizes, which are tensors' sizes."""
+        placeholders = self.captured.module.graph.find_nodes(op="placeholder")
+        pairs = list(zip(placeholders, self.captured.inputs, strict=True))
+        known = {node: self._tensor(node, given) for node, given in pairs if isinstance(given, Tensor)}
+        return known | {node: self._size(node, given, known) for node, given in pairs if node not in known}
+
+    def _tensor(self, node: Node, given: Tensor) -> Known:
+        fake = node.meta["example_value"]
+        is_leaf = any(leaf is given for leaf in self.captured.leaves)
+        fixed = not is_leaf and not isinstance(given, nn.Parameter) and given.dtype == torch.float32
+        new = self._input(given)
+        new.meta["example_value"] = fake
+        return Known(new, fake, fake, self.rules.constant([given]) if fixed else known_value(fake))
+
+    def _input(self, given: Tensor) -> Node:
+        """The argument, parameter or buffer that a tensor is; any other becomes an attribute."""
+        for node, leaf in zip(self._leaves, self.captured.leaves, strict=True):
+            if leaf is given:
+                return node
+        if id(given) not in self._attributes:
+            name = self._names.get(id(given), f"{HOLDER}.constant_{len(self.attributes)}")
+            if id(given) not in self._names:
+                self.attributes[name] = given
+            self._attributes[id(given)] = self.graph.create_node("get_attr", name)
+        return self._attributes[id(given)]
+
+    def _size(self, node: Node, given: Any, tensors: Mapping[Node, Known]) -> Known:
+        symbol = node.meta["example_value"]
+        for known in tensors.values():
+            for dim, length in enumerate(known.fake.shape):
+                if unstable.same_symbol(length, symbol):
+                    return Known(self.graph.call_method("size", (known.node, dim)), symbol, symbol)
+        return Known(given, given, given)
+
+    # --- results ------------------------------------------------------------------------------------------------------
+
+    def _return(self, results: Sequence[Any]) -> None:
+        computed = {
+            id(fake): known for fake, known in zip(self.captured.outputs, results, strict=True)
+        }
+        leaves = [self._result(leaf, computed) for leaf in self.captured.results]
+        self.graph.output(map_known(leaves, lambda known: known.node))
+        unstable.with_trees(self.graph, self.captured.in_spec, self.captured.out_spec)
+
+    def _result(self, leaf: Any, computed: Mapping[int, Any]) -> Any:
+        if id(leaf) in computed:
+            return computed[id(leaf)]
+        if isinstance(leaf, Tensor):
+            return self._input(leaf)
+        if not isinstance(leaf, _CONSTANTS):
+            raise InvalidTypeError(
+                "the function returns an object that a graph cannot hold",
+                where="rewrite(fn)",
+                found=f"{type(leaf).__module__}.{type(leaf).__qualname__}",
+                allowed="tensors, numbers and strings, and dicts, lists, tuples and registered pytrees of them",
+                fix="return the tensors themselves, or register the class: torch.utils._pytree.register_pytree_node",
+            )
+        return leaf
+
+    # --- which arguments it is for ------------------------------------------------------------------------------------
+
+    def _fitting(self) -> Callable[[Sequence[Any], Any], bool]:
+        """A test of leaves and their tree; made once, since it holds no fakes but those with open sizes."""
+        inputs, examples = self.captured.inputs, self.captured.leaves
+        nodes = self.captured.module.graph.find_nodes(op="placeholder")
+        shaped = [
+            (node.meta["example_value"], given)
+            for node, given in zip(nodes, inputs, strict=True)
+            if isinstance(given, Tensor) and id(given) not in self._names
+        ]
+        sizes_fit = unstable.size_guards([fake for fake, _ in shaped])
+        places = [next((place for place, leaf in enumerate(examples) if leaf is given), given) for _, given in shaped]
+        kinds, in_spec = [_kind(leaf) for leaf in examples], self.captured.in_spec
+
+        def fits(leaves: Sequence[Any], spec: Any) -> bool:
+            if spec != in_spec or [_kind(leaf) for leaf in leaves] != kinds:
+                return False
+            return sizes_fit([leaves[place] if isinstance(place, int) else place for place in places])
+
+        return fits
+
+
+_CONSTANTS = (int, float, bool, str, complex, type(None), torch.dtype, torch.device, torch.SymInt)
+
+
+def mode_of(root: nn.Module) -> tuple[Any, ...]:
+    """Which modules are in training mode, and whether gradients are recorded: code may look at either."""
+    return (torch.is_grad_enabled(), *(module.training for module in root.modules()))
+
+
+def check_no_autocast() -> None:
+    """Refuse ambient autocast, which would cast a second time.
+
+    Raises:
+        UsageError: a `torch.autocast` region is entered.
+    """
+    if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
+        raise under_autocast("rewrite(module), or the call of what it gave")
+
+
+def _kind(leaf: Any) -> Any:
+    """What of an argument a graph is made for; its sizes are apart."""
+    return (leaf.dtype, leaf.device, leaf.dim()) if isinstance(leaf, Tensor) else leaf
+
+
+def _names(root: nn.Module) -> dict[int, str]:
+    """Parameters and buffers by identity; of tied ones the first name."""
+    named = [*root.named_parameters(), *root.named_buffers()]
+    return {id(tensor): name for name, tensor in reversed(named)}

@@ -1,0 +1,211 @@
+"""Which region of ours an operation runs in: in this thread, while code is compiled, and when it is run once more.
+
+Three things have to know it. Overridden operations ask `current` at call time, which answers from a thread-local stack.
+Compiled code is guarded by native autocast's own state, so a region leaves a mark there: as the autocast dtype of
+device types that this machine does not have. And a checkpointed function runs again in a backward pass that may be
+outside of the region and in another thread: there the number of the autograd node says when it was recorded.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from bisect import bisect_right
+from collections import deque
+from typing import NamedTuple
+
+import torch
+
+from polyamp.backends.torch import unstable
+from polyamp.errors import InvalidValueError
+from polyamp.rules import Rule
+
+
+class Region(NamedTuple):
+    """What an operation has to know of the policy: equal for policies that autocast alike.
+
+    Attributes:
+        dtype: the 16-bit type of ``lower`` operations.
+        rules: the policy's own rules; beyond them native autocast's lists hold.
+    """
+
+    dtype: torch.dtype
+    rules: tuple[Rule, ...] = ()
+
+
+class Frame:
+    """One entered region of a thread, and what was before it."""
+
+    __slots__ = ("before", "checkpointed", "depth", "outer", "region")
+
+    def __init__(self, region: Region | None, outer: Frame | None) -> None:
+        self.region = region
+        self.outer = outer
+        self.depth = _nesting()
+        self.checkpointed = unstable.in_checkpointed_function()
+        self.before = [(device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)) for device in MARKED]
+
+
+class _Thread(threading.local):
+    frame: Frame | None = None
+    history: _History | None = None
+
+
+_here = _Thread()
+
+
+def enter(region: Region | None) -> Frame:
+    """Make a region this thread's innermost one, after native autocast was entered for it; see `leave`."""
+    frame = Frame(region, _here.frame)
+    for device, dtype in zip(MARKED, mark_of(region), strict=True):
+        torch.set_autocast_dtype(device, dtype)
+        torch.set_autocast_enabled(device, region is not None)
+    _become(frame)
+    return frame
+
+
+def leave(frame: Frame) -> None:
+    """Undo `enter`."""
+    for device, dtype, enabled in frame.before:
+        torch.set_autocast_dtype(device, dtype)
+        torch.set_autocast_enabled(device, enabled)
+    _become(frame.outer)
+
+
+def current(device_type: str) -> Region | None:
+    """The region that an operation on a device type runs in; None in native autocast's own regions."""
+    frame = _here.frame
+    if frame is not None and frame.depth == _nesting():  # deeper: the user's torch.autocast lies between
+        return frame.region
+    region = _traced.get((torch.get_autocast_dtype(MARKED[0]), torch.get_autocast_dtype(MARKED[1])))
+    if region is None:
+        number = unstable.running_sequence_number()
+        region = None if number is None else _recorded(number)
+    return region if region is not None and region.dtype == torch.get_autocast_dtype(device_type) else None
+
+
+def is_outermost() -> bool:
+    """Whether this thread is in no region of ours."""
+    return _here.frame is None
+
+
+def _nesting() -> int:
+    torch.autocast_increment_nesting()
+    return torch.autocast_decrement_nesting()
+
+
+# Marks. Dynamo compares the autocast dtypes of enabled device types before it runs compiled code, and AOTAutograd's
+# cache has them in its keys. A policy could be guarded nowhere else: Python state is compared only where it is read.
+
+
+def _unused_device_types() -> tuple[str, str]:
+    accelerator = torch.accelerator.current_accelerator()
+    there = None if accelerator is None else accelerator.type
+    first, second, *_ = (device for device in ("ipu", "maia", "hpu") if device != there)
+    return first, second
+
+
+MARKED = _unused_device_types()
+_UNMARKED = (torch.get_autocast_dtype(MARKED[0]), torch.get_autocast_dtype(MARKED[1]))
+_DTYPES = sorted({one for one in vars(torch).values() if isinstance(one, torch.dtype)} - set(_UNMARKED), key=str)
+
+_regions: dict[Region, int] = {}
+_traced: dict[tuple[torch.dtype, torch.dtype], Region] = {}
+_lock = threading.Lock()
+
+
+def mark_of(region: Region | None, *, traced: bool = False) -> tuple[torch.dtype, torch.dtype]:
+    """A region's mark; another one for regions that are entered inside compiled code, which has no Python state.
+
+    Raises:
+        InvalidValueError: there are more different regions in this process than marks.
+    """
+    if region is None:
+        return _UNMARKED
+    with _lock:
+        number = _regions.setdefault(region, len(_regions))
+        if number == len(_regions) - 1:
+            _tag_caches()
+    page, line = divmod(2 * number + traced, len(_DTYPES))
+    if page >= len(_DTYPES):
+        raise _too_many(len(_DTYPES) ** 2 // 2)
+    mark = _DTYPES[line], _DTYPES[page]
+    if traced:
+        _traced[mark] = region
+    return mark
+
+
+_tag = ""
+
+
+def _tag_caches() -> None:
+    """Have compiled code that is cached on disk belong to this table: AOTAutograd knows nothing of our kernels."""
+    global _tag
+    config = torch.compiler.config
+    users = config.cache_key_tag.removesuffix(_tag)
+    _tag = f"|polyamp {hashlib.sha256(repr(list(_regions)).encode()).hexdigest()[:16]}"
+    config.cache_key_tag = users + _tag
+
+
+def _too_many(limit: int) -> InvalidValueError:
+    return InvalidValueError(
+        "too many policies with different rules in one process",
+        where="autocast(policy)",
+        found=f"more than {limit}",
+        allowed="that many",
+        fix="make policies once and use them again",
+    )
+
+
+# History. Checkpointing restores native autocast's state before it runs a function again, and nothing of ours.
+
+_LONGEST = 1 << 16
+
+
+class _History:
+    """In which frames a thread's autograd nodes were recorded: from which sequence number on which frame held."""
+
+    def __init__(self) -> None:
+        self.numbers: list[int] = []
+        self.frames: list[Frame | None] = []
+
+    def add(self, number: int, frame: Frame | None) -> None:
+        if self.numbers and self.numbers[-1] == number:
+            self.frames[-1] = frame
+            return
+        if len(self.numbers) == _LONGEST:
+            del self.numbers[: _LONGEST // 2], self.frames[: _LONGEST // 2]
+        self.numbers.append(number)
+        self.frames.append(frame)
+
+    def frame_at(self, number: int) -> Frame | None:
+        index = bisect_right(self.numbers, number) - 1
+        return self.frames[index] if index >= 0 else None
+
+
+_histories: deque[_History] = deque(maxlen=64)  # of threads that may be gone when the backward pass comes
+
+
+def _become(frame: Frame | None) -> None:
+    _here.frame = frame
+    if unstable.running_sequence_number() is not None:
+        return  # what is recorded while a function is run again is not run a third time
+    if _here.history is None:
+        _here.history = _History()
+        _histories.append(_here.history)
+    _here.history.add(unstable.next_sequence_number(), frame)
+
+
+def _recorded(number: int) -> Region | None:
+    """The region in which the node with this number was recorded, or the checkpointed function that it is part of.
+
+    A node has its number from the thread that recorded it, and does not say which that was: this thread's history
+    comes first, since the CPU's backward pass runs where it was called.
+    """
+    own = _here.history
+    histories = [own] if own is not None else reversed(_histories)
+    frames = (history.frame_at(number) for history in histories)
+    frame = next((frame for frame in frames if frame is not None), None)
+    while frame is not None and frame.checkpointed:  # entered by the function, which enters it again
+        frame = frame.outer
+    return None if frame is None else frame.region

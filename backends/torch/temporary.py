@@ -1,0 +1,271 @@
+"""Masters whose float32 values exist during a step only, to save memory between steps.
+
+They stand in the inner optimizer's groups all the time, since its state is keyed by them. Between steps all their
+elements read as NaN, and writing to them is an error.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from polyamp.backends.torch.rounding import add_remainder_, round_stochastically, split
+from polyamp.backends.torch.saving import check_masters
+from polyamp.backends.torch.unstable import local_shard
+from polyamp.errors import InvalidValueError, warn_once
+
+Tensors = Sequence[Tensor]
+
+_ALIGNMENT = 16  # elements; kernels load 16 bytes at once, also of 16-bit values
+_LARGEST = 2**26  # elements of a block of several parameters: rounding takes as much memory again
+
+
+def shards(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """The tensors, and of distributed ones this rank's shards, in the same memory: what foreach functions take."""
+    return [tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in tensors]
+
+
+class Block:
+    """Parameters of one device and dtype whose float32 values, while they exist, lie in one piece of memory.
+
+    >>> block = Block([torch.nn.Parameter(torch.ones(2, dtype=torch.bfloat16))])
+    >>> values = block.fill()
+    >>> block.masters[0].tolist(), block.release(), block.masters[0].tolist()
+    ([1.0, 1.0], None, [nan, nan])
+
+    Args:
+        params: 16-bit parameters. The masters have their order of dimensions in memory, such as channels_last.
+    """
+
+    def __init__(self, params: Tensors) -> None:
+        self.params = params
+        self.masters = [_without_values(param) for param in params]
+        local = shards(params)
+        self.device, self.dtype = local[0].device, local[0].dtype
+        self.size = sum(map(_room, local))
+        self.values: Tensor | None = None
+        self._places = list(_places(local))
+        self._placeholders = _placeholders(local)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "values": None, "_placeholders": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._placeholders = _placeholders(shards(self.params))
+        self.release()
+
+    def views(self, flat: Tensor) -> list[Tensor]:
+        """The part of each parameter in a tensor of `size` elements, in its shape."""
+        return [flat.as_strided(*place) for place in self._places]
+
+    @torch.no_grad()
+    def fill(self) -> Tensor:
+        """Give the masters the parameters' values, and all of them as one tensor."""
+        values = self.values = torch.zeros(self.size, dtype=torch.float32, device=self.device)
+        views = self.views(values)
+        torch._foreach_copy_(views, shards(self.params))
+        for master, view in zip(self.masters, views, strict=True):
+            local_shard(master).data = view
+        return values
+
+    def write(self, rounded: Tensor) -> None:
+        """Write 16-bit values, laid out as `values` are, into the parameters."""
+        torch._foreach_copy_(shards(self.params), self.views(rounded))
+
+    def release(self) -> None:
+        """Free the masters' values. Their gradients stay until `zero_grad`, as ever."""
+        self.values = None
+        for master, placeholder in zip(self.masters, self._placeholders, strict=True):
+            local_shard(master).data = placeholder
+
+
+class Remainders:
+    """Masters in the memory of bfloat16 parameters and 16 bits more, instead of 32.
+
+    With Adam that makes 12 bytes for each parameter between steps, where masters that stay in memory make 14. Their
+    values are the same to the last bit. The parameters are rounded to nearest, but at a tie away from zero and not to
+    even; see `polyamp.backends.torch.rounding.split`.
+
+    Where somebody wrote to the model, masters follow and keep their remainder: they still round to the parameter.
+    """
+
+    def __init__(self) -> None:
+        self._blocks: list[tuple[Block, Tensor]] = []
+
+    def check(self, params: Tensors) -> None:
+        """Refuse float16, whose bits are not the upper half of a float32's."""
+        if any(param.dtype != torch.bfloat16 for param in params):
+            raise InvalidValueError(
+                "only bfloat16 parameters can keep their masters as remainders",
+                where='wrap_optimizer(master_weights="remainder")',
+                found="parameters of torch.float16",
+                allowed="torch.bfloat16 wherever parameters have 16 bits",
+                fix='use master_weights=True or "stochastic", or convert the model to bfloat16',
+            )
+
+    def adopt(self, params: Tensors) -> Tensors:
+        """New masters are their parameters exactly: nothing is left over."""
+        blocks = _blocks(params)
+        self._blocks += [(block, torch.zeros(block.size, dtype=torch.int16, device=block.device)) for block in blocks]
+        return _masters(blocks, params)
+
+    def fill(self, model: Tensors, masters: Tensors, changed: bool) -> None:
+        """Join parameters and remainders."""
+        for block, remainder in self._blocks:
+            if changed or block.values is None:
+                add_remainder_(block.fill(), remainder)
+
+    def round(self, model: Tensors, masters: Tensors) -> None:
+        """Split the masters into parameters and remainders."""
+        for block, remainder in self._blocks:
+            if block.values is not None:
+                rounded, left_over = split(block.values)
+                remainder.copy_(left_over)
+                block.write(rounded)
+
+    def release(self) -> None:
+        """Free the values."""
+        for block, _ in self._blocks:
+            block.release()
+
+    def state(self, model: Tensors, masters: Tensors) -> dict[Any, Any]:
+        """The float32 masters, as those that stay in memory are saved."""
+        values = {param: param.detach().float() for param in model}
+        for block, remainder in self._blocks:
+            for param, left_over in zip(block.params, block.views(remainder), strict=True):
+                add_remainder_(local_shard(values[param]), left_over)
+        return dict(enumerate(values.values()))
+
+    def check_saved(self, saved: object, masters: Tensors) -> None:
+        """Refuse other masters."""
+        check_masters(saved, masters)
+
+    def load(self, saved: Mapping[Any, Any], model: Tensors, masters: Tensors) -> None:
+        """Split them."""
+        values = dict(zip(model, saved.values(), strict=True))
+        for block, remainder in self._blocks:
+            for param, left_over in zip(block.params, block.views(remainder), strict=True):
+                rounded, rest = split(local_shard(values[param]).to(block.device, torch.float32))
+                local_shard(param).detach().copy_(rounded)
+                left_over.copy_(rest)
+        self.release()
+
+
+class StochasticRounding:
+    """No masters: each step widens the parameters, updates them in float32, and rounds by chance.
+
+    With Adam that makes 10 bytes for each parameter between steps. See
+    `polyamp.backends.torch.rounding.round_stochastically`. Chance is the same on every rank, so that replicas stay
+    equal, and in every run.
+
+    A step that the host skips draws nothing. One that a fused optimizer skips on the device draws, without effect: the
+    generators move on, and the parameters, which are rounded from their own values, keep their bits.
+
+    Args:
+        seed: of the generators, one for each device.
+    """
+
+    def __init__(self, seed: int = 0) -> None:
+        self._seed = seed
+        self._blocks: list[Block] = []
+        self._generators: dict[str, torch.Generator] = {}
+
+    def check(self, params: Tensors) -> None:
+        """All 16-bit parameters can be rounded so."""
+
+    def adopt(self, params: Tensors) -> Tensors:
+        """Masters that hold values during steps only."""
+        blocks = _blocks(params)
+        self._blocks += blocks
+        for block in blocks:
+            if str(block.device) not in self._generators:
+                self._generators[str(block.device)] = torch.Generator(block.device).manual_seed(self._seed)
+        return _masters(blocks, params)
+
+    def fill(self, model: Tensors, masters: Tensors, changed: bool) -> None:
+        """Widen the parameters."""
+        for block in self._blocks:
+            if changed or block.values is None:
+                block.fill()
+
+    def round(self, model: Tensors, masters: Tensors) -> None:
+        """By chance."""
+        for block in self._blocks:
+            if block.values is not None:
+                generator = self._generators[str(block.device)]
+                block.write(round_stochastically(block.values, block.dtype, generator))
+
+    def release(self) -> None:
+        """Free the values."""
+        for block in self._blocks:
+            block.release()
+
+    def state(self, model: Tensors, masters: Tensors) -> dict[Any, Any]:
+        """The generators' states, by device."""
+        return {"generators": {device: generator.get_state() for device, generator in self._generators.items()}}
+
+    def check_saved(self, saved: object, masters: Tensors) -> None:
+        """Refuse what is neither generators' states nor these parameters' masters."""
+        if not (isinstance(saved, Mapping) and isinstance(saved.get("generators"), Mapping)):
+            check_masters(saved, masters)
+
+    def load(self, saved: Mapping[Any, Any], model: Tensors, masters: Tensors) -> None:
+        """Continue with the generators; round masters that were saved to nearest, and let chance begin anew."""
+        if "generators" not in saved:
+            for param, value in zip(model, saved.values(), strict=True):
+                param.copy_(value)
+        for device, generator in self._generators.items():
+            self._continue(device, generator, saved.get("generators", {}).get(device))
+        self.release()
+
+    def _continue(self, device: str, generator: torch.Generator, state: Tensor | None) -> None:
+        if state is not None and state.shape == generator.get_state().shape:
+            generator.set_state(state.cpu())
+            return
+        generator.manual_seed(self._seed)
+        warn_once(f"the saved state has no random generator of {device}: stochastic rounding begins anew there.")
+
+
+def _blocks(params: Tensors) -> list[Block]:
+    by_kind: dict[Any, list[list[Tensor]]] = {}
+    for param, shard in zip(params, shards(params), strict=True):
+        runs = by_kind.setdefault((shard.device, shard.dtype), [[]])
+        if runs[-1] and sum(map(_room, shards(runs[-1]))) + _room(shard) > _LARGEST:
+            runs.append([])
+        runs[-1].append(param)
+    return [Block(run) for runs in by_kind.values() for run in runs]
+
+
+def _masters(blocks: Iterable[Block], params: Tensors) -> Tensors:
+    """The masters of ``params``, in their order."""
+    made = {param: master for block in blocks for param, master in zip(block.params, block.masters, strict=True)}
+    return [made[param] for param in params]
+
+
+def _room(shard: Tensor) -> int:
+    return -(-shard.numel() // _ALIGNMENT) * _ALIGNMENT
+
+
+def _places(local: Tensors) -> Iterator[tuple[Sequence[int], Sequence[int], int]]:
+    """Shape, strides and offset of each tensor in a flat one."""
+    offset = 0
+    for shard in local:
+        yield shard.shape, torch.empty_like(shard, device="meta").stride(), offset
+        offset += _room(shard)
+
+
+def _without_values(param: Tensor) -> nn.Parameter:
+    master = nn.Parameter(param.detach().float(), requires_grad=param.requires_grad)
+    local_shard(master).data = _placeholders(shards([param]))[0]
+    return master
+
+
+def _placeholders(local: Tensors) -> list[Tensor]:
+    """One NaN in place of all elements. A storage of no size, the other way, would let freed memory be read."""
+    nothing = torch.full((), math.nan, device=local[0].device)
+    return [nothing.expand(shard.shape) for shard in local]

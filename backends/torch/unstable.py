@@ -1,0 +1,255 @@
+"""Every private name of PyTorch that polyamp uses, in one place, so that a new release can break only here.
+
+Each function says why there is no public way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import wraps
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import Tensor
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def local_shard(tensor: Tensor) -> Tensor:
+    """The very tensor in which a distributed tensor (DTensor) keeps this rank's shard; any other tensor itself.
+
+    ``DTensor.to_local()`` gives a view, which shares the memory but cannot be pointed at other memory.
+    """
+    local: Any = getattr(tensor, "_local_tensor", tensor)
+    return local  # type: ignore[no-any-return]
+
+
+def written_arguments(overload: Any) -> list[tuple[int, str]]:
+    """Positions and names of the arguments that an operator changes: only its private schema says so."""
+    arguments = enumerate(overload._schema.arguments)
+    return [(index, one.name) for index, one in arguments if one.alias_info is not None and one.alias_info.is_write]
+
+
+@contextmanager
+def capturing(code: Any) -> Iterator[None]:
+    """How Dynamo captures a function: recurrent layers too, numbers as constants, each size a symbol of its own.
+
+    There are options of ``torch.compile`` for none of these. What Dynamo keeps of ``code`` is dropped afterwards, since
+    it counts the graphs of one function and refuses after some.
+    """
+    import torch._dynamo
+    import torch.fx.experimental._config as shapes
+
+    settings = {"allow_rnn": True, "specialize_float": True, "specialize_int": True}
+    try:
+        with torch._dynamo.config.patch(**settings), shapes.patch(use_duck_shape=False):
+            yield
+    finally:
+        torch._dynamo.reset_code(code)
+
+
+def capture_errors() -> tuple[type[Exception], type[Exception], type[Exception]]:
+    """Dynamo's exceptions: for a graph break, for what fails in the user's operations, for a wrong use of tensors."""
+    from torch._dynamo import exc
+
+    return exc.Unsupported, exc.TorchRuntimeError, exc.UserError
+
+
+def backend_error() -> type[Exception]:
+    """What Dynamo makes of an exception in a backend; it has it as ``inner_exception``."""
+    from torch._dynamo import exc
+
+    return exc.BackendCompilerFailed
+
+
+def fake_mode_of(values: Iterable[Any]) -> Any:
+    """The mode that the fake tensors of a captured graph belong to; None where there are none."""
+    from torch._subclasses import FakeTensor
+
+    return next((value.fake_mode for value in values if isinstance(value, FakeTensor)), None)
+
+
+@contextmanager
+def on_fakes(mode: Any) -> Iterator[None]:
+    """Run operations on fake tensors as Dynamo does: kernels written in Python see symbolic sizes."""
+    from torch._dispatch.python import enable_python_dispatcher
+
+    with mode, enable_python_dispatcher(), torch.no_grad():
+        yield
+
+
+def size_guards(fakes: Sequence[Tensor]) -> Callable[[Sequence[Tensor]], bool]:
+    """Whether tensors have sizes for which a captured graph is right: Dynamo's own guards, but for these tensors only."""
+    mode = fake_mode_of(fakes)
+    shapes = None if mode is None else mode.shape_env
+    code = None if shapes is None else shapes.produce_guards_expression(fakes)
+    return lambda tensors: code is None or bool(shapes.evaluate_guards_expression(code, tensors))
+
+
+def storage_of(value: Any) -> int | None:
+    """A number that tensors share where they are views of the same memory; fake tensors have no data pointer."""
+    return value.untyped_storage()._cdata if isinstance(value, Tensor) and value.layout == torch.strided else None
+
+
+def hint(number: Any) -> int:
+    """A size as it was in the example; symbolic sizes hold it privately."""
+    return int(number.node.hint) if isinstance(number, torch.SymInt) else int(number)
+
+
+def same_symbol(one: Any, other: Any) -> bool:
+    """Whether two symbolic numbers are the same expression; comparing them publicly would make that a guard."""
+    return isinstance(one, torch.SymInt) and isinstance(other, torch.SymInt) and one.node.expr == other.node.expr
+
+
+def is_static_input(node: Any) -> bool:
+    """Whether Dynamo took a graph's input from a module's parameters and buffers, and not from a call."""
+    return "_dynamo_static_input_type" in node.meta.get("tensor_dict", {})
+
+
+def with_trees(graph: Any, in_spec: Any, out_spec: Any) -> None:
+    """Let a graph take and give pytrees, as exported modules do."""
+    from torch.fx.graph import _PyTreeCodeGen, _PyTreeInfo
+
+    names = [node.name for node in graph.nodes if node.op == "placeholder"]
+    graph.set_codegen(_PyTreeCodeGen(_PyTreeInfo(names, in_spec, out_spec)))
+
+
+def aten_graph(function: Callable[..., Any], fakes: Sequence[Any]) -> Any:
+    """A function as a graph of aten operators, none of them taken apart."""
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    return make_fx(function, pre_dispatch=True)(*fakes)
+
+
+def is_checkpoint(target: Any) -> bool:
+    """Whether a node runs a body under activation checkpointing."""
+    return getattr(target, "__name__", "") == "tag_activation_checkpoint"
+
+
+def not_traced(method: Method) -> Method:
+    """Leave a method to Python where Dynamo traces its caller, as torch's own optimizers are left.
+
+    The public ``torch.compiler.disable`` imports Dynamo at once, which takes longer than torch itself.
+    """
+    untraced = torch._disable_dynamo(method)
+
+    @wraps(method)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        return (untraced if torch.compiler.is_compiling() else method)(*args, **kwargs)
+
+    return cast(Method, called)
+
+
+def _autocast_key(device_type: str) -> Any:
+    name = {"privateuseone": "PrivateUse1"}.get(device_type, device_type.upper())
+    return getattr(torch._C.DispatchKey, f"Autocast{name}")
+
+
+def registered_operators(device_type: str) -> list[str]:
+    """The operators with a kernel at a device type's Autocast key: only the dispatcher itself has the list."""
+    return torch._C._dispatch_get_registrations_for_dispatch_key(_autocast_key(device_type).name)
+
+
+def all_operators() -> list[str]:
+    """The names of all operators with their overloads; ``torch.ops`` finds them only by name."""
+    return torch._C._dispatch_get_all_op_names()
+
+
+def is_composite(operator: str) -> bool:
+    """Whether an operator consists of others, which then are dispatched, and autocast, themselves."""
+    return torch._C._dispatch_has_kernel_for_dispatch_key(operator, "CompositeImplicitAutograd")
+
+
+def schema_arguments(overload: Any) -> list[Any]:
+    """An operator's arguments; its schema is private. See also `written_arguments`."""
+    arguments: list[Any] = overload._schema.arguments
+    return arguments
+
+
+class AutocastKey:
+    """The dispatch key of one device type's autocast, and what lies below it: public names say only "AutocastCPU".
+
+    Attributes:
+        name: of the key, as `torch.library.Library.impl` takes it.
+        keys: the set of this key alone.
+        below: the set of all keys that are dispatched after it.
+    """
+
+    def __init__(self, device_type: str) -> None:
+        key = _autocast_key(device_type)
+        self.name: str = key.name
+        self.keys = torch._C.DispatchKeySet(key)
+        self.below = torch._C._dispatch_keyset_full_after(key)
+
+    def excluded(self) -> Any:
+        """A context in which this device type's autocast is not dispatched, as inside native autocast's kernels.
+
+        ``torch.autocast(..., enabled=False)`` would be public, but changes settings that tracing sees, and is slower.
+        """
+        return torch._C._ExcludeDispatchKeyGuard(self.keys)
+
+
+next_sequence_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
+"""The number that the next node of this thread's autograd graph gets: nodes show theirs only by a private method."""
+
+
+def running_sequence_number() -> int | None:
+    """The number of the autograd node whose backward runs in this thread; None outside of a backward pass."""
+    if torch._C._current_graph_task_id() == -1:
+        return None
+    node = torch._C._current_autograd_node()
+    return None if node is None else node._sequence_nr()
+
+
+def in_checkpointed_function() -> bool:
+    """Whether the hooks on saved tensors are those of non-reentrant activation checkpointing, which do not say so."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint"
+
+
+def is_transformed() -> bool:
+    """Whether a transform of `torch.func` runs; it hides behind tensors of the plain type."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def constant_when_compiled(fn: Method) -> Method:
+    """Have Dynamo run a function while it traces and take the result as a constant, guarded by the arguments.
+
+    `torch.compiler.assume_constant_result` does this, but imports Dynamo when the function is decorated.
+    """
+    fn._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return fn
+
+
+def enter_in_graph(device_type: str, dtype: torch.dtype) -> Any:
+    """Set a device type's autocast dtype without enabling it, also in the graph that Dynamo captures; see `leave`.
+
+    `torch.autocast` does it for a ``with`` block; from hooks only its halves can be traced.
+    """
+    return torch.amp.autocast_mode._enter_autocast(device_type, dtype, False, None)  # type: ignore[no-untyped-call]
+
+
+def leave_in_graph(entered: Any) -> None:
+    """Undo `enter_in_graph`."""
+    torch.amp.autocast_mode._exit_autocast(entered)  # type: ignore[no-untyped-call]
+
+
+@contextmanager
+def backward_without_autocast() -> Iterator[None]:
+    """Have AOTAutograd trace backward passes without autocast, which is how eager code runs them.
+
+    By default it traces them in the region that surrounds the compiled function, where gradients of float32 work
+    leave float16 (pytorch #153044). A user's own setting stays.
+    """
+    import torch._functorch.config as config
+
+    before = config.backward_pass_autocast
+    if before not in ("same_as_forward", "default"):
+        yield
+        return
+    config.backward_pass_autocast = "off"
+    try:
+        yield
+    finally:
+        config.backward_pass_autocast = before

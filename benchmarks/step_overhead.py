@@ -17,9 +17,7 @@ from interleave import Timing, interleave, publish
 import polyamp
 
 SHAPE = (16, 16)
-CONFIG = polyamp.LossScale(
-    init=1.0
-)  # a scale of 1, because unscaling in place would otherwise shrink the gradients away
+CONFIG = polyamp.LossScale(init=1.0)  # because unscaling in place would otherwise shrink the gradients away
 COUNTS = (100, 1000)
 
 
@@ -33,6 +31,8 @@ def torch_steps(count: int) -> list[Timing]:
 def torch_steps_on(device: str, count: int) -> list[Timing]:
     import torch
 
+    from polyamp.backends.torch import GradScaler
+
     torch.set_num_threads(1)
 
     def params() -> list[torch.Tensor]:
@@ -41,8 +41,8 @@ def torch_steps_on(device: str, count: int) -> list[Timing]:
             param.grad = torch.randn(SHAPE, device=device) * 1e-3
         return made
 
-    def native(optimizer: torch.optim.Optimizer) -> Callable[[], Any]:
-        scaler = torch.amp.GradScaler(device, init_scale=1.0)
+    def with_scaler(optimizer: torch.optim.Optimizer, kind: type[torch.amp.GradScaler]) -> Callable[[], Any]:
+        scaler = kind(device, init_scale=1.0)
 
         def step() -> None:
             scaler.scale(loss)
@@ -70,7 +70,12 @@ def torch_steps_on(device: str, count: int) -> list[Timing]:
         "AdamW fused": lambda: torch.optim.AdamW(params(), lr=1e-4, fused=True),
     }
     for kind, make in kinds.items():
-        variants = {"plain": make().step, "torch.amp.GradScaler": native(make()), "polyamp": ours(make())}
+        variants = {
+            "plain": make().step,
+            "torch.amp.GradScaler": with_scaler(make(), torch.amp.GradScaler),
+            "polyamp.backends.torch.GradScaler": with_scaler(make(), GradScaler),
+            "polyamp": ours(make()),
+        }
         timings += interleave(f"torch {device} {kind}, {count} parameters", variants, 40, 4000 // count, settle)
     return timings
 

@@ -135,7 +135,11 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "rmsprop": lambda params: torch.optim.RMSprop(params, lr=0.1),
     "third_party": ThirdParty,
 }
-FUSED = [name for name in OPTIMIZERS if name.endswith("fused")]
+FUSED = [
+    name
+    for name, make in OPTIMIZERS.items()
+    if getattr(make([torch.ones(1, requires_grad=True)]), "_step_supports_amp_scaling", False)
+]
 
 
 def linear() -> torch.nn.Linear:

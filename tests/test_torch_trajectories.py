@@ -7,7 +7,9 @@ and torch elsewhere) round alike; `test_scales_that_are_no_powers_of_two` leaves
 from __future__ import annotations
 
 import copy
+import functools
 import io
+import itertools
 import math
 import random
 from collections.abc import Callable, Iterable
@@ -30,10 +32,10 @@ OVERFLOWS = {step: (math.inf, -math.inf, math.nan)[step % 3] for step in random.
 
 
 class Kind(NamedTuple):
-    """An optimizer to train with; ``fused`` ones can skip a step on the device."""
+    """An optimizer to train with, and whether it can skip a step on the device."""
 
     make: Callable[[Any], torch.optim.Optimizer]
-    fused: bool = False
+    skips: bool
 
 
 def kinds() -> dict[str, Kind]:
@@ -48,14 +50,13 @@ def kinds() -> dict[str, Kind]:
         "adagrad": (optim.Adagrad, {"lr": 0.05}),
         "rmsprop": (optim.RMSprop, {"lr": 0.01, "momentum": 0.9, "centered": True}),
     }
-    unfused = {"rmsprop"}
+    ways = {"": {"foreach": False}, "-foreach": {"foreach": True}, "-fused": {"fused": True}}
     made = {}
-    for name, (make, options) in bases.items():
-        for way in ("foreach", "fused"):
-            if way == "fused" and name in unfused:
-                continue
-            made[f"{name}-{way}"] = Kind(lambda p, m=make, o={**options, way: True}: m(p, **o), way == "fused")
-        made[name] = Kind(lambda p, m=make, o={**options, "foreach": False}: m(p, **o))
+    for name, way in itertools.product(bases, ways):
+        optimizer, options = bases[name]
+        if name + way != "rmsprop-fused":
+            make = functools.partial(optimizer, **options, **ways[way])
+            made[name + way] = Kind(make, hasattr(make([torch.ones(1)]), "_step_supports_amp_scaling"))
     return made
 
 
@@ -164,7 +165,7 @@ def same(one: Any, other: Any) -> None:
     torch.testing.assert_close(one, other, rtol=0, atol=0)
 
 
-CASES = [(name, start) for name in KINDS for start in STARTS if KINDS[name].fused or start != "wrapped-on-device"]
+CASES = [(name, start) for name in KINDS for start in STARTS if KINDS[name].skips or start != "wrapped-on-device"]
 
 
 @pytest.mark.parametrize(("micro_batches", "max_norm"), [(1, None), (3, None), (2, 0.3)])
@@ -182,7 +183,7 @@ def test_fifty_steps_are_those_of_the_native_scaler(
 
 
 @pytest.mark.parametrize("start", ["wrapped", "drop-in"])
-@pytest.mark.parametrize("name", [name for name, kind in KINDS.items() if not kind.fused])
+@pytest.mark.parametrize("name", [name for name in KINDS if not name.endswith("fused")])
 def test_scales_that_are_no_powers_of_two(name: str, start: str) -> None:
     """The settings are float32 numbers: ``advance`` rounds them to that, and the native scaler does not."""
     in_torch = {"init_scale": 1000.5, "growth_factor": 1.25, "backoff_factor": 0.75, "growth_interval": 3}
@@ -208,7 +209,7 @@ def test_scales_that_are_no_powers_of_two(name: str, start: str) -> None:
 def test_any_pattern_of_overflows(
     name: str, start: str, overflows: dict[int, float], max_norm: float | None, micro_batches: int
 ) -> None:
-    start = start if KINDS[name].fused else start.removesuffix("-on-device")
+    start = start if KINDS[name].skips else start.removesuffix("-on-device")
     models = [network(), network()]
     plain = [KINDS[name].make(model.parameters()) for model in models]
     loops = [start_native(plain[0], max_norm), STARTS[start](plain[1], max_norm)]
@@ -292,7 +293,7 @@ class NoSync(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("max_norm", [None, 1.0])
-@pytest.mark.parametrize("name", [name for name, kind in KINDS.items() if kind.fused])
+@pytest.mark.parametrize("name", [name for name, kind in KINDS.items() if kind.skips])
 def test_a_step_on_the_device_waits_for_nothing(name: str, max_norm: float | None) -> None:
     model = network()
     opt = start_wrapped_on_device(KINDS[name].make(model.parameters()), max_norm)
@@ -342,65 +343,3 @@ def test_fifty_steps_on_a_gpu_wait_for_nothing_and_are_the_native_ones(name: str
         torch.cuda.set_sync_debug_mode("default")
     assert loops[1].loss_scale == loops[0].loss_scale
     same(*(list(model.parameters()) for model in models))
-
-
-class Embeds(nn.Module):
-    """Sparse gradients with repeated rows, beside dense ones."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.head = nn.Embedding(7, 4, sparse=True), nn.Linear(4, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.embed((x * 10).long() % 7).mean(1))
-
-
-class Mixed(nn.Module):
-    """Tied, frozen, unused, empty, complex and float64 parameters, and a channels-last convolution."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.convolution = nn.Conv2d(1, 3, 2).to(memory_format=torch.channels_last)
-        self.first, self.second = nn.Linear(9, 9, bias=False), nn.Linear(9, 9, bias=False)
-        self.second.weight = self.first.weight
-        self.phase = nn.Parameter(torch.randn(9, dtype=torch.complex64))
-        self.wide = nn.Parameter(torch.randn(9, dtype=torch.float64))
-        self.frozen = nn.Parameter(torch.randn(9), requires_grad=False)
-        self.unused, self.empty = nn.Parameter(torch.randn(3)), nn.Parameter(torch.randn(0, 9))
-        self.head = nn.Linear(9, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        image = x.view(-1, 1, 2, 2).repeat(1, 1, 2, 2).contiguous(memory_format=torch.channels_last)
-        hidden = self.convolution(image).flatten(1)[:, :9]
-        hidden = self.second(self.first(hidden)) * self.phase.abs() + self.frozen + self.empty.sum(0)
-        return self.head(torch.tanh(hidden.double() * self.wide).float())
-
-
-ANY_SORT = ("sgd", "sgd-foreach", "momentum", "adagrad", "adamw", "adamw-foreach", "rmsprop")
-SPARSE = ("sgd", "sgd-foreach")  # of those, what takes sparse gradients without warnings from inside torch
-
-
-@pytest.mark.parametrize(
-    ("name", "make"), [*((name, Mixed) for name in ANY_SORT), *((name, Embeds) for name in SPARSE)]
-)
-def test_parameters_of_every_sort_train_as_they_do_without_scaling(name: str, make: type[nn.Module]) -> None:
-    histories = []
-    for scaled in (False, True):
-        torch.manual_seed(0)
-        model = make()
-        inner = KINDS[name].make(model.parameters())
-        opt = start_wrapped(inner, None) if scaled else inner
-        rows = []
-        for step in range(20):
-            opt.zero_grad()
-            if not scaled and step in OVERFLOWS:
-                continue  # what a skip has to be
-            loss = loss_on(model, step)
-            opt.backward(loss) if scaled else loss.backward()
-            if scaled and step in OVERFLOWS:
-                model.head.bias.grad[0] = OVERFLOWS[step]
-            opt.step()
-            rows.append([param.detach().clone() for param in model.parameters()]) if step not in OVERFLOWS else None
-        histories.append((rows, state_of(inner)))
-    torch.testing.assert_close(*histories, rtol=1e-5, atol=1e-6)  # complex unscaling is real multiplication
-    assert sum(step in OVERFLOWS for step in range(20)) > 2

@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import polyamp
 from polyamp import LossScale
-from polyamp.backends.torch import LossScaledOptimizer
+from polyamp.backends.torch import GradScaler, LossScaledOptimizer
 from polyamp.backends.torch.ranks import any_rank, has_peers
 
 RANK = int(os.environ["RANK"])
@@ -90,15 +90,22 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def memory(opt: LossScaledOptimizer, model: torch.nn.Module) -> bytes:
+def memory(opt: LossScaledOptimizer, model: torch.nn.Module) -> Any:
     """This rank's part of everything that a step may change, but for the loss scale and for chance."""
     state = opt.state_dict()
     del state["loss_scale"]
     if "generators" in (state["master_weights"] or {}):  # they move on where the device skips
         del state["master_weights"]
-    buffer = io.BytesIO()
-    torch.save([[local(param.detach()) for param in model.parameters()], state], buffer)
-    return buffer.getvalue()
+    return bits([list(model.parameters()), state])
+
+
+def bits(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        mine = local(value.detach())
+        return mine.dtype, mine.shape, mine.contiguous().view(-1).view(torch.uint8).tolist()
+    if isinstance(value, dict):
+        return {key: bits(entry) for key, entry in value.items()}
+    return [bits(entry) for entry in value] if isinstance(value, list) else value
 
 
 def ranks_agree(*values: float) -> bool:
@@ -228,6 +235,39 @@ def test_a_step_that_reevaluates_its_closure_is_taken_back_on_all_ranks() -> Non
     assert ranks_agree(opt.loss_scale)
 
 
+@pytest.mark.parametrize("name", ["adamw", "adamw_fused"])
+@pytest.mark.parametrize("unscales", [False, True])
+def test_the_scaler_in_the_place_of_torchs_skips_on_all_ranks(name: str, unscales: bool) -> None:
+    model = model_of(torch.float32)
+    plain, scaler = OPTIMIZERS[name](model.parameters()), GradScaler("cpu", init_scale=1024.0)
+    for broken in (False, True, False):
+        plain.zero_grad()
+        scaler.scale(loss_of(model)).backward()
+        if broken:
+            break_gradient(model)
+        before = bits([list(model.parameters()), plain.state_dict()])
+        if unscales:
+            scaler.unscale_(plain)
+        scaler.step(plain)
+        scaler.update()
+        assert scaler.last_step.applied != broken
+        assert (bits([list(model.parameters()), plain.state_dict()]) == before) == broken
+    assert scaler.get_scale() == 512.0
+
+
+def test_optimizers_that_share_a_scale_agree() -> None:
+    model = model_of(torch.float32)
+    halves = [torch.optim.SGD(model[index].parameters(), lr=0.1) for index in (0, 2)]
+    opts = polyamp.wrap_optimizer(halves, loss_scale=LossScale(init=1024.0))
+    opts[0].backward(loss_of(model))
+    break_gradient(model)
+    for opt in opts:
+        opt.step()
+    assert [opt.last_step.applied for opt in opts] == [True, False]
+    assert ranks_agree(*(opt.loss_scale for opt in opts))
+    assert opts[1].loss_scale == 512.0
+
+
 @PATHS
 @pytest.mark.parametrize(("dtype", "master_weights"), KINDS)
 def test_ddp(name: str, on_device: bool, dtype: torch.dtype, master_weights: Any) -> None:
@@ -279,11 +319,9 @@ def shard(model: torch.nn.Module, mesh: DeviceMesh, **options: Any) -> torch.nn.
     return fully_shard(model, mesh=mesh, **options)
 
 
-@PATHS
+@pytest.mark.parametrize(("name", "on_device"), [("adamw", False), ("adamw_fused", True), ("momentum", False)])
 @pytest.mark.parametrize(("dtype", "master_weights"), KINDS)
 def test_fsdp(name: str, on_device: bool, dtype: torch.dtype, master_weights: Any, mesh: DeviceMesh) -> None:
-    if name == "third_party" and dtype != torch.float32:
-        pytest.skip("its arithmetic is not that of distributed tensors")
     model = shard(model_of(dtype), mesh)
     opt = wrap(model, name, on_device, master_weights=master_weights, max_grad_norm=1.0)
     check_skip_and_resume(model, opt, lambda model: break_shard(model[0].weight))

@@ -13,10 +13,12 @@ from polyamp.backends.torch.casting import cast
 from polyamp.backends.torch.convert import convert
 from polyamp.backends.torch.operations import OPERATIONS
 from polyamp.backends.torch.optimizer import LossScaledOptimizer
+from polyamp.backends.torch.rewrite import explain, rewrite
 from polyamp.errors import warn_once
 from polyamp.loss_scale import LossScale
+from polyamp.plan import Plan
 from polyamp.policy import Policy
-from polyamp.refusals import no_loss_scale
+from polyamp.refusals import no_loss_scale, no_options
 
 if TYPE_CHECKING:
     from polyamp.demo import Task, Trace
@@ -95,6 +97,16 @@ class TorchAdapter:
         """See `polyamp.backends.torch.convert`."""
         return convert(model, policy)
 
+    def rewrite(self, fn: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], policy: Policy, **options: Any) -> Any:
+        """See `polyamp.backends.torch.rewrite`."""
+        if options:
+            raise no_options(options, where="rewrite(fn)")
+        return rewrite(fn, *args, policy=policy, **kwargs)
+
+    def explain(self, fn: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], policy: Policy) -> Plan:
+        """See `polyamp.backends.torch.explain`."""
+        return explain(fn, *args, policy=policy, **kwargs)
+
     def train_digits(self, task: Task) -> Trace:
         """Train the classifier of ``polyamp demo``."""
         from polyamp.backends.torch.digits import train  # brings NumPy, which training itself does not need
@@ -109,7 +121,7 @@ def _wrap_all(optimizers: Sequence[Any], policy: Policy, **options: Any) -> list
     wrapped: list[LossScaledOptimizer] = []
     named = dict(options.pop("named_parameters", ()))
     for optimizer in optimizers:
-        shared = {"share": wrapped[0] if wrapped else None, "named_parameters": named.items()}
+        shared: dict[str, Any] = {"share": wrapped[0] if wrapped else None, "named_parameters": named.items()}
         wrapped.append(adapter.wrap_optimizer(optimizer, policy, **shared, **options))
     return wrapped
 
@@ -140,7 +152,7 @@ def _describe_cuda(index: int) -> dict[str, Any]:
 
 
 def _describe_cpu() -> dict[str, Any]:
-    able = torch.cpu.get_capabilities()
+    able = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}  # torch 2.10 has it not
     fast = {"bfloat16": ("avx512_bf16", "amx_bf16"), "float16": ("avx512_fp16", "amx_fp16")}
     return {
         "name": f"cpu ({torch.backends.cpu.get_cpu_capability()})",

@@ -36,7 +36,13 @@ class Aliases:
             if (memory := storage_of(node.meta.get("example_value"))) is not None:
                 self._names[memory].append(node)
         touched = {memory for nodes in self._changed.values() for node in nodes for memory in _memories(node)}
-        opaque = {memory for node in graph.nodes if _is_opaque(node) for one in self._changed[node] for memory in _memories(one)}
+        opaque = {
+            memory
+            for node in graph.nodes
+            if _is_opaque(node)
+            for one in self._changed[node]
+            for memory in _memories(one)
+        }
         self._pinned = opaque | {memory for memory in touched if not self._is_private(memory)}
 
     def changed(self, node: Node) -> list[Node]:

@@ -64,8 +64,7 @@ def capture(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, An
     with unstable.capturing(captured_call.__code__), _refusals(), _unchanged(fn):
         returned = compiled(*args, **kwargs)
     results, out_spec = pytree.tree_flatten(returned)
-    module = seen.module or GraphModule(nn.Module(), _empty_graph())
-    return Captured(module, seen.inputs, leaves, in_spec, results, out_spec, seen.outputs)
+    return seen.taken(leaves, in_spec, results, out_spec)
 
 
 class _Seen:
@@ -78,13 +77,20 @@ class _Seen:
 
     def __call__(self, module: GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
         self.module = module
-        (given,) = module.graph.output_node().args
+        given: Any = module.graph.output_node().args[0]
         self.outputs = [value.meta["example_value"] if isinstance(value, Node) else value for value in given]
         return self._run
 
     def _run(self, *inputs: Any) -> Any:
         self.inputs = inputs
         return tuple(self.outputs)
+
+    def taken(self, leaves: Sequence[Any], in_spec: Any, results: Sequence[Any], out_spec: Any) -> Captured:
+        """What was seen, which this then forgets: Dynamo keeps every backend for ever."""
+        module = self.module or GraphModule(nn.Module(), _empty_graph())
+        captured = Captured(module, self.inputs, leaves, in_spec, results, out_spec, self.outputs)
+        self.module, self.inputs, self.outputs = None, (), ()
+        return captured
 
 
 def _empty_graph() -> torch.fx.Graph:
@@ -95,10 +101,10 @@ def _empty_graph() -> torch.fx.Graph:
 
 @contextmanager
 def _refusals() -> Iterator[None]:
-    graph_break, failed, misused = unstable.capture_errors()
+    graph_breaks, failed = unstable.capture_errors()
     try:
         yield
-    except graph_break as error:
+    except graph_breaks as error:
         raise UsageError(
             "the code cannot be captured as one graph (a graph break)",
             where=users_frame(error),
@@ -107,7 +113,7 @@ def _refusals() -> Iterator[None]:
             fix="move that line out of what is rewritten, or write it with torch.where or torch.cond; "
             "polyamp.autocast(policy) runs any code",
         ) from error
-    except (failed, misused) as error:
+    except failed as error:
         raise InvalidValueError(
             "the operations do not take these arguments",
             where=users_frame(error),
@@ -136,7 +142,9 @@ def _unchanged(fn: Any) -> Iterator[None]:
         yield
     finally:
         changed = [_restored(module, old) for module, old in zip(modules, before, strict=True)]
-    names = {f"{type(module).__name__}.{name}" for module, names in zip(modules, changed, strict=True) for name in names}
+    names = {
+        f"{type(module).__name__}.{name}" for module, names in zip(modules, changed, strict=True) for name in names
+    }
     if names:
         raise UsageError(
             "the code assigns attributes, which a graph cannot",

@@ -55,6 +55,18 @@ def as_written(op: Any, canonical: str, device_type: str, dtype: torch.dtype) ->
     return lambda args, kwargs: op(*args, **kwargs)
 
 
+def cast_all(
+    args: tuple[Any, ...], kwargs: dict[str, Any], op_class: str, device_type: str, dtype: torch.dtype
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a user's own operation as its class has them."""
+    if op_class not in ("lower", "full"):
+        tensors = [one for one in _tensors((*args, *kwargs.values())) if _eligible(one, device_type)]
+        if op_class == "keep" or len({tensor.dtype for tensor in tensors}) < 2:
+            return args, kwargs
+    to = dtype if op_class == "lower" else torch.float32
+    return tuple(_cast(value, to, device_type) for value in args), _cast_named(kwargs, to, device_type)
+
+
 def _eligible(tensor: Tensor, device_type: str) -> bool:
     """Whether autocast casts a tensor: neither float64, integer, complex or 8-bit values, nor other devices'."""
     return tensor.dtype in _CAST_FROM and tensor.device.type == device_type

@@ -7,8 +7,8 @@ found out on fake tensors, which have no data.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.utils._pytree as pytree
@@ -18,6 +18,7 @@ from torch.fx.node import map_arg
 
 from polyamp.backends.torch import unstable
 from polyamp.backends.torch.aliases import Aliases
+from polyamp.backends.torch.attributes import Attributes
 from polyamp.backends.torch.dtypes import DTYPES
 from polyamp.backends.torch.nodes import line_of, native_name, operation_of, path_of
 from polyamp.backends.torch.recorder import Recorder
@@ -28,10 +29,10 @@ from polyamp.policy import Policy
 from polyamp.rules import TABLE, Decision, Rule, decide, unused
 
 WEAK = Value()
-HOLDER = "_polyamp"  # the submodule that has what the new graph needs and the user's module does not have
 # Operations of which a Python number is an operand, as it is not of a reshape.
 _WITH_NUMBERS = frozenset(
-    "add sub mul div floor_div remainder lerp addcmul addcdiv where clip maximum minimum fill compare scatter pad".split()
+    {"add", "sub", "mul", "div", "floor_div", "remainder", "lerp", "addcmul", "addcdiv", "compare"}
+    | {"where", "clip", "maximum", "minimum", "fill", "scatter", "pad"}
 )
 _MAKING = frozenset({"constant", "fill"})  # of a number and of no tensor
 _KEEPING_STATISTICS = frozenset({"batch_norm", "instance_norm"})  # in buffers that a cast would copy
@@ -107,7 +108,7 @@ class Pass:
         rules: Rules,
         graph: Graph,
         arguments: Mapping[Node, Known],
-        attributes: dict[str, Any],
+        attributes: Attributes,
         *,
         checkpoint: Callable[..., Any] | None = None,
         recorder: Recorder | None = None,
@@ -117,7 +118,8 @@ class Pass:
         self.known: dict[Node, Known] = dict(arguments)
         self.aliases = Aliases(module.graph)
         self._mode = unstable.fake_mode_of(node.meta.get("example_value") for node in module.graph.nodes)
-        self._casts: dict[tuple[Any, torch.dtype], Node] = {}
+        self._casts: dict[tuple[Any, torch.dtype, bool], Node] = {}
+        self._records = True  # whether gradients are recorded here; a cast without them is none for where they are
         self._made: list[tuple[Known, torch.dtype]] = []
         for node in module.graph.nodes:
             if node.op not in ("placeholder", "output"):
@@ -141,32 +143,35 @@ class Pass:
     def _node(self, node: Node) -> Known:
         example = node.meta.get("example_value")
         if node.op == "get_attr":
-            return self._attribute(node)
+            return self._attribute(node, example)
         if native_name(node) == "_enter_autocast":
             raise under_autocast(f"{path_of(node)} {line_of(node)}".strip())
-        if unstable.is_checkpoint(node.target):
+        if unstable.is_operator_of_bodies(node.target, "tag_activation_checkpoint"):
             return self._checkpointed(node)
+        if unstable.is_operator_of_bodies(node.target, "cond"):
+            return self._branches(node)
         source = self.known[node.args[0]] if node.args and isinstance(node.args[0], Node) else None
         if native_name(node) == "getitem" and source is not None and not isinstance(source.declared, Tensor):
             return self._item(node, source)
-        if not any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves((example, self._declared(node)))):
+        if native_name(node) == "_set_grad_enabled":
+            self._records = bool(node.args[0])
+        if not _tensors((example, self._declared(node))):
             return Known(self.graph.node_copy(node, lambda used: self.known[used].node), example, example)
         return self._operation(node)
 
     def _declared(self, node: Node) -> list[Any]:
         return [self.known[used].declared for used in node.all_input_nodes]
 
-    def _attribute(self, node: Node) -> Known:
-        """A constant tensor of the graph; or the body of an operator that runs it as it is written."""
+    def _attribute(self, node: Node, example: Any) -> Known:
+        """A constant tensor of the graph; or a body, which is held where an operator runs it as it is written."""
         held = getattr(self.module, str(node.target))
-        fake = node.meta.get("example_value", held)
-        value = self.rules.constant([held]) if isinstance(held, Tensor) else WEAK
-        return Known(self._held(held), fake, fake, value)
+        if isinstance(held, Tensor):
+            return Known(self._held(held), example, example, self.rules.constant([held]))
+        decided = all(map(_runs_bodies, node.users))
+        return Known(None if decided else self._held(held), None, None)
 
     def _held(self, held: Any) -> Node:
-        name = f"{HOLDER}.{'body' if isinstance(held, GraphModule) else 'constant'}_{len(self.attributes)}"
-        self.attributes[name] = held
-        return self.graph.create_node("get_attr", name)
+        return self.graph.create_node("get_attr", self.attributes.add(held))
 
     def _item(self, node: Node, source: Known) -> Known:
         """One of several values that an operation gave."""
@@ -182,7 +187,7 @@ class Pass:
         inputs = [self.known[used] for used in node.all_input_nodes]
         outcome, known = self._decided(node, operation, decision, floating)
         self.rules.lowered |= outcome.format == self.rules.policy.compute
-        if self.recorder is not None:
+        if self.recorder is not None and _tensors(node.meta.get("example_value")):
             self.recorder.add(node, operation, decision, outcome, inputs, known, self._made)
         self._made.clear()
         return known
@@ -252,7 +257,7 @@ class Pass:
 
     def _rename(self, changed: Node, known: Known) -> None:
         """After a change in place, every name of the changed value means what it is now."""
-        self._casts = {key: cast for key, cast in self._casts.items() if key[0] is not known.node}
+        self._casts = {key: made for key, made in self._casts.items() if key[0] is not known.node}
         for name in self.aliases.names(changed) & self.known.keys():
             self.known[name] = known._replace(declared=self.known[name].declared)
 
@@ -262,14 +267,14 @@ class Pass:
             return tuple(self._as(part, dtype) for part in self._parts(known))
         if not isinstance(known.fake, Tensor) or known.fake.dtype == (target := _target(known, dtype)):
             return known.node
-        key = (known.node, target)
+        key = (known.node, target, self._records)
         if own or key not in self._casts:
             self._made.append((known, target))
-            cast = self.graph.call_method("to", (known.node, target))
-            cast.meta = {**known.node.meta, "example_value": _fake_as(known, dtype, self._mode)}
+            new = self.graph.call_method("to", (known.node, target))
+            new.meta = {**known.node.meta, "example_value": _fake_as(known, dtype, self._mode)}
             if own:
-                return cast
-            self._casts[key] = cast
+                return new
+            self._casts[key] = new
         return self._casts[key]
 
     def _parts(self, known: Known) -> Iterator[Known]:
@@ -281,9 +286,32 @@ class Pass:
     # --- bodies -------------------------------------------------------------------------------------------------------
 
     def _checkpointed(self, node: Node) -> Known:
-        """The body of a checkpoint, decided for what it is called with. Its casts are in it, and so recomputed."""
-        body, *given = node.args
-        inner: GraphModule = getattr(self.module, str(body.target))  # type: ignore[union-attr]
+        """The body of a checkpoint. Its casts are in it, and so recomputed."""
+        body, *given = cast(tuple[Any, ...], node.args)
+        held, results = self._body(body, given, as_declared=False)
+        options = {**node.kwargs, "use_reentrant": False} if self.checkpoint else node.kwargs
+        inputs = map(self._node_of, given)
+        call = self.graph.create_node("call_function", self.checkpoint or node.target, (held, *inputs), options)
+        call.meta = dict(node.meta)
+        fakes = tuple(known.fake for known in results)
+        return Known(call, fakes, node.meta.get("example_value"), [known.value for known in results])
+
+    def _branches(self, node: Node) -> Known:
+        """Both bodies of a conditional; their results are as declared, so that they agree."""
+        condition, *bodies, operands = cast(tuple[Any, ...], node.args)
+        held = [self._body(body, operands, as_declared=True)[0] for body in bodies]
+        inputs = tuple(map(self._node_of, operands))
+        call = self.graph.create_node("call_function", node.target, (self._node_of(condition), *held, inputs))
+        call.meta = dict(node.meta)
+        example = node.meta.get("example_value")
+        return Known(call, example, example)
+
+    def _node_of(self, given: Any) -> Any:
+        return self.known[given].node if isinstance(given, Node) else given
+
+    def _body(self, body: Any, given: Sequence[Any], *, as_declared: bool) -> tuple[Node, list[Known]]:
+        """A body decided for what it is called with, and what it gives."""
+        inner: GraphModule = getattr(self.module, str(body.target))
         graph, arguments = Graph(), dict[Node, Known]()
         for placeholder, argument in zip(inner.graph.find_nodes(op="placeholder"), given, strict=True):
             outer = self.known[argument] if isinstance(argument, Node) else Known(argument, argument, argument)
@@ -291,16 +319,11 @@ class Pass:
         passed = Pass(
             inner, self.rules, graph, arguments, self.attributes, checkpoint=self.checkpoint, recorder=self.recorder
         )
-        results = passed.results(as_declared=False)
+        results = passed.results(as_declared=as_declared)
         graph.output(map_known(results, lambda known: known.node))
-        called = GraphModule(self.attributes, graph, "Checkpointed")
+        called = GraphModule(self.attributes, graph, "Body")
         called.meta = inner.meta
-        inputs = (self.known[one].node if isinstance(one, Node) else one for one in given)
-        options = {**node.kwargs, "use_reentrant": False} if self.checkpoint else node.kwargs
-        call = self.graph.call_function(self.checkpoint or node.target, (self._held(called), *inputs), options)
-        call.meta = dict(node.meta)
-        fakes = tuple(known.fake for known in results)
-        return Known(call, fakes, node.meta.get("example_value"), [known.value for known in results])
+        return self._held(called), results
 
 
 def under_autocast(where: str) -> UsageError:
@@ -315,9 +338,14 @@ def under_autocast(where: str) -> UsageError:
     )
 
 
+def _runs_bodies(node: Node) -> bool:
+    """Whether the bodies that a node calls are decided too."""
+    return any(unstable.is_operator_of_bodies(node.target, name) for name in ("tag_activation_checkpoint", "cond"))
+
+
 def map_known(tree: Any, fn: Callable[[Known], Any]) -> Any:
     """A tree with ``fn`` of what is known of its values."""
-    return pytree.tree_map(fn, tree, is_leaf=lambda leaf: isinstance(leaf, Known))
+    return pytree.tree_map_only(Known, fn, tree, is_leaf=lambda leaf: isinstance(leaf, Known))
 
 
 def known_value(declared: Any) -> Value:
@@ -353,6 +381,10 @@ def _numbers(node: Node) -> list[float]:
     lists = [one for one in said if isinstance(one, list | tuple) and operation_of(node) == "constant"]
     found = [*said, *pytree.tree_leaves(lists)]
     return [one for one in found if isinstance(one, int | float) and not isinstance(one, bool)]
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
 def _is_floating(value: Any) -> bool:

@@ -21,6 +21,7 @@ from polyamp.backends.torch.optimizer import LossScaledOptimizer
 from polyamp.backends.torch.overflow import Overflow, describe, find, named, names_of
 from polyamp.backends.torch.ranks import any_rank, check_process_group
 from polyamp.backends.torch.scaler import on_device
+from polyamp.backends.torch.skipping import note_skipped, state_is_complete
 from polyamp.backends.torch.unstable import not_traced
 from polyamp.limits import report_limits
 from polyamp.loss_scale import LossScale, LossScaleState, advance, on_host
@@ -83,6 +84,7 @@ class GradScaler(torch.amp.GradScaler):
         self._losses: list[Tensor] = []
         self._explain: Callable[[], str] = str
         self._late = LateValues()
+        self._stepped: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
     @property
     def config(self) -> LossScale:
@@ -96,7 +98,10 @@ class GradScaler(torch.amp.GradScaler):
         """As torch's; tensors of 16 bits in float32."""
         if not self._enabled:
             return outputs
-        if isinstance(outputs, Tensor | list | tuple):
+        if isinstance(outputs, Tensor):
+            self._losses = [*self._losses, outputs.detach()][-_LOSSES_KEPT:]
+            return super().scale(_widened(outputs))
+        if isinstance(outputs, list | tuple):
             self._losses = [*self._losses, *(loss.detach() for loss in leaves(outputs))][-_LOSSES_KEPT:]
             return super().scale(map_leaves(_widened, outputs))
         return super().scale(outputs)
@@ -113,7 +118,7 @@ class GradScaler(torch.amp.GradScaler):
             return super().step(optimizer, *args, **kwargs)
         self._refuse(optimizer, [*args, kwargs.get("closure")])
         self._report(self._late.receive())
-        result = None if self._skips_first_step(optimizer) else super().step(optimizer, *args, **kwargs)
+        result = None if self._skips_on_host(optimizer) else super().step(optimizer, *args, **kwargs)
         flags = list(self._found_inf_per_device(optimizer).values())
         if flags:
             self._explain = functools.partial(_explain, weakref.ref(optimizer), self._losses)
@@ -131,22 +136,33 @@ class GradScaler(torch.amp.GradScaler):
         if not flags or new_scale is not None:
             _check_scale(new_scale, self._enabled)
             return super().update(new_scale)
-        scale, tracker = self._check_scale_growth_tracker("update")
-        finite = torch.stack([flag.to(scale.device, non_blocking=True) for flag in flags]).amax() == 0
-        wide = scale.double() if scale.device.type != "mps" else scale  # torch's kernel, too, multiplies in float64
-        before = on_device(self._state(), scale.device)._replace(scale=wide)
-        state = advance(self.config, before, finite, torch.where)
-        scale.copy_(state.scale)
-        tracker.copy_(state.good_steps)
-        self._counts = list(state[2:])
-        state = state._replace(scale=scale.clone(), good_steps=tracker.clone())
+        self._move(flags)
         self._per_optimizer_states.clear()
         self._losses = []
-        self.last_step = StepResult(state, finite, self._explain)
-        self._late.send(torch.stack([value.float() for value in state]))
-        if scale.device.type == "cpu":
-            self._report(self._late.receive())
         return None
+
+    def _move(self, flags: list[Tensor]) -> None:
+        """Advance by what was found: by Python numbers where the scale lives on the CPU, else without a host sync."""
+        scale, tracker = self._check_scale_growth_tracker("update")
+        on_cpu = scale.device.type == "cpu"
+        if on_cpu:
+            finite: Any = not any(map(bool, flags))
+            state = advance(self.config, on_host(self._state()), finite)
+            scale.fill_(state.scale)
+            tracker.fill_(state.good_steps)
+        else:
+            finite = torch.stack([flag.to(scale.device, non_blocking=True) for flag in flags]).amax() == 0
+            wide = scale.double() if scale.device.type != "mps" else scale  # as torch's kernel, which rounds once
+            before = on_device(self._state(), scale.device)._replace(scale=wide)
+            state = advance(self.config, before, finite, torch.where)
+            scale.copy_(state.scale)
+            tracker.copy_(state.good_steps)
+            state = state._replace(scale=scale.clone(), good_steps=tracker.clone())
+            self._late.send(torch.stack([value.float() for value in state]))
+        self._counts = list(state[2:])
+        self.last_step = StepResult(state, finite, self._explain)
+        if on_cpu:
+            report_limits(self.config, state, self._explain)
 
     def overflowed(self, optimizer: torch.optim.Optimizer) -> list[Overflow]:
         """The parameters of an optimizer whose gradients hold inf or NaN now, by name. Waits for the device."""
@@ -200,18 +216,26 @@ class GradScaler(torch.amp.GradScaler):
         if arrived is not None:
             report_limits(self.config, on_host(LossScaleState(*arrived)), self._explain)
 
-    def _skips_first_step(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Decided on the host: torch's fused SGD allocates momentum without filling it, and would keep that if its
-        kernel skipped the first step."""
-        if optimizer.state or not getattr(optimizer, "_step_supports_amp_scaling", False):
+    def _skips_on_host(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Skip here where the optimizer's own kernel may not skip yet."""
+        if not getattr(optimizer, "_step_supports_amp_scaling", False):
+            return False
+        params = (param for group in optimizer.param_groups for param in group["params"] if param.grad is not None)
+        if state_is_complete(optimizer, params, has_stepped=optimizer in self._stepped):
             return False
         state = self._per_optimizer_states[id(optimizer)]
         if state["stage"] is OptState.READY:
             self._check_inf_per_device(optimizer)
-        skips = any(map(bool, state["found_inf_per_device"].values())) and state["stage"] is not OptState.STEPPED
-        if skips:
-            state["stage"] = OptState.STEPPED
-        return skips
+        if state["stage"] is OptState.STEPPED or not any(map(bool, state["found_inf_per_device"].values())):
+            self._stepped.add(optimizer)
+            return False
+        state["stage"] = OptState.STEPPED
+        note_skipped(optimizer)
+        return True
+
+    def _maybe_opt_step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        note_skipped(optimizer)
+        return super()._maybe_opt_step(optimizer, *args, **kwargs)
 
     def _refuse(self, optimizer: torch.optim.Optimizer, arguments: list[Any]) -> None:
         if isinstance(optimizer, LossScaledOptimizer):
@@ -222,7 +246,7 @@ class GradScaler(torch.amp.GradScaler):
 
 
 _LOSSES_KEPT = 8  # the last ones, to say after a skip whether they were finite
-_NOT_COPIED = ("_losses", "_explain", "_late", "_process_group")
+_NOT_COPIED = ("_losses", "_explain", "_late", "_stepped", "_process_group")
 
 
 def _flags(states: dict[int, dict[str, Any]]) -> list[Tensor]:

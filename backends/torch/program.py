@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -12,8 +13,9 @@ from torch.fx import Graph, Node
 from torch.utils.checkpoint import checkpoint
 
 from polyamp.backends.torch import unstable
-from polyamp.backends.torch.capture import capture, check_arguments, root_of
-from polyamp.backends.torch.decisions import HOLDER, Known, Pass, Rules, known_value, map_known, under_autocast
+from polyamp.backends.torch.attributes import Attributes
+from polyamp.backends.torch.capture import Captured, capture, check_arguments, root_of
+from polyamp.backends.torch.decisions import Known, Pass, Rules, known_value, map_known, under_autocast
 from polyamp.backends.torch.expansion import expand
 from polyamp.backends.torch.recorder import Recorder
 from polyamp.backends.torch.saved import bytes_saved
@@ -26,46 +28,72 @@ class Program:
     """One function for one kind of arguments, decided.
 
     Attributes:
+        name: of this program among those of one module.
+        mode: what the function's code may have looked at beside its arguments; see `mode_of`.
         rules: the policy, and what was found out under it.
         graph: the new graph; it takes and gives pytrees.
         attributes: what it gets by name and the user's module does not have.
-        mode: what the function's code may have looked at beside its arguments; see `mode_of`.
+        fits: whether leaves, and the tree that they make up, are of this kind.
     """
 
-    def __init__(self, fn: Callable[..., Any], policy: Policy, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        policy: Policy,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        *,
+        name: str = "0",
+    ) -> None:
         check_no_autocast()
         check_arguments(fn, pytree.tree_leaves((args, kwargs)))
-        self.mode = mode_of(root_of(fn))
-        self.captured = capture(fn, args, kwargs)
-        expand(self.captured.module)
-        self.rules, self.recorder = Rules(policy), Recorder()
-        self.graph, self.attributes = Graph(), dict[str, Any]()
-        self._names = _names(root_of(fn))
-        self._attributes: dict[int, Node] = {}
-        self._leaves = [self.graph.placeholder(f"arg_{index}") for index, _ in enumerate(self.captured.leaves)]
-        passed = Pass(
-            self.captured.module,
-            self.rules,
-            self.graph,
-            self._arguments(),
-            self.attributes,
-            checkpoint=checkpoint,
-            recorder=self.recorder,
-        )
-        self._return(passed.results())
-        self.fits = self._fitting()
+        self.name, self.mode = name, mode_of(root_of(fn))
+        captured = capture(fn, args, kwargs)
+        expand(captured.module)
+        self.rules, self._recorder = Rules(policy), Recorder()
+        self.attributes = Attributes(name)
+        writer = _Writer(captured, _names(root_of(fn)), self.rules, self.attributes)
+        self.graph = writer.written(self._recorder, [*(f"arg_{index}" for index in range(len(args))), *kwargs])
+        self.fits = _fitting(captured, writer)
+        self._original = captured.module
+        for node in self._original.graph.find_nodes(op="placeholder"):
+            node.meta = {"example_value": node.meta["example_value"]}  # Dynamo's holds the example itself
 
+    @functools.cached_property
     def plan(self) -> Plan:
         """What was decided, with the bytes that the backward pass needs."""
         return Plan(
             str(self.rules.policy),
-            tuple(self.recorder.operations),
+            tuple(self._recorder.operations),
             bytes_saved(self.graph, self.attributes),
-            bytes_saved(self.captured.module.graph, dict(self.captured.module.named_children())),
+            bytes_saved(self._original.graph, dict(self._original.named_children())),
             tuple(rule.pattern for rule in self.rules.unused),
         )
 
-    # --- inputs -------------------------------------------------------------------------------------------------------
+
+class _Writer:
+    """Writes the graph of a program: what Dynamo's graph takes, found again among arguments and parameters."""
+
+    def __init__(self, captured: Captured, names: Mapping[int, str], rules: Rules, attributes: Attributes) -> None:
+        self.captured, self.names, self.rules, self.attributes = captured, names, rules, attributes
+        self.graph = Graph()
+        self._leaves = [self.graph.placeholder(f"arg_{index}") for index, _ in enumerate(captured.leaves)]
+        self._gotten: dict[int, Node] = {}
+
+    def written(self, recorder: Recorder, names: Sequence[str]) -> Graph:
+        """The graph, of which the arguments have these names."""
+        module, arguments = self.captured.module, self._arguments()
+        passed = Pass(
+            module, self.rules, self.graph, arguments, self.attributes, checkpoint=checkpoint, recorder=recorder
+        )
+        computed = dict(zip(map(id, self.captured.outputs), passed.results(), strict=True))
+        leaves = [self._result(leaf, computed) for leaf in self.captured.results]
+        self.graph.output(map_known(leaves, lambda known: known.node))
+        for known in arguments.values():
+            if isinstance(known.node, Node) and known.node.op != "placeholder" and not known.node.users:
+                self.graph.erase_node(known.node)
+        unstable.with_trees(self.graph, names, self.captured.in_spec, self.captured.out_spec)
+        return self.graph
 
     def _arguments(self) -> dict[Node, Known]:
         """What is known of the captured graph's placeholders: the tensors, then the sizes, which are tensors' sizes."""
@@ -87,12 +115,10 @@ class Program:
         for node, leaf in zip(self._leaves, self.captured.leaves, strict=True):
             if leaf is given:
                 return node
-        if id(given) not in self._attributes:
-            name = self._names.get(id(given), f"{HOLDER}.constant_{len(self.attributes)}")
-            if id(given) not in self._names:
-                self.attributes[name] = given
-            self._attributes[id(given)] = self.graph.create_node("get_attr", name)
-        return self._attributes[id(given)]
+        if id(given) not in self._gotten:
+            name = self.names.get(id(given)) or self.attributes.add(given)
+            self._gotten[id(given)] = self.graph.create_node("get_attr", name)
+        return self._gotten[id(given)]
 
     def _size(self, node: Node, given: Any, tensors: Mapping[Node, Known]) -> Known:
         symbol = node.meta["example_value"]
@@ -102,52 +128,42 @@ class Program:
                     return Known(self.graph.call_method("size", (known.node, dim)), symbol, symbol)
         return Known(given, given, given)
 
-    # --- results ------------------------------------------------------------------------------------------------------
-
-    def _return(self, results: Sequence[Any]) -> None:
-        computed = {
-            id(fake): known for fake, known in zip(self.captured.outputs, results, strict=True)
-        }
-        leaves = [self._result(leaf, computed) for leaf in self.captured.results]
-        self.graph.output(map_known(leaves, lambda known: known.node))
-        unstable.with_trees(self.graph, self.captured.in_spec, self.captured.out_spec)
-
     def _result(self, leaf: Any, computed: Mapping[int, Any]) -> Any:
         if id(leaf) in computed:
             return computed[id(leaf)]
         if isinstance(leaf, Tensor):
             return self._input(leaf)
-        if not isinstance(leaf, _CONSTANTS):
-            raise InvalidTypeError(
-                "the function returns an object that a graph cannot hold",
-                where="rewrite(fn)",
-                found=f"{type(leaf).__module__}.{type(leaf).__qualname__}",
-                allowed="tensors, numbers and strings, and dicts, lists, tuples and registered pytrees of them",
-                fix="return the tensors themselves, or register the class: torch.utils._pytree.register_pytree_node",
-            )
-        return leaf
+        if isinstance(leaf, _CONSTANTS):
+            return leaf
+        raise InvalidTypeError(
+            "the function returns an object that a graph cannot hold",
+            where="rewrite(fn)",
+            found=f"{type(leaf).__module__}.{type(leaf).__qualname__}",
+            allowed="tensors, numbers and strings, and dicts, lists, tuples and registered pytrees of them",
+            fix="return the tensors themselves, or register the class: torch.utils._pytree.register_pytree_node",
+        )
 
-    # --- which arguments it is for ------------------------------------------------------------------------------------
 
-    def _fitting(self) -> Callable[[Sequence[Any], Any], bool]:
-        """A test of leaves and their tree; made once, since it holds no fakes but those with open sizes."""
-        inputs, examples = self.captured.inputs, self.captured.leaves
-        nodes = self.captured.module.graph.find_nodes(op="placeholder")
-        shaped = [
-            (node.meta["example_value"], given)
-            for node, given in zip(nodes, inputs, strict=True)
-            if isinstance(given, Tensor) and id(given) not in self._names
-        ]
-        sizes_fit = unstable.size_guards([fake for fake, _ in shaped])
-        places = [next((place for place, leaf in enumerate(examples) if leaf is given), given) for _, given in shaped]
-        kinds, in_spec = [_kind(leaf) for leaf in examples], self.captured.in_spec
+def _fitting(captured: Captured, writer: _Writer) -> Callable[[Sequence[Any], Any], bool]:
+    """A test of leaves and their tree that keeps none of the example's."""
+    nodes = captured.module.graph.find_nodes(op="placeholder")
+    shaped = [
+        (node.meta["example_value"], given)
+        for node, given in zip(nodes, captured.inputs, strict=True)
+        if isinstance(given, Tensor) and id(given) not in writer.names
+    ]
+    sizes_fit = unstable.size_guards([fake for fake, _ in shaped])
+    places = [
+        next((place for place, leaf in enumerate(captured.leaves) if leaf is given), given) for _, given in shaped
+    ]
+    kinds, in_spec = [_kind(leaf) for leaf in captured.leaves], captured.in_spec
 
-        def fits(leaves: Sequence[Any], spec: Any) -> bool:
-            if spec != in_spec or [_kind(leaf) for leaf in leaves] != kinds:
-                return False
-            return sizes_fit([leaves[place] if isinstance(place, int) else place for place in places])
+    def fits(leaves: Sequence[Any], spec: Any) -> bool:
+        if spec != in_spec or [_kind(leaf) for leaf in leaves] != kinds:
+            return False
+        return sizes_fit([leaves[place] if isinstance(place, int) else place for place in places])
 
-        return fits
+    return fits
 
 
 _CONSTANTS = (int, float, bool, str, complex, type(None), torch.dtype, torch.device, torch.SymInt)

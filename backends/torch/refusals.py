@@ -14,7 +14,7 @@ def cannot_skip(optimizer: torch.optim.Optimizer) -> InvalidValueError:
         "this optimizer cannot skip a step on the device",
         where="wrap_optimizer(skip_on_device=)",
         found=type(optimizer).__name__,
-        allowed="SGD, Adam, AdamW or Adagrad with fused=True, and others that set _step_supports_amp_scaling",
+        allowed="SGD, Adam or AdamW with fused=True, and others that set _step_supports_amp_scaling",
         fix="make the optimizer with fused=True, or leave skip_on_device= out",
     )
 

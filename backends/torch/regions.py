@@ -21,6 +21,15 @@ from polyamp.errors import InvalidValueError
 from polyamp.rules import Rule
 
 
+def _accelerator() -> str | None:
+    device = torch.accelerator.current_accelerator(check_available=True)
+    return device.type if device is not None and torch.amp.is_autocast_available(device.type) else None
+
+
+ACCELERATOR = _accelerator()  # the device type beside the CPU that has autocast here: cuda, xpu, mps, ...
+DEVICE_TYPES = ("cpu",) if ACCELERATOR is None else ("cpu", ACCELERATOR)
+
+
 class Region(NamedTuple):
     """What an operation has to know of the policy: equal for policies that autocast alike.
 
@@ -43,7 +52,7 @@ class Frame:
         self.outer = outer
         self.depth = _nesting()
         self.checkpointed = unstable.in_checkpointed_function()
-        self.before = [(device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)) for device in MARKED]
+        self.before = [(one, torch.get_autocast_dtype(one), torch.is_autocast_enabled(one)) for one in MARKED]
 
 
 class _Thread(threading.local):
@@ -54,6 +63,7 @@ class _Thread(threading.local):
 _here = _Thread()
 
 
+@unstable.never_compiled
 def enter(region: Region | None) -> Frame:
     """Make a region this thread's innermost one, after native autocast was entered for it; see `leave`."""
     frame = Frame(region, _here.frame)
@@ -64,6 +74,7 @@ def enter(region: Region | None) -> Frame:
     return frame
 
 
+@unstable.never_compiled
 def leave(frame: Frame) -> None:
     """Undo `enter`."""
     for device, dtype, enabled in frame.before:
@@ -72,12 +83,13 @@ def leave(frame: Frame) -> None:
     _become(frame.outer)
 
 
-def current(device_type: str) -> Region | None:
+def current(device_type: str = "cpu") -> Region | None:
     """The region that an operation on a device type runs in; None in native autocast's own regions."""
     frame = _here.frame
     if frame is not None and frame.depth == _nesting():  # deeper: the user's torch.autocast lies between
         return frame.region
-    region = _traced.get((torch.get_autocast_dtype(MARKED[0]), torch.get_autocast_dtype(MARKED[1])))
+    mark = torch.get_autocast_dtype(MARKED[0]), torch.get_autocast_dtype(MARKED[1])
+    region = marked(mark) if mark in _traced else None
     if region is None:
         number = unstable.running_sequence_number()
         region = None if number is None else _recorded(number)
@@ -98,19 +110,14 @@ def _nesting() -> int:
 # cache has them in its keys. A policy could be guarded nowhere else: Python state is compared only where it is read.
 
 
-def _unused_device_types() -> tuple[str, str]:
-    accelerator = torch.accelerator.current_accelerator()
-    there = None if accelerator is None else accelerator.type
-    first, second, *_ = (device for device in ("ipu", "maia", "hpu") if device != there)
-    return first, second
-
-
-MARKED = _unused_device_types()
+_ELSEWHERE = [device for device in ("ipu", "maia", "hpu") if device != ACCELERATOR]
+MARKED = _ELSEWHERE[0], _ELSEWHERE[1]
 _UNMARKED = (torch.get_autocast_dtype(MARKED[0]), torch.get_autocast_dtype(MARKED[1]))
 _DTYPES = sorted({one for one in vars(torch).values() if isinstance(one, torch.dtype)} - set(_UNMARKED), key=str)
 
 _regions: dict[Region, int] = {}
-_traced: dict[tuple[torch.dtype, torch.dtype], Region] = {}
+_of_mark: dict[tuple[torch.dtype, ...], Region] = {}
+_traced: set[tuple[torch.dtype, torch.dtype]] = set()
 _lock = threading.Lock()
 
 
@@ -124,27 +131,37 @@ def mark_of(region: Region | None, *, traced: bool = False) -> tuple[torch.dtype
         return _UNMARKED
     with _lock:
         number = _regions.setdefault(region, len(_regions))
-        if number == len(_regions) - 1:
-            _tag_caches()
+        new = number == len(_regions) - 1
+    if new:
+        tag_caches(repr(region))
     page, line = divmod(2 * number + traced, len(_DTYPES))
     if page >= len(_DTYPES):
         raise _too_many(len(_DTYPES) ** 2 // 2)
     mark = _DTYPES[line], _DTYPES[page]
+    _of_mark[mark] = region
     if traced:
-        _traced[mark] = region
+        _traced.add(mark)
     return mark
 
 
+def marked(mark: tuple[torch.dtype, ...]) -> Region | None:
+    """The region with a mark."""
+    return _of_mark.get(mark)
+
+
+_registered: list[str] = []
 _tag = ""
 
 
-def _tag_caches() -> None:
-    """Have compiled code that is cached on disk belong to this table: AOTAutograd knows nothing of our kernels."""
+def tag_caches(registration: str) -> None:
+    """Have compiled code that is cached on disk belong to what is registered: AOTAutograd knows nothing of it."""
     global _tag
-    config = torch.compiler.config
-    users = config.cache_key_tag.removesuffix(_tag)
-    _tag = f"|polyamp {hashlib.sha256(repr(list(_regions)).encode()).hexdigest()[:16]}"
-    config.cache_key_tag = users + _tag
+    if registration in _registered:
+        return
+    _registered.append(registration)
+    users = torch.compiler.config.cache_key_tag.removesuffix(_tag)
+    _tag = f"|polyamp {hashlib.sha256(repr(_registered).encode()).hexdigest()[:16]}"
+    torch.compiler.config.cache_key_tag = users + _tag
 
 
 def _too_many(limit: int) -> InvalidValueError:

@@ -11,8 +11,9 @@ import torch.utils._pytree as pytree
 from torch import nn
 from torch.fx import Graph, GraphModule
 
+from polyamp.backends.torch.attributes import HOLDER
 from polyamp.backends.torch.capture import root_of
-from polyamp.backends.torch.decisions import HOLDER, Rules
+from polyamp.backends.torch.decisions import Rules
 from polyamp.backends.torch.program import Program, check_no_autocast, mode_of
 from polyamp.errors import InvalidTypeError, UnsupportedError, UsageError, warn_once
 from polyamp.formats import format_of
@@ -22,26 +23,91 @@ from polyamp.policy import policy as make_policy
 from polyamp.refusals import not_traced
 
 
+def rewrite(
+    module: Callable[..., Any], *example_inputs: Any, policy: Policy | str | None = None, **kwargs: Any
+) -> Rewritten:
+    """A module whose operations run as a policy says, as a graph in which every cast is written down.
+
+    >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Softmax(-1))
+    >>> fast = rewrite(model, torch.ones(3, 4), policy="mixed_bfloat16")
+    >>> [(op.name, op.format, op.where.split()[0]) for op in fast.plan.operations]
+    [('matmul', 'bfloat16', '0'), ('softmax', 'float32', '1')]
+    >>> fast(torch.ones(5, 4)).dtype, fast.get_parameter("0.weight") is model[0].weight
+    (torch.float32, True)
+
+    Args:
+        module: a ``torch.nn.Module``, one of its methods, or a function of tensors.
+        *example_inputs: arguments, to capture it now; else the first call does. Sizes that the code does not look at
+            may be others in later calls. Nothing is computed: meta and fake tensors will do.
+        policy: a policy or its name, bound now; None is the current policy.
+        **kwargs: example keyword arguments.
+
+    Returns:
+        A `Rewritten`: a ``torch.fx.GraphModule`` with an attribute ``plan``. Its parameters and buffers are the
+        module's, and so are the names in its ``state_dict``; results have the dtypes that the module gives. What the
+        module's code finds in its own attributes, other than training modes, is taken as it is at the capture.
+
+    Raises:
+        InvalidTypeError: not a module or function, or arguments or results that hide tensors.
+        InvalidValueError: the module does not take these arguments.
+        UnsupportedError: a format that torch functions do not compute in.
+        UsageError: the code cannot be captured whole, assigns attributes, or stands under `torch.autocast`.
+
+    Warns:
+        PolyampWarning: nothing was lowered, or a rule matched nothing.
+    """
+    rewritten = Rewritten(_checked(module), usable(policy))
+    if example_inputs or kwargs:
+        rewritten.trace(example_inputs, kwargs)
+    return rewritten
+
+
+def explain(module: Callable[..., Any], *inputs: Any, policy: Policy | str | None = None, **kwargs: Any) -> Plan:
+    """What every operation of a module runs in, where and why. Nothing is computed.
+
+    >>> plan = explain(lambda x: torch.exp(x @ x), torch.ones(2, 2, device="meta"), policy="mixed_float16")
+    >>> [(op.name, op.format, op.reason) for op in plan.operations]
+    [('matmul', 'float16', 'table'), ('exp', 'float32', 'table')]
+
+    Args:
+        module: as for `rewrite`.
+        *inputs: its arguments; meta and fake tensors will do.
+        policy: a policy or its name; None is the current policy.
+        **kwargs: its keyword arguments.
+
+    Returns:
+        A `Plan`. ``bytes_saved`` are what autograd keeps, parameters and arguments included; None where an operator
+        of the user's has no fake kernel.
+    """
+    return Program(_checked(module), usable(policy), inputs, kwargs).plan
+
+
 class Rewritten(GraphModule):
     """What `rewrite` gives: a graph over the original's own submodules, parameters and buffers.
 
-    Training, saving and moving it is training, saving and moving the original. `graph` is the one for the first
-    arguments; arguments that it is not made for (other ranks or dtypes, sizes for which the code took another way),
-    and another training mode, get graphs of their own when they come.
+    Training, saving and moving it is training, saving and moving the original. ``graph`` is made for the first
+    arguments. Others that it does not fit (another rank or dtype, a size for which the code takes another way), and
+    another training mode, get graphs of their own when they come.
+
+    >>> model = torch.nn.Dropout()
+    >>> fast = rewrite(model, torch.ones(4), policy="mixed_bfloat16")
+    >>> fast.eval()(torch.ones(3)), model.training, len(fast.programs)
+    (tensor([1., 1., 1.]), False, 2)
 
     Attributes:
-        programs: the graphs so far, each decided.
+        programs: what was decided, for each graph.
     """
 
+    _first: Any  # what runs ``graph``: as a method of a class that this object has to itself
+
     def __init__(self, fn: Callable[..., Any], policy: Policy) -> None:
-        root = root_of(fn)
-        graph = Graph()
+        root, graph = root_of(fn), Graph()
         graph.output(())
         super().__init__(nn.Module(), graph, "Rewritten")
         self._source = (fn, root, policy)  # a tuple, so that the original does not become a submodule
         self.programs: list[Program] = []
-        self._runs: list[Callable[..., Any]] = []
-        self._modules |= {**root._modules, HOLDER: nn.Module()}
+        self._views: list[Any] = []
+        self._modules.update({**root._modules, HOLDER: nn.Module()})
         self._parameters, self._buffers = root._parameters, root._buffers
         self._non_persistent_buffers_set = root._non_persistent_buffers_set
         self.training = root.training
@@ -55,47 +121,137 @@ class Rewritten(GraphModule):
         """
         if not self.programs:
             raise not_traced(where="rewrite(module).plan")
-        return self.programs[0].plan()
+        return self.programs[0].plan
 
     def train(self, mode: bool = True) -> Rewritten:
-        """Set the mode of the original and all its parts."""
+        """Set the mode of the original and of all its parts."""
         self._source[1].train(mode)
         super().train(mode)
         return self
 
     def recompile(self) -> Any:
-        """Make code of ``graph``, as it is now; see `torch.fx.GraphModule.recompile`."""
+        """Make code of ``graph`` as it is now; see `torch.fx.GraphModule.recompile`."""
         code = super().recompile()
         kind = type(self)
-        kind._own = kind.forward  # type: ignore[attr-defined]
-        kind.forward = Rewritten._run  # type: ignore[method-assign]
+        kind._first = kind.forward
+        kind.forward = Rewritten._run
         return code
 
-    def trace(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Program:
-        """Decide the function for these arguments too."""
-        fn, root, policy = self._source
-        program = Program(fn, policy, args, kwargs)
-        offset = sum(len(one.attributes) for one in self.programs)
-        _hold(getattr(self, HOLDER), program, offset)
-        if not self.programs:
+    def trace(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Make a graph for these arguments too."""
+        fn, _, policy = self._source
+        program = Program(fn, policy, args, kwargs, name=str(len(self.programs)))
+        self.get_submodule(HOLDER).add_module(program.name, program.attributes.as_module())
+        if self.programs:
+            self._views.append(_view(self, program.graph))
+        else:
             self.graph = program.graph
-        self._runs.append(self._own if not self.programs else self._view(program.graph))
+            report(program.rules, getattr(fn, "__name__", type(fn).__name__))
         self.programs.append(program)
-        _report(program.rules, getattr(fn, "__name__", type(fn).__name__))
-        return program
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         """The graph that fits the arguments."""
-        leaves, spec = pytree.tree_flatten((args, kwargs))
-        mode = mode_of(self._source[1])
-        for program, run in zip(self.programs, self._runs, strict=True):
-            if program.mode == mode and program.fits(leaves, spec):
-                return run(*args, **kwargs)
-        self.trace(args, kwargs)
-        return self._runs[-1](*args, **kwargs)
+        check_no_autocast()
+        found = self._fitting(args, kwargs)
+        if found is None:
+            if torch.compiler.is_compiling():
+                raise _not_traced_so()
+            self.trace(args, kwargs)
+            found = len(self.programs) - 1
+        run: Any = self._views[found - 1] if found else self._first
+        return run(*args, **kwargs)
 
-    def _view(self, graph: Graph) -> GraphModule:
-        """Another graph over the same submodules."""
-        other = GraphModule(self, graph, "Rewritten")
-        other._modules, other._parameters, other._buffers = self._modules, self._parameters, self._buffers
-        return other
+    def _fitting(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
+        """The number of the program for such arguments in this mode; while compiling, of the first in this mode."""
+        mode = mode_of(self._source[1])
+        there = [number for number, program in enumerate(self.programs) if program.mode == mode]
+        if torch.compiler.is_compiling():
+            return there[0] if there else None
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        return next((number for number in there if self.programs[number].fits(leaves, spec)), None)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Rewritten:
+        """A copy over a copy of the original; it captures that when it is called."""
+        fn, _, policy = self._source
+        return Rewritten(copy.deepcopy(fn, memo), policy)
+
+    def __reduce__(self) -> NoReturn:
+        raise UsageError(
+            "a rewritten module is not pickled: it has the original's Python code in it",
+            where="pickle, torch.save",
+            fix="save its state_dict(), which is the original's, and rewrite the loaded model",
+        )
+
+
+def _view(rewritten: Rewritten, graph: Graph) -> GraphModule:
+    """Another graph over the same submodules, parameters and buffers."""
+    view = GraphModule(rewritten, graph, "Rewritten")
+    view._modules, view._parameters, view._buffers = rewritten._modules, rewritten._parameters, rewritten._buffers
+    return view
+
+
+def _checked(module: Any) -> Any:
+    if callable(module) and not isinstance(module, type | Rewritten):
+        return module
+    raise InvalidTypeError(
+        "no module or function of tensors" if not isinstance(module, Rewritten) else "the module is rewritten already",
+        where="rewrite(module)",
+        found=f"{module!r}" if isinstance(module, type) else type(module).__qualname__,
+        allowed="a torch.nn.Module, one of its methods, or a function of tensors",
+        fix="give the model itself, then its arguments",
+    )
+
+
+def usable(policy: Policy | str | None) -> Policy:
+    """The policy, in whose format a graph of torch functions can run; None is the current one.
+
+    Raises:
+        UnsupportedError: it computes in another format.
+    """
+    chosen = make_policy(policy)
+    _check_format(chosen.compute)
+    return chosen
+
+
+def _check_format(compute: str) -> None:
+    if compute in ("float32", "float16", "bfloat16"):
+        return
+    ways = {
+        "tensorfloat32": 'it is a way to multiply float32: torch.set_float32_matmul_precision("high")',
+        "float64": "compute in float64 throughout: model.double()",
+    }
+    raise UnsupportedError(
+        "PyTorch's operations cannot be cast to this format",
+        where="rewrite(module, policy=)",
+        found=compute,
+        allowed="float16, bfloat16, float32",
+        fix=ways.get(compute, "choose one of these formats"),
+    )
+
+
+def report(rules: Rules, name: str) -> None:
+    """Say once what had no effect in the graph of a function of that name."""
+    policy = rules.policy
+    for rule in rules.unused:
+        warn_once(
+            f"the rule {rule.pattern!r} of {policy} matched nothing in {name}: it is neither an operation there (see "
+            "docs/operations.md) nor a module. polyamp.explain lists what there is.",
+            stacklevel=5,
+        )
+    for refusal, asked in rules.refused.items():
+        warn_once(f"{asked} of {policy} is not kept in {name}: {refusal}.", stacklevel=5)
+    if format_of(policy.compute).is_low and not rules.lowered:
+        warn_once(
+            f"rewrite to {policy.compute} changed nothing in {name}: it has no float32 operation of class lower, such "
+            "as matmul and conv. polyamp.explain gives the reason for each operation.",
+            stacklevel=5,
+        )
+
+
+def _not_traced_so() -> UsageError:
+    return UsageError(
+        "the module was not rewritten for this training mode, and cannot be while torch.compile captures it",
+        where="torch.compile(rewrite(module))",
+        fix="call it once in this mode before it is compiled; or compile the original: "
+        'torch.compile(module, backend="polyamp")',
+    )

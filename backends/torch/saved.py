@@ -66,6 +66,6 @@ class _OnFakes(Interpreter):
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         """What a function gives; a checkpoint keeps nothing of its body."""
-        if unstable.is_checkpoint(target):
+        if unstable.is_operator_of_bodies(target, "tag_activation_checkpoint"):
             return checkpoint(*args, **{**kwargs, "use_reentrant": False})
         return super().call_function(target, args, kwargs)

@@ -74,7 +74,7 @@ def _check(optimizer: LossScaledOptimizer, saved: Mapping[str, Any]) -> None:
             "this is the state of an optimizer that was not wrapped",
             f"no {' and no '.join(missing)}",
             f"keys {', '.join(KEYS)}",
-            "load it into the plain optimizer, by plain.load_state_dict(saved), and wrap that",
+            "load it into the inner optimizer, by wrapped.inner.load_state_dict(saved); the loss scale starts anew",
         )
     _check_groups(optimizer.param_groups, saved)
     if optimizer.masters is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -60,18 +61,13 @@ class Stepper:
     def _leaves_it_to_the_kernel(self, found: Tensor, gradients: Gradients) -> bool:
         if not self._can_skip or self.skip_on_device is False:
             return False
-        return (self.skip_on_device or found.device.type != "cpu") and self._state_is_complete(gradients)
-
-    def _state_is_complete(self, gradients: Gradients) -> bool:
-        """False before the first applied step, which is decided on the host: torch's fused SGD allocates momentum
-        without filling it, and would keep that if its kernel skipped."""
-        state = self.inner.state
-        return all(map(state.__contains__, gradients.params)) if state else self._has_stepped
+        wanted = self.skip_on_device or found.device.type != "cpu"
+        return wanted and state_is_complete(self.inner, gradients.params, has_stepped=self._has_stepped)
 
     def _on_host(self, found: Tensor) -> tuple[Any, bool]:
         finite = not found
-        self.inner._opt_called = True  # type: ignore[attr-defined]  # for a scheduler made before wrapping: skips count
         if not finite:
+            note_skipped(self.inner)
             return None, False
         result = self.inner.step()
         self._has_stepped = True
@@ -83,3 +79,22 @@ class Stepper:
             return self.inner.step(), found == 0
         finally:
             del self.inner.found_inf  # type: ignore[attr-defined]
+
+
+def state_is_complete(optimizer: torch.optim.Optimizer, params: Iterable[Tensor], *, has_stepped: bool) -> bool:
+    """Whether a kernel may skip: False before the first applied step of any parameter, which is decided on the host.
+
+    torch's fused SGD allocates momentum without filling it, and would keep that if its kernel skipped.
+
+    Args:
+        optimizer: the optimizer.
+        params: its parameters that have a gradient.
+        has_stepped: whether a step was applied, for optimizers without state.
+    """
+    state = optimizer.state
+    return all(map(state.__contains__, params)) if state else has_stepped
+
+
+def note_skipped(optimizer: torch.optim.Optimizer) -> None:
+    """Let schedulers know that a skipped step was a step, else they warn of a wrong order."""
+    optimizer._opt_called = True  # type: ignore[attr-defined]  # which they set on the ``step`` that they watch

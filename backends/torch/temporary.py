@@ -1,7 +1,7 @@
 """Masters whose float32 values exist during a step only, to save memory between steps.
 
 They stand in the inner optimizer's groups all the time, since its state is keyed by them. Between steps all their
-elements read as NaN, and writing to them is an error.
+elements read as NaN, and copying to them is an error.
 """
 
 from __future__ import annotations

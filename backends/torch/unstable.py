@@ -5,6 +5,7 @@ Each function says why there is no public way.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import wraps
@@ -38,22 +39,22 @@ def capturing(code: Any) -> Iterator[None]:
     There are options of ``torch.compile`` for none of these. What Dynamo keeps of ``code`` is dropped afterwards, since
     it counts the graphs of one function and refuses after some.
     """
-    import torch._dynamo
+    import torch._dynamo as dynamo
     import torch.fx.experimental._config as shapes
 
-    settings = {"allow_rnn": True, "specialize_float": True, "specialize_int": True}
+    settings: dict[str, Any] = {"allow_rnn": True, "specialize_float": True, "specialize_int": True}
     try:
-        with torch._dynamo.config.patch(**settings), shapes.patch(use_duck_shape=False):
+        with dynamo.config.patch(settings), shapes.patch({"use_duck_shape": False}):  # type: ignore[attr-defined]
             yield
     finally:
-        torch._dynamo.reset_code(code)
+        dynamo.reset_code(code)  # type: ignore[attr-defined]
 
 
-def capture_errors() -> tuple[type[Exception], type[Exception], type[Exception]]:
-    """Dynamo's exceptions: for a graph break, for what fails in the user's operations, for a wrong use of tensors."""
+def capture_errors() -> tuple[tuple[type[Exception], ...], type[Exception]]:
+    """Dynamo's exceptions: for code that is no single graph, and for operations that fail."""
     from torch._dynamo import exc
 
-    return exc.Unsupported, exc.TorchRuntimeError, exc.UserError
+    return (exc.Unsupported, exc.UserError), exc.TorchRuntimeError
 
 
 def backend_error() -> type[Exception]:
@@ -80,9 +81,9 @@ def on_fakes(mode: Any) -> Iterator[None]:
 
 
 def size_guards(fakes: Sequence[Tensor]) -> Callable[[Sequence[Tensor]], bool]:
-    """Whether tensors have sizes for which a captured graph is right: Dynamo's own guards, but for these tensors only."""
-    mode = fake_mode_of(fakes)
-    shapes = None if mode is None else mode.shape_env
+    """Whether tensors have sizes for which a captured graph is right: the guards that Dynamo would make."""
+    mode: Any = fake_mode_of(fakes)
+    shapes: Any = None if mode is None else mode.shape_env
     code = None if shapes is None else shapes.produce_guards_expression(fakes)
     return lambda tensors: code is None or bool(shapes.evaluate_guards_expression(code, tensors))
 
@@ -107,12 +108,11 @@ def is_static_input(node: Any) -> bool:
     return "_dynamo_static_input_type" in node.meta.get("tensor_dict", {})
 
 
-def with_trees(graph: Any, in_spec: Any, out_spec: Any) -> None:
-    """Let a graph take and give pytrees, as exported modules do."""
+def with_trees(graph: Any, names: Sequence[str], in_spec: Any, out_spec: Any) -> None:
+    """Let a graph take arguments of these names and give results that are pytrees, as exported modules do."""
     from torch.fx.graph import _PyTreeCodeGen, _PyTreeInfo
 
-    names = [node.name for node in graph.nodes if node.op == "placeholder"]
-    graph.set_codegen(_PyTreeCodeGen(_PyTreeInfo(names, in_spec, out_spec)))
+    graph.set_codegen(_PyTreeCodeGen(_PyTreeInfo(list(names), in_spec, out_spec)))
 
 
 def aten_graph(function: Callable[..., Any], fakes: Sequence[Any]) -> Any:
@@ -122,9 +122,11 @@ def aten_graph(function: Callable[..., Any], fakes: Sequence[Any]) -> Any:
     return make_fx(function, pre_dispatch=True)(*fakes)
 
 
-def is_checkpoint(target: Any) -> bool:
-    """Whether a node runs a body under activation checkpointing."""
-    return getattr(target, "__name__", "") == "tag_activation_checkpoint"
+def is_operator_of_bodies(target: Any, name: str) -> bool:
+    """Whether a node calls the higher-order operator of that name; their classes are private."""
+    from torch._ops import HigherOrderOperator
+
+    return isinstance(target, HigherOrderOperator) and target.__name__ == name
 
 
 def not_traced(method: Method) -> Method:
@@ -132,7 +134,7 @@ def not_traced(method: Method) -> Method:
 
     The public ``torch.compiler.disable`` imports Dynamo at once, which takes longer than torch itself.
     """
-    untraced = torch._disable_dynamo(method)
+    untraced = torch._disable_dynamo(method)  # type: ignore[attr-defined]
 
     @wraps(method)
     def called(*args: Any, **kwargs: Any) -> Any:
@@ -165,6 +167,23 @@ def schema_arguments(overload: Any) -> list[Any]:
     """An operator's arguments; its schema is private. See also `written_arguments`."""
     arguments: list[Any] = overload._schema.arguments
     return arguments
+
+
+def overloads_of(op: Any) -> list[Any]:
+    """The overloads of an operator, given as such, by name or as a custom operator; none where it is no operator.
+
+    The classes of operators, and the operator of what `torch.library.custom_op` gives, have private names.
+    """
+    if isinstance(op, str):
+        namespace, _, name = op.partition("::")
+        base, _, overload = name.partition(".")
+        op = getattr(getattr(torch.ops, namespace), base, None) if base else None
+        op = getattr(op, overload, None) if overload else op
+    if isinstance(op, torch._library.custom_ops.CustomOpDef):
+        op = op._opoverload
+    if isinstance(op, torch._ops.OpOverloadPacket):
+        return [getattr(op, overload) for overload in op.overloads()]  # type: ignore[no-untyped-call]
+    return [op] if isinstance(op, torch._ops.OpOverload) else []
 
 
 class AutocastKey:
@@ -219,6 +238,18 @@ def constant_when_compiled(fn: Method) -> Method:
     `torch.compiler.assume_constant_result` does this, but imports Dynamo when the function is decorated.
     """
     fn._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return fn
+
+
+def never_compiled(fn: Method) -> Method:
+    """Have Dynamo leave the frames of a function, and of what it calls, to Python; where it inlines, nothing changes.
+
+    `torch.compiler.disable` imports Dynamo, and is itself a frame and a graph break.
+    """
+    from torch._C._dynamo import eval_frame
+
+    skip = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.SKIP)
+    eval_frame.set_code_exec_strategy(inspect.unwrap(fn).__code__, skip)
     return fn
 
 

@@ -1,0 +1,141 @@
+"""The backend of ``torch.compile(model, backend="polyamp")``: graphs of Dynamo, planned, then compiled by another."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx import Graph, GraphModule, Node
+
+from polyamp.backends.torch import unstable
+from polyamp.backends.torch.attributes import Attributes
+from polyamp.backends.torch.decisions import Known, Pass, Rules, known_value, map_known
+from polyamp.backends.torch.expansion import expand
+from polyamp.backends.torch.program import check_no_autocast
+from polyamp.backends.torch.rewrite import report, usable
+from polyamp.errors import InvalidTypeError, InvalidValueError
+from polyamp.policy import Policy, current_policy
+
+Compiled = Callable[..., Any]
+
+
+def polyamp(
+    module: GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    mode: str | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> Compiled:
+    """Plan one of Dynamo's graphs by a policy, and let another backend compile it.
+
+    >>> import polyamp
+    >>> model = torch.nn.Linear(4, 2)
+    >>> fast = torch.compile(model, backend=polyamp.backends.torch.compiler.polyamp, options={"backend": "aot_eager"})
+    >>> with polyamp.policy("mixed_bfloat16"):
+    ...     print(fast(torch.ones(3, 4)).dtype)
+    torch.float32
+
+    Its name in ``torch.compile(backend=)`` is ``"polyamp"``. Where the code breaks the graph, each part is planned, and
+    values between the parts are as declared.
+
+    Args:
+        module: the graph.
+        example_inputs: what it is called with.
+        mode: as of ``torch.compile``; for inductor.
+        options: ``policy``, a policy or its name, which is bound; without it the current one at each call holds, and a
+            graph is compiled for every policy that is met. ``backend``, which compiles; inductor is the default. All
+            others are that backend's.
+
+    Raises:
+        InvalidTypeError: ``backend`` is no name or callable.
+        UnsupportedError: a format that torch functions do not compute in.
+        UsageError: the graph was captured under `torch.autocast`, or has a region of it.
+    """
+    check_no_autocast()
+    chosen = dict(options or {})
+    bound, inner = chosen.pop("policy", None), _backend(chosen.pop("backend", "inductor"), mode, chosen)
+    expand(module)
+    if bound is not None:
+        return inner(*_planned(module, example_inputs, usable(bound)))
+    return _ByPolicy(module, example_inputs, inner)
+
+
+class _ByPolicy:
+    """A graph compiled for each policy that is current at a call. The first is compiled with the example's sizes open.
+
+    Dynamo has guards for a module's code and inputs, and none for a context variable.
+    """
+
+    def __init__(self, module: GraphModule, example_inputs: Sequence[Any], inner: Callable[..., Compiled]) -> None:
+        self._module, self._inner = module, inner
+        policy = usable(None)
+        self._examples = example_inputs
+        self._compiled: dict[Policy, Compiled] = {policy: inner(*_planned(module, example_inputs, policy))}
+
+    def __call__(self, *inputs: Any) -> Any:
+        policy = current_policy()
+        if policy not in self._compiled:
+            rewritten, _ = _planned(self._module, self._examples, usable(policy))
+            self._compiled[policy] = torch.compile(rewritten, backend=self._inner, fullgraph=True)
+        return self._compiled[policy](*inputs)
+
+
+def _planned(module: GraphModule, example_inputs: Sequence[Any], policy: Policy) -> tuple[GraphModule, Sequence[Any]]:
+    """The graph with its casts, to be called with the same inputs."""
+    rules, graph, attributes = Rules(policy), Graph(), Attributes("0")
+    arguments = {
+        node: _argument(node, given, graph, rules)
+        for node, given in zip(module.graph.find_nodes(op="placeholder"), example_inputs, strict=True)
+    }
+    results = Pass(module, rules, graph, arguments, attributes).results()
+    graph.output(map_known(results, lambda known: known.node))
+    report(rules, "the compiled graph")
+    return GraphModule(attributes, graph, "Planned"), example_inputs
+
+
+def _argument(node: Node, given: Any, graph: Graph, rules: Rules) -> Known:
+    """What is known of an input; a module's buffers have values to look at."""
+    fake = node.meta.get("example_value")
+    buffer = unstable.is_static_input(node) and isinstance(given, Tensor) and not isinstance(given, nn.Parameter)
+    fixed = buffer and given.dtype == torch.float32
+    return Known(graph.node_copy(node), fake, fake, rules.constant([given]) if fixed else known_value(fake))
+
+
+def _backend(backend: Any, mode: str | None, options: dict[str, Any]) -> Callable[..., Compiled]:
+    """What compiles the planned graph."""
+    if backend == "inductor":
+        return _inductor(mode, options)
+    found = _looked_up(backend) if isinstance(backend, str) else backend
+    if not callable(found):
+        raise InvalidTypeError(
+            "no backend of torch.compile",
+            where='torch.compile(options={"backend": ...})',
+            found=f"{backend!r} ({type(backend).__name__})",
+            allowed="the name of a backend, or a function of a graph and its inputs",
+            fix='leave it out for inductor, or name one: "aot_eager"',
+        )
+    given = {"mode": mode} if mode else {}
+    return lambda module, inputs: found(module, inputs, **given, **({"options": options} if options else {}))
+
+
+def _inductor(mode: str | None, options: dict[str, Any]) -> Callable[..., Compiled]:
+    import torch._inductor as inductor  # takes seconds to load
+
+    patches = {**(inductor.list_mode_options(mode) if mode else {}), **options}
+    return lambda module, inputs: inductor.compile(module, inputs, options=patches or None)
+
+
+def _looked_up(name: str) -> Any:
+    import torch._dynamo as dynamo
+
+    if name == "polyamp" or name not in dynamo.list_backends(exclude_tags=()):
+        raise InvalidValueError(
+            "unknown backend of torch.compile",
+            where='torch.compile(options={"backend": ...})',
+            found=repr(name),
+            allowed=", ".join(one for one in dynamo.list_backends() if one != "polyamp"),
+            fix="use one of these, or give the function itself",
+        )
+    return dynamo.lookup_backend(name)

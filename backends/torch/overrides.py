@@ -1,0 +1,265 @@
+"""Operations whose class under a policy's own rules is not what native autocast does with them.
+
+Each is registered once, at the first region that needs it, for the whole process. Its kernel asks at every call which
+region it is in, and hands over to native autocast's kernel wherever that would do the same.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import torch
+
+from polyamp.backends.torch import casts, unstable
+from polyamp.backends.torch.native_lists import TORCH_VERSION, category, known, registered
+from polyamp.backends.torch.operations import canonical
+from polyamp.backends.torch.regions import DEVICE_TYPES, Region, current, tag_caches
+from polyamp.backends.torch.weights import library
+from polyamp.errors import warn_once
+from polyamp.operations import OPERATIONS
+from polyamp.rules import TABLE, decide
+
+Behaviour = Callable[..., casts.Call]
+
+_OF_CLASS: dict[str, Behaviour] = {
+    "lower": casts.lower,
+    "full": casts.full,
+    "promote": casts.widest,
+    "follow": casts.widest,  # eager code does not know what its inputs came from
+    "neutral": casts.widest,
+    "keep": casts.as_written,
+}
+
+# The native categories that do what a class asks for; beside them nothing is overridden.
+_DOES: dict[str, set[str]] = {
+    "lower": {"lower"},
+    "full": {"full", "full_dtype", "full_overload"},
+    "promote": set(),  # native kernels refuse float16 beside bfloat16
+    "follow": {"unlisted"},
+    "neutral": {"unlisted"},
+    "keep": {"unlisted"},
+}
+
+_CLASS_OF_LIST = {"lower": "lower", "full": "full", "full_dtype": "full", "full_overload": "full", "promote": "promote"}
+
+
+def prepare(region: Region, device_type: str) -> None:
+    """Register the operations that a region needs overridden on a device type; those that are stay."""
+    for name in _native_names(region, device_type):
+        override(name, device_type)
+    for rule in region.rules:
+        for name in operators_of(rule.pattern):
+            if _behaviour(name, region, device_type) is not None:
+                override(name, device_type)
+
+
+def _native_names(region: Region, device_type: str) -> Iterator[str]:
+    """Operators that no rule names: those that promote, and in float16 on the CPU what CUDA's list has beside its."""
+    for name in registered(device_type):
+        if category(name, device_type) == "promote":
+            yield name
+    if device_type == "cpu" and region.dtype is torch.float16:
+        yield from (name for name in known("cuda") if _as_on_cuda(name))
+
+
+def _as_on_cuda(operator: str) -> str | None:
+    """The class that CUDA's list gives an operator which the CPU's does not have, and which the CPU can run."""
+    if category(operator, "cpu") != "unlisted" or operator in _ONLY_ON_CUDA:
+        return None
+    return _CLASS_OF_LIST.get(known("cuda").get(operator, ""))
+
+
+_ONLY_ON_CUDA = {
+    "aten::_cudnn_rnn",
+    "aten::cudnn_convolution",
+    "aten::cudnn_convolution_transpose",
+    "aten::_scaled_dot_product_flash_attention",
+    "aten::_thnn_fused_gru_cell",
+    "aten::_thnn_fused_lstm_cell",
+}
+
+
+def _behaviour(operator: str, region: Region, device_type: str) -> Behaviour | None:
+    """What is done with an operator in a region; None where native autocast does it."""
+    native = category(operator, device_type)
+    op_class, reason = decide(region.rules, class_name(operator))
+    if reason == TABLE or not any(rule.matches(class_name(operator)) for rule in region.rules):
+        if native == "promote":
+            return casts.widest
+        on_cuda = _as_on_cuda(operator) if device_type == "cpu" and region.dtype is torch.float16 else None
+        return _OF_CLASS[on_cuda] if on_cuda else None
+    if native == "unknown":
+        warn_once(
+            f"{operator} is in native autocast's list of torch {torch.__version__}, which is newer than the list that "
+            f"polyamp knows (torch {TORCH_VERSION}): {reason} does not reach it. Update polyamp."
+        )
+        return None
+    return None if native in _DOES[op_class] else _OF_CLASS[op_class]
+
+
+def class_name(operator: str) -> str:
+    """The name by which rules know an operator: the canonical one, or its own where it is a user's.
+
+    >>> class_name("aten::softmax.int"), class_name("mylib::gelu.default"), class_name("mylib::gelu")
+    ('softmax', 'mylib::gelu', 'mylib::gelu')
+    """
+    return canonical(operator) or operator.partition(".")[0]
+
+
+def operators_of(pattern: str) -> list[str]:
+    """The operators that a rule's pattern names, in their functional forms with tensors to cast."""
+    from polyamp.rules import Rule
+
+    rule = Rule(pattern, "keep")
+    return [name for operation, names in _index().items() if rule.matches(operation) for name in names]
+
+
+@cache
+def _index() -> dict[str, list[str]]:
+    """Every operator that may be overridden, under its canonical name."""
+    index: dict[str, list[str]] = {}
+    for name in unstable.all_operators():
+        operation = canonical(name) if name.startswith("aten::") else None
+        if operation is not None and OPERATIONS[operation].op_class != "keep" and _can_be_overridden(name):
+            index.setdefault(operation, []).append(name)
+    return index
+
+
+_LEFT_OUT = {"_scaled_mm", "_grouped_mm"}  # of 8-bit inputs with scales of their own
+
+
+def _can_be_overridden(name: str) -> bool:
+    """Forward operators that change and alias none of their arguments; views of 16-bit values are 16-bit values."""
+    base, _, overload = name.removeprefix("aten::").partition(".")
+    if base.endswith("_") or "backward" in base or base in _LEFT_OUT or "out" in overload:
+        return False
+    arguments = unstable.schema_arguments(_overload(name))
+    types = [str(argument.type) for argument in arguments]
+    return (
+        not any(argument.alias_info is not None for argument in arguments)
+        and any("Tensor" in one for one in types)
+        and not any("Dimname" in one or "Generator" in one for one in types)
+    )
+
+
+def _overload(name: str) -> Any:
+    namespace, _, rest = name.partition("::")
+    base, _, overload = rest.partition(".")
+    return getattr(getattr(getattr(torch.ops, namespace), base), overload or "default")
+
+
+@contextmanager
+def _overriding() -> Iterator[None]:
+    """Without the warning that an override is meant to give once for all operators."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Warning only once for all operators")
+        yield
+
+
+_lock = threading.Lock()
+_overridden: set[tuple[str, str]] = set()
+
+
+def override(name: str, device_type: str) -> None:
+    """Register our kernel for one operator on one device type."""
+    with _lock:
+        if (name, device_type) in _overridden:
+            return
+        kernel = _kernel(name, device_type)
+        with _overriding():
+            key = unstable.AutocastKey(device_type).name
+            library.impl(name, kernel, key, with_keyset=True)  # type: ignore[no-untyped-call]
+        _overridden.add((name, device_type))
+
+
+def _kernel(name: str, device_type: str) -> Callable[..., Any]:
+    op, key = _overload(name), unstable.AutocastKey(device_type)
+    native = _native(name, device_type, op, key)
+    choices: dict[Region, casts.Call | None] = {}
+
+    @unstable.never_compiled
+    def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        region = current(device_type)
+        if region is None:
+            return native(keyset, args, kwargs)
+        if region not in choices:
+            behaviour = _behaviour(name, region, device_type)
+            choices[region] = behaviour and behaviour(op, class_name(name), device_type, region.dtype)
+        call = choices[region]
+        if call is None:
+            return native(keyset, args, kwargs)
+        with key.excluded():
+            return call(args, kwargs)
+
+    return kernel
+
+
+def _native(name: str, device_type: str, op: Any, key: unstable.AutocastKey) -> Callable[..., Any]:
+    """What happens to an operator where it is not overridden: native autocast's kernel, or the next key's."""
+    if name in registered(device_type):
+        kernel = torch.library.get_kernel(name, key.name)
+        return lambda keyset, args, kwargs: kernel.call_boxed(keyset, *args, **kwargs)
+    tensors = [str(argument.type) == "Tensor" for argument in unstable.schema_arguments(op)]
+
+    def plain(keyset: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        with key.excluded():
+            return op(*args, **kwargs)
+
+    def composite(keyset: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The operators that it consists of autocast themselves; only a plain call takes numbers for tensors."""
+        if any(wanted and not isinstance(value, torch.Tensor) for wanted, value in zip(tensors, args, strict=False)):
+            return plain(keyset, args, kwargs)
+        return op.redispatch(keyset & key.below, *args, **kwargs)
+
+    return composite if unstable.is_composite(name) else plain
+
+
+@cache
+def custom_library(namespace: str) -> Any:
+    """Registrations for a user's namespace, for as long as the process lives."""
+    return torch.library.Library(namespace, "IMPL")  # type: ignore[no-untyped-call]
+
+
+CUSTOM: dict[str, str] = {}  # the classes of users' own operators and functions, by the names that rules have for them
+
+
+def register_custom(op: Any, op_class: str) -> None:
+    """Have a custom operator autocast on every device type as its class, or a policy's rule for its name, says."""
+    name = class_name(op.name())
+    CUSTOM[name] = op_class
+    tag_caches(f"{name}={op_class}")
+    for device_type in DEVICE_TYPES:
+        with _lock:
+            if (op.name(), device_type) in _overridden:
+                continue
+            with _overriding():
+                custom_library(op.namespace).impl(
+                    op.name(), _custom_kernel(op, device_type), unstable.AutocastKey(device_type).name
+                )
+            _overridden.add((op.name(), device_type))
+
+
+def _custom_kernel(op: Any, device_type: str) -> Callable[..., Any]:
+    key, name, written = unstable.AutocastKey(device_type), class_name(op.name()), unstable.written_arguments(op)
+
+    @unstable.never_compiled
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        region = current(device_type)
+        rules = () if region is None else region.rules
+        op_class = next((rule.op_class for rule in rules if rule.matches(name)), CUSTOM[name])
+        dtype = torch.get_autocast_dtype(device_type)
+        cast_args, cast_kwargs = casts.cast_all(args, kwargs, op_class, device_type, dtype)
+        for position, argument in written:  # a cast would take the change
+            if position < len(args):
+                cast_args = (*cast_args[:position], args[position], *cast_args[position + 1 :])
+            elif argument in kwargs:
+                cast_kwargs = {**cast_kwargs, argument: kwargs[argument]}
+        with key.excluded():
+            return op(*cast_args, **cast_kwargs)
+
+    return kernel

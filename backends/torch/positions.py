@@ -1,0 +1,159 @@
+"""Rules by the path of a module: while a module runs whose path a rule matches, a region of its own is entered.
+
+In that region the rule is about every operation, so that all else (marks for compiled code, functions that run again)
+is as in any region. Global hooks say which modules run, from the first region with rules on; Dynamo inlines them. Paths
+are those within the outermost module that was called in a region.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+import warnings
+import weakref
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+
+from polyamp.backends.torch import overrides, regions, unstable
+from polyamp.backends.torch.regions import DEVICE_TYPES, MARKED, Region
+from polyamp.errors import warn_once
+from polyamp.operations import OPERATIONS
+from polyamp.rules import Rule
+
+
+@cache
+def watch_modules() -> None:
+    """Install the hooks; once. They stay, since a backward pass outside of the region may run modules again."""
+    warnings.filterwarnings("ignore", r"Using `torch.compile\(module\)` when there are global hooks on modules")
+    register_module_forward_pre_hook(_before)
+    register_module_forward_hook(_after, always_call=True)
+
+
+def report_unused(region: Region) -> None:
+    """Name the rules of a policy's region that are about no operation and no module that has run in it."""
+    modules_ran = bool(_places.get(region))
+    unused = [
+        rule.pattern
+        for rule in region.rules
+        if rule not in _used.get(region, ())
+        and (modules_ran or not re.search(r"[./]", rule.pattern))  # paths have to wait for modules
+        and not any(rule.matches(name) for name in _rulable())
+    ]
+    if unused:
+        warn_once(
+            f"rules that matched no operation and no module: {', '.join(unused)}. The names of operations are in "
+            "polyamp.operations.OPERATIONS, the paths of modules in model.named_modules()."
+        )
+
+
+def _rulable() -> Iterator[str]:
+    yield from (name for name, operation in OPERATIONS.items() if operation.op_class != "keep")
+    yield from overrides.CUSTOM
+
+
+# Which region holds in which module.
+
+_places: dict[Region, dict[int, Region]] = {}  # by a policy's region and a module's id
+_policies: dict[Region, Region] = {}  # from a module's region to the policy's
+_used: dict[Region, set[Rule]] = {}
+
+
+def _place_of(module: nn.Module, region: Region, root: nn.Module) -> Region | None:
+    """The region of a module's own that begins where it is called in a region; None where nothing changes."""
+    policy = _policies.get(region, region)
+    if not policy.rules:
+        return None
+    places = _places.setdefault(policy, {})
+    if id(module) not in places:
+        for outermost in (module, root):
+            _find_places(outermost, policy, places)
+    place = places[id(module)]
+    return None if place == region else place
+
+
+def _find_places(root: nn.Module, policy: Region, places: dict[int, Region]) -> None:
+    found: dict[int, set[Rule]] = {}
+    modules = list(root.named_modules(remove_duplicate=False))
+    for name, module in modules:
+        path = name.removeprefix("_orig_mod").removeprefix(".")  # what torch.compile(module) puts around it
+        found.setdefault(id(module), set()).update(rule for rule in policy.rules if path and rule.matches("", path))
+    for _, module in modules:
+        if id(module) not in places:
+            weakref.finalize(module, places.pop, id(module), None)
+        places[id(module)] = _at(policy, found[id(module)])
+    _used.setdefault(policy, set()).update(*found.values())
+
+
+def _at(policy: Region, matched: set[Rule]) -> Region:
+    """A policy's region where the rules ``matched`` are about every operation."""
+    if not matched:
+        return policy
+    first = next(index for index, rule in enumerate(policy.rules) if rule in matched)
+    before, rule = policy.rules[:first], policy.rules[first]
+    place = Region(policy.dtype, (*before, Rule("*", rule.op_class)))
+    if place not in _policies:
+        _policies[place] = policy
+        for device_type in DEVICE_TYPES:
+            overrides.prepare(place, device_type)
+    return place
+
+
+# The hooks.
+
+
+class _Thread(threading.local):
+    def __init__(self) -> None:
+        self.running: list[tuple[nn.Module, regions.Frame | None]] = []
+
+
+_here = _Thread()
+_traced: list[Any] = []  # the same in the code that Dynamo traces
+
+
+def _before(module: nn.Module, inputs: Any) -> None:
+    if not torch.compiler.is_compiling():
+        _enter(module)
+        return
+    marks = _marks_in_graph(module, torch.get_autocast_dtype(MARKED[0]), torch.get_autocast_dtype(MARKED[1]))
+    if marks is None:
+        _traced.append(None)
+    else:
+        _traced.append([unstable.enter_in_graph(device, mark) for device, mark in zip(MARKED, marks, strict=True)])
+
+
+def _after(module: nn.Module, inputs: Any, output: Any) -> None:
+    if not torch.compiler.is_compiling():
+        _leave(module)
+        return
+    entered = _traced.pop()
+    if entered is not None:
+        unstable.leave_in_graph(entered[1])
+        unstable.leave_in_graph(entered[0])
+
+
+@unstable.never_compiled
+def _enter(module: nn.Module) -> None:
+    region = regions.current()
+    root = _here.running[0][0] if _here.running else module
+    place = None if region is None else _place_of(module, region, root)
+    _here.running.append((module, None if place is None else regions.enter(place)))
+
+
+@unstable.never_compiled
+def _leave(module: nn.Module) -> None:
+    if _here.running and _here.running[-1][0] is module:
+        frame = _here.running.pop()[1]
+        if frame is not None:
+            regions.leave(frame)
+
+
+@unstable.constant_when_compiled
+def _marks_in_graph(module: nn.Module, *mark: torch.dtype) -> tuple[torch.dtype, torch.dtype] | None:
+    region = regions.marked(mark)
+    place = None if region is None else _place_of(module, region, module)
+    return None if place is None else regions.mark_of(place, traced=True)

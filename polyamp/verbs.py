@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from contextvars import ContextVar
 from types import MethodType
 from typing import Any, TypeVar
@@ -208,7 +208,8 @@ def autocast(target: Any = None, policy: Policy | str | None = None, *, backend:
             allowed="autocast(policy), or autocast(function, policy)",
             fix="leave one of the two out",
         )
-    return Autocast(None if target is None else make_policy(target), backend)
+    region = Autocast(None if target is None else make_policy(target), backend)
+    return region.traced() or region
 
 
 def rewrite(
@@ -351,12 +352,32 @@ def _offering(verb: str, backend: str | None, objects: Any, *, where: str) -> An
 _entered: ContextVar[tuple[ExitStack, ...]] = ContextVar("polyamp_autocast", default=())
 
 
+_compilers: list[tuple[Callable[[], bool], Callable[[Policy], AbstractContextManager[Any]]]] = []
+
+
+def compiled_by(is_tracing: Callable[[], bool], context: Callable[[Policy], AbstractContextManager[Any]]) -> None:
+    """For an adapter whose framework compiles Python code by tracing it, and `autocast` with it.
+
+    Args:
+        is_tracing: whether the caller's code is being traced.
+        context: gives the framework's own context for a policy, which can be traced.
+    """
+    _compilers.append((is_tracing, context))
+
+
 class Autocast:
     """What `autocast` gives for a policy: re-entrant, usable from several threads, and a decorator."""
 
     def __init__(self, policy: Policy | None, backend: str | None) -> None:
         self._policy = policy
         self._backend = backend
+
+    def traced(self) -> AbstractContextManager[Any] | None:
+        """What a compiler that traces this code, and cannot follow variables of a context, enters in its place."""
+        for is_tracing, context in _compilers:
+            if is_tracing() and self._policy is not None:
+                return context(self._policy)
+        return None
 
     def __enter__(self) -> Policy:
         chosen = current_policy() if self._policy is None else self._policy
@@ -382,6 +403,10 @@ def _autocast_function(fn: Callable[..., Any], policy: Policy | None, backend: s
 
     @functools.wraps(fn)
     def autocasted(*args: Any, **kwargs: Any) -> Any:
+        traced = Autocast(policy, backend).traced()
+        if traced is not None:
+            with traced:
+                return fn(*args, **kwargs)
         adapter = named or _autocasting(registry.adapters_within(args, kwargs))
         if adapter is not None and hasattr(adapter, "autocast_function"):
             return adapter.autocast_function(fn, policy)(*args, **kwargs)

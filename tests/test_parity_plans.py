@@ -1,4 +1,4 @@
-"""One flow rule: the same arithmetic in JAX and in TensorFlow is decided alike, operation by operation."""
+"""One flow rule: the same arithmetic in JAX, TensorFlow and PyTorch is decided alike, operation by operation."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tensorflow as tf
+import torch
 
 import polyamp
 from polyamp.backends.jax import explain as explain_jax
 from polyamp.backends.tensorflow import explain as explain_tensorflow
+from polyamp.backends.torch.rewrite import explain as explain_torch
 
 MOVING = {"broadcast", "reshape", "identity", "constant", "variable", "cast", "fill"}  # each framework has its own
 X, W = np.full((4, 8), 0.25, np.float32), np.full((8, 8), 0.5, np.float32)
@@ -49,6 +51,28 @@ class TensorFlow:
         return tf.concat([one, other], 1)
 
 
+class Torch:
+    """The words of this test in `torch`."""
+
+    exp, tanh, square, rsqrt, sigmoid = torch.exp, torch.tanh, torch.square, torch.rsqrt, torch.sigmoid
+
+    @staticmethod
+    def where(condition: Any, one: Any, other: float) -> Any:
+        return torch.where(condition, one, other)
+
+    @staticmethod
+    def maximum(one: Any, other: float) -> Any:
+        return torch.maximum(one, torch.full_like(one, other))
+
+    @staticmethod
+    def sum(x: Any) -> Any:
+        return x.sum(1, keepdims=True)
+
+    @staticmethod
+    def concat(one: Any, other: Any) -> Any:
+        return torch.cat([one, other], 1)
+
+
 def norm(ops: Any, x: Any) -> Any:
     return x * ops.rsqrt(ops.sum(ops.square(x)) + 1e-6)
 
@@ -67,9 +91,9 @@ PROGRAMS: dict[str, Callable[[Any, Any, Any], Any]] = {
 }
 
 
-def decided(plan: polyamp.Plan) -> list[tuple[str, str, str]]:
+def decided(plan: polyamp.Plan) -> list[tuple[str, str, str, str]]:
     kept = (op for op in plan.operations if op.name not in MOVING and op.format != "as written")
-    return sorted((op.name, op.op_class, op.format) for op in kept)
+    return sorted((op.name, op.op_class, op.format, op.reason) for op in kept)
 
 
 @pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
@@ -80,7 +104,19 @@ def test_operations_are_decided_alike(program: str, policy: str) -> None:
     in_tensorflow = explain_tensorflow(
         lambda x, w: run(TensorFlow, x, w), tf.constant(X), tf.constant(W), policy=policy
     )
-    assert decided(in_jax) == decided(in_tensorflow) != []
+    in_torch = explain_torch(lambda x, w: run(Torch, x, w), torch.tensor(X), torch.tensor(W), policy=policy)
+    assert decided(in_jax) == decided(in_tensorflow) == decided(in_torch) != []
+
+
+class Scope(torch.nn.Module):
+    """What a named scope is in the others: a module of that name."""
+
+    def __init__(self, run: Callable[[Any, Any], Any]) -> None:
+        super().__init__()
+        self.run = run
+
+    def forward(self, y: Any, w: Any) -> Any:
+        return self.run(y, w)
 
 
 @pytest.mark.parametrize("rules", [{"matmul": "full"}, {"exp": "lower"}, {"head": "full"}, {"add": "lower"}])
@@ -96,4 +132,14 @@ def test_rules_reach_the_same_operations(rules: dict[str, str]) -> None:
     in_tensorflow = explain_tensorflow(
         lambda x, w: run(TensorFlow, tf.name_scope, x, w), tf.constant(X), tf.constant(W), policy=policy
     )
-    assert decided(in_jax) == decided(in_tensorflow) != []
+
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = Scope(lambda y, w: y @ w)
+
+        def forward(self, x: Any, w: Any) -> Any:
+            return self.head(torch.exp(x @ w + x), w)
+
+    in_torch = explain_torch(Model(), torch.tensor(X), torch.tensor(W), policy=policy)
+    assert decided(in_jax) == decided(in_tensorflow) == decided(in_torch) != []

@@ -34,9 +34,9 @@ def test_each_class_is_decided_by_the_flow_rule() -> None:
         ("tanh", "float16", "beside matmul"),
         ("softmax", "float32", "table"),
         ("reshape", "float32", "after softmax"),
-        ("sum", "float32", "table"),
         ("matmul", "float16", "table"),
         ("concat", "float32", "its widest input is float32"),
+        ("sum", "float32", "table"),
         ("slice", "float32", "as declared"),
         ("cast", "as written", "table"),
         ("sum", "float32", "table"),
@@ -66,7 +66,7 @@ def test_constants_that_the_format_cannot_hold_keep_float32(name: str) -> None:
     plan = explain(CONSTANTS[name], X, W, policy="mixed_float16")
     (last, *_) = [op for op in reversed(plan.operations) if op.name != "cast"]
     assert last.format == "float32"
-    assert last.reason.startswith("constant ")
+    assert last.reason.startswith(("constant ", "its widest input is float32"))
     ours = rewrite(CONSTANTS[name], X, W, policy="mixed_float16")(X, W)
     torch.testing.assert_close(ours, CONSTANTS[name](X, W), rtol=1e-3, atol=1e-6)
 
@@ -178,8 +178,10 @@ def test_checkpoints_keep_their_arguments_alone() -> None:
     from torch.utils.checkpoint import checkpoint
 
     model = nn.Sequential(nn.Linear(8, 64), nn.GELU(), nn.Linear(64, 8))
-    plain = explain(model, X, policy="mixed_bfloat16").totals
-    kept = explain(lambda x: checkpoint(model, x, use_reentrant=False), X, policy="mixed_bfloat16").totals
+    plain = explain(model, X.expand(100, 4, 8), policy="mixed_bfloat16").totals
+    kept = explain(
+        lambda x: checkpoint(model, x, use_reentrant=False), X.expand(100, 4, 8), policy="mixed_bfloat16"
+    ).totals
     assert kept["bytes_saved"] < plain["bytes_saved"] / 4
 
 
@@ -214,8 +216,8 @@ def test_explain_takes_fake_tensors() -> None:
     with FakeTensorMode():
         model, x = mlp(), torch.ones(1_000_000, 8)
     assert explain(model, x, policy="mixed_bfloat16").totals["by_format"] == {
-        "bfloat16": 5,
-        "float32": 1,
+        "bfloat16": 4,
+        "float32": 2,
         "as written": 1,
     }
 

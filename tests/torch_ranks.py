@@ -16,7 +16,7 @@ from harness_torch import OPTIMIZERS, X, Y
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import polyamp
@@ -330,6 +330,26 @@ def test_fsdp(name: str, on_device: bool, dtype: torch.dtype, master_weights: An
 def break_shard(param: torch.Tensor) -> None:
     if RANK == 1:
         local(param.grad)[-1, -1] = math.nan
+
+
+@pytest.mark.parametrize("broken", [None, 0, 1, 2])
+def test_parameters_that_lie_over_ranks_in_different_ways(broken: int | None, mesh: DeviceMesh) -> None:
+    def spread(value: float) -> list[torch.Tensor]:
+        wholes = [torch.full((4, 2), value) for _ in range(3)]  # a replicate may share its memory
+        return [*map(distribute_tensor, wholes, [mesh] * 2, ([Shard(0)], [Replicate()])), wholes[2]]
+
+    params = [torch.nn.Parameter(param) for param in spread(1.0)]
+    plain = torch.optim.SGD(params, lr=1.0, foreach=False)
+    opt = LossScaledOptimizer(plain, LossScale(init=4.0), max_grad_norm=math.sqrt(24.0))
+    for param, grad in zip(params, spread(16.0), strict=True):
+        param.grad = grad
+    if broken is not None and RANK == 1:
+        local(params[broken].grad)[-1, -1] = math.inf
+    opt.step()
+    assert opt.last_step.applied == (broken is None)
+    expected = 0.0 if broken is None else 1.0  # 24 elements of 4, clipped to a norm of sqrt(24)
+    for param in params:
+        torch.testing.assert_close(local(param.detach()), torch.full(local(param).shape, expected))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

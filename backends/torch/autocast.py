@@ -15,6 +15,7 @@ from polyamp.dialects import default_rules
 from polyamp.errors import UnsupportedError, warn_once
 from polyamp.policy import Policy
 from polyamp.rules import Rule
+from polyamp.verbs import compiled_by
 
 
 @contextmanager
@@ -53,7 +54,7 @@ def autocast(policy: Policy) -> Iterator[None]:
 @unstable.never_compiled
 @contextmanager
 def _entered(policy: Policy) -> Iterator[None]:
-    outermost = regions.is_outermost()
+    outermost = regions.casts_here() is None
     with unstable.backward_without_autocast() if outermost else nullcontext():
         region = _region_of(policy.param, policy.compute, policy.output, policy.rules)
         frame = regions.enter(region)
@@ -61,8 +62,6 @@ def _entered(policy: Policy) -> Iterator[None]:
             yield
         finally:
             regions.leave(frame)
-            if outermost:
-                weights.forget_own_casts()
     if region is not None and region.rules:
         positions.report_unused(region)
 
@@ -122,3 +121,6 @@ def _check(compute: str) -> None:
             "PyTorch sets TensorFloat-32 for the whole process, so autocast leaves it off. "
             'Call torch.set_float32_matmul_precision("high") to turn it on.'
         )
+
+
+compiled_by(torch.compiler.is_compiling, autocast)

@@ -20,7 +20,7 @@ from polyamp.backends.torch import unstable
 from polyamp.backends.torch.aliases import Aliases
 from polyamp.backends.torch.attributes import Attributes
 from polyamp.backends.torch.dtypes import DTYPES
-from polyamp.backends.torch.nodes import line_of, native_name, operation_of, path_of
+from polyamp.backends.torch.nodes import line_near, native_name, operation_of, path_of
 from polyamp.backends.torch.recorder import Recorder
 from polyamp.dialects import default_rules
 from polyamp.errors import UsageError
@@ -145,7 +145,7 @@ class Pass:
         if node.op == "get_attr":
             return self._attribute(node, example)
         if native_name(node) == "_enter_autocast":
-            raise under_autocast(f"{path_of(node)} {line_of(node)}".strip())
+            raise under_autocast(line_near(node))
         if unstable.is_operator_of_bodies(node.target, "tag_activation_checkpoint"):
             return self._checkpointed(node)
         if unstable.is_operator_of_bodies(node.target, "cond"):
@@ -177,7 +177,7 @@ class Pass:
         """One of several values that an operation gave."""
         index: Any = node.args[1]
         value = source.value[index] if isinstance(source.value, list) else source.value
-        new = self.graph.node_copy(node, lambda used: self.known[used].node)
+        new = self._written(node, {one: self.known[one].node for one in node.all_input_nodes}, source.fake[index])
         return Known(new, source.fake[index], node.meta.get("example_value"), value)
 
     def _operation(self, node: Node) -> Known:
@@ -187,7 +187,7 @@ class Pass:
         inputs = [self.known[used] for used in node.all_input_nodes]
         outcome, known = self._decided(node, operation, decision, floating)
         self.rules.lowered |= outcome.format == self.rules.policy.compute
-        if self.recorder is not None and _tensors(node.meta.get("example_value")):
+        if self.recorder is not None and (_tensors(known.declared) or self.aliases.changed(node)):
             self.recorder.add(node, operation, decision, outcome, inputs, known, self._made)
         self._made.clear()
         return known
@@ -234,7 +234,8 @@ class Pass:
         fake = example if same else self._run_on_fakes(node, fakes)
         changed = self.aliases.changed(node)
         inputs = {one: self._as(self.known[one], wanted.get(one), own=one in changed) for one in used}
-        known = Known(self._written(node, inputs), fake, example, value)
+        known = Known(self._written(node, inputs, fake), fake, example, value)
+        self._forget_casts(changed)
         if self.aliases.is_pinned(node):
             return known._replace(node=self._as(known, None), fake=example)
         for one in changed:
@@ -248,16 +249,21 @@ class Pass:
                 return getattr(args[0], str(node.target))(*args[1:], **kwargs)
             return node.target(*args, **kwargs)  # type: ignore[operator]
 
-    def _written(self, node: Node, inputs: Mapping[Node, Any]) -> Node:
-        """A copy of a node on other inputs."""
+    def _written(self, node: Node, inputs: Mapping[Node, Any], fake: Any) -> Node:
+        """A copy of a node on other inputs, which gives what the fake is of."""
         args, kwargs = map_arg((node.args, node.kwargs), inputs.__getitem__)
         new = self.graph.create_node(node.op, node.target, args, kwargs, name=node.name)
-        new.meta = dict(node.meta)
+        new.meta = {**node.meta, "example_value": fake}
         return new
+
+    def _forget_casts(self, changed: Sequence[Node]) -> None:
+        """A cast of what was changed since is none of what it is now."""
+        names = {name for one in changed for name in self.aliases.names(one)} & self.known.keys()
+        stale = {self.known[name].node for name in names}
+        self._casts = {key: made for key, made in self._casts.items() if key[0] not in stale}
 
     def _rename(self, changed: Node, known: Known) -> None:
         """After a change in place, every name of the changed value means what it is now."""
-        self._casts = {key: made for key, made in self._casts.items() if key[0] is not known.node}
         for name in self.aliases.names(changed) & self.known.keys():
             self.known[name] = known._replace(declared=self.known[name].declared)
 

@@ -142,7 +142,11 @@ class MasterWeights:
 
     @torch.no_grad()
     def load(self, saved: Mapping[Any, Any]) -> None:
-        """Continue from what `state` gave, under any way to keep masters: they decide, the model is rounded anew."""
+        """Continue from what `state` gave, in whatever way and 16-bit format masters were kept then.
+
+        They decide, and the model is rounded from them. A model that is loaded later decides in its turn where its
+        values are not those roundings, so across formats and ways load the model first.
+        """
         self._storage.load(saved, self.model, self.masters)
         self._note_versions()
 

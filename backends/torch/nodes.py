@@ -158,6 +158,13 @@ def line_of(node: Node) -> str:
     return f"{Path(frames[-1]['file']).name}:{frames[-1]['line']} ({frames[-1]['function']})"
 
 
+def line_near(node: Node) -> str:
+    """The line of a node, or of the first one after it that has one."""
+    while not (line := line_of(node)) and node.op != "output":
+        node = node.next
+    return line
+
+
 def users_frame(error: Exception) -> str:
     """The user's innermost line in what Dynamo says of an error, as ``/path/model.py:12 (forward)``."""
     stack = getattr(error, "real_stack", None) or ()

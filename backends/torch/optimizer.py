@@ -103,7 +103,6 @@ class LossScaledOptimizer(OptimizerWrapper):
 
     def _forget(self) -> None:
         self._window = Window()
-        self._consumed: tuple[Any, int] | None = None  # the first gradient of the last step, and its version
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: self.__dict__[name] for name in self._KEPT}
@@ -148,7 +147,7 @@ class LossScaledOptimizer(OptimizerWrapper):
         """
         if self._window.found is not None:
             self._refuse_mixing()
-        return self.scalers.scale(loss, loss_id)
+        return self.scalers.scale(loss, loss_id, alone=not has_peers(self._process_group))
 
     @not_traced
     def backward(self, loss: Tensor, loss_id: Hashable = None, **options: Any) -> None:
@@ -297,8 +296,7 @@ class LossScaledOptimizer(OptimizerWrapper):
         window = self._window
         if window.found is not None or (window.scaling is not None and not window.scaling.same_scale(scaling)):
             self._set_aside()
-        window.scaling = scaling
-        self._consumed = None
+        window.scaling, window.left_over = scaling, None
 
     def prepare_on_host(self) -> bool:
         """Unscale, test and clip; whether all gradients were finite."""
@@ -326,8 +324,8 @@ class LossScaledOptimizer(OptimizerWrapper):
             scaler.advance(was_finite, self)
         scaler = window.scaling_or(self.scaler).scaler
         self.last_step = StepResult(scaler.state, finite, explain)
-        self._window, self._consumed = Window(), self._first_gradient()
-        if not losses_were_finite:
+        self._window = Window(left_over=self._first_gradient())
+        if not losses_were_finite and not has_peers(self._process_group):
             raise non_finite_loss("inf or NaN")
         scaler.report(explain)
 
@@ -391,7 +389,8 @@ class LossScaledOptimizer(OptimizerWrapper):
         return None if first is None else (weakref.ref(first), first._version)
 
     def _is_consumed(self) -> bool:
-        return self._consumed is not None and self._consumed == self._first_gradient()
+        left_over = self._window.left_over
+        return left_over is not None and left_over == self._first_gradient()
 
     def _refuse_mixing(self) -> None:
         if not Gradients(self.param_groups):

@@ -20,7 +20,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from polyamp.backends.torch import overrides, regions, unstable
-from polyamp.backends.torch.regions import DEVICE_TYPES, MARKED, Region
+from polyamp.backends.torch.regions import DEVICE_TYPES, MARKED, Marks, Region
 from polyamp.errors import warn_once
 from polyamp.operations import OPERATIONS
 from polyamp.rules import Rule
@@ -109,34 +109,34 @@ def _at(policy: Region, matched: set[Rule]) -> Region:
 class _Thread(threading.local):
     def __init__(self) -> None:
         self.running: list[tuple[nn.Module, regions.Frame | None]] = []
+        self.traced: list[tuple[int, Marks]] = []
 
 
 _here = _Thread()
-_traced: list[Any] = []  # the same in the code that Dynamo traces
 
 
+@unstable.never_compiled
 def _before(module: nn.Module, inputs: Any) -> None:
     if not torch.compiler.is_compiling():
         _enter(module)
         return
-    marks = _marks_in_graph(module, torch.get_autocast_dtype(MARKED[0]), torch.get_autocast_dtype(MARKED[1]))
-    if marks is None:
-        _traced.append(None)
-    else:
-        _traced.append([unstable.enter_in_graph(device, mark) for device, mark in zip(MARKED, marks, strict=True)])
+    marks = _marks_within(id(module)) if _may_have_places() else None
+    if marks is not None:
+        torch.set_autocast_dtype(MARKED[0], marks[0])
+        torch.set_autocast_dtype(MARKED[1], marks[1])
 
 
+@unstable.never_compiled
 def _after(module: nn.Module, inputs: Any, output: Any) -> None:
     if not torch.compiler.is_compiling():
         _leave(module)
         return
-    entered = _traced.pop()
-    if entered is not None:
-        unstable.leave_in_graph(entered[1])
-        unstable.leave_in_graph(entered[0])
+    marks = _marks_behind(id(module)) if _may_have_places() else None
+    if marks is not None:
+        torch.set_autocast_dtype(MARKED[0], marks[0])
+        torch.set_autocast_dtype(MARKED[1], marks[1])
 
 
-@unstable.never_compiled
 def _enter(module: nn.Module) -> None:
     region = regions.current()
     root = _here.running[0][0] if _here.running else module
@@ -144,7 +144,6 @@ def _enter(module: nn.Module) -> None:
     _here.running.append((module, None if place is None else regions.enter(place)))
 
 
-@unstable.never_compiled
 def _leave(module: nn.Module) -> None:
     if _here.running and _here.running[-1][0] is module:
         frame = _here.running.pop()[1]
@@ -152,8 +151,38 @@ def _leave(module: nn.Module) -> None:
             regions.leave(frame)
 
 
+# In code that Dynamo traces, checkpointed functions may not change Python state: these functions run while it traces. A
+# module is known there by its id, which guards what is compiled, and only where some rule is about modules.
+
+
 @unstable.constant_when_compiled
-def _marks_in_graph(module: nn.Module, *mark: torch.dtype) -> tuple[torch.dtype, torch.dtype] | None:
-    region = regions.marked(mark)
+def _may_have_places() -> bool:
+    region = regions.current()
+    policy = None if region is None else _policies.get(region, region)
+    if policy is None or not policy.rules:
+        return False
+    places = _places.get(policy)
+    return not places or any(place != policy for place in list(places.values()))
+
+
+@unstable.constant_when_compiled
+def _marks_within(module_id: int) -> Marks | None:
+    region, module = regions.current(), unstable.object_with_id(module_id)
     place = None if region is None else _place_of(module, region, module)
-    return None if place is None else regions.mark_of(place, traced=True)
+    if place is None:
+        return None
+    outside = regions.marks_here()
+    _here.traced.append((module_id, outside))
+    unstable.when_tracing_ends(lambda: regions.set_marks(outside))
+    return regions.mark_of(place, traced=True)
+
+
+@unstable.constant_when_compiled
+def _marks_behind(module_id: int) -> Marks | None:
+    """What `_marks_within` found; entries above it are of a trace that was given up."""
+    found = [index for index, (entered, _) in enumerate(_here.traced) if entered == module_id]
+    if not found:
+        return None
+    outside = _here.traced[found[-1]][1]
+    del _here.traced[found[-1] :]
+    return outside

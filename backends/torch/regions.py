@@ -12,7 +12,7 @@ import hashlib
 import threading
 from bisect import bisect_right
 from collections import deque
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -30,6 +30,9 @@ ACCELERATOR = _accelerator()  # the device type beside the CPU that has autocast
 DEVICE_TYPES = ("cpu",) if ACCELERATOR is None else ("cpu", ACCELERATOR)
 
 
+Marks = tuple[torch.dtype, torch.dtype]
+
+
 class Region(NamedTuple):
     """What an operation has to know of the policy: equal for policies that autocast alike.
 
@@ -45,14 +48,17 @@ class Region(NamedTuple):
 class Frame:
     """One entered region of a thread, and what was before it."""
 
-    __slots__ = ("before", "checkpointed", "depth", "outer", "region")
+    __slots__ = ("before", "casts", "checkpointed", "depth", "marked", "marks", "outer", "region")
 
     def __init__(self, region: Region | None, outer: Frame | None) -> None:
         self.region = region
         self.outer = outer
         self.depth = _nesting()
         self.checkpointed = unstable.in_checkpointed_function()
-        self.before = [(one, torch.get_autocast_dtype(one), torch.is_autocast_enabled(one)) for one in MARKED]
+        self.casts: dict[Any, Any] = {} if outer is None else outer.casts
+        self.marks = mark_of(region)
+        self.before = marks_here()
+        self.marked = [torch.is_autocast_enabled(device) for device in MARKED]
 
 
 class _Thread(threading.local):
@@ -67,8 +73,8 @@ _here = _Thread()
 def enter(region: Region | None) -> Frame:
     """Make a region this thread's innermost one, after native autocast was entered for it; see `leave`."""
     frame = Frame(region, _here.frame)
-    for device, dtype in zip(MARKED, mark_of(region), strict=True):
-        torch.set_autocast_dtype(device, dtype)
+    set_marks(frame.marks)
+    for device in MARKED:
         torch.set_autocast_enabled(device, region is not None)
     _become(frame)
     return frame
@@ -77,28 +83,29 @@ def enter(region: Region | None) -> Frame:
 @unstable.never_compiled
 def leave(frame: Frame) -> None:
     """Undo `enter`."""
-    for device, dtype, enabled in frame.before:
-        torch.set_autocast_dtype(device, dtype)
+    if frame.outer is None:
+        frame.casts.clear()  # the history keeps frames for longer
+    set_marks(frame.before)
+    for device, enabled in zip(MARKED, frame.marked, strict=True):
         torch.set_autocast_enabled(device, enabled)
     _become(frame.outer)
 
 
 def current(device_type: str = "cpu") -> Region | None:
     """The region that an operation on a device type runs in; None in native autocast's own regions."""
-    frame = _here.frame
-    if frame is not None and frame.depth == _nesting():  # deeper: the user's torch.autocast lies between
+    frame, marks = _here.frame, marks_here()
+    if frame is not None and frame.marks == marks and frame.depth == _nesting():
         return frame.region
-    mark = torch.get_autocast_dtype(MARKED[0]), torch.get_autocast_dtype(MARKED[1])
-    region = marked(mark) if mark in _traced else None
+    region = marked(marks) if marks in _traced else None  # else the user's torch.autocast lies between
     if region is None:
         number = unstable.running_sequence_number()
         region = None if number is None else _recorded(number)
     return region if region is not None and region.dtype == torch.get_autocast_dtype(device_type) else None
 
 
-def is_outermost() -> bool:
-    """Whether this thread is in no region of ours."""
-    return _here.frame is None
+def casts_here() -> dict[Any, Any] | None:
+    """What is kept until this thread's outermost region ends; None outside of regions."""
+    return None if _here.frame is None else _here.frame.casts
 
 
 def _nesting() -> int:
@@ -116,12 +123,12 @@ _UNMARKED = (torch.get_autocast_dtype(MARKED[0]), torch.get_autocast_dtype(MARKE
 _DTYPES = sorted({one for one in vars(torch).values() if isinstance(one, torch.dtype)} - set(_UNMARKED), key=str)
 
 _regions: dict[Region, int] = {}
-_of_mark: dict[tuple[torch.dtype, ...], Region] = {}
-_traced: set[tuple[torch.dtype, torch.dtype]] = set()
+_of_mark: dict[Marks, Region] = {}
+_traced: set[Marks] = set()
 _lock = threading.Lock()
 
 
-def mark_of(region: Region | None, *, traced: bool = False) -> tuple[torch.dtype, torch.dtype]:
+def mark_of(region: Region | None, *, traced: bool = False) -> Marks:
     """A region's mark; another one for regions that are entered inside compiled code, which has no Python state.
 
     Raises:
@@ -144,7 +151,18 @@ def mark_of(region: Region | None, *, traced: bool = False) -> tuple[torch.dtype
     return mark
 
 
-def marked(mark: tuple[torch.dtype, ...]) -> Region | None:
+def marks_here() -> Marks:
+    """The marks that this thread's native autocast has now."""
+    return torch.get_autocast_dtype(MARKED[0]), torch.get_autocast_dtype(MARKED[1])
+
+
+def set_marks(marks: Marks) -> None:
+    """Give this thread's native autocast other marks."""
+    for device, dtype in zip(MARKED, marks, strict=True):
+        torch.set_autocast_dtype(device, dtype)
+
+
+def marked(mark: Marks) -> Region | None:
     """The region with a mark."""
     return _of_mark.get(mark)
 

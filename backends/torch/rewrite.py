@@ -11,6 +11,7 @@ import torch.utils._pytree as pytree
 from torch import nn
 from torch.fx import Graph, GraphModule
 
+from polyamp.backends.torch import unstable
 from polyamp.backends.torch.attributes import HOLDER
 from polyamp.backends.torch.capture import root_of
 from polyamp.backends.torch.decisions import Rules
@@ -154,10 +155,7 @@ class Rewritten(GraphModule):
         check_no_autocast()
         found = self._fitting(args, kwargs)
         if found is None:
-            if torch.compiler.is_compiling():
-                raise _not_traced_so()
-            self.trace(args, kwargs)
-            found = len(self.programs) - 1
+            return _without_compiling(self, args, kwargs)
         run: Any = self._views[found - 1] if found else self._first
         return run(*args, **kwargs)
 
@@ -181,6 +179,13 @@ class Rewritten(GraphModule):
             where="pickle, torch.save",
             fix="save its state_dict(), which is the original's, and rewrite the loaded model",
         )
+
+
+@unstable.not_traced
+def _without_compiling(rewritten: Rewritten, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Make a graph for these arguments, in this mode, and run it; `torch.compile` breaks its own graph here."""
+    rewritten.trace(args, kwargs)
+    return rewritten(*args, **kwargs)
 
 
 def _view(rewritten: Rewritten, graph: Graph) -> GraphModule:
@@ -246,12 +251,3 @@ def report(rules: Rules, name: str) -> None:
             "as matmul and conv. polyamp.explain gives the reason for each operation.",
             stacklevel=5,
         )
-
-
-def _not_traced_so() -> UsageError:
-    return UsageError(
-        "the module was not rewritten for this training mode, and cannot be while torch.compile captures it",
-        where="torch.compile(rewrite(module))",
-        fix="call it once in this mode before it is compiled; or compile the original: "
-        'torch.compile(module, backend="polyamp")',
-    )

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
 _DROPPED = {torch.bfloat16: 16, torch.float16: 13}  # bits of a float32 significand that the format has no room for
+_TIE = 0x8000  # half a unit in the last place of bfloat16, in those of float32
 _SMALLEST_NORMAL = 2.0**-14  # of float16 (IEEE 754 binary16)
 
 
@@ -15,9 +14,8 @@ def split(values: Tensor) -> tuple[Tensor, Tensor]:
     """Float32 as bfloat16 and the 16 bits that rounding leaves over.
 
     The bits of a value are ``(bits of its rounding << 16) + remainder``. Rounding is to nearest, and at a tie away from
-    zero: then the remainder is the low half of the bits, read as a signed number, and always fits. (To even, as torch
-    rounds, +32768 would have to fit as well.) Every value comes back from `join` bit for bit, but for the payload of a
-    NaN, which may not carry over into the sign.
+    zero, so that the remainder of a tie is always -32768 and fits. (To even, as torch rounds, it would be +32768 for
+    every other one.) Every value comes back from `join` bit for bit; of a NaN, that it is one.
 
     >>> rounded, remainder = split(torch.tensor([1.0, 1.0 + 2**-8, 1.0 + 2**-7 + 2**-23]))
     >>> rounded.tolist(), remainder.tolist()
@@ -29,9 +27,10 @@ def split(values: Tensor) -> tuple[Tensor, Tensor]:
     Returns:
         The rounded values, bfloat16, and the remainders, int16; both of the shape of ``values``.
     """
-    bits = torch.where(values.isnan(), math.nan, values).view(torch.int32)
-    remainder = bits.to(torch.int16)  # keeps the low half
-    return ((bits - remainder) >> 16).to(torch.int16).view(torch.bfloat16), remainder
+    rounded = values.bfloat16()
+    left_over = values.view(torch.int32) - rounded.float().view(torch.int32)
+    rounded.view(torch.int16).bitwise_or_(left_over == _TIE)  # the bits of a tie that went to even end in 0
+    return rounded, left_over.to(torch.int16)  # which takes _TIE to -_TIE
 
 
 def join(rounded: Tensor, remainder: Tensor) -> Tensor:
@@ -69,12 +68,18 @@ def round_stochastically(values: Tensor, dtype: torch.dtype, generator: torch.Ge
     Returns:
         The rounded values, of the shape of ``values``.
     """
-    unit = 1 << _DROPPED[dtype]
-    lift = _lift(values) if dtype == torch.float16 else 0.0
-    noise = torch.randint(unit, values.shape, dtype=torch.int32, device=values.device, generator=generator)
-    truncated = ((values + lift).view(torch.int32) + noise).bitwise_and_(-unit).view(torch.float32)
-    rounded = (truncated - lift).copysign_(values)
+    if dtype == torch.float16:
+        lift = _lift(values)
+        rounded = (_cut_by_chance(values + lift, _DROPPED[dtype], generator) - lift).copysign_(values)
+    else:
+        rounded = _cut_by_chance(values, _DROPPED[dtype], generator)
     return torch.where(values.isfinite(), rounded, values).to(dtype)
+
+
+def _cut_by_chance(values: Tensor, bits: int, generator: torch.Generator | None) -> Tensor:
+    """Without so many last bits. Noise that was added to them carries over as often as they are large."""
+    noise = torch.randint(1 << bits, values.shape, dtype=torch.int32, device=values.device, generator=generator)
+    return noise.add_(values.view(torch.int32)).bitwise_and_(-1 << bits).view(torch.float32)
 
 
 def _lift(values: Tensor) -> Tensor:

@@ -111,8 +111,9 @@ def _sizes(groups: object) -> list[int] | None:
     """How many parameters each group has; None if these are no groups."""
     if not isinstance(groups, list | tuple):
         return None
-    lists = [group.get("params") if isinstance(group, Mapping) else None for group in groups]
-    return [len(params) for params in lists] if all(isinstance(params, list | tuple) for params in lists) else None
+    params = [group.get("params") if isinstance(group, Mapping) else None for group in groups]
+    sizes = [len(each) for each in params if isinstance(each, list | tuple)]
+    return sizes if len(sizes) == len(groups) else None
 
 
 def _keep_dtypes(inner: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:

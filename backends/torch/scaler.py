@@ -39,6 +39,7 @@ class LossScaler:
         self._round = _Round(self.state)
         self._factors = (0.0, torch.empty(0), torch.empty(0))  # a host scale, and it and its inverse as tensors
         self._unchecked_losses: list[Tensor] = []
+        self._alone = True
         self._late = LateValues()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -49,14 +50,20 @@ class LossScaler:
         self.state = saved["state"]
         self._round = _Round(self.state)
 
-    def scale(self, loss: Any) -> Any:
+    def scale(self, loss: Any, *, alone: bool = True) -> Any:
         """A loss, or losses in containers, in float32 (float64 stays) times the loss scale.
+
+        Args:
+            loss: the loss.
+            alone: whether no other rank waits for this one. With others an error here would leave them waiting: a loss
+                that is not finite skips the step on all, and `StepResult.reason` says why.
 
         Raises:
             InvalidTypeError: no floating tensor.
             NonFiniteLossError: inf or NaN on the CPU. On other devices looking would stop the device: it is reported
                 when that step is skipped, or at a later step where the optimizer skips on the device.
         """
+        self._alone = alone
         losses = [loss] if isinstance(loss, Tensor) else list(leaves(loss))
         if not losses:
             raise _no_loss(loss)
@@ -138,7 +145,7 @@ class LossScaler:
         if arrived is None:
             return
         *state, losses_were_finite = arrived
-        if not losses_were_finite:
+        if not losses_were_finite and self._alone:
             raise non_finite_loss("inf or NaN", where="scaling the loss of an earlier step")
         report_limits(self.config, on_host(LossScaleState(*state)), explain)
 
@@ -153,7 +160,7 @@ class LossScaler:
             raise _no_loss(loss)
         if not self.config.check or torch.compiler.is_compiling():
             return
-        if loss.device.type != "cpu":
+        if loss.device.type != "cpu" or not self._alone:
             self._unchecked_losses.append(loss.detach())
         elif not _is_finite(loss):
             raise non_finite_loss(loss.detach())

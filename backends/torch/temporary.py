@@ -87,9 +87,9 @@ class Block:
 class Remainders:
     """Masters in the memory of bfloat16 parameters and 16 bits more, instead of 32.
 
-    With Adam that makes 12 bytes for each parameter between steps, where masters that stay in memory make 14. Their
-    values are the same to the last bit. The parameters are rounded to nearest, but at a tie away from zero and not to
-    even; see `polyamp.backends.torch.rounding.split`.
+    With Adam that makes 12 bytes for each parameter between steps, where activations need room, and 16 during one;
+    masters that stay in memory make 14 all the time. Their values are the same to the last bit. The parameters are
+    rounded to nearest, but at a tie away from zero and not to even; see `polyamp.backends.torch.rounding.split`.
 
     Where somebody wrote to the model, masters follow and keep their remainder: they still round to the parameter.
     """

@@ -5,7 +5,9 @@ Each function says why there is no public way.
 
 from __future__ import annotations
 
+import ctypes
 import inspect
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import wraps
@@ -44,7 +46,12 @@ def capturing(code: Any) -> Iterator[None]:
 
     settings: dict[str, Any] = {"allow_rnn": True, "specialize_float": True, "specialize_int": True}
     try:
-        with dynamo.config.patch(settings), shapes.patch({"use_duck_shape": False}):  # type: ignore[attr-defined]
+        with (
+            dynamo.config.patch(settings),
+            shapes.patch({"use_duck_shape": False}),  # type: ignore[attr-defined]
+            warnings.catch_warnings(),
+        ):
+            warnings.filterwarnings("ignore", category=DeprecationWarning, module=r"torch\.")  # Dynamo's own calls
             yield
     finally:
         dynamo.reset_code(code)  # type: ignore[attr-defined]
@@ -85,7 +92,21 @@ def size_guards(fakes: Sequence[Tensor]) -> Callable[[Sequence[Tensor]], bool]:
     mode: Any = fake_mode_of(fakes)
     shapes: Any = None if mode is None else mode.shape_env
     code = None if shapes is None else shapes.produce_guards_expression(fakes)
-    return lambda tensors: code is None or bool(shapes.evaluate_guards_expression(code, tensors))
+    sizes = ((place, dim, _fixed(length)) for place, fake in enumerate(fakes) for dim, length in enumerate(fake.shape))
+    fixed = [(place, dim, length) for place, dim, length in sizes if length is not None]
+
+    def fit(tensors: Sequence[Tensor]) -> bool:
+        if any(tensors[place].shape[dim] != length for place, dim, length in fixed):
+            return False
+        return code is None or bool(shapes.evaluate_guards_expression(code, tensors))
+
+    return fit
+
+
+def _fixed(length: Any) -> int | None:
+    """A size that is a number, also where Dynamo found that out later; None for an open one."""
+    expression = length.node.expr if isinstance(length, torch.SymInt) else None
+    return int(length) if expression is None else int(expression) if expression.is_number else None
 
 
 def storage_of(value: Any) -> int | None:
@@ -253,17 +274,17 @@ def never_compiled(fn: Method) -> Method:
     return fn
 
 
-def enter_in_graph(device_type: str, dtype: torch.dtype) -> Any:
-    """Set a device type's autocast dtype without enabling it, also in the graph that Dynamo captures; see `leave`.
+def when_tracing_ends(undo: Callable[[], None]) -> None:
+    """Have Dynamo call a function when it ends tracing this frame, also where it gives up: it does so for its own."""
+    from torch._dynamo.symbolic_convert import tls
 
-    `torch.autocast` does it for a ``with`` block; from hooks only its halves can be traced.
-    """
-    return torch.amp.autocast_mode._enter_autocast(device_type, dtype, False, None)  # type: ignore[no-untyped-call]
+    if hasattr(tls, "current_tx"):  # torch.export may trace without Dynamo
+        tls.current_tx.output.add_cleanup_hook(undo)
 
 
-def leave_in_graph(entered: Any) -> None:
-    """Undo `enter_in_graph`."""
-    torch.amp.autocast_mode._exit_autocast(entered)  # type: ignore[no-untyped-call]
+def object_with_id(number: int) -> Any:
+    """The object with an ``id``, which has to be alive: of a module that is being traced Dynamo gives away no more."""
+    return ctypes.cast(number, ctypes.py_object).value
 
 
 @contextmanager

@@ -7,7 +7,6 @@ an update inside the region. `watch` has them dropped whenever an operation or a
 
 from __future__ import annotations
 
-import threading
 import weakref
 from functools import cache
 from typing import Any, NamedTuple
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from polyamp.backends.torch import unstable
+from polyamp.backends.torch import regions, unstable
 
 # Operators that update their first argument. Activation functions in place (relu_, sigmoid_, dropout_) are none: nobody
 # applies them to weights.
@@ -36,35 +35,25 @@ class _Cast(NamedTuple):
     value: Tensor
 
 
-class _Thread(threading.local):
-    def __init__(self) -> None:
-        self.casts: dict[tuple[int, torch.dtype, bool], _Cast] = {}
-
-
-_here = _Thread()
-
-
 def cast_weight(weight: Tensor, dtype: torch.dtype) -> Tensor:
     """A leaf that requires gradients in ``dtype``: the same cast as long as nothing changed it in this region."""
-    if torch.compiler.is_compiling() or type(weight) not in (Tensor, nn.Parameter):
+    casts = None if torch.compiler.is_compiling() else regions.casts_here()
+    if casts is None or type(weight) not in (Tensor, nn.Parameter):
         return weight.to(dtype)
     if unstable.is_transformed() or not torch.is_autocast_cache_enabled():
         return weight.to(dtype)
     key = id(weight), dtype, torch.is_grad_enabled()
-    kept = _here.casts.get(key)
+    kept: _Cast | None = casts.get(key)
     if kept is None or kept.weight() is not weight or kept.version != weight._version:
-        kept = _here.casts[key] = _Cast(weakref.ref(weight), weight._version, weight.to(dtype))
+        kept = casts[key] = _Cast(weakref.ref(weight), weight._version, weight.to(dtype))
     return kept.value
-
-
-def forget_own_casts() -> None:
-    """Drop this thread's casts."""
-    _here.casts.clear()
 
 
 def forget_casts() -> None:
     """Drop this thread's casts and native autocast's."""
-    forget_own_casts()
+    casts = regions.casts_here()
+    if casts:
+        casts.clear()
     torch.clear_autocast_cache()
 
 

@@ -71,10 +71,10 @@ class LossScalers:
         """Tell an optimizer of every loss that is scaled."""
         self._members.append(weakref.ref(optimizer))
 
-    def scale(self, loss: Any, loss_id: Hashable) -> Any:
+    def scale(self, loss: Any, loss_id: Hashable, *, alone: bool) -> Any:
         """The loss times its scale; see `LossScaler.scale`."""
         scaler = self[loss_id]
-        scaled = scaler.scale(loss)
+        scaled = scaler.scale(loss, alone=alone)
         scaling = Scaling(scaler, scaler.state)
         for member in self._members:
             if (optimizer := member()) is not None:
@@ -104,9 +104,13 @@ class Window:
         scaling: what their loss was multiplied by; None before the first loss.
         found: float32 scalar once all are unscaled: 1.0 if any was not finite on any rank, else 0.0.
         reports: for each loss scaler that had a part, the same of its gradients alone.
+
+    Args:
+        left_over: what the last step left of the first gradient: a weak reference, and the gradient's version.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, left_over: tuple[Any, int] | None = None) -> None:
+        self.left_over = left_over
         self.scaling: Scaling | None = None
         self.found: Tensor | None = None
         self.reports: dict[LossScaler, Tensor] = {}

@@ -1,0 +1,288 @@
+"""What a graph must keep as the code means it: changes in place, derivatives of the user's, checkpoints, branches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+import torch.utils._pytree as pytree
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import polyamp
+from polyamp.backends.torch.rewrite import explain, rewrite
+
+W = torch.randn(8, 8, generator=torch.Generator().manual_seed(0)) / 3
+X = torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
+
+
+def same(fn: Callable[..., Any], *args: Any, policy: Any = "mixed_bfloat16", tolerance: float = 0.03) -> Any:
+    """Rewrite, call both on copies, and compare results and what became of the arguments."""
+    rewritten = rewrite(fn, *args, policy=policy)
+    ours_in, theirs_in = (pytree.tree_map_only(Tensor, torch.clone, args) for _ in range(2))
+    ours, theirs = rewritten(*ours_in), fn(*theirs_in)
+    pairs = zip(pytree.tree_leaves((ours, ours_in)), pytree.tree_leaves((theirs, theirs_in)), strict=True)
+    for one, other in pairs:
+        torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
+    return rewritten
+
+
+# --- memory -----------------------------------------------------------------------------------------------------------
+
+
+def statement(x: Tensor) -> Tensor:
+    y = x @ W
+    y.masked_fill_(y > 0, -1e9)
+    return y.softmax(-1)
+
+
+def item(x: Tensor) -> tuple[Tensor, Tensor]:
+    y = x @ W
+    y[:, 0] = 3.0
+    return y @ W, y
+
+
+def through_a_view(x: Tensor) -> Tensor:
+    y = x @ W
+    y[:, 0].fill_(2.0)
+    y.view(-1).add_(1)
+    return y @ W
+
+
+def two_names(x: Tensor) -> tuple[Tensor, Tensor]:
+    y = x @ W
+    z = y
+    y += y @ W
+    return z, z @ W
+
+
+def parts(x: Tensor) -> Tensor:
+    one, other = (x @ W).chunk(2, -1)
+    one.mul_(other)
+    return torch.cat([one, other], -1) @ W
+
+
+def before_and_after(x: Tensor) -> Tensor:
+    y = x @ W
+    product = y @ W
+    y.exp_()
+    return product + y @ W
+
+
+def wider(x: Tensor) -> Tensor:
+    y = x @ W
+    y += x.exp()
+    return y
+
+
+def argument(x: Tensor) -> Tensor:
+    x.add_(x @ W)
+    return x @ W
+
+
+def part_of_an_argument(x: Tensor) -> Tensor:
+    x[0] += (x @ W)[1]
+    return x @ W
+
+
+def copied(x: Tensor) -> Tensor:
+    return torch.empty_like(x).copy_(x @ W) @ W
+
+
+def returned_twice(x: Tensor) -> tuple[Tensor, Tensor]:
+    y = (x @ W).relu_()
+    return y, y
+
+
+MEMORY = [
+    statement,
+    item,
+    through_a_view,
+    two_names,
+    parts,
+    before_and_after,
+    wider,
+    argument,
+    part_of_an_argument,
+    copied,
+    returned_twice,
+]
+
+
+@pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
+@pytest.mark.parametrize("fn", MEMORY)
+def test_changes_in_place_mean_what_they_mean(fn: Callable[..., Any], policy: str) -> None:
+    assert policy.removeprefix("mixed_") in same(fn, X, policy=policy).plan.totals["by_format"]
+
+
+@pytest.mark.parametrize("fn", [two_names, wider, item, F.relu_])
+def test_gradients_of_changes_in_place(fn: Callable[..., Any]) -> None:
+    def total(x: Tensor) -> Tensor:
+        results = fn(x @ W @ W)
+        return sum((leaf.float().sum() for leaf in pytree.tree_leaves(results)), torch.zeros(()))
+
+    x, y = X.clone().requires_grad_(), X.clone().requires_grad_()
+    total(x).backward()
+    rewrite(total, y, policy="mixed_bfloat16")(y).backward()
+    torch.testing.assert_close(y.grad, x.grad, rtol=0.05, atol=0.05)
+
+
+def test_activations_in_place_stay_in_16_bits() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(inplace=True), nn.Dropout(0.0, inplace=True), nn.Linear(8, 8))
+    assert explain(model, X, policy="mixed_bfloat16").totals["by_format"] == {"bfloat16": 4, "as written": 1}
+
+
+@pytest.mark.parametrize(("name", "kind"), [("batch_norm", nn.BatchNorm1d), ("instance_norm", nn.InstanceNorm1d)])
+def test_statistics_are_kept_also_where_a_rule_lowers_their_norm(name: str, kind: Any) -> None:
+    model = nn.Sequential(nn.Conv1d(2, 4, 3), kind(4, track_running_stats=True, affine=True))
+    policy = polyamp.policy("mixed_bfloat16", rules={name: "lower"})
+    rewritten = rewrite(model, torch.ones(3, 2, 8), policy=policy)
+    rewritten(torch.randn(3, 2, 8) + 5)
+    assert model[1].running_mean.abs().sum() > 0.01
+    assert model[1].running_mean.dtype == torch.float32
+
+
+# --- the user's own operations ----------------------------------------------------------------------------------------
+
+
+class Doubled(torch.autograd.Function):
+    """A derivative that is not the forward's."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad * 100
+
+
+def test_derivatives_of_the_users_are_kept() -> None:
+    x = X.clone().requires_grad_()
+    rewritten = rewrite(lambda x: Doubled.apply(x @ W).sum(), x, policy="mixed_bfloat16")
+    rewritten(x).backward()
+    torch.testing.assert_close(x.grad, 100 * W.sum(1).expand(4, 8), rtol=0.02, atol=1)
+
+
+@pytest.fixture
+def own_operator() -> Iterator[Any]:
+    with torch.library._scoped_library("polyamp_test", "FRAGMENT") as library:
+        library.define("scaled(Tensor x, float by) -> Tensor")
+        library.impl("scaled", lambda x, by: x * by if x.dtype == torch.float32 else 1 / 0, "CompositeExplicitAutograd")
+        library.define("put_(Tensor(a!) x, Tensor(b!) y) -> ()")
+        library.impl("put_", lambda x, y: (x.fill_(7.0), y.fill_(8.0), None)[2], "CompositeExplicitAutograd")
+        yield torch.ops.polyamp_test
+
+
+def test_unknown_operators_run_as_written(own_operator: Any) -> None:
+    rewritten = same(lambda x: own_operator.scaled(x @ W, 3.0) @ W, X)
+    (unknown,) = [op for op in rewritten.plan.operations if op.name.startswith("polyamp_test")]
+    assert (unknown.format, unknown.reason) == ("as written", "unknown operation: runs as written")
+
+
+def test_operators_that_change_their_arguments_change_them(own_operator: Any) -> None:
+    def fn(x: Tensor) -> tuple[Tensor, Tensor]:
+        y, z = x @ W, x @ W.T
+        own_operator.put_(y, z)
+        return y, z
+
+    same(fn, X)
+
+
+def test_other_dtypes_are_left_alone() -> None:
+    def fn(x: Tensor) -> dict[str, Tensor]:
+        y = x @ W
+        return {
+            "double": y.double() @ W.double(),
+            "half": y.half() @ W.half(),
+            "complex": torch.fft.rfft(y),
+            "integer": y.argmax(-1) * 2,
+            "bool": y > 0.1,
+            "float": y.float() * 2,
+        }
+
+    formats = {op.name: op.format for op in same(fn, X, tolerance=0.05).plan.operations}
+    assert formats["fft"] == "float32"
+    assert formats["mul"] == "float32"
+
+
+def test_float32_that_the_user_asked_for_is_float32() -> None:
+    def fn(x: Tensor) -> Tensor:
+        y = x @ W
+        return y.float() * y + y.sum(dtype=torch.float32) + y.to(torch.float32)
+
+    policy = polyamp.policy("mixed_bfloat16", rules={"sum": "lower"})
+    decided = {op.name: (op.format, op.reason) for op in explain(fn, X, policy=policy).operations}
+    assert decided["mul"] == ("float32", "after cast")
+    assert decided["sum"] == ("float32", "dtype=torch.float32 was asked for")
+
+
+def test_a_move_to_a_device_is_no_cast() -> None:
+    decided = [
+        (op.name, op.format) for op in explain(lambda x: (x @ W).to("cpu") + 1, X, policy="mixed_bfloat16").operations
+    ]
+    assert decided[1:3] == [("identity", "bfloat16"), ("add", "bfloat16")]
+
+
+# --- bodies -----------------------------------------------------------------------------------------------------------
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.3), nn.GELU(), nn.Linear(8, 8))
+        self.reentrant = reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + checkpoint(self.body, x, use_reentrant=self.reentrant)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpoints_are_recomputed_in_the_same_formats(reentrant: bool) -> None:
+    torch.manual_seed(0)
+    model, x = Checkpointed(reentrant), X.clone().requires_grad_()
+    rewritten = rewrite(model, x, policy="mixed_bfloat16")
+    assert rewritten.plan.totals["by_format"]["bfloat16"] == 5
+    gradients = []
+    for fn in (rewritten, model):
+        torch.manual_seed(1)
+        model.zero_grad()
+        fn(x).square().sum().backward()
+        gradients.append([param.grad.clone() for param in model.parameters()])
+    torch.testing.assert_close(*gradients, rtol=0.05, atol=0.05)
+
+
+def test_both_branches_are_decided_and_agree() -> None:
+    def fn(x: Tensor) -> Tensor:
+        return torch.cond(x.sum() > 0, lambda y: (y @ W) @ W, lambda y: y.exp(), (x,)) + 1
+
+    rewritten = same(fn, X + 1, tolerance=0.2)
+    torch.testing.assert_close(rewritten(X - 1), fn(X - 1))
+    assert [op.format for op in rewritten.plan.operations if op.name == "matmul"] == ["bfloat16"] * 2
+
+
+def test_composed_functions_are_taken_apart() -> None:
+    model = nn.MultiheadAttention(8, 2, batch_first=True)
+    names = {op.name: op.format for op in explain(model, X[None], X[None], X[None], policy="mixed_bfloat16").operations}
+    assert (names["matmul"], names["softmax"]) == ("bfloat16", "float32")
+
+
+def test_parametrisations_hooks_and_plain_tensors() -> None:
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = torch.nn.utils.parametrizations.weight_norm(nn.Linear(8, 8))
+            self.plain = torch.arange(8.0)
+            self.layer.register_forward_hook(lambda module, args, result: result * 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x) + self.plain
+
+    model = Odd()
+    rewritten = same(model, X)
+    assert list(rewritten.state_dict()) == list(model.state_dict())
+    rewritten(X).sum().backward()
+    assert all(param.grad is not None for param in model.parameters())

@@ -62,7 +62,7 @@ class Torch:
 
     @staticmethod
     def maximum(one: Any, other: float) -> Any:
-        return torch.maximum(one, torch.full_like(one, other))
+        return torch.maximum(one, torch.tensor(other))
 
     @staticmethod
     def sum(x: Any) -> Any:

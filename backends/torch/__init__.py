@@ -1,4 +1,4 @@
-"""PyTorch: a `torch.optim.Optimizer` around any other, native autocast by policy, modules stored by the rules.
+"""PyTorch: a `torch.optim.Optimizer` around any other, autocast and graphs by policy, modules stored by the rules.
 
 >>> import torch, polyamp.backends.torch as amp
 >>> opt = amp.LossScaledOptimizer(torch.optim.SGD([torch.ones(2, requires_grad=True)], lr=0.1))
@@ -17,8 +17,24 @@ from polyamp.backends.torch.adapter import adapter
 from polyamp.backends.torch.autocast import autocast
 from polyamp.backends.torch.casting import cast
 from polyamp.backends.torch.convert import convert
+from polyamp.backends.torch.custom import custom_bwd, custom_fwd, register_autocast
 from polyamp.backends.torch.gates import AppliedSteps, select
 from polyamp.backends.torch.grad_scaler import GradScaler
 from polyamp.backends.torch.optimizer import LossScaledOptimizer
+from polyamp.backends.torch.rewrite import explain, rewrite
 
-__all__ = ["AppliedSteps", "GradScaler", "LossScaledOptimizer", "adapter", "autocast", "cast", "convert", "select"]
+__all__ = [
+    "AppliedSteps",
+    "GradScaler",
+    "LossScaledOptimizer",
+    "adapter",
+    "autocast",
+    "cast",
+    "convert",
+    "custom_bwd",
+    "custom_fwd",
+    "explain",
+    "register_autocast",
+    "rewrite",
+    "select",
+]

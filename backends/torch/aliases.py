@@ -22,7 +22,7 @@ class Aliases:
 
     >>> import torch
     >>> from polyamp.backends.torch.capture import capture
-    >>> graph = capture(lambda x: torch.exp(x).mul_(2), [torch.ones(3)], {}).module.graph
+    >>> graph = capture(lambda x: x.exp().mul_(2), [torch.ones(3)], {}).module.graph
     >>> made, changed = [node for node in graph.nodes if node.op.startswith("call")]
     >>> aliases = Aliases(graph)
     >>> aliases.changed(changed), aliases.is_pinned(changed)

@@ -17,7 +17,7 @@ def expand(module: GraphModule) -> None:
 
     >>> import torch
     >>> from polyamp.backends.torch.capture import capture
-    >>> module = capture(lambda x: torch.nn.functional.normalize(x), [torch.ones(3, 2)], {}).module
+    >>> module = capture(torch.nn.functional.normalize, [torch.ones(3, 2)], {}).module
     >>> expand(module)
     >>> [str(node.target) for node in module.graph.nodes if node.op == "call_function"][:2]
     ['aten.linalg_vector_norm.default', 'aten.clamp_min.default']

@@ -41,8 +41,10 @@ _CUDA = {
     "smooth_l1_loss soft_margin_loss softplus tan triplet_margin_loss upsample_bicubic2d upsample_bilinear2d "
     "upsample_linear1d upsample_nearest1d upsample_nearest2d upsample_nearest3d upsample_trilinear3d",
     "full_dtype": "cumprod cumsum linalg_matrix_norm linalg_matrix_norm.str_ord linalg_vector_norm log_softmax.int "
-    "prod prod.dim_int softmax.int sum sum.dim_IntList",
-    "full_overload": "norm.Scalar norm.ScalarOpt_dim",
+    "prod prod.dim_int softmax.int sum sum.dim_IntList "
+    # with named dimensions, which newer releases do not have
+    "cumprod.dimname cumsum.dimname log_softmax.Dimname prod.dim_Dimname softmax.Dimname sum.dim_DimnameList",
+    "full_overload": "norm.Scalar norm.ScalarOpt_dim norm.names_ScalarOpt_dim",
     "promote": "addcdiv addcmul atan2 bilinear cross dot grid_sampler index_put scatter_add tensordot vdot",
     "banned": "binary_cross_entropy",
 }
@@ -64,8 +66,9 @@ _CPU = {
     "max_unpool3d mse_loss multi_margin_loss multilabel_margin_loss multilabel_margin_loss_forward nanquantile "
     "nanquantile.scalar nll_loss nll_loss2d orgqr ormqr pinverse poisson_nll_loss polar prod prod.dim_int qr quantile "
     "quantile.scalar reflection_pad1d reflection_pad2d replication_pad1d replication_pad2d replication_pad3d "
-    "smooth_l1_loss soft_margin_loss stft stft.center svd trace triangular_solve triplet_margin_loss view_as_complex",
-    "promote": "cat index_copy stack",
+    "smooth_l1_loss soft_margin_loss stft stft.center svd trace triangular_solve triplet_margin_loss view_as_complex "
+    "prod.dim_Dimname",
+    "promote": "cat index_copy index_copy.dimname stack",
 }
 
 _MPS = {"lower": "_mps_convolution", "full": "batch_norm"}  # what it has beside the CUDA list

@@ -80,9 +80,10 @@ def _is_torchs(node: Node) -> bool:
 def is_composite(node: Node) -> bool:
     """Whether a node calls one of torch's Python functions that is made of several operations.
 
-    >>> graph = torch.fx.Graph()
-    >>> is_composite(graph.call_function(torch.nn.functional.normalize, (graph.placeholder("x"),)))
-    True
+    >>> from polyamp.backends.torch.capture import capture
+    >>> graph = capture(torch.nn.functional.normalize, [torch.ones(3, 2)], {}).module.graph
+    >>> [is_composite(node) for node in graph.nodes if node.op == "call_function"]
+    [True]
     """
     return (
         node.op == "call_function"

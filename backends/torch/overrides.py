@@ -61,7 +61,7 @@ def prepare(region: Region, device_type: str) -> None:
 def _native_names(region: Region, device_type: str) -> Iterator[str]:
     """Operators that no rule names: those that promote, and in float16 on the CPU what CUDA's list has beside its."""
     for name in registered(device_type):
-        if category(name, device_type) == "promote":
+        if category(name, device_type) == "promote" and not _has_named_dimensions(name):
             yield name
     if device_type == "cpu" and region.dtype is torch.float16:
         yield from (name for name in known("cuda") if _as_on_cuda(name))
@@ -69,9 +69,13 @@ def _native_names(region: Region, device_type: str) -> Iterator[str]:
 
 def _as_on_cuda(operator: str) -> str | None:
     """The class that CUDA's list gives an operator which the CPU's does not have, and which the CPU can run."""
-    if category(operator, "cpu") != "unlisted" or operator in _ONLY_ON_CUDA:
+    if category(operator, "cpu") != "unlisted" or operator in _ONLY_ON_CUDA or _has_named_dimensions(operator):
         return None
     return _CLASS_OF_LIST.get(known("cuda").get(operator, ""))
+
+
+def _has_named_dimensions(operator: str) -> bool:
+    return "dimname" in operator.lower() or ".names" in operator
 
 
 _ONLY_ON_CUDA = {
@@ -136,14 +140,16 @@ _LEFT_OUT = {"_scaled_mm", "_grouped_mm"}  # of 8-bit inputs with scales of thei
 def _can_be_overridden(name: str) -> bool:
     """Forward operators that change and alias none of their arguments; views of 16-bit values are 16-bit values."""
     base, _, overload = name.removeprefix("aten::").partition(".")
-    if base.endswith("_") or "backward" in base or base in _LEFT_OUT or "out" in overload:
+    if base.endswith("_") or "backward" in base or base in _LEFT_OUT:
+        return False
+    if "out" in overload or _has_named_dimensions(name):
         return False
     arguments = unstable.schema_arguments(_overload(name))
     types = [str(argument.type) for argument in arguments]
     return (
         not any(argument.alias_info is not None for argument in arguments)
         and any("Tensor" in one for one in types)
-        and not any("Dimname" in one or "Generator" in one for one in types)
+        and not any("Generator" in one for one in types)
     )
 
 

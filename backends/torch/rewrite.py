@@ -90,10 +90,10 @@ class Rewritten(GraphModule):
     arguments. Others that it does not fit (another rank or dtype, a size for which the code takes another way), and
     another training mode, get graphs of their own when they come.
 
-    >>> model = torch.nn.Dropout()
-    >>> fast = rewrite(model, torch.ones(4), policy="mixed_bfloat16")
-    >>> fast.eval()(torch.ones(3)), model.training, len(fast.programs)
-    (tensor([1., 1., 1.]), False, 2)
+    >>> model = torch.nn.Sequential(torch.nn.Linear(4, 2), torch.nn.Dropout())
+    >>> fast = rewrite(model, torch.ones(3, 4), policy="mixed_bfloat16")
+    >>> fast.eval()(torch.ones(5, 4)).shape, model.training, len(fast.programs)
+    (torch.Size([5, 2]), False, 2)
 
     Attributes:
         programs: what was decided, for each graph.

@@ -324,3 +324,36 @@ def test_tied_weights_are_cast_once() -> None:
     assert sorted(str(node.args[0].target) for node in casts) == sorted({str(node.args[0].target) for node in casts})
     rewritten(torch.randint(0, 32, (2, 5))).sum().backward()
     assert model.head.weight is model.embedding.weight
+
+
+def test_a_function_trains_the_modules_that_it_names() -> None:
+    model = ConvNet(dropout=0.5)
+
+    def loss_of(x: Tensor) -> Tensor:
+        return model(x).square().mean()
+
+    x = torch.randn(8, 3, 8, 8)
+    rewritten = rewrite(loss_of, x, policy="mixed_bfloat16")
+    assert list(rewritten.state_dict()) == [f"model.{name}" for name in model.state_dict()]
+    rewritten(x).backward()
+    assert model.conv.weight.grad is not None
+    rewritten.eval()
+    assert torch.equal(rewritten(x), rewritten(x))
+    assert len(rewritten.programs) == 2
+
+
+def test_the_same_tensor_twice_is_no_two_tensors() -> None:
+    x, y = torch.ones(2, 2), torch.full((2, 2), 3.0)
+    rewritten = rewrite(lambda one, other: one @ other, x, x, policy="mixed_bfloat16")
+    assert torch.equal(rewritten(x, y), torch.full((2, 2), 6.0))
+    assert torch.equal(rewritten(y, y), torch.full((2, 2), 18.0))
+    assert len(rewritten.programs) == 2
+
+
+def test_many_kinds_of_arguments_are_said() -> None:
+    rewritten = rewrite(lambda x, number: x @ x * number, policy="mixed_bfloat16")
+    for number in range(16):
+        rewritten(torch.ones(2, 2), float(number))
+    with pytest.warns(polyamp.PolyampWarning, match="more than 16 kinds of arguments") as caught:
+        rewritten(torch.ones(2, 2), 16.0)
+    assert [warning.filename for warning in caught] == [__file__]

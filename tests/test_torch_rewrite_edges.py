@@ -130,6 +130,19 @@ def test_gradients_of_changes_in_place(fn: Callable[..., Any]) -> None:
     torch.testing.assert_close(y.grad, x.grad, rtol=0.05, atol=0.05)
 
 
+def test_what_a_product_keeps_for_its_derivative_is_not_changed() -> None:
+    """The sum is in 16 bits, and so is what the product took of the same value."""
+    layer = nn.Linear(8, 8)
+
+    def fn(x: Tensor) -> Tensor:
+        y = x * 2
+        y += layer(y)
+        return y.sum()
+
+    rewrite(fn, X, policy="mixed_bfloat16")(X).backward()
+    torch.testing.assert_close(layer.weight.grad, (2 * X).sum(0).expand(8, 8), rtol=0.03, atol=0.03)
+
+
 def test_activations_in_place_stay_in_16_bits() -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(inplace=True), nn.Dropout(0.0, inplace=True), nn.Linear(8, 8))
     assert explain(model, X, policy="mixed_bfloat16").totals["by_format"] == {"bfloat16": 4, "as written": 1}

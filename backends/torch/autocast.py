@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ContextDecorator, contextmanager, nullcontext
 from functools import cache
+from typing import Any
 
 import torch
 
@@ -18,8 +19,7 @@ from polyamp.rules import Rule
 from polyamp.verbs import compiled_by
 
 
-@contextmanager
-def autocast(policy: Policy) -> Iterator[None]:
+def autocast(policy: Policy) -> AbstractContextManager[None]:
     """Run operations as a policy says: by native autocast, whose lists hold wherever no rule says anything else.
 
     A region is the thread's that enters it, holds in functions that activation checkpointing runs again, and can be
@@ -40,37 +40,61 @@ def autocast(policy: Policy) -> Iterator[None]:
     Raises:
         UnsupportedError: an 8-bit ``compute`` format.
     """
-    if not torch.compiler.is_compiling():
+    return _traced(policy) if torch.compiler.is_compiling() else _Entered(policy)
+
+
+class _Entered(ContextDecorator):
+    """What `autocast` gives outside of compiled code."""
+
+    def __init__(self, policy: Policy) -> None:
+        self._policy = policy
+        self._entered: list[tuple[regions.Frame, list[torch.autocast], Callable[[], None] | None]] = []
+
+    def _recreate_cm(self) -> _Entered:
+        return _Entered(self._policy)
+
+    @unstable.never_compiled
+    def __enter__(self) -> None:
+        policy = self._policy
         _check(policy.compute)
-    dtype = DTYPES[policy.compute]
+        region = _region_of(policy.param, policy.compute, policy.output, policy.rules)
+        undo = unstable.trace_backward_without_autocast() if regions.casts_here() is None else None
+        native = [_native(device_type, policy.compute) for device_type in DEVICE_TYPES]
+        for context in native:
+            context.__enter__()  # type: ignore[no-untyped-call]
+        if region is not None and region.rules:
+            positions.HOOKS.__enter__()
+        self._entered.append((regions.enter(region), native, undo))
+
+    @unstable.never_compiled
+    def __exit__(self, *error: Any) -> None:
+        frame, native, undo = self._entered.pop()
+        regions.leave(frame)
+        for context in reversed(native):
+            context.__exit__(*error)
+        if undo is not None:
+            undo()
+        if frame.region is not None and frame.region.rules:
+            positions.HOOKS.__exit__()
+            if error[0] is None:
+                positions.report_unused(frame.region)
+
+
+def _native(device_type: str, compute: str) -> torch.autocast:
+    dtype = DTYPES[compute]
     low = dtype in SIXTEEN_BIT
     usable = dtype if low else torch.bfloat16  # a disabled region still wants a format that the device knows
-    there = nullcontext() if ACCELERATOR is None else torch.autocast(ACCELERATOR, dtype=usable, enabled=low)
-    ours = _traced(policy) if torch.compiler.is_compiling() else _entered(policy)
-    with torch.autocast("cpu", dtype=usable, enabled=low), there, ours:
-        yield
-
-
-@unstable.never_compiled
-@contextmanager
-def _entered(policy: Policy) -> Iterator[None]:
-    outermost = regions.casts_here() is None
-    with unstable.backward_without_autocast() if outermost else nullcontext():
-        region = _region_of(policy.param, policy.compute, policy.output, policy.rules)
-        frame = regions.enter(region)
-        try:
-            yield
-        finally:
-            regions.leave(frame)
-    if region is not None and region.rules:
-        positions.report_unused(region)
+    return torch.autocast(device_type, dtype=usable, enabled=low)
 
 
 @contextmanager
 def _traced(policy: Policy) -> Iterator[None]:
     """The same in the graph that Dynamo captures, where only native autocast's own state is."""
     (first, second), marks = regions.MARKED, _traced_mark(*_autocast_fields(policy))
+    there = nullcontext() if ACCELERATOR is None else _native(ACCELERATOR, policy.compute)
     with (
+        _native("cpu", policy.compute),
+        there,
         torch.autocast(first, dtype=marks[0], enabled=False),  # enabled, it would refuse the dtype
         torch.autocast(second, dtype=marks[1], enabled=False),
     ):
@@ -82,7 +106,10 @@ def _traced_mark(
     param: str, compute: str, output: str, rules: tuple[tuple[str, str], ...]
 ) -> tuple[torch.dtype, torch.dtype]:
     _check(compute)
-    return regions.mark_of(_region_of(param, compute, output, tuple(Rule(*rule) for rule in rules)), traced=True)
+    region = _region_of(param, compute, output, tuple(Rule(*rule) for rule in rules))
+    if region is not None and region.rules:
+        positions.HOOKS.stay()
+    return regions.mark_of(region, traced=True)
 
 
 def _autocast_fields(policy: Policy) -> tuple[str, str, str, tuple[tuple[str, str], ...]]:
@@ -98,9 +125,8 @@ def _region_of(param: str, compute: str, output: str, rules: tuple[Rule, ...]) -
         return None
     defaults = default_rules(param, compute, output)
     region = regions.Region(dtype, tuple(rule for rule in rules if rule not in defaults))
+    regions.mark_of(region)  # what can fail does so before anything is entered
     weights.watch_optimizers()
-    if region.rules:
-        positions.watch_modules()
     for device_type in DEVICE_TYPES:
         overrides.prepare(region, device_type)
         weights.watch(device_type)

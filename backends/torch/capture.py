@@ -6,6 +6,7 @@ stay what they are. Graphs of `torch.export` have none of these.
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -46,9 +47,9 @@ class Captured(NamedTuple):
 def capture(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Captured:
     """Capture ``fn`` for these arguments, with their sizes kept open where its code does.
 
-    >>> captured = capture(lambda x: torch.relu(x) + 1, [torch.ones(3, 2)], {})
-    >>> [node.op for node in captured.module.graph.nodes]
-    ['placeholder', 'placeholder', 'call_function', 'call_function', 'output']
+    >>> captured = capture(torch.nn.Linear(2, 4), [torch.ones(3, 2)], {})
+    >>> [node.target.__name__ for node in captured.module.graph.nodes if node.op == "call_function"], captured.results
+    (['linear'], [FakeTensor(..., size=(s33, 4), grad_fn=<AddmmBackward0>)])
 
     Raises:
         UsageError: the code cannot be captured whole (a graph break), or changes attributes.
@@ -61,7 +62,7 @@ def capture(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, An
         return fn(*args, **kwargs)
 
     compiled = torch.compile(captured_call, backend=seen, fullgraph=True, dynamic=True)
-    with unstable.capturing(captured_call.__code__), _refusals(), _unchanged(fn):
+    with unstable.capturing(captured_call.__code__), _refusals(), _unchanged(root_of(fn)):
         returned = compiled(*args, **kwargs)
     results, out_spec = pytree.tree_flatten(returned)
     return seen.taken(leaves, in_spec, results, out_spec)
@@ -130,13 +131,13 @@ def _headline(error: Exception) -> str:
 
 
 @contextmanager
-def _unchanged(fn: Any) -> Iterator[None]:
+def _unchanged(root: nn.Module) -> Iterator[None]:
     """Nothing that is not in the graph: attributes that the code assigns would keep what they have now, for ever.
 
     Raises:
         UsageError: it assigns some. They have what they had.
     """
-    modules = list(root_of(fn).modules())
+    modules = list(root.modules())
     before = [_attributes(module) for module in modules]
     try:
         yield
@@ -178,22 +179,33 @@ def _restored(module: nn.Module, before: dict[str, dict[str, Any]]) -> list[str]
 
 
 def root_of(fn: Any) -> nn.Module:
-    """The module that is captured, or whose method is; an empty one for other functions."""
+    """The module that is captured, or whose method is; for other functions one that holds the modules they name.
+
+    >>> layer = torch.nn.Linear(2, 4)
+    >>> list(root_of(lambda x: layer(x)).state_dict())
+    ['layer.weight', 'layer.bias']
+    """
     owner = fn if isinstance(fn, nn.Module) else getattr(fn, "__self__", None)
-    return owner if isinstance(owner, nn.Module) else nn.Module()
+    if isinstance(owner, nn.Module):
+        return owner
+    root = nn.Module()
+    if inspect.isfunction(fn):
+        named = inspect.getclosurevars(fn)
+        for name, module in {**named.globals, **named.nonlocals}.items():
+            if isinstance(module, nn.Module):
+                root.add_module(name, module)
+    return root
 
 
 def check_arguments(fn: Any, leaves: Sequence[Any]) -> None:
     """Refuse arguments that hide tensors from the graph.
 
     Raises:
-        InvalidTypeError: an argument is an object that may hold tensors and is no registered pytree.
+        InvalidTypeError: an argument holds tensors and is no registered pytree, or is an array of another framework.
     """
-    strange = [leaf for leaf in leaves if not isinstance(leaf, _PLAIN) and hasattr(leaf, "__dict__")]
-    hidden = [leaf for leaf in strange if any(isinstance(value, Tensor) for value in vars(leaf).values())]
-    if hidden:
+    if hidden := [leaf for leaf in leaves if not isinstance(leaf, Tensor | nn.Module) and _holds_tensors(leaf)]:
         raise InvalidTypeError(
-            "an argument holds tensors, and is no container that PyTorch knows",
+            "an argument holds numbers, and is no tensor or container that PyTorch knows",
             where=f"rewrite({getattr(fn, '__name__', type(fn).__name__)}, ...)",
             found=f"{type(hidden[0]).__module__}.{type(hidden[0]).__qualname__}",
             allowed="tensors, numbers, strings, and dicts, lists, tuples and registered pytrees of them",
@@ -201,4 +213,7 @@ def check_arguments(fn: Any, leaves: Sequence[Any]) -> None:
         )
 
 
-_PLAIN = (Tensor, nn.Module, int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.device, type)
+def _holds_tensors(leaf: object) -> bool:
+    return hasattr(leaf, "__array__") or any(
+        isinstance(value, Tensor) for value in getattr(leaf, "__dict__", {}).values()
+    )

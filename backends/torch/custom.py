@@ -190,8 +190,8 @@ def _class_in(region: regions.Region | None, name: str, op_class: str) -> str:
 
 
 @unstable.constant_when_compiled
-def _class_in_graph(name: str, op_class: str, *mark: torch.dtype) -> str:
-    return _class_in(regions.marked(mark), name, op_class)
+def _class_in_graph(name: str, op_class: str, first: torch.dtype, second: torch.dtype) -> str:
+    return _class_in(regions.marked((first, second)), name, op_class)
 
 
 def _overloads(op: Any) -> list[Any]:

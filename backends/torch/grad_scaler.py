@@ -20,7 +20,7 @@ from polyamp.backends.torch.late import LateValues
 from polyamp.backends.torch.optimizer import LossScaledOptimizer
 from polyamp.backends.torch.overflow import Overflow, describe, find, named, names_of
 from polyamp.backends.torch.ranks import any_rank, check_process_group
-from polyamp.backends.torch.scaler import on_device
+from polyamp.backends.torch.scaler import on_device, where
 from polyamp.backends.torch.skipping import note_skipped, state_is_complete
 from polyamp.backends.torch.unstable import not_traced
 from polyamp.limits import report_limits
@@ -154,7 +154,7 @@ class GradScaler(torch.amp.GradScaler):
             finite = torch.stack([flag.to(scale.device, non_blocking=True) for flag in flags]).amax() == 0
             wide = scale.double() if scale.device.type != "mps" else scale  # as torch's kernel, which rounds once
             before = on_device(self._state(), scale.device)._replace(scale=wide)
-            state = advance(self.config, before, finite, torch.where)
+            state = advance(self.config, before, finite, where)
             scale.copy_(state.scale)
             tracker.copy_(state.good_steps)
             state = state._replace(scale=scale.clone(), good_steps=tracker.clone())

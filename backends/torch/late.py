@@ -21,9 +21,14 @@ class LateValues:
         self._copy: Tensor | None = None
         self._arrival: Any = None
 
+    @property
+    def is_under_way(self) -> bool:
+        """Whether values were sent that nobody has received."""
+        return self._copy is not None
+
     def send(self, values: Tensor) -> None:
         """Start the copy, unless an earlier one is still under way."""
-        if self._copy is not None:
+        if self.is_under_way:
             return
         current_stream = _streams_of(values.device)
         self._copy = values.to("cpu", non_blocking=current_stream is not None)

@@ -175,5 +175,13 @@ def users_frame(error: Exception) -> str:
     return users[-1] if users else "the captured function"
 
 
+def users_level() -> int:
+    """The ``stacklevel`` with which `polyamp.errors.warn_once`, called where this is, points at the user's line."""
+    frame, level = inspect.currentframe(), 1
+    while frame is not None and not _is_users(frame.f_code.co_filename):
+        frame, level = frame.f_back, level + 1
+    return level
+
+
 def _is_users(file: str) -> bool:
     return not file.startswith(_LIBRARIES)

@@ -11,8 +11,8 @@ import re
 import threading
 import warnings
 import weakref
+from collections import Counter
 from collections.abc import Iterator
-from functools import cache
 from typing import Any
 
 import torch
@@ -21,27 +21,62 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 
 from polyamp.backends.torch import overrides, regions, unstable
 from polyamp.backends.torch.regions import DEVICE_TYPES, MARKED, Marks, Region
-from polyamp.errors import warn_once
+from polyamp.errors import UnsupportedError, warn_once
 from polyamp.operations import OPERATIONS
 from polyamp.rules import Rule
 
 
-@cache
-def watch_modules() -> None:
-    """Install the hooks; once. They stay, since a backward pass outside of the region may run modules again."""
-    warnings.filterwarnings("ignore", r"Using `torch.compile\(module\)` when there are global hooks on modules")
-    register_module_forward_pre_hook(_before)
-    register_module_forward_hook(_after, always_call=True)
+class ModuleHooks:
+    """The hooks, which are there while any region with rules is entered: a context to enter again and again.
+
+    They stay for good once a checkpointed function has called modules in such a region, since a backward pass outside
+    of it calls them again, and once compiled code has such a region inside.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._users = 0
+        self._handles: list[Any] = []
+
+    def __enter__(self) -> None:
+        with self._lock:
+            self._users += 1
+            if not self._handles:
+                warnings.filterwarnings("ignore", r"Using `torch.compile\(module\)` when there are global hooks")
+                before = register_module_forward_pre_hook(_before)
+                self._handles = [before, register_module_forward_hook(_after, always_call=True)]
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._users -= 1
+            if not self._users:
+                for handle in self._handles:
+                    handle.remove()
+                self._handles = []
+
+    def stay(self) -> None:
+        """Leave them there for good."""
+        if not self._stays:
+            self._stays = True
+            self.__enter__()
+
+    _stays = False
+
+
+HOOKS = ModuleHooks()
 
 
 def report_unused(region: Region) -> None:
     """Name the rules of a policy's region that are about no operation and no module that has run in it."""
-    modules_ran = bool(_places.get(region))
+    seen = _roots[region]
+    if not region.rules or _reported.get(region) == seen:
+        return
+    _reported[region] = seen
     unused = [
         rule.pattern
         for rule in region.rules
         if rule not in _used.get(region, ())
-        and (modules_ran or not re.search(r"[./]", rule.pattern))  # paths have to wait for modules
+        and (seen or not re.search(r"[./]", rule.pattern))  # paths have to wait for modules
         and not any(rule.matches(name) for name in _rulable())
     ]
     if unused:
@@ -49,6 +84,9 @@ def report_unused(region: Region) -> None:
             f"rules that matched no operation and no module: {', '.join(unused)}. The names of operations are in "
             "polyamp.operations.OPERATIONS, the paths of modules in model.named_modules()."
         )
+
+
+_reported: dict[Region, int] = {}  # with how many roots a policy's region was looked at
 
 
 def _rulable() -> Iterator[str]:
@@ -59,13 +97,14 @@ def _rulable() -> Iterator[str]:
 # Which region holds in which module.
 
 _places: dict[Region, dict[int, Region]] = {}  # by a policy's region and a module's id
-_policies: dict[Region, Region] = {}  # from a module's region to the policy's
+_prepared: set[Region] = set()
 _used: dict[Region, set[Rule]] = {}
+_roots: Counter[Region] = Counter()  # how often modules were named
 
 
 def _place_of(module: nn.Module, region: Region, root: nn.Module) -> Region | None:
     """The region of a module's own that begins where it is called in a region; None where nothing changes."""
-    policy = _policies.get(region, region)
+    policy = region.policy
     if not policy.rules:
         return None
     places = _places.setdefault(policy, {})
@@ -77,6 +116,7 @@ def _place_of(module: nn.Module, region: Region, root: nn.Module) -> Region | No
 
 
 def _find_places(root: nn.Module, policy: Region, places: dict[int, Region]) -> None:
+    _roots[policy] += 1
     found: dict[int, set[Rule]] = {}
     modules = list(root.named_modules(remove_duplicate=False))
     for name, module in modules:
@@ -95,9 +135,9 @@ def _at(policy: Region, matched: set[Rule]) -> Region:
         return policy
     first = next(index for index, rule in enumerate(policy.rules) if rule in matched)
     before, rule = policy.rules[:first], policy.rules[first]
-    place = Region(policy.dtype, (*before, Rule("*", rule.op_class)))
-    if place not in _policies:
-        _policies[place] = policy
+    place = Region(policy.dtype, (*before, Rule("*", rule.op_class)), of=policy.rules)
+    if place not in _prepared:
+        _prepared.add(place)
         for device_type in DEVICE_TYPES:
             overrides.prepare(place, device_type)
     return place
@@ -139,6 +179,8 @@ def _after(module: nn.Module, inputs: Any, output: Any) -> None:
 
 def _enter(module: nn.Module) -> None:
     region = regions.current()
+    if region is not None and regions.may_run_again():
+        HOOKS.stay()
     root = _here.running[0][0] if _here.running else module
     place = None if region is None else _place_of(module, region, root)
     _here.running.append((module, None if place is None else regions.enter(place)))
@@ -158,7 +200,7 @@ def _leave(module: nn.Module) -> None:
 @unstable.constant_when_compiled
 def _may_have_places() -> bool:
     region = regions.current()
-    policy = None if region is None else _policies.get(region, region)
+    policy = None if region is None else region.policy
     if policy is None or not policy.rules:
         return False
     places = _places.get(policy)
@@ -171,6 +213,8 @@ def _marks_within(module_id: int) -> Marks | None:
     place = None if region is None else _place_of(module, region, module)
     if place is None:
         return None
+    if not unstable.traces_dtype_of_autocast():
+        raise _untraceable(module)
     outside = regions.marks_here()
     _here.traced.append((module_id, outside))
     unstable.when_tracing_ends(lambda: regions.set_marks(outside))
@@ -186,3 +230,13 @@ def _marks_behind(module_id: int) -> Marks | None:
     outside = _here.traced[found[-1]][1]
     del _here.traced[found[-1] :]
     return outside
+
+
+def _untraceable(module: nn.Module) -> UnsupportedError:
+    return UnsupportedError(
+        "rules by the path of a module need a newer torch in compiled code",
+        where=f"the call of a {type(module).__name__} that such a rule matches, under torch.compile",
+        found=f"torch {torch.__version__}",
+        allowed="torch 2.13",
+        fix='use torch.compile(model, backend="polyamp"), which applies them in the graph',
+    )

@@ -14,10 +14,11 @@ from torch.utils.checkpoint import checkpoint
 
 from polyamp.backends.torch import unstable
 from polyamp.backends.torch.attributes import Attributes
-from polyamp.backends.torch.capture import Captured, capture, check_arguments, root_of
+from polyamp.backends.torch.capture import Captured, capture, check_arguments
 from polyamp.backends.torch.decisions import Known, Pass, Rules, known_value, map_known, under_autocast
 from polyamp.backends.torch.expansion import expand
 from polyamp.backends.torch.recorder import Recorder
+from polyamp.backends.torch.regions import DEVICE_TYPES
 from polyamp.backends.torch.saved import bytes_saved
 from polyamp.errors import InvalidTypeError
 from polyamp.plan import Plan
@@ -43,16 +44,17 @@ class Program:
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
         *,
+        root: nn.Module,
         name: str = "0",
     ) -> None:
         check_no_autocast()
         check_arguments(fn, pytree.tree_leaves((args, kwargs)))
-        self.name, self.mode = name, mode_of(root_of(fn))
+        self.name, self.mode = name, mode_of(root)
         captured = capture(fn, args, kwargs)
         expand(captured.module)
         self.rules, self._recorder = Rules(policy), Recorder()
         self.attributes = Attributes(name)
-        writer = _Writer(captured, _names(root_of(fn)), self.rules, self.attributes)
+        writer = _Writer(captured, _names(root), self.rules, self.attributes)
         self.graph = writer.written(self._recorder, [*(f"arg_{index}" for index in range(len(args))), *kwargs])
         self.fits = _fitting(captured, writer)
         self._original = captured.module
@@ -156,10 +158,10 @@ def _fitting(captured: Captured, writer: _Writer) -> Callable[[Sequence[Any], An
     places = [
         next((place for place, leaf in enumerate(captured.leaves) if leaf is given), given) for _, given in shaped
     ]
-    kinds, in_spec = [_kind(leaf) for leaf in captured.leaves], captured.in_spec
+    kinds, in_spec = _kinds(captured.leaves), captured.in_spec
 
     def fits(leaves: Sequence[Any], spec: Any) -> bool:
-        if spec != in_spec or [_kind(leaf) for leaf in leaves] != kinds:
+        if spec != in_spec or _kinds(leaves) != kinds:
             return False
         return sizes_fit([leaves[place] if isinstance(place, int) else place for place in places])
 
@@ -180,13 +182,19 @@ def check_no_autocast() -> None:
     Raises:
         UsageError: a `torch.autocast` region is entered.
     """
-    if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
+    if any(map(torch.is_autocast_enabled, DEVICE_TYPES)):
         raise under_autocast("rewrite(module), or the call of what it gave")
 
 
-def _kind(leaf: Any) -> Any:
-    """What of an argument a graph is made for; its sizes are apart."""
-    return (leaf.dtype, leaf.device, leaf.dim()) if isinstance(leaf, Tensor) else leaf
+def _kinds(leaves: Sequence[Any]) -> list[Any]:
+    """What of arguments a graph is made for, beside their sizes: the same tensor twice is one input of the graph."""
+    places = list(map(id, leaves))
+    return [
+        (leaf.dtype, leaf.device, leaf.dim(), places.index(id(leaf)))
+        if isinstance(leaf, Tensor)
+        else (type(leaf), leaf)
+        for leaf in leaves
+    ]
 
 
 def _names(root: nn.Module) -> dict[int, str]:

@@ -39,21 +39,29 @@ class Region(NamedTuple):
     Attributes:
         dtype: the 16-bit type of ``lower`` operations.
         rules: the policy's own rules; beyond them native autocast's lists hold.
+        of: in a module whose path some of them match, and where they are about every operation: the policy's rules.
     """
 
     dtype: torch.dtype
     rules: tuple[Rule, ...] = ()
+    of: tuple[Rule, ...] = ()
+
+    @property
+    def policy(self) -> Region:
+        """The region of the whole policy."""
+        return Region(self.dtype, self.of) if self.of else self
 
 
 class Frame:
     """One entered region of a thread, and what was before it."""
 
-    __slots__ = ("before", "casts", "checkpointed", "depth", "marked", "marks", "outer", "region")
+    __slots__ = ("before", "casts", "checkpointed", "depth", "grad", "marked", "marks", "outer", "region")
 
     def __init__(self, region: Region | None, outer: Frame | None) -> None:
         self.region = region
         self.outer = outer
         self.depth = _nesting()
+        self.grad = torch.is_grad_enabled()
         self.checkpointed = unstable.in_checkpointed_function()
         self.casts: dict[Any, Any] = {} if outer is None else outer.casts
         self.marks = mark_of(region)
@@ -101,6 +109,16 @@ def current(device_type: str = "cpu") -> Region | None:
         number = unstable.running_sequence_number()
         region = None if number is None else _recorded(number)
     return region if region is not None and region.dtype == torch.get_autocast_dtype(device_type) else None
+
+
+def may_run_again() -> bool:
+    """Whether this code may be part of a function under activation checkpointing.
+
+    Without reentrance that hooks on saved tensors say; with it the function runs with gradients off.
+    """
+    frame = _here.frame
+    lost_gradients = frame is not None and frame.grad and not torch.is_grad_enabled()
+    return lost_gradients or unstable.in_checkpointed_function()
 
 
 def casts_here() -> dict[Any, Any] | None:

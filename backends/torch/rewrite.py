@@ -15,6 +15,7 @@ from polyamp.backends.torch import unstable
 from polyamp.backends.torch.attributes import HOLDER
 from polyamp.backends.torch.capture import root_of
 from polyamp.backends.torch.decisions import Rules
+from polyamp.backends.torch.nodes import users_level
 from polyamp.backends.torch.program import Program, check_no_autocast, mode_of
 from polyamp.errors import InvalidTypeError, UnsupportedError, UsageError, warn_once
 from polyamp.formats import format_of
@@ -80,7 +81,7 @@ def explain(module: Callable[..., Any], *inputs: Any, policy: Policy | str | Non
         A `Plan`. ``bytes_saved`` are what autograd keeps, parameters and arguments included; None where an operator
         of the user's has no fake kernel.
     """
-    return Program(_checked(module), usable(policy), inputs, kwargs).plan
+    return Program(_checked(module), usable(policy), inputs, kwargs, root=root_of(module)).plan
 
 
 class Rewritten(GraphModule):
@@ -140,15 +141,18 @@ class Rewritten(GraphModule):
 
     def trace(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Make a graph for these arguments too."""
-        fn, _, policy = self._source
-        program = Program(fn, policy, args, kwargs, name=str(len(self.programs)))
+        fn, root, policy = self._source
+        program = Program(fn, policy, args, kwargs, root=root, name=str(len(self.programs)))
+        name = getattr(fn, "__name__", type(fn).__name__)
         self.get_submodule(HOLDER).add_module(program.name, program.attributes.as_module())
         if self.programs:
             self._views.append(_view(self, program.graph))
         else:
             self.graph = program.graph
-            report(program.rules, getattr(fn, "__name__", type(fn).__name__))
+            report(program.rules, name)
         self.programs.append(program)
+        if len(self.programs) > _MANY:
+            warn_once(_TOO_MANY.format(name=name, count=_MANY), stacklevel=users_level())
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         """The graph that fits the arguments."""
@@ -179,6 +183,13 @@ class Rewritten(GraphModule):
             where="pickle, torch.save",
             fix="save its state_dict(), which is the original's, and rewrite the loaded model",
         )
+
+
+_MANY = 16
+_TOO_MANY = (
+    "{name} was rewritten for more than {count} kinds of arguments, each of which stays in memory: numbers among the "
+    "arguments make a kind each, and so do ranks, dtypes and sizes that the code looks at. Give numbers as tensors."
+)
 
 
 @unstable.not_traced
@@ -241,13 +252,13 @@ def report(rules: Rules, name: str) -> None:
         warn_once(
             f"the rule {rule.pattern!r} of {policy} matched nothing in {name}: it is neither an operation there (see "
             "docs/operations.md) nor a module. polyamp.explain lists what there is.",
-            stacklevel=5,
+            stacklevel=users_level(),
         )
     for refusal, asked in rules.refused.items():
-        warn_once(f"{asked} of {policy} is not kept in {name}: {refusal}.", stacklevel=5)
+        warn_once(f"{asked} of {policy} is not kept in {name}: {refusal}.", stacklevel=users_level())
     if format_of(policy.compute).is_low and not rules.lowered:
         warn_once(
             f"rewrite to {policy.compute} changed nothing in {name}: it has no float32 operation of class lower, such "
             "as matmul and conv. polyamp.explain gives the reason for each operation.",
-            stacklevel=5,
+            stacklevel=users_level(),
         )

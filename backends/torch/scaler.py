@@ -5,6 +5,7 @@ Its state is Python numbers while decisions are made on the host, and scalar ten
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -102,7 +103,7 @@ class LossScaler:
             state = before if isinstance(before.scale, float) else on_host(before)
             self.state = advance(self.config, state, finite)
         else:
-            self.state = advance(self.config, on_device(before, finite.device), finite, torch.where)
+            self.state = advance(self.config, on_device(before, finite.device), finite, where)
             self._send_report(finite.device)
         self._unchecked_losses.clear()
 
@@ -180,8 +181,10 @@ class LossScaler:
         return self._factors
 
     def _send_report(self, device: torch.device) -> None:
+        if self._late.is_under_way:
+            return
         finite = [loss.isfinite().all().to(device) for loss in self._unchecked_losses]
-        losses = torch.stack(finite).all() if finite else torch.ones((), device=device)
+        losses = torch.stack(finite).all() if finite else _kept(1.0, torch.float32, device)
         self._late.send(torch.stack([value.float() for value in (*self.state, losses)]))
 
 
@@ -212,6 +215,20 @@ def on_device(state: LossScaleState, device: torch.device) -> LossScaleState:
     scale, *counts = state
     scalars = [_scalar(scale, torch.float32), *(_scalar(count, torch.int32) for count in counts)]
     return LossScaleState(*(scalar.to(device, non_blocking=True) for scalar in scalars))
+
+
+def where(condition: Tensor, one: Any, other: Any) -> Tensor:
+    """``torch.where`` for `polyamp.advance`, with numbers that stay on the device, rather than sent there each time."""
+    if not isinstance(one, Tensor):
+        one = _kept(one, other.dtype, condition.device)
+    if not isinstance(other, Tensor):
+        other = _kept(other, one.dtype, condition.device)
+    return torch.where(condition, one, other)
+
+
+@functools.cache
+def _kept(number: float, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.tensor(number, dtype=dtype, device=device)
 
 
 def _scalar(value: Any, dtype: torch.dtype) -> Tensor:

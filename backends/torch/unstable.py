@@ -91,14 +91,15 @@ def size_guards(fakes: Sequence[Tensor]) -> Callable[[Sequence[Tensor]], bool]:
     """Whether tensors have sizes for which a captured graph is right: the guards that Dynamo would make."""
     mode: Any = fake_mode_of(fakes)
     shapes: Any = None if mode is None else mode.shape_env
-    code = None if shapes is None else shapes.produce_guards_expression(fakes)
+    said = None if shapes is None else shapes.produce_guards_expression(fakes)
+    code = compile(said or "True", "<sizes>", "eval")
     sizes = ((place, dim, _fixed(length)) for place, fake in enumerate(fakes) for dim, length in enumerate(fake.shape))
     fixed = [(place, dim, length) for place, dim, length in sizes if length is not None]
 
     def fit(tensors: Sequence[Tensor]) -> bool:
         if any(tensors[place].shape[dim] != length for place, dim, length in fixed):
             return False
-        return code is None or bool(shapes.evaluate_guards_expression(code, tensors))
+        return said is None or bool(shapes.evaluate_guards_expression(code, tensors))
 
     return fit
 
@@ -282,26 +283,28 @@ def when_tracing_ends(undo: Callable[[], None]) -> None:
         tls.current_tx.output.add_cleanup_hook(undo)
 
 
+def traces_dtype_of_autocast() -> bool:
+    """Whether Dynamo puts `torch.set_autocast_dtype` into a graph; torch 2.10 does not."""
+    from torch._dynamo import trace_rules
+
+    return "InGraph" in getattr(trace_rules.lookup(torch.set_autocast_dtype), "__name__", "")
+
+
 def object_with_id(number: int) -> Any:
     """The object with an ``id``, which has to be alive: of a module that is being traced Dynamo gives away no more."""
     return ctypes.cast(number, ctypes.py_object).value
 
 
-@contextmanager
-def backward_without_autocast() -> Iterator[None]:
-    """Have AOTAutograd trace backward passes without autocast, which is how eager code runs them.
+def trace_backward_without_autocast() -> Callable[[], None] | None:
+    """Have AOTAutograd trace backward passes without autocast, as eager code runs them; gives what undoes it.
 
     By default it traces them in the region that surrounds the compiled function, where gradients of float32 work
     leave float16 (pytorch #153044). A user's own setting stays.
     """
-    import torch._functorch.config as config
+    from torch._functorch import config
 
     before = config.backward_pass_autocast
     if before not in ("same_as_forward", "default"):
-        yield
-        return
+        return None
     config.backward_pass_autocast = "off"
-    try:
-        yield
-    finally:
-        config.backward_pass_autocast = before
+    return lambda: setattr(config, "backward_pass_autocast", before)

@@ -175,9 +175,9 @@ class Window:
 
     def reports_of(self, finite: bool | Tensor) -> Iterator[tuple[LossScaler, bool | Tensor]]:
         """For each loss scaler that had a part, whether its gradients were finite: bools where ``finite`` is one."""
-        if isinstance(finite, Tensor):
-            return ((scaler, flag == 0) for scaler, flag in self.reports.items())
         if len(self.reports) < 2:
             return ((scaler, finite) for scaler in self.reports)
+        if isinstance(finite, Tensor):
+            return ((scaler, flag == 0) for scaler, flag in self.reports.items())
         found = torch.stack(list(self.reports.values())).tolist()
         return ((scaler, not flag) for scaler, flag in zip(self.reports, found, strict=True))

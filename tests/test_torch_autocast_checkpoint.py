@@ -1,0 +1,167 @@
+"""Regions with rules under activation checkpointing: what is run again gives the same bits."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import polyamp
+from polyamp.backends.torch import autocast
+
+torch.manual_seed(0)
+X = torch.randn(4, 8)
+LOWER = polyamp.policy("mixed_bfloat16", rules={"softmax": "lower", "layer_norm": "lower"})
+PATHS = polyamp.policy("mixed_bfloat16", rules={"layers.*.norm": "lower", "head": "lower"})
+
+Run = Callable[..., Any]
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(8, 8), nn.LayerNorm(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = torch.softmax(self.norm(self.linear(x)), -1) + x
+        return result
+
+
+class Model(nn.Module):
+    """Layers, each checkpointed by ``run``, with a region of its own inside one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Layer(), Layer()])
+        self.head = nn.Sequential(nn.Linear(8, 8), nn.Softmax(-1))
+
+    def forward(self, x: Tensor, run: Run) -> Tensor:
+        for layer in self.layers:
+            x = run(layer, x)
+        result: Tensor = self.head(x)
+        return result
+
+
+def plain(fn: Run, *args: Any) -> Any:
+    return fn(*args)
+
+
+def reentrant(fn: Run, *args: Any) -> Any:
+    return checkpoint(fn, *args, use_reentrant=True)
+
+
+def not_reentrant(fn: Run, *args: Any) -> Any:
+    return checkpoint(fn, *args, use_reentrant=False)
+
+
+def gradients(forward: Run, run: Run, policy: polyamp.Policy, *, inside: bool = False) -> list[Tensor]:
+    model, x = Model(), X.clone().requires_grad_()
+    with torch.no_grad():
+        for index, parameter in enumerate(model.parameters()):
+            parameter.copy_(torch.sin(torch.arange(parameter.numel()) + index).reshape(parameter.shape) / 3)
+    with polyamp.autocast(policy):
+        loss = forward(model, x, run).float().square().sum()
+        if inside:
+            loss.backward()
+    if not inside:
+        loss.backward()
+    return [x.grad, *(parameter.grad for parameter in model.parameters())]
+
+
+def whole(model: Model, x: Tensor, run: Run) -> Tensor:
+    result: Tensor = model(x, run)
+    return result
+
+
+def with_regions_inside(model: Model, x: Tensor, run: Run) -> Tensor:
+    """The checkpointed function enters regions of its own, of which the last node is recorded in another policy."""
+
+    def fn(x: Tensor) -> Tensor:
+        first = torch.softmax(model.layers[0](x), -1)
+        with autocast(polyamp.policy("mixed_bfloat16", rules={"softmax": "full"})):
+            second = torch.softmax(first, -1)
+        with autocast(polyamp.policy("float32")):
+            third = torch.softmax(model.layers[1](x), -1)
+        with autocast(polyamp.policy("mixed_bfloat16")):
+            return torch.softmax(first * second.to(first.dtype), -1) * third
+
+    result: Tensor = model.head(run(fn, x))
+    return result
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["outside", "inside"])
+@pytest.mark.parametrize("policy", [LOWER, PATHS], ids=["operations", "paths"])
+@pytest.mark.parametrize("forward", [whole, with_regions_inside])
+@pytest.mark.parametrize("run", [reentrant, not_reentrant])
+def test_gradients_are_those_without_checkpointing(
+    run: Run, forward: Run, policy: polyamp.Policy, inside: bool
+) -> None:
+    ours, plainly = (gradients(forward, how, policy, inside=inside) for how in (run, plain))
+    assert all(map(torch.equal, ours, plainly))
+
+
+@pytest.mark.parametrize("run", [reentrant, not_reentrant])
+def test_a_policy_of_a_later_region_does_not_reach_what_is_run_again(run: Run) -> None:
+    seen = []
+
+    def fn(x: Tensor) -> Tensor:
+        result = torch.softmax(x, -1)
+        seen.append(result.dtype)
+        return result * result
+
+    x = X.clone().requires_grad_()
+    with polyamp.autocast(LOWER):
+        loss = run(fn, x).float().sum()
+    with polyamp.autocast("mixed_bfloat16"):
+        _ = torch.softmax(x * 2, -1)
+    loss.backward()
+    assert seen == [torch.bfloat16, torch.bfloat16]
+
+
+@pytest.mark.parametrize("run", [reentrant, not_reentrant])
+def test_native_regions_are_run_again_natively(run: Run) -> None:
+    seen = []
+
+    def fn(x: Tensor) -> Tensor:
+        result = torch.softmax(x, -1)
+        seen.append(result.dtype)
+        return result * result
+
+    x = X.clone().requires_grad_()
+    with polyamp.autocast(LOWER):
+        _ = torch.softmax(x * 2, -1)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = run(fn, x).sum()
+    loss.backward()
+    assert seen == [torch.float32, torch.float32]
+
+
+@pytest.mark.parametrize("run", [reentrant, not_reentrant])
+def test_the_backward_pass_may_be_another_threads(run: Run) -> None:
+    """As on CUDA, where autograd has a thread for each device."""
+    seen = []
+
+    def fn(x: Tensor) -> Tensor:
+        result = torch.softmax(x, -1)
+        seen.append(result.dtype)
+        return result * result
+
+    x = X.clone().requires_grad_()
+    with polyamp.autocast(LOWER):
+        loss = run(fn, x).float().sum()
+    thread = threading.Thread(target=loss.backward)
+    thread.start()
+    thread.join()
+    assert seen == [torch.bfloat16, torch.bfloat16]
+
+
+def test_what_is_run_again_keeps_no_casts() -> None:
+    from polyamp.backends.torch import regions
+
+    gradients(whole, not_reentrant, PATHS)
+    assert regions.casts_here() is None

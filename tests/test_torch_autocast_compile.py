@@ -1,0 +1,236 @@
+"""Regions around and inside compiled code, and what is cached of it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import polyamp
+from polyamp.backends.torch import autocast, regions
+
+X = torch.arange(16.0).reshape(2, 8) / 16
+LOW, FULL = torch.bfloat16, torch.float32
+LOWER, RAISE, NATIVE = (
+    polyamp.policy("mixed_bfloat16", rules=rules) for rules in ({"softmax": "lower"}, {"softmax": "full"}, None)
+)
+EXPECTED = {LOWER: LOW, RAISE: FULL, NATIVE: FULL}
+BACKENDS = pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*autograd.function.Function.* should not be instantiated"),  # Dynamo does it
+    pytest.mark.filterwarnings("ignore:.*torch.jit.script"),
+    pytest.mark.filterwarnings("ignore:Using `torch.compile"),  # polyamp's own filter is gone with an earlier test
+]
+
+
+@pytest.fixture(autouse=True)
+def _compiled_anew() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def softmax(x: Tensor) -> Tensor:
+    return torch.softmax(x, -1)
+
+
+@BACKENDS
+def test_compiled_code_is_that_of_the_region_around_it(backend: str) -> None:
+    compiled = torch.compile(softmax, backend=backend, fullgraph=True)
+    for policy in (LOWER, NATIVE, RAISE, LOWER):
+        with polyamp.autocast(policy):
+            assert compiled(X).dtype == EXPECTED[policy]
+    with torch.autocast("cpu", LOW):
+        assert compiled(X).dtype == FULL
+    assert compiled(X).dtype == FULL
+
+
+@BACKENDS
+@pytest.mark.parametrize("enter", [autocast, polyamp.autocast])
+def test_a_region_inside_ends_inside(backend: str, enter: Callable[[polyamp.Policy], Any]) -> None:
+    def fn(x: Tensor, policy: polyamp.Policy) -> tuple[Tensor, Tensor]:
+        with enter(policy):
+            inside = softmax(x)
+        return inside, softmax(x)
+
+    compiled = torch.compile(fn, backend=backend, fullgraph=True)
+    for policy in (LOWER, NATIVE, LOWER):
+        inside, outside = compiled(X, policy)
+        assert (inside.dtype, outside.dtype) == (EXPECTED[policy], FULL)
+    assert regions.marks_here() == regions.mark_of(None)
+
+
+@BACKENDS
+def test_the_public_names_compile(backend: str) -> None:
+    @polyamp.autocast(LOWER)
+    def decorated(x: Tensor) -> Tensor:
+        return softmax(x)
+
+    model = polyamp.autocast(nn.Linear(8, 8), "mixed_bfloat16")
+
+    def fn(x: Tensor) -> tuple[Tensor, ...]:
+        with polyamp.autocast("mixed_bfloat16"):
+            product = x @ x.t()
+        return product, decorated(x), model(x), softmax(x)
+
+    found = torch.compile(fn, backend=backend, fullgraph=True)(X)
+    assert [value.dtype for value in found] == [LOW, LOW, LOW, FULL]
+
+
+@BACKENDS
+def test_regions_within_regions(backend: str) -> None:
+    def fn(x: Tensor) -> list[Tensor]:
+        with autocast(RAISE):
+            first = softmax(x.bfloat16())
+            with autocast(polyamp.policy("float32")):
+                second = softmax(x.bfloat16())
+            return [first, second, softmax(x.bfloat16())]
+
+    with polyamp.autocast(LOWER):
+        found = torch.compile(fn, backend=backend, fullgraph=True)(X)
+        assert [value.dtype for value in found] == [FULL, LOW, FULL]
+        assert softmax(X).dtype == LOW
+
+
+def test_graph_breaks_inside_a_region_keep_its_policy() -> None:
+    @torch.compile(backend="aot_eager")
+    def fn(x: Tensor, policy: polyamp.Policy) -> tuple[Tensor, Tensor]:
+        with autocast(policy):
+            before = softmax(x)
+            torch._dynamo.graph_break()
+            return before, softmax(x * 2)
+
+    for policy in (LOWER, NATIVE, LOWER):
+        assert [value.dtype for value in fn(X, policy)] == [EXPECTED[policy]] * 2
+    assert not torch.is_autocast_enabled("cpu")
+
+
+class Model(nn.Module):
+    """A linear layer in the region, then one in float32: the gradient of the first leaves float16 (pytorch #153044)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first: Tensor
+        self.register_buffer("first", torch.ones(4, 4))
+        self.second = nn.Linear(4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x @ self.first
+        with autocast(polyamp.policy("float32")):
+            result: Tensor = self.second(y.float())
+        return result
+
+
+@BACKENDS
+@pytest.mark.parametrize("where", ["around", "inside"])
+def test_backward_passes_are_traced_without_autocast(backend: str, where: str) -> None:
+    model = Model()
+
+    def fn(x: Tensor) -> Tensor:
+        with autocast(polyamp.policy("mixed_float16")):
+            result: Tensor = model(x)
+        return result
+
+    compiled = torch.compile(model if where == "around" else fn, backend=backend, fullgraph=True)
+    with polyamp.autocast("mixed_float16" if where == "around" else "float32"):
+        loss = (compiled(torch.ones(1, 4)).float() * 16384).sum()
+    loss.backward()
+    assert model.second.weight.grad is not None
+    assert (model.second.weight.grad == 65536).all()
+    assert torch._functorch.config.backward_pass_autocast == "same_as_forward"
+
+
+def test_a_users_setting_for_backward_passes_stays() -> None:
+    import torch._functorch.config as config
+
+    with config.patch(backward_pass_autocast=[]), polyamp.autocast(LOWER):
+        assert config.backward_pass_autocast == []
+
+
+class Net(nn.Module):
+    def __init__(self, checkpointed: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.GELU()) for _ in range(2)])
+        self.checkpointed = checkpointed
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False) if self.checkpointed else layer(x)
+        return x
+
+
+@BACKENDS
+@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize("rules", [{"layers.1": "full"}, {"layers.*.1": "lower"}, {"layer_norm": "lower"}], ids=str)
+def test_compiled_training_under_rules_is_eager_training(
+    backend: str, checkpointed: bool, rules: dict[str, str]
+) -> None:
+    if any("." in pattern for pattern in rules) and torch.__version__ < "2.13":
+        pytest.skip("says that it needs a newer torch")
+    net, policy = Net(checkpointed), polyamp.policy("mixed_bfloat16", rules=rules)
+
+    def train(run: Callable[[Tensor], Tensor]) -> list[Tensor]:
+        net.zero_grad()
+        with polyamp.autocast(policy):
+            result = run(X)
+        result.float().square().sum().backward()
+        return [result.detach(), *(parameter.grad for parameter in net.parameters() if parameter.grad is not None)]
+
+    expected = train(net)
+    assert all(map(torch.equal, train(torch.compile(net, backend=backend, fullgraph=True)), expected))
+
+
+def test_layers_that_are_compiled_one_by_one_have_rules_of_their_own() -> None:
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8)) for _ in range(3)))
+    for layer in model:
+        layer.compile(backend="eager", fullgraph=True)
+    found = []
+    for layer in model:
+        layer.register_forward_hook(lambda module, inputs, output: found.append(output.dtype))
+    with torch.no_grad(), polyamp.autocast(polyamp.policy("mixed_bfloat16", rules={"1": "full"})):
+        model(X)
+    assert found == [LOW, FULL, LOW]
+
+
+def test_a_users_tag_of_compiled_code_stays() -> None:
+    config = torch.compiler.config
+    before = config.cache_key_tag
+    config.cache_key_tag = "mine"
+    try:
+        regions.tag_caches("the first after it")
+        assert config.cache_key_tag.startswith("mine|polyamp ")
+        one = config.cache_key_tag
+        regions.tag_caches("another")
+        assert config.cache_key_tag.startswith("mine|polyamp ") and config.cache_key_tag != one
+    finally:
+        config.cache_key_tag = before
+
+
+STALE = """
+import sys, torch, polyamp
+compiled = torch.compile(lambda x: torch.softmax(x, -1) * 2, backend="inductor", fullgraph=True)
+for word in sys.argv[1:]:
+    torch._dynamo.reset()
+    rules = None if word == "none" else {"softmax": word}
+    with polyamp.autocast(polyamp.policy("mixed_bfloat16", rules=rules)):
+        print(compiled(torch.ones(4, 4, dtype=torch.bfloat16)).dtype)
+"""
+
+
+def test_code_that_is_cached_on_disk_belongs_to_its_policy(tmp_path: Path) -> None:
+    """AOTAutograd's cache does not know of kernels like ours: the same process, and then others, ask it again."""
+    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+    found = []
+    for words in (["none", "full"], ["full"]):
+        command = [sys.executable, "-W", "ignore", "-c", STALE, *words]
+        found += subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout.split()
+    assert found == [str(dtype) for dtype in (LOW, FULL, FULL)]

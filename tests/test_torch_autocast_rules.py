@@ -1,0 +1,295 @@
+"""Autocast by a policy's own rules: every class, CUDA's list in float16 on the CPU, promotion, nesting, threads."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.testing._internal.autocast_test_lists import AutocastCPUTestLists, AutocastTestLists
+
+import polyamp
+from polyamp.backends.torch import autocast
+from polyamp.backends.torch.native_lists import CATEGORIES, category, known
+from polyamp.backends.torch.overrides import operators_of
+from polyamp.backends.torch.unstable import registered_operators
+
+X = torch.arange(16.0).reshape(4, 4) / 16
+B, H = X.bfloat16(), X.half()
+
+
+def policy(rules: dict[str, str] | None = None, name: str = "mixed_bfloat16") -> polyamp.Policy:
+    return polyamp.policy(name, rules=rules)
+
+
+@pytest.fixture(scope="session")
+def native_registry() -> dict[str, set[str]]:
+    """What native autocast has, before any region of ours has registered anything, in a process of its own."""
+    import subprocess
+    import sys
+
+    code = "import torch; print([torch._C._dispatch_get_registrations_for_dispatch_key(k) for k in {0!r}])"
+    keys = ["AutocastCPU", "AutocastCUDA"]
+    said = subprocess.run([sys.executable, "-c", code.format(keys)], capture_output=True, text=True, check=True).stdout
+    lists = eval(said)
+    return {key: {name for name in names if name.startswith("aten::")} for key, names in zip(keys, lists, strict=True)}
+
+
+@pytest.mark.parametrize(("device_type", "key"), [("cpu", "AutocastCPU"), ("cuda", "AutocastCUDA")])
+def test_the_lists_are_those_of_the_torch_that_runs(
+    native_registry: dict[str, set[str]], device_type: str, key: str
+) -> None:
+    """Operators may be gone (named dimensions) or only in builds with cuDNN; a new one has to be put into the list."""
+    assert native_registry[key] <= known(device_type).keys()
+    missing = known(device_type).keys() - native_registry[key]
+    assert all("imname" in name or ".names" in name or name in ("aten::_cudnn_rnn", "aten::rms_norm") for name in missing)
+
+
+def test_every_category_is_explained() -> None:
+    assert {*known("cpu").values(), *known("cuda").values(), "unlisted", "unknown"} == CATEGORIES.keys()
+
+
+def softmax(x: Tensor) -> Tensor:
+    return torch.softmax(x, -1)
+
+
+def norm(x: Tensor) -> Tensor:
+    return functional.layer_norm(x, (4,), torch.ones(4), torch.ones(4))
+
+
+@pytest.mark.parametrize(
+    ("rules", "run", "given", "dtype"),
+    [
+        ({"softmax": "lower"}, softmax, X, torch.bfloat16),
+        ({"softmax": "full"}, softmax, B, torch.float32),
+        ({"softmax": "follow"}, softmax, B, torch.bfloat16),
+        ({"softmax": "keep"}, softmax, X, torch.float32),
+        ({"layer_norm": "lower"}, norm, X, torch.bfloat16),
+        ({"*_norm": "lower"}, norm, X, torch.bfloat16),
+        ({"layer_norm": "promote"}, norm, B, torch.float32),  # its weights are float32
+        ({"matmul": "full"}, lambda x: x @ x, B, torch.float32),
+        ({"matmul": "follow"}, lambda x: x @ B, X, torch.float32),
+        ({"matmul": "neutral"}, lambda x: x @ B, B, torch.bfloat16),
+        ({"matmul": "keep"}, lambda x: x @ x, X, torch.float32),
+        ({"matmul": "promote"}, lambda x: x @ H, B, torch.float32),
+        ({"sum": "full"}, torch.sum, B, torch.float32),
+        ({"sum": "full"}, lambda x: torch.sum(x, 0, dtype=torch.float16), B, torch.float16),
+        ({"mse_loss": "lower"}, lambda x: functional.mse_loss(x, x), X, torch.bfloat16),
+        ({"cross_entropy": "lower"}, lambda x: functional.cross_entropy(x, torch.tensor([0, 1, 2, 3])), X, torch.bfloat16),
+        ({"gelu": "full"}, functional.gelu, B, torch.float32),
+        ({"concat": "lower"}, lambda x: torch.cat([x, x]), X, torch.bfloat16),
+        ({"embedding": "lower"}, lambda x: functional.embedding(torch.tensor([0, 1]), x), X, torch.bfloat16),
+        ({"*": "full"}, lambda x: functional.gelu(x @ x) + x, B, torch.float32),
+        ({"batch_norm": "lower"}, lambda x: functional.batch_norm(x, torch.zeros(4), torch.ones(4)), X, torch.bfloat16),
+    ],
+)
+def test_each_class_does_what_it_says(
+    rules: dict[str, str], run: Callable[[Tensor], Tensor], given: Tensor, dtype: torch.dtype
+) -> None:
+    with polyamp.autocast(policy(rules)):
+        assert run(given).dtype == dtype
+    with polyamp.autocast("mixed_bfloat16"):  # where there are kernels of ours now, but no rules
+        ours = run(given) if "promote" not in rules.values() else None
+    with torch.autocast("cpu", torch.bfloat16):
+        native = run(given) if ours is not None else None
+    assert ours is None or native is None or ours.dtype == native.dtype
+
+
+def test_the_first_rule_that_matches_wins() -> None:
+    with autocast(policy({"softmax": "lower", "*": "full"})):
+        assert softmax(X).dtype == torch.bfloat16
+        assert (B @ B).dtype == torch.float32
+
+
+@pytest.mark.parametrize("kept", [X.double(), torch.arange(4), torch.ones(2, dtype=torch.complex64)])
+def test_other_types_are_never_touched(kept: Tensor) -> None:
+    with autocast(policy({"*": "lower"})):
+        assert torch.abs(kept).dtype == kept.abs().dtype
+        assert torch.cat([kept, kept]).dtype == kept.dtype
+
+
+def test_running_statistics_are_updated_under_a_lower_batch_norm() -> None:
+    module = nn.BatchNorm1d(4)
+    with autocast(policy({"batch_norm": "lower"})):
+        assert module(X + 1).dtype == torch.bfloat16
+    assert module.running_mean is not None
+    assert (module.running_mean > 0).all()
+    assert module.running_mean.dtype == torch.float32
+
+
+def test_views_alias_what_they_view() -> None:
+    with autocast(policy({"*": "full"})):
+        base = B.clone()
+        base.view(-1)[0] = 7
+    assert base[0, 0] == 7
+
+
+# The tables that PyTorch tests its own lists with.
+
+CPU_LISTS, CUDA_LISTS = AutocastCPUTestLists(torch.device("cpu")), AutocastTestLists(torch.device("cpu"))
+
+
+def call(module: Any, case: tuple[Any, ...]) -> Any:
+    name, args, *rest = case
+    return getattr(module, name)(*args, **(rest[0] if rest else {}))
+
+
+@pytest.mark.parametrize("case", CPU_LISTS.torch_16, ids=lambda case: case[0])
+def test_the_cpu_list_is_lowered_as_natively(case: tuple[Any, ...]) -> None:
+    with polyamp.autocast("mixed_bfloat16"):
+        result = call(torch, case)
+    assert (result[0] if isinstance(result, tuple) else result).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("module", "case"),
+    [(torch, case) for case in CUDA_LISTS.torch_fp32] + [(torch._C._nn, case) for case in CUDA_LISTS.nn_fp32],
+    ids=lambda value: value[0] if isinstance(value, tuple) else "",
+)
+@pytest.mark.filterwarnings("ignore")  # of losses whose shapes broadcast
+def test_float16_on_the_cpu_follows_the_list_of_cuda(module: Any, case: tuple[Any, ...]) -> None:
+    with polyamp.autocast("mixed_float16"):
+        assert call(module, case).dtype == torch.float32
+
+
+def test_float16_sums_do_not_overflow_on_the_cpu() -> None:
+    with polyamp.autocast("mixed_float16"):
+        values = torch.full((4, 4), 300.0).half()
+        assert (values**2).sum() == 16 * 300.0**2
+        assert torch.sum(values, 0, dtype=torch.float16).dtype == torch.float16
+    with torch.autocast("cpu", torch.float16):
+        assert (values**2).sum() == torch.inf  # native autocast is left as it is
+
+
+# Promotion, regions within regions, threads.
+
+
+@pytest.mark.parametrize("name", ["mixed_float16", "mixed_bfloat16"])
+@pytest.mark.parametrize("join", [torch.cat, torch.stack])
+def test_float16_beside_bfloat16_gives_float32(name: str, join: Callable[[list[Tensor]], Tensor]) -> None:
+    with polyamp.autocast(name):
+        assert join([H, B]).dtype == torch.float32
+        assert join([B, B]).dtype == torch.bfloat16
+        assert join([H, X]).dtype == torch.float32
+    with torch.autocast("cpu", torch.float16), pytest.raises(RuntimeError, match="Unexpected floating ScalarType"):
+        join([H, B])
+
+
+def test_a_region_of_native_autocast_inside_is_native() -> None:
+    with polyamp.autocast(policy({"softmax": "lower"})):
+        with torch.autocast("cpu", torch.bfloat16):
+            assert softmax(X).dtype == torch.float32
+            with polyamp.autocast(policy({"softmax": "lower"})):
+                assert softmax(X).dtype == torch.bfloat16
+            assert softmax(X).dtype == torch.float32
+        assert softmax(X).dtype == torch.bfloat16
+    assert softmax(X).dtype == torch.float32
+
+
+def test_the_innermost_policy_decides() -> None:
+    seen = []
+    with polyamp.autocast(policy({"softmax": "lower"})):
+        for inner in (policy(), policy(name="float32"), policy({"softmax": "lower"}, "mixed_float16")):
+            with polyamp.autocast(inner):
+                seen.append(softmax(X).dtype)
+            seen.append(softmax(X).dtype)
+    low = torch.bfloat16
+    assert seen == [torch.float32, low, torch.float32, low, torch.float16, low]
+
+
+def test_one_region_may_be_entered_inside_itself_and_left_by_an_exception() -> None:
+    region = autocast(policy({"softmax": "lower"}))
+    with pytest.raises(ZeroDivisionError), region, region:
+        _ = 1 / 0
+    assert softmax(X).dtype == torch.float32
+    assert not torch.is_autocast_enabled("ipu")
+
+
+def test_threads_have_policies_of_their_own() -> None:
+    seen: dict[str, torch.dtype] = {}
+    barrier = threading.Barrier(2)
+
+    def run(op_class: str) -> None:
+        with polyamp.autocast(policy({"softmax": op_class})):
+            barrier.wait(10)
+            seen[op_class] = softmax(B).dtype
+            barrier.wait(10)
+
+    threads = [threading.Thread(target=run, args=(op_class,)) for op_class in ("lower", "full")]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert seen == {"lower": torch.bfloat16, "full": torch.float32}
+
+
+@pytest.mark.parametrize(
+    "transformed",
+    [
+        lambda fn: torch.func.vmap(fn)(X),
+        lambda fn: torch.func.jacrev(fn)(X[0]),
+        lambda fn: torch.func.vmap(torch.func.grad(lambda x: fn(x).float().square().sum()))(X),
+        lambda fn: torch.func.jacfwd(torch.func.jacrev(fn))(X[0]),
+    ],
+    ids=["vmap", "jacrev", "vmap of grad", "jacfwd of jacrev"],
+)
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script")
+def test_transforms_of_torch_func_see_the_rules(transformed: Callable[[Callable[[Tensor], Tensor]], Tensor]) -> None:
+    seen = []
+
+    def fn(x: Tensor) -> Tensor:
+        seen.append(softmax(x).dtype)
+        return softmax(x)
+
+    with polyamp.autocast(policy({"softmax": "lower"})):
+        assert transformed(fn).isfinite().all()
+    assert set(seen) == {torch.bfloat16}
+
+
+def test_functional_call_gives_the_gradients_of_the_module() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 1))
+    params = dict(model.named_parameters())
+
+    def loss(values: dict[str, Tensor]) -> Tensor:
+        result: Tensor = torch.func.functional_call(model, values, (X,)).float().square().mean()
+        return result
+
+    with polyamp.autocast(policy({"layer_norm": "lower"})):
+        grads = torch.func.grad(loss)(params)
+        loss(params).backward()
+    for name, param in params.items():
+        assert torch.equal(grads[name], param.grad)
+
+
+# Rules that are about nothing.
+
+
+@pytest.mark.parametrize("pattern", ["sofmax", "bits"])
+def test_a_name_of_nothing_is_reported_once(pattern: str) -> None:
+    with pytest.warns(polyamp.PolyampWarning, match=f"matched no operation and no module: {pattern}"):
+        with polyamp.autocast(policy({pattern: "full"})):
+            pass
+    with polyamp.autocast(policy({pattern: "full"})):
+        pass
+
+
+def test_an_operator_that_this_list_does_not_know_is_left_native_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    from polyamp.backends.torch import native_lists
+
+    monkeypatch.delitem(native_lists._LISTS["cpu"], "aten::trace")
+    assert category("aten::trace", "cpu") == "unknown"
+    with pytest.warns(polyamp.PolyampWarning, match=r"aten::trace .* rule 'trace' does not reach it"):
+        with autocast(policy({"trace": "lower"})):
+            assert torch.trace(B).dtype == torch.float32
+
+
+def test_backward_operators_are_never_overridden() -> None:
+    assert not [name for name in operators_of("*") if "backward" in name or name.split(".")[0].endswith("_")]
+
+
+def test_registered_operators_are_those_of_the_dispatcher() -> None:
+    assert "aten::mm" in registered_operators("cpu")

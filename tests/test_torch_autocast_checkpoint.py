@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import polyamp
-from polyamp.backends.torch import autocast
+from polyamp.backends.torch import autocast, positions
 
 torch.manual_seed(0)
 X = torch.randn(4, 8)
@@ -20,6 +20,16 @@ LOWER = polyamp.policy("mixed_bfloat16", rules={"softmax": "lower", "layer_norm"
 PATHS = polyamp.policy("mixed_bfloat16", rules={"layers.*.norm": "lower", "head": "lower"})
 
 Run = Callable[..., Any]
+
+
+@pytest.fixture(autouse=True)
+def _hooks_of_its_own(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """They may stay for good: not for other tests."""
+    hooks = positions.ModuleHooks()
+    monkeypatch.setattr(positions, "HOOKS", hooks)
+    yield
+    for handle in hooks._handles:
+        handle.remove()
 
 
 class Layer(nn.Module):
@@ -165,3 +175,13 @@ def test_what_is_run_again_keeps_no_casts() -> None:
 
     gradients(whole, not_reentrant, PATHS)
     assert regions.casts_here() is None
+
+
+def test_hooks_on_modules_stay_as_long_as_the_graph() -> None:
+    layer, x = Layer(), X.clone().requires_grad_()
+    with polyamp.autocast(LOWER):
+        loss = not_reentrant(layer, x).float().sum()
+    assert positions.HOOKS._handles
+    loss.backward()
+    del loss
+    assert not positions.HOOKS._handles

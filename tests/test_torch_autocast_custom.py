@@ -72,7 +72,8 @@ def test_a_function_runs_in_the_format_of_its_class_both_ways(
     if not inside:
         loss.backward()
     assert seen == [("forward", dtype), ("backward", dtype)]
-    assert x.grad is not None and x.grad.dtype == FULL
+    assert x.grad is not None
+    assert x.grad.dtype == FULL
 
 
 def test_outside_of_regions_nothing_is_cast() -> None:

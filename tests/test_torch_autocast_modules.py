@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,6 +16,16 @@ from polyamp.backends.torch import autocast, positions
 
 X = torch.arange(16.0).reshape(2, 8) / 16
 LOW, FULL = torch.float16, torch.float32
+
+
+@pytest.fixture(autouse=True)
+def _hooks_of_its_own(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """They may stay for good: not for other tests."""
+    hooks = positions.ModuleHooks()
+    monkeypatch.setattr(positions, "HOOKS", hooks)
+    yield
+    for handle in hooks._handles:
+        handle.remove()
 
 
 class Block(nn.Module):
@@ -131,6 +142,6 @@ def test_a_path_of_no_module_is_reported_once_modules_have_run() -> None:
     policy = polyamp.policy("mixed_float16", rules={"encoder.*.norm": "lower", "decoder.*.norm": "lower"})
     with polyamp.autocast(policy):
         pass
-    with pytest.warns(polyamp.PolyampWarning, match=r"no operation and no module: encoder\.\*\.norm\. "):
-        with polyamp.autocast(policy):
-            Model()(X)
+    said = pytest.warns(polyamp.PolyampWarning, match=r"no operation and no module: encoder\.\*\.norm\. ")
+    with said, polyamp.autocast(policy):
+        Model()(X)

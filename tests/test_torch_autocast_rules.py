@@ -46,7 +46,9 @@ def test_the_lists_are_those_of_the_torch_that_runs(
     """Operators may be gone (named dimensions) or only in builds with cuDNN; a new one has to be put into the list."""
     assert native_registry[key] <= known(device_type).keys()
     missing = known(device_type).keys() - native_registry[key]
-    assert all("imname" in name or ".names" in name or name in ("aten::_cudnn_rnn", "aten::rms_norm") for name in missing)
+    assert all(
+        "imname" in name or ".names" in name or name in ("aten::_cudnn_rnn", "aten::rms_norm") for name in missing
+    )
 
 
 def test_every_category_is_explained() -> None:
@@ -79,7 +81,12 @@ def norm(x: Tensor) -> Tensor:
         ({"sum": "full"}, torch.sum, B, torch.float32),
         ({"sum": "full"}, lambda x: torch.sum(x, 0, dtype=torch.float16), B, torch.float16),
         ({"mse_loss": "lower"}, lambda x: functional.mse_loss(x, x), X, torch.bfloat16),
-        ({"cross_entropy": "lower"}, lambda x: functional.cross_entropy(x, torch.tensor([0, 1, 2, 3])), X, torch.bfloat16),
+        (
+            {"cross_entropy": "lower"},
+            lambda x: functional.cross_entropy(x, torch.tensor([0, 1, 2, 3])),
+            X,
+            torch.bfloat16,
+        ),
         ({"gelu": "full"}, functional.gelu, B, torch.float32),
         ({"concat": "lower"}, lambda x: torch.cat([x, x]), X, torch.bfloat16),
         ({"embedding": "lower"}, lambda x: functional.embedding(torch.tensor([0, 1]), x), X, torch.bfloat16),
@@ -270,9 +277,9 @@ def test_functional_call_gives_the_gradients_of_the_module() -> None:
 
 @pytest.mark.parametrize("pattern", ["sofmax", "bits"])
 def test_a_name_of_nothing_is_reported_once(pattern: str) -> None:
-    with pytest.warns(polyamp.PolyampWarning, match=f"matched no operation and no module: {pattern}"):
-        with polyamp.autocast(policy({pattern: "full"})):
-            pass
+    said = pytest.warns(polyamp.PolyampWarning, match=f"matched no operation and no module: {pattern}")
+    with said, polyamp.autocast(policy({pattern: "full"})):
+        pass
     with polyamp.autocast(policy({pattern: "full"})):
         pass
 
@@ -282,9 +289,9 @@ def test_an_operator_that_this_list_does_not_know_is_left_native_and_named(monke
 
     monkeypatch.delitem(native_lists._LISTS["cpu"], "aten::trace")
     assert category("aten::trace", "cpu") == "unknown"
-    with pytest.warns(polyamp.PolyampWarning, match=r"aten::trace .* rule 'trace' does not reach it"):
-        with autocast(policy({"trace": "lower"})):
-            assert torch.trace(B).dtype == torch.float32
+    said = pytest.warns(polyamp.PolyampWarning, match=r"aten::trace .* rule 'trace' does not reach it")
+    with said, autocast(policy({"trace": "lower"})):
+        assert torch.trace(B).dtype == torch.float32
 
 
 def test_backward_operators_are_never_overridden() -> None:

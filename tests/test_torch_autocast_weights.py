@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import polyamp
-from polyamp.backends.torch import regions
+from polyamp.backends.torch import positions, regions
 
 X = torch.arange(12.0).reshape(3, 4) / 12
 OVERRIDDEN = polyamp.policy("mixed_bfloat16", rules={"layer_norm": "lower"})
@@ -46,6 +46,16 @@ def linear() -> tuple[nn.Parameter, Callable[[], Tensor]]:
 def layer_norm() -> tuple[nn.Parameter, Callable[[], Tensor]]:
     layer = nn.LayerNorm(4)
     return layer.weight, lambda: layer(X)
+
+
+@pytest.fixture(autouse=True)
+def _hooks_of_its_own(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """They may stay for good: not for other tests."""
+    hooks = positions.ModuleHooks()
+    monkeypatch.setattr(positions, "HOOKS", hooks)
+    yield
+    for handle in hooks._handles:
+        handle.remove()
 
 
 @pytest.mark.parametrize("update", UPDATES.values(), ids=UPDATES.keys())
@@ -87,7 +97,7 @@ def test_an_optimizers_step_inside_a_region_is_seen(
 
 def casts_of(run: Callable[[], object]) -> int:
     """How many casts of weights ``run`` makes."""
-    with torch.profiler.profile() as profile:
+    with torch.profiler.profile(acc_events=True) as profile:
         run()
     return sum(event.count for event in profile.key_averages() if event.key == "aten::_to_copy")
 

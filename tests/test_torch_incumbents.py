@@ -89,7 +89,8 @@ def test_overflows_without_end_do_not_ruin_the_next_healthy_step(make: Any, way:
         for _ in range(200):
             loop.step(math.inf)
     assert [str(warning.message)[:32] for warning in said] == ["the loss scale is at its minimum"]
-    assert loop.step().applied
+    result = loop.step()
+    assert (result.applied, result.scale) == (True, LossScale().min)
     assert all(param.isfinite().all() for param in loop.model.parameters())
 
 

@@ -50,7 +50,7 @@ def test_its_name_is_registered() -> None:
     assert seeing.seen == [[torch.bfloat16] * 3]
 
 
-@pytest.mark.parametrize("name", ["mlp", "conv", "encoder", "block", "gpt"])
+@pytest.mark.parametrize("name", ["mlp", "conv", "gpt"])
 def test_values_and_gradients_are_those_of_the_rewrite(name: str) -> None:
     model, args = case(name)
     results = []
@@ -153,7 +153,7 @@ def test_each_part_of_a_broken_graph_is_planned() -> None:
 def test_sizes_may_change() -> None:
     model, _ = case("gpt")
     fast = compiled(model, policy="mixed_bfloat16")
-    for batch, length in [(2, 5), (3, 7), (4, 6), (1, 3)]:
+    for batch, length in [(2, 5), (3, 7), (1, 3)]:
         tokens = torch.randint(0, 32, (batch, length))
         torch.testing.assert_close(fast(tokens), model(tokens), rtol=0.05, atol=0.05)
 

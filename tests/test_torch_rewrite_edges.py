@@ -118,6 +118,14 @@ def test_changes_in_place_mean_what_they_mean(fn: Callable[..., Any], policy: st
     assert policy.removeprefix("mixed_") in same(fn, X, policy=policy).plan.totals["by_format"]
 
 
+def test_what_makes_memory_that_is_changed_through_views_is_lowered() -> None:
+    formats = [(op.name, op.format) for op in explain(through_a_view, X, policy="mixed_bfloat16").operations]
+    assert formats[0] == ("matmul", "bfloat16")
+    assert {format_name for name, format_name in formats if name in ("slice", "fill", "reshape", "add")} == {
+        "as written"
+    }
+
+
 @pytest.mark.parametrize("fn", [two_names, wider, item, F.relu_])
 def test_gradients_of_changes_in_place(fn: Callable[..., Any]) -> None:
     def total(x: Tensor) -> Tensor:

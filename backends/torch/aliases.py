@@ -53,6 +53,11 @@ class Aliases:
         """Whether a node makes or changes memory that stays as it was declared."""
         return any(memory in self._pinned for one in (node, *self._changed[node]) for memory in _memories(one))
 
+    def keeps(self, node: Node) -> bool:
+        """Whether a node gives a view of pinned memory, or changes it; what makes such memory anew does neither."""
+        pinned = self._pinned & {memory for one in (node, *self._changed[node]) for memory in _memories(one)}
+        return any(memory in pinned for one in node.all_input_nodes for memory in _memories(one))
+
     def names(self, node: Node) -> set[Node]:
         """All nodes that have the memory of one."""
         return {name for memory in _memories(node) for name in self._names[memory]} | {node}

@@ -19,6 +19,7 @@ from polyamp.rules import Rule
 from polyamp.verbs import compiled_by
 
 
+@unstable.never_compiled
 def autocast(policy: Policy) -> AbstractContextManager[None]:
     """Run operations as a policy says: by native autocast, whose lists hold wherever no rule says anything else.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -42,8 +42,7 @@ def widest(op: Any, canonical: str, device_type: str, dtype: torch.dtype) -> Cal
     cast = _caster(device_type, canonical)
 
     def call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        types = {tensor.dtype for tensor in _tensors((*args, *kwargs.values())) if _eligible(tensor, device_type)}
-        if len(types) < 2:
+        if _agree(args, kwargs, device_type):
             return op(*args, **kwargs)
         return op(*cast(args, torch.float32), **_cast_named(kwargs, torch.float32, device_type))
 
@@ -59,10 +58,8 @@ def cast_all(
     args: tuple[Any, ...], kwargs: dict[str, Any], op_class: str, device_type: str, dtype: torch.dtype
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments of a user's own operation as its class has them."""
-    if op_class not in ("lower", "full"):
-        tensors = [one for one in _tensors((*args, *kwargs.values())) if _eligible(one, device_type)]
-        if op_class == "keep" or len({tensor.dtype for tensor in tensors}) < 2:
-            return args, kwargs
+    if op_class == "keep" or (op_class not in ("lower", "full") and _agree(args, kwargs, device_type)):
+        return args, kwargs
     to = dtype if op_class == "lower" else torch.float32
     return tuple(_cast(value, to, device_type) for value in args), _cast_named(kwargs, to, device_type)
 
@@ -95,12 +92,16 @@ def _cast_named(kwargs: dict[str, Any], dtype: torch.dtype, device_type: str) ->
     return {name: _cast(value, dtype, device_type) for name, value in kwargs.items()} if kwargs else kwargs
 
 
-def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, list | tuple):
-            yield from _tensors(value)
+def _agree(args: tuple[Any, ...], kwargs: dict[str, Any], device_type: str) -> bool:
+    """Whether the tensors that autocast would cast have one type."""
+    common = None
+    for value in (*args, *kwargs.values()) if kwargs else args:
+        for one in value if isinstance(value, list | tuple) else (value,):
+            if isinstance(one, Tensor) and one.dtype is not common and _eligible(one, device_type):
+                if common is not None:
+                    return False
+                common = one.dtype
+    return True
 
 
 def _dtype_position(op: Any) -> int | None:

@@ -200,7 +200,7 @@ class Pass:
             return Flow(AS_WRITTEN, made, "no floating-point input")
         said = self.rules.constant(numbers)
         outcome = flow(operation, decision, [*values, said] if said.unfit else values, self.rules.policy.compute)
-        if self.aliases.is_pinned(node):
+        if self.aliases.keeps(node):
             moved = next((value for value in values if value.state == "strong"), values[0])
             return Flow(AS_WRITTEN, moved, "its memory is changed in place elsewhere")
         if operation == "cast" and any(value.state == "low" for value in values):

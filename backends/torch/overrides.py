@@ -22,7 +22,7 @@ from polyamp.backends.torch.regions import DEVICE_TYPES, Region, current, tag_ca
 from polyamp.backends.torch.weights import library
 from polyamp.errors import warn_once
 from polyamp.operations import OPERATIONS
-from polyamp.rules import TABLE, decide
+from polyamp.rules import TABLE, Rule, decide
 
 Behaviour = Callable[..., casts.Call]
 
@@ -117,8 +117,6 @@ def class_name(operator: str) -> str:
 
 def operators_of(pattern: str) -> list[str]:
     """The operators that a rule's pattern names, in their functional forms with tensors to cast."""
-    from polyamp.rules import Rule
-
     rule = Rule(pattern, "keep")
     return [name for operation, names in _index().items() if rule.matches(operation) for name in names]
 
@@ -210,7 +208,8 @@ def _native(name: str, device_type: str, op: Any, key: unstable.AutocastKey) -> 
     if name in registered(device_type):
         kernel = torch.library.get_kernel(name, key.name)
         return lambda keyset, args, kwargs: kernel.call_boxed(keyset, *args, **kwargs)
-    tensors = [str(argument.type) == "Tensor" for argument in unstable.schema_arguments(op)]
+    arguments = unstable.schema_arguments(op)
+    others = [index for index, argument in enumerate(arguments) if index and str(argument.type) == "Tensor"]
 
     def plain(keyset: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with key.excluded():
@@ -218,8 +217,9 @@ def _native(name: str, device_type: str, op: Any, key: unstable.AutocastKey) -> 
 
     def composite(keyset: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The operators that it consists of autocast themselves; only a plain call takes numbers for tensors."""
-        if any(wanted and not isinstance(value, torch.Tensor) for wanted, value in zip(tensors, args, strict=False)):
-            return plain(keyset, args, kwargs)
+        for index in others:
+            if index < len(args) and not isinstance(args[index], torch.Tensor):
+                return plain(keyset, args, kwargs)
         return op.redispatch(keyset & key.below, *args, **kwargs)
 
     return composite if unstable.is_composite(name) else plain

@@ -29,19 +29,23 @@ from polyamp.rules import Rule
 class ModuleHooks:
     """The hooks, which are there while any region with rules is entered: a context to enter again and again.
 
-    They stay for good once a checkpointed function has called modules in such a region, since a backward pass outside
-    of it calls them again, and once compiled code has such a region inside.
+    A backward pass outside of the region calls the modules of checkpointed functions again. So they stay as long as the
+    graph of such a function, and for good where that is not to be known: after reentrant checkpointing, and once
+    compiled code has a region with rules inside.
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a graph may end anywhere
         self._users = 0
         self._handles: list[Any] = []
+        self._graphs: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._stays = False
 
     def __enter__(self) -> None:
         with self._lock:
             self._users += 1
             if not self._handles:
+                # What it warns of is known: the hooks take no notice of the wrapper that torch.compile(module) gives.
                 warnings.filterwarnings("ignore", r"Using `torch.compile\(module\)` when there are global hooks")
                 before = register_module_forward_pre_hook(_before)
                 self._handles = [before, register_module_forward_hook(_after, always_call=True)]
@@ -60,7 +64,12 @@ class ModuleHooks:
             self._stays = True
             self.__enter__()
 
-    _stays = False
+    def stay_for(self, graph: Any) -> None:
+        """Leave them there as long as a graph lives."""
+        if graph not in self._graphs:
+            self._graphs.add(graph)
+            self.__enter__()
+            weakref.finalize(graph, self.__exit__).atexit = False
 
 
 HOOKS = ModuleHooks()
@@ -179,11 +188,19 @@ def _after(module: nn.Module, inputs: Any, output: Any) -> None:
 
 def _enter(module: nn.Module) -> None:
     region = regions.current()
-    if region is not None and regions.may_run_again():
-        HOOKS.stay()
+    if region is not None and region.rules:
+        _stay_for_another_run()
     root = _here.running[0][0] if _here.running else module
     place = None if region is None else _place_of(module, region, root)
     _here.running.append((module, None if place is None else regions.enter(place)))
+
+
+def _stay_for_another_run() -> None:
+    graph = unstable.checkpointing()
+    if graph is not None:
+        HOOKS.stay_for(graph)
+    elif regions.lost_gradients():
+        HOOKS.stay()
 
 
 def _leave(module: nn.Module) -> None:

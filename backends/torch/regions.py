@@ -62,7 +62,7 @@ class Frame:
         self.outer = outer
         self.depth = _nesting()
         self.grad = torch.is_grad_enabled()
-        self.checkpointed = unstable.in_checkpointed_function()
+        self.checkpointed = unstable.checkpointing() is not None
         self.casts: dict[Any, Any] = {} if outer is None else outer.casts
         self.marks = mark_of(region)
         self.before = marks_here()
@@ -101,7 +101,8 @@ def leave(frame: Frame) -> None:
 
 def current(device_type: str = "cpu") -> Region | None:
     """The region that an operation on a device type runs in; None in native autocast's own regions."""
-    frame, marks = _here.frame, marks_here()
+    frame = _here.frame
+    marks = marks_here() if frame is not None or _traced else _UNMARKED
     if frame is not None and frame.marks == marks and frame.depth == _nesting():
         return frame.region
     region = marked(marks) if marks in _traced else None  # else the user's torch.autocast lies between
@@ -111,14 +112,10 @@ def current(device_type: str = "cpu") -> Region | None:
     return region if region is not None and region.dtype == torch.get_autocast_dtype(device_type) else None
 
 
-def may_run_again() -> bool:
-    """Whether this code may be part of a function under activation checkpointing.
-
-    Without reentrance that hooks on saved tensors say; with it the function runs with gradients off.
-    """
+def lost_gradients() -> bool:
+    """Whether gradients are off since the region was entered, as in functions under reentrant checkpointing."""
     frame = _here.frame
-    lost_gradients = frame is not None and frame.grad and not torch.is_grad_enabled()
-    return lost_gradients or unstable.in_checkpointed_function()
+    return frame is not None and frame.grad and not torch.is_grad_enabled()
 
 
 def casts_here() -> dict[Any, Any] | None:

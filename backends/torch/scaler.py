@@ -228,7 +228,7 @@ def where(condition: Tensor, one: Any, other: Any) -> Tensor:
 
 @functools.cache
 def _kept(number: float, dtype: torch.dtype, device: torch.device) -> Tensor:
-    return torch.tensor(number, dtype=dtype, device=device)
+    return torch.full((), number, dtype=dtype, device=device)  # a fill, and no copy that waits
 
 
 def _scalar(value: Any, dtype: torch.dtype) -> Tensor:

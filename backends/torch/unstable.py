@@ -243,10 +243,13 @@ def running_sequence_number() -> int | None:
     return None if node is None else node._sequence_nr()
 
 
-def in_checkpointed_function() -> bool:
-    """Whether the hooks on saved tensors are those of non-reentrant activation checkpointing, which do not say so."""
+def checkpointing() -> Any:
+    """What lives as long as the graph of the checkpointed function that runs; None outside of one.
+
+    Non-reentrant checkpointing puts hooks on saved tensors, and does not say so.
+    """
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    return hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint"
+    return hooks[1] if hooks is not None and hooks[1].__module__ == "torch.utils.checkpoint" else None
 
 
 def is_transformed() -> bool:

@@ -1,0 +1,74 @@
+"""Autocast by rules on a GPU, where autograd has a thread of its own; run with ``--gpu``."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.testing._internal.autocast_test_lists import AutocastTestLists
+from torch.utils.checkpoint import checkpoint
+
+import polyamp
+
+pytestmark = pytest.mark.gpu
+
+LOWER = polyamp.policy("mixed_float16", rules={"softmax": "lower", "layers.1": "full"})
+
+
+def test_default_policies_are_native() -> None:
+    lists = AutocastTestLists(torch.device("cuda"))
+    for name, args, *rest in lists.torch_fp32 + lists.torch_fp16:
+        keywords = rest[0] if rest and isinstance(rest[0], dict) else {}
+        if name.startswith(("_thnn", "cudnn")):
+            continue
+        with torch.autocast("cuda", torch.float16):
+            native = getattr(torch, name)(*args, **keywords)
+        with polyamp.autocast("mixed_float16"):
+            ours = getattr(torch, name)(*args, **keywords)
+        assert type(ours) is type(native)
+        assert not isinstance(native, Tensor) or ours.dtype == native.dtype
+
+
+def test_rules_hold_on_the_gpu_and_float16_meets_bfloat16() -> None:
+    x = torch.ones(4, 4, device="cuda")
+    with polyamp.autocast(LOWER):
+        assert torch.softmax(x, -1).dtype == torch.float16
+        assert torch.exp(x.half()).dtype == torch.float32
+        assert torch.atan2(x.half(), x.bfloat16()).dtype == torch.float32
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointed_functions_run_again_as_they_ran(reentrant: bool) -> None:
+    torch.manual_seed(0)
+    model = nn.Module()
+    model.layers = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)])
+    model.to("cuda")
+
+    def whole(x: Tensor) -> Tensor:
+        for layer in model.layers:
+            x = torch.softmax(layer(x), -1)
+        return x
+
+    def gradients(checkpointed: bool) -> list[Tensor]:
+        model.zero_grad()
+        x = torch.ones(4, 8, device="cuda", requires_grad=True)
+        with polyamp.autocast(LOWER):
+            y = checkpoint(whole, x, use_reentrant=reentrant) if checkpointed else whole(x)
+        (y.float() ** 2).sum().backward()
+        return [x.grad, *(parameter.grad for parameter in model.parameters())]
+
+    assert all(map(torch.equal, gradients(True), gradients(False)))
+
+
+def test_an_update_inside_a_region_is_seen_without_a_sync() -> None:
+    layer, x = nn.Linear(8, 8, device="cuda"), torch.ones(2, 8, device="cuda")
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        with polyamp.autocast(LOWER):
+            before = layer(x)
+            with torch.no_grad():
+                layer.weight.mul_(2)
+            after = layer(x)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert not torch.equal(before, after)

@@ -207,6 +207,23 @@ def test_bad_registrations_are_refused(op: Any, op_class: str, error: type[Excep
         register_autocast(op, op_class)
 
 
+def test_arguments_in_containers_are_cast_and_stay_where_they_are() -> None:
+    seen: list[Any] = []
+
+    class Contained(torch.autograd.Function):
+        @staticmethod
+        @custom_fwd(op_class="lower")
+        def forward(ctx: Any, tree: Any) -> torch.Tensor:
+            seen.append(tree)
+            return torch.zeros(())
+
+    with polyamp.autocast("mixed_bfloat16"):
+        Contained.apply((X, {"a": [X, 3]}))
+    (first, named) = seen[0]
+    assert isinstance(seen[0], tuple)
+    assert (first.dtype, named["a"][0].dtype, named["a"][1]) == (LOW, LOW, 3)
+
+
 def test_unknown_classes_of_functions_are_refused() -> None:
     with pytest.raises(polyamp.errors.InvalidValueError, match="unknown class"):
         custom_fwd(op_class="fp16")

@@ -183,3 +183,17 @@ def test_a_mode_that_was_not_traced_is_not_compiled() -> None:
         torch.compile(rewritten, backend="eager", fullgraph=True)(X)
     assert torch.compile(rewritten, backend="eager")(X).shape == (3, 4)
     assert len(rewritten.programs) == 2
+
+
+def test_torch_compile_that_is_off() -> None:
+    with (
+        torch.compiler.set_stance("force_eager"),
+        pytest.raises(UsageError, match=r"torch\.compile.* does nothing here"),
+    ):
+        rewrite(mlp(), X, policy="mixed_bfloat16")
+
+
+def test_what_computes_nothing_is_a_graph_too() -> None:
+    with pytest.warns(polyamp.PolyampWarning, match="changed nothing"):
+        rewritten = rewrite(lambda x: (x, 3), X, policy="mixed_bfloat16")
+    assert torch.equal(rewritten(X)[0], X)

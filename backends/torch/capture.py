@@ -7,6 +7,7 @@ stay what they are. Graphs of `torch.export` have none of these.
 from __future__ import annotations
 
 import inspect
+import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -88,10 +89,23 @@ class _Seen:
 
     def taken(self, leaves: Sequence[Any], in_spec: Any, results: Sequence[Any], out_spec: Any) -> Captured:
         """What was seen, which this then forgets: Dynamo keeps every backend for ever."""
+        computed = [one for one in results if isinstance(one, Tensor) and not any(one is leaf for leaf in leaves)]
+        if self.module is None and computed:
+            raise _compiles_nothing()
         module = self.module or GraphModule(nn.Module(), _empty_graph())
         captured = Captured(module, self.inputs, leaves, in_spec, results, out_spec, self.outputs)
         self.module, self.inputs, self.outputs = None, (), ()
         return captured
+
+
+def _compiles_nothing() -> UsageError:
+    return UsageError(
+        "torch.compile, which captures code for this, does nothing here",
+        where="rewrite(module), explain(module)",
+        found=f"TORCH_COMPILE_DISABLE={os.environ.get('TORCH_COMPILE_DISABLE', '0')}, or "
+        'torch.compiler.set_stance("force_eager")',
+        fix="turn it on again while polyamp captures, or use polyamp.autocast(policy)",
+    )
 
 
 def _empty_graph() -> torch.fx.Graph:

@@ -57,11 +57,20 @@ def as_written(op: Any, canonical: str, device_type: str, dtype: torch.dtype) ->
 def cast_all(
     args: tuple[Any, ...], kwargs: dict[str, Any], op_class: str, device_type: str, dtype: torch.dtype
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a user's own operation as its class has them."""
+    """The arguments of a user's own operation as its class has them; containers stay of their types."""
     if op_class == "keep" or (op_class not in ("lower", "full") and _agree(args, kwargs, device_type)):
         return args, kwargs
     to = dtype if op_class == "lower" else torch.float32
-    return tuple(_cast(value, to, device_type) for value in args), _cast_named(kwargs, to, device_type)
+    return tuple(_cast_tree(value, to, device_type) for value in args), _cast_tree(kwargs, to, device_type)
+
+
+def _cast_tree(value: Any, dtype: torch.dtype, device_type: str) -> Any:
+    if isinstance(value, dict):
+        return {key: _cast_tree(one, dtype, device_type) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        cast = [_cast_tree(one, dtype, device_type) for one in value]
+        return type(value)(*cast) if hasattr(value, "_fields") else type(value)(cast)
+    return _cast(value, dtype, device_type)
 
 
 def _eligible(tensor: Tensor, device_type: str) -> bool:

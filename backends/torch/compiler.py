@@ -11,10 +11,11 @@ from torch.fx import Graph, GraphModule, Node
 
 from polyamp.backends.torch import unstable
 from polyamp.backends.torch.attributes import Attributes
-from polyamp.backends.torch.decisions import Known, Pass, Rules, known_value, map_known
+from polyamp.backends.torch.decisions import Pass, Rules
 from polyamp.backends.torch.expansion import expand
 from polyamp.backends.torch.program import check_no_autocast
 from polyamp.backends.torch.rewrite import report, usable
+from polyamp.backends.torch.values import Known, known_value, map_known
 from polyamp.errors import InvalidTypeError, InvalidValueError
 from polyamp.policy import Policy, current_policy
 
@@ -58,7 +59,7 @@ def polyamp(
     bound, inner = chosen.pop("policy", None), _backend(chosen.pop("backend", "inductor"), mode, chosen)
     expand(module)
     if bound is not None:
-        return inner(*_planned(module, example_inputs, usable(bound)))
+        return inner(_planned(module, example_inputs, usable(bound)), example_inputs)
     return _ByPolicy(module, example_inputs, inner)
 
 
@@ -71,28 +72,32 @@ class _ByPolicy:
     def __init__(self, module: GraphModule, example_inputs: Sequence[Any], inner: Callable[..., Compiled]) -> None:
         self._module, self._inner = module, inner
         policy = usable(None)
-        self._examples = example_inputs
-        self._compiled: dict[Policy, Compiled] = {policy: inner(*_planned(module, example_inputs, policy))}
+        nodes = module.graph.find_nodes(op="placeholder")
+        static = map(unstable.is_static_input, nodes)
+        self._static = [given if kept else None for given, kept in zip(example_inputs, static, strict=True)]
+        self._compiled: dict[Policy, Compiled] = {
+            policy: inner(_planned(module, example_inputs, policy), example_inputs)
+        }
 
     def __call__(self, *inputs: Any) -> Any:
         policy = current_policy()
         if policy not in self._compiled:
-            rewritten, _ = _planned(self._module, self._examples, usable(policy))
-            self._compiled[policy] = torch.compile(rewritten, backend=self._inner, fullgraph=True)
+            planned = _planned(self._module, self._static, usable(policy))
+            self._compiled[policy] = torch.compile(planned, backend=self._inner, fullgraph=True)
         return self._compiled[policy](*inputs)
 
 
-def _planned(module: GraphModule, example_inputs: Sequence[Any], policy: Policy) -> tuple[GraphModule, Sequence[Any]]:
-    """The graph with its casts, to be called with the same inputs."""
+def _planned(module: GraphModule, inputs: Sequence[Any], policy: Policy) -> GraphModule:
+    """The graph with its casts, to be called with the same inputs, of which parameters and buffers are looked at."""
     rules, graph, attributes = Rules(policy), Graph(), Attributes("0")
     arguments = {
         node: _argument(node, given, graph, rules)
-        for node, given in zip(module.graph.find_nodes(op="placeholder"), example_inputs, strict=True)
+        for node, given in zip(module.graph.find_nodes(op="placeholder"), inputs, strict=True)
     }
     results = Pass(module, rules, graph, arguments, attributes).results()
     graph.output(map_known(results, lambda known: known.node))
     report(rules, "the compiled graph")
-    return GraphModule(attributes, graph, "Planned"), example_inputs
+    return GraphModule(attributes, graph, "Planned")
 
 
 def _argument(node: Node, given: Any, graph: Graph, rules: Rules) -> Known:

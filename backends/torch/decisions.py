@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
-import torch.utils._pytree as pytree
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
@@ -22,13 +21,25 @@ from polyamp.backends.torch.attributes import Attributes
 from polyamp.backends.torch.dtypes import DTYPES
 from polyamp.backends.torch.nodes import line_near, native_name, operation_of, path_of
 from polyamp.backends.torch.recorder import Recorder
+from polyamp.backends.torch.values import (
+    WEAK,
+    Known,
+    dtypes_of,
+    fake_as,
+    is_floating,
+    magnitude,
+    map_known,
+    numbers_of,
+    target_of,
+    tensors_of,
+    value_of,
+)
 from polyamp.dialects import default_rules
 from polyamp.errors import UsageError
 from polyamp.flow import AS_WRITTEN, Flow, Value, constant, flow
 from polyamp.policy import Policy
 from polyamp.rules import TABLE, Decision, Rule, decide, unused
 
-WEAK = Value()
 # Operations of which a Python number is an operand, as it is not of a reshape.
 _WITH_NUMBERS = frozenset(
     {"add", "sub", "mul", "div", "floor_div", "remainder", "lerp", "addcmul", "addcdiv", "compare"}
@@ -36,22 +47,6 @@ _WITH_NUMBERS = frozenset(
 )
 _MAKING = frozenset({"constant", "fill"})  # of a number and of no tensor
 _KEEPING_STATISTICS = frozenset({"batch_norm", "instance_norm"})  # in buffers that a cast would copy
-
-
-class Known(NamedTuple):
-    """What is known of one value of the new graph.
-
-    Attributes:
-        node: what has it there.
-        fake: a fake of it as it is there; a tuple where it is several, or a number.
-        declared: a fake of it as it was in the captured graph.
-        value: what the flow rule knows of it; a list where it is several that are known one by one.
-    """
-
-    node: Any
-    fake: Any
-    declared: Any
-    value: Any = WEAK
 
 
 class Rules:
@@ -155,7 +150,7 @@ class Pass:
             return self._item(node, source)
         if native_name(node) == "_set_grad_enabled":
             self._records = bool(node.args[0])
-        if not _tensors((example, self._declared(node))):
+        if not tensors_of((example, self._declared(node))):
             return Known(self.graph.node_copy(node, lambda used: self.known[used].node), example, example)
         return self._operation(node)
 
@@ -183,18 +178,18 @@ class Pass:
     def _operation(self, node: Node) -> Known:
         operation = operation_of(node) or native_name(node)
         decision = self.rules.decide(operation, path_of(node))
-        floating = [used for used in node.all_input_nodes if _is_floating(self.known[used].declared)]
+        floating = [used for used in node.all_input_nodes if is_floating(self.known[used].declared)]
         inputs = [self.known[used] for used in node.all_input_nodes]
         outcome, known = self._decided(node, operation, decision, floating)
         self.rules.lowered |= outcome.format == self.rules.policy.compute
-        if self.recorder is not None and (_tensors(known.declared) or self.aliases.changed(node)):
+        if self.recorder is not None and (tensors_of(known.declared) or self.aliases.changed(node)):
             self.recorder.add(node, operation, decision, outcome, inputs, known, self._made)
         self._made.clear()
         return known
 
     def _outcome(self, node: Node, operation: str, decision: Decision, floating: list[Node]) -> Flow:
-        values = [_value(self.known[used]) for used in floating]
-        numbers = _numbers(node) if operation in _WITH_NUMBERS | _MAKING else []
+        values = [value_of(self.known[used]) for used in floating]
+        numbers = numbers_of(node) if operation in _WITH_NUMBERS | _MAKING else []
         if not floating:
             made = self.rules.constant(numbers) if operation in _MAKING else WEAK
             return Flow(AS_WRITTEN, made, "no floating-point input")
@@ -228,9 +223,9 @@ class Pass:
     def _run(self, node: Node, wanted: Mapping[Node, torch.dtype], value: Value) -> Known:
         """Write a node on inputs in the wanted dtypes, else as declared; what is known of what it gives."""
         used = node.all_input_nodes
-        fakes = {one: _fake_as(self.known[one], wanted.get(one), self._mode) for one in used}
+        fakes = {one: fake_as(self.known[one], wanted.get(one), self._mode) for one in used}
         example = node.meta.get("example_value")
-        same = all(_dtypes(fake) == _dtypes(self.known[one].declared) for one, fake in fakes.items())
+        same = all(dtypes_of(fake) == dtypes_of(self.known[one].declared) for one, fake in fakes.items())
         fake = example if same else self._run_on_fakes(node, fakes)
         changed = self.aliases.changed(node)
         inputs = {one: self._as(self.known[one], wanted.get(one), own=one in changed) for one in used}
@@ -269,15 +264,15 @@ class Pass:
 
     def _as(self, known: Known, dtype: torch.dtype | None, *, own: bool = False) -> Any:
         """A value in a dtype, None being the declared one: itself, or the one cast of it (or an own one)."""
-        if isinstance(known.fake, tuple | list) and _dtypes(known.fake) != _dtypes(known.declared):
+        if isinstance(known.fake, tuple | list) and dtypes_of(known.fake) != dtypes_of(known.declared):
             return tuple(self._as(part, dtype) for part in self._parts(known))
-        if not isinstance(known.fake, Tensor) or known.fake.dtype == (target := _target(known, dtype)):
+        if not isinstance(known.fake, Tensor) or known.fake.dtype == (target := target_of(known, dtype)):
             return known.node
         key = (known.node, target, self._records)
         if own or key not in self._casts:
             self._made.append((known, target))
             new = self.graph.call_method("to", (known.node, target))
-            new.meta = {**known.node.meta, "example_value": _fake_as(known, dtype, self._mode)}
+            new.meta = {**known.node.meta, "example_value": fake_as(known, dtype, self._mode)}
             if own:
                 return new
             self._casts[key] = new
@@ -347,70 +342,3 @@ def under_autocast(where: str) -> UsageError:
 def _runs_bodies(node: Node) -> bool:
     """Whether the bodies that a node calls are decided too."""
     return any(unstable.is_operator_of_bodies(node.target, name) for name in ("tag_activation_checkpoint", "cond"))
-
-
-def map_known(tree: Any, fn: Callable[[Known], Any]) -> Any:
-    """A tree with ``fn`` of what is known of its values."""
-    return pytree.tree_map_only(Known, fn, tree, is_leaf=lambda leaf: isinstance(leaf, Known))
-
-
-def known_value(declared: Any) -> Value:
-    """What is known of a value by its declared dtype alone."""
-    if not _is_floating(declared) or declared.dtype == torch.float32:
-        return WEAK
-    return Value("other", str(declared.dtype).removeprefix("torch."))
-
-
-def magnitude(held: Any) -> float:
-    """What of a constant has to be held: all of a scalar, the largest finite element of a tensor.
-
-    >>> magnitude(torch.tensor([1.0, -4096.0, float("-inf")])), magnitude(-1e9)
-    (4096.0, -1000000000.0)
-    """
-    if not isinstance(held, Tensor):
-        return float(held)
-    if not held.numel() or not _is_floating(held) or held.is_meta or unstable.fake_mode_of([held]):
-        return 0.0
-    if held.numel() == 1:
-        return float(held)
-    return float(held.detach().abs().nan_to_num(0.0, 0.0).max())
-
-
-def _value(known: Known) -> Value:
-    declared = known_value(known.declared)
-    return declared if declared.state == "other" or isinstance(known.value, list) else known.value
-
-
-def _numbers(node: Node) -> list[float]:
-    """The Python numbers among a node's operands."""
-    said = [*node.args, *node.kwargs.values()]
-    lists = [one for one in said if isinstance(one, list | tuple) and operation_of(node) == "constant"]
-    found = [*said, *pytree.tree_leaves(lists)]
-    return [one for one in found if isinstance(one, int | float) and not isinstance(one, bool)]
-
-
-def _tensors(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
-
-
-def _is_floating(value: Any) -> bool:
-    return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
-
-
-def _dtypes(fake: Any) -> Any:
-    return [leaf.dtype if isinstance(leaf, Tensor) else None for leaf in pytree.tree_leaves(fake)]
-
-
-def _target(known: Known, dtype: torch.dtype | None) -> torch.dtype:
-    declared: torch.dtype = known.declared.dtype
-    return dtype if dtype is not None and declared == torch.float32 else declared
-
-
-def _fake_as(known: Known, dtype: torch.dtype | None, mode: Any) -> Any:
-    """The fake of a value in a dtype."""
-    if isinstance(known.fake, tuple | list):
-        return known.declared
-    if not isinstance(known.fake, Tensor) or known.fake.dtype == (target := _target(known, dtype)):
-        return known.fake
-    with unstable.on_fakes(mode):
-        return known.fake.to(target)

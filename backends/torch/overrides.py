@@ -50,6 +50,8 @@ _CLASS_OF_LIST = {"lower": "lower", "full": "full", "full_dtype": "full", "full_
 
 def prepare(region: Region, device_type: str) -> None:
     """Register the operations that a region needs overridden on a device type; those that are stay."""
+    for name in _PROMOTING & registered(device_type):
+        leave_to_operator(name, device_type)
     for name in _native_names(region, device_type):
         override(name, device_type)
     for rule in region.rules:
@@ -60,7 +62,7 @@ def prepare(region: Region, device_type: str) -> None:
 
 def _native_names(region: Region, device_type: str) -> Iterator[str]:
     """Operators that no rule names: those that promote, and in float16 on the CPU what CUDA's list has beside its."""
-    for name in registered(device_type):
+    for name in registered(device_type) - _PROMOTING:
         if category(name, device_type) == "promote" and not _has_named_dimensions(name):
             yield name
     if device_type == "cpu" and region.dtype is torch.float16:
@@ -78,6 +80,9 @@ def _has_named_dimensions(operator: str) -> bool:
     return "dimname" in operator.lower() or ".names" in operator
 
 
+# These promote their inputs themselves, which native autocast's kernels do before them, refusing what they can do.
+_PROMOTING = frozenset({"aten::cat", "aten::stack", "aten::addcmul", "aten::addcdiv", "aten::atan2"})
+
 _ONLY_ON_CUDA = {
     "aten::_cudnn_rnn",
     "aten::cudnn_convolution",
@@ -94,7 +99,7 @@ def _behaviour(operator: str, region: Region, device_type: str) -> Behaviour | N
     op_class, reason = decide(region.rules, class_name(operator))
     if reason == TABLE or not any(rule.matches(class_name(operator)) for rule in region.rules):
         if native == "promote":
-            return casts.widest
+            return None if operator in _PROMOTING else casts.widest
         on_cuda = _as_on_cuda(operator) if device_type == "cpu" and region.dtype is torch.float16 else None
         return _OF_CLASS[on_cuda] if on_cuda else None
     if native == "unknown":
@@ -167,6 +172,19 @@ def _overriding() -> Iterator[None]:
 
 _lock = threading.Lock()
 _overridden: set[tuple[str, str]] = set()
+_left: dict[tuple[str, str], Any] = {}
+
+
+def leave_to_operator(name: str, device_type: str) -> None:
+    """Have native autocast pass an operator by, at no cost; until a rule overrides it."""
+    with _lock:
+        place = (name, device_type)
+        if place in _left or place in _overridden:
+            return
+        _left[place] = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
+        with _overriding():
+            key = unstable.AutocastKey(device_type).name
+            _left[place].impl(name, torch.library.fallthrough_kernel, key)
 
 
 def override(name: str, device_type: str) -> None:
@@ -174,6 +192,9 @@ def override(name: str, device_type: str) -> None:
     with _lock:
         if (name, device_type) in _overridden:
             return
+        left = _left.pop((name, device_type), None)
+        if left is not None:
+            unstable.withdraw(left)
         kernel = _kernel(name, device_type)
         with _overriding():
             key = unstable.AutocastKey(device_type).name
@@ -205,7 +226,7 @@ def _kernel(name: str, device_type: str) -> Callable[..., Any]:
 
 def _native(name: str, device_type: str, op: Any, key: unstable.AutocastKey) -> Callable[..., Any]:
     """What happens to an operator where it is not overridden: native autocast's kernel, or the next key's."""
-    if name in registered(device_type):
+    if name in registered(device_type) - _PROMOTING:
         kernel = torch.library.get_kernel(name, key.name)
         return lambda keyset, args, kwargs: kernel.call_boxed(keyset, *args, **kwargs)
     arguments = unstable.schema_arguments(op)

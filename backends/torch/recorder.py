@@ -17,7 +17,7 @@ from polyamp.plan import PlannedOperation
 from polyamp.rules import Decision
 
 if TYPE_CHECKING:
-    from polyamp.backends.torch.decisions import Known
+    from polyamp.backends.torch.values import Known
 
 Casts = Iterable[tuple["Known", torch.dtype]]
 

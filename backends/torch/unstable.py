@@ -311,3 +311,8 @@ def trace_backward_without_autocast() -> Callable[[], None] | None:
         return None
     config.backward_pass_autocast = "off"
     return lambda: setattr(config, "backward_pass_autocast", before)
+
+
+def withdraw(library: Any) -> None:
+    """Take back what a library registered, now: publicly that is left to the garbage collector."""
+    library._destroy()

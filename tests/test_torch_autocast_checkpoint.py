@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import polyamp
-from polyamp.backends.torch import autocast, positions
+from polyamp.backends.torch import autocast
+from polyamp.backends.torch.ambient import positions
 
 torch.manual_seed(0)
 X = torch.randn(4, 8)
@@ -171,7 +172,7 @@ def test_the_backward_pass_may_be_another_threads(run: Run) -> None:
 
 
 def test_what_is_run_again_keeps_no_casts() -> None:
-    from polyamp.backends.torch import regions
+    from polyamp.backends.torch.ambient import regions
 
     gradients(whole, not_reentrant, PATHS)
     assert regions.casts_here() is None

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import polyamp
-from polyamp.backends.torch import autocast, positions, regions
+from polyamp.backends.torch import autocast
+from polyamp.backends.torch.ambient import positions, regions
 
 X = torch.arange(16.0).reshape(2, 8) / 16
 LOW, FULL = torch.bfloat16, torch.float32

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 import polyamp
-from polyamp.backends.torch import autocast, positions
+from polyamp.backends.torch import autocast
+from polyamp.backends.torch.ambient import positions
 
 X = torch.arange(16.0).reshape(2, 8) / 16
 LOW, FULL = torch.float16, torch.float32

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import polyamp
-from polyamp.backends.torch import positions, regions
+from polyamp.backends.torch.ambient import positions, regions
 
 X = torch.arange(12.0).reshape(3, 4) / 12
 OVERRIDDEN = polyamp.policy("mixed_bfloat16", rules={"layer_norm": "lower"})

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from polyamp.backends.torch.gradients import Gradients
+from polyamp.backends.torch.steps.gradients import Gradients
 
 HALF = torch.tensor(0.5)
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)

@@ -17,7 +17,7 @@ from torch_cases import GPT, MODELS, ConvNet, case, mlp
 
 import polyamp
 from polyamp.backends.torch.dtypes import dtype_of
-from polyamp.backends.torch.rewrite import Rewritten, rewrite
+from polyamp.backends.torch.graphs.rewrite import Rewritten, rewrite
 
 POLICIES = {"mixed_bfloat16": 2.0**-8, "mixed_float16": 2.0**-11}  # and the rounding error of their formats
 

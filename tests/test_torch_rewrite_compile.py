@@ -14,8 +14,8 @@ from torch.fx import GraphModule
 from torch_cases import case, mlp
 
 import polyamp
-from polyamp.backends.torch.compiler import polyamp as backend
-from polyamp.backends.torch.rewrite import rewrite
+from polyamp.backends.torch.graphs.compiler import polyamp as backend
+from polyamp.backends.torch.graphs.rewrite import rewrite
 from polyamp.errors import InvalidTypeError, InvalidValueError
 
 X = torch.ones(3, 8)

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from polyamp.backends.torch.rewrite import rewrite
+from polyamp.backends.torch.graphs.rewrite import rewrite
 
 SIZE = 4
 P = torch.eye(SIZE)[[2, 0, 3, 1]]  # a product with it moves columns

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch_cases import GPT, case, mlp
 
 import polyamp
-from polyamp.backends.torch.rewrite import explain, rewrite
+from polyamp.backends.torch.graphs.rewrite import explain, rewrite
 
 X, W = torch.full((4, 8), 0.25), torch.full((8, 8), 0.5)
 

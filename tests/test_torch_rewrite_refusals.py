@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch_cases import mlp
 
 import polyamp
-from polyamp.backends.torch.rewrite import explain, rewrite
+from polyamp.backends.torch.graphs.rewrite import explain, rewrite
 from polyamp.errors import InvalidTypeError, InvalidValueError, PolyampError, UnsupportedError, UsageError
 
 X = torch.ones(3, 8)

@@ -17,8 +17,9 @@ from test_torch_closures import REEVALUATING
 
 import polyamp
 from polyamp import LossScale
-from polyamp.backends.torch import LossScaledOptimizer, temporary
-from polyamp.backends.torch.rounding import join, round_stochastically, split
+from polyamp.backends.torch import LossScaledOptimizer
+from polyamp.backends.torch.steps import temporary
+from polyamp.backends.torch.steps.rounding import join, round_stochastically, split
 
 KINDS = [True, "remainder", "stochastic"]
 TEMPORARY = ["remainder", "stochastic"]

@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 import polyamp
 from polyamp import LossScale
 from polyamp.backends.torch import GradScaler, LossScaledOptimizer
-from polyamp.backends.torch.ranks import any_rank, has_peers
+from polyamp.backends.torch.steps.ranks import any_rank, has_peers
 
 RANK = int(os.environ["RANK"])
 LOW = [torch.float32, torch.float16, torch.bfloat16]

@@ -14,14 +14,14 @@ except ModuleNotFoundError as error:
     raise missing("torch", extra="torch") from error
 
 from polyamp.backends.torch.adapter import adapter
-from polyamp.backends.torch.autocast import autocast
+from polyamp.backends.torch.ambient.autocast import autocast
+from polyamp.backends.torch.ambient.custom import custom_bwd, custom_fwd, register_autocast
 from polyamp.backends.torch.casting import cast
 from polyamp.backends.torch.convert import convert
-from polyamp.backends.torch.custom import custom_bwd, custom_fwd, register_autocast
-from polyamp.backends.torch.gates import AppliedSteps, select
-from polyamp.backends.torch.grad_scaler import GradScaler
-from polyamp.backends.torch.optimizer import LossScaledOptimizer
-from polyamp.backends.torch.rewrite import explain, rewrite
+from polyamp.backends.torch.graphs.rewrite import explain, rewrite
+from polyamp.backends.torch.steps.gates import AppliedSteps, select
+from polyamp.backends.torch.steps.grad_scaler import GradScaler
+from polyamp.backends.torch.steps.optimizer import LossScaledOptimizer
 
 __all__ = [
     "AppliedSteps",

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any, final
 
 import torch
 
-from polyamp.backends.torch.autocast import autocast
+from polyamp.backends.torch.ambient.autocast import autocast
 from polyamp.backends.torch.casting import cast
 from polyamp.backends.torch.convert import convert
+from polyamp.backends.torch.graphs.rewrite import explain, rewrite
 from polyamp.backends.torch.operations import OPERATIONS
-from polyamp.backends.torch.optimizer import LossScaledOptimizer
-from polyamp.backends.torch.rewrite import explain, rewrite
+from polyamp.backends.torch.steps.optimizer import LossScaledOptimizer
 from polyamp.errors import warn_once
 from polyamp.loss_scale import LossScale
 from polyamp.plan import Plan

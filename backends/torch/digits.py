@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import polyamp
-from polyamp.backends.torch.optimizer import LossScaledOptimizer
+from polyamp.backends.torch.steps.optimizer import LossScaledOptimizer
 from polyamp.demo import Array, Task, Trace
 
 

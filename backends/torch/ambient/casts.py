@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from polyamp.backends.torch.ambient.weights import cast_weight
 from polyamp.backends.torch.unstable import schema_arguments
-from polyamp.backends.torch.weights import cast_weight
 
 Call = Callable[..., Any]
 

@@ -10,12 +10,12 @@ from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 
 from polyamp.backends.torch import unstable
-from polyamp.backends.torch.attributes import Attributes
-from polyamp.backends.torch.decisions import Pass, Rules
-from polyamp.backends.torch.expansion import expand
-from polyamp.backends.torch.program import check_no_autocast
-from polyamp.backends.torch.rewrite import report, usable
-from polyamp.backends.torch.values import Known, known_value, map_known
+from polyamp.backends.torch.graphs.attributes import Attributes
+from polyamp.backends.torch.graphs.decisions import Pass, Rules
+from polyamp.backends.torch.graphs.expansion import expand
+from polyamp.backends.torch.graphs.program import check_no_autocast
+from polyamp.backends.torch.graphs.rewrite import report, usable
+from polyamp.backends.torch.graphs.values import Known, known_value, map_known
 from polyamp.errors import InvalidTypeError, InvalidValueError
 from polyamp.policy import Policy, current_policy
 
@@ -33,13 +33,12 @@ def polyamp(
 
     >>> import polyamp
     >>> model = torch.nn.Linear(4, 2)
-    >>> fast = torch.compile(model, backend=polyamp.backends.torch.compiler.polyamp, options={"backend": "aot_eager"})
+    >>> fast = torch.compile(model, backend="polyamp", options={"backend": "aot_eager"})
     >>> with polyamp.policy("mixed_bfloat16"):
     ...     print(fast(torch.ones(3, 4)).dtype)
     torch.float32
 
-    Its name in ``torch.compile(backend=)`` is ``"polyamp"``. Where the code breaks the graph, each part is planned, and
-    values between the parts are as declared.
+    Where the code breaks the graph, each part is planned, and values between the parts are as declared.
 
     Args:
         module: the graph.

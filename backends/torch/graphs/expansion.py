@@ -9,14 +9,14 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
 from polyamp.backends.torch import unstable
-from polyamp.backends.torch.nodes import is_composite
+from polyamp.backends.torch.graphs.nodes import is_composite
 
 
 def expand(module: GraphModule) -> None:
     """Put in the place of each call of a composed function the aten operators that it is made of, in bodies too.
 
     >>> import torch
-    >>> from polyamp.backends.torch.capture import capture
+    >>> from polyamp.backends.torch.graphs.capture import capture
     >>> module = capture(torch.nn.functional.normalize, [torch.ones(3, 2)], {}).module
     >>> expand(module)
     >>> [str(node.target) for node in module.graph.nodes if node.op == "call_function"][:2]

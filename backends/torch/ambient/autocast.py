@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 
-from polyamp.backends.torch import overrides, positions, regions, unstable, weights
+from polyamp.backends.torch import unstable
+from polyamp.backends.torch.ambient import overrides, positions, regions, weights
+from polyamp.backends.torch.ambient.regions import ACCELERATOR, DEVICE_TYPES
 from polyamp.backends.torch.dtypes import DTYPES, SIXTEEN_BIT
-from polyamp.backends.torch.regions import ACCELERATOR, DEVICE_TYPES
 from polyamp.dialects import default_rules
 from polyamp.errors import UnsupportedError, warn_once
 from polyamp.policy import Policy

@@ -13,14 +13,14 @@ from torch.fx import Graph, Node
 from torch.utils.checkpoint import checkpoint
 
 from polyamp.backends.torch import unstable
-from polyamp.backends.torch.attributes import Attributes
-from polyamp.backends.torch.capture import Captured, capture, check_arguments
-from polyamp.backends.torch.decisions import Pass, Rules, under_autocast
-from polyamp.backends.torch.expansion import expand
-from polyamp.backends.torch.recorder import Recorder
-from polyamp.backends.torch.regions import DEVICE_TYPES
-from polyamp.backends.torch.saved import bytes_saved
-from polyamp.backends.torch.values import Known, known_value, map_known
+from polyamp.backends.torch.ambient.regions import DEVICE_TYPES
+from polyamp.backends.torch.graphs.attributes import Attributes
+from polyamp.backends.torch.graphs.capture import Captured, capture, check_arguments
+from polyamp.backends.torch.graphs.decisions import Pass, Rules, under_autocast
+from polyamp.backends.torch.graphs.expansion import expand
+from polyamp.backends.torch.graphs.recorder import Recorder
+from polyamp.backends.torch.graphs.saved import bytes_saved
+from polyamp.backends.torch.graphs.values import Known, known_value, map_known
 from polyamp.errors import InvalidTypeError
 from polyamp.plan import Plan
 from polyamp.policy import Policy

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from polyamp.backends.torch import unstable
-from polyamp.backends.torch.nodes import operation_of
+from polyamp.backends.torch.graphs.nodes import operation_of
 from polyamp.flow import Value
 
 WEAK = Value()

@@ -10,7 +10,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from polyamp.backends.torch.nodes import OPERATORS, changed_in_place
+from polyamp.backends.torch.graphs.nodes import OPERATORS, changed_in_place
 from polyamp.backends.torch.unstable import storage_of
 
 
@@ -21,7 +21,7 @@ class Aliases:
     Memory that has views, or that is the caller's or a buffer's, is *pinned* where it is changed: it stays what it is.
 
     >>> import torch
-    >>> from polyamp.backends.torch.capture import capture
+    >>> from polyamp.backends.torch.graphs.capture import capture
     >>> graph = capture(lambda x: x.exp().mul_(2), [torch.ones(3)], {}).module.graph
     >>> made, changed = [node for node in graph.nodes if node.op.startswith("call")]
     >>> aliases = Aliases(graph)

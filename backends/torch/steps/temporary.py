@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from polyamp.backends.torch.rounding import add_remainder_, round_stochastically, split
-from polyamp.backends.torch.saving import check_masters
+from polyamp.backends.torch.steps.rounding import add_remainder_, round_stochastically, split
+from polyamp.backends.torch.steps.saving import check_masters
 from polyamp.backends.torch.unstable import local_shard
 from polyamp.errors import InvalidValueError, warn_once
 
@@ -89,7 +89,7 @@ class Remainders:
 
     With Adam that makes 12 bytes for each parameter between steps, where activations need room, and 16 during one;
     masters that stay in memory make 14 all the time. Their values are the same to the last bit. The parameters are
-    rounded to nearest, but at a tie away from zero and not to even; see `polyamp.backends.torch.rounding.split`.
+    rounded to nearest, but at a tie away from zero and not to even; see `split` in ``rounding.py``.
 
     Where somebody wrote to the model, masters follow and keep their remainder: they still round to the parameter.
     """
@@ -159,9 +159,8 @@ class Remainders:
 class StochasticRounding:
     """No masters: each step widens the parameters, updates them in float32, and rounds by chance.
 
-    With Adam that makes 10 bytes for each parameter between steps. See
-    `polyamp.backends.torch.rounding.round_stochastically`. Chance is the same on every rank, so that replicas stay
-    equal, and in every run.
+    With Adam that makes 10 bytes for each parameter between steps. `round_stochastically` in ``rounding.py`` has the
+    rule. Chance is the same on every rank, so that replicas stay equal, and in every run.
 
     A step that the host skips draws nothing. One that a fused optimizer skips on the device draws, without effect: the
     generators move on, and the parameters, which are rounded from their own values, keep their bits.

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from polyamp.backends.torch.gradients import Gradients
-from polyamp.backends.torch.ranks import any_rank
-from polyamp.backends.torch.scaler import LossScaler
+from polyamp.backends.torch.steps.gradients import Gradients
+from polyamp.backends.torch.steps.ranks import any_rank
+from polyamp.backends.torch.steps.scaler import LossScaler
 from polyamp.loss_scale import LossScale, LossScaleState
 
 if TYPE_CHECKING:
-    from polyamp.backends.torch.optimizer import LossScaledOptimizer
+    from polyamp.backends.torch.steps.optimizer import LossScaledOptimizer
 
 
 class Scaling(NamedTuple):

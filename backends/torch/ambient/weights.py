@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from polyamp.backends.torch import regions, unstable
+from polyamp.backends.torch import unstable
+from polyamp.backends.torch.ambient import regions
 
 # Operators that update their first argument. Activation functions in place (relu_, sigmoid_, dropout_) are none: nobody
 # applies them to weights.

@@ -13,15 +13,15 @@ import torch
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
-from polyamp.backends.torch import refusals
 from polyamp.backends.torch.casting import leaves, map_leaves
 from polyamp.backends.torch.dtypes import SIXTEEN_BIT
-from polyamp.backends.torch.late import LateValues
-from polyamp.backends.torch.optimizer import LossScaledOptimizer
-from polyamp.backends.torch.overflow import Overflow, describe, find, named, names_of
-from polyamp.backends.torch.ranks import any_rank, check_process_group
-from polyamp.backends.torch.scaler import on_device, where
-from polyamp.backends.torch.skipping import note_skipped, state_is_complete
+from polyamp.backends.torch.steps import refusals
+from polyamp.backends.torch.steps.late import LateValues
+from polyamp.backends.torch.steps.optimizer import LossScaledOptimizer
+from polyamp.backends.torch.steps.overflow import Overflow, describe, find, named, names_of
+from polyamp.backends.torch.steps.ranks import any_rank, check_process_group
+from polyamp.backends.torch.steps.scaler import on_device, where
+from polyamp.backends.torch.steps.skipping import note_skipped, state_is_complete
 from polyamp.backends.torch.unstable import not_traced
 from polyamp.limits import report_limits
 from polyamp.loss_scale import LossScale, LossScaleState, advance, on_host

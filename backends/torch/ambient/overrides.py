@@ -15,11 +15,12 @@ from typing import Any
 
 import torch
 
-from polyamp.backends.torch import casts, unstable
-from polyamp.backends.torch.native_lists import TORCH_VERSION, category, known, registered
+from polyamp.backends.torch import unstable
+from polyamp.backends.torch.ambient import casts
+from polyamp.backends.torch.ambient.native_lists import TORCH_VERSION, category, known, registered
+from polyamp.backends.torch.ambient.regions import DEVICE_TYPES, Region, current, tag_caches
+from polyamp.backends.torch.ambient.weights import library
 from polyamp.backends.torch.operations import canonical
-from polyamp.backends.torch.regions import DEVICE_TYPES, Region, current, tag_caches
-from polyamp.backends.torch.weights import library
 from polyamp.errors import warn_once
 from polyamp.operations import OPERATIONS
 from polyamp.rules import TABLE, Rule, decide

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
 from polyamp.backends.torch import unstable
-from polyamp.backends.torch.nodes import users_frame
+from polyamp.backends.torch.graphs.nodes import users_frame
 from polyamp.errors import InvalidTypeError, InvalidValueError, UsageError
 
 

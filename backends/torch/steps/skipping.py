@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from polyamp.backends.torch import refusals
-from polyamp.backends.torch.gradients import Gradients
+from polyamp.backends.torch.steps import refusals
+from polyamp.backends.torch.steps.gradients import Gradients
 
 
 class Stepper:

@@ -10,17 +10,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from polyamp.backends.torch import refusals, saving
-from polyamp.backends.torch.closures import step_with_closure
-from polyamp.backends.torch.gradients import Gradients
-from polyamp.backends.torch.masters import Kind, make_masters
-from polyamp.backends.torch.overflow import NonFinite, Overflow, describe, find, named, names_of
-from polyamp.backends.torch.ranks import check_process_group, has_peers
-from polyamp.backends.torch.scaler import LossScaler
-from polyamp.backends.torch.skipping import Stepper
+from polyamp.backends.torch.steps import refusals, saving
+from polyamp.backends.torch.steps.closures import step_with_closure
+from polyamp.backends.torch.steps.gradients import Gradients
+from polyamp.backends.torch.steps.masters import Kind, make_masters
+from polyamp.backends.torch.steps.overflow import NonFinite, Overflow, describe, find, named, names_of
+from polyamp.backends.torch.steps.ranks import check_process_group, has_peers
+from polyamp.backends.torch.steps.scaler import LossScaler
+from polyamp.backends.torch.steps.skipping import Stepper
+from polyamp.backends.torch.steps.window import LossScalers, Scaling, Window
+from polyamp.backends.torch.steps.wrapper import OptimizerWrapper
 from polyamp.backends.torch.unstable import not_traced
-from polyamp.backends.torch.window import LossScalers, Scaling, Window
-from polyamp.backends.torch.wrapper import OptimizerWrapper
 from polyamp.errors import InvalidValueError
 from polyamp.loss_scale import LossScale
 from polyamp.refusals import no_optimizer, non_finite_loss, wrapped_already

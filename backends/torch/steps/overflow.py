@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from polyamp.backends.torch.gradients import dense, local
+from polyamp.backends.torch.steps.gradients import dense, local
 
 SHOWN = 5  # names in a message; all of them are in what `overflowed` gives
 

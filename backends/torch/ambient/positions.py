@@ -19,8 +19,9 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from polyamp.backends.torch import overrides, regions, unstable
-from polyamp.backends.torch.regions import DEVICE_TYPES, MARKED, Marks, Region
+from polyamp.backends.torch import unstable
+from polyamp.backends.torch.ambient import overrides, regions
+from polyamp.backends.torch.ambient.regions import DEVICE_TYPES, MARKED, Marks, Region
 from polyamp.errors import UnsupportedError, warn_once
 from polyamp.operations import OPERATIONS
 from polyamp.rules import Rule

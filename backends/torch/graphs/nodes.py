@@ -80,7 +80,7 @@ def _is_torchs(node: Node) -> bool:
 def is_composite(node: Node) -> bool:
     """Whether a node calls one of torch's Python functions that is made of several operations.
 
-    >>> from polyamp.backends.torch.capture import capture
+    >>> from polyamp.backends.torch.graphs.capture import capture
     >>> graph = capture(torch.nn.functional.normalize, [torch.ones(3, 2)], {}).module.graph
     >>> [is_composite(node) for node in graph.nodes if node.op == "call_function"]
     [True]
@@ -148,7 +148,8 @@ def path_of(node: Node) -> str:
 
 _ROOT = re.compile(r"^(.*cell_contents|[LG]\['[^']*'\])\.?")  # what the captured function calls the module
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)')
-_LIBRARIES = tuple(str(Path(file).parent) for file in (torch.__file__, polyamp.__file__, __file__))
+_ADAPTER = Path(__file__).parent.parent
+_LIBRARIES = tuple(map(str, (Path(torch.__file__).parent, Path(polyamp.__file__).parent, _ADAPTER)))
 
 
 def line_of(node: Node) -> str:

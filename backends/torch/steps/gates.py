@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
 from polyamp.backends.torch.casting import leaves, map_leaves
-from polyamp.backends.torch.late import LateValues
+from polyamp.backends.torch.steps.late import LateValues
 from polyamp.result import StepResult
 
 

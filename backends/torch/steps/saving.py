@@ -13,8 +13,8 @@ from polyamp.errors import StateError, warn_once
 if TYPE_CHECKING:
     import torch
 
-    from polyamp.backends.torch.optimizer import LossScaledOptimizer
-    from polyamp.backends.torch.scaler import LossScaler
+    from polyamp.backends.torch.steps.optimizer import LossScaledOptimizer
+    from polyamp.backends.torch.steps.scaler import LossScaler
     from polyamp.loss_scale import LossScaleState
 
 KEYS = ("state", "param_groups", "loss_scale", "master_weights")

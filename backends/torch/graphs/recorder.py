@@ -10,14 +10,14 @@ import torch.utils._pytree as pytree
 from torch import Tensor
 from torch.fx import Node
 
-from polyamp.backends.torch.nodes import line_of, native_name, path_of
+from polyamp.backends.torch.graphs.nodes import line_of, native_name, path_of
 from polyamp.backends.torch.unstable import hint
 from polyamp.flow import AS_WRITTEN, Flow
 from polyamp.plan import PlannedOperation
 from polyamp.rules import Decision
 
 if TYPE_CHECKING:
-    from polyamp.backends.torch.values import Known
+    from polyamp.backends.torch.graphs.values import Known
 
 Casts = Iterable[tuple["Known", torch.dtype]]
 

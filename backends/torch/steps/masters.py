@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from polyamp.backends.torch.dtypes import SIXTEEN_BIT
-from polyamp.backends.torch.saving import check_masters
-from polyamp.backends.torch.temporary import Remainders, StochasticRounding, Tensors, shards
+from polyamp.backends.torch.steps.saving import check_masters
+from polyamp.backends.torch.steps.temporary import Remainders, StochasticRounding, Tensors, shards
 from polyamp.errors import InvalidValueError, warn_once
 
 

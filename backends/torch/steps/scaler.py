@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from polyamp.backends.torch.casting import leaves, map_leaves
-from polyamp.backends.torch.late import LateValues
+from polyamp.backends.torch.steps.late import LateValues
 from polyamp.errors import InvalidTypeError
 from polyamp.limits import report_limits
 from polyamp.loss_scale import LossScale, LossScaleState, advance, on_host

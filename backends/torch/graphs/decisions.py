@@ -16,12 +16,12 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
 from polyamp.backends.torch import unstable
-from polyamp.backends.torch.aliases import Aliases
-from polyamp.backends.torch.attributes import Attributes
 from polyamp.backends.torch.dtypes import DTYPES
-from polyamp.backends.torch.nodes import line_near, native_name, operation_of, path_of
-from polyamp.backends.torch.recorder import Recorder
-from polyamp.backends.torch.values import (
+from polyamp.backends.torch.graphs.aliases import Aliases
+from polyamp.backends.torch.graphs.attributes import Attributes
+from polyamp.backends.torch.graphs.nodes import line_near, native_name, operation_of, path_of
+from polyamp.backends.torch.graphs.recorder import Recorder
+from polyamp.backends.torch.graphs.values import (
     WEAK,
     Known,
     dtypes_of,

@@ -10,8 +10,9 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from polyamp.backends.torch import casts, overrides, regions, unstable
-from polyamp.backends.torch.regions import ACCELERATOR, DEVICE_TYPES, MARKED
+from polyamp.backends.torch import unstable
+from polyamp.backends.torch.ambient import casts, overrides, regions
+from polyamp.backends.torch.ambient.regions import ACCELERATOR, DEVICE_TYPES, MARKED
 from polyamp.errors import InvalidTypeError, InvalidValueError
 from polyamp.operations import CLASSES
 

@@ -1,0 +1,1 @@
+"""Ambient autocast: regions, the operations that they override, and casts of weights."""

@@ -1,0 +1,1 @@
+"""Modules as graphs with explicit casts: capture, decide, write, compile."""

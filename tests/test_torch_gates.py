@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.optim.lr_scheduler import StepLR
 
-from polyamp import LossScale, StepResult
+from polyamp import InvalidTypeError, LossScale, StepResult
 from polyamp.backends.torch import AppliedSteps, LossScaledOptimizer, select
 
 
@@ -61,3 +61,8 @@ def test_an_average_stands_still_in_skipped_steps(on_device: bool) -> None:
 @pytest.mark.parametrize("applied", [True, torch.tensor(True), StepResult(LossScale().initial_state())])
 def test_select_takes_flags_of_every_kind(applied: object) -> None:
     assert torch.equal(select(applied, torch.ones(2), torch.zeros(2)), torch.ones(2))
+
+
+def test_what_is_no_schedule_is_refused() -> None:
+    with pytest.raises(InvalidTypeError, match="LRScheduler"):
+        AppliedSteps(make(on_device=False)[1])

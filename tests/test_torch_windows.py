@@ -268,3 +268,30 @@ def test_a_penalty_on_gradients_uses_true_ones() -> None:
     opt.backward(first_loss(params) + sum(grad.square().sum() for grad in grads))
     opt.step()
     assert contents(opt) == contents(plain_opt)
+
+
+@pytest.mark.parametrize("max_norm", [-1.0, math.nan, "1", None, True])
+def test_norms_that_are_none_are_refused(max_norm: Any) -> None:
+    params = weights()
+    opt = sgd(list(params.values()))
+    opt.backward(first_loss(params))
+    before = params["a"].grad.clone()
+    with pytest.raises((polyamp.InvalidValueError, polyamp.InvalidTypeError), match="gradient-norm limit"):
+        opt.clip_grad_norm_(max_norm)
+    assert torch.equal(params["a"].grad, before)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"named_parameters": [torch.ones(1)]}, "named parameters"),
+        ({"named_parameters": [("a", 1, 2)]}, "named parameters"),
+        ({"share": "other"}, "LossScaledOptimizer"),
+        ({"process_group": "world"}, "process group"),
+    ],
+)
+def test_arguments_of_the_wrong_type_are_refused(options: dict[str, Any], said: str) -> None:
+    plain = torch.optim.SGD([torch.ones(1, requires_grad=True)], lr=0.1)
+    with pytest.raises(polyamp.InvalidTypeError, match=said):
+        polyamp.wrap_optimizer(plain, "mixed_float16", **options)
+    assert polyamp.wrap_optimizer(plain, "mixed_float16").inner is plain

@@ -14,6 +14,7 @@ from polyamp.backends.torch.convert import convert
 from polyamp.backends.torch.graphs.rewrite import explain, rewrite
 from polyamp.backends.torch.operations import OPERATIONS
 from polyamp.backends.torch.steps.optimizer import LossScaledOptimizer
+from polyamp.backends.torch.steps.refusals import named_tensors
 from polyamp.errors import warn_once
 from polyamp.loss_scale import LossScale
 from polyamp.plan import Plan
@@ -119,7 +120,7 @@ adapter = TorchAdapter()
 
 def _wrap_all(optimizers: Sequence[Any], policy: Policy, **options: Any) -> list[LossScaledOptimizer]:
     wrapped: list[LossScaledOptimizer] = []
-    named = dict(options.pop("named_parameters", ()))
+    named = named_tensors(options.pop("named_parameters", ()))
     for optimizer in optimizers:
         shared: dict[str, Any] = {"share": wrapped[0] if wrapped else None, "named_parameters": named.items()}
         wrapped.append(adapter.wrap_optimizer(optimizer, policy, **shared, **options))

@@ -10,6 +10,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from polyamp.backends.torch.casting import leaves, map_leaves
 from polyamp.backends.torch.steps.late import LateValues
+from polyamp.backends.torch.steps.refusals import not_a
 from polyamp.result import StepResult
 
 
@@ -32,10 +33,16 @@ class AppliedSteps:
 
     Args:
         scheduler: of ``torch.optim.lr_scheduler``; everything but `step` is its own.
+
+    Raises:
+        InvalidTypeError: no scheduler.
     """
 
-    def __init__(self, scheduler: LRScheduler) -> None:
-        self.scheduler = scheduler
+    def __init__(self, scheduler: Any) -> None:
+        if not isinstance(scheduler, LRScheduler):
+            fix = "give the scheduler, made for the wrapped optimizer or the one inside"
+            raise not_a(LRScheduler, scheduler, where="AppliedSteps(scheduler)", fix=fix)
+        self.scheduler: LRScheduler = scheduler
         self._seen = 0
         self._applied: Tensor | None = None  # how many were, where only the device knows
         self._late = LateValues()

@@ -51,6 +51,7 @@ class GradScaler(torch.amp.GradScaler):
         process_group: as of `LossScaledOptimizer`.
 
     Raises:
+        InvalidTypeError: ``loss_scale`` is no `LossScale`.
         InvalidValueError: a setting that `LossScale` refuses.
     """
 
@@ -67,6 +68,7 @@ class GradScaler(torch.amp.GradScaler):
         process_group: Any = None,
     ) -> None:
         if loss_scale is not None:
+            _check_config(loss_scale)
             init_scale, growth_factor = loss_scale.init, loss_scale.growth
             backoff_factor, growth_interval = loss_scale.backoff, loss_scale.interval
         super().__init__(device, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
@@ -251,6 +253,12 @@ _NOT_COPIED = ("_losses", "_explain", "_late", "_stepped", "_process_group")
 
 def _flags(states: dict[int, dict[str, Any]]) -> list[Tensor]:
     return [flag for state in states.values() for flag in state["found_inf_per_device"].values()]
+
+
+def _check_config(given: object) -> None:
+    if not isinstance(given, LossScale):
+        fix = "write LossScale(...), or give init_scale= and the other numbers"
+        raise refusals.not_a(LossScale, given, where="GradScaler(loss_scale=)", fix=fix)
 
 
 def _check_scale(scale: float | Tensor | None, enabled: bool) -> None:

@@ -59,7 +59,7 @@ class LossScaledOptimizer(OptimizerWrapper):
         share: another wrapped optimizer that trains on the same losses: both then share their loss scales.
 
     Raises:
-        InvalidTypeError: no optimizer, or no process group.
+        InvalidTypeError: no optimizer, or another argument of the wrong type.
         UsageError: it is wrapped already.
         InvalidValueError: ``skip_on_device`` of an optimizer that cannot.
     """
@@ -84,7 +84,12 @@ class LossScaledOptimizer(OptimizerWrapper):
             raise wrapped_already(f"a LossScaledOptimizer around {type(optimizer.inner).__name__}")
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise no_optimizer(optimizer, allowed="an instance of torch.optim.Optimizer")
+        if share is not None and not isinstance(share, LossScaledOptimizer):
+            raise refusals.not_a(
+                LossScaledOptimizer, share, where="wrap_optimizer(share=)", fix="give a wrapped optimizer"
+            )
         check_process_group(process_group)
+        named = refusals.named_tensors(named_parameters)
         super().__init__(optimizer)
         self.scalers: LossScalers = LossScalers(loss_scale or LossScale()) if share is None else share.scalers
         self.stepper = Stepper(optimizer, skip_on_device if self.scaler.config.check else False)
@@ -92,7 +97,7 @@ class LossScaledOptimizer(OptimizerWrapper):
         self.masters = make_masters(optimizer, master_weights)
         self.last_step = StepResult(self.scaler.state)
         self._master_weights = master_weights
-        self._start(process_group, dict(named_parameters))
+        self._start(process_group, named)
 
     def _start(self, process_group: Any = None, named: Mapping[str, Tensor] | None = None) -> None:
         self.scalers.join(self)
@@ -202,7 +207,9 @@ class LossScaledOptimizer(OptimizerWrapper):
 
         Raises:
             UsageError: no parameter has a gradient.
+            InvalidValueError: ``max_norm`` is negative or NaN.
         """
+        refusals.check_norm(max_norm)
         _, gradients = self._unscaled()
         return gradients.clip(max_norm)
 

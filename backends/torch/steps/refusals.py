@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Any
+
 import torch
+from torch import Tensor
 
 from polyamp.backends.torch.dtypes import SIXTEEN_BIT
-from polyamp.errors import InvalidValueError, UsageError
+from polyamp.errors import InvalidTypeError, InvalidValueError, UsageError
 
 
 def cannot_skip(optimizer: torch.optim.Optimizer) -> InvalidValueError:
@@ -16,6 +20,50 @@ def cannot_skip(optimizer: torch.optim.Optimizer) -> InvalidValueError:
         found=type(optimizer).__name__,
         allowed="SGD, Adam or AdamW with fused=True, and others that set _step_supports_amp_scaling",
         fix="make the optimizer with fused=True, or leave skip_on_device= out",
+    )
+
+
+def check_norm(max_norm: object) -> None:
+    """Refuse what is no limit for a norm; torch takes 0 and inf.
+
+    Raises:
+        InvalidTypeError: no number.
+        InvalidValueError: negative or NaN.
+    """
+    where, allowed = "clip_grad_norm_(max_norm)", "a number of at least 0"
+    fix = "give the largest global L2 norm that gradients may have"
+    if isinstance(max_norm, bool) or not isinstance(max_norm, int | float):
+        kind = f"{max_norm!r} ({type(max_norm).__name__})"
+        raise InvalidTypeError("no gradient-norm limit", where=where, found=kind, allowed=allowed, fix=fix)
+    if not max_norm >= 0:
+        raise InvalidValueError("invalid gradient-norm limit", where=where, found=max_norm, allowed=allowed, fix=fix)
+
+
+def named_tensors(given: Iterable[Any]) -> dict[str, Tensor]:
+    """Names of parameters, as ``model.named_parameters()`` gives them.
+
+    >>> list(named_tensors(torch.nn.Linear(1, 1).named_parameters()))
+    ['weight', 'bias']
+
+    Raises:
+        InvalidTypeError: no pairs of a name and a tensor.
+    """
+    pairs = list(given)
+    if all(isinstance(pair, tuple) and list(map(type, pair))[:1] == [str] and len(pair) == 2 for pair in pairs):
+        return dict(pairs)
+    raise InvalidTypeError(
+        "these are no named parameters",
+        where="wrap_optimizer(named_parameters=)",
+        found=f"an iterable of {type(pairs[0]).__name__}",
+        allowed="pairs of a name and a parameter",
+        fix="give model.named_parameters()",
+    )
+
+
+def not_a(kind: type, found: object, *, where: str, fix: str) -> InvalidTypeError:
+    """An argument of another type than it has to be."""
+    return InvalidTypeError(
+        f"this is no {kind.__name__}", where=where, found=f"{found!r} ({type(found).__name__})", fix=fix
     )
 
 

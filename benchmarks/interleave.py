@@ -51,6 +51,16 @@ def turns(names: Iterable[str], rounds: int, question: str) -> Iterator[str]:
         yield from order[shift:] + order[:shift]
 
 
+def calls_in(seconds: float, run: Callable[[], None], settle: Callable[[], None]) -> int:
+    """How many calls take about so long."""
+    run()
+    settle()
+    start = time.perf_counter()
+    run()
+    settle()
+    return max(1, round(seconds / (time.perf_counter() - start)))
+
+
 def interleave(
     question: str,
     variants: dict[str, Callable[[], Any]],

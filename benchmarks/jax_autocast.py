@@ -17,7 +17,7 @@ from typing import Annotated, Any
 import jax
 import numpy as np
 import typer
-from interleave import Timing, compared, console, interleave, keep, machine, turns
+from interleave import Timing, calls_in, compared, console, interleave, keep, machine, turns
 from jax_models import MODELS, Task, Variant, exact_gradient, mpx, task, variants
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
@@ -88,16 +88,6 @@ def stepper(way: Variant, model: Task, rate: float, latest: list[Any]) -> Callab
         held[:] = compiled(*held, batch)
 
     return run
-
-
-def calls_in(seconds: float, run: Callable[[], None], settle: Callable[[], None]) -> int:
-    """How many calls take about so long."""
-    run()
-    settle()
-    start = time.perf_counter()
-    run()
-    settle()
-    return max(1, round(seconds / (time.perf_counter() - start)))
 
 
 def first_calls(question: str, model: Task, ways: dict[str, Variant], rounds: int) -> dict[str, Row]:

@@ -20,7 +20,7 @@ from typing import Annotated, Any
 import torch
 import torch.nn.functional as F
 import typer
-from interleave import Timing, compared, console, interleave, keep, machine
+from interleave import Timing, calls_in, compared, console, interleave, keep, machine
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from torch import Tensor, nn
@@ -138,16 +138,6 @@ def rows(name: str, low: str, scale: int, rounds: int) -> list[Row]:
         | {"gradient_error": float(f"{error(ways[timing.variant].gradients(), exact):.3g}")}
         for timing in timings
     ]
-
-
-def calls_in(seconds: float, run: Callable[[], None], settle: Callable[[], None]) -> int:
-    """How many calls take about so long."""
-    run()
-    settle()
-    start = time.perf_counter()
-    run()
-    settle()
-    return max(1, round(seconds / (time.perf_counter() - start)))
 
 
 def step(timing: Timing) -> Row:

@@ -91,3 +91,15 @@ def _frameworks(config: pytest.Config) -> list[str]:
 
 def _suite_of(path: Path) -> str:
     return next((suite for suite in NEEDS if path.name.startswith(f"test_{suite}_")), "core")
+
+
+@pytest.fixture
+def module_hooks_of_its_own(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The hooks of PyTorch's autocast on modules, which may stay for good: not for other tests."""
+    from polyamp.backends.torch.ambient import positions
+
+    hooks = positions.ModuleHooks()
+    monkeypatch.setattr(positions, "HOOKS", hooks)
+    yield
+    for handle in hooks._handles:
+        handle.remove()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,22 +15,14 @@ import polyamp
 from polyamp.backends.torch import autocast
 from polyamp.backends.torch.ambient import positions
 
+pytestmark = pytest.mark.usefixtures("module_hooks_of_its_own")
+
 torch.manual_seed(0)
 X = torch.randn(4, 8)
 LOWER = polyamp.policy("mixed_bfloat16", rules={"softmax": "lower", "layer_norm": "lower"})
 PATHS = polyamp.policy("mixed_bfloat16", rules={"layers.*.norm": "lower", "head": "lower"})
 
 Run = Callable[..., Any]
-
-
-@pytest.fixture(autouse=True)
-def _hooks_of_its_own(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """They may stay for good: not for other tests."""
-    hooks = positions.ModuleHooks()
-    monkeypatch.setattr(positions, "HOOKS", hooks)
-    yield
-    for handle in hooks._handles:
-        handle.remove()
 
 
 class Layer(nn.Module):
@@ -116,8 +108,8 @@ def test_gradients_are_those_without_checkpointing(
     assert all(map(torch.equal, ours, plainly))
 
 
-@pytest.mark.parametrize("run", [reentrant, not_reentrant])
-def test_a_policy_of_a_later_region_does_not_reach_what_is_run_again(run: Run) -> None:
+def watched_softmax() -> tuple[Callable[[Tensor], Tensor], list[torch.dtype]]:
+    """A function, and the types that softmax gave in each of its runs."""
     seen = []
 
     def fn(x: Tensor) -> Tensor:
@@ -125,6 +117,12 @@ def test_a_policy_of_a_later_region_does_not_reach_what_is_run_again(run: Run) -
         seen.append(result.dtype)
         return result * result
 
+    return fn, seen
+
+
+@pytest.mark.parametrize("run", [reentrant, not_reentrant])
+def test_a_policy_of_a_later_region_does_not_reach_what_is_run_again(run: Run) -> None:
+    fn, seen = watched_softmax()
     x = X.clone().requires_grad_()
     with polyamp.autocast(LOWER):
         loss = run(fn, x).float().sum()
@@ -136,13 +134,7 @@ def test_a_policy_of_a_later_region_does_not_reach_what_is_run_again(run: Run) -
 
 @pytest.mark.parametrize("run", [reentrant, not_reentrant])
 def test_native_regions_are_run_again_natively(run: Run) -> None:
-    seen = []
-
-    def fn(x: Tensor) -> Tensor:
-        result = torch.softmax(x, -1)
-        seen.append(result.dtype)
-        return result * result
-
+    fn, seen = watched_softmax()
     x = X.clone().requires_grad_()
     with polyamp.autocast(LOWER):
         _ = torch.softmax(x * 2, -1)
@@ -155,13 +147,7 @@ def test_native_regions_are_run_again_natively(run: Run) -> None:
 @pytest.mark.parametrize("run", [reentrant, not_reentrant])
 def test_the_backward_pass_may_be_another_threads(run: Run) -> None:
     """As on CUDA, where autograd has a thread for each device."""
-    seen = []
-
-    def fn(x: Tensor) -> Tensor:
-        result = torch.softmax(x, -1)
-        seen.append(result.dtype)
-        return result * result
-
+    fn, seen = watched_softmax()
     x = X.clone().requires_grad_()
     with polyamp.autocast(LOWER):
         loss = run(fn, x).float().sum()

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import polyamp
 from polyamp.backends.torch import autocast
-from polyamp.backends.torch.ambient import positions, regions
+from polyamp.backends.torch.ambient import regions
 
 X = torch.arange(16.0).reshape(2, 8) / 16
 LOW, FULL = torch.bfloat16, torch.float32
@@ -31,16 +31,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*torch.jit.script"),
     pytest.mark.filterwarnings("ignore:Using `torch.compile"),  # polyamp's own filter is gone with an earlier test
 ]
-
-
-@pytest.fixture(autouse=True)
-def _hooks_of_its_own(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """They may stay for good: not for other tests."""
-    hooks = positions.ModuleHooks()
-    monkeypatch.setattr(positions, "HOOKS", hooks)
-    yield
-    for handle in hooks._handles:
-        handle.remove()
 
 
 @pytest.fixture(autouse=True)
@@ -231,6 +221,8 @@ def test_a_users_tag_of_compiled_code_stays() -> None:
 
 STALE = """
 import sys, torch, polyamp
+
+pytestmark = pytest.mark.usefixtures("module_hooks_of_its_own")
 compiled = torch.compile(lambda x: torch.softmax(x, -1) * 2, backend="inductor", fullgraph=True)
 for word in sys.argv[1:]:
     torch._dynamo.reset()

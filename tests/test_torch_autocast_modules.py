@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,18 +14,10 @@ import polyamp
 from polyamp.backends.torch import autocast
 from polyamp.backends.torch.ambient import positions
 
+pytestmark = pytest.mark.usefixtures("module_hooks_of_its_own")
+
 X = torch.arange(16.0).reshape(2, 8) / 16
 LOW, FULL = torch.float16, torch.float32
-
-
-@pytest.fixture(autouse=True)
-def _hooks_of_its_own(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """They may stay for good: not for other tests."""
-    hooks = positions.ModuleHooks()
-    monkeypatch.setattr(positions, "HOOKS", hooks)
-    yield
-    for handle in hooks._handles:
-        handle.remove()
 
 
 class Block(nn.Module):

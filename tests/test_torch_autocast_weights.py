@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import polyamp
-from polyamp.backends.torch.ambient import positions, regions
+from polyamp.backends.torch.ambient import regions
+
+pytestmark = pytest.mark.usefixtures("module_hooks_of_its_own")
 
 X = torch.arange(12.0).reshape(3, 4) / 12
 OVERRIDDEN = polyamp.policy("mixed_bfloat16", rules={"layer_norm": "lower"})
@@ -46,16 +48,6 @@ def linear() -> tuple[nn.Parameter, Callable[[], Tensor]]:
 def layer_norm() -> tuple[nn.Parameter, Callable[[], Tensor]]:
     layer = nn.LayerNorm(4)
     return layer.weight, lambda: layer(X)
-
-
-@pytest.fixture(autouse=True)
-def _hooks_of_its_own(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """They may stay for good: not for other tests."""
-    hooks = positions.ModuleHooks()
-    monkeypatch.setattr(positions, "HOOKS", hooks)
-    yield
-    for handle in hooks._handles:
-        handle.remove()
 
 
 @pytest.mark.parametrize("update", UPDATES.values(), ids=UPDATES.keys())

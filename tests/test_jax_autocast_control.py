@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -34,6 +31,7 @@ from jax_scenarios import (
     trace,
 )
 from jax_scenarios import quickly_compiled as quickly_compiled
+from own_process import run_tests
 
 import polyamp
 
@@ -265,17 +263,9 @@ def test_pmap() -> None:
 
 
 def test_on_four_devices() -> None:
-    suite = Path(__file__).with_name("jax_autocast_devices.py")
     flags = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=4"
-    run = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "--suite=jax", "-p", "no:cacheprovider", str(suite)],
-        env={**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert run.returncode == 0, run.stdout + run.stderr
-    assert "13 passed" in run.stdout
+    printed = run_tests("jax_autocast_devices.py", "jax", XLA_FLAGS=flags, JAX_PLATFORMS="cpu")
+    assert "13 passed" in printed
 
 
 def test_names_of_turns_are_not_shared() -> None:

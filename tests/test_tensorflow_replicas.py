@@ -2,24 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
+from own_process import run_tests
 
 
 @pytest.mark.parametrize(
     "strategy", ["mirrored", "without merging", "mirrored, one replica", "one worker", "one device"]
 )
 def test_over_replicas(strategy: str) -> None:
-    suite = Path(__file__).with_name("tensorflow_replicas.py")
-    run = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "--suite=tensorflow", "-p", "no:cacheprovider", str(suite)],
-        env={**os.environ, "POLYAMP_TEST_STRATEGY": strategy},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert run.returncode == 0, run.stdout + run.stderr
+    run_tests("tensorflow_replicas.py", "tensorflow", POLYAMP_TEST_STRATEGY=strategy)

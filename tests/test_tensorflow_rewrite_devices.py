@@ -2,19 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
+from own_process import run_tests
 
 
 def test_over_replicas() -> None:
-    suite = Path(__file__).with_name("tensorflow_devices.py")
-    run = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "--suite=tensorflow", "-p", "no:cacheprovider", str(suite)],
-        env={**os.environ, "POLYAMP_TEST_STRATEGY": "mirrored"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert run.returncode == 0, run.stdout + run.stderr
+    run_tests("tensorflow_devices.py", "tensorflow", POLYAMP_TEST_STRATEGY="mirrored")

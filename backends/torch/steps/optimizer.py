@@ -422,4 +422,6 @@ class LossScaledOptimizer(OptimizerWrapper):
 def _explain_later(optimizer: weakref.ref[LossScaledOptimizer]) -> str:
     """A step that the device skipped: the gradients tell as long as they are there."""
     alive = optimizer()
-    return "" if alive is None or not Gradients(alive.param_groups) else alive._explain_now()
+    if alive is None or not Gradients(alive.param_groups):
+        return ""
+    return alive._explain(find(alive.param_groups), None)  # nobody has looked at the loss yet

@@ -27,6 +27,7 @@ EXPECTED = {LOWER: LOW, RAISE: FULL, NATIVE: FULL}
 BACKENDS = pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 
 pytestmark = [
+    pytest.mark.usefixtures("module_hooks_of_its_own"),
     pytest.mark.filterwarnings("ignore:.*autograd.function.Function.* should not be instantiated"),  # Dynamo does it
     pytest.mark.filterwarnings("ignore:.*torch.jit.script"),
     pytest.mark.filterwarnings("ignore:Using `torch.compile"),  # polyamp's own filter is gone with an earlier test
@@ -222,7 +223,6 @@ def test_a_users_tag_of_compiled_code_stays() -> None:
 STALE = """
 import sys, torch, polyamp
 
-pytestmark = pytest.mark.usefixtures("module_hooks_of_its_own")
 compiled = torch.compile(lambda x: torch.softmax(x, -1) * 2, backend="inductor", fullgraph=True)
 for word in sys.argv[1:]:
     torch._dynamo.reset()

@@ -56,6 +56,10 @@ class StateError(PolyampError, ValueError):
     """A saved state that does not fit what it is loaded into."""
 
 
+class ExtensionError(PolyampError, RuntimeError):
+    """Compiled code that is required is not there: it cannot be built, or not be loaded."""
+
+
 class NonFiniteLossError(PolyampError, FloatingPointError):
     """The loss was inf or NaN in float32 before it was scaled: no loss scale can help."""
 

@@ -26,6 +26,8 @@ NEEDS = {
     "parity": ["torch", "jax", "tensorflow", "keras"],
 }
 
+NEEDS_OPTION = ("gpu", "nvcc")  # a marker and the option that runs the tests that have it
+
 ENVIRONMENT = {
     "TF_CPP_MIN_LOG_LEVEL": "2",  # TensorFlow's start-up notices are no warnings of ours
     "TF_FORCE_GPU_ALLOW_GROWTH": "true",  # three frameworks share one GPU
@@ -36,6 +38,7 @@ ENVIRONMENT = {
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--suite", default=",".join(NEEDS), help=f"comma list of {', '.join(NEEDS)}; all by default")
     parser.addoption("--gpu", action="store_true", help="run the tests that need a GPU, which else are left out")
+    parser.addoption("--nvcc", action="store_true", help="run the tests that need a CUDA compiler, likewise")
     parser.addoption("--keras-backend", help="tensorflow, jax or torch; else KERAS_BACKEND, else tensorflow")
 
 
@@ -67,9 +70,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if config.getoption("--gpu"):
-        return
-    left_out = [item for item in items if item.get_closest_marker("gpu")]
+    left_out = [item for name in NEEDS_OPTION if not config.getoption(f"--{name}") for item in _marked(items, name)]
     items[:] = [item for item in items if item not in left_out]
     config.hook.pytest_deselected(items=left_out)
 
@@ -79,6 +80,10 @@ def _warnings_are_said_anew() -> Iterator[None]:
     forget_warnings()
     yield
     forget_warnings()
+
+
+def _marked(items: list[pytest.Item], name: str) -> list[pytest.Item]:
+    return [item for item in items if item.get_closest_marker(name)]
 
 
 def _suites(config: pytest.Config) -> set[str]:

@@ -12,6 +12,7 @@ from polyamp.backends.torch.ambient.autocast import autocast
 from polyamp.backends.torch.casting import cast
 from polyamp.backends.torch.convert import convert
 from polyamp.backends.torch.graphs.rewrite import explain, rewrite
+from polyamp.backends.torch.kernels import extension
 from polyamp.backends.torch.operations import OPERATIONS
 from polyamp.backends.torch.steps.optimizer import LossScaledOptimizer
 from polyamp.backends.torch.steps.refusals import named_tensors
@@ -37,7 +38,7 @@ class TorchAdapter:
         return isinstance(obj, torch.Tensor | torch.nn.Module | torch.optim.Optimizer)
 
     def describe(self) -> dict[str, Any]:
-        """Version, devices with the formats that are fast there, and notes.
+        """Version, devices with the formats that are fast there, the compiled extension, and notes.
 
         >>> adapter.describe()["devices"][0]["name"][:3]
         'cpu'
@@ -46,8 +47,13 @@ class TorchAdapter:
         notes = [] if accelerators else ["no CUDA device: no Tensor Cores"]
         without = [device["name"] for device in accelerators if not device["fast"]]
         notes += [f"{name} has no Tensor Cores: they need compute capability 7.0" for name in without]
-        notes.append("no CUDA extension in this version of polyamp: steps run in PyTorch's own kernels")
-        return {"version": torch.__version__, "devices": [*accelerators, _describe_cpu()], "notes": notes}
+        compiled = extension.status()
+        return {
+            "version": torch.__version__,
+            "devices": [*accelerators, _describe_cpu()],
+            "extension": compiled.as_dict(),
+            "notes": [*notes, str(compiled)],
+        }
 
     def cast(self, tree: Any, format_name: str, /) -> Any:
         """See `polyamp.backends.torch.casting.cast`."""

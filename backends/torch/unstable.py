@@ -316,3 +316,31 @@ def trace_backward_without_autocast() -> Callable[[], None] | None:
 def withdraw(library: Any) -> None:
     """Take back what a library registered, now: publicly that is left to the garbage collector."""
     library._destroy()
+
+
+def note_step(optimizer: torch.optim.Optimizer) -> None:
+    """Let schedulers know that a step was made, or skipped, without the ``step`` that they watch: else they warn of a
+    wrong order. They keep what they saw there in a private attribute."""
+    optimizer._opt_called = True  # type: ignore[attr-defined]
+
+
+def run_with_step_hooks(optimizer: torch.optim.Optimizer, function: Callable[[], Any]) -> Any:
+    """Run what stands in for an optimizer's own step as that would be: in a profiler range, between all its hooks.
+
+    What wraps a step in them is public in torch, and undocumented.
+    """
+    note_step(optimizer)
+    return torch.optim.Optimizer.profile_hook_step(lambda _: function())(optimizer)
+
+
+def has_step_pre_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether anything is to run before an optimizer steps: hooks can be added and removed, and not be looked up."""
+    from torch.optim.optimizer import _global_optimizer_pre_hooks
+
+    return bool(_global_optimizer_pre_hooks or optimizer._optimizer_step_pre_hooks)
+
+
+def step_without_hooks(optimizer: torch.optim.Optimizer) -> Any:
+    """An optimizer's own step alone, where `run_with_step_hooks` is under way: torch hides it behind the hooks."""
+    step: Any = type(optimizer).step
+    return getattr(step, "__wrapped__", step)(optimizer)

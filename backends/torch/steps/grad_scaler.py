@@ -16,13 +16,13 @@ from torch.amp.grad_scaler import OptState
 from polyamp.backends.torch.casting import leaves, map_leaves
 from polyamp.backends.torch.dtypes import SIXTEEN_BIT
 from polyamp.backends.torch.steps import refusals
+from polyamp.backends.torch.steps.control import on_device, where
 from polyamp.backends.torch.steps.late import LateValues
 from polyamp.backends.torch.steps.optimizer import LossScaledOptimizer
 from polyamp.backends.torch.steps.overflow import Overflow, describe, find, named, names_of
 from polyamp.backends.torch.steps.ranks import any_rank, check_process_group
-from polyamp.backends.torch.steps.scaler import on_device, where
-from polyamp.backends.torch.steps.skipping import note_skipped, state_is_complete
-from polyamp.backends.torch.unstable import not_traced
+from polyamp.backends.torch.steps.skipping import state_is_complete
+from polyamp.backends.torch.unstable import not_traced, note_step
 from polyamp.limits import report_limits
 from polyamp.loss_scale import LossScale, LossScaleState, advance, on_host
 from polyamp.result import StepResult
@@ -232,11 +232,11 @@ class GradScaler(torch.amp.GradScaler):
             self._stepped.add(optimizer)
             return False
         state["stage"] = OptState.STEPPED
-        note_skipped(optimizer)
+        note_step(optimizer)
         return True
 
     def _maybe_opt_step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
-        note_skipped(optimizer)
+        note_step(optimizer)
         return super()._maybe_opt_step(optimizer, *args, **kwargs)
 
     def _refuse(self, optimizer: torch.optim.Optimizer, arguments: list[Any]) -> None:

@@ -83,8 +83,12 @@ class Gradients:
                 found = torch.maximum(found, other.to(found.device, non_blocking=True))
             return found
 
-    def clip(self, max_norm: float) -> Tensor:
+    def clip(self, max_norm: float, skipped: Tensor | None = None) -> Tensor:
         """Scale the gradients in place so that their global L2 norm is at most ``max_norm``.
+
+        Args:
+            max_norm: not negative.
+            skipped: where this scalar is not 0 they stay, to tell which of them were not finite.
 
         Returns:
             The norm before clipping; float32 scalar (float64 for such gradients) on the first gradient's device.
@@ -97,6 +101,8 @@ class Gradients:
                 return torch.zeros((), device=self._params[0].device)
             total: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]))
             factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
+            if skipped is not None:
+                factor = torch.where(skipped.to(factor.device) == 0, factor, 1.0)
             for bucket in self.buckets():
                 torch._foreach_mul_(bucket, factor.to(bucket[0].device))
             return total

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from polyamp.backends.torch.steps.control import is_captured
+
 
 class LateValues:
     """One small tensor at a time, copied without a sync where the device has streams (CUDA and XPU).
@@ -27,18 +29,21 @@ class LateValues:
         return self._copy is not None
 
     def send(self, values: Tensor) -> None:
-        """Start the copy, unless an earlier one is still under way."""
-        if self.is_under_way:
+        """Start the copy, unless an earlier one is still under way, or a CUDA graph is captured: that copies nothing to
+        a host that does not look."""
+        if self.is_under_way or is_captured():
             return
         current_stream = _streams_of(values.device)
         self._copy = values.to("cpu", non_blocking=current_stream is not None)
         self._arrival = current_stream and current_stream(values.device).record_event()
 
-    def receive(self) -> list[float] | None:
+    def receive(self) -> list[Any] | None:
         """The values, once, if they have arrived; else None."""
-        if self._copy is None or (self._arrival is not None and not self._arrival.query()):
+        if self._copy is None or is_captured():
             return None
-        values: list[float] = self._copy.tolist()
+        if self._arrival is not None and not self._arrival.query():
+            return None
+        values: list[Any] = self._copy.tolist()
         self._copy = self._arrival = None
         return values
 

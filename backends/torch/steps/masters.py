@@ -33,6 +33,15 @@ class Storage(Protocol):
     def fill(self, model: Tensors, masters: Tensors, changed: bool) -> None:
         """Before a step: give the masters their values. ``changed``: somebody wrote to the model since the last."""
 
+    def follow(self, model: Tensors, masters: Tensors) -> None:
+        """Somebody wrote to the model: bring to it what is kept beside it."""
+
+    def count_in(self, control: Tensor) -> None:
+        """Let polyamp's operators count the steps that they round by chance in ``control``; see ``control.py``."""
+
+    def beside(self, model: Tensors, masters: Tensors) -> Tensors:
+        """What polyamp's operators update where it is, beside each parameter; empty where that is nothing."""
+
     def round(self, model: Tensors, masters: Tensors) -> None:
         """Round the masters into the model's parameters."""
 
@@ -73,9 +82,14 @@ class MasterWeights:
         self.masters: list[Tensor] = []
         self._storage: Storage = InMemory() if storage is None else storage
         self._versions: list[int] = []
+        self._standing: dict[Tensor, tuple[Tensor, Tensor | None]] = {}
+        self._have_gradients = False
         self._storage.check([param for group in inner.param_groups for param in _low(group["params"])])
         for group in inner.param_groups:
             self.adopt(inner, group)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_standing": {}}
 
     @torch.no_grad()
     def adopt(self, inner: torch.optim.Optimizer, group: dict[str, Any]) -> None:
@@ -96,23 +110,48 @@ class MasterWeights:
                 inner.state[master] = {key: _widened(value, param) for key, value in inner.state.pop(param).items()}
         self.model += low
         self.masters += made
-        self._note_versions()
+        self.note_versions()
 
     @torch.no_grad()
     def take_gradients(self) -> None:
         """Give the masters their values, and the model's gradients in float32: exact, inf and NaN included."""
-        self._storage.fill(self.model, self.masters, self._versions != [param._version for param in self.model])
-        self._note_versions()
+        self._storage.fill(self.model, self.masters, self._changed())
+        self.note_versions()
+        self._have_gradients = True
         pairs = [(master, param.grad) for param, master in zip(self.model, self.masters, strict=True)]
         wide = iter(_in_float32([grad for _, grad in pairs if grad is not None]))
         for master, grad in pairs:
             master.grad = None if grad is None else next(wide)
 
     @torch.no_grad()
+    def standing(self) -> dict[Tensor, tuple[Tensor, Tensor | None]]:
+        """For each master the parameter that it stands for, and what is kept beside that, both of which polyamp's
+        operators update where they are. The same object until there are more masters. The model's own gradients count
+        from now on, and the masters have none."""
+        if self._have_gradients:
+            self._have_gradients = False
+            for master in self.masters:
+                master.grad = None
+        if self._changed():
+            self._storage.follow(self.model, self.masters)
+            self.note_versions()
+        if len(self._standing) != len(self.masters):
+            beside = self._storage.beside(self.model, self.masters)
+            self._standing = {
+                master: (param, beside[index] if beside else None)
+                for index, (master, param) in enumerate(zip(self.masters, self.model, strict=True))
+            }
+        return self._standing
+
+    def count_in(self, control: Tensor) -> None:
+        """Before a step by polyamp's operators; see `Storage.count_in`."""
+        self._storage.count_in(control)
+
+    @torch.no_grad()
     def update_model(self) -> None:
         """Round the masters into the model's parameters."""
         self._storage.round(self.model, self.masters)
-        self._note_versions()
+        self.note_versions()
 
     def release(self) -> None:
         """End a step, applied or not: free what the masters need during it only."""
@@ -148,7 +187,7 @@ class MasterWeights:
         values are not those roundings, so across formats and ways load the model first.
         """
         self._storage.load(saved, self.model, self.masters)
-        self._note_versions()
+        self.note_versions()
 
     def _refuse_repeated(self, params: Tensors) -> None:
         if not {id(param) for param in self.model}.isdisjoint(map(id, params)):
@@ -158,7 +197,12 @@ class MasterWeights:
                 fix="give each parameter once",
             )
 
-    def _note_versions(self) -> None:
+    def _changed(self) -> bool:
+        """Whether somebody wrote to the model."""
+        return self._versions != [param._version for param in self.model]
+
+    def note_versions(self) -> None:
+        """What is written to the model from now on is somebody else's."""
         self._versions = [param._version for param in self.model]
 
 
@@ -173,11 +217,21 @@ class InMemory:
         return [nn.Parameter(param.detach().float(), requires_grad=param.requires_grad) for param in params]
 
     def fill(self, model: Tensors, masters: Tensors, changed: bool) -> None:
+        """They have them."""
+        if changed:
+            self.follow(model, masters)
+
+    def follow(self, model: Tensors, masters: Tensors) -> None:
         """Where somebody wrote to the model (``model.load_state_dict``), masters follow; the rest keeps its bits."""
-        if not changed:
-            return
         for param, master in zip(shards(model), shards(masters), strict=True):
             master.copy_(torch.where(param == master.to(param.dtype), master, param.float()))
+
+    def count_in(self, control: Tensor) -> None:
+        """Nothing is left to chance."""
+
+    def beside(self, model: Tensors, masters: Tensors) -> Tensors:
+        """The masters."""
+        return masters
 
     def round(self, model: Tensors, masters: Tensors) -> None:
         """To nearest, at a tie to even."""

@@ -10,12 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from polyamp.backends.torch.steps import refusals, saving
+from polyamp.backends.torch.steps import reasons, refusals, saving
 from polyamp.backends.torch.steps.closures import step_with_closure
+from polyamp.backends.torch.steps.control import scale_on
 from polyamp.backends.torch.steps.gradients import Gradients
 from polyamp.backends.torch.steps.masters import Kind, make_masters
-from polyamp.backends.torch.steps.overflow import NonFinite, Overflow, describe, find, named, names_of
+from polyamp.backends.torch.steps.overflow import Overflow
 from polyamp.backends.torch.steps.ranks import check_process_group, has_peers
+from polyamp.backends.torch.steps.scaled import calls_of, step_scaled
 from polyamp.backends.torch.steps.scaler import LossScaler
 from polyamp.backends.torch.steps.skipping import Stepper
 from polyamp.backends.torch.steps.window import LossScalers, Scaling, Window
@@ -52,6 +54,9 @@ class LossScaledOptimizer(OptimizerWrapper):
             none and rounds by chance; between steps those copies then read as NaN.
         skip_on_device: leave skipping to the optimizer's kernel, without a host sync. None does so on accelerators
             where the optimizer can.
+        fused_step: unscale, clip, skip, update and move the loss scale in polyamp's own operators, for SGD, Adam and
+            AdamW; gradients then stay scaled after a step. None does so on GPUs where the compiled extension is in use,
+            True everywhere, False nowhere.
         process_group: the ranks that step or skip together: an overflow on one is an overflow on all. None is the
             default group of ``torch.distributed`` where that is initialised; False is this rank alone.
         named_parameters: names for the parameters in messages, as of ``model.named_parameters()``. Without them, those
@@ -76,6 +81,7 @@ class LossScaledOptimizer(OptimizerWrapper):
         max_grad_norm: float | None = None,
         master_weights: Kind = None,
         skip_on_device: bool | None = None,
+        fused_step: bool | None = None,
         process_group: Any = None,
         named_parameters: Iterable[tuple[str, Tensor]] = (),
         share: LossScaledOptimizer | None = None,
@@ -92,7 +98,7 @@ class LossScaledOptimizer(OptimizerWrapper):
         named = refusals.named_tensors(named_parameters)
         super().__init__(optimizer)
         self.scalers: LossScalers = LossScalers(loss_scale or LossScale()) if share is None else share.scalers
-        self.stepper = Stepper(optimizer, skip_on_device if self.scaler.config.check else False)
+        self.stepper = Stepper(optimizer, skip_on_device if self.scaler.config.check else False, fused_step)
         self.max_grad_norm = max_grad_norm
         self.masters = make_masters(optimizer, master_weights)
         self.last_step = StepResult(self.scaler.state)
@@ -101,13 +107,13 @@ class LossScaledOptimizer(OptimizerWrapper):
 
     def _start(self, process_group: Any = None, named: Mapping[str, Tensor] | None = None) -> None:
         self.scalers.join(self)
-        self._process_group = process_group
-        self._named = {} if named is None else named
+        self.process_group = process_group
+        self.named = {} if named is None else named
         self._asked, self._simple = 0, False  # of how many parameters `Gradients.are_simple` was asked, and its answer
         self._forget()
 
     def _forget(self) -> None:
-        self._window = Window()
+        self.window = Window()
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: self.__dict__[name] for name in self._KEPT}
@@ -150,9 +156,9 @@ class LossScaledOptimizer(OptimizerWrapper):
             NonFiniteLossError: inf or NaN on the CPU; on other devices it is raised by a later `step`.
             UsageError: `unscale_` was called in this window: scaled gradients would be added to unscaled ones.
         """
-        if self._window.found is not None:
+        if self.window.found is not None:
             self._refuse_mixing()
-        return self.scalers.scale(loss, loss_id, alone=not has_peers(self._process_group))
+        return self.scalers.scale(loss, loss_id, alone=not has_peers(self.process_group))
 
     @not_traced
     def backward(self, loss: Tensor, loss_id: Hashable = None, **options: Any) -> None:
@@ -194,7 +200,7 @@ class LossScaledOptimizer(OptimizerWrapper):
         Raises:
             UsageError: no parameter has a gradient, or they are unscaled already.
         """
-        if self._window.found is not None:
+        if self.window.found is not None:
             raise refusals.unscaled_already(where="unscale_()", fix="call it once between backward() and step()")
         self._unscale(self._collect())
 
@@ -210,7 +216,7 @@ class LossScaledOptimizer(OptimizerWrapper):
             InvalidValueError: ``max_norm`` is negative or NaN.
         """
         refusals.check_norm(max_norm)
-        _, gradients = self._unscaled()
+        _, gradients = self._unscaled(self._collect())
         return gradients.clip(max_norm)
 
     @not_traced
@@ -232,6 +238,10 @@ class LossScaledOptimizer(OptimizerWrapper):
         """
         if closure is not None:
             return step_with_closure(self, closure)
+        for scaler in self.scalers:
+            scaler.report_earlier_step(functools.partial(reasons.explain, self))
+        if (calls := calls_of(self)) is not None:
+            return step_scaled(self, calls)
         result, finite = self.stepper.step(*self._prepare())
         self.finish(finite)
         return result
@@ -246,7 +256,7 @@ class LossScaledOptimizer(OptimizerWrapper):
         >>> bool(opt.last_step), *opt.overflowed()
         (False, Overflow(name='weight', inf=2, nan=0, elements=2))
         """
-        return named(find(self.param_groups), self._names())
+        return reasons.overflowed(self)
 
     @not_traced
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -295,12 +305,12 @@ class LossScaledOptimizer(OptimizerWrapper):
 
     def open_window(self) -> None:
         """Begin to gather gradients anew."""
-        self._window = Window()
+        self.window = Window()
         self.scalers.forget_losses()
 
     def expect(self, scaling: Scaling) -> None:
         """A loss was multiplied by a scale, and its backward pass is to come."""
-        window = self._window
+        window = self.window
         if window.found is not None or (window.scaling is not None and not window.scaling.same_scale(scaling)):
             self._set_aside()
         window.scaling, window.left_over = scaling, None
@@ -317,47 +327,65 @@ class LossScaledOptimizer(OptimizerWrapper):
 
     def finish(self, finite: bool | Tensor) -> None:
         """Move the loss scale, and end the window."""
-        window, losses_were_finite = self._window, True
-        explain: Callable[[], str] = functools.partial(_explain_later, weakref.ref(self))
+        window, losses_were_finite = self.window, True
+        explain = reasons.later(self)
         if finite is False:
             losses_were_finite = self.scalers.losses_were_finite()
-            explain = functools.partial(self._explain, find(self.param_groups), window.saw_loss and losses_were_finite)
+            explain = reasons.now(self, window.saw_loss and losses_were_finite)
         else:
             self.update_model()
-            torch.clear_autocast_cache()  # which else, inside an autocast region, goes on with the old weights
         if self.masters is not None:
             self.masters.release()
         for scaler, was_finite in window.reports_of(finite):
             scaler.advance(was_finite, self)
         scaler = window.scaling_or(self.scaler).scaler
-        self.last_step = StepResult(scaler.state, finite, explain)
-        self._window = Window(left_over=self._first_gradient())
-        if not losses_were_finite and not has_peers(self._process_group):
+        self.close(scaler, finite, explain)
+        if not losses_were_finite and not has_peers(self.process_group):
             raise non_finite_loss("inf or NaN")
         scaler.report(explain)
 
+    def close(self, scaler: LossScaler, finite: bool | Tensor, explain: Callable[[], str]) -> None:
+        """End the window with a result."""
+        if finite is not False:
+            torch.clear_autocast_cache()  # which else, inside an autocast region, goes on with the old weights
+        self.last_step = StepResult(scaler.state, finite, explain)
+        self.window = Window(left_over=self._first_gradient())
+
+    def check_gradients(self, first: Tensor | None) -> None:
+        """Refuse to step on nothing, on what the last step left, or on 16 bits without masters.
+
+        Args:
+            first: gradient, if there is any.
+        """
+        if self._is_consumed():
+            raise refusals.no_backward("the gradients of the last step")
+        if first is None and not self.window and not has_peers(self.process_group):  # which wait for this rank
+            raise refusals.no_backward("no parameter with a gradient")
+        if first is not None and self.masters is None and self._master_weights is not False:
+            refusals.check_width(first.dtype)
+
     def _prepare(self) -> tuple[Tensor, Gradients]:
-        for scaler in self.scalers:
-            scaler.report_earlier_step(self._explain_now)
-        found, gradients = self._unscaled()
-        if self.max_grad_norm is not None:
-            gradients.clip(self.max_grad_norm)
+        norm, gradients = self.max_grad_norm, self._collect()
+        scaler, state = self.window.scaling_or(self.scaler)
+        operators = self.stepper.operators
+        if norm is not None and scaler.config.check and self.window.is_untouched and operators.can_clip(gradients):
+            scale = scale_on(state, gradients.first.device)
+            self.window.note(scaler, operators.unscale_and_clip(gradients, scale, norm))
+            return self.window.close(gradients, self.process_group)
+        found, gradients = self._unscaled(gradients)
+        if norm is not None:
+            gradients.clip(norm, skipped=found)
         return found, gradients
 
-    def _unscaled(self) -> tuple[Tensor, Gradients]:
-        gradients, found = self._collect(), self._window.found
+    def _unscaled(self, gradients: Gradients) -> tuple[Tensor, Gradients]:
+        found = self.window.found
         return self._unscale(gradients) if found is None else (found, gradients)
 
     def _collect(self) -> Gradients:
-        if self._is_consumed():
-            raise refusals.no_backward("the gradients of the last step")
-        if self._window.found is None:
+        if self.window.found is None and not self._is_consumed():
             self._take_gradients()
         gradients = Gradients(self.param_groups)
-        if not gradients and not self._window and not has_peers(self._process_group):  # which wait for this rank
-            raise refusals.no_backward("no parameter with a gradient")
-        if gradients and self.masters is None and self._master_weights is not False:
-            refusals.check_width(gradients.first.dtype)
+        self.check_gradients(gradients.first if gradients else None)
         return gradients
 
     def _take_gradients(self) -> None:
@@ -365,12 +393,12 @@ class LossScaledOptimizer(OptimizerWrapper):
             self.masters.take_gradients()
 
     def _unscale(self, gradients: Gradients) -> tuple[Tensor, Gradients]:
-        window = self._window
+        window = self.window
         if not window.scaling_or(self.scaler).scaler.config.check:
             window.found = torch.zeros((), device="cpu")
             return window.found, gradients
         window.unscale(gradients, self.scaler, simple=self._are_simple(gradients))
-        return window.close(gradients, self._process_group)
+        return window.close(gradients, self.process_group)
 
     def _are_simple(self, gradients: Gradients) -> bool:
         if self._asked != gradients.parameter_count:
@@ -379,12 +407,12 @@ class LossScaledOptimizer(OptimizerWrapper):
 
     def _set_aside(self) -> None:
         """Unscale what earlier losses left, and keep it apart from what a loss of another scale will leave."""
-        if self._window.found is None:
+        if self.window.found is None:
             self._take_gradients()
             gradients = Gradients(self.param_groups)
             if gradients:
-                self._window.unscale(gradients, self.scaler, simple=self._are_simple(gradients))
-        self._window.set_aside(param for group in self.param_groups for param in group["params"])
+                self.window.unscale(gradients, self.scaler, simple=self._are_simple(gradients))
+        self.window.set_aside(param for group in self.param_groups for param in group["params"])
         if self.masters is not None:
             self.masters.zero_grad(set_to_none=True)
 
@@ -396,7 +424,7 @@ class LossScaledOptimizer(OptimizerWrapper):
         return None if first is None else (weakref.ref(first), first._version)
 
     def _is_consumed(self) -> bool:
-        left_over = self._window.left_over
+        left_over = self.window.left_over
         return left_over is not None and left_over == self._first_gradient()
 
     def _refuse_mixing(self) -> None:
@@ -407,21 +435,3 @@ class LossScaledOptimizer(OptimizerWrapper):
             where="scale(loss), backward(loss): a scaled backward would add to them",
             fix="call step() or zero_grad() first, and unscale_() after the last backward of a window",
         )
-
-    def _names(self) -> dict[Tensor, str]:
-        masters = {} if self.masters is None else dict(zip(self.masters.masters, self.masters.model, strict=True))
-        return names_of(self.param_groups, self._named, masters)
-
-    def _explain(self, found: Sequence[NonFinite], loss_was_finite: bool | None) -> str:
-        return describe(named(found, self._names()), loss_was_finite)
-
-    def _explain_now(self) -> str:
-        return self._explain(find(self.param_groups), True)
-
-
-def _explain_later(optimizer: weakref.ref[LossScaledOptimizer]) -> str:
-    """A step that the device skipped: the gradients tell as long as they are there."""
-    alive = optimizer()
-    if alive is None or not Gradients(alive.param_groups):
-        return ""
-    return alive._explain(find(alive.param_groups), None)  # nobody has looked at the loss yet

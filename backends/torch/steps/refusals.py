@@ -67,6 +67,13 @@ def not_a(kind: type, found: object, *, where: str, fix: str) -> InvalidTypeErro
     )
 
 
+def check_fused_step(wanted: object) -> None:
+    """Refuse what does not say whether polyamp's operators are to step."""
+    if not (wanted is None or isinstance(wanted, bool)):
+        fix = "leave it out for polyamp's kernels on GPUs that have them, or give True or False"
+        raise not_a(bool, wanted, where="wrap_optimizer(fused_step=)", fix=fix)
+
+
 def no_backward(found: str) -> UsageError:
     """A step whose gradients no backward pass has made."""
     return UsageError(

@@ -48,7 +48,9 @@ def add_remainder_(values: Tensor, remainder: Tensor) -> Tensor:
     return values
 
 
-def round_stochastically(values: Tensor, dtype: torch.dtype, generator: torch.Generator | None = None) -> Tensor:
+def round_stochastically(
+    values: Tensor, dtype: torch.dtype, generator: torch.Generator | None = None, noise: Tensor | None = None
+) -> Tensor:
     """Float32 in 16 bits: up or down by chance, so that the expectation is the value itself.
 
     An update far below half a unit in the last place is then made now and then, where rounding to nearest would never
@@ -64,21 +66,26 @@ def round_stochastically(values: Tensor, dtype: torch.dtype, generator: torch.Ge
         values: float32 of any shape.
         dtype: bfloat16 or float16. For float16 the expectation is met to 2**-13 units in the last place.
         generator: of the device of ``values``; None is torch's own.
+        noise: the chance itself, instead of a generator: integers of the shape of ``values``, of whose last 16 bits
+            (13 for float16) each is set or not with equal chance.
 
     Returns:
         The rounded values, of the shape of ``values``.
     """
+    if noise is None:
+        size = 1 << _DROPPED[dtype]
+        noise = torch.randint(size, values.shape, dtype=torch.int32, device=values.device, generator=generator)
     if dtype == torch.float16:
         lift = _lift(values)
-        rounded = (_cut_by_chance(values + lift, _DROPPED[dtype], generator) - lift).copysign_(values)
+        rounded = (_cut_by_chance(values + lift, _DROPPED[dtype], noise) - lift).copysign_(values)
     else:
-        rounded = _cut_by_chance(values, _DROPPED[dtype], generator)
+        rounded = _cut_by_chance(values, _DROPPED[dtype], noise)
     return torch.where(values.isfinite(), rounded, values).to(dtype)
 
 
-def _cut_by_chance(values: Tensor, bits: int, generator: torch.Generator | None) -> Tensor:
+def _cut_by_chance(values: Tensor, bits: int, noise: Tensor) -> Tensor:
     """Without so many last bits. Noise that was added to them carries over as often as they are large."""
-    noise = torch.randint(1 << bits, values.shape, dtype=torch.int32, device=values.device, generator=generator)
+    noise = noise.int() & ~(-1 << bits)
     return noise.add_(values.view(torch.int32)).bitwise_and_(-1 << bits).view(torch.float32)
 
 

@@ -5,7 +5,6 @@ Its state is Python numbers while decisions are made on the host, and scalar ten
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -14,6 +13,17 @@ import torch
 from torch import Tensor
 
 from polyamp.backends.torch.casting import leaves, map_leaves
+from polyamp.backends.torch.steps.control import (
+    SIZE,
+    applied_flag,
+    decode,
+    is_captured,
+    kept,
+    on_device,
+    pack_,
+    unpack,
+    where,
+)
 from polyamp.backends.torch.steps.late import LateValues
 from polyamp.errors import InvalidTypeError
 from polyamp.limits import report_limits
@@ -42,6 +52,7 @@ class LossScaler:
         self._unchecked_losses: list[Tensor] = []
         self._alone = True
         self._late = LateValues()
+        self._control: Tensor | None = None  # the state again, where polyamp's operators change it
 
     def __getstate__(self) -> dict[str, Any]:
         return {"config": self.config, "state": on_host(self.state)}
@@ -71,6 +82,8 @@ class LossScaler:
         for tensor in losses:
             self._check(tensor)
         self._round.is_over = True
+        if self._control is not None and is_captured():
+            self.state = unpack(self._control.clone())  # what the graph reads at every replay
         return map_leaves(self._multiply, loss)
 
     def inverse_scale(self, state: LossScaleState | None = None) -> Tensor:
@@ -101,11 +114,36 @@ class LossScaler:
         before, finite = self._round.before, self._round.add(finite, reporter)
         if isinstance(finite, bool):
             state = before if isinstance(before.scale, float) else on_host(before)
-            self.state = advance(self.config, state, finite)
+            self._become(advance(self.config, state, finite))
         else:
-            self.state = advance(self.config, on_device(before, finite.device), finite, where)
-            self._send_report(finite.device)
+            self._become(advance(self.config, on_device(before, finite.device), finite, where))
+            if not self._late.is_under_way:
+                self._late.send(self._report_of_state(finite))
         self._unchecked_losses.clear()
+
+    def opens_round(self, reporter: object) -> bool:
+        """Whether the next report is the first on its loss, so that an operator may move the state; see `advance`."""
+        return not self._round.takes(reporter)
+
+    def control_on(self, device: torch.device) -> Tensor:
+        """The state as polyamp's operators change it in place; see ``control.py``. It stays the same tensor."""
+        if self._control is None or self._control.device != device:
+            self._control = torch.zeros(SIZE, dtype=torch.int32, device=device)
+            pack_(self._control, self.state)
+        return self._control
+
+    def advanced(self, report: Tensor, reporter: object) -> None:
+        """An operator has advanced the state in `control_on`, and reported; see `advance`."""
+        self._round = _Round(self.state)
+        self._round.add(applied_flag(report), reporter)
+        self.state = unpack(report)
+        self._unchecked_losses.clear()
+        self._late.send(report)
+
+    def losses_on(self, device: torch.device) -> list[Tensor]:
+        """Those that `scale` did not look at, or of float64 ones what is NaN where they are not finite."""
+        losses = [loss - loss if loss.dtype == torch.float64 else loss for loss in self._unchecked_losses]
+        return [loss.to(device, torch.float32 if loss.dtype == torch.float64 else loss.dtype) for loss in losses]
 
     def forget_losses(self) -> None:
         """A window was abandoned: its losses are not to be reported."""
@@ -117,7 +155,7 @@ class LossScaler:
 
     def resume(self, state: LossScaleState) -> None:
         """Continue from a state."""
-        self.state = state
+        self._become(state)
         self._round = _Round(state)
 
     def report(self, explain: Callable[[], str]) -> None:
@@ -145,10 +183,10 @@ class LossScaler:
         arrived = self._late.receive()
         if arrived is None:
             return
-        *state, losses_were_finite = arrived
+        state, losses_were_finite = decode(arrived)
         if not losses_were_finite and self._alone:
             raise non_finite_loss("inf or NaN", where="scaling the loss of an earlier step")
-        report_limits(self.config, on_host(LossScaleState(*state)), explain)
+        report_limits(self.config, state, explain)
 
     def losses_were_finite(self) -> bool:
         """Whether the losses were that `scale` did not look at. Waits for the device, and forgets them."""
@@ -180,12 +218,18 @@ class LossScaler:
             self._factors = (scale, pair[0], pair[1])
         return self._factors
 
-    def _send_report(self, device: torch.device) -> None:
-        if self._late.is_under_way:
-            return
-        finite = [loss.isfinite().all().to(device) for loss in self._unchecked_losses]
-        losses = torch.stack(finite).all() if finite else _kept(1.0, torch.float32, device)
-        self._late.send(torch.stack([value.float() for value in (*self.state, losses)]))
+    def _become(self, state: LossScaleState) -> None:
+        self.state = state
+        if self._control is not None:
+            pack_(self._control, state)
+
+    def _report_of_state(self, finite: Tensor) -> Tensor:
+        """What polyamp's operators report of a step."""
+        device = finite.device
+        losses = [loss.isfinite().all().to(device) for loss in self._unchecked_losses]
+        losses_finite = torch.stack(losses).all() if losses else kept(1, torch.int32, device)
+        scale, *counts = self.state
+        return torch.stack([scale.view(torch.int32), *counts, finite.int(), losses_finite.int()])
 
 
 class _Round:
@@ -208,31 +252,6 @@ class _Round:
             finite = finite.to(self._finite.device)
         self._finite = finite if self._finite is True else self._finite & finite
         return self._finite
-
-
-def on_device(state: LossScaleState, device: torch.device) -> LossScaleState:
-    """The state as scalar tensors: float32 the scale, int32 the counts."""
-    scale, *counts = state
-    scalars = [_scalar(scale, torch.float32), *(_scalar(count, torch.int32) for count in counts)]
-    return LossScaleState(*(scalar.to(device, non_blocking=True) for scalar in scalars))
-
-
-def where(condition: Tensor, one: Any, other: Any) -> Tensor:
-    """``torch.where`` for `polyamp.advance`, with numbers that stay on the device, rather than sent there each time."""
-    if not isinstance(one, Tensor):
-        one = _kept(one, other.dtype, condition.device)
-    if not isinstance(other, Tensor):
-        other = _kept(other, one.dtype, condition.device)
-    return torch.where(condition, one, other)
-
-
-@functools.cache
-def _kept(number: float, dtype: torch.dtype, device: torch.device) -> Tensor:
-    return torch.full((), number, dtype=dtype, device=device)  # a fill, and no copy that waits
-
-
-def _scalar(value: Any, dtype: torch.dtype) -> Tensor:
-    return value if isinstance(value, Tensor) else torch.tensor(value, dtype=dtype, device="cpu")
 
 
 def _is_finite(loss: Tensor) -> bool:

@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from polyamp.backends.torch.steps import refusals
+from polyamp.backends.torch.steps.fused import FusedStep
 from polyamp.backends.torch.steps.gradients import Gradients
+from polyamp.backends.torch.unstable import note_step
 
 
 class Stepper:
@@ -26,13 +28,18 @@ class Stepper:
         skip_on_device: True leaves skipping to the optimizer's kernel, False never does, None does so on accelerators
             where the optimizer can.
 
+        fused_step: what `FusedStep` takes as ``wanted``.
+
     Raises:
         InvalidValueError: the optimizer cannot do so.
     """
 
-    def __init__(self, inner: torch.optim.Optimizer, skip_on_device: bool | None) -> None:
+    def __init__(
+        self, inner: torch.optim.Optimizer, skip_on_device: bool | None, fused_step: bool | None = None
+    ) -> None:
         self.inner = inner
         self.skip_on_device = skip_on_device
+        self.operators = FusedStep(inner, fused_step)
         self._has_stepped = False
         if skip_on_device and not self._can_skip:
             raise refusals.cannot_skip(inner)
@@ -52,6 +59,9 @@ class Stepper:
             What the optimizer returned, and whether the step was applied: a bool after one host sync, or a boolean
             scalar on the device without any.
         """
+        made = None if self.skip_on_device is False else self.operators.step_unscaled(found)
+        if made is not None:
+            return made
         return self._step_on_device(found) if self._leaves_it_to_the_kernel(found, gradients) else self._on_host(found)
 
     @property
@@ -67,7 +77,7 @@ class Stepper:
     def _on_host(self, found: Tensor) -> tuple[Any, bool]:
         finite = not found
         if not finite:
-            note_skipped(self.inner)
+            note_step(self.inner)
             return None, False
         result = self.inner.step()
         self._has_stepped = True
@@ -93,8 +103,3 @@ def state_is_complete(optimizer: torch.optim.Optimizer, params: Iterable[Tensor]
     """
     state = optimizer.state
     return all(map(state.__contains__, params)) if state else has_stepped
-
-
-def note_skipped(optimizer: torch.optim.Optimizer) -> None:
-    """Let schedulers know that a skipped step was a step, else they warn of a wrong order."""
-    optimizer._opt_called = True  # type: ignore[attr-defined]  # which they set on the ``step`` that they watch

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from polyamp.backends.torch.steps.control import DRAWS
 from polyamp.backends.torch.steps.rounding import add_remainder_, round_stochastically, split
 from polyamp.backends.torch.steps.saving import check_masters
 from polyamp.backends.torch.unstable import local_shard
@@ -120,6 +121,21 @@ class Remainders:
             if changed or block.values is None:
                 add_remainder_(block.fill(), remainder)
 
+    def follow(self, model: Tensors, masters: Tensors) -> None:
+        """They keep their remainder."""
+
+    def count_in(self, control: Tensor) -> None:
+        """Nothing is left to chance."""
+
+    def beside(self, model: Tensors, masters: Tensors) -> Tensors:
+        """The remainders."""
+        views = {
+            param: view
+            for block, remainder in self._blocks
+            for param, view in zip(block.params, block.views(remainder), strict=True)
+        }
+        return [views[param] for param in model]
+
     def round(self, model: Tensors, masters: Tensors) -> None:
         """Split the masters into parameters and remainders."""
         for block, remainder in self._blocks:
@@ -173,6 +189,10 @@ class StochasticRounding:
         self._seed = seed
         self._blocks: list[Block] = []
         self._generators: dict[str, torch.Generator] = {}
+        self._draws: Tensor | int = 0  # how many steps polyamp's operators rounded: their chance goes by that number
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_draws": int(self._draws)}
 
     def check(self, params: Tensors) -> None:
         """All 16-bit parameters can be rounded so."""
@@ -192,6 +212,18 @@ class StochasticRounding:
             if changed or block.values is None:
                 block.fill()
 
+    def follow(self, model: Tensors, masters: Tensors) -> None:
+        """There is nothing to bring to it."""
+
+    def count_in(self, control: Tensor) -> None:
+        """Go on with the number of rounded steps that a loss scale's ``control`` keeps, from the one here."""
+        if isinstance(self._draws, int):
+            self._draws = control[DRAWS].clamp_(min=self._draws)
+
+    def beside(self, model: Tensors, masters: Tensors) -> Tensors:
+        """Nothing."""
+        return []
+
     def round(self, model: Tensors, masters: Tensors) -> None:
         """By chance."""
         for block in self._blocks:
@@ -206,7 +238,8 @@ class StochasticRounding:
 
     def state(self, model: Tensors, masters: Tensors) -> dict[Any, Any]:
         """The generators' states, by device."""
-        return {"generators": {device: generator.get_state() for device, generator in self._generators.items()}}
+        states = {device: generator.get_state() for device, generator in self._generators.items()}
+        return {"generators": states, "draws": int(self._draws)}
 
     def check_saved(self, saved: object, masters: Tensors) -> None:
         """Refuse what is neither generators' states nor these parameters' masters."""
@@ -220,6 +253,8 @@ class StochasticRounding:
                 param.copy_(value)
         for device, generator in self._generators.items():
             self._continue(device, generator, saved.get("generators", {}).get(device))
+        draws = int(saved.get("draws", 0))
+        self._draws = self._draws.fill_(draws) if isinstance(self._draws, Tensor) else draws
         self.release()
 
     def _continue(self, device: str, generator: torch.Generator, state: Tensor | None) -> None:

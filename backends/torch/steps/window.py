@@ -122,6 +122,11 @@ class Window:
         return bool(self._aside)
 
     @property
+    def is_untouched(self) -> bool:
+        """Whether the gradients of the window are those that the parameters have, scaled as they were made."""
+        return self.found is None and not self.reports and not self._aside
+
+    @property
     def saw_loss(self) -> bool | None:
         """True where a loss was scaled in this window, else None: gradients were set by hand."""
         return True if self.scaling is not None else None
@@ -139,7 +144,10 @@ class Window:
     def unscale(self, gradients: Gradients, own: LossScaler, *, simple: bool) -> None:
         """Unscale the gradients that the parameters have now, and note what was found."""
         scaler, state = self.scaling_or(own)
-        flag = gradients.unscale(scaler.inverse_scale(state), simple=simple)
+        self.note(scaler, gradients.unscale(scaler.inverse_scale(state), simple=simple))
+
+    def note(self, scaler: LossScaler, flag: Tensor) -> None:
+        """Gradients that a loss scaler had a part in are unscaled, and this was found in them."""
         earlier = self.reports.get(scaler)
         self.reports[scaler] = flag if earlier is None else torch.maximum(earlier, flag)
 

@@ -1,0 +1,124 @@
+"""Which GPUs machine code is for: compute capabilities as ``"9.0"``, or ``"9.0+PTX"`` where newer ones may compile it.
+
+A text names them as PyTorch's ``TORCH_CUDA_ARCH_LIST`` does. Code for a capability runs on the later ones of the same
+major version, PTX on all later ones (NVIDIA, CUDA C++ Programming Guide, Application Compatibility).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+import torch
+
+from polyamp.errors import ExtensionError, InvalidValueError
+
+ALL = ("7.5", "8.0", "8.6", "8.9", "9.0", "10.0", "12.0")
+"""Turing to Blackwell, each line of GPUs with Tensor Cores that CUDA 13 compiles for; the last comes with its PTX."""
+
+DEFAULT = "9.0"
+"""What is built where no GPU says what it needs."""
+
+Capability = tuple[int, int]
+
+
+def capabilities() -> tuple[Capability, ...]:
+    """The compute capabilities of the visible NVIDIA GPUs, each once; none where this PyTorch has no CUDA.
+
+    >>> all(major >= 5 for major, minor in capabilities())
+    True
+    """
+    if torch.version.cuda is None or not torch.cuda.is_available():
+        return ()
+    return tuple(sorted({torch.cuda.get_device_capability(index) for index in range(torch.cuda.device_count())}))
+
+
+def choose(text: str, known: Sequence[str]) -> tuple[str, ...]:
+    """The architectures that a text names, of those that the compiler knows.
+
+    >>> choose("all", ["8.0", "9.0", "9.0a", "10.0"])
+    ('8.0', '9.0', '10.0+PTX')
+    >>> choose("9.0, 8.0+PTX", ["8.0", "9.0"])
+    ('8.0+PTX', '9.0')
+
+    Args:
+        text: ``"native"`` (the visible GPUs', else `DEFAULT`), ``"all"`` (`ALL`), or a comma list.
+        known: what the compiler can make.
+
+    Raises:
+        InvalidValueError: a list that names none, or an architecture that the compiler does not know.
+        ExtensionError: ``"native"``, on a GPU older than what the compiler knows.
+    """
+    if text == "all":
+        *others, last = [name for name in ALL if name in known]
+        return (*others, f"{last}+PTX")
+    if text == "native":
+        return _sorted({_for(capability, known) for capability in capabilities()} or {DEFAULT})
+    named = {name.strip() for name in text.split(",")}
+    unknown = sorted(name for name in named if name.removesuffix("+PTX") not in known)
+    if unknown:
+        raise InvalidValueError(
+            "the compiler knows no such GPU architecture",
+            where="--arch",
+            found=", ".join(map(repr, unknown)),
+            allowed=f"all, native, or of {', '.join(known)} a comma list, each with or without +PTX",
+            fix="name the compute capability of your GPU, or leave --arch out",
+        )
+    return _sorted(named)
+
+
+def covers(architectures: Sequence[str], capability: Capability) -> bool:
+    """Whether machine code or PTX for these architectures runs on a GPU.
+
+    >>> covers(["8.0"], (8, 9)), covers(["8.0"], (9, 0)), covers(["8.0+PTX"], (9, 0))
+    (True, False, True)
+    """
+    return any(_runs(name, capability) for name in architectures)
+
+
+def flags(architectures: Sequence[str]) -> list[str]:
+    """What nvcc is told.
+
+    >>> flags(["9.0+PTX"])
+    ['-gencode=arch=compute_90,code=sm_90', '-gencode=arch=compute_90,code=compute_90']
+    """
+    told = []
+    for name in architectures:
+        digits = name.removesuffix("+PTX").replace(".", "")
+        kinds = ("sm", "compute") if name.endswith("+PTX") else ("sm",)
+        told += [f"-gencode=arch=compute_{digits},code={kind}_{digits}" for kind in kinds]
+    return told
+
+
+def _runs(name: str, capability: Capability) -> bool:
+    made_for = _number(name)
+    same_major = made_for[0] == capability[0]
+    return made_for <= capability and (same_major or name.endswith("+PTX"))
+
+
+def _for(capability: Capability, known: Sequence[str]) -> str:
+    """The architecture of a GPU; of one that is newer than the compiler, PTX of the newest before it."""
+    exact = "{}.{}".format(*capability)
+    if exact in known:
+        return exact
+    older = [name for name in known if _number(name) < capability]
+    if not older:
+        raise ExtensionError(
+            "this CUDA compiler makes no code for a GPU as old as this one",
+            found=f"compute capability {exact}",
+            allowed=", ".join(known),
+            fix="install an older CUDA toolkit and name it in CUDA_HOME: 12.9 was the last for 5.0 to 7.0",
+        )
+    return f"{max(older, key=_number)}+PTX"
+
+
+def _number(name: str) -> Capability:
+    found = re.match(r"(\d+)\.(\d)", name)
+    if found is None:
+        raise InvalidValueError("this is no GPU architecture", found=repr(name), allowed="such as 9.0 or 9.0+PTX")
+    return int(found[1]), int(found[2])
+
+
+def _sorted(names: set[str]) -> tuple[str, ...]:
+    once = {name for name in names if f"{name}+PTX" not in names}
+    return tuple(sorted(once, key=_number))

@@ -1,0 +1,220 @@
+"""Builds a library once, into a cache that processes share, and finds it there again.
+
+A build has a folder, named by the hash of all that goes into it; its manifest is written last and makes it whole.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from polyamp.backends.torch.kernels.architectures import Capability, covers
+from polyamp.backends.torch.kernels.recipes import Job, Recipe
+from polyamp.errors import ExtensionError
+
+COMMAND = "python -m polyamp.backends.torch.build"
+MANIFEST = "manifest.json"
+LOG = "build.log"
+TAIL = 20  # lines of a compiler's complaint that an error repeats
+
+
+@dataclass(frozen=True)
+class Built:
+    """A library in the cache: where it is, for which GPUs, by which compilers.
+
+    >>> Built(Path("polyamp_operators.so"), ("9.0",), "nvcc 13.0.88, g++ 12.2.0").architectures
+    ('9.0',)
+
+    Args:
+        path: of the library.
+        architectures: such as ``"9.0+PTX"``; none where it is for the CPU alone.
+        compilers: their versions.
+        reused: whether it was there already.
+    """
+
+    path: Path
+    architectures: tuple[str, ...]
+    compilers: str
+    reused: bool = True
+
+    @property
+    def log(self) -> str:
+        """The commands that made it, and what the compilers said."""
+        return self.path.with_name(LOG).read_text()
+
+
+class BuildError(ExtensionError):
+    """A compiler failed, or the cache cannot be written."""
+
+
+def cache() -> Path:
+    """The folder of the builds: ``POLYAMP_CACHE``, else ``XDG_CACHE_HOME/polyamp``, else ``~/.cache/polyamp``.
+
+    >>> cache().is_absolute()
+    True
+
+    Raises:
+        BuildError: none of these is known.
+    """
+    own, shared = os.environ.get("POLYAMP_CACHE"), os.environ.get("XDG_CACHE_HOME")
+    try:
+        return Path(own).absolute() if own else Path(shared or Path.home() / ".cache").absolute() / "polyamp"
+    except RuntimeError as error:
+        raise _no_cache(str(error)) from error
+
+
+def find(recipe: Recipe, capabilities: Sequence[Capability]) -> Built | None:
+    """The newest library of these sources and flags that has code for every one of these GPUs; compilers do not matter.
+
+    >>> find(Recipe("no such library", host=()), ()) is None
+    True
+    """
+    manifests = sorted(cache().glob(f"{recipe.name}-*/{MANIFEST}"), key=lambda path: path.stat().st_mtime)
+    for path in reversed(manifests):
+        built = _read(path.parent, recipe)
+        if built and (not recipe.device or all(covers(built.architectures, gpu) for gpu in capabilities)):
+            return built
+    return None
+
+
+def failed_before(job: Job) -> BuildError | None:
+    """What `build` would raise at once, since the same sources and compilers have failed already."""
+    log = _failure_log(cache() / job.key)
+    return _failed(log.read_text(), log) if log.exists() else None
+
+
+def build(
+    job: Job, *, retry: bool = False, force: bool = False, on_step: Callable[[str], None] = lambda source: None
+) -> Built:
+    """The library, built unless the cache has it. Of processes that ask at once, one builds and the others wait.
+
+    Args:
+        job: what to build.
+        retry: try again what has failed with these sources and compilers.
+        force: build also what the cache has.
+        on_step: called with the name of each file that is done, of which there are one more than sources.
+
+    Raises:
+        BuildError: the compiler failed, now or before, with the end of what it said; or the cache cannot be written.
+    """
+    try:
+        folder = cache() / job.key
+        with _locked(folder):
+            return (not force and _read(folder, job.recipe)) or _build(job, folder, retry, on_step)
+    except OSError as error:
+        raise _no_cache(str(error)) from error
+
+
+def _build(job: Job, folder: Path, retry: bool, on_step: Callable[[str], None]) -> Built:
+    before = failed_before(job)
+    if before and not retry:
+        raise before
+    failed = _failure_log(folder)
+    for stale in folder.parent.glob(f"{folder.name}.*.partial"):  # of a process that was killed
+        shutil.rmtree(stale, ignore_errors=True)
+    start = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix=f"{folder.name}.", suffix=".partial", dir=folder.parent) as made:
+        _compile(job, Path(made), failed, on_step)
+        _publish(job, Path(made), folder, seconds=time.monotonic() - start)
+    failed.unlink(missing_ok=True)
+    return Built(folder / job.recipe.file, job.architectures, job.toolchain.versions, reused=False)
+
+
+def _compile(job: Job, folder: Path, failed: Path, on_step: Callable[[str], None]) -> None:
+    """Make the library and its log in ``folder``; where a compiler fails, put what it said into ``failed``."""
+
+    def make(source: str) -> str:
+        said = _run(job.compile(source), folder)
+        on_step(source)
+        return said
+
+    try:
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            log = [*pool.map(make, job.sources)]
+        log.append(_run(job.link(), folder))
+    except subprocess.CalledProcessError as error:
+        said = _said(error.cmd, error.output)
+        if error.returncode < 0:  # killed, which says nothing of the next time
+            raise _failed(said) from None
+        failed.write_text(said)
+        raise _failed(said, failed) from None
+    (folder / LOG).write_text("".join(log))
+    on_step(job.recipe.file)
+
+
+def _publish(job: Job, made: Path, folder: Path, seconds: float) -> None:
+    manifest = {
+        "digest": job.recipe.digest,
+        "architectures": job.architectures,
+        "compilers": job.toolchain.versions,
+        "seconds": round(seconds, 1),
+    }
+    (made / MANIFEST).write_text(json.dumps(manifest, indent=2))
+    folder.mkdir(exist_ok=True)
+    for name in (job.recipe.file, LOG, MANIFEST):
+        os.replace(made / name, folder / name)
+
+
+def _run(command: list[str], folder: Path) -> str:
+    environment = {**os.environ, "LC_ALL": "C"}  # what is said is read by `checks`
+    done = subprocess.run(
+        command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=True
+    )
+    return _said(command, done.stdout)
+
+
+def _said(command: Sequence[str], output: str) -> str:
+    return f"$ {' '.join(command)}\n{output}"
+
+
+def _read(folder: Path, recipe: Recipe) -> Built | None:
+    """The build of this recipe in a folder of the cache; None where it is another one's, or not whole."""
+    try:
+        manifest = json.loads((folder / MANIFEST).read_text())
+    except (OSError, ValueError):
+        return None
+    path = folder / recipe.file
+    if manifest["digest"] != recipe.digest or not path.exists():
+        return None
+    return Built(path, tuple(manifest["architectures"]), manifest["compilers"])
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Hold what other processes wait for; the system takes it back from one that is killed."""
+    import fcntl  # which Windows lacks
+
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with folder.with_name(f"{folder.name}.lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _failure_log(folder: Path) -> Path:
+    return folder.with_name(f"{folder.name}.failed.log")
+
+
+def _failed(said: str, log: Path | None = None) -> BuildError:
+    return BuildError(
+        "the extension could not be built",
+        where=str(log) if log else None,
+        found="\n".join(said.splitlines()[-TAIL:]),
+        fix=f"{COMMAND} tries again; POLYAMP_EXTENSION=off goes on without it and without a word",
+    )
+
+
+def _no_cache(found: str) -> BuildError:
+    return BuildError(
+        "the extension could not be built",
+        found=found,
+        fix="set POLYAMP_CACHE to a folder that can be written, or see to it that this one can",
+    )

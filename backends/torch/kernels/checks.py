@@ -1,0 +1,178 @@
+"""Reads what the compilers said, and the machine code, for what would make a kernel slow: spills, narrow accesses.
+
+What the assembler prints: NVIDIA, CUDA Compiler Driver NVCC, Printing Code Generation Statistics. Machine code: CUDA
+Binary Utilities, Instruction Set Reference (``LDG``, ``STG``: load from and store to global memory).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from polyamp.backends.torch.kernels.builder import Built
+from polyamp.backends.torch.kernels.recipes import Job
+from polyamp.backends.torch.kernels.toolchain import tool
+from polyamp.errors import ExtensionError
+
+REGISTERS = 64
+"""With more, a multiprocessor and its 65536 registers hold less than 1024 threads, two blocks of 512."""
+
+READ_ONLY = ("stats",)
+"""In the names of kernels that write no tensor."""
+
+_ENTRY = r"Compiling entry function '(\S+)' for 'sm_(\d+)(\d)'"
+_SASS = {"load": re.compile(r"\bLDG\.E\S*\.128\b"), "store": re.compile(r"\bSTG\.E\S*\.128\b")}
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One kernel for one architecture.
+
+    >>> Kernel("adam_step", "9.0", registers=60, spills=8).problems()
+    ['adam_step for 9.0: 8 bytes of registers are spilled']
+
+    Args:
+        name: the kernel's.
+        architecture: such as ``"9.0"``.
+        registers: of each thread.
+        spills: bytes that are stored and loaded for want of registers.
+        parameters: bytes.
+        wide: of ``"load"`` and ``"store"``, what there is in 16 bytes; None where machine code was not looked at.
+    """
+
+    name: str
+    architecture: str
+    registers: int
+    spills: int
+    parameters: int | None = None
+    wide: tuple[str, ...] | None = None
+
+    def problems(self) -> list[str]:
+        """What a check fails on."""
+        found = [f"{self.spills} bytes of registers are spilled"] if self.spills else []
+        if self.registers > REGISTERS:
+            found.append(f"{self.registers} registers, more than {REGISTERS}")
+        if self.wide is not None:
+            needs = ["load"] if any(word in self.name for word in READ_ONLY) else ["load", "store"]
+            found += [f"no {kind} of 16 bytes" for kind in needs if kind not in self.wide]
+        return [f"{self.name} for {self.architecture}: {text}" for text in found]
+
+
+def examine(job: Job, built: Built) -> list[Kernel]:
+    """Every kernel of a build, for every architecture.
+
+    Machine code is looked at where ``cuobjdump`` and ``nvdisasm`` are found.
+
+    Args:
+        job: what was built.
+        built: what came of it.
+
+    Raises:
+        ExtensionError: nvcc or cuobjdump fails now.
+    """
+    kernels = list(read_assembler(built.log))
+    if not kernels:
+        return []
+    parameters, code = _parameters(job), _machine_code(job, built.path)
+    wide = dict(read_machine_code(code)) if code is not None else None
+    names = _demangled([kernel.name for kernel in kernels])
+    return [
+        replace(
+            kernel,
+            name=names[kernel.name],
+            parameters=parameters.get(kernel.name),
+            wide=None if wide is None else wide.get((kernel.name, kernel.architecture), ()),
+        )
+        for kernel in kernels
+    ]
+
+
+def warnings(log: str) -> list[str]:
+    """The lines in which a compiler warns.
+
+    >>> warnings("$ g++ -c a.cpp\\na.cpp:1: warning: unused variable 'i'")
+    ["a.cpp:1: warning: unused variable 'i'"]
+    """
+    return [line for line in log.splitlines() if re.search(r"\bwarning\b", line) and not line.startswith("$ ")]
+
+
+def read_assembler(log: str) -> Iterator[Kernel]:
+    """The kernels of which ``ptxas -v`` tells; functions that one calls are counted with it.
+
+    >>> said = "8 bytes spill stores, 4 bytes spill loads\\nUsed 9 registers"
+    >>> list(read_assembler(f"Compiling entry function 'k' for 'sm_90'\\n{said}"))
+    [Kernel(name='k', architecture='9.0', registers=9, spills=12, parameters=None, wide=None)]
+    """
+    entries = [*re.finditer(_ENTRY, log)]
+    ends = [entry.start() for entry in entries[1:]] + [len(log)]
+    for entry, end in zip(entries, ends, strict=True):
+        said = log[entry.end() : end]
+        spills = sum(map(int, re.findall(r"(\d+) bytes spill (?:stores|loads)", said)))
+        registers = max(map(int, re.findall(r"Used (\d+) registers", said)))
+        yield Kernel(entry[1], f"{entry[2]}.{entry[3]}", registers, spills)
+
+
+def read_parameters(ptx: str) -> Iterator[tuple[str, int]]:
+    """The bytes of each kernel's parameters.
+
+    >>> list(read_parameters(".entry k(\\n\\t.param .u64 k_param_0,\\n\\t.param .align 8 .b8 k_param_1[32]\\n)"))
+    [('k', 40)]
+    """
+    for name, declared in re.findall(r"\.entry (\w+)\(([^)]*)\)", ptx):
+        sizes = re.findall(r"\.[a-z](\d+) \w+(?:\[(\d+)\])?", declared)
+        yield name, sum(int(bits) // 8 * int(count or 1) for bits, count in sizes)
+
+
+def read_machine_code(code: str) -> Iterator[tuple[tuple[str, str], tuple[str, ...]]]:
+    """Which of 16-byte loads and stores each kernel of an architecture has, in what ``cuobjdump -sass`` prints.
+
+    >>> list(read_machine_code("code for sm_90\\n Function : k\\n /*0*/ LDG.E.128 R4, desc[UR4][R2.64] ;"))
+    [(('k', '9.0'), ('load',))]
+    """
+    for part in re.split(r"code for sm_", code)[1:]:
+        digits = re.match(r"\d+", part)
+        architecture = f"{digits[0][:-1]}.{digits[0][-1]}" if digits else ""
+        for function in part.split("Function : ")[1:]:
+            name, _, body = function.partition("\n")
+            yield (name.strip(), architecture), tuple(kind for kind, seen in _SASS.items() if seen.search(body))
+
+
+def _parameters(job: Job) -> Mapping[str, int]:
+    sizes: dict[str, int] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for source in (name for name in job.recipe.device if name.endswith(".cu")):
+            output = Path(folder, f"{source}.ptx")
+            _said(job.assembly(source, str(output)))
+            sizes |= read_parameters(output.read_text())
+    return sizes
+
+
+def _machine_code(job: Job, library: Path) -> str | None:
+    cuobjdump, nvdisasm = tool("cuobjdump", job.toolchain), tool("nvdisasm", job.toolchain)
+    if cuobjdump is None or nvdisasm is None:
+        return None
+    return _said([cuobjdump, "-sass", str(library)], NVDISASM_PATH=str(Path(nvdisasm).parent))
+
+
+def _demangled(names: Sequence[str]) -> Mapping[str, str]:
+    """Names as in the source, without arguments; as they are where ``c++filt`` is not found."""
+    filt = shutil.which("c++filt")
+    if filt is None:
+        return {name: name for name in names}
+    plain = _said([filt, *names]).splitlines()
+    return {name: re.sub(r"^void |\(polyamp::.*|polyamp::", "", text) for name, text in zip(names, plain, strict=True)}
+
+
+def _said(command: Sequence[str], **environment: str) -> str:
+    try:
+        done = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        said = getattr(error, "stderr", None) or str(error)
+        raise ExtensionError("a tool of the check fails", where=command[0], found=said.strip()) from error
+    return done.stdout

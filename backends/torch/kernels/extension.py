@@ -1,0 +1,233 @@
+"""Whether compiled code is in use: loads it once for the process, and says why where it does not.
+
+``POLYAMP_EXTENSION`` decides: ``auto`` (what is built, is used; for a GPU it is built at first use, where compilers
+are found), ``off``, or ``require`` (as ``auto``, and an error where there is nothing to use).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import threading
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from polyamp.backends.torch.kernels import architectures, builder, recipes, toolchain
+from polyamp.backends.torch.kernels.builder import BuildError, Built
+from polyamp.backends.torch.kernels.recipes import Job, Recipe
+from polyamp.errors import ExtensionError, InvalidValueError, warn_once
+
+VARIABLE = "POLYAMP_EXTENSION"
+MODES = ("auto", "off", "require")
+
+_log = logging.getLogger(__name__)
+_lock = threading.RLock()
+_loaded: dict[str, Built] = {}
+_answers: dict[tuple[str, str], Built | ExtensionError] = {}  # by library and type of device
+
+
+class LoadError(ExtensionError):
+    """A library that is built does not load, or does not run on the device."""
+
+
+@dataclass(frozen=True)
+class Status:
+    """What is in use of the step's operators, and if nothing is, why.
+
+    >>> print(Status("off", why="POLYAMP_EXTENSION=off"))
+    CUDA extension not in use: POLYAMP_EXTENSION=off
+
+    Args:
+        mode: ``POLYAMP_EXTENSION``.
+        devices: the device types whose steps run in it.
+        library: its path.
+        architectures: the GPUs that it has code for.
+        compilers: what built it.
+        why: what is missing, and what to do.
+    """
+
+    mode: str
+    devices: tuple[str, ...] = ()
+    library: str | None = None
+    architectures: tuple[str, ...] = ()
+    compilers: str | None = None
+    why: str | None = None
+
+    def __str__(self) -> str:
+        if self.library is None:
+            return f"CUDA extension not in use: {self.why}"
+        made_for = f"compute capability {', '.join(self.architectures)}" if self.architectures else "the CPU alone"
+        used = (
+            f"CUDA extension in use on {', '.join(self.devices)}: for {made_for}, by {self.compilers}, {self.library}"
+        )
+        return f"{used}; {self.why}" if self.why else used
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self)
+
+
+def mode() -> str:
+    """What ``POLYAMP_EXTENSION`` says; ``"auto"`` where it is not set.
+
+    >>> mode() in MODES
+    True
+
+    Raises:
+        InvalidValueError: another word.
+    """
+    said = os.environ.get(VARIABLE) or "auto"
+    if said not in MODES:
+        raise InvalidValueError(
+            "there is no such mode of the extension",
+            where=VARIABLE,
+            found=repr(said),
+            allowed=", ".join(MODES),
+            fix=f"set {VARIABLE} to one of these, or not at all",
+        )
+    return said
+
+
+def available(device_type: str) -> bool:
+    """Whether the compiled operators are in use for a type of device, ``"cuda"`` or ``"cpu"``; loads them.
+
+    For CUDA they are built first, where that was not done and a compiler is found. It is asked once in a process:
+    what is built later is for the next one.
+
+    >>> available("meta")
+    False
+
+    Raises:
+        InvalidValueError: ``POLYAMP_EXTENSION`` is another word than it may be.
+        ExtensionError: it is ``"require"``, and there is nothing to use.
+    """
+    if mode() == "off" or device_type not in ("cpu", "cuda"):
+        return False
+    return _obtained("operators", device_type) is not None
+
+
+def library(name: str) -> ctypes.CDLL | None:
+    """A library with a C interface, such as ``"autocast"``; None where there is none. Else as `available`.
+
+    >>> library("autocast") is None or isinstance(library("autocast"), ctypes.CDLL)
+    True
+
+    Raises:
+        InvalidValueError: ``POLYAMP_EXTENSION`` is another word than it may be.
+        ExtensionError: it is ``"require"``, and there is nothing to use.
+    """
+    built = None if mode() == "off" else _obtained(name, _device_type())
+    return ctypes.CDLL(str(built.path)) if built else None
+
+
+def status() -> Status:
+    """What is in use, or would be after the first step; loads what is built and builds nothing.
+
+    >>> status().mode in MODES
+    True
+
+    Raises:
+        InvalidValueError: ``POLYAMP_EXTENSION`` is another word than it may be.
+    """
+    said = mode()
+    if said == "off":
+        return Status(said, why=f"{VARIABLE}=off")
+    device_type = _device_type()
+    try:
+        built = _serving("operators", device_type, build=False)
+    except ExtensionError as error:
+        return Status(said, why=str(error))
+    return Status(said, tuple(sorted({"cpu", device_type})), str(built.path), built.architectures, built.compilers)
+
+
+def _device_type() -> str:
+    return "cuda" if architectures.capabilities() else "cpu"
+
+
+def _obtained(name: str, device_type: str) -> Built | None:
+    """The library, where it serves this type of device; what the first answer was is remembered."""
+    key = name, device_type
+    with _lock:
+        if key not in _answers:
+            _answers[key] = _answer(name, device_type)
+    answer = _answers[key]
+    if isinstance(answer, Built):
+        return answer
+    if mode() == "require":
+        raise answer.with_traceback(None)
+    return None
+
+
+def _answer(name: str, device_type: str) -> Built | ExtensionError:
+    try:
+        return _serving(name, device_type, build=True)
+    except ExtensionError as error:
+        if mode() == "auto" and isinstance(error, BuildError | LoadError):  # that nothing is there, is for the doctor
+            warn_once(str(error))
+        return error
+
+
+def _serving(name: str, device_type: str, *, build: bool) -> Built:
+    """The loaded library, seen to run on the device."""
+    recipe, gpus = recipes.RECIPES[name](), architectures.capabilities()
+    if device_type == "cuda" and not gpus:
+        raise ExtensionError("PyTorch sees no NVIDIA GPU", found=f"torch {torch.__version__}")
+    with _lock:
+        if name not in _loaded:
+            built = builder.find(recipe, gpus) or _build(recipe, device_type, build)
+            _load(recipe, built.path)
+            _loaded[name] = built
+    if device_type == "cuda" and recipe.device:
+        _check_cuda(_loaded[name].path)
+    return _loaded[name]
+
+
+def _build(recipe: Recipe, device_type: str, build: bool) -> Built:
+    if device_type != "cuda":
+        raise ExtensionError("it is not built, and for the CPU that is not done unasked", fix=builder.COMMAND)
+    found = toolchain.find(cuda=bool(recipe.device))
+    chosen = architectures.choose("native", found.nvcc.knows) if found.nvcc else ()
+    job = Job.of(recipe, found, chosen)
+    if not build:
+        raise builder.failed_before(job) or ExtensionError(
+            "it is not built yet", fix=f"the first step on a GPU builds it, or {builder.COMMAND}"
+        )
+    _log.warning("polyamp builds its CUDA extension, once: %s for %s", found.versions, ", ".join(chosen) or "the host")
+    return builder.build(job)
+
+
+def _load(recipe: Recipe, path: Path) -> None:
+    """Load a library for good; of two that register the same operators, the second would win in part."""
+    others = [one for one in torch.ops.loaded_libraries if Path(one).name == path.name and Path(one) != path.resolve()]
+    if others:
+        raise LoadError("another build of the extension is loaded", found=others[0], fix="start the process anew")
+    try:
+        if recipe.name == "operators":
+            from polyamp.backends.torch.kernels import operators  # noqa: F401 # what the library implements
+
+        torch.ops.load_library(path)  # type: ignore[no-untyped-call]
+    except OSError as error:
+        raise LoadError(
+            "the extension does not load",
+            where=str(path),
+            found=error.__cause__ or error,
+            fix=f"{builder.COMMAND} --force",
+        ) from error
+
+
+def _check_cuda(path: Path) -> None:
+    """Ask CUDA's runtime, which is part of the library, whether driver and GPU run its code."""
+    compiled = ctypes.CDLL(str(path))
+    code = compiled.polyamp_cuda_ready()
+    if code:
+        compiled.polyamp_cuda_text.restype = ctypes.c_char_p
+        raise LoadError(
+            "the extension does not run on this GPU",
+            where=str(path),
+            found=compiled.polyamp_cuda_text(code).decode(),
+            fix=f"build it for this GPU and driver: {builder.COMMAND} --force",
+        )

@@ -1,0 +1,37 @@
+"""The operators ``torch.ops.polyamp.*`` of a loss-scaled step: one schema for every device.
+
+Their PyTorch implementations, in ``reference.py``, run on every device. Where the compiled extension is loaded, its
+kernels for the CPU and CUDA go first. Importing this module defines them.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from polyamp.backends.torch.kernels import reference
+
+SCHEMAS = {
+    "grad_stats": "(Tensor[] grads, Tensor[] losses, Tensor scale, Tensor(a!) stats, Tensor(b!) workspace) -> ()",
+    "unscale_clip_": "(Tensor(a!)[] grads, Tensor scale, Tensor stats, float max_norm) -> ()",
+    "adam_step_": """(Tensor(a!)[] params, Tensor(b!)[] masters, Tensor[] grads, Tensor(c!)[] exp_avgs,
+        Tensor(d!)[] exp_avg_sqs, Tensor(e!)[] steps, Tensor groups, Tensor rules, Tensor[] lrs, Tensor scale,
+        Tensor stats, Tensor(f!) control, Tensor settings, Tensor(g!) report) -> ()""",
+    "sgd_step_": """(Tensor(a!)[] params, Tensor(b!)[] masters, Tensor[] grads, Tensor(c!)[] momenta,
+        Tensor groups, Tensor rules, Tensor[] lrs, Tensor scale, Tensor stats, Tensor(d!) control, Tensor settings,
+        Tensor(e!) report) -> ()""",
+}
+"""Names and schemas; ``reference.py`` says what the arguments are."""
+
+STATS = 3
+"""Float64 numbers in ``stats``: the sum of squares of the unscaled gradients, how many of their elements are not
+finite, and how many of the losses'."""
+
+WORKSPACE = 3 * 1024 + 1
+"""Float64 numbers in ``workspace``: what each of up to 1024 blocks adds to ``stats``, and a ticket."""
+
+_library = torch.library.Library("polyamp", "DEF")  # type: ignore[no-untyped-call] # for as long as the process lives
+
+for _name, _schema in SCHEMAS.items():
+    _library.define(_name + " ".join(_schema.split()))  # type: ignore[no-untyped-call]
+    _library.impl(_name, getattr(reference, _name), "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+    torch.library.register_fake(f"polyamp::{_name}", lambda *_: None, lib=_library)

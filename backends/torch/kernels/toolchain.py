@@ -1,0 +1,231 @@
+"""Finds the compilers of this machine: NVIDIA's nvcc, and a C++ compiler, which nvcc needs too."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from polyamp.errors import ExtensionError
+
+RUNTIME = "libcudart_static.a"
+"""CUDA's runtime, which is linked in: a library built by one CUDA then loads beside a PyTorch built for another."""
+
+
+@dataclass(frozen=True)
+class Cxx:
+    """A C++ compiler: the words of its command, and what it says it is.
+
+    >>> Cxx(("ccache", "g++"), "g++ (Debian 12.2.0) 12.2.0").command[-1]
+    'g++'
+    """
+
+    command: tuple[str, ...]
+    version: str
+
+
+@dataclass(frozen=True)
+class Nvcc:
+    """A CUDA compiler: its path and version, the folder of CUDA's runtime, and the architectures it compiles for.
+
+    >>> Nvcc("/usr/local/cuda/bin/nvcc", "13.0.88", "/usr/local/cuda/lib64", ("8.0", "9.0")).major
+    13
+    """
+
+    path: str
+    version: str
+    libraries: str
+    knows: tuple[str, ...]
+
+    @property
+    def major(self) -> int:
+        """What the driver has to be at least (NVIDIA, CUDA Compatibility)."""
+        return int(self.version.partition(".")[0])
+
+
+@dataclass(frozen=True)
+class Toolchain:
+    """The compilers of a build. Without nvcc it is one for the CPU alone.
+
+    >>> Toolchain(Cxx(("g++",), "g++ 12.2.0"), None).versions
+    'g++ 12.2.0'
+    """
+
+    cxx: Cxx
+    nvcc: Nvcc | None
+
+    @property
+    def versions(self) -> str:
+        """For people, and to tell one build from another."""
+        nvcc = [f"nvcc {self.nvcc.version}"] if self.nvcc else []
+        return ", ".join([*nvcc, self.cxx.version])
+
+
+def find(*, cuda: bool) -> Toolchain:
+    """The compilers of this machine.
+
+    >>> find(cuda=False).nvcc is None
+    True
+
+    Args:
+        cuda: whether nvcc is wanted.
+
+    Raises:
+        ExtensionError: one is missing, or the system is not Linux.
+    """
+    if sys.platform != "linux":
+        raise ExtensionError(
+            "the extension is built on Linux only",
+            found=sys.platform,
+            fix="go on without it: PyTorch's own kernels do the same work",
+        )
+    return Toolchain(find_cxx(), find_nvcc(nvcc_places()) if cuda else None)
+
+
+def find_cxx() -> Cxx:
+    """The compiler that ``CXX`` names, else g++, else c++.
+
+    >>> len(find_cxx().command) > 0
+    True
+
+    Raises:
+        ExtensionError: there is none.
+    """
+    named = os.environ.get("CXX")
+    for command in [shlex.split(named)] if named else [["g++"], ["c++"]]:
+        program = shutil.which(command[0])
+        said = _output([program, *command[1:], "--version"]) if program else None
+        if program and said:
+            return Cxx((program, *command[1:]), said.splitlines()[0])
+    raise ExtensionError(
+        "there is no C++ compiler",
+        found=f"CXX={named}, which does not run" if named else "neither g++ nor c++ on PATH",
+        fix="install g++ (apt-get install g++), or name a compiler in CXX",
+    )
+
+
+def nvcc_places() -> Iterator[Path]:
+    """Where an nvcc may be: ``CUDA_HOME``, ``CUDA_PATH``, ``PATH``, ``/usr/local/cuda*``, NVIDIA's wheels.
+
+    >>> all(path.name == "nvcc" for path in nvcc_places())
+    True
+    """
+    homes = filter(None, map(os.environ.get, ("CUDA_HOME", "CUDA_PATH")))
+    yield from (Path(home, "bin", "nvcc") for home in homes)
+    on_path = shutil.which("nvcc")
+    if on_path:
+        yield Path(on_path)
+    yield Path("/usr/local/cuda/bin/nvcc")
+    yield from sorted(Path("/usr/local").glob("cuda-*/bin/nvcc"), reverse=True)
+    wheels = importlib.util.find_spec("nvidia")  # of CUDA 13 and later: earlier ones have no nvcc
+    for folder in (wheels.submodule_search_locations or ()) if wheels else ():
+        yield from sorted(Path(folder).glob("cu*/bin/nvcc"), reverse=True)
+
+
+def find_nvcc(places: Iterator[Path]) -> Nvcc:
+    """The first nvcc that runs, has its headers and runtime, and makes programs that this driver runs.
+
+    >>> find_nvcc(iter([]))
+    Traceback (most recent call last):
+    polyamp.errors.ExtensionError: there is no CUDA compiler (nvcc)
+      found:   none in CUDA_HOME, on PATH, in /usr/local/cuda*, among NVIDIA's wheels
+      ...
+
+    Args:
+        places: such as `nvcc_places` gives.
+
+    Raises:
+        ExtensionError: there is none; it says what is wrong with those that were found.
+    """
+    refused = []
+    for place in dict.fromkeys(places):
+        try:
+            return _examined(place)
+        except _Unusable as error:
+            refused += [f"{place}: {error}"] if place.exists() else []
+    raise ExtensionError(
+        "there is no CUDA compiler (nvcc)",
+        found="; ".join(refused) or "none in CUDA_HOME, on PATH, in /usr/local/cuda*, among NVIDIA's wheels",
+        fix='pip install "polyamp[cuda-build]", or name a CUDA toolkit in CUDA_HOME',
+    )
+
+
+class _Unusable(Exception):
+    """Why an nvcc is passed by."""
+
+
+def _examined(path: Path) -> Nvcc:
+    version = re.search(r"V(\d+\.\d+\.\d+)", _output([str(path), "--version"]) or "")
+    codes = re.findall(r"sm_(\d+)(\d)\b", _output([str(path), "--list-gpu-code"]) or "")
+    if version is None or not codes:
+        raise _Unusable("does not run")
+    knows = sorted({(int(major), int(minor)) for major, minor in codes})
+    nvcc = Nvcc(str(path), version[1], _runtime(path), tuple(f"{major}.{minor}" for major, minor in knows))
+    driver = driver_major()
+    if driver is not None and driver < nvcc.major:
+        raise _Unusable(f"CUDA {nvcc.version} needs a newer driver than this one, of CUDA {driver}")
+    return nvcc
+
+
+def _runtime(path: Path) -> str:
+    """The folder of CUDA's runtime, of the toolkit that nvcc itself names: what was found may be a script around it."""
+    dry = _output([str(path), "-dryrun", "-x", "cu", "-c", os.devnull]) or ""
+    top = re.search(r"^#\$ TOP=(.*)$", dry, re.MULTILINE)
+    home = Path(top[1].strip()) if top else path.parent.parent
+    includes = [home / "include", *map(Path, re.findall(r'"-I([^"]+)"', dry)), Path("/usr/include")]
+    if not any((folder / "cuda_runtime.h").exists() for folder in includes):
+        raise _Unusable("has no cuda_runtime.h beside it")
+    folders = [home / "lib64", home / "lib", *map(Path, re.findall(r'"-L([^"]+)"', dry)), *_system_libraries()]
+    found = next((folder for folder in folders if (folder / RUNTIME).exists()), None)
+    if found is None:
+        raise _Unusable(f"has no {RUNTIME} beside it")
+    return os.path.realpath(found)
+
+
+def _system_libraries() -> Iterator[Path]:
+    """Where a distribution's own CUDA packages put the runtime."""
+    yield from sorted(Path("/usr/lib").glob("*-linux-gnu"))
+    yield Path("/usr/lib64")
+
+
+def driver_major() -> int | None:
+    """The CUDA version of this machine's driver, without its minor one; None where there is no driver.
+
+    >>> driver_major() in (None, 11, 12, 13, 14)
+    True
+    """
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None
+    version = ctypes.c_int()
+    refused = driver.cuDriverGetVersion(ctypes.byref(version))  # does not start CUDA
+    return None if refused else version.value // 1000
+
+
+def tool(name: str, toolchain: Toolchain) -> str | None:
+    """A program that comes with CUDA: beside nvcc, on ``PATH``, among NVIDIA's wheels.
+
+    >>> tool("no such program", Toolchain(Cxx(("g++",), ""), None)) is None
+    True
+    """
+    beside = [Path(toolchain.nvcc.path)] if toolchain.nvcc else []
+    folders = [str(place.parent) for place in (*beside, *nvcc_places())]
+    return shutil.which(name, path=os.pathsep.join([*folders, os.environ.get("PATH", "")]))
+
+
+def _output(command: Sequence[str]) -> str | None:
+    """What a program prints; None where it does not run."""
+    try:
+        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return done.stdout

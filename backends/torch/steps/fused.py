@@ -1,0 +1,341 @@
+"""Steps by polyamp's own operators: statistics, then unscale, clip, skip, update and move the loss scale in one go.
+
+They read the gradients twice and never write them, which is what makes them fast: a step takes as long as its memory
+traffic. On a GPU they are two kernels where the compiled extension is in use.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import increment_version
+
+from polyamp.backends.torch.dtypes import SIXTEEN_BIT
+from polyamp.backends.torch.kernels.arguments import Settings
+from polyamp.backends.torch.kernels.extension import available
+from polyamp.backends.torch.kernels.operators import STATS, WORKSPACE
+from polyamp.backends.torch.steps import refusals
+from polyamp.backends.torch.steps.control import SIZE, kept
+from polyamp.backends.torch.steps.gradients import Gradients
+from polyamp.backends.torch.steps.operands import Batch, Place, count_on_host, is_dense, sort
+from polyamp.backends.torch.steps.ranks import any_rank, has_peers
+from polyamp.backends.torch.steps.update_rules import UpdateRule, update_rule_of
+from polyamp.backends.torch.unstable import has_step_pre_hooks, note_step, run_with_step_hooks, step_without_hooks
+from polyamp.loss_scale import LossScale
+
+Standing = Mapping[Tensor, tuple[Tensor, Tensor | None]]
+"""The model's parameter, and what operators keep beside it, for each master that stands in an optimizer's groups."""
+
+
+_TAKEN = frozenset({*SIXTEEN_BIT, torch.float32})
+
+
+class Scratch:
+    """What the operators write on one device beside parameters: statistics, a workspace, a state nobody looks at."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.stats = torch.zeros(STATS, dtype=torch.float64, device=device)
+        self.nothing_found = torch.zeros(STATS, dtype=torch.float64, device=device)
+        self.workspace = torch.zeros(WORKSPACE, dtype=torch.float64, device=device)
+        self.control = torch.zeros(SIZE, dtype=torch.int32, device=device)
+
+
+class Scaled(NamedTuple):
+    """What a step from scaled gradients has to know beside them.
+
+    Attributes:
+        scale: what they were multiplied by; float32 scalar on their device.
+        config: of the loss scale.
+        control: its state, which the step moves; see ``control.py``.
+        advance: whether it does: False for a further optimizer on the same loss.
+        losses: to be tested too.
+        max_norm: to clip to; None does not.
+        process_group: see `any_rank`.
+    """
+
+    scale: Tensor
+    config: LossScale
+    control: Tensor
+    advance: bool
+    losses: Sequence[Tensor]
+    max_norm: float | None
+    process_group: Any
+
+
+class FusedStep:
+    """Steps an `Adam`, `AdamW` or `SGD` by polyamp's operators, and unscales and clips for any other optimizer.
+
+    Args:
+        inner: the optimizer. Its options, state and hooks are used as its own step would.
+        wanted: None uses the operators for parameters on a GPU where the compiled extension is in use, True wherever
+            they are, False nowhere.
+
+    Raises:
+        InvalidTypeError: ``wanted`` is something else.
+    """
+
+    def __init__(self, inner: torch.optim.Optimizer, wanted: bool | None) -> None:
+        refusals.check_fused_step(wanted)
+        self.inner = inner
+        self.wanted = wanted
+        self._forget()
+
+    def _forget(self) -> None:
+        self._scaled, self._unscaled = _Calls(), _Calls()
+        self._scratch: dict[torch.device, Scratch] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"inner": self.inner, "wanted": self.wanted}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._forget()
+
+    def is_for(self, device: torch.device) -> bool:
+        """Whether the operators are used for parameters on a device."""
+        return (device.type == "cuda" and available("cuda")) if self.wanted is None else self.wanted
+
+    def calls(self, standing: Standing) -> list[Batch] | None:
+        """The calls that step all parameters from the model's own scaled gradients; None where operators cannot.
+
+        Hooks that run before a step are shown unscaled gradients, so where there are any these are made first.
+        """
+        rule = self._rule()
+        if rule is None or has_step_pre_hooks(self.inner):
+            return None
+        batches, left = self._scaled.of(self.inner, rule, standing, self.is_for)
+        return None if left or _are_on_several(batches) else batches
+
+    @torch.no_grad()
+    def step_scaled(self, batches: Sequence[Batch], scaled: Scaled) -> Tensor:
+        """Step from scaled gradients, or skip, without a host sync.
+
+        Returns:
+            The report; see ``control.py``.
+        """
+        grads = [batch.grads() for batch in batches]
+        stats = self._statistics([grad for some in grads for grad in some], scaled)
+        settings = functools.partial(_settings, scaled.config, scaled.max_norm)
+        report = torch.empty_like(scaled.control)
+
+        def call() -> None:
+            self._call(batches, grads, scaled.scale, stats, scaled.control, settings, scaled.advance, report)
+
+        run_with_step_hooks(self.inner, call)
+        return report
+
+    def step_unscaled(self, found: Tensor) -> tuple[Any, bool | Tensor] | None:
+        """Step from the unscaled gradients of the parameters in the optimizer's groups, or skip.
+
+        Groups that no operator can step are left to the optimizer's own step; that, like every skip of it, is decided
+        on the host.
+
+        Args:
+            found: float32 scalar, 0.0 where the step is to be made.
+
+        Returns:
+            What the optimizer returned, and whether the step was made; None where all groups would be left to it.
+        """
+        rule = self._rule()
+        if rule is None:
+            return None
+        batches, left = self._unscaled.of(self.inner, rule, {}, self.is_for)
+        if not batches:
+            return None
+        if left and found:
+            note_step(self.inner)
+            return None, False
+
+        def call() -> Any:
+            self._call_unscaled(batches, found)
+            return self._step_groups(left) if left else None
+
+        result = run_with_step_hooks(self.inner, call)
+        return result, (True if left else found == 0)
+
+    def can_clip(self, gradients: Gradients) -> bool:
+        """Whether `unscale_and_clip` takes gradients: real ones on one device, whole, each element once in memory."""
+        if not gradients or not self.is_for(gradients.first.device):
+            return False
+        buckets = gradients.buckets()
+        grads = [grad for bucket in buckets for grad in bucket]
+        return len({grad.device for grad in grads}) == 1 and all(
+            type(grad) is Tensor and grad.dtype in _TAKEN and is_dense(grad) for grad in grads
+        )
+
+    @torch.no_grad()
+    def unscale_and_clip(self, gradients: Gradients, scale: Tensor, max_norm: float) -> Tensor:
+        """For any optimizer: one pass that reads the gradients, and one that unscales and clips them, unless skipped.
+
+        Returns:
+            Float32 scalar: 1.0 where a gradient was not finite, else 0.0.
+        """
+        grads = [grad for bucket in gradients.buckets() for grad in bucket]
+        scratch = self._scratch_on(grads[0].device)
+        torch.ops.polyamp.grad_stats(grads, [], scale, scratch.stats, scratch.workspace)
+        torch.ops.polyamp.unscale_clip_(grads, scale, scratch.stats, max_norm)
+        increment_version(grads)
+        return (scratch.stats[1] != 0).float()
+
+    def _rule(self) -> UpdateRule | None:
+        """The optimizer's, if the operators are used for its first parameter."""
+        first = next((param for group in self.inner.param_groups for param in group["params"]), None)
+        return update_rule_of(self.inner) if first is not None and self.is_for(first.device) else None
+
+    def _statistics(self, grads: Sequence[Tensor], scaled: Scaled) -> Tensor:
+        scratch = self._scratch_on(scaled.scale.device)
+        if not scaled.config.check and scaled.max_norm is None:
+            return scratch.nothing_found
+        stats = scratch.stats
+        torch.ops.polyamp.grad_stats(grads, scaled.losses, scaled.scale, stats, scratch.workspace)
+        if not scaled.config.check:
+            stats[1:].zero_()
+        elif has_peers(scaled.process_group):
+            stats[1:] = any_rank(stats[1:], scaled.process_group)
+        return stats
+
+    def _call(
+        self,
+        batches: Sequence[Batch],
+        grads: Sequence[Sequence[Tensor]],
+        scale: Tensor,
+        stats: Tensor,
+        control: Tensor,
+        settings: Callable[[bool], Tensor],
+        advance: bool,
+        report: Tensor,
+    ) -> None:
+        rule: Any = update_rule_of(self.inner)
+        operator = getattr(torch.ops.polyamp, rule.operator)
+        numbers = _numbers(rule, self.inner, scale.device)
+        last = len(batches) - 1
+        for place, (batch, some) in enumerate(zip(batches, grads, strict=True)):
+            operator(
+                *batch.tensors(some), batch.groups, *numbers, scale, stats, control,
+                settings(advance and place == last), report,
+            )  # fmt: skip
+            increment_version(list(batch.written()))
+        if not batches:  # the loss scale moves with the other ranks'
+            nothing: list[list[Tensor]] = [[] for _ in range(3 + rule.lists)]
+            groups = torch.empty(0, dtype=torch.int64, device="cpu")
+            operator(*nothing, groups, *numbers, scale, stats, control, settings(advance), report)
+
+    @torch.no_grad()
+    def _call_unscaled(self, batches: Sequence[Batch], found: Tensor) -> None:
+        for batch in batches:
+            scratch = self._scratch_on(batch.device)
+            scratch.stats[1] = found.to(batch.device)
+            one = kept(1.0, torch.float32, batch.device)
+            report = torch.empty_like(scratch.control)
+            settings = functools.partial(_settings, LossScale.none(), None)
+            self._call([batch], [batch.grads()], one, scratch.stats, scratch.control, settings, False, report)
+
+    def _step_groups(self, left: Sequence[int]) -> Any:
+        groups = self.inner.param_groups
+        self.inner.param_groups = [groups[index] for index in left]
+        try:
+            for group in self.inner.param_groups:
+                count_on_host(self.inner, group)
+            return step_without_hooks(self.inner)
+        finally:
+            self.inner.param_groups = groups
+
+    def _scratch_on(self, device: torch.device) -> Scratch:
+        if device not in self._scratch:
+            self._scratch[device] = Scratch(device)
+        return self._scratch[device]
+
+
+class _Calls:
+    """The calls of the last step, kept for the next one as long as parameters and state are the same."""
+
+    def __init__(self) -> None:
+        self._keys: list[Tensor] = []
+        self._standing: Standing = {}
+        self._places: list[Place] = []
+        self._supported: list[bool] = []
+        self._graded: list[Place] = []
+        self._batches: list[Batch] = []
+
+    def of(
+        self,
+        inner: torch.optim.Optimizer,
+        rule: UpdateRule,
+        standing: Standing,
+        is_for: Callable[[torch.device], bool],
+    ) -> tuple[list[Batch], list[int]]:
+        """The calls, and the numbers of the groups with gradients that no operator can step."""
+        self._look(inner, standing)
+        graded = [
+            (place, supported)
+            for place, supported in zip(self._places, self._supported, strict=True)
+            if place.param.grad is not None
+        ]
+        left = {
+            place.group
+            for place, supported in graded
+            if not (supported and _fits(place) and is_for(place.param.device))
+        }
+        left |= {place.group for place, _ in graded if rule.numbers(inner.param_groups[place.group]) is None}
+        taken = [place for place, _ in graded if place.group not in left]
+        if not (_same(taken, self._graded) and all(batch.is_current() for batch in self._batches)):
+            self._graded, self._batches = taken, sort(rule, inner, taken)
+        return self._batches, sorted(left)
+
+    def _look(self, inner: torch.optim.Optimizer, standing: Standing) -> None:
+        keys = [key for group in inner.param_groups for key in group["params"]]
+        if _same(keys, self._keys) and standing is self._standing:
+            return
+        self._keys, self._standing = keys, standing
+        self._places = [
+            Place(key, standing.get(key, (key, None)), number)
+            for number, group in enumerate(inner.param_groups)
+            for key in group["params"]
+        ]
+        self._supported = [place.is_supported for place in self._places]
+
+
+def _same(one: Sequence[Any], other: Sequence[Any]) -> bool:
+    return len(one) == len(other) and all(map(lambda a, b: a is b, one, other))
+
+
+def _are_on_several(batches: Sequence[Batch]) -> bool:
+    """Devices: their statistics would have to be brought together between the two calls."""
+    return len({batch.device for batch in batches}) > 1
+
+
+def _fits(place: Place) -> bool:
+    grad, param = place.grad, place.param
+    return grad.layout == torch.strided and grad.dtype == param.dtype and grad.device == param.device
+
+
+def _numbers(rule: UpdateRule, inner: torch.optim.Optimizer, device: torch.device) -> tuple[Tensor, list[Tensor]]:
+    """The operator's ``rules``, and ``lrs`` where a group's learning rate is a tensor on the device."""
+    rows = [rule.numbers(group) or (0.0,) * 6 for group in inner.param_groups]
+    lrs = [row[0] for row in rows]
+    numbers = tuple((float(lr) if _on_host(lr) else 0.0, *row[1:]) for lr, row in zip(lrs, rows, strict=True))
+    if all(map(_on_host, lrs)):
+        return _rules(numbers), []
+    return _rules(numbers), [
+        kept(float(lr), torch.float32, device) if _on_host(lr) else lr.detach().reshape(()).float() for lr in lrs
+    ]
+
+
+def _on_host(lr: Any) -> bool:
+    return not isinstance(lr, Tensor) or lr.device.type == "cpu"
+
+
+@functools.lru_cache(maxsize=64)
+def _rules(numbers: tuple[tuple[float, ...], ...]) -> Tensor:
+    return torch.tensor(numbers, dtype=torch.float64, device="cpu")
+
+
+@functools.lru_cache(maxsize=64)
+def _settings(config: LossScale, max_norm: float | None, advance: bool) -> Tensor:
+    numbers = Settings.of(config, max_norm=math.inf if max_norm is None else max_norm, advance=advance)
+    return torch.tensor(numbers, dtype=torch.float64, device="cpu")

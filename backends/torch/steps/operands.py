@@ -1,0 +1,169 @@
+"""What polyamp's operators take of an inner optimizer: parameters, gradients and moments, sorted into calls."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from polyamp.backends.torch.dtypes import SIXTEEN_BIT
+from polyamp.backends.torch.steps.gradients import local
+from polyamp.backends.torch.steps.update_rules import UpdateRule
+
+
+class Place(NamedTuple):
+    """One parameter of an inner optimizer.
+
+    Attributes:
+        key: it, under which the optimizer has its state.
+        stored: the tensor that an operator updates, the model's own where ``key`` is its float32 master; and what the
+            operator keeps of that master beside it, None where there is nothing.
+        group: the number of its group.
+    """
+
+    key: Tensor
+    stored: tuple[Tensor, Tensor | None]
+    group: int
+
+    @property
+    def param(self) -> Tensor:
+        """What an operator updates."""
+        return self.stored[0]
+
+    @property
+    def beside(self) -> Tensor | None:
+        """What it keeps beside that."""
+        return self.stored[1]
+
+    @property
+    def grad(self) -> Tensor:
+        """The gradient, which has to be there."""
+        grad: Tensor = self.param.grad  # type: ignore[assignment]
+        return grad
+
+    @property
+    def is_supported(self) -> bool:
+        """Whether operators take it: whole or distributed, float32 or with a master, each element once in memory."""
+        if type(self.key) not in (Tensor, Parameter) and not hasattr(self.key, "to_local"):
+            return False
+        of_master = self.param is not self.key and self.param.dtype in SIXTEEN_BIT
+        return (of_master or self.param.dtype == torch.float32) and is_dense(local(self.param))
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Whether the elements fill a piece of memory, each once, in whatever order of dimensions."""
+    expected = 1
+    for stride, size in sorted((stride, size) for size, stride in _dimensions(tensor)):
+        if stride != expected:
+            return False
+        expected *= size
+    return tensor.layout == torch.strided
+
+
+def _dimensions(tensor: Tensor) -> list[tuple[int, int]]:
+    if tensor.numel() < 2:
+        return []
+    return [(size, stride) for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1]
+
+
+def like(param: Tensor, other: Tensor) -> Tensor:
+    """``other`` with its elements in the order in memory that ``param`` has: itself or a copy."""
+    if other.stride() == param.stride() or _dimensions(other) == _dimensions(param):
+        return other
+    return torch.empty_like(param, dtype=other.dtype).copy_(other)
+
+
+class Batch:
+    """The tensors of one call of an operator: one device, one way to keep masters, moments or none.
+
+    State that the optimizer does not have yet is made as it would make it: zeros. Steps are counted on the device.
+    """
+
+    def __init__(self, rule: UpdateRule, optimizer: torch.optim.Optimizer, places: Sequence[Place]) -> None:
+        self.places = places
+        self.params = [local(place.param).detach() for place in places]
+        self.masters = [local(place.beside).detach() for place in places if place.beside is not None]
+        self.groups = torch.tensor([place.group for place in places], dtype=torch.int64, device="cpu")
+        self._optimizer = optimizer
+        self._state: list[tuple[Tensor, str, Tensor]] = []
+        names = rule.moments(optimizer.param_groups[places[0].group])
+        self._lists = [[self._moment(place, name) for place in places] for name in names]
+        if rule.counts:
+            self._lists.append([self._count(place) for place in places])
+        self._lists += [[] for _ in range(rule.lists - len(self._lists))]
+
+    @property
+    def device(self) -> torch.device:
+        """Of all of them."""
+        return self.params[0].device
+
+    @property
+    def first(self) -> Tensor:
+        """The first gradient."""
+        return self.places[0].grad
+
+    def is_current(self) -> bool:
+        """Whether the optimizer's state is still what it was when this was made."""
+        state = self._optimizer.state
+        return all(state[key].get(name) is value for key, name, value in self._state)
+
+    def grads(self) -> list[Tensor]:
+        """The parameters' gradients, laid out in memory as they are."""
+        found = [local(place.grad) for place in self.places]
+        return [like(param, grad) for param, grad in zip(self.params, found, strict=True)]
+
+    def tensors(self, grads: Sequence[Tensor]) -> tuple[Sequence[Tensor], ...]:
+        """The first arguments of the operator."""
+        return self.params, self.masters, grads, *self._lists
+
+    def written(self) -> Iterator[Tensor]:
+        """What autograd has to know was changed."""
+        for place in self.places:
+            yield place.param
+            if place.beside is not None:
+                yield place.beside
+
+    def _moment(self, place: Place, name: str) -> Tensor:
+        state = self._optimizer.state[place.key]
+        moment = state.get(name)
+        if moment is None:
+            moment = torch.zeros_like(place.param, dtype=torch.float32, requires_grad=False)
+        fitting = like(local(place.param), local(moment).float())
+        if fitting is not local(moment) and not hasattr(moment, "to_local"):
+            moment = fitting
+        return self._keep(place, name, moment)
+
+    def _count(self, place: Place) -> Tensor:
+        count = self._optimizer.state[place.key].get("step", 0.0)
+        device = local(place.param).device
+        if not isinstance(count, Tensor):
+            count = torch.full((), float(count), dtype=torch.float32, device=device)
+        return self._keep(place, "step", count.to(device, torch.float32))
+
+    def _keep(self, place: Place, name: str, value: Tensor) -> Tensor:
+        self._optimizer.state[place.key][name] = value
+        self._state.append((place.key, name, value))
+        return local(value)
+
+
+def sort(rule: UpdateRule, optimizer: torch.optim.Optimizer, places: Sequence[Place]) -> list[Batch]:
+    """The calls that step all these parameters."""
+    kinds: dict[Any, list[Place]] = {}
+    for place in places:
+        beside = None if place.beside is None else place.beside.dtype
+        moments = rule.moments(optimizer.param_groups[place.group])
+        kinds.setdefault((place.param.device, place.param.dtype, beside, moments), []).append(place)
+    return [Batch(rule, optimizer, kind) for kind in kinds.values()]
+
+
+def count_on_host(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> None:
+    """Give torch's own step the count where it looks for it without waiting for the device."""
+    if group.get("fused") or group.get("capturable"):
+        return
+    for key in group["params"]:
+        state = optimizer.state.get(key, {})
+        if isinstance(state.get("step"), Tensor):
+            state["step"] = state["step"].cpu()

@@ -1,0 +1,60 @@
+"""Steps of a wrapped optimizer straight from scaled gradients, where polyamp's operators can make them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from polyamp.backends.torch.steps import reasons
+from polyamp.backends.torch.steps.control import applied_flag, scale_on
+from polyamp.backends.torch.steps.fused import Scaled
+from polyamp.backends.torch.steps.operands import Batch
+
+if TYPE_CHECKING:
+    from polyamp.backends.torch.steps.optimizer import LossScaledOptimizer
+
+
+def calls_of(optimizer: LossScaledOptimizer) -> Sequence[Batch] | None:
+    """The calls that make the step; None where the gradients have to be unscaled first, or are."""
+    masters, stepper = optimizer.masters, optimizer.stepper
+    config = optimizer.window.scaling_or(optimizer.scaler).scaler.config
+    if not optimizer.window.is_untouched or (config.check and stepper.skip_on_device is False):
+        return None
+    if masters is None and not config.check:
+        return None  # nothing to unscale and nothing to round: the optimizer's own kernel has as little to do
+    return stepper.operators.calls({} if masters is None else masters.standing())
+
+
+def step_scaled(optimizer: LossScaledOptimizer, calls: Sequence[Batch]) -> None:
+    """One step of a wrapped optimizer; see `LossScaledOptimizer.step`."""
+    optimizer.check_gradients(calls[0].first if calls else None)
+    scaler, state = optimizer.window.scaling_or(optimizer.scaler)
+    device = _device(optimizer, calls)
+    checks, control = scaler.config.check, scaler.control_on(device)
+    scaled = Scaled(
+        scale=scale_on(state, device),
+        config=scaler.config,
+        control=control,
+        advance=checks and scaler.opens_round(optimizer),
+        losses=scaler.losses_on(device) if checks else (),
+        max_norm=optimizer.max_grad_norm,
+        process_group=optimizer.process_group,
+    )
+    if optimizer.masters is not None:
+        optimizer.masters.count_in(control)
+    report = optimizer.stepper.operators.step_scaled(calls, scaled)
+    applied = applied_flag(report) if checks else True
+    if scaled.advance:
+        scaler.advanced(report, optimizer)
+    else:
+        scaler.advance(applied, optimizer)
+    if optimizer.masters is not None:
+        optimizer.masters.note_versions()
+    optimizer.close(scaler, applied, reasons.later(optimizer))
+
+
+def _device(optimizer: LossScaledOptimizer, calls: Sequence[Batch]) -> torch.device:
+    device: torch.device = calls[0].device if calls else optimizer.param_groups[0]["params"][0].device
+    return device

@@ -49,7 +49,7 @@ def sentences(small: bool) -> Batch:
 
 
 def resnet(small: bool) -> nn.Module:
-    network = resnet50(8, 10) if small else resnet50()
+    network = resnet50(8, 10, (1, 1)) if small else resnet50()
     return Classifier(network).to(memory_format=torch.channels_last)
 
 
@@ -240,20 +240,19 @@ def main(
     """Measure, print, and keep the numbers in results/end_to_end_<device>.json."""
     if DEVICE == "cpu" and not small:
         raise typer.BadParameter("there is no GPU: only --small runs here")
+    named = f"end_to_end_{'small' if small else DEVICE}"
+    versions = {"polyamp": polyamp.__version__, "torch": torch.__version__, "cuda": str(torch.version.cuda)}
     found: list[Row] = []
     left_out: list[Row] = []
     for name in model or TASKS:
         for compiled in (False, True):
             with memory_permitting(left_out, model=name, compiled=compiled):
                 found += rows(name, compiled, small, 2 if small else rounds)
-    console().print(table(found))
-    named = f"end_to_end_{'small' if small else DEVICE}"
-    versions = {"polyamp": polyamp.__version__, "torch": torch.__version__, "cuda": str(torch.version.cuda)}
-    found = others(named, versions, found) + found
-    more = {"check_only": CHECK_ONLY} if small else {}
-    keep(named, versions, {**more, "left_out": left_out, "rows": found})
+        shown = others(named, versions, found) + found
+        keep(named, versions, {"check_only": small and CHECK_ONLY, "left_out": left_out, "rows": shown})
+    console().print(table(shown))
     if plot is not None:
-        draw(found, plot)
+        draw(shown, plot)
 
 
 if __name__ == "__main__":

@@ -36,11 +36,11 @@ def _convolution(channels: int, width: int, kernel: int, stride: int = 1) -> tup
     return convolution, nn.BatchNorm2d(width)
 
 
-def resnet50(width: int = 64, classes: int = 1000) -> nn.Sequential:
+def resnet50(width: int = 64, classes: int = 1000, depths: tuple[int, ...] = (3, 4, 6, 3)) -> nn.Sequential:
     """Images [batch, 3, height, width] to scores: 161 parameters, 25.6 M numbers."""
     layers: list[nn.Module] = [*_convolution(3, width, 7, 2), nn.ReLU(inplace=True), nn.MaxPool2d(3, 2, padding=1)]
     channels = width
-    for stage, depth in enumerate((3, 4, 6, 3)):
+    for stage, depth in enumerate(depths):
         for place in range(depth):
             layers.append(Bottleneck(channels, width << stage, stride=2 if stage and not place else 1))
             channels = 4 * (width << stage)

@@ -26,7 +26,7 @@ NEEDS = {
     "parity": ["torch", "jax", "tensorflow", "keras"],
 }
 
-NEEDS_OPTION = ("gpu", "nvcc")  # a marker and the option that runs the tests that have it
+NEEDS_OPTION = ("gpu", "compilers")  # a marker and the option that runs the tests that have it
 
 ENVIRONMENT = {
     "TF_CPP_MIN_LOG_LEVEL": "2",  # TensorFlow's start-up notices are no warnings of ours
@@ -38,7 +38,7 @@ ENVIRONMENT = {
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--suite", default=",".join(NEEDS), help=f"comma list of {', '.join(NEEDS)}; all by default")
     parser.addoption("--gpu", action="store_true", help="run the tests that need a GPU, which else are left out")
-    parser.addoption("--nvcc", action="store_true", help="run the tests that need a CUDA compiler, likewise")
+    parser.addoption("--compilers", action="store_true", help="run the tests that need nvcc or sanitizers")
     parser.addoption("--keras-backend", help="tensorflow, jax or torch; else KERAS_BACKEND, else tensorflow")
 
 

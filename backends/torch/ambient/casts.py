@@ -15,7 +15,7 @@ Call = Callable[..., Any]
 
 # Their statistics are float32 buffers that the operator changes, and their kernels take 16-bit inputs beside float32
 # weights: casting more than the input would lose the update.
-_ONLY_THE_INPUT = {"batch_norm", "instance_norm"}
+ONLY_THE_INPUT = {"batch_norm", "instance_norm"}
 
 
 def lower(op: Any, canonical: str, device_type: str, dtype: torch.dtype) -> Call:
@@ -92,7 +92,7 @@ def _cast(value: Any, dtype: torch.dtype, device_type: str) -> Any:
 
 
 def _caster(device_type: str, canonical: str) -> Callable[[tuple[Any, ...], torch.dtype], Iterable[Any]]:
-    if canonical in _ONLY_THE_INPUT:
+    if canonical in ONLY_THE_INPUT:
         return lambda args, dtype: [_cast(args[0], dtype, device_type), *args[1:]]
     return lambda args, dtype: [_cast(value, dtype, device_type) for value in args]
 

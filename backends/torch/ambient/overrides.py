@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from polyamp.backends.torch import unstable
-from polyamp.backends.torch.ambient import casts
+from polyamp.backends.torch.ambient import boxed, casts
 from polyamp.backends.torch.ambient.native_lists import TORCH_VERSION, category, known, registered
 from polyamp.backends.torch.ambient.regions import DEVICE_TYPES, Region, current, tag_caches
 from polyamp.backends.torch.ambient.weights import library
@@ -196,11 +196,41 @@ def override(name: str, device_type: str) -> None:
         left = _left.pop((name, device_type), None)
         if left is not None:
             unstable.withdraw(left)
-        kernel = _kernel(name, device_type)
-        with _overriding():
-            key = unstable.AutocastKey(device_type).name
-            library.impl(name, kernel, key, with_keyset=True)  # type: ignore[no-untyped-call]
+        compiled = boxed.kernels()
+        if compiled is not None:
+            _override_compiled(compiled, name, device_type)
+        else:
+            kernel, key = _kernel(name, device_type), unstable.AutocastKey(device_type).name
+            with _overriding():
+                library.impl(name, kernel, key, with_keyset=True)  # type: ignore[no-untyped-call]
         _overridden.add((name, device_type))
+
+
+def _override_compiled(compiled: boxed.Kernels, name: str, device_type: str) -> None:
+    def choice(region: Region | None) -> boxed.Behaviour:
+        behaviour = None if region is None else _behaviour(name, region, device_type)
+        return boxed.Behaviour.NATIVE if behaviour is None or region is None else _compiled(behaviour, region.dtype)
+
+    only_the_first = class_name(name) in casts.ONLY_THE_INPUT
+    compiled.override(name, device_type, choice, listed=_is_listed(name, device_type), only_the_first=only_the_first)
+
+
+def _compiled(behaviour: Behaviour, dtype: torch.dtype) -> boxed.Behaviour:
+    if behaviour is casts.lower:
+        return boxed.Behaviour.FLOAT16 if dtype is torch.float16 else boxed.Behaviour.BFLOAT16
+    return _IN_FULL[behaviour]
+
+
+_IN_FULL: dict[Behaviour, boxed.Behaviour] = {
+    casts.full: boxed.Behaviour.FLOAT32,
+    casts.widest: boxed.Behaviour.WIDEST,
+    casts.as_written: boxed.Behaviour.AS_WRITTEN,
+}
+
+
+def _is_listed(name: str, device_type: str) -> bool:
+    """Whether native autocast's own kernel runs where nothing else is to be done."""
+    return name in registered(device_type) - _PROMOTING
 
 
 def _kernel(name: str, device_type: str) -> Callable[..., Any]:
@@ -227,7 +257,7 @@ def _kernel(name: str, device_type: str) -> Callable[..., Any]:
 
 def _native(name: str, device_type: str, op: Any, key: unstable.AutocastKey) -> Callable[..., Any]:
     """What happens to an operator where it is not overridden: native autocast's kernel, or the next key's."""
-    if name in registered(device_type) - _PROMOTING:
+    if _is_listed(name, device_type):
         kernel = torch.library.get_kernel(name, key.name)
         return lambda keyset, args, kwargs: kernel.call_boxed(keyset, *args, **kwargs)
     arguments = unstable.schema_arguments(op)

@@ -12,7 +12,8 @@ import hashlib
 import threading
 from bisect import bisect_right
 from collections import deque
-from typing import Any, NamedTuple
+from itertools import islice
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -55,7 +56,7 @@ class Region(NamedTuple):
 class Frame:
     """One entered region of a thread, and what was before it."""
 
-    __slots__ = ("before", "casts", "checkpointed", "depth", "grad", "marked", "marks", "outer", "region")
+    __slots__ = ("before", "casts", "checkpointed", "depth", "grad", "marked", "marks", "outer", "region", "state")
 
     def __init__(self, region: Region | None, outer: Frame | None) -> None:
         self.region = region
@@ -67,6 +68,7 @@ class Frame:
         self.marks = mark_of(region)
         self.before = marks_here()
         self.marked = [torch.is_autocast_enabled(device) for device in MARKED]
+        self.state = 0
 
 
 class _Thread(threading.local):
@@ -84,6 +86,7 @@ def enter(region: Region | None) -> Frame:
     set_marks(frame.marks)
     for device in MARKED:
         torch.set_autocast_enabled(device, region is not None)
+    frame.state = 0 if _mirror is None else _mirror.state()
     _become(frame)
     return frame
 
@@ -123,6 +126,32 @@ def casts_here() -> dict[Any, Any] | None:
     return None if _here.frame is None else _here.frame.casts
 
 
+class Mirror(Protocol):
+    """Kernels that know this thread's innermost region without Python."""
+
+    def state(self) -> int:
+        """What native autocast's own state in this thread is, as a number."""
+
+    def become(self, region: int, state: int) -> None:
+        """Have the region with a number be this thread's, as long as native autocast has that state.
+
+        Args:
+            region: `NO_REGION` in regions that turn autocast off, `OUTSIDE` where none is entered.
+            state: what `state` gave inside.
+        """
+
+
+NO_REGION, OUTSIDE = -1, -3
+
+_mirror: Mirror | None = None
+
+
+def mirror_in(kernels: Mirror) -> None:
+    """Tell kernels of every region that is entered or left from now on."""
+    global _mirror
+    _mirror = kernels
+
+
 def _nesting() -> int:
     torch.autocast_increment_nesting()
     return torch.autocast_decrement_nesting()
@@ -136,6 +165,8 @@ _ELSEWHERE = [device for device in ("ipu", "maia", "hpu") if device != ACCELERAT
 MARKED = _ELSEWHERE[0], _ELSEWHERE[1]
 _UNMARKED = (torch.get_autocast_dtype(MARKED[0]), torch.get_autocast_dtype(MARKED[1]))
 _DTYPES = sorted({one for one in vars(torch).values() if isinstance(one, torch.dtype)} - set(_UNMARKED), key=str)
+
+LIMIT = len(_DTYPES) ** 2 // 2  # of different regions in a process
 
 _regions: dict[Region, int] = {}
 _of_mark: dict[Marks, Region] = {}
@@ -158,7 +189,7 @@ def mark_of(region: Region | None, *, traced: bool = False) -> Marks:
         tag_caches(repr(region))
     page, line = divmod(2 * number + traced, len(_DTYPES))
     if page >= len(_DTYPES):
-        raise _too_many(len(_DTYPES) ** 2 // 2)
+        raise _too_many()
     mark = _DTYPES[line], _DTYPES[page]
     _of_mark[mark] = region
     if traced:
@@ -175,6 +206,11 @@ def set_marks(marks: Marks) -> None:
     """Give this thread's native autocast other marks."""
     for device, dtype in zip(MARKED, marks, strict=True):
         torch.set_autocast_dtype(device, dtype)
+
+
+def numbered(number: int) -> Region:
+    """The region with a number, as a `Mirror` has it."""
+    return next(islice(_regions, number, None))
 
 
 def marked(mark: Marks) -> Region | None:
@@ -197,11 +233,11 @@ def tag_caches(registration: str) -> None:
     torch.compiler.config.cache_key_tag = users + _tag
 
 
-def _too_many(limit: int) -> InvalidValueError:
+def _too_many() -> InvalidValueError:
     return InvalidValueError(
         "too many policies with different rules in one process",
         where="autocast(policy)",
-        found=f"more than {limit}",
+        found=f"more than {LIMIT}",
         allowed="that many",
         fix="make policies once and use them again",
     )
@@ -238,12 +274,20 @@ _histories: deque[_History] = deque(maxlen=64)  # of threads that may be gone wh
 
 def _become(frame: Frame | None) -> None:
     _here.frame = frame
+    if _mirror is not None:
+        _mirror.become(*_in_mirror(frame))
     if unstable.running_sequence_number() is not None:
         return  # what is recorded while a function is run again is not run a third time
     if _here.history is None:
         _here.history = _History()
         _histories.append(_here.history)
     _here.history.add(unstable.next_sequence_number(), frame)
+
+
+def _in_mirror(frame: Frame | None) -> tuple[int, int]:
+    if frame is None:
+        return OUTSIDE, 0
+    return NO_REGION if frame.region is None else _regions[frame.region], frame.state
 
 
 def _recorded(number: int) -> Region | None:

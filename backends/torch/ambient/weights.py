@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from polyamp.backends.torch import unstable
-from polyamp.backends.torch.ambient import regions
+from polyamp.backends.torch.ambient import boxed, regions
 
 # Operators that update their first argument. Activation functions in place (relu_, sigmoid_, dropout_) are none: nobody
 # applies them to weights.
@@ -32,7 +32,7 @@ _foreach_zero_ _foreach_addcmul_ _foreach_addcdiv_ _foreach_clamp_min_ _foreach_
 
 class _Cast(NamedTuple):
     weight: weakref.ref[Tensor]
-    version: int
+    version: tuple[int, int]
     value: Tensor
 
 
@@ -45,8 +45,9 @@ def cast_weight(weight: Tensor, dtype: torch.dtype) -> Tensor:
         return weight.to(dtype)
     key = id(weight), dtype, torch.is_grad_enabled()
     kept: _Cast | None = casts.get(key)
-    if kept is None or kept.weight() is not weight or kept.version != weight._version:
-        kept = casts[key] = _Cast(weakref.ref(weight), weight._version, weight.to(dtype))
+    version = weight._version, boxed.forgotten()
+    if kept is None or kept.weight() is not weight or kept.version != version:
+        kept = casts[key] = _Cast(weakref.ref(weight), version, weight.to(dtype))
     return kept.value
 
 
@@ -56,17 +57,22 @@ def forget_casts() -> None:
     if casts:
         casts.clear()
     torch.clear_autocast_cache()
+    boxed.forget_casts()
 
 
 @cache
 def watch(device_type: str) -> None:
     """Have casts dropped when weights on a device type are updated; once for each device type."""
-    key = unstable.AutocastKey(device_type)
+    key, compiled = unstable.AutocastKey(device_type), boxed.kernels()
+    dispatched = set(unstable.all_operators())  # some overloads are TorchScript's alone
     for name in _UPDATES.split():
-        packet = getattr(torch.ops.aten, name)
-        for overload in packet.overloads():
-            op = getattr(packet, overload)
-            library.impl(op.name(), _forgetting(op, key), key.name)  # type: ignore[no-untyped-call]
+        for op in unstable.overloads_of(f"aten::{name}"):
+            if op.name() not in dispatched:
+                continue
+            if compiled is not None:
+                compiled.watch(op.name(), device_type)
+            else:
+                library.impl(op.name(), _forgetting(op, key), key.name)  # type: ignore[no-untyped-call]
 
 
 library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call] # for as long as the process lives

@@ -109,13 +109,11 @@ def read_assembler(log: str) -> Iterator[Kernel]:
     >>> list(read_assembler(f"Compiling entry function 'k' for 'sm_90'\\n{said}"))
     [Kernel(name='k', architecture='9.0', registers=9, spills=12, parameters=None, wide=None)]
     """
-    entries = [*re.finditer(_ENTRY, log)]
-    ends = [entry.start() for entry in entries[1:]] + [len(log)]
-    for entry, end in zip(entries, ends, strict=True):
-        said = log[entry.end() : end]
+    parts = re.split(_ENTRY, log)
+    for name, major, minor, said in zip(*(parts[start::4] for start in range(1, 5)), strict=True):
         spills = sum(map(int, re.findall(r"(\d+) bytes spill (?:stores|loads)", said)))
         registers = max(map(int, re.findall(r"Used (\d+) registers", said)))
-        yield Kernel(entry[1], f"{entry[2]}.{entry[3]}", registers, spills)
+        yield Kernel(name, f"{major}.{minor}", registers, spills)
 
 
 def read_parameters(ptx: str) -> Iterator[tuple[str, int]]:

@@ -23,7 +23,7 @@ from polyamp.backends.torch.steps import refusals
 from polyamp.backends.torch.steps.control import SIZE, kept
 from polyamp.backends.torch.steps.gradients import Gradients
 from polyamp.backends.torch.steps.operands import Batch, Place, count_on_host, is_dense, sort
-from polyamp.backends.torch.steps.ranks import any_rank, has_peers
+from polyamp.backends.torch.steps.ranks import add_shards_, any_rank, has_peers
 from polyamp.backends.torch.steps.update_rules import UpdateRule, update_rule_of
 from polyamp.backends.torch.unstable import has_step_pre_hooks, note_step, run_with_step_hooks, step_without_hooks
 from polyamp.loss_scale import LossScale
@@ -100,16 +100,19 @@ class FusedStep:
         """Whether the operators are used for parameters on a device."""
         return (device.type == "cuda" and available("cuda")) if self.wanted is None else self.wanted
 
-    def calls(self, standing: Standing) -> list[Batch] | None:
+    def calls(self, standing: Standing, *, clips: bool) -> list[Batch] | None:
         """The calls that step all parameters from the model's own scaled gradients; None where operators cannot.
 
-        Hooks that run before a step are shown unscaled gradients, so where there are any these are made first.
+        Hooks that run before a step are shown unscaled gradients, so where there are any these are made first. The
+        norm of gradients that lie over ranks in several ways is left to PyTorch.
         """
         rule = self._rule()
         if rule is None or has_step_pre_hooks(self.inner):
             return None
         batches, left = self._scaled.of(self.inner, rule, standing, self.is_for)
-        return None if left or _are_on_several(batches) else batches
+        if left or len({batch.device for batch in batches}) > 1:  # whose statistics would have to be brought together
+            return None
+        return None if clips and len(set().union(*(batch.layouts for batch in batches))) > 1 else batches
 
     @torch.no_grad()
     def step_scaled(self, batches: Sequence[Batch], scaled: Scaled) -> Tensor:
@@ -119,7 +122,7 @@ class FusedStep:
             The report; see ``control.py``.
         """
         grads = [batch.grads() for batch in batches]
-        stats = self._statistics([grad for some in grads for grad in some], scaled)
+        stats = self._statistics(batches, [grad for some in grads for grad in some], scaled)
         settings = functools.partial(_settings, scaled.config, scaled.max_norm)
         report = torch.empty_like(scaled.control)
 
@@ -187,12 +190,14 @@ class FusedStep:
         first = next((param for group in self.inner.param_groups for param in group["params"]), None)
         return update_rule_of(self.inner) if first is not None and self.is_for(first.device) else None
 
-    def _statistics(self, grads: Sequence[Tensor], scaled: Scaled) -> Tensor:
+    def _statistics(self, batches: Sequence[Batch], grads: Sequence[Tensor], scaled: Scaled) -> Tensor:
         scratch = self._scratch_on(scaled.scale.device)
         if not scaled.config.check and scaled.max_norm is None:
             return scratch.nothing_found
         stats = scratch.stats
         torch.ops.polyamp.grad_stats(grads, scaled.losses, scaled.scale, stats, scratch.workspace)
+        if scaled.max_norm is not None and batches and hasattr(batches[0].first, "placements"):
+            add_shards_(stats[:1], batches[0].first)
         if not scaled.config.check:
             stats[1:].zero_()
         elif has_peers(scaled.process_group):
@@ -302,11 +307,6 @@ class _Calls:
 
 def _same(one: Sequence[Any], other: Sequence[Any]) -> bool:
     return len(one) == len(other) and all(map(lambda a, b: a is b, one, other))
-
-
-def _are_on_several(batches: Sequence[Batch]) -> bool:
-    """Devices: their statistics would have to be brought together between the two calls."""
-    return len({batch.device for batch in batches}) > 1
 
 
 def _fits(place: Place) -> bool:

@@ -105,6 +105,14 @@ class Batch:
         """The first gradient."""
         return self.places[0].grad
 
+    @property
+    def layouts(self) -> set[Any]:
+        """How the parameters lie over ranks; of those that do not, None."""
+        return {
+            (place.param.device_mesh, place.param.placements) if hasattr(place.param, "placements") else None
+            for place in self.places
+        }
+
     def is_current(self) -> bool:
         """Whether the optimizer's state is still what it was when this was made."""
         state = self._optimizer.state
@@ -141,7 +149,7 @@ class Batch:
         device = local(place.param).device
         if not isinstance(count, Tensor):
             count = torch.full((), float(count), dtype=torch.float32, device=device)
-        return self._keep(place, "step", count.to(device, torch.float32))
+        return self._keep(place, "step", count.to(device, torch.float32, non_blocking=True))
 
     def _keep(self, place: Place, name: str, value: Tensor) -> Tensor:
         self._optimizer.state[place.key][name] = value

@@ -50,6 +50,18 @@ def has_peers(process_group: Any = None) -> bool:
     return distributed.get_world_size(process_group) > 1  # -1 where this process is not in the group
 
 
+def add_shards_(total: Tensor, sharded: Any) -> None:
+    """Add up, in place, what each rank found in its shard of distributed tensors that lie over ranks like this one.
+
+    Args:
+        total: scalar or vector on the device.
+        sharded: such a tensor (DTensor). Over the dimensions of the mesh on which it is replicated nothing is added.
+    """
+    for dimension, placement in enumerate(sharded.placements):
+        if placement.is_shard():
+            torch.distributed.all_reduce(total, group=sharded.device_mesh.get_group(dimension))
+
+
 def check_process_group(process_group: Any) -> None:
     """Refuse what is no process group, when an optimizer is wrapped rather than at its first step.
 

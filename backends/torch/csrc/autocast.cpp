@@ -1,0 +1,385 @@
+// Autocast by a policy's rules, as boxed kernels at PyTorch's Autocast dispatch keys: what ambient/overrides.py and
+// ambient/weights.py register through torch.library otherwise, at the cost of native autocast's own kernels.
+//
+// One kernel serves every operator: it finds the arguments' tensors on the stack. Which region runs, and what is done
+// with an operator there, Python decides; here both are looked up. Whatever this thread cannot know (functions that
+// checkpointing runs again, regions inside compiled code, regions of torch.autocast within ours) is asked of Python.
+//
+// It needs dispatch keys and operators at hand, which PyTorch's stable ABI does not give: so it is built for one
+// release of PyTorch, from its C++ headers alone (no CUDA, no Python).
+
+#include <ATen/autocast_mode.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <c10/core/impl/TorchDispatchModeTLS.h>
+#include <torch/csrc/autograd/graph_task.h>
+#include <torch/library.h>
+
+#include <algorithm>
+#include <atomic>
+#include <map>
+#include <memory>
+#include <optional>
+#include <string>
+#include <tuple>
+#include <utility>
+
+namespace {
+
+using at::ScalarType;
+using at::Tensor;
+using c10::DispatchKey;
+using c10::DispatchKeySet;
+using c10::IValue;
+using c10::OperatorHandle;
+using torch::jit::Stack;
+
+// What is done with an operation's tensors. ambient/boxed.py has the same numbers.
+enum class Behaviour : int8_t { undecided, native, float16, bfloat16, float32, widest, as_written };
+
+// Regions are numbers from 0 on. None: native autocast alone, or nothing.
+constexpr int64_t kNoRegion = -1;
+constexpr int64_t kUnknownRegion = -2;
+constexpr int64_t kOutside = -3;  // this thread has entered no region, not even one that turns autocast off
+
+struct Settings {
+  at::DeviceType marked[2];  // the device types whose autocast dtypes mark regions
+  int64_t unmarked;
+  int64_t regions;  // the number of regions that there can be
+  int64_t (*choose)(int64_t place, int64_t region);  // the Behaviour; finds out an unknown region
+};
+Settings settings;
+
+using Weak = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
+struct Cast {
+  Weak weight;  // keeps its address, which is in the key, from being given to another tensor
+  int64_t version;
+  Tensor value;
+};
+using CastKey = std::tuple<const c10::TensorImpl*, ScalarType, bool>;
+
+struct Thread {
+  int64_t region = kOutside;
+  int64_t state = 0;      // native autocast's, when the region was entered
+  int64_t forgotten = 0;  // how often casts were dropped
+  std::map<CastKey, Cast> casts;
+};
+thread_local Thread here;
+
+constexpr int64_t kMarks = 0xffff;
+
+// This thread's native autocast: its dtypes for the marked device types, and how many of its regions are entered.
+int64_t native_state() {
+  at::autocast::increment_nesting();
+  const auto depth = static_cast<int64_t>(at::autocast::decrement_nesting());
+  const auto first = static_cast<int64_t>(at::autocast::get_autocast_dtype(settings.marked[0]));
+  const auto second = static_cast<int64_t>(at::autocast::get_autocast_dtype(settings.marked[1]));
+  return depth << 16 | second << 8 | first;
+}
+
+// As `regions.current` in Python answers, where that needs no Python.
+int64_t region_here() {
+  const int64_t state = native_state();
+  if (here.region != kOutside && here.state == state) {
+    return here.region;
+  }
+  const bool marked = (state & kMarks) != settings.unmarked;
+  return marked || torch::autograd::get_current_graph_task_id() != -1 ? kUnknownRegion : kNoRegion;
+}
+
+void forget_casts() {
+  ++here.forgotten;
+  here.casts.clear();
+  at::autocast::clear_cache();
+}
+
+// Outside of regions, while a graph is captured and under transforms of torch.func casts belong to that moment.
+bool may_keep_cast(const Tensor& weight) {
+  return here.region != kOutside && at::autocast::is_autocast_cache_enabled() && !weight.is_inference() &&
+      !weight.key_set().has(DispatchKey::Python) && !c10::impl::TorchDispatchModeTLS::any_modes_set() &&
+      !c10::impl::tls_is_dispatch_key_included(DispatchKey::FuncTorchDynamicLayerFrontMode);
+}
+
+// A leaf that requires gradients: the same cast as long as nothing changed it in this region.
+Tensor cast_weight(const Tensor& weight, ScalarType dtype) {
+  if (!may_keep_cast(weight)) {
+    return weight.to(dtype);
+  }
+  const CastKey key{weight.unsafeGetTensorImpl(), dtype, c10::GradMode::is_enabled()};
+  const auto version = static_cast<int64_t>(weight._version());
+  const auto kept = here.casts.find(key);
+  if (kept != here.casts.end() && kept->second.version == version) {
+    return kept->second.value;
+  }
+  Tensor value = weight.to(dtype);
+  here.casts.insert_or_assign(key, Cast{Weak(weight.getIntrusivePtr()), version, value});
+  return value;
+}
+
+// What an operator's kernel has to know wherever it runs.
+class Kernel : public c10::OperatorKernel {
+ protected:
+  Kernel(const OperatorHandle& op, at::DeviceType device)
+      : device_(device),
+        key_(at::autocast::get_autocast_dispatch_key_from_device_type(device)),
+        arguments_(op.schema().arguments().size()) {}
+
+  IValue& argument(Stack& stack, size_t index) const {
+    return torch::jit::peek(stack, index, arguments_);
+  }
+
+  // As if there were no kernel at this key.
+  void pass_on(const OperatorHandle& op, DispatchKeySet keys, Stack* stack) const {
+    op.redispatchBoxed(keys & DispatchKeySet(DispatchKeySet::FULL_AFTER, key_), stack);
+  }
+
+  const at::DeviceType device_;
+  const DispatchKey key_;
+  const size_t arguments_;
+};
+
+// An operator that changes its first argument: where that may be a weight, casts of weights are dropped.
+class Update final : public Kernel {
+ public:
+  Update(const OperatorHandle& op, at::DeviceType device) : Kernel(op, device) {}
+
+  void operator()(const OperatorHandle& op, DispatchKeySet keys, Stack* stack) const {
+    const IValue& updated = argument(*stack, 0);
+    if (!updated.isTensor() || may_be_weight(updated.toTensor())) {
+      forget_casts();
+    }
+    pass_on(op, keys, stack);
+  }
+
+ private:
+  static bool may_be_weight(const Tensor& tensor) {
+    return tensor.scalar_type() == ScalarType::Float && tensor.grad_fn() == nullptr;
+  }
+};
+
+// An operator whose class may differ from what native autocast does with it.
+class Override final : public Kernel {
+ public:
+  Override(const OperatorHandle& op, at::DeviceType device, int64_t place, bool listed, bool only_the_first)
+      : Kernel(op, device),
+        place_(place),
+        cast_(only_the_first ? 1 : arguments_),
+        dtype_argument_(op.schema().argumentIndexWithName("dtype")),
+        chosen_(std::make_unique<std::atomic<Behaviour>[]>(settings.regions)) {
+    if (listed) {
+      native_.emplace(op.getComputedKernelForDispatchKey(key_));
+    }
+  }
+
+  void operator()(const OperatorHandle& op, DispatchKeySet keys, Stack* stack) const {
+    const Behaviour behaviour = choose();
+    if (behaviour != Behaviour::native) {
+      c10::impl::ExcludeDispatchKeyGuard without_autocast(key_);
+      cast(behaviour, *stack);
+      op.callBoxed(stack);
+    } else if (native_) {
+      native_->callBoxed(op, keys, stack);
+    } else {
+      pass_on(op, keys, stack);
+    }
+  }
+
+ private:
+  Behaviour choose() const {
+    const int64_t region = region_here();
+    if (region == kNoRegion) {
+      return Behaviour::native;
+    }
+    if (region == kUnknownRegion) {
+      return ask(region);
+    }
+    Behaviour behaviour = chosen_[region].load(std::memory_order_relaxed);
+    if (behaviour == Behaviour::undecided) {
+      behaviour = ask(region);
+      chosen_[region].store(behaviour, std::memory_order_relaxed);
+    }
+    return behaviour;
+  }
+
+  Behaviour ask(int64_t region) const {
+    const auto behaviour = static_cast<Behaviour>(settings.choose(place_, region));
+    TORCH_CHECK(behaviour != Behaviour::undecided, "interrupted while a policy's rules were looked up");
+    return behaviour;
+  }
+
+  void cast(Behaviour behaviour, Stack& stack) const {
+    switch (behaviour) {
+      case Behaviour::float16:
+        return cast_to(ScalarType::Half, stack);
+      case Behaviour::bfloat16:
+        return cast_to(ScalarType::BFloat16, stack);
+      case Behaviour::float32:
+        return gives_dtype(stack) ? void() : cast_to(ScalarType::Float, stack);
+      case Behaviour::widest:
+        return agree(stack) ? void() : cast_to(ScalarType::Float, stack);
+      default:
+        return;
+    }
+  }
+
+  void cast_to(ScalarType dtype, Stack& stack) const {
+    for (size_t index = 0; index < cast_; ++index) {
+      cast_argument(argument(stack, index), dtype);
+    }
+  }
+
+  bool gives_dtype(Stack& stack) const {
+    return dtype_argument_ && !argument(stack, *dtype_argument_).isNone();
+  }
+
+  // Whether the tensors that autocast would cast have one type.
+  bool agree(Stack& stack) const {
+    std::optional<ScalarType> common;
+    for (size_t index = 0; index < arguments_; ++index) {
+      const IValue& value = argument(stack, index);
+      for (const IValue& one : value.isList() ? value.toListRef() : c10::ArrayRef<IValue>(value)) {
+        if (is_castable(one) && one.toTensor().scalar_type() != common) {
+          if (common) {
+            return false;
+          }
+          common = one.toTensor().scalar_type();
+        }
+      }
+    }
+    return true;
+  }
+
+  void cast_argument(IValue& value, ScalarType dtype) const {
+    if (needs_cast(value, dtype)) {
+      value = cast_tensor(value.toTensor(), dtype);
+    } else if (value.isList()) {
+      cast_list(value, dtype);
+    }
+  }
+
+  void cast_list(IValue& value, ScalarType dtype) const {
+    const auto needs = [&](const IValue& one) { return needs_cast(one, dtype); };
+    const auto given = value.toListRef();
+    if (std::none_of(given.begin(), given.end(), needs)) {
+      return;
+    }
+    const c10::List<IValue> list = value.toList().copy();  // of the same type; the caller keeps its own
+    for (size_t index = 0; index < list.size(); ++index) {
+      const IValue one = list.get(index);
+      if (needs(one)) {
+        list.set(index, cast_tensor(one.toTensor(), dtype));
+      }
+    }
+    value = list;
+  }
+
+  static Tensor cast_tensor(const Tensor& tensor, ScalarType dtype) {
+    return tensor.requires_grad() && tensor.is_leaf() ? cast_weight(tensor, dtype) : tensor.to(dtype);
+  }
+
+  bool needs_cast(const IValue& value, ScalarType dtype) const {
+    return is_castable(value) && value.toTensor().scalar_type() != dtype;
+  }
+
+  // Neither float64, integer, complex or 8-bit values, nor other devices'.
+  bool is_castable(const IValue& value) const {
+    if (!value.isTensor() || !value.toTensor().defined() || value.toTensor().device().type() != device_) {
+      return false;
+    }
+    const ScalarType dtype = value.toTensor().scalar_type();
+    return dtype == ScalarType::Float || dtype == ScalarType::Half || dtype == ScalarType::BFloat16;
+  }
+
+  const int64_t place_;
+  const size_t cast_;  // how many of the arguments are cast, from the first on
+  const std::optional<int> dtype_argument_;
+  std::optional<c10::SafeKernelFunction> native_;
+  const std::unique_ptr<std::atomic<Behaviour>[]> chosen_;  // by region
+};
+
+// An override is meant: PyTorch warns of it, once for all operators.
+class Silence final : public c10::WarningHandler {
+  void process(const c10::Warning& /*warning*/) override {}
+};
+
+OperatorHandle operator_named(const std::string& name) {
+  const size_t dot = name.find('.');
+  const std::string overload = dot == std::string::npos ? "" : name.substr(dot + 1);
+  return c10::Dispatcher::singleton().findSchemaOrThrow(name.substr(0, dot).c_str(), overload.c_str());
+}
+
+template <class Functor>
+void register_kernel(const std::string& name, at::DeviceType device, std::unique_ptr<Functor> kernel) {
+  const DispatchKey key = at::autocast::get_autocast_dispatch_key_from_device_type(device);
+  Silence silence;
+  c10::WarningUtils::WarningHandlerGuard guard(&silence);
+  auto* library = new torch::Library(torch::Library::IMPL, "aten", key, __FILE__, __LINE__);  // for good
+  library->impl(name.c_str(), torch::CppFunction::makeFromBoxedFunctor(std::move(kernel)));
+}
+
+at::DeviceType type_named(const char* device) {
+  return c10::Device(device).type();
+}
+
+// Null where `action` succeeds, else what went wrong, until this thread's next call.
+template <class Action>
+const char* failure_of(Action action) {
+  thread_local std::string failure;
+  try {
+    action();
+    return nullptr;
+  } catch (const std::exception& error) {
+    failure = error.what();
+    return failure.c_str();
+  }
+}
+
+}  // namespace
+
+#define POLYAMP_EXPORT extern "C" __attribute__((visibility("default")))
+
+// Before everything else, while no region is entered.
+POLYAMP_EXPORT const char* polyamp_autocast_set_up(
+    const char* first_marked, const char* second_marked, int64_t regions, int64_t (*choose)(int64_t, int64_t)) {
+  return failure_of([&] {
+    settings = {{type_named(first_marked), type_named(second_marked)}, 0, regions, choose};
+    settings.unmarked = native_state() & kMarks;
+  });
+}
+
+POLYAMP_EXPORT const char* polyamp_autocast_override(
+    const char* name, const char* device, int64_t place, int listed, int only_the_first) {
+  return failure_of([&] {
+    const OperatorHandle op = operator_named(name);
+    const at::DeviceType type = type_named(device);
+    register_kernel(name, type, std::make_unique<Override>(op, type, place, listed != 0, only_the_first != 0));
+  });
+}
+
+POLYAMP_EXPORT const char* polyamp_autocast_watch(const char* name, const char* device) {
+  return failure_of([&] {
+    const at::DeviceType type = type_named(device);
+    register_kernel(name, type, std::make_unique<Update>(operator_named(name), type));
+  });
+}
+
+// This thread's native autocast, to be handed to `polyamp_autocast_become` for as long as a region is the innermost.
+POLYAMP_EXPORT int64_t polyamp_autocast_state() {
+  return native_state();
+}
+
+POLYAMP_EXPORT void polyamp_autocast_become(int64_t region, int64_t state) {
+  here.region = region;
+  here.state = state;
+  if (region == kOutside) {
+    here.casts.clear();
+  }
+}
+
+POLYAMP_EXPORT void polyamp_autocast_forget() {
+  forget_casts();
+}
+
+// How often this thread's casts were dropped.
+POLYAMP_EXPORT int64_t polyamp_autocast_forgotten() {
+  return here.forgotten;
+}

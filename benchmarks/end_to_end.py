@@ -168,7 +168,7 @@ def rows(name: str, compiled: bool, small: bool, rounds: int) -> list[Row]:
     times = {timing.variant: timing.microseconds for timing in taken}
     timings = compared(question, {variant: times[variant] for variant in times if variant == "float32"})
     for low in FORMATS:
-        pair = {variant: times[variant] for variant in times if variant.endswith(low)}
+        pair = {variant: times[variant] for variant in times if variant.endswith(f" {low}")}
         timings += compared(question, pair, f"native {low}")
     yardstick = min(timing.summary()["microseconds"] for timing in timings if timing.variant == "float32")
     return [row(name, compiled, timing, made[timing.variant], yardstick) for timing in timings]

@@ -23,7 +23,9 @@ HOUSE = ("polyamp", "backends", "tests", "examples", "benchmarks", "docs")
 SOURCES = {
     *(f"polyamp/{path.name}" for path in (ROOT / "polyamp").glob("*.py")),
     *(f"polyamp/{path.relative_to(ROOT)}" for path in (ROOT / "backends").rglob("*.py")),
+    *(f"polyamp/{path.relative_to(ROOT)}" for path in (ROOT / "backends").rglob("csrc/*")),
 }
+SUFFIXES = (".py", ".h", ".cuh", ".cu", ".cpp")
 
 
 @pytest.fixture
@@ -48,7 +50,7 @@ def wheel_files(tree: Path) -> set[str]:
 
 def test_wheel_has_every_source_the_types_and_the_licence(tree: Path) -> None:
     files = wheel_files(tree)
-    assert {name for name in files if name.endswith(".py")} == SOURCES
+    assert {name for name in files if name.endswith(SUFFIXES)} == SOURCES
     assert "polyamp/py.typed" in files
     assert f"polyamp-{polyamp.__version__}.dist-info/licenses/LICENSE" in files
 

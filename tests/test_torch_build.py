@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -424,9 +425,9 @@ def test_the_command_tries_again_what_has_failed(run: Callable[..., Any], compil
 
 
 def test_an_error_of_the_command_is_told_without_a_traceback() -> None:
-    module = "polyamp.backends.torch.build"
-    without = {"PATH": "/nowhere", "HOME": "/nowhere"}
-    done = subprocess.run([sys.executable, "-m", module], env=without, capture_output=True, text=True, check=False)
+    without = {**os.environ, "CXX": "/nowhere/g++"}
+    told = [sys.executable, "-m", "polyamp.backends.torch.build"]
+    done = subprocess.run(told, env=without, capture_output=True, text=True, check=False)
     assert done.returncode == 1
     assert "there is no C++ compiler" in done.stderr
     assert "Traceback" not in done.stderr

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-import os
 from collections.abc import Sequence
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -44,8 +42,8 @@ SHAPES: list[tuple[int, ...]] = [(), (0,), (7,), (3, 3), (CHUNK - 1,), (CHUNK,),
 SCALE = 64.0
 
 
-def compiled_operators(folder: Path) -> Any:
-    """``torch.ops.polyamp`` with compiled kernels; built in a folder where the cache has none.
+def compiled_operators() -> Any:
+    """``torch.ops.polyamp`` with compiled kernels; built where the cache has none.
 
     Raises:
         ExtensionError: no compiler is found, or it fails.
@@ -54,7 +52,6 @@ def compiled_operators(folder: Path) -> Any:
     gpus = [torch.cuda.get_device_capability()] if torch.cuda.is_available() else []
     found = builder.find(recipe, gpus)
     if found is None:
-        os.environ["POLYAMP_CACHE"] = str(folder)  # of this process only
         architectures = [f"{major}.{minor}" for major, minor in gpus]
         found = builder.build(recipes.Job.of(recipe, toolchain.find(cuda=bool(gpus)), architectures))
     torch.ops.load_library(found.path)

@@ -205,9 +205,10 @@ int run(const StepTable<Sgd>& table, Storage storage) { return kEmulated.sgd_ste
 // What a call reads and writes besides parameters, each in its own memory.
 struct Surroundings {
   Buffer scale{1, 4, 0}, stats{3, 8, 0}, workspace{3 * kMaxBlocks + 1, 8, 0}, control{1, sizeof(Control), 0},
-      report{1, sizeof(Report), 0};
+      report{1, sizeof(Report), 0}, loss{1, 2, 0};
   Surroundings() {
     *scale.as<float>() = kScale;
+    *loss.as<uint16_t>() = Float16::narrow(NAN);
     *control.as<Control>() = {kScale, 0, 1, 0, 0, 0, 0, 0};
   }
 };
@@ -225,6 +226,7 @@ double take_statistics(const Kind& kind, const std::vector<Parameter>& params, c
       squares += grad / kScale * (grad / kScale);
     }
   }
+  items.push_back({{around.loss.as<void>()}, 1, kFloat16 | kLoss});
   uint32_t adds = 0;
   for (GradTable& table : pack(blank, items)) {
     table.adds = adds++ > 0;
@@ -242,6 +244,7 @@ void step_once(const Kind& kind, std::vector<Parameter>& params, const std::vect
   const double squares = take_statistics(kind, params, around);
   const double* stats = around.stats.as<double>();
   expect(stats[1] == (step == kOverflow), kind.name, "non-finite gradients", step);
+  expect(stats[2] == 1, kind.name, "non-finite losses", step);
   expect(step == kOverflow || close(stats[0], squares, 0), kind.name, "sum of squares", step);
   StepTable<Rule> blank{};
   blank.settings = {kMaxNorm, 2, 0.5, 1, 65536, 2000, 1, 0, 0, 7, true, false};

@@ -41,7 +41,8 @@ constexpr ScalarType kType<int64_t> = ScalarType::Long;
 Call::Call(const char* name, const Tensor& on) : name_(name), type_(device_type(on)), index_(on.get_device_index()) {}
 
 void* Call::memory(const Tensor& tensor, const char* what, ScalarType type, int64_t numel) const {
-  require(device_type(tensor) == type_ && tensor.get_device_index() == index_, what, " is on another device than stats");
+  const bool here = device_type(tensor) == type_ && tensor.get_device_index() == index_;
+  require(here, what, " is on another device than stats");
   require(tensor.scalar_type() == type, what, " has another dtype than it must");
   require(numel < 0 || tensor.numel() == numel, what, " has ", tensor.numel(), " elements, not ", numel);
   require(is_dense(tensor), what, " overlaps itself or has gaps");

@@ -277,16 +277,18 @@ class Override final : public Kernel {
   }
 
   bool needs_cast(const IValue& value, ScalarType dtype) const {
-    return is_castable(value) && value.toTensor().scalar_type() != dtype;
+    return value.isTensor() && value.toTensor().scalar_type() != dtype && is_castable(value);
   }
 
-  // Neither float64, integer, complex or 8-bit values, nor other devices'.
+  // Neither float64, integer, complex or 8-bit values, nor other devices'. Undefined tensors have no such type either.
   bool is_castable(const IValue& value) const {
-    if (!value.isTensor() || !value.toTensor().defined() || value.toTensor().device().type() != device_) {
+    if (!value.isTensor()) {
       return false;
     }
-    const ScalarType dtype = value.toTensor().scalar_type();
-    return dtype == ScalarType::Float || dtype == ScalarType::Half || dtype == ScalarType::BFloat16;
+    const Tensor& tensor = value.toTensor();
+    const ScalarType dtype = tensor.scalar_type();
+    const bool has_type = dtype == ScalarType::Float || dtype == ScalarType::Half || dtype == ScalarType::BFloat16;
+    return has_type && tensor.device().type() == device_;
   }
 
   const int64_t place_;

@@ -16,6 +16,11 @@ uint32_t blocks_for(const Table& table) {
   return std::clamp(table.tensors.chunks(), 1u, kBlocks);
 }
 
+// The others of a block have nothing to do in a short chunk.
+int threads_for(const Place& place) {
+  return std::min<int>(kThreads, (place.length + kVector - 1) / kVector);
+}
+
 int grad_stats(const GradTable& table, void*) {
   const float inverse = inverse_of(*table.scale);
   double sums[3] = {};
@@ -25,7 +30,7 @@ int grad_stats(const GradTable& table, void*) {
     for (uint32_t chunk = block; chunk < table.tensors.chunks(); chunk += blocks_for(table)) {
       const Place place = locate(table.tensors, chunk, tensor);
       tensor = place.tensor;
-      for (int thread = 0; thread < kThreads; ++thread) tally_thread(table, place, thread, inverse, tally);
+      for (int thread = 0; thread < threads_for(place); ++thread) tally_thread(table, place, thread, inverse, tally);
     }
     sums[0] += tally.squares, sums[1] += tally.grads, sums[2] += tally.losses;
   }
@@ -40,7 +45,7 @@ int unscale_clip(const GradTable& table, void*) {
   for (uint32_t chunk = 0; chunk < table.tensors.chunks(); ++chunk) {
     const Place place = locate(table.tensors, chunk, tensor);
     tensor = place.tensor;
-    for (int thread = 0; thread < kThreads; ++thread) rescale_thread(table, place, thread, factor);
+    for (int thread = 0; thread < threads_for(place); ++thread) rescale_thread(table, place, thread, factor);
   }
   return 0;
 }
@@ -56,7 +61,7 @@ void step_block(const StepTable<Rule>& table, uint32_t block) {
     tensor = place.tensor;
     const Key needed = key_of(table, tensor);
     if (!(needed == key)) coefficients = coefficients_of(table, key = needed);
-    for (int thread = 0; thread < kThreads; ++thread)
+    for (int thread = 0; thread < threads_for(place); ++thread)
       step_thread<Rule, Kept>(table, place, thread, coefficients);
   }
 }

@@ -78,6 +78,7 @@ POLYAMP_EVERYWHERE void tally_chunk(const GradTable& table, const Place& place, 
                                     Tally& tally) {
   const bool is_loss = table.tensors.tag[place.tensor] & kLoss;
   Share<Format> share(table, place, thread);
+  if (share.left <= 0) return;
   share.template read<Reuse::kSoon>();
   POLYAMP_UNROLL
   for (const auto& packed : share.sweeps) {
@@ -96,6 +97,7 @@ POLYAMP_EVERYWHERE void tally_chunk(const GradTable& table, const Place& place, 
 template <class Format>
 POLYAMP_EVERYWHERE void rescale_chunk(const GradTable& table, const Place& place, int thread, float factor) {
   Share<Format> share(table, place, thread);
+  if (share.left <= 0) return;
   share.template read<Reuse::kNever>();
   POLYAMP_UNROLL
   for (auto& packed : share.sweeps) {

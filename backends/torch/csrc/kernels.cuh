@@ -49,7 +49,8 @@ __device__ inline void sum_up(const GradTable& table, const Tally& tally) {
   if (!is_last_block(reinterpret_cast<uint32_t*>(table.workspace + 3 * kMaxBlocks))) return;
   for (int i = 0; i < 3; ++i) {
     double part = 0;
-    for (uint32_t block = threadIdx.x; block < gridDim.x; block += kThreads) part += __ldcg(&table.workspace[3 * block + i]);
+    for (uint32_t block = threadIdx.x; block < gridDim.x; block += kThreads)
+      part += __ldcg(&table.workspace[3 * block + i]);  // of other blocks: not from this multiprocessor's own cache
     const double sum = block_sum(part);
     if (threadIdx.x == 0) table.stats[i] = table.adds ? table.stats[i] + sum : sum;
   }
@@ -79,7 +80,7 @@ POLYAMP_KERNEL unscale_clip_kernel(const __grid_constant__ GradTable table) {
 }
 
 // Chunks are walked from the last to the first: those that the statistics read last may still be in the cache.
-template <class Rule, class Storage>
+template <class Rule, class Kept>
 __device__ void step_block(const StepTable<Rule>& table) {
   __shared__ typename Rule::Coefficients coefficients;
   __shared__ Key key;  // of these coefficients; both change between two barriers only
@@ -96,13 +97,13 @@ __device__ void step_block(const StepTable<Rule>& table) {
       if (threadIdx.x == 0) coefficients = coefficients_of(table, key = needed);
       __syncthreads();
     }
-    step_thread<Rule, Storage>(table, place, threadIdx.x, coefficients);
+    step_thread<Rule, Kept>(table, place, threadIdx.x, coefficients);
   }
 }
 
-template <class Rule, class Storage>
+template <class Rule, class Kept>
 POLYAMP_KERNEL step_kernel(const __grid_constant__ StepTable<Rule> table) {
-  if (is_applied(table.stats)) step_block<Rule, Storage>(table);
+  if (is_applied(table.stats)) step_block<Rule, Kept>(table);
   if (!is_last_block(&table.control->ticket)) return;
   count_steps(table, threadIdx.x, kThreads);
   if (table.is_last && threadIdx.x == 0) finish(*table.control, table.stats, table.settings, *table.report);

@@ -172,7 +172,8 @@ void adam_step(const Target& target, const TensorList& params, const TensorList&
                             {exp_avgs, "exp_avgs", ScalarType::Float, false, false},
                             {exp_avg_sqs, "exp_avg_sqs", ScalarType::Float, false, false},
                             {steps, "steps", ScalarType::Float, false, true}};
-  for (const auto& table : step_tables<Adam>(call, sources, groups, rules, lrs, {scale, stats, control, settings, report}))
+  const Shared shared{scale, stats, control, settings, report};
+  for (const auto& table : step_tables<Adam>(call, sources, groups, rules, lrs, shared))
     check(call, target, target.device.adam_step(table, storage, target.stream));
 }
 
@@ -186,7 +187,8 @@ void sgd_step(const Target& target, const TensorList& params, const TensorList& 
                             {masters, "masters", master_type(storage), true, false},
                             {grads, "grads", param_type(params), false, false},
                             {momenta, "momenta", ScalarType::Float, true, false}};
-  for (const auto& table : step_tables<Sgd>(call, sources, groups, rules, lrs, {scale, stats, control, settings, report}))
+  const Shared shared{scale, stats, control, settings, report};
+  for (const auto& table : step_tables<Sgd>(call, sources, groups, rules, lrs, shared))
     check(call, target, target.device.sgd_step(table, storage, target.stream));
 }
 

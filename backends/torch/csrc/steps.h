@@ -91,37 +91,37 @@ struct Stochastic {  // 16 bits alone, rounded by chance
   }
 };
 
-template <class Rule, class Storage, bool Whole>
+template <class Rule, class Kept, bool Whole>
 POLYAMP_EVERYWHERE void step_eight(const StepTable<Rule>& table, uint32_t tensor, const Eight<Whole>& lanes,
                                    const typename Rule::Coefficients& coefficients) {
   const auto& data = table.tensors.data;
   float values[kVector], grads[kVector], moments[Rule::kMoments][kVector] = {};
-  Storage::load(lanes, data[kParam][tensor], data[kKept][tensor], values);
-  lanes.template load<typename Storage::Param>(data[kGrad][tensor], grads);
+  Kept::load(lanes, data[kParam][tensor], data[kKept][tensor], values);
+  lanes.template load<typename Kept::Param>(data[kGrad][tensor], grads);
   POLYAMP_UNROLL
   for (int m = 0; m < Rule::kMoments; ++m)
-    if (!Rule::kMayLackMoments || data[kMoments + m][tensor])
-      lanes.template load<Float32>(data[kMoments + m][tensor], moments[m]);
+    if (!Rule::kMayLackMoments || data[kMoment + m][tensor])
+      lanes.template load<Float32>(data[kMoment + m][tensor], moments[m]);
   POLYAMP_UNROLL
   for (int i = 0; i < kVector; ++i) values[i] = Rule::update(values[i], grads[i], moments, i, coefficients);
   POLYAMP_UNROLL
   for (int m = 0; m < Rule::kMoments; ++m)
-    if (!Rule::kMayLackMoments || data[kMoments + m][tensor])
-      lanes.template store<Float32>(data[kMoments + m][tensor], moments[m]);
+    if (!Rule::kMayLackMoments || data[kMoment + m][tensor])
+      lanes.template store<Float32>(data[kMoment + m][tensor], moments[m]);
   const Chance chance{table.settings.seed, table.control->draws, table.index + tensor};
-  Storage::store(lanes, data[kParam][tensor], data[kKept][tensor], values, chance);
+  Kept::store(lanes, data[kParam][tensor], data[kKept][tensor], values, chance);
 }
 
 // A thread's part of a chunk.
-template <class Rule, class Storage>
+template <class Rule, class Kept>
 POLYAMP_EVERYWHERE void step_thread(const StepTable<Rule>& table, const Place& place, int thread,
                                     const typename Rule::Coefficients& coefficients) {
   const int left = static_cast<int>(place.length) - thread * kVector;
   const uint64_t at = place.start + thread * kVector;
-  if (left >= kVector && is_aligned<kMoments + Rule::kMoments>(table.tensors, place.tensor)) {
-    step_eight<Rule, Storage>(table, place.tensor, Eight<true>{at, kVector}, coefficients);
+  if (left >= kVector && is_aligned<kMoment + Rule::kMoments>(table.tensors, place.tensor)) {
+    step_eight<Rule, Kept>(table, place.tensor, Eight<true>{at, kVector}, coefficients);
   } else if (left > 0) {
-    step_eight<Rule, Storage>(table, place.tensor, Eight<false>{at, left}, coefficients);
+    step_eight<Rule, Kept>(table, place.tensor, Eight<false>{at, left}, coefficients);
   }
 }
 
@@ -136,7 +136,7 @@ constexpr Key kNoKey = {-1, 0};
 
 template <class Rule>
 POLYAMP_EVERYWHERE float* steps_of(const StepTable<Rule>& table, uint32_t tensor) {
-  return static_cast<float*>(table.tensors.data[kMoments + Rule::kMoments][tensor]);
+  return static_cast<float*>(table.tensors.data[kMoment + Rule::kMoments][tensor]);
 }
 
 template <class Rule>

@@ -9,13 +9,13 @@
 
 namespace polyamp {
 
-constexpr int kThreads = 512;        // of a block
-constexpr int kVector = 8;           // elements that a thread takes at once: 16 bytes of a 16-bit format
+constexpr int kThreads = 512;               // of a block
+constexpr int kVector = 8;                  // elements that a thread takes at once: 16 bytes of a 16-bit format
 constexpr int kSweep = kThreads * kVector;  // elements that a block takes at once
+constexpr int kMaxBlocks = 1024;            // for whose partial sums the workspace has room
 constexpr int kParameterBytes = 32764;
-constexpr int kMaxBlocks = 1024;     // for whose partial sums the workspace has room
 
-// A chunk is what a block takes before it looks for its next one: `Sweeps` times the block's width.
+// A chunk is what a block takes before it looks for its next one, in so many sweeps.
 template <int Streams, int Capacity, int Sweeps>
 struct Tensors {
   static constexpr int kStreams = Streams, kCapacity = Capacity, kSweeps = Sweeps, kChunk = Sweeps * kSweep;
@@ -23,8 +23,8 @@ struct Tensors {
   void* data[Streams][Capacity];
   uint32_t first[Capacity + 1];  // chunks of all tensors before this one
   uint32_t count;
-  uint16_t last[Capacity];       // elements in a tensor's last chunk
-  uint8_t tag[Capacity];         // which group, or which format
+  uint16_t last[Capacity];  // elements in a tensor's last chunk
+  uint8_t tag[Capacity];    // which group, or which format
 
   POLYAMP_EVERYWHERE uint32_t chunks() const { return first[count]; }
 };
@@ -66,7 +66,7 @@ struct GradTable {
 };
 static_assert(sizeof(GradTable) <= kParameterBytes, "a launch's parameters");
 
-enum Stream { kParam, kKept, kGrad, kMoments };  // kKept: a master, or a remainder; moments are one or two
+enum Stream { kParam, kKept, kGrad, kMoment };  // kKept: a master, or a remainder; of moments there are one or two
 
 // Where the loss scale and its counts live on the device; see polyamp.loss_scale.LossScaleState.
 struct Control {
@@ -95,7 +95,7 @@ struct Settings {
 template <class Rule>
 struct StepTable {
   static constexpr int kGroups = 24;
-  Tensors<kMoments + Rule::kMoments + Rule::kCounts, 576, 1> tensors;  // tag: a group of this table
+  Tensors<kMoment + Rule::kMoments + Rule::kCounts, 576, 1> tensors;  // tag: a group of this table
   typename Rule::Group groups[kGroups];
   Settings settings;
   const double* stats;

@@ -8,7 +8,7 @@
 
 namespace polyamp {
 
-struct alignas(16) Words {
+struct [[gnu::may_alias]] alignas(16) Words {
   uint32_t at[4];
 };
 
@@ -21,9 +21,7 @@ POLYAMP_EVERYWHERE Words read_words(const void* from) {
   const uint4 words = reuse == Reuse::kSoon ? *at : __ldcs(at);
   return {{words.x, words.y, words.z, words.w}};
 #else
-  Words words;
-  memcpy(&words, from, sizeof words);
-  return words;
+  return *static_cast<const Words*>(from);
 #endif
 }
 
@@ -31,7 +29,7 @@ POLYAMP_EVERYWHERE void write_words(void* to, const Words& words) {
 #ifdef __CUDA_ARCH__
   __stcs(static_cast<uint4*>(to), make_uint4(words.at[0], words.at[1], words.at[2], words.at[3]));
 #else
-  memcpy(to, &words, sizeof words);
+  *static_cast<Words*>(to) = words;
 #endif
 }
 

@@ -164,7 +164,8 @@ def _demangled(names: Sequence[str]) -> Mapping[str, str]:
     if filt is None:
         return {name: name for name in names}
     plain = _said([filt, *names]).splitlines()
-    return {name: re.sub(r"^void |\(polyamp::.*|polyamp::", "", text) for name, text in zip(names, plain, strict=True)}
+    short = [re.sub(r"^void |\(polyamp::.*|polyamp::", "", text).replace(" >", ">") for text in plain]
+    return dict(zip(names, short, strict=True))
 
 
 def _said(command: Sequence[str], **environment: str) -> str:

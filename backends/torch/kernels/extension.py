@@ -47,6 +47,7 @@ class Status:
         library: its path.
         architectures: the GPUs that it has code for.
         compilers: what built it.
+        autocast: the path of the library of autocast's overrides, which are slower without it.
         why: what is missing, and what to do.
     """
 
@@ -55,16 +56,19 @@ class Status:
     library: str | None = None
     architectures: tuple[str, ...] = ()
     compilers: str | None = None
+    autocast: str | None = None
     why: str | None = None
 
     def __str__(self) -> str:
         if self.library is None:
             return f"CUDA extension not in use: {self.why}"
         made_for = f"compute capability {', '.join(self.architectures)}" if self.architectures else "the CPU alone"
-        used = (
+        said = [
             f"CUDA extension in use on {', '.join(self.devices)}: for {made_for}, by {self.compilers}, {self.library}"
-        )
-        return f"{used}; {self.why}" if self.why else used
+        ]
+        if self.autocast is None:
+            said.append(f"autocast's overrides are not compiled for this version of PyTorch: {builder.COMMAND}")
+        return "\n".join(said)
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
@@ -141,7 +145,9 @@ def status() -> Status:
         built = _serving("operators", device_type, build=False)
     except ExtensionError as error:
         return Status(said, why=str(error))
-    return Status(said, tuple(sorted({"cpu", device_type})), str(built.path), built.architectures, built.compilers)
+    devices, overrides = sorted({"cpu", device_type}), builder.find(recipes.autocast(), ())
+    autocast = str(overrides.path) if overrides else None
+    return Status(said, tuple(devices), str(built.path), built.architectures, built.compilers, autocast)
 
 
 def _device_type() -> str:

@@ -45,7 +45,7 @@ def unscale_clip_(grads: Tensors, scale: Tensor, stats: Tensor, max_norm: float)
     """Unscale and clip in place, unless the step will be skipped."""
     factor, applied = _factor(scale, stats, max_norm)
     for grad in grads:
-        grad.copy_(torch.where(applied, grad.float() * factor, grad))
+        grad.copy_(torch.where(applied, (grad.float() * factor).to(grad.dtype), grad))
 
 
 def adam_step_(

@@ -19,6 +19,9 @@ from polyamp.errors import ExtensionError
 RUNTIME = "libcudart_static.a"
 """CUDA's runtime, which is linked in: a library built by one CUDA then loads beside a PyTorch built for another."""
 
+OLDEST = "12.1"
+"""The first CUDA whose kernels take 32 KB of parameters (NVIDIA, CUDA 12.1 Release Notes), as ours do."""
+
 
 @dataclass(frozen=True)
 class Cxx:
@@ -36,19 +39,14 @@ class Cxx:
 class Nvcc:
     """A CUDA compiler: its path and version, the folder of CUDA's runtime, and the architectures it compiles for.
 
-    >>> Nvcc("/usr/local/cuda/bin/nvcc", "13.0.88", "/usr/local/cuda/lib64", ("8.0", "9.0")).major
-    13
+    >>> Nvcc("/usr/local/cuda/bin/nvcc", "13.0.88", "/usr/local/cuda/lib64", ("8.0", "9.0")).knows
+    ('8.0', '9.0')
     """
 
     path: str
     version: str
     libraries: str
     knows: tuple[str, ...]
-
-    @property
-    def major(self) -> int:
-        """What the driver has to be at least (NVIDIA, CUDA Compatibility)."""
-        return int(self.version.partition(".")[0])
 
 
 @dataclass(frozen=True)
@@ -167,12 +165,17 @@ def _examined(path: Path) -> Nvcc:
     codes = re.findall(r"sm_(\d+)(\d)\b", _output([str(path), "--list-gpu-code"]) or "")
     if version is None or not codes:
         raise _Unusable("does not run")
-    knows = sorted({(int(major), int(minor)) for major, minor in codes})
-    nvcc = Nvcc(str(path), version[1], _runtime(path), tuple(f"{major}.{minor}" for major, minor in knows))
+    if _numbers(version[1]) < _numbers(OLDEST):
+        raise _Unusable(f"CUDA {version[1]} is older than {OLDEST}")
     driver = driver_major()
-    if driver is not None and driver < nvcc.major:
-        raise _Unusable(f"CUDA {nvcc.version} needs a newer driver than this one, of CUDA {driver}")
-    return nvcc
+    if driver is not None and driver < _numbers(version[1])[0]:  # NVIDIA, CUDA Compatibility
+        raise _Unusable(f"CUDA {version[1]} needs a newer driver than this one, of CUDA {driver}")
+    knows = sorted({(int(major), int(minor)) for major, minor in codes})
+    return Nvcc(str(path), version[1], _runtime(path), tuple(f"{major}.{minor}" for major, minor in knows))
+
+
+def _numbers(version: str) -> list[int]:
+    return [int(part) for part in version.split(".")]
 
 
 def _runtime(path: Path) -> str:

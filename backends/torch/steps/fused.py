@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -30,6 +32,8 @@ from polyamp.loss_scale import LossScale
 
 Standing = Mapping[Tensor, tuple[Tensor, Tensor | None]]
 """The model's parameter, and what operators keep beside it, for each master that stands in an optimizer's groups."""
+
+NO_MASTERS: Standing = MappingProxyType({})
 
 
 _TAKEN = frozenset({*SIXTEEN_BIT, torch.float32})
@@ -98,7 +102,10 @@ class FusedStep:
 
     def is_for(self, device: torch.device) -> bool:
         """Whether the operators are used for parameters on a device."""
-        return (device.type == "cuda" and available("cuda")) if self.wanted is None else self.wanted
+        if self.wanted is False or (self.wanted is None and device.type != "cuda"):
+            return False
+        compiled = available(device.type)  # asked in any case: it loads them
+        return compiled or self.wanted is True
 
     def calls(self, standing: Standing, *, clips: bool) -> list[Batch] | None:
         """The calls that step all parameters from the model's own scaled gradients; None where operators cannot.
@@ -147,7 +154,7 @@ class FusedStep:
         rule = self._rule()
         if rule is None:
             return None
-        batches, left = self._unscaled.of(self.inner, rule, {}, self.is_for)
+        batches, left = self._unscaled.of(self.inner, rule, NO_MASTERS, self.is_for)
         if not batches:
             return None
         if left and found:
@@ -216,19 +223,19 @@ class FusedStep:
         report: Tensor,
     ) -> None:
         rule: Any = update_rule_of(self.inner)
-        operator = getattr(torch.ops.polyamp, rule.operator)
+        step = getattr(torch.ops.polyamp, rule.operator)
         numbers = _numbers(rule, self.inner, scale.device)
         last = len(batches) - 1
         for place, (batch, some) in enumerate(zip(batches, grads, strict=True)):
-            operator(
+            step(
                 *batch.tensors(some), batch.groups, *numbers, scale, stats, control,
                 settings(advance and place == last), report,
             )  # fmt: skip
-            increment_version(list(batch.written()))
+            increment_version(batch.written)
         if not batches:  # the loss scale moves with the other ranks'
             nothing: list[list[Tensor]] = [[] for _ in range(3 + rule.lists)]
             groups = torch.empty(0, dtype=torch.int64, device="cpu")
-            operator(*nothing, groups, *numbers, scale, stats, control, settings(advance), report)
+            step(*nothing, groups, *numbers, scale, stats, control, settings(advance), report)
 
     @torch.no_grad()
     def _call_unscaled(self, batches: Sequence[Batch], found: Tensor) -> None:
@@ -261,11 +268,13 @@ class _Calls:
 
     def __init__(self) -> None:
         self._keys: list[Tensor] = []
-        self._standing: Standing = {}
+        self._kinds: list[tuple[int, tuple[str, ...]]] = []  # of each group, its size and the names of its moments
+        self._standing = NO_MASTERS
         self._places: list[Place] = []
         self._supported: list[bool] = []
-        self._graded: list[Place] = []
+        self._taken: list[Place] = []
         self._batches: list[Batch] = []
+        self._states: list[int] = []
 
     def of(
         self,
@@ -275,43 +284,55 @@ class _Calls:
         is_for: Callable[[torch.device], bool],
     ) -> tuple[list[Batch], list[int]]:
         """The calls, and the numbers of the groups with gradients that no operator can step."""
-        self._look(inner, standing)
-        graded = [
-            (place, supported)
-            for place, supported in zip(self._places, self._supported, strict=True)
-            if place.param.grad is not None
-        ]
-        left = {
-            place.group
-            for place, supported in graded
-            if not (supported and _fits(place) and is_for(place.param.device))
-        }
-        left |= {place.group for place, _ in graded if rule.numbers(inner.param_groups[place.group]) is None}
-        taken = [place for place, _ in graded if place.group not in left]
-        if not (_same(taken, self._graded) and all(batch.is_current() for batch in self._batches)):
-            self._graded, self._batches = taken, sort(rule, inner, taken)
+        kinds = [(len(group["params"]), rule.moments(group)) for group in inner.param_groups]
+        if not (kinds == self._kinds and self._are_current(inner, standing)):
+            self._look(inner, standing, is_for)
+            self._kinds = kinds
+        covered = [rule.numbers(group) is not None for group in inner.param_groups]
+        graded, left = [], set()
+        for place, supported in zip(self._places, self._supported, strict=True):
+            param = place.param
+            if (grad := param.grad) is not None:
+                graded.append(place)
+                if not (supported and covered[place.group] and _fits(grad, param)):
+                    left.add(place.group)
+        taken = [place for place in graded if place.group not in left] if left else graded
+        if not _same(taken, self._taken):
+            self._taken, self._batches = taken, sort(rule, inner, taken)
+            self._states = [*map(id, inner.state.values())]  # which live as long as the batches
         return self._batches, sorted(left)
 
-    def _look(self, inner: torch.optim.Optimizer, standing: Standing) -> None:
-        keys = [key for group in inner.param_groups for key in group["params"]]
-        if _same(keys, self._keys) and standing is self._standing:
-            return
-        self._keys, self._standing = keys, standing
+    def _are_current(self, inner: torch.optim.Optimizer, standing: Standing) -> bool:
+        """Whether these are still the optimizer's parameters, in their places in memory, with their state."""
+        return (
+            standing is self._standing
+            and _same(_keys(inner), self._keys)
+            and [*map(id, inner.state.values())] == self._states
+            and all(batch.is_current() for batch in self._batches)
+        )
+
+    def _look(self, inner: torch.optim.Optimizer, standing: Standing, is_for: Callable[[torch.device], bool]) -> None:
+        self._taken, self._batches = [], []
+        self._keys, self._standing = _keys(inner), standing
         self._places = [
             Place(key, standing.get(key, (key, None)), number)
             for number, group in enumerate(inner.param_groups)
             for key in group["params"]
         ]
-        self._supported = [place.is_supported for place in self._places]
+        self._supported = [place.is_supported and is_for(place.param.device) for place in self._places]
 
 
-def _same(one: Sequence[Any], other: Sequence[Any]) -> bool:
-    return len(one) == len(other) and all(map(lambda a, b: a is b, one, other))
+def _keys(inner: torch.optim.Optimizer) -> list[Tensor]:
+    return [key for group in inner.param_groups for key in group["params"]]
 
 
-def _fits(place: Place) -> bool:
-    grad, param = place.grad, place.param
-    return grad.layout == torch.strided and grad.dtype == param.dtype and grad.device == param.device
+def _same(one: Sequence[object], other: Sequence[object]) -> bool:
+    """Whether two lists hold the same objects; tensors' ``==`` compares elements."""
+    return len(one) == len(other) and all(map(operator.is_, one, other))
+
+
+def _fits(grad: Tensor, param: Tensor) -> bool:
+    return grad.layout is torch.strided and grad.dtype is param.dtype
 
 
 def _numbers(rule: UpdateRule, inner: torch.optim.Optimizer, device: torch.device) -> tuple[Tensor, list[Tensor]]:

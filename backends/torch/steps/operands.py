@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -12,6 +12,7 @@ from torch.nn import Parameter
 from polyamp.backends.torch.dtypes import SIXTEEN_BIT
 from polyamp.backends.torch.steps.gradients import local
 from polyamp.backends.torch.steps.update_rules import UpdateRule
+from polyamp.backends.torch.unstable import local_shard
 
 
 class Place(NamedTuple):
@@ -37,12 +38,6 @@ class Place(NamedTuple):
     def beside(self) -> Tensor | None:
         """What it keeps beside that."""
         return self.stored[1]
-
-    @property
-    def grad(self) -> Tensor:
-        """The gradient, which has to be there."""
-        grad: Tensor = self.param.grad  # type: ignore[assignment]
-        return grad
 
     @property
     def is_supported(self) -> bool:
@@ -80,15 +75,24 @@ class Batch:
     """The tensors of one call of an operator: one device, one way to keep masters, moments or none.
 
     State that the optimizer does not have yet is made as it would make it: zeros. Steps are counted on the device.
+
+    Attributes:
+        places: of the parameters.
+        layouts: how they lie over ranks; None of those that do not.
+        written: what the call changes, as autograd knows it.
     """
 
     def __init__(self, rule: UpdateRule, optimizer: torch.optim.Optimizer, places: Sequence[Place]) -> None:
         self.places = places
+        self.layouts = {_layout(place.param) for place in places}
         self.params = [local(place.param).detach() for place in places]
         self.masters = [local(place.beside).detach() for place in places if place.beside is not None]
         self.groups = torch.tensor([place.group for place in places], dtype=torch.int64, device="cpu")
+        self.written = [tensor for place in places for tensor in place.stored if tensor is not None]
+        self._strides = [param.stride() for param in self.params]
+        self._pointers = self._where()
         self._optimizer = optimizer
-        self._state: list[tuple[Tensor, str, Tensor]] = []
+        self._state: list[tuple[dict[str, Any], str, Tensor]] = []
         names = rule.moments(optimizer.param_groups[places[0].group])
         self._lists = [[self._moment(place, name) for place in places] for name in names]
         if rule.counts:
@@ -103,36 +107,30 @@ class Batch:
     @property
     def first(self) -> Tensor:
         """The first gradient."""
-        return self.places[0].grad
-
-    @property
-    def layouts(self) -> set[Any]:
-        """How the parameters lie over ranks; of those that do not, None."""
-        return {
-            (place.param.device_mesh, place.param.placements) if hasattr(place.param, "placements") else None
-            for place in self.places
-        }
+        first: Tensor = self.places[0].param.grad  # type: ignore[assignment]
+        return first
 
     def is_current(self) -> bool:
-        """Whether the optimizer's state is still what it was when this was made."""
-        state = self._optimizer.state
-        return all(state[key].get(name) is value for key, name, value in self._state)
+        """Whether parameters are where they were, and state is what it was, when this was made."""
+        return self._where() == self._pointers and all(state.get(name) is value for state, name, value in self._state)
 
     def grads(self) -> list[Tensor]:
         """The parameters' gradients, laid out in memory as they are."""
-        found = [local(place.grad) for place in self.places]
-        return [like(param, grad) for param, grad in zip(self.params, found, strict=True)]
+        grads: list[Any] = [place.param.grad for place in self.places]
+        if type(grads[0]) is not Tensor:
+            grads = [local(grad) for grad in grads]
+        return [
+            grad if grad.stride() == stride else like(param, grad)
+            for param, grad, stride in zip(self.params, grads, self._strides, strict=True)
+        ]
 
     def tensors(self, grads: Sequence[Tensor]) -> tuple[Sequence[Tensor], ...]:
         """The first arguments of the operator."""
         return self.params, self.masters, grads, *self._lists
 
-    def written(self) -> Iterator[Tensor]:
-        """What autograd has to know was changed."""
-        for place in self.places:
-            yield place.param
-            if place.beside is not None:
-                yield place.beside
+    def _where(self) -> list[int]:
+        plain = type(self.written[0]) in (Tensor, Parameter)
+        return [tensor.data_ptr() for tensor in (self.written if plain else map(local_shard, self.written))]
 
     def _moment(self, place: Place, name: str) -> Tensor:
         state = self._optimizer.state[place.key]
@@ -142,19 +140,23 @@ class Batch:
         fitting = like(local(place.param), local(moment).float())
         if fitting is not local(moment) and not hasattr(moment, "to_local"):
             moment = fitting
-        return self._keep(place, name, moment)
+        return self._keep(state, name, moment)
 
     def _count(self, place: Place) -> Tensor:
-        count = self._optimizer.state[place.key].get("step", 0.0)
-        device = local(place.param).device
+        state, device = self._optimizer.state[place.key], local(place.param).device
+        count = state.get("step", 0.0)
         if not isinstance(count, Tensor):
             count = torch.full((), float(count), dtype=torch.float32, device=device)
-        return self._keep(place, "step", count.to(device, torch.float32, non_blocking=True))
+        return self._keep(state, "step", count.to(device, torch.float32, non_blocking=True))
 
-    def _keep(self, place: Place, name: str, value: Tensor) -> Tensor:
-        self._optimizer.state[place.key][name] = value
-        self._state.append((place.key, name, value))
+    def _keep(self, state: dict[str, Any], name: str, value: Tensor) -> Tensor:
+        state[name] = value
+        self._state.append((state, name, value))
         return local(value)
+
+
+def _layout(param: Any) -> Any:
+    return (param.device_mesh, param.placements) if hasattr(param, "placements") else None
 
 
 def sort(rule: UpdateRule, optimizer: torch.optim.Optimizer, places: Sequence[Place]) -> list[Batch]:

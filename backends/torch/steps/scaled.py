@@ -9,7 +9,7 @@ import torch
 
 from polyamp.backends.torch.steps import reasons
 from polyamp.backends.torch.steps.control import applied_flag, scale_on
-from polyamp.backends.torch.steps.fused import Scaled
+from polyamp.backends.torch.steps.fused import NO_MASTERS, Scaled
 from polyamp.backends.torch.steps.operands import Batch
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ def calls_of(optimizer: LossScaledOptimizer) -> Sequence[Batch] | None:
         return None
     if masters is None and not config.check:
         return None  # nothing to unscale and nothing to round: the optimizer's own kernel has as little to do
-    standing = {} if masters is None else masters.standing()
+    standing = NO_MASTERS if masters is None else masters.standing()
     return stepper.operators.calls(standing, clips=optimizer.max_grad_norm is not None)
 
 

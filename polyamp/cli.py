@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
@@ -48,7 +49,7 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON inst
     table = Table("framework", "version", "device", "fast formats", "notes")
     for name, framework in found["frameworks"].items():
         for row in _doctor_rows(name, framework):
-            table.add_row(*row)
+            table.add_row(*map(escape, row))  # which keeps the extra in pip install "polyamp[...]"
     console.print(table)
 
 

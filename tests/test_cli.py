@@ -85,3 +85,8 @@ def test_doctor_without_frameworks_says_how_to_get_each() -> None:
     frameworks = json.loads(done.stdout)["frameworks"]
     assert not any(framework["installed"] for framework in frameworks.values())
     assert all(f'pip install "polyamp[{name}]"' in framework["why"] for name, framework in frameworks.items())
+
+
+def test_the_table_of_the_doctor_keeps_the_names_of_extras() -> None:
+    done = subprocess.run([sys.executable, "-c", WITHOUT_FRAMEWORKS, "doctor"], capture_output=True, text=True)
+    assert all(f'pip install "polyamp[{name}]"' in done.stdout for name in registry.names())

@@ -149,6 +149,13 @@ def test_without_a_build_require_says_how_to_build(monkeypatch: pytest.MonkeyPat
             extension.available("cpu")
 
 
+def test_without_a_compiler_require_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("POLYAMP_EXTENSION", "require")
+    monkeypatch.setenv("CXX", "/nowhere/g++")
+    with pytest.raises(ExtensionError, match=r"there is no C\+\+ compiler"):
+        extension.available("cpu")
+
+
 def test_without_a_gpu_require_says_so() -> None:
     code = "from polyamp.backends.torch.kernels import extension\ntry: extension.available('cuda')\n"
     assert "PyTorch sees no NVIDIA GPU" in run(
@@ -194,6 +201,11 @@ def test_the_doctor_says_how_to_build() -> None:
     assert status["library"] is None
     assert note.startswith("CUDA extension not in use: it is not built")
     assert builder.COMMAND in note
+
+
+def test_the_doctor_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "/nowhere/g++")
+    assert "there is no C++ compiler" in described()[1]
 
 
 def test_the_doctor_says_that_it_is_turned_off(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -247,7 +259,7 @@ print(extension.available("cuda"), extension.available("cpu"), extension.status(
 def test_the_first_use_on_a_gpu_builds_it_for_all_processes() -> None:
     gpu = os.environ.get("CUDA_VISIBLE_DEVICES", "0")
     first, second = (run(BUILD_AT_FIRST_USE, CUDA_VISIBLE_DEVICES=gpu) for _ in range(2))
-    assert "polyamp builds its CUDA extension, once" in first
+    assert "polyamp builds polyamp_operators.so once" in first
     assert "True True CUDA extension in use on cpu, cuda" in first
     assert second == first.split("\n", 1)[1]
 

@@ -76,18 +76,18 @@ def covers(architectures: Sequence[str], capability: Capability) -> bool:
     return any(_runs(name, capability) for name in architectures)
 
 
-def flags(architectures: Sequence[str]) -> list[str]:
+def gencode(architectures: Sequence[str]) -> list[str]:
     """What nvcc is told.
 
-    >>> flags(["9.0+PTX"])
+    >>> gencode(["9.0+PTX"])
     ['-gencode=arch=compute_90,code=sm_90', '-gencode=arch=compute_90,code=compute_90']
     """
-    told = []
+    options = []
     for name in architectures:
         digits = name.removesuffix("+PTX").replace(".", "")
         kinds = ("sm", "compute") if name.endswith("+PTX") else ("sm",)
-        told += [f"-gencode=arch=compute_{digits},code={kind}_{digits}" for kind in kinds]
-    return told
+        options += [f"-gencode=arch=compute_{digits},code={kind}_{digits}" for kind in kinds]
+    return options
 
 
 def _runs(name: str, capability: Capability) -> bool:

@@ -6,6 +6,7 @@ A build has a folder, named by the hash of all that goes into it; its manifest i
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shutil
 import subprocess
@@ -16,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from polyamp.backends.torch.kernels.architectures import Capability, covers
 from polyamp.backends.torch.kernels.recipes import Job, Recipe
@@ -25,6 +27,8 @@ COMMAND = "python -m polyamp.backends.torch.build"
 MANIFEST = "manifest.json"
 LOG = "build.log"
 TAIL = 20  # lines of a compiler's complaint that an error repeats
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -121,10 +125,11 @@ def _build(job: Job, folder: Path, retry: bool, on_step: Callable[[str], None]) 
     failed = _failure_log(folder)
     for stale in folder.parent.glob(f"{folder.name}.*.partial"):  # of a process that was killed
         shutil.rmtree(stale, ignore_errors=True)
-    start = time.monotonic()
+    _log.warning("polyamp builds %s once, by %s", job.recipe.file, job.toolchain.versions)
+    digest, start = job.recipe.digest, time.monotonic()  # taken first: a source that changes now is for another build
     with tempfile.TemporaryDirectory(prefix=f"{folder.name}.", suffix=".partial", dir=folder.parent) as made:
         _compile(job, Path(made), failed, on_step)
-        _publish(job, Path(made), folder, seconds=time.monotonic() - start)
+        _publish(job, Path(made), folder, {"digest": digest, "seconds": round(time.monotonic() - start, 1)})
     failed.unlink(missing_ok=True)
     return Built(folder / job.recipe.file, job.architectures, job.toolchain.versions, reused=False)
 
@@ -151,13 +156,8 @@ def _compile(job: Job, folder: Path, failed: Path, on_step: Callable[[str], None
     on_step(job.recipe.file)
 
 
-def _publish(job: Job, made: Path, folder: Path, seconds: float) -> None:
-    manifest = {
-        "digest": job.recipe.digest,
-        "architectures": job.architectures,
-        "compilers": job.toolchain.versions,
-        "seconds": round(seconds, 1),
-    }
+def _publish(job: Job, made: Path, folder: Path, facts: dict[str, Any]) -> None:
+    manifest = {"architectures": job.architectures, "compilers": job.toolchain.versions, **facts}
     (made / MANIFEST).write_text(json.dumps(manifest, indent=2))
     folder.mkdir(exist_ok=True)
     for name in (job.recipe.file, LOG, MANIFEST):
@@ -166,9 +166,8 @@ def _publish(job: Job, made: Path, folder: Path, seconds: float) -> None:
 
 def _run(command: list[str], folder: Path) -> str:
     environment = {**os.environ, "LC_ALL": "C"}  # what is said is read by `checks`
-    done = subprocess.run(
-        command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=True
-    )
+    both: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    done = subprocess.run(command, cwd=folder, env=environment, check=True, text=True, errors="replace", **both)
     return _said(command, done.stdout)
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from polyamp.backends.torch.kernels.builder import Built
 from polyamp.backends.torch.kernels.recipes import Job
-from polyamp.backends.torch.kernels.toolchain import tool
+from polyamp.backends.torch.kernels.toolchain import Nvcc, tool
 from polyamp.errors import ExtensionError
 
 REGISTERS = 64
@@ -76,10 +76,11 @@ def examine(job: Job, built: Built) -> list[Kernel]:
     Raises:
         ExtensionError: nvcc or cuobjdump fails now.
     """
-    kernels = list(read_assembler(built.log))
-    if not kernels:
+    nvcc = job.toolchain.nvcc
+    if nvcc is None:
         return []
-    parameters, code = _parameters(job), _machine_code(job, built.path)
+    kernels = list(read_assembler(built.log))
+    parameters, code = _parameters(job, nvcc), _machine_code(job, built.path)
     wide = dict(read_machine_code(code)) if code is not None else None
     names = _demangled([kernel.name for kernel in kernels])
     return [
@@ -141,12 +142,12 @@ def read_machine_code(code: str) -> Iterator[tuple[tuple[str, str], tuple[str, .
             yield (name.strip(), architecture), tuple(kind for kind, seen in _SASS.items() if seen.search(body))
 
 
-def _parameters(job: Job) -> Mapping[str, int]:
+def _parameters(job: Job, nvcc: Nvcc) -> Mapping[str, int]:
     sizes: dict[str, int] = {}
     with tempfile.TemporaryDirectory() as folder:
         for source in (name for name in job.recipe.device if name.endswith(".cu")):
             output = Path(folder, f"{source}.ptx")
-            _said(job.assembly(source, str(output)))
+            _said(job.assembly(nvcc, source, str(output)))
             sizes |= read_parameters(output.read_text())
     return sizes
 

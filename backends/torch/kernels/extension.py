@@ -7,7 +7,6 @@ are found), ``off``, or ``require`` (as ``auto``, and an error where there is no
 from __future__ import annotations
 
 import ctypes
-import logging
 import os
 import threading
 from dataclasses import asdict, dataclass
@@ -24,7 +23,6 @@ from polyamp.errors import ExtensionError, InvalidValueError, warn_once
 VARIABLE = "POLYAMP_EXTENSION"
 MODES = ("auto", "off", "require")
 
-_log = logging.getLogger(__name__)
 _lock = threading.RLock()
 _loaded: dict[str, Built] = {}
 _answers: dict[tuple[str, str], Built | ExtensionError] = {}  # by library and type of device
@@ -194,16 +192,26 @@ def _serving(name: str, device_type: str, *, build: bool) -> Built:
 
 def _build(recipe: Recipe, device_type: str, build: bool) -> Built:
     if device_type != "cuda":
-        raise ExtensionError("it is not built, and for the CPU that is not done unasked", fix=builder.COMMAND)
-    found = toolchain.find(cuda=bool(recipe.device))
-    chosen = architectures.choose("native", found.nvcc.knows) if found.nvcc else ()
-    job = Job.of(recipe, found, chosen)
+        found = None if build and mode() == "auto" else _compilers()
+        raise ExtensionError(
+            "it is not built, and for the CPU that is not done unasked", found=found, fix=builder.COMMAND
+        )
+    tools = toolchain.find(cuda=bool(recipe.device))
+    chosen = architectures.choose("native", tools.nvcc.knows) if tools.nvcc else ()
+    job = Job.of(recipe, tools, chosen)
     if not build:
         raise builder.failed_before(job) or ExtensionError(
             "it is not built yet", fix=f"the first step on a GPU builds it, or {builder.COMMAND}"
         )
-    _log.warning("polyamp builds its CUDA extension, once: %s for %s", found.versions, ", ".join(chosen) or "the host")
     return builder.build(job)
+
+
+def _compilers() -> str:
+    """What there is to build with, or what is missing."""
+    try:
+        return toolchain.find(cuda=True).versions
+    except ExtensionError as error:
+        return str(error).partition("\n")[0]
 
 
 def _load(recipe: Recipe, path: Path) -> None:

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import torch
 
-from polyamp.backends.torch.kernels.architectures import flags
-from polyamp.backends.torch.kernels.toolchain import Toolchain
+from polyamp.backends.torch.kernels.architectures import gencode
+from polyamp.backends.torch.kernels.toolchain import Nvcc, Toolchain
 
 CSRC = Path(__file__).parents[1] / "csrc"
 
@@ -92,9 +92,8 @@ def autocast() -> Recipe:
     >>> autocast().tied == torch.__version__
     True
     """
-    abi = int(torch.compiled_with_cxx11_abi())
-    told = ("-std=c++20", f"-D_GLIBCXX_USE_CXX11_ABI={abi}")
-    return Recipe("autocast", host=("autocast.cpp",), flags=told, tied=str(torch.__version__))
+    abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"
+    return Recipe("autocast", host=("autocast.cpp",), flags=("-std=c++20", abi), tied=str(torch.__version__))
 
 
 RECIPES = {"operators": operators, "autocast": autocast}
@@ -138,7 +137,7 @@ class Job:
         paths = [str(self.recipe.folder / source), "-o", f"{source}.o"]
         nvcc = self.toolchain.nvcc
         if nvcc and source.endswith(".cu"):
-            return [nvcc.path, "-c", *self._nvcc_flags(), *flags(self.architectures), *paths]
+            return [nvcc.path, "-c", *self._nvcc_flags(), *gencode(self.architectures), *paths]
         include = Path(torch.__file__).parent / "include"
         includes = ["-isystem", str(include), "-isystem", str(include / "torch/csrc/api/include")]
         return [*self.toolchain.cxx.command, "-c", *self.recipe.flags, *CXX_FLAGS, *includes, *paths]
@@ -155,10 +154,9 @@ class Job:
         objects = [f"{source}.o" for source in self.sources]
         return [*self.toolchain.cxx.command, "-shared", "-o", self.recipe.file, *objects, *libraries]
 
-    def assembly(self, source: str, output: str) -> list[str]:
+    def assembly(self, nvcc: Nvcc, source: str, output: str) -> list[str]:
         """The command that makes PTX of a CUDA source, which says how many bytes of parameters its kernels take."""
-        nvcc = str(self.toolchain.nvcc and self.toolchain.nvcc.path)
-        return [nvcc, "-ptx", *self._nvcc_flags(), str(self.recipe.folder / source), "-o", output]
+        return [nvcc.path, "-ptx", *self._nvcc_flags(), str(self.recipe.folder / source), "-o", output]
 
     def _nvcc_flags(self) -> list[str]:
         """With the same C++ compiler, where that is one word, and several architectures at once."""

@@ -132,6 +132,7 @@ class MasterWeights:
             self._have_gradients = False
             for master in self.masters:
                 master.grad = None
+        self._storage.release()  # what a refused step may have left
         if self._changed():
             self._storage.follow(self.model, self.masters)
             self.note_versions()

@@ -24,6 +24,8 @@ def calls_of(optimizer: LossScaledOptimizer) -> Sequence[Batch] | None:
         return None
     if masters is None and not config.check:
         return None  # nothing to unscale and nothing to round: the optimizer's own kernel has as little to do
+    if not stepper.operators.can_step_scaled():
+        return None
     standing = NO_MASTERS if masters is None else masters.standing()
     return stepper.operators.calls(standing, clips=optimizer.max_grad_norm is not None)
 

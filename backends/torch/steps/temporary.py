@@ -145,9 +145,10 @@ class Remainders:
                 block.write(rounded)
 
     def release(self) -> None:
-        """Free the values."""
+        """Free the values, if there are any."""
         for block, _ in self._blocks:
-            block.release()
+            if block.values is not None:
+                block.release()
 
     def state(self, model: Tensors, masters: Tensors) -> dict[Any, Any]:
         """The float32 masters, as those that stay in memory are saved."""
@@ -232,9 +233,10 @@ class StochasticRounding:
                 block.write(round_stochastically(block.values, block.dtype, generator))
 
     def release(self) -> None:
-        """Free the values."""
+        """Free the values, if there are any."""
         for block in self._blocks:
-            block.release()
+            if block.values is not None:
+                block.release()
 
     def state(self, model: Tensors, masters: Tensors) -> dict[Any, Any]:
         """The generators' states, by device."""

@@ -160,3 +160,10 @@ def contents(opt: torch.optim.Optimizer) -> list[Any]:
     states = [sorted(opt.state.get(param, {}).items()) for param in params]
     options = [{key: value for key, value in group.items() if key != "params"} for group in opt.param_groups]
     return [pickle.dumps([param.detach().numpy().copy() for param in params]), repr(states), repr(options)]
+
+
+def casts_of(run: Callable[[], object]) -> int:
+    """How many casts of weights ``run`` makes."""
+    with torch.profiler.profile(acc_events=True) as profile:
+        run()
+    return sum(event.count for event in profile.key_averages() if event.key == "aten::_to_copy")

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from harness_torch import casts_of
 from torch import Tensor, nn
 
 import polyamp
@@ -85,13 +86,6 @@ def test_an_optimizers_step_inside_a_region_is_seen(
     with polyamp.autocast(policy):
         assert torch.equal(after, model(X))
         assert not torch.equal(after, before)
-
-
-def casts_of(run: Callable[[], object]) -> int:
-    """How many casts of weights ``run`` makes."""
-    with torch.profiler.profile(acc_events=True) as profile:
-        run()
-    return sum(event.count for event in profile.key_averages() if event.key == "aten::_to_copy")
 
 
 @pytest.mark.parametrize(("make", "policy"), [(linear, "mixed_bfloat16"), (layer_norm, OVERRIDDEN)])

@@ -287,9 +287,10 @@ void check_steps(const Kind& kind, const std::vector<typename Rule::Group>& grou
     for (const int64_t size : kSizes)
       if (copies < 3 || size < 16) params.emplace_back(kind, size, copy % 2);
   const Surroundings around;
-  for (int step = 0; step < kSteps; ++step) step_once<Rule>(kind, params, groups, has_moments, around, step != kOverflow);
-  expect(around.control.as<Control>()->skipped == 1 && around.control.as<Control>()->scale == kScale / 2, kind.name,
-         "the loss scale", 0);
+  for (int step = 0; step < kSteps; ++step)
+    step_once<Rule>(kind, params, groups, has_moments, around, step != kOverflow);
+  const Control& control = *around.control.as<Control>();
+  expect(control.skipped == 1 && control.scale == kScale / 2, kind.name, "the loss scale", 0);
 }
 
 template <class T>

@@ -89,7 +89,7 @@ class MasterWeights:
             self.adopt(inner, group)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_standing": {}}
+        return {**self.__dict__, "_standing": {}, "_versions": []}  # copies of parameters count theirs anew
 
     @torch.no_grad()
     def adopt(self, inner: torch.optim.Optimizer, group: dict[str, Any]) -> None:
@@ -133,9 +133,7 @@ class MasterWeights:
             for master in self.masters:
                 master.grad = None
         self._storage.release()  # what a refused step may have left
-        if self._changed():
-            self._storage.follow(self.model, self.masters)
-            self.note_versions()
+        self._follow()
         if len(self._standing) != len(self.masters):
             beside = self._storage.beside(self.model, self.masters)
             self._standing = {
@@ -170,6 +168,7 @@ class MasterWeights:
     def state(self) -> dict[Any, Any]:
         """The masters' values by their place in the optimizer, as ``torch.optim`` numbers its state; where there are
         none (stochastic rounding), the generators' states."""
+        self._follow()
         return self._storage.state(self.model, self.masters)
 
     def check(self, saved: object) -> None:
@@ -197,6 +196,11 @@ class MasterWeights:
                 where="add_param_group(param_group)",
                 fix="give each parameter once",
             )
+
+    def _follow(self) -> None:
+        if self._changed():
+            self._storage.follow(self.model, self.masters)
+            self.note_versions()
 
     def _changed(self) -> bool:
         """Whether somebody wrote to the model."""

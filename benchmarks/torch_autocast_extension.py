@@ -1,9 +1,9 @@
 """What an overridden operation costs: torch.autocast, our compiled kernels and our kernels in Python, in turns.
 
 ``python benchmarks/torch_autocast_extension.py [--device cuda]``, after ``python -m polyamp.backends.torch.build``,
-writes ``results/torch_autocast_extension.json``, on a GPU ``..._cuda.json``. Kernels are registered for a whole process,
-so each variant has a process of its own, and native autocast one without ours. Where a rule asks for a cast, the native
-variant makes the same one by hand.
+writes ``results/torch_autocast_extension.json`` (on a GPU ``..._cuda.json``). Kernels are registered for a whole
+process, so each variant has a process of its own, and native autocast one without ours. Where a rule asks for a cast,
+the native variant makes the same one by hand.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def worker(variant: str, device: str) -> Iterator[Connection]:
 
 
 def measure(workers: dict[str, Connection], rounds: int) -> list[Timing]:
-    names = [connection.recv() for connection in workers.values()][0]
+    *_, names = [connection.recv() for connection in workers.values()]
     timings = []
     for name in names:
         taken: dict[str, list[float]] = {variant: [] for variant in workers}

@@ -68,6 +68,15 @@ def test_an_update_inside_a_region_is_seen(
         assert not torch.equal(after, before)
 
 
+def test_an_update_that_nothing_watches_is_seen_by_the_weights_version() -> None:
+    weight, run = layer_norm()
+    with polyamp.autocast(OVERRIDDEN):
+        before = run()
+        with torch.no_grad():
+            weight.tanh_()
+        assert not torch.equal(run(), before)
+
+
 @pytest.mark.parametrize("options", [{"foreach": True}, {"fused": True}, {"foreach": False}], ids=str)
 @pytest.mark.parametrize("wrapped", [False, True])
 @pytest.mark.parametrize("policy", ["mixed_bfloat16", OVERRIDDEN], ids=["default", "rules"])

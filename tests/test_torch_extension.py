@@ -186,6 +186,7 @@ def test_off_looks_at_nothing(cache: Path, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setenv("POLYAMP_EXTENSION", "off")
     assert not extension.available("cpu")
     assert extension.library("autocast") is None
+    assert not extension._answers  # else it would have tried to load what was planted
 
 
 # What the doctor says.

@@ -59,7 +59,7 @@ def exchange_the_state(way: Way) -> None:
 
 def exchange_moments(way: Way) -> None:
     for state in way.opt.state.values():
-        state.update({name: value.clone() for name, value in state.items() if value is not None})
+        state.update({name: 0.5 * value for name, value in state.items() if name != "step" and value is not None})
 
 
 def change_options(way: Way) -> None:
@@ -174,6 +174,18 @@ def test_a_refused_step_does_not_lose_what_is_written_to_the_model_next(
     opt.backward(linear_loss(model, 0))
     opt.step()
     assert all((param > 3).all() for param in model.parameters())
+
+
+@pytest.mark.parametrize("unscales", [False, True], ids=["direct", "unscaled"])
+def test_a_parameter_in_the_place_of_another_trains(unscales: bool) -> None:
+    def exchange(way: Way) -> None:
+        way.model[1].weight = nn.Parameter(way.model[1].weight.detach().clone())
+        way.opt.param_groups[1]["params"][0] = way.model[1].weight
+
+    fused, unfused = (
+        trained(choice, "sgd", "cpu", (torch.float32, None), unscales, exchange) for choice in (True, False)
+    )
+    close(*([param.detach() for param in way.model.parameters()] for way in (fused, unfused)))
 
 
 @pytest.mark.parametrize("fused", [True, False])

@@ -367,16 +367,16 @@ def test_unscaling_leaves_alone_what_need_not_change(
 @pytest.mark.parametrize("finite", [True, False])
 @pytest.mark.parametrize("count", [1, 576, 577, 3000])
 @rules
-def test_any_number_of_tensors(operators: Any, device: str, rules: Any, count: int, finite: bool) -> None:
+def test_any_number_of_tensors(compiled: Any, device: str, rules: Any, count: int, finite: bool) -> None:
     """In several launches, every tensor has its own random bits and its own step count."""
     problem = Problem(rules, "bfloat16_by_chance", [(1 + index % 5,) for index in range(count)], device=device)
     wide = problem.copy()
     wide.params, wide.grads = problem.values(), [grad.float() for grad in problem.grads]
-    wide.step(operators)
+    wide.step(compiled)
     if not finite:
         problem.grads[count // 2].fill_(math.nan)
     before, draws = problem.bits(), problem.control[DRAWS].clone()
-    problem.step(operators)
+    problem.step(compiled)
     assert problem.report[5:7].tolist() == [finite, 1]
     assert problem.control[DRAWS] == draws + finite
     assert finite or same(problem.bits(), before)

@@ -97,32 +97,37 @@ class Kernels:
         return register
 
 
+_lock = threading.Lock()
+_asked_for = False
+_kernels: Kernels | None = None
+
+
 def kernels() -> Kernels | None:
-    """The compiled kernels; None where the extension is not in use."""
-    global _kernels
+    """The compiled kernels, which are loaded by the first call; None where the extension is not in use.
+
+    Raises:
+        ExtensionError: it is required and there is none, or it refuses this torch.
+    """
+    global _asked_for, _kernels
     with _lock:
-        if _kernels is _NOT_ASKED_FOR:
+        if not _asked_for:
             library = extension.library("autocast")
-            _kernels = None if library is None else Kernels(library)
-            if _kernels is not None:
+            if library is not None:
+                _kernels = Kernels(library)
                 regions.mirror_in(_kernels)
+            _asked_for = True
         return _kernels
 
 
 def forget_casts() -> None:
     """Drop the casts that the kernels keep for this thread."""
-    if isinstance(_kernels, Kernels):
+    if _kernels is not None:
         _kernels.forget()
 
 
 def forgotten() -> int:
     """How often the kernels have dropped this thread's casts."""
-    return _kernels.forgotten() if isinstance(_kernels, Kernels) else 0
-
-
-_NOT_ASKED_FOR = object()
-_kernels: Any = _NOT_ASKED_FOR
-_lock = threading.Lock()
+    return 0 if _kernels is None else int(_kernels.forgotten())
 
 
 def _not_registered(name: str, failure: str) -> ExtensionError:

@@ -23,7 +23,7 @@ CSRC = Path(__file__).parents[1] / "csrc"
 NVCC_FLAGS = ("-std=c++17", "-O3", "--fmad=false", "-lineinfo", "-Xcompiler=-fPIC,-fvisibility=hidden", "-Xptxas=-v")
 """No fused multiply-add, and no fast math: GPU and CPU give the same bits. With -v the assembler tells registers."""
 
-CXX_FLAGS = ("-O2", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-Wall", "-Wextra")
+CXX_FLAGS = ("-O3", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-Wall", "-Wextra")
 
 _AFTERTHOUGHTS = ("NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS")  # environment variables that nvcc reads
 

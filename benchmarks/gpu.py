@@ -1,6 +1,6 @@
 """All that needs a GPU, in one command: build the extension, run the GPU tests, then the benchmarks with their charts.
 
-    python benchmarks/gpu.py [build|tests|step|bert|resnet|overhead|autocast ...]
+    python benchmarks/gpu.py [build|tests|sanitizer|step|bert|resnet|overhead|autocast ...]
 
 Every part is a process of its own that is stopped after ten minutes; one that fails does not keep the others from
 running. Results are kept in ``benchmarks/results`` and, where there is matplotlib, drawn into ``docs``.
@@ -27,9 +27,11 @@ def plot(name: str) -> tuple[str, ...]:
     return ("--plot", f"docs/{name}.png") if importlib.util.find_spec("matplotlib") else ()
 
 
+TESTS = ("-m", "pytest", "--gpu", "-m", "gpu", "--suite=torch", "-p", "no:cacheprovider", "-q")
 PARTS: dict[str, tuple[str, ...]] = {
     "build": ("-m", "polyamp.backends.torch.build"),
-    "tests": ("-m", "pytest", "--gpu", "-m", "gpu", "--suite=torch", "-p", "no:cacheprovider", "-q"),
+    "tests": (*TESTS, "-k", "not sanitizer"),
+    "sanitizer": (*TESTS, "-k", "sanitizer", "tests/test_torch_step_cuda.py"),
     "step": ("benchmarks/optimizer_step.py", *plot("optimizer_step")),
     "bert": ("benchmarks/end_to_end.py", "--model", "bert", *plot("end_to_end")),
     "resnet": ("benchmarks/end_to_end.py", "--model", "resnet", *plot("end_to_end")),

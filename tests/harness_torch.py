@@ -64,12 +64,13 @@ class TorchHarness:
     Args:
         device: where parameters and gradients live.
         fused: use the fused optimizers, which on an accelerator skip steps by themselves.
+        fused_step: whether polyamp's own operators make the steps; see `LossScaledOptimizer`.
     """
 
     name = "torch"
 
-    def __init__(self, device: str = "cpu", *, fused: bool = False) -> None:
-        self.device, self.fused = device, fused
+    def __init__(self, device: str = "cpu", *, fused: bool = False, fused_step: bool | None = None) -> None:
+        self.device, self.fused, self.fused_step = device, fused, fused_step
 
     def start(
         self,
@@ -85,7 +86,7 @@ class TorchHarness:
         params = {name: torch.nn.Parameter(array) for name, array in arrays.items()}
         kind = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam}[optimizer]
         plain = kind(list(params.values()), lr=learning_rate, fused=self.fused or None)
-        return TorchSession(params, polyamp.wrap_optimizer(plain, policy, **options))
+        return TorchSession(params, polyamp.wrap_optimizer(plain, policy, fused_step=self.fused_step, **options))
 
     def plain_optimizer(self) -> torch.optim.Optimizer:
         return torch.optim.SGD([torch.ones(2, requires_grad=True)], lr=0.1)

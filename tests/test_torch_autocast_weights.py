@@ -109,6 +109,22 @@ def test_a_weight_is_cast_once_in_a_region(
         assert casts_of(run) == first
 
 
+@pytest.mark.parametrize(
+    "make_new",
+    [lambda: X.bfloat16().float(), X.clone, lambda: torch.zeros(3), lambda: X.half() + X],
+    ids=["float", "clone", "zeros", "add"],
+)
+@pytest.mark.parametrize("make", [linear, layer_norm])
+def test_what_an_operation_makes_is_no_update(
+    make: Callable[[], tuple[nn.Parameter, Callable[[], Tensor]]], make_new: Callable[[], Tensor]
+) -> None:
+    _, run = make()
+    with polyamp.autocast(OVERRIDDEN):
+        first = casts_of(run)
+        make_new()
+        assert casts_of(run) == first - 2
+
+
 def test_the_setting_of_native_autocast_holds() -> None:
     _, run = layer_norm()
     torch.set_autocast_cache_enabled(False)

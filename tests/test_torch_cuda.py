@@ -16,9 +16,11 @@ pytestmark = pytest.mark.gpu
 
 
 class TestTorchOnCuda(Conformance):
+    """By PyTorch's own kernels; by polyamp's in ``test_torch_fused_conformance.py``."""
+
     @pytest.fixture(params=[False, True], ids=["unfused", "fused"])
     def harness(self, request: pytest.FixtureRequest) -> TorchHarness:
-        return TorchHarness("cuda", fused=request.param)
+        return TorchHarness("cuda", fused=request.param, fused_step=False)
 
 
 @pytest.fixture

@@ -20,6 +20,7 @@ from torch_steps import (
     OVERFLOWS,
     SCALE,
     STEP_OPERATORS,
+    NoSync,
     Plain,
     Way,
     close,
@@ -74,6 +75,33 @@ def test_a_step_writes_no_gradient(name: str, device: str) -> None:
     grads = [param.grad.clone() for param in fused.model.parameters()]
     fused.opt.step()
     same([param.grad for param in fused.model.parameters()], grads)
+
+
+@pytest.mark.parametrize("max_norm", [None, 1.0])
+@pytest.mark.parametrize(
+    ("dtype", "storage"),
+    [
+        (torch.float32, None),
+        (torch.float16, True),
+        (torch.bfloat16, "remainder"),
+        (torch.bfloat16, "stochastic"),
+        (torch.float16, "stochastic"),
+    ],
+)
+@pytest.mark.parametrize("name", ["adamw", "momentum", "sgd"])
+def test_a_step_waits_for_nothing(name: str, dtype: torch.dtype, storage: Any, max_norm: float | None) -> None:
+    model = network(dtype=dtype)
+    way = Way(model, wrapped(COVERED[name](model.parameters()), True, master_weights=storage, max_grad_norm=max_norm))
+    train(way, range(2), overflows={})
+    for step in range(4):
+        way.opt.zero_grad()
+        way.opt.backward(loss_of(model, step))
+        if step % 2:
+            spoil(model, math.nan)
+        with NoSync():
+            way.opt.step()
+            _ = way.opt.last_step
+    assert way.opt.last_step.skipped_in_a_row == 1
 
 
 def test_without_fused_step_no_operator_of_ours_runs_on_a_cpu() -> None:

@@ -20,7 +20,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch_steps import NoSync
 
 import polyamp
 from polyamp import LossScale
@@ -282,16 +282,6 @@ def test_five_hundred_nan_steps_and_recovery(name: str, start: str) -> None:
     assert loss_on(model, 0) < loss_on(healthy, 0)
 
 
-class NoSync(TorchDispatchMode):
-    """Fails where a tensor's value is brought to the host."""
-
-    READS = frozenset({"_local_scalar_dense", "item", "is_nonzero", "equal", "nonzero"})
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        assert func.overloadpacket.__name__ not in self.READS, f"{func} waits for the device"
-        return func(*args, **(kwargs or {}))
-
-
 @pytest.mark.parametrize("max_norm", [None, 1.0])
 @pytest.mark.parametrize("name", [name for name, kind in KINDS.items() if kind.skips])
 def test_a_step_on_the_device_waits_for_nothing(name: str, max_norm: float | None) -> None:
@@ -321,7 +311,7 @@ def test_fifty_steps_on_a_gpu_wait_for_nothing_and_are_the_native_ones(name: str
     models = [network().cuda(), network().cuda()]
     plain = [KINDS[name].make(model.parameters()) for model in models]
     scaler = torch.amp.GradScaler("cuda", init_scale=INIT, growth_interval=INTERVAL)
-    loops: list[Loop] = [ByGradScaler(scaler, plain[0], None), start_wrapped(plain[1], None)]
+    loops: list[Loop] = [ByGradScaler(scaler, plain[0], None), start_wrapped(plain[1], None, fused_step=False)]
     x, y = (value.cuda() for value in BATCHES[0])
     bad = {value: torch.tensor(value, device="cuda") for value in OVERFLOWS.values()}
 

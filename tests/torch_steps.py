@@ -84,6 +84,16 @@ class Calls(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+class NoSync(TorchDispatchMode):
+    """Fails where a tensor's value is brought to the host."""
+
+    READS = frozenset({"_local_scalar_dense", "item", "is_nonzero", "equal", "nonzero"})
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert func.overloadpacket.__name__ not in self.READS, f"{func} waits for the device"
+        return func(*args, **(kwargs or {}))
+
+
 def values_of(grad: Tensor) -> Tensor:
     return grad.coalesce().values() if grad.is_sparse else grad
 

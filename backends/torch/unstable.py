@@ -344,3 +344,12 @@ def step_without_hooks(optimizer: torch.optim.Optimizer) -> Any:
     """An optimizer's own step alone, where `run_with_step_hooks` is under way: torch hides it behind the hooks."""
     step: Any = type(optimizer).step
     return getattr(step, "__wrapped__", step)(optimizer)
+
+
+def is_new(tensor: Tensor) -> bool:
+    """Whether a tensor has memory that nothing was written to, nor shares: only private counts say so."""
+    if tensor.layout is not torch.strided or tensor.is_inference() or tensor._version:
+        return False
+    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        return False  # it has no memory
+    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) == 2  # the tensor, and the object made here

@@ -81,12 +81,19 @@ library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
 def _forgetting(op: Any, key: unstable.AutocastKey) -> Any:
     @unstable.never_compiled
     def kernel(updated: Any, *args: Any, **kwargs: Any) -> Any:
-        if not isinstance(updated, Tensor) or (updated.dtype is torch.float32 and updated.grad_fn is None):
+        if not isinstance(updated, Tensor) or _may_be_weight(updated):
             forget_casts()
         with key.excluded():
             return op(updated, *args, **kwargs)
 
     return kernel
+
+
+def _may_be_weight(updated: Tensor) -> bool:
+    """Whether a tensor may be a weight or a view of one: not what an operation makes now and fills."""
+    if updated.dtype is not torch.float32 or updated.grad_fn is not None:
+        return False
+    return updated.requires_grad or not unstable.is_new(updated)
 
 
 @cache

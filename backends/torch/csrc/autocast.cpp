@@ -137,7 +137,7 @@ class Kernel : public c10::OperatorKernel {
   const size_t arguments_;
 };
 
-// An operator that changes its first argument: where that may be a weight, casts of weights are dropped.
+// An operator that changes its first argument: where that may be a weight or a view of one, casts are dropped.
 class Update final : public Kernel {
  public:
   Update(const OperatorHandle& op, at::DeviceType device) : Kernel(op, device) {}
@@ -152,7 +152,13 @@ class Update final : public Kernel {
 
  private:
   static bool may_be_weight(const Tensor& tensor) {
-    return tensor.scalar_type() == ScalarType::Float && tensor.grad_fn() == nullptr;
+    return tensor.scalar_type() == ScalarType::Float && tensor.grad_fn() == nullptr &&
+        (tensor.requires_grad() || !is_new(tensor));
+  }
+
+  // As where an operator fills the memory of its result: what nothing has been written to, nor shares it.
+  static bool is_new(const Tensor& tensor) {
+    return !tensor.is_inference() && tensor.has_storage() && tensor.storage().use_count() == 1 && tensor._version() == 0;
   }
 };
 

@@ -70,7 +70,7 @@ class Status:
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
-        return asdict(self)
+        return asdict(self) | {"devices": list(self.devices), "architectures": list(self.architectures)}
 
 
 def mode() -> str:

@@ -22,7 +22,7 @@ from polyamp.backends.torch.kernels.arguments import Settings
 from polyamp.backends.torch.kernels.extension import available
 from polyamp.backends.torch.kernels.operators import STATS, WORKSPACE
 from polyamp.backends.torch.steps import refusals
-from polyamp.backends.torch.steps.control import SIZE, kept
+from polyamp.backends.torch.steps.control import SIZE, applied_flag, is_captured, kept
 from polyamp.backends.torch.steps.gradients import Gradients
 from polyamp.backends.torch.steps.operands import Batch, Place, count_on_host, is_dense, sort
 from polyamp.backends.torch.steps.ranks import add_shards_, any_rank, has_peers
@@ -129,7 +129,8 @@ class FusedStep:
 
     @torch.no_grad()
     def step_scaled(self, batches: Sequence[Batch], scaled: Scaled) -> Tensor:
-        """Step from scaled gradients, or skip, without a host sync.
+        """Step from scaled gradients, or skip, without a host sync. Only where the optimizer's state was made for this
+        step does the host look whether it was skipped: then it is no state.
 
         Returns:
             The report; see ``control.py``.
@@ -143,6 +144,9 @@ class FusedStep:
             self._call(batches, grads, scaled.scale, stats, scaled.control, settings, scaled.advance, report)
 
         run_with_step_hooks(self.inner, call)
+        made = [batch for batch in batches if batch.made]
+        if made and not is_captured():
+            _settle(made, applied=bool(applied_flag(report)))
         return report
 
     def step_unscaled(self, found: Tensor) -> tuple[Any, bool | Tensor] | None:
@@ -163,7 +167,9 @@ class FusedStep:
         batches, left = self._unscaled.of(self.inner, rule, NO_MASTERS, self.is_for)
         if not batches:
             return None
-        if left and found:
+        made = [batch for batch in batches if batch.made]
+        if (left or made) and found:
+            _settle(made, applied=False)
             note_step(self.inner)
             return None, False
 
@@ -172,6 +178,7 @@ class FusedStep:
             return self._step_groups(left) if left else None
 
         result = run_with_step_hooks(self.inner, call)
+        _settle(made, applied=True)
         return result, (True if left else found == 0)
 
     def can_clip(self, gradients: Gradients) -> bool:
@@ -267,6 +274,15 @@ class FusedStep:
         if device not in self._scratch:
             self._scratch[device] = Scratch(device)
         return self._scratch[device]
+
+
+def _settle(batches: Sequence[Batch], *, applied: bool) -> None:
+    """Keep the state that was made for a step, or take it back."""
+    for batch in batches:
+        if applied:
+            batch.made.clear()
+        else:
+            batch.unmake()
 
 
 class _Calls:

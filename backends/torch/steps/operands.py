@@ -78,6 +78,7 @@ class Batch:
 
     Attributes:
         places: of the parameters.
+        made: the state that the optimizer did not have, until a step was applied: dicts and names.
         layouts: how they lie over ranks; None of those that do not.
         written: what the call changes, as autograd knows it.
     """
@@ -91,6 +92,7 @@ class Batch:
         self.written = [tensor for place in places for tensor in place.stored if tensor is not None]
         self._strides = [param.stride() for param in self.params]
         self._pointers = self._where()
+        self.made: list[tuple[dict[str, Any], str]] = []
         self._optimizer = optimizer
         self._state: list[tuple[dict[str, Any], str, Tensor]] = []
         names = rule.moments(optimizer.param_groups[places[0].group])
@@ -128,6 +130,15 @@ class Batch:
         """The first arguments of the operator."""
         return self.params, self.masters, grads, *self._lists
 
+    def unmake(self) -> None:
+        """Take back the state that was made for a step that was skipped."""
+        for state, name in self.made:
+            del state[name]
+        for place in self.places:
+            if not self._optimizer.state.get(place.key, True):
+                del self._optimizer.state[place.key]
+        self.made.clear()
+
     def _where(self) -> list[int]:
         plain = type(self.written[0]) in (Tensor, Parameter)
         return [tensor.data_ptr() for tensor in (self.written if plain else map(local_shard, self.written))]
@@ -136,6 +147,7 @@ class Batch:
         state = self._optimizer.state[place.key]
         moment = state.get(name)
         if moment is None:
+            self.made.append((state, name))
             moment = torch.zeros_like(place.param, dtype=torch.float32, requires_grad=False)
         fitting = like(local(place.param), local(moment).float())
         if fitting is not local(moment) and not hasattr(moment, "to_local"):
@@ -144,6 +156,8 @@ class Batch:
 
     def _count(self, place: Place) -> Tensor:
         state, device = self._optimizer.state[place.key], local(place.param).device
+        if "step" not in state:
+            self.made.append((state, "step"))
         count = state.get("step", 0.0)
         if not isinstance(count, Tensor):
             count = torch.full((), float(count), dtype=torch.float32, device=device)

@@ -46,7 +46,7 @@ def questions(size: int, device: str) -> dict[str, Question]:
     x = torch.randn(size, size, device=device)
     low, half, written, weight = x.to(LOW), x.half(), x.to(LOW), torch.zeros_like(x)
     norm = torch.nn.LayerNorm(size, device=device)
-    cast = norm.weight.to(LOW), norm.bias.to(LOW)
+    affine, cast = (norm.weight, norm.bias), (norm.weight.to(LOW), norm.bias.to(LOW))
 
     def both(run: Callable[[], Any], policy: polyamp.Policy) -> Question:
         return Question(run, run, policy)
@@ -58,7 +58,7 @@ def questions(size: int, device: str) -> dict[str, Question]:
         ),
         "overridden, weights cast before: layer_norm in 16 bits": Question(
             lambda: functional.layer_norm(low, (size,), *cast),
-            lambda: functional.layer_norm(low, (size,), norm.weight, norm.bias),
+            lambda: functional.layer_norm(low, (size,), *affine),
             RULES,
         ),
         "overridden for another policy: mm of 16 bits": both(lambda: torch.mm(low, low), DEFAULT),

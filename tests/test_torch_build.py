@@ -18,11 +18,11 @@ import pytest
 from typer.testing import CliRunner
 
 from polyamp.backends.torch import build as build_command
-from polyamp.backends.torch.kernels import architectures, builder, checks, recipes, toolchain
-from polyamp.backends.torch.kernels.builder import BuildError
-from polyamp.backends.torch.kernels.checks import Kernel
-from polyamp.backends.torch.kernels.recipes import Job, Recipe
-from polyamp.backends.torch.kernels.toolchain import Cxx, Toolchain
+from polyamp.backends.torch.building import architectures, builder, checks, recipes, toolchain
+from polyamp.backends.torch.building.builder import BuildError
+from polyamp.backends.torch.building.checks import Kernel
+from polyamp.backends.torch.building.recipes import Job, Recipe
+from polyamp.backends.torch.building.toolchain import Cxx, Toolchain
 from polyamp.errors import ExtensionError, InvalidValueError
 
 ROOT = Path(__file__).parent.parent
@@ -58,8 +58,8 @@ __global__ void __launch_bounds__(256, 1) greedy(float* all) {
 BUILD = """
 import sys
 from pathlib import Path
-from polyamp.backends.torch.kernels import builder, toolchain
-from polyamp.backends.torch.kernels.recipes import Job, Recipe
+from polyamp.backends.torch.building import builder, toolchain
+from polyamp.backends.torch.building.recipes import Job, Recipe
 recipe = Recipe("scaled", host=("scaled.cpp",), folder=Path(sys.argv[1]))
 print(builder.build(Job.of(recipe, toolchain.find(cuda=False), ())).reused)
 """

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 import polyamp
-from polyamp.backends.torch.kernels import builder, extension, recipes, toolchain
-from polyamp.backends.torch.kernels.recipes import Job
+from polyamp.backends.torch.building import builder, extension, recipes, toolchain
+from polyamp.backends.torch.building.recipes import Job
 from polyamp.errors import ExtensionError, InvalidValueError, PolyampWarning
 
 IMPORT = """
@@ -35,7 +35,7 @@ print(*seen)
 
 ASK = """
 import json
-from polyamp.backends.torch.kernels import extension
+from polyamp.backends.torch.building import extension
 from polyamp.errors import ExtensionError
 said = {}
 try:
@@ -95,15 +95,15 @@ def plant(cache: Path, content: bytes) -> Path:
     return library
 
 
-KERNELS = "from polyamp.backends.torch.kernels import"
+BUILDING = "from polyamp.backends.torch.building import"
 
 
 @pytest.mark.parametrize(
     ("then", "seen"),
     [
         ("pass", set()),
-        (f"{KERNELS} recipes; recipes.operators().digest", {"open"}),
-        (f"{KERNELS} toolchain as t; t.find_nvcc(iter([t.Path('/bin/true')]))", {"subprocess.Popen"}),
+        (f"{BUILDING} recipes; recipes.operators().digest", {"open"}),
+        (f"{BUILDING} toolchain as t; t.find_nvcc(iter([t.Path('/bin/true')]))", {"subprocess.Popen"}),
     ],
 )
 def test_importing_starts_no_compiler_and_reads_no_source(cache: Path, then: str, seen: set[str]) -> None:
@@ -157,7 +157,7 @@ def test_without_a_compiler_require_says_what_is_missing(monkeypatch: pytest.Mon
 
 
 def test_without_a_gpu_require_says_so() -> None:
-    code = "from polyamp.backends.torch.kernels import extension\ntry: extension.available('cuda')\n"
+    code = "from polyamp.backends.torch.building import extension\ntry: extension.available('cuda')\n"
     assert "PyTorch sees no NVIDIA GPU" in run(
         f"{code}except extension.ExtensionError as error: print(error)", POLYAMP_EXTENSION="require"
     )
@@ -251,7 +251,7 @@ def test_a_second_library_is_not_loaded(compiled: dict[str, Path], tmp_path: Pat
 BUILD_AT_FIRST_USE = """
 import logging
 logging.basicConfig(format="%(message)s", stream=__import__("sys").stdout)
-from polyamp.backends.torch.kernels import extension
+from polyamp.backends.torch.building import extension
 print(extension.available("cuda"), extension.available("cpu"), extension.status())
 """
 
@@ -268,7 +268,7 @@ def test_the_first_use_on_a_gpu_builds_it_for_all_processes() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize(("mode", "ends"), [("auto", "False"), ("require", "there is no C++ compiler")])
 def test_without_a_compiler_a_gpu_goes_without_or_it_is_told(mode: str, ends: str) -> None:
-    code = "from polyamp.backends.torch.kernels import extension\ntry: print(extension.available('cuda'))\n"
+    code = "from polyamp.backends.torch.building import extension\ntry: print(extension.available('cuda'))\n"
     said = run(
         f"{code}except extension.ExtensionError as error: print(error)",
         CUDA_VISIBLE_DEVICES=os.environ.get("CUDA_VISIBLE_DEVICES", "0"),

@@ -25,12 +25,12 @@ from torch_operators import (
 )
 
 from polyamp import LossScale, advance
-from polyamp.backends.torch.kernels import extension
+from polyamp.backends.torch.building import extension
 from polyamp.backends.torch.kernels.arguments import SGD, Adam, Settings
+from polyamp.backends.torch.kernels.control import DRAWS, decode
 from polyamp.backends.torch.kernels.operators import SCHEMAS
 from polyamp.backends.torch.kernels.philox import random_bits
-from polyamp.backends.torch.steps.control import DRAWS, decode
-from polyamp.backends.torch.steps.rounding import round_stochastically, split
+from polyamp.backends.torch.kernels.rounding import round_stochastically, split
 
 RULES = {"adam": ADAM, "sgd": SGDS, "plain_sgd": PLAIN_SGD}
 LOW = [torch.float16, torch.bfloat16]

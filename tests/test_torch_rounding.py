@@ -18,8 +18,8 @@ from test_torch_closures import REEVALUATING
 import polyamp
 from polyamp import LossScale
 from polyamp.backends.torch import LossScaledOptimizer
+from polyamp.backends.torch.kernels.rounding import join, round_stochastically, split
 from polyamp.backends.torch.steps import temporary
-from polyamp.backends.torch.steps.rounding import join, round_stochastically, split
 
 KINDS = [True, "remainder", "stochastic"]
 TEMPORARY = ["remainder", "stochastic"]

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 import polyamp
 from polyamp import LossScale
 from polyamp.backends.torch import LossScaledOptimizer
-from polyamp.backends.torch.steps.rounding import split
+from polyamp.backends.torch.kernels.rounding import split
 
 KEPT = [True, "remainder"]  # masters that are saved
 

@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 
 from polyamp import LossScale
-from polyamp.backends.torch.kernels import builder, recipes, reference, toolchain
+from polyamp.backends.torch.building import builder, recipes, toolchain
+from polyamp.backends.torch.kernels import reference
 from polyamp.backends.torch.kernels.arguments import DECOUPLED, MAXIMIZE, NESTEROV, SGD, Adam, Settings
+from polyamp.backends.torch.kernels.control import SIZE, pack_
 from polyamp.backends.torch.kernels.operators import STATS, WORKSPACE
-from polyamp.backends.torch.steps.control import SIZE, pack_
-from polyamp.backends.torch.steps.rounding import join, split
+from polyamp.backends.torch.kernels.rounding import join, split
 from polyamp.loss_scale import LossScaleState
 
 STORAGES = {  # of parameters, and of what is kept beside them

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 
 from polyamp.backends.torch.ambient.autocast import autocast
+from polyamp.backends.torch.building import extension
 from polyamp.backends.torch.casting import cast
 from polyamp.backends.torch.convert import convert
 from polyamp.backends.torch.graphs.rewrite import explain, rewrite
-from polyamp.backends.torch.kernels import extension
 from polyamp.backends.torch.operations import OPERATIONS
 from polyamp.backends.torch.steps.optimizer import LossScaledOptimizer
 from polyamp.backends.torch.steps.refusals import named_tensors

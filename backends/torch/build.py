@@ -18,11 +18,11 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from polyamp.backends.torch.kernels import architectures, builder, checks, toolchain
-from polyamp.backends.torch.kernels.builder import Built
-from polyamp.backends.torch.kernels.checks import Kernel
-from polyamp.backends.torch.kernels.recipes import RECIPES, Job
-from polyamp.backends.torch.kernels.toolchain import Toolchain
+from polyamp.backends.torch.building import architectures, builder, checks, toolchain
+from polyamp.backends.torch.building.builder import Built
+from polyamp.backends.torch.building.checks import Kernel
+from polyamp.backends.torch.building.recipes import RECIPES, Job
+from polyamp.backends.torch.building.toolchain import Toolchain
 from polyamp.errors import ExtensionError, PolyampError
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)

@@ -15,7 +15,7 @@ from typing import Any
 
 from polyamp.backends.torch import unstable
 from polyamp.backends.torch.ambient import regions
-from polyamp.backends.torch.kernels import extension
+from polyamp.backends.torch.building import extension
 from polyamp.errors import ExtensionError
 
 

@@ -1,1 +1,1 @@
-"""The step's operators: their schema, their PyTorch reference, and the compiled extension that takes its place."""
+"""The operators of a loss-scaled step, ``torch.ops.polyamp``: what they compute, and how their numbers are packed."""

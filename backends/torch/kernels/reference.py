@@ -25,9 +25,9 @@ import torch
 from torch import Tensor
 
 from polyamp.backends.torch.kernels.arguments import DECOUPLED, MAXIMIZE, NESTEROV, SGD, Adam, Settings
+from polyamp.backends.torch.kernels.control import APPLIED, DRAWS, LOSSES_FINITE, pack_, unpack, where
 from polyamp.backends.torch.kernels.philox import random_bits
-from polyamp.backends.torch.steps.control import APPLIED, DRAWS, LOSSES_FINITE, pack_, unpack, where
-from polyamp.backends.torch.steps.rounding import join, round_stochastically, split
+from polyamp.backends.torch.kernels.rounding import join, round_stochastically, split
 from polyamp.loss_scale import advance
 
 Tensors = Sequence[Tensor]

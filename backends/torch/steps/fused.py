@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
+from polyamp.backends.torch.building.extension import available
 from polyamp.backends.torch.dtypes import SIXTEEN_BIT
 from polyamp.backends.torch.kernels.arguments import Settings
-from polyamp.backends.torch.kernels.extension import available
+from polyamp.backends.torch.kernels.control import SIZE, applied_flag, is_captured, kept
 from polyamp.backends.torch.kernels.operators import STATS, WORKSPACE
 from polyamp.backends.torch.steps import refusals
-from polyamp.backends.torch.steps.control import SIZE, applied_flag, is_captured, kept
 from polyamp.backends.torch.steps.gradients import Gradients
 from polyamp.backends.torch.steps.operands import Batch, Place, count_on_host, is_dense, sort
 from polyamp.backends.torch.steps.ranks import add_shards_, any_rank, has_peers

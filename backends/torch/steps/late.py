@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from polyamp.backends.torch.steps.control import is_captured
+from polyamp.backends.torch.kernels.control import is_captured
 
 
 class LateValues:

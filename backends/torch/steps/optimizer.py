@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from polyamp.backends.torch.kernels.control import scale_on
 from polyamp.backends.torch.steps import reasons, refusals, saving
 from polyamp.backends.torch.steps.closures import step_with_closure
-from polyamp.backends.torch.steps.control import scale_on
 from polyamp.backends.torch.steps.gradients import Gradients
 from polyamp.backends.torch.steps.masters import Kind, make_masters
 from polyamp.backends.torch.steps.overflow import Overflow

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from polyamp.backends.torch.kernels.control import applied_flag, scale_on
 from polyamp.backends.torch.steps import reasons
-from polyamp.backends.torch.steps.control import applied_flag, scale_on
 from polyamp.backends.torch.steps.fused import NO_MASTERS, Scaled
 from polyamp.backends.torch.steps.operands import Batch
 

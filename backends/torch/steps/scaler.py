@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from polyamp.backends.torch.casting import leaves, map_leaves
-from polyamp.backends.torch.steps.control import (
+from polyamp.backends.torch.kernels.control import (
     SIZE,
     applied_flag,
     decode,

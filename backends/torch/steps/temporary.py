@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from polyamp.backends.torch.steps.control import DRAWS
-from polyamp.backends.torch.steps.rounding import add_remainder_, round_stochastically, split
+from polyamp.backends.torch.kernels.control import DRAWS
+from polyamp.backends.torch.kernels.rounding import add_remainder_, round_stochastically, split
 from polyamp.backends.torch.steps.saving import check_masters
 from polyamp.backends.torch.unstable import local_shard
 from polyamp.errors import InvalidValueError, warn_once

@@ -15,9 +15,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from polyamp.backends.torch.kernels.builder import Built
-from polyamp.backends.torch.kernels.recipes import Job
-from polyamp.backends.torch.kernels.toolchain import Nvcc, tool
+from polyamp.backends.torch.building.builder import Built
+from polyamp.backends.torch.building.recipes import Job
+from polyamp.backends.torch.building.toolchain import Nvcc, tool
 from polyamp.errors import ExtensionError
 
 REGISTERS = 64

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import torch
 
-from polyamp.backends.torch.kernels.architectures import gencode
-from polyamp.backends.torch.kernels.toolchain import Nvcc, Toolchain
+from polyamp.backends.torch.building.architectures import gencode
+from polyamp.backends.torch.building.toolchain import Nvcc, Toolchain
 
 CSRC = Path(__file__).parents[1] / "csrc"
 
@@ -103,7 +103,7 @@ RECIPES = {"operators": operators, "autocast": autocast}
 class Job:
     """One build: a recipe, the compilers, and the GPU architectures, of which there are none without nvcc.
 
-    >>> from polyamp.backends.torch.kernels.toolchain import Cxx
+    >>> from polyamp.backends.torch.building.toolchain import Cxx
     >>> job = Job.of(Recipe("twice", host=("twice.cpp",)), Toolchain(Cxx(("g++",), ""), None), ("9.0",))
     >>> job.compile("twice.cpp")[:2], job.architectures
     (['g++', '-c'], ())

@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
-from polyamp.backends.torch.kernels import architectures, builder, recipes, toolchain
-from polyamp.backends.torch.kernels.builder import BuildError, Built
-from polyamp.backends.torch.kernels.recipes import Job, Recipe
+from polyamp.backends.torch.building import architectures, builder, recipes, toolchain
+from polyamp.backends.torch.building.builder import BuildError, Built
+from polyamp.backends.torch.building.recipes import Job, Recipe
 from polyamp.errors import ExtensionError, InvalidValueError, warn_once
 
 VARIABLE = "POLYAMP_EXTENSION"

@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from polyamp.backends.torch.kernels.architectures import Capability, covers
-from polyamp.backends.torch.kernels.recipes import Job, Recipe
+from polyamp.backends.torch.building.architectures import Capability, covers
+from polyamp.backends.torch.building.recipes import Job, Recipe
 from polyamp.errors import ExtensionError
 
 COMMAND = "python -m polyamp.backends.torch.build"

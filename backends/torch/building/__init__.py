@@ -1,0 +1,1 @@
+"""How the compiled extension is built, found, loaded and checked; ``build.py`` above is the command."""

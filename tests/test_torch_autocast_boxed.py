@@ -22,8 +22,7 @@ from torch.testing._internal.common_methods_invocations import op_db
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import polyamp
-from polyamp.backends.torch import autocast
-from polyamp.backends.torch.ambient import boxed, overrides
+from polyamp.backends.torch.ambient import boxed, overrides, regions
 from polyamp.backends.torch.ambient.native_lists import registered
 from polyamp.backends.torch.ambient.regions import Region
 from polyamp.backends.torch.ambient.weights import cast_weight
@@ -62,10 +61,12 @@ def samples() -> Samples:
     The latter are fake: most are refused, and real kernels might not look at them before.
     """
     found: Samples = {}
+    with polyamp.autocast(polyamp.policy("mixed_bfloat16", rules={"*": "full"})):
+        pass  # from here on ours are registered for all of them
     recorder = torch.library.Library("aten", "IMPL")
-    for name in overrides.operators_of("*"):
-        recorder.impl(name, recording(name, found), KEY.name, with_keyset=True)
     try:
+        for name in overrides.operators_of("*"):
+            recorder.impl(name, recording(name, found), KEY.name, with_keyset=True)
         with torch.autocast("cpu", torch.bfloat16):
             for info in op_db:
                 run_samples(info)
@@ -76,7 +77,7 @@ def samples() -> Samples:
     with FakeTensorMode():
         for name in overrides.operators_of("*"):
             if name not in found and name != "aten::empty_like":
-                found[name] = [made_up(name)]
+                found[name] = made_up(name)
     return found
 
 
@@ -119,11 +120,14 @@ MADE_UP = {
 }
 
 
-def made_up(name: str) -> Call:
+def made_up(name: str) -> list[Call]:
+    """Arguments of the right types; none where there are other types."""
     arguments = [one for one in schema_arguments(overrides._overload(name)) if not one.has_default_value()]
+    if any(str(one.type) not in MADE_UP and "Optional" not in str(one.type) for one in arguments):
+        return []
     values = [(one, MADE_UP.get(str(one.type), lambda: None)()) for one in arguments]
     args = tuple(value for one, value in values if not one.kwarg_only)
-    return args, {one.name: value for one, value in values if one.kwarg_only}
+    return [(args, {one.name: value for one, value in values if one.kwarg_only})]
 
 
 class Seen(TorchDispatchMode):
@@ -219,8 +223,6 @@ def excluded(run: Any, *args: Any) -> Any:
 @pytest.mark.filterwarnings("ignore")
 def test_where_no_rule_is_about_them_operators_run_natively(samples: Samples, types: str) -> None:
     """Those that native autocast does not list: the others run in its own kernels, which ours call."""
-    with polyamp.autocast(polyamp.policy("mixed_bfloat16", rules={"*": "full"})):
-        pass  # from here on all are overridden
 
     def natively(name: str) -> Any:
         return None if name in registered("cpu") else lambda *args, **kwargs: passed_by(name, *args, **kwargs)
@@ -285,8 +287,12 @@ def test_casts_are_the_threads_that_made_them() -> None:
 
 
 def test_a_thread_may_end_inside_a_region() -> None:
+    with polyamp.autocast(LOWER):
+        region = regions.current()
+
     def run() -> None:
-        autocast(LOWER).__enter__()
+        torch.autocast("cpu", torch.bfloat16).__enter__()
+        regions.enter(region)
         functional.layer_norm(X, (4,), nn.Parameter(torch.ones(4)))
 
     thread = threading.Thread(target=run)

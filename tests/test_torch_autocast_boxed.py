@@ -257,16 +257,6 @@ def test_updates_by_a_number_run_under_transforms(transform: Any) -> None:
     assert torch.equal(inside, transform(updated)(X))
 
 
-def test_a_weight_at_the_address_of_one_that_is_gone_is_cast_itself() -> None:
-    with torch.no_grad(), polyamp.autocast(LOWER):  # else the cast keeps the weight
-        for first in range(0, 100, 20):
-            with KEY.excluded():  # making them would be an update
-                weights = [nn.Parameter(torch.full((4,), float(value))) for value in range(first, first + 20)]
-            added = [functional.layer_norm(torch.zeros(4, 4), (4,), None, weight)[0, 0].item() for weight in weights]
-            assert added == [*range(first, first + 20)]
-            del weights
-
-
 def test_casts_are_the_threads_that_made_them() -> None:
     weight, other = nn.Parameter(torch.ones(4)), []
 

@@ -41,11 +41,15 @@ class Place(NamedTuple):
 
     @property
     def is_supported(self) -> bool:
-        """Whether operators take it: whole or distributed, float32 or with a master, each element once in memory."""
+        """Whether operators take it: whole or distributed, float32 or with a master, each element once in memory, and
+        what is kept beside it in the same order."""
         if type(self.key) not in (Tensor, Parameter) and not hasattr(self.key, "to_local"):
             return False
         of_master = self.param is not self.key and self.param.dtype in SIXTEEN_BIT
-        return (of_master or self.param.dtype == torch.float32) and is_dense(local(self.param))
+        if not (of_master or self.param.dtype == torch.float32):
+            return False
+        stored = [local(tensor) for tensor in self.stored if tensor is not None]
+        return all(is_dense(tensor) and _dimensions(tensor) == _dimensions(stored[0]) for tensor in stored)
 
 
 def is_dense(tensor: Tensor) -> bool:

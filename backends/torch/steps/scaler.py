@@ -219,9 +219,9 @@ class LossScaler:
         return self._factors
 
     def _become(self, state: LossScaleState) -> None:
-        self.state = state
-        if self._control is not None:
+        if self._control is not None and state is not self.state:
             pack_(self._control, state)
+        self.state = state
 
     def _report_of_state(self, finite: Tensor) -> Tensor:
         """What polyamp's operators report of a step."""

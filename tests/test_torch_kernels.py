@@ -347,6 +347,18 @@ def test_unscaling_rounds_once(operators: Any, device: str, offset: int, max_nor
     assert same(grads, expected)
 
 
+def test_a_norm_that_is_nan_spoils_all_gradients_as_in_torch(operators: Any, device: str) -> None:
+    """Where nobody asked for a test, stats[1] is 0 whatever the gradients are."""
+    grads, expected = ([torch.ones(3, device=device), torch.full((2,), math.nan, device=device)] for _ in range(2))
+    params = [torch.zeros_like(grad, requires_grad=True) for grad in expected]
+    for param, grad in zip(params, expected, strict=True):
+        param.grad = grad
+    torch.nn.utils.clip_grad_norm_(params, 1.0)
+    stats = torch.tensor([math.nan, 0.0, 0.0], dtype=torch.float64, device=device)
+    operators.unscale_clip_(grads, torch.tensor(1.0, device=device), stats, 1.0)
+    torch.testing.assert_close(grads, expected, equal_nan=True)
+
+
 @pytest.mark.parametrize(("scale", "found"), [(1.0, 0.0), (SCALE, 1.0)], ids=["nothing to do", "skipped"])
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_unscaling_leaves_alone_what_need_not_change(

@@ -98,7 +98,7 @@ POLYAMP_EVERYWHERE float factor_of(float scale, const double* stats, double max_
   const float inverse = inverse_of(scale);
   if (max_norm == static_cast<double>(INFINITY)) return inverse;
   const double clip = max_norm / (sqrt(stats[0]) + 1e-6);
-  return static_cast<float>(static_cast<double>(inverse) * (clip < 1 ? clip : 1));
+  return static_cast<float>(static_cast<double>(inverse) * (clip > 1 ? 1 : clip));  // NaN stays NaN
 }
 
 // polyamp.loss_scale.advance, in place.

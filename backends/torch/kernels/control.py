@@ -35,8 +35,22 @@ def unpack(packed: Tensor) -> LossScaleState:
 
 def pack_(packed: Tensor, state: LossScaleState) -> None:
     """Write a state, of numbers or of scalar tensors, in place."""
-    scale, *counts = on_device(state, packed.device)
-    packed[:_STATE] = torch.stack([scale.view(torch.int32), *counts])
+    packed[:_STATE] = torch.stack(_words(on_device(state, packed.device)))
+
+
+def report_of(state: LossScaleState, applied: Tensor, losses_finite: Tensor) -> Tensor:
+    """The report of a step that no operator made, of scalar tensors on one device.
+
+    >>> state = on_device(LossScaleState(8.0, 3, 1, 0, 2), torch.device("cpu"))
+    >>> decode(report_of(state, torch.tensor(True), torch.tensor(True)).tolist())
+    (LossScaleState(scale=8.0, good_steps=3, hysteresis=1, skipped_in_a_row=0, skipped=2), True)
+    """
+    return torch.stack([*_words(state), applied.int(), losses_finite.int()])
+
+
+def _words(state: LossScaleState) -> list[Tensor]:
+    scale, *counts = state
+    return [scale.view(torch.int32), *counts]
 
 
 def applied_flag(report: Tensor) -> Tensor:

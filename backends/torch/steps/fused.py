@@ -35,7 +35,6 @@ Standing = Mapping[Tensor, tuple[Tensor, Tensor | None]]
 
 NO_MASTERS: Standing = MappingProxyType({})
 
-
 _TAKEN = frozenset({*SIXTEEN_BIT, torch.float32})
 
 
@@ -107,22 +106,20 @@ class FusedStep:
         compiled = available(device.type)  # asked in any case: it loads them
         return compiled or self.wanted is True
 
-    def can_step_scaled(self) -> bool:
-        """Whether operators may step from scaled gradients: where they are used, for an optimizer that they know.
-
-        Hooks that run before a step are shown unscaled gradients, so where there are any these are made first.
-        """
-        return self._rule() is not None and not has_step_pre_hooks(self.inner)
-
-    def calls(self, standing: Standing, *, clips: bool) -> list[Batch] | None:
+    def calls(self, standing: Callable[[], Standing], *, clips: bool) -> list[Batch] | None:
         """The calls that step all parameters from the model's own scaled gradients; None where operators cannot.
 
-        The norm of gradients that lie over ranks in several ways is left to PyTorch.
+        Hooks that run before a step are shown unscaled gradients, so where there are any these are made first. The
+        norm of gradients that lie over ranks in several ways is left to PyTorch.
+
+        Args:
+            standing: gives what stands behind masters; called only where operators are used for this optimizer.
+            clips: whether the norm is needed.
         """
         rule = self._rule()
-        if rule is None:
+        if rule is None or has_step_pre_hooks(self.inner):
             return None
-        batches, left = self._scaled.of(self.inner, rule, standing, self.is_for)
+        batches, left = self._scaled.of(self.inner, rule, standing(), self.is_for)
         if left or len({batch.device for batch in batches}) > 1:  # whose statistics would have to be brought together
             return None
         return None if clips and len(set().union(*(batch.layouts for batch in batches))) > 1 else batches

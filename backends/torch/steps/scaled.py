@@ -24,10 +24,8 @@ def calls_of(optimizer: LossScaledOptimizer) -> Sequence[Batch] | None:
         return None
     if masters is None and not config.check:
         return None  # nothing to unscale and nothing to round: the optimizer's own kernel has as little to do
-    if not stepper.operators.can_step_scaled():
-        return None
-    standing = NO_MASTERS if masters is None else masters.standing()
-    return stepper.operators.calls(standing, clips=optimizer.max_grad_norm is not None)
+    clips = optimizer.max_grad_norm is not None
+    return stepper.operators.calls(lambda: NO_MASTERS if masters is None else masters.standing(), clips=clips)
 
 
 def step_scaled(optimizer: LossScaledOptimizer, calls: Sequence[Batch]) -> None:

@@ -21,6 +21,7 @@ from polyamp.backends.torch.kernels.control import (
     kept,
     on_device,
     pack_,
+    report_of,
     unpack,
     where,
 )
@@ -228,8 +229,7 @@ class LossScaler:
         device = finite.device
         losses = [loss.isfinite().all().to(device) for loss in self._unchecked_losses]
         losses_finite = torch.stack(losses).all() if losses else kept(1, torch.int32, device)
-        scale, *counts = self.state
-        return torch.stack([scale.view(torch.int32), *counts, finite.int(), losses_finite.int()])
+        return report_of(self.state, finite, losses_finite)
 
 
 class _Round:

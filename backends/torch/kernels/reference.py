@@ -34,7 +34,13 @@ Tensors = Sequence[Tensor]
 
 
 def grad_stats(grads: Tensors, losses: Tensors, scale: Tensor, stats: Tensor, workspace: Tensor) -> None:
-    """Read every gradient once, and write ``stats``."""
+    """Read every gradient once, and write ``stats``.
+
+    >>> stats, workspace = torch.zeros(3, dtype=torch.float64), torch.zeros(1, dtype=torch.float64)
+    >>> grad_stats([torch.tensor([6.0, 8.0])], [torch.tensor(float("nan"))], torch.tensor(2.0), stats, workspace)
+    >>> stats.tolist()
+    [25.0, 0.0, 1.0]
+    """
     inverse = _inverse(scale)
     squares = [(grad.float() * inverse).double().square().sum() for grad in grads]
     for place, found in enumerate((squares, _non_finite(grads), _non_finite(losses))):
@@ -42,7 +48,13 @@ def grad_stats(grads: Tensors, losses: Tensors, scale: Tensor, stats: Tensor, wo
 
 
 def unscale_clip_(grads: Tensors, scale: Tensor, stats: Tensor, max_norm: float) -> None:
-    """Unscale and clip in place, unless the step will be skipped."""
+    """Unscale and clip in place, unless the step will be skipped.
+
+    >>> grad = torch.tensor([6.0, 8.0])
+    >>> unscale_clip_([grad], torch.tensor(2.0), torch.tensor([25.0, 0.0, 0.0], dtype=torch.float64), 2.5)
+    >>> grad
+    tensor([1.5000, 2.0000])
+    """
     factor, applied = _factor(scale, stats, max_norm)
     for grad in grads:
         grad.copy_(torch.where(applied, (grad.float() * factor).to(grad.dtype), grad))

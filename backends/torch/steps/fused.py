@@ -73,6 +73,11 @@ class Scaled(NamedTuple):
 class FusedStep:
     """Steps an `Adam`, `AdamW` or `SGD` by polyamp's operators, and unscales and clips for any other optimizer.
 
+    >>> weight = torch.ones(2, requires_grad=True)
+    >>> weight.grad = torch.ones(2)
+    >>> FusedStep(torch.optim.SGD([weight], lr=0.5), True).step_unscaled(torch.tensor(0.0)), weight.detach()
+    ((None, tensor(True)), tensor([0.5000, 0.5000]))
+
     Args:
         inner: the optimizer. Its options, state and hooks are used as its own step would.
         wanted: None uses the operators for parameters on a GPU where the compiled extension is in use, True wherever

@@ -53,7 +53,11 @@ class Place(NamedTuple):
 
 
 def is_dense(tensor: Tensor) -> bool:
-    """Whether the elements fill a piece of memory, each once, in whatever order of dimensions."""
+    """Whether the elements fill a piece of memory, each once, in whatever order of dimensions.
+
+    >>> is_dense(torch.ones(2, 3).T), is_dense(torch.ones(2, 3)[:, :2]), is_dense(torch.ones(1).expand(3))
+    (True, False, False)
+    """
     expected = 1
     for stride, size in sorted((stride, size) for size, stride in _dimensions(tensor)):
         if stride != expected:
@@ -69,7 +73,11 @@ def _dimensions(tensor: Tensor) -> list[tuple[int, int]]:
 
 
 def like(param: Tensor, other: Tensor) -> Tensor:
-    """``other`` with its elements in the order in memory that ``param`` has: itself or a copy."""
+    """``other`` with its elements in the order in memory that ``param`` has: itself or a copy.
+
+    >>> like(torch.ones(2, 3), torch.ones(3, 2).T).stride()
+    (3, 1)
+    """
     if other.stride() == param.stride() or _dimensions(other) == _dimensions(param):
         return other
     return torch.empty_like(param, dtype=other.dtype).copy_(other)

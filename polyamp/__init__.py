@@ -3,6 +3,7 @@
 Importing this imports no framework: adapters load when an object of their framework is first seen.
 """
 
+from polyamp.diagnosis.verbs import diagnose, probe
 from polyamp.errors import (
     InvalidTypeError,
     InvalidValueError,
@@ -56,9 +57,11 @@ __all__ = [
     "autocast",
     "convert",
     "current_policy",
+    "diagnose",
     "explain",
     "load_loss_scale",
     "policy",
+    "probe",
     "rewrite",
     "save_loss_scale",
     "scale_loss",

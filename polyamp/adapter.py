@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
+from polyamp.diagnosis.recording import Recording
 from polyamp.loss_scale import LossScale
 from polyamp.plan import Plan
 from polyamp.policy import Policy
@@ -98,6 +99,30 @@ class ValueAndGrad(Protocol):
 
     def value_and_grad(self, fun: Callable[..., Any], policy: Policy | None, has_aux: bool) -> Callable[..., Any]:
         """A function of ``(opt_state, params, *args)`` that gives the unscaled loss and scaled gradients."""
+
+
+class Record(Protocol):
+    """A framework whose steps can be recorded, tensor by tensor."""
+
+    def record(
+        self,
+        step: Any,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        policy: Policy,
+        *,
+        widened: bool,
+        scale: float | None = None,
+    ) -> Recording:
+        """One run of ``step``, forward and backward, which changes nothing.
+
+        Args:
+            step: a function that returns a loss, which is differentiated; or a training step, up to its update.
+            args, kwargs: its arguments.
+            policy: what it runs under.
+            widened: compute what the policy makes 16-bit in float32, so that nothing overflows or is lost.
+            scale: what the loss is multiplied by; None is what the step itself does.
+        """
 
 
 class TrainDigits(Protocol):

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from polyamp.errors import InvalidTypeError
+from polyamp.layout import aligned, in_bytes
 
 
 class PlannedOperation(NamedTuple):
@@ -199,31 +200,6 @@ class PlanComparison:
                 aligned([("operation", "where", "this", "other"), *changed]) if changed else "no operation differs",
             ]
         )
-
-
-def aligned(rows: Sequence[Sequence[str]], right: Iterable[int] = ()) -> str:
-    """Rows of text as columns two blanks apart; the columns ``right`` are flush right.
-
-    >>> print(aligned([("name", "n"), ("a", "10")], right=[1]))
-    name   n
-    a     10
-    """
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    pads = [str.rjust if index in set(right) else str.ljust for index in range(len(widths))]
-    lines = ("  ".join(pad(cell, width) for pad, cell, width in zip(pads, row, widths, strict=True)) for row in rows)
-    return "\n".join(line.rstrip() for line in lines)
-
-
-def in_bytes(count: int) -> str:
-    """A number of bytes for people.
-
-    >>> in_bytes(512), in_bytes(3 * 2**20)
-    ('512 B', '3.0 MiB')
-    """
-    size, units = float(count), ["B", "KiB", "MiB", "GiB", "TiB"]
-    while size >= 1024 and len(units) > 1:
-        size, units = size / 1024, units[1:]
-    return f"{size:.0f} B" if units[0] == "B" else f"{size:.1f} {units[0]}"
 
 
 def _headline(plan: Plan) -> str:

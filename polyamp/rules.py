@@ -23,19 +23,23 @@ class Rule(NamedTuple):
         """Whether this rule is about an operation, by its canonical name or by the path it stands at.
 
         A pattern of several components, joined by ``/`` or ``.``, matches where they stand side by side anywhere in
-        the path; ``*`` stays within one component, as in a shell.
+        the path; ``*`` stays within one component, as in a shell. The operation's own name may stand after them.
 
         >>> Rule("decoder.*.norm", "full").matches("add", "model/decoder/3/norm")
         True
         >>> Rule("norm", "full").matches("add", "model/layer_norm")
         False
+        >>> Rule("decoder/3/exp", "full").matches("exp", "model/decoder/3")
+        True
         """
         wanted = _components(self.pattern)
         here = _components(path)
         if len(wanted) == 1 and fnmatchcase(operation, wanted[0]):
             return True
-        windows = (here[start : start + len(wanted)] for start in range(len(here) - len(wanted) + 1))
-        return any(all(map(fnmatchcase, window, wanted)) for window in windows)
+        windows = [here[start : start + len(wanted)] for start in range(len(here) - len(wanted) + 1)]
+        if wanted[-1] == operation:
+            windows.append([*here[1 - len(wanted) :], operation])
+        return any(len(window) == len(wanted) and all(map(fnmatchcase, window, wanted)) for window in windows)
 
 
 class Decision(NamedTuple):

@@ -254,7 +254,7 @@ def rewrite(
     own = registry.adapter_of(fn)
     _check_rewritable(fn, own, where="rewrite(fn)")
     if args or kwargs or backend is not None or own is not None:
-        adapter = _offering("rewrite", backend, (fn, args, kwargs), where="rewrite(fn, *args)")
+        adapter = offering("rewrite", backend, (fn, args, kwargs), where="rewrite(fn, *args)")
         return registry.verb(adapter, "rewrite")(fn, args, kwargs, make_policy(chosen), **options)
     return RewrittenAtFirstCall(fn, chosen, options)
 
@@ -271,7 +271,7 @@ class RewrittenAtFirstCall:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._rewritten is None:
-            adapter = _offering("rewrite", None, (self._fn, args, kwargs), where="rewrite(fn)(*args)")
+            adapter = offering("rewrite", None, (self._fn, args, kwargs), where="rewrite(fn)(*args)")
             self._rewrite(adapter, args, kwargs)
         return self._rewritten(*args, **kwargs)
 
@@ -325,7 +325,7 @@ def explain(
         UnsupportedError: the framework's adapter has no explain.
     """
     _check_rewritable(fn, registry.adapter_of(fn), where="explain(fn)")
-    adapter = _offering("explain", backend, (fn, args, kwargs), where="explain(fn, *args)")
+    adapter = offering("explain", backend, (fn, args, kwargs), where="explain(fn, *args)")
     plan: Plan = registry.verb(adapter, "explain")(fn, args, kwargs, make_policy(policy))
     return plan
 
@@ -341,7 +341,7 @@ def _check_rewritable(fn: object, adapter: Any, *, where: str) -> None:
         )
 
 
-def _offering(verb: str, backend: str | None, objects: Any, *, where: str) -> Any:
+def offering(verb: str, backend: str | None, objects: Any, *, where: str) -> Any:
     """The adapter that was named, else of the objects that has the verb, else the only loaded one that has it."""
     if backend is not None:
         return registry.adapter_named(backend)

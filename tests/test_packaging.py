@@ -21,7 +21,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 BACKENDS = sorted(path.parent.name for path in (ROOT / "backends").glob("*/__init__.py"))
 HOUSE = ("polyamp", "backends", "tests", "examples", "benchmarks", "docs")
 SOURCES = {
-    *(f"polyamp/{path.name}" for path in (ROOT / "polyamp").glob("*.py")),
+    *(str(path.relative_to(ROOT)) for path in (ROOT / "polyamp").rglob("*.py") if "backends" not in path.parts),
     *(f"polyamp/{path.relative_to(ROOT)}" for path in (ROOT / "backends").rglob("*.py")),
     *(f"polyamp/{path.relative_to(ROOT)}" for path in (ROOT / "backends").rglob("csrc/*")),
 }

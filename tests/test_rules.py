@@ -67,6 +67,17 @@ def test_unknown_operations_run_as_written() -> None:
     assert decide((Rule("my_kernel", "lower"),), "my_kernel").op_class == "lower"
 
 
+@pytest.mark.parametrize(
+    ("path", "matches"),
+    [("model/decoder/3", True), ("decoder/3", True), ("decoder/3/norm", False), ("decoder/4", False), ("3", False)],
+)
+def test_a_pattern_that_ends_in_an_operation_is_about_that_one_there(path: str, matches: bool) -> None:
+    rule = Rule("decoder.3.exp", "full")
+    assert rule.matches("exp", path) is matches
+    assert not rule.matches("add", path)
+    assert rule.matches("add", f"{path}/exp") is (path in ("model/decoder/3", "decoder/3"))  # a module of that name
+
+
 def test_rules_that_matched_nothing_are_found() -> None:
     rules = parse_rules({"softmax": "lower", "decoder.*": "full", "encoder": "full"})
     assert unused(rules, [("softmax", "encoder/1"), ("add", "decoder")]) == [Rule("decoder.*", "full")]

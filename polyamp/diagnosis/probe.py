@@ -1,0 +1,287 @@
+"""What one step says of a loss scale: which gradients bound it, from below and from above, and what to set."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from polyamp.diagnosis.recording import ACTIVATION, GRADIENT, PARAMETER, Observation, Recording
+from polyamp.formats import format_of
+from polyamp.layout import aligned, finite, power, share, write_json
+from polyamp.loss_scale import LossScale
+
+if TYPE_CHECKING:
+    from os import PathLike
+
+NOISE = 2.0**-20
+"""Parameter gradients whose largest element is below this share of the largest gradient of the step set no lower limit.
+
+Sums that are zero but for rounding, such as the gradient of a bias before a normalisation, come out at some 2**-24
+(float32's epsilon) of what was added up, and no loss scale is needed to keep them.
+"""
+
+_SHOWN = {"need": 10, "bear": 5, "headroom": 4}
+
+
+class Window(NamedTuple):
+    """Loss scales, powers of two, that lose next to nothing and overflow nothing.
+
+    >>> Window(2.0**7, 2.0**24)
+    Window(2^7 .. 2^24)
+
+    Attributes:
+        low: at smaller scales a gradient loses more of its L1 mass than is tolerated.
+        high: at larger ones a gradient comes too near to overflow; the margin is in it.
+    """
+
+    low: float
+    high: float
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no scale serves all gradients."""
+        return self.low > self.high
+
+    def __contains__(self, scale: object) -> bool:
+        return isinstance(scale, int | float) and self.low <= scale <= self.high
+
+    def __repr__(self) -> str:
+        return f"Window({self})"
+
+    def __str__(self) -> str:
+        return f"{power(self.low)} .. {power(self.high)}"
+
+
+@dataclass(frozen=True)
+class Probe:
+    """What `polyamp.probe` gives. Prints as a table with a text histogram of each tensor that matters.
+
+    >>> from polyamp.diagnosis.spread import Spread
+    >>> spread = Spread.of([2.0**-25, 2.0**-12, 0.0])
+    >>> logits = Observation(GRADIENT, "matmul", "dot", "head", "lower", "float16", (2,), spread)
+    >>> probe = Probe(Recording("jax", "mixed_float16", 1.0, 1.0, True, (logits,)), "float16")
+    >>> probe.window, probe.recommended
+    (Window(2^-13 .. 2^24), LossScale())
+
+    Args:
+        recording: one widened step, gradients unscaled, equal places grouped.
+        format: the 16-bit format in question, which tensors of low format are in.
+        tolerance: share of a gradient's L1 mass that may be lost.
+        margin: powers of two that are kept free above the largest gradient; gradients of other batches, and of the
+            first steps, are larger than one step shows.
+    """
+
+    recording: Recording
+    format: str
+    tolerance: float = 1e-3
+    margin: float = 3.0
+
+    @cached_property
+    def bounding(self) -> tuple[Observation, ...]:
+        """The gradients that the policy computes in 16 bits: they alone bound the loss scale."""
+        return tuple(one for one in self.recording.of_kind(GRADIENT, PARAMETER) if one.is_low)
+
+    @cached_property
+    def window(self) -> Window | None:
+        """The safe loss scales; empty where no scale serves; None where no gradient is in 16 bits.
+
+        The lower edge is the largest scale that a gradient needs (see `NOISE` for those that do not count), the upper
+        edge the smallest that one bears, less the margin.
+        """
+        if not any(one.spread.largest for one in self.bounding):
+            return None
+        low = max(map(self.need, self._counting), default=0.0)
+        return Window(low, 2.0 ** math.floor(math.log2(min(map(self.bear, self.bounding))) - self.margin))
+
+    def need(self, one: Observation) -> float:
+        """The smallest scale at which a tensor loses no more than is tolerated."""
+        return one.spread.smallest_scale(self.format, self.tolerance)
+
+    def bear(self, one: Observation) -> float:
+        """The largest scale at which it does not overflow."""
+        return max(one.spread.largest_scale(self.format), format_of("float32").smallest_normal)
+
+    @cached_property
+    def _counting(self) -> tuple[Observation, ...]:
+        limit = NOISE * max((one.spread.largest for one in self.bounding), default=0.0)
+        return tuple(one for one in self.bounding if one.kind != PARAMETER or one.spread.largest >= limit)
+
+    @cached_property
+    def overflowing(self) -> tuple[Observation, ...]:
+        """What the forward pass computes in 16 bits although it is beyond the format: no loss scale helps there."""
+        limit = format_of(self.format).max
+        return tuple(one for one in self._forward if one.spread.is_finite and one.spread.largest > limit)
+
+    @cached_property
+    def broken(self) -> Observation | None:
+        """The first tensor that is not finite although it was computed in float32; precision is not the cause."""
+        return next((one for one in self.recording.observations if not one.spread.is_finite), None)
+
+    @cached_property
+    def _forward(self) -> tuple[Observation, ...]:
+        return tuple(one for one in self.recording.of_kind(ACTIVATION) if one.is_low)
+
+    @property
+    def is_safe(self) -> bool:
+        """Whether some loss scale serves, and the forward pass fits."""
+        return not (self.overflowing or self.broken or (self.window is not None and self.window.is_empty))
+
+    @property
+    def recommended(self) -> LossScale:
+        """Settings of the loss scale: dynamic, starting inside of the window; none where no gradient needs one.
+
+        The start is that of ``LossScale()`` where the window has it, else the nearest scale that it has. Of an empty
+        window it is the upper edge: too small a scale loses something, too large a one skips every step.
+        """
+        window, default = self.window, LossScale()
+        if window is None or (format_of(self.format).exponent_bits == 8 and 1.0 in window):
+            return LossScale.none()
+        init = min(max(default.init, window.low), window.high)
+        init = min(max(init, format_of("float32").smallest_normal * 2.0**10), 2.0**120)
+        return LossScale(init=init, min=min(default.min, init * 2.0**-10), max=max(default.max, init))
+
+    @cached_property
+    def rules(self) -> dict[str, str]:
+        """Rules that keep in float32 what overflows in the forward pass, to paste into a policy."""
+        return {one.place: "full" for one in self.overflowing}
+
+    def as_dict(self) -> dict[str, Any]:
+        """Everything, as JSON values: the window, the recommendation, and every tensor with what it needs and bears."""
+        window = self.window
+        return {
+            "framework": self.recording.framework,
+            "policy": self.recording.policy,
+            "format": self.format,
+            "loss": finite(self.recording.loss),
+            "tolerance": self.tolerance,
+            "margin": self.margin,
+            "window": None if window is None else {"low": window.low, "high": window.high, "empty": window.is_empty},
+            "recommended": self.recommended.to_dict() or {"init": self.recommended.init},
+            "safe": self.is_safe,
+            "rules": self.rules,
+            "tensors": [self._as_dict(one) for one in self.recording.observations],
+        }
+
+    def _as_dict(self, one: Observation) -> dict[str, Any]:
+        spread = one.spread
+        return {
+            **one.as_dict(),
+            "flushed": spread.flushed(self.format),
+            "lost": spread.lost(self.format),
+            "headroom": finite(spread.headroom(self.format)),
+            "smallest_scale": self.need(one),
+            "largest_scale": finite(spread.largest_scale(self.format)),
+        }
+
+    def save(self, path: str | PathLike[str]) -> None:
+        """Write `as_dict` to a JSON file."""
+        write_json(self.as_dict(), path)
+
+    def plot(self, path: str | PathLike[str]) -> None:
+        """Draw a heat map of all tensors over powers of two, with the format's limits, into an image file.
+
+        Raises:
+            MissingFrameworkError: matplotlib is not installed.
+        """
+        from polyamp.diagnosis.pictures import draw_probe
+
+        draw_probe(self, path)
+
+    def __str__(self) -> str:
+        return "\n".join([self._heading(), "", self.table(), "", *self.conclusions()])
+
+    def _heading(self) -> str:
+        loss = self.recording.loss
+        shown = "" if loss is None else f", loss {loss:.6g}"
+        return (
+            f"{self.recording.framework}, {self.recording.policy}: one step in float32{shown}; "
+            f"{len(self.recording.observations)} tensors, {len(self.bounding)} gradients in {self.format}"
+        )
+
+    def table(self, most: int | None = None) -> str:
+        """Tensors in the order of computation: those that bound the window, and those nearest to overflow.
+
+        Args:
+            most: show so many of each; None is a screenful.
+        """
+        lowest, highest = self._pictured()
+        axis = f"log2|x| {lowest} .. {highest}"
+        header = ("kind", "tensor", "format", "amax", "flushed", "L1 lost", "need S", "max S", axis)
+        rows = [self._row(one, lowest, highest) for one in self._notable(most)]
+        return aligned([header, *rows], right={3, 4, 5, 6, 7})
+
+    def _row(self, one: Observation, lowest: int, highest: int) -> tuple[str, ...]:
+        spread, forward = one.spread, one.kind == ACTIVATION
+        need = "" if forward else power(self.need(one))
+        bear = f"{spread.headroom(self.format):+.1f} bits" if forward else power(spread.largest_scale(self.format))
+        return (
+            _KINDS[one.kind],
+            one.place,
+            one.format,
+            f"{spread.largest:.2g}" if spread.is_finite else "inf" if spread.inf else "nan",
+            share(spread.flushed(self.format)),
+            share(spread.lost(self.format)),
+            need,
+            bear,
+            f"|{spread.picture(lowest, highest)}|",
+        )
+
+    def _notable(self, most: int | None) -> list[Observation]:
+        counts = _SHOWN if most is None else dict.fromkeys(_SHOWN, most)
+        chosen = [
+            *_first(self._counting, counts["need"], key=lambda one: (-self.need(one), -one.spread.lost(self.format))),
+            *_first(self.bounding, counts["bear"], key=self.bear),
+            *_first(self._forward, counts["headroom"], key=lambda one: one.spread.headroom(self.format)),
+        ]
+        chosen += [self.broken] if self.broken else []
+        wanted = {id(one) for one in chosen}
+        return [one for one in self.recording.observations if id(one) in wanted]
+
+    def _pictured(self) -> tuple[int, int]:
+        """The exponents from the smallest subnormal, less a byte's worth, to the largest number of the format."""
+        limits = format_of(self.format)
+        low, high = math.floor(math.log2(limits.smallest_subnormal)), math.floor(math.log2(limits.max))
+        return (low - 16, high) if high - low < 64 else (-40, 16)
+
+    def conclusions(self) -> list[str]:
+        """What follows, a sentence a line."""
+        said = []
+        if self.broken:
+            said.append(
+                f"{_KINDS[self.broken.kind]} {self.broken.place} is not finite in float32 either: look at the data and "
+                "the model, not at the precision."
+            )
+        said += [
+            f"The forward pass overflows {self.format} in {one.place} (largest {one.spread.largest:.3g}): no loss "
+            f'scale helps; keep it float32 with rules={{"{one.place}": "full"}}.'
+            for one in self.overflowing[:3]
+        ]
+        return [*said, *self._scale_said()]
+
+    def _scale_said(self) -> list[str]:
+        window = self.window
+        if window is None:
+            return [f"No gradient is computed in {self.format}: no loss scale is needed."]
+        if not window.is_empty:
+            needless = " (1 is inside: this step needs no loss scaling)" if 1.0 in window else ""
+            return [
+                f"safe window: {window}{needless}, with a margin of {self.margin:g} bits above the largest gradient",
+                f"recommended: {self.recommended!r}",
+            ]
+        needing = max(self._counting, key=self.need)
+        bearing = min(self.bounding, key=self.bear)
+        return [
+            f"no loss scale serves all gradients: {needing.place} needs {power(self.need(needing))} or more, and "
+            f"{bearing.place} bears {power(self.bear(bearing))} at most, {self.margin:g} bits of margin aside.",
+            f"Keep one of them float32: polyamp.calibrate finds the rules. Until then: {self.recommended!r}",
+        ]
+
+
+_KINDS = {ACTIVATION: "act", GRADIENT: "grad", PARAMETER: "param"}
+
+
+def _first(observations: Sequence[Observation], count: int, key: Any) -> Iterable[Observation]:
+    return sorted(observations, key=key)[:count]

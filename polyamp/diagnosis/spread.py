@@ -1,0 +1,262 @@
+"""How the magnitudes of a tensor are spread over powers of two, and what a narrow format would lose of them.
+
+A float32 number's exponent field has 256 values. How many elements have each, and how much they add up to, is all that
+any format, at any loss scale, can be asked about; adapters collect those numbers, on the device, and nothing else.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from polyamp.errors import InvalidValueError
+from polyamp.formats import Format, format_of
+
+LOWEST, HIGHEST = -127, 127
+"""The exponents of finite float32. Those of its subnormals count as the lowest."""
+
+FIELDS = 256
+"""Values of float32's exponent field: 0 for zeros and subnormals, 255 for inf and NaN."""
+
+SAMPLE = 2**16
+"""Elements of a tensor that a histogram is made of: of larger ones, every k-th, with a k that is odd.
+
+A share of 0.1 % is then known to about 0.01 % (one standard deviation of a binomial share); the largest magnitude, inf
+and NaN are looked for in all elements.
+"""
+
+_SHADES = " .:-=+*#%@"
+
+
+def stride(elements: int) -> int:
+    """Of a tensor's elements, in memory's order, each so-many-th is counted; see `SAMPLE`.
+
+    >>> stride(1000), stride(10 * SAMPLE)
+    (1, 11)
+    """
+    step = -(-elements // SAMPLE)
+    return max(1, step | 1)
+
+
+@dataclass(frozen=True)
+class Spread:
+    """The magnitudes of a tensor's elements, by their exponents.
+
+    >>> spread = Spread.of([0.0, 2.0**-26, 0.75, -3.0])
+    >>> spread.elements, spread.largest, spread.counts[-26 - LOWEST], spread.flushed("float16")
+    (4, 3.0, 1, 0.25)
+    >>> spread.flushed("float16", scale=2.0)
+    0.0
+
+    Args:
+        elements: how many there are.
+        seen: how many were counted; fewer where only a part was looked at. ``zeros``, ``counts`` and ``mass`` are of
+            those, the other numbers of all.
+        zeros: how many are 0.
+        inf: how many are infinite.
+        nan: how many are NaN.
+        largest: largest finite magnitude; 0.0 where there is none.
+        counts: how many finite, non-zero elements have each exponent, one number for each from `LOWEST` to `HIGHEST`:
+            exponent ``e`` is that of magnitudes from ``2**e`` up to, and without, ``2**(e + 1)``.
+        mass: the sum of the magnitudes of those elements.
+
+    Raises:
+        InvalidValueError: ``counts`` and ``mass`` are not as long as they have to be.
+    """
+
+    elements: int
+    seen: int
+    zeros: int
+    inf: int
+    nan: int
+    largest: float
+    counts: tuple[int, ...]
+    mass: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        if not len(self.counts) == len(self.mass) == HIGHEST - LOWEST + 1:
+            raise InvalidValueError(
+                "this is no histogram of exponents",
+                where="Spread(counts, mass)",
+                found=f"{len(self.counts)} counts and {len(self.mass)} masses",
+                allowed=f"{HIGHEST - LOWEST + 1} of each, one for every exponent of finite float32",
+            )
+
+    @classmethod
+    def of(cls, values: Iterable[float]) -> Spread:
+        """Of numbers on the host. Adapters count on the device instead, for `of_fields`."""
+        numbers = [abs(float(value)) for value in values]
+        counts, mass = [0] * FIELDS, [0.0] * FIELDS
+        finite = [number for number in numbers if math.isfinite(number)]
+        for number in finite:
+            place = max(math.frexp(number)[1] - 1, LOWEST) - LOWEST if number else 0
+            counts[place] += 1
+            mass[place] += number
+        inf, nan = sum(map(math.isinf, numbers)), sum(map(math.isnan, numbers))
+        largest = max(finite, default=0.0)
+        return cls.of_fields(len(numbers), len(numbers), finite.count(0.0), inf, nan, largest, counts, mass)
+
+    @classmethod
+    def of_fields(
+        cls,
+        elements: int,
+        seen: int,
+        zeros: int,
+        inf: int,
+        nan: int,
+        largest: float,
+        counts: Sequence[float],
+        mass: Sequence[float],
+    ) -> Spread:
+        """Of what a device counted.
+
+        Args:
+            elements, seen, zeros, inf, nan, largest: see `Spread`.
+            counts: `FIELDS` numbers: how many elements have each value of the exponent field, zeros under field 0.
+            mass: `FIELDS` numbers: the sums of their magnitudes. The last of both (inf and NaN) are left out.
+        """
+        whole = tuple(round(float(count)) for count in counts[:-1])
+        finite_mass = tuple(float(part) for part in mass[:-1])
+        largest = float(largest) if math.isfinite(largest) else 0.0
+        return cls(elements, seen, zeros, inf, nan, largest, (whole[0] - zeros, *whole[1:]), finite_mass)
+
+    def merged(self, other: Spread) -> Spread:
+        """Of the elements of both.
+
+        >>> Spread.of([1.0]).merged(Spread.of([4.0])).largest
+        4.0
+        """
+        return Spread(
+            self.elements + other.elements,
+            self.seen + other.seen,
+            self.zeros + other.zeros,
+            self.inf + other.inf,
+            self.nan + other.nan,
+            max(self.largest, other.largest),
+            tuple(map(sum, zip(self.counts, other.counts, strict=True))),
+            tuple(map(sum, zip(self.mass, other.mass, strict=True))),
+        )
+
+    def scaled(self, exponent: int) -> Spread:
+        """Of the same elements times ``2**exponent``, as they would be without a loss scale, for example.
+
+        >>> Spread.of([8.0]).scaled(-3) == Spread.of([1.0])
+        True
+        """
+        factor = 2.0**exponent
+        mass = _shifted([part * factor for part in self.mass], exponent)
+        return Spread(
+            self.elements,
+            self.seen,
+            self.zeros,
+            self.inf,
+            self.nan,
+            self.largest * factor,
+            tuple(map(round, _shifted(self.counts, exponent))),
+            tuple(mass),
+        )
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether no element is inf or NaN."""
+        return not (self.inf or self.nan)
+
+    def flushed(self, format_name: str, scale: float = 1.0) -> float:
+        """The share of elements that a format rounds to zero once they are multiplied by ``scale``, a power of two.
+
+        Zeros are not among them: nothing is lost of those. A magnitude of exactly half the smallest subnormal, which
+        rounds to zero too, counts as kept: its exponent is that of others which are.
+        """
+        return _share(self.counts[: self._flushed_bins(format_of(format_name), scale)], self.seen)
+
+    def lost(self, format_name: str, scale: float = 1.0) -> float:
+        """As `flushed`, of the sum of magnitudes (L1) instead of the number of elements: what the update lacks."""
+        return _share(self.mass[: self._flushed_bins(format_of(format_name), scale)], math.fsum(self.mass))
+
+    def headroom(self, format_name: str, scale: float = 1.0) -> float:
+        """By how many powers of two the largest magnitude, times ``scale``, could grow before the format overflows.
+
+        >>> round(Spread.of([32768.0]).headroom("float16"), 3), Spread.of([0.0]).headroom("float16")
+        (0.999, inf)
+        """
+        if not self.is_finite:
+            return -math.inf
+        if not self.largest:
+            return math.inf
+        return math.log2(format_of(format_name).max) - math.log2(self.largest) - math.log2(scale)
+
+    def smallest_scale(self, format_name: str, tolerance: float) -> float:
+        """The smallest power of two at which the format loses a share of the L1 mass of at most ``tolerance``.
+
+        0 where all elements are zero.
+
+        >>> Spread.of([2.0**-30]).smallest_scale("float16", 0.001) == 2.0**5
+        True
+        """
+        total, so_far = math.fsum(self.mass), 0.0
+        for place, mass in enumerate(self.mass):
+            so_far += mass
+            if so_far > tolerance * total:
+                return 2.0 ** (_flush_exponent(format_of(format_name)) - (place + LOWEST))
+        return 0.0
+
+    def largest_scale(self, format_name: str) -> float:
+        """The largest power of two at which no element overflows the format; inf for zeros, 0 where one is not finite.
+
+        >>> Spread.of([3.0]).largest_scale("float16") == 2.0**14
+        True
+        """
+        room = self.headroom(format_name)
+        return 2.0 ** math.floor(room) if math.isfinite(room) else (math.inf if room > 0 else 0.0)
+
+    def picture(self, lowest: int = -40, highest: int = 8) -> str:
+        """The histogram as a line of text, a character for each exponent; elements outside count at its ends.
+
+        >>> Spread.of([2.0**-8] * 9 + [1.0]).picture(-9, 1)
+        ' @       # '
+        """
+        inner = [0] * (highest - lowest + 1)
+        for place, count in enumerate(self.counts):
+            inner[min(max(place + LOWEST, lowest), highest) - lowest] += count
+        most = max(inner)
+        return "".join(_SHADES[_shade(count, most)] for count in inner)
+
+    def as_dict(self) -> dict[str, Any]:
+        """As JSON values; exponents without elements are left out.
+
+        >>> Spread.of([1.0, 1.5]).as_dict()["exponents"]
+        {'0': [2, 2.5]}
+        """
+        exponents = {str(place + LOWEST): [count, self.mass[place]] for place, count in enumerate(self.counts) if count}
+        names = ("elements", "seen", "zeros", "inf", "nan", "largest")
+        return {**{name: getattr(self, name) for name in names}, "exponents": exponents}
+
+    def _flushed_bins(self, found: Format, scale: float) -> int:
+        return max(0, _flush_exponent(found) - round(math.log2(scale)) - LOWEST)
+
+
+def _flush_exponent(found: Format) -> int:
+    """Magnitudes of smaller exponents than this one round to zero: those below half of the smallest subnormal."""
+    return round(math.log2(found.smallest_subnormal)) - 1
+
+
+def _shifted(values: Sequence[float], by: int) -> list[float]:
+    """Moved by so many places; what leaves at an end is added to the last place there."""
+    moved = [0.0] * len(values)
+    for place, value in enumerate(values):
+        moved[min(max(place + by, 0), len(values) - 1)] += value
+    return moved
+
+
+def _share(parts: Sequence[float], whole: float) -> float:
+    return math.fsum(parts) / whole if whole else 0.0
+
+
+def _shade(count: int, most: int) -> int:
+    """Shades go by the logarithm: a tensor's few large elements are as worth seeing as its many small ones."""
+    if not count:
+        return 0
+    steps = len(_SHADES) - 1
+    return max(1, round(steps * (1 + math.log10(count / most) / 4))) if most else 0

@@ -1,0 +1,162 @@
+"""The verbs that look at one step: `probe` and `diagnose`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from polyamp import registry
+from polyamp.diagnosis.probe import Probe
+from polyamp.diagnosis.recording import Recording
+from polyamp.diagnosis.verdict import Verdict
+from polyamp.errors import InvalidTypeError, InvalidValueError
+from polyamp.formats import format_of
+from polyamp.policy import Policy, current_policy
+from polyamp.policy import policy as make_policy
+from polyamp.verbs import offering
+
+
+def probe(
+    step: Any,
+    /,
+    *args: Any,
+    policy: Policy | str | None = None,
+    format: str | None = None,
+    tolerance: float = 1e-3,
+    margin: float = 3.0,
+    scale: float | None = None,
+    backend: str | None = None,
+    **kwargs: Any,
+) -> Probe:
+    """Look at every tensor of one training step, computed in float32, and say which loss scales a 16-bit one bears.
+
+    >>> import jax.numpy as jnp
+    >>> def loss_fn(params, x):
+    ...     return ((x @ params["w"]) ** 2).mean()
+    >>> report = probe(loss_fn, {"w": jnp.full((4, 2), 1e-4)}, jnp.ones((8, 4)), policy="mixed_float16")
+    >>> report.window, report.recommended
+    (Window(2^0 .. 2^24), LossScale())
+
+    Args:
+        step: a function that returns the loss, of which the recorder takes the gradients (JAX: those of the first
+            argument); or a whole training step, which is recorded up to the optimizer's update; or a compiled Keras
+            model. Nothing that it changes stays changed.
+        *args: its arguments: a real batch, and in JAX parameters.
+        policy: what the step is to train under; None is the current policy where that computes in 16 bits, else
+            ``mixed_float16``. Only tensors that it computes in 16 bits bound the loss scale.
+        format: ask of another format than the policy's compute format, of the same tensors.
+        tolerance: share of a gradient's L1 mass that may be lost; 0.1 % of the update.
+        margin: powers of two above the largest gradient that stay free: other batches have larger ones.
+        scale: what a training step multiplies its loss by, where polyamp cannot see it (``torch.amp.GradScaler``).
+        backend: the framework's name, where neither the function nor the arguments tell and several are loaded.
+        **kwargs: the step's keyword arguments.
+
+    Raises:
+        InvalidTypeError: ``step`` cannot be called, or gives no loss.
+        InvalidValueError: a tolerance, margin or scale outside of its range.
+        UnsupportedError: the framework's adapter records no steps.
+
+    Source of the rule: Micikevicius et al., "Mixed Precision Training", ICLR 2018, section 3.2, look at histograms of
+    activation gradients to choose a scale; here it is done by share of L1 mass, for every tensor in 16 bits.
+    """
+    chosen = sixteen_bit(policy)
+    name = format_of(chosen.compute if format is None else format, where="probe(format=)").name
+    _check("tolerance", tolerance, 0.0, 1.0)
+    _check("margin", margin, 0.0, 100.0)
+    recording = record(step, args, kwargs, chosen, backend, widened=True, scale=scale)
+    return Probe(recording.unscaled().grouped(), name, tolerance, margin)
+
+
+def diagnose(
+    step: Any,
+    /,
+    *args: Any,
+    policy: Policy | str | None = None,
+    scale: float | None = None,
+    backend: str | None = None,
+    **kwargs: Any,
+) -> Verdict:
+    """Say why a step is skipped: the scale is too high, a layer amplifies gradients, or the forward pass overflows.
+
+    The step runs twice, as the policy has it and in float32; nothing that it changes stays changed.
+
+    >>> import jax.numpy as jnp
+    >>> def loss_fn(params, x):
+    ...     return (x @ params["w"]).mean()
+    >>> verdict = diagnose(loss_fn, {"w": jnp.full((4, 2), 300.0)}, jnp.full((8, 4), 300.0), policy="mixed_float16")
+    >>> verdict.kind, verdict.rules
+    ('forward', {'matmul': 'full'})
+
+    Args:
+        step: as for `probe`.
+        *args: its arguments: those of the step that was skipped.
+        policy: as for `probe`.
+        scale: the loss scale; None is the one that the step uses, and else the first of the policy's.
+        backend: as for `probe`.
+        **kwargs: the step's keyword arguments.
+
+    Raises:
+        InvalidTypeError, InvalidValueError, UnsupportedError: as `probe` does.
+    """
+    chosen = sixteen_bit(policy)
+    wide = record(step, args, kwargs, chosen, backend, widened=True, scale=scale)
+    first = scale if scale is not None or wide.differentiates else chosen.loss_scale.init
+    real = record(step, args, kwargs, chosen, backend, widened=False, scale=first)
+    return Verdict(real.grouped(), Probe(wide.unscaled().grouped(), chosen.compute))
+
+
+def record(
+    step: Any,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    policy: Policy,
+    backend: str | None,
+    *,
+    widened: bool,
+    scale: float | None,
+) -> Recording:
+    """One step as its framework's adapter records it; see `polyamp.adapter.Record`.
+
+    Raises:
+        InvalidTypeError: ``step`` cannot be called, or no adapter knows it and its arguments.
+        InvalidValueError: a scale that is not positive and finite.
+        UnsupportedError: the framework's adapter records no steps.
+    """
+    if not callable(step):
+        raise InvalidTypeError(
+            "this cannot be called",
+            where="the step",
+            found=f"{step!r} ({type(step).__name__})",
+            allowed="a function that returns the loss, a training step, or a Keras model",
+            fix="give the function itself, then its arguments: polyamp.probe(loss_fn, params, batch)",
+        )
+    if scale is not None:
+        _check("scale", scale, 0.0, format_of("float32").max)
+    adapter = offering("record", backend, (step, args, kwargs), where="the step and its arguments")
+    recording: Recording = registry.verb(adapter, "record")(step, args, kwargs, policy, widened=widened, scale=scale)
+    return recording
+
+
+def sixteen_bit(policy: Policy | str | None) -> Policy:
+    """The policy that is looked at: one that is given, else the current one where it computes in 16 bits.
+
+    >>> sixteen_bit(None).compute
+    'float16'
+    """
+    if policy is not None:
+        return make_policy(policy)
+    current = current_policy()
+    return current if format_of(current.compute).is_low else make_policy("mixed_float16")
+
+
+def _check(name: str, value: float, least: float, most: float) -> None:
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not (number and math.isfinite(value) and least <= value <= most and (value or name != "scale")):
+        raise InvalidValueError(
+            f"invalid {name}",
+            where=f"{name}=",
+            found=repr(value),
+            allowed=f"a number from {least:g} to {most:g}" + (", 0 excluded" if name == "scale" else ""),
+            fix=f"give {name} a value in that range",
+        )

@@ -1,0 +1,220 @@
+"""Why a step was skipped: the first tensor that is not finite, in the order of computation, decides."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Literal
+
+from polyamp.diagnosis.probe import Probe
+from polyamp.diagnosis.recording import ACTIVATION, GRADIENT, Observation, Recording
+from polyamp.formats import format_of
+from polyamp.layout import aligned, power, write_json
+
+if TYPE_CHECKING:
+    from os import PathLike
+
+AMPLIFIES = 4.0
+"""Powers of two by which one operation's gradient grows over the one before before it is called amplifying.
+
+From one layer to the next the largest gradient changes by a factor of a few (initialisation schemes keep it level); a
+factor of 16 and more in one operation is that operation's doing, and not the loss scale's.
+"""
+
+_BEFORE, _AFTER = 5, 2  # tensors that are shown around the first bad one
+
+VerdictKind = Literal["finite", "scale", "layer", "forward", "model"]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What `polyamp.diagnose` gives. Prints the first tensor that is not finite, its neighbours, and what to do.
+
+    Args:
+        recording: one step as the policy computes it, gradients scaled; equal places grouped.
+        probe: the same step computed in float32.
+    """
+
+    recording: Recording
+    probe: Probe
+
+    @cached_property
+    def first(self) -> Observation | None:
+        """The first tensor that is not finite; None where all are."""
+        return next((one for one in self.recording.observations if not one.spread.is_finite), None)
+
+    @cached_property
+    def kind(self) -> VerdictKind:
+        """What it is: nothing ("finite"), a scale that is too high, a layer that amplifies gradients, a forward pass
+        that overflows, or a model that is not finite in float32 either."""
+        first = self.first
+        if first is None:
+            return "finite"
+        if first.kind == ACTIVATION:
+            return "model" if self.probe.broken and self.probe.broken.kind == ACTIVATION else "forward"
+        if self.probe.broken:
+            return "model"
+        return "layer" if first.kind == GRADIENT and self.amplification >= AMPLIFIES else "scale"
+
+    @cached_property
+    def amplification(self) -> float:
+        """By how many powers of two the first bad gradient is larger than the 16-bit one before it, in float32.
+
+        0 where there is none before, or where float32 computed no such tensor.
+        """
+        first, before = self._in_float32(self.first), self._in_float32(self._gradient_before)
+        if not (first and before and first.spread.largest and before.spread.largest):
+            return 0.0
+        return math.log2(first.spread.largest / before.spread.largest)
+
+    @cached_property
+    def _gradient_before(self) -> Observation | None:
+        place = self._place
+        earlier = self.recording.observations[:place]
+        low = (one for one in reversed(earlier) if one.kind == GRADIENT and one.is_low and one.spread.largest)
+        return next(low, None)
+
+    @property
+    def _place(self) -> int:
+        return 0 if self.first is None else self.recording.observations.index(self.first)
+
+    def _in_float32(self, wanted: Observation | None) -> Observation | None:
+        if wanted is None:
+            return None
+        same = (
+            one for one in self.probe.recording.observations if (one.kind, one.place) == (wanted.kind, wanted.place)
+        )
+        return next(same, None)
+
+    @cached_property
+    def rules(self) -> dict[str, str]:
+        """Rules that keep the culprit in float32, to paste into a policy; empty where no rule helps."""
+        if self.kind == "forward":
+            return self.probe.rules or {self._culprit.place: "full"}
+        if self.kind == "layer":
+            return {self._culprit.where or self._culprit.place: "full"}
+        return {}
+
+    @property
+    def _culprit(self) -> Observation:
+        """The first bad tensor; of a bad float32 one in the forward pass, the 16-bit one that it was made from."""
+        found = self.first
+        if found is None:
+            raise LookupError("every tensor is finite")
+        if found.is_low or found.kind != ACTIVATION:
+            return found
+        earlier = self.recording.observations[: self._place]
+        return next((one for one in reversed(earlier) if one.is_low), found)
+
+    @property
+    def advice(self) -> str:
+        """The verdict in a sentence or two, with what to do."""
+        return _ADVICE[self.kind](self)
+
+    def as_dict(self) -> dict[str, Any]:
+        """As JSON values."""
+        window = self.probe.window
+        return {
+            "verdict": self.kind,
+            "advice": self.advice,
+            "rules": self.rules,
+            "scale": self.recording.scale,
+            "window": None if window is None else {"low": window.low, "high": window.high, "empty": window.is_empty},
+            "first": None if self.first is None else self.first.as_dict(),
+            "amplification": self.amplification,
+            "tensors": [one.as_dict() for one in self.recording.observations],
+        }
+
+    def save(self, path: str | PathLike[str]) -> None:
+        """Write `as_dict` to a JSON file."""
+        write_json(self.as_dict(), path)
+
+    def __str__(self) -> str:
+        return "\n".join(
+            [
+                f"{self.recording.framework}, {self.recording.policy}, loss scale {power(self.recording.scale)}: "
+                f"{_counted(self.first)}",
+                "",
+                self._table(),
+                "",
+                f"verdict: {self.advice}",
+            ]
+        )
+
+    def _table(self) -> str:
+        place, observations = self._place, self.recording.observations
+        shown: Sequence[Observation] = observations[max(0, place - _BEFORE) : place + 1 + _AFTER]
+        if self.first is None:
+            low = [one for one in observations if one.is_low]
+            shown = sorted(low, key=lambda one: one.spread.headroom(one.format))[:_BEFORE]
+        rows = [_row(one, one is self.first) for one in shown]
+        return aligned([("kind", "tensor", "format", "amax", "headroom", ""), *rows], right={3, 4})
+
+
+def _row(one: Observation, is_first: bool) -> tuple[str, ...]:
+    spread = one.spread
+    largest = f"{spread.largest:.3g}" if spread.is_finite else "inf" if spread.inf else "nan"
+    headroom = f"{spread.headroom(one.format):+.1f} bits" if spread.is_finite else ""
+    return one.kind, one.place, one.format, largest, headroom, "<- the first" if is_first else ""
+
+
+def _counted(first: Observation | None) -> str:
+    if first is None:
+        return "every tensor is finite"
+    spread = first.spread
+    counts = [f"{count} {word}" for count, word in ((spread.inf, "inf"), (spread.nan, "NaN")) if count]
+    return (
+        f"the first that is not finite is the {first.kind} {first.place}, {' and '.join(counts)} of {spread.elements}"
+    )
+
+
+def _finite(verdict: Verdict) -> str:
+    return (
+        f"FINITE: nothing overflows at a loss scale of {power(verdict.recording.scale)}; a step like this is applied."
+    )
+
+
+def _scale(verdict: Verdict) -> str:
+    scale, window = verdict.recording.scale, verdict.probe.window
+    if window is None or window.is_empty:
+        return f"SCALE of {power(scale)} is too high, and no scale serves: {' '.join(verdict.probe.conclusions())}"
+    halvings = max(1, math.ceil(math.log2(scale / window.high) - verdict.probe.margin))
+    steps = "step" if halvings == 1 else "steps"
+    return (
+        f"SCALE of {power(scale)} is too high, which is normal while it is looked for: a dynamic scale passes after "
+        f"about {halvings} skipped {steps}. The safe window is {window}; start with {verdict.probe.recommended!r}."
+    )
+
+
+def _layer(verdict: Verdict) -> str:
+    culprit, window = verdict._culprit, verdict.probe.window
+    lower = "" if window is None or window.is_empty else f" Or a loss scale within {window}."
+    return (
+        f"LAYER {culprit.where or culprit.place} amplifies gradients by 2^{verdict.amplification:.1f} in "
+        f"{culprit.name}; keep it float32: rules={verdict.rules!r}.{lower}"
+    )
+
+
+def _forward(verdict: Verdict) -> str:
+    culprit = verdict._culprit
+    wide = verdict._in_float32(culprit)
+    largest = f" (float32 has {wide.spread.largest:.3g}, {culprit.format} ends at {_end(culprit)})" if wide else ""
+    return (
+        f"FORWARD pass overflows in {culprit.place}{largest}: lowering the loss scale can never help; keep it float32: "
+        f"rules={verdict.rules!r}."
+    )
+
+
+def _end(one: Observation) -> str:
+    return f"{format_of(one.format).max:.5g}"
+
+
+def _model(verdict: Verdict) -> str:
+    broken = verdict.probe.broken
+    place = "" if broken is None else f" in the {broken.kind} {broken.place}"
+    return f"MODEL is not finite in float32 either{place}: look at the data, the parameters and the learning rate."
+
+
+_ADVICE = {"finite": _finite, "scale": _scale, "layer": _layer, "forward": _forward, "model": _model}

@@ -1,0 +1,17 @@
+"""Observations made by hand, for the rules that the core draws from them."""
+
+from __future__ import annotations
+
+from polyamp.diagnosis.recording import Kind, Observation, Recording
+from polyamp.diagnosis.spread import Spread
+
+
+def observation(
+    kind: Kind, where: str, *values: float, name: str = "matmul", format_name: str = "float16"
+) -> Observation:
+    op_class = "lower" if format_name == "float16" else "full"
+    return Observation(kind, name, name, where, op_class, format_name, (len(values),), Spread.of(values))
+
+
+def recording(*observations: Observation, scale: float = 1.0, widened: bool = True) -> Recording:
+    return Recording("torch", "mixed_float16", 0.5, scale, widened, observations)

@@ -1,0 +1,116 @@
+"""Histograms of exponents: what they say of a format is what rounding to that format does."""
+
+from __future__ import annotations
+
+import math
+import struct
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from polyamp.diagnosis.spread import FIELDS, SAMPLE, Spread, stride
+from polyamp.errors import InvalidValueError
+
+# Magnitudes over float32's range, but for half of float16's smallest subnormal, which `flushed` counts as kept.
+magnitudes = st.floats(0, 2.0**100, width=32).filter(lambda value: value != 2.0**-25)
+values = st.lists(magnitudes, min_size=1, max_size=40)
+
+
+def in_float16(value: float) -> float:
+    """Rounded to nearest even by the C library; beyond the format is inf."""
+    try:
+        return struct.unpack("e", struct.pack("e", value))[0]
+    except OverflowError:
+        return math.inf
+
+
+@given(values, st.integers(-8, 24))
+def test_flushed_is_what_rounding_to_float16_flushes(numbers: list[float], exponent: int) -> None:
+    scale = 2.0**exponent
+    numbers = [number for number in numbers if number * scale != 2.0**-25] or [0.0]
+    flushed = sum(number != 0 and in_float16(number * scale) == 0 for number in numbers)
+    assert Spread.of(numbers).flushed("float16", scale) == pytest.approx(flushed / len(numbers))
+
+
+@given(values, st.integers(-8, 24))
+def test_lost_is_the_mass_that_rounding_flushes(numbers: list[float], exponent: int) -> None:
+    scale = 2.0**exponent
+    numbers = [number for number in numbers if number * scale != 2.0**-25] or [0.0]
+    lost = math.fsum(number for number in numbers if in_float16(number * scale) == 0)
+    whole = math.fsum(numbers)
+    assert Spread.of(numbers).lost("float16", scale) == pytest.approx(lost / whole if whole else 0.0)
+
+
+@given(values)
+def test_the_largest_scale_is_the_last_that_overflows_nothing(numbers: list[float]) -> None:
+    spread = Spread.of(numbers)
+    largest = spread.largest_scale("float16")
+    if spread.largest == 0:
+        assert largest == math.inf
+        return
+    assert spread.largest * largest <= 65504 < spread.largest * largest * 2
+
+
+@given(values, st.sampled_from([0.0, 0.001, 0.1]))
+def test_the_smallest_scale_is_the_first_that_loses_no_more_than_is_tolerated(
+    numbers: list[float], tolerance: float
+) -> None:
+    spread = Spread.of(numbers)
+    smallest = spread.smallest_scale("float16", tolerance)
+    if spread.largest == 0:
+        assert smallest == 0
+        return
+    assert spread.lost("float16", smallest) <= tolerance < spread.lost("float16", smallest / 2)
+
+
+@given(values, values)
+def test_merging_is_looking_at_both(first: list[float], second: list[float]) -> None:
+    merged, whole = Spread.of(first).merged(Spread.of(second)), Spread.of([*first, *second])
+    assert merged.counts == whole.counts
+    assert (merged.elements, merged.zeros, merged.largest) == (whole.elements, whole.zeros, whole.largest)
+    assert merged.mass == pytest.approx(whole.mass)
+
+
+@given(st.lists(st.floats(2.0**-60, 2.0**60, width=32), min_size=1), st.integers(-30, 30))
+def test_scaling_is_scaling_every_element(numbers: list[float], exponent: int) -> None:
+    scaled, whole = Spread.of(numbers).scaled(exponent), Spread.of([n * 2.0**exponent for n in numbers])
+    assert scaled.counts == whole.counts
+    assert scaled.largest == whole.largest
+    assert scaled.mass == pytest.approx(whole.mass)
+
+
+@pytest.mark.parametrize(("values", "inf", "nan"), [([math.inf, -math.inf, 1.0], 2, 0), ([math.nan, 2.0], 0, 1)])
+def test_what_is_not_finite_is_counted_and_has_no_headroom(values: list[float], inf: int, nan: int) -> None:
+    spread = Spread.of(values)
+    assert (spread.inf, spread.nan, spread.is_finite) == (inf, nan, False)
+    assert spread.headroom("float16") == -math.inf
+    assert spread.largest_scale("float16") == 0
+
+
+def test_fields_of_a_device_become_exponents() -> None:
+    counts, mass = [0.0] * FIELDS, [0.0] * FIELDS
+    counts[0], counts[127], counts[255] = 3, 5, 2
+    mass[127] = 6.5
+    spread = Spread.of_fields(10, 10, 2, 1, 1, math.inf, counts, mass)
+    assert (spread.counts[0], spread.counts[127], sum(spread.counts)) == (1, 5, 6)  # a subnormal beside two zeros
+    assert (spread.largest, spread.mass[127]) == (0.0, 6.5)
+
+
+def test_a_histogram_of_another_length_is_refused() -> None:
+    with pytest.raises(InvalidValueError, match="3 counts and 3 masses"):
+        Spread(3, 3, 0, 0, 0, 1.0, (1, 1, 1), (1.0, 1.0, 1.0))
+
+
+@given(st.integers(0, 10**9))
+def test_a_sample_is_bounded_and_its_step_is_odd(elements: int) -> None:
+    step = stride(elements)
+    assert step % 2 == 1
+    assert math.ceil(elements / step) <= SAMPLE
+    assert step <= elements / SAMPLE + 2
+
+
+def test_the_picture_has_a_place_for_every_exponent() -> None:
+    picture = Spread.of([2.0**-60, 2.0**-8, 2.0**60]).picture(-40, 8)
+    assert len(picture) == 49
+    assert [place for place, shade in enumerate(picture) if shade != " "] == [0, 32, 48]

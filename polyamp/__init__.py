@@ -3,6 +3,8 @@
 Importing this imports no framework: adapters load when an object of their framework is first seen.
 """
 
+from polyamp.diagnosis.lint import lint
+from polyamp.diagnosis.sweep import sweep
 from polyamp.diagnosis.verbs import diagnose, probe
 from polyamp.errors import (
     InvalidTypeError,
@@ -59,6 +61,7 @@ __all__ = [
     "current_policy",
     "diagnose",
     "explain",
+    "lint",
     "load_loss_scale",
     "policy",
     "probe",
@@ -66,6 +69,7 @@ __all__ = [
     "save_loss_scale",
     "scale_loss",
     "set_global_policy",
+    "sweep",
     "value_and_grad",
     "wrap_optimizer",
 ]

@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from polyamp.diagnosis.recording import Recording
-from polyamp.loss_scale import LossScale
+from polyamp.loss_scale import LossScale, LossScaleState
 from polyamp.plan import Plan
 from polyamp.policy import Policy
 
@@ -54,6 +54,13 @@ class Adapter(Protocol):
 
     def save_loss_scale(self, holder: Any) -> dict[str, Any]:
         """The loss-scale state of ``holder`` as `LossScale.to_state_dict` gives it."""
+
+    def loss_scale_of(self, holder: Any) -> tuple[LossScale, LossScaleState]:
+        """The settings of ``holder``, and its state as Python numbers; waits for the device, if it lives on one.
+
+        Raises:
+            PolyampError: ``holder`` has no loss scale, or several.
+        """
 
     def load_loss_scale(self, holder: Any, saved: Mapping[str, Any]) -> Any:
         """``holder`` with that state: the same object where it is mutable, else a new one."""

@@ -1,4 +1,4 @@
-"""The command line: ``polyamp doctor`` and ``polyamp demo``, as tables for people and JSON for programs."""
+"""The command line, as tables for people and JSON for programs; `polyamp.commands` has what looks at a user's step."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from rich.table import Table
 
 import polyamp
 from polyamp import registry
+from polyamp.commands import diagnosis
 from polyamp.doctor import examine
 from polyamp.errors import PolyampError
 
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     from polyamp.demo import Run
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+for command in (diagnosis.explain, diagnosis.probe, diagnosis.sweep, diagnosis.lint):
+    app.command()(command)
 console = Console() if sys.stdout.isatty() else Console(width=120)  # files and pipes have no width of their own
 
 

@@ -54,6 +54,15 @@ def share(value: float) -> str:
     return "<0.1%" if 0 < value < 0.0005 else f"{value:.1%}"
 
 
+def plural(count: int, noun: str, ending: str = "s") -> str:
+    """A number of things.
+
+    >>> plural(1, "cast"), plural(0, "cast"), plural(2, "batch", "es")
+    ('1 cast', '0 casts', '2 batches')
+    """
+    return f"{count} {noun}{'' if count == 1 else ending}"
+
+
 def write_json(values: Any, path: str | PathLike[str]) -> None:
     """Write JSON values to a file, a final newline after them. Refuses inf and NaN, which JSON does not have."""
     import json  # takes milliseconds, which `import polyamp` does not need to

@@ -31,6 +31,13 @@ class LossScaleState(NamedTuple):
             was tolerated of, at the smallest scale.
         skipped_in_a_row: skipped steps since the last one that was applied; int32.
         skipped: skipped steps in all; int32.
+        steps: steps in all, skipped ones too; int32.
+        growths: how often the scale grew; int32.
+        calibrating: skipped steps before the scale first grew; int32.
+        grown_at: ``steps`` when the scale last grew, 0 where it never did; int32.
+        overflow_scale: the scale of the last skipped step, 0 where none was skipped; float32.
+
+    The last five decide nothing: `polyamp.health` reads them. States that were saved without them have zeros.
     """
 
     scale: Any
@@ -38,6 +45,15 @@ class LossScaleState(NamedTuple):
     hysteresis: Any
     skipped_in_a_row: Any
     skipped: Any
+    steps: Any = 0
+    growths: Any = 0
+    calibrating: Any = 0
+    grown_at: Any = 0
+    overflow_scale: Any = 0.0
+
+
+TYPES = LossScaleState(float, int, int, int, int, int, int, int, int, float)
+"""The Python type of each field of a state that is on the host."""
 
 
 @dataclass(frozen=True)
@@ -131,6 +147,29 @@ class LossScale:
         """
         value = _real("scale", scale, above=0.0)
         return cls(init=value, min=value, max=value, on_min="ignore")
+
+    @classmethod
+    def of(cls, value: LossScale | float, *, where: str = "LossScale.of(value)") -> LossScale:
+        """Settings as they are; a number as a scale that never moves, which is how most libraries take one.
+
+        >>> LossScale.of(1024)
+        LossScale.fixed(1024.0)
+
+        Raises:
+            InvalidTypeError: neither.
+            InvalidValueError: a number that is not positive and finite.
+        """
+        if isinstance(value, LossScale):
+            return value
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise InvalidTypeError(
+                "this is no loss scale",
+                where=where,
+                found=f"{value!r} ({type(value).__name__})",
+                allowed="a polyamp.LossScale, or a number for a scale that never moves",
+                fix="write LossScale(...), LossScale.fixed(128) or LossScale.none()",
+            )
+        return cls.fixed(value)
 
     @classmethod
     def none(cls) -> LossScale:
@@ -237,15 +276,16 @@ class LossScale:
         kind = saved.get("kind") if isinstance(saved, Mapping) else type(saved).__name__
         if kind != STATE_KIND:
             raise _bad_state("not a loss-scale state", f"kind {kind!r}", f"kind {STATE_KIND!r}")
-        missing = [name for name in LossScaleState._fields if name not in saved]
+        values = {**LossScaleState._field_defaults, **saved}
+        missing = [name for name in LossScaleState._fields if name not in values]
         if missing:
             raise _bad_state("incomplete state", f"no {', '.join(missing)}", ", ".join(LossScaleState._fields))
         try:
-            state = LossScaleState(
-                float(saved["scale"]), *(operator.index(saved[n]) for n in LossScaleState._fields[1:])
-            )
+            fields = zip(LossScaleState._fields, TYPES, strict=True)
+            state = LossScaleState(*(float(values[n]) if t is float else operator.index(values[n]) for n, t in fields))
         except (TypeError, ValueError) as error:
-            raise _bad_state("state of the wrong types", repr(dict(saved)), "a number and four integers") from error
+            allowed = "numbers for scale and overflow_scale, and integers"
+            raise _bad_state("state of the wrong types", repr(dict(saved)), allowed) from error
         if not self.min <= state.scale <= self.max:
             raise _bad_state(
                 "the saved scale is outside these settings", state.scale, f"between {self.min:g} and {self.max:g}"
@@ -277,8 +317,8 @@ def advance(
 ) -> LossScaleState:
     """The state after one step: the only implementation of the loss-scale rule.
 
-    Pure, and written with arithmetic, comparison and ``where`` alone, so the same source runs on Python numbers, on
-    tensors of any framework without a host sync, inside ``jax.jit`` and inside ``tf.function``.
+    Pure, and written with arithmetic, comparison, ``&``, ``|`` and ``where`` alone, so the same source runs on Python
+    numbers, on tensors of any framework without a host sync, inside ``jax.jit`` and inside ``tf.function``.
 
     >>> config = LossScale(hysteresis=2)
     >>> once = advance(config, config.initial_state(), False)
@@ -304,18 +344,24 @@ def advance(
     grown, reduced = _single(state.scale * config.growth), _single(state.scale * config.backoff)
     grown = where(grown > config.max, config.max, grown)
     reduced = where(reduced < config.min, config.min, reduced)
+    rose, steps = grow & (grown > state.scale), state.steps + 1  # at the largest scale it does not
     return LossScaleState(
         scale=where(finite, where(grow, grown, state.scale), where(hysteresis > 0, state.scale, reduced)),
         good_steps=where(grow, -1 if config.late_growth == "always" else 0, good),
         hysteresis=hysteresis,
         skipped_in_a_row=where(finite, 0, state.skipped_in_a_row + 1),
         skipped=where(finite, state.skipped, state.skipped + 1),
+        steps=steps,
+        growths=where(rose, state.growths + 1, state.growths),
+        calibrating=where(finite | (state.growths > 0), state.calibrating, state.calibrating + 1),
+        grown_at=where(rose, steps, state.grown_at),
+        overflow_scale=where(finite, state.overflow_scale, state.scale),
     )
 
 
 def on_host(state: LossScaleState) -> LossScaleState:
     """The same state as Python numbers (one device-to-host copy for each field that lives on a device)."""
-    return LossScaleState(float(state.scale), *(int(count) for count in state[1:]))
+    return LossScaleState(*(kind(value) for kind, value in zip(TYPES, state, strict=True)))
 
 
 def _bad(name: str, found: object, allowed: str) -> InvalidValueError:

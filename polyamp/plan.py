@@ -148,15 +148,24 @@ class Plan:
         """The operations as an aligned table.
 
         Args:
+            grouped: see `rows`.
+            rows: how many rows to give; None is all.
+        """
+        head, *operations = self.rows(grouped=grouped)
+        text = aligned([head, *operations[:rows]], right=(3, 4))
+        left_out = len(operations) - len(operations[:rows])
+        return f"{text}\n{left_out} more rows: print(plan.table())" if left_out else text
+
+    def rows(self, *, grouped: bool = True) -> list[tuple[str, ...]]:
+        """The rows of the table, the heading first.
+
+        Args:
             grouped: like operations in one row, those first that move most bytes; else each in its own row, in the
                 order in which they run.
-            rows: how many rows to give; None is all.
         """
         head = ("operation", "class", "format", "count", "moved", "why", "where")
         groups = _grouped(self.operations) if grouped else [[op] for op in self.operations]
-        text = aligned([head, *map(_row, groups[:rows])], right=(3, 4))
-        left_out = len(groups) - len(groups[:rows])
-        return f"{text}\n{left_out} more rows: print(plan.table())" if left_out else text
+        return [head, *map(_row, groups)]
 
 
 @dataclass(frozen=True)

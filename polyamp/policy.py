@@ -142,7 +142,7 @@ def policy(
     compute: str | None = None,
     output: str | None = None,
     rules: Mapping[str, str] | Iterable[tuple[str, str]] | None = None,
-    loss_scale: LossScale | None = None,
+    loss_scale: LossScale | float | None = None,
     name: str | None = None,
 ) -> Policy:
     """Make a policy from a name in any of the usual dialects, from another policy, or from formats.
@@ -163,7 +163,8 @@ def policy(
         compute: format of ``lower`` operations; ``param`` where nothing says otherwise, as in jmp.
         output: format of outputs; ``compute`` where nothing says otherwise, as in jmp.
         rules: classes by operation name or path glob; they come before the rules of ``spec``.
-        loss_scale: how the loss is scaled. Where nothing says: dynamic under a float16 ``compute``, else none.
+        loss_scale: how the loss is scaled; a number is a scale that never moves. Where nothing says: dynamic under a
+            float16 ``compute``, else none.
         name: a label.
 
     Raises:
@@ -186,7 +187,7 @@ def policy(
     return replace(
         base,
         rules=own_rules + kept,
-        loss_scale=base.loss_scale if loss_scale is None else loss_scale,
+        loss_scale=base.loss_scale if loss_scale is None else LossScale.of(loss_scale, where="policy(loss_scale=)"),
         name=base.name if name is None else name,
     )
 

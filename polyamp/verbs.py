@@ -25,7 +25,7 @@ def wrap_optimizer(
     optimizer: Any,
     policy: Policy | str | None = None,
     *,
-    loss_scale: LossScale | None = None,
+    loss_scale: LossScale | float | None = None,
     max_grad_norm: float | None = None,
     backend: str | None = None,
     **options: Any,
@@ -47,30 +47,23 @@ def wrap_optimizer(
         optimizer: a ``torch.optim.Optimizer``, an optax ``GradientTransformation``, a Keras 3 optimizer or a
             ``tf.compat.v1.train.Optimizer``.
         policy: a policy or its name; None is the current policy.
-        loss_scale: overrides the policy's.
+        loss_scale: overrides the policy's; a number is a scale that never moves.
         max_grad_norm: clip unscaled gradients to this global L2 norm (> 0); None does not clip.
         backend: the framework's name, where the object does not tell.
         **options: of that framework's adapter.
 
     Raises:
-        InvalidTypeError: no optimizer, or one of a framework without an adapter.
-        InvalidValueError: ``max_grad_norm`` is not a positive finite number.
+        InvalidTypeError: no optimizer, or one of a framework without an adapter; or no loss scale.
+        InvalidValueError: ``max_grad_norm``, or a number as ``loss_scale``, is not positive and finite.
         UsageError: the optimizer is wrapped already.
     """
     chosen, limit = make_policy(policy), norm_limit(max_grad_norm)
-    if not (loss_scale is None or isinstance(loss_scale, LossScale)):
-        raise InvalidTypeError(
-            "loss_scale is no LossScale",
-            where="wrap_optimizer(loss_scale=)",
-            found=f"{loss_scale!r} ({type(loss_scale).__name__})",
-            allowed="a polyamp.LossScale",
-            fix="write LossScale.fixed(128), LossScale.none() or LossScale(...)",
-        )
+    scale = chosen.loss_scale if loss_scale is None else LossScale.of(loss_scale, where="wrap_optimizer(loss_scale=)")
     adapter = _adapter(backend, optimizer, where="wrap_optimizer(optimizer)")
     return adapter.wrap_optimizer(
         optimizer,
         chosen,
-        loss_scale=chosen.loss_scale if loss_scale is None else loss_scale,
+        loss_scale=scale,
         max_grad_norm=limit,
         **options,
     )

@@ -18,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import polyamp
+from polyamp import LossScaleState
 from polyamp.backends.jax import LossScaleOptState
 from polyamp.testing import overflow_trace
 
@@ -145,15 +146,26 @@ def test_every_field_survives_and_training_continues_exactly(through: Any, train
 
 @given(
     scale=st.integers(-14, 24).map(lambda power: 2.0**power),
-    counts=st.lists(st.integers(0, 2**31 - 1), min_size=4, max_size=4),
+    counts=st.lists(st.integers(0, 2**31 - 1), min_size=8, max_size=8),
+    overflow_scale=st.integers(-14, 24).map(lambda power: 2.0**power),
 )
 @settings(max_examples=50, deadline=None)
-def test_saved_scale_round_trips_every_field(scale: float, counts: list[int]) -> None:
-    names = ("good_steps", "hysteresis", "skipped_in_a_row", "skipped")
-    saved = {"kind": "polyamp.loss_scale", "version": 1, "scale": scale, **dict(zip(names, counts, strict=True))}
+def test_saved_scale_round_trips_every_field(scale: float, counts: list[int], overflow_scale: float) -> None:
+    fields = LossScaleState(scale, *counts, overflow_scale)._asdict()
+    saved = {"kind": "polyamp.loss_scale", "version": 1, **fields}
     loaded = polyamp.load_loss_scale({"opt": (TX.init(PARAMS), 3)}, saved)
     assert polyamp.save_loss_scale(loaded) == saved
-    assert not any(leaf.weak_type for leaf in loaded["opt"][0][:5])
+    assert not any(leaf.weak_type for leaf in loaded["opt"][0].scalars)
+
+
+def test_a_pickled_state_without_the_counters_has_zeros(trained: Any) -> None:
+    state = trained[1]
+    rebuild, (config, fields) = state.__reduce__()
+    older = rebuild(config, (*fields[:5], state.inner_state, state.master_weights))
+    zeros = LossScaleState(*fields[:5])[5:]
+    assert tuple(map(float, older.scalars[5:])) == zeros
+    assert [leaf.dtype for leaf in older.scalars] == [leaf.dtype for leaf in state.scalars]
+    assert older.master_weights is state.master_weights
 
 
 def test_loading_causes_no_new_trace(trained: Any) -> None:

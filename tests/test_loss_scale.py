@@ -17,7 +17,7 @@ from loss_scale_cases import TRACES, any_numbers, powers_of_two, read, walk
 import polyamp
 from polyamp import LossScale, LossScaleState, advance
 from polyamp.limits import report_limits
-from polyamp.loss_scale import on_host
+from polyamp.loss_scale import TYPES, on_host
 from polyamp.presets import PRESETS
 
 RECORDED = json.loads((Path(__file__).parent / "data" / "loss_scalers.json").read_text())
@@ -122,6 +122,17 @@ def test_skips_are_counted(config: LossScale, trace: list[bool]) -> None:
         assert state.skipped_in_a_row == next((n for n, finite in enumerate(reversed(seen)) if finite), step)
 
 
+@given(st.one_of(powers_of_two(), any_numbers()), TRACES)
+def test_steps_and_growths_are_counted(config: LossScale, trace: list[bool]) -> None:
+    states = [config.initial_state(), *walk(config, trace)]
+    rose = [step for step in range(1, len(states)) if states[step].scale > states[step - 1].scale]
+    skipped = [step for step, finite in enumerate(trace, start=1) if not finite]
+    last = states[-1]
+    assert (last.steps, last.growths, last.grown_at) == (len(trace), len(rose), max(rose, default=0))
+    assert last.calibrating == sum(not rose or step < rose[0] for step in skipped)
+    assert last.overflow_scale == (states[skipped[-1] - 1].scale if skipped else 0)
+
+
 @given(powers_of_two(), TRACES)
 def test_the_scale_moves_only_as_gradients_say(config: LossScale, trace: list[bool]) -> None:
     before = config.init
@@ -183,15 +194,15 @@ def test_the_forms_of_the_rule(form: str) -> None:
 
 
 def on_numpy(config: LossScale) -> LossScaleState:
-    scale, *counts = config.initial_state()
-    return LossScaleState(np.float32(scale), *map(np.int32, counts))
+    dtypes = {float: np.float32, int: np.int32}
+    return LossScaleState(*(dtypes[kind](value) for kind, value in zip(TYPES, config.initial_state(), strict=True)))
 
 
 @given(powers_of_two(), TRACES)
 def test_numpy_takes_the_same_steps_as_python_numbers(config: LossScale, trace: list[bool]) -> None:
     for ours, state in zip(walk(config, trace), walk(config, trace, on_numpy(config), where=np.where), strict=True):
         assert on_host(state) == ours
-        assert [np.asarray(field).dtype for field in state] == [np.float32, *[np.int32] * 4]
+        assert [np.asarray(field).dtype for field in state] == [np.float32, *[np.int32] * 8, np.float32]
 
 
 # --- other libraries --------------------------------------------------------------------------------------------------
@@ -237,14 +248,24 @@ def test_presets_say_where_they_come_from(name: str) -> None:
     st.builds(
         LossScaleState,
         st.floats(LossScale().min, LossScale().max),
-        *[st.integers(-1, 2**31 - 1)] * 4,
+        *[st.integers(-1, 2**31 - 1)] * 8,
+        st.floats(0, LossScale().max),
     )
 )
 def test_every_field_survives_json(state: LossScaleState) -> None:
     saved = json.loads(json.dumps(LossScale().to_state_dict(state)))
     loaded = LossScale().from_state_dict(saved)
     assert loaded == state
-    assert list(map(type, loaded)) == [float, int, int, int, int]
+    assert tuple(map(type, loaded)) == TYPES
+
+
+OLDER = ("scale", "good_steps", "hysteresis", "skipped_in_a_row", "skipped")
+
+
+def test_a_state_without_the_counters_has_zeros() -> None:
+    saved = {"kind": "polyamp.loss_scale", "version": 1, **dict(zip(OLDER, (8.0, 3, 1, 0, 2), strict=True))}
+    assert LossScale().from_state_dict(saved) == LossScaleState(8.0, 3, 1, 0, 2)
+    assert LossScaleState(8.0, 3, 1, 0, 2)[len(OLDER) :] == (0, 0, 0, 0, 0.0)
 
 
 @given(powers_of_two(), TRACES, TRACES)
@@ -263,9 +284,11 @@ GOOD = LossScale().to_state_dict(LossScale().initial_state())
         ([1], "list"),
         ({}, "kind None"),
         (GOOD | {"kind": "torch.amp.GradScaler"}, "GradScaler"),
-        *(({key: value for key, value in GOOD.items() if key != name}, name) for name in LossScaleState._fields),
+        *(({key: value for key, value in GOOD.items() if key != name}, name) for name in OLDER),
         (GOOD | {"skipped": 1.5}, "wrong types"),
         (GOOD | {"good_steps": None}, "wrong types"),
+        (GOOD | {"steps": 1.5}, "wrong types"),
+        (GOOD | {"overflow_scale": "large"}, "wrong types"),
         (GOOD | {"scale": "large"}, "wrong types"),
         *((GOOD | {"scale": scale}, "outside") for scale in (math.nan, math.inf, 0.0, -1.0, 2.0**-15, 2.0**25)),
     ],

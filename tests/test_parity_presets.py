@@ -193,16 +193,19 @@ def test_where_a_library_grows_to_infinity_we_stop() -> None:
 
 # --- one rule, many number types --------------------------------------------------------------------------------------
 
+DTYPES = LossScaleState("float32", *["int32"] * 8, "float32")
+
+def initial_state(config: LossScale, make: Callable[[float, str], Any]) -> LossScaleState:
+    return LossScaleState(*map(make, config.initial_state(), DTYPES))
+
 
 def torch_states(config: LossScale, trace: Trace) -> list[LossScaleState]:
-    scale, *counts = config.initial_state()
-    state = LossScaleState(torch.tensor(scale), *torch.tensor(counts, dtype=torch.int32))
+    state = initial_state(config, lambda value, kind: torch.tensor(value, dtype=getattr(torch, kind)))
     return walk(config, map(torch.tensor, trace), state, where=torch.where)
 
 
 def jax_states(config: LossScale, trace: Trace) -> list[LossScaleState]:
-    scale, *counts = config.initial_state()
-    state = LossScaleState(jnp.float32(scale), *map(jnp.int32, counts))
+    state = initial_state(config, jnp.array)
 
     @jax.jit
     def run(state: LossScaleState, trace: Any) -> Any:
@@ -217,8 +220,7 @@ def jax_states(config: LossScale, trace: Trace) -> list[LossScaleState]:
 
 
 def tensorflow_states(config: LossScale, trace: Trace) -> list[LossScaleState]:
-    scale, *counts = config.initial_state()
-    state = LossScaleState(tf.constant(scale, tf.float32), *(tf.constant(n, tf.int32) for n in counts))
+    state = initial_state(config, tf.constant)
     step = tf.function(functools.partial(advance, config, where=tf.where))
     states = []
     for finite in trace:
@@ -243,7 +245,7 @@ def test_every_framework_takes_the_same_steps_to_the_bit(framework: str, config:
     config = config.in_float32()
     states = STATES[framework](config, trace)
     assert list(map(bits, states)) == list(map(bits, walk(config, trace)))
-    assert [str(np.asarray(field).dtype) for field in states[-1]] == ["float32", "int32", "int32", "int32", "int32"]
+    assert tuple(str(np.asarray(field).dtype) for field in states[-1]) == DTYPES
 
 
 @pytest.mark.parametrize(

@@ -123,7 +123,9 @@ def test_bad_words_are_refused_and_the_known_ones_are_listed(text: str, says: st
     [
         ({"compute": "float12"}, polyamp.InvalidValueError),
         ({"compute": 16}, polyamp.InvalidTypeError),
-        ({"loss_scale": 128.0}, polyamp.InvalidTypeError),
+        ({"loss_scale": "128"}, polyamp.InvalidTypeError),
+        ({"loss_scale": True}, polyamp.InvalidTypeError),
+        ({"loss_scale": 0.0}, polyamp.InvalidValueError),
         ({"name": 3}, polyamp.InvalidTypeError),
         ({"rules": "softmax"}, polyamp.InvalidTypeError),
         ({"rules": {"softmax": 3}}, polyamp.InvalidTypeError),
@@ -156,6 +158,7 @@ def test_dynamic_loss_scale_under_bfloat16_is_refused() -> None:
     with pytest.raises(polyamp.InvalidValueError, match="range of float32"):
         policy("mixed_bfloat16", loss_scale=LossScale())
     assert policy("mixed_bfloat16", loss_scale=LossScale.fixed(1.0)).loss_scale.check
+    assert policy("mixed_bfloat16", loss_scale=8).loss_scale == LossScale.fixed(8.0)
 
 
 def test_policy_is_frozen_and_compares_by_value() -> None:

@@ -73,7 +73,7 @@ def test_in_a_session_scaled_steps_are_the_plain_ones_and_skipped_ones_are_none(
     before = scaled.values()
     scaled.step([1.0, np.inf, 0.0])
     assert scaled.values() == before
-    assert scaled.state() == [2.0**15, 0, 0, 1, 1]
+    assert scaled.state() == [2.0**15, 0, 0, 1, 1, 3, 0, 1, 0, 2.0**16]
     scaled.step([1.0, 1.0, 1.0])
     plain.step([1.0, 1.0, 1.0])
     assert scaled.values() == plain.values()

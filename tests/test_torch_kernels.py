@@ -24,10 +24,10 @@ from torch_operators import (
     same,
 )
 
-from polyamp import LossScale, advance
+from polyamp import LossScale, LossScaleState, advance
 from polyamp.backends.torch.building import extension
 from polyamp.backends.torch.kernels.arguments import SGD, Adam, Settings
-from polyamp.backends.torch.kernels.control import DRAWS, decode
+from polyamp.backends.torch.kernels.control import APPLIED, DRAWS, decode
 from polyamp.backends.torch.kernels.operators import SCHEMAS
 from polyamp.backends.torch.kernels.philox import random_bits
 from polyamp.backends.torch.kernels.rounding import round_stochastically, split
@@ -85,7 +85,7 @@ def test_a_step_is_that_of_float64(
         for moments, wanted in ((problem.firsts, firsts), (problem.seconds, seconds)):
             for found, expected in zip(moments, wanted, strict=bool(moments)):
                 torch.testing.assert_close(found.double(), expected, rtol=1e-6, atol=3e-7)
-    assert problem.report[5:7].tolist() == [1, 1]
+    assert problem.report[APPLIED : APPLIED + 2].tolist() == [1, 1]
 
 
 @pytest.mark.parametrize("storage", ["float16_master", "bfloat16_master", "remainder"])
@@ -208,8 +208,8 @@ def test_a_skipped_step_keeps_every_bit(
     problem.step(operators)
     assert same(problem.bits(), before)
     assert problem.control[DRAWS] == 1
-    assert decode(problem.report.tolist())[0] == (SCALE / 2, 0, 0, 1, 1)
-    assert problem.report[5:].tolist() == [0, 1, 0]
+    assert decode(problem.report.tolist())[0] == (SCALE / 2, 0, 0, 1, 1, 2, 0, 1, 0, SCALE)
+    assert problem.report[APPLIED:].tolist() == [0, 1, 0, 0, 0, 0]
 
 
 @pytest.mark.parametrize("found", [2.0, 0.5, -1.0, math.nan, math.inf])
@@ -317,7 +317,7 @@ def test_losses_that_are_not_finite_do_not_skip(operators: Any, device: str) -> 
     problem = Problem(ADAM, device=device)
     problem.losses = [torch.tensor(math.inf, device=device)]
     problem.step(operators)
-    assert problem.report[5:7].tolist() == [1, 0]
+    assert problem.report[APPLIED : APPLIED + 2].tolist() == [1, 0]
 
 
 def test_large_finite_gradients_are_finite(operators: Any, device: str) -> None:
@@ -391,7 +391,7 @@ def test_any_number_of_tensors(compiled: Any, device: str, rules: Any, count: in
         problem.grads[count // 2].fill_(math.nan)
     before, draws = problem.bits(), problem.control[DRAWS].clone()
     problem.step(compiled)
-    assert problem.report[5:7].tolist() == [finite, 1]
+    assert problem.report[APPLIED : APPLIED + 2].tolist() == [finite, 1]
     assert problem.control[DRAWS] == draws + finite
     assert finite or same(problem.bits(), before)
     for index in {0, *range(575, count, 97), count - 1} if finite else ():
@@ -425,7 +425,7 @@ def test_without_tensors_the_loss_scale_moves_all_the_same(operators: Any, devic
     problem.stats.fill_(3.0)
     problem.step(operators)
     assert problem.stats.tolist() == [0, 0, 0]
-    assert decode(problem.report.tolist())[0] == (2 * SCALE, 0, 1, 0, 0)
+    assert decode(problem.report.tolist())[0] == (2 * SCALE, 0, 1, 0, 0, 1, 1, 0, 1, 0)
     operators.unscale_clip_([], problem.scale, problem.stats, 1.0)
 
 
@@ -458,15 +458,15 @@ def test_the_loss_scale_is_advanced_as_everywhere(compiled: Any, config: LossSca
         problem.stats[1] = float(not finite)
         problem.apply(compiled)
         assert decode(problem.report.tolist())[0] == state
-        assert problem.report[5] == finite
+        assert problem.report[APPLIED] == finite
 
 
 def test_only_a_call_that_is_told_so_moves_the_loss_scale(operators: Any, device: str) -> None:
     problem = Problem(ADAM, device=device, config=LossScale(init=SCALE, interval=1))
     problem.settings[1] = 0.0
     problem.step(operators)
-    assert decode(problem.report.tolist())[0] == (SCALE, 0, 1, 0, 0)
-    assert problem.report[5:].tolist() == [1, 1, 0]
+    assert decode(problem.report.tolist())[0] == LossScaleState(SCALE, 0, 1, 0, 0)
+    assert problem.report[APPLIED:].tolist() == [1, 1, 0, 0, 0, 0]
 
 
 # --- what is refused, and what PyTorch asks of operators -------------------------------------------------------------
@@ -501,7 +501,7 @@ def wrong_masters(problem: Problem) -> None:
 
 
 def short_control(problem: Problem) -> None:
-    problem.control = problem.control[:7]
+    problem.control = problem.control[:15]
 
 
 def float_settings(problem: Problem) -> None:
@@ -518,7 +518,7 @@ def float_settings(problem: Problem) -> None:
         (gaps, "grads overlaps itself or has gaps"),
         (no_such_group, "groups has 3, and there are 3 rules"),
         (wrong_masters, "int16 beside bfloat16"),
-        (short_control, "control has 7 elements, not 8"),
+        (short_control, "control has 15 elements, not 16"),
         (float_settings, "settings has another dtype"),
     ],
 )

@@ -45,6 +45,29 @@ def test_a_gradient_that_one_layer_blows_up_is_that_layers_doing() -> None:
     assert "rules={'body/3': 'full'}" in found.advice
 
 
+def test_a_float32_layer_that_blows_gradients_up_for_the_16_bit_one_below_is_to_blame() -> None:
+    wide = [observation(GRADIENT, "head", 100.0 / SCALE), observation(GRADIENT, "norm", 5.0, format_name="float32")]
+    real = [observation(GRADIENT, "head", 100.0), observation(GRADIENT, "norm", 5.0 * SCALE, format_name="float32")]
+    bad = observation(PARAMETER, "", NAN, name="body.weight")
+    found = verdict([*real, bad], [*wide, observation(PARAMETER, "", 1.0, name="body.weight")])
+    assert (found.kind, found.first.name, found.rules) == ("layer", "body.weight", {"norm": "full"})
+
+
+def test_large_gradients_of_a_float32_loss_are_no_layers_doing() -> None:
+    loss = observation(GRADIENT, "loss", 5.0, format_name="float32")
+    scaled = observation(GRADIENT, "loss", 5.0 * SCALE, format_name="float32")
+    found = verdict([scaled, observation(GRADIENT, "head", INF)], [loss, observation(GRADIENT, "head", 5.0)])
+    assert found.kind == "scale"
+
+
+def test_tensors_at_the_same_place_are_told_apart() -> None:
+    real = [observation(GRADIENT, "", 1.0), observation(GRADIENT, "", 2.0), observation(GRADIENT, "", INF)]
+    wide = [observation(GRADIENT, "", 1e-9), observation(GRADIENT, "", 2.0**-10), observation(GRADIENT, "", 1.0)]
+    found = verdict(real, wide)
+    assert (found.kind, found.amplification) == ("layer", 10.0)
+    assert found.recording.names == ["matmul[0]", "matmul[1]", "matmul[2]"]
+
+
 def test_a_sum_over_the_batch_is_no_layer_that_amplifies() -> None:
     real = [observation(GRADIENT, "head", 100.0), observation(PARAMETER, "", INF, name="head.weight")]
     wide = [observation(GRADIENT, "head", 100.0 / SCALE), observation(PARAMETER, "", 5.0, name="head.weight")]

@@ -14,7 +14,7 @@ from polyamp.backends.jax.autocast import autocast, explain, rewrite
 from polyamp.backends.jax.devices import described
 from polyamp.backends.jax.operations import OPERATIONS
 from polyamp.backends.jax.step import Skip
-from polyamp.loss_scale import LossScale
+from polyamp.loss_scale import LossScale, LossScaleState
 from polyamp.plan import Plan
 from polyamp.policy import Policy
 from polyamp.refusals import no_options
@@ -22,6 +22,7 @@ from polyamp.registry import missing
 
 if TYPE_CHECKING:
     from polyamp.demo import Task, Trace
+    from polyamp.diagnosis.recording import Recording
 
 
 @final
@@ -77,6 +78,10 @@ class JaxAdapter:
         """See `polyamp.backends.jax.scale_loss`."""
         return gradients.scale_loss(loss, holder)
 
+    def loss_scale_of(self, holder: Any) -> tuple[LossScale, LossScaleState]:
+        """See `polyamp.backends.jax.state.loss_scale_of`."""
+        return state.loss_scale_of(holder)
+
     def save_loss_scale(self, holder: Any) -> dict[str, Any]:
         """See `polyamp.backends.jax.save_loss_scale`."""
         return state.save_loss_scale(holder)
@@ -104,6 +109,21 @@ class JaxAdapter:
     def explain(self, fn: Callable[..., Any], args: Any, kwargs: Any, policy: Policy) -> Plan:
         """See `polyamp.backends.jax.explain`."""
         return explain(fn, *args, policy=policy, **kwargs)
+
+    def record(
+        self,
+        step: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        policy: Policy,
+        *,
+        widened: bool,
+        scale: float | None = None,
+    ) -> Recording:
+        """See `polyamp.backends.jax.recording.record.record`."""
+        from polyamp.backends.jax.recording.record import record
+
+        return record(step, args, kwargs, policy, widened=widened, scale=scale)
 
     def train_digits(self, task: Task) -> Trace:
         """See `polyamp.backends.jax.digits.train_digits`."""

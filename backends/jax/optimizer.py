@@ -16,7 +16,7 @@ def wrap_optimizer(
     tx: Any,
     policy: Policy | str | None = None,
     *,
-    loss_scale: LossScale | None = None,
+    loss_scale: LossScale | float | None = None,
     max_grad_norm: float | None = None,
     axis_name: Hashable | None = None,
     master_weights: bool = True,
@@ -46,7 +46,8 @@ def wrap_optimizer(
         tx: any ``optax.GradientTransformation``: wrap the outermost one, so that what it holds (``optax.MultiSteps``,
             ``optax.apply_if_finite``, clipping) sees only unscaled, finite gradients.
         policy: a policy or its name; None is the current policy.
-        loss_scale: overrides the policy's. `LossScale.none` gives the updates of ``tx`` itself.
+        loss_scale: overrides the policy's; a number is a scale that never moves. `LossScale.none` gives the updates of
+            ``tx`` itself.
         max_grad_norm: clip unscaled gradients to this global L2 norm (> 0); None does not clip.
         axis_name: name, or names, of mapped axes (``pmap``, ``shard_map``): an overflow on one device skips the step on
             all. Under ``jit`` alone it is not needed. Average the gradients over the axis before the update.

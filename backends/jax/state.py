@@ -13,8 +13,12 @@ import numpy as np
 
 from polyamp.errors import UsageError
 from polyamp.limits import report_limits
-from polyamp.loss_scale import LossScale, LossScaleState
+from polyamp.loss_scale import TYPES, LossScale, LossScaleState
 from polyamp.result import StepResult
+
+
+SCALARS = len(LossScaleState._fields)
+_DTYPES = {float: jnp.float32, int: jnp.int32}
 
 
 class _Fields(NamedTuple):
@@ -23,6 +27,11 @@ class _Fields(NamedTuple):
     hysteresis: Any
     skipped_in_a_row: Any
     skipped: Any
+    steps: Any
+    growths: Any
+    calibrating: Any
+    grown_at: Any
+    overflow_scale: Any
     inner_state: Any
     master_weights: Any
 
@@ -38,7 +47,9 @@ class LossScaleOptState(_Fields):
     Attributes:
         loss_scale: what the next loss is multiplied by; f32[]. ``optax.tree.get(opt_state, "loss_scale")`` reads it in
             any larger state.
-        good_steps, hysteresis, skipped_in_a_row, skipped: i32[]; see `polyamp.LossScaleState`.
+        good_steps, hysteresis, skipped_in_a_row, skipped, steps, growths, calibrating, grown_at: i32[]; see
+            `polyamp.LossScaleState`.
+        overflow_scale: f32[]; see there.
         inner_state: state of the optimizer that was wrapped.
         master_weights: pytree of float32 copies of the 16-bit parameters, with None for the others; None where no
             parameter has 16 bits.
@@ -49,8 +60,8 @@ class LossScaleOptState(_Fields):
 
     @property
     def scalars(self) -> LossScaleState:
-        """The five scalars, as `polyamp.advance` takes them."""
-        return LossScaleState(*(jax.tree.leaves(field)[0] for field in self[:5]))  # flax.nnx wraps each in a Variable
+        """The scalars, as `polyamp.advance` takes them."""
+        return LossScaleState(*(jax.tree.leaves(field)[0] for field in self[:SCALARS]))  # flax.nnx wraps them
 
     @property
     def last_step(self) -> StepResult:
@@ -73,13 +84,15 @@ def state_type(config: LossScale) -> type[LossScaleOptState]:
 
 
 def _rebuild(config: LossScale, fields: tuple[Any, ...]) -> LossScaleOptState:
-    return state_type(config)(*fields)
+    *scalars, inner_state, masters = fields
+    missing = initial_scalars(config)[len(scalars) :]  # those that states had not yet when it was pickled
+    return state_type(config)(*scalars, *missing, inner_state, masters)
 
 
 def initial_scalars(config: LossScale) -> LossScaleState:
     """The state before the first step, as arrays: f32[] and i32[], each in a buffer of its own."""
-    scale, *counts = config.initial_state()
-    return LossScaleState(jnp.array(scale, jnp.float32), *(jnp.array(count, jnp.int32) for count in counts))
+    values = zip(config.initial_state(), TYPES, strict=True)
+    return LossScaleState(*(jnp.array(value, _DTYPES[kind]) for value, kind in values))
 
 
 def find_state(holder: Any) -> LossScaleOptState:
@@ -157,6 +170,21 @@ def check_limits(holder: Any) -> StepResult:
     return StepResult(scalars)
 
 
+def loss_scale_of(holder: Any) -> tuple[LossScale, LossScaleState]:
+    """The settings of the loss scale in a pytree, and its state as Python numbers; waits for the device.
+
+    >>> import optax, polyamp
+    >>> settings, state = loss_scale_of(polyamp.wrap_optimizer(optax.sgd(0.1), "mixed_float16").init(jnp.ones(2)))
+    >>> settings.interval, state.steps
+    (2000, 0)
+
+    Raises:
+        UsageError: ``holder`` holds no state of a wrapped optimizer, or several.
+    """
+    state = find_state(holder)
+    return state.config, _on_host(state)
+
+
 def save_loss_scale(holder: Any) -> dict[str, Any]:
     """The loss-scale state in a pytree, in the form all frameworks share; JSON.
 
@@ -167,8 +195,8 @@ def save_loss_scale(holder: Any) -> dict[str, Any]:
     Raises:
         UsageError: ``holder`` holds no state of a wrapped optimizer, or several.
     """
-    state = find_state(holder)
-    return state.config.to_state_dict(_on_host(state))
+    settings, state = loss_scale_of(holder)
+    return settings.to_state_dict(state)
 
 
 def load_loss_scale(holder: Any, saved: Mapping[str, Any]) -> Any:
@@ -197,8 +225,8 @@ def _filled_with(value: float) -> Callable[[jax.Array], jax.Array]:
 
 
 def _on_host(state: LossScaleOptState) -> LossScaleState:
-    scale, *counts = (np.asarray(field).flat[0].item() for field in state.scalars)  # the first, where it is replicated
-    return LossScaleState(scale, *counts)
+    fields = jax.device_get(state.scalars)  # all copies at once
+    return LossScaleState(*(np.asarray(field).flat[0].item() for field in fields))  # the first, where it is replicated
 
 
 def _is_state(leaf: object) -> TypeGuard[LossScaleOptState]:

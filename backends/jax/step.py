@@ -10,7 +10,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-from polyamp.backends.jax import trees
+from polyamp.backends.jax import marks, trees
 from polyamp.backends.jax.dtypes import is_low, is_traced
 from polyamp.backends.jax.state import LossScaleOptState, holds_state, initial_scalars, state_type
 from polyamp.errors import StateError, UsageError
@@ -108,7 +108,7 @@ class Step:
                 found="params=None",
                 fix="give the parameters",
             )
-        return trees.trainable(grads), None if params is None else trees.trainable(params)
+        return marks.gradients(trees.trainable(grads)), None if params is None else trees.trainable(params)
 
     def _finite(self, grads: Any) -> Any:
         if not self.config.check:

@@ -153,3 +153,58 @@ def is_plain_jit(params: dict[str, Any]) -> bool:
     told = (*params["in_shardings"], *params["out_shardings"])
     placed = any(type(sharding).__name__ != "UnspecifiedValue" for sharding in told)
     return not (placed or any(params["donated_invars"]) or params["compiler_options_kvs"])
+
+
+def transformations(equation: Any) -> set[str]:
+    """The transformations that an equation comes from: ``jvp`` of a derivative, ``transpose`` too of its backward pass.
+
+    The name stack is the only trace that ``jax.grad`` leaves in a jaxpr.
+    """
+    stack = equation.source_info.name_stack.stack
+    return {entry.name for entry in stack if type(entry).__name__ == "Transform"}
+
+
+def live(closed: Any, wanted: Sequence[bool]) -> list[tuple[Any, list[bool]]]:
+    """The equations that the wanted outputs of a jaxpr depend on, or that have effects, each with its needed outputs.
+
+    JAX's own elimination of dead code rewrites jaxprs, and its function is private.
+    """
+    jaxpr, _ = opened(closed)
+    needed = {var for var, is_wanted in zip(jaxpr.outvars, wanted, strict=True) if is_wanted and _is_variable(var)}
+    kept = []
+    for equation in reversed(jaxpr.eqns):
+        uses = [var in needed for var in equation.outvars]
+        if any(uses) or equation.effects:
+            kept.append((equation, uses))
+            needed.update(filter(_is_variable, equation.invars))
+    return kept[::-1]
+
+
+def _is_variable(atom: Any) -> bool:
+    return not isinstance(atom, Literal)
+
+
+def has_backward(closed: Any) -> bool:
+    """Whether a jaxpr holds a backward pass, as far as name stacks tell."""
+    jaxpr, _ = opened(closed)
+    return any(
+        "transpose" in transformations(equation) or any(map(has_backward, _inner(equation))) for equation in jaxpr.eqns
+    )
+
+
+def _inner(equation: Any) -> list[Any]:
+    parts = (part for value in equation.params.values() for part in (value if isinstance(value, tuple) else (value,)))
+    return [part for part in parts if hasattr(part, "eqns") or hasattr(part, "jaxpr")]
+
+
+def fingerprint(closed: Any) -> str:
+    """A text that is the same for jaxprs that compute the same under the same scopes and from the same lines."""
+    jaxpr, _ = opened(closed)
+    text: str = jaxpr.pretty_print(source_info=True, name_stack=True, use_color=False)
+    return text
+
+
+def specs_of_results(closed: Any) -> list[Any]:
+    """What stands for the results of a jaxpr: shape and dtype of each."""
+    jaxpr, _ = opened(closed)
+    return [jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype) for var in jaxpr.outvars]  # type: ignore[no-untyped-call]

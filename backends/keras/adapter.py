@@ -12,7 +12,7 @@ from polyamp.backends.keras.convert import convert
 from polyamp.backends.keras.operations import OPERATIONS
 from polyamp.backends.keras.optimizer import LossScaledOptimizer
 from polyamp.backends.keras.settings import check_factor
-from polyamp.loss_scale import LossScale
+from polyamp.loss_scale import LossScale, LossScaleState
 from polyamp.policy import Policy
 from polyamp.refusals import no_loss_scale
 
@@ -71,6 +71,11 @@ class KerasAdapter:
     def scale_loss(self, loss: Any, holder: Any) -> Any:
         """See `LossScaledOptimizer.scale_loss`."""
         return _wrapped(holder, "scale_loss(holder)").scale_loss(loss)
+
+    def loss_scale_of(self, holder: Any) -> tuple[LossScale, LossScaleState]:
+        """The settings of a wrapped optimizer, or of a model's, and its state on the host; waits for the device."""
+        scaler = _wrapped(holder, "loss_scale_of(holder)").scaler
+        return scaler.settings, scaler.host_state
 
     def save_loss_scale(self, holder: Any) -> dict[str, Any]:
         """The loss-scale state of a wrapped optimizer; waits for the device."""

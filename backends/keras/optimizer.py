@@ -194,6 +194,16 @@ class LossScaledOptimizer(keras.optimizers.LossScaleOptimizer):
         self.inner_optimizer.finalize_variable_values(trained)
         self._masters.round_into(var_list, trained)
 
+    def load_own_variables(self, store: Any) -> None:
+        """As any Keras optimizer's. Files that have none of `polyamp.health`'s counters leave those as they are."""
+        counters = {id(variable) for variable in self.scaler.counters}
+        others = [variable for variable in self.variables if id(variable) not in counters]
+        if len(store.keys()) != len(others):
+            super().load_own_variables(store)
+            return
+        for place, variable in enumerate(others):
+            variable.assign(store[str(place)])
+
     @property
     def loss_scale(self) -> float:
         """The scale that the next loss is multiplied by. Reading it waits for the device, if it lives on one."""

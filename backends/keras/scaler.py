@@ -1,4 +1,4 @@
-"""The loss scale of one optimizer: five Keras variables, moved by `polyamp.advance`."""
+"""The loss scale of one optimizer: Keras variables, moved by `polyamp.advance`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from polyamp.loss_scale import LossScale, LossScaleState, advance, on_host
 from polyamp.refusals import no_loss, non_finite_loss
 
 # Keras' own names, where its LossScaleOptimizer has the variable too.
-_NAMES = LossScaleState("dynamic_scale", "step_counter", "hysteresis", "skipped_in_a_row", "skipped")
+_NAMES = ("dynamic_scale", "step_counter", *LossScaleState._fields[2:])
 
 
 class LossScaler:
@@ -49,12 +49,17 @@ class LossScaler:
 
     @property
     def state(self) -> LossScaleState:
-        """The five scalars as tensors: of a trace, inside traced functions."""
+        """The scalars as tensors: of a trace, inside traced functions."""
         return LossScaleState(*map(value_of, self.variables))
 
     @property
+    def counters(self) -> tuple[Any, ...]:
+        """The variables that decide nothing, and that older files do not have."""
+        return tuple(getattr(self.variables, name) for name in LossScaleState._field_defaults)
+
+    @property
     def host_state(self) -> LossScaleState:
-        """The five scalars as Python numbers; waits for the device."""
+        """The scalars as Python numbers; waits for the device."""
         return on_host(self.state)
 
     def scale(self, loss: Any) -> Any:

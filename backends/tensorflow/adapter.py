@@ -13,10 +13,12 @@ from polyamp.backends.tensorflow.casting import cast
 from polyamp.backends.tensorflow.grappler import GrapplerRewritten
 from polyamp.backends.tensorflow.operations import OPERATIONS
 from polyamp.backends.tensorflow.optimizer import LossScaledOptimizer
+from polyamp.backends.tensorflow.recording import record
 from polyamp.backends.tensorflow.refusals import check_engine
 from polyamp.backends.tensorflow.rewrite import explain, rewrite, rewritten_graph
 from polyamp.backends.tensorflow.scaler import LossScaler
-from polyamp.loss_scale import LossScale
+from polyamp.diagnosis.recording import Recording
+from polyamp.loss_scale import LossScale, LossScaleState, on_host
 from polyamp.plan import Plan
 from polyamp.policy import Policy
 from polyamp.refusals import no_loss_scale, no_options
@@ -86,9 +88,27 @@ class TensorFlowAdapter:
         """See `polyamp.backends.tensorflow.explain`."""
         return explain(fn, *args, policy=policy, **kwargs)
 
+    def record(
+        self,
+        step: Any,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        policy: Policy,
+        *,
+        widened: bool,
+        scale: float | None = None,
+    ) -> Recording:
+        """See `polyamp.backends.tensorflow.recording.record`."""
+        return record(step, args, kwargs, policy, widened=widened, scale=scale)
+
     def scale_loss(self, loss: Any, holder: Any) -> tf.Tensor:
         """See `LossScaler.scale`."""
         return _scaler(holder, "scale_loss(holder)").scale(loss)
+
+    def loss_scale_of(self, holder: Any) -> tuple[LossScale, LossScaleState]:
+        """The settings of a wrapped optimizer or a `LossScaler`, and its state on the host. Outside of graphs."""
+        scaler = _scaler(holder, "loss_scale_of(holder)")
+        return scaler.settings, on_host(scaler.state)
 
     def save_loss_scale(self, holder: Any) -> dict[str, Any]:
         """See `LossScaler.save_loss_scale`."""

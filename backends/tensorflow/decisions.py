@@ -11,7 +11,7 @@ import tensorflow as tf
 from polyamp.backends.tensorflow.graph import FLOAT32, FLOATING, Graph, Node, closes_loop
 from polyamp.backends.tensorflow.kernels import device_of, lowerable
 from polyamp.backends.tensorflow.operations import OPERATIONS
-from polyamp.backends.tensorflow.region import regions
+from polyamp.backends.tensorflow.region import forward_of, is_gradient, regions
 from polyamp.backends.tensorflow.unstable import as_asked
 from polyamp.dialects import default_rules
 from polyamp.flow import AS_WRITTEN, Flow, Value, constant, flow
@@ -19,6 +19,8 @@ from polyamp.policy import Policy
 from polyamp.rules import TABLE, Decision, Rule, decide, unused
 
 WEAK = Value()
+_OPERATORS = {"RealDiv": "truediv", "FloorDiv": "floordiv", "FloorMod": "mod"}  # where it is not the canonical name
+_DEFAULTS = {*OPERATIONS, "add", "sub", "mul", "neg", "pow", "matmul", "truediv", "while", "cond"}
 
 
 class Known(NamedTuple):
@@ -116,6 +118,7 @@ class Pass:
         self.graph, self.rules, self.functions, self.path, self.traced = graph, rules, functions, path, traced
         names = (name for name, _ in graph.arguments)
         self.known: dict[str, Known] = dict(zip(names, arguments, strict=True))
+        self._named = {node.name: node for node in graph.nodes}
         self.regions = regions(graph, functions.library)
         self.nodes: list[Decided] = []
         for node in graph.nodes:
@@ -129,7 +132,31 @@ class Pass:
 
     def path_of(self, node: Node) -> str:
         """The scopes that a node stands in, and its name, as the code asked for them."""
-        return "/".join(filter(None, (self.path, as_asked(self.traced, node.name))))
+        return _within(self.path, as_asked(self.traced, node.name))
+
+    def scope_of(self, node: Node) -> str:
+        """The scopes that a node stands in, as the code asked for them; of a gradient, those of its forward operation.
+
+        Its own name is one of them where somebody chose it, and not where it only says what the operation is.
+        """
+        name = forward_of(node.name) if is_gradient(node.name) else node.name
+        decisions, known = self._named_in(name)
+        scopes, _, own = as_asked(decisions.traced, name if known is None else known.name).rpartition("/")
+        is_chosen = own not in _DEFAULTS if known is None else not _says_operation(own, known.op)
+        return _within(self.path, "/".join(filter(None, (scopes, own if is_chosen else ""))))
+
+    def named(self, name: str) -> Node | None:
+        """The node of this name, or else the one in whose scope that stands."""
+        while name and name not in self._named:
+            name = name.rpartition("/")[0]
+        return self._named.get(name)
+
+    def _named_in(self, name: str) -> tuple[Pass, Node | None]:
+        """As `named`, in this graph or in the forward function that it differentiates."""
+        if (node := self.named(name)) is not None:
+            return self, node
+        forward = next((one for one in self.functions.bodies if one.path == self.path and one.named(name)), self)
+        return forward, forward.named(name)
 
     def as_written(self, node: Node, reason: str, value: Value = WEAK, decision: Decision | None = None) -> Decided:
         """A node that keeps the types it has."""
@@ -161,7 +188,7 @@ class Pass:
     def _operation(self, node: Node) -> Decided:
         inputs = self._floating(node)
         operation = OPERATIONS.get(node.op, node.op)
-        decision = self.rules.decide(operation, self.path_of(node) if self.rules.policy.rules else "")
+        decision = self.rules.decide(operation, self._ruled_path(node) if self.rules.policy.rules else "")
         if node.name in self.regions.averaging and decision.op_class != "lower":  # a state may go through products
             return self.as_written(node, "updates its own variable", Value("strong", "the update"), decision)
         if operation == "tensor_list":
@@ -182,6 +209,11 @@ class Pass:
             self.rules.refused[missing] = decision.reason
         return self.decided(node, operation, decision, Flow("float32", state, missing))
 
+    def _ruled_path(self, node: Node) -> str:
+        """Rules about a forward operation are about its gradients too; the scope of all gradients can be named."""
+        scope = self.scope_of(node)
+        return f"gradient_tape/{scope}" if is_gradient(node.name) else scope
+
     def _floating(self, node: Node) -> tuple[Value, ...]:
         pairs = zip(node.takes, self.values_of(node), strict=True)
         return tuple(known.value for port, known in pairs if port.dtype % 100 in FLOATING)
@@ -192,6 +224,16 @@ def declared_value(dtype: int) -> Value:
     if dtype == FLOAT32 or dtype not in FLOATING:
         return WEAK
     return Value("other", tf.as_dtype(dtype).name)
+
+
+def _within(path: str, name: str) -> str:
+    """A name in a function that is called at a path; bodies of loops and branches have names with the path in them."""
+    return name if f"{name}/".startswith(f"{path}/") else "/".join(filter(None, (path, name)))
+
+
+def _says_operation(name: str, op: str) -> bool:
+    """Whether a name is what TensorFlow calls an operation that nobody named."""
+    return name.lower() in {op.lower(), op.lower().rstrip("v234"), OPERATIONS.get(op, ""), _OPERATORS.get(op)}
 
 
 def _declared(port: Any, value: Value) -> Known:

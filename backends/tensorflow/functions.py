@@ -5,7 +5,7 @@ Each is decided for what it is called with, so that 16-bit values pass into func
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import tensorflow as tf
@@ -62,6 +62,11 @@ class Functions:
             self._bodies[key] = Pass(graph, self.rules, self, arguments, path, graph_of(name, self._traced))
         return self._bodies[key]
 
+    @property
+    def bodies(self) -> Iterable[Pass]:
+        """All that were decided so far."""
+        return self._bodies.values()
+
     def kept(self, names: Sequence[str]) -> str:
         """Why a call of these functions has to stay as it is; empty where it has not.
 
@@ -89,7 +94,7 @@ def _call(functions: Functions, decisions: Pass, node: Node) -> Decided:
     if reason := functions.kept([name]):
         return decisions.as_written(node, reason)
     caller = _forward_call(decisions, functions.library[name]) or node
-    body = functions.body(name, arguments, decisions.path_of(caller))
+    body = functions.body(name, arguments, decisions.scope_of(caller))
     results = _results(body)
     return _calling(
         node, arguments, results, {"Tin": arguments, "Tout": results}, [Inside(name, body, _types(results))]
@@ -104,7 +109,7 @@ def _conditional(functions: Functions, decisions: Pass, node: Node) -> Decided:
     if reason := functions.kept(names):
         return decisions.as_written(node, reason)
     chooser, *arguments = decisions.values_of(node)
-    bodies = [functions.body(name, arguments, decisions.path_of(node)) for name in names]
+    bodies = [functions.body(name, arguments, decisions.scope_of(node)) for name in names]
     given = zip(*map(_results, bodies), strict=True)
     results = [_joined(port.dtype, knowns) for port, knowns in zip(node.gives, given, strict=True)]
     insides = [Inside(name, body, _types(results)) for name, body in zip(names, bodies, strict=True)]
@@ -125,7 +130,7 @@ def _loop(functions: Functions, decisions: Pass, node: Node) -> Decided:
     names = [node.definition.attr[key].func.name for key in ("cond", "body")]
     if reason := functions.kept(names):
         return decisions.as_written(node, reason)
-    path = decisions.path_of(node)
+    path = decisions.scope_of(node)
     incoming = decisions.values_of(node)
     unchanged = _unchanged(functions.library[names[1]])
     carried = [

@@ -42,8 +42,13 @@ class Places:
 
     def elements(self, graph: Graph, value: str) -> int:
         """The number of elements of a value; 0 where its shape is not known."""
+        shape = self.shape(graph, value)
+        return 0 if shape is None else math.prod(shape)
+
+    def shape(self, graph: Graph, value: str) -> tuple[int, ...] | None:
+        """The shape of a value; None where it is not known."""
         tensor = self._tensor(graph, value)
-        return math.prod(tensor.shape.as_list()) if tensor is not None and tensor.shape.is_fully_defined() else 0
+        return tuple(tensor.shape) if tensor is not None and tensor.shape.is_fully_defined() else None
 
     def _tensor(self, graph: Graph, value: str) -> Any:
         maker = graph.maker.get(value)

@@ -65,6 +65,27 @@ def is_gradient(name: str) -> bool:
     return any(_GRADIENT_SCOPE.fullmatch(part) for part in name.split("/")[:-1])
 
 
+def backward_pass(graph: Graph, library: Mapping[str, Any]) -> set[str]:
+    """Names of the nodes that belong to a backward pass: those that give gradients, and what is made of them."""
+    gradients = {node.name for node in graph.nodes if _gives_gradient(node, library)}
+    return _after(graph.consumers(), gradients)
+
+
+def forward_of(name: str) -> str:
+    """The forward operation that a node of the backward pass differentiates, by its scope.
+
+    >>> forward_of("gradient_tape/dense/MatMul/MatMul_1"), forward_of("gradient_tape/loop/gradients/loop/Exp_grad/mul")
+    ('dense/MatMul', 'loop/Exp')
+    """
+    parts: list[list[str]] = [[]]
+    for one in name.split("/")[:-1]:
+        if _GRADIENT_SCOPE.fullmatch(one):
+            parts.append([])
+        else:
+            parts[-1].append(one.removesuffix("_grad"))
+    return "/".join(next(filter(None, reversed(parts)), []))
+
+
 def _gives_gradient(node: Node, library: Mapping[str, Any]) -> bool:
     """Whether gradients come from a node. The lists that a loop fills for its gradient stand in its scope too."""
     if is_gradient(node.name):

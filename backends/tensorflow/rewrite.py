@@ -123,8 +123,8 @@ def explain(fn: Any, *args: Any, policy: Policy | str | None = None, **kwargs: A
     check_format(chosen.compute)
     if not callable(fn):
         return plan_of(_decided_graph(fn, chosen), _imported(fn))
-    concrete = _concrete(fn, args, kwargs)
-    return plan_of(_decided(concrete, chosen), concrete.graph)
+    concrete = concrete_of(fn, args, kwargs)
+    return plan_of(decided_for(concrete, chosen), concrete.graph)
 
 
 def rewritten_graph(graph_def: Any, policy: Policy | str | None = None) -> Any:
@@ -162,8 +162,8 @@ def _traced_by(fn: Callable[..., Any], policy: Policy) -> Callable[..., Any]:
     plans: list[Callable[[], Plan]] = []
 
     def traced(*args: Any, **kwargs: Any) -> Any:
-        concrete = _concrete(fn, args, kwargs)
-        decisions = _decided(concrete, policy)
+        concrete = concrete_of(fn, args, kwargs)
+        decisions = decided_for(concrete, policy)
         if not plans:
             plans.append(functools.cache(lambda: plan_of(decisions, concrete.graph)))
         return _called(concrete, decisions, args, kwargs, getattr(fn, "__name__", "function"))
@@ -173,7 +173,7 @@ def _traced_by(fn: Callable[..., Any], policy: Policy) -> Callable[..., Any]:
     return traced
 
 
-def _concrete(fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def concrete_of(fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """``fn`` traced, as it was written."""
     intercept()
     function = fn if isinstance(fn, _Function) else tf.function(fn)
@@ -183,7 +183,7 @@ def _concrete(fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     return concrete
 
 
-def _decided(concrete: Any, policy: Policy) -> Pass:
+def decided_for(concrete: Any, policy: Policy) -> Pass:
     rules, library = Rules(policy), FunctionLibrary()
     graph = Graph.of_function(concrete.function_def, library)
     arguments = [Known(dtype, declared_value(dtype)) for _, dtype in graph.arguments]

@@ -132,7 +132,7 @@ class LossScaler(tf.Module):
 
     @property
     def state(self) -> LossScaleState:
-        """The five scalars as tensors: symbolic ones in a graph."""
+        """The scalars as tensors: symbolic ones in a graph."""
         return LossScaleState(*map(tf.convert_to_tensor, self.scalars))
 
     @property

@@ -10,18 +10,20 @@ import inspect
 import sys
 import types
 import typing
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
 
 from tensorflow.core.framework import graph_pb2
 from tensorflow.python import pywrap_tfe
+from tensorflow.python.autograph.impl import api as autograph
 from tensorflow.python.eager import backprop, context
 from tensorflow.python.eager.polymorphic_function import atomic_function, function_context, function_type_utils
 from tensorflow.python.framework import dtypes, kernels, op_def_registry, ops, tensor_spec
 from tensorflow.python.framework.errors_impl import InaccessibleTensorError, NotFoundError
 from tensorflow.python.grappler import tf_optimizer
 from tensorflow.python.ops import custom_gradient, gradients_util
+from tensorflow.python.training import optimizer
 from tensorflow.python.util import tf_decorator
 
 # Rewriting a graph.
@@ -106,9 +108,7 @@ def _function_type(signature: Any) -> Any:
 
 def call_in_place_of(registered: Any, concrete: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Call what `register` gave as ``concrete(*args, **kwargs)`` would be called, with its captured inputs."""
-    bound = function_type_utils.canonicalize_function_inputs(args, kwargs, concrete.function_type)
-    flat = concrete.function_type.unpack_inputs(bound)
-    return registered.call_preflattened([*flat, *concrete.captured_inputs])
+    return registered.call_preflattened(flat_inputs(concrete, args, kwargs))
 
 
 def options_of(function: Any) -> dict[str, Any]:
@@ -338,3 +338,57 @@ def graphs_around() -> list[Any]:
         graphs.append(graph)
         graph = getattr(graph, "outer_graph", None)
     return graphs
+
+
+# Recording a step.
+
+
+@contextmanager
+def watched_gradients(taken: Callable[[Any, Any, Any], None]) -> Iterator[None]:
+    """Have ``taken(target, sources, gradients)`` called wherever a gradient is taken, for as long as this lasts.
+
+    A graph does not say which of its values is the gradient of which variable; the tape that made it, and the
+    optimizers of TensorFlow 1, do.
+    """
+    tape, legacy = backprop.GradientTape.gradient, optimizer.Optimizer.compute_gradients
+
+    @functools.wraps(tape)
+    def gradient(self: Any, target: Any, sources: Any, *args: Any, **kwargs: Any) -> Any:
+        result = tape(self, target, sources, *args, **kwargs)
+        taken(target, sources, result)
+        return result
+
+    @functools.wraps(legacy)
+    def compute_gradients(self: Any, loss: Any, *args: Any, **kwargs: Any) -> Any:
+        pairs = legacy(self, loss, *args, **kwargs)
+        if not callable(loss):  # else a tape takes them
+            taken(loss, [variable for _, variable in pairs], [grad for grad, _ in pairs])
+        return pairs
+
+    backprop.GradientTape.gradient = autograph.do_not_convert(gradient)
+    optimizer.Optimizer.compute_gradients = autograph.do_not_convert(compute_gradients)
+    try:
+        yield
+    finally:
+        backprop.GradientTape.gradient, optimizer.Optimizer.compute_gradients = tape, legacy
+
+
+def runnable(definitions: Sequence[Any]) -> Any:
+    """What runs the last of some functions: ``call_flat(*inputs)`` gives its results in order.
+
+    The functions are known to the runtime for as long as what this returns lives; see `register`.
+    """
+    known = context.context()
+    for definition in definitions:
+        known.add_function_def(definition)
+    called: list[Any] = []
+    for definition in definitions:
+        kind = _function_type(definition.signature)
+        called.append(atomic_function.AtomicFunction(definition.signature.name, known, kind, list(called)))
+    return called[-1]
+
+
+def flat_inputs(concrete: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    """The inputs of a ``ConcreteFunction``, captured ones too, for a call with these arguments."""
+    bound = function_type_utils.canonicalize_function_inputs(args, kwargs, concrete.function_type)
+    return [*concrete.function_type.unpack_inputs(bound), *concrete.captured_inputs]

@@ -14,16 +14,18 @@ from polyamp.backends.torch.casting import cast
 from polyamp.backends.torch.convert import convert
 from polyamp.backends.torch.graphs.rewrite import explain, rewrite
 from polyamp.backends.torch.operations import OPERATIONS
+from polyamp.backends.torch.steps.grad_scaler import GradScaler
 from polyamp.backends.torch.steps.optimizer import LossScaledOptimizer
 from polyamp.backends.torch.steps.refusals import named_tensors
 from polyamp.errors import warn_once
-from polyamp.loss_scale import LossScale
+from polyamp.loss_scale import LossScale, LossScaleState, on_host
 from polyamp.plan import Plan
 from polyamp.policy import Policy
 from polyamp.refusals import no_loss_scale, no_options
 
 if TYPE_CHECKING:
     from polyamp.demo import Task, Trace
+    from polyamp.diagnosis.recording import Recording
 
 
 @final
@@ -86,6 +88,13 @@ class TorchAdapter:
         """See `LossScaledOptimizer.scale`."""
         return _wrapped(holder, "scale_loss(holder)").scale(loss)
 
+    def loss_scale_of(self, holder: Any) -> tuple[LossScale, LossScaleState]:
+        """The settings of a `LossScaledOptimizer` or a polyamp `GradScaler`, and its state on the host."""
+        if isinstance(holder, GradScaler):
+            return holder.settings_and_state()
+        scaler = _wrapped(holder, "loss_scale_of(holder)").scaler
+        return scaler.config, on_host(scaler.state)
+
     def save_loss_scale(self, holder: Any) -> dict[str, Any]:
         """The loss-scale state of a `LossScaledOptimizer`."""
         scaler = _wrapped(holder, "save_loss_scale(holder)").scaler
@@ -113,6 +122,21 @@ class TorchAdapter:
     def explain(self, fn: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], policy: Policy) -> Plan:
         """See `polyamp.backends.torch.explain`."""
         return explain(fn, *args, policy=policy, **kwargs)
+
+    def record(
+        self,
+        step: Any,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        policy: Policy,
+        *,
+        widened: bool,
+        scale: float | None = None,
+    ) -> Recording:
+        """See `polyamp.backends.torch.recording.record.record`."""
+        from polyamp.backends.torch.recording.record import record  # nothing of it is needed to train
+
+        return record(step, args, kwargs, policy, widened=widened, scale=scale)
 
     def train_digits(self, task: Task) -> Trace:
         """Train the classifier of ``polyamp demo``."""

@@ -353,3 +353,38 @@ def is_new(tensor: Tensor) -> bool:
     if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
         return False  # it has no memory
     return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) == 2  # the tensor, and the object made here
+
+
+def wrapper_like(kind: type[Tensor], tensor: Tensor, dtype: torch.dtype) -> Any:
+    """A tensor without memory, of a subclass, that says of itself what another one is, but for its dtype.
+
+    PyTorch's own documents make subclasses with ``torch_dispatch`` in this way, which has an underscore all the same.
+    """
+    return Tensor._make_wrapper_subclass(
+        kind,
+        tensor.shape,
+        strides=tensor.stride(),
+        storage_offset=tensor.storage_offset(),
+        dtype=dtype,
+        device=tensor.device,
+    )
+
+
+no_torch_function: Any = torch._C._disabled_torch_function_impl
+"""What a subclass has as ``__torch_function__`` to be handled below autograd alone; it has no public name."""
+
+
+def running_node() -> Any:
+    """The autograd node whose backward runs in this thread; None outside of a backward pass."""
+    return None if torch._C._current_graph_task_id() == -1 else torch._C._current_autograd_node()
+
+
+def sequence_number(node: Any) -> int:
+    """The number by which a node is known where it is recorded; see `next_sequence_number`."""
+    number: int = node._sequence_nr()
+    return number
+
+
+def set_version(tensor: Tensor, version: int) -> None:
+    """Set how often a tensor was changed, once it is again what it was: publicly one can only look."""
+    torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))

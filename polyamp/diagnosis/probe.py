@@ -67,7 +67,7 @@ class Probe:
     (Window(2^-13 .. 2^24), LossScale())
 
     Args:
-        recording: one widened step, gradients unscaled, equal places grouped.
+        recording: one widened step, gradients unscaled.
         format: the 16-bit format in question, which tensors of low format are in.
         tolerance: share of a gradient's L1 mass that may be lost.
         margin: powers of two that are kept free above the largest gradient; gradients of other batches, and of the
@@ -93,7 +93,7 @@ class Probe:
         """
         if not any(one.spread.largest for one in self.bounding):
             return None
-        low = max(map(self.need, self._counting), default=0.0)
+        low = max(map(self.need, self.counting), default=0.0)
         return Window(low, 2.0 ** math.floor(math.log2(min(map(self.bear, self.bounding))) - self.margin))
 
     def need(self, one: Observation) -> float:
@@ -105,7 +105,8 @@ class Probe:
         return max(one.spread.largest_scale(self.format), format_of("float32").smallest_normal)
 
     @cached_property
-    def _counting(self) -> tuple[Observation, ...]:
+    def counting(self) -> tuple[Observation, ...]:
+        """Of `bounding`, those that set a lower limit: all but parameter gradients that are nothing but rounding."""
         limit = NOISE * max((one.spread.largest for one in self.bounding), default=0.0)
         return tuple(one for one in self.bounding if one.kind != PARAMETER or one.spread.largest >= limit)
 
@@ -202,24 +203,32 @@ class Probe:
         )
 
     def table(self, most: int | None = None) -> str:
+        """`rows` as aligned text."""
+        return aligned(self.rows(most), right={3, 4, 5, 6, 7})
+
+    def rows(self, most: int | None = None) -> list[tuple[str, ...]]:
         """Tensors in the order of computation: those that bound the window, and those nearest to overflow.
 
         Args:
             most: show so many of each; None is a screenful.
+
+        Returns:
+            The heading, then a row for each tensor.
         """
         lowest, highest = self._pictured()
         axis = f"log2|x| {lowest} .. {highest}"
         header = ("kind", "tensor", "format", "amax", "flushed", "L1 lost", "need S", "max S", axis)
-        rows = [self._row(one, lowest, highest) for one in self._notable(most)]
-        return aligned([header, *rows], right={3, 4, 5, 6, 7})
+        wanted = set(map(id, self._notable(most)))
+        named = zip(self.recording.observations, self.recording.names, strict=True)
+        return [header, *(self._row(one, name, lowest, highest) for one, name in named if id(one) in wanted)]
 
-    def _row(self, one: Observation, lowest: int, highest: int) -> tuple[str, ...]:
+    def _row(self, one: Observation, name: str, lowest: int, highest: int) -> tuple[str, ...]:
         spread, forward = one.spread, one.kind == ACTIVATION
         need = "" if forward else power(self.need(one))
         bear = f"{spread.headroom(self.format):+.1f} bits" if forward else power(spread.largest_scale(self.format))
         return (
             _KINDS[one.kind],
-            one.place,
+            name,
             one.format,
             f"{spread.largest:.2g}" if spread.is_finite else "inf" if spread.inf else "nan",
             share(spread.flushed(self.format)),
@@ -232,13 +241,11 @@ class Probe:
     def _notable(self, most: int | None) -> list[Observation]:
         counts = _SHOWN if most is None else dict.fromkeys(_SHOWN, most)
         chosen = [
-            *_first(self._counting, counts["need"], key=lambda one: (-self.need(one), -one.spread.lost(self.format))),
+            *_first(self.counting, counts["need"], key=lambda one: (-self.need(one), -one.spread.lost(self.format))),
             *_first(self.bounding, counts["bear"], key=self.bear),
             *_first(self._forward, counts["headroom"], key=lambda one: one.spread.headroom(self.format)),
         ]
-        chosen += [self.broken] if self.broken else []
-        wanted = {id(one) for one in chosen}
-        return [one for one in self.recording.observations if id(one) in wanted]
+        return [*chosen, self.broken] if self.broken else chosen
 
     def _pictured(self) -> tuple[int, int]:
         """The exponents from the smallest subnormal, less a byte's worth, to the largest number of the format."""
@@ -269,18 +276,35 @@ class Probe:
             needless = " (1 is inside: this step needs no loss scaling)" if 1.0 in window else ""
             return [
                 f"safe window: {window}{needless}, with a margin of {self.margin:g} bits above the largest gradient",
-                f"recommended: {self.recommended!r}",
+                f"recommended: {written(self.recommended)}",
             ]
-        needing = max(self._counting, key=self.need)
+        needing = max(self.counting, key=self.need)
         bearing = min(self.bounding, key=self.bear)
         return [
             f"no loss scale serves all gradients: {needing.place} needs {power(self.need(needing))} or more, and "
             f"{bearing.place} bears {power(self.bear(bearing))} at most, {self.margin:g} bits of margin aside.",
-            f"Keep one of them float32: polyamp.calibrate finds the rules. Until then: {self.recommended!r}",
+            f"Keep one of them float32: polyamp.calibrate finds the rules. Until then: {written(self.recommended)}",
         ]
 
 
 _KINDS = {ACTIVATION: "act", GRADIENT: "grad", PARAMETER: "param"}
+
+
+def written(config: LossScale) -> str:
+    """Settings as they are typed, powers of two as such.
+
+    >>> written(LossScale(init=2.0**-6)), written(LossScale())
+    ('LossScale(init=2.0**-6)', 'LossScale()')
+    """
+    settings = config.to_dict()
+    if config == LossScale.none():
+        return repr(config)
+    return f"LossScale({', '.join(f'{name}={_literal(value)}' for name, value in settings.items())})"
+
+
+def _literal(value: object) -> str:
+    text = power(value) if isinstance(value, float) else ""
+    return f"2.0**{text[2:]}" if text.startswith("2^") else repr(value)
 
 
 def _first(observations: Sequence[Observation], count: int, key: Any) -> Iterable[Observation]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
@@ -106,9 +107,16 @@ class Recording:
         )
         return replace(self, scale=1.0, observations=tuple(divided))
 
-    def grouped(self) -> Recording:
-        """Tensors of the same kind, place and format as one, where the first of them stands."""
-        return replace(self, observations=tuple(merge(self.observations)))
+    @property
+    def names(self) -> list[str]:
+        """The place of each observation, numbered where several of a kind stand there: ``cell/matmul[3]``."""
+        kinds = [(one.kind, one.place) for one in self.observations]
+        several, seen = Counter(kinds), Counter[tuple[str, str]]()
+        names = []
+        for kind, place in kinds:
+            names.append(f"{place}[{seen[kind, place]}]" if several[kind, place] > 1 else place)
+            seen[kind, place] += 1
+        return names
 
 
 def merge(observations: Iterable[Observation]) -> Iterator[Observation]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from polyamp import registry
@@ -15,6 +16,9 @@ from polyamp.formats import format_of
 from polyamp.policy import Policy, current_policy
 from polyamp.policy import policy as make_policy
 from polyamp.verbs import offering
+
+ATTEMPTS = 4
+"""How many rules `diagnose` tries, one more for each overflow that the last one left."""
 
 
 def probe(
@@ -65,7 +69,7 @@ def probe(
     _check("tolerance", tolerance, 0.0, 1.0)
     _check("margin", margin, 0.0, 100.0)
     recording = record(step, args, kwargs, chosen, backend, widened=True, scale=scale)
-    return Probe(recording.unscaled().grouped(), name, tolerance, margin)
+    return Probe(recording.unscaled(), name, tolerance, margin)
 
 
 def diagnose(
@@ -79,7 +83,8 @@ def diagnose(
 ) -> Verdict:
     """Say why a step is skipped: the scale is too high, a layer amplifies gradients, or the forward pass overflows.
 
-    The step runs twice, as the policy has it and in float32; nothing that it changes stays changed.
+    The step runs as the policy has it, in float32, and with each rule that is suggested, to see whether it helps.
+    Nothing that it changes stays changed.
 
     >>> import jax.numpy as jnp
     >>> def loss_fn(params, x):
@@ -102,8 +107,24 @@ def diagnose(
     chosen = sixteen_bit(policy)
     wide = record(step, args, kwargs, chosen, backend, widened=True, scale=scale)
     first = scale if scale is not None or wide.differentiates else chosen.loss_scale.init
-    real = record(step, args, kwargs, chosen, backend, widened=False, scale=first)
-    return Verdict(real.grouped(), Probe(wide.unscaled().grouped(), chosen.compute))
+
+    def run(under: Policy) -> Recording:
+        return record(step, args, kwargs, under, backend, widened=False, scale=first)
+
+    verdict = Verdict(run(chosen), Probe(wide.unscaled(), chosen.compute))
+    return _with_rules_tried(verdict, chosen, run)
+
+
+def _with_rules_tried(verdict: Verdict, policy: Policy, run: Callable[[Policy], Recording]) -> Verdict:
+    """The verdict, and whether its rules help: what one keeps in float32 may overflow in the next operation."""
+    rules: dict[str, str] = {}
+    latest = verdict
+    for _ in range(ATTEMPTS):
+        if latest.culprits.keys() <= rules.keys():
+            break
+        rules |= latest.culprits
+        latest = Verdict(run(make_policy(policy, rules=rules)), verdict.probe)
+    return replace(verdict, tried=rules, is_cured=bool(rules) and latest.kind in ("finite", "scale"))
 
 
 def record(

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
-from polyamp.diagnosis.probe import Probe
+from polyamp.diagnosis.probe import Probe, written
 from polyamp.diagnosis.recording import ACTIVATION, GRADIENT, Observation, Recording
 from polyamp.formats import format_of
 from polyamp.layout import aligned, power, write_json
@@ -33,12 +34,16 @@ class Verdict:
     """What `polyamp.diagnose` gives. Prints the first tensor that is not finite, its neighbours, and what to do.
 
     Args:
-        recording: one step as the policy computes it, gradients scaled; equal places grouped.
+        recording: one step as the policy computes it, gradients scaled.
         probe: the same step computed in float32.
+        tried: rules that were tried, in front of the policy's own; see `polyamp.diagnose`.
+        is_cured: whether the step was finite with them.
     """
 
     recording: Recording
     probe: Probe
+    tried: Mapping[str, str] = field(default_factory=dict)
+    is_cured: bool = False
 
     @cached_property
     def first(self) -> Observation | None:
@@ -56,41 +61,55 @@ class Verdict:
             return "model" if self.probe.broken and self.probe.broken.kind == ACTIVATION else "forward"
         if self.probe.broken:
             return "model"
-        return "layer" if first.kind == GRADIENT and self.amplification >= AMPLIFIES else "scale"
+        return "layer" if self.amplification >= AMPLIFIES else "scale"
 
     @cached_property
     def amplification(self) -> float:
-        """By how many powers of two the first bad gradient is larger than the 16-bit one before it, in float32.
+        """By how many powers of two the first gradient that leaves the format's range is larger than the last 16-bit
+        one that did not, in float32. 0 where it is the first of all 16-bit ones, or a parameter's.
 
-        0 where there is none before, or where float32 computed no such tensor.
+        A parameter's gradient is a sum over the batch, which is larger than what it sums in any layer.
         """
-        first, before = self._in_float32(self.first), self._in_float32(self._gradient_before)
-        if not (first and before and first.spread.largest and before.spread.largest):
+        after, before = (self._in_float32(one) for one in self._jump)
+        if not (after and before and after.spread.largest and before.spread.largest):
             return 0.0
-        return math.log2(first.spread.largest / before.spread.largest)
+        return math.log2(after.spread.largest / before.spread.largest)
 
     @cached_property
-    def _gradient_before(self) -> Observation | None:
-        place = self._place
-        earlier = self.recording.observations[:place]
-        low = (one for one in reversed(earlier) if one.kind == GRADIENT and one.is_low and one.spread.largest)
-        return next(low, None)
+    def _jump(self) -> tuple[Observation | None, Observation | None]:
+        """The first activation gradient beyond the format, in 16 bits or on its way to them, and the one before."""
+        before: Observation | None = None
+        limit = format_of(self.probe.format).max
+        for one in self.recording.observations[: self._place + 1]:
+            if one.kind != GRADIENT or not (one.is_low or before):
+                continue
+            if not one.spread.is_finite or one.spread.largest > limit:
+                return one, before
+            if one.is_low and one.spread.largest:
+                before = one
+        return None, before
 
     @property
     def _place(self) -> int:
-        return 0 if self.first is None else self.recording.observations.index(self.first)
+        return next((place for place, one in enumerate(self.recording.observations) if one is self.first), 0)
 
     def _in_float32(self, wanted: Observation | None) -> Observation | None:
+        """The same tensor of the other run: the same kind and place, and as many of those before it."""
         if wanted is None:
             return None
-        same = (
-            one for one in self.probe.recording.observations if (one.kind, one.place) == (wanted.kind, wanted.place)
-        )
-        return next(same, None)
+        earlier = itertools.takewhile(lambda one: one is not wanted, self.recording.observations)
+        turn = sum(_key(one) == _key(wanted) for one in earlier)
+        same = (one for one in self.probe.recording.observations if _key(one) == _key(wanted))
+        return next(itertools.islice(same, turn, None), None)
+
+    @property
+    def rules(self) -> dict[str, str]:
+        """Rules that keep what is to blame in float32, to paste into a policy; empty where no rule is to be had."""
+        return dict(self.tried) if self.is_cured else self.culprits
 
     @cached_property
-    def rules(self) -> dict[str, str]:
-        """Rules that keep the culprit in float32, to paste into a policy; empty where no rule helps."""
+    def culprits(self) -> dict[str, str]:
+        """Rules for the first tensor that is not finite alone."""
         if self.kind == "forward":
             return self.probe.rules or {self._culprit.place: "full"}
         if self.kind == "layer":
@@ -99,11 +118,12 @@ class Verdict:
 
     @property
     def _culprit(self) -> Observation:
-        """The first bad tensor; of a bad float32 one in the forward pass, the 16-bit one that it was made from."""
-        found = self.first
+        """What is to blame: the gradient that jumps; in the forward pass the first bad tensor, or, where that is in
+        float32, the 16-bit one that it was made from."""
+        found = self._jump[0] if self.kind == "layer" else self.first
         if found is None:
             raise LookupError("every tensor is finite")
-        if found.is_low or found.kind != ACTIVATION:
+        if found.is_low or self.kind == "layer":
             return found
         earlier = self.recording.observations[: self._place]
         return next((one for one in reversed(earlier) if one.is_low), found)
@@ -120,6 +140,7 @@ class Verdict:
             "verdict": self.kind,
             "advice": self.advice,
             "rules": self.rules,
+            "rules_suffice": self.is_cured,
             "scale": self.recording.scale,
             "window": None if window is None else {"low": window.low, "high": window.high, "empty": window.is_empty},
             "first": None if self.first is None else self.first.as_dict(),
@@ -144,20 +165,25 @@ class Verdict:
         )
 
     def _table(self) -> str:
-        place, observations = self._place, self.recording.observations
-        shown: Sequence[Observation] = observations[max(0, place - _BEFORE) : place + 1 + _AFTER]
+        place = self._place
+        named = list(zip(self.recording.observations, self.recording.names, strict=True))
+        shown = named[max(0, place - _BEFORE) : place + 1 + _AFTER]
         if self.first is None:
-            low = [one for one in observations if one.is_low]
-            shown = sorted(low, key=lambda one: one.spread.headroom(one.format))[:_BEFORE]
-        rows = [_row(one, one is self.first) for one in shown]
+            low = [pair for pair in named if pair[0].is_low]
+            shown = sorted(low, key=lambda pair: pair[0].spread.headroom(pair[0].format))[:_BEFORE]
+        rows = [_row(one, name, one is self.first) for one, name in shown]
         return aligned([("kind", "tensor", "format", "amax", "headroom", ""), *rows], right={3, 4})
 
 
-def _row(one: Observation, is_first: bool) -> tuple[str, ...]:
+def _key(one: Observation) -> tuple[str, str]:
+    return one.kind, one.place
+
+
+def _row(one: Observation, name: str, is_first: bool) -> tuple[str, ...]:
     spread = one.spread
     largest = f"{spread.largest:.3g}" if spread.is_finite else "inf" if spread.inf else "nan"
     headroom = f"{spread.headroom(one.format):+.1f} bits" if spread.is_finite else ""
-    return one.kind, one.place, one.format, largest, headroom, "<- the first" if is_first else ""
+    return one.kind, name, one.format, largest, headroom, "<- the first" if is_first else ""
 
 
 def _counted(first: Observation | None) -> str:
@@ -184,16 +210,17 @@ def _scale(verdict: Verdict) -> str:
     steps = "step" if halvings == 1 else "steps"
     return (
         f"SCALE of {power(scale)} is too high, which is normal while it is looked for: a dynamic scale passes after "
-        f"about {halvings} skipped {steps}. The safe window is {window}; start with {verdict.probe.recommended!r}."
+        f"about {halvings} skipped {steps}. The safe window is {window}; start with "
+        f"{written(verdict.probe.recommended)}."
     )
 
 
 def _layer(verdict: Verdict) -> str:
     culprit, window = verdict._culprit, verdict.probe.window
-    lower = "" if window is None or window.is_empty else f" Or a loss scale within {window}."
+    lower = "" if window is None or window.is_empty else f" A loss scale within {window} holds as well."
     return (
         f"LAYER {culprit.where or culprit.place} amplifies gradients by 2^{verdict.amplification:.1f} in "
-        f"{culprit.name}; keep it float32: rules={verdict.rules!r}.{lower}"
+        f"{culprit.name}; keep it float32: rules={verdict.rules!r}{_tried(verdict)}.{lower}"
     )
 
 
@@ -203,8 +230,14 @@ def _forward(verdict: Verdict) -> str:
     largest = f" (float32 has {wide.spread.largest:.3g}, {culprit.format} ends at {_end(culprit)})" if wide else ""
     return (
         f"FORWARD pass overflows in {culprit.place}{largest}: lowering the loss scale can never help; keep it float32: "
-        f"rules={verdict.rules!r}."
+        f"rules={verdict.rules!r}{_tried(verdict)}."
     )
+
+
+def _tried(verdict: Verdict) -> str:
+    if verdict.is_cured:
+        return " (tried: the step is then finite)"
+    return " (tried: not enough alone, since 16-bit layers below take what is too large)" if verdict.tried else ""
 
 
 def _end(one: Observation) -> str:

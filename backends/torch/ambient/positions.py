@@ -127,11 +127,11 @@ def _place_of(module: nn.Module, region: Region, root: nn.Module) -> Region | No
 
 def _find_places(root: nn.Module, policy: Region, places: dict[int, Region]) -> None:
     _roots[policy] += 1
-    found: dict[int, set[Rule]] = {}
+    found: dict[int, dict[Rule, Rule]] = {}
     modules = list(root.named_modules(remove_duplicate=False))
     for name, module in modules:
         path = name.removeprefix("_orig_mod").removeprefix(".")  # what torch.compile(module) puts around it
-        found.setdefault(id(module), set()).update(rule for rule in policy.rules if path and rule.matches("", path))
+        found.setdefault(id(module), {}).update(_rules_at(policy, path) if path else {})
     for _, module in modules:
         if id(module) not in places:
             weakref.finalize(module, places.pop, id(module), None)
@@ -139,13 +139,29 @@ def _find_places(root: nn.Module, policy: Region, places: dict[int, Region]) -> 
     _used.setdefault(policy, set()).update(*found.values())
 
 
-def _at(policy: Region, matched: set[Rule]) -> Region:
-    """A policy's region where the rules ``matched`` are about every operation."""
+def _rules_at(policy: Region, path: str) -> dict[Rule, Rule]:
+    """The policy's rules that a path matches, each with what it comes to there: a rule about all operations, or about
+    the one in which its pattern ends.
+
+    >>> rules = Rule("decoder", "full"), Rule("decoder/0/exp", "lower")
+    >>> _rules_at(Region(torch.float16, rules), "decoder.0")[rules[1]]
+    Rule(pattern='exp', op_class='lower')
+    """
+    here: dict[Rule, Rule] = {}
+    for rule in policy.rules:
+        *outer, last = re.split(r"[./]", rule.pattern)
+        if rule.matches("", path):
+            here[rule] = Rule("*", rule.op_class)
+        elif outer and rule.matches(last, path):
+            here[rule] = Rule(last, rule.op_class)
+    return here
+
+
+def _at(policy: Region, matched: dict[Rule, Rule]) -> Region:
+    """A policy's region where some of its rules come to others."""
     if not matched:
         return policy
-    first = next(index for index, rule in enumerate(policy.rules) if rule in matched)
-    before, rule = policy.rules[:first], policy.rules[first]
-    place = Region(policy.dtype, (*before, Rule("*", rule.op_class)), of=policy.rules)
+    place = Region(policy.dtype, tuple(matched.get(rule, rule) for rule in policy.rules), of=policy.rules)
     if place not in _prepared:
         _prepared.add(place)
         for device_type in DEVICE_TYPES:

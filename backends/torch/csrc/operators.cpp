@@ -113,8 +113,8 @@ StepTable<Rule> blank_step(const Call& call, const Shared& shared) {
   table.settings = settings_of(call.numbers<double>(shared.settings, "settings", kSettings));
   table.scale = static_cast<const float*>(call.memory(shared.scale, "scale", ScalarType::Float, 1));
   table.stats = static_cast<const double*>(call.memory(shared.stats, "stats", ScalarType::Double, kStats));
-  table.control = static_cast<Control*>(call.memory(shared.control, "control", ScalarType::Int, 8));
-  table.report = static_cast<Report*>(call.memory(shared.report, "report", ScalarType::Int, 8));
+  table.control = static_cast<Control*>(call.memory(shared.control, "control", ScalarType::Int, kControl));
+  table.report = static_cast<Report*>(call.memory(shared.report, "report", ScalarType::Int, kControl));
   return table;
 }
 

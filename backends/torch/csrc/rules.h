@@ -102,7 +102,7 @@ POLYAMP_EVERYWHERE float factor_of(float scale, const double* stats, double max_
 }
 
 // polyamp.loss_scale.advance, in place.
-POLYAMP_EVERYWHERE void advance(Control& state, bool finite, const Settings& config) {
+POLYAMP_EVERYWHERE void advance(State& state, bool finite, const Settings& config) {
   const int32_t good = finite ? state.good_steps + 1 : config.restart;
   const bool grow = good >= config.interval;  // never after an overflow: restart <= 0 < interval
   const int32_t tolerated = config.consecutive ? config.hysteresis : state.hysteresis;
@@ -111,7 +111,13 @@ POLYAMP_EVERYWHERE void advance(Control& state, bool finite, const Settings& con
   const int32_t hysteresis = grow ? config.hysteresis : spent;
   const float grown = fminf(state.scale * config.growth, config.max);
   const float reduced = fmaxf(state.scale * config.backoff, config.min);
-  if (finite && grow) state.scale = grown;
+  const bool rose = grow && grown > state.scale;
+  state.steps += 1;
+  state.calibrating += !finite && state.growths <= 0;
+  state.growths += rose;
+  if (rose) state.grown_at = state.steps;
+  if (!finite) state.overflow_scale = state.scale;
+  if (grow) state.scale = grown;
   if (!finite && hysteresis <= 0) state.scale = reduced;
   state.good_steps = grow ? config.after_growth : good;
   state.hysteresis = hysteresis;
@@ -123,9 +129,8 @@ POLYAMP_EVERYWHERE void advance(Control& state, bool finite, const Settings& con
 POLYAMP_EVERYWHERE void finish(Control& control, const double* stats, const Settings& settings, Report& report) {
   const bool applied = is_applied(stats);
   control.draws += applied;
-  if (settings.advance) advance(control, applied, settings);
-  report = {control.scale,   control.good_steps, control.hysteresis, control.skipped_in_a_row,
-            control.skipped, applied,            stats[2] == 0,      0};
+  if (settings.advance) advance(control.state, applied, settings);
+  report = {control.state, applied, stats[2] == 0, {}};
 }
 
 }  // namespace polyamp

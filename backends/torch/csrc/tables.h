@@ -69,20 +69,27 @@ static_assert(sizeof(GradTable) <= kParameterBytes, "a launch's parameters");
 enum Stream { kParam, kKept, kGrad, kMoment };  // kKept: a master, or a remainder; of moments there are one or two
 
 // Where the loss scale and its counts live on the device; see polyamp.loss_scale.LossScaleState.
-struct Control {
+struct State {
   float scale;
-  int32_t good_steps, hysteresis, skipped_in_a_row, skipped;
+  int32_t good_steps, hysteresis, skipped_in_a_row, skipped, steps, growths, calibrating, grown_at;
+  float overflow_scale;
+};
+
+constexpr int kControl = 16;  // 32-bit numbers in a Control, and in a Report
+
+struct Control {
+  State state;
   uint32_t draws;   // applied steps of stochastic rounding
   uint32_t ticket;  // how many blocks are done; 0 between launches
-  int32_t unused;
+  int32_t unused[4];
 };
-static_assert(sizeof(Control) == 8 * sizeof(int32_t), "the operators' int32[8]");
+static_assert(sizeof(Control) == kControl * sizeof(int32_t), "the operators' int32[16]");
 
 struct Report {
-  float scale;
-  int32_t good_steps, hysteresis, skipped_in_a_row, skipped, applied, losses_finite, unused;
+  State state;
+  int32_t applied, losses_finite, unused[4];
 };
-static_assert(sizeof(Report) == 8 * sizeof(int32_t), "the operators' int32[8]");
+static_assert(sizeof(Report) == kControl * sizeof(int32_t), "the operators' int32[16]");
 
 struct Settings {
   double max_norm;

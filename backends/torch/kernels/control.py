@@ -1,7 +1,7 @@
 """The loss-scale state on a device: scalar tensors, or packed in one tensor that polyamp's operators read and change.
 
 Packed are ``control``, which a step changes in place, so that a captured CUDA graph goes on from its last replay, and
-``report``, which each step makes anew. Both begin with the state: the bits of the scale, and four counts.
+``report``, which each step makes anew. Both begin with the state: its counts, and of its two scales the bits.
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from polyamp.loss_scale import LossScaleState
+from polyamp.loss_scale import TYPES, LossScaleState
 
-SIZE = 8  # int32 numbers in `control`, and in `report`
-_STATE = len(LossScaleState._fields)
+SIZE = 16  # int32 numbers in `control`, and in `report`
+_STATE = len(LossScaleState._fields)  # the first and the last of which are float32
 DRAWS = _STATE  # the place in `control` of how many steps were rounded by chance
+_DTYPES = {float: torch.float32, int: torch.int32}
 APPLIED, LOSSES_FINITE = _STATE, _STATE + 1  # the places in `report` of two flags
 
 
@@ -30,7 +31,8 @@ def unpack(packed: Tensor) -> LossScaleState:
     >>> unpack(report).scale, unpack(report).good_steps
     (tensor(8.), tensor(3, dtype=torch.int32))
     """
-    return LossScaleState(packed.view(torch.float32)[0], *packed[1:_STATE].unbind())
+    reals, counts = packed.view(torch.float32), packed[1 : _STATE - 1].unbind()
+    return LossScaleState(reals[0], *counts, reals[_STATE - 1])
 
 
 def pack_(packed: Tensor, state: LossScaleState) -> None:
@@ -43,14 +45,14 @@ def report_of(state: LossScaleState, applied: Tensor, losses_finite: Tensor) -> 
 
     >>> state = on_device(LossScaleState(8.0, 3, 1, 0, 2), torch.device("cpu"))
     >>> decode(report_of(state, torch.tensor(True), torch.tensor(True)).tolist())
-    (LossScaleState(scale=8.0, good_steps=3, hysteresis=1, skipped_in_a_row=0, skipped=2), True)
+    (LossScaleState(scale=8.0, good_steps=3, hysteresis=1, skipped_in_a_row=0, skipped=2, ...), True)
     """
     return torch.stack([*_words(state), applied.int(), losses_finite.int()])
 
 
 def _words(state: LossScaleState) -> list[Tensor]:
-    scale, *counts = state
-    return [scale.view(torch.int32), *counts]
+    scale, *counts, overflow_scale = state
+    return [scale.view(torch.int32), *counts, overflow_scale.view(torch.int32)]
 
 
 def applied_flag(report: Tensor) -> Tensor:
@@ -61,17 +63,17 @@ def applied_flag(report: Tensor) -> Tensor:
 def decode(report: Sequence[int]) -> tuple[LossScaleState, bool]:
     """The state and whether the losses were finite, of a report that was copied to the host.
 
-    >>> decode([0x41000000, 3, 1, 0, 2, 1, 0, 0])
-    (LossScaleState(scale=8.0, good_steps=3, hysteresis=1, skipped_in_a_row=0, skipped=2), False)
+    >>> state, losses_were_finite = decode([0x41000000, 3, 1, 0, 2, 9, 1, 2, 5, 0x41800000, 1, 0, 0, 0, 0, 0])
+    >>> state.scale, state.steps, state.overflow_scale, losses_were_finite
+    (8.0, 9, 16.0, False)
     """
-    (scale,) = struct.unpack("<f", struct.pack("<i", report[0]))
-    return LossScaleState(scale, *report[1:_STATE]), bool(report[LOSSES_FINITE])
+    scale, overflow_scale = struct.unpack("<2f", struct.pack("<2i", report[0], report[_STATE - 1]))
+    return LossScaleState(scale, *report[1 : _STATE - 1], overflow_scale), bool(report[LOSSES_FINITE])
 
 
 def on_device(state: LossScaleState, device: torch.device) -> LossScaleState:
-    """The state as scalar tensors: float32 the scale, int32 the counts."""
-    scale, *counts = state
-    scalars = [_scalar(scale, torch.float32), *(_scalar(count, torch.int32) for count in counts)]
+    """The state as scalar tensors: float32 the scales, int32 the counts."""
+    scalars = (_scalar(value, _DTYPES[kind]) for value, kind in zip(state, TYPES, strict=True))
     return LossScaleState(*(scalar.to(device, non_blocking=True) for scalar in scalars))
 
 

@@ -18,6 +18,7 @@ from polyamp.backends.torch.dtypes import SIXTEEN_BIT
 from polyamp.backends.torch.kernels.control import on_device, where
 from polyamp.backends.torch.steps import refusals
 from polyamp.backends.torch.steps.late import LateValues
+from polyamp.backends.torch.steps.onlookers import update_begins
 from polyamp.backends.torch.steps.optimizer import LossScaledOptimizer
 from polyamp.backends.torch.steps.overflow import Overflow, describe, find, named, names_of
 from polyamp.backends.torch.steps.ranks import any_rank, check_process_group
@@ -118,6 +119,7 @@ class GradScaler(torch.amp.GradScaler):
         """
         if not self._enabled:
             return super().step(optimizer, *args, **kwargs)
+        update_begins(scale=self.get_scale)
         self._refuse(optimizer, [*args, kwargs.get("closure")])
         self._report(self._late.receive())
         result = None if self._skips_on_host(optimizer) else super().step(optimizer, *args, **kwargs)
@@ -159,12 +161,23 @@ class GradScaler(torch.amp.GradScaler):
             state = advance(self.config, before, finite, where)
             scale.copy_(state.scale)
             tracker.copy_(state.good_steps)
-            state = state._replace(scale=scale.clone(), good_steps=tracker.clone())
+            narrowed = {"scale": scale.clone(), "overflow_scale": state.overflow_scale.float()}
+            state = state._replace(good_steps=tracker.clone(), **narrowed)
             self._late.send(torch.stack([value.float() for value in state]))
         self._counts = list(state[2:])
         self.last_step = StepResult(state, finite, self._explain)
         if on_cpu:
             report_limits(self.config, state, self._explain)
+
+    def settings_and_state(self) -> tuple[LossScale, LossScaleState]:
+        """The settings, and the state as Python numbers; waits for the device, if it lives on one.
+
+        >>> GradScaler("cpu", enabled=False).settings_and_state()[0]
+        LossScale.none()
+        """
+        if not self._enabled:
+            return LossScale.none(), LossScale.none().initial_state()
+        return self.config, on_host(self._state())
 
     def overflowed(self, optimizer: torch.optim.Optimizer) -> list[Overflow]:
         """The parameters of an optimizer whose gradients hold inf or NaN now, by name. Waits for the device."""
@@ -174,7 +187,7 @@ class GradScaler(torch.amp.GradScaler):
         """torch's five keys; ``counts`` beside them where settings beyond torch's need them."""
         saved = super().state_dict()
         if saved and (self._limits.hysteresis > 1 or self._limits.max_skips):
-            saved["counts"] = [int(count) for count in self._counts]
+            saved["counts"] = list(on_host(self._state())[2:])
         return saved
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -186,7 +199,8 @@ class GradScaler(torch.amp.GradScaler):
         if state_dict:
             _check_scale(state_dict["scale"], self._enabled)
         super().load_state_dict(state_dict)
-        self._counts = list(state_dict.get("counts", self._limits.initial_state()[2:]))
+        counts, initial = state_dict.get("counts", ()), self._limits.initial_state()[2:]
+        self._counts = [*counts, *initial[len(counts) :]]
 
     def __getstate__(self) -> dict[str, Any]:
         kept = {key: value for key, value in super().__getstate__().items() if key not in _NOT_COPIED}

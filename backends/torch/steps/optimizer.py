@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from polyamp.backends.torch.steps import reasons, refusals, saving
 from polyamp.backends.torch.steps.closures import step_with_closure
 from polyamp.backends.torch.steps.gradients import Gradients
 from polyamp.backends.torch.steps.masters import Kind, make_masters
+from polyamp.backends.torch.steps.onlookers import update_begins
 from polyamp.backends.torch.steps.overflow import Overflow
 from polyamp.backends.torch.steps.ranks import check_process_group, has_peers
 from polyamp.backends.torch.steps.scaled import calls_of, step_scaled
@@ -107,6 +108,7 @@ class LossScaledOptimizer(OptimizerWrapper):
 
     def _start(self, process_group: Any = None, named: Mapping[str, Tensor] | None = None) -> None:
         self.scalers.join(self)
+        ALIVE.add(self)
         self.process_group = process_group
         self.named = {} if named is None else named
         self._asked, self._simple = 0, False  # of how many parameters `Gradients.are_simple` was asked, and its answer
@@ -200,6 +202,7 @@ class LossScaledOptimizer(OptimizerWrapper):
         Raises:
             UsageError: no parameter has a gradient, or they are unscaled already.
         """
+        update_begins()
         if self.window.found is not None:
             raise refusals.unscaled_already(where="unscale_()", fix="call it once between backward() and step()")
         self._unscale(self._collect())
@@ -216,6 +219,7 @@ class LossScaledOptimizer(OptimizerWrapper):
             InvalidValueError: ``max_norm`` is negative or NaN.
         """
         refusals.check_norm(max_norm)
+        update_begins()
         _, gradients = self._unscaled(self._collect())
         return gradients.clip(max_norm)
 
@@ -236,6 +240,7 @@ class LossScaledOptimizer(OptimizerWrapper):
             LossScaleError: see `LossScale`: ``max_skips`` and ``on_min``.
             NonFiniteLossError: a loss on an accelerator was inf or NaN.
         """
+        update_begins(closure)
         if closure is not None:
             return step_with_closure(self, closure)
         for scaler in self.scalers:
@@ -300,6 +305,12 @@ class LossScaledOptimizer(OptimizerWrapper):
         saving.load(self, state_dict)
         self.stepper.forget()
         self._forget()
+
+    def holders(self) -> Iterator[Any]:
+        """The objects that hold what this knows of a window, for `keeping.keep`."""
+        yield from (self, self.window, self.scalers)
+        for scaler in self.scalers:
+            yield from scaler.holders()
 
     # The parts of a step, for `closures` and for the scalers.
 
@@ -435,3 +446,7 @@ class LossScaledOptimizer(OptimizerWrapper):
             where="scale(loss), backward(loss): a scaled backward would add to them",
             fix="call step() or zero_grad() first, and unscale_() after the last backward of a window",
         )
+
+
+ALIVE: weakref.WeakSet[LossScaledOptimizer] = weakref.WeakSet()
+"""All of them in this process."""

@@ -6,7 +6,7 @@ Its state is Python numbers while decisions are made on the host, and scalar ten
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -149,6 +149,10 @@ class LossScaler:
     def forget_losses(self) -> None:
         """A window was abandoned: its losses are not to be reported."""
         self._unchecked_losses.clear()
+
+    def holders(self) -> Iterator[Any]:
+        """The objects that hold what this knows of losses and reports, for `keeping.keep`."""
+        yield from (self, self._round)
 
     def load(self, saved: Mapping[str, Any]) -> None:
         """Continue from `LossScale.to_state_dict`; see there for the errors."""

@@ -79,11 +79,11 @@ class LossScalers:
         for member in self._members:
             if (optimizer := member()) is not None:
                 optimizer.expect(scaling)
-        _LATEST.note(scaling)
+        LATEST.note(scaling)
         return scaled
 
 
-class _Latest(threading.local):
+class Latest(threading.local):
     """The last scaling in this thread, by whatever optimizer, and how many there were."""
 
     scaling: Scaling | None = None
@@ -94,7 +94,7 @@ class _Latest(threading.local):
         self.count += 1
 
 
-_LATEST = _Latest()
+LATEST = Latest()
 
 
 class Window:
@@ -115,7 +115,7 @@ class Window:
         self.found: Tensor | None = None
         self.reports: dict[LossScaler, Tensor] = {}
         self._aside: dict[Tensor, Tensor] = {}  # unscaled gradients of earlier losses, of other scales
-        self._opened = _LATEST.count
+        self._opened = LATEST.count
 
     def __bool__(self) -> bool:
         """Whether gradients are set aside, beside those that the parameters have."""
@@ -137,8 +137,8 @@ class Window:
         An optimizer whose own scale no loss was multiplied by steps on the loss that another one scaled in this
         window, and reports to that one's scale; gradients that were set by hand count as scaled by its own.
         """
-        if self.scaling is None and _LATEST.count > self._opened and _LATEST.scaling is not None:
-            return _LATEST.scaling
+        if self.scaling is None and LATEST.count > self._opened and LATEST.scaling is not None:
+            return LATEST.scaling
         return self.scaling or Scaling(own, own.state)
 
     def unscale(self, gradients: Gradients, own: LossScaler, *, simple: bool) -> None:

@@ -1,0 +1,50 @@
+"""Names on the values of a traced step, by which a recording finds the gradients that an optimizer gets."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+from jax.ad_checkpoint import checkpoint_name
+
+from polyamp.backends.jax.dtypes import is_traced
+
+_PREFIX = "polyamp: gradient of "
+
+
+def gradients(tree: Any) -> Any:
+    """Gradients with their names on them where they are traced; in a compiled program that is nothing.
+
+    >>> import jax.numpy as jnp
+    >>> jaxpr = jax.make_jaxpr(gradients)({"dense": {"kernel": jnp.ones(2)}})
+    >>> jaxpr.eqns[0].params["name"]
+    'polyamp: gradient of dense/kernel'
+
+    Args:
+        tree: pytree of arrays.
+    """
+
+    def named(path: Any, leaf: Any) -> Any:
+        return checkpoint_name(leaf, _PREFIX + name_of(path)) if is_traced(leaf) else leaf
+
+    return jax.tree_util.tree_map_with_path(named, tree)
+
+
+def name_of(path: Any) -> str:
+    """A key path joined by ``/``, without the field in which a flax NNX variable keeps its array.
+
+    >>> [(path, _)] = jax.tree.leaves_with_path({"blocks": [{"w": 1.0}]})
+    >>> name_of(path)
+    'blocks/0/w'
+    """
+    name: str = jax.tree_util.keystr(path, simple=True, separator="/")
+    return name.removesuffix("/.value").removesuffix("/value")
+
+
+def marked(name: str) -> str | None:
+    """The parameter that a name put here is about; None for any other name.
+
+    >>> marked("polyamp: gradient of w"), marked("attention")
+    ('w', None)
+    """
+    return name.removeprefix(_PREFIX) if name.startswith(_PREFIX) else None

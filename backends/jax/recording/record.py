@@ -1,0 +1,132 @@
+"""The verb: a step in, `polyamp.diagnosis.recording.Recording` out."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+
+from polyamp.backends.jax import unstable
+from polyamp.backends.jax.recording.counting import Table, counted, spreads
+from polyamp.backends.jax.recording.replay import Replay
+from polyamp.backends.jax.recording.step import Step
+from polyamp.backends.jax.recording.values import Place, Record
+from polyamp.diagnosis.recording import ACTIVATION, PARAMETER, Observation, Recording
+from polyamp.policy import Policy
+
+
+def record(
+    step: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    policy: Policy,
+    *,
+    widened: bool,
+    scale: float | None = None,
+) -> Recording:
+    """Every tensor of one step; see `polyamp.adapter.Record`.
+
+    >>> import jax.numpy as jnp, polyamp
+    >>> def loss_fn(params, x):
+    ...     return (x @ params["w"]).mean()
+    >>> step = loss_fn, ({"w": jnp.ones((4, 2))}, jnp.ones((8, 4))), {}
+    >>> [(one.kind, one.place, one.format) for one in record(*step, polyamp.policy("mixed_float16"), widened=True)]
+
+    The step is traced, evaluated once more inside of one ``jax.jit``, and nothing of it is kept but the counts. A step
+    that is the same program as one of the last eight is not compiled again.
+    """
+    traced = Step(step, args, kwargs, policy, scale)
+    run = _compiled(_Plan(traced, policy, widened))
+    _, constants = unstable.opened(traced.closed)
+    table, loss = jax.device_get(run(traced.arrays, constants))
+    observations = _observations(run.records, table)
+    own_loss = None if loss is None else float(loss)
+    return Recording("jax", str(policy), own_loss, traced.scale, widened, observations, traced.differentiates)
+
+
+class _Plan:
+    """What is compiled; equal to another one that is the same program."""
+
+    def __init__(self, step: Step, policy: Policy, widened: bool) -> None:
+        self.jaxpr, _ = unstable.opened(step.closed)
+        self.policy, self.widened = policy, widened
+        self.scale_index, self.loss_index, self.parameters = step.scale_index, step.loss_index, tuple(step.parameters)
+        text = unstable.fingerprint(step.closed)
+        self._known = (text, policy, widened, self.scale_index, self.loss_index, self.parameters)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Plan) and self._known == other._known
+
+    def __hash__(self) -> int:
+        return hash(self._known)
+
+
+class _Run:
+    """A step compiled together with its counting.
+
+    Attributes:
+        records: what the rows of its table are of, once it has run.
+    """
+
+    def __init__(self, plan: _Plan) -> None:
+        self.records: list[Record] = []
+        self._plan = plan
+        self._call = jax.jit(self._evaluated)
+
+    def __call__(self, arrays: Sequence[Any], constants: Sequence[Any]) -> tuple[Table, Any]:
+        result: tuple[Table, Any] = self._call(arrays, constants)
+        return result
+
+    def _evaluated(self, arrays: Sequence[Any], constants: Sequence[Any]) -> tuple[Table, Any]:
+        plan, replay = self._plan, Replay(self._plan.policy, widened=self._plan.widened)
+        inputs = enumerate(zip(arrays, plan.jaxpr.invars, strict=True))
+        values = [replay.given(array, var, scaled=index == plan.scale_index) for index, (array, var) in inputs]
+        outputs = replay.run(plan.jaxpr, values, Place(), constants=constants)
+        replay.leave(outputs, Place())
+        records = _chosen(replay.records, plan.parameters)
+        self.records = [record._replace(sample=None) for record in records]
+        loss = None if plan.loss_index is None else outputs[plan.loss_index].array
+        return counted([record.sample for record in records]), loss
+
+
+_compiled = functools.lru_cache(maxsize=8)(_Run)
+
+
+def _chosen(records: Sequence[Record], parameters: Sequence[tuple[str, tuple[int, ...]]]) -> list[Record]:
+    """In the order that a recording has, each tensor once."""
+    gradients = [record for record in records if record.kind == PARAMETER]
+    named = [record for record in gradients if record.named]
+    own = named or _matched(gradients, parameters)
+    replaced = {record.replaces for record in own}
+    others = [record for record in records if record.kind != PARAMETER and record.number not in replaced]
+    if any(record.scaled for record in others):  # then what is not is of the forward pass, computed again
+        others = [record if record.scaled else record._replace(kind=ACTIVATION) for record in others]
+    return [*others, *own]
+
+
+def _matched(gradients: Sequence[Record], parameters: Sequence[tuple[str, tuple[int, ...]]]) -> list[Record]:
+    """Gradients without names, named after the parameters that have their shapes, in this order, side by side."""
+    shapes, wanted = [shape for _, shape in parameters], [record.shape for record in gradients]
+    starts = range(len(shapes) - len(wanted) + 1)
+    first = next((start for start in starts if shapes[start : start + len(wanted)] == wanted), None)
+    if first is None:
+        names = [_only(shape, parameters) or f"gradient {index}" for index, shape in enumerate(wanted)]
+    else:
+        names = [name for name, _ in parameters[first : first + len(wanted)]]
+    return [record._replace(name=name) for record, name in zip(gradients, names, strict=True)]
+
+
+def _only(shape: tuple[int, ...], parameters: Sequence[tuple[str, tuple[int, ...]]]) -> str:
+    names = [name for name, own in parameters if own == shape]
+    return names[0] if len(names) == 1 else ""
+
+
+def _observations(records: Sequence[Record], table: Table) -> tuple[Observation, ...]:
+    found = zip(records, spreads(table, [record.shape for record in records]), strict=True)
+    return tuple(
+        Observation(one.kind, one.name, one.native, one.where, one.op_class, one.format, one.shape, spread)
+        for one, spread in found
+        if spread is not None
+    )

@@ -1,0 +1,160 @@
+"""Evaluates a traced step once more, and keeps a sample of every tensor that it computes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import count
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from polyamp.backends.jax import marks, unstable
+from polyamp.backends.jax.operations import canonical
+from polyamp.backends.jax.recording.counting import Sample, sample
+from polyamp.backends.jax.recording.programs import HANDLERS
+from polyamp.backends.jax.recording.values import Origin, Place, Record, Value
+from polyamp.backends.jax.recording.widening import bound_widened, widened
+from polyamp.diagnosis.recording import ACTIVATION, GRADIENT, PARAMETER
+from polyamp.formats import FORMATS
+from polyamp.operations import OPERATIONS
+from polyamp.policy import Policy
+from polyamp.rules import decide
+
+_NOT_NEEDED = Value(None)
+
+
+class Replay:
+    """One evaluation, inside of ``jax.jit``.
+
+    Attributes:
+        policy: whose rules say what class an operation has.
+        widened: whether 16-bit floats are computed in float32.
+        records: what was found so far, in order.
+    """
+
+    def __init__(self, policy: Policy, *, widened: bool) -> None:
+        self.policy, self.widened = policy, widened
+        self.records: list[Record] = []
+        self._numbers = count()
+        self._left: dict[int, Any] = {}
+        self._turned_back = False
+
+    def run(
+        self,
+        closed: Any,
+        values: Sequence[Value],
+        place: Place,
+        wanted: Sequence[bool] | None = None,
+        constants: Sequence[Any] | None = None,
+    ) -> list[Value]:
+        """The outputs of a jaxpr; those that are not wanted may be missing."""
+        jaxpr, own_constants = unstable.opened(closed)
+        constants = own_constants if constants is None else constants
+        known = {var: self.given(array, var) for var, array in zip(jaxpr.constvars, constants, strict=True)}
+        known.update(zip(jaxpr.invars, values, strict=True))
+
+        def read(atom: Any) -> Value:
+            if isinstance(atom, unstable.Literal):
+                return self.given(np.asarray(atom.val, unstable.dtype_in(atom)), atom)
+            return known.get(atom, _NOT_NEEDED)
+
+        for equation, uses in unstable.live(closed, [True] * len(jaxpr.outvars) if wanted is None else wanted):
+            with unstable.settings_of(equation):
+                results = self._equation(equation, list(map(read, equation.invars)), place.of(equation), uses)
+            known.update(zip(equation.outvars, results, strict=True))
+        return list(map(read, jaxpr.outvars))
+
+    def given(self, array: Any, variable: Any, *, scaled: bool = False) -> Value:
+        """A constant or an input, in the dtype that it has here."""
+        return Value(widened(array, unstable.dtype_in(variable)) if self.widened else array, scaled=scaled)
+
+    @contextmanager
+    def collecting(self) -> Iterator[list[Record]]:
+        """The records of a part of the program, kept apart."""
+        outer, self.records = self.records, []
+        try:
+            yield self.records
+        finally:
+            self.records = outer
+
+    def adopt(self, records: Sequence[Record], samples: Sequence[Sample]) -> None:
+        """Take in the records of a part, with the samples as they came out of it."""
+        self.records += [record._replace(sample=own) for record, own in zip(records, samples, strict=True)]
+
+    def named(self, value: Value, name: str, place: Place) -> None:
+        """A value that a program gave a name; a parameter's gradient, if `marks` did."""
+        parameter = marks.marked(name)
+        if parameter is not None:
+            self._parameter(value, parameter, place, named=True)
+
+    def leave(self, values: Sequence[Value], place: Place) -> list[Value]:
+        """Values that go on to the optimizer, or out: what the backward pass made among them are gradients."""
+        for value in values:
+            if value.backward and id(value.array) not in self._left:
+                self._left[id(value.array)] = value.array
+                self._parameter(value, "", place, named=False)
+        return [value._replace(backward=False) for value in values]
+
+    def _equation(self, equation: Any, values: list[Value], place: Place, uses: Sequence[bool]) -> list[Value]:
+        self._turned_back = self._turned_back or place.backward
+        if self._is_after(place):
+            values = self.leave(values, place)
+        handler = HANDLERS.get(equation.primitive.name)
+        results = handler(self, equation, values, place, uses) if handler else None
+        return self._operation(equation, values, place, uses) if results is None else results
+
+    def _is_after(self, place: Place) -> bool:
+        """Whether the gradients are done: what comes after them and is not differentiated is an optimizer's work."""
+        return self._turned_back and not place.differentiated
+
+    def _operation(self, equation: Any, values: list[Value], place: Place, uses: Sequence[bool]) -> list[Value]:
+        arrays = [value.array for value in values]
+        results = bound_widened(equation, arrays) if self.widened else unstable.bound(equation, arrays)
+        name = canonical(equation.primitive.name, equation.params)
+        scaled = any(value.scaled for value in values)
+        if not _computes(name):
+            origin = next((value.origin for value in values if value.origin), None)
+            return [Value(array, place.backward, scaled, origin) for array in results]
+        return [
+            self._computed(Value(array, place.backward, scaled), equation, name, variable, place, is_used)
+            for array, variable, is_used in zip(results, equation.outvars, uses, strict=True)
+        ]
+
+    def _computed(
+        self, value: Value, equation: Any, name: str, variable: Any, place: Place, is_used: bool
+    ) -> Value:
+        path = "/".join(filter(None, (place.path, unstable.library_function(equation))))
+        op_class, native = decide(self.policy.rules, name, path).op_class, equation.primitive.name
+        origin = Origin(native, op_class, _format(unstable.dtype_in(variable)))
+        is_scaled_loss = value.scaled and not place.backward
+        is_left_out = is_scaled_loss or place.again or self._is_after(place)
+        if is_left_out or not (is_used and origin.format and value.array.size):
+            return value._replace(origin=origin)
+        origin, kind = origin._replace(number=next(self._numbers)), GRADIENT if place.backward else ACTIVATION
+        self._add(value, place, number=origin.number, kind=kind, name=name, where=path, **_about(origin))
+        return value._replace(origin=origin)
+
+    def _parameter(self, value: Value, name: str, place: Place, *, named: bool) -> None:
+        origin = value.origin or Origin("", "keep", _format(value.array.dtype))
+        about = {"number": next(self._numbers), "replaces": origin.number, "named": named, **_about(origin)}
+        self._add(value, place, kind=PARAMETER, name=name, where="", **about)
+
+    def _add(self, value: Value, place: Place, **about: Any) -> None:
+        shape, own = tuple(value.array.shape), sample(jnp.asarray(value.array), place.turns)
+        self.records.append(Record(shape=shape, sample=own, scaled=value.scaled, **about))
+
+
+def _about(origin: Origin) -> dict[str, Any]:
+    return {"native": origin.native, "op_class": origin.op_class, "format": origin.format}
+
+
+def _computes(name: str) -> bool:
+    """Whether an operation gives new numbers, rather than the old ones elsewhere or in another format."""
+    return name not in OPERATIONS or OPERATIONS[name].op_class not in ("neutral", "keep") or name == "custom_call"
+
+
+def _format(dtype: Any) -> str:
+    """The format of a floating dtype; empty for any other."""
+    return dtype.name if dtype is not None and dtype.name in FORMATS else ""

@@ -1,0 +1,67 @@
+"""Binds an equation that was traced for 16-bit floats to float32 arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from polyamp.backends.jax import unstable
+from polyamp.backends.jax.cells import FLOAT32
+from polyamp.backends.jax.operations import canonical
+from polyamp.operations import OPERATIONS
+
+_LOW = frozenset({np.dtype("float16"), np.dtype(jnp.bfloat16)})
+
+
+def is_low(dtype: Any) -> bool:
+    """Whether a dtype is one that is widened.
+
+    >>> is_low(np.dtype("float16")), is_low(np.dtype("float32")), is_low(None)
+    (True, False, False)
+    """
+    return dtype in _LOW
+
+
+def widened(array: Any, dtype: Any) -> Any:
+    """An array that is declared to have a dtype, in float32 if that is 16-bit."""
+    return unstable.converted(array, FLOAT32) if is_low(dtype) else array
+
+
+def bound_widened(equation: Any, arrays: Sequence[Any]) -> list[Any]:
+    """The results of an equation on arrays in float32 for what was traced in 16 bits.
+
+    What works on bits, holds a program of its own or is not known runs as it was written, on rounded arrays.
+    """
+    before, after = ([unstable.dtype_in(var) for var in side] for side in (equation.invars, equation.outvars))
+    if not any(map(is_low, (*before, *after))):
+        return unstable.bound(equation, arrays)
+    if equation.primitive.name == "reduce_precision":
+        return list(arrays)
+    if _is_wide_too(equation):
+        return unstable.bound(equation, arrays, _adapted(equation.params))
+    given = [unstable.converted(array, dtype) if is_low(dtype) else array for array, dtype in zip(arrays, before, strict=True)]
+    return [widened(array, dtype) for array, dtype in zip(unstable.bound(equation, given), after, strict=True)]
+
+
+def _is_wide_too(equation: Any) -> bool:
+    name = canonical(equation.primitive.name, equation.params)
+    known = name in OPERATIONS and (name == "cast" or OPERATIONS[name].op_class != "keep")
+    return known and not any(hasattr(value, "eqns") for key, value in equation.params.items() if key != "update_jaxpr")
+
+
+def _adapted(params: dict[str, Any]) -> dict[str, Any]:
+    changed = {key: FLOAT32 for key, value in params.items() if isinstance(value, np.dtype) and is_low(value)}
+    if params.get("update_jaxpr") is not None:
+        changed["update_jaxpr"] = _retraced(params["update_jaxpr"], params["update_consts"])
+    return {**params, **changed}
+
+
+def _retraced(jaxpr: Any, constants: Sequence[Any]) -> Any:
+    """What a scatter does with two elements, for float32."""
+    scalar = jax.ShapeDtypeStruct((), FLOAT32)  # type: ignore[no-untyped-call]
+    closed = unstable.traced(lambda *pair: jax.core.eval_jaxpr(jaxpr, constants, *pair), scalar, scalar)
+    return unstable.opened(closed)[0]

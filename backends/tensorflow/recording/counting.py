@@ -1,0 +1,162 @@
+"""Counts the magnitudes of tensors by their exponents, in the graph that computes them.
+
+Everything is counted on the bits of float32, as integers: devices that flush subnormal numbers to zero lose none here.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from polyamp.diagnosis.spread import FIELDS, SAMPLE, Spread, stride
+
+_MAGNITUDE, _MANTISSA, _INFINITY = 0x7FFFFFFF, 0x007FFFFF, 0x7F800000  # of float32's bits
+_MANTISSA_BITS, _LOWEST_NORMAL = 23, -126
+
+_BINS = FIELDS + 1  # zeros, then the values of the exponent field, of which the first is that of subnormal numbers
+_SUMS = 2 * _BINS + 3  # elements and mantissas in each bin; elements, inf and NaN of the whole tensor
+
+TURNS = 64
+"""A loop's body is sampled as if the loop had so many turns, each with its share of `polyamp.diagnosis.spread.SAMPLE`."""
+
+_numbers = itertools.count(1)  # of totals, whose names are the process's
+
+
+class Totals:
+    """What was counted of tensors, each in a row of its own, in variables that a graph finds by their name.
+
+    A function that is called, and the body of a loop, so add to them without being handed anything; a loop's body adds
+    at every turn.
+
+    >>> totals = Totals(2)
+    >>> with totals.kept():
+    ...     tf.function(totals.add)([1], [tf.constant([0.0, 3.0])])
+    ...     [spread.largest for spread in totals.spreads()]
+    [0.0, 3.0]
+
+    Args:
+        rows: how many tensors there are.
+    """
+
+    def __init__(self, rows: int) -> None:
+        self.rows = rows
+        self._name = f"polyamp_totals_{next(_numbers)}"
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """The totals, all of them 0, for as long as the context lasts."""
+        handles = self._handles()
+        for handle, shape in zip(handles, self._shapes, strict=True):
+            tf.raw_ops.AssignVariableOp(resource=handle, value=tf.zeros(shape))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                tf.raw_ops.DestroyResourceOp(resource=handle)
+
+    def add(self, rows: Sequence[int], tensors: Sequence[tf.Tensor], turns: int = 1) -> None:
+        """Count tensors, each to its row; to be called while a graph is built.
+
+        Args:
+            rows: as many as tensors.
+            tensors: floating, of any shapes.
+            turns: how often this may run: the sample is that much smaller.
+        """
+        flat = [tf.reshape(tf.cast(tensor, tf.float32), [-1]) for tensor in tensors]
+        sampled = [_sample(one, turns) for one in flat]
+        groups = _by_size(sampled)
+        histograms = tf.concat([_histograms(tf.stack([sampled[index] for index in group])) for group in groups], 0)
+        order = [index for group in groups for index in group]
+        largest, inf, nan = _extremes([flat[index] for index in order])
+        elements = [tf.cast(tf.size(flat[index]), tf.float32) for index in order]
+        places = [rows[index] for index in order]
+        handles = self._handles()
+        sums = tf.concat([histograms, tf.stack([elements, inf, nan], 1)], 1)
+        tf.raw_ops.ResourceScatterAdd(resource=handles[0], indices=places, updates=sums)
+        tf.raw_ops.ResourceScatterMax(resource=handles[1], indices=places, updates=largest)
+
+    def spreads(self) -> list[Spread]:
+        """Of every row; one transfer to the host."""
+        sums, largest = (tf.raw_ops.ReadVariableOp(resource=one, dtype=tf.float32) for one in self._handles())
+        return list(map(_spread, tf.concat([sums, largest[:, None]], 1).numpy()))
+
+    @property
+    def _shapes(self) -> tuple[list[int], list[int]]:
+        return [self.rows, _SUMS], [self.rows]
+
+    def _handles(self) -> list[tf.Tensor]:
+        return [
+            tf.raw_ops.VarHandleOp(dtype=tf.float32, shape=shape, shared_name=f"{self._name}_{index}", container="")
+            for index, shape in enumerate(self._shapes)
+        ]
+
+
+def _spread(row: Any) -> Spread:
+    counts, mantissas = row[:_BINS].astype(np.float64), row[_BINS : 2 * _BINS].astype(np.float64)
+    elements, inf, nan, largest = row[2 * _BINS :]
+    fields = np.maximum(np.arange(FIELDS), 1) + (_LOWEST_NORMAL - 1 - _MANTISSA_BITS)
+    whole = counts[1:] * (np.arange(FIELDS) > 0)  # a normal number has 1 before its mantissa
+    mass = np.ldexp(whole * 2.0**_MANTISSA_BITS + mantissas[1:], fields)
+    in_fields = [counts[0] + counts[1], *counts[2:]]
+    seen, zeros = round(counts.sum()), round(counts[0])
+    return Spread.of_fields(round(elements), seen, zeros, round(inf), round(nan), float(largest), in_fields, mass)
+
+
+def _sample(flat: tf.Tensor, turns: int) -> tf.Tensor:
+    """Every k-th element."""
+    size = flat.shape.num_elements()
+    if size is not None:
+        return flat[:: stride(size * turns)]
+    many = -(-tf.size(flat) * turns // SAMPLE)
+    return flat[:: tf.maximum(1, tf.bitwise.bitwise_or(many, 1))]  # as `stride` has it
+
+
+def _by_size(tensors: Sequence[tf.Tensor]) -> list[list[int]]:
+    """Positions of tensors that have the same number of elements, and each of those of an unknown one."""
+    groups: dict[Any, list[int]] = {}
+    for index, tensor in enumerate(tensors):
+        groups.setdefault(tensor.shape.num_elements() or ("unknown", index), []).append(index)
+    return list(groups.values())
+
+
+def _histograms(values: tf.Tensor) -> tf.Tensor:
+    """How many elements of each row are in each bin, and what their mantissas add up to; ``[rows, 2 * _BINS]``."""
+    bits = _bits(values)
+    bins = tf.bitwise.right_shift(bits, _MANTISSA_BITS) + tf.minimum(bits, 1)
+    mantissas = tf.cast(tf.bitwise.bitwise_and(bits, _MANTISSA), tf.float32)
+    counted = partial(tf.raw_ops.DenseBincount, input=bins, size=_BINS)
+    counts = tf.cast(counted(weights=tf.constant([], tf.int32)), tf.float32)
+    return tf.concat([counts, counted(weights=mantissas)], 1)
+
+
+def _bits(values: tf.Tensor) -> tf.Tensor:
+    """The bits of the magnitudes, as integers; they have the order of the magnitudes."""
+    return tf.bitwise.bitwise_and(tf.bitcast(values, tf.int32), _MAGNITUDE)
+
+
+def _extremes(tensors: Sequence[tf.Tensor]) -> Sequence[tf.Tensor]:
+    """Of each tensor, the largest finite magnitude, and how many elements are inf and NaN."""
+    # A sum is finite only where all elements are: so the common case takes three plain reductions.
+    sums = tf.stack([tf.reduce_sum(one) for one in tensors])
+    ends = [(tf.reduce_max(one), tf.reduce_min(one)) for one in tensors]
+    most = tf.stack([tf.maximum(tf.maximum(high, -low), 0.0) for high, low in ends])
+    none = tf.zeros_like(most)
+    found: Sequence[tf.Tensor] = tf.cond(
+        tf.reduce_all(tf.math.is_finite(sums)),
+        lambda: (tf.where(tf.math.is_finite(most), most, 0.0), none, none),  # -inf: a tensor without elements
+        lambda: tuple(map(tf.stack, zip(*map(_looked_through, tensors), strict=True))),
+    )
+    return found
+
+
+def _looked_through(tensor: tf.Tensor) -> Sequence[tf.Tensor]:
+    bits = _bits(tensor)
+    finite = tf.bitcast(tf.where(bits < _INFINITY, bits, 0), tf.float32)
+    inf, nan = (tf.reduce_sum(tf.cast(one, tf.float32)) for one in (tf.equal(bits, _INFINITY), bits > _INFINITY))
+    return tf.maximum(tf.reduce_max(finite), 0.0), inf, nan

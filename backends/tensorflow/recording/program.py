@@ -1,0 +1,140 @@
+"""`record`: one training step, run up to its update, with everything in it counted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import tensorflow as tf
+
+from polyamp.backends.tensorflow.functions import Inside
+from polyamp.backends.tensorflow.recording.counting import Totals
+from polyamp.backends.tensorflow.recording.tracing import Traced, traced
+from polyamp.backends.tensorflow.recording.values import recorded
+from polyamp.backends.tensorflow.recording.writing import Instrumented
+from polyamp.backends.tensorflow.refusals import check_format, check_function
+from polyamp.backends.tensorflow.rewrite import decided_for
+from polyamp.backends.tensorflow.unstable import FunctionLibrary, flat_inputs, runnable
+from polyamp.backends.tensorflow.writing import Writer
+from polyamp.diagnosis.recording import Recording
+from polyamp.policy import Policy
+
+_SCALES = ("loss_scale", "dynamic_scale")  # of polyamp's scaler, and of optimizers that Keras' LossScaleOptimizer is
+
+
+def record(
+    step: Any,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    policy: Policy,
+    *,
+    widened: bool,
+    scale: float | None = None,
+) -> Recording:
+    """Run one step up to its update, and count every tensor; variables are then as they were.
+
+    Args:
+        step: a Python function, a ``tf.function`` or a rewritten one; it gives the loss, or takes gradients of
+            variables by itself, with a ``tf.GradientTape`` or an optimizer of ``tf.compat.v1.train``.
+        args: its arguments.
+        kwargs: its keyword arguments.
+        policy: what is 16-bit.
+        widened: compute that in float32 nevertheless, as the step is written.
+        scale: what the loss is multiplied by; None is 1, or what a step that takes gradients uses.
+
+    Raises:
+        InvalidTypeError: ``step`` cannot be called, or gives no loss.
+        UnsupportedError: TensorFlow does not compute in the policy's format.
+    """
+    check_format(policy.compute)
+    check_function(step)
+    program = Program(traced(step, args, kwargs), policy, widened=widened)
+    return program.run(args, kwargs, scale)
+
+
+class Program:
+    """A traced step with nodes in it that count.
+
+    Args:
+        step: the traced step.
+        policy: what is 16-bit.
+        widened: see `record`.
+    """
+
+    def __init__(self, step: Traced, policy: Policy, *, widened: bool) -> None:
+        self._step, self._policy, self._widened = step, policy, widened
+        decisions = decided_for(step.concrete, policy)
+        outer, self._subjects = recorded(decisions, step.taken)
+        self._totals = Totals(len(self._subjects))
+        definition = step.concrete.function_def
+        library = _Library()
+        name = definition.signature.name
+        library.own[name] = definition
+        if not widened:
+            results = tuple(dtype for _, dtype in decisions.graph.results)
+            name = Writer(library.add).function(Inside(name, decisions, results), definition)
+        written = Instrumented(library, self._totals, widened=widened)
+        loss = outer.value_of(step.taken[0].loss) if step.taken else None
+        written.step(outer, name, [] if loss is None else [loss])
+        self._counting = written.counting
+        self._function = runnable([*library.added, *written.definitions])
+
+    def run(self, args: Sequence[Any], kwargs: Mapping[str, Any], scale: float | None) -> Recording:
+        """One step with these arguments."""
+        step = self._step
+        if step.differentiates:
+            used = _scale_of(step.concrete) if scale is None else scale
+            inputs = flat_inputs(step.concrete, args, kwargs)
+        else:
+            used = 1.0 if scale is None else scale
+            inputs = flat_inputs(step.concrete, (tf.constant(used), args, dict(kwargs)), {})
+        with self._totals.kept(), _restored(step.concrete.graph.variables):
+            results = self._function.call_flat(*inputs)
+            spreads = self._totals.spreads()
+        observed = (subject.observed(spread) for subject, spread in zip(self._subjects, spreads, strict=True))
+        loss = float(results[0]) if results else None
+        if loss is not None and step.differentiates:
+            loss /= used
+        return Recording(
+            "tensorflow", str(self._policy), loss, used, self._widened, tuple(observed), step.differentiates
+        )
+
+
+class _Library(Mapping[str, Any]):
+    """The runtime's functions, and new ones."""
+
+    def __init__(self) -> None:
+        self._known, self.own, self.added = FunctionLibrary(), dict[str, Any](), list[Any]()
+
+    def add(self, definition: Any) -> None:
+        self.own[definition.signature.name] = definition
+        self.added.append(definition)
+
+    def __getitem__(self, name: str) -> Any:
+        return self.own[name] if name in self.own else self._known[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter({*self.own, *self._known})
+
+    def __len__(self) -> int:
+        return len({*self.own, *self._known})
+
+
+def _scale_of(concrete: Any) -> float:
+    """The loss scale that a step multiplies its loss by, if it has a variable that holds one."""
+    names = ((variable, variable.name.rpartition("/")[2].partition(":")[0]) for variable in concrete.graph.variables)
+    found = (variable for variable, name in names if name in _SCALES and not variable.trainable)
+    variable = next((one for one in found if one.shape == () and one.dtype == tf.float32), None)
+    return 1.0 if variable is None else float(variable)
+
+
+@contextmanager
+def _restored(variables: Sequence[Any]) -> Iterator[None]:
+    """Give variables back what they held."""
+    before = [(variable, tf.identity(variable)) for variable in variables]
+    try:
+        yield
+    finally:
+        for variable, value in before:
+            variable.assign(value)

@@ -1,0 +1,128 @@
+"""A training step traced for recording, with the gradients that it takes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import tensorflow as tf
+
+from polyamp.backends.tensorflow import unstable
+from polyamp.backends.tensorflow.gradients import SIXTEEN_BIT
+from polyamp.backends.tensorflow.rewrite import concrete_of
+from polyamp.refusals import no_loss
+
+
+class Taken(NamedTuple):
+    """Gradients with respect to variables, where a graph takes them.
+
+    Attributes:
+        loss: what is differentiated, a symbolic tensor.
+        names: of the variables.
+        grads: a symbolic tensor for each: the gradient, or the stored rows of a sparse one.
+    """
+
+    loss: Any
+    names: tuple[str, ...]
+    grads: tuple[Any, ...]
+
+
+class Traced(NamedTuple):
+    """A step as it is recorded.
+
+    Attributes:
+        concrete: its ``ConcreteFunction``.
+        differentiates: whether the step takes its gradients by itself.
+        taken: the gradients, in the order in which they are taken.
+    """
+
+    concrete: Any
+    differentiates: bool
+    taken: tuple[Taken, ...]
+
+
+def traced(step: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Traced:
+    """Trace a step; of one that gives a loss alone, trace the step that takes its gradients.
+
+    The latter has the loss scale, a float32 scalar, as its first argument.
+
+    Raises:
+        InvalidTypeError: it takes no gradients, and gives no loss.
+    """
+    plain = plain_function(step)
+    concrete, taken = _watched(plain, args, kwargs)
+    if taken:
+        return Traced(concrete, True, taken)
+    _loss_of(concrete.structured_outputs)
+    concrete, taken = _watched(_differentiated(plain), (tf.constant(1.0), args, dict(kwargs)), {})
+    return Traced(concrete, False, taken)
+
+
+def plain_function(step: Any) -> Any:
+    """The function that a step was made of: it is traced anew, and without a rewrite."""
+    while hasattr(step, "plan") and hasattr(step, "__wrapped__"):
+        step = step.__wrapped__
+    return getattr(step, "python_function", step)
+
+
+def _watched(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, tuple[Taken, ...]]:
+    taken: list[Taken] = []
+
+    def take(loss: Any, sources: Any, grads: Any) -> None:
+        found = _taken(loss, sources, grads)
+        if found is not None:
+            taken.append(found)
+
+    with unstable.watched_gradients(take):
+        concrete = concrete_of(function, args, kwargs)
+    return concrete, tuple(taken)
+
+
+def _taken(loss: Any, sources: Any, grads: Any) -> Taken | None:
+    loss = next((one for one in tf.nest.flatten(loss) if tf.is_symbolic_tensor(one)), None)
+    pairs = [
+        (_name(source), grad.values if isinstance(grad, tf.IndexedSlices) else tf.convert_to_tensor(grad))
+        for source, grad in zip(_flat(sources), _flat(grads), strict=True)
+        if grad is not None and _is_variable(source)
+    ]
+    if loss is None or not pairs:
+        return None
+    names, values = zip(*pairs, strict=True)
+    return Taken(loss, names, values)
+
+
+def _flat(tree: Any) -> list[Any]:
+    return list(tf.nest.flatten(tree))  # IndexedSlices are leaves
+
+
+def _is_variable(source: Any) -> bool:
+    return hasattr(source, "assign") and hasattr(source, "dtype") and source.dtype != tf.resource
+
+
+def _name(variable: Any) -> str:
+    """As Keras names it, else as TensorFlow does."""
+    return str(getattr(variable, "path", None) or variable.name.partition(":")[0])
+
+
+def _differentiated(step: Any) -> Callable[..., None]:
+    def gradients(scale: tf.Tensor, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        with tf.GradientTape() as tape:
+            loss = _loss_of(step(*args, **kwargs))
+            wide = tf.cast(loss, tf.float32) if loss.dtype in SIXTEEN_BIT else loss
+        tape.gradient(wide, tape.watched_variables(), tf.cast(scale, wide.dtype))
+
+    return gradients
+
+
+def _loss_of(result: Any) -> tf.Tensor:
+    """The loss that a step gives, alone or before something else.
+
+    Raises:
+        InvalidTypeError: it gives none.
+    """
+    loss = result[0] if isinstance(result, tuple | list) and result else result
+    if tf.is_tensor(loss) and loss.dtype.is_floating and loss.shape.rank in (0, None):
+        return loss
+    shown = f"a tensor of {loss.dtype.name} with shape {loss.shape}" if tf.is_tensor(loss) else type(loss).__name__
+    raise no_loss(shown, allowed="a floating scalar, or a tuple that starts with it; or a step that takes gradients")

@@ -1,0 +1,205 @@
+"""Which values of a decided graph are recorded, and what is said of each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import tensorflow as tf
+
+from polyamp.backends.tensorflow.decisions import Decided, Pass
+from polyamp.backends.tensorflow.functions import Inside
+from polyamp.backends.tensorflow.graph import Graph, Node
+from polyamp.backends.tensorflow.places import Places
+from polyamp.backends.tensorflow.recording.tracing import Taken
+from polyamp.backends.tensorflow.region import backward_pass
+from polyamp.diagnosis.recording import ACTIVATION, GRADIENT, PARAMETER, Kind, Observation
+from polyamp.diagnosis.spread import Spread
+from polyamp.operations import OPERATIONS as TABLE
+
+_FLOATS = {kind.as_datatype_enum: kind.name for kind in (tf.float16, tf.bfloat16, tf.float32, tf.float64)}
+_COMPUTING = ("lower", "full", "promote", "follow")
+_UNSEEN = ("custom_call", "call", "cond", "while_loop")  # of what is inside of these only the results may be known
+_HANDING = ("Iterator", "Optional", "TensorArray", "Unstage")  # operations that the table does not know, and hold values
+_ORDER = (ACTIVATION, GRADIENT, PARAMETER)
+
+
+class Subject(NamedTuple):
+    """One value that is recorded: an `Observation` without its spread.
+
+    Attributes:
+        value: its name in its graph.
+        shape: None where it is not known.
+    """
+
+    value: str
+    kind: Kind
+    name: str
+    native: str
+    where: str
+    op_class: str
+    format: str
+    shape: tuple[int, ...] | None
+
+    def observed(self, spread: Spread) -> Observation:
+        """With what was counted."""
+        shape = (spread.elements,) if self.shape is None else self.shape
+        return Observation(self.kind, self.name, self.native, self.where, self.op_class, self.format, shape, spread)
+
+
+class Body:
+    """One graph, or one function's body, with those of the functions that it calls.
+
+    Attributes:
+        decisions: its nodes, decided.
+        inside: bodies by the name of the node that calls them, in the order of `Decided.inside`.
+        repeated: whether it is in a loop.
+        rows: the values that are recorded here, each with its number.
+    """
+
+    def __init__(
+        self,
+        decisions: Pass,
+        places: Places,
+        taken: Sequence[Taken],
+        known: dict[Any, Body],
+        *,
+        backward: bool = False,
+        repeated: bool = False,
+    ) -> None:
+        self.decisions, self.repeated, self.rows = decisions, repeated, dict[str, int]()
+        graph = decisions.graph
+        names = {node.name for node in graph.nodes}
+        self._backward = names if backward else backward_pass(graph, decisions.functions.library)
+        self._decided = {decided.node.name: decided for decided in decisions.nodes}
+        self._places, self._taken = places, taken
+        self._used = _needed_for(graph, self._roots())
+        self.inside = {
+            decided.node.name: [self._body(decided.node, one, known) for one in decided.inside]
+            for decided in decisions.nodes
+        }
+
+    def _body(self, node: Node, inside: Inside, known: dict[Any, Body]) -> Body:
+        backward, repeated = node.name in self._backward, self.repeated or "While" in node.op
+        key = (id(inside.decisions), backward, repeated)
+        if key not in known:
+            places = self._places.within(inside.name)
+            body = Body(inside.decisions, places, self._taken, known, backward=backward, repeated=repeated)
+            known[key] = body
+        return known[key]
+
+    def _roots(self) -> list[str]:
+        """What the rest is computed for: the gradients that are taken here; else all that is given or has effects."""
+        tensors = (tensor for one in self._taken for tensor in (one.loss, *one.grads))
+        here = [value for value in map(self.value_of, tensors) if value is not None]
+        graph = self.decisions.graph
+        effects = (value for node in graph.nodes if not node.outputs for value in node.inputs)
+        return here or [*graph.returns, *effects]
+
+    def value_of(self, tensor: Any) -> str | None:
+        """The value that a symbolic tensor is here; None for one of another graph."""
+        if tensor.graph is not self.decisions.traced or tensor.op.name not in self._decided:
+            return None
+        return self._decided[tensor.op.name].node.outputs[tensor.value_index]
+
+    def spec(self, value: str, *, widened: bool) -> tf.TensorSpec:
+        """Shape and type of a value: as it was traced, where ``widened``, else as decided."""
+        graph = self.decisions.graph
+        node = graph.maker.get(value)
+        traced = dict(graph.arguments)[value] if node is None else node.gives[node.outputs.index(value)].dtype
+        dtype = traced if widened else self.decisions.known[value].dtype
+        return tf.TensorSpec(self._places.shape(graph, value), tf.as_dtype(dtype))
+
+    def producer(self, value: str) -> tuple[Body, str]:
+        """Where a value is computed: through casts, what only moves values, and the functions that give it."""
+        node = self.decisions.graph.maker.get(value)
+        if node is None:
+            return self, value
+        if self.inside[node.name]:
+            body = self.inside[node.name][-1]
+            return body.producer(body.decisions.graph.returns[node.outputs.index(value)])
+        moves = not _computes(self._decided[node.name]) and node.inputs
+        return self.producer(node.inputs[0]) if moves else (self, value)
+
+    def computed(self) -> Iterator[tuple[Body, Subject]]:
+        """The floating values that nodes compute and anything takes, in order."""
+        for decided in self.decisions.nodes:
+            for body in self.inside[decided.node.name]:
+                yield from body.computed()
+            for value in self._computed(decided):
+                kind = GRADIENT if decided.node.name in self._backward else ACTIVATION
+                yield self, self._subject(value, kind, decided.operation, self.decisions.scope_of(decided.node))
+
+    def parameters(self) -> Iterator[tuple[Body, Subject]]:
+        """The gradients of variables that are taken in here."""
+        for one in self._taken:
+            for name, grad in zip(one.names, one.grads, strict=True):
+                if (value := self.value_of(grad)) is not None:
+                    yield self, self._subject(value, PARAMETER, name, "")
+        for bodies in self.inside.values():
+            for body in bodies:
+                yield from body.parameters()
+
+    def _computed(self, decided: Decided) -> list[str]:
+        name, regions = decided.node.name, self.decisions.regions
+        if not _computes(decided) or decided.inside or name in regions.update or name in regions.averaging:
+            return []
+        pairs = zip(decided.node.outputs, decided.gives, strict=True)
+        return [value for value, known in pairs if known.dtype in _FLOATS and value in self._used]
+
+    def _subject(self, value: str, kind: Kind, name: str, where: str) -> Subject:
+        graph = self.decisions.graph
+        body, made = self.producer(value) if kind == PARAMETER else (self, value)
+        maker = body.decisions.graph.maker.get(made)
+        native, op_class = ("", "keep") if maker is None else (maker.op, _class(body._decided[maker.name]))
+        format_name = _FLOATS.get(body.decisions.known[made].dtype, "float32")
+        return Subject(value, kind, name, native, where, op_class, format_name, self._places.shape(graph, value))
+
+
+def recorded(decisions: Pass, taken: Sequence[Taken]) -> tuple[Body, list[Subject]]:
+    """Everything that is recorded of a step: in the order of computation, the gradients of parameters last.
+
+    Args:
+        decisions: of its outermost function.
+        taken: the gradients that it takes.
+
+    Returns:
+        The outermost body, in which each value has its number, and the values by number.
+    """
+    outer = Body(decisions, Places(decisions.traced), taken, {})
+    parameters = list(outer.parameters())
+    made = {body.producer(subject.value) for body, subject in parameters}
+    # Such a value is the parameter's gradient, and no other one.
+    others = [pair for pair in outer.computed() if (pair[0], pair[1].value) not in made]
+    found = sorted([*others, *parameters], key=lambda pair: _ORDER.index(pair[1].kind))
+    subjects: list[Subject] = []
+    for body, subject in found:
+        if subject.value not in body.rows:  # a function may be called several times
+            body.rows[subject.value] = len(subjects)
+            subjects.append(subject)
+    return outer, subjects
+
+
+def _needed_for(graph: Graph, roots: Iterable[str]) -> set[str]:
+    """The values that others are computed from, and themselves."""
+    found, pending = set[str](), list(roots)
+    while pending:
+        value = pending.pop()
+        if value not in found:
+            found.add(value)
+            pending.extend(graph.maker[value].inputs if value in graph.maker else ())
+    return found
+
+
+def _class(decided: Decided) -> str:
+    """The class of an operation, where it stands in the update too."""
+    entry, op_class = TABLE.get(decided.operation), decided.decision.op_class
+    return entry.op_class if op_class == "keep" and entry is not None else op_class
+
+
+def _computes(decided: Decided) -> bool:
+    """Whether a node computes values, and neither moves nor casts them nor is given them."""
+    entry = TABLE.get(decided.operation)
+    if entry is None:
+        return not decided.node.op.startswith(_HANDING)
+    return entry.op_class in _COMPUTING or decided.operation in _UNSEEN

@@ -1,0 +1,109 @@
+"""Widens what a function's own code computes in 16 bits to float32, so that nothing overflows and nothing is lost."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from polyamp.backends.tensorflow.decisions import Pass
+from polyamp.backends.tensorflow.graph import FLOAT32, Node, NodeDef
+
+_LOW = frozenset(kind.as_datatype_enum for kind in (tf.float16, tf.bfloat16))
+_RESOURCE: int = tf.resource.as_datatype_enum
+_OUTSIDE = ("Bitcast", "DecodeRaw", "EagerPyFunc", "PyFunc", "PyFuncStateless")  # who else has the type of these values
+
+
+def is_widened(dtype: int) -> bool:
+    """Whether values of this type are computed in float32 instead.
+
+    >>> is_widened(tf.bfloat16.as_datatype_enum), is_widened(FLOAT32)
+    (True, False)
+    """
+    return dtype in _LOW
+
+
+class Widening:
+    """A function in which 16-bit floats become float32.
+
+    Variables stay as they are stored, and so do values that Python code, iterators and functions of other programs take
+    and give: there stand casts. Of the outermost function the arguments stay too.
+
+    Attributes:
+        changed: whether anything became another type.
+
+    Args:
+        definition: a ``FunctionDef``; it is changed.
+        decisions: its nodes.
+        outermost: whether the function is called from outside.
+    """
+
+    def __init__(self, definition: Any, decisions: Pass, *, outermost: bool) -> None:
+        self.changed = False
+        self._definition, self._decisions = definition, decisions
+        self._wide: dict[str, str] = {}  # what stands for values that stay in 16 bits
+        graph = decisions.graph
+        arguments = [] if not outermost else [(name, name, dtype) for name, dtype in graph.arguments]
+        staying = {decided.node.name for decided in decisions.nodes if _stays(decided.node, bool(decided.inside))}
+        given = [node for node in graph.nodes if node.name in staying]
+        values = [(value, node.name, port.dtype) for node in given for value, port in zip(node.outputs, node.gives)]
+        for value, name, dtype in [*arguments, *values]:
+            if dtype in _LOW:
+                self._wide[value] = self._cast(f"{name}/polyamp_wide_{len(self._wide)}", value, dtype, FLOAT32)
+        by_name = {node.name: node for node in definition.node_def}
+        for node in graph.nodes:
+            self._write(node, by_name[node.name], stays=node.name in staying)
+        self._sign(outermost)
+
+    def value(self, value: str) -> str:
+        """The float32 value that stands for a 16-bit one; any other one itself."""
+        return self._wide.get(value, value)
+
+    def _write(self, node: Node, written: Any, *, stays: bool) -> None:
+        inputs = list(map(self.value, node.inputs))
+        if stays:
+            pairs = zip(node.inputs, inputs, node.takes, strict=True)
+            inputs = [self._narrow(node, *pair) for pair in pairs]
+        else:
+            self._retype(written)
+        written.input[:] = [*inputs, *(f"^{name}" for name in node.controls)]
+
+    def _narrow(self, node: Node, value: str, wide: str, port: Any) -> str:
+        if port.dtype not in _LOW or wide != value:
+            return value
+        return self._cast(f"{node.name}/polyamp_narrow_{len(self._definition.node_def)}", value, FLOAT32, port.dtype)
+
+    def _retype(self, written: Any) -> None:
+        for attribute in written.attr.values():
+            if attribute.type in _LOW:
+                attribute.type, self.changed = FLOAT32, True
+            if not _LOW.isdisjoint(attribute.list.type):
+                attribute.list.type[:] = [FLOAT32 if dtype in _LOW else dtype for dtype in attribute.list.type]
+                self.changed = True
+            if attribute.tensor.dtype in _LOW:
+                values = tf.make_ndarray(attribute.tensor).astype(np.float32)
+                attribute.tensor.CopyFrom(tf.make_tensor_proto(values))
+
+    def _sign(self, outermost: bool) -> None:
+        signature, returned = self._definition.signature, self._definition.ret
+        for name, value in list(returned.items()):
+            returned[name] = self.value(value)
+        for arg in [*([] if outermost else signature.input_arg), *signature.output_arg]:
+            if arg.type in _LOW:
+                arg.type, self.changed = FLOAT32, True
+
+    def _cast(self, name: str, value: str, source: int, target: int) -> str:
+        cast = NodeDef(name=name, op="Cast", input=[value])
+        cast.attr["SrcT"].type, cast.attr["DstT"].type = source, target
+        self._definition.node_def.append(cast)
+        self.changed = True
+        return f"{name}:y:0"
+
+
+def _stays(node: Node, is_seen_through: bool) -> bool:
+    """Whether somebody outside of the graph has the types of a node's values."""
+    if is_seen_through:
+        return False
+    calls = any(value.HasField("func") or value.list.func for value in node.definition.attr.values())
+    return calls or node.op in _OUTSIDE or any(port.dtype == _RESOURCE or port.dtype > 100 for port in node.takes)

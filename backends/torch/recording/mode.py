@@ -1,0 +1,196 @@
+"""Sees every operation of a step, forward and backward, in the order in which they run, and has its results counted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from polyamp.backends.torch import unstable
+from polyamp.backends.torch.recording import widened
+from polyamp.backends.torch.recording.changes import Changes
+from polyamp.backends.torch.recording.counting import Counts
+from polyamp.backends.torch.recording.operators import Operation, operation_of
+from polyamp.backends.torch.recording.places import Places
+from polyamp.diagnosis.recording import ACTIVATION, GRADIENT, Kind
+from polyamp.policy import Policy
+from polyamp.rules import decide
+
+
+class Row(NamedTuple):
+    """One tensor of a step; `polyamp.diagnosis.recording.Observation` before its counts are on the host.
+
+    Attributes:
+        counted: where its counts are.
+        made_of: the rows that it is the plain sum of.
+    """
+
+    kind: Kind
+    name: str
+    native: str
+    where: str
+    op_class: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    counted: int
+    made_of: tuple[int, ...] = ()
+
+
+class UpdateBegins(BaseException):
+    """Ends a step where its optimizer's update begins: no error, so that no ``except Exception`` stops it.
+
+    Args:
+        scale: the loss scale, where what unscales the gradients knows it.
+    """
+
+    def __init__(self, scale: float | None = None) -> None:
+        super().__init__()
+        self.scale = scale
+
+
+class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Runs every operation of a step, in float32 where it should, with a note of what it changes.
+
+    Args:
+        wide: whether 16-bit values are computed in float32.
+        changes: keeps what tensors had that were there before.
+    """
+
+    def __init__(self, wide: bool, changes: Changes) -> None:
+        super().__init__()
+        self.changes = changes
+        self._run = widened.run if wide else _as_it_is
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if op is torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default:
+            raise UpdateBegins(1.0 / float(args[2]))  # torch's own loss scaler is about to unscale
+        self.changes.before(op, args, kwargs)
+        out = self._run(op, args, kwargs)
+        self.changes.made(out, args)
+        self.look(op, args, out)
+        return out
+
+    def look(self, op: Any, args: Sequence[Any], out: Any) -> None:
+        """An operation has run."""
+
+
+class Recorder(Watcher):  # type: ignore[no-untyped-call]
+    """Has every result counted that something was computed for.
+
+    Attributes:
+        rows: the tensors, in order.
+        leaves: the leaves that require gradients and took part, each with the row of its gradient once there is one.
+        replaced: the rows that are parameters' gradients, or parts of them.
+
+    Args:
+        policy: whose rules give operations their classes.
+        places: says which module runs.
+        wide: see `Watcher`; changes likewise.
+    """
+
+    def __init__(self, policy: Policy, places: Places, wide: bool, changes: Changes) -> None:
+        super().__init__(wide, changes)
+        self.counts = Counts()
+        self.rows: list[Row] = []
+        self.leaves: dict[Tensor, int | None] = {}
+        self.replaced: set[int] = set()
+        self._policy, self._places = policy, places
+        self._row_of: dict[int, int] = {}  # by the storage of a result
+        self._recorded_at: dict[int, str] = {}  # the module path of each autograd node, by its number
+        self._hooks: list[Any] = []
+        self._classes: dict[tuple[str, str], str] = {}
+
+    @contextmanager
+    def hooked(self) -> Iterator[None]:
+        """Leaves that it meets tell it of their gradients, until this is left."""
+        try:
+            yield
+        finally:
+            for hook in self._hooks:
+                hook.remove()
+
+    def look(self, op: Any, args: Sequence[Any], out: Any) -> None:
+        """Count what the operation computed."""
+        node, given = unstable.running_node(), list(widened.tensors(args))
+        again = node is not None and _runs_again(node)
+        if node is None or again:
+            self._recorded_at.setdefault(unstable.next_sequence_number() - 1, self._places.path)
+        if node is None:
+            self._meet(given)
+        if again:
+            return
+        operation = operation_of(op)
+        kind, path = (ACTIVATION, self._places.path) if node is None else (GRADIENT, self._path_of(node))
+        sources = [self._row_of[key] for key in map(_storage, given) if key in self._row_of]
+        for place, result in enumerate(widened.tensors([out])):
+            self._row_of.pop(_storage(result), None)
+            if not result.is_floating_point() or not result.numel():
+                continue
+            if operation.computes and place < operation.values:
+                self._add(operation, kind, path, result, sources if operation.name == "add" else ())
+            elif operation.moves and sources:
+                self._row_of[_storage(result)] = sources[0]
+
+    def _add(self, operation: Operation, kind: Kind, path: str, result: Tensor, parts: Sequence[int]) -> None:
+        counted = self.counts.add(_values(result))
+        op_class = self._class_of(operation.name, path)
+        made_of = tuple(parts) if kind == GRADIENT else ()
+        self._row_of[_storage(result)] = len(self.rows)
+        dtype, shape = result.dtype, tuple(result.shape)
+        self.rows.append(Row(kind, operation.name, operation.native, path, op_class, dtype, shape, counted, made_of))
+
+    def _class_of(self, name: str, path: str) -> str:
+        key = name, path
+        if key not in self._classes:
+            self._classes[key] = decide(self._policy.rules, name, path).op_class
+        return self._classes[key]
+
+    def _path_of(self, node: Any) -> str:
+        return self._recorded_at.get(unstable.sequence_number(node), "")
+
+    def _meet(self, given: Sequence[Tensor]) -> None:
+        for one in given:
+            if one.requires_grad and one.is_leaf and one not in self.leaves:
+                self.leaves[one] = None
+                self.changes.take_gradient(one)
+                self._hooks.append(one.register_post_accumulate_grad_hook(lambda leaf: self.took(leaf, leaf.grad)))
+
+    def took(self, leaf: Tensor, grad: Any) -> None:
+        """A leaf has its gradient: what computed it is recorded as that, and not as any other gradient."""
+        row = self._row_of.get(_storage(grad))
+        if row is None or self.rows[row].kind == ACTIVATION:
+            self._add(Operation("accumulate_grad", "add", False, True, 1), GRADIENT, "", grad, ())
+            row = len(self.rows) - 1
+        self.leaves[leaf] = row
+        self.replaced.update(self._parts_of(row))
+
+    def _parts_of(self, row: int) -> Iterator[int]:
+        yield row
+        for part in self.rows[row].made_of:
+            if part not in self.replaced and self.rows[part].kind == GRADIENT:
+                yield from self._parts_of(part)
+
+
+def _as_it_is(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    return op(*args, **kwargs)
+
+
+def _runs_again(node: Any) -> bool:
+    """Whether a checkpointed function runs once more: what it computes was recorded when it ran first."""
+    return unstable.checkpointing() is not None or (
+        torch.is_grad_enabled() and node.name().startswith("CheckpointFunction")
+    )
+
+
+def _values(tensor: Tensor) -> Tensor:
+    return tensor.value if isinstance(tensor, widened.Widened) else tensor
+
+
+def _storage(tensor: Tensor) -> int:
+    """A number that views of the same memory share."""
+    return unstable.storage_of(_values(tensor)) or id(tensor)

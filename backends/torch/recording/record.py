@@ -1,0 +1,117 @@
+"""`record`: one training step, tensor by tensor, after which everything is as it was."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from polyamp.backends.torch.recording.mode import Recorder, Row
+from polyamp.backends.torch.recording.names import names_of
+from polyamp.backends.torch.recording.running import Run
+from polyamp.diagnosis.recording import ACTIVATION, PARAMETER, Observation, Recording
+from polyamp.diagnosis.spread import Spread
+from polyamp.errors import InvalidTypeError
+from polyamp.policy import Policy
+
+
+def record(
+    step: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    policy: Policy,
+    *,
+    widened: bool,
+    scale: float | None = None,
+) -> Recording:
+    """Run one step and take down every tensor that it computes; see `polyamp.adapter.Record`.
+
+    >>> from polyamp import policy
+    >>> model, x = nn.Linear(2, 1), torch.ones(4, 2)
+    >>> recording = record(lambda x: model(x).mean(), (x,), {}, policy("mixed_float16"), widened=True)
+    >>> [(one.name, one.format) for one in recording.observations]
+    [('matmul', 'float16'), ('mean', 'float32'), ('div', 'float32'), ('weight', 'float16'), ('bias', 'float16')]
+    >>> model.weight.grad is None
+    True
+
+    Args:
+        step: a function that returns the loss, or a training step that calls ``backward`` by itself. It runs under the
+            policy's autocast; its own regions, polyamp's and torch's, hold inside. Code under `torch.compile` runs
+            eagerly.
+        args: its arguments; kwargs likewise.
+        policy: see there.
+        widened: whether all of 16 bits is computed in float32.
+        scale: what the loss is multiplied by.
+
+    Raises:
+        InvalidTypeError: it ran no backward pass and returns no loss.
+    """
+    run = Run(step, args, kwargs, policy)
+    recorder = Recorder(policy, run.places, widened, run.changes)
+    with run.undone(), recorder.hooked():
+        result = run.forward(recorder, recorder.took)
+        differentiates = run.differentiates or any(row is not None for row in recorder.leaves.values())
+        if differentiates:
+            used = run.scale() if scale is None else scale
+            loss = None if run.loss is None else float(run.loss) / used
+        else:
+            used = 1.0 if scale is None else scale
+            loss = float(_backward(recorder, _loss_of(step, result), used))
+        observations = tuple(_observations(run, recorder))
+    return Recording("torch", str(policy), loss, used, widened, observations, differentiates)
+
+
+def _backward(recorder: Recorder, loss: Tensor, scale: float) -> Tensor:
+    """Differentiate a loss, times ``scale``, in float32 at least; gives the loss."""
+    with recorder:
+        wide = loss if loss.dtype is torch.float64 else loss.float()
+        torch.autograd.backward(wide, torch.full_like(wide, scale))
+        return wide.detach()
+
+
+def _observations(run: Run, recorder: Recorder) -> Iterator[Observation]:
+    """What was recorded, up to the end of the last backward pass, and parameters' gradients last."""
+    rows, spreads = recorder.rows, recorder.counts.spreads()
+    last = max((place for place, row in enumerate(rows) if row.kind != ACTIVATION), default=len(rows))
+    for place, row in enumerate(rows[: last + 1]):
+        if place not in recorder.replaced:
+            yield _observation(row, spreads)
+    for leaf, name in names_of([*run.reach.modules(), *run.places.roots], list(recorder.leaves)).items():
+        at = recorder.leaves[leaf]
+        if at is not None:
+            shape = tuple(leaf.shape)
+            yield _observation(rows[at], spreads)._replace(kind=PARAMETER, name=name, where="", shape=shape)
+
+
+def _observation(row: Row, spreads: list[Spread]) -> Observation:
+    format_name = str(row.dtype).removeprefix("torch.")
+    return Observation(*row[:5], format_name, row.shape, spreads[row.counted])
+
+
+def _loss_of(step: Any, result: Any) -> Tensor:
+    loss = result[0] if isinstance(result, tuple) and result else result
+    if isinstance(loss, Tensor) and loss.is_floating_point() and loss.numel() == 1 and loss.requires_grad:
+        return loss
+    raise _no_loss(step, loss)
+
+
+def _no_loss(step: Any, found: Any) -> InvalidTypeError:
+    fix = "return the loss, or call loss.backward() in it"
+    if isinstance(step, nn.Module):
+        fix = "give a function that returns the loss: polyamp.probe(lambda x, y: loss_fn(model(x), y), x, y)"
+    return InvalidTypeError(
+        "the step gives no loss, and ran no backward pass",
+        where=getattr(step, "__name__", type(step).__name__),
+        found=_shown(found),
+        allowed="one floating number that depends on parameters, alone or first in a tuple",
+        fix=fix,
+    )
+
+
+def _shown(found: Any) -> str:
+    if not isinstance(found, Tensor):
+        return f"{found!r} ({type(found).__name__})"
+    gradient = "" if found.requires_grad else ", of nothing that requires gradients"
+    return f"a tensor of {str(found.dtype).removeprefix('torch.')} and shape {tuple(found.shape)}{gradient}"

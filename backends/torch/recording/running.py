@@ -1,0 +1,192 @@
+"""Runs a step up to where its optimizer updates, and brings back all that it changed."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.overrides import TorchFunctionMode
+
+from polyamp.backends.torch.ambient.autocast import autocast
+from polyamp.backends.torch.ambient.regions import ACCELERATOR
+from polyamp.backends.torch.ambient.weights import forget_casts
+from polyamp.backends.torch.recording.changes import Changes
+from polyamp.backends.torch.recording.mode import UpdateBegins
+from polyamp.backends.torch.recording.places import Places
+from polyamp.backends.torch.recording.reach import Reach
+from polyamp.backends.torch.steps import onlookers
+from polyamp.backends.torch.steps.keeping import keep
+from polyamp.backends.torch.steps.optimizer import ALIVE
+from polyamp.backends.torch.steps.window import LATEST
+from polyamp.errors import NonFiniteLossError
+from polyamp.policy import Policy
+from polyamp.policy import policy as make_policy
+
+
+class Run:
+    """One step, to be run once.
+
+    Attributes:
+        reach: what it can get at.
+        changes: what it changed.
+        places: which modules run.
+        differentiates: whether the step took gradients itself.
+        loss: what it took them of last.
+
+    Args:
+        step: a function that returns a loss, or a training step.
+        args: its arguments; kwargs likewise.
+        policy: whose autocast region it runs in. Its own regions hold inside.
+    """
+
+    def __init__(
+        self, step: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], policy: Policy
+    ) -> None:
+        self._step, self._args, self._kwargs, self._policy = step, args, kwargs, policy
+        self.reach = Reach(step, args, dict(kwargs))
+        self.changes = Changes()
+        self.places = Places(self.changes.keep_module)
+        self.differentiates = False
+        self.loss: Tensor | None = None
+        self._scalings = LATEST.count
+        self._scale: float | None = None
+
+    @contextmanager
+    def undone(self) -> Iterator[None]:
+        """Whatever is changed while this is entered is brought back when it is left."""
+        windows = [holder for optimizer in list(ALIVE) for holder in optimizer.holders()]
+        restore = keep([*windows, LATEST, *self.reach.all_of(torch.amp.GradScaler)])
+        for module in self.reach.modules():
+            self.changes.keep_module(module)
+        for param in self.reach.parameters():
+            self.changes.take_gradient(param)
+        try:
+            with _random_state_kept(), _eagerly(), self.places.followed():
+                yield
+        finally:
+            self.changes.undo()
+            restore()
+
+    def forward(self, mode: AbstractContextManager[Any], took: Callable[[Tensor, Tensor], None]) -> Any:
+        """Run the step in a mode, up to where its optimizer updates, and give what it returns.
+
+        Args:
+            mode: sees the operations.
+            took: is told of leaves and their gradients that the step asks ``torch.autograd.grad`` for.
+        """
+        hook = register_optimizer_step_pre_hook(self._before_step)
+        region = autocast(self._policy)
+        try:
+            with onlookers.told(self._update_begins), torch.enable_grad(), mode, _casts_forgotten(), region:
+                return _Backward(self, took).of(self._step, *self._args, **self._kwargs)
+        except UpdateBegins as end:
+            self._scale = end.scale
+        except NonFiniteLossError:  # what is recorded says where it came from
+            pass
+        finally:
+            hook.remove()
+        self.differentiates = True
+        return None
+
+    def scale(self) -> float:
+        """What the step multiplied its loss by, as far as can be seen: by polyamp's scale, or by torch's scaler."""
+        if self._scale is not None:
+            return self._scale
+        if LATEST.count > self._scalings and LATEST.scaling is not None:
+            return float(LATEST.scaling.state.scale)
+        scalers = [one for one in self.reach.all_of(torch.amp.GradScaler) if one.is_enabled()]
+        return float(scalers[0].get_scale()) if len(scalers) == 1 else 1.0
+
+    def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        self._update_begins(kwargs.get("closure", args[1] if len(args) > 1 else None))
+
+    def _update_begins(self, closure: Callable[[], Any] | None, scale: float | None = None) -> None:
+        if closure is not None:
+            with torch.enable_grad():
+                closure()
+        raise UpdateBegins(scale)
+
+
+class _Backward(TorchFunctionMode):
+    """Sees a step's own backward passes, which run outside of the policy's region unless the step says otherwise."""
+
+    def __init__(self, run: Run, took: Callable[[Tensor, Tensor], None]) -> None:
+        super().__init__()
+        self._run, self._took, self._depth = run, took, _nesting()
+
+    def of(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run a step while it is seen."""
+        with self:
+            return step(*args, **kwargs)
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if function not in (Tensor.backward, torch.autograd.grad):
+            return function(*args, **kwargs)
+        with autocast(_OFF) if _nesting() == self._depth else nullcontext():
+            out = function(*args, **kwargs)
+        if function is Tensor.backward:
+            self._note(args[0])
+        elif not kwargs.get("create_graph"):
+            self._note_gradients(out, *args, **kwargs)
+        return out
+
+    def _note(self, loss: Tensor) -> None:
+        self._run.differentiates = True
+        self._run.loss = loss.detach()
+
+    def _note_gradients(self, grads: Any, outputs: Any, inputs: Any, *_: Any, **__: Any) -> None:
+        """Gradients that the step takes into its own hands, if they are of leaves."""
+        leaves = [inputs] if isinstance(inputs, Tensor) else list(inputs)
+        if all(leaf.is_leaf for leaf in leaves):
+            self._note(outputs if isinstance(outputs, Tensor) else outputs[0])
+            for leaf, grad in zip(leaves, grads, strict=True):
+                if grad is not None:
+                    self._took(leaf, grad)
+
+
+_OFF = make_policy("float32")
+
+
+def _nesting() -> int:
+    """How many autocast regions this thread is in."""
+    torch.autocast_increment_nesting()
+    return torch.autocast_decrement_nesting()
+
+
+@contextmanager
+def _casts_forgotten() -> Iterator[None]:
+    """Casts of weights from before are not widened, and those from now are of no use afterwards."""
+    forget_casts()
+    try:
+        yield
+    finally:
+        forget_casts()
+
+
+def _eagerly() -> AbstractContextManager[Any]:
+    """Functions under `torch.compile` run as they are written, operation by operation."""
+    if "torch._dynamo" not in sys.modules:  # then nothing is compiled, and setting the stance would import it
+        return nullcontext()
+    eager: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
+    return eager
+
+
+@contextmanager
+def _random_state_kept() -> Iterator[None]:
+    count, before = 0 if ACCELERATOR is None else torch.accelerator.device_count(), random.getstate()
+    numpy = sys.modules.get("numpy")
+    numpys = None if numpy is None else numpy.random.get_state()
+    try:
+        with torch.random.fork_rng(range(count), device_type=ACCELERATOR or "cuda"):
+            yield
+    finally:
+        random.setstate(before)
+        if numpy is not None:
+            numpy.random.set_state(numpys)

@@ -1,0 +1,254 @@
+"""Tensors that are 16-bit to whoever looks at them, and are computed in float32.
+
+Autocast, autograd and the user's code see the dtype that a real run has, and so does everything that they decide by
+it: which casts are made, forward and backward, what a product's result is promoted to, what ``torch.finfo(x.dtype)``
+says. Only the values are those of a float32 run: nothing overflows, and nothing is lost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from polyamp.backends.torch import unstable
+from polyamp.backends.torch.dtypes import SIXTEEN_BIT
+
+
+class Widened(Tensor):
+    """A 16-bit tensor with float32 values.
+
+    >>> value = Widened(torch.tensor([1e30]), torch.float16)
+    >>> value.dtype, (value * value.new_tensor([0.5])).dtype, (value * 0.5).value
+    (torch.float16, torch.float16, tensor([5.0000e+29]))
+    >>> torch.softmax(value, 0, dtype=torch.float32)
+    tensor([1.])
+
+    Args:
+        value: float32; it is not copied.
+        dtype: float16 or bfloat16.
+    """
+
+    value: Tensor
+
+    __torch_function__ = unstable.no_torch_function
+    __slots__: ClassVar = ("value",)
+
+    @staticmethod
+    def __new__(cls, value: Tensor, dtype: torch.dtype) -> Widened:
+        made: Widened = unstable.wrapper_like(cls, value, dtype)
+        made.value = value
+        return made
+
+    def __init__(self, value: Tensor, dtype: torch.dtype) -> None:
+        pass
+
+    @classmethod
+    def __torch_dispatch__(cls, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        return run(op, args, kwargs or {})
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"Widened({self.value!r}, dtype={self.dtype})"
+
+
+def run(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Run an aten operator with all of 16 bits in float32, and its results as `Widened` where they would be 16-bit.
+
+    >>> aten = torch.ops.aten
+    >>> low = run(aten._to_copy.default, [torch.tensor(70000.0)], {"dtype": torch.float16})
+    >>> low.dtype, low.value, run(aten._to_copy.default, [low], {"dtype": torch.float32})
+    (torch.float16, tensor(70000.), tensor(70000.))
+    """
+    given = list(tensors([*args, *kwargs.values()]))
+    if not any(one.dtype in SIXTEEN_BIT for one in given) and not _names_low(args, kwargs):
+        return op(*args, **kwargs)
+    if op.is_view and not any(isinstance(one, Widened) for one in given):
+        return op(*args, **kwargs)  # of a 16-bit parameter, whose memory it goes on sharing
+    return _run(op, args, kwargs, _InFloat32 if _can_widen(op, given) else _InSixteenBits)
+
+
+class _InFloat32:
+    """Every 16-bit argument as float32, and a 16-bit ``dtype`` as float32 too."""
+
+    @staticmethod
+    def of(value: Any) -> Any:
+        if isinstance(value, Widened):
+            return value.value
+        if isinstance(value, Tensor) and value.dtype in SIXTEEN_BIT:
+            return value.float()
+        return torch.float32 if _is_low(value) else value
+
+    @staticmethod
+    def dtypes(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], results: list[Tensor]) -> list[torch.dtype]:
+        return declared(op, args, kwargs, len(results))
+
+
+class _InSixteenBits:
+    """What a kernel that takes nothing else gets."""
+
+    @staticmethod
+    def of(value: Any) -> Any:
+        return value.value.to(value.dtype) if isinstance(value, Widened) else value
+
+    @staticmethod
+    def dtypes(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], results: list[Tensor]) -> list[torch.dtype]:
+        return [one.dtype for one in results]
+
+
+def _run(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], form: type[_InFloat32] | type[_InSixteenBits]) -> Any:
+    standing: dict[int, tuple[Tensor, Tensor]] = {}  # by what was given in its place, each 16-bit argument
+
+    def shown(value: Any) -> Any:
+        other = form.of(value)
+        if isinstance(value, Tensor) and other is not value:
+            standing[id(other)] = (value, other)
+        return other
+
+    out = op(*(_mapped(shown, one) for one in args), **{name: _mapped(shown, one) for name, one in kwargs.items()})
+    written = _written(op, args, kwargs)
+    for own, other in standing.values():
+        if any(own is one for one in written):
+            _write_back(own, other)
+    results = [one for one in tensors([out]) if one.is_floating_point()]
+    dtypes = iter(form.dtypes(op, args, kwargs, results) if results else ())
+
+    def hidden(value: Any) -> Any:
+        if not (isinstance(value, Tensor) and value.is_floating_point()):
+            return value
+        dtype = next(dtypes)
+        own = standing.get(id(value))
+        if own is not None and any(own[0] is one for one in written):
+            return own[0]
+        low = dtype in SIXTEEN_BIT and value.layout is torch.strided and type(value) is Tensor
+        return Widened(value.float(), dtype) if low else value
+
+    return _mapped(hidden, out)
+
+
+def _write_back(own: Tensor, other: Tensor) -> None:
+    """What an operator changed in the place of an argument, where that is not the argument's own memory."""
+    target = own.value if isinstance(own, Widened) else own
+    if target is not other:
+        target.copy_(other)
+
+
+def declared(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], count: int) -> list[torch.dtype]:
+    """The dtypes of an operator's floating results for arguments of these dtypes: as its kernel for meta tensors says.
+
+    >>> low, wide = Widened(torch.ones(2), torch.bfloat16), torch.ones(2)
+    >>> declared(torch.ops.aten.add.Tensor, [low, low], {}, 1), declared(torch.ops.aten.add.Tensor, [low, wide], {}, 1)
+    ([torch.bfloat16], [torch.float32])
+
+    Args:
+        op: the operator.
+        args: its arguments; kwargs likewise.
+        count: how many floating results it has.
+    """
+    if op.is_view:
+        return [_first_dtype(args)] * count
+    key = (op, count, _signature(args), _signature([*kwargs, *kwargs.values()]))
+    if key not in _DECLARED:
+        _DECLARED[key] = _asked(op, args, kwargs, count)
+    return _DECLARED[key]
+
+
+_DECLARED: dict[Any, list[torch.dtype]] = {}
+
+
+def _asked(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], count: int) -> list[torch.dtype]:
+    meta_kwargs = {name: torch.device("meta") if name == "device" else _meta(one) for name, one in kwargs.items()}
+    try:
+        out = op(*map(_meta, args), **meta_kwargs)
+    except (NotImplementedError, RuntimeError):  # sizes that depend on values, or no such kernel
+        return [_promoted(args)] * count
+    found = [one.dtype for one in tensors([out]) if one.is_floating_point()]
+    return found if len(found) == count else [_promoted(args)] * count
+
+
+def _meta(value: Any) -> Any:
+    def empty(one: Any) -> Any:
+        if not isinstance(one, Tensor):
+            return one
+        return torch.empty_strided(one.shape, one.stride(), dtype=one.dtype, device="meta")
+
+    return _mapped(empty, value)
+
+
+def _signature(values: Iterable[Any]) -> tuple[Any, ...]:
+    """All of arguments that a result's dtype depends on."""
+    return tuple(map(_kind, values))
+
+
+def _kind(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.dtype, value.dim() == 0
+    if isinstance(value, list | tuple):
+        return tuple({_kind(one) for one in value})
+    return value if isinstance(value, torch.dtype | bool | str) else type(value)
+
+
+def _promoted(args: Sequence[Any]) -> torch.dtype:
+    floating = [one for one in tensors(args) if one.is_floating_point()]
+    dtype = floating[0].dtype
+    for one in floating[1:]:
+        dtype = torch.promote_types(dtype, one.dtype)
+    return dtype
+
+
+def _first_dtype(args: Sequence[Any]) -> torch.dtype:
+    return next(tensors(args)).dtype
+
+
+# Kernels that exist for 16 bits alone, and one that reads bits.
+_ONLY_LOW = {
+    "aten::_scaled_dot_product_flash_attention",
+    "aten::_scaled_dot_product_flash_attention_backward",
+    "aten::_scaled_dot_product_cudnn_attention",
+    "aten::_scaled_dot_product_cudnn_attention_backward",
+    "aten::_flash_attention_forward",
+    "aten::_flash_attention_backward",
+    "aten::view.dtype",
+}
+
+
+def _can_widen(op: Any, given: Iterable[Tensor]) -> bool:
+    """Whether float32 will do: not for operators of others, whose kernels may take 16 bits alone, nor for tensors that
+    are made of others, which know their own dtype."""
+    name = op.name()
+    ours = all(type(one) in (Tensor, nn.Parameter, nn.Buffer, Widened) for one in given)
+    return ours and name.startswith(("aten::", "prims::")) and name not in _ONLY_LOW
+
+
+def _is_low(value: Any) -> bool:
+    return isinstance(value, torch.dtype) and value in SIXTEEN_BIT
+
+
+def _names_low(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    return any(map(_is_low, args)) or any(map(_is_low, kwargs.values()))
+
+
+def _written(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
+    return list(written(op, args, kwargs))
+
+
+def written(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
+    """The tensors among an operator's arguments that it changes."""
+    for index, name in unstable.written_arguments(op):
+        yield from tensors([args[index] if index < len(args) else kwargs.get(name)])
+
+
+def tensors(values: Iterable[Any]) -> Iterator[Tensor]:
+    """The tensors among an operator's arguments or results, which nest once at most."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from (one for one in value if isinstance(one, Tensor))
+
+
+def _mapped(fn: Callable[[Any], Any], value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return type(value)(fn(one) for one in value)
+    return fn(value)

@@ -1,0 +1,176 @@
+"""The training steps that `monitoring.py` measures: an MLP of 3 x 512, batches of 128, AdamW or Adam, loss scaling.
+
+In float32, the quickest on a processor: what is added to a step weighs most there.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+import polyamp
+
+WIDTH, LAYERS, BATCH = 512, 3, 128
+RATE = 1e-5
+CONFIG = polyamp.LossScale(init=1.0, interval=2**30)  # unscaling in place keeps the gradients of an update as they are
+
+
+class Steps(NamedTuple):
+    """One framework's.
+
+    Attributes:
+        step: forward pass, backward pass and update.
+        update: the wrapped optimizer's step alone, on gradients that stay.
+        holder: what holds the loss scale now.
+        settle: waits until all is done.
+    """
+
+    step: Callable[[], Any]
+    update: Callable[[], Any]
+    holder: Callable[[], Any]
+    settle: Callable[[], Any]
+
+    def microseconds(self, what: str, calls: int, after: Callable[[Any], Any] | None = None) -> float:
+        """Of one call of ``step`` or ``update``, with what is called after each."""
+        run = getattr(self, what)
+        start = time.perf_counter()
+        for _ in range(calls):
+            run()
+            if after is not None:
+                after(self.holder())
+        self.settle()
+        return (time.perf_counter() - start) / calls * 1e6
+
+
+def batch() -> tuple[np.ndarray, np.ndarray]:
+    numbers = np.random.default_rng(0)
+    return numbers.normal(size=(BATCH, WIDTH)).astype("float32"), numbers.normal(size=(BATCH, WIDTH)).astype("float32")
+
+
+def torch_steps() -> Steps:
+    import torch
+
+    torch.manual_seed(0)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    parts = [part for _ in range(LAYERS) for part in (torch.nn.Linear(WIDTH, WIDTH), torch.nn.ReLU())]
+    model = torch.nn.Sequential(*parts).to(device)
+    spare = copy.deepcopy(model)
+    x, y = (torch.from_numpy(array).to(device) for array in batch())
+    opt, alone = (
+        polyamp.wrap_optimizer(torch.optim.AdamW(m.parameters(), lr=RATE), "float32", loss_scale=CONFIG)
+        for m in (model, spare)
+    )
+    for param in spare.parameters():
+        param.grad = torch.full_like(param, 1e-3)
+    one = torch.ones((), device=device)
+
+    def step() -> None:
+        opt.backward((model(x) - y).square().mean())
+        opt.step()
+        opt.zero_grad()
+
+    def update() -> None:
+        alone.scale(one)
+        alone.step()
+
+    settle = torch.cuda.synchronize if device == "cuda" else lambda: None
+    return Steps(step, update, lambda: opt, settle)
+
+
+def jax_steps() -> Steps:
+    import jax
+    import jax.numpy as jnp
+    import optax
+
+    from polyamp.backends.jax import apply_gradients
+
+    x, y = map(jnp.asarray, batch())
+    tx = polyamp.wrap_optimizer(optax.adamw(RATE), "float32", loss_scale=CONFIG)
+
+    def fresh() -> list[Any]:
+        keys = jax.random.split(jax.random.key(0), LAYERS)
+        return [jax.random.normal(key, (WIDTH, WIDTH)) * WIDTH**-0.5 for key in keys]
+
+    def loss_fn(params: Any) -> Any:
+        hidden = x
+        for weight in params:
+            hidden = jax.nn.relu(hidden @ weight)
+        return jnp.square(hidden - y).mean()
+
+    def train(params: Any, opt_state: Any) -> Any:
+        _, grads = polyamp.value_and_grad(loss_fn, "float32")(opt_state, params)
+        return apply_gradients(tx, grads, opt_state, params)
+
+    grads = [jnp.full((WIDTH, WIDTH), 1e-3) for _ in range(LAYERS)]
+    steps = [train, lambda params, opt_state: apply_gradients(tx, grads, opt_state, params)]
+    compiled = [jax.jit(step, donate_argnums=(0, 1)) for step in steps]
+    held = [(params := fresh(), tx.init(params)) for _ in steps]
+
+    def run(index: int) -> None:
+        held[index] = compiled[index](*held[index])
+
+    return Steps(lambda: run(0), lambda: run(1), lambda: held[0][1], lambda: jax.block_until_ready(held))
+
+
+def tensorflow_steps() -> Steps:
+    import tensorflow as tf
+
+    from polyamp.backends.tensorflow import LossScaler
+
+    tf.random.set_seed(0)
+    x, y = map(tf.constant, batch())
+    weights = [tf.Variable(tf.random.normal((WIDTH, WIDTH)) * WIDTH**-0.5) for _ in range(LAYERS)]
+    scaler, alone = LossScaler(CONFIG), LossScaler(CONFIG)
+    adam, other = (tf.compat.v1.train.AdamOptimizer(RATE) for _ in range(2))
+    grads = [tf.fill(weight.shape, 1e-3) for weight in weights]
+
+    @tf.function
+    def step() -> Any:
+        with tf.GradientTape() as tape:
+            hidden = x
+            for weight in weights:
+                hidden = tf.nn.relu(hidden @ weight)
+            scaled = scaler.scale(tf.reduce_mean(tf.square(hidden - y)))
+        return scaler.step(adam, zip(tape.gradient(scaled, weights), weights, strict=True)).scale
+
+    @tf.function
+    def update() -> Any:
+        return alone.step(other, zip(grads, weights, strict=True)).scale
+
+    return Steps(step, update, lambda: scaler, lambda: float(scaler.scalars[0].numpy()))
+
+
+def keras_steps() -> Steps:
+    import keras
+
+    keras.utils.set_random_seed(0)
+    dense = [keras.layers.Dense(WIDTH, activation="relu") for _ in range(LAYERS)]
+    model = keras.Sequential([keras.Input((WIDTH,)), *dense])
+    model.compile(polyamp.wrap_optimizer(keras.optimizers.AdamW(RATE), "float32", loss_scale=CONFIG), "mse")
+    x, y = batch()
+    variables = [keras.Variable(variable.numpy()) for variable in model.trainable_variables]
+    alone = polyamp.wrap_optimizer(keras.optimizers.AdamW(RATE), "float32", loss_scale=CONFIG)
+    grads = [keras.ops.full(variable.shape, 1e-3) for variable in variables]
+    update = _compiled(lambda: alone.apply(grads, variables))
+    model.train_on_batch(x, y)
+    return Steps(lambda: model.train_on_batch(x, y), update, lambda: model, lambda: None)
+
+
+def _compiled(fn: Callable[[], Any]) -> Callable[[], Any]:
+    """By TensorFlow, which Keras runs on here; variables are made in the first call, outside."""
+    import tensorflow as tf
+
+    fn()
+    return tf.function(fn)
+
+
+STEPS: dict[str, Callable[[], Steps]] = {
+    "torch": torch_steps,
+    "jax": jax_steps,
+    "tensorflow": tensorflow_steps,
+    "keras": keras_steps,
+}

@@ -1,0 +1,110 @@
+"""What does watching the loss scale cost? The counters that every step keeps, and a look at them every 100 steps.
+
+Of each framework: the training step of an MLP, beside the same with `polyamp.HealthMonitor`; and with ``--against`` a
+checkout of a version without counters, which runs in a process of its own, in turns with this one.
+
+    python benchmarks/monitoring.py [--part health] [--framework torch] [--against ../polyamp-before]
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from importlib import metadata
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+from interleave import Timing, compared, publish, turns
+from monitored_steps import STEPS, Steps
+
+EVERY = 100
+Clock = Callable[[int], float]  # microseconds of one call, of so many
+
+app = typer.Typer(add_completion=False)
+
+
+@contextmanager
+def elsewhere(tree: Path, framework: str) -> Iterator[Callable[[str], Clock]]:
+    """The same steps in another process, by the polyamp of another checkout."""
+    command = [sys.executable, __file__, "serve", framework]
+    paths = {"PYTHONPATH": str(tree.resolve())}
+    with subprocess.Popen(command, env=os.environ | paths, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        pipes = other.stdin, other.stdout
+        if pipes[0] is None or pipes[1] is None:
+            raise RuntimeError("no pipes to the other process")
+        to, back = pipes
+
+        def clock(what: str) -> Clock:
+            def microseconds(calls: int) -> float:
+                to.write(f"{what} {calls}\n")
+                to.flush()
+                return float(back.readline())
+
+            return microseconds
+
+        yield clock
+        to.close()
+
+
+@app.command(hidden=True)
+def serve(framework: str) -> None:
+    """For `elsewhere`: read what to run and how often, and write how long it took."""
+    steps = STEPS[framework]()
+    for line in sys.stdin:
+        what, calls = line.split()
+        print(steps.microseconds(what, int(calls)), flush=True)
+
+
+def measured(question: str, clocks: dict[str, Clock], rounds: int, calls: int) -> list[Timing]:
+    """Each once a round, in turns."""
+    taken: dict[str, list[float]] = {name: [] for name in clocks}
+    for clock in clocks.values():
+        clock(max(3, calls // 10))
+    for name in turns(clocks, rounds, question):
+        taken[name].append(clocks[name](calls))
+    return compared(question, taken)
+
+
+def here(steps: Steps, what: str, after: Callable[[Any], Any] | None = None) -> Clock:
+    return lambda calls: steps.microseconds(what, calls, after)
+
+
+def health(framework: str, against: Path | None, rounds: int) -> list[Timing]:
+    """The counters, and a monitor that nobody listens to."""
+    from polyamp.diagnosis.monitor import HealthMonitor
+
+    steps, timings = STEPS[framework](), []
+    monitor = HealthMonitor(every=EVERY, hooks=[str])
+    with ExitStack() as stack:
+        before = stack.enter_context(elsewhere(against, framework)) if against else None
+        for what, calls in (("step", EVERY), ("update", EVERY)):
+            clocks = {"without counters": before(what)} if before else {}
+            clocks |= {"with counters": here(steps, what)}
+            if what == "step":
+                clocks |= {f"and a look every {EVERY} steps": here(steps, what, monitor)}
+            timings += measured(f"{framework}: {what}", clocks, rounds, calls)
+    return timings
+
+
+PARTS: dict[str, Callable[[str, Path | None, int], list[Timing]]] = {"health": health}
+
+
+@app.command()
+def run(
+    part: Annotated[Literal["health"], typer.Option(help="What to measure.")] = "health",
+    framework: Annotated[list[str] | None, typer.Option(help="One of them; several times for several.")] = None,
+    against: Annotated[Path | None, typer.Option(help="A checkout of an earlier polyamp.")] = None,
+    rounds: Annotated[int, typer.Option(help="How often each is measured.")] = 15,
+) -> None:
+    """Measure, print a table, and write it to results/."""
+    timings = [timing for name in framework or STEPS for timing in PARTS[part](name, against, rounds)]
+    versions = {name: metadata.version(name) for name in ("polyamp", "torch", "jax", "tensorflow-cpu", "keras")}
+    publish(f"monitoring_{part}", timings, versions)
+
+
+if __name__ == "__main__":
+    app()

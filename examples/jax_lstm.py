@@ -1,0 +1,62 @@
+"""A word LSTM in JAX: its float16 training stalls without a loss scale (docs/troubleshooting.md says why)."""
+
+from collections.abc import Iterator
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import optax
+import word_lstm as task
+
+import polyamp
+
+
+def linear(name: str, params: dict, x: jax.Array) -> jax.Array:
+    with jax.named_scope(name):
+        return x @ params[f"{name}.weight"].T + params[f"{name}.bias"]
+
+
+def model(params: dict, words: jax.Array) -> jax.Array:
+    cell = jnp.zeros((len(words), task.HIDDEN))
+    states = [cell]
+    for word in jnp.unstack(params["embedding.weight"][words], axis=1):
+        gates = linear("gates", params, jnp.concatenate([word, states[-1]], 1))
+        taken, kept, shown, new = jnp.split(gates, 4, 1)
+        cell = jax.nn.sigmoid(kept) * cell + jax.nn.sigmoid(taken) * jnp.tanh(new)
+        states.append(jax.nn.sigmoid(shown) * jnp.tanh(cell))
+    return linear("head", params, jnp.stack(states[1:], 1))
+
+
+def loss_of(params: dict, words: jax.Array) -> jax.Array:
+    scores = model(params, words[:, :-1])
+    return optax.softmax_cross_entropy_with_integer_labels(scores, words[:, 1:]).sum() / task.TOKENS
+
+
+def updates(policy: polyamp.Policy, params: dict, batches: object) -> Iterator[tuple[float, bool]]:
+    tx = polyamp.wrap_optimizer(optax.adam(task.LEARNING_RATE), policy)
+    opt_state = tx.init(params)
+    zeros = (0.0, jax.tree.map(jnp.zeros_like, params))
+
+    @jax.jit
+    def step(opt_state, params, micro_batches):
+        def add(sums, words):
+            loss_and_grads = polyamp.value_and_grad(loss_of, policy)(opt_state, params, words)
+            return jax.tree.map(jnp.add, sums, loss_and_grads), None  # gradients are float32, as their parameters are
+
+        (loss, grads), _ = jax.lax.scan(add, zeros, micro_batches)
+        changes, opt_state = tx.update(grads, opt_state, params)
+        return opt_state, optax.apply_updates(params, changes), loss
+
+    for micro_batches in batches:
+        opt_state, params, loss = step(opt_state, params, micro_batches)
+        yield float(loss), bool(opt_state.last_step)
+
+
+def one_step() -> tuple:
+    params, batches = task.make_task(steps=1)
+    return loss_of, jax.tree.map(jnp.asarray, params), jnp.asarray(batches[0, 0])
+
+
+train = partial(task.train, updates)
+if __name__ == "__main__":
+    task.main(updates)

@@ -1,0 +1,1 @@
+"""The commands of the command line that look at a user's own step, and what they share."""

@@ -1,0 +1,90 @@
+"""How commands show reports: as a rich table on a terminal, as the report's own text elsewhere, and as JSON."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from polyamp.errors import InvalidValueError
+from polyamp.layout import write_json
+
+STDOUT = "-"
+
+_STYLES = {"error": "bold red", "warning": "yellow", "note": "cyan", "ok": "green", "failed": "red"}
+
+
+class Reported(Protocol):
+    """A report: text, rows and JSON values."""
+
+    def rows(self) -> Sequence[Sequence[str]]:
+        """Its table, the heading first; empty where there is nothing to say."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """As JSON values."""
+
+
+def show(report: Reported, json_file: str | None, plot_file: str | None = None) -> None:
+    """Print a report, write its JSON and draw its picture.
+
+    Args:
+        report: what a verb gave.
+        json_file: where its JSON goes; ``-`` is standard output, where nothing else goes then. None is nowhere.
+        plot_file: where its picture goes, where it has one.
+
+    Raises:
+        InvalidValueError: a file cannot be written.
+    """
+    if json_file == STDOUT:
+        print(json.dumps(report.as_dict(), indent=1, allow_nan=False))
+    elif sys.stdout.isatty():
+        _show_rich(report, Console())
+    else:
+        print(report)
+    try:
+        if json_file not in (None, STDOUT):
+            write_json(report.as_dict(), str(json_file))
+        if plot_file is not None:
+            report.plot(plot_file)  # type: ignore[attr-defined]
+    except OSError as error:
+        raise InvalidValueError(
+            "the file cannot be written",
+            where="--json or --plot",
+            found=str(error),
+            allowed="a file in a folder that exists",
+            fix="make the folder first, or name another file",
+        ) from error
+
+
+def _show_rich(report: Reported, console: Console) -> None:
+    """The report's text, its table drawn; of a text that has no table, such as that of lint, the heading."""
+    rows, sections = report.rows(), str(report).split("\n\n")
+    tables = [place for place, section in enumerate(sections) if rows and _is_table(section, rows[0])]
+    place = tables[0] if tables else 1
+    for section in sections[:place]:
+        console.print(section, highlight=False, markup=False, soft_wrap=True)
+    if rows:
+        console.print(_rich_table(rows))
+    for section in sections[place + 1 :] if tables else []:
+        console.print(section, highlight=False, markup=False, soft_wrap=True)
+
+
+def _is_table(section: str, header: Sequence[str]) -> bool:
+    return section.split("\n")[0].split() == " ".join(header).split()
+
+
+def _rich_table(rows: Sequence[Sequence[str]]) -> Table:
+    header, *body = rows
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for place, heading in enumerate(header):
+        numbers = all(row[place][:1] in "+-.0123456789" for row in body)
+        table.add_column(escape(heading), justify="right" if numbers else "left", overflow="fold")
+    for row in body:
+        table.add_row(*map(escape, row), style=next((_STYLES[cell] for cell in row if cell in _STYLES), None))
+    return table

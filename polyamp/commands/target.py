@@ -1,0 +1,169 @@
+"""What ``package.module:function`` on a command line stands for: a step with its arguments, or a training function."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import os
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from polyamp.diagnosis.lint import lint
+from polyamp.diagnosis.sweep import sweep
+from polyamp.diagnosis.verbs import probe
+from polyamp.errors import InvalidTypeError, InvalidValueError
+from polyamp.verbs import explain
+
+FORMS = 'a step; (step, *arguments); or {"step": step, "args": (...), "optimizer": ..., "policy": ...}'
+
+
+@dataclass(frozen=True)
+class Target:
+    """What a verb is called with.
+
+    Attributes:
+        step: the first argument: a step, or the training function of a sweep.
+        args, kwargs: the step's own.
+        options: keyword arguments of verbs, by name.
+    """
+
+    step: Any
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def call(self, verb: Callable[..., Any], **given: Any) -> Any:
+        """Call a verb with all of this that it takes; what is ``given`` and not None comes first."""
+        taken = {name: value for name, value in self.options.items() if name in _options_of(verb)}
+        stated = {name: value for name, value in given.items() if value is not None}
+        return verb(self.step, *self.args, **{**taken, **stated}, **self.kwargs)
+
+
+def step_of(text: str) -> Target:
+    """The step that ``package.module:function`` gives, or is.
+
+    Raises:
+        InvalidTypeError: what is there, or what it gives, is none of the allowed forms.
+        InvalidValueError: there is no such module or function.
+    """
+    function = load(text)
+    _check_callable_without_arguments(function, text)
+    made = function()
+    if isinstance(made, Mapping):
+        return _of_mapping(made, "step", text)
+    if isinstance(made, tuple) and made and callable(made[0]):
+        return Target(made[0], made[1:])
+    return Target(made if callable(made) else function)
+
+
+def training_of(text: str) -> Target:
+    """The training function of a sweep that ``package.module:function`` is, where it takes the scale, or gives.
+
+    Raises:
+        InvalidTypeError, InvalidValueError: as `step_of` does.
+    """
+    function = load(text)
+    if _takes_arguments(function):
+        return Target(function)
+    made = function()
+    if isinstance(made, Mapping):
+        return _of_mapping(made, "train", text)
+    if not callable(made):
+        raise _bad_form(text, made, 'train(scale) itself; or a function that gives it, or {"train": train, ...}')
+    return Target(made)
+
+
+def load(text: str) -> Callable[..., Any]:
+    """What ``package.module:function`` names; modules are looked for in the current directory first.
+
+    Raises:
+        InvalidTypeError: it cannot be called.
+        InvalidValueError: the text has another form, or there is no such module or function.
+    """
+    module_name, _, path = text.partition(":")
+    if not (module_name and path) or module_name.endswith(".py"):
+        raise _unknown("this names no function", text, "package.module:function, as in train:make_step")
+    found = _module(module_name, text)
+    for name in path.split("."):
+        if not hasattr(found, name):
+            raise _unknown(f"{module_name} has no {path}", text, _functions_in(found))
+        found = getattr(found, name)
+    if not callable(found):
+        raise _bad_form(text, found, "a function")
+    function: Callable[..., Any] = found
+    return function
+
+
+def _module(name: str, text: str) -> Any:
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+            raise  # an import inside of that module
+        allowed = f"a module in {os.getcwd()}, or an installed one"
+        raise _unknown(f"there is no module {error.name}", text, allowed) from error
+
+
+def _of_mapping(made: Mapping[str, Any], key: str, text: str) -> Target:
+    verbs: tuple[Callable[..., Any], ...] = (explain, lint, probe, sweep)
+    options = {name for verb in verbs for name in _options_of(verb)}
+    unknown = sorted(made.keys() - options - {"step", "train", "args", "kwargs"})
+    if unknown:
+        raise _unknown(f"unknown {', '.join(map(repr, unknown))} in what it gives", text, ", ".join(sorted(options)))
+    if not callable(made.get(key)):
+        raise _bad_form(text, made.get(key), f'a function under "{key}"')
+    given = {name: value for name, value in made.items() if name in options}
+    if key == "train":
+        return Target(made["train"], options=given)
+    return Target(made["step"], tuple(made.get("args", ())), made.get("kwargs", {}), given)
+
+
+def _options_of(verb: Callable[..., Any]) -> set[str]:
+    parameters = inspect.signature(verb).parameters.values()
+    named = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return {one.name for one in parameters if one.kind in named} - {"train", "fn"}
+
+
+def _takes_arguments(function: Callable[..., Any]) -> bool:
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except ValueError:  # builtins
+        return False
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return any(one.kind in positional and one.default is inspect.Parameter.empty for one in parameters)
+
+
+def _check_callable_without_arguments(function: Callable[..., Any], text: str) -> None:
+    if _takes_arguments(function):
+        raise InvalidTypeError(
+            "this function takes arguments, which the command line cannot know",
+            where=text,
+            found=f"{text.partition(':')[2]}{inspect.signature(function)}",
+            allowed=f"a function without arguments that gives {FORMS}",
+            fix="write a function that makes the step and a batch and returns (step, *arguments)",
+        )
+
+
+def _functions_in(found: Any) -> str:
+    names = [name for name, value in vars(found).items() if inspect.isfunction(value) and not name.startswith("_")]
+    return f"one of its functions: {', '.join(names) or 'it has none'}"
+
+
+def _unknown(what: str, text: str, allowed: str) -> InvalidValueError:
+    return InvalidValueError(
+        what, where=repr(text), allowed=allowed, fix="write package.module:function; see polyamp COMMAND --help"
+    )
+
+
+def _bad_form(text: str, found: object, allowed: str) -> InvalidTypeError:
+    return InvalidTypeError(
+        "this is not what the command takes",
+        where=repr(text),
+        found=f"{found!r:.200} ({type(found).__name__})",
+        allowed=allowed,
+        fix="see polyamp COMMAND --help for the forms",
+    )

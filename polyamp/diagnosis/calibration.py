@@ -1,0 +1,237 @@
+"""Rules for exactly those operations of a model that a few batches show to need float32, or to do without it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+
+from polyamp.diagnosis.evidence import Evidence, overflowing, poisoned, relaxable, too_narrow, without_a_scale
+from polyamp.diagnosis.probe import Probe
+from polyamp.diagnosis.recording import Recording, merge
+from polyamp.diagnosis.verbs import record, sixteen_bit
+from polyamp.errors import InvalidValueError
+from polyamp.layout import aligned, finite, plural, power, share, write_json
+from polyamp.policy import Policy
+from polyamp.policy import policy as make_policy
+
+if TYPE_CHECKING:
+    from os import PathLike
+
+ROUNDS = 16
+"""How often rules are added and the batches looked at again, at most. Each round keeps at least one more in float32."""
+
+Observe = Callable[[Policy, bool], Recording]
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """What `calibrate` gives: rules, the evidence for each, and what the model looks like without and with them.
+
+    Attributes:
+        policy: the policy with these rules in front of its own.
+        evidence: why each rule is there.
+        batches: how many were looked at.
+        before: all batches under the policy as it was given.
+        after: the same under the rules.
+    """
+
+    policy: Policy
+    evidence: tuple[Evidence, ...]
+    batches: int
+    before: Probe
+    after: Probe
+
+    @cached_property
+    def rules(self) -> dict[str, str]:
+        """Class by pattern, as `polyamp.policy` takes them: ``policy(name, rules=calibration.rules)``."""
+        return {one.rule: one.op_class for one in self.evidence}
+
+    @property
+    def is_safe(self) -> bool:
+        """Whether, with the rules, the forward pass fits and some loss scale serves all gradients."""
+        return self.after.is_safe
+
+    def as_dict(self) -> dict[str, Any]:
+        """As JSON values."""
+        rows = ({**one._asdict(), "headroom": finite(one.headroom)} for one in self.evidence)
+        return {
+            "policy": str(self.policy),
+            "rules": self.rules,
+            "batches": self.batches,
+            "safe": self.is_safe,
+            "evidence": list(rows),
+            "before": _summary(self.before),
+            "after": _summary(self.after),
+        }
+
+    def save(self, path: str | PathLike[str]) -> None:
+        """Write `as_dict` to a JSON file."""
+        write_json(self.as_dict(), path)
+
+    def __str__(self) -> str:
+        recording, count = self.before.recording, len(self.evidence)
+        counts = f"{plural(self.batches, 'batch', 'es')}, {plural(count, 'rule')} to add"
+        lines = [f"{recording.framework}, {recording.policy}: {counts}"]
+        if self.evidence:
+            header = ("rule", "class", "was", "amax", "L1 lost", "headroom", "why")
+            lines += ["", aligned([header, *map(_row, self.evidence)], right={3, 4, 5})]
+            lines += ["", "rules={", *(f'    "{rule}": "{name}",' for rule, name in self.rules.items()), "}"]
+        lines += ["", f"safe loss scales: {_scales(self.before)}; with the rules: {_scales(self.after)}"]
+        return "\n".join([*lines, *([] if self.is_safe else self.after.conclusions())])
+
+
+def calibrate(
+    fn: Any,
+    batches: Iterable[Any],
+    policy: Policy | str | None = None,
+    *,
+    share: float = 0.01,
+    margin: float = 3.0,
+    backend: str | None = None,
+) -> Calibration:
+    """Run a step on a few batches, in float32, and give the rules that this model needs on top of a policy's.
+
+    Kept in float32 is what a policy computes in 16 bits and what overflows there, loses more than ``share``, or has
+    gradients that no loss scale serves together with the others. Let into 16 bits is what the table keeps in float32
+    for its range alone, and what stays well inside of the format here: exponentials, powers, reciprocals and the like.
+    Reductions, losses and normalisations are never let in: float32 is for the accuracy of their sums, which no range
+    shows. Nor are logarithms, squares, sines and cosines, which hang on bits of their argument that 16 bits lack.
+
+    >>> import jax.numpy as jnp
+    >>> def loss_fn(params, x):
+    ...     return (x @ params["w"] * 1e-6).mean()
+    >>> params, batch = {"w": jnp.full((4, 2), 300.0)}, jnp.full((8, 4), 300.0)
+    >>> calibrate(loss_fn, [(params, batch)], "mixed_float16").rules
+    {'matmul': 'full'}
+
+    Args:
+        fn: a step, as for `polyamp.probe`.
+        batches: its arguments, for each step a tuple (or the one argument that it takes).
+        policy: a policy or its name; None as for `polyamp.probe`.
+        share: of the L1 mass of a 16-bit activation that may be lost, from 0 to 1.
+        margin: powers of two that stay free above the largest gradient, and that an operation that is let into 16 bits
+            has to stay inside of the format, in both directions.
+        backend: the framework's name, where neither the step nor the batches tell.
+
+    Raises:
+        InvalidTypeError: ``fn`` cannot be called, or gives no loss.
+        InvalidValueError: no batches, or a share or margin outside of its range.
+        UnsupportedError: the framework's adapter records no steps.
+    """
+    chosen, steps = sixteen_bit(policy), _steps(batches)
+    _check("share", share, 1.0)
+    _check("margin", margin, 100.0)
+
+    def observe(policy: Policy, widened: bool) -> Recording:
+        return merged(record(fn, args, {}, policy, backend, widened=widened, scale=None) for args in steps)
+
+    before = Probe(observe(chosen, True), chosen.compute, margin=margin)
+    protecting, protected = _protect(observe, chosen, before, share)
+    relaxing, after = _relax(observe, _with(chosen, protecting), protected)
+    evidence = tuple(one._replace(batches=len(steps)) for one in (*protecting, *relaxing))
+    return Calibration(_with(chosen, evidence), evidence, len(steps), before, after)
+
+
+def merged(recordings: Iterable[Recording]) -> Recording:
+    """Recordings of one step on several batches as one: of equal places, the elements of all; gradients unscaled."""
+    each = [recording.unscaled() for recording in recordings]
+    return replace(each[0], observations=tuple(merge(chain.from_iterable(one.observations for one in each))))
+
+
+def _protect(observe: Observe, policy: Policy, probe: Probe, share: float) -> tuple[list[Evidence], Probe]:
+    """Evidence for what has to stay in float32, and the probe with those rules.
+
+    Each round looks again, since what follows float32 work becomes float32 by itself.
+    """
+    found: dict[str, Evidence] = {}
+    for _ in range(ROUNDS):
+        unfit = _unfit(observe, _with(policy, found.values()), probe, share)
+        new = {one.rule: one for one in unfit if one.rule not in found}
+        if not new:
+            break
+        found |= new
+        probe = replace(probe, recording=observe(_with(policy, found.values()), True))
+    return list(found.values()), probe
+
+
+def _unfit(observe: Observe, policy: Policy, probe: Probe, share: float) -> Sequence[Evidence]:
+    """What a round adds: the first of these that finds anything, since what comes later may be its consequence."""
+    if probe.broken:
+        return []
+    return (
+        list(overflowing(probe))
+        or list(too_narrow(probe, share))
+        or list(poisoned(observe(policy, False), probe))
+        or list(without_a_scale(probe))
+    )
+
+
+def _relax(observe: Observe, policy: Policy, probe: Probe) -> tuple[Sequence[Evidence], Probe]:
+    """Evidence for what may leave float32, and the probe with those rules too.
+
+    Only what does become 16-bit is there, and nothing where it makes the model unsafe.
+    """
+    candidates = list(relaxable(probe)) if probe.is_safe else []
+    if not candidates:
+        return [], probe
+    relaxed = replace(probe, recording=observe(_with(policy, candidates), True))
+    low = {one.place for one in relaxed.recording.observations if one.is_low}
+    kept = [one for one in candidates if one.place in low]
+    spoilt = _unfit(observe, _with(policy, kept), relaxed, share=1.0) if kept else []
+    return (kept, relaxed) if kept and not spoilt else ([], probe)
+
+
+def _with(policy: Policy, evidence: Iterable[Evidence]) -> Policy:
+    return make_policy(policy, rules={one.rule: one.op_class for one in evidence})
+
+
+def _steps(batches: Iterable[Any]) -> list[tuple[Any, ...]]:
+    steps = [batch if isinstance(batch, tuple) else (batch,) for batch in batches]
+    if not steps:
+        raise InvalidValueError(
+            "nothing to calibrate on",
+            where="calibrate(batches)",
+            found="no batches",
+            allowed="at least one",
+            fix="give the arguments of a few steps: [(params, batch), ...]",
+        )
+    return steps
+
+
+def _check(name: str, value: object, most: float) -> None:
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not number or not 0 <= value <= most:  # type: ignore[operator]
+        raise InvalidValueError(
+            f"invalid {name}",
+            where=f"calibrate({name}=)",
+            found=repr(value),
+            allowed=f"a number from 0 to {most:g}",
+            fix=f"give {name} a value in that range",
+        )
+
+
+def _summary(probe: Probe) -> dict[str, Any]:
+    window = probe.window
+    return {
+        "safe": probe.is_safe,
+        "window": None if window is None else window._asdict(),
+        "overflowing": [one.place for one in probe.overflowing],
+    }
+
+
+def _scales(probe: Probe) -> str:
+    if probe.overflowing:
+        return "none, the forward pass overflows"
+    window = probe.window
+    if window is None:
+        return "any, no gradient is in 16 bits"
+    return f"none (at least {power(window.low)}, at most {power(window.high)})" if window.is_empty else str(window)
+
+
+def _row(one: Evidence) -> tuple[str, ...]:
+    headroom = f"{one.headroom:+.1f} bits" if math.isfinite(one.headroom) else ""
+    return one.rule, one.op_class, one.was, f"{one.largest:.3g}", share(one.lost), headroom, one.why

@@ -1,0 +1,305 @@
+"""The checks of `polyamp.lint`: one small function each, over what an adapter collected, with its source."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from typing import Literal, NamedTuple
+
+from polyamp.diagnosis.facts import Facts
+from polyamp.flow import AS_WRITTEN
+from polyamp.formats import format_of
+from polyamp.layout import plural
+from polyamp.operations import OPERATIONS
+from polyamp.plan import PlannedOperation
+
+Severity = Literal["error", "warning", "note"]
+
+ALIGNMENT = 8
+"""Of the dimensions of 16-bit products, in elements (NVIDIA, Deep Learning Performance: Matrix Multiplication)."""
+
+STUCK_MASS = 0.3
+"""Probability that must not be stuck on wrong classes, all together; see `stuck_mass`."""
+
+
+class Said(NamedTuple):
+    """What a check's function gives for each thing it finds; see `Finding`."""
+
+    what: str
+    where: str
+    fix: str
+
+
+class Check(NamedTuple):
+    """One check: a pure function of facts, and how much what it finds matters.
+
+    Attributes:
+        severity: of all its findings; see `Finding`.
+        title: what it looks for.
+        source: who says that this is wrong.
+        find: gives what it finds.
+    """
+
+    severity: Severity
+    title: str
+    source: str
+    find: Callable[[Facts], Iterable[Said]]
+
+
+def stuck_mass(classes: int, rows: int, scale: float = 1.0) -> float:
+    """The probability that a softmax cannot take away from its wrong classes, in float16 at a static loss scale.
+
+    The gradient of a cross-entropy with respect to a wrong class's logit is that class's probability p, divided by the
+    number of rows that the loss is averaged over. It reaches the layers below in float16, times the scale, where
+    everything below half of the smallest subnormal, 2**-25, is rounded to zero. So a probability under
+    ``rows * 2**-25 / scale`` is never pushed down further, and all classes together may hold that much each. Where this
+    comes near 1 the model cannot even learn how frequent the classes are.
+
+    >>> stuck_mass(classes=50257, rows=2**15), stuck_mass(50257, 2**15, scale=1024.0)
+    (49.0791015625, 0.04792881011962890625)
+
+    Args:
+        classes: such as words of a vocabulary.
+        rows: in the loss's denominator, over all accumulated batches and devices.
+        scale: the loss scale.
+    """
+    return classes * rows * 2.0**-25 / scale
+
+
+def _not_wrapped(facts: Facts) -> Iterator[Said]:
+    if facts.optimizer == "plain" and _needs_scaling(facts) and not facts.layer_policies:
+        yield Said(
+            "the optimizer is not wrapped: in float16, gradients below 2^-25 become zero, and nothing skips a step "
+            "that overflowed",
+            "",
+            "polyamp.wrap_optimizer(optimizer, policy), and scale the loss with it",
+        )
+
+
+def _wrapped_twice(facts: Facts) -> Iterator[Said]:
+    if facts.optimizer == "wrapped twice":
+        yield Said(
+            "two loss scalings around one optimizer: gradients are divided twice",
+            "",
+            "wrap the plain optimizer, once; leave the framework's own loss scaling out",
+        )
+
+
+def _layers_unscaled(facts: Facts) -> Iterator[Said]:
+    if facts.layer_policies and facts.optimizer == "plain":
+        layers = [name for name, _ in facts.layer_policies]
+        names = ", ".join(dict.fromkeys(policy for _, policy in facts.layer_policies))
+        yield Said(
+            f"{plural(len(layers), 'layer')} with the policy {names}, and no loss scaling: compile() adds it only "
+            "where the model's own policy is mixed_float16",
+            _places(layers),
+            "model.compile(optimizer=polyamp.wrap_optimizer(optimizer, policy), ...)",
+        )
+
+
+def _no_masters(facts: Facts) -> Iterator[Said]:
+    if facts.low_parameters and not facts.has_masters:
+        known = "the optimizer keeps no float32 copies" if facts.optimizer else "no optimizer that keeps float32 copies"
+        yield Said(
+            f"{plural(len(facts.low_parameters), 'parameter')} in 16 bits, and {known}: an update smaller than about "
+            "1/2048 of a float16 weight (1/256 in bfloat16) is lost",
+            _places(facts.low_parameters),
+            "leave parameters in float32, or give lint the optimizer that polyamp.wrap_optimizer made, which keeps "
+            "float32 masters",
+        )
+
+
+def _foreign_casts(facts: Facts) -> Iterator[Said]:
+    for native, target, where in _casts(facts, foreign=True):
+        yield Said(
+            f"{native} to {target}, beside a policy that computes in {facts.policy.compute}",
+            where,
+            "remove the cast and let the policy decide, or name one 16-bit format in both",
+        )
+
+
+def _manual_casts(facts: Facts) -> Iterator[Said]:
+    for native, target, where in _casts(facts, foreign=False):
+        yield Said(
+            f"{native} to {target} by hand: it stays whatever policy is chosen",
+            where,
+            "remove it where the policy does the same; else say it as a rule of the policy",
+        )
+
+
+def _narrow_operations(facts: Facts) -> Iterator[Said]:
+    narrow = [op for op in _planned(facts) if _is_full(op.name) and _is_low(op.format)]
+    for reason in dict.fromkeys(op.reason for op in narrow):
+        ops = [op for op in narrow if op.reason == reason]
+        names = list(dict.fromkeys(op.name for op in ops))
+        rules = ", ".join(f'"{name}": "full"' for name in names)
+        yield Said(
+            f"in {ops[0].format} by {reason}, though the table has float32 for it: {', '.join(names)}",
+            _places(op.where for op in ops),
+            f"leave that rule out, or put before it rules={{{rules}}}",
+        )
+
+
+def _unaligned(facts: Facts) -> Iterator[Said]:
+    places: dict[tuple[str, str, str], list[str]] = {}
+    for product in facts.products:
+        odd = {key: size for key, size in product.sizes.items() if size > ALIGNMENT and size % ALIGNMENT}
+        if odd and _is_low(product.format):
+            sizes = ", ".join(f"{key} = {size}" for key, size in odd.items())
+            padded = ", ".join(f"{size} -> {-(-size // ALIGNMENT) * ALIGNMENT}" for size in dict.fromkeys(odd.values()))
+            places.setdefault((f"{product.name} in {product.format}", sizes, padded), []).append(product.where)
+    for (name, sizes, padded), where in places.items():
+        yield Said(
+            f"{name} with {sizes}: Tensor Cores are fastest where 16-bit sizes are multiples of {ALIGNMENT}",
+            _places(where),
+            f"pad {padded}",
+        )
+
+
+def _no_tensor_cores(facts: Facts) -> Iterator[Said]:
+    if _is_low(facts.policy.compute):
+        yield from _older(facts, (7, 0), "no Tensor Cores", "train in float32 there: 16 bits save memory alone")
+
+
+def _no_bfloat16(facts: Facts) -> Iterator[Said]:
+    if facts.policy.compute == "bfloat16":
+        yield from _older(facts, (8, 0), "no bfloat16 Tensor Cores", 'use polyamp.policy("mixed_float16") there')
+
+
+def _stuck_losses(facts: Facts) -> Iterator[Said]:
+    scale = _starting_scale(facts)
+    for loss in facts.losses if facts.policy.compute == "float16" else ():
+        mass = stuck_mass(loss.classes, loss.rows, scale)
+        if mass > STUCK_MASS:
+            needed = math.ceil(math.log2(mass * scale / STUCK_MASS))
+            yield Said(
+                f"{loss.classes} classes, averaged over {loss.rows} rows, at a loss scale of {scale:g}: gradients of "
+                f"probabilities under {loss.rows * 2.0**-25 / scale:.1e} round to zero, which leaves up to "
+                f"{min(mass, 1.0):.0%} of the probability on wrong classes",
+                loss.where,
+                f"wrap the optimizer with a dynamic loss scale, or with LossScale.fixed(2.0**{needed}) or more",
+            )
+
+
+def _unused_rules(facts: Facts) -> Iterator[Said]:
+    for pattern in facts.plan.unused_rules if facts.plan else ():
+        yield Said(
+            f"the rule {pattern!r} matches nothing",
+            "",
+            "polyamp.explain lists the operations and their paths: correct the pattern, or remove it",
+        )
+
+
+def _lowers_nothing(facts: Facts) -> Iterator[Said]:
+    if facts.plan and _is_low(facts.policy.compute) and not any(_is_low(op.format) for op in _planned(facts)):
+        yield Said(
+            f"the policy computes in {facts.policy.compute}, and no operation of this step does",
+            "",
+            "print polyamp.explain of the same step: it says for every operation why",
+        )
+
+
+def _needs_scaling(facts: Facts) -> bool:
+    return facts.policy.compute == "float16" and facts.policy.loss_scale.check
+
+
+def _starting_scale(facts: Facts) -> float:
+    """The scale that training starts at; PyTorch's and Keras's own start at 2**16 and 2**15."""
+    if facts.optimizer == "plain":
+        return 1.0
+    return 2.0**15 if facts.optimizer == "native scaler" else facts.policy.loss_scale.init
+
+
+def _casts(facts: Facts, *, foreign: bool) -> Iterator[tuple[str, str, str]]:
+    """Casts with the same words as one; ``foreign`` are those to a 16-bit format that is not the policy's."""
+    places: dict[tuple[str, str], list[str]] = {}
+    for cast in facts.casts:
+        if (_is_low(cast.format) and cast.format != facts.policy.compute) == foreign:
+            places.setdefault((cast.native, cast.format), []).append(cast.where)
+    return ((native, target, _places(where)) for (native, target), where in places.items())
+
+
+def _older(facts: Facts, than: tuple[int, int], lacks: str, fix: str) -> Iterator[Said]:
+    for device in facts.devices:
+        capability = device.get("capability") or device.get("compute_capability")
+        if capability and _version(capability) < than:
+            needs = ".".join(map(str, than))
+            yield Said(f"compute capability {capability}: {lacks}, which need {needs}", str(device["name"]), fix)
+
+
+def _version(capability: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in capability.split("."))
+
+
+def _planned(facts: Facts) -> tuple[PlannedOperation, ...]:
+    return facts.plan.operations if facts.plan else ()
+
+
+def _is_full(operation: str) -> bool:
+    return operation in OPERATIONS and OPERATIONS[operation].op_class == "full"
+
+
+def _is_low(format_name: str) -> bool:
+    return format_name != AS_WRITTEN and format_of(format_name).is_low
+
+
+def _places(names: Iterable[str], shown: int = 3) -> str:
+    """The first few, each once, and how many more."""
+    each = list(dict.fromkeys(filter(None, names)))
+    more = f" and {len(each) - shown} more" if len(each) > shown else ""
+    return ", ".join(each[:shown]) + more
+
+
+CHECKS: dict[str, Check] = {
+    "optimizer-not-wrapped": Check(
+        "error",
+        "float16 with an optimizer that scales no loss",
+        "Micikevicius et al., Mixed Precision Training, ICLR 2018, section 3.2",
+        _not_wrapped,
+    ),
+    "wrapped-twice": Check("error", "loss scaling inside loss scaling", "the definition of unscaling", _wrapped_twice),
+    "layers-not-scaled": Check(
+        "error",
+        "Keras layers that compute in float16 by their own policy, without loss scaling",
+        "Keras 3, Trainer.compile(auto_scale_loss=): it looks at the model's policy alone",
+        _layers_unscaled,
+    ),
+    "stuck-loss": Check(
+        "error", "classes whose gradients must underflow", "the limits of float16; see stuck_mass", _stuck_losses
+    ),
+    "no-masters": Check(
+        "warning",
+        "16-bit parameters without float32 copies",
+        "Micikevicius et al., Mixed Precision Training, ICLR 2018, section 3.1",
+        _no_masters,
+    ),
+    "foreign-cast": Check(
+        "warning", "a cast to another 16-bit format than the policy's", "the policy itself", _foreign_casts
+    ),
+    "narrow-operation": Check(
+        "warning", "an operation that needs float32, in 16 bits", "polyamp.operations", _narrow_operations
+    ),
+    "unused-rule": Check("warning", "a rule of the policy that matches nothing", "the plan", _unused_rules),
+    "lowers-nothing": Check("warning", "a 16-bit policy under which nothing is 16-bit", "the plan", _lowers_nothing),
+    "no-tensor-cores": Check(
+        "warning",
+        "a GPU below compute capability 7.0",
+        "NVIDIA, CUDA C++ Programming Guide, compute capabilities",
+        _no_tensor_cores,
+    ),
+    "no-bfloat16": Check(
+        "warning",
+        "bfloat16 on a GPU below compute capability 8.0",
+        "NVIDIA, CUDA C++ Programming Guide, compute capabilities",
+        _no_bfloat16,
+    ),
+    "manual-cast": Check("note", "a cast that the user's code makes", "the policy itself", _manual_casts),
+    "unaligned": Check(
+        "note",
+        "sizes of 16-bit products that Tensor Cores do not like",
+        "NVIDIA, Train With Mixed Precision, and Matrix Multiplication Background, of the Deep Learning Performance "
+        "documentation",
+        _unaligned,
+    ),
+}
+"""All checks by code."""

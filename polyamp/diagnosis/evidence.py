@@ -1,0 +1,205 @@
+"""What a record says for and against 16 bits at each place of a model; `polyamp.diagnosis.calibration` collects it."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+from polyamp.diagnosis.probe import Probe
+from polyamp.diagnosis.recording import ACTIVATION, GRADIENT, PARAMETER, Observation, Recording
+from polyamp.diagnosis.spread import LOWEST
+from polyamp.formats import format_of
+from polyamp.layout import power, share
+from polyamp.operations import OPERATIONS
+
+RELAXABLE = frozenset(
+    {"exp", "exp2", "expm1", "pow", "integer_pow", "rsqrt", "reciprocal", "cbrt", "hypot", "sinh", "cosh", "softplus"}
+)
+"""Operations that are float32 by the table for no other reason than the range of their results and derivatives.
+
+An exponential that stays a few bits inside of float16 has an argument below 8, which float16 knows to 0.4 %. Left out,
+although they work element by element, are those that need the bits of their argument: log and log1p (small
+probabilities), square (a variance as the difference of two means), sin, cos and tan (arguments past a few turns).
+"""
+
+
+class Evidence(NamedTuple):
+    """Why a rule is there.
+
+    Attributes:
+        rule: the pattern, of one operation at one path.
+        op_class: what the rule makes of it, "full" or "follow".
+        place: the operation with its path, as it was recorded.
+        was: its class without the rule.
+        why: what was observed, in words.
+        largest: largest magnitude that was observed, in float32.
+        lost: share of its L1 mass that the format would lose.
+        headroom: powers of two between the largest magnitude and the format's end, for gradients without a loss scale.
+        batches: over how many batches.
+    """
+
+    rule: str
+    op_class: str
+    place: str
+    was: str
+    why: str
+    largest: float
+    lost: float
+    headroom: float
+    batches: int = 1
+
+
+def pattern_of(place: str) -> str:
+    """The pattern of a rule about one operation with its path, in which no character stands for others.
+
+    >>> pattern_of("decoder/0/exp"), pattern_of("params['w']/exp")
+    ('decoder/0/exp', "params[[]'w']/exp")
+    """
+    *_, named = re.split(r"[./]{2,}|^[./]", place)  # from the last blank component on: patterns have none
+    return re.sub(r"([*?[])", r"[\1]", named)
+
+
+def overflowing(probe: Probe) -> Iterator[Evidence]:
+    """What the forward pass computes beyond the format: products first, and else what follows them."""
+    most = format_of(probe.format).max
+    for one in _causes(probe.overflowing):
+        yield _evidence(
+            probe, one, "full", f"{one.spread.largest:.3g} is beyond {probe.format}, which ends at {most:g}"
+        )
+
+
+def too_narrow(probe: Probe, tolerated: float) -> Iterator[Evidence]:
+    """What the forward pass computes too small for the format."""
+    losing = [one for one in _forward(probe.recording) if one.spread.lost(probe.format) > tolerated]
+    for one in _causes(losing):
+        lost = share(one.spread.lost(probe.format))
+        yield _evidence(probe, one, "full", f"{lost} of its L1 mass would be lost in {probe.format}")
+
+
+def poisoned(narrow: Recording, probe: Probe) -> Iterator[Evidence]:
+    """Of a record in the formats themselves: the first 16-bit result that is not finite although float32's fits.
+
+    Its input, which float32 work made, is beyond the format that it is cast to.
+    """
+    bad = next((one for one in narrow.of_kind(ACTIVATION) if not one.spread.is_finite), None)
+    for one in probe.recording.of_kind(ACTIVATION):
+        if bad and bad.is_low and one.place == bad.place:
+            yield _evidence(
+                probe, one, "full", f"an input of it is beyond {probe.format}: the result is not finite there"
+            )
+            return
+
+
+def without_a_scale(probe: Probe) -> Iterator[Evidence]:
+    """Where no loss scale serves all gradients: the fewest places that have to leave 16 bits for one that does."""
+    if probe.window is None or not probe.window.is_empty:
+        return
+    counting = {id(one) for one in probe.counting}
+    limits = [
+        (one, probe.need(one) if id(one) in counting else 0.0, probe.bear(one) * 2.0**-probe.margin)
+        for one in probe.bounding
+    ]
+    makers = {id(one): _makers(probe.recording, one) for one in probe.bounding}
+
+    def against(scale: float) -> list[Observation]:
+        return [one for one, low, high in limits if not low <= scale <= high]
+
+    def cost(scale: float) -> tuple[int, float]:
+        made = [makers[id(one)] for one in against(scale)]
+        return len({maker.place for each in made for maker in each}) + len(makers) * made.count([]), -scale
+
+    scales = {edge for _, low, high in limits for edge in (low, high) if 0 < edge < math.inf}
+    best = min(scales, key=cost)
+    for one in against(best):
+        for maker in makers[id(one)]:
+            needs = f"needs a loss scale of {power(probe.need(one))} to {power(probe.bear(one))}; others, {power(best)}"
+            yield _evidence(probe, maker, "full", f"its {one.kind} {needs}", observed=one)
+
+
+def relaxable(probe: Probe) -> Iterator[Evidence]:
+    """What is float32 for its range alone, and stays inside of the format with its gradients, by the probe's margin.
+
+    Nothing for formats that have float32's range.
+    """
+    limits = format_of(probe.format)
+    if limits.exponent_bits == format_of("float32").exponent_bits:
+        return
+    for one in probe.recording.of_kind(ACTIVATION):
+        if one.name in RELAXABLE and one.op_class in ("full", "follow") and not (one.is_low or _is_part(one)):
+            room = min(
+                _room(probe, one), *(_gradient_room(probe, gradient) for gradient in _gradients(probe, one)), math.inf
+            )
+            if math.isfinite(room) and room >= probe.margin:
+                yield _evidence(probe, one, "follow", f"stays {room:.1f} bits inside of {probe.format}")
+
+
+def _is_part(one: Observation) -> bool:
+    """Whether it is a step of a larger operation that is float32 for its sums, such as the exp of a softmax in JAX."""
+    names = (name.strip("_") for name in re.split(r"[./]", one.where))
+    return any(name in OPERATIONS and OPERATIONS[name].op_class == "full" for name in names)
+
+
+def _room(probe: Probe, one: Observation) -> float:
+    """By how many powers of two all elements stay between the format's smallest normal number and its largest."""
+    limits, spread = format_of(probe.format), one.spread
+    if not spread.largest:
+        return math.inf
+    smallest = next(place for place, count in enumerate(spread.counts) if count)
+    return min(spread.headroom(probe.format), smallest + LOWEST - math.log2(limits.smallest_normal))
+
+
+def _gradient_room(probe: Probe, one: Observation) -> float:
+    """By how many powers of two the recommended loss scale is away from those that a gradient does not stand."""
+    if not one.spread.largest:
+        return math.inf
+    scale = math.log2(probe.recommended.init)
+    need = probe.need(one)
+    return min(scale - math.log2(need) if need else math.inf, one.spread.headroom(probe.format) - scale)
+
+
+def _gradients(probe: Probe, one: Observation) -> list[Observation]:
+    return [each for each in probe.recording.of_kind(GRADIENT) if _same_path(each.where, one.where)]
+
+
+def _makers(recording: Recording, one: Observation) -> list[Observation]:
+    """The 16-bit operations of the forward pass that a gradient is of: of its own place, else of its path."""
+    path = _parent(one.name) if one.kind == PARAMETER else one.where
+    here = [each for each in _forward(recording) if _same_path(each.where, path)]
+    same = [each for each in here if each.name == one.name]
+    return same or [each for each in here if each.op_class == "lower"]
+
+
+def _forward(recording: Recording) -> list[Observation]:
+    return [one for one in recording.of_kind(ACTIVATION) if one.is_low and one.spread.is_finite]
+
+
+def _causes(observations: Iterable[Observation]) -> Sequence[Observation]:
+    """Of what overflows or is lost, the products; what comes after float32 work becomes float32 by itself."""
+    each = [one for one in observations if one.op_class != "keep"]
+    return [one for one in each if one.op_class == "lower"] or each
+
+
+def _parent(name: str) -> str:
+    return "/".join(re.split(r"[./]", name)[:-1])
+
+
+def _same_path(one: str, other: str) -> bool:
+    return re.split(r"[./]", one) == re.split(r"[./]", other)
+
+
+def _evidence(
+    probe: Probe, maker: Observation, op_class: str, why: str, *, observed: Observation | None = None
+) -> Evidence:
+    spread = (observed or maker).spread
+    return Evidence(
+        pattern_of(maker.place),
+        op_class,
+        maker.place,
+        maker.op_class,
+        why,
+        spread.largest,
+        spread.lost(probe.format),
+        spread.headroom(probe.format),
+    )

@@ -1,0 +1,94 @@
+"""What is known of a training step before it runs: collected by an adapter, judged by `polyamp.diagnosis.lint`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+from polyamp.plan import Plan
+from polyamp.policy import Policy
+
+OptimizerState = Literal["", "plain", "wrapped", "wrapped twice", "native scaler"]
+
+
+class UserCast(NamedTuple):
+    """A cast that the user's own code makes to or from 16 bits.
+
+    Attributes:
+        where: module or scope path, or source line, as far as it is known.
+        native: what was written, in the framework's words: ``Tensor.half``, ``astype``, ``tf.cast``.
+        format: what it casts to.
+    """
+
+    where: str
+    native: str
+    format: str
+
+
+class Product(NamedTuple):
+    """A product of matrices or a convolution.
+
+    Attributes:
+        where: module or scope path.
+        name: canonical operation.
+        format: what the plan runs it in.
+        sizes: elements of each dimension that a Tensor Core's tiles have to divide: ``m``, ``n`` and ``k`` of a
+            product, ``in_channels`` and ``out_channels`` of a convolution.
+    """
+
+    where: str
+    name: str
+    format: str
+    sizes: Mapping[str, int]
+
+
+class ClassLoss(NamedTuple):
+    """A softmax or cross-entropy over many classes.
+
+    Attributes:
+        where: module or scope path.
+        classes: how many there are, such as words of a vocabulary.
+        rows: by how many rows (tokens, examples) the loss is divided in one call.
+    """
+
+    where: str
+    classes: int
+    rows: int
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What an adapter knows of a step, or of a model, under a policy without running it.
+
+    >>> from polyamp import policy
+    >>> Facts("torch", policy("mixed_float16"), optimizer="plain").low_parameters
+    ()
+
+    Attributes:
+        framework: the adapter's name.
+        policy: the policy in question.
+        plan: of the step under the policy; None where it cannot be traced.
+        optimizer: what the optimizer that was given is: "" where none was, "plain", polyamp's ("wrapped"), polyamp's
+            around polyamp's or around the framework's own loss scaling ("wrapped twice"), or scaled by the framework's
+            own means ("native scaler").
+        low_parameters: names of parameters that are stored in 16 bits.
+        has_masters: whether the optimizer keeps float32 copies of those.
+        layer_policies: of Keras, the layers whose own policy computes in float16, each with that policy's name.
+        casts: the user's own casts to or from 16 bits.
+        products: matrix products and convolutions.
+        losses: softmaxes and cross-entropies, with how many classes and rows they have.
+        devices: as the adapter's ``describe()["devices"]`` has them.
+    """
+
+    framework: str
+    policy: Policy
+    plan: Plan | None = None
+    optimizer: OptimizerState = ""
+    low_parameters: tuple[str, ...] = ()
+    has_masters: bool = False
+    layer_policies: tuple[tuple[str, str], ...] = ()
+    casts: tuple[UserCast, ...] = ()
+    products: tuple[Product, ...] = ()
+    losses: tuple[ClassLoss, ...] = ()
+    devices: tuple[Mapping[str, Any], ...] = ()

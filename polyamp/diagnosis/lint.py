@@ -1,0 +1,176 @@
+"""What can be known before training: `lint` asks an adapter for facts, and `polyamp.diagnosis.checks` judge them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from polyamp import registry
+from polyamp.diagnosis.checks import CHECKS, Severity
+from polyamp.diagnosis.facts import ClassLoss, Facts, Product, UserCast
+from polyamp.diagnosis.verbs import sixteen_bit
+from polyamp.errors import InvalidTypeError, InvalidValueError
+from polyamp.layout import plural
+from polyamp.policy import Policy
+from polyamp.verbs import offering
+
+__all__ = ["ClassLoss", "Facts", "Finding", "Product", "Report", "UserCast", "judge", "lint"]
+
+
+class Finding(NamedTuple):
+    """One thing that `lint` found.
+
+    Attributes:
+        code: which check found it; a key of `polyamp.diagnosis.checks.CHECKS`.
+        severity: "error", training will fail or stall; "warning", it may; "note", it could be faster or clearer.
+        what: what was found.
+        where: scope, parameter or device; empty where it is about the step as a whole.
+        fix: what to do.
+    """
+
+    code: str
+    severity: Severity
+    what: str
+    where: str
+    fix: str
+
+
+@dataclass(frozen=True)
+class Report:
+    """What `lint` found, the worst first: iterable, true where there is anything, and text to print.
+
+    >>> print(Report("torch", "mixed_float16", ()))
+    torch, mixed_float16: nothing found
+
+    Attributes:
+        framework: the adapter's name.
+        policy: the policy's text.
+        findings: errors, then warnings, then notes.
+    """
+
+    framework: str
+    policy: str
+    findings: tuple[Finding, ...]
+
+    def __iter__(self) -> Iterator[Finding]:
+        return iter(self.findings)
+
+    def __len__(self) -> int:
+        return len(self.findings)
+
+    @property
+    def errors(self) -> tuple[Finding, ...]:
+        """Those after which training will fail or stall."""
+        return self._of("error")
+
+    @property
+    def warnings(self) -> tuple[Finding, ...]:
+        """Those after which it may."""
+        return self._of("warning")
+
+    @property
+    def notes(self) -> tuple[Finding, ...]:
+        """Those that cost speed or clarity alone."""
+        return self._of("note")
+
+    def _of(self, severity: Severity) -> tuple[Finding, ...]:
+        return tuple(finding for finding in self.findings if finding.severity == severity)
+
+    def as_dict(self) -> dict[str, Any]:
+        """As JSON values."""
+        return {
+            "framework": self.framework,
+            "policy": self.policy,
+            "findings": [finding._asdict() for finding in self.findings],
+        }
+
+    def __str__(self) -> str:
+        counts = ((len(self._of(severity)), severity) for severity in _SEVERITIES)
+        found = ", ".join(plural(count, name) for count, name in counts if count)
+        heading = f"{self.framework}, {self.policy}: {found or 'nothing found'}"
+        return f"{heading}\n\n{self.table()}" if self.findings else heading
+
+    def rows(self) -> list[tuple[str, ...]]:
+        """The findings as a table, a heading first; nothing where nothing was found."""
+        fields = ("severity", "code", "what", "where", "fix")
+        each = [tuple(str(getattr(finding, name)) for name in fields) for finding in self]
+        return [("severity", "code", "what", "where", "to do"), *each] if each else []
+
+    def table(self) -> str:
+        """The findings as text, a paragraph each: their texts are long."""
+        return "\n\n".join(map(_paragraph, self))
+
+
+_SEVERITIES: tuple[Severity, ...] = ("error", "warning", "note")
+
+
+def _paragraph(finding: Finding) -> str:
+    parts = (("where:", finding.where), ("to do:", finding.fix))
+    lines = [f"{finding.severity}: {finding.what} [{finding.code}]"]
+    return "\n".join([*lines, *(f"  {label:<7}{text}" for label, text in parts if text)])
+
+
+def lint(
+    target: Any,
+    /,
+    *args: Any,
+    policy: Policy | str | None = None,
+    optimizer: Any = None,
+    backend: str | None = None,
+    rows: int | None = None,
+    accumulate: int = 1,
+    **kwargs: Any,
+) -> Report:
+    """What will go wrong in training under a policy, as far as it can be known without running a step.
+
+    >>> import torch
+    >>> model = torch.nn.Linear(16, 16)
+    >>> report = lint(model, torch.ones(8, 16), policy="mixed_float16", optimizer=torch.optim.SGD(model.parameters()))
+    >>> [finding.code for finding in report.errors]
+    ['optimizer-not-wrapped']
+
+    Args:
+        target: a step, a loss function or a model, as for `polyamp.probe`.
+        *args: its arguments; without them, what only a traced step can tell is left out.
+        policy: a policy or its name; None is the current policy where that computes in 16 bits, else mixed_float16.
+        optimizer: the one that the step is trained with, wrapped or not.
+        backend: the framework's name, where neither the target nor the arguments tell.
+        rows: by how many rows (tokens, examples) the loss is divided; None is what the target's own losses show.
+        accumulate: how many calls, on how many devices, make one step, where the loss is divided by that number too.
+        **kwargs: the target's keyword arguments.
+
+    Raises:
+        InvalidTypeError: no adapter knows the target or its arguments; ``rows`` or ``accumulate`` is no integer.
+        InvalidValueError: ``rows`` or ``accumulate`` is less than 1.
+        UnsupportedError: the framework's adapter has no facts to give.
+    """
+    factor = _count("accumulate", accumulate)
+    denominator = None if rows is None else _count("rows", rows)
+    adapter = offering("facts", backend, (target, args, kwargs, optimizer), where="lint(target, *args)")
+    facts: Facts = registry.verb(adapter, "facts")(target, args, kwargs, sixteen_bit(policy), optimizer)
+    losses = (loss._replace(rows=factor * (denominator or loss.rows)) for loss in facts.losses)
+    return judge(replace(facts, losses=tuple(losses)))
+
+
+def judge(facts: Facts) -> Report:
+    """Apply every check to what is known of a step.
+
+    >>> from polyamp import policy
+    >>> facts = Facts("torch", policy("mixed_float16"), optimizer="wrapped twice")
+    >>> [finding.code for finding in judge(facts)]
+    ['wrapped-twice']
+    """
+    findings = [Finding(code, check.severity, *said) for code, check in CHECKS.items() for said in check.find(facts)]
+    findings.sort(key=lambda finding: _SEVERITIES.index(finding.severity))
+    return Report(facts.framework, str(facts.policy), tuple(findings))
+
+
+def _count(name: str, value: object) -> int:
+    where, allowed = f"lint({name}=)", "an integer of at least 1"
+    if isinstance(value, bool) or not isinstance(value, int):
+        found = f"{value!r} ({type(value).__name__})"
+        raise InvalidTypeError(f"{name} is no integer", where=where, found=found, allowed=allowed, fix="give a count")
+    if value < 1:
+        raise InvalidValueError(f"{name} is too small", where=where, found=value, allowed=allowed, fix="give a count")
+    return value

@@ -1,0 +1,174 @@
+"""Looks at the health of training every so many steps, and tells loggers, TensorBoard or whatever is to know."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+from polyamp.diagnosis.health import Health, check_probe, health
+from polyamp.errors import InvalidTypeError, InvalidValueError
+
+if TYPE_CHECKING:
+    from polyamp.diagnosis.probe import Probe
+
+
+class HealthMonitor:
+    """Called at each step, looks at the loss scale every so many, and hands a `Health` to every hook.
+
+    The other calls count and do nothing more, so that the device is waited for once in ``every`` steps only.
+
+    >>> import torch
+    >>> from polyamp import wrap_optimizer
+    >>> opt = wrap_optimizer(torch.optim.SGD([torch.ones(2, requires_grad=True)], lr=0.1), "mixed_float16")
+    >>> monitor = HealthMonitor(every=2, hooks=[print])
+    >>> for _ in range(3):
+    ...     _ = monitor(opt)
+    steps 0  skipped 0  scale 2^16  calibrating
+
+    Args:
+        every: calls from one look to the next.
+        hooks: functions of a `Health`, such as `log_health` and `write_health` make; None logs.
+        probe: see `health`.
+
+    Raises:
+        InvalidTypeError: ``every`` is no integer, a hook cannot be called, or ``probe`` is none.
+        InvalidValueError: ``every`` is less than 1.
+    """
+
+    def __init__(
+        self,
+        every: int = 100,
+        hooks: Iterable[Callable[[Health], object]] | None = None,
+        probe: Probe | None = None,
+    ) -> None:
+        check_count("every", every, where="HealthMonitor(every=)")
+        check_probe(probe, where="HealthMonitor(probe=)")
+        self.every = every
+        self.hooks = (log_health(),) if hooks is None else tuple(_check_hooks(hooks))
+        self.probe = probe
+        self._calls = 0
+
+    def __call__(self, holder: Any) -> Health | None:
+        """Look, if it is time to; see `health` for what ``holder`` may be, and for the errors.
+
+        Returns:
+            What the hooks were given, None where it was not time.
+        """
+        self._calls += 1
+        if self._calls % self.every:
+            return None
+        found = health(holder, self.probe)
+        for hook in self.hooks:
+            hook(found)
+        return found
+
+
+def log_health(logger: Any = None, level: int | None = None) -> Callable[[Health], None]:
+    """A hook for plain logging: a line for each look, as a warning with what to do where it is alarming.
+
+    >>> import logging
+    >>> hook = log_health(logging.getLogger("training"), logging.DEBUG)
+
+    Args:
+        logger: a ``logging.Logger``, or what has its ``log(level, message, *values)``; None is the logger ``polyamp``.
+        level: of lines that say nothing alarming; None is ``logging.INFO``.
+
+    Raises:
+        InvalidTypeError: no logger, or a level that is no integer.
+    """
+    import logging  # takes milliseconds, which `import polyamp` does not need to
+
+    target = logging.getLogger("polyamp") if logger is None else logger
+    usual = logging.INFO if level is None else level
+    if not callable(getattr(target, "log", None)):
+        raise wrong_type(logger, "log_health(logger=)", "a logging.Logger", "give logging.getLogger(...), or None")
+    if isinstance(usual, bool) or not isinstance(usual, int):
+        raise wrong_type(level, "log_health(level=)", "an integer", "give logging.INFO, for example")
+
+    def hook(found: Health) -> None:
+        if found.alarming:
+            target.log(logging.WARNING, "%s. %s", found, found.finding)
+        else:
+            target.log(usual, "%s", found)
+
+    return hook
+
+
+def write_health(writer: Any, prefix: str = "loss_scale") -> Callable[[Health], None]:
+    """A hook for TensorBoard: the scale as a power of two, the margin, and the skipped steps, over the steps.
+
+    >>> from polyamp import LossScale, LossScaleState
+    >>> written = []
+    >>> hook = write_health(lambda tag, value, step: written.append((tag, value, step)))
+    >>> hook(Health(LossScale(), LossScaleState(2.0**15, 3, 1, 0, 1, steps=4, overflow_scale=2.0**16)))
+    >>> written[0], written[-1]
+    (('loss_scale/log2', 15.0, 4), ('loss_scale/margin', 1.0, 4))
+
+    Args:
+        writer: what has ``add_scalar(tag, value, step)``, as the ``SummaryWriter`` of torch and tensorboardX, of
+            MLflow's and other loggers' adapters; or a function of those three, such as ``tf.summary.scalar``, which
+            writes to TensorFlow's current writer.
+        prefix: of the tags.
+
+    Raises:
+        InvalidTypeError: neither.
+    """
+    write = getattr(writer, "add_scalar", writer)
+    if not callable(write):
+        allowed = "an object with add_scalar(tag, value, step), or a function of those"
+        raise wrong_type(writer, "write_health(writer)", allowed, "give a SummaryWriter, or tf.summary.scalar")
+
+    def hook(found: Health) -> None:
+        counts = {name: float(getattr(found, name)) for name in ("skipped", "skipped_in_a_row", "unexpected")}
+        values = {"log2": math.log2(found.scale), **counts, "margin": found.margin}
+        for name, value in values.items():
+            if value is not None:
+                write(f"{prefix}/{name}", value, found.steps)
+
+    return hook
+
+
+def check_count(name: str, value: object, *, where: str) -> None:
+    """Refuse what is no number of steps.
+
+    >>> check_count("every", 100, where="HealthMonitor(every=)")
+
+    Raises:
+        InvalidTypeError: no integer.
+        InvalidValueError: less than 1.
+    """
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise wrong_type(value, where, "an integer", f"give {name} a whole number of steps")
+    if value < 1:
+        raise InvalidValueError(
+            f"invalid {name}",
+            where=where,
+            found=repr(value),
+            allowed="an integer of at least 1",
+            fix=f"give {name} a whole number of steps",
+        )
+
+
+def _check_hooks(hooks: Any) -> Iterable[Callable[[Health], object]]:
+    if not isinstance(hooks, Iterable):
+        raise wrong_type(hooks, "HealthMonitor(hooks=)", "several functions", "give a list: hooks=[log_health()]")
+    for hook in hooks:
+        if not callable(hook):
+            raise wrong_type(hook, "HealthMonitor(hooks=)", "functions of a Health", "give log_health(), for example")
+        yield hook
+
+
+def wrong_type(found: object, where: str, allowed: str, fix: str) -> InvalidTypeError:
+    """The error for an argument of a type that it may not have.
+
+    >>> isinstance(wrong_type(3, "write_health(writer)", "a writer", "give one"), TypeError)
+    True
+    """
+    return InvalidTypeError(
+        "an argument of the wrong type",
+        where=where,
+        found=f"{found!r} ({type(found).__name__})",
+        allowed=allowed,
+        fix=fix,
+    )

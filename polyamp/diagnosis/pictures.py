@@ -1,0 +1,196 @@
+"""The pictures of a probe and of a sweep: the only module here that needs matplotlib, and only when it draws."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import PurePath
+from typing import TYPE_CHECKING, Any
+
+from polyamp import registry
+from polyamp.diagnosis.probe import Probe
+from polyamp.diagnosis.recording import ACTIVATION, GRADIENT, PARAMETER, Observation
+from polyamp.diagnosis.spread import LOWEST, Spread
+from polyamp.diagnosis.sweep import Sweep
+from polyamp.errors import InvalidValueError
+from polyamp.formats import Format, format_of
+from polyamp.layout import power
+
+if TYPE_CHECKING:
+    from os import PathLike
+
+FAINTEST = 1e-4
+"""Share of a tensor's elements that the palest colour of the heat map stands for."""
+
+_LABELLED = 48  # rows of a panel that still have room for a name each
+_TITLES = {
+    ACTIVATION: "activations",
+    GRADIENT: "gradients of activations",
+    PARAMETER: "gradients of parameters",
+}
+_LOST, _LIMIT, _SAFE = "#d9d9d9", "#c0392b", "#2e7d5b"
+_MARKS = {"ok": ("o", _SAFE), "too small": ("v", "#1f5fa8"), "too large": ("^", _LIMIT), "failed": ("x", "black")}
+
+
+def draw_probe(probe: Probe, path: str | PathLike[str]) -> None:
+    """Draw a heat map of every tensor over powers of two, with the format's limits, into an image file.
+
+    A row is a tensor, in the order of computation, and darker where more of its elements are. Names in grey are of
+    tensors that the policy keeps in float32. Lines are the format's smallest subnormal, smallest normal and largest
+    number; in the panels of gradients, what is lost or too large at the recommended loss scale is grey.
+
+    Raises:
+        InvalidValueError: the file's ending is of no image format.
+        MissingFrameworkError: matplotlib is not installed.
+    """
+    panels = {kind: rows for kind in _TITLES if (rows := list(probe.recording.of_kind(kind)))}
+    heights = [max(len(rows), 3) for rows in panels.values()] or [3]
+    figure = _figure(path, (10, min(max(1.8 + 0.2 * sum(heights), 3.5), 16)))
+    axes = list(figure.subplots(len(heights), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0])
+    low, high = _range(probe)
+    for axis, (kind, rows) in zip(axes, panels.items(), strict=False):
+        _heat(axis, rows, low, high)
+        axis.set_title(f"{_TITLES[kind]} ({len(rows)})", loc="left", fontsize=9, pad=14)
+        _limit_lines(axis, format_of(probe.format))
+        if kind != ACTIVATION and probe.window is not None:
+            _scaled_out(axis, probe, low, high)
+    if panels:
+        bar = figure.colorbar(axes[0].collections[0], ax=axes, pad=0.01, aspect=30, shrink=0.6)
+        bar.set_label("share of the tensor's elements")
+    axes[-1].set_xlabel("log2 of the magnitude")
+    figure.suptitle(_title(probe), fontsize=11)
+    figure.savefig(path, dpi=150)
+
+
+def draw_sweep(sweep: Sweep, path: str | PathLike[str]) -> None:
+    """Draw the final loss over the loss scale, with the reference and the probed window, into an image file.
+
+    Raises:
+        InvalidValueError: the file's ending is of no image format.
+        MissingFrameworkError: matplotlib is not installed.
+    """
+    figure = _figure(path, (9, 4.5))
+    axis = figure.subplots()
+    scales = [math.log2(trial.scale) for trial in sweep.trials]
+    if sweep.probed and not sweep.probed.is_empty:
+        low, high = (math.log2(max(limit, 2.0**-126)) for limit in sweep.probed)
+        axis.axvspan(low, high, color=_SAFE, alpha=0.15, lw=0, label="probed window")
+    if sweep.reference is not None:
+        label = "float32" if sweep.measured else "best of the sweep"
+        axis.axhline(sweep.reference, color="black", lw=1, ls="--", label=f"{label}: {sweep.reference:.4f}")
+    finite = [trial for trial in sweep.trials if trial.is_finite]
+    axis.plot([math.log2(trial.scale) for trial in finite], [trial.loss for trial in finite], color="grey", lw=1)
+    _outcomes(axis, sweep)
+    axis.set_xlim(min(scales) - 1, max(scales) + 1)
+    axis.set_xticks(scales, [power(trial.scale) for trial in sweep.trials], fontsize=9, rotation=45)
+    axis.set(xlabel="static loss scale", ylabel="final loss")
+    axis.spines[["top", "right"]].set_visible(False)
+    figure.legend(loc="outside right upper", frameon=False, fontsize=9)
+    figure.savefig(path, dpi=150)
+
+
+def _figure(path: str | PathLike[str], size: tuple[float, float]) -> Any:
+    try:
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError as error:
+        raise registry.missing("matplotlib", extra="plot") from error
+    figure = Figure(figsize=size, layout="constrained")
+    known = figure.canvas.get_supported_filetypes()
+    if PurePath(path).suffix.lstrip(".").lower() not in known:
+        raise InvalidValueError(
+            "no image format has this ending",
+            where="plot(path)",
+            found=repr(str(path)),
+            allowed=", ".join(f".{ending}" for ending in sorted(known)),
+            fix="name the file, for example, probe.png",
+        )
+    return figure
+
+
+def _range(probe: Probe) -> tuple[int, int]:
+    """The exponents to show: the limits, also divided by the scale, and what elements have, not too far from them."""
+    limits = format_of(probe.format)
+    seen = [place + LOWEST for one in probe.recording.observations for place, n in enumerate(one.spread.counts) if n]
+    below, above = round(math.log2(limits.smallest_subnormal)), math.ceil(math.log2(limits.max))
+    if above - below > 100:  # a format of float32's range: its limits are far from anything
+        return min(seen, default=-20) - 1, max(seen, default=0) + 2
+    lost = below - 1 - max(0, round(math.log2(probe.recommended.init)))
+    return max(min([*seen, lost]), below - 32) - 2, min(max([*seen, above]), above + 16) + 2
+
+
+def _heat(axis: Any, rows: Sequence[Observation], low: int, high: int) -> None:
+    from matplotlib.colors import LogNorm
+
+    shares = [_shares(one.spread, low, high) for one in rows]
+    colours = LogNorm(FAINTEST, 1.0, clip=True)
+    axis.pcolormesh(range(low, high + 1), range(len(rows) + 1), shares, cmap="Blues", norm=colours, zorder=2)
+    axis.set_xlim(low, high)
+    axis.set_ylim(len(rows), 0)
+    labelled = range(0, len(rows), math.ceil(len(rows) / _LABELLED))
+    axis.set_yticks([row + 0.5 for row in labelled], [_name(rows[row]) for row in labelled], fontsize=6.5)
+    for label, row in zip(axis.get_yticklabels(), labelled, strict=True):
+        label.set_color("black" if rows[row].is_low else "grey")
+    axis.tick_params(axis="y", length=0)
+
+
+def _shares(spread: Spread, low: int, high: int) -> list[float]:
+    """Share of a tensor's elements with each exponent; NaN, which is drawn as nothing, for none."""
+    shares = [0.0] * (high - low)
+    for place, count in enumerate(spread.counts):
+        shares[min(max(place + LOWEST - low, 0), len(shares) - 1)] += count / max(spread.seen, 1)
+    return [share or math.nan for share in shares]
+
+
+def _name(one: Observation, longest: int = 44) -> str:
+    return one.place if len(one.place) <= longest else f"…{one.place[1 - longest :]}"
+
+
+def _limit_lines(axis: Any, limits: Format) -> None:
+    left, right = axis.get_xlim()
+    named = ((limits.smallest_subnormal, "subnormal", ":"), (limits.smallest_normal, "normal", "--"))
+    for value, name, line in (*named, (limits.max, "largest", "-")):
+        place = math.log2(value)
+        if left < place < right:
+            axis.axvline(place, color=_LIMIT, lw=1.2, ls=line, zorder=3)
+            _above(axis, place, name, _LIMIT)
+
+
+def _scaled_out(axis: Any, probe: Probe, low: int, high: int) -> None:
+    """Grey, where a gradient is lost or overflows although the recommended scale multiplies it."""
+    limits, shift = format_of(probe.format), math.log2(probe.recommended.init)
+    lost, overflow = math.log2(limits.smallest_subnormal) - 1 - shift, math.log2(limits.max) - shift
+    for start, end, name in ((low, lost, "lost, scaled"), (overflow, high, "too large, scaled")):
+        if low <= start < end <= high:
+            axis.axvspan(start, end, color=_LOST, lw=0, zorder=1)
+            _above(axis, (start + end) / 2, name, "grey")
+
+
+def _above(axis: Any, place: float, text: str, colour: str) -> None:
+    """A word above the panel."""
+    axis.text(place, 0, text, color=colour, fontsize=6.5, va="bottom", ha="center")
+
+
+def _title(probe: Probe) -> str:
+    window = probe.window
+    said = "no loss scale is needed" if window is None else f"safe loss scales {window}"
+    if window is not None and window.is_empty:
+        said = "no loss scale serves all gradients"
+    start = f"; grey: lost or too large at {power(probe.recommended.init)}" if window is not None else ""
+    policy = probe.recording.policy.partition(" ")[0]
+    return f"{probe.recording.framework}, {policy}: limits of {probe.format}; {said}{start}"
+
+
+def _outcomes(axis: Any, sweep: Sweep) -> None:
+    """A mark for each run; those without a finite loss in a row at the upper edge."""
+    from matplotlib.transforms import blended_transform_factory
+
+    edge = blended_transform_factory(axis.transData, axis.transAxes)
+    labels = set[str]()
+    for trial, outcome in zip(sweep.trials, sweep.outcomes, strict=True):
+        label = outcome if trial.is_finite else f"{outcome}, no finite loss"
+        marker, colour = _MARKS[outcome]
+        look: dict[str, Any] = {"marker": marker, "color": colour, "fillstyle": "full" if trial.is_finite else "none"}
+        height, where = (trial.loss, axis.transData) if trial.is_finite else (1.03, edge)
+        look |= {"ls": "", "zorder": 3, "transform": where, "clip_on": False}
+        axis.plot([math.log2(trial.scale)], [height], label=None if label in labels else label, **look)
+        labels.add(label)

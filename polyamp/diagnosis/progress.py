@@ -1,0 +1,53 @@
+"""How far a long call has come: a bar on a terminal, lines elsewhere, or whatever the caller wants."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+
+Show = Callable[[int, int, str], None]
+Progress = bool | Show
+
+
+@contextmanager
+def progressing(progress: Progress, total: int, title: str) -> Iterator[Callable[[str], None]]:
+    """A function to be called with a line of text after each of ``total`` parts.
+
+    >>> with progressing(lambda done, total, text: print(f"{done}/{total} {text}"), 2, "work") as said:
+    ...     said("the first")
+    1/2 the first
+
+    Args:
+        progress: True shows it on standard error: a bar where that is a terminal and rich is installed, else lines.
+            False shows nothing. A function is called with ``(parts done, parts in all, text)``.
+        total: how many parts there are.
+        title: what the bar is called before its first part is done.
+    """
+    with ExitStack() as stack:
+        show = progress if callable(progress) else _shown(stack, total, title) if progress else _nothing
+        parts = itertools.count(1)
+        yield lambda text: show(next(parts), total, text)
+
+
+def _shown(stack: ExitStack, total: int, title: str) -> Show:
+    if not sys.stderr.isatty():
+        return _line
+    try:
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+    except ModuleNotFoundError:
+        return _line
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    bars = stack.enter_context(Progress(*columns, console=Console(stderr=True)))
+    bar = bars.add_task(title, total=total)
+    return lambda done, total, text: bars.update(bar, completed=done, description=text)
+
+
+def _line(done: int, total: int, text: str) -> None:
+    print(f"{done}/{total} {text}", file=sys.stderr, flush=True)
+
+
+def _nothing(done: int, total: int, text: str) -> None:
+    """Where no progress is wanted."""

@@ -1,0 +1,326 @@
+"""Training at one static loss scale after another: which of them reach the loss that float32 reaches."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+from polyamp.diagnosis.probe import Probe, Window
+from polyamp.diagnosis.progress import Progress, progressing
+from polyamp.errors import InvalidTypeError, InvalidValueError, PolyampError
+from polyamp.layout import aligned, power, write_json
+
+if TYPE_CHECKING:
+    from os import PathLike
+
+SCALES = tuple(2.0**exponent for exponent in range(-4, 31, 4))
+"""Those that `sweep` tries where it is given none."""
+
+Outcome = Literal["ok", "too small", "too large", "failed"]
+
+
+class Trial(NamedTuple):
+    """One training run of a sweep.
+
+    Attributes:
+        scale: the static loss scale.
+        loss: the final loss, perhaps inf or NaN; None where it failed.
+        skipped: skipped steps; None where ``train`` did not say.
+        failure: the text of the polyamp error that ended it; empty where none did.
+    """
+
+    scale: float
+    loss: float | None
+    skipped: int | None = None
+    failure: str = ""
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether it came to a finite loss."""
+        return self.loss is not None and math.isfinite(self.loss)
+
+    def __str__(self) -> str:
+        reached = "failed" if self.loss is None else f"loss {self.loss:.4f}"
+        return f"scale {power(self.scale)}: {reached}{f', {self.skipped} skipped' if self.skipped else ''}"
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """What `sweep` gives. Prints as a table.
+
+    >>> found = Sweep((Trial(1.0, 5.7), Trial(256.0, 5.37), Trial(65536.0, 5.37), Trial(2.0**26, 7.6, 100)), 5.37)
+    >>> found.outcomes, found.window
+    (('too small', 'ok', 'ok', 'too large'), Window(2^8 .. 2^16))
+
+    Args:
+        trials: by ascending scale.
+        reference: the loss to reach; None where no run came to a finite one.
+        tolerance: how far from it a loss may be, in either direction, in the loss's own unit (nats of a cross-entropy).
+            A loss that is better is no parity either: what underflows can act as a regulariser.
+        probe: of the same model, to compare with.
+        measured: whether the reference was given, and is not just the best loss of these trials.
+    """
+
+    trials: tuple[Trial, ...]
+    reference: float | None
+    tolerance: float = 0.01
+    probe: Probe | None = None
+    measured: bool = True
+
+    @cached_property
+    def outcomes(self) -> tuple[Outcome, ...]:
+        """For each trial: "ok", its loss is within the tolerance of the reference; "too small"; "too large", it came to
+        no finite loss or skipped steps; "failed", with a polyamp error.
+
+        Where ``train`` does not count skipped steps, a loss that is off is of too large a scale above the ok ones, or
+        above the best one where none is ok.
+        """
+        return tuple(map(self._outcome, self.trials))
+
+    def _outcome(self, trial: Trial) -> Outcome:
+        if trial.failure:
+            return "failed"
+        if self._is_ok(trial):
+            return "ok"
+        above = trial.skipped is None and trial.scale > self._pivot
+        return "too large" if not trial.is_finite or trial.skipped or above else "too small"
+
+    def _is_ok(self, trial: Trial) -> bool:
+        return trial.is_finite and abs(self.difference(trial)) <= self.tolerance
+
+    def difference(self, trial: Trial) -> float:
+        """By how much a trial's loss is above the reference; NaN where either is not there."""
+        return math.nan if trial.loss is None or self.reference is None else trial.loss - self.reference
+
+    @cached_property
+    def _pivot(self) -> float:
+        ok = [trial.scale for trial in self.trials if self._is_ok(trial)]
+        finite = [trial for trial in self.trials if trial.is_finite]
+        best = min(finite, key=lambda trial: abs(self.difference(trial)), default=None)
+        return max(ok) if ok else best.scale if best else 0.0
+
+    @cached_property
+    def window(self) -> Window | None:
+        """The smallest and the largest scale of the longest run of ok ones, the upper of two; None where none is ok."""
+        runs: list[list[float]] = [[]]
+        for trial, outcome in zip(self.trials, self.outcomes, strict=True):
+            if outcome == "ok":
+                runs[-1].append(trial.scale)
+            elif runs[-1]:
+                runs.append([])
+        longest = max(reversed(runs), key=len)
+        return Window(longest[0], longest[-1]) if longest else None
+
+    @property
+    def probed(self) -> Window | None:
+        """The probe's window, where there is one."""
+        return self.probe.window if self.probe else None
+
+    @cached_property
+    def unsafe(self) -> tuple[Trial, ...]:
+        """Trials inside of the probed window that are not ok: where the probe was wrong."""
+        window = self.probed
+        tried = zip(self.trials, self.outcomes, strict=True)
+        return tuple(trial for trial, outcome in tried if window and trial.scale in window and outcome != "ok")
+
+    def as_dict(self) -> dict[str, Any]:
+        """As JSON values; losses that are not finite as text."""
+        rows = zip(self.trials, self.outcomes, strict=True)
+        return {
+            "reference": self.reference,
+            "measured": self.measured,
+            "tolerance": self.tolerance,
+            "window": _limits(self.window),
+            "probed": _limits(self.probed),
+            "trials": [{**trial._asdict(), "loss": _number(trial.loss), "outcome": outcome} for trial, outcome in rows],
+        }
+
+    def save(self, path: str | PathLike[str]) -> None:
+        """Write `as_dict` to a JSON file."""
+        write_json(self.as_dict(), path)
+
+    def plot(self, path: str | PathLike[str]) -> None:
+        """Draw the final loss over log2 of the scale, with the reference and the probed window, into an image file.
+
+        Raises:
+            MissingFrameworkError: matplotlib is not installed.
+        """
+        from polyamp.diagnosis.pictures import draw_sweep
+
+        draw_sweep(self, path)
+
+    def __str__(self) -> str:
+        return "\n".join([self._heading(), "", self.table(), "", *self._said()])
+
+    def rows(self) -> list[tuple[str, ...]]:
+        """The table: a heading, and a row for each trial."""
+        heading = ("scale", "loss", "off by", "skipped", "outcome", *(["probe"] if self.probed else []))
+        return [heading, *self._rows()]
+
+    def table(self) -> str:
+        """The rows as an aligned table."""
+        return aligned(self.rows(), right=range(4))
+
+    def _heading(self) -> str:
+        if self.reference is None:
+            return "no run came to a finite loss"
+        which = "" if self.measured else ", the best of these runs"
+        return f"reference loss {self.reference:.4f}{which}; ok is within {self.tolerance:g} of it"
+
+    def _rows(self) -> Iterator[tuple[str, ...]]:
+        for trial, outcome in zip(self.trials, self.outcomes, strict=True):
+            off = self.difference(trial)
+            yield (
+                power(trial.scale),
+                "" if trial.loss is None else f"{trial.loss:.4f}",
+                f"{off:+.4f}" if math.isfinite(off) else "",
+                "" if trial.skipped is None else str(trial.skipped),
+                outcome,
+                *(["safe" if trial.scale in self.probed else ""] if self.probed else []),
+            )
+
+    def _said(self) -> Iterator[str]:
+        yield f"ok: {self.window}" if self.window else "no scale is ok"
+        if self.probed:
+            wrong = ", ".join(power(trial.scale) for trial in self.unsafe)
+            inside = sum(trial.scale in self.probed for trial in self.trials)
+            yield f"the probe's window: {self.probed}; of {inside} scales in it, not ok: {wrong or 'none'}"
+        for trial in self.trials:
+            if trial.failure:
+                yield f"at {power(trial.scale)}: {trial.failure}"
+
+
+def sweep(
+    train: Callable[[float], Any],
+    scales: Iterable[float] | None = None,
+    *,
+    probe: Probe | None = None,
+    reference: float | Callable[[], Any] | None = None,
+    tolerance: float = 0.01,
+    progress: Progress = True,
+) -> Sweep:
+    """Train briefly at each of some static loss scales, and say which reach the loss of float32.
+
+    >>> def train(scale):  # a model whose gradients underflow below 2**4 and overflow above 2**20
+    ...     return 1.0 if 2.0**4 <= scale <= 2.0**20 else 1.5
+    >>> sweep(train, reference=1.0, progress=False).window
+    Window(2^4 .. 2^20)
+
+    Args:
+        train: ``train(scale)`` trains a fresh model, from the same start and on the same batches each time, with
+            ``LossScale.fixed(scale)``, and returns the final loss (a number, or a scalar of any framework) or
+            ``(loss, skipped steps)``.
+        scales: positive numbers, powers of two as a rule; None is 2^-4 .. 2^28 in steps of 4 powers.
+        probe: what `polyamp.probe` said of the same model: its window is compared, and shaded in the plot.
+        reference: the loss of the same training in float32, or a function without arguments that trains it; None is
+            the best loss of the sweep.
+        tolerance: how far from the reference is still ok, in the loss's own unit.
+        progress: a bar (lines where standard error is no terminal) on standard error; False for nothing; or a function
+            that is called with ``(runs done, runs in all, text)``.
+
+    Raises:
+        InvalidTypeError: ``train`` cannot be called, or gives no loss.
+        InvalidValueError: no scales, or one that is not a positive finite number.
+
+    Whatever else ``train`` raises goes through; polyamp's own errors, such as `LossScaleError`, end only that run.
+    """
+    chosen = _checked_scales(SCALES if scales is None else scales)
+    _check_arguments(train, probe, tolerance)
+    with progressing(progress, len(chosen) + callable(reference), "sweep") as done:
+        goal = _reference(reference, done)
+        trials = tuple(_trial(train, scale, done) for scale in chosen)
+    best = min((trial.loss for trial in trials if trial.is_finite and trial.loss is not None), default=None)
+    return Sweep(trials, best if goal is None else goal, tolerance, probe, measured=goal is not None)
+
+
+def _reference(reference: Any, done: Callable[[str], None]) -> float | None:
+    if reference is None:
+        return None
+    loss, _ = _read(reference() if callable(reference) else reference, where="sweep(reference=)")
+    if not math.isfinite(loss):
+        raise InvalidValueError(
+            "the reference loss is not finite",
+            where="sweep(reference=)",
+            found=loss,
+            allowed="a finite number",
+            fix="find out why float32 diverges before looking at scales",
+        )
+    if callable(reference):
+        done(f"reference: loss {loss:.4f}")
+    return loss
+
+
+def _trial(train: Callable[[float], Any], scale: float, done: Callable[[str], None]) -> Trial:
+    try:
+        trial = Trial(scale, *_read(train(scale), where="sweep(train)"))
+    except _Unreadable:
+        raise
+    except PolyampError as error:
+        trial = Trial(scale, None, failure=str(error))
+    done(str(trial))
+    return trial
+
+
+class _Unreadable(InvalidTypeError):
+    """What ``train`` gave is no loss: a fault of the call, which no scale changes."""
+
+
+def _read(given: Any, *, where: str) -> tuple[float, int | None]:
+    """The loss and the skipped steps of what a training function returned."""
+    loss, skipped = given if isinstance(given, tuple | list) and len(given) == 2 else (given, None)
+    try:
+        if isinstance(loss, str | bool):
+            raise TypeError
+        number = loss.item() if hasattr(loss, "item") else loss  # float() of a tensor that has a gradient warns
+        return float(number), None if skipped is None else int(skipped)
+    except (TypeError, ValueError) as error:
+        raise _Unreadable(
+            "this is no loss",
+            where=where,
+            found=f"{given!r} ({type(given).__name__})",
+            allowed="a number, a scalar array, or (loss, skipped steps)",
+            fix="return the final loss, averaged to one number",
+        ) from error
+
+
+def _checked_scales(scales: Iterable[float]) -> Sequence[float]:
+    chosen = sorted(set(scales))
+    wrong = [scale for scale in chosen if isinstance(scale, bool) or not 0 < scale < math.inf]
+    if wrong or not chosen:
+        raise InvalidValueError(
+            "a sweep tries positive, finite scales",
+            where="sweep(scales=)",
+            found=", ".join(map(repr, wrong)) or "none",
+            allowed="at least one number greater than 0",
+            fix="write, for example, [2.0**n for n in range(0, 25, 4)]",
+        )
+    return [float(scale) for scale in chosen]
+
+
+def _check_arguments(train: object, probe: object, tolerance: object) -> None:
+    wrong = [
+        ("train", train, callable(train), "a function of the scale"),
+        ("probe", probe, probe is None or isinstance(probe, Probe), "what polyamp.probe returned"),
+        ("tolerance", tolerance, isinstance(tolerance, int | float) and tolerance >= 0, "a number, 0 or greater"),
+    ]
+    for name, value, fits, allowed in wrong:
+        if not fits:
+            raise InvalidTypeError(
+                f"{name} is not what a sweep takes",
+                where=f"sweep({name}=)",
+                found=f"{value!r} ({type(value).__name__})",
+                allowed=allowed,
+                fix="see help(polyamp.sweep)",
+            )
+
+
+def _limits(window: Window | None) -> dict[str, float] | None:
+    return None if window is None else window._asdict()
+
+
+def _number(loss: float | None) -> float | str | None:
+    """JSON has no inf and no NaN."""
+    return loss if loss is None or math.isfinite(loss) else str(loss)

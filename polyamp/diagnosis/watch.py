@@ -1,0 +1,130 @@
+"""A training step that explains itself where steps are skipped again and again."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+from polyamp.diagnosis.health import Health, health
+from polyamp.diagnosis.monitor import HealthMonitor, check_count, wrong_type
+from polyamp.diagnosis.verbs import diagnose
+from polyamp.diagnosis.verdict import Verdict
+from polyamp.errors import InvalidTypeError, PolyampError, UsageError, warn_once
+from polyamp.policy import Policy
+from polyamp.policy import policy as make_policy
+
+Step = TypeVar("Step", bound=Callable[..., Any])
+
+
+def watch(
+    step: Step,
+    holder: Any = None,
+    *,
+    after: int = 4,
+    monitor: HealthMonitor | None = None,
+    on_verdict: Callable[[Verdict], object] | None = None,
+    policy: Policy | str | None = None,
+    **options: Any,
+) -> Step:
+    """The same training step, which is diagnosed by itself where several steps in a row are skipped.
+
+    At every ``after``-th call the loss scale's counters are read, which waits for the device. Where at least ``after``
+    steps in a row were skipped, `polyamp.diagnose` looks at the step with that call's arguments before it runs: once
+    for each run of skips. Nothing of the step or its result changes.
+
+    >>> import torch
+    >>> from polyamp import wrap_optimizer
+    >>> weight = torch.ones(2, requires_grad=True)
+    >>> opt = wrap_optimizer(torch.optim.SGD([weight], lr=0.1), "mixed_float16")
+    >>> def step(x):
+    ...     opt.zero_grad()
+    ...     opt.backward((weight * x).sum())
+    ...     opt.step()
+    >>> step = watch(step, opt)
+    >>> step(torch.ones(2))
+
+    Args:
+        step: a training step, as `polyamp.diagnose` takes it.
+        holder: what `polyamp.health` takes: the wrapped optimizer or the loss scaler. None is the step's arguments, for
+            JAX, where the state is one of them; donated buffers are read while they are still there.
+        after: skipped steps in a row that are worth a look.
+        monitor: called at every call too.
+        on_verdict: what is to have the verdict; None gives it as a `PolyampWarning`.
+        policy: of `polyamp.diagnose`.
+        **options: of `polyamp.diagnose`: ``scale`` or ``backend``.
+
+    Raises:
+        InvalidTypeError: ``step`` or ``on_verdict`` cannot be called, ``after`` is no integer, ``monitor`` no monitor.
+        InvalidValueError: ``after`` is less than 1, or the policy unknown.
+        UsageError: at the first look, where there is no holder and the arguments hold no loss scale.
+    """
+    _check(step, monitor, on_verdict)
+    check_count("after", after, where="watch(after=)")
+    chosen = None if policy is None else make_policy(policy)
+    tell = _warn if on_verdict is None else on_verdict
+    watcher = _Watcher(after, functools.partial(diagnose, step, policy=chosen, **options), tell)
+
+    @functools.wraps(step)
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        where = (args, kwargs) if holder is None else holder
+        if monitor is not None:
+            monitor(where)
+        watcher.before(where, args, kwargs)
+        return step(*args, **kwargs)
+
+    return watched  # type: ignore[return-value]
+
+
+class _Watcher:
+    """Counts calls, and knows which run of skips was diagnosed last."""
+
+    def __init__(self, after: int, diagnose: Callable[..., Verdict], tell: Callable[[Verdict], object]) -> None:
+        self._after = after
+        self._diagnose = diagnose
+        self._tell = tell
+        self._calls = 0
+        self._diagnosed: int | None = None  # the step at which that run began
+
+    def before(self, holder: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        self._calls += 1
+        if self._calls % self._after == 0 and self._is_due(_look(holder)):
+            try:
+                verdict = self._diagnose(*args, **kwargs)
+            except PolyampError as error:  # the step itself may be fine, and training is to go on
+                warn_once(f"steps are being skipped, and no verdict can be given: {error}")
+            else:
+                self._tell(verdict)
+
+    def _is_due(self, found: Health) -> bool:
+        began = found.steps - found.skipped_in_a_row
+        if found.skipped_in_a_row < self._after or began == self._diagnosed:
+            return False
+        self._diagnosed = began
+        return True
+
+
+def _look(holder: Any) -> Health:
+    try:
+        return health(holder)
+    except (InvalidTypeError, UsageError) as error:
+        raise UsageError(
+            "no loss scale to watch",
+            where="watch(step, holder=)",
+            found=str(error).partition("\n")[0],
+            allowed="a wrapped optimizer or a loss scaler; in JAX, one optimizer state among the step's arguments",
+            fix="give it: polyamp.watch(step, optimizer)",
+        ) from error
+
+
+def _warn(verdict: Verdict) -> None:
+    warn_once(f"steps are being skipped in a row; this is why:\n{verdict}")
+
+
+def _check(step: object, monitor: object, on_verdict: object) -> None:
+    if not callable(step):
+        raise wrong_type(step, "watch(step)", "a function", "give the training step itself")
+    if not (monitor is None or callable(monitor)):
+        raise wrong_type(monitor, "watch(monitor=)", "a polyamp.HealthMonitor", "write HealthMonitor(every=100)")
+    if not (on_verdict is None or callable(on_verdict)):
+        raise wrong_type(on_verdict, "watch(on_verdict=)", "a function of a Verdict", "give print, for example")

@@ -1,0 +1,244 @@
+"""The commands that look at a user's own function: what they load, what they print, and how they end."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from polyamp import LossScaleError, Plan, cli
+from polyamp.commands.show import _show_rich
+from polyamp.commands.target import load, step_of, training_of
+from polyamp.diagnosis.lint import Finding, Report
+from polyamp.diagnosis.sweep import Sweep, Trial
+from polyamp.errors import InvalidTypeError, InvalidValueError
+from polyamp.plan import PlannedOperation
+
+TARGETS = '''
+import polyamp
+
+def train(scale):
+    """A model that needs a loss scale of 2**6 and overflows from 2**25 on."""
+    if scale >= 2.0**25:
+        raise polyamp.LossScaleError("only skipped steps")
+    return (5.0 if scale >= 2.0**6 else 5.5), 0
+
+def gives_train():
+    return train
+
+def gives_mapping():
+    return {"train": train, "reference": lambda: 5.0, "scales": [1.0, 2.0**8], "progress": False}
+
+def never_ok():
+    return {"train": lambda scale: float("nan"), "scales": [1.0]}
+
+def step(*batch):
+    return 1.0
+
+def loss():
+    return 0.5
+
+def with_arguments():
+    return step, 1, 2
+
+def loss_and_aux():
+    return 0.5, "aux"
+
+def in_mapping():
+    return {"step": step, "args": (1, 2), "kwargs": {"flag": True}, "policy": "mixed_bfloat16", "optimizer": "adam"}
+
+def unknown_key():
+    return {"step": step, "arguments": (1, 2)}
+
+def no_step():
+    return {"args": (1, 2)}
+
+def gives_number():
+    return 3.0
+
+def needs_batch(batch):
+    return step, batch
+
+class nested:
+    inner = staticmethod(loss)
+
+number = 3
+'''
+
+BROKEN = "import nothing_of_that_name"
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current directory, with modules of targets; nothing of them stays imported."""
+    (tmp_path / "targets.py").write_text(TARGETS)
+    (tmp_path / "broken.py").write_text(BROKEN)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    for name in ("targets", "broken"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    yield tmp_path  # type: ignore[misc]
+    sys.modules.pop("targets", None)
+
+
+def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    """The exit code of the command line in this process."""
+    monkeypatch.setattr(sys, "argv", ["polyamp", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    return int(ended.value.code or 0)
+
+
+def test_a_command_looks_in_the_current_directory(folder: Path) -> None:
+    command = [sys.executable, "-m", "polyamp", "sweep", "targets:train"]
+    done = subprocess.run(command, cwd=folder, env={**os.environ, "NO_COLOR": "1"}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "ok: 2^8 .. 2^24" in done.stdout
+    assert "only skipped steps" in done.stdout
+    assert "9/9 scale 2^28: failed" in done.stderr
+    assert not set(done.stdout) & set("\x1b━─│┃")
+
+
+@pytest.mark.parametrize("target", ["targets:train", "targets:gives_train", "targets:gives_mapping"])
+def test_sweep_takes_a_training_function_in_any_form(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], target: str
+) -> None:
+    assert run(monkeypatch, "sweep", target, "--lowest", "0", "--highest", "8", "--every", "8") == 0
+    assert "ok: 2^8 .. 2^8" in capsys.readouterr().out
+
+
+def test_options_of_a_mapping_reach_the_verb(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(monkeypatch, "sweep", "targets:gives_mapping", "--json", "-") == 0
+    said = capsys.readouterr()
+    saved = json.loads(said.out)
+    assert [trial["scale"] for trial in saved["trials"]] == [1.0, 2.0**8]
+    assert saved["measured"] is True
+    assert said.err == ""
+
+
+def test_json_goes_to_a_file_beside_the_table(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(monkeypatch, "sweep", "targets:gives_mapping", "--json", "sweep.json") == 0
+    assert json.loads((folder / "sweep.json").read_text())["window"] == {"low": 256.0, "high": 256.0}
+    assert "outcome" in capsys.readouterr().out
+
+
+def test_findings_are_exit_code_3(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert run(monkeypatch, "sweep", "targets:never_ok") == 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("sweep", "targets"), "names no function"),
+        (("sweep", "targets.py:train"), "names no function"),
+        (("probe", ":loss"), "names no function"),
+        (("probe", "missing:loss"), "no module missing"),
+        (("probe", "targets.missing:loss"), "no module targets.missing"),
+        (("probe", "targets:missing"), "one of its functions: "),
+        (("probe", "targets:nested.missing"), "targets has no nested.missing"),
+        (("lint", "targets:number"), "3 (int)"),
+        (("explain", "targets:needs_batch"), "needs_batch(batch)"),
+        (("probe", "targets:unknown_key"), "unknown 'arguments'"),
+        (("lint", "targets:no_step"), 'a function under "step"'),
+        (("sweep", "targets:gives_number"), "train(scale) itself"),
+        (("sweep", "targets:in_mapping"), 'a function under "train"'),
+        (("probe", "targets:loss", "--policy", "mixed_float17"), "mixed_float17"),
+        (("probe", "targets:loss", "--backend", "theano"), "no adapter of that name"),
+        (("sweep", "targets:gives_mapping", "--json", "no/folder/x.json"), "cannot be written"),
+    ],
+)
+def test_errors_are_told_without_a_traceback(
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: tuple[str, ...],
+    says: str,
+) -> None:
+    assert run(monkeypatch, *arguments) == 1
+    said = capsys.readouterr().err
+    assert says in said
+    assert "to do:" in said
+    assert "Traceback" not in said
+
+
+@pytest.mark.parametrize("arguments", [("probe",), ("sweep", "targets:train", "--every", "0"), ("lint", "a:b", "--no")])
+def test_a_wrong_command_line_is_exit_code_2(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...]
+) -> None:
+    assert run(monkeypatch, *arguments) == 2
+
+
+def test_an_import_that_fails_inside_of_the_module_goes_through(folder: Path) -> None:
+    with pytest.raises(ModuleNotFoundError, match="nothing_of_that_name"):
+        load("broken:anything")
+
+
+def test_names_may_be_dotted(folder: Path) -> None:
+    assert load("targets:nested.inner")() == 0.5
+
+
+@pytest.mark.parametrize(
+    ("name", "step", "args"),
+    [("loss", "loss", ()), ("with_arguments", "step", (1, 2)), ("loss_and_aux", "loss_and_aux", ())],
+)
+def test_a_step_in_any_form(folder: Path, name: str, step: str, args: tuple[int, ...]) -> None:
+    found = step_of(f"targets:{name}")
+    assert (found.step.__name__, found.args) == (step, args)
+
+
+def test_a_verb_gets_the_options_that_it_knows(folder: Path) -> None:
+    def verb(step: Any, /, *args: Any, policy: str, other: int = 0, **kwargs: Any) -> tuple[Any, ...]:
+        return args, policy, kwargs
+
+    target = step_of("targets:in_mapping")
+    assert target.call(verb) == ((1, 2), "mixed_bfloat16", {"flag": True})
+    assert target.call(verb, policy="mixed_float16")[1] == "mixed_float16"
+
+
+@pytest.mark.parametrize(("load_it", "error"), [(step_of, InvalidTypeError), (training_of, InvalidValueError)])
+def test_the_two_ways_to_load_refuse_each_others_forms(folder: Path, load_it: Any, error: type[Exception]) -> None:
+    name = "needs_batch" if load_it is step_of else "unknown_key"
+    with pytest.raises(error):
+        load_it(f"targets:{name}")
+
+
+PLANNED = [PlannedOperation("matmul", "dot", f"model[{i}]", "lower", "float16", f"rule {i}") for i in range(30)]
+PLAN = Plan("mixed_float16", tuple(PLANNED))
+SWEEP = Sweep((Trial(1.0, 5.5, 0), Trial(256.0, 5.0, 0)), 5.0)
+REPORT = Report("torch", "mixed_float16", (Finding("wrapped-twice", "error", "two loss scalings", "", "wrap once"),))
+NOTHING = Report("torch", "mixed_float16", ())
+
+
+@pytest.mark.parametrize(
+    ("report", "holds"),
+    [
+        (PLAN, ["30 operations (30 float16)", "lower", "model[29]"]),
+        (SWEEP, ["reference loss 5.0000", "too small", "ok: 2^8 .. 2^8"]),
+        (REPORT, ["1 error", "wrapped-twice", "wrap once"]),
+        (NOTHING, ["nothing found"]),
+    ],
+    ids=["plan", "sweep", "report", "nothing"],
+)
+def test_on_a_terminal_the_table_is_drawn(report: Any, holds: list[str]) -> None:
+    screen = io.StringIO()
+    _show_rich(report, Console(file=screen, width=120, color_system=None))
+    shown = screen.getvalue()
+    assert all(text in shown for text in holds), shown
+    assert ("─" in shown) == bool(report.rows())
+    assert shown.count(holds[-1]) == 1
+    assert all(len(line) <= 120 for line in shown.splitlines())
+
+
+def test_the_errors_of_polyamp_are_what_a_sweep_catches() -> None:
+    assert issubclass(LossScaleError, cli.PolyampError)

@@ -1,0 +1,203 @@
+"""The checks of lint: what each finds, what it leaves alone, and the report."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from polyamp import LossScale, Plan, policy
+from polyamp.diagnosis.checks import ALIGNMENT, CHECKS, STUCK_MASS, stuck_mass
+from polyamp.diagnosis.facts import ClassLoss, Facts, Product, UserCast
+from polyamp.diagnosis.lint import Finding, Report, judge
+from polyamp.formats import format_of
+from polyamp.plan import PlannedOperation
+
+FP16 = policy("mixed_float16")
+BF16 = policy("mixed_bfloat16")
+UNCHECKED = policy("mixed_float16", loss_scale=LossScale.none())
+OLD_GPU = {"name": "Tesla P100", "capability": "6.0", "fast": []}
+VOLTA = {"name": "Tesla V100", "compute_capability": "7.0", "fast": ["float16"]}
+CPU = {"name": "cpu", "compute_capability": None, "fast": []}
+
+
+def facts(chosen: Any = FP16, **known: Any) -> Facts:
+    return Facts("torch", chosen, **known)
+
+
+def planned(*operations: tuple[str, str, str], unused: tuple[str, ...] = ()) -> Plan:
+    """Operations by name, format and reason."""
+    rows = (PlannedOperation(name, name, "model", "follow", fmt, why) for name, fmt, why in operations)
+    return Plan("mixed_float16", tuple(rows), unused_rules=unused)
+
+
+def product(fmt: str = "float16", where: str = "head", **sizes: int) -> Product:
+    return Product(where, "matmul", fmt, sizes)
+
+
+LOWERED = planned(("matmul", "float16", "table"), ("softmax", "float32", "table"))
+
+FOUND = {
+    "optimizer-not-wrapped": [facts(optimizer="plain")],
+    "wrapped-twice": [facts(optimizer="wrapped twice"), facts(BF16, optimizer="wrapped twice")],
+    "layers-not-scaled": [facts(optimizer="plain", layer_policies=(("dense_1", "mixed_float16"),))],
+    "stuck-loss": [
+        facts(UNCHECKED, losses=(ClassLoss("head", 2000, 32768),)),
+        facts(optimizer="wrapped", losses=(ClassLoss("head", 50257, 2**33),)),
+    ],
+    "no-masters": [
+        facts(low_parameters=("weight",)),
+        facts(BF16, optimizer="plain", low_parameters=("weight",)),
+    ],
+    "foreign-cast": [facts(BF16, casts=(UserCast("block", "Tensor.half", "float16"),))],
+    "narrow-operation": [facts(plan=planned(("matmul", "float16", "table"), ("softmax", "float16", "rule 'soft*'")))],
+    "unused-rule": [facts(plan=planned(("matmul", "float16", "table"), unused=("decoder.*",)))],
+    "lowers-nothing": [facts(plan=planned(("matmul", "float32", "rule 'matmul'")))],
+    "no-tensor-cores": [facts(devices=(VOLTA, OLD_GPU))],
+    "no-bfloat16": [facts(BF16, devices=(VOLTA,))],
+    "manual-cast": [
+        facts(casts=(UserCast("block", "Tensor.half", "float16"),)),
+        facts(casts=(UserCast("block", "Tensor.float", "float32"),)),
+    ],
+    "unaligned": [facts(products=(product(m=32, n=50257, k=512),))],
+}
+
+CLEAN = {
+    "no facts": facts(),
+    "wrapped": facts(optimizer="wrapped", plan=LOWERED),
+    "native scaler": facts(optimizer="native scaler"),
+    "bfloat16 needs no wrapping": facts(BF16, optimizer="plain"),
+    "float32": facts(policy("float32"), optimizer="plain", plan=planned(("matmul", "float32", "table"))),
+    "no scaling by the policy's own word": facts(UNCHECKED, optimizer="plain"),
+    "masters": facts(optimizer="wrapped", low_parameters=("weight",), has_masters=True),
+    "layers with scaling": facts(optimizer="wrapped", layer_policies=(("dense", "mixed_float16"),)),
+    "few classes": facts(UNCHECKED, losses=(ClassLoss("head", 10, 32768),)),
+    "many classes, scaled": facts(optimizer="wrapped", losses=(ClassLoss("head", 50257, 32768),)),
+    "many classes, scaled natively": facts(optimizer="native scaler", losses=(ClassLoss("head", 50257, 32768),)),
+    "many classes in bfloat16": facts(BF16, losses=(ClassLoss("head", 50257, 2**30),)),
+    "aligned": facts(products=(product(m=32, n=50264, k=512),)),
+    "small": facts(products=(product(m=8, n=3, k=1),)),
+    "unaligned in float32": facts(products=(product("float32", n=50257), product("as written", n=50257))),
+    "new GPU": facts(devices=(VOLTA, CPU)),
+    "old GPU in float32": facts(policy("float32"), devices=(OLD_GPU,)),
+    "a kernel of the user's own": facts(
+        plan=planned(("matmul", "float16", "table"), ("mine", "as written", "unknown"))
+    ),
+}
+
+
+def cases() -> list[Any]:
+    return [pytest.param(code, known, id=code) for code, examples in FOUND.items() for known in examples]
+
+
+def test_every_check_has_a_case() -> None:
+    assert FOUND.keys() == CHECKS.keys()
+
+
+@pytest.mark.parametrize(("code", "known"), cases())
+def test_it_finds_this_and_nothing_else(code: str, known: Facts) -> None:
+    findings = list(judge(known))
+    assert [finding.code for finding in findings] == [code]
+    assert findings[0].severity == CHECKS[code].severity
+    assert findings[0].what
+    assert findings[0].fix
+
+
+@pytest.mark.parametrize("known", CLEAN.values(), ids=CLEAN)
+def test_it_leaves_alone_what_is_right(known: Facts) -> None:
+    assert not judge(known), str(judge(known))
+
+
+@pytest.mark.parametrize(("size", "padded"), [(50257, 50264), (9, 16), (1001, 1008)])
+def test_it_says_what_to_pad_to(size: int, padded: int) -> None:
+    (finding,) = judge(facts(products=(product(n=size, k=128),)))
+    assert f"n = {size}" in finding.what
+    assert f"{size} -> {padded}" in finding.fix
+    assert "128" not in finding.fix
+
+
+@given(st.integers(1, 10**6))
+def test_a_size_is_reported_exactly_where_it_misses_the_alignment(size: int) -> None:
+    assert bool(judge(facts(products=(product(n=size),)))) == (size > ALIGNMENT and size % ALIGNMENT != 0)
+
+
+def test_equal_products_are_one_finding() -> None:
+    (finding,) = judge(facts(products=tuple(product(where=f"block.{layer}", n=100) for layer in range(5))))
+    assert finding.where == "block.0, block.1, block.2 and 2 more"
+
+
+def test_casts_in_the_same_words_are_one_finding() -> None:
+    report = judge(facts(casts=tuple(UserCast(where, "Tensor.half", "float16") for where in "abba")))
+    assert [finding.where for finding in report] == ["a, b"]
+
+
+def test_operations_under_one_rule_are_one_finding_with_the_rules_to_paste() -> None:
+    plan = planned(*((name, "float16", "rule '*'") for name in ("matmul", "exp", "softmax", "exp")))
+    (finding,) = judge(facts(plan=plan))
+    assert 'rules={"exp": "full", "softmax": "full"}' in finding.fix
+
+
+@given(st.integers(2, 10**5), st.integers(1, 10**6), st.integers(-4, 24))
+def test_the_scale_that_a_stuck_loss_is_told_is_the_smallest_that_helps(classes: int, rows: int, power: int) -> None:
+    scaled = policy("mixed_float16", loss_scale=LossScale.fixed(2.0**power))
+    report = judge(facts(scaled, losses=(ClassLoss("head", classes, rows),)))
+    assert bool(report) == (stuck_mass(classes, rows, 2.0**power) > STUCK_MASS)
+    if report:
+        needed = int(report.findings[0].fix.partition("2.0**")[2].partition(")")[0])
+        assert stuck_mass(classes, rows, 2.0**needed) <= STUCK_MASS < stuck_mass(classes, rows, 2.0 ** (needed - 1))
+
+
+def test_stuck_mass_is_what_float16_rounds_to_zero() -> None:
+    half = format_of("float16").smallest_subnormal / 2
+    assert stuck_mass(classes=1000, rows=512, scale=4.0) == 1000 * 512 * half / 4
+
+
+def test_the_worst_comes_first() -> None:
+    report = judge(
+        facts(optimizer="plain", products=(product(n=100),), plan=planned(("matmul", "float16", ""), unused=("x",)))
+    )
+    assert [finding.severity for finding in report] == ["error", "warning", "note"]
+    assert (report.errors, report.warnings, report.notes) == tuple((finding,) for finding in report)
+
+
+REPORT = Report(
+    "torch",
+    "mixed_float16",
+    (
+        Finding("wrapped-twice", "error", "two loss scalings", "", "wrap once"),
+        Finding("unaligned", "note", "n = 100", "head", "pad 100 -> 104"),
+    ),
+)
+
+
+def test_it_prints_as_plain_text() -> None:
+    assert str(REPORT).splitlines() == [
+        "torch, mixed_float16: 1 error, 1 note",
+        "",
+        "error: two loss scalings [wrapped-twice]",
+        "  to do: wrap once",
+        "",
+        "note: n = 100 [unaligned]",
+        "  where: head",
+        "  to do: pad 100 -> 104",
+    ]
+
+
+def test_as_dict_is_json() -> None:
+    saved = json.loads(json.dumps(REPORT.as_dict()))
+    assert saved["findings"][1] == {
+        "code": "unaligned",
+        "severity": "note",
+        "what": "n = 100",
+        "where": "head",
+        "fix": "pad 100 -> 104",
+    }
+
+
+def test_a_report_is_true_where_something_was_found() -> None:
+    assert REPORT
+    assert len(REPORT) == 2
+    assert not Report("torch", "mixed_float16", ())

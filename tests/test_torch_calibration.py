@@ -1,0 +1,128 @@
+"""Calibration of a PyTorch model whose plain policy fails: rules for one layer, after which it trains as in float32."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+import polyamp
+from polyamp import LossScale, Policy
+from polyamp.diagnosis.calibration import calibrate
+
+STEPS = 15
+
+
+class Wide(nn.Module):
+    """Its second layer's results leave float16; a factor brings them back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.wide, self.head = nn.Linear(16, 32), nn.Linear(32, 32), nn.Linear(32, 10)
+        with torch.no_grad():
+            self.wide.weight.mul_(30000.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.wide(torch.relu(self.first(x))) * 1e-5
+        output: Tensor = self.head(hidden)
+        return output
+
+
+def batches(count: int) -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    labels = [torch.randint(0, 10, (8,), generator=generator) for _ in range(count)]
+    return [(nn.functional.one_hot(y, 16).float() * 40, y) for y in labels]
+
+
+def trained(policy: Policy | str) -> tuple[float, int]:
+    """The last loss, and how many steps were skipped."""
+    model = Wide()
+    opt = polyamp.wrap_optimizer(
+        torch.optim.Adam(model.parameters(), lr=1e-2), policy, loss_scale=LossScale.fixed(2.0**8)
+    )
+    skipped = 0
+    for x, y in batches(STEPS):
+        with polyamp.autocast(policy):
+            loss = cross_entropy(model(x), y)
+        opt.backward(loss)
+        opt.step()
+        opt.zero_grad()
+        skipped += not opt.last_step
+    return loss.item(), skipped
+
+
+def calibrated() -> polyamp.Policy:
+    model = Wide()
+    return calibrate(lambda x, y: cross_entropy(model(x), y), batches(3), "mixed_float16").policy
+
+
+def test_the_plain_policy_fails_and_the_calibrated_one_trains_as_float32() -> None:
+    assert trained("mixed_float16")[1] == STEPS
+    loss, skipped = trained(calibrated())
+    assert skipped == 0
+    assert abs(loss - trained("float32")[0]) < 0.01
+
+
+def test_the_rules_name_that_layer_alone() -> None:
+    model = Wide()
+    found = calibrate(lambda x, y: cross_entropy(model(x), y), batches(3), "mixed_float16")
+    assert found.rules == {"wide/matmul": "full"}
+    (evidence,) = found.evidence
+    assert evidence.largest > 65504
+    assert evidence.batches == found.batches == 3
+    assert found.is_safe
+    assert not found.before.is_safe
+
+
+def test_an_input_that_float32_made_too_large_is_found() -> None:
+    class Chain(Wide):
+        def forward(self, x: Tensor) -> Tensor:
+            output: Tensor = self.head(self.wide(torch.relu(self.first(x))))
+            return output
+
+    model = Chain()
+    with torch.no_grad():
+        model.head.weight.mul_(1e-6)
+    found = calibrate(lambda x, y: cross_entropy(model(x), y), batches(1), "mixed_float16")
+    assert found.rules == {"wide/matmul": "full", "head/matmul": "full"}
+    assert "input" in found.evidence[1].why
+
+
+def test_gradients_that_no_scale_serves_are_found() -> None:
+    torch.manual_seed(0)
+    model = nn.ModuleDict({name: nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)) for name in ("large", "small")})
+
+    def loss_fn(x: Tensor) -> Tensor:
+        return model["large"](x).sum() * 2.0**10 + model["small"](x).sum() * 2.0**-44
+
+    found = calibrate(loss_fn, [torch.ones(2, 4)], "mixed_float16")
+    assert found.before.window is not None
+    assert found.before.window.is_empty
+    assert found.is_safe
+    assert {rule.partition("/")[0] for rule in found.rules} in ({"large"}, {"small"})
+
+
+def test_a_range_that_is_safe_is_let_into_16_bits() -> None:
+    class Gate(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(4, 4, bias=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.inner(x).exp()
+
+    torch.manual_seed(0)
+    model = Gate()
+    found = calibrate(lambda x: model(x).sum(), [torch.ones(2, 4)], "mixed_float16")
+    assert found.rules == {"exp": "follow"}
+    with polyamp.autocast(found.policy):
+        assert model(torch.ones(2, 4)).dtype == torch.float16
+
+
+def test_nothing_of_the_model_changes() -> None:
+    model = Wide()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    calibrate(lambda x, y: cross_entropy(model(x), y), batches(2), "mixed_float16")
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert all(parameter.grad is None for parameter in model.parameters())

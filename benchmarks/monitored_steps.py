@@ -1,11 +1,11 @@
 """The training steps that `monitoring.py` measures: an MLP of 3 x 512, batches of 128, AdamW or Adam, loss scaling.
 
-In float32, the quickest on a processor: what is added to a step weighs most there.
+In float32, the quickest on a processor: what is added to a step weighs most there. And the wrapped optimizer's step
+alone, of three small parameters, where what is added is all there is to see.
 """
 
 from __future__ import annotations
 
-import copy
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -15,6 +15,7 @@ import numpy as np
 import polyamp
 
 WIDTH, LAYERS, BATCH = 512, 3, 128
+SMALL = (16, 16)
 RATE = 1e-5
 CONFIG = polyamp.LossScale(init=1.0, interval=2**30)  # unscaling in place keeps the gradients of an update as they are
 
@@ -24,26 +25,31 @@ class Steps(NamedTuple):
 
     Attributes:
         step: forward pass, backward pass and update.
-        update: the wrapped optimizer's step alone, on gradients that stay.
+        update: the wrapped optimizer's step alone, of three small parameters, on gradients that stay.
         holder: what holds the loss scale now.
         settle: waits until all is done.
+        on_gpu: whether a GPU does it.
     """
 
     step: Callable[[], Any]
     update: Callable[[], Any]
     holder: Callable[[], Any]
     settle: Callable[[], Any]
+    on_gpu: bool
 
     def microseconds(self, what: str, calls: int, after: Callable[[Any], Any] | None = None) -> float:
-        """Of one call of ``step`` or ``update``, with what is called after each."""
-        run = getattr(self, what)
-        start = time.perf_counter()
+        """Of one call of ``step`` or ``update``, with what is called after each.
+
+        Without a GPU it is the time of the processor, of all threads: other programs on the machine do not count.
+        """
+        run, now = getattr(self, what), time.perf_counter if self.on_gpu else time.process_time
+        start = now()
         for _ in range(calls):
             run()
             if after is not None:
                 after(self.holder())
         self.settle()
-        return (time.perf_counter() - start) / calls * 1e6
+        return (now() - start) / calls * 1e6
 
 
 def batch() -> tuple[np.ndarray, np.ndarray]:
@@ -58,13 +64,13 @@ def torch_steps() -> Steps:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     parts = [part for _ in range(LAYERS) for part in (torch.nn.Linear(WIDTH, WIDTH), torch.nn.ReLU())]
     model = torch.nn.Sequential(*parts).to(device)
-    spare = copy.deepcopy(model)
+    small = [torch.ones(SMALL, device=device, requires_grad=True) for _ in range(LAYERS)]
     x, y = (torch.from_numpy(array).to(device) for array in batch())
     opt, alone = (
-        polyamp.wrap_optimizer(torch.optim.AdamW(m.parameters(), lr=RATE), "float32", loss_scale=CONFIG)
-        for m in (model, spare)
+        polyamp.wrap_optimizer(torch.optim.AdamW(params, lr=RATE), "float32", loss_scale=CONFIG)
+        for params in (list(model.parameters()), small)
     )
-    for param in spare.parameters():
+    for param in small:
         param.grad = torch.full_like(param, 1e-3)
     one = torch.ones((), device=device)
 
@@ -78,7 +84,7 @@ def torch_steps() -> Steps:
         alone.step()
 
     settle = torch.cuda.synchronize if device == "cuda" else lambda: None
-    return Steps(step, update, lambda: opt, settle)
+    return Steps(step, update, lambda: opt, settle, device == "cuda")
 
 
 def jax_steps() -> Steps:
@@ -91,9 +97,9 @@ def jax_steps() -> Steps:
     x, y = map(jnp.asarray, batch())
     tx = polyamp.wrap_optimizer(optax.adamw(RATE), "float32", loss_scale=CONFIG)
 
-    def fresh() -> list[Any]:
+    def fresh(shape: tuple[int, int]) -> list[Any]:
         keys = jax.random.split(jax.random.key(0), LAYERS)
-        return [jax.random.normal(key, (WIDTH, WIDTH)) * WIDTH**-0.5 for key in keys]
+        return [jax.random.normal(key, shape) * shape[0] ** -0.5 for key in keys]
 
     def loss_fn(params: Any) -> Any:
         hidden = x
@@ -105,15 +111,16 @@ def jax_steps() -> Steps:
         _, grads = polyamp.value_and_grad(loss_fn, "float32")(opt_state, params)
         return apply_gradients(tx, grads, opt_state, params)
 
-    grads = [jnp.full((WIDTH, WIDTH), 1e-3) for _ in range(LAYERS)]
+    grads = [jnp.full(SMALL, 1e-3) for _ in range(LAYERS)]
     steps = [train, lambda params, opt_state: apply_gradients(tx, grads, opt_state, params)]
     compiled = [jax.jit(step, donate_argnums=(0, 1)) for step in steps]
-    held = [(params := fresh(), tx.init(params)) for _ in steps]
+    held = [(params := fresh(shape), tx.init(params)) for shape in ((WIDTH, WIDTH), SMALL)]
 
     def run(index: int) -> None:
         held[index] = compiled[index](*held[index])
 
-    return Steps(lambda: run(0), lambda: run(1), lambda: held[0][1], lambda: jax.block_until_ready(held))
+    on_gpu = jax.default_backend() != "cpu"
+    return Steps(lambda: run(0), lambda: run(1), lambda: held[0][1], lambda: jax.block_until_ready(held), on_gpu)
 
 
 def tensorflow_steps() -> Steps:
@@ -126,7 +133,8 @@ def tensorflow_steps() -> Steps:
     weights = [tf.Variable(tf.random.normal((WIDTH, WIDTH)) * WIDTH**-0.5) for _ in range(LAYERS)]
     scaler, alone = LossScaler(CONFIG), LossScaler(CONFIG)
     adam, other = (tf.compat.v1.train.AdamOptimizer(RATE) for _ in range(2))
-    grads = [tf.fill(weight.shape, 1e-3) for weight in weights]
+    small = [tf.Variable(tf.ones(SMALL)) for _ in weights]
+    grads = [tf.fill(SMALL, 1e-3) for _ in weights]
 
     @tf.function
     def step() -> Any:
@@ -139,9 +147,10 @@ def tensorflow_steps() -> Steps:
 
     @tf.function
     def update() -> Any:
-        return alone.step(other, zip(grads, weights, strict=True)).scale
+        return alone.step(other, zip(grads, small, strict=True)).scale
 
-    return Steps(step, update, lambda: scaler, lambda: float(scaler.scalars[0].numpy()))
+    on_gpu = bool(tf.config.list_physical_devices("GPU"))
+    return Steps(step, update, lambda: scaler, lambda: scaler.loss_scale, on_gpu)
 
 
 def keras_steps() -> Steps:
@@ -152,20 +161,12 @@ def keras_steps() -> Steps:
     model = keras.Sequential([keras.Input((WIDTH,)), *dense])
     model.compile(polyamp.wrap_optimizer(keras.optimizers.AdamW(RATE), "float32", loss_scale=CONFIG), "mse")
     x, y = batch()
-    variables = [keras.Variable(variable.numpy()) for variable in model.trainable_variables]
+    variables = [keras.Variable(np.ones(SMALL, "float32")) for _ in range(LAYERS)]
     alone = polyamp.wrap_optimizer(keras.optimizers.AdamW(RATE), "float32", loss_scale=CONFIG)
     grads = [keras.ops.full(variable.shape, 1e-3) for variable in variables]
-    update = _compiled(lambda: alone.apply(grads, variables))
-    model.train_on_batch(x, y)
-    return Steps(lambda: model.train_on_batch(x, y), update, lambda: model, lambda: None)
-
-
-def _compiled(fn: Callable[[], Any]) -> Callable[[], Any]:
-    """By TensorFlow, which Keras runs on here; variables are made in the first call, outside."""
-    import tensorflow as tf
-
-    fn()
-    return tf.function(fn)
+    return Steps(
+        lambda: model.train_on_batch(x, y), lambda: alone.apply(grads, variables), lambda: model, lambda: None, False
+    )
 
 
 STEPS: dict[str, Callable[[], Steps]] = {

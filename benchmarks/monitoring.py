@@ -32,7 +32,9 @@ def elsewhere(tree: Path, framework: str) -> Iterator[Callable[[str], Clock]]:
     """The same steps in another process, by the polyamp of another checkout."""
     command = [sys.executable, __file__, "serve", framework]
     paths = {"PYTHONPATH": str(tree.resolve())}
-    with subprocess.Popen(command, env=os.environ | paths, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+    with subprocess.Popen(
+        command, env=os.environ | paths, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as other:
         pipes = other.stdin, other.stdout
         if pipes[0] is None or pipes[1] is None:
             raise RuntimeError("no pipes to the other process")
@@ -81,7 +83,7 @@ def health(framework: str, against: Path | None, rounds: int) -> list[Timing]:
     monitor = HealthMonitor(every=EVERY, hooks=[str])
     with ExitStack() as stack:
         before = stack.enter_context(elsewhere(against, framework)) if against else None
-        for what, calls in (("step", EVERY), ("update", EVERY)):
+        for what, calls in (("step", EVERY), ("update", 5 * EVERY)):
             clocks = {"without counters": before(what)} if before else {}
             clocks |= {"with counters": here(steps, what)}
             if what == "step":

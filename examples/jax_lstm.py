@@ -17,14 +17,16 @@ def linear(name: str, params: dict, x: jax.Array) -> jax.Array:
 
 
 def model(params: dict, words: jax.Array) -> jax.Array:
-    cell = jnp.zeros((len(words), task.HIDDEN))
-    states = [cell]
-    for word in jnp.unstack(params["embedding.weight"][words], axis=1):
-        gates = linear("gates", params, jnp.concatenate([word, states[-1]], 1))
-        taken, kept, shown, new = jnp.split(gates, 4, 1)
+    def next_state(state: tuple, word: jax.Array) -> tuple:
+        hidden, cell = state
+        taken, kept, shown, new = jnp.split(linear("gates", params, jnp.concatenate([word, hidden], 1)), 4, 1)
         cell = jax.nn.sigmoid(kept) * cell + jax.nn.sigmoid(taken) * jnp.tanh(new)
-        states.append(jax.nn.sigmoid(shown) * jnp.tanh(cell))
-    return linear("head", params, jnp.stack(states[1:], 1))
+        hidden = jax.nn.sigmoid(shown) * jnp.tanh(cell)
+        return (hidden, cell), hidden
+
+    zeros = jnp.zeros((len(words), task.HIDDEN))
+    _, states = jax.lax.scan(next_state, (zeros, zeros), params["embedding.weight"][words.T])
+    return linear("head", params, states.swapaxes(0, 1))
 
 
 def loss_of(params: dict, words: jax.Array) -> jax.Array:

@@ -30,11 +30,14 @@ def loss_of(params: dict, words: tf.Tensor) -> tf.Tensor:
     return tf.reduce_sum(tf.nn.sparse_softmax_cross_entropy_with_logits(targets, scores)) / task.TOKENS
 
 
+def variables(weights: dict) -> dict:
+    return {name: tf.Variable(value, name=name) for name, value in weights.items()}
+
+
 def updates(policy: polyamp.Policy, weights: dict, batches: object) -> Iterator[tuple[float, bool]]:
-    params = {name: tf.Variable(value, name=name) for name, value in weights.items()}
+    params = variables(weights)
     sums = {name: tf.Variable(tf.zeros_like(value)) for name, value in params.items()}
-    opt = polyamp.wrap_optimizer(keras.optimizers.Adam(task.LEARNING_RATE), policy)
-    opt.build(list(params.values()))
+    opt = polyamp.wrap_optimizer(keras.optimizers.Adam(task.LEARNING_RATE, epsilon=1e-8), policy)
 
     def add_gradients(words):
         with tf.GradientTape() as tape:
@@ -55,8 +58,7 @@ def updates(policy: polyamp.Policy, weights: dict, batches: object) -> Iterator[
 
 def one_step() -> tuple:
     weights, batches = task.make_task(steps=1)
-    params = {name: tf.Variable(value, name=name) for name, value in weights.items()}
-    return loss_of, params, tf.constant(batches[0, 0])
+    return loss_of, variables(weights), tf.constant(batches[0, 0])
 
 
 train = partial(task.train, updates)

@@ -3,9 +3,13 @@
 Importing this imports no framework: adapters load when an object of their framework is first seen.
 """
 
+from polyamp.diagnosis.calibration import calibrate
+from polyamp.diagnosis.health import Health, health
 from polyamp.diagnosis.lint import lint
+from polyamp.diagnosis.monitor import HealthMonitor, log_health, write_health
 from polyamp.diagnosis.sweep import sweep
 from polyamp.diagnosis.verbs import diagnose, probe
+from polyamp.diagnosis.watch import watch
 from polyamp.errors import (
     InvalidTypeError,
     InvalidValueError,
@@ -40,6 +44,8 @@ __version__ = "0.1.0"
 __all__ = [
     "FORMATS",
     "Format",
+    "Health",
+    "HealthMonitor",
     "InvalidTypeError",
     "InvalidValueError",
     "LossScale",
@@ -57,12 +63,15 @@ __all__ = [
     "UsageError",
     "advance",
     "autocast",
+    "calibrate",
     "convert",
     "current_policy",
     "diagnose",
     "explain",
+    "health",
     "lint",
     "load_loss_scale",
+    "log_health",
     "policy",
     "probe",
     "rewrite",
@@ -71,5 +80,7 @@ __all__ = [
     "set_global_policy",
     "sweep",
     "value_and_grad",
+    "watch",
     "wrap_optimizer",
+    "write_health",
 ]

@@ -128,3 +128,18 @@ def test_a_setting_outside_its_range_is_refused_before_anything_runs(settings, n
 def test_what_cannot_be_called_is_refused() -> None:
     with pytest.raises(polyamp.InvalidTypeError, match="cannot be called"):
         polyamp.probe(3.0)
+
+
+def test_the_turns_of_a_recurrence_count_by_their_share_in_all_of_them() -> None:
+    turns = [observation(GRADIENT, "cell", USUAL), observation(GRADIENT, "cell", TINY)]
+    layers = [observation(GRADIENT, "", USUAL), observation(GRADIENT, "", TINY)]
+    merged, apart = (Probe(recording(*ones).by_layer(), "float16") for ones in (turns, layers))
+    assert (len(merged.bounding), len(apart.bounding)) == (1, 2)
+    assert merged.window.low < 1 < apart.window.low
+    assert merged.window.high == apart.window.high
+
+
+def test_a_layers_different_tensors_stay_apart() -> None:
+    ones = [observation(GRADIENT, "cell", USUAL), observation(GRADIENT, "cell", TINY, TINY)]
+    ones += [observation(GRADIENT, "cell", TINY, name="add"), observation(ACTIVATION, "cell", USUAL)]
+    assert recording(*ones).by_layer().observations == tuple(ones)

@@ -18,7 +18,7 @@ from polyamp import LossScaleError
 from polyamp.diagnosis.probe import Probe, Window
 from polyamp.diagnosis.recording import GRADIENT, Observation, Recording
 from polyamp.diagnosis.spread import Spread
-from polyamp.diagnosis.sweep import SCALES, Sweep, Trial, sweep
+from polyamp.diagnosis.sweep import SCALES, Sweep, sweep
 from polyamp.errors import InvalidTypeError, InvalidValueError, MissingFrameworkError, PolyampError
 
 POWERS = [2.0**exponent for exponent in range(-4, 31, 2)]
@@ -209,20 +209,6 @@ def test_progress_is_lines_where_standard_error_is_no_terminal(capsys: pytest.Ca
 def test_no_progress_is_silent(capsys: pytest.CaptureFixture[str]) -> None:
     swept()
     assert capsys.readouterr() == ("", "")
-
-
-def test_it_draws_every_outcome(tmp_path: Path) -> None:
-    matplotlib = pytest.importorskip("matplotlib.image")
-    trials = (Trial(1.0, 6.0), Trial(2.0**8, FLOAT32), Trial(2.0**26, math.nan), Trial(2.0**28, None, None, "failed"))
-    Sweep(trials, FLOAT32, probe=PROBE).plot(tmp_path / "sweep.png")
-    assert matplotlib.imread(tmp_path / "sweep.png").std() > 0.05
-
-
-@pytest.mark.parametrize("name", ["sweep", "sweep.nix"])
-def test_a_picture_of_no_known_format_is_told(tmp_path: Path, name: str) -> None:
-    pytest.importorskip("matplotlib")
-    with pytest.raises(InvalidValueError, match="no image format"):
-        swept().plot(tmp_path / name)
 
 
 def test_without_matplotlib_the_extra_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -16,7 +16,8 @@ SCALE = 2.0**16
 
 
 def verdict(real: list[Observation], wide: list[Observation]) -> Verdict:
-    return Verdict(recording(*real, scale=SCALE, widened=False), Probe(recording(*wide), "float16"))
+    true, float32 = recording(*real, scale=SCALE, widened=False), recording(*wide)
+    return Verdict(true, float32, Probe(float32, "float16"))
 
 
 def test_the_first_gradient_of_all_means_that_the_scale_is_too_high() -> None:

@@ -11,7 +11,9 @@ from polyamp.backends.keras.casting import cast
 from polyamp.backends.keras.convert import convert
 from polyamp.backends.keras.operations import OPERATIONS
 from polyamp.backends.keras.optimizer import LossScaledOptimizer
+from polyamp.backends.keras.recording import record
 from polyamp.backends.keras.settings import check_factor
+from polyamp.diagnosis.recording import Recording
 from polyamp.loss_scale import LossScale, LossScaleState
 from polyamp.policy import Policy
 from polyamp.refusals import no_loss_scale
@@ -87,6 +89,19 @@ class KerasAdapter:
         wrapped = _wrapped(holder, "load_loss_scale(holder)")
         wrapped.scaler.load(saved)
         return wrapped
+
+    def record(
+        self,
+        step: Any,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        policy: Policy,
+        *,
+        widened: bool,
+        scale: float | None = None,
+    ) -> Recording:
+        """See `polyamp.backends.keras.recording.record`."""
+        return record(step, args, kwargs, policy, widened=widened, scale=scale)
 
     def convert(self, model: Any, policy: Policy) -> Any:
         """See `polyamp.backends.keras.convert`."""

@@ -16,6 +16,7 @@ from polyamp.loss_scale import LossScale, LossScaleState, advance, on_host
 from polyamp.refusals import no_loss, non_finite_loss
 
 # Keras' own names, where its LossScaleOptimizer has the variable too.
+_UNKNOWN = LossScaleState(*[None] * len(LossScaleState._fields))
 _NAMES = ("dynamic_scale", "step_counter", *LossScaleState._fields[2:])
 
 
@@ -89,9 +90,13 @@ class LossScaler:
         Raises:
             LossScaleError: by `polyamp.limits.report_limits`.
         """
-        self._assign(advance(self.settings, self.state, finite, _where))
-        if platform_of(finite) == "cpu":
-            self.report()
+        if platform_of(finite) != "cpu":
+            self._assign(advance(self.settings, self.state, finite, _where))
+            return
+        before = self.host_state  # Python's arithmetic takes a hundredth of the time of eager operations
+        state = advance(self.settings, before, bool(finite))
+        self._assign(state, before)
+        report_limits(self.settings, state)
 
     def report(self) -> LossScaleState:
         """Say where the scale cannot help any more, and give the state as Python numbers; waits for the device.
@@ -107,9 +112,11 @@ class LossScaler:
         """Continue from `LossScale.to_state_dict`; see there for the errors."""
         self._assign(self.settings.from_state_dict(saved))
 
-    def _assign(self, state: LossScaleState) -> None:
-        for variable, value in zip(self.variables, state, strict=True):
-            variable.assign(value)
+    def _assign(self, state: LossScaleState, known: LossScaleState = _UNKNOWN) -> None:
+        """Write what differs from what is known to be there."""
+        for variable, value, old in zip(self.variables, state, known, strict=True):
+            if value != old:
+                variable.assign(value)
 
 
 def _where(condition: Any, if_true: Any, if_false: Any) -> Any:

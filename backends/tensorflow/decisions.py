@@ -139,6 +139,9 @@ class Pass:
 
         Its own name is one of them where somebody chose it, and not where it only says what the operation is.
         """
+        first = self.graph.maker.get(node.inputs[0]) if node.op == "AddN" else None
+        if first is not None and is_gradient(first.name) and not is_gradient(node.name):
+            return self.scope_of(first)  # a sum of gradients, which has no scope
         name = forward_of(node.name) if is_gradient(node.name) else node.name
         decisions, known = self._named_in(name)
         scopes, _, own = as_asked(decisions.traced, name if known is None else known.name).rpartition("/")

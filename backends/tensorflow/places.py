@@ -40,6 +40,14 @@ class Places:
         own = next((frame for frame in frames if not frame[0].startswith(_libraries())), None)
         return f"{Path(own[0]).name}:{own[1]}" if own else ""
 
+    def is_users(self, name: str) -> bool:
+        """Whether the user's own code made a node, and not a layer, a loss or an autocast that it called."""
+        operation = self._operation(name)
+        frames = [] if operation is None else reversed(operation.traceback or [])
+        thin = tuple(folder for folder in _libraries() if "tensorflow" in Path(folder).parts[-1:])
+        outer = next((frame[0] for frame in frames if not frame[0].startswith(thin) and not _is_function_of_keras(frame[0])), "")
+        return bool(outer) and not outer.startswith(_libraries())
+
     def elements(self, graph: Graph, value: str) -> int:
         """The number of elements of a value; 0 where its shape is not known."""
         shape = self.shape(graph, value)

@@ -170,10 +170,23 @@ class LossScaler(tf.Module):
             plain = multiplied(plain, clip_factor(summed(plain), self.max_grad_norm))
         if not self.settings.check:
             return self._result(self.state, [update(plain)])
+        if tf.executing_eagerly() and _is_on_cpu(finite):
+            update_if(finite, update, plain)
+            return StepResult(self._advanced_on_host(bool(finite)))
         state = advance(self.settings, self.state, finite, _where)
         applied = update_if(finite, update, plain)
         with after([applied]):  # and so after the scale was read to unscale with
             return self._result(state, self._assign(state))
+
+    def _advanced_on_host(self, finite: bool) -> LossScaleState:
+        """By Python's arithmetic, which takes a hundredth of the time of eager operations."""
+        before = on_host(self.state)
+        state = advance(self.settings, before, finite)
+        for variable, value, old in zip(self.scalars, state, before, strict=True):
+            if value != old:
+                variable.assign(value, read_value=False)
+        report_limits(self.settings, state)
+        return state
 
     def _update(self, optimizer: Any, grads: Sequence[Any], variables: list[Any], options: dict[str, Any]) -> Any:
         with outside_update_scope():

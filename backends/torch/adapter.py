@@ -25,6 +25,7 @@ from polyamp.refusals import no_loss_scale, no_options
 
 if TYPE_CHECKING:
     from polyamp.demo import Task, Trace
+    from polyamp.diagnosis.facts import Facts
     from polyamp.diagnosis.recording import Recording
 
 
@@ -137,6 +138,14 @@ class TorchAdapter:
         from polyamp.backends.torch.recording.record import record  # nothing of it is needed to train
 
         return record(step, args, kwargs, policy, widened=widened, scale=scale)
+
+    def facts(
+        self, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], policy: Policy, optimizer: Any
+    ) -> Facts:
+        """See `polyamp.backends.torch.recording.facts.facts`."""
+        from polyamp.backends.torch.recording.facts import facts
+
+        return facts(target, args, kwargs, policy, optimizer, self.describe()["devices"])
 
     def train_digits(self, task: Task) -> Trace:
         """Train the classifier of ``polyamp demo``."""

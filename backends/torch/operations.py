@@ -27,7 +27,8 @@ OPERATIONS: dict[str, str] = by_native_name(
         "_scaled_dot_product_efficient_attention _scaled_dot_product_efficient_attention_backward "
         "_scaled_dot_product_cudnn_attention _scaled_dot_product_cudnn_attention_backward _flash_attention_forward "
         "_flash_attention_backward _efficient_attention_forward _efficient_attention_backward",
-        "lstm_cell": "lstm lstm_cell _thnn_fused_lstm_cell _thnn_fused_lstm_cell_backward mkldnn_rnn_layer "
+        "lstm_cell": "lstm lstm_cell _thnn_fused_lstm_cell _thnn_fused_lstm_cell_backward "
+        "_thnn_fused_lstm_cell_backward_impl mkldnn_rnn_layer "
         "mkldnn_rnn_layer_backward",
         "gru_cell": "gru gru_cell _thnn_fused_gru_cell _thnn_fused_gru_cell_backward",
         "rnn_cell": "rnn_tanh rnn_relu rnn_tanh_cell rnn_relu_cell _cudnn_rnn _cudnn_rnn_backward",

@@ -15,6 +15,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
@@ -374,6 +375,21 @@ no_torch_function: Any = torch._C._disabled_torch_function_impl
 """What a subclass has as ``__torch_function__`` to be handled below autograd alone; it has no public name."""
 
 
+class EagerDispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """A dispatch mode whose method is called as it is.
+
+    By default torch wraps the method so that Dynamo leaves it alone, and for that imports Dynamo at the first call, which
+    takes seconds; what says so has an underscore.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+
 def running_node() -> Any:
     """The autograd node whose backward runs in this thread; None outside of a backward pass."""
     return None if torch._C._current_graph_task_id() == -1 else torch._C._current_autograd_node()
@@ -388,3 +404,19 @@ def sequence_number(node: Any) -> int:
 def set_version(tensor: Tensor, version: int) -> None:
     """Set how often a tensor was changed, once it is again what it was: publicly one can only look."""
     torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
+
+
+def change_shape_alone(op: Any, args: Sequence[Any], kwargs: Any) -> None:
+    """Run an operator that changes a tensor's shape in place on a `wrapper_like` tensor, below all subclasses.
+
+    Of a tensor without memory the shape is all that there is to change, and no public call does that.
+    """
+    with torch._C._DisableTorchDispatch():
+        op(*args, **kwargs)
+
+
+def gathers_16_bits(module: torch.nn.Module) -> bool:
+    """Whether a module's parameters are gathered in 16 bits by ``fully_shard``: only its private state says so."""
+    state = getattr(module, "_get_fsdp_state", None)
+    policy = None if state is None else state()._mp_policy
+    return getattr(policy, "param_dtype", None) in (torch.float16, torch.bfloat16)

@@ -165,8 +165,10 @@ def _gradients(probe: Probe, one: Observation) -> list[Observation]:
 
 def _makers(recording: Recording, one: Observation) -> list[Observation]:
     """The 16-bit operations of the forward pass that a gradient is of: of its own place, else of its path."""
-    path = _parent(one.name) if one.kind == PARAMETER else one.where
-    here = [each for each in _forward(recording) if _same_path(each.where, path)]
+    if one.kind == PARAMETER:  # its name may start above the module that the step calls
+        here = [each for each in _forward(recording) if _is_end_of(each.where, _parent(one.name))]
+    else:
+        here = [each for each in _forward(recording) if _same_path(each.where, one.where)]
     same = [each for each in here if each.name == one.name]
     return same or [each for each in here if each.op_class == "lower"]
 
@@ -187,6 +189,10 @@ def _parent(name: str) -> str:
 
 def _same_path(one: str, other: str) -> bool:
     return re.split(r"[./]", one) == re.split(r"[./]", other)
+
+
+def _is_end_of(path: str, whole: str) -> bool:
+    return f"/{whole}".endswith(f"/{path.replace('.', '/')}") if path else not whole
 
 
 def _evidence(

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 FAINTEST = 1e-4
 """Share of a tensor's elements that the palest colour of the heat map stands for."""
 
-_LABELLED = 48  # rows of a panel that still have room for a name each
+_LABELLED = 96  # rows, of all panels together, that have room for a name each
 _TITLES = {
     ACTIVATION: "activations",
     GRADIENT: "gradients of activations",
@@ -50,6 +50,7 @@ def draw_probe(probe: Probe, path: str | PathLike[str]) -> None:
     low, high = _range(probe)
     for axis, (kind, rows) in zip(axes, panels.items(), strict=False):
         _heat(axis, rows, low, high)
+        _name_rows(axis, rows, every=math.ceil(sum(heights) / _LABELLED))
         axis.set_title(f"{_TITLES[kind]} ({len(rows)})", loc="left", fontsize=9, pad=14)
         _limit_lines(axis, format_of(probe.format))
         if kind != ACTIVATION and probe.window is not None:
@@ -126,7 +127,10 @@ def _heat(axis: Any, rows: Sequence[Observation], low: int, high: int) -> None:
     axis.pcolormesh(range(low, high + 1), range(len(rows) + 1), shares, cmap="Blues", norm=colours, zorder=2)
     axis.set_xlim(low, high)
     axis.set_ylim(len(rows), 0)
-    labelled = range(0, len(rows), math.ceil(len(rows) / _LABELLED))
+
+
+def _name_rows(axis: Any, rows: Sequence[Observation], every: int) -> None:
+    labelled = range(0, len(rows), every)
     axis.set_yticks([row + 0.5 for row in labelled], [_name(rows[row]) for row in labelled], fontsize=6.5)
     for label, row in zip(axis.get_yticklabels(), labelled, strict=True):
         label.set_color("black" if rows[row].is_low else "grey")

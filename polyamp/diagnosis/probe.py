@@ -67,7 +67,7 @@ class Probe:
     (Window(2^-13 .. 2^24), LossScale())
 
     Args:
-        recording: one widened step, gradients unscaled.
+        recording: one widened step, gradients unscaled; see `Recording.by_layer`.
         format: the 16-bit format in question, which tensors of low format are in.
         tolerance: share of a gradient's L1 mass that may be lost.
         margin: powers of two that are kept free above the largest gradient; gradients of other batches, and of the

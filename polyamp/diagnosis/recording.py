@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
@@ -106,6 +106,20 @@ class Recording:
             for one in self.observations
         )
         return replace(self, scale=1.0, observations=tuple(divided))
+
+    def by_layer(self) -> Recording:
+        """The same with one observation for all calls of a layer, as the turns of a recurrence written as a loop.
+
+        That is: for like tensors of one operation at one path. Their gradients add up in the same parameters, so what
+        is lost of one turn counts by its share in all of them. Without a path nothing tells layers apart, and nothing
+        is merged.
+        """
+        found: dict[Hashable, Observation] = {}
+        for turn, one in enumerate(self.observations):
+            key = (one.kind, one.place, one.format, one.shape, None if one.where else turn)
+            known = found.get(key)
+            found[key] = one if known is None else known._replace(spread=known.spread.merged(one.spread))
+        return replace(self, observations=tuple(found.values()))
 
     @property
     def names(self) -> list[str]:

@@ -69,7 +69,7 @@ def probe(
     _check("tolerance", tolerance, 0.0, 1.0)
     _check("margin", margin, 0.0, 100.0)
     recording = record(step, args, kwargs, chosen, backend, widened=True, scale=scale)
-    return Probe(recording.unscaled(), name, tolerance, margin)
+    return Probe(recording.unscaled().by_layer(), name, tolerance, margin)
 
 
 def diagnose(
@@ -111,7 +111,7 @@ def diagnose(
     def run(under: Policy) -> Recording:
         return record(step, args, kwargs, under, backend, widened=False, scale=first)
 
-    verdict = Verdict(run(chosen), Probe(wide.unscaled(), chosen.compute))
+    verdict = Verdict(run(chosen), wide.unscaled(), Probe(wide.unscaled().by_layer(), chosen.compute))
     return _with_rules_tried(verdict, chosen, run)
 
 
@@ -123,7 +123,7 @@ def _with_rules_tried(verdict: Verdict, policy: Policy, run: Callable[[Policy], 
         if latest.culprits.keys() <= rules.keys():
             break
         rules |= latest.culprits
-        latest = Verdict(run(make_policy(policy, rules=rules)), verdict.probe)
+        latest = replace(verdict, recording=run(make_policy(policy, rules=rules)))
     return replace(verdict, tried=rules, is_cured=bool(rules) and latest.kind in ("finite", "scale"))
 
 

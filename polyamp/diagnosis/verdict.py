@@ -35,12 +35,14 @@ class Verdict:
 
     Args:
         recording: one step as the policy computes it, gradients scaled.
-        probe: the same step computed in float32.
+        wide: the same step computed in float32.
+        probe: what that says of the loss scale.
         tried: rules that were tried, in front of the policy's own; see `polyamp.diagnose`.
         is_cured: whether the step was finite with them.
     """
 
     recording: Recording
+    wide: Recording
     probe: Probe
     tried: Mapping[str, str] = field(default_factory=dict)
     is_cured: bool = False
@@ -99,7 +101,7 @@ class Verdict:
             return None
         earlier = itertools.takewhile(lambda one: one is not wanted, self.recording.observations)
         turn = sum(_key(one) == _key(wanted) for one in earlier)
-        same = (one for one in self.probe.recording.observations if _key(one) == _key(wanted))
+        same = (one for one in self.wide.observations if _key(one) == _key(wanted))
         return next(itertools.islice(same, turn, None), None)
 
     @property

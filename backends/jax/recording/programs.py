@@ -1,6 +1,6 @@
 """Primitives that hold programs of their own: calls, loops, branches. What they compute is recorded too.
 
-A loop hands out the samples of all its turns, a branch those of every branch, empty where it was not taken.
+A loop hands out the tallies of all its turns, a branch those of every branch, empty where it was not taken.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from polyamp.backends.jax import unstable
-from polyamp.backends.jax.recording.counting import Sample, nothing
+from polyamp.backends.jax.recording.counting import Tally, nothing
 from polyamp.backends.jax.recording.values import Place, Record, Value
 
 if TYPE_CHECKING:
     from polyamp.backends.jax.recording.replay import Replay
 
-_KEPT_TURNS = 16  # of a loop whose turns nobody knows before, the last ones are looked at
+_MANY_TURNS = 16  # of a loop of which nobody knows how often it turns
 
 
 def _inlined(key: str) -> Handler:
@@ -40,19 +40,19 @@ class _Part:
         self.records: list[Record] = []
         self.outputs: list[Value] = []
 
-    def run(self, values: Sequence[Value]) -> tuple[list[Any], list[Sample]]:
-        """The arrays that it gives, and a sample of each tensor."""
+    def run(self, values: Sequence[Value]) -> tuple[list[Any], list[Tally]]:
+        """The arrays that it gives, and the tally of each tensor."""
         with self.replay.collecting() as self.records:
             self.outputs = self.replay.run(self.closed, values, self.place)
-        return [value.array for value in self.outputs], [record.sample for record in self.records]
+        return [value.array for value in self.outputs], [record.tally for record in self.records]
 
-    def shapes(self, values: Sequence[Value]) -> list[Sample]:
-        """The samples' shapes and dtypes."""
+    def shapes(self, values: Sequence[Value]) -> list[Tally]:
+        """The tallies' shapes and dtypes."""
         return jax.eval_shape(lambda arrays: self.run(_around(values, arrays)), _arrays(values))[1]
 
-    def results(self, arrays: Sequence[Any], samples: Sequence[Sample]) -> list[Value]:
+    def results(self, arrays: Sequence[Any], tallies: Sequence[Tally]) -> list[Value]:
         """Its outputs and records outside of the function, where they are these."""
-        self.replay.adopt(self.records, samples)
+        self.replay.adopt(self.records, tallies)
         return [value.elsewhere()._replace(array=array) for value, array in zip(self.outputs, arrays, strict=True)]
 
 
@@ -63,43 +63,35 @@ def _scan(replay: Replay, equation: Any, values: list[Value], place: Place, uses
     part = _Part(replay, params["jaxpr"], place.repeated(params["length"]))
 
     def body(carry: list[Any], slices: list[Any]) -> tuple[list[Any], Any]:
-        arrays, samples = part.run([*constants, *_around(initial, carry), *_around(stacked, slices)])
-        return arrays[:carried], (arrays[carried:], samples)
+        arrays, tallies = part.run([*constants, *_around(initial, carry), *_around(stacked, slices)])
+        return arrays[:carried], (arrays[carried:], tallies)
 
     length, reverse, unroll = params["length"], params["reverse"], params["unroll"]
-    last, (outputs, samples) = lax.scan(
+    last, (outputs, tallies) = lax.scan(
         body, _arrays(initial), _arrays(stacked), length=length, reverse=reverse, unroll=unroll
     )
-    return part.results([*last, *outputs], [sample.over_turns() for sample in samples])
+    return part.results([*last, *outputs], [tally.over_turns() for tally in tallies])
 
 
 def _while(replay: Replay, equation: Any, values: list[Value], place: Place, uses: Sequence[bool]) -> list[Value]:
     params = equation.params
     first, second = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
     for_condition, for_body, initial = values[:first], values[first:second], values[second:]
-    part = _Part(replay, params["body_jaxpr"], place.repeated(_KEPT_TURNS))
-    empty = [_turns(nothing(sample)) for sample in part.shapes([*for_body, *initial])]
+    part = _Part(replay, params["body_jaxpr"], place.repeated(_MANY_TURNS))
+    empty = [nothing(tally) for tally in part.shapes([*for_body, *initial])]
 
     def condition(carry: Any) -> Any:
         with replay.collecting():
-            given = [*for_condition, *_around(initial, carry[1])]
+            given = [*for_condition, *_around(initial, carry[0])]
             return replay.run(params["cond_jaxpr"], given, place)[0].array
 
     def body(carry: Any) -> Any:
-        turn, arrays, kept = carry
-        arrays, samples = part.run([*for_body, *_around(initial, arrays)])
-        return turn + 1, arrays, [_kept(old, new, turn) for old, new in zip(kept, samples, strict=True)]
+        arrays, kept = carry
+        arrays, tallies = part.run([*for_body, *_around(initial, arrays)])
+        return arrays, [old.joined(new) for old, new in zip(kept, tallies, strict=True)]
 
-    _, last, samples = lax.while_loop(condition, body, (jnp.int32(0), _arrays(initial), empty))
-    return part.results(last, samples)
-
-
-def _turns(empty: Sample) -> Sample:
-    return empty._replace(bits=jnp.broadcast_to(empty.bits, (_KEPT_TURNS, *empty.bits.shape)))
-
-
-def _kept(old: Sample, new: Sample, turn: Any) -> Sample:
-    return old.joined(new, lax.dynamic_update_index_in_dim(old.bits, new.bits, turn % _KEPT_TURNS, 0))
+    last, tallies = lax.while_loop(condition, body, (_arrays(initial), empty))
+    return part.results(last, tallies)
 
 
 def _cond(replay: Replay, equation: Any, values: list[Value], place: Place, uses: Sequence[bool]) -> list[Value]:
@@ -109,14 +101,14 @@ def _cond(replay: Replay, equation: Any, values: list[Value], place: Place, uses
 
     def branch(own: int) -> Callable[..., Any]:
         def run(arrays: list[Any]) -> Any:
-            results, samples = parts[own].run(_around(operands, arrays))
-            empty = [[nothing(sample) for sample in shape] for shape in shapes]
-            return results, [*empty[:own], samples, *empty[own + 1 :]]
+            results, tallies = parts[own].run(_around(operands, arrays))
+            empty = [[nothing(tally) for tally in shape] for shape in shapes]
+            return results, [*empty[:own], tallies, *empty[own + 1 :]]
 
         return run
 
-    arrays, samples = lax.switch(jnp.int32(index), [branch(own) for own in range(len(parts))], _arrays(operands))
-    results = [part.results(arrays, own) for part, own in zip(parts, samples, strict=True)]
+    arrays, tallies = lax.switch(jnp.int32(index), [branch(own) for own in range(len(parts))], _arrays(operands))
+    results = [part.results(arrays, own) for part, own in zip(parts, tallies, strict=True)]
     return [_either(outputs) for outputs in zip(*results, strict=True)]
 
 
@@ -129,14 +121,14 @@ def _either(outputs: Sequence[Value]) -> Value:
 
 
 def _shard_map(replay: Replay, equation: Any, values: list[Value], place: Place, uses: Sequence[bool]) -> list[Value]:
-    """Every device hands out samples of its own, as every turn of a loop does."""
+    """Every device hands out tallies of its own, as every turn of a loop does."""
     params = equation.params
     axes = unstable.manual_axes(params)
     part = _Part(replay, params["jaxpr"], place)
 
     def body(*arrays: Any) -> Any:
-        results, samples = part.run(_around(values, arrays))
-        return tuple(results), jax.tree.map(lambda field: field[None], samples)
+        results, tallies = part.run(_around(values, arrays))
+        return tuple(results), jax.tree.map(lambda field: field[None], tallies)
 
     mapped = jax.shard_map(
         body,
@@ -146,8 +138,8 @@ def _shard_map(replay: Replay, equation: Any, values: list[Value], place: Place,
         axis_names=axes,
         check_vma=params["check_vma"],
     )
-    arrays, samples = mapped(*_arrays(values))
-    return part.results(arrays, [sample.over_turns() for sample in samples])
+    arrays, tallies = mapped(*_arrays(values))
+    return part.results(arrays, [tally.over_turns() for tally in tallies])
 
 
 def _name(replay: Replay, equation: Any, values: list[Value], place: Place, uses: Sequence[bool]) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from polyamp.backends.jax import unstable
-from polyamp.backends.jax.recording.counting import Table, counted, spreads
+from polyamp.backends.jax.recording.counting import Table, joined, spreads
 from polyamp.backends.jax.recording.replay import Replay
 from polyamp.backends.jax.recording.step import Step
 from polyamp.backends.jax.recording.values import Place, Record
@@ -86,9 +86,9 @@ class _Run:
         outputs = replay.run(plan.jaxpr, values, Place(), constants=constants)
         replay.leave(outputs, Place())
         records = _chosen(replay.records, plan.parameters)
-        self.records = [record._replace(sample=None) for record in records]
+        self.records = [record._replace(tally=None) for record in records]
         loss = None if plan.loss_index is None else outputs[plan.loss_index].array
-        return counted([record.sample for record in records]), loss
+        return joined([record.tally for record in records]), loss
 
 
 _compiled = functools.lru_cache(maxsize=8)(_Run)

@@ -75,27 +75,26 @@ class Program:
             results = tuple(dtype for _, dtype in decisions.graph.results)
             name = Writer(library.add).function(Inside(name, decisions, results), definition)
         written = Instrumented(library, self._totals, widened=widened)
-        loss = outer.value_of(step.taken[0].loss) if step.taken else None
-        written.step(outer, name, [] if loss is None else [loss])
+        # A function that makes variables is traced twice: of the first trace nothing is left.
+        losses = [value for one in step.taken if (value := outer.value_of(one.loss)) is not None]
+        written.step(outer, name, losses[:1])
         self._counting = written.counting
         self._function = runnable([*library.added, *written.definitions])
 
     def run(self, args: Sequence[Any], kwargs: Mapping[str, Any], scale: float | None) -> Recording:
         """One step with these arguments."""
-        step = self._step
-        if step.differentiates:
-            used = _scale_of(step.concrete) if scale is None else scale
-            inputs = flat_inputs(step.concrete, args, kwargs)
-        else:
-            used = 1.0 if scale is None else scale
-            inputs = flat_inputs(step.concrete, (tf.constant(used), args, dict(kwargs)), {})
-        with self._totals.kept(), _restored(step.concrete.graph.variables):
+        step, variables = self._step, self._step.concrete.graph.variables
+        own = _scale_of(variables) if step.differentiates else None
+        used = float(scale) if scale is not None else 1.0 if own is None else float(own)
+        scaled = (tf.constant(used, tf.float32), args, dict(kwargs))
+        inputs = flat_inputs(step.concrete, *((args, kwargs) if step.differentiates else (scaled, {})))
+        with self._totals.kept(), _restored(variables):
+            if own is not None:
+                own.assign(used)
             results = self._function.call_flat(*inputs)
             spreads = self._totals.spreads()
         observed = (subject.observed(spread) for subject, spread in zip(self._subjects, spreads, strict=True))
-        loss = float(results[0]) if results else None
-        if loss is not None and step.differentiates:
-            loss /= used
+        loss = float(results[0]) / (used if step.differentiates else 1.0) if results else None
         return Recording(
             "tensorflow", str(self._policy), loss, used, self._widened, tuple(observed), step.differentiates
         )
@@ -121,12 +120,11 @@ class _Library(Mapping[str, Any]):
         return len({*self.own, *self._known})
 
 
-def _scale_of(concrete: Any) -> float:
-    """The loss scale that a step multiplies its loss by, if it has a variable that holds one."""
-    names = ((variable, variable.name.rpartition("/")[2].partition(":")[0]) for variable in concrete.graph.variables)
+def _scale_of(variables: Sequence[Any]) -> Any:
+    """The variable that holds the loss scale; None where none does."""
+    names = ((variable, variable.name.rpartition("/")[2].partition(":")[0]) for variable in variables)
     found = (variable for variable, name in names if name in _SCALES and not variable.trainable)
-    variable = next((one for one in found if one.shape == () and one.dtype == tf.float32), None)
-    return 1.0 if variable is None else float(variable)
+    return next((one for one in found if one.shape == () and one.dtype == tf.float32), None)
 
 
 @contextmanager

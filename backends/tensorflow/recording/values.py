@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from polyamp.backends.tensorflow.decisions import Decided, Pass
 from polyamp.backends.tensorflow.functions import Inside
-from polyamp.backends.tensorflow.graph import Graph, Node
+from polyamp.backends.tensorflow.graph import FLOAT32, Graph, Node
 from polyamp.backends.tensorflow.places import Places
 from polyamp.backends.tensorflow.recording.tracing import Taken
 from polyamp.backends.tensorflow.region import backward_pass
@@ -73,7 +73,7 @@ class Body:
         self._backward = names if backward else backward_pass(graph, decisions.functions.library)
         self._decided = {decided.node.name: decided for decided in decisions.nodes}
         self._places, self._taken = places, taken
-        self._used = _needed_for(graph, self._roots())
+        self._used, self._varying = _needed_for(graph, self._roots()), _varying(decisions)
         self.inside = {
             decided.node.name: [self._body(decided.node, one, known) for one in decided.inside]
             for decided in decisions.nodes
@@ -103,11 +103,11 @@ class Body:
         return self._decided[tensor.op.name].node.outputs[tensor.value_index]
 
     def spec(self, value: str, *, widened: bool) -> tf.TensorSpec:
-        """Shape and type of a value: as it was traced, where ``widened``, else as decided."""
+        """Shape and type of a value: where ``widened`` as it was traced, but in 32 bits at least; else as decided."""
         graph = self.decisions.graph
         node = graph.maker.get(value)
         traced = dict(graph.arguments)[value] if node is None else node.gives[node.outputs.index(value)].dtype
-        dtype = traced if widened else self.decisions.known[value].dtype
+        dtype = max(traced, FLOAT32, key=_width) if widened else self.decisions.known[value].dtype
         return tf.TensorSpec(self._places.shape(graph, value), tf.as_dtype(dtype))
 
     def producer(self, value: str) -> tuple[Body, str]:
@@ -145,7 +145,8 @@ class Body:
         if not _computes(decided) or decided.inside or name in regions.update or name in regions.averaging:
             return []
         pairs = zip(decided.node.outputs, decided.gives, strict=True)
-        return [value for value, known in pairs if known.dtype in _FLOATS and value in self._used]
+        wanted = self._used if name in self._backward else self._used & self._varying
+        return [value for value, known in pairs if known.dtype in _FLOATS and value in wanted]
 
     def _subject(self, value: str, kind: Kind, name: str, where: str) -> Subject:
         graph = self.decisions.graph
@@ -189,6 +190,19 @@ def _needed_for(graph: Graph, roots: Iterable[str]) -> set[str]:
             found.add(value)
             pending.extend(graph.maker[value].inputs if value in graph.maker else ())
     return found
+
+
+def _varying(decisions: Pass) -> set[str]:
+    """The values that are made of arguments and variables, and not of constants and random bits alone."""
+    found = {name for name, _ in decisions.graph.arguments}
+    for decided in decisions.nodes:
+        if decided.operation != "random" and not found.isdisjoint(decided.node.inputs):
+            found.update(decided.node.outputs)
+    return found
+
+
+def _width(dtype: int) -> int:
+    return int(tf.as_dtype(dtype).size)
 
 
 def _class(decided: Decided) -> str:

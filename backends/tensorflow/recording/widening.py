@@ -15,15 +15,6 @@ _RESOURCE: int = tf.resource.as_datatype_enum
 _OUTSIDE = ("Bitcast", "DecodeRaw", "EagerPyFunc", "PyFunc", "PyFuncStateless")  # who else has the type of these values
 
 
-def is_widened(dtype: int) -> bool:
-    """Whether values of this type are computed in float32 instead.
-
-    >>> is_widened(tf.bfloat16.as_datatype_enum), is_widened(FLOAT32)
-    (True, False)
-    """
-    return dtype in _LOW
-
-
 class Widening:
     """A function in which 16-bit floats become float32.
 
@@ -37,24 +28,31 @@ class Widening:
         definition: a ``FunctionDef``; it is changed.
         decisions: its nodes.
         outermost: whether the function is called from outside.
+        active: False changes nothing.
     """
 
-    def __init__(self, definition: Any, decisions: Pass, *, outermost: bool) -> None:
+    def __init__(self, definition: Any, decisions: Pass, *, outermost: bool, active: bool) -> None:
         self.changed = False
-        self._definition, self._decisions = definition, decisions
+        self._definition = definition
         self._wide: dict[str, str] = {}  # what stands for values that stay in 16 bits
-        graph = decisions.graph
-        arguments = [] if not outermost else [(name, name, dtype) for name, dtype in graph.arguments]
-        staying = {decided.node.name for decided in decisions.nodes if _stays(decided.node, bool(decided.inside))}
-        given = [node for node in graph.nodes if node.name in staying]
-        values = [(value, node.name, port.dtype) for node in given for value, port in zip(node.outputs, node.gives)]
-        for value, name, dtype in [*arguments, *values]:
-            if dtype in _LOW:
-                self._wide[value] = self._cast(f"{name}/polyamp_wide_{len(self._wide)}", value, dtype, FLOAT32)
-        by_name = {node.name: node for node in definition.node_def}
-        for node in graph.nodes:
-            self._write(node, by_name[node.name], stays=node.name in staying)
+        if active:
+            self._widen(decisions, outermost)
+
+    def _widen(self, decisions: Pass, outermost: bool) -> None:
+        by_name = {node.name: node for node in self._definition.node_def}
+        staying = [one.node for one in decisions.nodes if _stays(one.node, is_seen_through=bool(one.inside))]
+        for name, dtype in decisions.graph.arguments if outermost else ():
+            self._stand_in(name, name, dtype)
+        for node in staying:
+            for value, port in zip(node.outputs, node.gives, strict=True):
+                self._stand_in(value, node.name, port.dtype)
+        for node in decisions.graph.nodes:
+            self._write(node, by_name[node.name], stays=node in staying)
         self._sign(outermost)
+
+    def _stand_in(self, value: str, name: str, dtype: int) -> None:
+        if dtype in _LOW:
+            self._wide[value] = self._cast(f"{name}/polyamp_wide_{len(self._wide)}", value, dtype, FLOAT32)
 
     def value(self, value: str) -> str:
         """The float32 value that stands for a 16-bit one; any other one itself."""

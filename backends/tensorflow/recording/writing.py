@@ -11,6 +11,7 @@ import tensorflow as tf
 from polyamp.backends.tensorflow.graph import NodeDef
 from polyamp.backends.tensorflow.recording.counting import TURNS, Totals
 from polyamp.backends.tensorflow.recording.values import Body
+from polyamp.backends.tensorflow.recording.widening import Widening
 
 _numbers = itertools.count(1)  # of functions, whose names are the process's
 _CHUNK = 32
@@ -48,30 +49,32 @@ class Instrumented:
 
     def step(self, body: Body, name: str, wanted: Sequence[str]) -> None:
         """Write the outermost function: it gives ``wanted`` values, and computes nothing that is not counted or given."""
-        new, counts, _ = self._body(body, name, outermost=True)
+        new, counts, widening = self._body(body, name, outermost=True)
+        types = [body.spec(value, widened=self._widened).dtype.as_datatype_enum for value in wanted]
+        wanted = list(map(widening.value, wanted))
         kept = _needed(new.node_def, [*wanted, *(f"^{one}" for one in counts)])
         nodes = [node for node in new.node_def if node.name in kept]
         del new.node_def[:], new.signature.output_arg[:], new.signature.control_output[:]
         new.node_def.extend(nodes)
         new.ret.clear()
         new.control_ret.clear()
-        for index, value in enumerate(wanted):
-            new.signature.output_arg.add(name=f"result_{index}", type=body.spec(value, widened=self._widened).dtype.as_datatype_enum)
+        for index, (value, dtype) in enumerate(zip(wanted, types, strict=True)):
+            new.signature.output_arg.add(name=f"result_{index}", type=dtype)
             new.ret[f"result_{index}"] = value
         self._finish(new, counts)
 
     def _function(self, body: Body, name: str) -> str:
         """The name of a function that counts; its own where there is nothing to count or to widen."""
         if (body, name) not in self._written:
-            new, counts, changed = self._body(body, name, outermost=False)
-            self._written[body, name] = self._finish(new, counts) if counts or changed else name
+            new, counts, widening = self._body(body, name, outermost=False)
+            self._written[body, name] = self._finish(new, counts) if counts or widening.changed else name
         return self._written[body, name]
 
-    def _body(self, body: Body, name: str, *, outermost: bool) -> tuple[Any, list[str], Widening | None]:
+    def _body(self, body: Body, name: str, *, outermost: bool) -> tuple[Any, list[str], Widening]:
         """A copy with nodes that count, the names of all nodes that have to run, and what was widened."""
         new = type(self._library[name])()
         new.CopyFrom(self._library[name])
-        widening = Widening(new, body.decisions, outermost=outermost) if self._widened else None
+        widening = Widening(new, body.decisions, outermost=outermost, active=self._widened)
         counts = [node.name for node in new.node_def if self._calls_inside(body, node)]
         for chunk in _chunks(body.rows):
             node = self._count(body, chunk, widening, len(counts))
@@ -92,13 +95,14 @@ class Instrumented:
             node.op = _WITH_EFFECTS.get(node.op, node.op)
         return changed
 
-    def _count(self, body: Body, rows: Mapping[str, int], number: int) -> Any:
+    def _count(self, body: Body, rows: Mapping[str, int], widening: Widening, number: int) -> Any:
         specs = [body.spec(value, widened=self._widened) for value in rows]
         turns = TURNS if body.repeated else 1
         count = tf.function(lambda *tensors: self._totals.add(list(rows.values()), tensors, turns), autograph=False)
         concrete = count.get_concrete_function(*specs)
         self.counting.append(concrete)
-        node = NodeDef(name=f"polyamp_count_{number}", op="StatefulPartitionedCall", input=list(rows))
+        node = NodeDef(name=f"polyamp_count_{number}", op="StatefulPartitionedCall")
+        node.input.extend(map(widening.value, rows))
         node.attr["Tin"].list.type.extend(spec.dtype.as_datatype_enum for spec in specs)
         node.attr["Tout"].list.SetInParent()
         node.attr["f"].func.name = concrete.name

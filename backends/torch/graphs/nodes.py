@@ -154,7 +154,7 @@ _LIBRARIES = tuple(map(str, (Path(torch.__file__).parent, Path(polyamp.__file__)
 
 def line_of(node: Node) -> str:
     """The user's line that a node comes from, as ``model.py:12 (forward)``; empty where it is not known."""
-    frames = [frame for frame in _FRAME.finditer(node.meta.get("stack_trace") or "") if _is_users(frame["file"])]
+    frames = [frame for frame in _FRAME.finditer(node.meta.get("stack_trace") or "") if is_users(frame["file"])]
     if not frames:
         return ""
     return f"{Path(frames[-1]['file']).name}:{frames[-1]['line']} ({frames[-1]['function']})"
@@ -170,8 +170,8 @@ def line_near(node: Node) -> str:
 def users_frame(error: Exception) -> str:
     """The user's innermost line in what Dynamo says of an error, as ``/path/model.py:12 (forward)``."""
     stack = getattr(error, "real_stack", None) or ()
-    users = [f"{one.filename}:{one.lineno} ({one.name})" for one in stack if _is_users(one.filename)]
-    said = [frame for frame in _FRAME.finditer(str(error)) if _is_users(frame["file"])]
+    users = [f"{one.filename}:{one.lineno} ({one.name})" for one in stack if is_users(one.filename)]
+    said = [frame for frame in _FRAME.finditer(str(error)) if is_users(frame["file"])]
     users += [f"{one['file']}:{one['line']} ({one['function']})" for one in said]
     return users[-1] if users else "the captured function"
 
@@ -179,10 +179,11 @@ def users_frame(error: Exception) -> str:
 def users_level() -> int:
     """The ``stacklevel`` with which `polyamp.errors.warn_once`, called where this is, points at the user's line."""
     frame, level = inspect.currentframe(), 1
-    while frame is not None and not _is_users(frame.f_code.co_filename):
+    while frame is not None and not is_users(frame.f_code.co_filename):
         frame, level = frame.f_back, level + 1
     return level
 
 
-def _is_users(file: str) -> bool:
+def is_users(file: str) -> bool:
+    """Whether code stands outside of PyTorch and polyamp."""
     return not file.startswith(_LIBRARIES)

@@ -32,9 +32,9 @@ class Changes:
 
     def before(self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """An operator is about to run: keep what it will change, if that was there before."""
-        for tensor in _written(op, args, kwargs):
+        for tensor in map(unstable.local_shard, _written(op, args, kwargs)):
             key = unstable.storage_of(tensor)
-            if key is None or key in self._new or isinstance(tensor, widened.Widened):
+            if key is None or key in self._new or isinstance(tensor, widened.Widened) or not _has_memory(tensor):
                 continue
             place = key, tensor.storage_offset(), tuple(tensor.shape), tensor.stride()
             if place not in self._kept:
@@ -62,8 +62,9 @@ class Changes:
     def undo(self) -> None:
         """Bring everything back."""
         for tensor, value, version in reversed(self._kept.values()):
-            tensor.copy_(value)
-            unstable.set_version(tensor, version)
+            if _has_memory(tensor):
+                tensor.copy_(value)
+                unstable.set_version(tensor, version)
         for leaf, gradient in self._gradients.items():
             leaf.grad = gradient
         for attributes in self._modules.values():
@@ -89,6 +90,11 @@ def _written(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterabl
     yield from widened.written(op, args, kwargs)
     if "batch_norm" in op.name():
         yield from widened.tensors(args[3:5])
+
+
+def _has_memory(tensor: Tensor) -> bool:
+    """``fully_shard`` frees the memory of tensors that it goes on using."""
+    return not tensor.numel() or tensor.untyped_storage().nbytes() > 0
 
 
 def _storages(tensors: Iterable[Tensor]) -> set[int]:

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from polyamp.backends.torch import unstable
 from polyamp.backends.torch.recording import widened
@@ -52,7 +51,7 @@ class UpdateBegins(BaseException):
         self.scale = scale
 
 
-class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Watcher(unstable.EagerDispatchMode):
     """Runs every operation of a step, in float32 where it should, with a note of what it changes.
 
     Args:
@@ -79,7 +78,7 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """An operation has run."""
 
 
-class Recorder(Watcher):  # type: ignore[no-untyped-call]
+class Recorder(Watcher):
     """Has every result counted that something was computed for.
 
     Attributes:
@@ -125,6 +124,8 @@ class Recorder(Watcher):  # type: ignore[no-untyped-call]
         if again:
             return
         operation = operation_of(op)
+        if node is not None and node.name() == _ACCUMULATION and operation.name != "add":
+            operation = operation._replace(moves=True, computes=False)  # as DistributedDataParallel averages them
         kind, path = (ACTIVATION, self._places.path) if node is None else (GRADIENT, self._path_of(node))
         sources = [self._row_of[key] for key in map(_storage, given) if key in self._row_of]
         for place, result in enumerate(widened.tensors([out])):
@@ -137,7 +138,7 @@ class Recorder(Watcher):  # type: ignore[no-untyped-call]
                 self._row_of[_storage(result)] = sources[0]
 
     def _add(self, operation: Operation, kind: Kind, path: str, result: Tensor, parts: Sequence[int]) -> None:
-        counted = self.counts.add(_values(result))
+        counted = self.counts.add(result)
         op_class = self._class_of(operation.name, path)
         made_of = tuple(parts) if kind == GRADIENT else ()
         self._row_of[_storage(result)] = len(self.rows)
@@ -158,7 +159,11 @@ class Recorder(Watcher):  # type: ignore[no-untyped-call]
             if one.requires_grad and one.is_leaf and one not in self.leaves:
                 self.leaves[one] = None
                 self.changes.take_gradient(one)
-                self._hooks.append(one.register_post_accumulate_grad_hook(lambda leaf: self.took(leaf, leaf.grad)))
+                hook = one.register_post_accumulate_grad_hook(self._accumulated)  # type: ignore[no-untyped-call]
+                self._hooks.append(hook)
+
+    def _accumulated(self, leaf: Tensor) -> None:
+        self.took(leaf, leaf.grad)
 
     def took(self, leaf: Tensor, grad: Any) -> None:
         """A leaf has its gradient: what computed it is recorded as that, and not as any other gradient."""
@@ -180,6 +185,9 @@ def _as_it_is(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     return op(*args, **kwargs)
 
 
+_ACCUMULATION = "torch::autograd::AccumulateGrad"
+
+
 def _runs_again(node: Any) -> bool:
     """Whether a checkpointed function runs once more: what it computes was recorded when it ran first."""
     return unstable.checkpointing() is not None or (
@@ -187,10 +195,6 @@ def _runs_again(node: Any) -> bool:
     )
 
 
-def _values(tensor: Tensor) -> Tensor:
-    return tensor.value if isinstance(tensor, widened.Widened) else tensor
-
-
 def _storage(tensor: Tensor) -> int:
     """A number that views of the same memory share."""
-    return unstable.storage_of(_values(tensor)) or id(tensor)
+    return unstable.storage_of(widened.values_of(tensor)) or id(tensor)

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from polyamp.backends.torch import unstable
 from polyamp.backends.torch.recording.mode import Recorder, Row
 from polyamp.backends.torch.recording.names import names_of
 from polyamp.backends.torch.recording.running import Run
 from polyamp.diagnosis.recording import ACTIVATION, PARAMETER, Observation, Recording
 from polyamp.diagnosis.spread import Spread
-from polyamp.errors import InvalidTypeError
+from polyamp.errors import InvalidTypeError, UnsupportedError
 from polyamp.policy import Policy
 
 
@@ -47,8 +48,10 @@ def record(
 
     Raises:
         InvalidTypeError: it ran no backward pass and returns no loss.
+        UnsupportedError: ``widened``, and ``fully_shard`` gathers parameters in 16 bits, in memory of its own.
     """
-    run = Run(step, args, kwargs, policy)
+    run = Run(step, args, kwargs, policy, widened)
+    _check_sharding(run.reach.all_of(nn.Module), widened)
     recorder = Recorder(policy, run.places, widened, run.changes)
     with run.undone(), recorder.hooked():
         result = run.forward(recorder, recorder.took)
@@ -88,6 +91,18 @@ def _observations(run: Run, recorder: Recorder) -> Iterator[Observation]:
 def _observation(row: Row, spreads: list[Spread]) -> Observation:
     format_name = str(row.dtype).removeprefix("torch.")
     return Observation(*row[:5], format_name, row.shape, spreads[row.counted])
+
+
+def _check_sharding(modules: Iterable[nn.Module], widened: bool) -> None:
+    parts = (part for module in modules for part in module.modules()) if widened else ()
+    if any(map(unstable.gathers_16_bits, parts)):
+        raise UnsupportedError(
+            "parameters that fully_shard gathers in 16 bits cannot be computed in float32",
+            where="the step's model",
+            found="fully_shard(mp_policy=MixedPrecisionPolicy(param_dtype=...)) with a 16-bit format",
+            allowed="parameters in float32, with polyamp.autocast",
+            fix="probe the model before fully_shard, or with an mp_policy that has no param_dtype",
+        )
 
 
 def _loss_of(step: Any, result: Any) -> Tensor:

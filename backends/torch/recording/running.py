@@ -9,7 +9,9 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.overrides import TorchFunctionMode
 
@@ -43,12 +45,13 @@ class Run:
         step: a function that returns a loss, or a training step.
         args: its arguments; kwargs likewise.
         policy: whose autocast region it runs in. Its own regions hold inside.
+        wide: whether 16 bits are to be computed in float32.
     """
 
     def __init__(
-        self, step: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], policy: Policy
+        self, step: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], policy: Policy, wide: bool
     ) -> None:
-        self._step, self._args, self._kwargs, self._policy = step, args, kwargs, policy
+        self._step, self._args, self._kwargs, self._policy, self._wide = step, args, kwargs, policy, wide
         self.reach = Reach(step, args, dict(kwargs))
         self.changes = Changes()
         self.places = Places(self.changes.keep_module)
@@ -67,7 +70,8 @@ class Run:
         for param in self.reach.parameters():
             self.changes.take_gradient(param)
         try:
-            with _random_state_kept(), _eagerly(), self.places.followed():
+            kernels = _float32_kernels() if self._wide else nullcontext()
+            with _random_state_kept(), _eagerly(), self.places.followed(), kernels:
                 yield
         finally:
             self.changes.undo()
@@ -168,6 +172,33 @@ def _casts_forgotten() -> Iterator[None]:
         yield
     finally:
         forget_casts()
+
+
+@contextmanager
+def _float32_kernels() -> Iterator[None]:
+    """Accelerators have kernels for recurrent layers and for attention that want memory of 16 bits: use others."""
+    before: list[bool] = []
+
+    def without_cudnn(module: nn.Module, inputs: Any) -> None:
+        if isinstance(module, nn.RNNBase):
+            before.append(torch.backends.cudnn.enabled)
+            torch.backends.cudnn.enabled = False
+
+    def with_cudnn(module: nn.Module, inputs: Any, output: Any) -> None:
+        if isinstance(module, nn.RNNBase):
+            torch.backends.cudnn.enabled = before.pop()
+
+    first = register_module_forward_pre_hook(without_cudnn)
+    last = register_module_forward_hook(with_cudnn, always_call=True)
+    try:
+        with nullcontext() if ACCELERATOR is None else sdpa_kernel(_ATTENTION):
+            yield
+    finally:
+        first.remove()
+        last.remove()
+
+
+_ATTENTION = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 def _eagerly() -> AbstractContextManager[Any]:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from polyamp.backends.torch import unstable
 from polyamp.backends.torch.dtypes import SIXTEEN_BIT
+from polyamp.backends.torch.steps.gradients import local
 
 
 class Widened(Tensor):
@@ -111,6 +112,8 @@ def _run(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], form: type[_In
     for own, other in standing.values():
         if any(own is one for one in written):
             _write_back(own, other)
+    if torch.Tag.inplace_view in op.tags:  # transpose_ and the like
+        unstable.change_shape_alone(op, args, kwargs)
     results = [one for one in tensors([out]) if one.is_floating_point()]
     dtypes = iter(form.dtypes(op, args, kwargs, results) if results else ())
 
@@ -237,6 +240,12 @@ def written(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator
     """The tensors among an operator's arguments that it changes."""
     for index, name in unstable.written_arguments(op):
         yield from tensors([args[index] if index < len(args) else kwargs.get(name)])
+
+
+def values_of(tensor: Tensor) -> Tensor:
+    """The tensor that has the values: float32 ones of a widened tensor, and this rank's of a distributed one."""
+    own = local(tensor)
+    return own.value if isinstance(own, Widened) else own
 
 
 def tensors(values: Iterable[Any]) -> Iterator[Tensor]:

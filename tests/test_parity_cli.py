@@ -1,0 +1,185 @@
+"""The command line on real steps of each framework: the same model, and the same that is said of it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from polyamp import cli
+
+COMMON = """
+import numpy as np
+
+rng = np.random.default_rng(0)
+W1 = np.float32(rng.standard_normal((16, 32)) * 0.3)
+W2 = np.float32(rng.standard_normal((32, 10)) * 0.2)
+X = np.float32(rng.standard_normal((8, 16)))
+Y = np.eye(10, dtype=np.float32)[rng.integers(0, 10, 8)]
+"""
+
+TORCH = """
+import torch
+
+model = torch.nn.Sequential(torch.nn.Linear(16, 32, bias=False), torch.nn.ReLU(), torch.nn.Linear(32, 10, bias=False))
+with torch.no_grad():
+    model[0].weight.copy_(torch.tensor(W1.T))
+    model[2].weight.copy_(torch.tensor(W2.T))
+
+def loss_fn(x, y):
+    return torch.nn.functional.cross_entropy(model(x), y)
+
+def step():
+    return loss_fn, torch.tensor(X), torch.tensor(Y)
+
+def large():
+    return loss_fn, torch.tensor(X) * 1e6, torch.tensor(Y)
+
+def plain():
+    return {"step": loss_fn, "args": step()[1:], "optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}
+
+def scalar():
+    return loss_fn(*step()[1:])
+"""
+
+JAX = """
+import jax
+import jax.numpy as jnp
+import optax
+
+params = {"w1": jnp.array(W1), "w2": jnp.array(W2)}
+
+def loss_fn(params, x, y):
+    logits = jax.nn.relu(x @ params["w1"]) @ params["w2"]
+    return optax.softmax_cross_entropy(logits, y).mean()
+
+def step():
+    return loss_fn, params, jnp.array(X), jnp.array(Y)
+
+def large():
+    return loss_fn, params, jnp.array(X) * 1e6, jnp.array(Y)
+
+def plain():
+    return {"step": loss_fn, "args": step()[1:], "optimizer": optax.sgd(0.1)}
+"""
+
+TENSORFLOW = """
+import tensorflow as tf
+
+w1, w2 = tf.Variable(W1), tf.Variable(W2)
+
+def loss_fn(x, y):
+    logits = tf.nn.relu(x @ w1) @ w2
+    return tf.reduce_mean(tf.nn.softmax_cross_entropy_with_logits(labels=y, logits=logits))
+
+def step():
+    return loss_fn, tf.constant(X), tf.constant(Y)
+
+def large():
+    return loss_fn, tf.constant(X) * 1e6, tf.constant(Y)
+
+def plain():
+    return {"step": loss_fn, "args": step()[1:], "optimizer": tf.compat.v1.train.GradientDescentOptimizer(0.1)}
+"""
+
+KERAS = """
+import keras
+
+model = keras.Sequential([keras.Input((16,)), keras.layers.Dense(32, "relu"), keras.layers.Dense(10)])
+model.layers[0].kernel.assign(W1)
+model.layers[1].kernel.assign(W2)
+model.compile(optimizer="sgd", loss=keras.losses.CategoricalCrossentropy(from_logits=True))
+
+def step():
+    return model, X, Y
+
+def large():
+    return model, X * np.float32(1e6), Y
+
+def plain():
+    return {"step": model, "args": (X, Y), "optimizer": model.optimizer}
+"""
+
+SOURCES = {"torch": TORCH, "jax": JAX, "tensorflow": TENSORFLOW, "keras": KERAS}
+LOSS = 2.15311  # of that model and batch, in float32
+FRAMEWORKS = pytest.mark.parametrize("framework", SOURCES)
+TRACED = pytest.mark.parametrize("framework", [name for name in SOURCES if name != "keras"])  # which has no explain
+
+
+@pytest.fixture(scope="module")
+def targets(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("targets")
+    for framework, source in SOURCES.items():
+        (folder / f"{framework}_target.py").write_text(COMMON + source)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def _here(targets: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(targets)
+    monkeypatch.setattr(sys, "path", [*sys.path, str(targets)])
+
+
+def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    monkeypatch.setattr(sys, "argv", ["polyamp", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    return int(ended.value.code or 0)
+
+
+@FRAMEWORKS
+def test_probe_prints_saves_and_draws(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, framework: str
+) -> None:
+    files = tmp_path / "probe.json", tmp_path / "probe.png"
+    assert run(monkeypatch, "probe", f"{framework}_target:step", "--json", str(files[0]), "--plot", str(files[1])) == 0
+    assert "safe window: 2^-" in capsys.readouterr().out
+    saved = json.loads(files[0].read_text())
+    assert saved["format"] == "float16"
+    assert saved["loss"] == pytest.approx(LOSS, abs=1e-4)
+    assert files[1].read_bytes().startswith(b"\x89PNG")
+
+
+@FRAMEWORKS
+def test_a_forward_pass_that_overflows_is_a_finding(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], framework: str
+) -> None:
+    assert run(monkeypatch, "probe", f"{framework}_target:large") == 3
+    assert "overflows float16" in capsys.readouterr().out
+
+
+@TRACED
+def test_explain_lists_the_operations(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], framework: str
+) -> None:
+    assert run(monkeypatch, "explain", f"{framework}_target:step", "--json", "-") == 0
+    plan: dict[str, Any] = json.loads(capsys.readouterr().out)
+    formats = {op["format"] for op in plan["operations"] if op["name"] == "matmul"}
+    assert formats == {"float16"}
+
+
+@TRACED
+def test_rules_that_match_nothing_are_a_finding(monkeypatch: pytest.MonkeyPatch, framework: str) -> None:
+    policy = 'mixed_float16 {"rules": {"nowhere": "full"}}'
+    assert run(monkeypatch, "explain", f"{framework}_target:step", "--policy", policy) == 3
+
+
+@FRAMEWORKS
+def test_lint_finds_an_optimizer_that_is_not_wrapped(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], framework: str
+) -> None:
+    assert run(monkeypatch, "lint", f"{framework}_target:plain") == 3
+    assert "[optimizer-not-wrapped]" in capsys.readouterr().out
+
+
+@FRAMEWORKS
+def test_lint_ends_with_0_where_only_notes_are_left(monkeypatch: pytest.MonkeyPatch, framework: str) -> None:
+    assert run(monkeypatch, "lint", f"{framework}_target:plain", "--policy", "mixed_bfloat16") == 0
+
+
+def test_a_function_may_be_the_step_itself(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(monkeypatch, "probe", "torch_target:scalar", "--backend", "torch", "--json", "-") == 0
+    assert json.loads(capsys.readouterr().out)["loss"] == pytest.approx(LOSS, abs=1e-4)

@@ -1,0 +1,132 @@
+"""Pictures of probes and sweeps: what stands on them, and files of every kind."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from matplotlib.figure import Figure
+from matplotlib.image import imread
+
+from polyamp.diagnosis import pictures
+from polyamp.diagnosis.probe import Probe
+from polyamp.diagnosis.recording import ACTIVATION, GRADIENT, PARAMETER, Kind, Observation, Recording
+from polyamp.diagnosis.spread import Spread
+from polyamp.diagnosis.sweep import Sweep, Trial
+from polyamp.errors import InvalidValueError
+
+RNG = np.random.default_rng(0)
+
+
+def tensor(kind: Kind, name: str, power: float, fmt: str = "float16") -> Observation:
+    values = 2.0**power * np.exp(RNG.normal(0, 2, 500))
+    return Observation(kind, name, name, "block" if kind != PARAMETER else "", "lower", fmt, (500,), Spread.of(values))
+
+
+OBSERVATIONS = (
+    tensor(ACTIVATION, "matmul", 0),
+    tensor(ACTIVATION, "softmax", -6, "float32"),
+    tensor(GRADIENT, "softmax", -20, "float32"),
+    tensor(GRADIENT, "matmul", -20),
+    tensor(PARAMETER, "weight", -16),
+)
+PROBE = Probe(Recording("torch", "mixed_float16", 1.0, 1.0, True, OBSERVATIONS), "float16")
+TRIALS = (Trial(1.0, 6.0), Trial(2.0**8, 5.0), Trial(2.0**26, math.nan), Trial(2.0**28, None, None, "failed"))
+SWEEP = Sweep(TRIALS, 5.0, probe=PROBE)
+NOTHING = Probe(Recording("jax", "mixed_float16", None, 1.0, True, ()), "float16")
+BFLOAT16 = Probe(Recording("jax", "mixed_bfloat16", 1.0, 1.0, True, OBSERVATIONS), "bfloat16")
+MANY = Probe(Recording("jax", "mixed_float16", 1.0, 1.0, True, OBSERVATIONS * 60), "float16")
+
+
+@pytest.fixture
+def drawn(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+    """Draws into a file and gives the figure."""
+    made: list[Figure] = []
+    figure_of = pictures._figure
+
+    def kept(*arguments: Any) -> Figure:
+        made.append(figure_of(*arguments))
+        return made[-1]
+
+    monkeypatch.setattr(pictures, "_figure", kept)
+
+    def draw(report: Probe | Sweep, name: str = "picture.png") -> Figure:
+        report.plot(tmp_path / name)
+        return made[-1]
+
+    return draw
+
+
+def texts(figure: Figure) -> list[str]:
+    return [text.get_text() for axis in figure.axes for text in (*axis.texts, *axis.get_yticklabels(), axis.title)]
+
+
+def test_a_probe_has_a_panel_for_each_kind_with_the_limits(drawn: Any) -> None:
+    figure = drawn(PROBE)
+    activations, gradients, parameters, _ = figure.axes
+    assert activations.get_title(loc="left") == "activations (2)"
+    assert parameters.get_yticklabels()[0].get_text() == "weight"
+    for axis in (activations, gradients, parameters):
+        assert {line.get_xdata()[0] for line in axis.lines} == {-24.0, -14.0, math.log2(65504)}
+    assert len(gradients.patches) == 2  # lost and too large although scaled
+    assert not activations.patches
+
+
+def test_what_the_recommended_scale_loses_is_grey(drawn: Any) -> None:
+    _, gradients, _, _ = drawn(PROBE).axes
+    lost, large = gradients.patches
+    shift = math.log2(PROBE.recommended.init)
+    assert lost.get_x() + lost.get_width() == -25 - shift
+    assert large.get_x() == math.log2(65504) - shift
+
+
+def test_names_of_float32_tensors_are_grey(drawn: Any) -> None:
+    labels = drawn(PROBE).axes[0].get_yticklabels()
+    assert [label.get_color() for label in labels] == ["black", "grey"]
+
+
+def test_each_row_adds_up_to_its_elements(drawn: Any) -> None:
+    mesh = drawn(PROBE).axes[0].collections[0].get_array()
+    assert np.nansum(mesh.filled(0), axis=1) == pytest.approx([1.0, 1.0])
+
+
+def test_a_sweep_shows_reference_window_and_every_run(drawn: Any) -> None:
+    figure = drawn(SWEEP)
+    (axis,) = figure.axes
+    window = next(patch for patch in axis.patches if patch.get_label() == "probed window")
+    assert (window.get_x(), window.get_x() + window.get_width()) == tuple(map(math.log2, SWEEP.probed or ()))
+    labels = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert labels == [
+        "probed window",
+        "float32: 5.0000",
+        "too small",
+        "ok",
+        "too large, no finite loss",
+        "failed, no finite loss",
+    ]
+    assert [label.get_text() for label in axis.get_xticklabels()] == ["2^0", "2^8", "2^26", "2^28"]
+
+
+@pytest.mark.parametrize(
+    "report",
+    [NOTHING, BFLOAT16, MANY, Sweep((Trial(1.0, math.nan),), None)],
+    ids=["nothing", "bfloat16", "many", "all bad"],
+)
+def test_the_odd_ones_are_drawn_too(drawn: Any, tmp_path: Path, report: Probe | Sweep) -> None:
+    drawn(report)
+    assert imread(tmp_path / "picture.png").std() > 0.01
+
+
+@pytest.mark.parametrize(("name", "start"), [("a.png", b"\x89PNG"), ("a.PDF", b"%PDF"), ("a.svg", b"<?xml")])
+def test_the_ending_chooses_the_format(drawn: Any, tmp_path: Path, name: str, start: bytes) -> None:
+    drawn(PROBE, name)
+    assert (tmp_path / name).read_bytes().startswith(start)
+
+
+@pytest.mark.parametrize("name", ["sweep", "sweep.nix"])
+def test_a_picture_of_no_known_format_is_told(tmp_path: Path, name: str) -> None:
+    with pytest.raises(InvalidValueError, match="no image format"):
+        SWEEP.plot(tmp_path / name)

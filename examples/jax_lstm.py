@@ -1,7 +1,6 @@
 """A word LSTM in JAX: its float16 training stalls without a loss scale (docs/troubleshooting.md says why)."""
 
 from collections.abc import Iterator
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +30,8 @@ def model(params: dict, words: jax.Array) -> jax.Array:
 
 def loss_of(params: dict, words: jax.Array) -> jax.Array:
     scores = model(params, words[:, :-1])
-    return optax.softmax_cross_entropy_with_integer_labels(scores, words[:, 1:]).sum() / task.TOKENS
+    with jax.named_scope("loss"):
+        return optax.softmax_cross_entropy_with_integer_labels(scores, words[:, 1:]).sum() / task.TOKENS
 
 
 def updates(policy: polyamp.Policy, params: dict, batches: object) -> Iterator[tuple[float, bool]]:
@@ -54,11 +54,18 @@ def updates(policy: polyamp.Policy, params: dict, batches: object) -> Iterator[t
         yield float(loss), bool(opt_state.last_step)
 
 
-def one_step() -> tuple:
+def one_step() -> dict:
     params, batches = task.make_task(steps=1)
-    return loss_of, jax.tree.map(jnp.asarray, params), jnp.asarray(batches[0, 0])
+    return {
+        "step": loss_of,
+        "args": (jax.tree.map(jnp.asarray, params), jnp.asarray(batches[0, 0])),
+        "rows": task.TOKENS,
+    }
 
 
-train = partial(task.train, updates)
+def sweep() -> dict:
+    return task.sweep_of(updates, one_step())
+
+
 if __name__ == "__main__":
     task.main(updates)

@@ -1,7 +1,6 @@
 """A word LSTM in TensorFlow: its float16 training stalls without a loss scale (docs/troubleshooting.md says why)."""
 
 from collections.abc import Iterator
-from functools import partial
 
 import keras
 import tensorflow as tf
@@ -27,7 +26,8 @@ def model(params: dict, words: tf.Tensor) -> tf.Tensor:
 
 def loss_of(params: dict, words: tf.Tensor) -> tf.Tensor:
     scores, targets = model(params, words[:, :-1]), tf.reshape(words[:, 1:], [-1])
-    return tf.reduce_sum(tf.nn.sparse_softmax_cross_entropy_with_logits(targets, scores)) / task.TOKENS
+    with tf.name_scope("loss"):
+        return tf.reduce_sum(tf.nn.sparse_softmax_cross_entropy_with_logits(targets, scores)) / task.TOKENS
 
 
 def variables(weights: dict) -> dict:
@@ -56,11 +56,14 @@ def updates(policy: polyamp.Policy, weights: dict, batches: object) -> Iterator[
         yield total, bool(opt.last_step)
 
 
-def one_step() -> tuple:
+def one_step() -> dict:
     weights, batches = task.make_task(steps=1)
-    return loss_of, variables(weights), tf.constant(batches[0, 0])
+    return {"step": loss_of, "args": (variables(weights), tf.constant(batches[0, 0])), "rows": task.TOKENS}
 
 
-train = partial(task.train, updates)
+def sweep() -> dict:
+    return task.sweep_of(updates, one_step())
+
+
 if __name__ == "__main__":
     task.main(updates)

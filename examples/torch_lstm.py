@@ -1,7 +1,6 @@
 """A word LSTM in PyTorch: its float16 training stalls without a loss scale (docs/troubleshooting.md says why)."""
 
 from collections.abc import Iterator
-from functools import partial
 
 import torch
 import word_lstm as task
@@ -47,11 +46,14 @@ def updates(policy: polyamp.Policy, weights: dict, batches: object) -> Iterator[
         yield sum(losses).item(), bool(opt.last_step)
 
 
-def one_step() -> tuple:
+def one_step() -> dict:
     weights, batches = task.make_task(steps=1)
-    return loss_of, WordLSTM(weights), torch.tensor(batches[0, 0]).long()
+    return {"step": loss_of, "args": (WordLSTM(weights), torch.tensor(batches[0, 0]).long()), "rows": task.TOKENS}
 
 
-train = partial(task.train, updates)
+def sweep() -> dict:
+    return task.sweep_of(updates, one_step())
+
+
 if __name__ == "__main__":
     task.main(updates)

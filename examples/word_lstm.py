@@ -12,7 +12,7 @@ import numpy as np
 from rich.console import Console
 from rich.progress import track
 
-from polyamp import LossScale, policy
+from polyamp import LossScale, Policy, policy, probe
 
 VOCABULARY, HIDDEN, LEARNING_RATE = 2048, 16, 0.1
 MICRO_BATCHES, ROWS, WORDS = 24, 64, 16  # the micro-batches' gradients are added up, in float32, for one update
@@ -43,8 +43,17 @@ def summary(updates: Iterable[tuple[float, bool]]) -> tuple[float, int]:
     return float(np.mean(losses[-3:])), applied.count(False)
 
 
-def train(updates: Callable, scale: float) -> tuple[float, int]:
-    return summary(updates(policy("mixed_float16", loss_scale=LossScale.fixed(scale)), *make_task()))
+def sweep_of(updates: Callable, step: dict) -> dict:
+    """What `polyamp sweep` takes: training by the loss scale, and, to compare, float32 and the probe of one step."""
+
+    def train(chosen: Policy) -> tuple[float, int]:
+        return summary(updates(chosen, *make_task()))
+
+    return {
+        "train": lambda scale: train(policy("mixed_float16", loss_scale=LossScale.fixed(scale))),
+        "reference": lambda: train(policy("float32")),
+        "probe": probe(step["step"], *step["args"]),
+    }
 
 
 def main(updates: Callable) -> None:

@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
+from polyamp.diagnosis.facts import Facts
+from polyamp.diagnosis.facts import Facts
 from polyamp.diagnosis.recording import Recording
 from polyamp.loss_scale import LossScale, LossScaleState
 from polyamp.plan import Plan
@@ -54,13 +56,6 @@ class Adapter(Protocol):
 
     def save_loss_scale(self, holder: Any) -> dict[str, Any]:
         """The loss-scale state of ``holder`` as `LossScale.to_state_dict` gives it."""
-
-    def loss_scale_of(self, holder: Any) -> tuple[LossScale, LossScaleState]:
-        """The settings of ``holder``, and its state as Python numbers; waits for the device, if it lives on one.
-
-        Raises:
-            PolyampError: ``holder`` has no loss scale, or several.
-        """
 
     def load_loss_scale(self, holder: Any, saved: Mapping[str, Any]) -> Any:
         """``holder`` with that state: the same object where it is mutable, else a new one."""
@@ -108,6 +103,17 @@ class ValueAndGrad(Protocol):
         """A function of ``(opt_state, params, *args)`` that gives the unscaled loss and scaled gradients."""
 
 
+class Counts(Protocol):
+    """A framework whose loss scales can be read, counters and all, for `polyamp.health`."""
+
+    def loss_scale_of(self, holder: Any) -> tuple[LossScale, LossScaleState]:
+        """The settings of ``holder``, and its state as Python numbers; waits for the device, if it lives on one.
+
+        Raises:
+            PolyampError: ``holder`` has no loss scale, or several.
+        """
+
+
 class Record(Protocol):
     """A framework whose steps can be recorded, tensor by tensor."""
 
@@ -129,6 +135,38 @@ class Record(Protocol):
             policy: what it runs under.
             widened: compute what the policy makes 16-bit in float32, so that nothing overflows or is lost.
             scale: what the loss is multiplied by; None is what the step itself does.
+        """
+
+
+class KnowFacts(Protocol):
+    """A framework of whose steps something is known before they run."""
+
+    def facts(
+        self, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], policy: Policy, optimizer: Any
+    ) -> Facts:
+        """What `polyamp.lint` judges. Runs no step and changes nothing.
+
+        Args:
+            target: a step, a loss function or a model.
+            args, kwargs: its arguments; without them, what takes a trace is left out.
+            policy: what it is to train under.
+            optimizer: the one that it is trained with; None where none was given.
+        """
+
+
+class Linted(Protocol):
+    """A framework whose steps can be looked at before they run."""
+
+    def facts(
+        self, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], policy: Policy, optimizer: Any
+    ) -> Facts:
+        """What is known of a step, a loss function or a model under a policy, without running it.
+
+        Args:
+            target: the step, function or model.
+            args, kwargs: its arguments; there may be none.
+            policy: what it is to train under.
+            optimizer: the one that it is trained with, or None.
         """
 
 

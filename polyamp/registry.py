@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from types import CodeType, FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any
@@ -102,17 +102,17 @@ def adapters_within(*objects: object) -> list[Adapter]:
 def adapter_offering(name: str, *objects: object) -> Adapter | None:
     """The adapter that has the verb ``name``, of the objects in or under ``objects``; else the only one in question.
 
-    Plain values and NumPy arrays say nothing of their framework. Then it is the one that a function's code names, and
-    else the one that is loaded, where that is one alone.
+    Plain values and NumPy arrays say nothing of their framework, although some take them. Then it is the one that a
+    function's code names, else one that takes them, and else the one that is loaded, where that is one alone.
     """
     leaves = list(_walk(objects))
-    found = _found(leaves)
-    offering = [adapter for adapter in found if hasattr(adapter, name)]
-    if offering:
-        return offering[0]
+    typed, found = _found(leaves, _by_root), _found(leaves)
     named = next(filter(None, (adapter_named_in(name, leaf) for leaf in leaves)), None)
+    candidates = [*typed, *filter(None, [named]), *found]
+    if offering := [adapter for adapter in candidates if hasattr(adapter, name)]:
+        return offering[0]
     others = [adapter for adapter in loaded() if hasattr(adapter, name)]
-    return named or (others[0] if len(others) == 1 else next(iter(found), None))
+    return others[0] if len(others) == 1 else next(iter(found), None)
 
 
 def adapter_named_in(name: str, fn: object) -> Adapter | None:
@@ -124,7 +124,10 @@ def adapter_named_in(name: str, fn: object) -> Adapter | None:
     """
     roots = {root for obj in _named_in(fn) for root in _roots_of(obj)}
     adapters = {_load(entries()[root]) for root in roots & entries().keys()}
+    under = {getattr(adapter, "runs_on", None) for adapter in adapters}
     offering = [adapter for adapter in adapters if hasattr(adapter, name)]
+    if len(offering) > 1:  # one that runs on another of them is named by its models, in code of the other
+        offering = [adapter for adapter in offering if adapter.name in under] or offering
     return offering[0] if len(offering) == 1 else None
 
 
@@ -150,8 +153,9 @@ def _roots_of(obj: object) -> Iterator[str]:
     yield from _roots(type(obj))
 
 
-def _found(leaves: list[object]) -> list[Adapter]:
-    for find in (_by_root, _by_asking):
+def _found(leaves: list[object], *ways: Callable[[object], Adapter | None]) -> list[Adapter]:
+    """The adapters of these objects, by the first of the ways that finds any."""
+    for find in ways or (_by_root, _by_asking):
         found = {adapter.name: adapter for adapter in map(find, leaves) if adapter is not None}
         if found:
             return list(found.values())

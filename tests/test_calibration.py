@@ -93,6 +93,28 @@ def test_float32_results_that_are_not_finite_are_not_the_formats_doing(bad: Obse
     assert not rules(poisoned(recording(bad), probed(seen("b", "matmul", 3.0))))
 
 
+def rounded(where: str, name: str, *values: float, kind: Kind = ACTIVATION) -> Observation:
+    """A float32 result that the next operation takes in 16 bits."""
+    return seen(where, name, *values, kind=kind, op_class="full")
+
+
+def test_a_rule_for_what_is_float32_already_would_not_help() -> None:
+    probe = probed(rounded("a", "matmul", 1e5, 2.0**-30), seen("b", "matmul", 1.0))
+    assert not rules([*overflowing(probe), *too_narrow(probe, 0.0)])
+    narrow = recording(rounded("a", "matmul", math.inf), seen("b", "matmul", math.nan))
+    assert rules(poisoned(narrow, probe)) == {"b/matmul": "full"}
+
+
+def test_a_gradient_that_is_rounded_is_of_the_product_before() -> None:
+    tiny = rounded("loss", "cross_entropy", 2.0**-45, kind=GRADIENT)
+    probe = probed(*LAYERS, full("loss", "cross_entropy", 1.0), tiny, *gradients(8, 8, 8))
+    assert rules(without_a_scale(probe)) == {"layer/4/matmul": "full"}
+
+
+def test_a_result_that_is_rounded_may_be_computed_in_16_bits_too() -> None:
+    assert rules(relaxable(probed(rounded("gate", "exp", *SAFE), SERVED, *LAYERS))) == {"gate/exp": "follow"}
+
+
 LAYERS = [seen(f"layer/{index}", "matmul", 1.0) for index in range(5)]
 
 
@@ -152,6 +174,7 @@ def test_what_is_float32_for_its_range_and_stays_inside_is_let_go() -> None:
         pytest.param([full("gate", "exp", *SAFE), full("gate", "mul", 2.0**6, kind=GRADIENT)], id="steep gradient"),
         pytest.param([full("gate", "exp", *SAFE), full("gate", "mul", 2.0**-45, kind=GRADIENT)], id="tiny gradient"),
         pytest.param([full("gate", "exp", *SAFE, math.inf)], id="not finite"),
+        pytest.param([full("gate", "exp", *SAFE), full("gate", "exp", 2.0**14)], id="one of two at the place"),
         pytest.param([full("gate", "exp", 0.0)], id="all zero: nothing was observed"),
         pytest.param([full("gate", "sum", *SAFE)], id="a reduction"),
         pytest.param([full("gate", "log", *SAFE)], id="an argument that needs its bits"),
@@ -187,13 +210,21 @@ def test_a_pattern_has_no_blank_component(place: str) -> None:
     assert policy("mixed_float16", rules={pattern_of(place): "full"}).rules[0].pattern == "b/exp"
 
 
-def test_batches_are_merged_by_place() -> None:
-    one, two = recording(seen("a", "matmul", 1.0)), recording(seen("a", "matmul", 4.0), seen("b", "matmul", 2.0))
+def test_batches_are_merged_tensor_by_tensor() -> None:
+    one = recording(seen("", "matmul", 1.0), seen("", "matmul", 8.0))
+    two = recording(seen("", "matmul", 4.0, 4.0), seen("", "matmul", 2.0), seen("b", "matmul", 2.0))
     both = merged([one, two]).observations
     assert [(each.place, each.spread.elements, each.spread.largest) for each in both] == [
-        ("a/matmul", 2, 4.0),
+        ("matmul", 3, 4.0),
+        ("matmul", 2, 8.0),
         ("b/matmul", 1, 2.0),
     ]
+
+
+def test_batches_of_another_loss_scale_are_unscaled() -> None:
+    scaled = Recording("torch", "mixed_float16", 1.0, 8.0, True, (seen("a", "matmul", 8.0, kind=GRADIENT),))
+    (gradient,) = merged([scaled, recording(seen("a", "matmul", 1.0, kind=GRADIENT))]).observations
+    assert (gradient.spread.elements, gradient.spread.largest) == (2, 1.0)
 
 
 FOUND = Evidence("b/matmul", "full", "b/matmul", "lower", "1e+05 is beyond float16", 1e5, 0.0, -0.6, 3)

@@ -16,7 +16,8 @@ def blocks(text: str) -> list[str]:
 
 
 @pytest.mark.parametrize("document", [name for name in DOCUMENTS if blocks((ROOT / name).read_text())])
-def test_examples_run(document: str) -> None:
+def test_examples_run(document: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))  # documents may import those
     namespace: dict[str, object] = {}
     for block in blocks((ROOT / document).read_text()):
         exec(compile(block, document, "exec"), namespace)

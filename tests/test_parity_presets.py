@@ -195,6 +195,7 @@ def test_where_a_library_grows_to_infinity_we_stop() -> None:
 
 DTYPES = LossScaleState("float32", *["int32"] * 8, "float32")
 
+
 def initial_state(config: LossScale, make: Callable[[float, str], Any]) -> LossScaleState:
     return LossScaleState(*map(make, config.initial_state(), DTYPES))
 

@@ -57,8 +57,9 @@ def test_the_window_is_of_the_ok_scales() -> None:
     assert swept().window == Window(2.0**8, 2.0**24)
 
 
-def test_without_skips_a_loss_that_is_off_is_judged_by_its_side_of_the_ok_ones() -> None:
-    assert outcomes(swept(lambda scale: train(scale)[0])) == outcomes(swept())
+@pytest.mark.parametrize("said", [lambda loss: loss, lambda loss: (loss, 0)], ids=["loss alone", "no skips"])
+def test_without_skips_a_loss_that_is_off_is_judged_by_its_side_of_the_ok_ones(said: Any) -> None:
+    assert outcomes(swept(lambda scale: said(train(scale)[0]))) == outcomes(swept())
 
 
 def test_where_nothing_is_ok_the_best_divides_small_from_large() -> None:

@@ -98,13 +98,16 @@ def test_tensors_come_in_the_order_of_computation_and_parameters_last() -> None:
         (ACTIVATION, "matmul", "0", "lower", low),
         (ACTIVATION, "gelu", "1", "follow", low),
         (ACTIVATION, "layer_norm", "2", "full", full),
+        (ACTIVATION, "layer_norm", "2", "full", low),  # as the next product takes it
         (ACTIVATION, "matmul", "3", "lower", low),
         (ACTIVATION, "log_softmax", "", "full", full),
         (ACTIVATION, "nll_loss", "", "full", full),
         (GRADIENT, "nll_loss", "", "full", full),
         (GRADIENT, "log_softmax", "", "full", full),
+        (GRADIENT, "log_softmax", "", "full", low),
         (GRADIENT, "matmul", "3", "lower", low),
         (GRADIENT, "layer_norm", "2", "full", full),
+        (GRADIENT, "layer_norm", "2", "full", low),
         (GRADIENT, "gelu", "1", "follow", low),
         (PARAMETER, "0.weight", "", "lower", low),
         (PARAMETER, "0.bias", "", "full", low),
@@ -134,6 +137,22 @@ def test_a_widened_step_neither_overflows_nor_loses_anything() -> None:
     assert gradient.spread.largest == pytest.approx(float((X * 1e5).sum(0).abs().max()) * 1e-12)
     assert not one_of(true, ACTIVATION, "matmul").spread.is_finite
     assert one_of(true, PARAMETER, "weight").spread.largest == 0
+
+
+@pytest.mark.parametrize("widened", [True, False])
+def test_a_cast_between_full_and_lower_work_is_recorded_once_with_what_it_loses(widened: bool) -> None:
+    weight = torch.full((2, 2), 0.5, requires_grad=True)
+
+    def step() -> Tensor:
+        x = (X[:, :2] * 10).exp().clamp(max=1e6)  # float32 work
+        return (x @ weight + x @ weight).float().sum() * 1e-12
+
+    found = record(step, widened=widened)
+    casts = [one for one in found.of_kind(ACTIVATION) if one.name == "exp" and one.format == "float16"]
+    assert len(casts) == 1
+    assert casts[0].spread.is_finite is widened
+    (gradient,) = [one for one in found.of_kind(GRADIENT) if (one.name, one.format) == ("mul", "float16")]
+    assert gradient.spread.largest == pytest.approx(1e-12 if widened else 0.0)
 
 
 def test_the_code_sees_16_bit_dtypes_while_it_is_widened() -> None:
@@ -194,7 +213,7 @@ class Double(torch.autograd.Function):
 def test_custom_functions_with_casts_of_their_own() -> None:
     weight = torch.full((8, 2), 1e4, requires_grad=True)
     recording = record(lambda: (Double.apply(X * 1e3, weight) * 1e-9).float().sum(), policy="float32")
-    product, doubled = list(recording.of_kind(ACTIVATION))[1:3]
+    product, doubled = list(recording.of_kind(ACTIVATION))[2:4]
     assert (product.name, product.format, doubled.name, doubled.format) == ("matmul", "float16", "mul", "float16")
     assert product.spread.largest == (X * 1e3 @ weight).abs().max().item()
     (gradient,) = recording.of_kind(PARAMETER)

@@ -22,6 +22,7 @@ from polyamp.registry import missing
 
 if TYPE_CHECKING:
     from polyamp.demo import Task, Trace
+    from polyamp.diagnosis.facts import Facts
     from polyamp.diagnosis.recording import Recording
 
 
@@ -124,6 +125,14 @@ class JaxAdapter:
         from polyamp.backends.jax.recording.record import record
 
         return record(step, args, kwargs, policy, widened=widened, scale=scale)
+
+    def facts(
+        self, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], policy: Policy, optimizer: Any
+    ) -> Facts:
+        """See `polyamp.backends.jax.facts.facts`."""
+        from polyamp.backends.jax.facts import facts
+
+        return facts(target, args, kwargs, policy, optimizer)
 
     def train_digits(self, task: Task) -> Trace:
         """See `polyamp.backends.jax.digits.train_digits`."""

@@ -25,20 +25,22 @@ def gradients(tree: Any) -> Any:
     """
 
     def named(path: Any, leaf: Any) -> Any:
-        return checkpoint_name(leaf, _PREFIX + name_of(path)) if is_traced(leaf) else leaf
+        if not is_traced(leaf):
+            return leaf
+        return checkpoint_name(leaf, _PREFIX + name_of(path))  # type: ignore[no-untyped-call]
 
     return jax.tree_util.tree_map_with_path(named, tree)
 
 
 def name_of(path: Any) -> str:
-    """A key path joined by ``/``, without the field in which a flax NNX variable keeps its array.
+    """A key path joined by ``/``, without the field in which a flax NNX variable keeps its array; "params" for none.
 
     >>> [(path, _)] = jax.tree.leaves_with_path({"blocks": [{"w": 1.0}]})
     >>> name_of(path)
     'blocks/0/w'
     """
     name: str = jax.tree_util.keystr(path, simple=True, separator="/")
-    return name.removesuffix("/.value").removesuffix("/value")
+    return name.removesuffix("/.value").removesuffix("/value") or "params"
 
 
 def marked(name: str) -> str | None:

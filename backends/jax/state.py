@@ -16,7 +16,6 @@ from polyamp.limits import report_limits
 from polyamp.loss_scale import TYPES, LossScale, LossScaleState
 from polyamp.result import StepResult
 
-
 SCALARS = len(LossScaleState._fields)
 _DTYPES = {float: jnp.float32, int: jnp.int32}
 
@@ -86,7 +85,7 @@ def state_type(config: LossScale) -> type[LossScaleOptState]:
 def _rebuild(config: LossScale, fields: tuple[Any, ...]) -> LossScaleOptState:
     *scalars, inner_state, masters = fields
     missing = initial_scalars(config)[len(scalars) :]  # those that states had not yet when it was pickled
-    return state_type(config)(*scalars, *missing, inner_state, masters)
+    return state_type(config)._make((*scalars, *missing, inner_state, masters))
 
 
 def initial_scalars(config: LossScale) -> LossScaleState:

@@ -170,17 +170,18 @@ def live(closed: Any, wanted: Sequence[bool]) -> list[tuple[Any, list[bool]]]:
     JAX's own elimination of dead code rewrites jaxprs, and its function is private.
     """
     jaxpr, _ = opened(closed)
-    needed = {var for var, is_wanted in zip(jaxpr.outvars, wanted, strict=True) if is_wanted and _is_variable(var)}
+    needed = {var for var, is_wanted in zip(jaxpr.outvars, wanted, strict=True) if is_wanted and is_variable(var)}
     kept = []
     for equation in reversed(jaxpr.eqns):
         uses = [var in needed for var in equation.outvars]
         if any(uses) or equation.effects:
             kept.append((equation, uses))
-            needed.update(filter(_is_variable, equation.invars))
+            needed.update(filter(is_variable, equation.invars))
     return kept[::-1]
 
 
-def _is_variable(atom: Any) -> bool:
+def is_variable(atom: Any) -> bool:
+    """Whether an input of an equation is the result of another one, or an argument, and no number."""
     return not isinstance(atom, Literal)
 
 
@@ -188,13 +189,16 @@ def has_backward(closed: Any) -> bool:
     """Whether a jaxpr holds a backward pass, as far as name stacks tell."""
     jaxpr, _ = opened(closed)
     return any(
-        "transpose" in transformations(equation) or any(map(has_backward, _inner(equation))) for equation in jaxpr.eqns
+        "transpose" in transformations(equation) or any(map(has_backward, inner_programs(equation)))
+        for equation in jaxpr.eqns
     )
 
 
-def _inner(equation: Any) -> list[Any]:
+def inner_programs(equation: Any) -> list[Any]:
+    """The jaxprs that an equation runs: the body of a loop, the branches of a condition, the function of a call."""
     parts = (part for value in equation.params.values() for part in (value if isinstance(value, tuple) else (value,)))
-    return [part for part in parts if hasattr(part, "eqns") or hasattr(part, "jaxpr")]
+    held = [part for part in parts if hasattr(part, "eqns") or hasattr(part, "jaxpr")]
+    return [] if "update_jaxpr" in equation.params else held  # of a scatter: what it does with two elements
 
 
 def fingerprint(closed: Any) -> str:
@@ -208,3 +212,25 @@ def specs_of_results(closed: Any) -> list[Any]:
     """What stands for the results of a jaxpr: shape and dtype of each."""
     jaxpr, _ = opened(closed)
     return [jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype) for var in jaxpr.outvars]  # type: ignore[no-untyped-call]
+
+
+def users_cast(equation: Any) -> str:
+    """The function that a program called for a cast: ``astype``, ``array``; empty for a cast that JAX made by itself.
+
+    Who called for an equation is only in its traceback: JAX's own promotions are the same primitive.
+    """
+    traceback = equation.source_info.traceback
+    frames = iter(traceback.frames if traceback and equation.primitive.name == "convert_element_type" else ())
+    asked = ""
+    for frame in frames:
+        name = frame.function_name.rpartition(".")[2].strip("_")
+        if not asked and frame.function_name == "_convert_element_type":
+            asked = "convert_element_type"
+        elif asked and name in ("astype", "array", "convert_element_type"):
+            asked = name
+        elif asked and name not in ("asarray", "call", "meth"):
+            return "" if any(part in frame.file_name for part in _NOT_USERS) else asked
+    return ""
+
+
+_NOT_USERS = ("/jax/_src/", "/jax/numpy/", "/polyamp/backends/", "/backends/jax/")

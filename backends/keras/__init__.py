@@ -16,8 +16,9 @@ except ModuleNotFoundError as error:
     raise missing("keras", extra="keras") from error
 
 from polyamp.backends.keras.adapter import adapter
+from polyamp.backends.keras.callbacks import HealthCallback
 from polyamp.backends.keras.casting import cast
 from polyamp.backends.keras.convert import convert
 from polyamp.backends.keras.optimizer import LossScaledOptimizer
 
-__all__ = ["LossScaledOptimizer", "adapter", "cast", "convert"]
+__all__ = ["HealthCallback", "LossScaledOptimizer", "adapter", "cast", "convert"]

@@ -9,12 +9,15 @@ import keras
 
 from polyamp.backends.keras.casting import cast
 from polyamp.backends.keras.convert import convert
+from polyamp.backends.keras.facts import facts
 from polyamp.backends.keras.operations import OPERATIONS
 from polyamp.backends.keras.optimizer import LossScaledOptimizer
-from polyamp.backends.keras.recording import record
+from polyamp.backends.keras.recording import explain, record
 from polyamp.backends.keras.settings import check_factor
+from polyamp.diagnosis.facts import Facts
 from polyamp.diagnosis.recording import Recording
 from polyamp.loss_scale import LossScale, LossScaleState
+from polyamp.plan import Plan
 from polyamp.policy import Policy
 from polyamp.refusals import no_loss_scale
 
@@ -28,6 +31,11 @@ class KerasAdapter:
 
     name = "keras"
     operations: Mapping[str, str] = OPERATIONS
+
+    @property
+    def runs_on(self) -> str:
+        """The name of the adapter of Keras' backend, which functions that name both are for."""
+        return str(keras.backend.backend())
 
     def owns(self, obj: object) -> bool:
         """Whether ``obj`` is a layer, model, optimizer or variable of Keras."""
@@ -102,6 +110,16 @@ class KerasAdapter:
     ) -> Recording:
         """See `polyamp.backends.keras.recording.record`."""
         return record(step, args, kwargs, policy, widened=widened, scale=scale)
+
+    def facts(
+        self, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], policy: Policy, optimizer: Any
+    ) -> Facts:
+        """See `polyamp.backends.keras.facts.facts`."""
+        return facts(target, args, kwargs, policy, optimizer)
+
+    def explain(self, fn: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], policy: Policy) -> Plan:
+        """See `polyamp.backends.keras.recording.explain`."""
+        return explain(fn, args, kwargs, policy)
 
     def convert(self, model: Any, policy: Policy) -> Any:
         """See `polyamp.backends.keras.convert`."""

@@ -13,6 +13,7 @@ from polyamp import registry
 from polyamp.backends.keras.optimizer import LossScaledOptimizer
 from polyamp.diagnosis.recording import Recording
 from polyamp.errors import InvalidTypeError, UsageError
+from polyamp.plan import Plan
 from polyamp.policy import Policy
 
 
@@ -63,6 +64,20 @@ def record(
     recorded = verb(made.function, made.args, {}, policy, widened=widened, scale=used)
     named = (one._replace(name=one.name.rpartition(_IN_TORCH)[2]) for one in recorded.observations)
     return replace(recorded, observations=tuple(named), differentiates=own is not None)
+
+
+def explain(fn: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], policy: Policy) -> Plan:
+    """The plan of a compiled model's loss for a batch, or of a model's call for its inputs alone, on Keras' backend.
+
+    Raises:
+        UnsupportedError: that backend explains no functions.
+    """
+    verb = registry.verb(registry.adapter_named(keras.backend.backend()), "explain")
+    if isinstance(fn, keras.Model) and len(args) > 1:
+        fn, args = step_of(fn, args, kwargs)
+        kwargs = {}
+    plan: Plan = verb(fn, args, kwargs, policy)
+    return plan
 
 
 def step_of(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Step:

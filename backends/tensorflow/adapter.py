@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from polyamp.backends.tensorflow.autocast import autocast_context
 from polyamp.backends.tensorflow.casting import cast
+from polyamp.backends.tensorflow.facts import facts
 from polyamp.backends.tensorflow.grappler import GrapplerRewritten
 from polyamp.backends.tensorflow.operations import OPERATIONS
 from polyamp.backends.tensorflow.optimizer import LossScaledOptimizer
@@ -17,6 +18,7 @@ from polyamp.backends.tensorflow.recording import record
 from polyamp.backends.tensorflow.refusals import check_engine
 from polyamp.backends.tensorflow.rewrite import explain, rewrite, rewritten_graph
 from polyamp.backends.tensorflow.scaler import LossScaler
+from polyamp.diagnosis.facts import Facts
 from polyamp.diagnosis.recording import Recording
 from polyamp.loss_scale import LossScale, LossScaleState, on_host
 from polyamp.plan import Plan
@@ -100,6 +102,12 @@ class TensorFlowAdapter:
     ) -> Recording:
         """See `polyamp.backends.tensorflow.recording.record`."""
         return record(step, args, kwargs, policy, widened=widened, scale=scale)
+
+    def facts(
+        self, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], policy: Policy, optimizer: Any
+    ) -> Facts:
+        """See `polyamp.backends.tensorflow.facts.facts`."""
+        return facts(target, args, kwargs, policy, optimizer, self.describe()["devices"])
 
     def scale_loss(self, loss: Any, holder: Any) -> tf.Tensor:
         """See `LossScaler.scale`."""

@@ -41,12 +41,14 @@ class Places:
         return f"{Path(own[0]).name}:{own[1]}" if own else ""
 
     def is_users(self, name: str) -> bool:
-        """Whether the user's own code made a node, and not a layer, a loss or an autocast that it called."""
+        """Whether the user's own code made a node, and not a layer, a loss or an autocast that it called.
+
+        Functions of TensorFlow and of ``keras.ops`` are neither.
+        """
         operation = self._operation(name)
         frames = [] if operation is None else reversed(operation.traceback or [])
-        thin = tuple(folder for folder in _libraries() if "tensorflow" in Path(folder).parts[-1:])
-        outer = next((frame[0] for frame in frames if not frame[0].startswith(thin) and not _is_function_of_keras(frame[0])), "")
-        return bool(outer) and not outer.startswith(_libraries())
+        maker = next((frame[0] for frame in frames if not _is_plain_function(frame[0])), "")
+        return bool(maker) and not maker.startswith(_libraries())
 
     def elements(self, graph: Graph, value: str) -> int:
         """The number of elements of a value; 0 where its shape is not known."""
@@ -75,6 +77,13 @@ class Places:
             return self._traced.get_operation_by_name(name)
         except KeyError:
             return None
+
+
+@functools.cache
+def _is_plain_function(file: str) -> bool:
+    parts = Path(file).parts
+    within = parts[parts.index("keras") :] if "keras" in parts else ()
+    return "tensorflow" in parts or bool({"ops", "backend"} & set(within))
 
 
 @functools.cache

@@ -131,6 +131,11 @@ class LossScaler(tf.Module):
             return self._step(update, [grad for grad, _ in pairs])
 
     @property
+    def has_masters(self) -> bool:
+        """Whether `step` trains float32 copies of 16-bit variables."""
+        return self._masters is not None
+
+    @property
     def state(self) -> LossScaleState:
         """The scalars as tensors: symbolic ones in a graph."""
         return LossScaleState(*map(tf.convert_to_tensor, self.scalars))

@@ -11,7 +11,7 @@ import tensorflow as tf
 from polyamp.backends.tensorflow.averages import decisions_of, guarded, must_run
 from polyamp.backends.tensorflow.decisions import Decided, Known, Pass
 from polyamp.backends.tensorflow.functions import Inside
-from polyamp.backends.tensorflow.graph import NodeDef
+from polyamp.backends.tensorflow.graph import Graph, NodeDef
 from polyamp.backends.tensorflow.refusals import POLICY_ATTRIBUTE
 
 _numbers = itertools.count(1)  # of functions, whose names are the process's
@@ -120,8 +120,7 @@ class Body:
         self.changed = True
         graph = self._decisions.graph
         maker = graph.maker.get(value)
-        port = maker.outputs.index(value) if maker else 0
-        name = f"{maker.name if maker else value}/polyamp_cast_{port}_{tf.as_dtype(target).name}"
+        name = cast_name(graph, value, target)
         self._add_cast(name, value, source, target, maker.definition.device if maker else "")
         return f"{name}:y:0" if graph.in_function else name
 
@@ -156,6 +155,13 @@ class Body:
         library = self._decisions.functions.library
         names = {inside.name: self._writer.function(inside, library[inside.name]) for inside in decided.inside}
         return _renamed(decided.node.definition.attr, names)
+
+
+def cast_name(graph: Graph, value: str, target: int) -> str:
+    """The name of the node that casts a value to a type."""
+    maker = graph.maker.get(value)
+    port = maker.outputs.index(value) if maker else 0
+    return f"{maker.name if maker else value}/polyamp_cast_{port}_{tf.as_dtype(target).name}"
 
 
 def _arguments(decisions: Pass) -> list[tuple[Known, int]]:

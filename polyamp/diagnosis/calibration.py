@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from polyamp.diagnosis.evidence import Evidence, overflowing, poisoned, relaxable, too_narrow, without_a_scale
 from polyamp.diagnosis.probe import Probe
-from polyamp.diagnosis.recording import Recording, merge
+from polyamp.diagnosis.recording import Observation, Recording
 from polyamp.diagnosis.verbs import record, sixteen_bit
 from polyamp.errors import InvalidValueError
 from polyamp.layout import aligned, finite, plural, power, share, write_json
@@ -137,9 +137,17 @@ def calibrate(
 
 
 def merged(recordings: Iterable[Recording]) -> Recording:
-    """Recordings of one step on several batches as one: of equal places, the elements of all; gradients unscaled."""
-    each = [recording.unscaled() for recording in recordings]
-    return replace(each[0], observations=tuple(merge(chain.from_iterable(one.observations for one in each))))
+    """Recordings of one step on several batches as one, as a probe takes it: of each tensor, the elements of all."""
+    each = [recording.unscaled().by_layer() for recording in recordings]
+    found: dict[Hashable, Observation] = {}
+    for recording in each:
+        seen = Counter[Hashable]()
+        for one in recording.observations:
+            like = (one.kind, one.place, one.format)
+            known = found.get((like, seen[like]))
+            found[like, seen[like]] = one if known is None else known._replace(spread=known.spread.merged(one.spread))
+            seen[like] += 1
+    return replace(each[0], observations=tuple(found.values()))
 
 
 def _protect(observe: Observe, policy: Policy, probe: Probe, share: float) -> tuple[list[Evidence], Probe]:
@@ -150,7 +158,7 @@ def _protect(observe: Observe, policy: Policy, probe: Probe, share: float) -> tu
     found: dict[str, Evidence] = {}
     for _ in range(ROUNDS):
         unfit = _unfit(observe, _with(policy, found.values()), probe, share)
-        new = {one.rule: one for one in unfit if one.rule not in found}
+        new = {one.rule: one for one in reversed(unfit) if one.rule not in found}  # of several at a place, the first
         if not new:
             break
         found |= new
@@ -179,7 +187,7 @@ def _relax(observe: Observe, policy: Policy, probe: Probe) -> tuple[Sequence[Evi
     if not candidates:
         return [], probe
     relaxed = replace(probe, recording=observe(_with(policy, candidates), True))
-    low = {one.place for one in relaxed.recording.observations if one.is_low}
+    low = {one.place for one in relaxed.recording.observations if one.is_low and one.op_class == "follow"}
     kept = [one for one in candidates if one.place in low]
     spoilt = _unfit(observe, _with(policy, kept), relaxed, share=1.0) if kept else []
     return (kept, relaxed) if kept and not spoilt else ([], probe)

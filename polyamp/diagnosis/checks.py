@@ -56,7 +56,7 @@ def stuck_mass(classes: int, rows: int, scale: float = 1.0) -> float:
     comes near 1 the model cannot even learn how frequent the classes are.
 
     >>> stuck_mass(classes=50257, rows=2**15), stuck_mass(50257, 2**15, scale=1024.0)
-    (49.0791015625, 0.04792881011962890625)
+    (49.0791015625, 0.047928810119628906)
 
     Args:
         classes: such as words of a vocabulary.
@@ -302,4 +302,4 @@ CHECKS: dict[str, Check] = {
         _unaligned,
     ),
 }
-"""All checks by code."""
+"""All checks by code, those of errors first, then of warnings, then of notes."""

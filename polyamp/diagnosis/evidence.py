@@ -81,9 +81,9 @@ def too_narrow(probe: Probe, tolerated: float) -> Iterator[Evidence]:
 def poisoned(narrow: Recording, probe: Probe) -> Iterator[Evidence]:
     """Of a record in the formats themselves: the first 16-bit result that is not finite although float32's fits.
 
-    Its input, which float32 work made, is beyond the format that it is cast to.
+    Its input, which float32 work made, is beyond the format that it is rounded to.
     """
-    bad = next((one for one in narrow.of_kind(ACTIVATION) if not one.spread.is_finite), None)
+    bad = next((one for one in narrow.of_kind(ACTIVATION) if not (one.spread.is_finite or _is_rounding(one))), None)
     for one in probe.recording.of_kind(ACTIVATION):
         if bad and bad.is_low and one.place == bad.place:
             yield _evidence(
@@ -121,18 +121,21 @@ def without_a_scale(probe: Probe) -> Iterator[Evidence]:
 def relaxable(probe: Probe) -> Iterator[Evidence]:
     """What is float32 for its range alone, and stays inside of the format with its gradients, by the probe's margin.
 
-    Nothing for formats that have float32's range.
+    That is asked of every tensor at a place, since a rule is about all of them. Nothing for formats that have float32's
+    range.
     """
-    limits = format_of(probe.format)
-    if limits.exponent_bits == format_of("float32").exponent_bits:
+    if format_of(probe.format).exponent_bits == format_of("float32").exponent_bits:
         return
+    places: dict[str, list[Observation]] = {}
     for one in probe.recording.of_kind(ACTIVATION):
-        if one.name in RELAXABLE and one.op_class in ("full", "follow") and not (one.is_low or _is_part(one)):
-            room = min(
-                _room(probe, one), *(_gradient_room(probe, gradient) for gradient in _gradients(probe, one)), math.inf
-            )
-            if math.isfinite(room) and room >= probe.margin:
-                yield _evidence(probe, one, "follow", f"stays {room:.1f} bits inside of {probe.format}")
+        if one.name in RELAXABLE and (_is_rounding(one) or not one.is_low) and not _is_part(one):
+            places.setdefault(one.place, []).append(one)
+    for here in places.values():
+        gradients = _gradients(probe, here[0])
+        room = min(*(_room(probe, one) for one in here), *(_gradient_room(probe, one) for one in gradients), math.inf)
+        if probe.margin <= room < math.inf:
+            largest = max(here, key=lambda one: one.spread.largest)
+            yield _evidence(probe, largest, "follow", f"stays {room:.1f} bits inside of {probe.format}")
 
 
 def _is_part(one: Observation) -> bool:
@@ -165,6 +168,8 @@ def _gradients(probe: Probe, one: Observation) -> list[Observation]:
 
 def _makers(recording: Recording, one: Observation) -> list[Observation]:
     """The 16-bit operations of the forward pass that a gradient is of: of its own place, else of its path."""
+    if _is_rounding(one):
+        return _product_before(recording, one)
     if one.kind == PARAMETER:  # its name may start above the module that the step calls
         here = [each for each in _forward(recording) if _is_end_of(each.where, _parent(one.name))]
     else:
@@ -173,13 +178,27 @@ def _makers(recording: Recording, one: Observation) -> list[Observation]:
     return same or [each for each in here if each.op_class == "lower"]
 
 
+def _product_before(recording: Recording, one: Observation) -> list[Observation]:
+    """The product whose 16-bit result a float32 operation took: that operation's gradient is rounded for its sake."""
+    forward = list(recording.of_kind(ACTIVATION))
+    places = [each.place for each in forward]
+    before = forward[: places.index(one.place)] if one.place in places else forward
+    return [each for each in before if each.is_low and each.op_class == "lower"][-1:]
+
+
+def _is_rounding(one: Observation) -> bool:
+    """Whether it is a float32 result, rounded to 16 bits for the operation that takes it."""
+    return one.is_low and one.op_class == "full"
+
+
 def _forward(recording: Recording) -> list[Observation]:
-    return [one for one in recording.of_kind(ACTIVATION) if one.is_low and one.spread.is_finite]
+    low = (one for one in recording.of_kind(ACTIVATION) if one.is_low and not _is_rounding(one))
+    return [one for one in low if one.spread.is_finite]
 
 
 def _causes(observations: Iterable[Observation]) -> Sequence[Observation]:
     """Of what overflows or is lost, the products; what comes after float32 work becomes float32 by itself."""
-    each = [one for one in observations if one.op_class != "keep"]
+    each = [one for one in observations if one.op_class not in ("keep", "full")]
     return [one for one in each if one.op_class == "lower"] or each
 
 

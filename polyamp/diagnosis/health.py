@@ -244,7 +244,8 @@ def health(holder: Any, probe: Probe | None = None) -> Health:
     adapter = registry.adapter_within(holder)
     if adapter is None:
         raise registry.no_adapter(holder, where="health(holder)")
-    return Health(*registry.verb(adapter, "loss_scale_of")(holder), probe)
+    settings, counters = registry.verb(adapter, "loss_scale_of")(holder)
+    return Health(settings, counters, probe)
 
 
 def check_probe(probe: object, *, where: str) -> None:

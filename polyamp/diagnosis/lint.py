@@ -161,8 +161,7 @@ def judge(facts: Facts) -> Report:
     >>> [finding.code for finding in judge(facts)]
     ['wrapped-twice']
     """
-    findings = [Finding(code, check.severity, *said) for code, check in CHECKS.items() for said in check.find(facts)]
-    findings.sort(key=lambda finding: _SEVERITIES.index(finding.severity))
+    findings = (Finding(code, check.severity, *said) for code, check in CHECKS.items() for said in check.find(facts))
     return Report(facts.framework, str(facts.policy), tuple(findings))
 
 

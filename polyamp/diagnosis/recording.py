@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
@@ -131,16 +131,6 @@ class Recording:
             names.append(f"{place}[{seen[kind, place]}]" if several[kind, place] > 1 else place)
             seen[kind, place] += 1
         return names
-
-
-def merge(observations: Iterable[Observation]) -> Iterator[Observation]:
-    """Those of the same kind, place and format merged, in the order of their first."""
-    found: dict[tuple[str, ...], Observation] = {}
-    for one in observations:
-        key = (one.kind, one.place, one.format)
-        known = found.get(key)
-        found[key] = one if known is None else known._replace(spread=known.spread.merged(one.spread))
-    return iter(found.values())
 
 
 def _exponent(scale: float) -> int:

@@ -73,10 +73,8 @@ class Sweep:
     @cached_property
     def outcomes(self) -> tuple[Outcome, ...]:
         """For each trial: "ok", its loss is within the tolerance of the reference; "too small"; "too large", it came to
-        no finite loss or skipped steps; "failed", with a polyamp error.
-
-        Where ``train`` does not count skipped steps, a loss that is off is of too large a scale above the ok ones, or
-        above the best one where none is ok.
+        no finite loss, or skipped steps, or is above the ok ones (the best one, where none is ok); "failed", with a
+        polyamp error.
         """
         return tuple(map(self._outcome, self.trials))
 
@@ -85,7 +83,7 @@ class Sweep:
             return "failed"
         if self._is_ok(trial):
             return "ok"
-        above = trial.skipped is None and trial.scale > self._pivot
+        above = trial.scale > self._pivot
         return "too large" if not trial.is_finite or trial.skipped or above else "too small"
 
     def _is_ok(self, trial: Trial) -> bool:

@@ -219,7 +219,8 @@ def _scale(verdict: Verdict) -> str:
 
 def _layer(verdict: Verdict) -> str:
     culprit, window = verdict._culprit, verdict.probe.window
-    lower = "" if window is None or window.is_empty else f" A loss scale within {window} holds as well."
+    holds = window is not None and not window.is_empty and verdict.recording.scale > window.high
+    lower = f" A loss scale within {window} holds as well." if holds else ""
     return (
         f"LAYER {culprit.where or culprit.place} amplifies gradients by 2^{verdict.amplification:.1f} in "
         f"{culprit.name}; keep it float32: rules={verdict.rules!r}{_tried(verdict)}.{lower}"

@@ -1,1 +1,1 @@
-"""Records of one training step: a step is traced, and evaluated once more with a sample kept of every tensor."""
+"""Records of one training step: it is traced, and evaluated once more with every tensor counted."""

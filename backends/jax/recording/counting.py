@@ -38,11 +38,16 @@ class Tally(NamedTuple):
 
     def over_turns(self) -> Tally:
         """Of a loop: each field has the turns as its first axis."""
-        return Tally(*(field.sum(0) for field in self[:-1]), self.largest.max(0))
+        fields, times, inf, nan = (field.sum(0) for field in self[:-1])
+        return Tally(fields, times, inf, nan, self.largest.max(0))
 
     def joined(self, other: Tally) -> Tally:
         """With what another turn of a loop counted."""
-        return Tally(*map(jnp.add, self[:-1], other[:-1]), jnp.maximum(self.largest, other.largest))
+        fields, times, inf, nan = map(jnp.add, self[:-1], other[:-1])
+        return Tally(fields, times, inf, nan, jnp.maximum(self.largest, other.largest))
+
+
+NOT_COUNTED = Tally(None, None, None, None, None)
 
 
 def tally(array: Any, turns: int = 1) -> Tally:
@@ -89,7 +94,8 @@ def nothing(like: Tally) -> Tally:
     >>> int(nothing(tally(jnp.ones(2))).times)
     0
     """
-    return jax.tree.map(lambda field: jnp.zeros(field.shape, field.dtype), like)
+    zeros: Tally = jax.tree.map(lambda field: jnp.zeros(field.shape, field.dtype), like)
+    return zeros
 
 
 class Table(NamedTuple):
@@ -118,10 +124,13 @@ def spreads(table: Table, shapes: Sequence[tuple[int, ...]]) -> list[Spread | No
     """
     largest = np.ascontiguousarray(table.totals[:, 3]).view(np.float32).tolist()
     rows = zip(table.fields, table.totals[:, :3].tolist(), largest, shapes, strict=True)
-    return [_spread(fields, *totals, top, math.prod(shape)) if totals[0] else None for fields, totals, top, shape in rows]
+    return [
+        _spread(fields, totals, top, math.prod(shape)) if totals[0] else None for fields, totals, top, shape in rows
+    ]
 
 
-def _spread(fields: Any, times: int, inf: int, nan: int, largest: float, elements: int) -> Spread:
+def _spread(fields: Any, totals: Sequence[int], largest: float, elements: int) -> Spread:
+    times, inf, nan = totals
     counts, mass = fields[:FIELDS, 0].tolist(), fields[:FIELDS, 1].tolist()
     zeros = int(fields[_ZEROS, 0])
     counts[0] += zeros

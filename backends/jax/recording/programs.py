@@ -48,7 +48,8 @@ class _Part:
 
     def shapes(self, values: Sequence[Value]) -> list[Tally]:
         """The tallies' shapes and dtypes."""
-        return jax.eval_shape(lambda arrays: self.run(_around(values, arrays)), _arrays(values))[1]
+        _, tallies = jax.eval_shape(lambda arrays: self.run(_around(values, arrays)), _arrays(values))
+        return list(tallies)
 
     def results(self, arrays: Sequence[Any], tallies: Sequence[Tally]) -> list[Value]:
         """Its outputs and records outside of the function, where they are these."""
@@ -59,7 +60,11 @@ class _Part:
 def _scan(replay: Replay, equation: Any, values: list[Value], place: Place, uses: Sequence[bool]) -> list[Value]:
     params = equation.params
     fixed, carried = unstable.loop_parts(params)
-    constants, initial, stacked = values[:fixed], _scaled_alike(values[fixed:])[:carried], _scaled_alike(values[fixed:])[carried:]
+    constants, initial, stacked = (
+        values[:fixed],
+        _scaled_alike(values[fixed:])[:carried],
+        _scaled_alike(values[fixed:])[carried:],
+    )
     part = _Part(replay, params["jaxpr"], place.repeated(params["length"]))
 
     def body(carry: list[Any], slices: list[Any]) -> tuple[list[Any], Any]:
@@ -134,7 +139,7 @@ def _shard_map(replay: Replay, equation: Any, values: list[Value], place: Place,
         body,
         mesh=params["mesh"],
         in_specs=tuple(params["in_specs"]),
-        out_specs=(tuple(params["out_specs"]), PartitionSpec(tuple(axes))),
+        out_specs=(tuple(params["out_specs"]), PartitionSpec(tuple(axes))),  # type: ignore[no-untyped-call]
         axis_names=axes,
         check_vma=params["check_vma"],
     )

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from types import FunctionType
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import jax
 
 from polyamp.backends.jax import unstable
-from polyamp.backends.jax.recording.counting import Table, joined, spreads
+from polyamp.backends.jax.dtypes import is_array
+from polyamp.backends.jax.recording.counting import NOT_COUNTED, Table, joined, spreads
 from polyamp.backends.jax.recording.replay import Replay
-from polyamp.backends.jax.recording.step import Step
+from polyamp.backends.jax.recording.step import Step, traced
 from polyamp.backends.jax.recording.values import Place, Record
 from polyamp.diagnosis.recording import ACTIVATION, PARAMETER, Observation, Recording
 from polyamp.policy import Policy
@@ -30,20 +33,59 @@ def record(
 
     >>> import jax.numpy as jnp, polyamp
     >>> def loss_fn(params, x):
-    ...     return (x @ params["w"]).mean()
+    ...     return (x @ params["w"]).sum()
     >>> step = loss_fn, ({"w": jnp.ones((4, 2))}, jnp.ones((8, 4))), {}
-    >>> [(one.kind, one.place, one.format) for one in record(*step, polyamp.policy("mixed_float16"), widened=True)]
+    >>> recording = record(*step, polyamp.policy("mixed_float16"), widened=True)
+    >>> [(one.kind, one.place, one.format) for one in recording.observations if one.is_low]
+    [('activation', 'matmul', 'float16'), ('parameter gradient', 'w', 'float16')]
 
-    The step is traced, evaluated once more inside of one ``jax.jit``, and nothing of it is kept but the counts. A step
-    that is the same program as one of the last eight is not compiled again.
+    The step is traced and evaluated once more, inside of one ``jax.jit``, and nothing of it is kept but the counts. It
+    is traced anew at each call, unless it is a jitted function or captures no array: then, as under ``jax.jit``, the
+    trace for arguments of these shapes stays. A program that equals one of the last eight is not compiled again.
     """
-    traced = Step(step, args, kwargs, policy, scale)
-    run = _compiled(_Plan(traced, policy, widened))
-    _, constants = unstable.opened(traced.closed)
-    table, loss = jax.device_get(run(traced.arrays, constants))
-    observations = _observations(run.records, table)
+    prepared, arrays = _prepared(step, args, kwargs, policy, widened)
+    arrays, own_scale = prepared.step.scaled(arrays, scale)
+    table, loss = jax.device_get(prepared.run(arrays, prepared.constants))
     own_loss = None if loss is None else float(loss)
-    return Recording("jax", str(policy), own_loss, traced.scale, widened, observations, traced.differentiates)
+    observations = _observations(prepared.run.records, table)
+    return Recording("jax", str(policy), own_loss, own_scale, widened, observations, prepared.step.differentiates)
+
+
+class _Prepared(NamedTuple):
+    step: Step
+    run: _Run
+    constants: Sequence[Any]
+
+
+_PREPARED: WeakKeyDictionary[Any, dict[Any, _Prepared]] = WeakKeyDictionary()
+
+
+def _prepared(
+    step: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], policy: Policy, widened: bool
+) -> tuple[_Prepared, list[Any]]:
+    """A step ready to run, and the arguments of its jaxpr."""
+    is_jitted = isinstance(step, jax.stages.Wrapped)
+    lasts = is_jitted or isinstance(step, FunctionType)  # a bound method is another object each time
+    known, call = _PREPARED.setdefault(step, {}) if lasts else {}, (_call(args, kwargs), policy, widened)
+    if call[0] is not None and call in known:
+        return known[call], known[call].step.arrays(args, kwargs)
+    found, arrays = traced(step, args, kwargs, policy)
+    _, constants = unstable.opened(found.closed)
+    prepared = _Prepared(found._replace(closed=None), _compiled(_Plan(found, policy, widened)), constants)
+    if call[0] is not None and found.is_pure and (is_jitted or not constants):
+        known[call] = prepared
+    return prepared, arrays
+
+
+def _call(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """What tells calls apart for a trace: structure, shapes and dtypes, all else by value; None where that has none."""
+    leaves, tree = jax.tree.flatten((args, dict(kwargs)))
+    call = tree, tuple(jax.typeof(leaf) if is_array(leaf) else (type(leaf), leaf) for leaf in leaves)
+    try:
+        hash(call)
+    except TypeError:  # as of a list in a static field
+        return None
+    return call
 
 
 class _Plan:
@@ -86,7 +128,7 @@ class _Run:
         outputs = replay.run(plan.jaxpr, values, Place(), constants=constants)
         replay.leave(outputs, Place())
         records = _chosen(replay.records, plan.parameters)
-        self.records = [record._replace(tally=None) for record in records]
+        self.records = [record._replace(tally=NOT_COUNTED) for record in records]
         loss = None if plan.loss_index is None else outputs[plan.loss_index].array
         return joined([record.tally for record in records]), loss
 

@@ -122,9 +122,7 @@ class Replay:
             for array, variable, is_used in zip(results, equation.outvars, uses, strict=True)
         ]
 
-    def _computed(
-        self, value: Value, equation: Any, name: str, variable: Any, place: Place, is_used: bool
-    ) -> Value:
+    def _computed(self, value: Value, equation: Any, name: str, variable: Any, place: Place, is_used: bool) -> Value:
         path = "/".join(filter(None, (place.path, unstable.library_function(equation))))
         op_class, native = decide(self.policy.rules, name, path).op_class, equation.primitive.name
         origin = Origin(native, op_class, _format(unstable.dtype_in(variable)))

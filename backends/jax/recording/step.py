@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from polyamp.backends.jax import marks, unstable
 from polyamp.backends.jax.autocast import run_autocasted
-from polyamp.backends.jax.dtypes import is_floating
+from polyamp.backends.jax.dtypes import is_array, is_floating
 from polyamp.backends.jax.gradients import value_and_grad
 from polyamp.backends.jax.modules import as_pure
 from polyamp.backends.jax.program import Program
@@ -21,48 +22,60 @@ from polyamp.policy import Policy
 Function = Callable[..., Any]
 
 
-class Step:
+class Step(NamedTuple):
     """A training step as one traced program.
-
-    What has a backward pass already runs as it was written. A function that returns the loss, or ``(loss, aux)``, is
-    differentiated here, by its first argument and under the policy. Any other function runs under the policy.
 
     Attributes:
         closed: the jaxpr.
-        arrays: its arguments.
-        differentiates: whether the step has its own backward pass.
-        scale: what the loss is multiplied by.
-        scale_index: which of the arguments that is; None where it is none of them.
-        loss_index: which of the results the unscaled loss is; None where there is no such result.
+        differentiates: whether the step has its own backward pass; else it was given one here, if it gives a loss.
+        adds_scale: whether the state of a wrapped optimizer was put before its arguments.
+        scale_index: which of the jaxpr's arguments the loss scale is; None where it is none of them.
+        loss_index: which of its results the unscaled loss is; None where it shows none.
         parameters: name and shape of each floating argument.
+        is_pure: whether no flax NNX module is among its arguments.
     """
 
-    def __init__(
-        self, step: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any], policy: Policy, scale: float | None
-    ) -> None:
-        given = dict(kwargs)
-        with policy:
-            trace = _Trace(step, args, given)
-            self.differentiates = unstable.has_backward(trace.program.closed)
-            if not self.differentiates and _is_loss(trace.results):
-                args = (_holder_of(scale), *args)
-                trace = _Trace(_differentiated(step, policy, has_aux=isinstance(trace.results, tuple)), args, given)
-            elif not self.differentiates:
-                trace = _Trace(step, args, given, policy)
-        self.closed, self.arrays = trace.program.closed, list(trace.program.arrays)
-        self.loss_index = trace.loss_index
-        self.parameters = _floating(args)
-        self.scale_index, self.scale = self._scale((args, given), scale)
+    closed: Any
+    differentiates: bool
+    adds_scale: bool
+    scale_index: int | None
+    loss_index: int | None
+    parameters: tuple[tuple[str, tuple[int, ...]], ...]
+    is_pure: bool
 
-    def _scale(self, holder: Any, scale: float | None) -> tuple[int | None, float]:
-        """Where the loss scale is, and what it is; a scale that was given takes its place there."""
-        if not holds_state(holder):
-            return None, 1.0 if scale is None else float(scale)
-        array = find_state(holder).scalars.scale
-        index = next((index for index, one in enumerate(self.arrays) if one is array), None)
-        if index is not None and scale is not None:
-            self.arrays[index] = jnp.full_like(array, scale)
-        return index, float(array if scale is None else scale)
+    def arrays(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
+        """The jaxpr's arguments in another call of a pure step."""
+        given = ((_holder(), *args) if self.adds_scale else args, dict(kwargs))
+        return [leaf for leaf in jax.tree.leaves(given) if is_array(leaf)]
+
+    def scaled(self, arrays: list[Any], scale: float | None) -> tuple[list[Any], float]:
+        """The jaxpr's arguments with the loss scale that was given, and what the scale then is."""
+        if self.scale_index is None:
+            return arrays, 1.0 if scale is None else float(scale)
+        before, own, after = arrays[: self.scale_index], arrays[self.scale_index], arrays[self.scale_index + 1 :]
+        own = own if scale is None else jnp.full_like(own, scale)
+        return [*before, own, *after], float(np.asarray(own).flat[0])  # the first, where it is replicated
+
+
+def traced(step: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any], policy: Policy) -> tuple[Step, list[Any]]:
+    """A step, and the arguments of its jaxpr in this call.
+
+    What has a backward pass already runs as it was written. A function that returns the loss, or ``(loss, aux)``, is
+    differentiated, by its first argument and under the policy. Any other function runs under the policy.
+    """
+    given = dict(kwargs)
+    with policy:
+        trace = _Trace(step, args, given)
+        differentiates = unstable.has_backward(trace.program.closed)
+        adds_scale = not differentiates and _is_loss(trace.results)
+        if adds_scale:
+            args = (_holder(), *args)
+            trace = _Trace(_differentiated(step, policy, has_aux=isinstance(trace.results, tuple)), args, given)
+        elif not differentiates:
+            trace = _Trace(step, args, given, policy)
+    closed, arrays = trace.program.closed, trace.program.arrays
+    index = _scale_index(arrays, (args, given))
+    return Step(closed, differentiates, adds_scale, index, trace.loss_index, _floating(args), trace.is_pure), arrays
 
 
 class _Trace:
@@ -71,24 +84,28 @@ class _Trace:
     Attributes:
         program: its jaxpr, and its arrays.
         results: what it returns, with shapes and dtypes for arrays.
-        loss_index: which array of all that it returns is the loss: the one floating scalar that it shows.
+        loss_index: which array of all that it returns is the loss; None where it shows none.
+        is_pure: whether there is no flax NNX module among its arguments.
     """
 
-    def __init__(self, fn: Function, args: tuple[Any, ...], kwargs: dict[str, Any], policy: Policy | None = None) -> None:
+    def __init__(
+        self, fn: Function, args: tuple[Any, ...], kwargs: dict[str, Any], policy: Policy | None = None
+    ) -> None:
         pure, own_args, own_kwargs, _ = as_pure(fn, args, kwargs)
 
         def call(args: Any, kwargs: Any) -> Any:
             return pure(*args, **kwargs)
 
         def under_policy(args: Any, kwargs: Any) -> Any:
-            return run_autocasted(call, policy, args, kwargs)
+            return call(args, kwargs) if policy is None else run_autocasted(call, policy, args, kwargs)
 
-        self.program = Program(call if policy is None else under_policy, (own_args, own_kwargs), {})
+        self.program = Program(under_policy, (own_args, own_kwargs), {})
         outputs = unstable.specs_of_results(self.program.closed)
         results = self.program.results(outputs)
-        self.results = results if pure is fn else results[0]
-        shown = [part for part in _parts(self.results) if _is_scalar(part)]
-        self.loss_index = next(i for i, spec in enumerate(outputs) if spec is shown[0]) if len(shown) == 1 else None
+        self.is_pure = pure is fn
+        self.results = results if self.is_pure else results[0]
+        loss = _loss_in(self.results)
+        self.loss_index = next((index for index, spec in enumerate(outputs) if spec is loss), None)
 
 
 def _differentiated(fn: Function, policy: Policy, *, has_aux: bool) -> Function:
@@ -99,11 +116,17 @@ def _differentiated(fn: Function, policy: Policy, *, has_aux: bool) -> Function:
     return differentiated
 
 
-def _holder_of(scale: float | None) -> Any:
-    """What `value_and_grad` finds a loss scale in."""
+def _holder() -> Any:
+    """What `value_and_grad` finds a loss scale in: 1."""
     config = LossScale.fixed(1.0)
-    scalars = initial_scalars(config)._replace(scale=jnp.float32(1.0 if scale is None else scale))
-    return state_type(config)(*scalars, inner_state=None, master_weights=None)
+    return state_type(config)(*initial_scalars(config), inner_state=None, master_weights=None)
+
+
+def _scale_index(arrays: Sequence[Any], holder: Any) -> int | None:
+    if not holds_state(holder):
+        return None
+    scale = find_state(holder).scalars.scale
+    return next((index for index, array in enumerate(arrays) if array is scale), None)
 
 
 def _is_loss(results: Any) -> bool:
@@ -114,14 +137,14 @@ def _is_scalar(part: Any) -> bool:
     return is_floating(part) and part.shape == ()
 
 
-def _parts(results: Any) -> Sequence[Any]:
-    """What stands by itself in what a step returns."""
-    if isinstance(results, Mapping):
-        return list(results.values())
-    return results if isinstance(results, tuple | list) else [results]
+def _loss_in(results: Any) -> Any:
+    """The one floating scalar that stands by itself in what a step returns, or else is called a loss."""
+    scalars = [(path, leaf) for path, leaf in jax.tree.leaves_with_path(results) if _is_scalar(leaf)]
+    alone = [leaf for path, leaf in scalars if len(path) <= 1]
+    called = [leaf for path, leaf in scalars if marks.name_of(path).endswith("loss")]
+    return next((found[0] for found in (alone, called) if len(found) == 1), None)
 
 
-def _floating(args: Any) -> list[tuple[str, tuple[int, ...]]]:
-    """Name and shape of each floating array in some arguments, in order."""
+def _floating(args: tuple[Any, ...]) -> tuple[tuple[str, tuple[int, ...]], ...]:
     found = jax.tree.leaves_with_path(args)
-    return [(marks.name_of(path[1:]), leaf.shape) for path, leaf in found if is_floating(leaf)]
+    return tuple((marks.name_of(path[1:]), leaf.shape) for path, leaf in found if is_floating(leaf))

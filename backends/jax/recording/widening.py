@@ -43,7 +43,10 @@ def bound_widened(equation: Any, arrays: Sequence[Any]) -> list[Any]:
         return list(arrays)
     if _is_wide_too(equation):
         return unstable.bound(equation, arrays, _adapted(equation.params))
-    given = [unstable.converted(array, dtype) if is_low(dtype) else array for array, dtype in zip(arrays, before, strict=True)]
+    given = [
+        unstable.converted(array, dtype) if is_low(dtype) else array
+        for array, dtype in zip(arrays, before, strict=True)
+    ]
     return [widened(array, dtype) for array, dtype in zip(unstable.bound(equation, given), after, strict=True)]
 
 

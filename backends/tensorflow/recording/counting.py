@@ -6,7 +6,7 @@ Everything is counted on the bits of float32, as integers: devices that flush su
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -16,7 +16,7 @@ import tensorflow as tf
 
 from polyamp.diagnosis.spread import FIELDS, SAMPLE, Spread, stride
 
-_MAGNITUDE, _MANTISSA, _INFINITY = 0x7FFFFFFF, 0x007FFFFF, 0x7F800000  # of float32's bits
+_MAGNITUDE, _MANTISSA = 0x7FFFFFFF, 0x007FFFFF  # of float32's bits
 _MANTISSA_BITS, _LOWEST_NORMAL = 23, -126
 
 _BINS = FIELDS + 1  # zeros, then the values of the exponent field, of which the first is that of subnormal numbers
@@ -68,16 +68,11 @@ class Totals:
             tensors: floating, of any shapes.
             turns: how often this may run: the sample is that much smaller.
         """
-        flat = [tf.reshape(tf.cast(tensor, tf.float32), [-1]) for tensor in tensors]
-        sampled = [_sample(one, turns) for one in flat]
-        groups = _by_size(sampled)
-        histograms = tf.concat([_histograms(tf.stack([sampled[index] for index in group])) for group in groups], 0)
-        order = [index for group in groups for index in group]
-        largest, inf, nan = _extremes([flat[index] for index in order])
-        elements = [tf.cast(tf.size(flat[index]), tf.float32) for index in order]
-        places = [rows[index] for index in order]
+        groups = _by_size([tf.reshape(tf.cast(tensor, tf.float32), [-1]) for tensor in tensors])
+        counted = [_counted(list(group.values()), turns) for group in groups]
+        sums, largest = (tf.concat(parts, 0) for parts in zip(*counted, strict=True))
+        places = [rows[index] for group in groups for index in group]
         handles = self._handles()
-        sums = tf.concat([histograms, tf.stack([elements, inf, nan], 1)], 1)
         tf.raw_ops.ResourceScatterAdd(resource=handles[0], indices=places, updates=sums)
         tf.raw_ops.ResourceScatterMax(resource=handles[1], indices=places, updates=largest)
 
@@ -108,26 +103,36 @@ def _spread(row: Any) -> Spread:
     return Spread.of_fields(round(elements), seen, zeros, round(inf), round(nan), float(largest), in_fields, mass)
 
 
-def _sample(flat: tf.Tensor, turns: int) -> tf.Tensor:
-    """Every k-th element."""
-    size = flat.shape.num_elements()
-    if size is not None:
-        return flat[:: stride(size * turns)]
-    many = -(-tf.size(flat) * turns // SAMPLE)
-    return flat[:: tf.maximum(1, tf.bitwise.bitwise_or(many, 1))]  # as `stride` has it
-
-
-def _by_size(tensors: Sequence[tf.Tensor]) -> list[list[int]]:
-    """Positions of tensors that have the same number of elements, and each of those of an unknown one."""
-    groups: dict[Any, list[int]] = {}
+def _by_size(tensors: Sequence[tf.Tensor]) -> list[dict[int, tf.Tensor]]:
+    """Tensors by their places, those of one size together, and each of an unknown size by itself."""
+    groups: dict[Any, dict[int, tf.Tensor]] = {}
     for index, tensor in enumerate(tensors):
-        groups.setdefault(tensor.shape.num_elements() or ("unknown", index), []).append(index)
+        size = tensor.shape.num_elements()
+        groups.setdefault(("unknown", index) if size is None else size, {})[index] = tensor
     return list(groups.values())
+
+
+def _counted(tensors: Sequence[tf.Tensor], turns: int) -> tuple[tf.Tensor, tf.Tensor]:
+    """Of tensors of one size, the sums ``[tensors, _SUMS]`` and the largest finite magnitudes ``[tensors]``."""
+    step = _stride(tensors[0], turns)
+    sampled = tf.stack([tensor[::step] if step is not None else tensor for tensor in tensors])
+    largest, inf, nan = _extremes(tensors, None if step is not None else sampled)
+    elements = tf.fill([len(tensors)], tf.cast(tf.size(tensors[0]), tf.float32))
+    return tf.concat([_histograms(sampled), tf.stack([elements, inf, nan], 1)], 1), largest
+
+
+def _stride(tensor: tf.Tensor, turns: int) -> Any:
+    """Every so many-th element is counted; None where all are."""
+    size = tensor.shape.num_elements()
+    if size is not None:
+        return stride(size * turns) if size * turns > SAMPLE else None
+    many = -(-tf.size(tensor) * turns // SAMPLE)
+    return tf.maximum(1, tf.bitwise.bitwise_or(many, 1))  # as `stride` has it
 
 
 def _histograms(values: tf.Tensor) -> tf.Tensor:
     """How many elements of each row are in each bin, and what their mantissas add up to; ``[rows, 2 * _BINS]``."""
-    bits = _bits(values)
+    bits = tf.bitwise.bitwise_and(tf.bitcast(values, tf.int32), _MAGNITUDE)
     bins = tf.bitwise.right_shift(bits, _MANTISSA_BITS) + tf.minimum(bits, 1)
     mantissas = tf.cast(tf.bitwise.bitwise_and(bits, _MANTISSA), tf.float32)
     counted = partial(tf.raw_ops.DenseBincount, input=bins, size=_BINS)
@@ -135,28 +140,30 @@ def _histograms(values: tf.Tensor) -> tf.Tensor:
     return tf.concat([counts, counted(weights=mantissas)], 1)
 
 
-def _bits(values: tf.Tensor) -> tf.Tensor:
-    """The bits of the magnitudes, as integers; they have the order of the magnitudes."""
-    return tf.bitwise.bitwise_and(tf.bitcast(values, tf.int32), _MAGNITUDE)
+def _extremes(tensors: Sequence[tf.Tensor], stacked: tf.Tensor | None) -> tuple[tf.Tensor, ...]:
+    """Of each tensor, the largest finite magnitude, and how many elements are inf and NaN.
 
+    Args:
+        tensors: of one size.
+        stacked: the same as one tensor, where there is one already.
+    """
 
-def _extremes(tensors: Sequence[tf.Tensor]) -> Sequence[tf.Tensor]:
-    """Of each tensor, the largest finite magnitude, and how many elements are inf and NaN."""
+    def reduced(reduce: Callable[..., tf.Tensor]) -> tf.Tensor:
+        return tf.stack(list(map(reduce, tensors))) if stacked is None else reduce(stacked, 1)
+
     # A sum is finite only where all elements are: so the common case takes three plain reductions.
-    sums = tf.stack([tf.reduce_sum(one) for one in tensors])
-    ends = [(tf.reduce_max(one), tf.reduce_min(one)) for one in tensors]
-    most = tf.stack([tf.maximum(tf.maximum(high, -low), 0.0) for high, low in ends])
+    sums, high, low = map(reduced, (tf.reduce_sum, tf.reduce_max, tf.reduce_min))
+    most = tf.maximum(tf.maximum(high, -low), 0.0)
     none = tf.zeros_like(most)
-    found: Sequence[tf.Tensor] = tf.cond(
-        tf.reduce_all(tf.math.is_finite(sums)),
-        lambda: (tf.where(tf.math.is_finite(most), most, 0.0), none, none),  # -inf: a tensor without elements
-        lambda: tuple(map(tf.stack, zip(*map(_looked_through, tensors), strict=True))),
+    found: tuple[tf.Tensor, ...] = tf.cond(
+        tf.reduce_all(tf.math.is_finite(sums) & tf.math.is_finite(most)),
+        lambda: (most, none, none),
+        lambda: _looked_through(tf.stack(tensors) if stacked is None else stacked),
     )
     return found
 
 
-def _looked_through(tensor: tf.Tensor) -> Sequence[tf.Tensor]:
-    bits = _bits(tensor)
-    finite = tf.bitcast(tf.where(bits < _INFINITY, bits, 0), tf.float32)
-    inf, nan = (tf.reduce_sum(tf.cast(one, tf.float32)) for one in (tf.equal(bits, _INFINITY), bits > _INFINITY))
-    return tf.maximum(tf.reduce_max(finite), 0.0), inf, nan
+def _looked_through(values: tf.Tensor) -> tuple[tf.Tensor, ...]:
+    finite = tf.where(tf.math.is_finite(values), tf.abs(values), 0.0)
+    inf, nan = (tf.reduce_sum(tf.cast(test(values), tf.float32), 1) for test in (tf.math.is_inf, tf.math.is_nan))
+    return tf.maximum(tf.reduce_max(finite, 1), 0.0), inf, nan

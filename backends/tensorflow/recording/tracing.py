@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import tensorflow as tf
 
 from polyamp.backends.tensorflow import unstable
 from polyamp.backends.tensorflow.gradients import SIXTEEN_BIT
-from polyamp.backends.tensorflow.rewrite import concrete_of
+from polyamp.backends.tensorflow.grappler import GrapplerRewritten
+from polyamp.backends.tensorflow.rewrite import Rewritten, concrete_of
 from polyamp.refusals import no_loss
+from polyamp.verbs import RewrittenAtFirstCall
 
 
 class Taken(NamedTuple):
@@ -61,8 +63,8 @@ def traced(step: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, A
 
 def plain_function(step: Any) -> Any:
     """The function that a step was made of: it is traced anew, and without a rewrite."""
-    while hasattr(step, "plan") and hasattr(step, "__wrapped__"):
-        step = step.__wrapped__
+    while isinstance(step, Rewritten | GrapplerRewritten | RewrittenAtFirstCall):
+        step = inspect.getattr_static(step, "__wrapped__")
     return getattr(step, "python_function", step)
 
 
@@ -82,7 +84,7 @@ def _watched(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> t
 def _taken(loss: Any, sources: Any, grads: Any) -> Taken | None:
     loss = next((one for one in tf.nest.flatten(loss) if tf.is_symbolic_tensor(one)), None)
     pairs = [
-        (_name(source), grad.values if isinstance(grad, tf.IndexedSlices) else tf.convert_to_tensor(grad))
+        (name_of(source), grad.values if isinstance(grad, tf.IndexedSlices) else tf.convert_to_tensor(grad))
         for source, grad in zip(_flat(sources), _flat(grads), strict=True)
         if grad is not None and _is_variable(source)
     ]
@@ -100,8 +102,12 @@ def _is_variable(source: Any) -> bool:
     return hasattr(source, "assign") and hasattr(source, "dtype") and source.dtype != tf.resource
 
 
-def _name(variable: Any) -> str:
-    """As Keras names it, else as TensorFlow does."""
+def name_of(variable: Any) -> str:
+    """A variable's name: as Keras has it, else as TensorFlow does.
+
+    >>> name_of(tf.Variable(1.0, name="rate"))
+    'rate'
+    """
     return str(getattr(variable, "path", None) or variable.name.partition(":")[0])
 
 

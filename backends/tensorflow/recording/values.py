@@ -18,6 +18,7 @@ from polyamp.diagnosis.spread import Spread
 from polyamp.operations import OPERATIONS as TABLE
 
 _FLOATS = {kind.as_datatype_enum: kind.name for kind in (tf.float16, tf.bfloat16, tf.float32, tf.float64)}
+_LOW = tuple(kind.as_datatype_enum for kind in (tf.float16, tf.bfloat16))
 _COMPUTING = ("lower", "full", "promote", "follow")
 _UNSEEN = ("custom_call", "call", "cond", "while_loop")  # of what is inside of these only the results may be known
 _HANDING = ("Iterator", "Optional", "TensorArray", "Unstage")  # operations that the table does not know, and hold values
@@ -54,6 +55,7 @@ class Body:
         decisions: its nodes, decided.
         inside: bodies by the name of the node that calls them, in the order of `Decided.inside`.
         repeated: whether it is in a loop.
+        rounded: values in float32 that are cast to 16 bits before they are used, each with that type.
         rows: the values that are recorded here, each with its number.
     """
 
@@ -74,10 +76,25 @@ class Body:
         self._decided = {decided.node.name: decided for decided in decisions.nodes}
         self._places, self._taken = places, taken
         self._used, self._varying = _needed_for(graph, self._roots()), _varying(decisions)
+        self.rounded: dict[str, int] = {}
         self.inside = {
             decided.node.name: [self._body(decided.node, one, known) for one in decided.inside]
             for decided in decisions.nodes
         }
+
+        self._read_as = self._cast_down()
+
+    def _cast_down(self) -> dict[str, str]:
+        """Of float32 values that are computed here and then rounded to 16 bits: which value it is that is rounded."""
+        found: dict[str, str] = {}
+        for decided in self.decisions.nodes:
+            for value, dtype in zip(decided.node.inputs, decided.takes, strict=True):
+                known = self.decisions.known.get(value)
+                if dtype in _LOW and known is not None and known.dtype == FLOAT32:
+                    body, made = self.producer(value)
+                    if body is self and made in self.decisions.graph.maker:
+                        found[made], self.rounded[value] = value, dtype
+        return found
 
     def _body(self, node: Node, inside: Inside, known: dict[Any, Body]) -> Body:
         backward, repeated = node.name in self._backward, self.repeated or "While" in node.op
@@ -104,10 +121,10 @@ class Body:
 
     def spec(self, value: str, *, widened: bool) -> tf.TensorSpec:
         """Shape and type of a value: where ``widened`` as it was traced, but in 32 bits at least; else as decided."""
-        graph = self.decisions.graph
-        node = graph.maker.get(value)
+        graph, node = self.decisions.graph, self.decisions.graph.maker.get(value)
         traced = dict(graph.arguments)[value] if node is None else node.gives[node.outputs.index(value)].dtype
-        dtype = max(traced, FLOAT32, key=_width) if widened else self.decisions.known[value].dtype
+        decided = self.rounded.get(value, self.decisions.known[value].dtype)
+        dtype = max(traced, FLOAT32, key=_width) if widened else decided
         return tf.TensorSpec(self._places.shape(graph, value), tf.as_dtype(dtype))
 
     def producer(self, value: str) -> tuple[Body, str]:
@@ -128,6 +145,7 @@ class Body:
                 yield from body.computed()
             for value in self._computed(decided):
                 kind = GRADIENT if decided.node.name in self._backward else ACTIVATION
+                value = self._read_as.get(value, value)
                 yield self, self._subject(value, kind, decided.operation, self.decisions.scope_of(decided.node))
 
     def parameters(self) -> Iterator[tuple[Body, Subject]]:
@@ -150,10 +168,11 @@ class Body:
 
     def _subject(self, value: str, kind: Kind, name: str, where: str) -> Subject:
         graph = self.decisions.graph
-        body, made = self.producer(value) if kind == PARAMETER else (self, value)
+        body, made = self.producer(value)
         maker = body.decisions.graph.maker.get(made)
         native, op_class = ("", "keep") if maker is None else (maker.op, _class(body._decided[maker.name]))
-        format_name = _FLOATS.get(body.decisions.known[made].dtype, "float32")
+        dtype = self.rounded.get(value, body.decisions.known[made].dtype) if kind != PARAMETER else body.decisions.known[made].dtype
+        format_name = _FLOATS.get(dtype, "float32")
         return Subject(value, kind, name, native, where, op_class, format_name, self._places.shape(graph, value))
 
 
@@ -171,7 +190,7 @@ def recorded(decisions: Pass, taken: Sequence[Taken]) -> tuple[Body, list[Subjec
     parameters = list(outer.parameters())
     made = {body.producer(subject.value) for body, subject in parameters}
     # Such a value is the parameter's gradient, and no other one.
-    others = [pair for pair in outer.computed() if (pair[0], pair[1].value) not in made]
+    others = [(body, one) for body, one in outer.computed() if body.producer(one.value) not in made]
     found = sorted([*others, *parameters], key=lambda pair: _ORDER.index(pair[1].kind))
     subjects: list[Subject] = []
     for body, subject in found:

@@ -12,6 +12,7 @@ from polyamp.backends.tensorflow.graph import NodeDef
 from polyamp.backends.tensorflow.recording.counting import TURNS, Totals
 from polyamp.backends.tensorflow.recording.values import Body
 from polyamp.backends.tensorflow.recording.widening import Widening
+from polyamp.backends.tensorflow.writing import cast_name
 
 _numbers = itertools.count(1)  # of functions, whose names are the process's
 _CHUNK = 32
@@ -102,11 +103,17 @@ class Instrumented:
         concrete = count.get_concrete_function(*specs)
         self.counting.append(concrete)
         node = NodeDef(name=f"polyamp_count_{number}", op="StatefulPartitionedCall")
-        node.input.extend(map(widening.value, rows))
+        node.input.extend(self._counted(body, widening, value) for value in rows)
         node.attr["Tin"].list.type.extend(spec.dtype.as_datatype_enum for spec in specs)
         node.attr["Tout"].list.SetInParent()
         node.attr["f"].func.name = concrete.name
         return node
+
+    def _counted(self, body: Body, widening: Widening, value: str) -> str:
+        """A value as it is counted: what is rounded, after that."""
+        if self._widened or value not in body.rounded:
+            return widening.value(value)
+        return f"{cast_name(body.decisions.graph, value, body.rounded[value])}:y:0"
 
     def _finish(self, new: Any, counts: Sequence[str]) -> str:
         new.signature.name = f"{new.signature.name}_polyamp_counted_{next(_numbers)}"

@@ -32,7 +32,7 @@ def unpack(packed: Tensor) -> LossScaleState:
     (tensor(8.), tensor(3, dtype=torch.int32))
     """
     reals, counts = packed.view(torch.float32), packed[1 : _STATE - 1].unbind()
-    return LossScaleState(reals[0], *counts, reals[_STATE - 1])
+    return LossScaleState._make((reals[0], *counts, reals[_STATE - 1]))
 
 
 def pack_(packed: Tensor, state: LossScaleState) -> None:
@@ -68,7 +68,8 @@ def decode(report: Sequence[int]) -> tuple[LossScaleState, bool]:
     (8.0, 9, 16.0, False)
     """
     scale, overflow_scale = struct.unpack("<2f", struct.pack("<2i", report[0], report[_STATE - 1]))
-    return LossScaleState(scale, *report[1 : _STATE - 1], overflow_scale), bool(report[LOSSES_FINITE])
+    state = LossScaleState._make((scale, *report[1 : _STATE - 1], overflow_scale))
+    return state, bool(report[LOSSES_FINITE])
 
 
 def on_device(state: LossScaleState, device: torch.device) -> LossScaleState:

@@ -58,7 +58,7 @@ def _spread(elements: int, seen: int, row: list[float]) -> Spread:
 
 def _flat(tensor: Tensor) -> Tensor:
     """The elements in float32, in memory's order where they fill it: flattening a transposed tensor would copy it."""
-    tensor = values_of(tensor.detach())
+    tensor = values_of(tensor).detach()
     if tensor.is_sparse:
         tensor = tensor.coalesce().values()
     values = tensor.float()

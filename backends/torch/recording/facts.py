@@ -115,7 +115,7 @@ def _surveyed(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], pol
     return survey, run.differentiates
 
 
-class Survey(Watcher):
+class Survey(Watcher):  # type: ignore[no-untyped-call]
     """Looks at the forward pass of a step: at the sizes of its products and losses, and at its casts.
 
     Attributes:

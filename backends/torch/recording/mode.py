@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from polyamp.backends.torch import unstable
+from polyamp.backends.torch.dtypes import SIXTEEN_BIT
 from polyamp.backends.torch.recording import widened
 from polyamp.backends.torch.recording.changes import Changes
 from polyamp.backends.torch.recording.counting import Counts
@@ -25,7 +27,7 @@ class Row(NamedTuple):
 
     Attributes:
         counted: where its counts are.
-        made_of: the rows that it is the plain sum of.
+        made_of: the rows that it is the plain sum of, or the cast.
     """
 
     kind: Kind
@@ -51,7 +53,7 @@ class UpdateBegins(BaseException):
         self.scale = scale
 
 
-class Watcher(unstable.EagerDispatchMode):
+class Watcher(unstable.EagerDispatchMode):  # type: ignore[no-untyped-call]
     """Runs every operation of a step, in float32 where it should, with a note of what it changes.
 
     Args:
@@ -62,8 +64,9 @@ class Watcher(unstable.EagerDispatchMode):
     def __init__(self, wide: bool, changes: Changes) -> None:
         super().__init__()
         self.changes = changes
-        self._run = widened.run if wide else _as_it_is
+        self._run = widened.run if wide else widened.run_as_it_is
 
+    @unstable.never_compiled
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if op is torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default:
@@ -99,7 +102,10 @@ class Recorder(Watcher):
         self.leaves: dict[Tensor, int | None] = {}
         self.replaced: set[int] = set()
         self._policy, self._places = policy, places
-        self._row_of: dict[int, int] = {}  # by the storage of a result
+        self._row_of: dict[
+            int, tuple[int, bool]
+        ] = {}  # by the storage of a result, and whether it has those values still
+        self._narrowed: dict[tuple[int, torch.dtype], int] = {}  # by the row that was cast, and to what
         self._recorded_at: dict[int, str] = {}  # the module path of each autograd node, by its number
         self._hooks: list[Any] = []
         self._classes: dict[tuple[str, str], str] = {}
@@ -127,23 +133,42 @@ class Recorder(Watcher):
         if node is not None and node.name() == _ACCUMULATION and operation.name != "add":
             operation = operation._replace(moves=True, computes=False)  # as DistributedDataParallel averages them
         kind, path = (ACTIVATION, self._places.path) if node is None else (GRADIENT, self._path_of(node))
-        sources = [self._row_of[key] for key in map(_storage, given) if key in self._row_of]
+        known = [self._row_of[key] for key in map(_storage, given) if key in self._row_of]
         for place, result in enumerate(widened.tensors([out])):
             self._row_of.pop(_storage(result), None)
             if not result.is_floating_point() or not result.numel():
                 continue
             if operation.computes and place < operation.values:
-                self._add(operation, kind, path, result, sources if operation.name == "add" else ())
-            elif operation.moves and sources:
-                self._row_of[_storage(result)] = sources[0]
+                parts = [row for row, _ in known] if operation.name == "add" else []
+                self._add(operation, kind, path, result, parts)
+            elif operation.moves and known:
+                row, same = known[0]
+                self._row_of[_storage(result)] = self._moved(row, same and operation.keeps, kind, result)
 
-    def _add(self, operation: Operation, kind: Kind, path: str, result: Tensor, parts: Sequence[int]) -> None:
+    def _moved(self, row: int, same: bool, kind: Kind, result: Tensor) -> tuple[int, bool]:
+        """The row of a tensor that another one was moved to. A cast to 16 bits makes a row of its own, once: it is what
+        overflows, or is lost, where full work is between two of 16 bits."""
+        maker = self.rows[row]
+        if result.dtype not in SIXTEEN_BIT or maker.dtype in SIXTEEN_BIT or maker.kind != kind:
+            return row, same
+        if (row, result.dtype) not in self._narrowed:
+            self._narrowed[row, result.dtype] = self._count_as(row, result)
+        return self._narrowed[row, result.dtype], True
+
+    def _count_as(self, row: int, result: Tensor) -> int:
+        """A row for what another one's tensor was moved to."""
+        counted, shape = self.counts.add(result), tuple(result.shape)
+        self.rows.append(self.rows[row]._replace(dtype=result.dtype, shape=shape, counted=counted, made_of=(row,)))
+        return len(self.rows) - 1
+
+    def _add(self, operation: Operation, kind: Kind, path: str, result: Tensor, parts: Sequence[int]) -> int:
         counted = self.counts.add(result)
         op_class = self._class_of(operation.name, path)
         made_of = tuple(parts) if kind == GRADIENT else ()
-        self._row_of[_storage(result)] = len(self.rows)
+        self._row_of[_storage(result)] = len(self.rows), True
         dtype, shape = result.dtype, tuple(result.shape)
         self.rows.append(Row(kind, operation.name, operation.native, path, op_class, dtype, shape, counted, made_of))
+        return len(self.rows) - 1
 
     def _class_of(self, name: str, path: str) -> str:
         key = name, path
@@ -167,10 +192,11 @@ class Recorder(Watcher):
 
     def took(self, leaf: Tensor, grad: Any) -> None:
         """A leaf has its gradient: what computed it is recorded as that, and not as any other gradient."""
-        row = self._row_of.get(_storage(grad))
+        row, same = self._row_of.get(_storage(grad), (None, False))
         if row is None or self.rows[row].kind == ACTIVATION:
-            self._add(Operation("accumulate_grad", "add", False, True, 1), GRADIENT, "", grad, ())
-            row = len(self.rows) - 1
+            row = self._add(_ACCUMULATES, GRADIENT, "", grad, ())
+        elif not same or math.prod(self.rows[row].shape) != grad.numel():
+            row = self._count_as(row, grad)
         self.leaves[leaf] = row
         self.replaced.update(self._parts_of(row))
 
@@ -181,10 +207,7 @@ class Recorder(Watcher):
                 yield from self._parts_of(part)
 
 
-def _as_it_is(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    return op(*args, **kwargs)
-
-
+_ACCUMULATES = Operation("accumulate_grad", "add", moves=False, keeps=False, computes=True, values=1)
 _ACCUMULATION = "torch::autograd::AccumulateGrad"
 
 

@@ -16,7 +16,8 @@ class Operation(NamedTuple):
     Attributes:
         native: its name, without that of the overload.
         name: the canonical one, or its own.
-        moves: whether it only moves values: a view, a copy or a cast.
+        moves: whether it only moves or chooses values.
+        keeps: whether it moves all of them: a view, a copy or a cast.
         computes: whether its results are recorded.
         values: how many of its results are; others are statistics, kept for the backward pass.
     """
@@ -24,6 +25,7 @@ class Operation(NamedTuple):
     native: str
     name: str
     moves: bool
+    keeps: bool
     computes: bool
     values: int
 
@@ -41,12 +43,14 @@ def operation_of(op: Any) -> Operation:
     base = native.removeprefix("_foreach_").removesuffix("_")
     name = canonical(base) if ours else None
     op_class = OPERATIONS[name].op_class if name else ""
-    moves = op_class == "neutral" or name == "cast" or (ours and base in _MOVES)
+    keeps = op.is_view or name in _KEEPS or (ours and base in _MOVES)
+    moves = keeps or op_class == "neutral"
     values = _VALUES.get(native, 1 if name in _ONE_VALUE and "backward" not in native else _ALL)
-    return Operation(native, name or class_name(op.name()), moves, not moves and op_class != "keep", values)
+    return Operation(native, name or class_name(op.name()), moves, keeps, not moves and op_class != "keep", values)
 
 
 _ALL = 1000
+_KEEPS = {"cast", "reshape", "transpose", "identity", "flip", "roll"}
 _ONE_VALUE = {"layer_norm", "group_norm", "batch_norm", "rms_norm", "attention", "nll_loss", "ctc_loss"}
 _VALUES = {"_thnn_fused_lstm_cell": 2, "_thnn_fused_gru_cell": 1, "mkldnn_rnn_layer": 3, "_cudnn_rnn": 3}
 

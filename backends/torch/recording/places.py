@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -44,6 +45,8 @@ class Places:
     @contextmanager
     def followed(self) -> Iterator[None]:
         """Follow modules while this is entered."""
+        # What it warns of is known: the hooks take no notice of the wrapper that torch.compile(module) gives.
+        warnings.filterwarnings("ignore", r"Using `torch.compile\(module\)` when there are global hooks")
         before = register_module_forward_pre_hook(self._enter)
         after = register_module_forward_hook(self._leave, always_call=True)
         try:
@@ -52,10 +55,12 @@ class Places:
             before.remove()
             after.remove()
 
+    @unstable.never_compiled
     def _enter(self, module: nn.Module, inputs: Any) -> None:
         root = self._running[0][0] if self._running else self._root_of(module)
         self._running.append((module, self._paths_in(root).get(module, "")))
 
+    @unstable.never_compiled
     def _leave(self, module: nn.Module, inputs: Any, output: Any) -> None:
         if self._running and self._running[-1][0] is module:
             self._running.pop()

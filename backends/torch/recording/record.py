@@ -70,7 +70,13 @@ def _backward(recorder: Recorder, loss: Tensor, scale: float) -> Tensor:
     """Differentiate a loss, times ``scale``, in float32 at least; gives the loss."""
     with recorder:
         wide = loss if loss.dtype is torch.float64 else loss.float()
-        torch.autograd.backward(wide, torch.full_like(wide, scale))
+        first = torch.full_like(wide, scale)
+        # As ``gradient=`` of backward, which imports for a second.
+        hook = wide.register_hook(lambda _: first)  # type: ignore[no-untyped-call]
+        try:
+            torch.autograd.backward(wide)
+        finally:
+            hook.remove()
         return wide.detach()
 
 

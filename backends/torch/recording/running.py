@@ -15,6 +15,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.overrides import TorchFunctionMode
 
+from polyamp.backends.torch import unstable
 from polyamp.backends.torch.ambient.autocast import autocast
 from polyamp.backends.torch.ambient.regions import ACCELERATOR
 from polyamp.backends.torch.ambient.weights import forget_casts
@@ -129,6 +130,7 @@ class _Backward(TorchFunctionMode):
         with self:
             return step(*args, **kwargs)
 
+    @unstable.never_compiled
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if function not in (Tensor.backward, torch.autograd.grad):
@@ -212,12 +214,12 @@ def _eagerly() -> AbstractContextManager[Any]:
 @contextmanager
 def _random_state_kept() -> Iterator[None]:
     count, before = 0 if ACCELERATOR is None else torch.accelerator.device_count(), random.getstate()
-    numpy = sys.modules.get("numpy")
-    numpys = None if numpy is None else numpy.random.get_state()
+    numpy = sys.modules.get("numpy.random")
+    numpys = None if numpy is None else numpy.get_state()
     try:
         with torch.random.fork_rng(range(count), device_type=ACCELERATOR or "cuda"):
             yield
     finally:
         random.setstate(before)
         if numpy is not None:
-            numpy.random.set_state(numpys)
+            numpy.set_state(numpys)

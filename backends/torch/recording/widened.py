@@ -7,6 +7,7 @@ says. Only the values are those of a float32 run: nothing overflows, and nothing
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -47,6 +48,7 @@ class Widened(Tensor):
         pass
 
     @classmethod
+    @unstable.never_compiled
     def __torch_dispatch__(cls, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         return run(op, args, kwargs or {})
 
@@ -68,6 +70,17 @@ def run(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     if op.is_view and not any(isinstance(one, Widened) for one in given):
         return op(*args, **kwargs)  # of a 16-bit parameter, whose memory it goes on sharing
     return _run(op, args, kwargs, _InFloat32 if _can_widen(op, given) else _InSixteenBits)
+
+
+def run_as_it_is(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Run an aten operator with the dtypes that its arguments have.
+
+    Recurrent layers of oneDNN run in float32, and are rounded: in float16 few CPUs have them, and in either format they
+    would give float32 gradients, which no other device does.
+    """
+    if not op.name().startswith("aten::mkldnn_rnn_layer"):
+        return op(*args, **kwargs)
+    return _mapped(_InSixteenBits.of, run(op, args, kwargs))
 
 
 class _InFloat32:
@@ -138,70 +151,48 @@ def _write_back(own: Tensor, other: Tensor) -> None:
 
 
 def declared(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], count: int) -> list[torch.dtype]:
-    """The dtypes of an operator's floating results for arguments of these dtypes: as its kernel for meta tensors says.
+    """The dtypes that an operator's floating results have for arguments of these dtypes: PyTorch's rules of promotion.
+
+    Kernels for meta tensors would say so too, but many are written in Python, and import for seconds before the first.
 
     >>> low, wide = Widened(torch.ones(2), torch.bfloat16), torch.ones(2)
-    >>> declared(torch.ops.aten.add.Tensor, [low, low], {}, 1), declared(torch.ops.aten.add.Tensor, [low, wide], {}, 1)
-    ([torch.bfloat16], [torch.float32])
+    >>> aten = torch.ops.aten
+    >>> declared(aten.add.Tensor, [low, wide], {}, 1), declared(aten.add.Tensor, [low, wide.sum()], {}, 1)
+    ([torch.float32], [torch.bfloat16])
 
     Args:
         op: the operator.
         args: its arguments; kwargs likewise.
         count: how many floating results it has.
     """
-    if op.is_view:
-        return [_first_dtype(args)] * count
-    key = (op, count, _signature(args), _signature([*kwargs, *kwargs.values()]))
-    if key not in _DECLARED:
-        _DECLARED[key] = _asked(op, args, kwargs, count)
-    return _DECLARED[key]
+    named = [one for one in (*args, *kwargs.values()) if isinstance(one, torch.dtype)]
+    if named:
+        return named[-1:] * count
+    native = op.name().removeprefix("aten::").partition(".")[0]
+    if native in ("_softmax", "_log_softmax") and args[2]:  # half_to_float
+        return [torch.float32]
+    if "_norm" in native and native not in _PLAIN_NORMS:
+        return _of_normalisation(native, args, count)
+    return [_promoted(args[:1] if op.is_view else args)] * count
 
 
-_DECLARED: dict[Any, list[torch.dtype]] = {}
+_PLAIN_NORMS = {"linalg_vector_norm", "_weight_norm_interface", "_weight_norm_interface_backward", "native_norm"}
 
 
-def _asked(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], count: int) -> list[torch.dtype]:
-    meta_kwargs = {name: torch.device("meta") if name == "device" else _meta(one) for name, one in kwargs.items()}
-    try:
-        out = op(*map(_meta, args), **meta_kwargs)
-    except (NotImplementedError, RuntimeError):  # sizes that depend on values, or no such kernel
-        return [_promoted(args)] * count
-    found = [one.dtype for one in tensors([out]) if one.is_floating_point()]
-    return found if len(found) == count else [_promoted(args)] * count
-
-
-def _meta(value: Any) -> Any:
-    def empty(one: Any) -> Any:
-        if not isinstance(one, Tensor):
-            return one
-        return torch.empty_strided(one.shape, one.stride(), dtype=one.dtype, device="meta")
-
-    return _mapped(empty, value)
-
-
-def _signature(values: Iterable[Any]) -> tuple[Any, ...]:
-    """All of arguments that a result's dtype depends on."""
-    return tuple(map(_kind, values))
-
-
-def _kind(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.dtype, value.dim() == 0
-    if isinstance(value, list | tuple):
-        return tuple({_kind(one) for one in value})
-    return value if isinstance(value, torch.dtype | bool | str) else type(value)
+def _of_normalisation(native: str, args: Sequence[Any], count: int) -> list[torch.dtype]:
+    """Layers that normalise take 16-bit inputs beside float32 weights, and keep statistics in float32; their gradients
+    are of the dtypes of what they are gradients of."""
+    others = torch.float32
+    if "backward" in native:
+        weights = [one.dtype for one in tensors(args) if one.is_floating_point() and one.dim() <= 1]
+        others = weights[-1] if weights else args[0].dtype
+    return [args[0].dtype, *[others] * (count - 1)]
 
 
 def _promoted(args: Sequence[Any]) -> torch.dtype:
     floating = [one for one in tensors(args) if one.is_floating_point()]
-    dtype = floating[0].dtype
-    for one in floating[1:]:
-        dtype = torch.promote_types(dtype, one.dtype)
-    return dtype
-
-
-def _first_dtype(args: Sequence[Any]) -> torch.dtype:
-    return next(tensors(args)).dtype
+    deciding = [one for one in floating if one.dim()] or floating  # scalars follow the others
+    return functools.reduce(torch.promote_types, (one.dtype for one in deciding))
 
 
 # Kernels that exist for 16 bits alone, and one that reads bits.
@@ -238,8 +229,11 @@ def _written(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Te
 
 def written(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
     """The tensors among an operator's arguments that it changes."""
-    for index, name in unstable.written_arguments(op):
+    for index, name in _written_arguments(op):
         yield from tensors([args[index] if index < len(args) else kwargs.get(name)])
+
+
+_written_arguments = functools.cache(unstable.written_arguments)
 
 
 def values_of(tensor: Tensor) -> Tensor:

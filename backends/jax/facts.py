@@ -1,0 +1,249 @@
+"""What can be known of a function without running it: the facts that `polyamp.lint` judges."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+
+from polyamp.backends.jax import marks, unstable
+from polyamp.backends.jax.autocast import explain
+from polyamp.backends.jax.devices import described
+from polyamp.backends.jax.dtypes import is_low
+from polyamp.backends.jax.modules import as_pure
+from polyamp.backends.jax.operations import OPERATIONS
+from polyamp.backends.jax.program import Program
+from polyamp.backends.jax.state import LossScaleOptState, holds_state
+from polyamp.backends.jax.step import Step
+from polyamp.diagnosis.facts import ClassLoss, Facts, OptimizerState, Product, UserCast
+from polyamp.errors import UsageError
+from polyamp.flow import AS_WRITTEN
+from polyamp.plan import Plan
+from polyamp.policy import Policy
+
+_CALLED = {"astype": "astype", "array": "jnp.asarray", "convert_element_type": "lax.convert_element_type"}
+_LOW = ("float16", "bfloat16")
+_PASSING = ("reshape", "squeeze", "broadcast_in_dim", "abs", "neg", "stop_gradient", "convert_element_type", "name")
+
+
+def facts(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], policy: Policy, optimizer: Any) -> Facts:
+    """See `polyamp.adapter.LintFacts`.
+
+    >>> import jax.numpy as jnp, polyamp
+    >>> def loss_fn(params, x):
+    ...     return (x.astype("float16") @ params["w"]).sum()
+    >>> arguments = {"w": jnp.ones((4, 2), "float16")}, jnp.ones((8, 4))
+    >>> found = facts(loss_fn, arguments, {}, polyamp.policy("mixed_float16"), None)
+    >>> found.low_parameters, [cast.native for cast in found.casts], found.products[0].sizes
+    (('w',), ['astype'], {'m': 8, 'n': 2, 'k': 4})
+    """
+    holder = (optimizer, args, dict(kwargs))
+    plan, equations = _traced(target, args, dict(kwargs), policy)
+    return Facts(
+        "jax",
+        policy,
+        plan,
+        _optimizer(optimizer, holder),
+        tuple(_low_parameters(args[0] if args else target)),
+        _has_masters(optimizer, holder),
+        (),
+        tuple(_casts(equations)),
+        tuple(_products(equations, plan)),
+        tuple(_losses(equations)),
+        tuple(described(device) for device in jax.local_devices()),
+    )
+
+
+class _Equation:
+    """An equation wherever in a program it stands.
+
+    Attributes:
+        own: the equation.
+        name: its primitive's.
+        path: its named scopes.
+        sources: the equations that made its inputs; None for arguments and constants.
+        is_backward: whether it is of a backward pass.
+    """
+
+    def __init__(self, own: Any, path: str, sources: Sequence[_Equation | None], is_backward: bool) -> None:
+        self.own, self.path, self.sources, self.is_backward = own, path, sources, is_backward
+        self.name: str = own.primitive.name
+
+    @property
+    def shapes(self) -> list[tuple[int, ...]]:
+        """Of its inputs."""
+        return [tuple(atom.aval.shape) for atom in self.own.invars]
+
+    @property
+    def source(self) -> _Equation | None:
+        """The equation that made its first input, but for those that pass it on."""
+        made = self.sources[0] if self.sources else None
+        return made.source if made is not None and made.name in _PASSING else made
+
+
+Equations = list[_Equation]
+
+
+def _traced(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], policy: Policy) -> tuple[Plan | None, Equations]:
+    """The plan, and the equations as the function was written; nothing where JAX cannot trace it."""
+    if not (callable(fn) and (args or kwargs)):
+        return None, []
+    try:
+        with policy:
+            pure, own_args, own_kwargs, _ = as_pure(fn, args, kwargs)
+            program = Program(pure, own_args, own_kwargs)
+        return explain(fn, *args, policy=policy, **kwargs), list(_walk(program.closed, "", False, {}))
+    except UsageError:  # it branches on a value, for example
+        return None, []
+
+
+def _walk(closed: Any, path: str, backward: bool, made: dict[Any, _Equation | None]) -> Iterator[_Equation]:
+    """All equations, those of inner programs in the place of the equation that holds them."""
+    jaxpr, _ = unstable.opened(closed)
+    for own in jaxpr.eqns:
+        here = "/".join(filter(None, (path, unstable.scopes(own))))
+        is_backward = backward or "transpose" in unstable.transformations(own)
+        sources = [made.get(atom) if unstable.is_variable(atom) else None for atom in own.invars]
+        parts = unstable.inner_programs(own)
+        if not parts:
+            equation = _Equation(own, here, sources, is_backward)
+            made.update(dict.fromkeys(own.outvars, equation))
+            yield equation
+        for part in parts:
+            yield from _walk_inner(part, own, sources, here, is_backward, made)
+
+
+def _walk_inner(
+    part: Any, own: Any, sources: Sequence[_Equation | None], path: str, backward: bool, made: dict[Any, Any]
+) -> Iterator[_Equation]:
+    """As `_walk`; what made its arguments and its results is known where it has those of the equation."""
+    jaxpr, _ = unstable.opened(part)
+    taken = dict(zip(jaxpr.invars, sources, strict=True)) if len(jaxpr.invars) == len(sources) else {}
+    yield from _walk(part, path, backward, taken)
+    if len(jaxpr.outvars) == len(own.outvars):
+        results = zip(own.outvars, jaxpr.outvars, strict=True)
+        made.update({outer: taken.get(inner) for outer, inner in results if unstable.is_variable(inner)})
+
+
+def _casts(equations: Equations) -> Iterator[UserCast]:
+    for equation in equations:
+        called = "" if equation.is_backward else unstable.users_cast(equation.own)
+        dtypes = [unstable.dtype_in(var) for var in (*equation.own.invars, *equation.own.outvars)]
+        if called and any(dtype.name in _LOW for dtype in dtypes):
+            place = f"{equation.path} {unstable.source_line(equation.own)}".strip()
+            yield UserCast(place, _CALLED[called], dtypes[-1].name)
+
+
+def _products(equations: Equations, plan: Plan | None) -> Iterator[Product]:
+    """The products of the forward pass; those of the backward pass have the same sizes in another order."""
+    found = [equation for equation in equations if equation.name in _SIZES]
+    planned = [op for op in plan.operations if op.native in _SIZES] if plan else []
+    if len(planned) != len(found):  # as where a rule of a custom derivative is in the plan
+        planned = []
+    for index, equation in enumerate(found):
+        if not equation.is_backward:
+            place = planned[index].where if planned else equation.path
+            format_name = planned[index].format if planned else AS_WRITTEN
+            yield Product(place, OPERATIONS[equation.name], format_name, _SIZES[equation.name](equation))
+
+
+def _product_sizes(equation: _Equation) -> dict[str, int]:
+    (contracting, _), (batched, _) = equation.own.params["dimension_numbers"]
+    left, right = equation.shapes
+    k, batch = (math.prod(left[axis] for axis in axes) for axes in (contracting, batched))
+    return {"m": math.prod(left) // (k * batch), "n": math.prod(right) // (k * batch), "k": k}
+
+
+def _convolution_sizes(equation: _Equation) -> dict[str, int]:
+    out_channels, in_channels, *_ = equation.own.params["dimension_numbers"].rhs_spec
+    kernel = equation.shapes[1]
+    return {"in_channels": kernel[in_channels], "out_channels": kernel[out_channels]}
+
+
+def _losses(equations: Equations) -> Iterator[ClassLoss]:
+    """Logarithms of sums of exponentials: what a cross-entropy, ``log_softmax`` and ``logsumexp`` are made of."""
+    divisor = _divisor(equations)
+    for equation in equations:
+        total = equation.source if equation.name == "log" and not equation.is_backward else None
+        terms = total.source if total is not None and total.name == "reduce_sum" else None
+        if total is not None and terms is not None and terms.name == "exp":
+            (shape,) = terms.shapes
+            classes = math.prod(shape[axis] for axis in total.own.params["axes"])
+            yield ClassLoss(equation.path, classes, divisor or math.prod(shape) // classes)
+
+
+def _divisor(equations: Equations) -> int | None:
+    """What sums are divided by for the loss: 1 for a plain sum; None where only the run can tell, as with a mask."""
+    means = [equation for equation in equations if _is_mean(equation) and equation.own.outvars[0].aval.shape == ()]
+    if not means:
+        return 1
+    divisor = 1.0
+    equation: _Equation | None = means[-1]
+    while equation is not None and (equation.name == "reduce_sum" or _is_mean(equation)):
+        if _is_mean(equation):
+            if unstable.is_variable(equation.own.invars[1]):
+                return None
+            divisor *= float(equation.own.invars[1].val)
+        equation = equation.source
+    return round(divisor)
+
+
+def _is_mean(equation: _Equation) -> bool:
+    source = equation.source
+    return not equation.is_backward and equation.name == "div" and source is not None and source.name == "reduce_sum"
+
+
+def _low_parameters(params: Any) -> Iterator[str]:
+    """Names of the 16-bit arrays that are no part of an optimizer's state."""
+    for path, leaf in jax.tree.leaves_with_path(params, is_leaf=_is_optimizers):
+        if is_low(leaf):
+            yield marks.name_of(path)
+
+
+def _is_optimizers(node: object) -> bool:
+    return isinstance(node, LossScaleOptState) or (
+        isinstance(node, tuple) and type(node).__module__.startswith("optax")
+    )
+
+
+def _optimizer(optimizer: Any, holder: Any) -> OptimizerState:
+    """What scales the loss: polyamp, which may be seen in the arguments too, or something of the framework's own."""
+    wrapped = _step_of(optimizer) is not None or holds_state(holder)
+    native = any(map(_is_native_scaler, jax.tree.leaves(holder, is_leaf=_is_native_scaler)))
+    if wrapped:
+        return (
+            "wrapped twice" if native or any(holds_state(state.inner_state) for state in _states(holder)) else "wrapped"
+        )
+    return "native scaler" if native else "plain" if optimizer is not None else ""
+
+
+def _has_masters(optimizer: Any, holder: Any) -> bool:
+    """Whether float32 copies are kept: known of a state, and of an optimizer by its settings."""
+    step = _step_of(optimizer)
+    return (step is not None and step.master_weights) or any(state.master_weights is not None for state in _states(holder))
+
+
+def _step_of(optimizer: Any) -> Step | None:
+    """The rule of a wrapped optax transformation."""
+    step = getattr(optimizer, "step", None)
+    return step if isinstance(step, Step) else None
+
+
+def _states(holder: Any) -> list[LossScaleOptState]:
+    leaves = jax.tree.leaves(holder, is_leaf=lambda node: isinstance(node, LossScaleOptState))
+    return [leaf for leaf in leaves if isinstance(leaf, LossScaleOptState)]
+
+
+def _is_native_scaler(node: object) -> bool:
+    """flax's and jmp's loss scales, by name: neither is imported to find out."""
+    names = {(base.__module__.partition(".")[0], base.__name__) for base in type(node).__mro__}
+    return not names.isdisjoint(_NATIVE_SCALERS)
+
+
+_NATIVE_SCALERS = {("flax", "DynamicScale"), ("jmp", "DynamicLossScale"), ("jmp", "StaticLossScale")}
+_SIZES: dict[str, Callable[[_Equation], dict[str, int]]] = {
+    "dot_general": _product_sizes,
+    "conv_general_dilated": _convolution_sizes,
+}

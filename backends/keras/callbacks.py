@@ -1,0 +1,106 @@
+"""`HealthCallback`: how the loss scale is going, during ``model.fit``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import keras
+
+from polyamp.diagnosis.health import Health, health
+from polyamp.diagnosis.monitor import HealthMonitor, check_count, wrong_type
+from polyamp.diagnosis.verbs import diagnose
+from polyamp.errors import PolyampError, warn_once
+
+if TYPE_CHECKING:
+    from polyamp.diagnosis.probe import Probe
+    from polyamp.diagnosis.verdict import Verdict
+
+
+class HealthCallback(keras.callbacks.Callback):
+    """Looks at the health of ``model.fit`` every so many batches and after each epoch, and adds it to the epoch's logs.
+
+    >>> import numpy as np, polyamp
+    >>> model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+    >>> model.compile(optimizer=polyamp.wrap_optimizer(keras.optimizers.SGD(), "mixed_float16"), loss="mse")
+    >>> history = model.fit(np.ones((8, 4)), np.ones(8), verbose=0, callbacks=[HealthCallback(hooks=[print])])
+    steps 1  skipped 0  scale 2^16  calibrating
+    >>> history.history["loss_scale"], history.history["skipped"]
+    ([65536.0], [0])
+
+    Args:
+        every: batches from one look to the next; a look waits for the device.
+        hooks: functions of a `polyamp.Health`, such as `polyamp.log_health` makes; None logs.
+        probe: what `polyamp.probe` gave for this model: the scale is then measured against its window.
+        batch: ``(x, y)``, a batch on which `polyamp.diagnose` says why steps are skipped, once they are skipped again
+            and again: once for each run of skips.
+        on_verdict: what is to have that verdict; None gives it as a `PolyampWarning`.
+
+    Raises:
+        InvalidTypeError: ``every`` is no integer, a hook cannot be called, ``batch`` is no tuple, ``probe`` no probe; when
+            training begins: the model's optimizer is not one that `polyamp.wrap_optimizer` gave.
+        InvalidValueError: ``every`` is less than 1.
+    """
+
+    def __init__(
+        self,
+        every: int = 100,
+        hooks: Iterable[Callable[[Health], object]] | None = None,
+        probe: Probe | None = None,
+        *,
+        batch: Sequence[Any] | None = None,
+        on_verdict: Callable[[Verdict], object] | None = None,
+    ) -> None:
+        super().__init__()
+        check_count("every", every, where="HealthCallback(every=)")
+        if not (batch is None or isinstance(batch, tuple | list)):
+            raise wrong_type(batch, "HealthCallback(batch=)", "a tuple (x, y)", "give one batch of the training data")
+        self.every = every
+        self.batch = batch
+        self._monitor = HealthMonitor(1, hooks, probe)
+        self._on_verdict = _warn if on_verdict is None else on_verdict
+        self._batches, self._looked = 0, -1
+        self._diagnosed: int | None = None  # the step at which the last run of skips began
+
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        """Refuse a model whose optimizer is not wrapped."""
+        health(self.model)
+
+    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        """Look, if it is time to."""
+        self._batches += 1
+        if self._batches % self.every == 0:
+            self._look()
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Look, and add ``loss_scale`` and ``skipped``, the steps that were skipped so far, to the logs."""
+        found = self._look() if self._looked != self._batches else health(self.model)
+        if logs is not None:
+            logs.update(loss_scale=found.scale, skipped=found.skipped)
+
+    def _look(self) -> Health:
+        if keras.backend.backend() == "jax":  # where fit keeps the variables' values to itself
+            self.model.jax_state_sync()
+        self._looked = self._batches
+        found = health(self.model, self._monitor.probe)
+        for hook in self._monitor.hooks:
+            hook(found)
+        if found.state == "spiral" and self.batch is not None:
+            self._judge(found, self.batch)
+        return found
+
+    def _judge(self, found: Health, batch: Sequence[Any]) -> None:
+        began = found.steps - found.skipped_in_a_row
+        if began == self._diagnosed:
+            return
+        self._diagnosed = began
+        try:
+            verdict = diagnose(self.model, *batch)
+        except PolyampError as error:  # training itself may be fine, and is to go on
+            warn_once(f"steps are being skipped, and no verdict can be given: {error}")
+        else:
+            self._on_verdict(verdict)
+
+
+def _warn(verdict: Verdict) -> None:
+    warn_once(f"steps are being skipped in a row; this is why:\n{verdict}")

@@ -1,0 +1,208 @@
+"""What `polyamp.lint` asks of TensorFlow: facts of a function's graph, which is traced and not run."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import tensorflow as tf
+
+from polyamp.backends.tensorflow.decisions import Decided, Pass
+from polyamp.backends.tensorflow.graph import Graph, Node
+from polyamp.backends.tensorflow.places import Places
+from polyamp.backends.tensorflow.recorder import plan_of
+from polyamp.backends.tensorflow.recording.tracing import name_of, plain_function
+from polyamp.backends.tensorflow.region import backward_pass, is_gradient
+from polyamp.backends.tensorflow.rewrite import concrete_of, decided_for
+from polyamp.backends.tensorflow.scaler import LossScaler
+from polyamp.diagnosis.facts import ClassLoss, Facts, OptimizerState, Product, UserCast
+from polyamp.policy import Policy
+
+_LOW = {kind.as_datatype_enum: kind.name for kind in (tf.float16, tf.bfloat16)}
+_SCALES = ("loss_scale", "dynamic_scale")
+_AVERAGED = ("Mean", "RealDiv", "Div", "DivNoNan")  # what comes after a cross-entropy that is no plain sum
+
+
+def facts(
+    target: Any,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    policy: Policy,
+    optimizer: Any,
+    devices: Sequence[Mapping[str, Any]],
+) -> Facts:
+    """Collect what lint judges; see `polyamp.diagnosis.facts.Facts`.
+
+    >>> from polyamp import policy
+    >>> def product(x):
+    ...     return tf.cast(x, tf.float16) @ tf.ones((3, 5), tf.float16)
+    >>> found = facts(product, (tf.ones((2, 3)),), {}, policy("mixed_float16"), None, ())
+    >>> found.products[0].sizes, [cast.format for cast in found.casts]
+    ({'m': 2, 'n': 5, 'k': 3}, ['float16'])
+
+    Args:
+        target: a function that gives a loss, a training step, or a ``tf.Module``.
+        args: its arguments; kwargs likewise. Without them, what takes some is not traced.
+        policy: the policy in question.
+        optimizer: the one that trains it; None is what the step uses.
+        devices: as of the adapter's ``describe``.
+    """
+    kept = list(getattr(target, "trainable_variables", ()))
+    known = Facts("tensorflow", policy, has_masters=_has_masters(optimizer), devices=tuple(devices))
+    if not _takes(target, args, kwargs):
+        return replace(known, optimizer=_state_of(optimizer, []), low_parameters=_low(kept))
+    concrete = concrete_of(plain_function(target), args, kwargs)
+    decisions, variables = decided_for(concrete, policy), list(concrete.graph.variables)
+    seen = list(_seen(decisions, Places(concrete.graph)))
+    return replace(
+        known,
+        plan=plan_of(decisions, concrete.graph),
+        optimizer=_state_of(optimizer, variables),
+        low_parameters=_low([*kept, *variables]),
+        casts=tuple(cast for one in seen for cast in _casts(one)),
+        products=tuple(product for one in seen for product in _products(one)),
+        losses=tuple(loss for one in seen for loss in _losses(one)),
+    )
+
+
+class _Seen(NamedTuple):
+    """One node of the forward pass, with what is around it."""
+
+    decisions: Pass
+    places: Places
+    decided: Decided
+    scope: str
+
+    def shapes(self) -> list[tuple[int, ...] | None]:
+        """Of its inputs."""
+        return [self.places.shape(self.decisions.graph, value) for value in self.decided.node.inputs]
+
+    def attribute(self, name: str) -> Any:
+        """One of its attributes."""
+        return self.decided.node.definition.attr[name]
+
+
+def _seen(decisions: Pass, places: Places) -> Iterator[_Seen]:
+    """The nodes of the forward pass, those of functions that it calls too."""
+    backward = backward_pass(decisions.graph, decisions.functions.library) | decisions.regions.update
+    for decided in decisions.nodes:
+        if decided.node.name not in backward:
+            for inside in decided.inside:
+                yield from _seen(inside.decisions, places.within(inside.name))
+            yield _Seen(decisions, places, decided, decisions.scope_of(decided.node))
+
+
+def _takes(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Whether it can be called so: lint also takes a model alone."""
+    if not callable(target):
+        return False
+    try:
+        inspect.signature(plain_function(target)).bind(*args, **kwargs)
+    except (TypeError, ValueError):
+        return bool(args or kwargs)  # what does not fit, TensorFlow says
+    return True
+
+
+def _state_of(optimizer: Any, variables: Sequence[Any]) -> OptimizerState:
+    """What an optimizer is, and what the step does that the variables are of."""
+    names = [variable.name.rpartition("/")[2].partition(":")[0] for variable in variables]
+    scales = sum(name in _SCALES for name in names)
+    kinds = type(optimizer).__mro__
+    if any(kind.__module__.startswith("polyamp.") for kind in kinds):
+        return "wrapped twice" if scales > 1 or _scales_inside(optimizer) else "wrapped"
+    if any("LossScaleOptimizer" in kind.__name__ for kind in kinds):
+        return "wrapped twice" if "skipped_in_a_row" in names else "native scaler"
+    if "skipped_in_a_row" in names:  # one of the loss scale's counters
+        return "wrapped"
+    if scales:
+        return "native scaler"
+    return "plain" if optimizer is not None else ""
+
+
+def _scales_inside(optimizer: Any) -> bool:
+    inner = getattr(optimizer, "inner", None)
+    return any("LossScale" in kind.__name__ for kind in type(inner).__mro__)
+
+
+def _has_masters(optimizer: Any) -> bool:
+    scaler = getattr(optimizer, "scaler", optimizer)
+    return isinstance(scaler, LossScaler) and scaler.has_masters
+
+
+def _low(variables: Sequence[Any]) -> tuple[str, ...]:
+    found = (one for one in variables if one.trainable and tf.as_dtype(one.dtype).as_datatype_enum in _LOW)
+    return tuple(dict.fromkeys(name_of(one) for one in found))
+
+
+def _casts(seen: _Seen) -> Iterator[UserCast]:
+    node = seen.decided.node
+    if node.op == "Cast":
+        source, target = seen.attribute("SrcT").type, seen.attribute("DstT").type
+        if (source in _LOW) != (target in _LOW) and seen.places.is_users(node.name):
+            where = " ".join(filter(None, (seen.scope, seen.places.line(node.name))))
+            yield UserCast(where, "tf.cast", tf.as_dtype(target).name)
+
+
+def _products(seen: _Seen) -> Iterator[Product]:
+    node, shapes = seen.decided.node, seen.shapes()
+    if seen.decided.operation not in ("matmul", "conv") or len(shapes) < 2 or None in shapes[:2]:
+        return
+    measure = _SIZES.get("conv" if seen.decided.operation == "conv" else node.op)
+    if measure is not None:
+        known = [shape for shape in shapes[:2] if shape is not None]
+        yield Product(seen.scope, seen.decided.operation, _format(seen.decided), measure(seen, *known))
+
+
+def _format(decided: Decided) -> str:
+    """What a product runs in; of one that the user wrote in 16 bits, that."""
+    written = next((_LOW[known.dtype] for known in decided.gives if known.dtype in _LOW), None)
+    return written or decided.outcome.format
+
+
+def _of_matmul(seen: _Seen, a: tuple[int, ...], b: tuple[int, ...]) -> dict[str, int]:
+    names = ("transpose_a", "transpose_b") if seen.decided.node.op == "MatMul" else ("adj_x", "adj_y")
+    is_turned = [seen.attribute(name).b for name in names]
+    (m, k), n = (a[-2:][::-1] if is_turned[0] else a[-2:]), b[-2] if is_turned[1] else b[-1]
+    return {"m": m, "n": n, "k": k}
+
+
+def _of_einsum(seen: _Seen, a: tuple[int, ...], b: tuple[int, ...]) -> dict[str, int]:
+    """Of ``abc,cde->abde``: what only the one, only the other, and both have that the result has not."""
+    inputs, _, result = seen.attribute("equation").s.decode().replace(" ", "").partition("->")
+    one, other = inputs.split(",")
+    sizes = dict([*zip(one, a, strict=False), *zip(other, b, strict=False)])
+    groups = {"m": set(one) - set(other), "n": set(other) - set(one), "k": set(one) & set(other) - set(result)}
+    return {name: math.prod(sizes.get(label, 1) for label in labels) for name, labels in groups.items()}
+
+
+def _of_conv(seen: _Seen, image: tuple[int, ...], kernel: tuple[int, ...]) -> dict[str, int]:
+    return {"in_channels": kernel[-2], "out_channels": kernel[-1]}
+
+
+_SIZES: dict[str, Callable[[_Seen, tuple[int, ...], tuple[int, ...]], dict[str, int]]] = {
+    **dict.fromkeys(("MatMul", "BatchMatMul", "BatchMatMulV2", "BatchMatMulV3"), _of_matmul),
+    "Einsum": _of_einsum,
+    "conv": _of_conv,
+}
+
+
+def _losses(seen: _Seen) -> Iterator[ClassLoss]:
+    shape = next(iter(seen.shapes()), None)
+    if seen.decided.operation in ("cross_entropy", "log_softmax") and shape:
+        rows = math.prod(shape[:-1]) if _is_averaged(seen.decisions.graph, seen.decided.node) else 1
+        yield ClassLoss(seen.scope, shape[-1], rows)
+
+
+def _is_averaged(graph: Graph, node: Node) -> bool:
+    consumers, pending, found = graph.consumers(), [node], set[str]()
+    while pending:
+        for one in consumers[pending.pop().name]:
+            if one.op in _AVERAGED and not is_gradient(one.name):
+                return True
+            if one.name not in found:
+                found.add(one.name)
+                pending.append(one)
+    return False

@@ -37,12 +37,12 @@ class Steps(NamedTuple):
     settle: Callable[[], Any]
     on_gpu: bool
 
-    def microseconds(self, what: str, calls: int, after: Callable[[Any], Any] | None = None) -> float:
-        """Of one call of ``step`` or ``update``, with what is called after each.
+    def microseconds(self, run: Callable[[], Any], calls: int, after: Callable[[Any], Any] | None = None) -> float:
+        """Of one call, with what is called on the holder after each.
 
         Without a GPU it is the time of the processor, of all threads: other programs on the machine do not count.
         """
-        run, now = getattr(self, what), time.perf_counter if self.on_gpu else time.process_time
+        now = time.perf_counter if self.on_gpu else time.process_time
         start = now()
         for _ in range(calls):
             run()

@@ -3,12 +3,13 @@
 Of each framework: the training step of an MLP, beside the same with `polyamp.HealthMonitor`; and with ``--against`` a
 checkout of a version without counters, which runs in a process of its own, in turns with this one.
 
-    python benchmarks/monitoring.py [--part health] [--framework torch] [--against ../polyamp-before]
+    python benchmarks/monitoring.py run [--part health] [--framework torch] [--against ../polyamp-before]
 """
 
 from __future__ import annotations
 
 import os
+import statistics
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -18,10 +19,11 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
-from interleave import Timing, compared, publish, turns
+from interleave import Timing, compared, console, keep, publish, turns
 from monitored_steps import STEPS, Steps
 
 EVERY = 100
+BEFORE, WITH = "without counters", "with counters"
 Clock = Callable[[int], float]  # microseconds of one call, of so many
 
 app = typer.Typer(add_completion=False)
@@ -58,7 +60,7 @@ def serve(framework: str) -> None:
     steps = STEPS[framework]()
     for line in sys.stdin:
         what, calls = line.split()
-        print(steps.microseconds(what, int(calls)), flush=True)
+        print(steps.microseconds(getattr(steps, what), int(calls)), flush=True)
 
 
 def measured(question: str, clocks: dict[str, Clock], rounds: int, calls: int) -> list[Timing]:
@@ -71,25 +73,38 @@ def measured(question: str, clocks: dict[str, Clock], rounds: int, calls: int) -
     return compared(question, taken)
 
 
-def here(steps: Steps, what: str, after: Callable[[Any], Any] | None = None) -> Clock:
-    return lambda calls: steps.microseconds(what, calls, after)
-
-
 def health(framework: str, against: Path | None, rounds: int) -> list[Timing]:
     """The counters, and a monitor that nobody listens to."""
+    from polyamp.diagnosis.health import health
     from polyamp.diagnosis.monitor import HealthMonitor
 
-    steps, timings = STEPS[framework](), []
+    steps = STEPS[framework]()
     monitor = HealthMonitor(every=EVERY, hooks=[str])
+
+    def here(run: Callable[[], Any], after: Callable[[Any], Any] | None = None) -> Clock:
+        return lambda calls: steps.microseconds(run, calls, after)
+
     with ExitStack() as stack:
         before = stack.enter_context(elsewhere(against, framework)) if against else None
-        for what, calls in (("step", EVERY), ("update", 5 * EVERY)):
-            clocks = {"without counters": before(what)} if before else {}
-            clocks |= {"with counters": here(steps, what)}
-            if what == "step":
-                clocks |= {f"and a look every {EVERY} steps": here(steps, what, monitor)}
-            timings += measured(f"{framework}: {what}", clocks, rounds, calls)
-    return timings
+        old = {what: {BEFORE: before(what)} if before else {} for what in ("step", "update")}
+        training = {**old["step"], WITH: here(steps.step), f"and a look every {EVERY} steps": here(steps.step, monitor)}
+        return [
+            *measured(f"{framework}: step", training, rounds, EVERY),
+            *measured(f"{framework}: update", {**old["update"], WITH: here(steps.update)}, rounds, 5 * EVERY),
+            *measured(f"{framework}: look", {"a look": here(lambda: health(steps.holder()))}, rounds, EVERY),
+        ]
+
+
+def shares(timings: list[Timing]) -> dict[str, dict[str, float]]:
+    """Of a training step: what the counters add to an update, and a look every so many steps; medians."""
+    median = {(one.question, one.variant): statistics.median(one.microseconds) for one in timings}
+    found: dict[str, dict[str, float]] = {}
+    for name in dict.fromkeys(one.question.partition(":")[0] for one in timings):
+        step, update = median[f"{name}: step", WITH], median[f"{name}: update", WITH]
+        before = median.get((f"{name}: update", BEFORE), update)
+        look = median[f"{name}: look", "a look"]
+        found[name] = {"counters": round((update - before) / step, 5), "looks": round(look / EVERY / step, 5)}
+    return found
 
 
 PARTS: dict[str, Callable[[str, Path | None, int], list[Timing]]] = {"health": health}
@@ -106,6 +121,10 @@ def run(
     timings = [timing for name in framework or STEPS for timing in PARTS[part](name, against, rounds)]
     versions = {name: metadata.version(name) for name in ("polyamp", "torch", "jax", "tensorflow-cpu", "keras")}
     publish(f"monitoring_{part}", timings, versions)
+    of_a_step = shares(timings)
+    keep(f"monitoring_{part}", versions, {"timings": [one.summary() for one in timings], "shares_of_a_step": of_a_step})
+    for name, found in of_a_step.items():
+        console().print(f"{name}: of a step, " + ", ".join(f"{what} {part:.2%}" for what, part in found.items()))
 
 
 if __name__ == "__main__":

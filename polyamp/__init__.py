@@ -3,13 +3,8 @@
 Importing this imports no framework: adapters load when an object of their framework is first seen.
 """
 
-from polyamp.diagnosis.calibration import calibrate
-from polyamp.diagnosis.health import Health, health
-from polyamp.diagnosis.lint import lint
-from polyamp.diagnosis.monitor import HealthMonitor, log_health, write_health
-from polyamp.diagnosis.sweep import sweep
-from polyamp.diagnosis.verbs import diagnose, probe
-from polyamp.diagnosis.watch import watch
+from typing import TYPE_CHECKING, Any
+
 from polyamp.errors import (
     InvalidTypeError,
     InvalidValueError,
@@ -38,6 +33,15 @@ from polyamp.verbs import (
     value_and_grad,
     wrap_optimizer,
 )
+
+if TYPE_CHECKING:
+    from polyamp.diagnosis.calibration import calibrate
+    from polyamp.diagnosis.health import Health, health
+    from polyamp.diagnosis.lint import lint
+    from polyamp.diagnosis.monitor import HealthMonitor, log_health, write_health
+    from polyamp.diagnosis.sweep import sweep
+    from polyamp.diagnosis.verbs import diagnose, probe
+    from polyamp.diagnosis.watch import watch
 
 __version__ = "0.1.0"
 
@@ -84,3 +88,32 @@ __all__ = [
     "wrap_optimizer",
     "write_health",
 ]
+
+_DIAGNOSIS = {
+    "calibrate": "calibration",
+    "Health": "health",
+    "health": "health",
+    "lint": "lint",
+    "HealthMonitor": "monitor",
+    "log_health": "monitor",
+    "write_health": "monitor",
+    "sweep": "sweep",
+    "diagnose": "verbs",
+    "probe": "verbs",
+    "watch": "watch",
+}
+"""Where these names are: modules that are loaded when they are first asked for, since training does not need them."""
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _DIAGNOSIS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    found = getattr(import_module(f"polyamp.diagnosis.{_DIAGNOSIS[name]}"), name)
+    globals()[name] = found
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_DIAGNOSIS})

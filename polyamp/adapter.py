@@ -11,7 +11,6 @@ from contextlib import AbstractContextManager
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from polyamp.diagnosis.facts import Facts
-from polyamp.diagnosis.facts import Facts
 from polyamp.diagnosis.recording import Recording
 from polyamp.loss_scale import LossScale, LossScaleState
 from polyamp.plan import Plan
@@ -151,22 +150,6 @@ class KnowFacts(Protocol):
             args, kwargs: its arguments; without them, what takes a trace is left out.
             policy: what it is to train under.
             optimizer: the one that it is trained with; None where none was given.
-        """
-
-
-class Linted(Protocol):
-    """A framework whose steps can be looked at before they run."""
-
-    def facts(
-        self, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], policy: Policy, optimizer: Any
-    ) -> Facts:
-        """What is known of a step, a loss function or a model under a policy, without running it.
-
-        Args:
-            target: the step, function or model.
-            args, kwargs: its arguments; there may be none.
-            policy: what it is to train under.
-            optimizer: the one that it is trained with, or None.
         """
 
 

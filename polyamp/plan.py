@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from polyamp.errors import InvalidTypeError
 from polyamp.layout import aligned, in_bytes
+
+if TYPE_CHECKING:
+    from os import PathLike
 
 
 class PlannedOperation(NamedTuple):
@@ -105,6 +108,17 @@ class Plan:
             "totals": self.totals,
             "unused_rules": list(self.unused_rules),
         }
+
+    def plot(self, path: str | PathLike[str]) -> None:
+        """Draw the bytes that operations move, by format, beside float32's, into an image file.
+
+        Raises:
+            InvalidValueError: the file's ending is of no image format.
+            MissingFrameworkError: matplotlib is not installed.
+        """
+        from polyamp.diagnosis.pictures import draw_plan
+
+        draw_plan(self, path)
 
     def compare(self, other: Plan) -> PlanComparison:
         """This plan beside another one of the same model.

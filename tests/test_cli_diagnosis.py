@@ -57,6 +57,10 @@ def in_mapping():
 def unknown_key():
     return {"step": step, "arguments": (1, 2)}
 
+def train_by_policy(scale):
+    import polyamp
+    return polyamp.FORMATS[polyamp.current_policy().compute].bits
+
 def no_step():
     return {"args": (1, 2)}
 
@@ -112,6 +116,14 @@ def test_sweep_takes_a_training_function_in_any_form(
 ) -> None:
     assert run(monkeypatch, "sweep", target, "--lowest", "0", "--highest", "8", "--every", "8") == 0
     assert "ok: 2^8 .. 2^8" in capsys.readouterr().out
+
+
+def test_a_sweep_trains_under_the_policy_that_is_named(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(monkeypatch, "sweep", "targets:train_by_policy", "--policy", "mixed_bfloat16", "--json", "-") == 0
+    assert {trial["loss"] for trial in json.loads(capsys.readouterr().out)["trials"]} == {16.0}
+    assert run(monkeypatch, "sweep", "targets:train_by_policy", "--policy", "mixed_nothing") == 1
 
 
 def test_options_of_a_mapping_reach_the_verb(

@@ -106,7 +106,6 @@ def plain():
 SOURCES = {"torch": TORCH, "jax": JAX, "tensorflow": TENSORFLOW, "keras": KERAS}
 LOSS = 2.15311  # of that model and batch, in float32
 FRAMEWORKS = pytest.mark.parametrize("framework", SOURCES)
-TRACED = pytest.mark.parametrize("framework", [name for name in SOURCES if name != "keras"])  # which has no explain
 
 
 @pytest.fixture(scope="module")
@@ -151,7 +150,7 @@ def test_a_forward_pass_that_overflows_is_a_finding(
     assert "overflows float16" in capsys.readouterr().out
 
 
-@TRACED
+@FRAMEWORKS
 def test_explain_lists_the_operations(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], framework: str
 ) -> None:
@@ -161,7 +160,7 @@ def test_explain_lists_the_operations(
     assert formats == {"float16"}
 
 
-@TRACED
+@FRAMEWORKS
 def test_rules_that_match_nothing_are_a_finding(monkeypatch: pytest.MonkeyPatch, framework: str) -> None:
     policy = 'mixed_float16 {"rules": {"nowhere": "full"}}'
     assert run(monkeypatch, "explain", f"{framework}_target:step", "--policy", policy) == 3

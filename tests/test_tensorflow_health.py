@@ -14,7 +14,7 @@ from polyamp.backends.tensorflow import LossScaler
 from polyamp.diagnosis.health import Health, health
 
 CONFIG = LossScale(interval=3, on_min="ignore")
-TRACE = "!!....!..."
+TRACE = "!!....!.."
 
 
 def drive(scaler: LossScaler, trace: str, *, compiled: bool = False) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -18,6 +19,7 @@ import polyamp
 from polyamp.backends.tensorflow import LossScaler
 from polyamp.backends.tensorflow.recording import record
 from polyamp.backends.tensorflow.recording.counting import Totals
+from polyamp.backends.tensorflow.unstable import function_names
 from polyamp.diagnosis.recording import ACTIVATION, GRADIENT, PARAMETER, Observation, Recording
 from polyamp.diagnosis.spread import SAMPLE, Spread, stride
 
@@ -58,7 +60,7 @@ add = tf.function(lambda one, two, three: PAIR.add([2, 0, 1], [one, two, three])
 count = add.get_concrete_function(tf.TensorSpec([4], tf.float32), ANY, tf.TensorSpec([4], tf.float32))
 
 
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(*(st.lists(NUMBERS, min_size=size, max_size=most) for size, most in ((4, 4), (0, 9), (4, 4))))
 def test_counts_are_those_of_the_host(one: list[float], two: list[float], three: list[float]) -> None:
     with PAIR.kept():
@@ -67,7 +69,8 @@ def test_counts_are_those_of_the_host(one: list[float], two: list[float], three:
     for found, numbers in zip(spreads, (two, three, one), strict=True):
         expected = Spread.of(numbers)
         assert found.mass == pytest.approx(expected.mass, rel=1e-5)
-        assert replace(found, mass=expected.mass) == expected
+        normal_largest = expected.largest if expected.largest >= 2.0**-126 else found.largest  # devices may flush it
+        assert replace(found, mass=expected.mass) == replace(expected, largest=normal_largest)
 
 
 @pytest.mark.parametrize("dtype", [tf.float16, tf.bfloat16, tf.float64])
@@ -175,7 +178,7 @@ def test_what_overflows_is_seen_in_the_true_formats_alone() -> None:
     wide, real = (recorded(loss_fn, X * 1e6, widened=widened) for widened in (True, False))
     assert named(wide, ACTIVATION, "first/matmul").spread.is_finite
     assert named(wide, ACTIVATION, "first/matmul").spread.largest > 65504
-    assert named(real, ACTIVATION, "first/matmul").spread.inf
+    assert not named(real, ACTIVATION, "first/matmul").spread.is_finite
 
 
 def test_what_is_rounded_is_counted_after_that() -> None:
@@ -361,14 +364,12 @@ def test_no_function_is_refused() -> None:
 
 
 def test_nothing_is_left_in_the_runtime() -> None:
-    from polyamp.backends.tensorflow.unstable import function_names
-
     loss_fn, _ = mlp()
-    recorded(loss_fn, X)
+    gc.collect()
     before = len(function_names())
-    for _ in range(2):
-        recorded(loss_fn, X)
-    assert len(function_names()) <= before + 2
+    recorded(loss_fn, X)
+    gc.collect()
+    assert len(function_names()) <= before
 
 
 # The core's verbs.

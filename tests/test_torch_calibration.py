@@ -109,7 +109,7 @@ def test_gradients_that_no_scale_serves_are_found() -> None:
     assert found.before.window is not None
     assert found.before.window.is_empty
     assert found.is_safe
-    assert found.rules == {"small/1/matmul": "full"}
+    assert found.rules == {"small/1/matmul": "full", "small/0/matmul": "full"}
     assert "others" in found.evidence[0].why
 
 

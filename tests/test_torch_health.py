@@ -17,7 +17,7 @@ from polyamp.backends.torch import GradScaler
 from polyamp.diagnosis.health import Health, health
 
 CONFIG = LossScale(interval=3, on_min="ignore")
-TRACE = "!!....!..."
+TRACE = "!!....!.."
 
 
 def weight_and_optimizer() -> tuple[torch.Tensor, torch.optim.Optimizer]:

@@ -390,6 +390,38 @@ def test_a_training_step_is_recorded_up_to_its_update(name: str) -> None:
     assert computed == [place for place in places(expected) if place[1] != "mul"]
 
 
+def test_a_backward_pass_of_the_steps_own_is_outside_of_the_policys_region() -> None:
+    model = net()
+    assert places(record(lambda: loss_of(model).backward())) == places(record(loss_of, model))
+
+
+@pytest.mark.parametrize("kind", ["plain", "wrapped", "native scaler", "own scaler"])
+def test_what_comes_after_the_update_does_not_run(kind: str) -> None:
+    weight, after = torch.ones(3, requires_grad=True), []
+    plain = torch.optim.SGD([weight], lr=0.1)
+    wrapped = polyamp.wrap_optimizer(torch.optim.SGD([weight], lr=0.1))
+    scaler = {"native scaler": torch.amp.GradScaler("cpu"), "own scaler": GradScaler("cpu")}.get(kind)
+    before = None if scaler is None else scaler.state_dict()
+
+    def step() -> None:
+        loss = (weight * 1e36).sum()  # at a scale of 2**16 its gradient overflows
+        if scaler is not None:
+            scaler.scale(loss).backward()
+            scaler.step(plain)
+        elif kind == "plain":
+            loss.backward()
+            plain.step()
+        else:
+            wrapped.backward(loss)
+            wrapped.step()
+        after.append(kind)
+
+    found = record(step, policy="float32")
+    assert (found.scale, after) == (1.0 if kind == "plain" else 2.0**16, [])
+    assert wrapped.last_step.scale == 2.0**16
+    assert before is None or scaler.state_dict() == before
+
+
 @pytest.mark.parametrize("name", STEPS)
 def test_training_goes_on_as_if_nothing_had_been_recorded(name: str) -> None:
     steps, alone = Steps(), Steps()
@@ -489,7 +521,7 @@ class Noisy(nn.Module):
 def test_nothing_that_a_step_changes_stays_changed() -> None:
     model = Noisy().eval()
     model.layer.weight.grad = grad = torch.ones(4, 8)
-    version = grad._version
+    version, versions = grad._version, [param._version for param in model.parameters()]
     saved = copy.deepcopy(model.state_dict())
     states = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
 
@@ -506,6 +538,7 @@ def test_nothing_that_a_step_changes_stays_changed() -> None:
     assert (model.last, hasattr(model, "count")) == (None, False)
     assert model.layer.weight.grad is grad
     assert (grad._version, grad.unique().tolist()) == (version, [1.0])
+    assert [param._version for param in model.parameters()] == versions
     assert all(torch.equal(value, saved[name]) for name, value in model.state_dict().items())
     now = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
     assert torch.equal(now[0], states[0])

@@ -112,9 +112,20 @@ def cotangents(results: Any) -> list[Any]:
 
 
 def scopes(equation: Any) -> str:
-    """The named scopes of an equation, joined by ``/``, without the names of transformations such as ``jvp``."""
-    stack = equation.source_info.name_stack.stack
-    return "/".join(entry.name for entry in stack if type(entry).__name__ == "Scope")
+    """The named scopes of an equation, joined by ``/``, without the names of transformations such as ``jvp``.
+
+    What comes after one transformation in another may name the same scopes again: ``transpose(jvp(a))/jvp(a)`` is
+    ``a``.
+    """
+    path: list[str] = []
+    group: list[str] = []
+    for entry in (*equation.source_info.name_stack.stack, None):
+        if type(entry).__name__ == "Scope":
+            group.append(entry.name)
+        else:
+            path = group if path == group[: len(path)] else path + group
+            group = []
+    return "/".join(path)
 
 
 def library_function(equation: Any) -> str:

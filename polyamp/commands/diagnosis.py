@@ -16,6 +16,7 @@ from polyamp.commands.target import step_of, training_of
 from polyamp.diagnosis import lint as linting
 from polyamp.diagnosis import sweep as sweeping
 from polyamp.diagnosis import verbs as looking
+from polyamp.policy import policy as make_policy
 
 FINDINGS = 3
 """The exit code of a command that ran, and found something wrong."""
@@ -34,12 +35,18 @@ PlotFile = Annotated[str | None, typer.Option("--plot", metavar="FILE", help="Dr
 Backend = Annotated[str | None, typer.Option("--backend", help="torch, jax, tensorflow or keras, if it is unclear.")]
 
 
-def explain(target: StepTarget, policy: PolicyName = None, json: JsonFile = None, backend: Backend = None) -> None:
+def explain(
+    target: StepTarget,
+    policy: PolicyName = None,
+    json: JsonFile = None,
+    plot: PlotFile = None,
+    backend: Backend = None,
+) -> None:
     """Say what every operation of a step runs in, and why. Exit code 3: a rule of the policy matches nothing."""
     step = step_of(target)
     chosen = looking.sixteen_bit(step.options.get("policy") if policy is None else policy)
     plan = step.call(verbs.explain, policy=chosen, backend=backend)
-    show(plan, json)
+    show(plan, json, plot)
     _end(bool(plan.unused_rules))
 
 
@@ -58,6 +65,7 @@ def probe(
 
 def sweep(
     target: TrainTarget,
+    policy: Annotated[str | None, typer.Option("--policy", help="The current policy while it trains.")] = None,
     lowest: Annotated[int | None, typer.Option(help="First scale, as a power of two.", show_default="-4")] = None,
     highest: Annotated[int | None, typer.Option(help="Last scale, as a power of two.", show_default="28")] = None,
     every: Annotated[int, typer.Option(min=1, help="Powers of two from one scale to the next.")] = 4,
@@ -69,7 +77,8 @@ def sweep(
     if lowest is not None or highest is not None or every != 4:
         first, last = -4 if lowest is None else lowest, 28 if highest is None else highest
         scales = [2.0**exponent for exponent in range(first, last + 1, every)]
-    swept = training_of(target).call(sweeping.sweep, scales=scales)
+    with make_policy(policy):
+        swept = training_of(target).call(sweeping.sweep, scales=scales)
     show(swept, json, plot)
     _end(swept.window is None)
 

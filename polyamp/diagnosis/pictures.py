@@ -1,8 +1,9 @@
-"""The pictures of a probe and of a sweep: the only module here that needs matplotlib, and only when it draws."""
+"""The pictures of a probe, a sweep and a plan: the only module here that needs matplotlib, and only when it draws."""
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,7 @@ from polyamp.diagnosis.sweep import Sweep
 from polyamp.errors import InvalidValueError
 from polyamp.formats import Format, format_of
 from polyamp.layout import power
+from polyamp.plan import Plan
 
 if TYPE_CHECKING:
     from os import PathLike
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
 FAINTEST = 1e-4
 """Share of a tensor's elements that the palest colour of the heat map stands for."""
 
+_BARS = 16  # kinds of operations that a plan's picture shows
 _LABELLED = 96  # rows, of all panels together, that have room for a name each
 _TITLES = {
     ACTIVATION: "activations",
@@ -87,6 +90,34 @@ def draw_sweep(sweep: Sweep, path: str | PathLike[str]) -> None:
     axis.set(xlabel="static loss scale", ylabel="final loss")
     axis.spines[["top", "right"]].set_visible(False)
     figure.legend(loc="outside right upper", frameon=False, fontsize=9)
+    figure.savefig(path, dpi=150)
+
+
+def draw_plan(plan: Plan, path: str | PathLike[str]) -> None:
+    """Draw the bytes that each kind of operation moves under a policy, by format, beside float32's, into an image file.
+
+    Raises:
+        InvalidValueError: the file's ending is of no image format.
+        MissingFrameworkError: matplotlib is not installed.
+    """
+    moved, full = Counter[tuple[str, str]](), Counter[str]()
+    for op in plan.operations:
+        moved[op.name, op.format] += op.bytes_moved * op.times
+        full[op.name] += op.bytes_moved_float32 * op.times
+    names = [name for name, _ in full.most_common(_BARS)]
+    figure = _figure(path, (8, 1.8 + 0.3 * len(names)))
+    axis = figure.subplots()
+    axis.barh(names, [full[name] / 2**20 for name in names], color="none", edgecolor="grey", label="all in float32")
+    starts = dict.fromkeys(names, 0.0)
+    for format_name in dict.fromkeys(op.format for op in plan.operations):
+        widths = [moved[name, format_name] / 2**20 for name in names]
+        axis.barh(names, widths, left=list(starts.values()), height=0.5, label=format_name)
+        starts = {name: starts[name] + width for name, width in zip(names, widths, strict=True)}
+    axis.margins(x=0.05)
+    axis.invert_yaxis()
+    axis.set(xlabel="MiB moved", title=f"{plan.policy.partition(' ')[0]}: bytes moved by operation")
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.legend(frameon=False, fontsize=9)
     figure.savefig(path, dpi=150)
 
 

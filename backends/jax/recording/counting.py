@@ -1,8 +1,11 @@
-"""Counts, on the device and within a compiled program, what `polyamp.diagnosis.spread.Spread` is made of."""
+"""Counts, on the device and within compiled programs, what `polyamp.diagnosis.spread.Spread` is made of.
+
+The step hands out some elements of each tensor, and a program of its own counts all of them in one loop: XLA takes
+longer to compile a histogram for each tensor than to run them.
+"""
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -15,111 +18,192 @@ from jax import lax
 from polyamp.diagnosis.spread import FIELDS, Spread, stride
 
 _INFINITE = 0x7F800000  # float32's bits without the sign: finite ones are smaller, those of NaN are larger
-_ZEROS = FIELDS  # the column after the fields
+_ZEROS, _NAN, _NOTHING, _COLUMNS = FIELDS, FIELDS + 1, FIELDS + 2, FIELDS + 3  # after the fields; inf has the last
 _LEAST = 64  # elements that are looked at in each turn of a loop, however often it turns
+_ROW, _BLOCK = 2**8, 2**18  # elements that are counted together: of one tensor, and at once
 
 
-class Tally(NamedTuple):
-    """What is counted of one tensor: a pytree, so that loops and branches can hand it out.
+class Sample(NamedTuple):
+    """What is kept of one tensor: a pytree, so that loops and branches can hand it out, with an axis for turns.
 
     Attributes:
-        fields: for each value of the exponent field, then of zeros, how many elements that were looked at have it, and
-            the sum of their magnitudes; f32[FIELDS + 1, 2].
-        times: how often the tensor was computed; i32[], as are the others.
-        inf, nan: how many of all elements are so.
-        largest: bits of the largest finite magnitude.
+        values: some of the elements, or all; [..., elements].
+        present: whether they were computed; bool[...]; None where they were for sure.
+        totals: how often the tensor was computed, how many of all its elements are inf, how many NaN, and the largest
+            finite magnitude's bits; i32[..., 4]; None where ``values`` are all.
     """
 
-    fields: Any
-    times: Any
-    inf: Any
-    nan: Any
-    largest: Any
+    values: Any
+    present: Any = None
+    totals: Any = None
 
-    def over_turns(self) -> Tally:
-        """Of a loop: each field has the turns as its first axis."""
-        fields, times, inf, nan = (field.sum(0) for field in self[:-1])
-        return Tally(fields, times, inf, nan, self.largest.max(0))
-
-    def joined(self, other: Tally) -> Tally:
-        """With what another turn of a loop counted."""
-        fields, times, inf, nan = map(jnp.add, self[:-1], other[:-1])
-        return Tally(fields, times, inf, nan, jnp.maximum(self.largest, other.largest))
+    def complete(self) -> Sample:
+        """With nothing left to be understood."""
+        totals = _totals(self.values) if self.totals is None else self.totals
+        return Sample(self.values, jnp.bool_(True) if self.present is None else self.present, totals)
 
 
-NOT_COUNTED = Tally(None, None, None, None, None)
+def sample(array: Any, turns: int = 1) -> Sample:
+    """Of a floating array.
 
-
-def tally(array: Any, turns: int = 1) -> Tally:
-    """What there is to count in a floating array.
-
-    >>> found = tally(jnp.array([1.0, -jnp.inf, 0.0]))
-    >>> int(found.inf), float(lax.bitcast_convert_type(found.largest, jnp.float32)), found.fields[127].tolist()
-    (1, 1.0, [1.0, 1.0])
+    >>> found = sample(jnp.ones((4, 2)))
+    >>> found.values.shape, found.complete().totals.tolist()
+    ((8,), [1, 0, 0, 1065353216])
 
     Args:
         array: of any floating dtype and shape.
-        turns: how often the loops around it turn; so many times fewer elements are looked at in each.
+        turns: how often the loops around it turn; so many times fewer elements are kept of each.
     """
-    step = min(stride(array.size * turns), max(stride(array.size), array.size // _LEAST | 1))
-    found: Tally = _tally(array, step)
-    return found
+    flat = array.reshape(-1)
+    step = min(stride(flat.size * turns), max(stride(flat.size), flat.size // _LEAST | 1))
+    return Sample(flat[::step], totals=_totals(flat)) if step > 1 else Sample(flat)
 
 
-@functools.partial(jax.jit, static_argnums=1)  # so that tensors of one shape are traced once
-def _tally(array: Any, step: int) -> Tally:
-    bits = lax.bitcast_convert_type(array.astype(jnp.float32), jnp.int32).reshape(-1) & 0x7FFFFFFF
+def nothing(like: Sample) -> Sample:
+    """Of a tensor that was not computed; ``like`` has the shapes.
+
+    >>> nothing(sample(jnp.ones(2)).complete()).totals.tolist()
+    [0, 0, 0, 0]
+    """
+    return Sample(*(jnp.zeros(field.shape, field.dtype) for field in like))
+
+
+def merged(one: Any, other: Any) -> Any:
+    """Totals of two.
+
+    >>> merged(jnp.array([1, 0, 0, 7]), jnp.array([1, 2, 0, 5])).tolist()
+    [2, 2, 0, 7]
+    """
+    return jnp.concatenate([one[:3] + other[:3], jnp.maximum(one[3:], other[3:])])
+
+
+def _totals(values: Any) -> Any:
+    bits = _bits(values)
     finite = jnp.where(bits < _INFINITE, bits, 0)
     flags = [(bits == _INFINITE).astype(jnp.int32), (bits > _INFINITE).astype(jnp.int32)]
     zero = jnp.int32(0)
-    largest, inf, nan = lax.reduce((finite, *flags), (zero, zero, zero), _merge, (0,))  # one pass, not three
-    return Tally(_fields(bits[::step]), jnp.int32(1), inf, nan, largest)
+    found = lax.reduce((*flags, finite), (zero, zero, zero), _merge, (0,))  # in one pass
+    return jnp.stack([jnp.int32(1), *found])
 
 
 def _merge(one: Any, other: Any) -> tuple[Any, Any, Any]:
-    return jnp.maximum(one[0], other[0]), one[1] + other[1], one[2] + other[2]
+    return one[0] + other[0], one[1] + other[1], jnp.maximum(one[2], other[2])
 
 
-def _fields(bits: Any) -> Any:
-    """By one scatter of pairs: on a CPU comparisons and sorts take ten times as long, products of one-hot rows too."""
-    magnitudes = lax.bitcast_convert_type(bits, jnp.float32)
-    columns = jnp.where(bits == 0, _ZEROS, bits >> 23)
-    pairs = jnp.stack([jnp.ones_like(magnitudes), magnitudes], 1)
-    return jnp.zeros((FIELDS + 1, 2), jnp.float32).at[columns].add(pairs, mode="promise_in_bounds")
-
-
-def nothing(like: Tally) -> Tally:
-    """Of a tensor that was not computed; ``like`` has the shapes.
-
-    >>> int(nothing(tally(jnp.ones(2))).times)
-    0
-    """
-    zeros: Tally = jax.tree.map(lambda field: jnp.zeros(field.shape, field.dtype), like)
-    return zeros
+def _bits(values: Any) -> Any:
+    return lax.bitcast_convert_type(values.astype(jnp.float32), jnp.int32) & 0x7FFFFFFF
 
 
 class Table(NamedTuple):
-    """What is copied to the host: the tallies of all tensors; f32[tensors, FIELDS + 1, 2] and i32[tensors, 4]."""
+    """What is copied to the host.
+
+    Attributes:
+        fields: for each tensor and column how many elements that were looked at are there, and the sum of their
+            magnitudes; f32[tensors, columns, 2].
+        totals: as of a `Sample`; i32[tensors, 4].
+    """
 
     fields: Any
     totals: Any
 
 
-def joined(tallies: Sequence[Tally]) -> Table:
-    """All tallies of a step.
+@jax.jit
+def counted(samples: Sequence[Sample]) -> Table:
+    """All samples of a step.
 
-    >>> joined([tally(jnp.ones(3))]).totals.shape
-    (1, 4)
+    >>> counted([sample(jnp.ones(3))]).totals.tolist()
+    [[1, 0, 0, 1065353216]]
     """
-    totals = [jnp.stack(one[1:]) for one in tallies]
-    none = Table(jnp.zeros((0, FIELDS + 1, 2)), jnp.zeros((0, 4), jnp.int32))
-    return Table(jnp.stack([one.fields for one in tallies]), jnp.stack(totals)) if tallies else none
+    if not samples:
+        return Table(jnp.zeros((0, _COLUMNS, 2)), jnp.zeros((0, 4), jnp.int32))
+    fields, tops = _summed(_in_rows(samples), len(samples))
+    turns = jnp.array([math.prod(one.values.shape[:-1]) for one in samples], jnp.int32)
+    totals = jnp.stack([turns, *fields[:, (FIELDS - 1, _NAN), 0].T.astype(jnp.int32), tops], 1)
+    given = {index: _over_turns(one.totals) for index, one in enumerate(samples) if one.totals is not None}
+    return Table(fields, totals.at[np.array([*given], int)].set(jnp.stack([*given.values()])) if given else totals)
+
+
+def _over_turns(totals: Any) -> Any:
+    each = totals.reshape(-1, 4)
+    return jnp.concatenate([each[:, :3].sum(0), each[:, 3:].max(0)])
+
+
+class _Rows(NamedTuple):
+    """Values in rows of one tensor each.
+
+    Attributes:
+        values: of one row after the other, each filled up, left flat: XLA makes what is reshaped one loop with a case
+            for each tensor, which takes ten times as long; f32[rows * _ROW].
+        tensors: which one a row is of; i32[rows].
+        filled: how many elements a row has; i32[rows].
+    """
+
+    values: Any
+    tensors: Any
+    filled: Any
+
+
+def _in_rows(samples: Sequence[Sample]) -> _Rows:
+    shapes = [(1, one.values.size) if one.present is None else _by_turns(one) for one in samples]
+    filled = [np.tile(_filled(size), turns) for turns, size in shapes]
+    starts = np.cumsum([0, *map(len, filled)]).tolist()
+    rows = -(-starts[-1] // _height(starts[-1])) * _height(starts[-1])
+    values = jnp.zeros(rows * _ROW)
+    counts = jnp.zeros(rows, jnp.int32).at[: starts[-1]].set(np.concatenate(filled))
+    for one, (turns, size), own, start in zip(samples, shapes, filled, starts, strict=False):
+        padding = ((0, 0), (0, -size % _ROW if turns > 1 else 0))
+        part = jnp.pad(one.values.reshape(turns, size).astype(jnp.float32), padding).reshape(-1)
+        values = lax.dynamic_update_slice(values, part, (start * _ROW,))
+        if one.present is not None:
+            present = jnp.repeat(one.present.reshape(-1), len(own) // turns)
+            counts = lax.dynamic_update_slice(counts, jnp.where(present, own, 0), (start,))
+    tensors = np.zeros(rows, np.int32)
+    tensors[: starts[-1]] = np.repeat(np.arange(len(samples)), [len(own) for own in filled])
+    return _Rows(values, jnp.asarray(tensors), counts)
+
+
+def _by_turns(one: Sample) -> tuple[int, int]:
+    size: int = one.values.shape[-1]
+    return one.values.size // size, size
+
+
+def _filled(size: int) -> Any:
+    """Elements in each row of so many."""
+    return np.minimum(_ROW, size - np.arange(0, size, _ROW)).astype(np.int32)
+
+
+def _height(rows: int) -> int:
+    return min(_BLOCK // _ROW, rows)
+
+
+def _summed(rows: _Rows, tensors: int) -> tuple[Any, Any]:
+    """Fields and largest magnitudes, by one scatter of pairs for each block.
+
+    Sorts, comparisons with all columns, and products of one-hot rows take at least ten times as long on a CPU.
+    """
+    height = _height(rows.filled.size)
+
+    def add(index: Any, found: tuple[Any, Any]) -> tuple[Any, Any]:
+        bits = _bits(lax.dynamic_slice(rows.values, (index * height * _ROW,), (height * _ROW,))).reshape(height, _ROW)
+        tensor, filled = (lax.dynamic_slice(part, (index * height,), (height,)) for part in rows[1:])
+        there = jnp.arange(_ROW) < filled[:, None]
+        special = jnp.where(bits == 0, _ZEROS, jnp.where(bits > _INFINITE, _NAN, bits >> 23))
+        columns = jnp.where(there, special, _NOTHING) + tensor[:, None] * _COLUMNS
+        magnitudes = lax.bitcast_convert_type(bits.reshape(-1), jnp.float32)
+        pairs = jnp.stack([jnp.ones_like(magnitudes), magnitudes], 1)
+        largest = jnp.where(there & (bits < _INFINITE), bits, 0).max(1)
+        fields = found[0].at[columns.reshape(-1)].add(pairs, mode="promise_in_bounds")
+        return fields, found[1].at[tensor].max(largest, mode="promise_in_bounds")
+
+    empty = jnp.zeros((tensors * _COLUMNS, 2)), jnp.zeros(tensors, jnp.int32)
+    fields, tops = lax.fori_loop(0, rows.filled.size // height, add, empty)
+    return fields.reshape(tensors, _COLUMNS, 2), tops
 
 
 def spreads(table: Table, shapes: Sequence[tuple[int, ...]]) -> list[Spread | None]:
     """Of a table on the host, a spread for each tensor; None for one that was not computed.
 
-    >>> spreads(jax.device_get(joined([tally(jnp.array([0.5, 0.0]))])), [(2,)])[0].largest
+    >>> spreads(jax.device_get(counted([sample(jnp.array([0.5, 0.0]))])), [(2,)])[0].largest
     0.5
     """
     largest = np.ascontiguousarray(table.totals[:, 3]).view(np.float32).tolist()
@@ -132,6 +216,6 @@ def spreads(table: Table, shapes: Sequence[tuple[int, ...]]) -> list[Spread | No
 def _spread(fields: Any, totals: Sequence[int], largest: float, elements: int) -> Spread:
     times, inf, nan = totals
     counts, mass = fields[:FIELDS, 0].tolist(), fields[:FIELDS, 1].tolist()
-    zeros = int(fields[_ZEROS, 0])
+    zeros, seen = int(fields[_ZEROS, 0]), round(float(fields[:_NOTHING, 0].sum()))
     counts[0] += zeros
-    return Spread.of_fields(elements * times, round(sum(counts)), zeros, inf, nan, largest, counts, mass)
+    return Spread.of_fields(elements * times, seen, zeros, inf, nan, largest, counts, mass)

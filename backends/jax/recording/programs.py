@@ -14,13 +14,13 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from polyamp.backends.jax import unstable
-from polyamp.backends.jax.recording.counting import Tally, nothing
+from polyamp.backends.jax.recording.counting import Sample, merged, nothing
 from polyamp.backends.jax.recording.values import Place, Record, Value
 
 if TYPE_CHECKING:
     from polyamp.backends.jax.recording.replay import Replay
 
-_MANY_TURNS = 16  # of a loop of which nobody knows how often it turns
+_LAST_TURNS = 16  # of a loop of which nobody knows how often it turns
 
 
 def _inlined(key: str) -> Handler:
@@ -40,80 +40,95 @@ class _Part:
         self.records: list[Record] = []
         self.outputs: list[Value] = []
 
-    def run(self, values: Sequence[Value]) -> tuple[list[Any], list[Tally]]:
-        """The arrays that it gives, and the tally of each tensor."""
+    def run(self, values: Sequence[Value]) -> tuple[list[Any], list[Sample]]:
+        """The arrays that it gives, and a sample of each tensor."""
         with self.replay.collecting() as self.records:
             self.outputs = self.replay.run(self.closed, values, self.place)
-        return [value.array for value in self.outputs], [record.tally for record in self.records]
+        return _arrays(self.outputs), [record.sample for record in self.records]
 
-    def shapes(self, values: Sequence[Value]) -> list[Tally]:
-        """The tallies' shapes and dtypes."""
-        _, tallies = jax.eval_shape(lambda arrays: self.run(_around(values, arrays)), _arrays(values))
-        return list(tallies)
+    def run_complete(self, values: Sequence[Value]) -> tuple[list[Any], list[Sample]]:
+        """As `run`, for a part that may not run, or that runs nobody knows how often."""
+        arrays, samples = self.run(values)
+        return arrays, [sample.complete() for sample in samples]
 
-    def results(self, arrays: Sequence[Any], tallies: Sequence[Tally]) -> list[Value]:
+    def nothing(self, values: Sequence[Value]) -> list[Sample]:
+        """The samples of a part that did not run."""
+        _, shapes = jax.eval_shape(lambda arrays: self.run_complete(_around(values, arrays)), _arrays(values))
+        return list(map(nothing, shapes))
+
+    def results(self, arrays: Sequence[Any], samples: Sequence[Sample]) -> list[Value]:
         """Its outputs and records outside of the function, where they are these."""
-        self.replay.adopt(self.records, tallies)
+        self.replay.adopt(self.records, samples)
         return [value.elsewhere()._replace(array=array) for value, array in zip(self.outputs, arrays, strict=True)]
 
 
 def _scan(replay: Replay, equation: Any, values: list[Value], place: Place, uses: Sequence[bool]) -> list[Value]:
     params = equation.params
     fixed, carried = unstable.loop_parts(params)
-    constants, initial, stacked = (
-        values[:fixed],
-        _scaled_alike(values[fixed:])[:carried],
-        _scaled_alike(values[fixed:])[carried:],
-    )
+    constants, moving = values[:fixed], _scaled_alike(values[fixed:])
+    initial, stacked = moving[:carried], moving[carried:]
     part = _Part(replay, params["jaxpr"], place.repeated(params["length"]))
 
     def body(carry: list[Any], slices: list[Any]) -> tuple[list[Any], Any]:
-        arrays, tallies = part.run([*constants, *_around(initial, carry), *_around(stacked, slices)])
-        return arrays[:carried], (arrays[carried:], tallies)
+        arrays, samples = part.run([*constants, *_around(initial, carry), *_around(stacked, slices)])
+        return arrays[:carried], (arrays[carried:], samples)
 
     length, reverse, unroll = params["length"], params["reverse"], params["unroll"]
-    last, (outputs, tallies) = lax.scan(
+    last, (outputs, samples) = lax.scan(
         body, _arrays(initial), _arrays(stacked), length=length, reverse=reverse, unroll=unroll
     )
-    return part.results([*last, *outputs], [tally.over_turns() for tally in tallies])
+    return part.results([*last, *outputs], samples)
 
 
 def _while(replay: Replay, equation: Any, values: list[Value], place: Place, uses: Sequence[bool]) -> list[Value]:
+    """All turns count in the totals; the last ones are looked at more closely."""
     params = equation.params
     first, second = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
     for_condition, for_body, initial = values[:first], values[first:second], values[second:]
-    part = _Part(replay, params["body_jaxpr"], place.repeated(_MANY_TURNS))
-    empty = [nothing(tally) for tally in part.shapes([*for_body, *initial])]
+    part = _Part(replay, params["body_jaxpr"], place.repeated(_LAST_TURNS))
+    empty = [_turns(sample) for sample in part.nothing([*for_body, *initial])]
 
     def condition(carry: Any) -> Any:
         with replay.collecting():
-            given = [*for_condition, *_around(initial, carry[0])]
+            given = [*for_condition, *_around(initial, carry[1])]
             return replay.run(params["cond_jaxpr"], given, place)[0].array
 
     def body(carry: Any) -> Any:
-        arrays, kept = carry
-        arrays, tallies = part.run([*for_body, *_around(initial, arrays)])
-        return arrays, [old.joined(new) for old, new in zip(kept, tallies, strict=True)]
+        turn, arrays, kept = carry
+        arrays, samples = part.run_complete([*for_body, *_around(initial, arrays)])
+        return turn + 1, arrays, [_kept(old, new, turn) for old, new in zip(kept, samples, strict=True)]
 
-    last, tallies = lax.while_loop(condition, body, (_arrays(initial), empty))
-    return part.results(last, tallies)
+    _, last, samples = lax.while_loop(condition, body, (jnp.int32(0), _arrays(initial), empty))
+    return part.results(last, samples)
+
+
+def _turns(empty: Sample) -> Sample:
+    values, present = (jnp.stack([field] * _LAST_TURNS) for field in empty[:2])
+    return Sample(values, present, empty.totals)
+
+
+def _kept(old: Sample, new: Sample, turn: Any) -> Sample:
+    place = turn % _LAST_TURNS
+    values, present = (
+        lax.dynamic_update_index_in_dim(field, own, place, 0) for field, own in zip(old[:2], new[:2], strict=True)
+    )
+    return Sample(values, present, merged(old.totals, new.totals))
 
 
 def _cond(replay: Replay, equation: Any, values: list[Value], place: Place, uses: Sequence[bool]) -> list[Value]:
     index, operands = values[0].array, values[1:]
     parts = [_Part(replay, branch, place) for branch in equation.params["branches"]]
-    shapes = [part.shapes(operands) for part in parts]
+    empty = [part.nothing(operands) for part in parts]
 
     def branch(own: int) -> Callable[..., Any]:
         def run(arrays: list[Any]) -> Any:
-            results, tallies = parts[own].run(_around(operands, arrays))
-            empty = [[nothing(tally) for tally in shape] for shape in shapes]
-            return results, [*empty[:own], tallies, *empty[own + 1 :]]
+            results, samples = parts[own].run_complete(_around(operands, arrays))
+            return results, [*empty[:own], samples, *empty[own + 1 :]]
 
         return run
 
-    arrays, tallies = lax.switch(jnp.int32(index), [branch(own) for own in range(len(parts))], _arrays(operands))
-    results = [part.results(arrays, own) for part, own in zip(parts, tallies, strict=True)]
+    arrays, samples = lax.switch(jnp.int32(index), [branch(own) for own in range(len(parts))], _arrays(operands))
+    results = [part.results(arrays, own) for part, own in zip(parts, samples, strict=True)]
     return [_either(outputs) for outputs in zip(*results, strict=True)]
 
 
@@ -132,8 +147,8 @@ def _shard_map(replay: Replay, equation: Any, values: list[Value], place: Place,
     part = _Part(replay, params["jaxpr"], place)
 
     def body(*arrays: Any) -> Any:
-        results, tallies = part.run(_around(values, arrays))
-        return tuple(results), jax.tree.map(lambda field: field[None], tallies)
+        results, samples = part.run(_around(values, arrays))
+        return tuple(results), jax.tree.map(lambda field: field[None], samples)
 
     mapped = jax.shard_map(
         body,
@@ -143,8 +158,7 @@ def _shard_map(replay: Replay, equation: Any, values: list[Value], place: Place,
         axis_names=axes,
         check_vma=params["check_vma"],
     )
-    arrays, tallies = mapped(*_arrays(values))
-    return part.results(arrays, [tally.over_turns() for tally in tallies])
+    return part.results(*mapped(*_arrays(values)))
 
 
 def _name(replay: Replay, equation: Any, values: list[Value], place: Place, uses: Sequence[bool]) -> None:

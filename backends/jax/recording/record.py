@@ -12,7 +12,7 @@ import jax
 
 from polyamp.backends.jax import unstable
 from polyamp.backends.jax.dtypes import is_array
-from polyamp.backends.jax.recording.counting import NOT_COUNTED, Table, joined, spreads
+from polyamp.backends.jax.recording.counting import Sample, Table, counted, spreads
 from polyamp.backends.jax.recording.replay import Replay
 from polyamp.backends.jax.recording.step import Step, traced
 from polyamp.backends.jax.recording.values import Place, Record
@@ -118,19 +118,19 @@ class _Run:
         self._call = jax.jit(self._evaluated)
 
     def __call__(self, arrays: Sequence[Any], constants: Sequence[Any]) -> tuple[Table, Any]:
-        result: tuple[Table, Any] = self._call(arrays, constants)
-        return result
+        samples, loss = self._call(arrays, constants)
+        return counted(samples), loss
 
-    def _evaluated(self, arrays: Sequence[Any], constants: Sequence[Any]) -> tuple[Table, Any]:
+    def _evaluated(self, arrays: Sequence[Any], constants: Sequence[Any]) -> tuple[list[Sample], Any]:
         plan, replay = self._plan, Replay(self._plan.policy, widened=self._plan.widened)
         inputs = enumerate(zip(arrays, plan.jaxpr.invars, strict=True))
         values = [replay.given(array, var, scaled=index == plan.scale_index) for index, (array, var) in inputs]
         outputs = replay.run(plan.jaxpr, values, Place(), constants=constants)
         replay.leave(outputs, Place())
         records = _chosen(replay.records, plan.parameters)
-        self.records = [record._replace(tally=NOT_COUNTED) for record in records]
+        self.records = [record._replace(sample=Sample(None)) for record in records]
         loss = None if plan.loss_index is None else outputs[plan.loss_index].array
-        return joined([record.tally for record in records]), loss
+        return [record.sample for record in records], loss
 
 
 _compiled = functools.lru_cache(maxsize=8)(_Run)

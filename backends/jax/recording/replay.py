@@ -12,7 +12,7 @@ import numpy as np
 
 from polyamp.backends.jax import marks, unstable
 from polyamp.backends.jax.operations import canonical
-from polyamp.backends.jax.recording.counting import Tally, tally
+from polyamp.backends.jax.recording.counting import Sample, sample
 from polyamp.backends.jax.recording.programs import HANDLERS
 from polyamp.backends.jax.recording.values import Origin, Place, Record, Value
 from polyamp.backends.jax.recording.widening import bound_widened, widened
@@ -79,9 +79,9 @@ class Replay:
         finally:
             self.records = outer
 
-    def adopt(self, records: Sequence[Record], tallies: Sequence[Tally]) -> None:
-        """Take in the records of a part, with the tallies as they came out of it."""
-        self.records += [record._replace(tally=own) for record, own in zip(records, tallies, strict=True)]
+    def adopt(self, records: Sequence[Record], samples: Sequence[Sample]) -> None:
+        """Take in the records of a part, with the samples as they came out of it."""
+        self.records += [record._replace(sample=own) for record, own in zip(records, samples, strict=True)]
 
     def named(self, value: Value, name: str, place: Place) -> None:
         """A value that a program gave a name; a parameter's gradient, if `marks` did."""
@@ -140,8 +140,8 @@ class Replay:
         self._add(value, place, kind=PARAMETER, name=name, where="", **about)
 
     def _add(self, value: Value, place: Place, **about: Any) -> None:
-        shape, own = tuple(value.array.shape), tally(jnp.asarray(value.array), place.turns)
-        self.records.append(Record(shape=shape, tally=own, scaled=value.scaled, **about))
+        shape, own = tuple(value.array.shape), sample(jnp.asarray(value.array), place.turns)
+        self.records.append(Record(shape=shape, sample=own, scaled=value.scaled, **about))
 
 
 def _about(origin: Origin) -> dict[str, Any]:

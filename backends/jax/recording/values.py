@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from polyamp.backends.jax import unstable
-from polyamp.backends.jax.recording.counting import Tally
+from polyamp.backends.jax.recording.counting import Sample
 from polyamp.diagnosis.recording import Kind
 
 _CHECKPOINTS = ("rematted_computation", "checkpoint")
@@ -46,7 +46,7 @@ class Value(NamedTuple):
 
 
 class Record(NamedTuple):
-    """What becomes an observation once its tally is on the host.
+    """What becomes an observation once its sample is counted.
 
     Attributes:
         number: no other record of the step has it.
@@ -65,7 +65,7 @@ class Record(NamedTuple):
     op_class: str
     format: str
     shape: tuple[int, ...]
-    tally: Tally
+    sample: Sample
     scaled: bool = False
     replaces: int | None = None
     named: bool = False

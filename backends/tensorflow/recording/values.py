@@ -21,7 +21,12 @@ _FLOATS = {kind.as_datatype_enum: kind.name for kind in (tf.float16, tf.bfloat16
 _LOW = tuple(kind.as_datatype_enum for kind in (tf.float16, tf.bfloat16))
 _COMPUTING = ("lower", "full", "promote", "follow")
 _UNSEEN = ("custom_call", "call", "cond", "while_loop")  # of what is inside of these only the results may be known
-_HANDING = ("Iterator", "Optional", "TensorArray", "Unstage")  # operations that the table does not know, and hold values
+_HANDING = (
+    "Iterator",
+    "Optional",
+    "TensorArray",
+    "Unstage",
+)  # operations that the table does not know, and hold values
 _ORDER = (ACTIVATION, GRADIENT, PARAMETER)
 
 
@@ -171,7 +176,11 @@ class Body:
         body, made = self.producer(value)
         maker = body.decisions.graph.maker.get(made)
         native, op_class = ("", "keep") if maker is None else (maker.op, _class(body._decided[maker.name]))
-        dtype = self.rounded.get(value, body.decisions.known[made].dtype) if kind != PARAMETER else body.decisions.known[made].dtype
+        dtype = (
+            self.rounded.get(value, body.decisions.known[made].dtype)
+            if kind != PARAMETER
+            else body.decisions.known[made].dtype
+        )
         format_name = _FLOATS.get(dtype, "float32")
         return Subject(value, kind, name, native, where, op_class, format_name, self._places.shape(graph, value))
 

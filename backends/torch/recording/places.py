@@ -19,7 +19,7 @@ class Places:
     >>> import torch
     >>> places = Places()
     >>> model = nn.Sequential(nn.ReLU())
-    >>> handle = model[0].register_forward_hook(lambda *_: print(repr(places.path)))
+    >>> handle = model[0].register_forward_pre_hook(lambda *_: print(repr(places.path)))
     >>> with places.followed():
     ...     _ = model(torch.ones(1))
     '0'

@@ -25,9 +25,8 @@ class Reach:
     into what they hold.
 
     >>> model = nn.Linear(2, 1)
-    >>> def step(x):
-    ...     return model(x).sum()
-    >>> Reach(step).all_of(nn.Module) == [model]
+    >>> step = functools.partial(lambda model, x: model(x).sum(), model)
+    >>> Reach(step).modules() == [model]
     True
     """
 

@@ -33,7 +33,7 @@ def record(
     >>> model, x = nn.Linear(2, 1), torch.ones(4, 2)
     >>> recording = record(lambda x: model(x).mean(), (x,), {}, policy("mixed_float16"), widened=True)
     >>> [(one.name, one.format) for one in recording.observations]
-    [('matmul', 'float16'), ('mean', 'float32'), ('div', 'float32'), ('weight', 'float16'), ('bias', 'float16')]
+    [('matmul', 'float16'), ('mean', 'float16'), ('div', 'float16'), ('weight', 'float16'), ('bias', 'float16')]
     >>> model.weight.grad is None
     True
 

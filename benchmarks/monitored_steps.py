@@ -154,7 +154,9 @@ def tensorflow_steps() -> Steps:
 
 
 def keras_steps() -> Steps:
+    """On TensorFlow."""
     import keras
+    import tensorflow as tf
 
     keras.utils.set_random_seed(0)
     dense = [keras.layers.Dense(WIDTH, activation="relu") for _ in range(LAYERS)]
@@ -164,9 +166,10 @@ def keras_steps() -> Steps:
     variables = [keras.Variable(np.ones(SMALL, "float32")) for _ in range(LAYERS)]
     alone = polyamp.wrap_optimizer(keras.optimizers.AdamW(RATE), "float32", loss_scale=CONFIG)
     grads = [keras.ops.full(variable.shape, 1e-3) for variable in variables]
-    return Steps(
-        lambda: model.train_on_batch(x, y), lambda: alone.apply(grads, variables), lambda: model, lambda: None, False
-    )
+    alone.apply(grads, variables)  # which makes its variables
+    update = tf.function(lambda: alone.apply(grads, variables), autograph=False)
+    on_gpu = bool(tf.config.list_physical_devices("GPU"))
+    return Steps(lambda: model.train_on_batch(x, y), update, lambda: model, lambda: alone.loss_scale, on_gpu)
 
 
 STEPS: dict[str, Callable[[], Steps]] = {

@@ -1,7 +1,7 @@
 """What does watching the loss scale cost? The counters that every step keeps, and a look at them every 100 steps.
 
 Of each framework: the training step of an MLP, beside the same with `polyamp.HealthMonitor`; and with ``--against`` a
-checkout of a version without counters, which runs in a process of its own, in turns with this one.
+checkout of a version without counters. Each version runs in a process of its own, in turns.
 
     python benchmarks/monitoring.py run [--part health] [--framework torch] [--against ../polyamp-before]
 """
@@ -16,12 +16,13 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from importlib import metadata
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import typer
 from interleave import Timing, compared, console, keep, publish, turns
-from monitored_steps import STEPS, Steps
+from monitored_steps import STEPS
 
+HERE = Path(__file__).parents[1]
 EVERY = 100
 BEFORE, WITH = "without counters", "with counters"
 Clock = Callable[[int], float]  # microseconds of one call, of so many
@@ -31,7 +32,7 @@ app = typer.Typer(add_completion=False)
 
 @contextmanager
 def elsewhere(tree: Path, framework: str) -> Iterator[Callable[[str], Clock]]:
-    """The same steps in another process, by the polyamp of another checkout."""
+    """The same steps in a process of their own, by the polyamp of a checkout."""
     command = [sys.executable, __file__, "serve", framework]
     paths = {"PYTHONPATH": str(tree.resolve())}
     with subprocess.Popen(
@@ -60,7 +61,19 @@ def serve(framework: str) -> None:
     steps = STEPS[framework]()
     for line in sys.stdin:
         what, calls = line.split()
-        print(steps.microseconds(getattr(steps, what), int(calls)), flush=True)
+        print(timed(steps, what, int(calls)), flush=True)
+
+
+def timed(steps: Steps, what: str, calls: int) -> float:
+    """Microseconds of a ``step``, an ``update``, a step that is ``monitored``, or of a ``look`` alone."""
+    if what in ("step", "update"):
+        return steps.microseconds(getattr(steps, what), calls)
+    from polyamp.diagnosis.health import health  # the version that is compared with does not have it
+    from polyamp.diagnosis.monitor import HealthMonitor
+
+    if what == "look":
+        return steps.microseconds(lambda: health(steps.holder()), calls)
+    return steps.microseconds(steps.step, calls, HealthMonitor(every=EVERY, hooks=[str]))
 
 
 def measured(question: str, clocks: dict[str, Clock], rounds: int, calls: int) -> list[Timing]:
@@ -75,23 +88,15 @@ def measured(question: str, clocks: dict[str, Clock], rounds: int, calls: int) -
 
 def health(framework: str, against: Path | None, rounds: int) -> list[Timing]:
     """The counters, and a monitor that nobody listens to."""
-    from polyamp.diagnosis.health import health
-    from polyamp.diagnosis.monitor import HealthMonitor
-
-    steps = STEPS[framework]()
-    monitor = HealthMonitor(every=EVERY, hooks=[str])
-
-    def here(run: Callable[[], Any], after: Callable[[Any], Any] | None = None) -> Clock:
-        return lambda calls: steps.microseconds(run, calls, after)
-
     with ExitStack() as stack:
+        now = stack.enter_context(elsewhere(HERE, framework))
         before = stack.enter_context(elsewhere(against, framework)) if against else None
         old = {what: {BEFORE: before(what)} if before else {} for what in ("step", "update")}
-        training = {**old["step"], WITH: here(steps.step), f"and a look every {EVERY} steps": here(steps.step, monitor)}
+        training = {**old["step"], WITH: now("step"), f"and a look every {EVERY} steps": now("monitored")}
         return [
             *measured(f"{framework}: step", training, rounds, EVERY),
-            *measured(f"{framework}: update", {**old["update"], WITH: here(steps.update)}, rounds, 5 * EVERY),
-            *measured(f"{framework}: look", {"a look": here(lambda: health(steps.holder()))}, rounds, EVERY),
+            *measured(f"{framework}: update", {**old["update"], WITH: now("update")}, rounds, 5 * EVERY),
+            *measured(f"{framework}: look", {"a look": now("look")}, rounds, EVERY),
         ]
 
 

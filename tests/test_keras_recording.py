@@ -150,6 +150,7 @@ def test_facts_of_a_step() -> None:
     assert [(one.classes, one.rows) for one in found.losses] == [(3, 6)]
 
 
+@pytest.mark.skipif(BACKEND == "torch", reason="torch.fx does not see through Keras' layers")
 def test_explain_takes_a_model() -> None:
     plan = polyamp.registry.adapter_named("keras").explain(model_with(), (X, Y), {}, F16)
     assert sum(one.name == "matmul" for one in plan.operations) >= 2
@@ -174,6 +175,7 @@ def test_a_look_is_taken_once() -> None:
     assert [one.steps for one in seen] == [2]
 
 
+@pytest.mark.skipif(BACKEND == "torch", reason="in eager code a loss that is not finite is an error at once")
 def test_skips_in_a_row_are_judged_once() -> None:
     model, verdicts = model_with(wrapped(init=2.0**8), dtype="mixed_float16"), list[Verdict]()
     callback = HealthCallback(2, [lambda found: None], batch=(X * 1e6, Y), on_verdict=verdicts.append)

@@ -84,7 +84,7 @@ def test_casts_of_the_users_own() -> None:
             half = tf.cast(x, tf.float16)
         with polyamp.autocast("mixed_float16"):
             product = x @ W
-        return tf.reduce_mean(layer(x)) + tf.cast(tf.reduce_mean(half), tf.float32) + tf.reduce_mean(product)
+        return tf.cast(tf.reduce_mean(half), tf.float32) + tf.reduce_mean(product), layer(x)
 
     casts = found(loss_fn, X).casts
     assert [(cast.native, cast.format) for cast in casts] == [("tf.cast", "float16"), ("tf.cast", "float32")]

@@ -238,11 +238,17 @@ def test_checkpointed_functions_are_recorded_once(reentrant: bool) -> None:
 
 
 def test_compiled_functions_run_eagerly() -> None:
-    model = net()
-    compiled = torch.compile(model, backend="eager")
+    model, runs = net(), list[str]()
+
+    def backend(module: torch.fx.GraphModule, _: Any) -> Callable[..., Any]:
+        return lambda *args: (runs.append("compiled"), module(*args))[1]
+
+    compiled = torch.compile(model, backend=backend)
     assert compiled(X).shape == (6, 4)
     assert places(record(loss_of, compiled)) == places(record(loss_of, model))
-    assert torch.equal(compiled(X), model(X))
+    assert runs == ["compiled"]
+    torch.testing.assert_close(compiled(X), model(X))
+    assert len(runs) == 2
 
 
 def test_shared_weights_and_residuals_add_up_gradients() -> None:
@@ -391,15 +397,21 @@ def test_a_training_step_is_recorded_up_to_its_update(name: str) -> None:
 
 
 def test_a_backward_pass_of_the_steps_own_is_outside_of_the_policys_region() -> None:
-    model = net()
-    assert places(record(lambda: loss_of(model).backward())) == places(record(loss_of, model))
+    weight = torch.ones(8, 2, requires_grad=True)
+
+    def step() -> None:
+        with torch.autocast("cpu", enabled=False):
+            loss = (X @ weight).sum()
+        loss.backward()
+
+    assert one_of(record(step), PARAMETER, "parameter 0 of shape (8, 2)").format == "float32"
 
 
 @pytest.mark.parametrize("kind", ["plain", "wrapped", "native scaler", "own scaler"])
 def test_what_comes_after_the_update_does_not_run(kind: str) -> None:
     weight, after = torch.ones(3, requires_grad=True), []
     plain = torch.optim.SGD([weight], lr=0.1)
-    wrapped = polyamp.wrap_optimizer(torch.optim.SGD([weight], lr=0.1))
+    wrapped = polyamp.wrap_optimizer(torch.optim.SGD([weight], lr=0.1), "mixed_float16")
     scaler = {"native scaler": torch.amp.GradScaler("cpu"), "own scaler": GradScaler("cpu")}.get(kind)
     before = None if scaler is None else scaler.state_dict()
 
@@ -435,6 +447,20 @@ def test_training_goes_on_as_if_nothing_had_been_recorded(name: str) -> None:
     ]
     assert [vars(one)["_losses"] for one in (steps.own_scaler, alone.own_scaler)] == [[], []]
     assert steps.contents()[1:3] == alone.contents()[1:3]
+
+
+def test_masters_that_exist_during_a_step_alone_are_not_made() -> None:
+    weight = torch.nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
+    opt = polyamp.wrap_optimizer(torch.optim.SGD([weight], lr=0.1), "mixed_bfloat16", master_weights="remainder")
+
+    def step() -> None:
+        opt.backward((weight * 2).sum())
+        opt.step()
+
+    assert gradients(record(step, policy="float32")) == {"parameter 0 of shape (3,)": 2.0}
+    assert opt.param_groups[0]["params"][0].isnan().all()
+    step()
+    assert weight.tolist() == pytest.approx([0.8] * 3, rel=2**-8)
 
 
 def test_a_window_under_way_goes_on() -> None:

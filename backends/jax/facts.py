@@ -222,7 +222,8 @@ def _optimizer(optimizer: Any, holder: Any) -> OptimizerState:
 def _has_masters(optimizer: Any, holder: Any) -> bool:
     """Whether float32 copies are kept: known of a state, and of an optimizer by its settings."""
     step = _step_of(optimizer)
-    return (step is not None and step.master_weights) or any(state.master_weights is not None for state in _states(holder))
+    kept = any(state.master_weights is not None for state in _states(holder))
+    return kept or (step is not None and step.master_weights)
 
 
 def _step_of(optimizer: Any) -> Step | None:

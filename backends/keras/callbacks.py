@@ -37,8 +37,8 @@ class HealthCallback(keras.callbacks.Callback):
         on_verdict: what is to have that verdict; None gives it as a `PolyampWarning`.
 
     Raises:
-        InvalidTypeError: ``every`` is no integer, a hook cannot be called, ``batch`` is no tuple, ``probe`` no probe; when
-            training begins: the model's optimizer is not one that `polyamp.wrap_optimizer` gave.
+        InvalidTypeError: ``every`` is no integer, a hook cannot be called, ``batch`` is no tuple, ``probe`` no probe;
+            when training begins: the model's optimizer is not one that `polyamp.wrap_optimizer` gave.
         InvalidValueError: ``every`` is less than 1.
     """
 

@@ -16,7 +16,6 @@ from polyamp.errors import InvalidTypeError, UsageError
 from polyamp.plan import Plan
 from polyamp.policy import Policy
 
-
 _IN_TORCH = "_torch_params."  # stands before a variable's path, where a Keras layer is a torch module
 
 

@@ -83,7 +83,7 @@ class Places:
 def _is_plain_function(file: str) -> bool:
     parts = Path(file).parts
     within = parts[parts.index("keras") :] if "keras" in parts else ()
-    return "tensorflow" in parts or bool({"ops", "backend"} & set(within))
+    return ("tensorflow" in parts and "polyamp" not in parts) or bool({"ops", "backend"} & set(within))
 
 
 @functools.cache

@@ -184,6 +184,7 @@ def concrete_of(fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
 
 
 def decided_for(concrete: Any, policy: Policy) -> Pass:
+    """Every node of a ``ConcreteFunction``, decided under a policy."""
     rules, library = Rules(policy), FunctionLibrary()
     graph = Graph.of_function(concrete.function_def, library)
     arguments = [Known(dtype, declared_value(dtype)) for _, dtype in graph.arguments]

@@ -378,8 +378,8 @@ no_torch_function: Any = torch._C._disabled_torch_function_impl
 class EagerDispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """A dispatch mode whose method is called as it is.
 
-    By default torch wraps the method so that Dynamo leaves it alone, and for that imports Dynamo at the first call, which
-    takes seconds; what says so has an underscore.
+    By default torch wraps the method so that Dynamo leaves it alone, and for that imports Dynamo at the first call,
+    which takes seconds; what says so has an underscore.
     """
 
     def __init__(self) -> None:

@@ -23,7 +23,7 @@ _BINS = FIELDS + 1  # zeros, then the values of the exponent field, of which the
 _SUMS = 2 * _BINS + 3  # elements and mantissas in each bin; elements, inf and NaN of the whole tensor
 
 TURNS = 64
-"""A loop's body is sampled as if the loop had so many turns, each with its share of `polyamp.diagnosis.spread.SAMPLE`."""
+"""A loop's body is sampled as if the loop had so many turns, which share `polyamp.diagnosis.spread.SAMPLE`."""
 
 _numbers = itertools.count(1)  # of totals, whose names are the process's
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -49,7 +49,7 @@ class Instrumented:
         self._written: dict[tuple[Body, str], str] = {}
 
     def step(self, body: Body, name: str, wanted: Sequence[str]) -> None:
-        """Write the outermost function: it gives ``wanted`` values, and computes nothing that is not counted or given."""
+        """Write the outermost function: it gives ``wanted`` values, and computes what is counted or given alone."""
         new, counts, widening = self._body(body, name, outermost=True)
         types = [body.spec(value, widened=self._widened).dtype.as_datatype_enum for value in wanted]
         wanted = list(map(widening.value, wanted))

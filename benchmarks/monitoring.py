@@ -20,7 +20,7 @@ from typing import Annotated, Literal
 
 import typer
 from interleave import Timing, compared, console, keep, publish, turns
-from monitored_steps import STEPS
+from monitored_steps import STEPS, Steps
 
 HERE = Path(__file__).parents[1]
 EVERY = 100

@@ -296,6 +296,30 @@ def test_what_the_backward_pass_computes_without_the_scale_is_no_gradient() -> N
     assert only(recording, "cos").spread.largest <= 1
 
 
+def test_a_float32_result_that_is_rounded_to_16_bits_is_a_tensor_of_its_own() -> None:
+    def loss(params: Any, x: jax.Array) -> jax.Array:
+        with jax.named_scope("first"):
+            h = jnp.exp(x @ params["w"])
+        with jax.named_scope("second"):
+            return jnp.square(h @ params["w"].T).mean()
+
+    params = {"w": normal(0, 6, 3)}
+    recording = record(loss, params, X)
+    assert [one.format for one in found(recording, "first/exp")] == ["float32", "float16"]
+    large = {"w": jnp.full((6, 3), 4.0)}
+    wide, narrow = found(record(loss, large, jnp.ones((5, 6)), widened=False), "first/exp")
+    assert (wide.spread.inf, narrow.spread.inf) == (0, 15)
+    assert "float16" in {one.format for one in found(recording, "second/mul", GRADIENT)}
+
+
+def test_scopes_that_nested_transformations_repeat_stand_once() -> None:
+    def loss(params: Any, x: jax.Array) -> jax.Array:
+        with jax.named_scope("layer"):
+            return jax.nn.gelu(x @ params["w"]).mean()
+
+    assert not [place for place in places(record(loss, {"w": normal(0, 6, 3)}, X)) if "layer/layer" in place]
+
+
 def test_user_casts_scatters_and_bits_are_widened_too() -> None:
     def loss(table: jax.Array, rows: jax.Array) -> jax.Array:
         half = table.astype(jnp.float16)[rows] * jnp.float16(300)

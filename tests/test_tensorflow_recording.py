@@ -313,7 +313,7 @@ def test_functions_in_other_forms(wrap: Callable[[Any], Any]) -> None:
 def in_half(x: Any, w: Any) -> Any:
     half = tf.cast(x, tf.float16) @ tf.cast(w, tf.float16)
     for _ in tf.range(2):
-        half = half * tf.constant(300.0, tf.float16)
+        half = half * tf.cast(300.0, tf.float16)
     return tf.cast(half, tf.float32)
 
 

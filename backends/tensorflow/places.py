@@ -79,11 +79,15 @@ class Places:
             return None
 
 
+_OWN = (str(Path(__file__).resolve().parent), str(Path(__file__).parent))
+
+
 @functools.cache
 def _is_plain_function(file: str) -> bool:
     parts = Path(file).parts
     within = parts[parts.index("keras") :] if "keras" in parts else ()
-    return ("tensorflow" in parts and "polyamp" not in parts) or bool({"ops", "backend"} & set(within))
+    is_tensorflows = "tensorflow" in parts and not file.startswith(_OWN)
+    return is_tensorflows or bool({"ops", "backend"} & set(within))
 
 
 @functools.cache
@@ -93,4 +97,4 @@ def _libraries() -> tuple[str, ...]:
     loaded = (sys.modules.get(name) for name in packages)
     files = [Path(module.__file__) for module in loaded if module is not None and module.__file__]
     folders = {str(file.parent) if file.name == "__init__.py" else str(file) for file in files}
-    return tuple(sorted(folders | {str(Path(__file__).resolve().parent), str(Path(__file__).parent)}))
+    return tuple(sorted(folders | set(_OWN)))

@@ -142,7 +142,7 @@ def _chosen(records: Sequence[Record], parameters: Sequence[tuple[str, tuple[int
     named = [record for record in gradients if record.named]
     own = named or _matched(gradients, parameters)
     replaced = {record.replaces for record in own}
-    others = [record for record in records if record.kind != PARAMETER and record.number not in replaced]
+    others = [record for record in records if record.kind != PARAMETER and record.origin.number not in replaced]
     if any(record.scaled for record in others):  # then what is not is of the forward pass, computed again
         others = [record if record.scaled else record._replace(kind=ACTIVATION) for record in others]
     return [*others, *own]
@@ -157,7 +157,9 @@ def _matched(gradients: Sequence[Record], parameters: Sequence[tuple[str, tuple[
         names = [_only(shape, parameters) or f"gradient {index}" for index, shape in enumerate(wanted)]
     else:
         names = [name for name, _ in parameters[first : first + len(wanted)]]
-    return [record._replace(name=name) for record, name in zip(gradients, names, strict=True)]
+    return [
+        record._replace(origin=record.origin._replace(name=name)) for record, name in zip(gradients, names, strict=True)
+    ]
 
 
 def _only(shape: tuple[int, ...], parameters: Sequence[tuple[str, tuple[int, ...]]]) -> str:
@@ -168,7 +170,5 @@ def _only(shape: tuple[int, ...], parameters: Sequence[tuple[str, tuple[int, ...
 def _observations(records: Sequence[Record], table: Table) -> tuple[Observation, ...]:
     found = zip(records, spreads(table, [record.shape for record in records]), strict=True)
     return tuple(
-        Observation(one.kind, one.name, one.native, one.where, one.op_class, one.format, one.shape, spread)
-        for one, spread in found
-        if spread is not None
+        Observation(one.kind, *one.origin[:-1], one.shape, spread) for one, spread in found if spread is not None
     )

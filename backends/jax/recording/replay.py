@@ -15,8 +15,8 @@ from polyamp.backends.jax.operations import canonical
 from polyamp.backends.jax.recording.counting import Sample, sample
 from polyamp.backends.jax.recording.programs import HANDLERS
 from polyamp.backends.jax.recording.values import Origin, Place, Record, Value
-from polyamp.backends.jax.recording.widening import bound_widened, widened
-from polyamp.diagnosis.recording import ACTIVATION, GRADIENT, PARAMETER
+from polyamp.backends.jax.recording.widening import bound_widened, is_low, widened
+from polyamp.diagnosis.recording import ACTIVATION, GRADIENT, PARAMETER, Kind
 from polyamp.formats import FORMATS
 from polyamp.operations import OPERATIONS
 from polyamp.policy import Policy
@@ -38,7 +38,7 @@ class Replay:
         self.policy, self.widened = policy, widened
         self.records: list[Record] = []
         self._numbers = count()
-        self._left: dict[int, Any] = {}
+        self._seen: dict[Any, Any] = {}  # by identity, with the array, so that no other one gets the same
         self._turned_back = False
 
     def run(
@@ -92,8 +92,8 @@ class Replay:
     def leave(self, values: Sequence[Value], place: Place) -> list[Value]:
         """Values that go on to the optimizer, or out: what the backward pass made among them are gradients."""
         for value in values:
-            if value.backward and id(value.array) not in self._left:
-                self._left[id(value.array)] = value.array
+            if value.backward and id(value.array) not in self._seen:
+                self._seen[id(value.array)] = value.array
                 self._parameter(value, "", place, named=False)
         return [value._replace(backward=False) for value in values]
 
@@ -112,40 +112,54 @@ class Replay:
     def _operation(self, equation: Any, values: list[Value], place: Place, uses: Sequence[bool]) -> list[Value]:
         arrays = [value.array for value in values]
         results = bound_widened(equation, arrays) if self.widened else unstable.bound(equation, arrays)
-        name = canonical(equation.primitive.name, equation.params)
-        scaled = any(value.scaled for value in values)
+        name, native = canonical(equation.primitive.name, equation.params), equation.primitive.name
+        about = Value(None, place.backward, any(value.scaled for value in values))
         if not _computes(name):
-            origin = next((value.origin for value in values if value.origin), None)
-            return [Value(array, place.backward, scaled, origin) for array in results]
-        return [
-            self._computed(Value(array, place.backward, scaled), equation, name, variable, place, is_used)
-            for array, variable, is_used in zip(results, equation.outvars, uses, strict=True)
-        ]
-
-    def _computed(self, value: Value, equation: Any, name: str, variable: Any, place: Place, is_used: bool) -> Value:
+            source = next((value for value in values if value.origin), _NOT_NEEDED)
+            moved = [about._replace(array=array, origin=source.origin) for array in results]
+            return [self._rounded(source, moved[0], equation, place)] if name == "cast" else moved
         path = "/".join(filter(None, (place.path, unstable.library_function(equation))))
-        op_class, native = decide(self.policy.rules, name, path).op_class, equation.primitive.name
-        origin = Origin(native, op_class, _format(unstable.dtype_in(variable)))
-        is_scaled_loss = value.scaled and not place.backward
-        is_left_out = is_scaled_loss or place.again or self._is_after(place)
-        if is_left_out or not (is_used and origin.format and value.array.size):
-            return value._replace(origin=origin)
-        origin, kind = origin._replace(number=next(self._numbers)), GRADIENT if place.backward else ACTIVATION
-        self._add(value, place, number=origin.number, kind=kind, name=name, where=path, **_about(origin))
+        op_class = decide(self.policy.rules, name, path).op_class
+        origins = [Origin(name, native, path, op_class, _format(variable)) for variable in equation.outvars]
+        values = [about._replace(array=array, origin=own) for array, own in zip(results, origins, strict=True)]
+        return [self._observed(value, place) if used else value for value, used in zip(values, uses, strict=True)]
+
+    def _rounded(self, source: Value, result: Value, equation: Any, place: Place) -> Value:
+        """What was computed in float32 and is cast to 16 bits is a tensor of its own: there it overflows or is lost."""
+        variable, origin = equation.outvars[0], source.origin
+        if not is_low(unstable.dtype_in(variable)) or origin is None or source.backward != place.backward:
+            return result
+        narrow = origin._replace(format=_format(variable), number=None)
+        key = (id(source.array), narrow.format)
+        if narrow.format == origin.format or key in self._seen:
+            return result._replace(origin=narrow)
+        self._seen[key] = source.array
+        return self._observed(result._replace(origin=narrow), place)
+
+    def _observed(self, value: Value, place: Place) -> Value:
+        """A tensor that the step computed, taken down unless it is none of the recording's."""
+        origin, is_scaled_loss = value.origin, value.scaled and not place.backward
+        if (
+            is_scaled_loss
+            or place.again
+            or self._is_after(place)
+            or not (origin and origin.format and value.array.size)
+        ):
+            return value
+        origin = origin._replace(number=next(self._numbers))
+        self._add(value, place, origin, GRADIENT if place.backward else ACTIVATION)
         return value._replace(origin=origin)
 
     def _parameter(self, value: Value, name: str, place: Place, *, named: bool) -> None:
-        origin = value.origin or Origin("", "keep", _format(value.array.dtype))
-        about = {"number": next(self._numbers), "replaces": origin.number, "named": named, **_about(origin)}
-        self._add(value, place, kind=PARAMETER, name=name, where="", **about)
+        origin = value.origin or Origin("", "", "", "keep", value.array.dtype.name)
+        own = origin._replace(name=name, where="", number=next(self._numbers))
+        self._add(value, place, own, PARAMETER, replaces=origin.number, named=named)
 
-    def _add(self, value: Value, place: Place, **about: Any) -> None:
-        shape, own = tuple(value.array.shape), sample(jnp.asarray(value.array), place.turns)
-        self.records.append(Record(shape=shape, sample=own, scaled=value.scaled, **about))
-
-
-def _about(origin: Origin) -> dict[str, Any]:
-    return {"native": origin.native, "op_class": origin.op_class, "format": origin.format}
+    def _add(self, value: Value, place: Place, origin: Origin, kind: Kind, **about: Any) -> None:
+        array = jnp.asarray(value.array)
+        self.records.append(
+            Record(kind, origin, tuple(array.shape), sample(array, place.turns), scaled=value.scaled, **about)
+        )
 
 
 def _computes(name: str) -> bool:
@@ -153,6 +167,7 @@ def _computes(name: str) -> bool:
     return name not in OPERATIONS or OPERATIONS[name].op_class not in ("neutral", "keep") or name == "custom_call"
 
 
-def _format(dtype: Any) -> str:
-    """The format of a floating dtype; empty for any other."""
+def _format(variable: Any) -> str:
+    """The format of a floating variable; empty for any other."""
+    dtype = unstable.dtype_in(variable)
     return dtype.name if dtype is not None and dtype.name in FORMATS else ""

@@ -15,11 +15,13 @@ class Origin(NamedTuple):
     """The operation that computed a tensor.
 
     Attributes:
-        native, op_class, format: as in `polyamp.diagnosis.recording.Observation`.
-        number: of its record; None where it has none that is of this very tensor.
+        name, native, where, op_class, format: as in `polyamp.diagnosis.recording.Observation`.
+        number: of its record, which no other one has; None where it has none that is of this very tensor.
     """
 
+    name: str
     native: str
+    where: str
     op_class: str
     format: str
     number: int | None = None
@@ -49,21 +51,16 @@ class Record(NamedTuple):
     """What becomes an observation once its sample is counted.
 
     Attributes:
-        number: no other record of the step has it.
+        kind, shape: as in `polyamp.diagnosis.recording.Observation`.
+        origin: the rest of what that says.
+        sample: of its elements.
         scaled: whether the loss scale is a factor of it.
         replaces: number of the record of the same tensor that this one stands for.
         named: of a parameter's gradient, whether the optimizer told its name.
-
-    The others are those of `polyamp.diagnosis.recording.Observation`.
     """
 
-    number: int
     kind: Kind
-    name: str
-    native: str
-    where: str
-    op_class: str
-    format: str
+    origin: Origin
     shape: tuple[int, ...]
     sample: Sample
     scaled: bool = False

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import tensorflow as tf
 
 from polyamp.backends.tensorflow.decisions import Pass
@@ -12,14 +11,14 @@ from polyamp.backends.tensorflow.graph import FLOAT32, Node, NodeDef
 
 _LOW = frozenset(kind.as_datatype_enum for kind in (tf.float16, tf.bfloat16))
 _RESOURCE: int = tf.resource.as_datatype_enum
-_OUTSIDE = ("Bitcast", "DecodeRaw", "EagerPyFunc", "PyFunc", "PyFuncStateless")  # who else has the type of these values
+_OUTSIDE = ("Bitcast", "Const", "DecodeRaw", "EagerPyFunc", "PyFunc", "PyFuncStateless")  # whose values are in 16 bits
 
 
 class Widening:
     """A function in which 16-bit floats become float32.
 
-    Variables stay as they are stored, and so do values that Python code, iterators and functions of other programs take
-    and give: there stand casts. Of the outermost function the arguments stay too.
+    Variables and constants stay as they are stored, and so do values that Python code, iterators and functions of other
+    programs take and give: there stand casts. Of the outermost function the arguments stay too.
 
     Attributes:
         changed: whether anything became another type.
@@ -79,9 +78,6 @@ class Widening:
             if not _LOW.isdisjoint(attribute.list.type):
                 attribute.list.type[:] = [FLOAT32 if dtype in _LOW else dtype for dtype in attribute.list.type]
                 self.changed = True
-            if attribute.tensor.dtype in _LOW:
-                values = tf.make_ndarray(attribute.tensor).astype(np.float32)
-                attribute.tensor.CopyFrom(tf.make_tensor_proto(values))
 
     def _sign(self, outermost: bool) -> None:
         signature, returned = self._definition.signature, self._definition.ret

@@ -31,10 +31,10 @@ class Counts:
         Returns:
             Its index in `spreads`.
         """
-        values = _flat(tensor)
-        sample = values[:: stride(values.numel())].contiguous()
-        self._rows.append(_row(values, sample))
-        self._sizes.append((values.numel(), sample.numel()))
+        magnitudes = _flat(tensor).abs()
+        sample = magnitudes[:: stride(magnitudes.numel())].contiguous()
+        self._rows.append(_row(magnitudes, sample))
+        self._sizes.append((magnitudes.numel(), sample.numel()))
         return len(self._rows) - 1
 
     def spreads(self) -> list[Spread]:
@@ -73,12 +73,11 @@ def _extent(tensor: Tensor) -> int:
     return 1 + sum((size - 1) * step for size, step in steps)
 
 
-def _row(values: Tensor, sample: Tensor) -> Tensor:
-    fields = (sample.view(torch.int32) >> 23) & (FIELDS - 1)
-    magnitudes = sample.abs()
-    zeros = (magnitudes == 0).sum()
-    extremes = [one.double().reshape(1) for one in (zeros, *_extremes(values))]
-    return torch.cat([_histogram(fields, None).double(), _histogram(fields, magnitudes).double(), *extremes])
+def _row(magnitudes: Tensor, sample: Tensor) -> Tensor:
+    fields = sample.view(torch.int32) >> 23  # the sign's bit is 0
+    zeros = sample.numel() - sample.count_nonzero()
+    extremes = torch.stack([one.double() for one in (zeros, *_extremes(magnitudes))])
+    return torch.cat([_histogram(fields, None).double(), _histogram(fields, sample).double(), extremes])
 
 
 def _histogram(fields: Tensor, weights: Tensor | None) -> Tensor:
@@ -88,10 +87,11 @@ def _histogram(fields: Tensor, weights: Tensor | None) -> Tensor:
     return torch.zeros(FIELDS, dtype=added.dtype, device=added.device).index_add_(0, fields, added)
 
 
-def _extremes(values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """How many are infinite, how many NaN, and the largest finite magnitude."""
-    magnitudes = values.abs()
-    if values.device.type == "cpu" and math.isfinite(largest := float(magnitudes.amax())):
-        return torch.zeros(()), torch.zeros(()), torch.tensor(largest)
-    finite = torch.where(values.isfinite(), magnitudes, 0.0)
-    return values.isinf().sum(), values.isnan().sum(), finite.amax()
+def _extremes(magnitudes: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """How many are infinite, how many NaN, and the largest finite one."""
+    largest = magnitudes.amax()
+    if largest.device.type == "cpu" and math.isfinite(largest):
+        none = torch.zeros(())
+        return none, none, largest
+    finite = torch.where(magnitudes.isfinite(), magnitudes, 0.0)
+    return magnitudes.isinf().sum(), magnitudes.isnan().sum(), finite.amax()

@@ -40,8 +40,8 @@ def facts(
     optimizer: Any,
     devices: Sequence[Mapping[str, Any]],
 ) -> Facts:
-    """Collect what lint judges; see `polyamp.adapter.Lint`. Where there are arguments the target runs once, in float32
-    and without a trace.
+    """Collect what lint judges; see `polyamp.adapter.KnowFacts`. Where there are arguments the target runs once, in
+    float32 and without a trace.
 
     >>> from polyamp import policy
     >>> model = nn.Linear(3, 5).half()

@@ -128,6 +128,8 @@ class Recorder(Watcher):
         if node is None:
             self._meet(given)
         if again:
+            for result in widened.tensors([out]):  # which may have the memory of one that is gone
+                self._row_of.pop(_storage(result), None)
             return
         operation = operation_of(op)
         if node is not None and node.name() == _ACCUMULATION and operation.name != "add":

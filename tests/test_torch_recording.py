@@ -251,6 +251,15 @@ def test_compiled_functions_run_eagerly() -> None:
     assert len(runs) == 2
 
 
+@pytest.mark.parametrize("widened", [True, False])
+def test_recurrent_layers_run_without_the_kernels_that_want_16_bits(widened: bool) -> None:
+    lstm, seen = nn.LSTM(8, 4), list[bool]()
+    lstm.register_forward_pre_hook(lambda *_: seen.append(torch.backends.cudnn.enabled))
+    before = torch.backends.cudnn.enabled
+    record(lambda: lstm(X)[0].float().mean(), widened=widened)
+    assert (seen, torch.backends.cudnn.enabled) == ([before and not widened], before)
+
+
 def test_shared_weights_and_residuals_add_up_gradients() -> None:
     layer = nn.Linear(8, 8, bias=False)
     recording = record(lambda x: (layer(layer(x) + x) + x).float().square().mean(), X)

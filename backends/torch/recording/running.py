@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -179,16 +179,16 @@ def _casts_forgotten() -> Iterator[None]:
 @contextmanager
 def _float32_kernels() -> Iterator[None]:
     """Accelerators have kernels for recurrent layers and for attention that want memory of 16 bits: use others."""
-    before: list[bool] = []
+    entered: list[ExitStack] = []
 
     def without_cudnn(module: nn.Module, inputs: Any) -> None:
         if isinstance(module, nn.RNNBase):
-            before.append(torch.backends.cudnn.enabled)
-            torch.backends.cudnn.enabled = False
+            entered.append(ExitStack())
+            entered[-1].enter_context(torch.backends.cudnn.flags(enabled=False))
 
     def with_cudnn(module: nn.Module, inputs: Any, output: Any) -> None:
         if isinstance(module, nn.RNNBase):
-            torch.backends.cudnn.enabled = before.pop()
+            entered.pop().close()
 
     first = register_module_forward_pre_hook(without_cudnn)
     last = register_module_forward_hook(with_cudnn, always_call=True)

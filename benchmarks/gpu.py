@@ -1,6 +1,6 @@
 """All that needs a GPU, in one command: build the extension, run the GPU tests, then the benchmarks with their charts.
 
-    python benchmarks/gpu.py [build|tests|sanitizer|step|bert|resnet|overhead|autocast ...]
+    python benchmarks/gpu.py [build|tests|sanitizer|step|bert|resnet|overhead|probe|health|autocast ...]
 
 Every part is a process of its own that is stopped after ten minutes; one that fails does not keep the others from
 running. Results are kept in ``benchmarks/results`` and, where there is matplotlib, drawn into ``docs``.
@@ -36,6 +36,8 @@ PARTS: dict[str, tuple[str, ...]] = {
     "bert": ("benchmarks/end_to_end.py", "--model", "bert", *plot("end_to_end")),
     "resnet": ("benchmarks/end_to_end.py", "--model", "resnet", *plot("end_to_end")),
     "overhead": ("benchmarks/step_overhead.py", "torch"),
+    "probe": ("benchmarks/probe_cost.py", "--framework", "torch"),
+    "health": ("benchmarks/monitoring.py", "run", "--framework", "torch"),
     "autocast": ("benchmarks/torch_autocast.py", "--device", "cuda"),
 }
 

@@ -124,7 +124,8 @@ def run(
 ) -> None:
     """Measure, print a table, and write it to results/."""
     timings = [timing for name in framework or STEPS for timing in PARTS[part](name, against, rounds)]
-    versions = {name: metadata.version(name) for name in ("polyamp", "torch", "jax", "tensorflow-cpu", "keras")}
+    known = ("polyamp", "torch", "jax", "tensorflow-cpu", "tensorflow", "keras")
+    versions = {entry.name: entry.version for entry in metadata.distributions() if entry.name in known}
     publish(f"monitoring_{part}", timings, versions)
     of_a_step = shares(timings)
     keep(f"monitoring_{part}", versions, {"timings": [one.summary() for one in timings], "shares_of_a_step": of_a_step})

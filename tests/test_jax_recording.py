@@ -12,13 +12,15 @@ import numpy as np
 import optax
 import pytest
 from jax import lax
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
 from jax_scenarios import normal
 from jax_scenarios import quickly_compiled as quickly_compiled
 
 import polyamp
 from polyamp.backends.jax import adapter, apply_gradients
 from polyamp.diagnosis.recording import ACTIVATION, GRADIENT, PARAMETER, Observation, Recording
-from polyamp.diagnosis.spread import Spread
+from polyamp.diagnosis.spread import Spread, stride
 
 FLOAT16 = polyamp.policy("mixed_float16")
 PARAMS = {"out": normal(1, 8, 4, scale=0.3), "hidden": {"w": normal(0, 6, 8, scale=0.3), "b": jnp.zeros(8)}}
@@ -104,7 +106,7 @@ def test_a_loss_is_differentiated_and_each_tensor_is_counted() -> None:
     assert places(recording, PARAMETER) == ["hidden/b", "hidden/w", "out"]
     gradients = list(recording.of_kind(PARAMETER))
     for one, grad in zip(gradients, jax.tree.leaves(grads), strict=True):
-        assert_spread(one, grad)
+        assert_spread(one, grad)  # of float32, to its last bits
     assert [(one.op_class, one.format, one.where) for one in gradients] == [
         ("full", "float32", ""),
         ("lower", "float16", ""),
@@ -336,6 +338,31 @@ def test_user_casts_scatters_and_bits_are_widened_too() -> None:
     )
 
 
+def new_primitive(name: str, only: Any = None) -> Primitive:
+    """Squares its operand; perhaps of one dtype alone."""
+    primitive = Primitive(name)
+
+    def squared(x: Any) -> Any:
+        if only is not None and x.dtype != only:
+            raise TypeError(f"{name} takes {only}, not {x.dtype}")
+        return x
+
+    primitive.def_abstract_eval(squared)
+    mlir.register_lowering(primitive, mlir.lower_fun(lambda x: x * x, multiple_results=False))
+    return primitive
+
+
+SQUARES, HALF_SQUARES = new_primitive("squares"), new_primitive("half_squares", np.dtype("float16"))
+
+
+@pytest.mark.parametrize(("primitive", "largest"), [(SQUARES, 160_000), (HALF_SQUARES, 0)])
+def test_an_unknown_primitive_is_widened_where_its_types_allow(primitive: Primitive, largest: float) -> None:
+    recording = record(lambda x: primitive.bind(x.astype(jnp.float16)) + jnp.float16(0), jnp.full(3, 400.0))
+    own = only(recording, primitive.name)
+    assert (own.op_class, own.format) == ("keep", "float16")
+    assert (own.spread.largest, own.spread.inf) == (largest, 0 if largest else 3)
+
+
 def test_keys_integers_and_large_tensors() -> None:
     def loss(params: Any, key: jax.Array, x: jax.Array) -> jax.Array:
         kept = jax.random.bernoulli(key, 0.5, x.shape)
@@ -345,7 +372,7 @@ def test_keys_integers_and_large_tensors() -> None:
     recording = record(loss, jnp.float32(2), jax.random.key(0), x)
     product = found(recording, "mul")[-1]  # those before it are of the random numbers
     assert product.spread.elements == 200_000
-    assert product.spread.seen == 200_000 // 5
+    assert product.spread.seen == -(-200_000 // stride(200_000)) < 200_000
     assert product.spread.largest == pytest.approx(2 * float(jnp.abs(x).max()), rel=0.2)
     assert all(one.format == "float32" for one in recording.observations)
 

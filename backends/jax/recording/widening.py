@@ -34,14 +34,14 @@ def widened(array: Any, dtype: Any) -> Any:
 def bound_widened(equation: Any, arrays: Sequence[Any]) -> list[Any]:
     """The results of an equation on arrays in float32 for what was traced in 16 bits.
 
-    What works on bits, holds a program of its own or is not known runs as it was written, on rounded arrays.
+    What works on bits, holds a program of its own or takes no float32 runs as it was written, on rounded arrays.
     """
     before, after = ([unstable.dtype_in(var) for var in side] for side in (equation.invars, equation.outvars))
     if not any(map(is_low, (*before, *after))):
         return unstable.bound(equation, arrays)
     if equation.primitive.name == "reduce_precision":
         return list(arrays)
-    if _is_wide_too(equation):
+    if _is_wide_too(equation, arrays, after):
         return unstable.bound(equation, arrays, _adapted(equation.params))
     given = [
         unstable.converted(array, dtype) if is_low(dtype) else array
@@ -50,10 +50,24 @@ def bound_widened(equation: Any, arrays: Sequence[Any]) -> list[Any]:
     return [widened(array, dtype) for array, dtype in zip(unstable.bound(equation, given), after, strict=True)]
 
 
-def _is_wide_too(equation: Any) -> bool:
+def _is_wide_too(equation: Any, arrays: Sequence[Any], declared: Sequence[Any]) -> bool:
+    """Whether an equation says in float32 what it said in 16 bits."""
     name = canonical(equation.primitive.name, equation.params)
-    known = name in OPERATIONS and (name == "cast" or OPERATIONS[name].op_class != "keep")
-    return known and not any(hasattr(value, "eqns") for key, value in equation.params.items() if key != "update_jaxpr")
+    if unstable.inner_programs(equation):
+        return False
+    if name in OPERATIONS:
+        return name == "cast" or OPERATIONS[name].op_class != "keep"
+    return _takes_float32(equation, arrays, declared)
+
+
+def _takes_float32(equation: Any, arrays: Sequence[Any], declared: Sequence[Any]) -> bool:
+    """Of a primitive that the table does not know, such as one of a newer JAX, its rule for types tells."""
+    try:
+        results = jax.eval_shape(lambda *own: unstable.bound(equation, own, _adapted(equation.params)), *arrays)
+    except (TypeError, ValueError, NotImplementedError):
+        return False
+    wanted = [FLOAT32 if is_low(dtype) else dtype for dtype in declared]
+    return [result.dtype for result in results] == wanted
 
 
 def _adapted(params: dict[str, Any]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from polyamp.diagnosis.evidence import Evidence, overflowing, poisoned, relaxable, too_narrow, without_a_scale
 from polyamp.diagnosis.probe import Probe
 from polyamp.diagnosis.recording import Observation, Recording
-from polyamp.diagnosis.verbs import record, sixteen_bit
+from polyamp.diagnosis.verbs import check_range, record, sixteen_bit
 from polyamp.errors import InvalidValueError
 from polyamp.layout import aligned, finite, plural, power, share, write_json
 from polyamp.policy import Policy
@@ -123,8 +123,8 @@ def calibrate(
         UnsupportedError: the framework's adapter records no steps.
     """
     chosen, steps = sixteen_bit(policy), _steps(batches)
-    _check("share", share, 1.0)
-    _check("margin", margin, 100.0)
+    check_range("share", share, 0.0, 1.0, where="calibrate(share=)")
+    check_range("margin", margin, 0.0, 100.0, where="calibrate(margin=)")
 
     def observe(policy: Policy, widened: bool) -> Recording:
         return merged(record(fn, args, {}, policy, backend, widened=widened, scale=None) for args in steps)
@@ -208,18 +208,6 @@ def _steps(batches: Iterable[Any]) -> list[tuple[Any, ...]]:
             fix="give the arguments of a few steps: [(params, batch), ...]",
         )
     return steps
-
-
-def _check(name: str, value: object, most: float) -> None:
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not number or not 0 <= value <= most:  # type: ignore[operator]
-        raise InvalidValueError(
-            f"invalid {name}",
-            where=f"calibrate({name}=)",
-            found=repr(value),
-            allowed=f"a number from 0 to {most:g}",
-            fix=f"give {name} a value in that range",
-        )
 
 
 def _summary(probe: Probe) -> dict[str, Any]:

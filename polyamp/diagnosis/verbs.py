@@ -66,8 +66,8 @@ def probe(
     """
     chosen = sixteen_bit(policy)
     name = format_of(chosen.compute if format is None else format, where="probe(format=)").name
-    _check("tolerance", tolerance, 0.0, 1.0)
-    _check("margin", margin, 0.0, 100.0)
+    check_range("tolerance", tolerance, 0.0, 1.0, where="probe(tolerance=)")
+    check_range("margin", margin, 0.0, 100.0, where="probe(margin=)")
     recording = record(step, args, kwargs, chosen, backend, widened=True, scale=scale)
     return Probe(recording.unscaled().by_layer(), name, tolerance, margin)
 
@@ -153,7 +153,8 @@ def record(
             fix="give the function itself, then its arguments: polyamp.probe(loss_fn, params, batch)",
         )
     if scale is not None:
-        _check("scale", scale, 0.0, format_of("float32").max)
+        limits = format_of("float32")
+        check_range("scale", scale, limits.smallest_normal, limits.max, where="scale=")
     adapter = offering("record", backend, (step, args, kwargs), where="the step and its arguments")
     recording: Recording = registry.verb(adapter, "record")(step, args, kwargs, policy, widened=widened, scale=scale)
     return recording
@@ -171,13 +172,20 @@ def sixteen_bit(policy: Policy | str | None) -> Policy:
     return current if format_of(current.compute).is_low else make_policy("mixed_float16")
 
 
-def _check(name: str, value: float, least: float, most: float) -> None:
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not (number and math.isfinite(value) and least <= value <= most and (value or name != "scale")):
+def check_range(name: str, value: object, least: float, most: float, *, where: str) -> None:
+    """Refuse a setting that is no number within limits.
+
+    >>> check_range("margin", 3.0, 0.0, 100.0, where="probe(margin=)")
+
+    Raises:
+        InvalidValueError: it is none.
+    """
+    number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if not (number and least <= value <= most):  # type: ignore[operator]
         raise InvalidValueError(
             f"invalid {name}",
-            where=f"{name}=",
+            where=where,
             found=repr(value),
-            allowed=f"a number from {least:g} to {most:g}" + (", 0 excluded" if name == "scale" else ""),
+            allowed=f"a number from {least:g} to {most:g}",
             fix=f"give {name} a value in that range",
         )

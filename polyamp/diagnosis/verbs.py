@@ -40,7 +40,7 @@ def probe(
     ...     return ((x @ params["w"]) ** 2).mean()
     >>> report = probe(loss_fn, {"w": jnp.full((4, 2), 1e-4)}, jnp.ones((8, 4)), policy="mixed_float16")
     >>> report.window, report.recommended
-    (Window(2^0 .. 2^24), LossScale())
+    (Window(2^-10 .. 2^24), LossScale())
 
     Args:
         step: a function that returns the loss, of which the recorder takes the gradients (JAX: those of the first

@@ -36,8 +36,8 @@ def record(
     ...     return (x @ params["w"]).sum()
     >>> step = loss_fn, ({"w": jnp.ones((4, 2))}, jnp.ones((8, 4))), {}
     >>> recording = record(*step, polyamp.policy("mixed_float16"), widened=True)
-    >>> [(one.kind, one.place, one.format) for one in recording.observations if one.is_low]
-    [('activation', 'matmul', 'float16'), ('parameter gradient', 'w', 'float16')]
+    >>> [(one.kind, one.place) for one in recording.observations if one.format == "float16"]
+    [('activation', 'matmul'), ('activation gradient', 'mul'), ('parameter gradient', 'w')]
 
     The step is traced and evaluated once more, inside of one ``jax.jit``, and nothing of it is kept but the counts. It
     is traced anew at each call, unless it is a jitted function or captures no array: then, as under ``jax.jit``, the

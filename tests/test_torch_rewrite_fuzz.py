@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, reject, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -62,13 +62,17 @@ STEP = st.tuples(st.sampled_from(sorted(STEPS)), st.integers(0, 9), st.integers(
 
 
 @settings(max_examples=25, deadline=None)
+@example(steps=[("transpose", 1, 0), ("add_", 4, 1)], low="mixed_bfloat16")  # refused
 @given(steps=st.lists(STEP, min_size=3, max_size=9), low=st.sampled_from(["mixed_bfloat16", "mixed_float16"]))
 def test_programs_give_what_they_give(steps: list[Step], low: str) -> None:
     fn = program(steps)
     x, w = torch.arange(16.0).reshape(SIZE, SIZE) % 5 - 2, torch.arange(16.0).reshape(SIZE, SIZE) % 3
-    rewritten = rewrite(fn, x, w, policy=low)
     ours_in, theirs_in = (x.clone(), w.clone()), (x.clone(), w.clone())
-    ours, theirs = rewritten(*ours_in), fn(*theirs_in)
+    try:
+        theirs = fn(*theirs_in)
+    except RuntimeError:  # torch itself refuses to add a matrix to its own transpose in place
+        reject()
+    ours = rewrite(fn, x, w, policy=low)(*ours_in)
     for one, other in zip((*ours, *ours_in), (*theirs, *theirs_in), strict=True):
         assert one.dtype == other.dtype
         assert torch.equal(one, other)

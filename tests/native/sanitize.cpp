@@ -289,8 +289,8 @@ void check_steps(const Kind& kind, const std::vector<typename Rule::Group>& grou
   const Surroundings around;
   for (int step = 0; step < kSteps; ++step)
     step_once<Rule>(kind, params, groups, has_moments, around, step != kOverflow);
-  const Control& control = *around.control.as<Control>();
-  expect(control.skipped == 1 && control.scale == kScale / 2, kind.name, "the loss scale", 0);
+  const State& state = around.control.as<Control>()->state;
+  expect(state.skipped == 1 && state.scale == kScale / 2, kind.name, "the loss scale", 0);
 }
 
 template <class T>

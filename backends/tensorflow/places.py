@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import tensorflow as tf
+
 from polyamp.backends.tensorflow.graph import Graph
 from polyamp.backends.tensorflow.unstable import graph_of
 
@@ -84,10 +86,18 @@ _OWN = (str(Path(__file__).resolve().parent), str(Path(__file__).parent))
 
 @functools.cache
 def _is_plain_function(file: str) -> bool:
-    parts = Path(file).parts
-    within = parts[parts.index("keras") :] if "keras" in parts else ()
-    is_tensorflows = "tensorflow" in parts and not file.startswith(_OWN)
-    return is_tensorflows or bool({"ops", "backend"} & set(within))
+    """Whether a file has functions of TensorFlow, or Keras' own operations: by their packages' folders, since any other
+    folder may be called so."""
+    here = Path(file)
+    if here.is_relative_to(Path(tf.__file__).parent):
+        return True
+    keras = sys.modules.get("keras")
+    folder = Path(keras.__file__).parent if keras is not None and keras.__file__ else None
+    return (
+        folder is not None
+        and here.is_relative_to(folder)
+        and bool({"ops", "backend"} & {*here.relative_to(folder).parts})
+    )
 
 
 @functools.cache

@@ -10,7 +10,7 @@ import keras
 from polyamp.diagnosis.health import Health, health
 from polyamp.diagnosis.monitor import HealthMonitor, check_count, wrong_type
 from polyamp.diagnosis.verbs import diagnose
-from polyamp.errors import PolyampError, warn_once
+from polyamp.diagnosis.watch import Explainer
 
 if TYPE_CHECKING:
     from polyamp.diagnosis.probe import Probe
@@ -58,9 +58,8 @@ class HealthCallback(keras.callbacks.Callback):
         self.every = every
         self.batch = batch
         self._monitor = HealthMonitor(1, hooks, probe)
-        self._on_verdict = _warn if on_verdict is None else on_verdict
+        self._explain = Explainer(lambda *batch: diagnose(self.model, *batch), on_verdict)
         self._batches, self._looked = 0, -1
-        self._diagnosed: int | None = None  # the step at which the last run of skips began
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Refuse a model whose optimizer is not wrapped."""
@@ -82,25 +81,7 @@ class HealthCallback(keras.callbacks.Callback):
         if keras.backend.backend() == "jax":  # where fit keeps the variables' values to itself
             self.model.jax_state_sync()
         self._looked = self._batches
-        found = health(self.model, self._monitor.probe)
-        for hook in self._monitor.hooks:
-            hook(found)
+        found = self._monitor.look(self.model)
         if found.state == "spiral" and self.batch is not None:
-            self._judge(found, self.batch)
+            self._explain(found, *self.batch)
         return found
-
-    def _judge(self, found: Health, batch: Sequence[Any]) -> None:
-        began = found.steps - found.skipped_in_a_row
-        if began == self._diagnosed:
-            return
-        self._diagnosed = began
-        try:
-            verdict = diagnose(self.model, *batch)
-        except PolyampError as error:  # training itself may be fine, and is to go on
-            warn_once(f"steps are being skipped, and no verdict can be given: {error}")
-        else:
-            self._on_verdict(verdict)
-
-
-def _warn(verdict: Verdict) -> None:
-    warn_once(f"steps are being skipped in a row; this is why:\n{verdict}")

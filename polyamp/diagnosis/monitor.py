@@ -56,8 +56,10 @@ class HealthMonitor:
             What the hooks were given, None where it was not time.
         """
         self._calls += 1
-        if self._calls % self.every:
-            return None
+        return None if self._calls % self.every else self.look(holder)
+
+    def look(self, holder: Any) -> Health:
+        """Look now, whether it is time to or not, and hand what is seen to the hooks."""
         found = health(holder, self.probe)
         for hook in self.hooks:
             hook(found)

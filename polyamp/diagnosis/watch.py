@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+import itertools
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 from polyamp.diagnosis.health import Health, health
@@ -62,46 +63,55 @@ def watch(
     _check(step, monitor, on_verdict)
     check_count("after", after, where="watch(after=)")
     chosen = None if policy is None else make_policy(policy)
-    tell = _warn if on_verdict is None else on_verdict
-    watcher = _Watcher(after, functools.partial(diagnose, step, policy=chosen, **options), tell)
+    explain = Explainer(functools.partial(diagnose, step, policy=chosen, **options), on_verdict)
+    calls = itertools.count(1)
 
     @functools.wraps(step)
     def watched(*args: Any, **kwargs: Any) -> Any:
         where = (args, kwargs) if holder is None else holder
         if monitor is not None:
             monitor(where)
-        watcher.before(where, args, kwargs)
+        if next(calls) % after == 0:
+            found = _look(where)
+            if found.skipped_in_a_row >= after:
+                explain(found, *args, **kwargs)
         return step(*args, **kwargs)
 
     return watched  # type: ignore[return-value]
 
 
-class _Watcher:
-    """Counts calls, and knows which run of skips was diagnosed last."""
+class Explainer:
+    """Gives a verdict on a run of skipped steps, once for each run.
 
-    def __init__(self, after: int, diagnose: Callable[..., Verdict], tell: Callable[[Verdict], object]) -> None:
-        self._after = after
+    >>> from polyamp import LossScale, LossScaleState
+    >>> explain = Explainer(lambda: "a verdict", print)
+    >>> found = Health(LossScale(), LossScaleState(8.0, 0, 1, 4, 4, steps=4))
+    >>> explain(found), explain(found)
+    a verdict
+    (None, None)
+
+    Args:
+        diagnose: gives the verdict, of a step's arguments.
+        on_verdict: what is to have it; None gives it as a `PolyampWarning`.
+    """
+
+    def __init__(self, diagnose: Callable[..., Verdict], on_verdict: Callable[[Verdict], object] | None) -> None:
         self._diagnose = diagnose
-        self._tell = tell
-        self._calls = 0
-        self._diagnosed: int | None = None  # the step at which that run began
+        self._tell = _warn if on_verdict is None else on_verdict
+        self._explained: int | None = None  # the step at which that run began
 
-    def before(self, holder: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        self._calls += 1
-        if self._calls % self._after == 0 and self._is_due(_look(holder)):
-            try:
-                verdict = self._diagnose(*args, **kwargs)
-            except PolyampError as error:  # the step itself may be fine, and training is to go on
-                warn_once(f"steps are being skipped, and no verdict can be given: {error}")
-            else:
-                self._tell(verdict)
-
-    def _is_due(self, found: Health) -> bool:
+    def __call__(self, found: Health, *args: Any, **kwargs: Any) -> None:
+        """Explain the run that a step with these arguments is in, unless that was done."""
         began = found.steps - found.skipped_in_a_row
-        if found.skipped_in_a_row < self._after or began == self._diagnosed:
-            return False
-        self._diagnosed = began
-        return True
+        if began == self._explained:
+            return
+        self._explained = began
+        try:
+            verdict = self._diagnose(*args, **kwargs)
+        except PolyampError as error:  # the step itself may be fine, and training is to go on
+            warn_once(f"steps are being skipped, and no verdict can be given: {error}")
+        else:
+            self._tell(verdict)
 
 
 def _look(holder: Any) -> Health:

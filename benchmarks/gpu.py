@@ -31,7 +31,7 @@ TESTS = ("-m", "pytest", "--gpu", "-m", "gpu", "--suite=torch", "-p", "no:cachep
 PARTS: dict[str, tuple[str, ...]] = {
     "build": ("-m", "polyamp.backends.torch.build"),
     "tests": (*TESTS, "-k", "not sanitizer"),
-    "sanitizer": (*TESTS, "-k", "sanitizer", "tests/test_torch_step_cuda.py"),
+    "sanitizer": (*TESTS, "-k", "sanitizer", "tests/on_torch/kernels/test_step_cuda.py"),
     "step": ("benchmarks/optimizer_step.py", *plot("optimizer_step")),
     "bert": ("benchmarks/end_to_end.py", "--model", "bert", *plot("end_to_end")),
     "resnet": ("benchmarks/end_to_end.py", "--model", "resnet", *plot("end_to_end")),

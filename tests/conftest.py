@@ -1,8 +1,9 @@
 """Which suites run, and what every test starts from.
 
-A file's suite is in its name: ``test_torch_*.py`` is ``torch``; a file of no framework is ``core``.
-``--suite=core,torch`` runs those two; without the option all run. A suite that is asked for and whose framework does
-not load fails the run.
+A suite is a folder: ``tests/core`` is ``core``, ``tests/on_torch`` is ``torch``. ``--suite=core,torch`` runs those two;
+without the option all run. A suite that is asked for and whose framework does not load fails the run.
+
+Rules and state are tested by hypothesis with few examples by default; ``--hypothesis-profile=nightly`` takes many.
 """
 
 from __future__ import annotations
@@ -25,6 +26,10 @@ NEEDS = {
     "keras": ["keras"],
     "parity": ["torch", "jax", "tensorflow", "keras"],
 }
+SUITES = {name if name in ("core", "parity") else f"on_{name}": name for name in NEEDS}  # no folder is a framework's
+HERE = Path(__file__).parent
+
+EXAMPLES = {"ci": 25, "nightly": 300}  # of each property; first calls trace and compile, so none has a deadline
 
 NEEDS_OPTION = ("gpu", "compilers")  # a marker and the option that runs the tests that have it
 
@@ -47,8 +52,9 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["KERAS_BACKEND"] = config.getoption("--keras-backend")
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
-    settings.register_profile("polyamp", deadline=None)  # first calls trace and compile
-    settings.load_profile("polyamp")
+    for name, examples in EXAMPLES.items():
+        settings.register_profile(name, deadline=None, max_examples=examples)
+    settings.load_profile("ci")  # hypothesis' own option, --hypothesis-profile, is looked at after this
     unknown = _suites(config) - NEEDS.keys()
     if unknown:
         raise pytest.UsageError(f"unknown suites {', '.join(sorted(unknown))}; there are {', '.join(NEEDS)}")
@@ -65,8 +71,8 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    is_test = collection_path.name.startswith("test_")
-    return True if is_test and _suite_of(collection_path) not in _suites(config) else None
+    suite = _suite_of(collection_path)
+    return True if suite and suite not in _suites(config) else None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -94,8 +100,9 @@ def _frameworks(config: pytest.Config) -> list[str]:
     return sorted({name for suite in _suites(config) for name in NEEDS[suite]})
 
 
-def _suite_of(path: Path) -> str:
-    return next((suite for suite in NEEDS if path.name.startswith(f"test_{suite}_")), "core")
+def _suite_of(path: Path) -> str | None:
+    """Of a folder of tests or what is in it; None of all other paths."""
+    return SUITES.get(path.relative_to(HERE).parts[0]) if path != HERE and path.is_relative_to(HERE) else None
 
 
 @pytest.fixture

@@ -1,0 +1,263 @@
+"""The flow rule: every class under every mix of inputs, against the rule's own sentences; properties; reasons."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import NamedTuple
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from polyamp.flow import AS_WRITTEN, STATES, Flow, Value, flow
+from polyamp.operations import CLASSES, OPERATIONS
+from polyamp.rules import Rule, decide
+from support.flow_cases import (
+    COMPUTE,
+    KNOWN,
+    LOW,
+    MIXES,
+    OTHER,
+    STRONG,
+    TOO_LARGE,
+    UNFIT,
+    WEAK,
+    Mix,
+    any_unfit,
+    by_table,
+    of_class,
+    states,
+)
+
+values = st.sampled_from(KNOWN)
+every_class_and_format = [
+    pytest.param(op_class, compute, id=f"{op_class}-{compute}") for op_class in CLASSES for compute in COMPUTE
+]
+
+
+# --- the contract: sentences that are true of every mix of inputs, and that leave none out ----------------------------
+
+
+class Sentence(NamedTuple):
+    """For which classes, under which states and beside what constants, an output has which state."""
+
+    classes: str
+    when: Callable[[set[str], bool], bool]  # of the inputs' states, and whether one of them does not fit
+    output: str
+    as_written: bool = False
+
+
+def undisturbed(states: set[str]) -> bool:
+    return not states & {"strong", "other"}
+
+
+CONTRACT = {
+    "what the user gave another type stays so": Sentence(
+        " ".join(CLASSES), lambda states, unfit: "other" in states, "strong", as_written=True
+    ),
+    "kept operations run as written, after full work too": Sentence(
+        "keep", lambda states, unfit: "strong" in states and "other" not in states, "strong", as_written=True
+    ),
+    "kept operations make no state of their own": Sentence(
+        "keep", lambda states, unfit: undisturbed(states), "weak", as_written=True
+    ),
+    "full makes strong": Sentence("full", lambda states, unfit: "other" not in states, "strong"),
+    "lower makes low, of strong values too": Sentence(
+        "lower", lambda states, unfit: "other" not in states and not unfit, "low"
+    ),
+    "lower is float32 of what the format cannot hold": Sentence(
+        "lower", lambda states, unfit: "other" not in states and unfit, "strong"
+    ),
+    "float32 after any strong": Sentence(
+        "follow neutral promote", lambda states, unfit: "strong" in states and "other" not in states, "strong"
+    ),
+    "else low after any low": Sentence(
+        "follow neutral", lambda states, unfit: undisturbed(states) and "low" in states and not unfit, "low"
+    ),
+    "else as declared": Sentence("follow", lambda states, unfit: states <= {"weak"} and not unfit, "weak"),
+    "a constant alone may be moved as declared": Sentence(
+        "neutral promote", lambda states, unfit: states <= {"weak"}, "weak"
+    ),
+    "arithmetic on what the format cannot hold is float32": Sentence(
+        "follow", lambda states, unfit: "other" not in states and unfit, "strong"
+    ),
+    "what the format cannot hold raises low values beside it": Sentence(
+        "neutral", lambda states, unfit: undisturbed(states) and "low" in states and unfit, "strong"
+    ),
+    "the widest of low inputs is low": Sentence(
+        "promote", lambda states, unfit: states == {"low"} and not unfit, "low"
+    ),
+    "the widest of low and declared inputs is as declared": Sentence(
+        "promote", lambda states, unfit: states == {"low", "weak"}, "weak"
+    ),
+    "not even low values are low that do not fit": Sentence(
+        "promote", lambda states, unfit: states == {"low"} and unfit, "strong"
+    ),
+}
+
+
+@pytest.mark.parametrize("compute", COMPUTE)
+@pytest.mark.parametrize(
+    ("says", "op_class"), [(says, op_class) for says in CONTRACT for op_class in CONTRACT[says].classes.split()]
+)
+def test_the_contract_under_every_mix_of_up_to_three_inputs(says: str, op_class: str, compute: str) -> None:
+    sentence = CONTRACT[says]
+    own_format = compute if sentence.output == "low" else "float32"
+    expected = (AS_WRITTEN if sentence.as_written else own_format, sentence.output)
+    found = {
+        mix: (outcome.format, outcome.output.state)
+        for mix in MIXES
+        if sentence.when(states(mix), any_unfit(mix))
+        for outcome in [of_class(op_class, mix, compute)]
+    }
+    assert found
+    assert {mix: what for mix, what in found.items() if what != expected} == {}
+
+
+@pytest.mark.parametrize("op_class", CLASSES)
+def test_the_contract_speaks_of_every_mix(op_class: str) -> None:
+    about = [sentence for sentence in CONTRACT.values() if op_class in sentence.classes.split()]
+    assert [mix for mix in MIXES if not any(sentence.when(states(mix), any_unfit(mix)) for sentence in about)] == []
+
+
+# --- properties -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("op_class", "compute"), every_class_and_format)
+def test_the_order_of_inputs_changes_no_format_and_no_state(op_class: str, compute: str) -> None:
+    found: dict[Mix, set[tuple[str, str, str]]] = {}
+    for mix in MIXES:
+        outcome = of_class(op_class, mix, compute)
+        said = (outcome.format, outcome.output.state, outcome.output.unfit)
+        found.setdefault(tuple(sorted(mix)), set()).add(said)
+    assert {mix: said for mix, said in found.items() if len(said) > 1} == {}
+
+
+@pytest.mark.parametrize(("op_class", "compute"), every_class_and_format)
+def test_low_is_what_runs_in_the_compute_format_and_fits_it(op_class: str, compute: str) -> None:
+    for mix in MIXES:
+        outcome = of_class(op_class, mix, compute)
+        assert (outcome.output.state == "low") == (outcome.format == compute), mix
+        assert not (outcome.output.state == "low" and outcome.output.unfit), mix
+
+
+@pytest.mark.parametrize("op_class", [op_class for op_class in CLASSES if op_class != "lower"])
+def test_only_lower_work_leaves_float32_after_full_work(op_class: str) -> None:
+    left = [mix for mix in MIXES if "strong" in states(mix) and of_class(op_class, mix).output.state != "strong"]
+    assert left == []
+
+
+@pytest.mark.parametrize(("op_class", "compute"), every_class_and_format)
+def test_an_input_that_needs_float32_more_lowers_nothing(op_class: str, compute: str) -> None:
+    ladder = ["low", "weak", "strong"]
+    for mix in (mix for mix in MIXES if mix and mix[0].state in ladder):
+        first, *others = mix
+        higher = ladder[ladder.index(first.state) :]
+        raised = [Value(state, "exp", first.unfit) for state in higher] + [first._replace(unfit=TOO_LARGE)]
+        formats = {of_class(op_class, [more, *others], compute).format for more in raised}
+        assert compute not in formats or of_class(op_class, mix, compute).format == compute, mix
+
+
+@given(st.sampled_from(["follow", "neutral"]), st.lists(values, max_size=5), st.integers(0, 5))
+def test_float32_by_declaration_raises_nothing(op_class: str, inputs: list[Value], place: int) -> None:
+    """The promise that one float32 bias or constant does not turn what comes after it back to float32."""
+    with_bias = of_class(op_class, [*inputs[:place], WEAK, *inputs[place:]])
+    assert with_bias == of_class(op_class, inputs)
+
+
+@given(st.sampled_from(sorted(OPERATIONS)), st.lists(values, max_size=5), st.sampled_from(COMPUTE))
+def test_it_is_pure(name: str, inputs: list[Value], compute: str) -> None:
+    given_inputs, decision = list(inputs), decide((), name)
+    first = flow(name, decision, inputs, compute)
+    assert inputs == given_inputs
+    assert first == flow(name, decision, tuple(inputs), compute)
+
+
+@pytest.mark.parametrize("compute", COMPUTE)
+@pytest.mark.parametrize("name", [*OPERATIONS, "my_kernel"])
+def test_every_operation_is_decided_under_every_mix_with_a_reason(name: str, compute: str) -> None:
+    for mix in MIXES:
+        outcome = by_table(name, *mix, compute=compute)
+        assert outcome.format in (compute, "float32", AS_WRITTEN), mix
+        assert outcome.output.state in STATES, mix
+        assert outcome.output.state != "other", mix
+        assert outcome.reason, mix
+
+
+programs = st.lists(
+    st.tuples(st.sampled_from([*OPERATIONS, "my_kernel"]), st.lists(st.integers(0, 30), min_size=1, max_size=3)),
+    max_size=12,
+)
+
+
+@given(programs, st.sampled_from(COMPUTE))
+def test_in_any_program_a_state_comes_from_work_that_makes_it(
+    program: list[tuple[str, list[int]]], compute: str
+) -> None:
+    known, lowered, raised = [WEAK, UNFIT, OTHER], {""}, {"a constant", "float64"}
+    for name, places in program:
+        inputs = [known[place % len(known)] for place in places]
+        outcome = by_table(name, *inputs, compute=compute)
+        op_class = decide((), name).op_class
+        lowered |= {name} if op_class == "lower" else set()
+        raised |= {name} if op_class == "full" or name == "integer_pow" else set()
+        makers = {"weak": {""}, "low": lowered - {""}, "strong": raised}
+        assert outcome.output.maker in makers[outcome.output.state]
+        neighbour = re.fullmatch("(?:after|beside) (.+)", outcome.reason)
+        assert neighbour is None or neighbour[1] in {value.maker for value in inputs}
+        known.append(outcome.output)
+
+
+# --- reasons ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "inputs", "reason"),
+    [
+        ("matmul", [WEAK], "table"),
+        ("exp", [LOW], "table"),
+        ("add", [LOW, WEAK], "beside matmul"),
+        ("add", [WEAK, Value("low", "conv"), LOW], "beside conv"),
+        ("reshape", [LOW], "beside matmul"),
+        ("add", [LOW, STRONG], "after exp"),
+        ("add", [LOW, Value("strong", "sum"), STRONG], "after sum"),
+        ("concat", [LOW, STRONG], "after exp"),
+        ("add", [WEAK, WEAK], "as declared"),
+        ("concat", [LOW, WEAK], "its widest input is float32"),
+        ("concat", [LOW, LOW], "beside matmul"),
+        ("add", [STRONG, OTHER], "an input is float64"),
+        ("cast", [OTHER], "an input is float64"),
+        ("cast", [STRONG], "table"),
+        ("matmul", [LOW, UNFIT], TOO_LARGE),
+        ("add", [STRONG, UNFIT], TOO_LARGE),
+        ("where", [LOW, Value(unfit="one"), Value(unfit="two")], "one"),
+        ("integer_pow", [LOW], "integer_pow leaves the range of float16"),
+        ("my_kernel", [LOW], "unknown operation: runs as written"),
+    ],
+)
+def test_reasons_name_what_decided(name: str, inputs: list[Value], reason: str) -> None:
+    assert by_table(name, *inputs).reason == reason
+
+
+@pytest.mark.parametrize(
+    ("op_class", "outcome"),
+    [
+        ("lower", Flow("float16", Value("low", "softmax"), "rule 'soft*'")),
+        ("full", Flow("float32", Value("strong", "softmax"), "rule 'soft*'")),
+        ("keep", Flow(AS_WRITTEN, WEAK, "rule 'soft*'")),
+    ],
+)
+def test_a_rule_is_the_reason_where_it_decided(op_class: str, outcome: Flow) -> None:
+    assert flow("softmax", decide([Rule("soft*", op_class)], "softmax"), [WEAK], "float16") == outcome
+
+
+def test_makers_are_handed_on() -> None:
+    assert by_table("add", LOW, WEAK).output == LOW
+    assert by_table("reshape", by_table("add", LOW, STRONG).output).output == STRONG
+    assert by_table("add", LOW, UNFIT).output == Value("strong", "a constant")
+    assert by_table("cast", OTHER).output == Value("strong", "float64")
+
+
+def test_a_value_of_another_type_is_known_by_its_state() -> None:
+    assert by_table("matmul", Value("other")).format == AS_WRITTEN

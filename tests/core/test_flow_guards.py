@@ -1,0 +1,217 @@
+"""What comes before the flow rule's classes: constants that a format cannot hold, narrow ranges, the user's rules."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from polyamp import FORMATS
+from polyamp.flow import AS_WRITTEN, Flow, Value, constant, flow
+from polyamp.operations import CLASSES, OPERATIONS
+from polyamp.rules import TABLE, Decision, Rule, decide, unused
+from support.flow_cases import (
+    COMPUTE,
+    LOW,
+    MIXES,
+    STRONG,
+    TOO_LARGE,
+    UNFIT,
+    WEAK,
+    Mix,
+    any_unfit,
+    by_table,
+    of_class,
+    states,
+)
+
+# --- constants that the compute format cannot hold --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("op_class", [op_class for op_class in CLASSES if op_class != "keep"])
+def test_only_what_moves_values_carries_that_they_do_not_fit(op_class: str) -> None:
+    carries = op_class in ("neutral", "promote")
+    mixes = [mix for mix in MIXES if "other" not in states(mix)]
+    carried = {mix: of_class(op_class, mix).output.unfit for mix in mixes}
+    assert carried == {mix: TOO_LARGE if carries and any_unfit(mix) else "" for mix in mixes}
+
+
+@pytest.mark.parametrize("name", ["where", "broadcast", "reshape", "neg", "pad", "mul", "concat", "stack", "scatter"])
+def test_a_constant_is_followed_through_what_moves_or_multiplies_it(name: str) -> None:
+    unfit = constant([1e9], "float16")
+    moved = by_table(name, unfit, WEAK).output
+    assert moved.unfit == unfit.unfit
+    for outcome in (by_table("add", LOW, moved), by_table("matmul", moved, WEAK)):
+        assert (outcome.format, outcome.reason) == ("float32", "constant 1e+09 is beyond float16")
+    again = by_table("where", LOW, moved)
+    assert (again.format, again.output.unfit) == ("float32", unfit.unfit)
+
+
+@pytest.mark.parametrize("name", ["tanh", "add", "exp", "matmul", "softmax", "my_kernel"])
+def test_a_constant_is_not_followed_through_other_work(name: str) -> None:
+    assert by_table(name, constant([1e9], "float16")).output.unfit == ""
+
+
+@pytest.mark.parametrize(
+    ("compute", "fill", "format_name"),
+    [
+        ("float16", -math.inf, "float16"),
+        ("float16", -1e4, "float16"),
+        ("float16", -1e9, "float32"),
+        ("bfloat16", -1e9, "bfloat16"),
+        ("bfloat16", float(np.finfo("float32").min), "float32"),
+    ],
+)
+@pytest.mark.parametrize("way", ["where", "mul", "concat"])
+def test_a_mask_that_does_not_fit_raises_the_scores_and_not_the_products(
+    way: str, compute: str, fill: float, format_name: str
+) -> None:
+    def run(name: str, *inputs: Value) -> Flow:
+        return by_table(name, *inputs, compute=compute)
+
+    scores = run("matmul", WEAK, WEAK).output
+    spread = run("broadcast", constant([fill], compute)).output
+    masked = run("where", scores, spread) if way == "where" else run("add", scores, run(way, WEAK, spread).output)
+    weights = run("softmax", masked.output)
+    assert masked.format == format_name
+    assert weights.output == Value("strong", "softmax")
+    assert run("matmul", weights.output, WEAK).format == compute
+
+
+@pytest.mark.parametrize(
+    ("magnitude", "fits"),
+    [
+        (0.0, COMPUTE),
+        (-0.0, COMPUTE),
+        (-1.0, COMPUTE),
+        (1e-5, COMPUTE),
+        (65504.0, COMPUTE),
+        (math.inf, COMPUTE),
+        (-math.inf, COMPUTE),
+        (math.nan, COMPUTE),
+        (65505.0, ["bfloat16"]),  # beyond is beyond, although rounding would bring it back
+        (-1e9, ["bfloat16"]),
+        (1e-6, ["bfloat16"]),  # a subnormal of two digits
+        (1e-8, ["bfloat16"]),
+        (float(np.finfo("float32").min), []),  # masks are often filled with it
+        (1e-40, []),
+    ],
+)
+def test_constants_that_a_format_holds(magnitude: float, fits: list[str]) -> None:
+    assert [name for name in COMPUTE if constant([magnitude], name) == WEAK] == fits
+
+
+def rounded(value: float, name: str) -> float:
+    """To the nearest number of a 16-bit format, as the hardware does: ties to even."""
+    if name == "float16":
+        return float(np.float16(value))
+    bits = int(np.float32(value).view(np.uint32))
+    bits = (bits + 0x7FFF + (bits >> 16 & 1)) & 0xFFFF0000
+    return float(np.uint32(bits).view(np.float32))
+
+
+floats = st.one_of(st.floats(width=32), *(st.floats(-small, small, width=32) for small in (2.0**-13, 2.0**-125)))
+
+
+@given(st.sampled_from(COMPUTE), floats)
+def test_what_is_held_is_what_rounding_keeps(name: str, value: float) -> None:
+    beyond = math.isfinite(value) and abs(value) > FORMATS[name].max
+    kept = not math.isfinite(value) or (not beyond and abs(rounded(value, name) - value) <= abs(value) / 256)
+    assert FORMATS[name].holds(value) == kept
+
+
+@pytest.mark.parametrize(
+    ("magnitudes", "says"),
+    [
+        ([], ""),
+        ([1.0, 0.0, math.inf], ""),
+        ([1.0, 1e6, 1e-9], "constant 1e+06 is beyond float16"),
+        ([-123456.0], "constant -1.235e+05 is beyond float16"),
+        ([1e-8], "constant 1e-08 is lost in float16"),
+        ([-1e-8], "constant -1e-08 is lost in float16"),
+        (np.array([0.5, 7e4], "float32"), "constant 7e+04 is beyond float16"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("compute", ["float16", "half"])
+def test_of_several_magnitudes_the_first_that_does_not_fit_is_named(
+    magnitudes: list[float], says: str, compute: str
+) -> None:
+    assert constant(iter(magnitudes), compute) == Value(unfit=says)
+
+
+# --- operations that leave a narrow range -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("compute", "raised"),
+    [
+        ("float16", {"integer_pow"}),
+        ("float8_e5m2", {"integer_pow"}),
+        ("float8_e4m3fn", {"integer_pow"}),
+        ("bfloat16", set()),
+    ],
+)
+def test_of_what_follows_only_what_leaves_the_range_is_full_in_narrow_formats(compute: str, raised: set[str]) -> None:
+    followers = [name for name, entry in OPERATIONS.items() if entry.op_class == "follow"]
+    outcomes = {name: by_table(name, LOW, compute=compute) for name in followers}
+    assert {name for name, outcome in outcomes.items() if outcome.format != compute} == raised
+    for name in raised:
+        assert outcomes[name] == Flow("float32", Value("strong", name), f"{name} leaves the range of {compute}")
+
+
+def test_no_range_is_known_of_what_is_not_in_the_table() -> None:
+    assert flow("my_kernel", Decision("follow", TABLE), [LOW], "float16").format == "float16"
+
+
+@pytest.mark.parametrize("compute", COMPUTE)
+@pytest.mark.parametrize("inputs", [(), (WEAK,), (LOW,), (STRONG,), (LOW, STRONG)], ids=str)
+def test_squares_are_full_in_either_format(inputs: Mix, compute: str) -> None:
+    for name in ("square", "squared_difference"):
+        assert by_table(name, *inputs, compute=compute) == Flow("float32", Value("strong", name), TABLE)
+
+
+# --- rules ------------------------------------------------------------------------------------------------------------
+
+RULED = [name for name, entry in OPERATIONS.items() if entry.op_class != "keep"]
+KEPT = [name for name, entry in OPERATIONS.items() if entry.op_class == "keep"]
+
+
+@pytest.mark.parametrize("name", [*RULED, "my_kernel"])
+def test_a_rule_comes_before_the_table_and_the_range(name: str) -> None:
+    some = ([WEAK], [LOW], [STRONG], [LOW, WEAK], [LOW, STRONG])
+    for op_class, compute, inputs in itertools.product(CLASSES, COMPUTE, some):
+        ruled = flow(name, decide([Rule(name, op_class)], name), inputs, compute)
+        model = of_class(op_class, inputs, compute)
+        assert (ruled.format, ruled.output.state) == (model.format, model.output.state), (op_class, inputs)
+        assert ruled.reason == model.reason.replace("'anything'", repr(name)), (op_class, inputs)
+
+
+def test_a_rule_for_a_place_comes_before_the_range_too() -> None:
+    ruled = flow("integer_pow", decide([Rule("head", "follow")], "integer_pow", "model/head"), [LOW], "float16")
+    assert ruled == Flow("float16", LOW, "beside matmul")
+
+
+@pytest.mark.parametrize("op_class", ["lower", "neutral", "promote", "follow"])
+def test_no_rule_lowers_what_the_format_cannot_hold(op_class: str) -> None:
+    outcome = flow("exp", decide([Rule("exp", op_class)], "exp"), [LOW, UNFIT], "float16")
+    assert outcome.format == "float32"
+
+
+@pytest.mark.parametrize("rule", [Rule("*", "lower"), Rule("head", "full")], ids=str)
+@pytest.mark.parametrize("name", KEPT)
+def test_rules_do_not_reach_what_is_never_touched(name: str, rule: Rule) -> None:
+    decision = decide([rule, Rule(name, "lower")], name, "model/head")
+    assert decision == ("keep", TABLE)
+    assert flow(name, decision, [LOW], "float16") == Flow(AS_WRITTEN, WEAK, TABLE)
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_a_rule_that_met_only_what_is_never_touched_is_unused(name: str) -> None:
+    rules = [Rule(name, "lower"), Rule("head", "full")]
+    assert unused(rules, [(name, "model/head")]) == rules
+    assert unused(rules, [(name, "model/head"), ("add", "model/head")]) == rules[:1]

@@ -1,0 +1,284 @@
+"""What the counters of the loss scale mean: kinds of skips, states of health, and who is told of them when."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import polyamp
+from polyamp import LossScale, LossScaleState, advance
+from polyamp.diagnosis.health import FINDINGS, Health, health
+from polyamp.diagnosis.monitor import HealthMonitor, log_health, write_health
+from polyamp.diagnosis.probe import Window
+from polyamp.diagnosis.watch import watch
+from support.loss_scale_cases import TRACES, any_numbers, powers_of_two, read, walk
+
+QUICK = {"init": 2.0**16, "interval": 3, "on_min": "ignore"}
+
+
+class Probed(NamedTuple):
+    """As much of a probe as health looks at."""
+
+    window: Window | None
+
+
+def after(trace: str, probe: Any = None, **settings: Any) -> Health:
+    config = LossScale(**(QUICK | settings))
+    return Health(config, [config.initial_state(), *walk(config, read(trace))][-1], probe)
+
+
+# --- states -----------------------------------------------------------------------------------------------------------
+
+NARROW = {"init": 8.0, "min": 4.0, "max": 16.0}
+STATES: dict[str, tuple[str, dict[str, Any], str]] = {
+    "nothing yet": ("", {}, "calibrating"),
+    "coming down": ("!!!!!!", {}, "calibrating"),
+    "down to 1": ("!" * 16, {}, "calibrating"),
+    "below 1": ("!" * 17, {}, "spiral"),
+    "a first scale below 1": ("!", {"init": 0.5}, "underflowing"),
+    "found": ("!!...", {}, "ok"),
+    "one growth too many": ("...!", {}, "ok"),
+    "three skips": ("...!!!", {}, "ok"),
+    "four skips": ("...!!!!", {}, "spiral"),
+    "four skips of which one is tolerated": ("...!!!!", {"hysteresis": 2}, "ok"),
+    "five skips of which one is tolerated": ("...!!!!!", {"hysteresis": 2}, "spiral"),
+    "four skips that undo a large growth": ("...!!!!!", {"growth": 8.0}, "ok"),
+    "six skips that more than undo it": ("...!!!!!!", {"growth": 8.0}, "spiral"),
+    "a limit of its own": ("!!", {"max_skips": 2}, "spiral"),
+    "below 1 for now": ("!" * 17 + ".", {}, "underflowing"),
+    "at the minimum": ("!", NARROW, "frozen"),
+    "again at the minimum": ("...!!.", NARROW, "frozen"),
+    "beginning at the minimum": ("..", NARROW | {"init": 4.0}, "calibrating"),
+    "at the maximum": ("...", NARROW, "frozen"),
+    "beginning at the maximum": (".", NARROW | {"init": 16.0}, "frozen"),
+}
+
+
+@pytest.mark.parametrize("case", STATES)
+def test_the_states(case: str) -> None:
+    trace, settings, state = STATES[case]
+    assert after(trace, **settings).state == state
+
+
+@pytest.mark.parametrize(
+    ("trace", "window", "state"),
+    [
+        ("...", (2.0**7, 2.0**20), "ok"),
+        ("...", (2.0**18, 2.0**20), "underflowing"),
+        ("!!!!!!!!!!", (2.0**7, 2.0**20), "underflowing"),
+        ("!!", (2.0**7, 2.0**20), "calibrating"),
+        ("!" * 17 + "...", (2.0**-8, 2.0**-3), "ok"),
+    ],
+)
+def test_a_probed_window_says_what_is_too_small(trace: str, window: tuple[float, float], state: str) -> None:
+    assert after(trace, Probed(Window(*window))).state == state
+
+
+@pytest.mark.parametrize(
+    ("trace", "probe", "margin"),
+    [
+        ("...", None, None),
+        ("!", None, 1.0),
+        ("!...", None, 0.0),
+        ("!!.", Probed(None), 1.0),
+        ("...", Probed(Window(1.0, 2.0**20)), 3.0),
+        ("...", Probed(Window(1.0, 2.0**15)), -2.0),
+    ],
+)
+def test_the_margin_is_up_to_what_is_too_much(trace: str, probe: Any, margin: float | None) -> None:
+    assert after(trace, probe).margin == margin
+
+
+@pytest.mark.parametrize(
+    ("settings", "trace", "state"),
+    [
+        (LossScale.none(), "!!!!!!", "ok"),
+        (LossScale.fixed(128), "", "ok"),
+        (LossScale.fixed(128), "!!!", "ok"),
+        (LossScale.fixed(128), "!!!!", "spiral"),
+        (LossScale.fixed(0.5), "...", "underflowing"),
+    ],
+    ids=str,
+)
+def test_scales_that_never_move(settings: LossScale, trace: str, state: str) -> None:
+    found = Health(settings, [settings.initial_state(), *walk(settings, read(trace))][-1])
+    assert (found.state, found.calibrating, found.periodic) == (state, 0, 0)
+    assert found.unexpected == (trace.count("!") if settings.check else 0)
+
+
+@pytest.mark.parametrize(
+    ("trace", "settings", "line"),
+    [
+        ("", {}, "steps 0  skipped 0  scale 2^16  calibrating"),
+        ("!!..", {}, "steps 4  skipped 2 (2 calibrating)  scale 2^14  margin +1.0 bits  calibrating"),
+        (
+            "!...!!.",
+            {},
+            "steps 7  skipped 3 (1 calibrating, 1 periodic, 1 unexpected)  scale 2^14  last growth 3 steps ago  "
+            "margin +1.0 bits  ok",
+        ),
+        (
+            "...!!!!",
+            {},
+            "steps 7  skipped 4 (1 periodic, 3 unexpected)  scale 2^13  last growth 4 steps ago  margin +1.0 bits  "
+            "spiral: 4 steps skipped in a row",
+        ),
+        (
+            "...",
+            NARROW,
+            "steps 3  skipped 0  scale 2^4  last growth 0 steps ago  frozen: the scale is at its maximum, 2^4",
+        ),
+    ],
+)
+def test_it_is_one_line(trace: str, settings: dict[str, Any], line: str) -> None:
+    assert str(after(trace, **settings)) == line
+
+
+def model_that_bears(limit: float, config: LossScale, steps: int) -> Iterator[Health]:
+    """Health after each step of a model whose gradients overflow at scales above ``limit``."""
+    state = config.initial_state()
+    for _ in range(steps):
+        state = advance(config, state, state.scale <= limit)
+        yield Health(config, state)
+
+
+@given(st.integers(0, 26), st.integers(0, 24), st.integers(1, 6))
+def test_a_scale_that_does_its_work_is_never_alarming(limit: int, init: int, interval: int) -> None:
+    """Before the scale fits, it comes down; then every growth costs one step at most."""
+    config = LossScale(init=2.0**init, interval=interval)
+    for found in model_that_bears(2.0**limit, config, steps=120):
+        assert not found.alarming, str(found)
+        assert found.unexpected == 0
+
+
+@given(st.integers(-13, 23), st.integers(0, 24))
+def test_a_model_that_overflows_at_any_scale_ends_in_a_spiral(limit: int, init: int) -> None:
+    config = LossScale(init=2.0**init, interval=4, on_min="ignore")
+    *_, found = model_that_bears(2.0**limit, config, steps=50)
+    state = found.counters
+    for _ in range(45):
+        state = advance(config, state, False)
+    assert Health(config, state).state == "spiral"
+
+
+@given(st.one_of(powers_of_two(), any_numbers()), TRACES)
+def test_every_skip_is_of_one_kind(config: LossScale, trace: list[bool]) -> None:
+    for state in walk(config, trace):
+        found = Health(config, state)
+        kinds = (found.calibrating, found.periodic, found.unexpected)
+        assert min(kinds) >= 0
+        assert sum(kinds) == found.skipped
+        assert found.last_growth is None or 0 <= found.last_growth < found.steps
+
+
+@given(st.one_of(powers_of_two(), any_numbers()), TRACES)
+def test_any_health_is_json_and_says_what_to_do(config: LossScale, trace: list[bool]) -> None:
+    found = Health(config, walk(config, trace)[-1])
+    assert json.loads(json.dumps(found.as_dict(), allow_nan=False)) == found.as_dict()
+    assert found.finding in FINDINGS.values()
+    assert "\n" not in str(found)
+    assert found.why
+
+
+def test_a_state_that_was_saved_without_counters_can_be_read() -> None:
+    found = Health(LossScale(), LossScaleState(2.0**15, 3, 1, 0, 5))
+    assert (found.steps, found.skipped, found.unexpected, found.state) == (0, 5, 5, "calibrating")
+
+
+@pytest.mark.parametrize("holder", [3, None, object(), [1.0]])
+def test_what_has_no_loss_scale_is_refused(holder: Any) -> None:
+    with pytest.raises(polyamp.InvalidTypeError):
+        health(holder)
+
+
+# --- the monitor and its hooks ----------------------------------------------------------------------------------------
+
+
+def test_the_monitor_looks_every_so_many_calls() -> None:
+    monitor = HealthMonitor(every=3)
+    assert [monitor(object()), monitor(object())] == [None, None]
+    with pytest.raises(polyamp.InvalidTypeError, match="no adapter knows"):
+        monitor(object())
+    assert [monitor(object()), monitor(object())] == [None, None]
+
+
+@pytest.mark.parametrize("trace", ["!" * 17, "!" * 17 + "."])
+def test_what_is_alarming_is_logged_as_a_warning(trace: str, caplog: pytest.LogCaptureFixture) -> None:
+    log_health(logging.getLogger("mine"), level=logging.DEBUG)(after(trace))
+    assert [(record.levelno, record.name) for record in caplog.records] == [(logging.WARNING, "mine")]
+
+
+def test_the_logger_of_polyamp_is_the_usual_one(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="polyamp"):
+        for found in (calm := after("..."), bad := after("...!!!!")):
+            log_health()(found)
+    lines = [(record.levelname, record.name, record.getMessage()) for record in caplog.records]
+    assert lines == [("INFO", "polyamp", str(calm)), ("WARNING", "polyamp", f"{bad}. {bad.finding}")]
+
+
+def test_the_level_of_other_lines_can_be_chosen(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.DEBUG, logger="mine"):
+        log_health(logging.getLogger("mine"), level=logging.DEBUG)(after("..."))
+    assert [record.levelno for record in caplog.records] == [logging.DEBUG]
+
+
+class Writer:
+    def __init__(self) -> None:
+        self.written: dict[str, tuple[float, int]] = {}
+
+    def add_scalar(self, tag: str, value: float, step: int) -> None:
+        self.written[tag] = (value, step)
+
+
+@pytest.mark.parametrize("of", [lambda writer: writer, lambda writer: writer.add_scalar], ids=["writer", "function"])
+def test_tensorboard_gets_numbers_over_steps(of: Callable[[Writer], Any]) -> None:
+    writer = Writer()
+    write_health(of(writer), prefix="amp")(after("!...!!."))
+    assert writer.written == {
+        "amp/log2": (14.0, 7),
+        "amp/skipped": (3.0, 7),
+        "amp/skipped_in_a_row": (0.0, 7),
+        "amp/unexpected": (1.0, 7),
+        "amp/margin": (1.0, 7),
+    }
+    writer.written.clear()
+    write_health(of(writer))(after("."))
+    assert set(writer.written) == {
+        f"loss_scale/{name}" for name in ("log2", "skipped", "skipped_in_a_row", "unexpected")
+    }
+
+
+WRONG: dict[str, Callable[[], object]] = {
+    "every": lambda: HealthMonitor(every=2.0),  # type: ignore[arg-type]
+    "every, a bool": lambda: HealthMonitor(every=True),
+    "hooks": lambda: HealthMonitor(hooks=print),  # type: ignore[arg-type]
+    "a hook": lambda: HealthMonitor(hooks=["log"]),  # type: ignore[list-item]
+    "probe": lambda: HealthMonitor(probe=3),  # type: ignore[arg-type]
+    "probe of health": lambda: health(None, probe="a"),  # type: ignore[arg-type]
+    "logger": lambda: log_health("root"),
+    "level": lambda: log_health(level="INFO"),  # type: ignore[arg-type]
+    "writer": lambda: write_health(3),
+    "step": lambda: watch(3),  # type: ignore[type-var]
+    "after": lambda: watch(print, after=2.5),  # type: ignore[arg-type]
+    "monitor": lambda: watch(print, monitor=3),  # type: ignore[arg-type]
+    "on_verdict": lambda: watch(print, on_verdict=3),  # type: ignore[arg-type]
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_arguments_of_a_wrong_type_are_refused(case: str) -> None:
+    with pytest.raises(polyamp.InvalidTypeError):
+        WRONG[case]()
+
+
+@pytest.mark.parametrize("make", [lambda n: HealthMonitor(every=n), lambda n: watch(print, after=n)])
+@pytest.mark.parametrize("count", [0, -1])
+def test_counts_begin_at_one(make: Callable[[int], object], count: int) -> None:
+    with pytest.raises(polyamp.InvalidValueError, match="at least 1"):
+        make(count)

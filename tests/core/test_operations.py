@@ -1,0 +1,87 @@
+"""The canonical table: complete, consistent with what its sources say, and shown as it is."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+import polyamp
+from polyamp.operations import CLASSES, OPERATIONS, SOURCES, as_markdown, by_native_name
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_every_entry_is_complete(name: str) -> None:
+    entry = OPERATIONS[name]
+    assert re.fullmatch(r"[a-z][a-z0-9]*(_[a-z0-9]+)*", name)
+    assert entry.op_class in CLASSES
+    assert entry.sources
+    assert set(entry.sources) <= set(SOURCES)
+    assert set(entry.sources.values()) <= {*CLASSES, "banned"}
+
+
+@pytest.mark.parametrize(
+    "name", [name for name, entry in OPERATIONS.items() if set(entry.sources.values()) != {entry.op_class}]
+)
+def test_every_disagreement_is_decided_in_words(name: str) -> None:
+    assert len(OPERATIONS[name].why) > 10
+    assert OPERATIONS[name].why.endswith(".")
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_no_class_is_nobody_s_opinion(name: str) -> None:
+    assert OPERATIONS[name].op_class in OPERATIONS[name].sources.values()
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_every_source_is_used_and_names_a_version_or_date(source: str) -> None:
+    assert any(source in entry.sources for entry in OPERATIONS.values())
+    assert source in ("range", "exact", "kernels") or re.search(r"\d", SOURCES[source])
+
+
+@pytest.mark.parametrize("op_class", CLASSES)
+def test_every_class_has_operations(op_class: str) -> None:
+    assert any(entry.op_class == op_class for entry in OPERATIONS.values())
+
+
+@pytest.mark.parametrize(
+    ("op_class", "names"),
+    [
+        ("lower", "matmul conv attention lstm_cell gru_cell rnn_cell"),
+        (
+            "full",
+            "softmax log_softmax exp log pow sum mean cumsum norm cross_entropy mse_loss fft cholesky interpolate",
+        ),
+        ("full", "layer_norm batch_norm group_norm instance_norm rms_norm"),
+        ("promote", "concat stack scatter"),
+        ("follow", "add sub mul div gelu sigmoid tanh dropout avg_pool"),
+        ("neutral", "reshape transpose slice gather embedding where maximum relu max_pool compare"),
+        ("keep", "integer random cast shape while_loop cond"),
+    ],
+)
+def test_the_contract(op_class: str, names: str) -> None:
+    assert {OPERATIONS[name].op_class for name in names.split()} == {op_class}
+
+
+def test_the_document_is_current() -> None:
+    """Else: python -c "from polyamp.operations import *; print(as_markdown(), end='')" > docs/operations.md."""
+    assert (ROOT / "docs" / "operations.md").read_text() == as_markdown()
+
+
+def test_native_names_are_turned_round() -> None:
+    assert by_native_name({"matmul": "mm  bmm", "exp": "exp"}) == {"mm": "matmul", "bmm": "matmul", "exp": "exp"}
+
+
+@pytest.mark.parametrize(
+    ("natives", "says"),
+    [
+        ({"matmull": "mm"}, "unknown canonical.*\n.*\n.*matmull"),
+        ({"matmul": "mm", "conv": "mm"}, "two canonical.*\n.*\n.*mm"),
+    ],
+)
+def test_a_wrong_native_map_is_refused(natives: dict[str, str], says: str) -> None:
+    with pytest.raises(polyamp.InvalidValueError, match=says):
+        by_native_name(natives)

@@ -1,0 +1,145 @@
+"""What is concluded from a recorded step: the window, the recommendation, and what is said."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import polyamp
+from polyamp import LossScale
+from polyamp.diagnosis.probe import NOISE, Probe, Window
+from polyamp.diagnosis.recording import ACTIVATION, GRADIENT, PARAMETER
+from support.diagnosis_cases import observation, recording
+
+TINY, USUAL, LARGE = 2.0**-35, 2.0**-10, 2.0**6
+
+gradients = st.lists(st.floats(2.0**-40, 2.0**10), min_size=1, max_size=12)
+
+
+def probed(*observations, **settings) -> Probe:
+    return Probe(recording(*observations), "float16", **settings)
+
+
+def test_the_neediest_gradient_is_the_lower_edge_and_the_largest_the_upper_one() -> None:
+    probe = probed(observation(GRADIENT, "a", TINY), observation(GRADIENT, "b", LARGE), margin=3)
+    assert probe.window == Window(2.0**10, 2.0**6)  # 2^-25 / 2^-35; 2^15 / 2^6 less 3 bits
+    assert probe.window.is_empty
+    assert not probe.is_safe
+
+
+@given(gradients, st.integers(0, 6))
+def test_inside_the_window_nothing_overflows_and_no_more_is_lost_than_is_tolerated(values, margin) -> None:
+    probe = probed(*(observation(GRADIENT, str(place), value) for place, value in enumerate(values)), margin=margin)
+    low, high = probe.window
+    for one in probe.bounding:
+        assert one.spread.largest * high * 2.0**margin <= 65504
+        assert one.spread.lost("float16", low) <= probe.tolerance
+
+
+@given(gradients)
+def test_the_recommendation_starts_inside_of_a_window_that_is_not_empty(values) -> None:
+    probe = probed(*(observation(GRADIENT, str(place), value) for place, value in enumerate(values)))
+    recommended = probe.recommended
+    assert recommended.min < recommended.init <= recommended.max
+    assert probe.window.is_empty or recommended.init in probe.window
+
+
+@pytest.mark.parametrize(
+    ("gradient", "recommended"),
+    [
+        (USUAL, LossScale()),
+        (2.0**-45, LossScale(init=2.0**20)),
+        (2.0**10, LossScale(init=2.0**2)),
+    ],
+)
+def test_the_recommendation_is_the_default_where_the_window_has_it(gradient: float, recommended: LossScale) -> None:
+    assert probed(observation(GRADIENT, "a", gradient)).recommended == recommended
+
+
+@pytest.mark.parametrize(
+    ("kind", "format_name"), [(ACTIVATION, "float16"), (GRADIENT, "float32"), (PARAMETER, "float32")]
+)
+def test_only_gradients_in_16_bits_bound_the_scale(kind, format_name) -> None:
+    free = observation(kind, "free", TINY, LARGE * 100, format_name=format_name)
+    alone = probed(observation(GRADIENT, "a", USUAL))
+    assert probed(free, observation(GRADIENT, "a", USUAL)).window == alone.window
+    assert probed(free).window is None
+    assert probed(free).recommended == LossScale.none()
+
+
+def test_a_gradient_that_is_zero_but_for_rounding_sets_no_lower_limit() -> None:
+    noise = observation(PARAMETER, "", USUAL * NOISE / 2, name="bias")
+    assert probed(observation(GRADIENT, "a", USUAL), noise).window == probed(observation(GRADIENT, "a", USUAL)).window
+    deep = observation(GRADIENT, "deep", USUAL * NOISE / 2)  # of an activation it is no rounding error
+    assert probed(observation(GRADIENT, "a", USUAL), deep).window.low > 1
+
+
+def test_bfloat16_needs_no_scale() -> None:
+    probe = Probe(recording(observation(GRADIENT, "a", TINY, LARGE)), "bfloat16")
+    assert 1.0 in probe.window
+    assert probe.recommended == LossScale.none()
+
+
+def test_a_forward_overflow_is_told_with_the_rule_that_keeps_it_in_float32() -> None:
+    probe = probed(observation(ACTIVATION, "block/3", 1e6), observation(GRADIENT, "block/3", USUAL))
+    assert probe.rules == {"block/3/matmul": "full"}
+    assert not probe.is_safe
+    assert 'rules={"block/3/matmul": "full"}' in str(probe)
+
+
+def test_what_is_not_finite_in_float32_is_told_as_such() -> None:
+    probe = probed(observation(ACTIVATION, "a", math.nan, format_name="float32"), observation(GRADIENT, "a", USUAL))
+    assert probe.broken.where == "a"
+    assert "not finite in float32 either" in str(probe)
+
+
+def test_the_json_has_every_tensor_and_no_inf(tmp_path) -> None:
+    probe = probed(observation(ACTIVATION, "a", 0.0), observation(GRADIENT, "a", USUAL, math.inf))
+    probe.save(tmp_path / "probe.json")
+    saved = json.loads((tmp_path / "probe.json").read_text(), parse_constant=pytest.fail)
+    assert saved["window"] == {"low": probe.window.low, "high": probe.window.high, "empty": probe.window.is_empty}
+    assert [tensor["kind"] for tensor in saved["tensors"]] == ["activation", "activation gradient"]
+
+
+def test_the_table_has_a_line_for_each_tensor_that_matters_in_their_order() -> None:
+    probe = probed(*(observation(GRADIENT, f"layer{place}", 2.0**-place) for place in range(40)))
+    lines = probe.table(most=2).splitlines()
+    assert [line.split()[1] for line in lines[1:]] == [f"layer{place}/matmul" for place in (0, 1, 38, 39)]
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"tolerance": 2.0}, "tolerance"),
+        ({"margin": -1}, "margin"),
+        ({"scale": 0}, "scale"),
+        ({"scale": True}, "scale"),
+    ],
+)
+def test_a_setting_outside_its_range_is_refused_before_anything_runs(settings, named) -> None:
+    with pytest.raises(polyamp.InvalidValueError, match=f"invalid {named}"):
+        polyamp.probe(lambda: pytest.fail("it ran"), **settings)
+
+
+def test_what_cannot_be_called_is_refused() -> None:
+    with pytest.raises(polyamp.InvalidTypeError, match="cannot be called"):
+        polyamp.probe(3.0)
+
+
+def test_the_turns_of_a_recurrence_count_by_their_share_in_all_of_them() -> None:
+    turns = [observation(GRADIENT, "cell", USUAL), observation(GRADIENT, "cell", TINY)]
+    layers = [observation(GRADIENT, "", USUAL), observation(GRADIENT, "", TINY)]
+    merged, apart = (Probe(recording(*ones).by_layer(), "float16") for ones in (turns, layers))
+    assert (len(merged.bounding), len(apart.bounding)) == (1, 2)
+    assert merged.window.low < 1 < apart.window.low
+    assert merged.window.high == apart.window.high
+
+
+def test_a_layers_different_tensors_stay_apart() -> None:
+    ones = [observation(GRADIENT, "cell", USUAL), observation(GRADIENT, "cell", TINY, TINY)]
+    ones += [observation(GRADIENT, "cell", TINY, name="add"), observation(ACTIVATION, "cell", USUAL)]
+    assert recording(*ones).by_layer().observations == tuple(ones)

@@ -1,0 +1,120 @@
+"""The verdict on an overflow: the first tensor that is not finite decides, and float32 tells why."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from polyamp.diagnosis.probe import Probe
+from polyamp.diagnosis.recording import ACTIVATION, GRADIENT, PARAMETER, Observation
+from polyamp.diagnosis.verdict import Verdict
+from support.diagnosis_cases import observation, recording
+
+INF, NAN = math.inf, math.nan
+SCALE = 2.0**16
+
+
+def verdict(real: list[Observation], wide: list[Observation]) -> Verdict:
+    true, float32 = recording(*real, scale=SCALE, widened=False), recording(*wide)
+    return Verdict(true, float32, Probe(float32, "float16"))
+
+
+def test_the_first_gradient_of_all_means_that_the_scale_is_too_high() -> None:
+    real = [
+        observation(ACTIVATION, "head", 1.0),
+        observation(GRADIENT, "head", INF),
+        observation(GRADIENT, "body", NAN),
+    ]
+    wide = [
+        observation(ACTIVATION, "head", 1.0),
+        observation(GRADIENT, "head", 8.0),
+        observation(GRADIENT, "body", 9.0),
+    ]
+    found = verdict(real, wide)
+    assert (found.kind, found.first.where, found.rules) == ("scale", "head", {})
+    assert "about 4 skipped steps" in found.advice  # 2^16 to 2^12 is the largest that 8.0 bears, and 2^9 is safe
+    assert "LossScale(init=64.0)" not in found.advice
+
+
+def test_a_gradient_that_one_layer_blows_up_is_that_layers_doing() -> None:
+    real = [observation(GRADIENT, "head", 100.0), observation(GRADIENT, "body/3", INF)]
+    wide = [observation(GRADIENT, "head", 100.0 / SCALE), observation(GRADIENT, "body/3", 5.0)]
+    found = verdict(real, wide)
+    assert (found.kind, found.rules) == ("layer", {"body/3": "full"})
+    assert found.amplification == pytest.approx(math.log2(5.0 * SCALE / 100))
+    assert "rules={'body/3': 'full'}" in found.advice
+
+
+def test_a_float32_layer_that_blows_gradients_up_for_the_16_bit_one_below_is_to_blame() -> None:
+    wide = [observation(GRADIENT, "head", 100.0 / SCALE), observation(GRADIENT, "norm", 5.0, format_name="float32")]
+    real = [observation(GRADIENT, "head", 100.0), observation(GRADIENT, "norm", 5.0 * SCALE, format_name="float32")]
+    bad = observation(PARAMETER, "", NAN, name="body.weight")
+    found = verdict([*real, bad], [*wide, observation(PARAMETER, "", 1.0, name="body.weight")])
+    assert (found.kind, found.first.name, found.rules) == ("layer", "body.weight", {"norm": "full"})
+
+
+def test_large_gradients_of_a_float32_loss_are_no_layers_doing() -> None:
+    loss = observation(GRADIENT, "loss", 5.0, format_name="float32")
+    scaled = observation(GRADIENT, "loss", 5.0 * SCALE, format_name="float32")
+    found = verdict([scaled, observation(GRADIENT, "head", INF)], [loss, observation(GRADIENT, "head", 5.0)])
+    assert found.kind == "scale"
+
+
+def test_tensors_at_the_same_place_are_told_apart() -> None:
+    real = [observation(GRADIENT, "", 1.0), observation(GRADIENT, "", 2.0), observation(GRADIENT, "", INF)]
+    wide = [observation(GRADIENT, "", 1e-9), observation(GRADIENT, "", 2.0**-10), observation(GRADIENT, "", 1.0)]
+    found = verdict(real, wide)
+    assert (found.kind, found.amplification) == ("layer", 10.0)
+    assert found.recording.names == ["matmul[0]", "matmul[1]", "matmul[2]"]
+
+
+def test_a_sum_over_the_batch_is_no_layer_that_amplifies() -> None:
+    real = [observation(GRADIENT, "head", 100.0), observation(PARAMETER, "", INF, name="head.weight")]
+    wide = [observation(GRADIENT, "head", 100.0 / SCALE), observation(PARAMETER, "", 5.0, name="head.weight")]
+    assert verdict(real, wide).kind == "scale"
+
+
+def test_a_forward_overflow_is_no_matter_of_the_scale() -> None:
+    real = [observation(ACTIVATION, "body", INF), observation(GRADIENT, "body", NAN)]
+    wide = [observation(ACTIVATION, "body", 1e6), observation(GRADIENT, "body", 1.0)]
+    found = verdict(real, wide)
+    assert (found.kind, found.rules) == ("forward", {"body/matmul": "full"})
+    assert "can never help" in found.advice
+
+
+def test_what_16_bits_lost_in_the_forward_pass_is_blamed_where_it_was_lost() -> None:
+    logarithm = observation(ACTIVATION, "head", -INF, name="log", format_name="float32")
+    real = [observation(ACTIVATION, "head", 0.0, name="mul"), logarithm]
+    wide = [observation(ACTIVATION, "head", 1e-9, name="mul"), observation(ACTIVATION, "head", -20.0, name="log")]
+    found = verdict(real, wide)
+    assert (found.kind, found.rules) == ("forward", {"head/mul": "full"})
+
+
+def test_a_model_that_is_not_finite_in_float32_is_not_blamed_on_precision() -> None:
+    broken = [observation(ACTIVATION, "body", NAN, format_name="float32")]
+    found = verdict(broken, broken)
+    assert (found.kind, found.rules) == ("model", {})
+
+
+def test_a_step_that_is_finite_is_said_to_be() -> None:
+    fine = [observation(ACTIVATION, "body", 1.0), observation(GRADIENT, "body", 2.0)]
+    found = verdict(fine, fine)
+    assert (found.kind, found.first) == ("finite", None)
+    assert "every tensor is finite" in str(found)
+
+
+def test_the_text_shows_what_came_before_and_marks_the_first() -> None:
+    real = [observation(GRADIENT, f"layer{place}", 2.0**place) for place in range(8)]
+    real += [observation(GRADIENT, "bad", INF), observation(GRADIENT, "after", NAN)]
+    lines = str(verdict(real, real[:8])).splitlines()
+    (marked,) = [line for line in lines if "<- the first" in line]
+    assert "bad/matmul" in marked
+    assert "1 inf of 1" in lines[0]
+    assert "layer2" not in str(lines)
+
+
+def test_the_json_names_the_verdict() -> None:
+    fine = [observation(ACTIVATION, "body", 1.0)]
+    found = verdict(fine, fine).as_dict()
+    assert (found["verdict"], found["first"], found["window"]) == ("finite", None, None)

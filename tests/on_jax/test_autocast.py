@@ -1,0 +1,260 @@
+"""autocast of JAX functions: every transformation in either order, every kind of argument, effects, ahead of time."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import polyamp
+import polyamp.backends.jax as amp
+from support.jax_scenarios import (
+    BLOCK,
+    MLP,
+    MODES,
+    POLICIES,
+    TOKENS,
+    TOLERANCE,
+    X,
+    assert_close,
+    assert_mixed,
+    attention_loss,
+    dots,
+    formats,
+    low,
+    mlp,
+    normal,
+    only,
+    relative_error,
+    trace,
+)
+from support.jax_scenarios import quickly_compiled as quickly_compiled
+
+BF16 = "mixed_bfloat16"
+W = normal(0, 8, 8, scale=0.3)
+DIRECTION = jax.tree.map(jnp.ones_like, MLP)
+
+
+def hessian_times_direction(loss: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda p, x: jax.jvp(lambda q: jax.grad(loss)(q, x), (p,), (DIRECTION,))[1]
+
+
+TRANSFORMS: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
+    "none": lambda f: f,
+    "jit": jax.jit,
+    "nested jit": lambda f: jax.jit(lambda p, x: jax.jit(jax.jit(f))(p, x) * 2),
+    "grad": jax.grad,
+    "jit of grad": lambda f: jax.jit(jax.grad(f)),
+    "grad of jit": lambda f: jax.grad(jax.jit(f)),
+    "value_and_grad": jax.value_and_grad,
+    "grad of both": lambda f: jax.grad(f, argnums=(0, 1)),
+    "vmap": lambda f: lambda p, x: jax.vmap(lambda one: f(p, one[None]))(x),
+    "vmap of grad": lambda f: lambda p, x: jax.vmap(lambda one: jax.grad(f)(p, one[None]))(x),
+    "jvp": lambda f: lambda p, x: jax.jvp(lambda q: f(q, x), (p,), (DIRECTION,)),
+    "hvp": hessian_times_direction,
+    "jacrev": lambda f: jax.jacrev(lambda p, x: f(p, x)),
+    "jacfwd": lambda f: lambda p, x: jax.jacfwd(lambda b: f({**p, "b1": b}, x))(p["b1"]),
+    "linearize": lambda f: lambda p, x: jax.linearize(lambda q: f(q, x), p)[1](DIRECTION),
+    "vjp": lambda f: lambda p, x: jax.vjp(f, p, x)[1](jnp.float32(2)),
+    "checkpoint": lambda f: jax.grad(jax.checkpoint(f)),
+}
+
+
+@pytest.mark.parametrize(("policy", "inside"), MODES)
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_transformations_in_either_order(name: str, inside: bool, policy: str) -> None:
+    transform = TRANSFORMS[name]
+    plain = transform(mlp)
+    mixed = transform(polyamp.autocast(mlp, policy)) if inside else polyamp.autocast(plain, policy)
+    assert_mixed(mixed, plain, MLP, X, policy=policy, outside=not inside)
+    assert_close(jax.jit(mixed)(MLP, X), jax.jit(plain)(MLP, X), policy, factor=2.0 if name == "hvp" else 1.0)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_uncompiled_is_as_compiled(policy: str) -> None:
+    mixed = polyamp.autocast(jax.grad(attention_loss), policy)
+    assert relative_error(mixed(BLOCK, TOKENS), jax.jit(mixed)(BLOCK, TOKENS)) < TOLERANCE[policy]
+
+
+@pytest.mark.parametrize(
+    "context",
+    [
+        jax.checking_leaks,
+        lambda: jax.numpy_dtype_promotion("strict"),
+        lambda: jax.numpy_rank_promotion("raise"),
+        jax.disable_jit,
+        lambda: jax.debug_nans(True),
+        lambda: jax.enable_custom_prng(True),
+        lambda: jax.named_scope("outer"),
+    ],
+    ids=["checking_leaks", "strict promotion", "rank promotion", "disable_jit", "debug_nans", "custom_prng", "scope"],
+)
+def test_under_the_settings_of_jax(context: Callable[[], Any]) -> None:
+    with context():
+        grads = jax.grad(polyamp.autocast(attention_loss, BF16))(BLOCK, TOKENS)
+    assert_close(grads, jax.grad(attention_loss)(BLOCK, TOKENS), BF16)
+
+
+def test_the_ways_to_write_it_agree() -> None:
+    @polyamp.autocast(BF16)
+    def decorated(p: Any, x: Any) -> Any:
+        return mlp(p, x)
+
+    ways = {
+        "function": polyamp.autocast(mlp, BF16),
+        "decorator": decorated,
+        "backend": amp.autocast(mlp, BF16),
+        "keyword": polyamp.autocast(mlp, policy=polyamp.policy(BF16)),
+        "rewrite": polyamp.rewrite(mlp, MLP, X, policy=BF16),
+        "backend rewrite": amp.rewrite(mlp, MLP, X, policy=BF16),
+        "partial": partial(polyamp.autocast(partial(mlp, MLP), BF16)),
+        "jitted": polyamp.autocast(jax.jit(mlp), BF16),
+    }
+    results = [way(X) if name == "partial" else way(MLP, X) for name, way in ways.items()]
+    assert len({float(result) for result in results}) == 1
+    assert decorated.__name__ == "decorated"
+    assert results[0] != mlp(MLP, X)
+
+
+def test_the_current_policy_is_that_of_the_call() -> None:
+    mixed = polyamp.autocast(mlp)
+    with polyamp.policy(BF16):
+        assert dots(mixed, MLP, X) == [{"bfloat16"}] * 2
+    with polyamp.policy("mixed_float16"):
+        assert dots(mixed, MLP, X) == [{"float16"}] * 2
+    bound = polyamp.autocast(mlp, "mixed_float16")
+    with polyamp.policy(BF16):
+        assert dots(bound, MLP, X) == [{"float16"}] * 2
+
+
+def test_threads_have_their_own_policies() -> None:
+    found: dict[str, list[set[str]]] = {}
+
+    def work(policy: str) -> None:
+        for _ in range(3):
+            with polyamp.policy(policy):
+                found.setdefault(policy, []).extend(dots(polyamp.autocast(mlp), MLP, X))
+
+    threads = [threading.Thread(target=work, args=(policy,)) for policy in POLICIES]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == {policy: [{low(policy)}] * 6 for policy in POLICIES}
+
+
+def test_nested_autocasts_take_the_inner_policy_inside() -> None:
+    inner = polyamp.autocast(lambda x: x @ W, "mixed_float16")
+    mixed = polyamp.autocast(lambda x: inner(x) @ W, BF16)
+    assert dots(mixed, X) == [{"float16"}, {"bfloat16"}]
+
+
+def test_methods_and_objects_that_are_no_trees() -> None:
+    class Net:
+        @polyamp.autocast(BF16)
+        def forward(self, x: Any) -> Any:
+            return x @ W
+
+    class Callable_:
+        def __call__(self, x: Any) -> Any:
+            return x @ W
+
+    assert dots(Net().forward, X) == [{"bfloat16"}]
+    assert dots(polyamp.autocast(Callable_(), BF16), X) == [{"bfloat16"}]
+
+
+def test_weak_types_of_outputs_are_kept() -> None:
+    def fn(x: Any, scale: Any) -> Any:
+        return (x @ W).sum() + scale, scale * 2, jnp.asarray(1.5)
+
+    plain = jax.eval_shape(fn, X, jax.ShapeDtypeStruct((), jnp.float32, weak_type=True))
+    mixed = jax.eval_shape(polyamp.autocast(fn, BF16), X, jax.ShapeDtypeStruct((), jnp.float32, weak_type=True))
+    assert [leaf.weak_type for leaf in mixed] == [leaf.weak_type for leaf in plain] == [False, True, True]
+
+
+def test_one_trace_for_many_calls_under_jit() -> None:
+    traces = []
+
+    @jax.jit
+    @polyamp.autocast(BF16)
+    def fn(p: Any, x: Any) -> Any:
+        traces.append(1)
+        return mlp(p, x)
+
+    for seed in range(3):
+        fn(MLP, normal(seed, 6, 8))
+    assert len(traces) == 1
+
+
+def test_abstract_arguments_are_enough_for_a_plan() -> None:
+    """jmp's casts leave ShapeDtypeStructs in float32."""
+    specs = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), (MLP, X))
+    plan = polyamp.explain(mlp, *specs, policy=BF16)
+    assert [op["format"] for op in plan.as_dict()["operations"] if op["name"] == "matmul"] == ["bfloat16"] * 2
+    assert polyamp.rewrite(mlp, *specs, policy=BF16).plan.as_dict() == plan.as_dict()
+
+
+def test_one_stray_float32_does_not_raise_the_rest() -> None:
+    """Under a cast of the parameters (jmp), one explicit cast to float32 raises every product after it."""
+
+    def fn(w: Any, x: Any) -> Any:
+        x = x + jnp.sin(jnp.arange(8.0)).astype(jnp.float32)
+        for _ in range(4):
+            x = jnp.tanh(x @ w)
+        return x.sum()
+
+    mixed = jax.grad(polyamp.autocast(fn, BF16))
+    assert dots(mixed, W, X) == [{"bfloat16"}] * 11
+    assert formats(mixed, W, X, of=("tanh",)) == {"bfloat16"}
+
+
+def test_gradients_arrive_in_the_parameters_dtypes() -> None:
+    params = {"full": W, "half": W.astype(jnp.bfloat16), "wide": W}
+
+    def fn(p: Any, x: Any) -> Any:
+        return (x @ p["full"] + (x.astype(jnp.bfloat16) @ p["half"]).astype(jnp.float32)).mean() + (
+            p["wide"] ** 2
+        ).sum()
+
+    grads = jax.grad(polyamp.autocast(fn, "mixed_float16"))(params, X)
+    assert {name: grad.dtype.name for name, grad in grads.items()} == {
+        "full": "float32",
+        "half": "bfloat16",
+        "wide": "float32",
+    }
+
+
+def test_the_plan_is_json_and_tells_reasons() -> None:
+    rewritten = polyamp.rewrite(attention_loss, BLOCK, TOKENS, policy=BF16)
+    plan = rewritten.plan.as_dict()
+    assert set(plan) == {"policy", "operations", "totals", "unused_rules"}
+    assert set(plan["operations"][0]) == {"name", "native", "where", "class", "format", "reason"}
+    assert {"by_format", "casts", "bytes_cast", "bytes_moved", "bytes_saved"} <= set(plan["totals"])
+    by_name = {op["name"]: op for op in plan["operations"]}
+    assert (by_name["matmul"]["format"], by_name["matmul"]["native"]) == ("bfloat16", "dot_general")
+    assert by_name["exp"]["format"] == "float32"
+    assert "jax_scenarios.py" in by_name["matmul"]["where"]
+    assert polyamp.policy(plan["policy"]) == polyamp.policy(BF16)
+    assert "matmul" in str(rewritten.plan)
+
+
+def test_the_plan_says_what_runs() -> None:
+    plan = polyamp.explain(jax.grad(attention_loss), BLOCK, TOKENS, policy=BF16).as_dict()
+    ran = trace(polyamp.autocast(jax.grad(attention_loss), BF16), BLOCK, TOKENS)
+    planned = sorted(op["format"] for op in plan["operations"] if op["name"] == "matmul")
+    assert planned == sorted(name for op in only(ran, "dot_general") for name in op.floats)
+    assert formats(polyamp.autocast(jax.grad(attention_loss), BF16), BLOCK, TOKENS, of=("exp",)) == {"float32"}
+
+
+def test_the_plan_of_a_call_with_an_nnx_module_leaves_the_module_alone() -> None:
+    model = nnx.BatchNorm(8, rngs=nnx.Rngs(0))
+    plan = polyamp.rewrite(lambda model, x: model(x @ W), model, X, policy=BF16).plan
+    assert plan.as_dict()["operations"][0]["format"] == "bfloat16"
+    np.testing.assert_array_equal(model.mean[...], jnp.zeros(8))

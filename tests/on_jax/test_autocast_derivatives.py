@@ -1,0 +1,150 @@
+"""autocast of functions with derivatives of the user's own, and of JAX's solvers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+from jax.experimental.ode import odeint
+
+import polyamp
+from support.jax_scenarios import (
+    MODES,
+    assert_close,
+    dots,
+    low,
+    normal,
+)
+from support.jax_scenarios import quickly_compiled as quickly_compiled
+
+BF16 = "mixed_bfloat16"
+W = normal(0, 8, 8, scale=0.3)
+X = normal(1, 6, 8)
+
+
+def loss(y: jax.Array) -> jax.Array:
+    return jnp.square(y).mean()
+
+
+@jax.custom_jvp
+def wrong_jvp(w: jax.Array, x: jax.Array) -> jax.Array:
+    return x @ w
+
+
+@wrong_jvp.defjvp
+def _(primals: Any, tangents: Any) -> Any:
+    (w, x), (dw, dx) = primals, tangents
+    return x @ w, 100 * (x @ dw) + dx @ jnp.exp(w * 0)
+
+
+@jax.custom_vjp
+def wrong_vjp(w: jax.Array, x: jax.Array) -> jax.Array:
+    return x @ w
+
+
+def _forward(w: jax.Array, x: jax.Array) -> Any:
+    return x @ w, (jnp.exp(w), x, None)
+
+
+def _backward(kept: Any, ct: jax.Array) -> Any:
+    w, x, _ = kept
+    return 100 * (x.T @ ct), ct @ w
+
+
+wrong_vjp.defvjp(_forward, _backward)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def static_vjp(factor: float, fn: Any, w: jax.Array, x: jax.Array) -> jax.Array:
+    return fn(x @ w) * factor
+
+
+static_vjp.defvjp(
+    lambda factor, fn, w, x: (fn(x @ w) * factor, (w, x)),
+    lambda factor, fn, kept, ct: (kept[1].T @ ct * 100 * factor, None),
+)
+
+RULES: dict[str, Callable[..., Any]] = {
+    "custom_jvp": wrong_jvp,
+    "custom_vjp": wrong_vjp,
+    "custom_vjp, static": lambda w, x: static_vjp(2.0, jnp.tanh, w, x),
+    "in scan": lambda w, x: lax.scan(lambda y, _: (wrong_vjp(w, y), None), x, None, length=3)[0],
+    "in remat": lambda w, x: jax.checkpoint(wrong_vjp)(w, x),
+    "in jit": lambda w, x: jax.jit(wrong_jvp)(w, x),
+    "under vmap": lambda w, x: jax.vmap(wrong_vjp, (None, 0))(w, x[:, None])[:, 0],
+    "between": lambda w, x: jnp.tanh(wrong_jvp(w, wrong_vjp(w, x @ w))) @ w,
+}
+
+
+@pytest.mark.parametrize(("policy", "inside"), MODES)
+@pytest.mark.parametrize("name", RULES)
+def test_the_users_derivative_is_kept(name: str, inside: bool, policy: str) -> None:
+    """The rules are wrong on purpose: the right derivative would show that they were dropped (jax-scalify)."""
+    plain = jax.value_and_grad(lambda w, x: loss(RULES[name](w, x)))
+    inner = jax.value_and_grad(polyamp.autocast(lambda w, x: loss(RULES[name](w, x)), policy))
+    mixed = inner if inside else polyamp.autocast(plain, policy)
+    assert dots(mixed, W, X) == [{low(policy)}] * len(dots(plain, W, X))
+    assert_close(jax.jit(mixed)(W, X), jax.jit(plain)(W, X), policy, factor=1.5)
+
+
+def test_rules_with_symbolic_zeros() -> None:
+    @jax.custom_vjp
+    def product(w: jax.Array, x: jax.Array) -> jax.Array:
+        return x @ w
+
+    def forward(w: Any, x: Any) -> Any:
+        assert (w.perturbed, x.perturbed) == (True, False)
+        return x.value @ w.value, x.value
+
+    product.defvjp(forward, lambda x, ct: (100 * x.T @ ct, None), symbolic_zeros=True)
+    plain = jax.grad(lambda w: loss(product(w, X) @ w))
+    assert_close(jax.grad(polyamp.autocast(lambda w: loss(product(w, X) @ w), BF16))(W), plain(W), BF16)
+
+
+@pytest.mark.parametrize("inside", [True, False], ids=["inside", "outside"])
+def test_forward_over_reverse_of_a_custom_jvp(inside: bool) -> None:
+    transform = lambda f: jax.jacfwd(jax.grad(lambda s: loss(f(W * s, X))))  # noqa: E731
+    mixed = transform(polyamp.autocast(wrong_jvp, BF16)) if inside else polyamp.autocast(transform(wrong_jvp), BF16)
+    assert_close(mixed(jnp.float32(1)), transform(wrong_jvp)(jnp.float32(1)), BF16)
+
+
+MATRIX = jnp.eye(8) * 2 + W @ W.T
+
+
+def conjugate_gradient(w: jax.Array, x: jax.Array) -> jax.Array:
+    return loss(jax.scipy.sparse.linalg.cg(lambda v: MATRIX @ v, (x @ w)[0], tol=1e-4)[0])
+
+
+def linear_solve(w: jax.Array, x: jax.Array) -> jax.Array:
+    def solve(matvec: Any, b: jax.Array) -> jax.Array:
+        return jnp.linalg.solve(MATRIX, b)
+
+    return loss(lax.custom_linear_solve(lambda v: MATRIX @ v, (x @ w)[0], solve, symmetric=True) @ w)
+
+
+def root(w: jax.Array, x: jax.Array) -> jax.Array:
+    target = loss(x @ w)
+    solve = lambda f, y: lax.fori_loop(0, 20, lambda _, z: z - f(z) / 2, y)  # noqa: E731
+    return lax.custom_root(lambda y: y**2 / 2 - target, jnp.float32(1), solve, lambda g, y: y / g(1.0))
+
+
+def ode(w: jax.Array, x: jax.Array) -> jax.Array:
+    return loss(odeint(lambda y, t, w: jnp.tanh(y @ w), x[0], jnp.linspace(0.0, 1.0, 3), w, rtol=1e-3, atol=1e-3))
+
+
+def factorised(w: jax.Array, x: jax.Array) -> jax.Array:
+    y = (x @ w)[0]
+    return loss(jnp.linalg.solve(MATRIX, y)) + jnp.linalg.slogdet(MATRIX + jnp.outer(y, y))[1]
+
+
+@pytest.mark.parametrize("program", [conjugate_gradient, linear_solve, root, ode, factorised])
+def test_solvers(program: Callable[..., Any]) -> None:
+    plain = jax.value_and_grad(program)
+    for mixed in (jax.value_and_grad(polyamp.autocast(program, BF16)), polyamp.autocast(plain, BF16)):
+        assert {"bfloat16"} in dots(mixed, W, X)
+        assert_close(jax.jit(mixed)(W, X), jax.jit(plain)(W, X), BF16, factor=2.0)

@@ -1,0 +1,14 @@
+"""The JAX adapter passes the suite that every adapter passes."""
+
+from __future__ import annotations
+
+import pytest
+
+from polyamp.testing import Conformance
+from support.harness_jax import JaxHarness
+
+
+class TestJax(Conformance):
+    @pytest.fixture
+    def harness(self) -> JaxHarness:
+        return JaxHarness()

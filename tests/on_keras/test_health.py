@@ -1,0 +1,74 @@
+"""The counters of the loss scale in Keras' variables and files."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+from keras import ops
+
+import polyamp
+from polyamp import LossScale
+from polyamp.backends.keras import LossScaledOptimizer
+from polyamp.diagnosis.health import health
+from polyamp.errors import InvalidTypeError
+from support.harness_keras import to_numpy
+
+CONFIG = LossScale(init=8.0, interval=2)
+
+
+def stepped(dtype: str = "float32", values: tuple[float, ...] = (1.0, np.inf, 1.0, 1.0)) -> LossScaledOptimizer:
+    weight = keras.Variable([1.0, 2.0], dtype=dtype)
+    opt = LossScaledOptimizer(keras.optimizers.Adam(0.01), CONFIG)
+    opt.build([weight])
+    for value in values:
+        opt.apply_gradients([(ops.array([value, 1.0], dtype), weight)])
+    return opt
+
+
+def saved(opt: LossScaledOptimizer, *, counters: bool) -> dict[str, Any]:
+    """What a ``.keras`` file has of an optimizer, as polyamp writes it now or wrote it before it counted."""
+    left_out = () if counters else opt.scaler.counters
+    kept = [variable for variable in opt.variables if not any(variable is one for one in left_out)]
+    return {str(place): to_numpy(variable) for place, variable in enumerate(kept)}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize("counters", [True, False])
+def test_files_with_and_without_counters_are_read(dtype: str, counters: bool) -> None:
+    opt, other = stepped(dtype), stepped(dtype, ())
+    other.load_own_variables(saved(opt, counters=counters))
+    state, expected = health(other).counters, health(opt).counters
+    assert state[:5] == expected[:5]
+    assert state[5:] == (expected[5:] if counters else (0, 0, 0, 0, 0.0))
+    rest = [
+        (to_numpy(one), to_numpy(two))
+        for one, two in zip(other.variables, opt.variables, strict=True)
+        if not any(one is counter for counter in other.scaler.counters)
+    ]
+    assert all(np.array_equal(one, two) for one, two in rest)
+
+
+def test_a_file_of_another_optimizer_is_passed_over_as_keras_does() -> None:
+    opt = stepped()
+    before = polyamp.save_loss_scale(opt)
+    with pytest.warns(UserWarning, match="Skipping variable loading"):
+        opt.load_own_variables({"0": np.zeros(())})
+    assert polyamp.save_loss_scale(opt) == before
+
+
+def test_health_of_a_compiled_model() -> None:
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
+    model.compile(polyamp.wrap_optimizer(keras.optimizers.SGD(0.1), "mixed_float16", loss_scale=CONFIG), "mse")
+    model.fit(np.ones((16, 4)), np.ones((16, 2)), batch_size=4, verbose=0)
+    assert health(model) == health(model.optimizer)
+    assert (health(model).steps, health(model).last_growth, health(model).scale) == (4, 0, 32.0)
+
+
+def test_a_model_whose_optimizer_is_not_wrapped_has_no_loss_scale() -> None:
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
+    model.compile("sgd", "mse")
+    with pytest.raises(InvalidTypeError, match="holds no loss scale"):
+        health(model)

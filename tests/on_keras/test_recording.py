@@ -1,0 +1,194 @@
+"""A compiled Keras model recorded, linted and watched, on whichever backend Keras runs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+
+import polyamp
+from polyamp.backends.keras import HealthCallback
+from polyamp.backends.keras.recording import record
+from polyamp.diagnosis.health import Health
+from polyamp.diagnosis.recording import PARAMETER, Recording
+from polyamp.diagnosis.verdict import Verdict
+from support.harness_keras import to_numpy
+
+F16 = polyamp.policy("mixed_float16")
+BACKEND = keras.backend.backend()
+layers = keras.layers
+X = np.random.default_rng(0).standard_normal((6, 8)).astype(np.float32)
+Y = np.arange(6) % 3
+
+
+def model_with(optimizer: Any = "adam", dtype: str | None = None, **options: Any) -> keras.Model:
+    model = keras.Sequential(
+        [
+            keras.Input((8,)),
+            layers.Dense(8, activation="relu", dtype=dtype, name="first"),
+            layers.BatchNormalization(),
+            layers.Dropout(0.5, seed=1),
+            layers.Dense(3, kernel_regularizer="l2", dtype=dtype, name="head"),
+            layers.Activation("linear", dtype="float32"),
+        ]
+    )
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(optimizer=optimizer, loss=loss, metrics=["accuracy"], **options)
+    return model
+
+
+def wrapped(**settings: Any) -> Any:
+    return polyamp.wrap_optimizer(keras.optimizers.SGD(0.1), F16, loss_scale=polyamp.LossScale(**settings))
+
+
+def recorded(model: Any, *args: Any, widened: bool = True, scale: float | None = None, policy: Any = F16) -> Recording:
+    return record(model, args or (X, Y), {}, policy, widened=widened, scale=scale)
+
+
+@pytest.mark.parametrize("widened", [True, False])
+def test_a_model_is_recorded_and_stays_as_it_was(widened: bool) -> None:
+    model = model_with(wrapped())
+    model.optimizer.build(model.trainable_variables)
+    state = [*model.variables, *model.optimizer.variables]
+    before = [to_numpy(one) for one in state]
+    recording = recorded(model, widened=widened)
+    assert all(np.array_equal(to_numpy(one), old) for one, old in zip(state, before, strict=True))
+    assert recording.framework == BACKEND
+    parameters = {one.name: one.shape for one in recording.of_kind(PARAMETER)}
+    assert parameters == {one.path: tuple(one.shape) for one in model.trainable_variables}
+    assert sum(one.name == "matmul" for one in recording.observations) >= 3
+
+
+def test_the_loss_is_that_of_fit() -> None:
+    model = model_with("sgd")
+    model.layers[2].rate = 0.0
+    recording = recorded(model)
+    expected = model.train_on_batch(X, Y)[0]
+    assert recording.loss == pytest.approx(float(expected), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "given", "scale", "own"),
+    [
+        ("sgd", None, 1.0, False),
+        (lambda: wrapped(init=2.0**10), None, 2.0**10, True),
+        (lambda: wrapped(init=2.0**10), 8.0, 8.0, True),
+        (lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD()), None, 2.0**15, True),
+        (lambda: keras.optimizers.SGD(loss_scale_factor=4.0), None, 4.0, True),
+    ],
+)
+def test_the_scale_is_the_optimizers(optimizer: Any, given: float | None, scale: float, own: bool) -> None:
+    model = model_with(optimizer() if callable(optimizer) else optimizer)
+    recording = recorded(model, scale=given)
+    assert (recording.scale, recording.differentiates) == (scale, own)
+
+
+def test_layers_with_policies_run_as_they_say() -> None:
+    model = model_with("sgd", dtype="mixed_float16")
+    wide = recorded(model, X * 1e5, Y, policy=polyamp.policy("float32"))
+    assert "float16" in {one.format for one in wide.observations if one.name == "matmul"}
+    assert all(one.spread.is_finite for one in wide.observations)
+    real = recorded(model, X * 1e5, Y, policy=polyamp.policy("float32"), widened=False)
+    assert not all(one.spread.is_finite for one in real.observations)
+
+
+def test_probe_and_diagnose_take_a_model() -> None:
+    model = model_with(wrapped(init=2.0**40, max=2.0**60))
+    assert polyamp.probe(model, X, Y).window is not None
+    assert polyamp.diagnose(model, X, Y).kind == "scale"
+
+
+def test_a_function_is_recorded_by_the_backend() -> None:
+    if BACKEND == "jax":
+        recording = record(lambda p, x: (x @ p["w"]).mean(), ({"w": X.T}, X), {}, F16, widened=True)
+    else:
+        weight = keras.Variable(X.T, name="w")
+        data = keras.ops.convert_to_tensor(X)
+        recording = record(lambda x: keras.ops.mean(keras.ops.matmul(x, weight)), (data,), {}, F16, widened=True)
+    assert sum(one.kind == PARAMETER for one in recording.observations) == 1
+
+
+@pytest.mark.parametrize(
+    ("make", "args", "what"),
+    [
+        (model_with, (), "takes a batch"),
+        (lambda: keras.Sequential([layers.Dense(2)]), (X, Y), "no variables yet"),
+        (lambda: keras.Sequential([keras.Input((8,)), layers.Dense(2)]), (X, Y), "no loss"),
+    ],
+)
+def test_models_that_cannot_be_recorded(make: Any, args: Any, what: str) -> None:
+    with pytest.raises(polyamp.PolyampError, match=what):
+        record(make(), args, {}, F16, widened=True)
+
+
+# Facts.
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "state"),
+    [
+        ("sgd", "plain"),
+        (lambda: wrapped(), "wrapped"),
+        (lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD()), "native scaler"),
+        (lambda: keras.optimizers.LossScaleOptimizer(wrapped()), "wrapped twice"),
+        (lambda: keras.optimizers.SGD(loss_scale_factor=4.0), "native scaler"),
+    ],
+)
+def test_facts_of_a_model(optimizer: Any, state: str) -> None:
+    model = model_with(optimizer() if callable(optimizer) else optimizer, dtype="mixed_float16")
+    found = polyamp.registry.adapter_named("keras").facts(model, (), {}, F16, None)
+    assert found.optimizer == state
+    assert [name.rpartition("/")[2] for name, _ in found.layer_policies] == ["first", "head"]
+    assert found.low_parameters == ()
+
+
+def test_facts_of_a_step() -> None:
+    found = polyamp.registry.adapter_named("keras").facts(model_with(), (X, Y), {}, F16, None)
+    assert {"m": 6, "n": 8, "k": 8} in [dict(one.sizes) for one in found.products]
+    assert [(one.classes, one.rows) for one in found.losses] == [(3, 6)]
+
+
+@pytest.mark.skipif(BACKEND == "torch", reason="torch.fx does not see through Keras' layers")
+def test_explain_takes_a_model() -> None:
+    plan = polyamp.registry.adapter_named("keras").explain(model_with(), (X, Y), {}, F16)
+    assert sum(one.name == "matmul" for one in plan.operations) >= 2
+
+
+# The callback.
+
+
+def test_health_goes_to_hooks_and_logs() -> None:
+    model, seen = model_with(wrapped()), list[Health]()
+    history = model.fit(
+        np.tile(X, (4, 1)), np.tile(Y, 4), 6, epochs=2, verbose=0, callbacks=[HealthCallback(3, [seen.append])]
+    )
+    assert [one.steps for one in seen] == [3, 4, 6, 8]
+    assert history.history["loss_scale"] == [seen[1].scale, seen[3].scale]
+    assert history.history["skipped"] == [seen[1].skipped, seen[3].skipped]
+
+
+def test_a_look_is_taken_once() -> None:
+    seen: list[Health] = []
+    model_with(wrapped()).fit(X, Y, 3, verbose=0, callbacks=[HealthCallback(2, [seen.append])])
+    assert [one.steps for one in seen] == [2]
+
+
+@pytest.mark.skipif(BACKEND == "torch", reason="in eager code a loss that is not finite is an error at once")
+def test_skips_in_a_row_are_judged_once() -> None:
+    model, verdicts = model_with(wrapped(init=2.0**8), dtype="mixed_float16"), list[Verdict]()
+    callback = HealthCallback(2, [lambda found: None], batch=(X * 1e6, Y), on_verdict=verdicts.append)
+    model.fit(np.tile(X * 1e6, (4, 1)), np.tile(Y, 4), 3, epochs=2, verbose=0, callbacks=[callback])
+    assert [one.kind for one in verdicts] == ["forward"]
+
+
+def test_a_plain_optimizer_is_refused() -> None:
+    with pytest.raises(polyamp.PolyampError, match="loss scale"):
+        model_with("sgd").fit(X, Y, verbose=0, callbacks=[HealthCallback()])
+
+
+@pytest.mark.parametrize("options", [{"every": 0}, {"every": "x"}, {"hooks": [1]}, {"batch": 3}])
+def test_bad_settings_are_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(polyamp.PolyampError):
+        HealthCallback(**options)

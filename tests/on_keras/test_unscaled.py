@@ -1,0 +1,195 @@
+"""``get_scaled_loss`` and ``get_unscaled_gradients``, which guides teach since Keras 2: nothing is divided twice."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+from keras import ops
+
+import polyamp
+from polyamp import LossScale
+from polyamp.backends.keras import LossScaledOptimizer
+from support.harness_keras import to_numpy
+
+# Keras 3.15 calls __array__ as NumPy 1 did.
+pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+
+Change = Callable[[Any], Any]
+CHANGES: dict[str, Change] = {
+    "as it is": lambda grad: grad,
+    "clipped": lambda grad: ops.clip(grad, -100.0, 100.0),
+    "times one": lambda grad: grad * 1.0,
+}
+
+
+def optimizer(**options: Any) -> tuple[keras.Variable, LossScaledOptimizer]:
+    weight, opt = keras.Variable([0.0]), LossScaledOptimizer(keras.optimizers.SGD(1.0), LossScale(init=8.0), **options)
+    opt.build([weight])
+    return weight, opt
+
+
+def apply_compiled(opt: LossScaledOptimizer, weight: keras.Variable, grad: Any, how: Callable[[Any], Any]) -> None:
+    """One step of ``how``, which takes scaled gradients to those that are applied, in a compiled function."""
+    if keras.backend.backend() == "tensorflow":
+        import tensorflow as tf
+
+        step = tf.function(lambda grad: opt.apply_gradients([(how(grad), weight)]), autograph=False)
+        step(grad)
+    elif keras.backend.backend() == "jax":
+        import jax
+
+        @jax.jit
+        def stateless(state: Any, params: Any, grad: Any) -> Any:
+            with keras.StatelessScope(state_mapping=zip(opt.variables, state, strict=True)):
+                chosen = how(grad)
+            return opt.stateless_apply(state, [chosen], params)
+
+        (new,), state = stateless([v.value for v in opt.variables], [weight.value], grad)
+        for variable, value in zip([weight, *opt.variables], [new, *state], strict=True):
+            variable.assign(value)
+    else:
+        opt.apply_gradients([(how(grad), weight)])  # torch runs what Keras runs
+
+
+def apply_eagerly(opt: LossScaledOptimizer, weight: keras.Variable, grad: Any, how: Callable[[Any], Any]) -> None:
+    opt.apply_gradients([(how(grad), weight)])
+
+
+APPLY = pytest.mark.parametrize("apply", [apply_eagerly, apply_compiled])
+
+
+def test_the_loss_is_scaled_also_where_it_is_a_function() -> None:
+    _, opt = optimizer()
+    assert float(opt.get_scaled_loss(ops.array(2.0))) == 16.0
+    assert float(opt.get_scaled_loss(lambda: ops.array(2.0))()) == 16.0
+
+
+@APPLY
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_it_gave_is_not_divided_again(apply: Any, change: str) -> None:
+    weight, opt = optimizer()
+    for step in (1, 2, 3):
+        apply(opt, weight, ops.array([16.0]), lambda grad: CHANGES[change](opt.get_unscaled_gradients([grad])[0]))
+        assert to_numpy(weight).tolist() == [-2.0 * step]
+    apply(opt, weight, ops.array([16.0]), lambda grad: grad)  # the old way and the plain one, side by side
+    assert to_numpy(weight).tolist() == [-8.0]
+
+
+@APPLY
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("value", [np.inf, -np.inf])
+def test_an_overflow_skips_the_step_also_where_clipping_hides_it(apply: Any, change: str, value: float) -> None:
+    weight, opt = optimizer()
+    apply(opt, weight, ops.array([value]), lambda grad: CHANGES[change](opt.get_unscaled_gradients([grad])[0]))
+    assert (to_numpy(weight).tolist(), opt.last_step.applied, opt.loss_scale) == ([0.0], False, 4.0)
+    apply(opt, weight, ops.array([8.0]), lambda grad: CHANGES[change](opt.get_unscaled_gradients([grad])[0]))
+    assert to_numpy(weight).tolist() == [-2.0]
+
+
+@APPLY
+def test_a_look_at_gradients_leaves_the_scaled_ones_scaled(apply: Any) -> None:
+    weight, opt = optimizer()
+
+    def look(grad: Any) -> Any:
+        opt.get_unscaled_gradients([grad])
+        return grad
+
+    for _ in range(2):
+        apply(opt, weight, ops.array([16.0]), look)
+    assert to_numpy(weight).tolist() == [-4.0]
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+@pytest.mark.parametrize("change", CHANGES)
+def test_two_parts_unscaled_together_are_applied_one_by_one(order: tuple[int, int], change: str) -> None:
+    parts = [keras.Variable([0.0]), keras.Variable([0.0, 0.0])]
+    opt = LossScaledOptimizer(keras.optimizers.SGD(1.0), 8.0)
+    opt.build(parts)
+    grads = [opt.get_unscaled_gradients([8.0 * ops.ones(part.shape)])[0] for part in parts]
+    for index in order:
+        opt.apply([CHANGES[change](grads[index])], [parts[index]])
+    assert [to_numpy(part).tolist() for part in parts] == [[-1.0], [-1.0, -1.0]]
+
+
+def test_micro_steps_are_unscaled_one_by_one_and_applied_as_their_sum() -> None:
+    weight, opt = optimizer()
+    for _ in range(12):
+        opt.apply([sum(opt.get_unscaled_gradients([ops.array([8.0])])[0] for _ in range(3))])
+    assert to_numpy(weight).tolist() == [-36.0]
+
+
+def test_of_several_calls_each_is_claimed_by_its_own_results() -> None:
+    parts = [keras.Variable([0.0, 0.0]) for _ in range(3)]
+    opt = LossScaledOptimizer(keras.optimizers.SGD(1.0), 8.0)
+    opt.build(parts)
+    scaled = [ops.array([8.0, value]) for value in (8.0, np.inf, 16.0)]
+    plain = [opt.get_unscaled_gradients([grad])[0] for grad in scaled]
+    for index in (1, 2, 0):
+        opt.apply([plain[index]], [parts[index]])
+    assert [to_numpy(part).tolist() for part in parts] == [[-1.0, -1.0], [0.0, 0.0], [-1.0, -2.0]]
+
+
+def test_the_norm_is_limited_after_it() -> None:
+    weight, opt = optimizer(max_grad_norm=0.5)
+    opt.apply(opt.get_unscaled_gradients([ops.array([16.0])]))
+    assert to_numpy(weight).tolist() == [-0.5]
+
+
+def test_missing_gradients_stay_missing() -> None:
+    _, opt = optimizer()
+    assert opt.get_unscaled_gradients([None]) == [None]
+    assert opt.get_unscaled_gradients([None, ops.array([8.0])])[0] is None
+
+
+def test_gradients_of_16_bits_come_in_float32() -> None:
+    opt = LossScaledOptimizer(keras.optimizers.SGD(), LossScale.fixed(2.0**16))
+    (grad,) = opt.get_unscaled_gradients([ops.array([2.0**-14], "float16")])
+    assert to_numpy(grad).tolist() == [2.0**-30]
+
+
+def test_without_a_loss_scale_gradients_pass_through() -> None:
+    weight, opt = keras.Variable([0.0]), LossScaledOptimizer(keras.optimizers.SGD(1.0), LossScale.none())
+    grad = ops.array([2.0])
+    assert opt.get_unscaled_gradients([grad])[0] is grad
+    opt.apply([grad], [weight])
+    assert to_numpy(weight).tolist() == [-2.0]
+
+
+def test_scaled_gradients_beside_unscaled_ones_are_refused() -> None:
+    parts = [keras.Variable([0.0]), keras.Variable([0.0])]
+    opt = LossScaledOptimizer(keras.optimizers.SGD(1.0), 8.0)
+    scaled = [ops.array([8.0]), ops.array([8.0])]
+    plain = opt.get_unscaled_gradients(scaled)
+    with pytest.raises(polyamp.UsageError, match="some of the gradients are scaled"):
+        opt.apply([plain[0], scaled[1]], parts)
+    assert [to_numpy(part).tolist() for part in parts] == [[0.0], [0.0]]
+
+
+def test_values_of_float8_layers_are_refused() -> None:
+    weight, opt = optimizer()
+    weight.overwrite_with_gradient = True
+    with pytest.raises(polyamp.UnsupportedError, match="float8"):
+        opt.apply(opt.get_unscaled_gradients([ops.array([8.0])]))
+
+
+@pytest.mark.skipif(keras.backend.backend() == "torch", reason="one place: nothing is compiled")
+def test_gradients_that_were_unscaled_in_another_place_are_refused_once() -> None:
+    weight, opt = optimizer()
+    grad = opt.get_unscaled_gradients([ops.array([8.0])])[0]
+    with pytest.raises(polyamp.UsageError, match="called elsewhere"):
+        apply_compiled(opt, weight, grad, lambda grad: grad)
+    apply_compiled(opt, weight, ops.array([8.0]), lambda grad: grad)
+    assert to_numpy(weight).tolist() == [-1.0]
+
+
+def test_calls_that_lead_nowhere_do_not_pile_up() -> None:
+    _, opt = optimizer()
+    for _ in range(100):
+        opt.get_unscaled_gradients([ops.ones(1)])
+    gc.collect()
+    assert len(opt._unscaled._calls) <= 16

@@ -1,0 +1,14 @@
+"""The TensorFlow adapter passes the suite that every adapter passes."""
+
+from __future__ import annotations
+
+import pytest
+
+from polyamp.testing import Conformance
+from support.harness_tensorflow import TensorFlowHarness
+
+
+class TestTensorFlow(Conformance):
+    @pytest.fixture
+    def harness(self) -> TensorFlowHarness:
+        return TensorFlowHarness()

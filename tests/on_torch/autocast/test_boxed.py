@@ -1,0 +1,317 @@
+"""The compiled kernels of autocast do what those do that are written in Python, for every operator and every class.
+
+What both have to do is asked by the other tests of autocast, which run with ``POLYAMP_EXTENSION=off`` and ``require``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._subclasses import FakeTensor, FakeTensorMode
+from torch.nn import functional
+from torch.testing._internal.common_methods_invocations import op_db
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import polyamp
+from polyamp.backends.torch.ambient import boxed, overrides, regions
+from polyamp.backends.torch.ambient.native_lists import registered
+from polyamp.backends.torch.ambient.regions import Region
+from polyamp.backends.torch.ambient.weights import cast_weight
+from polyamp.backends.torch.unstable import AutocastKey, is_composite, schema_arguments
+from polyamp.operations import CLASSES
+from support.harness_torch import casts_of
+
+pytestmark = pytest.mark.skipif(
+    os.environ.get("POLYAMP_EXTENSION") != "require", reason="asks the compiled kernels: POLYAMP_EXTENSION=require"
+)
+
+KEY = AutocastKey("cpu")
+LOWER = polyamp.policy("mixed_bfloat16", rules={"softmax": "lower", "layer_norm": "lower"})
+X = torch.arange(16.0).reshape(4, 4) / 16
+
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+Samples = dict[str, list[Call]]
+
+
+def test_the_compiled_kernels_are_in_use() -> None:
+    with polyamp.autocast(LOWER):
+        pass
+    assert isinstance(boxed.kernels(), boxed.Kernels)
+    for name in ("aten::softmax.int", "aten::layer_norm", "aten::add_.Tensor", "aten::_foreach_add_.Scalar"):
+        said = torch._C._dispatch_dump(name)
+        assert f"{KEY.name}: registered at " in said
+        assert "autocast.cpp" in said.partition(f"{KEY.name}:")[2].partition("\n")[0]
+
+
+# Every operator that rules can reach, called as PyTorch's own samples call it.
+
+
+@pytest.fixture(scope="module")
+def samples() -> Samples:
+    """Calls of overridable operators; those that no sample of PyTorch's reaches get arguments that are made up.
+
+    The latter are fake: most are refused, and real kernels might not look at them before.
+    """
+    found: Samples = {}
+    with polyamp.autocast(polyamp.policy("mixed_bfloat16", rules={"*": "full"})):
+        pass  # from here on ours are registered for all of them
+    recorder = torch.library.Library("aten", "IMPL")
+    try:
+        for name in overrides.operators_of("*"):
+            recorder.impl(name, recording(name, found), KEY.name, with_keyset=True)
+        with torch.autocast("cpu", torch.bfloat16):
+            for info in op_db:
+                run_samples(info)
+    finally:
+        recorder._destroy()
+    assert len(found) > 400
+    del found["aten::empty_like"]  # whose result is any
+    with FakeTensorMode():
+        for name in overrides.operators_of("*"):
+            if name not in found and name != "aten::empty_like":
+                found[name] = made_up(name)
+    return found
+
+
+def recording(name: str, found: Samples) -> Any:
+    op, composite = overrides._overload(name), is_composite(name)
+
+    def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        calls = found.setdefault(name, [])
+        if len(calls) < 2:
+            calls.append((args, kwargs))
+        if composite and not any(isinstance(value, int | float) for value in args):
+            return op.redispatch(keyset & KEY.below, *args, **kwargs)  # what it consists of is recorded too
+        with KEY.excluded():
+            return op(*args, **kwargs)
+
+    return kernel
+
+
+def run_samples(info: Any) -> None:
+    torch.manual_seed(0)
+    if torch.float32 not in info.supported_dtypes("cpu") or info.name.startswith("jiterator"):
+        return
+    for sample in itertools.islice(info.sample_inputs_func(info, "cpu", torch.float32, False), 4):
+        for variant in (info.op, *(alias.op for alias in info.aliases)):
+            with contextlib.suppress(RuntimeError, TypeError, ValueError, NotImplementedError):
+                variant(sample.input, *sample.args, **sample.kwargs)
+
+
+MADE_UP = {
+    "Tensor": lambda: torch.rand(2, 4, 4, 4),
+    "List[Tensor]": lambda: [torch.rand(4, 4), torch.rand(4, 4)],
+    "List[Optional[Tensor]]": lambda: [torch.tensor([0, 1])],
+    "int": lambda: 1,
+    "float": lambda: 0.5,
+    "bool": lambda: False,
+    "number": lambda: 2,
+    "List[int]": lambda: [1, 1],
+    "List[float]": lambda: [1.0, 1.0],
+    "str": lambda: "fro",
+}
+
+
+def made_up(name: str) -> list[Call]:
+    """Arguments of the right types; none where there are other types."""
+    arguments = [one for one in schema_arguments(overrides._overload(name)) if not one.has_default_value()]
+    if any(str(one.type) not in MADE_UP and "Optional" not in str(one.type) for one in arguments):
+        return []
+    values = [(one, MADE_UP.get(str(one.type), lambda: None)()) for one in arguments]
+    args = tuple(value for one, value in values if not one.kwarg_only)
+    return [(args, {one.name: value for one, value in values if one.kwarg_only})]
+
+
+class Seen(TorchDispatchMode):
+    """What reaches the kernels behind autocast: operators, and the types of the tensors that they get."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[str, list[torch.dtype]]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        leaves = torch.utils._pytree.tree_leaves((args, kwargs or {}))
+        if str(func) != "prim.device.default":  # fake tensors are asked by this
+            self.calls.append((str(func), [leaf.dtype for leaf in leaves if isinstance(leaf, Tensor)]))
+        return func(*args, **(kwargs or {}))
+
+
+def outcome(run: Any, call: Call) -> Any:
+    """The operators that ran, and the result as comparable data, or what kind of exception there was."""
+    args, kwargs = call
+    torch.manual_seed(0)
+    with Seen() as seen:
+        try:
+            result = run(*args, **kwargs)
+        except Exception as error:
+            return seen.calls, type(error)
+    with KEY.excluded():
+        return seen.calls, [bits(leaf) for leaf in torch.utils._pytree.tree_leaves(result)]
+
+
+def bits(leaf: Any) -> Any:
+    if not isinstance(leaf, Tensor) or leaf.layout != torch.strided or not leaf.numel() or isinstance(leaf, FakeTensor):
+        return repr(leaf)
+    flat = leaf.detach().clone(memory_format=torch.contiguous_format).flatten()
+    return leaf.dtype, leaf.shape, flat.view(torch.uint8).numpy().tobytes()
+
+
+TYPES = {
+    "float32": [torch.float32],
+    "bfloat16": [torch.bfloat16],
+    "mixed": [torch.float16, torch.float32, torch.bfloat16],
+}
+
+
+def of_types(call: Call, name: str) -> Call:
+    """The same call with copies of its tensors, whose floating ones have the types in turn."""
+    turns = itertools.cycle(TYPES[name])
+
+    def copy(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        return leaf.detach().to(next(turns)) if leaf.dtype == torch.float32 else leaf.detach().clone()
+
+    with KEY.excluded():
+        return torch.utils._pytree.tree_map(copy, call)
+
+
+def differing(samples: Samples, types: str, expected: Callable[[str], Any]) -> list[str]:
+    """The operators that do anything else than what is ``expected`` of them, which is None where nothing is."""
+    found = []
+    for name, calls in samples.items():
+        op, other = overrides._overload(name), expected(name)
+        for call in calls if other is not None else ():
+            ours, theirs = outcome(op, of_types(call, types)), outcome(other, of_types(call, types))
+            if ours != theirs:
+                found.append(f"{name}: {ours[0]}, not {theirs[0]}")
+    return found
+
+
+@pytest.mark.parametrize("types", TYPES)
+@pytest.mark.parametrize("op_class", CLASSES)
+@pytest.mark.filterwarnings("ignore")
+def test_every_operator_does_what_the_kernels_in_python_do(samples: Samples, op_class: str, types: str) -> None:
+    policy = polyamp.policy("mixed_bfloat16", rules={"*": op_class})
+    region = Region(torch.bfloat16, policy.rules[:1])
+
+    def in_python(name: str) -> Any:
+        behaviour = overrides._behaviour(name, region, "cpu")
+        if behaviour is None:
+            return None
+        run = behaviour(overrides._overload(name), overrides.class_name(name), "cpu", torch.bfloat16)
+        return lambda *args, **kwargs: excluded(run, args, kwargs)
+
+    with polyamp.autocast(policy):
+        assert differing(samples, types, in_python) == []
+
+
+def excluded(run: Any, *args: Any) -> Any:
+    with KEY.excluded():
+        return run(*args)
+
+
+@pytest.mark.parametrize("types", TYPES)
+@pytest.mark.filterwarnings("ignore")
+def test_where_no_rule_is_about_them_operators_run_natively(samples: Samples, types: str) -> None:
+    """Those that native autocast does not list: the others run in its own kernels, which ours call."""
+
+    def natively(name: str) -> Any:
+        return None if name in registered("cpu") else lambda *args, **kwargs: passed_by(name, *args, **kwargs)
+
+    with torch.autocast("cpu", torch.bfloat16):
+        assert differing(samples, types, natively) == []
+
+
+def passed_by(name: str, *args: Any, **kwargs: Any) -> Any:
+    passing = torch.library.Library("aten", "IMPL")
+    passing.impl(name, torch.library.fallthrough_kernel, KEY.name)
+    try:
+        return overrides._overload(name)(*args, **kwargs)
+    finally:
+        passing._destroy()
+
+
+# Casts of weights.
+
+
+@pytest.mark.parametrize(
+    "transform", [torch.func.grad, torch.func.jacrev, torch.func.vmap], ids=lambda one: one.__name__
+)
+def test_updates_by_a_number_run_under_transforms(transform: Any) -> None:
+    """Where a kernel in Python is asked for the number, PyTorch looks for the memory of a tensor that has none."""
+
+    def updated(x: Tensor) -> Tensor:
+        return (x * 1.0).add_(1).sum()
+
+    with polyamp.autocast(LOWER):
+        inside = transform(updated)(X)
+    assert torch.equal(inside, transform(updated)(X))
+
+
+def test_casts_are_the_threads_that_made_them() -> None:
+    weight, other = nn.Parameter(torch.ones(4)), []
+
+    def run() -> Tensor:
+        return functional.layer_norm(X, (4,), weight)
+
+    def elsewhere() -> None:
+        with polyamp.autocast(LOWER):
+            other.append(casts_of(run))
+
+    with polyamp.autocast(LOWER):
+        first = casts_of(run)
+        thread = threading.Thread(target=elsewhere)
+        thread.start()
+        thread.join()
+        assert casts_of(run) == first - 1
+    assert other == [first]
+
+
+def test_a_thread_may_end_inside_a_region() -> None:
+    with polyamp.autocast(LOWER):
+        region = regions.current()
+
+    def run() -> None:
+        torch.autocast("cpu", torch.bfloat16).__enter__()
+        regions.enter(region)
+        functional.layer_norm(X, (4,), nn.Parameter(torch.ones(4)))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    with polyamp.autocast(LOWER):
+        assert torch.softmax(X, -1).dtype == torch.bfloat16
+
+
+def test_casts_that_are_made_while_a_graph_is_captured_are_not_kept() -> None:
+    weight = nn.Parameter(torch.ones(4))
+    with polyamp.autocast(LOWER):
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            assert isinstance(functional.layer_norm(torch.ones(4, 4), (4,), weight), FakeTensor)
+        assert not isinstance(functional.layer_norm(X, (4,), weight), FakeTensor)
+
+
+def test_an_update_drops_the_casts_that_kernels_in_python_keep() -> None:
+    """Through ``.data`` a weight changes without a new version."""
+    weight = nn.Parameter(torch.ones(4))
+    with polyamp.autocast(LOWER):
+        before = cast_weight(weight, torch.bfloat16)
+        assert cast_weight(weight, torch.bfloat16) is before
+        weight.data.add_(1)
+        assert torch.equal(cast_weight(weight, torch.bfloat16), torch.full((4,), 2.0).bfloat16())
+
+
+def test_an_operator_that_is_not_there_is_named() -> None:
+    kernels = boxed.kernels()
+    assert kernels is not None
+    with pytest.raises(polyamp.errors.ExtensionError, match=r"aten::never_[\s\S]*Could not find schema"):
+        kernels.watch("aten::never_", "cpu")

@@ -1,0 +1,365 @@
+"""Rewritten modules: values and gradients beside float32 and native autocast, training, modes, sizes, shared state."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor, nn
+
+import polyamp
+from polyamp.backends.torch.dtypes import dtype_of
+from polyamp.backends.torch.graphs.rewrite import Rewritten, rewrite
+from support.torch_cases import GPT, MODELS, ConvNet, case, mlp
+
+POLICIES = {"mixed_bfloat16": 2.0**-8, "mixed_float16": 2.0**-11}  # and the rounding error of their formats
+
+
+def total(results: Any) -> Tensor:
+    """A number that hangs on every floating result."""
+    floating = [leaf for leaf in pytree.tree_leaves(results) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+    return torch.stack(
+        [(leaf.float() * torch.linspace(0.5, 1.5, leaf.numel()).view(leaf.shape)).mean() for leaf in floating]
+    ).sum()
+
+
+def run(fn: Callable[..., Any], model: nn.Module, args: tuple[Any, ...]) -> tuple[list[Tensor], list[Tensor]]:
+    model.zero_grad()
+    torch.manual_seed(1)
+    results = fn(*args)
+    total(results).backward()
+    gradients = [param.grad.clone() for param in model.parameters() if param.grad is not None]
+    return [leaf.detach().float() for leaf in pytree.tree_leaves(results) if isinstance(leaf, Tensor)], gradients
+
+
+def error(ours: list[Tensor], theirs: list[Tensor]) -> float:
+    """Norm of the difference over the norm."""
+    one, other = (torch.cat([tensor.flatten().double() for tensor in tensors]) for tensors in (ours, theirs))
+    return float((one - other).norm() / other.norm())
+
+
+@functools.cache
+def made(name: str, policy: str = "mixed_bfloat16") -> tuple[nn.Module, tuple[Any, ...], Rewritten]:
+    """A model, its arguments and what it becomes; shared by tests that change neither."""
+    model, args = case(name)
+    return model, args, rewrite(model, *args, policy=policy)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("name", MODELS)
+def test_values_and_gradients_are_those_of_float32_to_a_few_roundings(name: str, policy: str) -> None:
+    model, args, rewritten = made(name, policy)
+    exact, exact_gradients = run(model, model, args)
+    values, gradients = run(rewritten, model, args)
+    assert 0 < error(values, exact) < 4 * POLICIES[policy]
+    assert 0 < error(gradients, exact_gradients) < 16 * POLICIES[policy]
+    assert (
+        [one.dtype for one in gradients] == [one.dtype for one in exact_gradients] == [torch.float32] * len(gradients)
+    )
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("name", ["mlp", "conv", "block", "gpt"])
+def test_gradients_are_about_as_exact_as_those_of_native_autocast(name: str, policy: str) -> None:
+    model, args, rewritten = made(name, policy)
+    _, exact = run(model, model, args)
+    _, ours = run(rewritten, model, args)
+    with torch.autocast("cpu", dtype=dtype_of(polyamp.policy(policy).compute)):
+        _, native = run(model, model, args)
+    assert error(ours, exact) < 2.5 * error(native, exact)
+
+
+@pytest.mark.parametrize("name", ["mlp", "conv", "lstm", "block"])
+def test_a_float32_policy_changes_no_bit(name: str) -> None:
+    model, args = case(name)
+    model.eval()
+    rewritten = rewrite(model, *args, policy="float32")
+    for ours, theirs in zip(pytree.tree_leaves(rewritten(*args)), pytree.tree_leaves(model(*args)), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_results_have_the_dtypes_and_the_structure_that_the_module_gives(name: str) -> None:
+    model, args, rewritten = made(name)
+    (ours, spec), (theirs, original_spec) = pytree.tree_flatten(rewritten(*args)), pytree.tree_flatten(model(*args))
+    assert spec == original_spec
+    assert [leaf.dtype for leaf in ours] == [leaf.dtype for leaf in theirs]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_parameters_buffers_and_their_names_are_the_originals(name: str) -> None:
+    model, _, rewritten = made(name)
+    assert isinstance(rewritten, torch.fx.GraphModule)
+    for ours, theirs in (
+        (rewritten.named_parameters(), model.named_parameters()),
+        (rewritten.named_buffers(), model.named_buffers()),
+    ):
+        assert [(name, id(tensor)) for name, tensor in ours] == [(name, id(tensor)) for name, tensor in theirs]
+    assert list(rewritten.state_dict()) == list(model.state_dict())
+
+
+def trained(model: nn.Module, fn: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Tensor, list[Tensor]]:
+    """Losses of 20 steps, and how far each parameter went."""
+    start = [param.detach().clone() for param in model.parameters()]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    losses = []
+    for _ in range(20):
+        optimizer.zero_grad()
+        loss = total(fn(*args))
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return torch.tensor(losses), [param.detach() - old for param, old in zip(model.parameters(), start, strict=True)]
+
+
+@pytest.mark.parametrize("name", ["mlp", "conv", "gpt"])
+def test_training_goes_the_way_of_float32(name: str) -> None:
+    model, args = case(name)
+    twin = copy.deepcopy(model)
+    exact, exact_way = trained(twin, twin, args)
+    ours, way = trained(model, rewrite(model, *args, policy="mixed_bfloat16"), args)
+    assert exact[-1] < exact[0] - 0.5
+    torch.testing.assert_close(ours, exact, rtol=0.03, atol=0.01)
+    assert error(way, exact_way) < 0.1
+
+
+def test_a_wrapped_optimizer_trains_it_with_a_loss_scale() -> None:
+    model, args = case("gpt")
+    rewritten = rewrite(model, *args, policy="mixed_float16")
+    optimizer = polyamp.wrap_optimizer(torch.optim.AdamW(rewritten.parameters(), lr=1e-2), "mixed_float16")
+    losses = []
+    for _ in range(10):
+        loss = rewritten(*args)
+        optimizer.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < 0.8 * losses[0]
+    assert optimizer.last_step.applied
+
+
+def test_batch_statistics_are_updated_once_a_call() -> None:
+    model, args = case("conv")
+    twin = copy.deepcopy(model)
+    rewritten = rewrite(model, *args, policy="mixed_bfloat16")
+    assert model.norm.num_batches_tracked == 0
+    twin(*args)
+    rewritten(*args)
+    assert model.norm.num_batches_tracked == 1
+    torch.testing.assert_close(model.norm.running_mean, twin.norm.running_mean, rtol=0.02, atol=1e-3)
+    assert model.norm.running_var.dtype == torch.float32
+
+
+# --- modes ------------------------------------------------------------------------------------------------------------
+
+
+def test_train_and_eval_set_the_original_and_get_graphs_of_their_own() -> None:
+    model = ConvNet(dropout=0.5)
+    x = torch.randn(8, 3, 8, 8)
+    rewritten = rewrite(model, x, policy="mixed_bfloat16")
+    assert not torch.equal(rewritten(x), rewritten(x))
+    rewritten.eval()
+    assert not model.training
+    assert not model.norm.training
+    assert torch.equal(rewritten(x), rewritten(x))
+    assert model.norm.num_batches_tracked == 2
+    rewritten.train()
+    rewritten(x)
+    assert model.norm.num_batches_tracked == 3
+    assert len(rewritten.programs) == 2
+
+
+def test_the_mode_of_a_part_is_seen_when_it_changes() -> None:
+    """A frozen batch norm, as users have it."""
+    model = ConvNet()
+    x = torch.randn(4, 3, 8, 8)
+    rewritten = rewrite(model, x, policy="mixed_bfloat16")
+    model.norm.eval()
+    rewritten(x)
+    assert model.norm.num_batches_tracked == 0
+
+
+def test_no_grad_is_left_as_it_was() -> None:
+    layer = nn.Linear(4, 4)
+
+    def fn(x: Tensor) -> Tensor:
+        with torch.no_grad():
+            target = layer(x)
+        return layer(x) - target
+
+    x = torch.ones(2, 4)
+    rewritten = rewrite(fn, x, policy="mixed_bfloat16")
+    with torch.no_grad():
+        assert not rewritten(x).requires_grad
+        assert not torch.is_grad_enabled()
+    rewritten(x).sum().backward()
+    assert torch.equal(layer.bias.grad, torch.full((4,), 2.0))
+
+
+# --- arguments --------------------------------------------------------------------------------------------------------
+
+
+def test_batch_and_length_may_change() -> None:
+    model, _ = case("gpt")
+    rewritten = rewrite(model, torch.randint(0, 32, (3, 7)), policy="mixed_bfloat16")
+    for batch, length in [(2, 9), (5, 4), (3, 7), (8, 2)]:
+        tokens = torch.randint(0, 32, (batch, length))
+        torch.testing.assert_close(rewritten(tokens), model(tokens), rtol=0.05, atol=0.05)
+    assert len(rewritten.programs) == 1
+
+
+def test_a_size_for_which_the_code_goes_another_way_gets_a_graph_of_its_own() -> None:
+    def fn(x: Tensor) -> Tensor:
+        return x @ x.T if x.shape[0] > 3 else x * 0
+
+    rewritten = rewrite(fn, torch.ones(4, 2), policy="mixed_bfloat16")
+    assert rewritten(torch.ones(5, 2)).shape == (5, 5)
+    assert rewritten(torch.ones(3, 2)).shape == (3, 2)
+    assert rewritten(torch.ones(1, 2)).shape == (1, 2)
+    assert len(rewritten.programs) == 3
+
+
+def test_keyword_arguments_and_trees_come_in_and_go_out() -> None:
+    def fn(pair: dict[str, Any], *, scale: float, bias: Tensor | None = None) -> dict[str, Any]:
+        y = pair["x"] @ pair["more"][0] * scale
+        return {"y": y if bias is None else y + bias, "rest": (pair["more"][1], scale, None)}
+
+    pair = {"x": torch.ones(2, 3), "more": [torch.ones(3, 2), "name"]}
+    rewritten = rewrite(fn, pair, scale=2.0, policy="mixed_bfloat16")
+    assert rewritten(pair, scale=2.0)["rest"] == ("name", 2.0, None)
+    assert torch.equal(rewritten(pair, scale=2.0)["y"], torch.full((2, 2), 6.0))
+    assert torch.equal(rewritten(pair, scale=3.0)["y"], torch.full((2, 2), 9.0))
+    assert torch.equal(rewritten(pair, scale=2.0, bias=torch.ones(2))["y"], torch.full((2, 2), 7.0))
+
+
+def test_a_call_without_examples_captures() -> None:
+    model = mlp()
+    rewritten = polyamp.rewrite(model, policy="mixed_bfloat16")
+    with pytest.raises(polyamp.PolyampError, match="not traced yet"):
+        _ = rewritten.plan
+    assert rewritten(torch.ones(2, 8)).shape == (2, 4)
+    assert "bfloat16" in rewritten.plan.totals["by_format"]
+
+
+def test_the_verb_and_a_method_of_a_module() -> None:
+    model, args = case("gpt")
+    assert isinstance(polyamp.rewrite(model, *args, policy="mixed_bfloat16"), Rewritten)
+    layer = polyamp.rewrite(model.layers[0].forward, torch.randn(2, 3, 16), policy="mixed_bfloat16")
+    assert next(name for name, _ in layer.named_parameters()) == "norm.weight"
+
+
+def test_the_policy_is_bound_when_it_is_rewritten() -> None:
+    with polyamp.policy("mixed_bfloat16"):
+        rewritten = rewrite(mlp())
+    with polyamp.policy("mixed_float16"):
+        rewritten(torch.ones(2, 8))
+    assert rewritten.plan.policy == "mixed_bfloat16"
+
+
+def test_inputs_get_gradients() -> None:
+    x = torch.ones(2, 8, requires_grad=True)
+    model = mlp()
+    rewrite(model, x, policy="mixed_bfloat16")(x).sum().backward()
+    assert x.grad is not None
+    assert x.grad.dtype == torch.float32
+
+
+def test_the_graph_may_be_edited() -> None:
+    rewritten = rewrite(lambda x: x @ x, torch.ones(2, 2), policy="mixed_bfloat16")
+    (product,) = (node for node in rewritten.graph.nodes if "matmul" in str(node.target))
+    with rewritten.graph.inserting_after(product):
+        negative = rewritten.graph.call_function(torch.neg, (product,))
+    product.replace_all_uses_with(negative)
+    negative.args = (product,)
+    rewritten.recompile()
+    assert torch.equal(rewritten(torch.ones(2, 2)), torch.full((2, 2), -2.0))
+
+
+def test_a_copy_trains_a_copy() -> None:
+    model, args = case("mlp")
+    rewritten = rewrite(model, *args, policy="mixed_bfloat16")
+    twin = copy.deepcopy(rewritten)
+    assert list(twin.state_dict()) == list(rewritten.state_dict())
+    assert torch.equal(twin(*args), rewritten(*args))
+    twin(*args).sum().backward()
+    assert all(param.grad is None for param in model.parameters())
+
+
+def test_moving_it_moves_the_original() -> None:
+    model = ConvNet()
+    rewritten = rewrite(model, torch.randn(4, 3, 8, 8), policy="mixed_bfloat16")
+    rewritten.to("meta")
+    assert {tensor.device.type for tensor in model.state_dict().values()} == {"meta"}
+
+
+def test_examples_are_not_kept_alive() -> None:
+    x = torch.randn(6, 8)
+    seen = weakref.ref(x)
+    rewritten = rewrite(mlp(), x, policy="mixed_bfloat16")
+    _ = rewritten.plan
+    del x
+    gc.collect()
+    assert seen() is None
+
+
+def test_many_modules_of_one_class_are_captured() -> None:
+    """Dynamo counts the graphs of one function, and stops at eight."""
+    x = torch.ones(2, 8)
+    assert all(rewrite(mlp(), x, policy="mixed_bfloat16")(x).shape == (2, 4) for _ in range(10))
+
+
+@pytest.mark.parametrize("fullgraph", [True, False])
+def test_it_can_be_compiled(fullgraph: bool) -> None:
+    model, args = case("gpt")
+    rewritten = rewrite(model, *args, policy="mixed_bfloat16")
+    compiled = torch.compile(rewritten, backend="aot_eager", fullgraph=fullgraph)
+    torch.testing.assert_close(compiled(*args), rewritten(*args), rtol=1e-2, atol=1e-2)
+
+
+def test_tied_weights_are_cast_once() -> None:
+    model = GPT()
+    rewritten = rewrite(model, torch.randint(0, 32, (3, 7)), policy="mixed_bfloat16")
+    casts = [node for node in rewritten.graph.nodes if node.target == "to" and node.args[0].op == "get_attr"]
+    assert sorted(str(node.args[0].target) for node in casts) == sorted({str(node.args[0].target) for node in casts})
+    rewritten(torch.randint(0, 32, (2, 5))).sum().backward()
+    assert model.head.weight is model.embedding.weight
+
+
+def test_a_function_trains_the_modules_that_it_names() -> None:
+    model = ConvNet(dropout=0.5)
+
+    def loss_of(x: Tensor) -> Tensor:
+        return model(x).square().mean()
+
+    x = torch.randn(8, 3, 8, 8)
+    rewritten = rewrite(loss_of, x, policy="mixed_bfloat16")
+    assert list(rewritten.state_dict()) == [f"model.{name}" for name in model.state_dict()]
+    rewritten(x).backward()
+    assert model.conv.weight.grad is not None
+    rewritten.eval()
+    assert torch.equal(rewritten(x), rewritten(x))
+    assert len(rewritten.programs) == 2
+
+
+def test_the_same_tensor_twice_is_no_two_tensors() -> None:
+    x, y = torch.ones(2, 2), torch.full((2, 2), 3.0)
+    rewritten = rewrite(lambda one, other: one @ other, x, x, policy="mixed_bfloat16")
+    assert torch.equal(rewritten(x, y), torch.full((2, 2), 6.0))
+    assert torch.equal(rewritten(y, y), torch.full((2, 2), 18.0))
+    assert len(rewritten.programs) == 2
+
+
+def test_many_kinds_of_arguments_are_said() -> None:
+    rewritten = rewrite(lambda x, number: x @ x * number, policy="mixed_bfloat16")
+    for number in range(16):
+        rewritten(torch.ones(2, 2), float(number))
+    with pytest.warns(polyamp.PolyampWarning, match="more than 16 kinds of arguments") as caught:
+        rewritten(torch.ones(2, 2), 16.0)
+    assert [warning.filename for warning in caught] == [__file__]

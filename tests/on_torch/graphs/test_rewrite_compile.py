@@ -1,0 +1,225 @@
+"""``torch.compile(backend="polyamp")``: plans Dynamo's graphs by the policy, and hands them to another backend."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.fx import GraphModule
+
+import polyamp
+from polyamp.backends.torch.graphs.compiler import polyamp as backend
+from polyamp.backends.torch.graphs.rewrite import rewrite
+from polyamp.errors import InvalidTypeError, InvalidValueError
+from support.torch_cases import case, mlp
+
+X = torch.ones(3, 8)
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> None:
+    torch._dynamo.reset()
+
+
+class Seeing:
+    """An inner backend that keeps the dtypes in which products were compiled."""
+
+    def __init__(self) -> None:
+        self.seen: list[list[torch.dtype]] = []
+
+    def __call__(self, module: GraphModule, inputs: Any) -> Callable[..., Any]:
+        products = [node for node in module.graph.nodes if "linear" in str(node.target)]
+        self.seen.append([node.meta["example_value"].dtype for node in products])
+        return module.forward
+
+
+def compiled(model: Any, inner: Any = "aot_eager", policy: Any = None, **options: Any) -> Any:
+    bound = {} if policy is None else {"policy": policy}
+    return torch.compile(model, backend=backend, options={"backend": inner, **bound}, **options)
+
+
+def test_its_name_is_registered() -> None:
+    assert "polyamp" in torch.compiler.list_backends()
+    seeing = Seeing()
+    torch.compile(mlp(), backend="polyamp", options={"policy": "mixed_bfloat16", "backend": seeing})(X)
+    assert seeing.seen == [[torch.bfloat16] * 3]
+
+
+@pytest.mark.parametrize("name", ["mlp", "conv", "gpt"])
+def test_values_and_gradients_are_those_of_the_rewrite(name: str) -> None:
+    model, args = case(name)
+    results = []
+    for fn in (rewrite(model, *args, policy="mixed_bfloat16"), compiled(model, policy="mixed_bfloat16")):
+        model.zero_grad()
+        result = fn(*args)
+        result.square().mean().backward()
+        results.append([result.detach(), *(param.grad for param in model.parameters())])
+    for ours, theirs in zip(*results, strict=True):
+        assert ours.dtype == theirs.dtype == torch.float32
+        torch.testing.assert_close(ours, theirs, rtol=0.03, atol=0.003)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # inductor's own
+def test_inductor_compiles_it() -> None:
+    model, x = mlp(), torch.randn(6, 8)
+    fast = torch.compile(model, backend=backend, options={"policy": "mixed_bfloat16"})
+    fast(x).square().mean().backward()
+    ours = [param.grad.clone() for param in model.parameters()]
+    model.zero_grad()
+    model(x).square().mean().backward()
+    for one, param in zip(ours, model.parameters(), strict=True):
+        torch.testing.assert_close(one, param.grad, rtol=0.05, atol=0.005)
+    torch.testing.assert_close(fast(x), rewrite(model, x, policy="mixed_bfloat16")(x), rtol=0.02, atol=0.005)
+
+
+def test_training_with_a_scaled_loss() -> None:
+    model, args = case("gpt")
+    fast = compiled(model, policy="mixed_float16")
+    optimizer = polyamp.wrap_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-2), "mixed_float16")
+    losses = []
+    for _ in range(8):
+        loss = fast(*args)
+        optimizer.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < 0.8 * losses[0]
+
+
+# --- policies ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_current_policy_at_each_call_holds() -> None:
+    seeing = Seeing()
+    model = mlp()
+    fast = compiled(model, seeing)
+    for name in ("mixed_bfloat16", "mixed_float16", "mixed_bfloat16", "float32", "mixed_float16"):
+        with polyamp.policy(name):
+            fast(X).sum().backward()
+    assert seeing.seen == [[torch.bfloat16] * 3, [torch.float16] * 3, [torch.float32] * 3]
+
+
+def test_a_bound_policy_stays() -> None:
+    seeing = Seeing()
+    fast = compiled(mlp(), seeing, policy="mixed_bfloat16")
+    with polyamp.policy("mixed_float16"):
+        fast(X)
+        fast(X)
+    assert seeing.seen == [[torch.bfloat16] * 3]
+
+
+def test_no_stale_graph_of_another_policy_is_served() -> None:
+    """AOTAutograd's caches have the rewritten graph as their key."""
+    model = mlp()
+    found = []
+    for name in ("mixed_bfloat16", "float32", "mixed_float16"):
+        torch._dynamo.reset()
+        found.append(compiled(model, policy=name)(X * 0.3).detach())
+    assert torch.equal(found[1], model(X * 0.3))
+    assert not torch.equal(found[0], found[1])
+    assert not torch.equal(found[2], found[1])
+    assert not torch.equal(found[0], found[2])
+
+
+def test_rules_by_module_path() -> None:
+    seeing = Seeing()
+    policy = polyamp.policy("mixed_bfloat16", rules={"2": "full"})
+    compiled(mlp(), seeing, policy=policy)(X)
+    assert seeing.seen == [[torch.bfloat16, torch.float32, torch.bfloat16]]
+
+
+# --- graphs -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # Dynamo's own look at it
+def test_each_part_of_a_broken_graph_is_planned() -> None:
+    first, second, seeing = nn.Linear(8, 8), nn.Linear(8, 8), Seeing()
+
+    def fn(x: Tensor) -> Tensor:
+        y = first(x)
+        torch._dynamo.graph_break()
+        return second(y)
+
+    result = compiled(fn, seeing, policy="mixed_bfloat16")(X)
+    assert seeing.seen == [[torch.bfloat16], [torch.bfloat16]]
+    torch.testing.assert_close(result, second(first(X)), rtol=0.02, atol=0.02)
+
+
+def test_sizes_may_change() -> None:
+    model, _ = case("gpt")
+    fast = compiled(model, policy="mixed_bfloat16")
+    for batch, length in [(2, 5), (3, 7), (1, 3)]:
+        tokens = torch.randint(0, 32, (batch, length))
+        torch.testing.assert_close(fast(tokens), model(tokens), rtol=0.05, atol=0.05)
+
+
+def test_modes_are_recompiled() -> None:
+    model, args = case("conv")
+    fast = compiled(model, policy="mixed_bfloat16")
+    fast(*args)
+    assert model.norm.num_batches_tracked == 1
+    model.eval()
+    fast(*args)
+    assert model.norm.num_batches_tracked == 1
+
+
+def test_buffers_that_the_format_cannot_hold() -> None:
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("mask", torch.full((3, 3), -1e9))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return F.softmax(x @ x.T + self.mask, -1)
+
+    model = Masked()
+    torch.testing.assert_close(compiled(model, policy="mixed_float16")(X), model(X), rtol=1e-3, atol=1e-3)
+
+
+def test_changes_in_place_of_arguments_are_made() -> None:
+    def fn(x: Tensor, w: Tensor) -> Tensor:
+        x.add_(x @ w)
+        return x @ w
+
+    one, other, w = torch.randn(3, 8), torch.zeros(3, 8), torch.randn(8, 8) / 3
+    other.copy_(one)
+    torch.testing.assert_close(compiled(fn, policy="mixed_bfloat16")(one, w), fn(other, w), rtol=0.05, atol=0.05)
+    torch.testing.assert_close(one, other, rtol=0.05, atol=0.05)
+
+
+# --- refusals ---------------------------------------------------------------------------------------------------------
+
+
+def test_ambient_autocast_is_refused() -> None:
+    with torch.autocast("cpu"), pytest.raises(Exception, match="already under another autocast"):
+        compiled(mlp(), policy="mixed_bfloat16")(X)
+
+
+def test_an_autocast_region_in_the_code_is_refused() -> None:
+    def fn(x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return x @ x.T
+
+    with pytest.raises(Exception, match="already under another autocast"):
+        compiled(fn, policy="mixed_bfloat16")(X)
+
+
+@pytest.mark.parametrize(
+    ("inner", "error"), [("polyamp", InvalidValueError), ("no such", InvalidValueError), (3, InvalidTypeError)]
+)
+def test_backends_that_there_are_not(inner: Any, error: type[Exception]) -> None:
+    with pytest.raises(Exception, match=r"backend of torch\.compile") as caught:
+        compiled(mlp(), inner, policy="mixed_bfloat16")(X)
+    assert isinstance(getattr(caught.value, "inner_exception", caught.value), error)
+
+
+def test_the_model_stays_as_it_was() -> None:
+    model = mlp()
+    before = copy.deepcopy(model.state_dict())
+    compiled(model, policy="mixed_bfloat16")(X)
+    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())

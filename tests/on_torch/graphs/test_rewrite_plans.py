@@ -1,0 +1,230 @@
+"""What a plan of a torch module says: operations, formats, reasons, places, casts and bytes; and rules by path."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import polyamp
+from polyamp.backends.torch.graphs.rewrite import explain, rewrite
+from support.torch_cases import GPT, case, mlp
+
+X, W = torch.full((4, 8), 0.25), torch.full((8, 8), 0.5)
+
+
+def decided(fn: Callable[..., Any], *args: Any, policy: Any = "mixed_float16") -> list[tuple[str, str, str]]:
+    return [(op.name, op.format, op.reason) for op in explain(fn, *args, policy=policy).operations]
+
+
+def test_each_class_is_decided_by_the_flow_rule() -> None:
+    def fn(x: Tensor, w: Tensor, index: Tensor) -> Tensor:
+        y = torch.tanh(x @ w + x)  # lower, follow
+        y = F.softmax(y, -1).reshape(8, 4)  # full, neutral
+        z = torch.cat([(x @ w), x])  # promote
+        return y.sum() + z[index].float().sum()
+
+    assert decided(fn, X, W, torch.tensor([0, 1])) == [
+        ("matmul", "float16", "table"),
+        ("add", "float16", "beside matmul"),
+        ("tanh", "float16", "beside matmul"),
+        ("softmax", "float32", "table"),
+        ("reshape", "float32", "after softmax"),
+        ("matmul", "float16", "table"),
+        ("concat", "float32", "its widest input is float32"),
+        ("sum", "float32", "table"),
+        ("slice", "float32", "as declared"),
+        ("cast", "as written", "table"),
+        ("sum", "float32", "table"),
+        ("add", "float32", "after sum"),
+    ]
+
+
+CONSTANTS: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "masked_fill": lambda x, w: (x @ w).masked_fill(x > 0, -1e9),
+    "finfo": lambda x, w: (x @ w).masked_fill(x > 0, torch.finfo(torch.float32).min),
+    "where": lambda x, w: torch.where(x > 0, x @ w, -3e38),
+    "tensor": lambda x, w: torch.where(x > 0, x @ w, torch.tensor(-3e38)),
+    "full": lambda x, w: (x @ w) + torch.full((8,), -1e9),
+    "full_like": lambda x, w: torch.full_like(x @ w, -1e9),
+    "mul": lambda x, w: (x @ w) * 1e6,
+    "clamp": lambda x, w: (x @ w).clamp(min=1e-12),
+    "add": lambda x, w: (x @ w) + 1e-9,
+    "divided": lambda x, w: 1e-9 / (x @ w),
+    "pad": lambda x, w: F.pad(x @ w, (1, 1), value=-1e9),
+    "in place": lambda x, w: (x @ w).masked_fill_(x > 0, -1e9),
+    "item": lambda x, w: (lambda y: (y.__setitem__((slice(None), 0), -1e9), y)[1])(x @ w),
+}
+
+
+@pytest.mark.parametrize("name", CONSTANTS)
+def test_constants_that_the_format_cannot_hold_keep_float32(name: str) -> None:
+    plan = explain(CONSTANTS[name], X, W, policy="mixed_float16")
+    (last, *_) = [op for op in reversed(plan.operations) if op.name != "cast"]
+    assert last.format == "float32"
+    assert last.reason.startswith(("constant ", "its widest input is float32"))
+    ours = rewrite(CONSTANTS[name], X, W, policy="mixed_float16")(X, W)
+    torch.testing.assert_close(ours, CONSTANTS[name](X, W), rtol=1e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize("value", [float("-inf"), -1e4, 0.0])
+def test_constants_that_it_can_hold_do_not(value: float) -> None:
+    assert decided(lambda x, w: (x @ w).masked_fill(x > 0, value), X, W)[-2][1] == "float16"
+
+
+def test_sizes_and_dimensions_are_no_constants() -> None:
+    big = torch.ones(2, 70000)
+    found = decided(lambda x, w: (x @ w).reshape(70000, 2).sum(0), big.T, torch.ones(2, 2))
+    assert [format_name for name, format_name, _ in found if name == "reshape"] == ["float16"]
+
+
+def test_buffers_are_constants_and_parameters_are_not() -> None:
+    class Masked(nn.Module):
+        def __init__(self, kind: Callable[[Tensor], Any]) -> None:
+            super().__init__()
+            self.mask = kind(torch.full((8,), -1e9))
+
+        def forward(self, x: Tensor, w: Tensor) -> Tensor:
+            return x @ w + self.mask
+
+    assert decided(Masked(nn.Buffer), X, W)[1] == ("add", "float32", "constant 1e+09 is beyond float16")
+    assert decided(Masked(lambda tensor: tensor), X, W)[1][1] == "float32"
+    assert decided(Masked(nn.Parameter), X, W)[1] == ("add", "float16", "beside matmul")
+
+
+def test_places_are_module_paths_and_lines() -> None:
+    model, args = case("gpt")
+    places = {op.where for op in explain(model, *args, policy="mixed_bfloat16").operations}
+    paths = {place.split()[0] for place in places}
+    assert {"embedding", "layers.0.norm", "layers.1.qkv", "layers.0", "head"} <= paths
+    assert any(place.startswith("layers.1.qkv torch_cases.py:") and place.endswith("(forward)") for place in places)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "found"),
+    [("layers.*.second_norm", 2), ("layers/1/norm", 1), ("norm", 3), ("layer_norm", 5), ("layers.0.*", 2)],
+)
+def test_rules_match_module_paths_and_operations(pattern: str, found: int) -> None:
+    model, args = case("gpt")
+    policy = polyamp.policy("mixed_bfloat16", rules={pattern: "lower"})
+    plan = explain(model, *args, policy=policy)
+    norms = [op for op in plan.operations if op.name == "layer_norm" and op.reason == f"rule {pattern!r}"]
+    assert [op.format for op in norms] == ["bfloat16"] * found
+    assert plan.unused_rules == ()
+    torch.testing.assert_close(rewrite(model, *args, policy=policy)(*args), model(*args), rtol=0.02, atol=0.02)
+
+
+def test_rules_that_match_nothing_are_said() -> None:
+    policy = polyamp.policy("mixed_bfloat16", rules={"decoder.*": "full", "matmul": "lower"})
+    with pytest.warns(polyamp.PolyampWarning, match=r"rule 'decoder\.\*' .* matched nothing in Sequential"):
+        rewritten = rewrite(mlp(), torch.ones(2, 8), policy=policy)
+    assert rewritten.plan.unused_rules == ("decoder.*",)
+
+
+def test_a_rewrite_that_lowers_nothing_is_said() -> None:
+    with pytest.warns(polyamp.PolyampWarning, match="changed nothing"):
+        rewrite(lambda x: x + 1, X, policy="mixed_bfloat16")
+
+
+def test_a_rule_that_pytorch_refuses_is_said() -> None:
+    policy = polyamp.policy("mixed_bfloat16", rules={"fft": "lower"})
+    with pytest.warns(polyamp.PolyampWarning, match=r"rule 'fft' .* is not kept"):
+        rewritten = rewrite(lambda x, w: torch.fft.fft(x @ w).abs(), X, W, policy=policy)
+    torch.testing.assert_close(rewritten(X, W), torch.fft.fft(X @ W).abs())
+
+
+# --- casts and bytes --------------------------------------------------------------------------------------------------
+
+
+def test_one_cast_for_each_value_and_format() -> None:
+    rewritten = rewrite(lambda x, w: (x @ w + x @ w.T, x.exp(), (x @ w).exp()), X, W, policy="mixed_bfloat16")
+    casts = [node.args for node in rewritten.graph.nodes if node.target == "to"]
+    assert len(casts) == len(set(casts))
+    assert rewritten.plan.totals["casts"] == len(casts)
+
+
+def test_nothing_is_cast_there_and_back() -> None:
+    rewritten = rewrite(lambda x, w: (x @ w).softmax(-1) @ w, X, W, policy="mixed_bfloat16")
+    casts = {node: node.args[0] for node in rewritten.graph.nodes if node.target == "to"}
+    assert not any(source in casts for source in casts.values())
+
+
+def test_bytes_are_those_of_a_product() -> None:
+    plan = explain(lambda x, w: x @ w, X, W, policy="mixed_bfloat16")
+    product, result = plan.operations
+    numbers, weights, output = 32, 64, 32
+    assert (product.casts, product.bytes_cast) == (2, 4 * (numbers + weights))
+    assert product.bytes_moved == 2 * (numbers + weights + output) + 6 * (numbers + weights)
+    assert product.bytes_moved_float32 == 4 * (numbers + weights + output)
+    assert (result.name, result.reason, result.bytes_moved) == ("cast", "a result is float32", 6 * output)
+
+
+def test_bytes_for_the_backward_pass() -> None:
+    x, w = X.clone().requires_grad_(), W.clone().requires_grad_()
+    totals = explain(lambda x, w: torch.tanh(x @ w).sum(), x, w, policy="mixed_bfloat16").totals
+    assert totals["bytes_saved_float32"] == 4 * (32 + 64 + 32)
+    assert totals["bytes_saved"] == 2 * (32 + 64 + 32)
+
+
+def test_without_gradients_nothing_is_kept() -> None:
+    assert explain(lambda x, w: x @ w, X, W, policy="mixed_bfloat16").totals["bytes_saved"] == 0
+
+
+def test_checkpoints_keep_their_arguments_alone() -> None:
+    from torch.utils.checkpoint import checkpoint
+
+    model = nn.Sequential(nn.Linear(8, 64), nn.GELU(), nn.Linear(64, 8))
+    plain = explain(model, X.expand(100, 4, 8), policy="mixed_bfloat16").totals
+    kept = explain(
+        lambda x: checkpoint(model, x, use_reentrant=False), X.expand(100, 4, 8), policy="mixed_bfloat16"
+    ).totals
+    assert kept["bytes_saved"] < plain["bytes_saved"] / 4
+
+
+# --- nothing is computed ----------------------------------------------------------------------------------------------
+
+
+def test_explain_computes_nothing() -> None:
+    """A product of which the result would take 400 GB, and statistics that stay what they are."""
+    model = case("conv")[0]
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    random = torch.get_rng_state()
+    one = torch.ones(1).expand(100_000, 3, 8, 8)
+    long = torch.ones(1, 1).expand(300_000, 1)
+    explain(model, one, policy="mixed_bfloat16")
+    assert explain(lambda x: x @ x.T, long, policy="mixed_bfloat16").totals["bytes_moved"] > 10**11
+    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+    assert torch.equal(torch.get_rng_state(), random)
+
+
+def test_explain_takes_meta_tensors() -> None:
+    with torch.device("meta"):
+        model = GPT()
+        tokens = torch.zeros(64, 1024, dtype=torch.long)
+    plan = explain(model, tokens, tokens, policy="mixed_bfloat16")
+    assert plan.totals["bytes_moved"] > 2**25
+    assert plan.totals["by_format"]["bfloat16"] > 20
+
+
+def test_explain_takes_fake_tensors() -> None:
+    from torch._subclasses import FakeTensorMode
+
+    with FakeTensorMode():
+        model, x = mlp(), torch.ones(1_000_000, 8)
+    assert explain(model, x, policy="mixed_bfloat16").totals["by_format"] == {
+        "bfloat16": 4,
+        "float32": 2,
+        "as written": 1,
+    }
+
+
+def test_the_verb() -> None:
+    model, args = case("gpt")
+    plan = polyamp.explain(model, *args, policy="mixed_bfloat16")
+    assert plan.as_dict() == explain(model, *args, policy="mixed_bfloat16").as_dict()
+    assert plan.policy == "mixed_bfloat16"
+    assert "attention" in str(plan)

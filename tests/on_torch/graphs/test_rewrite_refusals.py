@@ -1,0 +1,199 @@
+"""What cannot be rewritten, said with the line and the way out; nothing is changed."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import polyamp
+from polyamp.backends.torch.graphs.rewrite import explain, rewrite
+from polyamp.errors import InvalidTypeError, InvalidValueError, PolyampError, UnsupportedError, UsageError
+from support.torch_cases import mlp
+
+X = torch.ones(3, 8)
+
+
+def branches(x: Tensor) -> Tensor:
+    if x.sum() > 0:
+        return x @ x.T
+    return x
+
+
+def looks_at_a_number(x: Tensor) -> Tensor:
+    return x @ x.T if x.sum().item() > 0 else x
+
+
+def prints(x: Tensor) -> Tensor:
+    y = x @ x.T
+    torch._dynamo.graph_break()
+    return y
+
+
+@pytest.mark.parametrize("fn", [branches, looks_at_a_number, prints])
+@pytest.mark.parametrize("verb", [polyamp.rewrite, polyamp.explain])
+def test_a_graph_break_names_the_users_line(fn: Callable[..., Any], verb: Callable[..., Any]) -> None:
+    line = fn.__code__.co_firstlineno + (2 if fn is prints else 1)
+    with pytest.raises(UsageError, match="a graph break") as caught:
+        verb(fn, X, policy="mixed_bfloat16")
+    assert f"test_torch_rewrite_refusals.py:{line} ({fn.__name__})" in str(caught.value)
+    assert "torch.where" in str(caught.value)
+    assert "polyamp.autocast" in str(caught.value)
+
+
+def test_a_graph_break_in_a_later_mode_leaves_the_first_graph() -> None:
+    class Odd(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x @ x.T if self.training else branches(x)
+
+    model = Odd()
+    rewritten = rewrite(model, X, policy="mixed_bfloat16")
+    rewritten.eval()
+    with pytest.raises(UsageError, match="a graph break"):
+        rewritten(X)
+    assert rewritten.train()(X).shape == (3, 3)
+
+
+@pytest.mark.parametrize("args", [(torch.ones(3, 9),), (X, X), ("text",)])
+def test_arguments_that_do_not_fit(args: Any) -> None:
+    with pytest.raises(PolyampError) as caught:
+        rewrite(mlp(), *args, policy="mixed_bfloat16")
+    assert "to do:" in str(caught.value)
+
+
+def test_arguments_that_do_not_fit_later() -> None:
+    rewritten = rewrite(mlp(), X, policy="mixed_bfloat16")
+    with pytest.raises(InvalidValueError, match="do not take these arguments"):
+        rewritten(torch.ones(3, 9))
+    assert rewritten(X).shape == (3, 4)
+
+
+@pytest.mark.parametrize("thing", [nn.Linear, 3, "model"])
+def test_what_is_no_module_and_no_function(thing: Any) -> None:
+    with pytest.raises(InvalidTypeError):
+        rewrite(thing, X, policy="mixed_bfloat16")
+
+
+def test_a_module_that_is_rewritten_already() -> None:
+    with pytest.raises(InvalidTypeError, match="rewritten already"):
+        rewrite(rewrite(mlp(), X, policy="mixed_bfloat16"), X)
+
+
+@pytest.mark.parametrize("compute", ["float64", "tensorfloat32", "float8_e4m3fn"])
+def test_formats_that_operations_do_not_run_in(compute: str) -> None:
+    policy = polyamp.policy(param="float32", compute=compute, output="float32")
+    for verb in (rewrite, explain):
+        with pytest.raises(UnsupportedError, match=compute):
+            verb(mlp(), X, policy=policy)
+
+
+def test_options_of_other_frameworks() -> None:
+    with pytest.raises(UnsupportedError, match="jit_compile"):
+        polyamp.rewrite(mlp(), X, policy="mixed_bfloat16", jit_compile=True)
+
+
+# --- another autocast -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("region", [lambda: torch.autocast("cpu"), lambda: polyamp.autocast("mixed_bfloat16")])
+def test_under_an_autocast(region: Callable[[], Any]) -> None:
+    rewritten = rewrite(mlp(), X, policy="mixed_bfloat16")
+    with region():
+        for call in (lambda: rewrite(mlp(), X, policy="mixed_bfloat16"), lambda: rewritten(X)):
+            with pytest.raises(UsageError, match="already under another autocast"):
+                call()
+    assert rewritten(X).dtype == torch.float32
+
+
+def test_an_autocast_that_is_off_does_not_matter() -> None:
+    with polyamp.autocast("float32"), torch.autocast("cpu", enabled=False):
+        assert rewrite(mlp(), X, policy="mixed_bfloat16")(X).dtype == torch.float32
+
+
+def test_an_autocast_inside_of_the_module() -> None:
+    class Inside(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.autocast("cpu", torch.bfloat16):
+                return self.layer(x)
+
+    with pytest.raises(UsageError, match="already under another autocast") as caught:
+        rewrite(Inside(), X, policy="mixed_bfloat16")
+    assert "test_torch_rewrite_refusals.py:" in str(caught.value)
+
+
+# --- what a graph cannot hold -----------------------------------------------------------------------------------------
+
+
+class Assigning(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("average", torch.zeros(8))
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.average = 0.9 * self.average + 0.1 * x.mean(0)
+        self.calls += 1
+        self.last = x @ x.T
+        return self.last
+
+
+def test_attributes_that_the_code_assigns() -> None:
+    model = Assigning()
+    average = model.average
+    with pytest.raises(UsageError, match="assigns attributes") as caught:
+        rewrite(model, X, policy="mixed_bfloat16")
+    assert "Assigning.average, Assigning.calls, Assigning.last" in str(caught.value)
+    assert model.average is average
+    assert model.calls == 0
+    assert not hasattr(model, "last")
+
+
+class Box:
+    """No pytree."""
+
+    def __init__(self, value: Tensor) -> None:
+        self.value = value
+
+
+def test_arguments_and_results_that_hide_tensors() -> None:
+    with pytest.raises(InvalidTypeError, match="an argument holds numbers"):
+        rewrite(lambda x: x, X.numpy(), policy="mixed_bfloat16")
+    with pytest.raises(InvalidTypeError, match="an argument holds numbers"):
+        rewrite(lambda box: box.value @ box.value.T, Box(X), policy="mixed_bfloat16")
+    with pytest.raises(InvalidTypeError, match="returns an object that a graph cannot hold"):
+        rewrite(lambda x: Box(x @ x.T), X, policy="mixed_bfloat16")
+
+
+def test_pickles() -> None:
+    with pytest.raises(UsageError, match="state_dict"):
+        pickle.dumps(rewrite(mlp(), X, policy="mixed_bfloat16"))
+
+
+def test_a_mode_that_was_not_traced_is_not_compiled() -> None:
+    rewritten = rewrite(mlp(), X, policy="mixed_bfloat16").eval()
+    with pytest.raises(Exception, match="_without_compiling"):
+        torch.compile(rewritten, backend="eager", fullgraph=True)(X)
+    assert torch.compile(rewritten, backend="eager")(X).shape == (3, 4)
+    assert len(rewritten.programs) == 2
+
+
+def test_torch_compile_that_is_off() -> None:
+    with (
+        torch.compiler.set_stance("force_eager"),
+        pytest.raises(UsageError, match=r"torch\.compile.* does nothing here"),
+    ):
+        rewrite(mlp(), X, policy="mixed_bfloat16")
+
+
+def test_what_computes_nothing_is_a_graph_too() -> None:
+    with pytest.warns(polyamp.PolyampWarning, match="changed nothing"):
+        rewritten = rewrite(lambda x: (x, 3), X, policy="mixed_bfloat16")
+    assert torch.equal(rewritten(X)[0], X)

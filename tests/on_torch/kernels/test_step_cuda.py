@@ -1,0 +1,356 @@
+"""What only a GPU can show of fused steps: no waiting, few launches, graphs, streams, sizes, and the sanitizer.
+
+Run with ``--gpu``, after ``python -m polyamp.backends.torch.build`` or where a compiler is found.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
+
+import polyamp
+from support.torch_steps import (
+    COVERED,
+    SCALE,
+    STEP_OPERATORS,
+    Plain,
+    Way,
+    close,
+    network,
+    operators,
+    same,
+    train,
+    ways,
+    wrapped,
+)
+
+pytestmark = pytest.mark.gpu
+
+KINDS: list[tuple[str, torch.dtype, Any]] = [
+    ("adamw", torch.float32, None),
+    ("adamw", torch.float16, True),
+    ("adamw", torch.bfloat16, True),
+    ("adamw", torch.bfloat16, "remainder"),
+    ("adamw", torch.float16, "stochastic"),
+    ("adamw", torch.bfloat16, "stochastic"),
+    ("adam-l2", torch.float32, None),
+    ("momentum", torch.float32, None),
+    ("momentum", torch.float16, True),
+    ("momentum", torch.bfloat16, "remainder"),
+    ("nesterov", torch.float32, None),
+    ("sgd", torch.float32, None),
+    ("sgd", torch.bfloat16, "stochastic"),
+]
+each_kind = pytest.mark.parametrize(("name", "dtype", "storage"), KINDS)
+
+
+@contextmanager
+def syncs_are_errors() -> Iterator[None]:
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+class Task:
+    """A step of training on one batch that stays on the device, with a gradient that can be spoiled there."""
+
+    def __init__(self, name: str, dtype: torch.dtype, storage: Any, **options: Any) -> None:
+        self.model = network("cuda", dtype)
+        self.lr = torch.tensor(0.02, device="cuda")
+        inner = COVERED[name](self.model.parameters(), lr=self.lr, fused=True)
+        options = {"max_grad_norm": 1.0, "master_weights": storage} | options
+        self.opt = wrapped(inner, options.pop("fused", None), **options)
+        self.poison = torch.zeros((), device="cuda", dtype=dtype)
+        generator = torch.Generator("cuda").manual_seed(0)
+        self.x = torch.randn(8, 4, device="cuda", dtype=dtype, generator=generator)
+
+    def step(self) -> None:
+        self.opt.zero_grad()
+        self.opt.backward(self.model(self.x).float().square().mean())
+        self.model[2].bias.grad[:1].add_(self.poison)
+        self.opt.step()
+
+    def prepare(self, turn: int) -> None:
+        """What changes from step to step: the learning rate, and some overflows."""
+        self.poison.fill_({3: math.inf, 4: math.nan, 11: -math.inf, 30: math.inf}.get(turn % 40, 0.0))
+        if turn % 10 == 0:
+            self.lr.fill_(0.02 / (1 + turn // 10))
+
+    def result(self) -> list[Tensor]:
+        return [param.detach().clone() for param in self.model.parameters()]
+
+
+def test_the_compiled_kernels_are_in_use() -> None:
+    from polyamp.backends.torch.building import extension
+
+    assert extension.available("cuda"), extension.status()
+    way = Way(model := network("cuda"), wrapped(COVERED["adamw"](model.parameters()), None))
+    train(way, range(2), overflows={})
+    assert operators(lambda: train(way, [2], overflows={}))[:2] == ["grad_stats", "adam_step_"]
+
+
+@each_kind
+def test_a_step_waits_for_nothing(name: str, dtype: torch.dtype, storage: Any) -> None:
+    task = Task(name, dtype, storage)
+    for turn in range(2):
+        task.prepare(turn)
+        task.step()
+    with syncs_are_errors():
+        for turn in range(2, 8):
+            task.prepare(turn)
+            task.step()
+            _ = task.opt.last_step
+    assert task.opt.loss_scale < SCALE.init * 2
+
+
+def test_the_watch_for_waits_can_fail() -> None:
+    with pytest.raises(RuntimeError, match="synchroniz"), syncs_are_errors():
+        torch.ones((), device="cuda").item()
+
+
+@each_kind
+def test_fifty_replays_of_a_graph_are_fifty_steps(name: str, dtype: torch.dtype, storage: Any) -> None:
+    eager, graphed = Task(name, dtype, storage), Task(name, dtype, storage)
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            graphed.step()
+    torch.cuda.current_stream().wait_stream(stream)
+    with torch.cuda.graph(graph):
+        graphed.step()
+    for _ in range(3):
+        eager.step()
+    for turn in range(50):
+        for task, run in ((eager, eager.step), (graphed, graph.replay)):
+            task.prepare(turn)
+            run()
+        if turn % 10 in (4, 9):
+            same(graphed.result(), eager.result())
+    assert graphed.opt.loss_scale == eager.opt.loss_scale
+    same(*([p.detach() for p in task.opt.param_groups[0]["params"]] for task in (graphed, eager)))
+
+
+def launches(run: Callable[[], Any]) -> list[str]:
+    """The kernels that ``run`` started, by name; copies and fills by the driver are not kernels."""
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as seen:
+        run()
+        torch.cuda.synchronize()
+    on_device = [event for event in seen.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    names = [event.name for event in on_device if not getattr(event, "is_user_annotation", False)]
+    return [name for name in names if not name.startswith(("Mem", "Optimizer."))]
+
+
+def many(count: int, dtype: torch.dtype = torch.float32) -> nn.ParameterList:
+    torch.manual_seed(0)
+    sizes = (1, 33, 8, 260, 4096)
+    return nn.ParameterList([torch.randn(sizes[place % 5], device="cuda").to(dtype) for place in range(count)])
+
+
+def sum_of_sines(model: Any, step: int) -> Tensor:
+    return torch.stack([((step + 1) * param.float()).sin().sum() for param in model]).sum()
+
+
+@pytest.mark.parametrize(("count", "expected"), [(1, 2), (148, 2), (576, 2), (577, 3), (1152, 3)])
+@pytest.mark.parametrize("max_norm", [None, 1.0])
+@pytest.mark.parametrize("name", ["adamw", "momentum"])
+def test_a_step_is_two_launches(name: str, max_norm: float | None, count: int, expected: int) -> None:
+    way = Way(model := many(count), wrapped(COVERED[name](model.parameters()), None, max_grad_norm=max_norm))
+    train(way, range(2), overflows={}, loss=sum_of_sines)
+    way.opt.zero_grad()
+    way.opt.backward(sum_of_sines(model, 2))
+    assert len(found := launches(way.opt.step)) == expected, found
+
+
+@pytest.mark.parametrize("storage", [True, "remainder", "stochastic"])
+def test_a_step_with_16_bit_parameters_is_two_launches(storage: Any) -> None:
+    model = many(148, torch.bfloat16)
+    way = Way(model, wrapped(COVERED["adamw"](model.parameters()), None, max_grad_norm=1.0, master_weights=storage))
+    train(way, range(2), overflows={}, loss=sum_of_sines)
+    way.opt.zero_grad()
+    way.opt.backward(sum_of_sines(model, 2))
+    assert len(found := launches(way.opt.step)) == 2, found
+
+
+@pytest.mark.parametrize("count", [1, 576, 577, 3000])
+@pytest.mark.parametrize("name", ["adamw", "nesterov", "sgd"])
+def test_any_number_of_tensors(name: str, count: int) -> None:
+    fused, _, plain = ways(COVERED[name], lambda: many(count), max_grad_norm=10.0)
+    overflows = {1: math.nan}
+    close(*(train(way, range(4), overflows=overflows, loss=sum_of_sines) for way in (fused, plain)), atol=2e-5)
+
+
+@pytest.mark.parametrize("storage", [None, "stochastic"])
+def test_the_same_bits_every_time(storage: Any) -> None:
+    def run() -> list[Any]:
+        torch.manual_seed(0)
+        dtype = torch.float32 if storage is None else torch.bfloat16
+        model = nn.ParameterList([torch.randn(size, device="cuda").to(dtype) for size in (3_000_001, 77, 500_000)])
+        opt = wrapped(COVERED["adamw"](model.parameters()), None, max_grad_norm=1.0, master_weights=storage)
+        return train(Way(model, opt), range(3), overflows={}, loss=sum_of_sines)
+
+    first = run()
+    for _ in range(3):
+        same(run(), first)
+
+
+def test_a_step_on_another_stream_follows_its_gradients() -> None:
+    def run(stream: torch.cuda.Stream) -> list[Any]:
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            model = nn.ParameterList([torch.linspace(-1, 1, 5_000_000, device="cuda")])
+            opt = wrapped(COVERED["adamw"](model.parameters()), None, max_grad_norm=1.0)
+            history = train(Way(model, opt), range(4), overflows={2: math.inf}, loss=sum_of_sines)
+        torch.cuda.current_stream().wait_stream(stream)
+        return history
+
+    same(run(torch.cuda.Stream()), run(torch.cuda.default_stream()))
+
+
+HUGE = 2**31 + 17
+PLACES = [0, 1, 2**31 - 1, 2**31, 2**31 + 1, HUGE - 1]
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "storage", "bytes_each"),
+    [("sgd", torch.float32, None, 8), ("adamw", torch.float32, None, 16), ("adamw", torch.bfloat16, "remainder", 14)],
+)
+def test_a_tensor_beyond_32_bits(name: str, dtype: torch.dtype, storage: Any, bytes_each: int) -> None:
+    torch.cuda.empty_cache()
+    free, _ = torch.cuda.mem_get_info()
+    if free < (needed := HUGE * bytes_each + 2**30):
+        pytest.skip(f"{free / 1e9:.0f} GB of {needed / 1e9:.0f} GB are free")
+    huge = nn.Parameter(torch.ones(HUGE, device="cuda", dtype=dtype))
+    huge.grad = torch.zeros(HUGE, device="cuda", dtype=dtype)
+    small = nn.Parameter(torch.ones(len(PLACES), dtype=dtype))
+    small.grad = torch.arange(1.0, 1 + len(PLACES)).to(dtype)
+    huge.grad[PLACES] = small.grad.cuda()
+    opts = [
+        wrapped(COVERED[name]([param]), True, master_weights=storage, max_grad_norm=1.0, loss_scale=_ONE)
+        for param in (huge, small)
+    ]
+    for opt in opts:
+        opt.step()
+    close(huge.detach()[PLACES].cpu(), small.detach())
+    before = huge.detach()[PLACES].clone()
+    huge.grad[-1] = math.nan
+    opts[0].scale(torch.ones((), device="cuda"))
+    opts[0].step()
+    same(huge.detach()[PLACES], before)
+    assert not opts[0].last_step
+
+
+_ONE = polyamp.LossScale(init=1.0)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("bad", [(), (0,), (1,), (0, 1)])
+def test_parameters_on_two_devices_step_or_skip_together(bad: tuple[int, ...]) -> None:
+    """torch's fused kernels compare the flag with 1: two overflows, added up to 2, would step."""
+    model = nn.ParameterList([nn.Parameter(torch.ones(5, device=f"cuda:{index}")) for index in (0, 1)])
+    opt = wrapped(COVERED["adamw"](model.parameters()), None, max_grad_norm=1.0)
+    for step in range(3):
+        opt.zero_grad()
+        opt.backward((model[0].sum() + model[1].sum().to("cuda:0")) * (step + 1))
+        for index in bad:
+            model[index].grad[0] = math.inf
+        opt.step()
+    assert all(bool((param == 1).all()) == bool(bad) for param in model)
+    assert opt.last_step.skipped_in_a_row == (3 if bad else 0)
+
+
+NATIVE: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "adam": lambda params: torch.optim.Adam(params, lr=0.02, fused=True),
+    "adamw": lambda params: torch.optim.AdamW(params, lr=0.02, fused=True),
+    "momentum": lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9, fused=True),
+}
+
+
+@pytest.mark.parametrize("max_norm", [None, 0.5])
+@pytest.mark.parametrize("name", NATIVE)
+def test_fifty_steps_are_those_of_the_native_scaler(name: str, max_norm: float | None) -> None:
+    overflows = dict.fromkeys((1, 2, 17, 30, 44), math.inf)
+    ours = Way(model := network("cuda"), wrapped(NATIVE[name](model.parameters()), None, max_grad_norm=max_norm))
+    native = Way(model := network("cuda"), Native(NATIVE[name](model.parameters()), max_norm))
+    close(*(train(way, range(50), overflows) for way in (ours, native)), rtol=1e-3, atol=1e-4)
+    assert ours.opt.loss_scale == native.opt.scaler.get_scale()
+
+
+class Native(Plain):
+    """PyTorch's own loop."""
+
+    def __init__(self, inner: torch.optim.Optimizer, max_norm: float | None) -> None:
+        super().__init__(inner, max_norm)
+        self.scaler = torch.amp.GradScaler("cuda", init_scale=SCALE.init, growth_interval=SCALE.interval)
+
+    def backward(self, loss: Tensor) -> None:
+        self.scaler.scale(loss).backward()
+
+    def step(self) -> None:
+        if self.max_norm is not None:
+            self.scaler.unscale_(self.inner)
+            nn.utils.clip_grad_norm_([p for group in self.inner.param_groups for p in group["params"]], self.max_norm)
+        self.scaler.step(self.inner)
+        self.scaler.update()
+
+
+@pytest.mark.parametrize(("storage", "dtype"), [
+    (True, torch.float16), (True, torch.bfloat16), ("remainder", torch.bfloat16), ("stochastic", torch.bfloat16)
+])  # fmt: skip
+@pytest.mark.parametrize("name", NATIVE)
+def test_fifty_16_bit_steps_reach_the_loss_of_float32(name: str, storage: Any, dtype: torch.dtype) -> None:
+    losses = []
+    for kind, way_dtype in ((storage, dtype), (None, torch.float32)):
+        model = network("cuda", way_dtype)
+        way = Way(model, wrapped(NATIVE[name](model.parameters()), None, master_weights=kind))
+        x = torch.linspace(-1, 1, 32, device="cuda").view(8, 4).to(way_dtype)
+        fit = lambda model, step, x=x: (model(x).float() - 1).square().mean()  # noqa: E731
+        train(way, range(50), overflows={3: math.inf, 20: math.nan}, loss=fit)
+        losses.append(fit(model, 0).item())
+    assert losses[0] == pytest.approx(losses[1], abs=0.02)
+    assert losses[1] < 0.5
+
+
+def test_steps_on_a_gpu_are_those_on_a_cpu() -> None:
+    histories = []
+    for device in ("cpu", "cuda"):
+        model = network(device)
+        way = Way(model, wrapped(COVERED["adamw"](model.parameters()), True, max_grad_norm=1.0))
+        histories.append([[p.cpu() for p in row] for row in train(way, range(12))])
+        assert STEP_OPERATORS["adamw"] == "adam_step_"
+    close(*histories, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("tool", ["memcheck", "racecheck", "initcheck"])
+def test_the_sanitizer_finds_nothing(tool: str) -> None:
+    sanitizer = shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path="/usr/local/cuda/bin")
+    if sanitizer is None:
+        pytest.skip("there is no compute-sanitizer")
+    script = Path(__file__).with_name("sanitized.py")
+    # torch's cache would hide reads and writes past the end of a tensor
+    environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sanitizer, f"--tool={tool}", "--error-exitcode=86", sys.executable, str(script)]
+    try:
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
+    except subprocess.TimeoutExpired:
+        pytest.skip("compute-sanitizer was not done after 240 s")
+    said = done.stdout + done.stderr
+    if "Device not supported" in said or "Unable to" in said:
+        pytest.skip(f"compute-sanitizer does not run here: {said[:300]}")
+    assert done.returncode == 0, said[-5000:]
+    assert "done" in said

@@ -1,0 +1,420 @@
+"""Two ranks that step together, run by test_ranks.py in two processes: every test runs on both at once."""
+
+from __future__ import annotations
+
+import io
+import math
+import os
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
+
+import polyamp
+from polyamp import LossScale
+from polyamp.backends.torch import GradScaler, LossScaledOptimizer
+from polyamp.backends.torch.steps.ranks import any_rank, has_peers
+from support.harness_torch import OPTIMIZERS, X, Y
+
+RANK = int(os.environ["RANK"])
+LOW = [torch.float32, torch.float16, torch.bfloat16]
+# An optimizer, and what skips: the host, the optimizer's kernel, or polyamp's operators.
+PATHS = pytest.mark.parametrize(
+    ("name", "skips"),
+    [
+        ("adamw", "host"),
+        ("adamw_fused", "kernel"),
+        ("sgd_fused", "kernel"),
+        ("third_party", "host"),
+        ("adamw", "operators"),
+        ("sgd_foreach", "operators"),
+        ("third_party", "operators"),
+    ],
+)
+KINDS = [(torch.float32, None), (torch.float16, None), (torch.bfloat16, "remainder"), (torch.bfloat16, "stochastic")]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def group() -> Iterator[None]:
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{os.environ['POLYAMP_TEST_RENDEZVOUS']}",
+        rank=RANK,
+        world_size=2,
+        timeout=timedelta(seconds=60),
+    )
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def mesh() -> DeviceMesh:
+    return init_device_mesh("cpu", (2,))
+
+
+def model_of(dtype: torch.dtype) -> torch.nn.Sequential:
+    """A float32 norm between two layers of ``dtype``: gradients of two dtypes."""
+    torch.manual_seed(0)
+    return torch.nn.Sequential(Layer(3, 8, dtype), torch.nn.LayerNorm(8), Layer(8, 1, dtype))
+
+
+class Layer(torch.nn.Linear):
+    """A layer that takes inputs of any dtype and gives float32."""
+
+    def __init__(self, inputs: int, outputs: int, dtype: torch.dtype) -> None:
+        super().__init__(inputs, outputs, dtype=dtype)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.to(self.weight.dtype)).float()
+
+
+def loss_of(model: torch.nn.Module) -> torch.Tensor:
+    rows = slice(RANK, None, 2)  # each rank its own data
+    return (model(X[rows]).squeeze(1) - Y[rows]).square().mean()
+
+
+def wrap(model: torch.nn.Module, name: str, skips: str, **options: Any) -> LossScaledOptimizer:
+    return polyamp.wrap_optimizer(
+        OPTIMIZERS[name](model.parameters()),
+        loss_scale=LossScale(init=1024.0),
+        skip_on_device=skips == "kernel" or None,
+        fused_step=skips == "operators",
+        **options,
+    )
+
+
+def backward(model: torch.nn.Module, opt: LossScaledOptimizer) -> None:
+    opt.zero_grad()
+    opt.backward(loss_of(model))
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def memory(opt: LossScaledOptimizer, model: torch.nn.Module) -> Any:
+    """This rank's part of everything that a step may change, but for the loss scale and for chance."""
+    state = opt.state_dict()
+    del state["loss_scale"]
+    if "generators" in (state["master_weights"] or {}):  # they move on where the device skips
+        del state["master_weights"]
+    return bits([list(model.parameters()), state])
+
+
+def bits(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        mine = local(value.detach())
+        return mine.dtype, mine.shape, mine.contiguous().view(-1).view(torch.uint8).tolist()
+    if isinstance(value, dict):
+        return {key: bits(entry) for key, entry in value.items()}
+    return [bits(entry) for entry in value] if isinstance(value, list) else value
+
+
+def ranks_agree(*values: float) -> bool:
+    here = torch.tensor(values)
+    both = [torch.empty_like(here) for _ in range(2)]
+    dist.all_gather(both, here)
+    return torch.equal(*both)
+
+
+def break_gradient(model: torch.nn.Module, value: float = math.inf) -> None:
+    """On one rank, after gradients were averaged, as noise in one rank's memory would."""
+    if RANK == 1:
+        grad = local(model[2].weight.grad)
+        assert grad.numel()
+        grad.view(-1)[0] = value
+
+
+def check_skip_and_resume(model: torch.nn.Module, opt: LossScaledOptimizer, break_it: Callable[..., None]) -> None:
+    for _ in range(2):  # the first applied step is decided on the host
+        backward(model, opt)
+        opt.step()
+        assert opt.last_step.applied
+    before, scale = memory(opt, model), opt.loss_scale
+    backward(model, opt)
+    break_it(model)
+    opt.step()
+    assert not opt.last_step.applied
+    assert memory(opt, model) == before
+    assert opt.loss_scale == scale / 2
+    backward(model, opt)
+    opt.step()
+    assert opt.last_step.applied
+    assert memory(opt, model) != before
+    assert ranks_agree(opt.loss_scale)
+
+
+@pytest.mark.parametrize("flags", [(0.0, 0.0), (0.0, 1.0), (1.0, 0.0), (2.0, 1.0), (math.nan, 0.0)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_any_rank_is_exactly_zero_or_one(flags: tuple[float, float], dtype: torch.dtype) -> None:
+    flag = torch.tensor(flags[RANK], dtype=dtype)
+    found = any_rank(flag)
+    assert found.dtype == torch.float32
+    assert found.item() == float(any(flags))
+    assert torch.equal(flag, torch.tensor(flags[RANK], dtype=dtype)) or math.isnan(flags[RANK])
+
+
+def test_flags_are_combined_one_by_one() -> None:
+    assert any_rank(torch.tensor([float(RANK), 0.0, 1.0 - RANK])).tolist() == [1.0, 0.0, 1.0]
+
+
+def test_only_the_ranks_of_the_group_are_asked() -> None:
+    alone = [dist.new_group([rank]) for rank in range(2)]
+    flag = torch.tensor(float(RANK))
+    assert any_rank(flag, False) is flag
+    assert any_rank(flag, alone[RANK]) is flag
+    assert not has_peers(alone[1 - RANK])
+    assert any_rank(flag, dist.group.WORLD).item() == 1.0
+
+
+@PATHS
+@pytest.mark.parametrize(("dtype", "master_weights"), KINDS)
+def test_ranks_of_a_plain_group_skip_together(name: str, skips: str, dtype: torch.dtype, master_weights: Any) -> None:
+    """Each has a model of its own: nothing but the flag is combined."""
+    model = model_of(dtype)
+    opt = wrap(model, name, skips, master_weights=master_weights)
+    check_skip_and_resume(model, opt, break_gradient)
+
+
+def test_a_rank_that_is_asked_alone_skips_alone() -> None:
+    model = model_of(torch.float32)
+    opt = wrap(model, "adamw", "host", process_group=False)
+    backward(model, opt)
+    break_gradient(model)
+    opt.step()
+    assert opt.last_step.applied == (RANK == 0)
+
+
+@pytest.mark.parametrize("broken", [False, True])
+@pytest.mark.parametrize("master_weights", [None, "remainder"])
+def test_a_rank_without_gradients_takes_part(broken: bool, master_weights: Any) -> None:
+    dtype = torch.float32 if master_weights is None else torch.bfloat16
+    model = model_of(dtype)
+    opt = wrap(model, "adamw", "host", master_weights=master_weights, max_grad_norm=1.0)
+    before = memory(opt, model)
+    if RANK == 1:
+        backward(model, opt)
+        if broken:
+            break_gradient(model)
+    opt.step()
+    assert opt.last_step.applied == (not broken)
+    assert opt.loss_scale == (512.0 if broken else 1024.0)
+    assert (memory(opt, model) == before) == (broken or RANK == 0)
+
+
+def test_losses_with_scales_of_their_own_agree() -> None:
+    model = model_of(torch.float32)
+    opt = wrap(model, "adamw", "host")
+    opt.backward(loss_of(model), loss_id="good")
+    opt.backward(loss_of(model) * (1e38 if RANK else 1.0), loss_id="bad")
+    opt.step()
+    assert not opt.last_step.applied
+    assert opt.scalers["good"].state.scale == 1024.0
+    assert opt.scalers["bad"].state.scale == 512.0
+
+
+def test_a_step_that_reevaluates_its_closure_is_taken_back_on_all_ranks() -> None:
+    model = model_of(torch.float32)
+    parallel = DistributedDataParallel(model)
+    opt = polyamp.wrap_optimizer(torch.optim.LBFGS(model.parameters(), max_iter=4), loss_scale=LossScale(init=1024.0))
+    evaluations = 0
+
+    def closure() -> torch.Tensor:
+        nonlocal evaluations
+        evaluations += 1
+        backward(parallel, opt)
+        if evaluations == 3:
+            break_gradient(model)
+        return loss_of(model)
+
+    before = memory(opt, model)
+    opt.step(closure)
+    assert evaluations == 3
+    assert not opt.last_step.applied
+    assert memory(opt, model) == before
+    assert ranks_agree(opt.loss_scale)
+
+
+@pytest.mark.parametrize("name", ["adamw", "adamw_fused"])
+@pytest.mark.parametrize("unscales", [False, True])
+def test_the_scaler_in_the_place_of_torchs_skips_on_all_ranks(name: str, unscales: bool) -> None:
+    model = model_of(torch.float32)
+    plain, scaler = OPTIMIZERS[name](model.parameters()), GradScaler("cpu", init_scale=1024.0)
+    for broken in (False, True, False):
+        plain.zero_grad()
+        scaler.scale(loss_of(model)).backward()
+        if broken:
+            break_gradient(model)
+        before = bits([list(model.parameters()), plain.state_dict()])
+        if unscales:
+            scaler.unscale_(plain)
+        scaler.step(plain)
+        scaler.update()
+        assert scaler.last_step.applied != broken
+        assert (bits([list(model.parameters()), plain.state_dict()]) == before) == broken
+    assert scaler.get_scale() == 512.0
+
+
+def test_optimizers_that_share_a_scale_agree() -> None:
+    model = model_of(torch.float32)
+    halves = [torch.optim.SGD(model[index].parameters(), lr=0.1) for index in (0, 2)]
+    opts = polyamp.wrap_optimizer(halves, loss_scale=LossScale(init=1024.0))
+    opts[0].backward(loss_of(model))
+    break_gradient(model)
+    for opt in opts:
+        opt.step()
+    assert [opt.last_step.applied for opt in opts] == [True, False]
+    assert ranks_agree(*(opt.loss_scale for opt in opts))
+    assert opts[1].loss_scale == 512.0
+
+
+@PATHS
+@pytest.mark.parametrize(("dtype", "master_weights"), KINDS)
+def test_ddp(name: str, skips: str, dtype: torch.dtype, master_weights: Any) -> None:
+    model = model_of(dtype)
+    opt = wrap(model, name, skips, master_weights=master_weights, max_grad_norm=1.0)
+    parallel = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    check_skip_and_resume(parallel, opt, lambda ddp: break_gradient(ddp.module))
+    assert ranks_agree(*(value for param in model.parameters() for value in param.detach().float().flatten().tolist()))
+
+
+def test_ddp_accumulates_under_no_sync() -> None:
+    model, whole = model_of(torch.bfloat16), model_of(torch.bfloat16)
+    opts = [wrap(each, "adamw", "host") for each in (model, whole)]
+    parallel = DistributedDataParallel(model)
+    with parallel.no_sync():
+        opts[0].backward(loss_of(parallel))
+    opts[0].backward(loss_of(parallel))
+    for rows in (slice(0, None, 2), slice(1, None, 2)):
+        opts[1].backward((whole(X[rows]).squeeze(1) - Y[rows]).square().mean())
+    for opt in opts:
+        opt.unscale_()
+    grads = [[param.grad for group in opt.param_groups for param in group["params"]] for opt in opts]
+    torch.testing.assert_close(*grads, rtol=0.02, atol=0.02)
+    break_gradient(model)  # after unscale_ it is too late: both ranks step
+    opts[0].step()
+    assert opts[0].last_step.applied
+
+
+def test_an_overflow_of_a_16_bit_communication_skips_on_all_ranks() -> None:
+    model = model_of(torch.float32)
+    opt = polyamp.wrap_optimizer(OPTIMIZERS["adamw"](model.parameters()), loss_scale=LossScale(init=2.0**20))
+    parallel = DistributedDataParallel(model)
+    parallel.register_comm_hook(None, fp16_compress_hook)
+    before = memory(opt, model)
+    backward(parallel, opt)
+    opt.step()
+    assert not opt.last_step.applied
+    assert memory(opt, model) == before
+    while not opt.last_step.applied:
+        backward(parallel, opt)
+        opt.step()
+    assert 2.0**10 < opt.loss_scale < 2.0**20
+    assert ranks_agree(opt.loss_scale)
+
+
+def shard(model: torch.nn.Module, mesh: DeviceMesh, **options: Any) -> torch.nn.Module:
+    for layer in model:
+        fully_shard(layer, mesh=mesh, **options)
+    return fully_shard(model, mesh=mesh, **options)
+
+
+@pytest.mark.parametrize(
+    ("name", "skips"),
+    [
+        ("adamw", "host"),
+        ("adamw_fused", "kernel"),
+        ("momentum", "host"),
+        ("adamw", "operators"),
+        ("sgd_foreach", "operators"),
+    ],
+)
+@pytest.mark.parametrize(("dtype", "master_weights"), KINDS)
+def test_fsdp(name: str, skips: str, dtype: torch.dtype, master_weights: Any, mesh: DeviceMesh) -> None:
+    model = shard(model_of(dtype), mesh)
+    opt = wrap(model, name, skips, master_weights=master_weights, max_grad_norm=1.0)
+    check_skip_and_resume(model, opt, lambda model: break_shard(model[0].weight))
+
+
+def break_shard(param: torch.Tensor) -> None:
+    if RANK == 1:
+        local(param.grad)[-1, -1] = math.nan
+
+
+@pytest.mark.parametrize("broken", [None, 0, 1, 2])
+def test_parameters_that_lie_over_ranks_in_different_ways(broken: int | None, mesh: DeviceMesh) -> None:
+    def spread(value: float) -> list[torch.Tensor]:
+        wholes = [torch.full((4, 2), value) for _ in range(3)]  # a replicate may share its memory
+        return [*map(distribute_tensor, wholes, [mesh] * 2, ([Shard(0)], [Replicate()])), wholes[2]]
+
+    params = [torch.nn.Parameter(param) for param in spread(1.0)]
+    plain = torch.optim.SGD(params, lr=1.0, foreach=False)
+    opt = LossScaledOptimizer(plain, LossScale(init=4.0), max_grad_norm=math.sqrt(24.0))
+    for param, grad in zip(params, spread(16.0), strict=True):
+        param.grad = grad
+    if broken is not None and RANK == 1:
+        local(params[broken].grad)[-1, -1] = math.inf
+    opt.step()
+    assert opt.last_step.applied == (broken is None)
+    expected = 0.0 if broken is None else 1.0  # 24 elements of 4, clipped to a norm of sqrt(24)
+    for param in params:
+        torch.testing.assert_close(local(param.detach()), torch.full(local(param).shape, expected))
+
+
+@pytest.mark.parametrize("looks", [True, False])
+@pytest.mark.parametrize("fused_step", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_fsdp_trains_as_one_process_does(dtype: torch.dtype, fused_step: bool, looks: bool, mesh: DeviceMesh) -> None:
+    """Also where the norm is that of scaled gradients in shards, which nobody looks at before the step."""
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    model, whole = shard(model_of(torch.float32), mesh, mp_policy=policy), model_of(torch.float32)
+    opts = [
+        polyamp.wrap_optimizer(
+            torch.optim.SGD(each.parameters(), lr=0.1),
+            loss_scale=LossScale(init=1024.0),
+            max_grad_norm=0.5,
+            fused_step=fused_step,
+        )
+        for each in (model, whole)
+    ]
+    for _ in range(3):
+        backward(model, opts[0])
+        opts[1].zero_grad()
+        for rows in (slice(0, None, 2), slice(1, None, 2)):
+            opts[1].backward((whole(X[rows]).squeeze(1) - Y[rows]).square().mean() / 2)
+        if looks:
+            norms = [opt.clip_grad_norm_(math.inf).item() for opt in opts]
+            assert norms[0] == pytest.approx(norms[1], rel=1e-5 if dtype == torch.float32 else 0.05)
+        for opt in opts:
+            opt.step()
+    for param, expected in zip(model.parameters(), whole.parameters(), strict=True):
+        tolerance = 1e-6 if dtype == torch.float32 else 0.02
+        torch.testing.assert_close(param.full_tensor(), expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize(("dtype", "master_weights"), KINDS)
+def test_the_state_of_shards_resumes_bit_for_bit(dtype: torch.dtype, master_weights: Any, mesh: DeviceMesh) -> None:
+    model, resumed = (shard(model_of(dtype), mesh) for _ in range(2))
+    opt, other = (wrap(each, "adamw_fused", "kernel", master_weights=master_weights) for each in (model, resumed))
+    for _ in range(2):
+        backward(model, opt)
+        opt.step()
+    buffer = io.BytesIO()
+    torch.save({"model": model.state_dict(), "opt": opt.state_dict()}, buffer)
+    saved = torch.load(io.BytesIO(buffer.getvalue()), weights_only=True)
+    resumed.load_state_dict(saved["model"])
+    other.load_state_dict(saved["opt"])
+    assert memory(other, resumed) == memory(opt, model)
+    for _ in range(2):
+        for each, its in ((model, opt), (resumed, other)):
+            backward(each, its)
+            its.step()
+    assert memory(other, resumed) == memory(opt, model)

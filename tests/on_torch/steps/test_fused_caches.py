@@ -1,0 +1,231 @@
+"""What a fused step keeps for the next one is made anew where anything under it was exchanged in between."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LinearLR
+
+import polyamp
+from support.torch_steps import COVERED, DEVICES, Way, close, wrapped
+
+STORAGES: list[tuple[torch.dtype, Any]] = [
+    (torch.float32, None),
+    (torch.bfloat16, True),
+    (torch.bfloat16, "remainder"),
+    (torch.float16, True),
+]
+
+
+def build(device: str, dtype: torch.dtype) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(2, 3, 3), nn.Linear(4, 5)).to(device, dtype)
+
+
+def linear_loss(model: nn.Module, step: int) -> Tensor:
+    """Its gradients are the same whatever the parameters are, so that roundings do not add up."""
+    generator = torch.Generator().manual_seed(step)
+    weights = [torch.randn(param.shape, generator=generator) for param in model.parameters()]
+    pairs = zip(model.parameters(), weights, strict=True)
+    return torch.stack([(param.float() * weight.to(param.device)).sum() for param, weight in pairs]).sum()
+
+
+def exchange_memory(way: Way) -> None:
+    for param in way.model.parameters():
+        param.data = param.data.clone()
+
+
+def exchange_memory_for_one_vector(way: Way) -> None:
+    vector = nn.utils.parameters_to_vector(way.model.parameters()).detach().clone()
+    nn.utils.vector_to_parameters(vector, way.model.parameters())
+
+
+def change_the_layout(way: Way) -> None:
+    way.model.to(memory_format=torch.channels_last)
+
+
+def clear_the_state(way: Way) -> None:
+    way.opt.state.clear()
+
+
+def exchange_the_state(way: Way) -> None:
+    way.opt.inner.load_state_dict(copy.deepcopy(way.opt.inner.state_dict()))
+
+
+def exchange_moments(way: Way) -> None:
+    for state in way.opt.state.values():
+        state.update({name: 0.5 * value for name, value in state.items() if name != "step" and value is not None})
+
+
+def change_options(way: Way) -> None:
+    for group in way.opt.param_groups:
+        group.update(lr=0.5 * group["lr"], weight_decay=0.3, maximize=True)
+
+
+def begin_with_momentum(way: Way) -> None:
+    for group in way.opt.param_groups:
+        group.update({"momentum": 0.9} if "momentum" in group else {"betas": (0.5, 0.9)})
+
+
+def regroup(way: Way) -> None:
+    first, second = way.opt.param_groups
+    first["params"].append(second["params"].pop(0))
+
+
+def write_to_the_model(way: Way) -> None:
+    with torch.no_grad():
+        for param in way.model.parameters():
+            param.mul_(0.5)
+
+
+def load_the_model(way: Way) -> None:
+    way.model.load_state_dict({name: 0.5 * value for name, value in way.model.state_dict().items()})
+
+
+EXCHANGES: list[Callable[[Way], None]] = [
+    exchange_memory,
+    exchange_memory_for_one_vector,
+    change_the_layout,
+    clear_the_state,
+    exchange_the_state,
+    exchange_moments,
+    change_options,
+    begin_with_momentum,
+    regroup,
+    write_to_the_model,
+    load_the_model,
+]
+
+
+def trained(
+    fused: bool,
+    name: str,
+    device: str,
+    storage: tuple[torch.dtype, Any],
+    unscales: bool,
+    exchange: Callable[[Way], None],
+) -> Way:
+    model = build(device, storage[0])
+    params = list(model.parameters())
+    inner = COVERED[name]([{"params": params[:2]}, {"params": params[2:], "lr": 0.003}])
+    way = Way(model, wrapped(inner, fused, master_weights=storage[1]))
+    for step in range(6):
+        way.opt.zero_grad()
+        way.opt.backward(linear_loss(model, step))
+        if unscales:
+            way.opt.unscale_()
+        way.opt.step()
+        if step in (1, 3):
+            exchange(way)
+    return way
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("exchange", EXCHANGES, ids=lambda exchange: exchange.__name__)
+@pytest.mark.parametrize("unscales", [False, True], ids=["direct", "unscaled"])
+@pytest.mark.parametrize("storage", STORAGES, ids=lambda storage: f"{storage[0]}-{storage[1]}".removeprefix("torch."))
+@pytest.mark.parametrize("name", ["adamw", "momentum", "sgd"])
+def test_training_goes_on_where_something_was_exchanged(
+    name: str, storage: tuple[torch.dtype, Any], unscales: bool, exchange: Callable[[Way], None], device: str
+) -> None:
+    fused, unfused = (trained(choice, name, device, storage, unscales, exchange) for choice in (True, False))
+    if storage[1] is not None:
+        close(*(way.opt.state_dict()["master_weights"] for way in (fused, unfused)), rtol=1e-4, atol=1e-5)
+    unit = {torch.float32: 1e-5, torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7}[storage[0]]
+    params = ([param.detach() for param in way.model.parameters()] for way in (fused, unfused))
+    close(*params, rtol=unit, atol=unit)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("storage", STORAGES, ids=lambda storage: f"{storage[0]}-{storage[1]}".removeprefix("torch."))
+def test_direct_and_unscaled_steps_take_turns(storage: tuple[torch.dtype, Any], device: str) -> None:
+    ways = []
+    for fused in (True, False):
+        model = build(device, storage[0])
+        opt = wrapped(COVERED["adamw"](model.parameters()), fused, master_weights=storage[1])
+        for step in range(8):
+            opt.zero_grad()
+            opt.backward(linear_loss(model, step))
+            if step % 2:
+                opt.unscale_()
+            opt.step()
+        ways.append(Way(model, opt))
+    unit = {torch.float32: 1e-5, torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7}[storage[0]]
+    close(*([param.detach() for param in way.model.parameters()] for way in ways), rtol=unit, atol=unit)
+
+
+@pytest.mark.parametrize("storage", STORAGES, ids=lambda storage: f"{storage[0]}-{storage[1]}".removeprefix("torch."))
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_refused_step_does_not_lose_what_is_written_to_the_model_next(
+    fused: bool, storage: tuple[torch.dtype, Any]
+) -> None:
+    model = build("cpu", storage[0])
+    opt = wrapped(COVERED["sgd"](model.parameters()), fused, master_weights=storage[1])
+    with pytest.raises(polyamp.UsageError):
+        opt.step()
+    with torch.no_grad():
+        for param in model.parameters():
+            param.fill_(4.0)
+    opt.backward(linear_loss(model, 0))
+    opt.step()
+    assert all((param > 3).all() for param in model.parameters())
+
+
+@pytest.mark.parametrize("unscales", [False, True], ids=["direct", "unscaled"])
+def test_a_parameter_in_the_place_of_another_trains(unscales: bool) -> None:
+    def exchange(way: Way) -> None:
+        way.model[1].weight = nn.Parameter(way.model[1].weight.detach().clone())
+        way.opt.param_groups[1]["params"][0] = way.model[1].weight
+
+    fused, unfused = (
+        trained(choice, "sgd", "cpu", (torch.float32, None), unscales, exchange) for choice in (True, False)
+    )
+    close(*([param.detach() for param in way.model.parameters()] for way in (fused, unfused)))
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_copy_follows_what_is_written_to_its_model(fused: bool) -> None:
+    """The copies' tensors count their versions anew."""
+    model = build("cpu", torch.bfloat16)
+    opt = wrapped(COVERED["sgd"](model.parameters()), fused)
+    opt.backward(linear_loss(model, 0))
+    opt.step()
+    for writes in range(1, 4):
+        twin, twin_opt = copy.deepcopy((model, opt))
+        twin_opt.zero_grad()
+        for _ in range(writes):
+            with torch.no_grad():
+                for param in twin.parameters():
+                    param.fill_(4.0)
+        twin_opt.backward(linear_loss(twin, 1))
+        twin_opt.step()
+        assert all((param > 3).all() for param in twin.parameters())
+
+
+def test_inside_an_autocast_region_the_next_forward_pass_has_the_new_weights() -> None:
+    model = nn.Linear(4, 4, bias=False)
+    opt = wrapped(COVERED["sgd"](model.parameters(), lr=1.0), True)
+    x = torch.ones(1, 4)
+    with polyamp.autocast("mixed_bfloat16"):
+        before = model(x)
+        opt.backward(before.float().sum())
+        opt.step()
+        after = model(x)
+    close(after.detach().float(), before.detach().float() - 4, rtol=0, atol=0.1)
+
+
+def test_schedulers_on_the_inner_optimizer_do_not_warn() -> None:
+    model = build("cpu", torch.float32)
+    inner = COVERED["adamw"](model.parameters())
+    opt, scheduler = wrapped(inner, True), LinearLR(inner)
+    for step in range(3):
+        opt.zero_grad()
+        opt.backward(linear_loss(model, step))
+        opt.step()
+        scheduler.step()
+    assert scheduler.last_epoch == 3

@@ -1,0 +1,338 @@
+"""`wrap_optimizer(fused_step=True)` takes the steps that it takes without, and that the plain optimizer takes.
+
+On the CPU these are the operators' references, or the compiled ones where they are built; on a GPU the kernels.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import polyamp
+from polyamp import LossScale
+from support.torch_steps import (
+    COVERED,
+    DEVICES,
+    OVERFLOWS,
+    SCALE,
+    STEP_OPERATORS,
+    NoSync,
+    Plain,
+    Way,
+    close,
+    everything,
+    loss_of,
+    network,
+    operators,
+    same,
+    spoil,
+    state_of,
+    train,
+    ways,
+    wrapped,
+)
+
+STEPS = 12
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("micro_batches", "max_norm"), [(1, None), (2, 0.3), (1, 100.0)])
+@pytest.mark.parametrize("name", COVERED)
+def test_steps_are_those_of_the_plain_optimizer(
+    name: str, micro_batches: int, max_norm: float | None, device: str
+) -> None:
+    fused, unfused, plain = ways(COVERED[name], lambda: network(device), max_grad_norm=max_norm)
+    histories = [train(way, range(STEPS), micro_batches=micro_batches) for way in (fused, unfused, plain)]
+    close(histories[0], histories[1])
+    close(histories[0], histories[2])
+    close(state_of(fused.opt), state_of(plain.opt))
+    assert fused.opt.loss_scale == unfused.opt.loss_scale
+    assert fused.opt.scaler.state == unfused.opt.scaler.state
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", COVERED)
+def test_a_step_is_one_look_at_the_gradients_and_one_update(name: str, device: str) -> None:
+    fused, *_ = ways(COVERED[name], lambda: network(device), max_grad_norm=1.0)
+    train(fused, range(2), overflows={})
+    fused.opt.zero_grad()
+    fused.opt.backward(loss_of(fused.model))
+    assert operators(fused.opt.step) == ["grad_stats", STEP_OPERATORS[name]]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", COVERED)
+def test_a_step_writes_no_gradient(name: str, device: str) -> None:
+    fused, *_ = ways(COVERED[name], lambda: network(device), max_grad_norm=0.1)
+    fused.opt.backward(loss_of(fused.model))
+    grads = [param.grad.clone() for param in fused.model.parameters()]
+    fused.opt.step()
+    same([param.grad for param in fused.model.parameters()], grads)
+
+
+@pytest.mark.parametrize("max_norm", [None, 1.0])
+@pytest.mark.parametrize(
+    ("dtype", "storage"),
+    [
+        (torch.float32, None),
+        (torch.float16, True),
+        (torch.bfloat16, "remainder"),
+        (torch.bfloat16, "stochastic"),
+        (torch.float16, "stochastic"),
+    ],
+)
+@pytest.mark.parametrize("name", ["adamw", "momentum", "sgd"])
+def test_a_step_waits_for_nothing(name: str, dtype: torch.dtype, storage: Any, max_norm: float | None) -> None:
+    model = network(dtype=dtype)
+    way = Way(model, wrapped(COVERED[name](model.parameters()), True, master_weights=storage, max_grad_norm=max_norm))
+    train(way, range(2), overflows={})
+    for step in range(4):
+        way.opt.zero_grad()
+        way.opt.backward(loss_of(model, step))
+        if step % 2:
+            spoil(model, math.nan)
+        with NoSync():
+            way.opt.step()
+            _ = way.opt.last_step
+    assert way.opt.last_step.skipped_in_a_row == 1
+
+
+def test_without_fused_step_no_operator_of_ours_runs_on_a_cpu() -> None:
+    for choice in (None, False):
+        model = network()
+        way = Way(model, wrapped(COVERED["adamw"](model.parameters()), choice))
+        assert operators(lambda way=way: train(way, range(2), overflows={})) == []
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize("steps_before", [0, 2])
+@pytest.mark.parametrize("name", COVERED)
+def test_a_skipped_step_changes_no_bit(name: str, steps_before: int, bad: float, device: str) -> None:
+    model = network(device)
+    way = Way(model, wrapped(COVERED[name](model.parameters()), True, max_grad_norm=1.0))
+    train(way, range(steps_before), overflows={})
+    before = everything(way)
+    train(way, range(1), overflows={0: bad})
+    after = everything(way)
+    same(after[0], before[0])
+    # what had no state before the first step may have zeros now
+    same(_without_zeros(after[1]["state"]), _without_zeros(before[1]["state"]))
+    assert not way.opt.last_step
+    assert (way.opt.last_step.skipped_in_a_row, way.opt.loss_scale) == (1, SCALE.init / 2)
+    assert way.opt.last_step.reason.startswith("gradients were not finite: 2.bias (1 ")
+
+
+def _without_zeros(states: dict[int, dict[str, Any]]) -> dict[int, dict[str, Any]]:
+    kept = {place: {k: v for k, v in state.items() if v is not None and v.any()} for place, state in states.items()}
+    return {place: state for place, state in kept.items() if state}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", ["momentum", "adamw"])
+def test_training_goes_on_after_a_skipped_first_step(name: str, device: str) -> None:
+    fused, _, plain = ways(COVERED[name], lambda: network(device))
+    overflows = {0: math.nan, 1: math.inf, 3: math.inf}
+    close(*(train(way, range(6), overflows=overflows) for way in (fused, plain)))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("name", COVERED)
+def test_16_bit_parameters_follow_float32_masters(name: str, dtype: torch.dtype, device: str) -> None:
+    fused, unfused, _ = ways(COVERED[name], lambda: network(device, dtype), max_grad_norm=0.5)
+    for way in (fused, unfused):
+        train(way, range(STEPS))
+    masters = [way.opt.param_groups[0]["params"] for way in (fused, unfused)]
+    assert {master.dtype for master in masters[0]} == {torch.float32}
+    for param, master in zip(fused.model.parameters(), masters[0], strict=True):
+        assert torch.equal(param, master.to(dtype))
+    _within_roundings(dtype, *masters)
+
+
+def _within_roundings(dtype: torch.dtype, ours: list[Tensor], theirs: list[Tensor]) -> None:
+    """A weight that rounds the other way changes the loss that both then train on, by a few units in the last place."""
+    units = {torch.float16: 2.0**-9, torch.bfloat16: 2.0**-6}[dtype]
+    close([one.detach() for one in ours], [other.detach() for other in theirs], rtol=units, atol=units)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("name", COVERED)
+def test_one_step_with_masters_is_the_plain_one_in_float32(name: str, dtype: torch.dtype, device: str) -> None:
+    model = network(device, dtype)
+    shadow = copy.deepcopy(model).float()
+    opt = wrapped(COVERED[name](model.parameters()), True, max_grad_norm=0.5)
+    opt.backward(loss_of(model))
+    for own, param in zip(shadow.parameters(), model.parameters(), strict=True):
+        own.grad = param.grad.float() / SCALE.init
+    opt.step()
+    Plain(COVERED[name](shadow.parameters()), 0.5).step()
+    close([master.detach() for master in opt.param_groups[0]["params"]], [p.detach() for p in shadow.parameters()])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", COVERED)
+def test_remainders_are_the_masters_that_they_replace(name: str, device: str) -> None:
+    """The same float32 numbers in two storages; where the two round a tie apart, their losses part as well."""
+    trained = []
+    for storage in (True, "remainder"):
+        model = network(device, torch.bfloat16)
+        way = Way(model, wrapped(COVERED[name](model.parameters()), True, master_weights=storage))
+        train(way, range(STEPS))
+        trained.append(way)
+    kept, joined = (list(way.opt.state_dict()["master_weights"].values()) for way in trained)
+    _within_roundings(torch.bfloat16, joined, kept)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(("name", "step"), [("sgd", 1e-5), ("adamw", 1e-5)])
+def test_stochastic_rounding_keeps_the_mean(name: str, step: float, dtype: torch.dtype, device: str) -> None:
+    """Steps far below half a unit in the last place: to nearest they would all be lost."""
+    count, rounds = 40_000, 5
+    weight = nn.Parameter(torch.ones(count, device=device, dtype=dtype))
+    inner = COVERED[name]([weight], lr=step, weight_decay=0.0)
+    opt = wrapped(inner, True, master_weights="stochastic")
+    for _ in range(rounds):
+        opt.zero_grad()
+        opt.backward(weight.float().sum())
+        opt.step()
+    moved = 1 - weight.detach().double().mean().item()
+    unit = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}[dtype]  # below 1
+    spread = math.sqrt(rounds * step * unit / count)
+    assert abs(moved - rounds * step) < 5 * spread
+    assert set(weight.unique().tolist()) <= {1 - unit * place for place in range(rounds + 1)}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("master_weights", [None, "remainder", "stochastic"])
+@pytest.mark.parametrize("name", ["adamw", "momentum", "sgd"])
+def test_a_skipped_step_leaves_16_bit_storages_as_they_are(name: str, master_weights: Any, device: str) -> None:
+    model = network(device, torch.bfloat16)
+    way = Way(model, wrapped(COVERED[name](model.parameters()), True, master_weights=master_weights))
+    train(way, range(2), overflows={})
+    before = everything(way)
+    train(way, range(3), overflows=dict.fromkeys(range(3), math.inf))
+    same(everything(way), before)
+    assert way.opt.last_step.skipped_in_a_row == 3
+
+
+@settings(max_examples=25)
+@given(
+    name=st.sampled_from(sorted(COVERED)),
+    overflows=st.dictionaries(st.integers(0, 14), st.sampled_from([math.inf, -math.inf, math.nan])),
+    max_norm=st.sampled_from([None, 0.1, 10.0]),
+    scale=st.builds(
+        LossScale,
+        init=st.sampled_from([8.0, 1000.5]),
+        growth=st.sampled_from([2.0, 1.25]),
+        backoff=st.sampled_from([0.5, 0.75]),
+        interval=st.integers(1, 3),
+        hysteresis=st.integers(1, 3),
+        consecutive=st.booleans(),
+        min=st.just(4.0),
+        max=st.just(2.0**12),
+        on_min=st.just("ignore"),
+        late_growth=st.sampled_from(["never", "after_overflow", "always"]),
+    ),
+)
+def test_any_overflows_under_any_loss_scale(
+    name: str, overflows: dict[int, float], max_norm: float | None, scale: LossScale
+) -> None:
+    fused, unfused, plain = ways(COVERED[name], loss_scale=scale, max_grad_norm=max_norm)
+    close(*(train(way, range(15), overflows=overflows) for way in (fused, plain)), rtol=1e-4, atol=1e-5)
+    train(unfused, range(15), overflows=overflows)
+    assert fused.opt.scaler.state == unfused.opt.scaler.state
+    assert fused.opt.last_step.skipped_in_a_row == unfused.opt.last_step.skipped_in_a_row
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", ["adamw", "momentum", "nesterov"])
+def test_groups_have_their_own_settings(name: str, device: str) -> None:
+    options = [{"weight_decay": 0.0}, {"lr": 1e-3}, {"maximize": True, "lr": 1e-4}]
+
+    def make(params: Any) -> torch.optim.Optimizer:
+        own = list(params)
+        parts = [own[:1], own[1:3], own[3:]]
+        return COVERED[name]([{"params": part, **more} for part, more in zip(parts, options, strict=True)])
+
+    fused, _, plain = ways(make, lambda: network(device), max_grad_norm=1.0)
+    close(*(train(way, range(STEPS)) for way in (fused, plain)))
+    fused.opt.zero_grad()
+    fused.opt.backward(loss_of(fused.model))
+    assert operators(fused.opt.step) == ["grad_stats", STEP_OPERATORS[name]]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("shape", [(), (0,), (1,), (7,), (8, 9), (3, 0, 2), (4097,)])
+@pytest.mark.parametrize("name", ["adamw", "momentum"])
+def test_tensors_of_every_size(name: str, shape: tuple[int, ...], device: str) -> None:
+    def build() -> nn.Module:
+        torch.manual_seed(1)
+        made = [torch.randn(shape), torch.randn(3), torch.empty(0)]
+        return nn.ParameterList([nn.Parameter(value.to(device)) for value in made])
+
+    def loss(model: Any, step: int) -> Tensor:
+        return sum((param * (step + 1)).sin().sum() for param in model)
+
+    fused, _, plain = ways(COVERED[name], build, max_grad_norm=0.7)
+    overflows = {2: math.inf}
+    close(*(train(way, range(5), overflows=overflows, loss=loss) for way in (fused, plain)))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_norm_does_not_overflow_where_the_gradients_do_not(device: str) -> None:
+    """Squares of large finite gradients leave float32; that is no overflow of a gradient."""
+    weight = nn.Parameter(torch.ones(4, device=device))
+    opt = wrapped(COVERED["sgd"]([weight], lr=1.0), True, max_grad_norm=1.0, loss_scale=LossScale.fixed(1.0))
+    opt.backward((weight * 1e30).sum())
+    opt.step()
+    assert opt.last_step
+    close(weight.detach(), torch.full((4,), 0.5, device=device))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("place", ["first", "last", "all"])
+def test_one_bad_gradient_anywhere_is_found(place: str, device: str) -> None:
+    model = nn.ParameterList([nn.Parameter(torch.zeros(size, device=device)) for size in (1, 5, 8, 5000)])
+    way = Way(model, wrapped(COVERED["adamw"](model.parameters()), True))
+    way.opt.backward(sum(param.sum() for param in model))
+    for index in {"first": [0], "last": [3], "all": range(4)}[place]:
+        model[index].grad[-1] = math.nan
+    way.opt.step()
+    assert not way.opt.last_step
+    assert all(not param.any() for param in model)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_negative_zero_and_subnormals_survive(device: str) -> None:
+    values = torch.tensor([-0.0, 1e-40, -1e-45], device=device)
+    weight = nn.Parameter(values.clone())
+    opt = wrapped(COVERED["sgd"]([weight], lr=0.0), True)
+    opt.backward((weight * 0).sum())
+    opt.step()
+    same(weight.detach().view(torch.int32), values.view(torch.int32))
+
+
+def test_nonsense_is_refused() -> None:
+    with pytest.raises(polyamp.PolyampError, match="fused_step"):
+        polyamp.wrap_optimizer(COVERED["sgd"](network().parameters()), "mixed_float16", fused_step="yes")
+
+
+def test_the_comparison_can_fail() -> None:
+    fused, _, plain = ways(lambda params: COVERED["adamw"](params))
+    plain.opt.inner.param_groups[0]["lr"] *= 1.01
+    histories = [train(way, range(3), overflows={}) for way in (fused, plain)]
+    with pytest.raises(AssertionError):
+        close(*histories)
+    assert OVERFLOWS.keys() < set(range(STEPS))
+    spoil(fused.model, math.nan)
+    assert fused.model[2].bias.grad.isnan().any()

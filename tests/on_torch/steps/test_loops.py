@@ -1,0 +1,355 @@
+"""Training loops as people write them, each beside the same loop without scaling: the same weights come out."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.optim import lr_scheduler
+from torch.optim.swa_utils import SWALR, AveragedModel
+
+import polyamp
+from polyamp import LossScale
+from polyamp.backends.torch import LossScaledOptimizer
+from support.harness_torch import X as INPUTS
+from support.harness_torch import Y as TARGETS
+from support.harness_torch import contents, linear, loss_of
+
+Optimizer = torch.optim.Optimizer
+SCALED = [False, True]
+
+
+def wrap(optimizer: Optimizer, scaled: bool, **options: Any) -> Any:
+    return polyamp.wrap_optimizer(optimizer, "mixed_float16", **options) if scaled else optimizer
+
+
+def backward(loss: Tensor, optimizer: Any) -> None:
+    optimizer.backward(loss) if isinstance(optimizer, LossScaledOptimizer) else loss.backward()
+
+
+def network(seed: int = 0, outputs: int = 1) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, outputs))
+
+
+def alike(run: Callable[[bool], list[Tensor]], tolerance: float = 0.0) -> None:
+    """To the last bit: these loops scale by powers of two."""
+    plain, scaled = map(run, SCALED)
+    torch.testing.assert_close(scaled, plain, rtol=tolerance, atol=tolerance)
+
+
+def test_a_trainer_accumulates_clips_and_schedules() -> None:
+    def run(scaled: bool) -> list[Tensor]:
+        model = linear()
+        opt = wrap(torch.optim.AdamW(model.parameters(), lr=1e-2), scaled, max_grad_norm=0.5)
+        schedule = lr_scheduler.LambdaLR(opt, lambda step: min(1.0, (step + 1) / 5))
+        for step in range(12):
+            backward(functional.mse_loss(model(INPUTS[step % 2 :: 2]).squeeze(1), TARGETS[step % 2 :: 2]) / 4, opt)
+            if step % 4 == 3:
+                if not scaled:
+                    nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+                opt.step()
+                schedule.step()
+                opt.zero_grad()
+        return list(model.parameters())
+
+    alike(run)
+
+
+@pytest.mark.parametrize("zero", ["model", "optimizer"])
+def test_a_generator_and_a_discriminator_with_losses_of_their_own(zero: str) -> None:
+    def run(scaled: bool) -> list[Tensor]:
+        maker, judge = network(1, outputs=3), network(2)
+        making = wrap(torch.optim.Adam(maker.parameters(), 1e-2), scaled)
+        judging = wrap(torch.optim.Adam(judge.parameters(), 1e-2), scaled, loss_scale=LossScale(init=8.0, interval=3))
+        clear = (judge, maker) if zero == "model" else (judging, making)
+        for _ in range(8):
+            clear[0].zero_grad()
+            backward(functional.softplus(-judge(INPUTS)).mean(), judging)
+            made = maker(INPUTS)
+            backward(functional.softplus(judge(made.detach())).mean(), judging)
+            judging.step()
+            clear[1].zero_grad()
+            backward(functional.softplus(-judge(made)).mean(), making)  # leaves gradients in the judge, too
+            making.step()
+        return [*maker.parameters(), *judge.parameters()]
+
+    alike(run)
+
+
+def test_an_optimizer_for_each_parameter_steps_inside_the_backward_pass() -> None:
+    def run(scaled: bool) -> list[Tensor]:
+        model = network()
+        opts = {param: wrap(torch.optim.SGD([param], lr=0.1), scaled) for param in model.parameters()}
+
+        def step(param: Tensor) -> None:
+            opts[param].step()
+            opts[param].zero_grad()
+
+        for param in opts:
+            param.register_post_accumulate_grad_hook(step)
+        for _ in range(4):
+            backward(functional.mse_loss(model(INPUTS).squeeze(1), TARGETS), next(iter(opts.values())))
+        return list(model.parameters())
+
+    alike(run)
+
+
+def test_gradients_that_are_views_of_one_buffer() -> None:
+    def run(scaled: bool) -> list[Tensor]:
+        model = network()
+        buffer = torch.zeros(sum(param.numel() for param in model.parameters()))
+        views = buffer.split([param.numel() for param in model.parameters()])
+        for param, view in zip(model.parameters(), views, strict=True):
+            param.grad = view.view_as(param)
+        opt = wrap(torch.optim.SGD(model.parameters(), lr=0.1), scaled)
+        for _ in range(3):
+            buffer.zero_()
+            backward(functional.mse_loss(model(INPUTS).squeeze(1), TARGETS), opt)
+            opt.step()
+        return list(model.parameters())
+
+    alike(run)
+
+
+def test_without_scaling_gradients_add_up_over_steps_as_ever() -> None:
+    def run(wrapped: bool) -> list[Tensor]:
+        model = linear()
+        plain = torch.optim.SGD(model.parameters(), lr=0.01)
+        opt = polyamp.wrap_optimizer(plain, "float32") if wrapped else plain
+        for _ in range(3):
+            backward(loss_of(model), opt)
+            opt.step()
+        return list(model.parameters())
+
+    alike(run)
+
+
+SCHEDULES: dict[str, Callable[[Optimizer], Any]] = {
+    "StepLR": lambda opt: lr_scheduler.StepLR(opt, 2),
+    "MultiStepLR": lambda opt: lr_scheduler.MultiStepLR(opt, [2, 4]),
+    "LambdaLR": lambda opt: lr_scheduler.LambdaLR(opt, lambda step: 0.9**step),
+    "MultiplicativeLR": lambda opt: lr_scheduler.MultiplicativeLR(opt, lambda step: 0.9),
+    "ConstantLR": lr_scheduler.ConstantLR,
+    "LinearLR": lr_scheduler.LinearLR,
+    "ExponentialLR": lambda opt: lr_scheduler.ExponentialLR(opt, 0.9),
+    "PolynomialLR": lambda opt: lr_scheduler.PolynomialLR(opt, 6),
+    "CosineAnnealingLR": lambda opt: lr_scheduler.CosineAnnealingLR(opt, 6),
+    "CosineAnnealingWarmRestarts": lambda opt: lr_scheduler.CosineAnnealingWarmRestarts(opt, 3),
+    "CyclicLR": lambda opt: lr_scheduler.CyclicLR(opt, 0.01, 0.1, step_size_up=2),
+    "OneCycleLR": lambda opt: lr_scheduler.OneCycleLR(opt, 0.1, total_steps=10),
+    "ReduceLROnPlateau": lambda opt: lr_scheduler.ReduceLROnPlateau(opt, patience=0),
+    "SequentialLR": lambda opt: lr_scheduler.SequentialLR(
+        opt, [lr_scheduler.ConstantLR(opt, 0.1, 2), lr_scheduler.ExponentialLR(opt, 0.9)], [2]
+    ),
+    "ChainedScheduler": lambda opt: lr_scheduler.ChainedScheduler(
+        [lr_scheduler.ConstantLR(opt, 0.1, 2), lr_scheduler.ExponentialLR(opt, 0.9)]
+    ),
+    "SWALR": lambda opt: SWALR(opt, 0.05),
+}
+
+
+@pytest.mark.parametrize("scheduled_first", [True, False])
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_every_schedule_moves_rates_and_momenta_as_it_does_unwrapped(name: str, scheduled_first: bool) -> None:
+    def run(scaled: bool) -> list[Tensor]:
+        model = linear()
+        plain = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        schedule = SCHEDULES[name](plain) if scheduled_first else None
+        opt = wrap(plain, scaled)
+        schedule = schedule or SCHEDULES[name](opt)
+        rows = []
+        for _ in range(7):
+            opt.zero_grad()
+            backward(loss_of(model), opt)
+            opt.step()
+            schedule.step(*([1.0] if name == "ReduceLROnPlateau" else []))
+            rows.append(torch.tensor([opt.param_groups[0][key] for key in ("lr", "momentum")], dtype=torch.float64))
+        return [*rows, *model.parameters()]
+
+    alike(run)
+
+
+OTHERS = ("Adadelta", "Adafactor", "Adamax", "ASGD", "NAdam", "RAdam", "Rprop", "Muon")
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_optimizers_of_torch_train_and_skip(name: str) -> None:
+    def run(scaled: bool) -> list[Tensor]:
+        model = network()
+        params = [param for param in model.parameters() if param.dim() == 2 or name != "Muon"]
+        opt = wrap(getattr(torch.optim, name)(params, lr=0.01), scaled)
+        for step in range(6):
+            model.zero_grad()
+            backward(functional.mse_loss(model(INPUTS).squeeze(1), TARGETS), opt)
+            if step == 3:
+                model[0].weight.grad[0, 0] = math.inf
+            if scaled or step != 3:
+                opt.step()
+        return list(model.parameters())
+
+    alike(run)
+
+
+def test_replicas_on_threads_train_as_one() -> None:
+    def run(scaled: bool) -> list[Tensor]:
+        model = nn.DataParallel(network())
+        opt = wrap(torch.optim.SGD(model.parameters(), lr=0.1), scaled)
+        for _ in range(3):
+            opt.zero_grad()
+            with polyamp.autocast("mixed_bfloat16"):
+                loss = functional.mse_loss(model(INPUTS).float().squeeze(1), TARGETS)
+            backward(loss, opt)
+            opt.step()
+        return list(model.parameters())
+
+    alike(run)
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+@pytest.mark.parametrize("default", [torch.device("meta"), torch.float64], ids=str)
+def test_defaults_for_new_tensors_do_not_matter(on_device: bool, default: Any) -> None:
+    model, plain_model = linear(), linear()
+    plain = torch.optim.AdamW(plain_model.parameters(), lr=0.1, fused=True)
+    inner = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
+    opt = polyamp.wrap_optimizer(inner, "mixed_float16", max_grad_norm=1e6, skip_on_device=on_device)
+    for overflow in (False, False, True, False):
+        opt.zero_grad()
+        with default_dtype(default) if isinstance(default, torch.dtype) else default:
+            opt.backward(loss_of(model))
+            if overflow:
+                model.weight.grad[0, 0] = math.nan
+            opt.step()
+        if not overflow:
+            plain.zero_grad()
+            loss_of(plain_model).backward()
+            plain.step()
+    assert contents(opt) == contents(plain)
+    assert opt.loss_scale == 32768.0
+
+
+def test_evaluation_in_between_and_steps_without_grad_mode() -> None:
+    def run(scaled: bool) -> list[Tensor]:
+        model = linear()
+        opt = wrap(torch.optim.AdamW(model.parameters(), lr=0.1), scaled)
+        for _ in range(3):
+            with torch.inference_mode(), polyamp.autocast("mixed_bfloat16"):
+                model(INPUTS)
+            backward(loss_of(model), opt)
+            with torch.no_grad():
+                opt.step()
+                opt.zero_grad()
+        return list(model.parameters())
+
+    alike(run)
+
+
+def test_averaged_models_follow() -> None:
+    def run(scaled: bool) -> list[Tensor]:
+        model = linear()
+        opt, average = wrap(torch.optim.SGD(model.parameters(), lr=0.1), scaled), AveragedModel(model)
+        for _ in range(4):
+            opt.zero_grad()
+            backward(loss_of(model), opt)
+            opt.step()
+            average.update_parameters(model)
+        return list(average.module.parameters())
+
+    alike(run)
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+def test_parameters_that_freeze_or_come_later(on_device: bool) -> None:
+    model = network()
+    inner = torch.optim.AdamW(model[0].parameters(), lr=0.1, fused=True)
+    opt = polyamp.wrap_optimizer(inner, "mixed_float16", skip_on_device=on_device)
+    for step in range(5):
+        if step == 2:
+            opt.add_param_group({"params": list(model[2].parameters()), "lr": 0.01})
+        if step == 3:
+            model[0].weight.requires_grad_(False)
+        before = copy.deepcopy(model)
+        opt.zero_grad()
+        opt.backward(functional.mse_loss(model(INPUTS).squeeze(1), TARGETS))
+        opt.step()
+        assert opt.last_step
+        assert torch.equal(model[2].weight, before[2].weight) == (step < 2)
+        assert torch.equal(model[0].weight, before[0].weight) == (step > 2)
+
+
+class Embeds(nn.Module):
+    """Sparse gradients with repeated rows, beside dense ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(7, 4, sparse=True), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.embed((x * 10).long() % 7).mean(1))
+
+
+class Mixed(nn.Module):
+    """Tied, frozen, unused, empty, complex and float64 parameters, and a channels-last convolution."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution = nn.Conv2d(1, 3, 2).to(memory_format=torch.channels_last)
+        self.first, self.second = nn.Linear(9, 9, bias=False), nn.Linear(9, 9, bias=False)
+        self.second.weight = self.first.weight
+        self.phase = nn.Parameter(torch.randn(9, dtype=torch.complex64))
+        self.wide = nn.Parameter(torch.randn(9, dtype=torch.float64))
+        self.frozen = nn.Parameter(torch.randn(9), requires_grad=False)
+        self.unused, self.empty = nn.Parameter(torch.randn(3)), nn.Parameter(torch.randn(0, 9))
+        self.head = nn.Linear(9, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        image = x.view(-1, 1, 2, 2).repeat(1, 1, 2, 2).contiguous(memory_format=torch.channels_last)
+        hidden = self.convolution(image).flatten(1)[:, :9]
+        hidden = self.second(self.first(hidden)) * self.phase.abs() + self.frozen + self.empty.sum(0)
+        return self.head(torch.tanh(hidden.double() * self.wide).float())
+
+
+SORTS: dict[str, Callable[[Any], Optimizer]] = {
+    "sgd": lambda params: torch.optim.SGD(params, lr=0.1, foreach=False),
+    "sgd-foreach": lambda params: torch.optim.SGD(params, lr=0.1, foreach=True),
+    "momentum": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
+    "adagrad": lambda params: torch.optim.Adagrad(params, lr=0.05),
+    "adamw": lambda params: torch.optim.AdamW(params, lr=0.05, foreach=False),
+    "adamw-foreach": lambda params: torch.optim.AdamW(params, lr=0.05, foreach=True),
+    "rmsprop": lambda params: torch.optim.RMSprop(params, lr=0.01),
+}
+SPARSE = ("sgd", "sgd-foreach")  # of those, what takes sparse gradients without warnings from inside torch
+
+
+@pytest.mark.parametrize(("name", "make"), [*((name, Mixed) for name in SORTS), *((name, Embeds) for name in SPARSE)])
+def test_parameters_of_every_sort_train_and_skip(name: str, make: type[nn.Module]) -> None:
+    def run(scaled: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = make()
+        opt = wrap(SORTS[name](model.parameters()), scaled)
+        for step in range(12):
+            opt.zero_grad()
+            backward(functional.mse_loss(model(torch.randn(3, 4)), torch.randn(3, 2)), opt)
+            if step % 4 == 2:
+                model.head.bias.grad[0] = math.inf
+            if scaled or step % 4 != 2:
+                opt.step()
+        return list(model.parameters())
+
+    alike(run, tolerance=1e-6 if make is Embeds else 0.0)  # repeated rows are added up in another order

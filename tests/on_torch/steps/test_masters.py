@@ -1,0 +1,259 @@
+"""Float32 master weights of 16-bit parameters, and state dicts."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import pytest
+import torch
+
+import polyamp
+from polyamp import LossScale
+from polyamp.backends.torch import LossScaledOptimizer
+from support.harness_torch import OPTIMIZERS, X, Y, contents
+
+LOW = [torch.float16, torch.bfloat16]
+
+
+def low_model(dtype: torch.dtype) -> torch.nn.Sequential:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.LayerNorm(4), torch.nn.Linear(4, 1))
+    model[0].to(dtype)
+    model[2].to(dtype)
+    return model
+
+
+def train(model: torch.nn.Sequential, opt: Any, steps: int, *, overflow: bool = False) -> None:
+    for _ in range(steps):
+        hidden = model[1](model[0](X.to(model[0].weight.dtype)).float())
+        loss = (model[2](hidden.to(model[2].weight.dtype)).float().squeeze(1) - Y).square().mean()
+        opt.zero_grad()
+        opt.backward(loss)
+        if overflow:
+            model[2].weight.grad[0, 1] = math.inf
+        opt.step()
+
+
+@pytest.mark.parametrize("dtype", LOW)
+@pytest.mark.parametrize("name", ["sgd", "momentum", "adamw", "adamw_fused"])
+def test_the_inner_optimizer_trains_float32_and_the_model_is_its_rounding(name: str, dtype: torch.dtype) -> None:
+    model = low_model(dtype)
+    opt = polyamp.wrap_optimizer(OPTIMIZERS[name](model.parameters()), loss_scale=LossScale())
+    train(model, opt, 3)
+    trained = opt.param_groups[0]["params"]
+    assert [param.dtype for param in trained] == [torch.float32] * 6
+    assert trained[2] is model[1].weight  # float32 already: no master
+    for param, master in zip(model.parameters(), trained, strict=True):
+        assert torch.equal(param, master.to(param.dtype))
+    moments = [value for state in opt.state.values() for value in state.values()]
+    assert all(value.dtype == torch.float32 for value in moments)
+
+
+@pytest.mark.parametrize(("master_weights", "expected"), [(None, 0.9), (False, 1.0)])
+def test_updates_that_16_bits_round_away_add_up_in_masters(master_weights: bool | None, expected: float) -> None:
+    weight = torch.nn.Parameter(torch.ones(1, dtype=torch.bfloat16))
+    plain = torch.optim.SGD([weight], lr=1e-4)
+    opt = polyamp.wrap_optimizer(plain, "bfloat16", master_weights=master_weights)
+    for _ in range(1000):
+        opt.zero_grad()
+        opt.backward(weight.float().sum())
+        opt.step()
+    assert weight.item() == pytest.approx(expected, abs=0.004)
+
+
+@pytest.mark.parametrize("dtype", LOW)
+@pytest.mark.parametrize("on_device", [False, True])
+def test_a_skipped_step_leaves_masters_and_model_as_they_are(dtype: torch.dtype, on_device: bool) -> None:
+    model = low_model(dtype)
+    opt = LossScaledOptimizer(OPTIMIZERS["adamw_fused"](model.parameters()), skip_on_device=on_device)
+    train(model, opt, 2)
+    before, low = contents(opt), copy.deepcopy(model.state_dict())
+    train(model, opt, 1, overflow=True)
+    assert contents(opt) == before
+    assert not opt.last_step
+    assert all(torch.equal(value, low[name]) for name, value in model.state_dict().items())
+
+
+def test_small_float16_gradients_survive_in_float32() -> None:
+    weight = torch.nn.Parameter(torch.ones(2, dtype=torch.float16))
+    opt = polyamp.wrap_optimizer(torch.optim.SGD([weight], lr=1.0), loss_scale=LossScale())
+    opt.backward((weight.float() * 2.0**-30).sum())  # 0 in float16, and 2**-14 once scaled
+    opt.unscale_()
+    assert opt.param_groups[0]["params"][0].grad.tolist() == [2.0**-30] * 2
+
+
+def test_masters_are_clipped_after_they_are_unscaled() -> None:
+    model, other = low_model(torch.bfloat16), low_model(torch.bfloat16)
+    clips_itself = polyamp.wrap_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), "bfloat16", max_grad_norm=0.1)
+    opt = polyamp.wrap_optimizer(torch.optim.SGD(other.parameters(), lr=0.1), loss_scale=LossScale())
+    clip, step = opt.clip_grad_norm_, opt.step
+    opt.step = lambda: (clip(0.1), step())
+    train(model, clips_itself, 3)
+    train(other, opt, 3)
+    assert contents(opt) == contents(clips_itself)
+    assert not torch.equal(model[0].weight, low_model(torch.bfloat16)[0].weight)
+
+
+def test_zero_grad_clears_the_models_own_gradients() -> None:
+    model = low_model(torch.float16)
+    opt = polyamp.wrap_optimizer(OPTIMIZERS["sgd"](model.parameters()), loss_scale=LossScale())
+    train(model, opt, 1)
+    opt.zero_grad(set_to_none=False)
+    assert all(param.grad.count_nonzero() == 0 for param in model.parameters())
+    opt.zero_grad()
+    assert all(param.grad is None for param in model.parameters())
+
+
+def test_a_second_step_with_the_same_16_bit_gradients_is_refused() -> None:
+    model = low_model(torch.float16)
+    opt = polyamp.wrap_optimizer(OPTIMIZERS["sgd"](model.parameters()), loss_scale=LossScale())
+    train(model, opt, 1)
+    with pytest.raises(polyamp.UsageError, match="last step"):
+        opt.step()
+
+
+def test_new_groups_get_masters_and_repeated_parameters_are_refused() -> None:
+    model = low_model(torch.float16)
+    opt = polyamp.wrap_optimizer(torch.optim.SGD(model[1].parameters(), lr=0.1), loss_scale=LossScale())
+    assert opt.masters is None
+    for part in (model[0], model[2]):
+        opt.add_param_group({"params": list(part.parameters()), "lr": 0.01})
+    with pytest.raises(polyamp.InvalidValueError, match="more than one parameter group"):
+        opt.add_param_group({"params": [model[2].weight]})
+    assert len(opt.param_groups) == 3
+    assert len(opt.masters.masters) == 4
+    train(model, opt, 1)
+    assert torch.equal(model[0].weight, opt.param_groups[1]["params"][0].half())
+
+
+def test_state_that_exists_at_wrapping_is_kept_in_float32() -> None:
+    weight = torch.nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
+    plain = torch.optim.Adam([weight], lr=0.1)
+    weight.grad = torch.ones_like(weight)
+    plain.step()
+    opt = polyamp.wrap_optimizer(plain, "mixed_bfloat16")
+    (master,) = opt.param_groups[0]["params"]
+    assert list(opt.state) == [master]
+    assert opt.state[master]["step"] == 1
+    assert opt.state[master]["exp_avg"].dtype == torch.float32
+
+
+def test_masters_follow_a_model_that_was_loaded_and_keep_their_bits_elsewhere() -> None:
+    weight = torch.nn.Parameter(torch.tensor([1.0, 1.0], dtype=torch.float16))
+    opt = polyamp.wrap_optimizer(torch.optim.SGD([weight], lr=1e-5), loss_scale=LossScale(init=8.0))
+    opt.backward(weight.float().sum())
+    opt.step()
+    kept = opt.masters.masters[0][0].item()
+    with torch.no_grad():
+        weight[1] = 5.0
+    opt.zero_grad()
+    opt.backward(weight.float().sum() * 0)
+    opt.step()
+    assert opt.masters.masters[0].tolist() == [kept, 5.0]
+    assert kept != 1.0
+
+
+def test_parameters_that_lose_bits_after_wrapping_are_refused() -> None:
+    model = low_model(torch.float32)
+    opt = polyamp.wrap_optimizer(OPTIMIZERS["sgd"](model.parameters()), "mixed_float16")
+    model.half()
+    opt.backward(sum(param.float().sum() for param in model.parameters()))
+    with pytest.raises(polyamp.UsageError, match="have 16 now"):
+        opt.step()
+
+
+@pytest.mark.parametrize(("policy", "options"), [("O2", {}), ("float32", {"master_weights": True})])
+def test_master_weights_that_cannot_be_are_reported(policy: str, options: dict[str, bool]) -> None:
+    with pytest.warns(polyamp.PolyampWarning, match="convert"):
+        polyamp.wrap_optimizer(torch.optim.SGD([torch.ones(2, requires_grad=True)], lr=0.1), policy, **options)
+
+
+@pytest.mark.parametrize("model_last", [True, False])
+@pytest.mark.parametrize("dtype", [*LOW, torch.float32])
+@pytest.mark.parametrize("name", ["momentum", "adamw", "adamw_fused"])
+def test_training_resumes_bit_for_bit(name: str, dtype: torch.dtype, model_last: bool, tmp_path: Any) -> None:
+    model = low_model(dtype)
+    opt = polyamp.wrap_optimizer(OPTIMIZERS[name](model.parameters()), loss_scale=LossScale(interval=3))
+    train(model, opt, 2)
+    train(model, opt, 1, overflow=True)
+    torch.save({"model": model.state_dict(), "opt": opt.state_dict()}, tmp_path / "state.pt")
+    train(model, opt, 4)
+
+    saved = torch.load(tmp_path / "state.pt")
+    resumed = low_model(dtype)
+    other = polyamp.wrap_optimizer(OPTIMIZERS[name](resumed.parameters()), loss_scale=LossScale(interval=3))
+    loads = [lambda: resumed.load_state_dict(saved["model"]), lambda: other.load_state_dict(saved["opt"])]
+    for load in loads[:: -1 if model_last else 1]:
+        load()
+    train(resumed, other, 4)
+    assert contents(other) == contents(opt)
+    assert polyamp.save_loss_scale(other) == polyamp.save_loss_scale(opt)
+    assert all(map(torch.equal, resumed.parameters(), model.parameters()))
+
+
+class KeepsFloat32(torch.optim.Optimizer):
+    """Keeps a float32 moment of a 16-bit parameter."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for param in self.param_groups[0]["params"]:
+            moment = self.state[param].setdefault("moment", torch.zeros_like(param, dtype=torch.float32))
+            moment.add_(param.grad.float(), alpha=0.1)
+
+
+def test_float32_moments_of_16_bit_parameters_are_loaded_in_float32() -> None:
+    """torch's own load_state_dict casts them to the parameter's dtype."""
+    weights = [torch.nn.Parameter(torch.ones(2, dtype=torch.bfloat16)) for _ in range(2)]
+    opts = [LossScaledOptimizer(KeepsFloat32([weight]), LossScale.none(), master_weights=False) for weight in weights]
+    opts[0].backward(weights[0].float().sum())
+    opts[0].step()
+    opts[1].load_state_dict(opts[0].state_dict())
+    assert torch.equal(opts[1].state[weights[1]]["moment"], torch.full((2,), 0.1))
+
+
+def saved_state(**changes: Any) -> dict[str, Any]:
+    model = low_model(torch.float16)
+    opt = polyamp.wrap_optimizer(OPTIMIZERS["adamw"](model.parameters()), loss_scale=LossScale())
+    train(model, opt, 1)
+    state = {**opt.state_dict(), **changes}
+    return {key: value for key, value in state.items() if value != "absent"}
+
+
+@pytest.mark.parametrize(
+    ("saved", "message"),
+    [
+        ({"loss_scale": "absent", "master_weights": "absent"}, "was not wrapped"),
+        ({"loss_scale": {"kind": "other"}}, "not a loss-scale state"),
+        ({"master_weights": None}, "master weights are not those"),
+        ({"master_weights": {0: torch.ones(2)}}, "master weights are not those"),
+        ({"param_groups": []}, "parameter groups differ"),
+        ({"state": "absent"}, "not an optimizer's state"),
+    ],
+)
+def test_states_that_do_not_fit_are_refused_and_change_nothing(saved: dict[str, Any], message: str) -> None:
+    model = low_model(torch.float16)
+    opt = polyamp.wrap_optimizer(OPTIMIZERS["adamw"](model.parameters()), loss_scale=LossScale())
+    train(model, opt, 1, overflow=True)
+    before = contents(opt)
+    with pytest.raises(polyamp.StateError, match=message):
+        opt.load_state_dict(saved_state(**saved))
+    assert contents(opt) == before
+    assert opt.loss_scale == 32768.0
+
+
+def test_master_weights_without_a_place_are_refused() -> None:
+    model = low_model(torch.float32)
+    opt = polyamp.wrap_optimizer(OPTIMIZERS["adamw"](model.parameters()), loss_scale=LossScale())
+    with pytest.raises(polyamp.StateError, match="this optimizer has none"):
+        opt.load_state_dict(saved_state())
+
+
+def test_no_state_at_all_is_refused() -> None:
+    opt = polyamp.wrap_optimizer(torch.optim.SGD([torch.ones(2)], lr=0.1), "mixed_float16")
+    with pytest.raises(polyamp.StateError, match="not an optimizer's state"):
+        opt.load_state_dict([1, 2])

@@ -1,0 +1,449 @@
+"""The wrapped optimizer: what a step does, what a skipped one leaves, and the order of things."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import math
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.optim.lr_scheduler import LinearLR, OneCycleLR
+
+import polyamp
+from polyamp import LossScale
+from polyamp.backends.torch import LossScaledOptimizer
+from support.harness_torch import FUSED, OPTIMIZERS, ThirdParty, X, contents, linear, loss_of
+
+
+def step(model: torch.nn.Module, opt: LossScaledOptimizer, *, overflow: bool = False) -> None:
+    opt.zero_grad()
+    opt.backward(loss_of(model))
+    if overflow:
+        next(iter(model.parameters())).grad.view(-1)[0] = math.inf
+    opt.step()
+
+
+@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_a_scaled_step_is_the_plain_step_bit_for_bit(make: Callable[[Any], torch.optim.Optimizer]) -> None:
+    plain_model, model = linear(), linear()
+    plain, opt = make(plain_model.parameters()), polyamp.wrap_optimizer(make(model.parameters()), "mixed_float16")
+    for _ in range(3):
+        plain.zero_grad()
+        loss_of(plain_model).backward()
+        plain.step()
+        step(model, opt)
+    assert contents(opt) == contents(plain)
+    assert opt.last_step.applied
+    assert opt.loss_scale == 65536.0
+
+
+@pytest.mark.parametrize("steps_before", [0, 2])
+@pytest.mark.parametrize(
+    ("name", "on_device"), [*((name, None) for name in OPTIMIZERS), *((name, True) for name in FUSED)]
+)
+def test_a_skipped_step_changes_nothing(name: str, steps_before: int, on_device: bool | None) -> None:
+    model = linear()
+    opt = polyamp.wrap_optimizer(OPTIMIZERS[name](model.parameters()), "mixed_float16", skip_on_device=on_device)
+    for _ in range(steps_before):
+        step(model, opt)
+    before = contents(opt)
+    step(model, opt, overflow=True)
+    assert contents(opt) == before
+    assert not opt.last_step
+    assert (opt.last_step.skipped_in_a_row, opt.loss_scale) == (1, 32768.0)
+    assert opt.last_step.reason.startswith("gradients were not finite: weight (1 inf of 3)")
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_training_goes_on_after_a_skipped_first_step(name: str) -> None:
+    """torch's fused SGD with GradScaler keeps uninitialised momentum here."""
+    plain_model, model = linear(), linear()
+    plain = OPTIMIZERS[name](plain_model.parameters())
+    opt = polyamp.wrap_optimizer(OPTIMIZERS[name](model.parameters()), "mixed_float16", skip_on_device=True)
+    for overflow in (True, True, False, True, False):
+        step(model, opt, overflow=overflow)
+        if not overflow:
+            plain.zero_grad()
+            loss_of(plain_model).backward()
+            plain.step()
+    assert contents(opt) == contents(plain)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    overflows=st.lists(st.booleans(), min_size=1, max_size=30),
+    growth=st.sampled_from([2.0, 1.5, 1.1, 3.7]),
+    backoff=st.sampled_from([0.5, 0.3, 0.9]),
+    interval=st.integers(1, 4),
+    hysteresis=st.integers(1, 3),
+    late=st.sampled_from(["never", "after_overflow", "always"]),
+)
+def test_host_and_device_go_through_the_same_scales(
+    overflows: list[bool], growth: float, backoff: float, interval: int, hysteresis: int, late: Any
+) -> None:
+    config = LossScale(
+        init=1000.3, growth=growth, backoff=backoff, interval=interval, hysteresis=hysteresis, late_growth=late,
+        on_min="ignore", min=0.7, max=50000.1,
+    )  # fmt: skip
+    weights = [torch.zeros(2, requires_grad=True) for _ in range(2)]
+    opts = [
+        LossScaledOptimizer(torch.optim.SGD([weight], lr=0.1, fused=True), config, skip_on_device=on_device)
+        for weight, on_device in zip(weights, (False, True), strict=True)
+    ]
+    for overflow in overflows:
+        for weight, opt in zip(weights, opts, strict=True):
+            opt.scale(torch.ones(()))
+            weight.grad = torch.full((2,), math.inf if overflow else 1.0)
+            opt.step()
+        assert opts[0].last_step.scale == opts[1].last_step.scale
+        assert polyamp.save_loss_scale(opts[0]) == polyamp.save_loss_scale(opts[1])
+    assert torch.equal(*weights)
+
+
+def test_the_device_path_keeps_its_state_in_tensors() -> None:
+    model = linear()
+    opt = polyamp.wrap_optimizer(OPTIMIZERS["adamw_fused"](model.parameters()), "mixed_float16", skip_on_device=True)
+    step(model, opt)
+    step(model, opt)
+    assert isinstance(opt.scaler.state.scale, torch.Tensor)
+    assert not hasattr(opt.inner, "found_inf")
+
+
+def test_the_scale_never_reaches_zero() -> None:
+    """GradScaler's does after enough overflows, and the next healthy step then writes NaN."""
+    model = linear()
+    opt = polyamp.wrap_optimizer(OPTIMIZERS["adamw"](model.parameters()), loss_scale=LossScale(on_min="ignore"))
+    for _ in range(60):
+        step(model, opt, overflow=True)
+    assert opt.loss_scale == 2.0**-14
+    step(model, opt)
+    assert opt.last_step
+    assert all(param.isfinite().all() for param in model.parameters())
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+def test_max_skips_and_on_min_are_reported(on_device: bool) -> None:
+    model = linear()
+    config = LossScale(init=4.0, min=2.0, on_min="warn", max_skips=3)
+    opt = LossScaledOptimizer(OPTIMIZERS["sgd_fused"](model.parameters()), config, skip_on_device=on_device)
+    step(model, opt)
+    overflow = functools.partial(step, model, opt, overflow=True)
+    overflow()  # brings the scale to its minimum; only the next one finds it there
+    if on_device:  # what is known on the device alone is said at the next step
+        overflow()
+    with pytest.warns(polyamp.PolyampWarning, match="minimum"):
+        overflow()
+    with pytest.raises(polyamp.LossScaleError, match="3 steps in a row"):
+        overflow()
+    assert opt.last_step.skipped_in_a_row == 3
+
+
+def test_a_loss_on_the_device_that_was_not_finite_is_reported_at_the_next_step() -> None:
+    model = linear()
+    opt = polyamp.wrap_optimizer(OPTIMIZERS["adam_fused"](model.parameters()), "mixed_float16", skip_on_device=True)
+    step(model, opt)
+    step(model, opt)
+    opt.scaler._unchecked_losses.append(torch.tensor(math.nan))  # as a loss that is not on the CPU
+    model.weight.grad = torch.full((1, 3), math.nan)
+    opt.step()
+    before = contents(opt)
+    with pytest.raises(polyamp.NonFiniteLossError, match="earlier step"):
+        step(model, opt)
+    assert contents(opt) == before
+    step(model, opt)
+    assert opt.last_step
+
+
+def test_no_scaling_is_the_plain_optimizer_and_lets_inf_through() -> None:
+    model = linear()
+    opt = polyamp.wrap_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), "float32")
+    step(model, opt, overflow=True)
+    assert opt.last_step.applied
+    assert not model.weight.isfinite().all()
+
+
+def test_accumulation_over_several_backwards_is_one_step() -> None:
+    plain_model, model = linear(), linear()
+    plain, opt = OPTIMIZERS["adamw"](plain_model.parameters()), OPTIMIZERS["adamw"](model.parameters())
+    wrapped = polyamp.wrap_optimizer(opt, "mixed_float16")
+    for _ in range(2):
+        loss_of(plain_model).backward()
+        wrapped.backward(loss_of(model))
+    plain.step()
+    wrapped.step()
+    assert contents(wrapped) == contents(plain)
+
+
+@pytest.mark.parametrize("explicitly", [True, False])
+def test_clipping_is_torch_clipping_of_unscaled_gradients(explicitly: bool) -> None:
+    plain_model, model = linear(), linear()
+    plain = torch.optim.SGD(plain_model.parameters(), lr=0.1)
+    opt = polyamp.wrap_optimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1), "mixed_float16", max_grad_norm=None if explicitly else 0.2
+    )
+    loss_of(plain_model).backward()
+    norm = torch.nn.utils.clip_grad_norm_(plain_model.parameters(), 0.2)
+    plain.step()
+    opt.backward(loss_of(model))
+    if explicitly:
+        assert torch.equal(opt.clip_grad_norm_(0.2), norm)
+    opt.step()
+    assert contents(opt) == contents(plain)
+
+
+def test_unscale_shows_true_gradients_and_a_second_call_is_refused() -> None:
+    model = linear()
+    opt = polyamp.wrap_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), "mixed_float16")
+    true = torch.autograd.grad(loss_of(model), model.weight)[0]
+    opt.backward(loss_of(model))
+    opt.unscale_()
+    with pytest.raises(polyamp.UsageError, match="unscaled already"):
+        opt.unscale_()
+    assert torch.equal(model.weight.grad, true)
+    model.weight.grad.zero_()
+    opt.step()
+    assert torch.equal(model.weight, linear().weight)
+
+
+def test_a_backward_between_unscale_and_step_is_refused() -> None:
+    model = linear()
+    opt = polyamp.wrap_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), "mixed_float16")
+    opt.backward(loss_of(model))
+    opt.unscale_()
+    with pytest.raises(polyamp.UsageError, match="unscaled already"):
+        opt.backward(loss_of(model))
+    model.zero_grad()
+    opt.backward(loss_of(model))
+    opt.step()
+    assert opt.last_step
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_zero_grad_abandons_a_window_that_was_unscaled(set_to_none: bool) -> None:
+    model = linear()
+    opt = polyamp.wrap_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), "mixed_float16")
+    opt.backward(loss_of(model))
+    model.weight.grad.fill_(math.inf)
+    opt.unscale_()
+    opt.zero_grad(set_to_none)
+    opt.backward(loss_of(model))
+    opt.step()
+    assert opt.last_step
+
+
+@pytest.mark.parametrize("policy", ["float32", "mixed_float16"])
+def test_a_step_without_a_backward_is_refused(policy: str) -> None:
+    model = linear()
+    opt = polyamp.wrap_optimizer(OPTIMIZERS["adam"](model.parameters()), policy)
+    before = contents(opt)
+    with pytest.raises(polyamp.UsageError, match="without a backward"):
+        opt.step()
+    with pytest.raises(polyamp.UsageError, match="without a backward"):
+        opt.unscale_()
+    assert contents(opt) == before
+    assert opt.last_step.scale == opt.scaler.config.init
+
+
+def test_a_second_step_with_the_same_gradients_is_refused() -> None:
+    model = linear()
+    opt = polyamp.wrap_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), "mixed_float16")
+    step(model, opt)
+    before = contents(opt)
+    with pytest.raises(polyamp.UsageError, match="gradients of the last step"):
+        opt.step()
+    assert contents(opt) == before
+
+
+def test_parameters_without_gradients_are_fine() -> None:
+    model = linear()
+    unused, frozen = torch.nn.Parameter(torch.ones(2)), torch.ones(2)
+    opt = polyamp.wrap_optimizer(torch.optim.AdamW([unused, frozen, *model.parameters()]), "mixed_float16")
+    step(model, opt)
+    assert opt.last_step
+    assert torch.equal(unused, torch.ones(2))
+    assert torch.equal(frozen, torch.ones(2))
+
+
+def test_gradients_may_be_set_by_hand() -> None:
+    weight = torch.ones(2, requires_grad=True)
+    opt = LossScaledOptimizer(torch.optim.SGD([weight], lr=1.0), LossScale(init=4.0))
+    for expected in (0.5, 0.0):
+        weight.grad = torch.full((2,), 2.0)
+        opt.step()
+        assert weight.tolist() == [expected, expected]
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (2, 2)])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_losses_are_scaled_in_float32(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """GradScaler's product overflows for a float16 loss of shape (1,)."""
+    opt = polyamp.wrap_optimizer(torch.optim.SGD([torch.ones(2)], lr=0.1), "mixed_float16")
+    scaled = opt.scale(torch.full(shape, 2.0, dtype=dtype))
+    assert scaled.dtype == torch.float32
+    assert torch.equal(scaled, torch.full(shape, 131072.0))
+
+
+def test_losses_in_containers_are_scaled_alike() -> None:
+    opt = LossScaledOptimizer(torch.optim.SGD([torch.ones(2)], lr=0.1), LossScale(init=2.0))
+    scaled = opt.scale({"a": torch.tensor(1.0), "b": [torch.tensor(2.0), (torch.tensor(3.0, dtype=torch.float64),)]})
+    assert scaled == {"a": torch.tensor(2.0), "b": [torch.tensor(4.0), (torch.tensor(6.0, dtype=torch.float64),)]}
+
+
+@pytest.mark.parametrize("bad", [math.inf, math.nan])
+@pytest.mark.parametrize("shape", [(), (1,), (3,)])
+def test_a_loss_that_is_not_finite_is_refused(bad: float, shape: tuple[int, ...]) -> None:
+    model = linear()
+    opt = polyamp.wrap_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), "mixed_float16")
+    with pytest.raises(polyamp.NonFiniteLossError, match="lowering the loss scale cannot help"):
+        opt.backward(model.weight.sum() * torch.full(shape, bad))
+    assert model.weight.grad is None
+    assert opt.loss_scale == 65536.0
+
+
+@pytest.mark.parametrize("loss", [1.0, None, torch.tensor(3), torch.tensor(1j), [], {"loss": 2.0}])
+@pytest.mark.parametrize("policy", ["float32", "mixed_float16"])
+def test_a_loss_that_is_no_floating_tensor_is_refused(loss: object, policy: str) -> None:
+    opt = polyamp.wrap_optimizer(torch.optim.SGD([torch.ones(2)], lr=0.1), policy)
+    with pytest.raises(polyamp.InvalidTypeError, match="no floating tensor"):
+        opt.scale(loss)
+
+
+def test_wrapping_what_cannot_be_wrapped() -> None:
+    opt = polyamp.wrap_optimizer(torch.optim.SGD([torch.ones(2)], lr=0.1), "mixed_float16")
+    with pytest.raises(polyamp.UsageError, match="wrapped already"):
+        polyamp.wrap_optimizer(opt, "mixed_float16")
+    with pytest.raises(polyamp.InvalidTypeError, match="no optimizer of this framework"):
+        polyamp.wrap_optimizer(linear(), "mixed_float16")
+    with pytest.raises(polyamp.InvalidValueError, match="cannot skip"):
+        polyamp.wrap_optimizer(opt.inner, "mixed_float16", skip_on_device=True)
+
+
+@pytest.mark.parametrize("scheduler_on_inner", [True, False])
+def test_schedulers_work_and_do_not_warn_after_a_skipped_first_step(scheduler_on_inner: bool) -> None:
+    model = linear()
+    plain = torch.optim.SGD(model.parameters(), lr=0.1)
+    if scheduler_on_inner:
+        scheduler = LinearLR(plain, 0.5, total_iters=2)
+    opt = polyamp.wrap_optimizer(plain, "mixed_float16")
+    if not scheduler_on_inner:
+        scheduler = LinearLR(opt, 0.5, total_iters=2)
+    step(model, opt, overflow=True)
+    scheduler.step()
+    step(model, opt)
+    scheduler.step()
+    assert opt.param_groups[0]["lr"] == pytest.approx(0.1)
+    assert plain.param_groups[0]["lr"] == opt.param_groups[0]["lr"]
+
+
+def test_one_cycle_sets_momentum_too() -> None:
+    opt = polyamp.wrap_optimizer(OPTIMIZERS["momentum"](linear().parameters()), "mixed_float16")
+    OneCycleLR(opt, max_lr=1.0, total_steps=10)
+    assert opt.param_groups[0]["momentum"] == pytest.approx(0.95)
+
+
+def test_groups_state_hooks_and_other_attributes_are_the_inner_ones() -> None:
+    model = linear()
+    opt = polyamp.wrap_optimizer(ThirdParty([model.weight]), "mixed_float16")
+    opt.inner.mode = "train"
+    opt.add_param_group({"params": [model.bias], "lr": 0.01})
+    calls: list[str] = []
+    handle = opt.register_step_post_hook(lambda *_: calls.append("step"))
+    step(model, opt)
+    step(model, opt, overflow=True)
+    handle.remove()
+    step(model, opt)
+    assert isinstance(opt, torch.optim.Optimizer)
+    assert opt.mode == "train"
+    assert [group["lr"] for group in opt.param_groups] == [0.1, 0.01]
+    assert opt.state is opt.inner.state
+    assert opt.defaults is opt.inner.defaults
+    assert calls == ["step"]
+    with pytest.raises(AttributeError, match="nothing_like_this"):
+        _ = opt.nothing_like_this
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))])
+@pytest.mark.parametrize("name", ["adamw", "adamw_fused"])
+def test_copies_train_on_alike(name: str, copied: Callable[[Any], Any]) -> None:
+    model = linear()
+    opt = polyamp.wrap_optimizer(OPTIMIZERS[name](model.parameters()), "mixed_float16", max_grad_norm=1.0)
+    LinearLR(opt)
+    step(model, opt, overflow=True)
+    step(model, opt)
+    other_model, other = copied((model, opt))
+    step(model, opt)
+    step(other_model, other)
+    assert contents(other) == contents(opt)
+    assert other.loss_scale == opt.loss_scale == 32768.0
+
+
+def test_weights_cast_before_a_step_in_an_autocast_region_are_not_used_after_it() -> None:
+    model = linear()
+    opt = polyamp.wrap_optimizer(torch.optim.SGD(model.parameters(), lr=1.0), "mixed_bfloat16")
+    with polyamp.autocast("mixed_bfloat16"):
+        before = model(X)
+        opt.backward(before.float().sum())
+        opt.step()
+        inside = model(X)
+    with polyamp.autocast("mixed_bfloat16"):
+        assert torch.equal(inside, model(X))
+
+
+def test_reprs_do_not_hide_the_inner_optimizer() -> None:
+    opt = polyamp.wrap_optimizer(torch.optim.SGD([torch.ones(2)], lr=0.1), "mixed_float16")
+    assert "SGD" in repr(opt)
+    assert "LossScale()" in repr(opt)
+
+
+def test_loss_scale_moves_between_optimizers() -> None:
+    model = linear()
+    opt = polyamp.wrap_optimizer(OPTIMIZERS["sgd"](model.parameters()), "mixed_float16")
+    step(model, opt, overflow=True)
+    other = polyamp.wrap_optimizer(torch.optim.SGD([torch.ones(2)], lr=0.1), "mixed_float16")
+    assert polyamp.load_loss_scale(other, polyamp.save_loss_scale(opt)) is other
+    assert other.loss_scale == 32768.0
+    with pytest.raises(polyamp.InvalidTypeError, match="holds no loss scale"):
+        polyamp.save_loss_scale(opt.inner)
+    with pytest.raises(polyamp.StateError):
+        polyamp.load_loss_scale(other, {"scale": 1.0})
+    assert other.loss_scale == 32768.0
+
+
+def test_embeddings_with_sparse_gradients_train_as_they_do_unwrapped() -> None:
+    tokens, embeddings = torch.tensor([1, 1, 3]), []
+    for wrapped in (False, True):
+        torch.manual_seed(0)
+        embedding = torch.nn.Embedding(5, 2, sparse=True)
+        opt = torch.optim.SparseAdam(embedding.parameters(), lr=0.1)
+        if wrapped:
+            opt = polyamp.wrap_optimizer(opt, "mixed_float16")
+        for _ in range(3):
+            opt.zero_grad()
+            loss = embedding(tokens).square().sum()
+            opt.backward(loss) if wrapped else loss.backward()
+            opt.step()
+        embeddings.append(embedding.weight)
+    assert torch.equal(*embeddings)
+    assert opt.last_step
+
+
+def test_complex_parameters_train_as_they_do_unwrapped() -> None:
+    weights = [[torch.tensor([1.0], requires_grad=True), torch.tensor([1 + 1j], requires_grad=True)] for _ in range(2)]
+    plain, opt = (
+        torch.optim.SGD(weights[0], lr=0.1),
+        polyamp.wrap_optimizer(torch.optim.SGD(weights[1], lr=0.1), "fp16"),
+    )
+    for _ in range(2):
+        plain.zero_grad()
+        opt.zero_grad()
+        (weights[0][0] * weights[0][1]).abs().sum().backward()
+        opt.backward((weights[1][0] * weights[1][1]).abs().sum())
+        plain.step()
+        opt.step()
+    assert all(map(torch.equal, *weights))

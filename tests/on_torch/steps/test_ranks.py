@@ -1,0 +1,57 @@
+"""Ranks of torch.distributed: each is a process of its own, in which pytest runs ranks.py."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import polyamp
+from polyamp.backends.torch import LossScaledOptimizer
+from polyamp.backends.torch.steps.ranks import any_rank, has_peers
+
+
+def test_two_ranks(tmp_path: Path) -> None:
+    suite = Path(__file__).with_name("ranks.py")
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-x",
+        "--tb=short",
+        "--suite=torch",
+        "-p",
+        "no:cacheprovider",
+        str(suite),
+    ]
+    environment = {**os.environ, "POLYAMP_TEST_RENDEZVOUS": str(tmp_path / "rendezvous"), "OMP_NUM_THREADS": "1"}
+    runs = [
+        subprocess.Popen(command, env={**environment, "RANK": rank}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        for rank in "01"
+    ]
+    outputs = [run.communicate(timeout=300)[0].decode() for run in runs]
+    assert [run.returncode for run in runs] == [0, 0], "\n".join(outputs)
+
+
+def test_without_other_ranks_nothing_is_combined() -> None:
+    flag = torch.tensor(1.0)
+    assert any_rank(flag) is flag
+    assert not has_peers()
+
+
+@pytest.mark.parametrize("group", [True, "world", 0, [0, 1]])
+def test_what_is_no_process_group_is_refused_at_once(group: Any) -> None:
+    plain = torch.optim.SGD([torch.ones(2, requires_grad=True)], lr=0.1)
+    with pytest.raises(polyamp.InvalidTypeError, match="no process group"):
+        LossScaledOptimizer(plain, process_group=group)
+
+
+def test_distributed_tensors_are_not_loaded_for_those_who_have_none() -> None:
+    code = "import sys, polyamp.backends.torch; assert 'torch.distributed.tensor' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)

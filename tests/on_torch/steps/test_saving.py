@@ -1,0 +1,201 @@
+"""State dicts between ways to keep masters, between 16-bit formats, and of what does not fit."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+
+import polyamp
+from polyamp import LossScale
+from polyamp.backends.torch import LossScaledOptimizer
+from polyamp.backends.torch.kernels.rounding import split
+from support.harness_torch import OPTIMIZERS
+from support.torch_rounding import KINDS, TEMPORARY, Net, bits, memory, train
+
+KEPT = [True, "remainder"]  # masters that are saved
+
+
+def wrap(net: Net, name: str = "adamw_fused", kind: Any = None, **options: Any) -> LossScaledOptimizer:
+    return LossScaledOptimizer(
+        OPTIMIZERS[name](net.parameters()), LossScale(init=64.0, interval=3), master_weights=kind, **options
+    )
+
+
+def trained(dtype: torch.dtype, name: str = "adamw_fused", kind: Any = None) -> tuple[Net, LossScaledOptimizer]:
+    net = Net(dtype, usual=True)
+    opt = wrap(net, name, kind)
+    train(net, opt, 2)
+    train(net, opt, overflow=True)
+    return net, opt
+
+
+def through_a_file(state: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+NAMES = ["momentum", "sgd_fused", "adam", "adamw_fused", "rmsprop", "third_party"]
+# torch's fused SGD on the CPU reads momentum that nobody filled where parameters have 16 bits: no two runs are equal.
+REPEATABLE = [(name, kind) for name in NAMES for kind in [*KINDS, False] if (name, kind) != ("sgd_fused", False)]
+
+
+@pytest.mark.parametrize(("name", "kind"), REPEATABLE)
+@pytest.mark.parametrize("model_last", [True, False])
+def test_training_resumes_bit_for_bit(name: str, kind: Any, model_last: bool) -> None:
+    net, opt = trained(torch.bfloat16, name, kind)
+    saved = through_a_file({"net": net.state_dict(), "opt": opt.state_dict()})
+    other_net = Net(torch.bfloat16, usual=True)
+    other = wrap(other_net, name, kind)
+    train(other_net, other)
+    loads = [lambda: other_net.load_state_dict(saved["net"]), lambda: other.load_state_dict(saved["opt"])]
+    for load in loads[:: -1 if model_last else 1]:
+        load()
+    assert memory(other_net, other) == memory(net, opt)
+    for each, its in ((net, opt), (other_net, other)):
+        each.random.manual_seed(5)
+        train(each, its, 4)
+    assert memory(other_net, other) == memory(net, opt)
+    assert polyamp.save_loss_scale(other) == polyamp.save_loss_scale(opt)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ((torch.bfloat16, True), (torch.bfloat16, "remainder")),
+        ((torch.bfloat16, "remainder"), (torch.bfloat16, True)),
+        ((torch.float16, True), (torch.bfloat16, True)),
+        ((torch.bfloat16, True), (torch.float16, True)),
+        ((torch.float16, True), (torch.bfloat16, "remainder")),
+        ((torch.bfloat16, "remainder"), (torch.float16, True)),
+    ],
+)
+def test_masters_move_to_another_format_or_keeping_bit_for_bit(before: Any, after: Any) -> None:
+    net, opt = trained(before[0], kind=before[1])
+    other_net = Net(after[0], usual=True)
+    other = wrap(other_net, kind=after[1])
+    saved = through_a_file({"net": net.state_dict(), "opt": opt.state_dict()})
+    other_net.load_state_dict(saved["net"])
+    other.load_state_dict(saved["opt"])
+    assert bits(other.state_dict()) == bits(opt.state_dict())
+    for param, master in zip(other_net.low(), saved["opt"]["master_weights"].values(), strict=True):
+        assert torch.equal(param, split(master)[0] if after[1] == "remainder" else master.to(after[0]))
+    for each, its in ((net, opt), (other_net, other)):
+        each.random.manual_seed(5)
+        each.turned.grad = None
+        train(each, its, 2)
+    assert other.loss_scale == opt.loss_scale
+    if before[0] == after[0]:  # gradients are rounded to the format on their way
+        assert bits(other.state_dict()) == bits(opt.state_dict())
+
+
+def test_float32_moments_stay_float32_under_16_bit_parameters() -> None:
+    _, opt = trained(torch.float16)
+    dtypes = {key: value.dtype for key, value in opt.state_dict()["state"][0].items()}
+    assert dtypes == {"step": torch.float32, "exp_avg": torch.float32, "exp_avg_sq": torch.float32}
+
+
+@pytest.mark.parametrize("kind", KEPT)
+def test_masters_that_meet_stochastic_rounding_are_rounded_and_chance_begins_anew(kind: Any) -> None:
+    _, opt = trained(torch.bfloat16, kind=kind)
+    other_net, other = trained(torch.bfloat16, kind="stochastic")
+    with pytest.warns(polyamp.PolyampWarning, match="begins anew"):
+        other.load_state_dict(opt.state_dict())
+    masters = opt.state_dict()["master_weights"].values()
+    assert all(map(torch.equal, other_net.low(), (master.detach().bfloat16() for master in masters)))
+    train(other_net, other)
+
+
+@pytest.mark.parametrize("kind", KEPT)
+def test_stochastic_rounding_leaves_no_masters_for_those_who_need_them(kind: Any) -> None:
+    _, opt = trained(torch.bfloat16, kind="stochastic")
+    net, other = trained(torch.bfloat16, kind=kind)
+    before = memory(net, other)
+    with pytest.raises(polyamp.StateError, match="master weights are not those"):
+        other.load_state_dict(opt.state_dict())
+    assert memory(net, other) == before
+
+
+@pytest.mark.parametrize(("before", "after"), [(torch.float16, torch.bfloat16), (torch.bfloat16, torch.float16)])
+def test_moments_of_16_bits_become_the_parameters_format_and_say_so(before: torch.dtype, after: torch.dtype) -> None:
+    _, opt = trained(before, "momentum", False)
+    net, other = trained(after, "momentum", False)
+    with pytest.warns(polyamp.PolyampWarning, match="training does not resume bit for bit"):
+        other.load_state_dict(opt.state_dict())
+    assert other.state[net.turned]["momentum_buffer"].dtype == after
+    train(net, other)
+
+
+def test_loss_scales_of_several_losses_are_saved() -> None:
+    nets = [Net(), Net()]
+    opts = [wrap(net, "momentum") for net in nets]
+    opts[0].backward(nets[0].loss(), loss_id="bad")
+    nets[0].turned.grad[0, 0] = torch.inf
+    opts[0].step()
+    opts[1].load_state_dict(through_a_file(opts[0].state_dict()))
+    assert opts[1].scalers["bad"].state.scale == 32.0
+    assert opts[1].loss_scale == 64.0
+    assert "loss_scales" not in wrap(Net(), "momentum").state_dict()
+
+
+@pytest.mark.parametrize("kind", [True, *TEMPORARY, False])
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"param_groups": 3},
+        {"param_groups": [3]},
+        {"param_groups": [{"lr": 0.1}]},
+        {"param_groups": [{"params": 3}]},
+        {"param_groups": [{"params": [0]}]},
+        {"state": 3},
+        {"state": {0: 3}},
+        {"loss_scale": None},
+        {"loss_scale": {"kind": "polyamp.loss_scale"}},
+        {"loss_scales": 3},
+        {"loss_scales": {"generator": {}}},
+        {"master_weights": 3},
+        {"master_weights": {0: 3}},
+        {"master_weights": {"generators": 3}},
+        {"master_weights": {0: torch.ones(2)}},
+    ],
+    ids=repr,
+)
+def test_bad_states_change_nothing(kind: Any, change: dict[str, Any]) -> None:
+    net, opt = trained(torch.bfloat16, kind=kind)
+    state, before = opt.state_dict(), memory(net, opt)
+    other_net, other = trained(torch.bfloat16, kind=kind)
+    train(other_net, other)
+    state = {**other.state_dict(), **change}
+    with pytest.raises(polyamp.StateError):
+        opt.load_state_dict(state)
+    assert memory(net, opt) == before
+    assert opt.loss_scale == 32.0
+
+
+def test_the_state_of_a_plain_optimizer_goes_to_the_inner_one() -> None:
+    net, other_net = Net(torch.float32, usual=True), Net(torch.float32, usual=True)
+    plain = OPTIMIZERS["adamw"](net.parameters())
+    net.loss().backward()
+    plain.step()
+    opt = wrap(other_net, "adamw")
+    with pytest.raises(polyamp.StateError, match=r"wrapped\.inner\.load_state_dict"):
+        opt.load_state_dict(plain.state_dict())
+    opt.inner.load_state_dict(plain.state_dict())
+    assert bits(opt.state_dict()["state"]) == bits(plain.state_dict()["state"])
+
+
+def test_distributed_checkpoints_take_the_inner_optimizer_of_float32_parameters() -> None:
+    nets = [torch.nn.Linear(3, 1), torch.nn.Linear(3, 1)]
+    opts = [polyamp.wrap_optimizer(torch.optim.AdamW(net.parameters()), "mixed_float16") for net in nets]
+    opts[0].backward(nets[0](torch.ones(2, 3)).sum())
+    opts[0].step()
+    saved = get_optimizer_state_dict(nets[0], opts[0].inner)
+    set_optimizer_state_dict(nets[1], opts[1].inner, saved)
+    assert bits(opts[1].state_dict()["state"]) == bits(opts[0].state_dict()["state"])
+    with pytest.raises(polyamp.StateError, match="was not wrapped"):
+        set_optimizer_state_dict(nets[1], opts[1], saved)

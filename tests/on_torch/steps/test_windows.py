@@ -1,0 +1,297 @@
+"""Several losses on one optimizer, several optimizers on one loss, and both: each gradient by its loss's scale."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import polyamp
+from polyamp import LossScale
+from polyamp.backends.torch import LossScaledOptimizer
+from support.harness_torch import OPTIMIZERS, contents
+
+Weights = dict[str, torch.Tensor]
+
+
+def weights() -> Weights:
+    return {name: torch.full((3,), value, requires_grad=True) for name, value in (("a", 0.5), ("b", -0.25))}
+
+
+def first_loss(params: Weights) -> torch.Tensor:
+    return (params["a"] * params["b"]).square().sum()
+
+
+def second_loss(params: Weights) -> torch.Tensor:
+    return (params["a"] - 3 * params["b"]).square().mean()
+
+
+def spoil(param: torch.Tensor) -> None:
+    assert param.grad is not None
+    param.grad[1] = math.inf
+
+
+def sgd(params: list[torch.Tensor], **options: Any) -> Any:
+    return polyamp.wrap_optimizer(torch.optim.SGD(params, lr=0.125, momentum=0.5), "mixed_float16", **options)
+
+
+def scales(opt: LossScaledOptimizer) -> dict[Any, float]:
+    return {loss_id: float(scaler.state.scale) for loss_id, scaler in {None: opt.scaler, **opt.scalers.others}.items()}
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+@pytest.mark.parametrize("overflow", [None, "first", "second"])
+def test_losses_with_scales_of_their_own_add_up_and_only_the_one_that_overflowed_backs_off(
+    overflow: str | None, on_device: bool
+) -> None:
+    plain, params = weights(), weights()
+    plain_opt = torch.optim.SGD(plain.values(), lr=0.125, momentum=0.5)
+    opt = polyamp.wrap_optimizer(
+        torch.optim.SGD(params.values(), lr=0.125, momentum=0.5, fused=True),
+        "mixed_float16",
+        skip_on_device=on_device,
+    )
+    opt.scalers["second"].resume(opt.scaler.state._replace(scale=8.0))
+    for bad in (None, overflow, None):
+        opt.zero_grad()
+        opt.backward(first_loss(params))
+        if bad == "first":
+            spoil(params["a"])
+        opt.backward(second_loss(params), loss_id="second")
+        if bad == "second":
+            spoil(params["b"])
+        opt.step()
+        if bad is None:
+            plain_opt.zero_grad()
+            (first_loss(plain) + second_loss(plain)).backward()
+            plain_opt.step()
+    for name, param in params.items():
+        torch.testing.assert_close(param, plain[name], rtol=1e-6, atol=1e-7)
+    assert scales(opt) == {
+        None: 65536.0 / (2 if overflow == "first" else 1),
+        "second": 8.0 / (2 if overflow == "second" else 1),
+    }
+
+
+def test_a_loss_that_reaches_no_parameter_of_the_first_leaves_its_gradients() -> None:
+    params = weights()
+    opt = LossScaledOptimizer(torch.optim.SGD(params.values(), lr=1.0), LossScale(init=4.0))
+    opt.backward(2 * params["a"].sum())
+    opt.backward(3 * params["b"].sum(), loss_id=1)
+    opt.unscale_()
+    assert params["a"].grad.tolist() == [2.0] * 3
+    assert params["b"].grad.tolist() == [3.0] * 3
+    with pytest.raises(polyamp.UsageError, match="unscaled already"):
+        opt.backward(params["b"].sum(), loss_id=2)
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    trace=st.lists(st.tuples(st.sampled_from(["first", "second", "third"]), st.booleans()), min_size=1, max_size=12),
+    step_every=st.integers(1, 3),
+)
+def test_every_loss_id_goes_through_the_scales_of_an_optimizer_of_its_own(
+    trace: list[tuple[str, bool]], step_every: int
+) -> None:
+    config = LossScale(init=16.0, interval=2)
+    opt = LossScaledOptimizer(torch.optim.SGD([torch.zeros(2, requires_grad=True)], lr=0.0), config)
+    (weight,) = opt.param_groups[0]["params"]
+    states = {name: config.initial_state() for name in ("first", "second", "third")}
+    for start in range(0, len(trace), step_every):
+        opt.zero_grad()
+        seen: dict[str, bool] = {}
+        for name, finite in trace[start : start + step_every]:
+            opt.backward(weight.sum(), loss_id=name)
+            if not finite:
+                weight.grad.fill_(math.nan)
+            seen[name] = seen.get(name, True) and finite
+        opt.step()
+        assert opt.last_step.applied == all(seen.values())
+        states.update((name, polyamp.advance(config, states[name], finite)) for name, finite in seen.items())
+    for name in {name for name, _ in trace}:
+        assert opt.scalers[name].state == states[name]
+
+
+def test_optimizers_wrapped_together_share_the_scale_of_their_loss() -> None:
+    params = weights()
+    first, second = polyamp.wrap_optimizer([torch.optim.SGD([params[name]], lr=0.1) for name in "ab"], "mixed_float16")
+    second.backward(first_loss(params))
+    spoil(params["b"])
+    before = contents(second)
+    first.step()
+    assert (bool(first.last_step), first.loss_scale) == (True, 65536.0)
+    second.step()
+    assert (bool(second.last_step), second.loss_scale, first.loss_scale) == (False, 32768.0, 32768.0)
+    assert contents(second) == before
+    assert first.scaler.state.skipped == 1
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+def test_an_overflow_that_two_optimizers_see_is_one_overflow(on_device: bool) -> None:
+    params = weights()
+    made = [torch.optim.SGD([params[name]], lr=0.1, fused=True) for name in "ab"]
+    opts = polyamp.wrap_optimizer(made, "mixed_float16", skip_on_device=on_device)
+    for overflow in (False, True, False):
+        for opt in opts:
+            opt.zero_grad()
+        opts[0].backward(first_loss(params))
+        if overflow:
+            spoil(params["a"])
+            spoil(params["b"])
+        for opt in opts:
+            opt.step()
+    assert opts[0].loss_scale == opts[1].loss_scale == 32768.0
+    assert int(opts[0].scaler.state.skipped) == 1
+
+
+def test_both_at_once_is_what_plain_optimizers_do() -> None:
+    plain, params = weights(), weights()
+    plain_opts = [OPTIMIZERS["momentum"]([plain[name]]) for name in "ab"]
+    opts = polyamp.wrap_optimizer([OPTIMIZERS["momentum"]([params[name]]) for name in "ab"], "mixed_float16")
+    opts[0].scalers["second"].resume(opts[0].scaler.state._replace(scale=1024.0))
+    for _ in range(3):
+        for opt in (*plain_opts, *opts):
+            opt.zero_grad()
+        (first_loss(plain) + second_loss(plain)).backward()
+        opts[0].backward(first_loss(params))
+        opts[1].backward(second_loss(params), loss_id="second")
+        for opt in (*plain_opts, *opts):
+            opt.step()
+    for name, param in params.items():
+        torch.testing.assert_close(param, plain[name], rtol=1e-6, atol=1e-7)
+
+
+def test_accumulation_goes_on_while_the_other_optimizer_moves_the_scale() -> None:
+    plain, params = weights(), weights()
+    opts = polyamp.wrap_optimizer(
+        [torch.optim.SGD([params[name]], lr=0.0) for name in "ab"], "mixed_float16", loss_scale=LossScale(interval=1)
+    )
+    for _ in range(3):
+        first_loss(plain).backward()
+        opts[0].backward(first_loss(params))
+        opts[0].step()
+        opts[0].zero_grad()
+    assert opts[0].loss_scale == 8 * 65536.0
+    opts[1].unscale_()
+    torch.testing.assert_close(params["b"].grad, plain["b"].grad, rtol=1e-6, atol=0)
+
+
+def test_optimizers_wrapped_apart_step_on_the_loss_that_one_of_them_scaled() -> None:
+    """Their scales part when one overflows; the other's gradients are unscaled by what their loss was multiplied by."""
+    plain, params = weights(), weights()
+    plain_opts = [torch.optim.SGD([plain[name]], lr=0.125) for name in "ab"]
+    opts = [polyamp.wrap_optimizer(torch.optim.SGD([params[name]], lr=0.125), "mixed_float16") for name in "ab"]
+    for overflow in (True, False, False):
+        for opt in (*plain_opts, *opts):
+            opt.zero_grad()
+        first_loss(plain).backward()
+        opts[0].backward(first_loss(params))
+        if overflow:
+            spoil(params["a"])
+            plain["a"].grad = None
+        for opt in (*plain_opts, *opts):
+            opt.step()
+        assert [bool(opt.last_step) for opt in opts] == [not overflow, True]
+    assert opts[0].loss_scale == 32768.0
+    assert all(torch.equal(param, plain[name]) for name, param in params.items())
+
+
+def test_an_overflow_of_the_optimizer_that_scaled_nothing_lowers_the_scale_of_the_loss() -> None:
+    params = weights()
+    opts = [polyamp.wrap_optimizer(torch.optim.SGD([params[name]], lr=0.1), "mixed_float16") for name in "ab"]
+    opts[0].backward(first_loss(params))
+    spoil(params["b"])
+    for opt in opts:
+        opt.step()
+    assert opts[0].loss_scale == 32768.0
+    assert [bool(opt.last_step) for opt in opts] == [True, False]
+
+
+def test_generators_and_discriminators_take_turns() -> None:
+    plain, params = weights(), weights()
+    plain_opts = [OPTIMIZERS["adam"]([plain[name]]) for name in "ab"]
+    opts = [polyamp.wrap_optimizer(OPTIMIZERS["adam"]([params[name]]), "mixed_float16") for name in "ab"]
+    opts[1].scaler.resume(opts[1].scaler.state._replace(scale=256.0))
+    for step in range(4):
+        for turn, loss in enumerate((first_loss, second_loss)):
+            plain_opts[turn].zero_grad()
+            loss(plain).backward()
+            plain_opts[turn].step()
+            opts[turn].zero_grad()
+            opts[turn].backward(loss(params))
+            if (step, turn) == (0, 0):
+                assert params["b"].grad is not None  # left over by the other's loss, as it is unwrapped
+            opts[turn].step()
+    for plain_opt, opt in zip(plain_opts, opts, strict=True):
+        assert contents(opt) == contents(plain_opt)
+
+
+def test_a_backward_onto_the_gradients_of_the_last_step_is_refused() -> None:
+    params = weights()
+    opt = sgd([params["a"]])
+    opt.backward(first_loss(params))
+    opt.step()
+    with pytest.raises(polyamp.UsageError, match="zero_grad"):
+        opt.backward(first_loss(params))
+    opt.zero_grad()
+    opt.backward(first_loss(params))
+    opt.step()
+    assert opt.last_step
+
+
+def test_the_scales_of_all_losses_are_saved_and_copied() -> None:
+    params = weights()
+    opt = sgd(list(params.values()))
+    opt.backward(first_loss(params), loss_id="first")
+    spoil(params["a"])
+    opt.step()
+    copied = copy.deepcopy(opt)
+    loaded = sgd(list(weights().values()))
+    loaded.load_state_dict(opt.state_dict())
+    assert scales(copied) == scales(loaded) == scales(opt) == {None: 65536.0, "first": 32768.0}
+
+
+def test_a_penalty_on_gradients_uses_true_ones() -> None:
+    plain, params = weights(), weights()
+    opt = sgd(list(params.values()), loss_scale=LossScale(init=1024.0))
+    plain_opt = torch.optim.SGD(plain.values(), lr=0.125, momentum=0.5)
+    grads = torch.autograd.grad(first_loss(plain), list(plain.values()), create_graph=True)
+    (first_loss(plain) + sum(grad.square().sum() for grad in grads)).backward()
+    plain_opt.step()
+    grads = opt.unscaled_grad(first_loss(params), list(params.values()))
+    assert all(param.grad is None for param in params.values())
+    opt.backward(first_loss(params) + sum(grad.square().sum() for grad in grads))
+    opt.step()
+    assert contents(opt) == contents(plain_opt)
+
+
+@pytest.mark.parametrize("max_norm", [-1.0, math.nan, "1", None, True])
+def test_norms_that_are_none_are_refused(max_norm: Any) -> None:
+    params = weights()
+    opt = sgd(list(params.values()))
+    opt.backward(first_loss(params))
+    before = params["a"].grad.clone()
+    with pytest.raises((polyamp.InvalidValueError, polyamp.InvalidTypeError), match="gradient-norm limit"):
+        opt.clip_grad_norm_(max_norm)
+    assert torch.equal(params["a"].grad, before)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"named_parameters": [torch.ones(1)]}, "named parameters"),
+        ({"named_parameters": [("a", 1, 2)]}, "named parameters"),
+        ({"share": "other"}, "LossScaledOptimizer"),
+        ({"process_group": "world"}, "process group"),
+    ],
+)
+def test_arguments_of_the_wrong_type_are_refused(options: dict[str, Any], said: str) -> None:
+    plain = torch.optim.SGD([torch.ones(1, requires_grad=True)], lr=0.1)
+    with pytest.raises(polyamp.InvalidTypeError, match=said):
+        polyamp.wrap_optimizer(plain, "mixed_float16", **options)
+    assert polyamp.wrap_optimizer(plain, "mixed_float16").inner is plain

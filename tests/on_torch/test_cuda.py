@@ -1,0 +1,94 @@
+"""What only a GPU can show; run with ``--gpu``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+import polyamp
+import polyamp.backends.torch
+from polyamp.testing import Conformance
+from support.harness_torch import TorchHarness
+
+pytestmark = pytest.mark.gpu
+
+
+class TestTorchOnCuda(Conformance):
+    """By PyTorch's own kernels; by polyamp's in ``test_torch_fused_conformance.py``."""
+
+    @pytest.fixture(params=[False, True], ids=["unfused", "fused"])
+    def harness(self, request: pytest.FixtureRequest) -> TorchHarness:
+        return TorchHarness("cuda", fused=request.param, fused_step=False)
+
+
+@pytest.fixture
+def syncs_are_errors() -> Iterator[None]:
+    torch.cuda.set_sync_debug_mode("error")
+    yield
+    torch.cuda.set_sync_debug_mode("default")
+
+
+def trained(steps: int) -> tuple[torch.nn.Module, polyamp.backends.torch.LossScaledOptimizer]:
+    model = torch.nn.Linear(64, 64, device="cuda")
+    inner = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    opt = polyamp.wrap_optimizer(inner, "mixed_float16", max_grad_norm=1.0)
+    for _ in range(steps):
+        train_step(model, opt)
+    return model, opt
+
+
+def train_step(model: torch.nn.Module, opt: polyamp.backends.torch.LossScaledOptimizer) -> None:
+    with polyamp.autocast("mixed_float16"):
+        loss = model(torch.ones(8, 64, device="cuda")).float().square().mean()
+    opt.backward(loss)
+    opt.step()
+    opt.zero_grad()
+
+
+def test_fused_step_waits_for_no_device(request: pytest.FixtureRequest) -> None:
+    model, opt = trained(steps=2)  # the first step decides on the host
+    request.getfixturevalue("syncs_are_errors")
+    for _ in range(5):
+        train_step(model, opt)
+
+
+def test_fused_step_skips_on_the_device_and_says_so() -> None:
+    model, opt = trained(steps=2)
+    before = [parameter.clone() for parameter in model.parameters()]
+    opt.backward(model(torch.ones(8, 64, device="cuda")).float().sum())
+    model.weight.grad[0, 0] = torch.inf
+    opt.step()
+    assert not opt.last_step
+    assert opt.loss_scale == 2.0**15
+    assert all(map(torch.equal, model.parameters(), before))
+
+
+def test_non_finite_loss_is_reported_by_a_later_step() -> None:
+    model, opt = trained(steps=2)
+
+    def train_on_nan() -> None:
+        for _ in range(3):
+            opt.backward(model(torch.full((8, 64), torch.nan, device="cuda")).sum())
+            opt.step()
+            opt.zero_grad()
+            torch.cuda.synchronize()
+
+    with pytest.raises(polyamp.NonFiniteLossError):
+        train_on_nan()
+
+
+def test_autocast_multiplies_in_16_bits_on_the_gpu() -> None:
+    ones = torch.ones(8, 8, device="cuda")
+    with polyamp.autocast("mixed_float16"):
+        assert (ones @ ones).dtype == torch.float16
+        assert torch.softmax(ones @ ones, 0).dtype == torch.float32
+
+
+def test_doctor_names_the_gpu_and_its_fast_formats() -> None:
+    described = polyamp.registry.adapter_named("torch").describe()
+    gpu = described["devices"][0]
+    assert gpu["name"].startswith("cuda:0")
+    if torch.cuda.get_device_capability() >= (8, 0):
+        assert {"float16", "bfloat16"} <= set(gpu["fast"])

@@ -1,0 +1,47 @@
+"""The examples run as a user runs them, show what they are there to show, and stay short."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+def run(name: str, *options: str | Path, cwd: Path) -> str:
+    environment = {**os.environ, "PYTHONPATH": str(EXAMPLES), "TF_CPP_MIN_LOG_LEVEL": "2"}
+    command = [sys.executable, EXAMPLES / name, *options]
+    done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("name", ["torch_digits.py", "jax_digits.py", "tensorflow_digits.py"])
+def test_example_learns_the_digits_under_every_policy(name: str, tmp_path: Path) -> None:
+    printed = run(name, cwd=tmp_path)
+    heading, *rows = [line.split() for line in printed.splitlines() if line.strip()]
+    assert heading == ["policy", "accuracy", "loss", "scale", "skipped"]
+    assert [row[0] for row in rows] == ["float32", "mixed_bfloat16", "mixed_float16"]
+    assert all(float(row[1].rstrip("%")) > 90 for row in rows), printed
+
+
+@pytest.mark.parametrize("name", ["torch_lstm.py", "jax_lstm.py", "tensorflow_lstm.py"])
+def test_float16_stalls_without_a_loss_scale_and_matches_float32_with_one(name: str, tmp_path: Path) -> None:
+    printed = run(name, "--steps", "4", "--json", tmp_path / "table.json", cwd=tmp_path)
+    table = json.loads((tmp_path / "table.json").read_text())
+    assert list(table) == ["float32", "float16, scale 1", "float16, dynamic"]
+    assert all(f"{row['loss']:.4f}" in printed for row in table.values())
+    losses = {name: row["loss"] for name, row in table.items()}
+    assert losses["float16, scale 1"] - losses["float32"] > 0.1
+    assert abs(losses["float16, dynamic"] - losses["float32"]) < 0.01
+    assert [row["skipped"] for row in table.values()] == [0, 0, 0]
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.name)
+def test_example_is_short(path: Path) -> None:
+    assert len(path.read_text().splitlines()) < 75

@@ -1,0 +1,251 @@
+"""The counters of the loss scale say the same in every framework, and a watched step explains itself in each."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import tensorflow as tf
+import torch
+
+import polyamp
+from polyamp import LossScale, LossScaleState
+from polyamp.diagnosis.health import Health, health
+from polyamp.diagnosis.monitor import HealthMonitor, write_health
+from polyamp.diagnosis.verdict import Verdict
+from polyamp.diagnosis.watch import watch
+from polyamp.testing import Session, random_arrays, spoiled
+from support.harness_jax import JaxHarness
+from support.harness_keras import KerasHarness
+from support.harness_tensorflow import TensorFlowHarness
+from support.harness_torch import TorchHarness
+from support.loss_scale_cases import read, walk
+
+HARNESSES = {harness.name: harness for harness in (TorchHarness(), JaxHarness(), KerasHarness(), TensorFlowHarness())}
+CONFIG = LossScale(interval=3, hysteresis=2, on_min="ignore")
+TRACE = "!!.!....!...!!!!!."
+
+frameworks = pytest.mark.parametrize("name", HARNESSES)
+
+
+def start(name: str, **options: Any) -> Session:
+    return HARNESSES[name].start(random_arrays(0), polyamp.policy("mixed_float16"), **options)
+
+
+def drive(session: Session, trace: str) -> None:
+    grads = random_arrays(1, scale=1e-3)
+    for finite in read(trace):
+        session.step(grads if finite else spoiled(grads, np.inf))
+
+
+@frameworks
+def test_health_is_the_same_everywhere(name: str) -> None:
+    session = start(name, loss_scale=CONFIG)
+    assert health(session.holder) == Health(CONFIG.in_float32(), CONFIG.initial_state())
+    drive(session, TRACE)
+    expected = Health(CONFIG.in_float32(), walk(CONFIG, read(TRACE))[-1])
+    found = health(session.holder)
+    assert (found, str(found)) == (expected, str(expected))
+    assert [type(value) for value in found.counters] == [type(value) for value in expected.counters]
+
+
+@frameworks
+def test_a_state_that_was_saved_without_counters_loads_with_zeros(name: str) -> None:
+    session = start(name, loss_scale=CONFIG)
+    drive(session, TRACE)
+    saved = polyamp.save_loss_scale(session.holder)
+    session.load_loss_scale({key: value for key, value in saved.items() if key not in LossScaleState._field_defaults})
+    assert health(session.holder).counters == LossScaleState(*health(session.holder).counters[:5])
+    assert health(session.holder).skipped == TRACE.count("!")
+
+
+@frameworks
+@pytest.mark.parametrize("scale", [1024, 0.25])
+def test_a_number_is_a_scale_that_never_moves(name: str, scale: float) -> None:
+    session = start(name, loss_scale=scale)
+    drive(session, "!!..")
+    assert health(session.holder).settings == LossScale.fixed(scale)
+    assert (health(session.holder).scale, health(session.holder).skipped) == (scale, 2)
+
+
+@frameworks
+def test_without_a_loss_scale_nothing_counts(name: str) -> None:
+    session = start(name, loss_scale=LossScale.none())
+    drive(session, "...")
+    assert (health(session.holder).state, health(session.holder).steps) == ("ok", 0)
+
+
+@frameworks
+def test_the_monitor_reads_a_wrapped_optimizer(name: str) -> None:
+    session, seen = start(name, loss_scale=CONFIG), list[Health]()
+    monitor = HealthMonitor(every=3, hooks=[seen.append])
+    for _ in range(7):
+        drive(session, ".")
+        monitor(session.holder)
+    assert [(found.steps, found.last_growth) for found in seen] == [(3, 0), (6, 0)]
+
+
+def test_a_function_of_tensorflow_writes_to_its_current_writer(tmp_path: Path) -> None:
+    """`tf.summary.scalar` calls this one, after an import of TensorBoard."""
+    writer = tf.summary.create_file_writer(str(tmp_path))
+    with writer.as_default():
+        write_health(tf.summary.write)(Health(CONFIG, walk(CONFIG, read("..!"))[-1]))
+    writer.close()
+    (path,) = tmp_path.iterdir()
+    events = [tf.compat.v1.Event.FromString(raw.numpy()) for raw in tf.data.TFRecordDataset(str(path))]
+    tags = {value.tag: event.step for event in events for value in event.summary.value}
+    assert tags["loss_scale/log2"] == tags["loss_scale/margin"] == 3
+
+
+# --- watch ------------------------------------------------------------------------------------------------------------
+
+W = np.full((4, 3), 0.1, np.float32)
+X = np.ones((8, 4), np.float32)
+BAD = X * 6e4  # the forward product is within float16, its gradients are not
+
+
+class Watched:
+    """A watched step of one framework, and what became of it."""
+
+    def __init__(self, **options: Any) -> None:
+        self.verdicts: list[Verdict] = []
+        self.options = {"on_verdict": self.verdicts.append, "policy": "mixed_float16"} | options
+
+
+class TorchStep(Watched):
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.weight = torch.nn.Parameter(torch.tensor(W))
+        self.opt = polyamp.wrap_optimizer(torch.optim.SGD([self.weight], lr=0.1), "mixed_float16")
+        self.step = watch(self.train, self.opt, **self.options)
+
+    def train(self, x: torch.Tensor) -> None:
+        with polyamp.autocast("mixed_float16"):
+            loss = (x @ self.weight).float().square().mean()
+        self.opt.backward(loss)
+        self.opt.step()
+        self.opt.zero_grad()
+
+    def __call__(self, x: Any) -> None:
+        self.step(torch.tensor(x))
+
+    def weights(self) -> Any:
+        return self.weight.detach().numpy()
+
+
+class JaxStep(Watched):
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        tx = polyamp.wrap_optimizer(optax.sgd(0.1), "mixed_float16")
+        self.params = {"w": jnp.array(W)}
+        self.state = tx.init(self.params)
+
+        @functools.partial(jax.jit, donate_argnums=(0, 1))
+        def train(params: Any, opt_state: Any, x: Any) -> Any:
+            def loss_fn(params: Any, x: Any) -> Any:
+                return ((x @ params["w"]).astype(jnp.float32) ** 2).mean()
+
+            loss, grads = polyamp.value_and_grad(loss_fn, "mixed_float16")(opt_state, params, x)
+            updates, opt_state = tx.update(grads, opt_state, params)
+            return optax.apply_updates(params, updates), opt_state, loss
+
+        self.step = watch(train, **self.options)
+
+    def __call__(self, x: Any) -> None:
+        self.params, self.state, _ = self.step(self.params, self.state, jnp.array(x))
+
+    def weights(self) -> Any:
+        return np.asarray(self.params["w"])
+
+
+class TensorFlowStep(Watched):
+    def __init__(self, **options: Any) -> None:
+        from polyamp.backends.tensorflow import LossScaler
+
+        super().__init__(**options)
+        self.weight, self.scaler = tf.Variable(W), LossScaler("mixed_float16")
+        sgd = tf.compat.v1.train.GradientDescentOptimizer(0.1)
+
+        def train(x: Any) -> Any:
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean(tf.square(x @ self.weight))
+                scaled = self.scaler.scale(loss)
+            self.scaler.step(sgd, [(tape.gradient(scaled, self.weight), self.weight)])
+            return loss
+
+        self.step = watch(polyamp.rewrite(train, policy="mixed_float16"), self.scaler, **self.options)
+
+    def __call__(self, x: Any) -> None:
+        self.step(tf.constant(x))
+
+    def weights(self) -> Any:
+        return self.weight.numpy()
+
+
+STEPS: dict[str, Callable[..., Any]] = {"torch": TorchStep, "jax": JaxStep, "tensorflow": TensorFlowStep}
+steps = pytest.mark.parametrize("kind", STEPS)
+
+
+@steps
+def test_a_run_of_skips_gets_one_verdict(kind: str) -> None:
+    watched = STEPS[kind]()
+    for _ in range(9):
+        watched(X)
+    assert watched.verdicts == []
+    for _ in range(14):
+        watched(BAD)
+    assert [verdict.first is None for verdict in watched.verdicts] == [False]
+    assert watched.verdicts[0].recording.scale == 2.0**10  # six skips down: what the step that is looked at has
+    for x in (X, *[BAD] * 8):
+        watched(x)
+    assert [verdict.first is None for verdict in watched.verdicts] == [False, False]
+
+
+@steps
+def test_watching_changes_nothing(kind: str) -> None:
+    watched, plain = STEPS[kind](after=2), STEPS[kind](after=1000)
+    for x in (X, BAD, BAD, BAD, BAD, X, X):
+        watched(x)
+        plain(x)
+    assert (len(watched.verdicts), len(plain.verdicts)) == (1, 0)
+    assert watched.weights().tobytes() == plain.weights().tobytes()
+
+
+@steps
+def test_a_verdict_is_a_warning_where_nobody_is_to_have_it(kind: str) -> None:
+    watched = STEPS[kind](on_verdict=None)
+    for _ in range(7):
+        watched(BAD)
+    with pytest.warns(polyamp.PolyampWarning, match=r"(?s)skipped in a row.*loss scale 2\^9.*verdict: "):
+        watched(BAD)
+
+
+@steps
+def test_the_monitor_of_a_watched_step_sees_its_health(kind: str) -> None:
+    seen: list[Health] = []
+    watched = STEPS[kind](monitor=HealthMonitor(every=2, hooks=[seen.append]))
+    for _ in range(4):
+        watched(X)
+    assert [found.steps for found in seen] == [1, 3]  # a step is counted when it is over
+
+
+def test_a_watched_function_is_still_that_function() -> None:
+    def train(x: Any) -> None:
+        """Trains."""
+
+    watched = watch(train, object())
+    assert (watched.__name__, watched.__doc__, watched.__wrapped__) == ("train", "Trains.", train)
+
+
+def test_a_step_without_a_loss_scale_says_what_to_give() -> None:
+    watched = watch(lambda x: x, after=2)
+    watched(jnp.ones(2))
+    with pytest.raises(polyamp.UsageError, match=r"(?s)no loss scale to watch.*polyamp.watch\(step, optimizer\)"):
+        watched(jnp.ones(2))

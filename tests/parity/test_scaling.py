@@ -1,0 +1,97 @@
+"""The loss scale moves the same, to the bit, in every framework, and a state saved in one continues in any other."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+import polyamp
+from polyamp.testing import SETTINGS, Session, overflow_trace, random_arrays, same_bits, spoiled
+from support.harness_jax import JaxHarness
+from support.harness_keras import KerasHarness
+from support.harness_tensorflow import TensorFlowHarness
+from support.harness_torch import TorchHarness
+
+HARNESSES = {harness.name: harness for harness in (TorchHarness(), JaxHarness(), KerasHarness(), TensorFlowHarness())}
+SPOILS = (np.inf, -np.inf, np.nan)
+
+
+def start(name: str, policy: str = "mixed_float16", **options: Any) -> Session:
+    return HARNESSES[name].start(random_arrays(0), polyamp.policy(policy), **options)
+
+
+def drive(session: Session, trace: list[bool], **where: Any) -> list[tuple[bool, float, int]]:
+    """Step through an overflow trace, with a changing kind of non-finite value, and record what was said."""
+    record = []
+    for step, finite in enumerate(trace):
+        grads = random_arrays(step, scale=1e-3)
+        result = session.step(grads if finite else spoiled(grads, SPOILS[step % 3]))
+        record.append((result.applied, result.scale, result.skipped_in_a_row))
+    return record
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_long_random_trace_gives_identical_scales_and_skips(settings: str) -> None:
+    config = replace(SETTINGS[settings], on_min="ignore")  # so many overflows bring the scale down to its minimum
+    trace = overflow_trace(seed=11, steps=300)
+    records = {name: drive(start(name, loss_scale=config), trace) for name in HARNESSES}
+    state = config.initial_state()
+    expected = []
+    for finite in trace:
+        state = polyamp.advance(config, state, finite)
+        expected.append((finite, state.scale, state.skipped_in_a_row))
+    assert records == dict.fromkeys(HARNESSES, expected)
+
+
+@pytest.mark.parametrize("backoff", [0.5, 0.7])
+def test_scales_are_identical_where_they_are_no_powers_of_two(backoff: float) -> None:
+    config = polyamp.LossScale(init=1000.0, growth=1.7, backoff=backoff, interval=2)
+    trace = overflow_trace(seed=3, steps=100)
+    records = [drive(start(name, loss_scale=config), trace) for name in HARNESSES]
+    assert all(record == records[0] for record in records)
+
+
+@pytest.mark.parametrize(("source", "target"), list(itertools.permutations(HARNESSES, 2)))
+def test_state_continues_in_another_framework(source: str, target: str) -> None:
+    config, trace = SETTINGS["hysteresis"], overflow_trace(seed=4, steps=60)
+    first, second = start(source, loss_scale=config), start(target, loss_scale=config)
+    drive(first, trace[:25])
+    saved = json.loads(json.dumps(polyamp.save_loss_scale(first.holder)))
+    second.load_loss_scale(saved)
+    assert polyamp.save_loss_scale(second.holder) == saved
+    assert drive(second, trace[25:]) == drive(first, trace[25:])
+
+
+@pytest.mark.parametrize("policy", ["float32", "mixed_float16", "mixed_bfloat16"])
+@pytest.mark.parametrize("max_grad_norm", [None, 0.5])
+def test_updates_agree_to_rounding(policy: str, max_grad_norm: float | None) -> None:
+    sessions = [start(name, policy, max_grad_norm=max_grad_norm) for name in HARNESSES]
+    for seed in range(20):
+        for session in sessions:
+            session.step(random_arrays(seed))
+    first, *others = [session.weights() for session in sessions]
+    for other, name in itertools.product(others, first):
+        np.testing.assert_allclose(other[name], first[name], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("format_name", ["float16", "bfloat16", "float32"])
+def test_casts_round_the_same_everywhere(format_name: str) -> None:
+    policy = polyamp.policy(compute=format_name)
+    rng = np.random.default_rng(0)
+    floats = (rng.standard_normal(4096) * 2.0 ** rng.integers(-30, 20, 4096)).astype(np.float32)
+    casts = {}
+    for name, harness in HARNESSES.items():
+        casts[name] = harness.arrays(policy.cast_to_compute(harness.tree({"x": floats})))
+    first = casts["torch"]
+    assert all(same_bits(cast, first) for cast in casts.values())
+
+
+def test_a_tree_of_several_frameworks_is_cast_whole() -> None:
+    trees = {name: harness.tree({"x": np.ones(2, np.float32)}) for name, harness in HARNESSES.items()}
+    cast = polyamp.policy("mixed_float16").cast_to_compute(trees)
+    assert all(harness.arrays(cast[name])["x"].dtype == np.float16 for name, harness in HARNESSES.items())

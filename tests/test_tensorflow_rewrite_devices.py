@@ -1,9 +1,0 @@
-"""Rewritten steps over replicas: the number of logical devices is fixed when TensorFlow starts."""
-
-from __future__ import annotations
-
-from own_process import run_tests
-
-
-def test_over_replicas() -> None:
-    run_tests("tensorflow_devices.py", "tensorflow", POLYAMP_TEST_STRATEGY="mirrored")

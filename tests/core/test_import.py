@@ -1,4 +1,4 @@
-"""Importing polyamp imports no framework and is quick; a framework that is missing is an error that names its extra."""
+"""Importing polyamp loads no framework and few modules; a missing framework is an error that names its extra."""
 
 from __future__ import annotations
 
@@ -24,8 +24,14 @@ roots = {name.partition(".")[0] for name in loaded}
 print(*sorted(roots - sys.stdlib_module_names - {"polyamp"} | loaded & {"importlib.metadata"}))
 """
 
-# Of the processor: what else the machine does at the same time is no cost of the import.
-CLOCK = "import time; start = time.process_time(); import polyamp; print(time.process_time() - start)"
+COUNT = "import sys; before = set(sys.modules); import polyamp; print(len(sys.modules.keys() - before))"
+
+MOST_MODULES = 75
+"""Modules that ``import polyamp`` may load, its own included: 69 today, which take about 15 ms on a machine of 2024.
+
+Modules are counted because a clock tells more about what else the machine does. One package that is slow to import
+brings more than six along: ``asyncio`` 54, ``importlib.metadata`` 38.
+"""
 
 BLOCK = """
 import sys
@@ -61,11 +67,6 @@ def run(code: str, *arguments: str, path: Path | None = None) -> str:
     return done.stdout
 
 
-def import_seconds(path: Path | None = None) -> float:
-    """The least of several runs: caches that are cold can only add."""
-    return min(float(run(CLOCK, path=path)) for _ in range(7))
-
-
 @pytest.fixture
 def copied(tmp_path: Path) -> Path:
     """The package without its adapters, in a folder of its own, to be broken."""
@@ -98,13 +99,14 @@ def test_the_check_sees_a_planted_import(copied: Path, module: str) -> None:
     assert module in run(STRANGERS, path=copied).split()
 
 
-def test_import_takes_less_than_50_ms() -> None:
-    assert import_seconds() < 0.050
+def test_import_loads_few_modules() -> None:
+    assert int(run(COUNT)) <= MOST_MODULES
 
 
-def test_the_clock_sees_a_planted_delay(copied: Path) -> None:
-    plant(copied, "import time\nend = time.process_time() + 0.050\nwhile time.process_time() < end:\n    pass")
-    assert import_seconds(copied) > 0.050
+@pytest.mark.parametrize("module", ["asyncio", "importlib.metadata"])
+def test_the_count_sees_a_planted_import(copied: Path, module: str) -> None:
+    plant(copied, f"import {module}")
+    assert int(run(COUNT, path=copied)) > MOST_MODULES
 
 
 @pytest.mark.parametrize("framework", ["torch", "jax", "tensorflow", "keras"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import pytest
@@ -9,6 +10,13 @@ import pytest
 import polyamp
 from polyamp import registry
 from polyamp.verbs import RewrittenAtFirstCall
+
+
+@pytest.fixture
+def no_framework_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a process that imported none: here another suite may have."""
+    for root in registry.entries().keys() & sys.modules.keys():
+        monkeypatch.setitem(sys.modules, root, None)
 
 
 class Stranger:
@@ -82,6 +90,7 @@ def double(number: Any = 1) -> Any:
     return 2 * number
 
 
+@pytest.mark.usefixtures("no_framework_is_loaded")
 @pytest.mark.parametrize(
     "call",
     [
@@ -101,6 +110,7 @@ def test_plain_arguments_tell_no_framework(call: Any) -> None:
     assert "backend=" in str(caught.value)
 
 
+@pytest.mark.usefixtures("no_framework_is_loaded")
 def test_there_is_no_plan_before_the_first_call() -> None:
     rewritten = polyamp.rewrite(double)
     assert isinstance(rewritten, RewrittenAtFirstCall)

@@ -53,6 +53,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("fault", FAULTS)
 def test_suite_goes_red_for_a_planted_fault(installed: Path, tmp_path: Path, fault: str) -> None:
     right, wrong = FAULTS[fault]

@@ -26,6 +26,7 @@ SOURCES = {
     *(f"polyamp/{path.relative_to(ROOT)}" for path in (ROOT / "backends").rglob("csrc/*")),
 }
 SUFFIXES = (".py", ".h", ".cuh", ".cu", ".cpp")
+pytestmark = pytest.mark.once
 
 
 @pytest.fixture

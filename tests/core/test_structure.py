@@ -1,4 +1,7 @@
-"""The linters that hold who may import whom pass on the tree, and each is seen to catch a planted violation."""
+"""The linters that hold who may import whom are each seen to catch a planted violation.
+
+That they pass on the tree as it is, is tox's environment ``lint``.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 IMPORT_LINTER = ("lint-imports", "--no-cache")
 RUFF = ("ruff", "check", "--no-cache", "--select=TID", "--output-format=concise")
+pytestmark = pytest.mark.once
 
 
 def lint(command: tuple[str, ...], tree: Path) -> tuple[bool, str]:
@@ -33,12 +37,6 @@ def tree(tmp_path: Path) -> Path:
 def plant(tree: Path, file: str, code: str) -> None:
     with (tree / file).open("a") as source:
         source.write(f"\n\n{code}\n")
-
-
-@pytest.mark.parametrize("command", [IMPORT_LINTER, RUFF], ids=lambda command: command[0])
-def test_the_tree_is_clean(tree: Path, command: tuple[str, ...]) -> None:
-    passes, said = lint(command, tree)
-    assert passes, said
 
 
 @pytest.mark.parametrize(

@@ -27,26 +27,32 @@ def model(x: jax.Array, train: bool = True) -> jax.Array:
 
 
 NET = hk.transform_with_state(model)
-PARAMS, STATE = jax.jit(NET.init)(jax.random.key(1), X)
+Made = tuple[Any, Any]  # parameters and state
+
+
+@pytest.fixture(scope="module")
+def made() -> Made:
+    return jax.jit(NET.init)(jax.random.key(1), X)
 
 
 @pytest.mark.parametrize(("policy", "inside"), MODES)
-def test_apply(inside: bool, policy: str) -> None:
+def test_apply(inside: bool, policy: str, made: Made) -> None:
     plain = jax.value_and_grad(NET.apply, has_aux=True)
     within = jax.value_and_grad(polyamp.autocast(NET.apply, policy), has_aux=True)
     mixed = within if inside else polyamp.autocast(plain, policy)
-    arguments = PARAMS, STATE, jax.random.key(2), X
+    arguments = *made, jax.random.key(2), X
     assert_mixed(mixed, plain, *arguments, policy=policy, outside=not inside)
     assert_close(jax.jit(mixed)(*arguments), jax.jit(plain)(*arguments), policy)
 
 
 @pytest.mark.parametrize("pattern", ["up", "*attention", "*attention/linear"])
-def test_rules_for_one_module(pattern: str) -> None:
+def test_rules_for_one_module(pattern: str, made: Made) -> None:
     """haiku's own policies are for classes."""
+    params, state = made
     policy = polyamp.policy("mixed_bfloat16", rules={pattern: "full"})
-    loss = lambda p: polyamp.autocast(NET.apply, policy)(p, STATE, jax.random.key(2), X)[0]  # noqa: E731
+    loss = lambda p: polyamp.autocast(NET.apply, policy)(p, state, jax.random.key(2), X)[0]  # noqa: E731
     count = {"up": 3, "*attention": 18, "*attention/linear": 3}[pattern]
-    assert dots(jax.grad(loss), PARAMS).count({"float32"}) == count
+    assert dots(jax.grad(loss), params).count({"float32"}) == count
 
 
 def test_a_module_called_within_a_transform() -> None:
@@ -60,7 +66,7 @@ def test_a_module_called_within_a_transform() -> None:
     assert dots(lambda p: mixed.apply(p, None, X), params) == [{"bfloat16"}]
 
 
-def test_training_with_a_wrapped_optimizer() -> None:
+def test_training_with_a_wrapped_optimizer(made: Made) -> None:
     tx = polyamp.wrap_optimizer(optax.adam(1e-2), "mixed_float16", loss_scale=polyamp.LossScale(init=2.0**12))
 
     @jax.jit
@@ -73,7 +79,7 @@ def test_training_with_a_wrapped_optimizer() -> None:
         updates, opt_state_ = tx.update(grads, opt_state, params)
         return optax.apply_updates(params, updates), state_, opt_state_, loss
 
-    held = PARAMS, STATE, tx.init(PARAMS)
+    held = *made, tx.init(made[0])
     losses = []
     for turn in range(60):
         *held, loss = step(*held, jax.random.key(turn))

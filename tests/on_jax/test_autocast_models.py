@@ -38,7 +38,7 @@ from support.jax_scenarios import quickly_compiled as quickly_compiled
 
 BF16 = "mixed_bfloat16"
 IMAGES = normal(0, 4, 8, 8, 3)
-SENTENCES = jax.random.randint(jax.random.key(1), (4, 10), 0, 50)
+SENTENCES = jnp.asarray(np.random.default_rng(1).integers(0, 50, (4, 10)), jnp.int32)
 
 
 class Cnn(linen.Module):

@@ -21,7 +21,7 @@ from support.jax_scenarios import quickly_compiled as quickly_compiled
 
 BF16 = "mixed_bfloat16"
 W = normal(0, 8, 8, scale=0.3)
-HERE = "test_jax_autocast_refusals.py"
+HERE = "test_autocast_refusals.py"
 
 
 def by_if(x: Any) -> Any:

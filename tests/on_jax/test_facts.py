@@ -106,7 +106,7 @@ def test_a_users_casts_are_found_and_no_others() -> None:
         ("astype", "int32"),
     ]
     assert found[0].where.startswith("first ")
-    assert "test_jax_facts.py:" in found[0].where
+    assert "test_facts.py:" in found[0].where
 
     @jax.jit
     def autocasted(params: Any, x: jax.Array) -> jax.Array:

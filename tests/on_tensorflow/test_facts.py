@@ -88,7 +88,7 @@ def test_casts_of_the_users_own() -> None:
 
     casts = found(loss_fn, X).casts
     assert [(cast.native, cast.format) for cast in casts] == [("tf.cast", "float16"), ("tf.cast", "float32")]
-    assert casts[0].where.startswith("mine test_tensorflow_facts.py:")
+    assert casts[0].where.startswith("mine test_facts.py:")
     assert isinstance(casts[0], UserCast)
 
 

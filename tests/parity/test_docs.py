@@ -15,7 +15,7 @@ def blocks(text: str) -> list[str]:
     return re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
 
 
-COMPARED = ("docs/troubleshooting.md", "docs/diagnosis.md")  # by test_parity_troubleshooting.py, with what they print
+COMPARED = ("docs/troubleshooting.md", "docs/diagnosis.md")  # by test_troubleshooting.py, with what they print
 RUN = [name for name in DOCUMENTS if name not in COMPARED and blocks((ROOT / name).read_text())]
 
 

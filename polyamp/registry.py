@@ -203,7 +203,9 @@ def no_adapter(obj: object, *, where: str) -> InvalidTypeError:
         "no adapter knows this object",
         where=where,
         found=f"{kind.__module__}.{kind.__qualname__}",
-        **_choice(sorted(entries()), kind="objects of ", fix='pass one of those, or name the framework: backend="torch"'),
+        **_choice(
+            sorted(entries()), kind="objects of ", fix='pass one of those, or name the framework: backend="torch"'
+        ),
     )
 
 

@@ -9,7 +9,7 @@
 
 polyamp need not be installed, and no package is fetched. It takes a CUDA build of PyTorch, rich, typer, and for the
 tests pytest and hypothesis; parts of JAX take jax, optax and flax. Results are kept in ``benchmarks/results``, or in
-the folder that ``POLYAMP_RESULTS`` names: a file for each benchmark, ``gpu.json`` with how every part went, ``gpu.log``.
+the folder that ``POLYAMP_RESULTS`` names: one file for each benchmark, and ``gpu.json`` and ``gpu.log`` of all parts.
 """
 
 from __future__ import annotations

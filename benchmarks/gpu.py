@@ -25,8 +25,8 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from budget import Outcome, Part, Runner, registered
 from interleave import RESULTS, console, machine
+from parts import Outcome, Part, Runner, registered
 from rich.box import SIMPLE_HEAD
 from rich.markup import escape
 from rich.table import Table

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import interleave
 import pytest
-from budget import Part, Runner, allowance, registered
 from gpu import NAMES, PARTS, SETS, chosen
+from parts import Part, Runner, allowance, registered
 
 import polyamp
 

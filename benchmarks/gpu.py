@@ -110,7 +110,7 @@ SHARED = {
     "PYTHONUNBUFFERED": "1",  # what a program said before it was killed is in the log
     "PYTHONFAULTHANDLER": "1",
 }
-NO_GPU = {"CUDA_VISIBLE_DEVICES": "", "JAX_PLATFORMS": "cpu"}
+NO_GPU = {"CUDA_VISIBLE_DEVICES": "", "JAX_PLATFORMS": "cpu", "OMP_NUM_THREADS": "1"}
 PACKAGES = ("torch", "triton", "jax", "jaxlib", "jax-cuda13-plugin", "optax", "flax", "numpy", "transformers", "pytest")
 
 

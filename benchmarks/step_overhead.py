@@ -22,7 +22,7 @@ SHAPE = (16, 16)
 CONFIG = polyamp.LossScale(init=1.0)  # because unscaling in place would otherwise shrink the gradients away
 COUNTS = (100, 1000)
 SMALL = "--small" in sys.argv  # a check that this program runs, and no result
-ROUNDS, CALLS = (2, 20) if SMALL else (40, 4000)
+ROUNDS, CALLS = (2, 200) if SMALL else (40, 4000)
 
 
 def torch_steps(count: int) -> list[Timing]:

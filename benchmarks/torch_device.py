@@ -119,6 +119,25 @@ def host_syncs(run: Callable[[], Any]) -> int | None:
     return sum(WAITS in str(one.message) for one in said)
 
 
+def replayed(run: Callable[[], Any]) -> Callable[[], None] | None:
+    """A CUDA graph of what ``run`` does, to be replayed without the host's work for it. None without a GPU.
+
+    Raises:
+        RuntimeError: it cannot be captured, for example because it waits for the GPU.
+    """
+    if DEVICE != "cuda":
+        return None
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            run()
+    torch.cuda.current_stream().wait_stream(stream)
+    with torch.cuda.graph(graph):
+        run()
+    return graph.replay
+
+
 class Built(NamedTuple):
     """What was made, and the most memory that making it and its first calls took; None without a GPU."""
 
@@ -170,4 +189,15 @@ def memory_permitting(left_out: list[Row], **case: Any) -> Any:
         yield
     except torch.OutOfMemoryError as error:
         left_out.append({**case, "reason": str(error).splitlines()[0]})
+    free_memory()
+
+
+@contextmanager
+def noting_failures(left_out: list[Row], **case: Any) -> Any:
+    """Run a case; where it fails, for too little memory or anything else, note why it was left out."""
+    try:
+        yield
+    except Exception as error:
+        said = str(error).strip().splitlines() or [""]
+        left_out.append({**case, "reason": f"{type(error).__name__}: {said[0][:300]}"})
     free_memory()

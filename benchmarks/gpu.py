@@ -15,7 +15,9 @@ the folder that ``POLYAMP_RESULTS`` names: one file for each benchmark, and ``gp
 from __future__ import annotations
 
 import importlib.metadata
+import io
 import os
+import re
 import signal
 import sys
 import tempfile
@@ -107,6 +109,7 @@ NAMES = tuple(part.name for part in PARTS)
 SHARED = {
     "XLA_PYTHON_CLIENT_PREALLOCATE": "false",  # else the first process of JAX takes most of the GPU's memory
     "TF_FORCE_GPU_ALLOW_GROWTH": "true",
+    "PYTHONUTF8": "1",
     "PYTHONUNBUFFERED": "1",  # what a program said before it was killed is in the log
     "PYTHONFAULTHANDLER": "1",
 }
@@ -144,7 +147,7 @@ def summary(outcomes: list[Outcome]) -> Table:
     table = Table("part", "how it went", "seconds", "of", "its last line", box=SIMPLE_HEAD)
     colour = {"passed": "green", "failed": "red", "stopped": "yellow"}
     for one in outcomes:
-        last = one.tail.strip().splitlines()[-1:] or [""]
+        last = [line for line in one.tail.splitlines() if re.search(r"\w", line)][-1:] or [""]
         status = f"[{colour.get(one.status, 'default')}]{one.status}[/]"
         table.add_row(one.part, status, f"{one.seconds:.0f}", f"{one.limit:.0f}", escape(last[0][:70]))
     return table
@@ -172,6 +175,8 @@ def main(
 ) -> None:
     """Run the parts in the order of their worth, and fail where one of them did; by default the first set."""
     started = time.time()
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # what parts say may have letters that the terminal does not
     if only_plan:
         console().print(plan(chosen(words or ["all"])))
         return

@@ -96,7 +96,7 @@ def allowance(parts: Sequence[Part], left: float | None) -> float:
 
 def registered(folder: Path, root: Path = ROOT) -> str:
     """Write into ``folder`` what an installation of the checkout would register; return a PYTHONPATH of both."""
-    project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
+    project = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     info = folder / f"{project['name']}-{project['version']}.dist-info"
     info.mkdir(parents=True, exist_ok=True)
     (info / "METADATA").write_text(

@@ -321,13 +321,13 @@ def row(case: Case, count: int, timing: Timing, step: Built, bandwidth: float) -
 
 def on_device(seen: Launches | None, least: float, microseconds: float) -> Row:
     """What the profiler saw of one step: kernels, the share of bandwidth while they ran, and what bounds it."""
-    if seen is None:
+    if seen is None or not seen.kernels:  # where programs may not look at the GPU's counters it sees none
         return dict.fromkeys(("kernels", "copies", "kernel_ms", "kernels_share_of_copy_bandwidth", "bound_by"))
     return {
         "kernels": seen.kernels,
         "copies": seen.copies,
         "kernel_ms": round(seen.microseconds / 1e3, 4),
-        "kernels_share_of_copy_bandwidth": round(least / seen.microseconds, 3) if seen.microseconds else None,
+        "kernels_share_of_copy_bandwidth": round(least / seen.microseconds, 3),
         "bound_by": "host" if seen.microseconds < HOST_BOUND * microseconds else "device",
     }
 

@@ -176,7 +176,7 @@ def main(
     """Run the parts in the order of their worth, and fail where one of them did; by default the first set."""
     started = time.time()
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # what parts say may have letters that the terminal does not
+        sys.stdout.reconfigure(errors="replace", line_buffering=True)  # whatever parts say, at once and in any locale
     if only_plan:
         console().print(plan(chosen(words or ["all"])))
         return

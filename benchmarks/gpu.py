@@ -98,10 +98,18 @@ PARTS = [
         ("torch_autocast_cuda.json",),
         small=("--device", "cpu", "--rounds", "2"),
     ),
-    Part("gpt2", "third", 110, (*MODEL, "gpt2"), ("end_to_end_cuda.json",), within=True),
-    Part("bert-large-512", "third", 110, (*MODEL, "bert-large-512"), ("end_to_end_cuda.json",), within=True),
-    Part("jax-models", "third", 220, ("benchmarks/jax_end_to_end.py",), ("jax_end_to_end_gpu.json",), within=True),
-    Part("mask-rcnn", "third", 110, (*MODEL, "mask-rcnn"), ("end_to_end_cuda.json",), within=True),
+    Part("gpt2", "third", 100, (*MODEL, "gpt2"), ("end_to_end_cuda.json",), within=True),
+    Part("bert-large-512", "third", 90, (*MODEL, "bert-large-512"), ("end_to_end_cuda.json",), within=True),
+    Part("jax-models", "third", 180, ("benchmarks/jax_end_to_end.py",), ("jax_end_to_end_gpu.json",), within=True),
+    Part("mask-rcnn", "third", 60, (*MODEL, "mask-rcnn"), ("end_to_end_cuda.json",), within=True),
+    Part(
+        "compiled",
+        "third",
+        120,
+        (*MODEL, "bert-large-128", "--model", "resnet50", "--ways", "compiled"),
+        ("end_to_end_cuda.json",),
+        within=True,
+    ),
 ]
 SETS = tuple(dict.fromkeys(part.set for part in PARTS))
 NAMES = tuple(part.name for part in PARTS)

@@ -31,7 +31,7 @@ class Part(NamedTuple):
 
     Attributes:
         name: what it is called.
-        set: the command that runs it, of those that are lent a time each.
+        set: the group of parts that one command runs within a time.
         seconds: what it is planned to take of its set's time.
         command: arguments of Python, run in the checkout.
         keeps: its files among the results.

@@ -9,12 +9,14 @@ import functools
 import json
 import os
 import platform
+import re
 import shutil
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,7 @@ from rich.progress import track
 from rich.table import Table
 
 RESULTS = Path(os.environ.get("POLYAMP_RESULTS") or Path(__file__).parent / "results").absolute()
+DRIVER = Path("/proc/driver/nvidia")
 STARTED = time.perf_counter()
 
 
@@ -124,18 +127,17 @@ def machine() -> dict[str, Any]:
 
 
 def _gpu() -> dict[str, str]:
+    """As nvidia-smi names it, or where that is absent or does not answer, the driver's own files."""
     tool = shutil.which("nvidia-smi")
-    if tool is None:
-        return {}
-    asked = [tool, "--query-gpu=name,driver_version", "--format=csv,noheader"]
-    try:
-        answer = subprocess.run(asked, capture_output=True, text=True, check=False, timeout=30)
-    except subprocess.TimeoutExpired:
-        return {}
-    if answer.returncode:
-        return {}
-    name, driver = answer.stdout.splitlines()[0].split(", ")
-    return {"gpu": name, "driver": driver}
+    asked = [str(tool), "--query-gpu=name,driver_version", "--format=csv,noheader"]
+    with suppress(subprocess.SubprocessError):
+        answer = subprocess.run(asked, capture_output=True, text=True, check=True, timeout=30).stdout if tool else ""
+        name, _, driver = answer.partition("\n")[0].rpartition(", ")
+        if name:
+            return {"gpu": name, "driver": driver}
+    told = [path.read_text() for path in sorted(DRIVER.glob("gpus/*/information"))]
+    names = re.findall(r"^Model:\s*(.+?)\s*$", "\n".join(told), re.MULTILINE)
+    return {"gpu": names[0], "driver": (DRIVER / "version").read_text().partition("\n")[0]} if names else {}
 
 
 def console() -> Console:

@@ -174,3 +174,31 @@ def test_rows_of_other_cases_stay_and_those_of_other_versions_go(
     interleave.keep("steps", {"torch": "2"}, {"rows": [row("c", 4)]}, same=["case"])
     assert json.loads(path.read_text())["rows"] == [row("c", 4)]
     assert [file.name for file in path.parent.iterdir()] == ["steps.json"]
+
+
+SMI = """#!/bin/sh
+{0}
+"""
+
+
+@pytest.mark.parametrize(
+    ("says", "found"),
+    [
+        ("echo 'NVIDIA X100, 580.1'; echo 'NVIDIA X100, 580.1'", {"gpu": "NVIDIA X100", "driver": "580.1"}),
+        ("exit 9", {"gpu": "X200", "driver": "NVRM version: 590"}),
+        ("", {"gpu": "X200", "driver": "NVRM version: 590"}),
+    ],
+)
+def test_the_gpu_is_named_by_the_tool_or_by_the_driver(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, says: str, found: dict[str, str]
+) -> None:
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text(SMI.format(says))
+    tool.chmod(0o755)
+    information = tmp_path / "gpus" / "0000:01:00.0" / "information"
+    information.parent.mkdir(parents=True)
+    information.write_text("Model: \t\t X200\nIRQ: 7\n")
+    (tmp_path / "version").write_text("NVRM version: 590\nGCC version: 13\n")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(interleave, "DRIVER", tmp_path)
+    assert interleave._gpu() == found

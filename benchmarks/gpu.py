@@ -1,69 +1,216 @@
-"""All that needs a GPU, in one command: build the extension, run the GPU tests, then the benchmarks with their charts.
+"""All that needs a GPU, in three commands of a few minutes each: build, test, measure. docs/gpu.md says how to read it.
 
-    python benchmarks/gpu.py [build|tests|sanitizer|step|bert|resnet|overhead|probe|health|autocast ...]
+    python benchmarks/gpu.py --within 550            # the first set, in the order of what is worth most
+    python benchmarks/gpu.py second --within 550
+    python benchmarks/gpu.py third --within 550
+    python benchmarks/gpu.py step jax                # some parts, without a limit for all
+    python benchmarks/gpu.py --plan                  # what there is, and its share of the time
+    python benchmarks/gpu.py all --rehearse          # all of it in a tiny form on a CPU
 
-Every part is a process of its own that is stopped after ten minutes; one that fails does not keep the others from
-running. Results are kept in ``benchmarks/results`` and, where there is matplotlib, drawn into ``docs``.
-
-It needs a CUDA build of PyTorch, pytest with what the tests import (hypothesis, ml_dtypes), and polyamp itself; without
-a network that is ``pip install --no-deps --no-build-isolation -e .``.
+polyamp need not be installed, and no package is fetched. It takes a CUDA build of PyTorch, rich, typer, and for the
+tests pytest and hypothesis; parts of JAX take jax, optax and flax. Results are kept in ``benchmarks/results``, or in
+the folder that ``POLYAMP_RESULTS`` names: one file for each benchmark, and ``gpu.json`` and ``gpu.log`` of all parts.
 """
 
 from __future__ import annotations
 
-import importlib.util
-import subprocess
+import importlib.metadata
+import io
+import os
+import re
+import signal
 import sys
+import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from interleave import RESULTS, console, machine
+from parts import Outcome, Part, Runner, registered
+from rich.box import SIMPLE_HEAD
+from rich.markup import escape
+from rich.table import Table
 
-ROOT = Path(__file__).parent.parent
+# a test that hangs shows where, before it is stopped
+PYTEST = ("-m", "pytest", "--gpu", "-p", "no:cacheprovider", "-q", "--tb=short", "-o", "faulthandler_timeout=90")
+TORCH = (*PYTEST, "--suite=torch", "-m", "gpu")
+KERNELS = tuple(f"tests/on_torch/kernels/test_{name}.py" for name in ("device", "kernels", "step_cuda"))
+JAX = tuple(f"tests/on_jax/test_{name}.py" for name in ("conformance", "step", "optax", "gradients", "autocast_values"))
+FULL_FLOAT32 = (("JAX_DEFAULT_MATMUL_PRECISION", "highest"),)  # else products of float32 are TF32's
+COLLECT = ("--collect-only", "-q")
+MODEL = ("benchmarks/end_to_end.py", "--model")
 
+PARTS = [
+    Part("build", "first", 60, ("-m", "polyamp.backends.torch.build"), small=(), firm=True),
+    Part("kernels", "first", 110, (*TORCH, *KERNELS, "-k", "not sanitizer"), small=COLLECT, firm=True),
+    Part(
+        "step",
+        "first",
+        130,
+        ("benchmarks/optimizer_step.py", "--cases", "main"),
+        ("optimizer_step_cuda.json",),
+        within=True,
+    ),
+    Part("resnet50", "first", 100, (*MODEL, "resnet50"), ("end_to_end_cuda.json",), within=True),
+    Part("bert-large-128", "first", 100, (*MODEL, "bert-large-128"), ("end_to_end_cuda.json",), within=True),
+    Part("jax", "first", 50, ("benchmarks/jax_skip.py",), ("jax_skip_gpu.json",), within=True),
+    Part(
+        "torch-tests",
+        "second",
+        170,
+        (*TORCH, *(f"--ignore={path}" for path in KERNELS)),
+        small=COLLECT,
+    ),
+    Part("sanitizer", "second", 70, (*TORCH, "-k", "sanitizer", KERNELS[-1]), small=COLLECT),
+    Part("jax-tests", "second", 90, (*PYTEST, "--suite=jax", *JAX), small=COLLECT, variables=FULL_FLOAT32),
+    Part(
+        "step-rest",
+        "second",
+        100,
+        ("benchmarks/optimizer_step.py", "--cases", "rest"),
+        ("optimizer_step_cuda.json",),
+        within=True,
+    ),
+    Part("overhead", "second", 40, ("benchmarks/step_overhead.py", "torch"), ("step_overhead_torch.json",)),
+    Part(
+        "probe",
+        "second",
+        30,
+        ("benchmarks/probe_cost.py", "--framework", "torch"),
+        ("probe_cost_cuda.json",),
+        small=("--model", "MLP", "--rounds", "2"),
+    ),
+    Part(
+        "health",
+        "second",
+        25,
+        ("benchmarks/monitoring.py", "run", "--framework", "torch"),
+        ("monitoring_health.json",),
+        small=("--rounds", "2"),
+    ),
+    Part(
+        "autocast",
+        "second",
+        25,
+        ("benchmarks/torch_autocast.py", "--device", "cuda"),
+        ("torch_autocast_cuda.json",),
+        small=("--device", "cpu", "--rounds", "2"),
+    ),
+    Part("gpt2", "third", 100, (*MODEL, "gpt2"), ("end_to_end_cuda.json",), within=True),
+    Part("bert-large-512", "third", 90, (*MODEL, "bert-large-512"), ("end_to_end_cuda.json",), within=True),
+    Part("jax-models", "third", 180, ("benchmarks/jax_end_to_end.py",), ("jax_end_to_end_gpu.json",), within=True),
+    Part("mask-rcnn", "third", 60, (*MODEL, "mask-rcnn"), ("end_to_end_cuda.json",), within=True),
+    Part(
+        "compiled",
+        "third",
+        120,
+        (*MODEL, "bert-large-128", "--model", "resnet50", "--ways", "compiled"),
+        ("end_to_end_cuda.json",),
+        within=True,
+    ),
+]
+SETS = tuple(dict.fromkeys(part.set for part in PARTS))
+NAMES = tuple(part.name for part in PARTS)
 
-def plot(name: str) -> tuple[str, ...]:
-    return ("--plot", f"docs/{name}.png") if importlib.util.find_spec("matplotlib") else ()
-
-
-TESTS = ("-m", "pytest", "--gpu", "-m", "gpu", "--suite=torch", "-p", "no:cacheprovider", "-q")
-PARTS: dict[str, tuple[str, ...]] = {
-    "build": ("-m", "polyamp.backends.torch.build"),
-    "tests": (*TESTS, "-k", "not sanitizer"),
-    "sanitizer": (*TESTS, "-k", "sanitizer", "tests/on_torch/kernels/test_step_cuda.py"),
-    "step": ("benchmarks/optimizer_step.py", *plot("optimizer_step")),
-    "bert": ("benchmarks/end_to_end.py", "--model", "bert", *plot("end_to_end")),
-    "resnet": ("benchmarks/end_to_end.py", "--model", "resnet", *plot("end_to_end")),
-    "overhead": ("benchmarks/step_overhead.py", "torch"),
-    "probe": ("benchmarks/probe_cost.py", "--framework", "torch"),
-    "health": ("benchmarks/monitoring.py", "run", "--framework", "torch"),
-    "autocast": ("benchmarks/torch_autocast.py", "--device", "cuda"),
+SHARED = {
+    "XLA_PYTHON_CLIENT_PREALLOCATE": "false",  # else the first process of JAX takes most of the GPU's memory
+    "TF_FORCE_GPU_ALLOW_GROWTH": "true",
+    "PYTHONUTF8": "1",
+    "PYTHONUNBUFFERED": "1",  # what a program said before it was killed is in the log
+    "PYTHONFAULTHANDLER": "1",
 }
+NO_GPU = {"CUDA_VISIBLE_DEVICES": "", "JAX_PLATFORMS": "cpu", "OMP_NUM_THREADS": "1"}
+PACKAGES = ("torch", "triton", "jax", "jaxlib", "jax-cuda13-plugin", "optax", "flax", "numpy", "transformers", "pytest")
 
 
-def run(name: str, limit: float) -> str:
-    """Run one part, and say how it went."""
-    print(f"\n==== {name}: python {' '.join(PARTS[name])}", flush=True)
-    start = time.perf_counter()
-    try:
-        code = subprocess.run([sys.executable, *PARTS[name]], cwd=ROOT, timeout=limit, check=False).returncode
-    except subprocess.TimeoutExpired:
-        return f"FAILED: stopped after {limit:.0f} s"
-    return f"{'passed' if code == 0 else f'FAILED with status {code}'} in {time.perf_counter() - start:.0f} s"
+def chosen(words: list[str]) -> list[Part]:
+    """The parts of these sets and names, each once, in the order of the table."""
+    if unknown := set(words) - {*SETS, *NAMES, "all"}:
+        raise typer.BadParameter(f"no {', '.join(sorted(unknown))}; there are {', '.join((*SETS, 'all', *NAMES))}")
+    return [part for part in PARTS if {part.name, part.set, "all"} & set(words)]
+
+
+def versions() -> dict[str, str]:
+    found = {"python": sys.version.split()[0]}
+    for name in PACKAGES:
+        with suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found
+
+
+def plan(parts: list[Part]) -> Table:
+    """What would run, and its share of its set's time."""
+    table = Table("part", "set", "share", "keeps", "command", box=SIMPLE_HEAD)
+    for part in parts:
+        share = part.seconds / sum(one.seconds for one in PARTS if one.set == part.set)
+        command = escape(" ".join(part.command)) + (" --within ..." if part.within else "")
+        table.add_row(part.name, part.set, f"{share:.0%}", "\n".join(part.keeps), command)
+    return table
+
+
+def summary(outcomes: list[Outcome]) -> Table:
+    """What ran, failed or was left out."""
+    table = Table("part", "how it went", "seconds", "of", "its last line", box=SIMPLE_HEAD)
+    colour = {"passed": "green", "failed": "red", "stopped": "yellow"}
+    for one in outcomes:
+        last = [line for line in one.tail.splitlines() if re.search(r"\w", line)][-1:] or [""]
+        status = f"[{colour.get(one.status, 'default')}]{one.status}[/]"
+        table.add_row(one.part, status, f"{one.seconds:.0f}", f"{one.limit:.0f}", escape(last[0][:70]))
+    return table
+
+
+def environment(paths: str, results: Path, *, rehearse: bool) -> dict[str, str]:
+    """Of every part."""
+    own = {"PYTHONPATH": paths, "POLYAMP_RESULTS": str(results), **(NO_GPU if rehearse else {})}
+    return {**SHARED, **os.environ, **own}
+
+
+def stop_when_told() -> None:
+    """End by an exception, which stops the part that runs; and have parts hear interrupts also in the background."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def main(
-    parts: Annotated[list[str] | None, typer.Argument(help=f"Of {', '.join(PARTS)}; all by default.")] = None,
-    limit: Annotated[float, typer.Option(help="Seconds for each part.")] = 600.0,
+    words: Annotated[
+        list[str] | None, typer.Argument(metavar="[PART|SET ...]", help=f"Of {', '.join((*SETS, 'all', *NAMES))}.")
+    ] = None,
+    within: Annotated[float | None, typer.Option(min=1, help="Seconds for all, after which it ends by itself.")] = None,
+    rehearse: Annotated[bool, typer.Option("--rehearse", help="Tiny sizes on the CPU: a check that all runs.")] = False,
+    only_plan: Annotated[bool, typer.Option("--plan", help="Print what there is to run, and run nothing.")] = False,
 ) -> None:
-    """Run the parts, in their order, and fail where one of them did."""
-    chosen = parts or list(PARTS)
-    if unknown := set(chosen) - PARTS.keys():
-        raise typer.BadParameter(f"no part {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
-    ended = {name: run(name, limit) for name in chosen}
-    print("\n" + "\n".join(f"{name:10} {how}" for name, how in ended.items()))
-    if any(how.startswith("FAILED") for how in ended.values()):
+    """Run the parts in the order of their worth, and fail where one of them did; by default the first set."""
+    started = time.time()
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace", line_buffering=True)  # whatever parts say, at once and in any locale
+    if only_plan:
+        console().print(plan(chosen(words or ["all"])))
+        return
+    parts = chosen(words or ["first"])
+    stop_when_told()
+    with tempfile.TemporaryDirectory(prefix="polyamp-") as folder:
+        results = Path(folder, "results") if rehearse and "POLYAMP_RESULTS" not in os.environ else RESULTS
+        about: dict[str, Any] = {
+            "check_only": rehearse,
+            "machine": machine(),
+            "versions": versions(),
+            "within": within,
+            "started": time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(started)),
+        }
+        paths = registered(Path(folder, "registered"))
+        runner = Runner(results, environment(paths, results, rehearse=rehearse), within, about)
+        try:
+            outcomes = runner.run(parts, small=rehearse)
+        finally:
+            runner.keep()
+            for half in results.glob("*.part"):
+                half.unlink()
+        console().print(summary(outcomes), f"on {machine()}, with {versions()}")
+        kept = sorted(path.name for path in results.iterdir() if path.stat().st_mtime >= started)
+        print(f"kept in {results}: {', '.join(kept)}")
+    if any(one.status == "failed" for one in outcomes):
         raise typer.Exit(1)
 
 

@@ -1,16 +1,22 @@
-"""Time variants of the same work side by side in one process, and keep the result with the machine it ran on."""
+"""Time variants of the same work side by side in one process, and keep the result with the machine it ran on.
+
+Results are kept in ``benchmarks/results``, or in the folder that ``POLYAMP_RESULTS`` names.
+"""
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import platform
+import re
 import shutil
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +25,9 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-RESULTS = Path(__file__).parent / "results"
+RESULTS = Path(os.environ.get("POLYAMP_RESULTS") or Path(__file__).parent / "results").absolute()
+DRIVER = Path("/proc/driver/nvidia")
+STARTED = time.perf_counter()
 
 
 @dataclass(frozen=True)
@@ -41,6 +49,11 @@ class Timing:
             "ratio": round(statistics.median(self.ratios), 3),
             "ratio_10_to_90_percent": [round(low, 3), round(high, 3)],
         }
+
+
+def time_is_up(within: float | None) -> bool:
+    """Whether this program, of ``within`` seconds, should begin nothing more; never where it has no limit."""
+    return within is not None and time.perf_counter() - STARTED >= within
 
 
 def turns(names: Iterable[str], rounds: int, question: str) -> Iterator[str]:
@@ -95,6 +108,7 @@ def compared(question: str, taken: dict[str, list[float]], base: str | None = No
     ]
 
 
+@functools.cache
 def machine() -> dict[str, Any]:
     """The processor and its cores, and the GPU and its driver where there is one, as the results name them."""
     model = platform.processor() or platform.machine()
@@ -113,15 +127,17 @@ def machine() -> dict[str, Any]:
 
 
 def _gpu() -> dict[str, str]:
+    """As nvidia-smi names it, or where that is absent or does not answer, the driver's own files."""
     tool = shutil.which("nvidia-smi")
-    if tool is None:
-        return {}
-    asked = [tool, "--query-gpu=name,driver_version", "--format=csv,noheader"]
-    answer = subprocess.run(asked, capture_output=True, text=True, check=False)
-    if answer.returncode:
-        return {}
-    name, driver = answer.stdout.splitlines()[0].split(", ")
-    return {"gpu": name, "driver": driver}
+    asked = [str(tool), "--query-gpu=name,driver_version", "--format=csv,noheader"]
+    with suppress(subprocess.SubprocessError):
+        answer = subprocess.run(asked, capture_output=True, text=True, check=True, timeout=30).stdout if tool else ""
+        name, _, driver = answer.partition("\n")[0].rpartition(", ")
+        if name:
+            return {"gpu": name, "driver": driver}
+    told = [path.read_text() for path in sorted(DRIVER.glob("gpus/*/information"))]
+    names = re.findall(r"^Model:\s*(.+?)\s*$", "\n".join(told), re.MULTILINE)
+    return {"gpu": names[0], "driver": (DRIVER / "version").read_text().partition("\n")[0]} if names else {}
 
 
 def console() -> Console:
@@ -139,12 +155,39 @@ def publish(name: str, timings: list[Timing], versions: dict[str, str]) -> None:
             row["question"], row["variant"], str(row["microseconds"]), f"{row['ratio']:.2f}", f"{low:.2f} - {high:.2f}"
         )
     console().print(table)
-    keep(name, versions, {"timings": summaries})
+    keep_timings(name, timings, versions)
 
 
-def keep(name: str, versions: dict[str, str], numbers: dict[str, Any]) -> Path:
-    """Write ``results/<name>.json``: the machine, the versions and the numbers."""
-    RESULTS.mkdir(exist_ok=True)
+def keep_timings(name: str, timings: list[Timing], versions: dict[str, str]) -> None:
+    """Write what was timed so far, before the next case is tried."""
+    keep(name, versions, {"timings": [timing.summary() for timing in timings]})
+
+
+def keep(name: str, versions: dict[str, str], numbers: dict[str, Any], *, same: Sequence[str] = ()) -> Path:
+    """Write ``<name>.json``: the machine, the versions and the numbers.
+
+    The file appears whole or not at all, so that a program that is stopped leaves what it kept before.
+
+    Args:
+        name: of the file.
+        versions: by package.
+        numbers: what was measured.
+        same: the keys that name a case. Rows of other cases that the file has already, of this machine and these
+            versions, stay before the new ``numbers["rows"]``.
+    """
+    RESULTS.mkdir(parents=True, exist_ok=True)
     path = RESULTS / f"{name}.json"
-    path.write_text(json.dumps({"machine": machine(), "versions": versions, **numbers}, indent=2) + "\n")
+    if same:
+        numbers = {**numbers, "rows": _others(path, versions, numbers["rows"], same) + numbers["rows"]}
+    whole = path.with_suffix(".part")
+    whole.write_text(json.dumps({"machine": machine(), "versions": versions, **numbers}, indent=2) + "\n")
+    whole.replace(path)
     return path
+
+
+def _others(path: Path, versions: dict[str, str], rows: list[dict[str, Any]], same: Sequence[str]) -> list[Any]:
+    earlier = json.loads(path.read_text()) if path.exists() else {}
+    if (earlier.get("machine"), earlier.get("versions")) != (machine(), versions):
+        return []
+    cases = [[row[key] for key in same] for row in rows]
+    return [row for row in earlier["rows"] if [row.get(key) for key in same] not in cases]

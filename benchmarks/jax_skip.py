@@ -1,42 +1,56 @@
-"""What does it cost to be able to skip a step? Adam on 8.4 million float32 parameters, compiled, donated and not.
+"""What does it cost to be able to skip a step? Adam on float32 parameters, compiled, donated and not.
 
 Every variant gets the same scaled gradients, tests them, unscales them, updates or skips, and advances its scale; the
-yardstick is plain Adam, which does none of that. The temporary memory is what XLA plans for one step.
+yardstick is plain Adam, which does none of that. The temporary memory is what XLA plans for one step. On a GPU there
+are 32 parameters of 4096x4096, a step of which reads and writes 15 GB: many times what caches hold, so that memory is
+timed and not dispatch. Recipes of packages that are not installed are left out.
 
-    python benchmarks/jax_skip.py [rounds]
+    python benchmarks/jax_skip.py [--rounds 30] [--within 60] [--small]
 """
 
 from __future__ import annotations
 
-import json
-import sys
+import importlib
+import importlib.util
 from collections.abc import Callable
-from typing import Any
+from typing import Annotated, Any
 
-import flax
 import jax
 import jax.numpy as jnp
-import jmp
 import optax
-from flax.training.dynamic_scale import DynamicScale
-from interleave import RESULTS, Timing, interleave, publish
+import typer
+from interleave import Timing, calls_in, interleave, keep, time_is_up
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
 import polyamp
 from polyamp.backends.jax import apply_gradients
 
-SHAPES = [(1024, 1024)] * 8
+BACKEND = jax.default_backend()
+SHAPES = [(4096, 4096)] * 32 if BACKEND == "gpu" else [(1024, 1024)] * 8
+SMALL = [(32, 32)] * 8
 SCALE = 2.0**10
 POLICY = polyamp.policy("mixed_float16", loss_scale=polyamp.LossScale(init=SCALE))
 ADAM = optax.adam(1e-3)
+CHECK_ONLY = "small sizes: a check that this program runs, and no result"
+Shapes = list[tuple[int, int]]
 
 Step = Callable[[Any, Any, Any], tuple[Any, Any]]
 """``step(params, state, grads) -> (params, state)``; in this order, donated buffers are reused one for one."""
 
 
-def arrays(value: float) -> list[jax.Array]:
-    return [jnp.full(shape, value) for shape in SHAPES]
+def installed(module: str) -> Any:
+    """The module, or None: not every machine has those that ours is compared with."""
+    found = importlib.util.find_spec(module.partition(".")[0])
+    return importlib.import_module(module) if found else None
+
+
+jmp, flax_scale = installed("jmp"), installed("flax.training.dynamic_scale")
+
+
+def arrays(shapes: Shapes, value: float) -> list[jax.Array]:
+    return [jnp.full(shape, value) for shape in shapes]
 
 
 def plain(params: Any, state: Any, grads: Any) -> Any:
@@ -44,7 +58,11 @@ def plain(params: Any, state: Any, grads: Any) -> Any:
     return optax.apply_updates(params, updates), state
 
 
-def ours(skip: str, *, fused: bool) -> tuple[Step, Any]:
+Start = Callable[[Any], Any]
+"""``start(params) -> state``."""
+
+
+def ours(skip: str, *, fused: bool) -> tuple[Step, Start]:
     tx = polyamp.wrap_optimizer(ADAM, POLICY, skip=skip)
 
     def step(params: Any, state: Any, grads: Any) -> Any:
@@ -53,7 +71,7 @@ def ours(skip: str, *, fused: bool) -> tuple[Step, Any]:
         updates, state = tx.update(grads, state, params)
         return optax.apply_updates(params, updates), state
 
-    return step, tx.init(arrays(1.0))
+    return step, tx.init
 
 
 def jmp_recipe(params: Any, state: Any, grads: Any) -> Any:
@@ -86,24 +104,28 @@ def flax_recipe(params: Any, state: Any, grads: Any) -> Any:
     return params, (scale, inner)
 
 
-def variants() -> dict[str, tuple[Step, Any]]:
-    inner = ADAM.init(arrays(1.0))
-    return {
-        "plain adam": (plain, inner),
+def variants() -> dict[str, tuple[Step, Start]]:
+    made: dict[str, tuple[Step, Start]] = {
+        "plain adam": (plain, ADAM.init),
         "cond, apply_gradients": ours("cond", fused=True),
-        "cond, update": ours("cond", fused=False),
         "select, apply_gradients": ours("select", fused=True),
-        "jmp": (jmp_recipe, (jnp.float32(SCALE), jnp.int32(0), inner)),
-        "flax DynamicScale": (flax_recipe, (DynamicScale(scale=jnp.float32(SCALE)), inner)),
+        "cond, update": ours("cond", fused=False),
     }
+    if jmp:
+        made["jmp"] = (jmp_recipe, lambda params: (jnp.float32(SCALE), jnp.int32(0), ADAM.init(params)))
+    if flax_scale:
+        dynamic = flax_scale.DynamicScale
+        made["flax DynamicScale"] = (flax_recipe, lambda params: (dynamic(scale=jnp.float32(SCALE)), ADAM.init(params)))
+    return made
 
 
-def measured(donated: bool, rounds: int) -> tuple[list[Timing], dict[str, int]]:
+def measured(shapes: Shapes, donated: bool, rounds: int) -> tuple[list[Timing], dict[str, int]]:
     """Timings of all variants, and the temporary bytes that each needs."""
-    grads, latest, temporary = arrays(SCALE * 1e-3), [], {}
+    grads, latest, temporary = arrays(shapes, SCALE * 1e-3), [], {}
 
-    def runner(name: str, step: Step, state: Any) -> Callable[[], None]:
-        held = [arrays(1.0), jax.tree.map(jnp.copy, state)]
+    def runner(name: str, step: Step, start: Start) -> Callable[[], None]:
+        params = arrays(shapes, 1.0)
+        held = [params, start(params)]
         latest.append(held)
         jitted = jax.jit(step, donate_argnums=(0, 1) if donated else ())
         compiled = jitted.lower(*held, grads).compile()
@@ -114,26 +136,51 @@ def measured(donated: bool, rounds: int) -> tuple[list[Timing], dict[str, int]]:
 
         return run
 
+    def settle() -> None:
+        jax.block_until_ready(latest)
+
     runs = {name: runner(name, *variant) for name, variant in variants().items()}
     question = f"adam, {'donated' if donated else 'not donated'}"
-    return interleave(question, runs, rounds, 2, lambda: jax.block_until_ready(latest)), temporary
+    return interleave(question, runs, rounds, calls_in(0.05, next(iter(runs.values())), settle), settle), temporary
 
 
-def publish_memory(name: str, temporary: dict[str, dict[str, int]]) -> None:
-    """Print the temporary memory, and add it to the results."""
-    table = Table("temporary megabytes", *temporary)
-    for variant in next(iter(temporary.values())):
-        table.add_row(variant, *(f"{column[variant] / 1e6:.1f}" for column in temporary.values()))
-    Console().print(table)
-    path = RESULTS / f"{name}.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"temporary_bytes": temporary}, indent=2) + "\n")
+def table(answers: dict[str, tuple[list[Timing], dict[str, int]]], count: int) -> Table:
+    """A line for each variant, with the times and the temporary memory of either way."""
+    headings = [heading for way in answers for heading in (f"ms, {way}", "/ plain", "10-90 %", "temporary MB")]
+    shown = Table(
+        "variant", *headings, title=f"Adam on {count / 1e6:.1f} M float32 parameters, {BACKEND}", box=SIMPLE_HEAD
+    )
+    for place, timing in enumerate(next(iter(answers.values()))[0]):
+        cells = []
+        for timings, temporary in answers.values():
+            found = timings[place].summary()
+            low, high = found["ratio_10_to_90_percent"]
+            cells += [f"{found['microseconds'] / 1e3:.3f}", f"{found['ratio']:.3f}", f"{low:.3f}-{high:.3f}"]
+            cells.append(f"{temporary[timing.variant] / 1e6:.1f}")
+        shown.add_row(timing.variant, *cells)
+    return shown
+
+
+def main(
+    rounds: Annotated[int, typer.Option(min=2, help="How often each is timed.")] = 30,
+    within: Annotated[float | None, typer.Option(help="Seconds after which nothing more is begun.")] = None,
+    small: Annotated[bool, typer.Option("--small", help="Tiny parameters: a check that this runs.")] = False,
+) -> None:
+    """Measure, print a table, and keep the numbers in results/jax_skip_<backend>.json, donated first."""
+    shapes = SMALL if small else SHAPES
+    packages = [package for package in (polyamp, jax, optax, jmp, installed("flax")) if package]
+    versions = {package.__name__: getattr(package, "__version__", "") for package in packages}
+    versions["device"] = jax.devices()[0].device_kind
+    answers: dict[str, tuple[list[Timing], dict[str, int]]] = {}
+    numbers: dict[str, Any] = {"check_only": small and CHECK_ONLY, "shapes": [list(shape) for shape in shapes]}
+    for way in ("donated", "not donated"):
+        if not time_is_up(within):
+            answers[way] = measured(shapes, way == "donated", 2 if small else rounds)
+            numbers["timings"] = [timing.summary() for timings, _ in answers.values() for timing in timings]
+            numbers["temporary_bytes"] = {way: temporary for way, (_, temporary) in answers.items()}
+            keep(f"jax_skip_{'small' if small else BACKEND}", versions, numbers)
+    Console(width=150).print(table(answers, sum(height * width for height, width in shapes)))
 
 
 if __name__ == "__main__":
-    count = int(sys.argv[1]) if len(sys.argv) > 1 else 30
-    answers = {donated: measured(donated, count) for donated in (True, False)}
-    result = f"jax_skip_{jax.default_backend()}"
-    installed = {package.__name__: package.__version__ for package in (polyamp, jax, optax, flax)}
-    installed["device"] = jax.devices()[0].device_kind
-    publish(result, [timing for timings, _ in answers.values() for timing in timings], installed)
-    publish_memory(result, {"donated" if donated else "not donated": kept for donated, (_, kept) in answers.items()})
+    typer.run(main)

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
-from interleave import Timing, compared, console, keep, publish, turns
+from interleave import Timing, compared, console, keep, keep_timings, publish, turns
 from monitored_steps import STEPS, Steps
 
 HERE = Path(__file__).parents[1]
@@ -34,7 +34,7 @@ app = typer.Typer(add_completion=False)
 def elsewhere(tree: Path, framework: str) -> Iterator[Callable[[str], Clock]]:
     """The same steps in a process of their own, by the polyamp of a checkout."""
     command = [sys.executable, __file__, "serve", framework]
-    paths = {"PYTHONPATH": str(tree.resolve())}
+    paths = {"PYTHONPATH": os.pathsep.join(filter(None, [str(tree.resolve()), os.environ.get("PYTHONPATH")]))}
     with subprocess.Popen(
         command, env=os.environ | paths, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as other:
@@ -123,9 +123,12 @@ def run(
     rounds: Annotated[int, typer.Option(help="How often each is measured.")] = 15,
 ) -> None:
     """Measure, print a table, and write it to results/."""
-    timings = [timing for name in framework or STEPS for timing in PARTS[part](name, against, rounds)]
     known = ("polyamp", "torch", "jax", "tensorflow-cpu", "tensorflow", "keras")
     versions = {entry.name: entry.version for entry in metadata.distributions() if entry.name in known}
+    timings: list[Timing] = []
+    for name in framework or STEPS:
+        timings += PARTS[part](name, against, rounds)
+        keep_timings(f"monitoring_{part}", timings, versions)
     publish(f"monitoring_{part}", timings, versions)
     of_a_step = shares(timings)
     keep(f"monitoring_{part}", versions, {"timings": [one.summary() for one in timings], "shares_of_a_step": of_a_step})

@@ -14,7 +14,7 @@ from importlib import metadata
 from typing import Annotated, Any, NamedTuple
 
 import typer
-from interleave import console, interleave, publish
+from interleave import console, interleave, keep_timings, publish
 
 import polyamp
 
@@ -123,6 +123,7 @@ def main(
 ) -> None:
     """Measure, print a table, and write it to results/."""
     timings, device = [], "cpu"
+    installed = {entry.name: entry.version for entry in metadata.distributions() if entry.name in PACKAGES}
     for name in framework or [name for name in FRAMEWORKS if importlib.util.find_spec(name)]:
         for which in model or MODELS:
             made = FRAMEWORKS[name](which)
@@ -131,7 +132,7 @@ def main(
             made.probe()
             console().print(f"{name} {which}: the first probe took {time.perf_counter() - start:.1f} s")
             timings += interleave(f"{name} {which}", {"step": made.step, "probe": made.probe}, rounds, calls=3)
-    installed = {entry.name: entry.version for entry in metadata.distributions() if entry.name in PACKAGES}
+            keep_timings(f"probe_cost_{device}", timings, installed)
     publish(f"probe_cost_{device}", timings, installed)
 
 

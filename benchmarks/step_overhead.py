@@ -3,22 +3,26 @@
 Every variant gets the same gradients and does what belongs to a step: scale the loss, unscale, test, update, advance
 the scale. The first variant of each question is the yardstick: the plain step, or in JAX scaling written by hand.
 
-    python benchmarks/step_overhead.py [torch|jax|keras ...]
+    python benchmarks/step_overhead.py [torch|jax|keras ...] [--small]
 """
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import sys
 from collections.abc import Callable
 from typing import Any
 
-from interleave import Timing, interleave, publish
+from interleave import Timing, interleave, keep_timings, publish
 
 import polyamp
 
 SHAPE = (16, 16)
 CONFIG = polyamp.LossScale(init=1.0)  # because unscaling in place would otherwise shrink the gradients away
 COUNTS = (100, 1000)
+SMALL = "--small" in sys.argv  # a check that this program runs, and no result
+ROUNDS, CALLS = (2, 200) if SMALL else (40, 4000)
 
 
 def torch_steps(count: int) -> list[Timing]:
@@ -76,14 +80,18 @@ def torch_steps_on(device: str, count: int) -> list[Timing]:
             "polyamp.backends.torch.GradScaler": with_scaler(make(), GradScaler),
             "polyamp": ours(make()),
         }
-        timings += interleave(f"torch {device} {kind}, {count} parameters", variants, 40, 4000 // count, settle)
+        timings += interleave(f"torch {device} {kind}, {count} parameters", variants, ROUNDS, CALLS // count, settle)
     return timings
+
+
+def installed(package: str) -> Any:
+    """The package, or None: not every machine has those that ours is compared with."""
+    return importlib.import_module(package) if importlib.util.find_spec(package) else None
 
 
 def jax_steps(count: int) -> list[Timing]:
     import jax
     import jax.numpy as jnp
-    import jmp
     import optax
 
     from polyamp.backends.jax import apply_gradients
@@ -120,10 +128,12 @@ def jax_steps(count: int) -> list[Timing]:
             lambda params, state, grads: apply_gradients(wrapped, grads, state, params), wrapped.init(fresh())
         ),
     }
-    if count <= 100:  # XLA takes minutes to compile the recipe for more: 117 s for 400 parameters where ours takes 2 s
+    if count <= 100 and (
+        jmp := installed("jmp")
+    ):  # XLA takes minutes to compile the recipe for more: 117 s for 400 parameters where ours takes 2 s
         variants["jmp"] = runner(jax_with_jmp(tx), (jmp.DynamicLossScale(jnp.float32(1)), tx.init(fresh())))
     question = f"jax {jax.default_backend()} jit sgd, {count} parameters"
-    return interleave(question, variants, 40, 4000 // count, lambda: jax.block_until_ready(latest))
+    return interleave(question, variants, ROUNDS, CALLS // count, lambda: jax.block_until_ready(latest))
 
 
 def jax_by_hand(tx: Any) -> Callable[..., Any]:
@@ -193,13 +203,19 @@ def keras_steps(count: int) -> list[Timing]:
         "keras LossScaleOptimizer": runner(lambda optimizer: keras.optimizers.LossScaleOptimizer(optimizer, 1.0)),
         "polyamp": runner(lambda optimizer: polyamp.wrap_optimizer(optimizer, "mixed_float16", loss_scale=CONFIG)),
     }
-    return interleave(f"keras tensorflow SGD, {count} parameters", variants, 40, 4000 // count)
+    return interleave(f"keras tensorflow SGD, {count} parameters", variants, ROUNDS, CALLS // count)
 
 
 QUESTIONS = {"torch": torch_steps, "jax": jax_steps, "keras": keras_steps}
 
 if __name__ == "__main__":
-    chosen = sys.argv[1:] or list(QUESTIONS)
-    answers = [timing for name in chosen for count in COUNTS for timing in QUESTIONS[name](count)]
-    installed = {name: polyamp.registry.adapter_named(name).describe()["version"] for name in chosen}
-    publish("_".join(["step_overhead", *sys.argv[1:]]), answers, {"polyamp": polyamp.__version__, **installed})
+    words = [word for word in sys.argv[1:] if word != "--small"]
+    chosen = words or list(QUESTIONS)
+    result = "_".join(["step_overhead", *words, *(["small"] if SMALL else [])])
+    versions = {name: polyamp.registry.adapter_named(name).describe()["version"] for name in chosen}
+    answers: list[Timing] = []
+    for name in chosen:
+        for count in COUNTS[:1] if SMALL else COUNTS:
+            answers += QUESTIONS[name](count)
+            keep_timings(result, answers, {"polyamp": polyamp.__version__, **versions})
+    publish(result, answers, {"polyamp": polyamp.__version__, **versions})

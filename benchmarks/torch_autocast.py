@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from interleave import Timing, interleave, publish
+from interleave import Timing, interleave, keep_timings, publish
 from torch.nn import functional
 
 import polyamp
@@ -100,9 +100,10 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=30)
     options = parser.parse_args()
     alone = measure(options.device, options.rounds, native_alone=True)
+    name, versions = f"torch_autocast_{options.device}", {"torch": torch.__version__, "polyamp": polyamp.__version__}
+    keep_timings(name, alone, versions)
     together = measure(options.device, options.rounds)
-    timings = against_native_alone(alone, together)
-    publish(f"torch_autocast_{options.device}", timings, {"torch": torch.__version__, "polyamp": polyamp.__version__})
+    publish(name, against_native_alone(alone, together), versions)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,16 @@
-"""What the GPU benchmarks measure with: kernels and their time, peak memory, and how fast the device copies."""
+"""What the GPU benchmarks measure with: kernels and their time, waits, peak memory, and how fast the device copies.
+
+The tests of launches and of waits on a GPU count with it too.
+"""
 
 from __future__ import annotations
 
 import gc
+import re
 import statistics
 import time
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -24,6 +29,43 @@ def settle() -> None:
         torch.cuda.synchronize()
 
 
+NO_KERNEL = re.compile(
+    r"Mem(cpy|set)\b|Optimizer\.|Stream Wait\b|(Context|Device|Event|Stream|Unknown) Sync"
+    r"|Activity Buffer|Buffer Flush|Command Buffer|Instrumentation$|Lazy Function|Resource$|Runtime Triggered"
+)
+"""Begins the names of what else the profiler reports of a GPU: copies, fills, waiting, and its own work."""
+
+
+def is_kernel(name: str) -> bool:
+    """Whether an event on the GPU is a kernel, by its name."""
+    return NO_KERNEL.match(name) is None
+
+
+class Event(NamedTuple):
+    """Something that ran on the GPU."""
+
+    name: str
+    microseconds: float
+
+
+def device_events(run: Callable[[], Any]) -> list[Event]:
+    """What ``run`` started on the GPU, in the profiler's words; ranges that programs marked are left out."""
+    settle()
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiled:
+        run()
+        settle()
+    return [
+        Event(event.name, event.time_range.elapsed_us())
+        for event in profiled.events()
+        if event.device_type == DeviceType.CUDA and not getattr(event, "is_user_annotation", False)
+    ]
+
+
+def kernels(run: Callable[[], Any]) -> list[str]:
+    """The kernels that ``run`` started, by name."""
+    return [event.name for event in device_events(run) if is_kernel(event.name)]
+
+
 class Launches(NamedTuple):
     """What one call started on the GPU. Copies and fills by the driver are not kernels."""
 
@@ -31,29 +73,69 @@ class Launches(NamedTuple):
     copies: int
     microseconds: float
 
+    @classmethod
+    def of(cls, events: list[Event]) -> Launches:
+        """Of the profiler's events: those that are waiting, or marks, took no time of the device."""
+        started = [event for event in events if is_kernel(event.name)]
+        copies = [event for event in events if event.name.startswith(("Memcpy", "Memset"))]
+        return cls(len(started), len(copies), sum(event.microseconds for event in (*started, *copies)))
 
-def launches(prepare: Callable[[], Any], run: Callable[[], Any], times: int = 5) -> Launches | None:
+
+def launches(prepare: Callable[[], Any], run: Callable[[], Any], times: int = 3) -> Launches | None:
     """Of ``run`` alone, after ``prepare``: the median of so many calls. None without a GPU."""
     if DEVICE != "cuda":
         return None
-    seen = [_launches_once(prepare, run) for _ in range(times)]
+    seen = []
+    for _ in range(times):
+        prepare()
+        seen.append(Launches.of(device_events(run)))
     return Launches(*(statistics.median(values) for values in zip(*seen, strict=True)))
 
 
-def _launches_once(prepare: Callable[[], Any], run: Callable[[], Any]) -> Launches:
-    prepare()
-    settle()
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiled:
+WAITS = "called a synchronizing CUDA operation"
+
+
+@contextmanager
+def sync_mode(mode: str) -> Iterator[None]:
+    """Have torch warn (``"warn"``) or fail (``"error"``) wherever the host waits for the GPU; reset in any case.
+
+    torch says once that the mode is a prototype, *after* it set it: where warnings are errors that is inside the try.
+    """
+    try:
+        torch.cuda.set_sync_debug_mode(mode)
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def host_syncs(run: Callable[[], Any]) -> int | None:
+    """How often ``run`` waits for the GPU, as far as torch sees it. None without a GPU."""
+    if DEVICE != "cuda":
+        return None
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        with sync_mode("warn"):
+            run()
+    return sum(WAITS in str(one.message) for one in said)
+
+
+def replayed(run: Callable[[], Any]) -> Callable[[], None] | None:
+    """A CUDA graph of what ``run`` does, to be replayed without the host's work for it. None without a GPU.
+
+    Raises:
+        RuntimeError: it cannot be captured, for example because it waits for the GPU.
+    """
+    if DEVICE != "cuda":
+        return None
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            run()
+    torch.cuda.current_stream().wait_stream(stream)
+    with torch.cuda.graph(graph):
         run()
-        settle()
-    events = [
-        event
-        for event in profiled.events()
-        if event.device_type == DeviceType.CUDA and not getattr(event, "is_user_annotation", False)
-    ]
-    events = [event for event in events if not event.name.startswith("Optimizer.")]
-    copies = sum(event.name.startswith("Mem") for event in events)
-    return Launches(len(events) - copies, copies, sum(event.time_range.elapsed_us() for event in events))
+    return graph.replay
 
 
 class Built(NamedTuple):
@@ -107,4 +189,15 @@ def memory_permitting(left_out: list[Row], **case: Any) -> Any:
         yield
     except torch.OutOfMemoryError as error:
         left_out.append({**case, "reason": str(error).splitlines()[0]})
+    free_memory()
+
+
+@contextmanager
+def noting_failures(left_out: list[Row], **case: Any) -> Any:
+    """Run a case; where it fails, for too little memory or anything else, note why it was left out."""
+    try:
+        yield
+    except Exception as error:
+        said = str(error).strip().splitlines() or [""]
+        left_out.append({**case, "reason": f"{type(error).__name__}: {said[0][:300]}"})
     free_memory()

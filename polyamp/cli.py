@@ -47,8 +47,17 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON inst
     found = examine()
     if as_json:
         print(json.dumps(found, indent=2))
-        return
+    else:
+        _print_diagnosis(found)
+    if found["problem"]:
+        raise typer.Exit(1)
+
+
+def _print_diagnosis(found: dict[str, Any]) -> None:
     console.print(f"polyamp {found['polyamp']}, Python {found['python']}, {found['system']}", highlight=False)
+    if found["problem"]:
+        console.print(found["problem"], style="yellow", highlight=False, markup=False)
+        return
     table = Table("framework", "version", "device", "fast formats", "notes")
     for name, framework in found["frameworks"].items():
         for row in _doctor_rows(name, framework):
@@ -81,6 +90,8 @@ def demo(
     adapters, absent = digits.trainers(framework)
     for reason in absent:
         console.print(reason, style="yellow", highlight=False, markup=False)
+    if not registry.names():
+        raise registry.unregistered(where="polyamp demo")
     if not adapters:
         raise polyamp.MissingFrameworkError(
             "no framework to train in", where="polyamp demo", fix='pip install "polyamp[all]"'

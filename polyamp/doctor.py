@@ -15,13 +15,17 @@ def examine() -> dict[str, Any]:
     """Load every adapter and ask it; a framework that is not installed is told with the way to get it.
 
     >>> sorted(examine())
-    ['frameworks', 'polyamp', 'python', 'system']
+    ['frameworks', 'polyamp', 'problem', 'python', 'system']
+    >>> examine()["problem"]  # or why no adapter is found at all, and what to do
+
     """
+    names = registry.names()
     return {
         "polyamp": polyamp.__version__,
         "python": platform.python_version(),
         "system": f"{platform.platform()}, {os.cpu_count()} cores",
-        "frameworks": {name: _examine(name) for name in registry.names()},
+        "problem": None if names else f"{registry.UNREGISTERED}. To do: {registry.INSTALL}",
+        "frameworks": {name: _examine(name) for name in names},
     }
 
 

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from polyamp.adapter import Adapter
 
 GROUP = "polyamp.backends"
+UNREGISTERED = "polyamp's adapters are found by entry points, and none is registered: polyamp is not installed"
+INSTALL = "pip install -e . in polyamp's checkout, with --no-deps --no-build-isolation where there is no network"
 
 # Plain dicts: functools.cache breaks torch.compile(fullgraph=True).
 _entries: dict[str, EntryPoint] = {}
@@ -64,8 +66,7 @@ def adapter_named(name: str) -> Adapter:
             "no adapter of that name",
             where="backend=",
             found=repr(name),
-            allowed=", ".join(names()),
-            fix="use one of the names above, or install the package that has the adapter",
+            **_choice(names(), fix="use one of the names above, or install the package that has the adapter"),
         )
     return _load(entry)
 
@@ -202,9 +203,20 @@ def no_adapter(obj: object, *, where: str) -> InvalidTypeError:
         "no adapter knows this object",
         where=where,
         found=f"{kind.__module__}.{kind.__qualname__}",
-        allowed=f"objects of {', '.join(sorted(entries()))}",
-        fix='pass one of those, or name the framework: backend="torch"',
+        **_choice(
+            sorted(entries()), kind="objects of ", fix='pass one of those, or name the framework: backend="torch"'
+        ),
     )
+
+
+def unregistered(*, where: str) -> UnsupportedError:
+    """The error for work that would silently do nothing, because polyamp is imported but not installed."""
+    return UnsupportedError("no adapter is registered", where=where, found="no entry points", **_choice([], fix=""))
+
+
+def _choice(known: list[str], *, kind: str = "", fix: str) -> dict[str, str]:
+    """What an error allows and advises: one of those that are known, or an installation where none is."""
+    return {"allowed": kind + ", ".join(known), "fix": fix} if known else {"allowed": UNREGISTERED, "fix": INSTALL}
 
 
 def _load(entry: EntryPoint) -> Adapter:

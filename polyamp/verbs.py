@@ -419,6 +419,8 @@ def _ambient(backend: str | None) -> list[Any]:
     """The adapters whose autocast is entered: the one that was named, else every loaded one that has a context."""
     loaded = registry.loaded() if backend is None else [registry.adapter_named(backend)]
     ambient = [adapter for adapter in loaded if hasattr(adapter, "autocast_context")]
+    if not registry.entries():
+        raise registry.unregistered(where="autocast(policy)")
     if loaded and not ambient:
         raise UnsupportedError(
             "no framework here has an autocast to enter",

@@ -3,13 +3,17 @@
 A suite is a folder: ``tests/core`` is ``core``, ``tests/on_torch`` is ``torch``. ``--suite=core,torch`` runs those two;
 without the option all run. A suite that is asked for and whose framework does not load fails the run.
 
+On a GPU machine nothing can be installed: with ``--gpu`` a module is skipped, and said to be, whose import fails for a
+package that only tests use. Everywhere else that fails the run.
+
 Rules and state are tested by hypothesis with few examples by default; ``--hypothesis-profile=nightly`` takes many.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import re
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
@@ -32,6 +36,9 @@ HERE = Path(__file__).parent
 EXAMPLES = {"ci": 25, "nightly": 300}  # of each property; first calls trace and compile, so none has a deadline
 
 NEEDS_OPTION = ("gpu", "compilers")  # a marker and the option that runs the tests that have it
+
+TESTS_ONLY = ("equinox", "expecttest", "flax", "haiku", "jmp", "ml_dtypes", "orbax")
+ABSENT = re.compile(rf"ModuleNotFoundError: No module named '({'|'.join(TESTS_ONLY)})[.']")
 
 ENVIRONMENT = {
     "TF_CPP_MIN_LOG_LEVEL": "2",  # TensorFlow's start-up notices are no warnings of ours
@@ -73,6 +80,17 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     suite = _suite_of(collection_path)
     return True if suite and suite not in _suites(config) else None
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(
+    collector: pytest.Collector,
+) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    report = yield
+    if report.failed and collector.config.getoption("--gpu") and (absent := ABSENT.search(report.longreprtext)):
+        report.outcome = "skipped"
+        report.longrepr = (str(collector.path), 0, f"Skipped: this machine has no {absent[1]}")
+    return report
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

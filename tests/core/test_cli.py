@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,7 @@ import pytest
 import polyamp
 from polyamp import registry
 from polyamp.doctor import examine
+from support.other_python import python_without
 
 
 def run(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
@@ -90,3 +93,53 @@ def test_doctor_without_frameworks_says_how_to_get_each() -> None:
 def test_the_table_of_the_doctor_keeps_the_names_of_extras() -> None:
     done = subprocess.run([sys.executable, "-c", WITHOUT_FRAMEWORKS, "doctor"], capture_output=True, text=True)
     assert all(f'pip install "polyamp[{name}]"' in done.stdout for name in registry.names())
+
+
+Run = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture(scope="module")
+def uninstalled(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """Run a Python that finds the package, as in a checkout, but no distribution of it."""
+    folder = tmp_path_factory.mktemp("uninstalled")
+    python = python_without(folder / "venv", "polyamp")
+    package = folder / "path" / "polyamp"
+    package.parent.mkdir()
+    package.symlink_to(Path(polyamp.__file__).parent)
+
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        environment = {**os.environ, "PYTHONPATH": str(package.parent)}
+        command = [str(python), "-P", *arguments]
+        return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+
+    return run
+
+
+def test_a_doctor_who_finds_no_adapter_says_that_polyamp_is_not_installed(uninstalled: Run) -> None:
+    done = uninstalled("-m", "polyamp", "doctor")
+    assert done.returncode == 1
+    assert "polyamp is not installed" in done.stdout
+    assert "pip install -e ." in done.stdout
+    as_json = uninstalled("-m", "polyamp", "doctor", "--json")
+    assert as_json.returncode == 1
+    assert "none is registered" in json.loads(as_json.stdout)["problem"]
+
+
+def test_a_doctor_who_finds_adapters_has_no_problem() -> None:
+    assert examine()["problem"] is None
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        "polyamp.wrap_optimizer(object())",
+        "polyamp.wrap_optimizer(object(), backend='torch')",
+        "polyamp.autocast('mixed_float16').__enter__()",
+        "__import__('polyamp.cli').cli.demo()",
+    ],
+)
+def test_without_entry_points_errors_say_what_to_install(uninstalled: Run, call: str) -> None:
+    done = uninstalled("-c", f"import polyamp\n{call}")
+    assert done.returncode == 1
+    assert "found by entry points, and none is registered" in done.stderr
+    assert "to do:   pip install -e ." in done.stderr

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
@@ -11,6 +9,7 @@ import polyamp
 import polyamp.backends.torch
 from polyamp.testing import Conformance
 from support.harness_torch import TorchHarness
+from support.torch_waits import waits_are_errors
 
 pytestmark = pytest.mark.gpu
 
@@ -21,13 +20,6 @@ class TestTorchOnCuda(Conformance):
     @pytest.fixture(params=[False, True], ids=["unfused", "fused"])
     def harness(self, request: pytest.FixtureRequest) -> TorchHarness:
         return TorchHarness("cuda", fused=request.param, fused_step=False)
-
-
-@pytest.fixture
-def syncs_are_errors() -> Iterator[None]:
-    torch.cuda.set_sync_debug_mode("error")
-    yield
-    torch.cuda.set_sync_debug_mode("default")
 
 
 def trained(steps: int) -> tuple[torch.nn.Module, polyamp.backends.torch.LossScaledOptimizer]:
@@ -47,11 +39,11 @@ def train_step(model: torch.nn.Module, opt: polyamp.backends.torch.LossScaledOpt
     opt.zero_grad()
 
 
-def test_fused_step_waits_for_no_device(request: pytest.FixtureRequest) -> None:
+def test_fused_step_waits_for_no_device() -> None:
     model, opt = trained(steps=2)  # the first step decides on the host
-    request.getfixturevalue("syncs_are_errors")
-    for _ in range(5):
-        train_step(model, opt)
+    with waits_are_errors():
+        for _ in range(5):
+            train_step(model, opt)
 
 
 def test_fused_step_skips_on_the_device_and_says_so() -> None:

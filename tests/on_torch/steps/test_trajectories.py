@@ -25,6 +25,7 @@ import polyamp
 from polyamp import LossScale
 from polyamp.backends.torch import GradScaler, LossScaledOptimizer
 from support.torch_steps import NoSync
+from support.torch_waits import waits_are_errors
 
 STEPS = 50
 INIT, INTERVAL = 2.0**10, 5
@@ -326,10 +327,7 @@ def test_fifty_steps_on_a_gpu_wait_for_nothing_and_are_the_native_ones(name: str
     first_skip = min(OVERFLOWS)
     steps(models[0], loops[0], 0, STEPS)
     steps(models[1], loops[1], 0, first_skip)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with waits_are_errors():
         steps(models[1], loops[1], first_skip, STEPS)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert loops[1].loss_scale == loops[0].loss_scale
     same(*(list(model.parameters()) for model in models))

@@ -1,0 +1,204 @@
+"""The command that runs everything on a GPU: its plan, its limits, and that what was kept stays kept."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from importlib import metadata
+from pathlib import Path
+
+import interleave
+import pytest
+from gpu import NAMES, PARTS, SETS, chosen
+from parts import Part, Runner, allowance, registered
+
+import polyamp
+
+MOST_FILES = 8
+COMES_ALONG = {"gpu.json", "gpu.log"}
+
+
+def part(name: str, code: str, seconds: float = 10, **more: bool) -> Part:
+    return Part(name, "first", seconds, ("-c", code), small=(), **more)
+
+
+@pytest.fixture
+def runner(tmp_path: Path) -> Callable[..., Runner]:
+    return lambda within: Runner(tmp_path / "results", dict(os.environ), within, {"machine": "any"}, lambda line: None)
+
+
+def told(tmp_path: Path) -> dict[str, dict[str, object]]:
+    found = json.loads((tmp_path / "results" / "gpu.json").read_text())
+    return {one["part"]: one for one in found["parts"]}
+
+
+HANGS = """
+import pathlib, signal, subprocess, sys, time
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+child = subprocess.Popen([sys.executable, "-c", "import signal, time; signal.signal(signal.SIGINT, signal.SIG_IGN); time.sleep(600)"])
+pathlib.Path(sys.argv[1]).write_text(str(child.pid))
+print("began", flush=True)
+time.sleep(600)
+"""  # noqa: E501
+
+
+def alive(process: int) -> bool:
+    """Whether it runs: one that was killed may wait for its new parent to look."""
+    status = Path(f"/proc/{process}/stat")
+    return status.exists() and status.read_text().rpartition(")")[2].split()[0] != "Z"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks at /proc")
+def test_a_part_that_hangs_is_killed_with_all_it_started_and_the_others_run(
+    tmp_path: Path, runner: Callable[..., Runner]
+) -> None:
+    child = tmp_path / "child"
+    hangs = Part("hangs", "first", 2, ("-c", HANGS, str(child)), small=())
+    before, after = part("before", "print('one')", 100), part("after", "print('two')", 100)
+    begin = time.monotonic()
+    outcomes = runner(300).run([before, hangs, after])
+    assert time.monotonic() - begin < 60
+    assert [one.status for one in outcomes] == ["passed", "stopped", "passed"]
+    assert not alive(int(child.read_text()))
+    parts = told(tmp_path)
+    assert parts["before"]["tail"] == "one\n"
+    assert "began" in str(parts["hangs"]["tail"])
+    assert parts["after"]["code"] == 0
+
+
+def test_a_part_is_interrupted_before_it_is_killed(tmp_path: Path, runner: Callable[..., Runner]) -> None:
+    waits = "import time\ntry: time.sleep(600)\nexcept KeyboardInterrupt: print('3 of 7 passed')"
+    (outcome,) = runner(12).run([part("waits", waits)])
+    assert (outcome.status, outcome.code) == ("stopped", 0)
+    assert outcome.tail == "3 of 7 passed\n"
+
+
+def test_what_there_is_no_time_for_is_left_out_and_said_to_be(tmp_path: Path, runner: Callable[..., Runner]) -> None:
+    outcomes = runner(10.5).run([part("slow", "import time; time.sleep(1)"), part("late", "print('never')")])
+    assert [one.status for one in outcomes] == ["passed", "left out"]
+    assert told(tmp_path)["late"]["tail"] == ""
+
+
+def test_a_failure_is_told_with_the_end_of_what_it_said(tmp_path: Path, runner: Callable[..., Runner]) -> None:
+    code = "print('x' * 300_000); raise SystemExit('no kernel image')"
+    runner(None).run([part("fails", code), part("passes", "")])
+    parts = told(tmp_path)
+    assert (parts["fails"]["status"], parts["fails"]["code"], parts["passes"]["status"]) == ("failed", 1, "passed")
+    assert str(parts["fails"]["tail"]).endswith("no kernel image\n")
+    assert len(str(parts["fails"]["tail"])) < 10_000
+    assert (tmp_path / "results" / "gpu.log").stat().st_size < 250_000
+
+
+def test_a_part_that_runs_is_kept_as_running(tmp_path: Path, runner: Callable[..., Runner]) -> None:
+    """What is found where the whole command was killed."""
+    look = (
+        f"import json; print([p['status'] for p in json.load(open({str(tmp_path / 'results/gpu.json')!r}))['parts']])"
+    )
+    runner(None).run([part("first", ""), part("second", look)])
+    assert told(tmp_path)["second"]["tail"] == "['passed', 'running']\n"
+
+
+def test_parts_that_end_by_themselves_are_told_when(runner: Callable[..., Runner]) -> None:
+    says = part("says", "import sys; print(sys.argv[1:])", within=True)
+    (outcome,) = runner(100).run([says])
+    assert outcome.tail in ("['--within', '85']\n", "['--within', '84']\n")
+
+
+def test_shares_are_of_what_is_left() -> None:
+    build, step, rest = (part(name, "", seconds) for name, seconds in (("build", 50), ("step", 100), ("rest", 50)))
+    assert allowance([build, step, rest], 400) == 100
+    assert allowance([step, rest], 390) == 260
+    assert allowance([rest], 31) == 31
+    assert allowance([build._replace(firm=True), step, rest], 400) == 250
+    assert allowance([build._replace(firm=True)], 20) == 20
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_a_set_leaves_few_files(name: str) -> None:
+    kept = {file for one in PARTS if one.set == name for file in one.keeps}
+    assert len(kept | COMES_ALONG) <= MOST_FILES
+    assert all("/" not in file for file in kept)
+
+
+def test_parts_are_chosen_by_name_or_set_in_their_order() -> None:
+    assert len(set(NAMES)) == len(NAMES)
+    assert not set(NAMES) & {*SETS, "all"}
+    assert [one.name for one in chosen(["jax", "build"])] == ["build", "jax"]
+    assert [one.name for one in chosen(["first"])][:3] == ["build", "kernels", "step"]
+    assert chosen(["all"]) == PARTS
+
+
+def test_every_part_is_a_program_that_there_is() -> None:
+    root = Path(__file__).parents[2]
+    unwritten = {"benchmarks/jax_end_to_end.py"}
+    files = {word for one in PARTS for word in one.command if word.endswith(".py") and "=" not in word} - unwritten
+    assert [file for file in sorted(files) if not (root / file).exists()] == []
+
+
+def test_a_checkout_is_registered_as_pip_registers_it(tmp_path: Path) -> None:
+    paths = registered(tmp_path).split(os.pathsep)
+    (made,) = metadata.distributions(name="polyamp", path=paths[1:2])
+    real = metadata.distribution("polyamp")
+    assert made.version == real.version == polyamp.__version__
+    assert {(one.group, one.name, one.value) for one in made.entry_points} == {
+        (one.group, one.name, one.value) for one in real.entry_points
+    }
+
+
+@pytest.mark.parametrize("broken", ["a file", "nothing"])
+def test_a_copy_without_links_gets_its_adapters(tmp_path: Path, broken: str) -> None:
+    root = tmp_path / "checkout"
+    (root / "polyamp").mkdir(parents=True)
+    (root / "backends").mkdir()
+    (root / "pyproject.toml").write_bytes((Path(__file__).parents[2] / "pyproject.toml").read_bytes())
+    if broken == "a file":
+        (root / "polyamp" / "backends").write_text("../backends")
+    registered(tmp_path / "registered", root)
+    assert (root / "polyamp" / "backends").samefile(root / "backends")
+
+
+def row(case: str, value: int) -> dict[str, object]:
+    return {"case": case, "value": value}
+
+
+def test_rows_of_other_cases_stay_and_those_of_other_versions_go(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(interleave, "RESULTS", tmp_path / "new")
+    interleave.keep("steps", {"torch": "1"}, {"rows": [row("a", 1), row("b", 2)]}, same=["case"])
+    path = interleave.keep("steps", {"torch": "1"}, {"rows": [row("b", 3)]}, same=["case"])
+    assert json.loads(path.read_text())["rows"] == [row("a", 1), row("b", 3)]
+    interleave.keep("steps", {"torch": "2"}, {"rows": [row("c", 4)]}, same=["case"])
+    assert json.loads(path.read_text())["rows"] == [row("c", 4)]
+    assert [file.name for file in path.parent.iterdir()] == ["steps.json"]
+
+
+SMI = """#!/bin/sh
+{0}
+"""
+
+
+@pytest.mark.parametrize(
+    ("says", "found"),
+    [
+        ("echo 'NVIDIA X100, 580.1'; echo 'NVIDIA X100, 580.1'", {"gpu": "NVIDIA X100", "driver": "580.1"}),
+        ("exit 9", {"gpu": "X200", "driver": "NVRM version: 590"}),
+        ("", {"gpu": "X200", "driver": "NVRM version: 590"}),
+    ],
+)
+def test_the_gpu_is_named_by_the_tool_or_by_the_driver(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, says: str, found: dict[str, str]
+) -> None:
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text(SMI.format(says))
+    tool.chmod(0o755)
+    information = tmp_path / "gpus" / "0000:01:00.0" / "information"
+    information.parent.mkdir(parents=True)
+    information.write_text("Model: \t\t X200\nIRQ: 7\n")
+    (tmp_path / "version").write_text("NVRM version: 590\nGCC version: 13\n")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(interleave, "DRIVER", tmp_path)
+    assert interleave._gpu() == found

@@ -247,6 +247,8 @@ def _kernel(module: Module, computation: Computation, each: Instruction, times: 
     reads: Counter[str] = Counter()
     for name in set(each.operands):
         value = computation.instructions[name]
+        if not value.arrays:
+            continue
         read = sum(_read(module, each, place) for place, other in enumerate(each.operands) if other == name)
         reads[value.arrays[0].format] += min(read, value.bytes)
     writes = _written(module, computation, each)
@@ -329,9 +331,19 @@ def workspace(module: Module) -> int:
 
 
 def _in_place(computation: Computation, each: Instruction) -> bool:
-    """Whether it changes a buffer that it is given: an update by slice or scatter of a parameter, which is returned."""
+    """Whether it changes a buffer that its fusion is given and returns, by a slice or a scatter."""
     updates = each.opcode == "dynamic-update-slice" or (each.opcode == "scatter" and len(each.operands) == 3)
-    return updates and computation.behind(each.operands[0]).opcode in ("parameter", "get-tuple-element")
+    return updates and computation.behind(each.operands[0]).opcode == "parameter" and _returned(computation, each)
+
+
+def _returned(computation: Computation, each: Instruction) -> bool:
+    """Whether it leaves its computation, alone or in a tuple, and nothing else takes it."""
+    users = [user for user, _ in computation.users[each.name]]
+    if not users:
+        return each is computation.root
+    return all(user is computation.root and user.opcode == "tuple" for user in users) or (
+        len(users) == 1 and users[0].opcode == "bitcast" and _returned(computation, users[0])
+    )
 
 
 def _update(computation: Computation, each: Instruction) -> Instruction:

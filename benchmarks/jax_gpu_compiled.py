@@ -319,7 +319,8 @@ def table(found: list[Counted], low: str, choice: str) -> Table:
     """float32 and one 16-bit format."""
     caption = (
         "GB: all kernels of one run, read and written. by hand: to the better of jmp and flax. temp: peak temporaries. "
-        "XLA: its own count to ours, both of one turn of each loop and without library calls. A product's formats are those of its operands; "
+        "XLA: its own count to ours, both of one turn of each loop and without library calls. "
+        "A product's formats are those of its operands; "
         "float32 products are TF32 on Tensor Cores, XLA's default."
     )
     shown = Table(title=f"{low}, H200, products by {choice}", caption=caption, box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
@@ -355,7 +356,8 @@ def cells(row: Row) -> list[str]:
 def why(found: list[Counted], top: int = 8) -> Iterator[Table]:
     """For each program of ours, the scopes in which it moves more or less than the best by hand.
 
-    A kernel stands in the scope of the operation that ends it, so what is fused into another kernel moves there.
+    Kernels that both have are left out. A kernel stands in the scope of the operation that ends it, so a scope may have
+    more because another has less.
     """
     for each in found:
         row = each.row
@@ -380,10 +382,30 @@ def why(found: list[Counted], top: int = 8) -> Iterator[Table]:
 
 
 def differences(ours: list[hlo.Kernel], theirs: list[hlo.Kernel]) -> list[tuple[str, Counter[str], Counter[str]]]:
-    """Scopes with the bytes of both by format, the largest difference first."""
+    """Scopes with the bytes of both by format, the largest difference first. Kernels that both have are left out."""
+    for key in (lambda kernel: (hlo.scope(kernel.op_name), *moves(kernel)), moves):
+        ours, theirs = unmatched(ours, theirs, key), unmatched(theirs, ours, key)
     own, other = by_scope(ours), by_scope(theirs)
     both = [(scope, own.get(scope, Counter()), other.get(scope, Counter())) for scope in own.keys() | other.keys()]
     return sorted(both, key=lambda found: (-abs(found[1].total() - found[2].total()), found[0]))
+
+
+def moves(kernel: hlo.Kernel) -> tuple[Any, ...]:
+    """What has to be the same for two kernels to move the same."""
+    return kernel.kind, kernel.times, tuple(sorted(kernel.reads.items())), tuple(sorted(kernel.writes.items()))
+
+
+def unmatched(
+    kernels: list[hlo.Kernel], others: list[hlo.Kernel], key: Callable[[hlo.Kernel], Any]
+) -> list[hlo.Kernel]:
+    """The kernels for which the others have no counterpart."""
+    left, found = Counter(map(key, others)), []
+    for kernel in kernels:
+        if left[key(kernel)]:
+            left[key(kernel)] -= 1
+        else:
+            found.append(kernel)
+    return found
 
 
 def by_scope(kernels: list[hlo.Kernel]) -> dict[str, Counter[str]]:

@@ -318,15 +318,14 @@ def ratio(row: Row, other: Counted) -> float:
 def table(found: list[Counted], low: str, choice: str) -> Table:
     """float32 and one 16-bit format."""
     caption = (
-        "GB: all kernels of one run, read and written. by hand: to the better of jmp and flax. temp: peak temporaries. "
-        "XLA: its own count to ours, both of one turn of each loop and without library calls. "
-        "A product's formats are those of its operands; "
-        "float32 products are TF32 on Tensor Cores, XLA's default."
+        "read, written, GB (both): gigabytes of all kernels in one run. hand: the better of jmp and flax. temp: peak "
+        "temporaries, GB. XLA: its own count to ours, both of one turn of each loop and without library calls. A "
+        "product's formats are those of its operands; float32 products are TF32 on Tensor Cores, XLA's default."
     )
     shown = Table(title=f"{low}, H200, products by {choice}", caption=caption, box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for heading in ("model", "what", "variant", "products"):
         shown.add_column(heading, no_wrap=True)
-    for heading in ("kernels", "GB read", "written", "GB", "/ f32", "/ by hand", "temp GB", "XLA"):
+    for heading in ("kernels", "read", "written", "GB", "/ f32", "/ hand", "temp", "XLA"):
         shown.add_column(heading, justify="right", no_wrap=True)
     chosen = [each.row for each in found if each.row["gemm"] == choice and each.row["format"] in ("float32", low)]
     for row in sorted(chosen, key=lambda row: (list(MODELS).index(row["model"]), row["what"])):

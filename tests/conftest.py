@@ -50,7 +50,9 @@ ENVIRONMENT = {
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--suite", default=",".join(NEEDS), help=f"comma list of {', '.join(NEEDS)}; all by default")
     parser.addoption("--gpu", action="store_true", help="run the tests that need a GPU, which else are left out")
-    parser.addoption("--compilers", action="store_true", help="run the tests that need nvcc or sanitizers")
+    parser.addoption(
+        "--compilers", action="store_true", help="run the tests that need a compiler for GPUs, or sanitizers"
+    )
     parser.addoption("--keras-backend", help="tensorflow, jax or torch; else KERAS_BACKEND, else tensorflow")
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 import time
 import warnings
@@ -69,10 +68,3 @@ def operations(run: Callable[[], Any]) -> int:
     with FlopCounterMode(display=False) as counter:
         run()
     return int(counter.get_total_flops())
-
-
-def skips_between(before: float | None, after: float | None) -> int:
-    """How often a loss scale that halves at an overflow, and that has not grown, was halved."""
-    if not before or not after:
-        return 0
-    return max(0, round(math.log2(before / after)))

@@ -202,19 +202,21 @@ def with_jmp(loss: Callable[..., jax.Array]) -> Way:
     tx = clipped()
 
     def step(state: State, batch: Batch) -> tuple[State, jax.Array]:
-        scaled = jax.value_and_grad(lambda params: state.scaler.scale(loss(params, batch)))
-        value, grads = scaled(state.params)
-        value, grads = state.scaler.unscale((value, grads))
+        scaler = jmp.DynamicLossScale(*state.scaler)
+        value, grads = jax.value_and_grad(lambda params: scaler.scale(loss(params, batch)))(state.params)
+        value, grads = scaler.unscale((value, grads))
         finite = jmp.all_finite(grads)
         updates, opt_state = tx.update(grads, state.opt_state, state.params)
         new = (optax.apply_updates(state.params, updates), opt_state)
         kept = jmp.select_tree(finite, new, (state.params, state.opt_state))
-        return State(*kept, state.scaler.adjust(finite)), value
+        scaler = scaler.adjust(finite)
+        return State(*kept, (scaler.loss_scale, scaler.counter)), value
 
     def start(params: Tree) -> State:
-        return State(params, tx.init(params), jmp.DynamicLossScale(jnp.float32(2**16)))
+        # its numbers alone: lowering a function ahead of time rebuilds its arguments, which jmp's own class refuses
+        return State(params, tx.init(params), (jnp.float32(2**16), jnp.int32(0)))
 
-    return Way(start, step, lambda state: state.scaler.loss_scale)
+    return Way(start, step, lambda state: state.scaler[0])
 
 
 def with_polyamp(loss: Callable[..., jax.Array], low: str) -> Way:

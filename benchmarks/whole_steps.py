@@ -184,11 +184,16 @@ def trained(loop: Loop, batches: list[Any], steps: int) -> Row:
     values = [float(loss) for loss in losses]
     return {
         "steps": steps,
-        "first_loss": round(values[0], 5),
-        "last_loss": round(statistics.mean(values[-LAST:]), 5),
+        "first_loss": known(values[0]),
+        "last_loss": known(statistics.mean(values[-LAST:])),
         "skip_rate": round(skipped / steps, 4),
         "seconds": round(time.perf_counter() - start, 1),
     }
+
+
+def known(loss: float) -> float | None:
+    """A loss as JSON has it; None where one of its steps had none that was finite."""
+    return round(loss, 5) if math.isfinite(loss) else None
 
 
 def table(found: list[Row], title: str, memory: str = "peak_bytes") -> Table:
@@ -225,8 +230,9 @@ def losses_table(found: list[Row], title: str) -> Table:
     made = Table(*headings, box=SIMPLE_HEAD, title=title, caption=f"last: the mean of the last {LAST} steps")
     for row in found:
         base = exact.get((row["model"], row["way"]))
-        apart = shown(None if base is None else row["last_loss"] - base, "{:+.4f}")
-        values = (str(row["steps"]), f"{row['first_loss']:.4f}", f"{row['last_loss']:.4f}", apart)
+        last = row["last_loss"]
+        apart = shown(None if base is None or last is None else last - base, "{:+.4f}")
+        values = (str(row["steps"]), *(shown(row[key], "{:.4f}") for key in ("first_loss", "last_loss")), apart)
         made.add_row(row["model"], row["way"], row["variant"], *values, f"{row['skip_rate']:.1%}")
     return made
 

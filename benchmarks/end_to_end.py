@@ -1,96 +1,68 @@
 """What does a whole training step take, in float32 and in 16 bits, with polyamp and with PyTorch's own parts?
 
-BERT-large's shape with AdamW and clipping, and ResNet-50 with momentum; forward, backward and optimizer step, in eager
-mode and compiled. Native is autocast, with GradScaler in float16, around a fused optimizer.
+Models at the shapes of published tables: forward, backward and optimizer step, eager and compiled. Float32 is measured
+with TF32 off (IEEE) and with TF32 on, for products and convolutions alike. Native is autocast, with GradScaler in
+float16, around a fused optimizer and PyTorch's clipping; what the mixed variants leave in float32 may use TF32.
 
-    python benchmarks/end_to_end.py [--model bert] [--small] [--plot docs/end_to_end.png]
+    python benchmarks/end_to_end.py --model resnet50 --within 540 [--ways eager] [--small] [--plot docs/end_to_end.png]
+    python benchmarks/end_to_end.py --model gpt2 --losses 200
+
+The second trains every variant for so many steps on equal batches, and compares the losses instead of the times.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
+import importlib.metadata
+import time
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 import torch
 import typer
-from interleave import RESULTS, Timing, calls_in, compared, console, interleave, keep, machine
-from rich.box import SIMPLE_HEAD
-from rich.table import Table
+from budget import Budget
+from gpu_meters import matmul_peaks, operations, use_tf32
+from interleave import console
+from keeping import Keeper, chosen, missing_table, published_table
 from torch import Tensor, nn
-from torch_device import CHECK_ONLY, DEVICE, Built, Row, built, memory_permitting, settle
-from torch_models import Bert, Classifier, resnet50
+from torch_device import CHECK_ONLY, DEVICE, Row, built, free_memory, host_syncs, settle
+from torch_tasks import TASKS, Task
+from whole_steps import BATCHES, Case, draw, format_of, losses_table, rates, settled, table, trained
 
 import polyamp
+from polyamp.backends.torch.building import extension
 
-FORMATS = ("bfloat16", "float16")
-Batch = tuple[Tensor, Tensor]
-
-
-class Task(NamedTuple):
-    """A model, its batch, its optimizer, and the modules that are compiled one by one, or the whole where none are."""
-
-    model: Callable[[bool], nn.Module]
-    batch: Callable[[bool], Batch]
-    optimizer: Callable[[Any], torch.optim.Optimizer]
-    max_norm: float | None
-    parts: tuple[type[nn.Module], ...]
-
-
-def bert(small: bool) -> nn.Module:
-    return Bert(2, 64, 4, 32, 101) if small else Bert()
-
-
-def sentences(small: bool) -> Batch:
-    size, words = ((2, 32), 101) if small else ((16, 512), 30522)
-    return torch.randint(words, size, device=DEVICE), torch.randint(words, size, device=DEVICE)
-
-
-def resnet(small: bool) -> nn.Module:
-    network = resnet50(8, 10, (1, 1)) if small else resnet50()
-    return Classifier(network).to(memory_format=torch.channels_last)
-
-
-def images(small: bool) -> Batch:
-    count, side, classes = (2, 64, 10) if small else (128, 224, 1000)
-    made = torch.randn(count, 3, side, side, device=DEVICE).to(memory_format=torch.channels_last)
-    return made, torch.randint(classes, (count,), device=DEVICE)
-
-
-TASKS = {
-    "bert": Task(
-        bert,
-        sentences,
-        lambda params: torch.optim.AdamW(params, lr=1e-5, fused=True),
-        1.0,
-        (nn.TransformerEncoderLayer,),  # all of one shape: compiled once
-    ),
-    "resnet": Task(resnet, images, lambda params: torch.optim.SGD(params, lr=1e-4, momentum=0.9, fused=True), None, ()),
-}
+WAYS = ("eager", "compiled")
+SECONDS = {"eager": 15.0, "compiled": 45.0}  # that building a variant is thought to take, until one was built
+EACH = 0.4  # seconds of a variant in a round
 
 
 class Loop:
-    """A training step: a region around the forward pass, and what steps the optimizer."""
+    """A training step in float32: a region around the forward pass, and what steps the optimizer."""
 
-    def __init__(self, task: Task, small: bool, compiled: bool) -> None:
+    def __init__(self, task: Task, small: bool, way: str, tf32: bool = True, dropout: bool = True) -> None:
+        use_tf32(tf32)
         torch.manual_seed(0)
-        self.task, self.batch = task, task.batch(small)
-        self.model = task.model(small).to(DEVICE)
-        self.params = list(self.model.parameters())
+        self.task, self.tf32, self.batch = task, tf32, task.batch(small, 0)
+        self.model = task.model(small, dropout).to(DEVICE).train()
+        self.params = [param for param in self.model.parameters() if param.requires_grad]
         self.optimizer = task.optimizer(self.params)
-        if compiled:
-            compile_parts(self.model, task.parts)
+        if way == "compiled":
+            compile_parts(self.model, task.parts())
 
     def region(self) -> AbstractContextManager[Any]:
         return nullcontext()
 
-    def __call__(self) -> None:
-        self.optimizer.zero_grad()
+    def __call__(self) -> Tensor:
+        use_tf32(self.tf32)
         with self.region():
-            loss = self.model(*self.batch)
+            loss = self.model(**self.batch)
         self.update(loss)
+        self.optimizer.zero_grad()  # now, so that a variant holds no gradients while others run
+        return loss.detach()
 
     def update(self, loss: Tensor) -> None:
         loss.backward()
@@ -98,12 +70,16 @@ class Loop:
             nn.utils.clip_grad_norm_(self.params, self.task.max_norm)
         self.optimizer.step()
 
+    def loss_scale(self) -> float | None:
+        """Read the loss scale, which waits for the GPU; None where there is none."""
+        return None
+
 
 class Native(Loop):
     """Autocast and, for float16, GradScaler."""
 
-    def __init__(self, *made: Any, low: str) -> None:
-        super().__init__(*made)
+    def __init__(self, *made: Any, low: str, **more: Any) -> None:
+        super().__init__(*made, **more)
         self.low = getattr(torch, low)
         self.scaler = torch.amp.GradScaler(DEVICE, enabled=low == "float16")
 
@@ -118,18 +94,18 @@ class Native(Loop):
         self.scaler.step(self.optimizer)
         self.scaler.update()
 
+    def loss_scale(self) -> float | None:
+        return self.scaler.get_scale() if self.scaler.is_enabled() else None
+
 
 class Ours(Loop):
     """`polyamp.autocast` and `polyamp.wrap_optimizer`."""
 
-    def __init__(self, *made: Any, low: str) -> None:
-        super().__init__(*made)
+    def __init__(self, *made: Any, low: str, **more: Any) -> None:
+        super().__init__(*made, **more)
         self.policy = polyamp.policy(f"mixed_{low}")
-        fused = True if DEVICE == "cpu" else None
-        self.wrapped = polyamp.wrap_optimizer(
-            self.optimizer, self.policy, max_grad_norm=self.task.max_norm, fused_step=fused
-        )
-        self.optimizer = self.wrapped
+        self.wrapped = polyamp.wrap_optimizer(self.optimizer, self.policy, max_grad_norm=self.task.max_norm)
+        self.optimizer, self.scaled = self.wrapped, low == "float16"
 
     def region(self) -> AbstractContextManager[Any]:
         return polyamp.autocast(self.policy)
@@ -138,6 +114,9 @@ class Ours(Loop):
         self.wrapped.backward(loss)
         self.wrapped.step()
 
+    def loss_scale(self) -> float | None:
+        return float(self.wrapped.loss_scale) if self.scaled else None
+
 
 def compile_parts(model: nn.Module, parts: tuple[type[nn.Module], ...]) -> None:
     for module in model.modules() if parts else (model,):
@@ -145,114 +124,138 @@ def compile_parts(model: nn.Module, parts: tuple[type[nn.Module], ...]) -> None:
             module.compile()
 
 
-def variants(task: Task, small: bool, compiled: bool) -> dict[str, Callable[[], Loop]]:
-    """Of each format native first, which is what the others of that format are compared with."""
-    made: dict[str, Callable[[], Loop]] = {"float32": lambda: Loop(task, small, compiled)}
-    for low in FORMATS:
-        made[f"native {low}"] = lambda low=low: Native(task, small, compiled, low=low)
-        made[f"polyamp {low}"] = lambda low=low: Ours(task, small, compiled, low=low)
-    return made
+VARIANTS: dict[str, tuple[type[Loop], dict[str, Any]]] = {
+    "float32": (Loop, {"tf32": False}),
+    "TF32": (Loop, {}),
+    "native bfloat16": (Native, {"low": "bfloat16"}),
+    "polyamp bfloat16": (Ours, {"low": "bfloat16"}),
+    "native float16": (Native, {"low": "float16"}),
+    "polyamp float16": (Ours, {"low": "float16"}),
+}
+BUILD_ORDER = (*list(VARIANTS)[1:], "float32")  # IEEE float32 is the slowest: where time runs out, it is without
 
 
-def rows(name: str, compiled: bool, small: bool, rounds: int) -> list[Row]:
-    """A row for each variant of one model."""
+class Measured(NamedTuple):
+    """A loop that has been built and warmed up, and what was measured of it on the way."""
+
+    loop: Loop
+    meters: Row
+
+
+def make(name: str, way: str, small: bool, variant: str, **more: Any) -> Loop:
+    kind, options = VARIANTS[variant]
+    return kind(TASKS[name], small, way, **options, **more)
+
+
+def build(name: str, way: str, small: bool, variant: str) -> Measured:
+    """Make a variant, alone, and warm it up."""
+    start, steps = time.perf_counter(), []
+    one = built(lambda: make(name, way, small, variant), lambda loop: steps.append(settled(loop)))
+    meters = {"peak_bytes": one.peak_bytes, "host_syncs": host_syncs(one.made), "first_steps": steps[0]}
+    return Measured(one.made, meters | {"build_seconds": round(time.perf_counter() - start, 1)})
+
+
+@cache
+def step_operations(name: str, small: bool) -> int:
+    """What a step computes, counted in the float32 model, so that it is the same for all variants."""
+    return operations(make(name, "eager", small, "TF32"))
+
+
+def prepare(task: Task) -> None:
+    """Start a case with nothing compiled before it."""
     torch._dynamo.reset()
-    made = {
-        variant: built(make, lambda loop: [loop() for _ in range(4)])
-        for variant, make in variants(TASKS[name], small, compiled).items()
-    }
-    loops = {variant: one.made for variant, one in made.items()}
-    calls = calls_in(0.5 if not small else 0.01, loops["native bfloat16"], settle)
-    question = f"{name}, {'compiled' if compiled else 'eager'}"
-    taken = interleave(question, loops, rounds, calls, settle)
-    times = {timing.variant: timing.microseconds for timing in taken}
-    timings = compared(question, {variant: times[variant] for variant in times if variant == "float32"})
-    for low in FORMATS:
-        pair = {variant: times[variant] for variant in times if variant.endswith(f" {low}")}
-        timings += compared(question, pair, f"native {low}")
-    yardstick = min(timing.summary()["microseconds"] for timing in timings if timing.variant == "float32")
-    return [row(name, compiled, timing, made[timing.variant], yardstick) for timing in timings]
+    torch._dynamo.config.recompile_limit = 64  # all variants share the model's code: each compiles it anew
+    torch.backends.cudnn.benchmark = task.fixed_shapes
+    free_memory()
 
 
-def row(name: str, compiled: bool, timing: Timing, loop: Built, float32: float) -> Row:
-    summary = timing.summary()
-    return {
-        "model": name,
-        "compiled": compiled,
-        "variant": timing.variant,
-        "ms": round(summary["microseconds"] / 1e3, 3),
-        "ratio_to_native": summary["ratio"],
-        "ratio_10_to_90_percent": summary["ratio_10_to_90_percent"],
-        "times_float32": round(float32 / summary["microseconds"], 3),
-        "peak_bytes": loop.peak_bytes,
-    }
+def times(case: Case, small: bool, rounds: int, peaks: dict[str, float]) -> None:
+    """Build every variant, time them in turns, and keep a row for each."""
+    seconds = 0.01 if small else EACH
+    counted = case.attempt(lambda: step_operations(case.model, small))
+    free_memory()
+    made = case.each(
+        BUILD_ORDER,
+        SECONDS[case.way],
+        rounds * seconds,
+        lambda variant: build(case.model, case.way, small, variant),
+    )
+    loops = {variant: made[variant].loop for variant in VARIANTS if variant in made}
+    samples = TASKS[case.model].samples(small)
+
+    def rows() -> Iterator[Row]:
+        for row in case.timed(loops, rounds, seconds):
+            variant = row["variant"]
+            yield row | made[variant].meters | rates(row, samples, counted, peaks[format_of(variant)])
+
+    if loops:
+        case.attempt(lambda: case.keeper.add(rows()))
 
 
-def table(found: list[Row]) -> Table:
-    headings = ("model", "way", "variant", "ms", "/ native", "10-90 %", "x float32", "peak GB")
-    shown = Table(*headings, title=f"training steps on {DEVICE}, PyTorch {torch.__version__}", box=SIMPLE_HEAD)
-    for one in found:
-        low, high = one["ratio_10_to_90_percent"]
-        way = "compiled" if one["compiled"] else "eager"
-        ratio = (f"{one['ratio_to_native']:.3f}", f"{low:.3f}-{high:.3f}", f"{one['times_float32']:.2f}")
-        peak = "" if one["peak_bytes"] is None else f"{one['peak_bytes'] / 1e9:.2f}"
-        shown.add_row(one["model"], way, one["variant"], f"{one['ms']:.2f}", *ratio, peak)
-    return shown
+def losses(case: Case, small: bool, steps: int) -> None:
+    """Train every variant for so many steps on equal batches, without dropout, and keep a row for each."""
+    batches = [TASKS[case.model].batch(small, seed) for seed in range(1, BATCHES + 1)]
+
+    def train(variant: str) -> bool:
+        row = trained(make(case.model, case.way, small, variant, dropout=False), batches, steps)
+        case.keeper.add([case.place(variant) | row])
+        return True
+
+    case.each(BUILD_ORDER, SECONDS[case.way] + 0.3 * steps, 0.0, train)
 
 
-def draw(found: list[Row], file: Path) -> None:
-    """Every variant's time and peak memory, ratio to float32 in the same way."""
-    from matplotlib import pyplot
-
-    value = {(one["model"], one["compiled"], one["variant"]): one for one in found}
-    places = list(dict.fromkeys((model, compiled) for model, compiled, _ in value))
-    names = list(dict.fromkeys(variant for _, _, variant in value if variant != "float32"))
-    figure, axes = pyplot.subplots(1, 2, figsize=(11, 3.8), layout="constrained")
-    for axis, key in zip(axes, ("ms", "peak_bytes"), strict=True):
-        for shift, variant in enumerate(names):
-            at = [index + 0.8 * ((shift + 0.5) / len(names) - 0.5) for index in range(len(places))]
-            pairs = [(value[*place, variant][key], value[*place, "float32"][key]) for place in places]
-            heights = [own / other if other else 0.0 for own, other in pairs]
-            axis.bar(at, heights, width=0.8 / len(names), label=variant)
-        axis.set_xticks(range(len(places)), [f"{name}\n{'compiled' if how else 'eager'}" for name, how in places])
-        axis.axhline(1, color="grey", linewidth=0.8)
-        axis.set_title({"ms": "time of a training step, ratio to float32", "peak_bytes": "peak memory, ratio"}[key])
-    axes[0].legend(fontsize=8)
-    figure.savefig(file, dpi=110)
+def versions() -> dict[str, str]:
+    found = {"polyamp": polyamp.__version__, "torch": torch.__version__, "cuda": str(torch.version.cuda)}
+    names = [name for name in ("transformers", "torchvision") if find_spec(name)]
+    return found | {name: importlib.metadata.version(name) for name in names}
 
 
-def others(named: str, versions: dict[str, str], found: list[Row]) -> list[Row]:
-    """What was measured before of other models, by the same versions on the same machine."""
-    path = RESULTS / f"{named}.json"
-    earlier = json.loads(path.read_text()) if path.exists() else {}
-    if (earlier.get("machine"), earlier.get("versions")) != (machine(), versions):
-        return []
-    models = {one["model"] for one in found}
-    return [one for one in earlier["rows"] if one["model"] not in models]
+def cases(models: list[str], ways: list[str], keeper: Keeper, budget: Budget) -> Iterator[Case]:
+    """Every model in every way that it has."""
+    for name in models:
+        for way in ways:
+            shapes = None if way in TASKS[name].ways else "its shapes change at every step"
+            if reason := TASKS[name].missing or shapes:
+                keeper.leave_out({"model": name, "way": way, "variant": None}, reason)
+                continue
+            prepare(TASKS[name])
+            yield Case(name, way, keeper, budget, settle, free_memory)
 
 
 def main(
-    model: Annotated[list[str] | None, typer.Option(help=f"Of {', '.join(TASKS)}; may be repeated.")] = None,
+    model: Annotated[
+        list[str] | None, typer.Option(help=f"Of {', '.join(TASKS)}, or how they begin; may be repeated.")
+    ] = None,
+    ways: Annotated[str, typer.Option(help="eager, compiled or both, with a comma.")] = ",".join(WAYS),
     rounds: Annotated[int, typer.Option(min=2, help="Rounds of steps.")] = 9,
+    steps: Annotated[int, typer.Option("--losses", min=0, help="Train so many steps; compare losses, not times.")] = 0,
+    within: Annotated[float | None, typer.Option(help="Seconds: what does not fit is left out.")] = None,
     small: Annotated[bool, typer.Option("--small", help="Tiny models: a check that this runs.")] = False,
-    plot: Annotated[Path | None, typer.Option(help="Draw the result.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw the times and the memory.")] = None,
 ) -> None:
-    """Measure, print, and keep the numbers in results/end_to_end_<device>.json."""
+    """Measure, print, and keep the numbers in results/end_to_end[_losses]_<device>.json."""
     if DEVICE == "cpu" and not small:
         raise typer.BadParameter("there is no GPU: only --small runs here")
-    named = f"end_to_end_{'small' if small else DEVICE}"
-    versions = {"polyamp": polyamp.__version__, "torch": torch.__version__, "cuda": str(torch.version.cuda)}
-    found: list[Row] = []
-    left_out: list[Row] = []
-    for name in model or TASKS:
-        for compiled in (False, True):
-            with memory_permitting(left_out, model=name, compiled=compiled):
-                found += rows(name, compiled, small, 2 if small else rounds)
-        shown = others(named, versions, found) + found
-        keep(named, versions, {"check_only": small and CHECK_ONLY, "left_out": left_out, "rows": shown})
-    console().print(table(shown))
-    if plot is not None:
-        draw(shown, plot)
+    named = f"end_to_end{'_losses' if steps else ''}_{'small' if small else DEVICE}"
+    keeper = Keeper(named, versions(), check_only=small and CHECK_ONLY, extension=str(extension.status()))
+    models = chosen(model, TASKS)
+    found = cases(models, chosen(ways.split(","), WAYS), keeper, Budget(within))
+    if steps:
+        for case in found:
+            losses(case, small, steps)
+        console().print(losses_table(keeper.rows, f"equal steps on {DEVICE}"))
+    else:
+        peaks = matmul_peaks(8192 if DEVICE == "cuda" else 128)
+        keeper.more["peak_operations_per_second"] = {name: float(f"{peak:.4g}") for name, peak in peaks.items()}
+        for case in found:
+            times(case, small, 2 if small else rounds, peaks)
+        console().print(table(keeper.rows, f"training steps on {DEVICE}, PyTorch {torch.__version__}"))
+        console().print(published_table(models))
+        if plot is not None:
+            draw(keeper.rows, plot)
+    if keeper.left_out:
+        console().print(missing_table(keeper.left_out))
+    keeper.end()
 
 
 if __name__ == "__main__":

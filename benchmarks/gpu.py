@@ -103,6 +103,15 @@ PARTS = [
     Part("jax-models", "third", 180, ("benchmarks/jax_end_to_end.py",), ("jax_end_to_end_gpu.json",), within=True),
     Part("mask-rcnn", "third", 60, (*MODEL, "mask-rcnn"), ("end_to_end_cuda.json",), within=True),
     Part(
+        "losses",
+        "third",
+        100,
+        (*MODEL, "resnet50", "--model", "bert-large-128", "--losses", "200"),
+        ("end_to_end_losses_cuda.json",),
+        small=("--small", "--losses", "4"),
+        within=True,
+    ),
+    Part(
         "compiled",
         "third",
         120,

@@ -1,4 +1,4 @@
-"""What the GPU benchmarks train: ResNet-50 and a BERT-large-shaped encoder, and lists of parameters' shapes."""
+"""What the GPU benchmarks train: our own ResNet-50 v1.5, and lists of parameters' shapes."""
 
 from __future__ import annotations
 
@@ -45,35 +45,6 @@ def resnet50(width: int = 64, classes: int = 1000, depths: tuple[int, ...] = (3,
             layers.append(Bottleneck(channels, width << stage, stride=2 if stage and not place else 1))
             channels = 4 * (width << stage)
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, classes))
-
-
-class Bert(nn.Module):
-    """Tokens [batch, length] to the loss of predicting ``labels``: an encoder in the shape of BERT-large.
-
-    Sizes are those of Devlin et al., "BERT", NAACL 2019, section 3.
-    """
-
-    def __init__(
-        self, layers: int = 24, width: int = 1024, heads: int = 16, length: int = 512, words: int = 30522
-    ) -> None:
-        super().__init__()
-        self.tokens, self.places = nn.Embedding(words, width), nn.Embedding(length, width)
-        self.norm, self.dropout = nn.LayerNorm(width), nn.Dropout(0.1)
-        made = (
-            nn.TransformerEncoderLayer(width, heads, 4 * width, 0.1, activation="gelu", batch_first=True)
-            for _ in range(layers)
-        )
-        self.layers = nn.ModuleList(made)
-        self.head = nn.Sequential(nn.Linear(width, width), nn.GELU(), nn.LayerNorm(width))
-        self.bias = nn.Parameter(torch.zeros(words))
-
-    def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
-        places = torch.arange(tokens.shape[1], device=tokens.device)
-        x = self.dropout(self.norm(self.tokens(tokens) + self.places(places)))
-        for layer in self.layers:
-            x = layer(x)
-        scores = F.linear(self.head(x), self.tokens.weight, self.bias)
-        return F.cross_entropy(scores.flatten(0, 1), labels.flatten())
 
 
 class Classifier(nn.Module):

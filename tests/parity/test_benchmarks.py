@@ -1,0 +1,182 @@
+"""The benchmarks of whole steps: what they keep, what they leave out, and how their numbers are compared."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+sys.path.append(str(BENCHMARKS))
+
+from budget import Budget, Estimate  # noqa: E402
+from keeping import Keeper, chosen, published  # noqa: E402
+from whole_steps import Case, base_of, settled, skips_between  # noqa: E402
+
+ROW = {
+    *(
+        "model",
+        "way",
+        "variant",
+        "ms",
+        "ratio",
+        "ratio_10_to_90_percent",
+        "compared_with",
+        "times_float32",
+        "times_tf32",
+    ),
+    *("samples_per_second", "share_of_peak", "operations", "peak_bytes", "host_syncs", "skip_rate", "rounds"),
+    *("first_steps", "build_seconds"),
+}
+
+
+class Clock:
+    """Time that passes when it is told to."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Scale:
+    """A loop whose loss scale is too large at first."""
+
+    def __init__(self, overflows: int) -> None:
+        self.overflows, self.scale, self.calls = overflows, 2.0**16, 0
+
+    def __call__(self) -> None:
+        self.scale /= 2 if self.calls < self.overflows else 1
+        self.calls += 1
+
+    def loss_scale(self) -> float:
+        return self.scale
+
+
+def case(keeper: Any, budget: Budget) -> Case:
+    return Case("model", "eager", keeper, budget, lambda: None, lambda: None)
+
+
+@pytest.fixture
+def keeper(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Keeper:
+    monkeypatch.setattr("interleave.RESULTS", tmp_path)
+    monkeypatch.setattr("keeping.RESULTS", tmp_path)
+    return Keeper("kept", {})
+
+
+def test_whole_steps_are_kept_with_every_meter_and_with_what_was_left_out(tmp_path: Path) -> None:
+    folder = tmp_path / "benchmarks"
+    shutil.copytree(BENCHMARKS, folder, ignore=shutil.ignore_patterns("results", "__pycache__"))
+    results = folder / "results"
+    environment = {**os.environ, "POLYAMP_RESULTS": str(results), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, folder / "end_to_end.py", "--small", "--model", "resnet", "--ways", "eager"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    kept = json.loads((results / "end_to_end_small.json").read_text())
+    variants = ["float32", "TF32", *(f"{by} {low}" for low in ("bfloat16", "float16") for by in ("native", "polyamp"))]
+    assert [row["variant"] for row in kept["rows"]] == variants
+    assert all(row.keys() == ROW for row in kept["rows"])
+    assert kept["left_out"] == []
+    assert kept["check_only"]
+    assert set(kept["peak_operations_per_second"]) == {"float32", "TF32", "bfloat16", "float16"}
+    assert "NVIDIA DeepLearningExamples" in done.stdout
+
+
+def test_variants_that_do_not_fit_are_listed_with_the_reason(keeper: Keeper) -> None:
+    clock = Clock()
+
+    def work(variant: str) -> str:
+        clock.now += 30.0
+        return variant
+
+    done = case(keeper, Budget(100.0, clock)).each(["a", "b", "c", "d"], 10.0, 5.0, work)
+    assert list(done) == ["a", "b"]  # then 40 s are left, and the third needs 30 + 3 * 5
+    assert [row["variant"] for row in keeper.left_out] == ["c", "d"]
+    assert keeper.left_out[0]["reason"] == "about 45 s needed, 40 of 100 s left"
+
+
+def test_variant_that_fails_loses_no_other_and_fails_the_run(keeper: Keeper, capsys: pytest.CaptureFixture) -> None:
+    def work(variant: str) -> float:
+        return 1 / (variant != "broken")
+
+    done = case(keeper, Budget()).each(["broken", "whole"], 1.0, 0.0, work)
+    assert list(done) == ["whole"]
+    assert keeper.left_out[0]["reason"] == "ZeroDivisionError: division by zero"
+    assert "ZeroDivisionError" in capsys.readouterr().err
+    assert [row["variant"] for row in keeper.failed] == ["broken"]
+
+
+def test_too_little_memory_is_left_out_and_is_no_failure(keeper: Keeper) -> None:
+    class OutOfMemoryError(RuntimeError):
+        pass
+
+    def work(variant: str) -> None:
+        raise OutOfMemoryError("tried to allocate 80 GiB\nand more")
+
+    case(keeper, Budget()).each(["large"], 1.0, 0.0, work)
+    assert keeper.left_out[0]["reason"] == "OutOfMemoryError: tried to allocate 80 GiB"
+    assert keeper.failed == []
+
+
+def test_rows_of_an_earlier_run_stay_until_they_are_measured_again(keeper: Keeper) -> None:
+    keeper.add([{"model": "one", "way": "eager", "variant": "TF32", "ms": 1.0}])
+    keeper.leave_out({"model": "two", "way": "eager", "variant": "TF32"}, "no time")
+    again = Keeper("kept", {})
+    again.add([{"model": name, "way": "eager", "variant": "TF32", "ms": 2.0} for name in ("two", "one")])
+    assert [(row["model"], row["ms"]) for row in again.rows] == [("two", 2.0), ("one", 2.0)]
+    assert again.left_out == []
+    assert Keeper("kept", {"torch": "another"}).rows == []
+
+
+def test_estimate_is_a_guess_until_a_part_has_run() -> None:
+    estimate = Estimate(40.0)
+    assert estimate.seconds == 40.0
+    for taken in (3.0, 7.0, 5.0):
+        estimate.learn(taken)
+    assert estimate.seconds == 7.0
+
+
+def test_budget_without_a_number_fits_all() -> None:
+    assert Budget().fits(1e9)
+
+
+def test_variants_are_compared_with_their_own_format() -> None:
+    known = ["float32", "TF32", "native float16", "flax bfloat16", "polyamp float16"]
+    assert base_of("float32", known) == base_of("TF32", known) == "TF32"
+    assert base_of("polyamp float16", known) == "native float16"
+    assert base_of("jmp bfloat16", known) == "flax bfloat16"
+    assert base_of("polyamp bfloat16", ["polyamp bfloat16"]) == "polyamp bfloat16"
+
+
+def test_loss_scale_tells_the_skips() -> None:
+    assert skips_between(2.0**16, 2.0**13) == 3
+    assert skips_between(2.0**16, 2.0**17) == 0  # it grew
+    assert skips_between(None, None) == 0
+
+
+def test_warm_up_lasts_until_the_loss_scale_has_settled() -> None:
+    assert settled(Scale(0)) == 4
+    assert settled(Scale(5)) == 9
+    assert settled(Scale(99)) == 24
+
+
+def test_models_are_chosen_by_how_they_begin() -> None:
+    known = ["resnet50", "bert-large-128", "bert-large-512"]
+    assert chosen(["bert", "resnet"], known) == known
+    assert chosen(None, known) == known
+    with pytest.raises(Exception, match="there is no vgg"):
+        chosen(["bert", "vgg"], known)
+
+
+def test_published_numbers_have_sources_and_ratios_that_fit() -> None:
+    rows = published(["mask-rcnn", "resnet50", "bert-large-128", "bert-large-512", "gpt2"])
+    assert {row["model"] for row in rows} == {"mask-rcnn", "resnet50", "bert-large-128", "bert-large-512"}
+    for row in rows:
+        assert row["url"].startswith("https://github.com/NVIDIA/DeepLearningExamples")
+        assert row["mixed_rate"] / row["baseline_rate"] == pytest.approx(row["ratio"], rel=0.01)

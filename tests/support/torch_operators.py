@@ -146,7 +146,10 @@ class Problem:
     def apply(self, operators: Any) -> None:
         numbers = [*self.rules[0]]
         rules = torch.tensor([[*rule, *[0.0] * (6 - len(numbers))] for rule in self.rules], dtype=torch.float64)
-        shared = (self.groups, rules, self.lrs, self.scale, self.stats, self.control, self.settings, self.report)
+        shared = (
+            self.groups, rules, self.lrs, self.scale, self.stats, self.control, self.workspace, self.settings,
+            self.report,
+        )  # fmt: skip
         if isinstance(self.rules[0], Adam):
             state = (self.firsts, self.seconds, self.steps)
             operators.adam_step_(self.params, self.masters, self.grads, *state, *shared)

@@ -26,7 +26,7 @@ struct Share {
 
   POLYAMP_EVERYWHERE Share(const GradTable& table, const Place& place, int thread)
       : stream(table.tensors.data[0][place.tensor]),
-        aligned(is_aligned<1>(table.tensors, place.tensor)),
+        aligned(is_aligned(address_of(table.tensors, 0, place.tensor))),
         at(place.start + thread * kVector),
         left(static_cast<int>(place.length) - thread * kVector) {}
 

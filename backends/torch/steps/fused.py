@@ -240,17 +240,18 @@ class FusedStep:
         rule: Any = update_rule_of(self.inner)
         step = getattr(torch.ops.polyamp, rule.operator)
         numbers = _numbers(rule, self.inner, scale.device)
+        workspace = self._scratch_on(scale.device).workspace
         last = len(batches) - 1
         for place, (batch, some) in enumerate(zip(batches, grads, strict=True)):
             step(
-                *batch.tensors(some), batch.groups, *numbers, scale, stats, control,
+                *batch.tensors(some), batch.groups, *numbers, scale, stats, control, workspace,
                 settings(advance and place == last), report,
             )  # fmt: skip
             increment_version(batch.written)
         if not batches:  # the loss scale moves with the other ranks'
             nothing: list[list[Tensor]] = [[] for _ in range(3 + rule.lists)]
             groups = torch.empty(0, dtype=torch.int64, device="cpu")
-            step(*nothing, groups, *numbers, scale, stats, control, settings(advance), report)
+            step(*nothing, groups, *numbers, scale, stats, control, workspace, settings(advance), report)
 
     @torch.no_grad()
     def _call_unscaled(self, batches: Sequence[Batch], found: Tensor) -> None:

@@ -138,7 +138,7 @@ POLYAMP_EVERYWHERE void step_thread(const StepTable<Rule>& table, const Place& p
   const Access access = access_of(table, place.tensor, left);
   if (access == Access::kNone) step_eight<Rule, Kept>(table, place.tensor, part, part, coefficients);
   else if (access == Access::kAll) step_eight<Rule, Kept>(table, place.tensor, whole, whole, coefficients);
-  else step_eight<Rule, Kept>(table, place.tensor, whole, part, coefficients);
+  else step_eight<Rule, Kept>(table, place.tensor, whole, Eight<false>{at, kVector}, coefficients);
 }
 
 template <class Rule>

@@ -6,7 +6,6 @@ Packed are ``control``, which a step changes in place, so that a captured CUDA g
 
 from __future__ import annotations
 
-import functools
 import struct
 from collections.abc import Sequence
 from typing import Any
@@ -100,10 +99,30 @@ def where(condition: Tensor, one: Any, other: Any) -> Tensor:
     return torch.where(condition, one, other)
 
 
-@functools.cache
-def kept(number: float, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A scalar that stays on a device, and that nobody changes."""
-    return torch.full((), number, dtype=dtype, device=device)  # a fill, and no copy that waits
+def kept(number: float, dtype: torch.dtype, device: torch.device, *, captured: bool | None = None) -> Tensor:
+    """Return a scalar that stays on a device, and that nobody changes.
+
+    One that is made during the capture of a CUDA graph belongs to the graph: it has no value before the first replay.
+
+    >>> kept(2.0, torch.float32, torch.device("cpu"))
+    tensor(2.)
+
+    Args:
+        number: its value.
+        dtype: its type.
+        device: where it is.
+        captured: whether a capture is under way; None finds out.
+    """
+    key = number, dtype, device
+    scalar = _kept.get(key)
+    if scalar is None:
+        scalar = torch.full((), number, dtype=dtype, device=device)  # a fill, and no copy that waits
+        if not (is_captured() if captured is None else captured):
+            _kept[key] = scalar
+    return scalar
+
+
+_kept: dict[tuple[float, torch.dtype, torch.device], Tensor] = {}
 
 
 def _scalar(value: Any, dtype: torch.dtype) -> Tensor:

@@ -27,7 +27,7 @@ STATS = 3
 finite, and how many of the losses'."""
 
 WORKSPACE = 3 * 1024 + 1
-"""Float64 numbers in ``workspace``: what each of up to 1024 blocks adds to ``stats``, and the ticket that counts blocks.
+"""Float64 numbers in ``workspace``: what each of up to 1024 blocks adds to ``stats``, and a ticket that counts blocks.
 Calls that may run at the same time, on several streams, need one each."""
 
 _library = torch.library.Library("polyamp", "DEF")  # type: ignore[no-untyped-call] # for as long as the process lives

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from polyamp.backends.torch.unstable import has_context
 from polyamp.loss_scale import TYPES, LossScaleState
 
 SIZE = 16  # int32 numbers in `control`, and in `report`
@@ -78,8 +79,8 @@ def on_device(state: LossScaleState, device: torch.device) -> LossScaleState:
 
 
 def is_captured() -> bool:
-    """Whether what is called now becomes part of a CUDA graph."""
-    started = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    """Whether what is called now becomes part of a CUDA graph. A current GPU that is not in use yet stays so."""
+    started = torch.cuda.is_initialized() and has_context(torch.cuda.current_device())  # type: ignore[no-untyped-call]
     return started and torch.cuda.is_current_stream_capturing()
 
 

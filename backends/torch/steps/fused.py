@@ -396,9 +396,7 @@ def _numbers(
 
     Groups that a call has no parameters of are zeros: theirs may be on another device, learning rate and all.
     """
-    rows = [
-        (number in called and rule.numbers(group)) or (0.0,) * 6 for number, group in enumerate(inner.param_groups)
-    ]
+    rows = [(number in called and rule.numbers(group)) or (0.0,) * 6 for number, group in enumerate(inner.param_groups)]
     lrs = [row[0] for row in rows]
     numbers = tuple((float(lr) if _on_host(lr) else 0.0, *row[1:]) for lr, row in zip(lrs, rows, strict=True))
     if all(map(_on_host, lrs)):

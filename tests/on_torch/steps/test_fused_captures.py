@@ -173,12 +173,17 @@ class Workspaces(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+def sharing(model: nn.ParameterList) -> Any:
+    """Two optimizers on one loss, and so with one loss scale."""
+    inner = [COVERED["adamw"]([param]) for param in model]
+    return polyamp.wrap_optimizer(inner, "mixed_float16", fused_step=True)
+
+
 @pytest.mark.parametrize("device", DEVICES)
 def test_optimizers_that_share_a_loss_scale_have_workspaces_of_their_own(device: str) -> None:
     """The ticket in a workspace counts the blocks of one launch: two launches at once, on two streams, would mix."""
     model = nn.ParameterList([torch.ones(3, device=device), torch.ones(4, device=device)])
-    first = wrapped(COVERED["adamw"]([model[0]]), True)
-    opts = [first, wrapped(COVERED["adamw"]([model[1]]), True, loss_scale=first)]
+    opts = sharing(model)
     opts[0].backward(model[0].sum() + model[1].sum())
     with Workspaces() as noted:
         for opt in opts:
@@ -192,13 +197,12 @@ def test_optimizers_that_share_a_loss_scale_have_workspaces_of_their_own(device:
 @pytest.mark.gpu
 def test_steps_on_two_streams_at_once_leave_their_tickets_at_zero() -> None:
     model = nn.ParameterList([torch.ones(3_000_000, device="cuda"), torch.ones(500_000, device="cuda")])
-    first = wrapped(COVERED["adamw"]([model[0]]), True)
-    opts = [first, wrapped(COVERED["adamw"]([model[1]]), True, loss_scale=first)]
+    opts = sharing(model)
     streams = [torch.cuda.Stream() for _ in opts]
     for _ in range(20):
-        first.zero_grad()
-        opts[1].zero_grad()
-        first.backward(model[0].sum() + model[1].sum())
+        for opt in opts:
+            opt.zero_grad()
+        opts[0].backward(model[0].sum() + model[1].sum())
         for opt, stream in zip(opts, streams, strict=True):
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):

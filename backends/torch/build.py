@@ -140,10 +140,12 @@ def kernel_table(kernels: Sequence[Kernel]) -> Table:
     for heading in ("for", "registers", "spilled bytes", "parameter bytes"):
         table.add_column(heading, justify="right")
     table.add_column("16-byte access")
+    table.add_column("loads at once", justify="right")
     for kernel in kernels:
         wide = "not looked at" if kernel.wide is None else ", ".join(kernel.wide) or "none"
         numbers = (kernel.registers, kernel.spills, "" if kernel.parameters is None else kernel.parameters)
-        table.add_row(kernel.name, kernel.architecture, *map(str, numbers), wide)
+        at_once = "" if kernel.in_flight is None else str(kernel.in_flight)
+        table.add_row(kernel.name, kernel.architecture, *map(str, numbers), wide, at_once)
     return table
 
 

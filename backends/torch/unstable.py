@@ -35,6 +35,11 @@ def written_arguments(overload: Any) -> list[tuple[int, str]]:
     return [(index, one.name) for index, one in arguments if one.alias_info is not None and one.alias_info.is_write]
 
 
+def has_context(index: int) -> bool:
+    """Whether this process uses a GPU: nothing public says so, and any other question starts CUDA on an idle one."""
+    return bool(torch._C._cuda_hasPrimaryContext(index))  # type: ignore[attr-defined]
+
+
 @contextmanager
 def capturing(code: Any) -> Iterator[None]:
     """How Dynamo captures a function: recurrent layers too, numbers as constants, each size a symbol of its own.

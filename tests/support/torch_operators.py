@@ -69,6 +69,7 @@ class Problem:
         rules: of each group; their type says whether Adam or SGD. Tensors take turns.
         shapes: of the parameters.
         offset: how many elements the memory of each tensor starts after an aligned address.
+        grad_offset: the same for gradients; None is ``offset``.
     """
 
     def __init__(
@@ -79,11 +80,13 @@ class Problem:
         *,
         device: str = "cpu",
         offset: int = 0,
+        grad_offset: int | None = None,
         max_norm: float = math.inf,
         config: LossScale | None = None,
         seed: int = 0,
     ) -> None:
         self.rules, self.device, self.offset = list(rules), device, offset
+        self.grad_offset = offset if grad_offset is None else grad_offset
         self.random = torch.Generator().manual_seed(seed)
         self.dtype, kept = STORAGES[storage]
         values = [torch.randn(shape, generator=self.random) for shape in shapes]
@@ -113,15 +116,17 @@ class Problem:
         self.set_loss_scale(config.initial_state())
         self.new_gradients()
 
-    def _place(self, tensor: Tensor) -> Tensor:
-        memory = torch.empty(tensor.numel() + self.offset, dtype=tensor.dtype, device=self.device)
-        return memory[self.offset :].view(tensor.shape).copy_(tensor)
+    def _place(self, tensor: Tensor, offset: int | None = None) -> Tensor:
+        offset = self.offset if offset is None else offset
+        memory = torch.empty(tensor.numel() + offset, dtype=tensor.dtype, device=self.device)
+        return memory[offset:].view(tensor.shape).copy_(tensor)
 
     def copy(self) -> Problem:
         """With its own memory, aligned as this one's is."""
         other = copy.copy(self)
-        for name in ("params", "masters", "grads", "firsts", "seconds"):
+        for name in ("params", "masters", "firsts", "seconds"):
             setattr(other, name, [self._place(tensor) for tensor in getattr(self, name)])
+        other.grads = [self._place(grad, self.grad_offset) for grad in self.grads]
         for name in ("steps", "stats", "workspace", "control", "report"):
             setattr(other, name, copy.deepcopy(getattr(self, name)))
         return other
@@ -132,7 +137,7 @@ class Problem:
     def new_gradients(self) -> None:
         """Random ones, multiplied by the loss scale."""
         fresh = [torch.randn(param.shape, generator=self.random) * SCALE for param in self.params]
-        self.grads = [self._place(grad.to(self.dtype)) for grad in fresh]
+        self.grads = [self._place(grad.to(self.dtype), self.grad_offset) for grad in fresh]
 
     def statistics(self, operators: Any) -> Tensor:
         operators.grad_stats(self.grads, self.losses, self.scale, self.stats, self.workspace)
@@ -146,7 +151,10 @@ class Problem:
     def apply(self, operators: Any) -> None:
         numbers = [*self.rules[0]]
         rules = torch.tensor([[*rule, *[0.0] * (6 - len(numbers))] for rule in self.rules], dtype=torch.float64)
-        shared = (self.groups, rules, self.lrs, self.scale, self.stats, self.control, self.settings, self.report)
+        shared = (
+            self.groups, rules, self.lrs, self.scale, self.stats, self.control, self.workspace, self.settings,
+            self.report,
+        )  # fmt: skip
         if isinstance(self.rules[0], Adam):
             state = (self.firsts, self.seconds, self.steps)
             operators.adam_step_(self.params, self.masters, self.grads, *state, *shared)

@@ -98,24 +98,25 @@ class Kernels:
 
 
 _lock = threading.Lock()
-_asked_for = False
 _kernels: Kernels | None = None
 
 
-def kernels() -> Kernels | None:
+def kernels(*, required: bool = True) -> Kernels | None:
     """The compiled kernels, which are loaded by the first call; None where the extension is not in use.
+
+    Args:
+        required: see `extension.library`.
 
     Raises:
         ExtensionError: it is required and there is none, or it refuses this torch.
     """
-    global _asked_for, _kernels
+    global _kernels
     with _lock:
-        if not _asked_for:
-            library = extension.library("autocast")
+        if _kernels is None:
+            library = extension.library("autocast", required=required)
             if library is not None:
                 _kernels = Kernels(library)
                 regions.mirror_in(_kernels)
-            _asked_for = True
         return _kernels
 
 

@@ -54,7 +54,7 @@ def prepare(region: Region, device_type: str) -> None:
     for name in _PROMOTING & registered(device_type):
         leave_to_operator(name, device_type)
     for name in _native_names(region, device_type):
-        override(name, device_type)
+        override(name, device_type, required=False)
     for rule in region.rules:
         for name in operators_of(rule.pattern):
             if _behaviour(name, region, device_type) is not None:
@@ -188,15 +188,21 @@ def leave_to_operator(name: str, device_type: str) -> None:
             _left[place].impl(name, torch.library.fallthrough_kernel, key)
 
 
-def override(name: str, device_type: str) -> None:
-    """Register our kernel for one operator on one device type."""
+def override(name: str, device_type: str, *, required: bool = True) -> None:
+    """Register our kernel for one operator on one device type.
+
+    Args:
+        name: the operator.
+        device_type: whose autocast it belongs to.
+        required: whether ``POLYAMP_EXTENSION=require`` requires a compiled one, which is so where a user's rule asks.
+    """
+    compiled = boxed.kernels(required=required)
     with _lock:
         if (name, device_type) in _overridden:
             return
         left = _left.pop((name, device_type), None)
         if left is not None:
             unstable.withdraw(left)
-        compiled = boxed.kernels()
         if compiled is not None:
             _override_compiled(compiled, name, device_type)
         else:

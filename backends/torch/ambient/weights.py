@@ -63,7 +63,8 @@ def forget_casts() -> None:
 @cache
 def watch(device_type: str) -> None:
     """Have casts dropped when weights on a device type are updated; once for each device type."""
-    key, compiled = unstable.AutocastKey(device_type), boxed.kernels()
+    key = unstable.AutocastKey(device_type)
+    compiled = boxed.kernels(required=False)  # which policies without overrides do without, too
     dispatched = set(unstable.all_operators())  # some overloads are TorchScript's alone
     for name in _UPDATES.split():
         for op in unstable.overloads_of(f"aten::{name}"):

@@ -76,6 +76,15 @@ def covers(architectures: Sequence[str], capability: Capability) -> bool:
     return any(_runs(name, capability) for name in architectures)
 
 
+def is_architecture(name: str) -> bool:
+    """Return whether a text is an architecture as a build names it.
+
+    >>> is_architecture("9.0+PTX"), is_architecture("sm_90")
+    (True, False)
+    """
+    return re.fullmatch(r"\d+\.\d(\+PTX)?", name) is not None
+
+
 def gencode(architectures: Sequence[str]) -> list[str]:
     """What nvcc is told.
 

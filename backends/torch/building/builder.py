@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from polyamp.backends.torch.building.architectures import Capability, covers
+from polyamp.backends.torch.building.architectures import Capability, covers, is_architecture
 from polyamp.backends.torch.building.recipes import Job, Recipe
 from polyamp.errors import ExtensionError
 
@@ -177,14 +177,14 @@ def _said(command: Sequence[str], output: str) -> str:
 
 def _read(folder: Path, recipe: Recipe) -> Built | None:
     """The build of this recipe in a folder of the cache; None where it is another one's, or not whole."""
+    path = folder / recipe.file
     try:
         manifest = json.loads((folder / MANIFEST).read_text())
-    except (OSError, ValueError):
+        built = Built(path, tuple(manifest["architectures"]), manifest["compilers"])
+        is_sound = all(map(is_architecture, built.architectures)) and isinstance(built.compilers, str)
+        return built if is_sound and manifest["digest"] == recipe.digest and path.exists() else None
+    except (OSError, ValueError, TypeError, KeyError):  # damaged, which a new build mends
         return None
-    path = folder / recipe.file
-    if manifest["digest"] != recipe.digest or not path.exists():
-        return None
-    return Built(path, tuple(manifest["architectures"]), manifest["compilers"])
 
 
 @contextmanager

@@ -14,6 +14,7 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 from polyamp.backends.torch.building.builder import Built
 from polyamp.backends.torch.building.recipes import Job
@@ -25,6 +26,9 @@ REGISTERS = 64
 
 READ_ONLY = ("stats",)
 """In the names of kernels that write no tensor."""
+
+IN_FLIGHT = {"grad_stats": 8, "unscale_clip": 8, "Adam": 6, "Sgd": 4}
+"""By a word in a kernel's name, how many 16-byte loads it has to issue before it uses one: with fewer, memory idles."""
 
 _ENTRY = r"Compiling entry function '(\S+)' for 'sm_(\d+)(\d)'"
 _SASS = {"load": re.compile(r"\bLDG\.E\S*\.128\b"), "store": re.compile(r"\bSTG\.E\S*\.128\b")}
@@ -44,6 +48,7 @@ class Kernel:
         spills: bytes that are stored and loaded for want of registers.
         parameters: bytes.
         wide: of ``"load"`` and ``"store"``, what there is in 16 bytes; None where machine code was not looked at.
+        in_flight: the most 16-byte loads that are issued before one of them is used; None likewise.
     """
 
     name: str
@@ -52,6 +57,7 @@ class Kernel:
     spills: int
     parameters: int | None = None
     wide: tuple[str, ...] | None = None
+    in_flight: int | None = None
 
     def problems(self) -> list[str]:
         """What a check fails on."""
@@ -61,6 +67,9 @@ class Kernel:
         if self.wide is not None:
             needs = ["load"] if any(word in self.name for word in READ_ONLY) else ["load", "store"]
             found += [f"no {kind} of 16 bytes" for kind in needs if kind not in self.wide]
+        needed = max((count for word, count in IN_FLIGHT.items() if word in self.name), default=0)
+        if self.in_flight is not None and self.in_flight < needed:
+            found.append(f"{self.in_flight} loads of 16 bytes before the first is used, fewer than {needed}")
         return [f"{self.name} for {self.architecture}: {text}" for text in found]
 
 
@@ -81,14 +90,14 @@ def examine(job: Job, built: Built) -> list[Kernel]:
         return []
     kernels = list(read_assembler(built.log))
     parameters, code = _parameters(job, nvcc), _machine_code(job, built.path)
-    wide = dict(read_machine_code(code)) if code is not None else None
+    accesses = dict(read_machine_code(code)) if code is not None else None
     names = _demangled([kernel.name for kernel in kernels])
     return [
         replace(
             kernel,
             name=names[kernel.name],
             parameters=parameters.get(kernel.name),
-            wide=None if wide is None else wide.get((kernel.name, kernel.architecture), ()),
+            **({} if accesses is None else accesses.get((kernel.name, kernel.architecture), Accesses())._asdict()),
         )
         for kernel in kernels
     ]
@@ -128,18 +137,45 @@ def read_parameters(ptx: str) -> Iterator[tuple[str, int]]:
         yield name, sum(int(bits) // 8 * int(count or 1) for bits, count in sizes)
 
 
-def read_machine_code(code: str) -> Iterator[tuple[tuple[str, str], tuple[str, ...]]]:
-    """Which of 16-byte loads and stores each kernel of an architecture has, in what ``cuobjdump -sass`` prints.
+class Accesses(NamedTuple):
+    """The accesses of 16 bytes in a kernel's machine code; for its attributes see `Kernel`."""
 
-    >>> list(read_machine_code("code for sm_90\\n Function : k\\n /*0*/ LDG.E.128 R4, desc[UR4][R2.64] ;"))
-    [(('k', '9.0'), ('load',))]
+    wide: tuple[str, ...] = ()
+    in_flight: int = 0
+
+
+def read_machine_code(code: str) -> Iterator[tuple[tuple[str, str], Accesses]]:
+    """Yield the 16-byte accesses of each kernel of an architecture, from what ``cuobjdump -sass`` prints.
+
+    >>> list(read_machine_code("code for sm_90\\n Function : k\\n /*0000*/ LDG.E.128 R4, desc[UR4][R2.64] ;"))
+    [(('k', '9.0'), Accesses(wide=('load',), in_flight=1))]
     """
     for part in re.split(r"code for sm_", code)[1:]:
         digits = re.match(r"\d+", part)
         architecture = f"{digits[0][:-1]}.{digits[0][-1]}" if digits else ""
         for function in part.split("Function : ")[1:]:
             name, _, body = function.partition("\n")
-            yield (name.strip(), architecture), tuple(kind for kind, seen in _SASS.items() if seen.search(body))
+            wide = tuple(kind for kind, seen in _SASS.items() if seen.search(body))
+            yield (name.strip(), architecture), Accesses(wide, most_in_flight(body))
+
+
+def most_in_flight(body: str) -> int:
+    """Return the most 16-byte loads that machine code issues in a row before it uses one of them, or jumps.
+
+    >>> loads = "/*0000*/ LDG.E.128 R4, desc[UR4][R2.64] ;\\n/*0010*/ LDG.E.128 R8, desc[UR4][R2.64+0x10] ;\\n"
+    >>> most_in_flight(loads), most_in_flight(loads.replace("R2.64+", "R4.64+"))
+    (2, 1)
+    """
+    most, loaded = 0, set[int]()
+    for instruction in re.findall(r"/\*[0-9a-f]{4,}\*/\s+([^;]*);", body):
+        load = _SASS["load"].search(instruction)
+        registers = [int(number) for number in re.findall(r"\bR(\d+)", instruction)]
+        if loaded.intersection(registers[1:] if load else registers) or re.match(r"(BRA|EXIT|RET)\b", instruction):
+            loaded = set()
+        if load:
+            loaded.update(range(registers[0], registers[0] + 4))
+        most = max(most, len(loaded) // 4)
+    return most
 
 
 def _parameters(job: Job, nvcc: Nvcc) -> Mapping[str, int]:

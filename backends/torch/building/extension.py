@@ -18,6 +18,7 @@ import torch
 from polyamp.backends.torch.building import architectures, builder, recipes, toolchain
 from polyamp.backends.torch.building.builder import BuildError, Built
 from polyamp.backends.torch.building.recipes import Job, Recipe
+from polyamp.backends.torch.building.toolchain import Toolchain
 from polyamp.errors import ExtensionError, InvalidValueError, warn_once
 
 VARIABLE = "POLYAMP_EXTENSION"
@@ -25,7 +26,7 @@ MODES = ("auto", "off", "require")
 
 _lock = threading.RLock()
 _loaded: dict[str, Built] = {}
-_answers: dict[tuple[str, str], Built | ExtensionError] = {}  # by library and type of device
+_answers: dict[tuple[str, torch.device], Built | ExtensionError] = {}  # by library and device
 
 
 class LoadError(ExtensionError):
@@ -94,35 +95,43 @@ def mode() -> str:
     return said
 
 
-def available(device_type: str) -> bool:
-    """Whether the compiled operators are in use for a type of device, ``"cuda"`` or ``"cpu"``; loads them.
+def available(device: str | torch.device) -> bool:
+    """Return whether the compiled operators are in use for tensors on a device; load them.
 
-    For CUDA they are built first, where that was not done and a compiler is found. It is asked once in a process:
-    what is built later is for the next one.
+    For CUDA they are built first, where that was not done and a compiler is found. It is asked once in a process for
+    each device: what is built later is for the next one.
 
     >>> available("meta")
     False
+
+    Args:
+        device: such as ``"cpu"``, ``"cuda:1"``, or ``"cuda"`` for the current GPU. No other GPU is touched.
 
     Raises:
         InvalidValueError: ``POLYAMP_EXTENSION`` is another word than it may be.
         ExtensionError: it is ``"require"``, and there is nothing to use.
     """
-    if mode() == "off" or device_type not in ("cpu", "cuda"):
+    device = torch.device(device)
+    if mode() == "off" or device.type not in ("cpu", "cuda"):
         return False
-    return _obtained("operators", device_type) is not None
+    return _obtained("operators", device) is not None
 
 
-def library(name: str) -> ctypes.CDLL | None:
+def library(name: str, *, required: bool = True) -> ctypes.CDLL | None:
     """A library with a C interface, such as ``"autocast"``; None where there is none. Else as `available`.
 
     >>> library("autocast") is None or isinstance(library("autocast"), ctypes.CDLL)
     True
 
+    Args:
+        name: of the library.
+        required: whether ``POLYAMP_EXTENSION=require`` requires it here; False where all goes on as well without.
+
     Raises:
         InvalidValueError: ``POLYAMP_EXTENSION`` is another word than it may be.
         ExtensionError: it is ``"require"``, and there is nothing to use.
     """
-    built = None if mode() == "off" else _obtained(name, _device_type())
+    built = None if mode() == "off" else _obtained(name, _device(), required=required)
     return ctypes.CDLL(str(built.path)) if built else None
 
 
@@ -138,55 +147,55 @@ def status() -> Status:
     said = mode()
     if said == "off":
         return Status(said, why=f"{VARIABLE}=off")
-    device_type = _device_type()
+    device = _device()
     try:
-        built = _serving("operators", device_type, build=False)
+        built = _serving("operators", device, build=False)
     except ExtensionError as error:
         return Status(said, why=str(error))
-    devices, overrides = sorted({"cpu", device_type}), builder.find(recipes.autocast(), ())
+    devices, overrides = sorted({"cpu", device.type}), builder.find(recipes.autocast(), ())
     autocast = str(overrides.path) if overrides else None
     return Status(said, tuple(devices), str(built.path), built.architectures, built.compilers, autocast)
 
 
-def _device_type() -> str:
-    return "cuda" if architectures.capabilities() else "cpu"
+def _device() -> torch.device:
+    return torch.device("cuda" if architectures.capabilities() else "cpu")
 
 
-def _obtained(name: str, device_type: str) -> Built | None:
-    """The library, where it serves this type of device; what the first answer was is remembered."""
-    key = name, device_type
+def _obtained(name: str, device: torch.device, *, required: bool = True) -> Built | None:
+    """The library, where it serves this device; what the first answer was is remembered."""
+    key = name, device
     with _lock:
         if key not in _answers:
-            _answers[key] = _answer(name, device_type)
+            _answers[key] = _answer(name, device)
     answer = _answers[key]
     if isinstance(answer, Built):
         return answer
-    if mode() == "require":
+    if required and mode() == "require":
         raise answer.with_traceback(None)
     return None
 
 
-def _answer(name: str, device_type: str) -> Built | ExtensionError:
+def _answer(name: str, device: torch.device) -> Built | ExtensionError:
     try:
-        return _serving(name, device_type, build=True)
+        return _serving(name, device, build=True)
     except ExtensionError as error:
         if mode() == "auto" and isinstance(error, BuildError | LoadError):  # that nothing is there, is for the doctor
             warn_once(str(error))
         return error
 
 
-def _serving(name: str, device_type: str, *, build: bool) -> Built:
+def _serving(name: str, device: torch.device, *, build: bool) -> Built:
     """The loaded library, seen to run on the device."""
     recipe, gpus = recipes.RECIPES[name](), architectures.capabilities()
-    if device_type == "cuda" and not gpus:
+    if device.type == "cuda" and not gpus:
         raise ExtensionError("PyTorch sees no NVIDIA GPU", found=f"torch {torch.__version__}")
     with _lock:
         if name not in _loaded:
-            built = builder.find(recipe, gpus) or _build(recipe, device_type, build)
+            built = builder.find(recipe, gpus) or _build(recipe, device.type, build)
             _load(recipe, built.path)
             _loaded[name] = built
-    if device_type == "cuda" and recipe.device:
-        _check_cuda(_loaded[name].path)
+    if device.type == "cuda" and recipe.device:
+        _check_cuda(_loaded[name].path, device)
     return _loaded[name]
 
 
@@ -194,9 +203,12 @@ def _build(recipe: Recipe, device_type: str, build: bool) -> Built:
     if device_type != "cuda":
         found = None if build and mode() == "auto" else _compilers()
         raise ExtensionError(
-            "it is not built, and for the CPU that is not done unasked", found=found, fix=builder.COMMAND
+            "it is not built, and for the CPU that is not done unasked",
+            where=recipe.file,
+            found=found,
+            fix=builder.COMMAND,
         )
-    tools = toolchain.find(cuda=bool(recipe.device))
+    tools = _tools(recipe)
     chosen = architectures.choose("native", tools.nvcc.knows) if tools.nvcc else ()
     job = Job.of(recipe, tools, chosen)
     if not build:
@@ -204,6 +216,19 @@ def _build(recipe: Recipe, device_type: str, build: bool) -> Built:
             "it is not built yet", fix=f"the first step on a GPU builds it, or {builder.COMMAND}"
         )
     return builder.build(job)
+
+
+def _tools(recipe: Recipe) -> Toolchain:
+    """The compilers of a library; where one is missing, the error says for which library it is."""
+    try:
+        return toolchain.find(cuda=bool(recipe.device))
+    except ExtensionError as error:
+        raise ExtensionError(
+            "it is not built, and cannot be built here",
+            where=recipe.file,
+            found="; ".join(line.strip() for line in str(error).splitlines()),
+            fix=f"install what is missing, or bring a cache (POLYAMP_CACHE) in which {builder.COMMAND} built it",
+        ) from None
 
 
 def _compilers() -> str:
@@ -233,15 +258,19 @@ def _load(recipe: Recipe, path: Path) -> None:
         ) from error
 
 
-def _check_cuda(path: Path) -> None:
-    """Ask CUDA's runtime, which is part of the library, whether driver and GPU run its code."""
+def _check_cuda(path: Path, device: torch.device) -> None:
+    """Ask CUDA's runtime, which is part of the library, whether driver and GPU run its code.
+
+    It asks the current device, and so takes memory on it (a CUDA context): the parameters' own has to be that one.
+    """
     compiled = ctypes.CDLL(str(path))
-    code = compiled.polyamp_cuda_ready()
+    with torch.cuda.device(device):
+        code = compiled.polyamp_cuda_ready()
     if code:
         compiled.polyamp_cuda_text.restype = ctypes.c_char_p
         raise LoadError(
             "the extension does not run on this GPU",
-            where=str(path),
+            where=f"{path}, on {device}",
             found=compiled.polyamp_cuda_text(code).decode(),
             fix=f"build it for this GPU and driver: {builder.COMMAND} --force",
         )

@@ -123,9 +123,14 @@ def nvcc_places() -> Iterator[Path]:
         yield Path(on_path)
     yield Path("/usr/local/cuda/bin/nvcc")
     yield from sorted(Path("/usr/local").glob("cuda-*/bin/nvcc"), reverse=True)
+    yield from (folder / "nvcc" for folder in _wheels())
+
+
+def _wheels() -> Iterator[Path]:
+    """Yield the folders of programs in NVIDIA's wheels, of which each may have its own: nvcc, cuobjdump, nvdisasm."""
     wheels = importlib.util.find_spec("nvidia")  # of CUDA 13 and later: earlier ones have no nvcc
     for folder in (wheels.submodule_search_locations or ()) if wheels else ():
-        yield from sorted(Path(folder).glob("cu*/bin/nvcc"), reverse=True)
+        yield from sorted(Path(folder).glob("cu*/bin"), reverse=True)
 
 
 def find_nvcc(places: Iterator[Path]) -> Nvcc:

@@ -53,16 +53,16 @@ int unscale_clip(const GradTable& table, void*) {
 template <class Rule, class Kept>
 void step_block(const StepTable<Rule>& table, uint32_t block) {
   const uint32_t chunks = table.tensors.chunks();
-  typename Rule::Coefficients coefficients{};
-  Key key = kNoKey;
+  Coefficients<Rule> coefficients{};
+  coefficients.count = NAN;
   uint32_t tensor = 0;
   for (uint32_t i = block; i < chunks; i += blocks_for(table)) {
     const Place place = locate(table.tensors, chunks - 1 - i, tensor);
     tensor = place.tensor;
-    const Key needed = key_of(table, tensor);
-    if (!(needed == key)) coefficients = coefficients_of(table, key = needed);
+    const float count = count_of(table, tensor);
+    if (count != coefficients.count) coefficients.work_out(table, count, 0, 1);
     for (int thread = 0; thread < threads_for(place); ++thread)
-      step_thread<Rule, Kept>(table, place, thread, coefficients);
+      step_thread<Rule, Kept>(table, place, thread, coefficients.of(table, tensor));
   }
 }
 

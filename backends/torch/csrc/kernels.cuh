@@ -12,15 +12,15 @@ namespace polyamp {
 constexpr int kBlocksPerMultiprocessor = 2;  // with 512 threads, that leaves 64 registers for each
 #define POLYAMP_KERNEL __global__ __launch_bounds__(polyamp::kThreads, polyamp::kBlocksPerMultiprocessor) void
 
-// Whether all other blocks are done, and what they wrote can be seen. For every thread of the block.
+// Whether all other blocks are done, and what they wrote can be seen. For every thread of the block. The ticket counts
+// them and is 0 again after the last.
 __device__ inline bool is_last_block(uint32_t* ticket) {
   __shared__ bool is_last;
   __syncthreads();
   if (threadIdx.x == 0) {
     __threadfence();
-    is_last = atomicAdd(ticket, 1u) + 1 == gridDim.x;
+    is_last = atomicInc(ticket, gridDim.x - 1) == gridDim.x - 1;
     __threadfence();
-    if (is_last) *ticket = 0;
   }
   __syncthreads();
   return is_last;
@@ -46,7 +46,7 @@ __device__ inline void sum_up(const GradTable& table, const Tally& tally) {
     const double sum = block_sum(parts[i]);
     if (threadIdx.x == 0) table.workspace[3 * blockIdx.x + i] = sum;
   }
-  if (!is_last_block(reinterpret_cast<uint32_t*>(table.workspace + 3 * kMaxBlocks))) return;
+  if (!is_last_block(ticket_in(table.workspace))) return;
   for (int i = 0; i < 3; ++i) {
     double part = 0;
     for (uint32_t block = threadIdx.x; block < gridDim.x; block += kThreads)
@@ -69,7 +69,9 @@ POLYAMP_KERNEL grad_stats_kernel(const __grid_constant__ GradTable table) {
 }
 
 POLYAMP_KERNEL unscale_clip_kernel(const __grid_constant__ GradTable table) {
-  const float factor = factor_of(*table.scale, table.stats, table.max_norm);
+  __shared__ float factor;  // by one thread: float64 is slow on many GPUs
+  if (threadIdx.x == 0) factor = factor_of(*table.scale, table.stats, table.max_norm);
+  __syncthreads();
   if (!is_applied(table.stats) || factor == 1) return;
   uint32_t tensor = 0;
   for (uint32_t chunk = blockIdx.x; chunk < table.tensors.chunks(); chunk += gridDim.x) {
@@ -82,29 +84,28 @@ POLYAMP_KERNEL unscale_clip_kernel(const __grid_constant__ GradTable table) {
 // Chunks are walked from the last to the first: those that the statistics read last may still be in the cache.
 template <class Rule, class Kept>
 __device__ void step_block(const StepTable<Rule>& table) {
-  __shared__ typename Rule::Coefficients coefficients;
-  __shared__ Key key;  // of these coefficients; both change between two barriers only
-  if (threadIdx.x == 0) key = kNoKey;
+  __shared__ Coefficients<Rule> coefficients;  // changes between two barriers only
+  if (threadIdx.x == 0) coefficients.count = NAN;
   __syncthreads();
   const uint32_t chunks = table.tensors.chunks();
   uint32_t tensor = 0;
   for (uint32_t i = blockIdx.x; i < chunks; i += gridDim.x) {
     const Place place = locate(table.tensors, chunks - 1 - i, tensor);
     tensor = place.tensor;
-    const Key needed = key_of(table, tensor);
-    if (!(needed == key)) {  // the same for all threads of the block
+    const float count = count_of(table, tensor);
+    if (count != coefficients.count) {  // the same for all threads of the block
       __syncthreads();
-      if (threadIdx.x == 0) coefficients = coefficients_of(table, key = needed);
+      coefficients.work_out(table, count, threadIdx.x, kThreads);
       __syncthreads();
     }
-    step_thread<Rule, Kept>(table, place, threadIdx.x, coefficients);
+    step_thread<Rule, Kept>(table, place, threadIdx.x, coefficients.of(table, tensor));
   }
 }
 
 template <class Rule, class Kept>
 POLYAMP_KERNEL step_kernel(const __grid_constant__ StepTable<Rule> table) {
   if (is_applied(table.stats)) step_block<Rule, Kept>(table);
-  if (!is_last_block(&table.control->ticket)) return;
+  if (!is_last_block(ticket_in(table.workspace))) return;
   count_steps(table, threadIdx.x, kThreads);
   if (table.is_last && threadIdx.x == 0) finish(*table.control, table.stats, table.settings, *table.report);
 }

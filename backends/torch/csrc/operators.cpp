@@ -104,7 +104,7 @@ Settings settings_of(const double* n) {
 
 // The tensors that every step has.
 struct Shared {
-  const Tensor &scale, &stats, &control, &settings, &report;
+  const Tensor &scale, &stats, &control, &workspace, &settings, &report;
 };
 
 template <class Rule>
@@ -114,6 +114,7 @@ StepTable<Rule> blank_step(const Call& call, const Shared& shared) {
   table.scale = static_cast<const float*>(call.memory(shared.scale, "scale", ScalarType::Float, 1));
   table.stats = static_cast<const double*>(call.memory(shared.stats, "stats", ScalarType::Double, kStats));
   table.control = static_cast<Control*>(call.memory(shared.control, "control", ScalarType::Int, kControl));
+  table.workspace = static_cast<double*>(call.memory(shared.workspace, "workspace", ScalarType::Double, kWorkspace));
   table.report = static_cast<Report*>(call.memory(shared.report, "report", ScalarType::Int, kControl));
   return table;
 }
@@ -137,7 +138,7 @@ void grad_stats(const Target& target, const TensorList& grads, const TensorList&
                 const Tensor& stats, const Tensor& workspace) {
   const Call call("grad_stats", stats);
   GradTable blank = blank_grads(call, scale, stats);
-  blank.workspace = static_cast<double*>(call.memory(workspace, "workspace", ScalarType::Double, 3 * kMaxBlocks + 1));
+  blank.workspace = static_cast<double*>(call.memory(workspace, "workspace", ScalarType::Double, kWorkspace));
   std::vector<Item<1>> items;
   add_grads(call, items, grads, "grads", 0);
   add_grads(call, items, losses, "losses", kLoss);
@@ -163,7 +164,8 @@ void unscale_clip(const Target& target, const TensorList& grads, const Tensor& s
 void adam_step(const Target& target, const TensorList& params, const TensorList& masters, const TensorList& grads,
                const TensorList& exp_avgs, const TensorList& exp_avg_sqs, const TensorList& steps,
                const Tensor& groups, const Tensor& rules, const TensorList& lrs, const Tensor& scale,
-               const Tensor& stats, const Tensor& control, const Tensor& settings, const Tensor& report) {
+               const Tensor& stats, const Tensor& control, const Tensor& workspace, const Tensor& settings,
+               const Tensor& report) {
   const Call call("adam_step_", stats);
   const Storage storage = storage_of(call, params, masters);
   const Source sources[] = {{params, "params", param_type(params), false, false},
@@ -172,22 +174,22 @@ void adam_step(const Target& target, const TensorList& params, const TensorList&
                             {exp_avgs, "exp_avgs", ScalarType::Float, false, false},
                             {exp_avg_sqs, "exp_avg_sqs", ScalarType::Float, false, false},
                             {steps, "steps", ScalarType::Float, false, true}};
-  const Shared shared{scale, stats, control, settings, report};
+  const Shared shared{scale, stats, control, workspace, settings, report};
   for (const auto& table : step_tables<Adam>(call, sources, groups, rules, lrs, shared))
     check(call, target, target.device.adam_step(table, storage, target.stream));
 }
 
 void sgd_step(const Target& target, const TensorList& params, const TensorList& masters, const TensorList& grads,
               const TensorList& momenta, const Tensor& groups, const Tensor& rules, const TensorList& lrs,
-              const Tensor& scale, const Tensor& stats, const Tensor& control, const Tensor& settings,
-              const Tensor& report) {
+              const Tensor& scale, const Tensor& stats, const Tensor& control, const Tensor& workspace,
+              const Tensor& settings, const Tensor& report) {
   const Call call("sgd_step_", stats);
   const Storage storage = storage_of(call, params, masters);
   const Source sources[] = {{params, "params", param_type(params), false, false},
                             {masters, "masters", master_type(storage), true, false},
                             {grads, "grads", param_type(params), false, false},
                             {momenta, "momenta", ScalarType::Float, true, false}};
-  const Shared shared{scale, stats, control, settings, report};
+  const Shared shared{scale, stats, control, workspace, settings, report};
   for (const auto& table : step_tables<Sgd>(call, sources, groups, rules, lrs, shared))
     check(call, target, target.device.sgd_step(table, storage, target.stream));
 }

@@ -26,11 +26,12 @@ void unscale_clip(const Target&, const TensorList& grads, const Tensor& scale, c
 void adam_step(const Target&, const TensorList& params, const TensorList& masters, const TensorList& grads,
                const TensorList& exp_avgs, const TensorList& exp_avg_sqs, const TensorList& steps,
                const Tensor& groups, const Tensor& rules, const TensorList& lrs, const Tensor& scale,
-               const Tensor& stats, const Tensor& control, const Tensor& settings, const Tensor& report);
+               const Tensor& stats, const Tensor& control, const Tensor& workspace, const Tensor& settings,
+               const Tensor& report);
 void sgd_step(const Target&, const TensorList& params, const TensorList& masters, const TensorList& grads,
               const TensorList& momenta, const Tensor& groups, const Tensor& rules, const TensorList& lrs,
-              const Tensor& scale, const Tensor& stats, const Tensor& control, const Tensor& settings,
-              const Tensor& report);
+              const Tensor& scale, const Tensor& stats, const Tensor& control, const Tensor& workspace,
+              const Tensor& settings, const Tensor& report);
 
 // One set of operators. A Place is made for each call, from a tensor on the device, and has the call's `target`.
 template <class Place>
@@ -47,17 +48,18 @@ struct Operators {
   static void adam_step(const TensorList& params, const TensorList& masters, const TensorList& grads,
                         const TensorList& exp_avgs, const TensorList& exp_avg_sqs, const TensorList& steps,
                         const Tensor& groups, const Tensor& rules, const TensorList& lrs, const Tensor& scale,
-                        const Tensor& stats, const Tensor& control, const Tensor& settings, const Tensor& report) {
+                        const Tensor& stats, const Tensor& control, const Tensor& workspace, const Tensor& settings,
+                        const Tensor& report) {
     polyamp::adam_step(Place(stats).target, params, masters, grads, exp_avgs, exp_avg_sqs, steps, groups, rules, lrs,
-                       scale, stats, control, settings, report);
+                       scale, stats, control, workspace, settings, report);
   }
 
   static void sgd_step(const TensorList& params, const TensorList& masters, const TensorList& grads,
                        const TensorList& momenta, const Tensor& groups, const Tensor& rules, const TensorList& lrs,
-                       const Tensor& scale, const Tensor& stats, const Tensor& control, const Tensor& settings,
-                       const Tensor& report) {
+                       const Tensor& scale, const Tensor& stats, const Tensor& control, const Tensor& workspace,
+                       const Tensor& settings, const Tensor& report) {
     polyamp::sgd_step(Place(stats).target, params, masters, grads, momenta, groups, rules, lrs, scale, stats, control,
-                      settings, report);
+                      workspace, settings, report);
   }
 
   static void implement(torch::stable::detail::StableLibrary& library) {

@@ -56,7 +56,7 @@ std::vector<StepTable<Rule>> pack(const StepTable<Rule>& blank, const std::vecto
     }
     const size_t group = std::find(chosen.begin(), chosen.end(), items[i].tag) - chosen.begin();
     if (group == chosen.size()) {
-      tables.back().groups[group] = groups[items[i].tag];
+      tables.back().groups[tables.back().group_count++] = groups[items[i].tag];
       chosen.push_back(items[i].tag);
     }
     append(tables.back().tensors, items[i], static_cast<uint8_t>(group));

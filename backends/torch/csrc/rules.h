@@ -89,7 +89,7 @@ struct Sgd {
   }
 };
 
-POLYAMP_EVERYWHERE float inverse_of(float scale) { return static_cast<float>(1.0 / static_cast<double>(scale)); }
+POLYAMP_EVERYWHERE float inverse_of(float scale) { return 1 / scale; }
 
 POLYAMP_EVERYWHERE bool is_applied(const double* stats) { return stats[1] == 0; }
 

@@ -91,13 +91,14 @@ struct Stochastic {  // 16 bits alone, rounded by chance
   }
 };
 
-template <class Rule, class Kept, bool Whole>
-POLYAMP_EVERYWHERE void step_eight(const StepTable<Rule>& table, uint32_t tensor, const Eight<Whole>& lanes,
-                                   const typename Rule::Coefficients& coefficients) {
+// The gradients' lanes are their own: those may lie in memory as they like, and what is written is not slower for it.
+template <class Rule, class Kept, class Lanes, class GradLanes>
+POLYAMP_EVERYWHERE void step_eight(const StepTable<Rule>& table, uint32_t tensor, const Lanes& lanes,
+                                   const GradLanes& grad_lanes, const typename Rule::Coefficients& coefficients) {
   const auto& data = table.tensors.data;
   float values[kVector], grads[kVector], moments[Rule::kMoments][kVector] = {};
   Kept::load(lanes, data[kParam][tensor], data[kKept][tensor], values);
-  lanes.template load<typename Kept::Param>(data[kGrad][tensor], grads);
+  grad_lanes.template load<typename Kept::Param>(data[kGrad][tensor], grads);
   POLYAMP_UNROLL
   for (int m = 0; m < Rule::kMoments; ++m)
     if (!Rule::kMayLackMoments || data[kMoment + m][tensor])
@@ -112,46 +113,67 @@ POLYAMP_EVERYWHERE void step_eight(const StepTable<Rule>& table, uint32_t tensor
   Kept::store(lanes, data[kParam][tensor], data[kKept][tensor], values, chance);
 }
 
+// Which of eight elements' accesses take 16 bytes.
+enum class Access { kNone, kAllButGrads, kAll };
+
+// Misaligned gradients are usual: those of DistributedDataParallel may be views of its buckets.
+template <class Rule>
+POLYAMP_EVERYWHERE Access access_of(const StepTable<Rule>& table, uint32_t tensor, int left) {
+  uint64_t written = address_of(table.tensors, kParam, tensor) | address_of(table.tensors, kKept, tensor);
+  POLYAMP_UNROLL
+  for (int m = 0; m < Rule::kMoments; ++m) written |= address_of(table.tensors, kMoment + m, tensor);
+  if (left < kVector || !is_aligned(written)) return Access::kNone;
+  return is_aligned(address_of(table.tensors, kGrad, tensor)) ? Access::kAll : Access::kAllButGrads;
+}
+
 // A thread's part of a chunk.
 template <class Rule, class Kept>
 POLYAMP_EVERYWHERE void step_thread(const StepTable<Rule>& table, const Place& place, int thread,
                                     const typename Rule::Coefficients& coefficients) {
   const int left = static_cast<int>(place.length) - thread * kVector;
+  if (left <= 0) return;
   const uint64_t at = place.start + thread * kVector;
-  if (left >= kVector && is_aligned<kMoment + Rule::kMoments>(table.tensors, place.tensor)) {
-    step_eight<Rule, Kept>(table, place.tensor, Eight<true>{at, kVector}, coefficients);
-  } else if (left > 0) {
-    step_eight<Rule, Kept>(table, place.tensor, Eight<false>{at, left}, coefficients);
-  }
+  const Eight<true> whole{at, kVector};
+  const Eight<false> part{at, left};
+  const Access access = access_of(table, place.tensor, left);
+  if (access == Access::kNone) step_eight<Rule, Kept>(table, place.tensor, part, part, coefficients);
+  else if (access == Access::kAll) step_eight<Rule, Kept>(table, place.tensor, whole, whole, coefficients);
+  else step_eight<Rule, Kept>(table, place.tensor, whole, Eight<false>{at, kVector}, coefficients);
 }
-
-// What coefficients depend on.
-struct Key {
-  int group;
-  float count;
-
-  POLYAMP_EVERYWHERE bool operator==(const Key& other) const { return group == other.group && count == other.count; }
-};
-constexpr Key kNoKey = {-1, 0};
 
 template <class Rule>
 POLYAMP_EVERYWHERE float* steps_of(const StepTable<Rule>& table, uint32_t tensor) {
   return static_cast<float*>(table.tensors.data[kMoment + Rule::kMoments][tensor]);
 }
 
+// The number of the step that a tensor is about to have.
 template <class Rule>
-POLYAMP_EVERYWHERE Key key_of(const StepTable<Rule>& table, uint32_t tensor) {
-  float count = 0;
-  if constexpr (Rule::kCounts > 0) count = *steps_of(table, tensor) + 1;
-  return {table.tensors.tag[tensor], count};
+POLYAMP_EVERYWHERE float count_of(const StepTable<Rule>& table, uint32_t tensor) {
+  if constexpr (Rule::kCounts > 0) return *steps_of(table, tensor) + 1;
+  else return 0;
 }
 
+// What a table's groups multiply by, at one step count. Nearly always all tensors have the same count, and this is
+// worked out once for all groups; where a tensor has another one, it is worked out anew.
 template <class Rule>
-POLYAMP_EVERYWHERE typename Rule::Coefficients coefficients_of(const StepTable<Rule>& table, const Key& key) {
-  const typename Rule::Group& group = table.groups[key.group];
-  const float factor = factor_of(*table.scale, table.stats, table.settings.max_norm);
-  return Rule::coefficients(group, group.lr_on_device ? *group.lr_on_device : group.lr, key.count, factor);
-}
+struct Coefficients {
+  typename Rule::Coefficients groups[StepTable<Rule>::kGroups];
+  float count;  // NaN: of none yet
+
+  // A thread's part.
+  POLYAMP_EVERYWHERE void work_out(const StepTable<Rule>& table, float wanted, uint32_t thread, uint32_t threads) {
+    if (thread == 0) count = wanted;
+    for (uint32_t i = thread; i < table.group_count; i += threads) {
+      const typename Rule::Group& group = table.groups[i];
+      const float factor = factor_of(*table.scale, table.stats, table.settings.max_norm);
+      groups[i] = Rule::coefficients(group, group.lr_on_device ? *group.lr_on_device : group.lr, wanted, factor);
+    }
+  }
+
+  POLYAMP_EVERYWHERE const typename Rule::Coefficients& of(const StepTable<Rule>& table, uint32_t tensor) const {
+    return groups[table.tensors.tag[tensor]];
+  }
+};
 
 // The steps that a launch's tensors have had, one more.
 template <class Rule>

@@ -59,12 +59,21 @@ enum Tag : uint8_t { kFloat32, kFloat16, kBFloat16, kFormats = 3, kLoss = 4 };
 struct GradTable {
   Tensors<1, 2048 + 64, 4> tensors;  // tag: a format, and for losses kLoss
   double* stats;       // sum of squares, non-finite gradients, non-finite losses
-  double* workspace;   // three partial sums for each block, then the ticket
+  double* workspace;
   const float* scale;
   double max_norm;
   uint32_t adds;       // whether statistics of an earlier launch are added to
 };
 static_assert(sizeof(GradTable) <= kParameterBytes, "a launch's parameters");
+
+// A workspace is memory of the launches that follow each other on one stream: three partial sums for each block, then
+// the ticket, which counts the blocks that are done, and is 0 between launches. Optimizers that may step on streams of
+// their own must not share it.
+constexpr int kWorkspace = 3 * kMaxBlocks + 1;  // float64 numbers
+
+POLYAMP_EVERYWHERE uint32_t* ticket_in(double* workspace) {
+  return reinterpret_cast<uint32_t*>(workspace + 3 * kMaxBlocks);
+}
 
 enum Stream { kParam, kKept, kGrad, kMoment };  // kKept: a master, or a remainder; of moments there are one or two
 
@@ -79,9 +88,8 @@ constexpr int kControl = 16;  // 32-bit numbers in a Control, and in a Report
 
 struct Control {
   State state;
-  uint32_t draws;   // applied steps of stochastic rounding
-  uint32_t ticket;  // how many blocks are done; 0 between launches
-  int32_t unused[4];
+  uint32_t draws;  // applied steps of stochastic rounding
+  int32_t unused[5];
 };
 static_assert(sizeof(Control) == kControl * sizeof(int32_t), "the operators' int32[16]");
 
@@ -104,10 +112,12 @@ struct StepTable {
   static constexpr int kGroups = 24;
   Tensors<kMoment + Rule::kMoments + Rule::kCounts, 576, 1> tensors;  // tag: a group of this table
   typename Rule::Group groups[kGroups];
+  uint32_t group_count;
   Settings settings;
   const double* stats;
   const float* scale;
   Control* control;
+  double* workspace;
   Report* report;
   uint32_t index;  // in the call, of the first tensor
   bool is_last;    // of the call's launches

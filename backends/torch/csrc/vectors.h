@@ -1,7 +1,7 @@
 // How a thread reads and writes memory: eight neighbouring elements at once.
 //
 // Eight elements are 16 bytes of a 16-bit format and 32 of float32, in accesses of 16 bytes, the widest that all
-// architectures have. Where a tensor ends, or where its memory is not aligned, the same eight go one by one.
+// architectures have. Where a tensor ends, or where memory is not aligned, the same eight go one by one.
 #pragma once
 
 #include "tables.h"
@@ -101,13 +101,13 @@ struct Eight {
   }
 };
 
-// Whether a tensor's first streams allow accesses of 16 bytes: at their start, and so at every eighth element.
-template <int Streams, class T>
-POLYAMP_EVERYWHERE bool is_aligned(const T& tensors, uint32_t tensor) {
-  uint64_t low = 0;
-  POLYAMP_UNROLL
-  for (int stream = 0; stream < Streams; ++stream) low |= reinterpret_cast<uint64_t>(tensors.data[stream][tensor]);
-  return low % sizeof(Words) == 0;
+template <class T>
+POLYAMP_EVERYWHERE uint64_t address_of(const T& tensors, int stream, uint32_t tensor) {
+  return reinterpret_cast<uint64_t>(tensors.data[stream][tensor]);
 }
+
+// Whether memory allows accesses of 16 bytes: at its start, and so at every eighth element. Of several addresses, give
+// all their bits.
+POLYAMP_EVERYWHERE bool is_aligned(uint64_t address) { return address % sizeof(Words) == 0; }
 
 }  // namespace polyamp

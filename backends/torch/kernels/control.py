@@ -6,7 +6,6 @@ Packed are ``control``, which a step changes in place, so that a captured CUDA g
 
 from __future__ import annotations
 
-import functools
 import struct
 from collections.abc import Sequence
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from polyamp.backends.torch.unstable import has_context
 from polyamp.loss_scale import TYPES, LossScaleState
 
 SIZE = 16  # int32 numbers in `control`, and in `report`
@@ -79,8 +79,8 @@ def on_device(state: LossScaleState, device: torch.device) -> LossScaleState:
 
 
 def is_captured() -> bool:
-    """Whether what is called now becomes part of a CUDA graph."""
-    started = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    """Whether what is called now becomes part of a CUDA graph. A current GPU that is not in use yet stays so."""
+    started = torch.cuda.is_initialized() and has_context(torch.cuda.current_device())  # type: ignore[no-untyped-call]
     return started and torch.cuda.is_current_stream_capturing()
 
 
@@ -100,10 +100,30 @@ def where(condition: Tensor, one: Any, other: Any) -> Tensor:
     return torch.where(condition, one, other)
 
 
-@functools.cache
-def kept(number: float, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A scalar that stays on a device, and that nobody changes."""
-    return torch.full((), number, dtype=dtype, device=device)  # a fill, and no copy that waits
+def kept(number: float, dtype: torch.dtype, device: torch.device, *, captured: bool | None = None) -> Tensor:
+    """Return a scalar that stays on a device, and that nobody changes.
+
+    One that is made during the capture of a CUDA graph belongs to the graph: it has no value before the first replay.
+
+    >>> kept(2.0, torch.float32, torch.device("cpu"))
+    tensor(2.)
+
+    Args:
+        number: its value.
+        dtype: its type.
+        device: where it is.
+        captured: whether a capture is under way; None finds out.
+    """
+    key = number, dtype, device
+    scalar = _kept.get(key)
+    if scalar is None:
+        scalar = torch.full((), number, dtype=dtype, device=device)  # a fill, and no copy that waits
+        if not (is_captured() if captured is None else captured):
+            _kept[key] = scalar
+    return scalar
+
+
+_kept: dict[tuple[float, torch.dtype, torch.device], Tensor] = {}
 
 
 def _scalar(value: Any, dtype: torch.dtype) -> Tensor:

@@ -15,10 +15,10 @@ SCHEMAS = {
     "unscale_clip_": "(Tensor(a!)[] grads, Tensor scale, Tensor stats, float max_norm) -> ()",
     "adam_step_": """(Tensor(a!)[] params, Tensor(b!)[] masters, Tensor[] grads, Tensor(c!)[] exp_avgs,
         Tensor(d!)[] exp_avg_sqs, Tensor(e!)[] steps, Tensor groups, Tensor rules, Tensor[] lrs, Tensor scale,
-        Tensor stats, Tensor(f!) control, Tensor settings, Tensor(g!) report) -> ()""",
+        Tensor stats, Tensor(f!) control, Tensor(g!) workspace, Tensor settings, Tensor(h!) report) -> ()""",
     "sgd_step_": """(Tensor(a!)[] params, Tensor(b!)[] masters, Tensor[] grads, Tensor(c!)[] momenta,
-        Tensor groups, Tensor rules, Tensor[] lrs, Tensor scale, Tensor stats, Tensor(d!) control, Tensor settings,
-        Tensor(e!) report) -> ()""",
+        Tensor groups, Tensor rules, Tensor[] lrs, Tensor scale, Tensor stats, Tensor(d!) control,
+        Tensor(e!) workspace, Tensor settings, Tensor(f!) report) -> ()""",
 }
 """Names and schemas; ``reference.py`` says what the arguments are."""
 
@@ -27,7 +27,8 @@ STATS = 3
 finite, and how many of the losses'."""
 
 WORKSPACE = 3 * 1024 + 1
-"""Float64 numbers in ``workspace``: what each of up to 1024 blocks adds to ``stats``, and a ticket."""
+"""Float64 numbers in ``workspace``: what each of up to 1024 blocks adds to ``stats``, and a ticket that counts blocks.
+Calls that may run at the same time, on several streams, need one each."""
 
 _library = torch.library.Library("polyamp", "DEF")  # type: ignore[no-untyped-call] # for as long as the process lives
 

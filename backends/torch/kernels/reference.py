@@ -8,8 +8,9 @@ Arguments, beside tensors that the step of any optimizer has:
   parameters beside int16 remainders (see ``split``); or 16-bit parameters alone, which are rounded by chance.
 - ``groups``, ``rules``: int64 and float64 on the CPU. ``rules[groups[i]]`` are the numbers of the i-th tensor; see
   `Adam` and `SGD`. ``lrs`` is empty, or has a scalar for each group that stands for its learning rate.
-- ``control``: int32, on the device: the loss-scale state (of the scale the bits), steps that were rounded by chance,
-  and two numbers of the kernels' own.
+- ``control``: int32, on the device: the loss-scale state (of the scale the bits), and the number of steps with
+  stochastic rounding.
+- ``workspace``: the kernels' own memory, see `WORKSPACE`; it starts as zeros, and nothing here uses it.
 - ``settings``: float64 on the CPU, see `Settings`.
 - ``report``: int32, written: the loss-scale state after the step, and whether it was applied and the losses finite.
 
@@ -73,6 +74,7 @@ def adam_step_(
     scale: Tensor,
     stats: Tensor,
     control: Tensor,
+    workspace: Tensor,
     settings: Tensor,
     report: Tensor,
 ) -> None:
@@ -103,6 +105,7 @@ def sgd_step_(
     scale: Tensor,
     stats: Tensor,
     control: Tensor,
+    workspace: Tensor,
     settings: Tensor,
     report: Tensor,
 ) -> None:

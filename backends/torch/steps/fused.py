@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -28,6 +28,7 @@ from polyamp.backends.torch.steps.operands import Batch, Place, count_on_host, i
 from polyamp.backends.torch.steps.ranks import add_shards_, any_rank, has_peers
 from polyamp.backends.torch.steps.update_rules import UpdateRule, update_rule_of
 from polyamp.backends.torch.unstable import has_step_pre_hooks, note_step, run_with_step_hooks, step_without_hooks
+from polyamp.errors import PolyampError
 from polyamp.loss_scale import LossScale
 
 Standing = Mapping[Tensor, tuple[Tensor, Tensor | None]]
@@ -108,7 +109,7 @@ class FusedStep:
         """Whether the operators are used for parameters on a device."""
         if self.wanted is False or (self.wanted is None and device.type != "cuda"):
             return False
-        compiled = available(device.type)  # asked in any case: it loads them
+        compiled = available(device)  # asked in any case: it loads them
         return compiled or self.wanted is True
 
     def calls(self, standing: Callable[[], Standing], *, clips: bool) -> list[Batch] | None:
@@ -120,6 +121,10 @@ class FusedStep:
         Args:
             standing: gives what stands behind masters; called only where operators are used for this optimizer.
             clips: whether the norm is needed.
+
+        Raises:
+            UsageError: a first step, while a CUDA graph is captured.
+            InvalidValueError: a learning rate on another GPU.
         """
         rule = self._rule()
         if rule is None or has_step_pre_hooks(self.inner):
@@ -127,7 +132,10 @@ class FusedStep:
         batches, left = self._scaled.of(self.inner, rule, standing(), self.is_for)
         if left or len({batch.device for batch in batches}) > 1:  # whose statistics would have to be brought together
             return None
-        return None if clips and len(set().union(*(batch.layouts for batch in batches))) > 1 else batches
+        if clips and len(set().union(*(batch.layouts for batch in batches))) > 1:
+            return None
+        self._check(batches)
+        return batches
 
     @torch.no_grad()
     def step_scaled(self, batches: Sequence[Batch], scaled: Scaled) -> Tensor:
@@ -147,7 +155,7 @@ class FusedStep:
 
         run_with_step_hooks(self.inner, call)
         made = [batch for batch in batches if batch.made]
-        if made and not is_captured():
+        if made:
             _settle(made, applied=bool(applied_flag(report)))
         return report
 
@@ -162,6 +170,10 @@ class FusedStep:
 
         Returns:
             What the optimizer returned, and whether the step was made; None where all groups would be left to it.
+
+        Raises:
+            UsageError: a first step, while a CUDA graph is captured.
+            InvalidValueError: a learning rate on another GPU.
         """
         rule = self._rule()
         if rule is None:
@@ -169,6 +181,7 @@ class FusedStep:
         batches, left = self._unscaled.of(self.inner, rule, NO_MASTERS, self.is_for)
         if not batches:
             return None
+        self._check(batches)
         made = [batch for batch in batches if batch.made]
         if (left or made) and found:
             _settle(made, applied=False)
@@ -207,6 +220,20 @@ class FusedStep:
         increment_version(grads)
         return (scratch.stats[1] != 0).float()
 
+    def _check(self, batches: Sequence[Batch]) -> None:
+        """Refuse what the operators cannot do, before anything is changed."""
+        made = [batch for batch in batches if batch.made]
+        is_first = made or any(batch.device not in self._scratch for batch in batches)
+        try:
+            refusals.check_first_use(captured=bool(is_first) and is_captured())
+            for batch in batches:
+                for number in batch.numbers:
+                    if isinstance(lr := self.inner.param_groups[number]["lr"], Tensor):
+                        refusals.check_rate(lr, number, batch.device)
+        except PolyampError:
+            _settle(made, applied=False)
+            raise
+
     def _rule(self) -> UpdateRule | None:
         """The optimizer's, if the operators are used for its first parameter."""
         first = next((param for group in self.inner.param_groups for param in group["params"]), None)
@@ -239,18 +266,20 @@ class FusedStep:
     ) -> None:
         rule: Any = update_rule_of(self.inner)
         step = getattr(torch.ops.polyamp, rule.operator)
-        numbers = _numbers(rule, self.inner, scale.device)
+        workspace = self._scratch_on(scale.device).workspace
         last = len(batches) - 1
         for place, (batch, some) in enumerate(zip(batches, grads, strict=True)):
+            numbers = _numbers(rule, self.inner, batch.numbers, scale.device)
             step(
-                *batch.tensors(some), batch.groups, *numbers, scale, stats, control,
+                *batch.tensors(some), batch.groups, *numbers, scale, stats, control, workspace,
                 settings(advance and place == last), report,
             )  # fmt: skip
             increment_version(batch.written)
         if not batches:  # the loss scale moves with the other ranks'
             nothing: list[list[Tensor]] = [[] for _ in range(3 + rule.lists)]
             groups = torch.empty(0, dtype=torch.int64, device="cpu")
-            step(*nothing, groups, *numbers, scale, stats, control, settings(advance), report)
+            numbers = _numbers(rule, self.inner, (), scale.device)
+            step(*nothing, groups, *numbers, scale, stats, control, workspace, settings(advance), report)
 
     @torch.no_grad()
     def _call_unscaled(self, batches: Sequence[Batch], found: Tensor) -> None:
@@ -274,6 +303,7 @@ class FusedStep:
 
     def _scratch_on(self, device: torch.device) -> Scratch:
         if device not in self._scratch:
+            refusals.check_first_use(captured=is_captured())
             self._scratch[device] = Scratch(device)
         return self._scratch[device]
 
@@ -359,9 +389,14 @@ def _fits(grad: Tensor, param: Tensor) -> bool:
     return grad.layout is torch.strided and grad.dtype is param.dtype
 
 
-def _numbers(rule: UpdateRule, inner: torch.optim.Optimizer, device: torch.device) -> tuple[Tensor, list[Tensor]]:
-    """The operator's ``rules``, and ``lrs`` where a group's learning rate is a tensor on the device."""
-    rows = [rule.numbers(group) or (0.0,) * 6 for group in inner.param_groups]
+def _numbers(
+    rule: UpdateRule, inner: torch.optim.Optimizer, called: Collection[int], device: torch.device
+) -> tuple[Tensor, list[Tensor]]:
+    """The operator's ``rules``, and ``lrs`` where a group's learning rate is a tensor on the device.
+
+    Groups that a call has no parameters of are zeros: theirs may be on another device, learning rate and all.
+    """
+    rows = [(number in called and rule.numbers(group)) or (0.0,) * 6 for number, group in enumerate(inner.param_groups)]
     lrs = [row[0] for row in rows]
     numbers = tuple((float(lr) if _on_host(lr) else 0.0, *row[1:]) for lr, row in zip(lrs, rows, strict=True))
     if all(map(_on_host, lrs)):

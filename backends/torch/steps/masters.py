@@ -157,12 +157,12 @@ class MasterWeights:
         self._storage.release()
 
     def zero_grad(self, set_to_none: bool) -> None:
-        """Clear the model's own gradients."""
+        """Clear the model's own gradients, which may be views of DistributedDataParallel's buckets."""
         for param in self.model:
             if set_to_none:
                 param.grad = None
-            elif param.grad is not None:
-                param.grad.detach_().zero_()
+            elif (grad := param.grad) is not None:
+                (grad.requires_grad_(False) if grad.grad_fn is None else grad.detach_()).zero_()
 
     @torch.no_grad()
     def state(self) -> dict[Any, Any]:

@@ -91,12 +91,14 @@ class Batch:
     Attributes:
         places: of the parameters.
         made: the state that the optimizer did not have, until a step was applied: dicts and names.
+        numbers: of their groups.
         layouts: how they lie over ranks; None of those that do not.
         written: what the call changes, as autograd knows it.
     """
 
     def __init__(self, rule: UpdateRule, optimizer: torch.optim.Optimizer, places: Sequence[Place]) -> None:
         self.places = places
+        self.numbers = sorted({place.group for place in places})
         self.layouts = {_layout(place.param) for place in places}
         self.params = [local(place.param).detach() for place in places]
         self.masters = [local(place.beside).detach() for place in places if place.beside is not None]

@@ -74,6 +74,38 @@ def check_fused_step(wanted: object) -> None:
         raise not_a(bool, wanted, where="wrap_optimizer(fused_step=)", fix=fix)
 
 
+def check_first_use(*, captured: bool) -> None:
+    """Refuse to make what all later steps go on with while a CUDA graph is captured, which runs nothing.
+
+    Raises:
+        UsageError: a capture is under way.
+    """
+    if captured:
+        raise UsageError(
+            "the first step was called while a CUDA graph is captured, which would make its state anew in each replay",
+            where="step()",
+            found="a stream that is captured, and no state of an earlier step",
+            allowed="captures of later steps",
+            fix="take a few steps before the capture, on a side stream, as torch.cuda.graph asks for anyway",
+        )
+
+
+def check_rate(lr: Tensor, group: int, device: torch.device) -> None:
+    """Refuse a learning rate that the kernels cannot read.
+
+    Raises:
+        InvalidValueError: it is on another device than the parameters.
+    """
+    if lr.device.type != "cpu" and lr.device != device:
+        raise InvalidValueError(
+            "a learning rate is on another device than its parameters",
+            where=f"param_groups[{group}]['lr'], in step()",
+            found=f"a tensor on {lr.device}",
+            allowed=f"a number, a tensor on the CPU, or one on {device}",
+            fix=f"move it: group['lr'] = group['lr'].to('{device}')",
+        )
+
+
 def no_backward(found: str) -> UsageError:
     """A step whose gradients no backward pass has made."""
     return UsageError(

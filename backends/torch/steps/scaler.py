@@ -26,6 +26,7 @@ from polyamp.backends.torch.kernels.control import (
     where,
 )
 from polyamp.backends.torch.steps.late import LateValues
+from polyamp.backends.torch.steps.refusals import check_first_use
 from polyamp.errors import InvalidTypeError
 from polyamp.limits import report_limits
 from polyamp.loss_scale import LossScale, LossScaleState, advance, on_host
@@ -129,6 +130,7 @@ class LossScaler:
     def control_on(self, device: torch.device) -> Tensor:
         """The state as polyamp's operators change it in place; see ``control.py``. It stays the same tensor."""
         if self._control is None or self._control.device != device:
+            check_first_use(captured=is_captured())
             self._control = torch.zeros(SIZE, dtype=torch.int32, device=device)
             pack_(self._control, self.state)
         return self._control

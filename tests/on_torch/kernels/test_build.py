@@ -193,6 +193,37 @@ def test_a_folder_without_its_manifest_is_no_build(job: Job) -> None:
 
 
 @pytest.mark.parametrize(
+    "damage",
+    [
+        lambda said: {},
+        lambda said: [said],
+        lambda said: None,
+        lambda said: 3,
+        lambda said: {key: value for key, value in said.items() if key != "digest"},
+        lambda said: said | {"architectures": None},
+        lambda said: said | {"architectures": "9.0"},
+        lambda said: said | {"architectures": [9.0]},
+        lambda said: said | {"architectures": ["sm_90"]},
+        lambda said: said | {"compilers": ["g++"]},
+    ],
+)
+def test_a_damaged_manifest_is_no_build(job: Job, damage: Callable[[Any], Any]) -> None:
+    manifest = builder.build(job).path.with_name(builder.MANIFEST)
+    assert builder.find(job.recipe, ()) is not None
+    manifest.write_text(json.dumps(damage(json.loads(manifest.read_text()))))
+    assert builder.find(job.recipe, ()) is None
+    assert not builder.build(job).reused
+    assert builder.find(job.recipe, ()) is not None
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"\xff\xfe"])
+def test_a_manifest_that_is_no_json_is_no_build(job: Job, content: bytes) -> None:
+    builder.build(job).path.with_name(builder.MANIFEST).write_bytes(content)
+    assert builder.find(job.recipe, ()) is None
+    assert not builder.build(job).reused
+
+
+@pytest.mark.parametrize(
     ("made_for", "gpus", "found"),
     [
         ((), [], True),
@@ -379,10 +410,47 @@ def test_a_clean_log_has_no_warnings(job: Job) -> None:
         (Kernel("step", "9.0", 64, 4, wide=("load", "store")), "4 bytes of registers are spilled"),
         (Kernel("step", "9.0", 64, 0, wide=("load",)), "no store of 16 bytes"),
         (Kernel("step", "9.0", 64, 0, wide=("store",)), "no load of 16 bytes"),
+        (Kernel("grad_stats", "9.0", 64, 0, wide=("load",), in_flight=8), None),
+        (
+            Kernel("grad_stats", "9.0", 64, 0, wide=("load",), in_flight=6),
+            "6 loads of 16 bytes before the first is used",
+        ),
+        (Kernel("step<Adam>", "9.0", 64, 0, wide=("load", "store"), in_flight=5), "fewer than 6"),
     ],
 )
 def test_what_a_check_fails_on(kernel: Kernel, problem: str | None) -> None:
     assert [problem in found for found in kernel.problems()] == ([True] if problem else [])
+
+
+LOADS = """
+code for sm_90
+  Function : k
+/*0000*/ LDG.E.128 R4, desc[UR4][R2.64] ;  /* 0x0 */
+/*0010*/ LDG.E.128.CONSTANT R8, desc[UR4][R2.64+0x10] ;  /* 0x0 */
+/*0020*/ HFMA2.MMA R12, -RZ, RZ, 0, 0 ;  /* 0x0 */
+/*0030*/ @!P0 LDG.E.EF.128 R16, desc[UR4][R2.64+0x20] ;  /* 0x0 */
+/*0040*/ FADD R20, R12, %s ;  /* 0x0 */
+/*0050*/ LDG.E.128 R24, desc[UR4][R2.64+0x30] ;  /* 0x0 */
+/*0060*/ %s ;  /* 0x0 */
+/*0070*/ LDG.E.128 R28, desc[UR4][R2.64+0x40] ;  /* 0x0 */
+"""
+
+
+@pytest.mark.parametrize(
+    ("used", "then", "most"),
+    [
+        ("RZ", "NOP", 5),
+        ("R7", "NOP", 3),
+        ("R12", "NOP", 5),
+        ("RZ", "BRA 0x100", 4),
+        ("RZ", "@P0 BRA 0x100", 5),
+        ("R16", "EXIT", 3),
+    ],
+)
+def test_loads_in_flight_are_those_before_a_use_or_a_jump(used: str, then: str, most: int) -> None:
+    ((key, accesses),) = checks.read_machine_code(LOADS % (used, then))
+    assert key == ("k", "9.0")
+    assert accesses == (("load",), most)
 
 
 # The command.
@@ -464,6 +532,7 @@ def test_kernels_are_told_for_every_architecture(cuda_job: Job) -> None:
     assert by_name["wide"].wide == ("load", "store")
     assert by_name["wide_stats"].wide == ("load",)
     assert by_name["narrow"].wide == ()
+    assert [by_name[name].in_flight for name in ("wide", "narrow")] == [1, 0]
     assert "bytes of registers are spilled" in by_name["spilling"].problems()[0]
     assert "registers, more than 64" in by_name["greedy"].problems()[0]
 

@@ -191,6 +191,47 @@ def test_off_looks_at_nothing(cache: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert not extension._answers  # else it would have tried to load what was planted
 
 
+def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("POLYAMP_EXTENSION", "require")
+    monkeypatch.setenv("CXX", "/nowhere/g++")
+    for ask, file in (
+        (lambda: extension.available("cpu"), "polyamp_operators.so"),
+        (lambda: extension.library("autocast"), "polyamp_autocast.so"),
+        (lambda: extension._tools(recipes.autocast()), "polyamp_autocast.so"),  # as on a GPU, where it would be built
+    ):
+        with pytest.raises(ExtensionError, match=r"there is no C\+\+ compiler") as told:
+            ask()
+        assert f"where:   {file}" in str(told.value)
+        assert "to do:" in str(told.value)
+
+
+def test_a_library_that_is_not_required_may_be_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("POLYAMP_EXTENSION", "require")
+    assert extension.library("autocast", required=False) is None
+    with pytest.raises(ExtensionError, match=r"polyamp_autocast\.so"):
+        extension.library("autocast")
+
+
+def test_a_damaged_manifest_is_a_library_that_is_not_built(cache: Path) -> None:
+    plant(cache, b"no library").with_name(builder.MANIFEST).write_text('{"digest": 3, "arch')
+    assert not extension.available("cpu")
+    assert "it is not built" in str(extension.status())
+
+
+def test_every_gpu_is_asked_for_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only whether a driver runs the library is asked of a GPU; asked of the current one, it takes memory there."""
+    asked = []
+
+    def serving(name: str, device: torch.device, *, build: bool) -> builder.Built:
+        asked.append(str(device))
+        return builder.Built(Path("polyamp_operators.so"), (), "")
+
+    monkeypatch.setattr(extension, "_serving", serving)
+    for device in ("cuda:1", torch.device("cuda", 1), "cuda:0", "cpu", torch.device("cpu"), "cuda:1"):
+        assert extension.available(device)
+    assert asked == ["cuda:1", "cuda:0", "cpu"]
+
+
 # What the doctor says.
 
 
@@ -236,6 +277,31 @@ def test_what_is_built_is_used_unless_it_is_turned_off(compiled: dict[str, Path]
     assert found["status"]["autocast"] == (str(compiled["autocast"]) if used else None)
 
 
+STEP_WITHOUT_AUTOCAST = """
+import torch, polyamp
+model = torch.nn.Linear(4, 4)
+opt = polyamp.wrap_optimizer(torch.optim.AdamW(model.parameters()), "mixed_bfloat16", fused_step=True)
+with polyamp.autocast("mixed_bfloat16"):
+    loss = model(torch.ones(2, 4)).sum()
+opt.backward(loss)
+opt.step()
+print(bool(opt.last_step))
+try:
+    with polyamp.autocast(polyamp.policy("mixed_bfloat16", rules={"softmax": "lower"})):
+        torch.softmax(torch.ones(2, 4), -1)
+except polyamp.PolyampError as error:
+    print(error)
+"""
+
+
+@pytest.mark.compilers
+def test_a_cache_with_the_operators_alone_will_do_for_steps(compiled: dict[str, Path], tmp_path: Path) -> None:
+    shutil.copytree(compiled["operators"].parent, tmp_path / "carried" / "operators-0")
+    said = run(STEP_WITHOUT_AUTOCAST, POLYAMP_CACHE=str(tmp_path / "carried"), POLYAMP_EXTENSION="require")
+    assert said.startswith("True\nit is not built")
+    assert "polyamp_autocast.so" in said
+
+
 @pytest.mark.compilers
 def test_a_second_library_is_not_loaded(compiled: dict[str, Path], tmp_path: Path) -> None:
     other = shutil.copytree(compiled["operators"].parent, tmp_path / "other") / compiled["operators"].name
@@ -265,6 +331,22 @@ def test_the_first_use_on_a_gpu_builds_it_for_all_processes() -> None:
     assert "polyamp builds polyamp_operators.so once" in first
     assert "True True CUDA extension in use on cpu, cuda" in first
     assert second == first.split("\n", 1)[1]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_a_process_on_the_second_gpu_leaves_the_first_alone() -> None:
+    code = """
+import torch, polyamp
+weight = torch.ones(4, device="cuda:1", requires_grad=True)
+opt = polyamp.wrap_optimizer(torch.optim.AdamW([weight]), "mixed_float16")
+for _ in range(2):
+    opt.zero_grad()
+    opt.backward(weight.sum())
+    opt.step()
+print(bool(opt.last_step), torch._C._cuda_hasPrimaryContext(0), torch._C._cuda_hasPrimaryContext(1))
+"""
+    assert run(code, CUDA_VISIBLE_DEVICES="0,1").strip() == "True False True"
 
 
 @pytest.mark.gpu

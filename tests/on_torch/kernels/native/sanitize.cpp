@@ -12,6 +12,7 @@
 
 #include "abi.h"
 #include "pack.h"
+#include "steps.h"
 
 using namespace polyamp;
 
@@ -128,10 +129,11 @@ struct Parameter {
   Buffer param, kept, grad, first, second, count;
   std::vector<double> values, firsts, seconds;  // what must come out
 
-  Parameter(const Kind& kind, int64_t size, int offset)
+  Parameter(const Kind& kind, int64_t size, int offset, int grad_offset)
       : numel(size), param(size, kind.param, offset), kept(size, std::max<size_t>(kind.kept, 1), offset),
-        grad(size, kind.param, offset), first(size, 4, offset), second(size, 4, offset), count(1, 4, 0),
+        grad(size, kind.param, grad_offset), first(size, 4, offset), second(size, 4, offset), count(1, 4, 0),
         values(size), firsts(size), seconds(size) {
+    *count.as<float>() = static_cast<float>(size % 3);  // tensors may have had other numbers of steps
     for (int64_t i = 0; i < size; ++i) {
       put(kind, param, i, random_float());
       if (kind.kept == 4) kept.as<float>()[i] = random_float();
@@ -203,12 +205,12 @@ int run(const StepTable<Sgd>& table, Storage storage) { return kEmulated.sgd_ste
 
 // What a call reads and writes besides parameters, each in its own memory.
 struct Surroundings {
-  Buffer scale{1, 4, 0}, stats{3, 8, 0}, workspace{3 * kMaxBlocks + 1, 8, 0}, control{1, sizeof(Control), 0},
+  Buffer scale{1, 4, 0}, stats{3, 8, 0}, workspace{kWorkspace, 8, 0}, control{1, sizeof(Control), 0},
       report{1, sizeof(Report), 0}, loss{1, 2, 0};
   Surroundings() {
     *scale.as<float>() = kScale;
     *loss.as<uint16_t>() = Float16::narrow(NAN);
-    *control.as<Control>() = {kScale, 0, 1, 0, 0, 0, 0, 0};
+    control.as<Control>()->state = {kScale, 0, 1, 0, 0, 0, 0, 0, 0, 0};
   }
 };
 
@@ -239,7 +241,8 @@ StepTable<Rule> blank_step(const Surroundings& around) {
   StepTable<Rule> blank{};
   blank.settings = {kMaxNorm, 2, 0.5, 1, 65536, 2000, 1, 0, 0, 7, true, false};
   blank.scale = around.scale.as<float>(), blank.stats = around.stats.as<double>();
-  blank.control = around.control.as<Control>(), blank.report = around.report.as<Report>();
+  blank.control = around.control.as<Control>(), blank.workspace = around.workspace.as<double>();
+  blank.report = around.report.as<Report>();
   return blank;
 }
 
@@ -285,7 +288,7 @@ void check_steps(const Kind& kind, const std::vector<typename Rule::Group>& grou
   std::vector<Parameter> params;
   for (int copy = 0; copy < copies; ++copy)
     for (const int64_t size : kSizes)
-      if (copies < 3 || size < 16) params.emplace_back(kind, size, copy % 2);
+      if (copies < 5 || size < 16) params.emplace_back(kind, size, copy % 2, copy % 4 == 1 || copy % 4 == 2);
   const Surroundings around;
   for (int step = 0; step < kSteps; ++step)
     step_once<Rule>(kind, params, groups, has_moments, around, step != kOverflow);
@@ -293,12 +296,32 @@ void check_steps(const Kind& kind, const std::vector<typename Rule::Group>& grou
   expect(state.skipped == 1 && state.scale == kScale / 2, kind.name, "the loss scale", 0);
 }
 
+// The accesses of 16 bytes to a tensor of which one stream, or none (-1), is misaligned.
+void expect_access(const char* what, int misaligned, int left, Access expected) {
+  alignas(16) static char memory[32];
+  StepTable<Adam> table{};
+  for (int stream = 0; stream < kMoment + Adam::kMoments; ++stream)
+    table.tensors.data[stream][0] = memory + (stream == misaligned ? 4 : 0);
+  expect(access_of(table, 0, left) == expected, "access", what, 0);
+  table.tensors.data[kKept][0] = nullptr;  // nothing kept
+  expect(misaligned == kKept || access_of(table, 0, left) == expected, "access, nothing kept", what, 0);
+}
+
+void check_access() {
+  expect_access("aligned", -1, kVector, Access::kAll);
+  expect_access("a misaligned gradient", kGrad, kVector, Access::kAllButGrads);
+  for (const int written : {int{kParam}, int{kKept}, int{kMoment}, kMoment + 1})
+    expect_access("what is written", written, kVector, Access::kNone);
+  expect_access("a tensor's end", -1, kVector - 1, Access::kNone);
+  expect_access("a tensor's end, and a misaligned gradient", kGrad, kVector - 1, Access::kNone);
+}
+
 template <class T>
 void check_clipping(const Definition* definition, Tag tag) {
   const Kind kind = {kPlain, "unscale_clip", sizeof(T), 0, definition};
   for (const int64_t size : kSizes)
     for (const int offset : {0, 1}) {
-      Parameter p(kind, size, offset);
+      Parameter p(kind, size, offset, offset);
       const Surroundings around;
       around.stats.as<double>()[0] = 4.0 * kMaxNorm * kMaxNorm;
       GradTable blank{};
@@ -318,6 +341,7 @@ int main() {
   check_format<Float16>(kHalf, "float16");
   check_format<BFloat16>(kBrain, "bfloat16");
   check_split();
+  check_access();
   const std::vector<Adam::Group> adam = {{1e-2f, 0.9f, 0.999f, 1e-8f, 0.1f, Adam::kDecoupled, nullptr},
                                          {1e-3f, 0.8f, 0.99f, 1e-6f, 0.01f, Adam::kMaximize, nullptr},
                                          {1e-3f, 0.5f, 0.9f, 1e-6f, 0, 0, nullptr}};
@@ -326,9 +350,9 @@ int main() {
   const std::vector<Sgd::Group> plain = {{1e-2f, 0, 0.1f, 0, nullptr}};
   const std::vector<Sgd::Group> many(30, momentum[0]);  // more than a table holds
   for (const Kind& kind : kKinds) {
-    check_steps<Adam>(kind, adam, true, 2);
-    check_steps<Sgd>(kind, momentum, true, 2);
-    check_steps<Sgd>(kind, plain, false, 2);
+    check_steps<Adam>(kind, adam, true, 4);
+    check_steps<Sgd>(kind, momentum, true, 4);
+    check_steps<Sgd>(kind, plain, false, 4);
     check_steps<Adam>(kind, adam, true, 300);  // several launches
     check_steps<Sgd>(kind, many, true, 20);
   }

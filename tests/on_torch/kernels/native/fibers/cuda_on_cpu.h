@@ -26,14 +26,15 @@
 #define gridDim (::fiber::Index{::fiber::blocks(), 1, 1})
 #define warpSize 32
 
-// The line of the kernel that calls, as the default of a last argument.
-#define POLYAMP_CALLER const fiber::Line& line = fiber::Line{__builtin_FILE(), __builtin_LINE()}
+// Where the kernel calls: the last arguments of a function, which nobody gives.
+#define POLYAMP_CALLER const char *file = __builtin_FILE(), int number = __builtin_LINE()
+#define POLYAMP_LINE (fiber::Line{file, number})
 
 // --- memory ----------------------------------------------------------------------------------------------------------
 
 template <class T>
 T* aligned(T* at, POLYAMP_CALLER) {
-  if (reinterpret_cast<uintptr_t>(at) % sizeof(T) != 0) fiber::refuse("makes a misaligned access", line);
+  if (reinterpret_cast<uintptr_t>(at) % sizeof(T) != 0) fiber::refuse("makes a misaligned access", POLYAMP_LINE);
   return at;
 }
 
@@ -41,7 +42,7 @@ T* aligned(T* at, POLYAMP_CALLER) {
 struct uint4 {
   uint32_t x, y, z, w;
   uint4(uint32_t a, uint32_t b, uint32_t c, uint32_t d) : x(a), y(b), z(c), w(d) {}
-  uint4(const uint4& other, POLYAMP_CALLER) { memcpy(static_cast<void*>(this), aligned(&other, line), sizeof other); }
+  uint4(const uint4& other, POLYAMP_CALLER) { memcpy(static_cast<void*>(this), aligned(&other, file, number), sizeof other); }
   uint4& operator=(const uint4& other) {
     memcpy(static_cast<void*>(aligned(this)), aligned(&other), sizeof other);
     return *this;
@@ -51,23 +52,23 @@ struct uint4 {
 inline uint4 make_uint4(uint32_t x, uint32_t y, uint32_t z, uint32_t w) { return {x, y, z, w}; }
 
 template <class T>
-T __ldg(const T* from, POLYAMP_CALLER) { return *aligned(from, line); }
+T __ldg(const T* from, POLYAMP_CALLER) { return *aligned(from, file, number); }
 template <class T>
-T __ldca(const T* from, POLYAMP_CALLER) { return *aligned(from, line); }
+T __ldca(const T* from, POLYAMP_CALLER) { return *aligned(from, file, number); }
 template <class T>
-T __ldcg(const T* from, POLYAMP_CALLER) { return *aligned(from, line); }
+T __ldcg(const T* from, POLYAMP_CALLER) { return *aligned(from, file, number); }
 template <class T>
-T __ldcs(const T* from, POLYAMP_CALLER) { return *aligned(from, line); }
+T __ldcs(const T* from, POLYAMP_CALLER) { return *aligned(from, file, number); }
 template <class T>
-void __stcg(T* to, const T& value, POLYAMP_CALLER) { memcpy(static_cast<void*>(aligned(to, line)), &value, sizeof value); }
+void __stcg(T* to, const T& value, POLYAMP_CALLER) { memcpy(static_cast<void*>(aligned(to, file, number)), &value, sizeof value); }
 template <class T>
-void __stcs(T* to, const T& value, POLYAMP_CALLER) { memcpy(static_cast<void*>(aligned(to, line)), &value, sizeof value); }
+void __stcs(T* to, const T& value, POLYAMP_CALLER) { memcpy(static_cast<void*>(aligned(to, file, number)), &value, sizeof value); }
 
 // --- threads together ------------------------------------------------------------------------------------------------
 
-inline void __syncthreads(POLYAMP_CALLER) { fiber::barrier(line); }
-inline void __syncwarp(uint32_t mask = ~0u, POLYAMP_CALLER) { fiber::meet(mask, line); }
-inline void __threadfence(POLYAMP_CALLER) { fiber::fence(line); }
+inline void __syncthreads(POLYAMP_CALLER) { fiber::barrier(POLYAMP_LINE); }
+inline void __syncwarp(uint32_t mask = ~0u, POLYAMP_CALLER) { fiber::meet(mask, POLYAMP_LINE); }
+inline void __threadfence(POLYAMP_CALLER) { fiber::fence(POLYAMP_LINE); }
 
 // What a lane has brought; its own where the other would lie outside its segment of the warp.
 template <class T>
@@ -86,31 +87,31 @@ T shuffle(uint32_t mask, T value, int (*source)(int lane, int distance), int dis
 
 template <class T>
 T __shfl_down_sync(uint32_t mask, T value, uint32_t distance, int width = warpSize, POLYAMP_CALLER) {
-  return shuffle(mask, value, [](int lane, int by) { return lane + by; }, distance, width, line);
+  return shuffle(mask, value, [](int lane, int by) { return lane + by; }, distance, width, POLYAMP_LINE);
 }
 template <class T>
 T __shfl_up_sync(uint32_t mask, T value, uint32_t distance, int width = warpSize, POLYAMP_CALLER) {
-  return shuffle(mask, value, [](int lane, int by) { return lane - by; }, distance, width, line);
+  return shuffle(mask, value, [](int lane, int by) { return lane - by; }, distance, width, POLYAMP_LINE);
 }
 template <class T>
 T __shfl_xor_sync(uint32_t mask, T value, int bits, int width = warpSize, POLYAMP_CALLER) {
-  return shuffle(mask, value, [](int lane, int by) { return lane ^ by; }, bits, width, line);
+  return shuffle(mask, value, [](int lane, int by) { return lane ^ by; }, bits, width, POLYAMP_LINE);
 }
 template <class T>
 T __shfl_sync(uint32_t mask, T value, int source, int width = warpSize, POLYAMP_CALLER) {
   const int first = threadIdx.x % warpSize / width * width;
-  return shuffle(mask, value, [](int, int from) { return from; }, first + source % width, width, line);
+  return shuffle(mask, value, [](int, int from) { return from; }, first + source % width, width, POLYAMP_LINE);
 }
 
 inline uint32_t __ballot_sync(uint32_t mask, int holds, POLYAMP_CALLER) {
-  const uint64_t* words = fiber::exchange(mask, holds != 0, line);
+  const uint64_t* words = fiber::exchange(mask, holds != 0, POLYAMP_LINE);
   uint32_t lanes = 0;
   for (int lane = 0; lane < warpSize; ++lane)
     if (mask >> lane & 1) lanes |= static_cast<uint32_t>(words[lane]) << lane;
   return lanes;
 }
-inline int __any_sync(uint32_t mask, int holds, POLYAMP_CALLER) { return __ballot_sync(mask, holds, line) != 0; }
-inline int __all_sync(uint32_t mask, int holds, POLYAMP_CALLER) { return __ballot_sync(mask, holds, line) == mask; }
+inline int __any_sync(uint32_t mask, int holds, POLYAMP_CALLER) { return __ballot_sync(mask, holds, file, number) != 0; }
+inline int __all_sync(uint32_t mask, int holds, POLYAMP_CALLER) { return __ballot_sync(mask, holds, file, number) == mask; }
 
 // Not seen by ThreadSanitizer, which is told of the order that atomics make by fiber::Atomic.
 template <class T, class Next>

@@ -12,7 +12,7 @@ constexpr uint32_t kDevices[] = {2, 6, 10, 264};
 
 uint32_t blocks_for(uint32_t chunks) {
   const uint32_t scattered = chunks * 2654435769u >> 30;
-  return std::clamp(chunks, 1u, kDevices[scattered]);
+  return std::clamp(chunks, 1u, std::min(kDevices[scattered], fiber::most_blocks()));
 }
 
 template <class Table>

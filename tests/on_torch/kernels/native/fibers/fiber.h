@@ -28,6 +28,9 @@ struct Index {
   uint32_t x, y, z;
 };
 
+// How many blocks a launch may have.
+uint32_t most_blocks();
+
 // Runs a kernel in every thread of every block, and returns when all have ended.
 void launch(uint32_t blocks, uint32_t threads, const std::function<void()>& kernel);
 

@@ -69,6 +69,7 @@ class Problem:
         rules: of each group; their type says whether Adam or SGD. Tensors take turns.
         shapes: of the parameters.
         offset: how many elements the memory of each tensor starts after an aligned address.
+        scale: what gradients are multiplied by.
     """
 
     def __init__(
@@ -80,6 +81,7 @@ class Problem:
         device: str = "cpu",
         offset: int = 0,
         max_norm: float = math.inf,
+        scale: float = SCALE,
         config: LossScale | None = None,
         seed: int = 0,
     ) -> None:
@@ -103,8 +105,8 @@ class Problem:
         self.losses: list[Tensor] = []
         self.lrs: list[Tensor] = []
         self.groups = torch.arange(len(shapes)) % len(rules)
-        config = config or LossScale(init=SCALE)
-        self.scale = torch.tensor(SCALE, device=device)
+        config = config or LossScale(init=scale)
+        self.scale = torch.tensor(scale, device=device)
         self.settings = torch.tensor(Settings.of(config, max_norm=max_norm, seed=5), dtype=torch.float64)
         self.stats = torch.zeros(STATS, dtype=torch.float64, device=device)
         self.workspace = torch.zeros(WORKSPACE, dtype=torch.float64, device=device)
@@ -131,7 +133,7 @@ class Problem:
 
     def new_gradients(self) -> None:
         """Random ones, multiplied by the loss scale."""
-        fresh = [torch.randn(param.shape, generator=self.random) * SCALE for param in self.params]
+        fresh = [torch.randn(param.shape, generator=self.random) * self.scale.item() for param in self.params]
         self.grads = [self._place(grad.to(self.dtype)) for grad in fresh]
 
     def statistics(self, operators: Any) -> Tensor:
@@ -169,8 +171,9 @@ class Problem:
 
     def in_float64(self) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
         """Values and moments after one step from here, worked out in float64."""
-        norm = math.sqrt(sum((grad.double() / SCALE).square().sum().item() for grad in self.grads))
-        factor = min(1.0, self.settings[0].item() / (norm + 1e-6)) / SCALE
+        scale = self.scale.item()
+        norm = math.sqrt(sum((grad.double() / scale).square().sum().item() for grad in self.grads))
+        factor = min(1.0, self.settings[0].item() / (norm + 1e-6)) / scale
         outcomes = []
         for index, (grad, value) in enumerate(zip(self.grads, self.values(), strict=True)):
             rule = self.rules[int(self.groups[index])]

@@ -46,6 +46,8 @@ const std::string left_out = variable("POLYAMP_FIBERS_WITHOUT");
 
 bool is_left_out(const Line& line) { return !left_out.empty() && left_out == text(line); }
 
+std::mutex last_words;  // the first block to fail speaks, and ends the program
+
 struct Counts {
   std::atomic<uint64_t> launches{0}, blocks{0}, barriers{0}, shuffles{0};
 
@@ -166,7 +168,7 @@ class Processor {
 
   void barrier(Fiber& fiber, const Line& line) {
     if (waiting_ == 0) meeting_ = &fiber;
-    else if (!(line == meeting_->line)) refuse_line("the barrier of " + text(line), line);
+    else if (!(line == meeting_->line)) refuse(("is at another barrier than " + said(*meeting_)).c_str(), line);
     const uint32_t round = round_;
     ordering::release(&barriers_[round]);
     if (++waiting_ == launch->threads) {
@@ -184,7 +186,7 @@ class Processor {
     if (!(mask >> lane & 1)) refuse("is not in its own mask", line);
     if (warp.arrived == 0) warp.mask = mask, warp.line = line;
     else if (warp.mask != mask) refuse("has another mask than the rest of its warp", line);
-    else if (!(warp.line == line)) refuse(("is here, and others of its warp are at " + text(warp.line)).c_str(), line);
+    else if (!(warp.line == line)) refuse(("is at another shuffle than " + text(warp.line)).c_str(), line);
     uint64_t* const words = warp.words[warp.round];
     words[lane] = word;
     warp.arrived |= 1u << lane;
@@ -293,26 +295,19 @@ class Processor {
     return running->context;
   }
 
-  [[noreturn]] void refuse_line(const std::string& at, const Line& line) {
-    const std::string other = std::to_string(meeting_->thread) + " at that of " + text(meeting_->line);
-    refuse(("is at " + at + ", and thread " + other).c_str(), line);
-  }
-
   [[noreturn]] void report_standstill() {
+    last_words.lock();
     fprintf(stderr, "fibers: block %u stands still:\n", block);
-    for (const auto& fiber : fibers_) {
-      if (fiber->thread >= launch->threads) continue;
-      const bool first = fiber->thread == 0, as_before = !first && same(*fiber, *fibers_[fiber->thread - 1]);
-      if (!as_before) fprintf(stderr, "    from thread %u on: %s\n", fiber->thread, said(*fiber).c_str());
-    }
+    for (uint32_t thread = 0; thread < launch->threads; ++thread)
+      fprintf(stderr, "    %s\n", said(*fibers_[thread]).c_str());
     abort();
   }
 
-  static bool same(const Fiber& one, const Fiber& other) { return said(one) == said(other); }
-
   static std::string said(const Fiber& fiber) {
-    if (fiber.doing == Doing::kEnded) return "ended";
-    return (fiber.doing == Doing::kBarrier ? "waits at the barrier of " : "waits for its warp at ") + text(fiber.line);
+    const std::string thread = "thread " + std::to_string(fiber.thread);
+    if (fiber.doing == Doing::kEnded) return thread + ", which has ended";
+    const char* what = fiber.doing == Doing::kBarrier ? ", which waits at " : ", which waits for its warp at ";
+    return thread + what + text(fiber.line);
   }
 };
 
@@ -386,6 +381,7 @@ Atomic::Atomic(void* address) {
 Atomic::~Atomic() { atomics.clear(); }
 
 void refuse(const char* what, const Line& line) {
+  last_words.lock();
   fprintf(stderr, "fibers: block %u, thread %u %s (%s)\n", block().x, thread().x, what, text(line).c_str());
   abort();
 }

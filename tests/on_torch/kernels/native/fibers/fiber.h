@@ -4,7 +4,7 @@
 // block is next is random. Blocks are taken in random order by a few threads of the system, so that several are at work
 // at once. A kernel that would hang or be undefined on a GPU ends the program with a line that says what and where:
 //
-//     fibers: block 3: thread 0 is at the barrier of kernels.cuh:40, and thread 5 at that of kernels.cuh:23
+//     fibers: block 3, thread 0 is at another barrier than thread 5, which waits at kernels.cuh:23 (kernels.cuh:40)
 //
 // The environment may say
 //     POLYAMP_FIBERS_SEED     a number: which random order

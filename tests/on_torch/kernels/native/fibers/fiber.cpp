@@ -200,8 +200,11 @@ class Processor {
     return words;
   }
 
-  // Other blocks come between: those that ThreadSanitizer watches take longer.
-  void pause() { usleep(random_() % (ordering::kIsWatched ? 8000 : 100)); }
+  // Other blocks come between; long enough for all of them to end where ThreadSanitizer looks for what then goes wrong.
+  void pause() {
+    if (ordering::kIsWatched) usleep(random_() % 8000);
+    else if (random_() % 8 == 0) sched_yield();
+  }
 
   // Of the meeting that the warp of a fiber comes to next.
   void* meeting(const Fiber& fiber) {

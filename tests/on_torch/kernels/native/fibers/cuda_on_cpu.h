@@ -42,7 +42,9 @@ T* aligned(T* at, POLYAMP_CALLER) {
 struct uint4 {
   uint32_t x, y, z, w;
   uint4(uint32_t a, uint32_t b, uint32_t c, uint32_t d) : x(a), y(b), z(c), w(d) {}
-  uint4(const uint4& other, POLYAMP_CALLER) { memcpy(static_cast<void*>(this), aligned(&other, file, number), sizeof other); }
+  uint4(const uint4& other, POLYAMP_CALLER) {
+    memcpy(static_cast<void*>(this), aligned(&other, file, number), sizeof other);
+  }
   uint4& operator=(const uint4& other) {
     memcpy(static_cast<void*>(aligned(this)), aligned(&other), sizeof other);
     return *this;
@@ -60,9 +62,13 @@ T __ldcg(const T* from, POLYAMP_CALLER) { return *aligned(from, file, number); }
 template <class T>
 T __ldcs(const T* from, POLYAMP_CALLER) { return *aligned(from, file, number); }
 template <class T>
-void __stcg(T* to, const T& value, POLYAMP_CALLER) { memcpy(static_cast<void*>(aligned(to, file, number)), &value, sizeof value); }
+void __stcg(T* to, const T& value, POLYAMP_CALLER) {
+  memcpy(static_cast<void*>(aligned(to, file, number)), &value, sizeof value);
+}
 template <class T>
-void __stcs(T* to, const T& value, POLYAMP_CALLER) { memcpy(static_cast<void*>(aligned(to, file, number)), &value, sizeof value); }
+void __stcs(T* to, const T& value, POLYAMP_CALLER) {
+  memcpy(static_cast<void*>(aligned(to, file, number)), &value, sizeof value);
+}
 
 // --- threads together ------------------------------------------------------------------------------------------------
 
@@ -110,8 +116,12 @@ inline uint32_t __ballot_sync(uint32_t mask, int holds, POLYAMP_CALLER) {
     if (mask >> lane & 1) lanes |= static_cast<uint32_t>(words[lane]) << lane;
   return lanes;
 }
-inline int __any_sync(uint32_t mask, int holds, POLYAMP_CALLER) { return __ballot_sync(mask, holds, file, number) != 0; }
-inline int __all_sync(uint32_t mask, int holds, POLYAMP_CALLER) { return __ballot_sync(mask, holds, file, number) == mask; }
+inline int __any_sync(uint32_t mask, int holds, POLYAMP_CALLER) {
+  return __ballot_sync(mask, holds, file, number) != 0;
+}
+inline int __all_sync(uint32_t mask, int holds, POLYAMP_CALLER) {
+  return __ballot_sync(mask, holds, file, number) == mask;
+}
 
 // Not seen by ThreadSanitizer, which is told of the order that atomics make by fiber::Atomic.
 template <class T, class Next>

@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 
 
-def run_tests(file: Path, suite: str, **environment: str) -> str:
-    """Run a file of tests in a process of its own, see it pass, and return what it printed."""
+def run_tests(file: Path, suite: str, *arguments: str | Path, **environment: str) -> str:
+    """Run tests in a process of its own, see them pass, and return what it printed; arguments are those of pytest."""
     run = subprocess.run(
         [
             sys.executable,
@@ -20,6 +20,7 @@ def run_tests(file: Path, suite: str, **environment: str) -> str:
             "-p",
             "no:cacheprovider",
             file,
+            *arguments,
         ],
         env={**os.environ, **environment},
         capture_output=True,

@@ -70,6 +70,7 @@ class Problem:
         shapes: of the parameters.
         offset: how many elements the memory of each tensor starts after an aligned address.
         grad_offset: the same for gradients; None is ``offset``.
+        scale: what gradients are multiplied by.
     """
 
     def __init__(
@@ -82,6 +83,7 @@ class Problem:
         offset: int = 0,
         grad_offset: int | None = None,
         max_norm: float = math.inf,
+        scale: float = SCALE,
         config: LossScale | None = None,
         seed: int = 0,
     ) -> None:
@@ -106,8 +108,8 @@ class Problem:
         self.losses: list[Tensor] = []
         self.lrs: list[Tensor] = []
         self.groups = torch.arange(len(shapes)) % len(rules)
-        config = config or LossScale(init=SCALE)
-        self.scale = torch.tensor(SCALE, device=device)
+        config = config or LossScale(init=scale)
+        self.scale = torch.tensor(scale, device=device)
         self.settings = torch.tensor(Settings.of(config, max_norm=max_norm, seed=5), dtype=torch.float64)
         self.stats = torch.zeros(STATS, dtype=torch.float64, device=device)
         self.workspace = torch.zeros(WORKSPACE, dtype=torch.float64, device=device)
@@ -136,7 +138,7 @@ class Problem:
 
     def new_gradients(self) -> None:
         """Random ones, multiplied by the loss scale."""
-        fresh = [torch.randn(param.shape, generator=self.random) * SCALE for param in self.params]
+        fresh = [torch.randn(param.shape, generator=self.random) * self.scale.item() for param in self.params]
         self.grads = [self._place(grad.to(self.dtype), self.grad_offset) for grad in fresh]
 
     def statistics(self, operators: Any) -> Tensor:
@@ -177,8 +179,9 @@ class Problem:
 
     def in_float64(self) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
         """Values and moments after one step from here, worked out in float64."""
-        norm = math.sqrt(sum((grad.double() / SCALE).square().sum().item() for grad in self.grads))
-        factor = min(1.0, self.settings[0].item() / (norm + 1e-6)) / SCALE
+        scale = self.scale.item()
+        norm = math.sqrt(sum((grad.double() / scale).square().sum().item() for grad in self.grads))
+        factor = min(1.0, self.settings[0].item() / (norm + 1e-6)) / scale
         outcomes = []
         for index, (grad, value) in enumerate(zip(self.grads, self.values(), strict=True)):
             rule = self.rules[int(self.groups[index])]

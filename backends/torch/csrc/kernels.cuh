@@ -11,6 +11,9 @@ namespace polyamp {
 
 constexpr int kBlocksPerMultiprocessor = 2;  // with 512 threads, that leaves 64 registers for each
 #define POLYAMP_KERNEL __global__ __launch_bounds__(polyamp::kThreads, polyamp::kBlocksPerMultiprocessor) void
+#ifndef POLYAMP_PARAMETER  // else whoever runs the kernels on the CPU says how a thread gets its table
+#define POLYAMP_PARAMETER(Table) const __grid_constant__ Table
+#endif
 
 // Whether all other blocks are done, and what they wrote can be seen. For every thread of the block. The ticket counts
 // them and is 0 again after the last.
@@ -56,7 +59,7 @@ __device__ inline void sum_up(const GradTable& table, const Tally& tally) {
   }
 }
 
-POLYAMP_KERNEL grad_stats_kernel(const __grid_constant__ GradTable table) {
+POLYAMP_KERNEL grad_stats_kernel(POLYAMP_PARAMETER(GradTable) table) {
   const float inverse = inverse_of(*table.scale);
   Tally tally;
   uint32_t tensor = 0;
@@ -68,7 +71,7 @@ POLYAMP_KERNEL grad_stats_kernel(const __grid_constant__ GradTable table) {
   sum_up(table, tally);
 }
 
-POLYAMP_KERNEL unscale_clip_kernel(const __grid_constant__ GradTable table) {
+POLYAMP_KERNEL unscale_clip_kernel(POLYAMP_PARAMETER(GradTable) table) {
   __shared__ float factor;  // by one thread: float64 is slow on many GPUs
   if (threadIdx.x == 0) factor = factor_of(*table.scale, table.stats, table.max_norm);
   __syncthreads();
@@ -103,7 +106,7 @@ __device__ void step_block(const StepTable<Rule>& table) {
 }
 
 template <class Rule, class Kept>
-POLYAMP_KERNEL step_kernel(const __grid_constant__ StepTable<Rule> table) {
+POLYAMP_KERNEL step_kernel(POLYAMP_PARAMETER(StepTable<Rule>) table) {
   if (is_applied(table.stats)) step_block<Rule, Kept>(table);
   if (!is_last_block(ticket_in(table.workspace))) return;
   count_steps(table, threadIdx.x, kThreads);

@@ -9,6 +9,8 @@
 #include <string.h>
 
 #ifdef __CUDACC__
+#include <cuda_fp16.h>
+
 #define POLYAMP_EVERYWHERE __host__ __device__ __forceinline__
 #define POLYAMP_UNROLL _Pragma("unroll")  // so that small arrays are registers
 #else
@@ -73,9 +75,7 @@ struct Float16 {
 
   POLYAMP_EVERYWHERE static float widen(uint32_t bits) {
 #ifdef __CUDA_ARCH__
-    float value;
-    asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(static_cast<uint16_t>(bits)));
-    return value;
+    return __half2float(__ushort_as_half(static_cast<uint16_t>(bits)));
 #else
     const uint32_t sign = (bits & 0x8000) << 16, exponent = bits & 0x7c00, rest = bits & 0x7fff;
     if (exponent == 0) return float_of(sign | bits_of(static_cast<float>(rest) * 0x1p-24f));  // the unit of subnormals
@@ -87,9 +87,7 @@ struct Float16 {
   // To nearest, at a tie to even; 65520 and beyond become inf.
   POLYAMP_EVERYWHERE static uint32_t narrow(float value) {
 #ifdef __CUDA_ARCH__
-    uint16_t bits;
-    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(value));
-    return bits;
+    return __half_as_ushort(__float2half_rn(value));
 #else
     const uint32_t sign = bits_of(value) >> 16 & 0x8000, size = bits_of(value) & ~kSign;
     if (size > kInfinity) return sign | 0x7e00;

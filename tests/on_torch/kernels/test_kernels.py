@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from typing import Any
 
 import pytest
@@ -13,7 +12,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from polyamp import LossScale, LossScaleState, advance
-from polyamp.backends.torch.building import extension
 from polyamp.backends.torch.kernels.arguments import SGD, Adam, Settings
 from polyamp.backends.torch.kernels.control import APPLIED, DRAWS, decode
 from polyamp.backends.torch.kernels.operators import SCHEMAS
@@ -28,7 +26,6 @@ from support.torch_operators import (
     SHAPES,
     STORAGES,
     Problem,
-    compiled_operators,
     same,
 )
 
@@ -40,18 +37,6 @@ EXACT = [name for name in STORAGES if name not in BY_CHANCE]
 
 rules = pytest.mark.parametrize("rules", RULES.values(), ids=RULES)
 storages = pytest.mark.parametrize("storage", STORAGES)
-
-
-@pytest.fixture(scope="module")
-def compiled(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    if extension.mode() == "off":
-        pytest.skip("POLYAMP_EXTENSION=off")
-    if extension.available("cuda" if torch.cuda.is_available() else "cpu"):  # what other tests of this process use too
-        return torch.ops.polyamp
-    with pytest.MonkeyPatch.context() as patch:
-        if "POLYAMP_CACHE" not in os.environ:
-            patch.setenv("POLYAMP_CACHE", str(tmp_path_factory.mktemp("extension")))
-        return compiled_operators()
 
 
 @pytest.fixture(params=["reference", "compiled"])

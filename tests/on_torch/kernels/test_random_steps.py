@@ -25,9 +25,8 @@ SPACING = {"float16_by_chance": 2.0**-10, "bfloat16_by_chance": 2.0**-7}  # of w
 class Scattered(Problem):
     """Tensors at random places: of a parameter's streams, some are aligned and others are not."""
 
-    def _place(self, tensor: Tensor) -> Tensor:
-        self.offset = OFFSETS[int(torch.randint(len(OFFSETS), (), generator=self.random))]
-        return super()._place(tensor)
+    def _place(self, tensor: Tensor, offset: int | None = None) -> Tensor:
+        return super()._place(tensor, OFFSETS[int(torch.randint(len(OFFSETS), (), generator=self.random))])
 
 
 def random_adam(chance: random.Random) -> Adam:

@@ -83,7 +83,7 @@ def test_what_there_is_no_time_for_is_left_out_and_said_to_be(tmp_path: Path, ru
 
 
 def test_a_failure_is_told_with_the_end_of_what_it_said(tmp_path: Path, runner: Callable[..., Runner]) -> None:
-    code = "print('x' * 300_000); raise SystemExit('no kernel image')"
+    code = "print('x' * 300_000, flush=True); raise SystemExit('no kernel image')"
     runner(None).run([part("fails", code), part("passes", "")])
     parts = told(tmp_path)
     assert (parts["fails"]["status"], parts["fails"]["code"], parts["passes"]["status"]) == ("failed", 1, "passed")

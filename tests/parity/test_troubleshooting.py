@@ -38,7 +38,7 @@ COMMANDS = [piece for document in DOCUMENTS for piece in shown(document, "sh") i
 
 @pytest.mark.parametrize(("command", "output"), COMMANDS, ids=[command.split(" --")[0] for command, _ in COMMANDS])
 def test_command_prints_what_is_shown(command: str, output: str, tmp_path: Path) -> None:
-    environment = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "2", "PYTHONPATH": str(ROOT / "examples")}
+    environment = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "2", "PYTHONPATH": str(ROOT / "examples"), "XLA_FLAGS": ""}
     script = f"set -- {command.strip().removeprefix('polyamp')} {' '.join(SHORTER.get(command.split()[1], []))}"
     run = f'{script}; exec "{sys.executable}" -m polyamp "$@"'
     done = subprocess.run(

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.gpu
 
 
 class TestTorchOnCuda(Conformance):
-    """By PyTorch's own kernels; by polyamp's in ``test_torch_fused_conformance.py``."""
+    """By PyTorch's own kernels; by polyamp's in ``steps/test_fused_conformance.py``."""
 
     @pytest.fixture(params=[False, True], ids=["unfused", "fused"])
     def harness(self, request: pytest.FixtureRequest) -> TorchHarness:

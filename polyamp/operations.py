@@ -144,6 +144,7 @@ lgamma digamma polygamma igamma beta bessel zeta                    : range
 # linear algebra and transforms
 cholesky qr svd eigh solve inverse lstsq                            : cpu kernels
 lu triangular_solve                 : cpu kernels
+matrix_sqrt                         : cuda cpu kernels
 det matrix_exp schur                : kernels
 fft complex                         : cpu kernels
 # positions need more bits than 16-bit formats have

@@ -128,6 +128,7 @@ OPERATIONS: dict[str, str] = by_native_name(
         "lstsq": "linalg_lstsq",
         "det": "det logdet slogdet linalg_det linalg_slogdet _linalg_det _linalg_slogdet",
         "matrix_exp": "matrix_exp linalg_matrix_exp",
+        "matrix_sqrt": "linalg_matrix_sqrth",  # new in torch 2.15
         "fft": "fft_fft fft_fft2 fft_fftn fft_ifft fft_ifft2 fft_ifftn fft_rfft fft_rfft2 fft_rfftn fft_irfft "
         "fft_irfft2 fft_irfftn fft_hfft fft_ihfft stft istft _fft_c2c _fft_c2r _fft_r2c",
         "complex": "complex polar view_as_complex",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -21,7 +22,7 @@ from support.jax_scenarios import quickly_compiled as quickly_compiled
 
 BF16 = "mixed_bfloat16"
 W = normal(0, 8, 8, scale=0.3)
-HERE = "test_autocast_refusals.py"
+HERE = Path(__file__).name
 
 
 def by_if(x: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import keras
@@ -88,7 +89,7 @@ def test_casts_of_the_users_own() -> None:
 
     casts = found(loss_fn, X).casts
     assert [(cast.native, cast.format) for cast in casts] == [("tf.cast", "float16"), ("tf.cast", "float32")]
-    assert casts[0].where.startswith("mine test_facts.py:")
+    assert casts[0].where.startswith(f"mine {Path(__file__).name}:")
     assert isinstance(casts[0], UserCast)
 
 

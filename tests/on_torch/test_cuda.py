@@ -15,7 +15,7 @@ pytestmark = pytest.mark.gpu
 
 
 class TestTorchOnCuda(Conformance):
-    """By PyTorch's own kernels; by polyamp's in ``test_fused_conformance.py``."""
+    """By PyTorch's own kernels; by polyamp's in ``kernels/test_fused_conformance.py``."""
 
     @pytest.fixture(params=[False, True], ids=["unfused", "fused"])
     def harness(self, request: pytest.FixtureRequest) -> TorchHarness:

@@ -62,13 +62,30 @@ def not_reentrant(fn: Run, *args: Any) -> Any:
     return checkpoint(fn, *args, use_reentrant=False)
 
 
-def gradients(forward: Run, run: Run, policy: polyamp.Policy, *, inside: bool = False) -> list[Tensor]:
-    model, x = Model(), X.clone().requires_grad_()
+class ModelWithRegions(Model):
+    """The checkpointed function enters regions of its own, of which the last node is recorded in another policy."""
+
+    def forward(self, x: Tensor, run: Run) -> Tensor:
+        def fn(x: Tensor) -> Tensor:
+            first = torch.softmax(self.layers[0](x), -1)
+            with autocast(polyamp.policy("mixed_bfloat16", rules={"softmax": "full"})):
+                second = torch.softmax(first, -1)
+            with autocast(polyamp.policy("float32")):
+                third = torch.softmax(self.layers[1](x), -1)
+            with autocast(polyamp.policy("mixed_bfloat16")):
+                return torch.softmax(first * second.to(first.dtype), -1) * third
+
+        result: Tensor = self.head(run(fn, x))
+        return result
+
+
+def gradients(kind: type[Model], run: Run, policy: polyamp.Policy, *, inside: bool = False) -> list[Tensor]:
+    model, x = kind(), X.clone().requires_grad_()
     with torch.no_grad():
         for index, parameter in enumerate(model.parameters()):
             parameter.copy_(torch.sin(torch.arange(parameter.numel()) + index).reshape(parameter.shape) / 3)
     with polyamp.autocast(policy):
-        loss = forward(model, x, run).float().square().sum()
+        loss = model(x, run).float().square().sum()
         if inside:
             loss.backward()
     if not inside:
@@ -76,35 +93,14 @@ def gradients(forward: Run, run: Run, policy: polyamp.Policy, *, inside: bool = 
     return [x.grad, *(parameter.grad for parameter in model.parameters())]
 
 
-def whole(model: Model, x: Tensor, run: Run) -> Tensor:
-    result: Tensor = model(x, run)
-    return result
-
-
-def with_regions_inside(model: Model, x: Tensor, run: Run) -> Tensor:
-    """The checkpointed function enters regions of its own, of which the last node is recorded in another policy."""
-
-    def fn(x: Tensor) -> Tensor:
-        first = torch.softmax(model.layers[0](x), -1)
-        with autocast(polyamp.policy("mixed_bfloat16", rules={"softmax": "full"})):
-            second = torch.softmax(first, -1)
-        with autocast(polyamp.policy("float32")):
-            third = torch.softmax(model.layers[1](x), -1)
-        with autocast(polyamp.policy("mixed_bfloat16")):
-            return torch.softmax(first * second.to(first.dtype), -1) * third
-
-    result: Tensor = model.head(run(fn, x))
-    return result
-
-
 @pytest.mark.parametrize("inside", [False, True], ids=["outside", "inside"])
 @pytest.mark.parametrize("policy", [LOWER, PATHS], ids=["operations", "paths"])
-@pytest.mark.parametrize("forward", [whole, with_regions_inside])
+@pytest.mark.parametrize("kind", [Model, ModelWithRegions])
 @pytest.mark.parametrize("run", [reentrant, not_reentrant])
 def test_gradients_are_those_without_checkpointing(
-    run: Run, forward: Run, policy: polyamp.Policy, inside: bool
+    run: Run, kind: type[Model], policy: polyamp.Policy, inside: bool
 ) -> None:
-    ours, plainly = (gradients(forward, how, policy, inside=inside) for how in (run, plain))
+    ours, plainly = (gradients(kind, how, policy, inside=inside) for how in (run, plain))
     assert all(map(torch.equal, ours, plainly))
 
 
@@ -160,7 +156,7 @@ def test_the_backward_pass_may_be_another_threads(run: Run) -> None:
 def test_what_is_run_again_keeps_no_casts() -> None:
     from polyamp.backends.torch.ambient import regions
 
-    gradients(whole, not_reentrant, PATHS)
+    gradients(Model, not_reentrant, PATHS)
     assert regions.casts_here() is None
 
 

@@ -39,16 +39,18 @@ def native_registry() -> dict[str, set[str]]:
     return {key: {name for name in names if name.startswith("aten::")} for key, names in zip(keys, lists, strict=True)}
 
 
+# Named dimensions too are gone. The square root of matrices is new in torch 2.15, which has no cholesky and qr.
+NOT_IN_ALL = [f"aten::{name}" for name in ("_cudnn_rnn", "cholesky", "linalg_matrix_sqrth", "qr", "rms_norm")]
+
+
 @pytest.mark.parametrize(("device_type", "key"), [("cpu", "AutocastCPU"), ("cuda", "AutocastCUDA")])
 def test_the_lists_are_those_of_the_torch_that_runs(
     native_registry: dict[str, set[str]], device_type: str, key: str
 ) -> None:
-    """Operators may be gone (named dimensions) or only in builds with cuDNN; a new one has to be put into the list."""
+    """Operators may be not yet there, or gone, or only in builds with cuDNN; a new one has to be put into the list."""
     assert native_registry[key] <= known(device_type).keys()
     missing = known(device_type).keys() - native_registry[key]
-    assert all(
-        "imname" in name or ".names" in name or name in ("aten::_cudnn_rnn", "aten::rms_norm") for name in missing
-    )
+    assert all("imname" in name or ".names" in name or name in NOT_IN_ALL for name in missing)
 
 
 def test_every_category_is_explained() -> None:

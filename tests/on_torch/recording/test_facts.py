@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -130,7 +131,7 @@ def test_casts_of_the_users_own_are_known_by_their_lines() -> None:
     model = nn.Sequential(Casting())
     found = facts(lambda: model(X).mean()).casts
     assert [(one.native, one.format) for one in found] == [("Tensor.half", "float16"), ("Tensor.to", "float32")]
-    assert all(one.where.startswith("0 test_facts.py:") and one.where.endswith("(forward)") for one in found)
+    assert all(one.where.startswith(f"0 {Path(__file__).name}:") and one.where.endswith("(forward)") for one in found)
 
 
 def test_autocasts_casts_are_not_the_users() -> None:

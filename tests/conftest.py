@@ -14,6 +14,8 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Generator, Iterator
+from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -46,6 +48,10 @@ ENVIRONMENT = {
     "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
 }
 
+# For CPUs XLA compiles so in a third of the time, into slower code; most programs of the tests run once.
+QUICK_XLA = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+QUICK_XLA_BEFORE_JAX_0_11 = "--xla_cpu_use_fusion_emitters=false"  # a flag that XLA does not know ends the process
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--suite", default=",".join(NEEDS), help=f"comma list of {', '.join(NEEDS)}; all by default")
@@ -67,6 +73,9 @@ def pytest_configure(config: pytest.Config) -> None:
     unknown = _suites(config) - NEEDS.keys()
     if unknown:
         raise pytest.UsageError(f"unknown suites {', '.join(sorted(unknown))}; there are {', '.join(NEEDS)}")
+    runs_jax = "jax" in (*_frameworks(config), os.environ.get("KERAS_BACKEND"))
+    if runs_jax and find_spec("jax") and not config.getoption("--gpu"):
+        os.environ.setdefault("XLA_FLAGS", _quick_xla())
     for name in _frameworks(config):
         try:
             registry.adapter_named(name)
@@ -106,6 +115,11 @@ def _warnings_are_said_anew() -> Iterator[None]:
     forget_warnings()
     yield
     forget_warnings()
+
+
+def _quick_xla() -> str:
+    is_older = tuple(map(int, version("jax").split(".")[:2])) < (0, 11)
+    return f"{QUICK_XLA} {QUICK_XLA_BEFORE_JAX_0_11}" if is_older else QUICK_XLA
 
 
 def _marked(items: list[pytest.Item], name: str) -> list[pytest.Item]:

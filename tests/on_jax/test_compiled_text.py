@@ -173,7 +173,7 @@ def test_program_that_is_compiled_now_is_counted_as_xla_counts_it() -> None:
     """In a process of its own: it sets JAX's platforms."""
     run = subprocess.run(
         [sys.executable, "-c", COMPILE_ONE],
-        env={**os.environ, "PYTHONPATH": str(BENCHMARKS), "PYTHONSAFEPATH": ""},
+        env={**os.environ, "PYTHONPATH": str(BENCHMARKS), "PYTHONSAFEPATH": "", "XLA_FLAGS": ""},
         capture_output=True,
         text=True,
         check=False,

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from functools import cache
 
-from polyamp.backends.torch.unstable import registered_operators
+from polyamp.backends.torch.unstable import all_operators, registered_operators
 
 TORCH_VERSION = "2.15"  # the release whose lists these are
 
@@ -89,6 +89,12 @@ def known(device_type: str) -> dict[str, str]:
     ('full_dtype', 'lower')
     """
     return _LISTS.get(device_type, _SHARED)
+
+
+@cache
+def existing() -> frozenset[str]:
+    """Return the operators of the torch that runs, which has not all that the lists of another release have."""
+    return frozenset(all_operators())
 
 
 @cache

@@ -17,7 +17,7 @@ import torch
 
 from polyamp.backends.torch import unstable
 from polyamp.backends.torch.ambient import boxed, casts
-from polyamp.backends.torch.ambient.native_lists import TORCH_VERSION, category, known, registered
+from polyamp.backends.torch.ambient.native_lists import TORCH_VERSION, category, existing, known, registered
 from polyamp.backends.torch.ambient.regions import DEVICE_TYPES, Region, current, tag_caches
 from polyamp.backends.torch.ambient.weights import library
 from polyamp.backends.torch.operations import canonical
@@ -67,7 +67,7 @@ def _native_names(region: Region, device_type: str) -> Iterator[str]:
         if category(name, device_type) == "promote" and not _has_named_dimensions(name):
             yield name
     if device_type == "cpu" and region.dtype is torch.float16:
-        yield from (name for name in known("cuda") if _as_on_cuda(name))
+        yield from (name for name in known("cuda").keys() & existing() if _as_on_cuda(name))
 
 
 def _as_on_cuda(operator: str) -> str | None:

@@ -117,7 +117,7 @@ def read_assembler(log: str) -> Iterator[Kernel]:
 
     >>> said = "8 bytes spill stores, 4 bytes spill loads\\nUsed 9 registers"
     >>> list(read_assembler(f"Compiling entry function 'k' for 'sm_90'\\n{said}"))
-    [Kernel(name='k', architecture='9.0', registers=9, spills=12, parameters=None, wide=None)]
+    [Kernel(name='k', architecture='9.0', registers=9, spills=12, parameters=None, wide=None, in_flight=None)]
     """
     parts = re.split(_ENTRY, log)
     for name, major, minor, said in zip(*(parts[start::4] for start in range(1, 5)), strict=True):

@@ -81,6 +81,9 @@ class LossScale:
         max: largest scale. 2**24 is Apex's ceiling.
         on_min: what happens at an overflow when the scale is already at ``min``: "warn", "raise" or "ignore".
         max_skips: raise `LossScaleError` after this many skipped steps in a row; None never raises.
+        nonfinite_loss: what happens at a loss that is inf or NaN before it is scaled: "skip" skips the step, warns once
+            and lets training go on; "raise" raises `NonFiniteLossError` where that is known without waiting for a
+            device, else at a later step.
         late_growth: growth one step later than ``interval`` says: "never", "after_overflow" (DeepSpeed: also before
             the first growth), or "always" (flax).
         check: whether gradients are tested at all; False only for `LossScale.none`.
@@ -102,6 +105,7 @@ class LossScale:
     max: float = 2.0**24
     on_min: Literal["warn", "raise", "ignore"] = "warn"
     max_skips: int | None = None
+    nonfinite_loss: Literal["skip", "raise"] = "skip"
     late_growth: Literal["never", "after_overflow", "always"] = "never"
     check: bool = True
 
@@ -109,6 +113,7 @@ class LossScale:
     _COUNTS: ClassVar = ("interval", "hysteresis", "max_skips")
     _CHOICES: ClassVar = {
         "on_min": ("warn", "raise", "ignore"),
+        "nonfinite_loss": ("skip", "raise"),
         "late_growth": ("never", "after_overflow", "always"),
         "consecutive": (False, True),
         "check": (False, True),

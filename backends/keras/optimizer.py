@@ -14,6 +14,7 @@ from polyamp.backends.keras.masters import MasterWeights
 from polyamp.backends.keras.scaler import LossScaler
 from polyamp.backends.keras.settings import check_masters, check_optimizer, loss_scale_of
 from polyamp.backends.keras.unscaled import UnscaledGradients
+from polyamp.choices import check_master_weights
 from polyamp.errors import InvalidValueError, UnsupportedError, UsageError, warn_once
 from polyamp.loss_scale import LossScale
 from polyamp.result import StepResult
@@ -87,6 +88,7 @@ class LossScaledOptimizer(keras.optimizers.LossScaleOptimizer):
         self.scaler = LossScaler(settings, self.add_variable)
         self.dynamic_scale, self.step_counter, *_ = self.scaler.variables
         self.max_grad_norm = norm
+        check_master_weights(master_weights)
         self.master_weights = master_weights
         self._unscaled = UnscaledGradients()
 

@@ -35,7 +35,7 @@ DTYPES: list[Any] = [torch.bfloat16, jnp.bfloat16, jnp.dtype(jnp.bfloat16), tf.b
 @pytest.mark.parametrize("dtype", DTYPES, ids=repr)
 def test_a_dtype_is_a_policy_and_a_format(dtype: Any) -> None:
     assert policy(dtype) == policy("bfloat16")
-    assert policy("float32", compute=dtype, output="float32").compute == "bfloat16"
+    assert policy(param="float32", compute=dtype, output="float32") == policy("mixed_bfloat16")
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.complex64, jnp.int8, tf.string, tf.bool], ids=repr)

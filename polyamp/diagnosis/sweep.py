@@ -298,7 +298,7 @@ def _read(given: Any, *, where: str) -> tuple[float, int | None, int | None]:
         if len(parts) == 2 and not hasattr(skipped, "__int__") and registry.adapter_within(skipped) is not None:
             counted = health(skipped)
             return float(number), counted.skipped, counted.steps
-        return float(number), *(None if count is None else int(count) for count in (skipped, steps))
+        return float(number), _count(skipped), _count(steps)
     except (TypeError, ValueError, OverflowError) as error:
         raise _Unreadable(
             "this is no loss",
@@ -307,6 +307,10 @@ def _read(given: Any, *, where: str) -> tuple[float, int | None, int | None]:
             allowed="a number, a scalar array, (loss, skipped steps[, steps]) or (loss, optimizer)",
             fix="return the final loss, averaged to one number",
         ) from error
+
+
+def _count(given: Any) -> int | None:
+    return None if given is None else int(given)
 
 
 def _checked_scales(scales: Iterable[float]) -> Sequence[float]:

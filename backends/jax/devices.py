@@ -15,7 +15,7 @@ def described(device: jax.Device) -> dict[str, Any]:
     return {
         "name": f"{device.platform}:{device.id} {device.device_kind}",
         "platform": device.platform,
-        "compute_capability": capability,
+        "capability": capability,
         "fast": fast_formats(device.platform, capability),
     }
 

@@ -19,12 +19,17 @@ from polyamp.backends.jax.binding import bound_low, bound_wide
 from polyamp.backends.jax.cells import FLOAT32, WEAK, Cell, declared_value
 from polyamp.backends.jax.dtypes import dtype_of
 from polyamp.backends.jax.higher_order import HANDLERS
-from polyamp.backends.jax.operations import canonical
+from polyamp.backends.jax.operations import OPERATIONS, canonical
 from polyamp.backends.jax.recorder import Recorder
 from polyamp.errors import UnsupportedError
 from polyamp.flow import AS_WRITTEN, Flow, Value, constant, flow
+from polyamp.operations import OPERATIONS as CANONICAL
 from polyamp.policy import Policy
 from polyamp.rules import Decision, Rule, decide, unused
+
+
+IN_FLOAT32 = "autocast to float32"
+_LOWERED = frozenset(name for name, entry in CANONICAL.items() if entry.op_class == "lower")
 
 
 class Interpreter:
@@ -32,7 +37,8 @@ class Interpreter:
 
     Attributes:
         compute: the dtype of ``lower`` operations.
-        lowered: whether any operation ran in it.
+        lowered: whether any operation ran in it, cast or as written.
+        not_lowered: why operations that the table lowers ran in float32, each reason with the first place.
         recorder: takes down what was decided, for a plan; None for a run that only computes.
     """
 
@@ -41,14 +47,15 @@ class Interpreter:
         self.compute = dtype_of(policy.compute)
         self.recorder = recorder
         self.lowered = False
+        self.not_lowered: dict[str, str] = {}
         self._needs_paths = recorder is not None or bool(policy.rules)
         self._decisions: dict[tuple[str, str], Decision] = {}
         self._constants: dict[float, Value] = {}
 
     @property
     def unused_rules(self) -> list[Rule]:
-        """The policy's rules that matched nothing so far."""
-        return unused(self.policy.rules, self._decisions)
+        """The rules that the user wrote and that matched nothing so far."""
+        return unused(self.policy.own_rules, self._decisions)
 
     def run(self, closed: Any, cells: Sequence[Cell], path: str) -> list[Cell]:
         """The outputs of a jaxpr, of which ``path`` are the scopes that it stands in."""
@@ -72,8 +79,8 @@ class Interpreter:
         return self.run(unstable.traced(function, *specs), cells, path)
 
     def _equation(self, equation: Any, cells: list[Cell], path: str) -> list[Cell]:
-        if self._needs_paths:
-            path = "/".join(filter(None, (path, unstable.scopes(equation))))
+        own = unstable.scopes(equation) if self._needs_paths else unstable.island(equation)
+        path = "/".join(filter(None, (path, own)))
         handler = HANDLERS.get(equation.primitive.name)
         results = handler(self, equation, cells, path) if handler else None
         return self._operation(equation, cells, path) if results is None else results
@@ -85,7 +92,11 @@ class Interpreter:
         decision = self._decide(name, path)
         outcome = self._outcome(equation, name, decision, [cell.value for cell in cells if cell.inexact])
         lowers = outcome.format == self.policy.compute
+        if OPERATIONS.get(equation.primitive.name) in _LOWERED:
+            self._note(equation, name, outcome, cells)
         dtype = self.compute if lowers else FLOAT32
+        keeps = lowers and equation.params.get("preferred_element_type") == FLOAT32 and unstable.chose_output(equation)
+        held, value = (FLOAT32, Value("strong", name)) if keeps else (dtype, outcome.output)
         if self.recorder is not None:
             self.recorder.add(equation, name, path, decision, outcome, cells, dtype)
         if outcome.format == AS_WRITTEN:
@@ -93,17 +104,26 @@ class Interpreter:
         else:
             self.lowered = self.lowered or lowers
             with _refusals(equation, decision, dtype):
-                results = bound_low(equation, cells, dtype) if lowers else bound_wide(equation, cells)
+                results = bound_low(equation, cells, dtype, held) if lowers else bound_wide(equation, cells)
         return [
-            _result(variable, result, outcome.output, dtype)
+            _result(variable, result, value, held)
             for variable, result in zip(equation.outvars, results, strict=True)
         ]
 
     def _decide(self, name: str, path: str) -> Decision:
         key = (name, path)
         if key not in self._decisions:
-            self._decisions[key] = decide(self.policy.rules, *key)
+            own = decide(self.policy.rules, *key)
+            self._decisions[key] = Decision("full", IN_FLOAT32) if _is_held(name, path) else own
         return self._decisions[key]
+
+    def _note(self, equation: Any, name: str, outcome: Flow, cells: Sequence[Cell]) -> None:
+        """Take down what became of an operation that the table lowers."""
+        dtypes = {cell.dtype for cell in cells if cell.inexact}
+        if outcome.format == AS_WRITTEN and dtypes and all(dtype.itemsize <= 2 for dtype in dtypes):
+            self.lowered = True
+        elif outcome.format != self.policy.compute and dtypes:
+            self.not_lowered.setdefault(outcome.reason, f"{name} at {unstable.source_line(equation)}")
 
     def _outcome(self, equation: Any, name: str, decision: Decision, inputs: list[Value]) -> Flow:
         if not inputs:
@@ -129,6 +149,12 @@ class Interpreter:
         if magnitude not in self._constants:
             self._constants[magnitude] = constant([magnitude], self.policy.compute)
         return Cell.given(array, declared, self._constants[magnitude])
+
+
+def _is_held(name: str, path: str) -> bool:
+    """Whether an operation stands in a part that the user keeps in float32 by an autocast of its own."""
+    entry = CANONICAL.get(name)
+    return unstable.ISLAND in path and entry is not None and entry.op_class != "keep"
 
 
 def _magnitude(array: Any) -> float:

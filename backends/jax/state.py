@@ -11,7 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from polyamp.errors import UsageError
+from polyamp.errors import StateError, UsageError, warn_once
+from polyamp.backends.jax.refusals import users_level
 from polyamp.limits import report_limits
 from polyamp.loss_scale import TYPES, LossScale, LossScaleState
 from polyamp.result import StepResult
@@ -109,6 +110,8 @@ def find_state(holder: Any) -> LossScaleOptState:
     if len(found) == 1:
         if found[0].config.check and _accumulates_before(holder):
             raise _accumulated_unchecked()
+        if found[0].config.check and (before := _standing_before(holder)):
+            warn_once(_SEES_SCALED.format(before), stacklevel=users_level())
         return found[0]
     raise UsageError(
         "several states of wrapped optimizers in here" if found else "no state of a wrapped optimizer in here",
@@ -127,6 +130,34 @@ def _accumulates_before(holder: Any) -> bool:
         return False
     nodes = jax.tree.leaves(holder, is_leaf=lambda node: isinstance(node, optax.MultiStepsState | LossScaleOptState))
     return any(isinstance(node, optax.MultiStepsState) and holds_state(node) for node in nodes)
+
+
+def _standing_before(holder: Any) -> str:
+    """States of what stands before the wrapped optimizer in ``optax.chain`` or ``named_chain``, as far as they tell."""
+    found: list[str] = []
+
+    def look(node: Any) -> bool:
+        states = list(node.values()) if type(node) is dict else node if type(node) is tuple else ()
+        own = next((index for index, state in enumerate(states) if _is_state(state)), 0)
+        named = ("EmptyState",) if type(node) is dict else ()
+        found.extend(type(state).__name__ for state in states[:own] if _is_optax_state(state, named))
+        return _is_state(node)
+
+    jax.tree.leaves(holder, is_leaf=look)
+    return ", ".join(dict.fromkeys(found))
+
+
+def _is_optax_state(state: object, named: tuple[str, ...]) -> bool:
+    """Whether this is the state of one optax transformation, with one of these names if there are any."""
+    is_one = isinstance(state, tuple) and type(state).__module__.partition(".")[0] == "optax"
+    return is_one and (not named or type(state).__name__ in named)
+
+
+_SEES_SCALED = (
+    "a transformation stands before the wrapped optimizer in optax.chain (its state: {}): it gets gradients that are "
+    "still multiplied by the loss scale, so that clipping, noise and weight decay there are wrong. Wrap the whole "
+    "chain, polyamp.wrap_optimizer(optax.chain(...), policy), or clip by its max_grad_norm=."
+)
 
 
 def _accumulated_unchecked() -> UsageError:
@@ -211,12 +242,26 @@ def load_loss_scale(holder: Any, saved: Mapping[str, Any]) -> Any:
         UsageError: ``holder`` holds no state of a wrapped optimizer, or several.
     """
     old = find_state(holder)
-    values = old.config.from_state_dict(saved)
+    values = _counted(old.config.from_state_dict(saved))
     names = old._fields[: len(values)]
     new = old._replace(
         **{n: jax.tree.map(_filled_with(v), getattr(old, n)) for n, v in zip(names, values, strict=True)}
     )
     return jax.tree.map(lambda leaf: new if _is_state(leaf) else leaf, holder, is_leaf=_is_state)
+
+
+def _counted(values: LossScaleState) -> LossScaleState:
+    """A state that JAX's 32-bit counters can hold."""
+    large = [f"{name} = {value}" for name, value in values._asdict().items() if type(value) is int and abs(value) >= 2**31]
+    if large:
+        raise StateError(
+            "the saved state counts further than JAX does",
+            where="load_loss_scale(opt_state, saved)",
+            found=", ".join(large),
+            allowed="counters below 2**31",
+            fix="set those counters to 0: only reports look at them",
+        )
+    return values
 
 
 def _filled_with(value: float) -> Callable[[jax.Array], jax.Array]:

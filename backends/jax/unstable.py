@@ -84,6 +84,19 @@ def bound(equation: Any, arrays: Sequence[Any], params: dict[str, Any] | None = 
     return list(results) if primitive.multiple_results else [results]
 
 
+def batching_rule(equation: Any) -> tuple[Any, Callable[..., tuple[list[Any], list[bool]]]]:
+    """What a function with its own rule for ``vmap`` computes, and that rule on flat arrays: outputs, and which are batched."""
+    params = equation.params
+    in_tree = params["in_tree"]
+
+    def rule(size: int, batched: Sequence[bool], *arrays: Any) -> tuple[list[Any], list[bool]]:
+        given, told = (jax.tree.unflatten(in_tree, each) for each in (arrays, batched))
+        outputs, are_batched = params["rule"](size, list(told), *given)
+        return jax.tree.leaves(outputs), jax.tree.leaves(are_batched)
+
+    return params["call"], rule
+
+
 def _call_parts(equation: Any) -> tuple[dict[str, Any], Sequence[Any]]:
     """Parameters to bind a call with, and functions to give before its arguments; since 0.10 they are parameters."""
     parts = equation.primitive.get_bind_params(equation.params)
@@ -126,6 +139,15 @@ def scopes(equation: Any) -> str:
             path = group if path == group[: len(path)] else path + group
             group = []
     return "/".join(path)
+
+
+ISLAND = "polyamp_float32"  # the scope of what an autocast to float32 keeps out of any other around it
+
+
+def island(equation: Any) -> str:
+    """`ISLAND` where that is among the named scopes of an equation; else empty."""
+    stack = equation.source_info.name_stack.stack
+    return ISLAND if any(entry.name == ISLAND for entry in stack) else ""
 
 
 def library_function(equation: Any) -> str:
@@ -244,4 +266,23 @@ def users_cast(equation: Any) -> str:
     return ""
 
 
+def chose_output(equation: Any) -> bool:
+    """Whether a program gave a product's ``preferred_element_type`` itself: ``jax.numpy`` always does, others only if told.
+
+    Who called for a product is only in its traceback.
+    """
+    traceback = equation.source_info.traceback
+    called = False
+    for frame in traceback.frames if traceback else ():
+        if "/jax/_src/lax/" in frame.file_name:
+            called = called or frame.function_name in _PRODUCTS
+        elif "/jax/_src/" not in frame.file_name:
+            return called
+        elif any(part in frame.file_name for part in _CALLERS):
+            return False
+    return False
+
+
+_PRODUCTS = ("dot_general", "dot", "conv_general_dilated", "ragged_dot", "ragged_dot_general", "batch_matmul")
+_CALLERS = ("/jax/_src/numpy/", "/jax/_src/nn/", "/jax/_src/scipy/")
 _NOT_USERS = ("/jax/_src/", "/jax/numpy/", "/polyamp/backends/", "/backends/jax/")

@@ -193,9 +193,9 @@ def _report(interpreter: Interpreter, name: str) -> None:
             "docs/operations.md) nor a named scope or module. polyamp.explain lists what there is.",
             stacklevel=users_level(),
         )
-    if not interpreter.lowered and set(interpreter.not_lowered) != {IN_FLOAT32}:
+    if not interpreter.noted.lowered and set(interpreter.noted.not_lowered) != {IN_FLOAT32}:
         warn_once(
-            f"autocast to {policy.compute} changed nothing in {name}: {_why_nothing(interpreter.not_lowered)}. "
+            f"autocast to {policy.compute} changed nothing in {name}: {_why_nothing(interpreter.noted.not_lowered)}. "
             "polyamp.explain gives the reason for each operation.",
             stacklevel=users_level(),
         )

@@ -27,9 +27,13 @@ _CARRIED = Value("strong", AFTER_LOOP.removeprefix("after "))
 
 
 def _jit(run: Interpreter, equation: Any, cells: list[Cell], path: str) -> list[Cell]:
-    """Its equations in its place; where it places or donates its arguments it stays, and so do its types."""
+    """Its equations in its place, or a call of them where it is called several times.
+
+    Where it places or donates its arguments it stays, and so do its types.
+    """
     if unstable.is_plain_jit(equation.params):
-        return run.run(equation.params["jaxpr"], cells, path)
+        called = equation.params["jaxpr"]
+        return run.calls.results(run, equation, cells, path) if run.calls.repeat(called) else run.run(called, cells, path)
     inner = held_as_declared(cells)
     outputs: list[Cell] = []
 

@@ -16,6 +16,7 @@ import numpy as np
 
 from polyamp.backends.jax import unstable
 from polyamp.backends.jax.binding import bound_low, bound_wide
+from polyamp.backends.jax.calls import Calls
 from polyamp.backends.jax.cells import FLOAT32, WEAK, Cell, declared_value
 from polyamp.backends.jax.dtypes import dtype_of
 from polyamp.backends.jax.higher_order import HANDLERS
@@ -32,13 +33,28 @@ IN_FLOAT32 = "autocast to float32"
 _LOWERED = frozenset(name for name, entry in CANONICAL.items() if entry.op_class == "lower")
 
 
+class Noted:
+    """What there is to report of a run.
+
+    Attributes:
+        lowered: whether any operation ran in the compute format, cast or as written.
+        not_lowered: why operations that the table lowers ran in float32, each reason with the first place.
+        decisions: the class of each operation at each path.
+    """
+
+    def __init__(self) -> None:
+        self.lowered = False
+        self.not_lowered: dict[str, str] = {}
+        self.decisions: dict[tuple[str, str], Decision] = {}
+
+
 class Interpreter:
     """One run of a program under a policy.
 
     Attributes:
         compute: the dtype of ``lower`` operations.
-        lowered: whether any operation ran in it, cast or as written.
-        not_lowered: why operations that the table lowers ran in float32, each reason with the first place.
+        noted: what there is to report of the operations so far.
+        calls: the functions that the program calls more than once; they are rewritten once, unless there is a recorder.
         recorder: takes down what was decided, for a plan; None for a run that only computes.
     """
 
@@ -46,16 +62,31 @@ class Interpreter:
         self.policy = policy
         self.compute = dtype_of(policy.compute)
         self.recorder = recorder
-        self.lowered = False
-        self.not_lowered: dict[str, str] = {}
+        self.noted = Noted()
+        self.calls = Calls()
         self._needs_paths = recorder is not None or bool(policy.rules)
-        self._decisions: dict[tuple[str, str], Decision] = {}
         self._constants: dict[float, Value] = {}
 
     @property
     def unused_rules(self) -> list[Rule]:
         """The rules that the user wrote and that matched nothing so far."""
-        return unused(self.policy.own_rules, self._decisions)
+        return unused(self.policy.own_rules, self.noted.decisions)
+
+    def apart(self) -> Interpreter:
+        """One for the same policy that takes down its own notes."""
+        other = Interpreter(self.policy)
+        other.calls = self.calls
+        return other
+
+    def note(self, noted: Noted) -> None:
+        """Take over what another one took down."""
+        self.noted.lowered = self.noted.lowered or noted.lowered
+        self.noted.not_lowered = noted.not_lowered | self.noted.not_lowered
+        self.noted.decisions.update(noted.decisions)
+
+    def place(self, path: str) -> str:
+        """As much of a path as decisions depend on."""
+        return path if self._needs_paths else unstable.ISLAND if unstable.ISLAND in path else ""
 
     def run(self, closed: Any, cells: Sequence[Cell], path: str) -> list[Cell]:
         """The outputs of a jaxpr, of which ``path`` are the scopes that it stands in."""
@@ -102,7 +133,7 @@ class Interpreter:
         if outcome.format == AS_WRITTEN:
             results = unstable.bound(equation, [cell.restored() for cell in cells])
         else:
-            self.lowered = self.lowered or lowers
+            self.noted.lowered = self.noted.lowered or lowers
             with _refusals(equation, decision, dtype):
                 results = bound_low(equation, cells, dtype, held) if lowers else bound_wide(equation, cells)
         return [
@@ -112,18 +143,18 @@ class Interpreter:
 
     def _decide(self, name: str, path: str) -> Decision:
         key = (name, path)
-        if key not in self._decisions:
+        if key not in self.noted.decisions:
             own = decide(self.policy.rules, *key)
-            self._decisions[key] = Decision("full", IN_FLOAT32) if _is_held(name, path) else own
-        return self._decisions[key]
+            self.noted.decisions[key] = Decision("full", IN_FLOAT32) if _is_held(name, path) else own
+        return self.noted.decisions[key]
 
     def _note(self, equation: Any, name: str, outcome: Flow, cells: Sequence[Cell]) -> None:
         """Take down what became of an operation that the table lowers."""
         dtypes = {cell.dtype for cell in cells if cell.inexact}
-        if outcome.format == AS_WRITTEN and dtypes and all(dtype.itemsize <= 2 for dtype in dtypes):
-            self.lowered = True
+        if outcome.format == AS_WRITTEN and any(dtype.itemsize <= 2 for dtype in dtypes):  # so the user wrote it
+            self.noted.lowered = True
         elif outcome.format != self.policy.compute and dtypes:
-            self.not_lowered.setdefault(outcome.reason, f"{name} at {unstable.source_line(equation)}")
+            self.noted.not_lowered.setdefault(outcome.reason, f"{name} at {unstable.source_line(equation)}")
 
     def _outcome(self, equation: Any, name: str, decision: Decision, inputs: list[Value]) -> Flow:
         if not inputs:

@@ -48,6 +48,8 @@ class Program:
     def run(self, interpreter: Interpreter, arrays: Sequence[Any]) -> list[Any]:
         """The arrays of the results, in their declared types."""
         jaxpr, _ = unstable.opened(self.closed)
+        if interpreter.recorder is None:
+            interpreter.calls.count(self.closed)
         cells = [Cell.given(array, unstable.dtype_in(var)) for array, var in zip(arrays, jaxpr.invars, strict=True)]
         outputs = interpreter.run(self.closed, cells, "")
         return [_as_traced(cell, variable) for cell, variable in zip(outputs, jaxpr.outvars, strict=True)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from typing import Any
 
 import jax
@@ -12,7 +13,10 @@ import optax
 import pytest
 
 import polyamp
+import polyamp.backends.jax as amp
 from polyamp import current_policy, scale_loss, value_and_grad
+
+pytestmark = pytest.mark.filterwarnings("ignore:autocast to .* changed nothing")  # these losses are of no products
 
 SCALE = 2.0**8
 POLICY = polyamp.policy("mixed_float16", loss_scale=polyamp.LossScale(init=SCALE))
@@ -135,9 +139,8 @@ BAD_LOSSES = {
     "vector": (jnp.ones(3), polyamp.InvalidValueError),
     "pair": ((jnp.float32(1), jnp.float32(2)), polyamp.InvalidTypeError),
     "none": (None, polyamp.InvalidTypeError),
-    "inf": (jnp.float32(jnp.inf), polyamp.NonFiniteLossError),
-    "nan": (jnp.float16(jnp.nan), polyamp.NonFiniteLossError),
 }
+NON_FINITE = {"inf": jnp.float32(jnp.inf), "-inf": jnp.float32(-jnp.inf), "nan": jnp.float16(jnp.nan)}
 
 
 @pytest.mark.parametrize("name", BAD_LOSSES)
@@ -156,6 +159,42 @@ def test_bad_losses_are_refused_while_tracing(name: str) -> None:
         jax.jit(lambda w: value_and_grad(loss_returning(value), POLICY)(STATE, {"w": w}))(jnp.ones(4))
 
 
+@pytest.mark.parametrize("name", NON_FINITE)
+def test_a_loss_that_is_not_finite_skips_the_step_with_one_warning(name: str) -> None:
+    """Also where its gradients are finite, as those of a loss plus inf are."""
+    params = {"w": PARAMS["w"]}
+    state = TX.init(params)
+    with pytest.warns(polyamp.PolyampWarning, match="not finite before scaling: a smaller loss scale cannot help"):
+        loss, grads = value_and_grad(loss_returning(NON_FINITE[name]), POLICY)(state, params)
+    new, state = amp.apply_gradients(TX, grads, state, params)
+    assert not np.isfinite(loss)
+    assert not state.last_step
+    assert new["w"].tolist() == params["w"].tolist()
+    with warnings.catch_warnings(record=True) as again:
+        warnings.simplefilter("always")
+        value_and_grad(loss_returning(NON_FINITE[name]), POLICY)(state, params)
+    assert not again
+
+
+@pytest.mark.parametrize("name", NON_FINITE)
+def test_a_scaled_loss_that_is_not_finite_has_gradients_that_are_not(name: str) -> None:
+    loss = NON_FINITE[name]
+    assert not np.isfinite(jax.grad(lambda w: scale_loss(w + loss, STATE))(jnp.float32(1)))
+    with pytest.warns(polyamp.PolyampWarning, match="not finite"):
+        assert not np.isfinite(scale_loss(loss, STATE))
+
+
+@pytest.mark.parametrize("name", NON_FINITE)
+def test_a_loss_that_is_not_finite_raises_where_that_is_asked_for(name: str) -> None:
+    state = polyamp.wrap_optimizer(
+        optax.sgd(0.1), POLICY, loss_scale=polyamp.LossScale(nonfinite_loss="raise")
+    ).init(PARAMS)
+    with pytest.raises(polyamp.NonFiniteLossError, match=r"polyamp\.diagnose"):
+        value_and_grad(loss_returning(NON_FINITE[name]), POLICY)(state, PARAMS)
+    with pytest.raises(polyamp.NonFiniteLossError):
+        scale_loss(NON_FINITE[name], state)
+
+
 def test_non_finite_loss_inside_jit_skips_the_step_and_shows_itself() -> None:
     @jax.jit
     def step(w: Any, opt_state: Any) -> Any:
@@ -169,7 +208,7 @@ def test_non_finite_loss_inside_jit_skips_the_step_and_shows_itself() -> None:
 
 def test_without_scaling_a_non_finite_loss_is_not_looked_at() -> None:
     opt_state = polyamp.wrap_optimizer(optax.sgd(0.1), "float32").init(PARAMS)
-    loss, _ = value_and_grad(loss_returning(BAD_LOSSES["inf"][0]), "float32")(opt_state, PARAMS)
+    loss, _ = value_and_grad(loss_returning(NON_FINITE["inf"]), "float32")(opt_state, PARAMS)
     assert np.isinf(loss)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from polyamp.backends.jax import unstable
+from polyamp.backends.jax import regions, unstable
 from polyamp.backends.jax.devices import check_format
 from polyamp.backends.jax.interpreter import IN_FLOAT32, Interpreter
 from polyamp.backends.jax.modules import as_pure
@@ -99,18 +99,27 @@ def explain(fn: Callable[..., Any], *args: Any, policy: Policy | str | None = No
     """
     chosen = make_policy(policy)
     check_format(chosen.compute)
-    pure, args, kwargs, _ = as_pure(fn, args, kwargs)
-    program = Program(pure, args, kwargs)
-    recorder = Recorder()
+    with regions.seen() as own:
+        program = _traced(fn, args, kwargs)
+    if own.found and unstable.has_backward(program.closed):
+        return regions.plan_of_step(program.closed, own)
+    recorder = Recorder(own)
     interpreter = Interpreter(chosen, recorder)
     jax.eval_shape(lambda arrays: program.run(interpreter, arrays), program.specs)
+    with regions.left_out():
+        plain = _traced(fn, args, kwargs) if own.found else program
     return Plan(
         str(chosen),
         tuple(recorder.operations),
         program.bytes_saved(lambda arrays: program.run(Interpreter(chosen), arrays)),
-        program.bytes_saved(program.as_traced),
-        tuple(rule.pattern for rule in interpreter.unused_rules),
+        plain.bytes_saved(plain.as_traced),
+        tuple(own.unused_rules(chosen, [interpreter.noted])),
     )
+
+
+def _traced(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Program:
+    pure, args, kwargs, _ = as_pure(fn, args, kwargs)
+    return Program(pure, args, kwargs)
 
 
 class Rewritten:
@@ -169,10 +178,12 @@ def _autocasted(
     fn: Callable[..., Any], policy: Policy, args: tuple[Any, ...], kwargs: dict[str, Any], *, name: str | None
 ) -> Any:
     check_format(policy.compute)
-    if policy.compute == "float32":
+    if policy.compute == "float32" or regions.are_left_out():
         return fn(*args, **kwargs)
     pure, args, kwargs, accept = as_pure(fn, args, kwargs)
-    program = Program(pure, args, kwargs)
+    program, shown = Program(pure, args, kwargs), regions.current()
+    if shown is not None:
+        return accept(program.results(shown.run(policy, program)))
     interpreter = Interpreter(policy)
     results = accept(program.results(program.run(interpreter, program.arrays)))
     if name is not None:

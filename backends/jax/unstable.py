@@ -6,8 +6,9 @@ parameters of primitives; where releases differ, it is handled here and nowhere 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import jax
@@ -148,6 +149,37 @@ def island(equation: Any) -> str:
     """`ISLAND` where that is among the named scopes of an equation; else empty."""
     stack = equation.source_info.name_stack.stack
     return ISLAND if any(entry.name == ISLAND for entry in stack) else ""
+
+
+def without_island(path: str) -> str:
+    """A path of scopes without `ISLAND`, as the user knows it.
+
+    >>> without_island("body/polyamp_float32/dense")
+    'body/dense'
+    """
+    return "/".join(part for part in path.split("/") if part not in ("", ISLAND))
+
+
+_TRACED = getattr(jax, "make_user_context", lambda default: lambda value: nullcontext())(None)  # JAX 0.9 has it not
+_TRACES = itertools.count()
+
+
+def traced_anew() -> AbstractContextManager[None]:
+    """What is traced in here is traced by its Python function, though ``jax.jit`` keeps an earlier trace of it."""
+    context: AbstractContextManager[None] = _TRACED(next(_TRACES))
+    return context
+
+
+def users_line(equation: Any) -> str:
+    """The innermost line of the user's own program that an equation comes from, such as ``train.py:12``.
+
+    Unlike `source_line` it passes over optax, flax and polyamp.
+    """
+    traceback = equation.source_info.traceback
+    for frame in traceback.frames if traceback else ():
+        if not any(part in frame.file_name for part in _LIBRARIES):
+            return f"{frame.file_name.replace(chr(92), '/').rpartition('/')[2]}:{frame.line_num}"
+    return source_line(equation)
 
 
 def library_function(equation: Any) -> str:
@@ -295,4 +327,9 @@ def chose_output(equation: Any) -> bool:
 
 _PRODUCTS = ("dot_general", "dot", "conv_general_dilated", "ragged_dot", "ragged_dot_general", "batch_matmul")
 _CALLERS = ("/jax/_src/numpy/", "/jax/_src/nn/", "/jax/_src/scipy/")
+_LIBRARIES = (
+    *(f"/{name}/" for name in ("jax", "jaxlib", "optax", "flax", "equinox", "haiku", "chex", "polyamp/backends")),
+    "/backends/jax/",
+    "/lib/python3.",
+)
 _NOT_USERS = ("/jax/_src/", "/jax/numpy/", "/polyamp/backends/", "/backends/jax/")

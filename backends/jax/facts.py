@@ -16,11 +16,13 @@ from polyamp.backends.jax.equations import Equation, walk
 from polyamp.backends.jax.modules import as_pure
 from polyamp.backends.jax.operations import OPERATIONS
 from polyamp.backends.jax.program import Program
+from polyamp.backends.jax.scaling import Found, found_in
 from polyamp.backends.jax.state import LossScaleOptState, holds_state
 from polyamp.backends.jax.step import Step
 from polyamp.diagnosis.facts import ClassLoss, Facts, OptimizerState, Product, UserCast
 from polyamp.errors import UsageError
 from polyamp.flow import AS_WRITTEN
+from polyamp.loss_scale import LossScale
 from polyamp.plan import Plan
 from polyamp.policy import Policy
 
@@ -40,7 +42,7 @@ def facts(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], policy:
     (('w',), ['astype'], {'m': 8, 'n': 2, 'k': 4})
     """
     holder = (optimizer, args, dict(kwargs))
-    plan, equations = _traced(target, args, dict(kwargs), policy)
+    plan, equations, scaling = _traced(target, args, dict(kwargs), policy)
     return Facts(
         "jax",
         policy,
@@ -53,23 +55,38 @@ def facts(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], policy:
         tuple(_products(equations, plan)),
         tuple(_losses(equations)),
         tuple(described(device) for device in jax.local_devices()),
+        scaling.unscaled,
+        scaling.clipped,
     )
 
 
 Equations = list[Equation]
 
 
-def _traced(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], policy: Policy) -> tuple[Plan | None, Equations]:
-    """The plan, and the equations as the function was written; nothing where JAX cannot trace it."""
+def _traced(
+    fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], policy: Policy
+) -> tuple[Plan | None, Equations, Found]:
+    """The plan, the equations as the function was written, and how it scales; nothing where JAX cannot trace it."""
     if not (callable(fn) and (args or kwargs)):
-        return None, []
+        return None, [], Found((), ())
     try:
         with policy:
             pure, own_args, own_kwargs, _ = as_pure(fn, args, kwargs)
             program = Program(pure, own_args, own_kwargs)
-        return explain(fn, *args, policy=policy, **kwargs), list(walk(program.closed))
+        found = found_in(program.closed, _scales(program.arrays, (args, kwargs)))
+        return explain(fn, *args, policy=policy, **kwargs), list(walk(program.closed)), found
     except UsageError:  # it branches on a value, for example
-        return None, []
+        return None, [], Found((), ())
+
+
+def _scales(arrays: Sequence[Any], holder: Any) -> list[int]:
+    """Which arguments are loss scales that gradients are to be multiplied by."""
+    scales = [state.scalars.scale for state in _states(holder) if _scales_losses(state.config)]
+    return [index for index, array in enumerate(arrays) if any(array is scale for scale in scales)]
+
+
+def _scales_losses(config: LossScale) -> bool:
+    return config.check and not (config.min == config.max == 1)
 
 
 def _casts(equations: Equations) -> Iterator[UserCast]:

@@ -78,6 +78,10 @@ class JaxAdapter:
         """See `polyamp.backends.jax.scale_loss`."""
         return gradients.scale_loss(loss, holder)
 
+    def holds_loss_scale(self, tree: Any) -> bool:
+        """Whether the state of a wrapped optimizer is in a pytree: states are values here, and each step gives a new one."""
+        return state.holds_state(tree)
+
     def loss_scale_of(self, holder: Any) -> tuple[LossScale, LossScaleState]:
         """See `polyamp.backends.jax.state.loss_scale_of`."""
         return state.loss_scale_of(holder)

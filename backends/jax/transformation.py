@@ -14,9 +14,6 @@ from polyamp.loss_scale import LossScale
 from polyamp.refusals import no_optimizer, wrapped_already
 
 
-_LARGEST = 2**31 - 1
-
-
 class LossScaled(optax.GradientTransformationExtraArgs):  # type: ignore[misc]  # optax has no types
     """What `polyamp.wrap_optimizer` gives for an optax optimizer; itself an optax ``(init, update)`` pair.
 
@@ -53,23 +50,9 @@ def wrap(
         raise no_optimizer(tx, allowed="optax.GradientTransformation, such as optax.adam(1e-3)")
     check_master_weights(master_weights)
     masters = master_weights is not False
-    inner, settings = optax.with_extra_args_support(tx), _settings(config)
+    inner, settings = optax.with_extra_args_support(tx), config.in_float32()  # as the state's scalars are
     step = Step(inner, settings, max_grad_norm, axis_name, masters, _known(skip))
     return LossScaled(step.init, step.update)
-
-
-def _settings(config: LossScale) -> LossScale:
-    """The settings as the state's float32 and int32 scalars hold them."""
-    for name in ("interval", "hysteresis"):
-        if getattr(config, name) > _LARGEST:
-            raise InvalidValueError(
-                f"the loss-scale setting {name} is larger than JAX counts",
-                where=f"wrap_optimizer(loss_scale=LossScale({name}=...))",
-                found=getattr(config, name),
-                allowed=f"at most {_LARGEST}",
-                fix="choose a smaller one; LossScale.fixed(scale) never moves",
-            )
-    return config.in_float32()
 
 
 def _known(skip: Skip) -> Skip:

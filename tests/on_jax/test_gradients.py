@@ -221,3 +221,74 @@ def test_aux_that_is_missing_is_told() -> None:
 def test_state_without_one_loss_scale_is_refused(state: Any) -> None:
     with pytest.raises(polyamp.UsageError, match="wrap the outermost optimizer"):
         value_and_grad(mean_product, POLICY)(state, PARAMS, 1.0)
+
+
+# Which arguments are differentiated.
+
+
+def two_factors(a: Any, x: Any, b: Any = None) -> jax.Array:
+    return jnp.square(x @ a["w"] @ b["w"]).mean()
+
+
+def factors() -> tuple[Any, Any, Any]:
+    return {"w": jnp.ones((4, 3)), "name": "a"}, jnp.full((2, 4), 0.5), {"w": jnp.full((3, 1), 2.0)}
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("argnums", [0, 1, 2, -1, (0,), (0, 2), (2, 0), [0, 2], (0, 1, 2)])
+def test_argnums_are_those_of_jax(argnums: Any, compiled: bool) -> None:
+    a, x, b = factors()
+    plain_args = ({"w": a["w"]}, x, b)
+    loss, grads = jax.value_and_grad(two_factors, tuple(argnums) if isinstance(argnums, list) else argnums)(*plain_args)
+    run = amp.value_and_grad(two_factors, POLICY, argnums=argnums)
+    found_loss, found = (
+        jax.jit(lambda w, x, b: run(STATE, {"w": w}, x, b))(a["w"], x, b) if compiled else run(STATE, *plain_args)
+    )
+    assert float(found_loss) == pytest.approx(float(loss), rel=1e-3)
+    assert jax.tree.structure(found) == jax.tree.structure(grads)
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(grads), strict=True):
+        np.testing.assert_allclose(one / SCALE, other, rtol=1e-2)
+
+
+def test_what_is_no_array_has_no_gradient_in_any_argument() -> None:
+    _, (of_a, of_b) = amp.value_and_grad(two_factors, POLICY, argnums=(0, 2))(STATE, *factors())
+    assert of_a["name"] is None
+    assert of_b["w"].shape == (3, 1)
+
+
+@pytest.mark.parametrize("argnums", [3, -4, (0, 3), (0, 0), (0, -3)])
+def test_positions_that_are_none_are_refused(argnums: Any) -> None:
+    with pytest.raises(polyamp.InvalidValueError, match="argnums"):
+        amp.value_and_grad(two_factors, POLICY, argnums=argnums)(STATE, *factors())
+
+
+@pytest.mark.parametrize("argnums", ["a", 1.0, None, (), ("a",), True])
+def test_argnums_that_are_no_integers_are_refused(argnums: Any) -> None:
+    with pytest.raises(polyamp.InvalidTypeError, match="argnums"):
+        amp.value_and_grad(two_factors, POLICY, argnums=argnums)
+
+
+# Gradients that are not those of the parameters.
+
+TREES = {
+    "missing": {"w": jnp.ones(2)},
+    "another name": {"w": jnp.ones(2), "c": jnp.ones(3)},
+    "one more": {"w": jnp.ones(2), "b": jnp.ones(3), "c": jnp.ones(1)},
+    "a list": [jnp.ones(2), jnp.ones(3)],
+    "an array": jnp.ones(2),
+}
+
+
+@pytest.mark.parametrize("step", ["update", "apply_gradients", "compiled"])
+@pytest.mark.parametrize("name", TREES)
+def test_a_gradient_tree_of_another_structure_is_refused(name: str, step: str) -> None:
+    params = {"w": jnp.ones(2), "b": jnp.ones(3)}
+    tx = polyamp.wrap_optimizer(optax.adam(0.1), POLICY)
+    state = tx.init(params)
+    by = {
+        "update": tx.update,
+        "apply_gradients": lambda grads, state, params: amp.apply_gradients(tx, grads, state, params),
+        "compiled": jax.jit(tx.update),
+    }
+    with pytest.raises(polyamp.InvalidValueError, match="another structure than the parameters"):
+        by[step](TREES[name], state, params)

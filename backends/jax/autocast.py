@@ -221,5 +221,5 @@ def _why_nothing(not_lowered: dict[str, str]) -> str:
         return told
     return (
         f"{told}. jax_default_matmul_precision, which is {setting!r} here, asks for it in every product and so "
-        'switches lowering off: set it to None, or give precision= where it is needed'
+        "switches lowering off: set it to None, or give precision= where it is needed"
     )

@@ -33,7 +33,9 @@ def _jit(run: Interpreter, equation: Any, cells: list[Cell], path: str) -> list[
     """
     if unstable.is_plain_jit(equation.params):
         called = equation.params["jaxpr"]
-        return run.calls.results(run, equation, cells, path) if run.calls.repeat(called) else run.run(called, cells, path)
+        return (
+            run.calls.results(run, equation, cells, path) if run.calls.repeat(called) else run.run(called, cells, path)
+        )
     inner = held_as_declared(cells)
     outputs: list[Cell] = []
 
@@ -362,22 +364,30 @@ def _filled(cell: Cell) -> Cell:
 
 
 def _with_fixed(run: Interpreter, function: Callable[..., Any], cells: Sequence[Cell], path: str) -> list[Cell]:
-    """`Interpreter.call` where no jaxpr takes some arguments (float0, symbolic zeros), or gives some results."""
+    """`Interpreter.call` where no jaxpr takes some arguments (float0, symbolic zeros, flags), or gives some results."""
     fixed = {index: cell.array for index, cell in enumerate(cells) if _is_fixed(cell)}
     free = [cell for index, cell in enumerate(cells) if index not in fixed]
-    zeros: dict[int, Cell] = {}
+    known: dict[int, Cell] = {}
 
     def with_fixed(*arrays: Any) -> Any:
         rest = iter(arrays)
-        given = (fixed[index] if index in fixed else next(rest) for index in range(len(cells)))
-        results = list(function(*given))
-        zeros.update({index: Cell.given(one, one.dtype) for index, one in enumerate(results) if _is_zero(one)})
-        return [one for one in results if not _is_zero(one)]
+        results = list(function(*(fixed[index] if index in fixed else next(rest) for index in range(len(cells)))))
+        known.update({index: _known(one) for index, one in enumerate(results) if _stays(one)})
+        return [one for one in results if not _stays(one)]
 
     others = run.call(with_fixed, free, path)
     rest = iter(others)
-    return [zeros[index] if index in zeros else next(rest) for index in range(len(zeros) + len(others))]
+    return [known[index] if index in known else next(rest) for index in range(len(known) + len(others))]
+
+
+def _stays(result: Any) -> bool:
+    """Whether a rule's result is nothing to compute with: a symbolic zero, or a flag or count that it hands to itself."""
+    return _is_zero(result) or type(result) in (bool, int)
+
+
+def _known(result: Any) -> Cell:
+    return Cell.given(result, result.dtype if _is_zero(result) else np.asarray(result).dtype)
 
 
 def _is_fixed(cell: Cell) -> bool:
-    return cell.declared == jax.dtypes.float0 or _is_zero(cell.array)
+    return cell.declared == jax.dtypes.float0 or _stays(cell.array)

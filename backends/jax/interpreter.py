@@ -137,8 +137,7 @@ class Interpreter:
             with _refusals(equation, decision, dtype):
                 results = bound_low(equation, cells, dtype, held) if lowers else bound_wide(equation, cells)
         return [
-            _result(variable, result, value, held)
-            for variable, result in zip(equation.outvars, results, strict=True)
+            _result(variable, result, value, held) for variable, result in zip(equation.outvars, results, strict=True)
         ]
 
     def _decide(self, name: str, path: str) -> Decision:

@@ -83,7 +83,6 @@ class Recorder:
             )
         )
 
-
     def _place(self, region: int, operations: Sequence[PlannedOperation]) -> None:
         if region not in self._placed:
             self._placed[region] = len(self.operations)

@@ -105,7 +105,9 @@ class _Reader:
             own = _result(equation, values, where)
             own = own._replace(of_backward=own.of_backward or where.backward)
             return [own if is_inexact(unstable.dtype_in(var)) else _flag(own) for var in equation.outvars]
-        given = values[equation.params["cond_nconsts"] :] if name == "while" else values[1:] if name == "cond" else values
+        given = (
+            values[equation.params["cond_nconsts"] :] if name == "while" else values[1:] if name == "cond" else values
+        )
         taking = [part for part in parts if len(unstable.opened(part)[0].invars) == len(given)]
         runs = [self.run(part, unstable.opened(part)[1], given, where) for part in taking]
         each = [results for results in runs if len(results) == len(equation.outvars)]

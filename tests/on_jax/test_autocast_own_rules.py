@@ -140,3 +140,29 @@ def test_a_rule_for_vmap_is_used_and_lowered() -> None:
     _, tangent = jax.jvp(lambda w: over_rows(w, x), (w,), (w,))
     _, exact = jax.jvp(lambda w: jnp.tanh(x @ w), (w,), (w,))
     np.testing.assert_allclose(tangent, exact, rtol=5e-3)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_flags_and_counts_that_a_rule_hands_to_itself_stay_known(compiled: bool) -> None:
+    @jax.custom_vjp
+    def product(w: Any, x: Any) -> Any:
+        return x @ w
+
+    def forward(w: Any, x: Any) -> Any:
+        return x @ w, (w, x, True, 3)
+
+    def backward(kept: Any, cotangent: Any) -> Any:
+        w, x, flag, count = kept
+        assert type(flag) is bool
+        if flag:
+            return sum(x.T @ cotangent for _ in range(count)) / 3, cotangent @ w.T
+        return None, None
+
+    product.defvjp(forward, backward)
+    w, x = jax.random.normal(jax.random.key(0), (8, 8)) / 3, jax.random.normal(jax.random.key(1), (4, 8))
+
+    def loss(w: Any) -> Any:
+        return jnp.square(product(w, x)).sum()
+
+    grad = jax.grad(polyamp.autocast(loss, "mixed_float16"))
+    np.testing.assert_allclose((jax.jit(grad) if compiled else grad)(w), jax.grad(loss)(w), rtol=1e-2, atol=1e-2)

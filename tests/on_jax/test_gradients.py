@@ -186,9 +186,9 @@ def test_a_scaled_loss_that_is_not_finite_has_gradients_that_are_not(name: str) 
 
 @pytest.mark.parametrize("name", NON_FINITE)
 def test_a_loss_that_is_not_finite_raises_where_that_is_asked_for(name: str) -> None:
-    state = polyamp.wrap_optimizer(
-        optax.sgd(0.1), POLICY, loss_scale=polyamp.LossScale(nonfinite_loss="raise")
-    ).init(PARAMS)
+    state = polyamp.wrap_optimizer(optax.sgd(0.1), POLICY, loss_scale=polyamp.LossScale(nonfinite_loss="raise")).init(
+        PARAMS
+    )
     with pytest.raises(polyamp.NonFiniteLossError, match=r"polyamp\.diagnose"):
         value_and_grad(loss_returning(NON_FINITE[name]), POLICY)(state, PARAMS)
     with pytest.raises(polyamp.NonFiniteLossError):

@@ -84,5 +84,3 @@ def test_a_step_without_any_state_is_told_what_to_do() -> None:
     watched = polyamp.watch(lambda x: x, TX, after=1)
     with pytest.raises(polyamp.UsageError, match="take and return its optimizer state"):
         watched(BATCH)
-
-

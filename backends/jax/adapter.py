@@ -79,7 +79,7 @@ class JaxAdapter:
         return gradients.scale_loss(loss, holder)
 
     def holds_loss_scale(self, tree: Any) -> bool:
-        """Whether the state of a wrapped optimizer is in a pytree: states are values here, and each step gives a new one."""
+        """Whether the state of a wrapped optimizer is in a pytree. States are values: each step gives a new one."""
         return state.holds_state(tree)
 
     def loss_scale_of(self, holder: Any) -> tuple[LossScale, LossScaleState]:

@@ -67,7 +67,7 @@ def autocast(fn: Callable[..., Any], policy: Policy | str | None = None) -> Call
 
 
 def run_autocasted(fn: Callable[..., Any], policy: Policy, *args: Any, name: str | None = None) -> Any:
-    """One call of `autocast`, which reports what did nothing in the function that is called ``name``, if there is one."""
+    """One call of `autocast`, which reports what did nothing in a function of this name, if there is one."""
     return _autocasted(fn, policy, args, {}, name=name)
 
 

@@ -1,11 +1,11 @@
 """Functions under ``jax.jit`` that a program calls several times: rewritten once for each way they are called.
 
-JAX compiles such a function once however often it is called, since every call holds the same jaxpr. Run again equation by
-equation, a block of 24 calls would be 24 blocks to trace and compile. So a jaxpr that is called more than once is
-rewritten for the formats that its arguments come in, and all calls with these hold the one that came of it.
+JAX compiles such a function once however often it is called, since every call holds the same jaxpr. Run again
+equation by equation, a block of 24 calls would be 24 blocks to trace and compile. So a jaxpr that is called more than
+once is rewritten for the formats that its arguments come in, and all calls with these hold the one that came of it.
 
-Where the output of a block goes straight into the next one, the first is given float32 data, say, and the others 16 bits:
-two functions. The output is then handed on in float32, which loses nothing, and one function does for all.
+Where the output of a block goes straight into the next one, the first is given float32 data, say, and the others 16
+bits: two functions. The output is then handed on in float32, which loses nothing, and one function does for all.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ def _is_call(equation: Any) -> bool:
 
 
 def _links(equation: Any, called: int, made: dict[Any, tuple[int, int]]) -> set[tuple[int, int]]:
-    """Which outputs of calls of the same function its inputs are, as (output, input); ``made`` learns of its outputs."""
+    """Which outputs of calls of the same function its inputs are, as (output, input); ``made`` learns its outputs."""
     inputs = [made.get(atom) if unstable.is_variable(atom) else None for atom in equation.invars]
     made.update({variable: (called, place) for place, variable in enumerate(equation.outvars)})
     return {(source[1], place) for place, source in enumerate(inputs) if source is not None and source[0] == called}

@@ -67,8 +67,20 @@ def value_and_grad(
     Warns:
         PolyampWarning: nothing was lowered, or a rule matched nothing; the loss is not finite, and the step is skipped.
     """
-    bound = None if policy is None else make_policy(policy)
     check_function(fun, where="value_and_grad(fun, policy)")
+    name = getattr(fun, "__name__", type(fun).__name__)
+    return unreported(fun, None if policy is None else make_policy(policy), has_aux, argnums=argnums, name=name)
+
+
+def unreported(
+    fun: Callable[..., Any],
+    bound: Policy | None,
+    has_aux: bool = False,
+    *,
+    argnums: int | Sequence[int] = 0,
+    name: str | None = None,
+) -> Callable[..., Any]:
+    """Do what `value_and_grad` does, and report what did nothing only where there is a ``name`` to report it of."""
     wanted = _wanted(argnums)
 
     def transformed(opt_state: Any, /, *args: Any, **kwargs: Any) -> Any:
@@ -83,7 +95,7 @@ def value_and_grad(
             loss, aux = _loss_and_aux(fun(*given, **kwargs), has_aux)
             return loss, aux, [model.changes(own) for model, own in zip(models, built, strict=True)]
 
-        run = in_float32 if bound is not None and bound.compute == "float32" else _under(chosen, fun)
+        run = in_float32 if bound is not None and bound.compute == "float32" else _under(chosen, name)
 
         def scaled_loss(trained: Any) -> tuple[jax.Array, Any]:
             loss, aux, changes = run(program, trained, others, kwargs)
@@ -100,8 +112,7 @@ def value_and_grad(
     return transformed
 
 
-def _under(policy: Policy, fun: Callable[..., Any]) -> Callable[..., Any]:
-    name = getattr(fun, "__name__", type(fun).__name__)
+def _under(policy: Policy, name: str | None) -> Callable[..., Any]:
     return lambda program, *args: run_autocasted(program, policy, *args, name=name)
 
 

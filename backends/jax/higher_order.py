@@ -381,12 +381,12 @@ def _with_fixed(run: Interpreter, function: Callable[..., Any], cells: Sequence[
 
 
 def _stays(result: Any) -> bool:
-    """Whether a rule's result is nothing to compute with: a symbolic zero, or a flag or count that it hands to itself."""
-    return _is_zero(result) or type(result) in (bool, int)
+    """Whether a rule's result is no array: a symbolic zero, or a flag or number that it hands on to itself."""
+    return _is_zero(result) or isinstance(result, int | float)
 
 
 def _known(result: Any) -> Cell:
-    return Cell.given(result, result.dtype if _is_zero(result) else np.asarray(result).dtype)
+    return Cell.given(result, result.dtype if _is_zero(result) else jax.typeof(result).dtype)
 
 
 def _is_fixed(cell: Cell) -> bool:

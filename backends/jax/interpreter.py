@@ -28,7 +28,6 @@ from polyamp.operations import OPERATIONS as CANONICAL
 from polyamp.policy import Policy
 from polyamp.rules import Decision, Rule, decide, unused
 
-
 IN_FLOAT32 = "autocast to float32"
 _LOWERED = frozenset(name for name, entry in CANONICAL.items() if entry.op_class == "lower")
 

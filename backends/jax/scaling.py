@@ -1,9 +1,9 @@
 """Whether a step scales its loss, and clips its gradients while they are scaled: read off the program, nothing is run.
 
-Every value is a power of the loss scale times something that does not depend on it: the scale itself is of degree 1, a
-scaled loss and its gradients too, a product adds degrees, a root halves them. A wrapped optimizer has to get gradients of
-degree 1. Those of a loss that nobody scaled are of degree 0, and a clipped one, which is either the gradient or the
-limit, is of none.
+Every value is a power of the loss scale times something that does not depend on it: the scale itself is of degree 1,
+a scaled loss and its gradients too, a product adds degrees, a root halves them. A wrapped optimizer has to get
+gradients of degree 1. Those of a loss that nobody scaled are of degree 0, and a clipped one, which is either the
+gradient or the limit, is of none.
 """
 
 from __future__ import annotations

@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from polyamp.errors import UsageError, warn_once
 from polyamp.backends.jax.refusals import users_level
+from polyamp.errors import UsageError, warn_once
 from polyamp.limits import report_limits
 from polyamp.loss_scale import TYPES, LossScale, LossScaleState
 from polyamp.result import StepResult

@@ -86,7 +86,10 @@ def bound(equation: Any, arrays: Sequence[Any], params: dict[str, Any] | None = 
 
 
 def batching_rule(equation: Any) -> tuple[Any, Callable[..., tuple[list[Any], list[bool]]]]:
-    """What a function with its own rule for ``vmap`` computes, and that rule on flat arrays: outputs, and which are batched."""
+    """What a function with its own rule for ``vmap`` computes, and that rule on flat arrays.
+
+    The rule gives the outputs, and which of them are batched.
+    """
     params = equation.params
     in_tree = params["in_tree"]
 
@@ -309,7 +312,7 @@ def users_cast(equation: Any) -> str:
 
 
 def chose_output(equation: Any) -> bool:
-    """Whether a program gave a product's ``preferred_element_type`` itself: ``jax.numpy`` always does, others only if told.
+    """Whether a program gave a product's ``preferred_element_type`` itself: ``jax.numpy`` always gives one.
 
     Who called for a product is only in its traceback.
     """

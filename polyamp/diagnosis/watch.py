@@ -84,7 +84,7 @@ def watch(
 
 
 class _Place:
-    """Where the loss scale is: in an optimizer or a scaler that changes, or where states are values in what goes around.
+    """Where the loss scale is: in an optimizer or a scaler that changes, or in the values that go around.
 
     >>> class Optimizer: ...
     >>> one = Optimizer()
@@ -157,7 +157,7 @@ def _look(holder: Any) -> Health:
             "no loss scale to watch",
             where="watch(step, holder=)",
             found=str(error).partition("\n")[0],
-            allowed="a wrapped optimizer or a loss scaler; in JAX, one optimizer state among the step's arguments or results",
+            allowed="a wrapped optimizer or a loss scaler; in JAX, one state among the step's arguments or results",
             fix="give it, polyamp.watch(step, optimizer); in JAX let the step take and return its optimizer state",
         ) from error
 

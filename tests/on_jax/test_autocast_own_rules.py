@@ -72,7 +72,7 @@ def remembering(told: bool) -> Any:
 
 
 def batched_by_hand(told: bool) -> Any:
-    """``custom_vmap`` has no reverse derivative of its own, so it is inside of a custom one, as its documentation says."""
+    """``custom_vmap`` has no reverse derivative of its own, so it is inside of a custom one."""
 
     @jax.custom_batching.custom_vmap
     def plain(w: Any, x: Any) -> Any:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import copy
+import json
 import pickle
 from pathlib import Path
-import json
 from typing import Any
 
 import jax

@@ -11,10 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from equinox.internal import while_loop
 
 import polyamp
 import polyamp.backends.jax as amp
-from equinox.internal import while_loop
 
 LOW = ["mixed_float16", "mixed_bfloat16"]
 SOLVERS = {"Euler": diffrax.Euler, "Tsit5": diffrax.Tsit5, "Kvaerno3": diffrax.Kvaerno3}

@@ -216,7 +216,7 @@ def _why_nothing(not_lowered: dict[str, str]) -> str:
     if not not_lowered:
         return "it has no float32 operation of class lower, such as matmul and conv"
     told = "; ".join(f"{place} stays as it is: {reason}" for reason, place in list(not_lowered.items())[:3])
-    setting = jax.config.jax_default_matmul_precision
+    setting = getattr(jax.config, "jax_default_matmul_precision", None)
     if setting is None or not any(reason.startswith("precision=") for reason in not_lowered):
         return told
     return (

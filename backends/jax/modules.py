@@ -77,7 +77,7 @@ class NnxModel:
 
         def kept(path: Any, variable: Any) -> Any:
             before = old.get(path)
-            if before is None or jax.tree.structure(before) != jax.tree.structure(variable):
+            if before is None or len(jax.tree.leaves(before)) != len(jax.tree.leaves(variable)):
                 return variable
             return jax.tree.map(lambda new, was: _statistic(finite, new, was), variable, before)
 

@@ -15,7 +15,6 @@ from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
-import numpy as np
 
 from polyamp.backends.jax import unstable
 from polyamp.backends.jax.cells import is_inexact
@@ -171,7 +170,8 @@ def _bytes(aval: Any, *, widened: bool) -> int:
     if dtype is None or shape is None or not all(isinstance(length, int) for length in shape):
         return 0
     is_low = widened and is_inexact(dtype) and dtype.itemsize <= 2
-    return math.prod(shape) * int(np.dtype("float32").itemsize if is_low else dtype.itemsize)
+    size: int = math.prod(shape) * (4 if is_low else dtype.itemsize)
+    return size
 
 
 def _total(sizes: Sequence[int | None]) -> int | None:

@@ -163,13 +163,14 @@ def _telling(grads: Any, params: Any) -> Iterator[None]:
     try:
         yield
     except (ValueError, TypeError) as error:
-        if params is None or jax.tree.structure(grads) == jax.tree.structure(params):
+        own, wanted = str(jax.tree.structure(grads)), str(jax.tree.structure(params))
+        if params is None or own == wanted:
             raise
         raise InvalidValueError(
             "the gradients have another structure than the parameters",
             where="tx.update(grads, state, params)",
-            found=_difference(grads, params) or str(jax.tree.structure(grads)),
-            allowed=f"the structure of the parameters: {jax.tree.structure(params)}",
+            found=_difference(grads, params) or own,
+            allowed=f"the structure of the parameters: {wanted}",
             fix="give the gradients that value_and_grad returned, and the parameters that they are of",
         ) from error
 

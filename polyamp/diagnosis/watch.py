@@ -95,7 +95,8 @@ class _Place:
     def __init__(self, holder: Any) -> None:
         self._holder = holder
         self._goes_around = holder is None or hasattr(registry.adapter_within(holder), "holds_loss_scale")
-        self._keeps, self._returned = False, None
+        self._keeps = False
+        self._returned: Any = None
 
     def of(self, call: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
         """What holds the loss scale at a call; the call itself where nothing does. Waits for no device."""

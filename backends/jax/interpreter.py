@@ -109,8 +109,8 @@ class Interpreter:
         return self.run(unstable.traced(function, *specs), cells, path)
 
     def _equation(self, equation: Any, cells: list[Cell], path: str) -> list[Cell]:
-        own = unstable.scopes(equation) if self._needs_paths else unstable.island(equation)
-        path = "/".join(filter(None, (path, own)))
+        own = unstable.scopes(equation) if self._needs_paths else ""
+        path = "/".join(filter(None, (path, unstable.island(equation), own)))
         handler = HANDLERS.get(equation.primitive.name)
         results = handler(self, equation, cells, path) if handler else None
         return self._operation(equation, cells, path) if results is None else results

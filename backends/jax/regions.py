@@ -142,7 +142,7 @@ def plan_of_step(closed: Any, regions: Regions) -> Plan:
 def _as_it_is(equation: Equation, of_region: bool) -> PlannedOperation:
     """An operation of the backward pass of a region, or one outside of all regions."""
     name = canonical(equation.name, equation.own.params)
-    path = unstable.without_island(_MARK.sub("", equation.path))
+    path = _MARK.sub("", equation.path).strip("/")
     decision = decide((), name, path)
     written = [var.aval for var in equation.own.outvars]
     avals = [*(atom.aval for atom in equation.own.invars), *written]

@@ -131,14 +131,14 @@ def cotangents(results: Any) -> list[Any]:
 def scopes(equation: Any) -> str:
     """The named scopes of an equation, joined by ``/``, without the names of transformations such as ``jvp``.
 
-    What comes after one transformation in another may name the same scopes again: ``transpose(jvp(a))/jvp(a)`` is
+    `ISLAND` is none of the user's. What comes after one transformation in another may name the same scopes again: ``transpose(jvp(a))/jvp(a)`` is
     ``a``.
     """
     path: list[str] = []
     group: list[str] = []
     for entry in (*equation.source_info.name_stack.stack, None):
         if type(entry).__name__ == "Scope":
-            group.append(entry.name)
+            group += [entry.name] if entry.name != ISLAND else []
         else:
             path = group if path == group[: len(path)] else path + group
             group = []

@@ -131,8 +131,8 @@ def cotangents(results: Any) -> list[Any]:
 def scopes(equation: Any) -> str:
     """The named scopes of an equation, joined by ``/``, without the names of transformations such as ``jvp``.
 
-    `ISLAND` is none of the user's. What comes after one transformation in another may name the same scopes again: ``transpose(jvp(a))/jvp(a)`` is
-    ``a``.
+    What comes after one transformation in another may name the same scopes again: ``transpose(jvp(a))/jvp(a)`` is
+    ``a``. `ISLAND` is none of the user's.
     """
     path: list[str] = []
     group: list[str] = []

@@ -180,8 +180,8 @@ def value_and_grad(
     >>> params = {"w": jax.numpy.ones(4)}
     >>> opt_state = tx.init(params)
     >>> def loss_fn(p, x):
-    ...     return (p["w"] * x).astype("float32").mean()
-    >>> loss, grads = value_and_grad(loss_fn, "mixed_float16")(opt_state, params, 2.0)
+    ...     return (x @ p["w"]).mean()
+    >>> loss, grads = value_and_grad(loss_fn, "mixed_float16")(opt_state, params, jax.numpy.full((8, 4), 0.5))
     >>> float(loss), float(grads["w"][0]) / 65536
     (2.0, 0.5)
 

@@ -7,24 +7,28 @@ from typing import Any, NamedTuple
 
 import keras
 
+from polyamp.backends.keras.borders import Border, border_of, casts_inside, norm_of, set_border
 from polyamp.backends.keras.operations import ACTIVATIONS, OPERATIONS
+from polyamp.backends.keras.unstable import layers_inside
 from polyamp.dialects import default_rules
 from polyamp.errors import InvalidTypeError, UnsupportedError, UsageError, warn_once
 from polyamp.formats import format_of
+from polyamp.operations import OPERATIONS as TABLE
 from polyamp.policy import Policy
-from polyamp.rules import unused
+from polyamp.rules import Rule
 
 _CHANGEABLE = ("float32", "float16", "bfloat16")
 
 
 class _Part(NamedTuple):
-    """One layer: where it stands, what it does, whether the model's outputs come from it, and its class."""
+    """One layer: where it stands, what it does, whether the model's outputs come from it, its class and its border."""
 
     path: str
     layer: Any
     operation: str
     is_head: bool
     op_class: str
+    border: Border
 
 
 def convert(model: Any, policy: Policy) -> Any:
@@ -63,11 +67,11 @@ def convert(model: Any, policy: Policy) -> Any:
     """
     _check_model(model)
     parts = list(_parts(model, policy))
-    lowered = _keras_policy(policy)
-    chosen = [(part.layer, "float32" if part.op_class == "full" else lowered) for part in parts if _can_change(part)]
+    chosen = [(part.layer, _policy_of(part, policy), part.border) for part in parts if _can_change(part)]
     _check_storage(parts, policy)
-    for layer, name in chosen:
+    for layer, name, border in chosen:
         layer.dtype_policy = name
+        set_border(layer, Border(border.inside) if casts_inside(layer) else border)
     for container in (layer for layer in _walk(model) if isinstance(layer, keras.Model)):
         _forget_compiled(container)
     _report(model, parts, policy)
@@ -100,19 +104,56 @@ def _walk(layer: Any) -> Iterator[Any]:
 
 
 def _children(layer: Any) -> list[Any]:
-    # The one private method that Keras' own trainers use for this: `layers` is public on models alone, and layers such
-    # as MultiHeadAttention have layers inside too.
-    children: list[Any] = layer._flatten_layers(include_self=False, recursive=False)
-    return [child for child in children if not isinstance(child, keras.layers.InputLayer)]
+    return [child for child in layers_inside(layer) if not isinstance(child, keras.layers.InputLayer)]
 
 
-def _parts(layer: Any, policy: Policy, above: str = "", gives_output: bool = True) -> Iterator[_Part]:
+def _parts(
+    layer: Any, policy: Policy, above: str = "", gives_output: bool = True, outside: str = "", depth: int = 0
+) -> Iterator[_Part]:
+    """A layer and those inside; ``outside`` is the format that the Python code computes in which calls the layer."""
     path = f"{above}/{layer.name}" if above else layer.name
-    operation, is_head = _operation(layer), gives_output and not isinstance(layer, keras.Model)
-    yield _Part(path, layer, operation, is_head, _op_class(policy, operation, path, is_head))
+    operation = _operation(layer)
+    is_head = gives_output and not isinstance(layer, keras.Model)
+    if is_head and _runs_code(layer) and not _is_named(policy, operation, path) and policy.output == "float32":
+        is_head, outside = False, "float32"  # its code runs in 16 bits, and what it gives is cast
+    op_class = _op_class(policy, operation, path, is_head)
+    inside = _inside(layer, op_class, policy)
+    if depth == 1 and _is_named(policy, "", path):
+        outside = ""  # the user says what a model's own code is given, such as its head
+    yield _Part(path, layer, operation, is_head, op_class, Border(inside, outside))
     heads = _heads(layer) if gives_output else []
+    ends = _ends(layer)
     for child in _children(layer):
-        yield from _parts(child, policy, path, any(child is head for head in heads))
+        given = (inside if inside in _CHANGEABLE else "") if _runs_code(layer) else outside if any(child is end for end in ends) else ""
+        yield from _parts(child, policy, path, any(child is head for head in heads), given, depth + 1)
+
+
+def _inside(layer: Any, op_class: str, policy: Policy) -> str:
+    if op_class == "keep" or layer.quantization_mode is not None or layer.compute_dtype not in _CHANGEABLE:
+        return border_of(layer).inside
+    return "float32" if op_class == "full" else policy.compute
+
+
+def _runs_code(layer: Any) -> bool:
+    """Whether a layer's own Python code calls the layers inside, and casts nothing: neither a graph nor Keras' code."""
+    if not _children(layer) or isinstance(layer, keras.Sequential) or getattr(layer, "output_names", None):
+        return False
+    return type(layer).__module__.partition(".")[0] != "keras"
+
+
+def _ends(layer: Any) -> list[Any]:
+    """The layers that give what a model of layers gives to whoever calls it."""
+    return _heads(layer) if isinstance(layer, keras.Model) else []
+
+
+def _policy_of(part: _Part, policy: Policy) -> str:
+    """The dtype policy that Keras knows, under which a layer computes as was decided, border included."""
+    inside, outside = part.border
+    if not part.border.is_crossed:
+        return "float32" if inside == "float32" else _keras_policy(policy)
+    if inside == "float32" and any(variable.dtype == "float32" for variable in part.layer.weights):
+        return f"mixed_{outside}"
+    return _keras_policy(policy)
 
 
 def _operation(layer: Any) -> str:
@@ -120,15 +161,28 @@ def _operation(layer: Any) -> str:
     if isinstance(layer, keras.layers.Activation):
         return ACTIVATIONS.get(getattr(layer.activation, "__name__", ""), "")
     names = (kind.__name__ for kind in type(layer).__mro__)
-    return next((OPERATIONS[name] for name in names if name in OPERATIONS), "")
+    return next((OPERATIONS[name] for name in names if name in OPERATIONS), "") or norm_of(layer)
 
 
 def _op_class(policy: Policy, operation: str, path: str, is_head: bool) -> str:
-    if any(rule.matches(operation, path) for rule in policy.rules):
-        return policy.decide(operation, path).op_class
+    rule = next((rule for rule in policy.rules if _matches(rule, operation, path)), None)
+    if rule is not None:
+        return policy.decide(operation, path).op_class if rule.matches(operation, path) else "full"
     if is_head and policy.output == "float32":
         return "full"
     return policy.decide(operation, path).op_class if operation else "follow"
+
+
+def _matches(rule: Rule, operation: str, path: str) -> bool:
+    """Whether a rule is about a layer, or keeps in float32 an operation that the layer computes with."""
+    *_, last = rule.pattern.replace(".", "/").split("/")
+    names_inside = rule.op_class == "full" and last in TABLE and last != rule.pattern
+    return rule.matches(operation, path) or (names_inside and rule.matches(last, path))
+
+
+def _is_named(policy: Policy, operation: str, path: str) -> bool:
+    defaults = default_rules(policy.param, policy.compute, policy.output)
+    return any(rule.matches(operation, path) for rule in policy.rules if rule not in defaults)
 
 
 def _heads(layer: Any) -> list[Any]:
@@ -171,8 +225,9 @@ def _keras_policy(policy: Policy) -> str:
 def _check_storage(parts: Iterable[_Part], policy: Policy) -> None:
     """Before anything is changed: is every variable stored as the policy says?"""
     for part in filter(_can_change, parts):
-        is_full = part.op_class == "full"
-        allowed = {policy.param} if not is_full else {"float32", policy.param} if part.is_head else {"float32"}
+        allowed = {policy.param, "float32"} if part.is_head or part.border.is_crossed else {policy.param}
+        if part.op_class == "full" and not (part.is_head or part.border.is_crossed):
+            allowed = {"float32"}
         inside = {id(variable) for child in _children(part.layer) for variable in child.weights}
         own = [variable.dtype for variable in part.layer.weights if id(variable) not in inside]
         wrong = sorted(set(own) & set(_CHANGEABLE) - allowed)
@@ -204,7 +259,8 @@ def _report(model: Any, parts: list[_Part], policy: Policy) -> None:
     leaves = [part for part in parts if not _children(part.layer)]
     if not any(part.layer.compute_dtype == policy.compute for part in leaves):
         warn_once(f"policy {policy} changes nothing in {model.name!r}: all of its layers stay in float32.")
-    is_head_known = any(part.is_head for part in leaves) or any(rule.op_class == "full" for rule in policy.rules)
+    is_cast = any(part.border.is_crossed and part.border.outside == "float32" for part in parts)
+    is_head_known = is_cast or any(part.is_head for part in leaves) or any(rule.op_class == "full" for rule in policy.rules)
     if policy.output == "float32" and not is_head_known:
         warn_once(
             f"{model.name!r} makes its outputs in Python code, so convert cannot tell which layer gives them: they may "
@@ -238,9 +294,8 @@ def _report_unscaled(model: Any, parts: list[_Part], policy: Policy) -> None:
 
 def _report_unused(model: Any, parts: list[_Part], policy: Policy) -> None:
     defaults = default_rules(policy.param, policy.compute, policy.output)
-    seen = [(part.operation, part.path) for part in parts]
-    for rule in unused(policy.rules, seen):
-        if rule not in defaults:
+    for rule in policy.rules:
+        if rule not in defaults and not any(_matches(rule, part.operation, part.path) for part in parts):
             warn_once(
                 f"rule {rule.pattern!r} matches no layer of {model.name!r}. Give names of layers from the model down, "
                 "joined by '/', or the canonical name of what a layer does."

@@ -13,11 +13,14 @@ from polyamp.backends.keras.gradients import all_finite, clip_factor, is_sixteen
 from polyamp.backends.keras.masters import MasterWeights
 from polyamp.backends.keras.scaler import LossScaler
 from polyamp.backends.keras.settings import check_masters, check_optimizer, loss_scale_of
+from polyamp.backends.keras.statistics import guard_compiled_models, skipped
 from polyamp.backends.keras.unscaled import UnscaledGradients
 from polyamp.errors import InvalidValueError, UnsupportedError, UsageError, warn_once
 from polyamp.loss_scale import LossScale
 from polyamp.result import StepResult
 from polyamp.verbs import norm_limit
+
+guard_compiled_models()
 
 
 @keras.saving.register_keras_serializable(package="polyamp")
@@ -187,6 +190,32 @@ class LossScaledOptimizer(keras.optimizers.LossScaleOptimizer):
         plain: Any = super(keras.optimizers.LossScaleOptimizer, self)  # Keras' own calls none of our methods
         trained, state = plain.stateless_apply(optimizer_variables, grads, trainable_variables)
         return trained, state
+
+    def stateless_select(
+        self, before: Sequence[Any], after: Sequence[Any], new: Sequence[Any], old: Sequence[Any]
+    ) -> list[Any]:
+        """Return ``new`` where the step from ``before`` to ``after`` was applied, and ``old`` where it was skipped.
+
+        For other state of a training loop in ``jax.jit``, such as a model's non-trainable variables, among them batch
+        normalisation's statistics; ``fit`` does it by itself.
+
+        >>> weight, opt = keras.Variable([1.0]), LossScaledOptimizer(keras.optimizers.SGD())
+        >>> opt.build([weight])
+        >>> before = [variable.value for variable in opt.variables]
+        >>> _, after = opt.stateless_apply(before, [ops.array([float("inf")])], [weight.value])
+        >>> float(opt.stateless_select(before, after, [ops.array(2.0)], [ops.array(1.0)])[0])
+        1.0
+
+        Args:
+            before: values of `variables` before `stateless_apply`.
+            after: what that returned for them.
+            new: values after the step.
+            old: the same values before it.
+        """
+        counter = self.scaler.variables.skipped
+        place = next(place for place, variable in enumerate(self.variables) if variable is counter)
+        was_skipped = skipped([before[place]], [after[place]])
+        return [ops.where(was_skipped, kept, value) for value, kept in zip(new, old, strict=True)]
 
     def finalize_variable_values(self, var_list: Sequence[Any]) -> None:
         """Let the inner optimizer end training, for example by its moving averages."""

@@ -103,12 +103,16 @@ class LossScaler(tf.Module):
             scale = tf.convert_to_tensor(self.scalars[0])
             return unscaled(grads, scale, self.settings.max), decision(all_replicas(all_finite(grads)))
 
-    def step(self, optimizer: Any, grads_and_vars: Iterable[tuple[Any, Any]], **options: Any) -> StepResult:
+    def step(
+        self, optimizer: Any, grads_and_vars: Iterable[tuple[Any, Any]], *, unscaled: Any = None, **options: Any
+    ) -> StepResult:
         """Update by the gradients of the scaled loss, or skip, and move the loss scale.
 
         Args:
             optimizer: anything with ``apply_gradients(grads_and_vars)``: of ``tf.compat.v1.train``, of Keras, your own.
             grads_and_vars: pairs of a gradient of the scaled loss, or None, and its variable.
+            unscaled: where these are gradients that `unscale` returned, clipped or not: the second thing that it
+                returned, whether all were finite.
             **options: for ``apply_gradients``.
 
         Returns:
@@ -128,7 +132,7 @@ class LossScaler(tf.Module):
             return self._update(optimizer, chosen, variables, options)
 
         with update_scope():
-            return self._step(update, [grad for grad, _ in pairs])
+            return self._step(update, [grad for grad, _ in pairs], unscaled)
 
     @property
     def has_masters(self) -> bool:
@@ -169,8 +173,8 @@ class LossScaler(tf.Module):
         """
         self._assign(self.settings.from_state_dict(saved))
 
-    def _step(self, update: Callable[[Sequence[Any]], Any], grads: Sequence[Any]) -> StepResult:
-        plain, finite = self.unscale(grads)
+    def _step(self, update: Callable[[Sequence[Any]], Any], grads: Sequence[Any], was_finite: Any) -> StepResult:
+        plain, finite = self.unscale(grads) if was_finite is None else self._tested(grads, was_finite)
         if self.max_grad_norm is not None:
             plain = multiplied(plain, clip_factor(summed(plain), self.max_grad_norm))
         if not self.settings.check:
@@ -182,6 +186,11 @@ class LossScaler(tf.Module):
         applied = update_if(finite, update, plain)
         with after([applied]):  # and so after the scale was read to unscale with
             return self._result(state, self._assign(state))
+
+    def _tested(self, grads: Sequence[Any], was_finite: Any) -> tuple[list[Any], tf.Tensor]:
+        """Unscaled gradients in float32 or wider, and whether they are finite still."""
+        wide = [as_dtype(grad, tf.float32) if grad is not None and grad.dtype in SIXTEEN_BIT else grad for grad in grads]
+        return wide, decision(tf.logical_and(was_finite, all_replicas(all_finite(wide))))
 
     def _advanced_on_host(self, finite: bool) -> LossScaleState:
         """By Python's arithmetic, which takes a hundredth of the time of eager operations."""

@@ -106,10 +106,12 @@ _DIAGNOSIS = {
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _DIAGNOSIS:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module
 
+    if name == "backends":
+        return import_module("polyamp.backends")
+    if name not in _DIAGNOSIS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     found = getattr(import_module(f"polyamp.diagnosis.{_DIAGNOSIS[name]}"), name)
     globals()[name] = found
     return found

@@ -45,6 +45,8 @@ class Adapter(Protocol):
     ) -> Any:
         """An optimizer of the same kind that unscales, checks, clips, skips and updates the loss scale, in that order.
 
+        Options are keyword-only parameters: `polyamp.wrap_optimizer` refuses what is none of them.
+
         Raises:
             InvalidTypeError: ``optimizer`` is no optimizer of this framework.
             UsageError: it is wrapped already.
@@ -80,12 +82,13 @@ class Rewrite(Protocol):
     def rewrite(self, fn: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], policy: Policy, **options: Any) -> Any:
         """What is called in the place of ``fn``, with its ``plan``; the arguments are examples, and may be absent.
 
-        Raises:
-            UnsupportedError: options that this framework does not have; see `polyamp.refusals.no_options`.
+        Options are keyword-only parameters, as in `Adapter.wrap_optimizer`: others are refused before this is called.
         """
 
-    def explain(self, fn: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], policy: Policy) -> Plan:
-        """The plan of ``fn`` for these arguments."""
+    def explain(
+        self, fn: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], policy: Policy, **options: Any
+    ) -> Plan:
+        """The plan of ``fn`` for these arguments. A framework with ambient autocast has an option ``engine``."""
 
 
 class Convert(Protocol):

@@ -21,6 +21,8 @@ STATES: dict[str, str] = {
 }
 
 AS_WRITTEN = "as written"
+AFTER_LOOP = "after a loop"
+"""The reason of what a loop carries in float32."""
 
 
 class Value(NamedTuple):

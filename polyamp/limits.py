@@ -1,4 +1,4 @@
-"""What to say when the loss scale is at its minimum, or when too many steps in a row were skipped."""
+"""What to say when a loss is not finite, the loss scale is at its minimum, or too many steps in a row were skipped."""
 
 from __future__ import annotations
 
@@ -6,6 +6,46 @@ from collections.abc import Callable
 
 from polyamp.errors import LossScaleError, warn_once
 from polyamp.loss_scale import LossScale, LossScaleState
+from polyamp.refusals import look_for_nonfinite, non_finite_loss
+
+NONFINITE_LOSS = "the loss was not finite before scaling: a smaller loss scale cannot help"
+"""Why a step was skipped whose loss was inf or NaN; for `StepResult.reason`."""
+
+
+def report_nonfinite_loss(
+    config: LossScale,
+    *,
+    compute: str | None = None,
+    where: str = "scaling the loss",
+    found: object = "inf or NaN",
+    stacklevel: int = 3,
+) -> None:
+    """Warn once, or raise, where a loss was inf or NaN before it was scaled; its step is skipped like any overflow.
+
+    >>> report_nonfinite_loss(LossScale(nonfinite_loss="raise"), compute="float16")
+    ... # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    polyamp.errors.NonFiniteLossError: the loss was not finite before scaling: a smaller loss scale cannot help
+      where:   scaling the loss
+      found:   inf or NaN
+      allowed: a finite loss
+      to do:   float16 may have overflowed in the forward pass: polyamp.diagnose names the operation; else look for ...
+
+    Args:
+        config: the settings: ``nonfinite_loss`` decides.
+        compute: the format that the forward pass computed in; None where it is not known.
+        where: what was done with the loss, for the error.
+        found: the loss, for the error.
+        stacklevel: of the warning, as `warnings.warn` counts it from this function.
+
+    Raises:
+        NonFiniteLossError: under ``nonfinite_loss="raise"``.
+    """
+    if config.nonfinite_loss == "raise":
+        raise non_finite_loss(found, where=where, compute=compute)
+    warn_once(
+        f"{NONFINITE_LOSS}. The step is skipped. To do: {look_for_nonfinite(compute)}.", stacklevel=stacklevel + 1
+    )
 
 
 def report_limits(config: LossScale, state: LossScaleState, explain: Callable[[], str] | None = None) -> None:

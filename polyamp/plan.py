@@ -76,6 +76,8 @@ class Plan:
             that has both.
         bytes_saved_float32: the same where nothing is cast.
         unused_rules: patterns of the policy's own rules that matched nothing.
+        engine: what runs like this: "rewrite" is a rewritten graph, "autocast" the framework's ambient autocast. What
+            follows a comma says how the plan was made.
     """
 
     policy: str
@@ -83,6 +85,7 @@ class Plan:
     bytes_saved: int | None = None
     bytes_saved_float32: int | None = None
     unused_rules: tuple[str, ...] = ()
+    engine: str = "rewrite"
 
     @property
     def totals(self) -> dict[str, Any]:
@@ -101,12 +104,13 @@ class Plan:
         }
 
     def as_dict(self) -> dict[str, Any]:
-        """The whole plan; JSON."""
+        """The whole plan; JSON. ``engine`` is there where it is not "rewrite"."""
         return {
             "policy": self.policy,
             "operations": [op.as_dict() for op in self.operations],
             "totals": self.totals,
             "unused_rules": list(self.unused_rules),
+            **({} if self.engine == "rewrite" else {"engine": self.engine}),
         }
 
     def plot(self, path: str | PathLike[str]) -> None:
@@ -229,7 +233,8 @@ def _headline(plan: Plan) -> str:
     totals, count = plan.totals, len(plan.operations)
     formats = ", ".join(f"{number} {name}" for name, number in totals["by_format"].items())
     casts = f"{totals['casts']} cast{'' if totals['casts'] == 1 else 's'} of {in_bytes(totals['bytes_cast'])}"
-    return f"{plan.policy}: {count} operation{'' if count == 1 else 's'} ({formats or 'none'}), {casts}"
+    engine = "" if plan.engine == "rewrite" else f" ({plan.engine})"
+    return f"{plan.policy}{engine}: {count} operation{'' if count == 1 else 's'} ({formats or 'none'}), {casts}"
 
 
 def _bytes_line(label: str, totals: dict[str, Any], key: str) -> str:

@@ -62,6 +62,16 @@ class Policy:
         return decide(self.rules, operation, path)
 
     @property
+    def own_rules(self) -> tuple[Rule, ...]:
+        """The rules that the user wrote: those that the formats bring along are left out.
+
+        >>> policy("half", rules={"head/*": "full"}).own_rules
+        (Rule(pattern='head/*', op_class='full'),)
+        """
+        defaults = dialects.default_rules(self.param, self.compute, self.output)
+        return tuple(rule for rule in self.rules if rule not in defaults)
+
+    @property
     def casts(self) -> bool:
         """Whether any format differs from float32."""
         return {self.param, self.compute, self.output} != {"float32"}
@@ -172,6 +182,8 @@ def policy(
         InvalidValueError: an unknown, repeated, blank or contradictory word.
     """
     where = "policy(spec)"
+    if isinstance(spec, Policy) and all(one is None for one in (param, compute, output, rules, loss_scale, name)):
+        return spec
     given = {"param": param, "compute": compute, "output": output}
     formats = {key: format_of(value, where=f"policy({key}=)").name for key, value in given.items() if value is not None}
     own_rules = () if rules is None else parse_rules(rules)

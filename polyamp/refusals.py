@@ -10,18 +10,71 @@ from collections.abc import Iterable
 from polyamp.errors import InvalidTypeError, NonFiniteLossError, UnsupportedError, UsageError
 
 
-def non_finite_loss(found: object, *, where: str = "scaling the loss") -> NonFiniteLossError:
+def non_finite_loss(
+    found: object, *, where: str = "scaling the loss", compute: str | None = None
+) -> NonFiniteLossError:
     """The loss was inf or NaN before it was scaled.
 
     >>> isinstance(non_finite_loss("inf"), FloatingPointError)
     True
+
+    Args:
+        found: the loss.
+        where: what was done with it.
+        compute: the format that the forward pass computed in; None where it is not known.
     """
     return NonFiniteLossError(
-        "the loss is not finite in float32, before scaling: lowering the loss scale cannot help",
+        "the loss was not finite before scaling: a smaller loss scale cannot help",
         where=where,
         found=found,
         allowed="a finite loss",
-        fix="look for inf or NaN in the data, the parameters and the forward pass; nothing was changed",
+        fix=f"{look_for_nonfinite(compute)}; parameters and optimizer state were not changed",
+    )
+
+
+def look_for_nonfinite(compute: str | None) -> str:
+    """Say where a loss that is not finite may come from: an overflow of float16, or something float32 has too.
+
+    >>> look_for_nonfinite("bfloat16")
+    'bfloat16 has the range of float32, so look for inf or NaN in the data and the parameters'
+    """
+    elsewhere = "look for inf or NaN in the data and the parameters"
+    if compute == "float16":
+        return (
+            f"float16 may have overflowed in the forward pass: polyamp.diagnose names the operation; else {elsewhere}"
+        )
+    if compute is None:
+        return f"{elsewhere}; under float16 the forward pass may have overflowed: polyamp.diagnose names the operation"
+    return f"{compute} has the range of float32, so {elsewhere}" if compute == "bfloat16" else elsewhere
+
+
+def unscaled_loss(*, where: str, fix: str) -> UsageError:
+    """A step is to unscale the gradients of a loss that nobody scaled.
+
+    >>> isinstance(unscaled_loss(where="step()", fix="call opt.backward(loss)"), RuntimeError)
+    True
+    """
+    return UsageError(
+        "the loss of this step was not scaled",
+        where=where,
+        found="gradients of a loss that was not multiplied by the loss scale",
+        allowed="gradients of a scaled loss: the step divides them by the loss scale",
+        fix=fix,
+    )
+
+
+def clipped_scaled(*, where: str, fix: str) -> UsageError:
+    """Gradients were clipped between the backward pass and unscaling.
+
+    >>> isinstance(clipped_scaled(where="step()", fix="give max_grad_norm="), RuntimeError)
+    True
+    """
+    return UsageError(
+        "gradients were clipped while they were scaled",
+        where=where,
+        found="gradients that were changed between the backward pass and unscaling",
+        allowed="clipping of unscaled gradients",
+        fix=fix,
     )
 
 

@@ -23,7 +23,8 @@ class Rule(NamedTuple):
         """Whether this rule is about an operation, by its canonical name or by the path it stands at.
 
         A pattern of several components, joined by ``/`` or ``.``, matches where they stand side by side anywhere in
-        the path; ``*`` stays within one component, as in a shell. The operation's own name may stand after them.
+        the path with the operation's own name at its end; ``*`` stays within one component, as in a shell. So
+        ``head/*`` is every operation in ``head``, directly or deeper.
 
         >>> Rule("decoder.*.norm", "full").matches("add", "model/decoder/3/norm")
         True
@@ -31,15 +32,13 @@ class Rule(NamedTuple):
         False
         >>> Rule("decoder/3/exp", "full").matches("exp", "model/decoder/3")
         True
+        >>> Rule("head/*", "full").matches("matmul", "model/head")
+        True
         """
         wanted = _components(self.pattern)
-        here = _components(path)
-        if len(wanted) == 1 and fnmatchcase(operation, wanted[0]):
-            return True
-        windows = [here[start : start + len(wanted)] for start in range(len(here) - len(wanted) + 1)]
-        if wanted[-1] == operation:
-            windows.append([*here[1 - len(wanted) :], operation])
-        return any(len(window) == len(wanted) and all(map(fnmatchcase, window, wanted)) for window in windows)
+        here = [*(_components(path) if path else ()), operation]
+        windows = (here[start : start + len(wanted)] for start in range(len(here) - len(wanted) + 1))
+        return any(all(map(fnmatchcase, window, wanted)) for window in windows)
 
 
 class Decision(NamedTuple):

@@ -11,6 +11,7 @@ from types import MethodType
 from typing import Any, TypeVar
 
 from polyamp import registry
+from polyamp.choices import check_options
 from polyamp.errors import InvalidTypeError, InvalidValueError, UnsupportedError
 from polyamp.loss_scale import LossScale
 from polyamp.plan import Plan
@@ -50,16 +51,20 @@ def wrap_optimizer(
         loss_scale: overrides the policy's; a number is a scale that never moves.
         max_grad_norm: clip unscaled gradients to this global L2 norm (> 0); None does not clip.
         backend: the framework's name, where the object does not tell.
-        **options: of that framework's adapter.
+        **options: what that framework has besides; docs/frameworks.md lists them. PyTorch: ``master_weights``,
+            ``skip_on_device``, ``fused_step``, ``process_group``, ``named_parameters``, ``share``. JAX: ``axis_name``,
+            ``master_weights``, ``skip``. TensorFlow and Keras: ``master_weights``.
 
     Raises:
         InvalidTypeError: no optimizer, or one of a framework without an adapter; or no loss scale.
+        UnsupportedError: an option that this framework does not have.
         InvalidValueError: ``max_grad_norm``, or a number as ``loss_scale``, is not positive and finite.
         UsageError: the optimizer is wrapped already.
     """
     chosen, limit = make_policy(policy), norm_limit(max_grad_norm)
     scale = chosen.loss_scale if loss_scale is None else LossScale.of(loss_scale, where="wrap_optimizer(loss_scale=)")
     adapter = _adapter(backend, optimizer, where="wrap_optimizer(optimizer)")
+    check_options(adapter.wrap_optimizer, options, where=f"wrap_optimizer(optimizer) of {adapter.name}")
     return adapter.wrap_optimizer(
         optimizer,
         chosen,
@@ -248,7 +253,7 @@ def rewrite(
     _check_rewritable(fn, own, where="rewrite(fn)")
     if args or kwargs or backend is not None or own is not None:
         adapter = offering("rewrite", backend, (fn, args, kwargs), where="rewrite(fn, *args)")
-        return registry.verb(adapter, "rewrite")(fn, args, kwargs, make_policy(chosen), **options)
+        return _with_options(adapter, "rewrite", options)(fn, args, kwargs, make_policy(chosen))
     return RewrittenAtFirstCall(fn, chosen, options)
 
 
@@ -269,8 +274,8 @@ class RewrittenAtFirstCall:
         return self._rewritten(*args, **kwargs)
 
     def _rewrite(self, adapter: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        make = registry.verb(adapter, "rewrite")
-        self._rewritten = make(self._fn, args, kwargs, make_policy(self._policy), **self._options)
+        make = _with_options(adapter, "rewrite", self._options)
+        self._rewritten = make(self._fn, args, kwargs, make_policy(self._policy))
 
     def __get__(self, instance: object, owner: type | None = None) -> Any:
         return self if instance is None else MethodType(self, instance)
@@ -298,7 +303,13 @@ class RewrittenAtFirstCall:
 
 
 def explain(
-    fn: Any, /, *args: Any, policy: Policy | str | None = None, backend: str | None = None, **kwargs: Any
+    fn: Any,
+    /,
+    *args: Any,
+    policy: Policy | str | None = None,
+    backend: str | None = None,
+    engine: str | None = None,
+    **kwargs: Any,
 ) -> Plan:
     """What every operation of a function or model runs in under a policy, where and why. It prints as a table.
 
@@ -311,16 +322,25 @@ def explain(
         *args: its arguments.
         policy: a policy or its name; None is the current policy.
         backend: the framework's name, where neither the function nor the arguments tell and several are loaded.
+        engine: what is to run it: "rewrite", which is the default, or in PyTorch "autocast", which records one run
+            under `autocast`. A PyTorch model that is no single graph is recorded too; the plan's ``engine`` says so.
         **kwargs: its keyword arguments.
 
     Raises:
         InvalidTypeError: ``fn`` cannot be called and is no graph, or no adapter knows the arguments.
-        UnsupportedError: the framework's adapter has no explain.
+        UnsupportedError: the framework's adapter has no explain, or not this engine.
     """
     _check_rewritable(fn, registry.adapter_of(fn), where="explain(fn)")
     adapter = offering("explain", backend, (fn, args, kwargs), where="explain(fn, *args)")
-    plan: Plan = registry.verb(adapter, "explain")(fn, args, kwargs, make_policy(policy))
+    options = {} if engine in (None, "rewrite") else {"engine": engine}
+    plan: Plan = _with_options(adapter, "explain", options)(fn, args, kwargs, make_policy(policy))
     return plan
+
+
+def _with_options(adapter: Any, verb: str, options: Mapping[str, Any]) -> Callable[..., Any]:
+    method = registry.verb(adapter, verb)
+    check_options(method, options, where=f"{verb}(fn) of {adapter.name}")
+    return functools.partial(method, **options)
 
 
 def _check_rewritable(fn: object, adapter: Any, *, where: str) -> None:

@@ -17,7 +17,6 @@ from polyamp.backends.jax.step import Skip
 from polyamp.loss_scale import LossScale, LossScaleState
 from polyamp.plan import Plan
 from polyamp.policy import Policy
-from polyamp.refusals import no_options
 from polyamp.registry import missing
 
 if TYPE_CHECKING:
@@ -58,7 +57,7 @@ class JaxAdapter:
         loss_scale: LossScale,
         max_grad_norm: float | None,
         axis_name: Hashable | None = None,
-        master_weights: bool = True,
+        master_weights: bool | None = None,
         skip: Skip = "auto",
     ) -> Any:
         """See `polyamp.backends.jax.wrap_optimizer`."""
@@ -99,12 +98,8 @@ class JaxAdapter:
         """See `polyamp.backends.jax.autocast`."""
         return autocast(fn, policy)
 
-    def rewrite(
-        self, fn: Callable[..., Any], args: Any, kwargs: Any, policy: Policy, **options: Any
-    ) -> Callable[..., Any]:
+    def rewrite(self, fn: Callable[..., Any], args: Any, kwargs: Any, policy: Policy) -> Callable[..., Any]:
         """See `polyamp.backends.jax.rewrite`."""
-        if options:
-            raise no_options(options, where="rewrite(fn), of a JAX function")
         return rewrite(fn, *args, policy=policy, **kwargs)
 
     def explain(self, fn: Callable[..., Any], args: Any, kwargs: Any, policy: Policy) -> Plan:

@@ -19,7 +19,7 @@ def wrap_optimizer(
     loss_scale: LossScale | float | None = None,
     max_grad_norm: float | None = None,
     axis_name: Hashable | None = None,
-    master_weights: bool = True,
+    master_weights: bool | None = None,
     skip: Skip = "auto",
 ) -> Any:
     """An optax optimizer that owns the order of a mixed-precision step.

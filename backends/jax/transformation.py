@@ -8,6 +8,7 @@ from typing import Any, get_args
 import optax
 
 from polyamp.backends.jax.step import Skip, Step
+from polyamp.choices import check_master_weights
 from polyamp.errors import InvalidValueError
 from polyamp.loss_scale import LossScale
 from polyamp.refusals import no_optimizer, wrapped_already
@@ -37,7 +38,7 @@ def wrap(
     *,
     max_grad_norm: float | None,
     axis_name: Hashable | None,
-    master_weights: bool,
+    master_weights: bool | None,
     skip: Skip,
 ) -> LossScaled:
     """See `polyamp.backends.jax.wrap_optimizer`, which checks and documents the arguments."""
@@ -47,7 +48,9 @@ def wrap(
         tx = tx.gradient_transformation()
     if not isinstance(tx, optax.GradientTransformation):
         raise no_optimizer(tx, allowed="optax.GradientTransformation, such as optax.adam(1e-3)")
-    step = Step(optax.with_extra_args_support(tx), config, max_grad_norm, axis_name, master_weights, _known(skip))
+    check_master_weights(master_weights)
+    masters = master_weights is not False
+    step = Step(optax.with_extra_args_support(tx), config, max_grad_norm, axis_name, masters, _known(skip))
     return LossScaled(step.init, step.update)
 
 

@@ -15,6 +15,7 @@ from polyamp.backends.keras.scaler import LossScaler
 from polyamp.backends.keras.settings import check_masters, check_optimizer, loss_scale_of
 from polyamp.backends.keras.statistics import guard_compiled_models, skipped
 from polyamp.backends.keras.unscaled import UnscaledGradients
+from polyamp.choices import check_master_weights
 from polyamp.errors import InvalidValueError, UnsupportedError, UsageError, warn_once
 from polyamp.loss_scale import LossScale
 from polyamp.result import StepResult
@@ -90,6 +91,7 @@ class LossScaledOptimizer(keras.optimizers.LossScaleOptimizer):
         self.scaler = LossScaler(settings, self.add_variable)
         self.dynamic_scale, self.step_counter, *_ = self.scaler.variables
         self.max_grad_norm = norm
+        check_master_weights(master_weights)
         self.master_weights = master_weights
         self._unscaled = UnscaledGradients()
 

@@ -61,7 +61,7 @@ class TensorFlowAdapter:
         *,
         loss_scale: LossScale,
         max_grad_norm: float | None,
-        master_weights: bool = True,
+        master_weights: bool | None = None,
     ) -> LossScaledOptimizer:
         """See `polyamp.backends.tensorflow.LossScaledOptimizer`."""
         return LossScaledOptimizer(optimizer, loss_scale, max_grad_norm, master_weights=master_weights)
@@ -70,21 +70,29 @@ class TensorFlowAdapter:
         """See `polyamp.backends.tensorflow.autocast_context`."""
         return autocast_context(policy)
 
-    def rewrite(self, fn: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], policy: Policy, **options: Any) -> Any:
+    def rewrite(
+        self,
+        fn: Any,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        policy: Policy,
+        *,
+        engine: str = "polyamp",
+        jit_compile: bool | None = None,
+    ) -> Any:
         """See `polyamp.backends.tensorflow.rewrite`; for a ``GraphDef`` `rewritten_graph`.
 
         ``engine="grappler"`` is `polyamp.backends.tensorflow.grappler.GrapplerRewritten`.
         """
-        engine = options.pop("engine", "polyamp")
         check_engine(engine)
         if engine == "grappler":
-            rewritten = GrapplerRewritten(fn, policy, **options)
+            rewritten = GrapplerRewritten(fn, policy, jit_compile)
             return rewritten.traced_for(args, kwargs) if args or kwargs else rewritten
         if not callable(fn):
-            if options:
-                raise no_options(options, where="rewrite(graph_def)")
+            if jit_compile is not None:
+                raise no_options(["jit_compile"], where="rewrite(graph_def)")
             return rewritten_graph(fn, policy)
-        return rewrite(fn, *args, policy=policy, **options, **kwargs)
+        return rewrite(fn, *args, policy=policy, jit_compile=jit_compile, **kwargs)
 
     def explain(self, fn: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], policy: Policy) -> Plan:
         """See `polyamp.backends.tensorflow.explain`."""

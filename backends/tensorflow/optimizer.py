@@ -44,7 +44,7 @@ class LossScaledOptimizer(tf.compat.v1.train.Optimizer):
         loss_scale: LossScale | None = None,
         max_grad_norm: float | None = None,
         *,
-        master_weights: bool = True,
+        master_weights: bool | None = None,
     ) -> None:
         _check_optimizer(optimizer)
         super().__init__(use_locking=False, name=optimizer.get_name())

@@ -11,6 +11,7 @@ from polyamp.backends.tensorflow.gradients import SIXTEEN_BIT, all_finite, as_dt
 from polyamp.backends.tensorflow.marks import apply_gradients, decision, outside_update_scope, update_scope
 from polyamp.backends.tensorflow.masters import MasterWeights
 from polyamp.backends.tensorflow.replicas import after, all_replicas, summed, update_if
+from polyamp.choices import check_master_weights
 from polyamp.errors import InvalidTypeError, UsageError
 from polyamp.limits import report_limits
 from polyamp.loss_scale import LossScale, LossScaleState, advance, on_host
@@ -55,7 +56,7 @@ class LossScaler(tf.Module):
         settings: LossScale | Policy | str | None = None,
         max_grad_norm: float | None = None,
         *,
-        master_weights: bool = True,
+        master_weights: bool | None = None,
         name: str = "loss_scaler",
     ) -> None:
         chosen = settings if isinstance(settings, LossScale) else make_policy(settings).loss_scale
@@ -64,7 +65,8 @@ class LossScaler(tf.Module):
         self.max_grad_norm = norm_limit(max_grad_norm, where="LossScaler(max_grad_norm=)")
         names = ("loss_scale", *LossScaleState._fields[1:])
         self.scalars = list(map(_new_scalar, names, self.settings.initial_state()))
-        self._masters = MasterWeights() if master_weights else None
+        check_master_weights(master_weights)
+        self._masters = None if master_weights is False else MasterWeights()
 
     def scale(self, loss: Any) -> tf.Tensor:
         """The loss in float32 (float64 stays) times the loss scale.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, final
 
@@ -15,13 +15,14 @@ from polyamp.backends.torch.convert import convert
 from polyamp.backends.torch.graphs.rewrite import explain, rewrite
 from polyamp.backends.torch.operations import OPERATIONS
 from polyamp.backends.torch.steps.grad_scaler import GradScaler
+from polyamp.backends.torch.steps.masters import Kind
 from polyamp.backends.torch.steps.optimizer import LossScaledOptimizer
 from polyamp.backends.torch.steps.refusals import named_tensors
 from polyamp.errors import warn_once
 from polyamp.loss_scale import LossScale, LossScaleState, on_host
 from polyamp.plan import Plan
 from polyamp.policy import Policy
-from polyamp.refusals import no_loss_scale, no_options
+from polyamp.refusals import no_loss_scale
 
 if TYPE_CHECKING:
     from polyamp.demo import Task, Trace
@@ -69,16 +70,23 @@ class TorchAdapter:
         *,
         loss_scale: LossScale,
         max_grad_norm: float | None,
-        **options: Any,
+        master_weights: Kind = None,
+        skip_on_device: bool | None = None,
+        fused_step: bool | None = None,
+        process_group: Any = None,
+        named_parameters: Iterable[tuple[str, torch.Tensor]] = (),
+        share: LossScaledOptimizer | None = None,
     ) -> Any:
         """A `LossScaledOptimizer`; of several optimizers in a list, a list of those, which share their loss scales.
 
         See `LossScaledOptimizer` for the options and errors.
         """
+        options = {"master_weights": master_weights, "skip_on_device": skip_on_device, "fused_step": fused_step}
+        options |= {"process_group": process_group, "named_parameters": named_parameters, "share": share}
         if isinstance(optimizer, list | tuple):
             return _wrap_all(optimizer, policy, loss_scale=loss_scale, max_grad_norm=max_grad_norm, **options)
         wrapped = LossScaledOptimizer(optimizer, loss_scale, max_grad_norm=max_grad_norm, **options)
-        if policy.needs_master_weights and options.get("master_weights") is None and wrapped.masters is None:
+        if policy.needs_master_weights and master_weights is None and wrapped.masters is None:
             warn_once(
                 f"policy {policy} stores parameters in {policy.param}, and these parameters are not: "
                 "call polyamp.convert(model, policy) before its optimizer is wrapped."
@@ -114,10 +122,8 @@ class TorchAdapter:
         """See `polyamp.backends.torch.convert`."""
         return convert(model, policy)
 
-    def rewrite(self, fn: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], policy: Policy, **options: Any) -> Any:
+    def rewrite(self, fn: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], policy: Policy) -> Any:
         """See `polyamp.backends.torch.rewrite`."""
-        if options:
-            raise no_options(options, where="rewrite(fn)")
         return rewrite(fn, *args, policy=policy, **kwargs)
 
     def explain(self, fn: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], policy: Policy) -> Plan:
@@ -161,8 +167,8 @@ def _wrap_all(optimizers: Sequence[Any], policy: Policy, **options: Any) -> list
     wrapped: list[LossScaledOptimizer] = []
     named = named_tensors(options.pop("named_parameters", ()))
     for optimizer in optimizers:
-        shared: dict[str, Any] = {"share": wrapped[0] if wrapped else None, "named_parameters": named.items()}
-        wrapped.append(adapter.wrap_optimizer(optimizer, policy, **shared, **options))
+        options |= {"share": wrapped[0] if wrapped else options.get("share"), "named_parameters": named.items()}
+        wrapped.append(adapter.wrap_optimizer(optimizer, policy, **options))
     return wrapped
 
 

@@ -85,6 +85,25 @@ def _wrapped_twice(facts: Facts) -> Iterator[Said]:
         )
 
 
+def _unscaled_loss(facts: Facts) -> Iterator[Said]:
+    if facts.unscaled:
+        yield Said(
+            "the loss of this step is not scaled, and the optimizer divides its gradients by the loss scale: updates "
+            "are too small by that factor",
+            _places(facts.unscaled),
+            "scale the loss: opt.backward(loss), polyamp.value_and_grad or polyamp.scale_loss before the gradients",
+        )
+
+
+def _clipped_scaled(facts: Facts) -> Iterator[Said]:
+    if facts.clipped:
+        yield Said(
+            "gradients are clipped while they are scaled: the limit is too small by the loss scale",
+            _places(facts.clipped),
+            "leave the clipping out, and give polyamp.wrap_optimizer(..., max_grad_norm=); or clip unscaled gradients",
+        )
+
+
 def _layers_unscaled(facts: Facts) -> Iterator[Said]:
     if facts.layer_policies and facts.optimizer == "plain":
         layers = [name for name, _ in facts.layer_policies]
@@ -258,6 +277,18 @@ CHECKS: dict[str, Check] = {
         _not_wrapped,
     ),
     "wrapped-twice": Check("error", "loss scaling inside loss scaling", "the definition of unscaling", _wrapped_twice),
+    "unscaled-loss": Check(
+        "error",
+        "a step that unscales the gradients of a loss that nobody scaled",
+        "the definition of unscaling",
+        _unscaled_loss,
+    ),
+    "clipped-scaled": Check(
+        "error",
+        "gradients clipped between the scaled loss and unscaling",
+        "PyTorch, Automatic Mixed Precision examples, gradient clipping",
+        _clipped_scaled,
+    ),
     "layers-not-scaled": Check(
         "error",
         "Keras layers that compute in float16 by their own policy, without loss scaling",

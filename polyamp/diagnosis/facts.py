@@ -79,6 +79,8 @@ class Facts:
         products: matrix products and convolutions.
         losses: softmaxes and cross-entropies, with how many classes and rows they have.
         devices: as the adapter's ``describe()["devices"]`` has them.
+        unscaled: places of updates that unscale gradients of a loss that nobody scaled.
+        clipped: places where gradients are clipped while they are scaled.
     """
 
     framework: str
@@ -92,3 +94,5 @@ class Facts:
     products: tuple[Product, ...] = ()
     losses: tuple[ClassLoss, ...] = ()
     devices: tuple[Mapping[str, Any], ...] = ()
+    unscaled: tuple[str, ...] = ()
+    clipped: tuple[str, ...] = ()

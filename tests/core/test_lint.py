@@ -43,6 +43,8 @@ LOWERED = planned(("matmul", "float16", "table"), ("softmax", "float32", "table"
 FOUND = {
     "optimizer-not-wrapped": [facts(optimizer="plain")],
     "wrapped-twice": [facts(optimizer="wrapped twice"), facts(BF16, optimizer="wrapped twice")],
+    "unscaled-loss": [facts(optimizer="wrapped", unscaled=("train.py:12",))],
+    "clipped-scaled": [facts(optimizer="wrapped", clipped=("train.py:14",))],
     "layers-not-scaled": [facts(optimizer="plain", layer_policies=(("dense_1", "mixed_float16"),))],
     "stuck-loss": [
         facts(UNCHECKED, losses=(ClassLoss("head", 2000, 32768),)),

@@ -80,7 +80,7 @@ def test_a_pattern_that_ends_in_an_operation_is_about_that_one_there(path: str, 
 
 def test_rules_that_matched_nothing_are_found() -> None:
     rules = parse_rules({"softmax": "lower", "decoder.*": "full", "encoder": "full"})
-    assert unused(rules, [("softmax", "encoder/1"), ("add", "decoder")]) == [Rule("decoder.*", "full")]
+    assert unused(rules, [("softmax", "encoder/1"), ("add", "my_decoder")]) == [Rule("decoder.*", "full")]
 
 
 @pytest.mark.parametrize(

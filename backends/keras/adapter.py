@@ -76,7 +76,9 @@ class KerasAdapter:
             InvalidValueError: also where ``optimizer`` has a ``loss_scale_factor`` of its own.
         """
         check_factor(optimizer)
-        return LossScaledOptimizer(optimizer, loss_scale, max_grad_norm=max_grad_norm, master_weights=master_weights)
+        wrapped = LossScaledOptimizer(optimizer, loss_scale, max_grad_norm=max_grad_norm, master_weights=master_weights)
+        wrapped.scaler.compute = policy.compute
+        return wrapped
 
     def scale_loss(self, loss: Any, holder: Any) -> Any:
         """See `LossScaledOptimizer.scale_loss`."""

@@ -112,8 +112,8 @@ class LossScaledOptimizer(keras.optimizers.LossScaleOptimizer):
 
         Raises:
             InvalidTypeError: no floating tensor.
-            NonFiniteLossError: inf or NaN, where the loss is on the CPU and no function is being traced. Elsewhere the
-                step is skipped, and `last_step` says so.
+            NonFiniteLossError: inf or NaN under ``nonfinite_loss="raise"``, where the loss is on the CPU and no function
+                is being traced. Elsewhere the step is skipped, with a warning there.
         """
         return self.scaler.scale(loss)
 
@@ -201,10 +201,10 @@ class LossScaledOptimizer(keras.optimizers.LossScaleOptimizer):
         For other state of a training loop in ``jax.jit``, such as a model's non-trainable variables, among them batch
         normalisation's statistics; ``fit`` does it by itself.
 
-        >>> weight, opt = keras.Variable([1.0]), LossScaledOptimizer(keras.optimizers.SGD())
-        >>> opt.build([weight])
-        >>> before = [variable.value for variable in opt.variables]
-        >>> _, after = opt.stateless_apply(before, [ops.array([float("inf")])], [weight.value])
+        >>> opt = LossScaledOptimizer(keras.optimizers.SGD())
+        >>> before = [ops.copy(variable.value) for variable in opt.variables]
+        >>> opt.scaler.advance(ops.array(False))
+        >>> after = [variable.value for variable in opt.variables]
         >>> float(opt.stateless_select(before, after, [ops.array(2.0)], [ops.array(1.0)])[0])
         1.0
 
@@ -252,7 +252,7 @@ class LossScaledOptimizer(keras.optimizers.LossScaleOptimizer):
             LossScaleError: by `polyamp.limits.report_limits`.
         """
         traced = platform_of(self.dynamic_scale) is None
-        return StepResult(self.scaler.state if traced else self.scaler.report())
+        return StepResult(self.scaler.state) if traced else StepResult(self.scaler.report(), explain=self.scaler.why)
 
     def get_config(self) -> dict[str, Any]:
         """The arguments as JSON values, for `from_config` and ``.keras`` files: those of Keras' class, and ours."""

@@ -17,6 +17,7 @@ from keras import ops
 
 from polyamp.backends.keras.backend import value_of
 from polyamp.backends.keras.unstable import added_weights, intercept_compile
+from polyamp.errors import LossScaleError, NonFiniteLossError
 
 if TYPE_CHECKING:
     from polyamp.backends.keras.optimizer import LossScaledOptimizer
@@ -48,7 +49,11 @@ def keep_statistics(model: Any, *optimizers: LossScaledOptimizer) -> Iterator[No
         *optimizers: the wrapped ones that step inside; none are those that the model has.
     """
     kept = _Kept(model, optimizers or _optimizers_of(model))
-    yield
+    try:
+        yield
+    except (LossScaleError, NonFiniteLossError):
+        kept.restore(whatever=True)
+        raise
     kept.restore()
 
 
@@ -87,9 +92,13 @@ def _guarded(model: Any, original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def train_step(*args: Any, **kwargs: Any) -> Any:
-        kept = _note(model)
-        result = original(*args, **kwargs)
-        _put_back(kept)
+        kept = _Kept(model, _optimizers_of(model))
+        try:
+            result = original(*args, **kwargs)
+        except (LossScaleError, NonFiniteLossError):
+            kept.restore(whatever=True)
+            raise
+        kept.restore()
         return result
 
     return train_step
@@ -104,22 +113,14 @@ class _Kept:
         self._variables = added_weights(model) if checking else []
         self._before = [ops.copy(value_of(one)) for one in (*self._counts, *self._variables)]
 
-    def restore(self) -> None:
-        """Put the values back if a step was skipped since."""
+    def restore(self, *, whatever: bool = False) -> None:
+        """Put the values back if a step was skipped since; or ``whatever`` was."""
         if not self._variables:
             return
         counts, values = self._before[: len(self._counts)], self._before[len(self._counts) :]
-        was_skipped = skipped(counts, list(map(value_of, self._counts)))
+        was_skipped = ops.array(True) if whatever else skipped(counts, list(map(value_of, self._counts)))
         for variable, old in zip(self._variables, values, strict=True):
             variable.assign(ops.where(was_skipped, old, value_of(variable)))
-
-
-def _note(model: Any) -> _Kept:
-    return _Kept(model, _optimizers_of(model))
-
-
-def _put_back(kept: _Kept) -> None:
-    kept.restore()
 
 
 class _State(NamedTuple):

@@ -54,7 +54,9 @@ _STEP = "_polyamp_step"
 
 def intercept_compile(compiled: Callable[[Any], None]) -> None:
     """Have a function called with every model that is compiled from now on; once for each process."""
-    original = keras.Model.compile
+    # Where it is defined, not on `keras.Model`: a model whose `compile` is another is not compiled when it is loaded.
+    owner = next(kind for kind in keras.Model.__mro__ if "compile" in vars(kind))
+    original = vars(owner)["compile"]
     if hasattr(original, _STEP):
         return
 
@@ -65,4 +67,4 @@ def intercept_compile(compiled: Callable[[Any], None]) -> None:
         return result
 
     setattr(compile, _STEP, True)
-    keras.Model.compile = compile
+    owner.compile = compile

@@ -64,7 +64,9 @@ class TensorFlowAdapter:
         master_weights: bool | None = None,
     ) -> LossScaledOptimizer:
         """See `polyamp.backends.tensorflow.LossScaledOptimizer`."""
-        return LossScaledOptimizer(optimizer, loss_scale, max_grad_norm, master_weights=master_weights)
+        wrapped = LossScaledOptimizer(optimizer, loss_scale, max_grad_norm, master_weights=master_weights)
+        wrapped.scaler.compute = policy.compute
+        return wrapped
 
     def autocast_context(self, policy: Policy) -> AbstractContextManager[None]:
         """See `polyamp.backends.tensorflow.autocast_context`."""

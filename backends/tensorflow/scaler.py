@@ -13,11 +13,11 @@ from polyamp.backends.tensorflow.masters import MasterWeights
 from polyamp.backends.tensorflow.replicas import after, all_replicas, summed, update_if
 from polyamp.choices import check_master_weights
 from polyamp.errors import InvalidTypeError, UsageError
-from polyamp.limits import report_limits
+from polyamp.limits import NONFINITE_LOSS, report_limits, report_nonfinite_loss
 from polyamp.loss_scale import LossScale, LossScaleState, advance, on_host
 from polyamp.policy import Policy
 from polyamp.policy import policy as make_policy
-from polyamp.refusals import no_loss, non_finite_loss
+from polyamp.refusals import no_loss
 from polyamp.result import StepResult
 from polyamp.verbs import norm_limit
 
@@ -62,6 +62,8 @@ class LossScaler(tf.Module):
         chosen = settings if isinstance(settings, LossScale) else make_policy(settings).loss_scale
         super().__init__(name=name)
         self.settings = chosen.in_float32()
+        self.compute = None if isinstance(settings, LossScale) else make_policy(settings).compute
+        self._has_bad_loss = False
         self.max_grad_norm = norm_limit(max_grad_norm, where="LossScaler(max_grad_norm=)")
         names = ("loss_scale", *LossScaleState._fields[1:])
         self.scalars = list(map(_new_scalar, names, self.settings.initial_state()))
@@ -69,23 +71,31 @@ class LossScaler(tf.Module):
         self._masters = None if master_weights is False else MasterWeights()
 
     def scale(self, loss: Any) -> tf.Tensor:
-        """The loss in float32 (float64 stays) times the loss scale.
+        """Return the loss in float32 (float64 stays) times the loss scale.
+
+        A loss that is inf or NaN is scaled by NaN, so that the step is skipped whatever its gradients are.
 
         >>> float(LossScaler(LossScale(init=8.0)).scale(tf.constant(2.0)))
         16.0
 
         Raises:
             InvalidTypeError: no floating tensor.
-            NonFiniteLossError: inf or NaN, of an eager tensor on the CPU. Elsewhere the step is skipped, and its result
-                says so.
+            NonFiniteLossError: inf or NaN under ``nonfinite_loss="raise"``, of an eager tensor on the CPU.
+
+        Warns:
+            PolyampWarning: inf or NaN, of an eager tensor on the CPU.
         """
         if not self.settings.check:
             return loss
         tensor = _floating(loss)
-        if not tf.is_symbolic_tensor(tensor) and _is_on_cpu(tensor) and not all_finite([tensor]):
-            raise non_finite_loss(tensor.numpy())
+        finite = all_finite([tensor])
+        self._has_bad_loss = False
+        if not tf.is_symbolic_tensor(tensor) and _is_on_cpu(tensor) and not finite:
+            self._has_bad_loss = True
+            report_nonfinite_loss(self.settings, compute=self.compute, found=tensor.numpy(), stacklevel=3)
         wide = tf.cast(tensor, tf.float32) if tensor.dtype in SIXTEEN_BIT else tensor
-        return wide * tf.cast(self.scalars[0], wide.dtype)
+        scale = tf.convert_to_tensor(self.scalars[0])
+        return wide * tf.cast(tf.where(finite, scale, float("nan")), wide.dtype)
 
     def unscale(self, grads: Sequence[Any]) -> tuple[list[Any], tf.Tensor]:
         """Gradients of the loss itself, in float32 or wider, and whether all of them were finite, in every replica.
@@ -161,7 +171,9 @@ class LossScaler(tf.Module):
         Raises:
             LossScaleError: by `polyamp.limits.report_limits`.
         """
-        return StepResult(self._reported() if tf.executing_eagerly() else self.state)
+        if not tf.executing_eagerly():
+            return StepResult(self.state)
+        return StepResult(self._reported(), explain=self._why())
 
     def save_loss_scale(self) -> dict[str, Any]:
         """The loss-scale state in the form all frameworks share; JSON. Outside of graphs."""
@@ -183,7 +195,7 @@ class LossScaler(tf.Module):
             return self._result(self.state, [update(plain)])
         if tf.executing_eagerly() and _is_on_cpu(finite):
             update_if(finite, update, plain)
-            return StepResult(self._advanced_on_host(bool(finite)))
+            return StepResult(self._advanced_on_host(bool(finite)), explain=self._why())
         state = advance(self.settings, self.state, finite, _where)
         applied = update_if(finite, update, plain)
         with after([applied]):  # and so after the scale was read to unscale with
@@ -219,9 +231,12 @@ class LossScaler(tf.Module):
 
     def _result(self, state: LossScaleState, operations: list[Any]) -> StepResult:
         if tf.executing_eagerly() and _is_on_cpu(state.scale):
-            return StepResult(self._reported())
+            return StepResult(self._reported(), explain=self._why())
         with after(operations):
             return StepResult(LossScaleState(*map(tf.identity, state)))
+
+    def _why(self) -> Callable[[], str] | None:
+        return (lambda: NONFINITE_LOSS) if self._has_bad_loss else None
 
     def _reported(self) -> LossScaleState:
         state = on_host(self.state)

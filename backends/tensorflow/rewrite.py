@@ -218,11 +218,17 @@ def _report(decisions: Pass, name: str) -> None:
             "(see docs/operations.md) nor a name scope or layer. polyamp.explain lists what there is.",
             stacklevel=2,
         )
+    for op, place in rules.not_entered.items():
+        warn_once(
+            f"the functions of {op} ({place}) run as written in {name}: a rewrite does not enter them, and they have "
+            "products. Rewrite, or run under polyamp.autocast, the function that is given to that operation.",
+            stacklevel=2,
+        )
     for missing, asked in rules.refused.items():
         warn_once(
             f"{asked} of {rules.policy} is not kept in {name}: there is {missing}; it runs in float32.", stacklevel=2
         )
-    if format_of(rules.compute).is_low and not _lowers(decisions):
+    if format_of(rules.compute).is_low and not _lowers(decisions) and not rules.not_entered:
         warn_once(
             f"rewrite to {rules.compute} changed nothing in {name}: it has no float32 operation of class lower, such "
             "as matmul and conv, that this device's kernels take. polyamp.explain gives the reason for each operation.",

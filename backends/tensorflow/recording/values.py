@@ -10,6 +10,7 @@ import tensorflow as tf
 from polyamp.backends.tensorflow.decisions import Decided, Pass
 from polyamp.backends.tensorflow.functions import Inside
 from polyamp.backends.tensorflow.graph import FLOAT32, Graph, Node
+from polyamp.backends.tensorflow.operations import OPERATIONS
 from polyamp.backends.tensorflow.places import Places
 from polyamp.backends.tensorflow.recording.tracing import Taken
 from polyamp.backends.tensorflow.region import backward_pass
@@ -102,7 +103,7 @@ class Body:
         return found
 
     def _body(self, node: Node, inside: Inside, known: dict[Any, Body]) -> Body:
-        backward, repeated = node.name in self._backward, self.repeated or "While" in node.op
+        backward, repeated = node.name in self._backward, self.repeated or OPERATIONS.get(node.op) == "while_loop"
         key = (id(inside.decisions), backward, repeated)
         if key not in known:
             places = self._places.within(inside.name)

@@ -81,7 +81,8 @@ class TorchAdapter:
 
         See `LossScaledOptimizer` for the options and errors.
         """
-        options = {"master_weights": master_weights, "skip_on_device": skip_on_device, "fused_step": fused_step}
+        options: dict[str, Any] = {}
+        options |= {"master_weights": master_weights, "skip_on_device": skip_on_device, "fused_step": fused_step}
         options |= {"process_group": process_group, "named_parameters": named_parameters, "share": share}
         if isinstance(optimizer, list | tuple):
             return _wrap_all(optimizer, policy, loss_scale=loss_scale, max_grad_norm=max_grad_norm, **options)

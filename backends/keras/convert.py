@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import keras
@@ -10,11 +11,11 @@ import keras
 from polyamp.backends.keras.borders import Border, border_of, casts_inside, norm_of, set_border
 from polyamp.backends.keras.operations import ACTIVATIONS, OPERATIONS
 from polyamp.backends.keras.unstable import layers_inside
-from polyamp.dialects import default_rules
 from polyamp.errors import InvalidTypeError, UnsupportedError, UsageError, warn_once
 from polyamp.formats import format_of
 from polyamp.operations import OPERATIONS as TABLE
 from polyamp.policy import Policy
+from polyamp.policy import policy as make_policy
 from polyamp.rules import Rule
 
 _CHANGEABLE = ("float32", "float16", "bfloat16")
@@ -66,16 +67,68 @@ def convert(model: Any, policy: Policy) -> Any:
             place; or Keras has no dtype policy for these formats. Nothing is changed.
     """
     _check_model(model)
-    parts = list(_parts(model, policy))
-    chosen = [(part.layer, _policy_of(part, policy), part.border) for part in parts if _can_change(part)]
+    parts = list(_parts(model, policy, _op_class))
     _check_storage(parts, policy)
-    for layer, name, border in chosen:
-        layer.dtype_policy = name
-        set_border(layer, Border(border.inside) if casts_inside(layer) else border)
+    _set(parts, policy)
     for container in (layer for layer in _walk(model) if isinstance(layer, keras.Model)):
         _forget_compiled(container)
     _report(model, parts, policy)
     return model
+
+
+@contextmanager
+def amended(model: Any, policy: Policy) -> Iterator[None]:
+    """Have the layers of a model that a policy's own rules name compute as those say, for as long as this lasts.
+
+    All others stay as they are. That is how rules are tried on a model that computes in 16 bits by itself.
+
+    >>> import polyamp
+    >>> model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(8, name="wide"), keras.layers.Dense(2)])
+    >>> model = convert(model, polyamp.policy("mixed_bfloat16"))
+    >>> with amended(model, polyamp.policy("mixed_float16", rules={"wide": "full"})):
+    ...     model.layers[0].compute_dtype
+    'float32'
+    >>> model.layers[0].compute_dtype
+    'bfloat16'
+    """
+    own = own_policy(model)
+    if own is None or not policy.own_rules:
+        yield
+        return
+    tried = make_policy(own, rules=dict(policy.own_rules))
+    parts = [part for part in _parts(model, tried, _amended_class) if _can_change(part)]
+    before = [(part.layer, part.layer.dtype_policy, border_of(part.layer)) for part in parts]
+    _set(parts, tried)
+    try:
+        yield
+    finally:
+        for layer, dtype_policy, border in before:
+            layer.dtype_policy = dtype_policy
+            set_border(layer, border)
+
+
+def own_policy(model: Any) -> str | None:
+    """Return the name of the 16-bit dtype policy that layers of a model have; None where all compute in float32.
+
+    >>> own_policy(keras.Sequential([keras.Input((4,)), keras.layers.Dense(2, dtype="mixed_bfloat16")]))
+    'mixed_bfloat16'
+    """
+    layers = (layer for layer in _walk(model) if format_of(border_of(layer).inside).is_low)
+    names = (layer.dtype_policy.name for layer in layers)
+    return next((name for name in names if name in _KERAS_POLICIES.values()), None)
+
+
+def _set(parts: Iterable[_Part], policy: Policy) -> None:
+    for layer, name, border in [(one.layer, _policy_of(one, policy), one.border) for one in parts if _can_change(one)]:
+        layer.dtype_policy = name
+        set_border(layer, Border(border.inside) if casts_inside(layer) else border)
+
+
+def _amended_class(policy: Policy, operation: str, layer: Any, path: str, is_head: bool) -> str:
+    """The class that the rules say, else that of what the layer computes in now."""
+    if any(_matches(rule, operation, path) for rule in policy.own_rules):
+        return _op_class(policy, operation, layer, path, is_head)
+    return "lower" if format_of(border_of(layer).inside).is_low else "full"
 
 
 def _check_model(model: Any) -> None:
@@ -108,7 +161,13 @@ def _children(layer: Any) -> list[Any]:
 
 
 def _parts(
-    layer: Any, policy: Policy, above: str = "", gives_output: bool = True, outside: str = "", depth: int = 0
+    layer: Any,
+    policy: Policy,
+    choose: Callable[[Policy, str, Any, str, bool], str],
+    above: str = "",
+    gives_output: bool = True,
+    outside: str = "",
+    depth: int = 0,
 ) -> Iterator[_Part]:
     """A layer and those inside; ``outside`` is the format that the Python code computes in which calls the layer."""
     path = f"{above}/{layer.name}" if above else layer.name
@@ -116,7 +175,7 @@ def _parts(
     is_head = gives_output and not isinstance(layer, keras.Model)
     if is_head and _runs_code(layer) and not _is_named(policy, operation, path) and policy.output == "float32":
         is_head, outside = False, "float32"  # its code runs in 16 bits, and what it gives is cast
-    op_class = _op_class(policy, operation, path, is_head)
+    op_class = choose(policy, operation, layer, path, is_head)
     inside = _inside(layer, op_class, policy)
     if depth == 1 and _is_named(policy, "", path):
         outside = ""  # the user says what a model's own code is given, such as its head
@@ -125,7 +184,7 @@ def _parts(
     ends = _ends(layer)
     for child in _children(layer):
         given = (inside if inside in _CHANGEABLE else "") if _runs_code(layer) else outside if any(child is end for end in ends) else ""
-        yield from _parts(child, policy, path, any(child is head for head in heads), given, depth + 1)
+        yield from _parts(child, policy, choose, path, any(child is head for head in heads), given, depth + 1)
 
 
 def _inside(layer: Any, op_class: str, policy: Policy) -> str:
@@ -164,7 +223,7 @@ def _operation(layer: Any) -> str:
     return next((OPERATIONS[name] for name in names if name in OPERATIONS), "") or norm_of(layer)
 
 
-def _op_class(policy: Policy, operation: str, path: str, is_head: bool) -> str:
+def _op_class(policy: Policy, operation: str, layer: Any, path: str, is_head: bool) -> str:
     rule = next((rule for rule in policy.rules if _matches(rule, operation, path)), None)
     if rule is not None:
         return policy.decide(operation, path).op_class if rule.matches(operation, path) else "full"
@@ -181,8 +240,7 @@ def _matches(rule: Rule, operation: str, path: str) -> bool:
 
 
 def _is_named(policy: Policy, operation: str, path: str) -> bool:
-    defaults = default_rules(policy.param, policy.compute, policy.output)
-    return any(rule.matches(operation, path) for rule in policy.rules if rule not in defaults)
+    return any(rule.matches(operation, path) for rule in policy.own_rules)
 
 
 def _heads(layer: Any) -> list[Any]:
@@ -293,9 +351,8 @@ def _report_unscaled(model: Any, parts: list[_Part], policy: Policy) -> None:
 
 
 def _report_unused(model: Any, parts: list[_Part], policy: Policy) -> None:
-    defaults = default_rules(policy.param, policy.compute, policy.output)
-    for rule in policy.rules:
-        if rule not in defaults and not any(_matches(rule, part.operation, part.path) for part in parts):
+    for rule in policy.own_rules:
+        if not any(_matches(rule, part.operation, part.path) for part in parts):
             warn_once(
                 f"rule {rule.pattern!r} matches no layer of {model.name!r}. Give names of layers from the model down, "
                 "joined by '/', or the canonical name of what a layer does."

@@ -16,6 +16,7 @@ import keras
 from keras import ops
 
 from polyamp.backends.keras.backend import value_of
+from polyamp.backends.keras.unlowered import report_unlowered
 from polyamp.backends.keras.unstable import added_weights, intercept_compile
 from polyamp.errors import LossScaleError, NonFiniteLossError
 
@@ -85,6 +86,7 @@ def _guarded(model: Any, original: Callable[..., Any]) -> Callable[..., Any]:
 
         @functools.wraps(original)
         def stateless_step(state: Any, *args: Any, **kwargs: Any) -> Any:
+            report_unlowered(model, _optimizers_of(model))
             logs, after = original(state, *args, **kwargs)
             return logs, _kept_state(model, state, after)
 
@@ -92,6 +94,7 @@ def _guarded(model: Any, original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def train_step(*args: Any, **kwargs: Any) -> Any:
+        report_unlowered(model, _optimizers_of(model))
         kept = _Kept(model, _optimizers_of(model))
         try:
             result = original(*args, **kwargs)

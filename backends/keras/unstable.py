@@ -6,7 +6,7 @@ Keras may change any of it in a release, without notice; the tests of this file'
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -68,3 +68,15 @@ def intercept_compile(compiled: Callable[[Any], None]) -> None:
 
     setattr(compile, _STEP, True)
     owner.compile = compile
+
+
+def build_loss(model: Any, batch: Sequence[Any]) -> None:
+    """Have a compiled model make what it needs for its loss, which it else does at its first step: inside of a trace.
+
+    Args:
+        model: a model.
+        batch: ``(x, y)`` and perhaps more.
+    """
+    loss = getattr(model, "_compile_loss", None)
+    if loss is not None and not loss.built and len(batch) > 1:
+        loss.build(batch[1], model(batch[0], training=False))

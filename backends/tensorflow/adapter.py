@@ -8,7 +8,7 @@ from typing import Any, final
 
 import tensorflow as tf
 
-from polyamp.backends.tensorflow.autocast import autocast_context
+from polyamp.backends.tensorflow.autocast import autocast_context, current
 from polyamp.backends.tensorflow.casting import cast
 from polyamp.backends.tensorflow.facts import facts
 from polyamp.backends.tensorflow.grappler import GrapplerRewritten
@@ -71,6 +71,10 @@ class TensorFlowAdapter:
     def autocast_context(self, policy: Policy) -> AbstractContextManager[None]:
         """See `polyamp.backends.tensorflow.autocast_context`."""
         return autocast_context(policy)
+
+    def is_lowering(self) -> bool:
+        """Whether an autocast of ours, or TensorFlow's own pass, lowers what runs now."""
+        return current() is not None or bool(tf.config.optimizer.get_experimental_options().get("auto_mixed_precision"))
 
     def rewrite(
         self,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
+from weakref import WeakSet
 
 import keras
 
@@ -18,6 +19,7 @@ from polyamp.policy import Policy
 from polyamp.policy import policy as make_policy
 from polyamp.rules import Rule
 
+_converted: WeakSet[Any] = WeakSet()
 _CHANGEABLE = ("float32", "float16", "bfloat16")
 
 
@@ -73,7 +75,13 @@ def convert(model: Any, policy: Policy) -> Any:
     for container in (layer for layer in _walk(model) if isinstance(layer, keras.Model)):
         _forget_compiled(container)
     _report(model, parts, policy)
+    _converted.add(model)
     return model
+
+
+def was_converted(model: Any) -> bool:
+    """Whether somebody converted a model, to whatever policy."""
+    return model in _converted
 
 
 @contextmanager

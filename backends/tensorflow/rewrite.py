@@ -18,9 +18,11 @@ from polyamp.backends.tensorflow.refusals import (
     check_format,
     check_function,
     check_graph,
+    check_scaling,
     not_differentiable,
     tracing,
 )
+from polyamp.backends.tensorflow.scaling import scaling_of
 from polyamp.backends.tensorflow.unstable import FunctionLibrary, call_in_place_of, options_of, register
 from polyamp.backends.tensorflow.writing import Writer
 from polyamp.errors import warn_once
@@ -164,6 +166,7 @@ def _traced_by(fn: Callable[..., Any], policy: Policy) -> Callable[..., Any]:
     def traced(*args: Any, **kwargs: Any) -> Any:
         concrete = concrete_of(fn, args, kwargs)
         decisions = decided_for(concrete, policy)
+        check_scaling(scaling_of(decisions, concrete.graph))
         if not plans:
             plans.append(functools.cache(lambda: plan_of(decisions, concrete.graph)))
         return _called(concrete, decisions, args, kwargs, getattr(fn, "__name__", "function"))

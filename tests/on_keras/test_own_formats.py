@@ -35,12 +35,13 @@ def _fresh_names() -> Iterator[None]:
 def made(policy: Any = F16, *, hot: float = 1.0, wrap: bool = True) -> keras.Model:
     parts = [layers.Dense(16, name="body"), layers.Dense(8, name="hot"), layers.Dense(2, name="head")]
     model = keras.Sequential([keras.Input((6,)), *parts])
-    kernel = model.get_layer("hot").kernel
-    kernel.assign(kernel * hot)
+    for name, factor in (("hot", hot), ("head", 1 / hot)):  # which is beyond float16 in between alone
+        kernel = model.get_layer(name).kernel
+        kernel.assign(kernel * factor)
     if policy is not None:
         polyamp.convert(model, policy)
     sgd = keras.optimizers.SGD(1e-12)
-    wrapped = polyamp.wrap_optimizer(sgd, F16, loss_scale=polyamp.LossScale(init=2.0**-12)) if wrap else sgd
+    wrapped = polyamp.wrap_optimizer(sgd, F16, loss_scale=polyamp.LossScale(init=1.0)) if wrap else sgd
     model.compile(wrapped, "mse")
     return model
 
@@ -132,6 +133,10 @@ def test_a_float32_policy_is_no_mistake() -> None:
     model = made(None)
     model.compile(polyamp.wrap_optimizer(keras.optimizers.SGD(1e-9), "float32"), "mse")
     assert trained(model, "fit") == []
+
+
+def test_a_model_that_was_converted_to_float32_is_no_mistake() -> None:
+    assert trained(polyamp.convert(made(), "float32"), "fit") == []
 
 
 def test_keras_own_policy_will_do() -> None:

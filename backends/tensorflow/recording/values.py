@@ -12,7 +12,7 @@ from polyamp.backends.tensorflow.functions import Inside
 from polyamp.backends.tensorflow.graph import FLOAT32, Graph, Node
 from polyamp.backends.tensorflow.operations import OPERATIONS
 from polyamp.backends.tensorflow.places import Places
-from polyamp.backends.tensorflow.recording.dependence import Dependence
+from polyamp.backends.tensorflow.dependence import Dependence
 from polyamp.backends.tensorflow.recording.tracing import Taken
 from polyamp.diagnosis.recording import ACTIVATION, GRADIENT, PARAMETER, Kind, Observation
 from polyamp.diagnosis.spread import Spread
@@ -211,7 +211,7 @@ def recorded(decisions: Pass, taken: Sequence[Taken]) -> tuple[Body, list[Subjec
     Returns:
         The outermost body, in which each value has its number, and the values by number.
     """
-    dependence = Dependence([seed for one in taken for seed in one.seeds])
+    dependence = Dependence.on([seed for one in taken for seed in one.seeds])
     outer = Body(decisions, Places(decisions.traced), taken, {}, dependence)
     parameters = list(outer.parameters())
     made = {body.producer(subject.value) for body, subject in parameters}

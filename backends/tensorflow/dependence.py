@@ -1,4 +1,4 @@
-"""Which values of a step depend on the gradient of its loss: they alone are gradients, and grow with the loss scale.
+"""Which values of a step depend on others, such as on the gradient of its loss: gradients alone grow with the loss scale.
 
 The scopes of a backward pass also hold values that do not, such as the ``2 * (prediction - target)`` of a squared error,
 which is a factor of a gradient and as large whatever the loss scale is.
@@ -6,7 +6,7 @@ which is a factor of a gradient and as large whatever the loss scale is.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -14,25 +14,36 @@ import tensorflow as tf
 from polyamp.backends.tensorflow.decisions import Decided, Pass
 from polyamp.backends.tensorflow.graph import FLOATING
 
-_CARRYING = {*FLOATING, tf.variant.as_datatype_enum}  # a list of gradients is a variant
+CARRYING = frozenset({*FLOATING, tf.variant.as_datatype_enum})
+"""Types of gradients; a list of them is a variant."""
 
 
 class Dependence:
-    """What depends on some tensors, in a graph and in the functions that it calls.
+    """What depends on some values, in a graph and in the functions that it calls.
 
     Args:
-        seeds: the gradients that backward passes start from, symbolic tensors of any of these graphs.
+        starts: the values of a graph that everything is to depend on.
+        carrying: the types of values that can.
     """
 
-    def __init__(self, seeds: Sequence[Any]) -> None:
-        self._seeds = list(seeds)
+    def __init__(self, starts: Callable[[Pass], Iterable[str]], carrying: Container[int] = CARRYING) -> None:
+        self._starts, self._carrying = starts, carrying
         self._known: dict[tuple[int, frozenset[str]], set[str]] = {}
+
+    @classmethod
+    def on(cls, tensors: Sequence[Any], carrying: Container[int] = CARRYING) -> Dependence:
+        """Return what depends on symbolic tensors, of any of these graphs."""
+        return cls(lambda decisions: _values_of(decisions, tensors), carrying)
+
+    def anywhere(self, decisions: Pass) -> set[str]:
+        """Return the values of a graph that depend in any call of it that was looked at."""
+        return set().union(*(found for (key, _), found in self._known.items() if key == id(decisions)))
 
     def of(self, decisions: Pass, arguments: frozenset[str] = frozenset()) -> set[str]:
         """Return the values of a graph that depend on the seeds, or on these arguments of the graph."""
         key = (id(decisions), arguments)
         if key not in self._known:
-            self._known[key] = found = {*arguments, *self._seeds_in(decisions)}
+            self._known[key] = found = {*arguments, *self._starts(decisions)}
             before = -1
             while len(found) != before:  # an edge of a loop of TensorFlow 1 leads back
                 before = len(found)
@@ -52,13 +63,20 @@ class Dependence:
         """Of the arguments of the functions that a node calls."""
         node = decided.node
         flags = [value in found for value in node.inputs]
-        if node.op in ("ScanDataset", "ReduceDataset"):  # whose functions take other arguments than they do
-            return []
+        if node.op in ("ScanDataset", "ReduceDataset"):  # whose functions take an element after what is carried
+            return self._of_iteration(decided, flags)
         if decided.operation == "cond":
             return flags[1:]
         if decided.operation == "while_loop":
             return self._carried(decided, flags)
         return flags
+
+    @staticmethod
+    def _of_iteration(decided: Decided, flags: list[bool]) -> list[bool]:
+        attributes, count = decided.node.definition.attr, len(decided.inside[0].decisions.graph.arguments)
+        carried, captured = (len(attributes[name].list.type) for name in ("Tstate", "Targuments"))
+        elements = [False] * (count - carried - captured)
+        return [*flags[1 : 1 + carried], *elements, *flags[len(flags) - captured :]]
 
     def _carried(self, decided: Decided, flags: list[bool]) -> list[bool]:
         """Of what a loop carries: a turn may make a value depend on another one."""
@@ -81,14 +99,16 @@ class Dependence:
         else:
             flags = [any(value in found for value in node.inputs)] * len(node.outputs)
         ports = zip(node.outputs, node.gives, flags, strict=False)
-        return [value for value, port, flag in ports if flag and port.dtype in _CARRYING]
+        return [value for value, port, flag in ports if flag and port.dtype in self._carrying]
 
-    def _seeds_in(self, decisions: Pass) -> list[str]:
-        here = [tensor for tensor in self._seeds if tensor.graph is decisions.traced]
-        named = {node.name: node for node in decisions.graph.nodes} if here else {}
-        made = [named[one.op.name].outputs[one.value_index] for one in here if one.op.name in named]
-        inputs = zip(decisions.graph.arguments, getattr(decisions.traced, "inputs", ()), strict=False)
-        return [*made, *(name for (name, _), given in inputs if any(given is one for one in here))]
+
+def _values_of(decisions: Pass, tensors: Sequence[Any]) -> list[str]:
+    """The values that symbolic tensors are in a graph."""
+    here = [tensor for tensor in tensors if tensor.graph is decisions.traced]
+    named = {node.name: node for node in decisions.graph.nodes} if here else {}
+    made = [named[one.op.name].outputs[one.value_index] for one in here if one.op.name in named]
+    inputs = zip(decisions.graph.arguments, getattr(decisions.traced, "inputs", ()), strict=False)
+    return [*made, *(name for (name, _), given in inputs if any(given is one for one in here))]
 
 
 def _across(functions: Sequence[tuple[Sequence[str], set[str]]]) -> list[list[tuple[str, set[str]]]]:

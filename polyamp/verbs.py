@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from contextvars import ContextVar
 from types import MethodType
@@ -164,7 +164,12 @@ def load_loss_scale(holder: Any, saved: Mapping[str, Any]) -> Any:
 
 
 def value_and_grad(
-    fun: Callable[..., Any], policy: Policy | str | None = None, has_aux: bool = False, *, backend: str | None = None
+    fun: Callable[..., Any],
+    policy: Policy | str | None = None,
+    has_aux: bool = False,
+    *,
+    argnums: int | Sequence[int] = 0,
+    backend: str | None = None,
 ) -> Callable[..., Any]:
     """Differentiate a loss function under a policy: the loss comes back unscaled, the gradients still scaled.
 
@@ -184,17 +189,20 @@ def value_and_grad(
         fun: ``fun(params, *args, **kwargs) -> loss``, or ``(loss, aux)`` where ``has_aux``.
         policy: bound now where given; None is the current policy at each call.
         has_aux: whether ``fun`` returns more than the loss.
+        argnums: which of ``fun``'s arguments are differentiated, as in ``jax.value_and_grad``: an integer, or several,
+            whose gradients come in a tuple.
         backend: the framework's name, where the arguments do not tell.
 
     Returns:
         A function of ``(opt_state, params, *args, **kwargs)``.
     """
     bound = None if policy is None else make_policy(policy)
+    options = {} if argnums == 0 else {"argnums": argnums}
 
     @functools.wraps(fun)
     def differentiated(opt_state: Any, params: Any, *args: Any, **kwargs: Any) -> Any:
         adapter = _adapter(backend, (opt_state, params), where="value_and_grad(fun)(opt_state, params)")
-        transformed = registry.verb(adapter, "value_and_grad")(fun, bound, has_aux)
+        transformed = _with_options(adapter, "value_and_grad", options)(fun, bound, has_aux)
         return transformed(opt_state, params, *args, **kwargs)
 
     return differentiated
@@ -395,7 +403,7 @@ def explain(
 
 def _with_options(adapter: Any, verb: str, options: Mapping[str, Any]) -> Callable[..., Any]:
     method = registry.verb(adapter, verb)
-    check_options(method, options, where=f"{verb}(fn) of {adapter.name}")
+    check_options(method, options, where=f"{verb}(function) of {adapter.name}")
     return functools.partial(method, **options)
 
 

@@ -32,6 +32,8 @@ class TensorFlowAdapter:
 
     name = "tensorflow"
     operations: Mapping[str, str] = OPERATIONS
+    rewrites_unseen = True
+    """Functions are rewritten before they see arguments: what `rewrite` returns is a ``tf.function`` at once."""
 
     def owns(self, obj: object) -> bool:
         """Whether ``obj`` is a tensor, variable, module or optimizer."""

@@ -92,7 +92,7 @@ def explain(fn: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], policy: P
     if not isinstance(fn, keras.Model):
         plan: Plan = verb(fn, args, kwargs, policy)
         return plan
-    step = Step(fn, args) if len(args) < 2 else step_of(fn, args, kwargs)
+    step = Step(fn, tuple(map(_tensors, args))) if len(args) < 2 else step_of(fn, args, kwargs)
     with amended(fn, policy):
         plan = verb(step.function, step.args, kwargs if len(args) < 2 else {}, judged(fn, policy))
     return plan if own_policy(fn) is None else own_plan(plan, policy)
@@ -120,7 +120,7 @@ def step_of(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Step:
         UsageError: the model has no loss, or was not built.
     """
     _check(model, args, kwargs)
-    batch = tuple(keras.tree.map_structure(ops.convert_to_tensor, one) for one in args)
+    batch = tuple(map(_tensors, args))
     build_loss(model, batch)
 
     def loss_of(x: Any, y: Any = None, sample_weight: Any = None) -> Any:
@@ -139,6 +139,10 @@ def step_of(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Step:
 
     parameters = {name: variable.value for name, variable in trained.items()}
     return Step(stateless, (parameters, [variable.value for variable in others], *batch))
+
+
+def _tensors(tree: Any) -> Any:
+    return keras.tree.map_structure(ops.convert_to_tensor, tree)
 
 
 def _by_path(variables: Sequence[Any]) -> dict[str, Any]:

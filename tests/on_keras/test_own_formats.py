@@ -50,6 +50,11 @@ def products(plan: polyamp.Plan) -> list[str]:
     return [one.format for one in plan.operations if one.name == "matmul"]
 
 
+IN_FLOAT32 = pytest.mark.skipif(BACKEND == "torch", reason="there Keras computes float16 products in float32 on a CPU")
+NAMED = pytest.mark.skipif(BACKEND == "torch", reason="there what is recorded of a model has no layers' names")
+
+
+@IN_FLOAT32
 @pytest.mark.parametrize("args", [(X, Y), (X,)])
 @pytest.mark.parametrize("compute", ["float16", "bfloat16"])
 def test_explain_has_the_layers_formats(args: Any, compute: str) -> None:
@@ -64,6 +69,7 @@ def test_explain_of_a_float32_model_is_what_a_policy_would_make_of_it() -> None:
     assert set(products(polyamp.explain(made(None), X, Y, policy=F16))) == {"float16"}
 
 
+@IN_FLOAT32
 def test_explain_tries_rules() -> None:
     model = made()
     plan = polyamp.explain(model, X, Y, policy=polyamp.policy(F16, rules={"hot": "full"}))
@@ -71,6 +77,7 @@ def test_explain_tries_rules() -> None:
     assert model.get_layer("hot").compute_dtype == "float16"
 
 
+@NAMED
 def test_a_verdict_is_cured_and_its_rules_cure_the_model() -> None:
     model = made(hot=3e5)
     verdict = polyamp.diagnose(model, X, Y, policy=F16)
@@ -83,6 +90,7 @@ def test_a_verdict_is_cured_and_its_rules_cure_the_model() -> None:
     assert model.optimizer.last_step.applied
 
 
+@NAMED
 def test_a_calibration_is_safe_and_its_rules_cure_the_model() -> None:
     model = made(hot=3e5)
     found = polyamp.calibrate(model, [(X, Y)], F16)

@@ -177,6 +177,7 @@ def test_a_look_is_taken_once() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:the loss was not finite before scaling")
+@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # Keras 3.15 and NumPy 2
 def test_skips_in_a_row_are_judged_once() -> None:
     model, verdicts = model_with(wrapped(init=2.0**8), dtype="mixed_float16"), list[Verdict]()
     callback = HealthCallback(2, [lambda found: None], batch=(X * 1e6, Y), on_verdict=verdicts.append)
@@ -185,6 +186,7 @@ def test_skips_in_a_row_are_judged_once() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:the loss was not finite before scaling")
+@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # Keras 3.15 and NumPy 2
 def test_skips_that_are_not_in_a_row_are_judged_once_where_no_scale_helps() -> None:
     model, verdicts = model_with(wrapped(init=2.0**8), dtype="mixed_float16"), list[Verdict]()
     callback = HealthCallback(8, [lambda found: None], batch=(X * 1e6, Y), on_verdict=verdicts.append)

@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from polyamp.backends.tensorflow.autocast import autocast_context, current
 from polyamp.backends.tensorflow.casting import cast
+from polyamp.backends.tensorflow.devices import devices
 from polyamp.backends.tensorflow.facts import facts
 from polyamp.backends.tensorflow.grappler import GrapplerRewritten
 from polyamp.backends.tensorflow.operations import OPERATIONS
@@ -18,6 +19,7 @@ from polyamp.backends.tensorflow.recording import record
 from polyamp.backends.tensorflow.refusals import check_engine
 from polyamp.backends.tensorflow.rewrite import explain, rewrite, rewritten_graph
 from polyamp.backends.tensorflow.scaler import LossScaler
+from polyamp.devices import why_not_fast
 from polyamp.diagnosis.facts import Facts
 from polyamp.diagnosis.recording import Recording
 from polyamp.loss_scale import LossScale, LossScaleState, on_host
@@ -46,10 +48,9 @@ class TensorFlowAdapter:
         >>> adapter.describe()["devices"][-1]["name"]
         'cpu'
         """
-        gpus = [_describe_gpu(gpu) for gpu in tf.config.list_physical_devices("GPU")]
+        *gpus, cpu = map(dict, devices())
         notes = [] if gpus else ["no GPU: no Tensor Cores"]
-        notes += [f"{gpu['name']} has no Tensor Cores: they need capability 7.0" for gpu in gpus if not gpu["fast"]]
-        cpu = {"name": "cpu", "fast": []}
+        notes += [why_not_fast(gpu["name"], gpu["capability"]) for gpu in gpus if not gpu["fast"]]
         return {"version": tf.__version__, "devices": [*gpus, cpu], "notes": notes}
 
     def cast(self, tree: Any, format_name: str, /) -> Any:
@@ -155,20 +156,3 @@ def _scaler(holder: Any, where: str) -> LossScaler:
         )
     return scaler
 
-
-def _describe_gpu(gpu: Any) -> dict[str, Any]:
-    details = tf.config.experimental.get_device_details(gpu)
-    capability = details.get("compute_capability", (0, 0))
-    # First capability whose Tensor Cores take the format: Volta, Ampere, Ada (CUDA C++ Programming Guide).
-    since = {
-        "float16": (7, 0),
-        "bfloat16": (8, 0),
-        "tensorfloat32": (8, 0),
-        "float8_e4m3fn": (8, 9),
-        "float8_e5m2": (8, 9),
-    }
-    return {
-        "name": f"{gpu.name.removeprefix('/physical_device:')} {details.get('device_name', '')}".strip(),
-        "capability": ".".join(map(str, capability)),
-        "fast": [name for name, first in since.items() if tuple(capability) >= first],
-    }

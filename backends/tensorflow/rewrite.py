@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import tensorflow as tf
 
 from polyamp.backends.tensorflow.autocast import entered, intercept
 from polyamp.backends.tensorflow.decisions import Known, Pass, Rules, declared_value
+from polyamp.backends.tensorflow.devices import report_slow
 from polyamp.backends.tensorflow.functions import REWRITTEN, Functions, Inside
 from polyamp.backends.tensorflow.graph import Graph
+from polyamp.backends.tensorflow.kernels import device_of
 from polyamp.backends.tensorflow.recorder import plan_of
 from polyamp.backends.tensorflow.refusals import (
     check_captures,
@@ -169,11 +173,22 @@ def _traced_by(fn: Callable[..., Any], policy: Policy) -> Callable[..., Any]:
         check_scaling(scaling_of(decisions, concrete.graph))
         if not plans:
             plans.append(functools.cache(lambda: plan_of(decisions, concrete.graph)))
-        return _called(concrete, decisions, args, kwargs, getattr(fn, "__name__", "function"))
+        return _called(concrete, decisions, args, kwargs, name_of(fn))
 
     functools.update_wrapper(traced, fn, updated=())
     setattr(traced, _PLANS, plans)
     return traced
+
+
+def name_of(fn: Any) -> str:
+    """A function's name with the place where it was written: many are called ``<lambda>`` or ``step``.
+
+    >>> name_of(tf.function(len))
+    'len'
+    """
+    plain = inspect.unwrap(getattr(fn, "python_function", fn))
+    name, code = getattr(plain, "__name__", "function"), getattr(plain, "__code__", None)
+    return f"{name} ({Path(code.co_filename).name}:{code.co_firstlineno})" if code is not None else name
 
 
 def concrete_of(fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -231,12 +246,25 @@ def _report(decisions: Pass, name: str) -> None:
         warn_once(
             f"{asked} of {rules.policy} is not kept in {name}: there is {missing}; it runs in float32.", stacklevel=2
         )
+    for operation, device in _lowered(decisions):
+        report_slow(operation, rules.compute, device)
     if format_of(rules.compute).is_low and not _lowers(decisions) and not rules.not_entered:
         warn_once(
             f"rewrite to {rules.compute} changed nothing in {name}: it has no float32 operation of class lower, such "
             "as matmul and conv, that this device's kernels take. polyamp.explain gives the reason for each operation.",
             stacklevel=2,
         )
+
+
+def _lowered(decisions: Pass) -> set[tuple[str, str]]:
+    """The operations that run in the compute format because they are to, each with a type of device."""
+    found = {pair for decided in decisions.nodes for inside in decided.inside for pair in _lowered(inside.decisions)}
+    is_low = format_of(decisions.rules.compute).is_low
+    return found | {
+        (decided.operation, device_of(decided.node))
+        for decided in decisions.nodes
+        if is_low and decided.decision.op_class == "lower" and decided.outcome.format == decisions.rules.compute
+    }
 
 
 def _lowers(decisions: Pass) -> bool:

@@ -20,6 +20,7 @@ from polyamp.policy import policy as make_policy
 from polyamp.rules import Rule
 
 _converted: WeakSet[Any] = WeakSet()
+_waiting: WeakSet[Any] = WeakSet()  # models that compiled themselves, of which something is to be said when they train
 _CHANGEABLE = ("float32", "float16", "bfloat16")
 
 
@@ -342,10 +343,11 @@ def _report_unscaled(model: Any, parts: list[_Part], policy: Policy) -> None:
     optimizer = getattr(model, "optimizer", None)  # there once the model is compiled
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         return
-    remedy = "gradients in float16 underflow. Compile it with polyamp.wrap_optimizer(optimizer, policy)."
-    if optimizer is not None:
-        kind = type(optimizer).__name__
-        warn_once(f"{model.name!r} is compiled with {kind}, which does not scale the loss: {remedy}")
+    remedy = _REMEDY
+    if optimizer is not None and _compiles_itself(model):
+        _waiting.add(model)
+    elif optimizer is not None:
+        warn_once(_compiled_with(model))
     elif model.dtype_policy.name != "mixed_float16":
         warn_once(
             f"{model.name!r} has layers in float16 but is {model.dtype_policy.name} itself, and Keras' compile scales "
@@ -356,6 +358,28 @@ def _report_unscaled(model: Any, parts: list[_Part], policy: Policy) -> None:
             f"{model.name!r} is part of a larger model, and Keras' compile scales the loss only where that one is "
             f"mixed_float16 itself: {remedy.replace('Compile it', 'Compile the larger one')}"
         )
+
+
+_REMEDY = "gradients in float16 underflow. Compile it with polyamp.wrap_optimizer(optimizer, policy)."
+
+
+def _compiled_with(model: Any) -> str:
+    kind = type(model.optimizer).__name__
+    return f"{model.name!r} is compiled with {kind}, which does not scale the loss: {_REMEDY}"
+
+
+def _compiles_itself(model: Any) -> bool:
+    """Whether a model's class compiles it, as tasks of keras_hub do when they are made, and it was not trained yet."""
+    owner = next(kind for kind in keras.Model.__mro__ if "compile" in vars(kind))
+    return type(model).compile is not owner.compile and int(model.optimizer.iterations) == 0
+
+
+def report_waiting(model: Any) -> None:
+    """Say of a model that compiled itself, when it trains, that its optimizer scales no loss."""
+    if model in _waiting:
+        _waiting.discard(model)
+        if model.optimizer is not None and not isinstance(model.optimizer, keras.optimizers.LossScaleOptimizer):
+            warn_once(_compiled_with(model))
 
 
 def _report_unused(model: Any, parts: list[_Part], policy: Policy) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import keras
 
 from polyamp import registry
-from polyamp.backends.keras.convert import own_policy, was_converted
+from polyamp.backends.keras.convert import own_policy, report_waiting, was_converted
 from polyamp.errors import warn_once
 from polyamp.formats import format_of
 
@@ -20,6 +20,7 @@ def report_unlowered(model: Any, optimizers: Any) -> None:
 
     To be called while the step is traced, or where it runs without being traced.
     """
+    report_waiting(model)
     wanted = {one.scaler.compute for one in optimizers if one.scaler.compute is not None}
     low = next((name for name in sorted(wanted) if format_of(name).is_low), None)
     if low is None or was_converted(model) or own_policy(model) is not None or lowers_here():

@@ -134,8 +134,10 @@ def _check_optimizer(optimizer: Any) -> None:
     if isinstance(optimizer, wrappers):
         raise wrapped_already(type(optimizer).__qualname__)
     if not isinstance(optimizer, tf.compat.v1.train.Optimizer):
+        is_keras_2 = any(kind.__module__.partition(".")[0] == "tf_keras" for kind in type(optimizer).__mro__)
+        keras = "an optimizer of Keras 3 (this one is of Keras 2, tf_keras)" if is_keras_2 else "a Keras 3 optimizer"
         raise no_optimizer(
             optimizer,
-            allowed="an instance of tf.compat.v1.train.Optimizer, or a Keras optimizer; any other with apply_gradients "
-            "is stepped by polyamp.backends.tensorflow.LossScaler",
+            allowed=f"an instance of tf.compat.v1.train.Optimizer, or {keras}; any other with apply_gradients is stepped "
+            "by polyamp.backends.tensorflow.LossScaler",
         )

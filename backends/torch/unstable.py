@@ -35,6 +35,19 @@ def written_arguments(overload: Any) -> list[tuple[int, str]]:
     return [(index, one.name) for index, one in arguments if one.alias_info is not None and one.alias_info.is_write]
 
 
+def registered_children(tree: Any) -> tuple[list[Any], Callable[[Sequence[Any]], Any]] | None:
+    """One level of what is registered as a container, and what makes another one; None for everything else.
+
+    `torch.utils.pytree` is public in newer releases alone.
+    """
+    import torch.utils._pytree as pytree
+
+    parts, spec = pytree.tree_flatten(tree, is_leaf=lambda one: one is not tree)
+    if len(parts) == 1 and parts[0] is tree:
+        return None
+    return parts, lambda others: pytree.tree_unflatten(list(others), spec)
+
+
 def has_context(index: int) -> bool:
     """Whether this process uses a GPU: nothing public says so, and any other question starts CUDA on an idle one."""
     return bool(torch._C._cuda_hasPrimaryContext(index))  # type: ignore[attr-defined]
@@ -70,11 +83,6 @@ def capture_errors() -> tuple[tuple[type[Exception], ...], type[Exception]]:
     return (exc.Unsupported, exc.UserError), exc.TorchRuntimeError
 
 
-def backend_error() -> type[Exception]:
-    """What Dynamo makes of an exception in a backend; it has it as ``inner_exception``."""
-    from torch._dynamo import exc
-
-    return exc.BackendCompilerFailed
 
 
 def fake_mode_of(values: Iterable[Any]) -> Any:

@@ -8,17 +8,16 @@ step is skipped (Micikevicius et al., "Mixed Precision Training", ICLR 2018, sec
 from __future__ import annotations
 
 import math
-import operator
 import struct
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, Literal, NamedTuple
 
-from polyamp.errors import InvalidTypeError, InvalidValueError, StateError
+from polyamp.errors import InvalidTypeError, InvalidValueError
 from polyamp.formats import FORMATS
+from polyamp.saved_scales import KIND, LARGEST_COUNT
 
 FLOAT32 = FORMATS["float32"]
-STATE_KIND = "polyamp.loss_scale"
 
 
 class LossScaleState(NamedTuple):
@@ -132,8 +131,10 @@ class LossScale:
         self._check_limits()
 
     def _check_limits(self) -> None:
-        if self.backoff >= 1:
-            raise _bad("backoff", self.backoff, "a number between 0 and 1, both excluded")
+        if in_single(self.backoff) >= 1 or in_single(self.backoff) == 0:
+            raise _bad("backoff", self.backoff, "a number between 0 and 1, both excluded, as a float32 number")
+        if in_single(self.growth) <= 1:
+            raise _bad("growth", self.growth, "a number greater than 1, as a float32 number")
         if self.max > FLOAT32.max:
             raise _bad("max", self.max, f"at most {FLOAT32.max:g}, the largest float32")
         if self.min < FLOAT32.smallest_normal:
@@ -230,7 +231,7 @@ class LossScale:
         >>> LossScale(backoff=0.7).in_float32().backoff
         0.699999988079071
         """
-        reals = {name: struct.unpack("f", struct.pack("f", getattr(self, name)))[0] for name in self._REALS}
+        reals = {name: in_single(getattr(self, name)) for name in self._REALS}
         return replace(self, **reals)
 
     @property
@@ -257,7 +258,7 @@ class LossScale:
                 allowed="a mapping from field to value",
                 fix="give what LossScale.to_dict() returned",
             )
-        unknown = sorted(set(settings) - {field.name for field in fields(cls)})
+        unknown = sorted(map(str, set(settings) - {field.name for field in fields(cls)}))
         if unknown:
             raise _unknown_fields(unknown, "LossScale.from_dict(settings)")
         return cls(**settings)
@@ -270,32 +271,32 @@ class LossScale:
         >>> LossScale().to_state_dict(LossScale().initial_state())["scale"]
         65536.0
         """
-        return {"kind": STATE_KIND, "version": 1, **on_host(state)._asdict()}
+        return {"kind": KIND, "version": 1, **on_host(state)._asdict()}
 
-    def from_state_dict(self, saved: Mapping[str, Any]) -> LossScaleState:
-        """The inverse of `to_state_dict`: a state of Python numbers, every field as it was saved.
+    def from_state_dict(self, saved: Any) -> LossScaleState:
+        """The inverse of `to_state_dict`; it also reads the states of other libraries' loss scalers.
+
+        A state that was saved without scaling (bfloat16) starts at ``init`` where these settings scale, and the scale
+        of one that was saved with it is left out where they do not: either is reported in a warning. Counters that are
+        not there are 0. The scale has to lie between ``min`` and ``max``, as float32 numbers.
+
+        >>> state = LossScale().from_state_dict({"loss_scaler0": {"loss_scale": 512.0, "unskipped": 3}})  # Apex
+        >>> state.scale, state.good_steps
+        (512.0, 3)
+
+        Args:
+            saved: what `to_state_dict` gave; or the state of torch's ``GradScaler``, of Apex, DeepSpeed, Megatron,
+                flax, jmp, Keras or fairseq: as a mapping, in a checkpoint, or the scaler itself.
+
+        Returns:
+            A state of Python numbers, every field as it was saved.
 
         Raises:
-            StateError: the state is of another kind, lacks a field, or holds a scale that these settings exclude.
+            StateError: the state is of another kind, has no scale, or holds a scale that these settings exclude.
         """
-        kind = saved.get("kind") if isinstance(saved, Mapping) else type(saved).__name__
-        if kind != STATE_KIND:
-            raise _bad_state("not a loss-scale state", f"kind {kind!r}", f"kind {STATE_KIND!r}")
-        values = {**LossScaleState._field_defaults, **saved}
-        missing = [name for name in LossScaleState._fields if name not in values]
-        if missing:
-            raise _bad_state("incomplete state", f"no {', '.join(missing)}", ", ".join(LossScaleState._fields))
-        try:
-            fields = zip(LossScaleState._fields, TYPES, strict=True)
-            state = LossScaleState(*(float(values[n]) if t is float else operator.index(values[n]) for n, t in fields))
-        except (TypeError, ValueError) as error:
-            allowed = "numbers for scale and overflow_scale, and integers"
-            raise _bad_state("state of the wrong types", repr(dict(saved)), allowed) from error
-        if not self.min <= state.scale <= self.max:
-            raise _bad_state(
-                "the saved scale is outside these settings", state.scale, f"between {self.min:g} and {self.max:g}"
-            )
-        return state
+        from polyamp.saved_scales import read
+
+        return read(self, saved)
 
     def __repr__(self) -> str:
         if self == LossScale.none():
@@ -309,8 +310,12 @@ def _choose(condition: Any, if_true: Any, if_false: Any) -> Any:
     return if_true if condition else if_false
 
 
-def _single(value: Any) -> Any:
-    """Round a Python number as the frameworks' float32 scalars are rounded anyway."""
+def in_single(value: Any) -> Any:
+    """Round a Python number as the frameworks' float32 scalars are rounded anyway.
+
+    >>> in_single(0.1), in_single(1e300) == FLOAT32.max
+    (0.10000000149011612, True)
+    """
     return struct.unpack("f", struct.pack("f", min(value, FLOAT32.max)))[0] if isinstance(value, float) else value
 
 
@@ -346,7 +351,7 @@ def advance(
     refilled = where(finite, config.hysteresis if config.consecutive else state.hysteresis, state.hysteresis - 1)
     spent, spent_at_min = where(refilled > 0, refilled, 0), where(refilled > 0, refilled, -1)
     hysteresis = where(grow, config.hysteresis, where(state.scale > config.min, spent, spent_at_min))
-    grown, reduced = _single(state.scale * config.growth), _single(state.scale * config.backoff)
+    grown, reduced = in_single(state.scale * config.growth), in_single(state.scale * config.backoff)
     grown = where(grown > config.max, config.max, grown)
     reduced = where(reduced < config.min, config.min, reduced)
     rose, steps = grow & (grown > state.scale), state.steps + 1  # at the largest scale it does not
@@ -389,16 +394,6 @@ def _unknown_fields(unknown: list[str], where: str) -> InvalidValueError:
     )
 
 
-def _bad_state(what: str, found: object, allowed: str) -> StateError:
-    return StateError(
-        what,
-        where="LossScale.from_state_dict(saved)",
-        found=found,
-        allowed=allowed,
-        fix="load what to_state_dict, or a wrapped optimizer's state, gave",
-    )
-
-
 def _real(name: str, value: object, *, above: float) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise InvalidTypeError(
@@ -408,9 +403,13 @@ def _real(name: str, value: object, *, above: float) -> float:
             allowed="a Python int or float",
             fix="give a plain number",
         )
-    if not (math.isfinite(value) and value > above):
+    try:
+        number = float(value)
+    except OverflowError:  # an int beyond float64, too long to print
+        value = number = math.inf
+    if not (math.isfinite(number) and number > above):
         raise _bad(name, value, f"a finite number greater than {above:g}")
-    return float(value)
+    return number
 
 
 def _count(name: str, value: object) -> int:
@@ -422,6 +421,6 @@ def _count(name: str, value: object) -> int:
             allowed="a Python int",
             fix="give a whole number of steps",
         )
-    if value < 1:
-        raise _bad(name, value, "an integer of at least 1")
+    if not 1 <= value <= LARGEST_COUNT:
+        raise _bad(name, value, "an integer between 1 and 2**31 - 1: counters are int32")
     return value

@@ -1,0 +1,229 @@
+"""Read a saved loss scale: polyamp's own state, or that of another library.
+
+Every library saves the scale and a counter of finite steps, under names of its own. `read` finds out which library
+saved a state and returns ours. What a library does not save starts at 0, or at its full allowance.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from polyamp.errors import StateError, warn_once
+
+if TYPE_CHECKING:
+    from polyamp.loss_scale import LossScale, LossScaleState
+
+KIND = "polyamp.loss_scale"
+LARGEST_COUNT = 2**31 - 1
+
+
+class Dialect(NamedTuple):
+    """How one library names what a saved loss scale has.
+
+    Attributes:
+        library: whose state it is.
+        source: where its names come from.
+        keys: our field, and the library's key for it; all keys have to be there.
+    """
+
+    library: str
+    source: str
+    keys: Mapping[str, str]
+
+
+DIALECTS: tuple[Dialect, ...] = (
+    Dialect(
+        "torch",
+        "torch.amp.GradScaler.state_dict(), also in checkpoints of accelerate and Lightning",
+        {"scale": "scale", "good_steps": "_growth_tracker"},
+    ),
+    Dialect(
+        "megatron",
+        "megatron/core/optimizer/grad_scaler.py DynamicGradScaler.state_dict()",
+        {"scale": "scale", "good_steps": "growth_tracker", "hysteresis": "hysteresis_tracker"},
+    ),
+    Dialect("flax", "flax.training.dynamic_scale.DynamicScale", {"scale": "scale", "good_steps": "fin_steps"}),
+    Dialect("apex", "apex.amp.state_dict()", {"scale": "loss_scale", "good_steps": "unskipped"}),
+    Dialect("jmp", "jmp.DynamicLossScale", {"scale": "loss_scale", "good_steps": "counter"}),
+    Dialect("keras", "keras.optimizers.LossScaleOptimizer", {"scale": "dynamic_scale", "good_steps": "step_counter"}),
+    Dialect(
+        "tensorflow",
+        "tf.compat.v1.mixed_precision.DynamicLossScale",
+        {"scale": "current_loss_scale", "good_steps": "good_steps"},
+    ),
+    Dialect("polyamp", "the fields of LossScaleState, by hand", {"scale": "scale"}),
+    Dialect("fairseq", "fairseq/optim/fp16_optimizer.py; also jmp.StaticLossScale", {"scale": "loss_scale"}),
+)
+"""The first whose keys are all there is taken, so those with more keys come first."""
+
+_HOLDERS = ("loss_scaler0", "loss_scaler", "grad_scaler", "MixedPrecision", "scaler")
+"""Keys under which a whole checkpoint keeps the state of its loss scale: Apex, DeepSpeed, Megatron, Lightning."""
+
+
+_DEEPSPEED = {"cur_scale", "cur_iter", "last_overflow_iter", "scale_window", "cur_hysteresis"}
+
+
+def read(config: LossScale, saved: Any) -> LossScaleState:
+    """Return a state of Python numbers for these settings; see `LossScale.from_state_dict`.
+
+    >>> from polyamp import LossScale
+    >>> state = read(LossScale(), {"scale": 1024.0, "growth_factor": 2.0, "backoff_factor": 0.5,
+    ...                            "growth_interval": 2000, "_growth_tracker": 7})
+    >>> state.scale, state.good_steps, state.skipped
+    (1024.0, 7, 0)
+    """
+    values = _values(config, saved)
+    if not config.dynamic and config.init == 1 and values["scale"] != 1:
+        warn_once(
+            f"the saved state has a loss scale of {_shown(values['scale'])}, and this policy does not scale: the scale "
+            "is left out, the counters are kept."
+        )
+        values["scale"], values["good_steps"], values["hysteresis"] = 1.0, config.initial_state().good_steps, 1
+    elif config.dynamic and config.init != 1 and _is_ours(saved) and _says_nothing(values):
+        warn_once(
+            "the saved state comes from training without a loss scale, as under bfloat16: the loss scale starts at "
+            f"init = {config.init:g}."
+        )
+        values["scale"] = config.init
+    return _state(config, values)
+
+
+def _values(config: LossScale, saved: Any) -> dict[str, Any]:
+    """The state's fields by our names, not yet checked."""
+    initial = config.initial_state()._asdict()
+    if _is_ours(saved):
+        if "scale" not in saved:
+            raise bad_state("incomplete state", f"no scale, but {', '.join(map(str, saved))}", "at least a scale")
+        return {**initial, **{name: saved[name] for name in initial if name in saved}}
+    if isinstance(saved, Mapping) and "kind" in saved:
+        raise _no_state(f"kind {saved['kind']!r}")
+    found = _inside(saved)
+    if "cur_scale" in found:
+        return {**initial, **_deepspeed(found)}
+    for dialect in DIALECTS:
+        if all(key in found for key in dialect.keys.values()):
+            own = {name: found[name] for name in initial if name in found} if dialect.library == "polyamp" else {}
+            theirs = {name: found[key] for name, key in dialect.keys.items()}
+            return {**initial, **own, **_counted(config, theirs)}
+    raise _no_state(f"kind None, a mapping of {', '.join(map(str, found))}" if found else "kind None, an empty mapping")
+
+
+def _is_ours(saved: Any) -> bool:
+    return isinstance(saved, Mapping) and saved.get("kind") == KIND
+
+
+def _inside(saved: Any, depth: int = 2) -> Mapping[str, Any]:
+    """The mapping that has the scale: a checkpoint's part, or an object's attributes."""
+    found = saved if isinstance(saved, Mapping) else _attributes(saved)
+    if not isinstance(found, Mapping):
+        raise _no_state(f"{saved!r} ({type(saved).__name__})"[:200])
+    within = next((found[key] for key in _HOLDERS if found.get(key) is not None), None)
+    if within is None or not depth:
+        return found
+    if sum(str(key).startswith("loss_scaler") and str(key) != "loss_scaler" for key in found) > 1:
+        warn_once("the saved state has several loss scales, of several losses: the first one is taken.")
+    return _inside(within, depth - 1)
+
+
+def _attributes(saved: Any) -> Mapping[str, Any] | None:
+    """What an object of a library's own class has, such as DeepSpeed's scaler or jmp's loss scale."""
+    if isinstance(saved, str | int | float | bytes | list | type(None)):
+        return None
+    names = {key for dialect in DIALECTS for key in dialect.keys.values()} | _DEEPSPEED
+    found = {name: getattr(saved, name, None) for name in names}
+    known = {name: value for name, value in found.items() if value is not None and not callable(value)}
+    return known or None
+
+
+def _counted(config: LossScale, values: dict[str, Any]) -> dict[str, Any]:
+    """Counters as ours: where growth comes a step late, ours starts at -1 (see `LossScale.late_growth`)."""
+    if "good_steps" in values and config.late_growth == "always":
+        values["good_steps"] = operator.index(_number(values["good_steps"], int)) - 1
+    return values
+
+
+def _deepspeed(found: Mapping[str, Any]) -> dict[str, Any]:
+    """DeepSpeed's DynamicLossScaler and FP16_Optimizer, 0.19: they keep the step of the last overflow, not a counter.
+
+    Before a step, ``cur_iter - last_overflow_iter - 1`` finite steps lie behind; the scale grows at multiples of the
+    window. Ours is one less, since it counts the coming step first.
+    """
+    values = {"scale": found["cur_scale"]}
+    if "cur_hysteresis" in found:
+        values["hysteresis"] = found["cur_hysteresis"]
+    if {"cur_iter", "last_overflow_iter"} <= set(found):
+        behind = _number(found["cur_iter"], int) - _number(found["last_overflow_iter"], int) - 1
+        window = max(int(_number(found.get("scale_window", 1000), int)), 1)
+        values["good_steps"] = behind - 1 if behind <= window else (behind - 1) % window
+    return values
+
+
+def _says_nothing(values: Mapping[str, Any]) -> bool:
+    """Whether nothing was scaled: under `LossScale.none` the state never leaves a scale of 1 and counts nothing."""
+    from polyamp.loss_scale import LossScale
+
+    initial = LossScale.none().initial_state()._asdict()
+    return all(_number(values[name], float) == value for name, value in initial.items())
+
+
+def _state(config: LossScale, values: Mapping[str, Any]) -> LossScaleState:
+    from polyamp.loss_scale import TYPES, LossScaleState, in_single
+
+    fields = zip(LossScaleState._fields, TYPES, strict=True)
+    state = LossScaleState(*(_number(values[name], kind) for name, kind in fields))
+    for name, value in state._asdict().items():
+        _check_count(name, value)
+    limits = config.in_float32()
+    if not (math.isfinite(state.scale) and limits.min <= in_single(state.scale) <= limits.max):
+        allowed = f"between {config.min:g} and {config.max:g}"
+        raise bad_state("the saved scale is outside these settings", state.scale, allowed)
+    return state
+
+
+def _check_count(name: str, value: float) -> None:
+    if name == "overflow_scale":
+        if not (math.isfinite(value) and value >= 0):
+            raise bad_state(f"the saved {name} is not a loss scale", value, "a finite number")
+    elif name != "scale" and not -1 <= value <= LARGEST_COUNT:
+        raise bad_state(f"the saved {name} is not a count of steps", value, "between -1 and 2**31 - 1")
+
+
+def _number(value: Any, kind: Callable[[Any], Any]) -> Any:
+    """A Python number of a scalar of any library; float counters, as DeepSpeed's tensors, are taken where whole."""
+    try:
+        if kind is float and not isinstance(value, str):
+            return float(value)
+        whole = value if hasattr(value, "__index__") and not _is_float(value) else float(value)
+        if isinstance(value, str) or whole != int(whole):
+            raise ValueError(value)
+        return int(whole)
+    except (TypeError, ValueError, OverflowError) as error:
+        allowed = "numbers for scale and overflow_scale, and integers"
+        raise bad_state("state of the wrong types", repr(value)[:200], allowed) from error
+
+
+def _is_float(value: Any) -> bool:
+    return isinstance(value, float) or "float" in str(getattr(value, "dtype", ""))
+
+
+def _shown(value: Any) -> str:
+    return f"{_number(value, float):g}"
+
+
+def _no_state(found: str) -> StateError:
+    libraries = ", ".join(dict.fromkeys(dialect.library for dialect in DIALECTS if dialect.library != "polyamp"))
+    return bad_state("not a loss-scale state", found, f"kind {KIND!r}, or a state of {libraries}, deepspeed")
+
+
+def bad_state(what: str, found: object, allowed: str) -> StateError:
+    """The error for a state that cannot be loaded."""
+    return StateError(
+        what,
+        where="LossScale.from_state_dict(saved)",
+        found=found,
+        allowed=allowed,
+        fix="load what to_state_dict, a wrapped optimizer's state, or another library's loss scaler gave",
+    )

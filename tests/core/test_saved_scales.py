@@ -1,0 +1,183 @@
+"""Loss scales saved by other libraries, by other policies, or by hand."""
+
+from __future__ import annotations
+
+import random
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import polyamp
+from polyamp import LossScale, LossScaleState, PolyampWarning
+from polyamp.testing import overflow_trace
+from support.loss_scale_cases import walk
+
+DYNAMIC, NONE = LossScale(), LossScale.none()
+TORCH = {"scale": 1024.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000, "_growth_tracker": 7}
+DEEPSPEED = {"dynamic_loss_scale": True, "cur_scale": 512, "cur_iter": 9, "last_overflow_iter": 4, "scale_window": 50}
+
+SAVED = {
+    "torch": (TORCH, 1024.0, 7),
+    "lightning": ({"MixedPrecision": TORCH, "state_dict": {}}, 1024.0, 7),
+    "apex": ({"loss_scaler0": {"loss_scale": 512.0, "unskipped": 3}}, 512.0, 3),
+    "apex, one": ({"loss_scale": 512.0, "unskipped": 3}, 512.0, 3),
+    "deepspeed": (DEEPSPEED, 512.0, 3),
+    "deepspeed zero": ({"loss_scaler": SimpleNamespace(**DEEPSPEED), "overflow": False}, 512.0, 3),
+    "megatron": ({"grad_scaler": {"scale": 4.0, "growth_tracker": 2, "hysteresis_tracker": 1}}, 4.0, 2),
+    "fairseq": ({"loss_scale": 8.0}, 8.0, 0),
+    "tensorflow": ({"current_loss_scale": 8.0, "good_steps": 5}, 8.0, 5),
+    "by hand": ({"scale": 8.0, "good_steps": 5, "skipped": 2}, 8.0, 5),
+    "the scale alone": ({"scale": 8.0}, 8.0, 0),
+}
+
+
+@pytest.mark.parametrize(("saved", "scale", "good_steps"), SAVED.values(), ids=SAVED)
+def test_states_of_other_libraries(saved: Any, scale: float, good_steps: int) -> None:
+    state = DYNAMIC.from_state_dict(saved)
+    assert state[:2] == (scale, good_steps)
+    assert state.hysteresis == 1
+    assert state.skipped == (saved.get("skipped", 0))
+    assert state[5:] == (0, 0, 0, 0, 0.0)
+
+
+@pytest.mark.parametrize("name", ["good_steps", "hysteresis", "skipped_in_a_row", "skipped", "steps"])
+def test_a_counter_that_is_not_there_is_what_it_is_at_the_start(name: str) -> None:
+    saved = DYNAMIC.to_state_dict(LossScaleState(8.0, 3, 1, 4, 5, 6, 7))
+    del saved[name]
+    loaded = DYNAMIC.from_state_dict(saved)
+    assert loaded == LossScaleState(8.0, 3, 1, 4, 5, 6, 7)._replace(**{name: getattr(DYNAMIC.initial_state(), name)})
+
+
+def test_of_several_apex_losses_the_first_is_taken() -> None:
+    saved = {f"loss_scaler{index}": {"loss_scale": 2.0**index, "unskipped": index} for index in range(3)}
+    with pytest.warns(PolyampWarning, match="several loss scales"):
+        assert DYNAMIC.from_state_dict(saved)[:2] == (1.0, 0)
+
+
+class DeepSpeed:
+    """DynamicLossScaler.update_scale of deepspeed/runtime/fp16/loss_scaler.py, 0.19, without its logging."""
+
+    def __init__(self, window: int, hysteresis: int) -> None:
+        self.cur_scale, self.cur_iter, self.last_overflow_iter = 2.0**16, 0, -1
+        self.scale_window, self.delayed_shift, self.cur_hysteresis = window, hysteresis, hysteresis
+
+    def update(self, overflow: bool) -> None:
+        if overflow:
+            if self.delayed_shift == 1 or self.cur_hysteresis == 1:
+                self.cur_scale = max(self.cur_scale / 2, 1.0)
+            else:
+                self.cur_hysteresis -= 1
+            self.last_overflow_iter = self.cur_iter
+        else:
+            stable = (self.cur_iter - self.last_overflow_iter) - 1
+            if stable > 0 and stable % self.scale_window == 0:
+                self.cur_hysteresis = self.delayed_shift
+                self.cur_scale *= 2
+        self.cur_iter += 1
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_deepspeed_s_scale_goes_on_as_deepspeed_would(seed: int) -> None:
+    chance = random.Random(seed)
+    window, hysteresis, steps = chance.choice([1, 2, 5]), chance.choice([1, 2, 3]), chance.randrange(25)
+    trace = overflow_trace(seed, 60, 0.2)
+    theirs = DeepSpeed(window, hysteresis)
+    for finite in trace[:steps]:
+        theirs.update(not finite)
+    config = LossScale.like("deepspeed", interval=window, hysteresis=hysteresis)
+    state = config.from_state_dict(theirs)
+    for finite, after in zip(trace[steps:], walk(config, trace[steps:], state), strict=True):
+        theirs.update(not finite)
+        assert after.scale == theirs.cur_scale
+
+
+# --- another format's policy ------------------------------------------------------------------------------------------
+
+
+def test_a_state_saved_without_scaling_starts_at_init_and_says_so() -> None:
+    saved = NONE.to_state_dict(NONE.initial_state())
+    with pytest.warns(PolyampWarning, match=r"without a loss scale.*init = 65536"):
+        assert DYNAMIC.from_state_dict(saved) == DYNAMIC.initial_state()
+
+
+@pytest.mark.parametrize("config", [NONE, LossScale.fixed(1.0)], ids=repr)
+@pytest.mark.parametrize(
+    "saved", [DYNAMIC.to_state_dict(LossScaleState(32768.0, 3, 1, 1, 2, 9)), TORCH], ids=["ours", "torch"]
+)
+def test_a_scaled_state_is_taken_without_its_scale_where_nothing_scales(config: LossScale, saved: Any) -> None:
+    with pytest.warns(PolyampWarning, match=r"loss scale of .* does not scale"):
+        state = config.from_state_dict(saved)
+    assert state.scale == 1.0
+    assert (state.skipped, state.steps) == (saved.get("skipped", 0), saved.get("steps", 0))
+
+
+def test_a_scale_of_one_that_was_in_use_stays() -> None:
+    saved = DYNAMIC.to_state_dict(LossScaleState(1.0, 3, 1, 0, 16, 40))
+    assert DYNAMIC.from_state_dict(saved).scale == 1.0
+
+
+# --- settings that are no float32 numbers -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "config",
+    [LossScale.fixed(0.1), LossScale.fixed(1000.1), LossScale(init=1e-4, min=1e-4), LossScale(max=1e30, init=1e30)],
+    ids=repr,
+)
+def test_a_scale_at_the_settings_edge_loads_whatever_rounded_it(config: LossScale) -> None:
+    single = config.in_float32()
+    for one, other in ((config, single), (single, config), (config, config), (single, single)):
+        assert other.from_state_dict(one.to_state_dict(one.initial_state())).scale == one.init
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"growth": 1 + 1e-9}, "greater than 1, as a float32"),
+        ({"backoff": 1 - 1e-12}, "between 0 and 1"),
+        ({"backoff": 1e-60}, "between 0 and 1"),
+        ({"interval": 2**31}, r"2\*\*31 - 1"),
+        ({"hysteresis": 2**33}, r"2\*\*31 - 1"),
+        ({"max_skips": 2**31}, r"2\*\*31 - 1"),
+        ({"init": 10**400}, "finite number"),
+        ({"max": 10**4000}, "finite number"),
+    ],
+    ids=str,
+)
+def test_settings_are_those_that_every_framework_can_hold(settings: dict[str, Any], says: str) -> None:
+    with pytest.raises(polyamp.InvalidValueError, match=says):
+        LossScale(**settings)
+
+
+GOOD = DYNAMIC.to_state_dict(DYNAMIC.initial_state())
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"steps": 2**40},
+        {"good_steps": 2**31},
+        {"skipped": -5},
+        {"hysteresis": -7},
+        {"overflow_scale": float("nan")},
+        {"overflow_scale": float("inf")},
+        {"scale": 10**400},
+        {"steps": 10**400},
+    ],
+    ids=lambda changes: str(changes)[:30],
+)
+def test_a_state_that_no_run_can_have_is_refused(changes: dict[str, Any]) -> None:
+    with pytest.raises(polyamp.StateError):
+        DYNAMIC.from_state_dict(GOOD | changes)
+
+
+@pytest.mark.parametrize("saved", [3, "fp16", [1.0], object(), {"epoch": 3}, {5: 1}, {"loss_scaler0": 3}], ids=repr)
+def test_what_is_no_loss_scale_is_refused(saved: Any) -> None:
+    with pytest.raises(polyamp.StateError, match=r"not a loss-scale state(?s:.)*torch, megatron"):
+        DYNAMIC.from_state_dict(saved)
+
+
+def test_settings_with_keys_that_are_no_names_are_refused() -> None:
+    with pytest.raises(polyamp.InvalidValueError, match="unknown loss-scale setting"):
+        LossScale.from_dict({5: 1})  # type: ignore[dict-item]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import inspect
+import logging
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -64,6 +65,10 @@ def capturing(code: Any) -> Iterator[None]:
     import torch.fx.experimental._config as shapes
 
     settings: dict[str, Any] = {"allow_rnn": True, "specialize_float": True, "specialize_int": True}
+    ignored = (
+        "ignore_logging_functions" if hasattr(dynamo.config, "ignore_logging_functions") else "ignore_logger_methods"
+    )
+    settings[ignored] = {*getattr(dynamo.config, ignored), *_logging_methods()}
     try:
         with (
             dynamo.config.patch(settings),
@@ -76,13 +81,22 @@ def capturing(code: Any) -> Iterator[None]:
         dynamo.reset_code(code)  # type: ignore[attr-defined]
 
 
+def _logging_methods() -> Iterator[Any]:
+    """What writes logs, libraries' additions to `logging.Logger` among it: in a graph they would be breaks."""
+    for name, method in vars(logging.Logger).items():
+        if callable(method) and (name in _LOGS or getattr(method, "__module__", "logging") != "logging"):
+            yield method
+    yield from (getattr(logging, name) for name in _LOGS)
+
+
+_LOGS = ("debug", "info", "warning", "error", "exception", "critical", "log")
+
+
 def capture_errors() -> tuple[tuple[type[Exception], ...], type[Exception]]:
     """Dynamo's exceptions: for code that is no single graph, and for operations that fail."""
     from torch._dynamo import exc
 
     return (exc.Unsupported, exc.UserError), exc.TorchRuntimeError
-
-
 
 
 def fake_mode_of(values: Iterable[Any]) -> Any:
@@ -124,14 +138,62 @@ def _fixed(length: Any) -> int | None:
     return int(length) if expression is None else int(expression) if expression.is_number else None
 
 
+def fake_mode_for(tensors: Iterable[Any]) -> Any:
+    """A mode in which operations run on tensors without data: the one that tensors have, or a new one.
+
+    It is entered as a context, and its ``from_tensor`` makes a fake. Tensors with data may stand beside.
+    """
+    from torch._subclasses import FakeTensorMode
+
+    return fake_mode_of(tensors) or FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def on_a_device(meta: Tensor, device_type: str, mode: Any) -> Tensor:
+    """A fake like a meta tensor, on a device: autocast does nothing for the device type ``meta``."""
+    with mode:
+        made = torch.empty_strided(meta.shape, meta.stride(), dtype=meta.dtype, device=device_type)
+        if isinstance(meta, torch.nn.Parameter):
+            return torch.nn.Parameter(made, requires_grad=meta.requires_grad)
+        return made.requires_grad_(meta.requires_grad)
+
+
+@contextmanager
+def quietly() -> Iterator[None]:
+    """Without the log that PyTorch writes of an operator which has no kernel for fakes, before it raises that."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    before, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = before
+
+
+@contextmanager
+def with_data() -> Iterator[None]:
+    """Operate on tensors with data inside a mode of fakes."""
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+    with unset_fake_temporarily():
+        yield
+
+
+def is_fake(value: Any) -> bool:
+    """Whether a tensor has no data and runs on none."""
+    from torch._subclasses import FakeTensor
+
+    return isinstance(value, FakeTensor) or (isinstance(value, Tensor) and value.is_meta)
+
+
 def storage_of(value: Any) -> int | None:
     """A number that tensors share where they are views of the same memory; fake tensors have no data pointer."""
     return value.untyped_storage()._cdata if isinstance(value, Tensor) and value.layout == torch.strided else None
 
 
 def hint(number: Any) -> int:
-    """A size as it was in the example; symbolic sizes hold it privately."""
-    return int(number.node.hint) if isinstance(number, torch.SymInt) else int(number)
+    """A size as it was in the example; symbolic sizes hold it privately. One that depends on values is 0: nobody knows."""
+    if not isinstance(number, torch.SymInt):
+        return int(number)
+    return int(number.node.hint) if number.node.has_hint() else 0
 
 
 def same_symbol(one: Any, other: Any) -> bool:

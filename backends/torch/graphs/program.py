@@ -15,9 +15,10 @@ from torch.utils.checkpoint import checkpoint
 from polyamp.backends.torch import unstable
 from polyamp.backends.torch.ambient.regions import DEVICE_TYPES
 from polyamp.backends.torch.graphs.attributes import Attributes
-from polyamp.backends.torch.graphs.capture import Captured, capture, check_arguments
+from polyamp.backends.torch.graphs.capture import Captured, capture, check_arguments, refusals
 from polyamp.backends.torch.graphs.decisions import Pass, Rules, under_autocast
 from polyamp.backends.torch.graphs.expansion import expand
+from polyamp.backends.torch.graphs.held import CONSTANTS
 from polyamp.backends.torch.graphs.recorder import Recorder
 from polyamp.backends.torch.graphs.saved import bytes_saved
 from polyamp.backends.torch.graphs.values import Known, known_value, map_known
@@ -52,12 +53,13 @@ class Program:
         check_arguments(fn, pytree.tree_leaves((args, kwargs)))
         self.name, self.mode = name, mode_of(root)
         captured = capture(fn, args, kwargs)
-        expand(captured.module)
         self.rules, self._recorder = Rules(policy), Recorder()
         self.attributes = Attributes(name)
-        writer = _Writer(captured, _names(root), self.rules, self.attributes)
-        self.graph = writer.written(self._recorder, [*(f"arg_{index}" for index in range(len(args))), *kwargs])
-        self.fits = _fitting(captured, writer)
+        with refusals():
+            expand(captured.module)
+            writer = _Writer(captured, _names(root), self.rules, self.attributes)
+            self.graph = writer.written(self._recorder, [*(f"arg_{index}" for index in range(len(args))), *kwargs])
+            self.fits = _fitting(captured, writer)
         self._original = captured.module
         for node in self._original.graph.find_nodes(op="placeholder"):
             node.meta = {"example_value": node.meta["example_value"]}  # Dynamo's holds the example itself
@@ -136,7 +138,7 @@ class _Writer:
             return computed[id(leaf)]
         if isinstance(leaf, Tensor):
             return self._input(leaf)
-        if isinstance(leaf, _CONSTANTS):
+        if isinstance(leaf, CONSTANTS):
             return leaf
         raise InvalidTypeError(
             "the function returns an object that a graph cannot hold",
@@ -167,9 +169,6 @@ def _fitting(captured: Captured, writer: _Writer) -> Callable[[Sequence[Any], An
         return sizes_fit([leaves[place] if isinstance(place, int) else place for place in places])
 
     return fits
-
-
-_CONSTANTS = (int, float, bool, str, complex, type(None), torch.dtype, torch.device, torch.SymInt)
 
 
 def mode_of(root: nn.Module) -> tuple[Any, ...]:

@@ -17,7 +17,7 @@ from polyamp.backends.torch.graphs.capture import root_of
 from polyamp.backends.torch.graphs.decisions import Rules
 from polyamp.backends.torch.graphs.nodes import users_level
 from polyamp.backends.torch.graphs.program import Program, check_no_autocast, mode_of
-from polyamp.errors import InvalidTypeError, UnsupportedError, UsageError, warn_once
+from polyamp.errors import InvalidTypeError, InvalidValueError, PolyampError, UnsupportedError, UsageError, warn_once
 from polyamp.formats import format_of
 from polyamp.plan import Plan
 from polyamp.policy import Policy
@@ -64,8 +64,14 @@ def rewrite(
     return rewritten
 
 
-def explain(module: Callable[..., Any], *inputs: Any, policy: Policy | str | None = None, **kwargs: Any) -> Plan:
-    """What every operation of a module runs in, where and why. Nothing is computed.
+def explain(
+    module: Callable[..., Any],
+    *inputs: Any,
+    policy: Policy | str | None = None,
+    engine: str | None = None,
+    **kwargs: Any,
+) -> Plan:
+    """What every operation of a module runs in, where and why.
 
     >>> plan = explain(lambda x: torch.exp(x @ x), torch.ones(2, 2, device="meta"), policy="mixed_float16")
     >>> [(op.name, op.format, op.reason) for op in plan.operations]
@@ -75,13 +81,73 @@ def explain(module: Callable[..., Any], *inputs: Any, policy: Policy | str | Non
         module: as for `rewrite`.
         *inputs: its arguments; meta and fake tensors will do.
         policy: a policy or its name; None is the current policy.
+        engine: ``"rewrite"``, the default, plans what `rewrite` gives, and computes nothing. ``"autocast"`` records one
+            run under `polyamp.autocast`, of the forward pass, on tensors without data where the module's code allows
+            that, else a real one which leaves nothing changed. A module that cannot be rewritten is recorded too; the
+            plan's ``engine`` says so, and why.
         **kwargs: its keyword arguments.
 
     Returns:
         A `Plan`. ``bytes_saved`` are what autograd keeps, parameters and arguments included; None where an operator
         of the user's has no fake kernel.
+
+    Raises:
+        InvalidTypeError: not a module or function.
+        InvalidValueError: another engine, or the module does not take these arguments.
+        UnsupportedError: a format that torch functions do not compute in.
+        UsageError: the call stands under `torch.autocast`.
     """
-    return Program(_checked(module), usable(policy), inputs, kwargs, root=root_of(module)).plan
+    chosen, fn = usable(policy), _checked(module)
+    if engine not in (None, *ENGINES):
+        raise _no_engine(engine)
+    if engine == "autocast":
+        return _recorded(fn, inputs, kwargs, chosen)
+    check_no_autocast()
+    try:
+        return captured_plan(fn, inputs, kwargs, chosen)
+    except PolyampError as error:
+        return _recorded_instead(fn, inputs, kwargs, chosen, error)
+
+
+ENGINES = ("rewrite", "autocast")
+
+
+def captured_plan(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], policy: Policy) -> Plan:
+    """The plan of what `rewrite` gives.
+
+    Raises:
+        PolyampError: it gives nothing; see there.
+    """
+    return Program(fn, policy, args, kwargs, root=root_of(fn)).plan
+
+
+def _recorded(fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any], policy: Policy, why: str = "") -> Plan:
+    from polyamp.backends.torch.recording.explained import recorded  # nothing of it is needed to train
+
+    return recorded(fn, args, kwargs, policy, why=why)
+
+
+def _recorded_instead(
+    fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any], policy: Policy, error: PolyampError
+) -> Plan:
+    """The plan of one run, where there is no graph; the first error where it does not run either."""
+    try:
+        plan = _recorded(fn, args, kwargs, policy, why=str(error).partition("\n")[0])
+    except InvalidValueError:
+        raise error from None
+    if not plan.operations:
+        raise error
+    return plan
+
+
+def _no_engine(engine: object) -> InvalidValueError:
+    return InvalidValueError(
+        "unknown engine",
+        where="explain(module, engine=)",
+        found=repr(engine),
+        allowed=", ".join(ENGINES),
+        fix='leave it out, or give engine="autocast" for what polyamp.autocast does',
+    )
 
 
 class Rewritten(GraphModule):

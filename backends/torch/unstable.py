@@ -99,6 +99,97 @@ def capture_errors() -> tuple[tuple[type[Exception], ...], type[Exception]]:
     return (exc.Unsupported, exc.UserError), exc.TorchRuntimeError
 
 
+def give_context(backend: Any, context_for: Callable[[Any, Any], Callable[[], Any]]) -> None:
+    """Have a context entered around each call of what a backend compiles.
+
+    Dynamo's own way, an attribute ``backend_ctx_ctor``, is not open to what `torch.compile` is given, and the context
+    is left where the state of autocast is restored once more. So this wraps the functions that Dynamo makes.
+
+    Args:
+        backend: as `torch.compile` looks it up by name.
+        context_for: makes what makes contexts, of what ``torch.compile`` was given as keyword arguments of the backend
+            and of the function that it was given.
+    """
+    from torch._dynamo.eval_frame import _TorchDynamoContext
+
+    original = _TorchDynamoContext.__call__
+
+    @wraps(original)
+    def call(self: Any, fn: Any) -> Any:
+        made, options = original(self, fn), _options_of(self, backend)
+        if options is None or not inspect.isfunction(made):
+            return made  # a module calls its own forward, which comes here too
+        context = context_for(options, fn)
+
+        @wraps(made)
+        def called(*args: Any, **kwargs: Any) -> Any:
+            with context():
+                return made(*args, **kwargs)
+
+        _leave_to_python(called.__code__)
+        return called
+
+    _TorchDynamoContext.__call__ = call  # type: ignore[method-assign]
+
+
+def _options_of(context: Any, backend: Any) -> Any:
+    """What a backend's keyword arguments are in one of Dynamo's contexts; None in those of other backends."""
+    found = getattr(context, "callback", None)
+    while hasattr(found, "_torchdynamo_orig_backend"):
+        found = found._torchdynamo_orig_backend
+    if getattr(found, "compiler_fn", found) is backend:
+        return getattr(found, "kwargs", {})
+    return None
+
+
+def call_around_tracing(begins: Callable[[], None], ends: Callable[[], None]) -> None:
+    """Call functions when Dynamo begins to trace a frame and when it has traced it, or has given up.
+
+    It has callbacks for its compilations, which ``torch._dynamo.reset`` drops. Before the last one it compares the
+    thread's state with that at the start; the hook for bytecode comes before that.
+    """
+    import torch._dynamo as dynamo
+    from torch._dynamo.convert_frame import register_bytecode_hook
+
+    handler = dynamo.callback_handler
+    if _begun not in handler.start_callbacks:
+        handler.register_start_callback(_begun)
+        handler.register_end_callback(_ended)
+    if not _around:
+        register_bytecode_hook(lambda code, new: _ended(None))
+    _around[begins] = ends
+
+
+_around: dict[Callable[[], None], Callable[[], None]] = {}
+
+
+def _begun(_: Any) -> None:
+    for begins in _around:
+        begins()
+
+
+def _ended(_: Any) -> None:
+    for ends in _around.values():
+        ends()
+
+
+def traced_values() -> list[Any]:
+    """What the variables of the frame hold that Dynamo is tracing: known where it calls back alone."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        if frame.f_code.co_name == "_compile" and "locals" in frame.f_locals:
+            return [*frame.f_locals["locals"].values(), *(frame.f_locals.get("closure") or ())]
+        frame = frame.f_back
+    return []
+
+
+def graph_breaks() -> int:
+    """How often Dynamo has broken a graph in this process."""
+    from torch._dynamo.utils import counters
+
+    return sum(counters["graph_break"].values())
+
+
 def fake_mode_of(values: Iterable[Any]) -> Any:
     """The mode that the fake tensors of a captured graph belong to; None where there are none."""
     from torch._subclasses import FakeTensor
@@ -190,7 +281,7 @@ def storage_of(value: Any) -> int | None:
 
 
 def hint(number: Any) -> int:
-    """A size as it was in the example; symbolic sizes hold it privately. One that depends on values is 0: nobody knows."""
+    """A size as it was in the example; symbolic sizes hold it privately. One that depends on values is 0."""
     if not isinstance(number, torch.SymInt):
         return int(number)
     return int(number.node.hint) if number.node.has_hint() else 0
@@ -347,11 +438,15 @@ def never_compiled(fn: Method) -> Method:
 
     `torch.compiler.disable` imports Dynamo, and is itself a frame and a graph break.
     """
+    _leave_to_python(inspect.unwrap(fn).__code__)
+    return fn
+
+
+def _leave_to_python(code: Any) -> None:
     from torch._C._dynamo import eval_frame
 
     skip = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.SKIP)
-    eval_frame.set_code_exec_strategy(inspect.unwrap(fn).__code__, skip)
-    return fn
+    eval_frame.set_code_exec_strategy(code, skip)
 
 
 def when_tracing_ends(undo: Callable[[], None]) -> None:

@@ -125,6 +125,14 @@ def _place_of(module: nn.Module, region: Region, root: nn.Module) -> Region | No
     return None if place == region else place
 
 
+def name_modules(root: nn.Module, region: Region) -> None:
+    """Let paths in a region be those within a module, also of parts of it that are called by themselves."""
+    policy = region.policy
+    places = _places.setdefault(policy, {})
+    if policy.rules and id(root) not in places:
+        _find_places(root, policy, places)
+
+
 def _find_places(root: nn.Module, policy: Region, places: dict[int, Region]) -> None:
     _roots[policy] += 1
     found: dict[int, dict[Rule, Rule]] = {}

@@ -1,4 +1,4 @@
-"""Objects of other classes among a function's results, such as caches: a graph gives their tensors, and they go around."""
+"""Objects of other classes among results, such as caches: a graph gives their tensors, and the rest goes around it."""
 
 from __future__ import annotations
 

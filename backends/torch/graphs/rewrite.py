@@ -23,6 +23,7 @@ from polyamp.plan import Plan
 from polyamp.policy import Policy
 from polyamp.policy import policy as make_policy
 from polyamp.refusals import not_traced
+from polyamp.rules import Rule
 
 
 def rewrite(
@@ -314,17 +315,31 @@ def _check_format(compute: str) -> None:
 def report(rules: Rules, name: str) -> None:
     """Say once what had no effect in the graph of a function of that name."""
     policy = rules.policy
-    for rule in rules.unused:
-        warn_once(
-            f"the rule {rule.pattern!r} of {policy} matched nothing in {name}: it is neither an operation there (see "
-            "docs/operations.md) nor a module. polyamp.explain lists what there is.",
-            stacklevel=users_level(),
-        )
+    report_unused([rules], name)
     for refusal, asked in rules.refused.items():
         warn_once(f"{asked} of {policy} is not kept in {name}: {refusal}.", stacklevel=users_level())
     if format_of(policy.compute).is_low and not rules.lowered:
         warn_once(
             f"rewrite to {policy.compute} changed nothing in {name}: it has no float32 operation of class lower, such "
             "as matmul and conv. polyamp.explain gives the reason for each operation.",
+            stacklevel=users_level(),
+        )
+
+
+def report_unused(parts: Sequence[Rules], name: str, *, unless: Callable[[Rule], bool] = lambda rule: False) -> None:
+    """Say once which rules of a policy matched nothing in any part of what has that name.
+
+    Args:
+        parts: what was found out under it, for each part.
+        name: what they are parts of.
+        unless: which rules are left out.
+    """
+    policy = parts[0].policy
+    for rule in parts[0].unused:
+        if any(rule not in part.unused for part in parts) or unless(rule):
+            continue
+        warn_once(
+            f"the rule {rule.pattern!r} of {policy} matched nothing in {name}: it is neither an operation there (see "
+            "docs/operations.md) nor a module. polyamp.explain lists what there is.",
             stacklevel=users_level(),
         )

@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import ctypes
 import inspect
+import linecache
 import logging
+import threading
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import wraps
@@ -55,22 +58,24 @@ def has_context(index: int) -> bool:
 
 
 @contextmanager
-def capturing(code: Any) -> Iterator[None]:
+def capturing(code: Any, backend: Any) -> Iterator[None]:
     """How Dynamo captures a function: recurrent layers too, numbers as constants, each size a symbol of its own.
 
-    There are options of ``torch.compile`` for none of these. What Dynamo keeps of ``code`` is dropped afterwards, since
-    it counts the graphs of one function and refuses after some.
+    There are options of ``torch.compile`` for none of these. What Dynamo keeps of ``code`` and of the backend is dropped
+    afterwards, since it counts the graphs of one function and refuses after some.
     """
     import torch._dynamo as dynamo
     import torch.fx.experimental._config as shapes
 
     settings: dict[str, Any] = {"allow_rnn": True, "specialize_float": True, "specialize_int": True}
+    settings["fake_tensor_cache_enabled"] = False  # it would keep sizes, and all that they came from, for ever
     ignored = (
         "ignore_logging_functions" if hasattr(dynamo.config, "ignore_logging_functions") else "ignore_logger_methods"
     )
     settings[ignored] = {*getattr(dynamo.config, ignored), *_logging_methods()}
     try:
         with (
+            _letting_go_of_failures(),
             dynamo.config.patch(settings),
             shapes.patch({"use_duck_shape": False}),  # type: ignore[attr-defined]
             warnings.catch_warnings(),
@@ -78,7 +83,24 @@ def capturing(code: Any) -> Iterator[None]:
             warnings.filterwarnings("ignore", category=DeprecationWarning, module=r"torch\.")  # Dynamo's own calls
             yield
     finally:
+        _forget_guards(code)
         dynamo.reset_code(code)  # type: ignore[attr-defined]
+        kept: dict[int, Any] = getattr(dynamo.eval_frame, "cached_backends", {})
+        for key in [key for key, one in kept.items() if _backend_in(one) is backend]:
+            del kept[key]
+
+
+def _forget_guards(code: Any) -> None:
+    """Drop the guards of captured code: finalizers of all that they know by identity, classes too, hold them for ever."""
+    from torch._dynamo.guards import CheckFunctionManager
+    from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list
+
+    known = {id(entry.guard_manager) for entry in _debug_get_cache_entry_list(code)}
+    for finalizer in list(getattr(weakref.finalize, "_registry", ())):
+        found = finalizer.peek()
+        manager = getattr(getattr(found[1], "func", None), "__self__", None) if found else None
+        if isinstance(manager, CheckFunctionManager) and id(manager.guard_manager) in known:
+            finalizer.detach()
 
 
 def _logging_methods() -> Iterator[Any]:
@@ -134,12 +156,20 @@ def give_context(backend: Any, context_for: Callable[[Any, Any], Callable[[], An
 
 def _options_of(context: Any, backend: Any) -> Any:
     """What a backend's keyword arguments are in one of Dynamo's contexts; None in those of other backends."""
-    found = getattr(context, "callback", None)
-    while hasattr(found, "_torchdynamo_orig_backend"):
-        found = found._torchdynamo_orig_backend
-    if getattr(found, "compiler_fn", found) is backend:
-        return getattr(found, "kwargs", {})
-    return None
+    found = _innermost(getattr(context, "callback", None))
+    return getattr(found, "kwargs", {}) if _backend_in(found) is backend else None
+
+
+def _innermost(callback: Any) -> Any:
+    """What stands for a backend under all that Dynamo puts around it."""
+    while hasattr(callback, "_torchdynamo_orig_backend"):
+        callback = callback._torchdynamo_orig_backend
+    return callback
+
+
+def _backend_in(callback: Any) -> Any:
+    found = _innermost(callback)
+    return getattr(found, "compiler_fn", found)
 
 
 def call_around_tracing(begins: Callable[[], None], ends: Callable[[], None]) -> None:
@@ -278,6 +308,59 @@ def is_fake(value: Any) -> bool:
 def storage_of(value: Any) -> int | None:
     """A number that tensors share where they are views of the same memory; fake tensors have no data pointer."""
     return value.untyped_storage()._cdata if isinstance(value, Tensor) and value.layout == torch.strided else None
+
+
+def drop_source(file: str) -> None:
+    """Drop the code of a graph, which `torch.fx` keeps for tracebacks, for ever."""
+    from torch.fx.graph_module import _loader
+
+    if file.startswith("<eval_with_key>"):
+        _loader.eval_cache.pop(file, None)
+        linecache.cache.pop(file, None)
+
+
+@contextmanager
+def _letting_go_of_failures() -> Iterator[None]:
+    """Where a capture ends in an error, have what it has made collected: see `let_go`. Nothing else leads to it."""
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    original, thread, made = ShapeEnv.__init__, threading.get_ident(), list[Any]()
+
+    @wraps(original)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        if threading.get_ident() == thread:
+            made.append(self)
+        original(self, *args, **kwargs)
+
+    ShapeEnv.__init__ = init  # type: ignore[method-assign]
+    try:
+        yield
+    except BaseException:
+        for one in made:
+            one.tracked_fakes = []
+        forget_sizes()
+        raise
+    finally:
+        ShapeEnv.__init__ = original  # type: ignore[method-assign]
+        made.clear()
+
+
+def let_go(fakes: Iterable[Any]) -> None:
+    """Let fake tensors be collected once nobody has them: the origin of their sizes lists them, and their sizes, which
+    the garbage collector does not see in them, hold that. Guards of the sizes have to be made before."""
+    mode: Any = fake_mode_of(fakes)
+    if mode is not None and getattr(mode.shape_env, "tracked_fakes", None):
+        mode.shape_env.tracked_fakes = []
+
+
+def forget_sizes() -> None:
+    """Drop what PyTorch remembers of symbolic sizes: its caches are those of methods, and keep whole captures alive."""
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    for method in vars(ShapeEnv).values():
+        clear = getattr(method, "cache_clear", None)
+        if clear is not None:
+            clear()
 
 
 def hint(number: Any) -> int:

@@ -1,6 +1,6 @@
 """What runs between the graphs of code under ``torch.compile(backend="polyamp")``: in the policy's autocast.
 
-Where Dynamo breaks a graph, Python runs what it could not capture. Native autocast around the compiled model would lower
+Where Dynamo breaks a graph, Python runs what it could not capture. Native autocast around the compiled model lowers
 that too, so every call of compiled code is a region. While Dynamo traces, and while a planned graph runs, it is off:
 they have their casts. A part that is given 16-bit values by Python is not planned: the region holds for it as well.
 """

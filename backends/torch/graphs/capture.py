@@ -66,7 +66,7 @@ def capture(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, An
     compiled = torch.compile(captured_call, backend=seen, fullgraph=True, dynamic=True)
     objects = _Objects(leaves)
     args, kwargs = pytree.tree_unflatten(objects.copies, in_spec)
-    with unstable.capturing(captured_call.__code__), refusals(), _unchanged(root_of(fn)), objects.unchanged():
+    with unstable.capturing(captured_call.__code__, seen), refusals(), _unchanged(root_of(fn)), objects.unchanged():
         returned = compiled(*args, **kwargs)
     results, out_spec = pytree.tree_flatten(hold(returned))
     return seen.taken(leaves, in_spec, results, out_spec)

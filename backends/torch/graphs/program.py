@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
-from torch.fx import Graph, Node
+from torch.fx import Graph, GraphModule, Node
 from torch.utils.checkpoint import checkpoint
 
 from polyamp.backends.torch import unstable
@@ -63,6 +64,11 @@ class Program:
         self._original = captured.module
         for node in self._original.graph.find_nodes(op="placeholder"):
             node.meta = {"example_value": node.meta["example_value"]}  # Dynamo's holds the example itself
+        for module in self._original.modules():
+            if isinstance(module, GraphModule):
+                unstable.drop_source(module.forward.__code__.co_filename)
+        unstable.let_go(node.meta.get("example_value") for node in self._original.graph.nodes)
+        weakref.finalize(self, unstable.forget_sizes).atexit = False
 
     @functools.cached_property
     def plan(self) -> Plan:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -107,7 +108,8 @@ def explain(
     try:
         return captured_plan(fn, inputs, kwargs, chosen)
     except PolyampError as error:
-        return _recorded_instead(fn, inputs, kwargs, chosen, error)
+        refusal = error  # handled outside: what is kept of the run would keep it too
+    return _recorded_instead(fn, inputs, kwargs, chosen, refusal)
 
 
 ENGINES = ("rewrite", "autocast")
@@ -204,6 +206,7 @@ class Rewritten(GraphModule):
         kind = type(self)
         kind._first = kind.forward
         kind.forward = Rewritten._run
+        weakref.finalize(self, unstable.drop_source, kind._first.__code__.co_filename).atexit = False
         return code
 
     def trace(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:

@@ -113,8 +113,11 @@ def _copied(tree: Any, fn: Callable[[Any], Any]) -> Any:
 
 def _explained(run: Run, policy: Policy, mode: AbstractContextManager[Any]) -> _Explainer:
     explainer = _Explainer(run, policy)
-    with mode, torch.autograd.graph.saved_tensors_hooks(explainer.keep, lambda kept: kept):
-        run.forward(explainer, lambda leaf, grad: None)
+    try:
+        with mode, torch.autograd.graph.saved_tensors_hooks(explainer.keep, lambda kept: kept):
+            run.forward(explainer, lambda leaf, grad: None)
+    finally:
+        explainer.alive.clear()  # autograd's graph has the hooks, and they have these: no collector sees that ring
     return explainer
 
 
@@ -124,6 +127,7 @@ class _Explainer(Watcher):  # type: ignore[no-untyped-call]
     Attributes:
         operations: what ran, in order; views, which compute nothing, are left out.
         saved: bytes that autograd keeps, by memory.
+        alive: tensors whose memory has to keep its number: one that is freed gives it to another.
     """
 
     def __init__(self, run: Run, policy: Policy) -> None:
@@ -134,7 +138,7 @@ class _Explainer(Watcher):  # type: ignore[no-untyped-call]
         self._policy, self._places = policy, run.places
         self._seen: dict[tuple[str, str], None] = {}
         self._casts: dict[int, tuple[int, int]] = {}  # by memory, of casts that no operation has used yet
-        self._alive: list[Tensor] = []  # a memory that is freed gives its number to another
+        self.alive: list[Tensor] = []
 
     @property
     def unused(self) -> tuple[str, ...]:
@@ -146,8 +150,8 @@ class _Explainer(Watcher):  # type: ignore[no-untyped-call]
         memory = unstable.storage_of(tensor)
         if memory is not None:
             self.saved[memory] = unstable.hint(tensor.untyped_storage().nbytes())
-            self._alive.append(tensor)
-        return tensor
+            self.alive.append(tensor)
+        return tensor.detach()  # itself, an output would hold the node that holds it
 
     def look(self, op: Any, args: Sequence[Any], out: Any) -> None:
         """Take an operation down; of a cast, for the operation that uses it."""
@@ -166,7 +170,7 @@ class _Explainer(Watcher):  # type: ignore[no-untyped-call]
         memory = unstable.storage_of(made)
         if memory is not None:
             self._casts[memory] = before, after
-            self._alive.append(made)
+            self.alive.append(made)
 
     def _pass_on(self, given: Sequence[Tensor], results: Sequence[Tensor]) -> None:
         """A view of fakes may have another number for the same memory."""

@@ -38,10 +38,7 @@ class Net(nn.Module):
         self.where, self.seen = where, list[torch.dtype]()
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.where in ("first", "all"):
-            x = eager(self.a, x, self.seen)
-        else:
-            x = self.a(x)
+        x = eager(self.a, x, self.seen) if self.where in ("first", "all") else self.a(x)
         x = eager(self.b, x, self.seen) if self.where in ("middle", "all") else self.b(x)
         return eager(self.c, x, self.seen) if self.where in ("last", "all") else self.c(x)
 

@@ -6,7 +6,7 @@ every adapter has. The verbs after it are what some frameworks have: an adapter 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
@@ -101,7 +101,9 @@ class Convert(Protocol):
 class ValueAndGrad(Protocol):
     """A framework that differentiates functions."""
 
-    def value_and_grad(self, fun: Callable[..., Any], policy: Policy | None, has_aux: bool) -> Callable[..., Any]:
+    def value_and_grad(
+        self, fun: Callable[..., Any], policy: Policy | None, has_aux: bool, *, argnums: int | Sequence[int] = 0
+    ) -> Callable[..., Any]:
         """A function of ``(opt_state, params, *args)`` that gives the unscaled loss and scaled gradients."""
 
 

@@ -20,7 +20,7 @@ def did_you_mean(found: str, known: Iterable[str]) -> str:
     from difflib import get_close_matches  # only an error needs it
 
     by_lower = {name.lower(): name for name in known}
-    nearest = get_close_matches(found.lower(), by_lower, n=1)
+    nearest = get_close_matches(found.lower(), by_lower, n=1, cutoff=0.5)
     return f"did you mean {by_lower[nearest[0]]}? " if nearest else ""
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -27,7 +29,7 @@ if TYPE_CHECKING:
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 for command in (diagnosis.explain, diagnosis.probe, diagnosis.sweep, diagnosis.lint):
     app.command()(command)
-console = Console() if sys.stdout.isatty() else Console(width=120)  # files and pipes have no width of their own
+console = Console() if sys.stdout and sys.stdout.isatty() else Console(width=120)  # files and pipes have no width
 
 
 @app.callback()
@@ -143,9 +145,31 @@ def _power_of_two(scale: float) -> str:
 
 
 def main() -> None:
-    """Run the command line; polyamp's own errors are printed without a traceback, with exit code 1."""
+    """Run the command line; errors of polyamp and of the output are printed without a traceback, with exit code 1."""
     try:
-        app()
-    except PolyampError as error:
-        Console(stderr=True).print(f"error: {error}", style="red", highlight=False, markup=False)
+        try:
+            app()
+        finally:
+            if sys.stdout is not None:
+                sys.stdout.flush()  # where writing fails, it does so here and not while Python ends
+    except BrokenPipeError:  # whoever read the output has seen enough
+        _without_output()
         sys.exit(1)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EIO, errno.EBADF) or error.filename is not None:
+            raise  # of the user's own step
+        _without_output()
+        _end(f"the output cannot be written: {error}")
+    except PolyampError as error:
+        _end(str(error))
+
+
+def _without_output() -> None:
+    """Send what is still to be written to nowhere: Python would fail on it once more when it ends."""
+    if sys.stdout is not None:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _end(message: str) -> None:
+    Console(stderr=True).print(f"error: {message}", style="red", highlight=False, markup=False)
+    sys.exit(1)

@@ -6,6 +6,7 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
+from polyamp.choices import did_you_mean
 from polyamp.errors import InvalidValueError
 from polyamp.formats import format_of
 from polyamp.loss_scale import LossScale
@@ -80,6 +81,7 @@ SAME_AS: dict[str, str] = {
 }
 
 KNOWN: tuple[str, ...] = (*_WORDS, *SAME_AS)
+_DEVICES = ("cuda", "cpu", "gpu", "tpu", "mps", "xpu", "hpu")  # torch.autocast wants one; a policy does not
 _BY_LOWER = {word.lower(): SAME_AS.get(word, word) for word in KNOWN}
 
 
@@ -126,7 +128,8 @@ def _read_word(text: str, where: str) -> Words:
         raise _bad("blank policy", where, text)
     meanings = {_BY_LOWER.get(word.lower()) for word in words}
     if None in meanings:
-        raise _bad("unknown policy", where, text)
+        unknown = next(word for word in words if word.lower() not in _BY_LOWER)
+        raise _bad("unknown policy", where, text, _hint(unknown))
     if len(words) > 1:
         raise _bad("repeated policy words" if len(meanings) == 1 else "contradictory policy words", where, text)
     name = meanings.pop()
@@ -142,7 +145,7 @@ def _read_pairs(text: str, where: str) -> Words:
         if not (key and equals and value):
             raise _bad("blank word in a policy", where, text)
         if key.lower() not in _FIELDS:
-            raise _bad(f"unknown policy key {key!r}", where, text)
+            raise _bad(f"unknown policy key {key!r}", where, text, did_you_mean(key, _FIELDS))
         name = _FIELDS[key.lower()]
         if name in formats:
             raise _bad(f"{name} is given twice", where, text)
@@ -161,11 +164,18 @@ def _read_settings(text: str, where: str) -> dict[str, Any]:
     return settings
 
 
-def _bad(what: str, where: str, found: str) -> InvalidValueError:
+def _hint(word: str) -> str:
+    """What to write in place of a word that is no policy."""
+    if word.partition(":")[0].lower() in _DEVICES:
+        return "no device is needed, every one is covered: give a policy, for example mixed_float16. "
+    return did_you_mean(word, KNOWN)
+
+
+def _bad(what: str, where: str, found: str, hint: str = "") -> InvalidValueError:
     return InvalidValueError(
         what,
         where=where,
         found=repr(found),
         allowed=", ".join(KNOWN) + "; or params=FORMAT,compute=FORMAT,output=FORMAT",
-        fix="use one of the names above, each key once",
+        fix=f"{hint}{'Else use' if hint else 'use'} one of the names above, each key once",
     )

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
+from polyamp.choices import did_you_mean
 from polyamp.errors import InvalidTypeError, InvalidValueError
 
 
@@ -86,6 +87,21 @@ _ALIASES = {
 }
 
 
+def name_of_dtype(dtype: object) -> str | None:
+    """Return the format that a framework's own dtype stands for; None where it stands for none.
+
+    >>> import numpy
+    >>> name_of_dtype(numpy.float16), name_of_dtype(numpy.dtype("float32")), name_of_dtype(numpy.int32)
+    ('float16', 'float32', None)
+
+    Args:
+        dtype: ``torch.float16``, ``jax.numpy.bfloat16``, ``tf.float16``, a NumPy type or dtype.
+    """
+    names = (getattr(dtype, key, None) for key in ("name", "__name__"))
+    written = repr(dtype).removeprefix("torch.")  # torch's dtypes have no name
+    return next((name for name in (*names, written) if isinstance(name, str) and name in FORMATS), None)
+
+
 def format_of(name: str, *, where: str = "format") -> Format:
     """Look a format up by its name or a usual short form.
 
@@ -93,7 +109,7 @@ def format_of(name: str, *, where: str = "format") -> Format:
     'bfloat16'
 
     Raises:
-        InvalidTypeError: ``name`` is not a string.
+        InvalidTypeError: ``name`` is not a string; see `name_of_dtype`.
         InvalidValueError: ``name`` is unknown; the message lists the known ones.
     """
     if not isinstance(name, str):
@@ -112,6 +128,6 @@ def format_of(name: str, *, where: str = "format") -> Format:
             where=where,
             found=repr(name),
             allowed=", ".join((*FORMATS, *_ALIASES)),
-            fix="use one of the names above",
+            fix=f"{did_you_mean(known, (*FORMATS, *_ALIASES))}use one of the names above",
         )
     return found

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, Literal, NamedTuple
 
+from polyamp.choices import did_you_mean
 from polyamp.errors import InvalidTypeError, InvalidValueError
 from polyamp.formats import FORMATS
 from polyamp.saved_scales import KIND, LARGEST_COUNT
@@ -187,6 +188,18 @@ class LossScale:
         return replace(cls.fixed(1.0), check=False)
 
     @classmethod
+    def skip_nonfinite(cls) -> LossScale:
+        """No scaling, but a step whose gradients are not finite is skipped, as by DeepSpeed's ``check_grad_overflow``.
+
+        For bfloat16, which needs no loss scale: a single NaN step ruins such a run as well.
+
+        >>> config = LossScale.skip_nonfinite()
+        >>> config.initial_state().scale, config.check
+        (1.0, True)
+        """
+        return cls.fixed(1.0)
+
+    @classmethod
     def like(cls, name: str, **changes: Any) -> LossScale:
         """The settings under which this rule makes the same updates as another library's.
 
@@ -209,7 +222,7 @@ class LossScale:
                 where="LossScale.like(name)",
                 found=repr(name),
                 allowed=", ".join(PRESETS),
-                fix="use one of the names above, or give the settings one by one",
+                fix=f"{did_you_mean(str(name), PRESETS)}use one of the names above, or give the settings one by one",
             )
         unknown = sorted(set(changes) - {field.name for field in fields(cls)})
         if unknown:
@@ -385,12 +398,13 @@ def _bad(name: str, found: object, allowed: str) -> InvalidValueError:
 
 
 def _unknown_fields(unknown: list[str], where: str) -> InvalidValueError:
+    known = [field.name for field in fields(LossScale)]
     return InvalidValueError(
         "unknown loss-scale setting",
         where=where,
         found=", ".join(unknown),
-        allowed=", ".join(field.name for field in fields(LossScale)),
-        fix="use one of the settings above",
+        allowed=", ".join(known),
+        fix=f"{did_you_mean(unknown[0], known)}use one of the settings above",
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
@@ -9,7 +10,7 @@ from typing import Any, TypeVar
 
 from polyamp import dialects
 from polyamp.errors import InvalidTypeError, InvalidValueError
-from polyamp.formats import format_of
+from polyamp.formats import format_of, name_of_dtype
 from polyamp.loss_scale import LossScale
 from polyamp.rules import Decision, Rule, decide, parse_rules
 
@@ -49,7 +50,7 @@ class Policy:
                 "bfloat16 has the range of float32: a dynamic loss scale cannot help it",
                 where="policy(loss_scale=)",
                 found=repr(self.loss_scale),
-                allowed="LossScale.none(), or LossScale.fixed(1.0) to skip steps whose gradients are not finite",
+                allowed="LossScale.none(), or LossScale.skip_nonfinite() to skip steps whose gradients are not finite",
                 fix="leave loss_scale= out",
             )
 
@@ -70,6 +71,25 @@ class Policy:
         """
         defaults = dialects.default_rules(self.param, self.compute, self.output)
         return tuple(rule for rule in self.rules if rule not in defaults)
+
+    @property
+    def param_dtype(self) -> Any:
+        """``param`` as jmp and haiku have it: a NumPy dtype; bfloat16 and float8 by name where ml_dtypes is absent.
+
+        >>> policy("O2").param_dtype, str(policy("mixed_float16").output_dtype)
+        (dtype('float16'), 'float32')
+        """
+        return _numpy_dtype(self.param)
+
+    @property
+    def compute_dtype(self) -> Any:
+        """``compute`` as a NumPy dtype; see `param_dtype`."""
+        return _numpy_dtype(self.compute)
+
+    @property
+    def output_dtype(self) -> Any:
+        """``output`` as a NumPy dtype; see `param_dtype`."""
+        return _numpy_dtype(self.output)
 
     @property
     def casts(self) -> bool:
@@ -145,12 +165,12 @@ class Policy:
 
 
 def policy(
-    spec: Policy | str | None = None,
+    spec: Any = None,
     /,
     *,
-    param: str | None = None,
-    compute: str | None = None,
-    output: str | None = None,
+    param: Any = None,
+    compute: Any = None,
+    output: Any = None,
     rules: Mapping[str, str] | Iterable[tuple[str, str]] | None = None,
     loss_scale: LossScale | float | None = None,
     name: str | None = None,
@@ -168,8 +188,10 @@ def policy(
         spec: a `Policy`; a Keras name (``float32 mixed_float16 mixed_bfloat16 float16 bfloat16``); a jmp string
             (``params=float32,compute=float16,output=float32``, ``p=f32,c=bf16,o=f32``, ``half``, ``full``); an Apex
             level (``O0 O1 O2 O3``); a trainer's word (``fp16 bf16 16-mixed bf16-mixed 16-true bf16-true amp_fp16``);
-            or ``str()`` of a policy. None, with nothing else given, is the current policy.
-        param: format of stored parameters.
+            ``str()`` of a policy; a framework's floating dtype, as the Keras name of that format; or a ``jmp.Policy``
+            or Keras ``DTypePolicy``. None, with nothing else given, is the current policy. A `Policy` with nothing
+            else given is returned as it is.
+        param: format of stored parameters: a name, or a framework's dtype.
         compute: format of ``lower`` operations; ``param`` where nothing says otherwise, as in jmp.
         output: format of outputs; ``compute`` where nothing says otherwise, as in jmp.
         rules: classes by operation name or path glob; they come before the rules of ``spec``.
@@ -185,8 +207,10 @@ def policy(
     if isinstance(spec, Policy) and all(one is None for one in (param, compute, output, rules, loss_scale, name)):
         return spec
     given = {"param": param, "compute": compute, "output": output}
-    formats = {key: format_of(value, where=f"policy({key}=)").name for key, value in given.items() if value is not None}
+    formats = {key: _format(value, f"policy({key}=)") for key, value in given.items() if value is not None}
     own_rules = () if rules is None else parse_rules(rules)
+    if not isinstance(spec, Policy | str | None):
+        spec, formats = _of_another_library(spec, formats)
     if spec is None and not formats and not own_rules and loss_scale is None and name is None:
         return current_policy()
     if isinstance(spec, Policy):
@@ -217,6 +241,16 @@ def current_policy() -> Policy:
     """
     entered = _entered.get()
     return entered[-1] if entered else _global_policy
+
+
+def in_policy() -> bool:
+    """Whether a ``with policy:`` holds here.
+
+    >>> with policy("float32"):
+    ...     in_policy()
+    True
+    """
+    return bool(_entered.get())
 
 
 def set_global_policy(spec: Policy | str) -> Policy:
@@ -261,9 +295,33 @@ def _from_policy(spec: Policy, formats: dict[str, str]) -> Policy:
     return Policy(param, compute, output, rules, scale, spec.name)
 
 
+def _of_another_library(spec: Any, formats: dict[str, str]) -> tuple[Any, dict[str, str]]:
+    """A policy of jmp as formats, one of Keras and a framework's dtype by name; anything else as it is."""
+    keys = {"param": "param_dtype", "compute": "compute_dtype", "output": "output_dtype"}
+    if isinstance(spec, type) or not all(hasattr(spec, name) for name in keys.values()):
+        keras_name = getattr(spec, "name", None) if hasattr(spec, "variable_dtype") else None
+        return keras_name or name_of_dtype(spec) or spec, formats
+    own = {key: _format(getattr(spec, name), f"policy(spec).{name}") for key, name in keys.items()}
+    return None, {**own, **formats}
+
+
+def _format(value: Any, where: str) -> str:
+    return format_of(value if isinstance(value, str) else name_of_dtype(value) or value, where=where).name
+
+
 def _wrong_type(where: str, found: object, allowed: str, fix: str) -> InvalidTypeError:
     shown = f"{found!r} ({type(found).__name__})"
     return InvalidTypeError("argument of the wrong type", where=where, found=shown, allowed=allowed, fix=fix)
+
+
+def _numpy_dtype(name: str) -> Any:
+    import numpy
+
+    extended = sys.modules.get("ml_dtypes")  # JAX and TensorFlow bring it
+    try:
+        return numpy.dtype(getattr(extended, name, name))
+    except TypeError:
+        return name
 
 
 def _cast(tree: Tree, format_name: str) -> Tree:

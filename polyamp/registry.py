@@ -10,6 +10,7 @@ from contextlib import suppress
 from types import CodeType, FunctionType, ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+from polyamp.choices import did_you_mean
 from polyamp.errors import InvalidTypeError, MissingFrameworkError, PolyampError, UnsupportedError
 
 if TYPE_CHECKING:
@@ -67,7 +68,11 @@ def adapter_named(name: str) -> Adapter:
             "no adapter of that name",
             where="backend=",
             found=repr(name),
-            **_choice(names(), fix="use one of the names above, or install the package that has the adapter"),
+            **_choice(
+                names(),
+                fix=f"{did_you_mean(str(name), names())}use one of the names above, or install the package that has "
+                "the adapter",
+            ),
         )
     return _load(entry)
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 from typing import NamedTuple
 
+from polyamp.choices import did_you_mean
 from polyamp.errors import InvalidTypeError, InvalidValueError
 from polyamp.operations import CLASSES, OPERATIONS
 
@@ -96,7 +97,8 @@ def parse_rules(
                 "a rule's pattern has a blank component", where, pattern, "an operation's name or a path glob"
             )
         if op_class not in CLASSES:
-            raise _bad_rule("unknown class of operations", where, op_class, ", ".join(CLASSES))
+            hint = did_you_mean(op_class, CLASSES)
+            raise _bad_rule("unknown class of operations", where, op_class, ", ".join(CLASSES), hint)
     patterns = [pattern for pattern, _ in pairs]
     repeated = sorted({pattern for pattern in patterns if patterns.count(pattern) > 1})
     if repeated:
@@ -120,8 +122,9 @@ def _pairs(spec: Mapping[str, str] | Iterable[tuple[str, str]], where: str) -> l
     return pairs
 
 
-def _bad_rule(what: str, where: str, found: str, allowed: str) -> InvalidValueError:
-    return InvalidValueError(what, where=where, found=repr(found), allowed=allowed, fix="correct or remove that rule")
+def _bad_rule(what: str, where: str, found: str, allowed: str, hint: str = "") -> InvalidValueError:
+    fix = f"{hint}correct or remove that rule"
+    return InvalidValueError(what, where=where, found=repr(found), allowed=allowed, fix=fix)
 
 
 def _components(path: str) -> list[str]:

@@ -256,7 +256,7 @@ class Conformance:
         before = save_loss_scale(session.holder)
         bad: dict[str, Any] = dict(before)
         if fault == "field":
-            del bad["good_steps"]
+            del bad["scale"]
         else:
             field, value = {"kind": ("kind", "other"), "range": ("scale", 0.0), "type": ("skipped", "three")}[fault]
             bad[field] = value

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from contextvars import ContextVar
 from types import MethodType
@@ -12,10 +13,11 @@ from typing import Any, TypeVar
 
 from polyamp import registry
 from polyamp.choices import check_options
-from polyamp.errors import InvalidTypeError, InvalidValueError, UnsupportedError
+from polyamp.errors import InvalidTypeError, InvalidValueError, UnsupportedError, warn_once
+from polyamp.formats import name_of_dtype
 from polyamp.loss_scale import LossScale
 from polyamp.plan import Plan
-from polyamp.policy import Policy, current_policy
+from polyamp.policy import Policy, current_policy, in_policy
 from polyamp.policy import policy as make_policy
 from polyamp.refusals import not_traced
 
@@ -63,6 +65,7 @@ def wrap_optimizer(
     """
     chosen, limit = make_policy(policy), norm_limit(max_grad_norm)
     scale = chosen.loss_scale if loss_scale is None else LossScale.of(loss_scale, where="wrap_optimizer(loss_scale=)")
+    _check_made(optimizer)
     adapter = _adapter(backend, optimizer, where="wrap_optimizer(optimizer)")
     check_options(adapter.wrap_optimizer, options, where=f"wrap_optimizer(optimizer) of {adapter.name}")
     return adapter.wrap_optimizer(
@@ -71,6 +74,28 @@ def wrap_optimizer(
         loss_scale=scale,
         max_grad_norm=limit,
         **options,
+    )
+
+
+def _check_made(optimizer: object) -> None:
+    """Refuse what an optimizer is made of or by: a class, a function, parameters; an optax schedule is a function."""
+    if isinstance(optimizer, type):
+        what = "no adapter knows this object: it is a class, not an optimizer"
+        fix = f"make one first: {optimizer.__name__}(...); then wrap it"
+    elif inspect.isroutine(optimizer) or isinstance(optimizer, functools.partial):
+        what = "no adapter knows this object: it is a function, not an optimizer"
+        fix = f"call it first: {getattr(optimizer, '__name__', 'it')}(...); then wrap what it returns"
+    elif isinstance(optimizer, Iterator):
+        what = "no adapter knows this object: it is an iterator, of parameters perhaps, not an optimizer"
+        fix = "make an optimizer of them first, as in torch.optim.AdamW(model.parameters(), lr=1e-3); then wrap it"
+    else:
+        return
+    raise InvalidTypeError(
+        what,
+        where="wrap_optimizer(optimizer)",
+        found=_shown(optimizer),
+        allowed="a torch.optim.Optimizer, an optax GradientTransformation, a Keras 3 or tf.compat.v1.train optimizer",
+        fix=fix,
     )
 
 
@@ -139,7 +164,12 @@ def load_loss_scale(holder: Any, saved: Mapping[str, Any]) -> Any:
 
 
 def value_and_grad(
-    fun: Callable[..., Any], policy: Policy | str | None = None, has_aux: bool = False, *, backend: str | None = None
+    fun: Callable[..., Any],
+    policy: Policy | str | None = None,
+    has_aux: bool = False,
+    *,
+    argnums: int | Sequence[int] = 0,
+    backend: str | None = None,
 ) -> Callable[..., Any]:
     """Differentiate a loss function under a policy: the loss comes back unscaled, the gradients still scaled.
 
@@ -159,23 +189,28 @@ def value_and_grad(
         fun: ``fun(params, *args, **kwargs) -> loss``, or ``(loss, aux)`` where ``has_aux``.
         policy: bound now where given; None is the current policy at each call.
         has_aux: whether ``fun`` returns more than the loss.
+        argnums: which of ``fun``'s arguments are differentiated, as in ``jax.value_and_grad``: an integer, or several,
+            whose gradients come in a tuple.
         backend: the framework's name, where the arguments do not tell.
 
     Returns:
         A function of ``(opt_state, params, *args, **kwargs)``.
     """
     bound = None if policy is None else make_policy(policy)
+    options = {} if argnums == 0 else {"argnums": argnums}
 
     @functools.wraps(fun)
     def differentiated(opt_state: Any, params: Any, *args: Any, **kwargs: Any) -> Any:
         adapter = _adapter(backend, (opt_state, params), where="value_and_grad(fun)(opt_state, params)")
-        transformed = registry.verb(adapter, "value_and_grad")(fun, bound, has_aux)
+        transformed = _with_options(adapter, "value_and_grad", options)(fun, bound, has_aux)
         return transformed(opt_state, params, *args, **kwargs)
 
     return differentiated
 
 
-def autocast(target: Any = None, policy: Policy | str | None = None, *, backend: str | None = None) -> Any:
+def autocast(
+    target: Any = None, policy: Policy | str | None = None, *, backend: str | None = None, **mistaken: Any
+) -> Any:
     """Run operations in the formats of a policy: ``with autocast(policy):``, or as a decorator.
 
     >>> import torch
@@ -186,28 +221,57 @@ def autocast(target: Any = None, policy: Policy | str | None = None, *, backend:
     Args:
         target: a policy or its name, for a context that every loaded framework with ambient autocast enters; or the
             function or module to run so.
-        policy: with a function; bound now where given, else the current policy at each call.
+        policy: of a function, or by keyword of a context or decorator; bound now where given, else the current policy
+            at each call.
         backend: one framework's name, where it should be only that one.
+        **mistaken: ``dtype=``, ``device_type=``, ``enabled=`` and what else other libraries' autocast takes: refused,
+            with what to write instead.
 
     Returns:
         A context manager that may be entered again and in several threads, and that decorates functions; or the
         function, transformed.
 
     Raises:
+        InvalidTypeError: two policies, or an argument of another library's autocast.
         UnsupportedError: no loaded framework has what was asked for.
     """
-    if callable(target) and not isinstance(target, Policy):
-        return _autocast_function(target, None if policy is None else make_policy(policy), backend)
-    if policy is not None:
+    if mistaken:
+        raise _another_autocast(mistaken)
+    bound = None if policy is None else make_policy(policy)
+    if callable(target) and not isinstance(target, Policy) and name_of_dtype(target) is None:
+        return _autocast_function(target, bound, backend)
+    if target is not None and policy is not None:
         raise InvalidTypeError(
             "autocast takes one policy",
             where="autocast(target, policy)",
-            found=f"{target!r} and {policy!r}",
+            found=f"{_shown(target)} and {_shown(policy)}",
             allowed="autocast(policy), or autocast(function, policy)",
             fix="leave one of the two out",
         )
-    region = Autocast(None if target is None else make_policy(target), backend)
+    region = Autocast(bound if target is None else make_policy(target), backend)
     return region.traced() or region
+
+
+def _another_autocast(mistaken: Mapping[str, Any]) -> InvalidTypeError:
+    """The error for ``autocast(dtype=...)`` and the like, which torch's takes."""
+    name = name_of_dtype(mistaken.get("dtype"))
+    instead = f"mixed_{name}" if name in ("float16", "bfloat16") else "mixed_float16"
+    fix = f'write polyamp.autocast("{instead}"): a policy names the formats, and every device is covered'
+    if mistaken.get("enabled") is False:
+        fix = 'write polyamp.autocast("float32") for a region in float32'
+    return InvalidTypeError(
+        "autocast takes a policy",
+        where="autocast(policy)",
+        found=", ".join(f"{key}={_shown(value)}" for key, value in mistaken.items()),
+        allowed="autocast(policy), autocast(function, policy), and backend=",
+        fix=fix,
+    )
+
+
+def _shown(value: object) -> str:
+    """A value in an error, or for an array its type alone."""
+    text = repr(value)
+    return text if len(text) < 80 and "\n" not in text else f"a {type(value).__module__}.{type(value).__qualname__}"
 
 
 def rewrite(
@@ -339,7 +403,7 @@ def explain(
 
 def _with_options(adapter: Any, verb: str, options: Mapping[str, Any]) -> Callable[..., Any]:
     method = registry.verb(adapter, verb)
-    check_options(method, options, where=f"{verb}(fn) of {adapter.name}")
+    check_options(method, options, where=f"{verb}(function) of {adapter.name}")
     return functools.partial(method, **options)
 
 
@@ -394,6 +458,11 @@ class Autocast:
 
     def __enter__(self) -> Policy:
         chosen = current_policy() if self._policy is None else self._policy
+        if self._policy is None and not in_policy() and not chosen.casts:
+            warn_once(
+                f"autocast() without a policy takes the current one, {chosen}, which changes nothing: give a policy, "
+                'as in polyamp.autocast("mixed_float16"), or call polyamp.set_global_policy first.'
+            )
         with ExitStack() as stack:
             stack.enter_context(chosen)
             for adapter in _ambient(self._backend):

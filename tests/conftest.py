@@ -1,7 +1,8 @@
 """Which suites run, and what every test starts from.
 
 A suite is a folder: ``tests/core`` is ``core``, ``tests/on_torch`` is ``torch``. ``--suite=core,torch`` runs those two;
-without the option all run. A suite that is asked for and whose framework does not load fails the run.
+without the option all run but ``works_with``, of other people's models and trainers. A suite that is asked for and
+whose framework does not load fails the run.
 
 On a GPU machine nothing can be installed: with ``--gpu`` a module is skipped, and said to be, whose import fails for a
 package that only tests use. Everywhere else that fails the run.
@@ -31,8 +32,10 @@ NEEDS = {
     "tensorflow": ["tensorflow"],
     "keras": ["keras"],
     "parity": ["torch", "jax", "tensorflow", "keras"],
+    "works_with": [],
 }
-SUITES = {name if name in ("core", "parity") else f"on_{name}": name for name in NEEDS}  # no folder is a framework's
+SUITES = {f"on_{name}" if NEEDS[name] == [name] else name: name for name in NEEDS}  # no folder is a framework's
+BY_DEFAULT = [name for name in NEEDS if name != "works_with"]  # its libraries are a gigabyte
 HERE = Path(__file__).parent
 
 EXAMPLES = {"ci": 25, "nightly": 300}  # of each property; first calls trace and compile, so none has a deadline
@@ -54,7 +57,8 @@ QUICK_XLA_BEFORE_JAX_0_11 = "--xla_cpu_use_fusion_emitters=false"  # a flag that
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--suite", default=",".join(NEEDS), help=f"comma list of {', '.join(NEEDS)}; all by default")
+    every = f"comma list of {', '.join(NEEDS)}; all but works_with by default"
+    parser.addoption("--suite", default=",".join(BY_DEFAULT), help=every)
     parser.addoption("--gpu", action="store_true", help="run the tests that need a GPU, which else are left out")
     parser.addoption(
         "--compilers", action="store_true", help="run the tests that need a compiler for GPUs, or sanitizers"

@@ -18,6 +18,7 @@ from polyamp.backends.torch.steps.grad_scaler import GradScaler
 from polyamp.backends.torch.steps.masters import Kind
 from polyamp.backends.torch.steps.optimizer import LossScaledOptimizer
 from polyamp.backends.torch.steps.refusals import named_tensors
+from polyamp.devices import fast_on_gpu, report_slow_format, why_not_fast
 from polyamp.errors import warn_once
 from polyamp.loss_scale import LossScale, LossScaleState, on_host
 from polyamp.plan import Plan
@@ -49,8 +50,7 @@ class TorchAdapter:
         """
         accelerators = [_describe_cuda(index) for index in range(torch.cuda.device_count())]
         notes = [] if accelerators else ["no CUDA device: no Tensor Cores"]
-        without = [device["name"] for device in accelerators if not device["fast"]]
-        notes += [f"{name} has no Tensor Cores: they need compute capability 7.0" for name in without]
+        notes += [why_not_fast(each["name"], each["capability"]) for each in accelerators if not each["fast"]]
         compiled = extension.status()
         return {
             "version": torch.__version__,
@@ -81,7 +81,9 @@ class TorchAdapter:
 
         See `LossScaledOptimizer` for the options and errors.
         """
-        options = {"master_weights": master_weights, "skip_on_device": skip_on_device, "fused_step": fused_step}
+        _report_slow(policy)
+        options: dict[str, Any] = {}
+        options |= {"master_weights": master_weights, "skip_on_device": skip_on_device, "fused_step": fused_step}
         options |= {"process_group": process_group, "named_parameters": named_parameters, "share": share}
         if isinstance(optimizer, list | tuple):
             return _wrap_all(optimizer, policy, loss_scale=loss_scale, max_grad_norm=max_grad_norm, **options)
@@ -116,6 +118,7 @@ class TorchAdapter:
 
     def autocast_context(self, policy: Policy) -> AbstractContextManager[None]:
         """A fresh `polyamp.backends.torch.autocast`."""
+        _report_slow(policy)
         return autocast(policy)
 
     def convert(self, model: Any, policy: Policy) -> Any:
@@ -180,22 +183,23 @@ def _wrapped(holder: Any, where: str) -> LossScaledOptimizer:
     return holder
 
 
-# First compute capability whose Tensor Cores take a format: Volta, Ampere, Ada (NVIDIA, CUDA C++ Programming Guide).
-_FAST_SINCE = {
-    "float16": (7, 0),
-    "bfloat16": (8, 0),
-    "tensorfloat32": (8, 0),
-    "float8_e4m3fn": (8, 9),
-    "float8_e5m2": (8, 9),
-}
+_reported: set[str] = set()
+
+
+def _report_slow(policy: Policy) -> None:
+    """At the first use of a compute format: say which GPUs here are slow in it."""
+    if policy.compute not in _reported:
+        _reported.add(policy.compute)
+        for index in range(torch.cuda.device_count()):
+            report_slow_format(_describe_cuda(index), policy.compute, stacklevel=6)
 
 
 def _describe_cuda(index: int) -> dict[str, Any]:
-    capability = torch.cuda.get_device_capability(index)
+    name, capability = torch.cuda.get_device_name(index), torch.cuda.get_device_capability(index)
     return {
-        "name": f"cuda:{index} {torch.cuda.get_device_name(index)}",
+        "name": f"cuda:{index} {name}",
         "capability": ".".join(map(str, capability)),
-        "fast": [name for name, first in _FAST_SINCE.items() if capability >= first],
+        "fast": fast_on_gpu(name, capability),
     }
 
 

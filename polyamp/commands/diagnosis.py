@@ -6,6 +6,7 @@ for a wrong command line.
 
 from __future__ import annotations
 
+import math
 from typing import Annotated
 
 import typer
@@ -25,6 +26,7 @@ _STEP = (
     "package.module:function; called without arguments it gives a step, (step, *arguments) or a dict of them, "
     "or it is the step."
 )
+_FIRST, _LAST = "First scale, as a power of two.", "Last scale, as a power of two."
 _TRAIN = "package.module:function: train(scale), which gives the final loss; or a function that gives it, or a dict."
 
 StepTarget = Annotated[str, typer.Argument(help=_STEP, metavar="MODULE:FUNCTION", show_default=False)]
@@ -32,6 +34,7 @@ TrainTarget = Annotated[str, typer.Argument(help=_TRAIN, metavar="MODULE:FUNCTIO
 PolicyName = Annotated[str | None, typer.Option("--policy", help="Policy, by name; mixed_float16 by default.")]
 JsonFile = Annotated[str | None, typer.Option("--json", metavar="FILE", help="Write JSON; - is standard output.")]
 PlotFile = Annotated[str | None, typer.Option("--plot", metavar="FILE", help="Draw a picture into this image file.")]
+Engine = Annotated[str | None, typer.Option("--engine", help="rewrite, or in PyTorch autocast.")]
 Backend = Annotated[str | None, typer.Option("--backend", help="torch, jax, tensorflow or keras, if it is unclear.")]
 
 
@@ -41,11 +44,12 @@ def explain(
     json: JsonFile = None,
     plot: PlotFile = None,
     backend: Backend = None,
+    engine: Engine = None,
 ) -> None:
     """Say what every operation of a step runs in, and why. Exit code 3: a rule of the policy matches nothing."""
     step = step_of(target)
     chosen = looking.sixteen_bit(step.options.get("policy") if policy is None else policy)
-    plan = step.call(verbs.explain, policy=chosen, backend=backend)
+    plan = step.call(verbs.explain, policy=chosen, backend=backend, engine=engine)
     show(plan, json, plot)
     _end(bool(plan.unused_rules))
 
@@ -66,8 +70,8 @@ def probe(
 def sweep(
     target: TrainTarget,
     policy: Annotated[str | None, typer.Option("--policy", help="The current policy while it trains.")] = None,
-    lowest: Annotated[int | None, typer.Option(help="First scale, as a power of two.", show_default="-4")] = None,
-    highest: Annotated[int | None, typer.Option(help="Last scale, as a power of two.", show_default="28")] = None,
+    lowest: Annotated[int | None, typer.Option(min=-126, max=127, help=_FIRST, show_default="-4")] = None,
+    highest: Annotated[int | None, typer.Option(min=-126, max=127, help=_LAST, show_default="28")] = None,
     every: Annotated[int, typer.Option(min=1, help="Powers of two from one scale to the next.")] = 4,
     json: JsonFile = None,
     plot: PlotFile = None,
@@ -76,7 +80,7 @@ def sweep(
     scales = None
     if lowest is not None or highest is not None or every != 4:
         first, last = -4 if lowest is None else lowest, 28 if highest is None else highest
-        scales = [2.0**exponent for exponent in range(first, last + 1, every)]
+        scales = [math.ldexp(1.0, exponent) for exponent in range(first, last + 1, every)]
     with make_policy(policy):
         swept = training_of(target).call(sweeping.sweep, scales=scales)
     show(swept, json, plot)

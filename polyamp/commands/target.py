@@ -83,7 +83,8 @@ def load(text: str) -> Callable[..., Any]:
         InvalidValueError: the text has another form, or there is no such module or function.
     """
     module_name, _, path = text.partition(":")
-    if not (module_name and path) or module_name.endswith(".py"):
+    is_module = all(part.isidentifier() for part in module_name.split(".")) and not module_name.endswith(".py")
+    if not (is_module and path):
         raise _unknown("this names no function", text, "package.module:function, as in train:make_step")
     found = _module(module_name, text)
     for name in path.split("."):

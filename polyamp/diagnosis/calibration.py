@@ -9,14 +9,16 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from polyamp.diagnosis.evidence import Evidence, overflowing, poisoned, relaxable, too_narrow, without_a_scale
+from polyamp.diagnosis.evidence import Evidence, overflowing, poisoned, relaxable, rounded, too_narrow, without_a_scale
 from polyamp.diagnosis.probe import Probe
 from polyamp.diagnosis.recording import Observation, Recording
+from polyamp.diagnosis.rounding import rounding
 from polyamp.diagnosis.verbs import check_range, record, sixteen_bit
 from polyamp.errors import InvalidValueError
 from polyamp.layout import aligned, finite, plural, power, share, write_json
 from polyamp.policy import Policy
 from polyamp.policy import policy as make_policy
+from polyamp.verbs import explain, offering
 
 if TYPE_CHECKING:
     from os import PathLike
@@ -95,11 +97,12 @@ def calibrate(
 ) -> Calibration:
     """Run a step on a few batches, in float32, and give the rules that this model needs on top of a policy's.
 
-    Kept in float32 is what a policy computes in 16 bits and what overflows there, loses more than ``share``, or has
-    gradients that no loss scale serves together with the others. Let into 16 bits is what the table keeps in float32
-    for its range alone, and what stays well inside of the format here: exponentials, powers, reciprocals and the like.
-    Reductions, losses and normalisations are never let in: float32 is for the accuracy of their sums, which no range
-    shows. Nor are logarithms, squares, sines and cosines, which hang on bits of their argument that 16 bits lack.
+    Kept in float32 is what a policy computes in 16 bits and what overflows there, loses more than ``share``, changes
+    the loss by its rounding, or has gradients that no loss scale serves together with the others. Let into 16 bits is
+    what the table keeps in float32 for its range alone, and what stays well inside of the format here: exponentials,
+    powers, reciprocals and the like. Reductions, losses and normalisations are never let in: float32 is for the
+    accuracy of their sums, which no range shows. Nor are logarithms, squares, sines and cosines, which hang on bits of
+    their argument that 16 bits lack.
 
     >>> import jax.numpy as jnp
     >>> def loss_fn(params, x):
@@ -129,9 +132,15 @@ def calibrate(
     def observe(policy: Policy, widened: bool) -> Recording:
         return merged(record(fn, args, {}, policy, backend, widened=widened, scale=None) for args in steps)
 
+    def unmatched(policy: Policy) -> Sequence[str]:
+        adapter = offering("record", backend, (fn, steps[0]), where="calibrate(fn, batches)")
+        if not hasattr(adapter, "autocast_function"):
+            return ()
+        return explain(fn, *steps[0], policy=policy, backend=adapter.name).unused_rules
+
     before = Probe(observe(chosen, True), chosen.compute, margin=margin)
     protecting, protected = _protect(observe, chosen, before, share)
-    relaxing, after = _relax(observe, _with(chosen, protecting), protected)
+    relaxing, after = _relax(observe, unmatched, _with(chosen, protecting), protected)
     evidence = tuple(one._replace(batches=len(steps)) for one in (*protecting, *relaxing))
     return Calibration(_with(chosen, evidence), evidence, len(steps), before, after)
 
@@ -163,6 +172,8 @@ def _protect(observe: Observe, policy: Policy, probe: Probe, share: float) -> tu
             break
         found |= new
         probe = replace(probe, recording=observe(_with(policy, found.values()), True))
+    if found:  # else the last look found that rounding changes nothing
+        probe = replace(probe, rounding=rounding(observe(_with(policy, found.values()), False), probe.recording))
     return list(found.values()), probe
 
 
@@ -173,17 +184,27 @@ def _unfit(observe: Observe, policy: Policy, probe: Probe, share: float) -> Sequ
     return (
         list(overflowing(probe))
         or list(too_narrow(probe, share))
-        or list(poisoned(observe(policy, False), probe))
+        or _compared(observe(policy, False), probe)
         or list(without_a_scale(probe))
     )
 
 
-def _relax(observe: Observe, policy: Policy, probe: Probe) -> tuple[Sequence[Evidence], Probe]:
+def _compared(narrow: Recording, probe: Probe) -> list[Evidence]:
+    """What a record in the formats themselves shows: a result that is not finite, or that rounding changed."""
+    return list(poisoned(narrow, probe)) or list(rounded(narrow, probe))
+
+
+def _relax(
+    observe: Observe, unmatched: Callable[[Policy], Sequence[str]], policy: Policy, probe: Probe
+) -> tuple[Sequence[Evidence], Probe]:
     """Evidence for what may leave float32, and the probe with those rules too.
 
-    Only what does become 16-bit is there, and nothing where it makes the model unsafe.
+    Only what does become 16-bit is there, and nothing where it makes the model unsafe. A function that is transformed
+    before it is differentiated has operations in its derivative that no rule reaches: those are ``unmatched``.
     """
     candidates = list(relaxable(probe)) if probe.is_safe else []
+    out_of_reach = set(unmatched(_with(policy, candidates))) if candidates else set()
+    candidates = [one for one in candidates if one.rule not in out_of_reach]
     if not candidates:
         return [], probe
     relaxed = replace(probe, recording=observe(_with(policy, candidates), True))

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from polyamp.diagnosis.probe import Probe
 from polyamp.diagnosis.recording import ACTIVATION, GRADIENT, PARAMETER, Observation, Recording
+from polyamp.diagnosis.rounding import rounding, source_of
 from polyamp.diagnosis.spread import LOWEST
 from polyamp.formats import format_of
 from polyamp.layout import power, share
@@ -90,6 +91,18 @@ def poisoned(narrow: Recording, probe: Probe) -> Iterator[Evidence]:
                 probe, one, "full", f"an input of it is beyond {probe.format}: the result is not finite there"
             )
             return
+
+
+def rounded(narrow: Recording, probe: Probe) -> Iterator[Evidence]:
+    """Of a record in the formats themselves: the 16-bit result whose rounding changes the loss."""
+    found = rounding(narrow, probe.recording)
+    if found is None:
+        return
+    place = source_of(narrow, found.first).place
+    one = next((each for each in probe.recording.of_kind(ACTIVATION) if each.place == place), None)
+    if one is not None:
+        why = f"rounded to {probe.format} it changes the loss: {found.loss:.4g} for {found.loss_float32:.4g}"
+        yield _evidence(probe, one, "full", why)
 
 
 def without_a_scale(probe: Probe) -> Iterator[Evidence]:

@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from polyamp.diagnosis.recording import ACTIVATION, GRADIENT, PARAMETER, Observation, Recording
+from polyamp.diagnosis.rounding import Rounding
 from polyamp.formats import format_of
 from polyamp.layout import aligned, finite, power, share, write_json
 from polyamp.loss_scale import LossScale
@@ -72,12 +73,14 @@ class Probe:
         tolerance: share of a gradient's L1 mass that may be lost.
         margin: powers of two that are kept free above the largest gradient; gradients of other batches, and of the
             first steps, are larger than one step shows.
+        rounding: what 16 bits change of the step's values; None where they agree, or were not compared.
     """
 
     recording: Recording
     format: str
     tolerance: float = 1e-3
     margin: float = 3.0
+    rounding: Rounding | None = None
 
     @cached_property
     def bounding(self) -> tuple[Observation, ...]:
@@ -127,8 +130,9 @@ class Probe:
 
     @property
     def is_safe(self) -> bool:
-        """Whether some loss scale serves, and the forward pass fits."""
-        return not (self.overflowing or self.broken or (self.window is not None and self.window.is_empty))
+        """Whether some loss scale serves, the forward pass fits, and the loss is float32's."""
+        unfit = self.overflowing or self.broken or self.rounding
+        return not (unfit or (self.window is not None and self.window.is_empty))
 
     @property
     def recommended(self) -> LossScale:
@@ -163,6 +167,7 @@ class Probe:
             "recommended": self.recommended.to_dict() or {"init": self.recommended.init},
             "safe": self.is_safe,
             "rules": self.rules,
+            "rounding": self.rounding and self.rounding.as_dict(),
             "tensors": [self._as_dict(one) for one in self.recording.observations],
         }
 
@@ -266,6 +271,8 @@ class Probe:
             f'scale helps; keep it float32 with rules={{"{one.place}": "full"}}.'
             for one in self.overflowing[:3]
         ]
+        if self.rounding and not self.overflowing:
+            said.append(f"Rounding to {self.format} changes the step: {self.rounding}. polyamp.diagnose tries rules.")
         return [*said, *self._scale_said()]
 
     def _scale_said(self) -> list[str]:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+from polyamp import registry
+from polyamp.diagnosis.health import health
 from polyamp.diagnosis.probe import Probe, Window
 from polyamp.diagnosis.progress import Progress, progressing
 from polyamp.errors import InvalidTypeError, InvalidValueError, PolyampError
@@ -30,12 +33,14 @@ class Trial(NamedTuple):
         loss: the final loss, perhaps inf or NaN; None where it failed.
         skipped: skipped steps; None where ``train`` did not say.
         failure: the text of the polyamp error that ended it; empty where none did.
+        steps: steps in all, skipped ones too; None where ``train`` did not say.
     """
 
     scale: float
     loss: float | None
     skipped: int | None = None
     failure: str = ""
+    steps: int | None = None
 
     @property
     def is_finite(self) -> bool:
@@ -72,9 +77,9 @@ class Sweep:
 
     @cached_property
     def outcomes(self) -> tuple[Outcome, ...]:
-        """For each trial: "ok", its loss is within the tolerance of the reference; "too small"; "too large", it came to
-        no finite loss, or skipped steps, or is above the ok ones (the best one, where none is ok); "failed", with a
-        polyamp error.
+        """For each trial: "ok", its loss is within the tolerance of the reference, and steps were applied; "too small";
+        "too large", it came to no finite loss, or skipped steps, or is above the ok ones (the best one, where none is
+        ok); "failed", with a polyamp error.
         """
         return tuple(map(self._outcome, self.trials))
 
@@ -87,7 +92,20 @@ class Sweep:
         return "too large" if not trial.is_finite or trial.skipped or above else "too small"
 
     def _is_ok(self, trial: Trial) -> bool:
-        return trial.is_finite and abs(self.difference(trial)) <= self.tolerance
+        return trial.is_finite and abs(self.difference(trial)) <= self.tolerance and not self._skipped_all(trial)
+
+    def _skipped_all(self, trial: Trial) -> bool:
+        """Whether no step was applied, so that the loss is that of an untrained model.
+
+        Where ``train`` did not say how many steps there were: it skipped more than another trial did, and one that
+        skipped as many has the very same loss.
+        """
+        if not trial.skipped:
+            return False
+        if trial.steps is not None:
+            return trial.skipped >= trial.steps
+        alike = [one for one in self.trials if one != trial and (one.skipped, one.loss) == (trial.skipped, trial.loss)]
+        return bool(alike) and any(one.skipped is not None and one.skipped < trial.skipped for one in self.trials)
 
     def difference(self, trial: Trial) -> float:
         """By how much a trial's loss is above the reference; NaN where either is not there."""
@@ -209,8 +227,9 @@ def sweep(
 
     Args:
         train: ``train(scale)`` trains a fresh model, from the same start and on the same batches each time, with
-            ``LossScale.fixed(scale)``, and returns the final loss (a number, or a scalar of any framework) or
-            ``(loss, skipped steps)``.
+            ``LossScale.fixed(scale)``, and returns the final loss (a number, or a scalar of any framework),
+            ``(loss, skipped steps)``, ``(loss, skipped steps, steps)``, or the loss and what `polyamp.health` reads the
+            steps of: ``(loss, optimizer)``, in JAX ``(loss, opt_state)``.
         scales: positive numbers, powers of two as a rule; None is 2^-4 .. 2^28 in steps of 4 powers.
         probe: what `polyamp.probe` said of the same model: its window is compared, and shaded in the plot.
         reference: the loss of the same training in float32, or a function without arguments that trains it; None is
@@ -237,7 +256,7 @@ def sweep(
 def _reference(reference: Any, done: Callable[[str], None]) -> float | None:
     if reference is None:
         return None
-    loss, _ = _read(reference() if callable(reference) else reference, where="sweep(reference=)")
+    loss, *_ = _read(reference() if callable(reference) else reference, where="sweep(reference=)")
     if not math.isfinite(loss):
         raise InvalidValueError(
             "the reference loss is not finite",
@@ -253,7 +272,8 @@ def _reference(reference: Any, done: Callable[[str], None]) -> float | None:
 
 def _trial(train: Callable[[float], Any], scale: float, done: Callable[[str], None]) -> Trial:
     try:
-        trial = Trial(scale, *_read(train(scale), where="sweep(train)"))
+        loss, skipped, steps = _read(train(scale), where="sweep(train)")
+        trial = Trial(scale, loss, skipped, steps=steps)
     except _Unreadable:
         raise
     except PolyampError as error:
@@ -266,27 +286,36 @@ class _Unreadable(InvalidTypeError):
     """What ``train`` gave is no loss: a fault of the call, which no scale changes."""
 
 
-def _read(given: Any, *, where: str) -> tuple[float, int | None]:
-    """The loss and the skipped steps of what a training function returned."""
-    loss, skipped = given if isinstance(given, tuple | list) and len(given) == 2 else (given, None)
+def _read(given: Any, *, where: str) -> tuple[float, int | None, int | None]:
+    """The loss, the skipped steps and all steps of what a training function returned."""
+    several = (isinstance(given, tuple | list) and len(given) == 2) or (isinstance(given, tuple) and len(given) == 3)
+    parts = tuple(given) if several else (given,)
+    loss, skipped, steps = (*parts, None, None)[:3]
     try:
         if isinstance(loss, str | bool):
             raise TypeError
         number = loss.item() if hasattr(loss, "item") else loss  # float() of a tensor that has a gradient warns
-        return float(number), None if skipped is None else int(skipped)
-    except (TypeError, ValueError) as error:
+        if len(parts) == 2 and not hasattr(skipped, "__int__") and registry.adapter_within(skipped) is not None:
+            counted = health(skipped)
+            return float(number), counted.skipped, counted.steps
+        return float(number), _count(skipped), _count(steps)
+    except (TypeError, ValueError, OverflowError) as error:
         raise _Unreadable(
             "this is no loss",
             where=where,
             found=f"{given!r} ({type(given).__name__})",
-            allowed="a number, a scalar array, or (loss, skipped steps)",
+            allowed="a number, a scalar array, (loss, skipped steps[, steps]) or (loss, optimizer)",
             fix="return the final loss, averaged to one number",
         ) from error
 
 
+def _count(given: Any) -> int | None:
+    return None if given is None else int(given)
+
+
 def _checked_scales(scales: Iterable[float]) -> Sequence[float]:
     chosen = sorted(set(scales))
-    wrong = [scale for scale in chosen if isinstance(scale, bool) or not 0 < scale < math.inf]
+    wrong = [scale for scale in chosen if isinstance(scale, bool) or not 0 < scale <= sys.float_info.max]
     if wrong or not chosen:
         raise InvalidValueError(
             "a sweep tries positive, finite scales",

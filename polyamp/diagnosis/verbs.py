@@ -10,6 +10,7 @@ from typing import Any
 from polyamp import registry
 from polyamp.diagnosis.probe import Probe
 from polyamp.diagnosis.recording import Recording
+from polyamp.diagnosis.rounding import rounding
 from polyamp.diagnosis.verdict import Verdict
 from polyamp.errors import InvalidTypeError, InvalidValueError
 from polyamp.formats import format_of
@@ -34,6 +35,8 @@ def probe(
     **kwargs: Any,
 ) -> Probe:
     """Look at every tensor of one training step, computed in float32, and say which loss scales a 16-bit one bears.
+
+    The step also runs as the policy has it, and its loss and tensors are compared: see ``Probe.rounding``.
 
     >>> import jax.numpy as jnp
     >>> def loss_fn(params, x):
@@ -69,7 +72,11 @@ def probe(
     check_range("tolerance", tolerance, 0.0, 1.0, where="probe(tolerance=)")
     check_range("margin", margin, 0.0, 100.0, where="probe(margin=)")
     recording = record(step, args, kwargs, chosen, backend, widened=True, scale=scale)
-    return Probe(recording.unscaled().by_layer(), name, tolerance, margin)
+    found = None
+    if name == chosen.compute:
+        own = scale if scale is not None or recording.differentiates else 1.0
+        found = rounding(record(step, args, kwargs, chosen, backend, widened=False, scale=own), recording)
+    return Probe(recording.unscaled().by_layer(), name, tolerance, margin, found)
 
 
 def diagnose(
@@ -82,6 +89,8 @@ def diagnose(
     **kwargs: Any,
 ) -> Verdict:
     """Say why a step is skipped: the scale is too high, a layer amplifies gradients, or the forward pass overflows.
+
+    Where nothing overflows, say whether the loss is float32's: rounding may leave nothing of it.
 
     The step runs as the policy has it, in float32, and with each rule that is suggested, to see whether it helps.
     Nothing that it changes stays changed.
@@ -120,11 +129,19 @@ def _with_rules_tried(verdict: Verdict, policy: Policy, run: Callable[[Policy], 
     rules: dict[str, str] = {}
     latest = verdict
     for _ in range(ATTEMPTS):
-        if latest.culprits.keys() <= rules.keys():
+        if latest.culprits.keys() <= rules.keys() or (rules and _is_cured(verdict, latest)):
             break
         rules |= latest.culprits
         latest = replace(verdict, recording=run(make_policy(policy, rules=rules)))
-    return replace(verdict, tried=rules, is_cured=bool(rules) and latest.kind in ("finite", "scale"))
+    return replace(verdict, tried=rules, is_cured=bool(rules) and _is_cured(verdict, latest))
+
+
+def _is_cured(verdict: Verdict, latest: Verdict) -> bool:
+    """Whether what was found is gone; gradients that overflow once the values are right are for the loss scale."""
+    if verdict.kind == "rounding":
+        loss = latest.recording.loss
+        return loss is not None and math.isfinite(loss) and latest.rounding is None
+    return latest.kind in ("finite", "scale")
 
 
 def record(

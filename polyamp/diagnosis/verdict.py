@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from polyamp.diagnosis.probe import Probe, written
 from polyamp.diagnosis.recording import ACTIVATION, GRADIENT, Observation, Recording
+from polyamp.diagnosis.rounding import Rounding, rounding, source_of
 from polyamp.formats import format_of
 from polyamp.layout import aligned, power, write_json
 
@@ -26,7 +27,7 @@ factor of 16 and more in one operation is that operation's doing, and not the lo
 
 _BEFORE, _AFTER = 5, 2  # tensors that are shown around the first bad one
 
-VerdictKind = Literal["finite", "scale", "layer", "forward", "model"]
+VerdictKind = Literal["finite", "rounding", "scale", "layer", "forward", "model"]
 
 
 @dataclass(frozen=True)
@@ -54,16 +55,21 @@ class Verdict:
 
     @cached_property
     def kind(self) -> VerdictKind:
-        """What it is: nothing ("finite"), a scale that is too high, a layer that amplifies gradients, a forward pass
-        that overflows, or a model that is not finite in float32 either."""
+        """What it is: nothing ("finite"), values that rounding changes, a scale that is too high, a layer that
+        amplifies gradients, a forward pass that overflows, or a model that is not finite in float32 either."""
         first = self.first
         if first is None:
-            return "finite"
+            return "rounding" if self.rounding else "finite"
         if first.kind == ACTIVATION:
             return "model" if self.probe.broken and self.probe.broken.kind == ACTIVATION else "forward"
         if self.probe.broken:
             return "model"
         return "layer" if self.amplification >= AMPLIFIES else "scale"
+
+    @cached_property
+    def rounding(self) -> Rounding | None:
+        """What 16 bits change of the step's values; None where they agree."""
+        return rounding(self.recording, self.wide)
 
     @cached_property
     def amplification(self) -> float:
@@ -111,7 +117,9 @@ class Verdict:
 
     @cached_property
     def culprits(self) -> dict[str, str]:
-        """Rules for the first tensor that is not finite alone."""
+        """Rules for the first tensor that is not finite, or that differs, alone."""
+        if self.rounding and self.kind == "rounding":
+            return {source_of(self.recording, self.rounding.first).place: "full"}
         if self.kind == "forward":
             return self.probe.rules or {self._culprit.place: "full"}
         if self.kind == "layer":
@@ -147,6 +155,7 @@ class Verdict:
             "window": None if window is None else {"low": window.low, "high": window.high, "empty": window.is_empty},
             "first": None if self.first is None else self.first.as_dict(),
             "amplification": self.amplification,
+            "rounding": self.rounding and self.rounding.as_dict(),
             "tensors": [one.as_dict() for one in self.recording.observations],
         }
 
@@ -204,6 +213,13 @@ def _finite(verdict: Verdict) -> str:
     )
 
 
+def _rounding(verdict: Verdict) -> str:
+    return (
+        f"ROUNDING: nothing overflows, but {verdict.rounding}. No loss scale helps; keep it float32: "
+        f"rules={verdict.rules!r}{_tried(verdict)}."
+    )
+
+
 def _scale(verdict: Verdict) -> str:
     scale, window = verdict.recording.scale, verdict.probe.window
     if window is None or window.is_empty:
@@ -239,8 +255,12 @@ def _forward(verdict: Verdict) -> str:
 
 def _tried(verdict: Verdict) -> str:
     if verdict.is_cured:
-        return " (tried: the step is then finite)"
-    return " (tried: not enough alone, since 16-bit layers below take what is too large)" if verdict.tried else ""
+        return f" (tried: the step is then {'as in float32' if verdict.kind == 'rounding' else 'finite'})"
+    if not verdict.tried:
+        return ""
+    if verdict.kind == "rounding":
+        return " (tried: not enough alone, since what is rounded before it differs too)"
+    return " (tried: not enough alone, since 16-bit layers below take what is too large)"
 
 
 def _end(one: Observation) -> str:
@@ -253,4 +273,11 @@ def _model(verdict: Verdict) -> str:
     return f"MODEL is not finite in float32 either{place}: look at the data, the parameters and the learning rate."
 
 
-_ADVICE = {"finite": _finite, "scale": _scale, "layer": _layer, "forward": _forward, "model": _model}
+_ADVICE = {
+    "finite": _finite,
+    "rounding": _rounding,
+    "scale": _scale,
+    "layer": _layer,
+    "forward": _forward,
+    "model": _model,
+}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable
@@ -60,6 +61,8 @@ def test_bad_arguments_are_told_without_a_traceback(arguments: tuple[str, ...], 
 
 
 WITHOUT_FRAMEWORKS = """
+import shlex
+import subprocess
 import sys
 class Block:
     def find_spec(self, name, path=None, target=None):
@@ -143,3 +146,12 @@ def test_without_entry_points_errors_say_what_to_install(uninstalled: Run, call:
     assert done.returncode == 1
     assert "found by entry points, and none is registered" in done.stderr
     assert "to do:   pip install -e ." in done.stderr
+
+
+@pytest.mark.parametrize(("output", "status"), [(">&-", 0), (">/dev/full", 1)])
+def test_an_output_that_cannot_be_written_is_an_error_without_a_traceback(output: str, status: int) -> None:
+    command = f"{shlex.quote(sys.executable)} -m polyamp version {output}"
+    done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, check=False)
+    assert done.returncode == status
+    assert "Traceback" not in done.stderr
+    assert ("the output cannot be written" in done.stderr) is (status == 1)

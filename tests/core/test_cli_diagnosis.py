@@ -155,6 +155,8 @@ def test_findings_are_exit_code_3(folder: Path, monkeypatch: pytest.MonkeyPatch)
         (("sweep", "targets"), "names no function"),
         (("sweep", "targets.py:train"), "names no function"),
         (("probe", ":loss"), "names no function"),
+        (("probe", "../x:one"), "names no function"),
+        (("probe", "..x:one"), "names no function"),
         (("probe", "missing:loss"), "no module missing"),
         (("probe", "targets.missing:loss"), "no module targets.missing"),
         (("probe", "targets:missing"), "one of its functions: "),

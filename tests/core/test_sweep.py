@@ -78,6 +78,21 @@ def test_skipped_steps_that_cost_nothing_are_ok() -> None:
     assert swept(lambda scale: (FLOAT32, 2), [1.0]).outcomes == ("ok",)
 
 
+@pytest.mark.parametrize("counts", [(3, 3), (7, 7)])
+def test_a_scale_at_which_every_step_was_skipped_is_not_ok(counts: tuple[int, int]) -> None:
+    assert swept(lambda scale: (FLOAT32, *counts), [1.0]).outcomes == ("too large",)
+    assert swept(lambda scale: (FLOAT32, counts[0] - 1, counts[1]), [1.0]).outcomes == ("ok",)
+
+
+def test_scales_that_skip_as_much_and_reach_the_same_loss_trained_nothing() -> None:
+    found = swept(lambda scale: (FLOAT32 + 0.001, 3) if scale > 4 else (FLOAT32, 1), [1.0, 2.0, 4.0, 8.0, 16.0])
+    assert found.outcomes == ("ok", "ok", "ok", "too large", "too large")
+
+
+def test_a_bad_batch_that_every_scale_skips_takes_no_scale_away() -> None:
+    assert swept(lambda scale: (FLOAT32, 1), [1.0, 2.0, 4.0]).outcomes == ("ok", "ok", "ok")
+
+
 def test_a_better_loss_is_no_parity() -> None:
     assert swept(lambda scale: FLOAT32 - 0.05, [1.0]).outcomes == ("too small",)
 

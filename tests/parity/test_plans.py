@@ -119,7 +119,17 @@ class Scope(torch.nn.Module):
         return self.run(y, w)
 
 
-@pytest.mark.parametrize("rules", [{"matmul": "full"}, {"exp": "lower"}, {"head": "full"}, {"add": "lower"}])
+RULES = [
+    {"matmul": "full"},
+    {"exp": "lower"},
+    {"head": "full"},
+    {"add": "lower"},
+    {"head/*": "full"},
+    {"head/matmul": "full"},
+]
+
+
+@pytest.mark.parametrize("rules", RULES)
 def test_rules_reach_the_same_operations(rules: dict[str, str]) -> None:
     policy = polyamp.policy("mixed_bfloat16", rules=rules)
 
@@ -143,3 +153,33 @@ def test_rules_reach_the_same_operations(rules: dict[str, str]) -> None:
 
     in_torch = explain_torch(Model(), torch.tensor(X), torch.tensor(W), policy=policy)
     assert decided(in_jax) == decided(in_tensorflow) == decided(in_torch) != []
+
+
+@pytest.mark.parametrize("name", ["half", "O3", "float16", "bfloat16", "16-true", "bf16-true"])
+@pytest.mark.parametrize("rules", [{}, {"nowhere/*": "full"}], ids=["no rules", "one that matches nothing"])
+def test_a_rule_that_matched_nothing_is_the_user_s_own(name: str, rules: dict[str, str]) -> None:
+    policy = polyamp.policy(name, rules=rules)
+    plans = [
+        explain_jax(lambda x, w: x @ w, X, W, policy=policy),
+        explain_tensorflow(lambda x, w: x @ w, tf.constant(X), tf.constant(W), policy=policy),
+        explain_torch(lambda x, w: x @ w, torch.tensor(X), torch.tensor(W), policy=policy),
+    ]
+    assert [plan.unused_rules for plan in plans] == [tuple(rules)] * 3
+
+
+def test_what_follows_a_loop_is_said_in_the_same_words() -> None:
+    def in_jax(x: Any, w: Any) -> Any:
+        return jnp.tanh(jax.lax.fori_loop(0, 3, lambda _, y: y @ w, x @ w))
+
+    def in_tensorflow(x: Any, w: Any) -> Any:
+        y = x @ w
+        for _ in tf.range(3):
+            y = y @ w
+        return tf.tanh(y)
+
+    plans = [
+        explain_jax(in_jax, X, W, policy="mixed_bfloat16"),
+        explain_tensorflow(in_tensorflow, tf.constant(X), tf.constant(W), policy="mixed_bfloat16"),
+    ]
+    reasons = [{op.reason for op in plan.operations if op.name == "tanh"} for plan in plans]
+    assert reasons == [{"after a loop"}] * 2

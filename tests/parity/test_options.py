@@ -1,0 +1,72 @@
+"""Options and values that a framework does not have are refused alike everywhere, with those that it has."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import keras
+import optax
+import pytest
+import tensorflow as tf
+import torch
+
+import polyamp
+
+OPTIMIZERS = {
+    "torch": lambda: torch.optim.SGD([torch.ones(2, requires_grad=True)], lr=0.1),
+    "jax": lambda: optax.sgd(0.1),
+    "keras": lambda: keras.optimizers.SGD(0.1),
+    "tensorflow": lambda: tf.compat.v1.train.GradientDescentOptimizer(0.1),
+}
+OPTIONS = {
+    "torch": {"master_weights", "skip_on_device", "fused_step", "process_group", "named_parameters", "share"},
+    "jax": {"axis_name", "master_weights", "skip"},
+    "keras": {"master_weights"},
+    "tensorflow": {"master_weights"},
+}
+
+
+EVERY = {"max_norm", "fused_stepp"}.union(*OPTIONS.values())
+LACKING = [(framework, option) for framework in OPTIMIZERS for option in sorted(EVERY - OPTIONS[framework])]
+
+
+@pytest.mark.parametrize(("framework", "option"), LACKING)
+def test_an_option_that_a_framework_lacks_is_refused_with_those_that_it_has(framework: str, option: str) -> None:
+    with pytest.raises(polyamp.UnsupportedError, match="an option that does not exist here") as caught:
+        polyamp.wrap_optimizer(OPTIMIZERS[framework](), "mixed_float16", **{option: True})
+    assert all(known in str(caught.value) for known in OPTIONS[framework])
+
+
+def test_a_near_miss_is_suggested() -> None:
+    for framework, make in OPTIMIZERS.items():
+        with pytest.raises(polyamp.UnsupportedError, match="did you mean max_grad_norm"):
+            polyamp.wrap_optimizer(make(), "mixed_float16", max_grad_nrm=1.0, backend=framework)
+
+
+@pytest.mark.parametrize("value", ["remainder", "stochastic", "nonsense", 1, "yes"])
+@pytest.mark.parametrize("framework", ["jax", "keras", "tensorflow"])
+def test_master_weights_are_a_switch_outside_of_pytorch(framework: str, value: Any) -> None:
+    with pytest.raises(polyamp.InvalidValueError, match="master_weights"):
+        polyamp.wrap_optimizer(OPTIMIZERS[framework](), "mixed_float16", master_weights=value)
+
+
+@pytest.mark.parametrize(("verb", "option"), [("rewrite", "engine"), ("explain", "engine"), ("rewrite", "jit_compile")])
+def test_engines_that_a_framework_lacks_are_refused(verb: str, option: str) -> None:
+    with pytest.raises(polyamp.UnsupportedError, match="an option that does not exist here"):
+        getattr(polyamp, verb)(lambda x: x @ x, jnp.ones((2, 2)), policy="fp16", **{option: "grappler"})
+
+
+def test_the_docs_list_every_option() -> None:
+    text = Path(__file__).parents[2].joinpath("docs/frameworks.md").read_text()
+    assert all(f"`{option}`" in text for options in OPTIONS.values() for option in options)
+
+
+@pytest.mark.parametrize("framework", ["torch", "jax", "keras", "tensorflow"])
+def test_a_backend_needs_no_import_of_its_own(framework: str) -> None:
+    code = f"import polyamp; print(polyamp.backends.{framework}.__name__); print(hasattr(polyamp.backends, 'theano'))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == [f"polyamp.backends.{framework}", "False"]

@@ -61,7 +61,7 @@ def has_context(index: int) -> bool:
 def capturing(code: Any, backend: Any) -> Iterator[None]:
     """How Dynamo captures a function: recurrent layers too, numbers as constants, each size a symbol of its own.
 
-    There are options of ``torch.compile`` for none of these. What Dynamo keeps of ``code`` and of the backend is dropped
+    There are options of ``torch.compile`` for none of these. What Dynamo keeps of the two is dropped
     afterwards, since it counts the graphs of one function and refuses after some.
     """
     import torch._dynamo as dynamo
@@ -91,9 +91,9 @@ def capturing(code: Any, backend: Any) -> Iterator[None]:
 
 
 def _forget_guards(code: Any) -> None:
-    """Drop the guards of captured code: finalizers of all that they know by identity, classes too, hold them for ever."""
-    from torch._dynamo.guards import CheckFunctionManager
+    """Drop the guards of captured code: finalizers of what they know by identity hold them for ever."""
     from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list
+    from torch._dynamo.guards import CheckFunctionManager
 
     known = {id(entry.guard_manager) for entry in _debug_get_cache_entry_list(code)}
     for finalizer in list(getattr(weakref.finalize, "_registry", ())):

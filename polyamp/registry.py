@@ -275,7 +275,7 @@ def _parts_of(obj: object) -> Iterable[object]:
         return tuple(obj.values())
     if isinstance(obj, list | tuple | set | frozenset | deque | UserList):
         return tuple(obj)
-    fields = getattr(type(obj), "__dataclass_fields__", None) or getattr(type(obj), "__attrs_attrs__", ())
+    fields: Any = getattr(type(obj), "__dataclass_fields__", ()) or getattr(type(obj), "__attrs_attrs__", ())
     names = [field if isinstance(field, str) else field.name for field in fields]
     held = {**getattr(obj, "__dict__", {}), **{name: getattr(obj, name, None) for name in names}}
     return tuple(held.values()) if names or isinstance(obj, SimpleNamespace) else ()

@@ -148,7 +148,7 @@ def give_context(backend: Any, context_for: Callable[[Any, Any], Callable[[], An
             with context():
                 return made(*args, **kwargs)
 
-        _leave_to_python(called.__code__)
+        _leave_to_python(called.__code__)  # type: ignore[attr-defined]
         return called
 
     _TorchDynamoContext.__call__ = call  # type: ignore[method-assign]
@@ -181,7 +181,7 @@ def call_around_tracing(begins: Callable[[], None], ends: Callable[[], None]) ->
     import torch._dynamo as dynamo
     from torch._dynamo.convert_frame import register_bytecode_hook
 
-    handler = dynamo.callback_handler
+    handler = dynamo.callback_handler  # type: ignore[attr-defined]
     if _begun not in handler.start_callbacks:
         handler.register_start_callback(_begun)
         handler.register_end_callback(_ended)

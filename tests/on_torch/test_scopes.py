@@ -1,4 +1,4 @@
-"""`head/*` is every operation in module ``head``, directly or deeper, forward and backward, whatever runs the policy."""
+"""`head/*` is every operation in module ``head``, directly or deeper, forward and backward, in every engine."""
 
 from __future__ import annotations
 

@@ -83,7 +83,7 @@ class _Call:
         self._policy, self._outer, self._breaks = policy, _here.call, 0
         self._region: AbstractContextManager[None] = nullcontext()
         self._tracing: AbstractContextManager[None] | None = None
-        self.lowers = self._outer is not None and self._outer.lowers
+        self.lowers: bool = self._outer is not None and self._outer.lowers
 
     @unstable.never_compiled
     def __enter__(self) -> None:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from polyamp.backends.torch import unstable
-from polyamp.backends.torch.ambient import positions, regions
+from polyamp.backends.torch.ambient import positions
 from polyamp.backends.torch.ambient.autocast import Entered
 from polyamp.backends.torch.ambient.regions import DEVICE_TYPES
 from polyamp.backends.torch.dtypes import DTYPES, SIXTEEN_BIT
@@ -82,6 +82,7 @@ class _Call:
         self.session = session
         self._policy, self._outer, self._breaks = policy, _here.call, 0
         self._region: AbstractContextManager[None] = nullcontext()
+        self._around: AbstractContextManager[None] = nullcontext()
         self._tracing: AbstractContextManager[None] | None = None
         self.lowers: bool = self._outer is not None and self._outer.lowers
 
@@ -91,9 +92,8 @@ class _Call:
         if low and not any(map(torch.is_autocast_enabled, DEVICE_TYPES)):  # else it is refused, or another call's
             self._region, self.lowers = Entered(self._policy, reports=False), True
         self._region.__enter__()
-        region = regions.current()
-        if self.session.root is not None and region is not None:
-            positions.name_modules(self.session.root, region)
+        self._around = positions.around_graphs(self.session.root)
+        self._around.__enter__()
         self._breaks = unstable.graph_breaks()
         _here.call = self
 
@@ -101,6 +101,7 @@ class _Call:
     def __exit__(self, *error: Any) -> None:
         self.traced()
         _here.call = self._outer
+        self._around.__exit__(*error)
         self._region.__exit__(*error)
         self.session.report(unstable.graph_breaks() - self._breaks)
 

@@ -41,7 +41,7 @@ def recorded(
     >>> from polyamp import policy
     >>> plan = recorded(lambda x: (x @ x).exp(), [torch.ones(2, 2)], {}, policy("mixed_bfloat16"))
     >>> [(op.name, op.format, op.reason, op.casts) for op in plan.operations]
-    [('matmul', 'bfloat16', 'table', 1), ('exp', 'bfloat16', "not in native autocast's list for cpu", 0)]
+    [('matmul', 'bfloat16', 'table', 2), ('exp', 'bfloat16', "not in native autocast's list for cpu", 0)]
 
     Args:
         fn: a module or function.

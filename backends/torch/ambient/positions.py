@@ -278,7 +278,7 @@ def _marks_within(module_id: int) -> Marks | None:
         if not _here.parts:
             raise _untraceable(module)
         warn_once(
-    """What `_marks_within` found; what is above it is of a trace that was given up."""
+            f"before torch 2.11 rules by the path of a module do not hold in a {type(module).__name__} that is given "
             "16-bit values between two graphs of compiled code."
         )
         return None

@@ -8,8 +8,10 @@ from __future__ import annotations
 import ctypes
 import gc
 import inspect
+import linecache
 import logging
 import sys
+import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence

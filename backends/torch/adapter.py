@@ -134,9 +134,11 @@ class TorchAdapter:
         """See `polyamp.backends.torch.rewrite`."""
         return rewrite(fn, *args, policy=policy, **kwargs)
 
-    def explain(self, fn: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], policy: Policy) -> Plan:
+    def explain(
+        self, fn: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], policy: Policy, *, engine: str | None = None
+    ) -> Plan:
         """See `polyamp.backends.torch.explain`."""
-        return explain(fn, *args, policy=policy, **kwargs)
+        return explain(fn, *args, policy=policy, engine=engine, **kwargs)
 
     def record(
         self,

@@ -197,7 +197,7 @@ def verb(adapter: Adapter, name: str) -> Any:
             where=f"polyamp on {adapter.name} objects",
             found=adapter.name,
             allowed=f"among the loaded frameworks: {', '.join(having) or 'none'}",
-            fix="see docs/frameworks.md for what each framework offers",
+            fix=getattr(adapter, "instead", {}).get(name, "see docs/frameworks.md for what each framework offers"),
         )
     return method
 

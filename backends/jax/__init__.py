@@ -4,9 +4,9 @@
 >>> tx = amp.wrap_optimizer(optax.sgd(0.5), "mixed_float16")
 >>> params = {"w": jax.numpy.ones(2)}
 >>> opt_state = tx.init(params)
->>> def loss_fn(params):
-...     return params["w"].astype("float32").mean()
->>> loss, grads = amp.value_and_grad(loss_fn, "mixed_float16")(opt_state, params)
+>>> def loss_fn(params, x):
+...     return (x @ params["w"]).mean()
+>>> loss, grads = amp.value_and_grad(loss_fn, "mixed_float16")(opt_state, params, jax.numpy.full((4, 2), 0.5))
 >>> params, opt_state = amp.apply_gradients(tx, grads, opt_state, params)
 >>> float(loss), params
 (1.0, {'w': Array([0.75, 0.75], dtype=float32)})

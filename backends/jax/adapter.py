@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from importlib import metadata
 from typing import TYPE_CHECKING, Any, final
 
@@ -78,6 +78,10 @@ class JaxAdapter:
         """See `polyamp.backends.jax.scale_loss`."""
         return gradients.scale_loss(loss, holder)
 
+    def holds_loss_scale(self, tree: Any) -> bool:
+        """Whether the state of a wrapped optimizer is in a pytree. States are values: each step gives a new one."""
+        return state.holds_state(tree)
+
     def loss_scale_of(self, holder: Any) -> tuple[LossScale, LossScaleState]:
         """See `polyamp.backends.jax.state.loss_scale_of`."""
         return state.loss_scale_of(holder)
@@ -90,9 +94,11 @@ class JaxAdapter:
         """See `polyamp.backends.jax.load_loss_scale`."""
         return state.load_loss_scale(holder, saved)
 
-    def value_and_grad(self, fun: Callable[..., Any], policy: Policy | None, has_aux: bool) -> Callable[..., Any]:
+    def value_and_grad(
+        self, fun: Callable[..., Any], policy: Policy | None, has_aux: bool, *, argnums: int | Sequence[int] = 0
+    ) -> Callable[..., Any]:
         """See `polyamp.backends.jax.value_and_grad`."""
-        return gradients.value_and_grad(fun, policy, has_aux)
+        return gradients.value_and_grad(fun, policy, has_aux, argnums=argnums)
 
     def autocast_function(self, fn: Callable[..., Any], policy: Policy | None) -> Callable[..., Any]:
         """See `polyamp.backends.jax.autocast`."""

@@ -8,12 +8,13 @@ from typing import Any
 
 import jax
 
+from polyamp.backends.jax import regions, unstable
 from polyamp.backends.jax.devices import check_format
-from polyamp.backends.jax.interpreter import Interpreter
+from polyamp.backends.jax.interpreter import IN_FLOAT32, Interpreter
 from polyamp.backends.jax.modules import as_pure
 from polyamp.backends.jax.program import Program
 from polyamp.backends.jax.recorder import Recorder
-from polyamp.backends.jax.refusals import users_level
+from polyamp.backends.jax.refusals import check_function, users_level
 from polyamp.errors import warn_once
 from polyamp.plan import Plan
 from polyamp.policy import Policy, current_policy
@@ -54,17 +55,26 @@ def autocast(fn: Callable[..., Any], policy: Policy | str | None = None) -> Call
         PolyampWarning: nothing was lowered, or a rule matched nothing.
     """
     bound = None if policy is None else make_policy(policy)
+    check_function(fn, where="autocast(fn, policy)")
 
     @functools.wraps(fn)
     def autocasted(*args: Any, **kwargs: Any) -> Any:
-        return _autocasted(fn, bound or current_policy(), args, kwargs, warn_of_nothing=True)
+        if bound is not None and bound.compute == "float32":
+            return in_float32(fn, *args, **kwargs)
+        return _autocasted(fn, bound or current_policy(), args, kwargs, name=_name_of(fn))
 
     return autocasted
 
 
-def run_autocasted(fn: Callable[..., Any], policy: Policy, *args: Any) -> Any:
-    """One call of `autocast` without its warning that nothing was lowered."""
-    return _autocasted(fn, policy, args, {}, warn_of_nothing=False)
+def run_autocasted(fn: Callable[..., Any], policy: Policy, *args: Any, name: str | None = None) -> Any:
+    """One call of `autocast`, which reports what did nothing in a function of this name, if there is one."""
+    return _autocasted(fn, policy, args, {}, name=name)
+
+
+def in_float32(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """One call of a function, in float32 whatever is around it."""
+    with jax.named_scope(unstable.ISLAND):
+        return fn(*args, **kwargs)
 
 
 def explain(fn: Callable[..., Any], *args: Any, policy: Policy | str | None = None, **kwargs: Any) -> Plan:
@@ -89,18 +99,27 @@ def explain(fn: Callable[..., Any], *args: Any, policy: Policy | str | None = No
     """
     chosen = make_policy(policy)
     check_format(chosen.compute)
-    pure, args, kwargs, _ = as_pure(fn, args, kwargs)
-    program = Program(pure, args, kwargs)
-    recorder = Recorder()
+    with regions.seen() as own:
+        program = _traced(fn, args, kwargs)
+    if own.found and unstable.has_backward(program.closed):
+        return regions.plan_of_step(program.closed, own)
+    recorder = Recorder(own)
     interpreter = Interpreter(chosen, recorder)
     jax.eval_shape(lambda arrays: program.run(interpreter, arrays), program.specs)
+    with regions.left_out():
+        plain = _traced(fn, args, kwargs) if own.found else program
     return Plan(
         str(chosen),
         tuple(recorder.operations),
         program.bytes_saved(lambda arrays: program.run(Interpreter(chosen), arrays)),
-        program.bytes_saved(program.as_traced),
-        tuple(rule.pattern for rule in interpreter.unused_rules),
+        plain.bytes_saved(plain.as_traced),
+        tuple(own.unused_rules(chosen, [interpreter.noted])),
     )
+
+
+def _traced(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Program:
+    pure, args, kwargs, _ = as_pure(fn, args, kwargs)
+    return Program(pure, args, kwargs)
 
 
 class Rewritten:
@@ -131,7 +150,7 @@ class Rewritten:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self.traced_for(args, kwargs)
-        return _autocasted(self._fn, self._policy, args, kwargs, warn_of_nothing=True)
+        return _autocasted(self._fn, self._policy, args, kwargs, name=_name_of(self._fn))
 
 
 def rewrite(fn: Callable[..., Any], *args: Any, policy: Policy | str | None = None, **kwargs: Any) -> Rewritten:
@@ -156,20 +175,28 @@ def rewrite(fn: Callable[..., Any], *args: Any, policy: Policy | str | None = No
 
 
 def _autocasted(
-    fn: Callable[..., Any], policy: Policy, args: tuple[Any, ...], kwargs: dict[str, Any], *, warn_of_nothing: bool
+    fn: Callable[..., Any], policy: Policy, args: tuple[Any, ...], kwargs: dict[str, Any], *, name: str | None
 ) -> Any:
     check_format(policy.compute)
-    if policy.compute == "float32":
+    if policy.compute == "float32" or regions.are_left_out():
         return fn(*args, **kwargs)
     pure, args, kwargs, accept = as_pure(fn, args, kwargs)
-    program = Program(pure, args, kwargs)
+    program, shown = Program(pure, args, kwargs), regions.current()
+    if shown is not None:
+        return accept(program.results(shown.run(policy, program)))
     interpreter = Interpreter(policy)
     results = accept(program.results(program.run(interpreter, program.arrays)))
-    _report(interpreter, getattr(fn, "__name__", type(fn).__name__), warn_of_nothing)
+    if name is not None:
+        _report(interpreter, name)
     return results
 
 
-def _report(interpreter: Interpreter, name: str, warn_of_nothing: bool) -> None:
+def _name_of(fn: Any) -> str:
+    name: str = getattr(fn, "__name__", type(fn).__name__)
+    return name
+
+
+def _report(interpreter: Interpreter, name: str) -> None:
     policy = interpreter.policy
     for rule in interpreter.unused_rules:
         warn_once(
@@ -177,9 +204,22 @@ def _report(interpreter: Interpreter, name: str, warn_of_nothing: bool) -> None:
             "docs/operations.md) nor a named scope or module. polyamp.explain lists what there is.",
             stacklevel=users_level(),
         )
-    if warn_of_nothing and not interpreter.lowered:
+    if not interpreter.noted.lowered and set(interpreter.noted.not_lowered) != {IN_FLOAT32}:
         warn_once(
-            f"autocast to {policy.compute} changed nothing in {name}: it has no float32 operation of class lower, "
-            "such as matmul and conv. polyamp.explain gives the reason for each operation.",
+            f"autocast to {policy.compute} changed nothing in {name}: {_why_nothing(interpreter.noted.not_lowered)}. "
+            "polyamp.explain gives the reason for each operation.",
             stacklevel=users_level(),
         )
+
+
+def _why_nothing(not_lowered: dict[str, str]) -> str:
+    if not not_lowered:
+        return "it has no float32 operation of class lower, such as matmul and conv"
+    told = "; ".join(f"{place} stays as it is: {reason}" for reason, place in list(not_lowered.items())[:3])
+    setting = getattr(jax.config, "jax_default_matmul_precision", None)
+    if setting is None or not any(reason.startswith("precision=") for reason in not_lowered):
+        return told
+    return (
+        f"{told}. jax_default_matmul_precision, which is {setting!r} here, asks for it in every product and so "
+        "switches lowering off: set it to None, or give precision= where it is needed"
+    )

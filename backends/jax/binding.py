@@ -15,20 +15,21 @@ from polyamp.backends.jax import unstable
 from polyamp.backends.jax.cells import FLOAT32, Cell
 
 _SPREADING = ("add", "sub", "mul", "div", "max", "min")
+_REPEATING = ("broadcast_in_dim", "gather")
 _NEEDING_OPERANDS = ("mul", "div", "square", "integer_pow")
 
 
-def bound_low(equation: Any, cells: Sequence[Cell], dtype: Any) -> list[Any]:
-    """The results of an equation on its floating inputs in a 16-bit dtype.
+def bound_low(equation: Any, cells: Sequence[Cell], dtype: Any, output: Any) -> list[Any]:
+    """The results of an equation on its floating inputs in a 16-bit dtype; a product's are added up in ``output``.
 
-    What is spread over rows (a bias, a scale, a gate) is so in float32: the derivative of spreading is a sum over the
-    rows, which in 16 bits would stop growing after some hundreds of them.
+    What is spread over rows (a bias, a scale, a gate), and what a gather may take several times, is so in float32: the
+    derivative of that is a sum, which in 16 bits would stop growing after some hundreds of terms.
     """
-    if equation.primitive.name == "broadcast_in_dim" and _is_traced(cells[0]):
+    if equation.primitive.name in _REPEATING and _is_traced(cells[0]):
         return [unstable.converted(array, dtype) for array in unstable.bound(equation, _wide(cells), equation.params)]
     shape, spreads = equation.outvars[0].aval.shape, equation.primitive.name in _SPREADING
     arrays = [_spread(cell, shape, dtype) if spreads else _cast(cell, dtype) for cell in cells]
-    preferred = {"preferred_element_type": dtype} if "preferred_element_type" in equation.params else {}
+    preferred = {"preferred_element_type": output} if "preferred_element_type" in equation.params else {}
     return unstable.bound(equation, arrays, {**equation.params, **preferred})
 
 

@@ -74,6 +74,10 @@ class Cell:
         """The same value for the body of a loop, a branch or a rule: casts made outside stay outside."""
         return Cell(self.array, self.dtype, self.declared, self.value, self.shared)
 
+    def around(self, array: Any) -> Cell:
+        """A cell that says the same of another array."""
+        return Cell(array, self.dtype, self.declared, self.value, self.shared)
+
     def cast(self, dtype: Any) -> Any:
         """The array in a dtype."""
         if dtype == self.dtype or dtype is None:
@@ -101,4 +105,5 @@ def held_as_declared(cells: Iterable[Cell]) -> list[Cell]:
 
 
 def _unless_low(value: Value) -> Value:
+    """What is known of a value once it is held in its declared dtype."""
     return WEAK if value.state == "low" else value

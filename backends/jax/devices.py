@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 
+from polyamp.devices import fast_on_gpu
 from polyamp.errors import UnsupportedError, warn_once
 
 
@@ -15,26 +16,16 @@ def described(device: jax.Device) -> dict[str, Any]:
     return {
         "name": f"{device.platform}:{device.id} {device.device_kind}",
         "platform": device.platform,
-        "compute_capability": capability,
-        "fast": fast_formats(device.platform, capability),
+        "capability": capability,
+        "fast": fast_formats(device.platform, capability, device.device_kind),
     }
 
 
-def fast_formats(platform: str, capability: str | None) -> list[str]:
-    """Formats that have matrix units (CUDA C++ Programming Guide, "Compute Capabilities"; TPU system architecture)."""
+def fast_formats(platform: str, capability: str | None, name: str = "") -> list[str]:
+    """Formats that have matrix units (`polyamp.devices`; TPU system architecture)."""
     if platform == "tpu":
         return ["bfloat16"]
-    if platform != "gpu" or capability is None:
-        return []
-    level = tuple(int(part) for part in capability.split("."))
-    since = {
-        "float16": (7, 0),
-        "bfloat16": (8, 0),
-        "tensorfloat32": (8, 0),
-        "float8_e4m3fn": (8, 9),
-        "float8_e5m2": (8, 9),
-    }
-    return [name for name, first in since.items() if level >= first]
+    return fast_on_gpu(name, capability) if platform == "gpu" else []
 
 
 def check_format(compute: str) -> None:
@@ -59,7 +50,7 @@ def check_format(compute: str) -> None:
     device = jax.local_devices()[0]
     if compute == "float32" or device.platform == "cpu":  # CPUs are for checking results
         return
-    fast = fast_formats(device.platform, getattr(device, "compute_capability", None))
+    fast = described(device)["fast"]
     if compute not in fast:
         warn_once(
             f"{device.device_kind} has no matrix units for {compute}: it will be slow. It has them for "

@@ -12,20 +12,22 @@ from polyamp.backends.jax import marks, unstable
 from polyamp.backends.jax.autocast import explain
 from polyamp.backends.jax.devices import described
 from polyamp.backends.jax.dtypes import is_low
+from polyamp.backends.jax.equations import Equation, walk
 from polyamp.backends.jax.modules import as_pure
 from polyamp.backends.jax.operations import OPERATIONS
 from polyamp.backends.jax.program import Program
+from polyamp.backends.jax.scaling import Found, found_in
 from polyamp.backends.jax.state import LossScaleOptState, holds_state
 from polyamp.backends.jax.step import Step
 from polyamp.diagnosis.facts import ClassLoss, Facts, OptimizerState, Product, UserCast
 from polyamp.errors import UsageError
 from polyamp.flow import AS_WRITTEN
+from polyamp.loss_scale import LossScale
 from polyamp.plan import Plan
 from polyamp.policy import Policy
 
 _CALLED = {"astype": "astype", "array": "jnp.asarray", "convert_element_type": "lax.convert_element_type"}
 _LOW = ("float16", "bfloat16")
-_PASSING = ("reshape", "squeeze", "broadcast_in_dim", "abs", "neg", "stop_gradient", "convert_element_type", "name")
 
 
 def facts(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], policy: Policy, optimizer: Any) -> Facts:
@@ -40,7 +42,7 @@ def facts(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], policy:
     (('w',), ['astype'], {'m': 8, 'n': 2, 'k': 4})
     """
     holder = (optimizer, args, dict(kwargs))
-    plan, equations = _traced(target, args, dict(kwargs), policy)
+    plan, equations, scaling = _traced(target, args, dict(kwargs), policy)
     return Facts(
         "jax",
         policy,
@@ -53,78 +55,38 @@ def facts(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], policy:
         tuple(_products(equations, plan)),
         tuple(_losses(equations)),
         tuple(described(device) for device in jax.local_devices()),
+        scaling.unscaled,
+        scaling.clipped,
     )
 
 
-class _Equation:
-    """An equation wherever in a program it stands.
-
-    Attributes:
-        own: the equation.
-        name: its primitive's.
-        path: its named scopes.
-        sources: the equations that made its inputs; None for arguments and constants.
-        is_backward: whether it is of a backward pass.
-    """
-
-    def __init__(self, own: Any, path: str, sources: Sequence[_Equation | None], is_backward: bool) -> None:
-        self.own, self.path, self.sources, self.is_backward = own, path, sources, is_backward
-        self.name: str = own.primitive.name
-
-    @property
-    def shapes(self) -> list[tuple[int, ...]]:
-        """Of its inputs."""
-        return [tuple(atom.aval.shape) for atom in self.own.invars]
-
-    @property
-    def source(self) -> _Equation | None:
-        """The equation that made its first input, but for those that pass it on."""
-        made = self.sources[0] if self.sources else None
-        return made.source if made is not None and made.name in _PASSING else made
+Equations = list[Equation]
 
 
-Equations = list[_Equation]
-
-
-def _traced(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], policy: Policy) -> tuple[Plan | None, Equations]:
-    """The plan, and the equations as the function was written; nothing where JAX cannot trace it."""
+def _traced(
+    fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], policy: Policy
+) -> tuple[Plan | None, Equations, Found]:
+    """The plan, the equations as the function was written, and how it scales; nothing where JAX cannot trace it."""
     if not (callable(fn) and (args or kwargs)):
-        return None, []
+        return None, [], Found((), ())
     try:
         with policy:
             pure, own_args, own_kwargs, _ = as_pure(fn, args, kwargs)
             program = Program(pure, own_args, own_kwargs)
-        return explain(fn, *args, policy=policy, **kwargs), list(_walk(program.closed, "", False, {}))
+        found = found_in(program.closed, _scales(program.arrays, (args, kwargs)))
+        return explain(fn, *args, policy=policy, **kwargs), list(walk(program.closed)), found
     except UsageError:  # it branches on a value, for example
-        return None, []
+        return None, [], Found((), ())
 
 
-def _walk(closed: Any, path: str, backward: bool, made: dict[Any, _Equation | None]) -> Iterator[_Equation]:
-    """All equations, those of inner programs in the place of the equation that holds them."""
-    jaxpr, _ = unstable.opened(closed)
-    for own in jaxpr.eqns:
-        here = "/".join(filter(None, (path, unstable.scopes(own))))
-        is_backward = backward or "transpose" in unstable.transformations(own)
-        sources = [made.get(atom) if unstable.is_variable(atom) else None for atom in own.invars]
-        parts = unstable.inner_programs(own)
-        if not parts:
-            equation = _Equation(own, here, sources, is_backward)
-            made.update(dict.fromkeys(own.outvars, equation))
-            yield equation
-        for part in parts:
-            yield from _walk_inner(part, own, sources, here, is_backward, made)
+def _scales(arrays: Sequence[Any], holder: Any) -> list[int]:
+    """Which arguments are loss scales that gradients are to be multiplied by."""
+    scales = [state.scalars.scale for state in _states(holder) if _scales_losses(state.config)]
+    return [index for index, array in enumerate(arrays) if any(array is scale for scale in scales)]
 
 
-def _walk_inner(
-    part: Any, own: Any, sources: Sequence[_Equation | None], path: str, backward: bool, made: dict[Any, Any]
-) -> Iterator[_Equation]:
-    """As `_walk`; what made its arguments and its results is known where it has those of the equation."""
-    jaxpr, _ = unstable.opened(part)
-    taken = dict(zip(jaxpr.invars, sources, strict=True)) if len(jaxpr.invars) == len(sources) else {}
-    yield from _walk(part, path, backward, taken)
-    if len(jaxpr.outvars) == len(own.outvars):
-        results = zip(own.outvars, jaxpr.outvars, strict=True)
-        made.update({outer: taken.get(inner) for outer, inner in results if unstable.is_variable(inner)})
+def _scales_losses(config: LossScale) -> bool:
+    return config.check and not (config.min == config.max == 1)
 
 
 def _casts(equations: Equations) -> Iterator[UserCast]:
@@ -149,14 +111,14 @@ def _products(equations: Equations, plan: Plan | None) -> Iterator[Product]:
             yield Product(place, OPERATIONS[equation.name], format_name, _SIZES[equation.name](equation))
 
 
-def _product_sizes(equation: _Equation) -> dict[str, int]:
+def _product_sizes(equation: Equation) -> dict[str, int]:
     (contracting, _), (batched, _) = equation.own.params["dimension_numbers"]
     left, right = equation.shapes
     k, batch = (math.prod(left[axis] for axis in axes) for axes in (contracting, batched))
     return {"m": math.prod(left) // (k * batch), "n": math.prod(right) // (k * batch), "k": k}
 
 
-def _convolution_sizes(equation: _Equation) -> dict[str, int]:
+def _convolution_sizes(equation: Equation) -> dict[str, int]:
     out_channels, in_channels, *_ = equation.own.params["dimension_numbers"].rhs_spec
     kernel = equation.shapes[1]
     return {"in_channels": kernel[in_channels], "out_channels": kernel[out_channels]}
@@ -180,7 +142,7 @@ def _divisor(equations: Equations) -> int | None:
     if not means:
         return 1
     divisor = 1.0
-    equation: _Equation | None = means[-1]
+    equation: Equation | None = means[-1]
     while equation is not None and (equation.name == "reduce_sum" or _is_mean(equation)):
         if _is_mean(equation):
             if unstable.is_variable(equation.own.invars[1]):
@@ -190,7 +152,7 @@ def _divisor(equations: Equations) -> int | None:
     return round(divisor)
 
 
-def _is_mean(equation: _Equation) -> bool:
+def _is_mean(equation: Equation) -> bool:
     source = equation.source
     return not equation.is_backward and equation.name == "div" and source is not None and source.name == "reduce_sum"
 
@@ -244,7 +206,7 @@ def _is_native_scaler(node: object) -> bool:
 
 
 _NATIVE_SCALERS = {("flax", "DynamicScale"), ("jmp", "DynamicLossScale"), ("jmp", "StaticLossScale")}
-_SIZES: dict[str, Callable[[_Equation], dict[str, int]]] = {
+_SIZES: dict[str, Callable[[Equation], dict[str, int]]] = {
     "dot_general": _product_sizes,
     "conv_general_dilated": _convolution_sizes,
 }

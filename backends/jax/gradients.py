@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from polyamp.backends.jax.autocast import run_autocasted
+from polyamp.backends.jax import trees
+from polyamp.backends.jax.autocast import in_float32, run_autocasted
 from polyamp.backends.jax.dtypes import is_array, is_traced
 from polyamp.backends.jax.modules import model_of
-from polyamp.backends.jax.state import find_state
+from polyamp.backends.jax.refusals import check_function, users_level
+from polyamp.backends.jax.state import LossScaleOptState, find_state
 from polyamp.errors import InvalidTypeError, InvalidValueError
+from polyamp.limits import report_nonfinite_loss
+from polyamp.loss_scale import LossScale
 from polyamp.policy import Policy, current_policy
 from polyamp.policy import policy as make_policy
-from polyamp.refusals import no_loss, non_finite_loss
+from polyamp.refusals import no_loss
 
 
 def value_and_grad(
-    fun: Callable[..., Any], policy: Policy | str | None = None, has_aux: bool = False
+    fun: Callable[..., Any],
+    policy: Policy | str | None = None,
+    has_aux: bool = False,
+    *,
+    argnums: int | Sequence[int] = 0,
 ) -> Callable[..., Any]:
     """Differentiate a loss function under a policy: the loss comes back unscaled, the gradients still scaled.
 
@@ -37,41 +45,102 @@ def value_and_grad(
             and runs under `polyamp.backends.jax.autocast`. The loss is a floating scalar.
         policy: bound now where given; None is the current policy at each call.
         has_aux: whether ``fun`` returns more than the loss.
+        argnums: which of ``fun``'s positional arguments are differentiated, as in ``jax.value_and_grad``; for a tuple
+            the gradients are a tuple. ``opt_state`` is not counted.
 
     Returns:
         A function of ``(opt_state, params, *args, **kwargs)`` that gives ``(loss, grads)`` or ``((loss, aux), grads)``.
         ``opt_state`` is any pytree that holds the state of one wrapped optimizer. ``params`` is any pytree: dicts,
-        NamedTuples, equinox modules, or a flax ``nnx.Module``, whose other variables are updated in place. ``loss``
-        is f32[]; ``aux`` is as ``fun`` gives it. ``grads`` has the structure of ``params``
-        and each parameter's dtype, and None where a leaf has no gradient (integers, functions, Python numbers).
+        NamedTuples, equinox modules, or a flax ``nnx.Module``, whose other variables are updated in place; its
+        statistics stay as they were where the gradients are not finite. ``loss`` is f32[]; ``aux`` is as ``fun`` gives
+        it. ``grads`` has the structure of ``params`` and each parameter's dtype, and None where a leaf has no gradient
+        (integers, functions, Python numbers).
 
-    Raises, when called:
-        InvalidTypeError: the loss is not floating, or not an array.
-        InvalidValueError: the loss is not a scalar.
-        NonFiniteLossError: the loss is inf or NaN although it is not scaled yet. Inside ``jit`` the loss has no number
-            yet: the step is then skipped, and the returned loss shows it.
-        UsageError: ``opt_state`` holds no loss scale, or several.
+    Raises:
+        InvalidTypeError: ``argnums`` are no integers. When called: the loss is not floating, or not an array.
+        InvalidValueError: when called: the loss is not a scalar, or ``argnums`` name no argument.
+        NonFiniteLossError: when called: the loss is inf or NaN although it is not scaled yet, under
+            ``LossScale(nonfinite_loss="raise")``. Inside ``jit`` the loss has no number yet: the step is then skipped,
+            and the returned loss shows it.
+        UsageError: when called: ``opt_state`` holds no loss scale, or several.
+
+    Warns:
+        PolyampWarning: nothing was lowered, or a rule matched nothing; the loss is not finite, and the step is skipped.
     """
-    bound = None if policy is None else make_policy(policy)
+    check_function(fun, where="value_and_grad(fun, policy)")
+    name = getattr(fun, "__name__", type(fun).__name__)
+    return unreported(fun, None if policy is None else make_policy(policy), has_aux, argnums=argnums, name=name)
 
-    def transformed(opt_state: Any, params: Any, /, *args: Any, **kwargs: Any) -> Any:
-        chosen, state, model = bound or current_policy(), find_state(opt_state), model_of(params)
 
-        def program(trained: Any, args: Any, kwargs: Any) -> Any:
-            built = model.build(trained)
-            return *_loss_and_aux(fun(built, *args, **kwargs), has_aux), model.changes(built)
+def unreported(
+    fun: Callable[..., Any],
+    bound: Policy | None,
+    has_aux: bool = False,
+    *,
+    argnums: int | Sequence[int] = 0,
+    name: str | None = None,
+) -> Callable[..., Any]:
+    """Do what `value_and_grad` does, and report what did nothing only where there is a ``name`` to report it of."""
+    wanted = _wanted(argnums)
+
+    def transformed(opt_state: Any, /, *args: Any, **kwargs: Any) -> Any:
+        chosen, state, places = bound or current_policy(), find_state(opt_state), _places(wanted, len(args))
+        models = [model_of(args[place]) for place in places]
+        others = [None if place in places else arg for place, arg in enumerate(args)]
+
+        def program(trained: Any, given: Any, kwargs: Any) -> Any:
+            built = [model.build(own) for model, own in zip(models, trained, strict=True)]
+            for place, own in zip(places, built, strict=True):
+                given[place] = own
+            loss, aux = _loss_and_aux(fun(*given, **kwargs), has_aux)
+            return loss, aux, [model.changes(own) for model, own in zip(models, built, strict=True)]
+
+        run = in_float32 if bound is not None and bound.compute == "float32" else _under(chosen, name)
 
         def scaled_loss(trained: Any) -> tuple[jax.Array, Any]:
-            loss, aux, changes = run_autocasted(program, chosen, trained, args, kwargs)
-            return loss * state.scalars.scale, (loss, aux, changes)
+            loss, aux, changes = run(program, trained, others, kwargs)
+            return _times_scale(loss, state), (loss, aux, changes)
 
-        (_, (loss, aux, changes)), grads = jax.value_and_grad(scaled_loss, has_aux=True)(model.trained)
-        if state.config.check:
-            _refuse_non_finite(loss)
-        model.accept(changes)
-        return ((loss, aux) if has_aux else loss), grads
+        trained = [model.trained for model in models]
+        (_, (loss, aux, changes)), grads = jax.value_and_grad(scaled_loss, has_aux=True)(trained)
+        _report_non_finite(loss, state.config, chosen.compute)
+        finite = trees.all_finite(grads) if state.config.check and jax.tree.leaves(changes) else True
+        for model, own in zip(models, changes, strict=True):
+            model.accept(own, finite)
+        return ((loss, aux) if has_aux else loss), grads[0] if isinstance(argnums, int) else tuple(grads)
 
     return transformed
+
+
+def _under(policy: Policy, name: str | None) -> Callable[..., Any]:
+    return lambda program, *args: run_autocasted(program, policy, *args, name=name)
+
+
+def _wanted(argnums: Any) -> tuple[int, ...]:
+    wanted = tuple(argnums) if isinstance(argnums, list | tuple) else (argnums,)
+    if wanted and all(type(one) is int for one in wanted):
+        return wanted
+    raise InvalidTypeError(
+        "argnums are no positions of arguments",
+        where="value_and_grad(fun, argnums=)",
+        found=repr(argnums),
+        allowed="an integer, or a tuple of integers; 0 is fun's first argument",
+        fix="count fun's own arguments from 0; opt_state is not one of them",
+    )
+
+
+def _places(wanted: tuple[int, ...], count: int) -> list[int]:
+    """Positions among so many arguments, counted from 0."""
+    places = [place + count if place < 0 else place for place in wanted]
+    if len(set(places)) == len(places) and all(0 <= place < count for place in places):
+        return places
+    raise InvalidValueError(
+        "no such argument to differentiate" if len(set(places)) == len(places) else "argnums name an argument twice",
+        where="value_and_grad(fun, policy, argnums=)(opt_state, *args)",
+        found=f"argnums {', '.join(map(str, wanted))}, and {count} positional argument{'' if count == 1 else 's'}",
+        allowed="each position once, from 0 on; opt_state is not counted",
+        fix="give parameters by position, after opt_state",
+    )
 
 
 def scale_loss(loss: Any, holder: Any) -> jax.Array:
@@ -83,21 +152,29 @@ def scale_loss(loss: Any, holder: Any) -> jax.Array:
     Array(32768., dtype=float32)
 
     Args:
-        loss: floating scalar, of any floating dtype.
+        loss: floating scalar, of any floating dtype. Where it is inf or NaN its gradients are NaN, so that the step is
+            skipped.
         holder: a pytree that holds the state of one wrapped optimizer.
 
     Raises:
         InvalidTypeError: the loss is not floating, or not an array.
         InvalidValueError: the loss is not a scalar.
-        NonFiniteLossError: the loss is inf or NaN. Traced values (inside ``jit`` or ``grad``) have no number yet: their
-            gradients are not finite, and the step is skipped.
+        NonFiniteLossError: the loss is inf or NaN, under ``LossScale(nonfinite_loss="raise")``. Traced values (inside
+            ``jit`` or ``grad``) have no number yet: their gradients are not finite, and the step is skipped.
         UsageError: ``holder`` holds no loss scale, or several.
     """
     state = find_state(holder)
     checked = _checked_loss(loss)
+    _report_non_finite(checked, state.config, None)
+    return _times_scale(checked, state)
+
+
+def _times_scale(loss: jax.Array, state: LossScaleOptState) -> jax.Array:
+    """The loss times the scale; not a number, and so its gradients, where the loss is not finite."""
+    scale = state.scalars.scale
     if state.config.check:
-        _refuse_non_finite(checked)
-    scaled: jax.Array = checked * state.scalars.scale
+        scale = jnp.where(jnp.isfinite(jax.lax.stop_gradient(loss)), scale, jnp.nan)
+    scaled: jax.Array = loss * scale
     return scaled
 
 
@@ -133,7 +210,6 @@ def _checked_loss(loss: Any) -> jax.Array:
     return jnp.asarray(loss, jnp.float32)
 
 
-def _refuse_non_finite(loss: jax.Array) -> None:
-    if is_traced(loss) or jnp.isfinite(loss):
-        return
-    raise non_finite_loss(loss)
+def _report_non_finite(loss: jax.Array, config: LossScale, compute: str | None) -> None:
+    if config.check and not is_traced(loss) and not jnp.isfinite(loss):
+        report_nonfinite_loss(config, compute=compute, found=loss, stacklevel=users_level())

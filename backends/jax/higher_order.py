@@ -16,20 +16,26 @@ from jax import lax
 
 from polyamp.backends.jax import unstable
 from polyamp.backends.jax.cells import FLOAT32, Cell, held_as_declared
-from polyamp.flow import Value
+from polyamp.flow import AFTER_LOOP, Value
 
 if TYPE_CHECKING:
     from polyamp.backends.jax.interpreter import Interpreter
 
 # What a loop carries is float32 because errors of 16 bits would add up over its turns: states of recurrences, sums of
 # gradients in the transposed loop, iterates of solvers.
-_CARRIED = Value("strong", "loop")
+_CARRIED = Value("strong", AFTER_LOOP.removeprefix("after "))
 
 
 def _jit(run: Interpreter, equation: Any, cells: list[Cell], path: str) -> list[Cell]:
-    """Its equations in its place; where it places or donates its arguments it stays, and so do its types."""
+    """Its equations in its place, or a call of them where it is called several times.
+
+    Where it places or donates its arguments it stays, and so do its types.
+    """
     if unstable.is_plain_jit(equation.params):
-        return run.run(equation.params["jaxpr"], cells, path)
+        called = equation.params["jaxpr"]
+        return (
+            run.calls.results(run, equation, cells, path) if run.calls.repeat(called) else run.run(called, cells, path)
+        )
     inner = held_as_declared(cells)
     outputs: list[Cell] = []
 
@@ -44,6 +50,11 @@ def _jit(run: Interpreter, equation: Any, cells: list[Cell], path: str) -> list[
 
 def _closed_call(run: Interpreter, equation: Any, cells: list[Cell], path: str) -> list[Cell]:
     return run.run(equation.params["call_jaxpr"], cells, path)
+
+
+def _forward_rule(run: Interpreter, equation: Any, cells: list[Cell], path: str) -> list[Cell]:
+    """The forward rule of a custom derivative with ``optimize_remat``, in its place."""
+    return run.run(equation.params["fwd_jaxpr"], cells, path)
 
 
 def _scan(run: Interpreter, equation: Any, cells: list[Cell], path: str) -> list[Cell]:
@@ -118,10 +129,8 @@ def _shard_map(run: Interpreter, equation: Any, cells: list[Cell], path: str) ->
     return list(mapped(*cells))
 
 
-def _custom_jvp(run: Interpreter, equation: Any, cells: list[Cell], path: str) -> list[Cell] | None:
+def _custom_jvp(run: Interpreter, equation: Any, cells: list[Cell], path: str) -> list[Cell]:
     """The user's rule stays; what is inside it runs by the flow rule, and tangents have their primals' dtypes."""
-    if equation.params["symbolic_zeros"]:
-        return None
     _, rule = unstable.custom_functions(equation)
     formats = _Formats()
 
@@ -129,22 +138,21 @@ def _custom_jvp(run: Interpreter, equation: Any, cells: list[Cell], path: str) -
     def call(*own: Cell) -> list[Cell]:
         return formats.same(run.run(equation.params["call_jaxpr"], [cell.within() for cell in own], path))
 
-    @call.defjvp
     def jvp(primals: tuple[Cell, ...], tangents: tuple[Cell, ...]) -> tuple[list[Cell], list[Cell]]:
         both = [*(cell.within() for cell in primals), *map(_tangent, tangents)]
         outputs = _with_fixed(run, rule, both, path)
         count = len(outputs) // 2
         results = formats.same(outputs[:count])
         ends = zip(results, outputs[count:], strict=True)
-        return results, [_like(primal, tangent.cast(_tangent_dtype(primal))) for primal, tangent in ends]
+        return results, [_like(primal, _tangent_of(primal, tangent)) for primal, tangent in ends]
 
+    call.defjvp(jvp, symbolic_zeros=equation.params["symbolic_zeros"])
     return list(call(*cells))
 
 
-def _custom_vjp(run: Interpreter, equation: Any, cells: list[Cell], path: str) -> list[Cell] | None:
+def _custom_vjp(run: Interpreter, equation: Any, cells: list[Cell], path: str) -> list[Cell]:
     """The user's two rules stay; what is inside them runs by the flow rule, and residuals keep its formats."""
-    if equation.params["symbolic_zeros"]:
-        return None
+    is_told_of_zeros = equation.params["symbolic_zeros"]
     _, forward_rule, backward_rule = unstable.custom_functions(equation)
     formats = _Formats()
 
@@ -165,7 +173,8 @@ def _custom_vjp(run: Interpreter, equation: Any, cells: list[Cell], path: str) -
         return formats.same(outputs), residuals
 
     def backward(residuals: list[Cell], gradients: list[Cell]) -> tuple[Cell | None, ...]:
-        given = [*(cell.within() for cell in residuals), *map(_gradient, gradients)]
+        own = gradients if is_told_of_zeros else map(_filled, gradients)
+        given = [*(cell.within() for cell in residuals), *map(_tangent, own)]
         absent: list[bool] = []
 
         def rule(*arrays: Any) -> list[Any]:
@@ -178,6 +187,30 @@ def _custom_vjp(run: Interpreter, equation: Any, cells: list[Cell], path: str) -
         return tuple(None if zero else _like(cell, next(results).cast(cell.dtype)) for cell, zero in ends)
 
     call.defvjp(forward, backward, symbolic_zeros=True)
+    return list(call(*cells))
+
+
+def _custom_vmap(run: Interpreter, equation: Any, cells: list[Cell], path: str) -> list[Cell]:
+    """The user's rule for ``vmap`` stays, and what is inside it runs by the flow rule."""
+    program, own_rule = unstable.batching_rule(equation)
+    formats = _Formats()
+
+    @jax.custom_batching.custom_vmap
+    def call(*own: Cell) -> list[Cell]:
+        return formats.same(run.run(program, [cell.within() for cell in own], path))
+
+    @call.def_vmap
+    def rule(size: int, batched: list[Cell], *own: Cell) -> tuple[list[Cell], list[Cell]]:
+        flags = [cell.array for cell in batched]
+        are_batched: list[bool] = []
+
+        def on_arrays(*arrays: Any) -> list[Any]:
+            outputs, are_batched[:] = own_rule(size, flags, *arrays)
+            return outputs
+
+        outputs = formats.same(run.call(on_arrays, [cell.within() for cell in own], path))
+        return outputs, [_like(cell, flag) for cell, flag in zip(outputs, are_batched, strict=True)]
+
     return list(call(*cells))
 
 
@@ -200,6 +233,7 @@ def _convert(run: Interpreter, equation: Any, cells: list[Cell], path: str) -> l
 HANDLERS: dict[str, Callable[[Interpreter, Any, list[Cell], str], list[Cell] | None]] = {
     "jit": _jit,
     "closed_call": _closed_call,
+    "remat_opt": _forward_rule,
     "scan": _scan,
     "while": _while,
     "cond": _cond,
@@ -207,6 +241,7 @@ HANDLERS: dict[str, Callable[[Interpreter, Any, list[Cell], str], list[Cell] | N
     "shard_map": _shard_map,
     "custom_jvp_call": _custom_jvp,
     "custom_vjp_call": _custom_vjp,
+    "custom_vmap_call": _custom_vmap,
     "optimization_barrier": _barrier,
     "convert_element_type": _convert,
 }
@@ -297,28 +332,62 @@ def _tangent_dtype(primal: Cell) -> Any:
     return primal.dtype if primal.inexact else jax.dtypes.float0
 
 
+def _tangent_of(primal: Cell, tangent: Cell) -> Any:
+    """A tangent that a rule returned, in its primal's dtype; or the symbolic zero that it returned."""
+    dtype = _tangent_dtype(primal)
+    return _zero_like(tangent.array, dtype) if _is_zero(tangent.array) else tangent.cast(dtype)
+
+
+def _is_zero(array: Any) -> bool:
+    return isinstance(array, jax.custom_derivatives.SymbolicZero)
+
+
+def _zero_like(zero: Any, dtype: Any) -> Any:
+    return jax.custom_derivatives.SymbolicZero(zero.aval.update(dtype=dtype))
+
+
 def _tangent(cell: Cell) -> Cell:
     """A tangent as the rule takes it: declared as its primal is, without a constant's limits."""
     if not cell.inexact:
         return Cell.given(cell.array, jax.dtypes.float0)
+    if _is_zero(cell.array):
+        return Cell.given(_zero_like(cell.array, cell.declared), cell.declared)
     return Cell(cell.array, cell.dtype, cell.declared, cell.value._replace(unfit=""), shared=True)
 
 
-def _gradient(cell: Cell) -> Cell:
-    """The gradient of an output as the backward rule takes it; a symbolic zero becomes zeros."""
-    if not isinstance(cell.array, jax.custom_derivatives.SymbolicZero):
-        return _tangent(cell)
+def _filled(cell: Cell) -> Cell:
+    """The gradient of an output, zeros where it is a symbolic zero."""
+    if not _is_zero(cell.array):
+        return cell
     zeros = np.zeros if cell.array.dtype == jax.dtypes.float0 else jnp.zeros
-    return _tangent(_like(cell, zeros(cell.array.shape, cell.array.dtype)))
+    return _like(cell, zeros(cell.array.shape, cell.array.dtype))
 
 
 def _with_fixed(run: Interpreter, function: Callable[..., Any], cells: Sequence[Cell], path: str) -> list[Cell]:
-    """`Interpreter.call` where some arguments are float0, which no jaxpr takes."""
-    fixed = {index: cell.array for index, cell in enumerate(cells) if cell.declared == jax.dtypes.float0}
+    """`Interpreter.call` where no jaxpr takes some arguments (float0, symbolic zeros, flags), or gives some results."""
+    fixed = {index: cell.array for index, cell in enumerate(cells) if _is_fixed(cell)}
     free = [cell for index, cell in enumerate(cells) if index not in fixed]
+    known: dict[int, Cell] = {}
 
     def with_fixed(*arrays: Any) -> Any:
         rest = iter(arrays)
-        return function(*(fixed[index] if index in fixed else next(rest) for index in range(len(cells))))
+        results = list(function(*(fixed[index] if index in fixed else next(rest) for index in range(len(cells)))))
+        known.update({index: _known(one) for index, one in enumerate(results) if _stays(one)})
+        return [one for one in results if not _stays(one)]
 
-    return run.call(with_fixed, free, path)
+    others = run.call(with_fixed, free, path)
+    rest = iter(others)
+    return [known[index] if index in known else next(rest) for index in range(len(known) + len(others))]
+
+
+def _stays(result: Any) -> bool:
+    """Whether a rule's result is no array: a symbolic zero, or a flag or number that it hands on to itself."""
+    return _is_zero(result) or isinstance(result, int | float)
+
+
+def _known(result: Any) -> Cell:
+    return Cell.given(result, result.dtype if _is_zero(result) else jax.typeof(result).dtype)
+
+
+def _is_fixed(cell: Cell) -> bool:
+    return cell.declared == jax.dtypes.float0 or _stays(cell.array)

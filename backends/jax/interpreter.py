@@ -16,15 +16,35 @@ import numpy as np
 
 from polyamp.backends.jax import unstable
 from polyamp.backends.jax.binding import bound_low, bound_wide
+from polyamp.backends.jax.calls import Calls
 from polyamp.backends.jax.cells import FLOAT32, WEAK, Cell, declared_value
 from polyamp.backends.jax.dtypes import dtype_of
 from polyamp.backends.jax.higher_order import HANDLERS
-from polyamp.backends.jax.operations import canonical
+from polyamp.backends.jax.operations import OPERATIONS, canonical
 from polyamp.backends.jax.recorder import Recorder
 from polyamp.errors import UnsupportedError
 from polyamp.flow import AS_WRITTEN, Flow, Value, constant, flow
+from polyamp.operations import OPERATIONS as CANONICAL
 from polyamp.policy import Policy
 from polyamp.rules import Decision, Rule, decide, unused
+
+IN_FLOAT32 = "autocast to float32"
+_LOWERED = frozenset(name for name, entry in CANONICAL.items() if entry.op_class == "lower")
+
+
+class Noted:
+    """What there is to report of a run.
+
+    Attributes:
+        lowered: whether any operation ran in the compute format, cast or as written.
+        not_lowered: why operations that the table lowers ran in float32, each reason with the first place.
+        decisions: the class of each operation at each path.
+    """
+
+    def __init__(self) -> None:
+        self.lowered = False
+        self.not_lowered: dict[str, str] = {}
+        self.decisions: dict[tuple[str, str], Decision] = {}
 
 
 class Interpreter:
@@ -32,7 +52,8 @@ class Interpreter:
 
     Attributes:
         compute: the dtype of ``lower`` operations.
-        lowered: whether any operation ran in it.
+        noted: what there is to report of the operations so far.
+        calls: the functions that the program calls more than once; they are rewritten once, unless there is a recorder.
         recorder: takes down what was decided, for a plan; None for a run that only computes.
     """
 
@@ -40,15 +61,31 @@ class Interpreter:
         self.policy = policy
         self.compute = dtype_of(policy.compute)
         self.recorder = recorder
-        self.lowered = False
+        self.noted = Noted()
+        self.calls = Calls()
         self._needs_paths = recorder is not None or bool(policy.rules)
-        self._decisions: dict[tuple[str, str], Decision] = {}
         self._constants: dict[float, Value] = {}
 
     @property
     def unused_rules(self) -> list[Rule]:
-        """The policy's rules that matched nothing so far."""
-        return unused(self.policy.rules, self._decisions)
+        """The rules that the user wrote and that matched nothing so far."""
+        return unused(self.policy.own_rules, self.noted.decisions)
+
+    def apart(self) -> Interpreter:
+        """One for the same policy that takes down its own notes."""
+        other = Interpreter(self.policy)
+        other.calls = self.calls
+        return other
+
+    def note(self, noted: Noted) -> None:
+        """Take over what another one took down."""
+        self.noted.lowered = self.noted.lowered or noted.lowered
+        self.noted.not_lowered = noted.not_lowered | self.noted.not_lowered
+        self.noted.decisions.update(noted.decisions)
+
+    def place(self, path: str) -> str:
+        """As much of a path as decisions depend on."""
+        return path if self._needs_paths else unstable.ISLAND if unstable.ISLAND in path else ""
 
     def run(self, closed: Any, cells: Sequence[Cell], path: str) -> list[Cell]:
         """The outputs of a jaxpr, of which ``path`` are the scopes that it stands in."""
@@ -72,8 +109,8 @@ class Interpreter:
         return self.run(unstable.traced(function, *specs), cells, path)
 
     def _equation(self, equation: Any, cells: list[Cell], path: str) -> list[Cell]:
-        if self._needs_paths:
-            path = "/".join(filter(None, (path, unstable.scopes(equation))))
+        own = unstable.scopes(equation) if self._needs_paths else ""
+        path = "/".join(filter(None, (path, unstable.island(equation), own)))
         handler = HANDLERS.get(equation.primitive.name)
         results = handler(self, equation, cells, path) if handler else None
         return self._operation(equation, cells, path) if results is None else results
@@ -85,25 +122,37 @@ class Interpreter:
         decision = self._decide(name, path)
         outcome = self._outcome(equation, name, decision, [cell.value for cell in cells if cell.inexact])
         lowers = outcome.format == self.policy.compute
+        if OPERATIONS.get(equation.primitive.name) in _LOWERED:
+            self._note(equation, name, outcome, cells)
         dtype = self.compute if lowers else FLOAT32
+        keeps = lowers and equation.params.get("preferred_element_type") == FLOAT32 and unstable.chose_output(equation)
+        held, value = (FLOAT32, Value("strong", name)) if keeps else (dtype, outcome.output)
         if self.recorder is not None:
             self.recorder.add(equation, name, path, decision, outcome, cells, dtype)
         if outcome.format == AS_WRITTEN:
             results = unstable.bound(equation, [cell.restored() for cell in cells])
         else:
-            self.lowered = self.lowered or lowers
+            self.noted.lowered = self.noted.lowered or lowers
             with _refusals(equation, decision, dtype):
-                results = bound_low(equation, cells, dtype) if lowers else bound_wide(equation, cells)
+                results = bound_low(equation, cells, dtype, held) if lowers else bound_wide(equation, cells)
         return [
-            _result(variable, result, outcome.output, dtype)
-            for variable, result in zip(equation.outvars, results, strict=True)
+            _result(variable, result, value, held) for variable, result in zip(equation.outvars, results, strict=True)
         ]
 
     def _decide(self, name: str, path: str) -> Decision:
         key = (name, path)
-        if key not in self._decisions:
-            self._decisions[key] = decide(self.policy.rules, *key)
-        return self._decisions[key]
+        if key not in self.noted.decisions:
+            own = decide(self.policy.rules, *key)
+            self.noted.decisions[key] = Decision("full", IN_FLOAT32) if _is_held(name, path) else own
+        return self.noted.decisions[key]
+
+    def _note(self, equation: Any, name: str, outcome: Flow, cells: Sequence[Cell]) -> None:
+        """Take down what became of an operation that the table lowers."""
+        dtypes = {cell.dtype for cell in cells if cell.inexact}
+        if outcome.format == AS_WRITTEN and any(dtype.itemsize <= 2 for dtype in dtypes):  # so the user wrote it
+            self.noted.lowered = True
+        elif outcome.format != self.policy.compute and dtypes:
+            self.noted.not_lowered.setdefault(outcome.reason, f"{name} at {unstable.source_line(equation)}")
 
     def _outcome(self, equation: Any, name: str, decision: Decision, inputs: list[Value]) -> Flow:
         if not inputs:
@@ -129,6 +178,12 @@ class Interpreter:
         if magnitude not in self._constants:
             self._constants[magnitude] = constant([magnitude], self.policy.compute)
         return Cell.given(array, declared, self._constants[magnitude])
+
+
+def _is_held(name: str, path: str) -> bool:
+    """Whether an operation stands in a part that the user keeps in float32 by an autocast of its own."""
+    entry = CANONICAL.get(name)
+    return unstable.ISLAND in path and entry is not None and entry.op_class != "keep"
 
 
 def _magnitude(array: Any) -> float:

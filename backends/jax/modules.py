@@ -7,8 +7,10 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 import jax
+import jax.numpy as jnp
 
 from polyamp.backends.jax import trees
+from polyamp.backends.jax.dtypes import is_floating
 
 
 class Model(Protocol):
@@ -22,8 +24,8 @@ class Model(Protocol):
     def changes(self, built: Any) -> Any:
         """Pytree of what the loss function changed in what it took."""
 
-    def accept(self, changes: Any) -> None:
-        """Take these changes on."""
+    def accept(self, changes: Any, finite: Any) -> None:
+        """Take these changes on; those of floating-point values only where ``finite`` holds."""
 
 
 class PytreeModel:
@@ -39,7 +41,7 @@ class PytreeModel:
     def changes(self, built: Any) -> None:
         return None
 
-    def accept(self, changes: None) -> None:
+    def accept(self, changes: None, finite: Any) -> None:
         """Nothing to take on."""
 
 
@@ -63,8 +65,30 @@ class NnxModel:
     def changes(self, built: Any) -> Any:
         return self.nnx.state(built, self.nnx.Not(self.nnx.Param))
 
-    def accept(self, changes: Any) -> None:
-        self.nnx.update(self.module, changes)
+    def accept(self, changes: Any, finite: Any) -> None:
+        self.nnx.update(self.module, changes if finite is True else self._kept(changes, finite))
+
+    def _kept(self, changes: Any, finite: Any) -> Any:
+        """The changes with the old statistics where the gradients overflowed: that step is going to be skipped.
+
+        Counters of random numbers go on, and what the function has added stays.
+        """
+        old = dict(self.nnx.to_flat_state(self.others))
+
+        def kept(path: Any, variable: Any) -> Any:
+            before = old.get(path)
+            if before is None or len(jax.tree.leaves(before)) != len(jax.tree.leaves(variable)):
+                return variable
+            return jax.tree.map(lambda new, was: _statistic(finite, new, was), variable, before)
+
+        flat = self.nnx.to_flat_state(changes)
+        return self.nnx.from_flat_state([(path, kept(path, variable)) for path, variable in flat])
+
+
+def _statistic(finite: Any, new: Any, old: Any) -> Any:
+    if new is old or not (is_floating(new) and is_floating(old) and new.shape == old.shape):
+        return new
+    return jnp.where(finite, new, old)
 
 
 def model_of(params: Any) -> Model:

@@ -124,7 +124,7 @@ OPERATIONS: dict[str, str] = by_native_name(
         "random_clone random_gamma rng_bit_generator rng_uniform",
         "complex_part": "real imag conj",
         "variable": "get swap addupdate",
-        "call": "jit closed_call call remat2 custom_jvp_call custom_vjp_call shard_map",
+        "call": "jit closed_call call remat2 remat_opt custom_jvp_call custom_vjp_call custom_vmap_call shard_map",
         "cond": "cond",
         "while_loop": "while",
         "scan": "scan",

@@ -48,6 +48,8 @@ class Program:
     def run(self, interpreter: Interpreter, arrays: Sequence[Any]) -> list[Any]:
         """The arrays of the results, in their declared types."""
         jaxpr, _ = unstable.opened(self.closed)
+        if interpreter.recorder is None:
+            interpreter.calls.count(self.closed)
         cells = [Cell.given(array, unstable.dtype_in(var)) for array, var in zip(arrays, jaxpr.invars, strict=True)]
         outputs = interpreter.run(self.closed, cells, "")
         return [_as_traced(cell, variable) for cell, variable in zip(outputs, jaxpr.outvars, strict=True)]
@@ -78,7 +80,7 @@ class Program:
 
         try:
             residuals = jax.tree.leaves(jax.eval_shape(kept, self.specs))
-        except (TypeError, ValueError, NotImplementedError):  # such as a while loop, or a rule that is missing
+        except Exception:  # such as of a while loop, or whatever a rule of the user's raises for what it does not take
             return None
         return sum(int(leaf.size) * int(leaf.dtype.itemsize) for leaf in residuals)
 

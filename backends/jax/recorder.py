@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from polyamp.backends.jax import unstable
 from polyamp.backends.jax.cells import FLOAT32, Cell
@@ -13,21 +13,31 @@ from polyamp.flow import AS_WRITTEN, Flow
 from polyamp.plan import PlannedOperation
 from polyamp.rules import Decision
 
+if TYPE_CHECKING:
+    from polyamp.backends.jax.regions import Regions
+
 
 class Recorder:
     """The operations of one run, in their order.
 
     JAX may trace the body of a loop or a rule more than once; what an earlier trace took down is then dropped.
+
+    Args:
+        regions: the parts of the program that run under an autocast of their own, whose operations stand in the place
+            of their equations.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, regions: Regions | None = None) -> None:
         self.operations: list[PlannedOperation] = []
         self._times = 1
+        self._regions = regions
+        self._placed: dict[int, int] = {}  # regions, and where their operations begin
 
     @contextmanager
     def repeated(self, mark: int, times: int = 1) -> Iterator[None]:
         """A body that runs so many times; ``mark`` is the number of operations before it."""
         del self.operations[mark:]
+        self._placed = {index: begin for index, begin in self._placed.items() if begin < mark}
         before, self._times = self._times, self._times * times
         try:
             yield
@@ -45,6 +55,10 @@ class Recorder:
         dtype: Any,
     ) -> None:
         """Take down one operation, before its inputs are cast."""
+        region = self._regions.of(path) if self._regions else None
+        if self._regions is not None and region is not None:
+            self._place(region, self._regions.found[region].operations)
+            return
         as_written = outcome.format == AS_WRITTEN
         wanted = [cell.declared if as_written or not cell.inexact else dtype for cell in cells]
         cast = [(cell.array, cell.dtype, to) for cell, to in zip(cells, wanted, strict=True) if cell.dtype != to]
@@ -56,7 +70,7 @@ class Recorder:
             PlannedOperation(
                 name,
                 equation.primitive.name,
-                f"{path} {unstable.source_line(equation)}".strip(),
+                f"{unstable.without_island(path)} {unstable.source_line(equation)}".strip(),
                 decision.op_class,
                 outcome.format,
                 outcome.reason,
@@ -68,6 +82,11 @@ class Recorder:
                 + sum(map(_bytes, outputs)),
             )
         )
+
+    def _place(self, region: int, operations: Sequence[PlannedOperation]) -> None:
+        if region not in self._placed:
+            self._placed[region] = len(self.operations)
+            self.operations += [op._replace(times=op.times * self._times) for op in operations]
 
 
 def _is_float32(aval: Any) -> bool:

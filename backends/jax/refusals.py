@@ -9,7 +9,7 @@ from types import FrameType
 
 import jax
 
-from polyamp.errors import UsageError
+from polyamp.errors import InvalidTypeError, UsageError
 
 BRANCHES = (
     jax.errors.ConcretizationTypeError,
@@ -46,6 +46,25 @@ def refusals() -> Iterator[None]:
             allowed="modules that are given to the function",
             fix="give the module as an argument: autocast(lambda model, x: model(x), policy)(model, x)",
         ) from error
+
+
+def check_function(fn: object, *, where: str) -> None:
+    """Refuse what cannot be called, such as an array.
+
+    Raises:
+        InvalidTypeError: it cannot.
+    """
+    if callable(fn):
+        return
+    shape, dtype = getattr(fn, "shape", None), getattr(fn, "dtype", None)
+    about = f" of {dtype}{list(shape)}" if shape is not None and dtype is not None else ""
+    raise InvalidTypeError(
+        "no function",
+        where=where,
+        found=f"{type(fn).__module__}.{type(fn).__qualname__}{about}",
+        allowed="a function of arrays and pytrees: a model's apply, a loss",
+        fix="give the function, and call what comes back with the arrays; policy.cast_to_compute(tree) casts arrays",
+    )
 
 
 def _user_line(error: BaseException) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, NamedTuple, TypeGuard
 
@@ -11,7 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from polyamp.errors import UsageError
+from polyamp.backends.jax.refusals import users_level
+from polyamp.errors import UsageError, warn_once
 from polyamp.limits import report_limits
 from polyamp.loss_scale import TYPES, LossScale, LossScaleState
 from polyamp.result import StepResult
@@ -109,6 +111,8 @@ def find_state(holder: Any) -> LossScaleOptState:
     if len(found) == 1:
         if found[0].config.check and _accumulates_before(holder):
             raise _accumulated_unchecked()
+        if found[0].config.check and (before := _standing_before(holder)):
+            warn_once(_SEES_SCALED.format(before), stacklevel=users_level())
         return found[0]
     raise UsageError(
         "several states of wrapped optimizers in here" if found else "no state of a wrapped optimizer in here",
@@ -127,6 +131,32 @@ def _accumulates_before(holder: Any) -> bool:
         return False
     nodes = jax.tree.leaves(holder, is_leaf=lambda node: isinstance(node, optax.MultiStepsState | LossScaleOptState))
     return any(isinstance(node, optax.MultiStepsState) and holds_state(node) for node in nodes)
+
+
+def _standing_before(holder: Any) -> str:
+    """States of what stands before the wrapped optimizer in ``optax.chain`` or ``named_chain``, as far as they tell."""
+    found: list[str] = []
+
+    def look(node: Any) -> bool:
+        states = list(node.values()) if type(node) is OrderedDict else node if type(node) is tuple else ()
+        own = next((index for index, state in enumerate(states) if _is_state(state)), 0)
+        found.extend(type(state).__name__ for state in states[:own] if _is_of_optax(state))
+        return _is_state(node)
+
+    jax.tree.leaves(holder, is_leaf=look)
+    return ", ".join(dict.fromkeys(found))
+
+
+def _is_of_optax(state: object) -> bool:
+    """Whether this is the state of one optax transformation."""
+    return isinstance(state, tuple) and type(state).__module__.partition(".")[0] == "optax"
+
+
+_SEES_SCALED = (
+    "a transformation stands before the wrapped optimizer in optax.chain (its state: {}): it gets gradients that are "
+    "still multiplied by the loss scale, so that clipping, noise and weight decay there are wrong. Wrap the whole "
+    "chain, polyamp.wrap_optimizer(optax.chain(...), policy), or clip by its max_grad_norm=."
+)
 
 
 def _accumulated_unchecked() -> UsageError:

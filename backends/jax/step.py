@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -13,7 +14,7 @@ import jax.numpy as jnp
 from polyamp.backends.jax import marks, trees
 from polyamp.backends.jax.dtypes import is_low, is_traced
 from polyamp.backends.jax.state import LossScaleOptState, holds_state, initial_scalars, state_type
-from polyamp.errors import StateError, UsageError
+from polyamp.errors import InvalidValueError, StateError, UsageError
 from polyamp.limits import report_limits
 from polyamp.loss_scale import LossScale, advance, on_host
 from polyamp.refusals import wrapped_already
@@ -73,7 +74,8 @@ class Step:
             return trees.zero_updates(template), state.inner_state, state.master_weights
 
         finite = self._finite(grads)
-        updates, inner_state, masters = self._choose(finite, taken, skipped)
+        with _telling(grads, params):
+            updates, inner_state, masters = self._choose(finite, taken, skipped)
         return updates, self._advanced(state, finite, inner_state, masters)
 
     def apply(self, grads: Any, state: LossScaleOptState, params: Any, **extra: Any) -> tuple[Any, LossScaleOptState]:
@@ -89,7 +91,8 @@ class Step:
             return trained, state.inner_state, state.master_weights
 
         finite = self._finite(grads)
-        new, inner_state, masters = self._choose(finite, taken, skipped)
+        with _telling(grads, trained):
+            new, inner_state, masters = self._choose(finite, taken, skipped)
         return trees.merged(new, params), self._advanced(state, finite, inner_state, masters)
 
     def _checked(self, grads: Any, state: LossScaleOptState, params: Any) -> tuple[Any, Any]:
@@ -149,6 +152,33 @@ class Step:
         if not is_traced(scalars.scale):
             report_limits(self.config, on_host(scalars))
         return state_type(self.config)(*scalars, inner_state, masters)
+
+
+@contextmanager
+def _telling(grads: Any, params: Any) -> Iterator[None]:
+    """What JAX says of trees that do not fit each other, in words that name the two.
+
+    The gradients may differ from the parameters, as those of ``optax.lookahead`` do, so it is the optimizer that tells.
+    """
+    try:
+        yield
+    except (ValueError, TypeError) as error:
+        own, wanted = str(jax.tree.structure(grads)), str(jax.tree.structure(params))
+        if params is None or own == wanted:
+            raise
+        raise InvalidValueError(
+            "the gradients have another structure than the parameters",
+            where="tx.update(grads, state, params)",
+            found=_difference(grads, params) or own,
+            allowed=f"the structure of the parameters: {wanted}",
+            fix="give the gradients that value_and_grad returned, and the parameters that they are of",
+        ) from error
+
+
+def _difference(grads: Any, params: Any) -> str:
+    own, wanted = ([marks.name_of(path) for path, _ in jax.tree.leaves_with_path(tree)] for tree in (grads, params))
+    parts = {"no gradient of": set(wanted) - set(own), "a gradient of": set(own) - set(wanted)}
+    return "; ".join(f"{what} {', '.join(sorted(names))}" for what, names in parts.items() if names)
 
 
 def _updated(grads: Any, params: Any) -> Any:

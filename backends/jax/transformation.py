@@ -50,7 +50,8 @@ def wrap(
         raise no_optimizer(tx, allowed="optax.GradientTransformation, such as optax.adam(1e-3)")
     check_master_weights(master_weights)
     masters = master_weights is not False
-    step = Step(optax.with_extra_args_support(tx), config, max_grad_norm, axis_name, masters, _known(skip))
+    inner, settings = optax.with_extra_args_support(tx), config.in_float32()  # as the state's scalars are
+    step = Step(inner, settings, max_grad_norm, axis_name, masters, _known(skip))
     return LossScaled(step.init, step.update)
 
 

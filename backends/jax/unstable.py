@@ -6,8 +6,9 @@ parameters of primitives; where releases differ, it is handled here and nowhere 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import jax
@@ -84,6 +85,22 @@ def bound(equation: Any, arrays: Sequence[Any], params: dict[str, Any] | None = 
     return list(results) if primitive.multiple_results else [results]
 
 
+def batching_rule(equation: Any) -> tuple[Any, Callable[..., tuple[list[Any], list[bool]]]]:
+    """What a function with its own rule for ``vmap`` computes, and that rule on flat arrays.
+
+    The rule gives the outputs, and which of them are batched.
+    """
+    params = equation.params
+    in_tree = params["in_tree"]
+
+    def rule(size: int, batched: Sequence[bool], *arrays: Any) -> tuple[list[Any], list[bool]]:
+        given, told = (jax.tree.unflatten(in_tree, each) for each in (arrays, batched))
+        outputs, are_batched = params["rule"](size, list(told), *given)
+        return jax.tree.leaves(outputs), jax.tree.leaves(are_batched)
+
+    return params["call"], rule
+
+
 def _call_parts(equation: Any) -> tuple[dict[str, Any], Sequence[Any]]:
     """Parameters to bind a call with, and functions to give before its arguments; since 0.10 they are parameters."""
     parts = equation.primitive.get_bind_params(equation.params)
@@ -115,17 +132,57 @@ def scopes(equation: Any) -> str:
     """The named scopes of an equation, joined by ``/``, without the names of transformations such as ``jvp``.
 
     What comes after one transformation in another may name the same scopes again: ``transpose(jvp(a))/jvp(a)`` is
-    ``a``.
+    ``a``. `ISLAND` is none of the user's.
     """
     path: list[str] = []
     group: list[str] = []
     for entry in (*equation.source_info.name_stack.stack, None):
         if type(entry).__name__ == "Scope":
-            group.append(entry.name)
+            group += [entry.name] if entry.name != ISLAND else []
         else:
             path = group if path == group[: len(path)] else path + group
             group = []
     return "/".join(path)
+
+
+ISLAND = "polyamp_float32"  # the scope of what an autocast to float32 keeps out of any other around it
+
+
+def island(equation: Any) -> str:
+    """`ISLAND` where that is among the named scopes of an equation; else empty."""
+    stack = equation.source_info.name_stack.stack
+    return ISLAND if any(entry.name == ISLAND for entry in stack) else ""
+
+
+def without_island(path: str) -> str:
+    """A path of scopes without `ISLAND`, as the user knows it.
+
+    >>> without_island("body/polyamp_float32/dense")
+    'body/dense'
+    """
+    return "/".join(part for part in path.split("/") if part not in ("", ISLAND))
+
+
+_TRACED = getattr(jax, "make_user_context", lambda default: lambda value: nullcontext())(None)  # JAX 0.9 has it not
+_TRACES = itertools.count()
+
+
+def traced_anew() -> AbstractContextManager[None]:
+    """What is traced in here is traced by its Python function, though ``jax.jit`` keeps an earlier trace of it."""
+    context: AbstractContextManager[None] = _TRACED(next(_TRACES))
+    return context
+
+
+def users_line(equation: Any) -> str:
+    """The innermost line of the user's own program that an equation comes from, such as ``train.py:12``.
+
+    Unlike `source_line` it passes over optax, flax and polyamp.
+    """
+    traceback = equation.source_info.traceback
+    for frame in traceback.frames if traceback else ():
+        if not any(part in frame.file_name for part in _LIBRARIES):
+            return f"{frame.file_name.replace(chr(92), '/').rpartition('/')[2]}:{frame.line_num}"
+    return source_line(equation)
 
 
 def library_function(equation: Any) -> str:
@@ -219,6 +276,16 @@ def fingerprint(closed: Any) -> str:
     return text
 
 
+def text_of(closed: Any) -> str:
+    """A text that is the same for jaxprs that compute the same; empty where a text cannot tell.
+
+    It shows neither what constants hold nor what functions in parameters do, such as the rules of custom derivatives.
+    """
+    jaxpr, constants = opened(closed)
+    text = "" if constants else str(jaxpr)
+    return "" if "custom_" in text or "callback" in text or "<function" in text else text
+
+
 def specs_of_results(closed: Any) -> list[Any]:
     """What stands for the results of a jaxpr: shape and dtype of each."""
     jaxpr, _ = opened(closed)
@@ -244,4 +311,28 @@ def users_cast(equation: Any) -> str:
     return ""
 
 
+def chose_output(equation: Any) -> bool:
+    """Whether a program gave a product's ``preferred_element_type`` itself: ``jax.numpy`` always gives one.
+
+    Who called for a product is only in its traceback.
+    """
+    traceback = equation.source_info.traceback
+    called = False
+    for frame in traceback.frames if traceback else ():
+        if "/jax/_src/lax/" in frame.file_name:
+            called = called or frame.function_name in _PRODUCTS
+        elif "/jax/_src/" not in frame.file_name:
+            return called
+        elif any(part in frame.file_name for part in _CALLERS):
+            return False
+    return False
+
+
+_PRODUCTS = ("dot_general", "dot", "conv_general_dilated", "ragged_dot", "ragged_dot_general", "batch_matmul")
+_CALLERS = ("/jax/_src/numpy/", "/jax/_src/nn/", "/jax/_src/scipy/")
+_LIBRARIES = (
+    *(f"/{name}/" for name in ("jax", "jaxlib", "optax", "flax", "equinox", "haiku", "chex", "polyamp/backends")),
+    "/backends/jax/",
+    "/lib/python3.",
+)
 _NOT_USERS = ("/jax/_src/", "/jax/numpy/", "/polyamp/backends/", "/backends/jax/")

@@ -7,6 +7,7 @@ import itertools
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from polyamp import registry
 from polyamp.diagnosis.health import Health, health
 from polyamp.diagnosis.monitor import HealthMonitor, check_count, wrong_type
 from polyamp.diagnosis.verbs import diagnose
@@ -16,6 +17,7 @@ from polyamp.policy import Policy
 from polyamp.policy import policy as make_policy
 
 Step = TypeVar("Step", bound=Callable[..., Any])
+Result = TypeVar("Result")
 
 
 def watch(
@@ -47,8 +49,9 @@ def watch(
 
     Args:
         step: a training step, as `polyamp.diagnose` takes it.
-        holder: what `polyamp.health` takes: the wrapped optimizer or the loss scaler. None is the step's arguments, for
-            JAX, where the state is one of them; donated buffers are read while they are still there.
+        holder: what `polyamp.health` takes: the wrapped optimizer or the loss scaler. In JAX, where states are values,
+            the optimizer, its state or None, all the same: the state is looked for among the step's arguments, and
+            else in what it returned last; donated buffers are read while they are still there.
         after: skipped steps in a row that are worth a look.
         monitor: called at every call too.
         on_verdict: what is to have the verdict; None gives it as a `PolyampWarning`.
@@ -58,26 +61,59 @@ def watch(
     Raises:
         InvalidTypeError: ``step`` or ``on_verdict`` cannot be called, ``after`` is no integer, ``monitor`` no monitor.
         InvalidValueError: ``after`` is less than 1, or the policy unknown.
-        UsageError: at the first look, where there is no holder and the arguments hold no loss scale.
+        UsageError: at the first look, where nothing holds a loss scale.
     """
     _check(step, monitor, on_verdict)
     check_count("after", after, where="watch(after=)")
     chosen = None if policy is None else make_policy(policy)
     explain = Explainer(functools.partial(diagnose, step, policy=chosen, **options), on_verdict)
-    calls = itertools.count(1)
+    calls, place = itertools.count(1), _Place(holder)
 
     @functools.wraps(step)
     def watched(*args: Any, **kwargs: Any) -> Any:
-        where = (args, kwargs) if holder is None else holder
+        where = place.of((args, kwargs))
         if monitor is not None:
             monitor(where)
         if next(calls) % after == 0:
             found = _look(where)
             if found.skipped_in_a_row >= after:
                 explain(found, *args, **kwargs)
-        return step(*args, **kwargs)
+        return place.after(step(*args, **kwargs))
 
     return watched  # type: ignore[return-value]
+
+
+class _Place:
+    """Where the loss scale is: in an optimizer or a scaler that changes, or in the values that go around.
+
+    >>> class Optimizer: ...
+    >>> one = Optimizer()
+    >>> _Place(one).of(((1,), {})) is one
+    True
+    """
+
+    def __init__(self, holder: Any) -> None:
+        self._holder = holder
+        self._goes_around = holder is None or hasattr(registry.adapter_within(holder), "holds_loss_scale")
+        self._keeps = False
+        self._returned: Any = None
+
+    def of(self, call: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
+        """What holds the loss scale at a call; the call itself where nothing does. Waits for no device."""
+        if not self._goes_around:
+            return self._holder
+        self._keeps = not _holds_scale(call)
+        return next(filter(_holds_scale, (call, self._returned, self._holder)), call)
+
+    def after(self, result: Result) -> Result:
+        """What the step returned, kept where its arguments hold no loss scale."""
+        self._returned = result if self._keeps else None
+        return result
+
+
+def _holds_scale(found: Any) -> bool:
+    adapter = registry.adapter_within(found)
+    return adapter is not None and hasattr(adapter, "holds_loss_scale") and bool(adapter.holds_loss_scale(found))
 
 
 class Explainer:
@@ -122,8 +158,8 @@ def _look(holder: Any) -> Health:
             "no loss scale to watch",
             where="watch(step, holder=)",
             found=str(error).partition("\n")[0],
-            allowed="a wrapped optimizer or a loss scaler; in JAX, one optimizer state among the step's arguments",
-            fix="give it: polyamp.watch(step, optimizer)",
+            allowed="a wrapped optimizer or a loss scaler; in JAX, one state among the step's arguments or results",
+            fix="give it, polyamp.watch(step, optimizer); in JAX let the step take and return its optimizer state",
         ) from error
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from typing import Any
 
 import jax
@@ -12,7 +13,10 @@ import optax
 import pytest
 
 import polyamp
+import polyamp.backends.jax as amp
 from polyamp import current_policy, scale_loss, value_and_grad
+
+pytestmark = pytest.mark.filterwarnings("ignore:autocast to .* changed nothing")  # these losses are of no products
 
 SCALE = 2.0**8
 POLICY = polyamp.policy("mixed_float16", loss_scale=polyamp.LossScale(init=SCALE))
@@ -135,9 +139,8 @@ BAD_LOSSES = {
     "vector": (jnp.ones(3), polyamp.InvalidValueError),
     "pair": ((jnp.float32(1), jnp.float32(2)), polyamp.InvalidTypeError),
     "none": (None, polyamp.InvalidTypeError),
-    "inf": (jnp.float32(jnp.inf), polyamp.NonFiniteLossError),
-    "nan": (jnp.float16(jnp.nan), polyamp.NonFiniteLossError),
 }
+NON_FINITE = {"inf": jnp.float32(jnp.inf), "-inf": jnp.float32(-jnp.inf), "nan": jnp.float16(jnp.nan)}
 
 
 @pytest.mark.parametrize("name", BAD_LOSSES)
@@ -156,6 +159,42 @@ def test_bad_losses_are_refused_while_tracing(name: str) -> None:
         jax.jit(lambda w: value_and_grad(loss_returning(value), POLICY)(STATE, {"w": w}))(jnp.ones(4))
 
 
+@pytest.mark.parametrize("name", NON_FINITE)
+def test_a_loss_that_is_not_finite_skips_the_step_with_one_warning(name: str) -> None:
+    """Also where its gradients are finite, as those of a loss plus inf are."""
+    params = {"w": PARAMS["w"]}
+    state = TX.init(params)
+    with pytest.warns(polyamp.PolyampWarning, match="not finite before scaling: a smaller loss scale cannot help"):
+        loss, grads = value_and_grad(loss_returning(NON_FINITE[name]), POLICY)(state, params)
+    new, state = amp.apply_gradients(TX, grads, state, params)
+    assert not np.isfinite(loss)
+    assert not state.last_step
+    assert new["w"].tolist() == params["w"].tolist()
+    with warnings.catch_warnings(record=True) as again:
+        warnings.simplefilter("always")
+        value_and_grad(loss_returning(NON_FINITE[name]), POLICY)(state, params)
+    assert not again
+
+
+@pytest.mark.parametrize("name", NON_FINITE)
+def test_a_scaled_loss_that_is_not_finite_has_gradients_that_are_not(name: str) -> None:
+    loss = NON_FINITE[name]
+    assert not np.isfinite(jax.grad(lambda w: scale_loss(w + loss, STATE))(jnp.float32(1)))
+    with pytest.warns(polyamp.PolyampWarning, match="not finite"):
+        assert not np.isfinite(scale_loss(loss, STATE))
+
+
+@pytest.mark.parametrize("name", NON_FINITE)
+def test_a_loss_that_is_not_finite_raises_where_that_is_asked_for(name: str) -> None:
+    state = polyamp.wrap_optimizer(optax.sgd(0.1), POLICY, loss_scale=polyamp.LossScale(nonfinite_loss="raise")).init(
+        PARAMS
+    )
+    with pytest.raises(polyamp.NonFiniteLossError, match=r"polyamp\.diagnose"):
+        value_and_grad(loss_returning(NON_FINITE[name]), POLICY)(state, PARAMS)
+    with pytest.raises(polyamp.NonFiniteLossError):
+        scale_loss(NON_FINITE[name], state)
+
+
 def test_non_finite_loss_inside_jit_skips_the_step_and_shows_itself() -> None:
     @jax.jit
     def step(w: Any, opt_state: Any) -> Any:
@@ -169,7 +208,7 @@ def test_non_finite_loss_inside_jit_skips_the_step_and_shows_itself() -> None:
 
 def test_without_scaling_a_non_finite_loss_is_not_looked_at() -> None:
     opt_state = polyamp.wrap_optimizer(optax.sgd(0.1), "float32").init(PARAMS)
-    loss, _ = value_and_grad(loss_returning(BAD_LOSSES["inf"][0]), "float32")(opt_state, PARAMS)
+    loss, _ = value_and_grad(loss_returning(NON_FINITE["inf"]), "float32")(opt_state, PARAMS)
     assert np.isinf(loss)
 
 
@@ -182,3 +221,74 @@ def test_aux_that_is_missing_is_told() -> None:
 def test_state_without_one_loss_scale_is_refused(state: Any) -> None:
     with pytest.raises(polyamp.UsageError, match="wrap the outermost optimizer"):
         value_and_grad(mean_product, POLICY)(state, PARAMS, 1.0)
+
+
+# Which arguments are differentiated.
+
+
+def two_factors(a: Any, x: Any, b: Any = None) -> jax.Array:
+    return jnp.square(x @ a["w"] @ b["w"]).mean()
+
+
+def factors() -> tuple[Any, Any, Any]:
+    return {"w": jnp.ones((4, 3)), "name": "a"}, jnp.full((2, 4), 0.5), {"w": jnp.full((3, 1), 2.0)}
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("argnums", [0, 1, 2, -1, (0,), (0, 2), (2, 0), [0, 2], (0, 1, 2)])
+def test_argnums_are_those_of_jax(argnums: Any, compiled: bool) -> None:
+    a, x, b = factors()
+    plain_args = ({"w": a["w"]}, x, b)
+    loss, grads = jax.value_and_grad(two_factors, tuple(argnums) if isinstance(argnums, list) else argnums)(*plain_args)
+    run = amp.value_and_grad(two_factors, POLICY, argnums=argnums)
+    found_loss, found = (
+        jax.jit(lambda w, x, b: run(STATE, {"w": w}, x, b))(a["w"], x, b) if compiled else run(STATE, *plain_args)
+    )
+    assert float(found_loss) == pytest.approx(float(loss), rel=1e-3)
+    assert jax.tree.structure(found) == jax.tree.structure(grads)
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(grads), strict=True):
+        np.testing.assert_allclose(one / SCALE, other, rtol=1e-2)
+
+
+def test_what_is_no_array_has_no_gradient_in_any_argument() -> None:
+    _, (of_a, of_b) = amp.value_and_grad(two_factors, POLICY, argnums=(0, 2))(STATE, *factors())
+    assert of_a["name"] is None
+    assert of_b["w"].shape == (3, 1)
+
+
+@pytest.mark.parametrize("argnums", [3, -4, (0, 3), (0, 0), (0, -3)])
+def test_positions_that_are_none_are_refused(argnums: Any) -> None:
+    with pytest.raises(polyamp.InvalidValueError, match="argnums"):
+        amp.value_and_grad(two_factors, POLICY, argnums=argnums)(STATE, *factors())
+
+
+@pytest.mark.parametrize("argnums", ["a", 1.0, None, (), ("a",), True])
+def test_argnums_that_are_no_integers_are_refused(argnums: Any) -> None:
+    with pytest.raises(polyamp.InvalidTypeError, match="argnums"):
+        amp.value_and_grad(two_factors, POLICY, argnums=argnums)
+
+
+# Gradients that are not those of the parameters.
+
+TREES = {
+    "missing": {"w": jnp.ones(2)},
+    "another name": {"w": jnp.ones(2), "c": jnp.ones(3)},
+    "one more": {"w": jnp.ones(2), "b": jnp.ones(3), "c": jnp.ones(1)},
+    "a list": [jnp.ones(2), jnp.ones(3)],
+    "an array": jnp.ones(2),
+}
+
+
+@pytest.mark.parametrize("step", ["update", "apply_gradients", "compiled"])
+@pytest.mark.parametrize("name", TREES)
+def test_a_gradient_tree_of_another_structure_is_refused(name: str, step: str) -> None:
+    params = {"w": jnp.ones(2), "b": jnp.ones(3)}
+    tx = polyamp.wrap_optimizer(optax.adam(0.1), POLICY)
+    state = tx.init(params)
+    by = {
+        "update": tx.update,
+        "apply_gradients": lambda grads, state, params: amp.apply_gradients(tx, grads, state, params),
+        "compiled": jax.jit(tx.update),
+    }
+    with pytest.raises(polyamp.InvalidValueError, match="another structure than the parameters"):
+        by[step](TREES[name], state, params)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import pickle
 from pathlib import Path
 from typing import Any
@@ -207,3 +208,32 @@ def test_state_prints_and_replaces_like_a_named_tuple(trained: Any) -> None:
 def test_settings_are_part_of_the_tree_structure() -> None:
     other = polyamp.wrap_optimizer(optax.adam(0.1), "O2", loss_scale=polyamp.LossScale())
     assert jax.tree.structure(other.init(PARAMS)) != jax.tree.structure(TX.init(PARAMS))
+
+
+# Settings that are no float32 numbers, and states of other frameworks.
+
+UNEVEN = {
+    "fixed": polyamp.LossScale.fixed(0.1),
+    "fixed, large": polyamp.LossScale.fixed(1000.1),
+    "at its smallest": polyamp.LossScale(init=1e-4, min=1e-4, on_min="ignore"),
+    "at its largest": polyamp.LossScale(init=1e30, max=1e30),
+    "growth": polyamp.LossScale(growth=1.1, backoff=0.9),
+}
+
+
+@pytest.mark.parametrize("name", UNEVEN)
+def test_saved_scales_load_where_settings_are_no_float32_numbers(name: str) -> None:
+    tx = polyamp.wrap_optimizer(optax.sgd(0.1), "mixed_float16", loss_scale=UNEVEN[name])
+    state = tx.init(jnp.ones(2))
+    for value in (jnp.inf, 1.0, jnp.inf):
+        _, state = tx.update(jnp.full(2, value), state, jnp.ones(2))
+        saved = json.loads(json.dumps(polyamp.save_loss_scale(state)))
+        loaded = polyamp.load_loss_scale(tx.init(jnp.ones(2)), saved)
+        assert polyamp.save_loss_scale(loaded) == saved
+        assert loaded.scalars == state.scalars
+
+
+@pytest.mark.parametrize("setting", [{"growth": 1 + 1e-9}, {"backoff": 1 - 1e-12}])
+def test_settings_that_float32_rounds_to_nonsense_are_refused(setting: Any) -> None:
+    with pytest.raises(polyamp.InvalidValueError, match=next(iter(setting))):
+        polyamp.wrap_optimizer(optax.sgd(0.1), "mixed_float16", loss_scale=polyamp.LossScale(**setting))

@@ -12,7 +12,7 @@ import numpy as np
 from polyamp.backends.jax import marks, unstable
 from polyamp.backends.jax.autocast import run_autocasted
 from polyamp.backends.jax.dtypes import is_array, is_floating
-from polyamp.backends.jax.gradients import value_and_grad
+from polyamp.backends.jax.gradients import unreported
 from polyamp.backends.jax.modules import as_pure
 from polyamp.backends.jax.program import Program
 from polyamp.backends.jax.state import find_state, holds_state, initial_scalars, state_type
@@ -110,7 +110,7 @@ class _Trace:
 
 def _differentiated(fn: Function, policy: Policy, *, has_aux: bool) -> Function:
     def differentiated(*args: Any, **kwargs: Any) -> Any:
-        loss, grads = value_and_grad(fn, policy, has_aux)(*args, **kwargs)
+        loss, grads = unreported(fn, policy, has_aux)(*args, **kwargs)
         return {"loss": loss[0] if has_aux else loss, "gradients": [marks.gradients(grads)]}
 
     return differentiated

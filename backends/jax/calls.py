@@ -1,0 +1,137 @@
+"""Functions under ``jax.jit`` that a program calls several times: rewritten once for each way they are called.
+
+JAX compiles such a function once however often it is called, since every call holds the same jaxpr. Run again
+equation by equation, a block of 24 calls would be 24 blocks to trace and compile. So a jaxpr that is called more than
+once is rewritten for the formats that its arguments come in, and all calls with these hold the one that came of it.
+
+Where the output of a block goes straight into the next one, the first is given float32 data, say, and the others 16
+bits: two functions. The output is then handed on in float32, which loses nothing, and one function does for all.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import jax
+
+from polyamp.backends.jax import unstable
+from polyamp.backends.jax.cells import FLOAT32, Cell, held_as_declared
+
+if TYPE_CHECKING:
+    from polyamp.backends.jax.interpreter import Interpreter, Noted
+
+
+class _Rewritten(NamedTuple):
+    """A jaxpr with its formats.
+
+    Attributes:
+        closed: the jaxpr.
+        outputs: what stands for its results.
+        noted: what the interpreter took down on the way.
+    """
+
+    closed: Any
+    outputs: list[Cell]
+    noted: Noted
+
+
+_KNOWN: WeakKeyDictionary[Any, dict[Any, _Rewritten]] = WeakKeyDictionary()
+
+
+class Calls:
+    """The functions that one program calls more than once."""
+
+    def __init__(self) -> None:
+        self._times: Counter[int] = Counter()
+        self._chained: defaultdict[int, set[tuple[int, int]]] = defaultdict(set)  # outputs that are inputs of the next
+
+    def count(self, closed: Any) -> None:
+        """Look through a program, which has to live as long as this."""
+        made: dict[Any, tuple[int, int]] = {}
+        for equation in unstable.opened(closed)[0].eqns:
+            for part in unstable.inner_programs(equation):
+                if not _is_call(equation):
+                    self.count(part)
+                    continue
+                self._times[id(part)] += 1
+                if self._times[id(part)] == 1:
+                    self.count(part)
+                self._chained[id(part)] |= _links(equation, id(part), made)
+
+    def repeat(self, closed: Any) -> bool:
+        """Whether a jaxpr is called more than once."""
+        return self._times[id(closed)] > 1
+
+    def results(self, run: Interpreter, equation: Any, cells: Sequence[Cell], path: str) -> list[Cell]:
+        """The outputs of one such call."""
+        rewritten = self._rewritten(run, equation.params["jaxpr"], cells, path)
+        run.note(rewritten.noted)
+        arrays = [cell.array for cell in cells]
+        results = unstable.bound(equation, arrays, {**equation.params, "jaxpr": rewritten.closed})
+        return [cell.around(array) for cell, array in zip(rewritten.outputs, results, strict=True)]
+
+    def _rewritten(self, run: Interpreter, closed: Any, cells: Sequence[Cell], path: str) -> _Rewritten:
+        known = _KNOWN.setdefault(closed, {})
+        key = (run.policy, run.place(path), tuple(map(_format, cells)))
+        if key not in known:
+            known[key] = _like_one_of(known, _made(run, closed, cells, path, frozenset()))
+        held = frozenset(
+            output
+            for output, own in self._chained[id(closed)]
+            if known[key].outputs[output].value.state == "low" and _is_given(cells[own])
+        )
+        if held and (key, held) not in known:
+            known[key, held] = _like_one_of(known, _made(run, closed, cells, path, held))
+        return known[key, held] if held else known[key]
+
+
+def _made(run: Interpreter, closed: Any, cells: Sequence[Cell], path: str, held: frozenset[int]) -> _Rewritten:
+    """A jaxpr rewritten for arguments in these formats, with some of its outputs held as they are declared."""
+    outputs: list[Cell] = []
+    own = run.apart()
+
+    def body(*arrays: Any) -> list[Any]:
+        inner = [cell.around(array) for cell, array in zip(cells, arrays, strict=True)]
+        found = own.run(closed, inner, path)
+        outputs[:] = [held_as_declared([cell])[0] if place in held else cell for place, cell in enumerate(found)]
+        return [cell.array for cell in outputs]
+
+    jaxpr = unstable.traced(body, *(cell.array for cell in cells))
+    specs = unstable.specs_of_results(jaxpr)
+    return _Rewritten(jaxpr, [cell.around(spec) for cell, spec in zip(outputs, specs, strict=True)], own.noted)
+
+
+def _like_one_of(known: dict[Any, _Rewritten], new: _Rewritten) -> _Rewritten:
+    """What was made before for other formats, if it is the same program and gives the same formats."""
+    text = unstable.text_of(new.closed)
+    return next((old for old in known.values() if text and _is_same(old, new, text)), new)
+
+
+def _is_same(old: _Rewritten, new: _Rewritten, text: str) -> bool:
+    outputs = ([(_format(cell), cell.shared) for cell in one.outputs] for one in (old, new))
+    return operator.eq(*outputs) and unstable.text_of(old.closed) == text
+
+
+def _format(cell: Cell) -> Any:
+    """What tells one argument's format from another's."""
+    return cell.dtype, cell.declared, cell.value, jax.typeof(cell.array)
+
+
+def _is_given(cell: Cell) -> bool:
+    """Whether a value is float32 only because it is declared so."""
+    return cell.dtype == cell.declared == FLOAT32 and cell.value.state == "weak"
+
+
+def _is_call(equation: Any) -> bool:
+    return equation.primitive.name == "jit" and unstable.is_plain_jit(equation.params)
+
+
+def _links(equation: Any, called: int, made: dict[Any, tuple[int, int]]) -> set[tuple[int, int]]:
+    """Which outputs of calls of the same function its inputs are, as (output, input); ``made`` learns its outputs."""
+    inputs = [made.get(atom) if unstable.is_variable(atom) else None for atom in equation.invars]
+    made.update({variable: (called, place) for place, variable in enumerate(equation.outvars)})
+    return {(source[1], place) for place, source in enumerate(inputs) if source is not None and source[0] == called}

@@ -1,0 +1,112 @@
+"""flax NNX modules: batch statistics of a skipped step, several modules, counters that do not count skips."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import polyamp
+
+POLICY = polyamp.policy("mixed_float16", loss_scale=polyamp.LossScale(init=2.0**4))
+
+
+class Model(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.first = nnx.Linear(4, 8, rngs=rngs)
+        self.norm = nnx.BatchNorm(8, momentum=0.5, rngs=rngs)
+        self.dropout = nnx.Dropout(0.25, rngs=rngs)
+        self.last = nnx.Linear(8, 2, rngs=rngs)
+
+    def __call__(self, x: Any) -> Any:
+        return self.last(self.dropout(nnx.relu(self.norm(self.first(x)))))
+
+
+def loss_fn(model: Model, x: Any) -> Any:
+    return jnp.square(model(x)).mean()
+
+
+def statistics(model: Any) -> list[Any]:
+    return [np.asarray(leaf) for leaf in jax.tree.leaves(nnx.state(model, nnx.BatchStat))]
+
+
+def counts(model: Any) -> list[int]:
+    return [int(leaf) for leaf in jax.tree.leaves(nnx.state(model, nnx.RngCount))]
+
+
+def started() -> tuple[Model, Any]:
+    model = Model(nnx.Rngs(0))
+    tx = polyamp.wrap_optimizer(optax.adam(0.1), POLICY)
+    return model, nnx.Optimizer(model, tx, wrt=nnx.Param)
+
+
+def step(model: Any, optimizer: Any, x: Any) -> Any:
+    loss, grads = polyamp.value_and_grad(loss_fn, POLICY)(optimizer.opt_state, model, x)
+    optimizer.update(model, grads)
+    return loss
+
+
+GOOD = jax.random.normal(jax.random.key(1), (16, 4))
+OVERFLOWING = GOOD.at[0, 0].set(1e30)
+
+
+@pytest.mark.filterwarnings("ignore:the loss was not finite")
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_skipped_step_leaves_batch_statistics_bit_identical(compiled: bool) -> None:
+    model, optimizer = started()
+    run = nnx.jit(step) if compiled else step
+    run(model, optimizer, GOOD)
+    before, used = statistics(model), counts(model)
+    run(model, optimizer, OVERFLOWING)
+    assert optimizer.opt_state.last_step.skipped_in_a_row == 1
+    assert all(np.array_equal(new, old) for new, old in zip(statistics(model), before, strict=True))
+    assert counts(model) > used  # the next step draws other random numbers
+    run(model, optimizer, GOOD)
+    assert optimizer.opt_state.last_step
+    assert all(np.isfinite(new).all() for new in statistics(model))
+    assert not all(np.array_equal(new, old) for new, old in zip(statistics(model), before, strict=True))
+
+
+def test_statistics_move_as_in_float32_where_steps_are_applied() -> None:
+    model, optimizer = started()
+    other = Model(nnx.Rngs(0))
+    step(model, optimizer, GOOD)
+    nnx.value_and_grad(loss_fn)(other, GOOD)
+    for new, old in zip(statistics(model), statistics(other), strict=True):
+        np.testing.assert_allclose(new, old, rtol=1e-2, atol=1e-3)
+
+
+@pytest.mark.filterwarnings("ignore:the loss was not finite")
+def test_without_scaling_nothing_is_put_back() -> None:
+    """A policy without a check skips nothing, so its statistics go along with its parameters."""
+    model = Model(nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, polyamp.wrap_optimizer(optax.sgd(0.1), "mixed_bfloat16"), wrt=nnx.Param)
+    polyamp.value_and_grad(loss_fn, "mixed_bfloat16")(optimizer.opt_state, model, GOOD.at[0, 0].set(jnp.nan))
+    assert not all(np.isfinite(new).all() for new in statistics(model))
+
+
+def test_modules_by_argnums_are_both_differentiated() -> None:
+    first, second = nnx.Linear(4, 8, rngs=nnx.Rngs(0)), nnx.Linear(8, 2, rngs=nnx.Rngs(1))
+    state = polyamp.wrap_optimizer(optax.sgd(0.1), POLICY).init(nnx.state((first, second), nnx.Param))
+
+    def loss(one: Any, x: Any, other: Any) -> Any:
+        return jnp.square(other(nnx.relu(one(x)))).mean()
+
+    found = polyamp.backends.jax.value_and_grad(loss, POLICY, argnums=(0, 2))(state, first, GOOD, second)[1]
+    exact = nnx.grad(loss, argnums=(0, 2))(first, GOOD, second)
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(exact), strict=True):
+        np.testing.assert_allclose(one / 16, other, rtol=2e-2, atol=1e-3)
+
+
+def test_a_schedule_inside_of_the_optimizer_counts_applied_steps() -> None:
+    tx = polyamp.wrap_optimizer(optax.sgd(optax.linear_schedule(1.0, 0.0, 10)), POLICY)
+    state = tx.init(jnp.ones(2))
+    for value in (1.0, jnp.inf, jnp.inf, 1.0):
+        _, state = tx.update(jnp.full(2, value), state, jnp.ones(2))
+    assert int(optax.tree.get(state.inner_state, "count")) == 2
+    assert int(state.steps - state.skipped) == 2

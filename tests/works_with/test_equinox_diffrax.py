@@ -1,0 +1,163 @@
+"""equinox and diffrax: their models, checkpointed loops and solvers under autocast, in value_and_grad and in plans."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import diffrax
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from equinox.internal import while_loop
+
+import polyamp
+import polyamp.backends.jax as amp
+
+LOW = ["mixed_float16", "mixed_bfloat16"]
+SOLVERS = {"Euler": diffrax.Euler, "Tsit5": diffrax.Tsit5, "Kvaerno3": diffrax.Kvaerno3}
+ADJOINTS = {
+    "checkpointed": diffrax.RecursiveCheckpointAdjoint,
+    "direct": diffrax.DirectAdjoint,
+    "backsolve": diffrax.BacksolveAdjoint,
+}
+
+
+class Field(eqx.Module):
+    layers: eqx.nn.MLP
+
+    def __init__(self) -> None:
+        self.layers = eqx.nn.MLP(4, 4, 16, 1, activation=jax.nn.tanh, key=jax.random.key(0))
+
+    def __call__(self, t: Any, y: Any, args: Any) -> Any:
+        return jax.vmap(self.layers)(y)
+
+
+def solved(field: Field, y: Any, solver: str = "Tsit5", adjoint: str = "checkpointed") -> Any:
+    steps = diffrax.ConstantStepSize() if solver == "Euler" else diffrax.PIDController(rtol=1e-2, atol=1e-2)
+    found = diffrax.diffeqsolve(
+        diffrax.ODETerm(field),
+        SOLVERS[solver](),
+        t0=0.0,
+        t1=1.0,
+        dt0=0.25,
+        y0=y,
+        stepsize_controller=steps,
+        adjoint=ADJOINTS[adjoint](),
+        max_steps=64,
+        throw=False,
+    )
+    return jnp.square(found.ys).mean()
+
+
+FIELD, Y = Field(), jax.random.normal(jax.random.key(1), (8, 4))
+STATE = polyamp.wrap_optimizer(optax.adam(1e-2), "mixed_float16").init(eqx.filter(FIELD, eqx.is_inexact_array))
+
+
+def flat(tree: Any) -> Any:
+    return np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(tree)])
+
+
+def low_products(program: Any, *args: Any) -> int:
+    """How many products of a program, wherever they stand, are in 16 bits; the text has each function once."""
+    text = str(jax.make_jaxpr(program)(*args))
+    return text.count("preferred_element_type=float16") + text.count("preferred_element_type=bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("solver", "adjoint"),
+    [("Tsit5", "checkpointed"), ("Euler", "checkpointed"), ("Kvaerno3", "checkpointed"), ("Tsit5", "direct")],
+)
+def test_a_solver_is_lowered_forward_and_backward(solver: str, adjoint: str) -> None:
+    def loss(field: Any, y: Any) -> Any:
+        return solved(field, y, solver, adjoint)
+
+    def step(trained: Any, y: Any) -> Any:
+        field = eqx.combine(trained, FIELD)
+        return amp.value_and_grad(loss, "mixed_float16")(STATE, field, y)
+
+    trained = eqx.filter(FIELD, eqx.is_inexact_array)
+    value, grads = jax.jit(step)(trained, Y)
+    exact, exact_grads = eqx.filter_jit(eqx.filter_value_and_grad(loss))(FIELD, Y)
+    assert float(value) == pytest.approx(float(exact), rel=1e-2)
+    scaled = flat(grads) / 65536
+    assert np.linalg.norm(scaled - flat(exact_grads)) < 2e-2 * np.linalg.norm(flat(exact_grads))
+    assert low_products(step, trained, Y) >= 2
+    formats = {op.format for op in polyamp.explain(step, trained, Y, policy="mixed_float16").operations}
+    assert "float16" in formats
+
+
+@pytest.mark.parametrize("policy", LOW)
+def test_a_plan_shows_the_products_of_a_solver(policy: str) -> None:
+    plan = polyamp.explain(solved, FIELD, Y, policy=policy)
+    products = [op for op in plan.operations if op.name == "matmul"]
+    assert any(op.format == policy.removeprefix("mixed_") for op in products)
+    assert all("was asked for" in op.reason for op in products if op.format == "float32")  # of stages, by diffrax
+
+
+@pytest.mark.parametrize("policy", LOW)
+def test_a_checkpointed_loop_is_entered(policy: str) -> None:
+    def loss(w: Any, x: Any) -> Any:
+        last = while_loop(
+            lambda carry: carry[0] < 3,
+            lambda carry: (carry[0] + 1, jnp.tanh(carry[1] @ w)),
+            (0, x),
+            kind="checkpointed",
+            max_steps=4,
+        )
+        return jnp.square(last[1]).sum()
+
+    w, x = jax.random.normal(jax.random.key(2), (4, 4)), Y
+    found = jax.jit(jax.grad(polyamp.autocast(loss, policy)))(w, x)
+    exact = jax.grad(loss)(w, x)
+    assert np.linalg.norm(found - exact) < 3e-2 * np.linalg.norm(exact)
+    assert low_products(jax.grad(polyamp.autocast(loss, policy)), w, x) >= 2
+
+
+@pytest.mark.parametrize("policy", LOW)
+def test_filter_custom_vjp_is_entered(policy: str) -> None:
+    @eqx.filter_custom_vjp
+    def product(model: Any, x: Any) -> Any:
+        return jax.vmap(model)(x)
+
+    @product.def_fwd
+    def forward(perturbed: Any, model: Any, x: Any) -> Any:
+        return jax.vmap(model)(x), None
+
+    @product.def_bwd
+    def backward(kept: Any, cotangent: Any, perturbed: Any, model: Any, x: Any) -> Any:
+        grads = eqx.filter_grad(lambda model: (jax.vmap(model)(x) * cotangent).sum())(model)
+        return grads
+
+    linear = eqx.nn.Linear(4, 2, key=jax.random.key(3))
+
+    def loss(model: Any, x: Any) -> Any:
+        return jnp.square(product(model, x)).sum()
+
+    found = eqx.filter_grad(polyamp.autocast(loss, policy))(linear, Y)
+    exact = eqx.filter_grad(lambda model, x: jnp.square(jax.vmap(model)(x)).sum())(linear, Y)
+    assert np.linalg.norm(flat(found) - flat(exact)) < 2e-2 * np.linalg.norm(flat(exact))
+    assert low_products(lambda x: polyamp.autocast(loss, policy)(linear, x), Y) == 1
+
+
+def test_training_a_neural_ode_learns_and_skips_without_a_trace() -> None:
+    tx = polyamp.wrap_optimizer(optax.adam(1e-2), "mixed_float16")
+    field, opt_state = FIELD, tx.init(eqx.filter(FIELD, eqx.is_inexact_array))
+
+    @eqx.filter_jit
+    def step(field: Any, opt_state: Any, y: Any) -> Any:
+        loss, grads = amp.value_and_grad(solved, "mixed_float16")(opt_state, field, y)
+        field, opt_state = amp.apply_gradients(tx, grads, opt_state, field)
+        return field, opt_state, loss
+
+    losses = []
+    for _ in range(8):
+        field, opt_state, loss = step(field, opt_state, Y)
+        losses.append(float(loss))
+    assert losses[-1] < losses[0]
+    before = flat(eqx.filter(field, eqx.is_inexact_array))
+    field, opt_state, _ = step(field, opt_state, Y * jnp.inf)
+    assert not opt_state.last_step
+    assert np.array_equal(flat(eqx.filter(field, eqx.is_inexact_array)), before)

@@ -327,6 +327,7 @@ def _numpy_dtype(name: str) -> Any:
 def _cast(tree: Tree, format_name: str) -> Tree:
     from polyamp import registry
 
-    for adapter in registry.adapters_within(tree):
+    hidden = getattr(tree, "__dict__", {}).values()  # of an object that is no container: its adapter says so
+    for adapter in registry.adapters_within(tree) or registry.adapters_within(*hidden):
         tree = adapter.cast(tree, format_name)
     return tree

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections import UserList, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
-from types import CodeType, FunctionType, ModuleType
+from types import CodeType, FunctionType, ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from polyamp.choices import did_you_mean
@@ -196,7 +197,7 @@ def verb(adapter: Adapter, name: str) -> Any:
             where=f"polyamp on {adapter.name} objects",
             found=adapter.name,
             allowed=f"among the loaded frameworks: {', '.join(having) or 'none'}",
-            fix="see docs/frameworks.md for what each framework offers",
+            fix=getattr(adapter, "instead", {}).get(name, "see docs/frameworks.md for what each framework offers"),
         )
     return method
 
@@ -258,11 +259,23 @@ def _roots(kind: type) -> Iterator[str]:
         yield parts[2] if parts[:2] == ["polyamp", "backends"] and len(parts) > 2 else parts[0]
 
 
-def _walk(objects: Iterable[object]) -> Iterator[object]:
-    """Each object, then what is inside it where it is a plain container."""
+def _walk(objects: Iterable[object], within: tuple[int, ...] = ()) -> Iterator[object]:
+    """Each object, then what is inside it where it is a container; nothing twice on one way down."""
     for obj in objects:
         yield obj
-        if isinstance(obj, dict):
-            yield from _walk(obj.values())
-        elif isinstance(obj, list | tuple):
-            yield from _walk(obj)
+        if id(obj) not in within:
+            yield from _walk(_parts_of(obj), (*within, id(obj)))
+
+
+def _parts_of(obj: object) -> Iterable[object]:
+    """What a container holds, and the fields of a dataclass or an attrs class."""
+    if isinstance(obj, str | bytes | type):
+        return ()
+    if isinstance(obj, Mapping):
+        return tuple(obj.values())
+    if isinstance(obj, list | tuple | set | frozenset | deque | UserList):
+        return tuple(obj)
+    fields: Any = getattr(type(obj), "__dataclass_fields__", ()) or getattr(type(obj), "__attrs_attrs__", ())
+    names = [field if isinstance(field, str) else field.name for field in fields]
+    held = {**getattr(obj, "__dict__", {}), **{name: getattr(obj, name, None) for name in names}}
+    return tuple(held.values()) if names or isinstance(obj, SimpleNamespace) else ()

@@ -324,6 +324,13 @@ def rewrite(
 class RewrittenAtFirstCall:
     """What `rewrite` gives where only the first call's arguments tell the framework; also as a method of a class."""
 
+    def __new__(cls, fn: Callable[..., Any], policy: Policy | None, options: Mapping[str, Any]) -> Any:
+        """Rewrite at once where the function's code names a framework that can do so before it sees arguments."""
+        adapter = registry.adapter_named_in("rewrite", fn)
+        if getattr(adapter, "rewrites_unseen", False):
+            return _with_options(adapter, "rewrite", options)(fn, (), {}, make_policy(policy))
+        return super().__new__(cls)
+
     def __init__(self, fn: Callable[..., Any], policy: Policy | None, options: Mapping[str, Any]) -> None:
         functools.update_wrapper(self, fn)
         self._fn = fn
@@ -342,7 +349,16 @@ class RewrittenAtFirstCall:
         self._rewritten = make(self._fn, args, kwargs, make_policy(self._policy))
 
     def __get__(self, instance: object, owner: type | None = None) -> Any:
-        return self if instance is None else MethodType(self, instance)
+        if instance is None:
+            return self
+        adapter = registry.adapter_of(instance)  # of the object whose method this is
+        runs_on = getattr(adapter, "runs_on", None)
+        adapter = registry.adapter_named(runs_on) if runs_on else adapter
+        if not getattr(adapter, "rewrites_unseen", False):
+            return MethodType(self, instance)
+        if self._rewritten is None:
+            self._rewrite(adapter, (), {})
+        return self._rewritten.__get__(instance, owner)
 
     def __getattr__(self, name: str) -> Any:
         if not name.startswith("_") and self._rewritten is None:
@@ -350,7 +366,8 @@ class RewrittenAtFirstCall:
             if adapter is not None:
                 self._rewrite(adapter, (), {})
         if name.startswith("_") or self._rewritten is None:
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r} before its first call")
+            before = " before its first call" if self.__dict__.get("_rewritten") is None else ""
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{before}")
         return getattr(self._rewritten, name)
 
     @property

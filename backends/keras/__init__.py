@@ -20,5 +20,6 @@ from polyamp.backends.keras.callbacks import HealthCallback
 from polyamp.backends.keras.casting import cast
 from polyamp.backends.keras.convert import convert
 from polyamp.backends.keras.optimizer import LossScaledOptimizer
+from polyamp.backends.keras.statistics import keep_statistics
 
-__all__ = ["HealthCallback", "LossScaledOptimizer", "adapter", "cast", "convert"]
+__all__ = ["HealthCallback", "LossScaledOptimizer", "adapter", "cast", "convert", "keep_statistics"]

@@ -14,6 +14,7 @@ from polyamp.backends.keras.operations import OPERATIONS
 from polyamp.backends.keras.optimizer import LossScaledOptimizer
 from polyamp.backends.keras.recording import explain, record
 from polyamp.backends.keras.settings import check_factor
+from polyamp.backends.keras.statistics import guard_steps
 from polyamp.diagnosis.facts import Facts
 from polyamp.diagnosis.recording import Recording
 from polyamp.loss_scale import LossScale, LossScaleState
@@ -31,6 +32,12 @@ class KerasAdapter:
 
     name = "keras"
     operations: Mapping[str, str] = OPERATIONS
+    instead: Mapping[str, str] = {
+        "rewrite": "rewrite a function that calls the model, or its step: model.train_step = "
+        "polyamp.rewrite(model.train_step, policy=policy); or polyamp.convert(model, policy)",
+        "autocast_context": "polyamp.convert(model, policy), or the autocast of Keras' backend around what calls it",
+    }
+    """What to do where a verb is missing."""
 
     @property
     def runs_on(self) -> str:
@@ -76,7 +83,9 @@ class KerasAdapter:
             InvalidValueError: also where ``optimizer`` has a ``loss_scale_factor`` of its own.
         """
         check_factor(optimizer)
-        return LossScaledOptimizer(optimizer, loss_scale, max_grad_norm=max_grad_norm, master_weights=master_weights)
+        wrapped = LossScaledOptimizer(optimizer, loss_scale, max_grad_norm=max_grad_norm, master_weights=master_weights)
+        wrapped.scaler.compute = policy.compute
+        return wrapped
 
     def scale_loss(self, loss: Any, holder: Any) -> Any:
         """See `LossScaledOptimizer.scale_loss`."""
@@ -123,7 +132,10 @@ class KerasAdapter:
 
     def convert(self, model: Any, policy: Policy) -> Any:
         """See `polyamp.backends.keras.convert`."""
-        return convert(model, policy)
+        converted = convert(model, policy)
+        if converted.compiled:
+            guard_steps(converted)
+        return converted
 
     def train_digits(self, task: Task) -> Trace:
         """Train the classifier of ``polyamp demo``."""

@@ -16,12 +16,16 @@ if TYPE_CHECKING:
     from polyamp.diagnosis.probe import Probe
     from polyamp.diagnosis.verdict import Verdict
 
+_NO_SCALE_HELPS = ("forward", "layer", "model")
+_FEW = 4  # skipped steps
+
 
 class HealthCallback(keras.callbacks.Callback):
     """Looks at the health of ``model.fit`` every so many batches and after each epoch, and adds it to the epoch's logs.
 
     >>> import numpy as np, polyamp
-    >>> model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+    >>> model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(8), keras.layers.Dense(1)])
+    >>> model = polyamp.convert(model, "mixed_float16")
     >>> model.compile(optimizer=polyamp.wrap_optimizer(keras.optimizers.SGD(), "mixed_float16"), loss="mse")
     >>> history = model.fit(np.ones((8, 4)), np.ones(8), verbose=0, callbacks=[HealthCallback(hooks=[print])])
     steps 1  skipped 0  scale 2^16  calibrating
@@ -32,8 +36,8 @@ class HealthCallback(keras.callbacks.Callback):
         every: batches from one look to the next; a look waits for the device.
         hooks: functions of a `polyamp.Health`, such as `polyamp.log_health` makes; None logs.
         probe: what `polyamp.probe` gave for this model: the scale is then measured against its window.
-        batch: ``(x, y)``, a batch on which `polyamp.diagnose` says why steps are skipped, once they are skipped again
-            and again: once for each run of skips.
+        batch: ``(x, y)``, a batch on which `polyamp.diagnose` says why steps are skipped: once for each run of skips,
+            and once where a quarter of the steps is skipped, in a row or not, and no loss scale helps.
         on_verdict: what is to have that verdict; None gives it as a `PolyampWarning`.
 
     Raises:
@@ -60,6 +64,7 @@ class HealthCallback(keras.callbacks.Callback):
         self._monitor = HealthMonitor(1, hooks, probe)
         self._explain = Explainer(lambda *batch: diagnose(self.model, *batch), on_verdict)
         self._batches, self._looked = 0, -1
+        self._seen, self._is_explained = (0, 0), False
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Refuse a model whose optimizer is not wrapped."""
@@ -82,6 +87,17 @@ class HealthCallback(keras.callbacks.Callback):
             self.model.jax_state_sync()
         self._looked = self._batches
         found = self._monitor.look(self.model)
-        if found.state == "spiral" and self.batch is not None:
-            self._explain(found, *self.batch)
+        often = self._skips_often(found)
+        if self.batch is not None and not self._is_explained:
+            if found.state == "spiral":
+                self._explain(found, *self.batch)
+            elif often and diagnose(self.model, *self.batch).kind in _NO_SCALE_HELPS:
+                self._explain(found, *self.batch)
+                self._is_explained = True
         return found
+
+    def _skips_often(self, found: Health) -> bool:
+        """Whether a quarter of the steps since the last look was skipped, a few at least."""
+        skipped, steps = found.skipped - self._seen[0], found.steps - self._seen[1]
+        self._seen = (found.skipped, found.steps)
+        return skipped >= _FEW and 4 * skipped >= steps

@@ -11,9 +11,13 @@ import keras
 from polyamp import registry
 from polyamp.backends.keras.gradients import is_sixteen_bit
 from polyamp.backends.keras.optimizer import LossScaledOptimizer
-from polyamp.backends.keras.recording import step_of
+from polyamp.backends.keras.convert import own_policy
+from polyamp.backends.keras.recording import Step, judged, own_plan, step_of
+from polyamp.backends.keras.unlowered import lowers_here
 from polyamp.diagnosis.facts import Facts, OptimizerState
+from polyamp.plan import Plan
 from polyamp.policy import Policy
+from polyamp.policy import policy as make_policy
 
 
 def facts(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], policy: Policy, optimizer: Any) -> Facts:
@@ -42,7 +46,8 @@ def facts(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], policy:
     known = Facts(framework.name, policy, devices=tuple(framework.describe()["devices"]))
     if args:
         step = step_of(target, args, kwargs)
-        known = verb(step.function, step.args, {}, policy, None)
+        known = verb(step.function, step.args, {}, judged(target, policy), None)
+        known = replace(known, policy=policy, plan=_plan(target, step, known.plan, policy))
     return replace(
         known,
         optimizer=state_of(chosen),
@@ -50,6 +55,17 @@ def facts(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], policy:
         has_masters=isinstance(chosen, LossScaledOptimizer) and chosen.master_weights is not False,
         layer_policies=tuple(_policies(target)),
     )
+
+
+def _plan(model: Any, step: Step, plan: Plan | None, policy: Policy) -> Plan | None:
+    """The plan of what ``fit`` runs: layers run as their own policies say, unless the step is rewritten."""
+    if plan is None or own_policy(model) is not None:
+        return plan and own_plan(plan, policy)
+    if hasattr(model.train_step, "plan") or lowers_here():
+        return plan
+    framework = registry.adapter_named(keras.backend.backend())
+    as_it_is: Plan = registry.verb(framework, "explain")(step.function, step.args, {}, make_policy("float32"))
+    return replace(as_it_is, policy=str(policy), unused_rules=plan.unused_rules)
 
 
 def state_of(optimizer: Any) -> OptimizerState:

@@ -13,12 +13,15 @@ from polyamp.backends.keras.gradients import all_finite, clip_factor, is_sixteen
 from polyamp.backends.keras.masters import MasterWeights
 from polyamp.backends.keras.scaler import LossScaler
 from polyamp.backends.keras.settings import check_masters, check_optimizer, loss_scale_of
+from polyamp.backends.keras.statistics import guard_compiled_models, skipped
 from polyamp.backends.keras.unscaled import UnscaledGradients
 from polyamp.choices import check_master_weights
 from polyamp.errors import InvalidValueError, UnsupportedError, UsageError, warn_once
 from polyamp.loss_scale import LossScale
 from polyamp.result import StepResult
 from polyamp.verbs import norm_limit
+
+guard_compiled_models()
 
 
 @keras.saving.register_keras_serializable(package="polyamp")
@@ -109,8 +112,8 @@ class LossScaledOptimizer(keras.optimizers.LossScaleOptimizer):
 
         Raises:
             InvalidTypeError: no floating tensor.
-            NonFiniteLossError: inf or NaN, where the loss is on the CPU and no function is being traced. Elsewhere the
-                step is skipped, and `last_step` says so.
+            NonFiniteLossError: inf or NaN under ``nonfinite_loss="raise"``, where the loss is on the CPU and no function
+                is being traced. Elsewhere the step is skipped, with a warning there.
         """
         return self.scaler.scale(loss)
 
@@ -190,6 +193,32 @@ class LossScaledOptimizer(keras.optimizers.LossScaleOptimizer):
         trained, state = plain.stateless_apply(optimizer_variables, grads, trainable_variables)
         return trained, state
 
+    def stateless_select(
+        self, before: Sequence[Any], after: Sequence[Any], new: Sequence[Any], old: Sequence[Any]
+    ) -> list[Any]:
+        """Return ``new`` where the step from ``before`` to ``after`` was applied, and ``old`` where it was skipped.
+
+        For other state of a training loop in ``jax.jit``, such as a model's non-trainable variables, among them batch
+        normalisation's statistics; ``fit`` does it by itself.
+
+        >>> opt = LossScaledOptimizer(keras.optimizers.SGD())
+        >>> before = [ops.copy(variable.value) for variable in opt.variables]
+        >>> opt.scaler.advance(ops.array(False))
+        >>> after = [variable.value for variable in opt.variables]
+        >>> float(opt.stateless_select(before, after, [ops.array(2.0)], [ops.array(1.0)])[0])
+        1.0
+
+        Args:
+            before: values of `variables` before `stateless_apply`.
+            after: what that returned for them.
+            new: values after the step.
+            old: the same values before it.
+        """
+        counter = self.scaler.variables.skipped
+        place = next(place for place, variable in enumerate(self.variables) if variable is counter)
+        was_skipped = skipped([before[place]], [after[place]])
+        return [ops.where(was_skipped, kept, value) for value, kept in zip(new, old, strict=True)]
+
     def finalize_variable_values(self, var_list: Sequence[Any]) -> None:
         """Let the inner optimizer end training, for example by its moving averages."""
         trained = self._trained(var_list)
@@ -223,7 +252,7 @@ class LossScaledOptimizer(keras.optimizers.LossScaleOptimizer):
             LossScaleError: by `polyamp.limits.report_limits`.
         """
         traced = platform_of(self.dynamic_scale) is None
-        return StepResult(self.scaler.state if traced else self.scaler.report())
+        return StepResult(self.scaler.state) if traced else StepResult(self.scaler.report(), explain=self.scaler.why)
 
     def get_config(self) -> dict[str, Any]:
         """The arguments as JSON values, for `from_config` and ``.keras`` files: those of Keras' class, and ours."""

@@ -10,12 +10,17 @@ import keras
 from keras import ops
 
 from polyamp import registry
+from polyamp.backends.keras.convert import amended, own_policy
 from polyamp.backends.keras.optimizer import LossScaledOptimizer
+from polyamp.backends.keras.unstable import build_loss
 from polyamp.diagnosis.recording import Recording
 from polyamp.errors import InvalidTypeError, UsageError
-from polyamp.plan import Plan
+from polyamp.flow import AS_WRITTEN
+from polyamp.plan import Plan, PlannedOperation
 from polyamp.policy import Policy
+from polyamp.policy import policy as make_policy
 
+_OWN = "its layer's own policy"
 _IN_TORCH = "_torch_params."  # stands before a variable's path, where a Keras layer is a torch module
 
 
@@ -60,9 +65,21 @@ def record(
         return recorded
     made, own = step_of(step, args, kwargs), _scale_of(step)
     used = own if scale is None else scale
-    recorded = verb(made.function, made.args, {}, policy, widened=widened, scale=used)
+    with amended(step, policy):
+        recorded = verb(made.function, made.args, {}, judged(step, policy), widened=widened, scale=used)
     named = (one._replace(name=one.name.rpartition(_IN_TORCH)[2]) for one in recorded.observations)
-    return replace(recorded, observations=tuple(named), differentiates=own is not None)
+    return replace(recorded, policy=str(policy), observations=tuple(named), differentiates=own is not None)
+
+
+def judged(model: Any, policy: Policy) -> Policy:
+    """Return the policy of a model's step: that of layers which compute in 16 bits by themselves lowers nothing more.
+
+    >>> from polyamp import policy
+    >>> model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2, dtype="mixed_float16")])
+    >>> str(judged(model, policy("mixed_float16")))
+    'float32'
+    """
+    return policy if own_policy(model) is None else make_policy("float32")
 
 
 def explain(fn: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], policy: Policy) -> Plan:
@@ -72,11 +89,27 @@ def explain(fn: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], policy: P
         UnsupportedError: that backend explains no functions.
     """
     verb = registry.verb(registry.adapter_named(keras.backend.backend()), "explain")
-    if isinstance(fn, keras.Model) and len(args) > 1:
-        fn, args = step_of(fn, args, kwargs)
-        kwargs = {}
-    plan: Plan = verb(fn, args, kwargs, policy)
-    return plan
+    if not isinstance(fn, keras.Model):
+        plan: Plan = verb(fn, args, kwargs, policy)
+        return plan
+    step = Step(fn, tuple(map(_tensors, args))) if len(args) < 2 else step_of(fn, args, kwargs)
+    with amended(fn, policy):
+        plan = verb(step.function, step.args, kwargs if len(args) < 2 else {}, judged(fn, policy))
+    return plan if own_policy(fn) is None else own_plan(plan, policy)
+
+
+def own_plan(plan: Plan, policy: Policy) -> Plan:
+    """Return a plan under which nothing was lowered as that of layers which have their own formats."""
+    return replace(plan, policy=str(policy), operations=tuple(map(_by_layer, plan.operations)))
+
+
+def _by_layer(operation: PlannedOperation) -> PlannedOperation:
+    """What a layer runs in 16 bits, a plan has as written, since an input is of that format."""
+    found = operation.reason.removeprefix("an input is ")
+    if operation.format == AS_WRITTEN and found in ("float16", "bfloat16"):
+        return operation._replace(format=found, reason=_OWN)
+    is_product = operation.op_class == "lower" and operation.format == "float32"
+    return operation._replace(reason=_OWN) if is_product else operation
 
 
 def step_of(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Step:
@@ -87,7 +120,8 @@ def step_of(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Step:
         UsageError: the model has no loss, or was not built.
     """
     _check(model, args, kwargs)
-    batch = tuple(keras.tree.map_structure(ops.convert_to_tensor, one) for one in args)
+    batch = tuple(map(_tensors, args))
+    build_loss(model, batch)
 
     def loss_of(x: Any, y: Any = None, sample_weight: Any = None) -> Any:
         predicted = model(x, training=True)
@@ -105,6 +139,10 @@ def step_of(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Step:
 
     parameters = {name: variable.value for name, variable in trained.items()}
     return Step(stateless, (parameters, [variable.value for variable in others], *batch))
+
+
+def _tensors(tree: Any) -> Any:
+    return keras.tree.map_structure(ops.convert_to_tensor, tree)
 
 
 def _by_path(variables: Sequence[Any]) -> dict[str, Any]:

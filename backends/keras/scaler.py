@@ -11,9 +11,9 @@ from keras.backend import standardize_dtype
 
 from polyamp.backends.keras.backend import platform_of, value_of
 from polyamp.backends.keras.gradients import is_sixteen_bit, unscaled
-from polyamp.limits import report_limits
+from polyamp.limits import NONFINITE_LOSS, report_limits, report_nonfinite_loss
 from polyamp.loss_scale import LossScale, LossScaleState, advance, on_host
-from polyamp.refusals import no_loss, non_finite_loss
+from polyamp.refusals import no_loss
 
 # Keras' own names, where its LossScaleOptimizer has the variable too.
 _UNKNOWN = LossScaleState(*[None] * len(LossScaleState._fields))
@@ -30,6 +30,10 @@ class LossScaler:
     >>> float(scaler.variables.scale)
     4.0
 
+    Attributes:
+        compute: the format that the model computes in, where that is known, for messages.
+        has_bad_loss: whether the last loss that was looked at was inf or NaN.
+
     Args:
         settings: how the scale moves.
         add_variable: an optimizer's method, so that the state is saved with its other variables.
@@ -37,6 +41,8 @@ class LossScaler:
 
     def __init__(self, settings: LossScale, add_variable: Callable[..., Any]) -> None:
         self.settings = settings.in_float32()
+        self.compute: str | None = None
+        self.has_bad_loss = False
 
         def add(name: str, value: float) -> Any:
             # Keras' "int" has 32 bits on JAX and 64 elsewhere: TensorFlow keeps 32-bit integers in host memory, where
@@ -64,19 +70,31 @@ class LossScaler:
         return on_host(self.state)
 
     def scale(self, loss: Any) -> Any:
-        """A loss in float32 (float64 stays) times the loss scale.
+        """Return a loss in float32 (float64 stays) times the loss scale; one that is inf or NaN, times NaN.
 
         Raises:
             InvalidTypeError: no floating tensor.
-            NonFiniteLossError: inf or NaN, on the CPU and outside of traced functions.
+            NonFiniteLossError: inf or NaN under ``nonfinite_loss="raise"``, on the CPU and outside of traced functions.
+
+        Warns:
+            PolyampWarning: inf or NaN, in the same places.
         """
         if not self.settings.check:
             return loss
         tensor = _floating(loss)
-        if platform_of(tensor) == "cpu" and not ops.all(ops.isfinite(tensor)):
-            raise non_finite_loss(ops.convert_to_numpy(ops.cast(tensor, "float32")))
+        finite = ops.all(ops.isfinite(tensor))
+        self.has_bad_loss = False
+        if platform_of(tensor) == "cpu" and not finite:
+            self.has_bad_loss = True
+            shown = ops.convert_to_numpy(ops.cast(tensor, "float32"))
+            report_nonfinite_loss(self.settings, compute=self.compute, found=shown, stacklevel=4)
         wide = ops.cast(tensor, "float32") if is_sixteen_bit(tensor) else tensor
-        return wide * ops.cast(self.variables.scale, wide.dtype)
+        scale = value_of(self.variables.scale)
+        return wide * ops.cast(ops.where(finite, scale, ops.full_like(scale, float("nan"))), wide.dtype)
+
+    def why(self) -> str:
+        """Return more about a step that was skipped, as far as it is known; empty where it is not."""
+        return NONFINITE_LOSS if self.has_bad_loss else ""
 
     def unscale(self, grads: Sequence[Any]) -> list[Any]:
         """Gradients divided by the loss scale, in float32 or wider."""

@@ -8,8 +8,9 @@ from typing import Any, final
 
 import tensorflow as tf
 
-from polyamp.backends.tensorflow.autocast import autocast_context
+from polyamp.backends.tensorflow.autocast import autocast_context, current
 from polyamp.backends.tensorflow.casting import cast
+from polyamp.backends.tensorflow.devices import devices
 from polyamp.backends.tensorflow.facts import facts
 from polyamp.backends.tensorflow.grappler import GrapplerRewritten
 from polyamp.backends.tensorflow.operations import OPERATIONS
@@ -18,6 +19,7 @@ from polyamp.backends.tensorflow.recording import record
 from polyamp.backends.tensorflow.refusals import check_engine
 from polyamp.backends.tensorflow.rewrite import explain, rewrite, rewritten_graph
 from polyamp.backends.tensorflow.scaler import LossScaler
+from polyamp.devices import why_not_fast
 from polyamp.diagnosis.facts import Facts
 from polyamp.diagnosis.recording import Recording
 from polyamp.loss_scale import LossScale, LossScaleState, on_host
@@ -32,6 +34,8 @@ class TensorFlowAdapter:
 
     name = "tensorflow"
     operations: Mapping[str, str] = OPERATIONS
+    rewrites_unseen = True
+    """Functions are rewritten before they see arguments: what `rewrite` returns is a ``tf.function`` at once."""
 
     def owns(self, obj: object) -> bool:
         """Whether ``obj`` is a tensor, variable, module or optimizer."""
@@ -44,10 +48,9 @@ class TensorFlowAdapter:
         >>> adapter.describe()["devices"][-1]["name"]
         'cpu'
         """
-        gpus = [_describe_gpu(gpu) for gpu in tf.config.list_physical_devices("GPU")]
+        *gpus, cpu = map(dict, devices())
         notes = [] if gpus else ["no GPU: no Tensor Cores"]
-        notes += [f"{gpu['name']} has no Tensor Cores: they need capability 7.0" for gpu in gpus if not gpu["fast"]]
-        cpu = {"name": "cpu", "fast": []}
+        notes += [why_not_fast(gpu["name"], gpu["capability"]) for gpu in gpus if not gpu["fast"]]
         return {"version": tf.__version__, "devices": [*gpus, cpu], "notes": notes}
 
     def cast(self, tree: Any, format_name: str, /) -> Any:
@@ -64,11 +67,17 @@ class TensorFlowAdapter:
         master_weights: bool | None = None,
     ) -> LossScaledOptimizer:
         """See `polyamp.backends.tensorflow.LossScaledOptimizer`."""
-        return LossScaledOptimizer(optimizer, loss_scale, max_grad_norm, master_weights=master_weights)
+        wrapped = LossScaledOptimizer(optimizer, loss_scale, max_grad_norm, master_weights=master_weights)
+        wrapped.scaler.compute = policy.compute
+        return wrapped
 
     def autocast_context(self, policy: Policy) -> AbstractContextManager[None]:
         """See `polyamp.backends.tensorflow.autocast_context`."""
         return autocast_context(policy)
+
+    def is_lowering(self) -> bool:
+        """Whether an autocast of ours, or TensorFlow's own pass, lowers what runs now."""
+        return current() is not None or bool(tf.config.optimizer.get_experimental_options().get("auto_mixed_precision"))
 
     def rewrite(
         self,
@@ -147,20 +156,3 @@ def _scaler(holder: Any, where: str) -> LossScaler:
         )
     return scaler
 
-
-def _describe_gpu(gpu: Any) -> dict[str, Any]:
-    details = tf.config.experimental.get_device_details(gpu)
-    capability = details.get("compute_capability", (0, 0))
-    # First capability whose Tensor Cores take the format: Volta, Ampere, Ada (CUDA C++ Programming Guide).
-    since = {
-        "float16": (7, 0),
-        "bfloat16": (8, 0),
-        "tensorfloat32": (8, 0),
-        "float8_e4m3fn": (8, 9),
-        "float8_e5m2": (8, 9),
-    }
-    return {
-        "name": f"{gpu.name.removeprefix('/physical_device:')} {details.get('device_name', '')}".strip(),
-        "capability": ".".join(map(str, capability)),
-        "fast": [name for name, first in since.items() if tuple(capability) >= first],
-    }

@@ -17,6 +17,7 @@ from typing import Any
 import tensorflow as tf
 
 from polyamp.backends.tensorflow import unstable
+from polyamp.backends.tensorflow.devices import report_slow
 from polyamp.backends.tensorflow.graph import FLOAT32, Node, NodeDef
 from polyamp.backends.tensorflow.kernels import default_device, lowerable
 from polyamp.backends.tensorflow.operations import OPERATIONS
@@ -135,6 +136,7 @@ class Lowering:
         self.dtype = tf.as_dtype(compute)
         self.lowered = False
         self._kept: dict[str, str] = {}
+        self._told = set[tuple[str, str]]()
         self._decided: dict[tuple[str, str], str] = {}
         # A rule for an operation that does not occur is no mistake; a path that does not occur may be one.
         self._unused = [rule for rule in rules if not _names_operation(rule)]
@@ -192,6 +194,9 @@ class Lowering:
         found = _lowerable(operation.native, device, tuple(types.items()), self.dtype.as_datatype_enum)
         if not found:
             self._kept[operation.native] = f"there is no {self.compute} kernel for {operation.native} on {device}"
+        elif (operation.canonical, device) not in self._told:
+            self._told.add((operation.canonical, device))
+            report_slow(operation.canonical, self.compute, device)
         return found
 
     def _down(self, value: Any) -> tf.Tensor:

@@ -14,7 +14,7 @@ from polyamp.backends.tensorflow.operations import OPERATIONS
 from polyamp.backends.tensorflow.region import forward_of, is_gradient, regions
 from polyamp.backends.tensorflow.unstable import as_asked
 from polyamp.dialects import default_rules
-from polyamp.flow import AS_WRITTEN, Flow, Value, constant, flow
+from polyamp.flow import AFTER_LOOP, AS_WRITTEN, Flow, Value, constant, flow
 from polyamp.policy import Policy
 from polyamp.rules import TABLE, Decision, Rule, decide, unused
 
@@ -61,6 +61,7 @@ class Rules:
         low: the number of TensorFlow's ``DataType`` for the compute format.
         seen: pairs of operation and path that rules were asked about.
         refused: what a rule asked for and no kernel does, with the rule.
+        not_entered: types of operations whose functions have products and run as written, with a place of each.
     """
 
     def __init__(self, policy: Policy) -> None:
@@ -69,6 +70,7 @@ class Rules:
         self.low: int = tf.as_dtype(policy.compute).as_datatype_enum
         self.seen: dict[tuple[str, str], Decision] = {}
         self.refused: dict[str, str] = {}
+        self.not_entered: dict[str, str] = {}
         self._flows: dict[Any, Flow] = {}
 
     @property
@@ -181,7 +183,7 @@ class Pass:
         return Decided(node, operation, decision, outcome, takes, gives, changes)
 
     def _node(self, node: Node) -> Decided:
-        special = _SPECIAL.get(node.op) or self.functions.handler(node.op)
+        special = _SPECIAL.get(node.op) or self.functions.handler(node)
         if node.name in self.regions.update:
             return self.as_written(node, "updates variables", Value("strong", "the update"))
         if special is not None:
@@ -290,7 +292,7 @@ def _loop_edge(decisions: Pass, node: Node) -> Decided:
     return decisions.as_written(node, "what a loop carries", _CARRIED.value)
 
 
-_CARRIED = Known(FLOAT32, Value("strong", "a loop"))
+_CARRIED = Known(FLOAT32, Value("strong", AFTER_LOOP.removeprefix("after ")))
 _SPECIAL = {
     "Const": _constant,
     "Enter": _loop_edge,

@@ -18,11 +18,11 @@ from polyamp.backends.tensorflow.recording.tracing import name_of, plain_functio
 from polyamp.backends.tensorflow.region import backward_pass, is_gradient
 from polyamp.backends.tensorflow.rewrite import concrete_of, decided_for
 from polyamp.backends.tensorflow.scaler import LossScaler
+from polyamp.backends.tensorflow.scaling import SCALES, scaling_of
 from polyamp.diagnosis.facts import ClassLoss, Facts, OptimizerState, Product, UserCast
 from polyamp.policy import Policy
 
 _LOW = {kind.as_datatype_enum: kind.name for kind in (tf.float16, tf.bfloat16)}
-_SCALES = ("loss_scale", "dynamic_scale")
 _AVERAGED = ("Mean", "RealDiv", "Div", "DivNoNan")  # what comes after a cross-entropy that is no plain sum
 
 
@@ -56,7 +56,7 @@ def facts(
         return replace(known, optimizer=_state_of(optimizer, []), low_parameters=_low(kept))
     concrete = concrete_of(plain_function(target), args, kwargs)
     decisions, variables = decided_for(concrete, policy), list(concrete.graph.variables)
-    seen = list(_seen(decisions, Places(concrete.graph)))
+    seen, scaling = list(_seen(decisions, Places(concrete.graph))), scaling_of(decisions, concrete.graph)
     return replace(
         known,
         plan=plan_of(decisions, concrete.graph),
@@ -65,6 +65,8 @@ def facts(
         casts=tuple(cast for one in seen for cast in _casts(one)),
         products=tuple(product for one in seen for product in _products(one)),
         losses=tuple(loss for one in seen for loss in _losses(one)),
+        unscaled=scaling.unscaled,
+        clipped=scaling.clipped,
     )
 
 
@@ -109,7 +111,7 @@ def _takes(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> boo
 def _state_of(optimizer: Any, variables: Sequence[Any]) -> OptimizerState:
     """What an optimizer is, and what the step does that the variables are of."""
     names = [variable.name.rpartition("/")[2].partition(":")[0] for variable in variables]
-    scales = sum(name in _SCALES for name in names)
+    scales = sum(name in SCALES for name in names)
     kinds = type(optimizer).__mro__
     if any(kind.__module__.startswith("polyamp.") for kind in kinds):
         return "wrapped twice" if scales > 1 or _scales_inside(optimizer) else "wrapped"

@@ -10,16 +10,18 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from polyamp.backends.tensorflow.decisions import Decided, Known, Pass, Rules
+from polyamp.backends.tensorflow.decisions import Decided, Known, Pass, Rules, declared_value
 from polyamp.backends.tensorflow.graph import FLOAT32, Graph, Node
 from polyamp.backends.tensorflow.operations import OPERATIONS
+from polyamp.backends.tensorflow.places import Places
 from polyamp.backends.tensorflow.refusals import POLICY_ATTRIBUTE, rewritten_before
 from polyamp.backends.tensorflow.unstable import graph_of
-from polyamp.flow import AS_WRITTEN, Flow, Value
+from polyamp.flow import AFTER_LOOP, AS_WRITTEN, Flow, Value
+from polyamp.operations import OPERATIONS as TABLE_OF_CLASSES
 from polyamp.rules import TABLE, Decision
 
 REWRITTEN = "rewritten already"
-_STRONG = Value("strong", "a loop")
+_STRONG = Value("strong", AFTER_LOOP.removeprefix("after "))
 
 
 class Inside(NamedTuple):
@@ -49,9 +51,9 @@ class Functions:
         self.library, self.rules, self._traced = library, rules, traced
         self._bodies: dict[Any, Pass] = {}
 
-    def handler(self, op: str) -> Callable[[Pass, Node], Decided] | None:
-        """What decides a node that calls functions; None for any other node."""
-        decide = _HANDLERS.get(op)
+    def handler(self, node: Node) -> Callable[[Pass, Node], Decided] | None:
+        """Return what decides a node that calls functions; None for any other node."""
+        decide = _HANDLERS.get(node.op) or (_not_entered if _called(node) else None)
         return None if decide is None else lambda decisions, node: decide(self, decisions, node)
 
     def body(self, name: str, arguments: Sequence[Known], path: str) -> Pass:
@@ -77,6 +79,21 @@ class Functions:
         if None in definitions:
             return "a function that is not known here"
         return REWRITTEN if any(map(self._is_rewritten, definitions)) else ""
+
+    def has_products(self, name: str) -> bool:
+        """Whether a function, or one that it calls, computes float32 products that a policy would lower."""
+        seen, pending = {name}, [name]
+        while pending:
+            definition = self.library.get(pending.pop())
+            for node in definition.node_def if definition is not None else ():
+                operation = OPERATIONS.get(node.op)
+                is_product = operation is not None and TABLE_OF_CLASSES[operation].op_class == "lower"
+                if is_product and any(node.attr[key].type == FLOAT32 for key in ("T", "dtype") if key in node.attr):
+                    return True
+                found = {one.name for value in node.attr.values() for one in (value.func, *value.list.func) if one.name}
+                pending.extend(found - seen)
+                seen |= found
+        return False
 
     def _is_rewritten(self, definition: Any) -> bool:
         marked = next((node for node in definition.node_def if POLICY_ATTRIBUTE in node.attr), None)
@@ -155,6 +172,43 @@ def _unchanged(body: Any) -> set[int]:
     return found
 
 
+def _iteration(functions: Functions, decisions: Pass, node: Node) -> Decided:
+    """``for batch in dataset``: its body takes and returns what it did, and what it carries is float32, as a loop's is.
+
+    The arguments are what is carried, then an element, then what the body captured.
+    """
+    names = _called(node)
+    if reason := functions.kept(names):
+        return decisions.as_written(node, reason)
+    carried = len(node.definition.attr["Tstate"].list.type)
+    insides = []
+    for name in names:
+        arguments = [
+            Known(arg.type, _STRONG if place < carried and arg.type == FLOAT32 else declared_value(arg.type))
+            for place, arg in enumerate(functions.library[name].signature.input_arg)
+        ]
+        body = functions.body(name, arguments, decisions.scope_of(node))
+        insides.append(Inside(name, body, tuple(dtype for _, dtype in body.graph.results)))
+    decided = decisions.as_written(node, "calls functions", _STRONG, Decision("keep", TABLE))
+    return decided._replace(inside=tuple(insides))
+
+
+def _not_entered(functions: Functions, decisions: Pass, node: Node) -> Decided:
+    """Any other operation that is given functions: they run as written, and it is said where that matters."""
+    names = _called(node)
+    reason = functions.kept(names) or "the functions of this operation run as written"
+    if reason != REWRITTEN and any(functions.has_products(name) for name in names):
+        line = Places(decisions.traced).line(node.name)
+        functions.rules.not_entered.setdefault(node.op, line or decisions.path_of(node))
+    return decisions.as_written(node, reason)
+
+
+def _called(node: Node) -> list[str]:
+    """The names of the functions that a node's attributes hold."""
+    attributes = node.definition.attr.values()
+    return [one.name for value in attributes for one in (value.func, *value.list.func) if one.name]
+
+
 def _calling(
     node: Node,
     arguments: Sequence[Known],
@@ -193,6 +247,8 @@ _HANDLERS: dict[str, Callable[[Functions, Pass, Node], Decided]] = {
     "StatelessIf": _conditional,
     "Case": _conditional,
     "StatelessCase": _conditional,
+    "ReduceDataset": _iteration,
+    "ScanDataset": _iteration,
     "While": _loop,
     "StatelessWhile": _loop,
 }

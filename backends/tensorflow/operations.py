@@ -178,7 +178,7 @@ OPERATIONS: dict[str, str] = by_native_name(
         "ResourceApplyFtrlV2 ResourceScatterAdd ResourceSparseApplyMomentum ResourceSparseApplyAdagradV2",
         "call": "PartitionedCall StatefulPartitionedCall",
         "cond": "If StatelessIf Case StatelessCase",
-        "while_loop": "While StatelessWhile",
+        "while_loop": "While StatelessWhile ReduceDataset ScanDataset",
         "custom_call": "PyFunc PyFuncStateless EagerPyFunc",
         "token": "NoOp ControlTrigger",
     }

@@ -8,6 +8,7 @@ from typing import Any
 import tensorflow as tf
 
 from polyamp.backends.tensorflow.scaler import LossScaler
+from polyamp.backends.tensorflow.unscaled import UnscaledGradients
 from polyamp.loss_scale import LossScale
 from polyamp.refusals import no_optimizer, wrapped_already
 from polyamp.result import StepResult
@@ -50,6 +51,7 @@ class LossScaledOptimizer(tf.compat.v1.train.Optimizer):
         settings = LossScale() if loss_scale is None else loss_scale
         self.inner = optimizer
         self.scaler = LossScaler(settings, max_grad_norm, master_weights=master_weights)
+        self._unscaled = UnscaledGradients()
         # How TensorFlow's own optimizer wrappers name the objects that checkpoints look into; nothing public does.
         self._track_trackable(self.inner, "inner")
         self._track_trackable(self.scaler, "scaler")
@@ -59,22 +61,39 @@ class LossScaledOptimizer(tf.compat.v1.train.Optimizer):
         return self.scaler.scale(loss)
 
     def compute_gradients(self, loss: Any, *args: Any, **kwargs: Any) -> list[tuple[Any, Any]]:
-        """Pairs of a gradient of the *scaled* loss and its variable, for `apply_gradients`.
+        """Return pairs of a gradient of the loss itself, unscaled, and its variable, for `apply_gradients`.
 
-        Arguments and errors as in ``tf.compat.v1.train.Optimizer``, and those of `LossScaler.scale`. To clip, give
-        ``max_grad_norm``; to look at gradients, take ``opt.scaler.unscale(grads)``.
+        As with TensorFlow's own wrapper, code that clips or sums gradients between the two calls is right. Whether they
+        were finite is tested here, before that, and `apply_gradients` skips the step where they were not.
+
+        >>> weight = tf.Variable([1.0, 1.0])
+        >>> opt = LossScaledOptimizer(tf.compat.v1.train.GradientDescentOptimizer(1.0))
+        >>> pairs = opt.compute_gradients(lambda: tf.reduce_sum(weight * [3.0, 4.0]), var_list=[weight])
+        >>> pairs[0][0].numpy()
+        array([3., 4.], dtype=float32)
+        >>> opt.apply_gradients([(tf.clip_by_norm(grad, 1.0), one) for grad, one in pairs])
+        >>> weight.numpy().round(4)
+        array([0.4, 0.2], dtype=float32)
+
+        Arguments and errors as in ``tf.compat.v1.train.Optimizer``, and those of `LossScaler.scale`.
         """
         scaled = (lambda: self.scaler.scale(loss())) if callable(loss) else self.scaler.scale(loss)
         pairs: list[tuple[Any, Any]] = self.inner.compute_gradients(scaled, *args, **kwargs)
-        return pairs
+        grads = [grad for grad, _ in pairs]
+        if not self.scaler.settings.check or all(grad is None for grad in grads):
+            return pairs
+        plain, finite = self.scaler.unscale(grads)
+        self._unscaled.remember(grads, plain, finite)
+        return [(grad, variable) for grad, (_, variable) in zip(plain, pairs, strict=True)]
 
     def apply_gradients(
         self, grads_and_vars: Iterable[tuple[Any, Any]], global_step: Any = None, name: str | None = None
     ) -> tf.Operation | None:
-        """One step with the gradients of the scaled loss: unscale, test, clip, update or skip, move the loss scale.
+        """One step: unscale what is scaled, test, clip, update or skip, move the loss scale.
 
         Args:
-            grads_and_vars: what `compute_gradients` gave.
+            grads_and_vars: what `compute_gradients` returned, clipped or not; or gradients of a loss that `scale_loss`
+                scaled.
             global_step: a variable that counts applied steps.
             name: of the operation.
 
@@ -83,8 +102,11 @@ class LossScaledOptimizer(tf.compat.v1.train.Optimizer):
 
         Raises:
             LossScaleError: in eager code on the CPU; see `last_step` for elsewhere.
+            UsageError: `compute_gradients` was called in another function.
         """
-        result = self.scaler.step(self.inner, grads_and_vars, global_step=global_step, name=name)
+        pairs = list(grads_and_vars)
+        finite = self._unscaled.claim([grad for grad, _ in pairs])
+        result = self.scaler.step(self.inner, pairs, unscaled=finite, global_step=global_step, name=name)
         return None if tf.executing_eagerly() else tf.group(result.scale, name=name)
 
     @property
@@ -112,8 +134,10 @@ def _check_optimizer(optimizer: Any) -> None:
     if isinstance(optimizer, wrappers):
         raise wrapped_already(type(optimizer).__qualname__)
     if not isinstance(optimizer, tf.compat.v1.train.Optimizer):
+        is_keras_2 = any(kind.__module__.partition(".")[0] == "tf_keras" for kind in type(optimizer).__mro__)
+        keras = "an optimizer of Keras 3 (this one is of Keras 2, tf_keras)" if is_keras_2 else "a Keras 3 optimizer"
         raise no_optimizer(
             optimizer,
-            allowed="an instance of tf.compat.v1.train.Optimizer, or a Keras optimizer; any other with apply_gradients "
-            "is stepped by polyamp.backends.tensorflow.LossScaler",
+            allowed=f"an instance of tf.compat.v1.train.Optimizer, or {keras}; any other with apply_gradients is stepped "
+            "by polyamp.backends.tensorflow.LossScaler",
         )

@@ -10,7 +10,8 @@ import tensorflow as tf
 
 from polyamp.backends.tensorflow.places import Places
 from polyamp.backends.tensorflow.unstable import OUT_OF_SCOPE, graphs_around
-from polyamp.errors import InvalidTypeError, InvalidValueError, UnsupportedError, UsageError
+from polyamp.errors import InvalidTypeError, InvalidValueError, UnsupportedError, UsageError, warn_once
+from polyamp.refusals import unscaled_loss
 
 _ENGINES = ("polyamp", "grappler")
 _FORMATS = ("float16", "bfloat16", "float32")
@@ -96,6 +97,26 @@ def rewritten_before(name: str, policy: str) -> UsageError:
         found=policy,
         fix="rewrite the function as it was written, or under the same policy",
     )
+
+
+def check_scaling(found: Any) -> None:
+    """Refuse a step that unscales gradients of a loss that nobody scaled; warn where they were clipped before that.
+
+    Args:
+        found: a `polyamp.backends.tensorflow.scaling.Scaling`.
+
+    Raises:
+        UsageError: nobody scaled the loss.
+    """
+    for place in found.unscaled:
+        raise unscaled_loss(
+            where=place, fix="take the gradients of what opt.scale_loss(loss), or scaler.scale(loss), returns"
+        )
+    for place in found.clipped:
+        warn_once(
+            f"gradients are clipped while they are scaled ({place}): the limit is too small by the loss scale. Give "
+            "max_grad_norm= to polyamp.wrap_optimizer or LossScaler, or clip what scaler.unscale(grads) returns."
+        )
 
 
 @contextmanager

@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import tensorflow as tf
 
 from polyamp.backends.tensorflow.autocast import entered, intercept
 from polyamp.backends.tensorflow.decisions import Known, Pass, Rules, declared_value
+from polyamp.backends.tensorflow.devices import report_slow
 from polyamp.backends.tensorflow.functions import REWRITTEN, Functions, Inside
 from polyamp.backends.tensorflow.graph import Graph
+from polyamp.backends.tensorflow.kernels import device_of
 from polyamp.backends.tensorflow.recorder import plan_of
 from polyamp.backends.tensorflow.refusals import (
     check_captures,
     check_format,
     check_function,
     check_graph,
+    check_scaling,
     not_differentiable,
     tracing,
 )
+from polyamp.backends.tensorflow.scaling import scaling_of
 from polyamp.backends.tensorflow.unstable import FunctionLibrary, call_in_place_of, options_of, register
 from polyamp.backends.tensorflow.writing import Writer
 from polyamp.errors import warn_once
@@ -164,13 +170,25 @@ def _traced_by(fn: Callable[..., Any], policy: Policy) -> Callable[..., Any]:
     def traced(*args: Any, **kwargs: Any) -> Any:
         concrete = concrete_of(fn, args, kwargs)
         decisions = decided_for(concrete, policy)
+        check_scaling(scaling_of(decisions, concrete.graph))
         if not plans:
             plans.append(functools.cache(lambda: plan_of(decisions, concrete.graph)))
-        return _called(concrete, decisions, args, kwargs, getattr(fn, "__name__", "function"))
+        return _called(concrete, decisions, args, kwargs, name_of(fn))
 
     functools.update_wrapper(traced, fn, updated=())
     setattr(traced, _PLANS, plans)
     return traced
+
+
+def name_of(fn: Any) -> str:
+    """A function's name with the place where it was written: many are called ``<lambda>`` or ``step``.
+
+    >>> name_of(tf.function(len))
+    'len'
+    """
+    plain = inspect.unwrap(getattr(fn, "python_function", fn))
+    name, code = getattr(plain, "__name__", "function"), getattr(plain, "__code__", None)
+    return f"{name} ({Path(code.co_filename).name}:{code.co_firstlineno})" if code is not None else name
 
 
 def concrete_of(fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -218,16 +236,35 @@ def _report(decisions: Pass, name: str) -> None:
             "(see docs/operations.md) nor a name scope or layer. polyamp.explain lists what there is.",
             stacklevel=2,
         )
+    for op, place in rules.not_entered.items():
+        warn_once(
+            f"the functions of {op} ({place}) run as written in {name}: a rewrite does not enter them, and they have "
+            "products. Rewrite, or run under polyamp.autocast, the function that is given to that operation.",
+            stacklevel=2,
+        )
     for missing, asked in rules.refused.items():
         warn_once(
             f"{asked} of {rules.policy} is not kept in {name}: there is {missing}; it runs in float32.", stacklevel=2
         )
-    if format_of(rules.compute).is_low and not _lowers(decisions):
+    for operation, device in _lowered(decisions):
+        report_slow(operation, rules.compute, device)
+    if format_of(rules.compute).is_low and not _lowers(decisions) and not rules.not_entered:
         warn_once(
             f"rewrite to {rules.compute} changed nothing in {name}: it has no float32 operation of class lower, such "
             "as matmul and conv, that this device's kernels take. polyamp.explain gives the reason for each operation.",
             stacklevel=2,
         )
+
+
+def _lowered(decisions: Pass) -> set[tuple[str, str]]:
+    """The operations that run in the compute format because they are to, each with a type of device."""
+    found = {pair for decided in decisions.nodes for inside in decided.inside for pair in _lowered(inside.decisions)}
+    is_low = format_of(decisions.rules.compute).is_low
+    return found | {
+        (decided.operation, device_of(decided.node))
+        for decided in decisions.nodes
+        if is_low and decided.decision.op_class == "lower" and decided.outcome.format == decisions.rules.compute
+    }
 
 
 def _lowers(decisions: Pass) -> bool:

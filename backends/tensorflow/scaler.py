@@ -13,11 +13,11 @@ from polyamp.backends.tensorflow.masters import MasterWeights
 from polyamp.backends.tensorflow.replicas import after, all_replicas, summed, update_if
 from polyamp.choices import check_master_weights
 from polyamp.errors import InvalidTypeError, UsageError
-from polyamp.limits import report_limits
+from polyamp.limits import NONFINITE_LOSS, report_limits, report_nonfinite_loss
 from polyamp.loss_scale import LossScale, LossScaleState, advance, on_host
 from polyamp.policy import Policy
 from polyamp.policy import policy as make_policy
-from polyamp.refusals import no_loss, non_finite_loss
+from polyamp.refusals import no_loss
 from polyamp.result import StepResult
 from polyamp.verbs import norm_limit
 
@@ -62,6 +62,8 @@ class LossScaler(tf.Module):
         chosen = settings if isinstance(settings, LossScale) else make_policy(settings).loss_scale
         super().__init__(name=name)
         self.settings = chosen.in_float32()
+        self.compute = None if isinstance(settings, LossScale) else make_policy(settings).compute
+        self._has_bad_loss = False
         self.max_grad_norm = norm_limit(max_grad_norm, where="LossScaler(max_grad_norm=)")
         names = ("loss_scale", *LossScaleState._fields[1:])
         self.scalars = list(map(_new_scalar, names, self.settings.initial_state()))
@@ -69,23 +71,31 @@ class LossScaler(tf.Module):
         self._masters = None if master_weights is False else MasterWeights()
 
     def scale(self, loss: Any) -> tf.Tensor:
-        """The loss in float32 (float64 stays) times the loss scale.
+        """Return the loss in float32 (float64 stays) times the loss scale.
+
+        A loss that is inf or NaN is scaled by NaN, so that the step is skipped whatever its gradients are.
 
         >>> float(LossScaler(LossScale(init=8.0)).scale(tf.constant(2.0)))
         16.0
 
         Raises:
             InvalidTypeError: no floating tensor.
-            NonFiniteLossError: inf or NaN, of an eager tensor on the CPU. Elsewhere the step is skipped, and its result
-                says so.
+            NonFiniteLossError: inf or NaN under ``nonfinite_loss="raise"``, of an eager tensor on the CPU.
+
+        Warns:
+            PolyampWarning: inf or NaN, of an eager tensor on the CPU.
         """
         if not self.settings.check:
             return loss
         tensor = _floating(loss)
-        if not tf.is_symbolic_tensor(tensor) and _is_on_cpu(tensor) and not all_finite([tensor]):
-            raise non_finite_loss(tensor.numpy())
+        finite = all_finite([tensor])
+        self._has_bad_loss = False
+        if not tf.is_symbolic_tensor(tensor) and _is_on_cpu(tensor) and not finite:
+            self._has_bad_loss = True
+            report_nonfinite_loss(self.settings, compute=self.compute, found=tensor.numpy(), stacklevel=3)
         wide = tf.cast(tensor, tf.float32) if tensor.dtype in SIXTEEN_BIT else tensor
-        return wide * tf.cast(self.scalars[0], wide.dtype)
+        scale = tf.convert_to_tensor(self.scalars[0])
+        return wide * tf.cast(tf.where(finite, scale, float("nan")), wide.dtype)
 
     def unscale(self, grads: Sequence[Any]) -> tuple[list[Any], tf.Tensor]:
         """Gradients of the loss itself, in float32 or wider, and whether all of them were finite, in every replica.
@@ -105,12 +115,16 @@ class LossScaler(tf.Module):
             scale = tf.convert_to_tensor(self.scalars[0])
             return unscaled(grads, scale, self.settings.max), decision(all_replicas(all_finite(grads)))
 
-    def step(self, optimizer: Any, grads_and_vars: Iterable[tuple[Any, Any]], **options: Any) -> StepResult:
+    def step(
+        self, optimizer: Any, grads_and_vars: Iterable[tuple[Any, Any]], *, unscaled: Any = None, **options: Any
+    ) -> StepResult:
         """Update by the gradients of the scaled loss, or skip, and move the loss scale.
 
         Args:
             optimizer: anything with ``apply_gradients(grads_and_vars)``: of ``tf.compat.v1.train``, of Keras, your own.
             grads_and_vars: pairs of a gradient of the scaled loss, or None, and its variable.
+            unscaled: where these are gradients that `unscale` returned, clipped or not: the second thing that it
+                returned, whether all were finite.
             **options: for ``apply_gradients``.
 
         Returns:
@@ -130,7 +144,7 @@ class LossScaler(tf.Module):
             return self._update(optimizer, chosen, variables, options)
 
         with update_scope():
-            return self._step(update, [grad for grad, _ in pairs])
+            return self._step(update, [grad for grad, _ in pairs], unscaled)
 
     @property
     def has_masters(self) -> bool:
@@ -157,7 +171,9 @@ class LossScaler(tf.Module):
         Raises:
             LossScaleError: by `polyamp.limits.report_limits`.
         """
-        return StepResult(self._reported() if tf.executing_eagerly() else self.state)
+        if not tf.executing_eagerly():
+            return StepResult(self.state)
+        return StepResult(self._reported(), explain=self._why())
 
     def save_loss_scale(self) -> dict[str, Any]:
         """The loss-scale state in the form all frameworks share; JSON. Outside of graphs."""
@@ -171,19 +187,24 @@ class LossScaler(tf.Module):
         """
         self._assign(self.settings.from_state_dict(saved))
 
-    def _step(self, update: Callable[[Sequence[Any]], Any], grads: Sequence[Any]) -> StepResult:
-        plain, finite = self.unscale(grads)
+    def _step(self, update: Callable[[Sequence[Any]], Any], grads: Sequence[Any], was_finite: Any) -> StepResult:
+        plain, finite = self.unscale(grads) if was_finite is None else self._tested(grads, was_finite)
         if self.max_grad_norm is not None:
             plain = multiplied(plain, clip_factor(summed(plain), self.max_grad_norm))
         if not self.settings.check:
             return self._result(self.state, [update(plain)])
         if tf.executing_eagerly() and _is_on_cpu(finite):
             update_if(finite, update, plain)
-            return StepResult(self._advanced_on_host(bool(finite)))
+            return StepResult(self._advanced_on_host(bool(finite)), explain=self._why())
         state = advance(self.settings, self.state, finite, _where)
         applied = update_if(finite, update, plain)
         with after([applied]):  # and so after the scale was read to unscale with
             return self._result(state, self._assign(state))
+
+    def _tested(self, grads: Sequence[Any], was_finite: Any) -> tuple[list[Any], tf.Tensor]:
+        """Unscaled gradients in float32 or wider, and whether they are finite still."""
+        wide = [as_dtype(grad, tf.float32) if grad is not None and grad.dtype in SIXTEEN_BIT else grad for grad in grads]
+        return wide, decision(tf.logical_and(was_finite, all_replicas(all_finite(wide))))
 
     def _advanced_on_host(self, finite: bool) -> LossScaleState:
         """By Python's arithmetic, which takes a hundredth of the time of eager operations."""
@@ -210,9 +231,12 @@ class LossScaler(tf.Module):
 
     def _result(self, state: LossScaleState, operations: list[Any]) -> StepResult:
         if tf.executing_eagerly() and _is_on_cpu(state.scale):
-            return StepResult(self._reported())
+            return StepResult(self._reported(), explain=self._why())
         with after(operations):
             return StepResult(LossScaleState(*map(tf.identity, state)))
+
+    def _why(self) -> Callable[[], str] | None:
+        return (lambda: NONFINITE_LOSS) if self._has_bad_loss else None
 
     def _reported(self) -> LossScaleState:
         state = on_host(self.state)

@@ -22,9 +22,9 @@ from tensorflow.python.eager.polymorphic_function import atomic_function, functi
 from tensorflow.python.framework import dtypes, kernels, op_def_registry, ops, tensor_spec
 from tensorflow.python.framework.errors_impl import InaccessibleTensorError, NotFoundError
 from tensorflow.python.grappler import tf_optimizer
-from tensorflow.python.ops import custom_gradient, gradients_util
+from tensorflow.python.ops import array_ops, custom_gradient, gradients_util
 from tensorflow.python.training import optimizer
-from tensorflow.python.util import tf_decorator
+from tensorflow.python.util import nest, tf_decorator
 
 # Rewriting a graph.
 
@@ -344,25 +344,31 @@ def graphs_around() -> list[Any]:
 
 
 @contextmanager
-def watched_gradients(taken: Callable[[Any, Any, Any], None]) -> Iterator[None]:
-    """Have ``taken(target, sources, gradients)`` called wherever a gradient is taken, for as long as this lasts.
+def watched_gradients(taken: Callable[[Any, Any, Any, Any], None]) -> Iterator[None]:
+    """Have ``taken(target, sources, gradients, seeds)`` called wherever a gradient is taken, while this lasts.
 
     A graph does not say which of its values is the gradient of which variable; the tape that made it, and the
-    optimizers of TensorFlow 1, do.
+    optimizers of TensorFlow 1, do. The seeds are the target's own gradients, which a backward pass starts from: ones of
+    ours where the code gives none, so that they can be told from other constants.
     """
     tape, legacy = backprop.GradientTape.gradient, optimizer.Optimizer.compute_gradients
 
     @functools.wraps(tape)
-    def gradient(self: Any, target: Any, sources: Any, *args: Any, **kwargs: Any) -> Any:
-        result = tape(self, target, sources, *args, **kwargs)
-        taken(target, sources, result)
+    def gradient(self: Any, target: Any, sources: Any, output_gradients: Any = None, *args: Any, **kwargs: Any) -> Any:
+        seeds = _seeds(target) if output_gradients is None else output_gradients
+        result = tape(self, target, sources, seeds, *args, **kwargs)
+        taken(target, sources, result, seeds)
         return result
 
     @functools.wraps(legacy)
     def compute_gradients(self: Any, loss: Any, *args: Any, **kwargs: Any) -> Any:
-        pairs = legacy(self, loss, *args, **kwargs)
-        if not callable(loss):  # else a tape takes them
-            taken(loss, [variable for _, variable in pairs], [grad for grad, _ in pairs])
+        bound = inspect.signature(legacy).bind(self, loss, *args, **kwargs)
+        if callable(loss):  # a tape takes them
+            return legacy(*bound.args, **bound.kwargs)
+        seeds = bound.arguments.get("grad_loss")
+        bound.arguments["grad_loss"] = seeds = _seeds(loss) if seeds is None else seeds
+        pairs = legacy(*bound.args, **bound.kwargs)
+        taken(loss, [variable for _, variable in pairs], [grad for grad, _ in pairs], seeds)
         return pairs
 
     backprop.GradientTape.gradient = autograph.do_not_convert(gradient)
@@ -371,6 +377,14 @@ def watched_gradients(taken: Callable[[Any, Any, Any], None]) -> Iterator[None]:
         yield
     finally:
         backprop.GradientTape.gradient, optimizer.Optimizer.compute_gradients = tape, legacy
+
+
+def _seeds(target: Any) -> Any:
+    """Ones for each tensor of a target; None where there is anything else, which TensorFlow has to see to."""
+    flat = nest.flatten(target)
+    if not all(ops.is_symbolic_tensor(one) and one.dtype.is_floating for one in flat):
+        return None
+    return nest.pack_sequence_as(target, [array_ops.identity(array_ops.ones_like(one)) for one in flat])
 
 
 def runnable(definitions: Sequence[Any]) -> Any:

@@ -87,7 +87,9 @@ class TorchAdapter:
         options |= {"process_group": process_group, "named_parameters": named_parameters, "share": share}
         if isinstance(optimizer, list | tuple):
             return _wrap_all(optimizer, policy, loss_scale=loss_scale, max_grad_norm=max_grad_norm, **options)
-        wrapped = LossScaledOptimizer(optimizer, loss_scale, max_grad_norm=max_grad_norm, **options)
+        wrapped = LossScaledOptimizer(
+            optimizer, loss_scale, max_grad_norm=max_grad_norm, compute=policy.compute, **options
+        )
         if policy.needs_master_weights and master_weights is None and wrapped.masters is None:
             warn_once(
                 f"policy {policy} stores parameters in {policy.param}, and these parameters are not: "
@@ -107,13 +109,16 @@ class TorchAdapter:
         return scaler.config, on_host(scaler.state)
 
     def save_loss_scale(self, holder: Any) -> dict[str, Any]:
-        """The loss-scale state of a `LossScaledOptimizer`."""
-        scaler = _wrapped(holder, "save_loss_scale(holder)").scaler
-        return scaler.config.to_state_dict(scaler.state)
+        """The loss-scale state of a `LossScaledOptimizer` or a polyamp `GradScaler`."""
+        config, state = self.loss_scale_of(holder)
+        return config.to_state_dict(state)
 
     def load_loss_scale(self, holder: Any, saved: Mapping[str, Any]) -> Any:
-        """The same `LossScaledOptimizer`, with that state."""
-        _wrapped(holder, "load_loss_scale(holder)").scaler.load(saved)
+        """The same `LossScaledOptimizer` or polyamp `GradScaler`, with that state."""
+        if isinstance(holder, GradScaler):
+            holder.resume(holder.config.from_state_dict(saved))
+        else:
+            _wrapped(holder, "load_loss_scale(holder)").scaler.load(saved)
         return holder
 
     def autocast_context(self, policy: Policy) -> AbstractContextManager[None]:
@@ -129,9 +134,11 @@ class TorchAdapter:
         """See `polyamp.backends.torch.rewrite`."""
         return rewrite(fn, *args, policy=policy, **kwargs)
 
-    def explain(self, fn: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], policy: Policy) -> Plan:
+    def explain(
+        self, fn: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], policy: Policy, *, engine: str | None = None
+    ) -> Plan:
         """See `polyamp.backends.torch.explain`."""
-        return explain(fn, *args, policy=policy, **kwargs)
+        return explain(fn, *args, policy=policy, engine=engine, **kwargs)
 
     def record(
         self,
@@ -177,7 +184,7 @@ def _wrap_all(optimizers: Sequence[Any], policy: Policy, **options: Any) -> list
 
 def _wrapped(holder: Any, where: str) -> LossScaledOptimizer:
     if not isinstance(holder, LossScaledOptimizer):
-        raise no_loss_scale(holder, where=where, allowed="what polyamp.wrap_optimizer gave")
+        raise no_loss_scale(holder, where=where, allowed="what polyamp.wrap_optimizer gave, or polyamp's GradScaler")
     return holder
 
 

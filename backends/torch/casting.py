@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from polyamp.backends.torch.containers import hides_tensors, open_up
 from polyamp.backends.torch.dtypes import dtype_of
+from polyamp.errors import warn_once
 
 
 def cast(tree: Any, format_name: str) -> Any:
@@ -21,25 +22,35 @@ def cast(tree: Any, format_name: str) -> Any:
     {'w': tensor([1., 1.], dtype=torch.float16), 'step': tensor(3), 'name': 'a'}
 
     Args:
-        tree: tensors and modules in dicts, lists, tuples and named tuples.
+        tree: tensors and modules in containers: mappings, sequences, sets, named tuples, dataclasses, attrs classes and
+            what is registered with `torch.utils._pytree`. They stay of their types.
         format_name: the name of a format, such as ``"bfloat16"``.
 
     Raises:
         InvalidValueError: an unknown format.
+
+    Warns:
+        PolyampWarning: an object of another class has tensors, which keep their format.
     """
     return cast_to(tree, dtype_of(format_name))
 
 
-def cast_to(tree: Any, dtype: torch.dtype) -> Any:
-    """`cast`, by dtype."""
+def cast_to(tree: Any, dtype: torch.dtype, *, modules: bool = True) -> Any:
+    """`cast`, by dtype; where ``modules`` is false, those in the tree stay as they are."""
     done: dict[int, Any] = {}  # a tensor that stands at two places is cast once
 
     def cast_leaf(leaf: Any) -> Any:
         if id(leaf) not in done:
-            done[id(leaf)] = store_module(leaf, dtype) if isinstance(leaf, nn.Module) else cast_tensor(leaf, dtype)
+            done[id(leaf)] = _cast_leaf(leaf, dtype, modules)
         return done[id(leaf)]
 
-    return map_leaves(cast_leaf, tree)
+    return map_leaves(cast_leaf, tree, others=_report_unknown)
+
+
+def _cast_leaf(leaf: Any, dtype: torch.dtype, modules: bool) -> Any:
+    if isinstance(leaf, nn.Module):
+        return store_module(leaf, dtype) if modules else leaf
+    return cast_tensor(leaf, dtype)
 
 
 def cast_tensor(tensor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -47,25 +58,68 @@ def cast_tensor(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
 
-def map_leaves(fn: Callable[[Any], Any], tree: Any) -> Any:
-    """``tree`` with ``fn`` of its tensors and modules, in containers of the same types."""
+def _report_unknown(leaf: Any) -> None:
+    """Say once of a class that it is not looked into, or refuses to be made anew."""
+    if not torch.compiler.is_compiling() and (hides_tensors(leaf) or open_up(leaf) is not None):
+        kind = f"{type(leaf).__module__}.{type(leaf).__qualname__}"
+        warn_once(
+            f"a {kind} was not understood: its tensors keep their format. Give the tensors in a dict, tuple or "
+            "dataclass, or register the class: torch.utils._pytree.register_pytree_node.",
+            stacklevel=2,
+        )
+
+
+Others = Callable[[Any], None] | None
+
+
+def map_leaves(fn: Callable[[Any], Any], tree: Any, *, others: Others = None) -> Any:
+    """``tree`` with ``fn`` of its tensors and modules, in containers of the same types.
+
+    Args:
+        fn: called with each tensor and module.
+        tree: a container, or a tensor or module itself.
+        others: called with all that is neither tensor nor module, and with containers that cannot be made anew; these
+            stay as they are. Without it they raise what they raise.
+    """
+    return _mapped(fn, tree, others, ())
+
+
+def _mapped(fn: Callable[[Any], Any], tree: Any, others: Others, within: tuple[int, ...]) -> Any:
     if isinstance(tree, Tensor | nn.Module):
         return fn(tree)
-    if isinstance(tree, dict):
-        mapped = copy.copy(tree)  # keeps the type, and a defaultdict's factory
-        mapped.update((key, map_leaves(fn, value)) for key, value in tree.items())
-        return mapped
-    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
-        return type(tree)(*(map_leaves(fn, value) for value in tree))
-    if isinstance(tree, list | tuple):
-        return type(tree)([map_leaves(fn, value) for value in tree])
-    return tree
+    if id(tree) in within:
+        return tree  # it holds itself
+    inside = (*within, id(tree))
+    if type(tree) is dict:
+        return {key: _mapped(fn, value, others, inside) for key, value in tree.items()}
+    if type(tree) in (list, tuple):
+        return type(tree)([_mapped(fn, value, others, inside) for value in tree])
+    opened = open_up(tree)
+    if opened is None:
+        if others is not None:
+            others(tree)
+        return tree
+    parts = [_mapped(fn, part, others, inside) for part in opened.parts]
+    if all(one is other for one, other in zip(parts, opened.parts, strict=True)):
+        return tree
+    try:
+        return opened.closed(parts)
+    except Exception:
+        if others is None:
+            raise
+        others(tree)
+        return tree
 
 
 def leaves(tree: Any) -> Iterator[Any]:
     """The tensors and modules of ``tree``."""
     found: list[Any] = []
-    map_leaves(found.append, tree)
+
+    def note(leaf: Any) -> Any:
+        found.append(leaf)
+        return leaf
+
+    map_leaves(note, tree)
     return iter(found)
 
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from polyamp.backends.torch.casting import cast_tensor, cast_to, store_parameter
 from polyamp.backends.torch.dtypes import DTYPES, SIXTEEN_BIT
-from polyamp.backends.torch.operations import MODULES
+from polyamp.backends.torch.modules import kept_by_authors, operation_of
 from polyamp.dialects import default_rules
 from polyamp.errors import InvalidTypeError, warn_once
 from polyamp.policy import Policy
@@ -32,8 +32,9 @@ class _Part(NamedTuple):
 def convert(model: nn.Module, policy: Policy) -> nn.Module:
     """Store floating parameters and buffers in ``policy.param``, except where the rules say ``full`` or ``keep``.
 
-    A module that stays in float32, by the table (norms) or by a path rule, gets its inputs in float32 and gives its
-    outputs back in ``policy.compute``; the model's own inputs are cast to ``policy.compute`` and its outputs to
+    A module that stays in float32, by the table (norms), by a path rule, or since its authors keep it so under a policy
+    that keeps norms (``_keep_in_fp32_modules``), gets its inputs in float32 and gives its outputs back in
+    ``policy.compute``; the model's own inputs are cast to ``policy.compute`` and its outputs to
     ``policy.output``. The `torch.nn.Parameter` objects stay the same ones. Converting again replaces all of this.
 
     >>> from polyamp import policy
@@ -72,11 +73,17 @@ def convert(model: nn.Module, policy: Policy) -> nn.Module:
 
 
 def _parts(model: nn.Module, policy: Policy) -> Iterator[_Part]:
+    kept = kept_by_authors(model) if policy.decide("layer_norm").op_class != "lower" else frozenset()
+    defaults = default_rules(policy.param, policy.compute, policy.output)
     for path, module in model.named_modules():
-        operation = next((MODULES[kind.__name__] for kind in type(module).__mro__ if kind.__name__ in MODULES), "")
+        operation = operation_of(module)
+        matching = [rule for rule in policy.rules if rule.matches(operation, path)]
         op_class = policy.decide(operation, path).op_class
-        unknown = not any(rule.matches(operation, path) for rule in policy.rules) and not operation
-        yield _Part(path, module, operation, "follow" if unknown else op_class)
+        if module in kept and not any(rule not in defaults for rule in matching):
+            op_class = "full"
+        elif not matching and not operation:
+            op_class = "follow"
+        yield _Part(path, module, operation, op_class)
 
 
 def _store(parts: list[_Part], dtype: torch.dtype) -> set[nn.Module]:
@@ -142,11 +149,11 @@ def _remove_hooks(model: nn.Module) -> None:
 
 
 def _cast_inputs(_: nn.Module, args: Any, kwargs: Any, *, dtype: torch.dtype) -> Any:
-    return cast_to(args, dtype), cast_to(kwargs, dtype)
+    return cast_to(args, dtype, modules=False), cast_to(kwargs, dtype, modules=False)
 
 
 def _cast_outputs(_: nn.Module, __: Any, outputs: Any, *, dtype: torch.dtype) -> Any:
-    return cast_to(outputs, dtype)
+    return cast_to(outputs, dtype, modules=False)
 
 
 def _report_unused(parts: list[_Part], policy: Policy) -> None:

@@ -278,6 +278,7 @@ def test_a_plain_optimizer_compiled_afterwards_is_wrapped_by_keras() -> None:
 def test_compiled_functions_are_made_anew() -> None:
     model = keras.Sequential([keras.Input((5, 6)), layers.Flatten(), layers.Dense(8, "relu"), layers.Dense(2)])
     model.compile(polyamp.wrap_optimizer(keras.optimizers.SGD(0.0), "mixed_float16"), "mse")
+    polyamp.convert(model, "float32")
     model.fit(X, Y, verbose=0)
     losses = [model.evaluate(X, Y, verbose=0)]
     predictions = [model.predict(X, verbose=0)]

@@ -60,7 +60,7 @@ def test_a_file_of_another_optimizer_is_passed_over_as_keras_does() -> None:
 
 
 def test_health_of_a_compiled_model() -> None:
-    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2, dtype="mixed_float16")])
     model.compile(polyamp.wrap_optimizer(keras.optimizers.SGD(0.1), "mixed_float16", loss_scale=CONFIG), "mse")
     model.fit(np.ones((16, 4)), np.ones((16, 2)), batch_size=4, verbose=0)
     assert health(model) == health(model.optimizer)

@@ -146,8 +146,8 @@ def test_what_is_recorded_of_a_step() -> None:
         (ACTIVATION, "second/softmax", "float32"),
         (ACTIVATION, "square", "float32"),
         (ACTIVATION, "mean", "float32"),
+        (ACTIVATION, "mul", "float32"),  # the 2x of a square, which no loss scale touches
         (GRADIENT, "div", "float32"),
-        (GRADIENT, "mul", "float32"),
         (GRADIENT, "mul", "float32"),
         (GRADIENT, "second/mul", "float32"),
         (GRADIENT, "second/sum", "float32"),
@@ -157,6 +157,68 @@ def test_what_is_recorded_of_a_step() -> None:
         (PARAMETER, "weight_0", "float16"),
         (PARAMETER, "weight_1", "float16"),
     ]
+
+
+def squared_error(size: float, kind: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """A step whose backward pass has factors that are as large as the targets, in a number of forms."""
+    first, second = tf.Variable(normal(8, 16) * 0.3), tf.Variable(normal(16, 32, seed=1) * 0.3)
+    batch = tf.constant(normal(512, 8, seed=2)), tf.constant(normal(512, 32, seed=3) * size)
+
+    def loss_fn(x: Any, y: Any) -> Any:
+        return tf.reduce_mean(tf.square(tf.tanh(x @ first) @ second - y))
+
+    def called(x: Any, y: Any) -> Any:
+        return tf.function(loss_fn)(x, y)
+
+    def branched(x: Any, y: Any) -> Any:
+        return tf.cond(tf.reduce_sum(x) > -1e9, lambda: loss_fn(x, y), lambda: 0.0)
+
+    def looped(x: Any, y: Any) -> Any:
+        total = tf.constant(0.0)
+        for _ in tf.range(1):
+            total += loss_fn(x, y)
+        return total
+
+    def stepped(x: Any, y: Any) -> Any:
+        with tf.GradientTape() as tape:
+            loss = loss_fn(x, y)
+        return loss, tape.gradient(loss, [first, second])
+
+    def legacy(x: Any, y: Any) -> Any:
+        opt = tf.compat.v1.train.GradientDescentOptimizer(0.1)
+        opt.apply_gradients(opt.compute_gradients(lambda: loss_fn(x, y), [first, second]))
+
+    steps = {"plain": loss_fn, "called": called, "branched": branched, "looped": looped, "stepped": stepped}
+    return {**steps, "legacy": legacy}[kind], batch
+
+
+@pytest.mark.parametrize("size", [1.0, 300.0])
+@pytest.mark.parametrize("kind", ["plain", "called", "branched", "looped", "stepped", "legacy"])
+def test_factors_of_a_gradient_are_no_gradients(kind: str, size: float) -> None:
+    step, batch = squared_error(size, kind)
+    found = polyamp.probe(step, *batch, policy=F16, margin=0.0)
+    assert found.window is not None
+    largest = max(one.spread.largest for one in found.bounding)
+    assert largest < 1.0 * size  # the factor is 2 * size and more
+    assert found.window.high == 2.0 ** np.floor(np.log2(65504 / largest))
+    if kind in ("plain", "looped") and size == 1.0:  # of which the recorder chooses the scale
+        verdict = polyamp.diagnose(step, *batch, policy=F16, scale=found.window.high * 2.0**6)
+        assert (verdict.kind, verdict.rules) == ("scale", {})
+
+
+def test_the_gradients_of_a_penalty_are_activations() -> None:
+    """What an inner tape takes is part of the loss, and does not grow with its scale."""
+    weight, x = tf.Variable(normal(8, 4)), tf.constant(normal(6, 8, seed=1))
+
+    def loss_fn(x: Any) -> Any:
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            score = tf.reduce_sum(tf.tanh(x @ weight) * 100.0)
+        return tf.reduce_mean(tf.square(tape.gradient(score, x))) * 1e-4
+
+    found = polyamp.probe(loss_fn, x, policy=F16)
+    assert max(one.spread.largest for one in found.bounding) < 1.0
+    assert any(one.spread.largest > 10.0 for one in found.recording.of_kind(ACTIVATION))
 
 
 def test_places_are_patterns_of_rules() -> None:

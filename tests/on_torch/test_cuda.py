@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+from typing import Any
+
 import pytest
 import torch
 
@@ -57,8 +60,12 @@ def test_fused_step_skips_on_the_device_and_says_so() -> None:
     assert all(map(torch.equal, model.parameters(), before))
 
 
-def test_non_finite_loss_is_reported_by_a_later_step() -> None:
+@pytest.mark.parametrize("nonfinite_loss", ["skip", "raise"])
+def test_non_finite_loss_is_reported_by_a_later_step(nonfinite_loss: Any) -> None:
     model, opt = trained(steps=2)
+    opt.scaler.config = dataclasses.replace(opt.scaler.config, nonfinite_loss=nonfinite_loss)
+    polyamp.errors.forget_warnings()
+    before = [parameter.clone() for parameter in model.parameters()]
 
     def train_on_nan() -> None:
         for _ in range(3):
@@ -67,8 +74,12 @@ def test_non_finite_loss_is_reported_by_a_later_step() -> None:
             opt.zero_grad()
             torch.cuda.synchronize()
 
-    with pytest.raises(polyamp.NonFiniteLossError):
+    said = (
+        pytest.raises(polyamp.NonFiniteLossError) if nonfinite_loss == "raise" else pytest.warns(polyamp.PolyampWarning)
+    )
+    with said:
         train_on_nan()
+    assert all(map(torch.equal, model.parameters(), before))
 
 
 def test_autocast_multiplies_in_16_bits_on_the_gpu() -> None:

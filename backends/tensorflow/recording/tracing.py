@@ -23,11 +23,13 @@ class Taken(NamedTuple):
         loss: what is differentiated, a symbolic tensor.
         names: of the variables.
         grads: a symbolic tensor for each: the gradient, or the stored rows of a sparse one.
+        seeds: the gradients of the loss, symbolic tensors, that the backward pass starts from.
     """
 
     loss: Any
     names: tuple[str, ...]
     grads: tuple[Any, ...]
+    seeds: tuple[Any, ...]
 
 
 class Traced(NamedTuple):
@@ -71,8 +73,8 @@ def plain_function(step: Any) -> Any:
 def _watched(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, tuple[Taken, ...]]:
     taken: list[Taken] = []
 
-    def take(loss: Any, sources: Any, grads: Any) -> None:
-        found = _taken(loss, sources, grads)
+    def take(loss: Any, sources: Any, grads: Any, seeds: Any) -> None:
+        found = _taken(loss, sources, grads, seeds)
         if found is not None:
             taken.append(found)
 
@@ -81,7 +83,7 @@ def _watched(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> t
     return concrete, tuple(taken)
 
 
-def _taken(loss: Any, sources: Any, grads: Any) -> Taken | None:
+def _taken(loss: Any, sources: Any, grads: Any, seeds: Any) -> Taken | None:
     loss = next((one for one in tf.nest.flatten(loss) if tf.is_symbolic_tensor(one)), None)
     pairs = [
         (name_of(source), grad.values if isinstance(grad, tf.IndexedSlices) else tf.convert_to_tensor(grad))
@@ -91,7 +93,7 @@ def _taken(loss: Any, sources: Any, grads: Any) -> Taken | None:
     if loss is None or not pairs:
         return None
     names, values = zip(*pairs, strict=True)
-    return Taken(loss, names, values)
+    return Taken(loss, names, values, tuple(one for one in _flat(seeds) if tf.is_symbolic_tensor(one)))
 
 
 def _flat(tree: Any) -> list[Any]:

@@ -10,9 +10,10 @@ import tensorflow as tf
 from polyamp.backends.tensorflow.decisions import Decided, Pass
 from polyamp.backends.tensorflow.functions import Inside
 from polyamp.backends.tensorflow.graph import FLOAT32, Graph, Node
+from polyamp.backends.tensorflow.operations import OPERATIONS
 from polyamp.backends.tensorflow.places import Places
+from polyamp.backends.tensorflow.dependence import Dependence
 from polyamp.backends.tensorflow.recording.tracing import Taken
-from polyamp.backends.tensorflow.region import backward_pass
 from polyamp.diagnosis.recording import ACTIVATION, GRADIENT, PARAMETER, Kind, Observation
 from polyamp.diagnosis.spread import Spread
 from polyamp.operations import OPERATIONS as TABLE
@@ -70,20 +71,21 @@ class Body:
         places: Places,
         taken: Sequence[Taken],
         known: dict[Any, Body],
+        dependence: Dependence,
         *,
-        backward: bool = False,
+        gradients: frozenset[str] = frozenset(),
         repeated: bool = False,
     ) -> None:
         self.decisions, self.repeated, self.rows = decisions, repeated, dict[str, int]()
         graph = decisions.graph
-        names = {node.name for node in graph.nodes}
-        self._backward = names if backward else backward_pass(graph, decisions.functions.library)
+        self._dependence = dependence
+        self._gradients = dependence.of(decisions, gradients)
         self._decided = {decided.node.name: decided for decided in decisions.nodes}
         self._places, self._taken = places, taken
         self._used, self._varying = _needed_for(graph, self._roots()), _varying(decisions)
         self.rounded: dict[str, int] = {}
         self.inside = {
-            decided.node.name: [self._body(decided.node, one, known) for one in decided.inside]
+            decided.node.name: self._bodies(decided, known)
             for decided in decisions.nodes
         }
 
@@ -101,13 +103,27 @@ class Body:
                         found[made], self.rounded[value] = value, dtype
         return found
 
-    def _body(self, node: Node, inside: Inside, known: dict[Any, Body]) -> Body:
-        backward, repeated = node.name in self._backward, self.repeated or "While" in node.op
-        key = (id(inside.decisions), backward, repeated)
+    def _bodies(self, decided: Decided, known: dict[Any, Body]) -> list[Body]:
+        repeated = self.repeated or OPERATIONS.get(decided.node.op) == "while_loop"
+        arguments = self._dependence.inside(decided, self._gradients)
+        return [
+            self._body(one, names, known, repeated=repeated)
+            for one, names in zip(decided.inside, arguments, strict=True)
+        ]
+
+    def _body(self, inside: Inside, gradients: frozenset[str], known: dict[Any, Body], *, repeated: bool) -> Body:
+        key = (id(inside.decisions), gradients, repeated)
         if key not in known:
             places = self._places.within(inside.name)
-            body = Body(inside.decisions, places, self._taken, known, backward=backward, repeated=repeated)
-            known[key] = body
+            known[key] = Body(
+                inside.decisions,
+                places,
+                self._taken,
+                known,
+                self._dependence,
+                gradients=gradients,
+                repeated=repeated,
+            )
         return known[key]
 
     def _roots(self) -> list[str]:
@@ -149,7 +165,7 @@ class Body:
             for body in self.inside[decided.node.name]:
                 yield from body.computed()
             for value in self._computed(decided):
-                kind = GRADIENT if decided.node.name in self._backward else ACTIVATION
+                kind = GRADIENT if value in self._gradients else ACTIVATION
                 value = self._read_as.get(value, value)
                 yield self, self._subject(value, kind, decided.operation, self.decisions.scope_of(decided.node))
 
@@ -168,7 +184,7 @@ class Body:
         if not _computes(decided) or decided.inside or name in regions.update or name in regions.averaging:
             return []
         pairs = zip(decided.node.outputs, decided.gives, strict=True)
-        wanted = self._used if name in self._backward else self._used & self._varying
+        wanted = self._used & (self._gradients | self._varying)
         return [value for value, known in pairs if known.dtype in _FLOATS and value in wanted]
 
     def _subject(self, value: str, kind: Kind, name: str, where: str) -> Subject:
@@ -195,7 +211,8 @@ def recorded(decisions: Pass, taken: Sequence[Taken]) -> tuple[Body, list[Subjec
     Returns:
         The outermost body, in which each value has its number, and the values by number.
     """
-    outer = Body(decisions, Places(decisions.traced), taken, {})
+    dependence = Dependence.on([seed for one in taken for seed in one.seeds])
+    outer = Body(decisions, Places(decisions.traced), taken, {}, dependence)
     parameters = list(outer.parameters())
     made = {body.producer(subject.value) for body, subject in parameters}
     # Such a value is the parameter's gradient, and no other one.

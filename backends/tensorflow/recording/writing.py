@@ -53,7 +53,8 @@ class Instrumented:
         new, counts, widening = self._body(body, name, outermost=True)
         types = [body.spec(value, widened=self._widened).dtype.as_datatype_enum for value in wanted]
         wanted = list(map(widening.value, wanted))
-        kept = _needed(new.node_def, [*wanted, *(f"^{one}" for one in counts)])
+        drivers = _drivers(new.node_def, counts)
+        kept = _needed(new.node_def, [*wanted, *(f"^{one}" for one in (*counts, *drivers))])
         nodes = [node for node in new.node_def if node.name in kept]
         del new.node_def[:], new.signature.output_arg[:], new.signature.control_output[:]
         new.node_def.extend(nodes)
@@ -62,7 +63,7 @@ class Instrumented:
         for index, (value, dtype) in enumerate(zip(wanted, types, strict=True)):
             new.signature.output_arg.add(name=f"result_{index}", type=dtype)
             new.ret[f"result_{index}"] = value
-        self._finish(new, counts)
+        self._finish(new, [*counts, *drivers])
 
     def _function(self, body: Body, name: str) -> str:
         """The name of a function that counts; its own where there is nothing to count or to widen."""
@@ -132,6 +133,17 @@ def _called(node: Any) -> list[Any]:
     keys = [key for key in ("f", "cond", "body", "then_branch", "else_branch") if key in node.attr]
     branches = node.attr["branches"].list.func if "branches" in node.attr else ()
     return [*(node.attr[key].func for key in keys), *branches]
+
+
+def _drivers(nodes: Iterable[Any], counts: Sequence[str]) -> list[str]:
+    """Names of the nodes that run datasets whose functions count: a dataset by itself computes nothing."""
+    found, drivers = set(counts), list[str]()
+    for node in nodes:  # each after what it takes
+        takes = any(text.partition(":")[0] in found for text in node.input if not text.startswith("^"))
+        if takes and node.op.endswith("Dataset"):
+            found.add(node.name)
+            drivers += [node.name] if node.op == "ReduceDataset" else []
+    return drivers
 
 
 def _needed(nodes: Iterable[Any], wanted: Iterable[str]) -> set[str]:

@@ -42,18 +42,23 @@ def autocast(policy: Policy) -> AbstractContextManager[None]:
     Raises:
         UnsupportedError: an 8-bit ``compute`` format.
     """
-    return _traced(policy) if torch.compiler.is_compiling() else _Entered(policy)
+    return _traced(policy) if torch.compiler.is_compiling() else Entered(policy)
 
 
-class _Entered(ContextDecorator):
-    """What `autocast` gives outside of compiled code."""
+class Entered(ContextDecorator):
+    """What `autocast` gives outside of compiled code.
 
-    def __init__(self, policy: Policy) -> None:
-        self._policy = policy
+    Args:
+        policy: see there.
+        reports: whether rules that matched nothing are said when it is left.
+    """
+
+    def __init__(self, policy: Policy, *, reports: bool = True) -> None:
+        self._policy, self._reports = policy, reports
         self._entered: list[tuple[regions.Frame, list[torch.autocast], Callable[[], None] | None]] = []
 
-    def _recreate_cm(self) -> _Entered:
-        return _Entered(self._policy)
+    def _recreate_cm(self) -> Entered:
+        return Entered(self._policy, reports=self._reports)
 
     @unstable.never_compiled
     def __enter__(self) -> None:
@@ -78,7 +83,7 @@ class _Entered(ContextDecorator):
             undo()
         if frame.region is not None and frame.region.rules:
             positions.HOOKS.__exit__()
-            if error[0] is None:
+            if error[0] is None and self._reports:
                 positions.report_unused(frame.region)
 
 

@@ -112,6 +112,25 @@ def _behaviour(operator: str, region: Region, device_type: str) -> Behaviour | N
     return None if native in _DOES[op_class] else _OF_CLASS[op_class]
 
 
+@cache
+def native_classes(device_type: str, dtype: torch.dtype) -> dict[str, frozenset[str]]:
+    """The classes that autocast itself gives canonical operations on a device type, by any of their operators.
+
+    >>> sorted(native_classes("cpu", torch.bfloat16)["matmul"]), "exp" in native_classes("cpu", torch.bfloat16)
+    (['lower'], False)
+    >>> native_classes("cpu", torch.float16)["exp"]
+    frozenset({'full'})
+    """
+    found: dict[str, set[str]] = {}
+    for name in existing():
+        op_class = _CLASS_OF_LIST.get(category(name, device_type))
+        if op_class is None and device_type == "cpu" and dtype is torch.float16:
+            op_class = _as_on_cuda(name)
+        if op_class is not None:
+            found.setdefault(class_name(name), set()).add(op_class)
+    return {name: frozenset(classes) for name, classes in found.items()}
+
+
 def class_name(operator: str) -> str:
     """The name by which rules know an operator: the canonical one, or its own where it is a user's.
 

@@ -13,6 +13,7 @@ import warnings
 import weakref
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -125,6 +126,14 @@ def _place_of(module: nn.Module, region: Region, root: nn.Module) -> Region | No
     return None if place == region else place
 
 
+def name_modules(root: nn.Module, region: Region) -> None:
+    """Let paths in a region be those within a module, also of parts of it that are called by themselves."""
+    policy = region.policy
+    places = _places.setdefault(policy, {})
+    if policy.rules and id(root) not in places:
+        _find_places(root, policy, places)
+
+
 def _find_places(root: nn.Module, policy: Region, places: dict[int, Region]) -> None:
     _roots[policy] += 1
     found: dict[int, dict[Rule, Rule]] = {}
@@ -169,6 +178,23 @@ def _at(policy: Region, matched: dict[Rule, Rule]) -> Region:
     return place
 
 
+@contextmanager
+def around_graphs(root: nn.Module | None) -> Iterator[None]:
+    """Stand around a call of code whose graphs follow rules without the hooks: these are for what runs between them.
+
+    Args:
+        root: what is called; paths are those within it, also of parts that are called by themselves.
+    """
+    region = regions.current()
+    if root is not None and region is not None:
+        name_modules(root, region)
+    _here.parts += 1
+    try:
+        yield
+    finally:
+        _here.parts -= 1
+
+
 # The hooks.
 
 
@@ -176,6 +202,7 @@ class _Thread(threading.local):
     def __init__(self) -> None:
         self.running: list[tuple[nn.Module, regions.Frame | None]] = []
         self.traced: list[tuple[int, Marks]] = []
+        self.parts = 0  # calls of compiled code whose graphs have such rules without these hooks
 
 
 _here = _Thread()
@@ -248,7 +275,13 @@ def _marks_within(module_id: int) -> Marks | None:
     if place is None:
         return None
     if not unstable.traces_dtype_of_autocast():
-        raise _untraceable(module)
+        if not _here.parts:
+            raise _untraceable(module)
+        warn_once(
+            f"before torch 2.11 rules by the path of a module do not hold in a {type(module).__name__} that is given "
+            "16-bit values between two graphs of compiled code."
+        )
+        return None
     outside = regions.marks_here()
     _here.traced.append((module_id, outside))
     unstable.when_tracing_ends(lambda: regions.set_marks(outside))

@@ -5,16 +5,18 @@ A build has a folder, named by the hash of all that goes into it; its manifest i
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import os
 import shutil
+import stat
 import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +28,7 @@ from polyamp.errors import ExtensionError
 COMMAND = "python -m polyamp.backends.torch.build"
 MANIFEST = "manifest.json"
 LOG = "build.log"
+HASH = "sha256"  # of the library, in its manifest
 TAIL = 20  # lines of a compiler's complaint that an error repeats
 
 _log = logging.getLogger(__name__)
@@ -57,7 +60,7 @@ class Built:
 
 
 class BuildError(ExtensionError):
-    """A compiler failed, or the cache cannot be written."""
+    """A compiler failed, or the cache cannot be written, or is not ours alone."""
 
 
 def cache() -> Path:
@@ -81,13 +84,32 @@ def find(recipe: Recipe, capabilities: Sequence[Capability]) -> Built | None:
 
     >>> find(Recipe("no such library", host=()), ()) is None
     True
+
+    Raises:
+        BuildError: there are some, and none is as it was built, where nobody else can write.
     """
-    manifests = sorted(cache().glob(f"{recipe.name}-*/{MANIFEST}"), key=lambda path: path.stat().st_mtime)
-    for path in reversed(manifests):
-        built = _read(path.parent, recipe)
+    refused: list[BuildError] = []
+    for folder in _newest_first(recipe):
+        built = _read(folder, recipe)
         if built and (not recipe.device or all(covers(built.architectures, gpu) for gpu in capabilities)):
-            return built
+            try:
+                _check(built.path)
+            except BuildError as error:
+                refused.append(error)
+            else:
+                return built
+    if refused:
+        raise refused[0]
     return None
+
+
+def _newest_first(recipe: Recipe) -> list[Path]:
+    """The folders of a recipe's builds."""
+    times = {}
+    for path in cache().glob(f"{recipe.name}-*/{MANIFEST}"):
+        with suppress(OSError):  # removed meanwhile
+            times[path.parent] = path.stat().st_mtime
+    return sorted(times, key=times.__getitem__, reverse=True)
 
 
 def failed_before(job: Job) -> BuildError | None:
@@ -113,7 +135,10 @@ def build(
     try:
         folder = cache() / job.key
         with _locked(folder):
-            return (not force and _read(folder, job.recipe)) or _build(job, folder, retry, on_step)
+            check_alone(folder.parent)
+            if folder.exists():
+                check_alone(folder)
+            return (not force and _whole(folder, job.recipe)) or _build(job, folder, retry, on_step)
     except OSError as error:
         raise _no_cache(str(error)) from error
 
@@ -157,9 +182,11 @@ def _compile(job: Job, folder: Path, failed: Path, on_step: Callable[[str], None
 
 
 def _publish(job: Job, made: Path, folder: Path, facts: dict[str, Any]) -> None:
+    facts[HASH] = _hash_of(made / job.recipe.file)
     manifest = {"architectures": job.architectures, "compilers": job.toolchain.versions, **facts}
     (made / MANIFEST).write_text(json.dumps(manifest, indent=2))
-    folder.mkdir(exist_ok=True)
+    folder.mkdir(mode=0o755, exist_ok=True)
+    (made / job.recipe.file).chmod(0o755)  # whatever the umask is: nobody else may write what is loaded
     for name in (job.recipe.file, LOG, MANIFEST):
         os.replace(made / name, folder / name)
 
@@ -182,9 +209,68 @@ def _read(folder: Path, recipe: Recipe) -> Built | None:
         manifest = json.loads((folder / MANIFEST).read_text())
         built = Built(path, tuple(manifest["architectures"]), manifest["compilers"])
         is_sound = all(map(is_architecture, built.architectures)) and isinstance(built.compilers, str)
+        is_sound = is_sound and isinstance(manifest[HASH], str)  # builds of other versions have none
         return built if is_sound and manifest["digest"] == recipe.digest and path.exists() else None
     except (OSError, ValueError, TypeError, KeyError):  # damaged, which a new build mends
         return None
+
+
+def _whole(folder: Path, recipe: Recipe) -> Built | None:
+    """The build in a folder, as it was built."""
+    built = _read(folder, recipe)
+    return built if built and _hash_of(built.path) == _promised(built.path) else None
+
+
+def _check(library: Path) -> None:
+    """Refuse what somebody else may have put there: it would be loaded.
+
+    Raises:
+        BuildError: others can write the library, its folder or the cache; or it is not the one that was built.
+    """
+    for path in (library.parent.parent, library.parent, library):
+        check_alone(path)
+    if _hash_of(library) != _promised(library):
+        raise BuildError(
+            "the built extension is not what was built",
+            where=str(library),
+            found="another hash than in its manifest",
+            fix=f"build it again: {COMMAND} --force",
+        )
+
+
+def check_alone(path: Path) -> None:
+    """Refuse a file or folder that somebody else can write.
+
+    A group is somebody else, unless it is the user's own, which has the user's number. In a folder such as ``/tmp``,
+    which all may write, nobody may rename what others have made.
+
+    Raises:
+        BuildError: another user owns it, or its mode lets others write.
+    """
+    if not hasattr(os, "getuid"):  # Windows
+        return
+    found = path.stat()
+    own_group = found.st_gid == found.st_uid
+    shared = found.st_mode & stat.S_IWOTH or (found.st_mode & stat.S_IWGRP and not own_group)
+    kept_apart = stat.S_ISDIR(found.st_mode) and found.st_mode & stat.S_ISVTX
+    if found.st_uid in (os.getuid(), 0) and (not shared or kept_apart):
+        return
+    raise BuildError(
+        "others can write the built extension, which would be loaded",
+        where=str(path),
+        found=f"owner {found.st_uid}, mode {stat.S_IMODE(found.st_mode):o}",
+        allowed=f"owner {os.getuid()}, and no one else who can write",
+        fix=f"chmod go-w {path}, or set POLYAMP_CACHE to a folder of your own and build again: {COMMAND}",
+    )
+
+
+def _hash_of(library: Path) -> str:
+    return hashlib.sha256(library.read_bytes()).hexdigest()
+
+
+def _promised(library: Path) -> str:
+    """The hash that a manifest has, which `_read` has read."""
+    return str(json.loads(library.with_name(MANIFEST).read_text())[HASH])
 
 
 @contextmanager
@@ -192,7 +278,7 @@ def _locked(folder: Path) -> Iterator[None]:
     """Hold what other processes wait for; the system takes it back from one that is killed."""
     import fcntl  # which Windows lacks
 
-    folder.parent.mkdir(parents=True, exist_ok=True)
+    folder.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
     with folder.with_name(f"{folder.name}.lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield

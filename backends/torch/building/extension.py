@@ -149,10 +149,10 @@ def status() -> Status:
         return Status(said, why=f"{VARIABLE}=off")
     device = _device()
     try:
-        built = _serving("operators", device, build=False)
+        built, overrides = _serving("operators", device, build=False), builder.find(recipes.autocast(), ())
     except ExtensionError as error:
         return Status(said, why=str(error))
-    devices, overrides = sorted({"cpu", device.type}), builder.find(recipes.autocast(), ())
+    devices = sorted({"cpu", device.type})
     autocast = str(overrides.path) if overrides else None
     return Status(said, tuple(devices), str(built.path), built.architectures, built.compilers, autocast)
 

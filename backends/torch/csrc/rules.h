@@ -91,7 +91,7 @@ struct Sgd {
 
 POLYAMP_EVERYWHERE float inverse_of(float scale) { return 1 / scale; }
 
-POLYAMP_EVERYWHERE bool is_applied(const double* stats) { return stats[1] == 0; }
+POLYAMP_EVERYWHERE bool is_applied(const double* stats) { return stats[1] == 0 && stats[2] == 0; }
 
 // What gradients are multiplied by. The 1e-6 is that of torch.nn.utils.clip_grad_norm_.
 POLYAMP_EVERYWHERE float factor_of(float scale, const double* stats, double max_norm) {

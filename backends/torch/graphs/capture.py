@@ -19,8 +19,9 @@ from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
 from polyamp.backends.torch import unstable
+from polyamp.backends.torch.graphs.held import Held, hold, put_together, taken_apart
 from polyamp.backends.torch.graphs.nodes import users_frame
-from polyamp.errors import InvalidTypeError, InvalidValueError, UsageError
+from polyamp.errors import InvalidTypeError, InvalidValueError, PolyampError, UsageError
 
 
 class Captured(NamedTuple):
@@ -63,9 +64,11 @@ def capture(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, An
         return fn(*args, **kwargs)
 
     compiled = torch.compile(captured_call, backend=seen, fullgraph=True, dynamic=True)
-    with unstable.capturing(captured_call.__code__), _refusals(), _unchanged(root_of(fn)):
+    objects = _Objects(leaves)
+    args, kwargs = pytree.tree_unflatten(objects.copies, in_spec)
+    with unstable.capturing(captured_call.__code__, seen), refusals(), _unchanged(root_of(fn)), objects.unchanged():
         returned = compiled(*args, **kwargs)
-    results, out_spec = pytree.tree_flatten(returned)
+    results, out_spec = pytree.tree_flatten(hold(returned))
     return seen.taken(leaves, in_spec, results, out_spec)
 
 
@@ -115,19 +118,15 @@ def _empty_graph() -> torch.fx.Graph:
 
 
 @contextmanager
-def _refusals() -> Iterator[None]:
+def refusals() -> Iterator[None]:
+    """Say in polyamp's words what PyTorch refuses inside."""
     graph_breaks, failed = unstable.capture_errors()
     try:
         yield
+    except PolyampError:
+        raise
     except graph_breaks as error:
-        raise UsageError(
-            "the code cannot be captured as one graph (a graph break)",
-            where=users_frame(error),
-            found=_headline(error),
-            allowed="tensor operations; Python control flow that does not look at the values of tensors",
-            fix="move that line out of what is rewritten, or write it with torch.where or torch.cond; "
-            "polyamp.autocast(policy) runs any code",
-        ) from error
+        raise _no_graph("the code cannot be captured as one graph (a graph break)", error) from error
     except failed as error:
         raise InvalidValueError(
             "the operations do not take these arguments",
@@ -135,6 +134,19 @@ def _refusals() -> Iterator[None]:
             found=_headline(error),
             fix="give example arguments for which the call works without polyamp",
         ) from error
+    except Exception as error:  # of the compiler's own, such as for sizes that depend on values
+        raise _no_graph("the code cannot be captured as one graph", error) from error
+
+
+def _no_graph(what: str, error: Exception) -> UsageError:
+    return UsageError(
+        what,
+        where=users_frame(error),
+        found=_headline(error),
+        allowed="tensor operations; Python control flow that does not look at the values of tensors",
+        fix="move that line out of what is rewritten, or write it with torch.where or torch.cond; "
+        "polyamp.autocast(policy) runs any code",
+    )
 
 
 def _headline(error: Exception) -> str:
@@ -168,6 +180,42 @@ def _unchanged(root: nn.Module) -> Iterator[None]:
             allowed="buffers that are changed in place, as by self.average.copy_(value)",
             fix="change them in place, return the values, or use polyamp.autocast(policy), which runs any code",
         )
+
+
+class _Objects:
+    """Arguments of other classes, which the code may change: it gets copies.
+
+    Attributes:
+        copies: the arguments' leaves, with copies in the place of such objects, where they can be copied.
+    """
+
+    def __init__(self, leaves: Sequence[Any]) -> None:
+        self.copies = list(leaves)
+        self._taken: dict[int, Held] = {}
+        for place, leaf in enumerate(leaves):
+            taken = taken_apart(leaf) if hasattr(leaf, "__dict__") and not callable(leaf) else None
+            if taken is not None:
+                self.copies[place] = put_together(taken, taken.tensors)
+                self._taken[place] = taken
+
+    @contextmanager
+    def unchanged(self) -> Iterator[None]:
+        """Refuse code that changes them, as caches are changed: a graph would not.
+
+        Raises:
+            UsageError: it does. The arguments themselves are what they were.
+        """
+        yield
+        for place, before in self._taken.items():
+            now = taken_apart(self.copies[place])
+            if now is None or now.rest != before.rest or list(map(id, now.tensors)) != list(map(id, before.tensors)):
+                raise UsageError(
+                    "the code changes an object that it is given, which a graph cannot",
+                    where="rewrite(module)",
+                    found=f"{type(self.copies[place]).__module__}.{type(self.copies[place]).__qualname__}",
+                    allowed="tensors, and dicts, lists, tuples and registered pytrees of them",
+                    fix="leave it out, or use polyamp.autocast(policy), which runs any code",
+                )
 
 
 _HOLDERS = ("_parameters", "_buffers")
@@ -228,6 +276,7 @@ def check_arguments(fn: Any, leaves: Sequence[Any]) -> None:
 
 
 def _holds_tensors(leaf: object) -> bool:
-    return hasattr(leaf, "__array__") or any(
-        isinstance(value, Tensor) for value in getattr(leaf, "__dict__", {}).values()
-    )
+    if hasattr(leaf, "__array__") or any(isinstance(one, Tensor) for one in getattr(leaf, "__dict__", {}).values()):
+        return True
+    taken = taken_apart(leaf) if hasattr(leaf, "__dict__") else None
+    return taken is not None and bool(taken.tensors)

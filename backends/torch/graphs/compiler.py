@@ -10,11 +10,12 @@ from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 
 from polyamp.backends.torch import unstable
+from polyamp.backends.torch.graphs import between
 from polyamp.backends.torch.graphs.attributes import Attributes
 from polyamp.backends.torch.graphs.decisions import Pass, Rules
 from polyamp.backends.torch.graphs.expansion import expand
 from polyamp.backends.torch.graphs.program import check_no_autocast
-from polyamp.backends.torch.graphs.rewrite import report, usable
+from polyamp.backends.torch.graphs.rewrite import usable
 from polyamp.backends.torch.graphs.values import Known, known_value, map_known
 from polyamp.errors import InvalidTypeError, InvalidValueError
 from polyamp.policy import Policy, current_policy
@@ -38,7 +39,8 @@ def polyamp(
     ...     print(fast(torch.ones(3, 4)).dtype)
     torch.float32
 
-    Where the code breaks the graph, each part is planned, and values between the parts are as declared.
+    Where the code breaks the graph, each part is planned, values that the parts give are as declared, and what runs
+    between them does so in `polyamp.autocast`; as do parts that are given 16-bit values from there.
 
     Args:
         module: the graph.
@@ -53,13 +55,15 @@ def polyamp(
         UnsupportedError: a format that torch functions do not compute in.
         UsageError: the graph was captured under `torch.autocast`, or has a region of it.
     """
-    check_no_autocast()
     chosen = dict(options or {})
     bound, inner = chosen.pop("policy", None), _backend(chosen.pop("backend", "inductor"), mode, chosen)
+    if between.is_lowering():
+        return inner(module, example_inputs)
+    check_no_autocast()
     expand(module)
     if bound is not None:
-        return inner(_planned(module, example_inputs, usable(bound)), example_inputs)
-    return _ByPolicy(module, example_inputs, inner)
+        return between.outside(inner(_planned(module, example_inputs, usable(bound)), example_inputs))
+    return between.outside(_ByPolicy(module, example_inputs, inner))
 
 
 class _ByPolicy:
@@ -95,7 +99,7 @@ def _planned(module: GraphModule, inputs: Sequence[Any], policy: Policy) -> Grap
     }
     results = Pass(module, rules, graph, arguments, attributes).results()
     graph.output(map_known(results, lambda known: known.node))
-    report(rules, "the compiled graph")
+    between.add(rules)
     return GraphModule(attributes, graph, "Planned")
 
 
@@ -143,3 +147,6 @@ def _looked_up(name: str) -> Any:
             fix="use one of these, or give the function itself",
         )
     return dynamo.lookup_backend(name)
+
+
+between.watch(polyamp)

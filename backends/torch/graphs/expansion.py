@@ -15,6 +15,8 @@ from polyamp.backends.torch.graphs.nodes import is_composite
 def expand(module: GraphModule) -> None:
     """Put in the place of each call of a composed function the aten operators that it is made of, in bodies too.
 
+    Functions that cannot be taken apart stay.
+
     >>> import torch
     >>> from polyamp.backends.torch.graphs.capture import capture
     >>> module = capture(torch.nn.functional.normalize, [torch.ones(3, 2)], {}).module
@@ -40,8 +42,13 @@ def _expand(graph: Graph, node: Node) -> None:
         args, kwargs = map_arg((node.args, node.kwargs), given.__getitem__)
         return node.target(*args, **kwargs)  # type: ignore[operator]
 
-    with unstable.on_fakes(mode):
-        inner = unstable.aten_graph(call, fakes)
+    try:
+        with unstable.on_fakes(mode):
+            inner = unstable.aten_graph(call, fakes)
+    except (RuntimeError, TypeError, NotImplementedError):
+        return  # it makes tensors of its own, or looks at values: it runs as it is written
+    if inner.graph.find_nodes(op="get_attr"):
+        return
     with graph.inserting_before(node):
         results = _inline(graph, inner, node, used, mode)
     _replace(node, results)
@@ -52,8 +59,6 @@ def _inline(graph: Graph, inner: GraphModule, node: Node, used: list[Node], mode
     """Copy the nodes of a graph of operators, each with its fake; what they give."""
     placed = dict(zip(inner.graph.find_nodes(op="placeholder"), used, strict=True))
     for one in inner.graph.nodes:
-        if one.op == "get_attr":
-            raise NotImplementedError(f"{node} makes tensors of its own")
         if one.op == "call_function":
             new = graph.node_copy(one, placed.__getitem__)
             args, kwargs = map_arg((new.args, new.kwargs), lambda had: had.meta.get("example_value"))

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
-from torch.fx import Graph, Node
+from torch.fx import Graph, GraphModule, Node
 from torch.utils.checkpoint import checkpoint
 
 from polyamp.backends.torch import unstable
 from polyamp.backends.torch.ambient.regions import DEVICE_TYPES
 from polyamp.backends.torch.graphs.attributes import Attributes
-from polyamp.backends.torch.graphs.capture import Captured, capture, check_arguments
+from polyamp.backends.torch.graphs.capture import Captured, capture, check_arguments, refusals
 from polyamp.backends.torch.graphs.decisions import Pass, Rules, under_autocast
 from polyamp.backends.torch.graphs.expansion import expand
+from polyamp.backends.torch.graphs.held import CONSTANTS
 from polyamp.backends.torch.graphs.recorder import Recorder
 from polyamp.backends.torch.graphs.saved import bytes_saved
 from polyamp.backends.torch.graphs.values import Known, known_value, map_known
@@ -52,15 +54,21 @@ class Program:
         check_arguments(fn, pytree.tree_leaves((args, kwargs)))
         self.name, self.mode = name, mode_of(root)
         captured = capture(fn, args, kwargs)
-        expand(captured.module)
         self.rules, self._recorder = Rules(policy), Recorder()
         self.attributes = Attributes(name)
-        writer = _Writer(captured, _names(root), self.rules, self.attributes)
-        self.graph = writer.written(self._recorder, [*(f"arg_{index}" for index in range(len(args))), *kwargs])
-        self.fits = _fitting(captured, writer)
+        with refusals():
+            expand(captured.module)
+            writer = _Writer(captured, _names(root), self.rules, self.attributes)
+            self.graph = writer.written(self._recorder, [*(f"arg_{index}" for index in range(len(args))), *kwargs])
+            self.fits = _fitting(captured, writer)
         self._original = captured.module
         for node in self._original.graph.find_nodes(op="placeholder"):
             node.meta = {"example_value": node.meta["example_value"]}  # Dynamo's holds the example itself
+        for module in self._original.modules():
+            if isinstance(module, GraphModule):
+                unstable.drop_source(module.forward.__code__.co_filename)
+        unstable.let_go(node.meta.get("example_value") for node in self._original.graph.nodes)
+        weakref.finalize(self, unstable.forget_sizes).atexit = False
 
     @functools.cached_property
     def plan(self) -> Plan:
@@ -136,7 +144,7 @@ class _Writer:
             return computed[id(leaf)]
         if isinstance(leaf, Tensor):
             return self._input(leaf)
-        if isinstance(leaf, _CONSTANTS):
+        if isinstance(leaf, CONSTANTS):
             return leaf
         raise InvalidTypeError(
             "the function returns an object that a graph cannot hold",
@@ -167,9 +175,6 @@ def _fitting(captured: Captured, writer: _Writer) -> Callable[[Sequence[Any], An
         return sizes_fit([leaves[place] if isinstance(place, int) else place for place in places])
 
     return fits
-
-
-_CONSTANTS = (int, float, bool, str, complex, type(None), torch.dtype, torch.device, torch.SymInt)
 
 
 def mode_of(root: nn.Module) -> tuple[Any, ...]:

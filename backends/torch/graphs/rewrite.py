@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -17,12 +18,13 @@ from polyamp.backends.torch.graphs.capture import root_of
 from polyamp.backends.torch.graphs.decisions import Rules
 from polyamp.backends.torch.graphs.nodes import users_level
 from polyamp.backends.torch.graphs.program import Program, check_no_autocast, mode_of
-from polyamp.errors import InvalidTypeError, UnsupportedError, UsageError, warn_once
+from polyamp.errors import InvalidTypeError, InvalidValueError, PolyampError, UnsupportedError, UsageError, warn_once
 from polyamp.formats import format_of
 from polyamp.plan import Plan
 from polyamp.policy import Policy
 from polyamp.policy import policy as make_policy
 from polyamp.refusals import not_traced
+from polyamp.rules import Rule
 
 
 def rewrite(
@@ -64,8 +66,14 @@ def rewrite(
     return rewritten
 
 
-def explain(module: Callable[..., Any], *inputs: Any, policy: Policy | str | None = None, **kwargs: Any) -> Plan:
-    """What every operation of a module runs in, where and why. Nothing is computed.
+def explain(
+    module: Callable[..., Any],
+    *inputs: Any,
+    policy: Policy | str | None = None,
+    engine: str | None = None,
+    **kwargs: Any,
+) -> Plan:
+    """What every operation of a module runs in, where and why.
 
     >>> plan = explain(lambda x: torch.exp(x @ x), torch.ones(2, 2, device="meta"), policy="mixed_float16")
     >>> [(op.name, op.format, op.reason) for op in plan.operations]
@@ -75,13 +83,74 @@ def explain(module: Callable[..., Any], *inputs: Any, policy: Policy | str | Non
         module: as for `rewrite`.
         *inputs: its arguments; meta and fake tensors will do.
         policy: a policy or its name; None is the current policy.
+        engine: ``"rewrite"``, the default, plans what `rewrite` gives, and computes nothing. ``"autocast"`` records one
+            run under `polyamp.autocast`, of the forward pass, on tensors without data where the module's code allows
+            that, else a real one which leaves nothing changed. A module that cannot be rewritten is recorded too; the
+            plan's ``engine`` says so, and why.
         **kwargs: its keyword arguments.
 
     Returns:
         A `Plan`. ``bytes_saved`` are what autograd keeps, parameters and arguments included; None where an operator
         of the user's has no fake kernel.
+
+    Raises:
+        InvalidTypeError: not a module or function.
+        InvalidValueError: another engine, or the module does not take these arguments.
+        UnsupportedError: a format that torch functions do not compute in.
+        UsageError: the call stands under `torch.autocast`.
     """
-    return Program(_checked(module), usable(policy), inputs, kwargs, root=root_of(module)).plan
+    chosen, fn = usable(policy), _checked(module)
+    if engine not in (None, *ENGINES):
+        raise _no_engine(engine)
+    if engine == "autocast":
+        return _recorded(fn, inputs, kwargs, chosen)
+    check_no_autocast()
+    try:
+        return captured_plan(fn, inputs, kwargs, chosen)
+    except PolyampError as error:
+        refusal = error  # handled outside: what is kept of the run would keep it too
+    return _recorded_instead(fn, inputs, kwargs, chosen, refusal)
+
+
+ENGINES = ("rewrite", "autocast")
+
+
+def captured_plan(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], policy: Policy) -> Plan:
+    """The plan of what `rewrite` gives.
+
+    Raises:
+        PolyampError: it gives nothing; see there.
+    """
+    return Program(fn, policy, args, kwargs, root=root_of(fn)).plan
+
+
+def _recorded(fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any], policy: Policy, why: str = "") -> Plan:
+    from polyamp.backends.torch.recording.explained import recorded  # nothing of it is needed to train
+
+    return recorded(fn, args, kwargs, policy, why=why)
+
+
+def _recorded_instead(
+    fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any], policy: Policy, error: PolyampError
+) -> Plan:
+    """The plan of one run, where there is no graph; the first error where it does not run either."""
+    try:
+        plan = _recorded(fn, args, kwargs, policy, why=str(error).partition("\n")[0])
+    except InvalidValueError:
+        raise error from None
+    if not plan.operations:
+        raise error
+    return plan
+
+
+def _no_engine(engine: object) -> InvalidValueError:
+    return InvalidValueError(
+        "unknown engine",
+        where="explain(module, engine=)",
+        found=repr(engine),
+        allowed=", ".join(ENGINES),
+        fix='leave it out, or give engine="autocast" for what polyamp.autocast does',
+    )
 
 
 class Rewritten(GraphModule):
@@ -137,6 +206,7 @@ class Rewritten(GraphModule):
         kind = type(self)
         kind._first = kind.forward
         kind.forward = Rewritten._run
+        weakref.finalize(self, unstable.drop_source, kind._first.__code__.co_filename).atexit = False
         return code
 
     def trace(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
@@ -248,17 +318,31 @@ def _check_format(compute: str) -> None:
 def report(rules: Rules, name: str) -> None:
     """Say once what had no effect in the graph of a function of that name."""
     policy = rules.policy
-    for rule in rules.unused:
-        warn_once(
-            f"the rule {rule.pattern!r} of {policy} matched nothing in {name}: it is neither an operation there (see "
-            "docs/operations.md) nor a module. polyamp.explain lists what there is.",
-            stacklevel=users_level(),
-        )
+    report_unused([rules], name)
     for refusal, asked in rules.refused.items():
         warn_once(f"{asked} of {policy} is not kept in {name}: {refusal}.", stacklevel=users_level())
     if format_of(policy.compute).is_low and not rules.lowered:
         warn_once(
             f"rewrite to {policy.compute} changed nothing in {name}: it has no float32 operation of class lower, such "
             "as matmul and conv. polyamp.explain gives the reason for each operation.",
+            stacklevel=users_level(),
+        )
+
+
+def report_unused(parts: Sequence[Rules], name: str, *, unless: Callable[[Rule], bool] = lambda rule: False) -> None:
+    """Say once which rules of a policy matched nothing in any part of what has that name.
+
+    Args:
+        parts: what was found out under it, for each part.
+        name: what they are parts of.
+        unless: which rules are left out.
+    """
+    policy = parts[0].policy
+    for rule in parts[0].unused:
+        if any(rule not in part.unused for part in parts) or unless(rule):
+            continue
+        warn_once(
+            f"the rule {rule.pattern!r} of {policy} matched nothing in {name}: it is neither an operation there (see "
+            "docs/operations.md) nor a module. polyamp.explain lists what there is.",
             stacklevel=users_level(),
         )

@@ -33,7 +33,7 @@ def bytes_saved(graph: Graph, attributes: Mapping[str, Any]) -> int | None:
         if memory is not None:
             kept[memory] = unstable.hint(tensor.untyped_storage().nbytes())
             alive.append(tensor)
-        return tensor
+        return tensor.detach()  # itself, an output would hold the node that holds it
 
     alive: list[Tensor] = []  # a memory that is freed gives its number to another
     holder = _OnFakes(GraphModule(_root(graph, attributes), graph))
@@ -42,6 +42,8 @@ def bytes_saved(graph: Graph, attributes: Mapping[str, Any]) -> int | None:
             holder.run(*graph.find_nodes(op="placeholder"))
     except (RuntimeError, TypeError, NotImplementedError):  # an operator of the user's without a fake kernel
         return None
+    finally:
+        alive.clear()  # autograd's graph has the hooks, and they have these: no collector sees that ring
     return sum(kept.values())
 
 

@@ -3,7 +3,8 @@
 Arguments, beside tensors that the step of any optimizer has:
 
 - ``scale``: float32 scalar, what the gradients were multiplied by.
-- ``stats``: see `STATS`; a step whose ``stats[1]`` is not 0 is skipped. Ranks may combine it between the two calls.
+- ``stats``: see `STATS`; a step whose ``stats[1]`` or ``stats[2]`` is not 0 is skipped. Ranks may combine them between
+  the two calls.
 - ``params`` and ``masters``: float32 parameters and no masters; 16-bit parameters beside float32 masters; bfloat16
   parameters beside int16 remainders (see ``split``); or 16-bit parameters alone, which are rounded by chance.
 - ``groups``, ``rules``: int64 and float64 on the CPU. ``rules[groups[i]]`` are the numbers of the i-th tensor; see
@@ -174,7 +175,7 @@ def _factor(scale: Tensor, stats: Tensor, max_norm: float) -> tuple[Tensor, Tens
     The 1e-6 in the divisor is that of ``torch.nn.utils.clip_grad_norm_``.
     """
     clip = torch.clamp(max_norm / (stats[0].sqrt() + 1e-6), max=1.0)
-    return (_inverse(scale).double() * clip).float() if max_norm < math.inf else _inverse(scale), stats[1] == 0
+    return (_inverse(scale).double() * clip).float() if max_norm < math.inf else _inverse(scale), (stats[1:] == 0).all()
 
 
 def _non_finite(tensors: Tensors) -> list[Tensor]:

@@ -37,8 +37,9 @@ class Changes:
             if key is None or key in self._new or isinstance(tensor, widened.Widened) or not _has_memory(tensor):
                 continue
             place = key, tensor.storage_offset(), tuple(tensor.shape), tensor.stride()
-            if place not in self._kept:
-                self._kept[place] = tensor, tensor.detach().clone(), tensor._version
+            if place not in self._kept and not unstable.is_fake(tensor):
+                with unstable.with_data():
+                    self._kept[place] = tensor, tensor.detach().clone(), tensor._version
 
     def made(self, out: Any, args: Sequence[Any]) -> None:
         """An operator has run: what it made is new."""

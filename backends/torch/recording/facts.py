@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from polyamp.backends.torch import unstable
 from polyamp.backends.torch.dtypes import SIXTEEN_BIT
 from polyamp.backends.torch.graphs.nodes import is_users
-from polyamp.backends.torch.graphs.rewrite import explain
+from polyamp.backends.torch.graphs.rewrite import captured_plan
 from polyamp.backends.torch.recording.changes import Changes
 from polyamp.backends.torch.recording.mode import Watcher
 from polyamp.backends.torch.recording.names import names_of
@@ -88,7 +88,7 @@ def _plan(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], policy:
     if not _takes(target, args, kwargs):
         return None
     try:
-        return explain(target, *args, policy=policy, **kwargs)
+        return captured_plan(target, args, kwargs, policy)
     except PolyampError:
         return None
 

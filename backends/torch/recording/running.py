@@ -26,7 +26,7 @@ from polyamp.backends.torch.recording.reach import Reach
 from polyamp.backends.torch.steps import onlookers
 from polyamp.backends.torch.steps.keeping import keep
 from polyamp.backends.torch.steps.optimizer import ALIVE
-from polyamp.backends.torch.steps.window import LATEST
+from polyamp.backends.torch.steps.window import ALL, LATEST
 from polyamp.errors import NonFiniteLossError
 from polyamp.policy import Policy
 from polyamp.policy import policy as make_policy
@@ -65,7 +65,7 @@ class Run:
     def undone(self) -> Iterator[None]:
         """Whatever is changed while this is entered is brought back when it is left."""
         windows = [holder for optimizer in list(ALIVE) for holder in optimizer.holders()]
-        restore = keep([*windows, LATEST, *self.reach.all_of(torch.amp.GradScaler)])
+        restore = keep([*windows, LATEST, ALL, *self.reach.all_of(torch.amp.GradScaler)])
         for module in self.reach.modules():
             self.changes.keep_module(module)
         for param in self.reach.parameters():

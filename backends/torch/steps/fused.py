@@ -24,10 +24,17 @@ from polyamp.backends.torch.kernels.control import SIZE, applied_flag, is_captur
 from polyamp.backends.torch.kernels.operators import STATS, WORKSPACE
 from polyamp.backends.torch.steps import refusals
 from polyamp.backends.torch.steps.gradients import Gradients
+from polyamp.backends.torch.steps.guards import InnerStep
 from polyamp.backends.torch.steps.operands import Batch, Place, count_on_host, is_dense, sort
 from polyamp.backends.torch.steps.ranks import add_shards_, any_rank, has_peers
 from polyamp.backends.torch.steps.update_rules import UpdateRule, update_rule_of
-from polyamp.backends.torch.unstable import has_step_pre_hooks, note_step, run_with_step_hooks, step_without_hooks
+from polyamp.backends.torch.unstable import (
+    has_step_pre_hooks,
+    is_flattened,
+    note_step,
+    run_with_step_hooks,
+    step_without_hooks,
+)
 from polyamp.errors import PolyampError
 from polyamp.loss_scale import LossScale
 
@@ -127,12 +134,12 @@ class FusedStep:
             InvalidValueError: a learning rate on another GPU.
         """
         rule = self._rule()
-        if rule is None or has_step_pre_hooks(self.inner):
+        if rule is None or has_step_pre_hooks(self.inner, beside=InnerStep):
             return None
         batches, left = self._scaled.of(self.inner, rule, standing(), self.is_for)
         if left or len({batch.device for batch in batches}) > 1:  # whose statistics would have to be brought together
             return None
-        if clips and len(set().union(*(batch.layouts for batch in batches))) > 1:
+        if clips and (len(set().union(*(batch.layouts for batch in batches))) > 1 or self._has_flattened_shards()):
             return None
         self._check(batches)
         return batches
@@ -198,7 +205,7 @@ class FusedStep:
 
     def can_clip(self, gradients: Gradients) -> bool:
         """Whether `unscale_and_clip` takes gradients: real ones on one device, whole, each element once in memory."""
-        if not gradients or not self.is_for(gradients.first.device):
+        if not gradients or not self.is_for(gradients.first.device) or self._has_flattened_shards():
             return False
         buckets = gradients.buckets()
         grads = [grad for bucket in buckets for grad in bucket]
@@ -233,6 +240,9 @@ class FusedStep:
         except PolyampError:
             _settle(made, applied=False)
             raise
+
+    def _has_flattened_shards(self) -> bool:
+        return any(is_flattened(param) for group in self.inner.param_groups for param in group["params"])
 
     def _rule(self) -> UpdateRule | None:
         """The optimizer's, if the operators are used for its first parameter."""
@@ -285,7 +295,7 @@ class FusedStep:
     def _call_unscaled(self, batches: Sequence[Batch], found: Tensor) -> None:
         for batch in batches:
             scratch = self._scratch_on(batch.device)
-            scratch.stats[1] = found.to(batch.device)
+            scratch.stats[1:] = found.to(batch.device)
             one = kept(1.0, torch.float32, batch.device)
             report = torch.empty_like(scratch.control)
             settings = functools.partial(_settings, LossScale.none(), None)

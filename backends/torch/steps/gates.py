@@ -26,7 +26,7 @@ class AppliedSteps:
     >>> schedule = AppliedSteps(torch.optim.lr_scheduler.ExponentialLR(opt, 0.5))
     >>> for grad in (1.0, float("inf"), 1.0):
     ...     weight.grad = torch.full((1,), grad)
-    ...     opt.step()
+    ...     opt.step(scaled=True)
     ...     schedule.step(opt.last_step)
     >>> schedule.get_last_lr()
     [0.25]

@@ -18,14 +18,16 @@ from polyamp.backends.torch.dtypes import SIXTEEN_BIT
 from polyamp.backends.torch.kernels.control import on_device, where
 from polyamp.backends.torch.steps import refusals
 from polyamp.backends.torch.steps.late import LateValues
-from polyamp.backends.torch.steps.onlookers import update_begins
+from polyamp.backends.torch.steps.onlookers import are_looking, update_begins
 from polyamp.backends.torch.steps.optimizer import LossScaledOptimizer
 from polyamp.backends.torch.steps.overflow import Overflow, describe, find, named, names_of
-from polyamp.backends.torch.steps.ranks import any_rank, check_process_group
+from polyamp.backends.torch.steps.ranks import any_rank, check_process_group, has_peers
+from polyamp.backends.torch.steps.scaler import is_finite, non_finite
 from polyamp.backends.torch.steps.skipping import state_is_complete
 from polyamp.backends.torch.unstable import not_traced, note_step
-from polyamp.limits import report_limits
+from polyamp.limits import report_limits, report_nonfinite_loss
 from polyamp.loss_scale import LossScale, LossScaleState, advance, on_host
+from polyamp.refusals import non_finite_loss
 from polyamp.result import StepResult
 
 
@@ -84,7 +86,8 @@ class GradScaler(torch.amp.GradScaler):
         self._start()
 
     def _start(self) -> None:
-        self._losses: list[Tensor] = []
+        self._losses: list[Tensor] = []  # that may be inf or NaN
+        self._saw_loss = False
         self._explain: Callable[[], str] = str
         self._late = LateValues()
         self._stepped: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
@@ -98,16 +101,19 @@ class GradScaler(torch.amp.GradScaler):
         return made
 
     def scale(self, outputs: Any) -> Any:
-        """As torch's; tensors of 16 bits in float32."""
+        """As torch's; tensors of 16 bits in float32. One that is not finite skips the step.
+
+        Raises:
+            NonFiniteLossError: under ``LossScale(nonfinite_loss="raise")``, inf or NaN on the CPU; on other devices a
+                later `step` raises it.
+        """
         if not self._enabled:
             return outputs
-        if isinstance(outputs, Tensor):
-            self._losses = [*self._losses, outputs.detach()][-_LOSSES_KEPT:]
-            return super().scale(_widened(outputs))
-        if isinstance(outputs, list | tuple):
-            self._losses = [*self._losses, *(loss.detach() for loss in leaves(outputs))][-_LOSSES_KEPT:]
-            return super().scale(map_leaves(_widened, outputs))
-        return super().scale(outputs)
+        if not isinstance(outputs, Tensor | list | tuple):
+            return super().scale(outputs)
+        for loss in leaves(outputs):
+            self._look_at(loss.detach())
+        return super().scale(map_leaves(_widened, outputs))
 
     @not_traced
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
@@ -116,6 +122,7 @@ class GradScaler(torch.amp.GradScaler):
         Raises:
             UsageError: a closure, a wrapped optimizer, or a second step before `update`.
             LossScaleError: by ``max_skips`` or ``on_min``, found at an earlier `update` on an accelerator.
+            NonFiniteLossError: see `scale`.
         """
         if not self._enabled:
             return super().step(optimizer, *args, **kwargs)
@@ -125,7 +132,8 @@ class GradScaler(torch.amp.GradScaler):
         result = None if self._skips_on_host(optimizer) else super().step(optimizer, *args, **kwargs)
         flags = list(self._found_inf_per_device(optimizer).values())
         if flags:
-            self._explain = functools.partial(_explain, weakref.ref(optimizer), self._losses)
+            losses = self._losses if self._saw_loss else None
+            self._explain = functools.partial(_explain, weakref.ref(optimizer), losses)
             self.last_step = StepResult(self._state(), flags[0] == 0, self._explain)
         return result
 
@@ -142,7 +150,7 @@ class GradScaler(torch.amp.GradScaler):
             return super().update(new_scale)
         self._move(flags)
         self._per_optimizer_states.clear()
-        self._losses = []
+        self._losses, self._saw_loss = [], False
         return None
 
     def _move(self, flags: list[Tensor]) -> None:
@@ -163,7 +171,8 @@ class GradScaler(torch.amp.GradScaler):
             tracker.copy_(state.good_steps)
             narrowed = {"scale": scale.clone(), "overflow_scale": state.overflow_scale.float()}
             state = state._replace(good_steps=tracker.clone(), **narrowed)
-            self._late.send(torch.stack([value.float() for value in state]))
+            bad = non_finite(self._losses, scale.device) if self._losses else torch.zeros_like(scale)
+            self._late.send(torch.stack([*(value.float() for value in state), bad.float()]))
         self._counts = list(state[2:])
         self.last_step = StepResult(state, finite, self._explain)
         if on_cpu:
@@ -178,6 +187,28 @@ class GradScaler(torch.amp.GradScaler):
         if not self._enabled:
             return LossScale.none(), LossScale.none().initial_state()
         return self.config, on_host(self._state())
+
+    @property
+    def loss_scale(self) -> float:
+        """The scale that the next loss is multiplied by, as ``get_scale`` gives it. It may be set, within the settings;
+        what is counted stays as it is."""
+        return self.get_scale()
+
+    @loss_scale.setter
+    def loss_scale(self, scale: float) -> None:
+        config, state = self.settings_and_state()
+        checked = refusals.checked_scale(config, scale, where="scaler.loss_scale = scale")
+        self.resume(state._replace(scale=checked))
+
+    def resume(self, state: LossScaleState) -> None:
+        """Continue from a state of Python numbers."""
+        if not self._enabled:
+            return
+        self._init_scale, self._init_growth_tracker = state.scale, state.good_steps
+        if self._scale is not None and self._growth_tracker is not None:
+            self._scale.fill_(state.scale)
+            self._growth_tracker.fill_(state.good_steps)
+        self._counts = list(state[2:])
 
     def overflowed(self, optimizer: torch.optim.Optimizer) -> list[Overflow]:
         """The parameters of an optimizer whose gradients hold inf or NaN now, by name. Waits for the device."""
@@ -219,6 +250,8 @@ class GradScaler(torch.amp.GradScaler):
         if not allow_fp16:
             _refuse_half(optimizer)
         flags = list(super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16).values()) or [found_inf]
+        if self._losses:
+            flags.append(non_finite(self._losses, flags[0].device))
         found = flags[0] if len(flags) == 1 else torch.stack([flag.to(flags[0].device) for flag in flags]).amax()
         found = any_rank(found, self._process_group)  # one flag: torch adds them up, and fused kernels compare with 1
         return {found.device: found}
@@ -228,9 +261,29 @@ class GradScaler(torch.amp.GradScaler):
         tracker = self._init_growth_tracker if self._growth_tracker is None else self._growth_tracker
         return LossScaleState(scale, tracker, *self._counts)
 
+    def _look_at(self, loss: Tensor) -> None:
+        """Keep a loss that may be inf or NaN: on the CPU one that is, on other devices, which looking stops, any."""
+        self._saw_loss = True
+        on_cpu = loss.device.type == "cpu"
+        if not on_cpu or not is_finite(loss):
+            self._losses = [*self._losses, loss][-_LOSSES_KEPT:]
+        if on_cpu and self._losses and self._losses[-1] is loss:
+            self._report_loss(loss, where="GradScaler.scale(loss)", stacklevel=5)
+
+    def _report_loss(self, found: object, *, where: str, stacklevel: int) -> None:
+        if are_looking():
+            raise non_finite_loss(found, where=where)
+        config = replace(self.config, nonfinite_loss="skip") if has_peers(self._process_group) else self.config
+        compute = "float16" if getattr(found, "dtype", None) == torch.float16 else None
+        report_nonfinite_loss(config, compute=compute, where=where, found=found, stacklevel=stacklevel)
+
     def _report(self, arrived: list[float] | None) -> None:
-        if arrived is not None:
-            report_limits(self.config, on_host(LossScaleState(*arrived)), self._explain)
+        if arrived is None:
+            return
+        *state, bad_loss = arrived
+        if bad_loss:
+            self._report_loss("inf or NaN", where="GradScaler.scale(loss), of an earlier step", stacklevel=6)
+        report_limits(self.config, on_host(LossScaleState(*state)), self._explain)
 
     def _skips_on_host(self, optimizer: torch.optim.Optimizer) -> bool:
         """Skip here where the optimizer's own kernel may not skip yet."""
@@ -261,8 +314,8 @@ class GradScaler(torch.amp.GradScaler):
             raise refusals.closure_refused(closure)
 
 
-_LOSSES_KEPT = 8  # the last ones, to say after a skip whether they were finite
-_NOT_COPIED = ("_losses", "_explain", "_late", "_stepped", "_process_group")
+_LOSSES_KEPT = 256  # of one step
+_NOT_COPIED = ("_losses", "_saw_loss", "_explain", "_late", "_stepped", "_process_group")
 
 
 def _flags(states: dict[int, dict[str, Any]]) -> list[Tensor]:
@@ -293,10 +346,11 @@ def _refuse_half(optimizer: torch.optim.Optimizer) -> None:
                 raise refusals.half_gradients(names_of(optimizer.param_groups)[param], param.grad.dtype)
 
 
-def _explain(optimizer: weakref.ref[torch.optim.Optimizer], losses: list[Tensor]) -> str:
+def _explain(optimizer: weakref.ref[torch.optim.Optimizer], losses: list[Tensor] | None) -> str:
+    """Why a step was skipped; ``losses`` are those that may not be finite, None where none was scaled."""
     alive = optimizer()
     found = [] if alive is None else find(alive.param_groups)
+    finite = None if losses is None else all(map(is_finite, losses))
     if alive is None or not found:
-        return ""
-    finite = all(bool(loss.isfinite().all()) for loss in losses) if losses else None
+        return describe([], False) if finite is False else ""
     return describe(named(found, names_of(alive.param_groups)), finite)

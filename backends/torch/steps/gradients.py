@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from polyamp.backends.torch.dtypes import SIXTEEN_BIT
+from polyamp.backends.torch.steps.ranks import shard_group, shard_groups
 
 REAL = frozenset({*SIXTEEN_BIT, torch.float32, torch.float64})
 
@@ -32,7 +33,7 @@ class Gradients:
     def __init__(self, param_groups: Iterable[dict[str, Any]]) -> None:
         self._params = [param for group in param_groups for param in group["params"]]
         self._grads = [grad for param in self._params if (grad := param.grad) is not None]
-        self._buckets: list[Bucket] | None = None
+        self._buckets: dict[Any, Bucket] | None = None
 
     def __bool__(self) -> bool:
         return bool(self._grads)
@@ -96,7 +97,8 @@ class Gradients:
         The 1e-6 in the divisor is that of ``torch.nn.utils.clip_grad_norm_``, whose results these are bit for bit.
         """
         with torch.no_grad():
-            norms = [norm for bucket in self.buckets() for norm in _norms(bucket)]
+            norms = [norm for kind, bucket in self._sorted().items() if kind[-1] is None for norm in _norms(bucket)]
+            norms += [self._norm_over(group) for group in shard_groups(self._params)]
             if not norms:
                 return torch.zeros((), device=self._params[0].device)
             total: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]))
@@ -109,13 +111,25 @@ class Gradients:
 
     def buckets(self) -> list[Bucket]:
         """The gradients, sorted at the first call."""
+        return list(self._sorted().values())
+
+    def _sorted(self) -> dict[Any, Bucket]:
+        """The buckets by what their gradients share, which `shard_group` ends."""
         if self._buckets is None:
-            sorted_by_kind: dict[Any, Bucket] = {}
+            self._buckets = {}
             for param in self.params:
                 grad = dense(param)
-                sorted_by_kind.setdefault(_kind(grad), []).append(grad)
-            self._buckets = list(sorted_by_kind.values())
+                self._buckets.setdefault((*_kind(grad), shard_group(param)), []).append(grad)
         return self._buckets
+
+    def _norm_over(self, group: Any) -> Tensor:
+        """The norm of what ranks have of flattened parameters; every rank takes part, with a gradient or without."""
+        norms = [norm for kind, bucket in self._sorted().items() if kind[-1] is group for norm in _norms(bucket)]
+        device = self._params[0].device
+        here = [norm.to(device) for norm in norms] or [torch.zeros((), device=device)]
+        total = torch.stack(here).square().sum()
+        torch.distributed.all_reduce(total, group=group)
+        return total.sqrt()
 
     def _unscale_at_once(self, inverse_scale: Tensor) -> Tensor | None:
         """Asking each gradient for its layout would take long: torch refuses sparse ones, before it writes anything."""

@@ -35,3 +35,12 @@ def told(onlooker: Onlooker) -> Iterator[None]:
         yield
     finally:
         _onlookers.remove(onlooker)
+
+
+def are_looking() -> bool:
+    """Whether anybody is to know: then the step is only looked at.
+
+    >>> are_looking()
+    False
+    """
+    return bool(_onlookers)

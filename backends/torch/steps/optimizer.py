@@ -10,27 +10,27 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from polyamp.backends.torch.kernels.control import scale_on
-from polyamp.backends.torch.steps import reasons, refusals, saving
+from polyamp.backends.torch.steps import checkpoints, reasons, refusals, saving
 from polyamp.backends.torch.steps.closures import step_with_closure
-from polyamp.backends.torch.steps.gradients import Gradients
+from polyamp.backends.torch.steps.guards import check_no_scaler, guard
 from polyamp.backends.torch.steps.masters import Kind, make_masters
 from polyamp.backends.torch.steps.onlookers import update_begins
 from polyamp.backends.torch.steps.overflow import Overflow
-from polyamp.backends.torch.steps.ranks import check_process_group, has_peers
+from polyamp.backends.torch.steps.provenance import Witness
+from polyamp.backends.torch.steps.ranks import check_process_group
 from polyamp.backends.torch.steps.scaled import calls_of, step_scaled
-from polyamp.backends.torch.steps.scaler import LossScaler
 from polyamp.backends.torch.steps.skipping import Stepper
-from polyamp.backends.torch.steps.window import LossScalers, Scaling, Window
-from polyamp.backends.torch.steps.wrapper import OptimizerWrapper
-from polyamp.backends.torch.unstable import not_traced
+from polyamp.backends.torch.steps.window import LossScalers, Window
+from polyamp.backends.torch.steps.windowed import WindowedOptimizer
+from polyamp.backends.torch.steps.wrapper import Groups
+from polyamp.backends.torch.unstable import asked_by_checkpoint, not_traced
 from polyamp.errors import InvalidValueError
 from polyamp.loss_scale import LossScale
-from polyamp.refusals import no_optimizer, non_finite_loss, wrapped_already
+from polyamp.refusals import no_optimizer, wrapped_already
 from polyamp.result import StepResult
 
 
-class LossScaledOptimizer(OptimizerWrapper):
+class LossScaledOptimizer(WindowedOptimizer):
     """An optimizer that unscales, tests, clips, then updates or skips, then moves the loss scale: always in that order.
 
     It is a `torch.optim.Optimizer`: ``param_groups``, ``state``, ``defaults`` and hooks are the inner optimizer's own,
@@ -63,6 +63,7 @@ class LossScaledOptimizer(OptimizerWrapper):
         named_parameters: names for the parameters in messages, as of ``model.named_parameters()``. Without them, those
             that the optimizer was made with, or those of a module that has the parameters.
         share: another wrapped optimizer that trains on the same losses: both then share their loss scales.
+        compute: the format that forward passes compute in, for what is said of losses that are not finite.
 
     Raises:
         InvalidTypeError: no optimizer, or another argument of the wrong type.
@@ -86,6 +87,7 @@ class LossScaledOptimizer(OptimizerWrapper):
         process_group: Any = None,
         named_parameters: Iterable[tuple[str, Tensor]] = (),
         share: LossScaledOptimizer | None = None,
+        compute: str | None = None,
     ) -> None:
         if isinstance(optimizer, LossScaledOptimizer):
             raise wrapped_already(f"a LossScaledOptimizer around {type(optimizer.inner).__name__}")
@@ -98,7 +100,7 @@ class LossScaledOptimizer(OptimizerWrapper):
         check_process_group(process_group)
         named = refusals.named_tensors(named_parameters)
         super().__init__(optimizer)
-        self.scalers: LossScalers = LossScalers(loss_scale or LossScale()) if share is None else share.scalers
+        self.scalers: LossScalers = LossScalers(loss_scale or LossScale(), compute) if share is None else share.scalers
         self.stepper = Stepper(optimizer, skip_on_device if self.scaler.config.check else False, fused_step)
         self.max_grad_norm = max_grad_norm
         self.masters = make_masters(optimizer, master_weights)
@@ -109,9 +111,13 @@ class LossScaledOptimizer(OptimizerWrapper):
     def _start(self, process_group: Any = None, named: Mapping[str, Tensor] | None = None) -> None:
         self.scalers.join(self)
         ALIVE.add(self)
+        self.steps_now, self.witness = False, None
+        if self.scaler.multiplies:
+            self.witness = Witness.of(self.model_parameters())
+            guard(self, lambda: ALIVE)
         self.process_group = process_group
         self.named = {} if named is None else named
-        self._asked, self._simple = 0, False  # of how many parameters `Gradients.are_simple` was asked, and its answer
+        self._asked, self._simple = 0, False
         self._forget()
 
     def _forget(self) -> None:
@@ -128,14 +134,23 @@ class LossScaledOptimizer(OptimizerWrapper):
         return f"LossScaledOptimizer({self.inner!r}, {self.scaler.config!r})"
 
     @property
-    def scaler(self) -> LossScaler:
-        """The loss scaler of losses without an id."""
-        return self.scalers.main
-
-    @property
     def loss_scale(self) -> float:
         """The scale that the next loss is multiplied by. Reading it waits for the device, if it lives on one."""
         return float(self.scaler.state.scale)
+
+    @loss_scale.setter
+    def loss_scale(self, scale: float) -> None:
+        self.scaler.set(scale, where="opt.loss_scale = scale")
+
+    @property
+    def step_was_skipped(self) -> bool:
+        """Whether the last step was skipped. Looking at it costs a sync where the device decided."""
+        return not self.last_step.applied
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """What `torch.amp.GradScaler` asks for, and then tells of its scale by attributes: so `step` can refuse it."""
+        return self.scaler.multiplies
 
     def scale(self, loss: Any, loss_id: Hashable = None) -> Any:
         """The loss in float32 (float64 stays) times the loss scale, for ``scale(loss).backward()``.
@@ -155,12 +170,13 @@ class LossScaledOptimizer(OptimizerWrapper):
 
         Raises:
             InvalidTypeError: no floating tensor.
-            NonFiniteLossError: inf or NaN on the CPU; on other devices it is raised by a later `step`.
+            NonFiniteLossError: under ``nonfinite_loss="raise"``, inf or NaN on the CPU; on other devices a later
+                `step` raises it. By default the step is skipped, with a warning.
             UsageError: `unscale_` was called in this window: scaled gradients would be added to unscaled ones.
         """
         if self.window.found is not None:
             self._refuse_mixing()
-        return self.scalers.scale(loss, loss_id, alone=not has_peers(self.process_group))
+        return self.scalers.scale(loss, loss_id, self)
 
     @not_traced
     def backward(self, loss: Tensor, loss_id: Hashable = None, **options: Any) -> None:
@@ -169,7 +185,7 @@ class LossScaledOptimizer(OptimizerWrapper):
         Raises:
             UsageError: the gradients of the last step are still there.
         """
-        if self.scaler.config.check and self._is_consumed():
+        if self.scaler.config.check and self.is_consumed():
             raise refusals.not_cleared()
         self.scale(loss, loss_id).backward(**options)
 
@@ -194,57 +210,84 @@ class LossScaledOptimizer(OptimizerWrapper):
         return tuple(None if grad is None else grad.float() * inverse.to(grad.device) for grad in scaled)
 
     @not_traced
-    def unscale_(self) -> None:
+    def unscale_(self, *, scaled: bool | None = None) -> None:
         """Unscale the gradients now, to look at or change them before `step`.
 
         Where there are master weights, the unscaled gradients are those of the parameters in ``param_groups``.
 
+        Args:
+            scaled: as of `step`.
+
         Raises:
-            UsageError: no parameter has a gradient, or they are unscaled already.
+            UsageError: no parameter has a gradient, they are unscaled already, or their loss was not scaled.
         """
         update_begins()
         if self.window.found is not None:
             raise refusals.unscaled_already(where="unscale_()", fix="call it once between backward() and step()")
-        self._unscale(self._collect())
+        self._unscale(self._collect(scaled))
 
     @not_traced
-    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+    def clip_grad_norm_(self, max_norm: float, *, scaled: bool | None = None) -> Tensor:
         """Unscale if need be, then clip to a global L2 norm, as ``torch.nn.utils.clip_grad_norm_`` does.
+
+        Args:
+            max_norm: not negative.
+            scaled: as of `step`.
 
         Returns:
             The norm before clipping; float32 scalar tensor, not finite where the step will be skipped.
 
         Raises:
-            UsageError: no parameter has a gradient.
+            UsageError: no parameter has a gradient, or their loss was not scaled.
             InvalidValueError: ``max_norm`` is negative or NaN.
         """
         refusals.check_norm(max_norm)
         update_begins()
-        _, gradients = self._unscaled(self._collect())
+        _, gradients = self._unscaled(self._collect(scaled))
         return gradients.clip(max_norm)
 
     @not_traced
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+    def step(self, closure: Callable[[], Any] | None = None, *, scaled: bool | None = None) -> Any:
         """Unscale, test, clip, update or skip, and move the loss scale.
 
         A skipped step leaves parameters, masters and optimizer state bit-identical; `last_step` says so.
 
+        >>> weight = torch.ones(1, requires_grad=True)
+        >>> opt = LossScaledOptimizer(torch.optim.SGD([weight], lr=0.5), LossScale(init=8.0))
+        >>> weight.grad = torch.ones(1)
+        >>> opt.step(scaled=False), weight.detach()
+        (None, tensor([0.5000]))
+
         Args:
             closure: computes the loss, calls `backward` and returns the unscaled loss.
+            scaled: for gradients that were set by hand, or by a backward pass that did not begin at a scaled loss:
+                True where they are multiplied by the loss scale all the same; False where they are not, so that they
+                are tested, clipped and used as they are. None: `backward` made them, or a `scale` before it.
 
         Returns:
             What the inner optimizer's ``step`` returns; where skipped, the closure's loss or None.
 
         Raises:
-            UsageError: no parameter has a gradient, or they are those of the last step.
+            UsageError: no parameter has a gradient, they are those of the last step, or their loss was not scaled.
             LossScaleError: see `LossScale`: ``max_skips`` and ``on_min``.
-            NonFiniteLossError: a loss on an accelerator was inf or NaN.
+            NonFiniteLossError: under ``nonfinite_loss="raise"``, a loss on an accelerator was inf or NaN.
         """
+        if closure is None and asked_by_checkpoint(callers=4):
+            return checkpoints.initialise(self)
+        check_no_scaler(self)
         update_begins(closure)
         if closure is not None:
-            return step_with_closure(self, closure)
+            return step_with_closure(self, closure, scaled)
+        self.steps_now = True
+        try:
+            return self._step(scaled)
+        finally:
+            self.steps_now = False
+
+    def _step(self, scaled: bool | None) -> Any:
         for scaler in self.scalers:
-            scaler.report_earlier_step(functools.partial(reasons.explain, self))
+            scaler.report_earlier_step(functools.partial(reasons.explain, self), alone=self._is_alone)
+        self._say(scaled)
         if (calls := calls_of(self)) is not None:
             return step_scaled(self, calls)
         result, finite = self.stepper.step(*self._prepare())
@@ -287,165 +330,52 @@ class LossScaledOptimizer(OptimizerWrapper):
             self.param_groups.pop()
             raise
 
+    @property
+    def param_groups(self) -> Groups:
+        """The inner optimizer's groups; master weights stand in them where parameters have 16 bits."""
+        return checkpoints.shown_groups(self) if asked_by_checkpoint() else self.inner.param_groups
+
+    @param_groups.setter
+    def param_groups(self, groups: Groups) -> None:
+        self.inner.param_groups = groups
+
+    @property
+    def state(self) -> Any:
+        """The inner optimizer's state, by parameter."""
+        return checkpoints.shown_state(self) if asked_by_checkpoint() else self.inner.state
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        self.inner.state = state
+
     def state_dict(self) -> dict[str, Any]:
         """The inner optimizer's ``state`` and ``param_groups``, with ``loss_scale`` and ``master_weights``.
+
+        `torch.distributed.checkpoint` gets the same in a form of its own; see ``checkpoints.py``.
 
         >>> opt = LossScaledOptimizer(torch.optim.SGD([torch.ones(2, requires_grad=True)], lr=0.5))
         >>> sorted(opt.state_dict())
         ['loss_scale', 'master_weights', 'param_groups', 'state']
         """
-        return saving.save(self)
+        return checkpoints.shown(self) if asked_by_checkpoint() else saving.save(self)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continue bit for bit from what `state_dict` gave; the state keeps its dtypes.
 
+        The state of an optimizer that was not wrapped is taken too, with a warning: the loss scale starts at ``init``.
+
         Raises:
             StateError: of another kind, incomplete, or of other parameters; nothing is changed.
         """
-        saving.load(self, state_dict)
+        saving.load(self, checkpoints.unpacked(self, state_dict) if checkpoints.is_shown(state_dict) else state_dict)
         self.stepper.forget()
         self._forget()
 
     def holders(self) -> Iterator[Any]:
         """The objects that hold what this knows of a window, for `keeping.keep`."""
-        yield from (self, self.window, self.scalers)
+        yield from (self, self.window, self.scalers, *([] if self.witness is None else [self.witness]))
         for scaler in self.scalers:
             yield from scaler.holders()
-
-    # The parts of a step, for `closures` and for the scalers.
-
-    def open_window(self) -> None:
-        """Begin to gather gradients anew."""
-        self.window = Window()
-        self.scalers.forget_losses()
-
-    def expect(self, scaling: Scaling) -> None:
-        """A loss was multiplied by a scale, and its backward pass is to come."""
-        window = self.window
-        if window.found is not None or (window.scaling is not None and not window.scaling.same_scale(scaling)):
-            self._set_aside()
-        window.scaling, window.left_over = scaling, None
-
-    def prepare_on_host(self) -> bool:
-        """Unscale, test and clip; whether all gradients were finite."""
-        found, _ = self._prepare()
-        return not found
-
-    def update_model(self) -> None:
-        """Bring the model's 16-bit parameters to their masters' values."""
-        if self.masters is not None:
-            self.masters.update_model()
-
-    def finish(self, finite: bool | Tensor) -> None:
-        """Move the loss scale, and end the window."""
-        window, losses_were_finite = self.window, True
-        explain = reasons.later(self)
-        if finite is False:
-            losses_were_finite = self.scalers.losses_were_finite()
-            explain = reasons.now(self, window.saw_loss and losses_were_finite)
-        else:
-            self.update_model()
-        if self.masters is not None:
-            self.masters.release()
-        for scaler, was_finite in window.reports_of(finite):
-            scaler.advance(was_finite, self)
-        scaler = window.scaling_or(self.scaler).scaler
-        self.close(scaler, finite, explain)
-        if not losses_were_finite and not has_peers(self.process_group):
-            raise non_finite_loss("inf or NaN")
-        scaler.report(explain)
-
-    def close(self, scaler: LossScaler, finite: bool | Tensor, explain: Callable[[], str]) -> None:
-        """End the window with a result."""
-        if finite is not False:
-            torch.clear_autocast_cache()  # which else, inside an autocast region, goes on with the old weights
-        self.last_step = StepResult(scaler.state, finite, explain)
-        self.window = Window(left_over=self._first_gradient())
-
-    def check_gradients(self, first: Tensor | None) -> None:
-        """Refuse to step on nothing, on what the last step left, or on 16 bits without masters.
-
-        Args:
-            first: gradient, if there is any.
-        """
-        if self._is_consumed():
-            raise refusals.no_backward("the gradients of the last step")
-        if first is None and not self.window and not has_peers(self.process_group):  # which wait for this rank
-            raise refusals.no_backward("no parameter with a gradient")
-        if first is not None and self.masters is None and self._master_weights is not False:
-            refusals.check_width(first.dtype)
-
-    def _prepare(self) -> tuple[Tensor, Gradients]:
-        norm, gradients = self.max_grad_norm, self._collect()
-        scaler, state = self.window.scaling_or(self.scaler)
-        operators = self.stepper.operators
-        if norm is not None and scaler.config.check and self.window.is_untouched and operators.can_clip(gradients):
-            scale = scale_on(state, gradients.first.device)
-            self.window.note(scaler, operators.unscale_and_clip(gradients, scale, norm))
-            return self.window.close(gradients, self.process_group)
-        found, gradients = self._unscaled(gradients)
-        if norm is not None:
-            gradients.clip(norm, skipped=found)
-        return found, gradients
-
-    def _unscaled(self, gradients: Gradients) -> tuple[Tensor, Gradients]:
-        found = self.window.found
-        return self._unscale(gradients) if found is None else (found, gradients)
-
-    def _collect(self) -> Gradients:
-        if self.window.found is None and not self._is_consumed():
-            self._take_gradients()
-        gradients = Gradients(self.param_groups)
-        self.check_gradients(gradients.first if gradients else None)
-        return gradients
-
-    def _take_gradients(self) -> None:
-        if self.masters is not None:
-            self.masters.take_gradients()
-
-    def _unscale(self, gradients: Gradients) -> tuple[Tensor, Gradients]:
-        window = self.window
-        if not window.scaling_or(self.scaler).scaler.config.check:
-            window.found = torch.zeros((), device="cpu")
-            return window.found, gradients
-        window.unscale(gradients, self.scaler, simple=self._are_simple(gradients))
-        return window.close(gradients, self.process_group)
-
-    def _are_simple(self, gradients: Gradients) -> bool:
-        if self._asked != gradients.parameter_count:
-            self._asked, self._simple = gradients.parameter_count, gradients.are_simple()
-        return self._simple
-
-    def _set_aside(self) -> None:
-        """Unscale what earlier losses left, and keep it apart from what a loss of another scale will leave."""
-        if self.window.found is None:
-            self._take_gradients()
-            gradients = Gradients(self.param_groups)
-            if gradients:
-                self.window.unscale(gradients, self.scaler, simple=self._are_simple(gradients))
-        self.window.set_aside(param for group in self.param_groups for param in group["params"])
-        if self.masters is not None:
-            self.masters.zero_grad(set_to_none=True)
-
-    def _first_gradient(self) -> tuple[Any, int] | None:
-        """The first gradient and its version, to know it again; a weak reference, so that it can be freed."""
-        groups = self.param_groups if self.masters is None else [{"params": self.masters.model}]
-        grads = (param.grad for group in groups for param in group["params"])
-        first = next((grad for grad in grads if grad is not None), None)
-        return None if first is None else (weakref.ref(first), first._version)
-
-    def _is_consumed(self) -> bool:
-        left_over = self.window.left_over
-        return left_over is not None and left_over == self._first_gradient()
-
-    def _refuse_mixing(self) -> None:
-        if not Gradients(self.param_groups):
-            self.open_window()  # the model's own zero_grad was called
-            return
-        raise refusals.unscaled_already(
-            where="scale(loss), backward(loss): a scaled backward would add to them",
-            fix="call step() or zero_grad() first, and unscale_() after the last backward of a window",
-        )
 
 
 ALIVE: weakref.WeakSet[LossScaledOptimizer] = weakref.WeakSet()

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from polyamp.backends.torch.steps.gradients import dense, local
+from polyamp.limits import NONFINITE_LOSS
 
 SHOWN = 5  # names in a message; all of them are in what `overflowed` gives
 
@@ -77,16 +78,17 @@ def describe(found: Sequence[Overflow], loss_was_finite: bool | None = None) -> 
         found: what `named` gives.
         loss_was_finite: None where the loss was not seen.
     """
+    if loss_was_finite is False:
+        return "; ".join(filter(None, [NONFINITE_LOSS, _shown(found)]))
+    verdict = "the loss was finite: the backward pass overflowed at this loss scale" if loss_was_finite else ""
+    return "; ".join(filter(None, [_shown(found) or "no parameter of this rank", verdict]))
+
+
+def _shown(found: Sequence[Overflow]) -> str:
     shown = [str(one) for one in found[:SHOWN]]
     if len(found) > SHOWN:
         shown.append(f"and {len(found) - SHOWN} more parameters")
-    verdicts = {
-        None: "",
-        True: "the loss was finite: the backward pass overflowed at this loss scale",
-        False: "the forward pass was already not finite: lowering the loss scale can never help",
-    }
-    parts = [", ".join(shown) or "no parameter of this rank", verdicts[loss_was_finite]]
-    return "; ".join(filter(None, parts))
+    return ", ".join(shown)
 
 
 def names_of(

@@ -6,11 +6,14 @@ wrapped, and is left alone where it is not.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
+from polyamp.backends.torch.unstable import flattened_shards, is_flattened
 from polyamp.errors import InvalidTypeError
 
 
@@ -60,6 +63,30 @@ def add_shards_(total: Tensor, sharded: Any) -> None:
     for dimension, placement in enumerate(sharded.placements):
         if placement.is_shard():
             torch.distributed.all_reduce(total, group=sharded.device_mesh.get_group(dimension))
+
+
+_groups: Any = WeakIdKeyDictionary()  # by parameter
+
+
+def shard_group(param: Tensor) -> Any:
+    """The ranks among which `FullyShardedDataParallel` shared out a parameter's elements, which then is a plain tensor
+    on each; None for any other parameter, those of ``fully_shard`` among them, which say themselves where they lie."""
+    if not is_flattened(param):
+        return None
+    if param not in _groups:
+        _groups.update((found, group) for found, group in flattened_shards())
+        _groups.setdefault(param, None)
+    return _groups[param]
+
+
+def shard_groups(params: Iterable[Tensor]) -> list[Any]:
+    """The groups of `shard_group`, each once, in the same order on every rank.
+
+    >>> shard_groups([torch.ones(2)])
+    []
+    """
+    groups = map(shard_group, params)
+    return list(dict.fromkeys(group for group in groups if group is not None))
 
 
 def check_process_group(process_group: Any) -> None:

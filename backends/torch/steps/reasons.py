@@ -4,62 +4,64 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from polyamp.backends.torch.steps.gradients import Gradients
 from polyamp.backends.torch.steps.overflow import NonFinite, Overflow, describe, find, named, names_of
+from polyamp.backends.torch.steps.scaler import is_finite
 
 if TYPE_CHECKING:
-    from polyamp.backends.torch.steps.optimizer import LossScaledOptimizer
+    from polyamp.backends.torch.steps.windowed import WindowedOptimizer
 
 
-def overflowed(optimizer: LossScaledOptimizer) -> list[Overflow]:
+def overflowed(optimizer: WindowedOptimizer) -> list[Overflow]:
     """See `LossScaledOptimizer.overflowed`."""
     return named(find(_graded(optimizer)), _names(optimizer))
 
 
-def explain(optimizer: LossScaledOptimizer, loss_was_finite: bool | None = True) -> str:
+def explain(optimizer: WindowedOptimizer, loss_was_finite: bool | None = True) -> str:
     """What the gradients that are there say."""
     return describe(overflowed(optimizer), loss_was_finite)
 
 
-def now(optimizer: LossScaledOptimizer, loss_was_finite: bool | None) -> Callable[[], str]:
+def now(optimizer: WindowedOptimizer, loss_was_finite: bool | None) -> Callable[[], str]:
     """A step that the host skipped: what was not finite is found now, and named when somebody asks."""
     return functools.partial(_described, optimizer, find(_graded(optimizer)), loss_was_finite)
 
 
-def later(optimizer: LossScaledOptimizer) -> Callable[[], str]:
-    """A step that the device may have skipped: the gradients tell as long as they are there."""
-    return functools.partial(_explain_later, weakref.ref(optimizer))
+def later(optimizer: WindowedOptimizer, losses: Sequence[Tensor] = ()) -> Callable[[], str]:
+    """A step that the device may have skipped: the gradients tell as long as they are there, and its losses."""
+    return functools.partial(_explain_later, weakref.ref(optimizer), losses)
 
 
-def _described(optimizer: LossScaledOptimizer, found: list[NonFinite], loss_was_finite: bool | None) -> str:
+def _described(optimizer: WindowedOptimizer, found: list[NonFinite], loss_was_finite: bool | None) -> str:
     return describe(named(found, _names(optimizer)), loss_was_finite)
 
 
-def _explain_later(optimizer: weakref.ref[LossScaledOptimizer]) -> str:
+def _explain_later(optimizer: weakref.ref[WindowedOptimizer], losses: Sequence[Tensor]) -> str:
     alive = optimizer()
+    finite = all(map(is_finite, losses)) if losses else None  # None: nobody has looked at the loss yet
     if alive is None or not Gradients(_graded(alive)):
-        return ""
-    return explain(alive, None)  # nobody has looked at the loss yet
+        return describe([], False) if finite is False else ""
+    return explain(alive, finite)
 
 
-def _models(optimizer: LossScaledOptimizer) -> dict[Tensor, Tensor]:
+def _models(optimizer: WindowedOptimizer) -> dict[Tensor, Tensor]:
     """The model's parameter of each master."""
     masters = optimizer.masters
     return {} if masters is None else dict(zip(masters.masters, masters.model, strict=True))
 
 
-def _graded(optimizer: LossScaledOptimizer) -> list[dict[str, Any]]:
+def _graded(optimizer: WindowedOptimizer) -> list[dict[str, Any]]:
     """The groups, with the model's parameters where their masters have no gradient."""
     models = {master: model for master, model in _models(optimizer).items() if master.grad is None}
     return [{**group, "params": [models.get(one, one) for one in group["params"]]} for group in optimizer.param_groups]
 
 
-def _names(optimizer: LossScaledOptimizer) -> dict[Tensor, str]:
+def _names(optimizer: WindowedOptimizer) -> dict[Tensor, str]:
     models = _models(optimizer)
     names = names_of(optimizer.param_groups, optimizer.named, models)
     return {**names, **{model: names[master] for master, model in models.items()}}

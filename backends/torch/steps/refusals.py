@@ -10,6 +10,8 @@ from torch import Tensor
 
 from polyamp.backends.torch.dtypes import SIXTEEN_BIT
 from polyamp.errors import InvalidTypeError, InvalidValueError, UsageError
+from polyamp.loss_scale import LossScale, in_single
+from polyamp.refusals import clipped_scaled, unscaled_loss
 
 
 def cannot_skip(optimizer: torch.optim.Optimizer) -> InvalidValueError:
@@ -169,15 +171,53 @@ def half_gradients(name: str, dtype: torch.dtype) -> InvalidValueError:
     )
 
 
-def scaled_twice(inner: torch.optim.Optimizer) -> UsageError:
+def scaled_twice(inner: torch.optim.Optimizer, *, where: str = "GradScaler.step(optimizer)") -> UsageError:
     """A wrapped optimizer, which has its own loss scale, handed to a scaler."""
     return UsageError(
         "the optimizer is wrapped already, and scales its loss itself",
-        where="GradScaler.step(optimizer)",
+        where=where,
         found=f"a LossScaledOptimizer around {type(inner).__name__}",
         allowed="one loss scale",
-        fix="call its own backward(loss) and step(), or give the plain optimizer to the scaler",
+        fix="leave the scaler out: call the optimizer's own backward(loss) and step(); or give the plain optimizer to "
+        "the scaler",
     )
+
+
+def loss_not_scaled(*, partly: bool = False) -> UsageError:
+    """A step on gradients of a loss that nobody scaled, or, partly, of such a loss and a scaled one."""
+    how = "; one loss was scaled and another was not" if partly else ""
+    return unscaled_loss(
+        where=f"step(), unscale_(), clip_grad_norm_(){how}",
+        fix="call opt.backward(loss), or opt.scale(loss).backward(), in place of loss.backward(), then zero_grad() and "
+        "begin anew; where gradients were set by hand, say what they are: opt.step(scaled=True) if they are multiplied "
+        "by opt.loss_scale, opt.step(scaled=False) if not",
+    )
+
+
+def inner_stepped(inner: torch.optim.Optimizer) -> UsageError:
+    """A step of the optimizer inside of a wrapped one, on gradients that are still scaled."""
+    return UsageError(
+        "the optimizer inside of the wrapped one was stepped, and its gradients are still scaled",
+        where=f"{type(inner).__name__}.step()",
+        found="gradients multiplied by the loss scale",
+        allowed="a step by the wrapped optimizer, which unscales and tests them first",
+        fix="call step() of what polyamp.wrap_optimizer returned",
+    )
+
+
+def clipped_before_unscaling() -> UsageError:
+    """Clipping by somebody else, before `step` or `unscale_`."""
+    return clipped_scaled(
+        where="torch.nn.utils.clip_grad_norm_, clip_grad_value_ or a trainer that calls them",
+        fix="give polyamp.wrap_optimizer(..., max_grad_norm=) and leave this clipping out (max_grad_norm=0 in a "
+        "Hugging Face Trainer), or call opt.clip_grad_norm_(max_norm), or opt.unscale_() before it",
+    )
+
+
+def not_said(scaled: object) -> InvalidTypeError:
+    """Something else than whether gradients are scaled."""
+    fix = "True: multiplied by the loss scale; False: not; leave it out where opt.backward(loss) made them"
+    return not_a(bool, scaled, where="step(scaled=), unscale_(scaled=), clip_grad_norm_(scaled=)", fix=fix)
 
 
 def no_scale(found: object) -> InvalidValueError:
@@ -189,3 +229,20 @@ def no_scale(found: object) -> InvalidValueError:
         allowed="a finite number greater than 0",
         fix="give such a number; a saved scale of 0 comes from a run whose gradients were never finite",
     )
+
+
+def checked_scale(config: LossScale, scale: object, *, where: str) -> float:
+    """A loss scale that somebody sets, as float32 rounds it.
+
+    Raises:
+        InvalidTypeError: no number.
+        InvalidValueError: not within the settings.
+    """
+    fix = "give a number within LossScale(min=..., max=...)"
+    if isinstance(scale, bool) or not isinstance(scale, int | float):
+        kind = f"{scale!r} ({type(scale).__name__})"
+        raise InvalidTypeError("this is no loss scale", where=where, found=kind, allowed="a number", fix=fix)
+    limits = f"between {config.min:g} and {config.max:g}"
+    if not config.min <= scale <= config.max:
+        raise InvalidValueError("this is no loss scale", where=where, found=scale, allowed=limits, fix=fix)
+    return in_single(float(scale))  # type: ignore[no-any-return]

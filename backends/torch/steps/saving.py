@@ -13,74 +13,88 @@ from polyamp.errors import StateError, warn_once
 if TYPE_CHECKING:
     import torch
 
-    from polyamp.backends.torch.steps.optimizer import LossScaledOptimizer
     from polyamp.backends.torch.steps.scaler import LossScaler
+    from polyamp.backends.torch.steps.windowed import WindowedOptimizer
     from polyamp.loss_scale import LossScaleState
 
 KEYS = ("state", "param_groups", "loss_scale", "master_weights")
 _OURS = ("loss_scale", "loss_scales", "master_weights")
 
 _FIX = "load what state_dict() gave"
+_PLAIN = (
+    "the saved state is that of an optimizer that was not wrapped: it is loaded, the loss scale starts at init, and "
+    "master weights are made from the parameters. polyamp.load_loss_scale(optimizer, saved) takes a scaler's state."
+)
 _OTHER_BITS = (
     "the saved moments have 16 bits, and the parameters 16 bits of another format: the moments were cast to it, and "
     "training does not resume bit for bit. With master weights, wherever they are kept, it does."
 )
 
 
-def save(optimizer: LossScaledOptimizer) -> dict[str, Any]:
+def save(optimizer: WindowedOptimizer) -> dict[str, Any]:
     """See `LossScaledOptimizer.state_dict`. Scales of losses with an id stand under "loss_scales"."""
+    return {**optimizer.inner.state_dict(), **own_part(optimizer)}
+
+
+def own_part(optimizer: WindowedOptimizer) -> dict[str, Any]:
+    """What a plain optimizer's state does not have."""
     masters, scalers = optimizer.masters, optimizer.scalers
     others = {loss_id: _saved_scale(scaler) for loss_id, scaler in scalers.others.items()}
     return {
-        **optimizer.inner.state_dict(),
         "loss_scale": _saved_scale(scalers.main),
         **({"loss_scales": others} if others else {}),
         "master_weights": None if masters is None else masters.state(),
     }
 
 
-def load(optimizer: LossScaledOptimizer, saved: Mapping[str, Any]) -> None:
+def load(optimizer: WindowedOptimizer, saved: Mapping[str, Any]) -> None:
     """See `LossScaledOptimizer.load_state_dict`. Everything is tested before anything is changed."""
     _check(optimizer, saved)
-    scales = _scales(optimizer, saved)
+    is_plain = not any(key in saved for key in _OURS)
+    scales = _initial_scales(optimizer) if is_plain else _scales(optimizer, saved)
     own = {key: value for key, value in saved.items() if key not in _OURS}
     optimizer.inner.load_state_dict(own)
-    _keep_dtypes(optimizer.inner, saved)
-    if optimizer.masters is not None:
+    _keep_dtypes(optimizer.inner, saved, widened=is_plain and optimizer.masters is not None)
+    if is_plain:
+        warn_once(_PLAIN)
+    elif optimizer.masters is not None:
         optimizer.masters.load(saved["master_weights"])
     for loss_id, state in scales:
         optimizer.scalers[loss_id].resume(state)
+
+
+def _initial_scales(optimizer: WindowedOptimizer) -> list[tuple[Any, LossScaleState]]:
+    state = optimizer.scaler.config.initial_state()
+    return [(loss_id, state) for loss_id in (None, *optimizer.scalers.others)]
 
 
 def _saved_scale(scaler: LossScaler) -> dict[str, Any]:
     return scaler.config.to_state_dict(scaler.state)
 
 
-def _scales(optimizer: LossScaledOptimizer, saved: Mapping[str, Any]) -> list[tuple[Any, LossScaleState]]:
+def _scales(optimizer: WindowedOptimizer, saved: Mapping[str, Any]) -> list[tuple[Any, LossScaleState]]:
     read = optimizer.scaler.config.from_state_dict
     others = saved.get("loss_scales", {})
     if not isinstance(others, Mapping):
-        raise _bad("no loss scales", type(others).__name__, "a mapping from loss ids to their states", _FIX)
+        raise bad_state("no loss scales", type(others).__name__, "a mapping from loss ids to their states", _FIX)
     return [(None, read(saved["loss_scale"])), *((loss_id, read(state)) for loss_id, state in others.items())]
 
 
-def _check(optimizer: LossScaledOptimizer, saved: Mapping[str, Any]) -> None:
+def _check(optimizer: WindowedOptimizer, saved: Mapping[str, Any]) -> None:
     if not isinstance(saved, Mapping) or not {"state", "param_groups"} <= set(saved):
         found = f"keys {', '.join(map(str, saved))}" if isinstance(saved, Mapping) else type(saved).__name__
-        raise _bad("not an optimizer's state", found, f"keys {', '.join(KEYS)}", _FIX)
+        raise bad_state("not an optimizer's state", found, f"keys {', '.join(KEYS)}", _FIX)
+    _check_groups(optimizer.param_groups, saved)
+    if not any(key in saved for key in _OURS):
+        return  # of an optimizer that was not wrapped
     missing = [key for key in KEYS if key not in saved]
     if missing:
-        raise _bad(
-            "this is the state of an optimizer that was not wrapped",
-            f"no {' and no '.join(missing)}",
-            f"keys {', '.join(KEYS)}",
-            "load it into the inner optimizer, by wrapped.inner.load_state_dict(saved); the loss scale starts anew",
-        )
-    _check_groups(optimizer.param_groups, saved)
+        fix = f"{_FIX}; without any of {', '.join(_OURS)} it is taken as a plain optimizer's"
+        raise bad_state("incomplete state", f"no {' and no '.join(missing)}", f"keys {', '.join(KEYS)}", fix)
     if optimizer.masters is not None:
         optimizer.masters.check(saved["master_weights"])
     elif saved["master_weights"] is not None:
-        raise _bad(
+        raise bad_state(
             "the saved state has master weights, and this optimizer has none",
             'something under "master_weights"',
             "None",
@@ -92,14 +106,14 @@ def _check_groups(groups: Sequence[Mapping[str, Any]], saved: Mapping[str, Any])
     sizes, found = _sizes(groups), _sizes(saved["param_groups"])
     states = saved["state"]
     if found is None or not (isinstance(states, Mapping) and all(isinstance(s, Mapping) for s in states.values())):
-        raise _bad(
+        raise bad_state(
             "not an optimizer's state",
             f"param_groups: {type(saved['param_groups']).__name__}, state: {type(states).__name__}",
             "a list of groups, and a mapping from numbers of parameters to their states",
             _FIX,
         )
     if sizes != found:
-        raise _bad(
+        raise bad_state(
             "the parameter groups differ",
             f"groups of {found} parameters",
             f"groups of {sizes} parameters",
@@ -116,8 +130,9 @@ def _sizes(groups: object) -> list[int] | None:
     return sizes if len(sizes) == len(groups) else None
 
 
-def _keep_dtypes(inner: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
-    """torch casts loaded moments to the parameter's dtype; give those that had another one their bits back."""
+def _keep_dtypes(inner: torch.optim.Optimizer, saved: Mapping[str, Any], *, widened: bool) -> None:
+    """torch casts loaded moments to the parameter's dtype; give those that had another one their bits back, but for
+    16-bit ones where masters now stand for the parameters."""
     params = [param for group in inner.param_groups for param in group["params"]]
     numbers = [number for group in saved["param_groups"] for number in group["params"]]
     for param, number in zip(params, numbers, strict=True):
@@ -127,11 +142,12 @@ def _keep_dtypes(inner: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None
                 continue
             if {loaded.dtype, value.dtype} == SIXTEEN_BIT:
                 warn_once(_OTHER_BITS)
-            else:
+            elif not (widened and value.dtype in SIXTEEN_BIT):
                 inner.state[param][key] = value.to(loaded.device)
 
 
-def _bad(what: str, found: str, allowed: str, fix: str) -> StateError:
+def bad_state(what: str, found: str, allowed: str, fix: str) -> StateError:
+    """A saved state that cannot be loaded."""
     return StateError(what, where="load_state_dict(saved)", found=found, allowed=allowed, fix=fix)
 
 
@@ -145,7 +161,7 @@ def check_masters(saved: object, masters: Sequence[Tensor]) -> None:
     if isinstance(saved, Mapping) and all(isinstance(master, Tensor) for master in saved.values()):
         found = _layouts(saved.values())
     if found != own:
-        raise _bad(
+        raise bad_state(
             "the saved master weights are not those of this optimizer",
             'none, key "master_weights"' if found is None else f"{len(found)} tensors of shapes {found}",
             f"{len(own)} tensors of shapes {own}",

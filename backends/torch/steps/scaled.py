@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from polyamp.backends.torch.kernels.control import applied_flag, scale_on
 from polyamp.backends.torch.steps import reasons
@@ -13,10 +14,10 @@ from polyamp.backends.torch.steps.fused import NO_MASTERS, Scaled
 from polyamp.backends.torch.steps.operands import Batch
 
 if TYPE_CHECKING:
-    from polyamp.backends.torch.steps.optimizer import LossScaledOptimizer
+    from polyamp.backends.torch.steps.windowed import WindowedOptimizer
 
 
-def calls_of(optimizer: LossScaledOptimizer) -> Sequence[Batch] | None:
+def calls_of(optimizer: WindowedOptimizer) -> Sequence[Batch] | None:
     """The calls that make the step; None where the gradients have to be unscaled first, or are."""
     masters, stepper = optimizer.masters, optimizer.stepper
     config = optimizer.window.scaling_or(optimizer.scaler).scaler.config
@@ -28,18 +29,19 @@ def calls_of(optimizer: LossScaledOptimizer) -> Sequence[Batch] | None:
     return stepper.operators.calls(lambda: NO_MASTERS if masters is None else masters.standing(), clips=clips)
 
 
-def step_scaled(optimizer: LossScaledOptimizer, calls: Sequence[Batch]) -> None:
+def step_scaled(optimizer: WindowedOptimizer, calls: Sequence[Batch]) -> None:
     """One step of a wrapped optimizer; see `LossScaledOptimizer.step`."""
     optimizer.check_gradients(calls[0].first if calls else None)
-    scaler, state = optimizer.window.scaling_or(optimizer.scaler)
+    window = optimizer.window
+    scaler, state, _ = window.scaling_or(optimizer.scaler)
     device = _device(optimizer, calls)
-    checks, control = scaler.config.check, scaler.control_on(device)
+    checks, control, suspects = scaler.config.check, scaler.control_on(device), window.suspects(scaler)
     scaled = Scaled(
         scale=scale_on(state, device),
         config=scaler.config,
         control=control,
         advance=checks and scaler.opens_round(optimizer),
-        losses=scaler.losses_on(device) if checks else (),
+        losses=_losses_on(device, suspects) if checks else (),
         max_norm=optimizer.max_grad_norm,
         process_group=optimizer.process_group,
     )
@@ -50,12 +52,18 @@ def step_scaled(optimizer: LossScaledOptimizer, calls: Sequence[Batch]) -> None:
     if scaled.advance:
         scaler.advanced(report, optimizer)
     else:
-        scaler.advance(applied, optimizer)
+        scaler.advance(applied, optimizer, suspects)
     if optimizer.masters is not None:
         optimizer.masters.note_versions()
-    optimizer.close(scaler, applied, reasons.later(optimizer))
+    optimizer.close(scaler, applied, reasons.later(optimizer, suspects))
 
 
-def _device(optimizer: LossScaledOptimizer, calls: Sequence[Batch]) -> torch.device:
+def _losses_on(device: torch.device, losses: Sequence[Tensor]) -> list[Tensor]:
+    """Losses as the operators test them: of float64 ones what is NaN where they are not finite."""
+    narrow = [loss - loss if loss.dtype == torch.float64 else loss for loss in losses]
+    return [loss.to(device, torch.float32 if loss.dtype == torch.float64 else loss.dtype) for loss in narrow]
+
+
+def _device(optimizer: WindowedOptimizer, calls: Sequence[Batch]) -> torch.device:
     device: torch.device = calls[0].device if calls else optimizer.param_groups[0]["params"][0].device
     return device

@@ -6,7 +6,8 @@ Its state is Python numbers while decisions are made on the host, and scalar ten
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,10 +26,11 @@ from polyamp.backends.torch.kernels.control import (
     unpack,
     where,
 )
+from polyamp.backends.torch.steps import refusals
 from polyamp.backends.torch.steps.late import LateValues
-from polyamp.backends.torch.steps.refusals import check_first_use
+from polyamp.backends.torch.steps.onlookers import are_looking
 from polyamp.errors import InvalidTypeError
-from polyamp.limits import report_limits
+from polyamp.limits import report_limits, report_nonfinite_loss
 from polyamp.loss_scale import LossScale, LossScaleState, advance, on_host
 from polyamp.refusals import no_loss, non_finite_loss
 
@@ -44,49 +46,73 @@ class LossScaler:
     >>> scaler.advance(torch.tensor(True))
     >>> scaler.state.scale
     tensor(8.)
+
+    Args:
+        config: the settings.
+        compute: the format that forward passes compute in, for what is said of losses that are not finite.
     """
 
-    def __init__(self, config: LossScale) -> None:
+    def __init__(self, config: LossScale, compute: str | None = None) -> None:
         self.config = config.in_float32()  # so that host and device go through the same scales
+        self.compute = compute
         self.state = self.config.initial_state()
         self._round = _Round(self.state)
         self._factors = (0.0, torch.empty(0), torch.empty(0))  # a host scale, and it and its inverse as tensors
-        self._unchecked_losses: list[Tensor] = []
-        self._alone = True
         self._late = LateValues()
         self._control: Tensor | None = None  # the state again, where polyamp's operators change it
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"config": self.config, "state": on_host(self.state)}
+        return {"config": self.config, "compute": self.compute, "state": on_host(self.state)}
 
     def __setstate__(self, saved: dict[str, Any]) -> None:
-        LossScaler.__init__(self, saved["config"])
+        LossScaler.__init__(self, saved["config"], saved["compute"])
         self.state = saved["state"]
         self._round = _Round(self.state)
 
-    def scale(self, loss: Any, *, alone: bool = True) -> Any:
-        """A loss, or losses in containers, in float32 (float64 stays) times the loss scale.
+    @property
+    def multiplies(self) -> bool:
+        """Whether a loss that was scaled can differ from one that was not."""
+        return self.config.check and not self.config.min == self.config.max == 1
 
-        Args:
-            loss: the loss.
-            alone: whether no other rank waits for this one. With others an error here would leave them waiting: a loss
-                that is not finite skips the step on all, and `StepResult.reason` says why.
+    def scale(self, loss: Any) -> Any:
+        """A loss, or losses in containers, in float32 (float64 stays) times the loss scale.
 
         Raises:
             InvalidTypeError: no floating tensor.
-            NonFiniteLossError: inf or NaN on the CPU. On other devices looking would stop the device: it is reported
-                when that step is skipped, or at a later step where the optimizer skips on the device.
         """
-        self._alone = alone
-        losses = [loss] if isinstance(loss, Tensor) else list(leaves(loss))
-        if not losses:
-            raise _no_loss(loss)
-        for tensor in losses:
-            self._check(tensor)
+        _losses(loss)
         self._round.is_over = True
         if self._control is not None and is_captured():
             self.state = unpack(self._control.clone())  # what the graph reads at every replay
         return map_leaves(self._multiply, loss)
+
+    def suspects(self, loss: Any, *, alone: bool = True) -> list[Tensor]:
+        """Those of the losses that may be inf or NaN, which skips their step: on the CPU those that are, and on other
+        devices, where looking would stop the device, all.
+
+        Args:
+            loss: what `scale` takes.
+            alone: whether no other rank waits for this one, which an error here would leave waiting.
+
+        Raises:
+            InvalidTypeError: no floating tensor.
+            NonFiniteLossError: under ``nonfinite_loss="raise"``, one on the CPU that is.
+        """
+        if not self.config.check or torch.compiler.is_compiling():
+            return []
+        found = [one.detach() for one in _losses(loss) if one.device.type != "cpu" or not is_finite(one)]
+        if any(one.device.type == "cpu" for one in found):
+            self.report_loss(found[0], alone=alone, where="scaling the loss")
+        return found
+
+    def report_loss(self, found: object, *, alone: bool, where: str) -> None:
+        """Warn, or raise, since a loss was inf or NaN; see `suspects`. A step that is only looked at ends there."""
+        if are_looking():
+            raise non_finite_loss(found, where=where)
+        config = self.config if alone else replace(self.config, nonfinite_loss="skip")
+        was_half = isinstance(found, Tensor) and found.dtype == torch.float16
+        compute = "float16" if was_half and self.compute is None else self.compute
+        report_nonfinite_loss(config, compute=compute, where=where, found=found, stacklevel=_STACKLEVEL)
 
     def inverse_scale(self, state: LossScaleState | None = None) -> Tensor:
         """What gradients are multiplied by: float32 scalar, the correctly rounded inverse of the scale.
@@ -99,7 +125,7 @@ class LossScaler:
             return self._host_factors(scale)[2]
         return scale.double().reciprocal().float() if scale.device.type != "mps" else scale.reciprocal()
 
-    def advance(self, finite: bool | Tensor, reporter: object = None) -> None:
+    def advance(self, finite: bool | Tensor, reporter: object = None, losses: Sequence[Tensor] = ()) -> None:
         """Advance the state: on the host for a bool, else by tensors alone on the device of ``finite``.
 
         Where several optimizers step on the gradients of one loss, each reports what it found in its own, and the state
@@ -110,6 +136,11 @@ class LossScaler:
         ...     scaler.advance(finite, reporter=optimizer)
         >>> scaler.state.scale
         4.0
+
+        Args:
+            finite: whether the step was made.
+            reporter: the optimizer.
+            losses: on devices, for the report that arrives later.
         """
         if not self._round.takes(reporter):
             self._round = _Round(self.state)
@@ -120,8 +151,7 @@ class LossScaler:
         else:
             self._become(advance(self.config, on_device(before, finite.device), finite, where))
             if not self._late.is_under_way:
-                self._late.send(self._report_of_state(finite))
-        self._unchecked_losses.clear()
+                self._late.send(self._report_of_state(finite, losses))
 
     def opens_round(self, reporter: object) -> bool:
         """Whether the next report is the first on its loss, so that an operator may move the state; see `advance`."""
@@ -130,7 +160,7 @@ class LossScaler:
     def control_on(self, device: torch.device) -> Tensor:
         """The state as polyamp's operators change it in place; see ``control.py``. It stays the same tensor."""
         if self._control is None or self._control.device != device:
-            check_first_use(captured=is_captured())
+            refusals.check_first_use(captured=is_captured())
             self._control = torch.zeros(SIZE, dtype=torch.int32, device=device)
             pack_(self._control, self.state)
         return self._control
@@ -140,21 +170,21 @@ class LossScaler:
         self._round = _Round(self.state)
         self._round.add(applied_flag(report), reporter)
         self.state = unpack(report)
-        self._unchecked_losses.clear()
         self._late.send(report)
-
-    def losses_on(self, device: torch.device) -> list[Tensor]:
-        """Those that `scale` did not look at, or of float64 ones what is NaN where they are not finite."""
-        losses = [loss - loss if loss.dtype == torch.float64 else loss for loss in self._unchecked_losses]
-        return [loss.to(device, torch.float32 if loss.dtype == torch.float64 else loss.dtype) for loss in losses]
-
-    def forget_losses(self) -> None:
-        """A window was abandoned: its losses are not to be reported."""
-        self._unchecked_losses.clear()
 
     def holders(self) -> Iterator[Any]:
         """The objects that hold what this knows of losses and reports, for `keeping.keep`."""
         yield from (self, self._round)
+
+    def set(self, scale: object, *, where: str) -> None:
+        """Go on with another scale; what is counted stays as it is.
+
+        Raises:
+            InvalidTypeError: no number.
+            InvalidValueError: a number outside of the settings.
+        """
+        state = on_host(self.state)
+        self.resume(state._replace(scale=refusals.checked_scale(self.config, scale, where=where)))
 
     def load(self, saved: Mapping[str, Any]) -> None:
         """Continue from `LossScale.to_state_dict`; see there for the errors."""
@@ -177,39 +207,24 @@ class LossScaler:
         if isinstance(self.state.scale, float):
             report_limits(self.config, self.state, explain)
 
-    def report_earlier_step(self, explain: Callable[[], str]) -> None:
+    def report_earlier_step(self, explain: Callable[[], str], *, alone: bool = True) -> None:
         """Before a step: say what has arrived from the device since the last one, without waiting.
 
         Args:
             explain: what is not finite now, for the error.
+            alone: as of `suspects`.
 
         Raises:
             LossScaleError: by `polyamp.limits.report_limits`.
-            NonFiniteLossError: a loss was inf or NaN.
+            NonFiniteLossError: under ``nonfinite_loss="raise"``, a loss was inf or NaN.
         """
         arrived = self._late.receive()
         if arrived is None:
             return
         state, losses_were_finite = decode(arrived)
-        if not losses_were_finite and self._alone:
-            raise non_finite_loss("inf or NaN", where="scaling the loss of an earlier step")
+        if not losses_were_finite:
+            self.report_loss("inf or NaN", alone=alone, where="scaling the loss of an earlier step")
         report_limits(self.config, state, explain)
-
-    def losses_were_finite(self) -> bool:
-        """Whether the losses were that `scale` did not look at. Waits for the device, and forgets them."""
-        finite = all(map(_is_finite, self._unchecked_losses))
-        self._unchecked_losses.clear()
-        return finite
-
-    def _check(self, loss: Any) -> None:
-        if not (isinstance(loss, Tensor) and loss.is_floating_point()):
-            raise _no_loss(loss)
-        if not self.config.check or torch.compiler.is_compiling():
-            return
-        if loss.device.type != "cpu" or not self._alone:
-            self._unchecked_losses.append(loss.detach())
-        elif not _is_finite(loss):
-            raise non_finite_loss(loss.detach())
 
     def _multiply(self, loss: Tensor) -> Tensor:
         if not self.config.check:
@@ -230,11 +245,10 @@ class LossScaler:
             pack_(self._control, state)
         self.state = state
 
-    def _report_of_state(self, finite: Tensor) -> Tensor:
+    def _report_of_state(self, finite: Tensor, losses: Sequence[Tensor]) -> Tensor:
         """What polyamp's operators report of a step."""
         device = finite.device
-        losses = [loss.isfinite().all().to(device) for loss in self._unchecked_losses]
-        losses_finite = torch.stack(losses).all() if losses else kept(1, torch.int32, device)
+        losses_finite = non_finite(losses, device) == 0 if losses else kept(1, torch.int32, device)
         return report_of(self.state, finite, losses_finite)
 
 
@@ -260,8 +274,33 @@ class _Round:
         return self._finite
 
 
-def _is_finite(loss: Tensor) -> bool:
+_STACKLEVEL = 8  # of a warning, from where it is given to the user's call
+
+
+def is_finite(loss: Tensor) -> bool:
+    """Whether all elements of a loss are. Waits for the device."""
     return math.isfinite(loss.item()) if loss.dim() == 0 else bool(loss.isfinite().all())
+
+
+def non_finite(losses: Sequence[Tensor], device: torch.device) -> Tensor:
+    """Float32 scalar: 1.0 where an element of any of these losses, of which there is one, is inf or NaN, else 0.0.
+
+    >>> non_finite([torch.ones(2), torch.tensor(math.inf)], torch.device("cpu"))
+    tensor(1.)
+    """
+    flags = [loss.isfinite().all().to(device) for loss in losses]
+    return (torch.stack(flags).all() if len(flags) > 1 else flags[0]).logical_not().float()
+
+
+def _losses(loss: Any) -> list[Tensor]:
+    """The losses of a container, each a floating tensor."""
+    found = [loss] if isinstance(loss, Tensor) else list(leaves(loss))
+    if not found:
+        raise _no_loss(loss)
+    for one in found:
+        if not (isinstance(one, Tensor) and one.is_floating_point()):
+            raise _no_loss(one)
+    return found
 
 
 def _no_loss(found: object) -> InvalidTypeError:

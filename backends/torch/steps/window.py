@@ -4,26 +4,29 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from polyamp.backends.torch.casting import leaves
 from polyamp.backends.torch.steps.gradients import Gradients
-from polyamp.backends.torch.steps.ranks import any_rank
-from polyamp.backends.torch.steps.scaler import LossScaler
+from polyamp.backends.torch.steps.provenance import PASSES, follow
+from polyamp.backends.torch.steps.ranks import any_rank, has_peers
+from polyamp.backends.torch.steps.scaler import LossScaler, is_finite, non_finite
 from polyamp.loss_scale import LossScale, LossScaleState
 
 if TYPE_CHECKING:
-    from polyamp.backends.torch.steps.optimizer import LossScaledOptimizer
+    from polyamp.backends.torch.steps.windowed import WindowedOptimizer
 
 
 class Scaling(NamedTuple):
-    """A loss scaler, and the state in which it multiplied a loss."""
+    """A loss scaler, the state in which it multiplied a loss, and what it multiplied, where that may be inf or NaN."""
 
     scaler: LossScaler
     state: LossScaleState
+    suspects: Sequence[Tensor] = ()
 
     def same_scale(self, other: Scaling) -> bool:
         """Whether gradients of both may be added up as they are; scales on a device are not looked at."""
@@ -39,10 +42,10 @@ class LossScalers:
     (8.0, True)
     """
 
-    def __init__(self, config: LossScale) -> None:
-        self.main = LossScaler(config)
+    def __init__(self, config: LossScale, compute: str | None = None) -> None:
+        self.main = LossScaler(config, compute)
         self.others: dict[Hashable, LossScaler] = {}
-        self._members: list[weakref.ref[LossScaledOptimizer]] = []
+        self._members: list[weakref.ref[WindowedOptimizer]] = []
 
     def __getstate__(self) -> dict[str, Any]:
         return {"main": self.main, "others": self.others}  # copied optimizers join again
@@ -53,33 +56,33 @@ class LossScalers:
     def __getitem__(self, loss_id: Hashable) -> LossScaler:
         if loss_id is None:
             return self.main
-        return self.others.setdefault(loss_id, LossScaler(self.main.config))
+        return self.others.setdefault(loss_id, LossScaler(self.main.config, self.main.compute))
 
     def __iter__(self) -> Iterator[LossScaler]:
         return iter((self.main, *self.others.values()))
 
-    def forget_losses(self) -> None:
-        """A window was abandoned: its losses are not to be reported."""
-        for scaler in self:
-            scaler.forget_losses()
-
-    def losses_were_finite(self) -> bool:
-        """Whether the losses were that were not looked at when they were scaled. Waits for the device."""
-        return all(scaler.losses_were_finite() for scaler in self)
-
-    def join(self, optimizer: LossScaledOptimizer) -> None:
+    def join(self, optimizer: WindowedOptimizer) -> None:
         """Tell an optimizer of every loss that is scaled."""
         self._members.append(weakref.ref(optimizer))
 
-    def scale(self, loss: Any, loss_id: Hashable, *, alone: bool) -> Any:
-        """The loss times its scale; see `LossScaler.scale`."""
+    def scale(self, loss: Any, loss_id: Hashable, by: WindowedOptimizer) -> Any:
+        """The loss times its scale; see `LossScaler.scale`.
+
+        Args:
+            loss: the loss.
+            loss_id: of it.
+            by: the optimizer that was asked.
+        """
         scaler = self[loss_id]
-        scaled = scaler.scale(loss, alone=alone)
-        scaling = Scaling(scaler, scaler.state)
+        suspects = scaler.suspects(loss, alone=not has_peers(by.process_group))
+        scaled = scaler.scale(loss)
+        scaling = Scaling(scaler, scaler.state, suspects)
+        followed = scaler.multiplies and follow(leaves(scaled))
         for member in self._members:
             if (optimizer := member()) is not None:
-                optimizer.expect(scaling)
+                optimizer.expect(scaling, own=optimizer is by)
         LATEST.note(scaling)
+        ALL.note(followed=followed)
         return scaled
 
 
@@ -94,6 +97,18 @@ class Latest(threading.local):
         self.count += 1
 
 
+class All:
+    """How many losses were scaled in this process, and of how many the backward passes are not known."""
+
+    def __init__(self) -> None:
+        self.count = self.not_followed = 0
+
+    def note(self, *, followed: bool) -> None:
+        self.count += 1
+        self.not_followed += not followed
+
+
+ALL = All()
 LATEST = Latest()
 
 
@@ -102,6 +117,8 @@ class Window:
 
     Attributes:
         scaling: what their loss was multiplied by; None before the first loss.
+        is_own: whether the optimizer itself was asked to scale one, and not another one that shares its loss scales.
+        said: where somebody says so, whether they are multiplied by the loss scale.
         found: float32 scalar once all are unscaled: 1.0 if any was not finite on any rank, else 0.0.
         reports: for each loss scaler that had a part, the same of its gradients alone.
 
@@ -112,10 +129,13 @@ class Window:
     def __init__(self, left_over: tuple[Any, int] | None = None) -> None:
         self.left_over = left_over
         self.scaling: Scaling | None = None
+        self.is_own = False
+        self.said: bool | None = None
         self.found: Tensor | None = None
         self.reports: dict[LossScaler, Tensor] = {}
         self._aside: dict[Tensor, Tensor] = {}  # unscaled gradients of earlier losses, of other scales
-        self._opened = LATEST.count
+        self._suspects: dict[LossScaler, list[Tensor]] = {}
+        self._opened, self._opened_at = LATEST.count, (ALL.count, ALL.not_followed, PASSES.count)
 
     def __bool__(self) -> bool:
         """Whether gradients are set aside, beside those that the parameters have."""
@@ -131,23 +151,72 @@ class Window:
         """True where a loss was scaled in this window, else None: gradients were set by hand."""
         return True if self.scaling is not None else None
 
+    @property
+    def may_be_scaled(self) -> bool:
+        """Whether any loss in this process was scaled since the window began."""
+        return self.scaling is not None or ALL.count != self._opened_at[0]
+
+    @property
+    def follows_all(self) -> bool:
+        """Whether the backward passes of all losses that were scaled since the window began are known."""
+        return ALL.not_followed == self._opened_at[1]
+
+    @property
+    def saw_pass(self) -> bool:
+        """Whether a backward pass of any scaled loss has begun since."""
+        return PASSES.count != self._opened_at[2]
+
+    @property
+    def follows_others(self) -> bool:
+        """Whether the losses of this window were scaled by another optimizer."""
+        return self._others is not None
+
+    def expect(self, scaling: Scaling, *, own: bool) -> None:
+        """The gradients of a scaled loss are to come."""
+        self.scaling, self.left_over, self.is_own = scaling, None, self.is_own or own
+        if scaling.suspects:
+            self._suspects.setdefault(scaling.scaler, []).extend(scaling.suspects)
+
+    def suspects(self, scaler: LossScaler) -> Sequence[Tensor]:
+        """The losses of a loss scaler that may be inf or NaN."""
+        others = self._others
+        if others is not None and others.scaler is scaler:
+            return others.suspects
+        return self._suspects.get(scaler, ())
+
+    def losses_were_finite(self) -> bool:
+        """Whether all losses were. Waits for the device."""
+        scalers = {*self.reports, *self._suspects}
+        return all(is_finite(loss) for scaler in scalers for loss in self.suspects(scaler))
+
     def scaling_or(self, own: LossScaler) -> Scaling:
         """What the gradients that the parameters have now were multiplied by.
 
         An optimizer whose own scale no loss was multiplied by steps on the loss that another one scaled in this
-        window, and reports to that one's scale; gradients that were set by hand count as scaled by its own.
+        window, and reports to that one's scale.
         """
-        if self.scaling is None and LATEST.count > self._opened and LATEST.scaling is not None:
-            return LATEST.scaling
-        return self.scaling or Scaling(own, own.state)
+        if self.said is not None:
+            return self._as_said(self.said, own)
+        return self._others or self.scaling or Scaling(own, own.state)
+
+    @property
+    def _others(self) -> Scaling | None:
+        """The last scaling of this window, where it was another optimizer's."""
+        return LATEST.scaling if self.scaling is None and self.said is None and LATEST.count > self._opened else None
+
+    def _as_said(self, scaled: bool, own: LossScaler) -> Scaling:
+        mine = self.scaling or Scaling(own, own.state)
+        return mine if scaled else mine._replace(state=mine.state._replace(scale=1.0))
 
     def unscale(self, gradients: Gradients, own: LossScaler, *, simple: bool) -> None:
         """Unscale the gradients that the parameters have now, and note what was found."""
-        scaler, state = self.scaling_or(own)
+        scaler, state, _ = self.scaling_or(own)
         self.note(scaler, gradients.unscale(scaler.inverse_scale(state), simple=simple))
 
     def note(self, scaler: LossScaler, flag: Tensor) -> None:
         """Gradients that a loss scaler had a part in are unscaled, and this was found in them."""
+        if losses := self.suspects(scaler):
+            flag = torch.maximum(flag, non_finite(losses, flag.device))
         earlier = self.reports.get(scaler)
         self.reports[scaler] = flag if earlier is None else torch.maximum(earlier, flag)
 

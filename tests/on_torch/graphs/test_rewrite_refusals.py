@@ -37,11 +37,10 @@ def prints(x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("fn", [branches, looks_at_a_number, prints])
-@pytest.mark.parametrize("verb", [polyamp.rewrite, polyamp.explain])
-def test_a_graph_break_names_the_users_line(fn: Callable[..., Any], verb: Callable[..., Any]) -> None:
+def test_a_graph_break_names_the_users_line(fn: Callable[..., Any]) -> None:
     line = fn.__code__.co_firstlineno + (2 if fn is prints else 1)
     with pytest.raises(UsageError, match="a graph break") as caught:
-        verb(fn, X, policy="mixed_bfloat16")
+        polyamp.rewrite(fn, X, policy="mixed_bfloat16")
     assert f"{HERE}:{line} ({fn.__name__})" in str(caught.value)
     assert "torch.where" in str(caught.value)
     assert "polyamp.autocast" in str(caught.value)
@@ -165,13 +164,55 @@ class Box:
         self.value = value
 
 
+class Locked(Box):
+    def __reduce__(self) -> Any:
+        raise TypeError("locked")
+
+
+def returns_what_cannot_be_copied(x: Tensor) -> Locked:
+    return Locked(x @ x.T)
+
+
+def test_results_of_other_classes_go_around_the_graph() -> None:
+    rewritten = rewrite(lambda x: (Box([x @ x.T, x, 3]), {"shape": x.shape[0]}), X, policy="mixed_bfloat16")
+    for given in (X, torch.full((5, 8), 2.0)):
+        box, rest = rewritten(given)
+        product, same, number = box.value
+        assert torch.equal(product, (given.bfloat16() @ given.bfloat16().T).float())
+        assert same is given
+        assert (number, rest) == (3, {"shape": len(given)})
+    box.value[0].sum()
+    assert rewritten(X)[0] is not rewritten(X)[0]
+
+
+class Growing:
+    """A cache, which the code changes."""
+
+    def __init__(self, *tensors: Tensor) -> None:
+        self.layers = [list(tensors)]
+
+    def add(self, x: Tensor) -> Tensor:
+        self.layers[0].append(x)
+        return torch.cat(self.layers[0])
+
+
+@pytest.mark.parametrize("cache", [Growing(), Growing(X)])
+def test_an_object_that_the_code_changes_is_refused_and_stays(cache: Growing) -> None:
+    before = list(cache.layers[0])
+    with pytest.raises(PolyampError, match=r"object that it is given|an argument holds numbers"):
+        rewrite(lambda x, cache: cache.add(x) @ x.T, X, cache, policy="mixed_bfloat16")
+    plan = explain(lambda x, cache: cache.add(x) @ x.T, X, cache, policy="mixed_bfloat16")
+    assert [op.format for op in plan.operations if op.name == "matmul"] == ["bfloat16"]
+    assert [one is other for one, other in zip(cache.layers[0], before, strict=True)] == [True] * len(before)
+
+
 def test_arguments_and_results_that_hide_tensors() -> None:
     with pytest.raises(InvalidTypeError, match="an argument holds numbers"):
         rewrite(lambda x: x, X.numpy(), policy="mixed_bfloat16")
     with pytest.raises(InvalidTypeError, match="an argument holds numbers"):
         rewrite(lambda box: box.value @ box.value.T, Box(X), policy="mixed_bfloat16")
     with pytest.raises(InvalidTypeError, match="returns an object that a graph cannot hold"):
-        rewrite(lambda x: Box(x @ x.T), X, policy="mixed_bfloat16")
+        rewrite(returns_what_cannot_be_copied, X, policy="mixed_bfloat16")
 
 
 def test_pickles() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -205,6 +206,8 @@ def test_a_folder_without_its_manifest_is_no_build(job: Job) -> None:
         lambda said: said | {"architectures": [9.0]},
         lambda said: said | {"architectures": ["sm_90"]},
         lambda said: said | {"compilers": ["g++"]},
+        lambda said: {key: value for key, value in said.items() if key != "sha256"},
+        lambda said: said | {"sha256": None},
     ],
 )
 def test_a_damaged_manifest_is_no_build(job: Job, damage: Callable[[Any], Any]) -> None:
@@ -214,6 +217,81 @@ def test_a_damaged_manifest_is_no_build(job: Job, damage: Callable[[Any], Any]) 
     assert builder.find(job.recipe, ()) is None
     assert not builder.build(job).reused
     assert builder.find(job.recipe, ()) is not None
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o757, 0o702])
+@pytest.mark.parametrize("part", ["cache", "folder", "library"])
+def test_what_others_can_write_is_refused(job: Job, cache: Path, part: str, mode: int) -> None:
+    built = builder.build(job)
+    place = {"cache": cache, "folder": built.path.parent, "library": built.path}[part]
+    before = place.stat().st_mode
+    place.chmod(mode)
+    with pytest.raises(BuildError, match="others can write") as caught:
+        builder.find(job.recipe, ())
+    assert f"chmod go-w {place}" in str(caught.value)
+    if part != "library":
+        with pytest.raises(BuildError, match="others can write"):
+            builder.build(job)
+    place.chmod(before)
+    assert builder.find(job.recipe, ()) is not None
+
+
+def test_another_owner_is_refused(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    builder.build(job)
+    monkeypatch.setattr(os, "getuid", lambda: 4321)
+    monkeypatch.setattr(builder.os, "getuid", lambda: 4321)
+    if Path(__file__).stat().st_uid != 0:  # the administrator's files are anybody's
+        with pytest.raises(BuildError, match="others can write"):
+            builder.find(job.recipe, ())
+
+
+def test_a_group_is_somebody_else(job: Job) -> None:
+    built = builder.build(job)
+    built.path.chmod(0o775)
+    own = built.path.stat()
+    if own.st_gid == own.st_uid:
+        assert builder.find(job.recipe, ()) is not None
+    if os.getuid() == 0:
+        os.chown(built.path, 0, 4321)
+        with pytest.raises(BuildError, match="mode 775"):
+            builder.find(job.recipe, ())
+
+
+def test_a_folder_that_all_share_will_do(job: Job, cache: Path) -> None:
+    builder.build(job)
+    cache.chmod(0o1777)
+    assert builder.find(job.recipe, ()) is not None
+
+
+def test_what_is_made_is_ours_whatever_the_umask_is(job: Job) -> None:
+    before = os.umask(0)
+    try:
+        builder.build(job)
+    finally:
+        os.umask(before)
+    assert builder.find(job.recipe, ()) is not None
+
+
+def test_another_library_than_was_built_is_refused_and_built_again(job: Job) -> None:
+    built = builder.build(job)
+    built.path.write_bytes(built.path.read_bytes() + b"planted")
+    with pytest.raises(BuildError, match="not what was built") as caught:
+        builder.find(job.recipe, ())
+    assert "--force" in str(caught.value)
+    assert not builder.build(job).reused
+    assert builder.find(job.recipe, ()) is not None
+    assert scaled(built.path) == 42
+
+
+def test_an_older_build_serves_where_the_newest_is_refused(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    older = builder.build(job)
+    newer = older.path.parent.with_name(f"{older.path.parent.name}0")
+    shutil.copytree(older.path.parent, newer)
+    (newer / older.path.name).write_bytes(b"planted")
+    os.utime(newer / builder.MANIFEST, (2e9, 2e9))
+    found = builder.find(job.recipe, ())
+    assert found is not None
+    assert found.path == older.path
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"\xff\xfe"])

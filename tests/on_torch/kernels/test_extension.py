@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
@@ -93,8 +94,16 @@ def plant(cache: Path, content: bytes) -> Path:
     library.parent.mkdir(parents=True)
     library.write_bytes(content)
     manifest = {"digest": recipes.operators().digest, "architectures": ["9.0"], "compilers": "nvcc 13.0.88, g++ 12.2.0"}
+    manifest["sha256"] = hashlib.sha256(content).hexdigest()
     library.with_name(builder.MANIFEST).write_text(json.dumps(manifest))
     return library
+
+
+def test_a_library_that_others_can_write_is_not_loaded(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(cache, b"anything").parent.chmod(0o777)
+    said = extension.status()
+    assert said.library is None
+    assert "others can write the built extension" in (said.why or "")
 
 
 BUILDING = "from polyamp.backends.torch.building import"

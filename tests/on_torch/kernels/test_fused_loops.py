@@ -309,8 +309,10 @@ def test_too_many_skips_in_a_row_are_an_error(device: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_a_loss_that_is_not_finite_is_an_error(device: str) -> None:
-    way = fresh("adamw", True, device)
+def test_a_loss_that_is_not_finite_is_an_error_where_that_is_asked_for(device: str) -> None:
+    model = network(device)
+    scale = polyamp.LossScale(nonfinite_loss="raise")
+    way = Way(model, wrapped(COVERED["adamw"](model.parameters()), True, loss_scale=scale))
 
     def on_nan() -> None:
         for step in range(4):

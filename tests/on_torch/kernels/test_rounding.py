@@ -317,7 +317,7 @@ def test_masters_follow_a_model_that_was_written_to(kind: str) -> None:
     with torch.no_grad():
         net.scalar.fill_(16.0)  # also after the masters were given their values
     opt.open_window()
-    opt.step()
+    opt.step(scaled=True)
     assert net.scalar.item() == 16.0
 
 

@@ -235,7 +235,7 @@ def test_a_tensor_beyond_32_bits(name: str, dtype: torch.dtype, storage: Any, by
         for param in (huge, small)
     ]
     for opt in opts:
-        opt.step()
+        opt.step(scaled=True)
     close(huge.detach()[PLACES].cpu(), small.detach())
     before = huge.detach()[PLACES].clone()
     huge.grad[-1] = math.nan

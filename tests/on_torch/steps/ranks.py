@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import math
 import os
@@ -12,9 +13,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, ShardingStrategy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -304,6 +307,22 @@ def test_ddp_accumulates_under_no_sync() -> None:
     assert opts[0].last_step.applied
 
 
+@pytest.mark.parametrize("scaled_first", [True, False])
+def test_half_scaled_windows_are_refused_under_ddp(scaled_first: bool) -> None:
+    model = DistributedDataParallel(model_of(torch.float32))
+    opt = wrap(model, "sgd_foreach", "host")
+    for turns in ((scaled_first, not scaled_first), (True, True)):
+        opt.zero_grad()
+        for scaled in turns:
+            opt.backward(loss_of(model)) if scaled else loss_of(model).backward()
+        if all(turns):
+            opt.step()
+            assert opt.last_step
+        else:
+            with pytest.raises(polyamp.UsageError, match="another was not"):
+                opt.step()
+
+
 def test_an_overflow_of_a_16_bit_communication_skips_on_all_ranks() -> None:
     model = model_of(torch.float32)
     opt = polyamp.wrap_optimizer(OPTIMIZERS["adamw"](model.parameters()), loss_scale=LossScale(init=2.0**20))
@@ -362,7 +381,7 @@ def test_parameters_that_lie_over_ranks_in_different_ways(broken: int | None, me
         param.grad = grad
     if broken is not None and RANK == 1:
         local(params[broken].grad)[-1, -1] = math.inf
-    opt.step()
+    opt.step(scaled=True)
     assert opt.last_step.applied == (broken is None)
     expected = 0.0 if broken is None else 1.0  # 24 elements of 4, clipped to a norm of sqrt(24)
     for param in params:
@@ -418,3 +437,78 @@ def test_the_state_of_shards_resumes_bit_for_bit(dtype: torch.dtype, master_weig
             backward(each, its)
             its.step()
     assert memory(other, resumed) == memory(opt, model)
+
+
+@pytest.mark.parametrize("form", ["sharded", "flat", "full", "disk"])
+@pytest.mark.parametrize(("dtype", "master_weights"), KINDS)
+@pytest.mark.parametrize("name", ["adamw_fused", "sgd_foreach"])
+def test_distributed_checkpoints_of_shards_resume_bit_for_bit(
+    name: str, dtype: torch.dtype, master_weights: Any, form: str, mesh: DeviceMesh, tmp_path: Any
+) -> None:
+    options = StateDictOptions(full_state_dict=form == "full", flatten_optimizer_state_dict=form == "flat")
+    model, resumed = (shard(model_of(dtype), mesh) for _ in range(2))
+    opt, other = (wrap(each, name, "host", master_weights=master_weights) for each in (model, resumed))
+    for broken in (False, True, False):
+        backward(model, opt)
+        if broken:
+            break_shard(model[0].weight)
+        opt.step()
+    opt.zero_grad()
+    params, optim = copy.deepcopy(get_state_dict(model, opt, options=options))
+    if form == "disk":
+        places = [str(tmp_path)]
+        dist.broadcast_object_list(places)
+        dcp.save({"model": params, "optim": optim}, checkpoint_id=places[0])
+        params, optim = get_state_dict(resumed, other)
+        dcp.load({"model": params, "optim": optim}, checkpoint_id=places[0])
+    set_state_dict(resumed, other, model_state_dict=params, optim_state_dict=optim, options=options)
+    for group in other.param_groups:
+        group.update((key, tuple(group[key])) for key in ("betas",) if key in group)
+    assert polyamp.save_loss_scale(other) == polyamp.save_loss_scale(opt)
+    assert opt.loss_scale < opt.scaler.config.init
+    assert memory(other, resumed) == memory(opt, model)
+    for _ in range(2):
+        for each, its in ((model, opt), (resumed, other)):
+            backward(each, its)
+            its.step()
+    assert memory(other, resumed) == memory(opt, model)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.filterwarnings("ignore:.*FSDP:UserWarning")
+@pytest.mark.parametrize("explicitly", [True, False])
+@pytest.mark.parametrize("fused_step", [True, False])
+@pytest.mark.parametrize("strategy", [ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD])
+@pytest.mark.parametrize("keeps_params", [True, False])
+def test_flattened_shards_are_clipped_by_their_global_norm(
+    keeps_params: bool, strategy: ShardingStrategy, fused_step: bool, explicitly: bool
+) -> None:
+    whole = DistributedDataParallel(model_of(torch.float32))
+    plain = torch.optim.SGD(whole.parameters(), lr=0.1)
+    model = model_of(torch.float32)
+    wrapping = {"sharding_strategy": strategy, "use_orig_params": keeps_params, "device_id": torch.device("cpu")}
+    for index, layer in enumerate(model):
+        model[index] = FullyShardedDataParallel(layer, **wrapping)
+    model = FullyShardedDataParallel(model, **wrapping)
+    opt = LossScaledOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        LossScale(init=256.0),
+        max_grad_norm=None if explicitly else 0.1,
+        fused_step=fused_step,
+    )
+    for _ in range(3):
+        plain.zero_grad()
+        loss_of(whole).backward()
+        norm = torch.nn.utils.clip_grad_norm_(whole.parameters(), 0.1)
+        plain.step()
+        opt.zero_grad()
+        opt.backward(loss_of(model))
+        with pytest.raises(polyamp.UsageError, match="clipped while they were scaled"):
+            model.clip_grad_norm_(0.1)
+        if explicitly:
+            torch.testing.assert_close(opt.clip_grad_norm_(0.1), norm)
+        opt.step()
+        assert opt.last_step
+    with FullyShardedDataParallel.summon_full_params(model):
+        for param, expected in zip(model.parameters(), whole.parameters(), strict=True):
+            torch.testing.assert_close(param.view(-1), expected.view(-1))

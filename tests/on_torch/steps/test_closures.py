@@ -77,7 +77,9 @@ def test_an_overflow_at_any_evaluation_takes_the_whole_step_back(
 
 def test_an_error_in_a_later_evaluation_takes_the_step_back_too() -> None:
     model = linear()
-    opt = polyamp.wrap_optimizer(REEVALUATING["sharpness"](model.parameters()), "mixed_float16")
+    opt = polyamp.wrap_optimizer(
+        REEVALUATING["sharpness"](model.parameters()), loss_scale=LossScale(nonfinite_loss="raise")
+    )
     before = contents(opt)
     losses = iter([1.0, math.inf])
 

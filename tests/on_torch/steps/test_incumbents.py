@@ -283,7 +283,7 @@ def test_overflows_in_several_kinds_of_gradients_count_as_one(bad: float) -> Non
         for weight in weights:
             weight.grad = torch.full_like(weight, grad)
         before = contents(opt)
-        opt.step()
+        opt.step(scaled=True)
     assert contents(opt) == before
     assert not opt.last_step
 

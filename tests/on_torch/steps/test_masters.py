@@ -227,7 +227,7 @@ def saved_state(**changes: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("saved", "message"),
     [
-        ({"loss_scale": "absent", "master_weights": "absent"}, "was not wrapped"),
+        ({"loss_scale": "absent"}, "incomplete state"),
         ({"loss_scale": {"kind": "other"}}, "not a loss-scale state"),
         ({"master_weights": None}, "master weights are not those"),
         ({"master_weights": {0: torch.ones(2)}}, "master weights are not those"),

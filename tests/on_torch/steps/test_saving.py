@@ -183,8 +183,6 @@ def test_the_state_of_a_plain_optimizer_goes_to_the_inner_one() -> None:
     net.loss().backward()
     plain.step()
     opt = wrap(other_net, "adamw")
-    with pytest.raises(polyamp.StateError, match=r"wrapped\.inner\.load_state_dict"):
-        opt.load_state_dict(plain.state_dict())
     opt.inner.load_state_dict(plain.state_dict())
     assert bits(opt.state_dict()["state"]) == bits(plain.state_dict()["state"])
 
@@ -197,5 +195,6 @@ def test_distributed_checkpoints_take_the_inner_optimizer_of_float32_parameters(
     saved = get_optimizer_state_dict(nets[0], opts[0].inner)
     set_optimizer_state_dict(nets[1], opts[1].inner, saved)
     assert bits(opts[1].state_dict()["state"]) == bits(opts[0].state_dict()["state"])
-    with pytest.raises(polyamp.StateError, match="was not wrapped"):
+    with pytest.warns(polyamp.PolyampWarning, match="was not wrapped"):
         set_optimizer_state_dict(nets[1], opts[1], saved)
+    assert bits(opts[1].state_dict()["state"]) == bits(opts[0].state_dict()["state"])

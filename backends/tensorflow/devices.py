@@ -1,0 +1,50 @@
+"""TensorFlow's devices: what each computes fast, and a word at first use where one is slow in a policy's format."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import tensorflow as tf
+
+from polyamp.devices import cpu_flags, fast_on_cpu, fast_on_gpu, report_slow_format
+
+_CONVOLUTIONS = "its bfloat16 convolutions were measured to take up to 14 times float32's time on such a CPU"
+
+
+@functools.cache
+def devices() -> tuple[dict[str, Any], ...]:
+    """Return the GPUs, then the CPU, each with its ``name`` and the formats that are ``fast`` there.
+
+    >>> devices()[-1]["name"]
+    'cpu'
+    """
+    gpus = map(_gpu, tf.config.list_physical_devices("GPU"))
+    return (*gpus, {"name": "cpu", "fast": fast_on_cpu(cpu_flags())})
+
+
+def report_slow(operation: str, compute: str, device_type: str) -> None:
+    """Warn once where an operation was lowered to a format that its device has no units for.
+
+    On a CPU that is said of convolutions alone: other products are as fast as in float32, or nearly.
+
+    Args:
+        operation: the canonical name.
+        compute: the format.
+        device_type: "CPU" or "GPU".
+    """
+    if device_type == "CPU" and operation == "conv":
+        report_slow_format(devices()[-1], compute, cost=_CONVOLUTIONS, stacklevel=4)
+    elif device_type == "GPU":
+        for gpu in devices()[:-1]:
+            report_slow_format(gpu, compute, stacklevel=4)
+
+
+def _gpu(gpu: Any) -> dict[str, Any]:
+    details = tf.config.experimental.get_device_details(gpu)
+    capability, kind = details.get("compute_capability", (0, 0)), details.get("device_name", "")
+    return {
+        "name": f"{gpu.name.removeprefix('/physical_device:')} {kind}".strip(),
+        "capability": ".".join(map(str, capability)),
+        "fast": fast_on_gpu(kind, capability),
+    }

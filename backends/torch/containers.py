@@ -1,0 +1,126 @@
+"""What models take and return: containers, opened one level at a time and closed again with other parts.
+
+A container is opened by what it is, and not by a list of libraries: mappings, sequences, dataclasses and attrs classes,
+and whatever is registered with `torch.utils._pytree`. Closing copies it, and neither runs its ``__init__`` again nor
+changes the original.
+
+>>> import collections
+>>> opened = open_up(collections.deque([torch.ones(1), 2], maxlen=3))
+>>> opened.parts, opened.closed([0, 1])
+([tensor([1.]), 2], deque([0, 1], maxlen=3))
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import UserList, deque
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import is_dataclass
+from types import FunctionType, MappingProxyType, MethodType, ModuleType, SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from polyamp.backends.torch import unstable
+
+
+class Opened(NamedTuple):
+    """One level of a container.
+
+    Attributes:
+        parts: what it holds.
+        closed: makes another container of the same type of as many parts.
+    """
+
+    parts: list[Any]
+    closed: Callable[[Sequence[Any]], Any]
+
+
+_ATOMS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
+
+
+def open_up(tree: Any) -> Opened | None:
+    """Open a container; None for everything else.
+
+    Args:
+        tree: anything but a tensor or module.
+    """
+    if isinstance(tree, _ATOMS):
+        return None
+    if isinstance(tree, Mapping):
+        return Opened(list(tree.values()), lambda parts: _mapping(tree, parts))
+    if isinstance(tree, tuple):
+        return Opened(list(tree), lambda parts: _tuple(tree, parts))
+    if isinstance(tree, list | deque | set | frozenset | UserList):
+        return Opened(list(tree), lambda parts: _collection(tree, parts))
+    if (registered := unstable.registered_children(tree)) is not None:
+        return Opened(*registered)
+    if isinstance(tree, type):
+        return None
+    if is_dataclass(tree) or isinstance(tree, SimpleNamespace) or hasattr(type(tree), "__attrs_attrs__"):
+        names = list(_attributes(tree))
+        return Opened([getattr(tree, name) for name in names], lambda parts: _object(tree, names, parts))
+    return None
+
+
+def hides_tensors(leaf: Any) -> bool:
+    """Whether an object that is no container has tensors as attributes.
+
+    >>> hides_tensors(torch.distributions.Normal(torch.zeros(1), torch.ones(1))), hides_tensors("text")
+    (True, False)
+    """
+    if isinstance(leaf, (*_ATOMS, type, Tensor, nn.Module, FunctionType, MethodType, ModuleType, torch.Generator)):
+        return False
+    return any(isinstance(getattr(leaf, name, None), Tensor) for name in _attributes(leaf))
+
+
+def _attributes(one: Any) -> Iterator[str]:
+    """The names of what an object holds: in its dictionary, and in slots."""
+    yield from getattr(one, "__dict__", ())
+    for kind in type(one).__mro__:
+        slots = vars(kind).get("__slots__", ())
+        for slot in (slots,) if isinstance(slots, str) else tuple(slots):
+            is_private = slot.startswith("__") and not slot.endswith("__")
+            name = f"_{kind.__name__.lstrip('_')}{slot}" if is_private else slot
+            if name not in ("__dict__", "__weakref__") and hasattr(one, name):
+                yield name
+
+
+def _mapping(tree: Mapping[Any, Any], parts: Sequence[Any]) -> Any:
+    """A mapping with other values. What is a ``dict`` may refuse ``update``, as Hugging Face's outputs do."""
+    if isinstance(tree, MappingProxyType):
+        return MappingProxyType(dict(zip(tree, parts, strict=True)))
+    if not isinstance(tree, MutableMapping):
+        return type(tree)(dict(zip(tree, parts, strict=True)))  # type: ignore[call-arg]
+    closed = copy.copy(tree)  # keeps the type, and a defaultdict's factory
+    for key, value in zip(tree, parts, strict=True):
+        if tree[key] is not value:
+            closed[key] = value
+    return closed
+
+
+def _tuple(tree: tuple[Any, ...], parts: Sequence[Any]) -> Any:
+    if hasattr(tree, "_fields"):
+        return tuple.__new__(type(tree), parts)  # as ``_make``, whatever a subclass takes
+    return type(tree)(parts)
+
+
+def _collection(tree: Any, parts: Sequence[Any]) -> Any:
+    if isinstance(tree, deque):
+        return type(tree)(parts, tree.maxlen)
+    if isinstance(tree, list | UserList) and type(tree) is not list:
+        closed = copy.copy(tree)  # with its attributes
+        closed[:] = parts
+        return closed
+    return type(tree)(parts)
+
+
+def _object(tree: Any, names: Sequence[str], parts: Sequence[Any]) -> Any:
+    """A copy of an object with other attributes, also where it is frozen."""
+    if isinstance(tree, SimpleNamespace):
+        return type(tree)(**dict(zip(names, parts, strict=True)))
+    closed = object.__new__(type(tree))
+    for name, value in zip(names, parts, strict=True):
+        object.__setattr__(closed, name, value)
+    return closed

@@ -1,0 +1,104 @@
+"""Objects of other classes among results, such as caches: a graph gives their tensors, and the rest goes around it."""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor
+
+CONSTANTS = (int, float, bool, str, complex, type(None), torch.dtype, torch.device, torch.SymInt)
+
+
+class Held:
+    """An object whose tensors are leaves of a pytree; put together again it is another object of its class.
+
+    >>> class Cache:
+    ...     keys = None
+    >>> import __main__
+    >>> __main__.Cache = Cache
+    >>> Cache.__module__, Cache.__qualname__ = "__main__", "Cache"
+    >>> cache = Cache()
+    >>> cache.keys = [torch.ones(1)]
+    >>> leaves, spec = pytree.tree_flatten(hold({"cache": cache}))
+    >>> leaves, pytree.tree_unflatten([torch.zeros(1)], spec)["cache"].keys
+    ([tensor([1.])], [tensor([0.])])
+
+    Args:
+        tensors: what it holds of them.
+        rest: the object itself where it holds none, else all else of it.
+    """
+
+    def __init__(self, tensors: Sequence[Any], rest: Any) -> None:
+        self.tensors, self.rest = tensors, rest
+
+
+class _Pickler(pickle.Pickler):
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file)
+        self.tensors: list[Any] = []
+
+    def persistent_id(self, obj: Any) -> int | None:
+        if not isinstance(obj, Tensor | torch.SymInt | torch.SymFloat):
+            return None
+        place = next((place for place, one in enumerate(self.tensors) if one is obj), len(self.tensors))
+        if place == len(self.tensors):
+            self.tensors.append(obj)
+        return place
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, file: io.BytesIO, tensors: Sequence[Any]) -> None:
+        super().__init__(file)
+        self._tensors = tensors
+
+    def persistent_load(self, pid: int) -> Any:
+        return self._tensors[pid]
+
+
+def hold(tree: Any) -> Any:
+    """A tree with `Held` in the place of each object that is no tensor and no constant, where that can be done."""
+    return pytree.tree_map(_held, tree)
+
+
+def _held(leaf: Any) -> Any:
+    taken = None if isinstance(leaf, CONSTANTS) else taken_apart(leaf)
+    return leaf if taken is None else Held(taken.tensors, taken.rest if taken.tensors else leaf)
+
+
+def taken_apart(leaf: Any) -> Held | None:
+    """The tensors of an object, and all else of it; None where it cannot be put together again.
+
+    >>> taken_apart({"a": torch.ones(1)}).tensors
+    [tensor([1.])]
+    """
+    if isinstance(leaf, Tensor | torch.nn.Module):
+        return None
+    file = io.BytesIO()
+    pickler = _Pickler(file)
+    try:
+        pickler.dump(leaf)
+    except Exception:  # whatever its class raises
+        return None
+    return Held(pickler.tensors, file.getvalue())
+
+
+def put_together(taken: Held, tensors: Sequence[Any]) -> Any:
+    """Another object like the one that was taken apart, with other tensors."""
+    return _Unpickler(io.BytesIO(taken.rest), tensors).load()
+
+
+def _flatten(held: Held) -> tuple[list[Any], Any]:
+    return list(held.tensors), held.rest
+
+
+def _unflatten(tensors: Iterable[Any], rest: Any) -> Any:
+    given = list(tensors)
+    return put_together(Held(given, rest), given) if given else rest
+
+
+pytree.register_pytree_node(Held, _flatten, _unflatten)

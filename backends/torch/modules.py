@@ -1,0 +1,87 @@
+"""What modules are: the operation that one stands for, and those that their authors keep in float32."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from torch import nn
+
+from polyamp.backends.torch.operations import MODULES
+
+
+def operation_of(module: nn.Module) -> str:
+    """Return the canonical operation of a module, by its class or its bases; empty where it is none.
+
+    Normalisations of other libraries are known by what they are called and what they have: see `is_norm`.
+
+    >>> operation_of(nn.Linear(1, 1)), operation_of(nn.Sequential())
+    ('matmul', '')
+    >>> class LlamaRMSNorm(nn.Module):
+    ...     def __init__(self, size):
+    ...         super().__init__()
+    ...         self.weight = nn.Parameter(torch.ones(size))
+    >>> import torch
+    >>> operation_of(LlamaRMSNorm(4))
+    'rms_norm'
+    """
+    known = next((MODULES[kind.__name__] for kind in type(module).__mro__ if kind.__name__ in MODULES), "")
+    return known or (_norm_of(module) if is_norm(module) else "")
+
+
+_NORM = re.compile(r"norm(alization)?(act)?(gated|\d?d|fp32|layer)*$", re.IGNORECASE)
+_NO_NORM = re.compile(r"(spectral|weight)_?norm", re.IGNORECASE)  # of weights
+
+
+def is_norm(module: nn.Module) -> bool:
+    """Whether a module normalises what it is given: its class, or a base of it, is called a norm, and all that it holds
+    are vectors of weights and statistics.
+
+    >>> is_norm(nn.LayerNorm(4)), is_norm(nn.Linear(4, 4))
+    (True, False)
+    """
+    names = [kind.__name__ for kind in type(module).__mro__]
+    if not any(_NORM.search(name) for name in names) or any(map(_NO_NORM.search, names)):
+        return False
+    held = [*module.parameters(), *module.buffers()]
+    return all(sum(size != 1 for size in value.shape) <= 1 for value in held)
+
+
+def _norm_of(module: nn.Module) -> str:
+    name = next(kind.__name__ for kind in type(module).__mro__ if _NORM.search(kind.__name__)).lower()
+    own = {key for key, _ in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))}
+    if "batch" in name or "running_mean" in own:
+        return "batch_norm"
+    for said, operation in _SAID.items():
+        if said in name:
+            return operation
+    return "layer_norm" if "bias" in own else "rms_norm"
+
+
+_SAID = {"rms": "rms_norm", "group": "group_norm", "instance": "instance_norm", "layer": "layer_norm"}
+
+# Where Hugging Face's models name the parts that float16 does not hold; "strict" means in bfloat16 too.
+_KEPT = ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")
+
+
+def kept_by_authors(model: nn.Module) -> frozenset[nn.Module]:
+    """Return the parts of a model that its code, or that of its parts, says to keep in float32.
+
+    >>> class Model(nn.Module):
+    ...     _keep_in_fp32_modules = ["wo"]
+    ...     def __init__(self):
+    ...         super().__init__()
+    ...         self.wi, self.wo = nn.Linear(1, 1), nn.Linear(1, 1)
+    >>> model = Model()
+    >>> kept_by_authors(model) == {model.wo}
+    True
+    """
+    return frozenset(part for owner in model.modules() for part in _kept_in(owner))
+
+
+def _kept_in(owner: nn.Module) -> Iterator[nn.Module]:
+    names = [name for kind in _KEPT for name in getattr(owner, kind, None) or ()]
+    wanted = [re.compile(rf"(^|\.){re.escape(name).replace(chr(92) + '*', '.*')}($|\.)") for name in names]
+    for path, part in owner.named_modules() if wanted else ():
+        if path and any(one.search(path) for one in wanted):
+            yield part

@@ -1,0 +1,249 @@
+"""`recorded`: what autocast does to each operation of one run, as a plan."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor
+
+from polyamp.backends.torch import unstable
+from polyamp.backends.torch.ambient.overrides import native_classes
+from polyamp.backends.torch.ambient.regions import DEVICE_TYPES
+from polyamp.backends.torch.casting import leaves
+from polyamp.backends.torch.dtypes import DTYPES, SIXTEEN_BIT
+from polyamp.backends.torch.graphs.held import put_together, taken_apart
+from polyamp.backends.torch.graphs.nodes import is_users
+from polyamp.backends.torch.recording.mode import Watcher
+from polyamp.backends.torch.recording.operators import Operation, operation_of
+from polyamp.backends.torch.recording.running import Run
+from polyamp.backends.torch.recording.widened import tensors
+from polyamp.errors import InvalidValueError
+from polyamp.flow import AS_WRITTEN
+from polyamp.plan import Plan, PlannedOperation
+from polyamp.policy import Policy
+from polyamp.rules import TABLE, Decision, unused
+
+
+def recorded(
+    fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], policy: Policy, *, why: str = ""
+) -> Plan:
+    """Run a function once under `polyamp.autocast` and report what every operation of its forward pass ran in.
+
+    It runs on tensors without data where its code allows that. Else it really runs, after which parameters, buffers,
+    gradients, modes and random states are what they were.
+
+    >>> from polyamp import policy
+    >>> plan = recorded(lambda x: (x @ x).exp(), [torch.ones(2, 2)], {}, policy("mixed_bfloat16"))
+    >>> [(op.name, op.format, op.reason, op.casts) for op in plan.operations]
+    [('matmul', 'bfloat16', 'table', 2), ('exp', 'bfloat16', "not in native autocast's list for cpu", 0)]
+
+    Args:
+        fn: a module or function.
+        args: its arguments; kwargs likewise.
+        policy: whose region it runs in.
+        why: it was recorded, where that was not asked for.
+
+    Raises:
+        InvalidValueError: it does not run with these arguments.
+    """
+    try:
+        explainer = _ran(fn, args, kwargs, policy)
+    except Exception as error:
+        raise InvalidValueError(
+            "the function does not run with these arguments",
+            where=getattr(fn, "__name__", type(fn).__name__),
+            found=f"{type(error).__name__}: {str(error).partition(chr(10))[0]}",
+            fix="give example arguments for which the call works without polyamp",
+        ) from error
+    operations, saved = tuple(explainer.operations), sum(explainer.saved.values())
+    engine = f"autocast, recorded: {why}" if why else "autocast"
+    return Plan(str(policy), operations, saved, unused_rules=explainer.unused, engine=engine)
+
+
+def _ran(fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any], policy: Policy) -> _Explainer:
+    try:
+        return _run_on_fakes(fn, args, kwargs, policy)
+    except Exception:  # its code looks at values, or an operator has no kernel for tensors without data
+        return _run_really(fn, args, kwargs, policy)
+
+
+def _run_on_fakes(fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any], policy: Policy) -> _Explainer:
+    mode = unstable.fake_mode_for(
+        [*leaves((args, dict(kwargs))), *Run(fn, tuple(args), kwargs, policy, False).reach.parameters()]
+    )
+
+    def fake(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor) or unstable.fake_mode_of([leaf]):
+            return leaf
+        return unstable.on_a_device(leaf, DEVICE_TYPES[-1], mode) if leaf.is_meta else mode.from_tensor(leaf)
+
+    fakes, named = _copied((args, dict(kwargs)), fake)
+    run = Run(fn, tuple(fakes), named, policy, False)
+    with run.undone(), unstable.quietly():
+        for module in (part for root in run.reach.modules() for part in root.modules()):
+            for held in (module._parameters, module._buffers):
+                held.update({name: fake(value) for name, value in held.items()})
+        return _explained(run, policy, mode)
+
+
+def _run_really(fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any], policy: Policy) -> _Explainer:
+    copied, named = _copied((args, dict(kwargs)), lambda leaf: leaf)
+    run = Run(fn, tuple(copied), named, policy, False)
+    with run.undone():
+        return _explained(run, policy, nullcontext())
+
+
+def _copied(tree: Any, fn: Callable[[Any], Any]) -> Any:
+    """Arguments with ``fn`` of their tensors, and with copies of objects that the code may change, such as caches."""
+
+    def copy_of(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            return fn(leaf)
+        taken = taken_apart(leaf) if hasattr(leaf, "__dict__") and not callable(leaf) else None
+        return leaf if taken is None else put_together(taken, [fn(one) for one in taken.tensors])
+
+    return pytree.tree_map(copy_of, tree)
+
+
+def _explained(run: Run, policy: Policy, mode: AbstractContextManager[Any]) -> _Explainer:
+    explainer = _Explainer(run, policy)
+    try:
+        with mode, torch.autograd.graph.saved_tensors_hooks(explainer.keep, lambda kept: kept):
+            run.forward(explainer, lambda leaf, grad: None)
+    finally:
+        explainer.alive.clear()  # autograd's graph has the hooks, and they have these: no collector sees that ring
+    return explainer
+
+
+class _Explainer(Watcher):  # type: ignore[no-untyped-call]
+    """Takes down the operations of a forward pass.
+
+    Attributes:
+        operations: what ran, in order; views, which compute nothing, are left out.
+        saved: bytes that autograd keeps, by memory.
+        alive: tensors whose memory has to keep its number: one that is freed gives it to another.
+    """
+
+    def __init__(self, run: Run, policy: Policy) -> None:
+        super().__init__(False, run.changes)
+        self._run = lambda op, args, kwargs: op(*args, **kwargs)
+        self.operations: list[PlannedOperation] = []
+        self.saved: dict[int, int] = {}
+        self._policy, self._places = policy, run.places
+        self._seen: dict[tuple[str, str], None] = {}
+        self._casts: dict[int, tuple[int, int]] = {}  # by memory, of casts that no operation has used yet
+        self.alive: list[Tensor] = []
+
+    @property
+    def unused(self) -> tuple[str, ...]:
+        """The patterns of the policy's own rules that matched nothing."""
+        return tuple(rule.pattern for rule in unused(self._policy.own_rules, self._seen))
+
+    def keep(self, tensor: Tensor) -> Tensor:
+        """Note what autograd keeps."""
+        memory = unstable.storage_of(tensor)
+        if memory is not None:
+            self.saved[memory] = unstable.hint(tensor.untyped_storage().nbytes())
+            self.alive.append(tensor)
+        return tensor.detach()  # itself, an output would hold the node that holds it
+
+    def look(self, op: Any, args: Sequence[Any], out: Any) -> None:
+        """Take an operation down; of a cast, for the operation that uses it."""
+        operation, results = operation_of(op), list(tensors([out]))
+        if unstable.running_node() is not None or not results or op.namespace == "prim" or operation.native == "detach":
+            return
+        given = list(tensors(args))
+        if operation.native == "_to_copy" and _crosses(given[0], results[0]):
+            self._note_cast(results[0], _bytes(given), _bytes(results))
+        elif op.is_view:
+            self._pass_on(given, results)
+        else:
+            self._add(operation, given, results)
+
+    def _note_cast(self, made: Tensor, before: int, after: int) -> None:
+        memory = unstable.storage_of(made)
+        if memory is not None:
+            self._casts[memory] = before, after
+            self.alive.append(made)
+
+    def _pass_on(self, given: Sequence[Tensor], results: Sequence[Tensor]) -> None:
+        """A view of fakes may have another number for the same memory."""
+        casts = [self._casts.pop(key) for key in map(unstable.storage_of, given) if key in self._casts]
+        for cast in casts[:1]:
+            self._note_cast(results[0], *cast)
+
+    def _add(self, operation: Operation, given: Sequence[Tensor], results: Sequence[Tensor]) -> None:
+        path, format_name = self._places.path.replace("/", "."), _format_of(given, results)
+        self._seen[operation.name, path] = None
+        decision = self._policy.decide(operation.name, path)
+        if decision.op_class == "keep":
+            format_name = AS_WRITTEN
+        used = {key for key in map(unstable.storage_of, given) if key in self._casts}
+        casts = [self._casts.pop(key) for key in used if key is not None]
+        self.operations.append(
+            PlannedOperation(
+                operation.name,
+                operation.native,
+                f"{path} {_users_line()}".strip(),
+                decision.op_class,
+                format_name,
+                _reason(operation.name, decision, format_name, results[0].device.type, self._policy),
+                casts=len(casts),
+                bytes_cast=sum(before for before, _ in casts),
+                bytes_moved=_bytes([*given, *results]) + sum(map(sum, casts)),
+                bytes_moved_float32=_bytes([*given, *results], wide=True),
+            )
+        )
+
+
+def _reason(name: str, decision: Decision, format_name: str, device_type: str, policy: Policy) -> str:
+    """Why an operation ran in a format: the rule or list that asks for it, or what it was given."""
+    if format_name == AS_WRITTEN:
+        return decision.reason if decision.op_class == "keep" else "no floating-point input"
+    wanted = {"lower": policy.compute, "full": "float32"}
+    if decision.reason != TABLE:
+        agrees = wanted.get(decision.op_class, format_name) == format_name
+        return decision.reason if agrees else f"{decision.reason} does not reach it"
+    known = native_classes(device_type, DTYPES[policy.compute]) if device_type in DEVICE_TYPES else {}
+    listed = known.get(name, frozenset())
+    asked = next((one for one in ("lower", "full") if one in listed and wanted[one] == format_name), None)
+    if asked is not None:
+        return TABLE if asked == decision.op_class else f"native autocast's list for {device_type}"
+    if "promote" in listed or decision.op_class == "promote":
+        return "the widest of its inputs"
+    if decision.op_class in wanted and not listed:
+        return f"not in native autocast's list for {device_type}"
+    return "as its inputs are"
+
+
+def _format_of(given: Sequence[Tensor], results: Sequence[Tensor]) -> str:
+    """The dtype of what was computed; of what gives no floating tensors, that of what was given."""
+    floating = [one.dtype for one in (*results, *given) if one.is_floating_point() or one.is_complex()]
+    return str(floating[0]).removeprefix("torch.") if floating else AS_WRITTEN
+
+
+def _crosses(before: Tensor, after: Tensor) -> bool:
+    floating = before.is_floating_point() and after.is_floating_point()
+    return floating and before.dtype != after.dtype and not SIXTEEN_BIT.isdisjoint((before.dtype, after.dtype))
+
+
+def _bytes(given: Sequence[Tensor], *, wide: bool = False) -> int:
+    """Size of tensors; or as if what is of 16 bits were float32."""
+    sizes = ((4 if wide and one.dtype in SIXTEEN_BIT else one.dtype.itemsize, one) for one in given)
+    return sum(size * unstable.hint(one.numel()) for size, one in sizes)
+
+
+def _users_line() -> str:
+    """The innermost line of the user's that runs, as ``model.py:12 (forward)``."""
+    frame = inspect.currentframe()
+    while frame is not None and not is_users(frame.f_code.co_filename):
+        frame = frame.f_back
+    if frame is None:
+        return ""
+    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} ({frame.f_code.co_name})"

@@ -1,0 +1,194 @@
+"""What a wrapped optimizer shows to `torch.distributed.checkpoint`, which knows plain optimizers only.
+
+Its ``get_state_dict`` and ``set_state_dict`` go by the names of the model's parameters, and keep of an optimizer's
+state what stands under "state" and "param_groups":
+
+    {"state": {"layer.weight": {"exp_avg": ..., "polyamp_master": the float32 master}},
+     "param_groups": [{"lr": 0.1, "params": ["layer.weight"], "polyamp": the loss scales, as JSON}]}
+
+So it is shown the model's own parameters in the place of masters, masters as one more state of each parameter, which
+is sharded and gathered as moments are, and the rest as one more option of the first group. A plain optimizer takes such
+a state too, and leaves these be.
+"""
+
+from __future__ import annotations
+
+import ast
+import base64
+import json
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from polyamp.backends.torch.steps import saving
+from polyamp.backends.torch.steps.saving import bad_state
+
+if TYPE_CHECKING:
+    from polyamp.backends.torch.steps.windowed import WindowedOptimizer
+
+MASTER, NOTHING, REST = "polyamp_master", "polyamp_no_master", "polyamp"
+
+Saved = dict[str, Any]
+
+
+class ShownState(dict[Any, Any]):
+    """States by the model's parameters. Empty where the inner optimizer's is: masters alone are none to go on with.
+
+    >>> bool(ShownState({"weight": {"polyamp_master": 1.0}}, made=False))
+    False
+    """
+
+    def __init__(self, states: Mapping[Any, Any], *, made: bool) -> None:
+        super().__init__(states)
+        self._made = made
+
+    def __bool__(self) -> bool:
+        return self._made
+
+
+def shown_groups(optimizer: WindowedOptimizer) -> list[dict[str, Any]]:
+    """The groups, with the model's own parameters."""
+    models = iter(list(optimizer.model_parameters()))
+    groups = [{**group, "params": [next(models) for _ in group["params"]]} for group in optimizer.inner.param_groups]
+    groups[0].update(_rest(optimizer))
+    return groups
+
+
+def shown_state(optimizer: WindowedOptimizer) -> ShownState:
+    """The state by the model's own parameters."""
+    inner = optimizer.inner
+    keys = [param for group in inner.param_groups for param in group["params"]]
+    masters = _masters(optimizer)
+    states: dict[Any, dict[str, Any]] = {}
+    for key, param in zip(keys, optimizer.model_parameters(), strict=True):
+        known = {**inner.state.get(key, {}), **({MASTER: masters[id(param)]} if id(param) in masters else {})}
+        states[param] = known or {NOTHING: torch.zeros(1, device=param.device)}  # a parameter without state is an error
+    return ShownState(states, made=bool(inner.state))
+
+
+def shown(optimizer: WindowedOptimizer) -> Saved:
+    """The state dict, in torch's own form."""
+    numbers = {id(param): number for number, param in enumerate(optimizer.model_parameters())}
+    groups = shown_groups(optimizer)
+    for group in groups:
+        group["params"] = [numbers[id(param)] for param in group["params"]]
+    return {
+        "state": {numbers[id(param)]: state for param, state in shown_state(optimizer).items()},
+        "param_groups": groups,
+    }
+
+
+def is_shown(saved: Any) -> bool:
+    """Whether a state is what `shown` gave."""
+    groups = saved.get("param_groups") if isinstance(saved, Mapping) else None
+    return isinstance(groups, list | tuple) and any(isinstance(one, Mapping) and REST in one for one in groups)
+
+
+def unpacked(optimizer: WindowedOptimizer, saved: Mapping[str, Any]) -> Saved:
+    """The state dict as `LossScaledOptimizer.state_dict` gives it, from what `shown` gave.
+
+    Of frozen parameters nothing comes back, so their masters stay as they are: the parameters' values.
+
+    Raises:
+        StateError: something in it is not what was given.
+    """
+    groups = [{k: v for k, v in group.items() if not str(k).startswith(REST)} for group in saved["param_groups"]]
+    ours = next(group for group in saved["param_groups"] if REST in group)
+    try:
+        kept, chance = json.loads(ours[REST]), json.loads(ours.get(_chance_key(), "null"))
+        numbers = [number for group in groups for number in group["params"]]
+        states = {number: _without_gaps(saved["state"].get(number, {})) for number in numbers}
+        for place in kept["without_state"]:
+            states[numbers[place]] = {k: v for k, v in states[numbers[place]].items() if k == MASTER}
+        masters = _read_masters(optimizer, [state.pop(MASTER, None) for state in states.values()])
+        scales = {ast.literal_eval(loss_id): scale for loss_id, scale in kept["loss_scales"].items()}
+        read: Saved = {
+            "loss_scale": kept["loss_scale"],
+            **({"loss_scales": scales} if scales else {}),
+            "master_weights": masters or None if chance is None else _read_chance(chance),
+        }
+    except (TypeError, LookupError, ValueError, SyntaxError) as error:
+        what = f'"{REST}" in a parameter group'
+        raise bad_state("not a wrapped optimizer's state", what, "what get_state_dict gave", "load that") from error
+    return {"state": {number: state for number, state in states.items() if state}, "param_groups": groups, **read}
+
+
+def initialise(optimizer: WindowedOptimizer) -> None:
+    """Have the inner optimizer make its state, by a step on zeros with a rate of zero; nothing else changes."""
+    inner, masters = optimizer.inner, optimizer.masters
+    rates = [group.get("lr") for group in inner.param_groups]
+    try:
+        for group, rate in zip(inner.param_groups, rates, strict=True):
+            if rate is not None:
+                group["lr"] = torch.zeros_like(rate) if isinstance(rate, Tensor) else 0.0
+        if masters is not None:
+            masters.take_gradients()
+        inner.step()
+    finally:
+        for group, rate in zip(inner.param_groups, rates, strict=True):
+            if rate is not None:
+                group["lr"] = rate
+        if masters is not None:
+            masters.release()
+
+
+def _masters(optimizer: WindowedOptimizer) -> dict[int, Tensor]:
+    """The values of masters by the ids of their parameters; nothing where none are kept."""
+    masters = optimizer.masters
+    kept = {} if masters is None else masters.state()
+    if masters is None or "generators" in kept:
+        return {}
+    return {id(param): value.detach() for param, value in zip(masters.model, kept.values(), strict=True)}
+
+
+def _rest(optimizer: WindowedOptimizer) -> dict[str, str]:
+    """What belongs to no parameter: text, which every way to save and to gather states leaves as it is.
+
+    Files keep one value for each name, so what differs between ranks has the rank in its name.
+    """
+    saved = saving.own_part(optimizer)
+    keys = [param for group in optimizer.inner.param_groups for param in group["params"]]
+    masters = saved["master_weights"]
+    chance = masters if masters is not None and "generators" in masters else None
+    rest = {
+        "loss_scale": saved["loss_scale"],
+        "loss_scales": {repr(loss_id): scale for loss_id, scale in saved.get("loss_scales", {}).items()},
+        "without_state": [place for place, key in enumerate(keys) if not optimizer.inner.state.get(key)],
+    }
+    drawn = {} if chance is None else {_chance_key(): json.dumps(_written_chance(chance))}
+    return {REST: json.dumps(rest), **drawn}
+
+
+def _chance_key() -> str:
+    distributed = torch.distributed
+    rank = distributed.get_rank() if distributed.is_available() and distributed.is_initialized() else 0
+    return f"{REST}_chance_of_rank_{rank}"
+
+
+def _written_chance(chance: Mapping[str, Any]) -> Saved:
+    states = chance["generators"].items()
+    written = {device: base64.b64encode(bytes(state.tolist())).decode() for device, state in states}
+    return {**chance, "generators": written}
+
+
+def _read_chance(written: Mapping[str, Any]) -> Saved:
+    states = written["generators"].items()
+    read = {device: torch.tensor([*base64.b64decode(state)], dtype=torch.uint8) for device, state in states}
+    return {**written, "generators": read}
+
+
+def _without_gaps(state: Mapping[str, Any]) -> Saved:
+    """A state without what only stands for nothing; where states were flattened, an empty mapping does so as well."""
+    return {key: value for key, value in state.items() if key != NOTHING and value != {}}
+
+
+def _read_masters(optimizer: WindowedOptimizer, given: list[Any]) -> dict[int, Tensor]:
+    """The masters in their order, from what came for each parameter."""
+    own = _masters(optimizer)
+    read = (
+        master if master is not None or param.requires_grad else own.get(id(param))
+        for param, master in zip(optimizer.model_parameters(), given, strict=False)
+    )
+    return dict(enumerate(master for master in read if master is not None))

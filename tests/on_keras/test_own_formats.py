@@ -1,0 +1,173 @@
+"""What is said of a model is about the model as it is: of its layers' own dtype policies, and of none of them."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+from keras import layers
+
+import polyamp
+
+X = np.random.default_rng(0).standard_normal((32, 6)).astype("float32")
+Y = np.zeros((32, 2), "float32")
+BACKEND = keras.backend.backend()
+F16 = polyamp.policy("mixed_float16")
+
+# Keras 3.15 calls __array__ as NumPy 1 did.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:the loss was not finite before scaling"),
+]
+
+
+@pytest.fixture(autouse=True)
+def _fresh_names() -> Iterator[None]:
+    keras.utils.clear_session()
+    keras.utils.set_random_seed(0)
+    yield
+
+
+def made(policy: Any = F16, *, hot: float = 1.0, wrap: bool = True) -> keras.Model:
+    parts = [layers.Dense(16, name="body"), layers.Dense(8, name="hot"), layers.Dense(2, name="head")]
+    model = keras.Sequential([keras.Input((6,)), *parts])
+    for name, factor in (("hot", hot), ("head", 1 / hot)):  # which is beyond float16 in between alone
+        kernel = model.get_layer(name).kernel
+        kernel.assign(kernel * factor)
+    if policy is not None:
+        polyamp.convert(model, policy)
+    sgd = keras.optimizers.SGD(1e-12)
+    wrapped = polyamp.wrap_optimizer(sgd, F16, loss_scale=polyamp.LossScale(init=1.0)) if wrap else sgd
+    model.compile(wrapped, "mse")
+    return model
+
+
+def products(plan: polyamp.Plan) -> list[str]:
+    return [one.format for one in plan.operations if one.name == "matmul"]
+
+
+IN_FLOAT32 = pytest.mark.skipif(BACKEND == "torch", reason="there Keras computes float16 products in float32 on a CPU")
+NAMED = pytest.mark.skipif(BACKEND == "torch", reason="there what is recorded of a model has no layers' names")
+
+
+@IN_FLOAT32
+@pytest.mark.parametrize("args", [(X, Y), (X,)])
+@pytest.mark.parametrize("compute", ["float16", "bfloat16"])
+def test_explain_has_the_layers_formats(args: Any, compute: str) -> None:
+    plan = polyamp.explain(made(f"mixed_{compute}"), *args, policy=f"mixed_{compute}")
+    assert products(plan)[:3] == [compute, compute, "float32"]
+    assert plan.policy == f"mixed_{compute}"
+    reasons = {one.reason for one in plan.operations if one.name == "matmul"}
+    assert reasons == {"its layer's own policy"}
+
+
+def test_explain_of_a_float32_model_is_what_a_policy_would_make_of_it() -> None:
+    assert set(products(polyamp.explain(made(None), X, Y, policy=F16))) == {"float16"}
+
+
+@IN_FLOAT32
+def test_explain_tries_rules() -> None:
+    model = made()
+    plan = polyamp.explain(model, X, Y, policy=polyamp.policy(F16, rules={"hot": "full"}))
+    assert products(plan)[:3] == ["float16", "float32", "float32"]
+    assert model.get_layer("hot").compute_dtype == "float16"
+
+
+@NAMED
+def test_a_verdict_is_cured_and_its_rules_cure_the_model() -> None:
+    model = made(hot=3e5)
+    verdict = polyamp.diagnose(model, X, Y, policy=F16)
+    assert (verdict.kind, verdict.is_cured) == ("forward", True)
+    assert [layer.compute_dtype for layer in model.layers] == ["float16", "float16", "float32"]  # as it was
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", polyamp.PolyampWarning)
+        polyamp.convert(model, polyamp.policy(F16, rules=verdict.rules))
+    model.train_on_batch(X, Y)
+    assert model.optimizer.last_step.applied
+
+
+@NAMED
+def test_a_calibration_is_safe_and_its_rules_cure_the_model() -> None:
+    model = made(hot=3e5)
+    found = polyamp.calibrate(model, [(X, Y)], F16)
+    assert not found.before.is_safe
+    assert found.is_safe
+    polyamp.convert(model, polyamp.policy(F16, rules=found.rules))
+    model.train_on_batch(X, Y)
+    assert model.optimizer.last_step.applied
+
+
+def test_a_float32_layer_does_not_overflow() -> None:
+    """Its output alone is beyond float16, and the layer is held in float32."""
+    model = made(polyamp.policy(F16, rules={"hot": "full"}), hot=3e5)
+    assert not [one.place for one in polyamp.probe(model, X, Y, policy=F16).overflowing if "hot" in one.place]
+    assert polyamp.diagnose(model, X, Y, policy=F16).kind == "finite"
+
+
+def codes(report: Any) -> list[str]:
+    return [finding.code for finding in report]
+
+
+def test_lint_says_that_a_model_was_not_converted() -> None:
+    assert "lowers-nothing" in codes(polyamp.lint(made(None), X, Y, policy=F16))
+    assert "lowers-nothing" not in codes(polyamp.lint(made(), X, Y, policy=F16))
+
+
+def trained(model: keras.Model, how: str) -> list[str]:
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            model.fit(X, Y, verbose=0) if how == "fit" else model.train_on_batch(X, Y)
+    return [str(one.message) for one in said if issubclass(one.category, polyamp.PolyampWarning)]
+
+
+@pytest.mark.parametrize("how", ["fit", "train_on_batch"])
+def test_training_says_once_that_a_model_was_not_converted(how: str) -> None:
+    (said,) = trained(made(None), how)
+    assert "trains in float32" in said
+    assert "polyamp.convert" in said
+
+
+@pytest.mark.parametrize("model", [made, lambda: made(None, wrap=False), lambda: made("mixed_bfloat16")])
+def test_training_says_nothing_else(model: Any) -> None:
+    assert trained(model(), "fit") == []
+
+
+def test_a_float32_policy_is_no_mistake() -> None:
+    model = made(None)
+    model.compile(polyamp.wrap_optimizer(keras.optimizers.SGD(1e-9), "float32"), "mse")
+    assert trained(model, "fit") == []
+
+
+def test_a_model_that_was_converted_to_float32_is_no_mistake() -> None:
+    assert trained(polyamp.convert(made(), "float32"), "fit") == []
+
+
+def test_keras_own_policy_will_do() -> None:
+    keras.config.set_dtype_policy("mixed_float16")
+    try:
+        model = made(None)
+    finally:
+        keras.config.set_dtype_policy("float32")
+    assert trained(model, "fit") == []
+
+
+@pytest.mark.skipif(BACKEND == "jax", reason="JAX has no ambient autocast")
+def test_an_autocast_will_do() -> None:
+    model = made(None)
+    with polyamp.autocast("mixed_bfloat16"):
+        assert trained(model, "fit") == []
+
+
+@pytest.mark.skipif(BACKEND != "tensorflow", reason="a rewrite of TensorFlow")
+def test_a_rewritten_step_will_do() -> None:
+    model = made(None)
+    model.optimizer.build(model.trainable_variables)
+    model.train_step = polyamp.rewrite(model.train_step, policy=F16, backend="tensorflow")
+    assert trained(model, "fit") == []
+    assert "float16" in products(model.train_step.plan)
+    assert "lowers-nothing" not in codes(polyamp.lint(model, X, Y, policy=F16))

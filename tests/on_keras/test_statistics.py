@@ -1,0 +1,148 @@
+"""What layers average over batches is bit for bit as it was after a step that is skipped."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+from keras import layers, ops
+
+import polyamp
+from polyamp.backends.keras import keep_statistics
+
+GOOD = np.random.default_rng(0).standard_normal((16, 6)).astype("float32")
+BAD = GOOD.copy()
+BAD[0] *= 1e6  # finite, and beyond float16 in the first layer
+LABELS = np.zeros(16, "int32")
+ON = keras.backend.backend()
+
+# Keras 3.15 calls __array__ as NumPy 1 did.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:the loss was not finite before scaling"),
+]
+
+MODES: dict[str, dict[str, Any]] = {"compiled": {}, "eager": {"run_eagerly": True}}
+if ON != "torch":
+    MODES |= {"jit": {"jit_compile": True}, "several steps": {"steps_per_execution": 2}}
+
+
+def made(**options: Any) -> keras.Model:
+    keras.utils.set_random_seed(0)
+    parts = [layers.Dense(8), layers.BatchNormalization(name="norm"), layers.ReLU(), layers.Dropout(0.1)]
+    model = keras.Sequential([keras.Input((6,)), *parts, layers.Dense(3)])
+    polyamp.convert(model, "mixed_float16")
+    opt = polyamp.wrap_optimizer(keras.optimizers.SGD(0.05), "mixed_float16")
+    model.compile(opt, keras.losses.SparseCategoricalCrossentropy(from_logits=True), **options)
+    return model
+
+
+def statistics(model: keras.Model) -> list[bytes]:
+    norm = next(layer for layer in model._flatten_layers() if isinstance(layer, layers.BatchNormalization))
+    return [np.array(ops.convert_to_numpy(one)).tobytes() for one in (norm.moving_mean, norm.moving_variance)]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_train_on_batch_puts_them_back(mode: str) -> None:
+    model = made(**MODES[mode])
+    first = statistics(model)
+    model.train_on_batch(GOOD, LABELS)
+    before = statistics(model)
+    assert before != first
+    model.train_on_batch(BAD, LABELS)
+    assert not model.optimizer.last_step.applied
+    assert statistics(model) == before
+    model.train_on_batch(GOOD, LABELS)
+    assert model.optimizer.last_step.applied
+    assert statistics(model) != before
+    assert np.isfinite(model.evaluate(GOOD, LABELS, verbose=0))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_run_with_skipped_steps_is_the_run_without_them(mode: str) -> None:
+    """Seeds move on, so without dropout."""
+    runs = []
+    for batches in ([GOOD, BAD, BAD, GOOD], [GOOD, GOOD]):
+        model = made(**MODES[mode])
+        model.layers[3].rate = 0.0
+        data = np.concatenate(batches)
+        model.fit(data, np.zeros(len(data), "int32"), batch_size=16, shuffle=False, verbose=0)
+        runs.append(statistics(model))
+    assert runs[0] == runs[1]
+
+
+def test_gradients_alone_may_overflow() -> None:
+    model = made()
+    model.optimizer.scaler.load(polyamp.LossScale().to_state_dict(polyamp.LossScale(init=2.0**24).initial_state()))
+    before = statistics(model)
+    model.train_on_batch(GOOD * 10, LABELS)
+    assert not model.optimizer.last_step.applied
+    assert statistics(model) == before
+
+
+def test_a_model_that_keras_set_to_16_bits_is_served_too() -> None:
+    keras.config.set_dtype_policy("mixed_float16")
+    try:
+        model = keras.Sequential([keras.Input((6,)), layers.Dense(8), layers.BatchNormalization(), layers.Dense(3)])
+    finally:
+        keras.config.set_dtype_policy("float32")
+    opt = polyamp.wrap_optimizer(keras.optimizers.SGD(0.05), "mixed_float16")
+    model.compile(opt, keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    before = statistics(model)
+    model.train_on_batch(BAD, LABELS)
+    assert statistics(model) == before
+
+
+def test_a_model_that_was_loaded_is_served_too(tmp_path: Any) -> None:
+    made().save(tmp_path / "model.keras")
+    model = keras.models.load_model(tmp_path / "model.keras")
+    before = statistics(model)
+    model.train_on_batch(BAD, LABELS)
+    assert not model.optimizer.last_step.applied
+    assert statistics(model) == before
+
+
+def test_frozen_weights_are_left_alone() -> None:
+    model = made()
+    model.layers[0].trainable = False
+    model.compile(model.optimizer, model.loss)
+    before = statistics(model)
+    model.train_on_batch(BAD, LABELS)
+    assert statistics(model) == before
+
+
+@pytest.mark.skipif(ON == "jax", reason="pure functions select values instead")
+def test_a_loop_of_ones_own_takes_one_line() -> None:
+    model = made(run_eagerly=True)
+    model.optimizer.build(model.trainable_variables)
+    before = statistics(model)
+    with keep_statistics(model, model.optimizer):
+        model(BAD, training=True)
+        model.optimizer.apply([ops.full(one.shape, np.inf) for one in model.trainable_variables])
+    assert statistics(model) == before
+    with keep_statistics(model):
+        model(GOOD, training=True)
+        model.optimizer.apply([ops.zeros(one.shape) for one in model.trainable_variables])
+    assert statistics(model) != before
+
+
+def test_an_error_out_of_a_step_puts_them_back() -> None:
+    if ON == "jax":
+        pytest.skip("compiled or not, a step of Keras on JAX is a pure function")
+    model = made(run_eagerly=True)
+    model.optimizer.scaler.settings = polyamp.LossScale(nonfinite_loss="raise").in_float32()
+    before = statistics(model)
+    with pytest.raises(polyamp.NonFiniteLossError):
+        model.train_on_batch(BAD, LABELS)
+    assert statistics(model) == before
+
+
+@pytest.mark.parametrize(("finite", "expected"), [(False, 1.0), (True, 2.0)])
+def test_other_state_is_selected(finite: bool, expected: float) -> None:
+    opt = polyamp.wrap_optimizer(keras.optimizers.SGD(0.1), "mixed_float16")
+    before = [ops.copy(variable.value) for variable in opt.variables]
+    opt.scaler.advance(ops.array(finite))
+    after = [variable.value for variable in opt.variables]
+    assert float(opt.stateless_select(before, after, [ops.array(2.0)], [ops.array(1.0)])[0]) == expected

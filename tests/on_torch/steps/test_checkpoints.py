@@ -1,0 +1,279 @@
+"""States that come from elsewhere: plain optimizers, other scalers, and torch.distributed.checkpoint's own form."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_optimizer_state_dict,
+    set_state_dict,
+)
+
+import polyamp
+from polyamp import LossScale
+from polyamp.backends.torch import GradScaler, LossScaledOptimizer
+from support.harness_torch import OPTIMIZERS, contents, linear, loss_of
+from support.torch_rounding import KINDS, Net, bits, memory, train
+
+NAMES = ["momentum", "adam", "adamw_fused", "sgd"]
+OPTIMIZERS = {"sgd": lambda params: torch.optim.SGD(params, lr=0.1), **OPTIMIZERS}
+OPTIONS = {
+    "as_it_is": StateDictOptions(),
+    "flat": StateDictOptions(flatten_optimizer_state_dict=True),
+    "on_the_cpu": StateDictOptions(full_state_dict=True, cpu_offload=True),
+}
+
+
+def wrap(net: Net, name: str = "adam", kind: Any = None, **options: Any) -> LossScaledOptimizer:
+    options = {"loss_scale": LossScale(init=64.0, interval=3), **options}
+    return LossScaledOptimizer(OPTIMIZERS[name](net.parameters()), master_weights=kind, **options)
+
+
+def fresh(dtype: torch.dtype, name: str, kind: Any, *, used: bool = False) -> tuple[Net, LossScaledOptimizer]:
+    """``used``: all parameters that are trained get gradients, as torch wants it where files are read."""
+    net = Net(dtype, usual=True)
+    net.unused.requires_grad_(not used)
+    return net, wrap(net, name, kind)
+
+
+def trained(dtype: torch.dtype, name: str, kind: Any, *, used: bool = False) -> tuple[Net, LossScaledOptimizer]:
+    net, opt = fresh(dtype, name, kind, used=used)
+    train(net, opt, 2)
+    train(net, opt, overflow=True)
+    return net, opt
+
+
+def check_goes_on(pairs: list[tuple[Net, LossScaledOptimizer]]) -> None:
+    """Both have the same bits now, and after some more steps."""
+    for _ in range(2):
+        (net, opt), (other_net, other) = pairs
+        assert memory(other_net, other) == memory(net, opt)
+        assert bits(other.state_dict()) == bits(opt.state_dict())
+        for each, its in pairs:
+            each.random.manual_seed(5)
+            train(each, its, 4)
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    ("dtype", "kind"), [(torch.float32, None), (torch.float16, None), *((torch.bfloat16, kind) for kind in KINDS)]
+)
+def test_distributed_checkpoints_round_trip(name: str, dtype: torch.dtype, kind: Any, options: Any) -> None:
+    net, opt = trained(dtype, name, kind)
+    opt.zero_grad()
+    opt.backward(net.loss(), loss_id=("other", 1))
+    net.turned.grad[0, 0] = torch.inf
+    opt.step()
+    opt.zero_grad()
+    before = memory(net, opt), bits(opt.state_dict())
+    saved = copy.deepcopy(get_state_dict(net, opt, options=options))  # which shares memory with the optimizer
+    assert (memory(net, opt), bits(opt.state_dict())) == before
+    other_net, other = fresh(dtype, name, kind)
+    set_state_dict(other_net, other, model_state_dict=saved[0], optim_state_dict=saved[1], options=options)
+    for group in other.param_groups:
+        group.update((key, tuple(group[key])) for key in ("betas",) if key in group)  # torch gathers it as a list
+    assert other.scalers[("other", 1)].state == opt.scalers[("other", 1)].state
+    check_goes_on([(net, opt), (other_net, other)])
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("flat", [False, True])
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    ("dtype", "kind"), [(torch.float32, None), (torch.float16, None), (torch.bfloat16, "remainder")]
+)
+def test_checkpoints_on_disk_round_trip(name: str, dtype: torch.dtype, kind: Any, flat: bool, tmp_path: Path) -> None:
+    options = StateDictOptions(flatten_optimizer_state_dict=flat)
+    net, opt = trained(dtype, name, kind, used=True)
+    opt.zero_grad()
+    model, optim = get_state_dict(net, opt, options=options)
+    dcp.save({"model": model, "optim": optim}, checkpoint_id=tmp_path)
+    other_net, other = fresh(dtype, name, kind, used=True)
+    model, optim = get_state_dict(other_net, other, options=options)
+    dcp.load({"model": model, "optim": optim}, checkpoint_id=tmp_path)
+    set_state_dict(other_net, other, model_state_dict=model, optim_state_dict=optim, options=options)
+    check_goes_on([(net, opt), (other_net, other)])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_asking_before_the_first_step_does_what_it_does_to_a_plain_optimizer(name: str) -> None:
+    plain_model, model = linear(), linear()
+    plain, opt = (
+        OPTIMIZERS[name](plain_model.parameters()),
+        polyamp.wrap_optimizer(OPTIMIZERS[name](model.parameters()), "mixed_float16"),
+    )
+    scale = polyamp.save_loss_scale(opt)
+    for each, its in ((plain_model, plain), (model, opt)):
+        get_optimizer_state_dict(each, its)
+    assert polyamp.save_loss_scale(opt) == scale
+    assert opt.window.scaling is None
+    for _ in range(2):
+        assert contents(opt) == contents(plain)
+        for each, its in ((plain_model, plain), (model, opt)):
+            its.zero_grad()
+            loss = loss_of(each)
+            opt.backward(loss) if its is opt else loss.backward()
+            its.step()
+
+
+def test_a_state_in_the_form_of_checkpoints_loads_anywhere() -> None:
+    net, opt = trained(torch.float16, "adam", None, used=True)
+    opt.zero_grad()
+    saved = get_optimizer_state_dict(net, opt)
+    other_net, other = fresh(torch.float16, "adam", None, used=True)
+    other_net.load_state_dict(net.state_dict())
+    other.load_state_dict(saved)
+    assert bits(other.state_dict()) == bits(opt.state_dict())
+    plain_net = Net(torch.float32, usual=True)
+    plain_net.unused.requires_grad_(False)
+    plain = OPTIMIZERS["adam"](plain_net.parameters())
+    set_optimizer_state_dict(plain_net, plain, saved)
+    assert plain.state_dict()["state"][0]["exp_avg"].dtype == torch.float32
+
+
+@pytest.mark.parametrize("rest", [3, "", "{", "[]", '{"loss_scale": 3}'])
+def test_a_bad_state_in_the_form_of_checkpoints_changes_nothing(rest: Any) -> None:
+    net, opt = trained(torch.float32, "adam", None)
+    opt.zero_grad()
+    saved = get_optimizer_state_dict(net, opt)
+    saved["param_groups"][0]["polyamp"] = rest
+    before = memory(net, opt)
+    with pytest.raises(polyamp.StateError):
+        set_optimizer_state_dict(net, opt, saved)
+    assert memory(net, opt) == before
+
+
+# --- plain optimizers -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["momentum", "adam", "adamw_fused", "third_party"])
+def test_the_state_of_a_plain_optimizer_is_taken_with_one_warning(name: str) -> None:
+    polyamp.errors.forget_warnings()
+    plain_model, model = linear(), linear()
+    plain = OPTIMIZERS[name](plain_model.parameters())
+    for _ in range(2):
+        plain.zero_grad()
+        loss_of(plain_model).backward()
+        plain.step()
+    opt = polyamp.wrap_optimizer(OPTIMIZERS[name](model.parameters()), "mixed_float16")
+    opt.loss_scale = 8.0
+    model.load_state_dict(plain_model.state_dict())
+    with pytest.warns(polyamp.PolyampWarning, match="that was not wrapped"):
+        opt.load_state_dict(copy.deepcopy(plain.state_dict()))
+    opt.load_state_dict(copy.deepcopy(plain.state_dict()))
+    assert opt.loss_scale == 65536.0
+    for _ in range(2):
+        assert contents(opt) == contents(plain)
+        for each, its in ((plain_model, plain), (model, opt)):
+            its.zero_grad()
+            loss = loss_of(each)
+            opt.backward(loss) if its is opt else loss.backward()
+            its.step()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("saved_in", [torch.float32, torch.bfloat16])
+def test_masters_are_made_from_the_parameters_and_moments_are_widened(kind: Any, saved_in: torch.dtype) -> None:
+    polyamp.errors.forget_warnings()
+    plain_net, net = Net(saved_in, usual=True), Net(torch.bfloat16, usual=True)
+    plain = OPTIMIZERS["adam"](plain_net.parameters())
+    plain_net.loss().backward()
+    plain.step()
+    opt = wrap(net, "adam", kind)
+    train(net, opt, 2)
+    net.load_state_dict(plain_net.state_dict())
+    with pytest.warns(polyamp.PolyampWarning, match="that was not wrapped"):
+        opt.load_state_dict(plain.state_dict())
+    assert opt.loss_scale == 64.0
+    state = opt.state[opt.param_groups[0]["params"][0]]
+    assert state["exp_avg"].dtype == torch.float32
+    train(net, opt, 2)
+    assert opt.last_step
+
+
+# --- loss scales ------------------------------------------------------------------------------------------------------
+
+
+def test_loss_scales_move_between_scalers_and_wrapped_optimizers() -> None:
+    model = linear()
+    plain = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = GradScaler("cpu")
+    for spoiled in (False, True, False):
+        plain.zero_grad()
+        scaler.scale(loss_of(model)).backward()
+        if spoiled:
+            model.weight.grad[0, 0] = torch.nan
+        scaler.step(plain)
+        scaler.update()
+    saved = polyamp.save_loss_scale(scaler)
+    assert (saved["scale"], saved["skipped"], saved["steps"]) == (32768.0, 1, 3)
+    opt = polyamp.wrap_optimizer(torch.optim.SGD(linear().parameters(), lr=0.1), "mixed_float16")
+    polyamp.load_loss_scale(opt, saved)
+    assert polyamp.save_loss_scale(opt) == saved
+    for other in (GradScaler("cpu"), scaler):
+        assert polyamp.load_loss_scale(other, polyamp.save_loss_scale(opt)) is other
+        assert polyamp.save_loss_scale(other) == saved
+        assert other.get_scale() == 32768.0
+    polyamp.load_loss_scale(opt, GradScaler("cpu", init_scale=4.0).state_dict())
+    assert opt.loss_scale == 4.0
+
+
+FOREIGN: dict[str, dict[str, Any]] = {
+    "torch": {"scale": 1024.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000,
+              "_growth_tracker": 7},
+    "apex": {"loss_scaler0": {"loss_scale": 1024.0, "unskipped": 7}},
+    "deepspeed": {"loss_scaler": {"cur_scale": 1024.0, "cur_iter": 8, "last_overflow_iter": 0, "scale_factor": 2.0,
+                                  "scale_window": 1000, "dynamic": True}},
+    "by_hand": {"scale": 1024.0},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("saved", FOREIGN.values(), ids=FOREIGN)
+def test_states_of_other_scalers_load_into_both(saved: dict[str, Any]) -> None:
+    opt = polyamp.wrap_optimizer(torch.optim.SGD(linear().parameters(), lr=0.1), "mixed_float16")
+    for holder in (opt, GradScaler("cpu")):
+        polyamp.load_loss_scale(holder, saved)
+        state = polyamp.save_loss_scale(holder)
+        assert (state["scale"], state["skipped"]) == (1024.0, 0)
+    opt.backward(sum(param.sum() for param in opt.model_parameters()))
+    opt.step()
+    assert opt.last_step
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "scale", "said"),
+    [
+        ("mixed_bfloat16", "mixed_float16", 65536.0, "starts at init"),
+        ("mixed_float16", "mixed_bfloat16", 1.0, "left out"),
+    ],
+)
+@pytest.mark.parametrize("whole", [True, False])
+def test_states_move_between_float16_and_bfloat16(
+    before: str, after: str, scale: float, said: str, whole: bool
+) -> None:
+    polyamp.errors.forget_warnings()
+    model = linear()
+    first, second = (
+        polyamp.wrap_optimizer(torch.optim.AdamW(model.parameters(), lr=0.1), policy) for policy in (before, after)
+    )
+    first.backward(loss_of(model))
+    first.step()
+    load = second.load_state_dict if whole else functools.partial(polyamp.load_loss_scale, second)
+    saved = first.state_dict() if whole else polyamp.save_loss_scale(first)
+    with pytest.warns(polyamp.PolyampWarning, match=said):
+        load(saved)
+    assert second.loss_scale == scale
+    second.zero_grad()
+    second.backward(loss_of(model))
+    second.step()
+    assert second.last_step

@@ -1,0 +1,648 @@
+"""Steps whose loss nobody scaled are refused, however they come about, and right ones are not."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import math
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import polyamp
+from polyamp import LossScale
+from polyamp.backends.torch import GradScaler, LossScaledOptimizer
+from support.harness_torch import X, contents, linear, loss_of
+
+NOT_SCALED = "the loss of this step was not scaled"
+
+
+def wrap(model: nn.Module, **options: Any) -> LossScaledOptimizer:
+    options = {"loss_scale": LossScale(init=256.0), **options}
+    wrapped: LossScaledOptimizer = polyamp.wrap_optimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1), "mixed_float16", **options
+    )
+    return wrapped
+
+
+def refused(opt: LossScaledOptimizer, call: Callable[[], Any], match: str = NOT_SCALED) -> None:
+    before, scale = contents(opt), opt.loss_scale
+    with pytest.raises(polyamp.UsageError, match=match):
+        call()
+    assert contents(opt) == before
+    assert opt.loss_scale == scale
+
+
+FUSED = pytest.mark.parametrize("fused", [None, True])
+
+
+@FUSED
+@pytest.mark.parametrize("call", ["step", "unscale_", "clip_grad_norm_"])
+def test_a_plain_backward_is_refused_and_a_scaled_one_after_it_is_fine(call: str, fused: bool | None) -> None:
+    model = linear()
+    opt = wrap(model, fused_step=fused)
+    for _ in range(2):
+        loss_of(model).backward()
+        refused(opt, lambda: getattr(opt, call)(*([1.0] if call == "clip_grad_norm_" else [])))
+        opt.zero_grad()
+        opt.backward(loss_of(model))
+        opt.step()
+        assert opt.last_step
+        opt.zero_grad()
+
+
+@FUSED
+@pytest.mark.parametrize("scaled_first", [True, False])
+@pytest.mark.parametrize("through", ["backward", "scale"])
+def test_half_scaled_windows_are_refused(scaled_first: bool, through: str, fused: bool | None) -> None:
+    model = linear()
+    opt = wrap(model, fused_step=fused)
+    for turn in (scaled_first, not scaled_first):
+        if not turn:
+            loss_of(model).backward()
+        elif through == "scale":
+            opt.scale(loss_of(model)).backward()
+        else:
+            opt.backward(loss_of(model))
+    refused(opt, opt.step, "another was not")
+    opt.zero_grad()
+    opt.backward(loss_of(model))
+    opt.step()
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_what_another_loss_left_and_somebody_cleared_is_no_part_of_the_step(set_to_none: bool) -> None:
+    """As a generator's loss leaves gradients in its discriminator."""
+    model = linear()
+    opt = wrap(model)
+    for _ in range(3):
+        loss_of(model).backward()
+        model.zero_grad(set_to_none)
+        opt.backward(loss_of(model))
+        opt.step()
+        assert opt.last_step
+        loss_of(model).backward()
+        opt.zero_grad(set_to_none)
+
+
+def test_a_generator_whose_loss_was_not_scaled_is_refused_beside_a_discriminator_whose_was() -> None:
+    for share in (False, True):
+        maker, judge = linear(), linear()
+        judging = wrap(judge)
+        making = wrap(maker, share=judging if share else None)
+        judging.backward(loss_of(judge))
+        judging.step()
+        loss_of(maker).backward()
+        refused(making, making.step)
+
+
+def test_a_loss_of_an_optimizer_that_does_not_scale_serves_another_one() -> None:
+    model, other = linear(), linear()
+    plain = polyamp.wrap_optimizer(torch.optim.SGD(other.parameters(), lr=0.1), "mixed_bfloat16")
+    opt = wrap(model)
+    plain.backward(loss_of(model) + loss_of(other))
+    opt.step()
+    plain.step()
+    assert contents(opt)[0] == contents(plain)[0]
+
+
+@pytest.mark.parametrize("backwards", [1, 2])
+def test_scaling_a_loss_and_differentiating_another_one_is_refused(backwards: int) -> None:
+    model = linear()
+    opt = wrap(model)
+    for _ in range(backwards):
+        loss = loss_of(model)
+        opt.scale(loss)
+        loss.backward()
+    refused(opt, opt.step)
+
+
+def test_what_another_optimizers_loss_left_is_scaled_as_well() -> None:
+    models = [linear(), linear()]
+    opts = [wrap(model) for model in models]
+    for _ in range(2):
+        opts[0].backward(loss_of(models[0]) + loss_of(models[1]))
+        refused(opts[1], opts[1].inner.step, "inside of the wrapped one")
+        refused(opts[1], lambda: nn.utils.clip_grad_norm_(models[1].parameters(), 1.0), "clipped while")
+        for opt in opts:
+            opt.step()
+        nn.utils.clip_grad_norm_(models[1].parameters(), 1.0)
+        for opt in opts:
+            opt.zero_grad()
+
+
+def test_clipping_masters_that_have_no_gradients_yet_is_refused() -> None:
+    model = linear().half()
+    opt = wrap(model)
+    opt.backward(sum(param.sum().float() for param in model.parameters()))
+    refused(opt, lambda: nn.utils.clip_grad_norm_(opt.param_groups[0]["params"], 1.0), "clipped while")
+
+
+def test_gradients_by_hand_are_what_somebody_says() -> None:
+    weight = torch.ones(2, requires_grad=True)
+    opt = LossScaledOptimizer(torch.optim.SGD([weight], lr=1.0), LossScale(init=4.0))
+    weight.grad = torch.full((2,), 2.0)
+    refused(opt, opt.step)
+    opt.step(scaled=True)
+    assert weight.tolist() == [0.5, 0.5]
+    weight.grad = torch.full((2,), 0.25)
+    opt.step(scaled=False)
+    assert weight.tolist() == [0.25, 0.25]
+    weight.grad = torch.full((2,), 1.0)
+    opt.unscale_(scaled=True)
+    assert weight.grad.tolist() == [0.25, 0.25]
+    opt.step()
+    assert weight.tolist() == [0.0, 0.0]
+
+
+@FUSED
+@pytest.mark.parametrize("on_device", [None, True])
+def test_gradients_that_are_not_scaled_are_tested_clipped_and_skipped(fused: bool | None, on_device: Any) -> None:
+    weight = torch.ones(2, requires_grad=True)
+    inner = torch.optim.SGD([weight], lr=1.0, fused=True)
+    opt = LossScaledOptimizer(inner, LossScale(init=4.0), max_grad_norm=0.5, fused_step=fused, skip_on_device=on_device)
+    for grad, expected in (([3.0, 4.0], [0.7, 0.6]), ([math.inf, 0.0], [0.7, 0.6]), ([-3.0, -4.0], [1.0, 1.0])):
+        weight.grad = torch.tensor(grad)
+        opt.step(scaled=False)
+        torch.testing.assert_close(weight.detach(), torch.tensor(expected))
+        assert bool(opt.last_step) == math.isfinite(grad[0])
+    assert opt.loss_scale == 2.0
+
+
+def test_what_is_said_has_to_be_a_bool_and_possible() -> None:
+    model = linear()
+    opt = wrap(model)
+    opt.backward(loss_of(model))
+    with pytest.raises(polyamp.InvalidTypeError, match="bool"):
+        opt.step(scaled=1)  # type: ignore[arg-type]
+    opt.unscale_()
+    with pytest.raises(polyamp.UsageError, match="unscaled already"):
+        opt.step(scaled=True)
+    opt.step()
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("unscales", [True, False])
+@pytest.mark.parametrize("scales", ["scaler", "both"])
+@pytest.mark.parametrize("make", [torch.amp.GradScaler, GradScaler])
+def test_another_scaler_around_a_wrapped_optimizer_is_refused(
+    fused: bool, unscales: bool, scales: str, make: Callable[..., Any]
+) -> None:
+    model = linear()
+    opt = polyamp.wrap_optimizer(torch.optim.SGD(model.parameters(), lr=0.1, fused=fused), "mixed_float16")
+    scaler = make("cpu")
+    loss = loss_of(model)
+    scaler.scale(opt.scale(loss) if scales == "both" else loss).backward()
+    if unscales:
+        scaler.unscale_(opt)
+    refused(opt, lambda: scaler.step(opt), "wrapped already")
+    assert not {"grad_scale", "found_inf"} & set(vars(opt))
+    opt.zero_grad()
+    opt.backward(loss_of(model))
+    opt.step()
+    assert opt.last_step
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_scalers_may_step_what_does_not_scale(fused: bool) -> None:
+    plain_model, model = linear(), linear()
+    plain = torch.optim.SGD(plain_model.parameters(), lr=0.1, fused=fused)
+    opt = polyamp.wrap_optimizer(torch.optim.SGD(model.parameters(), lr=0.1, fused=fused), "mixed_bfloat16")
+    scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+    scaler.scale(loss_of(model)).backward()
+    scaler.step(opt)
+    loss_of(plain_model).backward()
+    plain.step()
+    assert contents(opt) == contents(plain)
+    off = torch.amp.GradScaler("cpu", enabled=False)
+    other = wrap(linear())
+    other.backward(loss_of(linear()) + sum(p.sum() for p in other.model_parameters()))
+    off.step(other)
+    assert other.last_step
+
+
+@FUSED
+@pytest.mark.parametrize("low", [False, True])
+def test_the_inner_optimizer_may_not_step_on_scaled_gradients(fused: bool | None, low: bool) -> None:
+    model = linear().half() if low else linear()
+    plain = torch.optim.SGD(model.parameters(), lr=0.1)
+    calls: list[str] = []
+    opt = polyamp.wrap_optimizer(plain, "mixed_float16", fused_step=fused, loss_scale=256.0)
+    schedule = torch.optim.lr_scheduler.StepLR(plain, 1, gamma=1.0)
+    plain.register_step_post_hook(lambda *_: calls.append("step"))
+    for _ in range(2):
+        opt.backward(sum(param.sum().float() for param in model.parameters()))
+        refused(opt, plain.step, "inside of the wrapped one")
+        opt.step()
+        schedule.step()
+        opt.zero_grad()
+    assert calls == ["step", "step"]
+    opt.backward(sum(param.sum().float() for param in model.parameters()))
+    opt.unscale_()
+    plain.step()
+
+
+def test_the_inner_optimizer_is_free_when_the_wrapped_one_is_gone() -> None:
+    model = linear()
+    plain = torch.optim.SGD(model.parameters(), lr=0.1)
+    opt = polyamp.wrap_optimizer(plain, "mixed_float16")
+    opt.backward(loss_of(model))
+    del opt
+    gc.collect()
+    plain.step()
+    assert not plain._optimizer_step_pre_hooks
+    assert not model.weight._post_accumulate_grad_hooks
+
+
+@pytest.mark.parametrize("loss_scale", [LossScale.none(), 1.0])
+def test_nothing_is_refused_where_nothing_is_scaled(loss_scale: Any) -> None:
+    model = linear()
+    plain = torch.optim.SGD(model.parameters(), lr=0.1)
+    opt = polyamp.wrap_optimizer(plain, "mixed_bfloat16", loss_scale=loss_scale)
+    loss_of(model).backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+    opt.step()
+    opt.zero_grad()
+    opt.backward(loss_of(model))
+    loss_of(model).backward()
+    nn.utils.clip_grad_value_(model.parameters(), 0.5)
+    plain.step()
+    opt.step()
+    opt.zero_grad()
+    model.weight.grad = torch.ones_like(model.weight)
+    opt.step()
+
+
+# --- what is right is not refused -------------------------------------------------------------------------------------
+
+
+class Deep(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(3, 4), nn.Linear(4, 1)
+
+    def forward(self, x: Tensor, reentrant: bool | None = None) -> Tensor:
+        hidden = self.first(x)
+        if reentrant is None:
+            return self.second(torch.tanh(hidden))
+        hidden = checkpoint(self.first, x, use_reentrant=reentrant)
+        return checkpoint(self.second, torch.tanh(hidden), use_reentrant=reentrant)
+
+
+def a_sum_of_scaled_losses(model: Deep, opt: LossScaledOptimizer) -> None:
+    (opt.scale(model(X).sum()) + opt.scale(model(-X).sum())).backward()
+
+
+def the_same_graph_twice(model: Deep, opt: LossScaledOptimizer) -> None:
+    scaled = opt.scale(model(X).sum())
+    scaled.backward(retain_graph=True)
+    scaled.backward()
+
+
+def a_micro_batch_at_a_time(model: Deep, opt: LossScaledOptimizer) -> None:
+    for x in X.split(1):
+        opt.backward(model(x).sum())
+
+
+def reentrant_checkpoints(model: Deep, opt: LossScaledOptimizer) -> None:
+    opt.backward(model(X.clone().requires_grad_(), reentrant=True).sum())
+
+
+def checkpoints(model: Deep, opt: LossScaledOptimizer) -> None:
+    opt.backward(model(X, reentrant=False).sum())
+
+
+def second_order(model: Deep, opt: LossScaledOptimizer) -> None:
+    opt.backward(model(X).sum(), create_graph=True)
+    for param in model.parameters():
+        param.grad = param.grad.detach()
+
+
+def a_loss_scaled_inside_compiled_code(model: Deep, opt: LossScaledOptimizer) -> None:
+    @torch.compile(backend="eager")
+    def scaled_loss(x: Tensor) -> Tensor:
+        return opt.scale(model(x).sum())  # type: ignore[no-any-return]
+
+    scaled_loss(X).backward()
+
+
+def a_compiled_model(model: Deep, opt: LossScaledOptimizer) -> None:
+    opt.backward(torch.compile(model, backend="aot_eager", fullgraph=True)(X).sum())
+
+
+def gradients_cached_at_the_representations(model: Deep, opt: LossScaledOptimizer) -> None:
+    hidden = model(X).detach().requires_grad_()
+    opt.backward(hidden.square().sum())
+    model(X).backward(hidden.grad)
+
+
+def gradients_of_autograd(model: Deep, opt: LossScaledOptimizer) -> None:
+    params = list(model.parameters())
+    for param, grad in zip(params, torch.autograd.grad(opt.scale(model(X).sum()), params), strict=True):
+        param.grad = grad
+
+
+def a_backward_in_another_thread(model: Deep, opt: LossScaledOptimizer) -> None:
+    thread = threading.Thread(target=lambda: opt.backward(model(X).sum()))
+    thread.start()
+    thread.join()
+
+
+def an_average_over_ranks_by_hand(model: Deep, opt: LossScaledOptimizer) -> None:
+    opt.backward(model(X).sum())
+    for param in model.parameters():
+        param.grad.div_(1.0)
+
+
+def a_failed_backward_before(model: Deep, opt: LossScaledOptimizer) -> None:
+    scaled = opt.scale(model(X).sum())
+    handle = model.first.weight.register_hook(lambda grad: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        scaled.backward()
+    handle.remove()
+    opt.zero_grad()
+    opt.backward(model(X).sum())
+
+
+RIGHT = [
+    a_sum_of_scaled_losses, the_same_graph_twice, a_micro_batch_at_a_time, reentrant_checkpoints, checkpoints,
+    second_order, a_loss_scaled_inside_compiled_code, a_compiled_model, gradients_cached_at_the_representations,
+    gradients_of_autograd, a_backward_in_another_thread, an_average_over_ranks_by_hand, a_failed_backward_before,
+]  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph")
+@pytest.mark.filterwarnings("ignore:Dynamo")
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("run", RIGHT, ids=lambda run: run.__name__)
+def test_scaled_gradients_are_not_refused(run: Callable[[Deep, Any], None], fused: bool) -> None:
+    model = Deep()
+    opt = wrap(model, fused_step=fused)
+    for _ in range(2):
+        opt.zero_grad()
+        run(model, opt)
+        opt.step()
+        assert opt.last_step
+
+
+def test_a_failed_pass_does_not_hide_the_next_unscaled_one() -> None:
+    model = Deep()
+    opt = wrap(model)
+    a_failed_backward_before(model, opt)
+    model(X).sum().backward()
+    refused(opt, opt.step)
+
+
+@pytest.mark.parametrize("copied", [False, True])
+def test_a_copy_is_guarded_as_well(copied: bool) -> None:
+    model = linear()
+    opt = wrap(model)
+    if copied:
+        model, opt = copy.deepcopy((model, opt))
+    opt.backward(loss_of(model))
+    loss_of(model).backward()
+    refused(opt, opt.step)
+    refused(opt, opt.inner.step, "inside of the wrapped one")
+
+
+# --- clipping ---------------------------------------------------------------------------------------------------------
+
+CLIPS: dict[str, Callable[[nn.Module], Any]] = {
+    "norm": lambda model: nn.utils.clip_grad_norm_(model.parameters(), 1.0),
+    "norm_by_name": lambda model: nn.utils.clip_grad_norm_(parameters=model.parameters(), max_norm=1),
+    "infinity_norm": lambda model: nn.utils.clip_grad_norm_(list(model.parameters()), 1.0, norm_type=math.inf),
+    "one_parameter": lambda model: nn.utils.clip_grad_norm_(model.weight, 1.0),
+    "value": lambda model: nn.utils.clip_grad_value_(model.parameters(), 0.1),
+    "value_by_name": lambda model: nn.utils.clip_grad_value_(model.parameters(), clip_value=0.1),
+    "with_norm": lambda model: nn.utils.clip_grads_with_norm_(model.parameters(), 1.0, torch.tensor(3.0)),
+}
+imported_before = nn.utils.clip_grad_norm_
+CLIPS["imported"] = lambda model: imported_before(model.parameters(), 1.0)
+
+
+@pytest.mark.parametrize("low", [False, True])
+@pytest.mark.parametrize("clip", CLIPS.values(), ids=CLIPS)
+def test_clipping_scaled_gradients_is_refused_and_clipping_unscaled_ones_is_not(clip: Any, low: bool) -> None:
+    model = linear().half() if low else linear()
+    opt = wrap(model)
+    for _ in range(2):
+        opt.backward(sum(param.sum().float() for param in model.parameters()))
+        grads = [param.grad.clone() for param in model.parameters()]
+        refused(opt, lambda: clip(model), "clipped while they were scaled")
+        assert all(map(torch.equal, grads, (param.grad for param in model.parameters())))
+        opt.unscale_()
+        clip(model)
+        opt.step()
+        assert opt.last_step
+        clip(model)
+        opt.zero_grad()
+        sum(param.sum().float() for param in model.parameters()).backward()
+        clip(model)  # gradients of a loss that is none of the optimizer's
+        opt.zero_grad()
+
+
+def test_clipping_may_measure_and_touch_what_is_not_scaled() -> None:
+    model, other = linear(), linear()
+    opt = wrap(model)
+    loss_of(other).backward()
+    opt.backward(loss_of(model))
+    norm = nn.utils.clip_grad_norm_(model.parameters(), math.inf)
+    torch.testing.assert_close(norm, nn.utils.get_total_norm([param.grad for param in model.parameters()]))
+    nn.utils.clip_grad_norm_(other.parameters(), 1.0)
+    with pytest.warns(UserWarning, match="empty generator"):
+        nn.utils.clip_grad_norm_((param for param in ()), 1.0)
+    opt.step()
+    assert opt.last_step
+
+
+def test_compiled_code_clips_as_it_did() -> None:
+    model = linear()
+    wrap(model)
+    loss_of(model).backward()
+    clip = torch.compile(nn.utils.clip_grad_norm_, backend="eager", fullgraph=True)
+    clip(list(model.parameters()), 0.5)
+    torch.testing.assert_close(nn.utils.get_total_norm([p.grad for p in model.parameters()]), torch.tensor(0.5))
+
+
+# --- a loss that is not finite ----------------------------------------------------------------------------------------
+
+
+def small(model: nn.Module) -> Tensor:
+    return sum(param.sum() for param in model.parameters())  # type: ignore[return-value]
+
+
+LOSSES: dict[str, Callable[[nn.Module], Tensor]] = {
+    "nan": lambda model: small(model) * math.nan,
+    "inf": lambda model: small(model) * math.inf,
+    "inf_with_finite_gradients": lambda model: small(model) + math.inf,
+    "vector": lambda model: torch.stack([small(model), small(model) + math.nan]),
+}
+WAYS = pytest.mark.parametrize(
+    ("fused", "on_device", "norm"), [(None, None, None), (None, None, 1.0), (True, None, 1.0), (None, True, None)]
+)
+
+
+@WAYS
+@pytest.mark.parametrize("bad", LOSSES)
+def test_a_loss_that_is_not_finite_skips_its_step_and_training_goes_on(
+    bad: str, fused: Any, on_device: Any, norm: Any
+) -> None:
+    polyamp.errors.forget_warnings()
+    models = [linear(), linear()]
+    opts = [
+        polyamp.wrap_optimizer(
+            torch.optim.AdamW(model.parameters(), lr=0.1, fused=True),
+            "mixed_float16",
+            fused_step=fused,
+            skip_on_device=on_device,
+            max_grad_norm=norm,
+        )
+        for model in models
+    ]
+    for model, opt in zip(models, opts, strict=True):
+        for is_bad in (False, *([True] if model is models[0] else []), False):
+            opt.zero_grad()
+            if is_bad:
+                before = contents(opt)
+                with pytest.warns(polyamp.PolyampWarning, match="was not finite before scaling") as said:
+                    opt.backward(LOSSES[bad](model), gradient=torch.ones(2) if bad == "vector" else None)
+                assert said[0].filename == __file__
+            else:
+                opt.backward(loss_of(model))
+            opt.step()
+            if is_bad:
+                assert not opt.last_step
+                assert opt.step_was_skipped is True
+                assert polyamp.limits.NONFINITE_LOSS in opt.last_step.reason
+                assert opt.loss_scale == 32768.0
+                assert contents(opt) == before
+            else:
+                assert not opt.step_was_skipped
+    torch.testing.assert_close(list(models[0].parameters()), list(models[1].parameters()), rtol=1e-6, atol=0)
+
+
+@WAYS
+def test_one_bad_loss_of_several_skips_their_step_for_all_that_share_it(fused: Any, on_device: Any, norm: Any) -> None:
+    models = [linear(), linear()]
+    options = {"fused_step": fused, "skip_on_device": on_device, "max_grad_norm": norm}
+    made = [torch.optim.AdamW(model.parameters(), lr=0.1, fused=True) for model in models]
+    opts = polyamp.wrap_optimizer(made, "mixed_float16", **options)
+    for value in (0.0, math.inf, 0.0):
+        for opt in opts:
+            opt.zero_grad()
+        opts[0].backward(loss_of(models[0]) + loss_of(models[1]))
+        if value:
+            polyamp.errors.forget_warnings()
+            with pytest.warns(polyamp.PolyampWarning, match="was not finite before scaling"):
+                opts[1].backward(small(models[0]) + small(models[1]) + value)
+        for opt in opts:
+            opt.step()
+            assert bool(opt.last_step) == (value == 0.0)
+    assert opts[0].loss_scale == 32768.0
+
+
+@pytest.mark.parametrize("bad", [math.inf, math.nan])
+@pytest.mark.parametrize("shape", [(), (1,), (3,)])
+def test_a_loss_that_is_not_finite_is_an_error_where_that_is_asked_for(bad: float, shape: tuple[int, ...]) -> None:
+    model = linear()
+    opt = wrap(model, loss_scale=LossScale(nonfinite_loss="raise"))
+    with pytest.raises(polyamp.NonFiniteLossError, match="a smaller loss scale cannot help"):
+        opt.backward(model.weight.sum() * torch.full(shape, bad))
+    assert model.weight.grad is None
+    assert opt.loss_scale == 65536.0
+
+
+@pytest.mark.parametrize(
+    ("policy", "said"), [("mixed_float16", "float16 may have"), ("mixed_bfloat16", "the range of")]
+)
+def test_the_warning_tells_by_the_format(policy: str, said: str) -> None:
+    polyamp.errors.forget_warnings()
+    model = linear()
+    opt = polyamp.wrap_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), policy, loss_scale=LossScale())
+    with pytest.warns(polyamp.PolyampWarning, match=said):
+        opt.backward(loss_of(model) * math.nan)
+
+
+# --- the scale may be set ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+def test_the_scale_can_be_set_within_the_settings(on_device: bool) -> None:
+    model = linear()
+    inner = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
+    opt = polyamp.wrap_optimizer(inner, "mixed_float16", skip_on_device=on_device)
+    for value in (math.inf, 1.0, 1.0):
+        opt.zero_grad()
+        opt.backward(loss_of(model))
+        model.weight.grad[0, 0] *= value
+        opt.step()
+    counted = polyamp.save_loss_scale(opt)
+    opt.loss_scale = 4
+    assert opt.loss_scale == 4.0
+    assert polyamp.save_loss_scale(opt) == {**counted, "scale": 4.0}
+    before = contents(opt)
+    for bad, kind in ((0.0, polyamp.InvalidValueError), (2.0**30, polyamp.InvalidValueError), (math.nan, ValueError),
+                      ("4", polyamp.InvalidTypeError), (True, polyamp.InvalidTypeError)):  # fmt: skip
+        with pytest.raises(kind, match="no loss scale"):
+            opt.loss_scale = bad
+    assert contents(opt) == before
+    opt.zero_grad()
+    opt.backward(loss_of(model))
+    torch.testing.assert_close(model.weight.grad / 4, torch.autograd.grad(loss_of(model), model.weight)[0])
+    opt.step()
+    assert opt.last_step
+
+
+# --- polyamp's GradScaler ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("bad", LOSSES)
+def test_the_scaler_skips_the_step_of_a_loss_that_is_not_finite(bad: str, fused: bool) -> None:
+    polyamp.errors.forget_warnings()
+    model = linear()
+    plain = torch.optim.AdamW(model.parameters(), lr=0.1, fused=fused)
+    scaler = GradScaler("cpu")
+    for is_bad in (False, True, False):
+        plain.zero_grad()
+        if is_bad:
+            before = contents(plain)
+            with pytest.warns(polyamp.PolyampWarning, match="was not finite before scaling") as said:
+                scaled = scaler.scale(LOSSES[bad](model))
+            assert said[0].filename == __file__
+            scaled.sum().backward()
+        else:
+            scaler.scale(loss_of(model)).backward()
+        scaler.step(plain)
+        scaler.update()
+        assert bool(scaler.last_step) != is_bad
+        if is_bad:
+            assert polyamp.limits.NONFINITE_LOSS in scaler.last_step.reason
+            assert contents(plain) == before
+    assert scaler.get_scale() == 32768.0
+
+
+def test_the_scaler_raises_where_that_is_asked_for() -> None:
+    scaler = GradScaler("cpu", loss_scale=LossScale(nonfinite_loss="raise"))
+    with pytest.raises(polyamp.NonFiniteLossError):
+        scaler.scale([torch.ones(()), torch.tensor(math.nan)])
+
+
+def test_the_scaler_takes_a_scale() -> None:
+    scaler = GradScaler("cpu")
+    scaler.scale(torch.ones(()))
+    scaler.loss_scale = 8.0
+    assert scaler.loss_scale == scaler.get_scale() == 8.0
+    assert float(scaler.scale(torch.ones(()))) == 8.0
+    with pytest.raises(polyamp.InvalidValueError, match="no loss scale"):
+        scaler.loss_scale = 0.0
+    fresh = GradScaler("cpu")
+    fresh.loss_scale = 16.0
+    assert float(fresh.scale(torch.ones(()))) == 16.0
+    assert GradScaler("cpu", enabled=False).loss_scale == 1.0

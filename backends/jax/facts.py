@@ -19,6 +19,7 @@ from polyamp.backends.jax.program import Program
 from polyamp.backends.jax.scaling import Found, found_in
 from polyamp.backends.jax.state import LossScaleOptState, holds_state
 from polyamp.backends.jax.step import Step
+from polyamp.backends.jax.trees import trainable
 from polyamp.diagnosis.facts import ClassLoss, Facts, OptimizerState, Product, UserCast
 from polyamp.errors import UsageError
 from polyamp.flow import AS_WRITTEN
@@ -41,7 +42,7 @@ def facts(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], policy:
     >>> found.low_parameters, [cast.native for cast in found.casts], found.products[0].sizes
     (('w',), ['astype'], {'m': 8, 'n': 2, 'k': 4})
     """
-    holder = (optimizer, args, dict(kwargs))
+    holder = (_state_of(optimizer, args), args, dict(kwargs))
     plan, equations, scaling = _traced(target, args, dict(kwargs), policy)
     return Facts(
         "jax",
@@ -179,6 +180,17 @@ def _optimizer(optimizer: Any, holder: Any) -> OptimizerState:
             "wrapped twice" if native or any(holds_state(state.inner_state) for state in _states(holder)) else "wrapped"
         )
     return "native scaler" if native else "plain" if optimizer is not None else ""
+
+
+def _state_of(optimizer: Any, args: tuple[Any, ...]) -> Any:
+    """The state that an optax optimizer begins with, which shows what it is made of; else what was given."""
+    init = getattr(optimizer, "init", None)
+    if not (callable(init) and isinstance(optimizer, tuple) and args):
+        return optimizer
+    try:
+        return jax.eval_shape(init, trainable(args[0]))
+    except (TypeError, ValueError, AttributeError, UsageError):  # the first argument holds no parameters of its
+        return optimizer
 
 
 def _has_masters(optimizer: Any, holder: Any) -> bool:

@@ -1,7 +1,7 @@
 """Where a layer computes in one format and Python code around it in another: the layer is cast at its border.
 
 Keras casts what layers and ``keras.ops`` take, so in a functional model a float32 layer may stand between 16-bit ones.
-Python code, such as ``x + self.norm(x)`` in a layer of a user's own, does not cast: TensorFlow refuses to add float32 to
+Python code, such as ``x + self.norm(x)`` in a layer of a user's own, does not cast, and TensorFlow adds no float32 to
 float16. So a layer that such code calls gives back the format of that code, as Keras' own norms do under Keras' own
 policies.
 """
@@ -66,7 +66,7 @@ def casts_inside(layer: Any) -> bool:
     """
     kinds = (kind for kind in type(layer).__mro__ if kind.__module__.partition(".")[0] == "keras")
     own = next(kinds)
-    return own.__name__ in _CAST_INSIDE and type(layer).call is own.call
+    return own.__name__ in _CAST_INSIDE and type(layer).call is vars(own).get("call")
 
 
 class Crossing:

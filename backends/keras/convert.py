@@ -190,9 +190,10 @@ def _parts(
         outside = ""  # the user says what a model's own code is given, such as its head
     yield _Part(path, layer, operation, is_head, op_class, Border(inside, outside))
     heads = _heads(layer) if gives_output else []
-    ends = _ends(layer)
+    ends, own = _ends(layer), inside if inside in _CHANGEABLE else ""
+    around = own if _runs_code(layer) else outside
     for child in _children(layer):
-        given = (inside if inside in _CHANGEABLE else "") if _runs_code(layer) else outside if any(child is end for end in ends) else ""
+        given = around if _runs_code(layer) or any(child is end for end in ends) else ""
         yield from _parts(child, policy, choose, path, any(child is head for head in heads), given, depth + 1)
 
 
@@ -327,7 +328,8 @@ def _report(model: Any, parts: list[_Part], policy: Policy) -> None:
     if not any(part.layer.compute_dtype == policy.compute for part in leaves):
         warn_once(f"policy {policy} changes nothing in {model.name!r}: all of its layers stay in float32.")
     is_cast = any(part.border.is_crossed and part.border.outside == "float32" for part in parts)
-    is_head_known = is_cast or any(part.is_head for part in leaves) or any(rule.op_class == "full" for rule in policy.rules)
+    is_ruled = any(rule.op_class == "full" for rule in policy.rules)
+    is_head_known = is_cast or is_ruled or any(part.is_head for part in leaves)
     if policy.output == "float32" and not is_head_known:
         warn_once(
             f"{model.name!r} makes its outputs in Python code, so convert cannot tell which layer gives them: they may "

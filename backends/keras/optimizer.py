@@ -112,8 +112,8 @@ class LossScaledOptimizer(keras.optimizers.LossScaleOptimizer):
 
         Raises:
             InvalidTypeError: no floating tensor.
-            NonFiniteLossError: inf or NaN under ``nonfinite_loss="raise"``, where the loss is on the CPU and no function
-                is being traced. Elsewhere the step is skipped, with a warning there.
+            NonFiniteLossError: inf or NaN under ``nonfinite_loss="raise"``, where the loss is on the CPU and no
+                function is being traced. Else the step is skipped; there with a warning.
         """
         return self.scaler.scale(loss)
 

@@ -82,7 +82,7 @@ class LossScaler:
         if not self.settings.check:
             return loss
         tensor = _floating(loss)
-        finite = ops.all(ops.isfinite(tensor))
+        finite = ops.all(ops.abs(tensor) < float("inf"))  # NaN is not; `isfinite` is the update's, in a graph
         self.has_bad_loss = False
         if platform_of(tensor) == "cpu" and not finite:
             self.has_bad_loss = True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from types import FrameType
 from typing import Any
 
 import keras
@@ -26,9 +27,9 @@ def report_unlowered(model: Any, optimizers: Any) -> None:
     if low is None or was_converted(model) or own_policy(model) is not None or lowers_here():
         return
     warn_once(
-        f"{model.name!r} trains in float32: its optimizer was wrapped under a policy that computes in {low}, and none of "
-        "its layers does. Call polyamp.convert(model, policy), or give the model a rewritten step: model.train_step = "
-        "polyamp.rewrite(model.train_step, policy=policy)."
+        f"{model.name!r} trains in float32: its optimizer was wrapped under a policy that computes in {low}, and none "
+        "of its layers does. Call polyamp.convert(model, policy), or give the model a rewritten step: "
+        "model.train_step = polyamp.rewrite(model.train_step, policy=policy)."
     )
 
 
@@ -51,9 +52,9 @@ def lowers_here() -> bool:
 
 def _is_within(package: str) -> bool:
     """Whether a function of a package is being called: a rewrite that traces, or a transformation that is applied."""
-    frame = sys._getframe(1)
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if str(frame.f_globals.get("__name__", "")).startswith(package):
             return True
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return False

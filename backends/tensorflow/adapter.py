@@ -155,4 +155,3 @@ def _scaler(holder: Any, where: str) -> LossScaler:
             holder, where=where, allowed="what polyamp.wrap_optimizer gave, or a polyamp.backends.tensorflow.LossScaler"
         )
     return scaler
-

@@ -1,7 +1,8 @@
-"""Which values of a step depend on others, such as on the gradient of its loss: gradients alone grow with the loss scale.
+"""Which values of a step depend on others, such as on the gradient of its loss.
 
-The scopes of a backward pass also hold values that do not, such as the ``2 * (prediction - target)`` of a squared error,
-which is a factor of a gradient and as large whatever the loss scale is.
+What does, and nothing else, is a gradient, and grows with the loss scale. The scopes of a backward pass hold values too
+that do not, such as the ``2 * (prediction - target)`` of a squared error: a factor of a gradient, as large whatever the
+loss scale is.
 """
 
 from __future__ import annotations

@@ -138,6 +138,6 @@ def _check_optimizer(optimizer: Any) -> None:
         keras = "an optimizer of Keras 3 (this one is of Keras 2, tf_keras)" if is_keras_2 else "a Keras 3 optimizer"
         raise no_optimizer(
             optimizer,
-            allowed=f"an instance of tf.compat.v1.train.Optimizer, or {keras}; any other with apply_gradients is stepped "
-            "by polyamp.backends.tensorflow.LossScaler",
+            allowed=f"an instance of tf.compat.v1.train.Optimizer, or {keras}; any other with apply_gradients is "
+            "stepped by polyamp.backends.tensorflow.LossScaler",
         )

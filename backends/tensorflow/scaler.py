@@ -203,7 +203,7 @@ class LossScaler(tf.Module):
 
     def _tested(self, grads: Sequence[Any], was_finite: Any) -> tuple[list[Any], tf.Tensor]:
         """Unscaled gradients in float32 or wider, and whether they are finite still."""
-        wide = [as_dtype(grad, tf.float32) if grad is not None and grad.dtype in SIXTEEN_BIT else grad for grad in grads]
+        wide = multiplied(grads, tf.constant(1.0))
         return wide, decision(tf.logical_and(was_finite, all_replicas(all_finite(wide))))
 
     def _advanced_on_host(self, finite: bool) -> LossScaleState:

@@ -1,4 +1,4 @@
-"""Finds, in the graph of a step, gradients that are unscaled though nobody scaled their loss, or were clipped before that.
+"""Finds, in a step's graph, gradients that are unscaled though nobody scaled their loss, or were clipped before that.
 
 The graph shows it: the update reads the loss scale to divide gradients by it, and those gradients have to depend on a
 read of the same variable outside of the update, which is where a loss is scaled.
@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from polyamp.backends.tensorflow.decisions import Pass
+from polyamp.backends.tensorflow.dependence import Dependence
 from polyamp.backends.tensorflow.graph import Node
 from polyamp.backends.tensorflow.places import Places
-from polyamp.backends.tensorflow.dependence import Dependence
 from polyamp.backends.tensorflow.region import backward_pass, is_gradient
 from polyamp.markers import UPDATE_SCOPE
 
@@ -48,7 +48,7 @@ def scaling_of(decisions: Pass, traced: Any) -> Scaling:
     for handle in _scale_handles(traced):
         handles = Dependence.on([handle], _RESOURCES)
         handles.of(decisions)
-        scaled = Dependence(lambda one, handles=handles: _reads(one, handles.anywhere(one), in_update=False))
+        scaled = _scaled(handles)
         scaled.of(decisions)
         for body, places in _bodies(decisions, Places(traced)):
             grads = _unscaled_values(body, handles.anywhere(body))
@@ -57,6 +57,11 @@ def scaling_of(decisions: Pass, traced: Any) -> Scaling:
             else:
                 clipped += [_place(body, places, node.outputs[0]) for node in _clipping(body, grads)]
     return Scaling(tuple(dict.fromkeys(unscaled)), tuple(dict.fromkeys(clipped)))
+
+
+def _scaled(handles: Dependence) -> Dependence:
+    """What depends on a loss scale that is read outside of the update."""
+    return Dependence(lambda decisions: _reads(decisions, handles.anywhere(decisions), in_update=False))
 
 
 def _scale_handles(traced: Any) -> list[Any]:

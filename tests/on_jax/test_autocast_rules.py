@@ -13,6 +13,7 @@ from flax import linen
 from jax import lax
 
 import polyamp
+from polyamp.flow import AFTER_LOOP
 from support.jax_scenarios import (
     BLOCK,
     MLP,
@@ -290,3 +291,49 @@ def test_convolutions_can_be_kept_in_float32() -> None:
         mixed = jax.grad(ruled(lambda k, x, d=dilation: loss(k, x, d)))
         assert set().union(*dots(mixed, kernel, image)) == LOW
         assert_close(jax.jit(mixed)(kernel, image), jax.grad(loss)(kernel, image, dilation), BF16)
+
+
+# A scope and what is in it.
+
+
+@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
+@pytest.mark.parametrize("by", ["autocast of grad", "grad of autocast"])
+@pytest.mark.parametrize("pattern", ["head/*", "head", "model/head/*", "*/head/*"])
+def test_a_scope_is_all_that_is_in_it_directly_or_deeper_forward_and_backward(
+    pattern: str, by: str, policy: str
+) -> None:
+    def loss(w: Any, x: Any) -> Any:
+        with jax.named_scope("model"):
+            h = jnp.tanh(x @ w)
+            with jax.named_scope("head"):
+                h = h @ w
+                with jax.named_scope("deeper"):
+                    return jnp.square(h @ w).sum()
+
+    w, x = jnp.ones((4, 4)) / 4, jnp.ones((2, 4))
+    own = polyamp.policy(policy, rules={pattern: "full"})
+    grad = polyamp.autocast(jax.grad(loss), own) if "of grad" in by else jax.grad(polyamp.autocast(loss, own))
+    text = str(jax.make_jaxpr(grad)(w, x))
+    low = policy.removeprefix("mixed_")
+    assert text.count(f"preferred_element_type={low}") == 2  # of the body: forward, and the weight's gradient
+    assert text.count("preferred_element_type=float32") == 2 + 4
+    formats = [op.format for op in polyamp.explain(loss, w, x, policy=own).operations if op.name == "matmul"]
+    assert formats == [low, "float32", "float32"]
+
+
+def test_what_a_loop_carries_is_float32_in_the_words_of_all_frameworks() -> None:
+    def looped(w: Any, x: Any) -> Any:
+        return jnp.tanh(jax.lax.fori_loop(0, 3, lambda _, h: h @ w, x))
+
+    reasons = {
+        op.reason for op in polyamp.explain(looped, jnp.ones((4, 4)), jnp.ones((2, 4)), policy="bf16").operations
+    }
+    assert AFTER_LOOP in reasons
+
+
+def test_a_device_says_its_capability_in_the_word_of_all_frameworks() -> None:
+    from polyamp.backends.jax import adapter
+
+    assert all(
+        "capability" in device and "compute_capability" not in device for device in adapter.describe()["devices"]
+    )

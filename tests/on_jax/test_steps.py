@@ -261,3 +261,11 @@ def test_states_of_other_optimizers_beside_it_are_not() -> None:
     plain = optax.adam(1e-3).init(PARAMS)
     for holder in ((plain, TX.init(PARAMS)), {"ema": optax.ema(0.9).init(PARAMS), "own": TX.init(PARAMS)}):
         scaled(PARAMS, holder, X)
+
+
+@pytest.mark.parametrize("name", CHAINS)
+def test_an_optimizer_that_holds_a_wrapped_one_is_wrapped(name: str) -> None:
+    found = polyamp.lint(loss_fn, PARAMS, X, policy=POLICY, optimizer=CHAINS[name])
+    assert "optimizer-not-wrapped" not in [finding.code for finding in found]
+    plain = polyamp.lint(loss_fn, PARAMS, X, policy=POLICY, optimizer=optax.chain(optax.clip(1.0), optax.adam(1.0)))
+    assert "optimizer-not-wrapped" in [finding.code for finding in plain]

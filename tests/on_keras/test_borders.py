@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import keras
@@ -20,10 +19,9 @@ pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:Depreca
 
 
 @pytest.fixture(autouse=True)
-def _fresh_names() -> Iterator[None]:
+def _fresh_names() -> None:
     keras.utils.clear_session()
     keras.utils.set_random_seed(0)
-    yield
 
 
 class TransformerBlock(layers.Layer):

@@ -20,7 +20,10 @@ from polyamp.testing import overflow_trace, random_arrays, same_bits, spoiled
 from support.harness_keras import KerasHarness, to_numpy
 
 # Keras 3.15 calls __array__ as NumPy 1 did.
-pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:.*trains in float32:polyamp.PolyampWarning"),  # steps are what is tested here
+]
 
 KINDS: dict[str, Any] = {
     "sgd": lambda **options: keras.optimizers.SGD(0.1, **options),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
 from typing import Any
 
 import keras
@@ -26,10 +25,9 @@ pytestmark = [
 
 
 @pytest.fixture(autouse=True)
-def _fresh_names() -> Iterator[None]:
+def _fresh_names() -> None:
     keras.utils.clear_session()
     keras.utils.set_random_seed(0)
-    yield
 
 
 def made(policy: Any = F16, *, hot: float = 1.0, wrap: bool = True) -> keras.Model:

@@ -22,7 +22,10 @@ if keras.backend.backend() != "tensorflow":
 import tensorflow as tf
 
 # Keras 3.15 calls __array__ as NumPy 1 did.
-pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:.*trains in float32:polyamp.PolyampWarning"),  # steps are what is tested here
+]
 HERE = Path(__file__).parent
 
 

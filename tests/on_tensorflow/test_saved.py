@@ -105,5 +105,5 @@ def test_an_attribute_that_is_not_there_is_said_plainly() -> None:
     with pytest.raises(AttributeError, match="before its first call"):
         _ = fast._nothing
     fast(X)
-    with pytest.raises(AttributeError, match="no attribute '_nothing'$"):
+    with pytest.raises(AttributeError, match=r"no attribute '_nothing'$"):
         _ = fast._nothing

@@ -1,4 +1,4 @@
-"""``compute_gradients`` of a wrapped ``tf.compat.v1.train`` optimizer gives gradients that code may clip and then apply."""
+"""``compute_gradients`` of a wrapped ``tf.compat.v1.train`` optimizer gives gradients that code may clip."""
 
 from __future__ import annotations
 
@@ -143,7 +143,8 @@ def test_masters_are_trained_through_both_calls() -> None:
     weight = tf.Variable(START, dtype=tf.float16)
     opt = polyamp.wrap_optimizer(v1.train.GradientDescentOptimizer(1e-4), "mixed_float16")
     for _ in range(10):
-        opt.apply_gradients(by_value(opt.compute_gradients(lambda: tf.reduce_sum(tf.cast(weight, "float32")), [weight])))
+        pairs = opt.compute_gradients(lambda: tf.reduce_sum(tf.cast(weight, "float32")), [weight])
+        opt.apply_gradients(by_value(pairs))
     assert opt.scaler.variables[-1].numpy() == pytest.approx(START - 1e-3, rel=1e-4)
 
 

@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from polyamp.backends.tensorflow.decisions import Decided, Pass
+from polyamp.backends.tensorflow.dependence import Dependence
 from polyamp.backends.tensorflow.functions import Inside
-from polyamp.backends.tensorflow.graph import FLOAT32, Graph, Node
+from polyamp.backends.tensorflow.graph import FLOAT32, Graph
 from polyamp.backends.tensorflow.operations import OPERATIONS
 from polyamp.backends.tensorflow.places import Places
-from polyamp.backends.tensorflow.dependence import Dependence
 from polyamp.backends.tensorflow.recording.tracing import Taken
 from polyamp.diagnosis.recording import ACTIVATION, GRADIENT, PARAMETER, Kind, Observation
 from polyamp.diagnosis.spread import Spread
@@ -84,10 +84,7 @@ class Body:
         self._places, self._taken = places, taken
         self._used, self._varying = _needed_for(graph, self._roots()), _varying(decisions)
         self.rounded: dict[str, int] = {}
-        self.inside = {
-            decided.node.name: self._bodies(decided, known)
-            for decided in decisions.nodes
-        }
+        self.inside = {decided.node.name: self._bodies(decided, known) for decided in decisions.nodes}
 
         self._read_as = self._cast_down()
 

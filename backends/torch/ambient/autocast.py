@@ -16,12 +16,13 @@ from polyamp.backends.torch.dtypes import DTYPES, SIXTEEN_BIT
 from polyamp.dialects import default_rules
 from polyamp.errors import UnsupportedError, warn_once
 from polyamp.policy import Policy
+from polyamp.policy import policy as make_policy
 from polyamp.rules import Rule
 from polyamp.verbs import compiled_by
 
 
 @unstable.never_compiled
-def autocast(policy: Policy) -> AbstractContextManager[None]:
+def autocast(policy: Policy | str) -> Entered | AbstractContextManager[None]:
     """Run operations as a policy says: by native autocast, whose lists hold wherever no rule says anything else.
 
     A region is the thread's that enters it, holds in functions that activation checkpointing runs again, and can be
@@ -37,12 +38,14 @@ def autocast(policy: Policy) -> AbstractContextManager[None]:
     torch.bfloat16 torch.bfloat16
 
     Args:
-        policy: its ``compute`` format and its rules. A ``compute`` format of 32 bits turns autocast off.
+        policy: its ``compute`` format and its rules, or its name. A ``compute`` format of 32 bits turns autocast off.
 
     Raises:
         UnsupportedError: an 8-bit ``compute`` format.
     """
-    return _traced(policy) if torch.compiler.is_compiling() else Entered(policy)
+    if torch.compiler.is_compiling() and isinstance(policy, Policy):
+        return _traced(policy)
+    return Entered(make_policy(policy))
 
 
 class Entered(ContextDecorator):

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+import gc
 import inspect
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -89,14 +93,32 @@ def _run_on_fakes(fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any], polic
         for module in (part for root in run.reach.modules() for part in root.modules()):
             for held in (module._parameters, module._buffers):
                 held.update({name: fake(value) for name, value in held.items()})
-        return _explained(run, policy, mode)
+        explainer = _Explainer(run, policy)
+        try:
+            return _follow(explainer, run, mode)
+        finally:
+            _drop_from_caches([one for one in (made() for made in explainer.made) if one is not None])
+
+
+def _drop_from_caches(left: Sequence[Tensor]) -> None:
+    """Clear the caches of functions that were asked while there were fakes: they would go on answering with these.
+
+    Args:
+        left: the fakes that somebody still has after the run.
+    """
+    level: list[Any] = list(left)
+    for _ in range(4 if level else 0):  # what a function gave, an entry, a list or dictionary, the cache
+        level = [one for one in gc.get_referrers(*level) if one is not level and not isinstance(one, FrameType)]
+        for cache in level:
+            if isinstance(cache, functools._lru_cache_wrapper):
+                cache.cache_clear()
 
 
 def _run_really(fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any], policy: Policy) -> _Explainer:
     copied, named = _copied((args, dict(kwargs)), lambda leaf: leaf)
     run = Run(fn, tuple(copied), named, policy, False)
     with run.undone():
-        return _explained(run, policy, nullcontext())
+        return _follow(_Explainer(run, policy), run, nullcontext())
 
 
 def _copied(tree: Any, fn: Callable[[Any], Any]) -> Any:
@@ -111,8 +133,7 @@ def _copied(tree: Any, fn: Callable[[Any], Any]) -> Any:
     return pytree.tree_map(copy_of, tree)
 
 
-def _explained(run: Run, policy: Policy, mode: AbstractContextManager[Any]) -> _Explainer:
-    explainer = _Explainer(run, policy)
+def _follow(explainer: _Explainer, run: Run, mode: AbstractContextManager[Any]) -> _Explainer:
     try:
         with mode, torch.autograd.graph.saved_tensors_hooks(explainer.keep, lambda kept: kept):
             run.forward(explainer, lambda leaf, grad: None)
@@ -127,6 +148,7 @@ class _Explainer(Watcher):  # type: ignore[no-untyped-call]
     Attributes:
         operations: what ran, in order; views, which compute nothing, are left out.
         saved: bytes that autograd keeps, by memory.
+        made: all tensors that operations gave.
         alive: tensors whose memory has to keep its number: one that is freed gives it to another.
     """
 
@@ -136,6 +158,7 @@ class _Explainer(Watcher):  # type: ignore[no-untyped-call]
         self.operations: list[PlannedOperation] = []
         self.saved: dict[int, int] = {}
         self._policy, self._places = policy, run.places
+        self.made: list[weakref.ref[Tensor]] = []
         self._seen: dict[tuple[str, str], None] = {}
         self._casts: dict[int, tuple[int, int]] = {}  # by memory, of casts that no operation has used yet
         self.alive: list[Tensor] = []
@@ -156,6 +179,7 @@ class _Explainer(Watcher):  # type: ignore[no-untyped-call]
     def look(self, op: Any, args: Sequence[Any], out: Any) -> None:
         """Take an operation down; of a cast, for the operation that uses it."""
         operation, results = operation_of(op), list(tensors([out]))
+        self.made += map(weakref.ref, results)
         if unstable.running_node() is not None or not results or op.namespace == "prim" or operation.native == "detach":
             return
         given = list(tensors(args))

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import polyamp
+import polyamp.backends.torch as amp
 from polyamp.backends.torch import autocast
 
 A = torch.ones(2, 2)
@@ -137,3 +138,14 @@ def test_entering_at_every_step_leaves_nothing_behind() -> None:
         return len(contextvars.copy_context())
 
     assert variables() == variables()
+
+
+def test_the_adapters_own_takes_a_name_and_decorates() -> None:
+    @amp.autocast(policy="mixed_bfloat16")
+    def product(x: torch.Tensor) -> torch.Tensor:
+        return x @ x
+
+    for _ in range(2):
+        assert product(torch.ones(2, 2)).dtype == torch.bfloat16
+    with amp.autocast(policy=polyamp.policy("mixed_float16")):
+        assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == torch.float16

@@ -14,7 +14,10 @@ from polyamp import LossScale
 from support.replica_strategies import BAD, COUNT, STRATEGY, copies, on_each, several
 
 # Keras 3.15 calls __array__ as NumPy 1 did.
-pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:.*trains in float32:polyamp.PolyampWarning"),  # steps are what is tested here
+]
 
 
 class Loop:

@@ -6,22 +6,19 @@ import functools
 import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
-from contextvars import ContextVar
-from types import MethodType
-from typing import Any, TypeVar
+from typing import Any
 
 from polyamp import registry
 from polyamp.choices import check_options
-from polyamp.errors import InvalidTypeError, InvalidValueError, UnsupportedError, warn_once
+from polyamp.deferred import RewrittenAtFirstCall
+from polyamp.dispatch import adapter_for, offering, with_options
+from polyamp.errors import InvalidTypeError, InvalidValueError
 from polyamp.formats import name_of_dtype
 from polyamp.loss_scale import LossScale
 from polyamp.plan import Plan
-from polyamp.policy import Policy, current_policy, in_policy
+from polyamp.policy import Policy
 from polyamp.policy import policy as make_policy
-from polyamp.refusals import not_traced
-
-Fn = TypeVar("Fn", bound=Callable[..., Any])
+from polyamp.regions import Autocast, autocast_function
 
 
 def wrap_optimizer(
@@ -66,7 +63,7 @@ def wrap_optimizer(
     chosen, limit = make_policy(policy), norm_limit(max_grad_norm)
     scale = chosen.loss_scale if loss_scale is None else LossScale.of(loss_scale, where="wrap_optimizer(loss_scale=)")
     _check_made(optimizer)
-    adapter = _adapter(backend, optimizer, where="wrap_optimizer(optimizer)")
+    adapter = adapter_for(backend, optimizer, where="wrap_optimizer(optimizer)")
     check_options(adapter.wrap_optimizer, options, where=f"wrap_optimizer(optimizer) of {adapter.name}")
     return adapter.wrap_optimizer(
         optimizer,
@@ -120,7 +117,7 @@ def convert(model: Any, policy: Policy | str | None = None, *, backend: str | No
         InvalidTypeError: an object that no adapter knows.
         UnsupportedError: the framework's models hold no precision (JAX: cast the parameters instead).
     """
-    adapter = _adapter(backend, model, where="convert(model)")
+    adapter = adapter_for(backend, model, where="convert(model)")
     return registry.verb(adapter, "convert")(model, make_policy(policy))
 
 
@@ -136,7 +133,7 @@ def scale_loss(loss: Any, holder: Any) -> Any:
         loss: a floating scalar.
         holder: a wrapped optimizer, or in JAX the optimizer state that has its ``loss_scale``.
     """
-    return _adapter(None, holder, where="scale_loss(holder)").scale_loss(loss, holder)
+    return adapter_for(None, holder, where="scale_loss(holder)").scale_loss(loss, holder)
 
 
 def save_loss_scale(holder: Any) -> dict[str, Any]:
@@ -147,7 +144,7 @@ def save_loss_scale(holder: Any) -> dict[str, Any]:
     >>> save_loss_scale(opt)["scale"]
     65536.0
     """
-    saved: dict[str, Any] = _adapter(None, holder, where="save_loss_scale(holder)").save_loss_scale(holder)
+    saved: dict[str, Any] = adapter_for(None, holder, where="save_loss_scale(holder)").save_loss_scale(holder)
     return saved
 
 
@@ -160,7 +157,7 @@ def load_loss_scale(holder: Any, saved: Mapping[str, Any]) -> Any:
     Raises:
         StateError: a state of another kind, with missing fields, or outside the settings; nothing is changed.
     """
-    return _adapter(None, holder, where="load_loss_scale(holder)").load_loss_scale(holder, saved)
+    return adapter_for(None, holder, where="load_loss_scale(holder)").load_loss_scale(holder, saved)
 
 
 def value_and_grad(
@@ -201,8 +198,8 @@ def value_and_grad(
 
     @functools.wraps(fun)
     def differentiated(opt_state: Any, params: Any, *args: Any, **kwargs: Any) -> Any:
-        adapter = _adapter(backend, (opt_state, params), where="value_and_grad(fun)(opt_state, params)")
-        transformed = _with_options(adapter, "value_and_grad", options)(fun, bound, has_aux)
+        adapter = adapter_for(backend, (opt_state, params), where="value_and_grad(fun)(opt_state, params)")
+        transformed = with_options(adapter, "value_and_grad", options)(fun, bound, has_aux)
         return transformed(opt_state, params, *args, **kwargs)
 
     return differentiated
@@ -239,7 +236,7 @@ def autocast(
         raise _another_autocast(mistaken)
     bound = None if policy is None else make_policy(policy)
     if callable(target) and not isinstance(target, Policy) and name_of_dtype(target) is None:
-        return _autocast_function(target, bound, backend)
+        return autocast_function(target, bound, backend)
     if target is not None and policy is not None:
         raise InvalidTypeError(
             "autocast takes one policy",
@@ -317,70 +314,11 @@ def rewrite(
     _check_rewritable(fn, own, where="rewrite(fn)")
     if args or kwargs or backend is not None or own is not None:
         adapter = offering("rewrite", backend, (fn, args, kwargs), where="rewrite(fn, *args)")
-        return _with_options(adapter, "rewrite", options)(fn, args, kwargs, make_policy(chosen))
+        return with_options(adapter, "rewrite", options)(fn, args, kwargs, make_policy(chosen))
+    named = registry.adapter_named_in("rewrite", fn)
+    if getattr(named, "rewrites_unseen", False):  # before it sees arguments: so a SavedModel finds the function
+        return with_options(named, "rewrite", options)(fn, (), {}, make_policy(chosen))
     return RewrittenAtFirstCall(fn, chosen, options)
-
-
-class RewrittenAtFirstCall:
-    """What `rewrite` gives where only the first call's arguments tell the framework; also as a method of a class."""
-
-    def __new__(cls, fn: Callable[..., Any], policy: Policy | None, options: Mapping[str, Any]) -> Any:
-        """Rewrite at once where the function's code names a framework that can do so before it sees arguments."""
-        adapter = registry.adapter_named_in("rewrite", fn)
-        if getattr(adapter, "rewrites_unseen", False):
-            return _with_options(adapter, "rewrite", options)(fn, (), {}, make_policy(policy))
-        return super().__new__(cls)
-
-    def __init__(self, fn: Callable[..., Any], policy: Policy | None, options: Mapping[str, Any]) -> None:
-        functools.update_wrapper(self, fn)
-        self._fn = fn
-        self._policy = policy
-        self._options = options
-        self._rewritten: Any = None
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self._rewritten is None:
-            adapter = offering("rewrite", None, (self._fn, args, kwargs), where="rewrite(fn)(*args)")
-            self._rewrite(adapter, args, kwargs)
-        return self._rewritten(*args, **kwargs)
-
-    def _rewrite(self, adapter: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        make = _with_options(adapter, "rewrite", self._options)
-        self._rewritten = make(self._fn, args, kwargs, make_policy(self._policy))
-
-    def __get__(self, instance: object, owner: type | None = None) -> Any:
-        if instance is None:
-            return self
-        adapter = registry.adapter_of(instance)  # of the object whose method this is
-        runs_on = getattr(adapter, "runs_on", None)
-        adapter = registry.adapter_named(runs_on) if runs_on else adapter
-        if not getattr(adapter, "rewrites_unseen", False):
-            return MethodType(self, instance)
-        if self._rewritten is None:
-            self._rewrite(adapter, (), {})
-        return self._rewritten.__get__(instance, owner)
-
-    def __getattr__(self, name: str) -> Any:
-        if not name.startswith("_") and self._rewritten is None:
-            adapter = registry.adapter_named_in("rewrite", self._fn)
-            if adapter is not None:
-                self._rewrite(adapter, (), {})
-        if name.startswith("_") or self._rewritten is None:
-            before = " before its first call" if self.__dict__.get("_rewritten") is None else ""
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{before}")
-        return getattr(self._rewritten, name)
-
-    @property
-    def plan(self) -> Plan:
-        """The plan.
-
-        Raises:
-            UsageError: it was not called yet.
-        """
-        if self._rewritten is None:
-            raise not_traced(where="rewrite(fn).plan")
-        plan: Plan = self._rewritten.plan
-        return plan
 
 
 def explain(
@@ -414,14 +352,8 @@ def explain(
     _check_rewritable(fn, registry.adapter_of(fn), where="explain(fn)")
     adapter = offering("explain", backend, (fn, args, kwargs), where="explain(fn, *args)")
     options = {} if engine in (None, "rewrite") else {"engine": engine}
-    plan: Plan = _with_options(adapter, "explain", options)(fn, args, kwargs, make_policy(policy))
+    plan: Plan = with_options(adapter, "explain", options)(fn, args, kwargs, make_policy(policy))
     return plan
-
-
-def _with_options(adapter: Any, verb: str, options: Mapping[str, Any]) -> Callable[..., Any]:
-    method = registry.verb(adapter, verb)
-    check_options(method, options, where=f"{verb}(function) of {adapter.name}")
-    return functools.partial(method, **options)
 
 
 def _check_rewritable(fn: object, adapter: Any, *, where: str) -> None:
@@ -433,119 +365,6 @@ def _check_rewritable(fn: object, adapter: Any, *, where: str) -> None:
             allowed="a function, a model or a framework's graph",
             fix="give the function itself, then its arguments",
         )
-
-
-def offering(verb: str, backend: str | None, objects: Any, *, where: str) -> Any:
-    """The adapter that was named, else of the objects that has the verb, else the only loaded one that has it."""
-    if backend is not None:
-        return registry.adapter_named(backend)
-    return registry.adapter_offering(verb, objects) or _adapter(None, objects, where=where)
-
-
-# One variable for all objects: a context keeps every variable that was ever set in it.
-_entered: ContextVar[tuple[ExitStack, ...]] = ContextVar("polyamp_autocast", default=())
-
-
-_compilers: list[tuple[Callable[[], bool], Callable[[Policy], AbstractContextManager[Any]]]] = []
-
-
-def compiled_by(is_tracing: Callable[[], bool], context: Callable[[Policy], AbstractContextManager[Any]]) -> None:
-    """For an adapter whose framework compiles Python code by tracing it, and `autocast` with it.
-
-    Args:
-        is_tracing: whether the caller's code is being traced.
-        context: gives the framework's own context for a policy, which can be traced.
-    """
-    _compilers.append((is_tracing, context))
-
-
-class Autocast:
-    """What `autocast` gives for a policy: re-entrant, usable from several threads, and a decorator."""
-
-    def __init__(self, policy: Policy | None, backend: str | None) -> None:
-        self._policy = policy
-        self._backend = backend
-
-    def traced(self) -> AbstractContextManager[Any] | None:
-        """What a compiler that traces this code, and cannot follow variables of a context, enters in its place."""
-        for is_tracing, context in _compilers:
-            if is_tracing() and self._policy is not None:
-                return context(self._policy)
-        return None
-
-    def __enter__(self) -> Policy:
-        chosen = current_policy() if self._policy is None else self._policy
-        if self._policy is None and not in_policy() and not chosen.casts:
-            warn_once(
-                f"autocast() without a policy takes the current one, {chosen}, which changes nothing: give a policy, "
-                'as in polyamp.autocast("mixed_float16"), or call polyamp.set_global_policy first.'
-            )
-        with ExitStack() as stack:
-            stack.enter_context(chosen)
-            for adapter in _ambient(self._backend):
-                stack.enter_context(adapter.autocast_context(chosen))
-            _entered.set((*_entered.get(), stack.pop_all()))
-        return chosen
-
-    def __exit__(self, *error: Any) -> bool | None:
-        *outer, stack = _entered.get()
-        _entered.set(tuple(outer))
-        return stack.__exit__(*error)
-
-    def __call__(self, fn: Fn) -> Fn:
-        return _autocast_function(fn, self._policy, self._backend)  # type: ignore[return-value]
-
-
-def _autocast_function(fn: Callable[..., Any], policy: Policy | None, backend: str | None) -> Callable[..., Any]:
-    """Dispatch by the function's own type, else at each call by the arguments; plain values run in every context."""
-    named = registry.adapter_of(fn) if backend is None else registry.adapter_named(backend)
-
-    @functools.wraps(fn)
-    def autocasted(*args: Any, **kwargs: Any) -> Any:
-        traced = Autocast(policy, backend).traced()
-        if traced is not None:
-            with traced:
-                return fn(*args, **kwargs)
-        adapter = named or _autocasting(registry.adapters_within(args, kwargs))
-        if adapter is not None and hasattr(adapter, "autocast_function"):
-            return adapter.autocast_function(fn, policy)(*args, **kwargs)
-        with Autocast(policy, None if adapter is None else adapter.name):
-            return fn(*args, **kwargs)
-
-    return autocasted
-
-
-def _autocasting(adapters: list[Any]) -> Any:
-    """The first that has autocast, of either kind; else the first, for what it says."""
-    having = [one for one in adapters if hasattr(one, "autocast_function") or hasattr(one, "autocast_context")]
-    return next(iter(having or adapters), None)
-
-
-def _ambient(backend: str | None) -> list[Any]:
-    """The adapters whose autocast is entered: the one that was named, else every loaded one that has a context."""
-    loaded = registry.loaded() if backend is None else [registry.adapter_named(backend)]
-    ambient = [adapter for adapter in loaded if hasattr(adapter, "autocast_context")]
-    if not registry.entries():
-        raise registry.unregistered(where="autocast(policy)")
-    if loaded and not ambient:
-        raise UnsupportedError(
-            "no framework here has an autocast to enter",
-            where="autocast(policy)",
-            found=", ".join(adapter.name for adapter in loaded),
-            allowed="tensorflow, torch",
-            fix="JAX functions are transformed, not entered: polyamp.autocast(function, policy), with "
-            'backend="jax" where no argument is an array; Keras models take polyamp.convert(model, policy)',
-        )
-    return ambient
-
-
-def _adapter(backend: str | None, obj: Any, *, where: str) -> Any:
-    if backend is not None:
-        return registry.adapter_named(backend)
-    adapter = registry.adapter_within(obj)
-    if adapter is None:
-        raise registry.no_adapter(obj, where=where)
-    return adapter
 
 
 def norm_limit(value: float | None, *, where: str = "wrap_optimizer(max_grad_norm=)") -> float | None:

@@ -14,11 +14,12 @@ from polyamp.diagnosis.probe import Probe
 from polyamp.diagnosis.recording import Observation, Recording
 from polyamp.diagnosis.rounding import rounding
 from polyamp.diagnosis.verbs import check_range, record, sixteen_bit
+from polyamp.dispatch import offering
 from polyamp.errors import InvalidValueError
 from polyamp.layout import aligned, finite, plural, power, share, write_json
 from polyamp.policy import Policy
 from polyamp.policy import policy as make_policy
-from polyamp.verbs import explain, offering
+from polyamp.verbs import explain
 
 if TYPE_CHECKING:
     from os import PathLike

@@ -10,10 +10,10 @@ from polyamp import registry
 from polyamp.diagnosis.checks import CHECKS, Severity
 from polyamp.diagnosis.facts import ClassLoss, Facts, Product, UserCast
 from polyamp.diagnosis.verbs import sixteen_bit
+from polyamp.dispatch import offering
 from polyamp.errors import InvalidTypeError, InvalidValueError
 from polyamp.layout import plural
 from polyamp.policy import Policy
-from polyamp.verbs import offering
 
 __all__ = ["ClassLoss", "Facts", "Finding", "Product", "Report", "UserCast", "judge", "lint"]
 

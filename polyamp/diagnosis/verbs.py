@@ -12,11 +12,11 @@ from polyamp.diagnosis.probe import Probe
 from polyamp.diagnosis.recording import Recording
 from polyamp.diagnosis.rounding import rounding
 from polyamp.diagnosis.verdict import Verdict
+from polyamp.dispatch import offering
 from polyamp.errors import InvalidTypeError, InvalidValueError
 from polyamp.formats import format_of
 from polyamp.policy import Policy, current_policy
 from polyamp.policy import policy as make_policy
-from polyamp.verbs import offering
 
 ATTEMPTS = 4
 """How many rules `diagnose` tries, one more for each overflow that the last one left."""

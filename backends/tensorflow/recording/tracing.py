@@ -12,8 +12,8 @@ from polyamp.backends.tensorflow import unstable
 from polyamp.backends.tensorflow.gradients import SIXTEEN_BIT
 from polyamp.backends.tensorflow.grappler import GrapplerRewritten
 from polyamp.backends.tensorflow.rewrite import Rewritten, concrete_of
+from polyamp.deferred import RewrittenAtFirstCall
 from polyamp.refusals import no_loss
-from polyamp.verbs import RewrittenAtFirstCall
 
 
 class Taken(NamedTuple):

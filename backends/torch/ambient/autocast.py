@@ -17,8 +17,8 @@ from polyamp.dialects import default_rules
 from polyamp.errors import UnsupportedError, warn_once
 from polyamp.policy import Policy
 from polyamp.policy import policy as make_policy
+from polyamp.regions import compiled_by
 from polyamp.rules import Rule
-from polyamp.verbs import compiled_by
 
 
 @unstable.never_compiled

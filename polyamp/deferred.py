@@ -1,0 +1,70 @@
+"""A function that is rewritten at its first call, whose arguments tell the framework."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from types import MethodType
+from typing import Any
+
+from polyamp import registry
+from polyamp.dispatch import offering, with_options
+from polyamp.plan import Plan
+from polyamp.policy import Policy
+from polyamp.policy import policy as make_policy
+from polyamp.refusals import not_traced
+
+
+class RewrittenAtFirstCall:
+    """What `rewrite` gives where only the first call's arguments tell the framework; also as a method of a class."""
+
+    def __init__(self, fn: Callable[..., Any], policy: Policy | None, options: Mapping[str, Any]) -> None:
+        functools.update_wrapper(self, fn)
+        self._fn = fn
+        self._policy = policy
+        self._options = options
+        self._rewritten: Any = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._rewritten is None:
+            adapter = offering("rewrite", None, (self._fn, args, kwargs), where="rewrite(fn)(*args)")
+            self._rewrite(adapter, args, kwargs)
+        return self._rewritten(*args, **kwargs)
+
+    def _rewrite(self, adapter: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        make = with_options(adapter, "rewrite", self._options)
+        self._rewritten = make(self._fn, args, kwargs, make_policy(self._policy))
+
+    def __get__(self, instance: object, owner: type | None = None) -> Any:
+        if instance is None:
+            return self
+        adapter = registry.adapter_of(instance)  # of the object whose method this is
+        runs_on = getattr(adapter, "runs_on", None)
+        adapter = registry.adapter_named(runs_on) if runs_on else adapter
+        if not getattr(adapter, "rewrites_unseen", False):
+            return MethodType(self, instance)
+        if self._rewritten is None:
+            self._rewrite(adapter, (), {})
+        return self._rewritten.__get__(instance, owner)
+
+    def __getattr__(self, name: str) -> Any:
+        if not name.startswith("_") and self._rewritten is None:
+            adapter = registry.adapter_named_in("rewrite", self._fn)
+            if adapter is not None:
+                self._rewrite(adapter, (), {})
+        if name.startswith("_") or self._rewritten is None:
+            before = " before its first call" if self.__dict__.get("_rewritten") is None else ""
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{before}")
+        return getattr(self._rewritten, name)
+
+    @property
+    def plan(self) -> Plan:
+        """The plan.
+
+        Raises:
+            UsageError: it was not called yet.
+        """
+        if self._rewritten is None:
+            raise not_traced(where="rewrite(fn).plan")
+        plan: Plan = self._rewritten.plan
+        return plan

@@ -1,0 +1,42 @@
+"""From a verb to the adapter that carries it out, with the options that it has."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from polyamp import registry
+from polyamp.choices import check_options
+
+
+def adapter_for(backend: str | None, obj: Any, *, where: str) -> Any:
+    """The adapter that was named, else of the first object in or under ``obj`` that has one.
+
+    Raises:
+        InvalidTypeError: no adapter knows it.
+    """
+    if backend is not None:
+        return registry.adapter_named(backend)
+    adapter = registry.adapter_within(obj)
+    if adapter is None:
+        raise registry.no_adapter(obj, where=where)
+    return adapter
+
+
+def offering(verb: str, backend: str | None, objects: Any, *, where: str) -> Any:
+    """The adapter that was named, else of the objects that has the verb, else the only loaded one that has it."""
+    if backend is not None:
+        return registry.adapter_named(backend)
+    return registry.adapter_offering(verb, objects) or adapter_for(None, objects, where=where)
+
+
+def with_options(adapter: Any, verb: str, options: Mapping[str, Any]) -> Callable[..., Any]:
+    """The adapter's method of that name, with these options.
+
+    Raises:
+        UnsupportedError: the adapter has no such method, or the method not these options.
+    """
+    method = registry.verb(adapter, verb)
+    check_options(method, options, where=f"{verb}(function) of {adapter.name}")
+    return functools.partial(method, **options)

@@ -1,0 +1,111 @@
+"""Regions of ambient autocast, and functions that run in one; `polyamp.autocast` is the way to them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
+from contextvars import ContextVar
+from typing import Any, TypeVar
+
+from polyamp import registry
+from polyamp.errors import UnsupportedError, warn_once
+from polyamp.policy import Policy, current_policy, in_policy
+
+Fn = TypeVar("Fn", bound=Callable[..., Any])
+
+# One variable for all objects: a context keeps every variable that was ever set in it.
+_entered: ContextVar[tuple[ExitStack, ...]] = ContextVar("polyamp_autocast", default=())
+
+
+_compilers: list[tuple[Callable[[], bool], Callable[[Policy], AbstractContextManager[Any]]]] = []
+
+
+def compiled_by(is_tracing: Callable[[], bool], context: Callable[[Policy], AbstractContextManager[Any]]) -> None:
+    """For an adapter whose framework compiles Python code by tracing it, and `autocast` with it.
+
+    Args:
+        is_tracing: whether the caller's code is being traced.
+        context: gives the framework's own context for a policy, which can be traced.
+    """
+    _compilers.append((is_tracing, context))
+
+
+class Autocast:
+    """What `autocast` gives for a policy: re-entrant, usable from several threads, and a decorator."""
+
+    def __init__(self, policy: Policy | None, backend: str | None) -> None:
+        self._policy = policy
+        self._backend = backend
+
+    def traced(self) -> AbstractContextManager[Any] | None:
+        """What a compiler that traces this code, and cannot follow variables of a context, enters in its place."""
+        for is_tracing, context in _compilers:
+            if is_tracing() and self._policy is not None:
+                return context(self._policy)
+        return None
+
+    def __enter__(self) -> Policy:
+        chosen = current_policy() if self._policy is None else self._policy
+        if self._policy is None and not in_policy() and not chosen.casts:
+            warn_once(
+                f"autocast() without a policy takes the current one, {chosen}, which changes nothing: give a policy, "
+                'as in polyamp.autocast("mixed_float16"), or call polyamp.set_global_policy first.'
+            )
+        with ExitStack() as stack:
+            stack.enter_context(chosen)
+            for adapter in _ambient(self._backend):
+                stack.enter_context(adapter.autocast_context(chosen))
+            _entered.set((*_entered.get(), stack.pop_all()))
+        return chosen
+
+    def __exit__(self, *error: Any) -> bool | None:
+        *outer, stack = _entered.get()
+        _entered.set(tuple(outer))
+        return stack.__exit__(*error)
+
+    def __call__(self, fn: Fn) -> Fn:
+        return autocast_function(fn, self._policy, self._backend)  # type: ignore[return-value]
+
+
+def autocast_function(fn: Callable[..., Any], policy: Policy | None, backend: str | None) -> Callable[..., Any]:
+    """Dispatch by the function's own type, else at each call by the arguments; plain values run in every context."""
+    named = registry.adapter_of(fn) if backend is None else registry.adapter_named(backend)
+
+    @functools.wraps(fn)
+    def autocasted(*args: Any, **kwargs: Any) -> Any:
+        traced = Autocast(policy, backend).traced()
+        if traced is not None:
+            with traced:
+                return fn(*args, **kwargs)
+        adapter = named or _autocasting(registry.adapters_within(args, kwargs))
+        if adapter is not None and hasattr(adapter, "autocast_function"):
+            return adapter.autocast_function(fn, policy)(*args, **kwargs)
+        with Autocast(policy, None if adapter is None else adapter.name):
+            return fn(*args, **kwargs)
+
+    return autocasted
+
+
+def _autocasting(adapters: list[Any]) -> Any:
+    """The first that has autocast, of either kind; else the first, for what it says."""
+    having = [one for one in adapters if hasattr(one, "autocast_function") or hasattr(one, "autocast_context")]
+    return next(iter(having or adapters), None)
+
+
+def _ambient(backend: str | None) -> list[Any]:
+    """The adapters whose autocast is entered: the one that was named, else every loaded one that has a context."""
+    loaded = registry.loaded() if backend is None else [registry.adapter_named(backend)]
+    ambient = [adapter for adapter in loaded if hasattr(adapter, "autocast_context")]
+    if not registry.entries():
+        raise registry.unregistered(where="autocast(policy)")
+    if loaded and not ambient:
+        raise UnsupportedError(
+            "no framework here has an autocast to enter",
+            where="autocast(policy)",
+            found=", ".join(adapter.name for adapter in loaded),
+            allowed="tensorflow, torch",
+            fix="JAX functions are transformed, not entered: polyamp.autocast(function, policy), with "
+            'backend="jax" where no argument is an array; Keras models take polyamp.convert(model, policy)',
+        )
+    return ambient

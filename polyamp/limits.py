@@ -8,7 +8,7 @@ from polyamp.errors import LossScaleError, warn_once
 from polyamp.loss_scale import LossScale, LossScaleState
 from polyamp.refusals import look_for_nonfinite, non_finite_loss
 
-NONFINITE_LOSS = "the loss was not finite before scaling: a smaller loss scale cannot help"
+NONFINITE_LOSS = "the loss was not finite before scaling: a smaller scale cannot help"
 """Why a step was skipped whose loss was inf or NaN; for `StepResult.reason`."""
 
 
@@ -25,7 +25,7 @@ def report_nonfinite_loss(
     >>> report_nonfinite_loss(LossScale(nonfinite_loss="raise"), compute="float16")
     ... # doctest: +ELLIPSIS
     Traceback (most recent call last):
-    polyamp.errors.NonFiniteLossError: the loss was not finite before scaling: a smaller loss scale cannot help
+    polyamp.errors.NonFiniteLossError: the loss was not finite before scaling: a smaller scale cannot help
       where:   scaling the loss
       found:   inf or NaN
       allowed: a finite loss
@@ -90,6 +90,6 @@ def report_limits(config: LossScale, state: LossScaleState, explain: Callable[[]
 
 
 _FIX = (
-    "look for inf or NaN in the forward pass, where a smaller loss scale cannot help; where the loss was finite, look "
+    "look for inf or NaN in the forward pass, where a smaller scale cannot help; where the loss was finite, look "
     "at the backward pass, run what overflows in float32 (a rule), or allow a smaller LossScale(min=...)"
 )

@@ -24,7 +24,7 @@ def non_finite_loss(
         compute: the format that the forward pass computed in; None where it is not known.
     """
     return NonFiniteLossError(
-        "the loss was not finite before scaling: a smaller loss scale cannot help",
+        "the loss was not finite before scaling: a smaller scale cannot help",
         where=where,
         found=found,
         allowed="a finite loss",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from polyamp.limits import NONFINITE_LOSS
 from polyamp.loss_scale import LossScaleState
 
 
@@ -66,6 +67,8 @@ class StepResult:
         if self:
             return ""
         more = self._explain() if self._explain else ""
+        if more.startswith(NONFINITE_LOSS):
+            return more
         return f"gradients were not finite: {more}" if more else "gradients were not finite"
 
     def __bool__(self) -> bool:

@@ -164,7 +164,7 @@ def test_a_loss_that_is_not_finite_skips_the_step_with_one_warning(name: str) ->
     """Also where its gradients are finite, as those of a loss plus inf are."""
     params = {"w": PARAMS["w"]}
     state = TX.init(params)
-    with pytest.warns(polyamp.PolyampWarning, match="not finite before scaling: a smaller loss scale cannot help"):
+    with pytest.warns(polyamp.PolyampWarning, match="not finite before scaling: a smaller scale cannot help"):
         loss, grads = value_and_grad(loss_returning(NON_FINITE[name]), POLICY)(state, params)
     new, state = amp.apply_gradients(TX, grads, state, params)
     assert not np.isfinite(loss)

@@ -1,0 +1,166 @@
+"""What of optimizers, shards and checkpoints is private in PyTorch.
+
+Each function says why there is no public way.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def local_shard(tensor: Tensor) -> Tensor:
+    """The very tensor in which a distributed tensor (DTensor) keeps this rank's shard; any other tensor itself.
+
+    ``DTensor.to_local()`` gives a view, which shares the memory but cannot be pointed at other memory.
+    """
+    local: Any = getattr(tensor, "_local_tensor", tensor)
+    return local  # type: ignore[no-any-return]
+
+
+def registered_children(tree: Any) -> tuple[list[Any], Callable[[Sequence[Any]], Any]] | None:
+    """One level of what is registered as a container, and what makes another one; None for everything else.
+
+    `torch.utils.pytree` is public in newer releases alone.
+    """
+    import torch.utils._pytree as pytree
+
+    parts, spec = pytree.tree_flatten(tree, is_leaf=lambda one: one is not tree)
+    if len(parts) == 1 and parts[0] is tree:
+        return None
+    return parts, lambda others: pytree.tree_unflatten(list(others), spec)
+
+
+def note_step(optimizer: torch.optim.Optimizer) -> None:
+    """Let schedulers know that a step was made, or skipped, without the ``step`` that they watch: else they warn of a
+    wrong order. They keep what they saw there in a private attribute."""
+    optimizer._opt_called = True  # type: ignore[attr-defined]
+
+
+def run_with_step_hooks(optimizer: torch.optim.Optimizer, function: Callable[[], Any]) -> Any:
+    """Run what stands in for an optimizer's own step as that would be: in a profiler range, between all its hooks.
+
+    What wraps a step in them is public in torch, and undocumented.
+    """
+    note_step(optimizer)
+    return torch.optim.Optimizer.profile_hook_step(lambda _: function())(optimizer)
+
+
+def has_step_pre_hooks(optimizer: torch.optim.Optimizer, *, beside: type) -> bool:
+    """Whether anything is to run before an optimizer steps, beside hooks of one type: hooks can be added and removed,
+    and not be looked up."""
+    from torch.optim.optimizer import _global_optimizer_pre_hooks
+
+    hooks = optimizer._optimizer_step_pre_hooks.values()
+    return bool(_global_optimizer_pre_hooks) or any(not isinstance(hook, beside) for hook in hooks)
+
+
+def step_without_hooks(optimizer: torch.optim.Optimizer) -> Any:
+    """An optimizer's own step alone, where `run_with_step_hooks` is under way: torch hides it behind the hooks."""
+    step: Any = type(optimizer).step
+    return getattr(step, "__wrapped__", step)(optimizer)
+
+
+def gathers_16_bits(module: torch.nn.Module) -> bool:
+    """Whether a module's parameters are gathered in 16 bits by ``fully_shard``: only its private state says so."""
+    state = getattr(module, "_get_fsdp_state", None)
+    policy = None if state is None else state()._mp_policy
+    return getattr(policy, "param_dtype", None) in (torch.float16, torch.bfloat16)
+
+
+def until_backward_ends(held: Callable[[], None]) -> None:
+    """Have the backward pass that runs hold an object, and call it at its end. Only the engine itself can."""
+    Variable: Any = torch.autograd.Variable
+    Variable._execution_engine.queue_callback(held)
+
+
+_FSDP = "torch.distributed.fsdp.fully_sharded_data_parallel"
+_CLIPPING = ("clip_grad_norm_", "clip_grad_value_", "_clip_grads_with_norm_")
+
+
+def before_clipping(notice: Callable[[list[Tensor], float], None]) -> None:
+    """Have a function called with the parameters and the limit before torch clips gradients; the first one stays.
+
+    Nothing tells of clipping, so torch's functions are replaced by ones that ask first. `clip_grad_norm_` calls the
+    private one by its name in its module, so that one sees it also where somebody imported it before.
+    """
+    from torch.nn import utils
+    from torch.nn.utils import clip_grad
+
+    for name in _CLIPPING:
+        original = getattr(clip_grad, name, None)
+        if original is None or hasattr(original, "_asks_polyamp"):
+            continue
+        asking = _asking(original, notice)
+        for module in (clip_grad, utils):
+            for known in [known for known, value in vars(module).items() if value is original]:
+                setattr(module, known, asking)
+    fsdp = sys.modules.get(_FSDP)
+    if fsdp is not None and not hasattr(fsdp.FullyShardedDataParallel.clip_grad_norm_, "_asks_polyamp"):
+        kind = fsdp.FullyShardedDataParallel
+        kind.clip_grad_norm_ = _asking(kind.clip_grad_norm_, notice)
+
+
+def _asking(original: Callable[..., Any], notice: Callable[[list[Tensor], float], None]) -> Callable[..., Any]:
+    @wraps(original)
+    def asks(parameters: Any, limit: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return original(parameters, *(() if limit is None else (limit,)), *args, **kwargs)
+        owner = parameters.parameters() if isinstance(parameters, torch.nn.Module) else parameters
+        given = [owner] if isinstance(owner, Tensor) else list(owner)
+        most = kwargs.get("max_norm", kwargs.get("clip_value")) if limit is None else limit
+        if isinstance(most, int | float):
+            notice(given, float(most))
+        again: Any = (one for one in given) if isinstance(parameters, Iterator) else parameters
+        return original(again, *(() if limit is None else (limit,)), *args, **kwargs)
+
+    asks._asks_polyamp = True  # type: ignore[attr-defined]
+    return asks
+
+
+def asked_by_checkpoint(callers: int = 1) -> bool:
+    """Whether `torch.distributed.checkpoint` asks the caller, which has no other way to know.
+
+    It takes what an optimizer says of itself as said of a model's own parameters, and keeps two keys of its state.
+
+    Args:
+        callers: how many of the caller's callers may have handed the call on.
+    """
+    name = "torch.distributed.checkpoint.state_dict"
+    if name not in sys.modules:
+        return False
+    frame = sys._getframe(2)
+    for _ in range(callers):
+        if frame.f_globals.get("__name__") == name:
+            return True
+        if frame.f_back is None:
+            return False
+        frame = frame.f_back
+    return False
+
+
+def flattened_shards() -> Iterator[tuple[Tensor, Any]]:
+    """Each parameter of which `FullyShardedDataParallel` keeps a flattened part on each rank, and those ranks' group.
+
+    Nothing public leads from such a parameter to its ranks, so the modules in this process are searched.
+    """
+    fsdp = sys.modules.get(_FSDP)
+    if fsdp is None:
+        return
+    kind = fsdp.FullyShardedDataParallel
+    for module in [obj for obj in gc.get_objects() if issubclass(type(obj), kind)]:
+        handle = module._handle
+        if handle is not None and handle.uses_sharded_strategy:
+            for param in (handle.flat_param, *(handle.flat_param._params or ())):
+                yield param, handle.process_group
+
+
+def is_flattened(param: Tensor) -> bool:
+    """Whether `FullyShardedDataParallel` flattened a parameter."""
+    return bool(getattr(param, "_fsdp_flattened", False))

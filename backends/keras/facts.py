@@ -47,7 +47,8 @@ def facts(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], policy:
     if args:
         step = step_of(target, args, kwargs)
         known = verb(step.function, step.args, {}, judged(target, policy), None)
-        known = replace(known, policy=policy, plan=_plan(target, step, known.plan, policy))
+        is_wrapped = state_of(chosen) == "wrapped"
+        known = replace(known, policy=policy, plan=_plan(target, step, known.plan, policy, is_wrapped))
     return replace(
         known,
         optimizer=state_of(chosen),
@@ -57,11 +58,14 @@ def facts(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], policy:
     )
 
 
-def _plan(model: Any, step: Step, plan: Plan | None, policy: Policy) -> Plan | None:
-    """The plan of what ``fit`` runs: layers run as their own policies say, unless the step is rewritten."""
+def _plan(model: Any, step: Step, plan: Plan | None, policy: Policy, is_wrapped: bool) -> Plan | None:
+    """The plan of what ``fit`` runs: layers run as their own policies say, unless the step is rewritten.
+
+    Where neither model nor optimizer knows of a policy yet, it is the plan of what the policy would make of them.
+    """
     if plan is None or own_policy(model) is not None:
         return plan and own_plan(plan, policy)
-    if hasattr(model.train_step, "plan") or lowers_here():
+    if not is_wrapped or hasattr(model.train_step, "plan") or lowers_here():
         return plan
     framework = registry.adapter_named(keras.backend.backend())
     as_it_is: Plan = registry.verb(framework, "explain")(step.function, step.args, {}, make_policy("float32"))

@@ -181,7 +181,7 @@ def test_results_keep_what_they_were() -> None:
 @pytest.mark.parametrize("value", [np.inf, np.nan])
 def test_a_loss_that_is_not_finite_is_refused_where_it_is_at_hand_and_that_is_asked_for(value: float) -> None:
     scaler = LossScaler(LossScale(nonfinite_loss="raise"))
-    with pytest.raises(polyamp.NonFiniteLossError, match="smaller loss scale cannot help"):
+    with pytest.raises(polyamp.NonFiniteLossError, match="smaller scale cannot help"):
         scaler.scale(tf.constant(value))
     assert not np.isfinite(tf.function(scaler.scale)(tf.constant(value)).numpy())
 

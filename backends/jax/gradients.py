@@ -152,8 +152,8 @@ def scale_loss(loss: Any, holder: Any) -> jax.Array:
     Array(32768., dtype=float32)
 
     Args:
-        loss: floating scalar, of any floating dtype. Where it is inf or NaN its gradients are NaN, so that the step is
-            skipped.
+        loss: floating scalar, of any floating dtype. Where it is inf or NaN its gradients are not finite, so that the
+            step is skipped.
         holder: a pytree that holds the state of one wrapped optimizer.
 
     Raises:
@@ -170,10 +170,10 @@ def scale_loss(loss: Any, holder: Any) -> jax.Array:
 
 
 def _times_scale(loss: jax.Array, state: LossScaleOptState) -> jax.Array:
-    """The loss times the scale; not a number, and so its gradients, where the loss is not finite."""
+    """The loss times the scale; times inf, so that its gradients are not finite, where the loss is not."""
     scale = state.scalars.scale
     if state.config.check:
-        scale = jnp.where(jnp.isfinite(jax.lax.stop_gradient(loss)), scale, jnp.nan)
+        scale = jnp.where(jnp.isfinite(jax.lax.stop_gradient(loss)), scale, jnp.inf)
     scaled: jax.Array = loss * scale
     return scaled
 

@@ -70,7 +70,9 @@ class LossScaler:
         return on_host(self.state)
 
     def scale(self, loss: Any) -> Any:
-        """Return a loss in float32 (float64 stays) times the loss scale; one that is inf or NaN, times NaN.
+        """Return a loss in float32 (float64 stays) times the loss scale; one that is inf or NaN, times inf.
+
+        So its gradients are not finite either, whatever they were, and the step is skipped.
 
         Raises:
             InvalidTypeError: no floating tensor.
@@ -90,7 +92,7 @@ class LossScaler:
             report_nonfinite_loss(self.settings, compute=self.compute, found=shown, stacklevel=4)
         wide = ops.cast(tensor, "float32") if is_sixteen_bit(tensor) else tensor
         scale = value_of(self.variables.scale)
-        return wide * ops.cast(ops.where(finite, scale, ops.full_like(scale, float("nan"))), wide.dtype)
+        return wide * ops.cast(ops.where(finite, scale, ops.full_like(scale, float("inf"))), wide.dtype)
 
     def why(self) -> str:
         """Return more about a step that was skipped, as far as it is known; empty where it is not."""

@@ -66,6 +66,14 @@ def guard_steps(model: Any) -> None:
         setattr(model.train_step, _GUARDED, True)
 
 
+def guard_anew(model: Any) -> None:
+    """Make the function that keeps statistics anew, since ``jax.jit`` knows what it compiled by the function."""
+    step = getattr(model, "train_step", None)
+    if hasattr(step, _GUARDED):
+        model.train_step = step.__wrapped__
+        guard_steps(model)
+
+
 def guard_compiled_models() -> None:
     """Do so in every model that is compiled from now on."""
     intercept_compile(guard_steps)

@@ -73,7 +73,7 @@ class LossScaler(tf.Module):
     def scale(self, loss: Any) -> tf.Tensor:
         """Return the loss in float32 (float64 stays) times the loss scale.
 
-        A loss that is inf or NaN is scaled by NaN, so that the step is skipped whatever its gradients are.
+        A loss that is inf or NaN is scaled by inf, so that the step is skipped whatever its gradients are.
 
         >>> float(LossScaler(LossScale(init=8.0)).scale(tf.constant(2.0)))
         16.0
@@ -95,7 +95,7 @@ class LossScaler(tf.Module):
             report_nonfinite_loss(self.settings, compute=self.compute, found=tensor.numpy(), stacklevel=3)
         wide = tf.cast(tensor, tf.float32) if tensor.dtype in SIXTEEN_BIT else tensor
         scale = tf.convert_to_tensor(self.scalars[0])
-        return wide * tf.cast(tf.where(finite, scale, float("nan")), wide.dtype)
+        return wide * tf.cast(tf.where(finite, scale, float("inf")), wide.dtype)
 
     def unscale(self, grads: Sequence[Any]) -> tuple[list[Any], tf.Tensor]:
         """Gradients of the loss itself, in float32 or wider, and whether all of them were finite, in every replica.

@@ -158,7 +158,7 @@ def test_fit_with_a_rewritten_train_step(compiled: bool) -> None:
         keras.utils.set_random_seed(0)
         gelu = keras.layers.Dense(16, activation="gelu")
         model = keras.Sequential([keras.Input((8,)), gelu, keras.layers.BatchNormalization(), keras.layers.Dense(4)])
-        optimizer = polyamp.wrap_optimizer(keras.optimizers.Adam(1e-2), "mixed_float16")
+        optimizer = polyamp.wrap_optimizer(keras.optimizers.Adam(1e-2), policy or "float32")
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
         model.compile(optimizer, loss, metrics=["accuracy"], jit_compile=compiled)
         optimizer.build(model.trainable_variables)

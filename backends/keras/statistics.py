@@ -68,7 +68,7 @@ def guard_steps(model: Any) -> None:
 
 def guard_anew(model: Any) -> None:
     """Make the function that keeps statistics anew, since ``jax.jit`` knows what it compiled by the function."""
-    step = getattr(model, "train_step", None)
+    step: Any = getattr(model, "train_step", None)
     if hasattr(step, _GUARDED):
         model.train_step = step.__wrapped__
         guard_steps(model)

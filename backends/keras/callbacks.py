@@ -26,11 +26,13 @@ class HealthCallback(keras.callbacks.Callback):
     >>> import numpy as np, polyamp
     >>> model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(8), keras.layers.Dense(1)])
     >>> model = polyamp.convert(model, "mixed_float16")
-    >>> model.compile(optimizer=polyamp.wrap_optimizer(keras.optimizers.SGD(), "mixed_float16"), loss="mse")
+    >>> config = polyamp.LossScale(init=2.0**10)
+    >>> optimizer = polyamp.wrap_optimizer(keras.optimizers.SGD(), "mixed_float16", loss_scale=config)
+    >>> model.compile(optimizer=optimizer, loss="mse")
     >>> history = model.fit(np.ones((8, 4)), np.ones(8), verbose=0, callbacks=[HealthCallback(hooks=[print])])
-    steps 1  skipped 0  scale 2^16  calibrating
+    steps 1  skipped 0  scale 2^10  calibrating
     >>> history.history["loss_scale"], history.history["skipped"]
-    ([65536.0], [0])
+    ([1024.0], [0])
 
     Args:
         every: batches from one look to the next; a look waits for the device.

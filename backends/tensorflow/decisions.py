@@ -13,7 +13,6 @@ from polyamp.backends.tensorflow.kernels import device_of, lowerable
 from polyamp.backends.tensorflow.operations import OPERATIONS
 from polyamp.backends.tensorflow.region import forward_of, is_gradient, regions
 from polyamp.backends.tensorflow.unstable import as_asked
-from polyamp.dialects import default_rules
 from polyamp.flow import AFTER_LOOP, AS_WRITTEN, Flow, Value, constant, flow
 from polyamp.policy import Policy
 from polyamp.rules import TABLE, Decision, Rule, decide, unused
@@ -76,9 +75,7 @@ class Rules:
     @property
     def unused(self) -> list[Rule]:
         """The policy's own rules that matched nothing so far."""
-        policy = self.policy
-        defaults = default_rules(policy.param, policy.compute, policy.output)
-        return [rule for rule in unused(policy.rules, self.seen) if rule not in defaults]
+        return unused(self.policy.own_rules, self.seen)
 
     def decide(self, operation: str, path: str) -> Decision:
         """The class of an operation at a path."""

@@ -12,7 +12,6 @@ from torch import nn
 from polyamp.backends.torch.casting import cast_tensor, cast_to, store_parameter
 from polyamp.backends.torch.dtypes import DTYPES, SIXTEEN_BIT
 from polyamp.backends.torch.modules import kept_by_authors, operation_of
-from polyamp.dialects import default_rules
 from polyamp.errors import InvalidTypeError, warn_once
 from polyamp.policy import Policy
 from polyamp.rules import unused
@@ -74,12 +73,12 @@ def convert(model: nn.Module, policy: Policy) -> nn.Module:
 
 def _parts(model: nn.Module, policy: Policy) -> Iterator[_Part]:
     kept = kept_by_authors(model) if policy.decide("layer_norm").op_class != "lower" else frozenset()
-    defaults = default_rules(policy.param, policy.compute, policy.output)
+    own_rules = policy.own_rules
     for path, module in model.named_modules():
         operation = operation_of(module)
         matching = [rule for rule in policy.rules if rule.matches(operation, path)]
         op_class = policy.decide(operation, path).op_class
-        if module in kept and not any(rule not in defaults for rule in matching):
+        if module in kept and not any(rule in own_rules for rule in matching):
             op_class = "full"
         elif not matching and not operation:
             op_class = "follow"
@@ -158,10 +157,8 @@ def _cast_outputs(_: nn.Module, __: Any, outputs: Any, *, dtype: torch.dtype) ->
 
 def _report_unused(parts: list[_Part], policy: Policy) -> None:
     seen = [(part.operation, part.path) for part in parts]
-    defaults = default_rules(policy.param, policy.compute, policy.output)
-    for rule in unused(policy.rules, seen):
-        if rule not in defaults:
-            warn_once(
-                f"rule {rule.pattern!r} matches no module of this {type(parts[0].module).__name__}. "
-                "Give a module's path, as named_modules() lists it, or the canonical name of its operation."
-            )
+    for rule in unused(policy.own_rules, seen):
+        warn_once(
+            f"rule {rule.pattern!r} matches no module of this {type(parts[0].module).__name__}. "
+            "Give a module's path, as named_modules() lists it, or the canonical name of its operation."
+        )

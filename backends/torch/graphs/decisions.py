@@ -34,7 +34,6 @@ from polyamp.backends.torch.graphs.values import (
     tensors_of,
     value_of,
 )
-from polyamp.dialects import default_rules
 from polyamp.errors import UsageError
 from polyamp.flow import AS_WRITTEN, Flow, Value, constant, flow
 from polyamp.policy import Policy
@@ -69,8 +68,7 @@ class Rules:
     @property
     def unused(self) -> list[Rule]:
         """The policy's own rules that matched nothing so far."""
-        defaults = default_rules(self.policy.param, self.policy.compute, self.policy.output)
-        return [rule for rule in unused(self.policy.rules, self.seen) if rule not in defaults]
+        return unused(self.policy.own_rules, self.seen)
 
     def decide(self, operation: str, path: str) -> Decision:
         """The class of an operation at a path."""

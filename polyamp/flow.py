@@ -1,134 +1,178 @@
 """The flow rule: the one function that decides what format an operation runs in, in every framework.
 
-A pass over a graph gives every floating value a state, and `flow` says for each operation what comes of its inputs'
-states. Adapters translate their graphs into calls of it and carry out what it says.
+A pass over a graph gives every floating value a state, and `flow` decides for each operation what comes of its inputs'
+states. Adapters translate their graphs into calls of it and carry out what it returns.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from polyamp.formats import format_of
+from polyamp.norms import normalizes, statistic
 from polyamp.operations import OPERATIONS
 from polyamp.rules import TABLE, Decision
+from polyamp.values import ROLES, STATES, Value, constant
 
-STATES: dict[str, str] = {
-    "weak": "float32 only because it was declared so: a parameter, an input, a constant",
-    "low": "in the compute format",
-    "strong": "float32 because full work made it",
-    "other": "of another type, which the user chose: float64, 16 bits of the user's own, complex",
-}
+__all__ = ["AFTER_LOOP", "AS_WRITTEN", "ROLES", "STATES", "Flow", "Value", "constant", "flow", "specific"]
 
 AS_WRITTEN = "as written"
 AFTER_LOOP = "after a loop"
 """The reason of what a loop carries in float32."""
 
-
-class Value(NamedTuple):
-    """What the flow rule knows of one floating value.
-
-    Attributes:
-        state: one of `STATES`.
-        maker: the canonical operation, or the declared type, that the state comes from; empty for a ``weak`` value.
-        unfit: why the compute format cannot hold it; empty where it can.
-    """
-
-    state: str = "weak"
-    maker: str = ""
-    unfit: str = ""
+_SATURATING = frozenset({"sigmoid", "tanh", "erf"})
+_POINTWISE = frozenset(
+    {"add", "sub", "mul", "div", "neg", "abs", "relu", "sqrt", "where", "clip", "maximum", "minimum"}
+    | {"reshape", "broadcast", "transpose", "slice", "gather", "identity"}
+)
 
 
 class Flow(NamedTuple):
-    """What the flow rule says of one operation.
+    """What the flow rule decides of one operation.
 
     Attributes:
-        format: the format that its floating inputs are cast to and its outputs have; or `AS_WRITTEN`.
-        output: what is known of its float32 outputs.
+        format: the format that its floating inputs are cast to and that it computes in; or `AS_WRITTEN`.
+        output: what is known of its float32 outputs. One that is ``low`` after work in float32 is cast to the compute
+            format there, unless its role is ``normalized``: such a value stays in float32 until an operation that
+            runs in the compute format takes it.
         reason: the rule, the neighbour or the guard that decided.
+        anew: roles of low inputs that the operation must not take as they were rounded: they are computed again in
+            float32 for it.
     """
 
     format: str
     output: Value
     reason: str
+    anew: tuple[str, ...] = ()
 
 
-def flow(operation: str, decision: Decision, inputs: Sequence[Value], compute: str) -> Flow:
+def flow(
+    operation: str, decision: Decision, inputs: Sequence[Value], compute: str, *, gradient: bool = False
+) -> Flow:
     """Decide one operation. Pure: the same arguments give the same answer in every framework.
 
-    ``lower`` makes low values and ``full`` strong ones. ``follow`` is float32 after any strong input, else low beside
-    any low one, else as declared; ``neutral`` carries its input's state in the same way. ``promote`` takes the widest
-    input. An input that the compute format cannot hold forces float32, and so does what moves or multiplies it. An
-    operation that the table calls ``full`` for its range alone is so in formats of a narrower range.
+    ``lower`` makes low values and ``full`` strong ones. ``inner`` is low beside a low first input, low after strong
+    work too, else as declared. ``follow`` is float32 after any strong input and where low values meet the user's
+    inputs, else low beside any low value, else as declared; ``neutral`` carries its input's state in the same way.
+    ``promote`` takes the widest input. An input that the compute format cannot hold forces float32, and so does what
+    moves or multiplies it. An operation that the table calls ``full`` for its range alone is so in formats of a
+    narrower range. A norm that is written out is low, and float32 inside (`polyamp.norms`).
 
     >>> from polyamp.rules import decide
     >>> low, strong, weak = Value("low", "matmul"), Value("strong", "exp"), Value()
-    >>> flow("add", decide((), "add"), [low, weak], "float16")
-    Flow(format='float16', output=Value(state='low', maker='matmul', unfit=''), reason='beside matmul')
+    >>> flow("add", decide((), "add"), [low, weak], "float16").reason
+    'beside matmul'
     >>> flow("add", decide((), "add"), [low, strong], "float16").reason
     'after exp'
+    >>> flow("add", decide((), "add"), [low, Value("input")], "float16").reason
+    'beside an input'
     >>> flow("matmul", decide((), "matmul"), [strong, weak], "float16").format
     'float16'
     >>> flow("where", decide((), "where"), [low, constant([3e38], "float16")], "float16").reason
     'constant 3e+38 is beyond float16'
 
     Args:
-        operation: the canonical name.
+        operation: the canonical name; see `specific`.
         decision: the operation's class and who gave it; see `polyamp.rules.decide`.
-        inputs: its floating inputs; empty where it has none.
+        inputs: its floating inputs in the order of its operands; empty where it has none.
         compute: the format of ``lower`` operations.
+        gradient: whether it is of a backward pass that the program writes out.
 
     Source: the classes are those of `polyamp.operations`. Telling apart float32 by declaration and float32 by need is
     what TensorFlow's pass does by painting a whole graph (core/grappler/optimizers/auto_mixed_precision.cc); here one
-    forward pass does it.
+    forward pass does it. That a user's float32 data stay float32 is PyTorch's promotion under autocast.
     """
     foreign = _first(inputs, "other")
     if decision.op_class == "keep" or foreign:
-        after = _first(inputs, "strong", "other")
-        output = Value("strong", after.maker) if after else Value()
-        return Flow(AS_WRITTEN, output, f"an input is {foreign.maker}" if foreign else decision.reason)
+        return _as_written(decision, inputs, foreign)
     unfit = next((value.unfit for value in inputs if value.unfit), "")
-    chosen = _CLASSES[decision.op_class](operation, decision, inputs)
-    if decision.reason == TABLE and _overflows(operation, compute):
-        chosen = _Choice("strong", operation, f"{operation} leaves the range of {compute}")
+    chosen = _choose(operation, decision, inputs, compute, gradient)
     if unfit and (chosen.state == "low" or decision.op_class == "follow"):
         chosen = _Choice("strong", "a constant", unfit)
-    carried = unfit if decision.op_class in ("neutral", "promote") or operation == "mul" else ""
-    format_name = compute if chosen.state == "low" else "float32"
-    return Flow(format_name, Value(chosen.state, chosen.maker, carried), chosen.reason)
+    is_low = chosen.state == "low" and not chosen.is_wide
+    role = chosen.role or (_role(operation, decision, inputs) if is_low else "")
+    role = statistic(operation, inputs) if chosen.state == "strong" else role
+    moves = decision.op_class in ("neutral", "promote") or operation == "mul"
+    output = Value(chosen.state, chosen.maker, unfit if moves and not role else "", role)
+    if is_low:
+        return Flow(compute, output, chosen.reason)
+    is_guarded = bool(unfit) or chosen.reason == _BESIDE_INPUT
+    return Flow("float32", output, chosen.reason, _anew(decision, inputs, is_guarded))
 
 
-def constant(magnitudes: Iterable[float], compute: str) -> Value:
-    """What is known of a constant.
+def specific(operation: str, *, of_itself: bool = False, over: bool = False) -> str:
+    """Return what an operation is, given what its operands are.
 
-    >>> constant([1e-8], "float16").unfit
-    'constant 1e-08 is lost in float16'
-    >>> constant([1e-8], "bfloat16")
-    Value(state='weak', maker='', unfit='')
+    >>> specific("mul", of_itself=True), specific("div", over=True), specific("add", of_itself=True)
+    ('square', 'reciprocal', 'add')
 
     Args:
-        magnitudes: of its elements, those that have to be held: for a scalar its own; for an array the largest finite
-            one, since tiny elements beside large ones may round to 0.
-        compute: the format of ``lower`` operations.
+        operation: the canonical name.
+        of_itself: whether its two operands are the same value, seen through moves, ``conj`` and ``real``.
+        over: whether its first operand is a constant, and the second is none.
     """
-    target = format_of(compute)
-    unfit = next((magnitude for magnitude in magnitudes if not target.holds(magnitude)), None)
-    if unfit is None:
-        return Value()
-    return Value(unfit=f"constant {unfit:.4g} is {'beyond' if abs(unfit) > 1 else 'lost in'} {target.name}")
+    if operation == "mul" and of_itself:
+        return "square"
+    return "reciprocal" if operation == "div" and over else operation
 
 
 class _Choice(NamedTuple):
+    """What a class makes of its inputs; ``is_wide`` where a low result is computed in float32."""
+
     state: str
     maker: str
     reason: str
+    is_wide: bool = False
+    role: str = ""
+
+
+_BESIDE_INPUT = "beside an input"
+
+
+def _choose(operation: str, decision: Decision, inputs: Sequence[Value], compute: str, gradient: bool) -> _Choice:
+    if decision.reason == TABLE and _overflows(operation, compute):
+        return _Choice("strong", operation, f"{operation} leaves the range of {compute}")
+    if decision.op_class in ("follow", "neutral") and normalizes(operation, inputs, gradient):
+        maker = next(value.maker for value in inputs if value.state == "low")
+        return _Choice("low", maker, "inside a norm", is_wide=True, role="normalized")
+    return _CLASSES[decision.op_class](operation, decision, inputs)
+
+
+def _as_written(decision: Decision, inputs: Sequence[Value], foreign: Value | None) -> Flow:
+    after = _first(inputs, "strong", "other")
+    output = Value("strong", after.maker) if after else Value("input" if _first(inputs, "input") else "weak")
+    return Flow(AS_WRITTEN, output, f"an input is {foreign.maker}" if foreign else decision.reason)
 
 
 def _overflows(operation: str, compute: str) -> bool:
-    """Whether an operation is safe in 16 bits but for the range of a format narrower than float32's."""
+    """Return whether an operation is safe in 16 bits but for the range of a format narrower than float32's."""
     entry = OPERATIONS.get(operation)
     narrow = format_of(compute).exponent_bits < format_of("float32").exponent_bits
     return narrow and entry is not None and entry.op_class == "follow" and entry.sources.get("range") == "full"
+
+
+def _role(operation: str, decision: Decision, inputs: Sequence[Value]) -> str:
+    """Return the role of what an operation computes in the compute format."""
+    if operation in _SATURATING:
+        return "saturated"
+    low = [value for value in inputs if value.state == "low"]
+    if decision.op_class not in ("follow", "neutral") or operation not in _POINTWISE or not low:
+        return ""
+    if all(value.role == "saturated" for value in low):
+        return "saturated"
+    return "pointwise" if len(low) == 1 else ""
+
+
+def _anew(decision: Decision, inputs: Sequence[Value], is_guarded: bool) -> tuple[str, ...]:
+    """Return the roles of inputs that are computed again in float32.
+
+    Between a sigmoid that was rounded to 0 and the logarithm of its sum with 1e-12, a gradient of 1e12 would be cast to
+    float16 and meet the sigmoid's derivative, which is 0: inf times 0.
+    """
+    roles = ("saturated", "pointwise") if is_guarded else ("saturated",) if decision.op_class == "full" else ()
+    present = {value.role for value in inputs if value.state == "low"}
+    return tuple(role for role in roles if role in present)
 
 
 def _first(inputs: Sequence[Value], *states: str) -> Value | None:
@@ -143,22 +187,37 @@ def _full(operation: str, decision: Decision, inputs: Sequence[Value]) -> _Choic
     return _Choice("strong", operation, decision.reason)
 
 
-def _follow(operation: str, decision: Decision, inputs: Sequence[Value]) -> _Choice:
-    if strong := _first(inputs, "strong"):
-        return _Choice("strong", strong.maker, f"after {strong.maker}")
-    if low := _first(inputs, "low"):
-        return _Choice("low", low.maker, f"beside {low.maker}")
+def _inner(operation: str, decision: Decision, inputs: Sequence[Value]) -> _Choice:
+    """Choose by the first input, the data; a norm's others are its parameters and statistics."""
+    data = inputs[0] if inputs else Value()
+    if data.state == "low":
+        return _Choice("low", operation, f"beside {data.maker}")
+    if data.state == "strong":  # inf is a fine argument of a function that saturates, and of nothing else
+        return _Choice("low", operation, f"bounded, after {data.maker}", is_wide=operation not in _SATURATING)
     return _Choice("weak", "", "as declared")
 
 
+def _follow(operation: str, decision: Decision, inputs: Sequence[Value]) -> _Choice:
+    if strong := _first(inputs, "strong"):
+        return _Choice("strong", strong.maker, f"after {strong.maker}")
+    low, data = _first(inputs, "low"), _first(inputs, "input")
+    if low and data:
+        return _Choice("strong", "an input", _BESIDE_INPUT)
+    if low:
+        return _Choice("low", low.maker, f"beside {low.maker}")
+    return _Choice("input" if data else "weak", "", "as declared")
+
+
 def _promote(operation: str, decision: Decision, inputs: Sequence[Value]) -> _Choice:
-    if _first(inputs, "low") and not _first(inputs, "strong") and _first(inputs, "weak"):
+    states = {value.state for value in inputs}
+    if states == {"low", "weak"}:
         return _Choice("weak", "", "its widest input is float32")
     return _follow(operation, decision, inputs)
 
 
 _CLASSES: dict[str, Callable[[str, Decision, Sequence[Value]], _Choice]] = {
     "lower": _lower,
+    "inner": _inner,
     "full": _full,
     "promote": _promote,
     "follow": _follow,

@@ -38,16 +38,28 @@ class Format(NamedTuple):
         return self.smallest_normal * self.epsilon
 
     def holds(self, value: float) -> bool:
-        """Whether rounding a number to this format keeps it, to within the rounding error of bfloat16.
+        """Return whether rounding a number to this format keeps it, to within the rounding error of bfloat16.
 
-        >>> [format_of("float16").holds(value) for value in (1e-5, 1e-8, 65504.0, 1e30, float("-inf"))]
-        [True, False, True, False, True]
+        A number next to 1 that becomes 1 is not kept: programs write 1 - 1e-7 for its distance from 1.
+
+        >>> [format_of("float16").holds(value) for value in (1e-5, 1e-8, 65504.0, 1e30, float("-inf"), 1 - 1e-7)]
+        [True, False, True, False, True, False]
         """
         magnitude = abs(value)
+        if self.is_one(magnitude):
+            return magnitude == 1
         if not math.isfinite(value) or self.smallest_normal <= magnitude <= self.max:
             return True
         rounded = round(magnitude / self.smallest_subnormal) * self.smallest_subnormal
         return magnitude < self.max and abs(rounded - magnitude) <= magnitude * 2.0**-8
+
+    def is_one(self, value: float) -> bool:
+        """Return whether rounding a number to this format gives 1.
+
+        >>> [format_of("float16").is_one(value) for value in (1 - 1e-7, 1 + 1e-7, 0.999)]
+        [True, True, False]
+        """
+        return 1 - self.epsilon / 4 <= value <= 1 + self.epsilon / 2
 
     @property
     def is_low(self) -> bool:

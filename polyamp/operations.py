@@ -11,10 +11,11 @@ from typing import NamedTuple
 
 from polyamp.errors import InvalidValueError
 
-TABLE_VERSION = 1
+TABLE_VERSION = 2
 
 CLASSES: dict[str, str] = {
     "lower": "runs in the compute format: Tensor Core work",
+    "inner": "is float32 inside and 16 bits outside: its result is bounded",
     "full": "runs in float32",
     "promote": "runs in the widest format among its inputs",
     "follow": "safe in 16 bits unless an input came from full work",
@@ -38,6 +39,9 @@ SOURCES: dict[str, str] = {
     "range": "the formats' limits (polyamp.formats): the result or its derivative leaves float16, or hangs on argument "
     "bits that 16-bit formats do not have",
     "kernels": "LAPACK, cuSOLVER and XLA offer it in 32 and 64 bits alone (cuFFT: 16 bits for powers of two only)",
+    "inside": "cuDNN 9 and oneDNN 3 normalisation, PyTorch 2.13's native_layer_norm, native_group_norm and pooling "
+    "kernels (they accumulate in opmath_t), TensorFlow 2.21's FusedBatchNormV3, XLA's tanh, logistic and erf: 16-bit "
+    "data, float32 arithmetic, parameters and statistics; the result is of order one whatever the data are",
     "exact": "the definition: values are moved or compared, or are no floating-point numbers, so nothing is rounded",
 }
 
@@ -74,6 +78,25 @@ bilinear                            : cuda=promote apex=promote paper
     As tensordot.
 prelu                               : cuda cpu apex
     No Tensor Core work: it is lowered with the product before it because its weight is a float32 parameter.
+
+[inner]
+# norms: the statistics are float32 inside
+layer_norm group_norm               : inside cuda=full jax=full apex=full
+    The 16-bit kernels have float32 statistics inside and move half the bytes; CUDA autocast, whose list names these
+    operations, gives all that comes after them float32 values.
+rms_norm                            : inside cuda=full jax=full
+    As layer_norm.
+instance_norm                       : inside jax=full
+    As batch_norm.
+batch_norm                          : inside jax=full apex=full paper=full tf_fp16=follow tf_bf16=follow
+    Its statistics are reductions, and its kernels keep them in float32 where the data are 16-bit; its parameters and
+    running statistics stay float32, as in Apex O2. TensorFlow lists the fused kernels, which do the same inside.
+avg_pool                            : inside tf_fp16=follow tf_bf16=follow cpu=full
+    A window is a short sum, divided. The CPU list names the 3-d kernels: one of them has no 16-bit version there.
+# functions that saturate: of any number, inf too, they give one of order one
+sigmoid tanh erf                    : inside tf_fp16=follow tf_bf16=follow
+    They are 16-bit after full work too, so that what a loop puts out, as an LSTM's tanh of its cell state, is. Full
+    work that reads one reads it unrounded.
 
 [full]
 # exponentials, logarithms, powers
@@ -116,12 +139,6 @@ softmax                             : cuda jax apex paper tf_fp16=follow tf_bf16
     It sums exponentials, and the loss behind it takes their logarithm: TensorFlow's lists are alone with 16 bits.
 log_softmax                         : cuda apex tf_fp16=follow tf_bf16=follow
     As softmax.
-layer_norm group_norm               : cuda jax apex
-rms_norm                            : cuda jax
-instance_norm                       : jax
-batch_norm                          : jax apex paper tf_fp16=follow tf_bf16=follow
-    Its statistics are reductions, and its kernels keep them in float32 wherever the data are 16-bit; Apex O2 keeps the
-    parameters in float32 too, as here. TensorFlow lists only the fused kernels, which do the same inside.
 # losses
 cross_entropy                       : cpu tf_fp16 tf_bf16 apex
 nll_loss mse_loss l1_loss smooth_l1_loss kl_div poisson_nll_loss    : cuda cpu apex
@@ -176,14 +193,12 @@ sqrt                                : tf_fp16 tf_bf16
 integer_pow                         : paper range=full
     Powers leave float16 soon, so that the flow rule takes them for full there: the derivative of gelu's tanh form, with
     its cube, would be inf times 0 from 41 on. bfloat16 has the range.
-sigmoid tanh elu selu leaky_relu softsign erf       : tf_fp16 tf_bf16
+elu selu leaky_relu softsign        : tf_fp16 tf_bf16
 erfc                                : tf_fp16 tf_bf16
 gelu silu mish celu glu hard_sigmoid hard_swish     : paper
 soft_shrink hard_shrink tanh_shrink : paper
 atan asinh sinc                     : paper
 dropout                             : paper
-avg_pool                            : tf_fp16 tf_bf16 cpu=full
-    A window is a short sum. The CPU list names the 3-d kernels: one of them has no 16-bit version there.
 fold                                : paper
 all_reduce                          : fsdp
 

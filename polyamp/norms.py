@@ -1,0 +1,92 @@
+"""Norms that a program writes out, as sums, roots and products: how the flow rule recognises them.
+
+A layer norm by hand is ``(x - mean(x)) * rsqrt(variance(x) + eps) * scale + bias``. Its mean and variance are full
+work, and after full work all would be float32: the whole network, since norms are everywhere. What a norm gives is of
+order one, though, so 16 bits hold it. Each value therefore has a role (`polyamp.values.ROLES`), found step by step:
+
+==================================  ======================================
+``m = mean(x)``                     ``statistic``
+``v = mean(square(x)) - m * m``     ``statistic``
+``r = rsqrt(v + eps)``              ``reciprocal root``
+``y = x - m``                       ``normalized``: computed in float32
+``z = y * r * scale + bias``        ``normalized``: still in float32
+``relu(z)``                         takes ``z`` rounded, once
+==================================  ======================================
+
+A low value times a statistic that is no reciprocal root (what undoes a norm) leaves its order of magnitude and stays
+strong; so does a value less a sum, or less a logarithm of one, as in a cross entropy by hand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from polyamp.values import Value
+
+_REDUCTIONS = {"sum": "sum", "mean": "statistic", "variance": "statistic", "norm": "root"}
+_STATISTICS = frozenset({"sum", "statistic", "root", "reciprocal root"})
+_ROOTS = {"sqrt": "root", "rsqrt": "reciprocal root"}
+_INVERSES = {"root": "reciprocal root", "reciprocal root": "root"}
+_MOVES = frozenset({"reshape", "broadcast", "identity"})  # those that cost nothing, in float32 too
+_KEEPING = _MOVES | {"add", "sub", "maximum", "minimum", "clip", "where", "transpose", "slice", "gather"}
+_AFFINE = frozenset({"add", "sub", "mul", "div"})
+
+
+def statistic(operation: str, inputs: Sequence[Value]) -> str:
+    """Return the role of what an operation computes in float32: that of a statistic, or empty.
+
+    >>> mean = Value("strong", "mean", role="statistic")
+    >>> statistic("rsqrt", [mean]), statistic("exp", [mean])
+    ('reciprocal root', '')
+
+    Args:
+        operation: the canonical name.
+        inputs: its floating inputs in the order of its operands; numbers of the program may be left out.
+    """
+    if operation in _REDUCTIONS:
+        return _REDUCTIONS[operation]
+    roles = [value.role for value in inputs if value.role in _STATISTICS]
+    if any(value.role not in _STATISTICS and value.state != "weak" for value in inputs):
+        return ""
+    if operation == "rsqrt":  # of a parameter too: the variance that a norm keeps for inference is one
+        return "reciprocal root"
+    if not roles:
+        return ""
+    if operation in _ROOTS:
+        return _ROOTS[operation]
+    if operation == "reciprocal" or (operation == "div" and not inputs[0].role):
+        return _INVERSES.get(roles[0], "statistic")
+    if operation in _KEEPING and len(set(roles)) == 1:
+        return roles[0]
+    if operation in ("mul", "div") and len(roles) == 1:  # by a number, which makes a mean of a sum
+        return roles[0] if roles[0] in _INVERSES else "statistic"
+    return "statistic" if operation in _KEEPING | _AFFINE | {"square", "squared_difference", "abs"} else ""
+
+
+def normalizes(operation: str, inputs: Sequence[Value], gradient: bool = False) -> bool:
+    """Return whether an operation is a step of a norm that is written out: its result is low, and held in float32.
+
+    >>> low, mean = Value("low", "matmul"), Value("strong", "mean", role="statistic")
+    >>> normalizes("sub", [low, mean]), normalizes("mul", [low, mean])
+    (True, False)
+
+    Args:
+        operation: the canonical name.
+        inputs: as for `statistic`.
+        gradient: whether it is of a backward pass that is written out, where any statistic may multiply: the range
+            of gradients is the loss scale's.
+    """
+    low = [value for value in inputs if value.state == "low"]
+    statistics = [value for value in inputs if value.role in _STATISTICS]
+    others = [value for value in inputs if value.state != "low" and value.role not in _STATISTICS]
+    if not low or any(value.state != "weak" for value in others) or (operation == "div" and inputs[0].state != "low"):
+        return False
+    begun = all(value.role == "normalized" for value in low)
+    if not statistics:
+        alone = len(low) == 1 or (gradient and operation in ("add", "sub"))
+        return begun and alone and operation in _AFFINE | _MOVES
+    if len(low) > 1 or operation not in _AFFINE:
+        return False
+    role = statistics[0].role
+    allowed = {"mul": role == "reciprocal root", "div": True, "sub": role != "sum", "add": begun and role != "sum"}
+    return gradient or allowed[operation]

@@ -29,7 +29,7 @@ class _Part(NamedTuple):
 
 
 def convert(model: nn.Module, policy: Policy) -> nn.Module:
-    """Store floating parameters and buffers in ``policy.param``, except where the rules say ``full`` or ``keep``.
+    """Store floating parameters and buffers in ``policy.param``, except where rules say full, inner or keep.
 
     A module that stays in float32, by the table (norms), by a path rule, or since its authors keep it so under a policy
     that keeps norms (``_keep_in_fp32_modules``), gets its inputs in float32 and gives its outputs back in
@@ -87,16 +87,21 @@ def _parts(model: nn.Module, policy: Policy) -> Iterator[_Part]:
 
 def _store(parts: list[_Part], dtype: torch.dtype) -> set[nn.Module]:
     """Cast parameters and buffers; the modules that stay in float32 while others do not."""
-    full = {own for part in parts if part.op_class == "full" for own in part.module.parameters(recurse=False)}
+    full = {own for part in parts if _is_full(part) for own in part.module.parameters(recurse=False)}
     kept = set()
     for part in parts:
         own = list(part.module.parameters(recurse=False))
-        is_full = part.op_class == "full" or not full.isdisjoint(own)  # or tied to a parameter that is
+        is_full = _is_full(part) or not full.isdisjoint(own)  # or tied to a parameter that is
         if is_full:
             kept.add(part.module)
         if part.op_class != "keep":
             _store_own(part.module, torch.float32 if is_full and dtype in SIXTEEN_BIT else dtype)
     return kept
+
+
+def _is_full(part: _Part) -> bool:
+    """Whether a module computes in float32, if only inside, as norms do: with parameters of that format."""
+    return part.op_class in ("full", "inner")
 
 
 def _store_own(module: nn.Module, dtype: torch.dtype) -> None:

@@ -237,6 +237,8 @@ class Pass:
             return Flow(AS_WRITTEN, made_without_floats(operation, given, said), "no floating-point input")
         values = self._values(node, operation, decision)
         outcome = flow(operation, decision, [*values, said] if said.unfit else values, self.rules.policy.compute)
+        if operation == "fill" and len(values) == 1 and values[0].state in ("input", "strong"):
+            return outcome._replace(output=said)  # it takes a shape of its operand, and no number
         if self.aliases.keeps(node):
             moved = next((value for value in values if value.state == "strong"), values[0])
             return Flow(AS_WRITTEN, moved, "its memory is changed in place elsewhere")

@@ -16,6 +16,16 @@ from polyamp.errors import InvalidTypeError, warn_once
 from polyamp.policy import Policy
 from polyamp.rules import unused
 
+# Their kernels take 16-bit data beside float32 parameters and statistics, on every device.
+_TAKING_MIXED = (
+    nn.BatchNorm1d,
+    nn.BatchNorm2d,
+    nn.BatchNorm3d,
+    nn.InstanceNorm1d,
+    nn.InstanceNorm2d,
+    nn.InstanceNorm3d,
+)
+
 _HOOKS = "_polyamp_hooks"  # attribute of a module: the handles of the hooks that `convert` registered
 
 
@@ -118,7 +128,8 @@ def _add_hooks(model: nn.Module, parts: list[_Part], kept: set[nn.Module], polic
         is_root = part.module is model
         if part.module in kept and (is_root or _holds_values(part.module)):
             inside = not is_root and _caller(modules, part.path) in kept
-            _hook(part.module, torch.float32, None if inside or is_root else compute)
+            takes_mixed = part.op_class == "inner" and isinstance(part.module, _TAKING_MIXED)
+            _hook(part.module, None if takes_mixed else torch.float32, None if inside or is_root else compute)
         elif is_root:
             _hook(model, compute, None)
     _hook(model, None, output)

@@ -12,10 +12,11 @@ from torch.fx import Graph, GraphModule, Node
 from polyamp.backends.torch import unstable
 from polyamp.backends.torch.graphs import between
 from polyamp.backends.torch.graphs.attributes import Attributes
-from polyamp.backends.torch.graphs.decisions import Pass, Rules, constant_of
+from polyamp.backends.torch.graphs.decisions import Pass
 from polyamp.backends.torch.graphs.expansion import expand
 from polyamp.backends.torch.graphs.program import check_no_autocast
 from polyamp.backends.torch.graphs.rewrite import usable
+from polyamp.backends.torch.graphs.ruling import Rules, constant_of
 from polyamp.backends.torch.graphs.values import Known, known_value, map_known
 from polyamp.errors import InvalidTypeError, InvalidValueError
 from polyamp.policy import Policy, current_policy

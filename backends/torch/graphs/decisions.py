@@ -6,8 +6,7 @@ found out on fake tensors, which have no data.
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -16,13 +15,13 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
 from polyamp.backends.torch import unstable
-from polyamp.backends.torch.dtypes import DTYPES
 from polyamp.backends.torch.graphs import inner
 from polyamp.backends.torch.graphs.aliases import Aliases
 from polyamp.backends.torch.graphs.attributes import Attributes
 from polyamp.backends.torch.graphs.inner import AS_IT_IS, Manner
 from polyamp.backends.torch.graphs.nodes import addend_of, line_near, native_name, operands_of, operation_of, path_of
 from polyamp.backends.torch.graphs.recorder import Recorder
+from polyamp.backends.torch.graphs.ruling import Rules
 from polyamp.backends.torch.graphs.sameness import Sameness
 from polyamp.backends.torch.graphs.values import (
     WEAK,
@@ -34,18 +33,16 @@ from polyamp.backends.torch.graphs.values import (
     joined,
     known_value,
     made_without_floats,
-    magnitude,
     map_known,
     numbers_of,
     of_its_type,
-    target_of,
     tensors_of,
     value_of,
 )
+from polyamp.backends.torch.graphs.writing import Writing, may_exceed
 from polyamp.errors import UsageError
-from polyamp.flow import AS_WRITTEN, Flow, Value, constant, flow
-from polyamp.policy import Policy
-from polyamp.rules import TABLE, Decision, Rule, decide, unused
+from polyamp.flow import AS_WRITTEN, Flow, Value, flow
+from polyamp.rules import TABLE, Decision
 
 # Operations of which a Python number is an operand, as it is not of a reshape.
 _WITH_NUMBERS = frozenset(
@@ -55,40 +52,6 @@ _WITH_NUMBERS = frozenset(
 _MAKING = frozenset({"constant", "fill"})  # of a number and of no tensor
 # Operations in which integers are promoted to the type of floating operands, which may not hold them.
 _WITH_INTEGERS = frozenset({*_WITH_NUMBERS, "pow", "mean"} - {"pad", "scatter", "fill"})
-
-
-class Rules:
-    """A policy with what was found out under it; shared by all graphs of one program.
-
-    Attributes:
-        low: the dtype of the compute format.
-        lowered: whether any operation ran in it.
-        seen: pairs of operation and path that rules were asked about.
-        refused: what a rule asked for and does not run, with the rule.
-    """
-
-    def __init__(self, policy: Policy) -> None:
-        self.policy = policy
-        self.low = DTYPES[policy.compute]
-        self.lowered = False
-        self.seen: dict[tuple[str, str], Decision] = {}
-        self.refused: dict[str, str] = {}
-
-    @property
-    def unused(self) -> list[Rule]:
-        """The policy's own rules that matched nothing so far."""
-        return unused(self.policy.own_rules, self.seen)
-
-    def decide(self, operation: str, path: str) -> Decision:
-        """The class of an operation at a path."""
-        key = (operation, path)
-        if key not in self.seen:
-            self.seen[key] = decide(self.policy.rules, *key)
-        return self.seen[key]
-
-    def constant(self, values: Iterable[Any]) -> Value:
-        """What is known of constants: numbers and tensors of float32."""
-        return constant([magnitude(value) for value in values], self.policy.compute)
 
 
 class Pass:
@@ -119,10 +82,7 @@ class Pass:
         self.checkpoint, self.recorder = checkpoint, recorder
         self.known: dict[Node, Known] = dict(arguments)
         self.aliases, self._sameness = Aliases(module.graph), Sameness()
-        self._mode = unstable.fake_mode_of(node.meta.get("example_value") for node in module.graph.nodes)
-        self._casts: dict[tuple[Any, torch.dtype, bool], Node] = {}
-        self._records = True  # whether gradients are recorded here; a cast without them is none for where they are
-        self._made: list[tuple[Known, torch.dtype]] = []
+        self._new = Writing(graph, unstable.fake_mode_of(node.meta.get("example_value") for node in module.graph.nodes))
         self._rounding: set[Node] = set()  # nodes of several results, of which the first is rounded where it is taken
         self._again: dict[Node, bool] = {}  # nodes that may be written again, where gradients are recorded or are not
         self._anew: dict[tuple[Node, tuple[str, ...]], Known] = {}  # what was written again, in float32
@@ -139,10 +99,10 @@ class Pass:
 
     def _restored(self, given: Node) -> Known:
         known = self._wide(given, ("saturated",))
-        node = self._as(known, None)
-        if self.recorder is not None and self._made:
-            self.recorder.add_result(self.known[given], self._made)
-        self._made.clear()
+        node = self._new.cast(known, None)
+        if self.recorder is not None and self._new.made:
+            self.recorder.add_result(self.known[given], self._new.made)
+        self._new.made.clear()
         return known._replace(node=node, fake=known.declared)
 
     def drop_unused(self) -> None:
@@ -169,7 +129,7 @@ class Pass:
         if native_name(node) == "getitem" and source is not None and not isinstance(source.declared, Tensor):
             return self._item(node, source)
         if native_name(node) == "_set_grad_enabled":
-            self._records = bool(node.args[0])
+            self._new.records = bool(node.args[0])
         if not tensors_of((example, self._declared(node))):
             return Known(self.graph.node_copy(node, lambda used: self.known[used].node), example, example)
         return self._operation(node)
@@ -194,7 +154,7 @@ class Pass:
         """One of several values that an operation gave."""
         index: Any = node.args[1]
         value = source.value[index] if isinstance(source.value, list) else source.value
-        new = self._written(node, {one: self.known[one].node for one in node.all_input_nodes}, source.fake[index])
+        new = self._new.copy(node, {one: self.known[one].node for one in node.all_input_nodes}, source.fake[index])
         declared = node.meta.get("example_value")
         known = Known(new, source.fake[index], declared, known_value(declared) if is_integral(declared) else value)
         return self._rounded(known) if index == 0 and node.args[0] in self._rounding else known
@@ -207,8 +167,8 @@ class Pass:
         self._sameness.add(node, None if self.aliases.is_touched(node) else operation)
         self.rules.lowered |= outcome.format == self.rules.policy.compute
         if self.recorder is not None and (tensors_of(known.declared) or self.aliases.changed(node)):
-            self.recorder.add(node, operation, decision, outcome, inputs, known, self._made)
-        self._made.clear()
+            self.recorder.add(node, operation, decision, outcome, inputs, known, self._new.made)
+        self._new.made.clear()
         return known
 
     def _named(self, node: Node) -> tuple[str, Decision]:
@@ -225,7 +185,7 @@ class Pass:
         return [
             value
             for used, value in operands
-            if (is_floating(self.known[used].declared) and not (used is addend and _saturates(value)))
+            if (is_floating(self.known[used].declared) and not (used is addend and may_exceed(value)))
             or (operation in _WITH_INTEGERS and is_integral(self.known[used].declared) and value.state != "weak")
         ]
 
@@ -263,7 +223,7 @@ class Pass:
         except (RuntimeError, TypeError, NotImplementedError) as error:
             refusal = f"{native_name(node)} does not run in {outcome.format}: {str(error).partition(chr(10))[0]}"
         else:
-            self._again[node] = self._records
+            self._again[node] = self._new.records
             return outcome, known._replace(value=inner.of_results(operation, known.value, known.fake))
         if decision.reason != TABLE:
             self.rules.refused[refusal] = decision.reason
@@ -277,19 +237,19 @@ class Pass:
         wanted = dict.fromkeys(how.cast, how.dtype)
         if addend in wanted and inner.takes_wide_mask(node) and self.known[addend].fake.dtype == torch.float32:
             del wanted[addend]
-        fakes = {one: fake_as(self.known[one], wanted.get(one), self._mode) for one in used}
+        fakes = {one: fake_as(self.known[one], wanted.get(one), self._new.mode) for one in used}
         example = node.meta.get("example_value")
         same = all(dtypes_of(fake) == dtypes_of(self.known[one].declared) for one, fake in fakes.items())
-        fake = example if same else self._run_on_fakes(node, fakes)
+        fake = example if same else self._new.run_on_fakes(node, fakes)
         changed = self.aliases.changed(node)
         taken = {one: self._wide(one, anew) for one in used}
-        inputs = {one: self._as(taken[one], wanted.get(one), own=one in changed, adds=one is addend) for one in used}
-        known = Known(
-            self._written(node, inputs, fake), fake, example, known_value(example) if is_integral(example) else value
-        )
+        inputs = {
+            one: self._new.cast(taken[one], wanted.get(one), own=one in changed, adds=one is addend) for one in used
+        }
+        known = Known(self._new.copy(node, inputs, fake), fake, example, value)
         self._forget(changed)
         if self.aliases.is_pinned(node):
-            return known._replace(node=self._as(known, None), fake=example)
+            return known._replace(node=self._new.cast(known, None), fake=example)
         if how.rounded and isinstance(fake, Tensor):
             known = self._rounded(known)
         elif how.rounded:
@@ -300,7 +260,9 @@ class Pass:
 
     def _rounded(self, known: Known) -> Known:
         """A float32 result, cast to the compute format."""
-        return known._replace(node=self._as(known, self.rules.low), fake=fake_as(known, self.rules.low, self._mode))
+        return known._replace(
+            node=self._new.cast(known, self.rules.low), fake=fake_as(known, self.rules.low, self._new.mode)
+        )
 
     def _wide(self, node: Node, roles: tuple[str, ...]) -> Known:
         """What a node gives; where it is low and has one of these roles, computed again in float32, as its inputs are.
@@ -310,30 +272,16 @@ class Pass:
         known = self.known[node]
         if isinstance(known.value, list) or known.value.state != "low" or known.value.role not in roles:
             return known
-        if self._again.get(node) is not self._records:
+        if self._again.get(node) is not self._new.records or known.fake.dtype == torch.float32:
             return known
         if (node, roles) not in self._anew:
             wide = {one: self._wide(one, roles) for one in node.all_input_nodes}
-            fakes = {one: fake_as(given, torch.float32, self._mode) for one, given in wide.items()}
-            fake = self._run_on_fakes(node, fakes)
-            inputs = {one: self._as(given, torch.float32) for one, given in wide.items()}
-            self._made.append((known, torch.float32))
-            self._anew[node, roles] = known._replace(node=self._written(node, inputs, fake), fake=fake)
+            fakes = {one: fake_as(given, torch.float32, self._new.mode) for one, given in wide.items()}
+            fake = self._new.run_on_fakes(node, fakes)
+            inputs = {one: self._new.cast(given, torch.float32) for one, given in wide.items()}
+            self._new.made.append((known, torch.float32))
+            self._anew[node, roles] = known._replace(node=self._new.copy(node, inputs, fake), fake=fake)
         return self._anew[node, roles]
-
-    def _run_on_fakes(self, node: Node, fakes: Mapping[Node, Any]) -> Any:
-        args, kwargs = map_arg((node.args, node.kwargs), fakes.__getitem__)
-        with unstable.on_fakes(self._mode):
-            if node.op == "call_method":
-                return getattr(args[0], str(node.target))(*args[1:], **kwargs)
-            return node.target(*args, **kwargs)  # type: ignore[operator]
-
-    def _written(self, node: Node, inputs: Mapping[Node, Any], fake: Any) -> Node:
-        """A copy of a node on other inputs, which gives what the fake is of."""
-        args, kwargs = map_arg((node.args, node.kwargs), inputs.__getitem__)
-        new = self.graph.create_node(node.op, node.target, args, kwargs, name=node.name)
-        new.meta = {**node.meta, "example_value": fake}
-        return new
 
     def _forget(self, changed: Sequence[Node]) -> None:
         """What was made of a value before it was changed is nothing of what it is now."""
@@ -342,40 +290,12 @@ class Pass:
             for node in (name, *name.users):
                 self._again.pop(node, None)
         stale = {self.known[name].node for name in names & self.known.keys()}
-        self._casts = {key: made for key, made in self._casts.items() if key[0] not in stale}
+        self._new.forget(stale)
 
     def _rename(self, changed: Node, known: Known) -> None:
         """After a change in place, every name of the changed value means what it is now."""
         for name in self.aliases.names(changed) & self.known.keys():
             self.known[name] = known._replace(declared=self.known[name].declared)
-
-    def _as(self, known: Known, dtype: torch.dtype | None, *, own: bool = False, adds: bool = False) -> Any:
-        """A value in a dtype, None being the declared one: itself, or the one cast of it (or an own one).
-
-        Where a product adds it, what is finite stays finite.
-        """
-        if isinstance(known.fake, tuple | list) and dtypes_of(known.fake) != dtypes_of(known.declared):
-            return tuple(self._as(part, dtype) for part in self._parts(known))
-        if not isinstance(known.fake, Tensor) or known.fake.dtype == (target := target_of(known, dtype)):
-            return known.node
-        key = (known.node, target, self._records)
-        if own or key not in self._casts:
-            self._made.append((known, target))
-            source = known.node
-            if adds and _saturates(value_of(known)):
-                source = inner.saturated(self.graph, source, target)
-            new = self.graph.call_method("to", (source, target))
-            new.meta = {**known.node.meta, "example_value": fake_as(known, dtype, self._mode)}
-            if own:
-                return new
-            self._casts[key] = new
-        return self._casts[key]
-
-    def _parts(self, known: Known) -> Iterator[Known]:
-        """The values that an operation gave, one by one."""
-        for index, (fake, declared) in enumerate(zip(known.fake, known.declared, strict=True)):
-            node = self.graph.call_function(operator.getitem, (known.node, index))
-            yield Known(node, fake, declared)
 
     # --- bodies -------------------------------------------------------------------------------------------------------
 
@@ -424,12 +344,6 @@ class Pass:
         return self._held(called), results
 
 
-def constant_of(node: Any, fake: Any, held: Tensor, rules: Rules) -> Known:
-    """What is known of a tensor of the program's own, such as a buffer."""
-    value = rules.constant([held]) if held.dtype == torch.float32 else known_value(fake)
-    return Known(node, fake, fake, value, is_constant=is_floating(held))
-
-
 def under_autocast(where: str) -> UsageError:
     """Code that is decided by polyamp's rules and by another autocast."""
     return UsageError(
@@ -440,11 +354,6 @@ def under_autocast(where: str) -> UsageError:
         fix="leave the autocast region out, and say by rules what runs where: "
         'polyamp.policy(policy, rules={"head": "full"})',
     )
-
-
-def _saturates(value: Value) -> bool:
-    """Whether a value may be finite and beyond the compute format."""
-    return value.state in ("input", "strong") or bool(value.unfit)
 
 
 def _runs_bodies(node: Node) -> bool:

@@ -17,10 +17,11 @@ from polyamp.backends.torch import unstable
 from polyamp.backends.torch.ambient.regions import DEVICE_TYPES
 from polyamp.backends.torch.graphs.attributes import Attributes
 from polyamp.backends.torch.graphs.capture import Captured, capture, check_arguments, refusals
-from polyamp.backends.torch.graphs.decisions import Pass, Rules, constant_of, under_autocast
+from polyamp.backends.torch.graphs.decisions import Pass, under_autocast
 from polyamp.backends.torch.graphs.expansion import expand
 from polyamp.backends.torch.graphs.held import CONSTANTS
 from polyamp.backends.torch.graphs.recorder import Recorder
+from polyamp.backends.torch.graphs.ruling import Rules, constant_of
 from polyamp.backends.torch.graphs.saved import bytes_saved
 from polyamp.backends.torch.graphs.values import Known, known_value, map_known
 from polyamp.errors import InvalidTypeError

@@ -79,8 +79,11 @@ class Sameness:
         unique = len(self._numbers) + len(self._made)
         if operation not in OPERATIONS or operation in _DIFFERENT or not node.op.startswith("call"):
             return -unique - 1
-        said = map_arg((node.args, node.kwargs), lambda used: _Numbered(self._numbers.get(used, used.name)))
+        said = map_arg((node.args, node.kwargs), self._shown)
         return self._made.setdefault(f"{node.target!r} {said!r}", unique)
+
+    def _shown(self, used: Node) -> Any:
+        return _Numbered(self._numbers.get(used, used.name))
 
     def _of_constants(self, operation: str | None, made_of: list[Node]) -> bool:
         if operation in _FROM_SHAPES:

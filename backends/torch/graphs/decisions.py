@@ -164,7 +164,7 @@ class Pass:
         inputs = [self.known[used] for used in node.all_input_nodes]
         outcome, known = self._decided(node, operation, decision)
         known = known._replace(value=of_its_type(known, inputs))
-        self._sameness.add(node, None if self.aliases.is_touched(node) else operation)
+        self._sameness.add(node, operation, is_changed=self.aliases.is_touched(node))
         self.rules.lowered |= outcome.format == self.rules.policy.compute
         if self.recorder is not None and (tensors_of(known.declared) or self.aliases.changed(node)):
             self.recorder.add(node, operation, decision, outcome, inputs, known, self._new.made)

@@ -48,17 +48,18 @@ class Sameness:
         self._made: dict[str, int] = {}
         self._constants: set[Node] = set()
 
-    def add(self, node: Node, operation: str | None, *, is_constant: bool = False) -> None:
+    def add(self, node: Node, operation: str | None, *, is_constant: bool = False, is_changed: bool = False) -> None:
         """Number what a node gives.
 
         Args:
             node: of which the operands are numbered.
             operation: its canonical operation; None where nothing is known of it.
             is_constant: whether it is known to be a constant.
+            is_changed: whether its memory is changed in place, so that it is no constant.
         """
         self._numbers[node] = self._number(node, operation)
         made_of = [one for one in operands_of(node) if isinstance(one.meta.get("example_value"), Tensor)]
-        is_pure = operation is not None and operation not in ("random", "dropout")
+        is_pure = operation not in (None, "random", "dropout") and not is_changed
         if is_constant or (is_pure and self._of_constants(operation, made_of)):
             self._constants.add(node)
 

@@ -49,9 +49,11 @@ def known_value(declared: Any, state: str = "weak") -> Value:
     >>> known_value(torch.ones(1, dtype=torch.int64)).state, known_value(torch.ones(1, dtype=torch.bool)).state
     ('input', 'weak')
     """
-    if is_floating(declared) and declared.dtype != torch.float32:
-        return Value("other", str(declared.dtype).removeprefix("torch."))
-    return Value("input" if is_integral(declared) else state)
+    if not is_floating(declared):
+        return Value("input") if is_integral(declared) else WEAK
+    return (
+        Value(state) if declared.dtype == torch.float32 else Value("other", str(declared.dtype).removeprefix("torch."))
+    )
 
 
 def magnitude(held: Any) -> float:

@@ -180,7 +180,7 @@ def policy(
     >>> str(policy("fp16")), str(policy("p=f32,c=bf16,o=f32"))
     ('mixed_float16', 'mixed_bfloat16')
     >>> policy("O2").param, policy("O2").decide("batch_norm").op_class
-    ('float16', 'full')
+    ('float16', 'inner')
     >>> policy("mixed_float16", rules={"softmax": "lower"}).decide("softmax").op_class
     'lower'
 

@@ -152,9 +152,9 @@ def relaxable(probe: Probe) -> Iterator[Evidence]:
 
 
 def _is_part(one: Observation) -> bool:
-    """Whether it is a step of a larger operation that is float32 for its sums, such as the exp of a softmax in JAX."""
+    """Return whether it is a step of a larger operation that sums in float32, such as the exp of a softmax in JAX."""
     names = (name.strip("_") for name in re.split(r"[./]", one.where))
-    return any(name in OPERATIONS and OPERATIONS[name].op_class == "full" for name in names)
+    return any(name in OPERATIONS and OPERATIONS[name].op_class in ("full", "inner") for name in names)
 
 
 def _room(probe: Probe, one: Observation) -> float:

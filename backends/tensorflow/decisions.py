@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
+from polyamp.backends.tensorflow.fusing import fused
 from polyamp.backends.tensorflow.graph import FLOAT32, FLOATING, Graph, Node, closes_loop
 from polyamp.backends.tensorflow.kernels import device_of, lowerable
 from polyamp.backends.tensorflow.operands import (
@@ -24,6 +25,7 @@ from polyamp.backends.tensorflow.places import Places
 from polyamp.backends.tensorflow.region import forward_of, is_gradient, regions
 from polyamp.backends.tensorflow.unstable import as_asked
 from polyamp.flow import AFTER_LOOP, AS_WRITTEN, Flow, Value, constant, flow, specific
+from polyamp.formats import format_of
 from polyamp.operations import OPERATIONS as CLASSES
 from polyamp.policy import Policy
 from polyamp.rules import TABLE, Decision, Rule, decide, unused
@@ -77,14 +79,16 @@ class Rules:
     """A policy with what was found out under it; shared by all functions of one program.
 
     Attributes:
+        fuses: whether kernels are put in the place of norms that a graph writes out.
         low: the number of TensorFlow's ``DataType`` for the compute format.
         seen: pairs of operation and path that rules were asked about.
         refused: what a rule asked for and no kernel does, with the rule.
         not_entered: types of operations whose functions have products and run as written, with a place of each.
     """
 
-    def __init__(self, policy: Policy) -> None:
+    def __init__(self, policy: Policy, *, fuses: bool = True) -> None:
         self.policy = policy
+        self.fuses = fuses and format_of(policy.compute).is_low
         self.compute = policy.compute
         self.low: int = tf.as_dtype(policy.compute).as_datatype_enum
         self.seen: dict[tuple[str, str], Decision] = {}
@@ -134,12 +138,13 @@ class Pass:
         path: str = "",
         traced: Any = None,
     ) -> None:
-        self.graph, self.rules, self.functions, self.path, self.traced = graph, rules, functions, path, traced
+        self.rules, self.functions, self.path, self.traced = rules, functions, path, traced
+        places = Places(traced)
+        self.graph = graph = fused(graph, places, functions.library) if rules.fuses else graph
         names = (name for name, _ in graph.arguments)
         self.known: dict[str, Known] = dict(zip(names, arguments, strict=True))
         self._named = {node.name: node for node in graph.nodes}
         self.regions = regions(graph, functions.library)
-        places = Places(traced)
         self._operands = Operands(graph, lambda value: places.shape(graph, value))
         self.nodes: list[Decided] = []
         for node in graph.nodes:
@@ -175,7 +180,10 @@ class Pass:
 
         Its own name is one of them where somebody chose it, and not where it only says what the operation is.
         """
-        first = self.graph.maker.get(node.inputs[0]) if node.op == "AddN" else None
+        place = {"AddN": 0, "FusedBatchNormGradV3": 3}.get(node.op)
+        first = self.graph.maker.get(node.inputs[place]) if place is not None else None
+        if node.op != "AddN" and first is not None and not is_gradient(node.name):
+            return self.scope_of(first)  # the gradient of a norm that was put together
         if first is not None and is_gradient(first.name) and not is_gradient(node.name):
             return self.scope_of(first)  # a sum of gradients, which has no scope
         name = forward_of(node.name) if is_gradient(node.name) else node.name
@@ -307,7 +315,8 @@ def _declared(port: Any, integers: Value) -> Known:
 def _given(node: Node, port: Any, operation: str, outcome: Flow) -> Value:
     """What is known of a float32 output: what a normalisation gives beside its data are statistics."""
     is_data = port.attribute == node.gives[0].attribute and (port is node.gives[0] or operation != "batch_norm")
-    return outcome.output if is_data or outcome.output.state != "low" else Value("strong", operation)
+    own = is_data or outcome.output.state != "low"
+    return outcome.output if own else Value("strong", operation, role="statistic")
 
 
 def _is_inner(operation: str) -> bool:
@@ -328,6 +337,16 @@ def _cast(decisions: Pass, node: Node) -> Decided:
         return decisions._operation(node)
     known, maker = decisions.values_of(node)[0], decisions.graph.maker.get(node.inputs[0])
     return decisions.as_written(node, "table", of_integers(node, known.value, maker, decisions.rules.compute))
+
+
+def _shape(decisions: Pass, node: Node) -> Decided:
+    """Sizes are read off values as they are."""
+    decided = decisions._operation(node)
+    types = {known.dtype for known in decisions.values_of(node)}
+    if types != {decisions.rules.low} or any(port.attribute != "T" or port.dtype != FLOAT32 for port in node.takes):
+        return decided
+    changes = {"T": tf.compat.v1.AttrValue(type=decisions.rules.low)}
+    return decided._replace(takes=[decisions.rules.low] * len(node.takes), changes=changes)
 
 
 def _merge(decisions: Pass, node: Node) -> Decided:
@@ -371,4 +390,5 @@ _SPECIAL = {
     "IdentityN": _identities,
     "Merge": _merge,
     "NextIteration": _loop_edge,
+    **dict.fromkeys(("Rank", "Shape", "ShapeN", "Size"), _shape),
 }

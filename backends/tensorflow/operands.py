@@ -18,7 +18,18 @@ _RESOURCES = (tf.resource.as_datatype_enum, tf.variant.as_datatype_enum)
 _SAME = ("Identity", "StopGradient", "PreventGradient", "CheckNumerics", "EnsureShape", "Snapshot", "Real", "Conj")
 _MOVES = ("Reshape", "Squeeze", "ExpandDims", "Transpose", "BroadcastTo", "Tile", "ConjugateTranspose", "Cast")
 _CONSTANTS = ("Const", "OnesLike", "ZerosLike")
-_DATA = ("Iterator", "Optional", "Placeholder", "Parse", "Decode", "Example", "Queue", "ReadVariable", "Unstage", "Recv")
+_DATA = (
+    "Iterator",
+    "Optional",
+    "Placeholder",
+    "Parse",
+    "Decode",
+    "Example",
+    "Queue",
+    "ReadVariable",
+    "Unstage",
+    "Recv",
+)
 
 
 class Operands:

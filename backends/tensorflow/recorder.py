@@ -85,10 +85,9 @@ def _planned(
     needed = _needed(decisions, wanted, cast, decided.anew)
     again = _computed_anew(decisions, wanted, anew, decided.anew) if decided.anew else ()
     given = zip(node.outputs, (one.dtype for one in decided.gives), strict=True)
-    declared = zip([*node.inputs, *node.outputs], (port.dtype for port in [*node.takes, *node.gives]), strict=True)
-    calls = bool(decided.inside)  # what is inside moves the bytes
+    moves = not decided.inside and decided.operation != "shape"  # what is inside moves them; a shape is read off
     bytes_cast = _size(decisions, places, ((value, known[value].dtype) for value, _ in needed))
-    moved = 0 if calls else _size(decisions, places, [*wanted, *given])
+    moved = _size(decisions, places, [*wanted, *given]) if moves else 0
     return PlannedOperation(
         decided.operation,
         node.op,
@@ -102,8 +101,19 @@ def _planned(
         + bytes_cast
         + _size(decisions, places, needed)
         + _size(decisions, places, ((value, FLOAT32) for value in again)),
-        bytes_moved_float32=0 if calls else _size(decisions, places, declared),
+        bytes_moved_float32=_moved_float32(decisions, decided, places),
     )
+
+
+def _moved_float32(decisions: Pass, decided: Decided, places: Places) -> int:
+    """Bytes that a node moved as it was written, or those that it stands for."""
+    node = decided.node
+    if decided.inside or decided.operation == "shape":
+        return 0
+    if node.name in decisions.graph.instead:
+        return decisions.graph.instead[node.name]
+    types = (port.dtype for port in [*node.takes, *node.gives])
+    return _size(decisions, places, zip([*node.inputs, *node.outputs], types, strict=True))
 
 
 def _result_cast(decisions: Pass, places: Places, value: str, needed: set[tuple[str, int]]) -> PlannedOperation:

@@ -202,9 +202,9 @@ def concrete_of(fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     return concrete
 
 
-def decided_for(concrete: Any, policy: Policy) -> Pass:
-    """Every node of a ``ConcreteFunction``, decided under a policy."""
-    rules, library = Rules(policy), FunctionLibrary()
+def decided_for(concrete: Any, policy: Policy, *, fuses: bool = True) -> Pass:
+    """Every node of a ``ConcreteFunction``, decided under a policy; ``fuses`` as of `Rules`."""
+    rules, library = Rules(policy, fuses=fuses), FunctionLibrary()
     graph = Graph.of_function(concrete.function_def, library)
     arguments = _arguments(graph, concrete.captured_inputs, policy.compute)
     return Pass(graph, rules, Functions(library, rules, concrete.graph), arguments, traced=concrete.graph)

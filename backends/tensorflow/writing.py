@@ -112,7 +112,7 @@ class Body:
         self.nodes.append(_with(node.definition, [*inputs, *(f"^{name}" for name in node.controls)], changes))
 
     def value(self, value: str, dtype: int, anew: Sequence[str] = ()) -> str:
-        """A value in a type: itself, or the one cast of it; in float32, computed anew where it has one of these roles."""
+        """A value in a type: itself, or the one cast of it; or, of a role in ``anew``, a second one."""
         known = self._decisions.known[value]
         if known.dtype == dtype or known.dtype > 100:
             return value

@@ -47,9 +47,7 @@ class Flow(NamedTuple):
     anew: tuple[str, ...] = ()
 
 
-def flow(
-    operation: str, decision: Decision, inputs: Sequence[Value], compute: str, *, gradient: bool = False
-) -> Flow:
+def flow(operation: str, decision: Decision, inputs: Sequence[Value], compute: str, *, gradient: bool = False) -> Flow:
     """Decide one operation. Pure: the same arguments give the same answer in every framework.
 
     ``lower`` makes low values and ``full`` strong ones. ``inner`` is low beside a low first input, low after strong

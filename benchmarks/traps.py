@@ -13,19 +13,22 @@ import os
 import sys
 import warnings
 from collections.abc import Iterable
-from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 sys.path.append(str(Path(__file__).parents[1] / "tests"))
 
+import jax
+import tensorflow
+import torch
 import typer
 from interleave import console, keep
 from rich.box import SIMPLE_HEAD
 from rich.progress import track
 from rich.table import Table
 
+import polyamp
 from support.traps import TRAPS
 from support.traps.engines import ENGINES, FORMATS
 from support.traps.verdict import KEPT, verdict
@@ -119,7 +122,7 @@ def main(
     for name, said in counts(found).items():
         console().print(f"{name}: {said['float16']} and {said['bfloat16']} of {len(trap or TRAPS)}")
     if not (engine or trap):
-        versions = {name: version(name) for name in ("polyamp", "torch", "jax", "tensorflow")}
+        versions = {module.__name__: module.__version__ for module in (polyamp, torch, jax, tensorflow)}
         kept = json.loads(keep("traps_cpu", versions, {"rows": found}).read_text())
         PAGE.write_text(page(kept))
 

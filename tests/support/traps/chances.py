@@ -107,12 +107,6 @@ def label_smoothing(ops: Any, w: Any, x: Any, labels: Any) -> Any:
     return -ops.mean(ops.sum(soft * ops.log_softmax(ops.matmul(x, w)), -1))
 
 
-@trap("exp(12) is beyond float16", EYE, LOGITS)
-def softmax_by_exp(ops: Any, w: Any, x: Any) -> Any:
-    y = ops.exp(ops.matmul(x, w))
-    return y / ops.sum(y, -1)
-
-
 @trap("1e-8 is 0 in float16, and log(0) follows", EYE, X)
 def log_of_relu_and_epsilon(ops: Any, w: Any, x: Any) -> Any:
     return ops.log(ops.relu(ops.matmul(x, w)) + 1e-8)

@@ -62,6 +62,11 @@ def factor_of_70_000(ops: Any, w: Any, x: Any) -> Any:
     return ops.tanh(ops.matmul(x, w) * 70_000.0 * 1e-6)
 
 
-@trap("what is added is beyond float16, and rounds the rest away", EYE, np.round(X * 8) / 8)
-def a_million_more(ops: Any, w: Any, x: Any) -> Any:
-    return (ops.matmul(x, w) + 1e6) - 1e6
+@trap("what is added is beyond float16", EYE, X)
+def root_of_a_million_more(ops: Any, w: Any, x: Any) -> Any:
+    return ops.sqrt(ops.matmul(x, w) + 1e6)
+
+
+@trap("the sum of a window is beyond float16", eye(64, 2), 1 + np.abs(normal(2 * 64 * 64, 2)))
+def average_of_a_window(ops: Any, w: Any, x: Any) -> Any:
+    return ops.averaged(ops.matmul(x, w), 64)

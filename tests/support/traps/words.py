@@ -97,6 +97,11 @@ class Torch:
         return x.reshape(-1)
 
     @staticmethod
+    def averaged(x: Any, size: int) -> Any:
+        images = x.reshape(-1, size, size, x.shape[-1]).permute(0, 3, 1, 2)
+        return functional.avg_pool2d(images, size).flatten(1)
+
+    @staticmethod
     def loop(turns: int, body: Callable[[Any], Any], state: Any) -> Any:
         for _ in range(turns):
             state = body(state)
@@ -172,6 +177,13 @@ class Jax:
         return x.reshape(-1)
 
     @staticmethod
+    def averaged(x: Any, size: int) -> Any:
+        window = (1, size, size, 1)
+        images = x.reshape(-1, size, size, x.shape[-1])
+        sums = jax.lax.reduce_window(images, 0.0, jax.lax.add, window, window, "VALID")
+        return sums.reshape(-1, x.shape[-1]) / size**2
+
+    @staticmethod
     def loop(turns: int, body: Callable[[Any], Any], state: Any) -> Any:
         return jax.lax.fori_loop(0, turns, lambda _, state: body(state), state)
 
@@ -221,6 +233,11 @@ class TensorFlow:
     @staticmethod
     def flat(x: Any) -> Any:
         return tf.reshape(x, [-1])
+
+    @staticmethod
+    def averaged(x: Any, size: int) -> Any:
+        images = tf.reshape(x, [-1, size, size, x.shape[-1]])
+        return tf.reshape(tf.nn.avg_pool2d(images, size, size, "VALID"), [-1, x.shape[-1]])
 
     @staticmethod
     def loop(turns: int, body: Callable[[Any], Any], state: Any) -> Any:

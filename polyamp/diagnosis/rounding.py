@@ -56,7 +56,7 @@ def rounding(narrow: Recording, wide: Recording) -> Rounding | None:
     ...     return Recording("jax", "mixed_float16", loss, 1.0, True, (one,))
     >>> print(rounding(step(0.0, 0.0), step(5.5, 1e-5)))
     the loss is 0, and 5.5 in float32; the first tensor that differs by more than 10% is norm/sub: nothing is left of \
-    sum of its magnitudes
+the sum of its magnitudes
     >>> rounding(step(5.4, 1e-5), step(5.5, 1e-5))
 
     Args:

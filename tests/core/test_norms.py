@@ -199,6 +199,14 @@ def test_rules_reach_the_operations_of_a_norm() -> None:
     assert flow("sub", ruled, [LOW, mean], "float16").output == Value("strong", "sub")
 
 
+def test_gradients_of_a_norm_s_data_and_statistics_are_summed_inside_it() -> None:
+    total, begun = Value("strong", "sum", role="sum"), Value("low", "matmul", role="normalized")
+    assert statistic("neg", [total]) == statistic("tile", [total]) == "sum"
+    assert normalizes("add", [begun, total, begun], gradient=True)
+    assert not normalizes("add", [begun, total, begun])
+    assert not normalizes("mul", [begun, total, begun], gradient=True)
+
+
 def test_roles_are_of_statistics_alone() -> None:
     mean = Value("strong", "mean", role="statistic")
     root = Value("strong", "sqrt", role="root")

@@ -42,8 +42,8 @@ def convert(model: nn.Module, policy: Policy) -> nn.Module:
     """Store floating parameters and buffers in ``policy.param``, except where rules say full, inner or keep.
 
     A module that stays in float32, by the table (norms), by a path rule, or since its authors keep it so under a policy
-    that keeps norms (``_keep_in_fp32_modules``), gets its inputs in float32 and gives its outputs back in
-    ``policy.compute``; the model's own inputs are cast to ``policy.compute`` and its outputs to
+    that keeps norms (``_keep_in_fp32_modules``), gets its inputs in float32 (batch norms take 16 bits) and gives its
+    outputs back in ``policy.compute``; the model's own inputs are cast to ``policy.compute`` and its outputs to
     ``policy.output``. The `torch.nn.Parameter` objects stay the same ones. Converting again replaces all of this.
 
     >>> from polyamp import policy

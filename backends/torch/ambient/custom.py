@@ -116,7 +116,10 @@ def custom_bwd(backward: Fn) -> Fn:
 
     @functools.wraps(backward)
     def cast_backward(ctx: Any, *grads: Any) -> Any:
-        with _restored(ctx.polyamp_autocast):
+        state: _State = ctx.polyamp_autocast
+        with _restored(state):
+            if state.op_class == "inner" and state.dtype is not None:
+                grads, _ = casts.cast_all(grads, {}, "full", state.device_type, state.dtype)
             return backward(ctx, *grads)
 
     return cast_backward  # type: ignore[return-value]

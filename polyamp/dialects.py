@@ -33,7 +33,7 @@ class Words:
 def default_rules(param: str, compute: str, output: str) -> tuple[Rule, ...]:
     """Return the rules that the formats imply: none, except for pure 16-bit policies.
 
-    The operation table keeps norms in float32. Pure 16-bit policies lower them, as Keras and Apex O3 do.
+    The operation table keeps norms in float32 inside. Pure 16-bit policies lower them, as Keras and Apex O3 do.
     """
     pure = param == compute == output and format_of(compute).is_low
     return (Rule("*_norm", "lower"),) if pure else ()

@@ -166,7 +166,7 @@ class LossScale:
         LossScale.fixed(1024.0)
 
         Raises:
-            InvalidTypeError: it is neither.
+            InvalidTypeError: ``value`` is neither settings nor a number.
             InvalidValueError: the number is not positive and finite.
         """
         if isinstance(value, LossScale):

@@ -88,7 +88,7 @@ def parse_rules(
     (Rule(pattern='softmax', op_class='lower'),)
 
     Raises:
-        InvalidTypeError: it is not a mapping or pairs of strings.
+        InvalidTypeError: ``spec`` is not a mapping or pairs of strings.
         InvalidValueError: a pattern is blank or repeated, or a class is unknown.
     """
     for pattern, op_class in (pairs := _pairs(spec, where)):

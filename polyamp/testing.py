@@ -108,7 +108,7 @@ def spoiled(grads: Arrays, value: float) -> dict[str, NDArray[Any]]:
 
 
 def overflow_trace(seed: int, steps: int, share: float = 0.3) -> list[bool]:
-    """Choose at random which steps have finite gradients; about ``share`` of them have not.
+    """Choose at random which steps have finite gradients; ``share`` is the expected share of the others.
 
     >>> overflow_trace(0, 6)
     [True, False, False, False, True, True]

@@ -58,7 +58,7 @@ def wrap_optimizer(
     Raises:
         InvalidTypeError: ``optimizer`` is not an optimizer, or its framework has no adapter; or ``loss_scale`` is not a
             loss scale.
-        UnsupportedError: this framework does not have an option.
+        UnsupportedError: an option does not exist in this framework.
         InvalidValueError: ``max_grad_norm``, or a number as ``loss_scale``, is not positive and finite.
         UsageError: the optimizer is wrapped already.
     """
@@ -154,7 +154,7 @@ def load_loss_scale(holder: Any, saved: Mapping[str, Any]) -> Any:
     """Continue from a loss-scale state saved by `save_loss_scale`, in this framework or another.
 
     Returns:
-        The same object where it is mutable; in JAX, a new optimizer state.
+        The same object if it is mutable; in JAX, a new optimizer state.
 
     Raises:
         StateError: the state is of another kind, has missing fields, or is outside the settings; nothing is changed.
@@ -231,7 +231,7 @@ def autocast(
         function.
 
     Raises:
-        InvalidTypeError: two policies, or an argument of another library's autocast, are given.
+        InvalidTypeError: there are two policies, or an argument of another library's autocast.
         UnsupportedError: no loaded framework has what was requested.
     """
     if mistaken:

@@ -103,13 +103,12 @@ def calibrate(
     """Run a step on a few batches in float32 and return the rules that this model needs in addition to a policy's.
 
     An operation that the policy computes in 16 bits is kept in float32 if it overflows there, loses more than
-    ``share``, changes the loss by its rounding, or has gradients for which no loss scale fits together with the others.
+    ``share``, changes the loss by its rounding, or has gradients that no loss scale suits together with the others.
 
     An operation that the table keeps in float32 only for its range is allowed into 16 bits if it stays well inside the
-    format here: exponentials, powers, reciprocals and the like. Never allowed are reductions, losses and
-    normalisations: they need float32 for the accuracy of their sums, which the range does not show. Logarithms,
-    squares, sines and cosines are not allowed either: they depend on bits of their argument that 16-bit formats do not
-    have.
+    format here: exponentials, powers, reciprocals and the like. Reductions, losses and normalisations are never
+    allowed: they need float32 for the accuracy of their sums, which the range does not show. Logarithms, squares, sines
+    and cosines are not allowed either: they depend on bits of their argument that 16-bit formats do not have.
 
     >>> import jax.numpy as jnp
     >>> def loss_fn(params, x):

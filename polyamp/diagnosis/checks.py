@@ -37,7 +37,7 @@ class Check(NamedTuple):
     """One check: a pure function of facts, and the severity of what it finds.
 
     Attributes:
-        severity: of all its findings; see `Finding`.
+        severity: the severity of all its findings; see `Finding`.
         title: what it checks for.
         source: the reference for why this is wrong.
         find: returns its findings.

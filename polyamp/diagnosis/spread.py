@@ -25,7 +25,7 @@ FIELDS = 256
 """The number of values of float32's exponent field: 0 is zeros and subnormals, 255 is inf and NaN."""
 
 SAMPLE = 2**14
-"""The number of elements in a histogram. For larger tensors, every k-th element is counted, with an odd k.
+"""The most elements that a histogram counts. For larger tensors, every k-th element is counted, with an odd k.
 
 A share of 0.1 % is then known to about 0.025 % (one standard deviation of a binomial share). The largest magnitude, inf
 and NaN are searched for in all elements.

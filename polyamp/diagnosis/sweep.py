@@ -122,7 +122,7 @@ class Sweep:
 
     @cached_property
     def window(self) -> Window | None:
-        """Return the ends of the longest run of ok scales, the upper one of equal runs; None if no scale is ok."""
+        """Return the ends of the longest run of ok scales (of equal runs, the upper one); None if none is ok."""
         runs: list[list[float]] = [[]]
         for trial, outcome in zip(self.trials, self.outcomes, strict=True):
             if outcome == "ok":

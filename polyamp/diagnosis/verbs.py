@@ -53,7 +53,7 @@ def probe(
         policy: the policy that the step will train under; None is the current policy if that computes in 16 bits, else
             ``mixed_float16``. Only tensors that it computes in 16 bits limit the loss scale.
         format: examine the same tensors for another format than the policy's compute format.
-        tolerance: share of a gradient's L1 mass that may be lost; 0.1 % of the update.
+        tolerance: share of a gradient's L1 mass that may be lost; the default is 0.1 % of the update.
         margin: powers of two to keep free above the largest gradient, since other batches have larger ones.
         scale: the factor by which a training step multiplies its loss, if polyamp cannot see it
             (``torch.amp.GradScaler``).
@@ -196,7 +196,7 @@ def check_range(name: str, value: object, least: float, most: float, *, where: s
     >>> check_range("margin", 3.0, 0.0, 100.0, where="probe(margin=)")
 
     Raises:
-        InvalidValueError: it is not one.
+        InvalidValueError: the value is outside the limits, or is not a number.
     """
     number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
     if not (number and least <= value <= most):  # type: ignore[operator]

@@ -142,6 +142,8 @@ def test_what_an_operation_is_depends_on_its_operands() -> None:
     assert "square" in decided(lambda y: y * y, X)
     assert "square" in decided(lambda y: y.t().clone() * torch.real(y).t(), X)
     assert "square" not in decided(lambda y: y * y.flip(0), X)
+    assert "square" not in decided(lambda y: torch.mul(*y.chunk(2, -1)), X)
+    assert "square" in decided(lambda y: y.chunk(2, -1)[0] * y.chunk(2, -1)[0], X)
     assert "square" not in decided(lambda y: F.dropout(y) * F.dropout(y), X)  # two masks
     assert "reciprocal" in decided(lambda y: 1 / (y + 4), X)
     assert "reciprocal" in decided(lambda y: torch.full((8,), 2.0) / (y + 4), X)

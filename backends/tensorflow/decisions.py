@@ -158,6 +158,17 @@ class Pass:
             decided = self._node(node)
             self.nodes.append(decided)
             self._know(node, decided)
+        self._take_items()
+
+    def _take_items(self) -> None:
+        """Note in what type items of lists are taken."""
+        taken = [pair for decided in self.nodes for pair in zip(decided.node.inputs, decided.takes, strict=True)]
+        for value, dtype in (*taken, *((value, FLOAT32) for value in self.graph.returns)):
+            maker = self.graph.maker.get(value)
+            if maker is not None and maker.op in HANDLED and maker.gives[maker.outputs.index(value)].dtype == FLOAT32:
+                handles = zip(maker.takes, maker.inputs, strict=True)
+                name = next((self.known[one].held for port, one in handles if port.dtype == VARIANT), "")
+                self.rules.lists.take(name, is_low=dtype == self.rules.low)
 
     def _know(self, node: Node, decided: Decided) -> None:
         constants = {value: self.known[value].is_constant for value in node.inputs if value in self.known}
@@ -264,10 +275,17 @@ class Pass:
         has_kernel = not (items or any(is_item(node, port) for port in node.gives)) or lowerable(node, self.rules.low)
         if decision.reason != TABLE or not has_kernel or self._adds_to_one_item(node):
             lists.keep([name])
+        if node.op == "AddN":
+            lists.sum(name)
         value = lists.value_of(name)
-        is_low = value.state == "low" and holds_float32(node)
+        is_low = lists.is_low(name) and holds_float32(node)
         dtype = self.rules.low if is_low else FLOAT32
-        made = self.as_written(node, f"holds what {value.maker} made" if is_low else "holds float32", value, decision)
+        reason = (
+            (f"holds what {value.maker} made" if value.maker else "its items are lowered")
+            if is_low
+            else "holds float32"
+        )
+        made = self.as_written(node, reason, value, decision)
         return made._replace(
             outcome=Flow(self.rules.compute, value, made.outcome.reason) if is_low else made.outcome,
             takes=[dtype if is_item(node, port) else port.dtype for port in node.takes],

@@ -47,6 +47,17 @@ class Lists:
         self._same: dict[str, str] = {}
         self._items: dict[str, set[Value]] = {}
         self._known: dict[str, Value] = {}
+        self._kept: set[str] = set()
+        self._taken: dict[str, bool] = {}
+        self._narrow: set[str] = set()
+
+    def is_low(self, name: str) -> bool:
+        """Return whether a list has 16-bit items: low ones, or such as nothing takes but in 16 bits."""
+        return self.value_of(name).state == "low" or self._root(name) in self._narrow
+
+    def take(self, name: str, *, is_low: bool) -> None:
+        """Note that an item is taken, in 16 bits or not."""
+        self._taken[name] = is_low and self._taken.get(name, True)
 
     def value_of(self, name: str) -> Value:
         """Return what is known of a list's items, from the pass before."""
@@ -57,10 +68,15 @@ class Lists:
         if name:
             self._items.setdefault(name, set()).add(value._replace(role=""))
 
+    def sum(self, name: str) -> None:
+        """Note that lists are added: where their items are float32, nothing but that is taken."""
+        self.take(name, is_low=False)
+
     def keep(self, names: Iterable[str]) -> None:
         """Note that lists have to hold float32."""
-        for name in names:
+        for name in filter(None, names):
             self.put(name, _STRONG)
+            self._kept.add(name)
 
     def tie(self, names: Iterable[str]) -> str:
         """Note that lists have one type, and return a name for them; one that is not known here keeps float32."""
@@ -79,8 +95,13 @@ class Lists:
         for name, values in self._items.items():
             items.setdefault(self._root(name), set()).update(values)
         known = {name: _joined(values) for name, values in items.items()}
-        before, self._known, self._items = self._known, known, {}
-        return known != before and any(value != _STRONG for value in known.values())
+        kept = {self._root(name) for name in self._kept}
+        wide = {self._root(name) for name, is_low in self._taken.items() if not is_low}
+        narrow = {self._root(name) for name in self._taken} - wide - kept
+        before = (self._known, self._narrow)
+        self._known, self._narrow, self._items, self._taken = known, narrow, {}, {}
+        is_same = before == (known, narrow)
+        return not is_same and (bool(narrow) or any(value != _STRONG for value in known.values()))
 
     def _root(self, name: str) -> str:
         while name in self._same:

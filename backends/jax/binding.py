@@ -8,15 +8,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 from jax import lax
 
 from polyamp.backends.jax import unstable
 from polyamp.backends.jax.cells import FLOAT32, Cell
+from polyamp.backends.jax.recipes import Taken, bound, is_traced, taken_by, with_less_kept
 
 _SPREADING = ("add", "sub", "mul", "div", "max", "min")
 _REPEATING = ("broadcast_in_dim", "gather")
-_NEEDING_OPERANDS = ("mul", "div", "square", "integer_pow")
+_NEEDING_OPERANDS = frozenset(
+    {"mul", "div", "square", "integer_pow", "pow", "log", "log1p", "sin", "cos", "abs", "max", "min", "erf"}
+)
+_NEEDING_RESULTS = frozenset({"exp", "tanh", "logistic"})
 
 
 def bound_low(equation: Any, cells: Sequence[Cell], dtype: Any, output: Any) -> list[Any]:
@@ -25,7 +28,7 @@ def bound_low(equation: Any, cells: Sequence[Cell], dtype: Any, output: Any) -> 
     What is spread over rows (a bias, a scale, a gate), and what a gather may take several times, is so in float32: the
     derivative of that is a sum, which in 16 bits would stop growing after some hundreds of terms.
     """
-    if equation.primitive.name in _REPEATING and _is_traced(cells[0]):
+    if equation.primitive.name in _REPEATING and is_traced(cells[0]):
         return [unstable.converted(array, dtype) for array in unstable.bound(equation, _wide(cells), equation.params)]
     shape, spreads = equation.outvars[0].aval.shape, equation.primitive.name in _SPREADING
     arrays = [_spread(cell, shape, dtype) if spreads else _cast(cell, dtype) for cell in cells]
@@ -33,22 +36,27 @@ def bound_low(equation: Any, cells: Sequence[Cell], dtype: Any, output: Any) -> 
     return unstable.bound(equation, arrays, {**equation.params, **preferred})
 
 
-def bound_wide(equation: Any, cells: Sequence[Cell]) -> list[Any]:
-    """The results of an equation on its floating inputs in float32.
+def bound_wide(equation: Any, cells: Sequence[Cell], anew: Sequence[str] = ()) -> list[Any]:
+    """The results of an equation on its floating inputs in float32, those of the roles ``anew`` computed again.
 
-    Where the derivative needs operands that are in 16 bits, the backward pass keeps those and widens them once more.
+    Where the derivative needs operands that are in 16 bits, or were computed of such, the backward pass keeps those and
+    widens them once more.
     """
-    narrow = [cell for cell in cells if _is_traced(cell) and cell.dtype != FLOAT32]
-    if not narrow or equation.primitive.name not in _NEEDING_OPERANDS:
+    inputs, name = taken_by(cells, anew), equation.primitive.name
+    if name in _NEEDING_OPERANDS or name in _NEEDING_RESULTS:
+        smaller = list(map(with_less_kept, inputs))
+        inputs = smaller if name in _NEEDING_OPERANDS or any(map(_is_smaller, smaller)) else inputs
+    if not any(taken.is_anew or _is_smaller(taken) or _is_narrow(taken, name) for taken in inputs):
         return unstable.bound(equation, _wide(cells), equation.params)
+    return bound(lambda arrays: unstable.bound(equation, arrays, equation.params), inputs)
 
-    def widened(*arrays: Any) -> list[Any]:
-        given = iter(arrays)
-        wide = [unstable.converted(next(given), FLOAT32) if cell in narrow else _cast(cell, FLOAT32) for cell in cells]
-        return unstable.bound(equation, wide, equation.params)
 
-    results: list[Any] = jax.checkpoint(widened, prevent_cse=False)(*(cell.array for cell in narrow))
-    return results
+def _is_smaller(taken: Taken) -> bool:
+    return taken.leaves != [taken.cell]
+
+
+def _is_narrow(taken: Taken, name: str) -> bool:
+    return name in _NEEDING_OPERANDS and is_traced(taken.cell) and taken.cell.dtype != taken.cell.declared
 
 
 def _wide(cells: Sequence[Cell]) -> list[Any]:
@@ -60,10 +68,6 @@ def _cast(cell: Cell, dtype: Any) -> Any:
 
 
 def _spread(cell: Cell, shape: tuple[Any, ...], dtype: Any) -> Any:
-    if not _is_traced(cell) or cell.array.shape == shape:
+    if not is_traced(cell) or cell.array.shape == shape:
         return _cast(cell, dtype)
     return unstable.converted(lax.broadcast_in_dim(cell.cast(FLOAT32), shape, range(cell.array.ndim)), dtype)
-
-
-def _is_traced(cell: Cell) -> bool:
-    return cell.inexact and isinstance(cell.array, jax.core.Tracer)

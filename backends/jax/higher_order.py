@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from polyamp.backends.jax import unstable
-from polyamp.backends.jax.cells import FLOAT32, Cell, held_as_declared
+from polyamp.backends.jax import recipes, unstable
+from polyamp.backends.jax.cells import FLOAT32, INPUT, WEAK, Cell, held_as_declared
 from polyamp.flow import AFTER_LOOP, Value
 
 if TYPE_CHECKING:
@@ -33,9 +33,11 @@ def _jit(run: Interpreter, equation: Any, cells: list[Cell], path: str) -> list[
     """
     if unstable.is_plain_jit(equation.params):
         called = equation.params["jaxpr"]
-        return (
-            run.calls.results(run, equation, cells, path) if run.calls.repeat(called) else run.run(called, cells, path)
-        )
+        if not run.calls.repeat(called):
+            return run.run(called, cells, path)
+        results = run.calls.results(run, equation, cells, path)
+        recipes.noted_call(results, lambda: run.run(called, cells, path))
+        return results
     inner = held_as_declared(cells)
     outputs: list[Cell] = []
 
@@ -220,14 +222,26 @@ def _barrier(run: Interpreter, equation: Any, cells: list[Cell], path: str) -> l
 
 
 def _convert(run: Interpreter, equation: Any, cells: list[Cell], path: str) -> list[Cell] | None:
-    """A cast that the user wrote is done; one from float32 to float32 (of a weak type) casts nothing."""
+    """A cast that the user wrote is done; one from float32 to float32 (of a weak type) casts nothing.
+
+    What a cast makes of integers is an input: labels, positions. What it makes of booleans is 0 or 1.
+    """
     (cell,) = cells
-    target = np.dtype(equation.params["new_dtype"]) if cell.declared == FLOAT32 else None
+    target = np.dtype(equation.params["new_dtype"])
+    if target == FLOAT32 and jnp.issubdtype(cell.declared, np.integer):
+        (array,) = unstable.bound(equation, [cell.array])
+        return [Cell.given(array, FLOAT32, WEAK if cell.constant else INPUT, cell.constant)]
+    if cell.declared != FLOAT32:
+        return None
     if target == FLOAT32:
         return [cell]
-    if target is not None and target == cell.dtype:
+    if target == cell.dtype:
         return [Cell.given(cell.array, target)]
     return None
+
+
+def _bound_as_is(equation: Any, cells: Sequence[Cell]) -> list[Any]:
+    return unstable.bound(equation, [cell.restored() for cell in cells])
 
 
 HANDLERS: dict[str, Callable[[Interpreter, Any, list[Cell], str], list[Cell] | None]] = {
@@ -288,7 +302,7 @@ def _split(cells: list[Cell], first: int, second: int) -> tuple[list[Cell], list
 
 
 def _like(cell: Cell, array: Any) -> Cell:
-    return Cell(array, cell.dtype, cell.declared, cell.value, cell.shared)
+    return cell.around(array)
 
 
 def _around(cells: Sequence[Cell], arrays: Sequence[Any]) -> list[Cell]:
@@ -322,7 +336,7 @@ def _recording(run: Interpreter, times: int = 1) -> Callable[[], Any]:
 
 def _join(outputs: tuple[Cell, ...]) -> Cell:
     """One output of all branches: in their common format, else as declared; strong where it is so in any."""
-    ranks = ["strong", "other", "weak", "low"]
+    ranks = ["strong", "other", "input", "weak", "low"]
     first = min(outputs, key=lambda cell: ranks.index(cell.value.state))
     dtype = first.dtype if all(cell.dtype == first.dtype for cell in outputs) else first.declared
     return Cell(first.array, dtype, first.declared, first.value, shared=True)

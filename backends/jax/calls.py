@@ -16,8 +16,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary
 
-import jax
-
 from polyamp.backends.jax import unstable
 from polyamp.backends.jax.cells import FLOAT32, Cell
 from polyamp.flow import Value
@@ -44,9 +42,15 @@ _KNOWN: WeakKeyDictionary[Any, dict[Any, _Rewritten]] = WeakKeyDictionary()
 
 
 class Calls:
-    """The functions that one program calls more than once."""
+    """The functions that one program calls more than once, and what is known of its loops.
+
+    Attributes:
+        loops: for the parameters of a loop and the formats of its arguments, these parameters, which keep their id, and
+            what its body makes of what it carries.
+    """
 
     def __init__(self) -> None:
+        self.loops: dict[Any, tuple[Any, list[Value]]] = {}
         self._times: Counter[int] = Counter()
         self._chained: defaultdict[int, set[tuple[int, int]]] = defaultdict(set)  # outputs that are inputs of the next
 
@@ -77,7 +81,7 @@ class Calls:
 
     def _rewritten(self, run: Interpreter, closed: Any, cells: Sequence[Cell], path: str) -> _Rewritten:
         known = _KNOWN.setdefault(closed, {})
-        key = (run.policy, run.place(path), tuple(map(_format, cells)), _equal(cells))
+        key = (run.policy, run.place(path), tuple(cell.format for cell in cells), _equal(cells))
         if key not in known:
             known[key] = _like_one_of(known, _made(run, closed, cells, path, frozenset()))
         held = frozenset(
@@ -116,13 +120,8 @@ def _like_one_of(known: dict[Any, _Rewritten], new: _Rewritten) -> _Rewritten:
 
 
 def _is_same(old: _Rewritten, new: _Rewritten, text: str) -> bool:
-    outputs = ([(_format(cell), cell.shared) for cell in one.outputs] for one in (old, new))
+    outputs = ([(cell.format, cell.shared) for cell in one.outputs] for one in (old, new))
     return operator.eq(*outputs) and unstable.text_of(old.closed) == text
-
-
-def _format(cell: Cell) -> Any:
-    """What tells one argument's format from another's."""
-    return cell.dtype, cell.declared, cell.value, cell.constant, jax.typeof(cell.array)
 
 
 def _equal(cells: Sequence[Cell]) -> tuple[int, ...]:

@@ -113,6 +113,15 @@ class Cell:
         """The array as it was declared."""
         return self.cast(self.declared)
 
+    def low(self, dtype: Any, value: Value) -> Cell:
+        """What stands for such a value in 16 bits, made by what made another one."""
+        return Cell(self.array, dtype, self.declared, Value("low", value.maker), shared=True)
+
+    @property
+    def format(self) -> Any:
+        """What tells its format from another's, in arguments of a function."""
+        return self.dtype, self.declared, self.value, self.constant, jax.typeof(self.array)
+
     def as_given(self, value: Value) -> Cell:
         """The value in its declared dtype, and what is known of it from there on."""
         return Cell(self.restored(), self.declared, self.declared, value, self.shared, self.constant, self.same)

@@ -118,29 +118,37 @@ def bound(operation: Callable[[list[Any]], list[Any]], inputs: Sequence[Taken]) 
     """
     kept = [leaf for leaf in _distinct(leaf for taken in inputs for leaf in taken.leaves) if _is_tracer(leaf)]
     users = (leaf for taken in inputs for leaf in (taken.leaves if taken.is_anew else [taken.cell]))
-    shared = [cell for cell in _distinct(users) if is_traced(cell)]
+    shared = [cell for cell in _distinct(users) if is_traced(cell) and not _is_itself(cell, kept)]
+    numbers = {id(leaf): _number(leaf) for taken in inputs for leaf in taken.leaves if not _is_tracer(leaf)}
 
     def again(arrays: Sequence[Any], wide: Sequence[Any]) -> list[Any]:
         originals = {id(cell): array for cell, array in zip(shared, wide, strict=True)}
-        values = {id(cell): lax.stop_gradient(_widened(cell, array)) for cell, array in zip(kept, arrays, strict=True)}
-        return operation([_computed(taken, values, originals) for taken in inputs])
+        values = {id(cell): _widened(cell, array) for cell, array in zip(kept, arrays, strict=True)}
+        return operation([_computed(taken, values | numbers, originals) for taken in inputs])
 
     wide = [cell.cast(FLOAT32 if cell.declared == FLOAT32 else cell.dtype) for cell in shared]
+    if not kept:
+        return again([], wide)
     results: list[Any] = jax.checkpoint(again, prevent_cse=False)([leaf.array for leaf in kept], wide)
     return results
 
 
+def _is_itself(cell: Cell, kept: Sequence[Cell]) -> bool:
+    """Whether a value is kept as the array that its users share, so that derivatives may go through it."""
+    return cell.dtype == cell.declared and any(cell is leaf for leaf in kept)
+
+
 def _computed(taken: Taken, values: dict[int, Any], originals: dict[int, Any]) -> Any:
     """An input of its leaves, with the derivative of its original."""
-    known = {id(leaf): values.get(id(leaf), _number(leaf)) for leaf in taken.leaves}
-    if taken.is_anew:
-        known = {key: _with_gradient(array, originals.get(key)) for key, array in known.items()}
-        return _value(taken.cell, known)
-    return _with_gradient(_value(taken.cell, known), originals.get(id(taken.cell)))
+    known = {id(leaf): values[id(leaf)] for leaf in taken.leaves}
+    if taken.is_anew or id(taken.cell) in known:
+        return _value(taken.cell, {key: _with_gradient(array, originals.get(key)) for key, array in known.items()})
+    own = _value(taken.cell, {key: lax.stop_gradient(array) for key, array in known.items()})
+    return _with_gradient(own, originals.get(id(taken.cell)))
 
 
 def _number(cell: Cell) -> Any:
-    return None if _is_tracer(cell) else cell.cast(FLOAT32) if cell.declared == FLOAT32 else cell.array
+    return cell.cast(FLOAT32) if cell.declared == FLOAT32 else cell.array
 
 
 def _value(cell: Cell, known: dict[int, Any]) -> Any:

@@ -5,9 +5,10 @@ JAX derives the backward pass from what is bound: what is summed there, and what
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 from jax import lax
 
 from polyamp.backends.jax import unstable
@@ -20,6 +21,7 @@ _NEEDING_OPERANDS = frozenset(
     {"mul", "div", "square", "integer_pow", "pow", "log", "log1p", "sin", "cos", "abs", "max", "min", "erf"}
 )
 _NEEDING_RESULTS = frozenset({"exp", "tanh", "logistic"})
+_SLOPES: dict[str, Callable[[Any], Any]] = {"tanh": lambda y: 1 - y * y, "logistic": lambda y: y * (1 - y)}
 
 
 def bound_low(equation: Any, cells: Sequence[Cell], dtype: Any, output: Any) -> list[Any]:
@@ -30,10 +32,32 @@ def bound_low(equation: Any, cells: Sequence[Cell], dtype: Any, output: Any) -> 
     """
     if equation.primitive.name in _REPEATING and is_traced(cells[0]):
         return [unstable.converted(array, dtype) for array in unstable.bound(equation, _wide(cells), equation.params)]
+    if equation.primitive.name in _SLOPES and is_traced(cells[0]):
+        return [_saturated(equation, cells[0].cast(dtype))]
     shape, spreads = equation.outvars[0].aval.shape, equation.primitive.name in _SPREADING
     arrays = [_spread(cell, shape, dtype) if spreads else _cast(cell, dtype) for cell in cells]
     preferred = {"preferred_element_type": output} if "preferred_element_type" in equation.params else {}
     return unstable.bound(equation, arrays, {**equation.params, **preferred})
+
+
+def _saturated(equation: Any, array: Any) -> Any:
+    """A function whose derivative is computed of its result: kept for the backward pass is that alone."""
+    slope = _SLOPES[equation.primitive.name]
+
+    def times_slope(result: Any, tangent: Any) -> Any:
+        wide, of_it = (unstable.converted(one, FLOAT32) for one in (result, tangent))
+        return unstable.converted(of_it * slope(wide), result.dtype)
+
+    @jax.custom_jvp
+    def own(array: Any) -> Any:
+        return unstable.bound(equation, [array], equation.params)[0]
+
+    @own.defjvp
+    def _(primals: tuple[Any], tangents: tuple[Any]) -> tuple[Any, Any]:
+        result = own(*primals)
+        return result, jax.checkpoint(times_slope, prevent_cse=False)(result, *tangents)
+
+    return own(array)
 
 
 def bound_wide(equation: Any, cells: Sequence[Cell], anew: Sequence[str] = ()) -> list[Any]:

@@ -189,6 +189,9 @@ class Interpreter:
         if not inputs:
             return Flow(AS_WRITTEN, WEAK, "no floating-point input")
         outcome = flow(name, decision, inputs, self.policy.compute)
+        if equation.primitive.name == "reduce_window_sum" and outcome.output.state == "low":
+            output = outcome.output._replace(role="normalized")  # the average of a window, once it is divided
+            return outcome._replace(format="float32", output=output)
         if outcome.format != self.policy.compute:
             return outcome
         asked = _asked(equation.params)

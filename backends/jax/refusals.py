@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
+from typing import Any
 
 import jax
 
@@ -90,3 +91,24 @@ def _is_users(frame: FrameType) -> bool:
 
 
 _LIBRARIES = {"polyamp", "jax", "flax", "equinox", "haiku", "optax", "contextlib", "functools"}
+
+
+def positions(argnums: Any, *, where: str) -> tuple[int, ...]:
+    """Positions of arguments, as they are given.
+
+    >>> positions(0, where="autocast(fn, argnums=)")
+    (0,)
+
+    Raises:
+        InvalidTypeError: they are no integers.
+    """
+    wanted = tuple(argnums) if isinstance(argnums, list | tuple) else (argnums,)
+    if all(type(one) is int for one in wanted):
+        return wanted
+    raise InvalidTypeError(
+        "argnums are no positions of arguments",
+        where=where,
+        found=repr(argnums),
+        allowed="an integer, or a tuple of integers; 0 is the function's first argument",
+        fix="count the function's own arguments from 0",
+    )

@@ -91,13 +91,12 @@ class _Trace:
     def __init__(
         self, fn: Function, args: tuple[Any, ...], kwargs: dict[str, Any], policy: Policy | None = None
     ) -> None:
-        pure, own_args, own_kwargs, _ = as_pure(fn, args, kwargs)
-
-        def call(args: Any, kwargs: Any) -> Any:
-            return pure(*args, **kwargs)
+        pure, own_args, own_kwargs, *_ = as_pure(fn, args, kwargs)
 
         def under_policy(args: Any, kwargs: Any) -> Any:
-            return call(args, kwargs) if policy is None else run_autocasted(call, policy, args, kwargs)
+            if policy is None:
+                return pure(*args, **kwargs)
+            return run_autocasted(lambda *own: pure(*own, **kwargs), policy, *args)
 
         self.program = Program(under_policy, (own_args, own_kwargs), {})
         outputs = unstable.specs_of_results(self.program.closed)

@@ -28,7 +28,7 @@ _STATISTICS = frozenset({"sum", "statistic", "root", "reciprocal root"})
 _ROOTS = {"sqrt": "root", "rsqrt": "reciprocal root"}
 _INVERSES = {"root": "reciprocal root", "reciprocal root": "root"}
 _MOVES = frozenset({"reshape", "broadcast", "identity"})  # those that cost nothing, in float32 too
-_KEEPING = _MOVES | {"add", "sub", "maximum", "minimum", "clip", "where", "transpose", "slice", "gather"}
+_KEEPING = _MOVES | {"add", "sub", "maximum", "minimum", "clip", "where", "transpose", "slice", "gather", "tile", "neg"}
 _AFFINE = frozenset({"add", "sub", "mul", "div"})
 
 
@@ -85,7 +85,8 @@ def normalizes(operation: str, inputs: Sequence[Value], gradient: bool = False) 
     if not statistics:
         alone = len(low) == 1 or (gradient and operation in ("add", "sub"))
         return begun and alone and operation in _AFFINE | _MOVES
-    if len(low) > 1 or operation not in _AFFINE:
+    many = gradient and operation in ("add", "sub")  # sums of gradients: what came by the data and by its statistics
+    if (len(low) > 1 and not many) or operation not in _AFFINE:
         return False
     role = statistics[0].role
     allowed = {"mul": role == "reciprocal root", "div": True, "sub": role != "sum", "add": begun and role != "sum"}

@@ -5,15 +5,28 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
 import tensorflow as tf
 
+from polyamp.backends.tensorflow.fusing import fused
 from polyamp.backends.tensorflow.graph import FLOAT32, FLOATING, Graph, Node, closes_loop
 from polyamp.backends.tensorflow.kernels import device_of, lowerable
+from polyamp.backends.tensorflow.operands import (
+    Operands,
+    given,
+    integers,
+    is_constant,
+    is_number,
+    magnitude,
+    of_integers,
+    reads_data,
+)
 from polyamp.backends.tensorflow.operations import OPERATIONS
+from polyamp.backends.tensorflow.places import Places
 from polyamp.backends.tensorflow.region import forward_of, is_gradient, regions
 from polyamp.backends.tensorflow.unstable import as_asked
-from polyamp.flow import AFTER_LOOP, AS_WRITTEN, Flow, Value, constant, flow
+from polyamp.flow import AFTER_LOOP, AS_WRITTEN, Flow, Value, constant, flow, specific
+from polyamp.formats import format_of
+from polyamp.operations import OPERATIONS as CLASSES
 from polyamp.policy import Policy
 from polyamp.rules import TABLE, Decision, Rule, decide, unused
 
@@ -23,10 +36,17 @@ _DEFAULTS = {*OPERATIONS, "add", "sub", "mul", "neg", "pow", "matmul", "truediv"
 
 
 class Known(NamedTuple):
-    """What is known of one value of the rewritten graph: the type it has there, and what the flow rule knows of it."""
+    """What is known of one value of the rewritten graph.
+
+    Attributes:
+        dtype: the type it has there. A value that is low may still be held in float32.
+        value: what the flow rule knows of it.
+        is_constant: whether it is the same in every call.
+    """
 
     dtype: int
     value: Value = WEAK
+    is_constant: bool = False
 
 
 class Decided(NamedTuple):
@@ -41,6 +61,7 @@ class Decided(NamedTuple):
         gives: what is known of each output.
         changes: attributes of the node that become others.
         inside: the bodies of the functions that it calls, decided for this call.
+        anew: roles of low values that are computed again in float32 for it, and not cast.
     """
 
     node: Node
@@ -51,20 +72,23 @@ class Decided(NamedTuple):
     gives: list[Known]
     changes: Mapping[str, Any]
     inside: tuple[Any, ...] = ()
+    anew: tuple[str, ...] = ()
 
 
 class Rules:
     """A policy with what was found out under it; shared by all functions of one program.
 
     Attributes:
+        fuses: whether kernels are put in the place of norms that a graph writes out.
         low: the number of TensorFlow's ``DataType`` for the compute format.
         seen: pairs of operation and path that rules were asked about.
         refused: what a rule asked for and no kernel does, with the rule.
         not_entered: types of operations whose functions have products and run as written, with a place of each.
     """
 
-    def __init__(self, policy: Policy) -> None:
+    def __init__(self, policy: Policy, *, fuses: bool = True) -> None:
         self.policy = policy
+        self.fuses = fuses and format_of(policy.compute).is_low
         self.compute = policy.compute
         self.low: int = tf.as_dtype(policy.compute).as_datatype_enum
         self.seen: dict[tuple[str, str], Decision] = {}
@@ -84,11 +108,11 @@ class Rules:
             self.seen[key] = decide(self.policy.rules, *key)
         return self.seen[key]
 
-    def flow(self, operation: str, decision: Decision, values: tuple[Value, ...]) -> Flow:
+    def flow(self, operation: str, decision: Decision, values: tuple[Value, ...], gradient: bool = False) -> Flow:
         """`polyamp.flow.flow`, which many nodes of a graph call with the same arguments."""
-        key = (operation, decision, values)
+        key = (operation, decision, values, gradient)
         if key not in self._flows:
-            self._flows[key] = flow(operation, decision, values, self.compute)
+            self._flows[key] = flow(operation, decision, values, self.compute, gradient=gradient)
         return self._flows[key]
 
 
@@ -114,20 +138,38 @@ class Pass:
         path: str = "",
         traced: Any = None,
     ) -> None:
-        self.graph, self.rules, self.functions, self.path, self.traced = graph, rules, functions, path, traced
+        self.rules, self.functions, self.path, self.traced = rules, functions, path, traced
+        places = Places(traced)
+        self.graph = graph = fused(graph, places, functions.library) if rules.fuses else graph
         names = (name for name, _ in graph.arguments)
         self.known: dict[str, Known] = dict(zip(names, arguments, strict=True))
         self._named = {node.name: node for node in graph.nodes}
         self.regions = regions(graph, functions.library)
+        self._operands = Operands(graph, lambda value: places.shape(graph, value))
         self.nodes: list[Decided] = []
         for node in graph.nodes:
             decided = self._node(node)
             self.nodes.append(decided)
-            self.known.update(zip(node.outputs, decided.gives, strict=True))
+            self._know(node, decided)
+
+    def _know(self, node: Node, decided: Decided) -> None:
+        constants = {value: self.known[value].is_constant for value in node.inputs if value in self.known}
+        if is_constant(node, constants):
+            decided = decided._replace(gives=[known._replace(is_constant=True) for known in decided.gives])
+        self.known.update(zip(node.outputs, decided.gives, strict=True))
 
     def values_of(self, node: Node) -> list[Known]:
         """What is known of a node's inputs; of the edge that closes a loop, that it is float32 by need."""
         return [self.known.get(value, _CARRIED) for value in node.inputs]
+
+    def computed_anew(self, value: str, roles: Sequence[str]) -> Node | None:
+        """Return the node to compute again in float32, for a use that does not take values of these roles rounded."""
+        known, maker = self.known[value], self.graph.maker.get(value)
+        if known.dtype != self.rules.low or known.value.role not in roles or maker is None:
+            return None
+        if maker.op == "IdentityN":
+            return self.computed_anew(maker.inputs[maker.outputs.index(value)], roles)
+        return maker if len(maker.outputs) == 1 and not self.functions.calls(maker) else None
 
     def path_of(self, node: Node) -> str:
         """The scopes that a node stands in, and its name, as the code asked for them."""
@@ -138,7 +180,10 @@ class Pass:
 
         Its own name is one of them where somebody chose it, and not where it only says what the operation is.
         """
-        first = self.graph.maker.get(node.inputs[0]) if node.op == "AddN" else None
+        place = {"AddN": 0, "FusedBatchNormGradV3": 3}.get(node.op)
+        first = self.graph.maker.get(node.inputs[place]) if place is not None else None
+        if node.op != "AddN" and first is not None and not is_gradient(node.name):
+            return self.scope_of(first)  # the gradient of a norm that was put together
         if first is not None and is_gradient(first.name) and not is_gradient(node.name):
             return self.scope_of(first)  # a sum of gradients, which has no scope
         name = forward_of(node.name) if is_gradient(node.name) else node.name
@@ -171,13 +216,20 @@ class Pass:
         """A node of which the type attributes ``low`` become the compute format's."""
         dtype = self.rules.low
         takes = [dtype if port.attribute in low and port.dtype == FLOAT32 else port.dtype for port in node.takes]
-        own = Value("strong", operation) if low else outcome.output  # such as a normalisation's statistics
+        made = self._integers(node)
         gives = [
-            Known(dtype, outcome.output) if port.attribute in low and port.dtype == FLOAT32 else _declared(port, own)
+            Known(dtype if port.attribute in low else FLOAT32, _given(node, port, operation, outcome))
+            if port.dtype == FLOAT32
+            else _declared(port, made)
             for port in node.gives
         ]
         changes = {name: tf.compat.v1.AttrValue(type=dtype) for name in low}
-        return Decided(node, operation, decision, outcome, takes, gives, changes)
+        return Decided(node, operation, decision, outcome, takes, gives, changes, anew=outcome.anew)
+
+    def _integers(self, node: Node) -> Value:
+        if not any(is_number(port.dtype) and port.dtype not in FLOATING for port in node.gives):
+            return WEAK
+        return integers(node, {value: self.known[value].value for value in node.inputs if value in self.known})
 
     def _node(self, node: Node) -> Decided:
         special = _SPECIAL.get(node.op) or self.functions.handler(node)
@@ -189,23 +241,48 @@ class Pass:
 
     def _operation(self, node: Node) -> Decided:
         inputs = self._floating(node)
-        operation = OPERATIONS.get(node.op, node.op)
+        operation = self._specific(node)
         decision = self.rules.decide(operation, self._ruled_path(node) if self.rules.policy.rules else "")
         if node.name in self.regions.averaging and decision.op_class != "lower":  # a state may go through products
             return self.as_written(node, "updates its own variable", Value("strong", "the update"), decision)
         if operation == "tensor_list":
             return self.as_written(node, "lists hold what they were made for", Value("strong", operation), decision)
         if not inputs:
-            return self.as_written(node, "no floating-point input", decision=decision)
+            data = Value("input") if reads_data(node) and node.op != "ReadVariableOp" else WEAK
+            return self.as_written(node, "no floating-point input", data, decision)
         if any(port.dtype > 100 for port in node.takes):
             return self.as_written(node, "reads a variable by reference", decision=decision)
-        outcome = self.rules.flow(operation, decision, inputs)
-        if outcome.format != self.rules.compute:
+        outcome = self._outcome(node, operation, decision, inputs)
+        is_wide = decision.op_class == "inner" and decision.reason != TABLE and not _is_inner(operation)
+        if outcome.format != self.rules.compute or is_wide:
             return self.decided(node, operation, decision, outcome)
         if low := lowerable(node, self.rules.low):
             return self.decided(node, operation, decision, outcome, low)
+        return self._without_kernel(node, operation, decision, outcome)
+
+    def _specific(self, node: Node) -> str:
+        """The canonical name of what a node is, given what its operands are."""
+        operation = OPERATIONS.get(node.op, node.op)
+        if operation in ("mul", "div"):
+            first, *others = (known.is_constant for known in self.values_of(node))
+            return specific(operation, of_itself=self._operands.are_same(node), over=first and not any(others))
+        if operation in ("scatter", "scatter_add") and node.name in self.regions.backward:
+            return "sum"  # of the gradients of what was gathered from one place
+        is_expanded = _EXPANDED in f"{self.path}/{node.name}" and operation in CLASSES
+        if is_expanded and CLASSES[operation].op_class in ("lower", "follow"):
+            return "matrix_exp" if _EXPANDED in self.scope_of(node).split("/") else operation
+        return operation
+
+    def _outcome(self, node: Node, operation: str, decision: Decision, inputs: tuple[Value, ...]) -> Flow:
+        if decision.reason != TABLE or node.op not in _SATURATED_GRADIENTS:
+            return self.rules.flow(operation, decision, inputs, node.name in self.regions.backward)
+        # ``y * (1 - y) * grad`` is a product, and the gradient is bounded by nothing.
+        outcome = self.rules.flow("mul", Decision("follow", TABLE), inputs, True)
+        return outcome if outcome.format == self.rules.compute else outcome._replace(anew=("saturated",))
+
+    def _without_kernel(self, node: Node, operation: str, decision: Decision, outcome: Flow) -> Decided:
         missing = f"no {self.rules.compute} kernel for {node.op} on {device_of(node)}"
-        state = WEAK
+        state = outcome.output if decision.op_class == "inner" else WEAK
         if decision.reason != TABLE:
             state = Value("strong", operation)
             self.rules.refused[missing] = decision.reason
@@ -221,13 +298,6 @@ class Pass:
         return tuple(known.value for port, known in pairs if port.dtype % 100 in FLOATING)
 
 
-def declared_value(dtype: int) -> Value:
-    """What is known of a value by its declared type alone."""
-    if dtype == FLOAT32 or dtype not in FLOATING:
-        return WEAK
-    return Value("other", tf.as_dtype(dtype).name)
-
-
 def _within(path: str, name: str) -> str:
     """A name in a function that is called at a path; bodies of loops and branches have names with the path in them."""
     return name if f"{name}/".startswith(f"{path}/") else "/".join(filter(None, (path, name)))
@@ -238,24 +308,45 @@ def _says_operation(name: str, op: str) -> bool:
     return name.lower() in {op.lower(), op.lower().rstrip("v234"), OPERATIONS.get(op, ""), _OPERATORS.get(op)}
 
 
-def _declared(port: Any, value: Value) -> Known:
-    return Known(port.dtype, value if port.dtype == FLOAT32 else declared_value(port.dtype))
+def _declared(port: Any, integers: Value) -> Known:
+    return Known(port.dtype, given(port.dtype) if port.dtype in FLOATING else integers)
+
+
+def _given(node: Node, port: Any, operation: str, outcome: Flow) -> Value:
+    """What is known of a float32 output: what a normalisation gives beside its data are statistics."""
+    is_data = port.attribute == node.gives[0].attribute and (port is node.gives[0] or operation != "batch_norm")
+    own = is_data or outcome.output.state != "low"
+    return outcome.output if own else Value("strong", operation, role="statistic")
+
+
+def _is_inner(operation: str) -> bool:
+    return operation in CLASSES and CLASSES[operation].op_class == "inner"
 
 
 def _constant(decisions: Pass, node: Node) -> Decided:
     tensor = node.definition.attr["value"].tensor
     value = WEAK
     if tensor.dtype == FLOAT32:
-        value = constant([_magnitude(tensor)], decisions.rules.compute)
+        value = constant([magnitude(tf.make_ndarray(tensor))], decisions.rules.compute)
     return decisions.as_written(node, "table", value)
 
 
-def _magnitude(tensor: Any) -> float:
-    """What of a constant has to be held: all of a scalar, the largest finite element of an array."""
-    values = tf.make_ndarray(tensor)
-    if values.size == 1:
-        return float(values.reshape(()))
-    return float(np.max(np.abs(values), initial=0, where=np.isfinite(values)))
+def _cast(decisions: Pass, node: Node) -> Decided:
+    """What becomes float32 of integers is the user's data, as they are; of booleans it is not."""
+    if node.takes[0].dtype in FLOATING or node.gives[0].dtype != FLOAT32:
+        return decisions._operation(node)
+    known, maker = decisions.values_of(node)[0], decisions.graph.maker.get(node.inputs[0])
+    return decisions.as_written(node, "table", of_integers(node, known.value, maker, decisions.rules.compute))
+
+
+def _shape(decisions: Pass, node: Node) -> Decided:
+    """Sizes are read off values as they are."""
+    decided = decisions._operation(node)
+    types = {known.dtype for known in decisions.values_of(node)}
+    if types != {decisions.rules.low} or any(port.attribute != "T" or port.dtype != FLOAT32 for port in node.takes):
+        return decided
+    changes = {"T": tf.compat.v1.AttrValue(type=decisions.rules.low)}
+    return decided._replace(takes=[decisions.rules.low] * len(node.takes), changes=changes)
 
 
 def _merge(decisions: Pass, node: Node) -> Decided:
@@ -290,10 +381,14 @@ def _loop_edge(decisions: Pass, node: Node) -> Decided:
 
 
 _CARRIED = Known(FLOAT32, Value("strong", AFTER_LOOP.removeprefix("after ")))
+_SATURATED_GRADIENTS = ("SigmoidGrad", "TanhGrad")
+_EXPANDED = "matrix_exponential"  # the scope of ``tf.linalg.expm``, whose coefficients go up to 6e16
 _SPECIAL = {
+    "Cast": _cast,
     "Const": _constant,
     "Enter": _loop_edge,
     "IdentityN": _identities,
     "Merge": _merge,
     "NextIteration": _loop_edge,
+    **dict.fromkeys(("Rank", "Shape", "ShapeN", "Size"), _shape),
 }

@@ -10,8 +10,9 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from polyamp.backends.tensorflow.decisions import Decided, Known, Pass, Rules, declared_value
+from polyamp.backends.tensorflow.decisions import Decided, Known, Pass, Rules
 from polyamp.backends.tensorflow.graph import FLOAT32, Graph, Node
+from polyamp.backends.tensorflow.operands import given
 from polyamp.backends.tensorflow.operations import OPERATIONS
 from polyamp.backends.tensorflow.places import Places
 from polyamp.backends.tensorflow.refusals import POLICY_ATTRIBUTE, rewritten_before
@@ -55,6 +56,10 @@ class Functions:
         """Return what decides a node that calls functions; None for any other node."""
         decide = _HANDLERS.get(node.op) or (_not_entered if _called(node) else None)
         return None if decide is None else lambda decisions, node: decide(self, decisions, node)
+
+    def calls(self, node: Node) -> bool:
+        """Return whether a node calls functions."""
+        return bool(_called(node))
 
     def body(self, name: str, arguments: Sequence[Known], path: str) -> Pass:
         """The body of a function, decided for these arguments."""
@@ -184,9 +189,12 @@ def _iteration(functions: Functions, decisions: Pass, node: Node) -> Decided:
     insides = []
     for name in names:
         arguments = [
-            Known(arg.type, _STRONG if place < carried and arg.type == FLOAT32 else declared_value(arg.type))
+            Known(arg.type, _STRONG if place < carried and arg.type == FLOAT32 else given(arg.type))
             for place, arg in enumerate(functions.library[name].signature.input_arg)
         ]
+        captured = len(node.definition.attr["Targuments"].list.type)
+        for place, known in enumerate(decisions.values_of(node)[-captured:] if captured else (), -captured):
+            arguments[place] = known._replace(dtype=arguments[place].dtype)
         body = functions.body(name, arguments, decisions.scope_of(node))
         insides.append(Inside(name, body, tuple(dtype for _, dtype in body.graph.results)))
     decided = decisions.as_written(node, "calls functions", _STRONG, Decision("keep", TABLE))

@@ -6,6 +6,7 @@ argument's name in a function.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -73,6 +74,7 @@ class Graph:
         arguments: of a function: name and type of each argument.
         returns: of a function: the value of each result, in order.
         maker: the node that gives a value; arguments have none.
+        instead: of nodes that stand for others: the bytes that those moved.
     """
 
     def __init__(
@@ -83,13 +85,17 @@ class Graph:
         returned: Mapping[str, str] | None = None,
     ) -> None:
         self.in_function = signature is not None
+        self.instead: Mapping[str, int] = {}
+        self.arguments = [(arg.name, arg.type) for arg in signature.input_arg] if signature else []
+        self.results = [(arg.name, arg.type) for arg in signature.output_arg] if signature else []
+        self.returns = [_plain((returned or {})[name]) for name, _ in self.results]
+        self._take(definitions, library)
+
+    def _take(self, definitions: Iterable[Any], library: Mapping[str, Any]) -> None:
         nodes = [
             Node(definition, operation_definition(definition.op, library), in_function=self.in_function)
             for definition in definitions
         ]
-        self.arguments = [(arg.name, arg.type) for arg in signature.input_arg] if signature else []
-        self.results = [(arg.name, arg.type) for arg in signature.output_arg] if signature else []
-        self.returns = [_plain((returned or {})[name]) for name, _ in self.results]
         self.maker = {value: node for node in nodes for value in node.outputs}
         self.nodes = _ordered(nodes, self.maker)
 
@@ -97,6 +103,27 @@ class Graph:
     def of_function(cls, function: Any, library: Mapping[str, Any]) -> Graph:
         """The body of a ``FunctionDef``."""
         return cls(function.node_def, library, function.signature, dict(function.ret))
+
+    def replaced(
+        self,
+        definitions: Iterable[Any],
+        library: Mapping[str, Any],
+        moved: Mapping[str, str],
+        instead: Mapping[str, int],
+    ) -> Graph:
+        """Return the graph with other nodes.
+
+        Args:
+            definitions: ``NodeDef`` of all of them, which may still take values by the names that they had.
+            library: ``FunctionDef`` by name.
+            moved: names that values have now.
+            instead: see `Graph`.
+        """
+        new = copy.copy(self)
+        new.returns = [moved.get(value, value) for value in self.returns]
+        new.instead = instead
+        new._take([_taking(definition, moved) for definition in definitions], library)
+        return new
 
     def consumers(self) -> dict[str, list[Node]]:
         """The nodes that take each node's values, by its name."""
@@ -110,6 +137,15 @@ class Graph:
 def closes_loop(node: Node) -> bool:
     """Whether a node of TensorFlow 1's control flow hands a loop's value to its next turn."""
     return node.op in ("NextIteration", "RefNextIteration")
+
+
+def _taking(definition: Any, moved: Mapping[str, str]) -> Any:
+    if moved.keys().isdisjoint(definition.input):
+        return definition
+    new = NodeDef()
+    new.CopyFrom(definition)
+    new.input[:] = [moved.get(text, text) for text in definition.input]
+    return new
 
 
 def _ports(arg: Any, attributes: Any, operation: Any) -> list[Port]:

@@ -28,7 +28,7 @@ OPERATIONS: dict[str, str] = by_native_name(
         "rsqrt": "Rsqrt RsqrtGrad",
         "reciprocal": "Reciprocal ReciprocalGrad Inv InvGrad",
         # full: reductions
-        "sum": "Sum",
+        "sum": "Sum SegmentSum SegmentSumV2 UnsortedSegmentSum",
         "mean": "Mean",
         "prod": "Prod",
         "cumsum": "Cumsum",
@@ -88,7 +88,7 @@ OPERATIONS: dict[str, str] = by_native_name(
         "concat": "Concat ConcatV2 DynamicStitch ParallelDynamicStitch",
         "stack": "Pack",
         "scatter": "ScatterNd TensorScatterUpdate TensorStridedSliceUpdate MatrixSetDiagV3",
-        "scatter_add": "TensorScatterAdd TensorScatterSub SegmentSum SegmentSumV2 UnsortedSegmentSum",
+        "scatter_add": "TensorScatterAdd TensorScatterSub",
         "atan2": "Atan2",
         "cross_product": "Cross",
         # follow

@@ -70,7 +70,8 @@ class Places:
             )
             return arguments.get(value)
         operation = self._operation(maker.name)
-        return operation.outputs[maker.outputs.index(value)] if operation is not None and operation.outputs else None
+        index = maker.outputs.index(value)
+        return operation.outputs[index] if operation is not None and index < len(operation.outputs) else None
 
     def _operation(self, name: str) -> Any:
         if self._traced is None:

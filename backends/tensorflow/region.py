@@ -26,11 +26,13 @@ class Regions(NamedTuple):
         update: names of the nodes that update what is trained.
         averaging: names of the nodes between a read and a write of one variable, outside of that.
         averages: the writes of moving averages: of what a variable held, times a factor, plus something new.
+        backward: names of the nodes of the backward pass: what gives gradients, and what is made of them.
     """
 
     update: set[str]
     averaging: set[str]
     averages: list[Node]
+    backward: set[str]
 
 
 def regions(graph: Graph, library: Mapping[str, Any]) -> Regions:
@@ -43,7 +45,8 @@ def regions(graph: Graph, library: Mapping[str, Any]) -> Regions:
     marked = {node.name for node in graph.nodes if UPDATE_SCOPE in node.name.split("/")}
     consumers = graph.consumers()
     before = _reaching(graph, gradients | marked) - marked
-    update = marked | (_after(consumers, gradients) - gradients - before)
+    backward = _after(consumers, gradients)
+    update = marked | (backward - gradients - before)
     while state := _state_reads(graph, update, before):
         update |= state | (_after(consumers, state) - gradients - before)
     update |= _sums_of_gradients(graph, update, consumers)
@@ -53,7 +56,7 @@ def regions(graph: Graph, library: Mapping[str, Any]) -> Regions:
         if _writes_number(node) and node.name not in update
     }
     averages = [node for node, way in ways.items() if way and _is_average(node, way)]
-    return Regions(update, {one.name for way in ways.values() for one in way}, averages)
+    return Regions(update, {one.name for way in ways.values() for one in way}, averages, backward)
 
 
 def is_gradient(name: str) -> bool:

@@ -11,11 +11,12 @@ from typing import Any
 import tensorflow as tf
 
 from polyamp.backends.tensorflow.autocast import entered, intercept
-from polyamp.backends.tensorflow.decisions import Known, Pass, Rules, declared_value
+from polyamp.backends.tensorflow.decisions import Known, Pass, Rules
 from polyamp.backends.tensorflow.devices import report_slow
 from polyamp.backends.tensorflow.functions import REWRITTEN, Functions, Inside
 from polyamp.backends.tensorflow.graph import Graph
 from polyamp.backends.tensorflow.kernels import device_of
+from polyamp.backends.tensorflow.operands import captured, given
 from polyamp.backends.tensorflow.recorder import plan_of
 from polyamp.backends.tensorflow.refusals import (
     check_captures,
@@ -201,12 +202,21 @@ def concrete_of(fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     return concrete
 
 
-def decided_for(concrete: Any, policy: Policy) -> Pass:
-    """Every node of a ``ConcreteFunction``, decided under a policy."""
-    rules, library = Rules(policy), FunctionLibrary()
+def decided_for(concrete: Any, policy: Policy, *, fuses: bool = True) -> Pass:
+    """Every node of a ``ConcreteFunction``, decided under a policy; ``fuses`` as of `Rules`."""
+    rules, library = Rules(policy, fuses=fuses), FunctionLibrary()
     graph = Graph.of_function(concrete.function_def, library)
-    arguments = [Known(dtype, declared_value(dtype)) for _, dtype in graph.arguments]
+    arguments = _arguments(graph, concrete.captured_inputs, policy.compute)
     return Pass(graph, rules, Functions(library, rules, concrete.graph), arguments, traced=concrete.graph)
+
+
+def _arguments(graph: Graph, captures: Sequence[Any], compute: str) -> list[Known]:
+    """What is known of a program's arguments, the last of which are what it captured."""
+    types = [dtype for _, dtype in graph.arguments]
+    own = len(types) - len(captures)
+    known = [Known(dtype, given(dtype)) for dtype in types[:own]]
+    pairs = zip(types[own:], captures, strict=True)
+    return [*known, *(Known(dtype, *captured(tensor, compute)) for dtype, tensor in pairs)]
 
 
 def _decided_graph(graph_def: Any, policy: Policy) -> Pass:

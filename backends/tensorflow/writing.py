@@ -11,8 +11,11 @@ import tensorflow as tf
 from polyamp.backends.tensorflow.averages import decisions_of, guarded, must_run
 from polyamp.backends.tensorflow.decisions import Decided, Known, Pass
 from polyamp.backends.tensorflow.functions import Inside
-from polyamp.backends.tensorflow.graph import Graph, NodeDef
+from polyamp.backends.tensorflow.graph import FLOAT32, Graph, Node, NodeDef
 from polyamp.backends.tensorflow.refusals import POLICY_ATTRIBUTE
+
+RESULT = ("saturated",)
+"""Roles of results that a function gives unrounded."""
 
 _numbers = itertools.count(1)  # of functions, whose names are the process's
 # Promises about the function as it was: how to differentiate it, and what TensorFlow may put in its place.
@@ -57,9 +60,8 @@ class Writer:
     def _new_function(self, inside: Inside, definition: Any) -> str:
         decisions = inside.decisions
         body = self._body(decisions)
-        returned = [
-            body.value(value, dtype) for value, dtype in zip(decisions.graph.returns, inside.results, strict=True)
-        ]
+        results = zip(decisions.graph.returns, inside.results, strict=True)
+        returned = [body.value(value, dtype, RESULT) for value, dtype in results]
         if not body.changed:
             return inside.name
         new = type(definition)()
@@ -96,22 +98,27 @@ class Body:
         self._decisions, self._writer = decisions, writer
         self._mark = tf.compat.v1.AttrValue(s=str(decisions.rules.policy).encode())
         self._casts: dict[tuple[str, int], str] = {}
+        self._anew: dict[str, str] = {}
 
     def add(self, decided: Decided) -> None:
         """Write a node, and before it the casts that its inputs need."""
         node = decided.node
-        inputs = [self.value(value, dtype) for value, dtype in zip(node.inputs, decided.takes, strict=True)]
+        pairs = zip(node.inputs, decided.takes, strict=True)
+        inputs = [self.value(value, dtype, decided.anew) for value, dtype in pairs]
         changes = {**decided.changes, **self._called(decided)}
         if changes:
             self.changed = True
             changes[POLICY_ATTRIBUTE] = self._mark
         self.nodes.append(_with(node.definition, [*inputs, *(f"^{name}" for name in node.controls)], changes))
 
-    def value(self, value: str, dtype: int) -> str:
-        """A value in a type: itself, or the one cast of it."""
+    def value(self, value: str, dtype: int, anew: Sequence[str] = ()) -> str:
+        """A value in a type: itself, or the one cast of it; or, of a role in ``anew``, a second one."""
         known = self._decisions.known[value]
         if known.dtype == dtype or known.dtype > 100:
             return value
+        maker = self._decisions.computed_anew(value, anew) if dtype == FLOAT32 else None
+        if maker is not None:
+            return self._again(maker, anew)
         if (value, dtype) not in self._casts:
             self._casts[value, dtype] = self._cast(value, known.dtype, dtype)
         return self._casts[value, dtype]
@@ -123,6 +130,20 @@ class Body:
         name = cast_name(graph, value, target)
         self._add_cast(name, value, source, target, maker.definition.device if maker else "")
         return f"{name}:y:0" if graph.in_function else name
+
+    def _again(self, node: Node, anew: Sequence[str]) -> str:
+        """What a node gives, in float32: by a second node beside the one that runs in 16 bits."""
+        if node.name not in self._anew:
+            again = self._in_float32(node, anew)
+            again.name = f"{node.name}/polyamp_float32"
+            self.nodes.append(again)
+            self._anew[node.name] = node.outputs[0].replace(node.name, again.name, 1)
+            self.changed = True
+        return self._anew[node.name]
+
+    def _in_float32(self, node: Node, anew: Sequence[str]) -> Any:
+        inputs = [self.value(value, port.dtype, anew) for value, port in zip(node.inputs, node.takes, strict=True)]
+        return _with(node.definition, inputs, {POLICY_ATTRIBUTE: self._mark})
 
     def guard_averages(self) -> None:
         """Add what keeps moving averages as they were where a wrapped optimizer skips the step."""
@@ -138,7 +159,10 @@ class Body:
         (port,), (known,) = decided.node.gives, decided.gives
         if port.dtype == known.dtype:
             return
-        node = next(node for node in self.nodes if node.name == decided.node.name)
+        place, node = next((place, node) for place, node in enumerate(self.nodes) if node.name == decided.node.name)
+        if self._decisions.computed_anew(decided.node.outputs[0], RESULT) is not None:
+            self.nodes[place] = self._in_float32(decided.node, RESULT)
+            return
         node.name = f"{node.name}/polyamp_{tf.as_dtype(known.dtype).name}"
         self._add_cast(decided.node.name, node.name, known.dtype, port.dtype, node.device)
 

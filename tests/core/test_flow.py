@@ -15,6 +15,7 @@ from polyamp.operations import CLASSES, OPERATIONS
 from polyamp.rules import Rule, decide
 from support.flow_cases import (
     COMPUTE,
+    INPUT,
     KNOWN,
     LOW,
     MIXES,
@@ -32,7 +33,10 @@ from support.flow_cases import (
 
 values = st.sampled_from(KNOWN)
 every_class_and_format = [
-    pytest.param(op_class, compute, id=f"{op_class}-{compute}") for op_class in CLASSES for compute in COMPUTE
+    pytest.param(op_class, compute, id=f"{op_class}-{compute}")
+    for op_class in CLASSES
+    for compute in COMPUTE
+    if op_class != "inner"  # it has its own part below: it asks for its first input, and computes wide
 ]
 
 
@@ -52,6 +56,10 @@ def undisturbed(states: set[str]) -> bool:
     return not states & {"strong", "other"}
 
 
+def declared(states: set[str]) -> bool:
+    return states <= {"weak", "input"}
+
+
 CONTRACT = {
     "what the user gave another type stays so": Sentence(
         " ".join(CLASSES), lambda states, unfit: "other" in states, "strong", as_written=True
@@ -60,7 +68,10 @@ CONTRACT = {
         "keep", lambda states, unfit: "strong" in states and "other" not in states, "strong", as_written=True
     ),
     "kept operations make no state of their own": Sentence(
-        "keep", lambda states, unfit: undisturbed(states), "weak", as_written=True
+        "keep", lambda states, unfit: undisturbed(states) and "input" not in states, "weak", as_written=True
+    ),
+    "kept operations hand the user's data on": Sentence(
+        "keep", lambda states, unfit: undisturbed(states) and "input" in states, "input", as_written=True
     ),
     "full makes strong": Sentence("full", lambda states, unfit: "other" not in states, "strong"),
     "lower makes low, of strong values too": Sentence(
@@ -72,8 +83,19 @@ CONTRACT = {
     "float32 after any strong": Sentence(
         "follow neutral promote", lambda states, unfit: "strong" in states and "other" not in states, "strong"
     ),
+    "the user's data stay float32 beside low values": Sentence(
+        "follow neutral promote", lambda states, unfit: undisturbed(states) and {"low", "input"} <= states, "strong"
+    ),
     "else low after any low": Sentence(
-        "follow neutral", lambda states, unfit: undisturbed(states) and "low" in states and not unfit, "low"
+        "follow neutral",
+        lambda states, unfit: undisturbed(states) and "low" in states and "input" not in states and not unfit,
+        "low",
+    ),
+    "the user's data alone stay what they are": Sentence(
+        "follow", lambda states, unfit: declared(states) and "input" in states and not unfit, "input"
+    ),
+    "the user's data are moved as they are": Sentence(
+        "neutral promote", lambda states, unfit: declared(states) and "input" in states, "input"
     ),
     "else as declared": Sentence("follow", lambda states, unfit: states <= {"weak"} and not unfit, "weak"),
     "a constant alone may be moved as declared": Sentence(
@@ -115,10 +137,53 @@ def test_the_contract_under_every_mix_of_up_to_three_inputs(says: str, op_class:
     assert {mix: what for mix, what in found.items() if what != expected} == {}
 
 
-@pytest.mark.parametrize("op_class", CLASSES)
+@pytest.mark.parametrize("op_class", sorted(CLASSES.keys() - {"inner"}))
 def test_the_contract_speaks_of_every_mix(op_class: str) -> None:
     about = [sentence for sentence in CONTRACT.values() if op_class in sentence.classes.split()]
     assert [mix for mix in MIXES if not any(sentence.when(states(mix), any_unfit(mix)) for sentence in about)] == []
+
+
+# --- inner: decided by its first input --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("compute", COMPUTE)
+@pytest.mark.parametrize(
+    ("first", "format_name", "state"),
+    [
+        ("low", "compute", "low"),
+        ("strong", "float32", "low"),
+        ("weak", "float32", "weak"),
+        ("input", "float32", "weak"),
+        ("other", AS_WRITTEN, "strong"),
+    ],
+)
+def test_inner_is_low_beside_low_data_and_after_full_work(
+    first: str, format_name: str, state: str, compute: str
+) -> None:
+    for mix in (mix for mix in MIXES if mix and mix[0].state == first and not any_unfit(mix)):
+        if first != "other" and "other" in states(mix):
+            continue
+        outcome = of_class("inner", mix, compute)
+        assert (outcome.format, outcome.output.state) == (format_name.replace("compute", compute), state), mix
+
+
+def test_inner_is_float32_of_what_the_format_cannot_hold() -> None:
+    assert of_class("inner", [LOW, UNFIT]).format == "float32"
+    assert of_class("inner", [LOW, UNFIT]).output.state == "strong"
+
+
+@pytest.mark.parametrize("name", ["sigmoid", "tanh", "erf"])
+def test_what_saturates_takes_strong_values_in_16_bits_since_inf_is_a_fine_argument_of_it(name: str) -> None:
+    assert by_table(name, STRONG).format == "float16"
+    assert by_table("layer_norm", STRONG).format == "float32"
+
+
+def test_an_average_is_as_large_as_its_data() -> None:
+    """As of squares, of which a variance is made: 16 bits would make it inf, and its difference nothing."""
+    assert by_table("avg_pool", LOW).output.state == "low"
+    assert by_table("avg_pool", STRONG).output == STRONG
+    assert by_table("avg_pool", INPUT).output.state == "input"
+    assert by_table("avg_pool", WEAK).output.state == "weak"
 
 
 # --- properties -------------------------------------------------------------------------------------------------------
@@ -142,15 +207,15 @@ def test_low_is_what_runs_in_the_compute_format_and_fits_it(op_class: str, compu
         assert not (outcome.output.state == "low" and outcome.output.unfit), mix
 
 
-@pytest.mark.parametrize("op_class", [op_class for op_class in CLASSES if op_class != "lower"])
-def test_only_lower_work_leaves_float32_after_full_work(op_class: str) -> None:
+@pytest.mark.parametrize("op_class", [op_class for op_class in CLASSES if op_class not in ("lower", "inner")])
+def test_only_lower_and_inner_work_leaves_float32_after_full_work(op_class: str) -> None:
     left = [mix for mix in MIXES if "strong" in states(mix) and of_class(op_class, mix).output.state != "strong"]
     assert left == []
 
 
 @pytest.mark.parametrize(("op_class", "compute"), every_class_and_format)
 def test_an_input_that_needs_float32_more_lowers_nothing(op_class: str, compute: str) -> None:
-    ladder = ["low", "weak", "strong"]
+    ladder = ["low", "weak", "input", "strong"]
     for mix in (mix for mix in MIXES if mix and mix[0].state in ladder):
         first, *others = mix
         higher = ladder[ladder.index(first.state) :]
@@ -195,17 +260,17 @@ programs = st.lists(
 def test_in_any_program_a_state_comes_from_work_that_makes_it(
     program: list[tuple[str, list[int]]], compute: str
 ) -> None:
-    known, lowered, raised = [WEAK, UNFIT, OTHER], {""}, {"a constant", "float64"}
+    known, lowered, raised = [WEAK, UNFIT, OTHER, INPUT], {""}, {"a constant", "float64", "an input"}
     for name, places in program:
         inputs = [known[place % len(known)] for place in places]
         outcome = by_table(name, *inputs, compute=compute)
         op_class = decide((), name).op_class
-        lowered |= {name} if op_class == "lower" else set()
+        lowered |= {name} if op_class in ("lower", "inner") else set()
         raised |= {name} if op_class == "full" or name == "integer_pow" else set()
-        makers = {"weak": {""}, "low": lowered - {""}, "strong": raised}
+        makers = {"weak": {""}, "input": {""}, "low": lowered - {""}, "strong": raised}
         assert outcome.output.maker in makers[outcome.output.state]
-        neighbour = re.fullmatch("(?:after|beside) (.+)", outcome.reason)
-        assert neighbour is None or neighbour[1] in {value.maker for value in inputs}
+        neighbour = re.fullmatch("(?:bounded, )?(?:after|beside) (.+)", outcome.reason)
+        assert neighbour is None or neighbour[1] in {value.maker for value in inputs} | {"an input"}
         known.append(outcome.output)
 
 
@@ -223,6 +288,10 @@ def test_in_any_program_a_state_comes_from_work_that_makes_it(
         ("add", [LOW, STRONG], "after exp"),
         ("add", [LOW, Value("strong", "sum"), STRONG], "after sum"),
         ("concat", [LOW, STRONG], "after exp"),
+        ("add", [LOW, INPUT], "beside an input"),
+        ("concat", [INPUT, WEAK, LOW], "beside an input"),
+        ("layer_norm", [LOW, WEAK], "beside matmul"),
+        ("layer_norm", [STRONG, WEAK], "bounded, after exp"),
         ("add", [WEAK, WEAK], "as declared"),
         ("concat", [LOW, WEAK], "its widest input is float32"),
         ("concat", [LOW, LOW], "beside matmul"),
@@ -253,7 +322,7 @@ def test_a_rule_is_the_reason_where_it_decided(op_class: str, outcome: Flow) -> 
 
 
 def test_makers_are_handed_on() -> None:
-    assert by_table("add", LOW, WEAK).output == LOW
+    assert by_table("concat", LOW, LOW).output == LOW
     assert by_table("reshape", by_table("add", LOW, STRONG).output).output == STRONG
     assert by_table("add", LOW, UNFIT).output == Value("strong", "a constant")
     assert by_table("cast", OTHER).output == Value("strong", "float64")

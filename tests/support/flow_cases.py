@@ -11,13 +11,14 @@ COMPUTE = ["float16", "bfloat16"]
 TOO_LARGE = "constant 1e+30 is beyond it"
 
 WEAK = Value()
+INPUT = Value("input")
 LOW = Value("low", "matmul")
 STRONG = Value("strong", "exp")
 OTHER = Value("other", "float64")
 UNFIT = Value(unfit=TOO_LARGE)
 
 # Every state, with and without something in it that the compute format cannot hold; in every order, up to three.
-KNOWN = [value._replace(unfit=unfit) for value in (WEAK, LOW, STRONG, OTHER) for unfit in ("", TOO_LARGE)]
+KNOWN = [value._replace(unfit=unfit) for value in (WEAK, LOW, STRONG, OTHER) for unfit in ("", TOO_LARGE)] + [INPUT]
 Mix = tuple[Value, ...]
 MIXES: list[Mix] = [mix for count in range(4) for mix in itertools.product(KNOWN, repeat=count)]
 

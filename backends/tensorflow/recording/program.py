@@ -64,7 +64,7 @@ class Program:
 
     def __init__(self, step: Traced, policy: Policy, *, widened: bool) -> None:
         self._step, self._policy, self._widened = step, policy, widened
-        decisions = decided_for(step.concrete, policy)
+        decisions = decided_for(step.concrete, policy, fuses=False)
         outer, self._subjects = recorded(decisions, step.taken)
         self._totals = Totals(len(self._subjects))
         definition = step.concrete.function_def

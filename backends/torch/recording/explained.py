@@ -241,6 +241,8 @@ def _reason(name: str, decision: Decision, format_name: str, device_type: str, p
         return TABLE if asked == decision.op_class else f"native autocast's list for {device_type}"
     if "promote" in listed or decision.op_class == "promote":
         return "the widest of its inputs"
+    if decision.op_class == "inner" and not listed:
+        return "inner: native autocast leaves it as its inputs are"
     if decision.op_class in wanted and not listed:
         return f"not in native autocast's list for {device_type}"
     return "as its inputs are"

@@ -1,4 +1,4 @@
-"""What a loss function is given in the place of parameters: a pytree, or a flax NNX module that changes when called."""
+"""The first argument of a loss function: a pytree of parameters, or a flax NNX module, which a call can change."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from polyamp.backends.jax.dtypes import is_floating, is_traced
 
 
 class Model(Protocol):
-    """The trained part of a model, and how the loss function's view of the model is made of it."""
+    """The trained part of a model, and how the loss function's argument is built from it."""
 
     trained: Any
 
     def build(self, trained: Any) -> Any:
-        """What the loss function takes."""
+        """Return the argument of the loss function."""
 
     def changes(self, built: Any) -> Any:
-        """Pytree of what the loss function changed in what it took."""
+        """Return a pytree of what the loss function changed in its argument."""
 
     def accept(self, changes: Any, finite: Any) -> None:
-        """Take these changes on; those of floating-point values only where ``finite`` holds."""
+        """Store these changes in the model; those of floating-point values only if ``finite`` is true."""
 
 
 class PytreeModel:
-    """A pytree, of which the floating arrays are trained; a pure function changes nothing in it."""
+    """A pytree whose floating-point arrays are trained. A pure function does not change it."""
 
     def __init__(self, params: Any) -> None:
         self.params = self.held = params
@@ -44,14 +44,14 @@ class PytreeModel:
         return None
 
     def accept(self, changes: None, finite: Any) -> None:
-        """Nothing to take on."""
+        """Do nothing: there are no changes."""
 
 
 class NnxModel:
-    """A ``flax.nnx.Module``, of which the ``nnx.Param`` variables are trained.
+    """A ``flax.nnx.Module`` whose ``nnx.Param`` variables are trained.
 
-    The others (batch-norm statistics, counters of random numbers) stay in their own dtypes, and take on, in the module
-    itself, the values that the loss function gives them.
+    The other variables (batch-norm statistics, random-number counters) keep their dtypes. The values that the loss
+    function assigns to them are stored in the module itself.
     """
 
     def __init__(self, module: Any) -> None:
@@ -72,9 +72,9 @@ class NnxModel:
         self.nnx.update(self.module, changes if finite is True else self._kept(changes, finite))
 
     def _kept(self, changes: Any, finite: Any) -> Any:
-        """The changes with the old statistics where the gradients overflowed: that step is going to be skipped.
+        """Return the changes, with the old statistics if the gradients overflowed, since that step will be skipped.
 
-        Counters of random numbers go on, and what the function has added stays.
+        Random-number counters still advance, and variables that the function added stay.
         """
         old = dict(self.nnx.to_flat_state(self.others))
 
@@ -95,7 +95,7 @@ def _statistic(finite: Any, new: Any, old: Any) -> Any:
 
 
 def model_of(params: Any) -> Model:
-    """``params`` as a model; flax is looked at only if the program has imported it.
+    """Return ``params`` as a model. flax is considered only if the program has imported it.
 
     >>> model_of({"w": 1.0, "b": 2}).trained
     {'b': None, 'w': None}
@@ -123,7 +123,7 @@ class Call(NamedTuple):
 def as_pure(
     fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], argnums: Sequence[int] = (0,)
 ) -> Call:
-    """A call with the flax NNX modules in ``fn`` and its arguments as pytrees, in and out."""
+    """Turn a call into one without side effects: its flax NNX modules become pytrees in the arguments and results."""
     nnx = sys.modules.get("flax.nnx")
     if nnx is None:
         return Call(fn, args, kwargs, argnums, lambda results: results)
@@ -164,7 +164,7 @@ def as_pure(
 
 
 def _changes(nnx: Any, before: Any, after: Any) -> Any:
-    """The part of a state that holds other arrays now: flax refuses to set a captured module even to what it has."""
+    """Return the part of a state with new arrays: flax refuses to assign to a captured module, even its own value."""
     old = {path: jax.tree.leaves(variable) for path, variable in nnx.to_flat_state(before)}
 
     def is_changed(path: Any, variable: Any) -> bool:

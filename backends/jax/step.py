@@ -158,7 +158,7 @@ class Step:
 def _telling(grads: Any, params: Any) -> Iterator[None]:
     """Replace JAX's error about trees that do not match by one that names both trees.
 
-    The gradients may have another structure than the parameters, as with ``optax.lookahead``: only the optimizer can tell.
+    The gradients may have another structure than the parameters, as with ``optax.lookahead``: only the optimizer knows.
     """
     try:
         yield

@@ -16,7 +16,7 @@ from polyamp.errors import UnsupportedError
 
 
 class MasterWeights(tf.Module):
-    """The float32 masters of all 16-bit variables asked for so far, in that order; checkpoints contain them.
+    """The float32 master weights of all 16-bit variables asked for so far, in that order; checkpoints contain them.
 
     >>> weight = tf.Variable(tf.ones(2, tf.bfloat16))
     >>> MasterWeights().trained([weight])[0].dtype
@@ -34,7 +34,7 @@ class MasterWeights(tf.Module):
 
     @staticmethod
     def follow(variables: Sequence[tf.Variable], trained: Sequence[tf.Variable]) -> list[Any]:
-        """Copy values that were assigned to a model's variable, after its master was last rounded, into the master.
+        """Copy a value assigned to a model's variable since the last rounding into its master weight.
 
         Returns:
             The operations for it, which a graph has to run; outside a graph it has happened.

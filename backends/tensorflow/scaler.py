@@ -158,7 +158,7 @@ class LossScaler(tf.Module):
 
     @property
     def loss_scale(self) -> float:
-        """Return the factor of the next loss, outside graphs. Waits for the device."""
+        """Return the scale of the next loss, outside graphs. Waits for the device."""
         return float(self.scalars[0].numpy())
 
     @property

@@ -1,4 +1,4 @@
-"""A word LSTM in JAX: its float16 training stalls without a loss scale (docs/troubleshooting.md says why)."""
+"""A word LSTM in JAX. Its float16 training stalls without a loss scale; docs/troubleshooting.md explains why."""
 
 from collections.abc import Iterator
 
@@ -43,7 +43,7 @@ def updates(policy: polyamp.Policy, params: dict, batches: object) -> Iterator[t
     def step(opt_state, params, micro_batches):
         def add(sums, words):
             loss_and_grads = polyamp.value_and_grad(loss_of, policy)(opt_state, params, words)
-            return jax.tree.map(jnp.add, sums, loss_and_grads), None  # gradients are float32, as their parameters are
+            return jax.tree.map(jnp.add, sums, loss_and_grads), None  # gradients are float32, like the parameters
 
         (loss, grads), _ = jax.lax.scan(add, zeros, micro_batches)
         changes, opt_state = tx.update(grads, opt_state, params)

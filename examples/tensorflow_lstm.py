@@ -1,4 +1,4 @@
-"""A word LSTM in TensorFlow: its float16 training stalls without a loss scale (docs/troubleshooting.md says why)."""
+"""A word LSTM in TensorFlow. Its float16 training stalls without a loss scale; docs/troubleshooting.md explains why."""
 
 from collections.abc import Iterator
 
@@ -44,7 +44,7 @@ def updates(policy: polyamp.Policy, weights: dict, batches: object) -> Iterator[
             loss = loss_of(params, words)
             scaled = opt.scale_loss(loss)
         for name, gradient in tape.gradient(scaled, params).items():
-            sums[name].assign_add(gradient)  # float32, as the parameters are
+            sums[name].assign_add(gradient)  # float32, like the parameters
         return loss
 
     add_gradients = polyamp.rewrite(add_gradients, policy=policy)

@@ -1,4 +1,4 @@
-"""A word LSTM in PyTorch: its float16 training stalls without a loss scale (docs/troubleshooting.md says why)."""
+"""A word LSTM in PyTorch. Its float16 training stalls without a loss scale; docs/troubleshooting.md explains why."""
 
 from collections.abc import Iterator
 
@@ -40,7 +40,7 @@ def updates(policy: polyamp.Policy, weights: dict, batches: object) -> Iterator[
         for words in micro_batches:
             with polyamp.autocast(policy):
                 losses.append(loss_of(model, words))
-            opt.backward(losses[-1])  # adds to the parameters' gradients, which are float32
+            opt.backward(losses[-1])  # accumulates in the parameters' gradients, which are float32
         opt.step()
         opt.zero_grad()
         yield sum(losses).item(), bool(opt.last_step)

@@ -1,4 +1,4 @@
-"""What the word LSTMs of three frameworks share: Python's reference manual as text, weights, batches, and the table."""
+"""The part that the word LSTMs of three frameworks share: text (Python's manual), weights, batches and the table."""
 
 import argparse
 import collections
@@ -15,8 +15,8 @@ from rich.progress import track
 from polyamp import LossScale, Policy, policy, probe
 
 VOCABULARY, HIDDEN, LEARNING_RATE = 2048, 16, 0.1
-MICRO_BATCHES, ROWS, WORDS = 24, 64, 16  # the micro-batches' gradients are added up, in float32, for one update
-TOKENS = MICRO_BATCHES * ROWS * WORDS  # a loss is the sum over its words, divided by all the words of an update
+MICRO_BATCHES, ROWS, WORDS = 24, 64, 16  # the micro-batches' gradients are added up in float32 for one update
+TOKENS = MICRO_BATCHES * ROWS * WORDS  # a loss is the sum over its words, divided by the number of words in an update
 POLICIES = {
     "float32": policy("float32"),
     "float16, scale 1": policy("mixed_float16", loss_scale=LossScale.fixed(1)),
@@ -27,7 +27,7 @@ POLICIES = {
 def make_task(steps: int = 10, seed: int = 0) -> tuple[dict[str, np.ndarray], np.ndarray]:
     words = re.findall(r"\w+|[^\w\s]", "\n".join(text for _, text in sorted(pydoc_data.topics.topics.items())))
     common = enumerate(collections.Counter(words).most_common(VOCABULARY - 1), start=1)
-    number_of = {word: number for number, (word, _) in common}  # 0 stands for all others
+    number_of = {word: number for number, (word, _) in common}  # 0 means any other word
     numbers, random = np.array([number_of.get(word, 0) for word in words], np.int32), np.random.default_rng(seed)
     starts = random.integers(len(words) - WORDS, size=(steps, MICRO_BATCHES, ROWS, 1))
     shapes = {"embedding": (VOCABULARY, HIDDEN), "gates": (4 * HIDDEN, 2 * HIDDEN), "head": (VOCABULARY, HIDDEN)}
@@ -44,7 +44,7 @@ def summary(updates: Iterable[tuple[float, bool]]) -> tuple[float, int]:
 
 
 def sweep_of(updates: Callable, step: dict) -> dict:
-    """What `polyamp sweep` takes: training by the loss scale, and, to compare, float32 and the probe of one step."""
+    """Return the input of `polyamp sweep`: training by loss scale, and to compare, float32 and a probe of one step."""
 
     def train(chosen: Policy) -> tuple[float, int]:
         return summary(updates(chosen, *make_task()))

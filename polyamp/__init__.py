@@ -1,6 +1,6 @@
 """One precision policy, one loss scaler and one flow rule, for PyTorch, JAX and TensorFlow.
 
-Importing this imports no framework: adapters load when an object of their framework is first seen.
+Importing polyamp imports no framework. An adapter is loaded when the first object of its framework is seen.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -102,7 +102,7 @@ _DIAGNOSIS = {
     "probe": "verbs",
     "watch": "watch",
 }
-"""Where these names are: modules that are loaded when they are first asked for, since training does not need them."""
+"""The module that defines each name. These modules are loaded on first use, since training does not need them."""
 
 
 def __getattr__(name: str) -> Any:

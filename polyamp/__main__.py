@@ -1,4 +1,4 @@
-"""``python -m polyamp``."""
+"""The entry point of ``python -m polyamp``."""
 
 from polyamp.cli import main
 

@@ -1,7 +1,7 @@
-"""The one interface between the core and a framework.
+"""The interface between the core and a framework.
 
-An adapter is a final class; its instance is named in the entry-point group ``polyamp.backends``. `Adapter` is what
-every adapter has. The verbs after it are what some frameworks have: an adapter offers one by having that method.
+An adapter is a final class; its instance is registered in the entry-point group ``polyamp.backends``. Every adapter has
+the methods of `Adapter`. The other protocols are optional verbs: an adapter offers a verb by having its method.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Tree = TypeVar("Tree")
 
 @runtime_checkable
 class Adapter(Protocol):
-    """What polyamp asks of every framework.
+    """The methods that every framework's adapter must have.
 
     Attributes:
         name: the framework's name, as in ``backend="torch"``.
@@ -32,70 +32,71 @@ class Adapter(Protocol):
     operations: Mapping[str, str]
 
     def owns(self, obj: object) -> bool:
-        """Whether ``obj`` is a container or array of this framework although its type's module does not say so."""
+        """Return whether ``obj`` belongs to this framework although the module of its type does not show it."""
 
     def describe(self) -> dict[str, Any]:
-        """What ``polyamp doctor`` prints: ``version``, ``devices`` (name, formats that are fast), ``notes``; JSON."""
+        """Return what ``polyamp doctor`` prints, as JSON: ``version``, ``devices`` (name, fast formats), ``notes``."""
 
     def cast(self, tree: Tree, format_name: str, /) -> Tree:
-        """``tree`` with its floating arrays in ``format_name``, and everything else as it was."""
+        """Return ``tree`` with its floating-point arrays in ``format_name`` and everything else unchanged."""
 
     def wrap_optimizer(
         self, optimizer: Any, policy: Policy, *, loss_scale: LossScale, max_grad_norm: float | None, **options: Any
     ) -> Any:
-        """An optimizer of the same kind that unscales, checks, clips, skips and updates the loss scale, in that order.
+        """Return an optimizer of the same kind that unscales, checks, clips, updates or skips, then advances the scale.
 
-        Options are keyword-only parameters: `polyamp.wrap_optimizer` refuses what is none of them.
+        Options are keyword-only parameters: `polyamp.wrap_optimizer` refuses any other option.
 
         Raises:
-            InvalidTypeError: ``optimizer`` is no optimizer of this framework.
+            InvalidTypeError: ``optimizer`` is not an optimizer of this framework.
             UsageError: it is wrapped already.
         """
 
     def scale_loss(self, loss: Any, holder: Any) -> Any:
-        """``loss`` in float32 times the loss scale that ``holder`` (a wrapped optimizer, or its state) has."""
+        """Return ``loss`` in float32 times the loss scale of ``holder`` (a wrapped optimizer, or its state)."""
 
     def save_loss_scale(self, holder: Any) -> dict[str, Any]:
-        """The loss-scale state of ``holder`` as `LossScale.to_state_dict` gives it."""
+        """Return the loss-scale state of ``holder`` in the form of `LossScale.to_state_dict`."""
 
     def load_loss_scale(self, holder: Any, saved: Mapping[str, Any]) -> Any:
-        """``holder`` with that state: the same object where it is mutable, else a new one."""
+        """Return ``holder`` with the saved state: the same object if it is mutable, else a new one."""
 
 
 class AutocastContext(Protocol):
-    """A framework with ambient autocast: operations are cast while a context is entered."""
+    """A framework with ambient autocast: operations are cast while a context is active."""
 
     def autocast_context(self, policy: Policy) -> AbstractContextManager[Any]:
-        """A fresh context in which operations run as ``policy`` says, on every device."""
+        """Return a new context in which operations run under ``policy``, on every device."""
 
 
 class AutocastFunction(Protocol):
-    """A framework whose functions are transformed rather than run in a context."""
+    """A framework that transforms functions instead of running them in a context."""
 
     def autocast_function(self, fn: Callable[..., Any], policy: Policy | None) -> Callable[..., Any]:
-        """``fn`` with its operations run as ``policy`` (None: the current one at the call) says."""
+        """Return ``fn`` with its operations run under ``policy`` (None: the current policy at the call)."""
 
 
 class Rewrite(Protocol):
     """A framework whose functions or models can be traced and decided operation by operation."""
 
     def rewrite(self, fn: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], policy: Policy, **options: Any) -> Any:
-        """What is called in the place of ``fn``, with its ``plan``; the arguments are examples, and may be absent.
+        """Return a replacement for ``fn`` with a ``plan``. The arguments are examples and may be missing.
 
-        Options are keyword-only parameters, as in `Adapter.wrap_optimizer`: others are refused before this is called.
+        Options are keyword-only parameters, as in `Adapter.wrap_optimizer`; others are refused before this method is
+        called.
         """
 
     def explain(
         self, fn: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], policy: Policy, **options: Any
     ) -> Plan:
-        """The plan of ``fn`` for these arguments. A framework with ambient autocast has an option ``engine``."""
+        """Return the plan of ``fn`` for these arguments. A framework with ambient autocast has an option ``engine``."""
 
 
 class Convert(Protocol):
-    """A framework whose models hold their precision."""
+    """A framework whose models store their precision."""
 
     def convert(self, model: Any, policy: Policy) -> Any:
-        """``model`` itself, its parameters or layers set as ``policy`` says."""
+        """Return ``model`` itself, with its parameters or layers set to ``policy``."""
 
 
 class ValueAndGrad(Protocol):
@@ -104,14 +105,14 @@ class ValueAndGrad(Protocol):
     def value_and_grad(
         self, fun: Callable[..., Any], policy: Policy | None, has_aux: bool, *, argnums: int | Sequence[int] = 0
     ) -> Callable[..., Any]:
-        """A function of ``(opt_state, params, *args)`` that gives the unscaled loss and scaled gradients."""
+        """Return a function of ``(opt_state, params, *args)`` that returns the unscaled loss and scaled gradients."""
 
 
 class Counts(Protocol):
-    """A framework whose loss scales can be read, counters and all, for `polyamp.health`."""
+    """A framework whose loss scales and their counters can be read, for `polyamp.health`."""
 
     def loss_scale_of(self, holder: Any) -> tuple[LossScale, LossScaleState]:
-        """The settings of ``holder``, and its state as Python numbers; waits for the device, if it lives on one.
+        """Return the settings of ``holder`` and its state as Python numbers. Waits if the state is on a device.
 
         Raises:
             PolyampError: ``holder`` has no loss scale, or several.
@@ -131,30 +132,31 @@ class Record(Protocol):
         widened: bool,
         scale: float | None = None,
     ) -> Recording:
-        """One run of ``step``, forward and backward, which changes nothing.
+        """Run ``step`` once, forward and backward, and record it. Nothing is changed.
 
         Args:
-            step: a function that returns a loss, which is differentiated; or a training step, up to its update.
+            step: a function that returns a loss, which is then differentiated; or a training step, recorded up to its
+                update.
             args, kwargs: its arguments.
-            policy: what it runs under.
-            widened: compute what the policy makes 16-bit in float32, so that nothing overflows or is lost.
-            scale: what the loss is multiplied by; None is what the step itself does.
+            policy: the policy it runs under.
+            widened: compute the policy's 16-bit work in float32, so that nothing overflows or is lost.
+            scale: the factor that multiplies the loss; None keeps what the step itself does.
         """
 
 
 class KnowFacts(Protocol):
-    """A framework of whose steps something is known before they run."""
+    """A framework that can report facts about a step before it runs."""
 
     def facts(
         self, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], policy: Policy, optimizer: Any
     ) -> Facts:
-        """What `polyamp.lint` judges. Runs no step and changes nothing.
+        """Collect the facts that `polyamp.lint` judges. Runs no step and changes nothing.
 
         Args:
             target: a step, a loss function or a model.
-            args, kwargs: its arguments; without them, what takes a trace is left out.
-            policy: what it is to train under.
-            optimizer: the one that it is trained with; None where none was given.
+            args, kwargs: its arguments; without them, everything that needs a trace is left out.
+            policy: the policy it will train under.
+            optimizer: the optimizer it is trained with; None if none was passed.
         """
 
 
@@ -162,4 +164,4 @@ class TrainDigits(Protocol):
     """A framework that ``polyamp demo`` can show."""
 
     def train_digits(self, task: Any) -> Any:
-        """Train `polyamp.demo`'s classifier as ``task`` says; see `polyamp.demo.Task`."""
+        """Train `polyamp.demo`'s classifier for one ``task``; see `polyamp.demo.Task`."""

@@ -1,4 +1,4 @@
-"""Names that a user chooses from: refuse one that does not exist, and suggest the one that was probably meant."""
+"""Checks of names that a user chooses from: refuse an unknown name and suggest the nearest one."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from polyamp.errors import InvalidValueError, UnsupportedError
 
 
 def did_you_mean(found: str, known: Iterable[str]) -> str:
-    """Return the known name that is nearest to a wrong one, as a sentence; empty where none is near.
+    """Return the known name nearest to a wrong one, as a sentence; empty if none is near.
 
     >>> did_you_mean("mixed_fp16", ["float32", "mixed_float16"])
     'did you mean mixed_float16? '
@@ -25,7 +25,7 @@ def did_you_mean(found: str, known: Iterable[str]) -> str:
 
 
 def check_options(method: Callable[..., Any], given: Mapping[str, Any], *, where: str) -> None:
-    """Refuse options of a verb that an adapter's method does not have as keyword-only parameters.
+    """Refuse options that an adapter's method does not have as keyword-only parameters.
 
     >>> def rewrite(fn, *, engine=None): ...
     >>> check_options(rewrite, {"engin": 1}, where="rewrite(fn)")
@@ -37,8 +37,8 @@ def check_options(method: Callable[..., Any], given: Mapping[str, Any], *, where
       to do:   did you mean engine? else leave it out; docs/frameworks.md lists what each framework has
 
     Args:
-        method: the adapter's; one with ``**options`` checks them itself.
-        given: the options by name.
+        method: the adapter's method. One that takes ``**options`` checks them itself.
+        given: the user's options by name.
         where: the call, for the error.
 
     Raises:
@@ -61,7 +61,7 @@ def check_options(method: Callable[..., Any], given: Mapping[str, Any], *, where
 
 
 def check_choice(value: object, choices: Iterable[object], *, where: str, fix: str) -> None:
-    """Refuse a value that is none of the choices; True is not 1.
+    """Refuse a value that is not one of the choices. True is not 1.
 
     >>> check_choice("remainder", (True, False), where="wrap_optimizer(master_weights=)", fix="give True or False")
     Traceback (most recent call last):
@@ -72,7 +72,7 @@ def check_choice(value: object, choices: Iterable[object], *, where: str, fix: s
       to do:   give True or False
 
     Raises:
-        InvalidValueError: it is none of them.
+        InvalidValueError: the value is not one of them.
     """
     known = list(choices)
     if not any(type(value) is type(choice) and value == choice for choice in known):
@@ -82,13 +82,13 @@ def check_choice(value: object, choices: Iterable[object], *, where: str, fix: s
 
 
 def check_master_weights(value: object) -> None:
-    """Refuse what is no switch, in frameworks that have float32 masters or none.
+    """Refuse a value that is not True, False or None, for frameworks with plain float32 master weights only.
 
     >>> check_master_weights(None), check_master_weights(False)
     (None, None)
 
     Raises:
-        InvalidValueError: another value, such as PyTorch's "remainder".
+        InvalidValueError: any other value, such as PyTorch's "remainder".
     """
     choices = (None, True, False)
     fix = 'give True or False; "remainder" and "stochastic" exist in PyTorch only'

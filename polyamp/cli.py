@@ -1,4 +1,4 @@
-"""The command line, as tables for people and JSON for programs; `polyamp.commands` has what looks at a user's step."""
+"""The command line: tables for people, JSON for programs. Commands about a user's step are in `polyamp.commands`."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def version() -> None:
 
 @app.command()
 def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False) -> None:
-    """Say which frameworks are installed, on which devices, and which formats are fast there."""
+    """Show which frameworks are installed, on which devices, and which formats are fast there."""
     found = examine()
     if as_json:
         print(json.dumps(found, indent=2))
@@ -63,7 +63,7 @@ def _print_diagnosis(found: dict[str, Any]) -> None:
     table = Table("framework", "version", "device", "fast formats", "notes")
     for name, framework in found["frameworks"].items():
         for row in _doctor_rows(name, framework):
-            table.add_row(*map(escape, row))  # which keeps the extra in pip install "polyamp[...]"
+            table.add_row(*map(escape, row))  # escaping keeps the extra in pip install "polyamp[...]"
     console.print(table)
 
 
@@ -115,7 +115,7 @@ def _train(digits: Any, adapters: list[Any], task: Any) -> list[Run]:
 
 
 def demo_table(done: list[Run]) -> Table:
-    """The runs of the demo, a row each."""
+    """Return the demo's runs as a table, one row each."""
     caption = "The same weights and batches in every row. difference: the largest, of one step's loss, from float32."
     table = Table(title="Handwritten digits", caption=caption, box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for heading in ("framework", "policy"):
@@ -145,19 +145,19 @@ def _power_of_two(scale: float) -> str:
 
 
 def main() -> None:
-    """Run the command line; errors of polyamp and of the output are printed without a traceback, with exit code 1."""
+    """Run the command line. Errors of polyamp or of writing output exit with code 1 and without a traceback."""
     try:
         try:
             app()
         finally:
             if sys.stdout is not None:
-                sys.stdout.flush()  # where writing fails, it does so here and not while Python ends
-    except BrokenPipeError:  # whoever read the output has seen enough
+                sys.stdout.flush()  # if writing fails, it fails here and not while Python exits
+    except BrokenPipeError:  # the reader of the output closed it
         _without_output()
         sys.exit(1)
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EIO, errno.EBADF) or error.filename is not None:
-            raise  # of the user's own step
+            raise  # raised by the user's own step
         _without_output()
         _end(f"the output cannot be written: {error}")
     except PolyampError as error:
@@ -165,7 +165,7 @@ def main() -> None:
 
 
 def _without_output() -> None:
-    """Send what is still to be written to nowhere: Python would fail on it once more when it ends."""
+    """Redirect the remaining output to the null device. Otherwise Python would fail on it once more at exit."""
     if sys.stdout is not None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 

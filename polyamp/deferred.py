@@ -1,4 +1,4 @@
-"""A function that is rewritten at its first call, whose arguments tell the framework."""
+"""A function that is rewritten at its first call, because only the arguments show its framework."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from polyamp.refusals import not_traced
 
 
 class RewrittenAtFirstCall:
-    """What `rewrite` gives where only the first call's arguments tell the framework; also as a method of a class."""
+    """The result of `rewrite` if only the first call's arguments show the framework. Also works as a method."""
 
     def __init__(self, fn: Callable[..., Any], policy: Policy | None, options: Mapping[str, Any]) -> None:
         functools.update_wrapper(self, fn)
@@ -38,7 +38,7 @@ class RewrittenAtFirstCall:
     def __get__(self, instance: object, owner: type | None = None) -> Any:
         if instance is None:
             return self
-        adapter = registry.adapter_of(instance)  # of the object whose method this is
+        adapter = registry.adapter_of(instance)  # the object whose method this is
         runs_on = getattr(adapter, "runs_on", None)
         adapter = registry.adapter_named(runs_on) if runs_on else adapter
         if not getattr(adapter, "rewrites_unseen", False):
@@ -59,10 +59,10 @@ class RewrittenAtFirstCall:
 
     @property
     def plan(self) -> Plan:
-        """The plan.
+        """Return the plan.
 
         Raises:
-            UsageError: it was not called yet.
+            UsageError: the function was not called yet.
         """
         if self._rewritten is None:
             raise not_traced(where="rewrite(fn).plan")

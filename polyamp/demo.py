@@ -1,4 +1,4 @@
-"""``polyamp demo``: real handwritten digits, trained in float32 and in mixed precision in every installed framework."""
+"""``polyamp demo``: train handwritten digits in float32 and mixed precision, in every installed framework."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from polyamp.policy import Policy, policy
 
 Array = NDArray[Any]
 
-# Growth every 40 steps, not 2 000, so that a short run shows the scale grow until a step overflows and is skipped.
+# The scale grows every 40 steps instead of 2 000, so that a short run shows growth, an overflow and a skipped step.
 POLICIES = (
     policy("float32"),
     policy("mixed_bfloat16"),
@@ -36,13 +36,13 @@ class Task:
     softmax cross-entropy of the batch, in float32; the optimizer is SGD with momentum 0.9.
 
     Attributes:
-        policy: what to train under.
+        policy: the policy to train under.
         weights: float32 initial weights: ``conv1_kernel`` (3, 3, 1, 16) and ``conv2_kernel`` (3, 3, 16, 32) as (height,
             width, in, out); ``dense_kernel`` (128, 10); ``conv1_bias``, ``conv2_bias``, ``dense_bias``.
         train_images, test_images: float32 in [0, 1], (n, 8, 8, 1).
         train_labels, test_labels: int32, (n,).
         batches: int indices into the training set, (steps, batch).
-        learning_rate: of SGD.
+        learning_rate: learning rate of SGD.
         on_step: called after every step, for a progress bar.
     """
 
@@ -59,18 +59,18 @@ class Task:
 
 @dataclass(frozen=True)
 class Trace:
-    """What a run gave.
+    """The numbers of one training run.
 
     Attributes:
-        losses: unscaled float32 loss of every step.
-        scales: loss scale after every step.
+        losses: unscaled float32 loss of each step.
+        scales: loss scale after each step.
         applied: whether each step was applied.
-        accuracy: share of test images that are right, 0 to 1.
-        parameter_bytes: of the parameters as they are stored (without master weights).
-        activation_bytes: of the outputs of the layers (both convolutions, both relus, both pools, the dense layer) for
+        accuracy: share of test images classified correctly, 0 to 1.
+        parameter_bytes: bytes of the parameters as stored (without master weights).
+        activation_bytes: bytes of the layers' outputs (both convolutions, both relus, both pools, the dense layer) for
             one training batch.
-        seconds: of training, without the first step (tracing and compilation).
-        first_step_seconds: of the first step.
+        seconds: training time without the first step, which traces and compiles.
+        first_step_seconds: time of the first step.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -85,7 +85,7 @@ class Trace:
 
 @dataclass(frozen=True)
 class Run:
-    """One framework under one policy: what was asked, and what came out.
+    """The result of one framework under one policy.
 
     Attributes:
         framework: the adapter's title, such as ``keras on jax``.
@@ -101,22 +101,22 @@ class Run:
 
     @cached_property
     def largest_difference(self) -> float:
-        """The largest distance between a step's loss and the float32 loss of that step."""
+        """Return the largest difference between a step's loss and the float32 loss of the same step."""
         return float(np.max(np.abs(np.subtract(self.trace.losses, self.baseline.losses))))
 
     @property
     def skipped(self) -> int:
-        """How many steps were not applied."""
+        """Return the number of steps that were not applied."""
         return self.trace.applied.count(False)
 
     def as_dict(self) -> dict[str, Any]:
-        """All numbers, as JSON values."""
+        """Return all numbers as JSON values."""
         summary = {"largest_difference": self.largest_difference, "skipped": self.skipped}
         return {"framework": self.framework, "policy": self.policy, **summary, **asdict(self.trace)}
 
 
 def digits_task(steps: int = 300, batch: int = 64, seed: int = 0) -> Task:
-    """The digits task under float32: scikit-learn's 1 797 images of 8x8 pixels, one in five of them held out.
+    """Return the digits task in float32: scikit-learn's 1 797 images of 8x8 pixels, one in five held out for testing.
 
     Weights are drawn with variance 2 / fan_in (He et al., "Delving Deep into Rectifiers", ICCV 2015).
 
@@ -157,7 +157,7 @@ def _initial_weights(rng: np.random.Generator) -> dict[str, Array]:
 
 
 def trainers(names: Iterable[str] | None = None) -> tuple[list[Any], list[str]]:
-    """The adapters that can train the digits, and for each framework that is not installed how to get it."""
+    """Return the adapters that can train the digits, and an install hint for each framework that is not installed."""
     adapters, absent = [], []
     for name in registry.names() if names is None else names:
         try:
@@ -171,7 +171,7 @@ def trainers(names: Iterable[str] | None = None) -> tuple[list[Any], list[str]]:
 
 
 def runs(adapters: Iterable[Any], task: Task, announce: Callable[[str], None] = lambda title: None) -> Iterator[Run]:
-    """Train under every policy in every framework, float32 first; announce each run, and give it as it ends."""
+    """Train under every policy in every framework, float32 first. Announce each run, and yield it when it ends."""
     for adapter in adapters:
         framework, baseline = adapter.describe().get("title", adapter.name), None
         for chosen in POLICIES:
@@ -186,7 +186,7 @@ def _short(chosen: Policy) -> str:
 
 
 def report(adapters: Iterable[Any], done: list[Run]) -> dict[str, Any]:
-    """All runs as JSON values, with the machine and the frameworks they ran on."""
+    """Return all runs as JSON values, with the machine and the frameworks they ran on."""
     machine = {
         "processor": platform.processor() or platform.machine(),
         "cores": os.cpu_count(),
@@ -197,7 +197,7 @@ def report(adapters: Iterable[Any], done: list[Run]) -> dict[str, Any]:
 
 
 def plot(done: list[Run], path: str) -> None:
-    """Draw loss and loss scale over the steps, one column for each framework, into an image file.
+    """Draw loss and loss scale over the steps into an image file, one column per framework.
 
     Raises:
         MissingFrameworkError: matplotlib is not installed.

@@ -1,4 +1,4 @@
-"""Which formats a device computes at full speed: what ``polyamp doctor`` prints, and what adapters warn by."""
+"""The formats that a device computes at full speed, for ``polyamp doctor`` and for the adapters' warnings."""
 
 from __future__ import annotations
 
@@ -17,19 +17,21 @@ FAST_SINCE: dict[str, tuple[int, int]] = {
     "float8_e4m3fn": (8, 9),
     "float8_e5m2": (8, 9),
 }
-"""First compute capability whose Tensor Cores take a format: Volta, Ampere, Ada (CUDA C++ Programming Guide)."""
+"""First compute capability whose Tensor Cores support a format: Volta, Ampere, Ada (CUDA C++ Programming Guide)."""
 
 _WITHOUT_TENSOR_CORES = re.compile(
     r"GTX 16\d\d|MX[45]50\b|\bT(400|500|550|600|1000|1200|2000)\b|CMP 30HX", re.IGNORECASE
 )
-"""GPUs of compute capability 7.5 that have none, by name: those with a TU116 or TU117 chip (NVIDIA, Turing tuning guide
-and the products' data sheets)."""
+"""GPUs of compute capability 7.5 without Tensor Cores, by name.
+
+They have a TU116 or TU117 chip (NVIDIA, Turing tuning guide and the products' data sheets).
+"""
 
 _CPU_UNITS: dict[str, frozenset[str]] = {
     "bfloat16": frozenset({"avx512_bf16", "amx_bf16", "bf16", "avx_ne_convert"}),
     "float16": frozenset({"avx512_fp16", "amx_fp16", "fphp"}),
 }
-"""CPU flags, as Linux names them, of which one is enough (Intel SDM, volume 2; Arm Architecture Reference Manual)."""
+"""CPU flags in Linux's spelling; one of a set is enough (Intel SDM, volume 2; Arm Architecture Reference Manual)."""
 
 
 def fast_on_gpu(name: str, capability: str | tuple[int, ...] | None) -> list[str]:
@@ -39,8 +41,8 @@ def fast_on_gpu(name: str, capability: str | tuple[int, ...] | None) -> list[str
     (['float16'], [])
 
     Args:
-        name: as the driver has it.
-        capability: "8.0" or (8, 0); None where it is not known.
+        name: the device name that the driver reports.
+        capability: "8.0" or (8, 0); None if it is not known.
     """
     if capability is None:
         return []
@@ -51,7 +53,7 @@ def fast_on_gpu(name: str, capability: str | tuple[int, ...] | None) -> list[str
 
 
 def why_not_fast(name: str, capability: str) -> str:
-    """Say why a GPU has no Tensor Cores.
+    """Explain why a GPU has no Tensor Cores.
 
     >>> why_not_fast("Tesla P100", "6.0")
     'Tesla P100 has no Tensor Cores: they need compute capability 7.0'
@@ -73,7 +75,7 @@ def fast_on_cpu(flags: Collection[str]) -> list[str]:
 
 
 def cpu_flags() -> set[str]:
-    """Return this CPU's flags as Linux lists them; empty elsewhere."""
+    """Return this CPU's flags as Linux lists them; empty on other systems."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -84,17 +86,17 @@ def cpu_flags() -> set[str]:
 
 
 def report_slow_format(device: Mapping[str, Any], compute: str, *, cost: str = "", stacklevel: int = 3) -> None:
-    """Warn once where a device has no units for a 16-bit format, so that it is slow there.
+    """Warn once if a device has no hardware units for a 16-bit format and is therefore slow in it.
 
-    A CPU is told of for bfloat16 alone: float16 is what one checks results in there.
+    On a CPU only bfloat16 is reported: float16 is used there to check results.
 
     >>> report_slow_format({"name": "cpu", "fast": ["bfloat16"]}, "bfloat16")
 
     Args:
-        device: as ``describe()["devices"]`` has it: ``name`` and ``fast``.
+        device: an entry of ``describe()["devices"]``: ``name`` and ``fast``.
         compute: the policy's compute format.
-        cost: how slow, as far as it was measured.
-        stacklevel: of the warning, as `warnings.warn` counts it from this function.
+        cost: how slow it is, if that was measured.
+        stacklevel: as in `warnings.warn`, counted from this function.
     """
     is_cpu = str(device["name"]).startswith("cpu")
     if not format_of(compute).is_low or compute in device["fast"] or (is_cpu and compute != "bfloat16"):

@@ -1,4 +1,7 @@
-"""The spellings of policies: Keras names, jmp strings, Apex levels, trainers' words, and our own `str(policy)`."""
+"""The spellings of policies: Keras names, jmp strings, Apex levels, trainers' words, and our own `str(policy)`.
+
+For example, "fp16", "O1" and "16-mixed" all name ``mixed_float16``, and "p=f32,c=bf16,o=f32" names ``mixed_bfloat16``.
+"""
 
 from __future__ import annotations
 
@@ -18,23 +21,26 @@ _FIELDS |= {"o": "output", "output": "output"}
 
 @dataclass(frozen=True)
 class Words:
-    """What a text says about a policy; what it leaves out is decided elsewhere."""
+    """The parts of a policy that a text states; the rest is decided elsewhere."""
 
     formats: dict[str, str] = field(default_factory=dict)
     rules: tuple[Rule, ...] | None = None
     loss_scale: LossScale | None = None
-    name: str | None = None  # the word that was recognised
+    name: str | None = None  # the recognised word
     label: str = ""
 
 
 def default_rules(param: str, compute: str, output: str) -> tuple[Rule, ...]:
-    """None beside the table, which keeps norms float32; pure 16-bit policies lower them, as in Keras and Apex O3."""
+    """Return the rules that the formats imply: none, except for pure 16-bit policies.
+
+    The operation table keeps norms in float32 inside. Pure 16-bit policies lower them, as Keras and Apex O3 do.
+    """
     pure = param == compute == output and format_of(compute).is_low
     return (Rule("*_norm", "lower"),) if pure else ()
 
 
 def default_loss_scale(compute: str) -> LossScale:
-    """Dynamic for float16, whose gradients underflow; none for formats with float32's range."""
+    """Return a dynamic loss scale for float16, whose gradients underflow, and none for formats with float32's range."""
     return LossScale() if compute == "float16" else LossScale.none()
 
 
@@ -74,14 +80,14 @@ SAME_AS: dict[str, str] = {
     "no": "float32",
     "fp32": "float32",
     "fp16": "mixed_float16",
-    "bf16": "mixed_bfloat16",  # jmp means pure bfloat16 by it; trainers, who are many more, mean mixed
+    "bf16": "mixed_bfloat16",  # in jmp it means pure bfloat16; the many trainers that use it mean mixed
     # MosaicML Composer
     "amp_fp16": "mixed_float16",
     "amp_bf16": "mixed_bfloat16",
 }
 
 KNOWN: tuple[str, ...] = (*_WORDS, *SAME_AS)
-_DEVICES = ("cuda", "cpu", "gpu", "tpu", "mps", "xpu", "hpu")  # torch.autocast wants one; a policy does not
+_DEVICES = ("cuda", "cpu", "gpu", "tpu", "mps", "xpu", "hpu")  # torch.autocast needs a device; a policy does not
 _BY_LOWER = {word.lower(): SAME_AS.get(word, word) for word in KNOWN}
 
 
@@ -104,7 +110,7 @@ def read(text: str, *, where: str) -> Words:
 
 
 def write(param: str, compute: str, output: str, rules: tuple[Rule, ...], loss_scale: LossScale, label: str) -> str:
-    """The text that `read` takes back to the same settings."""
+    """Return the text that `read` parses back to the same settings."""
     formats = {"param": param, "compute": compute, "output": output}
     default_scale = default_loss_scale(compute)
     alike = {
@@ -155,7 +161,7 @@ def _read_pairs(text: str, where: str) -> Words:
 
 def _read_settings(text: str, where: str) -> dict[str, Any]:
     try:
-        settings: dict[str, Any] = json.loads(text)  # a text that starts with a brace can be nothing else
+        settings: dict[str, Any] = json.loads(text)  # text that starts with a brace can only be an object
     except json.JSONDecodeError as error:
         raise _bad(f"a policy's settings are no JSON object ({error})", where, text) from error
     unknown = sorted(set(settings) - {"rules", "loss_scale", "name"})
@@ -165,7 +171,7 @@ def _read_settings(text: str, where: str) -> dict[str, Any]:
 
 
 def _hint(word: str) -> str:
-    """What to write in place of a word that is no policy."""
+    """Suggest a replacement for a word that is not a policy."""
     if word.partition(":")[0].lower() in _DEVICES:
         return "no device is needed, every one is covered: give a policy, for example mixed_float16. "
     return did_you_mean(word, KNOWN)

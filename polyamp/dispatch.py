@@ -1,4 +1,4 @@
-"""From a verb to the adapter that carries it out, with the options that it has."""
+"""The way from a verb to the adapter that carries it out, with the options it accepts."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from polyamp.choices import check_options
 
 
 def adapter_for(backend: str | None, obj: Any, *, where: str) -> Any:
-    """The adapter that was named, else of the first object in or under ``obj`` that has one.
+    """Return the named adapter, or else the adapter of the first object in or under ``obj`` that has one.
 
     Raises:
-        InvalidTypeError: no adapter knows it.
+        InvalidTypeError: no adapter knows the object.
     """
     if backend is not None:
         return registry.adapter_named(backend)
@@ -25,17 +25,17 @@ def adapter_for(backend: str | None, obj: Any, *, where: str) -> Any:
 
 
 def offering(verb: str, backend: str | None, objects: Any, *, where: str) -> Any:
-    """The adapter that was named, else of the objects that has the verb, else the only loaded one that has it."""
+    """Return the named adapter, or else one that has the verb: from the objects, or the only loaded one that has it."""
     if backend is not None:
         return registry.adapter_named(backend)
     return registry.adapter_offering(verb, objects) or adapter_for(None, objects, where=where)
 
 
 def with_options(adapter: Any, verb: str, options: Mapping[str, Any]) -> Callable[..., Any]:
-    """The adapter's method of that name, with these options.
+    """Return the adapter's method ``verb`` with these options bound.
 
     Raises:
-        UnsupportedError: the adapter has no such method, or the method not these options.
+        UnsupportedError: the adapter does not have the method, or the method does not have these options.
     """
     method = registry.verb(adapter, verb)
     check_options(method, options, where=f"{verb}(function) of {adapter.name}")

@@ -1,4 +1,4 @@
-"""``polyamp doctor``: what is installed, what it can do fast, and what to do where something is missing."""
+"""``polyamp doctor``: what is installed, what runs fast, and what to do if something is missing."""
 
 from __future__ import annotations
 
@@ -12,12 +12,11 @@ from polyamp.errors import MissingFrameworkError
 
 
 def examine() -> dict[str, Any]:
-    """Load every adapter and ask it; a framework that is not installed is told with the way to get it.
+    """Load every adapter and ask it to describe itself; for a missing framework, report how to install it.
 
     >>> sorted(examine())
     ['frameworks', 'polyamp', 'problem', 'python', 'system']
-    >>> examine()["problem"]  # or why no adapter is found at all, and what to do
-
+    >>> examine()["problem"]  # otherwise: why no adapter was found, and what to do
     """
     names = registry.names()
     return {

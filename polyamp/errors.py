@@ -1,4 +1,4 @@
-"""Everything that polyamp raises or warns with: what happened, where, found versus allowed, and what to do."""
+"""All errors and warnings of polyamp: what happened, where, found versus allowed, and what to do."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import warnings
 
 
 class PolyampError(Exception):
-    """The base of every polyamp error.
+    """The base class of every polyamp error.
 
     >>> print(PolyampError("unknown colour", where="paint()", found="'bleu'", allowed="red, blue", fix="choose one"))
     unknown colour
@@ -16,7 +16,7 @@ class PolyampError(Exception):
       to do:   choose one
     """
 
-    ag_pass_through = True  # TensorFlow's AutoGraph hands such errors on as they are, not as errors of its own
+    ag_pass_through = True  # tells TensorFlow's AutoGraph to raise these errors unchanged
 
     def __init__(
         self,
@@ -33,55 +33,55 @@ class PolyampError(Exception):
 
 
 class InvalidValueError(PolyampError, ValueError):
-    """A value that is outside what is allowed."""
+    """Raised for a value outside the allowed ones."""
 
 
 class InvalidTypeError(PolyampError, TypeError):
-    """An object of a kind that polyamp cannot handle here."""
+    """Raised for an object of a kind that polyamp cannot handle here."""
 
 
 class MissingFrameworkError(PolyampError, ImportError):
-    """A framework, or a package that a command needs, is not installed."""
+    """Raised if a framework, or a package that a command needs, is not installed."""
 
 
 class UnsupportedError(PolyampError, TypeError):
-    """The framework's adapter does not offer what was asked for."""
+    """Raised if the framework's adapter does not offer what was requested."""
 
 
 class UsageError(PolyampError, RuntimeError):
-    """A call in the wrong order, such as a step without a backward pass."""
+    """Raised for a call in the wrong order, such as a step without a backward pass."""
 
 
 class StateError(PolyampError, ValueError):
-    """A saved state that does not fit what it is loaded into."""
+    """Raised for a saved state that does not fit the object it is loaded into."""
 
 
 class ExtensionError(PolyampError, RuntimeError):
-    """Compiled code that is required is not there: it cannot be built, or not be loaded."""
+    """Raised if required compiled code cannot be built or loaded."""
 
 
 class NonFiniteLossError(PolyampError, FloatingPointError):
-    """The loss was inf or NaN in float32 before it was scaled: no loss scale can help."""
+    """Raised if the loss was inf or NaN in float32 before scaling: no loss scale can help."""
 
 
 class LossScaleError(PolyampError, FloatingPointError):
-    """The loss scale reached its minimum, or too many steps in a row were skipped."""
+    """Raised if the loss scale reached its minimum, or too many steps in a row were skipped."""
 
 
 class PolyampWarning(UserWarning):
-    """Everything that polyamp only reports. Each message is given once in a process."""
+    """The category of all polyamp warnings. Each message is shown once per process."""
 
 
 _already_said: set[str] = set()
 
 
 def warn_once(message: str, *, stacklevel: int = 3) -> None:
-    """Give ``message`` as a `PolyampWarning` unless this process has been given it already."""
+    """Issue ``message`` as a `PolyampWarning`, once per process."""
     if message not in _already_said:
         _already_said.add(message)
         warnings.warn(message, PolyampWarning, stacklevel=stacklevel)
 
 
 def forget_warnings() -> None:
-    """Let every message be given again (for tests, and for notebooks that start over)."""
+    """Allow every message to be shown again (for tests, and for notebooks that start over)."""
     _already_said.clear()

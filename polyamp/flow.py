@@ -186,8 +186,13 @@ def _full(operation: str, decision: Decision, inputs: Sequence[Value]) -> _Choic
 
 
 def _inner(operation: str, decision: Decision, inputs: Sequence[Value]) -> _Choice:
-    """Choose by the first input, the data; a norm's others are its parameters and statistics."""
+    """Choose by the first input, the data; a norm's others are its parameters and statistics.
+
+    An average is as large as its data, as of squares: after full work, and of the user's data, it is what they are.
+    """
     data = inputs[0] if inputs else Value()
+    if operation == "avg_pool" and decision.reason == TABLE and data.state in ("strong", "input"):
+        return _follow(operation, decision, inputs[:1])
     if data.state == "low":
         return _Choice("low", operation, f"beside {data.maker}")
     if data.state == "strong":  # inf is a fine argument of a function that saturates, and of nothing else

@@ -1,6 +1,6 @@
-"""Number formats as neutral strings, with their limits as data.
+"""Number formats by neutral names, with their limits as data.
 
-Each adapter holds one table from these names to its framework's own dtypes.
+Each adapter has one table from these names to its framework's own dtypes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class Format(NamedTuple):
     """
 
     name: str
-    bits: int  # of storage, in memory
+    bits: int  # size in memory
     exponent_bits: int
     mantissa_bits: int  # stored, without the implicit leading one
     max: float
@@ -29,18 +29,18 @@ class Format(NamedTuple):
 
     @property
     def epsilon(self) -> float:
-        """The gap between 1 and the next larger value."""
+        """Return the gap between 1 and the next larger value."""
         return 2.0**-self.mantissa_bits
 
     @property
     def smallest_subnormal(self) -> float:
-        """The smallest positive value; anything below half of it rounds to zero."""
+        """Return the smallest positive value. Anything below half of it rounds to zero."""
         return self.smallest_normal * self.epsilon
 
     def holds(self, value: float) -> bool:
-        """Return whether rounding a number to this format keeps it, to within the rounding error of bfloat16.
+        """Return whether this format keeps a number, within the rounding error of bfloat16.
 
-        A number next to 1 that becomes 1 is not kept: programs write 1 - 1e-7 for its distance from 1.
+        A number next to 1 that rounds to 1 is not kept: programs write 1 - 1e-7 because of its distance from 1.
 
         >>> [format_of("float16").holds(value) for value in (1e-5, 1e-8, 65504.0, 1e30, float("-inf"), 1 - 1e-7)]
         [True, False, True, False, True, False]
@@ -54,7 +54,7 @@ class Format(NamedTuple):
         return magnitude < self.max and abs(rounded - magnitude) <= magnitude * 2.0**-8
 
     def is_one(self, value: float) -> bool:
-        """Return whether rounding a number to this format gives 1.
+        """Return whether this format rounds a number to 1.
 
         >>> [format_of("float16").is_one(value) for value in (1 - 1e-7, 1 + 1e-7, 0.999)]
         [True, True, False]
@@ -63,7 +63,7 @@ class Format(NamedTuple):
 
     @property
     def is_low(self) -> bool:
-        """True for formats of 16 bits or fewer: the ones that Tensor Cores multiply at full speed."""
+        """Return whether the format has 16 bits or fewer: Tensor Cores multiply those at full speed."""
         return self.bits <= 16
 
 
@@ -100,7 +100,7 @@ _ALIASES = {
 
 
 def name_of_dtype(dtype: object) -> str | None:
-    """Return the format that a framework's own dtype stands for; None where it stands for none.
+    """Return the format of a framework's own dtype; None if it is not one of ours.
 
     >>> import numpy
     >>> name_of_dtype(numpy.float16), name_of_dtype(numpy.dtype("float32")), name_of_dtype(numpy.int32)
@@ -115,7 +115,7 @@ def name_of_dtype(dtype: object) -> str | None:
 
 
 def format_of(name: str, *, where: str = "format") -> Format:
-    """Look a format up by its name or a usual short form.
+    """Look up a format by its name or a common short form.
 
     >>> format_of("bf16").name
     'bfloat16'

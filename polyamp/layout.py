@@ -1,4 +1,4 @@
-"""How reports are laid out as plain text, and written as JSON."""
+"""Plain-text layout of reports, and JSON output."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def aligned(rows: Sequence[Sequence[str]], right: Iterable[int] = ()) -> str:
-    """Rows of text as columns two blanks apart; the columns ``right`` are flush right.
+    """Align rows of text in columns two blanks apart; the columns in ``right`` are right-aligned.
 
     >>> print(aligned([("name", "n"), ("a", "10")], right=[1]))
     name   n
@@ -24,7 +24,7 @@ def aligned(rows: Sequence[Sequence[str]], right: Iterable[int] = ()) -> str:
 
 
 def in_bytes(count: int) -> str:
-    """A number of bytes for people.
+    """Format a number of bytes for people.
 
     >>> in_bytes(512), in_bytes(3 * 2**20)
     ('512 B', '3.0 MiB')
@@ -36,7 +36,7 @@ def in_bytes(count: int) -> str:
 
 
 def power(value: float) -> str:
-    """A power of two as such, another number as it is.
+    """Format a power of two as such, and any other number unchanged.
 
     >>> power(4096.0), power(3.0), power(0.0), power(float("inf"))
     ('2^12', '3', '0', 'inf')
@@ -46,7 +46,7 @@ def power(value: float) -> str:
 
 
 def share(value: float) -> str:
-    """A share as a percentage; one that is not zero does not read as zero.
+    """Format a share as a percentage. A share that is not zero never prints as zero.
 
     >>> share(0.1523), share(0.00001), share(0.0)
     ('15.2%', '<0.1%', '0.0%')
@@ -55,7 +55,7 @@ def share(value: float) -> str:
 
 
 def plural(count: int, noun: str, ending: str = "s") -> str:
-    """A number of things.
+    """Format a count with its noun.
 
     >>> plural(1, "cast"), plural(0, "cast"), plural(2, "batch", "es")
     ('1 cast', '0 casts', '2 batches')
@@ -64,15 +64,15 @@ def plural(count: int, noun: str, ending: str = "s") -> str:
 
 
 def write_json(values: Any, path: str | PathLike[str]) -> None:
-    """Write JSON values to a file, a final newline after them. Refuses inf and NaN, which JSON does not have."""
-    import json  # takes milliseconds, which `import polyamp` does not need to
+    """Write JSON values to a file, with a final newline. Refuses inf and NaN, which JSON does not have."""
+    import json  # costs milliseconds that `import polyamp` does not need
 
     with open(path, "w") as file:
         file.write(json.dumps(values, indent=1, allow_nan=False) + "\n")
 
 
 def finite(value: float | None) -> float | None:
-    """A number as JSON has it: None for inf and NaN.
+    """Return a number for JSON: None for inf and NaN.
 
     >>> finite(1.5), finite(float("nan"))
     (1.5, None)

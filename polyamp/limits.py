@@ -1,4 +1,4 @@
-"""What to say when a loss is not finite, the loss scale is at its minimum, or too many steps in a row were skipped."""
+"""Reports for a loss that is not finite, a loss scale at its minimum, and too many skipped steps in a row."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from polyamp.loss_scale import LossScale, LossScaleState
 from polyamp.refusals import look_for_nonfinite, non_finite_loss
 
 NONFINITE_LOSS = "the loss was not finite before scaling: a smaller scale cannot help"
-"""Why a step was skipped whose loss was inf or NaN; for `StepResult.reason`."""
+"""The reason for a step that was skipped because its loss was inf or NaN; used by `StepResult.reason`."""
 
 
 def report_nonfinite_loss(
@@ -20,7 +20,7 @@ def report_nonfinite_loss(
     found: object = "inf or NaN",
     stacklevel: int = 3,
 ) -> None:
-    """Warn once, or raise, where a loss was inf or NaN before it was scaled; its step is skipped like any overflow.
+    """Warn once, or raise, if a loss was inf or NaN before scaling. Its step is skipped like any overflow.
 
     >>> report_nonfinite_loss(LossScale(nonfinite_loss="raise"), compute="float16")
     ... # doctest: +ELLIPSIS
@@ -32,11 +32,11 @@ def report_nonfinite_loss(
       to do:   float16 may have overflowed in the forward pass: polyamp.diagnose names the operation; else look for ...
 
     Args:
-        config: the settings: ``nonfinite_loss`` decides.
-        compute: the format that the forward pass computed in; None where it is not known.
-        where: what was done with the loss, for the error.
+        config: the settings; ``nonfinite_loss`` decides between warning and error.
+        compute: the compute format of the forward pass; None if it is not known.
+        where: what was being done with the loss, for the error.
         found: the loss, for the error.
-        stacklevel: of the warning, as `warnings.warn` counts it from this function.
+        stacklevel: as in `warnings.warn`, counted from this function.
 
     Raises:
         NonFiniteLossError: under ``nonfinite_loss="raise"``.
@@ -49,14 +49,14 @@ def report_nonfinite_loss(
 
 
 def report_limits(config: LossScale, state: LossScaleState, explain: Callable[[], str] | None = None) -> None:
-    """Warn or raise where a state of Python numbers says that the scale cannot help any more.
+    """Warn or raise if a state on the host shows that lowering the scale can no longer help.
 
-    Adapters call it whenever the state is on the host anyway; it never causes a sync.
+    Adapters call this whenever the state is on the host anyway, so it never causes a sync.
 
     Args:
         config: the settings.
-        state: after a step.
-        explain: what was not finite, for the error; called only when there is one.
+        state: the state after a step, as Python numbers.
+        explain: returns what was not finite, for the error; called only if an error is raised.
 
     Raises:
         LossScaleError: ``max_skips`` steps in a row were skipped, or an overflow came at ``min`` under
@@ -73,7 +73,7 @@ def report_limits(config: LossScale, state: LossScaleState, explain: Callable[[]
         )
     if config.on_min == "ignore" or not config.dynamic or skips == 0 or state.scale > config.min:
         return
-    if state.hysteresis >= 0:  # this overflow only brought the scale here, or was tolerated
+    if state.hysteresis >= 0:  # this overflow was tolerated, or only moved the scale to its minimum
         return
     if config.on_min == "raise":
         raise LossScaleError(

@@ -1,8 +1,11 @@
 """The one loss-scale rule: its settings, its state, and the pure function that advances it.
 
-Gradients in float16 below 2**-25 round to zero. Multiplying the loss by a scale moves them up; dividing before the
-update restores them. A *dynamic* scale grows while gradients stay finite and backs off when one overflows, and that
-step is skipped (Micikevicius et al., "Mixed Precision Training", ICLR 2018, section 3.2).
+Gradients in float16 below 2**-25 round to zero. Multiplying the loss by a scale moves them up; dividing them before the
+update restores them. A *dynamic* scale grows while gradients stay finite. When a gradient overflows, the scale backs
+off and that step is skipped (Micikevicius et al., "Mixed Precision Training", ICLR 2018, section 3.2).
+
+For example, with the defaults the scale starts at 2**16 and doubles after 2 000 finite steps; at the next overflow the
+step is skipped and the scale is halved.
 """
 
 from __future__ import annotations
@@ -22,22 +25,22 @@ FLOAT32 = FORMATS["float32"]
 
 
 class LossScaleState(NamedTuple):
-    """What `advance` carries from step to step: scalars, of Python or of any framework.
+    """The state that `advance` carries from step to step: scalars of Python or of any framework.
 
     Attributes:
-        scale: the loss scale that the next loss is multiplied by; float32.
-        good_steps: finite steps since the last change of scale, counted towards growth; int32.
-        hysteresis: overflows that are still tolerated before the scale backs off; int32. -1 where one came that none
-            was tolerated of, at the smallest scale.
-        skipped_in_a_row: skipped steps since the last one that was applied; int32.
-        skipped: skipped steps in all; int32.
-        steps: steps in all, skipped ones too; int32.
-        growths: how often the scale grew; int32.
+        scale: the factor for the next loss; float32.
+        good_steps: finite steps since the scale last changed, counted towards growth; int32.
+        hysteresis: overflows left before the scale backs off; int32. -1: an overflow came at the smallest scale when
+            none was left.
+        skipped_in_a_row: skipped steps since the last applied one; int32.
+        skipped: all skipped steps; int32.
+        steps: all steps, including skipped ones; int32.
+        growths: number of times the scale grew; int32.
         calibrating: skipped steps before the scale first grew; int32.
-        grown_at: ``steps`` when the scale last grew, 0 where it never did; int32.
-        overflow_scale: the scale of the last skipped step, 0 where none was skipped; float32.
+        grown_at: value of ``steps`` when the scale last grew, 0 if it never did; int32.
+        overflow_scale: the scale of the last skipped step, 0 if none was skipped; float32.
 
-    The last five decide nothing: `polyamp.health` reads them. States that were saved without them have zeros.
+    The last five do not affect the scale; `polyamp.health` reads them. They are zero in states saved without them.
     """
 
     scale: Any
@@ -53,12 +56,12 @@ class LossScaleState(NamedTuple):
 
 
 TYPES = LossScaleState(float, int, int, int, int, int, int, int, int, float)
-"""The Python type of each field of a state that is on the host."""
+"""The Python type of each field of a state on the host."""
 
 
 @dataclass(frozen=True)
 class LossScale:
-    """How the loss scale starts, grows, backs off and is bounded. Frozen and hashable.
+    """The settings of the loss scale: how it starts, grows, backs off and is bounded. Frozen and hashable.
 
     >>> config = LossScale(init=8.0, interval=2)
     >>> state = config.initial_state()
@@ -71,26 +74,26 @@ class LossScale:
 
     Args:
         init: first scale, within [min, max].
-        growth: factor at growth, > 1.
+        growth: factor by which the scale grows, > 1.
         interval: finite steps between growths, >= 1.
-        backoff: factor at an overflow, in (0, 1).
+        backoff: factor by which the scale backs off after an overflow, in (0, 1).
         hysteresis: overflows needed before the scale backs off, >= 1. The allowance is refilled at growth
             (Megatron-LM), or at every finite step under ``consecutive`` (DeepSpeed's ``consecutive_hysteresis``).
         consecutive: see ``hysteresis``.
-        min: smallest scale, > 0. Below 1 on purpose: a model whose gradients are large needs it.
-        max: largest scale. 2**24 is Apex's ceiling.
-        on_min: what happens at an overflow when the scale is already at ``min``: "warn", "raise" or "ignore".
+        min: smallest scale, > 0. It may be below 1, since a model with large gradients needs that.
+        max: largest scale. The default, 2**24, is Apex's limit.
+        on_min: what to do at an overflow when the scale is already at ``min``: "warn", "raise" or "ignore".
         max_skips: raise `LossScaleError` after this many skipped steps in a row; None never raises.
-        nonfinite_loss: what happens at a loss that is inf or NaN before it is scaled: "skip" skips the step, warns once
-            and lets training go on; "raise" raises `NonFiniteLossError` where that is known without waiting for a
-            device, else at a later step.
-        late_growth: growth one step later than ``interval`` says: "never", "after_overflow" (DeepSpeed: also before
-            the first growth), or "always" (flax).
-        check: whether gradients are tested at all; False only for `LossScale.none`.
+        nonfinite_loss: what to do if a loss is inf or NaN before scaling: "skip" skips the step, warns once and
+            continues; "raise" raises `NonFiniteLossError`, at once if that is known without waiting for a device, else
+            at a later step.
+        late_growth: when the scale grows one step later than ``interval``: "never", "after_overflow" (DeepSpeed; it
+            includes the first growth), or "always" (flax).
+        check: whether gradients are tested at all; False only in `LossScale.none`.
 
     Raises:
-        InvalidTypeError: a setting of the wrong type.
-        InvalidValueError: a setting outside its range, or settings that contradict each other.
+        InvalidTypeError: a setting has the wrong type.
+        InvalidValueError: a setting is outside its range, or settings contradict each other.
 
     The defaults of init, growth, interval and backoff are those of ``torch.amp.GradScaler``.
     """
@@ -109,7 +112,7 @@ class LossScale:
     late_growth: Literal["never", "after_overflow", "always"] = "never"
     check: bool = True
 
-    _REALS: ClassVar = {"init": 0.0, "growth": 1.0, "backoff": 0.0, "min": 0.0, "max": 0.0}  # each must be greater
+    _REALS: ClassVar = {"init": 0.0, "growth": 1.0, "backoff": 0.0, "min": 0.0, "max": 0.0}  # exclusive lower bounds
     _COUNTS: ClassVar = ("interval", "hysteresis", "max_skips")
     _CHOICES: ClassVar = {
         "on_min": ("warn", "raise", "ignore"),
@@ -147,7 +150,7 @@ class LossScale:
 
     @classmethod
     def fixed(cls, scale: float) -> LossScale:
-        """A scale that never moves; a step with non-finite gradients is still skipped.
+        """Return a scale that never changes. A step with non-finite gradients is still skipped.
 
         >>> LossScale.fixed(128).initial_state().scale
         128.0
@@ -157,14 +160,14 @@ class LossScale:
 
     @classmethod
     def of(cls, value: LossScale | float, *, where: str = "LossScale.of(value)") -> LossScale:
-        """Settings as they are; a number as a scale that never moves, which is how most libraries take one.
+        """Return settings unchanged, and a number as a fixed scale, since most libraries use a number that way.
 
         >>> LossScale.of(1024)
         LossScale.fixed(1024.0)
 
         Raises:
-            InvalidTypeError: neither.
-            InvalidValueError: a number that is not positive and finite.
+            InvalidTypeError: ``value`` is neither settings nor a number.
+            InvalidValueError: the number is not positive and finite.
         """
         if isinstance(value, LossScale):
             return value
@@ -180,7 +183,7 @@ class LossScale:
 
     @classmethod
     def none(cls) -> LossScale:
-        """No scaling and no check: the wrapped optimizer does exactly what the plain one does.
+        """Return settings without scaling and without a check: the wrapped optimizer acts exactly as the plain one.
 
         >>> LossScale.none().check
         False
@@ -189,9 +192,10 @@ class LossScale:
 
     @classmethod
     def skip_nonfinite(cls) -> LossScale:
-        """No scaling, but a step whose gradients are not finite is skipped, as by DeepSpeed's ``check_grad_overflow``.
+        """Return settings without scaling that still skip a step with non-finite gradients.
 
-        For bfloat16, which needs no loss scale: a single NaN step ruins such a run as well.
+        For bfloat16, which needs no loss scale: one NaN step would ruin the run. DeepSpeed calls this
+        ``check_grad_overflow``.
 
         >>> config = LossScale.skip_nonfinite()
         >>> config.initial_state().scale, config.check
@@ -201,18 +205,18 @@ class LossScale:
 
     @classmethod
     def like(cls, name: str, **changes: Any) -> LossScale:
-        """The settings under which this rule makes the same updates as another library's.
+        """Return the settings with which this rule makes the same updates as another library's.
 
         >>> LossScale.like("apex", interval=100).max == 2.0**24
         True
 
         Args:
             name: torch, apex, keras, tensorflow, deepspeed, megatron, flax, jmp or fairseq.
-            **changes: any field of `LossScale`, in that library's own meaning (``interval=4`` for flax is its
+            **changes: any field of `LossScale`, with that library's own meaning (``interval=4`` for flax is its
                 ``growth_interval=4``).
 
         Raises:
-            InvalidValueError: an unknown library or field.
+            InvalidValueError: the library or a field is unknown.
         """
         from polyamp.presets import PRESETS
 
@@ -231,15 +235,15 @@ class LossScale:
 
     @property
     def dynamic(self) -> bool:
-        """Whether the scale can move."""
+        """Return whether the scale can change."""
         return self.check and self.min < self.max
 
     def initial_state(self) -> LossScaleState:
-        """The state before the first step, as Python numbers."""
+        """Return the state before the first step, as Python numbers."""
         return LossScaleState(self.init, self._restart, self.hysteresis, 0, 0)
 
     def in_float32(self) -> LossScale:
-        """The settings rounded as float32 scalars round them, so that limits compare equal to states that reached them.
+        """Return the settings rounded to float32, so that limits compare equal to the states that reach them.
 
         >>> LossScale(backoff=0.7).in_float32().backoff
         0.699999988079071
@@ -249,11 +253,11 @@ class LossScale:
 
     @property
     def _restart(self) -> int:
-        """`good_steps` at the start and after an overflow."""
+        """Return the value of `good_steps` at the start and after an overflow."""
         return 0 if self.late_growth == "never" else -1
 
     def to_dict(self) -> dict[str, Any]:
-        """The settings that differ from the defaults, as JSON values.
+        """Return the settings that differ from the defaults, as JSON values.
 
         >>> LossScale(interval=100).to_dict()
         {'interval': 100}
@@ -262,7 +266,7 @@ class LossScale:
 
     @classmethod
     def from_dict(cls, settings: Mapping[str, Any]) -> LossScale:
-        """The inverse of `to_dict`."""
+        """Build settings from the result of `to_dict`."""
         if not isinstance(settings, Mapping):
             raise InvalidTypeError(
                 "loss-scale settings are no mapping",
@@ -277,9 +281,9 @@ class LossScale:
         return cls(**settings)
 
     def to_state_dict(self, state: LossScaleState) -> dict[str, Any]:
-        """The state as JSON values, in the form that every framework's adapter saves and loads.
+        """Return the state as JSON values, in the form that every framework's adapter saves and loads.
 
-        Looks at the state: copies scalars that live on a device to the host.
+        Scalars on a device are copied to the host.
 
         >>> LossScale().to_state_dict(LossScale().initial_state())["scale"]
         65536.0
@@ -287,25 +291,25 @@ class LossScale:
         return {"kind": KIND, "version": 1, **on_host(state)._asdict()}
 
     def from_state_dict(self, saved: Any) -> LossScaleState:
-        """The inverse of `to_state_dict`; it also reads the states of other libraries' loss scalers.
+        """Load a state from `to_state_dict`, or from another library's loss scaler.
 
-        A state that was saved without scaling (bfloat16) starts at ``init`` where these settings scale, and the scale
-        of one that was saved with it is left out where they do not: either is reported in a warning. Counters that are
-        not there are 0. The scale has to lie between ``min`` and ``max``, as float32 numbers.
+        A state saved without scaling (bfloat16) starts at ``init`` if these settings scale. A state saved with a scale
+        loses it if these settings do not scale. Either case issues a warning. Missing counters are 0. The scale must
+        lie between ``min`` and ``max``, as float32 numbers.
 
         >>> state = LossScale().from_state_dict({"loss_scaler0": {"loss_scale": 512.0, "unskipped": 3}})  # Apex
         >>> state.scale, state.good_steps
         (512.0, 3)
 
         Args:
-            saved: what `to_state_dict` gave; or the state of torch's ``GradScaler``, of Apex, DeepSpeed, Megatron,
+            saved: the result of `to_state_dict`; or the state of torch's ``GradScaler``, of Apex, DeepSpeed, Megatron,
                 flax, jmp, Keras or fairseq: as a mapping, in a checkpoint, or the scaler itself.
 
         Returns:
-            A state of Python numbers, every field as it was saved.
+            A state of Python numbers, with every field as saved.
 
         Raises:
-            StateError: the state is of another kind, has no scale, or holds a scale that these settings exclude.
+            StateError: the state is of another kind, has no scale, or has a scale that these settings exclude.
         """
         from polyamp.saved_scales import read
 
@@ -324,7 +328,7 @@ def _choose(condition: Any, if_true: Any, if_false: Any) -> Any:
 
 
 def in_single(value: Any) -> Any:
-    """Round a Python number as the frameworks' float32 scalars are rounded anyway.
+    """Round a Python number to float32, as the frameworks' float32 scalars do.
 
     >>> in_single(0.1), in_single(1e300) == FLOAT32.max
     (0.10000000149011612, True)
@@ -338,9 +342,9 @@ def advance(
     finite: Any,
     where: Callable[[Any, Any, Any], Any] = _choose,
 ) -> LossScaleState:
-    """The state after one step: the only implementation of the loss-scale rule.
+    """Return the state after one step. This is the only implementation of the loss-scale rule.
 
-    Pure, and written with arithmetic, comparison, ``&``, ``|`` and ``where`` alone, so the same source runs on Python
+    It is pure and uses only arithmetic, comparison, ``&``, ``|`` and ``where``. So the same code runs on Python
     numbers, on tensors of any framework without a host sync, inside ``jax.jit`` and inside ``tf.function``.
 
     >>> config = LossScale(hysteresis=2)
@@ -350,12 +354,12 @@ def advance(
 
     Args:
         config: the settings.
-        state: five scalars; see `LossScaleState`.
-        finite: scalar boolean: were all gradients of this step finite?
-        where: the framework's three-argument selection, such as ``torch.where``.
+        state: the state before the step; see `LossScaleState`.
+        finite: scalar boolean: whether all gradients of this step are finite.
+        where: the framework's three-argument select, such as ``torch.where``.
 
     Returns:
-        The new state, each field of the type it came with.
+        The new state; each field keeps its type.
     """
     if not config.check:
         return state
@@ -367,7 +371,7 @@ def advance(
     grown, reduced = in_single(state.scale * config.growth), in_single(state.scale * config.backoff)
     grown = where(grown > config.max, config.max, grown)
     reduced = where(reduced < config.min, config.min, reduced)
-    rose, steps = grow & (grown > state.scale), state.steps + 1  # at the largest scale it does not
+    rose, steps = grow & (grown > state.scale), state.steps + 1  # the scale cannot rise above its maximum
     return LossScaleState(
         scale=where(finite, where(grow, grown, state.scale), where(hysteresis > 0, state.scale, reduced)),
         good_steps=where(grow, -1 if config.late_growth == "always" else 0, good),
@@ -383,7 +387,7 @@ def advance(
 
 
 def on_host(state: LossScaleState) -> LossScaleState:
-    """The same state as Python numbers (one device-to-host copy for each field that lives on a device)."""
+    """Return the same state as Python numbers, with one device-to-host copy per field that is on a device."""
     return LossScaleState(*(kind(value) for kind, value in zip(TYPES, state, strict=True)))
 
 
@@ -419,7 +423,7 @@ def _real(name: str, value: object, *, above: float) -> float:
         )
     try:
         number = float(value)
-    except OverflowError:  # an int beyond float64, too long to print
+    except OverflowError:  # an int beyond the range of float64, too long to print
         value = number = math.inf
     if not (math.isfinite(number) and number > above):
         raise _bad(name, value, f"a finite number greater than {above:g}")

@@ -1,7 +1,7 @@
-"""The canonical operations: what each may run in, who says so, and why where they disagree.
+"""The canonical operations: the class of each, its sources, and the reason where the sources disagree.
 
-One table for every framework. An adapter maps its own operation names to these (``polyamp.backends.*.operations``), so
-that the same operation has the same class everywhere.
+There is one table for every framework. An adapter maps its own operation names to these names
+(``polyamp.backends.*.operations``), so the same operation has the same class everywhere.
 """
 
 from __future__ import annotations
@@ -54,9 +54,10 @@ class Operation(NamedTuple):
     ('full', 'full', 'follow')
 
     Attributes:
-        op_class: what it may run in, one of `CLASSES`.
-        sources: the class that each source (a key of `SOURCES`) gives it; ``banned`` where the source refuses it.
-        why: the reason for ``op_class``; always there where a source gives another class.
+        op_class: its class, one of `CLASSES`.
+        sources: the class that each source (a key of `SOURCES`) assigns; ``banned`` if the source refuses the
+            operation.
+        why: the reason for ``op_class``; always present if a source assigns another class.
     """
 
     op_class: str
@@ -64,7 +65,7 @@ class Operation(NamedTuple):
     why: str = ""
 
 
-# How to read it: [class]; then ``names : sources``, where a source that gives another class says so; then why.
+# Format: [class]; then ``names : sources``, where ``source=class`` marks a source that differs; then why.
 _TABLE = """
 [lower]
 matmul                              : cuda cpu tf_fp16 tf_bf16 jax apex paper
@@ -247,7 +248,7 @@ while_loop                          : exact tf_bf16=neutral
 
 
 def _rows(table: str) -> Iterator[tuple[str, str, list[str]]]:
-    """Class, ``names : sources`` and the lines of why, row by row."""
+    """Yield the class, the ``names : sources`` line and the lines of why, for each row."""
     op_class, row, why = "", "", list[str]()
     for line in table.splitlines():
         if line.startswith("    "):
@@ -279,7 +280,7 @@ OPERATIONS: dict[str, Operation] = _read(_TABLE)
 
 
 def as_markdown() -> str:
-    """The table as ``docs/operations.md`` shows it; a test holds the file to it.
+    """Return the table as Markdown. A test checks that ``docs/operations.md`` is equal to it.
 
     >>> as_markdown().splitlines()[0]
     '# The operations'
@@ -313,10 +314,10 @@ def by_native_name(natives: Mapping[str, str]) -> dict[str, str]:
     {'mm': 'matmul', 'bmm': 'matmul', 'exp': 'exp'}
 
     Args:
-        natives: for each canonical operation, the native names that mean it, separated by blanks.
+        natives: for each canonical operation, its native names, separated by blanks.
 
     Raises:
-        InvalidValueError: a canonical name that the table does not have, or a native name that stands twice.
+        InvalidValueError: the table does not have a canonical name, or a native name occurs twice.
     """
     canonical: dict[str, str] = {}
     for operation, names in natives.items():

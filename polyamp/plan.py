@@ -1,4 +1,4 @@
-"""A plan: what every operation of a graph runs in and why, with totals, as a table and as JSON."""
+"""A plan: the format of every operation of a graph and the reason, with totals, as a table and as JSON."""
 
 from __future__ import annotations
 
@@ -18,17 +18,18 @@ class PlannedOperation(NamedTuple):
     """One operation of a plan.
 
     Attributes:
-        name: its canonical name in `polyamp.operations`, or the framework's where there is none.
+        name: its canonical name in `polyamp.operations`, or else the framework's name.
         native: the framework's name.
-        where: scope or module path, and source line, as far as they are known.
+        where: scope or module path, and source line, if known.
         op_class: its class.
         format: the format it runs in, or ``as written``.
-        reason: the rule, the neighbour or the guard that decided.
-        times: how often it runs in one call, where that is known: the length of the loops it is in.
-        casts: casts that its inputs needed.
-        bytes_cast: bytes of those inputs, as they were before.
-        bytes_moved: bytes of inputs and outputs in the formats that it runs in, and what the casts read and write.
-        bytes_moved_float32: the same where nothing is cast.
+        reason: the rule, the neighbouring operation or the guard that decided.
+        times: how often it runs in one call, if known: the length of the loops it is in.
+        casts: number of casts that its inputs need.
+        bytes_cast: bytes of those inputs before the cast.
+        bytes_moved: bytes of its inputs and outputs in the formats it runs in, plus the bytes that the casts read and
+            write.
+        bytes_moved_float32: the same if nothing is cast.
     """
 
     name: str
@@ -44,7 +45,7 @@ class PlannedOperation(NamedTuple):
     bytes_moved_float32: int = 0
 
     def as_dict(self) -> dict[str, str]:
-        """What was decided; JSON."""
+        """Return what was decided, as JSON values."""
         return {
             "name": self.name,
             "native": self.native,
@@ -57,7 +58,7 @@ class PlannedOperation(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """What `polyamp.explain` gives: every operation with its format and reason, and totals. Prints as a table.
+    """The result of `polyamp.explain`: every operation with its format and reason, and totals. Prints as a table.
 
     >>> plan = Plan("mixed_float16", (PlannedOperation("matmul", "dot", "model", "lower", "float16", "table"),))
     >>> plan.totals["by_format"]
@@ -71,13 +72,13 @@ class Plan:
 
     Attributes:
         policy: the policy's text.
-        operations: in the order in which they run; the body of a loop stands once.
-        bytes_saved: bytes kept from the forward pass for the backward pass; None where it is not known, as for a graph
-            that has both.
-        bytes_saved_float32: the same where nothing is cast.
+        operations: in execution order; the body of a loop is listed once.
+        bytes_saved: bytes that the forward pass keeps for the backward pass; None if unknown, as for a graph that
+            contains both.
+        bytes_saved_float32: the same if nothing is cast.
         unused_rules: patterns of the policy's own rules that matched nothing.
-        engine: what runs like this: "rewrite" is a rewritten graph, "autocast" the framework's ambient autocast. What
-            follows a comma says how the plan was made.
+        engine: how the plan is carried out: "rewrite" is a rewritten graph, "autocast" the framework's ambient
+            autocast. Text after a comma describes how the plan was made.
     """
 
     policy: str
@@ -89,9 +90,10 @@ class Plan:
 
     @property
     def totals(self) -> dict[str, Any]:
-        """Operations by format, each once; casts and bytes, a loop's body counted as often as it runs. JSON.
+        """Return the operations by format, and totals of casts and bytes; JSON values.
 
-        The keys with ``float32`` are what the same graph takes where nothing is cast.
+        Each operation counts once by format; casts and bytes in a loop's body count as often as it runs. The keys with
+        ``float32`` are the totals of the same graph if nothing is cast.
         """
         return {
             "by_format": dict(Counter(op.format for op in self.operations)),
@@ -104,7 +106,7 @@ class Plan:
         }
 
     def as_dict(self) -> dict[str, Any]:
-        """The whole plan; JSON. ``engine`` is there where it is not "rewrite"."""
+        """Return the whole plan as JSON values. ``engine`` is left out if it is "rewrite"."""
         return {
             "policy": self.policy,
             "operations": [op.as_dict() for op in self.operations],
@@ -114,10 +116,10 @@ class Plan:
         }
 
     def plot(self, path: str | PathLike[str]) -> None:
-        """Draw the bytes that operations move, by format, beside float32's, into an image file.
+        """Draw the bytes that operations move, by format, next to float32's, into an image file.
 
         Raises:
-            InvalidValueError: the file's ending is of no image format.
+            InvalidValueError: the file's ending does not name an image format.
             MissingFrameworkError: matplotlib is not installed.
         """
         from polyamp.diagnosis.pictures import draw_plan
@@ -125,7 +127,7 @@ class Plan:
         draw_plan(self, path)
 
     def compare(self, other: Plan) -> PlanComparison:
-        """This plan beside another one of the same model.
+        """Compare this plan with another plan of the same model.
 
         >>> def plan(format_name):
         ...     return Plan("policy", (PlannedOperation("exp", "exp", "head", "full", format_name, "table"),))
@@ -142,7 +144,7 @@ class Plan:
         exp        head   1 float32  1 float16
 
         Raises:
-            InvalidTypeError: ``other`` is no plan.
+            InvalidTypeError: ``other`` is not a plan.
         """
         if not isinstance(other, Plan):
             raise InvalidTypeError(
@@ -163,11 +165,11 @@ class Plan:
         return "\n".join([*lines, "", self.table(rows=20)])
 
     def table(self, *, grouped: bool = True, rows: int | None = None) -> str:
-        """The operations as an aligned table.
+        """Return the operations as an aligned table.
 
         Args:
             grouped: see `rows`.
-            rows: how many rows to give; None is all.
+            rows: how many rows to show; None shows all.
         """
         head, *operations = self.rows(grouped=grouped)
         text = aligned([head, *operations[:rows]], right=(3, 4))
@@ -175,11 +177,11 @@ class Plan:
         return f"{text}\n{left_out} more rows: print(plan.table())" if left_out else text
 
     def rows(self, *, grouped: bool = True) -> list[tuple[str, ...]]:
-        """The rows of the table, the heading first.
+        """Return the rows of the table, the heading first.
 
         Args:
-            grouped: like operations in one row, those first that move most bytes; else each in its own row, in the
-                order in which they run.
+            grouped: put similar operations in one row, and the rows that move most bytes first; else one row per
+                operation, in execution order.
         """
         head = ("operation", "class", "format", "count", "moved", "why", "where")
         groups = _grouped(self.operations) if grouped else [[op] for op in self.operations]
@@ -188,21 +190,21 @@ class Plan:
 
 @dataclass(frozen=True)
 class PlanComparison:
-    """Two plans of one model side by side; prints as a table. See `Plan.compare`."""
+    """Two plans of one model; prints as a table. See `Plan.compare`."""
 
     this: Plan
     other: Plan
 
     @property
     def changed(self) -> list[tuple[str, str, dict[str, int], dict[str, int]]]:
-        """Name, place, and operations by format in either plan, wherever the two differ."""
+        """Return name, place, and operations by format in each plan, wherever the plans differ."""
         here, there = _formats(self.this), _formats(self.other)
         places = [*here, *(place for place in there if place not in here)]
         both = ((place, here.get(place, Counter()), there.get(place, Counter())) for place in places)
         return [(*place, dict(one), dict(two)) for place, one, two in both if one != two]
 
     def as_dict(self) -> dict[str, Any]:
-        """Both plans' totals, and what changed; JSON."""
+        """Return both plans' totals and the changes, as JSON values."""
         return {
             "policies": [self.this.policy, self.other.policy],
             "totals": [self.this.totals, self.other.totals],

@@ -1,4 +1,4 @@
-"""A precision policy: what parameters are stored in, what matrix work runs in, what comes out, and the loss scale."""
+"""A precision policy: the formats of stored parameters, matrix work and outputs, the rules, and the loss scale."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ Tree = TypeVar("Tree")
 
 @dataclass(frozen=True)
 class Policy:
-    """Formats, rules and loss scale under one name. Make one with `policy`.
+    """Formats, rules and loss scale under one name. Create one with `policy`.
 
     Attributes:
         param: format in which parameters are stored.
         compute: format in which ``lower`` operations run.
-        output: format in which a model's outputs leave it.
-        rules: the user's own rules; the first that matches wins, and the default table comes after them.
+        output: format of a model's outputs.
+        rules: the user's own rules; the first match wins, and the default table comes last.
         loss_scale: how the loss is scaled.
-        name: a label; it takes no part in comparison.
+        name: a label; comparison ignores it.
     """
 
     param: str
@@ -55,7 +55,7 @@ class Policy:
             )
 
     def decide(self, operation: str, path: str = "") -> Decision:
-        """The class of a canonical operation at a module or scope path under this policy, and why.
+        """Return the class of a canonical operation at a module or scope path under this policy, and the reason.
 
         >>> policy("mixed_float16").decide("matmul").op_class
         'lower'
@@ -64,7 +64,7 @@ class Policy:
 
     @property
     def own_rules(self) -> tuple[Rule, ...]:
-        """The rules that the user wrote: those that the formats bring along are left out.
+        """Return the rules that the user wrote, without those that the formats imply.
 
         >>> policy("half", rules={"head/*": "full"}).own_rules
         (Rule(pattern='head/*', op_class='full'),)
@@ -74,7 +74,7 @@ class Policy:
 
     @property
     def param_dtype(self) -> Any:
-        """``param`` as jmp and haiku have it: a NumPy dtype; bfloat16 and float8 by name where ml_dtypes is absent.
+        """Return ``param`` as a NumPy dtype, as in jmp and haiku. Without ml_dtypes, bfloat16 and float8 are names.
 
         >>> policy("O2").param_dtype, str(policy("mixed_float16").output_dtype)
         (dtype('float16'), 'float32')
@@ -83,44 +83,44 @@ class Policy:
 
     @property
     def compute_dtype(self) -> Any:
-        """``compute`` as a NumPy dtype; see `param_dtype`."""
+        """Return ``compute`` as a NumPy dtype; see `param_dtype`."""
         return _numpy_dtype(self.compute)
 
     @property
     def output_dtype(self) -> Any:
-        """``output`` as a NumPy dtype; see `param_dtype`."""
+        """Return ``output`` as a NumPy dtype; see `param_dtype`."""
         return _numpy_dtype(self.output)
 
     @property
     def casts(self) -> bool:
-        """Whether any format differs from float32."""
+        """Return whether any format differs from float32."""
         return {self.param, self.compute, self.output} != {"float32"}
 
     @property
     def needs_master_weights(self) -> bool:
-        """Whether parameters are stored in 16 bits or fewer, so that the optimizer keeps float32 copies."""
+        """Return whether parameters have 16 bits or fewer, so that the optimizer keeps float32 master weights."""
         return format_of(self.param).is_low
 
     def cast_to_param(self, tree: Tree) -> Tree:
-        """Cast the floating leaves of a tree, or a module's parameters, to ``param``; leave everything else alone.
+        """Cast the floating-point leaves of a tree, or a module's parameters, to ``param``; leave the rest unchanged.
 
-        Works on any loaded framework's arrays, containers and modules, also while JAX or TensorFlow traces.
+        Works on arrays, containers and modules of any loaded framework, also while JAX or TensorFlow traces.
 
         Raises:
-            InvalidTypeError: the tree holds arrays of no framework that has an adapter.
+            InvalidTypeError: the tree holds arrays of a framework without an adapter.
         """
         return _cast(tree, self.param)
 
     def cast_to_compute(self, tree: Tree) -> Tree:
-        """Cast the floating leaves of a tree to ``compute``; see `cast_to_param`."""
+        """Cast the floating-point leaves of a tree to ``compute``; see `cast_to_param`."""
         return _cast(tree, self.compute)
 
     def cast_to_output(self, tree: Tree) -> Tree:
-        """Cast the floating leaves of a tree to ``output``; see `cast_to_param`."""
+        """Cast the floating-point leaves of a tree to ``output``; see `cast_to_param`."""
         return _cast(tree, self.output)
 
     def to_dict(self) -> dict[str, Any]:
-        """The policy as JSON values.
+        """Return the policy as JSON values.
 
         >>> Policy.from_dict(policy("O2").to_dict()) == policy("O2")
         True
@@ -136,7 +136,7 @@ class Policy:
 
     @classmethod
     def from_dict(cls, saved: Mapping[str, Any]) -> Policy:
-        """The inverse of `to_dict`.
+        """Build a policy from the result of `to_dict`.
 
         Raises:
             InvalidValueError: a field is missing, unknown or out of range.
@@ -153,7 +153,7 @@ class Policy:
         return cls(**{**saved, "loss_scale": LossScale.from_dict(saved["loss_scale"])})
 
     def __str__(self) -> str:
-        """A text that `policy` parses back to an equal policy."""
+        """Return a text that `policy` parses back to an equal policy."""
         return dialects.write(self.param, self.compute, self.output, self.rules, self.loss_scale, self.name)
 
     def __enter__(self) -> Policy:
@@ -175,7 +175,7 @@ def policy(
     loss_scale: LossScale | float | None = None,
     name: str | None = None,
 ) -> Policy:
-    """Make a policy from a name in any of the usual dialects, from another policy, or from formats.
+    """Create a policy from a name in any common dialect, from another policy, or from formats.
 
     >>> str(policy("fp16")), str(policy("p=f32,c=bf16,o=f32"))
     ('mixed_float16', 'mixed_bfloat16')
@@ -188,20 +188,20 @@ def policy(
         spec: a `Policy`; a Keras name (``float32 mixed_float16 mixed_bfloat16 float16 bfloat16``); a jmp string
             (``params=float32,compute=float16,output=float32``, ``p=f32,c=bf16,o=f32``, ``half``, ``full``); an Apex
             level (``O0 O1 O2 O3``); a trainer's word (``fp16 bf16 16-mixed bf16-mixed 16-true bf16-true amp_fp16``);
-            ``str()`` of a policy; a framework's floating dtype, as the Keras name of that format; or a ``jmp.Policy``
-            or Keras ``DTypePolicy``. None, with nothing else given, is the current policy. A `Policy` with nothing
-            else given is returned as it is.
+            ``str()`` of a policy; a framework's floating-point dtype, which means the Keras name of that format; or a
+            ``jmp.Policy`` or Keras ``DTypePolicy``. None without other arguments is the current policy. A `Policy`
+            without other arguments is returned unchanged.
         param: format of stored parameters: a name, or a framework's dtype.
-        compute: format of ``lower`` operations; ``param`` where nothing says otherwise, as in jmp.
-        output: format of outputs; ``compute`` where nothing says otherwise, as in jmp.
-        rules: classes by operation name or path glob; they come before the rules of ``spec``.
-        loss_scale: how the loss is scaled; a number is a scale that never moves. Where nothing says: dynamic under a
-            float16 ``compute``, else none.
+        compute: format of ``lower`` operations; by default ``param``, as in jmp.
+        output: format of outputs; by default ``compute``, as in jmp.
+        rules: classes by operation name or path glob; they take precedence over the rules of ``spec``.
+        loss_scale: how the loss is scaled; a number is a fixed scale. By default dynamic if ``compute`` is float16,
+            else none.
         name: a label.
 
     Raises:
-        InvalidTypeError: an argument of the wrong type.
-        InvalidValueError: an unknown, repeated, blank or contradictory word.
+        InvalidTypeError: an argument has the wrong type.
+        InvalidValueError: a word is unknown, repeated, blank or contradictory.
     """
     where = "policy(spec)"
     if isinstance(spec, Policy) and all(one is None for one in (param, compute, output, rules, loss_scale, name)):
@@ -233,7 +233,7 @@ _global_policy = Policy("float32", "float32", "float32")
 
 
 def current_policy() -> Policy:
-    """The innermost ``with policy:`` of this thread or async task, else the global policy (float32 at first).
+    """Return the innermost ``with policy:`` of this thread or async task, else the global policy (at first float32).
 
     >>> with policy("mixed_bfloat16"):
     ...     print(current_policy())
@@ -244,7 +244,7 @@ def current_policy() -> Policy:
 
 
 def in_policy() -> bool:
-    """Whether a ``with policy:`` holds here.
+    """Return whether a ``with policy:`` is active here.
 
     >>> with policy("float32"):
     ...     in_policy()
@@ -254,7 +254,7 @@ def in_policy() -> bool:
 
 
 def set_global_policy(spec: Policy | str) -> Policy:
-    """Make a policy the one that holds wherever no ``with policy:`` does, in every thread. Returns it.
+    """Set the policy that applies outside any ``with policy:``, in every thread, and return it.
 
     >>> set_global_policy("float32").compute
     'float32'
@@ -285,7 +285,7 @@ def _from_words(words: dialects.Words, formats: dict[str, str], where: str) -> P
 
 
 def _from_policy(spec: Policy, formats: dict[str, str]) -> Policy:
-    """Other formats bring their own default rules and loss scale, unless the policy's were set on purpose."""
+    """Replace formats of a policy. The default rules and loss scale follow them, unless they were set explicitly."""
     param, compute, output = (formats.get(key, getattr(spec, key)) for key in ("param", "compute", "output"))
     rules, scale = spec.rules, spec.loss_scale
     if rules == dialects.default_rules(spec.param, spec.compute, spec.output):
@@ -296,7 +296,7 @@ def _from_policy(spec: Policy, formats: dict[str, str]) -> Policy:
 
 
 def _of_another_library(spec: Any, formats: dict[str, str]) -> tuple[Any, dict[str, str]]:
-    """A policy of jmp as formats, one of Keras and a framework's dtype by name; anything else as it is."""
+    """Convert a jmp policy to formats, and a Keras policy or a framework's dtype to a name; return others unchanged."""
     keys = {"param": "param_dtype", "compute": "compute_dtype", "output": "output_dtype"}
     if isinstance(spec, type) or not all(hasattr(spec, name) for name in keys.values()):
         keras_name = getattr(spec, "name", None) if hasattr(spec, "variable_dtype") else None
@@ -327,7 +327,7 @@ def _numpy_dtype(name: str) -> Any:
 def _cast(tree: Tree, format_name: str) -> Tree:
     from polyamp import registry
 
-    hidden = getattr(tree, "__dict__", {}).values()  # of an object that is no container: its adapter says so
+    hidden = getattr(tree, "__dict__", {}).values()  # for an object that is not a container, its attributes
     for adapter in registry.adapters_within(tree) or registry.adapters_within(*hidden):
         tree = adapter.cast(tree, format_name)
     return tree

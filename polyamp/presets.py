@@ -1,7 +1,7 @@
-"""Other libraries' loss-scale rules as settings of ours, each with the source it was taken from.
+"""Other libraries' loss-scale rules expressed as our settings, each with its source.
 
-Where a library has no limit of its own (its scale can reach 0 or inf and stay there), the preset's limit is the last
-power of two that float32 can divide by, so that every update up to there is the library's own.
+Some libraries have no limit, so that their scale can reach 0 or inf and stay there. For those, the preset's limit is
+the last power of two that float32 can divide by; up to there every update is the library's own.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ _HIGHEST = 2.0**127  # the largest power of two in float32
 
 
 class Preset(NamedTuple):
-    """Settings for `LossScale`, and where they come from."""
+    """Settings for `LossScale`, and their source."""
 
     settings: dict[str, Any]
     source: str

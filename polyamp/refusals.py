@@ -1,6 +1,6 @@
-"""Errors that every adapter raises, in the same words.
+"""Errors that every adapter raises, with the same wording.
 
-Each function gives the exception, for the adapter to raise.
+Each function returns the exception; the adapter raises it.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from polyamp.errors import InvalidTypeError, NonFiniteLossError, UnsupportedErro
 def non_finite_loss(
     found: object, *, where: str = "scaling the loss", compute: str | None = None
 ) -> NonFiniteLossError:
-    """The loss was inf or NaN before it was scaled.
+    """Return the error for a loss that was inf or NaN before scaling.
 
     >>> isinstance(non_finite_loss("inf"), FloatingPointError)
     True
 
     Args:
         found: the loss.
-        where: what was done with it.
-        compute: the format that the forward pass computed in; None where it is not known.
+        where: what was being done with it.
+        compute: the compute format of the forward pass; None if it is not known.
     """
     return NonFiniteLossError(
         "the loss was not finite before scaling: a smaller scale cannot help",
@@ -33,7 +33,7 @@ def non_finite_loss(
 
 
 def look_for_nonfinite(compute: str | None) -> str:
-    """Say where a loss that is not finite may come from: an overflow of float16, or something float32 has too.
+    """Describe where a non-finite loss may come from: float16 overflow, or a cause that float32 has too.
 
     >>> look_for_nonfinite("bfloat16")
     'bfloat16 has the range of float32, so look for inf or NaN in the data and the parameters'
@@ -49,7 +49,7 @@ def look_for_nonfinite(compute: str | None) -> str:
 
 
 def unscaled_loss(*, where: str, fix: str) -> UsageError:
-    """A step is to unscale the gradients of a loss that nobody scaled.
+    """Return the error for a step that would unscale the gradients of a loss that was never scaled.
 
     >>> isinstance(unscaled_loss(where="step()", fix="call opt.backward(loss)"), RuntimeError)
     True
@@ -64,7 +64,7 @@ def unscaled_loss(*, where: str, fix: str) -> UsageError:
 
 
 def clipped_scaled(*, where: str, fix: str) -> UsageError:
-    """Gradients were clipped between the backward pass and unscaling.
+    """Return the error for gradients that were clipped between the backward pass and unscaling.
 
     >>> isinstance(clipped_scaled(where="step()", fix="give max_grad_norm="), RuntimeError)
     True
@@ -79,7 +79,7 @@ def clipped_scaled(*, where: str, fix: str) -> UsageError:
 
 
 def no_loss(found: object, *, allowed: str) -> InvalidTypeError:
-    """What was to be scaled is no floating tensor.
+    """Return the error for scaling an object that is not a floating-point tensor.
 
     >>> print(no_loss("a tensor of int64", allowed="a floating tensor"))
     the loss is no floating tensor
@@ -98,7 +98,7 @@ def no_loss(found: object, *, allowed: str) -> InvalidTypeError:
 
 
 def no_optimizer(found: object, *, allowed: str) -> InvalidTypeError:
-    """What was to be wrapped is no optimizer of the framework.
+    """Return the error for wrapping an object that is not an optimizer of the framework.
 
     >>> "builtins.int" in str(no_optimizer(3, allowed="a torch.optim.Optimizer"))
     True
@@ -113,7 +113,7 @@ def no_optimizer(found: object, *, allowed: str) -> InvalidTypeError:
 
 
 def wrapped_already(found: object, *, fix: str = "use it as it is, or wrap the plain optimizer") -> UsageError:
-    """What was to be wrapped scales the loss already.
+    """Return the error for wrapping an object that already scales the loss.
 
     >>> isinstance(wrapped_already("a LossScaledOptimizer"), RuntimeError)
     True
@@ -128,7 +128,7 @@ def wrapped_already(found: object, *, fix: str = "use it as it is, or wrap the p
 
 
 def no_loss_scale(found: object, *, where: str, allowed: str) -> InvalidTypeError:
-    """What was to give or take a loss scale has none.
+    """Return the error for an object without a loss scale where one is needed.
 
     >>> "builtins.int" in str(no_loss_scale(3, where="scale_loss(holder)", allowed="a wrapped optimizer"))
     True
@@ -143,7 +143,7 @@ def no_loss_scale(found: object, *, where: str, allowed: str) -> InvalidTypeErro
 
 
 def not_traced(*, where: str) -> UsageError:
-    """A plan was asked for before there was a graph.
+    """Return the error for asking for a plan before there is a graph.
 
     >>> isinstance(not_traced(where="rewrite(fn).plan"), RuntimeError)
     True
@@ -157,7 +157,7 @@ def not_traced(*, where: str) -> UsageError:
 
 
 def no_options(options: Iterable[str], *, where: str) -> UnsupportedError:
-    """Options of a verb that only another framework has.
+    """Return the error for options that only another framework has.
 
     >>> isinstance(no_options(["engine"], where="rewrite(fn)"), TypeError)
     True

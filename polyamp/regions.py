@@ -1,4 +1,12 @@
-"""Regions of ambient autocast, and functions that run in one; `polyamp.autocast` is the way to them."""
+"""Regions of ambient autocast, and functions that run in a region; the public entry is `polyamp.autocast`.
+
+A region is the code in a ``with`` block. Entering it makes a policy the current one and enters the autocast of every
+loaded framework that has one; leaving it undoes both. For example, with torch loaded::
+
+    with polyamp.autocast("mixed_bfloat16"):  # policy entered, torch autocast entered
+        y = x @ w                             # bfloat16
+    # both left, in reverse order
+"""
 
 from __future__ import annotations
 
@@ -14,7 +22,7 @@ from polyamp.policy import Policy, current_policy, in_policy
 
 Fn = TypeVar("Fn", bound=Callable[..., Any])
 
-# One variable for all objects: a context keeps every variable that was ever set in it.
+# One variable for all objects, because a context keeps every variable that was ever set in it.
 _entered: ContextVar[tuple[ExitStack, ...]] = ContextVar("polyamp_autocast", default=())
 
 
@@ -22,24 +30,27 @@ _compilers: list[tuple[Callable[[], bool], Callable[[Policy], AbstractContextMan
 
 
 def compiled_by(is_tracing: Callable[[], bool], context: Callable[[Policy], AbstractContextManager[Any]]) -> None:
-    """For an adapter whose framework compiles Python code by tracing it, and `autocast` with it.
+    """Register a framework that compiles Python code by tracing it, and traces `autocast` with it.
 
     Args:
-        is_tracing: whether the caller's code is being traced.
-        context: gives the framework's own context for a policy, which can be traced.
+        is_tracing: returns whether the caller's code is being traced.
+        context: returns the framework's own traceable context for a policy.
     """
     _compilers.append((is_tracing, context))
 
 
 class Autocast:
-    """What `autocast` gives for a policy: re-entrant, usable from several threads, and a decorator."""
+    """The result of `autocast` for a policy: re-entrant, usable from several threads, and a decorator."""
 
     def __init__(self, policy: Policy | None, backend: str | None) -> None:
         self._policy = policy
         self._backend = backend
 
     def traced(self) -> AbstractContextManager[Any] | None:
-        """What a compiler that traces this code, and cannot follow variables of a context, enters in its place."""
+        """Return the context to enter if a compiler is tracing this code; None otherwise.
+
+        Such a compiler cannot follow context variables, so it gets the framework's own context instead.
+        """
         for is_tracing, context in _compilers:
             if is_tracing() and self._policy is not None:
                 return context(self._policy)
@@ -69,7 +80,11 @@ class Autocast:
 
 
 def autocast_function(fn: Callable[..., Any], policy: Policy | None, backend: str | None) -> Callable[..., Any]:
-    """Dispatch by the function's own type, else at each call by the arguments; plain values run in every context."""
+    """Return a function that runs ``fn`` in a region.
+
+    The framework is that of the function's own type, or else of its arguments at each call. With plain values only, the
+    regions of every loaded framework are entered.
+    """
     named = registry.adapter_of(fn) if backend is None else registry.adapter_named(backend)
 
     @functools.wraps(fn)
@@ -88,13 +103,13 @@ def autocast_function(fn: Callable[..., Any], policy: Policy | None, backend: st
 
 
 def _autocasting(adapters: list[Any]) -> Any:
-    """The first that has autocast, of either kind; else the first, for what it says."""
+    """Return the first adapter with autocast of either kind; else the first adapter, for its error message."""
     having = [one for one in adapters if hasattr(one, "autocast_function") or hasattr(one, "autocast_context")]
     return next(iter(having or adapters), None)
 
 
 def _ambient(backend: str | None) -> list[Any]:
-    """The adapters whose autocast is entered: the one that was named, else every loaded one that has a context."""
+    """Return the adapters to enter: the named one, or else every loaded one that has an autocast context."""
     loaded = registry.loaded() if backend is None else [registry.adapter_named(backend)]
     ambient = [adapter for adapter in loaded if hasattr(adapter, "autocast_context")]
     if not registry.entries():

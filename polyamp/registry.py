@@ -1,4 +1,4 @@
-"""Finds the adapter of an object, by looking at its type and never by importing a framework to find out."""
+"""The registry of adapters: finds an object's adapter from its type, and never imports a framework to find out."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ _adapters: dict[str, Adapter] = {}
 
 
 def entries() -> dict[str, EntryPoint]:
-    """The entry points of the group, by import root (``torch``, ``jax``, ``optax``, ...). Scanned at first use.
+    """Return the entry points by import root (``torch``, ``jax``, ``optax``, ...), scanned at first use.
 
     Raises:
-        PolyampError: two distributions claim the same import root.
+        PolyampError: two packages claim the same import root.
     """
     if not _entries:
         from importlib.metadata import entry_points
@@ -51,7 +51,7 @@ def entries() -> dict[str, EntryPoint]:
 
 
 def names() -> list[str]:
-    """The adapters' names: ``["jax", "keras", "tensorflow", "torch"]`` with nothing of a third party installed."""
+    """Return the adapters' names: ``["jax", "keras", "tensorflow", "torch"]`` without third-party adapters."""
     return sorted({_backend_of(entry) for entry in entries().values()})
 
 
@@ -59,7 +59,7 @@ def adapter_named(name: str) -> Adapter:
     """Load an adapter by its framework's name or one of its import roots.
 
     Raises:
-        InvalidTypeError: no adapter of that name is installed.
+        InvalidTypeError: no adapter has that name.
         MissingFrameworkError: the framework itself is not installed; the message names the extra.
     """
     entry = entries().get(name)
@@ -78,24 +78,24 @@ def adapter_named(name: str) -> Adapter:
 
 
 def adapter_of(obj: object) -> Adapter | None:
-    """The adapter of ``obj`` by the import roots of its type's bases, else by asking the loaded adapters."""
+    """Return the adapter of ``obj``: by the import roots of its type's bases, else by asking the loaded adapters."""
     return _by_root(obj) or _by_asking(obj)
 
 
 def adapter_within(*objects: object) -> Adapter | None:
-    """The adapter of the first object, in or under ``objects``, that has one; None if they hold only plain values.
+    """Return the adapter of the first object in or under ``objects`` that has one; None for plain values only.
 
     Raises:
-        InvalidTypeError: there is none, and they hold an array-like of a framework without an adapter.
+        InvalidTypeError: there is none, and the objects contain an array-like of a framework without an adapter.
     """
     return next(iter(adapters_within(*objects)), None)
 
 
 def adapters_within(*objects: object) -> list[Adapter]:
-    """The adapters of all objects in or under ``objects``. What a type's module says comes before what adapters say.
+    """Return the adapters of all objects in or under ``objects``: by the types' modules, else by asking adapters.
 
     Raises:
-        InvalidTypeError: there is none, and they hold an array-like of a framework without an adapter.
+        InvalidTypeError: there is none, and the objects contain an array-like of a framework without an adapter.
     """
     leaves = list(_walk(objects))
     if found := _found(leaves):
@@ -107,10 +107,11 @@ def adapters_within(*objects: object) -> list[Adapter]:
 
 
 def adapter_offering(name: str, *objects: object) -> Adapter | None:
-    """The adapter that has the verb ``name``, of the objects in or under ``objects``; else the only one in question.
+    """Find the adapter that offers the verb ``name`` for these objects.
 
-    Plain values and NumPy arrays say nothing of their framework, although some take them. Then it is the one that a
-    function's code names, else one that takes them, and else the one that is loaded, where that is one alone.
+    Plain values and NumPy arrays do not show their framework, although some frameworks accept them. Tried in order: the
+    objects' types; the framework that a function's code names; an adapter that owns one of the objects; the only loaded
+    adapter that offers the verb. If none of them offers it, return the first adapter found, or None.
     """
     leaves = list(_walk(objects))
     typed, found = _found(leaves, _by_root), _found(leaves)
@@ -123,7 +124,7 @@ def adapter_offering(name: str, *objects: object) -> Adapter | None:
 
 
 def adapter_named_in(name: str, fn: object) -> Adapter | None:
-    """The adapter that has the verb ``name`` and whose framework a Python function's code names; None for several.
+    """Return the adapter with the verb ``name`` whose framework a function's code uses; None if there are several.
 
     >>> import torch
     >>> adapter_named_in("autocast_context", lambda x: torch.relu(x)).name
@@ -133,13 +134,13 @@ def adapter_named_in(name: str, fn: object) -> Adapter | None:
     adapters = {_load(entries()[root]) for root in roots & entries().keys()}
     under = {getattr(adapter, "runs_on", None) for adapter in adapters}
     offering = [adapter for adapter in adapters if hasattr(adapter, name)]
-    if len(offering) > 1:  # one that runs on another of them is named by its models, in code of the other
+    if len(offering) > 1:  # prefer the framework that another runs on: its code may name the other's models
         offering = [adapter for adapter in offering if adapter.name in under] or offering
     return offering[0] if len(offering) == 1 else None
 
 
 def _named_in(fn: object) -> Iterator[object]:
-    """The globals and the captured values that a function's code, and the functions inside of it, use."""
+    """Yield the globals and captured values that a function's code, and functions inside it, use."""
     plain = inspect.unwrap(getattr(fn, "__func__", fn)) if callable(fn) else fn
     if not isinstance(plain, FunctionType):
         return
@@ -153,7 +154,7 @@ def _named_in(fn: object) -> Iterator[object]:
 
 
 def _roots_of(obj: object) -> Iterator[str]:
-    """The import roots of a module, of what a module defines, and of an object's type."""
+    """Yield the import roots of a module, of the module that defines an object, and of the object's type."""
     defined = obj.__name__ if isinstance(obj, ModuleType) else getattr(obj, "__module__", None)
     if isinstance(defined, str):
         yield defined.partition(".")[0]
@@ -161,7 +162,7 @@ def _roots_of(obj: object) -> Iterator[str]:
 
 
 def _found(leaves: list[object], *ways: Callable[[object], Adapter | None]) -> list[Adapter]:
-    """The adapters of these objects, by the first of the ways that finds any."""
+    """Return the adapters of these objects, from the first way that finds any."""
     for find in ways or (_by_root, _by_asking):
         found = {adapter.name: adapter for adapter in map(find, leaves) if adapter is not None}
         if found:
@@ -178,16 +179,16 @@ def _by_asking(obj: object) -> Adapter | None:
 
 
 def loaded() -> list[Adapter]:
-    """The adapters of the frameworks that this process has imported."""
+    """Return the adapters of the frameworks that this process has imported."""
     present = [entry for root, entry in entries().items() if sys.modules.get(root) is not None]
     return [_load(entry) for entry in {entry.value: entry for entry in present}.values()]
 
 
 def verb(adapter: Adapter, name: str) -> Any:
-    """The adapter's method ``name``.
+    """Return the adapter's method ``name``.
 
     Raises:
-        UnsupportedError: the framework does not have this; the message says which have.
+        UnsupportedError: the framework does not have this verb; the message lists those that do.
     """
     method = getattr(adapter, name, None)
     if method is None:
@@ -203,7 +204,7 @@ def verb(adapter: Adapter, name: str) -> Any:
 
 
 def no_adapter(obj: object, *, where: str) -> InvalidTypeError:
-    """The error for an object that no adapter knows."""
+    """Return the error for an object that no adapter knows."""
     kind = type(obj)
     return InvalidTypeError(
         "no adapter knows this object",
@@ -216,12 +217,12 @@ def no_adapter(obj: object, *, where: str) -> InvalidTypeError:
 
 
 def unregistered(*, where: str) -> UnsupportedError:
-    """The error for work that would silently do nothing, because polyamp is imported but not installed."""
+    """Return the error for a polyamp that is imported but not installed, and so would silently do nothing."""
     return UnsupportedError("no adapter is registered", where=where, found="no entry points", **_choice([], fix=""))
 
 
 def _choice(known: list[str], *, kind: str = "", fix: str) -> dict[str, str]:
-    """What an error allows and advises: one of those that are known, or an installation where none is."""
+    """Return what an error allows and advises: the known names, or how to install polyamp if there are none."""
     return {"allowed": kind + ", ".join(known), "fix": fix} if known else {"allowed": UNREGISTERED, "fix": INSTALL}
 
 
@@ -238,7 +239,7 @@ def _load(entry: EntryPoint) -> Adapter:
 
 
 def missing(package: str, *, extra: str) -> MissingFrameworkError:
-    """The error for a package that is not installed, naming the extra that brings it."""
+    """Return the error for a package that is not installed, with the extra that installs it."""
     return MissingFrameworkError(
         f"{package} is not installed",
         where=f"polyamp's {extra} support",
@@ -260,7 +261,7 @@ def _roots(kind: type) -> Iterator[str]:
 
 
 def _walk(objects: Iterable[object], within: tuple[int, ...] = ()) -> Iterator[object]:
-    """Each object, then what is inside it where it is a container; nothing twice on one way down."""
+    """Yield each object, then the contents of containers; never the same object twice on one path down."""
     for obj in objects:
         yield obj
         if id(obj) not in within:
@@ -268,7 +269,7 @@ def _walk(objects: Iterable[object], within: tuple[int, ...] = ()) -> Iterator[o
 
 
 def _parts_of(obj: object) -> Iterable[object]:
-    """What a container holds, and the fields of a dataclass or an attrs class."""
+    """Return the contents of a container, or the fields of a dataclass or an attrs class."""
     if isinstance(obj, str | bytes | type):
         return ()
     if isinstance(obj, Mapping):

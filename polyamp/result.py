@@ -1,4 +1,4 @@
-"""What one optimizer step did."""
+"""The result of one optimizer step."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from polyamp.loss_scale import LossScaleState
 
 
 class StepResult:
-    """Whether a step was applied, and the loss scale after it. True where it was applied.
+    """A step's result: whether it was applied, and the loss scale after it. It is true if the step was applied.
 
-    Making one costs no host sync; looking at a property does, once. Inside a traced function (``jax.jit``,
+    Creating a result costs no host sync; the first access to a property does. Inside a traced function (``jax.jit``,
     ``tf.function``) the properties are the traced values themselves.
 
     >>> from polyamp import LossScale, advance
@@ -23,9 +23,9 @@ class StepResult:
 
     Args:
         state: the loss-scale state after the step.
-        applied: whether this optimizer's step was applied, where others share its loss scale; a scalar as those of
-            ``state``. None is whether the state says so.
-        explain: more about a skipped step, for `reason`; called when somebody looks.
+        applied: whether this optimizer's step was applied, if other optimizers share its loss scale; a scalar like
+            those of ``state``. None takes the answer from the state.
+        explain: returns more about a skipped step, for `reason`; called on access.
     """
 
     __slots__ = ("_applied", "_explain", "_state")
@@ -37,33 +37,33 @@ class StepResult:
 
     @property
     def flag(self) -> Any:
-        """Whether the step was applied, as it is: a bool, or a scalar on the device. Costs no host sync.
+        """Return whether the step was applied, without a host sync: a bool, or a scalar on the device.
 
         >>> from polyamp import LossScale
         >>> StepResult(LossScale().initial_state()).flag
         True
         """
-        # `==` would compare objects in a TensorFlow 1 graph
+        # `< 1`, since `== 0` would compare objects in a TensorFlow 1 graph
         return self._state.skipped_in_a_row < 1 if self._applied is None else self._applied
 
     @property
     def applied(self) -> Any:
-        """Whether parameters and optimizer state were updated; a bool."""
+        """Return whether parameters and optimizer state were updated; a bool."""
         return _look(self.flag, bool)
 
     @property
     def scale(self) -> Any:
-        """The loss scale after the step, which the next loss is multiplied by; a float."""
+        """Return the loss scale after the step, for the next loss; a float."""
         return _look(self._state.scale, float)
 
     @property
     def skipped_in_a_row(self) -> Any:
-        """Steps skipped since the last one that was applied; an int."""
+        """Return the number of steps skipped since the last applied one; an int."""
         return _look(self._state.skipped_in_a_row, int)
 
     @property
     def reason(self) -> str:
-        """Why the step was skipped; empty where it was applied."""
+        """Return why the step was skipped; empty if it was applied."""
         if self:
             return ""
         more = self._explain() if self._explain else ""
@@ -75,7 +75,10 @@ class StepResult:
         return bool(self.flag)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return StepResult, (self._state, self._applied)  # an explanation needs the gradients, which no copy has
+        return StepResult, (
+            self._state,
+            self._applied,
+        )  # no explanation: a copy does not have the gradients
 
     def __repr__(self) -> str:
         return f"StepResult(applied={self.applied}, scale={self.scale}, skipped_in_a_row={self.skipped_in_a_row})"
@@ -84,5 +87,5 @@ class StepResult:
 def _look(value: Any, convert: Callable[[Any], Any]) -> Any:
     try:
         return convert(value)
-    except TypeError:  # a traced value has no number yet, and every framework says so with a TypeError
+    except TypeError:  # every framework raises TypeError for a traced value, which has no number yet
         return value

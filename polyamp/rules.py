@@ -1,4 +1,4 @@
-"""A policy's own rules, and how they and the table decide what one operation may run in."""
+"""A policy's own rules, and how rules and the operation table decide the class of an operation."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from polyamp.choices import did_you_mean
 from polyamp.errors import InvalidTypeError, InvalidValueError
 from polyamp.operations import CLASSES, OPERATIONS
 
-TABLE = "table"  # the reason of a decision that no rule of the policy's own made
+TABLE = "table"  # the reason if none of the policy's own rules decided
 
 
 class Rule(NamedTuple):
-    """One line of a policy's rules: what matches ``pattern`` gets ``op_class``."""
+    """One rule of a policy: operations that match ``pattern`` get the class ``op_class``."""
 
     pattern: str
     op_class: str
 
     def matches(self, operation: str, path: str = "") -> bool:
-        """Whether this rule is about an operation, by its canonical name or by the path it stands at.
+        """Return whether this rule matches an operation, by its canonical name or by its path.
 
-        A pattern of several components, joined by ``/`` or ``.``, matches where they stand side by side anywhere in
-        the path with the operation's own name at its end; ``*`` stays within one component, as in a shell. So
-        ``head/*`` is every operation in ``head``, directly or deeper.
+        A pattern of several components, joined by ``/`` or ``.``, matches consecutive components anywhere in the path
+        followed by the operation's own name. ``*`` stays within one component, as in a shell. So ``head/*`` matches
+        every operation in ``head``, at any depth.
 
         >>> Rule("decoder.*.norm", "full").matches("add", "model/decoder/3/norm")
         True
@@ -43,16 +43,16 @@ class Rule(NamedTuple):
 
 
 class Decision(NamedTuple):
-    """The class of one operation, and the rule or table entry that gave it."""
+    """The class of an operation, and the rule or table entry that decided it."""
 
     op_class: str
     reason: str
 
 
 def decide(rules: Iterable[Rule], operation: str, path: str = "") -> Decision:
-    """The class of a canonical operation at a path: the first rule that matches, else the table's.
+    """Return the class of a canonical operation at a path, from the first matching rule or else the table.
 
-    Rules do not reach operations that are never touched (class ``keep``), such as integers and casts.
+    Rules do not apply to operations of class ``keep``, such as integer operations and casts.
 
     >>> decide((), "softmax").op_class
     'full'
@@ -69,7 +69,7 @@ def decide(rules: Iterable[Rule], operation: str, path: str = "") -> Decision:
 
 
 def unused(rules: Iterable[Rule], seen: Iterable[tuple[str, str]]) -> list[Rule]:
-    """The rules that match none of the (operation, path) pairs: to be reported, since they did nothing."""
+    """Return the rules that match none of the (operation, path) pairs. They had no effect and are reported."""
     pairs = [pair for pair in seen if not _untouched(pair[0])]
     return [rule for rule in rules if not any(rule.matches(*pair) for pair in pairs)]
 
@@ -82,14 +82,14 @@ def _untouched(operation: str) -> bool:
 def parse_rules(
     spec: Mapping[str, str] | Iterable[tuple[str, str]], *, where: str = "policy(rules=)"
 ) -> tuple[Rule, ...]:
-    """Check what a user wrote and make it rules, in the order it was written.
+    """Check the rules that a user wrote and return them as `Rule` objects, in the same order.
 
     >>> parse_rules({"softmax": "lower"})
     (Rule(pattern='softmax', op_class='lower'),)
 
     Raises:
-        InvalidTypeError: not a mapping or pairs of strings.
-        InvalidValueError: a blank pattern, one that stands twice, or an unknown class.
+        InvalidTypeError: ``spec`` is not a mapping or pairs of strings.
+        InvalidValueError: a pattern is blank or repeated, or a class is unknown.
     """
     for pattern, op_class in (pairs := _pairs(spec, where)):
         if not all(_components(pattern)):

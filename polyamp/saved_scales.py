@@ -1,7 +1,7 @@
-"""Read a saved loss scale: polyamp's own state, or that of another library.
+"""Readers for saved loss scales: polyamp's own state, or that of another library.
 
-Every library saves the scale and a counter of finite steps, under names of its own. `read` finds out which library
-saved a state and returns ours. What a library does not save starts at 0, or at its full allowance.
+Every library saves the scale and a counter of finite steps, under its own names. `read` detects which library saved a
+state and returns ours. Fields that a library does not save start at 0, or at the full hysteresis.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ LARGEST_COUNT = 2**31 - 1
 
 
 class Dialect(NamedTuple):
-    """How one library names what a saved loss scale has.
+    """The names that one library uses for the parts of a saved loss scale.
 
     Attributes:
-        library: whose state it is.
-        source: where its names come from.
-        keys: our field, and the library's key for it; all keys have to be there.
+        library: the library that saves this state.
+        source: the source of its names.
+        keys: our field, and the library's key for it. All keys must be present.
     """
 
     library: str
@@ -57,10 +57,10 @@ DIALECTS: tuple[Dialect, ...] = (
     Dialect("polyamp", "the fields of LossScaleState, by hand", {"scale": "scale"}),
     Dialect("fairseq", "fairseq/optim/fp16_optimizer.py; also jmp.StaticLossScale", {"scale": "loss_scale"}),
 )
-"""The first whose keys are all there is taken, so those with more keys come first."""
+"""The first one whose keys are all present is used, so those with more keys come first."""
 
 _HOLDERS = ("loss_scaler0", "loss_scaler", "grad_scaler", "MixedPrecision", "scaler")
-"""Keys under which a whole checkpoint keeps the state of its loss scale: Apex, DeepSpeed, Megatron, Lightning."""
+"""Keys under which a checkpoint stores the state of its loss scale: Apex, DeepSpeed, Megatron, Lightning."""
 
 
 _DEEPSPEED = {"cur_scale", "cur_iter", "last_overflow_iter", "scale_window", "cur_hysteresis"}
@@ -92,7 +92,7 @@ def read(config: LossScale, saved: Any) -> LossScaleState:
 
 
 def _values(config: LossScale, saved: Any) -> dict[str, Any]:
-    """The state's fields by our names, not yet checked."""
+    """Return the state's fields under our names, not yet checked."""
     initial = config.initial_state()._asdict()
     if _is_ours(saved):
         if "scale" not in saved:
@@ -116,7 +116,7 @@ def _is_ours(saved: Any) -> bool:
 
 
 def _inside(saved: Any, depth: int = 2) -> Mapping[str, Any]:
-    """The mapping that has the scale: a checkpoint's part, or an object's attributes."""
+    """Return the mapping that contains the scale: a part of a checkpoint, or an object's attributes."""
     found = saved if isinstance(saved, Mapping) else _attributes(saved)
     if not isinstance(found, Mapping):
         raise _no_state(f"{saved!r} ({type(saved).__name__})"[:200])
@@ -129,7 +129,7 @@ def _inside(saved: Any, depth: int = 2) -> Mapping[str, Any]:
 
 
 def _attributes(saved: Any) -> Mapping[str, Any] | None:
-    """What an object of a library's own class has, such as DeepSpeed's scaler or jmp's loss scale."""
+    """Return the attributes of another library's object, such as DeepSpeed's scaler or jmp's loss scale."""
     if isinstance(saved, str | int | float | bytes | list | type(None)):
         return None
     names = {key for dialect in DIALECTS for key in dialect.keys.values()} | _DEEPSPEED
@@ -139,17 +139,18 @@ def _attributes(saved: Any) -> Mapping[str, Any] | None:
 
 
 def _counted(config: LossScale, values: dict[str, Any]) -> dict[str, Any]:
-    """Counters as ours: where growth comes a step late, ours starts at -1 (see `LossScale.late_growth`)."""
+    """Convert counters to ours: if growth comes one step late, ours starts at -1 (see `LossScale.late_growth`)."""
     if "good_steps" in values and config.late_growth == "always":
         values["good_steps"] = operator.index(_number(values["good_steps"], int)) - 1
     return values
 
 
 def _deepspeed(found: Mapping[str, Any]) -> dict[str, Any]:
-    """DeepSpeed's DynamicLossScaler and FP16_Optimizer, 0.19: they keep the step of the last overflow, not a counter.
+    """Convert the state of DeepSpeed 0.19, which saves the step of the last overflow instead of a counter.
 
-    Before a step, ``cur_iter - last_overflow_iter - 1`` finite steps lie behind; the scale grows at multiples of the
-    window. Ours is one less, since it counts the coming step first.
+    It is saved by DynamicLossScaler and FP16_Optimizer. Before a step, ``cur_iter - last_overflow_iter - 1`` finite
+    steps have passed, and the scale grows at multiples of the window. Our counter is one less, since it counts the
+    coming step first.
     """
     values = {"scale": found["cur_scale"]}
     if "cur_hysteresis" in found:
@@ -162,7 +163,7 @@ def _deepspeed(found: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _says_nothing(values: Mapping[str, Any]) -> bool:
-    """Whether nothing was scaled: under `LossScale.none` the state never leaves a scale of 1 and counts nothing."""
+    """Return whether nothing was scaled: under `LossScale.none` the scale stays 1 and nothing is counted."""
     from polyamp.loss_scale import LossScale
 
     initial = LossScale.none().initial_state()._asdict()
@@ -192,7 +193,7 @@ def _check_count(name: str, value: float) -> None:
 
 
 def _number(value: Any, kind: Callable[[Any], Any]) -> Any:
-    """A Python number of a scalar of any library; float counters, as DeepSpeed's tensors, are taken where whole."""
+    """Return a scalar of any library as a Python number. Float counters (DeepSpeed's tensors) must be whole."""
     try:
         if kind is float and not isinstance(value, str):
             return float(value)
@@ -219,7 +220,7 @@ def _no_state(found: str) -> StateError:
 
 
 def bad_state(what: str, found: object, allowed: str) -> StateError:
-    """The error for a state that cannot be loaded."""
+    """Return the error for a state that cannot be loaded."""
     return StateError(
         what,
         where="LossScale.from_state_dict(saved)",

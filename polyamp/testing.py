@@ -1,6 +1,6 @@
-"""The conformance suite that every adapter passes, ours and third parties' alike.
+"""The conformance suite that every adapter passes, ours and third-party ones.
 
-An adapter's author writes a `Harness`, which drives the framework with NumPy arrays, and subclasses `Conformance`.
+The author of an adapter writes a `Harness`, which drives the framework with NumPy arrays, and subclasses `Conformance`.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ Arrays = Mapping[str, NDArray[Any]]
 
 
 class Session(Protocol):
-    """One wrapped optimizer and the parameters it trains."""
+    """A wrapped optimizer and the parameters it trains."""
 
     holder: Any
-    """What `polyamp.save_loss_scale` takes: the wrapped optimizer, or its state."""
+    """The argument of `polyamp.save_loss_scale`: the wrapped optimizer, or its state."""
 
     def step(self, grads: Arrays) -> StepResult:
-        """One step with float32 gradients as they are before scaling.
+        """Run one step with float32 gradients that are not scaled yet.
 
-        They are multiplied by the loss scale in the framework, cast to the parameters' format as a scaled backward pass
-        would leave them, and given to the wrapped optimizer.
+        The gradients are multiplied by the loss scale in the framework, cast to the parameters' format, as after a
+        scaled backward pass, and passed to the wrapped optimizer.
         """
 
     def weights(self) -> dict[str, NDArray[Any]]:
-        """The parameters, in their stored format (bfloat16 as ``ml_dtypes.bfloat16``)."""
+        """Return the parameters in their stored format (bfloat16 as ``ml_dtypes.bfloat16``)."""
 
     def memory(self) -> dict[str, NDArray[Any]]:
-        """Everything else that a skipped step must not touch: masters, moments, step counters."""
+        """Return everything else that a skipped step must not change: master weights, moments, step counters."""
 
     def load_loss_scale(self, saved: Mapping[str, Any]) -> None:
         """Continue from a saved loss-scale state."""
@@ -69,17 +69,17 @@ class Harness(Protocol):
         """
 
     def plain_optimizer(self) -> Any:
-        """An optimizer that is not wrapped."""
+        """Return an optimizer that is not wrapped."""
 
     def tree(self, arrays: Arrays) -> Any:
-        """The arrays as the framework's own, in a dict."""
+        """Return the arrays as the framework's own arrays, in a dict."""
 
     def arrays(self, tree: Any) -> dict[str, NDArray[Any]]:
-        """The inverse of ``tree``."""
+        """Convert the result of ``tree`` back to NumPy arrays."""
 
 
 def same_bits(left: Arrays, right: Arrays) -> bool:
-    """Whether two sets of arrays are equal to the last bit, NaN and negative zero included.
+    """Return whether two sets of arrays are equal bit by bit, including NaN and negative zero.
 
     >>> same_bits({"a": np.float32([0.0])}, {"a": np.float32([-0.0])})
     False
@@ -90,7 +90,7 @@ def same_bits(left: Arrays, right: Arrays) -> bool:
 
 
 def random_arrays(seed: int, scale: float = 1.0) -> dict[str, NDArray[np.float32]]:
-    """Normal float32 arrays of several shapes, one of them of a single element.
+    """Return normal float32 arrays of several shapes, one of them with a single element.
 
     >>> {name: array.shape for name, array in random_arrays(0).items()}
     {'matrix': (4, 3), 'vector': (5,), 'single': (1,)}
@@ -101,14 +101,14 @@ def random_arrays(seed: int, scale: float = 1.0) -> dict[str, NDArray[np.float32
 
 
 def spoiled(grads: Arrays, value: float) -> dict[str, NDArray[Any]]:
-    """The gradients with one non-finite element, in the last position of the matrix."""
+    """Return the gradients with one element, the last of the matrix, replaced by a non-finite value."""
     copies = {name: array.copy() for name, array in grads.items()}
     copies["matrix"][-1, -1] = value
     return copies
 
 
 def overflow_trace(seed: int, steps: int, share: float = 0.3) -> list[bool]:
-    """Which steps have finite gradients: a random trace in which ``share`` of them have not.
+    """Choose at random which steps have finite gradients; ``share`` is the expected share of the others.
 
     >>> overflow_trace(0, 6)
     [True, False, False, False, True, True]
@@ -127,7 +127,7 @@ SETTINGS = {
 
 
 class Conformance:
-    """What every adapter promises, as pytest tests: subclass it and override the ``harness`` fixture.
+    """The promises of every adapter, as pytest tests. Subclass it and override the ``harness`` fixture.
 
     >>> class TestMine(Conformance):
     ...     @pytest.fixture
@@ -137,7 +137,7 @@ class Conformance:
 
     @pytest.fixture
     def harness(self) -> Harness:
-        """The framework under test."""
+        """Return the framework under test."""
         raise UsageError("a conformance suite needs its framework", fix="override the harness fixture")
 
     def test_adapter_is_found_by_name_and_by_object(self, harness: Harness) -> None:

@@ -1,4 +1,4 @@
-"""The public verbs. Each looks at what it was given and hands it to that framework's adapter."""
+"""The public verbs. Each one finds the adapter of its arguments and calls it."""
 
 from __future__ import annotations
 
@@ -30,10 +30,11 @@ def wrap_optimizer(
     backend: str | None = None,
     **options: Any,
 ) -> Any:
-    """An optimizer of the same kind that owns the order of a mixed-precision step.
+    """Wrap an optimizer so that it runs a whole mixed-precision step in the right order.
 
-    Unscale in float32, test the raw gradients for inf and NaN, clip by the global norm, then update or skip, then
-    advance the loss scale. A skipped step leaves parameters, optimizer state and counters bit-identical.
+    The result is of the same kind. A step unscales in float32, tests the gradients for inf and NaN, clips by the global
+    norm, updates or skips, and advances the loss scale. A skipped step leaves parameters, optimizer state and counters
+    bit-identical.
 
     >>> import torch
     >>> model = torch.nn.Linear(4, 2)
@@ -47,16 +48,17 @@ def wrap_optimizer(
         optimizer: a ``torch.optim.Optimizer``, an optax ``GradientTransformation``, a Keras 3 optimizer or a
             ``tf.compat.v1.train.Optimizer``.
         policy: a policy or its name; None is the current policy.
-        loss_scale: overrides the policy's; a number is a scale that never moves.
+        loss_scale: overrides the policy's; a number is a fixed scale.
         max_grad_norm: clip unscaled gradients to this global L2 norm (> 0); None does not clip.
-        backend: the framework's name, where the object does not tell.
-        **options: what that framework has besides; docs/frameworks.md lists them. PyTorch: ``master_weights``,
+        backend: the framework's name, if the object does not show it.
+        **options: further options of that framework; docs/frameworks.md lists them. PyTorch: ``master_weights``,
             ``skip_on_device``, ``fused_step``, ``process_group``, ``named_parameters``, ``share``. JAX: ``axis_name``,
             ``master_weights``, ``skip``. TensorFlow and Keras: ``master_weights``.
 
     Raises:
-        InvalidTypeError: no optimizer, or one of a framework without an adapter; or no loss scale.
-        UnsupportedError: an option that this framework does not have.
+        InvalidTypeError: ``optimizer`` is not an optimizer, or its framework has no adapter; or ``loss_scale`` is not a
+            loss scale.
+        UnsupportedError: an option does not exist in this framework.
         InvalidValueError: ``max_grad_norm``, or a number as ``loss_scale``, is not positive and finite.
         UsageError: the optimizer is wrapped already.
     """
@@ -75,7 +77,7 @@ def wrap_optimizer(
 
 
 def _check_made(optimizer: object) -> None:
-    """Refuse what an optimizer is made of or by: a class, a function, parameters; an optax schedule is a function."""
+    """Refuse objects that are not optimizers yet: a class, a function (such as an optax schedule), parameters."""
     if isinstance(optimizer, type):
         what = "no adapter knows this object: it is a class, not an optimizer"
         fix = f"make one first: {optimizer.__name__}(...); then wrap it"
@@ -106,23 +108,23 @@ def convert(model: Any, policy: Policy | str | None = None, *, backend: str | No
     (torch.float16, torch.float32)
 
     Args:
-        model: a ``torch.nn.Module`` or a built Keras model; it is changed in place.
+        model: a ``torch.nn.Module`` or a built Keras model, changed in place.
         policy: a policy or its name; None is the current policy.
-        backend: the framework's name, where the object does not tell.
+        backend: the framework's name, if the object does not show it.
 
     Returns:
         The same model.
 
     Raises:
-        InvalidTypeError: an object that no adapter knows.
-        UnsupportedError: the framework's models hold no precision (JAX: cast the parameters instead).
+        InvalidTypeError: no adapter knows the object.
+        UnsupportedError: the framework's models store no precision (JAX: cast the parameters instead).
     """
     adapter = adapter_for(backend, model, where="convert(model)")
     return registry.verb(adapter, "convert")(model, make_policy(policy))
 
 
 def scale_loss(loss: Any, holder: Any) -> Any:
-    """The loss in float32 times the current loss scale.
+    """Return the loss in float32 times the current loss scale.
 
     >>> import torch
     >>> opt = wrap_optimizer(torch.optim.SGD([torch.ones(2, requires_grad=True)], lr=0.1), "mixed_float16")
@@ -130,14 +132,14 @@ def scale_loss(loss: Any, holder: Any) -> Any:
     tensor(32768.)
 
     Args:
-        loss: a floating scalar.
-        holder: a wrapped optimizer, or in JAX the optimizer state that has its ``loss_scale``.
+        loss: a floating-point scalar.
+        holder: a wrapped optimizer, or in JAX the optimizer state that contains its ``loss_scale``.
     """
     return adapter_for(None, holder, where="scale_loss(holder)").scale_loss(loss, holder)
 
 
 def save_loss_scale(holder: Any) -> dict[str, Any]:
-    """The loss-scale state of a wrapped optimizer (in JAX: of its state), in the form all frameworks share; JSON.
+    """Return the loss-scale state of a wrapped optimizer (JAX: of its state) as JSON, the same in all frameworks.
 
     >>> import torch
     >>> opt = wrap_optimizer(torch.optim.SGD([torch.ones(2, requires_grad=True)], lr=0.1), "mixed_float16")
@@ -149,13 +151,13 @@ def save_loss_scale(holder: Any) -> dict[str, Any]:
 
 
 def load_loss_scale(holder: Any, saved: Mapping[str, Any]) -> Any:
-    """Continue from a loss-scale state that `save_loss_scale` gave, in this framework or another.
+    """Continue from a loss-scale state saved by `save_loss_scale`, in this framework or another.
 
     Returns:
-        The same object where it is mutable; in JAX, a new optimizer state.
+        The same object if it is mutable; in JAX, a new optimizer state.
 
     Raises:
-        StateError: a state of another kind, with missing fields, or outside the settings; nothing is changed.
+        StateError: the state is of another kind, has missing fields, or is outside the settings; nothing is changed.
     """
     return adapter_for(None, holder, where="load_loss_scale(holder)").load_loss_scale(holder, saved)
 
@@ -168,9 +170,9 @@ def value_and_grad(
     argnums: int | Sequence[int] = 0,
     backend: str | None = None,
 ) -> Callable[..., Any]:
-    """Differentiate a loss function under a policy: the loss comes back unscaled, the gradients still scaled.
+    """Differentiate a loss function under a policy. The loss is returned unscaled, the gradients still scaled.
 
-    The function sees parameters and arguments in the compute format; gradients come in the parameters' own.
+    The function receives parameters and arguments in the compute format. Gradients have the parameters' own format.
 
     >>> import jax, optax
     >>> tx = wrap_optimizer(optax.sgd(0.1), "mixed_float16")
@@ -183,12 +185,12 @@ def value_and_grad(
     (2.0, 0.5)
 
     Args:
-        fun: ``fun(params, *args, **kwargs) -> loss``, or ``(loss, aux)`` where ``has_aux``.
-        policy: bound now where given; None is the current policy at each call.
+        fun: ``fun(params, *args, **kwargs) -> loss``, or ``(loss, aux)`` with ``has_aux``.
+        policy: bound now if given; None is the current policy at each call.
         has_aux: whether ``fun`` returns more than the loss.
-        argnums: which of ``fun``'s arguments are differentiated, as in ``jax.value_and_grad``: an integer, or several,
-            whose gradients come in a tuple.
-        backend: the framework's name, where the arguments do not tell.
+        argnums: the arguments of ``fun`` to differentiate, as in ``jax.value_and_grad``: an integer, or several, whose
+            gradients are returned in a tuple.
+        backend: the framework's name, if the arguments do not show it.
 
     Returns:
         A function of ``(opt_state, params, *args, **kwargs)``.
@@ -216,21 +218,21 @@ def autocast(
     torch.bfloat16
 
     Args:
-        target: a policy or its name, for a context that every loaded framework with ambient autocast enters; or the
-            function or module to run so.
-        policy: of a function, or by keyword of a context or decorator; bound now where given, else the current policy
-            at each call.
-        backend: one framework's name, where it should be only that one.
-        **mistaken: ``dtype=``, ``device_type=``, ``enabled=`` and what else other libraries' autocast takes: refused,
-            with what to write instead.
+        target: a policy or its name, for a context that every loaded framework with ambient autocast enters; or a
+            function or module to run under autocast.
+        policy: the policy of a function; or, as a keyword, of a context or decorator. Bound now if given, else the
+            current policy at each call.
+        backend: one framework's name, to affect only that one.
+        **mistaken: arguments of other libraries' autocast, such as ``dtype=``, ``device_type=`` and ``enabled=``:
+            refused, with a hint what to write instead.
 
     Returns:
-        A context manager that may be entered again and in several threads, and that decorates functions; or the
-        function, transformed.
+        A context manager that can be entered again and in several threads, and used as a decorator; or the transformed
+        function.
 
     Raises:
-        InvalidTypeError: two policies, or an argument of another library's autocast.
-        UnsupportedError: no loaded framework has what was asked for.
+        InvalidTypeError: there are two policies, or an argument of another library's autocast.
+        UnsupportedError: no loaded framework has what was requested.
     """
     if mistaken:
         raise _another_autocast(mistaken)
@@ -250,7 +252,7 @@ def autocast(
 
 
 def _another_autocast(mistaken: Mapping[str, Any]) -> InvalidTypeError:
-    """The error for ``autocast(dtype=...)`` and the like, which torch's takes."""
+    """Return the error for ``autocast(dtype=...)`` and the like, which torch's autocast takes."""
     name = name_of_dtype(mistaken.get("dtype"))
     instead = f"mixed_{name}" if name in ("float16", "bfloat16") else "mixed_float16"
     fix = f'write polyamp.autocast("{instead}"): a policy names the formats, and every device is covered'
@@ -266,7 +268,7 @@ def _another_autocast(mistaken: Mapping[str, Any]) -> InvalidTypeError:
 
 
 def _shown(value: object) -> str:
-    """A value in an error, or for an array its type alone."""
+    """Return a value's text for an error; for an array, its type alone."""
     text = repr(value)
     return text if len(text) < 80 and "\n" not in text else f"a {type(value).__module__}.{type(value).__qualname__}"
 
@@ -281,7 +283,7 @@ def rewrite(
     jit_compile: bool | None = None,
     **kwargs: Any,
 ) -> Any:
-    """Rewrite a function or model so that its operations run in the formats of a policy, and say what was decided.
+    """Rewrite a function or model so that its operations run in the formats of a policy, and report what was decided.
 
     >>> import jax
     >>> fast = rewrite(lambda w, x: x @ w, jax.numpy.ones((2, 3)), jax.numpy.ones((4, 2)), policy="mixed_float16")
@@ -289,21 +291,21 @@ def rewrite(
     {'float16': 1}
 
     Args:
-        fn: what to rewrite; without it, a decorator: ``@rewrite(policy="mixed_bfloat16")``.
-        *args: example arguments. Without them, and where ``fn`` itself does not tell its framework, it is rewritten at
-            its first call.
-        policy: a policy or its name; None is the current policy when it is rewritten.
-        backend: the framework's name, where neither the function nor the arguments tell and several are loaded.
-        engine: TensorFlow's: ``"grappler"`` has its own pass do it; see ``polyamp.backends.tensorflow.grappler``.
-        jit_compile: TensorFlow's: as of ``tf.function``.
+        fn: the function or model; without it, a decorator: ``@rewrite(policy="mixed_bfloat16")``.
+        *args: example arguments. Without them, ``fn`` is rewritten at its first call if it does not show its framework
+            itself.
+        policy: a policy or its name; None is the current policy when ``fn`` is rewritten.
+        backend: the framework's name, if neither the function nor the arguments show it and several are loaded.
+        engine: for TensorFlow: ``"grappler"`` uses TensorFlow's own pass; see ``polyamp.backends.tensorflow.grappler``.
+        jit_compile: for TensorFlow: as in ``tf.function``.
         **kwargs: example keyword arguments.
 
     Returns:
-        What is called in the place of ``fn``, with an attribute ``plan``; see the framework's own ``rewrite``.
+        The replacement for ``fn``, with an attribute ``plan``; see the framework's own ``rewrite``.
 
     Raises:
-        InvalidTypeError: ``fn`` cannot be called and is no graph, or no adapter knows the arguments.
-        UnsupportedError: the framework's adapter has no rewrite, or not these options.
+        InvalidTypeError: ``fn`` is neither callable nor a graph, or no adapter knows the arguments.
+        UnsupportedError: the framework's adapter has no rewrite, or does not have these options.
     """
     chosen = None if policy is None else make_policy(policy)
     given = {"engine": engine, "jit_compile": jit_compile}
@@ -316,7 +318,7 @@ def rewrite(
         adapter = offering("rewrite", backend, (fn, args, kwargs), where="rewrite(fn, *args)")
         return with_options(adapter, "rewrite", options)(fn, args, kwargs, make_policy(chosen))
     named = registry.adapter_named_in("rewrite", fn)
-    if getattr(named, "rewrites_unseen", False):  # before it sees arguments: so a SavedModel finds the function
+    if getattr(named, "rewrites_unseen", False):  # rewrite now, so that a SavedModel finds the function
         return with_options(named, "rewrite", options)(fn, (), {}, make_policy(chosen))
     return RewrittenAtFirstCall(fn, chosen, options)
 
@@ -330,7 +332,9 @@ def explain(
     engine: str | None = None,
     **kwargs: Any,
 ) -> Plan:
-    """What every operation of a function or model runs in under a policy, where and why. It prints as a table.
+    """List the format of every operation of a function or model under a policy, with its place and the reason.
+
+    The result prints as a table.
 
     >>> import jax
     >>> print(explain(lambda w, x: x @ w, jax.numpy.ones((2, 3)), jax.numpy.ones((4, 2)), policy="O1").policy)
@@ -340,14 +344,14 @@ def explain(
         fn: the function or model.
         *args: its arguments.
         policy: a policy or its name; None is the current policy.
-        backend: the framework's name, where neither the function nor the arguments tell and several are loaded.
-        engine: what is to run it: "rewrite", which is the default, or in PyTorch "autocast", which records one run
-            under `autocast`. A PyTorch model that is no single graph is recorded too; the plan's ``engine`` says so.
+        backend: the framework's name, if neither the function nor the arguments show it and several are loaded.
+        engine: what will run it: "rewrite", the default, or in PyTorch "autocast", which records one run under
+            `autocast`. A PyTorch model that is not a single graph is recorded too; the plan's ``engine`` reports that.
         **kwargs: its keyword arguments.
 
     Raises:
-        InvalidTypeError: ``fn`` cannot be called and is no graph, or no adapter knows the arguments.
-        UnsupportedError: the framework's adapter has no explain, or not this engine.
+        InvalidTypeError: ``fn`` is neither callable nor a graph, or no adapter knows the arguments.
+        UnsupportedError: the framework's adapter has no explain, or does not have this engine.
     """
     _check_rewritable(fn, registry.adapter_of(fn), where="explain(fn)")
     adapter = offering("explain", backend, (fn, args, kwargs), where="explain(fn, *args)")
@@ -374,7 +378,7 @@ def norm_limit(value: float | None, *, where: str = "wrap_optimizer(max_grad_nor
     1.0
 
     Raises:
-        InvalidValueError: not a positive finite number.
+        InvalidValueError: it is not a positive finite number.
     """
     if value is None:
         return None

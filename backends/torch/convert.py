@@ -16,6 +16,16 @@ from polyamp.errors import InvalidTypeError, warn_once
 from polyamp.policy import Policy
 from polyamp.rules import unused
 
+# Their kernels take 16-bit data beside float32 parameters and statistics, on every device.
+_TAKING_MIXED = (
+    nn.BatchNorm1d,
+    nn.BatchNorm2d,
+    nn.BatchNorm3d,
+    nn.InstanceNorm1d,
+    nn.InstanceNorm2d,
+    nn.InstanceNorm3d,
+)
+
 _HOOKS = "_polyamp_hooks"  # attribute of a module: the handles of the hooks that `convert` registered
 
 
@@ -29,11 +39,11 @@ class _Part(NamedTuple):
 
 
 def convert(model: nn.Module, policy: Policy) -> nn.Module:
-    """Store floating parameters and buffers in ``policy.param``, except where the rules say ``full`` or ``keep``.
+    """Store floating parameters and buffers in ``policy.param``, except where rules say full, inner or keep.
 
     A module that stays in float32, by the table (norms), by a path rule, or since its authors keep it so under a policy
-    that keeps norms (``_keep_in_fp32_modules``), gets its inputs in float32 and gives its outputs back in
-    ``policy.compute``; the model's own inputs are cast to ``policy.compute`` and its outputs to
+    that keeps norms (``_keep_in_fp32_modules``), gets its inputs in float32 (batch norms take 16 bits) and gives its
+    outputs back in ``policy.compute``; the model's own inputs are cast to ``policy.compute`` and its outputs to
     ``policy.output``. The `torch.nn.Parameter` objects stay the same ones. Converting again replaces all of this.
 
     >>> from polyamp import policy
@@ -87,16 +97,21 @@ def _parts(model: nn.Module, policy: Policy) -> Iterator[_Part]:
 
 def _store(parts: list[_Part], dtype: torch.dtype) -> set[nn.Module]:
     """Cast parameters and buffers; the modules that stay in float32 while others do not."""
-    full = {own for part in parts if part.op_class == "full" for own in part.module.parameters(recurse=False)}
+    full = {own for part in parts if _is_full(part) for own in part.module.parameters(recurse=False)}
     kept = set()
     for part in parts:
         own = list(part.module.parameters(recurse=False))
-        is_full = part.op_class == "full" or not full.isdisjoint(own)  # or tied to a parameter that is
+        is_full = _is_full(part) or not full.isdisjoint(own)  # or tied to a parameter that is
         if is_full:
             kept.add(part.module)
         if part.op_class != "keep":
             _store_own(part.module, torch.float32 if is_full and dtype in SIXTEEN_BIT else dtype)
     return kept
+
+
+def _is_full(part: _Part) -> bool:
+    """Whether a module computes in float32, if only inside, as norms do: with parameters of that format."""
+    return part.op_class in ("full", "inner")
 
 
 def _store_own(module: nn.Module, dtype: torch.dtype) -> None:
@@ -113,7 +128,8 @@ def _add_hooks(model: nn.Module, parts: list[_Part], kept: set[nn.Module], polic
         is_root = part.module is model
         if part.module in kept and (is_root or _holds_values(part.module)):
             inside = not is_root and _caller(modules, part.path) in kept
-            _hook(part.module, torch.float32, None if inside or is_root else compute)
+            takes_mixed = part.op_class == "inner" and isinstance(part.module, _TAKING_MIXED)
+            _hook(part.module, None if takes_mixed else torch.float32, None if inside or is_root else compute)
         elif is_root:
             _hook(model, compute, None)
     _hook(model, None, output)

@@ -1,4 +1,4 @@
-"""A polyamp adapter for NumPy, whose "optimizers" are the two classes below: all that a new backend must write."""
+"""A polyamp adapter for NumPy, whose "optimizers" are the two classes below: everything a new backend has to write."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class LossScaled:
     def __init__(self, inner: SGD, config: polyamp.LossScale, max_grad_norm: float | None) -> None:
         self.inner, self.config, self.max_grad_norm = inner, config, max_grad_norm
         self.state = config.initial_state()
-        self.stored = inner.params  # 16-bit parameters get float32 masters, which the inner optimizer updates
+        self.stored = inner.params  # 16-bit parameters get float32 master weights, which the inner optimizer updates
         inner.params, inner.memory = _widened(inner.params), _widened(inner.memory)
 
     def step(self, scaled: Arrays) -> None:
@@ -85,7 +85,7 @@ def _widened(arrays: Arrays) -> Arrays:
 
 
 class NumpyAdapter:
-    """What `polyamp.adapter.Adapter` asks for, and nothing else."""
+    """The methods that `polyamp.adapter.Adapter` requires, and nothing else."""
 
     name = "numpy"
     operations: Mapping[str, str] = {"matmul": "matmul", "exp": "exp", "add": "add", "sum": "sum"}
@@ -100,7 +100,7 @@ class NumpyAdapter:
         if isinstance(tree, dict):
             return {key: self.cast(value, format_name) for key, value in tree.items()}
         if isinstance(tree, np.ndarray) and np.issubdtype(tree.dtype, np.floating):
-            with np.errstate(over="ignore"):  # beyond the format's range is inf, as IEEE 754 says
+            with np.errstate(over="ignore"):  # beyond the format's range the result is inf, as in IEEE 754
                 return tree.astype(format_of(format_name).name)
         return tree
 

@@ -19,7 +19,7 @@ class NumpySession:
 
     def step(self, grads: Arrays) -> polyamp.StepResult:
         scale = np.float32(self.holder.state.scale)
-        with np.errstate(over="ignore"):  # an overflow of the gradients is what some of the tests are about
+        with np.errstate(over="ignore"):  # some tests make gradients overflow
             scaled = {name: (grad * scale).astype(self.holder.stored[name].dtype) for name, grad in grads.items()}
         self.holder.step(scaled)
         return self.holder.last_step

@@ -1,1 +1,1 @@
-"""The commands of the command line that look at a user's own step, and what they share."""
+"""The commands that examine a user's own step, and what they share."""

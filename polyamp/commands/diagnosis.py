@@ -1,7 +1,7 @@
 """``polyamp explain``, ``probe``, ``sweep`` and ``lint``: the verbs of the same names, on a user's own function.
 
-Each ends with the exit code 0 where nothing is wrong, `FINDINGS` where something is, 1 for polyamp's own errors and 2
-for a wrong command line.
+The exit code is 0 if nothing is wrong, `FINDINGS` if something is, 1 for polyamp's own errors, and 2 for a wrong
+command line.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from polyamp.diagnosis import verbs as looking
 from polyamp.policy import policy as make_policy
 
 FINDINGS = 3
-"""The exit code of a command that ran, and found something wrong."""
+"""The exit code of a command that ran and found something wrong."""
 
 _STEP = (
     "package.module:function; called without arguments it gives a step, (step, *arguments) or a dict of them, "
@@ -46,7 +46,7 @@ def explain(
     backend: Backend = None,
     engine: Engine = None,
 ) -> None:
-    """Say what every operation of a step runs in, and why. Exit code 3: a rule of the policy matches nothing."""
+    """Show the format of every operation of a step, and why. Exit code 3: a rule of the policy matches nothing."""
     step = step_of(target)
     chosen = looking.sixteen_bit(step.options.get("policy") if policy is None else policy)
     plan = step.call(verbs.explain, policy=chosen, backend=backend, engine=engine)
@@ -61,7 +61,7 @@ def probe(
     plot: PlotFile = None,
     backend: Backend = None,
 ) -> None:
-    """Look at every tensor of one step, and say which loss scales are safe. Exit code 3: none is, or it overflows."""
+    """Examine every tensor of one step and report which loss scales are safe. Exit code 3: none is, or it overflows."""
     probed = step_of(target).call(looking.probe, policy=policy, backend=backend)
     show(probed, json, plot)
     _end(not probed.is_safe)
@@ -76,7 +76,7 @@ def sweep(
     json: JsonFile = None,
     plot: PlotFile = None,
 ) -> None:
-    """Train at one static loss scale after another, and say which reach the reference. Exit code 3: none does."""
+    """Train at several static loss scales and report which reach the reference. Exit code 3: none does."""
     scales = None
     if lowest is not None or highest is not None or every != 4:
         first, last = -4 if lowest is None else lowest, 28 if highest is None else highest
@@ -88,7 +88,7 @@ def sweep(
 
 
 def lint(target: StepTarget, policy: PolicyName = None, json: JsonFile = None, backend: Backend = None) -> None:
-    """Say what will go wrong in training, without running a step. Exit code 3: an error or a warning."""
+    """Report what will go wrong in training, without running a step. Exit code 3: an error or a warning."""
     report = step_of(target).call(linting.lint, policy=policy, backend=backend)
     show(report, json)
     _end(bool(report.errors or report.warnings))

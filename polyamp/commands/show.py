@@ -1,4 +1,4 @@
-"""How commands show reports: as a rich table on a terminal, as the report's own text elsewhere, and as JSON."""
+"""The output of commands: a rich table on a terminal, the report's own text elsewhere, and JSON."""
 
 from __future__ import annotations
 
@@ -24,19 +24,20 @@ class Reported(Protocol):
     """A report: text, rows and JSON values."""
 
     def rows(self) -> Sequence[Sequence[str]]:
-        """Its table, the heading first; empty where there is nothing to say."""
+        """Return its table, the heading first; empty if there is nothing to report."""
 
     def as_dict(self) -> dict[str, Any]:
-        """As JSON values."""
+        """Return it as JSON values."""
 
 
 def show(report: Reported, json_file: str | None, plot_file: str | None = None) -> None:
     """Print a report, write its JSON and draw its picture.
 
     Args:
-        report: what a verb gave.
-        json_file: where its JSON goes; ``-`` is standard output, where nothing else goes then. None is nowhere.
-        plot_file: where its picture goes, where it has one.
+        report: the result of a verb.
+        json_file: the file for its JSON. ``-`` is standard output, and then nothing else is printed there. None writes
+            no JSON.
+        plot_file: the file for its picture, if it has one.
 
     Raises:
         InvalidValueError: a file cannot be written.
@@ -63,7 +64,10 @@ def show(report: Reported, json_file: str | None, plot_file: str | None = None) 
 
 
 def _show_rich(report: Reported, console: Console) -> None:
-    """The report's text, its table drawn; of a text that has no table, such as that of lint, the heading."""
+    """Print the report's text with its table drawn by rich.
+
+    If the text contains no table, as that of lint, print its heading and then the table.
+    """
     rows, sections = report.rows(), str(report).split("\n\n")
     tables = [place for place, section in enumerate(sections) if rows and _is_table(section, rows[0])]
     place = tables[0] if tables else 1

@@ -1,4 +1,8 @@
-"""What ``package.module:function`` on a command line stands for: a step with its arguments, or a training function."""
+"""The meaning of ``package.module:function`` on a command line: a step with its arguments, or a training function.
+
+For example, ``train:make_step`` loads the function ``make_step`` of ``train.py``, calls it without arguments, and takes
+its result, such as ``(step, batch)``. The forms that the result may have are in `FORMS`.
+"""
 
 from __future__ import annotations
 
@@ -21,11 +25,11 @@ FORMS = 'a step; (step, *arguments); or {"step": step, "args": (...), "optimizer
 
 @dataclass(frozen=True)
 class Target:
-    """What a verb is called with.
+    """The arguments for a verb.
 
     Attributes:
         step: the first argument: a step, or the training function of a sweep.
-        args, kwargs: the step's own.
+        args, kwargs: the step's own arguments.
         options: keyword arguments of verbs, by name.
     """
 
@@ -35,18 +39,18 @@ class Target:
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def call(self, verb: Callable[..., Any], **given: Any) -> Any:
-        """Call a verb with all of this that it takes; what is ``given`` and not None comes first."""
+        """Call a verb with those of these arguments that it accepts. Values in ``given`` that are not None win."""
         taken = {name: value for name, value in self.options.items() if name in _options_of(verb)}
         stated = {name: value for name, value in given.items() if value is not None}
         return verb(self.step, *self.args, **{**taken, **stated}, **self.kwargs)
 
 
 def step_of(text: str) -> Target:
-    """The step that ``package.module:function`` gives, or is.
+    """Return the step that ``package.module:function`` returns, or is.
 
     Raises:
-        InvalidTypeError: what is there, or what it gives, is none of the allowed forms.
-        InvalidValueError: there is no such module or function.
+        InvalidTypeError: the function, or its result, has none of the allowed forms.
+        InvalidValueError: the module or the function does not exist.
     """
     function = load(text)
     _check_callable_without_arguments(function, text)
@@ -59,7 +63,7 @@ def step_of(text: str) -> Target:
 
 
 def training_of(text: str) -> Target:
-    """The training function of a sweep that ``package.module:function`` is, where it takes the scale, or gives.
+    """Return the training function for a sweep: ``package.module:function`` if it takes the scale, else its result.
 
     Raises:
         InvalidTypeError, InvalidValueError: as `step_of` does.
@@ -76,11 +80,11 @@ def training_of(text: str) -> Target:
 
 
 def load(text: str) -> Callable[..., Any]:
-    """What ``package.module:function`` names; modules are looked for in the current directory first.
+    """Load what ``package.module:function`` names. Modules in the current directory are found first.
 
     Raises:
-        InvalidTypeError: it cannot be called.
-        InvalidValueError: the text has another form, or there is no such module or function.
+        InvalidTypeError: it is not callable.
+        InvalidValueError: the text has another form, or the module or function does not exist.
     """
     module_name, _, path = text.partition(":")
     is_module = all(part.isidentifier() for part in module_name.split(".")) and not module_name.endswith(".py")
@@ -104,7 +108,7 @@ def _module(name: str, text: str) -> Any:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
-            raise  # an import inside of that module
+            raise  # an import inside that module failed
         allowed = f"a module in {os.getcwd()}, or an installed one"
         raise _unknown(f"there is no module {error.name}", text, allowed) from error
 

@@ -1,1 +1,1 @@
-"""What precision does to a model: records of one step, and what the core says of them."""
+"""The effect of precision on a model: recordings of one step, and the core's conclusions from them."""

@@ -1,4 +1,8 @@
-"""Rules for exactly those operations of a model that a few batches show to need float32, or to do without it."""
+"""Calibration: a few batches show which operations of a model need float32 and which can do without it.
+
+For example, if a matmul in ``head`` overflows float16 on one of the batches, `calibrate` returns the rule
+``{"head/matmul": "full"}``, and the evidence for it.
+"""
 
 from __future__ import annotations
 
@@ -25,20 +29,20 @@ if TYPE_CHECKING:
     from os import PathLike
 
 ROUNDS = 16
-"""How often rules are added and the batches looked at again, at most. Each round keeps at least one more in float32."""
+"""How often, at most, rules are added and the batches are run again. Each round keeps at least one more in float32."""
 
 Observe = Callable[[Policy, bool], Recording]
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """What `calibrate` gives: rules, the evidence for each, and what the model looks like without and with them.
+    """The result of `calibrate`: rules, the evidence for each, and the model without and with them.
 
     Attributes:
-        policy: the policy with these rules in front of its own.
+        policy: the policy with these rules before its own.
         evidence: why each rule is there.
-        batches: how many were looked at.
-        before: all batches under the policy as it was given.
+        batches: number of batches.
+        before: all batches under the original policy.
         after: the same under the rules.
     """
 
@@ -50,16 +54,16 @@ class Calibration:
 
     @cached_property
     def rules(self) -> dict[str, str]:
-        """Class by pattern, as `polyamp.policy` takes them: ``policy(name, rules=calibration.rules)``."""
+        """Return the class for each pattern, as in ``polyamp.policy(name, rules=calibration.rules)``."""
         return {one.rule: one.op_class for one in self.evidence}
 
     @property
     def is_safe(self) -> bool:
-        """Whether, with the rules, the forward pass fits and some loss scale serves all gradients."""
+        """Return whether, with the rules, the forward pass fits and some loss scale suits all gradients."""
         return self.after.is_safe
 
     def as_dict(self) -> dict[str, Any]:
-        """As JSON values."""
+        """Return the calibration as JSON values."""
         rows = ({**one._asdict(), "headroom": finite(one.headroom)} for one in self.evidence)
         return {
             "policy": str(self.policy),
@@ -96,14 +100,15 @@ def calibrate(
     margin: float = 3.0,
     backend: str | None = None,
 ) -> Calibration:
-    """Run a step on a few batches, in float32, and give the rules that this model needs on top of a policy's.
+    """Run a step on a few batches in float32 and return the rules that this model needs in addition to a policy's.
 
-    Kept in float32 is what a policy computes in 16 bits and what overflows there, loses more than ``share``, changes
-    the loss by its rounding, or has gradients that no loss scale serves together with the others. Let into 16 bits is
-    what the table keeps in float32 for its range alone, and what stays well inside of the format here: exponentials,
-    powers, reciprocals and the like. Reductions, losses and normalisations are never let in: float32 is for the
-    accuracy of their sums, which no range shows. Nor are logarithms, squares, sines and cosines, which hang on bits of
-    their argument that 16 bits lack.
+    An operation that the policy computes in 16 bits is kept in float32 if it overflows there, loses more than
+    ``share``, changes the loss by its rounding, or has gradients that no loss scale suits together with the others.
+
+    An operation that the table keeps in float32 only for its range is allowed into 16 bits if it stays well inside the
+    format here: exponentials, powers, reciprocals and the like. Reductions, losses and normalisations are never
+    allowed: they need float32 for the accuracy of their sums, which the range does not show. Logarithms, squares, sines
+    and cosines are not allowed either: they depend on bits of their argument that 16-bit formats do not have.
 
     >>> import jax.numpy as jnp
     >>> def loss_fn(params, x):
@@ -114,17 +119,17 @@ def calibrate(
 
     Args:
         fn: a step, as for `polyamp.probe`.
-        batches: its arguments, for each step a tuple (or the one argument that it takes).
-        policy: a policy or its name; None as for `polyamp.probe`.
-        share: of the L1 mass of a 16-bit activation that may be lost, from 0 to 1.
-        margin: powers of two that stay free above the largest gradient, and that an operation that is let into 16 bits
-            has to stay inside of the format, in both directions.
-        backend: the framework's name, where neither the step nor the batches tell.
+        batches: the step's arguments: for each batch a tuple, or the single argument.
+        policy: a policy or its name; None means the same as in `polyamp.probe`.
+        share: share of the L1 mass of a 16-bit activation that may be lost, from 0 to 1.
+        margin: powers of two to keep free above the largest gradient. An operation that is allowed into 16 bits has to
+            stay this far inside the format, in both directions.
+        backend: the framework's name, if neither the step nor the batches show it.
 
     Raises:
-        InvalidTypeError: ``fn`` cannot be called, or gives no loss.
-        InvalidValueError: no batches, or a share or margin outside of its range.
-        UnsupportedError: the framework's adapter records no steps.
+        InvalidTypeError: ``fn`` is not callable, or returns no loss.
+        InvalidValueError: there are no batches, or a share or margin is outside its range.
+        UnsupportedError: the framework's adapter cannot record steps.
     """
     chosen, steps = sixteen_bit(policy), _steps(batches)
     check_range("share", share, 0.0, 1.0, where="calibrate(share=)")
@@ -147,7 +152,7 @@ def calibrate(
 
 
 def merged(recordings: Iterable[Recording]) -> Recording:
-    """Recordings of one step on several batches as one, as a probe takes it: of each tensor, the elements of all."""
+    """Merge recordings of one step on several batches into one for a probe: each tensor gets the elements of all."""
     each = [recording.unscaled().by_layer() for recording in recordings]
     found: dict[Hashable, Observation] = {}
     for recording in each:
@@ -161,25 +166,28 @@ def merged(recordings: Iterable[Recording]) -> Recording:
 
 
 def _protect(observe: Observe, policy: Policy, probe: Probe, share: float) -> tuple[list[Evidence], Probe]:
-    """Evidence for what has to stay in float32, and the probe with those rules.
+    """Return the evidence for operations that have to stay in float32, and the probe with those rules.
 
-    Each round looks again, since what follows float32 work becomes float32 by itself.
+    Each round records again, since operations after float32 work become float32 without a rule.
     """
     found: dict[str, Evidence] = {}
     for _ in range(ROUNDS):
         unfit = _unfit(observe, _with(policy, found.values()), probe, share)
-        new = {one.rule: one for one in reversed(unfit) if one.rule not in found}  # of several at a place, the first
+        new = {one.rule: one for one in reversed(unfit) if one.rule not in found}  # the first of several at one place
         if not new:
             break
         found |= new
         probe = replace(probe, recording=observe(_with(policy, found.values()), True))
-    if found:  # else the last look found that rounding changes nothing
+    if found:  # otherwise the last round already found that rounding changes nothing
         probe = replace(probe, rounding=rounding(observe(_with(policy, found.values()), False), probe.recording))
     return list(found.values()), probe
 
 
 def _unfit(observe: Observe, policy: Policy, probe: Probe, share: float) -> Sequence[Evidence]:
-    """What a round adds: the first of these that finds anything, since what comes later may be its consequence."""
+    """Return the evidence that a round adds: only from the first check that finds any.
+
+    What the later checks find may be an effect of it.
+    """
     if probe.broken:
         return []
     return (
@@ -191,17 +199,17 @@ def _unfit(observe: Observe, policy: Policy, probe: Probe, share: float) -> Sequ
 
 
 def _compared(narrow: Recording, probe: Probe) -> list[Evidence]:
-    """What a record in the formats themselves shows: a result that is not finite, or that rounding changed."""
+    """Return evidence from a recording in the formats themselves: a non-finite result, or one that rounding changed."""
     return list(poisoned(narrow, probe)) or list(rounded(narrow, probe))
 
 
 def _relax(
     observe: Observe, unmatched: Callable[[Policy], Sequence[str]], policy: Policy, probe: Probe
 ) -> tuple[Sequence[Evidence], Probe]:
-    """Evidence for what may leave float32, and the probe with those rules too.
+    """Return the evidence for operations that can leave float32, and the probe with those rules too.
 
-    Only what does become 16-bit is there, and nothing where it makes the model unsafe. A function that is transformed
-    before it is differentiated has operations in its derivative that no rule reaches: those are ``unmatched``.
+    Only operations that do become 16-bit are included, and none if they make the model unsafe. If a function is
+    transformed before it is differentiated, no rule reaches the operations of its derivative: those are ``unmatched``.
     """
     candidates = list(relaxable(probe)) if probe.is_safe else []
     out_of_reach = set(unmatched(_with(policy, candidates))) if candidates else set()

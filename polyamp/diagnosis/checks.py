@@ -1,4 +1,4 @@
-"""The checks of `polyamp.lint`: one small function each, over what an adapter collected, with its source."""
+"""The checks of `polyamp.lint`: one small function each, applied to the facts an adapter collected, with its source."""
 
 from __future__ import annotations
 
@@ -16,14 +16,17 @@ from polyamp.plan import PlannedOperation
 Severity = Literal["error", "warning", "note"]
 
 ALIGNMENT = 8
-"""Of the dimensions of 16-bit products, in elements (NVIDIA, Deep Learning Performance: Matrix Multiplication)."""
+"""Elements that the dimensions of 16-bit products should be a multiple of.
+
+Source: NVIDIA, Deep Learning Performance: Matrix Multiplication.
+"""
 
 STUCK_MASS = 0.3
-"""Probability that must not be stuck on wrong classes, all together; see `stuck_mass`."""
+"""The total probability on wrong classes that must not be stuck; see `stuck_mass`."""
 
 
 class Said(NamedTuple):
-    """What a check's function gives for each thing it finds; see `Finding`."""
+    """One finding of a check's function; see `Finding`."""
 
     what: str
     where: str
@@ -31,13 +34,13 @@ class Said(NamedTuple):
 
 
 class Check(NamedTuple):
-    """One check: a pure function of facts, and how much what it finds matters.
+    """One check: a pure function of facts, and the severity of what it finds.
 
     Attributes:
-        severity: of all its findings; see `Finding`.
-        title: what it looks for.
-        source: who says that this is wrong.
-        find: gives what it finds.
+        severity: the severity of all its findings; see `Finding`.
+        title: what it checks for.
+        source: the reference for why this is wrong.
+        find: returns its findings.
     """
 
     severity: Severity
@@ -47,20 +50,20 @@ class Check(NamedTuple):
 
 
 def stuck_mass(classes: int, rows: int, scale: float = 1.0) -> float:
-    """The probability that a softmax cannot take away from its wrong classes, in float16 at a static loss scale.
+    """Return the probability that a softmax cannot remove from wrong classes, in float16 at a static loss scale.
 
     The gradient of a cross-entropy with respect to a wrong class's logit is that class's probability p, divided by the
-    number of rows that the loss is averaged over. It reaches the layers below in float16, times the scale, where
-    everything below half of the smallest subnormal, 2**-25, is rounded to zero. So a probability under
-    ``rows * 2**-25 / scale`` is never pushed down further, and all classes together may hold that much each. Where this
-    comes near 1 the model cannot even learn how frequent the classes are.
+    number of rows over which the loss is averaged. Times the scale, it reaches the layers below in float16, where
+    values below half of the smallest subnormal, 2**-25, round to zero. So a probability under ``rows * 2**-25 / scale``
+    is never reduced further, and each of the classes may keep that much. If the sum comes near 1, the model cannot even
+    learn how frequent the classes are.
 
     >>> stuck_mass(classes=50257, rows=2**15), stuck_mass(50257, 2**15, scale=1024.0)
     (49.0791015625, 0.047928810119628906)
 
     Args:
-        classes: such as words of a vocabulary.
-        rows: in the loss's denominator, over all accumulated batches and devices.
+        classes: number of classes, such as words of a vocabulary.
+        rows: the loss's denominator in rows, over all accumulated batches and devices.
         scale: the loss scale.
     """
     return classes * rows * 2.0**-25 / scale
@@ -223,14 +226,14 @@ def _needs_scaling(facts: Facts) -> bool:
 
 
 def _starting_scale(facts: Facts) -> float:
-    """The scale that training starts at; PyTorch's and Keras's own start at 2**16 and 2**15."""
+    """Return the scale that training starts at. PyTorch's own scaler starts at 2**16 and Keras's at 2**15."""
     if facts.optimizer == "plain":
         return 1.0
     return 2.0**15 if facts.optimizer == "native scaler" else facts.policy.loss_scale.init
 
 
 def _casts(facts: Facts, *, foreign: bool) -> Iterator[tuple[str, str, str]]:
-    """Casts with the same words as one; ``foreign`` are those to a 16-bit format that is not the policy's."""
+    """Merge casts with the same wording. ``foreign`` selects casts to a 16-bit format that is not the policy's."""
     places: dict[tuple[str, str], list[str]] = {}
     for cast in facts.casts:
         if (_is_low(cast.format) and cast.format != facts.policy.compute) == foreign:
@@ -263,7 +266,7 @@ def _is_low(format_name: str) -> bool:
 
 
 def _places(names: Iterable[str], shown: int = 3) -> str:
-    """The first few, each once, and how many more."""
+    """Return the first few names, each once, and the number of the others."""
     each = list(dict.fromkeys(filter(None, names)))
     more = f" and {len(each) - shown} more" if len(each) > shown else ""
     return ", ".join(each[:shown]) + more
@@ -333,4 +336,4 @@ CHECKS: dict[str, Check] = {
         _unaligned,
     ),
 }
-"""All checks by code, those of errors first, then of warnings, then of notes."""
+"""All checks by code: first those for errors, then for warnings, then for notes."""

@@ -1,4 +1,4 @@
-"""What a record says for and against 16 bits at each place of a model; `polyamp.diagnosis.calibration` collects it."""
+"""Evidence from a recording for and against 16 bits at each place of a model; see `polyamp.diagnosis.calibration`."""
 
 from __future__ import annotations
 
@@ -18,27 +18,28 @@ from polyamp.operations import OPERATIONS
 RELAXABLE = frozenset(
     {"exp", "exp2", "expm1", "pow", "integer_pow", "rsqrt", "reciprocal", "cbrt", "hypot", "sinh", "cosh", "softplus"}
 )
-"""Operations that are float32 by the table for no other reason than the range of their results and derivatives.
+"""Operations that the table keeps in float32 only for the range of their results and derivatives.
 
-An exponential that stays a few bits inside of float16 has an argument below 8, which float16 knows to 0.4 %. Left out,
-although they work element by element, are those that need the bits of their argument: log and log1p (small
-probabilities), square (a variance as the difference of two means), sin, cos and tan (arguments past a few turns).
+An exponential that stays a few bits inside float16 has an argument below 8, which float16 represents to 0.4 %. Other
+elementwise operations are excluded because they need the bits of their argument: log and log1p (small probabilities),
+square (a variance as the difference of two means), sin, cos and tan (arguments past a few turns).
 """
 
 
 class Evidence(NamedTuple):
-    """Why a rule is there.
+    """The reason for a rule.
 
     Attributes:
-        rule: the pattern, of one operation at one path.
-        op_class: what the rule makes of it, "full" or "follow".
-        place: the operation with its path, as it was recorded.
+        rule: the pattern: one operation at one path.
+        op_class: the class that the rule assigns, "full" or "follow".
+        place: the operation with its path, as recorded.
         was: its class without the rule.
         why: what was observed, in words.
-        largest: largest magnitude that was observed, in float32.
-        lost: share of its L1 mass that the format would lose.
-        headroom: powers of two between the largest magnitude and the format's end, for gradients without a loss scale.
-        batches: over how many batches.
+        largest: largest observed magnitude, in float32.
+        lost: share of the L1 mass that the format would lose.
+        headroom: powers of two between the largest magnitude and the format's maximum; for gradients, without a loss
+            scale.
+        batches: number of batches it is based on.
     """
 
     rule: str
@@ -53,17 +54,17 @@ class Evidence(NamedTuple):
 
 
 def pattern_of(place: str) -> str:
-    """The pattern of a rule about one operation with its path, in which no character stands for others.
+    """Return the pattern for a rule about one operation and its path, with wildcard characters escaped.
 
     >>> pattern_of("decoder/0/exp"), pattern_of("params['w']/exp")
     ('decoder/0/exp', "params[[]'w']/exp")
     """
-    *_, named = re.split(r"[./]{2,}|^[./]", place)  # from the last blank component on: patterns have none
+    *_, named = re.split(r"[./]{2,}|^[./]", place)  # the part after the last blank component, since patterns have none
     return re.sub(r"([*?[])", r"[\1]", named)
 
 
 def overflowing(probe: Probe) -> Iterator[Evidence]:
-    """What the forward pass computes beyond the format: products first, and else what follows them."""
+    """Yield the products of the forward pass that overflow the format; if there are none, other operations that do."""
     most = format_of(probe.format).max
     for one in _causes(probe.overflowing):
         yield _evidence(
@@ -72,7 +73,7 @@ def overflowing(probe: Probe) -> Iterator[Evidence]:
 
 
 def too_narrow(probe: Probe, tolerated: float) -> Iterator[Evidence]:
-    """What the forward pass computes too small for the format."""
+    """Yield the operations of the forward pass whose results are too small for the format."""
     losing = [one for one in _forward(probe.recording) if one.spread.lost(probe.format) > tolerated]
     for one in _causes(losing):
         lost = share(one.spread.lost(probe.format))
@@ -80,9 +81,9 @@ def too_narrow(probe: Probe, tolerated: float) -> Iterator[Evidence]:
 
 
 def poisoned(narrow: Recording, probe: Probe) -> Iterator[Evidence]:
-    """Of a record in the formats themselves: the first 16-bit result that is not finite although float32's fits.
+    """Yield the first 16-bit result that is not finite in a recording in the formats themselves, but is in float32.
 
-    Its input, which float32 work made, is beyond the format that it is rounded to.
+    One of its inputs, from float32 work, overflows when it is rounded to the format.
     """
     bad = next((one for one in narrow.of_kind(ACTIVATION) if not (one.spread.is_finite or _is_rounding(one))), None)
     for one in probe.recording.of_kind(ACTIVATION):
@@ -94,7 +95,7 @@ def poisoned(narrow: Recording, probe: Probe) -> Iterator[Evidence]:
 
 
 def rounded(narrow: Recording, probe: Probe) -> Iterator[Evidence]:
-    """Of a record in the formats themselves: the 16-bit result whose rounding changes the loss."""
+    """Yield the 16-bit result whose rounding changes the loss, from a recording in the formats themselves."""
     found = rounding(narrow, probe.recording)
     if found is None:
         return
@@ -106,7 +107,10 @@ def rounded(narrow: Recording, probe: Probe) -> Iterator[Evidence]:
 
 
 def without_a_scale(probe: Probe) -> Iterator[Evidence]:
-    """Where no loss scale serves all gradients: the fewest places that have to leave 16 bits for one that does."""
+    """Yield the fewest places that have to leave 16 bits so that one loss scale suits all other gradients.
+
+    Yield nothing if a loss scale suits all gradients already.
+    """
     if probe.window is None or not probe.window.is_empty:
         return
     counting = {id(one) for one in probe.counting}
@@ -132,10 +136,10 @@ def without_a_scale(probe: Probe) -> Iterator[Evidence]:
 
 
 def relaxable(probe: Probe) -> Iterator[Evidence]:
-    """What is float32 for its range alone, and stays inside of the format with its gradients, by the probe's margin.
+    """Yield operations in float32 only for their range that stay inside the format by the probe's margin.
 
-    That is asked of every tensor at a place, since a rule is about all of them. Nothing for formats that have float32's
-    range.
+    Their gradients have to stay inside it too. This is required of every tensor at a place, since a rule affects all of
+    them. Yield nothing for formats with float32's range.
     """
     if format_of(probe.format).exponent_bits == format_of("float32").exponent_bits:
         return
@@ -158,7 +162,7 @@ def _is_part(one: Observation) -> bool:
 
 
 def _room(probe: Probe, one: Observation) -> float:
-    """By how many powers of two all elements stay between the format's smallest normal number and its largest."""
+    """Return how many powers of two all elements stay inside the format's smallest normal and largest numbers."""
     limits, spread = format_of(probe.format), one.spread
     if not spread.largest:
         return math.inf
@@ -167,7 +171,7 @@ def _room(probe: Probe, one: Observation) -> float:
 
 
 def _gradient_room(probe: Probe, one: Observation) -> float:
-    """By how many powers of two the recommended loss scale is away from those that a gradient does not stand."""
+    """Return how many powers of two the recommended loss scale is away from those that a gradient does not tolerate."""
     if not one.spread.largest:
         return math.inf
     scale = math.log2(probe.recommended.init)
@@ -180,10 +184,10 @@ def _gradients(probe: Probe, one: Observation) -> list[Observation]:
 
 
 def _makers(recording: Recording, one: Observation) -> list[Observation]:
-    """The 16-bit operations of the forward pass that a gradient is of: of its own place, else of its path."""
+    """Return the 16-bit operations of the forward pass that a gradient belongs to: at its place, else at its path."""
     if _is_rounding(one):
         return _product_before(recording, one)
-    if one.kind == PARAMETER:  # its name may start above the module that the step calls
+    if one.kind == PARAMETER:  # its name may start with modules above the one that the step calls
         here = [each for each in _forward(recording) if _is_end_of(each.where, _parent(one.name))]
     else:
         here = [each for each in _forward(recording) if _same_path(each.where, one.where)]
@@ -192,7 +196,10 @@ def _makers(recording: Recording, one: Observation) -> list[Observation]:
 
 
 def _product_before(recording: Recording, one: Observation) -> list[Observation]:
-    """The product whose 16-bit result a float32 operation took: that operation's gradient is rounded for its sake."""
+    """Return the product whose 16-bit result a float32 operation took.
+
+    The gradient of that operation is rounded to 16 bits for the product.
+    """
     forward = list(recording.of_kind(ACTIVATION))
     places = [each.place for each in forward]
     before = forward[: places.index(one.place)] if one.place in places else forward
@@ -200,7 +207,7 @@ def _product_before(recording: Recording, one: Observation) -> list[Observation]
 
 
 def _is_rounding(one: Observation) -> bool:
-    """Whether it is a float32 result, rounded to 16 bits for the operation that takes it."""
+    """Return whether it is a float32 result that was rounded to 16 bits for the operation that takes it."""
     return one.is_low and one.op_class == "full"
 
 
@@ -210,7 +217,10 @@ def _forward(recording: Recording) -> list[Observation]:
 
 
 def _causes(observations: Iterable[Observation]) -> Sequence[Observation]:
-    """Of what overflows or is lost, the products; what comes after float32 work becomes float32 by itself."""
+    """Return the products among operations that overflow or lose values; without products, all but float32 work.
+
+    Operations after float32 work become float32 without a rule.
+    """
     each = [one for one in observations if one.op_class not in ("keep", "full")]
     return [one for one in each if one.op_class == "lower"] or each
 

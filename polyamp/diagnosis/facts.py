@@ -1,4 +1,4 @@
-"""What is known of a training step before it runs: collected by an adapter, judged by `polyamp.diagnosis.lint`."""
+"""Facts about a training step before it runs: collected by an adapter, judged by `polyamp.diagnosis.lint`."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class UserCast(NamedTuple):
     """A cast that the user's own code makes to or from 16 bits.
 
     Attributes:
-        where: module or scope path, or source line, as far as it is known.
-        native: what was written, in the framework's words: ``Tensor.half``, ``astype``, ``tf.cast``.
-        format: what it casts to.
+        where: module or scope path, or source line, if known.
+        native: the cast in the framework's words: ``Tensor.half``, ``astype``, ``tf.cast``.
+        format: the target format.
     """
 
     where: str
@@ -27,13 +27,13 @@ class UserCast(NamedTuple):
 
 
 class Product(NamedTuple):
-    """A product of matrices or a convolution.
+    """A matrix product or a convolution.
 
     Attributes:
         where: module or scope path.
         name: canonical operation.
-        format: what the plan runs it in.
-        sizes: elements of each dimension that a Tensor Core's tiles have to divide: ``m``, ``n`` and ``k`` of a
+        format: the format that the plan runs it in.
+        sizes: elements of each dimension that should be a multiple of a Tensor Core tile: ``m``, ``n`` and ``k`` of a
             product, ``in_channels`` and ``out_channels`` of a convolution.
     """
 
@@ -48,8 +48,8 @@ class ClassLoss(NamedTuple):
 
     Attributes:
         where: module or scope path.
-        classes: how many there are, such as words of a vocabulary.
-        rows: by how many rows (tokens, examples) the loss is divided in one call.
+        classes: number of classes, such as words of a vocabulary.
+        rows: number of rows (tokens, examples) that the loss is divided by in one call.
     """
 
     where: str
@@ -59,7 +59,7 @@ class ClassLoss(NamedTuple):
 
 @dataclass(frozen=True)
 class Facts:
-    """What an adapter knows of a step, or of a model, under a policy without running it.
+    """The facts that an adapter knows about a step or model under a policy, without running it.
 
     >>> from polyamp import policy
     >>> Facts("torch", policy("mixed_float16"), optimizer="plain").low_parameters
@@ -68,18 +68,18 @@ class Facts:
     Attributes:
         framework: the adapter's name.
         policy: the policy in question.
-        plan: of the step under the policy; None where it cannot be traced.
-        optimizer: what the optimizer that was given is: "" where none was, "plain", polyamp's ("wrapped"), polyamp's
-            around polyamp's or around the framework's own loss scaling ("wrapped twice"), or scaled by the framework's
-            own means ("native scaler").
-        low_parameters: names of parameters that are stored in 16 bits.
+        plan: the plan of the step under the policy; None if it cannot be traced.
+        optimizer: the kind of the optimizer: "" if none was passed, "plain", polyamp's ("wrapped"), polyamp's around
+            polyamp's or around the framework's own loss scaling ("wrapped twice"), or scaled by the framework itself
+            ("native scaler").
+        low_parameters: names of parameters stored in 16 bits.
         has_masters: whether the optimizer keeps float32 copies of those.
-        layer_policies: of Keras, the layers whose own policy computes in float16, each with that policy's name.
+        layer_policies: for Keras, the layers whose own policy computes in float16, each with that policy's name.
         casts: the user's own casts to or from 16 bits.
         products: matrix products and convolutions.
-        losses: softmaxes and cross-entropies, with how many classes and rows they have.
-        devices: as the adapter's ``describe()["devices"]`` has them.
-        unscaled: places of updates that unscale gradients of a loss that nobody scaled.
+        losses: softmaxes and cross-entropies, with their numbers of classes and rows.
+        devices: as in the adapter's ``describe()["devices"]``.
+        unscaled: places of updates that unscale the gradients of a loss that was never scaled.
         clipped: places where gradients are clipped while they are scaled.
     """
 

@@ -1,4 +1,8 @@
-"""How training with a loss scale is going, from the counters that every step keeps on the device."""
+"""The health of training with a loss scale, from the counters that every step keeps on the device.
+
+For example, "skipped 9 (7 calibrating, 2 periodic)" is healthy: seven steps were skipped while the scale came down from
+its first value, and two after a growth that was too much. Other skipped steps count as unexpected.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +21,11 @@ if TYPE_CHECKING:
 State = Literal["ok", "calibrating", "spiral", "underflowing", "frozen"]
 
 SPIRAL = 3
-"""Skipped steps in a row, beyond those that one growth explains, that are no accident.
+"""Skipped steps in a row, beyond those that one growth explains, that count as a spiral.
 
-A scale that grew once too often comes back by as many skips as undo that growth: with the usual settings, one. Batches
-that overflow by themselves are rare where a scale has been good for thousands of steps; three more of them in a row
-are not chance.
+A scale that grew once too often comes back after as many skips as undo that growth: with the usual settings, one. Once
+a scale has been good for thousands of steps, batches that overflow on their own are rare. Three more in a row are not
+an accident.
 """
 
 LOWEST_USEFUL = 1.0
@@ -38,21 +42,21 @@ FINDINGS = {
     "loss is finite, set a smaller LossScale(min=...).",
     "frozen at max": "Nothing overflows at the largest scale that is allowed, and nothing is lost by staying there.",
 }
-"""What to do, for each state."""
+"""What to do in each state."""
 
 
 @dataclass(frozen=True)
 class Health:
-    """What `polyamp.health` gives: counters of the loss scale, and what they mean. Prints as one line.
+    """The result of `polyamp.health`: counters of the loss scale and their meaning. Prints as one line.
 
     >>> state = LossScaleState(2.0**15, 1310, 1, 0, 9, 10240, 4, 7, 8930, 2.0**16)
     >>> print(Health(LossScale(), state))
     steps 10,240  skipped 9 (7 calibrating, 2 periodic)  scale 2^15  last growth 1,310 steps ago  margin +1.0 bits  ok
 
     Args:
-        settings: of the loss scale.
+        settings: the settings of the loss scale.
         counters: its state, as Python numbers.
-        probe: what `polyamp.probe` gave for this model: the scale is then measured against its window.
+        probe: the result of `polyamp.probe` for this model; the scale is then compared with its window.
     """
 
     settings: LossScale
@@ -61,60 +65,64 @@ class Health:
 
     @property
     def steps(self) -> int:
-        """Steps in all, skipped ones too."""
+        """Return the number of all steps, including skipped ones."""
         return int(self.counters.steps)
 
     @property
     def skipped(self) -> int:
-        """Skipped steps in all: `calibrating`, `periodic` and `unexpected` ones."""
+        """Return the number of all skipped steps: `calibrating`, `periodic` and `unexpected` ones."""
         return int(self.counters.skipped)
 
     @property
     def calibrating(self) -> int:
-        """Steps skipped before the scale first grew, while it came down from its first value: expected.
+        """Return the steps skipped before the scale first grew, while it came down from its first value: expected.
 
-        0 for a scale that never moves, which finds nothing by skipping.
+        0 for a fixed scale, for which skipping calibrates nothing.
         """
         return int(self.counters.calibrating) if self.settings.dynamic else 0
 
     @property
     def periodic(self) -> int:
-        """Steps skipped to take back a growth, one for each at most: expected, every few intervals."""
+        """Return the steps skipped to undo a growth, at most one per growth: expected, every few intervals."""
         return min(int(self.counters.growths), self.skipped - self.calibrating)
 
     @property
     def unexpected(self) -> int:
-        """The other skipped steps: their gradients were larger than those of the steps before."""
+        """Return the number of the other skipped steps: their gradients were larger than those of the steps before."""
         return self.skipped - self.calibrating - self.periodic
 
     @property
     def skipped_in_a_row(self) -> int:
-        """Steps skipped since the last one that was applied."""
+        """Return the number of steps skipped since the last applied one."""
         return int(self.counters.skipped_in_a_row)
 
     @property
     def scale(self) -> float:
-        """What the next loss is multiplied by."""
+        """Return the loss scale for the next loss."""
         return float(self.counters.scale)
 
     @property
     def last_growth(self) -> int | None:
-        """How many steps ago the scale grew; None where it never did."""
+        """Return how many steps ago the scale grew; None if it never did."""
         return self.steps - int(self.counters.grown_at) if self.counters.growths else None
 
     @property
     def margin(self) -> float | None:
-        """By how many powers of two the scale is below what is too much: the upper edge of the probed window, else
-        the scale that overflowed last. None where neither is known."""
+        """Return by how many powers of two the scale is below the smallest scale known to be too large.
+
+        That is the upper edge of the probed window, else the scale that overflowed last. None if neither is known.
+        """
         window = self.probe.window if self.probe is not None else None
         too_much = float(self.counters.overflow_scale) if window is None else window.high
         return math.log2(too_much / self.scale) if too_much > 0 else None
 
     @property
     def state(self) -> State:
-        """The most serious of these that holds:
+        """Return the most serious state that applies.
 
-        - ``"spiral"``: steps are skipped in a row, more than a growth, or the search for the first scale, explains.
+        In this order:
+
+        - ``"spiral"``: more steps in a row are skipped than a growth, or the search for the first scale, explains.
         - ``"frozen"`` at the smallest scale: it cannot back off any more.
         - ``"underflowing"``: the scale is too small to keep gradients: below the probed window, else below 1.
         - ``"calibrating"``: the scale has not grown yet; it may be coming down from its first value.
@@ -125,17 +133,17 @@ class Health:
 
     @property
     def why(self) -> str:
-        """What says so: numbers."""
+        """Return the numbers behind `state`."""
         return self._judged[1]
 
     @property
     def alarming(self) -> bool:
-        """Whether training is losing steps or gradients: spiral, underflowing, or frozen at the smallest scale."""
+        """Return whether training loses steps or gradients: spiral, underflowing, or frozen at the smallest scale."""
         return self.state in ("spiral", "underflowing") or self._frozen_at_min
 
     @property
     def finding(self) -> str:
-        """What to do, in a sentence.
+        """Return what to do, as a sentence.
 
         >>> Health(LossScale(), LossScale().initial_state()).finding
         'The scale is still being found: steps that are skipped until it first grows are normal.'
@@ -144,7 +152,7 @@ class Health:
         return FINDINGS[f"frozen at {limit}" if self.state == "frozen" else self.state]
 
     def as_dict(self) -> dict[str, Any]:
-        """As JSON values.
+        """Return the health as JSON values.
 
         >>> Health(LossScale.fixed(8), LossScale.fixed(8).initial_state()).as_dict()["state"]
         'ok'
@@ -188,7 +196,7 @@ class Health:
 
     @property
     def _is_new(self) -> bool:
-        """Whether the scale is still being found; one that starts at its maximum never grows."""
+        """Return whether the scale is still being found. A scale that starts at its maximum never grows."""
         settings = self.settings
         unstepped = self.steps == 0
         return settings.dynamic and (unstepped or (not self.counters.growths and self.scale < settings.max))
@@ -203,14 +211,14 @@ class Health:
 
     @property
     def _undoing(self) -> int:
-        """Skips that take back one growth."""
+        """Return the number of skips that undo one growth."""
         settings = self.settings
         halvings = math.log(settings.growth) / -math.log(settings.backoff)
         return settings.hysteresis - 1 + math.ceil(halvings - 1e-6) if settings.dynamic else 1
 
     @property
     def _frozen_at_min(self) -> bool:
-        """A scale that starts there, and overflowed never, is not stuck."""
+        """Return whether the scale is stuck at its minimum. One that starts there and never overflowed is not stuck."""
         return self.settings.dynamic and self.scale <= self.settings.min and self.skipped > 0
 
     @property
@@ -220,10 +228,10 @@ class Health:
 
 
 def health(holder: Any, probe: Probe | None = None) -> Health:
-    """How training with a loss scale is going: steps, skips and why, the scale, and whether to worry.
+    """Report how training with a loss scale is going: steps, skips and why, the scale, and whether to worry.
 
-    The counters are kept on the device, at every step. Reading them waits for it: once in a while, and not each step
-    (see `HealthMonitor`).
+    The counters are kept on the device and updated at every step. Reading them waits for the device, so read them once
+    in a while, not at each step (see `HealthMonitor`).
 
     >>> import torch
     >>> from polyamp import wrap_optimizer
@@ -233,12 +241,13 @@ def health(holder: Any, probe: Probe | None = None) -> Health:
 
     Args:
         holder: a wrapped optimizer, a loss scaler of polyamp, a Keras model compiled with a wrapped optimizer, or in
-            JAX a pytree that has the state of one wrapped optimizer.
-        probe: what `polyamp.probe` gave for this model; its window then says what is too small and too much.
+            JAX a pytree that contains the state of one wrapped optimizer.
+        probe: the result of `polyamp.probe` for this model; its window then decides which scales are too small or too
+            large.
 
     Raises:
-        InvalidTypeError: ``holder`` has no loss scale, or ``probe`` is none.
-        UsageError: JAX: a pytree with no such state, or several.
+        InvalidTypeError: ``holder`` has no loss scale, or ``probe`` is not a probe.
+        UsageError: in JAX, the pytree has no such state, or several.
     """
     check_probe(probe, where="health(probe=)")
     adapter = registry.adapter_within(holder)
@@ -249,12 +258,12 @@ def health(holder: Any, probe: Probe | None = None) -> Health:
 
 
 def check_probe(probe: object, *, where: str) -> None:
-    """Refuse what is neither None nor a probe.
+    """Refuse a value that is neither None nor a probe.
 
     >>> check_probe(None, where="health(probe=)")
 
     Raises:
-        InvalidTypeError: by what it lacks, a ``window``.
+        InvalidTypeError: the value has no ``window``.
     """
     if probe is not None and not hasattr(probe, "window"):
         raise InvalidTypeError(

@@ -1,4 +1,4 @@
-"""What can be known before training: `lint` asks an adapter for facts, and `polyamp.diagnosis.checks` judge them."""
+"""Warnings before training: `lint` asks an adapter for facts, and `polyamp.diagnosis.checks` judges them."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ __all__ = ["ClassLoss", "Facts", "Finding", "Product", "Report", "UserCast", "ju
 
 
 class Finding(NamedTuple):
-    """One thing that `lint` found.
+    """One finding of `lint`.
 
     Attributes:
-        code: which check found it; a key of `polyamp.diagnosis.checks.CHECKS`.
+        code: the check that found it; a key of `polyamp.diagnosis.checks.CHECKS`.
         severity: "error", training will fail or stall; "warning", it may; "note", it could be faster or clearer.
         what: what was found.
-        where: scope, parameter or device; empty where it is about the step as a whole.
+        where: scope, parameter or device; empty if it is about the step as a whole.
         fix: what to do.
     """
 
@@ -38,7 +38,7 @@ class Finding(NamedTuple):
 
 @dataclass(frozen=True)
 class Report:
-    """What `lint` found, the worst first: iterable, true where there is anything, and text to print.
+    """The findings of `lint`, the worst first. It is iterable, true if there are any, and prints as text.
 
     >>> print(Report("torch", "mixed_float16", ()))
     torch, mixed_float16: nothing found
@@ -61,24 +61,24 @@ class Report:
 
     @property
     def errors(self) -> tuple[Finding, ...]:
-        """Those after which training will fail or stall."""
+        """Return the findings that make training fail or stall."""
         return self._of("error")
 
     @property
     def warnings(self) -> tuple[Finding, ...]:
-        """Those after which it may."""
+        """Return the findings that may make training fail or stall."""
         return self._of("warning")
 
     @property
     def notes(self) -> tuple[Finding, ...]:
-        """Those that cost speed or clarity alone."""
+        """Return the findings that only cost speed or clarity."""
         return self._of("note")
 
     def _of(self, severity: Severity) -> tuple[Finding, ...]:
         return tuple(finding for finding in self.findings if finding.severity == severity)
 
     def as_dict(self) -> dict[str, Any]:
-        """As JSON values."""
+        """Return the report as JSON values."""
         return {
             "framework": self.framework,
             "policy": self.policy,
@@ -92,13 +92,13 @@ class Report:
         return f"{heading}\n\n{self.table()}" if self.findings else heading
 
     def rows(self) -> list[tuple[str, ...]]:
-        """The findings as a table, a heading first; nothing where nothing was found."""
+        """Return the findings as a table, the heading first; empty if there are none."""
         fields = ("severity", "code", "what", "where", "fix")
         each = [tuple(str(getattr(finding, name)) for name in fields) for finding in self]
         return [("severity", "code", "what", "where", "to do"), *each] if each else []
 
     def table(self) -> str:
-        """The findings as text, a paragraph each: their texts are long."""
+        """Return the findings as text, one paragraph each, since they are long."""
         return "\n\n".join(map(_paragraph, self))
 
 
@@ -122,7 +122,7 @@ def lint(
     accumulate: int = 1,
     **kwargs: Any,
 ) -> Report:
-    """What will go wrong in training under a policy, as far as it can be known without running a step.
+    """Report what will go wrong in training under a policy, as far as can be known without running a step.
 
     >>> import torch
     >>> model = torch.nn.Linear(16, 16)
@@ -132,18 +132,18 @@ def lint(
 
     Args:
         target: a step, a loss function or a model, as for `polyamp.probe`.
-        *args: its arguments; without them, what only a traced step can tell is left out.
-        policy: a policy or its name; None is the current policy where that computes in 16 bits, else mixed_float16.
-        optimizer: the one that the step is trained with, wrapped or not.
-        backend: the framework's name, where neither the target nor the arguments tell.
-        rows: by how many rows (tokens, examples) the loss is divided; None is what the target's own losses show.
-        accumulate: how many calls, on how many devices, make one step, where the loss is divided by that number too.
+        *args: its arguments; without them, checks that need a traced step are left out.
+        policy: a policy or its name; None is the current policy if that computes in 16 bits, else mixed_float16.
+        optimizer: the optimizer that the step is trained with, wrapped or not.
+        backend: the framework's name, if neither the target nor the arguments show it.
+        rows: number of rows (tokens, examples) that the loss is divided by; None takes it from the target's own losses.
+        accumulate: number of calls, over all devices, that make one step, if the loss is divided by that number too.
         **kwargs: the target's keyword arguments.
 
     Raises:
-        InvalidTypeError: no adapter knows the target or its arguments; ``rows`` or ``accumulate`` is no integer.
+        InvalidTypeError: no adapter knows the target or its arguments; ``rows`` or ``accumulate`` is not an integer.
         InvalidValueError: ``rows`` or ``accumulate`` is less than 1.
-        UnsupportedError: the framework's adapter has no facts to give.
+        UnsupportedError: the framework's adapter cannot report facts.
     """
     factor = _count("accumulate", accumulate)
     denominator = None if rows is None else _count("rows", rows)
@@ -154,7 +154,7 @@ def lint(
 
 
 def judge(facts: Facts) -> Report:
-    """Apply every check to what is known of a step.
+    """Apply every check to the facts about a step.
 
     >>> from polyamp import policy
     >>> facts = Facts("torch", policy("mixed_float16"), optimizer="wrapped twice")

@@ -1,4 +1,4 @@
-"""Looks at the health of training every so many steps, and tells loggers, TensorBoard or whatever is to know."""
+"""Monitoring of training: check the health every few steps and report it to loggers, TensorBoard or other hooks."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ if TYPE_CHECKING:
 
 
 class HealthMonitor:
-    """Called at each step, looks at the loss scale every so many, and hands a `Health` to every hook.
+    """A monitor that is called at each step, checks the loss scale every few calls and passes a `Health` to every hook.
 
-    The other calls count and do nothing more, so that the device is waited for once in ``every`` steps only.
+    The other calls only count, so the device is waited for once in ``every`` steps.
 
     >>> import torch
     >>> from polyamp import wrap_optimizer
@@ -27,12 +27,12 @@ class HealthMonitor:
     steps 0  skipped 0  scale 2^16  calibrating
 
     Args:
-        every: calls from one look to the next.
-        hooks: functions of a `Health`, such as `log_health` and `write_health` make; None logs.
+        every: number of calls from one check to the next.
+        hooks: functions of a `Health`, such as those from `log_health` and `write_health`; None logs.
         probe: see `health`.
 
     Raises:
-        InvalidTypeError: ``every`` is no integer, a hook cannot be called, or ``probe`` is none.
+        InvalidTypeError: ``every`` is not an integer, a hook is not callable, or ``probe`` is not a probe.
         InvalidValueError: ``every`` is less than 1.
     """
 
@@ -50,16 +50,16 @@ class HealthMonitor:
         self._calls = 0
 
     def __call__(self, holder: Any) -> Health | None:
-        """Look, if it is time to; see `health` for what ``holder`` may be, and for the errors.
+        """Check, if it is time to; see `health` for what ``holder`` may be and for the errors.
 
         Returns:
-            What the hooks were given, None where it was not time.
+            The health that the hooks received; None if it was not time.
         """
         self._calls += 1
         return None if self._calls % self.every else self.look(holder)
 
     def look(self, holder: Any) -> Health:
-        """Look now, whether it is time to or not, and hand what is seen to the hooks."""
+        """Check now, whether it is time to or not, and pass the result to the hooks."""
         found = health(holder, self.probe)
         for hook in self.hooks:
             hook(found)
@@ -67,19 +67,20 @@ class HealthMonitor:
 
 
 def log_health(logger: Any = None, level: int | None = None) -> Callable[[Health], None]:
-    """A hook for plain logging: a line for each look, as a warning with what to do where it is alarming.
+    """Create a hook for plain logging: one line per check, and a warning with advice if it is alarming.
 
     >>> import logging
     >>> hook = log_health(logging.getLogger("training"), logging.DEBUG)
 
     Args:
-        logger: a ``logging.Logger``, or what has its ``log(level, message, *values)``; None is the logger ``polyamp``.
-        level: of lines that say nothing alarming; None is ``logging.INFO``.
+        logger: a ``logging.Logger``, or an object with its ``log(level, message, *values)``; None is the logger
+            ``polyamp``.
+        level: level of lines that are not alarming; None is ``logging.INFO``.
 
     Raises:
-        InvalidTypeError: no logger, or a level that is no integer.
+        InvalidTypeError: ``logger`` is not a logger, or ``level`` is not an integer.
     """
-    import logging  # takes milliseconds, which `import polyamp` does not need to
+    import logging  # costs milliseconds that `import polyamp` does not need
 
     target = logging.getLogger("polyamp") if logger is None else logger
     usual = logging.INFO if level is None else level
@@ -98,7 +99,7 @@ def log_health(logger: Any = None, level: int | None = None) -> Callable[[Health
 
 
 def write_health(writer: Any, prefix: str = "loss_scale") -> Callable[[Health], None]:
-    """A hook for TensorBoard: the scale as a power of two, the margin, and the skipped steps, over the steps.
+    """Create a hook for TensorBoard: log2 of the scale, the margin, and the skipped steps, over the steps.
 
     >>> from polyamp import LossScale, LossScaleState
     >>> written = []
@@ -108,13 +109,13 @@ def write_health(writer: Any, prefix: str = "loss_scale") -> Callable[[Health], 
     (('loss_scale/log2', 15.0, 4), ('loss_scale/margin', 1.0, 4))
 
     Args:
-        writer: what has ``add_scalar(tag, value, step)``, as the ``SummaryWriter`` of torch and tensorboardX, of
-            MLflow's and other loggers' adapters; or a function of those three, such as ``tf.summary.scalar``, which
-            writes to TensorFlow's current writer.
-        prefix: of the tags.
+        writer: an object with ``add_scalar(tag, value, step)``, such as the ``SummaryWriter`` of torch and tensorboardX
+            or the adapters of MLflow and other loggers; or a function with those three parameters, such as
+            ``tf.summary.scalar``, which writes to TensorFlow's current writer.
+        prefix: prefix of the tags.
 
     Raises:
-        InvalidTypeError: neither.
+        InvalidTypeError: it is neither.
     """
     write = getattr(writer, "add_scalar", writer)
     if not callable(write):
@@ -132,13 +133,13 @@ def write_health(writer: Any, prefix: str = "loss_scale") -> Callable[[Health], 
 
 
 def check_count(name: str, value: object, *, where: str) -> None:
-    """Refuse what is no number of steps.
+    """Refuse a value that is not a number of steps.
 
     >>> check_count("every", 100, where="HealthMonitor(every=)")
 
     Raises:
-        InvalidTypeError: no integer.
-        InvalidValueError: less than 1.
+        InvalidTypeError: it is not an integer.
+        InvalidValueError: it is less than 1.
     """
     if isinstance(value, bool) or not isinstance(value, int):
         raise wrong_type(value, where, "an integer", f"give {name} a whole number of steps")
@@ -162,7 +163,7 @@ def _check_hooks(hooks: Any) -> Iterable[Callable[[Health], object]]:
 
 
 def wrong_type(found: object, where: str, allowed: str, fix: str) -> InvalidTypeError:
-    """The error for an argument of a type that it may not have.
+    """Return the error for an argument of a wrong type.
 
     >>> isinstance(wrong_type(3, "write_health(writer)", "a writer", "give one"), TypeError)
     True

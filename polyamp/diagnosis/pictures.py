@@ -1,4 +1,4 @@
-"""The pictures of a probe, a sweep and a plan: the only module here that needs matplotlib, and only when it draws."""
+"""Pictures of a probe, a sweep and a plan. Only this module needs matplotlib, and only when it draws."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
     from os import PathLike
 
 FAINTEST = 1e-4
-"""Share of a tensor's elements that the palest colour of the heat map stands for."""
+"""Share of a tensor's elements that has the palest colour of the heat map."""
 
-_BARS = 16  # kinds of operations that a plan's picture shows
-_LABELLED = 96  # rows, of all panels together, that have room for a name each
+_BARS = 16  # kinds of operations in a plan's picture
+_LABELLED = 96  # rows, in all panels together, that have room for names
 _TITLES = {
     ACTIVATION: "activations",
     GRADIENT: "gradients of activations",
@@ -38,12 +38,12 @@ _MARKS = {"ok": ("o", _SAFE), "too small": ("v", "#1f5fa8"), "too large": ("^", 
 def draw_probe(probe: Probe, path: str | PathLike[str]) -> None:
     """Draw a heat map of every tensor over powers of two, with the format's limits, into an image file.
 
-    A row is a tensor, in the order of computation, and darker where more of its elements are. Names in grey are of
-    tensors that the policy keeps in float32. Lines are the format's smallest subnormal, smallest normal and largest
-    number; in the panels of gradients, what is lost or too large at the recommended loss scale is grey.
+    Each row is a tensor, in the order of computation; darker cells hold more of its elements. Grey names are tensors
+    that the policy keeps in float32. The lines are the format's smallest subnormal, smallest normal and largest number.
+    In the panels of gradients, values that are lost or too large at the recommended loss scale are grey.
 
     Raises:
-        InvalidValueError: the file's ending is of no image format.
+        InvalidValueError: the file's ending does not name an image format.
         MissingFrameworkError: matplotlib is not installed.
     """
     panels = {kind: rows for kind in _TITLES if (rows := list(probe.recording.of_kind(kind)))}
@@ -70,7 +70,7 @@ def draw_sweep(sweep: Sweep, path: str | PathLike[str]) -> None:
     """Draw the final loss over the loss scale, with the reference and the probed window, into an image file.
 
     Raises:
-        InvalidValueError: the file's ending is of no image format.
+        InvalidValueError: the file's ending does not name an image format.
         MissingFrameworkError: matplotlib is not installed.
     """
     figure = _figure(path, (9, 4.5))
@@ -94,10 +94,10 @@ def draw_sweep(sweep: Sweep, path: str | PathLike[str]) -> None:
 
 
 def draw_plan(plan: Plan, path: str | PathLike[str]) -> None:
-    """Draw the bytes that each kind of operation moves under a policy, by format, beside float32's, into an image file.
+    """Draw the bytes that each kind of operation moves under a policy, by format, next to float32's, into an image.
 
     Raises:
-        InvalidValueError: the file's ending is of no image format.
+        InvalidValueError: the file's ending does not name an image format.
         MissingFrameworkError: matplotlib is not installed.
     """
     moved, full = Counter[tuple[str, str]](), Counter[str]()
@@ -140,7 +140,7 @@ def _figure(path: str | PathLike[str], size: tuple[float, float]) -> Any:
 
 
 def _range(probe: Probe) -> tuple[int, int]:
-    """The exponents to show: the limits, also divided by the scale, and what elements have, not too far from them."""
+    """Return the exponents to show: the limits, also divided by the scale, and the elements' exponents near them."""
     limits = format_of(probe.format)
     seen = [place + LOWEST for one in probe.recording.observations for place, n in enumerate(one.spread.counts) if n]
     below, above = round(math.log2(limits.smallest_subnormal)), math.ceil(math.log2(limits.max))
@@ -169,7 +169,7 @@ def _name_rows(axis: Any, rows: Sequence[Observation], every: int) -> None:
 
 
 def _shares(spread: Spread, low: int, high: int) -> list[float]:
-    """Share of a tensor's elements with each exponent; NaN, which is drawn as nothing, for none."""
+    """Return the share of a tensor's elements with each exponent; NaN, which is not drawn, for none."""
     shares = [0.0] * (high - low)
     for place, count in enumerate(spread.counts):
         shares[min(max(place + LOWEST - low, 0), len(shares) - 1)] += count / max(spread.seen, 1)
@@ -191,7 +191,7 @@ def _limit_lines(axis: Any, limits: Format) -> None:
 
 
 def _scaled_out(axis: Any, probe: Probe, low: int, high: int) -> None:
-    """Grey, where a gradient is lost or overflows although the recommended scale multiplies it."""
+    """Shade where a gradient is lost or overflows although the recommended scale multiplies it."""
     limits, shift = format_of(probe.format), math.log2(probe.recommended.init)
     lost, overflow = math.log2(limits.smallest_subnormal) - 1 - shift, math.log2(limits.max) - shift
     for start, end, name in ((low, lost, "lost, scaled"), (overflow, high, "too large, scaled")):
@@ -201,7 +201,7 @@ def _scaled_out(axis: Any, probe: Probe, low: int, high: int) -> None:
 
 
 def _above(axis: Any, place: float, text: str, colour: str) -> None:
-    """A word above the panel."""
+    """Write a word above the panel."""
     axis.text(place, 0, text, color=colour, fontsize=6.5, va="bottom", ha="center")
 
 
@@ -216,7 +216,7 @@ def _title(probe: Probe) -> str:
 
 
 def _outcomes(axis: Any, sweep: Sweep) -> None:
-    """A mark for each run; those without a finite loss in a row at the upper edge."""
+    """Draw a mark for each run; runs without a finite loss are in a row at the upper edge."""
     from matplotlib.transforms import blended_transform_factory
 
     edge = blended_transform_factory(axis.transData, axis.transAxes)

@@ -1,4 +1,10 @@
-"""What one step says of a loss scale: which gradients bound it, from below and from above, and what to set."""
+"""The probe: what one step shows about a loss scale, which gradients limit it, and which settings to use.
+
+Each 16-bit gradient needs a scale of at least some power of two, or too much of it rounds to zero, and tolerates at
+most another, or it overflows. For example, if a gradient's elements are between 2**-30 and 2**-10, a scale of 2**5
+keeps all of them in float16, and from 2**26 on it overflows. The window is the range of scales that suits all
+gradients, less a margin at the top.
+"""
 
 from __future__ import annotations
 
@@ -18,24 +24,24 @@ if TYPE_CHECKING:
     from os import PathLike
 
 NOISE = 2.0**-20
-"""Parameter gradients whose largest element is below this share of the largest gradient of the step set no lower limit.
+"""Parameter gradients below this share of the step's largest gradient set no lower limit.
 
-Sums that are zero but for rounding, such as the gradient of a bias before a normalisation, come out at some 2**-24
-(float32's epsilon) of what was added up, and no loss scale is needed to keep them.
+Sums that are zero except for rounding, such as the gradient of a bias before a normalisation, are about 2**-24
+(float32's epsilon) of their terms. No loss scale is needed to keep them.
 """
 
 _SHOWN = {"need": 10, "bear": 5, "headroom": 4}
 
 
 class Window(NamedTuple):
-    """Loss scales, powers of two, that lose next to nothing and overflow nothing.
+    """The safe range of loss scales, as powers of two: next to nothing is lost, and nothing overflows.
 
     >>> Window(2.0**7, 2.0**24)
     Window(2^7 .. 2^24)
 
     Attributes:
-        low: at smaller scales a gradient loses more of its L1 mass than is tolerated.
-        high: at larger ones a gradient comes too near to overflow; the margin is in it.
+        low: at smaller scales, a gradient loses more of its L1 mass than is tolerated.
+        high: at larger scales, a gradient comes too near to overflow; this includes the margin.
     """
 
     low: float
@@ -43,7 +49,7 @@ class Window(NamedTuple):
 
     @property
     def is_empty(self) -> bool:
-        """Whether no scale serves all gradients."""
+        """Return whether no scale suits all gradients."""
         return self.low > self.high
 
     def __contains__(self, scale: object) -> bool:
@@ -58,7 +64,7 @@ class Window(NamedTuple):
 
 @dataclass(frozen=True)
 class Probe:
-    """What `polyamp.probe` gives. Prints as a table with a text histogram of each tensor that matters.
+    """The result of `polyamp.probe`. Prints as a table with a text histogram of each tensor that matters.
 
     >>> from polyamp.diagnosis.spread import Spread
     >>> spread = Spread.of([2.0**-25, 2.0**-12, 0.0])
@@ -69,11 +75,11 @@ class Probe:
 
     Args:
         recording: one widened step, gradients unscaled; see `Recording.by_layer`.
-        format: the 16-bit format in question, which tensors of low format are in.
+        format: the 16-bit format in question, used for the tensors that the policy has in 16 bits.
         tolerance: share of a gradient's L1 mass that may be lost.
-        margin: powers of two that are kept free above the largest gradient; gradients of other batches, and of the
-            first steps, are larger than one step shows.
-        rounding: what 16 bits change of the step's values; None where they agree, or were not compared.
+        margin: powers of two to keep free above the largest gradient: other batches, and the first steps, have larger
+            gradients than one step shows.
+        rounding: how 16 bits change the step's values; None if they agree, or were not compared.
     """
 
     recording: Recording
@@ -84,15 +90,15 @@ class Probe:
 
     @cached_property
     def bounding(self) -> tuple[Observation, ...]:
-        """The gradients that the policy computes in 16 bits: they alone bound the loss scale."""
+        """Return the gradients that the policy computes in 16 bits. Only these limit the loss scale."""
         return tuple(one for one in self.recording.of_kind(GRADIENT, PARAMETER) if one.is_low)
 
     @cached_property
     def window(self) -> Window | None:
-        """The safe loss scales; empty where no scale serves; None where no gradient is in 16 bits.
+        """Return the safe range of loss scales; empty if no scale suits; None if no gradient is in 16 bits.
 
-        The lower edge is the largest scale that a gradient needs (see `NOISE` for those that do not count), the upper
-        edge the smallest that one bears, less the margin.
+        The lower edge is the largest scale that a gradient needs (`NOISE` excludes some). The upper edge is the
+        smallest of the largest scales that the gradients tolerate, less the margin.
         """
         if not any(one.spread.largest for one in self.bounding):
             return None
@@ -100,28 +106,28 @@ class Probe:
         return Window(low, 2.0 ** math.floor(math.log2(min(map(self.bear, self.bounding))) - self.margin))
 
     def need(self, one: Observation) -> float:
-        """The smallest scale at which a tensor loses no more than is tolerated."""
+        """Return the smallest scale at which a tensor loses no more than is tolerated."""
         return one.spread.smallest_scale(self.format, self.tolerance)
 
     def bear(self, one: Observation) -> float:
-        """The largest scale at which it does not overflow."""
+        """Return the largest scale at which it does not overflow."""
         return max(one.spread.largest_scale(self.format), format_of("float32").smallest_normal)
 
     @cached_property
     def counting(self) -> tuple[Observation, ...]:
-        """Of `bounding`, those that set a lower limit: all but parameter gradients that are nothing but rounding."""
+        """Return those of `bounding` that set a lower limit: all except parameter gradients that are only noise."""
         limit = NOISE * max((one.spread.largest for one in self.bounding), default=0.0)
         return tuple(one for one in self.bounding if one.kind != PARAMETER or one.spread.largest >= limit)
 
     @cached_property
     def overflowing(self) -> tuple[Observation, ...]:
-        """What the forward pass computes in 16 bits although it is beyond the format: no loss scale helps there."""
+        """Return the forward pass's 16-bit tensors that are beyond the format. No loss scale helps there."""
         limit = format_of(self.format).max
         return tuple(one for one in self._forward if one.spread.is_finite and one.spread.largest > limit)
 
     @cached_property
     def broken(self) -> Observation | None:
-        """The first tensor that is not finite although it was computed in float32; precision is not the cause."""
+        """Return the first tensor that is not finite even in float32, so that precision is not the cause; else None."""
         return next((one for one in self.recording.observations if not one.spread.is_finite), None)
 
     @cached_property
@@ -130,16 +136,16 @@ class Probe:
 
     @property
     def is_safe(self) -> bool:
-        """Whether some loss scale serves, the forward pass fits, and the loss is float32's."""
+        """Return whether some loss scale suits, the forward pass fits, and the loss agrees with float32's."""
         unfit = self.overflowing or self.broken or self.rounding
         return not (unfit or (self.window is not None and self.window.is_empty))
 
     @property
     def recommended(self) -> LossScale:
-        """Settings of the loss scale: dynamic, starting inside of the window; none where no gradient needs one.
+        """Return recommended settings: dynamic, starting inside the window; none if no gradient needs a loss scale.
 
-        The start is that of ``LossScale()`` where the window has it, else the nearest scale that it has. Of an empty
-        window it is the upper edge: too small a scale loses something, too large a one skips every step.
+        The start is that of ``LossScale()`` if the window contains it, else the nearest scale in the window. If the
+        window is empty, it is the upper edge: too small a scale loses something, but too large a one skips every step.
         """
         window, default = self.window, LossScale()
         if window is None or (format_of(self.format).exponent_bits == 8 and 1.0 in window):
@@ -150,11 +156,11 @@ class Probe:
 
     @cached_property
     def rules(self) -> dict[str, str]:
-        """Rules that keep in float32 what overflows in the forward pass, to paste into a policy."""
+        """Return rules that keep in float32 what overflows in the forward pass, to paste into a policy."""
         return {one.place: "full" for one in self.overflowing}
 
     def as_dict(self) -> dict[str, Any]:
-        """Everything, as JSON values: the window, the recommendation, and every tensor with what it needs and bears."""
+        """Return everything as JSON values: the window, the recommendation, and every tensor with its limits."""
         window = self.window
         return {
             "framework": self.recording.framework,
@@ -208,14 +214,14 @@ class Probe:
         )
 
     def table(self, most: int | None = None) -> str:
-        """`rows` as aligned text."""
+        """Return `rows` as aligned text."""
         return aligned(self.rows(most), right={3, 4, 5, 6, 7})
 
     def rows(self, most: int | None = None) -> list[tuple[str, ...]]:
-        """Tensors in the order of computation: those that bound the window, and those nearest to overflow.
+        """Return the tensors that limit the window or are nearest to overflow, in the order of computation.
 
         Args:
-            most: show so many of each; None is a screenful.
+            most: show this many of each; None is a screenful.
 
         Returns:
             The heading, then a row for each tensor.
@@ -253,13 +259,16 @@ class Probe:
         return [*chosen, self.broken] if self.broken else chosen
 
     def _pictured(self) -> tuple[int, int]:
-        """The exponents from the smallest subnormal, less a byte's worth, to the largest number of the format."""
+        """Return the exponents to picture: from 16 below the smallest subnormal to the format's largest number.
+
+        A format with float32's range gets -40 .. 16.
+        """
         limits = format_of(self.format)
         low, high = math.floor(math.log2(limits.smallest_subnormal)), math.floor(math.log2(limits.max))
         return (low - 16, high) if high - low < 64 else (-40, 16)
 
     def conclusions(self) -> list[str]:
-        """What follows, a sentence a line."""
+        """Return the conclusions, one sentence per line."""
         said = []
         if self.broken:
             said.append(
@@ -298,7 +307,7 @@ _KINDS = {ACTIVATION: "act", GRADIENT: "grad", PARAMETER: "param"}
 
 
 def written(config: LossScale) -> str:
-    """Settings as they are typed, powers of two as such.
+    """Return settings as source code, with powers of two written as powers.
 
     >>> written(LossScale(init=2.0**-6)), written(LossScale())
     ('LossScale(init=2.0**-6)', 'LossScale()')

@@ -1,4 +1,4 @@
-"""How far a long call has come: a bar on a terminal, lines elsewhere, or whatever the caller wants."""
+"""Progress of a long call: a bar on a terminal, lines elsewhere, or the caller's own function."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ Progress = bool | Show
 
 @contextmanager
 def progressing(progress: Progress, total: int, title: str) -> Iterator[Callable[[str], None]]:
-    """A function to be called with a line of text after each of ``total`` parts.
+    """Provide a function to call with a line of text after each of ``total`` parts.
 
     >>> with progressing(lambda done, total, text: print(f"{done}/{total} {text}"), 2, "work") as said:
     ...     said("the first")
     1/2 the first
 
     Args:
-        progress: True shows it on standard error: a bar where that is a terminal and rich is installed, else lines.
+        progress: True shows progress on standard error: a bar if that is a terminal and rich is installed, else lines.
             False shows nothing. A function is called with ``(parts done, parts in all, text)``.
-        total: how many parts there are.
-        title: what the bar is called before its first part is done.
+        total: number of parts.
+        title: the bar's title before its first part is done.
     """
     with ExitStack() as stack:
         show = progress if callable(progress) else _shown(stack, total, title) if progress else _nothing
@@ -50,4 +50,4 @@ def _line(done: int, total: int, text: str) -> None:
 
 
 def _nothing(done: int, total: int, text: str) -> None:
-    """Where no progress is wanted."""
+    """Show no progress."""

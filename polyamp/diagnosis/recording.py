@@ -1,4 +1,4 @@
-"""What an adapter records of one training step: every tensor's spread, in the order in which they were computed."""
+"""The recording of one training step by an adapter: every tensor's spread, in the order of computation."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ class Observation(NamedTuple):
     """One tensor of a step.
 
     Attributes:
-        kind: "activation", what the forward pass computed; "activation gradient", what the backward pass did;
-            "parameter gradient", what the optimizer gets.
-        name: canonical operation (`polyamp.operations`) that computed it, the framework's name where there is none; of
-            a parameter gradient, the parameter's name.
+        kind: "activation", computed by the forward pass; "activation gradient", computed by the backward pass;
+            "parameter gradient", passed to the optimizer.
+        name: canonical name (`polyamp.operations`) of the operation that computed it, else the framework's name; for a
+            parameter gradient, the parameter's name.
         native: the framework's name of that operation.
-        where: scope or module path, joined by ``/``; empty where it is not known. A gradient's is that of its forward
+        where: scope or module path, joined by ``/``; empty if unknown. A gradient has the path of its forward
             operation.
         op_class: class of the operation under the policy, as in a plan.
-        format: the format that the policy computes it in.
-        shape: of the tensor.
-        spread: of its elements. Of a loop's body, over all turns.
+        format: the format in which the policy computes it.
+        shape: the tensor's shape.
+        spread: the spread of its elements; for a loop's body, over all iterations.
     """
 
     kind: Kind
@@ -46,7 +46,7 @@ class Observation(NamedTuple):
 
     @property
     def place(self) -> str:
-        """The operation with its path, as a rule names it.
+        """Return the operation with its path, as in a rule.
 
         >>> Observation("activation", "exp", "exp", "decoder/0", "full", "float32", (), Spread.of([])).place
         'decoder/0/exp'
@@ -55,28 +55,28 @@ class Observation(NamedTuple):
 
     @property
     def is_low(self) -> bool:
-        """Whether the policy computes it in 16 bits."""
+        """Return whether the policy computes it in 16 bits."""
         return format_of(self.format).is_low
 
     def as_dict(self) -> dict[str, Any]:
-        """As JSON values."""
+        """Return the observation as JSON values."""
         return {**self._asdict(), "shape": list(self.shape), "spread": self.spread.as_dict()}
 
 
 @dataclass(frozen=True)
 class Recording:
-    """One step, as an adapter saw it.
+    """One step, as recorded by an adapter.
 
     Attributes:
         framework: the adapter's name.
         policy: the policy's text.
-        loss: the unscaled loss; None where the step did not show one.
-        scale: what the loss was multiplied by before it was differentiated.
-        widened: whether 16-bit values were computed in float32, so that nothing overflowed or was lost; else as the
-            policy has them.
-        observations: in the order of computation: the forward pass, then the backward pass. Gradients are as they were
-            computed, times ``scale``.
-        differentiates: whether the step took the gradients itself, and chose the scale; else the recorder did.
+        loss: the unscaled loss; None if the step does not show one.
+        scale: the factor of the loss when it was differentiated.
+        widened: whether 16-bit values were computed in float32, so that nothing overflowed or was lost; else the
+            policy's formats were used.
+        observations: in the order of computation: the forward pass, then the backward pass. Gradients are as computed,
+            times ``scale``.
+        differentiates: whether the step itself computed the gradients and chose the scale; else the recorder did.
     """
 
     framework: str
@@ -88,11 +88,11 @@ class Recording:
     differentiates: bool = False
 
     def of_kind(self, *kinds: Kind) -> Iterator[Observation]:
-        """The observations of these kinds, in order."""
+        """Return the observations of these kinds, in order."""
         return (one for one in self.observations if one.kind in kinds)
 
     def unscaled(self) -> Recording:
-        """The same with gradients of the loss itself.
+        """Return the same recording with unscaled gradients.
 
         >>> recording = Recording("torch", "mixed_float16", None, 1.0, True, ())
         >>> recording.unscaled() == recording
@@ -108,11 +108,11 @@ class Recording:
         return replace(self, scale=1.0, observations=tuple(divided))
 
     def by_layer(self) -> Recording:
-        """The same with one observation for all calls of a layer, as the turns of a recurrence written as a loop.
+        """Return the same recording with one observation for all calls of a layer, as in a recurrence that is a loop.
 
-        That is: for like tensors of one operation at one path. Their gradients add up in the same parameters, so what
-        is lost of one turn counts by its share in all of them. Without a path nothing tells layers apart, and nothing
-        is merged.
+        Tensors of the same kind, format and shape from one operation at one path are merged. Their gradients add up in
+        the same parameters, so what one call loses counts by its share of all calls. Without a path, layers cannot be
+        told apart, and nothing is merged.
         """
         found: dict[Hashable, Observation] = {}
         for turn, one in enumerate(self.observations):
@@ -123,7 +123,7 @@ class Recording:
 
     @property
     def names(self) -> list[str]:
-        """The place of each observation, numbered where several of a kind stand there: ``cell/matmul[3]``."""
+        """Return the place of each observation, numbered if several of a kind share it: ``cell/matmul[3]``."""
         kinds = [(one.kind, one.place) for one in self.observations]
         several, seen = Counter(kinds), Counter[tuple[str, str]]()
         names = []
@@ -134,5 +134,5 @@ class Recording:
 
 
 def _exponent(scale: float) -> int:
-    """A loss scale is a power of two wherever its settings are; of another one, the nearest."""
+    """Return log2 of a loss scale, which normally is a power of two; otherwise rounded."""
     return round(math.log2(scale))

@@ -1,4 +1,4 @@
-"""Whether 16 bits change the values of a step, although every tensor stays in range: rounding, not overflow."""
+"""The effect of rounding: whether 16 bits change the values of a step although every tensor stays in range."""
 
 from __future__ import annotations
 
@@ -9,20 +9,21 @@ from typing import Any, NamedTuple
 from polyamp.diagnosis.recording import ACTIVATION, Observation, Recording
 
 SHARE = 0.1
-"""By how much of its value a loss, or the L1 mass of a tensor, may differ from float32's.
+"""The share of its value by which a loss, or the L1 mass of a tensor, may differ from float32's.
 
 One rounding to float16 changes a value by 0.05 %, to bfloat16 by 0.4 %, and the losses of ordinary networks by less
-than a few percent; where a difference of nearly equal values is rounded, nothing of it may be left.
+than a few percent. But where a difference of nearly equal values is rounded, nothing of it may remain.
 """
 
 
 class Rounding(NamedTuple):
-    """A loss that 16 bits change, and where that begins.
+    """A loss that 16 bits change, and the tensor where that starts.
 
     Attributes:
-        loss: the loss as the policy computes it.
+        loss: the loss under the policy.
         loss_float32: the loss in float32.
-        first: the first tensor of the forward pass, with more than one element, that differs; as the policy has it.
+        first: the first tensor of the forward pass, with more than one element, that differs; from the run under the
+            policy.
         mass: the sum of its magnitudes.
         mass_float32: the same in float32.
     """
@@ -34,7 +35,7 @@ class Rounding(NamedTuple):
     mass_float32: float
 
     def as_dict(self) -> dict[str, Any]:
-        """As JSON values."""
+        """Return the rounding as JSON values."""
         return {**self._asdict(), "first": self.first.place}
 
     def __str__(self) -> str:
@@ -46,7 +47,7 @@ class Rounding(NamedTuple):
 
 
 def rounding(narrow: Recording, wide: Recording) -> Rounding | None:
-    """Compare a step as the policy has it with the same step in float32; None where the values agree.
+    """Compare a step under the policy with the same step in float32; None if the values agree.
 
     >>> from polyamp.diagnosis.spread import Spread
     >>> def step(loss, value):
@@ -59,7 +60,7 @@ the sum of its magnitudes
     >>> rounding(step(5.4, 1e-5), step(5.5, 1e-5))
 
     Args:
-        narrow: the step as the policy has it.
+        narrow: the step under the policy.
         wide: the same step, widened.
     """
     if narrow.loss is None or wide.loss is None or not differ(narrow.loss, wide.loss):
@@ -76,7 +77,7 @@ the sum of its magnitudes
 
 
 def differ(one: float, other: float) -> bool:
-    """Whether two finite numbers differ by more than `SHARE` of the larger.
+    """Return whether two finite numbers differ by more than `SHARE` of the larger one.
 
     >>> differ(1.0, 1.05), differ(0.0, 1e-9), differ(float("inf"), 1.0)
     (False, True, False)
@@ -87,7 +88,7 @@ def differ(one: float, other: float) -> bool:
 
 
 def source_of(narrow: Recording, one: Observation) -> Observation:
-    """The 16-bit tensor that a difference comes from: the tensor itself, else the last 16-bit one before it."""
+    """Return the 16-bit tensor that a difference comes from: the tensor itself, else the last 16-bit one before it."""
     if one.is_low:
         return one
     earlier = narrow.observations[: narrow.observations.index(one)]
@@ -95,7 +96,7 @@ def source_of(narrow: Recording, one: Observation) -> Observation:
 
 
 def _forward(recording: Recording) -> list[tuple[tuple[str, int], Observation]]:
-    """The forward pass's tensors, each by its place and its turn there."""
+    """Return the forward pass's tensors, each with its place and its number at that place."""
     seen: Counter[str] = Counter()
     found = []
     for one in recording.of_kind(ACTIVATION):

@@ -1,7 +1,11 @@
-"""How the magnitudes of a tensor are spread over powers of two, and what a narrow format would lose of them.
+"""The spread of a tensor's magnitudes over powers of two, and what a narrow format would lose of them.
 
-A float32 number's exponent field has 256 values. How many elements have each, and how much they add up to, is all that
-any format, at any loss scale, can be asked about; adapters collect those numbers, on the device, and nothing else.
+A float32 number's exponent field has 256 values. The number of elements with each value, and the sum of their
+magnitudes, answer every question about any format at any loss scale. Adapters collect only these numbers, on the
+device.
+
+For example, float16 rounds magnitudes below 2**-25 to zero. If 1 % of a gradient's elements are smaller, that 1 % is
+lost in float16, and a loss scale of 2**3 saves those of 2**-28 and more.
 """
 
 from __future__ import annotations
@@ -15,23 +19,23 @@ from polyamp.errors import InvalidValueError
 from polyamp.formats import Format, format_of
 
 LOWEST, HIGHEST = -127, 127
-"""The exponents of finite float32. Those of its subnormals count as the lowest."""
+"""The exponents of finite float32 numbers. Subnormals count as the lowest."""
 
 FIELDS = 256
-"""Values of float32's exponent field: 0 for zeros and subnormals, 255 for inf and NaN."""
+"""The number of values of float32's exponent field: 0 is zeros and subnormals, 255 is inf and NaN."""
 
 SAMPLE = 2**14
-"""Elements of a tensor that a histogram is made of: of larger ones, every k-th, with a k that is odd.
+"""The most elements that a histogram counts. For larger tensors, every k-th element is counted, with an odd k.
 
-A share of 0.1 % is then known to about 0.025 % (one standard deviation of a binomial share); the largest magnitude, inf
-and NaN are looked for in all elements.
+A share of 0.1 % is then known to about 0.025 % (one standard deviation of a binomial share). The largest magnitude, inf
+and NaN are searched for in all elements.
 """
 
 _SHADES = " .:-=+*#%@"
 
 
 def stride(elements: int) -> int:
-    """Of a tensor's elements, in memory's order, each so-many-th is counted; see `SAMPLE`.
+    """Return k if every k-th of a tensor's elements, in memory order, is counted; see `SAMPLE`.
 
     >>> stride(1000), stride(10 * SAMPLE)
     (1, 11)
@@ -42,7 +46,7 @@ def stride(elements: int) -> int:
 
 @dataclass(frozen=True)
 class Spread:
-    """The magnitudes of a tensor's elements, by their exponents.
+    """The magnitudes of a tensor's elements, counted by exponent.
 
     >>> spread = Spread.of([0.0, 2.0**-26, 0.75, -3.0])
     >>> spread.elements, spread.largest, spread.counts[-26 - LOWEST], spread.flushed("float16")
@@ -51,19 +55,19 @@ class Spread:
     0.0
 
     Args:
-        elements: how many there are.
-        seen: how many were counted; fewer where only a part was looked at. ``zeros``, ``counts`` and ``mass`` are of
-            those, the other numbers of all.
-        zeros: how many are 0.
-        inf: how many are infinite.
-        nan: how many are NaN.
-        largest: largest finite magnitude; 0.0 where there is none.
-        counts: how many finite, non-zero elements have each exponent, one number for each from `LOWEST` to `HIGHEST`:
-            exponent ``e`` is that of magnitudes from ``2**e`` up to, and without, ``2**(e + 1)``.
-        mass: the sum of the magnitudes of those elements.
+        elements: number of elements.
+        seen: number of counted elements; fewer if only a sample was counted. ``zeros``, ``counts`` and ``mass`` are of
+            the counted elements, the other numbers of all.
+        zeros: number of zeros.
+        inf: number of infinite elements.
+        nan: number of NaNs.
+        largest: largest finite magnitude; 0.0 if there is none.
+        counts: number of finite, non-zero elements with each exponent from `LOWEST` to `HIGHEST`. Exponent ``e`` means
+            magnitudes from ``2**e`` up to, but not including, ``2**(e + 1)``.
+        mass: sum of the magnitudes of those elements.
 
     Raises:
-        InvalidValueError: ``counts`` and ``mass`` are not as long as they have to be.
+        InvalidValueError: ``counts`` or ``mass`` has the wrong length.
     """
 
     elements: int
@@ -86,7 +90,7 @@ class Spread:
 
     @classmethod
     def of(cls, values: Iterable[float]) -> Spread:
-        """Of numbers on the host. Adapters count on the device instead, for `of_fields`."""
+        """Build a spread from numbers on the host. Adapters count on the device instead and use `of_fields`."""
         numbers = [abs(float(value)) for value in values]
         counts, mass = [0] * FIELDS, [0.0] * FIELDS
         finite = [number for number in numbers if math.isfinite(number)]
@@ -110,12 +114,12 @@ class Spread:
         counts: Sequence[float],
         mass: Sequence[float],
     ) -> Spread:
-        """Of what a device counted.
+        """Build a spread from counts made on a device.
 
         Args:
             elements, seen, zeros, inf, nan, largest: see `Spread`.
-            counts: `FIELDS` numbers: how many elements have each value of the exponent field, zeros under field 0.
-            mass: `FIELDS` numbers: the sums of their magnitudes. The last of both (inf and NaN) are left out.
+            counts: `FIELDS` numbers: the elements with each value of the exponent field; zeros are in field 0.
+            mass: `FIELDS` numbers: the sums of their magnitudes. The last of both (inf and NaN) are ignored.
         """
         whole = tuple(round(float(count)) for count in counts[:-1])
         finite_mass = tuple(float(part) for part in mass[:-1])
@@ -123,7 +127,7 @@ class Spread:
         return cls(elements, seen, zeros, inf, nan, largest, (whole[0] - zeros, *whole[1:]), finite_mass)
 
     def merged(self, other: Spread) -> Spread:
-        """Of the elements of both.
+        """Merge two spreads: the result counts the elements of both.
 
         >>> Spread.of([1.0]).merged(Spread.of([4.0])).largest
         4.0
@@ -140,7 +144,7 @@ class Spread:
         )
 
     def scaled(self, exponent: int) -> Spread:
-        """Of the same elements times ``2**exponent``, as they would be without a loss scale, for example.
+        """Return the spread of the same elements times ``2**exponent``, for example to remove a loss scale.
 
         >>> Spread.of([8.0]).scaled(-3) == Spread.of([1.0])
         True
@@ -160,23 +164,23 @@ class Spread:
 
     @property
     def is_finite(self) -> bool:
-        """Whether no element is inf or NaN."""
+        """Return whether no element is inf or NaN."""
         return not (self.inf or self.nan)
 
     def flushed(self, format_name: str, scale: float = 1.0) -> float:
-        """The share of elements that a format rounds to zero once they are multiplied by ``scale``, a power of two.
+        """Return the share of elements that a format rounds to zero after multiplication by ``scale``, a power of two.
 
-        Zeros are not among them: nothing is lost of those. A magnitude of exactly half the smallest subnormal, which
-        rounds to zero too, counts as kept: its exponent is that of others which are.
+        Zeros do not count, since nothing of them is lost. A magnitude of exactly half the smallest subnormal also
+        rounds to zero but counts as kept, because other magnitudes with its exponent are kept.
         """
         return _share(self.counts[: self._flushed_bins(format_of(format_name), scale)], self.seen)
 
     def lost(self, format_name: str, scale: float = 1.0) -> float:
-        """As `flushed`, of the sum of magnitudes (L1) instead of the number of elements: what the update lacks."""
+        """Return the share of the sum of magnitudes (L1) that `flushed` elements have: what the update lacks."""
         return _share(self.mass[: self._flushed_bins(format_of(format_name), scale)], math.fsum(self.mass))
 
     def headroom(self, format_name: str, scale: float = 1.0) -> float:
-        """By how many powers of two the largest magnitude, times ``scale``, could grow before the format overflows.
+        """Return by how many powers of two the largest magnitude, times ``scale``, can grow before it overflows.
 
         >>> round(Spread.of([32768.0]).headroom("float16"), 3), Spread.of([0.0]).headroom("float16")
         (0.999, inf)
@@ -188,9 +192,9 @@ class Spread:
         return math.log2(format_of(format_name).max) - math.log2(self.largest) - math.log2(scale)
 
     def smallest_scale(self, format_name: str, tolerance: float) -> float:
-        """The smallest power of two at which the format loses a share of the L1 mass of at most ``tolerance``.
+        """Return the smallest power of two at which the format loses at most a share ``tolerance`` of the L1 mass.
 
-        0 where all elements are zero.
+        0 if all elements are zero.
 
         >>> Spread.of([2.0**-30]).smallest_scale("float16", 0.001) == 2.0**5
         True
@@ -203,7 +207,7 @@ class Spread:
         return 0.0
 
     def largest_scale(self, format_name: str) -> float:
-        """The largest power of two at which no element overflows the format; inf for zeros, 0 where one is not finite.
+        """Return the largest power of two at which nothing overflows; inf for zeros, 0 if an element is not finite.
 
         >>> Spread.of([3.0]).largest_scale("float16") == 2.0**14
         True
@@ -212,7 +216,7 @@ class Spread:
         return 2.0 ** math.floor(room) if math.isfinite(room) else (math.inf if room > 0 else 0.0)
 
     def picture(self, lowest: int = -40, highest: int = 8) -> str:
-        """The histogram as a line of text, a character for each exponent; elements outside count at its ends.
+        """Return the histogram as a line of text, one character per exponent; elements outside count at the ends.
 
         >>> Spread.of([2.0**-8] * 9 + [1.0]).picture(-9, 1)
         ' @       # '
@@ -224,7 +228,7 @@ class Spread:
         return "".join(_SHADES[_shade(count, most)] for count in inner)
 
     def as_dict(self) -> dict[str, Any]:
-        """As JSON values; exponents without elements are left out.
+        """Return the spread as JSON values; exponents without elements are left out.
 
         >>> Spread.of([1.0, 1.5]).as_dict()["exponents"]
         {'0': [2, 2.5]}
@@ -238,12 +242,12 @@ class Spread:
 
 
 def _flush_exponent(found: Format) -> int:
-    """Magnitudes of smaller exponents than this one round to zero: those below half of the smallest subnormal."""
+    """Return the exponent below which magnitudes round to zero: that of half the smallest subnormal."""
     return round(math.log2(found.smallest_subnormal)) - 1
 
 
 def _shifted(values: Sequence[float], by: int) -> list[float]:
-    """Moved by so many places; what leaves at an end is added to the last place there."""
+    """Return the values moved by some places; values that leave at an end are added to the last place there."""
     moved = [0.0] * len(values)
     for place, value in enumerate(values):
         moved[min(max(place + by, 0), len(values) - 1)] += value
@@ -255,7 +259,10 @@ def _share(parts: Sequence[float], whole: float) -> float:
 
 
 def _shade(count: int, most: int) -> int:
-    """Shades go by the logarithm: a tensor's few large elements are as worth seeing as its many small ones."""
+    """Return the shade for a count, on a logarithmic scale.
+
+    A tensor's few large elements are as interesting as its many small ones.
+    """
     if not count:
         return 0
     steps = len(_SHADES) - 1

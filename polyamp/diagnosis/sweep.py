@@ -1,4 +1,4 @@
-"""Training at one static loss scale after another: which of them reach the loss that float32 reaches."""
+"""The sweep: train at several static loss scales and find those that reach the loss of float32."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from os import PathLike
 
 SCALES = tuple(2.0**exponent for exponent in range(-4, 31, 4))
-"""Those that `sweep` tries where it is given none."""
+"""The scales that `sweep` tries by default."""
 
 Outcome = Literal["ok", "too small", "too large", "failed"]
 
@@ -30,10 +30,10 @@ class Trial(NamedTuple):
 
     Attributes:
         scale: the static loss scale.
-        loss: the final loss, perhaps inf or NaN; None where it failed.
-        skipped: skipped steps; None where ``train`` did not say.
-        failure: the text of the polyamp error that ended it; empty where none did.
-        steps: steps in all, skipped ones too; None where ``train`` did not say.
+        loss: the final loss, possibly inf or NaN; None if the run failed.
+        skipped: number of skipped steps; None if ``train`` did not return it.
+        failure: the text of the polyamp error that ended the run; empty if none did.
+        steps: number of all steps, including skipped ones; None if ``train`` did not return it.
     """
 
     scale: float
@@ -44,7 +44,7 @@ class Trial(NamedTuple):
 
     @property
     def is_finite(self) -> bool:
-        """Whether it came to a finite loss."""
+        """Return whether the final loss is finite."""
         return self.loss is not None and math.isfinite(self.loss)
 
     def __str__(self) -> str:
@@ -54,19 +54,19 @@ class Trial(NamedTuple):
 
 @dataclass(frozen=True)
 class Sweep:
-    """What `sweep` gives. Prints as a table.
+    """The result of `sweep`. Prints as a table.
 
     >>> found = Sweep((Trial(1.0, 5.7), Trial(256.0, 5.37), Trial(65536.0, 5.37), Trial(2.0**26, 7.6, 100)), 5.37)
     >>> found.outcomes, found.window
     (('too small', 'ok', 'ok', 'too large'), Window(2^8 .. 2^16))
 
     Args:
-        trials: by ascending scale.
-        reference: the loss to reach; None where no run came to a finite one.
-        tolerance: how far from it a loss may be, in either direction, in the loss's own unit (nats of a cross-entropy).
-            A loss that is better is no parity either: what underflows can act as a regulariser.
-        probe: of the same model, to compare with.
-        measured: whether the reference was given, and is not just the best loss of these trials.
+        trials: in order of ascending scale.
+        reference: the loss to reach; None if no run ended with a finite loss.
+        tolerance: how far a loss may be from it, in either direction, in the loss's own unit (nats of a cross-entropy).
+            A better loss is not parity either: underflow can act as a regulariser.
+        probe: a probe of the same model, to compare with.
+        measured: whether the reference was given; else it is just the best loss of these trials.
     """
 
     trials: tuple[Trial, ...]
@@ -77,9 +77,11 @@ class Sweep:
 
     @cached_property
     def outcomes(self) -> tuple[Outcome, ...]:
-        """For each trial: "ok", its loss is within the tolerance of the reference, and steps were applied; "too small";
-        "too large", it came to no finite loss, or skipped steps, or is above the ok ones (the best one, where none is
-        ok); "failed", with a polyamp error.
+        """Return the outcome of each trial.
+
+        "ok": its loss is within the tolerance of the reference, and steps were applied. "too large": its loss is not
+        finite, or it skipped steps, or its scale is above the ok ones (the best one, if none is ok). "too small": every
+        other one. "failed": it ended with a polyamp error.
         """
         return tuple(map(self._outcome, self.trials))
 
@@ -95,10 +97,10 @@ class Sweep:
         return trial.is_finite and abs(self.difference(trial)) <= self.tolerance and not self._skipped_all(trial)
 
     def _skipped_all(self, trial: Trial) -> bool:
-        """Whether no step was applied, so that the loss is that of an untrained model.
+        """Return whether no step was applied, so that the loss is that of an untrained model.
 
-        Where ``train`` did not say how many steps there were: it skipped more than another trial did, and one that
-        skipped as many has the very same loss.
+        If ``train`` did not return the number of steps, this is assumed of a trial that skipped more than some other
+        trial did and has exactly the same loss as one that skipped as many.
         """
         if not trial.skipped:
             return False
@@ -108,7 +110,7 @@ class Sweep:
         return bool(alike) and any(one.skipped is not None and one.skipped < trial.skipped for one in self.trials)
 
     def difference(self, trial: Trial) -> float:
-        """By how much a trial's loss is above the reference; NaN where either is not there."""
+        """Return by how much a trial's loss is above the reference; NaN if either is missing."""
         return math.nan if trial.loss is None or self.reference is None else trial.loss - self.reference
 
     @cached_property
@@ -120,7 +122,7 @@ class Sweep:
 
     @cached_property
     def window(self) -> Window | None:
-        """The smallest and the largest scale of the longest run of ok ones, the upper of two; None where none is ok."""
+        """Return the ends of the longest run of ok scales (of equal runs, the upper one); None if none is ok."""
         runs: list[list[float]] = [[]]
         for trial, outcome in zip(self.trials, self.outcomes, strict=True):
             if outcome == "ok":
@@ -132,18 +134,18 @@ class Sweep:
 
     @property
     def probed(self) -> Window | None:
-        """The probe's window, where there is one."""
+        """Return the probe's window, if there is a probe."""
         return self.probe.window if self.probe else None
 
     @cached_property
     def unsafe(self) -> tuple[Trial, ...]:
-        """Trials inside of the probed window that are not ok: where the probe was wrong."""
+        """Return the trials inside the probed window that are not ok: there the probe was wrong."""
         window = self.probed
         tried = zip(self.trials, self.outcomes, strict=True)
         return tuple(trial for trial, outcome in tried if window and trial.scale in window and outcome != "ok")
 
     def as_dict(self) -> dict[str, Any]:
-        """As JSON values; losses that are not finite as text."""
+        """Return the sweep as JSON values; losses that are not finite become text."""
         rows = zip(self.trials, self.outcomes, strict=True)
         return {
             "reference": self.reference,
@@ -172,12 +174,12 @@ class Sweep:
         return "\n".join([self._heading(), "", self.table(), "", *self._said()])
 
     def rows(self) -> list[tuple[str, ...]]:
-        """The table: a heading, and a row for each trial."""
+        """Return the table: the heading, then a row per trial."""
         heading = ("scale", "loss", "off by", "skipped", "outcome", *(["probe"] if self.probed else []))
         return [heading, *self._rows()]
 
     def table(self) -> str:
-        """The rows as an aligned table."""
+        """Return the rows as an aligned table."""
         return aligned(self.rows(), right=range(4))
 
     def _heading(self) -> str:
@@ -218,7 +220,7 @@ def sweep(
     tolerance: float = 0.01,
     progress: Progress = True,
 ) -> Sweep:
-    """Train briefly at each of some static loss scales, and say which reach the loss of float32.
+    """Train briefly at each of several static loss scales, and report which of them reach the loss of float32.
 
     >>> def train(scale):  # a model whose gradients underflow below 2**4 and overflow above 2**20
     ...     return 1.0 if 2.0**4 <= scale <= 2.0**20 else 1.5
@@ -226,23 +228,23 @@ def sweep(
     Window(2^4 .. 2^20)
 
     Args:
-        train: ``train(scale)`` trains a fresh model, from the same start and on the same batches each time, with
-            ``LossScale.fixed(scale)``, and returns the final loss (a number, or a scalar of any framework),
-            ``(loss, skipped steps)``, ``(loss, skipped steps, steps)``, or the loss and what `polyamp.health` reads the
-            steps of: ``(loss, optimizer)``, in JAX ``(loss, opt_state)``.
-        scales: positive numbers, powers of two as a rule; None is 2^-4 .. 2^28 in steps of 4 powers.
-        probe: what `polyamp.probe` said of the same model: its window is compared, and shaded in the plot.
+        train: ``train(scale)`` trains a fresh model, each time from the same start and on the same batches, with
+            ``LossScale.fixed(scale)``. It returns the final loss (a number, or a scalar of any framework), ``(loss,
+            skipped steps)``, ``(loss, skipped steps, steps)``, or the loss and an object from which `polyamp.health`
+            reads the steps: ``(loss, optimizer)``, in JAX ``(loss, opt_state)``.
+        scales: positive numbers, usually powers of two; None is 2^-4 .. 2^28 in steps of 4 powers.
+        probe: the result of `polyamp.probe` for the same model; its window is compared, and shaded in the plot.
         reference: the loss of the same training in float32, or a function without arguments that trains it; None is
             the best loss of the sweep.
-        tolerance: how far from the reference is still ok, in the loss's own unit.
-        progress: a bar (lines where standard error is no terminal) on standard error; False for nothing; or a function
+        tolerance: how far from the reference a loss is still ok, in the loss's own unit.
+        progress: True shows a bar on standard error (lines if that is not a terminal), False nothing; or a function
             that is called with ``(runs done, runs in all, text)``.
 
     Raises:
-        InvalidTypeError: ``train`` cannot be called, or gives no loss.
-        InvalidValueError: no scales, or one that is not a positive finite number.
+        InvalidTypeError: ``train`` is not callable, or returns no loss.
+        InvalidValueError: there are no scales, or one is not a positive finite number.
 
-    Whatever else ``train`` raises goes through; polyamp's own errors, such as `LossScaleError`, end only that run.
+    Other errors of ``train`` propagate; polyamp's own errors, such as `LossScaleError`, end only that run.
     """
     chosen = _checked_scales(SCALES if scales is None else scales)
     _check_arguments(train, probe, tolerance)
@@ -283,11 +285,11 @@ def _trial(train: Callable[[float], Any], scale: float, done: Callable[[str], No
 
 
 class _Unreadable(InvalidTypeError):
-    """What ``train`` gave is no loss: a fault of the call, which no scale changes."""
+    """Raised if the result of ``train`` is not a loss: a fault of the call, which no scale changes."""
 
 
 def _read(given: Any, *, where: str) -> tuple[float, int | None, int | None]:
-    """The loss, the skipped steps and all steps of what a training function returned."""
+    """Return the loss, the skipped steps and all steps from the result of a training function."""
     several = (isinstance(given, tuple | list) and len(given) == 2) or (isinstance(given, tuple) and len(given) == 3)
     parts = tuple(given) if several else (given,)
     loss, skipped, steps = (*parts, None, None)[:3]
@@ -349,5 +351,5 @@ def _limits(window: Window | None) -> dict[str, float] | None:
 
 
 def _number(loss: float | None) -> float | str | None:
-    """JSON has no inf and no NaN."""
+    """Return a loss for JSON, which has no inf and NaN: those become text."""
     return loss if loss is None or math.isfinite(loss) else str(loss)

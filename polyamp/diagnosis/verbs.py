@@ -1,4 +1,4 @@
-"""The verbs that look at one step: `probe` and `diagnose`."""
+"""The verbs that examine one step: `probe` and `diagnose`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from polyamp.policy import Policy, current_policy
 from polyamp.policy import policy as make_policy
 
 ATTEMPTS = 4
-"""How many rules `diagnose` tries, one more for each overflow that the last one left."""
+"""How often `diagnose` adds rules, each time for an overflow that the last attempt left."""
 
 
 def probe(
@@ -34,9 +34,9 @@ def probe(
     backend: str | None = None,
     **kwargs: Any,
 ) -> Probe:
-    """Look at every tensor of one training step, computed in float32, and say which loss scales a 16-bit one bears.
+    """Examine every tensor of one training step, computed in float32, and report which loss scales are safe in 16 bits.
 
-    The step also runs as the policy has it, and its loss and tensors are compared: see ``Probe.rounding``.
+    The step is also run under the policy, and its loss and tensors are compared: see ``Probe.rounding``.
 
     >>> import jax.numpy as jnp
     >>> def loss_fn(params, x):
@@ -46,26 +46,27 @@ def probe(
     (Window(2^-10 .. 2^24), LossScale())
 
     Args:
-        step: a function that returns the loss, of which the recorder takes the gradients (JAX: those of the first
-            argument); or a whole training step, which is recorded up to the optimizer's update; or a compiled Keras
-            model. Nothing that it changes stays changed.
-        *args: its arguments: a real batch, and in JAX parameters.
-        policy: what the step is to train under; None is the current policy where that computes in 16 bits, else
-            ``mixed_float16``. Only tensors that it computes in 16 bits bound the loss scale.
-        format: ask of another format than the policy's compute format, of the same tensors.
-        tolerance: share of a gradient's L1 mass that may be lost; 0.1 % of the update.
-        margin: powers of two above the largest gradient that stay free: other batches have larger ones.
-        scale: what a training step multiplies its loss by, where polyamp cannot see it (``torch.amp.GradScaler``).
-        backend: the framework's name, where neither the function nor the arguments tell and several are loaded.
+        step: a function that returns the loss, which the recorder differentiates (JAX: with respect to the first
+            argument); or a whole training step, recorded up to the optimizer's update; or a compiled Keras model.
+            Everything that it changes is restored.
+        *args: its arguments: a real batch, and in JAX the parameters.
+        policy: the policy that the step will train under; None is the current policy if that computes in 16 bits, else
+            ``mixed_float16``. Only tensors that it computes in 16 bits limit the loss scale.
+        format: examine the same tensors for another format than the policy's compute format.
+        tolerance: share of a gradient's L1 mass that may be lost; the default is 0.1 % of the update.
+        margin: powers of two to keep free above the largest gradient, since other batches have larger ones.
+        scale: the factor by which a training step multiplies its loss, if polyamp cannot see it
+            (``torch.amp.GradScaler``).
+        backend: the framework's name, if neither the function nor the arguments show it and several are loaded.
         **kwargs: the step's keyword arguments.
 
     Raises:
-        InvalidTypeError: ``step`` cannot be called, or gives no loss.
-        InvalidValueError: a tolerance, margin or scale outside of its range.
-        UnsupportedError: the framework's adapter records no steps.
+        InvalidTypeError: ``step`` is not callable, or returns no loss.
+        InvalidValueError: a tolerance, margin or scale is outside its range.
+        UnsupportedError: the framework's adapter cannot record steps.
 
-    Source of the rule: Micikevicius et al., "Mixed Precision Training", ICLR 2018, section 3.2, look at histograms of
-    activation gradients to choose a scale; here it is done by share of L1 mass, for every tensor in 16 bits.
+    Source of the rule: Micikevicius et al., "Mixed Precision Training", ICLR 2018, section 3.2, choose a scale from
+    histograms of activation gradients; polyamp uses the share of L1 mass, for every tensor in 16 bits.
     """
     chosen = sixteen_bit(policy)
     name = format_of(chosen.compute if format is None else format, where="probe(format=)").name
@@ -88,12 +89,12 @@ def diagnose(
     backend: str | None = None,
     **kwargs: Any,
 ) -> Verdict:
-    """Say why a step is skipped: the scale is too high, a layer amplifies gradients, or the forward pass overflows.
+    """Explain why a step is skipped: the scale is too high, a layer amplifies gradients, or the forward pass overflows.
 
-    Where nothing overflows, say whether the loss is float32's: rounding may leave nothing of it.
+    If nothing overflows, report whether the loss agrees with float32's, since rounding may change it.
 
-    The step runs as the policy has it, in float32, and with each rule that is suggested, to see whether it helps.
-    Nothing that it changes stays changed.
+    The step is run under the policy, in float32, and with each suggested rule to see whether it helps. Everything that
+    it changes is restored.
 
     >>> import jax.numpy as jnp
     >>> def loss_fn(params, x):
@@ -104,9 +105,9 @@ def diagnose(
 
     Args:
         step: as for `probe`.
-        *args: its arguments: those of the step that was skipped.
+        *args: its arguments: those of the skipped step.
         policy: as for `probe`.
-        scale: the loss scale; None is the one that the step uses, and else the first of the policy's.
+        scale: the loss scale; None is the scale that the step uses, or else the policy's first one.
         backend: as for `probe`.
         **kwargs: the step's keyword arguments.
 
@@ -125,7 +126,7 @@ def diagnose(
 
 
 def _with_rules_tried(verdict: Verdict, policy: Policy, run: Callable[[Policy], Recording]) -> Verdict:
-    """The verdict, and whether its rules help: what one keeps in float32 may overflow in the next operation."""
+    """Return the verdict with its rules tried: what one keeps in float32 may overflow in the next operation."""
     rules: dict[str, str] = {}
     latest = verdict
     for _ in range(ATTEMPTS):
@@ -137,7 +138,7 @@ def _with_rules_tried(verdict: Verdict, policy: Policy, run: Callable[[Policy], 
 
 
 def _is_cured(verdict: Verdict, latest: Verdict) -> bool:
-    """Whether what was found is gone; gradients that overflow once the values are right are for the loss scale."""
+    """Return whether the fault is gone. Gradients that overflow with correct values are a matter of the loss scale."""
     if verdict.kind == "rounding":
         loss = latest.recording.loss
         return loss is not None and math.isfinite(loss) and latest.rounding is None
@@ -154,12 +155,12 @@ def record(
     widened: bool,
     scale: float | None,
 ) -> Recording:
-    """One step as its framework's adapter records it; see `polyamp.adapter.Record`.
+    """Record one step with its framework's adapter; see `polyamp.adapter.Record`.
 
     Raises:
-        InvalidTypeError: ``step`` cannot be called, or no adapter knows it and its arguments.
-        InvalidValueError: a scale that is not positive and finite.
-        UnsupportedError: the framework's adapter records no steps.
+        InvalidTypeError: ``step`` is not callable, or no adapter knows it and its arguments.
+        InvalidValueError: the scale is not positive and finite.
+        UnsupportedError: the framework's adapter cannot record steps.
     """
     if not callable(step):
         raise InvalidTypeError(
@@ -178,7 +179,7 @@ def record(
 
 
 def sixteen_bit(policy: Policy | str | None) -> Policy:
-    """The policy that is looked at: one that is given, else the current one where it computes in 16 bits.
+    """Return the policy to examine: the given one, else the current one if it computes in 16 bits, else mixed_float16.
 
     >>> sixteen_bit(None).compute
     'float16'
@@ -190,12 +191,12 @@ def sixteen_bit(policy: Policy | str | None) -> Policy:
 
 
 def check_range(name: str, value: object, least: float, most: float, *, where: str) -> None:
-    """Refuse a setting that is no number within limits.
+    """Refuse a setting that is not a number within its limits.
 
     >>> check_range("margin", 3.0, 0.0, 100.0, where="probe(margin=)")
 
     Raises:
-        InvalidValueError: it is none.
+        InvalidValueError: the value is outside the limits, or is not a number.
     """
     number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
     if not (number and least <= value <= most):  # type: ignore[operator]

@@ -1,4 +1,9 @@
-"""Why a step was skipped: the first tensor that is not finite, in the order of computation, decides."""
+"""The verdict on a skipped step: its first tensor that is not finite, in the order of computation, decides.
+
+For example, if a matmul's output in the forward pass is the first, the forward pass overflows and no loss scale helps.
+If an activation gradient is the first, and it jumped by `AMPLIFIES` or more powers of two, that layer is to blame;
+without such a jump, the loss scale is.
+"""
 
 from __future__ import annotations
 
@@ -19,26 +24,26 @@ if TYPE_CHECKING:
     from os import PathLike
 
 AMPLIFIES = 4.0
-"""Powers of two by which one operation's gradient grows over the one before before it is called amplifying.
+"""Powers of two that a gradient has to grow in one operation for that operation to be called amplifying.
 
-From one layer to the next the largest gradient changes by a factor of a few (initialisation schemes keep it level); a
-factor of 16 and more in one operation is that operation's doing, and not the loss scale's.
+From layer to layer, the largest gradient changes by a factor of a few (initialisation schemes keep it level). A factor
+of 16 or more in one operation is caused by that operation, not by the loss scale.
 """
 
-_BEFORE, _AFTER = 5, 2  # tensors that are shown around the first bad one
+_BEFORE, _AFTER = 5, 2  # tensors to show around the first bad one
 
 VerdictKind = Literal["finite", "rounding", "scale", "layer", "forward", "model"]
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What `polyamp.diagnose` gives. Prints the first tensor that is not finite, its neighbours, and what to do.
+    """The result of `polyamp.diagnose`. Prints the first tensor that is not finite, its neighbours, and what to do.
 
     Args:
-        recording: one step as the policy computes it, gradients scaled.
+        recording: one step under the policy, with scaled gradients.
         wide: the same step computed in float32.
-        probe: what that says of the loss scale.
-        tried: rules that were tried, in front of the policy's own; see `polyamp.diagnose`.
+        probe: what that run shows about the loss scale.
+        tried: rules that were tried, before the policy's own; see `polyamp.diagnose`.
         is_cured: whether the step was finite with them.
     """
 
@@ -50,13 +55,16 @@ class Verdict:
 
     @cached_property
     def first(self) -> Observation | None:
-        """The first tensor that is not finite; None where all are."""
+        """Return the first tensor that is not finite; None if all are finite."""
         return next((one for one in self.recording.observations if not one.spread.is_finite), None)
 
     @cached_property
     def kind(self) -> VerdictKind:
-        """What it is: nothing ("finite"), values that rounding changes, a scale that is too high, a layer that
-        amplifies gradients, a forward pass that overflows, or a model that is not finite in float32 either."""
+        """Return the kind of fault.
+
+        One of: none ("finite"), values that rounding changes, a scale that is too high, a layer that amplifies
+        gradients, a forward pass that overflows, or a model that is not finite in float32 either.
+        """
         first = self.first
         if first is None:
             return "rounding" if self.rounding else "finite"
@@ -68,15 +76,15 @@ class Verdict:
 
     @cached_property
     def rounding(self) -> Rounding | None:
-        """What 16 bits change of the step's values; None where they agree."""
+        """Return how 16 bits change the step's values; None if they agree."""
         return rounding(self.recording, self.wide)
 
     @cached_property
     def amplification(self) -> float:
-        """By how many powers of two the first gradient that leaves the format's range is larger than the last 16-bit
-        one that did not, in float32. 0 where it is the first of all 16-bit ones, or a parameter's.
+        """Return by how many powers of two the first gradient beyond the format exceeds the 16-bit one before it.
 
-        A parameter's gradient is a sum over the batch, which is larger than what it sums in any layer.
+        Both are compared in float32. 0 if it is the first of all 16-bit gradients, or a parameter's: a parameter's
+        gradient is a sum over the batch, which in any layer is larger than its terms.
         """
         after, before = (self._in_float32(one) for one in self._jump)
         if not (after and before and after.spread.largest and before.spread.largest):
@@ -85,7 +93,10 @@ class Verdict:
 
     @cached_property
     def _jump(self) -> tuple[Observation | None, Observation | None]:
-        """The first activation gradient beyond the format, in 16 bits or on its way to them, and the one before."""
+        """Return the first activation gradient beyond the format, and the last 16-bit one before it.
+
+        The first one is in 16 bits itself, or comes after one that is.
+        """
         before: Observation | None = None
         limit = format_of(self.probe.format).max
         for one in self.recording.observations[: self._place + 1]:
@@ -102,7 +113,7 @@ class Verdict:
         return next((place for place, one in enumerate(self.recording.observations) if one is self.first), 0)
 
     def _in_float32(self, wanted: Observation | None) -> Observation | None:
-        """The same tensor of the other run: the same kind and place, and as many of those before it."""
+        """Return the same tensor in the float32 run: of the same kind and place, and with the same number there."""
         if wanted is None:
             return None
         earlier = itertools.takewhile(lambda one: one is not wanted, self.recording.observations)
@@ -112,12 +123,12 @@ class Verdict:
 
     @property
     def rules(self) -> dict[str, str]:
-        """Rules that keep what is to blame in float32, to paste into a policy; empty where no rule is to be had."""
+        """Return rules that keep the cause in float32, to paste into a policy; empty if no rule helps."""
         return dict(self.tried) if self.is_cured else self.culprits
 
     @cached_property
     def culprits(self) -> dict[str, str]:
-        """Rules for the first tensor that is not finite, or that differs, alone."""
+        """Return rules for only the first tensor that is not finite, or that differs."""
         if self.rounding and self.kind == "rounding":
             return {source_of(self.recording, self.rounding.first).place: "full"}
         if self.kind == "forward":
@@ -128,8 +139,10 @@ class Verdict:
 
     @property
     def _culprit(self) -> Observation:
-        """What is to blame: the gradient that jumps; in the forward pass the first bad tensor, or, where that is in
-        float32, the 16-bit one that it was made from."""
+        """Return the cause: the gradient that jumps, or the first bad tensor of the forward pass.
+
+        If that tensor is in float32, the cause is the last 16-bit tensor before it.
+        """
         found = self._jump[0] if self.kind == "layer" else self.first
         if found is None:
             raise LookupError("every tensor is finite")
@@ -140,11 +153,11 @@ class Verdict:
 
     @property
     def advice(self) -> str:
-        """The verdict in a sentence or two, with what to do."""
+        """Return the verdict in a sentence or two, with what to do."""
         return _ADVICE[self.kind](self)
 
     def as_dict(self) -> dict[str, Any]:
-        """As JSON values."""
+        """Return the verdict as JSON values."""
         window = self.probe.window
         return {
             "verdict": self.kind,

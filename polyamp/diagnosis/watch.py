@@ -1,4 +1,4 @@
-"""A training step that explains itself where steps are skipped again and again."""
+"""Watching a training step: it is diagnosed automatically if several steps in a row are skipped."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ def watch(
     policy: Policy | str | None = None,
     **options: Any,
 ) -> Step:
-    """The same training step, which is diagnosed by itself where several steps in a row are skipped.
+    """Wrap a training step so that it is diagnosed automatically if several steps in a row are skipped.
 
-    At every ``after``-th call the loss scale's counters are read, which waits for the device. Where at least ``after``
-    steps in a row were skipped, `polyamp.diagnose` looks at the step with that call's arguments before it runs: once
-    for each run of skips. Nothing of the step or its result changes.
+    At every ``after``-th call the loss scale's counters are read, which waits for the device. If at least ``after``
+    steps in a row were skipped, `polyamp.diagnose` examines the step with that call's arguments before it runs, once
+    per run of skips. The step and its result do not change.
 
     >>> import torch
     >>> from polyamp import wrap_optimizer
@@ -49,19 +49,20 @@ def watch(
 
     Args:
         step: a training step, as `polyamp.diagnose` takes it.
-        holder: what `polyamp.health` takes: the wrapped optimizer or the loss scaler. In JAX, where states are values,
-            the optimizer, its state or None, all the same: the state is looked for among the step's arguments, and
-            else in what it returned last; donated buffers are read while they are still there.
-        after: skipped steps in a row that are worth a look.
-        monitor: called at every call too.
-        on_verdict: what is to have the verdict; None gives it as a `PolyampWarning`.
-        policy: of `polyamp.diagnose`.
-        **options: of `polyamp.diagnose`: ``scale`` or ``backend``.
+        holder: the object that `polyamp.health` takes: the wrapped optimizer or the loss scaler. In JAX, where states
+            are values, it may be the optimizer, its state or None: the state is searched for in the step's arguments,
+            and then in its last result; donated buffers are read while they still exist.
+        after: skipped steps in a row that trigger a diagnosis.
+        monitor: called at every call as well.
+        on_verdict: receives the verdict; None issues it as a `PolyampWarning`.
+        policy: passed to `polyamp.diagnose`.
+        **options: passed to `polyamp.diagnose`: ``scale`` or ``backend``.
 
     Raises:
-        InvalidTypeError: ``step`` or ``on_verdict`` cannot be called, ``after`` is no integer, ``monitor`` no monitor.
-        InvalidValueError: ``after`` is less than 1, or the policy unknown.
-        UsageError: at the first look, where nothing holds a loss scale.
+        InvalidTypeError: ``step`` or ``on_verdict`` is not callable, ``after`` is not an integer, or ``monitor`` is not
+            a monitor.
+        InvalidValueError: ``after`` is less than 1, or the policy is unknown.
+        UsageError: at the first check, if nothing holds a loss scale.
     """
     _check(step, monitor, on_verdict)
     check_count("after", after, where="watch(after=)")
@@ -84,7 +85,7 @@ def watch(
 
 
 class _Place:
-    """Where the loss scale is: in an optimizer or a scaler that changes, or in the values that go around.
+    """The place of the loss scale: a mutable optimizer or scaler, or values that are passed around.
 
     >>> class Optimizer: ...
     >>> one = Optimizer()
@@ -99,14 +100,14 @@ class _Place:
         self._returned: Any = None
 
     def of(self, call: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
-        """What holds the loss scale at a call; the call itself where nothing does. Waits for no device."""
+        """Return the object that holds the loss scale at a call, or the call itself if none does. Never waits."""
         if not self._goes_around:
             return self._holder
         self._keeps = not _holds_scale(call)
         return next(filter(_holds_scale, (call, self._returned, self._holder)), call)
 
     def after(self, result: Result) -> Result:
-        """What the step returned, kept where its arguments hold no loss scale."""
+        """Return the step's result, and keep it if the arguments hold no loss scale."""
         self._returned = result if self._keeps else None
         return result
 
@@ -117,7 +118,7 @@ def _holds_scale(found: Any) -> bool:
 
 
 class Explainer:
-    """Gives a verdict on a run of skipped steps, once for each run.
+    """A callable that delivers a verdict on a run of skipped steps, once per run.
 
     >>> from polyamp import LossScale, LossScaleState
     >>> explain = Explainer(lambda: "a verdict", print)
@@ -127,24 +128,24 @@ class Explainer:
     (None, None)
 
     Args:
-        diagnose: gives the verdict, of a step's arguments.
-        on_verdict: what is to have it; None gives it as a `PolyampWarning`.
+        diagnose: returns the verdict for a step's arguments.
+        on_verdict: receives the verdict; None issues it as a `PolyampWarning`.
     """
 
     def __init__(self, diagnose: Callable[..., Verdict], on_verdict: Callable[[Verdict], object] | None) -> None:
         self._diagnose = diagnose
         self._tell = _warn if on_verdict is None else on_verdict
-        self._explained: int | None = None  # the step at which that run began
+        self._explained: int | None = None  # the step before that run of skips
 
     def __call__(self, found: Health, *args: Any, **kwargs: Any) -> None:
-        """Explain the run that a step with these arguments is in, unless that was done."""
+        """Explain the run of skips before a step with these arguments, unless that was done already."""
         began = found.steps - found.skipped_in_a_row
         if began == self._explained:
             return
         self._explained = began
         try:
             verdict = self._diagnose(*args, **kwargs)
-        except PolyampError as error:  # the step itself may be fine, and training is to go on
+        except PolyampError as error:  # the step itself may be fine, and training should go on
             warn_once(f"steps are being skipped, and no verdict can be given: {error}")
         else:
             self._tell(verdict)

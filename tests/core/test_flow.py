@@ -178,6 +178,14 @@ def test_what_saturates_takes_strong_values_in_16_bits_since_inf_is_a_fine_argum
     assert by_table("layer_norm", STRONG).format == "float32"
 
 
+def test_an_average_is_as_large_as_its_data() -> None:
+    """As of squares, of which a variance is made: 16 bits would make it inf, and its difference nothing."""
+    assert by_table("avg_pool", LOW).output.state == "low"
+    assert by_table("avg_pool", STRONG).output == STRONG
+    assert by_table("avg_pool", INPUT).output.state == "input"
+    assert by_table("avg_pool", WEAK).output.state == "weak"
+
+
 # --- properties -------------------------------------------------------------------------------------------------------
 
 

@@ -32,6 +32,8 @@ class Behaviour(IntEnum):
     FLOAT32 = 4
     WIDEST = 5
     AS_WRITTEN = 6
+    INNER_FLOAT16 = 7
+    INNER_BFLOAT16 = 8
 
 
 Choice = Callable[[regions.Region | None], Behaviour]

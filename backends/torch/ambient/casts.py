@@ -26,15 +26,33 @@ def lower(op: Any, canonical: str, device_type: str, dtype: torch.dtype) -> Call
 
 def full(op: Any, canonical: str, device_type: str, dtype: torch.dtype) -> Call:
     """``op`` with its floating inputs in float32, unless the caller gives a ``dtype=``."""
-    cast, position = _caster(device_type, canonical), _dtype_position(op)
+    cast, gives_dtype = _caster(device_type, canonical), _dtype_given(op)
 
     def call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        given = kwargs.get("dtype") or (args[position] if position is not None and len(args) > position else None)
-        if given is not None:
+        if gives_dtype(args, kwargs):
             return op(*args, **kwargs)
         return op(*cast(args, torch.float32), **_cast_named(kwargs, torch.float32, device_type))
 
     return call
+
+
+def inner(op: Any, canonical: str, device_type: str, dtype: torch.dtype) -> Call:
+    """``op`` in float32, and its first result in a 16-bit type, unless the caller gives a ``dtype=``."""
+    in_float32, gives_dtype = full(op, canonical, device_type, dtype), _dtype_given(op)
+
+    def call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        out = in_float32(args, kwargs)
+        return out if gives_dtype(args, kwargs) else rounded(out, device_type, dtype)
+
+    return call
+
+
+def rounded(out: Any, device_type: str, dtype: torch.dtype) -> Any:
+    """The results of an operation, of which the first, or all of a list, is cast."""
+    if not isinstance(out, tuple):
+        return _cast(out, dtype, device_type)
+    results = [_cast(out[0], dtype, device_type), *out[1:]]
+    return type(out)(*results) if hasattr(out, "_fields") else type(out)(results)
 
 
 def widest(op: Any, canonical: str, device_type: str, dtype: torch.dtype) -> Call:
@@ -58,7 +76,7 @@ def cast_all(
     args: tuple[Any, ...], kwargs: dict[str, Any], op_class: str, device_type: str, dtype: torch.dtype
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments of a user's own operation as its class has them; containers stay of their types."""
-    if op_class == "keep" or (op_class not in ("lower", "full") and _agree(args, kwargs, device_type)):
+    if op_class == "keep" or (op_class not in ("lower", "full", "inner") and _agree(args, kwargs, device_type)):
         return args, kwargs
     to = dtype if op_class == "lower" else torch.float32
     return tuple(_cast_tree(value, to, device_type) for value in args), _cast_tree(kwargs, to, device_type)
@@ -113,6 +131,13 @@ def _agree(args: tuple[Any, ...], kwargs: dict[str, Any], device_type: str) -> b
     return True
 
 
-def _dtype_position(op: Any) -> int | None:
+def _dtype_given(op: Any) -> Callable[[tuple[Any, ...], dict[str, Any]], bool]:
+    """Whether a call of an operator gives a ``dtype=``."""
     names = [argument.name for argument in schema_arguments(op) if not argument.kwarg_only]
-    return names.index("dtype") if "dtype" in names else None
+    position = names.index("dtype") if "dtype" in names else None
+
+    def gives_dtype(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        placed = position is not None and len(args) > position and args[position] is not None
+        return placed or kwargs.get("dtype") is not None
+
+    return gives_dtype

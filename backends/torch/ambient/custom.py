@@ -103,7 +103,10 @@ def custom_fwd(forward: Fn | None = None, *, op_class: str | None = None) -> Any
         with _restored(state):
             if state.op_class is not None and state.dtype is not None:
                 args, kwargs = casts.cast_all(args, kwargs, state.op_class, state.device_type, state.dtype)
-            return function(ctx, *args, **kwargs)
+            out = function(ctx, *args, **kwargs)
+        if state.op_class == "inner" and state.dtype is not None:
+            return casts.rounded(out, state.device_type, state.dtype)
+        return out
 
     return cast_forward
 
@@ -113,7 +116,10 @@ def custom_bwd(backward: Fn) -> Fn:
 
     @functools.wraps(backward)
     def cast_backward(ctx: Any, *grads: Any) -> Any:
-        with _restored(ctx.polyamp_autocast):
+        state: _State = ctx.polyamp_autocast
+        with _restored(state):
+            if state.op_class == "inner" and state.dtype is not None:
+                grads, _ = casts.cast_all(grads, {}, "full", state.device_type, state.dtype)
             return backward(ctx, *grads)
 
     return cast_backward  # type: ignore[return-value]

@@ -29,6 +29,7 @@ Behaviour = Callable[..., casts.Call]
 
 _OF_CLASS: dict[str, Behaviour] = {
     "lower": casts.lower,
+    "inner": casts.inner,
     "full": casts.full,
     "promote": casts.widest,
     "follow": casts.widest,  # eager code does not know what its inputs came from
@@ -39,6 +40,7 @@ _OF_CLASS: dict[str, Behaviour] = {
 # The native categories that do what a class asks for; beside them nothing is overridden.
 _DOES: dict[str, set[str]] = {
     "lower": {"lower"},
+    "inner": set(),
     "full": {"full", "full_dtype", "full_overload"},
     "promote": set(),  # native kernels refuse float16 beside bfloat16
     "follow": {"unlisted"},
@@ -62,12 +64,17 @@ def prepare(region: Region, device_type: str) -> None:
 
 
 def _native_names(region: Region, device_type: str) -> Iterator[str]:
-    """Operators that no rule names: those that promote, and in float16 on the CPU what CUDA's list has beside its."""
+    """Operators that no rule names: those that promote or compute variances, and in float16 on the CPU CUDA's list."""
     for name in registered(device_type) - _PROMOTING:
         if category(name, device_type) == "promote" and not _has_named_dimensions(name):
             yield name
     if device_type == "cpu" and region.dtype is torch.float16:
         yield from (name for name in known("cuda").keys() & existing() if _as_on_cuda(name))
+    yield from (name for operation in _FULL_HERE for name in _index()[operation])
+
+
+# What native lists leave out, so that it runs in the type of its input, and squares it there: 300 is too much.
+_FULL_HERE = frozenset({"variance"})
 
 
 def _as_on_cuda(operator: str) -> str | None:
@@ -101,6 +108,8 @@ def _behaviour(operator: str, region: Region, device_type: str) -> Behaviour | N
     if reason == TABLE or not any(rule.matches(class_name(operator)) for rule in region.rules):
         if native == "promote":
             return None if operator in _PROMOTING else casts.widest
+        if class_name(operator) in _FULL_HERE and native == "unlisted":
+            return casts.full
         on_cuda = _as_on_cuda(operator) if device_type == "cpu" and region.dtype is torch.float16 else None
         return _OF_CLASS[on_cuda] if on_cuda else None
     if native == "unknown":
@@ -126,6 +135,8 @@ def native_classes(device_type: str, dtype: torch.dtype) -> dict[str, frozenset[
         op_class = _CLASS_OF_LIST.get(category(name, device_type))
         if op_class is None and device_type == "cpu" and dtype is torch.float16:
             op_class = _as_on_cuda(name)
+        if class_name(name) in _FULL_HERE:
+            op_class = "full"
         if op_class is not None:
             found.setdefault(class_name(name), set()).add(op_class)
     return {name: frozenset(classes) for name, classes in found.items()}
@@ -241,9 +252,10 @@ def _override_compiled(compiled: boxed.Kernels, name: str, device_type: str) -> 
 
 
 def _compiled(behaviour: Behaviour, dtype: torch.dtype) -> boxed.Behaviour:
-    if behaviour is casts.lower:
-        return boxed.Behaviour.FLOAT16 if dtype is torch.float16 else boxed.Behaviour.BFLOAT16
-    return _IN_FULL[behaviour]
+    if behaviour not in (casts.lower, casts.inner):
+        return _IN_FULL[behaviour]
+    name = "FLOAT16" if dtype is torch.float16 else "BFLOAT16"
+    return boxed.Behaviour[name if behaviour is casts.lower else f"INNER_{name}"]
 
 
 _IN_FULL: dict[Behaviour, boxed.Behaviour] = {
@@ -343,6 +355,7 @@ def _custom_kernel(op: Any, device_type: str) -> Callable[..., Any]:
             elif argument in kwargs:
                 cast_kwargs = {**cast_kwargs, argument: kwargs[argument]}
         with key.excluded():
-            return op(*cast_args, **cast_kwargs)
+            out = op(*cast_args, **cast_kwargs)
+        return casts.rounded(out, device_type, dtype) if op_class == "inner" and not written else out
 
     return kernel

@@ -34,7 +34,17 @@ using c10::OperatorHandle;
 using torch::jit::Stack;
 
 // What is done with an operation's tensors. ambient/boxed.py has the same numbers.
-enum class Behaviour : int8_t { undecided, native, float16, bfloat16, float32, widest, as_written };
+enum class Behaviour : int8_t {
+  undecided,
+  native,
+  float16,
+  bfloat16,
+  float32,
+  widest,
+  as_written,
+  inner_float16,
+  inner_bfloat16
+};
 
 // Regions are numbers from 0 on. None: native autocast alone, or nothing.
 constexpr int64_t kNoRegion = -1;
@@ -169,6 +179,7 @@ class Override final : public Kernel {
       : Kernel(op, device),
         place_(place),
         cast_(only_the_first ? 1 : arguments_),
+        results_(op.schema().returns().size()),
         dtype_argument_(op.schema().argumentIndexWithName("dtype")),
         chosen_(std::make_unique<std::atomic<Behaviour>[]>(settings.regions)) {
     if (listed) {
@@ -180,8 +191,12 @@ class Override final : public Kernel {
     const Behaviour behaviour = choose();
     if (behaviour != Behaviour::native) {
       c10::impl::ExcludeDispatchKeyGuard without_autocast(key_);
+      const std::optional<ScalarType> rounded = rounding(behaviour, *stack);
       cast(behaviour, *stack);
       op.callBoxed(stack);
+      if (rounded && results_ > 0) {
+        cast_argument(torch::jit::peek(*stack, 0, results_), *rounded);
+      }
     } else if (native_) {
       native_->callBoxed(op, keys, stack);
     } else {
@@ -218,6 +233,8 @@ class Override final : public Kernel {
         return cast_to(ScalarType::Half, stack);
       case Behaviour::bfloat16:
         return cast_to(ScalarType::BFloat16, stack);
+      case Behaviour::inner_float16:
+      case Behaviour::inner_bfloat16:
       case Behaviour::float32:
         return gives_dtype(stack) ? void() : cast_to(ScalarType::Float, stack);
       case Behaviour::widest:
@@ -225,6 +242,15 @@ class Override final : public Kernel {
       default:
         return;
     }
+  }
+
+  // What the first result is cast to of an operator that is 16-bit outside alone.
+  std::optional<ScalarType> rounding(Behaviour behaviour, Stack& stack) const {
+    const bool inner = behaviour == Behaviour::inner_float16 || behaviour == Behaviour::inner_bfloat16;
+    if (!inner || gives_dtype(stack)) {
+      return std::nullopt;
+    }
+    return behaviour == Behaviour::inner_float16 ? ScalarType::Half : ScalarType::BFloat16;
   }
 
   void cast_to(ScalarType dtype, Stack& stack) const {
@@ -299,6 +325,7 @@ class Override final : public Kernel {
 
   const int64_t place_;
   const size_t cast_;  // how many of the arguments are cast, from the first on
+  const size_t results_;
   const std::optional<int> dtype_argument_;
   std::optional<c10::SafeKernelFunction> native_;
   const std::unique_ptr<std::atomic<Behaviour>[]> chosen_;  // by region

@@ -43,6 +43,7 @@ class Aliases:
             for one in self._changed[node]
             for memory in _memories(one)
         }
+        self._touched = touched
         self._pinned = opaque | {memory for memory in touched if not self._is_private(memory)}
 
     def changed(self, node: Node) -> list[Node]:
@@ -57,6 +58,10 @@ class Aliases:
         """Whether a node gives a view of pinned memory, or changes it; what makes such memory anew does neither."""
         pinned = self._pinned & {memory for one in (node, *self._changed[node]) for memory in _memories(one)}
         return any(memory in pinned for one in node.all_input_nodes for memory in _memories(one))
+
+    def is_touched(self, node: Node) -> bool:
+        """Whether the memory of a node is changed somewhere in the graph."""
+        return any(memory in self._touched for memory in _memories(node))
 
     def names(self, node: Node) -> set[Node]:
         """All nodes that have the memory of one."""

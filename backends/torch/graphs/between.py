@@ -21,8 +21,8 @@ from polyamp.backends.torch.ambient import positions
 from polyamp.backends.torch.ambient.autocast import Entered
 from polyamp.backends.torch.ambient.regions import DEVICE_TYPES
 from polyamp.backends.torch.dtypes import DTYPES, SIXTEEN_BIT
-from polyamp.backends.torch.graphs.decisions import Rules
 from polyamp.backends.torch.graphs.rewrite import report, report_unused
+from polyamp.backends.torch.graphs.ruling import Rules
 from polyamp.backends.torch.recording.reach import Reach
 from polyamp.operations import OPERATIONS
 from polyamp.policy import Policy, current_policy

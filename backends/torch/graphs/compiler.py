@@ -12,10 +12,11 @@ from torch.fx import Graph, GraphModule, Node
 from polyamp.backends.torch import unstable
 from polyamp.backends.torch.graphs import between
 from polyamp.backends.torch.graphs.attributes import Attributes
-from polyamp.backends.torch.graphs.decisions import Pass, Rules
+from polyamp.backends.torch.graphs.decisions import Pass
 from polyamp.backends.torch.graphs.expansion import expand
 from polyamp.backends.torch.graphs.program import check_no_autocast
 from polyamp.backends.torch.graphs.rewrite import usable
+from polyamp.backends.torch.graphs.ruling import Rules, constant_of
 from polyamp.backends.torch.graphs.values import Known, known_value, map_known
 from polyamp.errors import InvalidTypeError, InvalidValueError
 from polyamp.policy import Policy, current_policy
@@ -97,18 +98,20 @@ def _planned(module: GraphModule, inputs: Sequence[Any], policy: Policy) -> Grap
         node: _argument(node, given, graph, rules)
         for node, given in zip(module.graph.find_nodes(op="placeholder"), inputs, strict=True)
     }
-    results = Pass(module, rules, graph, arguments, attributes).results()
-    graph.output(map_known(results, lambda known: known.node))
+    passed = Pass(module, rules, graph, arguments, attributes)
+    graph.output(map_known(passed.results(), lambda known: known.node))
+    passed.drop_unused()
     between.add(rules)
     return GraphModule(attributes, graph, "Planned")
 
 
 def _argument(node: Node, given: Any, graph: Graph, rules: Rules) -> Known:
     """What is known of an input; a module's buffers have values to look at."""
-    fake = node.meta.get("example_value")
-    buffer = unstable.is_static_input(node) and isinstance(given, Tensor) and not isinstance(given, nn.Parameter)
-    fixed = buffer and given.dtype == torch.float32
-    return Known(graph.node_copy(node), fake, fake, rules.constant([given]) if fixed else known_value(fake))
+    new, fake = graph.node_copy(node), node.meta.get("example_value")
+    is_ours = unstable.is_static_input(node)
+    if is_ours and isinstance(given, Tensor) and not isinstance(given, nn.Parameter):
+        return constant_of(new, fake, given, rules)
+    return Known(new, fake, fake, known_value(fake, "weak" if is_ours or isinstance(given, nn.Parameter) else "input"))
 
 
 def _backend(backend: Any, mode: str | None, options: dict[str, Any]) -> Callable[..., Compiled]:

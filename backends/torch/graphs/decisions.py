@@ -6,8 +6,7 @@ found out on fake tensors, which have no data.
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -16,28 +15,34 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
 from polyamp.backends.torch import unstable
-from polyamp.backends.torch.dtypes import DTYPES
+from polyamp.backends.torch.graphs import inner
 from polyamp.backends.torch.graphs.aliases import Aliases
 from polyamp.backends.torch.graphs.attributes import Attributes
-from polyamp.backends.torch.graphs.nodes import line_near, native_name, operation_of, path_of
+from polyamp.backends.torch.graphs.inner import AS_IT_IS, Manner
+from polyamp.backends.torch.graphs.nodes import addend_of, line_near, native_name, operands_of, operation_of, path_of
 from polyamp.backends.torch.graphs.recorder import Recorder
+from polyamp.backends.torch.graphs.ruling import Rules
+from polyamp.backends.torch.graphs.sameness import Sameness
 from polyamp.backends.torch.graphs.values import (
     WEAK,
     Known,
     dtypes_of,
     fake_as,
     is_floating,
-    magnitude,
+    is_integral,
+    joined,
+    known_value,
+    made_without_floats,
     map_known,
     numbers_of,
-    target_of,
+    of_its_type,
     tensors_of,
     value_of,
 )
+from polyamp.backends.torch.graphs.writing import Writing, may_exceed
 from polyamp.errors import UsageError
-from polyamp.flow import AS_WRITTEN, Flow, Value, constant, flow
-from polyamp.policy import Policy
-from polyamp.rules import TABLE, Decision, Rule, decide, unused
+from polyamp.flow import AS_WRITTEN, Flow, Value, flow
+from polyamp.rules import TABLE, Decision
 
 # Operations of which a Python number is an operand, as it is not of a reshape.
 _WITH_NUMBERS = frozenset(
@@ -45,41 +50,8 @@ _WITH_NUMBERS = frozenset(
     | {"where", "clip", "maximum", "minimum", "fill", "scatter", "pad"}
 )
 _MAKING = frozenset({"constant", "fill"})  # of a number and of no tensor
-_KEEPING_STATISTICS = frozenset({"batch_norm", "instance_norm"})  # in buffers that a cast would copy
-
-
-class Rules:
-    """A policy with what was found out under it; shared by all graphs of one program.
-
-    Attributes:
-        low: the dtype of the compute format.
-        lowered: whether any operation ran in it.
-        seen: pairs of operation and path that rules were asked about.
-        refused: what a rule asked for and does not run, with the rule.
-    """
-
-    def __init__(self, policy: Policy) -> None:
-        self.policy = policy
-        self.low = DTYPES[policy.compute]
-        self.lowered = False
-        self.seen: dict[tuple[str, str], Decision] = {}
-        self.refused: dict[str, str] = {}
-
-    @property
-    def unused(self) -> list[Rule]:
-        """The policy's own rules that matched nothing so far."""
-        return unused(self.policy.own_rules, self.seen)
-
-    def decide(self, operation: str, path: str) -> Decision:
-        """The class of an operation at a path."""
-        key = (operation, path)
-        if key not in self.seen:
-            self.seen[key] = decide(self.policy.rules, *key)
-        return self.seen[key]
-
-    def constant(self, values: Iterable[Any]) -> Value:
-        """What is known of constants: numbers and tensors of float32."""
-        return constant([magnitude(value) for value in values], self.policy.compute)
+# Operations in which integers are promoted to the type of floating operands, which may not hold them.
+_WITH_INTEGERS = frozenset({*_WITH_NUMBERS, "pow", "mean"} - {"pad", "scatter", "fill"})
 
 
 class Pass:
@@ -109,11 +81,13 @@ class Pass:
         self.module, self.rules, self.graph, self.attributes = module, rules, graph, attributes
         self.checkpoint, self.recorder = checkpoint, recorder
         self.known: dict[Node, Known] = dict(arguments)
-        self.aliases = Aliases(module.graph)
-        self._mode = unstable.fake_mode_of(node.meta.get("example_value") for node in module.graph.nodes)
-        self._casts: dict[tuple[Any, torch.dtype, bool], Node] = {}
-        self._records = True  # whether gradients are recorded here; a cast without them is none for where they are
-        self._made: list[tuple[Known, torch.dtype]] = []
+        self.aliases, self._sameness = Aliases(module.graph), Sameness()
+        self._new = Writing(graph, unstable.fake_mode_of(node.meta.get("example_value") for node in module.graph.nodes))
+        self._rounding: set[Node] = set()  # nodes of several results, of which the first is rounded where it is taken
+        self._again: dict[Node, bool] = {}  # nodes that may be written again, where gradients are recorded or are not
+        self._anew: dict[tuple[Node, tuple[str, ...]], Known] = {}  # what was written again, in float32
+        for node, argument in arguments.items():
+            self._sameness.add(node, None, is_constant=argument.is_constant)
         for node in module.graph.nodes:
             if node.op not in ("placeholder", "output"):
                 self.known[node] = self._node(node)
@@ -121,15 +95,23 @@ class Pass:
     def results(self, *, as_declared: bool = True) -> Any:
         """What the graph gives: `Known` in the place of nodes; cast to what it was declared to be."""
         (given,) = self.module.graph.output_node().args
-        known = map_arg(given, self.known.__getitem__)
-        return map_known(known, self._restored) if as_declared else known
+        return map_arg(given, self._restored if as_declared else self.known.__getitem__)
 
-    def _restored(self, known: Known) -> Known:
-        node = self._as(known, None)
-        if self.recorder is not None and self._made:
-            self.recorder.add_result(known, self._made)
-        self._made.clear()
+    def _restored(self, given: Node) -> Known:
+        known = self._wide(given, ("saturated",))
+        node = self._new.cast(known, None)
+        if self.recorder is not None and self._new.made:
+            self.recorder.add_result(self.known[given], self._new.made)
+        self._new.made.clear()
         return known._replace(node=node, fake=known.declared)
+
+    def drop_unused(self) -> None:
+        """Once the new graph has its output, remove what was written again and is used in 16 bits no more."""
+        for node, _ in reversed(self._anew):
+            written = [self.known[node].node, *self.known[node].node.all_input_nodes]
+            for one in written:
+                if not one.users and one.op.startswith("call") and (one is written[0] or one.target == "to"):
+                    self.graph.erase_node(one)
 
     # --- nodes --------------------------------------------------------------------------------------------------------
 
@@ -147,7 +129,7 @@ class Pass:
         if native_name(node) == "getitem" and source is not None and not isinstance(source.declared, Tensor):
             return self._item(node, source)
         if native_name(node) == "_set_grad_enabled":
-            self._records = bool(node.args[0])
+            self._new.records = bool(node.args[0])
         if not tensors_of((example, self._declared(node))):
             return Known(self.graph.node_copy(node, lambda used: self.known[used].node), example, example)
         return self._operation(node)
@@ -158,8 +140,10 @@ class Pass:
     def _attribute(self, node: Node, example: Any) -> Known:
         """A constant tensor of the graph; or a body, which is held where an operator runs it as it is written."""
         held = getattr(self.module, str(node.target))
+        self._sameness.add(node, None, is_constant=isinstance(held, Tensor))
         if isinstance(held, Tensor):
-            return Known(self._held(held), example, example, self.rules.constant([held]))
+            value = self.rules.constant([held]) if is_floating(held) else known_value(held)
+            return Known(self._held(held), example, example, value)
         decided = all(map(_runs_bodies, node.users))
         return Known(None if decided else self._held(held), None, None)
 
@@ -170,29 +154,51 @@ class Pass:
         """One of several values that an operation gave."""
         index: Any = node.args[1]
         value = source.value[index] if isinstance(source.value, list) else source.value
-        new = self._written(node, {one: self.known[one].node for one in node.all_input_nodes}, source.fake[index])
-        return Known(new, source.fake[index], node.meta.get("example_value"), value)
+        new = self._new.copy(node, {one: self.known[one].node for one in node.all_input_nodes}, source.fake[index])
+        declared = node.meta.get("example_value")
+        known = Known(new, source.fake[index], declared, known_value(declared) if is_integral(declared) else value)
+        return self._rounded(known) if index == 0 and node.args[0] in self._rounding else known
 
     def _operation(self, node: Node) -> Known:
-        operation = operation_of(node) or native_name(node)
-        decision = self.rules.decide(operation, path_of(node))
-        floating = [used for used in node.all_input_nodes if is_floating(self.known[used].declared)]
+        operation, decision = self._named(node)
         inputs = [self.known[used] for used in node.all_input_nodes]
-        outcome, known = self._decided(node, operation, decision, floating)
+        outcome, known = self._decided(node, operation, decision)
+        known = known._replace(value=of_its_type(known, inputs))
+        self._sameness.add(node, operation, is_changed=self.aliases.is_touched(node))
         self.rules.lowered |= outcome.format == self.rules.policy.compute
         if self.recorder is not None and (tensors_of(known.declared) or self.aliases.changed(node)):
-            self.recorder.add(node, operation, decision, outcome, inputs, known, self._made)
-        self._made.clear()
+            self.recorder.add(node, operation, decision, outcome, inputs, known, self._new.made)
+        self._new.made.clear()
         return known
 
+    def _named(self, node: Node) -> tuple[str, Decision]:
+        """What an operation is, and its class: a rule of the user's about ``mul`` holds for a square too."""
+        path, plain = path_of(node), operation_of(node) or native_name(node)
+        name = self._sameness.specific(node, plain)
+        decision, said = self.rules.decide(name, path), self.rules.decide(plain, path)
+        return (plain, said) if decision.reason == TABLE != said.reason else (name, decision)
+
+    def _values(self, node: Node, operation: str, decision: Decision) -> list[Value]:
+        """What is known of a node's operands, in their order; of a product, without what it adds and may saturate."""
+        operands = [(used, value_of(self.known[used])) for used in operands_of(node)]
+        addend = addend_of(node) if decision.op_class == "lower" else None
+        return [
+            value
+            for used, value in operands
+            if (is_floating(self.known[used].declared) and not (used is addend and may_exceed(value)))
+            or (operation in _WITH_INTEGERS and is_integral(self.known[used].declared) and value.state != "weak")
+        ]
+
     def _outcome(self, node: Node, operation: str, decision: Decision, floating: list[Node]) -> Flow:
-        values = [value_of(self.known[used]) for used in floating]
         numbers = numbers_of(node) if operation in _WITH_NUMBERS | _MAKING else []
-        if not floating:
-            made = self.rules.constant(numbers) if operation in _MAKING else WEAK
-            return Flow(AS_WRITTEN, made, "no floating-point input")
         said = self.rules.constant(numbers)
+        if not floating:
+            given = [self.known[used].value for used in node.all_input_nodes if tensors_of(self.known[used].declared)]
+            return Flow(AS_WRITTEN, made_without_floats(operation, given, said), "no floating-point input")
+        values = self._values(node, operation, decision)
         outcome = flow(operation, decision, [*values, said] if said.unfit else values, self.rules.policy.compute)
+        if operation == "fill" and len(values) == 1 and values[0].state in ("input", "strong"):
+            return outcome._replace(output=said)  # it takes a shape of its operand, and no number
         if self.aliases.keeps(node):
             moved = next((value for value in values if value.state == "strong"), values[0])
             return Flow(AS_WRITTEN, moved, "its memory is changed in place elsewhere")
@@ -200,87 +206,96 @@ class Pass:
             return outcome._replace(output=Value("strong", "cast"))
         if outcome.format != AS_WRITTEN and node.kwargs.get("dtype") == torch.float32:
             return Flow("float32", Value("strong", operation), "dtype=torch.float32 was asked for")
+        if outcome.output.state == "low" and inner.is_wide(operation, decision):
+            return outcome._replace(format="float32")
         return outcome
 
-    def _decided(self, node: Node, operation: str, decision: Decision, floating: list[Node]) -> tuple[Flow, Known]:
+    def _decided(self, node: Node, operation: str, decision: Decision) -> tuple[Flow, Known]:
         """What is said of an operation, and what it gives; as written where PyTorch refuses what is said."""
+        used = dict.fromkeys([*operands_of(node), *node.all_input_nodes])
+        floating = [one for one in used if is_floating(self.known[one].declared)]
         outcome = self._outcome(node, operation, decision, floating)
         if outcome.format == AS_WRITTEN:
-            return outcome, self._run(node, {}, outcome.output)
-        lowered = floating[:1] if operation in _KEEPING_STATISTICS else floating
+            return outcome, self._run(node, AS_IT_IS, outcome.output)
+        how = inner.manner(node, operation, decision, outcome, floating, self.rules.low)
         try:
-            return outcome, self._run(node, dict.fromkeys(lowered, DTYPES[outcome.format]), outcome.output)
+            known = self._run(node, how, outcome.output, outcome.anew)
         except (RuntimeError, TypeError, NotImplementedError) as error:
             refusal = f"{native_name(node)} does not run in {outcome.format}: {str(error).partition(chr(10))[0]}"
+        else:
+            self._again[node] = self._new.records
+            return outcome, known._replace(value=inner.of_results(operation, known.value, known.fake))
         if decision.reason != TABLE:
             self.rules.refused[refusal] = decision.reason
-        return Flow(AS_WRITTEN, WEAK, refusal), self._run(node, {}, WEAK)
+        return Flow(AS_WRITTEN, WEAK, refusal), self._run(node, AS_IT_IS, WEAK)
 
     # --- writing ------------------------------------------------------------------------------------------------------
 
-    def _run(self, node: Node, wanted: Mapping[Node, torch.dtype], value: Value) -> Known:
+    def _run(self, node: Node, how: Manner, value: Value, anew: tuple[str, ...] = ()) -> Known:
         """Write a node on inputs in the wanted dtypes, else as declared; what is known of what it gives."""
-        used = node.all_input_nodes
-        fakes = {one: fake_as(self.known[one], wanted.get(one), self._mode) for one in used}
+        used, addend = node.all_input_nodes, addend_of(node)
+        wanted = dict.fromkeys(how.cast, how.dtype)
+        if addend in wanted and inner.takes_wide_mask(node) and self.known[addend].fake.dtype == torch.float32:
+            del wanted[addend]
+        fakes = {one: fake_as(self.known[one], wanted.get(one), self._new.mode) for one in used}
         example = node.meta.get("example_value")
         same = all(dtypes_of(fake) == dtypes_of(self.known[one].declared) for one, fake in fakes.items())
-        fake = example if same else self._run_on_fakes(node, fakes)
+        fake = example if same else self._new.run_on_fakes(node, fakes)
         changed = self.aliases.changed(node)
-        inputs = {one: self._as(self.known[one], wanted.get(one), own=one in changed) for one in used}
-        known = Known(self._written(node, inputs, fake), fake, example, value)
-        self._forget_casts(changed)
+        taken = {one: self._wide(one, anew) for one in used}
+        inputs = {
+            one: self._new.cast(taken[one], wanted.get(one), own=one in changed, adds=one is addend) for one in used
+        }
+        known = Known(self._new.copy(node, inputs, fake), fake, example, value)
+        self._forget(changed)
         if self.aliases.is_pinned(node):
-            return known._replace(node=self._as(known, None), fake=example)
+            return known._replace(node=self._new.cast(known, None), fake=example)
+        if how.rounded and isinstance(fake, Tensor):
+            known = self._rounded(known)
+        elif how.rounded:
+            self._rounding.add(node)
         for one in changed:
             self._rename(one, known if isinstance(fake, Tensor) else Known(inputs[one], fakes[one], None, value))
         return known
 
-    def _run_on_fakes(self, node: Node, fakes: Mapping[Node, Any]) -> Any:
-        args, kwargs = map_arg((node.args, node.kwargs), fakes.__getitem__)
-        with unstable.on_fakes(self._mode):
-            if node.op == "call_method":
-                return getattr(args[0], str(node.target))(*args[1:], **kwargs)
-            return node.target(*args, **kwargs)  # type: ignore[operator]
+    def _rounded(self, known: Known) -> Known:
+        """A float32 result, cast to the compute format."""
+        return known._replace(
+            node=self._new.cast(known, self.rules.low), fake=fake_as(known, self.rules.low, self._new.mode)
+        )
 
-    def _written(self, node: Node, inputs: Mapping[Node, Any], fake: Any) -> Node:
-        """A copy of a node on other inputs, which gives what the fake is of."""
-        args, kwargs = map_arg((node.args, node.kwargs), inputs.__getitem__)
-        new = self.graph.create_node(node.op, node.target, args, kwargs, name=node.name)
-        new.meta = {**node.meta, "example_value": fake}
-        return new
+    def _wide(self, node: Node, roles: tuple[str, ...]) -> Known:
+        """What a node gives; where it is low and has one of these roles, computed again in float32, as its inputs are.
 
-    def _forget_casts(self, changed: Sequence[Node]) -> None:
-        """A cast of what was changed since is none of what it is now."""
-        names = {name for one in changed for name in self.aliases.names(one)} & self.known.keys()
-        stale = {self.known[name].node for name in names}
-        self._casts = {key: made for key, made in self._casts.items() if key[0] not in stale}
+        What cannot be written again is what it is: an input was changed in place since, or gradients were not recorded.
+        """
+        known = self.known[node]
+        if isinstance(known.value, list) or known.value.state != "low" or known.value.role not in roles:
+            return known
+        if self._again.get(node) is not self._new.records or known.fake.dtype == torch.float32:
+            return known
+        if (node, roles) not in self._anew:
+            wide = {one: self._wide(one, roles) for one in node.all_input_nodes}
+            fakes = {one: fake_as(given, torch.float32, self._new.mode) for one, given in wide.items()}
+            fake = self._new.run_on_fakes(node, fakes)
+            inputs = {one: self._new.cast(given, torch.float32) for one, given in wide.items()}
+            self._new.made.append((known, torch.float32))
+            self._anew[node, roles] = known._replace(node=self._new.copy(node, inputs, fake), fake=fake)
+        return self._anew[node, roles]
+
+    def _forget(self, changed: Sequence[Node]) -> None:
+        """What was made of a value before it was changed is nothing of what it is now."""
+        names = {name for one in changed for name in self.aliases.names(one)}
+        for name in names:
+            for node in (name, *name.users):
+                self._again.pop(node, None)
+        stale = {self.known[name].node for name in names & self.known.keys()}
+        self._new.forget(stale)
 
     def _rename(self, changed: Node, known: Known) -> None:
         """After a change in place, every name of the changed value means what it is now."""
         for name in self.aliases.names(changed) & self.known.keys():
             self.known[name] = known._replace(declared=self.known[name].declared)
-
-    def _as(self, known: Known, dtype: torch.dtype | None, *, own: bool = False) -> Any:
-        """A value in a dtype, None being the declared one: itself, or the one cast of it (or an own one)."""
-        if isinstance(known.fake, tuple | list) and dtypes_of(known.fake) != dtypes_of(known.declared):
-            return tuple(self._as(part, dtype) for part in self._parts(known))
-        if not isinstance(known.fake, Tensor) or known.fake.dtype == (target := target_of(known, dtype)):
-            return known.node
-        key = (known.node, target, self._records)
-        if own or key not in self._casts:
-            self._made.append((known, target))
-            new = self.graph.call_method("to", (known.node, target))
-            new.meta = {**known.node.meta, "example_value": fake_as(known, dtype, self._mode)}
-            if own:
-                return new
-            self._casts[key] = new
-        return self._casts[key]
-
-    def _parts(self, known: Known) -> Iterator[Known]:
-        """The values that an operation gave, one by one."""
-        for index, (fake, declared) in enumerate(zip(known.fake, known.declared, strict=True)):
-            node = self.graph.call_function(operator.getitem, (known.node, index))
-            yield Known(node, fake, declared)
 
     # --- bodies -------------------------------------------------------------------------------------------------------
 
@@ -298,30 +313,34 @@ class Pass:
     def _branches(self, node: Node) -> Known:
         """Both bodies of a conditional; their results are as declared, so that they agree."""
         condition, *bodies, operands = cast(tuple[Any, ...], node.args)
-        held = [self._body(body, operands, as_declared=True)[0] for body in bodies]
+        decided = [self._body(body, operands, as_declared=True) for body in bodies]
         inputs = tuple(map(self._node_of, operands))
-        call = self.graph.create_node("call_function", node.target, (self._node_of(condition), *held, inputs))
+        call = self.graph.create_node(
+            "call_function", node.target, (self._node_of(condition), *(held for held, _ in decided), inputs)
+        )
         call.meta = dict(node.meta)
         example = node.meta.get("example_value")
-        return Known(call, example, example)
+        either = zip(*(results for _, results in decided), strict=True)
+        return Known(call, example, example, [joined([value_of(one) for one in results]) for results in either])
 
     def _node_of(self, given: Any) -> Any:
         return self.known[given].node if isinstance(given, Node) else given
 
     def _body(self, body: Any, given: Sequence[Any], *, as_declared: bool) -> tuple[Node, list[Known]]:
         """A body decided for what it is called with, and what it gives."""
-        inner: GraphModule = getattr(self.module, str(body.target))
+        captured: GraphModule = getattr(self.module, str(body.target))
         graph, arguments = Graph(), dict[Node, Known]()
-        for placeholder, argument in zip(inner.graph.find_nodes(op="placeholder"), given, strict=True):
+        for placeholder, argument in zip(captured.graph.find_nodes(op="placeholder"), given, strict=True):
             outer = self.known[argument] if isinstance(argument, Node) else Known(argument, argument, argument)
             arguments[placeholder] = outer._replace(node=graph.node_copy(placeholder))
         passed = Pass(
-            inner, self.rules, graph, arguments, self.attributes, checkpoint=self.checkpoint, recorder=self.recorder
+            captured, self.rules, graph, arguments, self.attributes, checkpoint=self.checkpoint, recorder=self.recorder
         )
         results = passed.results(as_declared=as_declared)
         graph.output(map_known(results, lambda known: known.node))
+        passed.drop_unused()
         called = GraphModule(self.attributes, graph, "Body")
-        called.meta = inner.meta
+        called.meta = captured.meta
         return self._held(called), results
 
 

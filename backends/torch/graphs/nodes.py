@@ -11,6 +11,7 @@ from types import FunctionType
 from typing import Any
 
 import torch
+import torch.utils._pytree as pytree
 from torch import Tensor
 from torch.fx import Node
 
@@ -75,6 +76,41 @@ def _is_torchs(node: Node) -> bool:
         return str(target).startswith("aten.")
     home = getattr(target, "__module__", None) or "torch"  # methods of torch's C types have none
     return home.partition(".")[0] in ("torch", "_operator", "builtins", "math")
+
+
+def operands_of(node: Node) -> list[Node]:
+    """The nodes among a node's operands in the order of its operands, as often as they are operands.
+
+    >>> graph = torch.fx.symbolic_trace(lambda x, y: (x.rsub(y), torch.sub(other=y, input=x), y + y)).graph
+    >>> [operands_of(node) for node in graph.nodes if node.op.startswith("call")]
+    [[y, x], [x, y], [y, y]]
+    """
+    named = [node.kwargs[name] for name in ("input", "self") if name in node.kwargs]
+    others = [value for name, value in node.kwargs.items() if name not in ("input", "self", "out")]
+    found = [one for one in pytree.tree_leaves([*node.args, *named, *others]) if isinstance(one, Node)]
+    if native_name(node).partition(".")[0] == "rsub":
+        found[:2] = found[1::-1]
+    return found
+
+
+def addend_of(node: Node) -> Node | None:
+    """What a product adds to what it computed: the mask of an attention, or the first operand of ``addmm``.
+
+    >>> graph = torch.fx.symbolic_trace(torch.addmm).graph
+    >>> [addend_of(node) for node in graph.nodes if node.op.startswith("call")]
+    [input_1]
+    """
+    name = native_name(node).partition(".")[0]
+    if name == "scaled_dot_product_attention":
+        found = node.kwargs.get("attn_mask", node.args[3] if len(node.args) > 3 else None)
+    elif name in _ADDING:
+        found = node.kwargs.get("input", node.args[0] if node.args else None)
+    else:
+        found = None
+    return found if isinstance(found, Node) else None
+
+
+_ADDING = frozenset({"addmm", "baddbmm", "addbmm", "addmv", "addr"})
 
 
 def is_composite(node: Node) -> bool:

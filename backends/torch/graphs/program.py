@@ -17,10 +17,11 @@ from polyamp.backends.torch import unstable
 from polyamp.backends.torch.ambient.regions import DEVICE_TYPES
 from polyamp.backends.torch.graphs.attributes import Attributes
 from polyamp.backends.torch.graphs.capture import Captured, capture, check_arguments, refusals
-from polyamp.backends.torch.graphs.decisions import Pass, Rules, under_autocast
+from polyamp.backends.torch.graphs.decisions import Pass, under_autocast
 from polyamp.backends.torch.graphs.expansion import expand
 from polyamp.backends.torch.graphs.held import CONSTANTS
 from polyamp.backends.torch.graphs.recorder import Recorder
+from polyamp.backends.torch.graphs.ruling import Rules, constant_of
 from polyamp.backends.torch.graphs.saved import bytes_saved
 from polyamp.backends.torch.graphs.values import Known, known_value, map_known
 from polyamp.errors import InvalidTypeError
@@ -100,6 +101,7 @@ class _Writer:
         computed = dict(zip(map(id, self.captured.outputs), passed.results(), strict=True))
         leaves = [self._result(leaf, computed) for leaf in self.captured.results]
         self.graph.output(map_known(leaves, lambda known: known.node))
+        passed.drop_unused()
         for known in arguments.values():
             if isinstance(known.node, Node) and known.node.op != "placeholder" and not known.node.users:
                 self.graph.erase_node(known.node)
@@ -116,10 +118,11 @@ class _Writer:
     def _tensor(self, node: Node, given: Tensor) -> Known:
         fake = node.meta["example_value"]
         is_leaf = any(leaf is given for leaf in self.captured.leaves)
-        fixed = not is_leaf and not isinstance(given, nn.Parameter) and given.dtype == torch.float32
         new = self._input(given)
         new.meta["example_value"] = fake
-        return Known(new, fake, fake, self.rules.constant([given]) if fixed else known_value(fake))
+        if is_leaf or isinstance(given, nn.Parameter):
+            return Known(new, fake, fake, known_value(fake, "weak" if isinstance(given, nn.Parameter) else "input"))
+        return constant_of(new, fake, given, self.rules)
 
     def _input(self, given: Tensor) -> Node:
         """The argument, parameter or buffer that a tensor is; any other becomes an attribute."""

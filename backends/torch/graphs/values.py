@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -13,6 +13,7 @@ from torch.fx import Node
 from polyamp.backends.torch import unstable
 from polyamp.backends.torch.graphs.nodes import operation_of
 from polyamp.flow import Value
+from polyamp.operations import OPERATIONS
 
 WEAK = Value()
 
@@ -25,12 +26,14 @@ class Known(NamedTuple):
         fake: a fake of it as it is there; a tuple where it is several, or a number.
         declared: a fake of it as it was in the captured graph.
         value: what the flow rule knows of it; a list where it is several that are known one by one.
+        is_constant: whether it is a tensor of the program's own, whose numbers are known.
     """
 
     node: Any
     fake: Any
     declared: Any
     value: Any = WEAK
+    is_constant: bool = False
 
 
 def map_known(tree: Any, fn: Callable[[Known], Any]) -> Any:
@@ -38,11 +41,19 @@ def map_known(tree: Any, fn: Callable[[Known], Any]) -> Any:
     return pytree.tree_map_only(Known, fn, tree, is_leaf=lambda leaf: isinstance(leaf, Known))
 
 
-def known_value(declared: Any) -> Value:
-    """What is known of a value by its declared dtype alone."""
-    if not is_floating(declared) or declared.dtype == torch.float32:
-        return WEAK
-    return Value("other", str(declared.dtype).removeprefix("torch."))
+def known_value(declared: Any, state: str = "weak") -> Value:
+    """What is known of a value by its declared dtype, where it is of float32 by its state.
+
+    Integers count, index or label, and become the user's numbers where they are converted; booleans choose.
+
+    >>> known_value(torch.ones(1, dtype=torch.int64)).state, known_value(torch.ones(1, dtype=torch.bool)).state
+    ('input', 'weak')
+    """
+    if not is_floating(declared):
+        return Value("input") if is_integral(declared) else WEAK
+    return (
+        Value(state) if declared.dtype == torch.float32 else Value("other", str(declared.dtype).removeprefix("torch."))
+    )
 
 
 def magnitude(held: Any) -> float:
@@ -66,6 +77,37 @@ def value_of(known: Known) -> Value:
     return declared if declared.state == "other" or isinstance(known.value, list) else known.value
 
 
+def made_without_floats(operation: str, given: Sequence[Value], said: Value) -> Value:
+    """Return what is known of what an operation makes of integers, of booleans or of nothing.
+
+    Args:
+        operation: its canonical name.
+        given: what is known of its operands.
+        said: what is known of its numbers.
+    """
+    if operation in ("constant", "fill"):
+        return said
+    entry = OPERATIONS.get(operation)
+    counts = entry is None or entry.op_class == "full" or operation == "integer"
+    if operation in ("one_hot", "random") or (given and not counts and all(one.state == "weak" for one in given)):
+        return WEAK
+    return Value("input") if given or operation == "integer" else WEAK
+
+
+def of_its_type(known: Known, inputs: Sequence[Known]) -> Any:
+    """Return what is known of a value by what made it, and by its type: what floats give as integers is data."""
+    if isinstance(known.declared, Tensor) and known.declared.dtype == torch.bool:
+        return WEAK
+    counted = is_integral(known.declared) and any(is_floating(one.declared) for one in inputs)
+    return known_value(known.declared) if counted else known.value
+
+
+def joined(values: Sequence[Value]) -> Value:
+    """Return what is known of a float32 value that is one of several."""
+    states = ("strong", "other", "input")
+    return next((Value(one.state, one.maker) for state in states for one in values if one.state == state), WEAK)
+
+
 def numbers_of(node: Node) -> list[float]:
     """The Python numbers among a node's operands."""
     said = [*node.args, *node.kwargs.values()]
@@ -82,6 +124,11 @@ def tensors_of(tree: Any) -> list[Tensor]:
 def is_floating(value: Any) -> bool:
     """Whether a value is a floating or complex tensor."""
     return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
+
+
+def is_integral(value: Any) -> bool:
+    """Whether a value is a tensor of integers, booleans left out."""
+    return isinstance(value, Tensor) and not is_floating(value) and value.dtype != torch.bool
 
 
 def dtypes_of(fake: Any) -> list[torch.dtype | None]:

@@ -239,6 +239,8 @@ def _reason(name: str, decision: Decision, format_name: str, device_type: str, p
     asked = next((one for one in ("lower", "full") if one in listed and wanted[one] == format_name), None)
     if asked is not None:
         return TABLE if asked == decision.op_class else f"native autocast's list for {device_type}"
+    if decision.op_class == "inner":
+        return "inner: native autocast leaves it as its inputs are"
     if "promote" in listed or decision.op_class == "promote":
         return "the widest of its inputs"
     if decision.op_class in wanted and not listed:

@@ -76,6 +76,14 @@ def test_a_function_runs_in_the_format_of_its_class_both_ways(
     assert x.grad.dtype == FULL
 
 
+def test_a_function_of_class_inner_is_16_bit_outside_alone() -> None:
+    x = X.clone().requires_grad_()
+    with polyamp.autocast(polyamp.policy("mixed_bfloat16", rules={"Product": "inner"})):
+        result = Product.apply(x, x.bfloat16())
+        result.float().sum().backward()
+    assert (result.dtype, seen) == (LOW, [("forward", FULL), ("backward", FULL)])
+
+
 def test_outside_of_regions_nothing_is_cast() -> None:
     Product.apply(X.double(), X.double())
     assert seen == [("forward", torch.float64)]

@@ -93,6 +93,9 @@ def norm(x: Tensor) -> Tensor:
         ({"concat": "lower"}, lambda x: torch.cat([x, x]), X, torch.bfloat16),
         ({"embedding": "lower"}, lambda x: functional.embedding(torch.tensor([0, 1]), x), X, torch.bfloat16),
         ({"*": "full"}, lambda x: functional.gelu(x @ x) + x, B, torch.float32),
+        ({"softmax": "inner"}, softmax, X, torch.bfloat16),
+        ({"layer_norm": "inner"}, norm, B, torch.bfloat16),
+        ({"matmul": "inner"}, lambda x: x @ x, B, torch.bfloat16),
         ({"batch_norm": "lower"}, lambda x: functional.batch_norm(x, torch.zeros(4), torch.ones(4)), X, torch.bfloat16),
     ],
 )
@@ -106,6 +109,50 @@ def test_each_class_does_what_it_says(
     with torch.autocast("cpu", torch.bfloat16):
         native = run(given) if ours is not None else None
     assert ours is None or native is None or ours.dtype == native.dtype
+
+
+@pytest.mark.parametrize("name", ["mixed_bfloat16", "mixed_float16"])
+@pytest.mark.parametrize("spread", [torch.var, torch.std, lambda x: torch.var_mean(x)[0], lambda x: x.std(0).max()])
+def test_variances_run_in_float32_as_the_table_has_them(spread: Callable[[Tensor], Tensor], name: str) -> None:
+    x = 1000 + 300 * torch.linspace(-1, 1, 64).reshape(8, 8)
+    with polyamp.autocast(name):
+        low = x @ torch.eye(8)
+        found = spread(low)
+    with polyamp.autocast(policy({"variance": "keep"}, name)):
+        assert spread(low).dtype == low.dtype
+    assert low.dtype != torch.float32 == found.dtype
+    torch.testing.assert_close(found, spread(x), rtol=2e-2, atol=0)
+
+
+def test_inner_work_is_float32_inside_where_a_rule_asks_for_it() -> None:
+    x = torch.tensor([[300.0, 1.0]])
+    with polyamp.autocast(policy({"square": "inner", "mean": "inner", "layer_norm": "inner"}, "mixed_float16")):
+        assert torch.square(x).dtype == torch.mean(x.half()).dtype == torch.float16
+        assert torch.mean(x.half(), dtype=torch.float32).dtype == torch.float32
+        first, *statistics = torch.native_layer_norm(x, (2,), None, None, 1e-5)
+    assert (first.dtype, {one.dtype for one in statistics}) == (torch.float16, {torch.float32})
+
+
+INNER = {
+    "layer_norm": norm,
+    "group_norm": lambda x: functional.group_norm(x, 2),
+    "batch_norm": lambda x: functional.batch_norm(x, torch.zeros(4), torch.ones(4)),
+    "tanh": torch.tanh,
+}
+
+
+@pytest.mark.parametrize("given", [X, B])
+@pytest.mark.parametrize("name", INNER)
+def test_inner_work_is_native_where_no_rule_is_about_it(name: str, given: Tensor) -> None:
+    with polyamp.autocast("mixed_bfloat16"):
+        ours = INNER[name](given)
+    with torch.autocast("cpu", torch.bfloat16):
+        native = INNER[name](given)
+    torch.testing.assert_close(ours, native, rtol=0, atol=0)
+    plan = polyamp.explain(INNER[name], given, policy="mixed_bfloat16", engine="autocast")
+    (row,) = [op for op in plan.operations if op.name == name]
+    assert (row.op_class, row.format) == ("inner", str(native.dtype).removeprefix("torch."))
+    assert row.reason == "inner: native autocast leaves it as its inputs are"
 
 
 def test_the_first_rule_that_matches_wins() -> None:

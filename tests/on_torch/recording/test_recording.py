@@ -97,8 +97,8 @@ def test_tensors_come_in_the_order_of_computation_and_parameters_last() -> None:
     ] == [
         (ACTIVATION, "matmul", "0", "lower", low),
         (ACTIVATION, "gelu", "1", "follow", low),
-        (ACTIVATION, "layer_norm", "2", "full", full),
-        (ACTIVATION, "layer_norm", "2", "full", low),  # as the next product takes it
+        (ACTIVATION, "layer_norm", "2", "inner", full),
+        (ACTIVATION, "layer_norm", "2", "inner", low),  # as the next product takes it
         (ACTIVATION, "matmul", "3", "lower", low),
         (ACTIVATION, "log_softmax", "", "full", full),
         (ACTIVATION, "nll_loss", "", "full", full),
@@ -106,13 +106,13 @@ def test_tensors_come_in_the_order_of_computation_and_parameters_last() -> None:
         (GRADIENT, "log_softmax", "", "full", full),
         (GRADIENT, "log_softmax", "", "full", low),
         (GRADIENT, "matmul", "3", "lower", low),
-        (GRADIENT, "layer_norm", "2", "full", full),
-        (GRADIENT, "layer_norm", "2", "full", low),
+        (GRADIENT, "layer_norm", "2", "inner", full),
+        (GRADIENT, "layer_norm", "2", "inner", low),
         (GRADIENT, "gelu", "1", "follow", low),
         (PARAMETER, "0.weight", "", "lower", low),
         (PARAMETER, "0.bias", "", "full", low),
-        (PARAMETER, "2.weight", "", "full", full),
-        (PARAMETER, "2.bias", "", "full", full),
+        (PARAMETER, "2.weight", "", "inner", full),
+        (PARAMETER, "2.bias", "", "inner", full),
         (PARAMETER, "3.weight", "", "lower", low),
         (PARAMETER, "3.bias", "", "full", low),
     ]

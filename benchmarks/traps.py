@@ -1,0 +1,131 @@
+"""What do small programs that float32 computes well come to in 16 bits? Sixty traps, in every framework and engine.
+
+Of each the result and the gradient: finite wherever float32 is, and as float32 has them but for a few roundings.
+Prints the table, keeps it in results/traps_cpu.json, and writes docs/traps.md of it.
+
+    python benchmarks/traps.py [--engine "torch rewrite"] [--trap "focal loss"]
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import warnings
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated, Any
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+sys.path.append(str(Path(__file__).parents[1] / "tests"))
+
+import jax
+import tensorflow
+import torch
+import typer
+from interleave import console, keep
+from rich.box import SIMPLE_HEAD
+from rich.progress import track
+from rich.table import Table
+
+import polyamp
+from support.traps import TRAPS
+from support.traps.engines import ENGINES, FORMATS
+from support.traps.verdict import KEPT, verdict
+
+Row = dict[str, Any]
+PAGE = Path(__file__).parents[1] / "docs" / "traps.md"
+SHORT = {"float16": "f16", "bfloat16": "bf16"}
+
+
+def rows(traps: Iterable[str], engines: Iterable[str]) -> list[Row]:
+    """One row for each trap and engine: what became of it in each format."""
+    pairs = [(trap, engine) for engine in engines for trap in traps]
+    found = []
+    for trap, engine in track(pairs, description="traps", console=console()):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of a loss that is not finite, which is what is looked for
+            said = {low: verdict(trap, ENGINES[engine], low) for low in FORMATS}
+        found.append({"trap": trap, "engine": engine, **said})
+    return found
+
+
+def counts(found: list[Row]) -> dict[str, dict[str, int]]:
+    """How many traps each engine keeps in each format."""
+    engines = dict.fromkeys(row["engine"] for row in found)
+    return {
+        engine: {low: sum(row[low] == KEPT for row in found if row["engine"] == engine) for low in FORMATS}
+        for engine in engines
+    }
+
+
+def cell(row: Row) -> str:
+    """What became of a trap in an engine, in few words; empty where both formats keep it."""
+    lost = {low: row[low] for low in FORMATS if row[low] != KEPT}
+    if len(set(lost.values())) == 1 and len(lost) == len(FORMATS):
+        return str(next(iter(lost.values())))
+    return ", ".join(f"{SHORT[low]} {what}" for low, what in lost.items())
+
+
+def page(kept: Row) -> str:
+    """The document that a result makes."""
+    found, known = kept["rows"], kept["versions"]
+    engines = list(counts(found))
+    lines = [HEAD, "| | float16 | bfloat16 |", "|---|---|---|"]
+    lines += [f"| {engine} | {said['float16']} | {said['bfloat16']} |" for engine, said in counts(found).items()]
+    lines += [MIDDLE, f"| trap | what is dangerous | {' | '.join(engines)} |", "|---" * (len(engines) + 2) + "|"]
+    cells = {(row["trap"], row["engine"]): cell(row) for row in found}
+    for name in dict.fromkeys(row["trap"] for row in found):
+        of_engines = " | ".join(cells[name, engine] for engine in engines)
+        lines.append(f"| {name} | {TRAPS[name].danger} | {of_engines} |")
+    where = f"{kept['machine']['processor']}; {', '.join(f'{name} {number}' for name, number in known.items())}"
+    return "\n".join([*lines, f"\nMeasured by `python benchmarks/traps.py` on {where}.\n"])
+
+
+HEAD = f"""# Traps
+
+{len(TRAPS)} small programs that float32 computes well, and what becomes of them in 16 bits: norms, losses and
+probabilities by hand, masks, labels and positions as arguments, long sums, loops, and constants that a format does not
+have. Each is the same program in every framework (`tests/support/traps`), with its gradient. It is *kept* where result
+and gradient are finite wherever float32's are, and differ from them by no more than a few roundings of the format.
+
+So many are kept:
+"""
+MIDDLE = """
+`torch rewrite` and `torch compile` are `polyamp.rewrite` and `torch.compile(backend="polyamp")`; `torch autocast`, `JAX
+autocast` and `TensorFlow autocast` are `polyamp.autocast`. Beside them stand PyTorch's own `torch.autocast` for CPUs,
+JAX with products in 16 bits and everything else by promotion, as in flax layers with `dtype=`, and TensorFlow's own
+graph pass. polyamp's autocast for PyTorch keeps native autocast's formats by contract, so that it costs what native
+autocast costs: what an operation loses there for which CUDA's list has no word is lost in polyamp's too. `rewrite`
+and `backend="polyamp"` see the whole program, and follow the flow rule.
+
+Empty where both formats keep it; else what is wrong, such as an error in percent of the length of the result.
+"""
+
+
+def table(found: list[Row]) -> Table:
+    """What was lost."""
+    shown = Table("trap", "engine", *FORMATS, title="Traps that are not kept", box=SIMPLE_HEAD)
+    for row in found:
+        if cell(row):
+            shown.add_row(row["trap"], row["engine"], *(row[low] for low in FORMATS))
+    return shown
+
+
+def main(
+    engine: Annotated[list[str] | None, typer.Option(help=f"Of {', '.join(ENGINES)}; may be repeated.")] = None,
+    trap: Annotated[list[str] | None, typer.Option(help="By name; may be repeated.")] = None,
+) -> None:
+    """Run, print, and where all were run, keep the result and write the document."""
+    found = rows(trap or TRAPS, engine or ENGINES)
+    console().print(table(found))
+    for name, said in counts(found).items():
+        console().print(f"{name}: {said['float16']} and {said['bfloat16']} of {len(trap or TRAPS)}")
+    if not (engine or trap):
+        versions = {module.__name__: module.__version__ for module in (polyamp, torch, jax, tensorflow)}
+        kept = json.loads(keep("traps_cpu", versions, {"rows": found}).read_text())
+        PAGE.write_text(page(kept))
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,62 @@
+"""Small programs that float32 computes well: the engines keep all of them, forward and backward."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from support.traps import TRAPS
+from support.traps.engines import ENGINES, FORMATS, torch_autocast, torch_native
+from support.traps.verdict import KEPT, expected, verdict
+
+ROOT = Path(__file__).parents[2]
+sys.path.append(str(ROOT / "benchmarks"))
+
+from traps import PAGE, counts, page  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, of inf that is looked for
+RESULT = json.loads((ROOT / "benchmarks" / "results" / "traps_cpu.json").read_text())
+
+# These follow the flow rule. The second of a kind sees the same programs in one format, since each traces them anew.
+BOTH_FORMATS = ("torch rewrite", "JAX autocast", "TensorFlow rewrite", "TensorFlow autocast")
+ONE_FORMAT = {"torch compile": "float16", "JAX value_and_grad": "float16"}
+CASES = [(engine, low) for engine in BOTH_FORMATS for low in FORMATS] + list(ONE_FORMAT.items())
+
+
+@pytest.mark.parametrize(("engine", "low"), CASES)
+@pytest.mark.parametrize("name", TRAPS)
+def test_traps_are_kept(name: str, engine: str, low: str) -> None:
+    assert verdict(name, ENGINES[engine], low) == KEPT
+
+
+@pytest.mark.parametrize("low", FORMATS)
+@pytest.mark.parametrize("name", TRAPS)
+def test_ambient_autocast_of_torch_keeps_what_native_keeps(name: str, low: str) -> None:
+    if verdict(name, torch_native, low) == KEPT:
+        assert verdict(name, torch_autocast, low) == KEPT
+
+
+@pytest.mark.parametrize("name", TRAPS)
+def test_traps_are_finite_in_float32(name: str) -> None:
+    for array in expected(name):
+        assert array.dtype == "float32"
+        assert abs(array).max() < 2.0**127  # NaN is not
+
+
+def test_there_are_sixty() -> None:
+    assert len(TRAPS) == 60
+    assert {row["trap"] for row in RESULT["rows"]} == set(TRAPS)
+
+
+def test_the_document_is_what_was_measured() -> None:
+    assert PAGE.read_text() == page(RESULT)
+
+
+def test_the_document_says_that_all_are_kept() -> None:
+    kept = counts(RESULT["rows"])
+    assert {engine: kept[engine] for engine in (*BOTH_FORMATS, *ONE_FORMAT)} == dict.fromkeys(
+        (*BOTH_FORMATS, *ONE_FORMAT), dict.fromkeys(FORMATS, 60)
+    )

@@ -1,0 +1,13 @@
+"""The traps, in all frameworks: `TRAPS`, the `words` that they are written in, and the `engines` that run them."""
+
+from __future__ import annotations
+
+from support.traps import chances, data, ranges, squares
+from support.traps.trap import Trap
+
+TRAPS: dict[str, Trap] = {
+    value.name: value
+    for module in (squares, chances, data, ranges)
+    for value in vars(module).values()
+    if isinstance(value, Trap)
+}

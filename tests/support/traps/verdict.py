@@ -1,0 +1,43 @@
+"""Whether an engine kept a trap: finite wherever float32 is, and as float32 has it but for the format's roundings."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import numpy as np
+
+from polyamp.formats import format_of
+from support.traps import TRAPS
+from support.traps.engines import Engine, Outcome, torch_float32
+from support.traps.trap import Array
+
+KEPT = "kept"
+
+
+@cache
+def expected(name: str) -> Outcome:
+    """What float32 has; the same in every framework but for float32's own roundings."""
+    return torch_float32(TRAPS[name])
+
+
+def verdict(name: str, engine: Engine, low: str) -> str:
+    """Return "kept", or what is wrong, in a few words."""
+    trap, found = TRAPS[name], engine(TRAPS[name], low)
+    within = trap.roundings * 2.0 ** -format_of(low).mantissa_bits
+    parts = ("", *expected(name)._fields[1:])
+    words = [
+        _fault(part, ours, theirs, within) for part, ours, theirs in zip(parts, found, expected(name), strict=True)
+    ]
+    return next(filter(None, words), KEPT)
+
+
+def _fault(part: str, found: Array, expected: Array, within: float) -> str:
+    known = np.isfinite(expected)
+    kind = "NaN" if np.isnan(found[known]).any() else "inf" if np.isinf(found[known]).any() else ""
+    if not kind:
+        size = np.linalg.norm(expected[known].astype(np.float64))
+        error = np.linalg.norm(found[known].astype(np.float64) - expected[known])
+        if error <= within * size:
+            return ""
+        kind = f"off by {error / size:.0%}" if size else "not 0"
+    return f"{part} {kind}".strip()

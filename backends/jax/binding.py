@@ -20,7 +20,7 @@ _REPEATING = ("broadcast_in_dim", "gather")
 _NEEDING_OPERANDS = frozenset(
     {"mul", "div", "square", "integer_pow", "pow", "log", "log1p", "sin", "cos", "abs", "max", "min", "erf"}
 )
-_NEEDING_RESULTS = frozenset({"exp", "tanh", "logistic"})
+_NEEDING_RESULTS = frozenset({"exp", "tanh", "logistic", "select_n"})  # of select_n, the zeros of the other case
 _SLOPES: dict[str, Callable[[Any], Any]] = {"tanh": lambda y: 1 - y * y, "logistic": lambda y: y * (1 - y)}
 
 

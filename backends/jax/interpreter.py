@@ -271,7 +271,7 @@ def _remember(equation: Any, cells: Sequence[Cell], results: Sequence[Cell]) -> 
     for cell in results:
         cell.constant = is_constant
     name = equation.primitive.name
-    if name in _MOVES and equation.params.get("dimensions") is None:
+    if name in _MOVES and (name != "reshape" or equation.params["dimensions"] is None):
         results[0].same = cells[0].same
     elif name in _LAYOUTS and len(cells) == 1:
         results[0].same = (cells[0].same, _shape(cells[0]), name, repr(equation.params))

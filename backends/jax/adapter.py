@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from polyamp.backends.jax import gradients, state, trees
-from polyamp.backends.jax.autocast import autocast, explain, rewrite
+from polyamp.backends.jax.autocast import autocast, explain, rewritten_for
 from polyamp.backends.jax.devices import described
 from polyamp.backends.jax.operations import OPERATIONS
 from polyamp.backends.jax.step import Skip
@@ -100,13 +100,23 @@ class JaxAdapter:
         """See `polyamp.backends.jax.value_and_grad`."""
         return gradients.value_and_grad(fun, policy, has_aux, argnums=argnums)
 
-    def autocast_function(self, fn: Callable[..., Any], policy: Policy | None) -> Callable[..., Any]:
+    def autocast_function(
+        self, fn: Callable[..., Any], policy: Policy | None, *, argnums: int | Sequence[int] = 0
+    ) -> Callable[..., Any]:
         """See `polyamp.backends.jax.autocast`."""
-        return autocast(fn, policy)
+        return autocast(fn, policy, argnums=argnums)
 
-    def rewrite(self, fn: Callable[..., Any], args: Any, kwargs: Any, policy: Policy) -> Callable[..., Any]:
+    def rewrite(
+        self,
+        fn: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
+        policy: Policy,
+        *,
+        argnums: int | Sequence[int] = 0,
+    ) -> Callable[..., Any]:
         """See `polyamp.backends.jax.rewrite`."""
-        return rewrite(fn, *args, policy=policy, **kwargs)
+        return rewritten_for(fn, args, kwargs, policy, argnums)
 
     def explain(self, fn: Callable[..., Any], args: Any, kwargs: Any, policy: Policy) -> Plan:
         """See `polyamp.backends.jax.explain`."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -14,7 +14,7 @@ from polyamp.backends.jax.interpreter import IN_FLOAT32, Interpreter
 from polyamp.backends.jax.modules import as_pure
 from polyamp.backends.jax.program import Program
 from polyamp.backends.jax.recorder import Recorder
-from polyamp.backends.jax.refusals import check_function, users_level
+from polyamp.backends.jax.refusals import check_function, positions, users_level
 from polyamp.errors import warn_once
 from polyamp.plan import Plan
 from polyamp.policy import Policy, current_policy
@@ -22,7 +22,9 @@ from polyamp.policy import policy as make_policy
 from polyamp.refusals import not_traced
 
 
-def autocast(fn: Callable[..., Any], policy: Policy | str | None = None) -> Callable[..., Any]:
+def autocast(
+    fn: Callable[..., Any], policy: Policy | str | None = None, *, argnums: int | Sequence[int] = 0
+) -> Callable[..., Any]:
     """A function with its operations run as a policy says: products in 16 bits, what needs float32 in float32.
 
     >>> import jax.numpy as jnp
@@ -40,6 +42,10 @@ def autocast(fn: Callable[..., Any], policy: Policy | str | None = None) -> Call
             the arguments take on the changes that ``fn`` makes to them.
         policy: a policy or its name, bound now where given; None is the current policy at each call, or rather at each
             trace: ``jax.jit`` keeps what it traced.
+        argnums: the positions of the arguments that are parameters, which are cast beside 16-bit values. What modules
+            of flax and equinox hold is so too, wherever they are; all other float32 arguments, and traced arrays that
+            ``fn`` takes from around it, are inputs, such as masks and labels: where they meet 16-bit values in a sum,
+            that is float32.
 
     Returns:
         A function with the same arguments and results; results have the dtypes that ``fn`` gives them. It composes
@@ -56,12 +62,13 @@ def autocast(fn: Callable[..., Any], policy: Policy | str | None = None) -> Call
     """
     bound = None if policy is None else make_policy(policy)
     check_function(fn, where="autocast(fn, policy)")
+    places = positions(argnums, where="autocast(fn, argnums=)")
 
     @functools.wraps(fn)
     def autocasted(*args: Any, **kwargs: Any) -> Any:
         if bound is not None and bound.compute == "float32":
             return in_float32(fn, *args, **kwargs)
-        return _autocasted(fn, bound or current_policy(), args, kwargs, name=_name_of(fn))
+        return _autocasted(fn, bound or current_policy(), args, kwargs, name=_name_of(fn), argnums=places)
 
     return autocasted
 
@@ -97,17 +104,28 @@ def explain(fn: Callable[..., Any], *args: Any, policy: Policy | str | None = No
         A `Plan`. ``bytes_saved`` are the bytes that ``jax.vjp`` keeps for the floating arguments, and None where
         ``fn`` cannot be differentiated.
     """
-    chosen = make_policy(policy)
+    return planned(fn, args, kwargs, make_policy(policy))
+
+
+def planned(
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    chosen: Policy,
+    argnums: int | Sequence[int] = 0,
+) -> Plan:
+    """The plan of a function whose parameters are at ``argnums``."""
     check_format(chosen.compute)
+    places = positions(argnums, where="explain(fn, *args)")
     with regions.seen() as own:
-        program = _traced(fn, args, kwargs)
+        program = _traced(fn, args, kwargs, places)
     if own.found and unstable.has_backward(program.closed):
         return regions.plan_of_step(program.closed, own)
     recorder = Recorder(own)
     interpreter = Interpreter(chosen, recorder)
     jax.eval_shape(lambda arrays: program.run(interpreter, arrays), program.specs)
     with regions.left_out():
-        plain = _traced(fn, args, kwargs) if own.found else program
+        plain = _traced(fn, args, kwargs, places) if own.found else program
     return Plan(
         str(chosen),
         tuple(recorder.operations),
@@ -117,16 +135,16 @@ def explain(fn: Callable[..., Any], *args: Any, policy: Policy | str | None = No
     )
 
 
-def _traced(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Program:
-    pure, args, kwargs, _ = as_pure(fn, args, kwargs)
-    return Program(pure, args, kwargs)
+def _traced(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], argnums: Sequence[int]) -> Program:
+    return Program(*as_pure(fn, args, kwargs, argnums)[:4])
 
 
 class Rewritten:
     """What `rewrite` gives: the function of `autocast`, and its plan."""
 
-    def __init__(self, fn: Callable[..., Any], policy: Policy) -> None:
+    def __init__(self, fn: Callable[..., Any], policy: Policy, argnums: Sequence[int]) -> None:
         functools.update_wrapper(self, fn)
+        self._argnums = argnums
         self._fn = fn
         self._policy = policy
         self._plan: Plan | None = None
@@ -145,12 +163,13 @@ class Rewritten:
     def traced_for(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Rewritten:
         """This function, with its plan made for these arguments unless it has one."""
         if self._plan is None:
-            self._plan = explain(self._fn, *args, policy=self._policy, **kwargs)
+            self._plan = planned(self._fn, args, kwargs, self._policy, self._argnums)
         return self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self.traced_for(args, kwargs)
-        return _autocasted(self._fn, self._policy, args, kwargs, name=_name_of(self._fn))
+        name, argnums = _name_of(self._fn), self._argnums
+        return _autocasted(self._fn, self._policy, args, kwargs, name=name, argnums=argnums)
 
 
 def rewrite(fn: Callable[..., Any], *args: Any, policy: Policy | str | None = None, **kwargs: Any) -> Rewritten:
@@ -170,18 +189,35 @@ def rewrite(fn: Callable[..., Any], *args: Any, policy: Policy | str | None = No
     Returns:
         The function of `autocast`, with an attribute ``plan``.
     """
-    rewritten = Rewritten(fn, make_policy(policy))
+    return rewritten_for(fn, args, kwargs, make_policy(policy))
+
+
+def rewritten_for(
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    policy: Policy,
+    argnums: int | Sequence[int] = 0,
+) -> Rewritten:
+    """As `rewrite`, of a function whose parameters are at ``argnums``."""
+    rewritten = Rewritten(fn, policy, positions(argnums, where="rewrite(fn, argnums=)"))
     return rewritten.traced_for(args, kwargs) if args or kwargs else rewritten
 
 
 def _autocasted(
-    fn: Callable[..., Any], policy: Policy, args: tuple[Any, ...], kwargs: dict[str, Any], *, name: str | None
+    fn: Callable[..., Any],
+    policy: Policy,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    name: str | None,
+    argnums: Sequence[int] = (0,),
 ) -> Any:
     check_format(policy.compute)
     if policy.compute == "float32" or regions.are_left_out():
         return fn(*args, **kwargs)
-    pure, args, kwargs, accept = as_pure(fn, args, kwargs)
-    program, shown = Program(pure, args, kwargs), regions.current()
+    *call, accept = as_pure(fn, args, kwargs, argnums)
+    program, shown = Program(*call), regions.current()
     if shown is not None:
         return accept(program.results(shown.run(policy, program)))
     interpreter = Interpreter(policy)

@@ -16,10 +16,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary
 
-import jax
-
 from polyamp.backends.jax import unstable
-from polyamp.backends.jax.cells import FLOAT32, Cell, held_as_declared
+from polyamp.backends.jax.cells import FLOAT32, Cell
+from polyamp.flow import Value
 
 if TYPE_CHECKING:
     from polyamp.backends.jax.interpreter import Interpreter, Noted
@@ -43,9 +42,15 @@ _KNOWN: WeakKeyDictionary[Any, dict[Any, _Rewritten]] = WeakKeyDictionary()
 
 
 class Calls:
-    """The functions that one program calls more than once."""
+    """The functions that one program calls more than once, and what is known of its loops.
+
+    Attributes:
+        loops: for the parameters of a loop and the formats of its arguments, these parameters, which keep their id, and
+            what its body makes of what it carries.
+    """
 
     def __init__(self) -> None:
+        self.loops: dict[Any, tuple[Any, list[Value]]] = {}
         self._times: Counter[int] = Counter()
         self._chained: defaultdict[int, set[tuple[int, int]]] = defaultdict(set)  # outputs that are inputs of the next
 
@@ -63,8 +68,8 @@ class Calls:
                 self._chained[id(part)] |= _links(equation, id(part), made)
 
     def repeat(self, closed: Any) -> bool:
-        """Whether a jaxpr is called more than once."""
-        return self._times[id(closed)] > 1
+        """Whether a jaxpr is called more than once, and holds more than what a call of it takes."""
+        return self._times[id(closed)] > 1 and len(unstable.opened(closed)[0].eqns) > 1
 
     def results(self, run: Interpreter, equation: Any, cells: Sequence[Cell], path: str) -> list[Cell]:
         """The outputs of one such call."""
@@ -76,11 +81,11 @@ class Calls:
 
     def _rewritten(self, run: Interpreter, closed: Any, cells: Sequence[Cell], path: str) -> _Rewritten:
         known = _KNOWN.setdefault(closed, {})
-        key = (run.policy, run.place(path), tuple(map(_format, cells)))
+        key = (run.policy, run.is_looped, run.place(path), tuple(cell.format for cell in cells), _equal(cells))
         if key not in known:
             known[key] = _like_one_of(known, _made(run, closed, cells, path, frozenset()))
         held = frozenset(
-            output
+            (output, cells[own].value)
             for output, own in self._chained[id(closed)]
             if known[key].outputs[output].value.state == "low" and _is_given(cells[own])
         )
@@ -89,15 +94,18 @@ class Calls:
         return known[key, held] if held else known[key]
 
 
-def _made(run: Interpreter, closed: Any, cells: Sequence[Cell], path: str, held: frozenset[int]) -> _Rewritten:
-    """A jaxpr rewritten for arguments in these formats, with some of its outputs held as they are declared."""
+def _made(
+    run: Interpreter, closed: Any, cells: Sequence[Cell], path: str, held: frozenset[tuple[int, Value]]
+) -> _Rewritten:
+    """A jaxpr rewritten for arguments in these formats, with some of its outputs held as arguments are."""
     outputs: list[Cell] = []
     own = run.apart()
 
     def body(*arrays: Any) -> list[Any]:
         inner = [cell.around(array) for cell, array in zip(cells, arrays, strict=True)]
         found = own.run(closed, inner, path)
-        outputs[:] = [held_as_declared([cell])[0] if place in held else cell for place, cell in enumerate(found)]
+        given = dict(sorted(held))
+        outputs[:] = [cell.as_given(given[place]) if place in given else cell for place, cell in enumerate(found)]
         return [cell.array for cell in outputs]
 
     jaxpr = unstable.traced(body, *(cell.array for cell in cells))
@@ -112,18 +120,19 @@ def _like_one_of(known: dict[Any, _Rewritten], new: _Rewritten) -> _Rewritten:
 
 
 def _is_same(old: _Rewritten, new: _Rewritten, text: str) -> bool:
-    outputs = ([(_format(cell), cell.shared) for cell in one.outputs] for one in (old, new))
+    outputs = ([(cell.format, cell.shared) for cell in one.outputs] for one in (old, new))
     return operator.eq(*outputs) and unstable.text_of(old.closed) == text
 
 
-def _format(cell: Cell) -> Any:
-    """What tells one argument's format from another's."""
-    return cell.dtype, cell.declared, cell.value, jax.typeof(cell.array)
+def _equal(cells: Sequence[Cell]) -> tuple[int, ...]:
+    """Which arguments hold the same: for each the first that does."""
+    first: dict[Any, int] = {}
+    return tuple(first.setdefault(cell.same, place) for place, cell in enumerate(cells))
 
 
 def _is_given(cell: Cell) -> bool:
     """Whether a value is float32 only because it is declared so."""
-    return cell.dtype == cell.declared == FLOAT32 and cell.value.state == "weak"
+    return cell.dtype == cell.declared == FLOAT32 and cell.value.state in ("weak", "input")
 
 
 def _is_call(equation: Any) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,10 @@ import numpy as np
 from polyamp.backends.jax.unstable import converted
 from polyamp.flow import Value
 
-WEAK = Value()
+if TYPE_CHECKING:
+    from polyamp.backends.jax.recipes import Recipe
+
+WEAK, INPUT = Value(), Value("input")
 FLOAT32 = np.dtype("float32")
 
 
@@ -43,22 +46,38 @@ class Cell:
         value: what the flow rule knows of it.
         shared: whether all uses may share one cast. Those of parameters may not: the gradients of all uses would be
             added up in 16 bits.
+        constant: whether it is computed of constants alone.
+        same: what is equal for cells that hold the same numbers in the same order.
+        recipe: how it is computed anew in float32; None where that is not known. It does not go into the bodies of
+            loops, branches and rules.
     """
 
-    __slots__ = ("_casts", "array", "declared", "dtype", "shared", "value")
+    __slots__ = ("_casts", "array", "constant", "declared", "dtype", "recipe", "same", "shared", "value")
 
-    def __init__(self, array: Any, dtype: Any, declared: Any, value: Value, shared: bool = False) -> None:
+    def __init__(
+        self,
+        array: Any,
+        dtype: Any,
+        declared: Any,
+        value: Value,
+        shared: bool = False,
+        constant: bool = False,
+        same: Any = None,
+    ) -> None:
         self.array, self.dtype, self.declared, self.value, self.shared = array, dtype, declared, value, shared
+        self.constant, self.same = constant, object() if same is None else same
+        self.recipe: Recipe | None = None
         self._casts: dict[Any, Any] | None = None
 
     @classmethod
-    def given(cls, array: Any, declared: Any, value: Value | None = None) -> Cell:
-        """A value as it was declared."""
-        return cls(array, declared, declared, declared_value(declared) if value is None else value)
+    def given(cls, array: Any, declared: Any, value: Value | None = None, constant: bool = False) -> Cell:
+        """A value as it was declared; ``value`` is what is known of it if that is float32."""
+        known = declared_value(declared) if value is None or declared != FLOAT32 else value
+        return cls(array, declared, declared, known, constant=constant)
 
     def tree_flatten(self) -> tuple[tuple[Any], tuple[Any, ...]]:
-        """For JAX: the array, and all else as static data."""
-        return (self.array,), (self.dtype, self.declared, self.value, self.shared)
+        """For JAX: the array, and all else that can be compared as static data."""
+        return (self.array,), (self.dtype, self.declared, self.value, self.shared, self.constant)
 
     @classmethod
     def tree_unflatten(cls, about: tuple[Any, ...], arrays: tuple[Any]) -> Cell:
@@ -72,11 +91,11 @@ class Cell:
 
     def within(self) -> Cell:
         """The same value for the body of a loop, a branch or a rule: casts made outside stay outside."""
-        return Cell(self.array, self.dtype, self.declared, self.value, self.shared)
+        return self.around(self.array)
 
     def around(self, array: Any) -> Cell:
         """A cell that says the same of another array."""
-        return Cell(array, self.dtype, self.declared, self.value, self.shared)
+        return Cell(array, self.dtype, self.declared, self.value, self.shared, self.constant, self.same)
 
     def cast(self, dtype: Any) -> Any:
         """The array in a dtype."""
@@ -94,16 +113,20 @@ class Cell:
         """The array as it was declared."""
         return self.cast(self.declared)
 
-    def stored(self, dtype: Any, value: Value) -> Cell:
-        """The value held in a dtype from here on."""
-        return Cell(self.cast(dtype), dtype, self.declared, value, shared=True)
+    def low(self, dtype: Any, value: Value) -> Cell:
+        """What stands for such a value in 16 bits, made by what made another one."""
+        return Cell(self.array, dtype, self.declared, Value("low", value.maker), shared=True)
+
+    @property
+    def format(self) -> Any:
+        """What tells its format from another's, in arguments of a function."""
+        return self.dtype, self.declared, self.value, self.constant, jax.typeof(self.array)
+
+    def as_given(self, value: Value) -> Cell:
+        """The value in its declared dtype, and what is known of it from there on."""
+        return Cell(self.restored(), self.declared, self.declared, value, self.shared, self.constant, self.same)
 
 
 def held_as_declared(cells: Iterable[Cell]) -> list[Cell]:
     """Values in their declared dtypes: one that was low is float32 only by that declaration."""
-    return [Cell(cell.restored(), cell.declared, cell.declared, _unless_low(cell.value), cell.shared) for cell in cells]
-
-
-def _unless_low(value: Value) -> Value:
-    """What is known of a value once it is held in its declared dtype."""
-    return WEAK if value.state == "low" else value
+    return [cell.as_given(WEAK if cell.value.state == "low" else cell.value) for cell in cells]

@@ -1,4 +1,4 @@
-"""The devices that JAX sees, and the formats that each computes fast, or at all."""
+"""The devices that JAX sees, and which formats each computes fast or at all."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from polyamp.errors import UnsupportedError, warn_once
 
 
 def described(device: jax.Device) -> dict[str, Any]:
-    """A device as ``polyamp doctor`` prints it: name, platform, compute capability, formats that are fast; JSON."""
+    """Return what ``polyamp doctor`` prints of a device, as JSON: name, platform, compute capability, fast formats."""
     capability = getattr(device, "compute_capability", None)
     return {
         "name": f"{device.platform}:{device.id} {device.device_kind}",
@@ -22,14 +22,14 @@ def described(device: jax.Device) -> dict[str, Any]:
 
 
 def fast_formats(platform: str, capability: str | None, name: str = "") -> list[str]:
-    """Formats that have matrix units (`polyamp.devices`; TPU system architecture)."""
+    """Return the formats that have matrix units (source: `polyamp.devices`; for TPUs, TPU system architecture)."""
     if platform == "tpu":
         return ["bfloat16"]
     return fast_on_gpu(name, capability) if platform == "gpu" else []
 
 
 def check_format(compute: str) -> None:
-    """Refuse a compute format that JAX has no operations in, and warn once of one that the device has no units for.
+    """Raise if JAX has no operations in a compute format; warn once if the device has no matrix units for it.
 
     >>> check_format("float8_e4m3fn")
     Traceback (most recent call last):
@@ -37,7 +37,7 @@ def check_format(compute: str) -> None:
     polyamp.errors.UnsupportedError: JAX's operations cannot be cast to this format...
 
     Raises:
-        UnsupportedError: neither float32 nor a 16-bit format.
+        UnsupportedError: the format is neither float32 nor a 16-bit format.
     """
     if compute not in ("float32", "float16", "bfloat16"):
         raise UnsupportedError(

@@ -18,7 +18,7 @@ Params = dict[str, jax.Array]
 
 
 def train_digits(task: Task) -> Trace:
-    """Train as ``task`` says, in one compiled step with donated arguments; the host waits for each step's numbers."""
+    """Train ``task`` in one compiled step with donated arguments. The host waits for the numbers of each step."""
     tx = polyamp.wrap_optimizer(optax.sgd(task.learning_rate, momentum=0.9), task.policy)
     params = task.policy.cast_to_param({name: jnp.asarray(weight) for name, weight in task.weights.items()})
     parameter_bytes = sum(param.nbytes for param in params.values())
@@ -51,7 +51,7 @@ def train_digits(task: Task) -> Trace:
 
 
 def _layers(params: Params, images: jax.Array) -> list[jax.Array]:
-    """The output of every layer, the class scores last."""
+    """Return the output of every layer; the class scores come last."""
     outputs = [images]
     for name in ("conv1", "conv2"):
         outputs.append(_convolve(outputs[-1], params[f"{name}_kernel"]) + params[f"{name}_bias"])

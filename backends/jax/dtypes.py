@@ -1,4 +1,4 @@
-"""JAX's dtypes for the core's formats, and which leaves of a pytree they are about."""
+"""JAX's dtypes for the core's formats, and tests of a pytree's leaves."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ _NATIVE: dict[str, Any] = {
 
 
 def dtype_of(format_name: str) -> np.dtype[Any]:
-    """The dtype that stores a format.
+    """Return the dtype that stores a format.
 
     >>> dtype_of("bfloat16").name
     'bfloat16'
 
     Raises:
-        InvalidValueError: an unknown format, or float64 while JAX has it switched off.
+        InvalidValueError: the format is unknown, or it is float64 and JAX has float64 disabled.
     """
     dtype: np.dtype[Any] = np.dtype(_NATIVE[format_of(format_name).name])
     if jax.dtypes.canonicalize_dtype(dtype) != dtype:
@@ -44,7 +44,7 @@ def dtype_of(format_name: str) -> np.dtype[Any]:
 
 
 def is_array(leaf: object) -> TypeGuard[Any]:
-    """Whether a leaf is an array of JAX (traced ones too) or NumPy, or a NumPy scalar; Python numbers are not.
+    """Return whether a leaf is a JAX (also traced) or NumPy array or a NumPy scalar; Python numbers are not.
 
     >>> is_array(np.float32(1)), is_array(1.0)
     (True, False)
@@ -53,7 +53,7 @@ def is_array(leaf: object) -> TypeGuard[Any]:
 
 
 def is_floating(leaf: object) -> TypeGuard[Any]:
-    """Whether a leaf is a floating array, or the description of one (``jax.ShapeDtypeStruct``).
+    """Return whether a leaf is a floating-point array, or the description of one (``jax.ShapeDtypeStruct``).
 
     >>> is_floating(jnp.ones(2)), is_floating(jnp.arange(2)), is_floating(jax.random.key(0))
     (True, False, False)
@@ -62,7 +62,7 @@ def is_floating(leaf: object) -> TypeGuard[Any]:
 
 
 def is_trainable(leaf: object) -> TypeGuard[Any]:
-    """Whether a leaf can have a gradient: a floating or complex array.
+    """Return whether a leaf can have a gradient: a floating-point or complex array.
 
     >>> is_trainable(jnp.ones(2)), is_trainable(jnp.arange(2)), is_trainable(jax.nn.relu)
     (True, False, False)
@@ -71,7 +71,7 @@ def is_trainable(leaf: object) -> TypeGuard[Any]:
 
 
 def is_low(leaf: object) -> TypeGuard[Any]:
-    """Whether a leaf is a floating array of 16 bits or fewer.
+    """Return whether a leaf is a floating-point array of 16 bits or fewer.
 
     >>> is_low(jnp.ones(2, jnp.bfloat16)), is_low(jnp.ones(2))
     (True, False)
@@ -80,7 +80,7 @@ def is_low(leaf: object) -> TypeGuard[Any]:
 
 
 def is_traced(value: object) -> bool:
-    """Whether a value is being traced, so that it has no number yet.
+    """Return whether a value is being traced and so has no number yet.
 
     >>> is_traced(jnp.ones(2)), jax.eval_shape(lambda x: jnp.ones(2) * is_traced(x), 1.0).shape
     (False, (2,))

@@ -72,8 +72,7 @@ def _traced(
         return None, [], Found((), ())
     try:
         with policy:
-            pure, own_args, own_kwargs, _ = as_pure(fn, args, kwargs)
-            program = Program(pure, own_args, own_kwargs)
+            program = Program(*as_pure(fn, args, kwargs)[:4])
         found = found_in(program.closed, _scales(program.arrays, (args, kwargs)))
         return explain(fn, *args, policy=policy, **kwargs), list(walk(program.closed)), found
     except UsageError:  # it branches on a value, for example

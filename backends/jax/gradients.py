@@ -12,7 +12,7 @@ from polyamp.backends.jax import trees
 from polyamp.backends.jax.autocast import in_float32, run_autocasted
 from polyamp.backends.jax.dtypes import is_array, is_traced
 from polyamp.backends.jax.modules import model_of
-from polyamp.backends.jax.refusals import check_function, users_level
+from polyamp.backends.jax.refusals import check_function, positions, users_level
 from polyamp.backends.jax.state import LossScaleOptState, find_state
 from polyamp.errors import InvalidTypeError, InvalidValueError
 from polyamp.limits import report_nonfinite_loss
@@ -81,7 +81,7 @@ def unreported(
     name: str | None = None,
 ) -> Callable[..., Any]:
     """Do what `value_and_grad` does, and report what did nothing only where there is a ``name`` to report it of."""
-    wanted = _wanted(argnums)
+    wanted = positions(argnums, where="value_and_grad(fun, argnums=)")
 
     def transformed(opt_state: Any, /, *args: Any, **kwargs: Any) -> Any:
         chosen, state, places = bound or current_policy(), find_state(opt_state), _places(wanted, len(args))
@@ -114,19 +114,6 @@ def unreported(
 
 def _under(policy: Policy, name: str | None) -> Callable[..., Any]:
     return lambda program, *args: run_autocasted(program, policy, *args, name=name)
-
-
-def _wanted(argnums: Any) -> tuple[int, ...]:
-    wanted = tuple(argnums) if isinstance(argnums, list | tuple) else (argnums,)
-    if wanted and all(type(one) is int for one in wanted):
-        return wanted
-    raise InvalidTypeError(
-        "argnums are no positions of arguments",
-        where="value_and_grad(fun, argnums=)",
-        found=repr(argnums),
-        allowed="an integer, or a tuple of integers; 0 is fun's first argument",
-        fix="count fun's own arguments from 0; opt_state is not one of them",
-    )
 
 
 def _places(wanted: tuple[int, ...], count: int) -> list[int]:

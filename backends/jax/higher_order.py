@@ -14,14 +14,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from polyamp.backends.jax import unstable
-from polyamp.backends.jax.cells import FLOAT32, Cell, held_as_declared
+from polyamp.backends.jax import recipes, unstable
+from polyamp.backends.jax.cells import FLOAT32, INPUT, WEAK, Cell, held_as_declared
 from polyamp.flow import AFTER_LOOP, Value
 
 if TYPE_CHECKING:
     from polyamp.backends.jax.interpreter import Interpreter
 
-# What a loop carries is float32 because errors of 16 bits would add up over its turns: states of recurrences, sums of
+# What a loop adds to itself is float32 because errors of 16 bits would add up over its turns: cell states, sums of
 # gradients in the transposed loop, iterates of solvers.
 _CARRIED = Value("strong", AFTER_LOOP.removeprefix("after "))
 
@@ -33,9 +33,11 @@ def _jit(run: Interpreter, equation: Any, cells: list[Cell], path: str) -> list[
     """
     if unstable.is_plain_jit(equation.params):
         called = equation.params["jaxpr"]
-        return (
-            run.calls.results(run, equation, cells, path) if run.calls.repeat(called) else run.run(called, cells, path)
-        )
+        if not run.calls.repeat(called):
+            return run.run(called, cells, path)
+        results = run.calls.results(run, equation, cells, path)
+        recipes.noted_call(results, lambda: run.run(called, cells, path))
+        return results
     inner = held_as_declared(cells)
     outputs: list[Cell] = []
 
@@ -61,34 +63,50 @@ def _scan(run: Interpreter, equation: Any, cells: list[Cell], path: str) -> list
     params = equation.params
     constants, carried, stacked = _split(cells, *unstable.loop_parts(params))
     constants = held_as_declared(constants)  # cast in each turn, so that the gradients of all turns add up in float32
-    record = _recording(run, params["length"])
-
-    def body(carry: list[Any], slices: list[Cell]) -> tuple[list[Any], list[Cell]]:
-        turn = [cell.within() for cell in constants] + _carry(carried, carry) + [_shared(cell) for cell in slices]
-        with record():
-            outputs = run.run(params["jaxpr"], turn, path)
-        return [cell.restored() for cell in outputs[: len(carry)]], outputs[len(carry) :]
-
     length, reverse, unroll = params["length"], params["reverse"], params["unroll"]
-    last, outputs = lax.scan(body, _initial(carried), stacked, length=length, reverse=reverse, unroll=unroll)
-    return _carry(carried, last) + outputs
+
+    def loop(run: Interpreter, models: Sequence[Cell], found: list[Cell]) -> tuple[list[Any], list[Cell]]:
+        record = _recording(run, length)
+
+        def body(carry: list[Any], slices: list[Cell]) -> tuple[list[Any], list[Cell]]:
+            turn = [cell.within() for cell in constants] + _around(models, carry) + [_shared(cell) for cell in slices]
+            with run.looped(), record():
+                outputs = run.run(params["jaxpr"], turn, path)
+            found[:] = outputs[: len(carry)]
+            return _ending_in(models, outputs), outputs[len(carry) :]
+
+        initial = _ending_in(models, carried)
+        last, outputs = lax.scan(body, initial, stacked, length=length, reverse=reverse, unroll=unroll)
+        return last, outputs
+
+    models = _models(run, equation, cells, carried, path, loop)
+    last, outputs = loop(run, models, [])
+    return _around(models, last) + outputs
 
 
 def _while(run: Interpreter, equation: Any, cells: list[Cell], path: str) -> list[Cell]:
     params = equation.params
     for_condition, for_body, carried = _split(cells, params["cond_nconsts"], params["body_nconsts"])
-    record = _recording(run)
 
-    def condition(carry: Sequence[Any]) -> Any:
-        with record():
-            turn = [cell.within() for cell in for_condition] + _carry(carried, carry)
-            return run.run(params["cond_jaxpr"], turn, path)[0].array
+    def loop(run: Interpreter, models: Sequence[Cell], found: list[Cell]) -> Sequence[Any]:
+        record = _recording(run)
 
-    def body(carry: Sequence[Any]) -> Sequence[Any]:
-        turn = [cell.within() for cell in for_body] + _carry(carried, carry)
-        return [cell.restored() for cell in run.run(params["body_jaxpr"], turn, path)]
+        def condition(carry: Sequence[Any]) -> Any:
+            with run.looped(), record():
+                turn = [cell.within() for cell in for_condition] + _around(models, carry)
+                return run.run(params["cond_jaxpr"], turn, path)[0].array
 
-    return _carry(carried, lax.while_loop(condition, body, _initial(carried)))
+        def body(carry: Sequence[Any]) -> Sequence[Any]:
+            turn = [cell.within() for cell in for_body] + _around(models, carry)
+            with run.looped():
+                found[:] = run.run(params["body_jaxpr"], turn, path)
+            return _ending_in(models, found)
+
+        last: Sequence[Any] = lax.while_loop(condition, body, _ending_in(models, carried))
+        return last
+
+    models = _models(run, equation, cells, carried, path, loop)
+    return _around(models, loop(run, models, []))
 
 
 def _cond(run: Interpreter, equation: Any, cells: list[Cell], path: str) -> list[Cell]:
@@ -220,14 +238,26 @@ def _barrier(run: Interpreter, equation: Any, cells: list[Cell], path: str) -> l
 
 
 def _convert(run: Interpreter, equation: Any, cells: list[Cell], path: str) -> list[Cell] | None:
-    """A cast that the user wrote is done; one from float32 to float32 (of a weak type) casts nothing."""
+    """A cast that the user wrote is done; one from float32 to float32 (of a weak type) casts nothing.
+
+    What a cast makes of integers is an input: labels, positions. What it makes of booleans is 0 or 1.
+    """
     (cell,) = cells
-    target = np.dtype(equation.params["new_dtype"]) if cell.declared == FLOAT32 else None
+    target = np.dtype(equation.params["new_dtype"])
+    if target == FLOAT32 and jnp.issubdtype(cell.declared, np.integer):
+        (array,) = unstable.bound(equation, [cell.array])
+        return [Cell.given(array, FLOAT32, WEAK if cell.constant else INPUT, cell.constant)]
+    if cell.declared != FLOAT32:
+        return None
     if target == FLOAT32:
         return [cell]
-    if target is not None and target == cell.dtype:
+    if target == cell.dtype:
         return [Cell.given(cell.array, target)]
     return None
+
+
+def _bound_as_is(equation: Any, cells: Sequence[Cell]) -> list[Any]:
+    return unstable.bound(equation, [cell.restored() for cell in cells])
 
 
 HANDLERS: dict[str, Callable[[Interpreter, Any, list[Cell], str], list[Cell] | None]] = {
@@ -288,7 +318,7 @@ def _split(cells: list[Cell], first: int, second: int) -> tuple[list[Cell], list
 
 
 def _like(cell: Cell, array: Any) -> Cell:
-    return Cell(array, cell.dtype, cell.declared, cell.value, cell.shared)
+    return cell.around(array)
 
 
 def _around(cells: Sequence[Cell], arrays: Sequence[Any]) -> list[Cell]:
@@ -299,16 +329,43 @@ def _shared(cell: Cell) -> Cell:
     return Cell(cell.array, cell.dtype, cell.declared, cell.value, shared=True)
 
 
-def _initial(carried: Sequence[Cell]) -> list[Any]:
-    return [cell.restored() for cell in carried]
+def _ending_in(models: Sequence[Cell], cells: Sequence[Cell]) -> list[Any]:
+    """The arrays of as many cells as there are models, in their dtypes."""
+    return [cell.cast(model.dtype) for model, cell in zip(models, cells, strict=False)]
 
 
-def _carry(carried: Sequence[Cell], arrays: Sequence[Any]) -> list[Cell]:
-    """What a loop carries, in its declared types."""
+def _models(
+    run: Interpreter,
+    equation: Any,
+    cells: Sequence[Cell],
+    carried: Sequence[Cell],
+    path: str,
+    loop: Callable[[Interpreter, Sequence[Cell], list[Cell]], Any],
+) -> list[Cell]:
+    """What stands for each value that a loop carries.
+
+    The body is traced with all of them in float32. Those that come out of it low nonetheless do not add up over its
+    turns, so that they are carried in 16 bits.
+    """
+    strong = [_carry(cell) for cell in carried]
+    if all(cell.declared != FLOAT32 or cell.value.unfit for cell in carried):
+        return strong
+    key = (id(equation.params), run.place(path), tuple(cell.format for cell in cells))
+    if key not in run.calls.loops:
+        found: list[Cell] = []
+        jax.eval_shape(lambda: jax.tree.leaves(loop(run.apart(), strong, found)))
+        run.calls.loops[key] = equation.params, [cell.value for cell in found]
+    values = run.calls.loops[key][1]
     return [
-        Cell(array, cell.declared, cell.declared, _CARRIED if cell.declared == FLOAT32 else cell.value, shared=True)
-        for cell, array in zip(carried, arrays, strict=True)
+        model if value.state != "low" or cell.declared != FLOAT32 or cell.value.unfit else model.low(run.compute, value)
+        for cell, model, value in zip(carried, strong, values, strict=True)
     ]
+
+
+def _carry(cell: Cell) -> Cell:
+    """What stands for a value that a loop carries in its declared type."""
+    value = _CARRIED if cell.declared == FLOAT32 else cell.value
+    return Cell(cell.array, cell.declared, cell.declared, value, shared=True)
 
 
 def _recording(run: Interpreter, times: int = 1) -> Callable[[], Any]:
@@ -322,7 +379,7 @@ def _recording(run: Interpreter, times: int = 1) -> Callable[[], Any]:
 
 def _join(outputs: tuple[Cell, ...]) -> Cell:
     """One output of all branches: in their common format, else as declared; strong where it is so in any."""
-    ranks = ["strong", "other", "weak", "low"]
+    ranks = ["strong", "other", "input", "weak", "low"]
     first = min(outputs, key=lambda cell: ranks.index(cell.value.state))
     dtype = first.dtype if all(cell.dtype == first.dtype for cell in outputs) else first.declared
     return Cell(first.array, dtype, first.declared, first.value, shared=True)

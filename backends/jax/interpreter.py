@@ -14,21 +14,24 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from polyamp.backends.jax import unstable
+from polyamp.backends.jax import recipes, unstable
 from polyamp.backends.jax.binding import bound_low, bound_wide
 from polyamp.backends.jax.calls import Calls
-from polyamp.backends.jax.cells import FLOAT32, WEAK, Cell, declared_value
+from polyamp.backends.jax.cells import FLOAT32, INPUT, WEAK, Cell, declared_value
 from polyamp.backends.jax.dtypes import dtype_of
 from polyamp.backends.jax.higher_order import HANDLERS
 from polyamp.backends.jax.operations import OPERATIONS, canonical
 from polyamp.backends.jax.recorder import Recorder
 from polyamp.errors import UnsupportedError
-from polyamp.flow import AS_WRITTEN, Flow, Value, constant, flow
+from polyamp.flow import AS_WRITTEN, Flow, Value, constant, flow, specific
 from polyamp.operations import OPERATIONS as CANONICAL
 from polyamp.policy import Policy
 from polyamp.rules import Decision, Rule, decide, unused
 
 IN_FLOAT32 = "autocast to float32"
+_MOVES = ("reshape", "squeeze", "copy", "name", "stop_gradient")  # the same numbers in the same order
+_LAYOUTS = ("broadcast_in_dim", "transpose", "slice")
+_IN_16_BITS = ("sigmoid", "tanh", "erf")  # of class inner; what XLA makes of them is float32 inside
 _LOWERED = frozenset(name for name, entry in CANONICAL.items() if entry.op_class == "lower")
 
 
@@ -54,15 +57,21 @@ class Interpreter:
         compute: the dtype of ``lower`` operations.
         noted: what there is to report of the operations so far.
         calls: the functions that the program calls more than once; they are rewritten once, unless there is a recorder.
+        is_looped: whether it is in the body of a loop.
         recorder: takes down what was decided, for a plan; None for a run that only computes.
+        parameters: the ids of traced arrays that the program takes from around it, and that are no inputs.
     """
 
-    def __init__(self, policy: Policy, recorder: Recorder | None = None) -> None:
+    def __init__(
+        self, policy: Policy, recorder: Recorder | None = None, parameters: frozenset[int] = frozenset()
+    ) -> None:
         self.policy = policy
+        self.parameters = parameters
         self.compute = dtype_of(policy.compute)
         self.recorder = recorder
         self.noted = Noted()
         self.calls = Calls()
+        self.is_looped = False
         self._needs_paths = recorder is not None or bool(policy.rules)
         self._constants: dict[float, Value] = {}
 
@@ -73,9 +82,18 @@ class Interpreter:
 
     def apart(self) -> Interpreter:
         """One for the same policy that takes down its own notes."""
-        other = Interpreter(self.policy)
-        other.calls = self.calls
+        other = Interpreter(self.policy, parameters=self.parameters)
+        other.calls, other.is_looped = self.calls, self.is_looped
         return other
+
+    @contextmanager
+    def looped(self) -> Iterator[None]:
+        """What runs in here is the body of a loop."""
+        before, self.is_looped = self.is_looped, True
+        try:
+            yield
+        finally:
+            self.is_looped = before
 
     def note(self, noted: Noted) -> None:
         """Take over what another one took down."""
@@ -116,28 +134,52 @@ class Interpreter:
         return self._operation(equation, cells, path) if results is None else results
 
     def _operation(self, equation: Any, cells: list[Cell], path: str) -> list[Cell]:
-        name = canonical(equation.primitive.name, equation.params)
+        name = specific(
+            canonical(equation.primitive.name, equation.params),
+            of_itself=len(cells) == 2 and cells[0].same == cells[1].same and _shape(cells[0]) == _shape(cells[1]),
+            over=len(cells) == 2 and cells[0].constant and not cells[1].constant,
+        )
         if self._needs_paths:  # JAX has softmax, gelu and the like only as functions
             path = "/".join(filter(None, (path, unstable.library_function(equation))))
         decision = self._decide(name, path)
         outcome = self._outcome(equation, name, decision, [cell.value for cell in cells if cell.inexact])
-        lowers = outcome.format == self.policy.compute
         if OPERATIONS.get(equation.primitive.name) in _LOWERED:
             self._note(equation, name, outcome, cells)
-        dtype = self.compute if lowers else FLOAT32
-        keeps = lowers and equation.params.get("preferred_element_type") == FLOAT32 and unstable.chose_output(equation)
-        held, value = (FLOAT32, Value("strong", name)) if keeps else (dtype, outcome.output)
-        if self.recorder is not None:
-            self.recorder.add(equation, name, path, decision, outcome, cells, dtype)
-        if outcome.format == AS_WRITTEN:
-            results = unstable.bound(equation, [cell.restored() for cell in cells])
-        else:
-            self.noted.lowered = self.noted.lowered or lowers
-            with _refusals(equation, decision, dtype):
-                results = bound_low(equation, cells, dtype, held) if lowers else bound_wide(equation, cells)
-        return [
-            _result(variable, result, value, held) for variable, result in zip(equation.outvars, results, strict=True)
+        bound, dtype, value = self._bound(equation, name, path, decision, outcome, cells)
+        results = [
+            _result(variable, result, value, dtype) for variable, result in zip(equation.outvars, bound, strict=True)
         ]
+        _remember(equation, cells, results)
+        if outcome.format != AS_WRITTEN:
+            recipes.noted(equation, cells, results, outcome.anew)
+        return results
+
+    def _bound(
+        self, equation: Any, name: str, path: str, decision: Decision, outcome: Flow, cells: list[Cell]
+    ) -> tuple[list[Any], Any, Value]:
+        """The results of an operation, the dtype that float32 ones are held in, and what is known of them."""
+        lowers = outcome.format == self.policy.compute
+        rounds = outcome.output.state == "low" and outcome.output.role != "normalized"  # whatever it computes in
+        is_wide = not lowers or (decision.op_class == "inner" and name not in _IN_16_BITS)
+        dtype, value = self.compute if lowers or rounds else FLOAT32, outcome.output
+        if lowers and equation.params.get("preferred_element_type") == FLOAT32 and unstable.chose_output(equation):
+            held, value = FLOAT32, Value("strong", name)
+        else:
+            held = dtype
+        if self.recorder is not None:
+            place = FLOAT32 if is_wide else dtype
+            self.recorder.add(equation, name, path, decision, outcome, cells, place, held)
+        if outcome.format == AS_WRITTEN:
+            return unstable.bound(equation, [cell.restored() for cell in cells]), FLOAT32, value
+        self.noted.lowered = self.noted.lowered or lowers
+        with _refusals(equation, decision, self.compute if lowers else FLOAT32):
+            if not is_wide:
+                return bound_low(equation, cells, dtype, held, is_looped=self.is_looped), held, value
+            results = bound_wide(equation, cells, outcome.anew)
+        declared = map(unstable.dtype_in, equation.outvars)
+        ends = zip(results, declared, strict=True)
+        results = [unstable.converted(one, dtype) if own == FLOAT32 != dtype else one for one, own in ends]
+        return results, held, value
 
     def _decide(self, name: str, path: str) -> Decision:
         key = (name, path)
@@ -158,6 +200,9 @@ class Interpreter:
         if not inputs:
             return Flow(AS_WRITTEN, WEAK, "no floating-point input")
         outcome = flow(name, decision, inputs, self.policy.compute)
+        if equation.primitive.name == "reduce_window_sum" and outcome.output.state == "low":
+            output = outcome.output._replace(role="normalized")  # the average of a window, once it is divided
+            return outcome._replace(format="float32", output=output)
         if outcome.format != self.policy.compute:
             return outcome
         asked = _asked(equation.params)
@@ -172,12 +217,14 @@ class Interpreter:
 
     def _constant(self, variable: Any, array: Any) -> Cell:
         declared = unstable.dtype_in(variable)
-        if declared != FLOAT32 or isinstance(array, jax.core.Tracer):
-            return Cell.given(array, declared)
+        if isinstance(array, jax.core.Tracer):
+            return Cell.given(array, declared, WEAK if id(array) in self.parameters else INPUT)
+        if declared != FLOAT32:
+            return Cell.given(array, declared, constant=True)
         magnitude = _magnitude(array)
         if magnitude not in self._constants:
             self._constants[magnitude] = constant([magnitude], self.policy.compute)
-        return Cell.given(array, declared, self._constants[magnitude])
+        return Cell.given(array, declared, self._constants[magnitude], constant=True)
 
 
 def _is_held(name: str, path: str) -> bool:
@@ -216,6 +263,22 @@ def _result(variable: Any, array: Any, value: Value, dtype: Any) -> Cell:
     if declared != FLOAT32:
         return Cell(array, declared, declared, declared_value(declared), shared=True)
     return Cell(array, dtype, declared, value, shared=True)
+
+
+def _remember(equation: Any, cells: Sequence[Cell], results: Sequence[Cell]) -> None:
+    """Take down whether results are constants, and which other values they are the same as."""
+    is_constant = bool(cells) and all(cell.constant for cell in cells)
+    for cell in results:
+        cell.constant = is_constant
+    name = equation.primitive.name
+    if name in _MOVES and (name != "reshape" or equation.params["dimensions"] is None):
+        results[0].same = cells[0].same
+    elif name in _LAYOUTS and len(cells) == 1:
+        results[0].same = (cells[0].same, _shape(cells[0]), name, repr(equation.params))
+
+
+def _shape(cell: Cell) -> Any:
+    return getattr(cell.array, "shape", ())
 
 
 def _asked(params: dict[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""Names on the values of a traced step, by which a recording finds the gradients that an optimizer gets."""
+"""Names on the values of a traced step. By them, a recording finds the gradients that an optimizer gets."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _PREFIX = "polyamp: gradient of "
 
 
 def gradients(tree: Any) -> Any:
-    """Gradients with their names on them where they are traced; in a compiled program that is nothing.
+    """Return gradients with their names attached if they are traced. The names do not change a compiled program.
 
     >>> import jax.numpy as jnp
     >>> jaxpr = jax.make_jaxpr(gradients)({"dense": {"kernel": jnp.ones(2)}})
@@ -33,7 +33,7 @@ def gradients(tree: Any) -> Any:
 
 
 def name_of(path: Any) -> str:
-    """A key path joined by ``/``, without the field in which a flax NNX variable keeps its array; "params" for none.
+    """Return a key path joined by ``/``, without a flax NNX variable's own field; "params" if the path is empty.
 
     >>> [(path, _)] = jax.tree.leaves_with_path({"blocks": [{"w": 1.0}]})
     >>> name_of(path)
@@ -44,7 +44,7 @@ def name_of(path: Any) -> str:
 
 
 def marked(name: str) -> str | None:
-    """The parameter that a name put here is about; None for any other name.
+    """Return the parameter that a name from `gradients` refers to; None for any other name.
 
     >>> marked("polyamp: gradient of w"), marked("attention")
     ('w', None)

@@ -1,38 +1,40 @@
-"""What a loss function is given in the place of parameters: a pytree, or a flax NNX module that changes when called."""
+"""The first argument of a loss function: a pytree of parameters, or a flax NNX module, which a call can change."""
 
 from __future__ import annotations
 
+import functools
 import sys
-from collections.abc import Callable
-from typing import Any, Protocol
+import types
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 
 from polyamp.backends.jax import trees
-from polyamp.backends.jax.dtypes import is_floating
+from polyamp.backends.jax.dtypes import is_floating, is_traced
 
 
 class Model(Protocol):
-    """The trained part of a model, and how the loss function's view of the model is made of it."""
+    """The trained part of a model, and how the loss function's argument is built from it."""
 
     trained: Any
 
     def build(self, trained: Any) -> Any:
-        """What the loss function takes."""
+        """Return the argument of the loss function."""
 
     def changes(self, built: Any) -> Any:
-        """Pytree of what the loss function changed in what it took."""
+        """Return a pytree of what the loss function changed in its argument."""
 
     def accept(self, changes: Any, finite: Any) -> None:
-        """Take these changes on; those of floating-point values only where ``finite`` holds."""
+        """Store these changes in the model; those of floating-point values only if ``finite`` is true."""
 
 
 class PytreeModel:
-    """A pytree, of which the floating arrays are trained; a pure function changes nothing in it."""
+    """A pytree whose floating-point arrays are trained. A pure function does not change it."""
 
     def __init__(self, params: Any) -> None:
-        self.params = params
+        self.params = self.held = params
         self.trained = trees.trainable(params)
 
     def build(self, trained: Any) -> Any:
@@ -42,14 +44,14 @@ class PytreeModel:
         return None
 
     def accept(self, changes: None, finite: Any) -> None:
-        """Nothing to take on."""
+        """Do nothing: there are no changes."""
 
 
 class NnxModel:
-    """A ``flax.nnx.Module``, of which the ``nnx.Param`` variables are trained.
+    """A ``flax.nnx.Module`` whose ``nnx.Param`` variables are trained.
 
-    The others (batch-norm statistics, counters of random numbers) stay in their own dtypes, and take on, in the module
-    itself, the values that the loss function gives them.
+    The other variables (batch-norm statistics, random-number counters) keep their dtypes. The values that the loss
+    function assigns to them are stored in the module itself.
     """
 
     def __init__(self, module: Any) -> None:
@@ -58,6 +60,7 @@ class NnxModel:
         self.nnx, self.module = nnx, module
         parts: Any = nnx.split(module, nnx.Param, ...)
         self.definition, self.trained, self.others = parts
+        self.held = self.others
 
     def build(self, trained: Any) -> Any:
         return self.nnx.merge(self.definition, trained, self.others, copy=True)
@@ -69,9 +72,9 @@ class NnxModel:
         self.nnx.update(self.module, changes if finite is True else self._kept(changes, finite))
 
     def _kept(self, changes: Any, finite: Any) -> Any:
-        """The changes with the old statistics where the gradients overflowed: that step is going to be skipped.
+        """Return the changes, with the old statistics if the gradients overflowed, since that step will be skipped.
 
-        Counters of random numbers go on, and what the function has added stays.
+        Random-number counters still advance, and variables that the function added stay.
         """
         old = dict(self.nnx.to_flat_state(self.others))
 
@@ -92,7 +95,7 @@ def _statistic(finite: Any, new: Any, old: Any) -> Any:
 
 
 def model_of(params: Any) -> Model:
-    """``params`` as a model; flax is looked at only if the program has imported it.
+    """Return ``params`` as a model. flax is considered only if the program has imported it.
 
     >>> model_of({"w": 1.0, "b": 2}).trained
     {'b': None, 'w': None}
@@ -101,35 +104,51 @@ def model_of(params: Any) -> Model:
     return NnxModel(params) if nnx is not None and isinstance(params, nnx.Module) else PytreeModel(params)
 
 
-def as_pure(
-    fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], Callable[[Any], Any]]:
-    """A call without side effects: flax NNX modules in ``fn`` and its arguments as pytrees, in and out.
+class Call(NamedTuple):
+    """A call without side effects.
 
-    Returns:
-        A function and its arguments; and what gives the call's own results from that function's, after the modules
-        have taken on the changes.
+    Attributes:
+        fn, args, kwargs: the function and its arguments.
+        argnums: the positions of the arguments that are parameters.
+        accept: gives the call's own results from the function's, after flax NNX modules took on the changes.
     """
+
+    fn: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    argnums: Sequence[int]
+    accept: Callable[[Any], Any]
+
+
+def as_pure(
+    fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], argnums: Sequence[int] = (0,)
+) -> Call:
+    """Turn a call into one without side effects: its flax NNX modules become pytrees in the arguments and results."""
     nnx = sys.modules.get("flax.nnx")
     if nnx is None:
-        return fn, args, kwargs, lambda results: results
+        return Call(fn, args, kwargs, argnums, lambda results: results)
     owner = getattr(fn, "__self__", None)
     method = getattr(fn, "__func__", None) if isinstance(owner, nnx.Module) else None
 
     def is_stateful(leaf: Any) -> bool:
         return isinstance(leaf, nnx.Module | nnx.Rngs | nnx.Variable)
 
-    leaves, tree = jax.tree.flatten((owner if method else fn, args, kwargs), is_leaf=is_stateful)
+    call = (owner if method else fn, args, kwargs)
+    leaves, tree = jax.tree.flatten(call, is_leaf=is_stateful)
     places = [index for index, leaf in enumerate(leaves) if is_stateful(leaf)]
     if not places:
-        return fn, args, kwargs, lambda results: results
+        return Call(fn, args, kwargs, argnums, lambda results: results)
     modules = [leaves[index] for index in places]
     definition, state = nnx.split(modules)
+    flags = [*_flags(call[0], False, is_stateful), *parameters_among(args, kwargs, argnums, is_stateful)]
 
-    def pure(state: Any, others: list[Any]) -> Any:
-        own, given = nnx.merge(definition, state, copy=True), list(others)
+    def pure(parameters: Any, others: list[Any]) -> Any:
+        state, given = parameters
+        own, given = nnx.merge(definition, state, copy=True), [*given]
         for index, module in zip(places, own, strict=True):
             given[index] = module
+        for index, other in enumerate(others):
+            given[index] = other if not flags[index] else given[index]
         own_fn, own_args, own_kwargs = jax.tree.unflatten(tree, given)
         results = method(own_fn, *own_args, **own_kwargs) if method else own_fn(*own_args, **own_kwargs)
         return results, _changes(nnx, state, nnx.state(own))
@@ -139,12 +158,13 @@ def as_pure(
         nnx.update(modules, changed)
         return own
 
-    others = [None if is_stateful(leaf) else leaf for leaf in leaves]
-    return pure, (state, others), {}, accept
+    held = [None if is_stateful(leaf) or not flag else leaf for leaf, flag in zip(leaves, flags, strict=True)]
+    others = [None if is_stateful(leaf) or flag else leaf for leaf, flag in zip(leaves, flags, strict=True)]
+    return Call(pure, ((state, held), others), {}, (0,), accept)
 
 
 def _changes(nnx: Any, before: Any, after: Any) -> Any:
-    """The part of a state that holds other arrays now: flax refuses to set a captured module even to what it has."""
+    """Return the part of a state with new arrays: flax refuses to assign to a captured module, even its own value."""
     old = {path: jax.tree.leaves(variable) for path, variable in nnx.to_flat_state(before)}
 
     def is_changed(path: Any, variable: Any) -> bool:
@@ -156,3 +176,76 @@ def _changes(nnx: Any, before: Any, after: Any) -> Any:
     return nnx.from_flat_state(
         [(path, variable) for path, variable in nnx.to_flat_state(after) if is_changed(path, variable)]
     )
+
+
+def is_module(node: object) -> bool:
+    """Whether an object is a module of equinox, flax or the like, by the name of a class that it inherits from.
+
+    >>> is_module({"w": 1.0})
+    False
+    """
+    return any(base.__name__ == "Module" for base in type(node).__mro__)
+
+
+def parameters_among(
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    argnums: Sequence[int],
+    is_leaf: Callable[[Any], bool] | None = None,
+) -> list[bool]:
+    """For each leaf of arguments, whether it is a parameter: of one of ``argnums``, or of a module.
+
+    >>> parameters_among(({"w": 1.0, "b": 0.0}, 2.0), {"y": 3.0}, (0,))
+    [True, True, False, False]
+    """
+    flags = [flag for place, arg in enumerate(args) for flag in _flags(arg, place in argnums, is_leaf)]
+    return flags + _flags(kwargs, False, is_leaf)
+
+
+def _flags(tree: Any, are_parameters: bool, is_leaf: Callable[[Any], bool] | None) -> list[bool]:
+    nodes = jax.tree.leaves(tree, is_leaf=lambda node: is_module(node) or (is_leaf is not None and is_leaf(node)))
+    counts = [(len(jax.tree.leaves(node, is_leaf=is_leaf)), are_parameters or is_module(node)) for node in nodes]
+    return [flag for count, flag in counts for _ in range(count)]
+
+
+def captured_parameters(fn: Any) -> frozenset[int]:
+    """The ids of traced arrays in the modules that a function holds, in its closure or in what it wraps."""
+    found: set[int] = set()
+    seen: set[int] = set()
+    waiting = [fn]
+    while waiting and len(seen) < _MOST:
+        own = waiting.pop()
+        if id(own) in seen:
+            continue
+        seen.add(id(own))
+        held = own.held if isinstance(own, PytreeModel | NnxModel) else own if is_module(own) else None
+        if held is not None:
+            found.update(id(leaf) for leaf in jax.tree.leaves(held) if is_traced(leaf))
+        waiting += _held_by(own)
+    return frozenset(found)
+
+
+_MOST = 1000
+
+
+def _held_by(own: Any) -> list[Any]:
+    if isinstance(own, functools.partial):
+        return [own.func, *own.args, *own.keywords.values()]
+    if isinstance(own, types.MethodType):
+        return [own.__self__, own.__func__]
+    if isinstance(own, list | tuple):
+        return list(own)
+    if isinstance(own, dict):
+        return list(own.values())
+    if isinstance(own, types.FunctionType):
+        cells = [cell.cell_contents for cell in own.__closure__ or () if _is_filled(cell)]
+        return [*cells, *(own.__defaults__ or ()), *own.__dict__.values()]
+    wrapped = getattr(own, "__wrapped__", None) if callable(own) else None
+    return [] if wrapped is None else [wrapped]
+
+
+def _is_filled(cell: types.CellType) -> bool:
+    try:
+        return cell.cell_contents is not cell
+    except ValueError:
+        return False

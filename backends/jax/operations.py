@@ -137,9 +137,14 @@ OPERATIONS: dict[str, str] = by_native_name(
 def canonical(primitive: str, params: Mapping[str, Any]) -> str:
     """The canonical name of a primitive, its own where it has none.
 
-    >>> canonical("integer_pow", {"y": 2}), canonical("integer_pow", {"y": 3}), canonical("my_kernel", {})
-    ('square', 'integer_pow', 'my_kernel')
+    >>> canonical("integer_pow", {"y": 2}), canonical("integer_pow", {"y": -1}), canonical("integer_pow", {"y": 3})
+    ('square', 'reciprocal', 'integer_pow')
+    >>> canonical("my_kernel", {})
+    'my_kernel'
     """
-    if primitive == "integer_pow" and params["y"] == 2:
-        return "square"
+    if primitive == "integer_pow" and params["y"] in _POWERS:
+        return _POWERS[params["y"]]
     return OPERATIONS.get(primitive, primitive)
+
+
+_POWERS = {2: "square", -1: "reciprocal"}

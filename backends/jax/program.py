@@ -8,10 +8,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from polyamp.backends.jax import unstable
-from polyamp.backends.jax.cells import Cell, is_inexact
+from polyamp.backends.jax import recipes, unstable
+from polyamp.backends.jax.cells import FLOAT32, INPUT, WEAK, Cell, is_inexact
 from polyamp.backends.jax.dtypes import is_array
 from polyamp.backends.jax.interpreter import Interpreter
+from polyamp.backends.jax.modules import captured_parameters, parameters_among
 from polyamp.backends.jax.refusals import refusals
 
 
@@ -20,11 +21,19 @@ class Program:
 
     Attributes:
         arrays: the arrays among the arguments.
+        parameters: the ids of traced arrays that the function takes from around it, and that are no inputs.
         closed: the jaxpr of the call, from these to the arrays among the results.
+
+    Args:
+        argnums: the positions of the arguments that are parameters; the modules among the others are, too.
     """
 
-    def __init__(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def __init__(
+        self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], argnums: Sequence[int] = (0,)
+    ) -> None:
         leaves, tree = jax.tree.flatten((args, kwargs))
+        self._is_parameter = parameters_among(args, kwargs, argnums)
+        self.parameters = captured_parameters(fn)
         self._is_array = [is_array(leaf) or isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves]
         self.arrays = [leaf for leaf, is_one in zip(leaves, self._is_array, strict=True) if is_one]
         self._results: list[Any] = []
@@ -50,7 +59,10 @@ class Program:
         jaxpr, _ = unstable.opened(self.closed)
         if interpreter.recorder is None:
             interpreter.calls.count(self.closed)
-        cells = [Cell.given(array, unstable.dtype_in(var)) for array, var in zip(arrays, jaxpr.invars, strict=True)]
+        interpreter.parameters |= self.parameters
+        flags = [flag for flag, is_one in zip(self._is_parameter, self._is_array, strict=True) if is_one]
+        given = zip(arrays, jaxpr.invars, flags, strict=True)
+        cells = [Cell.given(array, unstable.dtype_in(var), WEAK if own else INPUT) for array, var, own in given]
         outputs = interpreter.run(self.closed, cells, "")
         return [_as_traced(cell, variable) for cell, variable in zip(outputs, jaxpr.outvars, strict=True)]
 
@@ -87,7 +99,8 @@ class Program:
 
 def _as_traced(cell: Cell, variable: Any) -> Any:
     """An output in the type that it was traced with, weak where that was weak."""
-    array, weak = cell.restored(), getattr(variable.aval, "weak_type", False)
+    is_rounded = cell.value.role == "saturated" and cell.declared == FLOAT32  # what comes may take a logarithm
+    array, weak = recipes.anew(cell) if is_rounded else cell.restored(), getattr(variable.aval, "weak_type", False)
     if unstable.dtype_in(variable) is None:
         return array
     array = jnp.asarray(array)

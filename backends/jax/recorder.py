@@ -53,8 +53,9 @@ class Recorder:
         outcome: Flow,
         cells: Sequence[Cell],
         dtype: Any,
+        held: Any,
     ) -> None:
-        """Take down one operation, before its inputs are cast."""
+        """Take down one operation, before its inputs are cast; its results are held in another dtype perhaps."""
         region = self._regions.of(path) if self._regions else None
         if self._regions is not None and region is not None:
             self._place(region, self._regions.found[region].operations)
@@ -64,7 +65,7 @@ class Recorder:
         cast = [(cell.array, cell.dtype, to) for cell, to in zip(cells, wanted, strict=True) if cell.dtype != to]
         outputs = [variable.aval for variable in equation.outvars]
         read = sum(_bytes(cell.array, to) for cell, to in zip(cells, wanted, strict=True))
-        written = sum(_bytes(aval, dtype if _is_float32(aval) and not as_written else None) for aval in outputs)
+        written = sum(_bytes(aval, held if _is_float32(aval) and not as_written else None) for aval in outputs)
         bytes_cast = sum(_bytes(array, before) for array, before, _ in cast)
         self.operations.append(
             PlannedOperation(

@@ -1,4 +1,4 @@
-"""What cannot be traced, said in words that name the user's line and the way out."""
+"""Errors for programs that cannot be traced. They name the user's line and the remedy."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
+from typing import Any
 
 import jax
 
@@ -21,7 +22,7 @@ BRANCHES = (
 
 @contextmanager
 def refusals() -> Iterator[None]:
-    """What JAX and flax refuse while a function is traced, in words that name the way out.
+    """Replace errors of JAX and flax during tracing by errors that name the remedy.
 
     Raises:
         UsageError: the function branches on a traced value, or changes a captured NNX module.
@@ -37,7 +38,7 @@ def refusals() -> Iterator[None]:
             fix="rewrite that line so, or give the value that it looks at as a Python number",
         ) from error
     except Exception as error:
-        if type(error).__name__ != "TraceContextError":  # flax.errors, which is not imported to find out
+        if type(error).__name__ != "TraceContextError":  # of flax.errors, which is not imported just for this test
             raise
         raise UsageError(
             "the function changes an NNX module that is not among its arguments",
@@ -49,10 +50,10 @@ def refusals() -> Iterator[None]:
 
 
 def check_function(fn: object, *, where: str) -> None:
-    """Refuse what cannot be called, such as an array.
+    """Raise if ``fn`` is not callable, for example an array.
 
     Raises:
-        InvalidTypeError: it cannot.
+        InvalidTypeError: it is not callable.
     """
     if callable(fn):
         return
@@ -68,7 +69,7 @@ def check_function(fn: object, *, where: str) -> None:
 
 
 def _user_line(error: BaseException) -> str:
-    """The innermost line of the traceback that is of no library: neither polyamp, JAX nor a package of flax's kind."""
+    """Return the innermost line of the traceback outside libraries: not polyamp, JAX or a package such as flax."""
     frame, found = error.__traceback__, ""
     while frame is not None:
         if _is_users(frame.tb_frame):
@@ -78,7 +79,7 @@ def _user_line(error: BaseException) -> str:
 
 
 def users_level() -> int:
-    """The ``stacklevel`` with which `warn_once`, where the calling function calls it, points at the user's line."""
+    """Return the ``stacklevel`` that makes `warn_once`, called by the calling function, point at the user's line."""
     frame, level = inspect.currentframe(), 1
     while frame is not None and not _is_users(frame):
         frame, level = frame.f_back, level + 1
@@ -90,3 +91,24 @@ def _is_users(frame: FrameType) -> bool:
 
 
 _LIBRARIES = {"polyamp", "jax", "flax", "equinox", "haiku", "optax", "contextlib", "functools"}
+
+
+def positions(argnums: Any, *, where: str) -> tuple[int, ...]:
+    """Positions of arguments, as they are given.
+
+    >>> positions(0, where="autocast(fn, argnums=)")
+    (0,)
+
+    Raises:
+        InvalidTypeError: they are no integers.
+    """
+    wanted = tuple(argnums) if isinstance(argnums, list | tuple) else (argnums,)
+    if all(type(one) is int for one in wanted):
+        return wanted
+    raise InvalidTypeError(
+        "argnums are no positions of arguments",
+        where=where,
+        found=repr(argnums),
+        allowed="an integer, or a tuple of integers; 0 is the function's first argument",
+        fix="count the function's own arguments from 0",
+    )

@@ -1,9 +1,11 @@
-"""Whether a step scales its loss, and clips its gradients while they are scaled: read off the program, nothing is run.
+"""Read from a traced program, without running it, whether the loss is scaled and scaled gradients are clipped.
 
-Every value is a power of the loss scale times something that does not depend on it: the scale itself is of degree 1,
-a scaled loss and its gradients too, a product adds degrees, a root halves them. A wrapped optimizer has to get
-gradients of degree 1. Those of a loss that nobody scaled are of degree 0, and a clipped one, which is either the
-gradient or the limit, is of none.
+Every value is a power of the loss scale times something independent of it. This power is its degree: 1 for the scale
+itself, for a scaled loss and for its gradients. A product adds degrees; a square root halves them. A wrapped optimizer
+must get gradients of degree 1.
+
+For example, the gradients of a loss that nobody scaled have degree 0. And ``jnp.where(norm > 1, g / norm, g)`` chooses
+for a scaled ``g`` between degree 0 and degree 1: it clips gradients before they are unscaled.
 """
 
 from __future__ import annotations
@@ -18,12 +20,12 @@ from polyamp.backends.jax.cells import is_inexact
 
 
 class _Value(NamedTuple):
-    """What is known of one value.
+    """The facts about one value.
 
     Attributes:
-        degree: the power of the loss scale in it; None for zeros, which have any.
-        clipped: where it was chosen between values of several degrees; empty where it was not.
-        of_backward: whether a backward pass made it.
+        degree: the power of the loss scale in it; None for zeros, which have any degree.
+        clipped: the place where it was chosen from values of different degrees; empty if it was not.
+        of_backward: whether a backward pass computed it.
     """
 
     degree: float | None = 0.0
@@ -35,13 +37,13 @@ _ANY = _Value(None)
 
 
 class _Where(NamedTuple):
-    """Where an equation stands: the user's line, and whether it is of a backward pass."""
+    """The place of an equation: the user's line, and whether it belongs to a backward pass."""
 
     place: str
     backward: bool
 
     def of(self, equation: Any) -> _Where:
-        """Where an equation of a program stands that stands here."""
+        """Return the place of an equation inside a program that is at this place."""
         backward = self.backward or "transpose" in unstable.transformations(equation)
         return _Where(unstable.users_line(equation) or self.place, backward)
 
@@ -50,18 +52,18 @@ _NOWHERE = _Where("", backward=True)
 
 
 class Found(NamedTuple):
-    """Places, each once: updates of gradients that are not scaled, and where scaled gradients are clipped."""
+    """Places, each once: updates with gradients that are not scaled, and places that clip scaled gradients."""
 
     unscaled: tuple[str, ...]
     clipped: tuple[str, ...]
 
 
 def found_in(closed: Any, scales: Sequence[int]) -> Found:
-    """What is wrong with the gradients that wrapped optimizers get in a program.
+    """Return what is wrong with the gradients that wrapped optimizers get in a program.
 
     Args:
-        closed: its jaxpr.
-        scales: which of its arguments are loss scales; without any nothing is found.
+        closed: the program's jaxpr.
+        scales: indices of the arguments that are loss scales; if there are none, nothing is found.
     """
     reader = _Reader()
     jaxpr, constants = unstable.opened(closed)
@@ -74,17 +76,17 @@ def found_in(closed: Any, scales: Sequence[int]) -> Found:
 
 
 class _Reader:
-    """One pass over a program; the body of a loop is read once, as its first turn.
+    """One pass over a program. The body of a loop is read once, as its first iteration.
 
     Attributes:
-        gradients: what the optimizers get, and the places of their updates.
+        gradients: the values that the optimizers get, and the places of their updates.
     """
 
     def __init__(self) -> None:
         self.gradients: list[tuple[_Value, str]] = []
 
     def run(self, program: Any, constants: Sequence[Any], given: Sequence[_Value], where: _Where) -> list[_Value]:
-        """The outputs of a jaxpr."""
+        """Return the outputs of a jaxpr."""
         jaxpr, own_constants = unstable.opened(program)
         known = dict(zip(jaxpr.invars, given, strict=True))
         known.update(zip(jaxpr.constvars, map(_constant, constants or own_constants), strict=False))
@@ -117,7 +119,7 @@ class _Reader:
 
 
 def _constant(array: Any) -> _Value:
-    """Zeros are of any degree, and so is NaN, by which a step is made to skip."""
+    """Return the facts about a constant: zeros have any degree, and so does NaN, which can force a step to skip."""
     if not isinstance(array, np.ndarray | np.generic | float | int):
         return _Value()
     values = np.asarray(array)
@@ -125,7 +127,7 @@ def _constant(array: Any) -> _Value:
 
 
 def _flag(value: _Value) -> _Value:
-    """A truth value or an integer: of a gradient only where it tells how large that is."""
+    """Return the facts about a bool or integer: it depends on a gradient only if it tests how large that is."""
     return _Value(0.0, value.clipped)
 
 
@@ -150,7 +152,10 @@ def _powered(values: Sequence[_Value], degree: float | None, where: _Where) -> _
 
 
 def _joined(values: Sequence[_Value], where: _Where) -> _Value:
-    """One of these values, or their sum: of their common degree; one of gradients and others is chosen by its size."""
+    """Return one of these values or their sum: it has their common degree.
+
+    If it is one of gradients and values of another degree, it was chosen by size: that is clipping.
+    """
     degrees = {value.degree for value in values if value.degree is not None}
     own = _powered(values, max(degrees) if degrees else None, where)
     is_chosen = len(degrees) > 1 and own.of_backward and not where.backward

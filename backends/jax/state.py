@@ -1,4 +1,4 @@
-"""The state of a wrapped optimizer: where it is in a larger tree, how it is saved, and what it says."""
+"""The state of a wrapped optimizer: how it is found in a larger tree, how it is saved, and what it reports."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class _Fields(NamedTuple):
 
 
 class LossScaleOptState(_Fields):
-    """What ``wrap_optimizer(tx).init(params)`` gives: a NamedTuple, and so a pytree.
+    """The state that ``wrap_optimizer(tx).init(params)`` returns: a NamedTuple, and therefore a pytree.
 
     >>> import optax, polyamp
     >>> opt_state = polyamp.wrap_optimizer(optax.sgd(0.1), "mixed_float16").init({"w": jnp.ones(2)})
@@ -46,13 +46,13 @@ class LossScaleOptState(_Fields):
     (65536.0, StepResult(applied=True, scale=65536.0, skipped_in_a_row=0))
 
     Attributes:
-        loss_scale: what the next loss is multiplied by; f32[]. ``optax.tree.get(opt_state, "loss_scale")`` reads it in
-            any larger state.
+        loss_scale: the scale of the next loss; f32[]. ``optax.tree.get(opt_state, "loss_scale")`` reads it from any
+            larger state.
         good_steps, hysteresis, skipped_in_a_row, skipped, steps, growths, calibrating, grown_at: i32[]; see
             `polyamp.LossScaleState`.
         overflow_scale: f32[]; see there.
-        inner_state: state of the optimizer that was wrapped.
-        master_weights: pytree of float32 copies of the 16-bit parameters, with None for the others; None where no
+        inner_state: the state of the optimizer that was wrapped.
+        master_weights: pytree of float32 copies of the 16-bit parameters, with None for the others; None if no
             parameter has 16 bits.
     """
 
@@ -61,13 +61,16 @@ class LossScaleOptState(_Fields):
 
     @property
     def scalars(self) -> LossScaleState:
-        """The scalars, as `polyamp.advance` takes them."""
+        """Return the scalars in the form that `polyamp.advance` takes."""
         return LossScaleState(*(jax.tree.leaves(field)[0] for field in self[:SCALARS]))  # flax.nnx wraps them
 
     @property
     def last_step(self) -> StepResult:
-        """What the last step did: traced values inside ``jit``, where ``last_step.applied`` goes to `select`; numbers
-        outside, where looking at one waits for the device."""
+        """Return what the last step did.
+
+        Inside ``jit`` the values are traced, and ``last_step.applied`` can be passed to `select`. Outside they are
+        numbers, and reading one waits for the device.
+        """
         return StepResult(self.scalars)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -76,7 +79,7 @@ class LossScaleOptState(_Fields):
 
 @functools.cache
 def state_type(config: LossScale) -> type[LossScaleOptState]:
-    """`LossScaleOptState` with these settings: they belong to the type, so that the state's leaves are arrays only.
+    """Return `LossScaleOptState` with these settings. They belong to the type, so that all leaves are arrays.
 
     >>> state_type(LossScale(interval=5)).config.interval
     5
@@ -86,18 +89,18 @@ def state_type(config: LossScale) -> type[LossScaleOptState]:
 
 def _rebuild(config: LossScale, fields: tuple[Any, ...]) -> LossScaleOptState:
     *scalars, inner_state, masters = fields
-    missing = initial_scalars(config)[len(scalars) :]  # those that states had not yet when it was pickled
+    missing = initial_scalars(config)[len(scalars) :]  # the fields that did not exist yet when the state was pickled
     return state_type(config)._make((*scalars, *missing, inner_state, masters))
 
 
 def initial_scalars(config: LossScale) -> LossScaleState:
-    """The state before the first step, as arrays: f32[] and i32[], each in a buffer of its own."""
+    """Return the state before the first step as arrays, f32[] and i32[], each in its own buffer."""
     values = zip(config.initial_state(), TYPES, strict=True)
     return LossScaleState(*(jnp.array(value, _DTYPES[kind]) for value, kind in values))
 
 
 def find_state(holder: Any) -> LossScaleOptState:
-    """The one state of a wrapped optimizer in a pytree: an optax state, a flax ``TrainState``, an ``nnx.Optimizer``.
+    """Return the one wrapped optimizer's state in a pytree: an optax state, flax ``TrainState`` or ``nnx.Optimizer``.
 
     >>> find_state({"params": jnp.ones(2)})
     Traceback (most recent call last):
@@ -105,7 +108,7 @@ def find_state(holder: Any) -> LossScaleOptState:
     polyamp.errors.UsageError: no state of a wrapped optimizer in here...
 
     Raises:
-        UsageError: there is none, or there are several; or ``optax.MultiSteps`` accumulates scaled gradients before it.
+        UsageError: there is none, or more than one; or ``optax.MultiSteps`` accumulates scaled gradients before it.
     """
     found: list[LossScaleOptState] = [leaf for leaf in jax.tree.leaves(holder, is_leaf=_is_state) if _is_state(leaf)]
     if len(found) == 1:
@@ -125,7 +128,7 @@ def find_state(holder: Any) -> LossScaleOptState:
 
 
 def _accumulates_before(holder: Any) -> bool:
-    """Whether ``optax.MultiSteps`` holds the wrapped optimizer, instead of being held by it."""
+    """Return whether the wrapped optimizer is inside ``optax.MultiSteps``, instead of the other way round."""
     optax = sys.modules.get("optax")
     if optax is None:
         return False
@@ -134,7 +137,7 @@ def _accumulates_before(holder: Any) -> bool:
 
 
 def _standing_before(holder: Any) -> str:
-    """States of what stands before the wrapped optimizer in ``optax.chain`` or ``named_chain``, as far as they tell."""
+    """Return the names of the states before the wrapped optimizer in ``optax.chain`` or ``named_chain``, if known."""
     found: list[str] = []
 
     def look(node: Any) -> bool:
@@ -148,7 +151,7 @@ def _standing_before(holder: Any) -> str:
 
 
 def _is_of_optax(state: object) -> bool:
-    """Whether this is the state of one optax transformation."""
+    """Return whether this is the state of one optax transformation."""
     return isinstance(state, tuple) and type(state).__module__.partition(".")[0] == "optax"
 
 
@@ -171,15 +174,15 @@ def _accumulated_unchecked() -> UsageError:
 
 
 def holds_state(tree: Any) -> bool:
-    """Whether a pytree holds the state of a wrapped optimizer."""
+    """Return whether a pytree holds the state of a wrapped optimizer."""
     return any(map(_is_state, jax.tree.leaves(tree, is_leaf=_is_state)))
 
 
 def check_limits(holder: Any) -> StepResult:
-    """What the last step did, after a warning or an error where the loss scale cannot help any more.
+    """Return what the last step did; warn or raise if the loss scale cannot help any more.
 
-    A compiled step cannot warn or raise, so ``LossScale(on_min=, max_skips=)`` speak here: call it outside ``jit``,
-    each step or every so often. It waits for the device. Steps taken outside ``jit`` need no call.
+    A compiled step cannot warn or raise, so the limits ``LossScale(on_min=, max_skips=)`` are checked here: call it
+    outside ``jit``, at each step or now and then. It waits for the device. Steps outside ``jit`` do not need it.
 
     >>> import optax, polyamp
     >>> tx = polyamp.wrap_optimizer(optax.sgd(0.1), "mixed_float16")
@@ -191,7 +194,7 @@ def check_limits(holder: Any) -> StepResult:
 
     Raises:
         LossScaleError: too many skipped steps in a row, or an overflow at the smallest scale under ``on_min="raise"``.
-        UsageError: ``holder`` holds no such state, or several.
+        UsageError: ``holder`` holds no such state, or more than one.
     """
     state = find_state(holder)
     scalars = _on_host(state)
@@ -200,7 +203,7 @@ def check_limits(holder: Any) -> StepResult:
 
 
 def loss_scale_of(holder: Any) -> tuple[LossScale, LossScaleState]:
-    """The settings of the loss scale in a pytree, and its state as Python numbers; waits for the device.
+    """Return the settings of the loss scale in a pytree, and its state as Python numbers. Waits for the device.
 
     >>> import optax, polyamp
     >>> settings, state = loss_scale_of(polyamp.wrap_optimizer(optax.sgd(0.1), "mixed_float16").init(jnp.ones(2)))
@@ -208,28 +211,28 @@ def loss_scale_of(holder: Any) -> tuple[LossScale, LossScaleState]:
     (2000, 0)
 
     Raises:
-        UsageError: ``holder`` holds no state of a wrapped optimizer, or several.
+        UsageError: ``holder`` holds no state of a wrapped optimizer, or more than one.
     """
     state = find_state(holder)
     return state.config, _on_host(state)
 
 
 def save_loss_scale(holder: Any) -> dict[str, Any]:
-    """The loss-scale state in a pytree, in the form all frameworks share; JSON.
+    """Return the loss-scale state in a pytree as JSON, in the form that all frameworks share.
 
     >>> import optax, polyamp
     >>> save_loss_scale(polyamp.wrap_optimizer(optax.sgd(0.1), "mixed_float16").init(jnp.ones(2)))["scale"]
     65536.0
 
     Raises:
-        UsageError: ``holder`` holds no state of a wrapped optimizer, or several.
+        UsageError: ``holder`` holds no state of a wrapped optimizer, or more than one.
     """
     settings, state = loss_scale_of(holder)
     return settings.to_state_dict(state)
 
 
 def load_loss_scale(holder: Any, saved: Mapping[str, Any]) -> Any:
-    """The same pytree, with the loss-scale state that `save_loss_scale` gave, in this framework or another.
+    """Return the same pytree with a loss-scale state that `save_loss_scale` returned, in any framework.
 
     >>> import optax, polyamp
     >>> opt_state = polyamp.wrap_optimizer(optax.sgd(0.1), "mixed_float16").init(jnp.ones(2))
@@ -237,8 +240,8 @@ def load_loss_scale(holder: Any, saved: Mapping[str, Any]) -> Any:
     8.0
 
     Raises:
-        StateError: a state of another kind, with missing fields, or outside the settings of the wrapped optimizer.
-        UsageError: ``holder`` holds no state of a wrapped optimizer, or several.
+        StateError: the state is of another kind, lacks fields, or is outside the settings of the wrapped optimizer.
+        UsageError: ``holder`` holds no state of a wrapped optimizer, or more than one.
     """
     old = find_state(holder)
     values = old.config.from_state_dict(saved)
@@ -250,12 +253,12 @@ def load_loss_scale(holder: Any, saved: Mapping[str, Any]) -> Any:
 
 
 def _filled_with(value: float) -> Callable[[jax.Array], jax.Array]:
-    return lambda leaf: jnp.full_like(leaf, value, dtype=leaf.dtype)  # in the shape and place of a replicated state too
+    return lambda leaf: jnp.full_like(leaf, value, dtype=leaf.dtype)  # keeps shape and devices of a replicated state
 
 
 def _on_host(state: LossScaleOptState) -> LossScaleState:
     fields = jax.device_get(state.scalars)  # all copies at once
-    return LossScaleState(*(np.asarray(field).flat[0].item() for field in fields))  # the first, where it is replicated
+    return LossScaleState(*(np.asarray(field).flat[0].item() for field in fields))  # the first copy if replicated
 
 
 def _is_state(leaf: object) -> TypeGuard[LossScaleOptState]:

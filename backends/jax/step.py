@@ -1,4 +1,4 @@
-"""One step of a wrapped optimizer: unscale, test, clip, update or skip, advance the loss scale; in this order."""
+"""One step of a wrapped optimizer: unscale, test, clip, update or skip, then advance the loss scale, in this order."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ Skip = Literal["auto", "cond", "select"]
 
 @dataclass(frozen=True)
 class Step:
-    """The two functions of a gradient transformation, and the one that fuses update and apply.
+    """The two functions of a gradient transformation, and a third that updates and applies at once.
 
     Attributes:
-        inner: the optax transformation that was wrapped, taking extra arguments.
+        inner: the wrapped optax transformation, taking extra arguments.
         config: settings of the loss scale.
         max_grad_norm: clip unscaled gradients to this global L2 norm.
         axis_name: mapped axis, or axes, over which the finite flag is combined.
@@ -43,7 +43,7 @@ class Step:
     skip: Skip
 
     def init(self, params: Any) -> LossScaleOptState:
-        """The state before the first step."""
+        """Return the state before the first step."""
         params = trees.trainable(params)
         masters = _masters_of(params) if self.master_weights else None
         inner_state = self.inner.init(self._full(params, masters))
@@ -57,7 +57,7 @@ class Step:
     def update(
         self, grads: Any, state: LossScaleOptState, params: Any = None, **extra: Any
     ) -> tuple[Any, LossScaleOptState]:
-        """Updates for ``optax.apply_updates``, and the new state; updates that change nothing where it is skipped."""
+        """Return updates for ``optax.apply_updates`` and the new state. A skipped step's updates change nothing."""
         grads, params = self._checked(grads, state, params)
         template = _updated(grads, params)
 
@@ -66,7 +66,7 @@ class Step:
             masters = _picked(full, state.master_weights)
             if masters is not None:
                 updates = jax.tree.map(_update_to, masters, params, updates, is_leaf=_is_none)
-            if self.config.check:  # both branches have to agree on the dtypes
+            if self.config.check:  # both branches must have the same dtypes
                 updates = jax.tree.map(lambda update, like: update.astype(like.dtype), updates, trees.widened(template))
             return updates, inner_state, masters
 
@@ -79,7 +79,7 @@ class Step:
         return updates, self._advanced(state, finite, inner_state, masters)
 
     def apply(self, grads: Any, state: LossScaleOptState, params: Any, **extra: Any) -> tuple[Any, LossScaleOptState]:
-        """New parameters and new state, with one conditional around update and apply."""
+        """Return the new parameters and the new state, with one conditional around update and apply."""
         grads, trained = self._checked(grads, state, params)
 
         def taken() -> tuple[Any, Any, Any]:
@@ -123,13 +123,13 @@ class Step:
 
     def _choose(self, finite: Any, taken: Callable[[], Any], skipped: Callable[[], Any]) -> Any:
         if not is_traced(finite):
-            return taken() if finite else skipped()  # lax.cond would compile anew at each call outside jit
+            return taken() if finite else skipped()  # outside jit, lax.cond would compile again at each call
         if self.skip == "select":
             return jax.tree.map(functools.partial(jax.lax.select, finite), taken(), skipped())
         return jax.lax.cond(finite, taken, skipped)
 
     def _inner_update(self, grads: Any, state: LossScaleOptState, params: Any, extra: Any) -> tuple[Any, Any, Any]:
-        """The inner optimizer's updates, its new state, and the parameters as it sees them after the update."""
+        """Return the inner optimizer's updates, its new state, and the parameters after the update as it sees them."""
         full = None if params is None else self._full(params, state.master_weights)
         updates, inner_state = self.inner.update(self._prepared(grads, state), state.inner_state, full, **extra)
         return updates, inner_state, None if full is None else trees.apply_updates(full, updates)
@@ -142,7 +142,7 @@ class Step:
         return grads if self.max_grad_norm is None else trees.clipped(grads, self.max_grad_norm)
 
     def _full(self, params: Any, masters: Any) -> Any:
-        """The parameters as the inner optimizer sees them: its moments are float32 wherever gradients are unscaled."""
+        """Return the parameters as the optimizer sees them: float32, like its moments, if gradients are unscaled."""
         if masters is not None:
             return trees.merged(masters, params)
         return trees.widened(params) if self.config.check else params
@@ -156,9 +156,9 @@ class Step:
 
 @contextmanager
 def _telling(grads: Any, params: Any) -> Iterator[None]:
-    """What JAX says of trees that do not fit each other, in words that name the two.
+    """Replace JAX's error about trees that do not match by one that names both trees.
 
-    The gradients may differ from the parameters, as those of ``optax.lookahead`` do, so it is the optimizer that tells.
+    The gradients may have another structure than the parameters, as with ``optax.lookahead``: only the optimizer knows.
     """
     try:
         yield
@@ -182,26 +182,26 @@ def _difference(grads: Any, params: Any) -> str:
 
 
 def _updated(grads: Any, params: Any) -> Any:
-    """What updates look like: the gradients, except where ``optax.lookahead`` updates more than it differentiates."""
+    """Return a tree shaped like the updates: the gradients, unless the optimizer updates more (``optax.lookahead``)."""
     structures = {jax.tree.structure(tree) for tree in (grads, params)}
     return grads if params is None or len(structures) == 1 else params
 
 
 def _masters_of(params: Any) -> Any:
-    """Float32 copies of the 16-bit parameters and None for the others; None where there are no 16-bit ones."""
+    """Return float32 copies of the 16-bit parameters, with None for the others; None if no parameter has 16 bits."""
     masters = jax.tree.map(lambda leaf: leaf.astype(jnp.float32) if is_low(leaf) else None, params)
     return masters if jax.tree.leaves(masters) else None
 
 
 def _picked(full: Any, masters: Any) -> Any:
-    """The new master weights: the leaves of ``full`` that have one."""
+    """Return the new master weights: those leaves of ``full`` that have one."""
     if masters is None:
         return None
     return jax.tree.map(lambda master, value: None if master is None else value, masters, full, is_leaf=_is_none)
 
 
 def _update_to(master: Any, param: Any, update: Any) -> Any:
-    """The float32 update that takes a 16-bit parameter to its master weight, rounded."""
+    """Return the float32 update that takes a 16-bit parameter to its rounded master weight."""
     if master is None:
         return update
     return master.astype(param.dtype).astype(jnp.float32) - param.astype(jnp.float32)

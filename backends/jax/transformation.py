@@ -1,4 +1,4 @@
-"""Wraps an optax optimizer into another optax optimizer that owns the order of a mixed-precision step."""
+"""Wrap an optax optimizer in another optax optimizer that runs the mixed-precision step in the right order."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from polyamp.refusals import no_optimizer, wrapped_already
 
 
 class LossScaled(optax.GradientTransformationExtraArgs):  # type: ignore[misc]  # optax has no types
-    """What `polyamp.wrap_optimizer` gives for an optax optimizer; itself an optax ``(init, update)`` pair.
+    """The result of `polyamp.wrap_optimizer` for an optax optimizer: an optax ``(init, update)`` pair.
 
     >>> import jax.numpy as jnp, polyamp
     >>> tx = polyamp.wrap_optimizer(optax.sgd(0.5), "mixed_float16")
@@ -27,7 +27,7 @@ class LossScaled(optax.GradientTransformationExtraArgs):  # type: ignore[misc]  
 
     @property
     def step(self) -> Step:
-        """The rule whose two methods this pair is."""
+        """Return the `Step` that has this pair's ``init`` and ``update`` as methods."""
         step: Step = self.update.__self__
         return step
 
@@ -41,7 +41,7 @@ def wrap(
     master_weights: bool | None,
     skip: Skip,
 ) -> LossScaled:
-    """See `polyamp.backends.jax.wrap_optimizer`, which checks and documents the arguments."""
+    """Return a wrapped optimizer; `polyamp.backends.jax.wrap_optimizer` documents and checks the arguments."""
     if isinstance(tx, LossScaled):
         raise wrapped_already("a wrapped optimizer")
     if isinstance(tx, optax.MultiSteps):
@@ -50,7 +50,7 @@ def wrap(
         raise no_optimizer(tx, allowed="optax.GradientTransformation, such as optax.adam(1e-3)")
     check_master_weights(master_weights)
     masters = master_weights is not False
-    inner, settings = optax.with_extra_args_support(tx), config.in_float32()  # as the state's scalars are
+    inner, settings = optax.with_extra_args_support(tx), config.in_float32()  # as the scalars of the state are
     step = Step(inner, settings, max_grad_norm, axis_name, masters, _known(skip))
     return LossScaled(step.init, step.update)
 

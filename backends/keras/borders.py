@@ -21,7 +21,7 @@ from polyamp.backends.keras.unstable import autocast_variables, layers_inside
 
 _FLOATING = ("float32", *SIXTEEN_BIT)
 _NORM = re.compile(r"(batch|layer|group|instance|rms|unit)?_?norm(alization|alize|alizer)?(_?\d+d)?", re.IGNORECASE)
-_CAST_INSIDE = ("BatchNormalization", "LayerNormalization", "GroupNormalization", "RMSNormalization")
+_CAST_INSIDE = ("BatchNormalization", "LayerNormalization", "GroupNormalization")
 
 
 class Border(NamedTuple):
@@ -69,14 +69,28 @@ def casts_inside(layer: Any) -> bool:
     return own.__name__ in _CAST_INSIDE and type(layer).call is vars(own).get("call")
 
 
+def is_wide_inside(layer: Any, operation: str) -> bool:
+    """Return whether a layer that is given 16 bits computes in float32 by itself, and returns 16 bits.
+
+    TensorFlow's average pooling on CPUs and XLA's windows add up in the format of their data; torch's kernels do not.
+
+    >>> is_wide_inside(keras.layers.LayerNormalization(), "layer_norm")
+    True
+    >>> is_wide_inside(keras.layers.Softmax(), "softmax")
+    False
+    """
+    pools = operation == "avg_pool" and keras.backend.backend() == "torch"
+    return pools or operation in ("sigmoid", "tanh") or casts_inside(layer)
+
+
 class Crossing:
     """A layer's ``call`` with a border around it: it takes the place of the layer's method.
 
     Where Keras saves or clones the layer this is not kept: the layer then computes as its Keras policy says.
     """
 
-    def __init__(self, call: Callable[..., Any], border: Border) -> None:
-        self.call, self.border = call, border
+    def __init__(self, call: Callable[..., Any], border: Border, autocast: bool) -> None:
+        self.call, self.border, self.autocast = call, border, autocast
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the layer in the format inside, and return what it gives in the format outside."""
@@ -90,10 +104,12 @@ class Crossing:
 
 def set_border(layer: Any, border: Border) -> None:
     """Have a layer's ``call`` cross a border; one that is not crossed takes away what was set before."""
-    if isinstance(layer.__dict__.get("call"), Crossing):
+    if isinstance(before := layer.__dict__.get("call"), Crossing):
+        layer.autocast = before.autocast
         del layer.__dict__["call"]
     if border.is_crossed:
-        layer.call = Crossing(layer.call, border)
+        layer.call = Crossing(layer.call, border, layer.autocast)
+        layer.autocast = layer.autocast and border.inside != "float32"  # else float32 data were rounded on their way in
 
 
 def border_of(layer: Any) -> Border:

@@ -2,46 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakSet
 
 import keras
 
-from polyamp.backends.keras.borders import Border, border_of, casts_inside, norm_of, set_border
-from polyamp.backends.keras.operations import ACTIVATIONS, OPERATIONS
-from polyamp.backends.keras.unstable import layers_inside
+from polyamp.backends.keras.borders import Border, border_of, casts_inside, set_border
+from polyamp.backends.keras.parts import (
+    CHANGEABLE,
+    KERAS_POLICIES,
+    Part,
+    can_change,
+    children,
+    keras_policy,
+    matches,
+    op_class_of,
+    parts_of,
+    policy_of,
+    walk,
+)
 from polyamp.errors import InvalidTypeError, UnsupportedError, UsageError, warn_once
 from polyamp.formats import format_of
-from polyamp.operations import OPERATIONS as TABLE
 from polyamp.policy import Policy
 from polyamp.policy import policy as make_policy
-from polyamp.rules import Rule
 
 _converted: WeakSet[Any] = WeakSet()
 _waiting: WeakSet[Any] = WeakSet()  # models that compiled themselves, of which something is to be said when they train
-_CHANGEABLE = ("float32", "float16", "bfloat16")
-
-
-class _Part(NamedTuple):
-    """One layer: where it stands, what it does, whether the model's outputs come from it, its class and its border."""
-
-    path: str
-    layer: Any
-    operation: str
-    is_head: bool
-    op_class: str
-    border: Border
 
 
 def convert(model: Any, policy: Policy) -> Any:
     """Set what each layer of a built model computes in, and compile anew what was traced before.
 
-    Layers compute in ``policy.compute``, except those that the rules hold in float32 (norms, softmax) and, where
-    ``policy.output`` is float32, the layers that give the model's outputs. A rule's path is the layer's names from the
-    model down, such as ``encoder/attention/query``. Inside a ``MultiHeadAttention`` without dropout, Keras multiplies
-    the values with the float32 softmax in float32; ``rules={"softmax": "lower"}`` runs both in 16 bits.
+    Layers compute in ``policy.compute``, except those that the rules hold in float32 (softmax) and, where
+    ``policy.output`` is float32, the layers that give the model's outputs. Layers of class ``inner`` (norms, average
+    pooling) compute in float32, from unrounded data, and return ``policy.compute``. A rule's path is the layer's names
+    from the model down, such as ``encoder/attention/query``. Inside a ``MultiHeadAttention`` without dropout, Keras
+    multiplies the values with the float32 softmax in float32; ``rules={"softmax": "lower"}`` runs both in 16 bits.
 
     Variables keep the format in which the model was built. Where layers compute in float16 the optimizer must be
     wrapped too: `polyamp.wrap_optimizer`. Keras' ``compile`` does it by itself only for a model whose own policy is
@@ -54,7 +52,7 @@ def convert(model: Any, policy: Policy) -> Any:
     ...     keras.layers.Dense(2)])
     >>> model = convert(model, polyamp.policy("mixed_bfloat16"))
     >>> [layer.compute_dtype for layer in model.layers]
-    ['bfloat16', 'float32', 'float32']
+    ['bfloat16', 'bfloat16', 'float32']
 
     Args:
         model: functional, sequential or subclassed; changed in place.
@@ -70,10 +68,10 @@ def convert(model: Any, policy: Policy) -> Any:
             place; or Keras has no dtype policy for these formats. Nothing is changed.
     """
     _check_model(model)
-    parts = list(_parts(model, policy, _op_class))
+    parts = list(parts_of(model, policy, op_class_of))
     _check_storage(parts, policy)
     _set(parts, policy)
-    for container in (layer for layer in _walk(model) if isinstance(layer, keras.Model)):
+    for container in (layer for layer in walk(model) if isinstance(layer, keras.Model)):
         _forget_compiled(container)
     _report(model, parts, policy)
     _converted.add(model)
@@ -105,7 +103,7 @@ def amended(model: Any, policy: Policy) -> Iterator[None]:
         yield
         return
     tried = make_policy(own, rules=dict(policy.own_rules))
-    parts = [part for part in _parts(model, tried, _amended_class) if _can_change(part)]
+    parts = [part for part in parts_of(model, tried, _amended_class) if can_change(part)]
     before = [(part.layer, part.layer.dtype_policy, border_of(part.layer)) for part in parts]
     _set(parts, tried)
     try:
@@ -122,22 +120,26 @@ def own_policy(model: Any) -> str | None:
     >>> own_policy(keras.Sequential([keras.Input((4,)), keras.layers.Dense(2, dtype="mixed_bfloat16")]))
     'mixed_bfloat16'
     """
-    layers = (layer for layer in _walk(model) if format_of(border_of(layer).inside).is_low)
+    layers = (layer for layer in walk(model) if format_of(border_of(layer).inside).is_low)
     names = (layer.dtype_policy.name for layer in layers)
-    return next((name for name in names if name in _KERAS_POLICIES.values()), None)
+    return next((name for name in names if name in KERAS_POLICIES.values()), None)
 
 
-def _set(parts: Iterable[_Part], policy: Policy) -> None:
-    for layer, name, border in [(one.layer, _policy_of(one, policy), one.border) for one in parts if _can_change(one)]:
+def _set(parts: Iterable[Part], policy: Policy) -> None:
+    for layer, name, border in [(one.layer, policy_of(one, policy), one.border) for one in parts if can_change(one)]:
         layer.dtype_policy = name
         set_border(layer, Border(border.inside) if casts_inside(layer) else border)
+        if casts_inside(layer):
+            layer.autocast = False  # it casts data to float32 itself, which must not be rounded before
 
 
 def _amended_class(policy: Policy, operation: str, layer: Any, path: str, is_head: bool) -> str:
     """The class that the rules say, else that of what the layer computes in now."""
-    if any(_matches(rule, operation, path) for rule in policy.own_rules):
-        return _op_class(policy, operation, layer, path, is_head)
-    return "lower" if format_of(border_of(layer).inside).is_low else "full"
+    if any(matches(rule, operation, path) for rule in policy.own_rules):
+        return op_class_of(policy, operation, layer, path, is_head)
+    inside, outside = border_of(layer)
+    crosses = bool(outside) and format_of(outside).is_low
+    return "lower" if format_of(inside).is_low else "inner" if crosses else "full"
 
 
 def _check_model(model: Any) -> None:
@@ -149,7 +151,7 @@ def _check_model(model: Any) -> None:
             allowed="a built keras.Model",
             fix="give the model itself; tensors are cast by policy.cast_to_compute(tree)",
         )
-    unbuilt = [layer.name for layer in _walk(model) if not layer.built]
+    unbuilt = [layer.name for layer in walk(model) if not layer.built]
     if unbuilt:
         raise UsageError(
             "the model is not built",
@@ -159,152 +161,22 @@ def _check_model(model: Any) -> None:
         )
 
 
-def _walk(layer: Any) -> Iterator[Any]:
-    yield layer
-    for child in _children(layer):
-        yield from _walk(child)
-
-
-def _children(layer: Any) -> list[Any]:
-    return [child for child in layers_inside(layer) if not isinstance(child, keras.layers.InputLayer)]
-
-
-def _parts(
-    layer: Any,
-    policy: Policy,
-    choose: Callable[[Policy, str, Any, str, bool], str],
-    above: str = "",
-    gives_output: bool = True,
-    outside: str = "",
-    depth: int = 0,
-) -> Iterator[_Part]:
-    """A layer and those inside; ``outside`` is the format that the Python code computes in which calls the layer."""
-    path = f"{above}/{layer.name}" if above else layer.name
-    operation = _operation(layer)
-    is_head = gives_output and not isinstance(layer, keras.Model)
-    if is_head and _runs_code(layer) and not _is_named(policy, operation, path) and policy.output == "float32":
-        is_head, outside = False, "float32"  # its code runs in 16 bits, and what it gives is cast
-    op_class = choose(policy, operation, layer, path, is_head)
-    inside = _inside(layer, op_class, policy)
-    if depth == 1 and _is_named(policy, "", path):
-        outside = ""  # the user says what a model's own code is given, such as its head
-    yield _Part(path, layer, operation, is_head, op_class, Border(inside, outside))
-    heads = _heads(layer) if gives_output else []
-    ends, own = _ends(layer), inside if inside in _CHANGEABLE else ""
-    around = own if _runs_code(layer) else outside
-    for child in _children(layer):
-        given = around if _runs_code(layer) or any(child is end for end in ends) else ""
-        yield from _parts(child, policy, choose, path, any(child is head for head in heads), given, depth + 1)
-
-
-def _inside(layer: Any, op_class: str, policy: Policy) -> str:
-    if op_class == "keep" or layer.quantization_mode is not None or layer.compute_dtype not in _CHANGEABLE:
-        return border_of(layer).inside
-    return "float32" if op_class == "full" else policy.compute
-
-
-def _runs_code(layer: Any) -> bool:
-    """Whether a layer's own Python code calls the layers inside, and casts nothing: neither a graph nor Keras' code."""
-    if not _children(layer) or isinstance(layer, keras.Sequential) or getattr(layer, "output_names", None):
-        return False
-    return type(layer).__module__.partition(".")[0] != "keras"
-
-
-def _ends(layer: Any) -> list[Any]:
-    """The layers that give what a model of layers gives to whoever calls it."""
-    return _heads(layer) if isinstance(layer, keras.Model) else []
-
-
-def _policy_of(part: _Part, policy: Policy) -> str:
-    """The dtype policy that Keras knows, under which a layer computes as was decided, border included."""
-    inside, outside = part.border
-    if not part.border.is_crossed:
-        return "float32" if inside == "float32" else _keras_policy(policy)
-    if inside == "float32" and any(variable.dtype == "float32" for variable in part.layer.weights):
-        return f"mixed_{outside}"
-    return _keras_policy(policy)
-
-
-def _operation(layer: Any) -> str:
-    """The canonical name of what a layer does; empty for what the table does not know, such as a user's own layer."""
-    if isinstance(layer, keras.layers.Activation):
-        return ACTIVATIONS.get(getattr(layer.activation, "__name__", ""), "")
-    names = (kind.__name__ for kind in type(layer).__mro__)
-    return next((OPERATIONS[name] for name in names if name in OPERATIONS), "") or norm_of(layer)
-
-
-def _op_class(policy: Policy, operation: str, layer: Any, path: str, is_head: bool) -> str:
-    rule = next((rule for rule in policy.rules if _matches(rule, operation, path)), None)
-    if rule is not None:
-        return policy.decide(operation, path).op_class if rule.matches(operation, path) else "full"
-    if is_head and policy.output == "float32":
-        return "full"
-    return policy.decide(operation, path).op_class if operation else "follow"
-
-
-def _matches(rule: Rule, operation: str, path: str) -> bool:
-    """Whether a rule is about a layer, or keeps in float32 an operation that the layer computes with."""
-    *_, last = rule.pattern.replace(".", "/").split("/")
-    names_inside = rule.op_class == "full" and last in TABLE and last != rule.pattern
-    return rule.matches(operation, path) or (names_inside and rule.matches(last, path))
-
-
-def _is_named(policy: Policy, operation: str, path: str) -> bool:
-    return any(rule.matches(operation, path) for rule in policy.own_rules)
-
-
-def _heads(layer: Any) -> list[Any]:
-    """The layers directly inside that give a layer's outputs; none where its own Python code makes them."""
-    if isinstance(layer, keras.Sequential):
-        return list(layer.layers[-1:])
-    if isinstance(layer, keras.Model):
-        names = getattr(layer, "output_names", None) or ()  # of functional models
-        return [child for child in layer.layers if child.name in names]
-    return _children(layer) if type(layer).__module__.partition(".")[0] == "keras" else []
-
-
-def _can_change(part: _Part) -> bool:
-    layer = part.layer
-    return part.op_class != "keep" and layer.quantization_mode is None and layer.compute_dtype in _CHANGEABLE
-
-
-_KERAS_POLICIES = {
-    ("float32", "float32"): "float32",
-    ("float32", "float16"): "mixed_float16",
-    ("float32", "bfloat16"): "mixed_bfloat16",
-    ("float16", "float16"): "float16",
-    ("bfloat16", "bfloat16"): "bfloat16",
-}
-
-
-def _keras_policy(policy: Policy) -> str:
-    name = _KERAS_POLICIES.get((policy.param, policy.compute))
-    if name is None:
-        raise UnsupportedError(
-            "Keras has no dtype policy for these formats",
-            where="convert(model, policy)",
-            found=f"param {policy.param}, compute {policy.compute}",
-            allowed=", ".join(_KERAS_POLICIES.values()),
-            fix='use one of those; for float8, Keras has model.quantize("float8")',
-        )
-    return name
-
-
-def _check_storage(parts: Iterable[_Part], policy: Policy) -> None:
+def _check_storage(parts: Iterable[Part], policy: Policy) -> None:
     """Before anything is changed: is every variable stored as the policy says?"""
-    for part in filter(_can_change, parts):
+    for part in filter(can_change, parts):
         allowed = {policy.param, "float32"} if part.is_head or part.border.is_crossed else {policy.param}
-        if part.op_class == "full" and not (part.is_head or part.border.is_crossed):
+        is_free = part.is_head or part.border.is_crossed or (part.op_class == "inner" and part.in_code)
+        if part.op_class in ("full", "inner") and not is_free:
             allowed = {"float32"}
-        inside = {id(variable) for child in _children(part.layer) for variable in child.weights}
+        inside = {id(variable) for child in children(part.layer) for variable in child.weights}
         own = [variable.dtype for variable in part.layer.weights if id(variable) not in inside]
-        wrong = sorted(set(own) & set(_CHANGEABLE) - allowed)
+        wrong = sorted(set(own) & set(CHANGEABLE) - allowed)
         if wrong:
             raise _wrong_storage(part, wrong, allowed, policy)
 
 
-def _wrong_storage(part: _Part, found: list[str], allowed: set[str], policy: Policy) -> UnsupportedError:
-    build = f"keras.config.set_dtype_policy({_keras_policy(policy)!r}) before the model is made"
+def _wrong_storage(part: Part, found: list[str], allowed: set[str], policy: Policy) -> UnsupportedError:
+    build = f"keras.config.set_dtype_policy({keras_policy(policy)!r}) before the model is made"
     return UnsupportedError(
         "Keras cannot change the format of variables in place",
         where=f"convert(model, {str(policy)!r}), layer {part.path!r}",
@@ -322,12 +194,12 @@ def _forget_compiled(model: Any) -> None:
     guard_anew(model)
 
 
-def _report(model: Any, parts: list[_Part], policy: Policy) -> None:
+def _report(model: Any, parts: list[Part], policy: Policy) -> None:
     _report_unused(model, parts, policy)
     _report_unscaled(model, parts, policy)
     if not format_of(policy.compute).is_low:
         return
-    leaves = [part for part in parts if not _children(part.layer)]
+    leaves = [part for part in parts if not children(part.layer)]
     if not any(part.layer.compute_dtype == policy.compute for part in leaves):
         warn_once(f"policy {policy} changes nothing in {model.name!r}: all of its layers stay in float32.")
     is_cast = any(part.border.is_crossed and part.border.outside == "float32" for part in parts)
@@ -340,10 +212,10 @@ def _report(model: Any, parts: list[_Part], policy: Policy) -> None:
         )
 
 
-def _report_unscaled(model: Any, parts: list[_Part], policy: Policy) -> None:
+def _report_unscaled(model: Any, parts: list[Part], policy: Policy) -> None:
     """Gradients in float16 want a scaled loss, and Keras sees to that by itself in one case alone."""
     own_choice = policy.compute == "float16" and not policy.loss_scale.check
-    if own_choice or not any(part.layer.compute_dtype == "float16" for part in parts if not _children(part.layer)):
+    if own_choice or not any(part.layer.compute_dtype == "float16" for part in parts if not children(part.layer)):
         return
     optimizer = getattr(model, "optimizer", None)  # there once the model is compiled
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
@@ -387,9 +259,9 @@ def report_waiting(model: Any) -> None:
             warn_once(_compiled_with(model))
 
 
-def _report_unused(model: Any, parts: list[_Part], policy: Policy) -> None:
+def _report_unused(model: Any, parts: list[Part], policy: Policy) -> None:
     for rule in policy.own_rules:
-        if not any(_matches(rule, part.operation, part.path) for part in parts):
+        if not any(matches(rule, part.operation, part.path) for part in parts):
             warn_once(
                 f"rule {rule.pattern!r} matches no layer of {model.name!r}. Give names of layers from the model down, "
                 "joined by '/', or the canonical name of what a layer does."

@@ -15,12 +15,15 @@ OPERATIONS: dict[str, str] = by_native_name(
         "gru_cell": "GRU GRUCell",
         "rnn_cell": "SimpleRNN SimpleRNNCell RNN StackedRNNCells",
         "prelu": "PReLU",
-        # full
-        "softmax": "Softmax",
+        # inner
         "batch_norm": "BatchNormalization Normalization",
         "layer_norm": "LayerNormalization",
         "group_norm": "GroupNormalization",
         "rms_norm": "RMSNormalization",
+        "avg_pool": "AveragePooling1D AveragePooling2D AveragePooling3D AdaptiveAveragePooling1D "
+        "AdaptiveAveragePooling2D AdaptiveAveragePooling3D",
+        # full
+        "softmax": "Softmax",
         "norm": "UnitNormalization",
         "weight_norm": "SpectralNormalization",
         "mean": "GlobalAveragePooling1D GlobalAveragePooling2D GlobalAveragePooling3D",
@@ -35,8 +38,6 @@ OPERATIONS: dict[str, str] = by_native_name(
         "elu": "ELU",
         "leaky_relu": "LeakyReLU",
         "dropout": "Dropout SpatialDropout1D SpatialDropout2D SpatialDropout3D AlphaDropout GaussianDropout",
-        "avg_pool": "AveragePooling1D AveragePooling2D AveragePooling3D AdaptiveAveragePooling1D "
-        "AdaptiveAveragePooling2D AdaptiveAveragePooling3D",
         # neutral
         "relu": "ReLU",
         "maximum": "Maximum",

@@ -10,6 +10,7 @@ import tensorflow as tf
 from polyamp.backends.tensorflow.fusing import fused
 from polyamp.backends.tensorflow.graph import FLOAT32, FLOATING, Graph, Node, closes_loop
 from polyamp.backends.tensorflow.kernels import device_of, lowerable
+from polyamp.backends.tensorflow.lists import CREATING, HANDLED, VARIANT, Lists, holds_float32, is_item
 from polyamp.backends.tensorflow.operands import (
     Operands,
     given,
@@ -42,11 +43,13 @@ class Known(NamedTuple):
         dtype: the type it has there. A value that is low may still be held in float32.
         value: what the flow rule knows of it.
         is_constant: whether it is the same in every call.
+        held: of a list of tensors: its name in `Lists`.
     """
 
     dtype: int
     value: Value = WEAK
     is_constant: bool = False
+    held: str = ""
 
 
 class Decided(NamedTuple):
@@ -84,6 +87,7 @@ class Rules:
         seen: pairs of operation and path that rules were asked about.
         refused: what a rule asked for and no kernel does, with the rule.
         not_entered: types of operations whose functions have products and run as written, with a place of each.
+        lists: what is known of the lists of tensors.
     """
 
     def __init__(self, policy: Policy, *, fuses: bool = True) -> None:
@@ -94,6 +98,7 @@ class Rules:
         self.seen: dict[tuple[str, str], Decision] = {}
         self.refused: dict[str, str] = {}
         self.not_entered: dict[str, str] = {}
+        self.lists = Lists()
         self._flows: dict[Any, Flow] = {}
 
     @property
@@ -137,8 +142,10 @@ class Pass:
         arguments: Sequence[Known] = (),
         path: str = "",
         traced: Any = None,
+        name: str = "",
     ) -> None:
         self.rules, self.functions, self.path, self.traced = rules, functions, path, traced
+        self._name = name
         places = Places(traced)
         self.graph = graph = fused(graph, places, functions.library) if rules.fuses else graph
         names = (name for name, _ in graph.arguments)
@@ -146,17 +153,40 @@ class Pass:
         self._named = {node.name: node for node in graph.nodes}
         self.regions = regions(graph, functions.library)
         self._operands = Operands(graph, lambda value: places.shape(graph, value))
+        self._unrounded: set[str] = set()  # what some node takes computed anew
         self.nodes: list[Decided] = []
         for node in graph.nodes:
             decided = self._node(node)
             self.nodes.append(decided)
             self._know(node, decided)
+        self._take_items()
+
+    def _take_items(self) -> None:
+        """Note in what type items of lists are taken."""
+        taken = [pair for decided in self.nodes for pair in zip(decided.node.inputs, decided.takes, strict=True)]
+        for value, dtype in (*taken, *((value, FLOAT32) for value in self.graph.returns)):
+            maker = self.graph.maker.get(value)
+            if maker is not None and maker.op in HANDLED and maker.gives[maker.outputs.index(value)].dtype == FLOAT32:
+                handles = zip(maker.takes, maker.inputs, strict=True)
+                name = next((self.known[one].held for port, one in handles if port.dtype == VARIANT), "")
+                self.rules.lists.take(name, is_low=dtype == self.rules.low)
+
+    def _note_unrounded(self, value: str, roles: Sequence[str]) -> None:
+        maker = self.computed_anew(value, roles)
+        if maker is not None and value not in self._unrounded:
+            self._unrounded.add(value)
+            for one in maker.inputs:
+                self._note_unrounded(one, roles)
 
     def _know(self, node: Node, decided: Decided) -> None:
         constants = {value: self.known[value].is_constant for value in node.inputs if value in self.known}
         if is_constant(node, constants):
             decided = decided._replace(gives=[known._replace(is_constant=True) for known in decided.gives])
         self.known.update(zip(node.outputs, decided.gives, strict=True))
+        if decided.anew:
+            for value, dtype in zip(node.inputs, decided.takes, strict=True):
+                if dtype == FLOAT32 and value in self.known:
+                    self._note_unrounded(value, decided.anew)
 
     def values_of(self, node: Node) -> list[Known]:
         """What is known of a node's inputs; of the edge that closes a loop, that it is float32 by need."""
@@ -232,12 +262,61 @@ class Pass:
         return integers(node, {value: self.known[value].value for value in node.inputs if value in self.known})
 
     def _node(self, node: Node) -> Decided:
-        special = _SPECIAL.get(node.op) or self.functions.handler(node)
+        handler = self.functions.handler(node)
+        special = _SPECIAL.get(node.op) or handler
+        if special is None and node.op in HANDLED and VARIANT in {port.dtype for port in (*node.takes, *node.gives)}:
+            return self._list(node)
+        if handler is None and node.op != "IdentityN":
+            self.rules.lists.keep(known.held for known in self.values_of(node))
         if node.name in self.regions.update:
             return self.as_written(node, "updates variables", Value("strong", "the update"))
         if special is not None:
             return special(self, node)
         return self._operation(node)
+
+    def _list(self, node: Node) -> Decided:
+        """A node that makes, fills, reads or hands on a list: its items have the type of what was put into it."""
+        lists, knowns = self.rules.lists, self.values_of(node)
+        pairs = list(zip(node.takes, knowns, strict=True))
+        names = [known.held for port, known in pairs if port.dtype == VARIANT]
+        name = f"{self._name}/{node.name}" if node.op in CREATING else lists.tie(names)
+        decision = self.rules.decide("tensor_list", self._ruled_path(node) if self.rules.policy.rules else "")
+        items = [known for port, known in pairs if is_item(node, port)]
+        for known in items:
+            lists.put(name, known.value)
+        has_kernel = not (items or any(is_item(node, port) for port in node.gives)) or lowerable(node, self.rules.low)
+        if decision.reason != TABLE or not has_kernel or self._adds_to_one_item(node):
+            lists.keep([name])
+        if node.op == "AddN":
+            lists.sum(name)
+        value = lists.value_of(name)
+        is_low = lists.is_low(name) and holds_float32(node)
+        dtype = self.rules.low if is_low else FLOAT32
+        reason = (
+            (f"holds what {value.maker} made" if value.maker else "its items are lowered")
+            if is_low
+            else "holds float32"
+        )
+        made = self.as_written(node, reason, value, decision)
+        return made._replace(
+            outcome=Flow(self.rules.compute, value, made.outcome.reason) if is_low else made.outcome,
+            takes=[dtype if is_item(node, port) else port.dtype for port in node.takes],
+            gives=[
+                Known(VARIANT, held=name)
+                if port.dtype == VARIANT
+                else Known(dtype, value)
+                if is_item(node, port)
+                else known
+                for port, known in zip(node.gives, made.gives, strict=True)
+            ],
+            changes={"element_dtype": tf.compat.v1.AttrValue(type=dtype)} if is_low else {},
+        )
+
+    def _adds_to_one_item(self, node: Node) -> bool:
+        """Whether lists are added of which one differs from zeros in one item, the same in every turn of a loop."""
+        makers = [self.graph.maker.get(value) for value in node.inputs] if node.op == "AddN" else []
+        sets = (maker for maker in makers if maker is not None and maker.op == "TensorListSetItem")
+        return any(self.known[maker.inputs[1]].is_constant for maker in sets)
 
     def _operation(self, node: Node) -> Decided:
         inputs = self._floating(node)
@@ -246,7 +325,7 @@ class Pass:
         if node.name in self.regions.averaging and decision.op_class != "lower":  # a state may go through products
             return self.as_written(node, "updates its own variable", Value("strong", "the update"), decision)
         if operation == "tensor_list":
-            return self.as_written(node, "lists hold what they were made for", Value("strong", operation), decision)
+            return self.as_written(node, "holds float32", Value("strong", operation), decision)
         if not inputs:
             data = Value("input") if reads_data(node) and node.op != "ReadVariableOp" else WEAK
             return self.as_written(node, "no floating-point input", data, decision)
@@ -274,11 +353,17 @@ class Pass:
         return operation
 
     def _outcome(self, node: Node, operation: str, decision: Decision, inputs: tuple[Value, ...]) -> Flow:
-        if decision.reason != TABLE or node.op not in _SATURATED_GRADIENTS:
-            return self.rules.flow(operation, decision, inputs, node.name in self.regions.backward)
-        # ``y * (1 - y) * grad`` is a product, and the gradient is bounded by nothing.
-        outcome = self.rules.flow("mul", Decision("follow", TABLE), inputs, True)
-        return outcome if outcome.format == self.rules.compute else outcome._replace(anew=("saturated",))
+        is_backward = node.name in self.regions.backward
+        is_product = decision.reason == TABLE and node.op in _SATURATED_GRADIENTS
+        if is_product:  # ``y * (1 - y) * grad``, and the gradient is bounded by nothing
+            outcome = self.rules.flow("mul", Decision("follow", TABLE), inputs, True)
+        else:
+            outcome = self.rules.flow(operation, decision, inputs, is_backward)
+        if is_product and outcome.output.state == "low" and node.inputs[0] in self._unrounded:
+            return Flow("float32", outcome.output, "as its forward operation", ("saturated",))
+        if is_backward and outcome.format == "float32" and outcome.output.state == "strong":
+            return outcome._replace(anew=(*outcome.anew, "saturated"))  # as what made the gradient took it
+        return outcome
 
     def _without_kernel(self, node: Node, operation: str, decision: Decision, outcome: Flow) -> Decided:
         missing = f"no {self.rules.compute} kernel for {node.op} on {device_of(node)}"

@@ -12,6 +12,7 @@ import tensorflow as tf
 
 from polyamp.backends.tensorflow.decisions import Decided, Known, Pass, Rules
 from polyamp.backends.tensorflow.graph import FLOAT32, Graph, Node
+from polyamp.backends.tensorflow.lists import VARIANT
 from polyamp.backends.tensorflow.operands import given
 from polyamp.backends.tensorflow.operations import OPERATIONS
 from polyamp.backends.tensorflow.places import Places
@@ -66,7 +67,8 @@ class Functions:
         key = (name, tuple(arguments), path if self.rules.policy.rules else "")
         if key not in self._bodies:
             graph = Graph.of_function(self.library[name], self.library)
-            self._bodies[key] = Pass(graph, self.rules, self, arguments, path, graph_of(name, self._traced))
+            traced = graph_of(name, self._traced)
+            self._bodies[key] = Pass(graph, self.rules, self, arguments, path, traced, name)
         return self._bodies[key]
 
     @property
@@ -114,7 +116,7 @@ def _call(functions: Functions, decisions: Pass, node: Node) -> Decided:
     arguments = decisions.values_of(node)
     name = node.definition.attr["f"].func.name
     if reason := functions.kept([name]):
-        return decisions.as_written(node, reason)
+        return _kept(decisions, node, reason)
     caller = _forward_call(decisions, functions.library[name]) or node
     body = functions.body(name, arguments, decisions.scope_of(caller))
     results = _results(body)
@@ -129,16 +131,18 @@ def _conditional(functions: Functions, decisions: Pass, node: Node) -> Decided:
     names = [attributes[key].func.name for key in ("then_branch", "else_branch") if key in attributes]
     names = names or [function.name for function in attributes["branches"].list.func]
     if reason := functions.kept(names):
-        return decisions.as_written(node, reason)
+        return _kept(decisions, node, reason)
     chooser, *arguments = decisions.values_of(node)
     bodies = [functions.body(name, arguments, decisions.scope_of(node)) for name in names]
     given = zip(*map(_results, bodies), strict=True)
-    results = [_joined(port.dtype, knowns) for port, knowns in zip(node.gives, given, strict=True)]
+    results = [_joined(functions.rules, port.dtype, knowns) for port, knowns in zip(node.gives, given, strict=True)]
     insides = [Inside(name, body, _types(results)) for name, body in zip(names, bodies, strict=True)]
     return _calling(node, [chooser, *arguments], results, {"Tin": arguments, "Tout": results}, insides)
 
 
-def _joined(declared: int, knowns: Sequence[Known]) -> Known:
+def _joined(rules: Rules, declared: int, knowns: Sequence[Known]) -> Known:
+    if declared == VARIANT:
+        return Known(VARIANT, held=rules.lists.tie([known.held for known in knowns]))
     if declared != FLOAT32:
         return knowns[0]
     types = {known.dtype for known in knowns}
@@ -148,20 +152,42 @@ def _joined(declared: int, knowns: Sequence[Known]) -> Known:
 
 
 def _loop(functions: Functions, decisions: Pass, node: Node) -> Decided:
-    """What a loop carries is float32, since it is added up over the turns; what it only reads is as it comes."""
+    """What a loop carries is float32 where it adds up over the turns; what it only reads is as it comes.
+
+    The body is decided once with float32 by need in all that it carries: what is low nevertheless adds up nothing.
+    """
     names = [node.definition.attr[key].func.name for key in ("cond", "body")]
     if reason := functions.kept(names):
-        return decisions.as_written(node, reason)
+        return _kept(decisions, node, reason)
     path = decisions.scope_of(node)
     incoming = decisions.values_of(node)
     unchanged = _unchanged(functions.library[names[1]])
     carried = [
-        known if position in unchanged else Known(port.dtype, _STRONG if port.dtype == FLOAT32 else known.value)
+        known if position in unchanged else Known(port.dtype, *_carried(port.dtype, known), held=known.held)
         for position, (port, known) in enumerate(zip(node.takes, incoming, strict=True))
     ]
+    made = _results(functions.body(names[1], carried, path))
+    low = functions.rules.low
+    carried = [
+        Known(low, Value("low", result.value.maker)) if _stays_low(first, known, result) else known
+        for first, known, result in zip(incoming, carried, made, strict=True)
+    ]
     condition, turn = (functions.body(name, carried, path) for name in names)
+    for known, result in zip(carried, _results(turn), strict=True):
+        if known.dtype == VARIANT:
+            functions.rules.lists.tie([known.held, result.held])
     insides = [Inside(names[0], condition, _types(_results(condition))), Inside(names[1], turn, _types(carried))]
     return _calling(node, carried, carried, {"T": carried}, insides)
+
+
+def _carried(dtype: int, known: Known) -> tuple[Value, bool]:
+    return (_STRONG if dtype == FLOAT32 else known.value), False
+
+
+def _stays_low(first: Known, carried: Known, result: Known) -> bool:
+    """Whether a turn of a loop gives a low value in the place of one that it took as float32 by need."""
+    is_carried = carried.dtype == FLOAT32 and carried.value == _STRONG
+    return is_carried and result.value.state == "low" and not first.value.unfit
 
 
 def _unchanged(body: Any) -> set[int]:
@@ -184,7 +210,7 @@ def _iteration(functions: Functions, decisions: Pass, node: Node) -> Decided:
     """
     names = _called(node)
     if reason := functions.kept(names):
-        return decisions.as_written(node, reason)
+        return _kept(decisions, node, reason)
     carried = len(node.definition.attr["Tstate"].list.type)
     insides = []
     for name in names:
@@ -197,8 +223,13 @@ def _iteration(functions: Functions, decisions: Pass, node: Node) -> Decided:
             arguments[place] = known._replace(dtype=arguments[place].dtype)
         body = functions.body(name, arguments, decisions.scope_of(node))
         insides.append(Inside(name, body, tuple(dtype for _, dtype in body.graph.results)))
-    decided = decisions.as_written(node, "calls functions", _STRONG, Decision("keep", TABLE))
+    decided = _kept(decisions, node, "calls functions")._replace(decision=Decision("keep", TABLE))
+    decided = decided._replace(gives=[_returned(known) for known in decided.gives])
     return decided._replace(inside=tuple(insides))
+
+
+def _returned(known: Known) -> Known:
+    return known._replace(value=_STRONG) if known.dtype == FLOAT32 else known
 
 
 def _not_entered(functions: Functions, decisions: Pass, node: Node) -> Decided:
@@ -208,6 +239,12 @@ def _not_entered(functions: Functions, decisions: Pass, node: Node) -> Decided:
     if reason != REWRITTEN and any(functions.has_products(name) for name in names):
         line = Places(decisions.traced).line(node.name)
         functions.rules.not_entered.setdefault(node.op, line or decisions.path_of(node))
+    return _kept(decisions, node, reason)
+
+
+def _kept(decisions: Pass, node: Node, reason: str) -> Decided:
+    """A node whose functions stay as they are, and the lists that they are given."""
+    decisions.rules.lists.keep(known.held for known in decisions.values_of(node))
     return decisions.as_written(node, reason)
 
 

@@ -38,6 +38,7 @@ from polyamp.policy import policy as make_policy
 from polyamp.refusals import not_traced
 
 _Function: Any = type(tf.function(lambda: None))
+_PASSES = 5  # a list may hold what comes from another list
 _PLANS = "_polyamp_plans"  # of a rewritten function's Python function, which bound methods share
 
 
@@ -206,8 +207,19 @@ def decided_for(concrete: Any, policy: Policy, *, fuses: bool = True) -> Pass:
     """Every node of a ``ConcreteFunction``, decided under a policy; ``fuses`` as of `Rules`."""
     rules, library = Rules(policy, fuses=fuses), FunctionLibrary()
     graph = Graph.of_function(concrete.function_def, library)
-    arguments = _arguments(graph, concrete.captured_inputs, policy.compute)
-    return Pass(graph, rules, Functions(library, rules, concrete.graph), arguments, traced=concrete.graph)
+    arguments, traced = _arguments(graph, concrete.captured_inputs, policy.compute), concrete.graph
+    return _settled(rules, lambda: Pass(graph, rules, Functions(library, rules, traced), arguments, traced=traced))
+
+
+def _settled(rules: Rules, decide: Callable[[], Pass]) -> Pass:
+    """Repeat a pass until it is known what lists hold, or often enough: any of them is consistent."""
+    decisions = decide()
+    for _ in range(_PASSES - 1):
+        rules.lists.keep(decisions.known[value].held for value in decisions.graph.returns)
+        if not rules.lists.settle():
+            break
+        decisions = decide()
+    return decisions
 
 
 def _arguments(graph: Graph, captures: Sequence[Any], compute: str) -> list[Known]:
@@ -222,7 +234,8 @@ def _arguments(graph: Graph, captures: Sequence[Any], compute: str) -> list[Know
 def _decided_graph(graph_def: Any, policy: Policy) -> Pass:
     check_graph(graph_def)
     rules, library = Rules(policy), {function.signature.name: function for function in graph_def.library.function}
-    return Pass(Graph(graph_def.node, library), rules, Functions(library, rules))
+    graph = Graph(graph_def.node, library)
+    return _settled(rules, lambda: Pass(graph, rules, Functions(library, rules)))
 
 
 def _called(concrete: Any, decisions: Pass, args: Sequence[Any], kwargs: Mapping[str, Any], name: str) -> Any:

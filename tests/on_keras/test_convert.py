@@ -56,7 +56,7 @@ def compute(model: keras.Model, *path: str) -> str:
         (("attention", "query"), "float16"),
         (("attention", "softmax"), "float32"),
         (("add",), "float16"),
-        (("norm",), "float32"),
+        (("norm",), "float16"),
         (("mlp", "wide"), "float16"),
         (("flat",), "float16"),
         (("head",), "float32"),

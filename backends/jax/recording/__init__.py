@@ -1,1 +1,1 @@
-"""Records of one training step: it is traced, and evaluated once more with every tensor counted."""
+"""Recordings of one training step: it is traced, then evaluated once more with every tensor counted."""

@@ -1,7 +1,10 @@
-"""Counts, on the device and within compiled programs, what `polyamp.diagnosis.spread.Spread` is made of.
+"""Count the values that `polyamp.diagnosis.spread.Spread` consists of, on the device and inside compiled programs.
 
-The step hands out some elements of each tensor, and a program of its own counts all of them in one loop: XLA takes
-longer to compile a histogram for each tensor than to run them.
+The step returns a sample of each tensor, and a second program counts all samples in one loop: XLA takes longer to
+compile one histogram for each tensor than to run them.
+
+For example, the tensor ``[0.5, 0.0]`` becomes one zero and one element with the exponent field of 0.5; the host makes a
+`Spread` of these counts.
 """
 
 from __future__ import annotations
@@ -17,20 +20,20 @@ from jax import lax
 
 from polyamp.diagnosis.spread import FIELDS, Spread, stride
 
-_INFINITE = 0x7F800000  # float32's bits without the sign: finite ones are smaller, those of NaN are larger
-_ZEROS, _NAN, _NOTHING, _COLUMNS = FIELDS, FIELDS + 1, FIELDS + 2, FIELDS + 3  # after the fields; inf has the last
-_LEAST = 64  # elements that are looked at in each turn of a loop, however often it turns
+_INFINITE = 0x7F800000  # float32's bits without the sign: those of finite numbers are smaller, those of NaN larger
+_ZEROS, _NAN, _NOTHING, _COLUMNS = FIELDS, FIELDS + 1, FIELDS + 2, FIELDS + 3  # after the fields; inf is the last field
+_LEAST = 64  # elements that are sampled in each iteration of a loop, however many iterations it has
 _ROW, _BLOCK = 2**8, 2**18  # elements that are counted together: of one tensor, and at once
 
 
 class Sample(NamedTuple):
-    """What is kept of one tensor: a pytree, so that loops and branches can hand it out, with an axis for turns.
+    """The sample of one tensor: a pytree, so that loops and branches can return it, with an axis for iterations.
 
     Attributes:
         values: some of the elements, or all; [..., elements].
-        present: whether they were computed; bool[...]; None where they were for sure.
-        totals: how often the tensor was computed, how many of all its elements are inf, how many NaN, and the largest
-            finite magnitude's bits; i32[..., 4]; None where ``values`` are all.
+        present: whether they were computed; bool[...]; None if they certainly were.
+        totals: how often the tensor was computed, how many of all its elements are inf, how many NaN, and the bits of
+            the largest finite magnitude; i32[..., 4]; None if ``values`` are all elements.
     """
 
     values: Any
@@ -38,21 +41,21 @@ class Sample(NamedTuple):
     totals: Any = None
 
     def complete(self) -> Sample:
-        """With nothing left to be understood."""
+        """Return the sample with the default values of all fields written out."""
         totals = _totals(self.values) if self.totals is None else self.totals
         return Sample(self.values, jnp.bool_(True) if self.present is None else self.present, totals)
 
 
 def sample(array: Any, turns: int = 1) -> Sample:
-    """Of a floating array.
+    """Return a sample of a floating-point array.
 
     >>> found = sample(jnp.ones((4, 2)))
     >>> found.values.shape, found.complete().totals.tolist()
     ((8,), [1, 0, 0, 1065353216])
 
     Args:
-        array: of any floating dtype and shape.
-        turns: how often the loops around it turn; so many times fewer elements are kept of each.
+        array: of any floating-point dtype and shape.
+        turns: number of iterations of the loops around it; each iteration samples that many times fewer elements.
     """
     flat = array.reshape(-1)
     step = min(stride(flat.size * turns), max(stride(flat.size), flat.size // _LEAST | 1))
@@ -60,7 +63,7 @@ def sample(array: Any, turns: int = 1) -> Sample:
 
 
 def nothing(like: Sample) -> Sample:
-    """Of a tensor that was not computed; ``like`` has the shapes.
+    """Return the sample of a tensor that was not computed; ``like`` has the shapes.
 
     >>> nothing(sample(jnp.ones(2)).complete()).totals.tolist()
     [0, 0, 0, 0]
@@ -69,7 +72,7 @@ def nothing(like: Sample) -> Sample:
 
 
 def merged(one: Any, other: Any) -> Any:
-    """Totals of two.
+    """Merge the totals of two samples of a tensor.
 
     >>> merged(jnp.array([1, 0, 0, 7]), jnp.array([1, 2, 0, 5])).tolist()
     [2, 2, 0, 7]
@@ -95,12 +98,12 @@ def _bits(values: Any) -> Any:
 
 
 class Table(NamedTuple):
-    """What is copied to the host.
+    """The counts that are copied to the host.
 
     Attributes:
-        fields: for each tensor and column how many elements that were looked at are there, and the sum of their
-            magnitudes; f32[tensors, columns, 2].
-        totals: as of a `Sample`; i32[tensors, 4].
+        fields: for each tensor and column, the number of sampled elements in it, and the sum of their magnitudes;
+            f32[tensors, columns, 2].
+        totals: as in `Sample`; i32[tensors, 4].
     """
 
     fields: Any
@@ -109,7 +112,7 @@ class Table(NamedTuple):
 
 @jax.jit
 def counted(samples: Sequence[Sample]) -> Table:
-    """All samples of a step.
+    """Count all samples of a step.
 
     >>> counted([sample(jnp.ones(3))]).totals.tolist()
     [[1, 0, 0, 1065353216]]
@@ -129,13 +132,13 @@ def _over_turns(totals: Any) -> Any:
 
 
 class _Rows(NamedTuple):
-    """Values in rows of one tensor each.
+    """Values in rows; each row belongs to one tensor.
 
     Attributes:
-        values: of one row after the other, each filled up, left flat: XLA makes what is reshaped one loop with a case
-            for each tensor, which takes ten times as long; f32[rows * _ROW].
-        tensors: which one a row is of; i32[rows].
-        filled: how many elements a row has; i32[rows].
+        values: row after row, each padded, and flat: XLA would compile reshaped values to one loop with a case for
+            each tensor, which takes ten times as long; f32[rows * _ROW].
+        tensors: the tensor that a row belongs to; i32[rows].
+        filled: number of elements in a row; i32[rows].
     """
 
     values: Any
@@ -168,7 +171,7 @@ def _by_turns(one: Sample) -> tuple[int, int]:
 
 
 def _filled(size: int) -> Any:
-    """Elements in each row of so many."""
+    """Return the number of elements in each of the rows that hold ``size`` elements."""
     return np.minimum(_ROW, size - np.arange(0, size, _ROW)).astype(np.int32)
 
 
@@ -177,9 +180,9 @@ def _height(rows: int) -> int:
 
 
 def _summed(rows: _Rows, tensors: int) -> tuple[Any, Any]:
-    """Fields and largest magnitudes, by one scatter of pairs for each block.
+    """Return fields and largest magnitudes, with one scatter of pairs for each block.
 
-    Sorts, comparisons with all columns, and products of one-hot rows take at least ten times as long on a CPU.
+    Sorting, comparing with all columns, or multiplying one-hot rows takes at least ten times as long on a CPU.
     """
     height = _height(rows.filled.size)
 
@@ -201,7 +204,7 @@ def _summed(rows: _Rows, tensors: int) -> tuple[Any, Any]:
 
 
 def spreads(table: Table, shapes: Sequence[tuple[int, ...]]) -> list[Spread | None]:
-    """Of a table on the host, a spread for each tensor; None for one that was not computed.
+    """Return a spread for each tensor of a table on the host; None for a tensor that was not computed.
 
     >>> spreads(jax.device_get(counted([sample(jnp.array([0.5, 0.0]))])), [(2,)])[0].largest
     0.5

@@ -1,6 +1,6 @@
-"""Primitives that hold programs of their own: calls, loops, branches. What they compute is recorded too.
+"""Primitives with inner programs: calls, loops, branches. What these compute is recorded too.
 
-A loop hands out the tallies of all its turns, a branch those of every branch, empty where it was not taken.
+A loop returns the samples of all its iterations; a ``cond`` those of every branch, empty if it did not run.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from polyamp.backends.jax.recording.values import Place, Record, Value
 if TYPE_CHECKING:
     from polyamp.backends.jax.recording.replay import Replay
 
-_LAST_TURNS = 16  # of a loop of which nobody knows how often it turns
+_LAST_TURNS = 16  # recorded iterations of a loop whose number of iterations is not known
 
 
 def _inlined(key: str) -> Handler:
-    """The equations of a call in its place."""
+    """Return a handler that evaluates the equations of a call in place of the call."""
 
     def call(replay: Replay, equation: Any, values: list[Value], place: Place, uses: Sequence[bool]) -> list[Value]:
         return replay.run(equation.params[key], values, place, uses)
@@ -33,7 +33,7 @@ def _inlined(key: str) -> Handler:
 
 
 class _Part:
-    """A body or branch that runs inside of a traced function, and what it recorded when it was traced last."""
+    """A body or branch that runs inside a traced function, and its records from the last trace."""
 
     def __init__(self, replay: Replay, closed: Any, place: Place) -> None:
         self.replay, self.closed, self.place = replay, closed, place
@@ -41,23 +41,23 @@ class _Part:
         self.outputs: list[Value] = []
 
     def run(self, values: Sequence[Value]) -> tuple[list[Any], list[Sample]]:
-        """The arrays that it gives, and a sample of each tensor."""
+        """Return the part's output arrays and a sample of each tensor."""
         with self.replay.collecting() as self.records:
             self.outputs = self.replay.run(self.closed, values, self.place)
         return _arrays(self.outputs), [record.sample for record in self.records]
 
     def run_complete(self, values: Sequence[Value]) -> tuple[list[Any], list[Sample]]:
-        """As `run`, for a part that may not run, or that runs nobody knows how often."""
+        """Run a part that may not run, or that runs an unknown number of times; return the same as `run`."""
         arrays, samples = self.run(values)
         return arrays, [sample.complete() for sample in samples]
 
     def nothing(self, values: Sequence[Value]) -> list[Sample]:
-        """The samples of a part that did not run."""
+        """Return the samples of a part that did not run."""
         _, shapes = jax.eval_shape(lambda arrays: self.run_complete(_around(values, arrays)), _arrays(values))
         return list(map(nothing, shapes))
 
     def results(self, arrays: Sequence[Any], samples: Sequence[Sample]) -> list[Value]:
-        """Its outputs and records outside of the function, where they are these."""
+        """Store its records, and return its outputs as values outside the function, given the arrays and samples."""
         self.replay.adopt(self.records, samples)
         return [value.elsewhere()._replace(array=array) for value, array in zip(self.outputs, arrays, strict=True)]
 
@@ -81,7 +81,7 @@ def _scan(replay: Replay, equation: Any, values: list[Value], place: Place, uses
 
 
 def _while(replay: Replay, equation: Any, values: list[Value], place: Place, uses: Sequence[bool]) -> list[Value]:
-    """All turns count in the totals; the last ones are looked at more closely."""
+    """Record a while loop: all iterations count in the totals, and the last ones are sampled."""
     params = equation.params
     first, second = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
     for_condition, for_body, initial = values[:first], values[first:second], values[second:]
@@ -133,7 +133,7 @@ def _cond(replay: Replay, equation: Any, values: list[Value], place: Place, uses
 
 
 def _either(outputs: Sequence[Value]) -> Value:
-    """One output of all branches."""
+    """Return the value of one output, given that output in every branch."""
     first = next((value for value in outputs if value.origin), outputs[0])
     return first._replace(
         backward=any(value.backward for value in outputs), scaled=any(value.scaled for value in outputs)
@@ -141,7 +141,7 @@ def _either(outputs: Sequence[Value]) -> Value:
 
 
 def _shard_map(replay: Replay, equation: Any, values: list[Value], place: Place, uses: Sequence[bool]) -> list[Value]:
-    """Every device hands out tallies of its own, as every turn of a loop does."""
+    """Record a ``shard_map``: every device returns its own samples, as every iteration of a loop does."""
     params = equation.params
     axes = unstable.manual_axes(params)
     part = _Part(replay, params["jaxpr"], place)
@@ -192,6 +192,6 @@ def _around(values: Sequence[Value], arrays: Sequence[Any]) -> list[Value]:
 
 
 def _scaled_alike(values: Sequence[Value]) -> list[Value]:
-    """What goes around in a loop has the loss scale as a factor as soon as anything has that goes in."""
+    """Return the inputs of a loop with the loss scale as a factor of all, if it is a factor of any."""
     scaled = any(value.scaled for value in values)
     return [value._replace(scaled=scaled) for value in values]

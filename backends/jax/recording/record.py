@@ -1,4 +1,4 @@
-"""The verb: a step in, `polyamp.diagnosis.recording.Recording` out."""
+"""The function `record`: it takes a step and returns a `polyamp.diagnosis.recording.Recording`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def record(
     widened: bool,
     scale: float | None = None,
 ) -> Recording:
-    """Every tensor of one step; see `polyamp.adapter.Record`.
+    """Record every tensor of one step; see `polyamp.adapter.Record`.
 
     >>> import jax.numpy as jnp, polyamp
     >>> def loss_fn(params, x):
@@ -39,9 +39,9 @@ def record(
     >>> [(one.kind, one.place) for one in recording.observations if one.format == "float16"]
     [('activation', 'matmul'), ('activation gradient', 'mul'), ('parameter gradient', 'w')]
 
-    The step is traced and evaluated once more, inside of one ``jax.jit``, and nothing of it is kept but the counts. It
-    is traced anew at each call, unless it is a jitted function or captures no array: then, as under ``jax.jit``, the
-    trace for arguments of these shapes stays. A program that equals one of the last eight is not compiled again.
+    The step is traced and evaluated once more, inside one ``jax.jit``; only the counts are kept. It is traced again at
+    each call, unless it is a jitted function or captures no array: then, as under ``jax.jit``, the trace for arguments
+    of these shapes is reused. A program that equals one of the last eight is not compiled again.
     """
     prepared, arrays = _prepared(step, args, kwargs, policy, widened)
     arrays, own_scale = prepared.step.scaled(arrays, scale)
@@ -63,9 +63,9 @@ _PREPARED: WeakKeyDictionary[Any, dict[Any, _Prepared]] = WeakKeyDictionary()
 def _prepared(
     step: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], policy: Policy, widened: bool
 ) -> tuple[_Prepared, list[Any]]:
-    """A step ready to run, and the arguments of its jaxpr."""
+    """Return a step that is ready to run, and the arguments of its jaxpr."""
     is_jitted = isinstance(step, jax.stages.Wrapped)
-    lasts = is_jitted or isinstance(step, FunctionType)  # a bound method is another object each time
+    lasts = is_jitted or isinstance(step, FunctionType)  # a bound method is a new object each time
     known, call = _PREPARED.setdefault(step, {}) if lasts else {}, (_call(args, kwargs), policy, widened)
     if call[0] is not None and call in known:
         return known[call], known[call].step.arrays(args, kwargs)
@@ -78,18 +78,18 @@ def _prepared(
 
 
 def _call(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """What tells calls apart for a trace: structure, shapes and dtypes, all else by value; None where that has none."""
+    """Return the key of a call's trace: structure, shapes, dtypes, and other leaves by value; None if not hashable."""
     leaves, tree = jax.tree.flatten((args, dict(kwargs)))
     call = tree, tuple(jax.typeof(leaf) if is_array(leaf) else (type(leaf), leaf) for leaf in leaves)
     try:
         hash(call)
-    except TypeError:  # as of a list in a static field
+    except TypeError:  # for example a list in a static field
         return None
     return call
 
 
 class _Plan:
-    """What is compiled; equal to another one that is the same program."""
+    """The program to compile; it equals any other plan of the same program."""
 
     def __init__(self, step: Step, policy: Policy, widened: bool) -> None:
         self.jaxpr, _ = unstable.opened(step.closed)
@@ -109,7 +109,7 @@ class _Run:
     """A step compiled together with its counting.
 
     Attributes:
-        records: what the rows of its table are of, once it has run.
+        records: what each row of its table describes, once it has run.
     """
 
     def __init__(self, plan: _Plan) -> None:
@@ -137,19 +137,19 @@ _compiled = functools.lru_cache(maxsize=8)(_Run)
 
 
 def _chosen(records: Sequence[Record], parameters: Sequence[tuple[str, tuple[int, ...]]]) -> list[Record]:
-    """In the order that a recording has, each tensor once."""
+    """Return the records in the order of a recording, each tensor once."""
     gradients = [record for record in records if record.kind == PARAMETER]
     named = [record for record in gradients if record.named]
     own = named or _matched(gradients, parameters)
     replaced = {record.replaces for record in own}
     others = [record for record in records if record.kind != PARAMETER and record.origin.number not in replaced]
-    if any(record.scaled for record in others):  # then what is not is of the forward pass, computed again
+    if any(record.scaled for record in others):  # those that are not scaled belong to the forward pass, recomputed
         others = [record if record.scaled else record._replace(kind=ACTIVATION) for record in others]
     return [*others, *own]
 
 
 def _matched(gradients: Sequence[Record], parameters: Sequence[tuple[str, tuple[int, ...]]]) -> list[Record]:
-    """Gradients without names, named after the parameters that have their shapes, in this order, side by side."""
+    """Return unnamed gradients, named after consecutive parameters that have their shapes in the same order."""
     shapes, wanted = [shape for _, shape in parameters], [record.shape for record in gradients]
     starts = range(len(shapes) - len(wanted) + 1)
     first = next((start for start in starts if shapes[start : start + len(wanted)] == wanted), None)

@@ -1,4 +1,10 @@
-"""Evaluates a traced step once more, and counts every tensor that it computes."""
+"""Evaluate a traced step once more and count every tensor that it computes.
+
+For example, ``jax.value_and_grad`` of a loss ``(x @ w).sum()`` has the equations ``dot_general``, ``reduce_sum``, and
+those of the backward pass, which JAX marks as transposed. The replay runs them one by one. It records the results of
+the first two as activations, those of the backward pass as gradients, and what the optimizer gets as gradients of
+parameters.
+"""
 
 from __future__ import annotations
 
@@ -26,19 +32,19 @@ _NOT_NEEDED = Value(None)
 
 
 class Replay:
-    """One evaluation, inside of ``jax.jit``.
+    """One evaluation, inside ``jax.jit``.
 
     Attributes:
-        policy: whose rules say what class an operation has.
+        policy: the policy whose rules decide the class of each operation.
         widened: whether 16-bit floats are computed in float32.
-        records: what was found so far, in order.
+        records: the records so far, in order.
     """
 
     def __init__(self, policy: Policy, *, widened: bool) -> None:
         self.policy, self.widened = policy, widened
         self.records: list[Record] = []
         self._numbers = count()
-        self._seen: dict[Any, Any] = {}  # by identity, with the array, so that no other one gets the same
+        self._seen: dict[Any, Any] = {}  # by id; keeps the array alive, so that no other one gets the same id
         self._turned_back = False
 
     def run(
@@ -49,7 +55,7 @@ class Replay:
         wanted: Sequence[bool] | None = None,
         constants: Sequence[Any] | None = None,
     ) -> list[Value]:
-        """The outputs of a jaxpr; those that are not wanted may be missing."""
+        """Return the outputs of a jaxpr; those that are not wanted may be missing."""
         jaxpr, own_constants = unstable.opened(closed)
         constants = own_constants if constants is None else constants
         known = {var: self.given(array, var) for var, array in zip(jaxpr.constvars, constants, strict=True)}
@@ -67,12 +73,12 @@ class Replay:
         return list(map(read, jaxpr.outvars))
 
     def given(self, array: Any, variable: Any, *, scaled: bool = False) -> Value:
-        """A constant or an input, in the dtype that it has here."""
+        """Return a constant or an input, in the dtype that it has in this evaluation."""
         return Value(widened(array, unstable.dtype_in(variable)) if self.widened else array, scaled=scaled)
 
     @contextmanager
     def collecting(self) -> Iterator[list[Record]]:
-        """The records of a part of the program, kept apart."""
+        """Collect the records of a part of the program separately."""
         outer, self.records = self.records, []
         try:
             yield self.records
@@ -80,17 +86,17 @@ class Replay:
             self.records = outer
 
     def adopt(self, records: Sequence[Record], samples: Sequence[Sample]) -> None:
-        """Take in the records of a part, with the samples as they came out of it."""
+        """Add the records of a part, with the samples that it returned."""
         self.records += [record._replace(sample=own) for record, own in zip(records, samples, strict=True)]
 
     def named(self, value: Value, name: str, place: Place) -> None:
-        """A value that a program gave a name; a parameter's gradient, if `marks` did."""
+        """Record a value that a program named, if it is a parameter's gradient that `marks` named."""
         parameter = marks.marked(name)
         if parameter is not None:
             self._parameter(value, parameter, place, named=True)
 
     def leave(self, values: Sequence[Value], place: Place) -> list[Value]:
-        """Values that go on to the optimizer, or out: what the backward pass made among them are gradients."""
+        """Record, of values that go to the optimizer or out of the step, those from the backward pass as gradients."""
         for value in values:
             if value.backward and id(value.array) not in self._seen:
                 self._seen[id(value.array)] = value.array
@@ -106,7 +112,7 @@ class Replay:
         return self._operation(equation, values, place, uses) if results is None else results
 
     def _is_after(self, place: Place) -> bool:
-        """Whether the gradients are done: what comes after them and is not differentiated is an optimizer's work."""
+        """Return whether the gradients are finished: later equations outside a derivative belong to the optimizer."""
         return self._turned_back and not place.differentiated
 
     def _operation(self, equation: Any, values: list[Value], place: Place, uses: Sequence[bool]) -> list[Value]:
@@ -125,7 +131,7 @@ class Replay:
         return [self._observed(value, place) if used else value for value, used in zip(values, uses, strict=True)]
 
     def _rounded(self, source: Value, result: Value, equation: Any, place: Place) -> Value:
-        """What was computed in float32 and is cast to 16 bits is a tensor of its own: there it overflows or is lost."""
+        """Record a float32 value that is cast to 16 bits as its own tensor: there it can overflow or be lost."""
         variable, origin = equation.outvars[0], source.origin
         if not is_low(unstable.dtype_in(variable)) or origin is None or source.backward != place.backward:
             return result
@@ -137,7 +143,7 @@ class Replay:
         return self._observed(result._replace(origin=narrow), place)
 
     def _observed(self, value: Value, place: Place) -> Value:
-        """A tensor that the step computed, taken down unless it is none of the recording's."""
+        """Record a tensor that the step computed, unless it does not belong in the recording."""
         origin, is_scaled_loss = value.origin, value.scaled and not place.backward
         if (
             is_scaled_loss
@@ -163,11 +169,11 @@ class Replay:
 
 
 def _computes(name: str) -> bool:
-    """Whether an operation gives new numbers, rather than the old ones elsewhere or in another format."""
+    """Return whether an operation computes new numbers, instead of moving old ones or changing their format."""
     return name not in OPERATIONS or OPERATIONS[name].op_class not in ("neutral", "keep") or name == "custom_call"
 
 
 def _format(variable: Any) -> str:
-    """The format of a floating variable; empty for any other."""
+    """Return the format of a floating-point variable; empty for any other."""
     dtype = unstable.dtype_in(variable)
     return dtype.name if dtype is not None and dtype.name in FORMATS else ""

@@ -1,4 +1,4 @@
-"""What a recording is made of: one traced program, differentiated by its author or here."""
+"""The step of a recording: one traced program, differentiated by its author or here."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ class Step(NamedTuple):
 
     Attributes:
         closed: the jaxpr.
-        differentiates: whether the step has its own backward pass; else it was given one here, if it gives a loss.
+        differentiates: whether the step has its own backward pass. Else it got one here, if it returns a loss.
         adds_scale: whether the state of a wrapped optimizer was put before its arguments.
-        scale_index: which of the jaxpr's arguments the loss scale is; None where it is none of them.
-        loss_index: which of its results the unscaled loss is; None where it shows none.
-        parameters: name and shape of each floating argument.
+        scale_index: index of the loss scale in the jaxpr's arguments; None if it is not among them.
+        loss_index: index of the unscaled loss in its results; None if it is not among them.
+        parameters: name and shape of each floating-point argument.
         is_pure: whether no flax NNX module is among its arguments.
     """
 
@@ -44,24 +44,24 @@ class Step(NamedTuple):
     is_pure: bool
 
     def arrays(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
-        """The jaxpr's arguments in another call of a pure step."""
+        """Return the jaxpr's arguments for another call of a pure step."""
         given = ((_holder(), *args) if self.adds_scale else args, dict(kwargs))
         return [leaf for leaf in jax.tree.leaves(given) if is_array(leaf)]
 
     def scaled(self, arrays: list[Any], scale: float | None) -> tuple[list[Any], float]:
-        """The jaxpr's arguments with the loss scale that was given, and what the scale then is."""
+        """Return the jaxpr's arguments with the given loss scale, and the scale in use."""
         if self.scale_index is None:
             return arrays, 1.0 if scale is None else float(scale)
         before, own, after = arrays[: self.scale_index], arrays[self.scale_index], arrays[self.scale_index + 1 :]
         own = own if scale is None else jnp.full_like(own, scale)
-        return [*before, own, *after], float(np.asarray(own).flat[0])  # the first, where it is replicated
+        return [*before, own, *after], float(np.asarray(own).flat[0])  # the first copy, if it is replicated
 
 
 def traced(step: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any], policy: Policy) -> tuple[Step, list[Any]]:
-    """A step, and the arguments of its jaxpr in this call.
+    """Return a step, and the arguments of its jaxpr in this call.
 
-    What has a backward pass already runs as it was written. A function that returns the loss, or ``(loss, aux)``, is
-    differentiated, by its first argument and under the policy. Any other function runs under the policy.
+    A step with its own backward pass runs as it was written. A function that returns the loss, or ``(loss, aux)``, is
+    differentiated by its first argument, under the policy. Any other function runs under the policy.
     """
     given = dict(kwargs)
     with policy:
@@ -79,25 +79,24 @@ def traced(step: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any], pol
 
 
 class _Trace:
-    """A call, traced; under a policy where one is given.
+    """A traced call, under a policy if one is given.
 
     Attributes:
-        program: its jaxpr, and its arrays.
-        results: what it returns, with shapes and dtypes for arrays.
-        loss_index: which array of all that it returns is the loss; None where it shows none.
-        is_pure: whether there is no flax NNX module among its arguments.
+        program: its jaxpr and its arrays.
+        results: its results, with shapes and dtypes instead of arrays.
+        loss_index: index of the loss among all arrays that it returns; None if it is not among them.
+        is_pure: whether no flax NNX module is among its arguments.
     """
 
     def __init__(
         self, fn: Function, args: tuple[Any, ...], kwargs: dict[str, Any], policy: Policy | None = None
     ) -> None:
-        pure, own_args, own_kwargs, _ = as_pure(fn, args, kwargs)
-
-        def call(args: Any, kwargs: Any) -> Any:
-            return pure(*args, **kwargs)
+        pure, own_args, own_kwargs, *_ = as_pure(fn, args, kwargs)
 
         def under_policy(args: Any, kwargs: Any) -> Any:
-            return call(args, kwargs) if policy is None else run_autocasted(call, policy, args, kwargs)
+            if policy is None:
+                return pure(*args, **kwargs)
+            return run_autocasted(lambda *own: pure(*own, **kwargs), policy, *args)
 
         self.program = Program(under_policy, (own_args, own_kwargs), {})
         outputs = unstable.specs_of_results(self.program.closed)
@@ -117,7 +116,7 @@ def _differentiated(fn: Function, policy: Policy, *, has_aux: bool) -> Function:
 
 
 def _holder() -> Any:
-    """What `value_and_grad` finds a loss scale in: 1."""
+    """Return an optimizer state from which `value_and_grad` reads the loss scale 1."""
     config = LossScale.fixed(1.0)
     return state_type(config)(*initial_scalars(config), inner_state=None, master_weights=None)
 
@@ -138,7 +137,7 @@ def _is_scalar(part: Any) -> bool:
 
 
 def _loss_in(results: Any) -> Any:
-    """The one floating scalar that stands by itself in what a step returns, or else is called a loss."""
+    """Return the one floating-point scalar at the top level of a step's results, else the one that is named loss."""
     scalars = [(path, leaf) for path, leaf in jax.tree.leaves_with_path(results) if _is_scalar(leaf)]
     alone = [leaf for path, leaf in scalars if len(path) <= 1]
     called = [leaf for path, leaf in scalars if marks.name_of(path).endswith("loss")]

@@ -1,4 +1,4 @@
-"""What is known of the arrays and the equations of a step while it is evaluated."""
+"""The facts about arrays and equations of a step while it is evaluated."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Origin(NamedTuple):
 
     Attributes:
         name, native, where, op_class, format: as in `polyamp.diagnosis.recording.Observation`.
-        number: of its record, which no other one has; None where it has none that is of this very tensor.
+        number: the unique number of its record; None if no record is of exactly this tensor.
     """
 
     name: str
@@ -31,10 +31,10 @@ class Value(NamedTuple):
     """An array while a step is evaluated.
 
     Attributes:
-        array: as it is now; a 16-bit value of a widened step is float32.
+        array: its current value; a 16-bit value of a widened step is float32.
         backward: whether the backward pass computed it.
         scaled: whether the loss scale is a factor of it.
-        origin: what computed it, before it was cast or moved; None for constants and inputs.
+        origin: the operation that computed it, before casts and moves; None for constants and inputs.
     """
 
     array: Any
@@ -43,20 +43,20 @@ class Value(NamedTuple):
     origin: Origin | None = None
 
     def elsewhere(self) -> Value:
-        """The same after a loop or a branch, whose records are of more, or less, than this array."""
+        """Return the same value after a loop or branch, whose records are not of exactly this array."""
         return self if self.origin is None else self._replace(origin=self.origin._replace(number=None))
 
 
 class Record(NamedTuple):
-    """What becomes an observation once its sample is counted.
+    """A future observation, whose sample is not counted yet.
 
     Attributes:
         kind, shape: as in `polyamp.diagnosis.recording.Observation`.
-        origin: the rest of what that says.
-        sample: of its elements.
+        origin: the other fields of the observation.
+        sample: the sample of its elements.
         scaled: whether the loss scale is a factor of it.
-        replaces: number of the record of the same tensor that this one stands for.
-        named: of a parameter's gradient, whether the optimizer told its name.
+        replaces: number of the record of the same tensor that this one replaces.
+        named: for a parameter's gradient, whether the optimizer named it.
     """
 
     kind: Kind
@@ -69,14 +69,14 @@ class Record(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where an equation stands.
+    """The place of an equation.
 
     Attributes:
         path: named scopes, joined by ``/``.
-        differentiated: whether it is of the forward or the backward pass of a derivative.
-        backward: whether it is of the backward pass.
-        again: whether it computes once more what the forward pass did, for ``jax.checkpoint``.
-        turns: how often the loops around it turn.
+        differentiated: whether it belongs to the forward or backward pass of a derivative.
+        backward: whether it belongs to the backward pass.
+        again: whether it recomputes the forward pass, for ``jax.checkpoint``.
+        turns: number of iterations of the loops around it.
     """
 
     path: str = ""
@@ -86,7 +86,7 @@ class Place(NamedTuple):
     turns: int = 1
 
     def of(self, equation: Any) -> Place:
-        """The place of an equation that stands here."""
+        """Return the place of an equation in a program that is at this place."""
         names, steps = unstable.scopes(equation).split("/"), unstable.transformations(equation)
         return Place(
             "/".join(filter(None, (self.path, *(name for name in names if name not in _CHECKPOINTS)))),
@@ -97,5 +97,5 @@ class Place(NamedTuple):
         )
 
     def repeated(self, times: int) -> Place:
-        """The same in a loop."""
+        """Return the same place, inside a loop."""
         return self._replace(turns=self.turns * times)

@@ -1,4 +1,4 @@
-"""Binds an equation that was traced for 16-bit floats to float32 arrays."""
+"""Bind an equation that was traced for 16-bit floats to float32 arrays."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _LOW = frozenset({np.dtype("float16"), np.dtype(jnp.bfloat16)})
 
 
 def is_low(dtype: Any) -> bool:
-    """Whether a dtype is one that is widened.
+    """Return whether values of a dtype are widened.
 
     >>> is_low(np.dtype("float16")), is_low(np.dtype("float32")), is_low(None)
     (True, False, False)
@@ -27,14 +27,14 @@ def is_low(dtype: Any) -> bool:
 
 
 def widened(array: Any, dtype: Any) -> Any:
-    """An array that is declared to have a dtype, in float32 if that is 16-bit."""
+    """Return an array in float32 if its declared dtype has 16 bits; else unchanged."""
     return unstable.converted(array, FLOAT32) if is_low(dtype) else array
 
 
 def bound_widened(equation: Any, arrays: Sequence[Any]) -> list[Any]:
-    """The results of an equation on arrays in float32 for what was traced in 16 bits.
+    """Return the results of an equation, with float32 arrays in place of 16-bit ones.
 
-    What works on bits, holds a program of its own or takes no float32 runs as it was written, on rounded arrays.
+    An equation that works on bits, has an inner program or does not accept float32 runs as written, on rounded arrays.
     """
     before, after = ([unstable.dtype_in(var) for var in side] for side in (equation.invars, equation.outvars))
     if not any(map(is_low, (*before, *after))):
@@ -51,7 +51,7 @@ def bound_widened(equation: Any, arrays: Sequence[Any]) -> list[Any]:
 
 
 def _is_wide_too(equation: Any, arrays: Sequence[Any], declared: Sequence[Any]) -> bool:
-    """Whether an equation says in float32 what it said in 16 bits."""
+    """Return whether an equation means the same in float32 as in 16 bits."""
     name = canonical(equation.primitive.name, equation.params)
     if unstable.inner_programs(equation):
         return False
@@ -61,7 +61,7 @@ def _is_wide_too(equation: Any, arrays: Sequence[Any], declared: Sequence[Any]) 
 
 
 def _takes_float32(equation: Any, arrays: Sequence[Any], declared: Sequence[Any]) -> bool:
-    """Of a primitive that the table does not know, such as one of a newer JAX, its rule for types tells."""
+    """Return whether an unknown primitive, such as one of a newer JAX, accepts float32 by its own type rule."""
     try:
         results = jax.eval_shape(lambda *own: unstable.bound(equation, own, _adapted(equation.params)), *arrays)
     except (TypeError, ValueError, NotImplementedError):
@@ -78,7 +78,7 @@ def _adapted(params: dict[str, Any]) -> dict[str, Any]:
 
 
 def _retraced(jaxpr: Any, constants: Sequence[Any]) -> Any:
-    """What a scatter does with two elements, for float32."""
+    """Return the function that a scatter applies to two elements, traced for float32."""
     scalar = jax.ShapeDtypeStruct((), FLOAT32)  # type: ignore[no-untyped-call]
     closed = unstable.traced(lambda *pair: jax.core.eval_jaxpr(jaxpr, constants, *pair), scalar, scalar)
     return unstable.opened(closed)[0]

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from support.traps.trap import EYE, LOGITS, X, eye, normal, trap
+from support.traps.trap import EYE, LOGITS, X, eye, in_sixteen_bits, normal, trap
 
 ONE = eye(1, 1)
 TOKENS = np.zeros(4096, np.int32)
@@ -67,6 +67,6 @@ def root_of_a_million_more(ops: Any, w: Any, x: Any) -> Any:
     return ops.sqrt(ops.matmul(x, w) + 1e6)
 
 
-@trap("the sum of a window is beyond float16", eye(64, 2), 1 + np.abs(normal(2 * 64 * 64, 2)))
+@trap("the sum of a window is beyond float16", eye(512, 2), in_sixteen_bits(1 + np.abs(normal(2 * 16 * 16, 2))))
 def average_of_a_window(ops: Any, w: Any, x: Any) -> Any:
-    return ops.averaged(ops.matmul(x, w), 64)
+    return ops.averaged(ops.matmul(x, w), 16)

@@ -96,9 +96,9 @@ def operands_of(node: Node) -> list[Node]:
 def addend_of(node: Node) -> Node | None:
     """What a product adds to what it computed: the mask of an attention, or the first operand of ``addmm``.
 
-    >>> graph = torch.fx.symbolic_trace(torch.addmm).graph
+    >>> graph = torch.fx.symbolic_trace(lambda bias, x, y: torch.addmm(bias, x, y)).graph
     >>> [addend_of(node) for node in graph.nodes if node.op.startswith("call")]
-    [input_1]
+    [bias]
     """
     name = native_name(node).partition(".")[0]
     if name == "scaled_dot_product_attention":

@@ -107,7 +107,8 @@ def test_a_rule_gives_norms_in_float32(pattern: str) -> None:
     assert plan.unused_rules == ()
 
 
-def test_a_norm_whose_statistics_have_other_uses_is_right() -> None:
+@pytest.mark.parametrize("penalty", [lambda m, v: tf.square(m), lambda m, v: v**2, lambda m, v: m * m + v**2])
+def test_a_norm_whose_statistics_have_other_uses_is_right(penalty: Callable[..., Any]) -> None:
     """Its gradient is no batch norm's: the kernel must not be taken for it."""
     kernel, scale = tf.Variable(normal(3, 3, 3, 8, scale=0.3)), tf.Variable(tf.ones(8))
 
@@ -116,7 +117,7 @@ def test_a_norm_whose_statistics_have_other_uses_is_right() -> None:
             y = tf.nn.conv2d(x, kernel, 1, "SAME")
             mean, variance = tf.nn.moments(y, (0, 1, 2))
             y = tf.nn.batch_normalization(y, mean, variance, tf.zeros(8), scale, 1e-3)
-            loss = tf.reduce_mean(tf.nn.relu(y) ** 3) + tf.reduce_sum(tf.square(mean)) + tf.reduce_sum(variance**2)
+            loss = tf.reduce_mean(tf.nn.relu(y) ** 3) + tf.reduce_sum(penalty(mean, variance))
         return loss, *tape.gradient(loss, [kernel, scale])
 
     fast = rewrite(step, policy=BF16)

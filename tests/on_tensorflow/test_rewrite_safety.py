@@ -219,7 +219,14 @@ def test_sizes_booleans_and_random_bits_are_no_data() -> None:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("gather", [tf.gather, lambda y, ids: tf.gather_nd(y, ids[:, None])])
+@pytest.mark.parametrize(
+    "gather",
+    [
+        tf.gather,
+        lambda y, ids: tf.gather_nd(y, ids[:, None]),
+        lambda y, ids: tf.gather_nd(y, tf.stack([ids, ids], 1))[:, None] * tf.ones(4),
+    ],
+)
 def test_the_gradient_of_a_look_up_is_a_sum(gather: Any, policy: str) -> None:
     ids = tf.zeros(4096, tf.int32)
     check(lambda x: tf.reduce_sum(gather(x @ WEIGHT, ids) @ WAYS[:, None]) * 1e-4, LOGITS, policy=policy)

@@ -81,7 +81,7 @@ def unreported(
     name: str | None = None,
 ) -> Callable[..., Any]:
     """Do what `value_and_grad` does, and report what did nothing only where there is a ``name`` to report it of."""
-    wanted = positions(argnums, where="value_and_grad(fun, argnums=)")
+    wanted = positions(argnums, where="value_and_grad(fun, argnums=)", at_least=1)
 
     def transformed(opt_state: Any, /, *args: Any, **kwargs: Any) -> Any:
         chosen, state, places = bound or current_policy(), find_state(opt_state), _places(wanted, len(args))

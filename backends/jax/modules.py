@@ -144,11 +144,10 @@ def as_pure(
 
     def pure(parameters: Any, others: list[Any]) -> Any:
         state, given = parameters
-        own, given = nnx.merge(definition, state, copy=True), [*given]
+        own = nnx.merge(definition, state, copy=True)
+        given = [held if flag else other for held, other, flag in zip(given, others, flags, strict=True)]
         for index, module in zip(places, own, strict=True):
             given[index] = module
-        for index, other in enumerate(others):
-            given[index] = other if not flags[index] else given[index]
         own_fn, own_args, own_kwargs = jax.tree.unflatten(tree, given)
         results = method(own_fn, *own_args, **own_kwargs) if method else own_fn(*own_args, **own_kwargs)
         return results, _changes(nnx, state, nnx.state(own))

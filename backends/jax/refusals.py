@@ -93,17 +93,17 @@ def _is_users(frame: FrameType) -> bool:
 _LIBRARIES = {"polyamp", "jax", "flax", "equinox", "haiku", "optax", "contextlib", "functools"}
 
 
-def positions(argnums: Any, *, where: str) -> tuple[int, ...]:
+def positions(argnums: Any, *, where: str, at_least: int = 0) -> tuple[int, ...]:
     """Positions of arguments, as they are given.
 
     >>> positions(0, where="autocast(fn, argnums=)")
     (0,)
 
     Raises:
-        InvalidTypeError: they are no integers.
+        InvalidTypeError: they are no integers, or too few.
     """
     wanted = tuple(argnums) if isinstance(argnums, list | tuple) else (argnums,)
-    if all(type(one) is int for one in wanted):
+    if len(wanted) >= at_least and all(type(one) is int for one in wanted):
         return wanted
     raise InvalidTypeError(
         "argnums are no positions of arguments",

@@ -323,7 +323,7 @@ def test_a_scope_is_all_that_is_in_it_directly_or_deeper_forward_and_backward(
 
 def test_what_a_loop_carries_is_float32_in_the_words_of_all_frameworks() -> None:
     def looped(w: Any, x: Any) -> Any:
-        return jnp.tanh(jax.lax.fori_loop(0, 3, lambda _, h: h @ w, x))
+        return jnp.tanh(jax.lax.fori_loop(0, 3, lambda _, h: h + h @ w, x))
 
     reasons = {
         op.reason for op in polyamp.explain(looped, jnp.ones((4, 4)), jnp.ones((2, 4)), policy="bf16").operations

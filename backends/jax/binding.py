@@ -20,19 +20,20 @@ _REPEATING = ("broadcast_in_dim", "gather")
 _NEEDING_OPERANDS = frozenset(
     {"mul", "div", "square", "integer_pow", "pow", "log", "log1p", "sin", "cos", "abs", "max", "min", "erf"}
 )
-_NEEDING_RESULTS = frozenset({"exp", "tanh", "logistic"})
+_NEEDING_RESULTS = frozenset({"exp", "tanh", "logistic", "select_n"})  # of select_n, the zeros of the other case
 _SLOPES: dict[str, Callable[[Any], Any]] = {"tanh": lambda y: 1 - y * y, "logistic": lambda y: y * (1 - y)}
 
 
-def bound_low(equation: Any, cells: Sequence[Cell], dtype: Any, output: Any) -> list[Any]:
+def bound_low(equation: Any, cells: Sequence[Cell], dtype: Any, output: Any, *, is_looped: bool) -> list[Any]:
     """The results of an equation on its floating inputs in a 16-bit dtype; a product's are added up in ``output``.
 
     What is spread over rows (a bias, a scale, a gate), and what a gather may take several times, is so in float32: the
-    derivative of that is a sum, which in 16 bits would stop growing after some hundreds of terms.
+    derivative of that is a sum, which in 16 bits would stop growing after some hundreds of terms. In the body of a
+    loop, where what the backward pass needs is written down in every turn, less of it is kept.
     """
     if equation.primitive.name in _REPEATING and is_traced(cells[0]):
         return [unstable.converted(array, dtype) for array in unstable.bound(equation, _wide(cells), equation.params)]
-    if equation.primitive.name in _SLOPES and is_traced(cells[0]):
+    if is_looped and equation.primitive.name in _SLOPES:
         return [_saturated(equation, cells[0].cast(dtype))]
     shape, spreads = equation.outvars[0].aval.shape, equation.primitive.name in _SPREADING
     arrays = [_spread(cell, shape, dtype) if spreads else _cast(cell, dtype) for cell in cells]
@@ -41,7 +42,10 @@ def bound_low(equation: Any, cells: Sequence[Cell], dtype: Any, output: Any) -> 
 
 
 def _saturated(equation: Any, array: Any) -> Any:
-    """A function whose derivative is computed of its result: kept for the backward pass is that alone."""
+    """A function whose derivative is computed of its result: kept for the backward pass is that alone.
+
+    Behind the barrier, XLA computes its argument once, and not again for every result that is written down.
+    """
     slope = _SLOPES[equation.primitive.name]
 
     def times_slope(result: Any, tangent: Any) -> Any:
@@ -57,7 +61,7 @@ def _saturated(equation: Any, array: Any) -> Any:
         result = own(*primals)
         return result, jax.checkpoint(times_slope, prevent_cse=False)(result, *tangents)
 
-    return own(array)
+    return own(lax.optimization_barrier(array))
 
 
 def bound_wide(equation: Any, cells: Sequence[Cell], anew: Sequence[str] = ()) -> list[Any]:

@@ -81,7 +81,7 @@ class Calls:
 
     def _rewritten(self, run: Interpreter, closed: Any, cells: Sequence[Cell], path: str) -> _Rewritten:
         known = _KNOWN.setdefault(closed, {})
-        key = (run.policy, run.place(path), tuple(cell.format for cell in cells), _equal(cells))
+        key = (run.policy, run.is_looped, run.place(path), tuple(cell.format for cell in cells), _equal(cells))
         if key not in known:
             known[key] = _like_one_of(known, _made(run, closed, cells, path, frozenset()))
         held = frozenset(

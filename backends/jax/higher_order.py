@@ -70,7 +70,7 @@ def _scan(run: Interpreter, equation: Any, cells: list[Cell], path: str) -> list
 
         def body(carry: list[Any], slices: list[Cell]) -> tuple[list[Any], list[Cell]]:
             turn = [cell.within() for cell in constants] + _around(models, carry) + [_shared(cell) for cell in slices]
-            with record():
+            with run.looped(), record():
                 outputs = run.run(params["jaxpr"], turn, path)
             found[:] = outputs[: len(carry)]
             return _ending_in(models, outputs), outputs[len(carry) :]
@@ -92,13 +92,14 @@ def _while(run: Interpreter, equation: Any, cells: list[Cell], path: str) -> lis
         record = _recording(run)
 
         def condition(carry: Sequence[Any]) -> Any:
-            with record():
+            with run.looped(), record():
                 turn = [cell.within() for cell in for_condition] + _around(models, carry)
                 return run.run(params["cond_jaxpr"], turn, path)[0].array
 
         def body(carry: Sequence[Any]) -> Sequence[Any]:
             turn = [cell.within() for cell in for_body] + _around(models, carry)
-            found[:] = run.run(params["body_jaxpr"], turn, path)
+            with run.looped():
+                found[:] = run.run(params["body_jaxpr"], turn, path)
             return _ending_in(models, found)
 
         last: Sequence[Any] = lax.while_loop(condition, body, _ending_in(models, carried))

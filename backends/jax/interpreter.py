@@ -57,6 +57,7 @@ class Interpreter:
         compute: the dtype of ``lower`` operations.
         noted: what there is to report of the operations so far.
         calls: the functions that the program calls more than once; they are rewritten once, unless there is a recorder.
+        is_looped: whether it is in the body of a loop.
         recorder: takes down what was decided, for a plan; None for a run that only computes.
         parameters: the ids of traced arrays that the program takes from around it, and that are no inputs.
     """
@@ -70,6 +71,7 @@ class Interpreter:
         self.recorder = recorder
         self.noted = Noted()
         self.calls = Calls()
+        self.is_looped = False
         self._needs_paths = recorder is not None or bool(policy.rules)
         self._constants: dict[float, Value] = {}
 
@@ -81,8 +83,17 @@ class Interpreter:
     def apart(self) -> Interpreter:
         """One for the same policy that takes down its own notes."""
         other = Interpreter(self.policy, parameters=self.parameters)
-        other.calls = self.calls
+        other.calls, other.is_looped = self.calls, self.is_looped
         return other
+
+    @contextmanager
+    def looped(self) -> Iterator[None]:
+        """What runs in here is the body of a loop."""
+        before, self.is_looped = self.is_looped, True
+        try:
+            yield
+        finally:
+            self.is_looped = before
 
     def note(self, noted: Noted) -> None:
         """Take over what another one took down."""
@@ -163,7 +174,7 @@ class Interpreter:
         self.noted.lowered = self.noted.lowered or lowers
         with _refusals(equation, decision, self.compute if lowers else FLOAT32):
             if not is_wide:
-                return bound_low(equation, cells, dtype, held), held, value
+                return bound_low(equation, cells, dtype, held, is_looped=self.is_looped), held, value
             results = bound_wide(equation, cells, outcome.anew)
         declared = map(unstable.dtype_in, equation.outvars)
         ends = zip(results, declared, strict=True)
@@ -260,7 +271,7 @@ def _remember(equation: Any, cells: Sequence[Cell], results: Sequence[Cell]) -> 
     for cell in results:
         cell.constant = is_constant
     name = equation.primitive.name
-    if name in _MOVES and equation.params.get("dimensions") is None:
+    if name in _MOVES and (name != "reshape" or equation.params["dimensions"] is None):
         results[0].same = cells[0].same
     elif name in _LAYOUTS and len(cells) == 1:
         results[0].same = (cells[0].same, _shape(cells[0]), name, repr(equation.params))

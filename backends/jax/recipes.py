@@ -202,7 +202,7 @@ def _smallest(cell: Cell, depth: int) -> list[Cell]:
     parts = (taken.leaves if taken.is_anew else _smallest(source, depth - 1) for source, taken in sources)
     leaves = _distinct(leaf for part in parts for leaf in part)
     traced = [leaf for leaf in leaves if _is_tracer(leaf)]
-    return leaves if traced and sum(map(_bytes, traced)) < _bytes(cell) else [cell]
+    return leaves if sum(map(_bytes, traced)) < _bytes(cell) else [cell]
 
 
 def _bytes(cell: Cell) -> float:

@@ -80,7 +80,6 @@ def _user_line(error: BaseException) -> str:
 
 def users_level() -> int:
     """Return the ``stacklevel`` that makes `warn_once`, called by the calling function, point at the user's line."""
-
     frame, level = inspect.currentframe(), 1
     while frame is not None and not _is_users(frame):
         frame, level = frame.f_back, level + 1

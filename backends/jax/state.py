@@ -46,7 +46,7 @@ class LossScaleOptState(_Fields):
     (65536.0, StepResult(applied=True, scale=65536.0, skipped_in_a_row=0))
 
     Attributes:
-        loss_scale: the factor of the next loss; f32[]. ``optax.tree.get(opt_state, "loss_scale")`` reads it from any
+        loss_scale: the scale of the next loss; f32[]. ``optax.tree.get(opt_state, "loss_scale")`` reads it from any
             larger state.
         good_steps, hysteresis, skipped_in_a_row, skipped, steps, growths, calibrating, grown_at: i32[]; see
             `polyamp.LossScaleState`.

@@ -142,7 +142,7 @@ class Step:
         return grads if self.max_grad_norm is None else trees.clipped(grads, self.max_grad_norm)
 
     def _full(self, params: Any, masters: Any) -> Any:
-        """Return the parameters as the inner optimizer sees them: float32 whenever gradients are unscaled."""
+        """Return the parameters as the optimizer sees them: float32, like its moments, if gradients are unscaled."""
         if masters is not None:
             return trees.merged(masters, params)
         return trees.widened(params) if self.config.check else params

@@ -1,4 +1,4 @@
-"""`HealthCallback`: how the loss scale is going, during ``model.fit``."""
+"""`HealthCallback`: reports the health of the loss scale during ``model.fit``."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _FEW = 4  # skipped steps
 
 
 class HealthCallback(keras.callbacks.Callback):
-    """Looks at the health of ``model.fit`` every so many batches and after each epoch, and adds it to the epoch's logs.
+    """A callback that checks the health of ``fit`` every few batches and at each epoch's end, and adds it to the logs.
 
     >>> import numpy as np, polyamp
     >>> model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(8), keras.layers.Dense(1)])
@@ -35,16 +35,16 @@ class HealthCallback(keras.callbacks.Callback):
     ([1024.0], [0])
 
     Args:
-        every: batches from one look to the next; a look waits for the device.
-        hooks: functions of a `polyamp.Health`, such as `polyamp.log_health` makes; None logs.
-        probe: what `polyamp.probe` gave for this model: the scale is then measured against its window.
-        batch: ``(x, y)``, a batch on which `polyamp.diagnose` says why steps are skipped: once for each run of skips,
-            and once where a quarter of the steps is skipped, in a row or not, and no loss scale helps.
-        on_verdict: what is to have that verdict; None gives it as a `PolyampWarning`.
+        every: number of batches between checks; a check waits for the device.
+        hooks: functions that take a `polyamp.Health`, such as `polyamp.log_health` makes; None logs.
+        probe: the result of `polyamp.probe` for this model: the scale is then compared with its window.
+        batch: ``(x, y)``, a batch on which `polyamp.diagnose` finds out why steps are skipped: once for each run of
+            skips, and once if a quarter of the steps is skipped, in a row or not, and no loss scale helps.
+        on_verdict: a function that takes that verdict; None reports it as a `PolyampWarning`.
 
     Raises:
-        InvalidTypeError: ``every`` is no integer, a hook cannot be called, ``batch`` is no tuple, ``probe`` no probe;
-            when training begins: the model's optimizer is not one that `polyamp.wrap_optimizer` gave.
+        InvalidTypeError: ``every`` is not an integer, a hook is not callable, ``batch`` is not a tuple, or ``probe`` is
+            not a probe; when training begins: the model's optimizer is not a result of `polyamp.wrap_optimizer`.
         InvalidValueError: ``every`` is less than 1.
     """
 
@@ -69,23 +69,23 @@ class HealthCallback(keras.callbacks.Callback):
         self._seen, self._is_explained = (0, 0), False
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        """Refuse a model whose optimizer is not wrapped."""
+        """Raise if the model's optimizer is not wrapped."""
         health(self.model)
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        """Look, if it is time to."""
+        """Check the health if it is time for it."""
         self._batches += 1
         if self._batches % self.every == 0:
             self._look()
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Look, and add ``loss_scale`` and ``skipped``, the steps that were skipped so far, to the logs."""
+        """Check the health, and add ``loss_scale`` and ``skipped`` (number of skipped steps so far) to the logs."""
         found = self._look() if self._looked != self._batches else health(self.model)
         if logs is not None:
             logs.update(loss_scale=found.scale, skipped=found.skipped)
 
     def _look(self) -> Health:
-        if keras.backend.backend() == "jax":  # where fit keeps the variables' values to itself
+        if keras.backend.backend() == "jax":  # there, fit does not update the variables while it runs
             self.model.jax_state_sync()
         self._looked = self._batches
         found = self._monitor.look(self.model)
@@ -99,7 +99,7 @@ class HealthCallback(keras.callbacks.Callback):
         return found
 
     def _skips_often(self, found: Health) -> bool:
-        """Whether a quarter of the steps since the last look was skipped, a few at least."""
+        """Return whether a quarter of the steps since the last check was skipped, and at least a few."""
         skipped, steps = found.skipped - self._seen[0], found.steps - self._seen[1]
         self._seen = (found.skipped, found.steps)
         return skipped >= _FEW and 4 * skipped >= steps

@@ -1,4 +1,4 @@
-"""The classifier of ``polyamp demo`` in Keras, on the backend that Keras runs on."""
+"""The classifier of ``polyamp demo`` in Keras, on Keras' current backend."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from polyamp.demo import Task, Trace
 
 
 def train(task: Task) -> Trace:
-    """Train as ``task`` says, in Keras' own compiled train step; the host waits for each step's numbers."""
+    """Train ``task`` in Keras' own compiled train step. The host waits for the numbers of each step."""
     model = _model(task)
     plain = keras.optimizers.SGD(task.learning_rate, momentum=0.9)
     optimizer = polyamp.wrap_optimizer(plain, task.policy)
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    model.compile(optimizer=optimizer, loss=loss, jit_compile=keras.backend.backend() == "jax")  # XLA compiles longer
+    model.compile(optimizer=optimizer, loss=loss, jit_compile=keras.backend.backend() == "jax")  # XLA compiles slowly
     steps, times = [], [time.perf_counter()]
     for batch in task.batches:
         value = float(model.train_on_batch(task.train_images[batch], task.train_labels[batch]))
@@ -41,7 +41,7 @@ def train(task: Task) -> Trace:
 
 
 def _model(task: Task) -> keras.Model:
-    """Two convolutions and a dense layer, as `polyamp.demo.Task` says; NHWC images in, 10 logits out."""
+    """Build two convolutions and a dense layer as in `polyamp.demo.Task`; NHWC images in, 10 logits out."""
     inputs = keras.Input((8, 8, 1))
     hidden: Any = inputs
     layout = {"data_format": "channels_last"}
@@ -63,7 +63,7 @@ def _accuracy(model: keras.Model, task: Task) -> float:
 
 
 def _activation_bytes(model: keras.Model, task: Task) -> int:
-    """The size of the layers' outputs for one batch, as they come out."""
+    """Return the size of the layers' outputs for one batch, in the formats that they have."""
     uncounted = keras.layers.InputLayer | keras.layers.Flatten
     counted = [layer.output for layer in model.layers if not isinstance(layer, uncounted)]
     images = ops.convert_to_tensor(task.train_images[task.batches[0]])

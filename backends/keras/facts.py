@@ -1,4 +1,4 @@
-"""What `polyamp.lint` asks of Keras: a model's optimizer and layer policies, and facts of its step on the backend."""
+"""The facts that `polyamp.lint` needs from Keras: optimizer, layer policies, and facts of the step on the backend."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from polyamp.policy import policy as make_policy
 
 
 def facts(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], policy: Policy, optimizer: Any) -> Facts:
-    """Collect what lint judges; see `polyamp.diagnosis.facts.Facts`.
+    """Collect the facts that lint judges; see `polyamp.diagnosis.facts.Facts`.
 
     >>> from polyamp import policy
     >>> model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2, dtype="mixed_float16", name="head")])
@@ -31,11 +31,11 @@ def facts(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], policy:
     ('plain', ['mixed_float16'])
 
     Args:
-        target: a model, compiled or not; or a function of the framework that Keras runs on.
-        args: of a compiled model, ``(x, y)``; without them no step is traced.
-        kwargs: of a function.
+        target: a model, compiled or not; or a function of Keras' backend framework.
+        args: for a compiled model, ``(x, y)``; without them no step is traced.
+        kwargs: for a function.
         policy: the policy in question.
-        optimizer: None is the one that the model was compiled with.
+        optimizer: None means the optimizer with which the model was compiled.
     """
     framework = registry.adapter_named(keras.backend.backend())
     verb = registry.verb(framework, "facts")
@@ -59,9 +59,9 @@ def facts(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], policy:
 
 
 def _plan(model: Any, step: Step, plan: Plan | None, policy: Policy, is_wrapped: bool) -> Plan | None:
-    """The plan of what ``fit`` runs: layers run as their own policies say, unless the step is rewritten.
+    """Return the plan of what ``fit`` runs: layers use their own policies, unless the step is rewritten.
 
-    Where neither model nor optimizer knows of a policy yet, it is the plan of what the policy would make of them.
+    If neither model nor optimizer has a policy yet, return the plan that they would have under ``policy``.
     """
     if plan is None or own_policy(model) is not None:
         return plan and own_plan(plan, policy)
@@ -73,7 +73,7 @@ def _plan(model: Any, step: Step, plan: Plan | None, policy: Policy, is_wrapped:
 
 
 def state_of(optimizer: Any) -> OptimizerState:
-    """What an optimizer is: polyamp's, one that Keras scales, plain, or one of the first two around another.
+    """Return the kind of an optimizer: wrapped by polyamp, scaled by Keras, plain, or wrapped twice.
 
     >>> state_of(keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD()))
     'native scaler'
@@ -89,6 +89,6 @@ def state_of(optimizer: Any) -> OptimizerState:
 
 
 def _policies(model: Any) -> list[tuple[str, str]]:
-    """The layers that compute in float16 by a policy of their own; those of a model inside are its layers."""
+    """Return the layers that compute in float16 by their own policy. Inner models are replaced by their layers."""
     layers = (layer for layer in model._flatten_layers(include_self=False) if not isinstance(layer, keras.Model))
     return [(layer.path, layer.dtype_policy.name) for layer in layers if layer.compute_dtype == "float16"]

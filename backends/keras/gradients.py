@@ -1,4 +1,4 @@
-"""Gradients as Keras hands them over: dense tensors, sparse rows of an embedding, or None where there is none."""
+"""Gradients as Keras passes them: dense tensors, sparse rows of an embedding, or None if there is no gradient."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ SIXTEEN_BIT = ("float16", "bfloat16")
 
 
 def map_values(function: Callable[[Any], Any], grad: Any) -> Any:
-    """``function`` of a gradient's values: all of a dense tensor, the stored rows of a sparse one; None stays None.
+    """Apply ``function`` to a gradient's values: all of a dense one, the stored rows of a sparse one; None stays None.
 
     >>> map_values(lambda values: values * 2, ops.ones(2)).shape == (2,)
     True
     """
     if grad is None:
         return None
-    if type(grad).__name__ == "IndexedSlices":  # by name: TensorFlow, whose class it is, need not be there
+    if type(grad).__name__ == "IndexedSlices":  # by name, since TensorFlow may not be installed
         return type(grad)(function(grad.values), grad.indices, grad.dense_shape)
     return function(grad)
 
 
 def all_finite(grads: Sequence[Any]) -> Any:
-    """Whether no gradient holds inf or NaN; scalar bool.
+    """Return whether all gradients are finite; scalar bool.
 
     >>> bool(all_finite([ops.ones(2), None, ops.array([1.0, float("nan")])]))
     False
@@ -34,7 +34,7 @@ def all_finite(grads: Sequence[Any]) -> Any:
 
 
 def unscaled(grads: Sequence[Any], scale: Any, largest_scale: float) -> list[Any]:
-    """Gradients divided by the loss scale, in float32 or wider.
+    """Return gradients divided by the loss scale, in float32 or wider.
 
     >>> [float(grad) for grad in unscaled([ops.array(2.0**-14, "float16")], ops.array(2.0**16), 2.0**24)]
     [9.313225746154785e-10]
@@ -42,7 +42,7 @@ def unscaled(grads: Sequence[Any], scale: Any, largest_scale: float) -> list[Any
     Args:
         grads: gradients of the scaled loss.
         scale: the loss scale; float32 scalar.
-        largest_scale: what ``scale`` can grow to.
+        largest_scale: the largest value that ``scale`` can grow to.
     """
     factors = [1.0 / scale]
     if largest_scale > 2.0**126:  # the inverse can be a subnormal number, which XLA and TensorFlow flush to zero
@@ -59,7 +59,7 @@ def unscaled(grads: Sequence[Any], scale: Any, largest_scale: float) -> list[Any
 
 
 def clip_factor(grads: Sequence[Any], limit: float) -> Any:
-    """What gradients are multiplied by so that their global L2 norm is at most ``limit``; float32 scalar, at most 1.
+    """Return the factor that limits the gradients' global L2 norm to ``limit``; float32 scalar, at most 1.
 
     >>> round(float(clip_factor([ops.array([3.0]), ops.array([4.0])], 1.0)), 6)
     0.2
@@ -70,7 +70,7 @@ def clip_factor(grads: Sequence[Any], limit: float) -> Any:
 
 
 def multiplied(grads: Sequence[Any], factor: Any) -> list[Any]:
-    """Every gradient in float32 or wider, times a scalar.
+    """Return every gradient in float32 or wider, times a scalar.
 
     >>> multiplied([None, ops.ones(())], 0.5)[0] is None
     True
@@ -84,7 +84,7 @@ def multiplied(grads: Sequence[Any], factor: Any) -> list[Any]:
 
 
 def is_sixteen_bit(value: Any) -> bool:
-    """Whether a tensor or variable is stored in a floating format of 16 bits.
+    """Return whether a tensor or variable is stored in a 16-bit floating-point format.
 
     >>> is_sixteen_bit(ops.ones(2, "bfloat16"))
     True

@@ -1,7 +1,7 @@
-"""Float32 master weights: what the inner optimizer trains while the model's own variables have 16 bits.
+"""Float32 master weights: the inner optimizer trains them, while the model's own variables have 16 bits.
 
-In 16 bits an update that is small beside its weight rounds away; in float32 it adds up (Micikevicius et al., "Mixed
-Precision Training", ICLR 2018, section 3.1).
+In 16 bits, an update that is small compared to its weight is lost in rounding; in float32 it accumulates (Micikevicius
+et al., "Mixed Precision Training", ICLR 2018, section 3.1).
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from polyamp.backends.keras.gradients import is_sixteen_bit
 
 
 class MasterWeights:
-    """The variables of a model, those of 16 bits with a float32 master each.
+    """The variables of a model, with a float32 master weight for each 16-bit one.
 
     Args:
         variables: the model's variables, in the order in which the optimizer is built on them.
-        add_variable: the optimizer's method, so that masters are saved with its other variables.
+        add_variable: the optimizer's method, so that the master weights are saved with its other variables.
     """
 
     def __init__(self, variables: Sequence[Any], add_variable: Callable[..., Any]) -> None:
@@ -32,22 +32,22 @@ class MasterWeights:
 
     @property
     def variables(self) -> list[Any]:
-        """The masters."""
+        """Return the master weights."""
         return list(self._masters.values())
 
     def trained(self, variables: Sequence[Any], indices: Sequence[int] | None = None) -> list[Any]:
-        """What the inner optimizer trains in the place of ``variables``.
+        """Return the variables that the inner optimizer trains in place of ``variables``.
 
         Args:
-            variables: of the model.
-            indices: where they stand in what the optimizer is built on; None for all, in that order.
+            variables: variables of the model.
+            indices: their positions in the variables that the optimizer is built on; None for all, in that order.
         """
         places = range(len(variables)) if indices is None else indices
         return [self._masters.get(place, variable) for place, variable in zip(places, variables, strict=True)]
 
     @staticmethod
     def follow(variables: Sequence[Any], trained: Sequence[Any]) -> None:
-        """Take over what was assigned to a model's variable since its master was last rounded into it."""
+        """Copy a value assigned to a model's variable since the last rounding into its master weight."""
         for variable, master in _pairs(variables, trained):
             value = value_of(variable)
             rounded = ops.cast(value_of(master), value.dtype)
@@ -55,7 +55,7 @@ class MasterWeights:
 
     @staticmethod
     def round_into(variables: Sequence[Any], trained: Sequence[Any]) -> None:
-        """Round the masters into the model's variables."""
+        """Round the master weights into the model's variables."""
         for variable, master in _pairs(variables, trained):
             variable.assign(ops.cast(value_of(master), variable.dtype))
 

@@ -1,4 +1,4 @@
-"""`LossScaledOptimizer`: any Keras optimizer, with the order of a mixed-precision step in one place."""
+"""`LossScaledOptimizer`: any Keras optimizer, with all parts of a mixed-precision step in order."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ guard_compiled_models()
 
 @keras.saving.register_keras_serializable(package="polyamp")
 class LossScaledOptimizer(keras.optimizers.LossScaleOptimizer):
-    """An optimizer that unscales, tests, clips, then updates or skips, then moves the loss scale: always in that order.
+    """An optimizer that unscales, tests, clips, updates or skips, and advances the loss scale, always in that order.
 
-    It is a `keras.optimizers.LossScaleOptimizer`, so that ``compile`` leaves it as it is and ``fit`` scales the loss by
+    It is a `keras.optimizers.LossScaleOptimizer`, so ``compile`` does not wrap it again and ``fit`` scales the loss by
     it, on Keras' TensorFlow, JAX and torch backends; the algorithm is polyamp's. The loss scale, its counters and the
-    master weights are variables, which ``.keras`` files and checkpoints keep.
+    master weights are variables, which ``.keras`` files and checkpoints contain.
 
     >>> from keras import ops
     >>> weight = keras.Variable([1.0, 1.0])
@@ -39,27 +39,27 @@ class LossScaledOptimizer(keras.optimizers.LossScaleOptimizer):
     >>> weight.numpy().round(4), opt.last_step
     (array([0.7, 0.6], dtype=float32), StepResult(applied=True, scale=8.0, skipped_in_a_row=0))
 
-    It takes what Keras' class takes, in the same places, so that it can stand in for it: ``initial_scale``,
+    It takes the arguments of Keras' class in the same places, so that it can replace it: ``initial_scale``,
     ``dynamic_growth_steps``, and a number as second argument.
 
     Args:
         inner_optimizer: any `keras.optimizers.Optimizer`. Its own clipping, gradient accumulation and moving averages
-            work on unscaled gradients, and a skipped step is none of its steps. A ``loss_scale_factor`` of its own is
-            taken away from it, as Keras does, and that is said.
-        loss_scale: None is ``LossScale()``. ``LossScale.none()`` makes this do exactly what ``inner_optimizer`` does.
+            work on unscaled gradients, and it does not see a skipped step. Its own ``loss_scale_factor`` is removed, as
+            Keras does, with a warning.
+        loss_scale: None means ``LossScale()``. With ``LossScale.none()`` it does exactly what ``inner_optimizer`` does.
             A number is Keras' ``initial_scale``.
         dynamic_growth_steps: Keras' name for ``LossScale(interval=)``.
-        name: as of any Keras optimizer.
+        name: as for any Keras optimizer.
         initial_scale: Keras' name for ``LossScale(init=)``.
-        max_grad_norm: clip unscaled gradients to this global L2 norm (of their sum, where replicas share a step).
-        master_weights: train float32 copies of 16-bit variables. None does so where there are such variables; False
-            updates them as they are.
-        **unused: what Keras' constructor takes from old files only, at its default.
+        max_grad_norm: clip unscaled gradients to this global L2 norm (of their sum, if replicas share a step).
+        master_weights: train float32 copies of 16-bit variables. None does so if there are such variables; False
+            updates the variables themselves.
+        **unused: arguments that Keras' constructor accepts only for old files, at their defaults.
 
     Raises:
-        InvalidTypeError: no Keras optimizer.
+        InvalidTypeError: ``inner_optimizer`` is not a Keras optimizer.
         InvalidValueError: ``loss_scale`` and Keras' names contradict each other; ``inner_optimizer`` accumulates
-            gradients beside a ``max_grad_norm``, or that is no positive finite number; an unknown argument.
+            gradients although ``max_grad_norm`` is set; that is not positive and finite; an argument is unknown.
         UsageError: it is wrapped already.
     """
 
@@ -79,7 +79,7 @@ class LossScaledOptimizer(keras.optimizers.LossScaleOptimizer):
         check_optimizer(inner_optimizer, norm)
         settings = loss_scale_of(loss_scale, initial_scale, dynamic_growth_steps)
         factor = inner_optimizer.loss_scale_factor
-        try:  # Keras takes the factor away at the end, and refuses first
+        try:  # Keras removes the factor at the end, after its own checks
             super().__init__(inner_optimizer, settings.init, settings.interval, name=name, **unused)
         except ValueError as error:
             raise _unused(unused, error) from error
@@ -96,29 +96,29 @@ class LossScaledOptimizer(keras.optimizers.LossScaleOptimizer):
         self._unscaled = UnscaledGradients()
 
     def build(self, var_list: Sequence[Any]) -> None:
-        """Make the inner optimizer's variables and the master weights; Keras calls this before the first step."""
+        """Make the inner optimizer's variables and the master weights. Keras calls this before the first step."""
         wanted = self.master_weights is not False and any(map(is_sixteen_bit, var_list))
         if wanted:
             check_masters(self.inner_optimizer)
         self._masters = MasterWeights(var_list if wanted else (), self.add_variable)
         self.inner_optimizer.build(self._masters.trained(var_list))
-        super(keras.optimizers.LossScaleOptimizer, self).build(var_list)  # Keras' own would add two scalars of its own
+        super(keras.optimizers.LossScaleOptimizer, self).build(var_list)  # Keras' own would add two more scalars
 
     def scale_loss(self, loss: Any) -> Any:
-        """The loss in float32 (float64 stays) times the loss scale.
+        """Return the loss in float32 (float64 stays) times the loss scale.
 
         >>> float(LossScaledOptimizer(keras.optimizers.SGD()).scale_loss(keras.ops.array(0.5)))
         32768.0
 
         Raises:
-            InvalidTypeError: no floating tensor.
-            NonFiniteLossError: inf or NaN under ``nonfinite_loss="raise"``, where the loss is on the CPU and no
-                function is being traced. Else the step is skipped; there with a warning.
+            InvalidTypeError: the loss is not a floating-point tensor.
+            NonFiniteLossError: the loss is inf or NaN under ``nonfinite_loss="raise"``, on the CPU and outside traced
+                functions. Without that setting, it warns in the same cases. A step with such a loss is skipped.
         """
         return self.scaler.scale(loss)
 
     def get_scaled_loss(self, loss: Any) -> Any:
-        """`scale_loss`, as Keras 2 named it; of a function that gives the loss, a function that gives the scaled one.
+        """Run `scale_loss` under its Keras 2 name; for a function that returns the loss, return one that scales it.
 
         >>> float(LossScaledOptimizer(keras.optimizers.SGD(), 8.0).get_scaled_loss(keras.ops.array(2.0)))
         16.0
@@ -126,12 +126,12 @@ class LossScaledOptimizer(keras.optimizers.LossScaleOptimizer):
         return (lambda: self.scale_loss(loss())) if callable(loss) else self.scale_loss(loss)
 
     def get_unscaled_gradients(self, grads: Sequence[Any]) -> list[Any]:
-        """Gradients of the loss itself, in float32 or wider, to be clipped or summed and then applied, as in Keras 2.
+        """Return unscaled gradients in float32 or wider, to clip or sum them and then apply them, as in Keras 2.
 
-        `apply` does not divide what comes from here, as it is or changed, a second time; whether it was finite is
-        tested here, and the step is skipped there if not. Both calls belong into one function, or both into eager
-        code. What this was given can be applied too, as if this had not been called. It is not needed: `apply`
-        unscales by itself, and ``max_grad_norm`` clips.
+        `apply` does not divide these results a second time, changed or not. Whether they are finite is tested here, and
+        `apply` skips the step if they were not. Make both calls in one function, or both in eager code. You can also
+        apply the input of this method, as if it had not been called. You do not need this method: `apply` unscales
+        itself, and ``max_grad_norm`` clips.
 
         >>> from keras import ops
         >>> weight, opt = keras.Variable([1.0]), LossScaledOptimizer(keras.optimizers.SGD(1.0), 8.0)
@@ -141,7 +141,7 @@ class LossScaledOptimizer(keras.optimizers.LossScaleOptimizer):
         array([0.75], dtype=float32)
 
         Args:
-            grads: gradients of the scaled loss, dense or sparse, None where there is none.
+            grads: gradients of the scaled loss, dense or sparse; None if there is none.
         """
         grads = list(grads)
         if not self.scaler.settings.check or all(grad is None for grad in grads):
@@ -152,34 +152,34 @@ class LossScaledOptimizer(keras.optimizers.LossScaleOptimizer):
         return plain
 
     def apply_gradients(self, grads_and_vars: Iterable[tuple[Any, Any]]) -> Any:
-        """`apply` for pairs; returns the count of steps that were applied, `iterations`."""
+        """Run `apply` on pairs; return `iterations`, the number of applied steps."""
         super().apply_gradients(grads_and_vars)
         return self.iterations
 
     def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
-        """One step with the gradients of the scaled loss: unscale, test, clip, update or skip, move the loss scale.
+        """Run one step with gradients of the scaled loss: unscale, test, clip, update or skip, advance the loss scale.
 
-        Works in a ``tf.function``, in ``jax.jit`` through ``stateless_apply``, and outside of them. Gradients that come
+        Works in a ``tf.function``, in ``jax.jit`` through ``stateless_apply``, and outside both. Gradients that come
         from `get_unscaled_gradients` are not unscaled again.
 
         Args:
-            grads: gradients, dense or sparse, None where there is none.
+            grads: gradients, dense or sparse; None if there is none.
             trainable_variables: the variables they belong to; None for those that the optimizer was built on.
 
         Raises:
-            LossScaleError: outside of traced functions, with values on the CPU; see `last_step` for elsewhere.
+            LossScaleError: outside traced functions, with values on the CPU; otherwise see `last_step`.
             UsageError: the optimizer is not built, and there are no variables to build it on; or
                 `get_unscaled_gradients` was called in another function.
         """
         grads, variables = list(grads), self._build_on(trainable_variables)
         was_finite = self._unscaled.claim(grads)
-        with update_scope():  # where no variable is made any more, whose name would tell the scope
+        with update_scope():  # after all variables are made, since their names would contain the scope
             self._step(grads, variables, was_finite)
 
     def stateless_apply(
         self, optimizer_variables: list[Any], grads: Sequence[Any], trainable_variables: list[Any]
     ) -> tuple[list[Any], list[Any]]:
-        """`apply` as a pure function, for ``jax.jit``.
+        """Run `apply` as a pure function, for ``jax.jit``.
 
         Args:
             optimizer_variables: values of `variables`.
@@ -189,17 +189,17 @@ class LossScaledOptimizer(keras.optimizers.LossScaleOptimizer):
         Returns:
             The new values of the trainable variables, and those of `variables`.
         """
-        plain: Any = super(keras.optimizers.LossScaleOptimizer, self)  # Keras' own calls none of our methods
+        plain: Any = super(keras.optimizers.LossScaleOptimizer, self)  # Keras' own does not call our methods
         trained, state = plain.stateless_apply(optimizer_variables, grads, trainable_variables)
         return trained, state
 
     def stateless_select(
         self, before: Sequence[Any], after: Sequence[Any], new: Sequence[Any], old: Sequence[Any]
     ) -> list[Any]:
-        """Return ``new`` where the step from ``before`` to ``after`` was applied, and ``old`` where it was skipped.
+        """Return ``new`` if the step from ``before`` to ``after`` was applied, and ``old`` if it was skipped.
 
-        For other state of a training loop in ``jax.jit``, such as a model's non-trainable variables, among them batch
-        normalisation's statistics; ``fit`` does it by itself.
+        It is for other state of a training loop in ``jax.jit``, such as a model's non-trainable variables, including
+        the statistics of batch normalisation. ``fit`` does it itself.
 
         >>> opt = LossScaledOptimizer(keras.optimizers.SGD())
         >>> before = [ops.copy(variable.value) for variable in opt.variables]
@@ -210,7 +210,7 @@ class LossScaledOptimizer(keras.optimizers.LossScaleOptimizer):
 
         Args:
             before: values of `variables` before `stateless_apply`.
-            after: what that returned for them.
+            after: the values that `stateless_apply` returned for them.
             new: values after the step.
             old: the same values before it.
         """
@@ -220,13 +220,13 @@ class LossScaledOptimizer(keras.optimizers.LossScaleOptimizer):
         return [ops.where(was_skipped, kept, value) for value, kept in zip(new, old, strict=True)]
 
     def finalize_variable_values(self, var_list: Sequence[Any]) -> None:
-        """Let the inner optimizer end training, for example by its moving averages."""
+        """Let the inner optimizer finish training, for example by using its moving averages."""
         trained = self._trained(var_list)
         self.inner_optimizer.finalize_variable_values(trained)
         self._masters.round_into(var_list, trained)
 
     def load_own_variables(self, store: Any) -> None:
-        """As any Keras optimizer's. Files that have none of `polyamp.health`'s counters leave those as they are."""
+        """Load as any Keras optimizer does. Files without `polyamp.health`'s counters leave the counters unchanged."""
         counters = {id(variable) for variable in self.scaler.counters}
         others = [variable for variable in self.variables if id(variable) not in counters]
         if len(store.keys()) != len(others):
@@ -237,25 +237,25 @@ class LossScaledOptimizer(keras.optimizers.LossScaleOptimizer):
 
     @property
     def loss_scale(self) -> float:
-        """The scale that the next loss is multiplied by. Reading it waits for the device, if it lives on one."""
+        """Return the scale of the next loss. Waits for the device that holds it."""
         return self.scaler.host_state.scale
 
     @property
     def last_step(self) -> StepResult:
-        """What the last step did.
+        """Return what the last step did.
 
-        Outside of traced functions, reading it waits for the device, and reports what ``LossScale(on_min=)`` and
-        ``max_skips=`` ask for: compiled steps, such as those of ``fit``, cannot. Inside, its properties are the traced
-        values.
+        Outside traced functions, reading it waits for the device and reports the limits ``LossScale(on_min=)`` and
+        ``max_skips=``: compiled steps, such as those of ``fit``, cannot report them. Inside, its properties are the
+        traced values.
 
         Raises:
-            LossScaleError: by `polyamp.limits.report_limits`.
+            LossScaleError: from `polyamp.limits.report_limits`.
         """
         traced = platform_of(self.dynamic_scale) is None
         return StepResult(self.scaler.state) if traced else StepResult(self.scaler.report(), explain=self.scaler.why)
 
     def get_config(self) -> dict[str, Any]:
-        """The arguments as JSON values, for `from_config` and ``.keras`` files: those of Keras' class, and ours."""
+        """Return the arguments as JSON values, Keras' and polyamp's, for `from_config` and ``.keras`` files."""
         config = super().get_config()
         settings = self.scaler.settings
         if settings != loss_scale_of(None, self.initial_scale, self.dynamic_growth_steps).in_float32():
@@ -267,7 +267,7 @@ class LossScaledOptimizer(keras.optimizers.LossScaleOptimizer):
     def from_config(
         cls, config: Mapping[str, Any], custom_objects: Mapping[str, Any] | None = None
     ) -> LossScaledOptimizer:
-        """The inverse of `get_config`; takes that of Keras' class too."""
+        """Make an optimizer from the result of `get_config`, also from that of Keras' class."""
         arguments = dict(config)
         inner = arguments.pop("inner_optimizer")
         if "loss_scale" in arguments:
@@ -297,7 +297,7 @@ class LossScaledOptimizer(keras.optimizers.LossScaleOptimizer):
         self.scaler.advance(finite)
 
     def _prepared(self, grads: list[Any], variables: list[Any], is_unscaled: bool) -> list[Any]:
-        """Unscaled and clipped, all but what Keras' float8 layers pass as gradients of their own scales."""
+        """Return gradients unscaled and clipped, except those with which Keras' float8 layers pass their own scales."""
         own = [getattr(variable, "overwrite_with_gradient", False) for variable in variables]
         if is_unscaled and any(own):
             raise _no_gradients()

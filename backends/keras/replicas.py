@@ -1,4 +1,4 @@
-"""Replicas of a ``tf.distribute`` strategy decide together. For Keras on TensorFlow only.
+"""Replicas of a ``tf.distribute`` strategy decide together whether to skip. For Keras on TensorFlow only.
 
 Keras sums gradients over replicas inside its update, so each replica tests gradients that the others have not seen.
 """
@@ -14,21 +14,21 @@ from polyamp.errors import UsageError
 
 
 def all_replicas(finite: tf.Tensor) -> tf.Tensor:
-    """Whether ``finite``, a scalar bool, holds in every replica. To be called in a replica, as all functions here."""
+    """Return whether ``finite``, a scalar bool, is true in every replica. Call all functions here inside a replica."""
     bad = tf.cast(tf.logical_not(finite), tf.float32)
     return tf.equal(_replica_context().all_reduce(tf.distribute.ReduceOp.SUM, bad), 0.0)
 
 
 def summed(grads: Sequence[Any]) -> list[Any]:
-    """The gradients that are there, each summed over the replicas."""
+    """Return the gradients that are not None, each summed over the replicas."""
     present = [grad for grad in grads if grad is not None]
     return list(_replica_context().all_reduce(tf.distribute.ReduceOp.SUM, present))
 
 
 def update_replicas_if(finite: tf.Tensor, update: Callable[[Sequence[Any]], None], grads: Sequence[Any]) -> None:
-    """Run ``update(grads)`` in every replica where ``finite``, the same in all of them, holds."""
+    """Run ``update(grads)`` in every replica if ``finite``, which is the same in all of them."""
 
-    # Keras' update merges replicas, be there one or many and whatever the strategy, which TensorFlow forbids inside a
+    # Keras' update merges replicas, even a single one and under every strategy, and TensorFlow forbids that inside a
     # conditional of a replica. So the conditional is put around the replicas.
     def across(strategy: tf.distribute.Strategy, decided: Any, per_replica: Any) -> None:
         def run() -> None:
@@ -40,10 +40,10 @@ def update_replicas_if(finite: tf.Tensor, update: Callable[[Sequence[Any]], None
 
 
 def _replica_context() -> tf.distribute.ReplicaContext:
-    """This replica's.
+    """Return the context of this replica.
 
     Raises:
-        UsageError: in the scope of a strategy, but in none of its replicas.
+        UsageError: in the scope of a strategy, but outside its replicas.
     """
     context = tf.distribute.get_replica_context()
     if context is None:

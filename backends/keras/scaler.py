@@ -1,4 +1,4 @@
-"""The loss scale of one optimizer: Keras variables, moved by `polyamp.advance`."""
+"""The loss scale of one optimizer: Keras variables, advanced by `polyamp.advance`."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from polyamp.limits import NONFINITE_LOSS, report_limits, report_nonfinite_loss
 from polyamp.loss_scale import LossScale, LossScaleState, advance, on_host
 from polyamp.refusals import no_loss
 
-# Keras' own names, where its LossScaleOptimizer has the variable too.
+# Keras' own names for the variables that its LossScaleOptimizer has too.
 _UNKNOWN = LossScaleState(*[None] * len(LossScaleState._fields))
 _NAMES = ("dynamic_scale", "step_counter", *LossScaleState._fields[2:])
 
 
 class LossScaler:
-    """Holds a `LossScale`'s state in variables and applies it to tensors.
+    """The state of a `LossScale` in variables, and its application to tensors.
 
     >>> scaler = LossScaler(LossScale(init=8.0), keras.optimizers.SGD().add_variable)
     >>> float(scaler.scale(ops.array(2.0)))
@@ -31,11 +31,11 @@ class LossScaler:
     4.0
 
     Attributes:
-        compute: the format that the model computes in, where that is known, for messages.
-        has_bad_loss: whether the last loss that was looked at was inf or NaN.
+        compute: the format in which the model computes, if known; for messages.
+        has_bad_loss: whether the last loss that was tested was inf or NaN.
 
     Args:
-        settings: how the scale moves.
+        settings: how the scale changes.
         add_variable: an optimizer's method, so that the state is saved with its other variables.
     """
 
@@ -49,42 +49,42 @@ class LossScaler:
             # programs that XLA compiled for a GPU cannot reach them.
             dtype = "float32" if isinstance(value, float) else "int"
             initializer = keras.initializers.Constant(value)
-            # Replicas need no aggregation, which would merge them: they all compute the same.
+            # Aggregation would merge the replicas' values; they compute the same ones and do not need it.
             return add_variable((), initializer, dtype, aggregation="none", name=name)
 
         self.variables = LossScaleState(*map(add, _NAMES, self.settings.initial_state()))
 
     @property
     def state(self) -> LossScaleState:
-        """The scalars as tensors: of a trace, inside traced functions."""
+        """Return the scalars as tensors; inside traced functions, those of the trace."""
         return LossScaleState(*map(value_of, self.variables))
 
     @property
     def counters(self) -> tuple[Any, ...]:
-        """The variables that decide nothing, and that older files do not have."""
+        """Return the variables that do not affect the scale. Older files do not have them."""
         return tuple(getattr(self.variables, name) for name in LossScaleState._field_defaults)
 
     @property
     def host_state(self) -> LossScaleState:
-        """The scalars as Python numbers; waits for the device."""
+        """Return the scalars as Python numbers. Waits for the device."""
         return on_host(self.state)
 
     def scale(self, loss: Any) -> Any:
-        """Return a loss in float32 (float64 stays) times the loss scale; one that is inf or NaN, times inf.
+        """Return a loss in float32 (float64 stays) times the loss scale; a loss that is inf or NaN, times inf.
 
-        So its gradients are not finite either, whatever they were, and the step is skipped.
+        Then its gradients are not finite either, whatever they were, and the step is skipped.
 
         Raises:
-            InvalidTypeError: no floating tensor.
-            NonFiniteLossError: inf or NaN under ``nonfinite_loss="raise"``, on the CPU and outside of traced functions.
+            InvalidTypeError: the loss is not a floating-point tensor.
+            NonFiniteLossError: it is inf or NaN under ``nonfinite_loss="raise"``, on the CPU, outside traced functions.
 
         Warns:
-            PolyampWarning: inf or NaN, in the same places.
+            PolyampWarning: it is inf or NaN, in the same cases.
         """
         if not self.settings.check:
             return loss
         tensor = _floating(loss)
-        finite = ops.all(ops.abs(tensor) < float("inf"))  # NaN is not; `isfinite` is the update's, in a graph
+        finite = ops.all(ops.abs(tensor) < float("inf"))  # false for NaN; in a graph, `isfinite` marks the update
         self.has_bad_loss = False
         if platform_of(tensor) == "cpu" and not finite:
             self.has_bad_loss = True
@@ -95,20 +95,20 @@ class LossScaler:
         return wide * ops.cast(ops.where(finite, scale, ops.full_like(scale, float("inf"))), wide.dtype)
 
     def why(self) -> str:
-        """Return more about a step that was skipped, as far as it is known; empty where it is not."""
+        """Return the reason why a step was skipped, if it is known; else an empty string."""
         return NONFINITE_LOSS if self.has_bad_loss else ""
 
     def unscale(self, grads: Sequence[Any]) -> list[Any]:
-        """Gradients divided by the loss scale, in float32 or wider."""
+        """Return gradients divided by the loss scale, in float32 or wider."""
         if not self.settings.check:
             return list(grads)
         return unscaled(grads, value_of(self.variables.scale), self.settings.max)
 
     def advance(self, finite: Any) -> None:
-        """Move the state after a step; on the CPU, outside of traced functions, say what the host then knows.
+        """Advance the state after a step. On the CPU, outside traced functions, also report the limits.
 
         Raises:
-            LossScaleError: by `polyamp.limits.report_limits`.
+            LossScaleError: from `polyamp.limits.report_limits`.
         """
         if platform_of(finite) != "cpu":
             self._assign(advance(self.settings, self.state, finite, _where))
@@ -119,28 +119,28 @@ class LossScaler:
         report_limits(self.settings, state)
 
     def report(self) -> LossScaleState:
-        """Say where the scale cannot help any more, and give the state as Python numbers; waits for the device.
+        """Report if the scale cannot help any more; return the state as Python numbers. Waits for the device.
 
         Raises:
-            LossScaleError: by `polyamp.limits.report_limits`.
+            LossScaleError: from `polyamp.limits.report_limits`.
         """
         state = self.host_state
         report_limits(self.settings, state)
         return state
 
     def load(self, saved: Mapping[str, Any]) -> None:
-        """Continue from `LossScale.to_state_dict`; see there for the errors."""
+        """Continue from the result of `LossScale.to_state_dict`, which documents the errors."""
         self._assign(self.settings.from_state_dict(saved))
 
     def _assign(self, state: LossScaleState, known: LossScaleState = _UNKNOWN) -> None:
-        """Write what differs from what is known to be there."""
+        """Assign the values that differ from the known ones."""
         for variable, value, old in zip(self.variables, state, known, strict=True):
             if value != old:
                 variable.assign(value)
 
 
 def _where(condition: Any, if_true: Any, if_false: Any) -> Any:
-    """Selection that gives a Python number the type of the tensor beside it, whatever ``keras.config.floatx()`` is."""
+    """Select; a Python number gets the type of the tensor next to it, whatever ``keras.config.floatx()`` is."""
     typed = next((value for value in (if_true, if_false) if ops.is_tensor(value)), None)
     dtype = "int" if typed is None else typed.dtype
     return ops.where(condition, ops.cast(if_true, dtype), ops.cast(if_false, dtype))

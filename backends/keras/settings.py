@@ -1,4 +1,4 @@
-"""What a wrapped Keras optimizer is made with: polyamp's settings, or those of Keras' class; and what is refused."""
+"""The settings of a wrapped Keras optimizer, in polyamp's form or that of Keras' class, and their checks."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from polyamp.refusals import no_optimizer, wrapped_already
 
 
 def loss_scale_of(given: LossScale | float | None, initial_scale: float | None, growth_steps: int | None) -> LossScale:
-    """The settings, where each can be said in polyamp's way or in that of `keras.optimizers.LossScaleOptimizer`.
+    """Return the settings; each can be given in polyamp's way or as in `keras.optimizers.LossScaleOptimizer`.
 
     >>> loss_scale_of(8.0, None, 100)
     LossScale(init=8.0, interval=100)
 
     Args:
-        given: settings, or a number, which is the initial scale: Keras has it in that place.
-        initial_scale: the first scale; the limits are widened to hold it.
+        given: settings, or a number, which is the initial scale, as in Keras' class.
+        initial_scale: the first scale; the limits are widened to contain it.
         growth_steps: finite steps between growths.
 
     Raises:
-        InvalidTypeError: a scale that is no number, or steps that are no integer.
-        InvalidValueError: a setting that is said twice, differently; or one outside its range.
+        InvalidTypeError: the scale is not a number, or the steps are not an integer.
+        InvalidValueError: a setting is given twice with different values, or is outside its range.
     """
     if given is not None and not isinstance(given, LossScale):
         if initial_scale not in (None, given):
@@ -46,7 +46,7 @@ def _from_keras(initial_scale: float | None, growth_steps: int | None) -> LossSc
     if initial_scale is None:
         return LossScale(interval=interval)
     is_scale = isinstance(initial_scale, int | float) and 0 < initial_scale < float("inf")
-    nearest = initial_scale if is_scale else default.init  # what is no scale, LossScale refuses
+    nearest = initial_scale if is_scale else default.init  # LossScale refuses values that are not scales
     limits = min(default.min, nearest), max(default.max, nearest)
     return LossScale(init=initial_scale, interval=interval, min=limits[0], max=limits[1])
 
@@ -62,11 +62,11 @@ def _contradiction(name: str, found: object, loss_scale: object) -> InvalidValue
 
 
 def check_optimizer(inner: Any, max_grad_norm: float | None) -> None:
-    """Is this an optimizer to wrap?
+    """Raise if this optimizer cannot be wrapped.
 
     Raises:
-        InvalidTypeError: no Keras optimizer.
-        InvalidValueError: it accumulates gradients, beside a ``max_grad_norm``.
+        InvalidTypeError: it is not a Keras optimizer.
+        InvalidValueError: it accumulates gradients although ``max_grad_norm`` is set.
         UsageError: it is wrapped already.
     """
     kind = type(inner)
@@ -85,10 +85,10 @@ def check_optimizer(inner: Any, max_grad_norm: float | None) -> None:
 
 
 def check_factor(inner: Any) -> None:
-    """Does the optimizer scale the loss by itself?
+    """Raise if the optimizer scales the loss itself.
 
     Raises:
-        InvalidValueError: by its ``loss_scale_factor``.
+        InvalidValueError: it does, by its ``loss_scale_factor``.
     """
     factor = getattr(inner, "loss_scale_factor", None)
     if factor is not None:
@@ -102,7 +102,7 @@ def check_factor(inner: Any) -> None:
 
 
 def check_masters(inner: Any) -> None:
-    """Can float32 masters be trained in the place of 16-bit variables?
+    """Raise if float32 master weights cannot be trained in place of 16-bit variables.
 
     Raises:
         UnsupportedError: under a ``tf.distribute`` strategy.

@@ -1,8 +1,11 @@
-"""Keeps what layers average over batches, such as batch normalisation's statistics, where a step is skipped.
+"""Restore averages over batches, such as batch normalisation's statistics, when a step is skipped.
 
-In a step that overflows the batch's statistics may be inf or NaN, and an average that takes one in never recovers: the
-model trains on, and ``evaluate`` gives NaN. Layers move their averages in the forward pass, before anything is known of
-the gradients, so they are noted before the step and put back after it.
+In a step that overflows, the batch's statistics may be inf or NaN, and an average that takes one in never recovers: the
+model trains on, and ``evaluate`` returns NaN. Layers update their averages in the forward pass, before the gradients
+are known. So the averages are copied before the step and restored after it.
+
+For example, ``model.compile`` replaces ``train_step`` by a function that copies ``moving_mean``, runs the original
+step, and writes the copy back if the optimizer's count of skipped steps has grown.
 """
 
 from __future__ import annotations
@@ -23,15 +26,15 @@ from polyamp.errors import LossScaleError, NonFiniteLossError
 if TYPE_CHECKING:
     from polyamp.backends.keras.optimizer import LossScaledOptimizer
 
-_GUARDED = "_polyamp_guarded"  # of a step that keeps statistics
+_GUARDED = "_polyamp_guarded"  # marks a step that restores statistics
 
 
 @contextmanager
 def keep_statistics(model: Any, *optimizers: LossScaledOptimizer) -> Iterator[None]:
-    """Put a model's statistics back, bit for bit, where a step inside is skipped; for training loops of your own.
+    """Restore a model's statistics, bit for bit, if a step inside is skipped; for your own training loops.
 
-    ``fit`` and ``train_on_batch`` do this by themselves. On Keras' JAX backend, pure functions select the values
-    instead: `LossScaledOptimizer.stateless_select`.
+    ``fit`` and ``train_on_batch`` do this themselves. On Keras' JAX backend, pure functions select the values with
+    `LossScaledOptimizer.stateless_select` instead.
 
     >>> import numpy as np
     >>> from polyamp import wrap_optimizer
@@ -47,7 +50,7 @@ def keep_statistics(model: Any, *optimizers: LossScaledOptimizer) -> Iterator[No
 
     Args:
         model: a layer or a model.
-        *optimizers: the wrapped ones that step inside; none are those that the model has.
+        *optimizers: the wrapped ones that step inside; if there are none, those of the model.
     """
     kept = _Kept(model, optimizers or _optimizers_of(model))
     try:
@@ -59,7 +62,7 @@ def keep_statistics(model: Any, *optimizers: LossScaledOptimizer) -> Iterator[No
 
 
 def guard_steps(model: Any) -> None:
-    """Have a model's ``train_step``, whoever wrote it, keep the statistics of skipped steps."""
+    """Make a model's ``train_step``, whoever wrote it, restore the statistics of skipped steps."""
     original = model.train_step
     if not hasattr(original, _GUARDED):
         model.train_step = _guarded(model, original)
@@ -67,7 +70,7 @@ def guard_steps(model: Any) -> None:
 
 
 def guard_anew(model: Any) -> None:
-    """Make the function that keeps statistics anew, since ``jax.jit`` knows what it compiled by the function."""
+    """Replace the function that restores statistics by a new one, since ``jax.jit`` caches by the function."""
     step: Any = getattr(model, "train_step", None)
     if hasattr(step, _GUARDED):
         model.train_step = step.__wrapped__
@@ -75,12 +78,12 @@ def guard_anew(model: Any) -> None:
 
 
 def guard_compiled_models() -> None:
-    """Do so in every model that is compiled from now on."""
+    """Guard the steps of every model that is compiled from now on."""
     intercept_compile(guard_steps)
 
 
 def skipped(before: Sequence[Any], after: Sequence[Any]) -> Any:
-    """Whether any of some counts of skipped steps has grown; scalar bool.
+    """Return whether any of several counts of skipped steps has grown; scalar bool.
 
     >>> bool(skipped([ops.array(1)], [ops.array(2)]))
     True
@@ -89,7 +92,7 @@ def skipped(before: Sequence[Any], after: Sequence[Any]) -> Any:
 
 
 def _guarded(model: Any, original: Callable[..., Any]) -> Callable[..., Any]:
-    # What AutoGraph converts in the user's own step, it finds behind this function only if this is plain code.
+    # AutoGraph converts the user's own step, behind this function, only if this is plain code.
     if keras.backend.backend() == "jax":
 
         @functools.wraps(original)
@@ -116,7 +119,7 @@ def _guarded(model: Any, original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Kept:
-    """Values of a model's statistics, and how many steps its optimizers had skipped then."""
+    """Values of a model's statistics, and its optimizers' counts of skipped steps at the same time."""
 
     def __init__(self, model: Any, optimizers: Sequence[LossScaledOptimizer]) -> None:
         checking = [one for one in optimizers if one.scaler.settings.check]
@@ -125,7 +128,7 @@ class _Kept:
         self._before = [ops.copy(value_of(one)) for one in (*self._counts, *self._variables)]
 
     def restore(self, *, whatever: bool = False) -> None:
-        """Put the values back if a step was skipped since; or ``whatever`` was."""
+        """Restore the values if a step was skipped since then, or in any case with ``whatever``."""
         if not self._variables:
             return
         counts, values = self._before[: len(self._counts)], self._before[len(self._counts) :]
@@ -135,7 +138,7 @@ class _Kept:
 
 
 class _State(NamedTuple):
-    """What a training step of Keras on JAX takes and gives."""
+    """The argument and result of a training step of Keras on JAX."""
 
     trainable: Sequence[Any]
     non_trainable: Sequence[Any]
@@ -164,7 +167,7 @@ def _kept_state(model: Any, before: Any, after: Any) -> Any:
 
 
 def _optimizers_of(model: Any) -> list[LossScaledOptimizer]:
-    """The wrapped optimizers that a model has, under whatever name."""
+    """Return the wrapped optimizers that are attributes of a model, under any name."""
     from polyamp.backends.keras.optimizer import LossScaledOptimizer
 
     found = (value for value in vars(model).values() if isinstance(value, LossScaledOptimizer))

@@ -1,4 +1,4 @@
-"""Says that a model trains in float32 although its optimizer was wrapped for 16 bits."""
+"""A warning for models that train in float32 although their optimizer was wrapped for 16 bits."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _ADAPTERS = "polyamp.backends."
 
 
 def report_unlowered(model: Any, optimizers: Any) -> None:
-    """Warn once where a step's optimizers were wrapped under a 16-bit policy, and nothing computes in 16 bits.
+    """Warn once if a step's optimizers were wrapped under a 16-bit policy and nothing computes in 16 bits.
 
-    To be called while the step is traced, or where it runs without being traced.
+    Call it while the step is traced, or when it runs without being traced.
     """
     report_waiting(model)
     wanted = {one.scaler.compute for one in optimizers if one.scaler.compute is not None}
@@ -34,7 +34,7 @@ def report_unlowered(model: Any, optimizers: Any) -> None:
 
 
 def lowers_here() -> bool:
-    """Whether a rewrite or an autocast of Keras' backend is at work in the code that calls this.
+    """Return whether a rewrite or autocast of Keras' backend is active in the calling code.
 
     >>> lowers_here()
     False
@@ -51,7 +51,7 @@ def lowers_here() -> bool:
 
 
 def _is_within(package: str) -> bool:
-    """Whether a function of a package is being called: a rewrite that traces, or a transformation that is applied."""
+    """Return whether a function of a package is on the call stack: a rewrite that traces, or a transformation."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if str(frame.f_globals.get("__name__", "")).startswith(package):

@@ -1,7 +1,10 @@
-"""Tells gradients that ``get_unscaled_gradients`` gave from scaled ones, so that none is divided twice.
+"""Distinguish gradients that ``get_unscaled_gradients`` returned from scaled ones, so that none is divided twice.
 
-The method's output may be clipped or summed before it is applied, and then is other tensors. So three things are
-remembered of a call: the tensors that it was given, those that it gave, and where: in eager code, or in which trace.
+The method's results may be clipped or summed before they are applied: then they are other tensors. So three things are
+recorded of a call: its input tensors, its results, and its place: eager code, or a certain trace.
+
+For example, ``apply`` gets ``ops.minimum(g, 0.5)`` in the trace in which ``get_unscaled_gradients`` returned ``g``. It
+is not one of the recorded tensors, but the place is the same, so it counts as unscaled.
 """
 
 from __future__ import annotations
@@ -14,12 +17,12 @@ from typing import Any
 from polyamp.backends.keras.backend import traces_around
 from polyamp.errors import UsageError
 
-_KEPT = 16  # calls whose gradients were never applied
+_KEPT = 16  # most calls to keep whose gradients were never applied
 
 
-@dataclass(frozen=True, eq=False)  # as a tuple it would compare tensors
+@dataclass(frozen=True, eq=False)  # tuples would compare tensors
 class _Call:
-    """One call: its trace, its arguments and results as weak references, and what it tested."""
+    """One call: its trace, weak references to its inputs and results, and its finite flag."""
 
     trace: int
     given: list[weakref.ref[Any]]
@@ -28,7 +31,7 @@ class _Call:
 
 
 class UnscaledGradients:
-    """The calls whose gradients were not applied yet.
+    """The calls whose gradients are not applied yet.
 
     >>> from keras import ops
     >>> calls, scaled, plain = UnscaledGradients(), [ops.array(8.0)], [ops.array(1.0)]
@@ -41,12 +44,12 @@ class UnscaledGradients:
         self._calls: list[_Call] = []
 
     def remember(self, given: Sequence[Any], gave: Sequence[Any], finite: Any) -> None:
-        """A call with its arguments, its results, and whether the arguments were finite; scalar bool."""
+        """Record a call with its arguments, its results, and whether the arguments were finite; scalar bool."""
         self._calls.append(_Call(traces_around(gave)[0], _weak(given), _weak(gave), finite))
         del self._calls[:-_KEPT]
 
     def claim(self, grads: Sequence[Any]) -> Any:
-        """Whether the scaled gradients that these come from were finite; None where these are scaled themselves.
+        """Return whether the scaled gradients that these come from were finite; None if these are scaled themselves.
 
         Raises:
             UsageError: some of them are scaled and some are not; or the only call was in another trace.
@@ -61,7 +64,7 @@ class UnscaledGradients:
         return self._claim_by_place(grads)
 
     def _claim_by_place(self, grads: Sequence[Any]) -> Any:
-        """Of tensors that no call knows: in a place where one was not claimed yet, they come from it."""
+        """Claim tensors that belong to no call: they come from an unclaimed call in the same place, if there is one."""
         if not self._calls:
             return None
         around = traces_around(grads)
@@ -69,7 +72,7 @@ class UnscaledGradients:
         if not here:
             self._calls.clear()
             raise _elsewhere()
-        self._calls.remove(here[-1])  # in replicas that of another one perhaps: whether all are finite, all decide
+        self._calls.remove(here[-1])  # perhaps another replica's: all decide together if all are finite
         return here[-1].finite
 
 

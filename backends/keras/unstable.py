@@ -1,4 +1,4 @@
-"""All that polyamp uses of Keras beyond its public interface, in one place.
+"""All uses that polyamp makes of Keras beyond its public interface, in one place.
 
 Keras may change any of it in a release, without notice; the tests of this file's users then fail.
 """
@@ -17,7 +17,7 @@ from keras.src.backend import AutocastScope
 def layers_inside(layer: Any) -> list[Any]:
     """Return the layers directly inside a layer, as Keras' own trainers find them.
 
-    ``layers`` is public on models alone, and layers such as ``MultiHeadAttention`` have layers inside too.
+    ``layers`` is public only on models, but layers such as ``MultiHeadAttention`` also have inner layers.
 
     >>> import keras
     >>> model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1, name="one")])
@@ -29,13 +29,13 @@ def layers_inside(layer: Any) -> list[Any]:
 
 
 def autocast_variables(format_name: str) -> AbstractContextManager[Any]:
-    """Return a context in which a layer reads its floating variables in this format."""
+    """Return a context in which a layer reads its floating-point variables in this format."""
     context: AbstractContextManager[Any] = AutocastScope(format_name)
     return context
 
 
 def added_weights(layer: Any) -> list[Any]:
-    """Return the variables that layers made as not trainable, and neither trainable ones that were frozen nor seeds.
+    """Return the variables that layers made as not trainable, without frozen trainable ones and without seeds.
 
     >>> import keras
     >>> norm = keras.layers.BatchNormalization()
@@ -53,8 +53,8 @@ _STEP = "_polyamp_step"
 
 
 def intercept_compile(compiled: Callable[[Any], None]) -> None:
-    """Have a function called with every model that is compiled from now on; once for each process."""
-    # Where it is defined, not on `keras.Model`: a model whose `compile` is another is not compiled when it is loaded.
+    """Call a function with every model that is compiled from now on; once for each process."""
+    # Patched where it is defined, not on `keras.Model`: Keras does not compile a loaded model with another `compile`.
     owner = next(kind for kind in keras.Model.__mro__ if "compile" in vars(kind))
     original = vars(owner)["compile"]
     if hasattr(original, _STEP):
@@ -71,7 +71,7 @@ def intercept_compile(compiled: Callable[[Any], None]) -> None:
 
 
 def build_loss(model: Any, batch: Sequence[Any]) -> None:
-    """Have a compiled model make what it needs for its loss, which it else does at its first step: inside of a trace.
+    """Make a compiled model build its loss now; else it does so at its first step, inside a trace.
 
     Args:
         model: a model.

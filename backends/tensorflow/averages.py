@@ -1,6 +1,9 @@
-"""Keeps moving averages, such as batch normalisation's statistics, as they were when a step is skipped.
+"""Restore moving averages, such as batch normalisation's statistics, when a step is skipped.
 
-In a step that overflows the batch's statistics may be inf or NaN, and an average that takes one in never recovers.
+In a step that overflows, the batch's statistics may be inf or NaN, and an average that takes one in never recovers.
+
+For example, a write of ``moving_mean`` gets four nodes: a read before it, and, after everything that uses the variable,
+a second read, a selection of the old or the new value by the scalar that decides about the step, and a write.
 """
 
 from __future__ import annotations
@@ -16,21 +19,21 @@ _DECISION = re.compile(rf"(.*/)?{FINITE}(_\d+)?")
 
 
 def decisions_of(graph: Graph) -> list[Node]:
-    """The scalars that say whether a step is applied, as wrapped optimizers name them."""
+    """Return the scalars that decide whether a step is applied, found by the name that wrapped optimizers give them."""
     return [node for node in graph.nodes if node.op == "Identity" and _DECISION.fullmatch(node.name)]
 
 
 def guarded(graph: Graph, averages: Sequence[Node], decided: Sequence[Node], written: Sequence[Any]) -> list[Any]:
-    """Add to a function's nodes what puts old averages back after a step that is skipped.
+    """Add nodes to a function that restore old averages after a skipped step.
 
     Args:
-        graph: the function's body, as it was.
+        graph: the function's body before.
         averages: the writes of moving averages.
-        decided: what `decisions_of` found; at least one.
-        written: ``NodeDef`` of the body, as it will be; the averages' change.
+        decided: the result of `decisions_of`; at least one.
+        written: ``NodeDef`` of the new body; those of the averages change.
 
     Returns:
-        New nodes; see `must_run`.
+        The new nodes; see `must_run`.
     """
     added = _all_of([node.outputs[0] for node in decided])
     applied = decided[0].outputs[0] if not added else f"{added[-1].name}:z:0"
@@ -51,7 +54,7 @@ def _read(name: str, handle: str, controls: Sequence[str], average: Node) -> Any
 
 
 def _restoring(average: Node, handle: str, applied: str, users: Sequence[str]) -> list[Any]:
-    """Once all that uses a variable has run: put back what it held before, unless the step was applied."""
+    """Return nodes that run after all uses of a variable and restore its old value, unless the step was applied."""
     name, device = average.name, average.definition.device
     after = _read(f"{name}/polyamp_after", handle, users, average)
     values = [applied, f"{after.name}:value:0", f"{name}/polyamp_before:value:0"]
@@ -63,7 +66,7 @@ def _restoring(average: Node, handle: str, applied: str, users: Sequence[str]) -
 
 
 def _all_of(values: Sequence[str]) -> list[Any]:
-    """Nodes of which the last says whether all of several scalars hold; none where there is one scalar alone."""
+    """Return nodes; the last one computes whether all of several scalars are true. No nodes for a single scalar."""
     nodes: list[Any] = []
     for value in values[1:]:
         first = f"{nodes[-1].name}:z:0" if nodes else values[0]
@@ -72,5 +75,5 @@ def _all_of(values: Sequence[str]) -> list[Any]:
 
 
 def must_run(nodes: Sequence[Any]) -> list[str]:
-    """Names of the added nodes that have effects."""
+    """Return the names of the added nodes that have effects."""
     return [node.name for node in nodes if node.name.endswith("/polyamp_restored")]

@@ -153,6 +153,7 @@ class Pass:
         self._named = {node.name: node for node in graph.nodes}
         self.regions = regions(graph, functions.library)
         self._operands = Operands(graph, lambda value: places.shape(graph, value))
+        self._unrounded: set[str] = set()  # what some node takes computed anew
         self.nodes: list[Decided] = []
         for node in graph.nodes:
             decided = self._node(node)
@@ -170,11 +171,22 @@ class Pass:
                 name = next((self.known[one].held for port, one in handles if port.dtype == VARIANT), "")
                 self.rules.lists.take(name, is_low=dtype == self.rules.low)
 
+    def _note_unrounded(self, value: str, roles: Sequence[str]) -> None:
+        maker = self.computed_anew(value, roles)
+        if maker is not None and value not in self._unrounded:
+            self._unrounded.add(value)
+            for one in maker.inputs:
+                self._note_unrounded(one, roles)
+
     def _know(self, node: Node, decided: Decided) -> None:
         constants = {value: self.known[value].is_constant for value in node.inputs if value in self.known}
         if is_constant(node, constants):
             decided = decided._replace(gives=[known._replace(is_constant=True) for known in decided.gives])
         self.known.update(zip(node.outputs, decided.gives, strict=True))
+        if decided.anew:
+            for value, dtype in zip(node.inputs, decided.takes, strict=True):
+                if dtype == FLOAT32 and value in self.known:
+                    self._note_unrounded(value, decided.anew)
 
     def values_of(self, node: Node) -> list[Known]:
         """What is known of a node's inputs; of the edge that closes a loop, that it is float32 by need."""
@@ -341,11 +353,17 @@ class Pass:
         return operation
 
     def _outcome(self, node: Node, operation: str, decision: Decision, inputs: tuple[Value, ...]) -> Flow:
-        if decision.reason != TABLE or node.op not in _SATURATED_GRADIENTS:
-            return self.rules.flow(operation, decision, inputs, node.name in self.regions.backward)
-        # ``y * (1 - y) * grad`` is a product, and the gradient is bounded by nothing.
-        outcome = self.rules.flow("mul", Decision("follow", TABLE), inputs, True)
-        return outcome if outcome.format == self.rules.compute else outcome._replace(anew=("saturated",))
+        is_backward = node.name in self.regions.backward
+        is_product = decision.reason == TABLE and node.op in _SATURATED_GRADIENTS
+        if is_product:  # ``y * (1 - y) * grad``, and the gradient is bounded by nothing
+            outcome = self.rules.flow("mul", Decision("follow", TABLE), inputs, True)
+        else:
+            outcome = self.rules.flow(operation, decision, inputs, is_backward)
+        if is_product and outcome.output.state == "low" and node.inputs[0] in self._unrounded:
+            return Flow("float32", outcome.output, "as its forward operation", ("saturated",))
+        if is_backward and outcome.format == "float32" and outcome.output.state == "strong":
+            return outcome._replace(anew=(*outcome.anew, "saturated"))  # as what made the gradient took it
+        return outcome
 
     def _without_kernel(self, node: Node, operation: str, decision: Decision, outcome: Flow) -> Decided:
         missing = f"no {self.rules.compute} kernel for {node.op} on {device_of(node)}"

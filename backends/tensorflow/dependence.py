@@ -1,8 +1,8 @@
-"""Which values of a step depend on others, such as on the gradient of its loss.
+"""Find which values of a step depend on others, for example on the gradient of its loss.
 
-What does, and nothing else, is a gradient, and grows with the loss scale. The scopes of a backward pass hold values too
-that do not, such as the ``2 * (prediction - target)`` of a squared error: a factor of a gradient, as large whatever the
-loss scale is.
+A value that depends on this gradient is itself a gradient and is proportional to the loss scale; no other value is. The
+scopes of a backward pass also contain other values, such as the ``2 * (prediction - target)`` of a squared error: it is
+a factor of a gradient, and the loss scale does not change it.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from polyamp.backends.tensorflow.decisions import Decided, Pass
 from polyamp.backends.tensorflow.graph import FLOATING
 
 CARRYING = frozenset({*FLOATING, tf.variant.as_datatype_enum})
-"""Types of gradients; a list of them is a variant."""
+"""Types that gradients have; a list of gradients is a variant."""
 
 
 class Dependence:
-    """What depends on some values, in a graph and in the functions that it calls.
+    """The values that depend on some starting values, in a graph and in the functions that it calls.
 
     Args:
-        starts: the values of a graph that everything is to depend on.
-        carrying: the types of values that can.
+        starts: returns the starting values of a graph.
+        carrying: the types of values that can depend on them.
     """
 
     def __init__(self, starts: Callable[[Pass], Iterable[str]], carrying: Container[int] = CARRYING) -> None:
@@ -33,27 +33,27 @@ class Dependence:
 
     @classmethod
     def on(cls, tensors: Sequence[Any], carrying: Container[int] = CARRYING) -> Dependence:
-        """Return what depends on symbolic tensors, of any of these graphs."""
+        """Return the dependence on symbolic tensors of any graph."""
         return cls(lambda decisions: _values_of(decisions, tensors), carrying)
 
     def anywhere(self, decisions: Pass) -> set[str]:
-        """Return the values of a graph that depend in any call of it that was looked at."""
+        """Return the values of a graph that depend on the start in any call of it that was examined."""
         return set().union(*(found for (key, _), found in self._known.items() if key == id(decisions)))
 
     def of(self, decisions: Pass, arguments: frozenset[str] = frozenset()) -> set[str]:
-        """Return the values of a graph that depend on the seeds, or on these arguments of the graph."""
+        """Return the values of a graph that depend on its start or on these arguments of it."""
         key = (id(decisions), arguments)
         if key not in self._known:
             self._known[key] = found = {*arguments, *self._starts(decisions)}
             before = -1
-            while len(found) != before:  # an edge of a loop of TensorFlow 1 leads back
+            while len(found) != before:  # in TensorFlow 1, a loop has an edge that leads back
                 before = len(found)
                 for decided in decisions.nodes:
                     found.update(self._outputs(decided, found))
         return self._known[key]
 
     def inside(self, decided: Decided, found: set[str]) -> list[frozenset[str]]:
-        """Return, for each function that a node calls, its arguments that depend on the seeds."""
+        """Return, for each function that a node calls, its arguments that depend on the start."""
         flags = self._flags(decided, found)
         return [
             frozenset(name for (name, _), flag in zip(one.decisions.graph.arguments, flags, strict=False) if flag)
@@ -61,10 +61,10 @@ class Dependence:
         ]
 
     def _flags(self, decided: Decided, found: set[str]) -> list[bool]:
-        """Of the arguments of the functions that a node calls."""
+        """Return, for each argument of the functions that a node calls, whether it depends on the start."""
         node = decided.node
         flags = [value in found for value in node.inputs]
-        if node.op in ("ScanDataset", "ReduceDataset"):  # whose functions take an element after what is carried
+        if node.op in ("ScanDataset", "ReduceDataset"):  # their functions take an element after the carried values
             return self._of_iteration(decided, flags)
         if decided.operation == "cond":
             return flags[1:]
@@ -80,7 +80,7 @@ class Dependence:
         return [*flags[1 : 1 + carried], *elements, *flags[len(flags) - captured :]]
 
     def _carried(self, decided: Decided, flags: list[bool]) -> list[bool]:
-        """Of what a loop carries: a turn may make a value depend on another one."""
+        """Return which carried values of a loop depend on the start; an iteration may pass it from one to another."""
         body = decided.inside[-1].decisions
         while True:
             names = frozenset(name for (name, _), flag in zip(body.graph.arguments, flags, strict=True) if flag)
@@ -104,7 +104,7 @@ class Dependence:
 
 
 def _values_of(decisions: Pass, tensors: Sequence[Any]) -> list[str]:
-    """The values that symbolic tensors are in a graph."""
+    """Return the values of a graph that these symbolic tensors are."""
     here = [tensor for tensor in tensors if tensor.graph is decisions.traced]
     named = {node.name: node for node in decisions.graph.nodes} if here else {}
     made = [named[one.op.name].outputs[one.value_index] for one in here if one.op.name in named]
@@ -113,6 +113,6 @@ def _values_of(decisions: Pass, tensors: Sequence[Any]) -> list[str]:
 
 
 def _across(functions: Sequence[tuple[Sequence[str], set[str]]]) -> list[list[tuple[str, set[str]]]]:
-    """The results of several functions by their positions, each with what is known of its function."""
+    """Return the results of several functions by position, each with the dependent values of its function."""
     columns = zip(*(returns for returns, _ in functions), strict=True)
     return [[(value, values) for value, (_, values) in zip(column, functions, strict=True)] for column in columns]

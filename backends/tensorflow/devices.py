@@ -1,4 +1,4 @@
-"""TensorFlow's devices: what each computes fast, and a word at first use where one is slow in a policy's format."""
+"""TensorFlow's devices: what each computes fast, and a warning at first use if one is slow in a policy's format."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ def devices() -> tuple[dict[str, Any], ...]:
 
 
 def report_slow(operation: str, compute: str, device_type: str) -> None:
-    """Warn once where an operation was lowered to a format that its device has no units for.
+    """Warn once if an operation was lowered to a format for which its device has no units.
 
-    On a CPU that is said of convolutions alone: other products are as fast as in float32, or nearly.
+    On a CPU only convolutions are reported: other products are as fast as in float32, or nearly.
 
     Args:
         operation: the canonical name.

@@ -1,4 +1,4 @@
-"""What `polyamp.lint` asks of TensorFlow: facts of a function's graph, which is traced and not run."""
+"""The facts that `polyamp.lint` needs from TensorFlow, read from a function's graph, which is traced and not run."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from polyamp.diagnosis.facts import ClassLoss, Facts, OptimizerState, Product, U
 from polyamp.policy import Policy
 
 _LOW = {kind.as_datatype_enum: kind.name for kind in (tf.float16, tf.bfloat16)}
-_AVERAGED = ("Mean", "RealDiv", "Div", "DivNoNan")  # what comes after a cross-entropy that is no plain sum
+_AVERAGED = ("Mean", "RealDiv", "Div", "DivNoNan")  # these follow a cross-entropy that is not a plain sum
 
 
 def facts(
@@ -34,7 +34,7 @@ def facts(
     optimizer: Any,
     devices: Sequence[Mapping[str, Any]],
 ) -> Facts:
-    """Collect what lint judges; see `polyamp.diagnosis.facts.Facts`.
+    """Collect the facts that lint judges; see `polyamp.diagnosis.facts.Facts`.
 
     >>> from polyamp import policy
     >>> def product(x):
@@ -44,11 +44,11 @@ def facts(
     ({'m': 2, 'n': 5, 'k': 3}, ['float16'])
 
     Args:
-        target: a function that gives a loss, a training step, or a ``tf.Module``.
-        args: its arguments; kwargs likewise. Without them, what takes some is not traced.
+        target: a function that returns a loss, a training step, or a ``tf.Module``.
+        args: its arguments; kwargs likewise. A target that needs arguments is not traced without them.
         policy: the policy in question.
-        optimizer: the one that trains it; None is what the step uses.
-        devices: as of the adapter's ``describe``.
+        optimizer: the optimizer that trains it; None means the one that the step uses.
+        devices: as in the adapter's ``describe``.
     """
     kept = list(getattr(target, "trainable_variables", ()))
     known = Facts("tensorflow", policy, has_masters=_has_masters(optimizer), devices=tuple(devices))
@@ -71,7 +71,7 @@ def facts(
 
 
 class _Seen(NamedTuple):
-    """One node of the forward pass, with what is around it."""
+    """One node of the forward pass, with its surroundings."""
 
     decisions: Pass
     places: Places
@@ -79,16 +79,16 @@ class _Seen(NamedTuple):
     scope: str
 
     def shapes(self) -> list[tuple[int, ...] | None]:
-        """Of its inputs."""
+        """Return the shapes of its inputs."""
         return [self.places.shape(self.decisions.graph, value) for value in self.decided.node.inputs]
 
     def attribute(self, name: str) -> Any:
-        """One of its attributes."""
+        """Return one of its attributes."""
         return self.decided.node.definition.attr[name]
 
 
 def _seen(decisions: Pass, places: Places) -> Iterator[_Seen]:
-    """The nodes of the forward pass, those of functions that it calls too."""
+    """Yield the nodes of the forward pass, including those of the functions that it calls."""
     backward = backward_pass(decisions.graph, decisions.functions.library) | decisions.regions.update
     for decided in decisions.nodes:
         if decided.node.name not in backward:
@@ -98,18 +98,18 @@ def _seen(decisions: Pass, places: Places) -> Iterator[_Seen]:
 
 
 def _takes(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Whether it can be called so: lint also takes a model alone."""
+    """Return whether it can be called with these arguments; lint also accepts a model alone."""
     if not callable(target):
         return False
     try:
         inspect.signature(plain_function(target)).bind(*args, **kwargs)
     except (TypeError, ValueError):
-        return bool(args or kwargs)  # what does not fit, TensorFlow says
+        return bool(args or kwargs)  # TensorFlow reports arguments that do not fit
     return True
 
 
 def _state_of(optimizer: Any, variables: Sequence[Any]) -> OptimizerState:
-    """What an optimizer is, and what the step does that the variables are of."""
+    """Return the kind of an optimizer and of the step's own scaling, which is read from its variables."""
     names = [variable.name.rpartition("/")[2].partition(":")[0] for variable in variables]
     scales = sum(name in SCALES for name in names)
     kinds = type(optimizer).__mro__
@@ -159,7 +159,7 @@ def _products(seen: _Seen) -> Iterator[Product]:
 
 
 def _format(decided: Decided) -> str:
-    """What a product runs in; of one that the user wrote in 16 bits, that."""
+    """Return the format in which a product runs: 16 bits if the user wrote it so."""
     written = next((_LOW[known.dtype] for known in decided.gives if known.dtype in _LOW), None)
     return written or decided.outcome.format
 
@@ -172,7 +172,11 @@ def _of_matmul(seen: _Seen, a: tuple[int, ...], b: tuple[int, ...]) -> dict[str,
 
 
 def _of_einsum(seen: _Seen, a: tuple[int, ...], b: tuple[int, ...]) -> dict[str, int]:
-    """Of ``abc,cde->abde``: what only the one, only the other, and both have that the result has not."""
+    """Return the sizes of an einsum such as ``abc,cde->abde``.
+
+    ``m`` has the labels of only the first input, ``n`` those of only the second, and ``k`` those of both but not of the
+    result.
+    """
     inputs, _, result = seen.attribute("equation").s.decode().replace(" ", "").partition("->")
     one, other = inputs.split(",")
     sizes = dict([*zip(one, a, strict=False), *zip(other, b, strict=False)])

@@ -1,4 +1,4 @@
-"""Gradients as TensorFlow gives them: dense tensors, ``tf.IndexedSlices``, or None where there is none."""
+"""Gradients as TensorFlow returns them: dense tensors, ``tf.IndexedSlices``, or None if there is no gradient."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ SIXTEEN_BIT = (tf.float16, tf.bfloat16)
 
 
 def map_values(function: Callable[[Any], Any], grad: Any) -> Any:
-    """``function`` of a gradient's values: all of a dense one, the stored rows of a sparse one; None stays None.
+    """Apply ``function`` to a gradient's values: all of a dense one, the stored rows of a sparse one; None stays None.
 
     >>> map_values(lambda values: values * 2, tf.ones(2)).numpy()
     array([2., 2.], dtype=float32)
@@ -24,7 +24,7 @@ def map_values(function: Callable[[Any], Any], grad: Any) -> Any:
 
 
 def all_finite(grads: Sequence[Any]) -> tf.Tensor:
-    """Whether no gradient holds inf or NaN; scalar bool.
+    """Return whether all gradients are finite; scalar bool.
 
     >>> bool(all_finite([tf.ones(2), None, tf.constant([1.0, float("nan")])]))
     False
@@ -33,7 +33,7 @@ def all_finite(grads: Sequence[Any]) -> tf.Tensor:
 
 
 def unscaled(grads: Sequence[Any], scale: tf.Tensor, largest_scale: float) -> list[Any]:
-    """Gradients divided by the loss scale, in float32 or wider.
+    """Return gradients divided by the loss scale, in float32 or wider.
 
     >>> float(unscaled([tf.constant(2.0**-14, tf.float16)], tf.constant(2.0**16), 2.0**24)[0]) == 2.0**-30
     True
@@ -41,7 +41,7 @@ def unscaled(grads: Sequence[Any], scale: tf.Tensor, largest_scale: float) -> li
     Args:
         grads: gradients of the scaled loss.
         scale: the loss scale; float32 scalar.
-        largest_scale: what ``scale`` can grow to.
+        largest_scale: the largest value that ``scale`` can grow to.
     """
     factors = [1.0 / scale]
     if largest_scale > 2.0**126:  # the inverse can be a subnormal number, which TensorFlow flushes to zero
@@ -53,7 +53,7 @@ def unscaled(grads: Sequence[Any], scale: tf.Tensor, largest_scale: float) -> li
 
 
 def multiplied(grads: Sequence[Any], factor: tf.Tensor) -> list[Any]:
-    """Every gradient in float32 or wider, times a scalar.
+    """Return every gradient in float32 or wider, times a scalar.
 
     >>> float(multiplied([None, tf.constant(3.0, tf.float16)], tf.constant(0.5))[1])
     1.5
@@ -67,7 +67,7 @@ def multiplied(grads: Sequence[Any], factor: tf.Tensor) -> list[Any]:
 
 
 def as_dtype(grad: Any, dtype: tf.DType) -> Any:
-    """A gradient in its variable's dtype: TensorFlow's update kernels end the process where it has another.
+    """Return a gradient in its variable's dtype: with another dtype, TensorFlow's update kernels crash the process.
 
     >>> as_dtype(tf.ones(2), tf.float16).dtype
     tf.float16
@@ -76,7 +76,7 @@ def as_dtype(grad: Any, dtype: tf.DType) -> Any:
 
 
 def clip_factor(grads: Sequence[Any], limit: float) -> tf.Tensor:
-    """What gradients are multiplied by so that their global L2 norm is at most ``limit``; float32 scalar, at most 1.
+    """Return the factor that limits the gradients' global L2 norm to ``limit``; float32 scalar, at most 1.
 
     >>> round(float(clip_factor([tf.constant([3.0]), tf.constant([4.0])], 1.0)), 6)
     0.2

@@ -11,6 +11,13 @@ from polyamp.backends.tensorflow.graph import FLOAT32, Node
 from polyamp.backends.tensorflow.unstable import registered_kernels
 
 
+_ADDING_IN_16_BITS = {  # on CPUs; the others' sums inside are float32
+    "AvgPool": ("bfloat16", "float16"),
+    "AvgPool3D": ("bfloat16", "float16"),
+    "BiasAddGrad": ("bfloat16",),
+}
+
+
 @functools.cache
 def default_device() -> str:
     """The type of device on which TensorFlow places an operation that names none.
@@ -52,6 +59,8 @@ def lowerable(node: Node, dtype: int) -> tuple[str, ...]:
 def _lowerable(op: str, device: str, types: tuple[tuple[str, int], ...], dtype: int) -> tuple[str, ...]:
     if device not in {kernel.device_type for kernel in registered_kernels(op)}:
         device = "CPU"  # where TensorFlow places it
+    if device == "CPU" and tf.as_dtype(dtype).name in _ADDING_IN_16_BITS.get(op, ()):
+        return ()
     floating = [name for name, now in types if now == FLOAT32]
     alternatives = [tuple(floating), *((name,) for name in floating)]
     return next((names for names in alternatives if names and _has_kernel(op, device, types, names, dtype)), ())

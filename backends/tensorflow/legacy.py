@@ -1,7 +1,7 @@
-"""``enable_mixed_precision_graph_rewrite``: the name that TensorFlow 2 removed, for the optimizers of both.
+"""``enable_mixed_precision_graph_rewrite``: a function that TensorFlow 2 removed, for optimizers of both versions.
 
-In ``tf.compat.v1`` it still switches TensorFlow's own pass on, which does nothing on a CPU and under XLA, and refuses
-the optimizers of Keras 3. Here it switches on the float16 autocast of `polyamp.autocast`, on every device.
+In ``tf.compat.v1`` it still enables TensorFlow's own pass, which does nothing on a CPU or under XLA and refuses the
+optimizers of Keras 3. Here it enables the float16 autocast of `polyamp.autocast` on every device.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from polyamp.verbs import wrap_optimizer
 def enable_mixed_precision_graph_rewrite(opt: Any, loss_scale: Any = "dynamic") -> Any:
     """Run products in float16 from now on, in the whole process, and wrap an optimizer with a loss scale.
 
-    It reaches what is run eagerly, traced or built after it, in every thread; a ``tf.function`` that was traced before
-    is traced anew. ``polyamp.autocast`` of another policy holds inside of it. Called again, for another optimizer, it
-    wraps that one too. New code has more choice with `polyamp.wrap_optimizer` and `polyamp.autocast`.
+    It affects everything that runs eagerly, is traced or is built later, in every thread; a ``tf.function`` that was
+    traced before is traced again. A ``polyamp.autocast`` region inside it uses its own policy. Call it again to wrap
+    another optimizer. In new code, `polyamp.wrap_optimizer` and `polyamp.autocast` have more options.
 
     >>> sgd = tf.compat.v1.train.GradientDescentOptimizer(0.1)
     >>> opt = enable_mixed_precision_graph_rewrite(sgd)
@@ -34,16 +34,16 @@ def enable_mixed_precision_graph_rewrite(opt: Any, loss_scale: Any = "dynamic") 
 
     Args:
         opt: an optimizer of ``tf.compat.v1.train`` or of Keras 3.
-        loss_scale: ``"dynamic"`` for the rule of TensorFlow 1 (``LossScale.like("tensorflow")``: from 2**15 on, doubled
-            after 2000 steps); a number that never moves; a `polyamp.LossScale`; or a ``FixedLossScale`` or
+        loss_scale: ``"dynamic"`` for the rule of TensorFlow 1 (``LossScale.like("tensorflow")``: it starts at 2**15 and
+            doubles after 2000 steps); a number for a fixed scale; a `polyamp.LossScale`; or a ``FixedLossScale`` or
             ``DynamicLossScale`` of ``tf.compat.v1.mixed_precision``.
 
     Returns:
         The wrapped optimizer.
 
     Raises:
-        InvalidTypeError: no optimizer, or no loss scale; as all errors, before anything is switched on.
-        InvalidValueError: a loss scale outside of what `LossScale` allows.
+        InvalidTypeError: not an optimizer, or not a loss scale. No error leaves anything enabled.
+        InvalidValueError: the loss scale is outside what `LossScale` allows.
         UsageError: the optimizer is wrapped already.
 
     Warns:
@@ -57,10 +57,10 @@ def enable_mixed_precision_graph_rewrite(opt: Any, loss_scale: Any = "dynamic") 
 
 
 def disable_mixed_precision_graph_rewrite() -> None:
-    """Undo `enable_mixed_precision_graph_rewrite`: what runs, is traced or built from now on is as it was before.
+    """Undo `enable_mixed_precision_graph_rewrite` for everything that runs, is traced or is built from now on.
 
-    A ``tf.function`` goes back to its float32 trace. Optimizers stay wrapped, and graphs of a ``Session`` that were
-    built stay float16.
+    A ``tf.function`` returns to its float32 trace. Optimizers stay wrapped, and graphs of a ``Session`` that were built
+    meanwhile stay float16.
 
     >>> _ = enable_mixed_precision_graph_rewrite(tf.compat.v1.train.GradientDescentOptimizer(0.1))
     >>> disable_mixed_precision_graph_rewrite()

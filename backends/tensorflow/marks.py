@@ -1,6 +1,6 @@
-"""Marks the update in a graph that is being built, so that whoever rewrites the graph leaves it as it is.
+"""Marks for the update in a graph that is being built, so that a later rewrite of the graph leaves it unchanged.
 
-Eager code has no graph, and pays nothing here.
+Eager code has no graph, and no cost here.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from polyamp.markers import FINITE, UPDATE_SCOPE
 
 
 def update_scope() -> AbstractContextManager[Any]:
-    """A context whose operations are named as part of the update; it may be entered again, and inside of itself.
+    """Return a context that names its operations as part of the update. It may be reused and nested.
 
     >>> with tf.Graph().as_default(), tf.name_scope("train"), update_scope(), update_scope():
     ...     print(tf.constant(1.0, name="rate").name)
@@ -26,7 +26,7 @@ def update_scope() -> AbstractContextManager[Any]:
 
 
 def outside_update_scope() -> AbstractContextManager[Any]:
-    """A context that leaves `update_scope`: a variable takes its name in a checkpoint from where it is made.
+    """Return a context that leaves `update_scope`, since a variable's name in a checkpoint comes from its scope.
 
     >>> with tf.Graph().as_default(), tf.name_scope("train"), update_scope(), outside_update_scope():
     ...     print(tf.constant(1.0, name="slot").name)
@@ -39,16 +39,16 @@ def outside_update_scope() -> AbstractContextManager[Any]:
 
 
 def decision(finite: tf.Tensor) -> tf.Tensor:
-    """``finite``, the scalar bool that says whether a step is applied, under its name."""
+    """Return ``finite``, the scalar bool that decides whether a step is applied, under its marked name."""
     return finite if tf.executing_eagerly() else tf.identity(finite, name=FINITE)
 
 
 def apply_gradients(optimizer: Any, pairs: Sequence[tuple[Any, Any]], options: Mapping[str, Any]) -> Any:
-    """``optimizer.apply_gradients(pairs, **options)``, marked, while its slots keep their names."""
-    is_v1 = isinstance(optimizer, tf.compat.v1.train.Optimizer)  # which takes no name where replicas merge
+    """Run ``optimizer.apply_gradients(pairs, **options)``, marked as update, without renaming its slots."""
+    is_v1 = isinstance(optimizer, tf.compat.v1.train.Optimizer)  # these take no name where replicas merge
     if tf.executing_eagerly() or not is_v1 or tf.distribute.has_strategy():
         return optimizer.apply_gradients(pairs, **options)
-    # They make some of their variables here, before they enter the scope that they are given by name.
+    # These make some of their variables before they enter the scope whose name they get.
     name = f"{UPDATE_SCOPE}/{options.get('name') or optimizer.get_name()}"
     with outside_update_scope():
         return optimizer.apply_gradients(pairs, **{**options, "name": name})
@@ -59,5 +59,5 @@ def _scopes() -> list[str]:
 
 
 def _absolute(scopes: Sequence[str]) -> AbstractContextManager[Any]:
-    """With a slash at its end TensorFlow takes a name as it is, and adds neither prefix nor number; "" is the root."""
+    """Enter an absolute name scope. TensorFlow adds no prefix or number to a name that ends with "/"; "" is root."""
     return tf.name_scope("".join(f"{scope}/" for scope in scopes))

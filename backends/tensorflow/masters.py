@@ -1,7 +1,7 @@
-"""Float32 master weights: what the inner optimizer trains while the model's own variables have 16 bits.
+"""Float32 master weights: the inner optimizer trains them, while the model's own variables have 16 bits.
 
-In 16 bits an update that is small beside its weight rounds away; in float32 it adds up (Micikevicius et al., "Mixed
-Precision Training", ICLR 2018, section 3.1).
+In 16 bits, an update that is small compared to its weight is lost in rounding; in float32 it accumulates (Micikevicius
+et al., "Mixed Precision Training", ICLR 2018, section 3.1).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from polyamp.errors import UnsupportedError
 
 
 class MasterWeights(tf.Module):
-    """The float32 master of each 16-bit variable that was ever asked for, in that order; checkpoints keep them.
+    """The float32 master weights of all 16-bit variables asked for so far, in that order; checkpoints contain them.
 
     >>> weight = tf.Variable(tf.ones(2, tf.bfloat16))
     >>> MasterWeights().trained([weight])[0].dtype
@@ -29,21 +29,21 @@ class MasterWeights(tf.Module):
         self._index: dict[Any, int] = {}
 
     def trained(self, variables: Sequence[tf.Variable]) -> list[tf.Variable]:
-        """What the inner optimizer trains in the place of ``variables``: masters for those of 16 bits."""
+        """Return the variables that the inner optimizer trains: 16-bit ones are replaced by their master weights."""
         return [self._master(variable) if variable.dtype in SIXTEEN_BIT else variable for variable in variables]
 
     @staticmethod
     def follow(variables: Sequence[tf.Variable], trained: Sequence[tf.Variable]) -> list[Any]:
-        """Take over what was assigned to a model's variable since its master was last rounded into it.
+        """Copy a value assigned to a model's variable since the last rounding into its master weight.
 
         Returns:
-            What a graph has to run for that; outside of one it has happened.
+            The operations for it, which a graph has to run; outside a graph it has happened.
         """
         return [_follow(variable, master) for variable, master in _pairs(variables, trained)]
 
     @staticmethod
     def round_into(variables: Sequence[tf.Variable], trained: Sequence[tf.Variable]) -> list[Any]:
-        """Round the masters into the model's variables; returns as `follow` does."""
+        """Round the master weights into the model's variables; the result is as in `follow`."""
         pairs = _pairs(variables, trained)
         return [one.assign(tf.cast(master, one.dtype), read_value=False) for one, master in pairs]
 
@@ -65,14 +65,14 @@ class MasterWeights(tf.Module):
 
 def _new_master(variable: tf.Variable) -> tf.Variable:
     name = f"{variable.name.partition(':')[0]}_master"
-    with tf.init_scope():  # out of any function that is being traced, as optimizers make their slots
-        # `follow` gives it its value: in a graph of a Session the variable itself has none yet.
+    with tf.init_scope():  # outside any function that is being traced, as for the slots of optimizers
+        # `follow` sets its value: in a graph of a Session the variable itself has none yet.
         return tf.Variable(tf.zeros(variable.shape), trainable=False, name=name)
 
 
 def _follow(variable: tf.Variable, master: tf.Variable) -> Any:
     value, exact = tf.convert_to_tensor(variable), tf.convert_to_tensor(master)
-    is_unchanged = tf.equal(tf.cast(exact, value.dtype), value)  # in a Session's graph `==` compares the objects
+    is_unchanged = tf.equal(tf.cast(exact, value.dtype), value)  # in a graph of a Session, `==` compares the objects
     return master.assign(tf.where(is_unchanged, exact, tf.cast(value, tf.float32)), read_value=False)
 
 

@@ -1,4 +1,4 @@
-"""`LossScaledOptimizer`: any ``tf.compat.v1.train`` optimizer, with a mixed-precision step's order in one place."""
+"""`LossScaledOptimizer`: any ``tf.compat.v1.train`` optimizer, with all parts of a mixed-precision step in order."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from polyamp.result import StepResult
 
 
 class LossScaledOptimizer(tf.compat.v1.train.Optimizer):
-    """An optimizer that unscales, tests, clips, then updates or skips, then moves the loss scale: always in that order.
+    """An optimizer that unscales, tests, clips, updates or skips, and advances the loss scale, always in that order.
 
-    It is a ``tf.compat.v1.train.Optimizer``, for graphs of a ``Session``, for ``tf.function`` and for eager code. Its
-    state and master weights are variables, which a ``Saver`` and a ``tf.train.Checkpoint`` keep.
+    It is a ``tf.compat.v1.train.Optimizer``, for graphs of a ``Session``, ``tf.function`` and eager code. Its state and
+    master weights are variables, which a ``Saver`` or a ``tf.train.Checkpoint`` saves.
 
     >>> weight = tf.Variable([1.0, 1.0])
     >>> sgd = tf.compat.v1.train.GradientDescentOptimizer(0.5)
@@ -28,13 +28,14 @@ class LossScaledOptimizer(tf.compat.v1.train.Optimizer):
     (array([0.7, 0.6], dtype=float32), StepResult(applied=True, scale=8.0, skipped_in_a_row=0))
 
     Args:
-        optimizer: any ``tf.compat.v1.train.Optimizer``. A skipped step is none of its steps, and ``global_step`` stays.
-        loss_scale: None is ``LossScale()``. ``LossScale.none()`` makes this do exactly what ``optimizer`` does.
+        optimizer: any ``tf.compat.v1.train.Optimizer``. It does not see a skipped step, and ``global_step`` does not
+            change.
+        loss_scale: None means ``LossScale()``. With ``LossScale.none()`` it does exactly what ``optimizer`` does.
         max_grad_norm: clip unscaled gradients to this global L2 norm.
-        master_weights: train float32 copies of 16-bit variables; False updates them as they are.
+        master_weights: train float32 copies of 16-bit variables; False updates the variables themselves.
 
     Raises:
-        InvalidTypeError: no such optimizer.
+        InvalidTypeError: ``optimizer`` is not such an optimizer.
         UsageError: it is wrapped already.
     """
 
@@ -52,19 +53,19 @@ class LossScaledOptimizer(tf.compat.v1.train.Optimizer):
         self.inner = optimizer
         self.scaler = LossScaler(settings, max_grad_norm, master_weights=master_weights)
         self._unscaled = UnscaledGradients()
-        # How TensorFlow's own optimizer wrappers name the objects that checkpoints look into; nothing public does.
+        # The names under which TensorFlow's own wrappers register objects for checkpoints; there is no public way.
         self._track_trackable(self.inner, "inner")
         self._track_trackable(self.scaler, "scaler")
 
     def scale_loss(self, loss: Any) -> tf.Tensor:
-        """See `LossScaler.scale`; `minimize` and `compute_gradients` do this by themselves."""
+        """Scale a loss as `LossScaler.scale` does; `minimize` and `compute_gradients` do it themselves."""
         return self.scaler.scale(loss)
 
     def compute_gradients(self, loss: Any, *args: Any, **kwargs: Any) -> list[tuple[Any, Any]]:
-        """Return pairs of a gradient of the loss itself, unscaled, and its variable, for `apply_gradients`.
+        """Return pairs of an unscaled gradient and its variable, for `apply_gradients`.
 
-        As with TensorFlow's own wrapper, code that clips or sums gradients between the two calls is right. Whether they
-        were finite is tested here, before that, and `apply_gradients` skips the step where they were not.
+        As with TensorFlow's own wrapper, code may clip or sum gradients between the two calls. Whether they are finite
+        is tested here, before that, and `apply_gradients` skips the step if they were not.
 
         >>> weight = tf.Variable([1.0, 1.0])
         >>> opt = LossScaledOptimizer(tf.compat.v1.train.GradientDescentOptimizer(1.0))
@@ -75,7 +76,7 @@ class LossScaledOptimizer(tf.compat.v1.train.Optimizer):
         >>> weight.numpy().round(4)
         array([0.4, 0.2], dtype=float32)
 
-        Arguments and errors as in ``tf.compat.v1.train.Optimizer``, and those of `LossScaler.scale`.
+        Arguments and errors are those of ``tf.compat.v1.train.Optimizer``, and the errors of `LossScaler.scale`.
         """
         scaled = (lambda: self.scaler.scale(loss())) if callable(loss) else self.scaler.scale(loss)
         pairs: list[tuple[Any, Any]] = self.inner.compute_gradients(scaled, *args, **kwargs)
@@ -89,19 +90,19 @@ class LossScaledOptimizer(tf.compat.v1.train.Optimizer):
     def apply_gradients(
         self, grads_and_vars: Iterable[tuple[Any, Any]], global_step: Any = None, name: str | None = None
     ) -> tf.Operation | None:
-        """One step: unscale what is scaled, test, clip, update or skip, move the loss scale.
+        """Run one step: unscale scaled gradients, test, clip, update or skip, advance the loss scale.
 
         Args:
-            grads_and_vars: what `compute_gradients` returned, clipped or not; or gradients of a loss that `scale_loss`
+            grads_and_vars: the result of `compute_gradients`, clipped or not; or gradients of a loss that `scale_loss`
                 scaled.
             global_step: a variable that counts applied steps.
-            name: of the operation.
+            name: name of the operation.
 
         Returns:
-            The operation that does it, in a graph; None in eager code, where it is done.
+            In a graph, the operation that runs the step; in eager code None, since the step has run.
 
         Raises:
-            LossScaleError: in eager code on the CPU; see `last_step` for elsewhere.
+            LossScaleError: in eager code on the CPU; otherwise see `last_step`.
             UsageError: `compute_gradients` was called in another function.
         """
         pairs = list(grads_and_vars)
@@ -111,21 +112,21 @@ class LossScaledOptimizer(tf.compat.v1.train.Optimizer):
 
     @property
     def loss_scale(self) -> float:
-        """See `LossScaler.loss_scale`."""
+        """Return the same as `LossScaler.loss_scale`."""
         return self.scaler.loss_scale
 
     @property
     def last_step(self) -> StepResult:
-        """See `LossScaler.last_step`."""
+        """Return the same as `LossScaler.last_step`."""
         return self.scaler.last_step
 
     def variables(self) -> list[tf.Variable]:
-        """The inner optimizer's variables, the loss scale with its counters, and the master weights."""
+        """Return the inner optimizer's variables, the loss scale with its counters, and the master weights."""
         return [*self.inner.variables(), *self.scaler.variables]
 
     def get_slot(self, var: tf.Variable, name: str) -> tf.Variable | None:
-        """The inner optimizer's slot for a variable."""
-        # Not so `get_slot_names`: through it a checkpoint would find the inner optimizer's slots twice, and refuse.
+        """Return the inner optimizer's slot for a variable."""
+        # `get_slot_names` is not forwarded: a checkpoint would find the inner optimizer's slots twice, and fail.
         return self.inner.get_slot(var, name)
 
 

@@ -1,4 +1,4 @@
-"""What cannot be rewritten, in words that name the node and where it was written."""
+"""Errors for functions that cannot be rewritten; they name the node and where it was written."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from polyamp.refusals import unscaled_loss
 
 _ENGINES = ("polyamp", "grappler")
 _FORMATS = ("float16", "bfloat16", "float32")
-POLICY_ATTRIBUTE = "_polyamp_policy"  # of nodes that a rewrite made or changed
+POLICY_ATTRIBUTE = "_polyamp_policy"  # of nodes that a rewrite added or changed
 _GRADIENT = "PolyampRewritten"
 
 
 def check_format(compute: str) -> None:
-    """Refuse a compute format that TensorFlow's kernels do not have.
+    """Raise if TensorFlow's kernels do not have a compute format.
 
     Raises:
-        UnsupportedError: float8, tensorfloat32 or float64.
+        UnsupportedError: the format is float8, tensorfloat32 or float64.
     """
     if compute not in _FORMATS:
         raise UnsupportedError(
@@ -36,10 +36,10 @@ def check_format(compute: str) -> None:
 
 
 def check_engine(engine: str) -> None:
-    """Refuse an unknown name of what rewrites.
+    """Raise if the engine of a rewrite is unknown.
 
     Raises:
-        InvalidValueError: neither ``polyamp`` nor ``grappler``.
+        InvalidValueError: it is neither ``polyamp`` nor ``grappler``.
     """
     if engine not in _ENGINES:
         raise InvalidValueError(
@@ -52,11 +52,11 @@ def check_engine(engine: str) -> None:
 
 
 def check_graph(graph_def: Any) -> None:
-    """Refuse what is no graph, or one that was rewritten already.
+    """Raise if this is not a graph, or one that was rewritten already.
 
     Raises:
-        InvalidTypeError: no ``GraphDef``.
-        UsageError: it holds casts of ours.
+        InvalidTypeError: it is not a ``GraphDef``.
+        UsageError: it contains polyamp's casts.
     """
     if not isinstance(graph_def, tf.compat.v1.GraphDef):
         raise _neither(graph_def)
@@ -66,10 +66,10 @@ def check_graph(graph_def: Any) -> None:
 
 
 def check_function(fn: Any) -> None:
-    """Refuse what cannot be called.
+    """Raise if ``fn`` is not callable.
 
     Raises:
-        InvalidTypeError: it cannot.
+        InvalidTypeError: it is not.
     """
     if not callable(fn):
         raise _neither(fn)
@@ -86,7 +86,7 @@ def _neither(thing: Any) -> InvalidTypeError:
 
 
 def rewritten_before(name: str, policy: str) -> UsageError:
-    """A graph holds a function that was rewritten under another policy.
+    """Return the error for a graph with a function that was rewritten under another policy.
 
     >>> isinstance(rewritten_before("step", "mixed_float16"), RuntimeError)
     True
@@ -100,13 +100,13 @@ def rewritten_before(name: str, policy: str) -> UsageError:
 
 
 def check_scaling(found: Any) -> None:
-    """Refuse a step that unscales gradients of a loss that nobody scaled; warn where they were clipped before that.
+    """Raise if a step unscales gradients of a loss that was not scaled; warn if scaled gradients are clipped.
 
     Args:
         found: a `polyamp.backends.tensorflow.scaling.Scaling`.
 
     Raises:
-        UsageError: nobody scaled the loss.
+        UsageError: the loss was not scaled.
     """
     for place in found.unscaled:
         raise unscaled_loss(
@@ -121,7 +121,7 @@ def check_scaling(found: Any) -> None:
 
 @contextmanager
 def tracing(fn: Any) -> Iterator[None]:
-    """What TensorFlow refuses to trace, in words that say what to do."""
+    """Replace TensorFlow's tracing errors by errors that name the remedy."""
     try:
         yield
     except OUT_OF_SCOPE as error:
@@ -138,10 +138,10 @@ def tracing(fn: Any) -> Iterator[None]:
 
 
 def check_captures(fn: Any, concrete: Any) -> None:
-    """Refuse a function that took a tensor of a graph which is not being built around it.
+    """Raise if a function captured a tensor of a graph that is not being built around it.
 
     Raises:
-        UsageError: it did; TensorFlow would find out when it runs the function.
+        UsageError: it did. TensorFlow would notice only when the function runs.
     """
     around = graphs_around()
     symbolic = (tensor for tensor in concrete.captured_inputs if tf.is_symbolic_tensor(tensor))
@@ -165,7 +165,7 @@ def _refused(fn: Any, why: str, error: object, fix: str) -> UsageError:
 
 @contextmanager
 def not_differentiable() -> Iterator[None]:
-    """Calls made inside are refused when somebody takes a gradient through them."""
+    """Make calls inside this context raise if a gradient is taken through them."""
     calls = ("PartitionedCall", "StatefulPartitionedCall")
     with tf.compat.v1.get_default_graph().gradient_override_map(dict.fromkeys(calls, _GRADIENT)):
         yield
@@ -174,7 +174,7 @@ def not_differentiable() -> Iterator[None]:
 def _refuse_gradient(operation: Any, *inputs: Any) -> Any:
     if operation is not None:
         raise UnsupportedError(_NO_GRADIENT, where=operation.name, fix=_REWRITE_STEP)
-    # A SavedModel keeps what differentiates its operations: there this is traced, and refuses when it is run.
+    # A SavedModel stores the gradients of its operations: there this is traced, and raises when it runs.
     with tf.control_dependencies([tf.debugging.Assert(False, [f"{_NO_GRADIENT}: {_REWRITE_STEP}"])]):
         return list(map(tf.identity, inputs))
 

@@ -16,13 +16,13 @@ from polyamp.errors import UsageError
 
 
 def all_replicas(finite: tf.Tensor) -> tf.Tensor:
-    """Whether ``finite``, a scalar bool, holds in every replica.
+    """Return whether ``finite``, a scalar bool, is true in every replica.
 
     >>> bool(all_replicas(tf.constant(True)))
     True
 
     Raises:
-        UsageError: in the scope of a strategy, but in none of its replicas.
+        UsageError: in the scope of a strategy, but outside its replicas.
     """
     if not tf.distribute.has_strategy():
         return finite
@@ -31,21 +31,21 @@ def all_replicas(finite: tf.Tensor) -> tf.Tensor:
 
 
 def summed(grads: Sequence[Any]) -> list[Any]:
-    """The gradients that are there, each summed over the replicas."""
+    """Return the gradients that are not None, each summed over the replicas."""
     present = [grad for grad in grads if grad is not None]
     return list(_sum(present)) if tf.distribute.has_strategy() else present
 
 
 def update_if(finite: tf.Tensor, update: Callable[[Sequence[Any]], Any], grads: Sequence[Any]) -> tf.Tensor:
-    """Run ``update(grads)``, which returns an operation or None, where ``finite`` holds; in every replica, or in none.
+    """Run ``update(grads)``, which returns an operation or None, if ``finite``: in every replica or in none.
 
     Returns:
-        ``finite``, available once the update has run.
+        ``finite``, which is available once the update has run.
     """
     if not tf.distribute.has_strategy():
         return _run_if(finite, lambda: update(grads))
 
-    # An optimizer's update merges replicas, be there one or many, which TensorFlow forbids inside a conditional of a
+    # An optimizer's update merges replicas, even a single one, and TensorFlow forbids that inside a conditional of a
     # replica. So the conditional is put around the replicas.
     def across(strategy: tf.distribute.Strategy, decided: Any, per_replica: Any) -> tf.Tensor:
         def run() -> Any:
@@ -65,9 +65,9 @@ def _run_if(finite: tf.Tensor, run: Callable[[], Any]) -> tf.Tensor:
 
 
 def after(operations: Sequence[Any]) -> AbstractContextManager[Any]:
-    """A context whose operations run after these; what is no operation or tensor has happened already.
+    """Return a context whose operations run after these; other objects than operations and tensors are ignored.
 
-    Inside a ``tf.function`` TensorFlow keeps the order by itself; in a graph of a ``Session`` nothing else does.
+    Inside a ``tf.function`` TensorFlow keeps the order itself; in a graph of a ``Session`` only this does.
 
     >>> with after([None]):
     ...     int(tf.constant(1))

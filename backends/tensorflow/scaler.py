@@ -1,4 +1,4 @@
-"""`LossScaler`: the order of a mixed-precision step around any optimizer with ``apply_gradients``."""
+"""`LossScaler`: all parts of a mixed-precision step in order, around any optimizer with ``apply_gradients``."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ _SCALING_ALREADY = {"LossScaleOptimizer", "LossScaledOptimizer", "MixedPrecision
 
 
 class LossScaler(tf.Module):
-    """Scales losses, and steps an optimizer with the gradients: unscale, test, clip, update or skip, move the scale.
+    """A scaler of losses that also runs steps: unscale, test, clip, update or skip, advance the loss scale.
 
-    For loops around ``tf.GradientTape``, eager or in a ``tf.function`` (``jit_compile=True`` too), and for graphs of a
-    ``Session``, without a host sync. The state and the master weights are variables, which a
-    ``tf.train.Checkpoint`` that is given the scaler keeps.
+    It is for loops around ``tf.GradientTape``, eager or in a ``tf.function`` (``jit_compile=True`` too), and for graphs
+    of a ``Session``, without a host sync. The state and the master weights are variables: a ``tf.train.Checkpoint`` of
+    the scaler saves them.
 
     >>> weight, scaler = tf.Variable([1.0, 1.0]), LossScaler("mixed_float16", max_grad_norm=1.0)
     >>> sgd = tf.compat.v1.train.GradientDescentOptimizer(0.5)
@@ -41,10 +41,10 @@ class LossScaler(tf.Module):
     array([0.7, 0.6], dtype=float32)
 
     Args:
-        settings: a `polyamp.LossScale`, or a policy or its name, whose loss scale it is; None is the current policy.
-        max_grad_norm: clip unscaled gradients to this global L2 norm (of their sum, where replicas share a step).
-        master_weights: train float32 copies of 16-bit variables; False updates them as they are.
-        name: of the module.
+        settings: a `polyamp.LossScale`; or a policy or its name, to use its loss scale; None is the current policy.
+        max_grad_norm: clip unscaled gradients to this global L2 norm (of their sum, if replicas share a step).
+        master_weights: train float32 copies of 16-bit variables; False updates the variables themselves.
+        name: name of the module.
 
     Raises:
         InvalidTypeError: ``settings`` is none of these.
@@ -73,17 +73,17 @@ class LossScaler(tf.Module):
     def scale(self, loss: Any) -> tf.Tensor:
         """Return the loss in float32 (float64 stays) times the loss scale.
 
-        A loss that is inf or NaN is scaled by inf, so that the step is skipped whatever its gradients are.
+        A loss that is inf or NaN is scaled by inf, so that the step is skipped whatever the gradients are.
 
         >>> float(LossScaler(LossScale(init=8.0)).scale(tf.constant(2.0)))
         16.0
 
         Raises:
-            InvalidTypeError: no floating tensor.
-            NonFiniteLossError: inf or NaN under ``nonfinite_loss="raise"``, of an eager tensor on the CPU.
+            InvalidTypeError: the loss is not a floating-point tensor.
+            NonFiniteLossError: the loss is inf or NaN under ``nonfinite_loss="raise"``, as an eager tensor on the CPU.
 
         Warns:
-            PolyampWarning: inf or NaN, of an eager tensor on the CPU.
+            PolyampWarning: the loss is inf or NaN, as an eager tensor on the CPU.
         """
         if not self.settings.check:
             return loss
@@ -98,9 +98,9 @@ class LossScaler(tf.Module):
         return wide * tf.cast(tf.where(finite, scale, float("inf")), wide.dtype)
 
     def unscale(self, grads: Sequence[Any]) -> tuple[list[Any], tf.Tensor]:
-        """Gradients of the loss itself, in float32 or wider, and whether all of them were finite, in every replica.
+        """Return unscaled gradients, in float32 or wider, and whether they all were finite in every replica.
 
-        For loops that look at gradients or update by hand; `step` does this by itself.
+        It is for loops that inspect gradients or update by hand; `step` calls it itself.
 
         >>> grads, finite = LossScaler(LossScale(init=8.0)).unscale([tf.constant([16.0, float("inf")])])
         >>> grads[0].numpy(), bool(finite)
@@ -118,22 +118,22 @@ class LossScaler(tf.Module):
     def step(
         self, optimizer: Any, grads_and_vars: Iterable[tuple[Any, Any]], *, unscaled: Any = None, **options: Any
     ) -> StepResult:
-        """Update by the gradients of the scaled loss, or skip, and move the loss scale.
+        """Update with the gradients of the scaled loss, or skip, and advance the loss scale.
 
         Args:
-            optimizer: anything with ``apply_gradients(grads_and_vars)``: of ``tf.compat.v1.train``, of Keras, your own.
+            optimizer: any object with ``apply_gradients(grads_and_vars)``, from ``tf.compat.v1.train``, Keras or you.
             grads_and_vars: pairs of a gradient of the scaled loss, or None, and its variable.
-            unscaled: where these are gradients that `unscale` returned, clipped or not: the second thing that it
-                returned, whether all were finite.
-            **options: for ``apply_gradients``.
+            unscaled: if the gradients come from `unscale`, clipped or not: its second result, whether they all were
+                finite.
+            **options: options of ``apply_gradients``.
 
         Returns:
-            What the step did. In a graph its properties are tensors; in that of a ``Session``, running one of them runs
-            the step.
+            What the step did. In a graph its properties are tensors; in a graph of a ``Session``, running one of them
+            runs the step.
 
         Raises:
-            InvalidTypeError: no optimizer.
-            LossScaleError: by `polyamp.limits.report_limits`, in eager code on the CPU.
+            InvalidTypeError: ``optimizer`` is not an optimizer.
+            LossScaleError: from `polyamp.limits.report_limits`, in eager code on the CPU.
             UsageError: the optimizer scales losses itself.
         """
         _check_optimizer(optimizer)
@@ -148,42 +148,42 @@ class LossScaler(tf.Module):
 
     @property
     def has_masters(self) -> bool:
-        """Whether `step` trains float32 copies of 16-bit variables."""
+        """Return whether `step` trains float32 copies of 16-bit variables."""
         return self._masters is not None
 
     @property
     def state(self) -> LossScaleState:
-        """The scalars as tensors: symbolic ones in a graph."""
+        """Return the scalars as tensors, which are symbolic in a graph."""
         return LossScaleState(*map(tf.convert_to_tensor, self.scalars))
 
     @property
     def loss_scale(self) -> float:
-        """The scale that the next loss is multiplied by; outside of graphs. Reading it waits for the device."""
+        """Return the scale of the next loss, outside graphs. Waits for the device."""
         return float(self.scalars[0].numpy())
 
     @property
     def last_step(self) -> StepResult:
-        """What the last step did.
+        """Return what the last step did.
 
-        In eager code, reading it waits for the device, and reports what ``LossScale(on_min=, max_skips=)`` ask for: a
-        compiled step cannot. In a graph its properties are tensors.
+        In eager code, reading it waits for the device and reports the limits ``LossScale(on_min=, max_skips=)``, which
+        a compiled step cannot do. In a graph its properties are tensors.
 
         Raises:
-            LossScaleError: by `polyamp.limits.report_limits`.
+            LossScaleError: from `polyamp.limits.report_limits`.
         """
         if not tf.executing_eagerly():
             return StepResult(self.state)
         return StepResult(self._reported(), explain=self._why())
 
     def save_loss_scale(self) -> dict[str, Any]:
-        """The loss-scale state in the form all frameworks share; JSON. Outside of graphs."""
+        """Return the loss-scale state as JSON, in the form that all frameworks share. Outside graphs."""
         return self.settings.to_state_dict(self.state)
 
     def load_loss_scale(self, saved: Mapping[str, Any]) -> None:
-        """Continue from a state that `save_loss_scale` gave, in this framework or another. Outside of graphs.
+        """Continue from a state that `save_loss_scale` returned, in any framework. Outside graphs.
 
         Raises:
-            StateError: of another kind, with missing fields, or outside the settings; nothing is changed.
+            StateError: it is of another kind, lacks fields, or is outside the settings; nothing is changed.
         """
         self._assign(self.settings.from_state_dict(saved))
 
@@ -198,16 +198,16 @@ class LossScaler(tf.Module):
             return StepResult(self._advanced_on_host(bool(finite)), explain=self._why())
         state = advance(self.settings, self.state, finite, _where)
         applied = update_if(finite, update, plain)
-        with after([applied]):  # and so after the scale was read to unscale with
+        with after([applied]):  # and therefore after the unscaling has read the scale
             return self._result(state, self._assign(state))
 
     def _tested(self, grads: Sequence[Any], was_finite: Any) -> tuple[list[Any], tf.Tensor]:
-        """Unscaled gradients in float32 or wider, and whether they are finite still."""
+        """Return unscaled gradients in float32 or wider, and whether they are still finite."""
         wide = multiplied(grads, tf.constant(1.0))
         return wide, decision(tf.logical_and(was_finite, all_replicas(all_finite(wide))))
 
     def _advanced_on_host(self, finite: bool) -> LossScaleState:
-        """By Python's arithmetic, which takes a hundredth of the time of eager operations."""
+        """Advance the state in Python, which takes a hundredth of the time of eager operations."""
         before = on_host(self.state)
         state = advance(self.settings, before, finite)
         for variable, value, old in zip(self.scalars, state, before, strict=True):
@@ -246,13 +246,13 @@ class LossScaler(tf.Module):
 
 def _new_scalar(name: str, value: float) -> tf.Variable:
     # Counters have 64 bits: TensorFlow keeps 32-bit integers in host memory, where programs that XLA compiled for a GPU
-    # cannot reach them. Replicas need no aggregation, which would merge them: they all compute the same.
+    # cannot reach them. Aggregation would merge the replicas' values; they compute the same ones and do not need it.
     dtype = tf.float32 if isinstance(value, float) else tf.int64
     return tf.Variable(value, trainable=False, dtype=dtype, name=name, aggregation=tf.VariableAggregation.NONE)
 
 
 def _where(condition: Any, if_true: Any, if_false: Any) -> tf.Tensor:
-    """Selection that gives a Python number the type of the tensor beside it."""
+    """Select like ``tf.where``; a Python number gets the type of the tensor next to it."""
     dtype = next((value.dtype for value in (if_true, if_false) if tf.is_tensor(value)), tf.int64)
     return tf.where(condition, tf.cast(if_true, dtype), tf.cast(if_false, dtype))
 

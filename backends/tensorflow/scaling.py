@@ -1,7 +1,7 @@
-"""Finds, in a step's graph, gradients that are unscaled though nobody scaled their loss, or were clipped before that.
+"""Find gradients in a step's graph that are unscaled but whose loss was not scaled, or that were clipped too early.
 
-The graph shows it: the update reads the loss scale to divide gradients by it, and those gradients have to depend on a
-read of the same variable outside of the update, which is where a loss is scaled.
+In the graph, the update reads the loss scale to divide gradients by it. These gradients have to depend on a read of the
+same variable outside the update: that read scales a loss. If they do not, nobody scaled their loss.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from polyamp.backends.tensorflow.region import backward_pass, is_gradient
 from polyamp.markers import UPDATE_SCOPE
 
 SCALES = ("loss_scale", "dynamic_scale")
-"""Names of the variables that hold a loss scale: polyamp's, and that of Keras' optimizers."""
+"""Names of the variables that hold a loss scale: in polyamp, and in Keras' optimizers."""
 
 _RESOURCES = frozenset({tf.resource.as_datatype_enum})
 _CLIPPING = ("ClipByValue", "Maximum", "Minimum", "L2Loss", "EuclideanNorm")
 
 
 class Scaling(NamedTuple):
-    """What is wrong with how a step scales its loss.
+    """The errors in how a step scales its loss.
 
     Attributes:
-        unscaled: places where gradients are divided by a loss scale that their loss was not multiplied by.
+        unscaled: places where gradients are divided by a loss scale that did not multiply their loss.
         clipped: places where gradients are clipped while they are scaled.
     """
 
@@ -38,11 +38,11 @@ class Scaling(NamedTuple):
 
 
 def scaling_of(decisions: Pass, traced: Any) -> Scaling:
-    """Look at the decided graph of a step, and at the functions that it calls.
+    """Return the errors in the decided graph of a step, and in the functions that it calls.
 
     Args:
-        decisions: of its outermost function.
-        traced: the ``tf.Graph`` that it was traced into.
+        decisions: the decisions of its outermost function.
+        traced: the ``tf.Graph`` into which it was traced.
     """
     unscaled, clipped = list[str](), list[str]()
     for handle in _scale_handles(traced):
@@ -60,7 +60,7 @@ def scaling_of(decisions: Pass, traced: Any) -> Scaling:
 
 
 def _scaled(handles: Dependence) -> Dependence:
-    """What depends on a loss scale that is read outside of the update."""
+    """Return the values that depend on a read of a loss scale outside the update."""
     return Dependence(lambda decisions: _reads(decisions, handles.anywhere(decisions), in_update=False))
 
 
@@ -82,13 +82,13 @@ def _is_update(node: Node) -> bool:
 
 
 def _reads(decisions: Pass, handles: set[str], *, in_update: bool) -> list[str]:
-    """Values that are read from these variables, inside of the update or outside of it."""
+    """Return values that are read from these variables, inside the update or outside it."""
     reads = (node for node in decisions.graph.nodes if node.op == "ReadVariableOp" and node.inputs[0] in handles)
     return [value for node in reads if _is_update(node) == in_update for value in node.outputs]
 
 
 def _unscaled_values(decisions: Pass, handles: set[str]) -> list[str]:
-    """The gradients that are divided by the loss scale: what the update multiplies by something made of its read."""
+    """Return the gradients that are divided by the loss scale: the update multiplies them by a value made from it."""
     graph = decisions.graph
     found, grads = set(_reads(decisions, handles, in_update=True)), list[str]()
     for node in graph.nodes if found else ():
@@ -104,7 +104,7 @@ def _unscaled_values(decisions: Pass, handles: set[str]) -> list[str]:
 
 
 def _before_update(decisions: Pass, value: str) -> str:
-    """A value that the update casts, before that."""
+    """Return a value that the update casts, as it was before the casts."""
     maker = decisions.graph.maker.get(value)
     while maker is not None and _is_update(maker) and maker.op in ("Cast", "Identity"):
         value = maker.inputs[0]
@@ -113,7 +113,7 @@ def _before_update(decisions: Pass, value: str) -> str:
 
 
 def _clipping(decisions: Pass, grads: list[str]) -> Iterator[Node]:
-    """The nodes that clip between a backward pass and the update."""
+    """Yield the nodes that clip between a backward pass and the update."""
     graph = decisions.graph
     pending, seen = [graph.maker[value] for value in grads], set[str]()
     after = backward_pass(graph, decisions.functions.library) if grads else set()

@@ -1,8 +1,10 @@
-"""Tells gradients that ``compute_gradients`` unscaled from scaled ones, so that none is divided twice.
+"""Distinguish gradients that ``compute_gradients`` unscaled from scaled ones, so that none is divided twice.
 
-What the method returns may be clipped, or summed over towers, before it is applied, and then is other tensors. So three
-things are remembered of a call: the tensors that it took, those that it returned, and where: in eager code, or in which
-graph.
+The method's results may be clipped, or summed over towers, before they are applied: then they are other tensors. So
+three things are recorded of a call: its input tensors, its results, and its place: eager code, or a certain graph.
+
+For example, ``apply_gradients`` gets ``tf.minimum(g, 0.5)`` in the graph in which ``compute_gradients`` returned ``g``:
+it is not one of the recorded tensors, but the place is the same, so it counts as unscaled.
 """
 
 from __future__ import annotations
@@ -17,12 +19,12 @@ import tensorflow as tf
 from polyamp.backends.tensorflow.unstable import graphs_around
 from polyamp.errors import UsageError
 
-_KEPT = 16  # calls whose gradients were never applied
+_KEPT = 16  # most calls to keep whose gradients were never applied
 
 
-@dataclass(eq=False)  # as a tuple it would compare tensors
+@dataclass(eq=False)  # tuples would compare tensors
 class _Call:
-    """One call: its place, its arguments and results as weak references, what it tested, and whether it was used."""
+    """One call: its place, weak references to its inputs and results, its finite flag, and whether it was used."""
 
     place: Any
     given: list[weakref.ref[Any]]
@@ -32,7 +34,7 @@ class _Call:
 
 
 class UnscaledGradients:
-    """The calls of ``compute_gradients``: in a graph all of them, in eager code those that were not applied yet.
+    """The calls of ``compute_gradients``: in a graph all of them, in eager code those that are not applied yet.
 
     >>> calls, scaled, plain = UnscaledGradients(), [tf.constant(8.0)], [tf.constant(1.0)]
     >>> calls.remember(scaled, plain, tf.constant(True))
@@ -53,7 +55,7 @@ class UnscaledGradients:
             self._calls.remove(old)
 
     def claim(self, grads: Sequence[Any]) -> Any:
-        """Return whether the scaled gradients that these come from were finite; None where these are scaled themselves.
+        """Return whether the scaled gradients that these come from were finite; None if these are scaled themselves.
 
         Raises:
             UsageError: they were computed in another function.

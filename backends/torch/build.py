@@ -1,6 +1,7 @@
 """``python -m polyamp.backends.torch.build``: builds the compiled libraries, and checks what the compilers made.
 
-Without nvcc it builds for the CPU alone. Exit codes: 0, all is there; 1, it is not, or a check fails; 2, wrong options.
+Without nvcc it builds for the CPU only. Exit codes: 0, everything is built; 1, not built, or a check fails; 2, wrong
+options.
 """
 
 from __future__ import annotations
@@ -26,13 +27,13 @@ from polyamp.backends.torch.building.toolchain import Toolchain
 from polyamp.errors import ExtensionError, PolyampError
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-console = Console() if sys.stdout.isatty() else Console(width=120)  # files and pipes have no width of their own
+console = Console() if sys.stdout.isatty() else Console(width=120)  # files and pipes have no width
 messages = Console(stderr=True)
 
 
 @dataclass(frozen=True)
 class Report:
-    """What came of one library.
+    """The result for one library.
 
     >>> from pathlib import Path
     >>> Report("operators", Built(Path("polyamp_operators.so"), (), "g++ 12.2.0"), [], []).as_dict()["library"]
@@ -45,7 +46,7 @@ class Report:
     problems: Sequence[str]
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the report for JSON."""
         return {
             "library": str(self.built.path),
             "architectures": list(self.built.architectures),
@@ -65,7 +66,7 @@ def build(
     force: Annotated[bool, typer.Option("--force", help="Build also what is there already.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Build polyamp's compiled libraries for PyTorch, and say where they are."""
+    """Build polyamp's compiled libraries for PyTorch, and print their paths."""
     reports = list(_reports(_toolchain(arch), arch, check=check, force=force))
     if as_json:
         print(json.dumps({report.name: report.as_dict() for report in reports}, indent=2))
@@ -77,7 +78,7 @@ def build(
 
 
 def _toolchain(arch: str) -> Toolchain:
-    """The compilers; without nvcc where no architecture is asked for."""
+    """Return the compilers; without nvcc only if no architecture was asked for."""
     try:
         return toolchain.find(cuda=True)
     except ExtensionError as error:
@@ -107,7 +108,7 @@ def _problems(job: Job, built: Built, kernels: Sequence[Kernel]) -> list[str]:
 
 @contextmanager
 def _progress(name: str, total: int) -> Iterator[Callable[[str], None]]:
-    """Called with each file that is done: a bar, and lines where there is no terminal."""
+    """Yield a callback for each finished file: it moves a bar, or prints lines without a terminal."""
     if not messages.is_terminal:
         yield lambda file: messages.print(f"{name}: {file}", highlight=False, markup=False)
         return
@@ -130,7 +131,7 @@ def _print(report: Report) -> None:
 
 
 def kernel_table(kernels: Sequence[Kernel]) -> Table:
-    """The kernels, a row each.
+    """Return a table of the kernels, one row each.
 
     >>> kernel_table([Kernel("adam_step", "9.0", registers=60, spills=0)]).row_count
     1

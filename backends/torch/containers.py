@@ -1,8 +1,8 @@
-"""What models take and return: containers, opened one level at a time and closed again with other parts.
+"""Containers that models take and return: opened one level at a time, and rebuilt with other parts.
 
-A container is opened by what it is, and not by a list of libraries: mappings, sequences, dataclasses and attrs classes,
-and whatever is registered with `torch.utils._pytree`. Closing copies it, and neither runs its ``__init__`` again nor
-changes the original.
+Containers are recognised by their kind, not by a list of libraries: mappings, sequences, dataclasses, attrs classes,
+and types registered with `torch.utils._pytree`. A rebuilt container is a copy: its ``__init__`` does not run again, and
+the original is not changed.
 
 >>> import collections
 >>> opened = open_up(collections.deque([torch.ones(1), 2], maxlen=3))
@@ -29,8 +29,8 @@ class Opened(NamedTuple):
     """One level of a container.
 
     Attributes:
-        parts: what it holds.
-        closed: makes another container of the same type of as many parts.
+        parts: the parts of the container.
+        closed: builds a container of the same type from as many other parts.
     """
 
     parts: list[Any]
@@ -41,10 +41,10 @@ _ATOMS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.
 
 
 def open_up(tree: Any) -> Opened | None:
-    """Open a container; None for everything else.
+    """Open a container; return None for everything else.
 
     Args:
-        tree: anything but a tensor or module.
+        tree: anything except a tensor or module.
     """
     if isinstance(tree, _ATOMS):
         return None
@@ -65,7 +65,7 @@ def open_up(tree: Any) -> Opened | None:
 
 
 def hides_tensors(leaf: Any) -> bool:
-    """Whether an object that is no container has tensors as attributes.
+    """Return whether an object that is not a container has tensors as attributes.
 
     >>> hides_tensors(torch.distributions.Normal(torch.zeros(1), torch.ones(1))), hides_tensors("text")
     (True, False)
@@ -76,7 +76,7 @@ def hides_tensors(leaf: Any) -> bool:
 
 
 def _attributes(one: Any) -> Iterator[str]:
-    """The names of what an object holds: in its dictionary, and in slots."""
+    """Yield the names of an object's attributes, in its dictionary and in slots."""
     yield from getattr(one, "__dict__", ())
     for kind in type(one).__mro__:
         slots = vars(kind).get("__slots__", ())
@@ -88,7 +88,7 @@ def _attributes(one: Any) -> Iterator[str]:
 
 
 def _mapping(tree: Mapping[Any, Any], parts: Sequence[Any]) -> Any:
-    """A mapping with other values. What is a ``dict`` may refuse ``update``, as Hugging Face's outputs do."""
+    """Return a mapping with other values. Subclasses of ``dict`` may refuse ``update``, like Hugging Face's outputs."""
     if isinstance(tree, MappingProxyType):
         return MappingProxyType(dict(zip(tree, parts, strict=True)))
     if not isinstance(tree, MutableMapping):
@@ -102,7 +102,7 @@ def _mapping(tree: Mapping[Any, Any], parts: Sequence[Any]) -> Any:
 
 def _tuple(tree: tuple[Any, ...], parts: Sequence[Any]) -> Any:
     if hasattr(tree, "_fields"):
-        return tuple.__new__(type(tree), parts)  # as ``_make``, whatever a subclass takes
+        return tuple.__new__(type(tree), parts)  # like ``_make``, whatever arguments a subclass takes
     return type(tree)(parts)
 
 
@@ -110,14 +110,14 @@ def _collection(tree: Any, parts: Sequence[Any]) -> Any:
     if isinstance(tree, deque):
         return type(tree)(parts, tree.maxlen)
     if isinstance(tree, list | UserList) and type(tree) is not list:
-        closed = copy.copy(tree)  # with its attributes
+        closed = copy.copy(tree)  # keeps its attributes
         closed[:] = parts
         return closed
     return type(tree)(parts)
 
 
 def _object(tree: Any, names: Sequence[str], parts: Sequence[Any]) -> Any:
-    """A copy of an object with other attributes, also where it is frozen."""
+    """Return a copy of an object with other attribute values, even if it is frozen."""
     if isinstance(tree, SimpleNamespace):
         return type(tree)(**dict(zip(names, parts, strict=True)))
     closed = object.__new__(type(tree))

@@ -17,7 +17,7 @@ from polyamp.demo import Array, Task, Trace
 
 
 class Classifier(nn.Module):
-    """Two convolutions and a dense layer, as `polyamp.demo.Task` says; NHWC images in, 10 logits out."""
+    """Two convolutions and a dense layer, as described in `polyamp.demo.Task`; NHWC images in, 10 logits out."""
 
     def __init__(self, weights: dict[str, Array]) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class Classifier(nn.Module):
         self.load_state_dict({_torch_name(name): _torch_layout(value) for name, value in weights.items()})
 
     def forward(self, images: Tensor) -> Tensor:
-        """Logits (n, 10) of images (n, 8, 8, 1)."""
+        """Return logits (n, 10) for images (n, 8, 8, 1)."""
         hidden = images.permute(0, 3, 1, 2)
         hidden = self.pool1(self.relu1(self.conv1(hidden)))
         hidden = self.pool2(self.relu2(self.conv2(hidden)))
@@ -41,7 +41,7 @@ class Classifier(nn.Module):
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """Images of 8x8 pixels gain nothing from threads, and lose a great deal to them on a machine that is busy."""
+    """Use one thread: for images of 8x8 pixels more do not help, and they are much slower on a busy machine."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -52,7 +52,7 @@ def _one_thread() -> Iterator[None]:
 
 @_one_thread()
 def train(task: Task) -> Trace:
-    """Train as ``task`` says and give the trace."""
+    """Train as described in ``task``, and return the trace."""
     model = Classifier(task.weights)
     if task.policy.needs_master_weights:
         polyamp.convert(model, task.policy)
@@ -99,7 +99,7 @@ def _accuracy(model: nn.Module, task: Task) -> float:
 
 @torch.no_grad()
 def _activation_bytes(model: nn.Module, images: Tensor, task: Task) -> int:
-    """The size of the layers' outputs for one batch, as they come out."""
+    """Return the size of the layers' outputs for one batch, in their actual dtypes."""
     sizes: list[int] = []
 
     def record(_: nn.Module, __: Any, output: Tensor) -> None:
@@ -119,6 +119,6 @@ def _torch_name(name: str) -> str:
 
 
 def _torch_layout(value: Array) -> Tensor:
-    """Kernels come as (height, width, in, out) or (in, out), and torch puts the outputs first."""
+    """Return a weight in torch's layout, outputs first, from (height, width, in, out) or (in, out)."""
     axes = {4: (3, 2, 0, 1), 2: (1, 0), 1: (0,)}[value.ndim]
     return torch.from_numpy(value.transpose(axes).copy())

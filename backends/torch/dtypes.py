@@ -1,4 +1,4 @@
-"""The one table from polyamp's format names to torch dtypes."""
+"""The table from polyamp's format names to torch dtypes."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ SIXTEEN_BIT = frozenset({torch.float16, torch.bfloat16})
 
 
 def dtype_of(format_name: str) -> torch.dtype:
-    """The dtype in which values of a format are stored.
+    """Return the dtype that stores the values of a format.
 
     >>> dtype_of("bf16"), dtype_of("tensorfloat32")
     (torch.bfloat16, torch.float32)
 
     Raises:
-        InvalidValueError: an unknown format.
+        InvalidValueError: the format is unknown.
     """
     return DTYPES[format_of(format_name).name]

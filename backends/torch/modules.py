@@ -1,4 +1,4 @@
-"""What modules are: the operation that one stands for, and those that their authors keep in float32."""
+"""Facts about modules: the operation that one implements, and the parts that their authors keep in float32."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from polyamp.backends.torch.operations import MODULES
 
 
 def operation_of(module: nn.Module) -> str:
-    """Return the canonical operation of a module, by its class or its bases; empty where it is none.
+    """Return the canonical operation of a module, by its class or bases; empty if there is none.
 
-    Normalisations of other libraries are known by what they are called and what they have: see `is_norm`.
+    Normalisations of other libraries are recognised by their names and parameters: see `is_norm`.
 
     >>> operation_of(nn.Linear(1, 1)), operation_of(nn.Sequential())
     ('matmul', '')
@@ -34,8 +34,9 @@ _NO_NORM = re.compile(r"(spectral|weight)_?norm", re.IGNORECASE)  # of weights
 
 
 def is_norm(module: nn.Module) -> bool:
-    """Whether a module normalises what it is given: its class, or a base of it, is called a norm, and all that it holds
-    are vectors of weights and statistics.
+    """Return whether a module normalises its input.
+
+    Its class, or a base of it, is named like a norm, and all its parameters and buffers are vectors.
 
     >>> is_norm(nn.LayerNorm(4)), is_norm(nn.Linear(4, 4))
     (True, False)
@@ -60,12 +61,12 @@ def _norm_of(module: nn.Module) -> str:
 
 _SAID = {"rms": "rms_norm", "group": "group_norm", "instance": "instance_norm", "layer": "layer_norm"}
 
-# Where Hugging Face's models name the parts that float16 does not hold; "strict" means in bfloat16 too.
+# Names that Hugging Face's models use for the parts that float16 cannot hold; "strict" means bfloat16 too.
 _KEPT = ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")
 
 
 def kept_by_authors(model: nn.Module) -> frozenset[nn.Module]:
-    """Return the parts of a model that its code, or that of its parts, says to keep in float32.
+    """Return the parts of a model that its code, or the code of its parts, keeps in float32.
 
     >>> class Model(nn.Module):
     ...     _keep_in_fp32_modules = ["wo"]

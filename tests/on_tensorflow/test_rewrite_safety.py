@@ -238,3 +238,41 @@ def test_work_that_is_done_twice_is_counted() -> None:
     assert "Sigmoid" in again
     casts = [node for node in nodes if node.op == "Cast" and "polyamp_cast" in node.name]
     assert fast.plan.totals["casts"] == len(casts)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_quotient_of_what_saturates(policy: str) -> None:
+    x = tf.constant([[12.0, 9.0, -12.0, -3.0]])
+
+    def logit(x: Any) -> Any:
+        p = tf.sigmoid(x @ WEIGHT)
+        return WAYS * tf.math.log(p / (1 - p))
+
+    check(logit, x, policy=policy)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_the_gradient_of_a_sigmoid_that_a_loss_took_unrounded(policy: str) -> None:
+    """In ``p * (1 - p)`` a ``p`` near 1 is not to be rounded."""
+    x = tf.fill((700, 4), 4.0)
+
+    def dice(x: Any) -> Any:
+        p = tf.sigmoid(x @ WEIGHT)
+        return (2 * tf.reduce_sum(p * p) + 1e-6) / (tf.reduce_sum(p) + tf.reduce_sum(p * p) + 1e-6)
+
+    check(dice, x, policy=policy)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_sums_of_many_are_float32(policy: str) -> None:
+    """Kernels of some devices add up in 16 bits."""
+    bias = tf.Variable(tf.zeros(4))
+
+    def step(x: Any) -> Any:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(tf.nn.bias_add(x @ WEIGHT, bias))
+        return tape.gradient(loss, bias)
+
+    assert relative_error(rewrite(step, policy=policy)(tf.ones((4096, 4))), tf.fill((4,), 4096.0)) < 1e-3
+    pool = lambda x: tf.nn.avg_pool2d(tf.reshape(x @ WEIGHT, (1, 64, 64, 4)), 64, 64, "VALID")  # noqa: E731
+    assert relative_error(rewrite(pool, policy=policy)(tf.fill((4096, 4), 100.0)), tf.fill((4,), 100.0)) < 1e-2

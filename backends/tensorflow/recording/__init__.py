@@ -1,4 +1,4 @@
-"""Records one training step: every tensor's spread, counted in the graph that computes it."""
+"""Recordings of one training step: every tensor's spread, counted in the graph that computes it."""
 
 from __future__ import annotations
 

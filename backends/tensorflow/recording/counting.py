@@ -1,6 +1,9 @@
-"""Counts the magnitudes of tensors by their exponents, in the graph that computes them.
+"""Count the magnitudes of tensors by their exponents, in the graph that computes them.
 
-Everything is counted on the bits of float32, as integers: devices that flush subnormal numbers to zero lose none here.
+Everything is counted on the bits of float32, as integers, so devices that flush subnormal numbers to zero lose none.
+
+For example, 3.0 is ``1.5 * 2**1``: its exponent field, 128, selects a bin, to which one element and the mantissa bits
+of the fraction 0.5 are added. The host computes the counts and magnitudes of a `Spread` from these sums.
 """
 
 from __future__ import annotations
@@ -19,20 +22,20 @@ from polyamp.diagnosis.spread import FIELDS, SAMPLE, Spread, stride
 _MAGNITUDE, _MANTISSA = 0x7FFFFFFF, 0x007FFFFF  # of float32's bits
 _MANTISSA_BITS, _LOWEST_NORMAL = 23, -126
 
-_BINS = FIELDS + 1  # zeros, then the values of the exponent field, of which the first is that of subnormal numbers
-_SUMS = 2 * _BINS + 3  # elements and mantissas in each bin; elements, inf and NaN of the whole tensor
+_BINS = FIELDS + 1  # zeros, then one bin for each exponent field; field 0 has the subnormal numbers
+_SUMS = 2 * _BINS + 3  # elements and mantissas of each bin; then elements, inf and NaN of the whole tensor
 
 TURNS = 64
-"""A loop's body is sampled as if the loop had so many turns, which share `polyamp.diagnosis.spread.SAMPLE`."""
+"""A loop's body is sampled as if the loop had this many iterations; they share `polyamp.diagnosis.spread.SAMPLE`."""
 
-_numbers = itertools.count(1)  # of totals, whose names are the process's
+_numbers = itertools.count(1)  # numbers of totals, for names that are unique in the process
 
 
 class Totals:
-    """What was counted of tensors, each in a row of its own, in variables that a graph finds by their name.
+    """The counts of tensors, a row for each, in variables that a graph finds by name.
 
-    A function that is called, and the body of a loop, so add to them without being handed anything; a loop's body adds
-    at every turn.
+    So a called function or a loop's body can add to them without taking them as arguments. A loop's body adds at every
+    iteration.
 
     >>> totals = Totals(2)
     >>> with totals.kept():
@@ -41,7 +44,7 @@ class Totals:
     [0.0, 3.0]
 
     Args:
-        rows: how many tensors there are.
+        rows: number of tensors.
     """
 
     def __init__(self, rows: int) -> None:
@@ -50,7 +53,7 @@ class Totals:
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """The totals, all of them 0, for as long as the context lasts."""
+        """Keep the totals for the duration of the context; they start at 0."""
         handles = self._handles()
         for handle, shape in zip(handles, self._shapes, strict=True):
             tf.raw_ops.AssignVariableOp(resource=handle, value=tf.zeros(shape))
@@ -61,12 +64,12 @@ class Totals:
                 tf.raw_ops.DestroyResourceOp(resource=handle)
 
     def add(self, rows: Sequence[int], tensors: Sequence[tf.Tensor], turns: int = 1) -> None:
-        """Count tensors, each to its row; to be called while a graph is built.
+        """Count tensors, each in its row; call it while a graph is built.
 
         Args:
-            rows: as many as tensors.
-            tensors: floating, of any shapes.
-            turns: how often this may run: the sample is that much smaller.
+            rows: one for each tensor.
+            tensors: floating-point tensors of any shapes.
+            turns: how often this may run: the sample is that many times smaller.
         """
         groups = _by_size([tf.reshape(tf.cast(tensor, tf.float32), [-1]) for tensor in tensors])
         counted = [_counted(list(group.values()), turns) for group in groups]
@@ -77,7 +80,7 @@ class Totals:
         tf.raw_ops.ResourceScatterMax(resource=handles[1], indices=places, updates=largest)
 
     def spreads(self) -> list[Spread]:
-        """Of every row; one transfer to the host."""
+        """Return the spread of every row, with one transfer to the host."""
         sums, largest = (tf.raw_ops.ReadVariableOp(resource=one, dtype=tf.float32) for one in self._handles())
         return list(map(_spread, tf.concat([sums, largest[:, None]], 1).numpy()))
 
@@ -104,7 +107,7 @@ def _spread(row: Any) -> Spread:
 
 
 def _by_size(tensors: Sequence[tf.Tensor]) -> list[dict[int, tf.Tensor]]:
-    """Tensors by their places, those of one size together, and each of an unknown size by itself."""
+    """Group tensors, with their indices: those of the same size together, and each of unknown size alone."""
     groups: dict[Any, dict[int, tf.Tensor]] = {}
     for index, tensor in enumerate(tensors):
         size = tensor.shape.num_elements()
@@ -113,7 +116,7 @@ def _by_size(tensors: Sequence[tf.Tensor]) -> list[dict[int, tf.Tensor]]:
 
 
 def _counted(tensors: Sequence[tf.Tensor], turns: int) -> tuple[tf.Tensor, tf.Tensor]:
-    """Of tensors of one size, the sums ``[tensors, _SUMS]`` and the largest finite magnitudes ``[tensors]``."""
+    """Return, for tensors of one size, the sums ``[tensors, _SUMS]`` and largest finite magnitudes ``[tensors]``."""
     step = _stride(tensors[0], turns)
     sampled = tf.stack([tensor[::step] if step is not None else tensor for tensor in tensors])
     largest, inf, nan = _extremes(tensors, None if step is not None else sampled)
@@ -122,16 +125,16 @@ def _counted(tensors: Sequence[tf.Tensor], turns: int) -> tuple[tf.Tensor, tf.Te
 
 
 def _stride(tensor: tf.Tensor, turns: int) -> Any:
-    """Every so many-th element is counted; None where all are."""
+    """Return the step between counted elements; None if all are counted."""
     size = tensor.shape.num_elements()
     if size is not None:
         return stride(size * turns) if size * turns > SAMPLE else None
     many = -(-tf.size(tensor) * turns // SAMPLE)
-    return tf.maximum(1, tf.bitwise.bitwise_or(many, 1))  # as `stride` has it
+    return tf.maximum(1, tf.bitwise.bitwise_or(many, 1))  # odd, as in `stride`
 
 
 def _histograms(values: tf.Tensor) -> tf.Tensor:
-    """How many elements of each row are in each bin, and what their mantissas add up to; ``[rows, 2 * _BINS]``."""
+    """Return the number of each row's elements in each bin, and the sum of their mantissas; ``[rows, 2 * _BINS]``."""
     bits = tf.bitwise.bitwise_and(tf.bitcast(values, tf.int32), _MAGNITUDE)
     bins = tf.bitwise.right_shift(bits, _MANTISSA_BITS) + tf.minimum(bits, 1)
     mantissas = tf.cast(tf.bitwise.bitwise_and(bits, _MANTISSA), tf.float32)
@@ -141,17 +144,17 @@ def _histograms(values: tf.Tensor) -> tf.Tensor:
 
 
 def _extremes(tensors: Sequence[tf.Tensor], stacked: tf.Tensor | None) -> tuple[tf.Tensor, ...]:
-    """Of each tensor, the largest finite magnitude, and how many elements are inf and NaN.
+    """Return each tensor's largest finite magnitude, and its numbers of inf and NaN elements.
 
     Args:
-        tensors: of one size.
-        stacked: the same as one tensor, where there is one already.
+        tensors: tensors of one size.
+        stacked: the same as one tensor, if there is one already.
     """
 
     def reduced(reduce: Callable[..., tf.Tensor]) -> tf.Tensor:
         return tf.stack(list(map(reduce, tensors))) if stacked is None else reduce(stacked, 1)
 
-    # A sum is finite only where all elements are: so the common case takes three plain reductions.
+    # If a sum is finite, so are all elements: the common case needs only three plain reductions.
     sums, high, low = map(reduced, (tf.reduce_sum, tf.reduce_max, tf.reduce_min))
     most = tf.maximum(tf.maximum(high, -low), 0.0)
     none = tf.zeros_like(most)

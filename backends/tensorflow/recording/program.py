@@ -20,7 +20,7 @@ from polyamp.backends.tensorflow.writing import Writer
 from polyamp.diagnosis.recording import Recording
 from polyamp.policy import Policy
 
-_SCALES = ("loss_scale", "dynamic_scale")  # of polyamp's scaler, and of optimizers that Keras' LossScaleOptimizer is
+_SCALES = ("loss_scale", "dynamic_scale")  # in polyamp's scaler, and in Keras' LossScaleOptimizer and its subclasses
 
 
 def record(
@@ -32,19 +32,19 @@ def record(
     widened: bool,
     scale: float | None = None,
 ) -> Recording:
-    """Run one step up to its update, and count every tensor; variables are then as they were.
+    """Run one step up to its update and count every tensor; variables have their old values afterwards.
 
     Args:
-        step: a Python function, a ``tf.function`` or a rewritten one; it gives the loss, or takes gradients of
-            variables by itself, with a ``tf.GradientTape`` or an optimizer of ``tf.compat.v1.train``.
+        step: a Python function, a ``tf.function`` or a rewritten one. It returns the loss, or takes gradients of
+            variables itself, with a ``tf.GradientTape`` or an optimizer of ``tf.compat.v1.train``.
         args: its arguments.
         kwargs: its keyword arguments.
-        policy: what is 16-bit.
+        policy: the policy that decides what is 16-bit.
         widened: compute that in float32 nevertheless, as the step is written.
-        scale: what the loss is multiplied by; None is 1, or what a step that takes gradients uses.
+        scale: the factor of the loss; None means 1, or the scale that a step with its own gradients uses.
 
     Raises:
-        InvalidTypeError: ``step`` cannot be called, or gives no loss.
+        InvalidTypeError: ``step`` is not callable, or returns no loss.
         UnsupportedError: TensorFlow does not compute in the policy's format.
     """
     check_format(policy.compute)
@@ -54,11 +54,11 @@ def record(
 
 
 class Program:
-    """A traced step with nodes in it that count.
+    """A traced step with added nodes that count.
 
     Args:
         step: the traced step.
-        policy: what is 16-bit.
+        policy: the policy that decides what is 16-bit.
         widened: see `record`.
     """
 
@@ -75,14 +75,14 @@ class Program:
             results = tuple(dtype for _, dtype in decisions.graph.results)
             name = Writer(library.add).function(Inside(name, decisions, results), definition)
         written = Instrumented(library, self._totals, widened=widened)
-        # A function that makes variables is traced twice: of the first trace nothing is left.
+        # A function that creates variables is traced twice: nothing of the first trace is left.
         losses = [value for one in step.taken if (value := outer.value_of(one.loss)) is not None]
         written.step(outer, name, losses[:1])
         self._counting = written.counting
         self._function = runnable([*library.added, *written.definitions])
 
     def run(self, args: Sequence[Any], kwargs: Mapping[str, Any], scale: float | None) -> Recording:
-        """One step with these arguments."""
+        """Run one step with these arguments and return its recording."""
         step, variables = self._step, self._step.concrete.graph.variables
         own = _scale_of(variables) if step.differentiates else None
         used = float(scale) if scale is not None else 1.0 if own is None else float(own)
@@ -101,7 +101,7 @@ class Program:
 
 
 class _Library(Mapping[str, Any]):
-    """The runtime's functions, and new ones."""
+    """The runtime's functions, and the new ones."""
 
     def __init__(self) -> None:
         self._known, self.own, self.added = FunctionLibrary(), dict[str, Any](), list[Any]()
@@ -121,7 +121,7 @@ class _Library(Mapping[str, Any]):
 
 
 def _scale_of(variables: Sequence[Any]) -> Any:
-    """The variable that holds the loss scale; None where none does."""
+    """Return the variable that holds the loss scale; None if there is none."""
     names = ((variable, variable.name.rpartition("/")[2].partition(":")[0]) for variable in variables)
     found = (variable for variable, name in names if name in _SCALES and not variable.trainable)
     return next((one for one in found if one.shape == () and one.dtype == tf.float32), None)
@@ -129,7 +129,7 @@ def _scale_of(variables: Sequence[Any]) -> Any:
 
 @contextmanager
 def _restored(variables: Sequence[Any]) -> Iterator[None]:
-    """Give variables back what they held."""
+    """Restore the values of variables at the end."""
     before = [(variable, tf.identity(variable)) for variable in variables]
     try:
         yield

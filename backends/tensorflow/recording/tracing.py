@@ -1,4 +1,4 @@
-"""A training step traced for recording, with the gradients that it takes."""
+"""The trace of a training step for recording, with the gradients that the step takes."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from polyamp.refusals import no_loss
 
 
 class Taken(NamedTuple):
-    """Gradients with respect to variables, where a graph takes them.
+    """Gradients with respect to variables, as a graph takes them.
 
     Attributes:
-        loss: what is differentiated, a symbolic tensor.
-        names: of the variables.
-        grads: a symbolic tensor for each: the gradient, or the stored rows of a sparse one.
-        seeds: the gradients of the loss, symbolic tensors, that the backward pass starts from.
+        loss: the differentiated tensor, which is symbolic.
+        names: names of the variables.
+        grads: for each a symbolic tensor: the gradient, or the stored rows of a sparse one.
+        seeds: the gradients of the loss from which the backward pass starts, symbolic tensors.
     """
 
     loss: Any
@@ -33,11 +33,11 @@ class Taken(NamedTuple):
 
 
 class Traced(NamedTuple):
-    """A step as it is recorded.
+    """A traced step.
 
     Attributes:
         concrete: its ``ConcreteFunction``.
-        differentiates: whether the step takes its gradients by itself.
+        differentiates: whether the step takes its gradients itself.
         taken: the gradients, in the order in which they are taken.
     """
 
@@ -47,12 +47,12 @@ class Traced(NamedTuple):
 
 
 def traced(step: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Traced:
-    """Trace a step; of one that gives a loss alone, trace the step that takes its gradients.
+    """Trace a step. If it returns only a loss, trace a step that takes its gradients.
 
     The latter has the loss scale, a float32 scalar, as its first argument.
 
     Raises:
-        InvalidTypeError: it takes no gradients, and gives no loss.
+        InvalidTypeError: it takes no gradients and returns no loss.
     """
     plain = plain_function(step)
     concrete, taken = _watched(plain, args, kwargs)
@@ -64,7 +64,7 @@ def traced(step: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, A
 
 
 def plain_function(step: Any) -> Any:
-    """The function that a step was made of: it is traced anew, and without a rewrite."""
+    """Return the function that a step was made from, to trace it again without a rewrite."""
     while isinstance(step, Rewritten | GrapplerRewritten | RewrittenAtFirstCall):
         step = inspect.getattr_static(step, "__wrapped__")
     return getattr(step, "python_function", step)
@@ -105,7 +105,7 @@ def _is_variable(source: Any) -> bool:
 
 
 def name_of(variable: Any) -> str:
-    """A variable's name: as Keras has it, else as TensorFlow does.
+    """Return a variable's name: Keras' path if it has one, else TensorFlow's name.
 
     >>> name_of(tf.Variable(1.0, name="rate"))
     'rate'
@@ -124,10 +124,10 @@ def _differentiated(step: Any) -> Callable[..., None]:
 
 
 def _loss_of(result: Any) -> tf.Tensor:
-    """The loss that a step gives, alone or before something else.
+    """Return the loss that a step returns, alone or before something else.
 
     Raises:
-        InvalidTypeError: it gives none.
+        InvalidTypeError: it returns none.
     """
     loss = result[0] if isinstance(result, tuple | list) and result else result
     if tf.is_tensor(loss) and loss.dtype.is_floating and loss.shape.rank in (0, None):

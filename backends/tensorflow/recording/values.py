@@ -1,4 +1,8 @@
-"""Which values of a decided graph are recorded, and what is said of each."""
+"""The values of a decided graph that are recorded, and the facts about each.
+
+For example, in ``loss = sum(cast(x @ w, float32))`` the product and the sum are activations. The cast computes nothing,
+so it is not recorded; `Body.producer` follows it to the product.
+"""
 
 from __future__ import annotations
 
@@ -21,22 +25,22 @@ from polyamp.operations import OPERATIONS as TABLE
 _FLOATS = {kind.as_datatype_enum: kind.name for kind in (tf.float16, tf.bfloat16, tf.float32, tf.float64)}
 _LOW = tuple(kind.as_datatype_enum for kind in (tf.float16, tf.bfloat16))
 _COMPUTING = ("lower", "full", "promote", "follow")
-_UNSEEN = ("custom_call", "call", "cond", "while_loop")  # of what is inside of these only the results may be known
+_UNSEEN = ("custom_call", "call", "cond", "while_loop")  # perhaps only their results are known, not what is inside
 _HANDING = (
     "Iterator",
     "Optional",
     "TensorArray",
     "Unstage",
-)  # operations that the table does not know, and hold values
+)  # operations that hold values and are not in the table
 _ORDER = (ACTIVATION, GRADIENT, PARAMETER)
 
 
 class Subject(NamedTuple):
-    """One value that is recorded: an `Observation` without its spread.
+    """One recorded value: an `Observation` without its spread.
 
     Attributes:
         value: its name in its graph.
-        shape: None where it is not known.
+        shape: None if it is not known.
     """
 
     value: str
@@ -49,19 +53,19 @@ class Subject(NamedTuple):
     shape: tuple[int, ...] | None
 
     def observed(self, spread: Spread) -> Observation:
-        """With what was counted."""
+        """Return the observation, with the spread that was counted."""
         shape = (spread.elements,) if self.shape is None else self.shape
         return Observation(self.kind, self.name, self.native, self.where, self.op_class, self.format, shape, spread)
 
 
 class Body:
-    """One graph, or one function's body, with those of the functions that it calls.
+    """The body of one graph or function, with the bodies of the functions that it calls.
 
     Attributes:
         decisions: its nodes, decided.
         inside: bodies by the name of the node that calls them, in the order of `Decided.inside`.
         repeated: whether it is in a loop.
-        rounded: values in float32 that are cast to 16 bits before they are used, each with that type.
+        rounded: float32 values that are cast to 16 bits before they are used, each with that type.
         rows: the values that are recorded here, each with its number.
     """
 
@@ -89,7 +93,7 @@ class Body:
         self._read_as = self._cast_down()
 
     def _cast_down(self) -> dict[str, str]:
-        """Of float32 values that are computed here and then rounded to 16 bits: which value it is that is rounded."""
+        """Return, for float32 values that are computed here and then rounded to 16 bits, the value that is rounded."""
         found: dict[str, str] = {}
         for decided in self.decisions.nodes:
             for value, dtype in zip(decided.node.inputs, decided.takes, strict=True):
@@ -124,7 +128,7 @@ class Body:
         return known[key]
 
     def _roots(self) -> list[str]:
-        """What the rest is computed for: the gradients that are taken here; else all that is given or has effects."""
+        """Return the values that are needed: gradients taken here, else all results and inputs of effects."""
         tensors = (tensor for one in self._taken for tensor in (one.loss, *one.grads))
         here = [value for value in map(self.value_of, tensors) if value is not None]
         graph = self.decisions.graph
@@ -132,13 +136,13 @@ class Body:
         return here or [*graph.returns, *effects]
 
     def value_of(self, tensor: Any) -> str | None:
-        """The value that a symbolic tensor is here; None for one of another graph."""
+        """Return the value that a symbolic tensor is in this graph; None if it belongs to another graph."""
         if tensor.graph is not self.decisions.traced or tensor.op.name not in self._decided:
             return None
         return self._decided[tensor.op.name].node.outputs[tensor.value_index]
 
     def spec(self, value: str, *, widened: bool) -> tf.TensorSpec:
-        """Shape and type of a value: where ``widened`` as it was traced, but in 32 bits at least; else as decided."""
+        """Return a value's shape and type: if ``widened`` the traced type in at least 32 bits, else the decided one."""
         graph, node = self.decisions.graph, self.decisions.graph.maker.get(value)
         traced = dict(graph.arguments)[value] if node is None else node.gives[node.outputs.index(value)].dtype
         decided = self.rounded.get(value, self.decisions.known[value].dtype)
@@ -146,7 +150,7 @@ class Body:
         return tf.TensorSpec(self._places.shape(graph, value), tf.as_dtype(dtype))
 
     def producer(self, value: str) -> tuple[Body, str]:
-        """Where a value is computed: through casts, what only moves values, and the functions that give it."""
+        """Find where a value is computed, through casts, moves and the functions that return it."""
         node = self.decisions.graph.maker.get(value)
         if node is None:
             return self, value
@@ -157,7 +161,7 @@ class Body:
         return self.producer(node.inputs[0]) if moves else (self, value)
 
     def computed(self) -> Iterator[tuple[Body, Subject]]:
-        """The floating values that nodes compute and anything takes, in order."""
+        """Yield the floating-point values that nodes compute and others use, in order."""
         for decided in self.decisions.nodes:
             for body in self.inside[decided.node.name]:
                 yield from body.computed()
@@ -167,7 +171,7 @@ class Body:
                 yield self, self._subject(value, kind, decided.operation, self.decisions.scope_of(decided.node))
 
     def parameters(self) -> Iterator[tuple[Body, Subject]]:
-        """The gradients of variables that are taken in here."""
+        """Yield the gradients of variables that are taken in this body and those inside."""
         for one in self._taken:
             for name, grad in zip(one.names, one.grads, strict=True):
                 if (value := self.value_of(grad)) is not None:
@@ -199,10 +203,10 @@ class Body:
 
 
 def recorded(decisions: Pass, taken: Sequence[Taken]) -> tuple[Body, list[Subject]]:
-    """Everything that is recorded of a step: in the order of computation, the gradients of parameters last.
+    """Return all values that are recorded of a step: in the order of computation, gradients of parameters last.
 
     Args:
-        decisions: of its outermost function.
+        decisions: the decisions of its outermost function.
         taken: the gradients that it takes.
 
     Returns:
@@ -212,7 +216,7 @@ def recorded(decisions: Pass, taken: Sequence[Taken]) -> tuple[Body, list[Subjec
     outer = Body(decisions, Places(decisions.traced), taken, {}, dependence)
     parameters = list(outer.parameters())
     made = {body.producer(subject.value) for body, subject in parameters}
-    # Such a value is the parameter's gradient, and no other one.
+    # Such a value is recorded as the parameter's gradient only.
     others = [(body, one) for body, one in outer.computed() if body.producer(one.value) not in made]
     found = sorted([*others, *parameters], key=lambda pair: _ORDER.index(pair[1].kind))
     subjects: list[Subject] = []
@@ -224,7 +228,7 @@ def recorded(decisions: Pass, taken: Sequence[Taken]) -> tuple[Body, list[Subjec
 
 
 def _needed_for(graph: Graph, roots: Iterable[str]) -> set[str]:
-    """The values that others are computed from, and themselves."""
+    """Return these values and all values that they are computed from."""
     found, pending = set[str](), list(roots)
     while pending:
         value = pending.pop()
@@ -235,7 +239,7 @@ def _needed_for(graph: Graph, roots: Iterable[str]) -> set[str]:
 
 
 def _varying(decisions: Pass) -> set[str]:
-    """The values that are made of arguments and variables, and not of constants and random bits alone."""
+    """Return the values that depend on arguments or variables, not only on constants and random bits."""
     found = {name for name, _ in decisions.graph.arguments}
     for decided in decisions.nodes:
         if decided.operation != "random" and not found.isdisjoint(decided.node.inputs):
@@ -248,13 +252,13 @@ def _width(dtype: int) -> int:
 
 
 def _class(decided: Decided) -> str:
-    """The class of an operation, where it stands in the update too."""
+    """Return the class of an operation, also for one inside the update."""
     entry, op_class = TABLE.get(decided.operation), decided.decision.op_class
     return entry.op_class if op_class == "keep" and entry is not None else op_class
 
 
 def _computes(decided: Decided) -> bool:
-    """Whether a node computes values, and neither moves nor casts them nor is given them."""
+    """Return whether a node computes values, instead of moving, casting or receiving them."""
     entry = TABLE.get(decided.operation)
     if entry is None:
         return not decided.node.op.startswith(_HANDING)

@@ -1,4 +1,4 @@
-"""Widens what a function's own code computes in 16 bits to float32, so that nothing overflows and nothing is lost."""
+"""Widen what a function's own code computes in 16 bits to float32, so that nothing overflows or is lost."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from polyamp.backends.tensorflow.graph import FLOAT32, Node, NodeDef
 
 _LOW = frozenset(kind.as_datatype_enum for kind in (tf.float16, tf.bfloat16))
 _RESOURCE: int = tf.resource.as_datatype_enum
-_OUTSIDE = ("Bitcast", "Const", "DecodeRaw", "EagerPyFunc", "PyFunc", "PyFuncStateless")  # whose values are in 16 bits
+_OUTSIDE = ("Bitcast", "Const", "DecodeRaw", "EagerPyFunc", "PyFunc", "PyFuncStateless")  # their values are in 16 bits
 
 
 class Widening:
     """A function in which 16-bit floats become float32.
 
-    Variables and constants stay as they are stored, and so do values that Python code, iterators and functions of other
-    programs take and give: there stand casts. Of the outermost function the arguments stay too.
+    Variables and constants keep their stored type. So do values that Python code, iterators and functions of other
+    programs take or return: there, casts are inserted. The outermost function's arguments keep their types too.
 
     Attributes:
-        changed: whether anything became another type.
+        changed: whether any type changed.
 
     Args:
         definition: a ``FunctionDef``; it is changed.
@@ -33,7 +33,7 @@ class Widening:
     def __init__(self, definition: Any, decisions: Pass, *, outermost: bool, active: bool) -> None:
         self.changed = False
         self._definition = definition
-        self._wide: dict[str, str] = {}  # what stands for values that stay in 16 bits
+        self._wide: dict[str, str] = {}  # the widened copies of values that stay in 16 bits
         if active:
             self._widen(decisions, outermost)
 
@@ -54,7 +54,7 @@ class Widening:
             self._wide[value] = self._cast(f"{name}/polyamp_wide_{len(self._wide)}", value, dtype, FLOAT32)
 
     def value(self, value: str) -> str:
-        """The float32 value that stands for a 16-bit one; any other one itself."""
+        """Return the float32 copy of a value that stays in 16 bits; for any other value, the value itself."""
         return self._wide.get(value, value)
 
     def _write(self, node: Node, written: Any, *, stays: bool) -> None:
@@ -96,7 +96,7 @@ class Widening:
 
 
 def _stays(node: Node, is_seen_through: bool) -> bool:
-    """Whether somebody outside of the graph has the types of a node's values."""
+    """Return whether the types of a node's values are fixed by something outside the graph."""
     if is_seen_through:
         return False
     calls = any(value.HasField("func") or value.list.func for value in node.definition.attr.values())

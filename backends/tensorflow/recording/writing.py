@@ -1,4 +1,4 @@
-"""Writes a step's functions anew, with nodes in them that count."""
+"""Write a step's functions again, with added nodes that count."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from polyamp.backends.tensorflow.recording.values import Body
 from polyamp.backends.tensorflow.recording.widening import Widening
 from polyamp.backends.tensorflow.writing import cast_name
 
-_numbers = itertools.count(1)  # of functions, whose names are the process's
+_numbers = itertools.count(1)  # numbers of functions, for names that are unique in the process
 _CHUNK = 32
-"""Values that one node counts: they live until it has run."""
+"""Number of values that one node counts: they stay alive until it has run."""
 
-# Promises about the function as it was, and what would compile it by itself.
+# Attributes that describe the function before the change, and attributes that compile it separately.
 _OUTDATED = ("api_implements", "api_preferred_device", "backward_function_name", "forward_function_name")
 _COMPILED = ("_XlaMustCompile", "_XlaCompile")
 _WITH_EFFECTS = {
@@ -34,12 +34,12 @@ class Instrumented:
 
     Attributes:
         definitions: a ``FunctionDef`` for each, after those that it calls.
-        counting: the ``ConcreteFunction`` that count; the runtime knows them for as long as they live.
+        counting: the ``ConcreteFunction`` objects that count; the runtime knows them only while they are alive.
 
     Args:
-        library: ``FunctionDef`` by name, of the functions as they are to run.
-        totals: where everything is counted.
-        widened: whether values have the types they were traced with, and not those that were decided.
+        library: ``FunctionDef`` by name, of the functions as they will run.
+        totals: the totals in which everything is counted.
+        widened: whether values have their traced types instead of the decided ones.
     """
 
     def __init__(self, library: Mapping[str, Any], totals: Totals, *, widened: bool) -> None:
@@ -49,7 +49,7 @@ class Instrumented:
         self._written: dict[tuple[Body, str], str] = {}
 
     def step(self, body: Body, name: str, wanted: Sequence[str]) -> None:
-        """Write the outermost function: it gives ``wanted`` values, and computes what is counted or given alone."""
+        """Write the outermost function: it returns ``wanted``, and computes only what is counted or returned."""
         new, counts, widening = self._body(body, name, outermost=True)
         types = [body.spec(value, widened=self._widened).dtype.as_datatype_enum for value in wanted]
         wanted = list(map(widening.value, wanted))
@@ -66,14 +66,14 @@ class Instrumented:
         self._finish(new, [*counts, *drivers])
 
     def _function(self, body: Body, name: str) -> str:
-        """The name of a function that counts; its own where there is nothing to count or to widen."""
+        """Return the name of the counting function; the old name if there is nothing to count or to widen."""
         if (body, name) not in self._written:
             new, counts, widening = self._body(body, name, outermost=False)
             self._written[body, name] = self._finish(new, counts) if counts or widening.changed else name
         return self._written[body, name]
 
     def _body(self, body: Body, name: str, *, outermost: bool) -> tuple[Any, list[str], Widening]:
-        """A copy with nodes that count, the names of all nodes that have to run, and what was widened."""
+        """Return a copy with nodes that count, the names of all nodes that must run, and its widening."""
         new = type(self._library[name])()
         new.CopyFrom(self._library[name])
         widening = Widening(new, body.decisions, outermost=outermost, active=self._widened)
@@ -85,7 +85,7 @@ class Instrumented:
         return new, counts, widening
 
     def _calls_inside(self, body: Body, node: Any) -> bool:
-        """Have a node call functions that count; whether any does."""
+        """Make a node call functions that count, and return whether there are any."""
         for key in _COMPILED:
             node.attr.pop(key, None)
         called = _called(node)
@@ -111,7 +111,7 @@ class Instrumented:
         return node
 
     def _counted(self, body: Body, widening: Widening, value: str) -> str:
-        """A value as it is counted: what is rounded, after that."""
+        """Return the name of a value as it is counted: a rounded value after rounding."""
         if self._widened or value not in body.rounded:
             return widening.value(value)
         return f"{cast_name(body.decisions.graph, value, body.rounded[value])}:y:0"
@@ -129,16 +129,16 @@ class Instrumented:
 
 
 def _called(node: Any) -> list[Any]:
-    """The functions that a node calls, in the order in which they are decided."""
+    """Return the functions that a node calls, in the order in which they are decided."""
     keys = [key for key in ("f", "cond", "body", "then_branch", "else_branch") if key in node.attr]
     branches = node.attr["branches"].list.func if "branches" in node.attr else ()
     return [*(node.attr[key].func for key in keys), *branches]
 
 
 def _drivers(nodes: Iterable[Any], counts: Sequence[str]) -> list[str]:
-    """Names of the nodes that run datasets whose functions count: a dataset by itself computes nothing."""
+    """Return the names of the nodes that run datasets whose functions count: a dataset alone computes nothing."""
     found, drivers = set(counts), list[str]()
-    for node in nodes:  # each after what it takes
+    for node in nodes:  # each node comes after its inputs
         takes = any(text.partition(":")[0] in found for text in node.input if not text.startswith("^"))
         if takes and node.op.endswith("Dataset"):
             found.add(node.name)
@@ -147,7 +147,7 @@ def _drivers(nodes: Iterable[Any], counts: Sequence[str]) -> list[str]:
 
 
 def _needed(nodes: Iterable[Any], wanted: Iterable[str]) -> set[str]:
-    """Names of the nodes that have to run for some values, given as nodes refer to them."""
+    """Return the names of the nodes that must run for some values, which are named as in node inputs."""
     inputs = {node.name: node.input for node in nodes}
     found, pending = set[str](), list(wanted)
     while pending:

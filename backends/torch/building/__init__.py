@@ -1,1 +1,1 @@
-"""How the compiled extension is built, found, loaded and checked; ``build.py`` above is the command."""
+"""Builds, finds, loads and checks the compiled extension; ``build.py`` above is the command."""

@@ -1,7 +1,7 @@
-"""Which GPUs machine code is for: compute capabilities as ``"9.0"``, or ``"9.0+PTX"`` where newer ones may compile it.
+"""GPU architectures of machine code: compute capabilities such as ``"9.0"``, or ``"9.0+PTX"`` to include PTX.
 
-A text names them as PyTorch's ``TORCH_CUDA_ARCH_LIST`` does. Code for a capability runs on the later ones of the same
-major version, PTX on all later ones (NVIDIA, CUDA C++ Programming Guide, Application Compatibility).
+The names are those of PyTorch's ``TORCH_CUDA_ARCH_LIST``. Code for a capability runs on later ones of the same major
+version, PTX on all later ones (NVIDIA, CUDA C++ Programming Guide, Application Compatibility).
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ import torch
 from polyamp.errors import ExtensionError, InvalidValueError
 
 ALL = ("7.5", "8.0", "8.6", "8.9", "9.0", "10.0", "12.0")
-"""Turing to Blackwell, each line of GPUs with Tensor Cores that CUDA 13 compiles for; the last comes with its PTX."""
+"""Turing to Blackwell: the GPUs with Tensor Cores that CUDA 13 compiles for; the last one includes its PTX."""
 
 DEFAULT = "9.0"
-"""What is built where no GPU says what it needs."""
+"""The architecture to build if there is no GPU."""
 
 Capability = tuple[int, int]
 
 
 def capabilities() -> tuple[Capability, ...]:
-    """The compute capabilities of the visible NVIDIA GPUs, each once; none where this PyTorch has no CUDA.
+    """Return the compute capabilities of the visible NVIDIA GPUs, each once; empty if PyTorch has no CUDA.
 
     >>> all(major >= 5 for major, minor in capabilities())
     True
@@ -34,7 +34,7 @@ def capabilities() -> tuple[Capability, ...]:
 
 
 def choose(text: str, known: Sequence[str]) -> tuple[str, ...]:
-    """The architectures that a text names, of those that the compiler knows.
+    """Return the architectures that a text names, if the compiler knows them.
 
     >>> choose("all", ["8.0", "9.0", "9.0a", "10.0"])
     ('8.0', '9.0', '10.0+PTX')
@@ -42,12 +42,12 @@ def choose(text: str, known: Sequence[str]) -> tuple[str, ...]:
     ('8.0+PTX', '9.0')
 
     Args:
-        text: ``"native"`` (the visible GPUs', else `DEFAULT`), ``"all"`` (`ALL`), or a comma list.
-        known: what the compiler can make.
+        text: ``"native"`` (those of the visible GPUs, else `DEFAULT`), ``"all"`` (`ALL`), or a comma-separated list.
+        known: architectures that the compiler supports.
 
     Raises:
-        InvalidValueError: a list that names none, or an architecture that the compiler does not know.
-        ExtensionError: ``"native"``, on a GPU older than what the compiler knows.
+        InvalidValueError: the list is empty, or names an architecture that the compiler does not know.
+        ExtensionError: ``"native"``, and a GPU is older than all that the compiler knows.
     """
     if text == "all":
         *others, last = [name for name in ALL if name in known]
@@ -68,7 +68,7 @@ def choose(text: str, known: Sequence[str]) -> tuple[str, ...]:
 
 
 def covers(architectures: Sequence[str], capability: Capability) -> bool:
-    """Whether machine code or PTX for these architectures runs on a GPU.
+    """Return whether machine code or PTX for these architectures runs on a GPU.
 
     >>> covers(["8.0"], (8, 9)), covers(["8.0"], (9, 0)), covers(["8.0+PTX"], (9, 0))
     (True, False, True)
@@ -77,7 +77,7 @@ def covers(architectures: Sequence[str], capability: Capability) -> bool:
 
 
 def is_architecture(name: str) -> bool:
-    """Return whether a text is an architecture as a build names it.
+    """Return whether a text is the name of an architecture.
 
     >>> is_architecture("9.0+PTX"), is_architecture("sm_90")
     (True, False)
@@ -86,7 +86,7 @@ def is_architecture(name: str) -> bool:
 
 
 def gencode(architectures: Sequence[str]) -> list[str]:
-    """What nvcc is told.
+    """Return the options for nvcc.
 
     >>> gencode(["9.0+PTX"])
     ['-gencode=arch=compute_90,code=sm_90', '-gencode=arch=compute_90,code=compute_90']
@@ -106,7 +106,7 @@ def _runs(name: str, capability: Capability) -> bool:
 
 
 def _for(capability: Capability, known: Sequence[str]) -> str:
-    """The architecture of a GPU; of one that is newer than the compiler, PTX of the newest before it."""
+    """Return the architecture for a GPU; if it is newer than the compiler, PTX of the newest known one before it."""
     exact = "{}.{}".format(*capability)
     if exact in known:
         return exact

@@ -1,6 +1,6 @@
 """Builds a library once, into a cache that processes share, and finds it there again.
 
-A build has a folder, named by the hash of all that goes into it; its manifest is written last and makes it whole.
+Each build has a folder, named by the hash of all its inputs; its manifest is written last and marks it as complete.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ from polyamp.errors import ExtensionError
 COMMAND = "python -m polyamp.backends.torch.build"
 MANIFEST = "manifest.json"
 LOG = "build.log"
-HASH = "sha256"  # of the library, in its manifest
-TAIL = 20  # lines of a compiler's complaint that an error repeats
+HASH = "sha256"  # of the library, key in its manifest
+TAIL = 20  # lines of a compiler's output that an error repeats
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Built:
-    """A library in the cache: where it is, for which GPUs, by which compilers.
+    """A library in the cache: its path, its GPUs, its compilers.
 
     >>> Built(Path("polyamp_operators.so"), ("9.0",), "nvcc 13.0.88, g++ 12.2.0").architectures
     ('9.0',)
 
     Args:
-        path: of the library.
-        architectures: such as ``"9.0+PTX"``; none where it is for the CPU alone.
+        path: path of the library.
+        architectures: such as ``"9.0+PTX"``; empty if it is for the CPU only.
         compilers: their versions.
-        reused: whether it was there already.
+        reused: whether it existed before.
     """
 
     path: Path
@@ -55,22 +55,22 @@ class Built:
 
     @property
     def log(self) -> str:
-        """The commands that made it, and what the compilers said."""
+        """The commands that built it, and the compilers' output."""
         return self.path.with_name(LOG).read_text()
 
 
 class BuildError(ExtensionError):
-    """A compiler failed, or the cache cannot be written, or is not ours alone."""
+    """A compiler failed, or the cache cannot be written, or others can write it."""
 
 
 def cache() -> Path:
-    """The folder of the builds: ``POLYAMP_CACHE``, else ``XDG_CACHE_HOME/polyamp``, else ``~/.cache/polyamp``.
+    """Return the folder of the builds: ``POLYAMP_CACHE``, ``XDG_CACHE_HOME/polyamp`` or ``~/.cache/polyamp``.
 
     >>> cache().is_absolute()
     True
 
     Raises:
-        BuildError: none of these is known.
+        BuildError: none of these can be found.
     """
     own, shared = os.environ.get("POLYAMP_CACHE"), os.environ.get("XDG_CACHE_HOME")
     try:
@@ -80,13 +80,13 @@ def cache() -> Path:
 
 
 def find(recipe: Recipe, capabilities: Sequence[Capability]) -> Built | None:
-    """The newest library of these sources and flags that has code for every one of these GPUs; compilers do not matter.
+    """Return the newest library of these sources and flags with code for all these GPUs, built by any compiler.
 
     >>> find(Recipe("no such library", host=()), ()) is None
     True
 
     Raises:
-        BuildError: there are some, and none is as it was built, where nobody else can write.
+        BuildError: there are some, but all were changed, or others can write them.
     """
     refused: list[BuildError] = []
     for folder in _newest_first(recipe):
@@ -104,7 +104,7 @@ def find(recipe: Recipe, capabilities: Sequence[Capability]) -> Built | None:
 
 
 def _newest_first(recipe: Recipe) -> list[Path]:
-    """The folders of a recipe's builds."""
+    """Return the folders of a recipe's builds."""
     times = {}
     for path in cache().glob(f"{recipe.name}-*/{MANIFEST}"):
         with suppress(OSError):  # removed meanwhile
@@ -113,7 +113,7 @@ def _newest_first(recipe: Recipe) -> list[Path]:
 
 
 def failed_before(job: Job) -> BuildError | None:
-    """What `build` would raise at once, since the same sources and compilers have failed already."""
+    """Return the error that `build` would raise at once, because the same sources and compilers failed before."""
     log = _failure_log(cache() / job.key)
     return _failed(log.read_text(), log) if log.exists() else None
 
@@ -121,16 +121,16 @@ def failed_before(job: Job) -> BuildError | None:
 def build(
     job: Job, *, retry: bool = False, force: bool = False, on_step: Callable[[str], None] = lambda source: None
 ) -> Built:
-    """The library, built unless the cache has it. Of processes that ask at once, one builds and the others wait.
+    """Return the library, and build it if the cache does not have it. If several processes ask, one builds.
 
     Args:
         job: what to build.
-        retry: try again what has failed with these sources and compilers.
-        force: build also what the cache has.
-        on_step: called with the name of each file that is done, of which there are one more than sources.
+        retry: try again what failed before with these sources and compilers.
+        force: build even if the cache has it.
+        on_step: called with the name of each finished file: every source, and the library.
 
     Raises:
-        BuildError: the compiler failed, now or before, with the end of what it said; or the cache cannot be written.
+        BuildError: the compiler failed, now or before (with the end of its output); or the cache cannot be written.
     """
     try:
         folder = cache() / job.key
@@ -148,10 +148,10 @@ def _build(job: Job, folder: Path, retry: bool, on_step: Callable[[str], None]) 
     if before and not retry:
         raise before
     failed = _failure_log(folder)
-    for stale in folder.parent.glob(f"{folder.name}.*.partial"):  # of a process that was killed
+    for stale in folder.parent.glob(f"{folder.name}.*.partial"):  # left by a process that was killed
         shutil.rmtree(stale, ignore_errors=True)
     _log.warning("polyamp builds %s once, by %s", job.recipe.file, job.toolchain.versions)
-    digest, start = job.recipe.digest, time.monotonic()  # taken first: a source that changes now is for another build
+    digest, start = job.recipe.digest, time.monotonic()  # computed first: a source that changes now needs another build
     with tempfile.TemporaryDirectory(prefix=f"{folder.name}.", suffix=".partial", dir=folder.parent) as made:
         _compile(job, Path(made), failed, on_step)
         _publish(job, Path(made), folder, {"digest": digest, "seconds": round(time.monotonic() - start, 1)})
@@ -160,7 +160,7 @@ def _build(job: Job, folder: Path, retry: bool, on_step: Callable[[str], None]) 
 
 
 def _compile(job: Job, folder: Path, failed: Path, on_step: Callable[[str], None]) -> None:
-    """Make the library and its log in ``folder``; where a compiler fails, put what it said into ``failed``."""
+    """Make the library and its log in ``folder``; if a compiler fails, write its output to ``failed``."""
 
     def make(source: str) -> str:
         said = _run(job.compile(source), folder)
@@ -173,7 +173,7 @@ def _compile(job: Job, folder: Path, failed: Path, on_step: Callable[[str], None
         log.append(_run(job.link(), folder))
     except subprocess.CalledProcessError as error:
         said = _said(error.cmd, error.output)
-        if error.returncode < 0:  # killed, which says nothing of the next time
+        if error.returncode < 0:  # killed, which does not mean that the next try fails
             raise _failed(said) from None
         failed.write_text(said)
         raise _failed(said, failed) from None
@@ -186,13 +186,13 @@ def _publish(job: Job, made: Path, folder: Path, facts: dict[str, Any]) -> None:
     manifest = {"architectures": job.architectures, "compilers": job.toolchain.versions, **facts}
     (made / MANIFEST).write_text(json.dumps(manifest, indent=2))
     folder.mkdir(mode=0o755, exist_ok=True)
-    (made / job.recipe.file).chmod(0o755)  # whatever the umask is: nobody else may write what is loaded
+    (made / job.recipe.file).chmod(0o755)  # whatever the umask is: nobody else may write a library that is loaded
     for name in (job.recipe.file, LOG, MANIFEST):
         os.replace(made / name, folder / name)
 
 
 def _run(command: list[str], folder: Path) -> str:
-    environment = {**os.environ, "LC_ALL": "C"}  # what is said is read by `checks`
+    environment = {**os.environ, "LC_ALL": "C"}  # `checks` reads the output
     both: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     done = subprocess.run(command, cwd=folder, env=environment, check=True, text=True, errors="replace", **both)
     return _said(command, done.stdout)
@@ -203,7 +203,7 @@ def _said(command: Sequence[str], output: str) -> str:
 
 
 def _read(folder: Path, recipe: Recipe) -> Built | None:
-    """The build of this recipe in a folder of the cache; None where it is another one's, or not whole."""
+    """Return the build of this recipe in a folder of the cache; None if it is of another recipe, or incomplete."""
     path = folder / recipe.file
     try:
         manifest = json.loads((folder / MANIFEST).read_text())
@@ -211,21 +211,21 @@ def _read(folder: Path, recipe: Recipe) -> Built | None:
         is_sound = all(map(is_architecture, built.architectures)) and isinstance(built.compilers, str)
         is_sound = is_sound and isinstance(manifest[HASH], str)  # builds of other versions have none
         return built if is_sound and manifest["digest"] == recipe.digest and path.exists() else None
-    except (OSError, ValueError, TypeError, KeyError):  # damaged, which a new build mends
+    except (OSError, ValueError, TypeError, KeyError):  # damaged: a new build replaces it
         return None
 
 
 def _whole(folder: Path, recipe: Recipe) -> Built | None:
-    """The build in a folder, as it was built."""
+    """Return the build in a folder, if its hash is unchanged."""
     built = _read(folder, recipe)
     return built if built and _hash_of(built.path) == _promised(built.path) else None
 
 
 def _check(library: Path) -> None:
-    """Refuse what somebody else may have put there: it would be loaded.
+    """Refuse a library that somebody else may have changed, since it would be loaded.
 
     Raises:
-        BuildError: others can write the library, its folder or the cache; or it is not the one that was built.
+        BuildError: others can write the library, its folder or the cache; or its hash has changed.
     """
     for path in (library.parent.parent, library.parent, library):
         check_alone(path)
@@ -241,8 +241,8 @@ def _check(library: Path) -> None:
 def check_alone(path: Path) -> None:
     """Refuse a file or folder that somebody else can write.
 
-    A group is somebody else, unless it is the user's own, which has the user's number. In a folder such as ``/tmp``,
-    which all may write, nobody may rename what others have made.
+    A group counts as somebody else, unless it is the user's own, with the user's number. In a folder such as ``/tmp``,
+    which everybody can write, nobody can rename files of others.
 
     Raises:
         BuildError: another user owns it, or its mode lets others write.
@@ -269,14 +269,14 @@ def _hash_of(library: Path) -> str:
 
 
 def _promised(library: Path) -> str:
-    """The hash that a manifest has, which `_read` has read."""
+    """Return the hash in a manifest that `_read` has accepted."""
     return str(json.loads(library.with_name(MANIFEST).read_text())[HASH])
 
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Hold what other processes wait for; the system takes it back from one that is killed."""
-    import fcntl  # which Windows lacks
+    """Hold a lock that other processes wait for; the system releases it if this process is killed."""
+    import fcntl  # not available on Windows
 
     folder.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
     with folder.with_name(f"{folder.name}.lock").open("w") as file:

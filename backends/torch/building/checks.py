@@ -1,7 +1,7 @@
-"""Reads what the compilers said, and the machine code, for what would make a kernel slow: spills, narrow accesses.
+"""Checks compiler output and machine code for what would make a kernel slow: spills, narrow accesses.
 
-What the assembler prints: NVIDIA, CUDA Compiler Driver NVCC, Printing Code Generation Statistics. Machine code: CUDA
-Binary Utilities, Instruction Set Reference (``LDG``, ``STG``: load from and store to global memory).
+Assembler output: NVIDIA, CUDA Compiler Driver NVCC, Printing Code Generation Statistics. Machine code: CUDA Binary
+Utilities, Instruction Set Reference (``LDG``, ``STG``: load from and store to global memory).
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from polyamp.backends.torch.building.toolchain import Nvcc, tool
 from polyamp.errors import ExtensionError
 
 REGISTERS = 64
-"""With more, a multiprocessor and its 65536 registers hold less than 1024 threads, two blocks of 512."""
+"""With more, a multiprocessor with its 65536 registers runs fewer than 1024 threads, which are two blocks of 512."""
 
 READ_ONLY = ("stats",)
-"""In the names of kernels that write no tensor."""
+"""Words in the names of kernels that write no tensor."""
 
 IN_FLIGHT = {"grad_stats": 8, "unscale_clip": 8, "Adam": 6, "Sgd": 4}
-"""By a word in a kernel's name, how many 16-byte loads it has to issue before it uses one: with fewer, memory idles."""
+"""By a word in a kernel's name: the 16-byte loads it must issue before it uses one. With fewer, memory idles."""
 
 _ENTRY = r"Compiling entry function '(\S+)' for 'sm_(\d+)(\d)'"
 _SASS = {"load": re.compile(r"\bLDG\.E\S*\.128\b"), "store": re.compile(r"\bSTG\.E\S*\.128\b")}
@@ -42,13 +42,13 @@ class Kernel:
     ['adam_step for 9.0: 8 bytes of registers are spilled']
 
     Args:
-        name: the kernel's.
+        name: name of the kernel.
         architecture: such as ``"9.0"``.
-        registers: of each thread.
-        spills: bytes that are stored and loaded for want of registers.
-        parameters: bytes.
-        wide: of ``"load"`` and ``"store"``, what there is in 16 bytes; None where machine code was not looked at.
-        in_flight: the most 16-byte loads that are issued before one of them is used; None likewise.
+        registers: registers per thread.
+        spills: bytes that are stored and loaded because registers are missing.
+        parameters: bytes of parameters.
+        wide: which of ``"load"`` and ``"store"`` occur with 16 bytes; None if machine code was not read.
+        in_flight: the most 16-byte loads that are issued before one of them is used; None if it was not read.
     """
 
     name: str
@@ -60,7 +60,7 @@ class Kernel:
     in_flight: int | None = None
 
     def problems(self) -> list[str]:
-        """What a check fails on."""
+        """Return the problems on which a check fails."""
         found = [f"{self.spills} bytes of registers are spilled"] if self.spills else []
         if self.registers > REGISTERS:
             found.append(f"{self.registers} registers, more than {REGISTERS}")
@@ -74,16 +74,16 @@ class Kernel:
 
 
 def examine(job: Job, built: Built) -> list[Kernel]:
-    """Every kernel of a build, for every architecture.
+    """Return every kernel of a build, for every architecture.
 
-    Machine code is looked at where ``cuobjdump`` and ``nvdisasm`` are found.
+    Machine code is read if ``cuobjdump`` and ``nvdisasm`` are found.
 
     Args:
         job: what was built.
-        built: what came of it.
+        built: the result.
 
     Raises:
-        ExtensionError: nvcc or cuobjdump fails now.
+        ExtensionError: nvcc or cuobjdump fails.
     """
     nvcc = job.toolchain.nvcc
     if nvcc is None:
@@ -104,7 +104,7 @@ def examine(job: Job, built: Built) -> list[Kernel]:
 
 
 def warnings(log: str) -> list[str]:
-    """The lines in which a compiler warns.
+    """Return the lines with compiler warnings.
 
     >>> warnings("$ g++ -c a.cpp\\na.cpp:1: warning: unused variable 'i'")
     ["a.cpp:1: warning: unused variable 'i'"]
@@ -113,7 +113,7 @@ def warnings(log: str) -> list[str]:
 
 
 def read_assembler(log: str) -> Iterator[Kernel]:
-    """The kernels of which ``ptxas -v`` tells; functions that one calls are counted with it.
+    """Yield the kernels in the output of ``ptxas -v``; functions that a kernel calls are counted with it.
 
     >>> said = "8 bytes spill stores, 4 bytes spill loads\\nUsed 9 registers"
     >>> list(read_assembler(f"Compiling entry function 'k' for 'sm_90'\\n{said}"))
@@ -127,7 +127,7 @@ def read_assembler(log: str) -> Iterator[Kernel]:
 
 
 def read_parameters(ptx: str) -> Iterator[tuple[str, int]]:
-    """The bytes of each kernel's parameters.
+    """Yield the bytes of each kernel's parameters.
 
     >>> list(read_parameters(".entry k(\\n\\t.param .u64 k_param_0,\\n\\t.param .align 8 .b8 k_param_1[32]\\n)"))
     [('k', 40)]
@@ -138,14 +138,14 @@ def read_parameters(ptx: str) -> Iterator[tuple[str, int]]:
 
 
 class Accesses(NamedTuple):
-    """The accesses of 16 bytes in a kernel's machine code; for its attributes see `Kernel`."""
+    """The 16-byte accesses in a kernel's machine code; see `Kernel` for the attributes."""
 
     wide: tuple[str, ...] = ()
     in_flight: int = 0
 
 
 def read_machine_code(code: str) -> Iterator[tuple[tuple[str, str], Accesses]]:
-    """Yield the 16-byte accesses of each kernel of an architecture, from what ``cuobjdump -sass`` prints.
+    """Yield the 16-byte accesses of each kernel and architecture, from the output of ``cuobjdump -sass``.
 
     >>> list(read_machine_code("code for sm_90\\n Function : k\\n /*0000*/ LDG.E.128 R4, desc[UR4][R2.64] ;"))
     [(('k', '9.0'), Accesses(wide=('load',), in_flight=1))]
@@ -196,7 +196,7 @@ def _machine_code(job: Job, library: Path) -> str | None:
 
 
 def _demangled(names: Sequence[str]) -> Mapping[str, str]:
-    """Names as in the source, without arguments; as they are where ``c++filt`` is not found."""
+    """Return names as in the source, without arguments; unchanged if ``c++filt`` is not found."""
     filt = shutil.which("c++filt")
     if filt is None:
         return {name: name for name in names}

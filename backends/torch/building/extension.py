@@ -1,7 +1,7 @@
-"""Whether compiled code is in use: loads it once for the process, and says why where it does not.
+"""Decides whether compiled code is in use: loads it once per process, and reports why if it cannot.
 
-``POLYAMP_EXTENSION`` decides: ``auto`` (what is built, is used; for a GPU it is built at first use, where compilers
-are found), ``off``, or ``require`` (as ``auto``, and an error where there is nothing to use).
+``POLYAMP_EXTENSION`` decides: ``auto`` (use a library that is built; for a GPU build it at first use if compilers are
+found), ``off``, or ``require`` (like ``auto``, with an error if there is nothing to use).
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ _answers: dict[tuple[str, torch.device], Built | ExtensionError] = {}  # by libr
 
 
 class LoadError(ExtensionError):
-    """A library that is built does not load, or does not run on the device."""
+    """A library that was built does not load, or does not run on the device."""
 
 
 @dataclass(frozen=True)
 class Status:
-    """What is in use of the step's operators, and if nothing is, why.
+    """The compiled operators in use, or the reason why there are none.
 
     >>> print(Status("off", why="POLYAMP_EXTENSION=off"))
     CUDA extension not in use: POLYAMP_EXTENSION=off
 
     Args:
         mode: ``POLYAMP_EXTENSION``.
-        devices: the device types whose steps run in it.
+        devices: the device types whose steps use it.
         library: its path.
         architectures: the GPUs that it has code for.
         compilers: what built it.
-        autocast: the path of the library of autocast's overrides, which are slower without it.
+        autocast: the path of the library for autocast's overrides, which are slower without it.
         why: what is missing, and what to do.
     """
 
@@ -70,18 +70,18 @@ class Status:
         return "\n".join(said)
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the status for JSON."""
         return asdict(self) | {"devices": list(self.devices), "architectures": list(self.architectures)}
 
 
 def mode() -> str:
-    """What ``POLYAMP_EXTENSION`` says; ``"auto"`` where it is not set.
+    """Return the value of ``POLYAMP_EXTENSION``; ``"auto"`` if it is not set.
 
     >>> mode() in MODES
     True
 
     Raises:
-        InvalidValueError: another word.
+        InvalidValueError: the value is not one of `MODES`.
     """
     said = os.environ.get(VARIABLE) or "auto"
     if said not in MODES:
@@ -96,10 +96,10 @@ def mode() -> str:
 
 
 def available(device: str | torch.device) -> bool:
-    """Return whether the compiled operators are in use for tensors on a device; load them.
+    """Load the compiled operators, and return whether they are in use for tensors on a device.
 
-    For CUDA they are built first, where that was not done and a compiler is found. It is asked once in a process for
-    each device: what is built later is for the next one.
+    For CUDA they are built first, if they are not built and a compiler is found. The answer is cached in the process
+    for each device: a later build is used by the next process.
 
     >>> available("meta")
     False
@@ -108,7 +108,7 @@ def available(device: str | torch.device) -> bool:
         device: such as ``"cpu"``, ``"cuda:1"``, or ``"cuda"`` for the current GPU. No other GPU is touched.
 
     Raises:
-        InvalidValueError: ``POLYAMP_EXTENSION`` is another word than it may be.
+        InvalidValueError: ``POLYAMP_EXTENSION`` has an unknown value.
         ExtensionError: it is ``"require"``, and there is nothing to use.
     """
     device = torch.device(device)
@@ -118,17 +118,17 @@ def available(device: str | torch.device) -> bool:
 
 
 def library(name: str, *, required: bool = True) -> ctypes.CDLL | None:
-    """A library with a C interface, such as ``"autocast"``; None where there is none. Else as `available`.
+    """Return a library with a C interface, such as ``"autocast"``, or None. Build and load it as `available` does.
 
     >>> library("autocast") is None or isinstance(library("autocast"), ctypes.CDLL)
     True
 
     Args:
-        name: of the library.
-        required: whether ``POLYAMP_EXTENSION=require`` requires it here; False where all goes on as well without.
+        name: name of the library.
+        required: whether ``POLYAMP_EXTENSION=require`` requires it here; False if everything works without it.
 
     Raises:
-        InvalidValueError: ``POLYAMP_EXTENSION`` is another word than it may be.
+        InvalidValueError: ``POLYAMP_EXTENSION`` has an unknown value.
         ExtensionError: it is ``"require"``, and there is nothing to use.
     """
     built = None if mode() == "off" else _obtained(name, _device(), required=required)
@@ -136,13 +136,13 @@ def library(name: str, *, required: bool = True) -> ctypes.CDLL | None:
 
 
 def status() -> Status:
-    """What is in use, or would be after the first step; loads what is built and builds nothing.
+    """Return what is in use, or would be after the first step. Load libraries that are built; build nothing.
 
     >>> status().mode in MODES
     True
 
     Raises:
-        InvalidValueError: ``POLYAMP_EXTENSION`` is another word than it may be.
+        InvalidValueError: ``POLYAMP_EXTENSION`` has an unknown value.
     """
     said = mode()
     if said == "off":
@@ -162,7 +162,7 @@ def _device() -> torch.device:
 
 
 def _obtained(name: str, device: torch.device, *, required: bool = True) -> Built | None:
-    """The library, where it serves this device; what the first answer was is remembered."""
+    """Return the library, if it works for this device; the first answer is cached."""
     key = name, device
     with _lock:
         if key not in _answers:
@@ -179,13 +179,13 @@ def _answer(name: str, device: torch.device) -> Built | ExtensionError:
     try:
         return _serving(name, device, build=True)
     except ExtensionError as error:
-        if mode() == "auto" and isinstance(error, BuildError | LoadError):  # that nothing is there, is for the doctor
+        if mode() == "auto" and isinstance(error, BuildError | LoadError):  # without a library, the doctor reports it
             warn_once(str(error))
         return error
 
 
 def _serving(name: str, device: torch.device, *, build: bool) -> Built:
-    """The loaded library, seen to run on the device."""
+    """Return the loaded library, tested to run on the device."""
     recipe, gpus = recipes.RECIPES[name](), architectures.capabilities()
     if device.type == "cuda" and not gpus:
         raise ExtensionError("PyTorch sees no NVIDIA GPU", found=f"torch {torch.__version__}")
@@ -219,7 +219,7 @@ def _build(recipe: Recipe, device_type: str, build: bool) -> Built:
 
 
 def _tools(recipe: Recipe) -> Toolchain:
-    """The compilers of a library; where one is missing, the error says for which library it is."""
+    """Return the compilers for a library; if one is missing, the error names the library."""
     try:
         return toolchain.find(cuda=bool(recipe.device))
     except ExtensionError as error:
@@ -232,7 +232,7 @@ def _tools(recipe: Recipe) -> Toolchain:
 
 
 def _compilers() -> str:
-    """What there is to build with, or what is missing."""
+    """Return the versions of the compilers, or what is missing."""
     try:
         return toolchain.find(cuda=True).versions
     except ExtensionError as error:
@@ -240,13 +240,13 @@ def _compilers() -> str:
 
 
 def _load(recipe: Recipe, path: Path) -> None:
-    """Load a library for good; of two that register the same operators, the second would win in part."""
+    """Load a library for good. Refuse a second one with the same operators: it would replace only part of the first."""
     others = [one for one in torch.ops.loaded_libraries if Path(one).name == path.name and Path(one) != path.resolve()]
     if others:
         raise LoadError("another build of the extension is loaded", found=others[0], fix="start the process anew")
     try:
         if recipe.name == "operators":
-            from polyamp.backends.torch.kernels import operators  # noqa: F401 # what the library implements
+            from polyamp.backends.torch.kernels import operators  # noqa: F401 # defines the operators of the library
 
         torch.ops.load_library(path)  # type: ignore[no-untyped-call]
     except OSError as error:
@@ -259,9 +259,9 @@ def _load(recipe: Recipe, path: Path) -> None:
 
 
 def _check_cuda(path: Path, device: torch.device) -> None:
-    """Ask CUDA's runtime, which is part of the library, whether driver and GPU run its code.
+    """Ask CUDA's runtime, which is linked into the library, whether driver and GPU run its code.
 
-    It asks the current device, and so takes memory on it (a CUDA context): the parameters' own has to be that one.
+    It tests the current device, and so uses memory on it (a CUDA context): that must be the parameters' device.
     """
     compiled = ctypes.CDLL(str(path))
     with torch.cuda.device(device):

@@ -1,7 +1,7 @@
-"""What the compiled libraries are made of: sources, flags, and the commands that make a library of them.
+"""The inputs of the compiled libraries: sources, flags, and the commands that build them.
 
-These commands do without ``torch.utils.cpp_extension``, which refuses CUDA sources where PyTorch was built for the CPU,
-takes a script around nvcc for the toolkit, and imports setuptools.
+The commands do not use ``torch.utils.cpp_extension``, which refuses CUDA sources if PyTorch was built for the CPU,
+mistakes a wrapper script of nvcc for the toolkit, and imports setuptools.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from polyamp.backends.torch.building.toolchain import Nvcc, Toolchain
 CSRC = Path(__file__).parents[1] / "csrc"
 
 NVCC_FLAGS = ("-std=c++17", "-O3", "--fmad=false", "-lineinfo", "-Xcompiler=-fPIC,-fvisibility=hidden", "-Xptxas=-v")
-"""No fused multiply-add, and no fast math: GPU and CPU give the same bits. With -v the assembler tells registers."""
+"""No fused multiply-add and no fast math, so that GPU and CPU return the same bits. With -v ptxas reports registers."""
 
 CXX_FLAGS = ("-O3", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-Wall", "-Wextra")
 
@@ -30,18 +30,18 @@ _AFTERTHOUGHTS = ("NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS")  # environment vari
 
 @dataclass(frozen=True)
 class Recipe:
-    """What one library is made of.
+    """The inputs of one library.
 
     >>> Recipe("twice", host=("twice.cpp",), flags=("-std=c++17",)).file
     'polyamp_twice.so'
 
     Args:
-        name: of the library.
+        name: name of the library.
         host: C++ sources.
-        device: CUDA sources, and the C++ sources that go with them; both left out where there is no nvcc.
-        flags: of the C++ compiler, beside `CXX_FLAGS`.
-        tied: to what the library is bound beside its sources and flags, such as one version of PyTorch.
-        folder: of the sources; every header in it counts as read by all.
+        device: CUDA sources, and the C++ sources that go with them; both are left out without nvcc.
+        flags: flags of the C++ compiler, in addition to `CXX_FLAGS`.
+        tied: what else the library depends on, such as one version of PyTorch.
+        folder: folder of the sources; every header in it counts as used by all.
     """
 
     name: str
@@ -58,7 +58,7 @@ class Recipe:
 
     @property
     def digest(self) -> str:
-        """Of everything but compilers and architectures: what has another digest is another library."""
+        """The hash of everything except compilers and architectures. Another digest means another library."""
         told = (self.name, self.host, self.device, self.flags, self.tied, NVCC_FLAGS, CXX_FLAGS, platform.machine())
         digest = hashlib.sha256(repr(told).encode())
         for path in sorted(self._read()):
@@ -71,7 +71,7 @@ class Recipe:
 
 
 def operators() -> Recipe:
-    """``torch.ops.polyamp.*``: one library for every PyTorch from 2.10 on, by its stable ABI.
+    """Return the recipe of ``torch.ops.polyamp.*``: one library for PyTorch 2.10 and later, through its stable ABI.
 
     >>> operators().tied
     ''
@@ -85,9 +85,9 @@ def operators() -> Recipe:
 
 
 def autocast() -> Recipe:
-    """The boxed kernel of autocast's overrides: bound to one version of PyTorch, whose C++ it calls.
+    """Return the recipe of the boxed kernel of autocast's overrides, for one PyTorch version, whose C++ it calls.
 
-    PyTorch 2.13 and later compile extensions with C++20, which the headers since 2.10 are fit for.
+    PyTorch 2.13 and later compile extensions with C++20; its headers support that since 2.10.
 
     >>> autocast().tied == torch.__version__
     True
@@ -101,7 +101,7 @@ RECIPES = {"operators": operators, "autocast": autocast}
 
 @dataclass(frozen=True)
 class Job:
-    """One build: a recipe, the compilers, and the GPU architectures, of which there are none without nvcc.
+    """One build: a recipe, the compilers, and the GPU architectures, which are empty without nvcc.
 
     >>> from polyamp.backends.torch.building.toolchain import Cxx
     >>> job = Job.of(Recipe("twice", host=("twice.cpp",)), Toolchain(Cxx(("g++",), ""), None), ("9.0",))
@@ -115,14 +115,14 @@ class Job:
 
     @classmethod
     def of(cls, recipe: Recipe, toolchain: Toolchain, architectures: Sequence[str]) -> Job:
-        """The build of a recipe; without nvcc, or without CUDA sources, it is one for the CPU alone."""
+        """Return the build of a recipe; without nvcc or CUDA sources it is for the CPU only."""
         if toolchain.nvcc and recipe.device:
             return cls(recipe, toolchain, tuple(architectures))
         return cls(recipe, replace(toolchain, nvcc=None), ())
 
     @property
     def key(self) -> str:
-        """The hash of all that goes into the library."""
+        """The hash of all inputs of the library."""
         added = [os.environ.get(name) for name in _AFTERTHOUGHTS]
         made = (self.recipe.digest, self.toolchain, self.architectures, added)
         return f"{self.recipe.name}-{hashlib.sha256(repr(made).encode()).hexdigest()[:20]}"
@@ -133,7 +133,7 @@ class Job:
         return (*self.recipe.device, *self.recipe.host) if self.toolchain.nvcc else self.recipe.host
 
     def compile(self, source: str) -> list[str]:
-        """The command that makes an object file of a source, in the working directory."""
+        """Return the command that compiles a source to an object file, in the working directory."""
         paths = [str(self.recipe.folder / source), "-o", f"{source}.o"]
         nvcc = self.toolchain.nvcc
         if nvcc and source.endswith(".cu"):
@@ -143,9 +143,9 @@ class Job:
         return [*self.toolchain.cxx.command, "-c", *self.recipe.flags, *CXX_FLAGS, *includes, *paths]
 
     def link(self) -> list[str]:
-        """The command that makes the library of the object files in the working directory.
+        """Return the command that links the object files in the working directory to the library.
 
-        PyTorch's own libraries are not searched for when it is loaded: they are there before it.
+        The library does not search for PyTorch's own libraries when it is loaded, since they are loaded already.
         """
         nvcc = self.toolchain.nvcc
         runtime = [f"-L{nvcc.libraries}", "-lcudart_static"] if nvcc else []
@@ -155,10 +155,10 @@ class Job:
         return [*self.toolchain.cxx.command, "-shared", "-o", self.recipe.file, *objects, *libraries]
 
     def assembly(self, nvcc: Nvcc, source: str, output: str) -> list[str]:
-        """The command that makes PTX of a CUDA source, which says how many bytes of parameters its kernels take."""
+        """Return the command that compiles a CUDA source to PTX, which has the kernels' parameter sizes."""
         return [nvcc.path, "-ptx", *self._nvcc_flags(), str(self.recipe.folder / source), "-o", output]
 
     def _nvcc_flags(self) -> list[str]:
-        """With the same C++ compiler, where that is one word, and several architectures at once."""
+        """Return flags for the same C++ compiler, if it is one word, and several architectures in parallel."""
         command = self.toolchain.cxx.command
         return [*NVCC_FLAGS, *([f"-ccbin={command[0]}"] if len(command) == 1 else []), "--threads=0"]

@@ -17,7 +17,7 @@ from pathlib import Path
 from polyamp.errors import ExtensionError
 
 RUNTIME = "libcudart_static.a"
-"""CUDA's runtime, which is linked in: a library built by one CUDA then loads beside a PyTorch built for another."""
+"""CUDA's runtime, linked statically: then a library works with a PyTorch built for another CUDA version."""
 
 OLDEST = "12.1"
 """The first CUDA whose kernels take 32 KB of parameters (NVIDIA, CUDA 12.1 Release Notes), as ours do."""
@@ -25,7 +25,7 @@ OLDEST = "12.1"
 
 @dataclass(frozen=True)
 class Cxx:
-    """A C++ compiler: the words of its command, and what it says it is.
+    """A C++ compiler: the words of its command, and its version text.
 
     >>> Cxx(("ccache", "g++"), "g++ (Debian 12.2.0) 12.2.0").command[-1]
     'g++'
@@ -51,7 +51,7 @@ class Nvcc:
 
 @dataclass(frozen=True)
 class Toolchain:
-    """The compilers of a build. Without nvcc it is one for the CPU alone.
+    """The compilers of a build. Without nvcc it is a build for the CPU only.
 
     >>> Toolchain(Cxx(("g++",), "g++ 12.2.0"), None).versions
     'g++ 12.2.0'
@@ -62,13 +62,13 @@ class Toolchain:
 
     @property
     def versions(self) -> str:
-        """For people, and to tell one build from another."""
+        """The versions as text, also to distinguish builds."""
         nvcc = [f"nvcc {self.nvcc.version}"] if self.nvcc else []
         return ", ".join([*nvcc, self.cxx.version])
 
 
 def find(*, cuda: bool) -> Toolchain:
-    """The compilers of this machine.
+    """Return the compilers of this machine.
 
     >>> find(cuda=False).nvcc is None
     True
@@ -89,7 +89,7 @@ def find(*, cuda: bool) -> Toolchain:
 
 
 def find_cxx() -> Cxx:
-    """The compiler that ``CXX`` names, else g++, else c++.
+    """Return the compiler in ``CXX``, else g++, else c++.
 
     >>> len(find_cxx().command) > 0
     True
@@ -111,7 +111,7 @@ def find_cxx() -> Cxx:
 
 
 def nvcc_places() -> Iterator[Path]:
-    """Where an nvcc may be: ``CUDA_HOME``, ``CUDA_PATH``, ``PATH``, ``/usr/local/cuda*``, NVIDIA's wheels.
+    """Yield places of an nvcc: ``CUDA_HOME``, ``CUDA_PATH``, ``PATH``, ``/usr/local/cuda*``, NVIDIA's wheels.
 
     >>> all(path.name == "nvcc" for path in nvcc_places())
     True
@@ -127,14 +127,14 @@ def nvcc_places() -> Iterator[Path]:
 
 
 def _wheels() -> Iterator[Path]:
-    """Yield the folders of programs in NVIDIA's wheels, of which each may have its own: nvcc, cuobjdump, nvdisasm."""
+    """Yield the program folders of NVIDIA's wheels; each may have only some of nvcc, cuobjdump and nvdisasm."""
     wheels = importlib.util.find_spec("nvidia")  # of CUDA 13 and later: earlier ones have no nvcc
     for folder in (wheels.submodule_search_locations or ()) if wheels else ():
         yield from sorted(Path(folder).glob("cu*/bin"), reverse=True)
 
 
 def find_nvcc(places: Iterator[Path]) -> Nvcc:
-    """The first nvcc that runs, has its headers and runtime, and makes programs that this driver runs.
+    """Return the first nvcc that runs, has headers and runtime, and makes programs that this driver runs.
 
     >>> find_nvcc(iter([]))
     Traceback (most recent call last):
@@ -143,10 +143,10 @@ def find_nvcc(places: Iterator[Path]) -> Nvcc:
       ...
 
     Args:
-        places: such as `nvcc_places` gives.
+        places: such as those of `nvcc_places`.
 
     Raises:
-        ExtensionError: there is none; it says what is wrong with those that were found.
+        ExtensionError: there is none; the error describes what is wrong with those that were found.
     """
     refused = []
     for place in dict.fromkeys(places):
@@ -162,7 +162,7 @@ def find_nvcc(places: Iterator[Path]) -> Nvcc:
 
 
 class _Unusable(Exception):
-    """Why an nvcc is passed by."""
+    """The reason why an nvcc cannot be used."""
 
 
 def _examined(path: Path) -> Nvcc:
@@ -184,7 +184,7 @@ def _numbers(version: str) -> list[int]:
 
 
 def _runtime(path: Path) -> str:
-    """The folder of CUDA's runtime, of the toolkit that nvcc itself names: what was found may be a script around it."""
+    """Return the folder of CUDA's runtime, from the toolkit that nvcc names: ``path`` may be a wrapper script."""
     dry = _output([str(path), "-dryrun", "-x", "cu", "-c", os.devnull]) or ""
     top = re.search(r"^#\$ TOP=(.*)$", dry, re.MULTILINE)
     home = Path(top[1].strip()) if top else path.parent.parent
@@ -199,13 +199,13 @@ def _runtime(path: Path) -> str:
 
 
 def _system_libraries() -> Iterator[Path]:
-    """Where a distribution's own CUDA packages put the runtime."""
+    """Yield the folders of a distribution's own CUDA packages."""
     yield from sorted(Path("/usr/lib").glob("*-linux-gnu"))
     yield Path("/usr/lib64")
 
 
 def driver_major() -> int | None:
-    """The CUDA version of this machine's driver, without its minor one; None where there is no driver.
+    """Return the major CUDA version of this machine's driver; None without a driver.
 
     >>> driver_major() in (None, 11, 12, 13, 14)
     True
@@ -220,7 +220,7 @@ def driver_major() -> int | None:
 
 
 def tool(name: str, toolchain: Toolchain) -> str | None:
-    """A program that comes with CUDA: beside nvcc, on ``PATH``, among NVIDIA's wheels.
+    """Return the path of a CUDA program: next to nvcc, on ``PATH``, or in NVIDIA's wheels.
 
     >>> tool("no such program", Toolchain(Cxx(("g++",), ""), None)) is None
     True
@@ -231,7 +231,7 @@ def tool(name: str, toolchain: Toolchain) -> str | None:
 
 
 def _output(command: Sequence[str]) -> str | None:
-    """What a program prints; None where it does not run."""
+    """Return a program's output; None if it does not run."""
     try:
         done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):

@@ -1,13 +1,13 @@
-// What joins the files that PyTorch's headers, nvcc and neither of both compile: plain functions over tables.
+// The interface between files compiled with PyTorch's headers, with nvcc or with neither: functions over tables.
 //
-// Each works a table through, on the CPU at once and on the GPU on a stream, and returns 0 or the device's error code.
+// Each processes a table, on the CPU at once and on the GPU on a stream, and returns 0 or the device's error code.
 #pragma once
 
 #include "rules.h"
 
 namespace polyamp {
 
-// How the parameters of one call are kept.
+// How the parameters of one call are stored.
 enum Storage { kPlain, kMasterFloat16, kMasterBFloat16, kRemainder, kStochasticFloat16, kStochasticBFloat16 };
 
 struct Device {

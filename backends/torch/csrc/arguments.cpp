@@ -13,7 +13,7 @@ int32_t device_type(const Tensor& tensor) {
   return type;
 }
 
-// Each element once and no gaps, in any order of dimensions.
+// Each element exactly once without gaps, in any order of dimensions.
 bool is_dense(const Tensor& tensor) {
   if (tensor.is_contiguous()) return true;
   const auto sizes = tensor.sizes(), strides = tensor.strides();
@@ -65,7 +65,7 @@ void Call::same_length(const TensorList& list, const char* what, size_t length) 
   require(list.size() == length, what, " has ", list.size(), " tensors, not ", length);
 }
 
-// Where a dimension has one element, its stride says nothing.
+// The stride of a dimension with one element has no meaning.
 void Call::same_layout(const Tensor& tensor, const char* what, const Tensor& like) const {
   bool same = tensor.numel() == like.numel();
   if (same && tensor.numel() > 1) {

@@ -1,4 +1,4 @@
-// Checks what an operator is called with, and gives it as plain pointers and numbers. Nothing is written before all
+// Checks the arguments of an operator, and converts them to plain pointers and numbers. Nothing is written before all
 // checks of a call have passed.
 #pragma once
 
@@ -18,7 +18,7 @@ class Call {
     STD_TORCH_CHECK(holds, "polyamp::", name_, ": ", text...);
   }
 
-  // Dense memory on the device, of a number of elements if one is given.
+  // Dense memory on the device; checks the number of elements if it is passed.
   void* memory(const Tensor& tensor, const char* what, ScalarType type, int64_t numel = -1) const;
 
   // Numbers that the host reads.
@@ -28,7 +28,7 @@ class Call {
   void same_length(const TensorList& list, const char* what, size_t length) const;
   void same_layout(const Tensor& tensor, const char* what, const Tensor& like) const;
 
-  // Gradients and losses: the code of a format, of memory that `memory` has not seen yet.
+  // The code of the format of gradients or losses; does not check their memory, which `memory` does.
   Tag format(const Tensor& tensor, const char* what) const;
 
  private:

@@ -1,11 +1,12 @@
-// Autocast by a policy's rules, as boxed kernels at PyTorch's Autocast dispatch keys: what ambient/overrides.py and
-// ambient/weights.py register through torch.library otherwise, at the cost of native autocast's own kernels.
+// Autocast by a policy's rules, as boxed kernels at PyTorch's Autocast dispatch keys. They replace the registrations of
+// ambient/overrides.py and ambient/weights.py through torch.library, and are as fast as native autocast's own kernels.
 //
-// One kernel serves every operator: it finds the arguments' tensors on the stack. Which region runs, and what is done
-// with an operator there, Python decides; here both are looked up. Whatever this thread cannot know (functions that
-// checkpointing runs again, regions inside compiled code, regions of torch.autocast within ours) is asked of Python.
+// One kernel serves every operator: it finds the arguments' tensors on the stack. Python decides which region is active
+// and what happens to an operator there; the kernel looks both up. What this thread cannot know (functions that
+// checkpointing runs again, regions inside compiled code, regions of torch.autocast within ours) it asks Python.
 //
-// It needs dispatch keys and operators at hand, which PyTorch's stable ABI does not give: so it is built for one
+// It needs dispatch keys and operators directly, which PyTorch's stable ABI does not offer. So it is built for one
+// release of PyTorch, from its C++ headers alone (no CUDA, no Python).
 // release of PyTorch, from its C++ headers alone (no CUDA, no Python).
 
 #include <ATen/autocast_mode.h>
@@ -33,7 +34,7 @@ using c10::IValue;
 using c10::OperatorHandle;
 using torch::jit::Stack;
 
-// What is done with an operation's tensors. ambient/boxed.py has the same numbers.
+// How an operation's tensors are handled. ambient/boxed.py has the same numbers.
 enum class Behaviour : int8_t {
   undecided,
   native,
@@ -46,7 +47,7 @@ enum class Behaviour : int8_t {
   inner_bfloat16
 };
 
-// Regions are numbers from 0 on. None: native autocast alone, or nothing.
+// Regions are numbers from 0 on. None: only native autocast, or nothing.
 constexpr int64_t kNoRegion = -1;
 constexpr int64_t kUnknownRegion = -2;
 constexpr int64_t kOutside = -3;  // this thread has entered no region, not even one that turns autocast off
@@ -54,14 +55,14 @@ constexpr int64_t kOutside = -3;  // this thread has entered no region, not even
 struct Settings {
   at::DeviceType marked[2];  // the device types whose autocast dtypes mark regions
   int64_t unmarked;
-  int64_t regions;  // the number of regions that there can be
-  int64_t (*choose)(int64_t place, int64_t region);  // the Behaviour; finds out an unknown region
+  int64_t regions;  // number of possible regions
+  int64_t (*choose)(int64_t place, int64_t region);  // returns the Behaviour; determines it for an unknown region
 };
 Settings settings;
 
 using Weak = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
 struct Cast {
-  Weak weight;  // keeps its address, which is in the key, from being given to another tensor
+  Weak weight;  // keeps its address, which is in the key, from being reused for another tensor
   int64_t version;
   Tensor value;
 };
@@ -69,7 +70,7 @@ using CastKey = std::tuple<const c10::TensorImpl*, ScalarType, bool>;
 
 struct Thread {
   int64_t region = kOutside;
-  int64_t state = 0;      // native autocast's, when the region was entered
+  int64_t state = 0;      // native autocast's state when the region was entered
   int64_t forgotten = 0;  // how often casts were dropped
   std::map<CastKey, Cast> casts;
 };
@@ -77,7 +78,7 @@ thread_local Thread here;
 
 constexpr int64_t kMarks = 0xffff;
 
-// This thread's native autocast: its dtypes for the marked device types, and how many of its regions are entered.
+// This thread's native autocast: its dtypes for the marked device types, and how many of its regions are active.
 int64_t native_state() {
   at::autocast::increment_nesting();
   const auto depth = static_cast<int64_t>(at::autocast::decrement_nesting());
@@ -86,7 +87,7 @@ int64_t native_state() {
   return depth << 16 | second << 8 | first;
 }
 
-// As `regions.current` in Python answers, where that needs no Python.
+// The answer of `regions.current` in Python, if it does not need Python.
 int64_t region_here() {
   const int64_t state = native_state();
   if (here.region != kOutside && here.state == state) {
@@ -102,14 +103,14 @@ void forget_casts() {
   at::autocast::clear_cache();
 }
 
-// Outside of regions, while a graph is captured and under transforms of torch.func casts belong to that moment.
+// Casts must not be kept outside regions, during graph capture and under transforms of torch.func.
 bool may_keep_cast(const Tensor& weight) {
   return here.region != kOutside && at::autocast::is_autocast_cache_enabled() && !weight.is_inference() &&
       !weight.key_set().has(DispatchKey::Python) && !c10::impl::TorchDispatchModeTLS::any_modes_set() &&
       !c10::impl::tls_is_dispatch_key_included(DispatchKey::FuncTorchDynamicLayerFrontMode);
 }
 
-// A leaf that requires gradients: the same cast as long as nothing changed it in this region.
+// A leaf that requires gradients: the cast stays valid while nothing has changed the leaf in this region.
 Tensor cast_weight(const Tensor& weight, ScalarType dtype) {
   if (!may_keep_cast(weight)) {
     return weight.to(dtype);
@@ -125,7 +126,7 @@ Tensor cast_weight(const Tensor& weight, ScalarType dtype) {
   return value;
 }
 
-// What an operator's kernel has to know wherever it runs.
+// Data that an operator's kernel needs in every region.
 class Kernel : public c10::OperatorKernel {
  protected:
   Kernel(const OperatorHandle& op, at::DeviceType device)
@@ -137,7 +138,7 @@ class Kernel : public c10::OperatorKernel {
     return torch::jit::peek(stack, index, arguments_);
   }
 
-  // As if there were no kernel at this key.
+  // Continue as if there were no kernel at this key.
   void pass_on(const OperatorHandle& op, DispatchKeySet keys, Stack* stack) const {
     op.redispatchBoxed(keys & DispatchKeySet(DispatchKeySet::FULL_AFTER, key_), stack);
   }
@@ -147,7 +148,7 @@ class Kernel : public c10::OperatorKernel {
   const size_t arguments_;
 };
 
-// An operator that changes its first argument: where that may be a weight or a view of one, casts are dropped.
+// An operator that changes its first argument. If that may be a weight or a view of one, casts are dropped.
 class Update final : public Kernel {
  public:
   Update(const OperatorHandle& op, at::DeviceType device) : Kernel(op, device) {}
@@ -166,13 +167,13 @@ class Update final : public Kernel {
         (tensor.requires_grad() || !is_new(tensor));
   }
 
-  // As where an operator fills the memory of its result: what nothing has been written to, nor shares it.
+  // Whether memory was never written to and is not shared, as when an operator fills the memory of its result.
   static bool is_new(const Tensor& tensor) {
     return !tensor.is_inference() && tensor.has_storage() && tensor.storage().use_count() == 1 && tensor._version() == 0;
   }
 };
 
-// An operator whose class may differ from what native autocast does with it.
+// An operator whose class may differ from that of native autocast.
 class Override final : public Kernel {
  public:
   Override(const OperatorHandle& op, at::DeviceType device, int64_t place, bool listed, bool only_the_first)
@@ -244,7 +245,7 @@ class Override final : public Kernel {
     }
   }
 
-  // What the first result is cast to of an operator that is 16-bit outside alone.
+  // The dtype that the first result is cast to, for an operator whose result only is in 16 bits.
   std::optional<ScalarType> rounding(Behaviour behaviour, Stack& stack) const {
     const bool inner = behaviour == Behaviour::inner_float16 || behaviour == Behaviour::inner_bfloat16;
     if (!inner || gives_dtype(stack)) {
@@ -263,7 +264,7 @@ class Override final : public Kernel {
     return dtype_argument_ && !argument(stack, *dtype_argument_).isNone();
   }
 
-  // Whether the tensors that autocast would cast have one type.
+  // Whether the tensors that autocast would cast have the same type.
   bool agree(Stack& stack) const {
     std::optional<ScalarType> common;
     for (size_t index = 0; index < arguments_; ++index) {
@@ -312,7 +313,7 @@ class Override final : public Kernel {
     return value.isTensor() && value.toTensor().scalar_type() != dtype && is_castable(value);
   }
 
-  // Neither float64, integer, complex or 8-bit values, nor other devices'. Undefined tensors have no such type either.
+  // Not float64, integer, complex or 8-bit values, nor other devices' tensors. Undefined tensors have no type either.
   bool is_castable(const IValue& value) const {
     if (!value.isTensor()) {
       return false;
@@ -324,14 +325,14 @@ class Override final : public Kernel {
   }
 
   const int64_t place_;
-  const size_t cast_;  // how many of the arguments are cast, from the first on
+  const size_t cast_;  // how many of the arguments are cast, starting with the first
   const size_t results_;
   const std::optional<int> dtype_argument_;
   std::optional<c10::SafeKernelFunction> native_;
   const std::unique_ptr<std::atomic<Behaviour>[]> chosen_;  // by region
 };
 
-// An override is meant: PyTorch warns of it, once for all operators.
+// Overriding is intended: PyTorch warns about it, once for all operators.
 class Silence final : public c10::WarningHandler {
   void process(const c10::Warning& /*warning*/) override {}
 };
@@ -347,7 +348,7 @@ void register_kernel(const std::string& name, at::DeviceType device, std::unique
   const DispatchKey key = at::autocast::get_autocast_dispatch_key_from_device_type(device);
   Silence silence;
   c10::WarningUtils::WarningHandlerGuard guard(&silence);
-  auto* library = new torch::Library(torch::Library::IMPL, "aten", key, __FILE__, __LINE__);  // for good
+  auto* library = new torch::Library(torch::Library::IMPL, "aten", key, __FILE__, __LINE__);  // never destroyed
   library->impl(name.c_str(), torch::CppFunction::makeFromBoxedFunctor(std::move(kernel)));
 }
 
@@ -355,7 +356,7 @@ at::DeviceType type_named(const char* device) {
   return c10::Device(device).type();
 }
 
-// Null where `action` succeeds, else what went wrong, until this thread's next call.
+// Returns null if `action` succeeds, else the error message, valid until this thread's next call.
 template <class Action>
 const char* failure_of(Action action) {
   thread_local std::string failure;
@@ -372,7 +373,7 @@ const char* failure_of(Action action) {
 
 #define POLYAMP_EXPORT extern "C" __attribute__((visibility("default")))
 
-// Before everything else, while no region is entered.
+// To be called first, before any region is entered.
 POLYAMP_EXPORT const char* polyamp_autocast_set_up(
     const char* first_marked, const char* second_marked, int64_t regions, int64_t (*choose)(int64_t, int64_t)) {
   return failure_of([&] {
@@ -397,7 +398,7 @@ POLYAMP_EXPORT const char* polyamp_autocast_watch(const char* name, const char* 
   });
 }
 
-// This thread's native autocast, to be handed to `polyamp_autocast_become` for as long as a region is the innermost.
+// This thread's native autocast, passed to `polyamp_autocast_become` while a region is the innermost.
 POLYAMP_EXPORT int64_t polyamp_autocast_state() {
   return native_state();
 }

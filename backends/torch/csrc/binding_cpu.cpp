@@ -1,4 +1,4 @@
-// Gives PyTorch the operators on the CPU: the emulated grid.
+// Registers the operators with PyTorch on the CPU: the emulated grid.
 #include "operators.h"
 
 namespace polyamp {

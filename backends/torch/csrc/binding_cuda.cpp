@@ -1,4 +1,4 @@
-// Gives PyTorch the operators on CUDA: the kernels, on the tensors' device and its current stream.
+// Registers the operators with PyTorch on CUDA: the kernels, on the tensors' device and its current stream.
 #include <dlfcn.h>
 #include <torch/csrc/stable/accelerator.h>
 
@@ -9,8 +9,8 @@ namespace {
 
 using GetStream = AOTITorchError (*)(int32_t device, void** stream);
 
-// Looked up by name, and not linked, so that this library also loads beside a PyTorch without CUDA. That one has no
-// tensors on CUDA, and so never comes here.
+// Looked up by name instead of linked, so that this library also loads with a PyTorch without CUDA. That has no tensors
+// on CUDA, and so never calls this.
 GetStream stream_getter() {
   void* library = dlopen("libtorch_cuda.so", RTLD_LAZY | RTLD_NOLOAD);
   void* symbol = library ? dlsym(library, "aoti_torch_get_current_cuda_stream") : nullptr;

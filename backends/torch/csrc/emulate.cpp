@@ -1,6 +1,6 @@
 // The kernels' grid on the CPU: the same chunks, threads and arithmetic, one thread after another.
 //
-// What the threads of a block do together (barriers, shuffles, the ticket) needs no counterpart here.
+// Cooperation of a block's threads (barriers, shuffles, the ticket) needs no counterpart here.
 #include <algorithm>
 
 #include "gradients.h"
@@ -16,7 +16,7 @@ uint32_t blocks_for(const Table& table) {
   return std::clamp(table.tensors.chunks(), 1u, kBlocks);
 }
 
-// The others of a block have nothing to do in a short chunk.
+// The other threads of a block have nothing to do in a short chunk.
 int threads_for(const Place& place) {
   return std::min<int>(kThreads, (place.length + kVector - 1) / kVector);
 }

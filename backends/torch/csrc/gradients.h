@@ -1,4 +1,4 @@
-// What is done to gradients alone: taking their statistics, and unscaling and clipping them in place.
+// Work on gradients alone: computing their statistics, and unscaling and clipping them in place.
 #pragma once
 
 #include "rules.h"
@@ -6,22 +6,22 @@
 
 namespace polyamp {
 
-// What a thread has found so far.
+// The statistics of one thread so far.
 struct Tally {
   double squares = 0;
-  uint32_t grads = 0, losses = 0;  // that are not finite
+  uint32_t grads = 0, losses = 0;  // number of non-finite elements
 };
 
 constexpr int kSweeps = decltype(GradTable::tensors)::kSweeps;
 
-// What a thread takes of a chunk: one eight in each sweep of the block over it.
+// A thread's part of a chunk: eight elements in each sweep of the block over it.
 template <class Format>
 struct Share {
   using Bits = typename Format::Bits;
   void* stream;
   bool aligned;
   uint64_t at;  // its first element
-  int left;     // elements from there to the chunk's end; none, if negative
+  int left;     // elements from there to the chunk's end; none if negative
   Packed<Bits> sweeps[kSweeps];
 
   POLYAMP_EVERYWHERE Share(const GradTable& table, const Place& place, int thread)
@@ -30,8 +30,8 @@ struct Share {
         at(place.start + thread * kVector),
         left(static_cast<int>(place.length) - thread * kVector) {}
 
-  // All of it before the first is used, so that much is on its way from memory. The usual case has a branch of its
-  // own: next to the accesses of the others, the assembler used its first load before it issued the next.
+  // Load everything before the first use, so that many loads are in flight. The usual case has a branch of its own:
+  // next to the other accesses, the assembler used its first load before it issued the next.
   template <Reuse reuse>
   POLYAMP_EVERYWHERE void read() {
     if (is_whole(kSweeps - 1)) {
@@ -93,8 +93,8 @@ POLYAMP_EVERYWHERE uint32_t count_non_finite(const Packed<typename Format::Bits>
   return count;
 }
 
-// A sum of squares is finite only where every number is: only where it is not, are they looked at one by one. That
-// halves the instructions, which limited this kernel for 16-bit gradients.
+// A sum of squares is finite only if every number is: only if it is not, the numbers are tested one by one. That halves
+// the instructions, which limited this kernel for 16-bit gradients.
 template <class Format>
 POLYAMP_EVERYWHERE void tally_chunk(const GradTable& table, const Place& place, int thread, float inverse,
                                     Tally& tally) {

@@ -1,7 +1,7 @@
-// The kernels: a grid that stays (two blocks for each multiprocessor) walks the chunks of a table; the last block to
-// end does what needs all the others' results.
+// The kernels: a persistent grid (two blocks for each multiprocessor) walks the chunks of a table; the last block to
+// end does the work that needs all results.
 //
-// Only here do threads work together: barriers, shuffles, and one ticket for each launch.
+// Only here do threads cooperate: barriers, shuffles, and one ticket for each launch.
 #pragma once
 
 #include "gradients.h"
@@ -9,14 +9,14 @@
 
 namespace polyamp {
 
-constexpr int kBlocksPerMultiprocessor = 2;  // with 512 threads, that leaves 64 registers for each
+constexpr int kBlocksPerMultiprocessor = 2;  // with 512 threads, 64 registers for each
 #define POLYAMP_KERNEL __global__ __launch_bounds__(polyamp::kThreads, polyamp::kBlocksPerMultiprocessor) void
-#ifndef POLYAMP_PARAMETER  // else whoever runs the kernels on the CPU says how a thread gets its table
+#ifndef POLYAMP_PARAMETER  // else the code that runs the kernels on the CPU defines how a thread gets its table
 #define POLYAMP_PARAMETER(Table) const __grid_constant__ Table
 #endif
 
-// Whether all other blocks are done, and what they wrote can be seen. For every thread of the block. The ticket counts
-// them and is 0 again after the last.
+// Returns, to every thread of the block, whether all other blocks are done and their writes are visible. The ticket
+// counts them and is 0 again after the last.
 __device__ inline bool is_last_block(uint32_t* ticket) {
   __shared__ bool is_last;
   __syncthreads();
@@ -29,7 +29,7 @@ __device__ inline bool is_last_block(uint32_t* ticket) {
   return is_last;
 }
 
-// Sum over a block in a fixed order. Only the first thread gets it.
+// Sum over a block in a fixed order. Only the first thread gets the result.
 __device__ inline double block_sum(double value) {
   constexpr int kWarp = 32;
   __shared__ double warps[kThreads / kWarp];
@@ -53,7 +53,7 @@ __device__ inline void sum_up(const GradTable& table, const Tally& tally) {
   for (int i = 0; i < 3; ++i) {
     double part = 0;
     for (uint32_t block = threadIdx.x; block < gridDim.x; block += kThreads)
-      part += __ldcg(&table.workspace[3 * block + i]);  // of other blocks: not from this multiprocessor's own cache
+      part += __ldcg(&table.workspace[3 * block + i]);  // of other blocks: not from this multiprocessor's cache
     const double sum = block_sum(part);
     if (threadIdx.x == 0) table.stats[i] = table.adds ? table.stats[i] + sum : sum;
   }
@@ -72,7 +72,7 @@ POLYAMP_KERNEL grad_stats_kernel(POLYAMP_PARAMETER(GradTable) table) {
 }
 
 POLYAMP_KERNEL unscale_clip_kernel(POLYAMP_PARAMETER(GradTable) table) {
-  __shared__ float factor;  // by one thread: float64 is slow on many GPUs
+  __shared__ float factor;  // computed by one thread: float64 is slow on many GPUs
   if (threadIdx.x == 0) factor = factor_of(*table.scale, table.stats, table.max_norm);
   __syncthreads();
   if (!is_applied(table.stats) || factor == 1) return;
@@ -84,10 +84,10 @@ POLYAMP_KERNEL unscale_clip_kernel(POLYAMP_PARAMETER(GradTable) table) {
   }
 }
 
-// Chunks are walked from the last to the first: those that the statistics read last may still be in the cache.
+// Chunks are walked from last to first: those that the statistics read last may still be in the cache.
 template <class Rule, class Kept>
 __device__ void step_block(const StepTable<Rule>& table) {
-  __shared__ Coefficients<Rule> coefficients;  // changes between two barriers only
+  __shared__ Coefficients<Rule> coefficients;  // only changes between two barriers
   if (threadIdx.x == 0) coefficients.count = NAN;
   __syncthreads();
   const uint32_t chunks = table.tensors.chunks();

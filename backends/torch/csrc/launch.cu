@@ -1,4 +1,4 @@
-// Launches the kernels on a stream, and says whether this machine can run them.
+// Launches the kernels on a stream, and reports whether this machine can run them.
 #include <algorithm>
 
 #include "kernels.cuh"
@@ -16,7 +16,7 @@ int launch(void (*kernel)(Table), const Table& table, void* stream) {
     error = cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
   if (error != cudaSuccess) return error;
   const uint32_t most = std::min(kBlocksPerMultiprocessor * multiprocessors, kMaxBlocks);
-  const uint32_t blocks = std::clamp(table.tensors.chunks(), 1u, most);  // one does the tail of an empty call
+  const uint32_t blocks = std::clamp(table.tensors.chunks(), 1u, most);  // one does the final work of an empty call
   kernel<<<blocks, kThreads, 0, static_cast<cudaStream_t>(stream)>>>(table);
   return cudaGetLastError();
 }
@@ -40,13 +40,13 @@ int polyamp_cuda_toolkit() { return CUDART_VERSION; }
 
 const char* polyamp_cuda_text(int code) { return cudaGetErrorString(static_cast<cudaError_t>(code)); }
 
-// A driver runs what any toolkit of its major version, or an older one, has built.
+// A driver runs code that any toolkit of its major version, or an older one, has built.
 int polyamp_cuda_ready() {
   int driver = 0;
   cudaError_t error = cudaDriverGetVersion(&driver);
   if (error == cudaSuccess && driver / 1000 < CUDART_VERSION / 1000) error = cudaErrorInsufficientDriver;
   if (error != cudaSuccess) return error;
-  cudaFuncAttributes attributes;  // asking for them fails where no code is for this device's architecture
+  cudaFuncAttributes attributes;  // the query fails without code for this device's architecture
   error = cudaFuncGetAttributes(&attributes, polyamp::grad_stats_kernel);
   cudaGetLastError();             // so that no launch reports it again
   return error;

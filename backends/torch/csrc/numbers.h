@@ -1,6 +1,6 @@
-// Number formats by their bits: widening, rounding to nearest, splitting, and rounding by chance.
+// Number formats by their bits: widening, rounding to nearest, splitting, and stochastic rounding.
 //
-// The same source runs on the GPU and in the emulated grid on the CPU, and gives the same bits on both. Formats are
+// The same source runs on the GPU and in the emulated grid on the CPU, and returns the same bits on both. Formats are
 // IEEE 754 binary32 and binary16, and bfloat16, the upper half of a binary32.
 #pragma once
 
@@ -12,7 +12,7 @@
 #include <cuda_fp16.h>
 
 #define POLYAMP_EVERYWHERE __host__ __device__ __forceinline__
-#define POLYAMP_UNROLL _Pragma("unroll")  // so that small arrays are registers
+#define POLYAMP_UNROLL _Pragma("unroll")  // so that small arrays are in registers
 #else
 #define POLYAMP_EVERYWHERE inline
 #define POLYAMP_UNROLL
@@ -58,13 +58,13 @@ struct BFloat16 {
 
   POLYAMP_EVERYWHERE static float widen(uint32_t bits) { return float_of(bits << 16); }
 
-  // To nearest, at a tie to even.
+  // To nearest, ties to even.
   POLYAMP_EVERYWHERE static uint32_t narrow(float value) {
     const uint32_t bits = bits_of(value);
     return is_nan(value) ? kNan : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
   }
 
-  // Noise of 16 bits, added to those that are cut, carries over as often as they are large.
+  // Noise of 16 bits, added to the bits that are cut, carries over as often as they are large.
   POLYAMP_EVERYWHERE static uint32_t narrow_by_chance(float value, uint32_t noise) {
     return is_finite(value) ? (bits_of(value) + noise) >> 16 : narrow(value);
   }
@@ -84,7 +84,7 @@ struct Float16 {
 #endif
   }
 
-  // To nearest, at a tie to even; 65520 and beyond become inf.
+  // To nearest, ties to even; 65520 and beyond become inf.
   POLYAMP_EVERYWHERE static uint32_t narrow(float value) {
 #ifdef __CUDA_ARCH__
     return __half_as_ushort(__float2half_rn(value));
@@ -92,14 +92,14 @@ struct Float16 {
     const uint32_t sign = bits_of(value) >> 16 & 0x8000, size = bits_of(value) & ~kSign;
     if (size > kInfinity) return sign | 0x7e00;
     if (size >= bits_of(65520.0f)) return sign | 0x7c00;
-    if (size < bits_of(0x1p-14f))  // subnormal: next to 0.5, float32 numbers lie 2**-24 apart, as those do
+    if (size < bits_of(0x1p-14f))  // subnormal: near 0.5, float32 numbers are 2**-24 apart, like float16's subnormals
       return sign | (bits_of(float_of(size) + 0.5f) - bits_of(0.5f));
     return sign | ((size - (112u << 23) + 0xfff + (size >> 13 & 1)) >> 13);
 #endif
   }
 
-  // As for bfloat16, with the 13 bits that are cut. Values of its subnormals are lifted to where its numbers have the
-  // same spacing but are normal, so that 13 bits are cut there too.
+  // As for bfloat16, with the 13 bits that are cut. Values of its subnormals get an offset to where its numbers have
+  // the same spacing but are normal, so that 13 bits are cut there too.
   POLYAMP_EVERYWHERE static uint32_t narrow_by_chance(float value, uint32_t noise) {
     if (!is_finite(value)) return narrow(value);
     const uint32_t sign = bits_of(value) & kSign;
@@ -110,7 +110,7 @@ struct Float16 {
 };
 
 // A float32 as bfloat16 and the 16 bits that rounding leaves over: bits = (bits of the bfloat16 << 16) + remainder.
-// Rounding is to nearest and at a tie away from zero, so that a remainder always fits into 16 bits with a sign.
+// Rounding is to nearest, ties away from zero, so that a remainder always fits into 16 bits with a sign.
 struct Split {
   uint32_t rounded, remainder;
 };
@@ -125,7 +125,7 @@ POLYAMP_EVERYWHERE float join(uint32_t rounded, uint32_t remainder) {
   return float_of((rounded << 16) + static_cast<uint32_t>(static_cast<int16_t>(remainder)));
 }
 
-// Philox4x32-10: random words that are a function of a key and a counter, so that they depend on no grid and no state.
+// Philox4x32-10: random words that depend only on a key and a counter, not on a grid or a state.
 // Constants: Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011.
 struct Random {
   uint32_t words[4];

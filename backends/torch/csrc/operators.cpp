@@ -27,7 +27,7 @@ GradTable blank_grads(const Call& call, const Tensor& scale, const Tensor& stats
   return table;
 }
 
-// Of parameters as they are kept: by their dtype and their masters'.
+// How parameters are stored, by their dtype and their masters'.
 Storage storage_of(const Call& call, const TensorList& params, const TensorList& masters) {
   if (params.empty()) return kPlain;
   const Tag format = call.format(params[0], "params");
@@ -39,7 +39,7 @@ Storage storage_of(const Call& call, const TensorList& params, const TensorList&
   return remainder ? kRemainder : format == kFloat16 ? kMasterFloat16 : kMasterBFloat16;
 }
 
-// A stream of a step: a list with a tensor for each parameter, or none where it may be empty.
+// A stream of a step: a list with one tensor per parameter, or an empty one if that is allowed.
 struct Source {
   const TensorList& list;
   const char* what;

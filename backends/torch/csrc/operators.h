@@ -1,4 +1,4 @@
-// The operators torch.ops.polyamp.*, for any device: what they take is said in kernels/reference.py.
+// The operators torch.ops.polyamp.*, for any device; kernels/reference.py describes their arguments.
 #pragma once
 
 #include <torch/csrc/stable/library.h>
@@ -13,11 +13,11 @@ namespace polyamp {
 using torch::stable::Tensor;
 using TensorList = std::vector<Tensor>;
 
-// Where a call's tables are worked through.
+// Where a call's tables are processed.
 struct Target {
   const Device& device;
   void* stream;
-  const char* (*text)(int code);  // of the device's errors
+  const char* (*text)(int code);  // text of the device's error codes
 };
 
 void grad_stats(const Target&, const TensorList& grads, const TensorList& losses, const Tensor& scale,

@@ -1,4 +1,4 @@
-// Packs the tensors of a call into as few tables, and so launches, as hold them.
+// Packs the tensors of a call into as few tables, and so launches, as can hold them.
 #pragma once
 
 #include <algorithm>
@@ -30,7 +30,7 @@ void append(Tensors<Streams, Capacity, Sweeps>& tensors, const Item<Streams>& it
   tensors.tag[at] = tag;
 }
 
-// Copies of `blank`, which has no tensors; at least one, for what a launch does besides.
+// Copies of `blank`, which has no tensors; at least one, for the other work of a launch.
 inline std::vector<GradTable> pack(const GradTable& blank, const std::vector<Item<1>>& items) {
   std::vector<GradTable> tables{blank};
   for (const auto& item : items) {
@@ -40,7 +40,7 @@ inline std::vector<GradTable> pack(const GradTable& blank, const std::vector<Ite
   return tables;
 }
 
-// In the order of their launches: the last tensors first. A table has the groups of its own tensors only.
+// In the order of their launches: the last tensors first. A table only has the groups of its own tensors.
 template <class Rule, int Streams>
 std::vector<StepTable<Rule>> pack(const StepTable<Rule>& blank, const std::vector<Item<Streams>>& items,
                                   const std::vector<typename Rule::Group>& groups) {

@@ -1,7 +1,7 @@
-// The arithmetic of a step: what becomes of one element, and of the loss scale.
+// The arithmetic of a step: the update of one element, and of the loss scale.
 //
-// Float32, each operation rounded by itself (the compilers are told not to fuse them), so that the GPU, the emulated
-// grid and the PyTorch reference agree. A rule's coefficients are worked out once for a group and a step count.
+// Float32, with each operation rounded separately (the compilers are told not to fuse them), so that the GPU, the
+// emulated grid and the PyTorch reference agree. A rule's coefficients are computed once per group and step count.
 #pragma once
 
 #include "tables.h"
@@ -24,7 +24,7 @@ struct Adam {
     float factor, rest1, beta2, rest2, eps, step_size, root, decay, weight_decay;
   };
 
-  // Bias corrections are of the betas as float32 has them: of any others, early steps were off by 1 part in 10**5.
+  // Bias corrections use the betas rounded to float32: with others, early steps were off by 1 part in 10**5.
   POLYAMP_EVERYWHERE static Coefficients coefficients(const Group& group, float lr, float count, float factor) {
     const double bias1 = 1 - pow(static_cast<double>(group.beta1), static_cast<double>(count));
     const double bias2 = 1 - pow(static_cast<double>(group.beta2), static_cast<double>(count));
@@ -55,8 +55,8 @@ struct Adam {
   }
 };
 
-// Stochastic gradient descent with momentum as torch.optim.SGD has it, without dampening. A momentum that is 0 has no
-// stream of moments; then they read as zeros, with which the rule is that of plain gradient descent.
+// Stochastic gradient descent with momentum as in torch.optim.SGD, without dampening. A momentum of 0 has no stream of
+// moments; they then read as zeros, with which the rule is plain gradient descent.
 struct Sgd {
   static constexpr int kMoments = 1, kCounts = 0;
   static constexpr bool kMayLackMoments = true;
@@ -93,7 +93,7 @@ POLYAMP_EVERYWHERE float inverse_of(float scale) { return 1 / scale; }
 
 POLYAMP_EVERYWHERE bool is_applied(const double* stats) { return stats[1] == 0 && stats[2] == 0; }
 
-// What gradients are multiplied by. The 1e-6 is that of torch.nn.utils.clip_grad_norm_.
+// The factor for gradients. The 1e-6 is that of torch.nn.utils.clip_grad_norm_.
 POLYAMP_EVERYWHERE float factor_of(float scale, const double* stats, double max_norm) {
   const float inverse = inverse_of(scale);
   if (max_norm == static_cast<double>(INFINITY)) return inverse;
@@ -125,7 +125,7 @@ POLYAMP_EVERYWHERE void advance(State& state, bool finite, const Settings& confi
   state.skipped += !finite;
 }
 
-// The end of a step, by the one thread that is left: count, move the loss scale, and report.
+// The end of a step, by the one remaining thread: count, advance the loss scale, and report.
 POLYAMP_EVERYWHERE void finish(Control& control, const double* stats, const Settings& settings, Report& report) {
   const bool applied = is_applied(stats);
   control.draws += applied;

@@ -6,12 +6,12 @@
 
 namespace polyamp {
 
-// Where a tensor's random bits come from.
+// The position of a tensor's random bits.
 struct Chance {
   uint32_t seed, draws, tensor;
 };
 
-// How parameters are kept: each reads float32 values, and writes new ones.
+// How parameters are stored: each type reads float32 values, and writes new ones.
 
 struct Plain {  // float32
   using Param = Float32;
@@ -29,7 +29,7 @@ struct Plain {  // float32
 };
 
 template <class Format>
-struct Master {  // 16 bits, whose old values are not even read, beside float32
+struct Master {  // 16 bits, whose old values are not even read, with float32 masters
   using Param = Format;
 
   template <class Lanes>
@@ -45,7 +45,7 @@ struct Master {  // 16 bits, whose old values are not even read, beside float32
   }
 };
 
-struct Remainder {  // bfloat16 beside the 16 bits that rounding left over
+struct Remainder {  // bfloat16 with the 16 bits that rounding left over
   using Param = BFloat16;
 
   template <class Lanes>
@@ -72,7 +72,7 @@ struct Remainder {  // bfloat16 beside the 16 bits that rounding left over
 };
 
 template <class Format>
-struct Stochastic {  // 16 bits alone, rounded by chance
+struct Stochastic {  // 16 bits alone, rounded stochastically
   using Param = Format;
 
   template <class Lanes>
@@ -91,7 +91,7 @@ struct Stochastic {  // 16 bits alone, rounded by chance
   }
 };
 
-// The gradients' lanes are their own: those may lie in memory as they like, and what is written is not slower for it.
+// Gradients have lanes of their own: their memory layout may differ, and writes are not slower because of it.
 template <class Rule, class Kept, class Lanes, class GradLanes>
 POLYAMP_EVERYWHERE void step_eight(const StepTable<Rule>& table, uint32_t tensor, const Lanes& lanes,
                                    const GradLanes& grad_lanes, const typename Rule::Coefficients& coefficients) {
@@ -113,7 +113,7 @@ POLYAMP_EVERYWHERE void step_eight(const StepTable<Rule>& table, uint32_t tensor
   Kept::store(lanes, data[kParam][tensor], data[kKept][tensor], values, chance);
 }
 
-// Which of eight elements' accesses take 16 bytes.
+// Which accesses to eight elements use 16 bytes at a time.
 enum class Access { kNone, kAllButGrads, kAll };
 
 // Misaligned gradients are usual: those of DistributedDataParallel may be views of its buckets.
@@ -146,19 +146,19 @@ POLYAMP_EVERYWHERE float* steps_of(const StepTable<Rule>& table, uint32_t tensor
   return static_cast<float*>(table.tensors.data[kMoment + Rule::kMoments][tensor]);
 }
 
-// The number of the step that a tensor is about to have.
+// The number of a tensor's next step.
 template <class Rule>
 POLYAMP_EVERYWHERE float count_of(const StepTable<Rule>& table, uint32_t tensor) {
   if constexpr (Rule::kCounts > 0) return *steps_of(table, tensor) + 1;
   else return 0;
 }
 
-// What a table's groups multiply by, at one step count. Nearly always all tensors have the same count, and this is
-// worked out once for all groups; where a tensor has another one, it is worked out anew.
+// The coefficients of a table's groups at one step count. Nearly always all tensors have the same count, and this is
+// computed once for all groups; for a tensor with another count, it is computed again.
 template <class Rule>
 struct Coefficients {
   typename Rule::Coefficients groups[StepTable<Rule>::kGroups];
-  float count;  // NaN: of none yet
+  float count;  // NaN: not computed yet
 
   // A thread's part.
   POLYAMP_EVERYWHERE void work_out(const StepTable<Rule>& table, float wanted, uint32_t thread, uint32_t threads) {
@@ -175,7 +175,7 @@ struct Coefficients {
   }
 };
 
-// The steps that a launch's tensors have had, one more.
+// Adds one to the step counts of a launch's tensors.
 template <class Rule>
 POLYAMP_EVERYWHERE void count_steps(const StepTable<Rule>& table, int thread, int threads) {
   if constexpr (Rule::kCounts > 0) {

@@ -1,4 +1,4 @@
-// From the code of a storage to its type.
+// Maps the code of a storage to its type.
 #pragma once
 
 #include "abi.h"

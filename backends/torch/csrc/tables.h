@@ -1,4 +1,4 @@
-// What one launch works on: tensors cut into chunks, and the numbers that all of its threads need.
+// The input of one launch: tensors cut into chunks, and the numbers that all of its threads need.
 //
 // A table is the kernel's only parameter and is passed by value: nothing is copied to the device beforehand, nothing
 // on the host must outlive the launch, and a CUDA graph keeps its own copy. CUDA 12.1 allows 32,764 bytes of parameters
@@ -15,7 +15,7 @@ constexpr int kSweep = kThreads * kVector;  // elements that a block takes at on
 constexpr int kMaxBlocks = 1024;            // for whose partial sums the workspace has room
 constexpr int kParameterBytes = 32764;
 
-// A chunk is what a block takes before it looks for its next one, in so many sweeps.
+// A chunk is a block's work before it looks for its next one, in this many sweeps.
 template <int Streams, int Capacity, int Sweeps>
 struct Tensors {
   static constexpr int kStreams = Streams, kCapacity = Capacity, kSweeps = Sweeps, kChunk = Sweeps * kSweep;
@@ -29,13 +29,13 @@ struct Tensors {
   POLYAMP_EVERYWHERE uint32_t chunks() const { return first[count]; }
 };
 
-// Where a chunk lies.
+// The position of a chunk.
 struct Place {
   uint32_t tensor, length;
   uint64_t start;
 };
 
-// The tensor is searched only where it is not that of `near`, the place before.
+// The tensor is only searched if it is not that of `near`, the position before.
 template <class T>
 POLYAMP_EVERYWHERE Place locate(const T& tensors, uint32_t chunk, uint32_t near) {
   uint32_t tensor = near;
@@ -67,17 +67,17 @@ struct GradTable {
 static_assert(sizeof(GradTable) <= kParameterBytes, "a launch's parameters");
 
 // A workspace is memory of the launches that follow each other on one stream: three partial sums for each block, then
-// the ticket, which counts the blocks that are done, and is 0 between launches. Optimizers that may step on streams of
-// their own must not share it.
+// the ticket, which counts the blocks that are done, and is 0 between launches. Optimizers that may step on separate
+// streams must not share it.
 constexpr int kWorkspace = 3 * kMaxBlocks + 1;  // float64 numbers
 
 POLYAMP_EVERYWHERE uint32_t* ticket_in(double* workspace) {
   return reinterpret_cast<uint32_t*>(workspace + 3 * kMaxBlocks);
 }
 
-enum Stream { kParam, kKept, kGrad, kMoment };  // kKept: a master, or a remainder; of moments there are one or two
+enum Stream { kParam, kKept, kGrad, kMoment };  // kKept: a master or a remainder; then one or two moments
 
-// Where the loss scale and its counts live on the device; see polyamp.loss_scale.LossScaleState.
+// The loss scale and its counts on the device; see polyamp.loss_scale.LossScaleState.
 struct State {
   float scale;
   int32_t good_steps, hysteresis, skipped_in_a_row, skipped, steps, growths, calibrating, grown_at;

@@ -1,7 +1,7 @@
 // How a thread reads and writes memory: eight neighbouring elements at once.
 //
 // Eight elements are 16 bytes of a 16-bit format and 32 of float32, in accesses of 16 bytes, the widest that all
-// architectures have. Where a tensor ends, or where memory is not aligned, the same eight go one by one.
+// architectures have. At a tensor's end, or in unaligned memory, the same eight are accessed one by one.
 #pragma once
 
 #include "tables.h"
@@ -12,7 +12,7 @@ struct [[gnu::may_alias]] alignas(16) Words {
   uint32_t at[4];
 };
 
-enum class Reuse { kNever, kSoon };  // whether what is read should stay in the cache
+enum class Reuse { kNever, kSoon };  // whether data that was read should stay in the cache
 
 template <Reuse reuse>
 POLYAMP_EVERYWHERE Words read_words(const void* from) {
@@ -51,7 +51,7 @@ struct Packed {
   }
 };
 
-// The place of eight neighbours, from element `at` on. Whole: all are inside the tensor, and its memory is aligned;
+// The position of eight neighbours, from element `at` on. Whole: all are inside the tensor, and its memory is aligned;
 // else only the first `count` are inside, and those beyond read as zeros.
 template <bool Whole>
 struct Eight {
@@ -106,8 +106,8 @@ POLYAMP_EVERYWHERE uint64_t address_of(const T& tensors, int stream, uint32_t te
   return reinterpret_cast<uint64_t>(tensors.data[stream][tensor]);
 }
 
-// Whether memory allows accesses of 16 bytes: at its start, and so at every eighth element. Of several addresses, give
-// all their bits.
+// Whether memory allows accesses of 16 bytes: at its start, and so at every eighth element. For several addresses, pass
+// the bitwise OR of them.
 POLYAMP_EVERYWHERE bool is_aligned(uint64_t address) { return address % sizeof(Words) == 0; }
 
 }  // namespace polyamp

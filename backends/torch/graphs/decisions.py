@@ -152,6 +152,7 @@ class Pass:
 
     def _item(self, node: Node, source: Known) -> Known:
         """One of several values that an operation gave."""
+        self._sameness.add(node, "slice")
         index: Any = node.args[1]
         value = source.value[index] if isinstance(source.value, list) else source.value
         new = self._new.copy(node, {one: self.known[one].node for one in node.all_input_nodes}, source.fake[index])
@@ -193,7 +194,12 @@ class Pass:
         numbers = numbers_of(node) if operation in _WITH_NUMBERS | _MAKING else []
         said = self.rules.constant(numbers)
         if not floating:
-            given = [self.known[used].value for used in node.all_input_nodes if tensors_of(self.known[used].declared)]
+            used = [self.known[one] for one in node.all_input_nodes]
+            given = [
+                joined(one.value) if isinstance(one.value, list) else one.value
+                for one in used
+                if tensors_of(one.declared)
+            ]
             return Flow(AS_WRITTEN, made_without_floats(operation, given, said), "no floating-point input")
         values = self._values(node, operation, decision)
         outcome = flow(operation, decision, [*values, said] if said.unfit else values, self.rules.policy.compute)

@@ -69,7 +69,7 @@ class Sameness:
             return operation
         first, second = [*_two_operands(node), None, None][:2]
         both = isinstance(first, Node) and isinstance(second, Node)
-        of_itself = both and self._numbers.get(first) == self._numbers.get(second)
+        of_itself = both and self._numbers.get(first, first) == self._numbers.get(second, second)
         over = self._is_constant(first) and isinstance(second, Node) and not self._is_constant(second)
         return specific("mul" if operation == "dot" and of_itself else operation, of_itself=of_itself, over=over)
 

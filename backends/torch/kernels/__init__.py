@@ -1,1 +1,1 @@
-"""The operators of a loss-scaled step, ``torch.ops.polyamp``: what they compute, and how their numbers are packed."""
+"""The operators of a loss-scaled step, ``torch.ops.polyamp``: their arithmetic, and how their numbers are packed."""

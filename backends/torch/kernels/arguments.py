@@ -1,6 +1,6 @@
-"""What the operators ``torch.ops.polyamp.*`` take beside tensors of parameters: numbers, in tensors on the CPU.
+"""The numbers that the operators ``torch.ops.polyamp.*`` take besides parameters, as tensors on the CPU.
 
-They are tensors since those are the one kind of list that every binding of PyTorch hands over at no cost.
+They are tensors because that is the only kind of list that every binding of PyTorch passes without cost.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from torch import Tensor
 from polyamp.loss_scale import LossScale
 
 DECOUPLED, MAXIMIZE = 1, 2  # the flags of Adam's rules
-NESTEROV = 1  # of SGD's, beside MAXIMIZE
+NESTEROV = 1  # of SGD's rules, with MAXIMIZE
 
 
 class Settings(NamedTuple):
     """The numbers of ``settings``, in their order.
 
     Attributes:
-        max_norm: clip to this global L2 norm; inf does not.
-        advance: whether this call moves the loss scale, the last call of a step.
-        seed: of rounding by chance.
+        max_norm: clip to this global L2 norm; inf does not clip.
+        advance: whether this call, the last one of a step, advances the loss scale.
+        seed: seed of stochastic rounding.
 
-    The others are those of `LossScale`; ``restart`` and ``after_growth`` are what ``late_growth`` means for
+    The others are those of `LossScale`; ``restart`` and ``after_growth`` encode ``late_growth`` as values of
     ``good_steps``, -1 or 0.
     """
 
@@ -43,7 +43,7 @@ class Settings(NamedTuple):
 
     @classmethod
     def of(cls, config: LossScale, *, max_norm: float = math.inf, advance: bool = True, seed: int = 0) -> Settings:
-        """Of a loss scale.
+        """Build from a `LossScale`.
 
         >>> Settings.of(LossScale(late_growth="always")).after_growth
         -1.0
@@ -55,7 +55,7 @@ class Settings(NamedTuple):
 
     @property
     def config(self) -> LossScale:
-        """The loss scale that these came from, as far as the rule goes."""
+        """The loss scale settings that these came from, as far as the update rule uses them."""
         late = {(0, 0): "never", (-1, 0): "after_overflow", (-1, -1): "always"}
         return LossScale(
             init=self.min,
@@ -82,7 +82,7 @@ class Adam(NamedTuple):
 
 
 class SGD(NamedTuple):
-    """The numbers of one group in ``rules`` of ``sgd_step_``, which has two more that say nothing."""
+    """The numbers of one group in ``rules`` of ``sgd_step_``, which has two more unused ones."""
 
     lr: float | Tensor
     momentum: float

@@ -1,7 +1,8 @@
 """The loss-scale state on a device: scalar tensors, or packed in one tensor that polyamp's operators read and change.
 
-Packed are ``control``, which a step changes in place, so that a captured CUDA graph goes on from its last replay, and
-``report``, which each step makes anew. Both begin with the state: its counts, and of its two scales the bits.
+There are two packed tensors: ``control``, which a step changes in place, so that a captured CUDA graph continues from
+its last replay, and ``report``, which each step creates. Both start with the state: its counts, and its two scales as
+float32 bits.
 """
 
 from __future__ import annotations
@@ -17,14 +18,14 @@ from polyamp.backends.torch.unstable import has_context
 from polyamp.loss_scale import TYPES, LossScaleState
 
 SIZE = 16  # int32 numbers in `control`, and in `report`
-_STATE = len(LossScaleState._fields)  # the first and the last of which are float32
-DRAWS = _STATE  # the place in `control` of how many steps were rounded by chance
+_STATE = len(LossScaleState._fields)  # the first and the last are float32
+DRAWS = _STATE  # the index in `control` of the number of stochastically rounded steps
 _DTYPES = {float: torch.float32, int: torch.int32}
-APPLIED, LOSSES_FINITE = _STATE, _STATE + 1  # the places in `report` of two flags
+APPLIED, LOSSES_FINITE = _STATE, _STATE + 1  # the indices in `report` of two flags
 
 
 def unpack(packed: Tensor) -> LossScaleState:
-    """The state in ``control`` or ``report``: scalar views.
+    """Return the state in ``control`` or ``report`` as scalar views.
 
     >>> report = torch.zeros(SIZE, dtype=torch.int32)
     >>> pack_(report, LossScaleState(8.0, 3, 1, 0, 2))
@@ -36,12 +37,12 @@ def unpack(packed: Tensor) -> LossScaleState:
 
 
 def pack_(packed: Tensor, state: LossScaleState) -> None:
-    """Write a state, of numbers or of scalar tensors, in place."""
+    """Write a state of numbers or scalar tensors in place."""
     packed[:_STATE] = torch.stack(_words(on_device(state, packed.device)))
 
 
 def report_of(state: LossScaleState, applied: Tensor, losses_finite: Tensor) -> Tensor:
-    """The report of a step that no operator made, of scalar tensors on one device.
+    """Return the report of a step that no operator made, from scalar tensors on one device.
 
     >>> state = on_device(LossScaleState(8.0, 3, 1, 0, 2), torch.device("cpu"))
     >>> decode(report_of(state, torch.tensor(True), torch.tensor(True)).tolist())
@@ -56,12 +57,12 @@ def _words(state: LossScaleState) -> list[Tensor]:
 
 
 def applied_flag(report: Tensor) -> Tensor:
-    """Whether a step was applied: a boolean view, which costs no kernel."""
+    """Return whether a step was applied, as a boolean view, which needs no kernel."""
     return report.view(torch.bool)[4 * APPLIED]
 
 
 def decode(report: Sequence[int]) -> tuple[LossScaleState, bool]:
-    """The state and whether the losses were finite, of a report that was copied to the host.
+    """Return the state, and whether the losses were finite, from a report that was copied to the host.
 
     >>> state, losses_were_finite = decode([0x41000000, 3, 1, 0, 2, 9, 1, 2, 5, 0x41800000, 1, 0, 0, 0, 0, 0])
     >>> state.scale, state.steps, state.overflow_scale, losses_were_finite
@@ -73,26 +74,26 @@ def decode(report: Sequence[int]) -> tuple[LossScaleState, bool]:
 
 
 def on_device(state: LossScaleState, device: torch.device) -> LossScaleState:
-    """The state as scalar tensors: float32 the scales, int32 the counts."""
+    """Return the state as scalar tensors: scales in float32, counts in int32."""
     scalars = (_scalar(value, _DTYPES[kind]) for value, kind in zip(state, TYPES, strict=True))
     return LossScaleState(*(scalar.to(device, non_blocking=True) for scalar in scalars))
 
 
 def is_captured() -> bool:
-    """Whether what is called now becomes part of a CUDA graph. A current GPU that is not in use yet stays so."""
+    """Return whether calls are now captured in a CUDA graph. Do not initialise a GPU that is not in use yet."""
     started = torch.cuda.is_initialized() and has_context(torch.cuda.current_device())  # type: ignore[no-untyped-call]
     return started and torch.cuda.is_current_stream_capturing()
 
 
 def scale_on(state: LossScaleState, device: torch.device) -> Tensor:
-    """The scale of a state as a float32 scalar on a device."""
+    """Return the scale of a state as a float32 scalar on a device."""
     if isinstance(state.scale, Tensor):
         return state.scale.to(device)
     return torch.full((), state.scale, dtype=torch.float32, device=device)
 
 
 def where(condition: Tensor, one: Any, other: Any) -> Tensor:
-    """``torch.where`` for `polyamp.advance`, with numbers that stay on the device, rather than sent there each time."""
+    """Return ``torch.where`` for `polyamp.advance`, with numbers cached on the device instead of sent each time."""
     if not isinstance(one, Tensor):
         one = kept(one, other.dtype, condition.device)
     if not isinstance(other, Tensor):
@@ -101,9 +102,10 @@ def where(condition: Tensor, one: Any, other: Any) -> Tensor:
 
 
 def kept(number: float, dtype: torch.dtype, device: torch.device, *, captured: bool | None = None) -> Tensor:
-    """Return a scalar that stays on a device, and that nobody changes.
+    """Return a cached scalar on a device, which nobody may change.
 
-    One that is made during the capture of a CUDA graph belongs to the graph: it has no value before the first replay.
+    A scalar that is created while a CUDA graph is captured belongs to the graph: it has no value before the first
+    replay.
 
     >>> kept(2.0, torch.float32, torch.device("cpu"))
     tensor(2.)
@@ -112,12 +114,12 @@ def kept(number: float, dtype: torch.dtype, device: torch.device, *, captured: b
         number: its value.
         dtype: its type.
         device: where it is.
-        captured: whether a capture is under way; None finds out.
+        captured: whether a capture is active; None finds out.
     """
     key = number, dtype, device
     scalar = _kept.get(key)
     if scalar is None:
-        scalar = torch.full((), number, dtype=dtype, device=device)  # a fill, and no copy that waits
+        scalar = torch.full((), number, dtype=dtype, device=device)  # a fill, not a copy that waits
         if not (is_captured() if captured is None else captured):
             _kept[key] = scalar
     return scalar

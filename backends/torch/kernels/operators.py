@@ -1,7 +1,7 @@
 """The operators ``torch.ops.polyamp.*`` of a loss-scaled step: one schema for every device.
 
-Their PyTorch implementations, in ``reference.py``, run on every device. Where the compiled extension is loaded, its
-kernels for the CPU and CUDA go first. Importing this module defines them.
+Their PyTorch implementations, in ``reference.py``, run on every device. If the compiled extension is loaded, its
+kernels for the CPU and CUDA take precedence. Importing this module defines them.
 """
 
 from __future__ import annotations
@@ -20,15 +20,16 @@ SCHEMAS = {
         Tensor groups, Tensor rules, Tensor[] lrs, Tensor scale, Tensor stats, Tensor(d!) control,
         Tensor(e!) workspace, Tensor settings, Tensor(f!) report) -> ()""",
 }
-"""Names and schemas; ``reference.py`` says what the arguments are."""
+"""Names and schemas; ``reference.py`` describes the arguments."""
 
 STATS = 3
-"""Float64 numbers in ``stats``: the sum of squares of the unscaled gradients, how many of their elements are not
-finite, and how many of the losses'."""
+"""Number of float64 values in ``stats``: the sum of squares of the unscaled gradients, the number of their non-finite
+elements, and the number of non-finite elements of the losses."""
 
 WORKSPACE = 3 * 1024 + 1
-"""Float64 numbers in ``workspace``: what each of up to 1024 blocks adds to ``stats``, and a ticket that counts blocks.
-Calls that may run at the same time, on several streams, need one each."""
+"""Number of float64 values in ``workspace``: partial ``stats`` of up to 1024 blocks, and a ticket that counts blocks.
+
+Calls that may run at the same time, on several streams, need one workspace each."""
 
 _library = torch.library.Library("polyamp", "DEF")  # type: ignore[no-untyped-call] # for as long as the process lives
 

@@ -1,4 +1,4 @@
-"""Random bits that depend on a key and a place alone: Philox4x32-10, in tensors."""
+"""Random bits that depend only on a key and a position: Philox4x32-10, in tensors."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 # Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011: the multipliers of the four
-# words, what is added to the key after each round, and the number of rounds.
+# words, the increments of the key after each round, and the number of rounds.
 _MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
 _WEYL = 0x9E3779B9, 0xBB67AE85
 _ROUNDS = 10
@@ -15,14 +15,14 @@ _WORD = 0xFFFFFFFF
 
 
 def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]) -> list[Tensor]:
-    """Four random words for every counter.
+    """Return four random words for every counter.
 
     >>> zero = torch.zeros((), dtype=torch.int64)
     >>> [hex(word.item()) for word in philox((zero,) * 4, (zero,) * 2)]
     ['0x6627e8d5', '0xe169c58d', '0xbc57ac4c', '0x9b00dbd8']
 
     Args:
-        counter: four words of any shapes that go together, int64 from 0 to 2**32 - 1.
+        counter: four words of shapes that broadcast together, int64 from 0 to 2**32 - 1.
         key: two such words.
 
     Returns:
@@ -31,7 +31,7 @@ def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Te
     one, two, three, four = counter
     low, high = key
     for _ in range(_ROUNDS):
-        # Products wrap at 64 bits, sign and all, which leaves every bit in its place.
+        # Products wrap at 64 bits, including the sign, and every bit that is used stays correct.
         first, second = one * _MULTIPLIERS[0], three * _MULTIPLIERS[1]
         one, two = (second >> 32) & _WORD ^ two ^ low, second & _WORD
         three, four = (first >> 32) & _WORD ^ four ^ high, first & _WORD
@@ -40,19 +40,19 @@ def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Te
 
 
 def random_bits(elements: int, tensor: int, seed: int, draws: Tensor) -> Tensor:
-    """16 random bits for every element of a tensor, whatever the device and the order of work.
+    """Return 16 random bits for every element of a tensor, the same on every device and in any order of work.
 
     >>> random_bits(9, tensor=0, seed=0, draws=torch.zeros((), dtype=torch.int32)).tolist()[:2] == [0xE8D5, 0x6627]
     True
 
     Args:
-        elements: how many.
-        tensor: its place among those that one step rounds, so that no two have the same bits.
-        seed: of the optimizer.
-        draws: how many steps were rounded before; int32 scalar.
+        elements: number of elements.
+        tensor: its index among the tensors that one step rounds, so that no two have the same bits.
+        seed: the optimizer's seed.
+        draws: number of steps that were rounded before; int32 scalar.
 
     Returns:
-        int64 of that length, from 0 to 2**16 - 1, on the device of ``draws``.
+        int64 of length ``elements``, from 0 to 2**16 - 1, on the device of ``draws``.
     """
     places = torch.arange(-(-elements // 8), dtype=torch.int64, device=draws.device)
     zero = torch.zeros((), dtype=torch.int64, device=draws.device)

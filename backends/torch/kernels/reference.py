@@ -1,19 +1,19 @@
-"""The operators ``torch.ops.polyamp.*`` in PyTorch: what runs where no compiled kernels do, and what those must equal.
+"""The operators ``torch.ops.polyamp.*`` in PyTorch: used without compiled kernels, and the reference for them.
 
-Arguments, beside tensors that the step of any optimizer has:
+Arguments, in addition to the usual tensors of an optimizer's step:
 
-- ``scale``: float32 scalar, what the gradients were multiplied by.
+- ``scale``: float32 scalar, the factor that the gradients were multiplied by.
 - ``stats``: see `STATS`; a step whose ``stats[1]`` or ``stats[2]`` is not 0 is skipped. Ranks may combine them between
   the two calls.
-- ``params`` and ``masters``: float32 parameters and no masters; 16-bit parameters beside float32 masters; bfloat16
-  parameters beside int16 remainders (see ``split``); or 16-bit parameters alone, which are rounded by chance.
+- ``params`` and ``masters``: float32 parameters without masters; 16-bit parameters with float32 masters; bfloat16
+  parameters with int16 remainders (see ``split``); or only 16-bit parameters, which are rounded stochastically.
 - ``groups``, ``rules``: int64 and float64 on the CPU. ``rules[groups[i]]`` are the numbers of the i-th tensor; see
-  `Adam` and `SGD`. ``lrs`` is empty, or has a scalar for each group that stands for its learning rate.
-- ``control``: int32, on the device: the loss-scale state (of the scale the bits), and the number of steps with
-  stochastic rounding.
-- ``workspace``: the kernels' own memory, see `WORKSPACE`; it starts as zeros, and nothing here uses it.
+  `Adam` and `SGD`. ``lrs`` is empty, or has one scalar per group that replaces its learning rate.
+- ``control``: int32, on the device: the loss-scale state (scales as bits), and the number of steps with stochastic
+  rounding.
+- ``workspace``: the kernels' own memory, see `WORKSPACE`; it starts as zeros, and is not used here.
 - ``settings``: float64 on the CPU, see `Settings`.
-- ``report``: int32, written: the loss-scale state after the step, and whether it was applied and the losses finite.
+- ``report``: int32, written: the loss-scale state after the step, whether it was applied, whether losses were finite.
 
 Nothing here waits for the device.
 """
@@ -79,7 +79,10 @@ def adam_step_(
     settings: Tensor,
     report: Tensor,
 ) -> None:
-    """Adam (Kingma and Ba, ICLR 2015), or with decoupled weight decay AdamW (Loshchilov and Hutter, ICLR 2019)."""
+    """Step with Adam (Kingma and Ba, ICLR 2015), or with AdamW (Loshchilov and Hutter, ICLR 2019).
+
+    AdamW is Adam with decoupled weight decay.
+    """
     numbers = Settings(*settings.tolist())
     factor, applied = _factor(scale, stats, numbers.max_norm)
     group_rules = [Adam._make(row) for row in _rules(rules, lrs)]
@@ -110,7 +113,7 @@ def sgd_step_(
     settings: Tensor,
     report: Tensor,
 ) -> None:
-    """Stochastic gradient descent with momentum as ``torch.optim.SGD`` has it, without dampening."""
+    """Step with stochastic gradient descent with momentum, as in ``torch.optim.SGD``, without dampening."""
     numbers = Settings(*settings.tolist())
     factor, applied = _factor(scale, stats, numbers.max_norm)
     group_rules = [SGD._make(row[:4]) for row in _rules(rules, lrs)]
@@ -124,8 +127,8 @@ def sgd_step_(
     _finish(applied, stats, control, numbers, report)
 
 
-# Each product and sum is rounded to float32 by itself, in the order of the kernels (csrc/rules.h): the CPU's give the
-# same bits.
+# Each product and sum is rounded to float32 separately, in the order of the kernels (csrc/rules.h): the CPU kernels
+# return the same bits.
 
 
 def _adam(
@@ -140,7 +143,7 @@ def _adam(
         grad = grad + rule.weight_decay * values
     exp_avg = exp_avg + (1 - beta1) * (grad - exp_avg)
     exp_avg_sq = beta2 * exp_avg_sq + ((1 - beta2) * grad) * grad
-    # In float64, and of the betas as float32 has them: else early steps are off by 1 part in 10**5.
+    # In float64, with the betas rounded to float32: otherwise early steps are off by 1 part in 10**5.
     bias1, bias2 = (1 - torch.full_like(step, beta, dtype=torch.float64) ** step for beta in (beta1, beta2))
     step_size, root = (rule.lr / bias1).float(), bias2.sqrt().float()
     return values - step_size * (exp_avg / (exp_avg_sq.sqrt() / root + rule.eps)), exp_avg, exp_avg_sq
@@ -170,7 +173,7 @@ def _inverse(scale: Tensor) -> Tensor:
 
 
 def _factor(scale: Tensor, stats: Tensor, max_norm: float) -> tuple[Tensor, Tensor]:
-    """What gradients are multiplied by, float32; and whether the step is applied, boolean.
+    """Return the float32 factor for gradients, and whether the step is applied, as a boolean scalar.
 
     The 1e-6 in the divisor is that of ``torch.nn.utils.clip_grad_norm_``.
     """
@@ -190,7 +193,7 @@ def _rules(rules: Tensor, lrs: Tensors) -> list[list[float | Tensor]]:
 
 
 def _read(params: Tensors, masters: Tensors, index: int) -> Tensor:
-    """The float32 values of a parameter."""
+    """Return the float32 values of a parameter."""
     if not masters:
         return params[index].float()
     beside = masters[index]
@@ -200,7 +203,7 @@ def _read(params: Tensors, masters: Tensors, index: int) -> Tensor:
 def _write(
     params: Tensors, masters: Tensors, index: int, values: Tensor, applied: Tensor, seed: float, control: Tensor
 ) -> None:
-    """Put float32 values where `_read` has them from; a skipped step keeps the bits."""
+    """Write float32 values to where `_read` reads them; a skipped step keeps the bits."""
     param = params[index]
     if masters and masters[index].dtype == torch.int16:
         rounded, left_over = split(values)
@@ -217,7 +220,7 @@ def _write(
 
 
 def _finish(applied: Tensor, stats: Tensor, control: Tensor, numbers: Settings, report: Tensor) -> None:
-    """What the last block of a kernel does: count, move the loss scale, and report."""
+    """Do the work of a kernel's last block: count, advance the loss scale, and report."""
     control[DRAWS] += applied
     if numbers.advance:
         pack_(control, advance(numbers.config, unpack(control), applied, where))

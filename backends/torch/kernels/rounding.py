@@ -1,21 +1,21 @@
-"""Between float32 and 16 bits, by the bits: what rounding leaves over is kept, or decides by chance."""
+"""Conversion between float32 and 16 bits on the bits: the rounding remainder is kept, or rounded stochastically."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-_DROPPED = {torch.bfloat16: 16, torch.float16: 13}  # bits of a float32 significand that the format has no room for
-_TIE = 0x8000  # half a unit in the last place of bfloat16, in those of float32
+_DROPPED = {torch.bfloat16: 16, torch.float16: 13}  # bits of a float32 significand that the format drops
+_TIE = 0x8000  # half a unit in the last place of bfloat16, in units of float32
 _SMALLEST_NORMAL = 2.0**-14  # of float16 (IEEE 754 binary16)
 
 
 def split(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Float32 as bfloat16 and the 16 bits that rounding leaves over.
+    """Split float32 into bfloat16 and the 16 bits that rounding leaves over.
 
-    The bits of a value are ``(bits of its rounding << 16) + remainder``. Rounding is to nearest, and at a tie away from
-    zero, so that the remainder of a tie is always -32768 and fits. (To even, as torch rounds, it would be +32768 for
-    every other one.) Every value comes back from `join` bit for bit; of a NaN, that it is one.
+    The bits of a value are ``(bits of its rounding << 16) + remainder``. Rounding is to nearest, ties away from zero,
+    so that the remainder of a tie is always -32768 and fits. (Rounding ties to even, as torch does, would make it
+    +32768 for every second tie.) `join` restores every value bit for bit, except that a NaN may become another NaN.
 
     >>> rounded, remainder = split(torch.tensor([1.0, 1.0 + 2**-8, 1.0 + 2**-7 + 2**-23]))
     >>> rounded.tolist(), remainder.tolist()
@@ -29,12 +29,12 @@ def split(values: Tensor) -> tuple[Tensor, Tensor]:
     """
     rounded = values.bfloat16()
     left_over = values.view(torch.int32) - rounded.float().view(torch.int32)
-    rounded.view(torch.int16).bitwise_or_(left_over == _TIE)  # the bits of a tie that went to even end in 0
-    return rounded, left_over.to(torch.int16)  # which takes _TIE to -_TIE
+    rounded.view(torch.int16).bitwise_or_(left_over == _TIE)  # a tie that went to even has a last bit of 0
+    return rounded, left_over.to(torch.int16)  # converts _TIE to -_TIE
 
 
 def join(rounded: Tensor, remainder: Tensor) -> Tensor:
-    """The float32 values that `split` took apart, and for any other remainder a value that rounds to ``rounded``.
+    """Return the float32 values that `split` split; for any other remainder, a value that rounds to ``rounded``.
 
     >>> join(*split(torch.tensor([0.1, -3e-45]))).tolist() == torch.tensor([0.1, -3e-45]).tolist()
     True
@@ -43,7 +43,7 @@ def join(rounded: Tensor, remainder: Tensor) -> Tensor:
 
 
 def add_remainder_(values: Tensor, remainder: Tensor) -> Tensor:
-    """`join` in place: ``values`` are rounded ones, already in float32."""
+    """Do `join` in place, on rounded ``values`` that are already in float32."""
     values.view(torch.int32).add_(remainder)
     return values
 
@@ -51,11 +51,11 @@ def add_remainder_(values: Tensor, remainder: Tensor) -> Tensor:
 def round_stochastically(
     values: Tensor, dtype: torch.dtype, generator: torch.Generator | None = None, noise: Tensor | None = None
 ) -> Tensor:
-    """Float32 in 16 bits: up or down by chance, so that the expectation is the value itself.
+    """Round float32 to 16 bits stochastically: up or down at random, so that the expectation is the value itself.
 
-    An update far below half a unit in the last place is then made now and then, where rounding to nearest would never
-    make it (Gupta et al., "Deep Learning with Limited Numerical Precision", ICML 2015). Values that 16 bits hold stay
-    as they are, whatever the chance, and so do inf, NaN and the sign of zero.
+    An update far below half a unit in the last place is then applied sometimes, while rounding to nearest would never
+    apply it (Gupta et al., "Deep Learning with Limited Numerical Precision", ICML 2015). Values that 16 bits represent
+    stay unchanged for all random numbers, and so do inf, NaN and the sign of zero.
 
     >>> halfway = torch.full((10_000,), 1 + 2**-8)
     >>> rounded = round_stochastically(halfway, torch.bfloat16, torch.Generator().manual_seed(0))
@@ -64,10 +64,10 @@ def round_stochastically(
 
     Args:
         values: float32 of any shape.
-        dtype: bfloat16 or float16. For float16 the expectation is met to 2**-13 units in the last place.
-        generator: of the device of ``values``; None is torch's own.
-        noise: the chance itself, instead of a generator: integers of the shape of ``values``, of whose last 16 bits
-            (13 for float16) each is set or not with equal chance.
+        dtype: bfloat16 or float16. For float16 the expectation is exact to 2**-13 units in the last place.
+        generator: on the device of ``values``; None is torch's own.
+        noise: random integers to use instead of a generator, of the shape of ``values``. Each of their last 16 bits (13
+            for float16) is set with probability one half.
 
     Returns:
         The rounded values, of the shape of ``values``.
@@ -84,13 +84,15 @@ def round_stochastically(
 
 
 def _cut_by_chance(values: Tensor, bits: int, noise: Tensor) -> Tensor:
-    """Without so many last bits. Noise that was added to them carries over as often as they are large."""
+    """Drop the last bits stochastically: noise added to them carries over as often as they are large."""
     noise = noise.int() & ~(-1 << bits)
     return noise.add_(values.view(torch.int32)).bitwise_and_(-1 << bits).view(torch.float32)
 
 
 def _lift(values: Tensor) -> Tensor:
-    """What brings values that float16 holds as subnormals to where its numbers have the same spacing, but are normal:
-    there a fixed number of bits is dropped."""
+    """Return an offset for values that are subnormal in float16, which makes them normal with the same spacing.
+
+    With the offset a fixed number of bits is dropped.
+    """
     lift = torch.full_like(values, _SMALLEST_NORMAL).copysign_(values)
     return torch.where(values.abs() < _SMALLEST_NORMAL, lift, 0.0)

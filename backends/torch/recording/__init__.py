@@ -1,1 +1,1 @@
-"""One training step, tensor by tensor: what `polyamp.probe`, `polyamp.diagnose` and `polyamp.lint` ask of PyTorch."""
+"""One training step, tensor by tensor: PyTorch's part of `polyamp.probe`, `polyamp.diagnose` and `polyamp.lint`."""

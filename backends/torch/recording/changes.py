@@ -1,4 +1,4 @@
-"""What a step changes, and how all of it is undone."""
+"""The changes that a step makes, and how to undo all of them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from polyamp.backends.torch.recording import widened
 
 
 class Changes:
-    """Undoes what is told to it: tensors that are written to, gradients, and what modules hold.
+    """Undoes the changes reported to it: writes to tensors, gradients, and the attributes of modules.
 
     >>> weight = torch.ones(2)
     >>> changes = Changes()
@@ -25,13 +25,13 @@ class Changes:
     """
 
     def __init__(self) -> None:
-        self._new: set[int] = set()  # storages that were made meanwhile
+        self._new: set[int] = set()  # storages that were created meanwhile
         self._kept: dict[Any, tuple[Tensor, Tensor, int]] = {}
         self._gradients: dict[Tensor, Tensor | None] = {}
         self._modules: dict[nn.Module, _Attributes] = {}
 
     def before(self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """An operator is about to run: keep what it will change, if that was there before."""
+        """Before an operator runs: save the tensors that it will change, if they existed before the step."""
         for tensor in map(unstable.local_shard, _written(op, args, kwargs)):
             key = unstable.storage_of(tensor)
             if key is None or key in self._new or isinstance(tensor, widened.Widened) or not _has_memory(tensor):
@@ -42,26 +42,26 @@ class Changes:
                     self._kept[place] = tensor, tensor.detach().clone(), tensor._version
 
     def made(self, out: Any, args: Sequence[Any]) -> None:
-        """An operator has run: what it made is new."""
+        """After an operator ran: record that its results are new."""
         results = _storages(widened.tensors([out]))
         if results:
             self._new |= results - _storages(widened.tensors(args))
 
     def take_gradient(self, leaf: Tensor) -> None:
-        """Keep a leaf's gradient, and let it have none."""
+        """Save a leaf's gradient and set it to None."""
         if leaf not in self._gradients:
             self._gradients[leaf] = leaf.grad
             leaf.grad = None
 
     def keep_module(self, root: nn.Module) -> None:
-        """Keep what a module and its parts hold, their modes among it."""
+        """Save the attributes of a module and its parts, including their modes."""
         for module in root.modules():
             if module not in self._modules:
                 self._modules[module] = _Attributes(module)
 
     @torch.no_grad()
     def undo(self) -> None:
-        """Bring everything back."""
+        """Restore everything."""
         for tensor, value, version in reversed(self._kept.values()):
             if _has_memory(tensor):
                 tensor.copy_(value)
@@ -73,7 +73,7 @@ class Changes:
 
 
 class _Attributes:
-    """What a module holds, by name."""
+    """The attributes of a module, by name."""
 
     def __init__(self, module: nn.Module) -> None:
         self._holders = [vars(module), module._parameters, module._buffers]
@@ -87,14 +87,14 @@ class _Attributes:
 
 
 def _written(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterable[Tensor]:
-    """What an operator changes. Those of batch norm do not say of the running statistics that they change them."""
+    """Yield the tensors that an operator changes. The schema of batch norm does not include its running statistics."""
     yield from widened.written(op, args, kwargs)
     if "batch_norm" in op.name():
         yield from widened.tensors(args[3:5])
 
 
 def _has_memory(tensor: Tensor) -> bool:
-    """``fully_shard`` frees the memory of tensors that it goes on using."""
+    """Return whether a tensor has memory: ``fully_shard`` frees that of tensors that it uses again later."""
     return not tensor.numel() or tensor.untyped_storage().nbytes() > 0
 
 

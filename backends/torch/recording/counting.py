@@ -1,4 +1,4 @@
-"""Histograms of exponents, made on the device; one transfer to the host at the end."""
+"""Histograms of exponents, computed on the device, with one transfer to the host at the end."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from polyamp.diagnosis.spread import FIELDS, Spread, stride
 
 
 class Counts:
-    """What was counted of each tensor of a step.
+    """The counts of each tensor of a step.
 
     >>> counts = Counts()
     >>> index = counts.add(torch.tensor([0.0, -3.0, float("inf")]))
@@ -26,7 +26,7 @@ class Counts:
         self._sizes: list[tuple[int, int]] = []
 
     def add(self, tensor: Tensor) -> int:
-        """Count a floating tensor's elements; of a distributed one, this rank's.
+        """Count a floating-point tensor's elements; for a distributed tensor, those of this rank.
 
         Returns:
             Its index in `spreads`.
@@ -38,7 +38,7 @@ class Counts:
         return len(self._rows) - 1
 
     def spreads(self) -> list[Spread]:
-        """All of them. Waits for each device once."""
+        """Return all spreads. Waits for each device once."""
         devices = {row.device for row in self._rows}
         rows: list[list[float]] = [[]] * len(self._rows)
         for device in devices:
@@ -57,7 +57,7 @@ def _spread(elements: int, seen: int, row: list[float]) -> Spread:
 
 
 def _flat(tensor: Tensor) -> Tensor:
-    """The elements in float32, in memory's order where they fill it: flattening a transposed tensor would copy it."""
+    """Return the elements in float32, in memory order if they fill their memory: flattening could copy."""
     tensor = values_of(tensor).detach()
     if tensor.is_sparse:
         tensor = tensor.coalesce().values()
@@ -68,13 +68,13 @@ def _flat(tensor: Tensor) -> Tensor:
 
 
 def _extent(tensor: Tensor) -> int:
-    """From the first element of a tensor to its last, in memory."""
+    """Return the number of elements from the first to the last one, in memory."""
     steps = zip(tensor.shape, tensor.stride(), strict=True)
     return 1 + sum((size - 1) * step for size, step in steps)
 
 
 def _row(magnitudes: Tensor, sample: Tensor) -> Tensor:
-    fields = sample.view(torch.int32) >> 23  # the sign's bit is 0
+    fields = sample.view(torch.int32) >> 23  # the sign bit is 0
     zeros = sample.numel() - sample.count_nonzero()
     extremes = torch.stack([one.double() for one in (zeros, *_extremes(magnitudes))])
     return torch.cat([_histogram(fields, None).double(), _histogram(fields, sample).double(), extremes])
@@ -88,7 +88,7 @@ def _histogram(fields: Tensor, weights: Tensor | None) -> Tensor:
 
 
 def _extremes(magnitudes: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """How many are infinite, how many NaN, and the largest finite one."""
+    """Return the number of infinite elements, the number of NaN, and the largest finite element."""
     largest = magnitudes.amax()
     if largest.device.type == "cpu" and math.isfinite(largest):
         none = torch.zeros(())

@@ -1,4 +1,4 @@
-"""What `polyamp.lint` asks of PyTorch: facts of a model, an optimizer and one step, whose values do not matter."""
+"""PyTorch's part of `polyamp.lint`: facts about a model, an optimizer and one step, whose values do not matter."""
 
 from __future__ import annotations
 
@@ -40,8 +40,9 @@ def facts(
     optimizer: Any,
     devices: Sequence[Mapping[str, Any]],
 ) -> Facts:
-    """Collect what lint judges; see `polyamp.adapter.KnowFacts`. Where there are arguments the target runs once, in
-    float32 and without a trace.
+    """Collect the facts that lint judges; see `polyamp.adapter.KnowFacts`.
+
+    With arguments the target runs once, in float32, and its effects are undone.
 
     >>> from polyamp import policy
     >>> model = nn.Linear(3, 5).half()
@@ -51,10 +52,10 @@ def facts(
 
     Args:
         target: a module, a function that returns a loss, or a training step.
-        args: its arguments; kwargs likewise. Without them a module is not run.
-        policy: the policy in question.
-        optimizer: the one that trains it; None is what the target's own code holds.
-        devices: as of the adapter's ``describe``.
+        args: its arguments; also kwargs. Without them a module is not run.
+        policy: the policy to judge.
+        optimizer: the optimizer that trains it; None searches the target's own code.
+        devices: devices, as in the adapter's ``describe``.
     """
     reach = Reach(optimizer, target, args, dict(kwargs))
     low = [param for param in dict.fromkeys(reach.parameters()) if param.dtype in SIXTEEN_BIT]
@@ -84,7 +85,7 @@ def _state_of(optimizer: Any, reach: Reach) -> OptimizerState:
 
 
 def _plan(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], policy: Policy) -> Plan | None:
-    """The plan, where the code can be captured."""
+    """Return the plan, or None if the code cannot be captured."""
     if not _takes(target, args, kwargs):
         return None
     try:
@@ -94,7 +95,7 @@ def _plan(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], policy:
 
 
 def _takes(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Whether it can be called so: lint also takes a model alone."""
+    """Return whether the target accepts these arguments; lint also accepts a bare model without them."""
     if args or kwargs:
         return True
     called = target.forward if isinstance(target, nn.Module) else target
@@ -106,7 +107,7 @@ def _takes(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> boo
 
 
 def _surveyed(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], policy: Policy) -> tuple[Survey, bool]:
-    """What a run has shown, and whether the target takes gradients itself, or none of that where it cannot run."""
+    """Return what a run has shown, and whether the target computes gradients itself; empty if it cannot run."""
     run = Run(target, args, kwargs, policy, True)
     survey = Survey(run.places, run.changes)
     if _takes(target, args, kwargs):
@@ -116,12 +117,12 @@ def _surveyed(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], pol
 
 
 class Survey(Watcher):  # type: ignore[no-untyped-call]
-    """Looks at the forward pass of a step: at the sizes of its products and losses, and at its casts.
+    """Observes the forward pass of a step: the sizes of its products and losses, and its casts.
 
     Attributes:
-        products: products of matrices and convolutions, in order.
+        products: matrix products and convolutions, in order.
         losses: cross-entropies.
-        casts: what the user's own code casts to or from 16 bits.
+        casts: casts to or from 16 bits in the user's own code.
     """
 
     def __init__(self, places: Places, changes: Changes) -> None:
@@ -133,12 +134,12 @@ class Survey(Watcher):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """Look, and at the functions that the user's code calls too."""
+        """Observe operations, and the functions that the user's code calls."""
         with self, _Casts(self._places, self.casts):
             yield
 
     def look(self, op: Any, args: Sequence[Any], out: Any) -> None:
-        """Note the sizes, in the forward pass."""
+        """Record sizes in the forward pass."""
         native = operation_of(op).native
         if unstable.running_node() is not None:
             return
@@ -152,7 +153,7 @@ class Survey(Watcher):  # type: ignore[no-untyped-call]
 
 
 class _Casts(TorchFunctionMode):
-    """Notes casts to and from 16 bits that the user's code makes where autocast is on."""
+    """Records casts to and from 16 bits that the user's code makes under autocast."""
 
     def __init__(self, places: Places, casts: list[UserCast]) -> None:
         super().__init__()
@@ -182,7 +183,7 @@ def _crosses_16_bits(before: Any, after: Any) -> bool:
 
 
 def _users_line() -> str:
-    """Where the user's code made the call that is handled here; empty where a library did."""
+    """Return the line of the user's code that made this call; empty if a library made it."""
     frame = inspect.currentframe()
     while frame is not None and frame.f_code.co_filename.startswith(_HERE):
         frame = frame.f_back
@@ -197,11 +198,11 @@ _HERE = str(Path(sys.modules[Run.__module__].__file__ or "").parent)
 # Sizes.
 
 _LOSSES = {"nll_loss_forward", "nll_loss2d_forward"}
-_SUM = 2  # torch's number for reduction="sum"
+_SUM = 2  # torch's value of reduction="sum"
 
 
 def _size_of_loss(logits: Tensor, target: Tensor, weight: Any, reduction: int, *_: Any) -> tuple[int, int]:
-    """How many classes, and the rows that the loss is divided by; of one that is not reduced, those it has."""
+    """Return the number of classes, and of rows that the loss is divided by; without reduction, its row count."""
     return logits.shape[-1 if logits.dim() == 1 else 1], 1 if reduction == _SUM else target.numel()
 
 

@@ -1,4 +1,4 @@
-"""Sees every operation of a step, forward and backward, in the order in which they run, and has its results counted."""
+"""Observes every operation of a step, forward and backward, in execution order, and counts its results."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from polyamp.rules import decide
 
 
 class Row(NamedTuple):
-    """One tensor of a step; `polyamp.diagnosis.recording.Observation` before its counts are on the host.
+    """One tensor of a step; becomes a `polyamp.diagnosis.recording.Observation` when its counts are on the host.
 
     Attributes:
-        counted: where its counts are.
-        made_of: the rows that it is the plain sum of, or the cast.
+        counted: index of its counts.
+        made_of: the rows whose plain sum, or cast, it is.
     """
 
     kind: Kind
@@ -42,10 +42,10 @@ class Row(NamedTuple):
 
 
 class UpdateBegins(BaseException):
-    """Ends a step where its optimizer's update begins: no error, so that no ``except Exception`` stops it.
+    """Ends a step where its optimizer's update begins. Not an error, so that no ``except Exception`` stops it.
 
     Args:
-        scale: the loss scale, where what unscales the gradients knows it.
+        scale: the loss scale, if the code that unscales the gradients knows it.
     """
 
     def __init__(self, scale: float | None = None) -> None:
@@ -54,11 +54,11 @@ class UpdateBegins(BaseException):
 
 
 class Watcher(unstable.EagerDispatchMode):  # type: ignore[no-untyped-call]
-    """Runs every operation of a step, in float32 where it should, with a note of what it changes.
+    """Runs every operation of a step, in float32 if required, and records what it changes.
 
     Args:
         wide: whether 16-bit values are computed in float32.
-        changes: keeps what tensors had that were there before.
+        changes: saves the old values of tensors that existed before.
     """
 
     def __init__(self, wide: bool, changes: Changes) -> None:
@@ -78,21 +78,21 @@ class Watcher(unstable.EagerDispatchMode):  # type: ignore[no-untyped-call]
         return out
 
     def look(self, op: Any, args: Sequence[Any], out: Any) -> None:
-        """An operation has run."""
+        """Handle an operation that has run."""
 
 
 class Recorder(Watcher):
-    """Has every result counted that something was computed for.
+    """Counts every result that an operation computes.
 
     Attributes:
         rows: the tensors, in order.
-        leaves: the leaves that require gradients and took part, each with the row of its gradient once there is one.
+        leaves: the leaves that require gradients and were used, each with the row of its gradient once it exists.
         replaced: the rows that are parameters' gradients, or parts of them.
 
     Args:
-        policy: whose rules give operations their classes.
-        places: says which module runs.
-        wide: see `Watcher`; changes likewise.
+        policy: its rules decide the classes of operations.
+        places: tracks which module runs.
+        wide: see `Watcher`; also changes.
     """
 
     def __init__(self, policy: Policy, places: Places, wide: bool, changes: Changes) -> None:
@@ -102,17 +102,15 @@ class Recorder(Watcher):
         self.leaves: dict[Tensor, int | None] = {}
         self.replaced: set[int] = set()
         self._policy, self._places = policy, places
-        self._row_of: dict[
-            int, tuple[int, bool]
-        ] = {}  # by the storage of a result, and whether it has those values still
-        self._narrowed: dict[tuple[int, torch.dtype], int] = {}  # by the row that was cast, and to what
+        self._row_of: dict[int, tuple[int, bool]] = {}  # by the storage of a result; whether it still has those values
+        self._narrowed: dict[tuple[int, torch.dtype], int] = {}  # by the row that was cast, and the target
         self._recorded_at: dict[int, str] = {}  # the module path of each autograd node, by its number
         self._hooks: list[Any] = []
         self._classes: dict[tuple[str, str], str] = {}
 
     @contextmanager
     def hooked(self) -> Iterator[None]:
-        """Leaves that it meets tell it of their gradients, until this is left."""
+        """Remove the gradient hooks of the leaves that were used, on exit."""
         try:
             yield
         finally:
@@ -120,7 +118,7 @@ class Recorder(Watcher):
                 hook.remove()
 
     def look(self, op: Any, args: Sequence[Any], out: Any) -> None:
-        """Count what the operation computed."""
+        """Count the results of the operation."""
         node, given = unstable.running_node(), list(widened.tensors(args))
         again = node is not None and _runs_again(node)
         if node is None or again:
@@ -128,12 +126,12 @@ class Recorder(Watcher):
         if node is None:
             self._meet(given)
         if again:
-            for result in widened.tensors([out]):  # which may have the memory of one that is gone
+            for result in widened.tensors([out]):  # they may reuse the memory of a result that is gone
                 self._row_of.pop(_storage(result), None)
             return
         operation = operation_of(op)
         if node is not None and node.name() == _ACCUMULATION and operation.name != "add":
-            operation = operation._replace(moves=True, computes=False)  # as DistributedDataParallel averages them
+            operation = operation._replace(moves=True, computes=False)  # DistributedDataParallel averages gradients
         kind, path = (ACTIVATION, self._places.path) if node is None else (GRADIENT, self._path_of(node))
         known = [self._row_of[key] for key in map(_storage, given) if key in self._row_of]
         for place, result in enumerate(widened.tensors([out])):
@@ -148,8 +146,11 @@ class Recorder(Watcher):
                 self._row_of[_storage(result)] = self._moved(row, same and operation.keeps, kind, result)
 
     def _moved(self, row: int, same: bool, kind: Kind, result: Tensor) -> tuple[int, bool]:
-        """The row of a tensor that another one was moved to. A cast to 16 bits makes a row of its own, once: it is what
-        overflows, or is lost, where full work is between two of 16 bits."""
+        """Return the row of a tensor that was moved or cast.
+
+        A cast to 16 bits gets a row of its own, once, because values overflow or are lost there when full work is
+        between two 16-bit operations.
+        """
         maker = self.rows[row]
         if result.dtype not in SIXTEEN_BIT or maker.dtype in SIXTEEN_BIT or maker.kind != kind:
             return row, same
@@ -158,7 +159,7 @@ class Recorder(Watcher):
         return self._narrowed[row, result.dtype], True
 
     def _count_as(self, row: int, result: Tensor) -> int:
-        """A row for what another one's tensor was moved to."""
+        """Add a row for the tensor that another row's tensor was moved to."""
         counted, shape = self.counts.add(result), tuple(result.shape)
         self.rows.append(self.rows[row]._replace(dtype=result.dtype, shape=shape, counted=counted, made_of=(row,)))
         return len(self.rows) - 1
@@ -193,7 +194,7 @@ class Recorder(Watcher):
         self.took(leaf, leaf.grad)
 
     def took(self, leaf: Tensor, grad: Any) -> None:
-        """A leaf has its gradient: what computed it is recorded as that, and not as any other gradient."""
+        """Record a leaf's gradient: the row that computed it becomes that of the leaf's gradient."""
         row, same = self._row_of.get(_storage(grad), (None, False))
         if row is None or self.rows[row].kind == ACTIVATION:
             row = self._add(_ACCUMULATES, GRADIENT, "", grad, ())
@@ -214,12 +215,12 @@ _ACCUMULATION = "torch::autograd::AccumulateGrad"
 
 
 def _runs_again(node: Any) -> bool:
-    """Whether a checkpointed function runs once more: what it computes was recorded when it ran first."""
+    """Return whether a checkpointed function runs again: its results were recorded in the first run."""
     return unstable.checkpointing() is not None or (
         torch.is_grad_enabled() and node.name().startswith("CheckpointFunction")
     )
 
 
 def _storage(tensor: Tensor) -> int:
-    """A number that views of the same memory share."""
+    """Return a number that views of the same memory share."""
     return unstable.storage_of(widened.values_of(tensor)) or id(tensor)

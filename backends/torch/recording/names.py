@@ -1,4 +1,4 @@
-"""Names for the leaves of a step: those that its modules have for them."""
+"""Names for the leaves of a step, from its modules."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 
 def names_of(modules: Iterable[nn.Module], leaves: Sequence[Tensor]) -> dict[Tensor, str]:
-    """Names for leaves, in the order of the modules' parameters; others stand behind them, by number and shape.
+    """Return names for leaves, in the order of the modules' parameters; other leaves follow, by number and shape.
 
     >>> one, other = nn.Linear(1, 1), nn.Linear(1, 1)
     >>> list(names_of([one], [one.bias, one.weight, other.weight]).values())
@@ -29,7 +29,7 @@ def names_of(modules: Iterable[nn.Module], leaves: Sequence[Tensor]) -> dict[Ten
 
 
 def _prefixes(modules: Iterable[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
-    """The modules that are no parts of others, each with the name of its class, made unique."""
+    """Yield the modules that are not parts of others, each with the name of its class, made unique."""
     found = list(dict.fromkeys(modules))
     inner = {part for module in found for part in module.modules() if part is not module}
     count: Counter[str] = Counter()

@@ -1,4 +1,4 @@
-"""Which module runs: by the hooks that PyTorch calls around every module's forward."""
+"""Tracks which module runs, by the hooks that PyTorch calls around every module's forward."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from polyamp.backends.torch import unstable
 
 
 class Places:
-    """The modules under way, and their paths, as rules know them: within the outermost module that was called.
+    """The running modules and their paths as rules match them: inside the outermost module that was called.
 
     >>> import torch
     >>> places = Places()
@@ -28,7 +28,7 @@ class Places:
         roots: the outermost modules that were called, in order.
 
     Args:
-        on_root: is told of each outermost module before its first call.
+        on_root: called with each outermost module before its first call.
     """
 
     def __init__(self, on_root: Callable[[nn.Module], None] = lambda _: None) -> None:
@@ -39,13 +39,13 @@ class Places:
 
     @property
     def path(self) -> str:
-        """Of the innermost module; empty outside of modules, and in an outermost one itself."""
+        """The path of the innermost module; empty outside modules, and in an outermost module itself."""
         return self._running[-1][1] if self._running else ""
 
     @contextmanager
     def followed(self) -> Iterator[None]:
-        """Follow modules while this is entered."""
-        # What it warns of is known: the hooks take no notice of the wrapper that torch.compile(module) gives.
+        """Follow modules while this context is active."""
+        # The warning does not apply here: the hooks ignore the wrapper that torch.compile(module) returns.
         warnings.filterwarnings("ignore", r"Using `torch.compile\(module\)` when there are global hooks")
         before = register_module_forward_pre_hook(self._enter)
         after = register_module_forward_hook(self._leave, always_call=True)
@@ -66,7 +66,7 @@ class Places:
             self._running.pop()
 
     def _root_of(self, module: nn.Module) -> nn.Module:
-        """Itself; but a checkpointed module that runs again, in a backward pass, is where it was."""
+        """Return the module itself; but for a checkpointed module that runs again in a backward pass, its root."""
         if module not in self._paths and unstable.running_node() is not None:
             return next((root for root in self.roots if module in self._paths[root]), module)
         return module
@@ -81,4 +81,4 @@ class Places:
 
 
 def _path(name: str) -> str:
-    return name.removeprefix("_orig_mod").removeprefix(".").replace(".", "/")  # what torch.compile(module) adds
+    return name.removeprefix("_orig_mod").removeprefix(".").replace(".", "/")  # prefix of torch.compile(module)

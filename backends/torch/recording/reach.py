@@ -1,4 +1,4 @@
-"""What a step can get at: the modules, optimizers, scalers and tensors that its code and its arguments hold."""
+"""The modules, optimizers, scalers and tensors that a step can reach through its code and its arguments."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from torch import Tensor, nn
 Kind = TypeVar("Kind")
 
 _LEAVES = (nn.Module, torch.optim.Optimizer, torch.amp.GradScaler, Tensor)
-_FAR = 20_000  # objects that are looked at, for steps that hold a whole application
+_FAR = 20_000  # limit of visited objects, for steps that hold a whole application
 
 
 class Reach:
     """The objects that are found from a step: a function, a method, an object that is called, and arguments.
 
-    Functions are followed into their closures, defaults and the globals that they name; containers and plain objects
-    into what they hold.
+    Functions are followed into closures, defaults and the globals that they name; containers and plain objects into
+    their contents.
 
     >>> model = nn.Linear(2, 1)
     >>> step = functools.partial(lambda model, x: model(x).sum(), model)
@@ -34,17 +34,17 @@ class Reach:
         self._found = [one for one in _walk(roots) if isinstance(one, _LEAVES)]
 
     def all_of(self, kind: type[Kind]) -> list[Kind]:
-        """The objects of a type, in the order in which they were found."""
+        """Return the objects of a type, in the order in which they were found."""
         return [one for one in self._found if isinstance(one, kind)]
 
     def modules(self) -> list[nn.Module]:
-        """The modules that are no parts of others."""
+        """Return the modules that are not parts of others."""
         found = self.all_of(nn.Module)
         inner = {part for module in found for part in module.modules() if part is not module}
         return [module for module in found if module not in inner]
 
     def parameters(self) -> Iterator[Tensor]:
-        """Whatever may have a gradient: leaves of the modules, of the optimizers' groups, and by themselves."""
+        """Yield all tensors that may have a gradient: in modules, in optimizers' groups, and by themselves."""
         for module in self.modules():
             yield from module.parameters()
         for optimizer in self.all_of(torch.optim.Optimizer):
@@ -86,7 +86,7 @@ def _of_function(function: FunctionType) -> Iterator[Any]:
     for cell in function.__closure__ or ():
         try:
             yield cell.cell_contents
-        except ValueError:  # a variable that has no value yet
+        except ValueError:  # a variable without a value yet
             continue
     if _is_users(function.__module__):
         names = set(_names_in(function.__code__))
@@ -104,7 +104,7 @@ def _names_in(code: CodeType) -> Iterator[str]:
 
 
 def _of_object(one: Any) -> Iterable[Any]:
-    """What an object of the user's holds; classes and modules are everybody's."""
+    """Return what an object of the user's code holds. Classes and modules are shared, so they are not followed."""
     if isinstance(one, type | ModuleType) or not _is_users(type(one).__module__):
         return ()
     return (*getattr(one, "__dict__", {}).values(), inspect.getattr_static(type(one), "__call__", None))

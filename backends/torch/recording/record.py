@@ -1,4 +1,4 @@
-"""`record`: one training step, tensor by tensor, after which everything is as it was."""
+"""`record`: records one training step, tensor by tensor, and then restores everything."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def record(
     widened: bool,
     scale: float | None = None,
 ) -> Recording:
-    """Run one step and take down every tensor that it computes; see `polyamp.adapter.Record`.
+    """Run one step and record every tensor that it computes; see `polyamp.adapter.Record`.
 
     >>> from polyamp import policy
     >>> model, x = nn.Linear(2, 1), torch.ones(4, 2)
@@ -38,16 +38,16 @@ def record(
     True
 
     Args:
-        step: a function that returns the loss, or a training step that calls ``backward`` by itself. It runs under the
-            policy's autocast; its own regions, polyamp's and torch's, hold inside. Code under `torch.compile` runs
+        step: a function that returns the loss, or a training step that calls ``backward`` itself. It runs under the
+            policy's autocast; its own regions, polyamp's and torch's, work inside. Code under `torch.compile` runs
             eagerly.
-        args: its arguments; kwargs likewise.
-        policy: see there.
-        widened: whether all of 16 bits is computed in float32.
-        scale: what the loss is multiplied by.
+        args: its arguments; also kwargs.
+        policy: the policy that it runs under.
+        widened: whether all 16-bit work is computed in float32.
+        scale: the factor that the loss is multiplied by.
 
     Raises:
-        InvalidTypeError: it ran no backward pass and returns no loss.
+        InvalidTypeError: it ran no backward pass and does not return a loss.
         UnsupportedError: ``widened``, and ``fully_shard`` gathers parameters in 16 bits, in memory of its own.
     """
     run = Run(step, args, kwargs, policy, widened)
@@ -67,11 +67,11 @@ def record(
 
 
 def _backward(recorder: Recorder, loss: Tensor, scale: float) -> Tensor:
-    """Differentiate a loss, times ``scale``, in float32 at least; gives the loss."""
+    """Differentiate a loss times ``scale``, in float32 or wider, and return the loss."""
     with recorder:
         wide = loss if loss.dtype is torch.float64 else loss.float()
         first = torch.full_like(wide, scale)
-        # As ``gradient=`` of backward, which imports for a second.
+        # A hook instead of ``gradient=`` of backward, whose import takes a second.
         hook = wide.register_hook(lambda _: first)  # type: ignore[no-untyped-call]
         try:
             torch.autograd.backward(wide)
@@ -81,7 +81,7 @@ def _backward(recorder: Recorder, loss: Tensor, scale: float) -> Tensor:
 
 
 def _observations(run: Run, recorder: Recorder) -> Iterator[Observation]:
-    """What was recorded, up to the end of the last backward pass, and parameters' gradients last."""
+    """Yield observations up to the end of the last backward pass, then parameters' gradients."""
     rows, spreads = recorder.rows, recorder.counts.spreads()
     last = max((place for place, row in enumerate(rows) if row.kind != ACTIVATION), default=len(rows))
     for place, row in enumerate(rows[: last + 1]):

@@ -1,4 +1,4 @@
-"""Runs a step up to where its optimizer updates, and brings back all that it changed."""
+"""Runs a step up to its optimizer's update, and undoes all its changes."""
 
 from __future__ import annotations
 
@@ -33,20 +33,20 @@ from polyamp.policy import policy as make_policy
 
 
 class Run:
-    """One step, to be run once.
+    """One step that is run once.
 
     Attributes:
-        reach: what it can get at.
-        changes: what it changed.
-        places: which modules run.
-        differentiates: whether the step took gradients itself.
-        loss: what it took them of last.
+        reach: the objects that it can reach.
+        changes: its changes.
+        places: tracks which modules run.
+        differentiates: whether the step computed gradients itself.
+        loss: the last loss that it differentiated.
 
     Args:
         step: a function that returns a loss, or a training step.
-        args: its arguments; kwargs likewise.
-        policy: whose autocast region it runs in. Its own regions hold inside.
-        wide: whether 16 bits are to be computed in float32.
+        args: its arguments; also kwargs.
+        policy: the policy of the autocast region that it runs in. Its own regions work inside.
+        wide: whether 16-bit work is computed in float32.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Run:
 
     @contextmanager
     def undone(self) -> Iterator[None]:
-        """Whatever is changed while this is entered is brought back when it is left."""
+        """Undo, on exit, all changes that are made while this context is active."""
         windows = [holder for optimizer in list(ALIVE) for holder in optimizer.holders()]
         restore = keep([*windows, LATEST, ALL, *self.reach.all_of(torch.amp.GradScaler)])
         for module in self.reach.modules():
@@ -79,11 +79,11 @@ class Run:
             restore()
 
     def forward(self, mode: AbstractContextManager[Any], took: Callable[[Tensor, Tensor], None]) -> Any:
-        """Run the step in a mode, up to where its optimizer updates, and give what it returns.
+        """Run the step in a mode, up to its optimizer's update, and return its result.
 
         Args:
-            mode: sees the operations.
-            took: is told of leaves and their gradients that the step asks ``torch.autograd.grad`` for.
+            mode: observes the operations.
+            took: called with leaves and their gradients when the step calls ``torch.autograd.grad``.
         """
         hook = register_optimizer_step_pre_hook(self._before_step)
         region = autocast(self._policy)
@@ -92,7 +92,7 @@ class Run:
                 return _Backward(self, took).of(self._step, *self._args, **self._kwargs)
         except UpdateBegins as end:
             self._scale = end.scale
-        except NonFiniteLossError:  # what is recorded says where it came from
+        except NonFiniteLossError:  # the recording shows where it came from
             pass
         finally:
             hook.remove()
@@ -100,7 +100,7 @@ class Run:
         return None
 
     def scale(self) -> float:
-        """What the step multiplied its loss by, as far as can be seen: by polyamp's scale, or by torch's scaler."""
+        """Return the step's own loss scale, as far as it is visible: polyamp's scale, or that of torch's scaler."""
         if self._scale is not None:
             return self._scale
         if LATEST.count > self._scalings and LATEST.scaling is not None:
@@ -119,14 +119,14 @@ class Run:
 
 
 class _Backward(TorchFunctionMode):
-    """Sees a step's own backward passes, which run outside of the policy's region unless the step says otherwise."""
+    """Observes a step's own backward passes, which run outside the policy's region unless the step enters one."""
 
     def __init__(self, run: Run, took: Callable[[Tensor, Tensor], None]) -> None:
         super().__init__()
         self._run, self._took, self._depth = run, took, _nesting()
 
     def of(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run a step while it is seen."""
+        """Run a step while it is observed."""
         with self:
             return step(*args, **kwargs)
 
@@ -148,7 +148,7 @@ class _Backward(TorchFunctionMode):
         self._run.loss = loss.detach()
 
     def _note_gradients(self, grads: Any, outputs: Any, inputs: Any, *_: Any, **__: Any) -> None:
-        """Gradients that the step takes into its own hands, if they are of leaves."""
+        """Record gradients that the step computes itself, if they are gradients of leaves."""
         leaves = [inputs] if isinstance(inputs, Tensor) else list(inputs)
         if all(leaf.is_leaf for leaf in leaves):
             self._note(outputs if isinstance(outputs, Tensor) else outputs[0])
@@ -161,14 +161,14 @@ _OFF = make_policy("float32")
 
 
 def _nesting() -> int:
-    """How many autocast regions this thread is in."""
+    """Return the number of autocast regions that this thread is in."""
     torch.autocast_increment_nesting()
     return torch.autocast_decrement_nesting()
 
 
 @contextmanager
 def _casts_forgotten() -> Iterator[None]:
-    """Casts of weights from before are not widened, and those from now are of no use afterwards."""
+    """Clear cached casts of weights: earlier ones are not widened, and new ones are useless afterwards."""
     forget_casts()
     try:
         yield
@@ -178,7 +178,7 @@ def _casts_forgotten() -> Iterator[None]:
 
 @contextmanager
 def _float32_kernels() -> Iterator[None]:
-    """Accelerators have kernels for recurrent layers and for attention that want memory of 16 bits: use others."""
+    """Avoid kernels for recurrent layers and attention on accelerators that require 16-bit memory."""
     entered: list[ExitStack] = []
 
     def without_cudnn(module: nn.Module, inputs: Any) -> None:
@@ -204,7 +204,7 @@ _ATTENTION = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 def _eagerly() -> AbstractContextManager[Any]:
-    """Functions under `torch.compile` run as they are written, operation by operation."""
+    """Return a context in which functions under `torch.compile` run eagerly, operation by operation."""
     if "torch._dynamo" not in sys.modules:  # then nothing is compiled, and setting the stance would import it
         return nullcontext()
     eager: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")

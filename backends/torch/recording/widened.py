@@ -1,8 +1,9 @@
-"""Tensors that are 16-bit to whoever looks at them, and are computed in float32.
+"""Tensors that have a 16-bit dtype but are computed in float32.
 
-Autocast, autograd and the user's code see the dtype that a real run has, and so does everything that they decide by
-it: which casts are made, forward and backward, what a product's result is promoted to, what ``torch.finfo(x.dtype)``
-says. Only the values are those of a float32 run: nothing overflows, and nothing is lost.
+Autocast, autograd and the user's code see the dtype of a real run, and so does everything that depends on it: which
+casts are made, forward and backward, the promoted dtype of a product's result, the result of ``torch.finfo(x.dtype)``.
+Only the values are those of a float32 run: nothing overflows, and nothing is lost. For example, 1e30 in a "float16"
+`Widened` tensor times 0.5 is 5e29, still in "float16", where a real float16 tensor has inf.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class Widened(Tensor):
     tensor([1.])
 
     Args:
-        value: float32; it is not copied.
+        value: float32; not copied.
         dtype: float16 or bfloat16.
     """
 
@@ -57,7 +58,7 @@ class Widened(Tensor):
 
 
 def run(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Run an aten operator with all of 16 bits in float32, and its results as `Widened` where they would be 16-bit.
+    """Run an aten operator with all 16-bit work in float32, and return `Widened` results if they would be 16-bit.
 
     >>> aten = torch.ops.aten
     >>> low = run(aten._to_copy.default, [torch.tensor(70000.0)], {"dtype": torch.float16})
@@ -68,15 +69,15 @@ def run(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     if not any(one.dtype in SIXTEEN_BIT for one in given) and not _names_low(args, kwargs):
         return op(*args, **kwargs)
     if op.is_view and not any(isinstance(one, Widened) for one in given):
-        return op(*args, **kwargs)  # of a 16-bit parameter, whose memory it goes on sharing
+        return op(*args, **kwargs)  # a view of a 16-bit parameter, which shares its memory
     return _run(op, args, kwargs, _InFloat32 if _can_widen(op, given) else _InSixteenBits)
 
 
 def run_as_it_is(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Run an aten operator with the dtypes that its arguments have.
+    """Run an aten operator with the dtypes of its arguments.
 
-    Recurrent layers of oneDNN run in float32, and are rounded: in float16 few CPUs have them, and in either format they
-    would give float32 gradients, which no other device does.
+    oneDNN's recurrent layers run in float32 and are rounded: few CPUs have them in float16, and in either format their
+    gradients would be float32, unlike on any other device.
     """
     if not op.name().startswith("aten::mkldnn_rnn_layer"):
         return op(*args, **kwargs)
@@ -84,7 +85,7 @@ def run_as_it_is(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any
 
 
 class _InFloat32:
-    """Every 16-bit argument as float32, and a 16-bit ``dtype`` as float32 too."""
+    """Arguments in float32 for every 16-bit argument, and for a 16-bit ``dtype``."""
 
     @staticmethod
     def of(value: Any) -> Any:
@@ -100,7 +101,7 @@ class _InFloat32:
 
 
 class _InSixteenBits:
-    """What a kernel that takes nothing else gets."""
+    """Arguments in 16 bits, for kernels that support nothing else."""
 
     @staticmethod
     def of(value: Any) -> Any:
@@ -112,7 +113,7 @@ class _InSixteenBits:
 
 
 def _run(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], form: type[_InFloat32] | type[_InSixteenBits]) -> Any:
-    standing: dict[int, tuple[Tensor, Tensor]] = {}  # by what was given in its place, each 16-bit argument
+    standing: dict[int, tuple[Tensor, Tensor]] = {}  # each 16-bit argument, by the id of its replacement
 
     def shown(value: Any) -> Any:
         other = form.of(value)
@@ -144,16 +145,16 @@ def _run(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], form: type[_In
 
 
 def _write_back(own: Tensor, other: Tensor) -> None:
-    """What an operator changed in the place of an argument, where that is not the argument's own memory."""
+    """Copy what an operator wrote to the replacement of an argument, if that is not the argument's own memory."""
     target = own.value if isinstance(own, Widened) else own
     if target is not other:
         target.copy_(other)
 
 
 def declared(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], count: int) -> list[torch.dtype]:
-    """The dtypes that an operator's floating results have for arguments of these dtypes: PyTorch's rules of promotion.
+    """Return the dtypes of an operator's floating-point results for these arguments, by PyTorch's type promotion.
 
-    Kernels for meta tensors would say so too, but many are written in Python, and import for seconds before the first.
+    Kernels for meta tensors have them too, but many are written in Python, and importing them takes seconds.
 
     >>> low, wide = Widened(torch.ones(2), torch.bfloat16), torch.ones(2)
     >>> aten = torch.ops.aten
@@ -162,8 +163,8 @@ def declared(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], count: int
 
     Args:
         op: the operator.
-        args: its arguments; kwargs likewise.
-        count: how many floating results it has.
+        args: its arguments; also kwargs.
+        count: number of its floating-point results.
     """
     named = [one for one in (*args, *kwargs.values()) if isinstance(one, torch.dtype)]
     if named:
@@ -180,8 +181,10 @@ _PLAIN_NORMS = {"linalg_vector_norm", "_weight_norm_interface", "_weight_norm_in
 
 
 def _of_normalisation(native: str, args: Sequence[Any], count: int) -> list[torch.dtype]:
-    """Layers that normalise take 16-bit inputs beside float32 weights, and keep statistics in float32; their gradients
-    are of the dtypes of what they are gradients of."""
+    """Return the dtypes for a normalisation: 16-bit inputs with float32 weights, statistics in float32.
+
+    Each gradient has the dtype of the tensor that it belongs to.
+    """
     others = torch.float32
     if "backward" in native:
         weights = [one.dtype for one in tensors(args) if one.is_floating_point() and one.dim() <= 1]
@@ -195,7 +198,7 @@ def _promoted(args: Sequence[Any]) -> torch.dtype:
     return functools.reduce(torch.promote_types, (one.dtype for one in deciding))
 
 
-# Kernels that exist for 16 bits alone, and one that reads bits.
+# Kernels that only exist for 16 bits, and one that reads bits.
 _ONLY_LOW = {
     "aten::_scaled_dot_product_flash_attention",
     "aten::_scaled_dot_product_flash_attention_backward",
@@ -208,8 +211,11 @@ _ONLY_LOW = {
 
 
 def _can_widen(op: Any, given: Iterable[Tensor]) -> bool:
-    """Whether float32 will do: not for operators of others, whose kernels may take 16 bits alone, nor for tensors that
-    are made of others, which know their own dtype."""
+    """Return whether float32 works.
+
+    It does not for operators of other libraries, whose kernels may only support 16 bits, nor for tensors that contain
+    others, which have their own dtype.
+    """
     name = op.name()
     ours = all(type(one) in (Tensor, nn.Parameter, nn.Buffer, Widened) for one in given)
     return ours and name.startswith(("aten::", "prims::")) and name not in _ONLY_LOW
@@ -228,7 +234,7 @@ def _written(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Te
 
 
 def written(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
-    """The tensors among an operator's arguments that it changes."""
+    """Yield the tensors among an operator's arguments that it changes."""
     for index, name in _written_arguments(op):
         yield from tensors([args[index] if index < len(args) else kwargs.get(name)])
 
@@ -237,13 +243,13 @@ _written_arguments = functools.cache(unstable.written_arguments)
 
 
 def values_of(tensor: Tensor) -> Tensor:
-    """The tensor that has the values: float32 ones of a widened tensor, and this rank's of a distributed one."""
+    """Return the tensor with the values: float32 for a widened tensor, this rank's part for a distributed one."""
     own = local(tensor)
     return own.value if isinstance(own, Widened) else own
 
 
 def tensors(values: Iterable[Any]) -> Iterator[Tensor]:
-    """The tensors among an operator's arguments or results, which nest once at most."""
+    """Yield the tensors among an operator's arguments or results, which are nested at most once."""
     for value in values:
         if isinstance(value, Tensor):
             yield value

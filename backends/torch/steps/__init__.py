@@ -1,1 +1,1 @@
-"""The optimizer step: scale, unscale, test, clip, update or skip, and what is kept and said of it."""
+"""The optimizer step: scale, unscale, test, clip, update or skip, and what is saved and reported about it."""

@@ -1,14 +1,14 @@
-"""What a wrapped optimizer shows to `torch.distributed.checkpoint`, which knows plain optimizers only.
+"""The view of a wrapped optimizer for `torch.distributed.checkpoint`, which only knows plain optimizers.
 
-Its ``get_state_dict`` and ``set_state_dict`` go by the names of the model's parameters, and keep of an optimizer's
-state what stands under "state" and "param_groups":
+Its ``get_state_dict`` and ``set_state_dict`` use the names of the model's parameters, and save only the entries "state"
+and "param_groups" of an optimizer's state:
 
     {"state": {"layer.weight": {"exp_avg": ..., "polyamp_master": the float32 master}},
      "param_groups": [{"lr": 0.1, "params": ["layer.weight"], "polyamp": the loss scales, as JSON}]}
 
-So it is shown the model's own parameters in the place of masters, masters as one more state of each parameter, which
-is sharded and gathered as moments are, and the rest as one more option of the first group. A plain optimizer takes such
-a state too, and leaves these be.
+So it sees the model's own parameters in place of masters. The masters are one more state of each parameter, sharded and
+gathered like moments, and the rest is one more option of the first group. A plain optimizer accepts such a state too
+and ignores these entries.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Saved = dict[str, Any]
 
 
 class ShownState(dict[Any, Any]):
-    """States by the model's parameters. Empty where the inner optimizer's is: masters alone are none to go on with.
+    """States by the model's parameters. Empty if the inner optimizer has no state yet: masters alone cannot be resumed.
 
     >>> bool(ShownState({"weight": {"polyamp_master": 1.0}}, made=False))
     False
@@ -49,7 +49,7 @@ class ShownState(dict[Any, Any]):
 
 
 def shown_groups(optimizer: WindowedOptimizer) -> list[dict[str, Any]]:
-    """The groups, with the model's own parameters."""
+    """Return the parameter groups, with the model's own parameters."""
     models = iter(list(optimizer.model_parameters()))
     groups = [{**group, "params": [next(models) for _ in group["params"]]} for group in optimizer.inner.param_groups]
     groups[0].update(_rest(optimizer))
@@ -57,7 +57,7 @@ def shown_groups(optimizer: WindowedOptimizer) -> list[dict[str, Any]]:
 
 
 def shown_state(optimizer: WindowedOptimizer) -> ShownState:
-    """The state by the model's own parameters."""
+    """Return the state by the model's own parameters."""
     inner = optimizer.inner
     keys = [param for group in inner.param_groups for param in group["params"]]
     masters = _masters(optimizer)
@@ -69,7 +69,7 @@ def shown_state(optimizer: WindowedOptimizer) -> ShownState:
 
 
 def shown(optimizer: WindowedOptimizer) -> Saved:
-    """The state dict, in torch's own form."""
+    """Return the state dict, in torch's own form."""
     numbers = {id(param): number for number, param in enumerate(optimizer.model_parameters())}
     groups = shown_groups(optimizer)
     for group in groups:
@@ -81,18 +81,18 @@ def shown(optimizer: WindowedOptimizer) -> Saved:
 
 
 def is_shown(saved: Any) -> bool:
-    """Whether a state is what `shown` gave."""
+    """Return whether a state was made by `shown`."""
     groups = saved.get("param_groups") if isinstance(saved, Mapping) else None
     return isinstance(groups, list | tuple) and any(isinstance(one, Mapping) and REST in one for one in groups)
 
 
 def unpacked(optimizer: WindowedOptimizer, saved: Mapping[str, Any]) -> Saved:
-    """The state dict as `LossScaledOptimizer.state_dict` gives it, from what `shown` gave.
+    """Return the state dict in the form of `LossScaledOptimizer.state_dict`, from the result of `shown`.
 
-    Of frozen parameters nothing comes back, so their masters stay as they are: the parameters' values.
+    A frozen parameter has no state in it, so its master keeps its value, which is the parameter's.
 
     Raises:
-        StateError: something in it is not what was given.
+        StateError: part of it is not a result of `shown`.
     """
     groups = [{k: v for k, v in group.items() if not str(k).startswith(REST)} for group in saved["param_groups"]]
     ours = next(group for group in saved["param_groups"] if REST in group)
@@ -116,7 +116,7 @@ def unpacked(optimizer: WindowedOptimizer, saved: Mapping[str, Any]) -> Saved:
 
 
 def initialise(optimizer: WindowedOptimizer) -> None:
-    """Have the inner optimizer make its state, by a step on zeros with a rate of zero; nothing else changes."""
+    """Make the inner optimizer create its state by a step on zeros with learning rate zero. Nothing else changes."""
     inner, masters = optimizer.inner, optimizer.masters
     rates = [group.get("lr") for group in inner.param_groups]
     try:
@@ -135,7 +135,7 @@ def initialise(optimizer: WindowedOptimizer) -> None:
 
 
 def _masters(optimizer: WindowedOptimizer) -> dict[int, Tensor]:
-    """The values of masters by the ids of their parameters; nothing where none are kept."""
+    """Return the values of masters by the ids of their parameters; empty if none are kept."""
     masters = optimizer.masters
     kept = {} if masters is None else masters.state()
     if masters is None or "generators" in kept:
@@ -144,9 +144,9 @@ def _masters(optimizer: WindowedOptimizer) -> dict[int, Tensor]:
 
 
 def _rest(optimizer: WindowedOptimizer) -> dict[str, str]:
-    """What belongs to no parameter: text, which every way to save and to gather states leaves as it is.
+    """Return the entries that do not belong to one parameter, as text, which is saved and gathered unchanged.
 
-    Files keep one value for each name, so what differs between ranks has the rank in its name.
+    Files keep one value per name, so values that differ between ranks have the rank in their name.
     """
     saved = saving.own_part(optimizer)
     keys = [param for group in optimizer.inner.param_groups for param in group["params"]]
@@ -180,12 +180,12 @@ def _read_chance(written: Mapping[str, Any]) -> Saved:
 
 
 def _without_gaps(state: Mapping[str, Any]) -> Saved:
-    """A state without what only stands for nothing; where states were flattened, an empty mapping does so as well."""
+    """Return a state without placeholders. Where states were flattened, an empty mapping is a placeholder too."""
     return {key: value for key, value in state.items() if key != NOTHING and value != {}}
 
 
 def _read_masters(optimizer: WindowedOptimizer, given: list[Any]) -> dict[int, Tensor]:
-    """The masters in their order, from what came for each parameter."""
+    """Return the masters in their order, from the value found for each parameter."""
     own = _masters(optimizer)
     read = (
         master if master is not None or param.requires_grad else own.get(id(param))

@@ -1,8 +1,8 @@
-"""Steps with a closure, among them the optimizers that evaluate it several times and move in between (LBFGS, SAM).
+"""Steps with a closure, including optimizers that evaluate it several times and move in between (LBFGS, SAM).
 
-Gradients have to be unscaled and tested before such an optimizer reads any. LBFGS evaluates its closure first, so that
-evaluation is made before its step, and handed to it. SAM begins with the gradients that are there, moves the parameters
-and only then evaluates: what was evaluated before it moved would be wrong there, and is not handed on.
+Gradients have to be unscaled and tested before such an optimizer reads them. LBFGS starts with an evaluation, so we
+evaluate the closure before its step and pass it the result. SAM starts from the existing gradients, moves the
+parameters and only then evaluates: a result from before the move would be wrong there, so it is not passed on.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Closure = Callable[[], Any]
 
 
 def step_with_closure(optimizer: LossScaledOptimizer, closure: Closure, scaled: bool | None = None) -> Any:
-    """One step of a wrapped optimizer; see `LossScaledOptimizer.step`."""
+    """Make one step of a wrapped optimizer; see `LossScaledOptimizer.step`."""
     if not _evaluates_once(optimizer.inner):
         return _step_reevaluating(optimizer, closure, scaled)
     with torch.enable_grad():
@@ -31,16 +31,19 @@ def step_with_closure(optimizer: LossScaledOptimizer, closure: Closure, scaled: 
 
 
 def _evaluates_once(inner: torch.optim.Optimizer) -> bool:
-    """torch's own optimizers call the closure once, before anything else; LBFGS is the exception."""
+    """Return whether the closure is called once, before anything else, as by all of torch's optimizers except LBFGS."""
     return type(inner).__module__.startswith("torch.optim.") and not isinstance(inner, torch.optim.LBFGS)
 
 
 class _Overflow(Exception):
-    """Leaves the inner optimizer's step from inside the closure."""
+    """Exception that leaves the inner optimizer's step from inside the closure."""
 
 
 def _step_reevaluating(optimizer: LossScaledOptimizer, closure: Closure, scaled: bool | None) -> Any:
-    """Costs one copy of parameters and state: an overflow at a later evaluation takes the whole step back."""
+    """Step with a closure that is evaluated several times. A later evaluation that overflows undoes the whole step.
+
+    This needs one copy of parameters and state.
+    """
     is_first = isinstance(optimizer.inner, torch.optim.LBFGS) or not _has_gradients(optimizer)
     first = _evaluate(optimizer, closure) if is_first else None
     if not optimizer.prepare_on_host(scaled):
@@ -66,7 +69,7 @@ def _step_reevaluating(optimizer: LossScaledOptimizer, closure: Closure, scaled:
         result = optimizer.inner.step(prepared_closure)
         applied = True
     except _Overflow:
-        pass  # `finally` takes the step back, and finish(False) reports it
+        pass  # `finally` undoes the step, and finish(False) reports it
     finally:
         if not applied:
             before.restore(optimizer.inner)
@@ -76,12 +79,12 @@ def _step_reevaluating(optimizer: LossScaledOptimizer, closure: Closure, scaled:
 
 
 def _has_gradients(optimizer: LossScaledOptimizer) -> bool:
-    """Whether a scaled loss has left gradients for this step already."""
+    """Return whether a scaled loss has already produced gradients for this step."""
     return optimizer.window.scaling is not None and any(p.grad is not None for p in optimizer.model_parameters())
 
 
 def _clear_as_masters(optimizer: LossScaledOptimizer) -> None:
-    """The inner optimizer clears the gradients that it knows, which are the masters': clear the model's own, too."""
+    """Clear the model's own gradients if the inner optimizer cleared the masters', which are the only ones it knows."""
     masters = optimizer.masters
     if masters is not None and not any(one.grad is not None and one.grad.any() for one in masters.masters):
         masters.zero_grad(set_to_none=True)
@@ -94,7 +97,7 @@ def _evaluate(optimizer: LossScaledOptimizer, closure: Closure) -> Any:
 
 
 class _Snapshot:
-    """Parameters, state and options of an optimizer, to be put back."""
+    """A copy of an optimizer's parameters, state and options that can be restored."""
 
     def __init__(self, inner: torch.optim.Optimizer) -> None:
         self._params = [param.detach().clone() for param in _params(inner)]
@@ -106,7 +109,7 @@ class _Snapshot:
         self._versions = _versions(inner)
 
     def is_current(self, inner: torch.optim.Optimizer) -> bool:
-        """Whether neither parameters nor their gradients were changed since."""
+        """Return whether parameters and their gradients are unchanged since the copy."""
         if isinstance(inner, torch.optim.LBFGS):
             return True  # its first evaluation comes before anything else
         pairs = zip(_params(inner), self._params, strict=True)
@@ -127,5 +130,5 @@ def _params(inner: torch.optim.Optimizer) -> list[Tensor]:
 
 
 def _versions(inner: torch.optim.Optimizer) -> list[Any]:
-    """What changes with parameters and gradients, but where somebody writes to their ``data``."""
+    """Return values that change with parameters and gradients, except when somebody writes to their ``data``."""
     return [(p._version, None if (grad := p.grad) is None else (id(grad), grad._version)) for p in _params(inner)]

@@ -1,7 +1,7 @@
-"""Steps by polyamp's own operators: statistics, then unscale, clip, skip, update and move the loss scale in one go.
+"""Steps by polyamp's own operators: statistics, then unscale, clip, skip, update and advance the loss scale together.
 
-They read the gradients twice and never write them, which is what makes them fast: a step takes as long as its memory
-traffic. On a GPU they are two kernels where the compiled extension is in use.
+They read the gradients twice and never write them. This makes them fast: a step takes as long as its memory traffic.
+On a GPU with the compiled extension a step is two kernels.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from polyamp.errors import PolyampError
 from polyamp.loss_scale import LossScale
 
 Standing = Mapping[Tensor, tuple[Tensor, Tensor | None]]
-"""The model's parameter, and what operators keep beside it, for each master that stands in an optimizer's groups."""
+"""For each master in an optimizer's groups: the model's parameter, and what operators keep next to it."""
 
 NO_MASTERS: Standing = MappingProxyType({})
 
@@ -47,7 +47,7 @@ _TAKEN = frozenset({*SIXTEEN_BIT, torch.float32})
 
 
 class Scratch:
-    """What the operators write on one device beside parameters: statistics, a workspace, a state nobody looks at."""
+    """Memory on one device that operators write in addition to parameters: statistics, workspace, an unused control."""
 
     def __init__(self, device: torch.device) -> None:
         self.stats = torch.zeros(STATS, dtype=torch.float64, device=device)
@@ -57,15 +57,15 @@ class Scratch:
 
 
 class Scaled(NamedTuple):
-    """What a step from scaled gradients has to know beside them.
+    """The inputs of a step from scaled gradients, apart from the gradients.
 
     Attributes:
-        scale: what they were multiplied by; float32 scalar on their device.
-        config: of the loss scale.
-        control: its state, which the step moves; see ``control.py``.
-        advance: whether it does: False for a further optimizer on the same loss.
-        losses: to be tested too.
-        max_norm: to clip to; None does not.
+        scale: the factor that they were multiplied by; float32 scalar on their device.
+        config: the loss scale's settings.
+        control: the loss scale's state, which the step advances; see ``control.py``.
+        advance: whether the step advances it: False for a second optimizer on the same loss.
+        losses: losses that are tested too.
+        max_norm: the norm to clip to; None does not clip.
         process_group: see `any_rank`.
     """
 
@@ -87,12 +87,12 @@ class FusedStep:
     ((None, tensor(True)), tensor([0.5000, 0.5000]))
 
     Args:
-        inner: the optimizer. Its options, state and hooks are used as its own step would.
-        wanted: None uses the operators for parameters on a GPU where the compiled extension is in use, True wherever
-            they are, False nowhere.
+        inner: the optimizer. Its options, state and hooks are used as in its own step.
+        wanted: None uses the operators for parameters on a GPU if the compiled extension is in use, True uses them for
+            all parameters, False for none.
 
     Raises:
-        InvalidTypeError: ``wanted`` is something else.
+        InvalidTypeError: ``wanted`` is not one of these.
     """
 
     def __init__(self, inner: torch.optim.Optimizer, wanted: bool | None) -> None:
@@ -113,31 +113,31 @@ class FusedStep:
         self._forget()
 
     def is_for(self, device: torch.device) -> bool:
-        """Whether the operators are used for parameters on a device."""
+        """Return whether the operators are used for parameters on a device."""
         if self.wanted is False or (self.wanted is None and device.type != "cuda"):
             return False
-        compiled = available(device)  # asked in any case: it loads them
+        compiled = available(device)  # called in any case, because it loads the extension
         return compiled or self.wanted is True
 
     def calls(self, standing: Callable[[], Standing], *, clips: bool) -> list[Batch] | None:
-        """The calls that step all parameters from the model's own scaled gradients; None where operators cannot.
+        """Return the calls that step all parameters from the model's own scaled gradients; None if operators cannot.
 
-        Hooks that run before a step are shown unscaled gradients, so where there are any these are made first. The
-        norm of gradients that lie over ranks in several ways is left to PyTorch.
+        Hooks that run before a step must see unscaled gradients, so with such hooks the gradients are unscaled first.
+        The norm of gradients that are sharded over ranks in several layouts is left to PyTorch.
 
         Args:
-            standing: gives what stands behind masters; called only where operators are used for this optimizer.
+            standing: returns the `Standing` of masters; called only if operators are used for this optimizer.
             clips: whether the norm is needed.
 
         Raises:
-            UsageError: a first step, while a CUDA graph is captured.
-            InvalidValueError: a learning rate on another GPU.
+            UsageError: this is a first step, while a CUDA graph is captured.
+            InvalidValueError: a learning rate is on another GPU.
         """
         rule = self._rule()
         if rule is None or has_step_pre_hooks(self.inner, beside=InnerStep):
             return None
         batches, left = self._scaled.of(self.inner, rule, standing(), self.is_for)
-        if left or len({batch.device for batch in batches}) > 1:  # whose statistics would have to be brought together
+        if left or len({batch.device for batch in batches}) > 1:  # their statistics would have to be combined
             return None
         if clips and (len(set().union(*(batch.layouts for batch in batches))) > 1 or self._has_flattened_shards()):
             return None
@@ -146,8 +146,9 @@ class FusedStep:
 
     @torch.no_grad()
     def step_scaled(self, batches: Sequence[Batch], scaled: Scaled) -> Tensor:
-        """Step from scaled gradients, or skip, without a host sync. Only where the optimizer's state was made for this
-        step does the host look whether it was skipped: then it is no state.
+        """Step from scaled gradients, or skip, without a host sync.
+
+        The host waits only if the optimizer's state was created for this step: a skip removes that state again.
 
         Returns:
             The report; see ``control.py``.
@@ -169,18 +170,18 @@ class FusedStep:
     def step_unscaled(self, found: Tensor) -> tuple[Any, bool | Tensor] | None:
         """Step from the unscaled gradients of the parameters in the optimizer's groups, or skip.
 
-        Groups that no operator can step are left to the optimizer's own step; that, like every skip of it, is decided
-        on the host.
+        Groups that no operator can step are left to the optimizer's own step. For that step, and any skip of it, the
+        host decides.
 
         Args:
-            found: float32 scalar, 0.0 where the step is to be made.
+            found: float32 scalar, 0.0 to make the step.
 
         Returns:
-            What the optimizer returned, and whether the step was made; None where all groups would be left to it.
+            The optimizer's return value, and whether the step was made; None if all groups would be left to it.
 
         Raises:
-            UsageError: a first step, while a CUDA graph is captured.
-            InvalidValueError: a learning rate on another GPU.
+            UsageError: this is a first step, while a CUDA graph is captured.
+            InvalidValueError: a learning rate is on another GPU.
         """
         rule = self._rule()
         if rule is None:
@@ -204,7 +205,7 @@ class FusedStep:
         return result, (True if left else found == 0)
 
     def can_clip(self, gradients: Gradients) -> bool:
-        """Whether `unscale_and_clip` takes gradients: real ones on one device, whole, each element once in memory."""
+        """Return whether `unscale_and_clip` supports these: real, on one device, whole, without overlap in memory."""
         if not gradients or not self.is_for(gradients.first.device) or self._has_flattened_shards():
             return False
         buckets = gradients.buckets()
@@ -215,10 +216,10 @@ class FusedStep:
 
     @torch.no_grad()
     def unscale_and_clip(self, gradients: Gradients, scale: Tensor, max_norm: float) -> Tensor:
-        """For any optimizer: one pass that reads the gradients, and one that unscales and clips them, unless skipped.
+        """Unscale and clip for any optimizer: one pass reads the gradients, one writes them unless the step is skipped.
 
         Returns:
-            Float32 scalar: 1.0 where a gradient was not finite, else 0.0.
+            Float32 scalar: 1.0 if a gradient was not finite, else 0.0.
         """
         grads = [grad for bucket in gradients.buckets() for grad in bucket]
         scratch = self._scratch_on(grads[0].device)
@@ -245,7 +246,7 @@ class FusedStep:
         return any(is_flattened(param) for group in self.inner.param_groups for param in group["params"])
 
     def _rule(self) -> UpdateRule | None:
-        """The optimizer's, if the operators are used for its first parameter."""
+        """Return the optimizer's update rule, if the operators are used for its first parameter."""
         first = next((param for group in self.inner.param_groups for param in group["params"]), None)
         return update_rule_of(self.inner) if first is not None and self.is_for(first.device) else None
 
@@ -285,7 +286,7 @@ class FusedStep:
                 settings(advance and place == last), report,
             )  # fmt: skip
             increment_version(batch.written)
-        if not batches:  # the loss scale moves with the other ranks'
+        if not batches:  # the loss scale advances together with the other ranks'
             nothing: list[list[Tensor]] = [[] for _ in range(3 + rule.lists)]
             groups = torch.empty(0, dtype=torch.int64, device="cpu")
             numbers = _numbers(rule, self.inner, (), scale.device)
@@ -319,7 +320,7 @@ class FusedStep:
 
 
 def _settle(batches: Sequence[Batch], *, applied: bool) -> None:
-    """Keep the state that was made for a step, or take it back."""
+    """Keep the state that was created for a step, or remove it."""
     for batch in batches:
         if applied:
             batch.made.clear()
@@ -328,11 +329,11 @@ def _settle(batches: Sequence[Batch], *, applied: bool) -> None:
 
 
 class _Calls:
-    """The calls of the last step, kept for the next one as long as parameters and state are the same."""
+    """The calls of the last step, reused for the next one as long as parameters and state are the same."""
 
     def __init__(self) -> None:
         self._keys: list[Tensor] = []
-        self._kinds: list[tuple[int, tuple[str, ...]]] = []  # of each group, its size and the names of its moments
+        self._kinds: list[tuple[int, tuple[str, ...]]] = []  # per group: its size and the names of its moments
         self._standing = NO_MASTERS
         self._places: list[Place] = []
         self._supported: list[bool] = []
@@ -347,7 +348,7 @@ class _Calls:
         standing: Standing,
         is_for: Callable[[torch.device], bool],
     ) -> tuple[list[Batch], list[int]]:
-        """The calls, and the numbers of the groups with gradients that no operator can step."""
+        """Return the calls, and the numbers of the groups with gradients that no operator can step."""
         kinds = [(len(group["params"]), rule.moments(group)) for group in inner.param_groups]
         if not (kinds == self._kinds and self._are_current(inner, standing)):
             self._look(inner, standing, is_for)
@@ -363,11 +364,11 @@ class _Calls:
         taken = [place for place in graded if place.group not in left] if left else graded
         if not _same(taken, self._taken):
             self._taken, self._batches = taken, sort(rule, inner, taken)
-            self._states = [*map(id, inner.state.values())]  # which live as long as the batches
+            self._states = [*map(id, inner.state.values())]  # these objects live as long as the batches
         return self._batches, sorted(left)
 
     def _are_current(self, inner: torch.optim.Optimizer, standing: Standing) -> bool:
-        """Whether these are still the optimizer's parameters, in their places in memory, with their state."""
+        """Return whether the optimizer still has these parameters, at the same addresses, with the same state."""
         return (
             standing is self._standing
             and _same(_keys(inner), self._keys)
@@ -391,7 +392,7 @@ def _keys(inner: torch.optim.Optimizer) -> list[Tensor]:
 
 
 def _same(one: Sequence[object], other: Sequence[object]) -> bool:
-    """Whether two lists hold the same objects; tensors' ``==`` compares elements."""
+    """Return whether two lists hold the same objects; ``==`` of tensors would compare elements."""
     return len(one) == len(other) and all(map(operator.is_, one, other))
 
 
@@ -402,9 +403,9 @@ def _fits(grad: Tensor, param: Tensor) -> bool:
 def _numbers(
     rule: UpdateRule, inner: torch.optim.Optimizer, called: Collection[int], device: torch.device
 ) -> tuple[Tensor, list[Tensor]]:
-    """The operator's ``rules``, and ``lrs`` where a group's learning rate is a tensor on the device.
+    """Return the operator's ``rules``, and its ``lrs`` if a group's learning rate is a tensor on the device.
 
-    Groups that a call has no parameters of are zeros: theirs may be on another device, learning rate and all.
+    Groups without a parameter in the call get zeros, since their learning rate may be on another device.
     """
     rows = [(number in called and rule.numbers(group)) or (0.0,) * 6 for number, group in enumerate(inner.param_groups)]
     lrs = [row[0] for row in rows]

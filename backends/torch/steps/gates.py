@@ -1,4 +1,4 @@
-"""What else moves once a step, held back where the step was skipped, without waiting for the device."""
+"""Gates for other objects that move once per step: a skipped step does not move them, and no device is waited for."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from polyamp.result import StepResult
 
 
 class AppliedSteps:
-    """Steps a learning-rate schedule once for every applied step of an optimizer: skipped ones do not count.
+    """Steps a learning-rate schedule once for every applied step of an optimizer; skipped steps do not count.
 
-    Where the optimizer skips on the device, the schedule follows as soon as it is known there that a step was applied,
-    mostly one step later.
+    If the optimizer skips on the device, the schedule follows as soon as the host knows that a step was applied,
+    usually one step later.
 
     >>> from polyamp.backends.torch import LossScaledOptimizer
     >>> weight = torch.ones(1, requires_grad=True)
@@ -32,10 +32,10 @@ class AppliedSteps:
     [0.25]
 
     Args:
-        scheduler: of ``torch.optim.lr_scheduler``; everything but `step` is its own.
+        scheduler: a scheduler of ``torch.optim.lr_scheduler``; everything except `step` is forwarded to it.
 
     Raises:
-        InvalidTypeError: no scheduler.
+        InvalidTypeError: ``scheduler`` is not a scheduler.
     """
 
     def __init__(self, scheduler: Any) -> None:
@@ -44,11 +44,11 @@ class AppliedSteps:
             raise not_a(LRScheduler, scheduler, where="AppliedSteps(scheduler)", fix=fix)
         self.scheduler: LRScheduler = scheduler
         self._seen = 0
-        self._applied: Tensor | None = None  # how many were, where only the device knows
+        self._applied: Tensor | None = None  # number of applied steps, if only the device knows it
         self._late = LateValues()
 
     def step(self, result: StepResult) -> None:
-        """Note what the optimizer's ``last_step`` says. Call it once after each step."""
+        """Record the optimizer's ``last_step``. Call it once after each step."""
         flag = result.flag
         if not isinstance(flag, Tensor):
             self._advance(int(flag))
@@ -72,7 +72,7 @@ class AppliedSteps:
 
 
 def select(applied: Any, new: Any, old: Any) -> Any:
-    """``new`` where a step was applied and ``old`` where it was skipped, decided on the device, without a host sync.
+    """Return ``new`` if a step was applied and ``old`` if it was skipped, decided on the device, without a host sync.
 
     >>> from polyamp import LossScale, StepResult
     >>> last_step = StepResult(LossScale().initial_state(), applied=torch.tensor(False))

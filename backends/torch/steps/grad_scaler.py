@@ -32,11 +32,11 @@ from polyamp.result import StepResult
 
 
 class GradScaler(torch.amp.GradScaler):
-    """`torch.amp.GradScaler`, in its place: the same arguments, methods, order of calls and scales.
+    """A drop-in replacement for `torch.amp.GradScaler`: the same arguments, methods, order of calls and scales.
 
-    What differs: the scale never falls below a floor, so that it cannot become 0; overflows on any device or rank skip
-    the step everywhere; a float16 loss of one element is scaled in float32; an optimizer without gradients is a finite
-    step that does nothing; `last_step` says what happened, and errors say what to call instead.
+    Differences: the scale never falls below a floor, so it cannot become 0; an overflow on any device or rank skips the
+    step everywhere; a float16 loss of one element is scaled in float32; an optimizer without gradients makes a finite
+    step that does nothing; `last_step` reports what happened, and error messages name the call to use instead.
 
     >>> model = torch.nn.Linear(2, 1)
     >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -48,13 +48,13 @@ class GradScaler(torch.amp.GradScaler):
     (True, 1024.0)
 
     Args:
-        device, init_scale, growth_factor, backoff_factor, growth_interval, enabled: torch's.
-        loss_scale: all settings as a `LossScale`, hysteresis, limits and ``max_skips`` among them, in the place of the
-            four numbers. None is torch's behaviour with a floor of 2**-14.
-        process_group: as of `LossScaledOptimizer`.
+        device, init_scale, growth_factor, backoff_factor, growth_interval, enabled: as in torch.
+        loss_scale: all settings as a `LossScale`, including hysteresis, limits and ``max_skips``, instead of the four
+            numbers. None is torch's behaviour with a floor of 2**-14.
+        process_group: see `LossScaledOptimizer`.
 
     Raises:
-        InvalidTypeError: ``loss_scale`` is no `LossScale`.
+        InvalidTypeError: ``loss_scale`` is not a `LossScale`.
         InvalidValueError: a setting that `LossScale` refuses.
     """
 
@@ -86,7 +86,7 @@ class GradScaler(torch.amp.GradScaler):
         self._start()
 
     def _start(self) -> None:
-        self._losses: list[Tensor] = []  # that may be inf or NaN
+        self._losses: list[Tensor] = []  # losses that may be inf or NaN
         self._saw_loss = False
         self._explain: Callable[[], str] = str
         self._late = LateValues()
@@ -94,14 +94,14 @@ class GradScaler(torch.amp.GradScaler):
 
     @property
     def config(self) -> LossScale:
-        """The settings, with what torch's ``set_...`` methods changed."""
+        """Return the settings, including changes by torch's ``set_...`` methods."""
         made, now = self._limits, (self._growth_factor, self._backoff_factor, self._growth_interval)
         if now != (made.growth, made.backoff, made.interval):
             self._limits = made = replace(made, growth=now[0], backoff=now[1], interval=now[2])
         return made
 
     def scale(self, outputs: Any) -> Any:
-        """As torch's; tensors of 16 bits in float32. One that is not finite skips the step.
+        """Return the outputs times the scale, as torch does; 16-bit tensors in float32. A non-finite one skips a step.
 
         Raises:
             NonFiniteLossError: under ``LossScale(nonfinite_loss="raise")``, inf or NaN on the CPU; on other devices a
@@ -117,7 +117,7 @@ class GradScaler(torch.amp.GradScaler):
 
     @not_traced
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
-        """As torch's. A skip on one device or rank is a skip on all.
+        """Step the optimizer or skip, as torch does. A skip on one device or rank is a skip on all.
 
         Raises:
             UsageError: a closure, a wrapped optimizer, or a second step before `update`.
@@ -139,7 +139,7 @@ class GradScaler(torch.amp.GradScaler):
 
     @not_traced
     def update(self, new_scale: float | Tensor | None = None) -> None:
-        """As torch's, by `polyamp.advance`.
+        """Update the scale, as torch does, by `polyamp.advance`.
 
         Raises:
             LossScaleError: by ``max_skips`` or ``on_min``; on an accelerator a later `step` raises it.
@@ -154,7 +154,7 @@ class GradScaler(torch.amp.GradScaler):
         return None
 
     def _move(self, flags: list[Tensor]) -> None:
-        """Advance by what was found: by Python numbers where the scale lives on the CPU, else without a host sync."""
+        """Advance the scale: by Python numbers if it is on the CPU, else on the device without a host sync."""
         scale, tracker = self._check_scale_growth_tracker("update")
         on_cpu = scale.device.type == "cpu"
         if on_cpu:
@@ -164,7 +164,7 @@ class GradScaler(torch.amp.GradScaler):
             tracker.fill_(state.good_steps)
         else:
             finite = torch.stack([flag.to(scale.device, non_blocking=True) for flag in flags]).amax() == 0
-            wide = scale.double() if scale.device.type != "mps" else scale  # as torch's kernel, which rounds once
+            wide = scale.double() if scale.device.type != "mps" else scale  # like torch's kernel, which rounds once
             before = on_device(self._state(), scale.device)._replace(scale=wide)
             state = advance(self.config, before, finite, where)
             scale.copy_(state.scale)
@@ -179,7 +179,7 @@ class GradScaler(torch.amp.GradScaler):
             report_limits(self.config, state, self._explain)
 
     def settings_and_state(self) -> tuple[LossScale, LossScaleState]:
-        """The settings, and the state as Python numbers; waits for the device, if it lives on one.
+        """Return the settings, and the state as Python numbers. Waits for the device if the state is on one.
 
         >>> GradScaler("cpu", enabled=False).settings_and_state()[0]
         LossScale.none()
@@ -190,8 +190,10 @@ class GradScaler(torch.amp.GradScaler):
 
     @property
     def loss_scale(self) -> float:
-        """The scale that the next loss is multiplied by, as ``get_scale`` gives it. It may be set, within the settings;
-        what is counted stays as it is."""
+        """The scale that the next loss is multiplied by, equal to ``get_scale()``.
+
+        It can be set, within the settings; the counters stay unchanged.
+        """
         return self.get_scale()
 
     @loss_scale.setter
@@ -201,7 +203,7 @@ class GradScaler(torch.amp.GradScaler):
         self.resume(state._replace(scale=checked))
 
     def resume(self, state: LossScaleState) -> None:
-        """Continue from a state of Python numbers."""
+        """Resume from a state of Python numbers."""
         if not self._enabled:
             return
         self._init_scale, self._init_growth_tracker = state.scale, state.good_steps
@@ -211,21 +213,21 @@ class GradScaler(torch.amp.GradScaler):
         self._counts = list(state[2:])
 
     def overflowed(self, optimizer: torch.optim.Optimizer) -> list[Overflow]:
-        """The parameters of an optimizer whose gradients hold inf or NaN now, by name. Waits for the device."""
+        """Return the parameters of an optimizer whose gradients hold inf or NaN now, by name. Waits for the device."""
         return named(find(optimizer.param_groups), names_of(optimizer.param_groups))
 
     def state_dict(self) -> dict[str, Any]:
-        """torch's five keys; ``counts`` beside them where settings beyond torch's need them."""
+        """Return torch's five keys, and ``counts`` if settings beyond torch's need them."""
         saved = super().state_dict()
         if saved and (self._limits.hysteresis > 1 or self._limits.max_skips):
             saved["counts"] = list(on_host(self._state())[2:])
         return saved
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from what `state_dict` gave, or from that of torch's own scaler.
+        """Resume from a result of `state_dict`, or from that of torch's own scaler.
 
         Raises:
-            InvalidValueError: a scale of 0, inf or NaN, as torch's own scaler can come to have.
+            InvalidValueError: a scale of 0, inf or NaN, which torch's own scaler can reach.
         """
         if state_dict:
             _check_scale(state_dict["scale"], self._enabled)
@@ -253,7 +255,7 @@ class GradScaler(torch.amp.GradScaler):
         if self._losses:
             flags.append(non_finite(self._losses, flags[0].device))
         found = flags[0] if len(flags) == 1 else torch.stack([flag.to(flags[0].device) for flag in flags]).amax()
-        found = any_rank(found, self._process_group)  # one flag: torch adds them up, and fused kernels compare with 1
+        found = any_rank(found, self._process_group)  # one flag: torch adds flags up, and fused kernels compare with 1
         return {found.device: found}
 
     def _state(self) -> LossScaleState:
@@ -262,7 +264,10 @@ class GradScaler(torch.amp.GradScaler):
         return LossScaleState(scale, tracker, *self._counts)
 
     def _look_at(self, loss: Tensor) -> None:
-        """Keep a loss that may be inf or NaN: on the CPU one that is, on other devices, which looking stops, any."""
+        """Keep a loss that may be inf or NaN.
+
+        On the CPU these are losses that are inf or NaN; on other devices all of them, since testing would wait.
+        """
         self._saw_loss = True
         on_cpu = loss.device.type == "cpu"
         if not on_cpu or not is_finite(loss):
@@ -286,7 +291,7 @@ class GradScaler(torch.amp.GradScaler):
         report_limits(self.config, on_host(LossScaleState(*state)), self._explain)
 
     def _skips_on_host(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Skip here where the optimizer's own kernel may not skip yet."""
+        """Skip here if the optimizer's own kernel cannot skip yet, and return whether it was skipped."""
         if not getattr(optimizer, "_step_supports_amp_scaling", False):
             return False
         params = (param for group in optimizer.param_groups for param in group["params"] if param.grad is not None)
@@ -314,7 +319,7 @@ class GradScaler(torch.amp.GradScaler):
             raise refusals.closure_refused(closure)
 
 
-_LOSSES_KEPT = 256  # of one step
+_LOSSES_KEPT = 256  # per step
 _NOT_COPIED = ("_losses", "_saw_loss", "_explain", "_late", "_stepped", "_process_group")
 
 
@@ -329,7 +334,7 @@ def _check_config(given: object) -> None:
 
 
 def _check_scale(scale: float | Tensor | None, enabled: bool) -> None:
-    """Refuse what the host can see to be no scale; a tensor on a device would have to be waited for."""
+    """Refuse an invalid scale if the host can see it; a tensor on a device is not tested, since that would wait."""
     known = not isinstance(scale, Tensor) or (scale.device.type == "cpu" and scale.numel() == 1)
     if enabled and scale is not None and known and not (math.isfinite(scale) and scale > 0):
         raise refusals.no_scale(scale)
@@ -347,7 +352,7 @@ def _refuse_half(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _explain(optimizer: weakref.ref[torch.optim.Optimizer], losses: list[Tensor] | None) -> str:
-    """Why a step was skipped; ``losses`` are those that may not be finite, None where none was scaled."""
+    """Explain why a step was skipped. ``losses`` are those that may not be finite; None if none was scaled."""
     alive = optimizer()
     found = [] if alive is None else find(alive.param_groups)
     finite = None if losses is None else all(map(is_finite, losses))

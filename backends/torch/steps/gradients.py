@@ -1,4 +1,4 @@
-"""Unscales, tests and clips an optimizer's gradients with few calls, whatever their devices, dtypes and layouts."""
+"""Unscales, tests and clips an optimizer's gradients with few calls, for all devices, dtypes and layouts."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from polyamp.backends.torch.steps.ranks import shard_group, shard_groups
 REAL = frozenset({*SIXTEEN_BIT, torch.float32, torch.float64})
 
 Bucket = list[Tensor]
-"""Dense real tensors that share the gradients' memory, of one type, device and dtype: what one kernel call takes."""
+"""Dense real tensors that share the gradients' memory, of one type, device and dtype: the input of one kernel call."""
 
 
 class Gradients:
-    """The gradients that an optimizer's parameters have now. Parameters without one are left out.
+    """The current gradients of an optimizer's parameters. Parameters without a gradient are left out.
 
     >>> weight = torch.ones(2, requires_grad=True)
     >>> (8 * weight).sum().backward()
@@ -39,17 +39,17 @@ class Gradients:
         return bool(self._grads)
 
     def now(self) -> Gradients:
-        """Those that the same parameters have now."""
+        """Return the current gradients of the same parameters."""
         return Gradients([{"params": self._params}])
 
     @property
     def parameter_count(self) -> int:
-        """Of all parameters, with a gradient or without."""
+        """The number of all parameters, with or without a gradient."""
         return len(self._params)
 
     @property
     def first(self) -> Tensor:
-        """The first gradient; its device is the one that decides."""
+        """The first gradient; its device decides."""
         first: Tensor = self._grads[0]
         return first
 
@@ -59,16 +59,16 @@ class Gradients:
         return (param for param in self._params if param.grad is not None)
 
     def are_simple(self) -> bool:
-        """Whether all parameters, those without gradient too, are real, on one device and whole. Worth remembering."""
+        """Return whether all parameters, also those without a gradient, are real, on one device and whole. Cache it."""
         kinds, dtypes = {*map(type, self._params)}, {param.dtype for param in self._params}
         return kinds <= {Tensor, Parameter} and dtypes <= REAL and len({param.device for param in self._params}) == 1
 
     def unscale(self, inverse_scale: Tensor, *, simple: bool = False) -> Tensor:
-        """Multiply every gradient in place, in float32 arithmetic, and test what it was before for inf and NaN.
+        """Multiply every gradient in place, in float32 arithmetic, and test the previous values for inf and NaN.
 
         Args:
             inverse_scale: float32 scalar.
-            simple: what `are_simple` said: the usual case takes one call, and no look at each gradient.
+            simple: result of `are_simple`: this usual case takes one call and does not inspect each gradient.
 
         Returns:
             Float32 scalar on the first gradient's device: exactly 1.0 if any gradient was not finite, else 0.0. Fused
@@ -89,12 +89,12 @@ class Gradients:
 
         Args:
             max_norm: not negative.
-            skipped: where this scalar is not 0 they stay, to tell which of them were not finite.
+            skipped: if this scalar is not 0, gradients stay unchanged, so that the non-finite ones can be found.
 
         Returns:
             The norm before clipping; float32 scalar (float64 for such gradients) on the first gradient's device.
 
-        The 1e-6 in the divisor is that of ``torch.nn.utils.clip_grad_norm_``, whose results these are bit for bit.
+        The 1e-6 in the divisor is that of ``torch.nn.utils.clip_grad_norm_``: the results are bitwise equal.
         """
         with torch.no_grad():
             norms = [norm for kind, bucket in self._sorted().items() if kind[-1] is None for norm in _norms(bucket)]
@@ -110,11 +110,11 @@ class Gradients:
             return total
 
     def buckets(self) -> list[Bucket]:
-        """The gradients, sorted at the first call."""
+        """Return the gradients in buckets. They are sorted at the first call."""
         return list(self._sorted().values())
 
     def _sorted(self) -> dict[Any, Bucket]:
-        """The buckets by what their gradients share, which `shard_group` ends."""
+        """Return the buckets by the properties that their gradients share; the last property is `shard_group`."""
         if self._buckets is None:
             self._buckets = {}
             for param in self.params:
@@ -123,7 +123,7 @@ class Gradients:
         return self._buckets
 
     def _norm_over(self, group: Any) -> Tensor:
-        """The norm of what ranks have of flattened parameters; every rank takes part, with a gradient or without."""
+        """Return the norm of a group's flattened parameters. Every rank takes part, with or without gradients."""
         norms = [norm for kind, bucket in self._sorted().items() if kind[-1] is group for norm in _norms(bucket)]
         device = self._params[0].device
         here = [norm.to(device) for norm in norms] or [torch.zeros((), device=device)]
@@ -132,7 +132,7 @@ class Gradients:
         return total.sqrt()
 
     def _unscale_at_once(self, inverse_scale: Tensor) -> Tensor | None:
-        """Asking each gradient for its layout would take long: torch refuses sparse ones, before it writes anything."""
+        """Unscale without testing layouts, which is slow; torch refuses sparse gradients before it writes anything."""
         try:
             return _unscale(self._grads, inverse_scale)
         except RuntimeError:
@@ -148,7 +148,7 @@ def _unscale(bucket: Bucket, inverse_scale: Tensor) -> Tensor:
 
 
 def dense(param: Tensor) -> Tensor:
-    """A dense real view of a gradient. A sparse one is coalesced first, since the sum of duplicates can overflow."""
+    """Return a dense real view of a gradient. Sparse ones are coalesced first: a sum of duplicates can overflow."""
     grad: Any = param.grad
     if grad.layout == torch.sparse_coo:
         param.grad = grad = grad.coalesce()
@@ -158,13 +158,13 @@ def dense(param: Tensor) -> Tensor:
 
 
 def _kind(grad: Any) -> tuple[Any, ...]:
-    """What the gradients of one bucket share. Distributed ones also share where their parts are."""
+    """Return what the gradients of one bucket share, for distributed ones including their mesh and placements."""
     return type(grad), grad.device, grad.dtype, getattr(grad, "device_mesh", None), getattr(grad, "placements", None)
 
 
 def _norms(bucket: Bucket) -> Sequence[Tensor]:
-    """The gradients' norms; of distributed ones the norm of all, over all their shards, for one communication."""
-    # The norm of 16-bit gradients can leave float16 although no gradient does.
+    """Return the gradients' norms. For distributed gradients, return one norm over all shards: one communication."""
+    # The norm of 16-bit gradients can exceed float16's range although no gradient does.
     wide = torch.float32 if bucket[0].dtype in SIXTEEN_BIT else None
     norms = torch._foreach_norm(bucket, 2.0, dtype=wide)
     if not hasattr(norms[0], "full_tensor"):
@@ -174,5 +174,5 @@ def _norms(bucket: Bucket) -> Sequence[Tensor]:
 
 
 def local(tensor: Any) -> Tensor:
-    """This rank's part of a distributed tensor; any other tensor as it is."""
+    """Return this rank's part of a distributed tensor, and any other tensor unchanged."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor  # type: ignore[no-any-return]

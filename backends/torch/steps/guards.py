@@ -1,7 +1,7 @@
-"""Refuses what would update from gradients whose scale is another than it is taken for; nothing is changed then.
+"""Guards that refuse an update from gradients with an unexpected scale, before anything is changed.
 
-Each of these gives finite, wrong numbers otherwise: a loss that nobody scaled, `torch.amp.GradScaler` around an
-optimizer that scales itself, the optimizer inside stepped directly, and gradients clipped while they are scaled.
+Without them each of these cases gives finite but wrong numbers: a loss that was not scaled, `torch.amp.GradScaler`
+around an optimizer that scales itself, a direct step of the inner optimizer, and clipping of scaled gradients.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def check_scaled(optimizer: WindowedOptimizer) -> None:
-    """Refuse gradients that no scaled loss left, or not alone, unless somebody has said what they are.
+    """Refuse gradients that include an unscaled loss, unless the user has declared what they are.
 
     Raises:
         UsageError: a loss was not scaled.
@@ -39,10 +39,10 @@ def check_scaled(optimizer: WindowedOptimizer) -> None:
 
 
 def check_no_scaler(optimizer: WindowedOptimizer) -> None:
-    """Refuse a step by `torch.amp.GradScaler`, which tells an optimizer that can skip of its scale by attributes.
+    """Refuse a step by `torch.amp.GradScaler`, which sets its scale as attributes of an optimizer that can skip.
 
     Raises:
-        UsageError: they are there.
+        UsageError: these attributes are set.
     """
     given = vars(optimizer)
     if "found_inf" in given or "grad_scale" in given:
@@ -52,10 +52,10 @@ def check_no_scaler(optimizer: WindowedOptimizer) -> None:
 
 
 class InnerStep:
-    """A hook before the inner optimizer's step: only the wrapped one may call it while gradients are scaled.
+    """A hook before the inner optimizer's step: only the wrapped optimizer may call it while gradients are scaled.
 
     Args:
-        optimizer: the wrapped one. It is held weakly, and the hook goes with it.
+        optimizer: the wrapped optimizer. It is held weakly, and the hook is removed with it.
     """
 
     def __init__(self, optimizer: WindowedOptimizer) -> None:
@@ -70,15 +70,15 @@ class InnerStep:
 
 
 def guard(optimizer: WindowedOptimizer, alive: Callable[[], Iterable[WindowedOptimizer]]) -> None:
-    """Watch over an optimizer for as long as it lives, and over clipping from the first one on.
+    """Guard an optimizer for as long as it lives; the first call also starts to guard clipping.
 
     Args:
-        optimizer: the wrapped one.
-        alive: gives all of them in this process.
+        optimizer: the wrapped optimizer.
+        alive: returns all wrapped optimizers in this process.
     """
     before_clipping(lambda params, limit: _clips(params, limit, alive()))
     inner = optimizer.inner
-    if hasattr(inner, "_optimizer_step_pre_hooks"):  # optimizers that wrap others may have left torch's own set-up out
+    if hasattr(inner, "_optimizer_step_pre_hooks"):  # optimizers that wrap others may not have run torch's own set-up
         handle = inner.register_step_pre_hook(InnerStep(optimizer))
         weakref.finalize(optimizer, handle.remove).atexit = False
 
@@ -92,14 +92,14 @@ def _clips(params: Iterable[Tensor], limit: float, alive: Iterable[WindowedOptim
         if not _has_scaled_gradients(optimizer):
             continue
         clipped = {id(param) for param in params} if clipped is None else clipped
-        masters = [] if optimizer.masters is None else optimizer.masters.masters  # which have their gradients later
+        masters = [] if optimizer.masters is None else optimizer.masters.masters  # they get their gradients later
         graded = (param for param in optimizer.model_parameters() if param.grad is not None)
         if any(id(param) in clipped for param in (*graded, *masters)):
             raise refusals.clipped_before_unscaling()
 
 
 def _has_scaled_gradients(optimizer: WindowedOptimizer) -> bool:
-    """Whether a scaled loss has left gradients that are not unscaled yet, as far as can be known."""
+    """Return whether a scaled loss has produced gradients that are not unscaled yet, as far as this is known."""
     window, witness = optimizer.window, optimizer.witness
     if window.found is not None or not optimizer.scaler.multiplies:
         return False

@@ -1,4 +1,4 @@
-"""Keeps what objects hold, so that a step which is only looked at leaves no trace in them."""
+"""Saves and restores the attributes of objects, so that a step that is only observed leaves no trace."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def keep(objects: Iterable[Any]) -> Callable[[], None]:
-    """Note what objects hold, dicts, lists and sets by their elements, and give what brings it back.
+    """Save the attributes of objects, with copies of dicts, lists and sets, and return a function that restores them.
 
     >>> class Holder:
     ...     losses = [1]

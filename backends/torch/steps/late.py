@@ -1,4 +1,4 @@
-"""Values on their way from a device to the host, read at a later step so that no step waits for them."""
+"""Values copied from a device to the host and read at a later step, so that no step waits for them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from polyamp.backends.torch.kernels.control import is_captured
 
 
 class LateValues:
-    """One small tensor at a time, copied without a sync where the device has streams (CUDA and XPU).
+    """One small tensor at a time, copied without a sync on devices with streams (CUDA and XPU).
 
     >>> late = LateValues()
     >>> late.send(torch.tensor([1.0, 2.0]))
@@ -25,12 +25,14 @@ class LateValues:
 
     @property
     def is_under_way(self) -> bool:
-        """Whether values were sent that nobody has received."""
+        """Whether values were sent and not yet received."""
         return self._copy is not None
 
     def send(self, values: Tensor) -> None:
-        """Start the copy, unless an earlier one is still under way, or a CUDA graph is captured: that copies nothing to
-        a host that does not look."""
+        """Start the copy, unless an earlier one is still under way or a CUDA graph is captured.
+
+        While a graph is captured the host does not read values.
+        """
         if self.is_under_way or is_captured():
             return
         current_stream = _streams_of(values.device)
@@ -38,7 +40,7 @@ class LateValues:
         self._arrival = current_stream and current_stream(values.device).record_event()
 
     def receive(self) -> list[Any] | None:
-        """The values, once, if they have arrived; else None."""
+        """Return the values, once, if they have arrived; else None."""
         if self._copy is None or is_captured():
             return None
         if self._arrival is not None and not self._arrival.query():
@@ -49,5 +51,5 @@ class LateValues:
 
 
 def _streams_of(device: torch.device) -> Any:
-    """What gives a device's current stream, whose events tell when a copy has arrived; None without streams."""
+    """Return the function for a device's current stream, whose events report arrivals; None without streams."""
     return None if device.type == "cpu" else getattr(torch.get_device_module(device), "current_stream", None)

@@ -1,7 +1,9 @@
-"""Float32 master weights: what the inner optimizer trains while the model's own parameters have 16 bits.
+"""Float32 master weights: the inner optimizer trains them while the model's own parameters have 16 bits.
 
-In 16 bits an update that is small beside its weight rounds away; in float32 it adds up (Micikevicius et al., "Mixed
-Precision Training", ICLR 2018, section 3.1).
+In 16 bits an update that is small compared to its weight rounds away; in float32 small updates add up (Micikevicius et
+al., "Mixed Precision Training", ICLR 2018, section 3.1):
+
+    weight 1.0, update 0.001, 10 steps: bfloat16 alone stays at 1.0; a float32 master reaches 1.01 and rounds to 1.0078
 """
 
 from __future__ import annotations
@@ -19,47 +21,47 @@ from polyamp.errors import InvalidValueError, warn_once
 
 
 class Storage(Protocol):
-    """Where the float32 values of masters are between steps.
+    """A way to keep the float32 values of masters between steps.
 
-    ``model`` and ``masters`` are always all the pairs there are, in the order in which they were adopted.
+    ``model`` and ``masters`` are always all pairs, in the order in which they were adopted.
     """
 
     def check(self, params: Tensors) -> None:
-        """Refuse parameters that cannot be kept in this way."""
+        """Raise if parameters cannot be kept in this way."""
 
     def adopt(self, params: Tensors) -> Tensors:
-        """Make the masters of more parameters."""
+        """Return masters for more parameters."""
 
     def fill(self, model: Tensors, masters: Tensors, changed: bool) -> None:
-        """Before a step: give the masters their values. ``changed``: somebody wrote to the model since the last."""
+        """Fill the masters with their values before a step. ``changed``: the model was written to since the last."""
 
     def follow(self, model: Tensors, masters: Tensors) -> None:
-        """Somebody wrote to the model: bring to it what is kept beside it."""
+        """Update what is kept next to the model, after somebody wrote to the model."""
 
     def count_in(self, control: Tensor) -> None:
-        """Let polyamp's operators count the steps that they round by chance in ``control``; see ``control.py``."""
+        """Let polyamp's operators count stochastically rounded steps in ``control``; see ``control.py``."""
 
     def beside(self, model: Tensors, masters: Tensors) -> Tensors:
-        """What polyamp's operators update where it is, beside each parameter; empty where that is nothing."""
+        """Return what polyamp's operators update in place next to each parameter; empty if there is nothing."""
 
     def round(self, model: Tensors, masters: Tensors) -> None:
         """Round the masters into the model's parameters."""
 
     def release(self) -> None:
-        """After a step, applied or not: free what is needed during it only."""
+        """Free memory that is only needed during a step, after the step was applied or skipped."""
 
     def state(self, model: Tensors, masters: Tensors) -> dict[Any, Any]:
-        """What `load` continues from."""
+        """Return the state that `load` resumes from."""
 
     def check_saved(self, saved: object, masters: Tensors) -> None:
-        """Refuse what `load` cannot continue from."""
+        """Raise if `load` cannot resume from a saved state."""
 
     def load(self, saved: Mapping[Any, Any], model: Tensors, masters: Tensors) -> None:
-        """Continue from a saved state, and bring the model's parameters to it."""
+        """Resume from a saved state, and update the model's parameters to it."""
 
 
 class MasterWeights:
-    """The 16-bit parameters of a model, each beside its float32 master.
+    """The 16-bit parameters of a model, each with its float32 master.
 
     >>> weight = torch.nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
     >>> inner = torch.optim.SGD([weight], lr=0.1)
@@ -67,14 +69,14 @@ class MasterWeights:
     >>> inner.param_groups[0]["params"][0].dtype, masters.model[0] is weight
     (torch.float32, True)
 
-    A step is `take_gradients`, the inner optimizer's own, `update_model` if it was applied, and `release`.
+    A step is `take_gradients`, the inner optimizer's own step, `update_model` if it was applied, and `release`.
 
     Args:
-        inner: its groups, and its state if it has any, are re-pointed at the masters in place.
-        storage: how the masters are kept between steps; None keeps them as they are.
+        inner: the optimizer. Its groups, and its state if it has any, are changed in place to refer to the masters.
+        storage: the way to keep masters between steps; None is `InMemory`.
 
     Raises:
-        InvalidValueError: parameters that cannot be kept so; nothing is changed.
+        InvalidValueError: some parameters cannot be kept in this way; nothing is changed.
     """
 
     def __init__(self, inner: torch.optim.Optimizer, storage: Storage | None = None) -> None:
@@ -89,22 +91,22 @@ class MasterWeights:
             self.adopt(inner, group)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_standing": {}, "_versions": []}  # copies of parameters count theirs anew
+        return {**self.__dict__, "_standing": {}, "_versions": []}  # copied parameters restart their version counters
 
     @torch.no_grad()
     def adopt(self, inner: torch.optim.Optimizer, group: dict[str, Any]) -> None:
-        """Make masters for the 16-bit parameters of one group and put them in their place.
+        """Create masters for the 16-bit parameters of one group and put them in their place.
 
         Raises:
-            InvalidValueError: one of them has a master already, which torch's own test for repeated parameters cannot
-                see, or cannot have one of this kind; nothing is changed.
+            InvalidValueError: a parameter has a master already (torch's own test for repeated parameters cannot see
+                this), or cannot have one of this kind; nothing is changed.
         """
         params, low = group["params"], _low(group["params"])
         self._refuse_repeated(low)
         self._storage.check(low)
         made = self._storage.adopt(low)
         standing = dict(zip(low, made, strict=True))
-        params[:] = [standing.get(param, param) for param in params]  # in place: LBFGS keeps a second reference to it
+        params[:] = [standing.get(param, param) for param in params]  # in place: LBFGS keeps a reference to the list
         for param, master in standing.items():
             if param in inner.state:
                 inner.state[master] = {key: _widened(value, param) for key, value in inner.state.pop(param).items()}
@@ -114,7 +116,7 @@ class MasterWeights:
 
     @torch.no_grad()
     def take_gradients(self) -> None:
-        """Give the masters their values, and the model's gradients in float32: exact, inf and NaN included."""
+        """Fill the masters with their values, and with the model's gradients in float32, exactly, even inf and NaN."""
         self._storage.fill(self.model, self.masters, self._changed())
         self.note_versions()
         self._have_gradients = True
@@ -125,14 +127,16 @@ class MasterWeights:
 
     @torch.no_grad()
     def standing(self) -> dict[Tensor, tuple[Tensor, Tensor | None]]:
-        """For each master the parameter that it stands for, and what is kept beside that, both of which polyamp's
-        operators update where they are. The same object until there are more masters. The model's own gradients count
-        from now on, and the masters have none."""
+        """Return for each master its parameter and what is kept next to it; operators update both in place.
+
+        It is the same object until there are more masters. From now on the model's own gradients are used, and the
+        masters have none.
+        """
         if self._have_gradients:
             self._have_gradients = False
             for master in self.masters:
                 master.grad = None
-        self._storage.release()  # what a refused step may have left
+        self._storage.release()  # a refused step may have left values
         self._follow()
         if len(self._standing) != len(self.masters):
             beside = self._storage.beside(self.model, self.masters)
@@ -143,7 +147,7 @@ class MasterWeights:
         return self._standing
 
     def count_in(self, control: Tensor) -> None:
-        """Before a step by polyamp's operators; see `Storage.count_in`."""
+        """Count stochastically rounded steps in ``control``, before a step by operators; see `Storage.count_in`."""
         self._storage.count_in(control)
 
     @torch.no_grad()
@@ -153,7 +157,7 @@ class MasterWeights:
         self.note_versions()
 
     def release(self) -> None:
-        """End a step, applied or not: free what the masters need during it only."""
+        """End a step, applied or not: free what the masters only need during a step."""
         self._storage.release()
 
     def zero_grad(self, set_to_none: bool) -> None:
@@ -166,25 +170,27 @@ class MasterWeights:
 
     @torch.no_grad()
     def state(self) -> dict[Any, Any]:
-        """The masters' values by their place in the optimizer, as ``torch.optim`` numbers its state; where there are
-        none (stochastic rounding), the generators' states."""
+        """Return the masters' values by index in the optimizer, numbered as in ``torch.optim``'s own state.
+
+        With stochastic rounding, which has no values, return the generators' states.
+        """
         self._follow()
         return self._storage.state(self.model, self.masters)
 
     def check(self, saved: object) -> None:
-        """Refuse saved masters that are not these parameters'.
+        """Raise if saved masters do not fit these parameters.
 
         Raises:
-            StateError: they are missing, or of other number or shapes.
+            StateError: they are missing, or differ in number or shapes.
         """
         self._storage.check_saved(saved, self.masters)
 
     @torch.no_grad()
     def load(self, saved: Mapping[Any, Any]) -> None:
-        """Continue from what `state` gave, in whatever way and 16-bit format masters were kept then.
+        """Resume from a result of `state`, saved under any way to keep masters and any 16-bit format.
 
-        They decide, and the model is rounded from them. A model that is loaded later decides in its turn where its
-        values are not those roundings, so across formats and ways load the model first.
+        Saved masters win: the model is rounded from them. If you load a model afterwards, its values win where they are
+        not those roundings. So load the model first if the format or the way to keep masters has changed.
         """
         self._storage.load(saved, self.model, self.masters)
         self.note_versions()
@@ -203,66 +209,66 @@ class MasterWeights:
             self.note_versions()
 
     def _changed(self) -> bool:
-        """Whether somebody wrote to the model."""
+        """Return whether somebody wrote to the model since `note_versions`."""
         return self._versions != [param._version for param in self.model]
 
     def note_versions(self) -> None:
-        """What is written to the model from now on is somebody else's."""
+        """Record the model's versions: later changes are writes by somebody else."""
         self._versions = [param._version for param in self.model]
 
 
 class InMemory:
-    """Masters that stay in memory: 4 bytes beside each 16-bit parameter."""
+    """Masters that stay in memory: 4 more bytes for each 16-bit parameter."""
 
     def check(self, params: Tensors) -> None:
-        """All 16-bit parameters can have them."""
+        """Accept all 16-bit parameters."""
 
     def adopt(self, params: Tensors) -> Tensors:
-        """Their values in float32."""
+        """Return the parameters' values in float32."""
         return [nn.Parameter(param.detach().float(), requires_grad=param.requires_grad) for param in params]
 
     def fill(self, model: Tensors, masters: Tensors, changed: bool) -> None:
-        """They have them."""
+        """Update the masters if the model changed; else they have their values already."""
         if changed:
             self.follow(model, masters)
 
     def follow(self, model: Tensors, masters: Tensors) -> None:
-        """Where somebody wrote to the model (``model.load_state_dict``), masters follow; the rest keeps its bits."""
+        """Update masters after a write to the model (``model.load_state_dict``); unchanged elements keep all bits."""
         for param, master in zip(shards(model), shards(masters), strict=True):
             master.copy_(torch.where(param == master.to(param.dtype), master, param.float()))
 
     def count_in(self, control: Tensor) -> None:
-        """Nothing is left to chance."""
+        """Do nothing, since nothing is rounded stochastically."""
 
     def beside(self, model: Tensors, masters: Tensors) -> Tensors:
-        """The masters."""
+        """Return the masters."""
         return masters
 
     def round(self, model: Tensors, masters: Tensors) -> None:
-        """To nearest, at a tie to even."""
+        """Round the masters into the model, to nearest, ties to even."""
         if model:
             torch._foreach_copy_(shards(model), shards(masters))
 
     def release(self) -> None:
-        """They stay."""
+        """Do nothing, since the masters stay in memory."""
 
     def state(self, model: Tensors, masters: Tensors) -> dict[Any, Any]:
-        """The masters themselves."""
+        """Return the masters themselves."""
         return dict(enumerate(masters))
 
     def check_saved(self, saved: object, masters: Tensors) -> None:
-        """Refuse other masters."""
+        """Raise if the saved masters do not fit these."""
         check_masters(saved, masters)
 
     def load(self, saved: Mapping[Any, Any], model: Tensors, masters: Tensors) -> None:
-        """Copy them."""
+        """Copy the saved masters, and round them into the model."""
         for master, value in zip(masters, saved.values(), strict=True):
             master.copy_(value)
         self.round(model, masters)
 
 
 Kind = bool | Literal["remainder", "stochastic"] | None
-"""What ``wrap_optimizer(master_weights=)`` takes; see `make_masters`."""
+"""The values of ``wrap_optimizer(master_weights=)``; see `make_masters`."""
 
 _STORAGES: dict[bool | str, Callable[[], Storage]] = {
     True: InMemory,
@@ -272,19 +278,19 @@ _STORAGES: dict[bool | str, Callable[[], Storage]] = {
 
 
 def make_masters(inner: torch.optim.Optimizer, wanted: Kind) -> MasterWeights | None:
-    """The masters that ``wrap_optimizer(master_weights=)`` asks for, or None without 16-bit parameters.
+    """Return the masters for ``wrap_optimizer(master_weights=)``, or None without 16-bit parameters.
 
     >>> weight = torch.nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
     >>> make_masters(torch.optim.SGD([weight], lr=0.1), False) is None
     True
 
     Args:
-        inner: as for `MasterWeights`.
-        wanted: None and True keep float32 masters in memory, None without a word where no parameter has 16 bits;
-            "remainder" keeps `Remainders`, "stochastic" none but `StochasticRounding`; False makes none.
+        inner: see `MasterWeights`.
+        wanted: None and True keep float32 masters in memory; without 16-bit parameters True warns and None does not.
+            "remainder" uses `Remainders`, "stochastic" has no masters and uses `StochasticRounding`; False makes none.
 
     Raises:
-        InvalidValueError: another value, or parameters that cannot be kept so.
+        InvalidValueError: another value, or parameters that cannot be kept in this way.
     """
     if wanted not in (*_STORAGES, None, False):
         raise InvalidValueError(
@@ -311,12 +317,12 @@ def _low(params: Iterable[Tensor]) -> list[Tensor]:
 def _in_float32(grads: list[Tensor]) -> list[Tensor]:
     plain = all(type(grad) is Tensor for grad in grads) and {grad.layout for grad in grads} <= {torch.strided}
     if not (grads and plain):
-        return [grad.float() for grad in grads]  # sparse and distributed ones keep their kind
+        return [grad.float() for grad in grads]  # sparse and distributed ones keep their type
     wide = [torch.empty_like(grad, dtype=torch.float32) for grad in grads]
     torch._foreach_copy_(wide, grads)
     return wide
 
 
 def _widened(value: Any, param: Tensor) -> Any:
-    """A moment that an optimizer kept in the parameter's 16 bits, in float32."""
+    """Return a moment that an optimizer kept in the parameter's 16-bit dtype in float32, and other values unchanged."""
     return value.float() if isinstance(value, Tensor) and value.dtype == param.dtype else value

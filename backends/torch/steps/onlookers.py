@@ -1,4 +1,4 @@
-"""Who is to know that an optimizer begins to update: a recorder, whose record of the step ends there."""
+"""Callbacks for the start of an optimizer's update, where the recording of a step ends."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ _onlookers: list[Onlooker] = []
 
 
 def update_begins(closure: Closure | None = None, scale: Callable[[], float] | None = None) -> None:
-    """Tell them, before anything is read or changed. What one raises ends the update.
+    """Call the callbacks, before anything is read or changed. If one raises, the update ends.
 
     >>> with told(lambda closure, scale: print("an update begins", scale)):
     ...     update_begins(scale=lambda: 8.0)
     an update begins 8.0
 
     Args:
-        closure: what the optimizer is to compute the gradients by, if anything.
-        scale: gives the loss scale where a scaler makes the update, and the optimizer knows of none.
+        closure: the function that computes the gradients, if the optimizer uses one.
+        scale: returns the loss scale if a scaler makes the update and the optimizer does not know the scale.
     """
     for onlooker in _onlookers:
         onlooker(closure, None if scale is None else scale())
@@ -29,7 +29,7 @@ def update_begins(closure: Closure | None = None, scale: Callable[[], float] | N
 
 @contextmanager
 def told(onlooker: Onlooker) -> Iterator[None]:
-    """Have a function told of every update while this is entered."""
+    """Call a function at every update while this context is active."""
     _onlookers.append(onlooker)
     try:
         yield
@@ -38,7 +38,7 @@ def told(onlooker: Onlooker) -> Iterator[None]:
 
 
 def are_looking() -> bool:
-    """Whether anybody is to know: then the step is only looked at.
+    """Return whether there are callbacks: then the step is only observed.
 
     >>> are_looking()
     False

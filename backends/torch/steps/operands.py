@@ -1,4 +1,4 @@
-"""What polyamp's operators take of an inner optimizer: parameters, gradients and moments, sorted into calls."""
+"""Inputs of polyamp's operators from an inner optimizer: parameters, gradients and moments, sorted into calls."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class Place(NamedTuple):
     """One parameter of an inner optimizer.
 
     Attributes:
-        key: it, under which the optimizer has its state.
-        stored: the tensor that an operator updates, the model's own where ``key`` is its float32 master; and what the
-            operator keeps of that master beside it, None where there is nothing.
+        key: the parameter as the optimizer knows it, the key of its state.
+        stored: the tensor that an operator updates: the model's own, if ``key`` is its float32 master; and what the
+            operator keeps of that master next to it, or None.
         group: the number of its group.
     """
 
@@ -31,18 +31,21 @@ class Place(NamedTuple):
 
     @property
     def param(self) -> Tensor:
-        """What an operator updates."""
+        """The tensor that an operator updates."""
         return self.stored[0]
 
     @property
     def beside(self) -> Tensor | None:
-        """What it keeps beside that."""
+        """The tensor that the operator keeps next to it, or None."""
         return self.stored[1]
 
     @property
     def is_supported(self) -> bool:
-        """Whether operators take it: whole or distributed, float32 or with a master, each element once in memory, and
-        what is kept beside it in the same order."""
+        """Whether operators support it.
+
+        It has to be whole or distributed, float32 or with a master, without overlapping memory, and `beside` in the
+        same memory order.
+        """
         if type(self.key) not in (Tensor, Parameter) and not hasattr(self.key, "to_local"):
             return False
         of_master = self.param is not self.key and self.param.dtype in SIXTEEN_BIT
@@ -53,7 +56,7 @@ class Place(NamedTuple):
 
 
 def is_dense(tensor: Tensor) -> bool:
-    """Whether the elements fill a piece of memory, each once, in whatever order of dimensions.
+    """Return whether the elements fill one block of memory, each exactly once, in any order of dimensions.
 
     >>> is_dense(torch.ones(2, 3).T), is_dense(torch.ones(2, 3)[:, :2]), is_dense(torch.ones(1).expand(3))
     (True, False, False)
@@ -73,7 +76,7 @@ def _dimensions(tensor: Tensor) -> list[tuple[int, int]]:
 
 
 def like(param: Tensor, other: Tensor) -> Tensor:
-    """``other`` with its elements in the order in memory that ``param`` has: itself or a copy.
+    """Return ``other`` with its elements in the same memory order as ``param``: itself or a copy.
 
     >>> like(torch.ones(2, 3), torch.ones(3, 2).T).stride()
     (3, 1)
@@ -84,16 +87,16 @@ def like(param: Tensor, other: Tensor) -> Tensor:
 
 
 class Batch:
-    """The tensors of one call of an operator: one device, one way to keep masters, moments or none.
+    """The tensors of one call of an operator: one device, one way to keep masters, the same moments.
 
-    State that the optimizer does not have yet is made as it would make it: zeros. Steps are counted on the device.
+    Missing optimizer state is created as the optimizer would create it: zeros. Steps are counted on the device.
 
     Attributes:
-        places: of the parameters.
-        made: the state that the optimizer did not have, until a step was applied: dicts and names.
-        numbers: of their groups.
-        layouts: how they lie over ranks; None of those that do not.
-        written: what the call changes, as autograd knows it.
+        places: the places of the parameters.
+        made: state that was created here, until a step is applied: dicts and names.
+        numbers: the numbers of their groups.
+        layouts: their layouts over ranks; None for parameters that are not distributed.
+        written: the tensors that the call changes, as autograd knows them.
     """
 
     def __init__(self, rule: UpdateRule, optimizer: torch.optim.Optimizer, places: Sequence[Place]) -> None:
@@ -117,7 +120,7 @@ class Batch:
 
     @property
     def device(self) -> torch.device:
-        """Of all of them."""
+        """The device of all tensors."""
         return self.params[0].device
 
     @property
@@ -127,11 +130,11 @@ class Batch:
         return first
 
     def is_current(self) -> bool:
-        """Whether parameters are where they were, and state is what it was, when this was made."""
+        """Return whether parameters have the same addresses, and the state the same tensors, as when this was made."""
         return self._where() == self._pointers and all(state.get(name) is value for state, name, value in self._state)
 
     def grads(self) -> list[Tensor]:
-        """The parameters' gradients, laid out in memory as they are."""
+        """Return the parameters' gradients, in the parameters' memory order."""
         grads: list[Any] = [place.param.grad for place in self.places]
         if type(grads[0]) is not Tensor:
             grads = [local(grad) for grad in grads]
@@ -141,11 +144,11 @@ class Batch:
         ]
 
     def tensors(self, grads: Sequence[Tensor]) -> tuple[Sequence[Tensor], ...]:
-        """The first arguments of the operator."""
+        """Return the first arguments of the operator."""
         return self.params, self.masters, grads, *self._lists
 
     def unmake(self) -> None:
-        """Take back the state that was made for a step that was skipped."""
+        """Remove the state that was created for a step that was skipped."""
         for state, name in self.made:
             del state[name]
         for place in self.places:
@@ -188,7 +191,7 @@ def _layout(param: Any) -> Any:
 
 
 def sort(rule: UpdateRule, optimizer: torch.optim.Optimizer, places: Sequence[Place]) -> list[Batch]:
-    """The calls that step all these parameters."""
+    """Return the calls that step all these parameters."""
     kinds: dict[Any, list[Place]] = {}
     for place in places:
         beside = None if place.beside is None else place.beside.dtype
@@ -198,7 +201,7 @@ def sort(rule: UpdateRule, optimizer: torch.optim.Optimizer, places: Sequence[Pl
 
 
 def count_on_host(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> None:
-    """Give torch's own step the count where it looks for it without waiting for the device."""
+    """Move the step count to the CPU, where torch's own step can read it without waiting for the device."""
     if group.get("fused") or group.get("capturable"):
         return
     for key in group["params"]:

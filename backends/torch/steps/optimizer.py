@@ -31,10 +31,10 @@ from polyamp.result import StepResult
 
 
 class LossScaledOptimizer(WindowedOptimizer):
-    """An optimizer that unscales, tests, clips, then updates or skips, then moves the loss scale: always in that order.
+    """An optimizer that unscales, tests, clips, updates or skips, then advances the loss scale: always in that order.
 
     It is a `torch.optim.Optimizer`: ``param_groups``, ``state``, ``defaults`` and hooks are the inner optimizer's own,
-    so schedulers and trainers work. Step hooks run where the inner optimizer steps.
+    so schedulers and trainers work. Step hooks run when the inner optimizer steps.
 
     >>> weight = torch.ones(2, requires_grad=True)
     >>> opt = LossScaledOptimizer(torch.optim.SGD([weight], lr=0.5), LossScale(init=8.0), max_grad_norm=1.0)
@@ -44,35 +44,35 @@ class LossScaledOptimizer(WindowedOptimizer):
     (tensor([0.7000, 0.6000]), StepResult(applied=True, scale=8.0, skipped_in_a_row=0))
 
     Args:
-        optimizer: any `torch.optim.Optimizer`. On an accelerator a step of a fused one costs no host sync, and of any
-            other costs one. LBFGS and other optimizers that evaluate a closure more than once cost a copy of parameters
-            and state, from which an overflow is undone.
-        loss_scale: None is ``LossScale()``. ``LossScale.none()`` makes this do exactly what ``optimizer`` does.
-        max_grad_norm: clip unscaled gradients to this global L2 norm at every step; None does not.
-        master_weights: train float32 copies of 16-bit parameters, which then stand in ``param_groups``. None does so
-            where there are such parameters; False updates them as they are, gradients staying in 16 bits. To save
-            memory, "remainder" keeps only the bits of the copies that bfloat16 parameters lack, and "stochastic" keeps
-            none and rounds by chance; between steps those copies then read as NaN.
-        skip_on_device: leave skipping to the optimizer's kernel, without a host sync. None does so on accelerators
-            where the optimizer can.
-        fused_step: unscale, clip, skip, update and move the loss scale in polyamp's own operators, for SGD, Adam and
-            AdamW; gradients then stay scaled after a step. None does so on GPUs where the compiled extension is in use,
-            True everywhere, False nowhere.
+        optimizer: any `torch.optim.Optimizer`. On an accelerator a step of a fused optimizer needs no host sync, of any
+            other optimizer one. LBFGS and other optimizers that evaluate a closure more than once need a copy of
+            parameters and state, to undo an overflow.
+        loss_scale: None is ``LossScale()``. With ``LossScale.none()`` the steps are exactly those of ``optimizer``.
+        max_grad_norm: clip unscaled gradients to this global L2 norm at every step; None does not clip.
+        master_weights: train float32 copies of 16-bit parameters, which replace them in ``param_groups``. None does so
+            if there are such parameters; False updates them directly, with gradients in 16 bits. To save memory,
+            "remainder" keeps only the bits of the copies that bfloat16 parameters lack, and "stochastic" keeps no
+            copies and rounds stochastically; in both, the copies read as NaN between steps.
+        skip_on_device: leave skipping to the optimizer's kernel, without a host sync. None does so on accelerators if
+            the optimizer can.
+        fused_step: unscale, clip, skip, update and advance the loss scale in polyamp's own operators, for SGD, Adam and
+            AdamW; gradients then stay scaled after a step. None does so on GPUs if the compiled extension is in use,
+            True on all devices, False never.
         process_group: the ranks that step or skip together: an overflow on one is an overflow on all. None is the
-            default group of ``torch.distributed`` where that is initialised; False is this rank alone.
-        named_parameters: names for the parameters in messages, as of ``model.named_parameters()``. Without them, those
-            that the optimizer was made with, or those of a module that has the parameters.
+            default group of ``torch.distributed`` if that is initialised; False is this rank alone.
+        named_parameters: names for the parameters in messages, as in ``model.named_parameters()``. Without them, the
+            names given to the optimizer, or those of a module that has the parameters.
         share: another wrapped optimizer that trains on the same losses: both then share their loss scales.
-        compute: the format that forward passes compute in, for what is said of losses that are not finite.
+        compute: the format that forward passes compute in, for messages about losses that are not finite.
 
     Raises:
-        InvalidTypeError: no optimizer, or another argument of the wrong type.
+        InvalidTypeError: ``optimizer`` is not an optimizer, or another argument has the wrong type.
         UsageError: it is wrapped already.
-        InvalidValueError: ``skip_on_device`` of an optimizer that cannot.
+        InvalidValueError: ``skip_on_device`` for an optimizer that cannot skip.
     """
 
-    # What copies and pickles keep: not the window under way, nor a `step` that a scheduler patched on the instance,
-    # nor a process group, which cannot be copied.
+    # What copies and pickles keep. Not kept: the current window, a `step` that a scheduler patched on the instance, and
+    # the process group, which cannot be copied.
     _KEPT = ("inner", "scalers", "max_grad_norm", "masters", "last_step", "stepper", "_master_weights")
 
     def __init__(
@@ -135,7 +135,7 @@ class LossScaledOptimizer(WindowedOptimizer):
 
     @property
     def loss_scale(self) -> float:
-        """The scale that the next loss is multiplied by. Reading it waits for the device, if it lives on one."""
+        """The scale that the next loss is multiplied by. Reading it waits for the device if the scale is on one."""
         return float(self.scaler.state.scale)
 
     @loss_scale.setter
@@ -144,16 +144,16 @@ class LossScaledOptimizer(WindowedOptimizer):
 
     @property
     def step_was_skipped(self) -> bool:
-        """Whether the last step was skipped. Looking at it costs a sync where the device decided."""
+        """Whether the last step was skipped. Reading it costs a sync if the device decided."""
         return not self.last_step.applied
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """What `torch.amp.GradScaler` asks for, and then tells of its scale by attributes: so `step` can refuse it."""
+        """Make `torch.amp.GradScaler` set its scale as attributes, so that `step` can refuse it."""
         return self.scaler.multiplies
 
     def scale(self, loss: Any, loss_id: Hashable = None) -> Any:
-        """The loss in float32 (float64 stays) times the loss scale, for ``scale(loss).backward()``.
+        """Return the loss in float32 (float64 stays) times the loss scale, for ``scale(loss).backward()``.
 
         >>> weight = torch.ones(1, requires_grad=True)
         >>> opt = LossScaledOptimizer(torch.optim.SGD([weight], lr=0.5), LossScale(init=8.0))
@@ -164,14 +164,14 @@ class LossScaledOptimizer(WindowedOptimizer):
         tensor([4.])
 
         Args:
-            loss: floating tensor of any shape, or such tensors in lists, tuples and dicts.
-            loss_id: for a loss that is to have a scale of its own: any name for it. Its gradients are added to those of
-                the other losses once they are unscaled; until then those are set aside.
+            loss: floating-point tensor of any shape, or such tensors in lists, tuples and dicts.
+            loss_id: any name for a loss that gets its own scale. Its gradients are added to those of the other losses
+                when they are unscaled; until then those are set aside.
 
         Raises:
-            InvalidTypeError: no floating tensor.
-            NonFiniteLossError: under ``nonfinite_loss="raise"``, inf or NaN on the CPU; on other devices a later
-                `step` raises it. By default the step is skipped, with a warning.
+            InvalidTypeError: ``loss`` is not a floating-point tensor.
+            NonFiniteLossError: under ``nonfinite_loss="raise"``, inf or NaN on the CPU; on other devices a later `step`
+                raises it. By default the step is skipped, with a warning.
             UsageError: `unscale_` was called in this window: scaled gradients would be added to unscaled ones.
         """
         if self.window.found is not None:
@@ -180,10 +180,10 @@ class LossScaledOptimizer(WindowedOptimizer):
 
     @not_traced
     def backward(self, loss: Tensor, loss_id: Hashable = None, **options: Any) -> None:
-        """``scale(loss, loss_id).backward(**options)``. Gradients of several calls add up until `zero_grad`, as ever.
+        """Call ``scale(loss, loss_id).backward(**options)``. Gradients of several calls add up until `zero_grad`.
 
         Raises:
-            UsageError: the gradients of the last step are still there.
+            UsageError: the gradients of the last step were not cleared.
         """
         if self.scaler.config.check and self.is_consumed():
             raise refusals.not_cleared()
@@ -191,7 +191,7 @@ class LossScaledOptimizer(WindowedOptimizer):
 
     @not_traced
     def unscaled_grad(self, loss: Tensor, inputs: Tensor | Sequence[Tensor], **options: Any) -> tuple[Any, ...]:
-        """Gradients of a scaled loss, unscaled: for a penalty on gradients. The parameters' ``grad`` stays untouched.
+        """Return unscaled gradients of a scaled loss, for a gradient penalty. The parameters' ``grad`` stays unchanged.
 
         >>> weight = torch.tensor([3.0], requires_grad=True)
         >>> opt = LossScaledOptimizer(torch.optim.SGD([weight], lr=0.5))
@@ -201,9 +201,9 @@ class LossScaledOptimizer(WindowedOptimizer):
         tensor([30.])
 
         Args:
-            loss: floating scalar.
-            inputs: what to differentiate by.
-            **options: of ``torch.autograd.grad``, with ``create_graph=True`` unless given.
+            loss: floating-point scalar.
+            inputs: tensors to differentiate by.
+            **options: options of ``torch.autograd.grad``; ``create_graph=True`` is the default.
         """
         scaled = torch.autograd.grad(self.scaler.scale(loss), inputs, **{"create_graph": True, **options})
         inverse = self.scaler.inverse_scale()
@@ -211,12 +211,12 @@ class LossScaledOptimizer(WindowedOptimizer):
 
     @not_traced
     def unscale_(self, *, scaled: bool | None = None) -> None:
-        """Unscale the gradients now, to look at or change them before `step`.
+        """Unscale the gradients now, to read or change them before `step`.
 
-        Where there are master weights, the unscaled gradients are those of the parameters in ``param_groups``.
+        With master weights, the unscaled gradients are those of the parameters in ``param_groups``.
 
         Args:
-            scaled: as of `step`.
+            scaled: see `step`.
 
         Raises:
             UsageError: no parameter has a gradient, they are unscaled already, or their loss was not scaled.
@@ -228,14 +228,14 @@ class LossScaledOptimizer(WindowedOptimizer):
 
     @not_traced
     def clip_grad_norm_(self, max_norm: float, *, scaled: bool | None = None) -> Tensor:
-        """Unscale if need be, then clip to a global L2 norm, as ``torch.nn.utils.clip_grad_norm_`` does.
+        """Unscale if necessary, then clip to a global L2 norm, as ``torch.nn.utils.clip_grad_norm_`` does.
 
         Args:
             max_norm: not negative.
-            scaled: as of `step`.
+            scaled: see `step`.
 
         Returns:
-            The norm before clipping; float32 scalar tensor, not finite where the step will be skipped.
+            The norm before clipping; float32 scalar tensor, not finite if the step will be skipped.
 
         Raises:
             UsageError: no parameter has a gradient, or their loss was not scaled.
@@ -248,9 +248,9 @@ class LossScaledOptimizer(WindowedOptimizer):
 
     @not_traced
     def step(self, closure: Callable[[], Any] | None = None, *, scaled: bool | None = None) -> Any:
-        """Unscale, test, clip, update or skip, and move the loss scale.
+        """Unscale, test, clip, update or skip, and advance the loss scale.
 
-        A skipped step leaves parameters, masters and optimizer state bit-identical; `last_step` says so.
+        A skipped step leaves parameters, masters and optimizer state bitwise unchanged; see `last_step`.
 
         >>> weight = torch.ones(1, requires_grad=True)
         >>> opt = LossScaledOptimizer(torch.optim.SGD([weight], lr=0.5), LossScale(init=8.0))
@@ -260,15 +260,15 @@ class LossScaledOptimizer(WindowedOptimizer):
 
         Args:
             closure: computes the loss, calls `backward` and returns the unscaled loss.
-            scaled: for gradients that were set by hand, or by a backward pass that did not begin at a scaled loss:
-                True where they are multiplied by the loss scale all the same; False where they are not, so that they
-                are tested, clipped and used as they are. None: `backward` made them, or a `scale` before it.
+            scaled: for gradients that were set by hand, or by a backward pass that did not start from a scaled loss:
+                True if they are multiplied by the loss scale; False if they are not, and are to be tested, clipped and
+                used as they are. None: `backward`, or `scale` and a backward pass, made them.
 
         Returns:
-            What the inner optimizer's ``step`` returns; where skipped, the closure's loss or None.
+            The return value of the inner optimizer's ``step``; after a skip, the closure's loss or None.
 
         Raises:
-            UsageError: no parameter has a gradient, they are those of the last step, or their loss was not scaled.
+            UsageError: no parameter has a gradient, they are from the last step, or their loss was not scaled.
             LossScaleError: see `LossScale`: ``max_skips`` and ``on_min``.
             NonFiniteLossError: under ``nonfinite_loss="raise"``, a loss on an accelerator was inf or NaN.
         """
@@ -295,7 +295,7 @@ class LossScaledOptimizer(WindowedOptimizer):
         return result
 
     def overflowed(self) -> list[Overflow]:
-        """The parameters whose gradients hold inf or NaN now, by name. Waits for the device.
+        """Return the parameters whose gradients hold inf or NaN now, by name. Waits for the device.
 
         >>> model = torch.nn.Linear(2, 1)
         >>> opt = LossScaledOptimizer(torch.optim.SGD(model.parameters(), lr=0.5))
@@ -308,7 +308,7 @@ class LossScaledOptimizer(WindowedOptimizer):
 
     @not_traced
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear all gradients, the model's own 16-bit ones included, and begin a new window."""
+        """Clear all gradients, including the model's own 16-bit ones, and start a new window."""
         self.inner.zero_grad(set_to_none)
         if self.masters is not None:
             self.masters.zero_grad(set_to_none)
@@ -318,7 +318,7 @@ class LossScaledOptimizer(WindowedOptimizer):
         """Add a group to the inner optimizer, with master weights if its parameters have 16 bits.
 
         Raises:
-            InvalidValueError: a parameter that is in another group already, or cannot have such master weights.
+            InvalidValueError: a parameter is in another group already, or cannot have such master weights.
         """
         self.inner.add_param_group(param_group)
         try:
@@ -332,7 +332,7 @@ class LossScaledOptimizer(WindowedOptimizer):
 
     @property
     def param_groups(self) -> Groups:
-        """The inner optimizer's groups; master weights stand in them where parameters have 16 bits."""
+        """The inner optimizer's groups, with master weights in place of 16-bit parameters."""
         return checkpoints.shown_groups(self) if asked_by_checkpoint() else self.inner.param_groups
 
     @param_groups.setter
@@ -349,9 +349,9 @@ class LossScaledOptimizer(WindowedOptimizer):
         self.inner.state = state
 
     def state_dict(self) -> dict[str, Any]:
-        """The inner optimizer's ``state`` and ``param_groups``, with ``loss_scale`` and ``master_weights``.
+        """Return the inner optimizer's ``state`` and ``param_groups``, with ``loss_scale`` and ``master_weights``.
 
-        `torch.distributed.checkpoint` gets the same in a form of its own; see ``checkpoints.py``.
+        `torch.distributed.checkpoint` gets the same data in another form; see ``checkpoints.py``.
 
         >>> opt = LossScaledOptimizer(torch.optim.SGD([torch.ones(2, requires_grad=True)], lr=0.5))
         >>> sorted(opt.state_dict())
@@ -360,23 +360,23 @@ class LossScaledOptimizer(WindowedOptimizer):
         return checkpoints.shown(self) if asked_by_checkpoint() else saving.save(self)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continue bit for bit from what `state_dict` gave; the state keeps its dtypes.
+        """Resume bit for bit from a result of `state_dict`; the state keeps its dtypes.
 
-        The state of an optimizer that was not wrapped is taken too, with a warning: the loss scale starts at ``init``.
+        The state of a plain optimizer is accepted too, with a warning: the loss scale starts at ``init``.
 
         Raises:
-            StateError: of another kind, incomplete, or of other parameters; nothing is changed.
+            StateError: it is another kind of state, incomplete, or of other parameters; nothing is changed.
         """
         saving.load(self, checkpoints.unpacked(self, state_dict) if checkpoints.is_shown(state_dict) else state_dict)
         self.stepper.forget()
         self._forget()
 
     def holders(self) -> Iterator[Any]:
-        """The objects that hold what this knows of a window, for `keeping.keep`."""
+        """Yield the objects that hold the data of a window, for `keeping.keep`."""
         yield from (self, self.window, self.scalers, *([] if self.witness is None else [self.witness]))
         for scaler in self.scalers:
             yield from scaler.holders()
 
 
 ALIVE: weakref.WeakSet[LossScaledOptimizer] = weakref.WeakSet()
-"""All of them in this process."""
+"""All wrapped optimizers in this process."""

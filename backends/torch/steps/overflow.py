@@ -1,4 +1,4 @@
-"""After a skipped step: which parameters' gradients were not finite, by name. Nothing here runs on an applied one."""
+"""Names of the parameters whose gradients were not finite in a skipped step. Applied steps run nothing of this."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from torch import Tensor, nn
 from polyamp.backends.torch.steps.gradients import dense, local
 from polyamp.limits import NONFINITE_LOSS
 
-SHOWN = 5  # names in a message; all of them are in what `overflowed` gives
+SHOWN = 5  # names in a message; `overflowed` returns all of them
 
 
 class Overflow(NamedTuple):
     """One parameter whose gradient was not finite.
 
     Attributes:
-        name: of the parameter.
-        inf: how many elements of its gradient are infinite.
-        nan: how many are NaN.
-        elements: how many there are.
+        name: name of the parameter.
+        inf: number of infinite elements of its gradient.
+        nan: number of NaN elements.
+        elements: number of all elements.
     """
 
     name: str
@@ -36,7 +36,7 @@ class Overflow(NamedTuple):
 
 
 class NonFinite(NamedTuple):
-    """What `Overflow` says, before the parameter's name is looked up."""
+    """The data of `Overflow` before the parameter's name is looked up."""
 
     param: Tensor
     inf: int
@@ -45,7 +45,7 @@ class NonFinite(NamedTuple):
 
 
 def find(param_groups: Iterable[Mapping[str, Any]]) -> list[NonFinite]:
-    """The parameters that have a gradient with inf or NaN now. Waits for the device once, and again for each found.
+    """Return the parameters whose gradient has inf or NaN now. Waits for the device once, and again for each of them.
 
     >>> weight = torch.ones(3, requires_grad=True)
     >>> weight.grad = torch.tensor([1.0, float("inf"), float("nan")])
@@ -64,19 +64,19 @@ def find(param_groups: Iterable[Mapping[str, Any]]) -> list[NonFinite]:
 
 
 def named(found: Iterable[NonFinite], names: Mapping[Tensor, str]) -> list[Overflow]:
-    """What `find` gives, with names."""
+    """Return the result of `find` with names."""
     return [Overflow(names[param], *counts) for param, *counts in found]
 
 
 def describe(found: Sequence[Overflow], loss_was_finite: bool | None = None) -> str:
-    """A line on what overflowed and what that says about the loss scale.
+    """Return a line about what overflowed and what follows for the loss scale.
 
     >>> describe([Overflow("head.bias", 2, 0, 10)], loss_was_finite=True)
     'head.bias (2 inf of 10); the loss was finite: the backward pass overflowed at this loss scale'
 
     Args:
-        found: what `named` gives.
-        loss_was_finite: None where the loss was not seen.
+        found: result of `named`.
+        loss_was_finite: None if the loss was not seen.
     """
     if loss_was_finite is False:
         return "; ".join(filter(None, [NONFINITE_LOSS, _shown(found)]))
@@ -96,17 +96,19 @@ def names_of(
     given: Mapping[str, Tensor] | None = None,
     masters: Mapping[Tensor, Tensor] | None = None,
 ) -> dict[Tensor, str]:
-    """A name for every parameter: one that was given, else the one that torch's optimizer keeps where it was made from
-    ``named_parameters()``, else that of a module in this process that has the parameter, else its place.
+    """Name each parameter.
+
+    Tried in order: the given names; the optimizer's own names, from ``named_parameters()``; the name in a module of
+    this process that has the parameter; its index.
 
     >>> model = nn.Sequential(nn.Linear(2, 2))
     >>> list(names_of([{"params": list(model.parameters())}]).values())
     ['0.weight', '0.bias']
 
     Args:
-        param_groups: an optimizer's.
+        param_groups: an optimizer's groups.
         given: the user's names.
-        masters: for master weights in the groups, the parameters that they stand for.
+        masters: for master weights in the groups, their parameters.
     """
     known = {param: name for name, param in (given or {}).items()}
     for group in param_groups:
@@ -124,7 +126,7 @@ def names_of(
 
 
 def _names_in_modules() -> dict[Tensor, str]:
-    """An optimizer knows tensors and no names: look through the modules that are alive. Takes tenths of a second."""
+    """Return names from all live modules, since an optimizer only knows tensors. Takes tenths of a second."""
     modules = [obj for obj in gc.get_objects() if issubclass(type(obj), nn.Module)]
     inner = {id(child) for module in modules for child in module.children()}
     roots = [module for module in modules if id(module) not in inner]

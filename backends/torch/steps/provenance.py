@@ -1,14 +1,14 @@
-"""Where gradients come from: whether the backward passes that made them began at a scaled loss.
+"""Provenance of gradients: whether the backward passes that made them started from a scaled loss.
 
-A step divides gradients by the loss scale, so a loss that nobody scaled would be divided all the same. What a window
-knows of its losses tells most; what it cannot tell, one parameter's gradient does:
+A step divides gradients by the loss scale, so gradients of an unscaled loss would be divided too. A window knows most
+of this from its losses; the rest is found by watching the gradient of one parameter:
 
-    opt.backward(first)  # a pass of a scaled loss
-    second.backward()  # a pass of another loss: the sum is right for neither
+    opt.backward(first)  # backward pass of a scaled loss
+    second.backward()  # backward pass of an unscaled loss: the sum is right for neither
     opt.step()  # refused
 
-A scaled loss tells when a backward pass begins at it, and one parameter of the optimizer tells of every pass that adds
-to its gradient. Both are hooks of autograd, and neither looks at a value.
+A hook on a scaled loss reports when a backward pass starts from it, and a hook on one parameter of the optimizer
+reports every pass that adds to its gradient. Both are autograd hooks, and neither reads values.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from polyamp.backends.torch.unstable import is_transformed, not_traced, until_ba
 
 
 class _Pass:
-    """One backward pass of a scaled loss. autograd holds it for as long as the pass runs, also where that fails."""
+    """One backward pass of a scaled loss. autograd holds this object until the pass ends, even if the pass fails."""
 
     def __call__(self) -> None:
-        """Nothing is left to do when the pass ends."""
+        """Do nothing when the pass ends."""
 
 
 class Passes:
     """The backward passes of scaled losses in this process.
 
     Attributes:
-        count: how many have begun.
-        running: those that run now.
+        count: number of passes that have started.
+        running: passes that are running now.
     """
 
     def __init__(self) -> None:
@@ -56,16 +56,16 @@ def _begins(grad: Tensor) -> None:
 
 
 def follow(scaled: Iterable[Any]) -> bool:
-    """Have the backward passes of scaled losses known while they run.
+    """Register the backward passes of scaled losses, so that they are known while they run.
 
-    Passes inside of another one, as reentrant checkpointing makes them, are parts of it.
+    Passes inside another pass, as in reentrant checkpointing, are part of it.
 
     >>> weight = torch.ones(2, requires_grad=True)
     >>> follow([weight.sum()]), follow([torch.ones(())])
     (True, False)
 
     Returns:
-        Whether they will be known: not where code is traced, nor where there is nothing to differentiate.
+        Whether they will be known: not in traced code, and not if there is nothing to differentiate.
     """
     if torch.compiler.is_compiling() or is_transformed():
         return False
@@ -78,7 +78,7 @@ def follow(scaled: Iterable[Any]) -> bool:
 
 
 class Witness:
-    """Sees which kinds of backward pass the gradient of one parameter is the sum of.
+    """Observes which kinds of backward pass contribute to the gradient of one parameter.
 
     >>> weight = torch.ones(2, requires_grad=True)
     >>> witness = Witness(weight)
@@ -87,7 +87,7 @@ class Witness:
     (False, True)
 
     Attributes:
-        scaled: whether a pass of a scaled loss added to it.
+        scaled: whether a pass of a scaled loss contributed.
         unscaled: whether a pass of any other loss did.
     """
 
@@ -100,18 +100,18 @@ class Witness:
 
     @classmethod
     def of(cls, params: Iterable[Tensor]) -> Witness | None:
-        """One for the first parameter that is trained."""
+        """Return a witness for the first parameter that is trained, or None."""
         param = next((param for param in params if param.requires_grad and param.is_leaf), None)
         return None if param is None else cls(param)
 
     @property
     def is_current(self) -> bool:
-        """Whether the gradient that it saw is the one that the parameter has."""
+        """Return whether the observed gradient is the one that the parameter has now."""
         param = self._param()
         return self._seen is not None and param is not None and param.grad is self._seen[0]()
 
     def note(self, grad: Tensor) -> None:
-        """A backward pass has added to the gradient, or made it: what was written in between begins it anew."""
+        """Record that a backward pass added to the gradient or created it. A write in between restarts the record."""
         version = grad._version
         if self._seen is None or self._seen[0]() is not grad or self._seen[1] + 1 != version:
             self.scaled = self.unscaled = False
@@ -120,10 +120,10 @@ class Witness:
             self.scaled = True
         else:
             self.unscaled = True
-        until_backward_ends(partial(until_backward_ends, self._settle))  # after what others do at its end, as DDP
+        until_backward_ends(partial(until_backward_ends, self._settle))  # after other callbacks, such as DDP's
 
     def _settle(self) -> None:
-        """What was written to the gradient before a backward pass ended belongs to that pass."""
+        """Count writes to the gradient before a backward pass ended as part of that pass."""
         param = self._param()
         if param is not None and param.grad is not None:
             self._seen = (weakref.ref(param.grad), param.grad._version)

@@ -1,7 +1,7 @@
-"""One decision for all ranks: an overflow on any of them skips the step on all, so their parameters and scales agree.
+"""One decision for all ranks: an overflow on any rank skips the step on all, so parameters and scales stay equal.
 
-The ranks are those of ``torch.distributed``, which is asked at every call: it may be initialised after an optimizer was
-wrapped, and is left alone where it is not.
+The ranks are those of ``torch.distributed``. Every call tests whether it is initialised, since that may happen after
+an optimizer was wrapped; if it is not, nothing is communicated.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from polyamp.errors import InvalidTypeError
 
 
 def any_rank(flag: Tensor, process_group: Any = None) -> Tensor:
-    """Combine an overflow flag over ranks with OR. Every rank of the group has to call it, with a gradient or without.
+    """Combine an overflow flag over ranks with OR. Every rank of the group has to call it, with or without a gradient.
 
-    >>> any_rank(torch.tensor(1.0))  # without other ranks, what it was given
+    >>> any_rank(torch.tensor(1.0))  # unchanged without other ranks
     tensor(1.)
 
     Args:
-        flag: of any shape, dtype and device, left as it is; not 0 where this rank's gradients were not finite. A rank
-            that has no gradient gives 0.
+        flag: of any shape, dtype and device, not changed; not 0 if this rank's gradients were not finite. A rank
+            without gradients passes 0.
         process_group: a ``torch.distributed.ProcessGroup``. None is the default group, if it is initialised; False
-            combines nothing, for gradients that no other rank has a part in.
+            combines nothing, for gradients that no other rank has a part of.
 
     Returns:
         Float32 of the same shape and on the same device, equal on every rank: exactly 1.0 or 0.0, since fused
-        optimizers compare it with 1. ``flag`` itself where there are no other ranks. On accelerators it is queued on
-        the current stream, and the host waits for nothing.
+        optimizers compare it with 1. Without other ranks ``flag`` itself. On accelerators it is queued on the current
+        stream, and the host does not wait.
     """
     if not has_peers(process_group):
         return flag
@@ -42,7 +42,7 @@ def any_rank(flag: Tensor, process_group: Any = None) -> Tensor:
 
 
 def has_peers(process_group: Any = None) -> bool:
-    """Whether `any_rank` would combine anything: whether this process is one of several ranks of the group.
+    """Return whether `any_rank` would combine anything: whether this process is one of several ranks of the group.
 
     >>> has_peers()
     False
@@ -50,15 +50,16 @@ def has_peers(process_group: Any = None) -> bool:
     distributed = torch.distributed
     if process_group is False or not (distributed.is_available() and distributed.is_initialized()):
         return False
-    return distributed.get_world_size(process_group) > 1  # -1 where this process is not in the group
+    return distributed.get_world_size(process_group) > 1  # -1 if this process is not in the group
 
 
 def add_shards_(total: Tensor, sharded: Any) -> None:
-    """Add up, in place, what each rank found in its shard of distributed tensors that lie over ranks like this one.
+    """Sum over ranks, in place, what each rank computed from its shards of distributed tensors.
 
     Args:
         total: scalar or vector on the device.
-        sharded: such a tensor (DTensor). Over the dimensions of the mesh on which it is replicated nothing is added.
+        sharded: a tensor (DTensor) with the layout of those tensors. Mesh dimensions on which it is replicated are not
+            summed.
     """
     for dimension, placement in enumerate(sharded.placements):
         if placement.is_shard():
@@ -69,8 +70,10 @@ _groups: Any = WeakIdKeyDictionary()  # by parameter
 
 
 def shard_group(param: Tensor) -> Any:
-    """The ranks among which `FullyShardedDataParallel` shared out a parameter's elements, which then is a plain tensor
-    on each; None for any other parameter, those of ``fully_shard`` among them, which say themselves where they lie."""
+    """Return the ranks over which `FullyShardedDataParallel` split a parameter; on each rank it is a plain tensor.
+
+    None for any other parameter, including those of ``fully_shard``, which carry their own placements.
+    """
     if not is_flattened(param):
         return None
     if param not in _groups:
@@ -80,7 +83,7 @@ def shard_group(param: Tensor) -> Any:
 
 
 def shard_groups(params: Iterable[Tensor]) -> list[Any]:
-    """The groups of `shard_group`, each once, in the same order on every rank.
+    """Return the groups of `shard_group`, each once, in the same order on every rank.
 
     >>> shard_groups([torch.ones(2)])
     []
@@ -90,7 +93,7 @@ def shard_groups(params: Iterable[Tensor]) -> list[Any]:
 
 
 def check_process_group(process_group: Any) -> None:
-    """Refuse what is no process group, when an optimizer is wrapped rather than at its first step.
+    """Raise if this is not a process group, when an optimizer is wrapped rather than at its first step.
 
     >>> check_process_group(None), check_process_group(False)
     (None, None)
@@ -112,7 +115,7 @@ def check_process_group(process_group: Any) -> None:
 
 
 def _device_for(device: torch.device, process_group: Any) -> torch.device:
-    """Where the group's backend can take the flag: NCCL, for one, takes nothing from the CPU."""
+    """Return the device on which the group's backend accepts the flag; NCCL, for example, refuses CPU tensors."""
     config = torch.distributed.get_backend_config(process_group)  # such as "cpu:gloo,cuda:nccl"
     types = [part.split(":")[0] for part in config.split(",")]
     return device if device.type in types else torch.device(types[0])

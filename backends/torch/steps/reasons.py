@@ -1,4 +1,4 @@
-"""Why a wrapped optimizer's step was skipped, in words: found only when somebody asks, or a step raises."""
+"""The reason why a wrapped optimizer's step was skipped, in words; only computed on demand, or when a step raises."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ if TYPE_CHECKING:
 
 
 def overflowed(optimizer: WindowedOptimizer) -> list[Overflow]:
-    """See `LossScaledOptimizer.overflowed`."""
+    """Return the result of `LossScaledOptimizer.overflowed`."""
     return named(find(_graded(optimizer)), _names(optimizer))
 
 
 def explain(optimizer: WindowedOptimizer, loss_was_finite: bool | None = True) -> str:
-    """What the gradients that are there say."""
+    """Describe what the current gradients show."""
     return describe(overflowed(optimizer), loss_was_finite)
 
 
 def now(optimizer: WindowedOptimizer, loss_was_finite: bool | None) -> Callable[[], str]:
-    """A step that the host skipped: what was not finite is found now, and named when somebody asks."""
+    """Describe a step that the host skipped: find the non-finite gradients now, and name them on demand."""
     return functools.partial(_described, optimizer, find(_graded(optimizer)), loss_was_finite)
 
 
 def later(optimizer: WindowedOptimizer, losses: Sequence[Tensor] = ()) -> Callable[[], str]:
-    """A step that the device may have skipped: the gradients tell as long as they are there, and its losses."""
+    """Describe a step that the device may have skipped, from its losses and its gradients while they exist."""
     return functools.partial(_explain_later, weakref.ref(optimizer), losses)
 
 
@@ -43,20 +43,20 @@ def _described(optimizer: WindowedOptimizer, found: list[NonFinite], loss_was_fi
 
 def _explain_later(optimizer: weakref.ref[WindowedOptimizer], losses: Sequence[Tensor]) -> str:
     alive = optimizer()
-    finite = all(map(is_finite, losses)) if losses else None  # None: nobody has looked at the loss yet
+    finite = all(map(is_finite, losses)) if losses else None  # None: nobody has tested the loss yet
     if alive is None or not Gradients(_graded(alive)):
         return describe([], False) if finite is False else ""
     return explain(alive, finite)
 
 
 def _models(optimizer: WindowedOptimizer) -> dict[Tensor, Tensor]:
-    """The model's parameter of each master."""
+    """Return the model's parameter of each master."""
     masters = optimizer.masters
     return {} if masters is None else dict(zip(masters.masters, masters.model, strict=True))
 
 
 def _graded(optimizer: WindowedOptimizer) -> list[dict[str, Any]]:
-    """The groups, with the model's parameters where their masters have no gradient."""
+    """Return the groups, with the model's parameter in place of a master without gradient."""
     models = {master: model for master, model in _models(optimizer).items() if master.grad is None}
     return [{**group, "params": [models.get(one, one) for one in group["params"]]} for group in optimizer.param_groups]
 

@@ -1,4 +1,4 @@
-"""Errors of the PyTorch adapter's optimizers and scalers, each for its caller to raise."""
+"""Errors of the PyTorch adapter's optimizers and scalers. Checks raise them; other functions return them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from polyamp.refusals import clipped_scaled, unscaled_loss
 
 
 def cannot_skip(optimizer: torch.optim.Optimizer) -> InvalidValueError:
-    """``skip_on_device`` of an optimizer whose kernel cannot skip."""
+    """Return the error for ``skip_on_device`` with an optimizer whose kernel cannot skip."""
     return InvalidValueError(
         "this optimizer cannot skip a step on the device",
         where="wrap_optimizer(skip_on_device=)",
@@ -26,11 +26,11 @@ def cannot_skip(optimizer: torch.optim.Optimizer) -> InvalidValueError:
 
 
 def check_norm(max_norm: object) -> None:
-    """Refuse what is no limit for a norm; torch takes 0 and inf.
+    """Raise if this is not a limit for a norm; torch accepts 0 and inf.
 
     Raises:
-        InvalidTypeError: no number.
-        InvalidValueError: negative or NaN.
+        InvalidTypeError: it is not a number.
+        InvalidValueError: it is negative or NaN.
     """
     where, allowed = "clip_grad_norm_(max_norm)", "a number of at least 0"
     fix = "give the largest global L2 norm that gradients may have"
@@ -42,13 +42,13 @@ def check_norm(max_norm: object) -> None:
 
 
 def named_tensors(given: Iterable[Any]) -> dict[str, Tensor]:
-    """Names of parameters, as ``model.named_parameters()`` gives them.
+    """Return parameters by name from pairs as in ``model.named_parameters()``.
 
     >>> list(named_tensors(torch.nn.Linear(1, 1).named_parameters()))
     ['weight', 'bias']
 
     Raises:
-        InvalidTypeError: no pairs of a name and a tensor.
+        InvalidTypeError: these are not pairs of a name and a tensor.
     """
     pairs = list(given)
     if all(isinstance(pair, tuple) and list(map(type, pair))[:1] == [str] and len(pair) == 2 for pair in pairs):
@@ -63,24 +63,24 @@ def named_tensors(given: Iterable[Any]) -> dict[str, Tensor]:
 
 
 def not_a(kind: type, found: object, *, where: str, fix: str) -> InvalidTypeError:
-    """An argument of another type than it has to be."""
+    """Return the error for an argument of the wrong type."""
     return InvalidTypeError(
         f"this is no {kind.__name__}", where=where, found=f"{found!r} ({type(found).__name__})", fix=fix
     )
 
 
 def check_fused_step(wanted: object) -> None:
-    """Refuse what does not say whether polyamp's operators are to step."""
+    """Raise if this is not a valid ``fused_step``."""
     if not (wanted is None or isinstance(wanted, bool)):
         fix = "leave it out for polyamp's kernels on GPUs that have them, or give True or False"
         raise not_a(bool, wanted, where="wrap_optimizer(fused_step=)", fix=fix)
 
 
 def check_first_use(*, captured: bool) -> None:
-    """Refuse to make what all later steps go on with while a CUDA graph is captured, which runs nothing.
+    """Raise if buffers of all later steps would be created while a CUDA graph is captured, which runs nothing.
 
     Raises:
-        UsageError: a capture is under way.
+        UsageError: a graph is being captured.
     """
     if captured:
         raise UsageError(
@@ -93,7 +93,7 @@ def check_first_use(*, captured: bool) -> None:
 
 
 def check_rate(lr: Tensor, group: int, device: torch.device) -> None:
-    """Refuse a learning rate that the kernels cannot read.
+    """Raise if the kernels cannot read a learning rate.
 
     Raises:
         InvalidValueError: it is on another device than the parameters.
@@ -109,7 +109,7 @@ def check_rate(lr: Tensor, group: int, device: torch.device) -> None:
 
 
 def no_backward(found: str) -> UsageError:
-    """A step whose gradients no backward pass has made."""
+    """Return the error for a step without gradients from a backward pass."""
     return UsageError(
         "a step without a backward pass",
         where="step(), unscale_()",
@@ -120,7 +120,7 @@ def no_backward(found: str) -> UsageError:
 
 
 def not_cleared() -> UsageError:
-    """A backward pass onto the gradients of the last step."""
+    """Return the error for a backward pass that would add to the gradients of the last step."""
     return UsageError(
         "the gradients of the last step are still there, unscaled, and a scaled backward would add to them",
         where="backward(loss)",
@@ -129,15 +129,15 @@ def not_cleared() -> UsageError:
 
 
 def unscaled_already(*, where: str, fix: str) -> UsageError:
-    """The gradients of this window are unscaled, and what was called would make them wrong."""
+    """Return the error for a call that would make already unscaled gradients wrong."""
     return UsageError("the gradients of this window are unscaled already", where=where, fix=fix)
 
 
 def check_width(dtype: torch.dtype) -> None:
-    """Refuse gradients of a model that was converted after its optimizer was wrapped.
+    """Raise for gradients of a model that was converted after its optimizer was wrapped.
 
     Raises:
-        UsageError: 16-bit gradients.
+        UsageError: the gradients have 16 bits.
     """
     if dtype in SIXTEEN_BIT:
         raise UsageError(
@@ -149,7 +149,7 @@ def check_width(dtype: torch.dtype) -> None:
 
 
 def closure_refused(found: object) -> UsageError:
-    """A closure for a step of which only the optimizer's part is scaled."""
+    """Return the error for a closure with a scaler, which only scales the optimizer's part of a step."""
     return UsageError(
         "Closure use is not currently supported if GradScaler is enabled: its loss would not be scaled",
         where="GradScaler.step(optimizer, closure)",
@@ -160,7 +160,7 @@ def closure_refused(found: object) -> UsageError:
 
 
 def half_gradients(name: str, dtype: torch.dtype) -> InvalidValueError:
-    """Gradients of 16-bit parameters, for a scaler that has no master weights."""
+    """Return the error for 16-bit gradients with a scaler, which has no master weights."""
     return InvalidValueError(
         "Attempting to unscale FP16 gradients.",
         where="GradScaler.unscale_(optimizer), which step(optimizer) calls",
@@ -172,7 +172,7 @@ def half_gradients(name: str, dtype: torch.dtype) -> InvalidValueError:
 
 
 def scaled_twice(inner: torch.optim.Optimizer, *, where: str = "GradScaler.step(optimizer)") -> UsageError:
-    """A wrapped optimizer, which has its own loss scale, handed to a scaler."""
+    """Return the error for a wrapped optimizer, which has its own loss scale, passed to a scaler."""
     return UsageError(
         "the optimizer is wrapped already, and scales its loss itself",
         where=where,
@@ -184,7 +184,7 @@ def scaled_twice(inner: torch.optim.Optimizer, *, where: str = "GradScaler.step(
 
 
 def loss_not_scaled(*, partly: bool = False) -> UsageError:
-    """A step on gradients of a loss that nobody scaled, or, partly, of such a loss and a scaled one."""
+    """Return the error for a step on gradients of an unscaled loss, or, partly, of such a loss and a scaled one."""
     how = "; one loss was scaled and another was not" if partly else ""
     return unscaled_loss(
         where=f"step(), unscale_(), clip_grad_norm_(){how}",
@@ -195,7 +195,7 @@ def loss_not_scaled(*, partly: bool = False) -> UsageError:
 
 
 def inner_stepped(inner: torch.optim.Optimizer) -> UsageError:
-    """A step of the optimizer inside of a wrapped one, on gradients that are still scaled."""
+    """Return the error for a direct step of the inner optimizer on gradients that are still scaled."""
     return UsageError(
         "the optimizer inside of the wrapped one was stepped, and its gradients are still scaled",
         where=f"{type(inner).__name__}.step()",
@@ -206,7 +206,7 @@ def inner_stepped(inner: torch.optim.Optimizer) -> UsageError:
 
 
 def clipped_before_unscaling() -> UsageError:
-    """Clipping by somebody else, before `step` or `unscale_`."""
+    """Return the error for clipping by other code before `step` or `unscale_`."""
     return clipped_scaled(
         where="torch.nn.utils.clip_grad_norm_, clip_grad_value_ or a trainer that calls them",
         fix="give polyamp.wrap_optimizer(..., max_grad_norm=) and leave this clipping out (max_grad_norm=0 in a "
@@ -215,13 +215,13 @@ def clipped_before_unscaling() -> UsageError:
 
 
 def not_said(scaled: object) -> InvalidTypeError:
-    """Something else than whether gradients are scaled."""
+    """Return the error for a ``scaled=`` that is not a bool."""
     fix = "True: multiplied by the loss scale; False: not; leave it out where opt.backward(loss) made them"
     return not_a(bool, scaled, where="step(scaled=), unscale_(scaled=), clip_grad_norm_(scaled=)", fix=fix)
 
 
 def no_scale(found: object) -> InvalidValueError:
-    """A loss scale with which the next step would write NaN."""
+    """Return the error for a loss scale with which the next step would write NaN."""
     return InvalidValueError(
         "this is no loss scale",
         where="GradScaler.update(new_scale), GradScaler.load_state_dict(saved)",
@@ -232,11 +232,11 @@ def no_scale(found: object) -> InvalidValueError:
 
 
 def checked_scale(config: LossScale, scale: object, *, where: str) -> float:
-    """A loss scale that somebody sets, as float32 rounds it.
+    """Return a loss scale that the user sets, rounded to float32.
 
     Raises:
-        InvalidTypeError: no number.
-        InvalidValueError: not within the settings.
+        InvalidTypeError: it is not a number.
+        InvalidValueError: it is outside the settings.
     """
     fix = "give a number within LossScale(min=..., max=...)"
     if isinstance(scale, bool) or not isinstance(scale, int | float):

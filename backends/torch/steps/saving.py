@@ -1,4 +1,4 @@
-"""A wrapped optimizer's state dict: the inner one's, and beside it the loss scale and the master weights."""
+"""A wrapped optimizer's state dict: the inner optimizer's, with the loss scale and the master weights."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ _OTHER_BITS = (
 
 
 def save(optimizer: WindowedOptimizer) -> dict[str, Any]:
-    """See `LossScaledOptimizer.state_dict`. Scales of losses with an id stand under "loss_scales"."""
+    """Return the result of `LossScaledOptimizer.state_dict`. "loss_scales" has the scales of losses with an id."""
     return {**optimizer.inner.state_dict(), **own_part(optimizer)}
 
 
 def own_part(optimizer: WindowedOptimizer) -> dict[str, Any]:
-    """What a plain optimizer's state does not have."""
+    """Return the entries that a plain optimizer's state does not have."""
     masters, scalers = optimizer.masters, optimizer.scalers
     others = {loss_id: _saved_scale(scaler) for loss_id, scaler in scalers.others.items()}
     return {
@@ -48,7 +48,7 @@ def own_part(optimizer: WindowedOptimizer) -> dict[str, Any]:
 
 
 def load(optimizer: WindowedOptimizer, saved: Mapping[str, Any]) -> None:
-    """See `LossScaledOptimizer.load_state_dict`. Everything is tested before anything is changed."""
+    """Load a state; see `LossScaledOptimizer.load_state_dict`. Everything is tested before anything is changed."""
     _check(optimizer, saved)
     is_plain = not any(key in saved for key in _OURS)
     scales = _initial_scales(optimizer) if is_plain else _scales(optimizer, saved)
@@ -86,7 +86,7 @@ def _check(optimizer: WindowedOptimizer, saved: Mapping[str, Any]) -> None:
         raise bad_state("not an optimizer's state", found, f"keys {', '.join(KEYS)}", _FIX)
     _check_groups(optimizer.param_groups, saved)
     if not any(key in saved for key in _OURS):
-        return  # of an optimizer that was not wrapped
+        return  # the state of an optimizer that was not wrapped
     missing = [key for key in KEYS if key not in saved]
     if missing:
         fix = f"{_FIX}; without any of {', '.join(_OURS)} it is taken as a plain optimizer's"
@@ -122,7 +122,7 @@ def _check_groups(groups: Sequence[Mapping[str, Any]], saved: Mapping[str, Any])
 
 
 def _sizes(groups: object) -> list[int] | None:
-    """How many parameters each group has; None if these are no groups."""
+    """Return the number of parameters in each group; None if these are not groups."""
     if not isinstance(groups, list | tuple):
         return None
     params = [group.get("params") if isinstance(group, Mapping) else None for group in groups]
@@ -131,8 +131,10 @@ def _sizes(groups: object) -> list[int] | None:
 
 
 def _keep_dtypes(inner: torch.optim.Optimizer, saved: Mapping[str, Any], *, widened: bool) -> None:
-    """torch casts loaded moments to the parameter's dtype; give those that had another one their bits back, but for
-    16-bit ones where masters now stand for the parameters."""
+    """Restore the dtypes of loaded moments, which torch casts to the parameter's dtype.
+
+    16-bit moments are not restored if masters have replaced the parameters.
+    """
     params = [param for group in inner.param_groups for param in group["params"]]
     numbers = [number for group in saved["param_groups"] for number in group["params"]]
     for param, number in zip(params, numbers, strict=True):
@@ -147,15 +149,15 @@ def _keep_dtypes(inner: torch.optim.Optimizer, saved: Mapping[str, Any], *, wide
 
 
 def bad_state(what: str, found: str, allowed: str, fix: str) -> StateError:
-    """A saved state that cannot be loaded."""
+    """Return the error for a saved state that cannot be loaded."""
     return StateError(what, where="load_state_dict(saved)", found=found, allowed=allowed, fix=fix)
 
 
 def check_masters(saved: object, masters: Sequence[Tensor]) -> None:
-    """Refuse saved masters that are not these.
+    """Raise if saved masters do not fit these.
 
     Raises:
-        StateError: they are missing, or of other number, shapes or placements over ranks.
+        StateError: they are missing, or differ in number, shapes or placements over ranks.
     """
     own, found = _layouts(masters), None
     if isinstance(saved, Mapping) and all(isinstance(master, Tensor) for master in saved.values()):
@@ -170,7 +172,7 @@ def check_masters(saved: object, masters: Sequence[Tensor]) -> None:
 
 
 def _layouts(tensors: Iterable[Tensor]) -> list[Any]:
-    """Shapes, and of distributed tensors how they lie over ranks."""
+    """Return shapes, and for distributed tensors also their placements over ranks."""
     return [
         (tuple(tensor.shape), tensor.placements) if hasattr(tensor, "placements") else tuple(tensor.shape)
         for tensor in tensors

@@ -1,4 +1,4 @@
-"""Steps of a wrapped optimizer straight from scaled gradients, where polyamp's operators can make them."""
+"""Steps of a wrapped optimizer directly from scaled gradients, if polyamp's operators support them."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ if TYPE_CHECKING:
 
 
 def calls_of(optimizer: WindowedOptimizer) -> Sequence[Batch] | None:
-    """The calls that make the step; None where the gradients have to be unscaled first, or are."""
+    """Return the calls that make the step; None if gradients have to be unscaled first, or already are."""
     masters, stepper = optimizer.masters, optimizer.stepper
     config = optimizer.window.scaling_or(optimizer.scaler).scaler.config
     if not optimizer.window.is_untouched or (config.check and stepper.skip_on_device is False):
         return None
     if masters is None and not config.check:
-        return None  # nothing to unscale and nothing to round: the optimizer's own kernel has as little to do
+        return None  # nothing to unscale or to round: the optimizer's own kernel is as fast
     clips = optimizer.max_grad_norm is not None
     return stepper.operators.calls(lambda: NO_MASTERS if masters is None else masters.standing(), clips=clips)
 
 
 def step_scaled(optimizer: WindowedOptimizer, calls: Sequence[Batch]) -> None:
-    """One step of a wrapped optimizer; see `LossScaledOptimizer.step`."""
+    """Make one step of a wrapped optimizer; see `LossScaledOptimizer.step`."""
     optimizer.check_gradients(calls[0].first if calls else None)
     window = optimizer.window
     scaler, state, _ = window.scaling_or(optimizer.scaler)
@@ -59,7 +59,7 @@ def step_scaled(optimizer: WindowedOptimizer, calls: Sequence[Batch]) -> None:
 
 
 def _losses_on(device: torch.device, losses: Sequence[Tensor]) -> list[Tensor]:
-    """Losses as the operators test them: of float64 ones what is NaN where they are not finite."""
+    """Return losses in the dtypes that operators test: non-finite values of float64 losses become NaN."""
     narrow = [loss - loss if loss.dtype == torch.float64 else loss for loss in losses]
     return [loss.to(device, torch.float32 if loss.dtype == torch.float64 else loss.dtype) for loss in narrow]
 

@@ -1,6 +1,6 @@
-"""The loss scale of one optimizer: multiplies losses, and moves by `polyamp.advance`.
+"""The loss scale of one optimizer: multiplies losses, and advances by `polyamp.advance`.
 
-Its state is Python numbers while decisions are made on the host, and scalar tensors once they are made on the device.
+The state is Python numbers while the host decides, and scalar tensors once the device decides.
 """
 
 from __future__ import annotations
@@ -49,17 +49,17 @@ class LossScaler:
 
     Args:
         config: the settings.
-        compute: the format that forward passes compute in, for what is said of losses that are not finite.
+        compute: the format that forward passes compute in, for messages about losses that are not finite.
     """
 
     def __init__(self, config: LossScale, compute: str | None = None) -> None:
-        self.config = config.in_float32()  # so that host and device go through the same scales
+        self.config = config.in_float32()  # so that host and device use the same scales
         self.compute = compute
         self.state = self.config.initial_state()
         self._round = _Round(self.state)
-        self._factors = (0.0, torch.empty(0), torch.empty(0))  # a host scale, and it and its inverse as tensors
+        self._factors = (0.0, torch.empty(0), torch.empty(0))  # a host scale; the scale and its inverse as tensors
         self._late = LateValues()
-        self._control: Tensor | None = None  # the state again, where polyamp's operators change it
+        self._control: Tensor | None = None  # a copy of the state that polyamp's operators change
 
     def __getstate__(self) -> dict[str, Any]:
         return {"config": self.config, "compute": self.compute, "state": on_host(self.state)}
@@ -71,32 +71,33 @@ class LossScaler:
 
     @property
     def multiplies(self) -> bool:
-        """Whether a loss that was scaled can differ from one that was not."""
+        """Whether a scaled loss can differ from an unscaled one."""
         return self.config.check and not self.config.min == self.config.max == 1
 
     def scale(self, loss: Any) -> Any:
-        """A loss, or losses in containers, in float32 (float64 stays) times the loss scale.
+        """Return a loss, or losses in containers, in float32 (float64 stays) times the loss scale.
 
         Raises:
-            InvalidTypeError: no floating tensor.
+            InvalidTypeError: a loss is not a floating-point tensor.
         """
         _losses(loss)
         self._round.is_over = True
         if self._control is not None and is_captured():
-            self.state = unpack(self._control.clone())  # what the graph reads at every replay
+            self.state = unpack(self._control.clone())  # the value that the graph reads at every replay
         return map_leaves(self._multiply, loss)
 
     def suspects(self, loss: Any, *, alone: bool = True) -> list[Tensor]:
-        """Those of the losses that may be inf or NaN, which skips their step: on the CPU those that are, and on other
-        devices, where looking would stop the device, all.
+        """Return the losses that may be inf or NaN, which skips their step.
+
+        On the CPU these are losses that are inf or NaN; on other devices all of them, since testing would wait.
 
         Args:
-            loss: what `scale` takes.
-            alone: whether no other rank waits for this one, which an error here would leave waiting.
+            loss: the argument of `scale`.
+            alone: whether no other rank waits for this one. An error here would leave other ranks waiting.
 
         Raises:
-            InvalidTypeError: no floating tensor.
-            NonFiniteLossError: under ``nonfinite_loss="raise"``, one on the CPU that is.
+            InvalidTypeError: a loss is not a floating-point tensor.
+            NonFiniteLossError: under ``nonfinite_loss="raise"``, a loss on the CPU is inf or NaN.
         """
         if not self.config.check or torch.compiler.is_compiling():
             return []
@@ -106,7 +107,7 @@ class LossScaler:
         return found
 
     def report_loss(self, found: object, *, alone: bool, where: str) -> None:
-        """Warn, or raise, since a loss was inf or NaN; see `suspects`. A step that is only looked at ends there."""
+        """Warn or raise because a loss was inf or NaN; see `suspects`. A step that is only observed ends here."""
         if are_looking():
             raise non_finite_loss(found, where=where)
         config = self.config if alone else replace(self.config, nonfinite_loss="skip")
@@ -115,10 +116,10 @@ class LossScaler:
         report_nonfinite_loss(config, compute=compute, where=where, found=found, stacklevel=_STACKLEVEL)
 
     def inverse_scale(self, state: LossScaleState | None = None) -> Tensor:
-        """What gradients are multiplied by: float32 scalar, the correctly rounded inverse of the scale.
+        """Return the factor for gradients: float32 scalar, the correctly rounded inverse of the scale.
 
         Args:
-            state: the state that the loss was scaled under; None is the present one.
+            state: the state that the loss was scaled under; None is the current state.
         """
         scale = (self.state if state is None else state).scale
         if not isinstance(scale, Tensor):
@@ -128,8 +129,8 @@ class LossScaler:
     def advance(self, finite: bool | Tensor, reporter: object = None, losses: Sequence[Tensor] = ()) -> None:
         """Advance the state: on the host for a bool, else by tensors alone on the device of ``finite``.
 
-        Where several optimizers step on the gradients of one loss, each reports what it found in its own, and the state
-        advances once: by whether all were finite.
+        If several optimizers step on the gradients of one loss, each reports its own result, and the state advances
+        once: by whether all gradients were finite.
 
         >>> scaler = LossScaler(LossScale(init=8.0))
         >>> for optimizer, finite in (("a", False), ("b", True), ("c", False)):
@@ -140,7 +141,7 @@ class LossScaler:
         Args:
             finite: whether the step was made.
             reporter: the optimizer.
-            losses: on devices, for the report that arrives later.
+            losses: on devices, the losses to include in the report that arrives later.
         """
         if not self._round.takes(reporter):
             self._round = _Round(self.state)
@@ -154,11 +155,11 @@ class LossScaler:
                 self._late.send(self._report_of_state(finite, losses))
 
     def opens_round(self, reporter: object) -> bool:
-        """Whether the next report is the first on its loss, so that an operator may move the state; see `advance`."""
+        """Return whether the next report is the first for its loss, so that an operator may advance the state."""
         return not self._round.takes(reporter)
 
     def control_on(self, device: torch.device) -> Tensor:
-        """The state as polyamp's operators change it in place; see ``control.py``. It stays the same tensor."""
+        """Return the state as a tensor that operators change in place; see ``control.py``. Always the same tensor."""
         if self._control is None or self._control.device != device:
             refusals.check_first_use(captured=is_captured())
             self._control = torch.zeros(SIZE, dtype=torch.int32, device=device)
@@ -166,56 +167,56 @@ class LossScaler:
         return self._control
 
     def advanced(self, report: Tensor, reporter: object) -> None:
-        """An operator has advanced the state in `control_on`, and reported; see `advance`."""
+        """Record that an operator has advanced the state in `control_on`, and its report; see `advance`."""
         self._round = _Round(self.state)
         self._round.add(applied_flag(report), reporter)
         self.state = unpack(report)
         self._late.send(report)
 
     def holders(self) -> Iterator[Any]:
-        """The objects that hold what this knows of losses and reports, for `keeping.keep`."""
+        """Yield the objects that hold data about losses and reports, for `keeping.keep`."""
         yield from (self, self._round)
 
     def set(self, scale: object, *, where: str) -> None:
-        """Go on with another scale; what is counted stays as it is.
+        """Change the scale; counters stay unchanged.
 
         Raises:
-            InvalidTypeError: no number.
-            InvalidValueError: a number outside of the settings.
+            InvalidTypeError: ``scale`` is not a number.
+            InvalidValueError: it is outside the settings.
         """
         state = on_host(self.state)
         self.resume(state._replace(scale=refusals.checked_scale(self.config, scale, where=where)))
 
     def load(self, saved: Mapping[str, Any]) -> None:
-        """Continue from `LossScale.to_state_dict`; see there for the errors."""
+        """Resume from a result of `LossScale.to_state_dict`; see there for the errors."""
         self.resume(self.config.from_state_dict(saved))
 
     def resume(self, state: LossScaleState) -> None:
-        """Continue from a state."""
+        """Resume from a state."""
         self._become(state)
         self._round = _Round(state)
 
     def report(self, explain: Callable[[], str]) -> None:
-        """After a step: say what the host knows.
+        """Report what the host knows, after a step.
 
         Args:
-            explain: what was not finite, for the error.
+            explain: describes what was not finite, for the error.
 
         Raises:
-            LossScaleError: by `polyamp.limits.report_limits`.
+            LossScaleError: see `polyamp.limits.report_limits`.
         """
         if isinstance(self.state.scale, float):
             report_limits(self.config, self.state, explain)
 
     def report_earlier_step(self, explain: Callable[[], str], *, alone: bool = True) -> None:
-        """Before a step: say what has arrived from the device since the last one, without waiting.
+        """Report what has arrived from the device since the last step, before a step and without waiting.
 
         Args:
-            explain: what is not finite now, for the error.
-            alone: as of `suspects`.
+            explain: describes what is not finite now, for the error.
+            alone: see `suspects`.
 
         Raises:
-            LossScaleError: by `polyamp.limits.report_limits`.
+            LossScaleError: see `polyamp.limits.report_limits`.
             NonFiniteLossError: under ``nonfinite_loss="raise"``, a loss was inf or NaN.
         """
         arrived = self._late.receive()
@@ -229,12 +230,12 @@ class LossScaler:
     def _multiply(self, loss: Tensor) -> Tensor:
         if not self.config.check:
             return loss
-        wide = loss if loss.dtype in _WIDE else loss.float()  # before the product: 16 bits overflow at once
+        wide = loss if loss.dtype in _WIDE else loss.float()  # before the product: in 16 bits it would overflow
         scale = self.state.scale
         return wide * (scale.to(loss.device) if isinstance(scale, Tensor) else self._host_factors(scale)[1])
 
     def _host_factors(self, scale: float) -> tuple[float, Tensor, Tensor]:
-        """Scalars on the CPU, which torch takes as numbers beside tensors of any device. Kept while the scale stays."""
+        """Return scalars on the CPU, which torch accepts together with tensors of any device. Cached for one scale."""
         if scale != self._factors[0]:
             pair = torch.tensor([scale, 1.0 / scale], dtype=torch.float32, device="cpu")
             self._factors = (scale, pair[0], pair[1])
@@ -246,14 +247,14 @@ class LossScaler:
         self.state = state
 
     def _report_of_state(self, finite: Tensor, losses: Sequence[Tensor]) -> Tensor:
-        """What polyamp's operators report of a step."""
+        """Return the report of a step, in the form of polyamp's operators."""
         device = finite.device
         losses_finite = non_finite(losses, device) == 0 if losses else kept(1, torch.int32, device)
         return report_of(self.state, finite, losses_finite)
 
 
 class _Round:
-    """The reports on one scaled loss, or on several that were added up, until the next one is scaled."""
+    """The reports on one scaled loss, or on several accumulated losses, until the next loss is scaled."""
 
     def __init__(self, before: LossScaleState) -> None:
         self.before = before
@@ -262,11 +263,11 @@ class _Round:
         self._finite: bool | Tensor = True
 
     def takes(self, reporter: object) -> bool:
-        """Whether a report belongs to this round; one that reports again has begun a new one."""
+        """Return whether a report belongs to this round; a second report of the same optimizer starts a new one."""
         return bool(self._reporters) and not (self.is_over or reporter is None or id(reporter) in self._reporters)
 
     def add(self, finite: bool | Tensor, reporter: object) -> bool | Tensor:
-        """Whether all reports were of finite gradients, this one included."""
+        """Add a report, and return whether all reports so far were of finite gradients."""
         self._reporters.add(id(reporter))
         if isinstance(finite, Tensor) and isinstance(self._finite, Tensor):
             finite = finite.to(self._finite.device)
@@ -274,16 +275,16 @@ class _Round:
         return self._finite
 
 
-_STACKLEVEL = 8  # of a warning, from where it is given to the user's call
+_STACKLEVEL = 8  # of a warning: from where it is issued to the user's call
 
 
 def is_finite(loss: Tensor) -> bool:
-    """Whether all elements of a loss are. Waits for the device."""
+    """Return whether all elements of a loss are finite. Waits for the device."""
     return math.isfinite(loss.item()) if loss.dim() == 0 else bool(loss.isfinite().all())
 
 
 def non_finite(losses: Sequence[Tensor], device: torch.device) -> Tensor:
-    """Float32 scalar: 1.0 where an element of any of these losses, of which there is one, is inf or NaN, else 0.0.
+    """Return a float32 scalar: 1.0 if an element of these losses (at least one) is inf or NaN, else 0.0.
 
     >>> non_finite([torch.ones(2), torch.tensor(math.inf)], torch.device("cpu"))
     tensor(1.)
@@ -293,7 +294,7 @@ def non_finite(losses: Sequence[Tensor], device: torch.device) -> Tensor:
 
 
 def _losses(loss: Any) -> list[Tensor]:
-    """The losses of a container, each a floating tensor."""
+    """Return the losses of a container, each a floating-point tensor."""
     found = [loss] if isinstance(loss, Tensor) else list(leaves(loss))
     if not found:
         raise _no_loss(loss)

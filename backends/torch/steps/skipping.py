@@ -1,4 +1,4 @@
-"""Carries out a step or skips it: decided on the host, or left to a kernel that reads the flag on the device."""
+"""Carries out a step or skips it: the host decides, or a kernel that reads the flag on the device."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ class Stepper:
     Args:
         inner: the optimizer.
         skip_on_device: True leaves skipping to the optimizer's kernel, False never does, None does so on accelerators
-            where the optimizer can.
+            if the optimizer can.
 
-        fused_step: what `FusedStep` takes as ``wanted``.
+        fused_step: the argument ``wanted`` of `FusedStep`.
 
     Raises:
-        InvalidValueError: the optimizer cannot do so.
+        InvalidValueError: ``skip_on_device`` for an optimizer that cannot skip.
     """
 
     def __init__(
@@ -45,19 +45,19 @@ class Stepper:
             raise refusals.cannot_skip(inner)
 
     def forget(self) -> None:
-        """The optimizer's state was replaced."""
+        """Reset what is known, because the optimizer's state was replaced."""
         self._has_stepped = False
 
     def step(self, found: Tensor, gradients: Gradients) -> tuple[Any, bool | Tensor]:
         """Step or skip.
 
         Args:
-            found: float32 scalar, 1.0 where the step has to be skipped and else 0.0.
-            gradients: the optimizer's.
+            found: float32 scalar, 1.0 to skip the step, else 0.0.
+            gradients: the optimizer's gradients.
 
         Returns:
-            What the optimizer returned, and whether the step was applied: a bool after one host sync, or a boolean
-            scalar on the device without any.
+            The optimizer's return value, and whether the step was applied: a bool after one host sync, or a boolean
+            scalar on the device without a sync.
         """
         made = None if self.skip_on_device is False else self.operators.step_unscaled(found)
         if made is not None:
@@ -84,7 +84,7 @@ class Stepper:
         return result, True
 
     def _step_on_device(self, found: Tensor) -> tuple[Any, Tensor]:
-        self.inner.found_inf = found  # type: ignore[attr-defined]  # the contract of _step_supports_amp_scaling
+        self.inner.found_inf = found  # type: ignore[attr-defined]  # interface of _step_supports_amp_scaling
         try:
             return self.inner.step(), found == 0
         finally:
@@ -92,9 +92,9 @@ class Stepper:
 
 
 def state_is_complete(optimizer: torch.optim.Optimizer, params: Iterable[Tensor], *, has_stepped: bool) -> bool:
-    """Whether a kernel may skip: False before the first applied step of any parameter, which is decided on the host.
+    """Return whether a kernel may skip. The host decides until every parameter had an applied step.
 
-    torch's fused SGD allocates momentum without filling it, and would keep that if its kernel skipped.
+    torch's fused SGD allocates momentum without filling it, and would keep that memory if its kernel skipped.
 
     Args:
         optimizer: the optimizer.

@@ -1,6 +1,6 @@
-"""Masters whose float32 values exist during a step only, to save memory between steps.
+"""Masters whose float32 values exist only during a step, to save memory between steps.
 
-They stand in the inner optimizer's groups all the time, since its state is keyed by them. Between steps all their
+They are in the inner optimizer's groups all the time, since its state is keyed by them. Between steps all their
 elements read as NaN, and copying to them is an error.
 """
 
@@ -21,17 +21,17 @@ from polyamp.errors import InvalidValueError, warn_once
 
 Tensors = Sequence[Tensor]
 
-_ALIGNMENT = 16  # elements; kernels load 16 bytes at once, also of 16-bit values
-_LARGEST = 2**26  # elements of a block of several parameters: rounding takes as much memory again
+_ALIGNMENT = 16  # elements; kernels load 16 bytes at once, even of 16-bit values
+_LARGEST = 2**26  # elements of a block of several parameters: rounding needs that memory a second time
 
 
 def shards(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """The tensors, and of distributed ones this rank's shards, in the same memory: what foreach functions take."""
+    """Return the tensors, with this rank's shard in place of a distributed tensor, in the same memory."""
     return [tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in tensors]
 
 
 class Block:
-    """Parameters of one device and dtype whose float32 values, while they exist, lie in one piece of memory.
+    """Parameters of one device and dtype whose float32 values, while they exist, are in one contiguous tensor.
 
     >>> block = Block([torch.nn.Parameter(torch.ones(2, dtype=torch.bfloat16))])
     >>> values = block.fill()
@@ -39,7 +39,7 @@ class Block:
     ([1.0, 1.0], None, [nan, nan])
 
     Args:
-        params: 16-bit parameters. The masters have their order of dimensions in memory, such as channels_last.
+        params: 16-bit parameters. The masters have their memory format, such as channels_last.
     """
 
     def __init__(self, params: Tensors) -> None:
@@ -61,12 +61,12 @@ class Block:
         self.release()
 
     def views(self, flat: Tensor) -> list[Tensor]:
-        """The part of each parameter in a tensor of `size` elements, in its shape."""
+        """Return the part of each parameter in a tensor of `size` elements, in its shape."""
         return [flat.as_strided(*place) for place in self._places]
 
     @torch.no_grad()
     def fill(self) -> Tensor:
-        """Give the masters the parameters' values, and all of them as one tensor."""
+        """Fill the masters with the parameters' values, and return all values as one tensor."""
         values = self.values = torch.zeros(self.size, dtype=torch.float32, device=self.device)
         views = self.views(values)
         torch._foreach_copy_(views, shards(self.params))
@@ -75,31 +75,31 @@ class Block:
         return values
 
     def write(self, rounded: Tensor) -> None:
-        """Write 16-bit values, laid out as `values` are, into the parameters."""
+        """Write 16-bit values, in the layout of `values`, into the parameters."""
         torch._foreach_copy_(shards(self.params), self.views(rounded))
 
     def release(self) -> None:
-        """Free the masters' values. Their gradients stay until `zero_grad`, as ever."""
+        """Free the masters' values. Their gradients stay until `zero_grad`."""
         self.values = None
         for master, placeholder in zip(self.masters, self._placeholders, strict=True):
             local_shard(master).data = placeholder
 
 
 class Remainders:
-    """Masters in the memory of bfloat16 parameters and 16 bits more, instead of 32.
+    """Masters in the memory of bfloat16 parameters and 16 more bits, instead of 32.
 
-    With Adam that makes 12 bytes for each parameter between steps, where activations need room, and 16 during one;
-    masters that stay in memory make 14 all the time. Their values are the same to the last bit. The parameters are
-    rounded to nearest, but at a tie away from zero and not to even; see `split` in ``rounding.py``.
+    With Adam each parameter needs 12 bytes between steps, when activations need memory, and 16 during a step; with
+    masters in memory it needs 14 all the time. The values are bitwise the same. The parameters are rounded to nearest,
+    but ties away from zero instead of to even; see `split` in ``rounding.py``.
 
-    Where somebody wrote to the model, masters follow and keep their remainder: they still round to the parameter.
+    If somebody writes to the model, masters follow and keep their remainder: they still round to the parameter.
     """
 
     def __init__(self) -> None:
         self._blocks: list[tuple[Block, Tensor]] = []
 
     def check(self, params: Tensors) -> None:
-        """Refuse float16, whose bits are not the upper half of a float32's."""
+        """Raise for float16, whose bits are not the upper half of a float32's."""
         if any(param.dtype != torch.bfloat16 for param in params):
             raise InvalidValueError(
                 "only bfloat16 parameters can keep their masters as remainders",
@@ -110,7 +110,7 @@ class Remainders:
             )
 
     def adopt(self, params: Tensors) -> Tensors:
-        """New masters are their parameters exactly: nothing is left over."""
+        """Return new masters, equal to their parameters: the remainders are zero."""
         blocks = _blocks(params)
         self._blocks += [(block, torch.zeros(block.size, dtype=torch.int16, device=block.device)) for block in blocks]
         return _masters(blocks, params)
@@ -122,13 +122,13 @@ class Remainders:
                 add_remainder_(block.fill(), remainder)
 
     def follow(self, model: Tensors, masters: Tensors) -> None:
-        """They keep their remainder."""
+        """Do nothing, since masters keep their remainder."""
 
     def count_in(self, control: Tensor) -> None:
-        """Nothing is left to chance."""
+        """Do nothing, since nothing is rounded stochastically."""
 
     def beside(self, model: Tensors, masters: Tensors) -> Tensors:
-        """The remainders."""
+        """Return the remainders."""
         views = {
             param: view
             for block, remainder in self._blocks
@@ -151,7 +151,7 @@ class Remainders:
                 block.release()
 
     def state(self, model: Tensors, masters: Tensors) -> dict[Any, Any]:
-        """The float32 masters, as those that stay in memory are saved."""
+        """Return the float32 masters, in the saved form of masters that stay in memory."""
         values = {param: param.detach().float() for param in model}
         for block, remainder in self._blocks:
             for param, left_over in zip(block.params, block.views(remainder), strict=True):
@@ -159,11 +159,11 @@ class Remainders:
         return dict(enumerate(values.values()))
 
     def check_saved(self, saved: object, masters: Tensors) -> None:
-        """Refuse other masters."""
+        """Raise if the saved masters do not fit these."""
         check_masters(saved, masters)
 
     def load(self, saved: Mapping[Any, Any], model: Tensors, masters: Tensors) -> None:
-        """Split them."""
+        """Split the saved masters into parameters and remainders."""
         values = dict(zip(model, saved.values(), strict=True))
         for block, remainder in self._blocks:
             for param, left_over in zip(block.params, block.views(remainder), strict=True):
@@ -174,32 +174,32 @@ class Remainders:
 
 
 class StochasticRounding:
-    """No masters: each step widens the parameters, updates them in float32, and rounds by chance.
+    """No masters: each step widens the parameters, updates them in float32, and rounds stochastically.
 
-    With Adam that makes 10 bytes for each parameter between steps. `round_stochastically` in ``rounding.py`` has the
-    rule. Chance is the same on every rank, so that replicas stay equal, and in every run.
+    With Adam each parameter needs 10 bytes between steps. `round_stochastically` in ``rounding.py`` has the rule. The
+    random numbers are the same on every rank, so that replicas stay equal, and in every run.
 
-    A step that the host skips draws nothing. One that a fused optimizer skips on the device draws, without effect: the
-    generators move on, and the parameters, which are rounded from their own values, keep their bits.
+    A step that the host skips draws no random numbers. A step that a fused optimizer skips on the device draws them
+    without effect: the generators advance, and the parameters, rounded from their own values, keep their bits.
 
     Args:
-        seed: of the generators, one for each device.
+        seed: seed of the generators, one per device.
     """
 
     def __init__(self, seed: int = 0) -> None:
         self._seed = seed
         self._blocks: list[Block] = []
         self._generators: dict[str, torch.Generator] = {}
-        self._draws: Tensor | int = 0  # how many steps polyamp's operators rounded: their chance goes by that number
+        self._draws: Tensor | int = 0  # steps rounded by polyamp's operators, whose random numbers depend on this count
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_draws": int(self._draws)}
 
     def check(self, params: Tensors) -> None:
-        """All 16-bit parameters can be rounded so."""
+        """Accept all 16-bit parameters."""
 
     def adopt(self, params: Tensors) -> Tensors:
-        """Masters that hold values during steps only."""
+        """Return masters that hold values only during steps."""
         blocks = _blocks(params)
         self._blocks += blocks
         for block in blocks:
@@ -214,19 +214,19 @@ class StochasticRounding:
                 block.fill()
 
     def follow(self, model: Tensors, masters: Tensors) -> None:
-        """There is nothing to bring to it."""
+        """Do nothing, since nothing is kept next to the model."""
 
     def count_in(self, control: Tensor) -> None:
-        """Go on with the number of rounded steps that a loss scale's ``control`` keeps, from the one here."""
+        """Continue counting stochastically rounded steps in a loss scale's ``control``, starting from our count."""
         if isinstance(self._draws, int):
             self._draws = control[DRAWS].clamp_(min=self._draws)
 
     def beside(self, model: Tensors, masters: Tensors) -> Tensors:
-        """Nothing."""
+        """Return nothing."""
         return []
 
     def round(self, model: Tensors, masters: Tensors) -> None:
-        """By chance."""
+        """Round the masters into the parameters stochastically."""
         for block in self._blocks:
             if block.values is not None:
                 generator = self._generators[str(block.device)]
@@ -239,17 +239,17 @@ class StochasticRounding:
                 block.release()
 
     def state(self, model: Tensors, masters: Tensors) -> dict[Any, Any]:
-        """The generators' states, by device."""
+        """Return the generators' states, by device."""
         states = {device: generator.get_state() for device, generator in self._generators.items()}
         return {"generators": states, "draws": int(self._draws)}
 
     def check_saved(self, saved: object, masters: Tensors) -> None:
-        """Refuse what is neither generators' states nor these parameters' masters."""
+        """Raise if these are neither generators' states nor these parameters' masters."""
         if not (isinstance(saved, Mapping) and isinstance(saved.get("generators"), Mapping)):
             check_masters(saved, masters)
 
     def load(self, saved: Mapping[Any, Any], model: Tensors, masters: Tensors) -> None:
-        """Continue with the generators; round masters that were saved to nearest, and let chance begin anew."""
+        """Restore the generators; or round saved masters to nearest, and restart the generators from the seed."""
         if "generators" not in saved:
             for param, value in zip(model, saved.values(), strict=True):
                 param.copy_(value)
@@ -278,7 +278,7 @@ def _blocks(params: Tensors) -> list[Block]:
 
 
 def _masters(blocks: Iterable[Block], params: Tensors) -> Tensors:
-    """The masters of ``params``, in their order."""
+    """Return the masters of ``params``, in their order."""
     made = {param: master for block in blocks for param, master in zip(block.params, block.masters, strict=True)}
     return [made[param] for param in params]
 
@@ -288,7 +288,7 @@ def _room(shard: Tensor) -> int:
 
 
 def _places(local: Tensors) -> Iterator[tuple[Sequence[int], Sequence[int], int]]:
-    """Shape, strides and offset of each tensor in a flat one."""
+    """Yield shape, strides and offset of each tensor in a flat tensor."""
     offset = 0
     for shard in local:
         yield shard.shape, torch.empty_like(shard, device="meta").stride(), offset
@@ -302,6 +302,6 @@ def _without_values(param: Tensor) -> nn.Parameter:
 
 
 def _placeholders(local: Tensors) -> list[Tensor]:
-    """One NaN in place of all elements. A storage of no size, the other way, would let freed memory be read."""
+    """Return one NaN expanded to all elements. An empty storage instead would let freed memory be read."""
     nothing = torch.full((), math.nan, device=local[0].device)
     return [nothing.expand(shard.shape) for shard in local]

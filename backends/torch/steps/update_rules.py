@@ -1,4 +1,4 @@
-"""Which optimizers polyamp's operators stand in for, and under which of their options."""
+"""The optimizers that polyamp's operators can replace, and the options that they support."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ Group = Mapping[str, Any]
 
 
 class UpdateRule(NamedTuple):
-    """How an operator makes the step of an optimizer.
+    """The operator for an optimizer's step, and its inputs.
 
     Attributes:
-        operator: of ``torch.ops.polyamp``.
-        numbers: those of a parameter group, in the order of the operator's ``rules``; None for options that the
-            operator does not have.
-        moments: the names under which the optimizer keeps a group's moments for each parameter.
-        counts: whether it keeps the number of steps.
-        lists: how many lists of such state the operator takes, empty ones too.
+        operator: name in ``torch.ops.polyamp``.
+        numbers: returns the numbers of a parameter group in the order of the operator's ``rules``; None for options
+            that the operator does not support.
+        moments: returns the names of a group's moments in the optimizer's state.
+        counts: whether the optimizer keeps the number of steps.
+        lists: how many lists of such state the operator takes, including empty ones.
     """
 
     operator: str
@@ -33,7 +33,7 @@ class UpdateRule(NamedTuple):
 
 
 def update_rule_of(optimizer: torch.optim.Optimizer) -> UpdateRule | None:
-    """How to make an optimizer's step; None where no operator does. Subclasses may do other things in theirs.
+    """Return the rule for an optimizer's step; None without an operator. Subclasses have none: they may differ.
 
     >>> weight = torch.ones(1, requires_grad=True)
     >>> update_rule_of(torch.optim.AdamW([weight])).operator, update_rule_of(torch.optim.Adagrad([weight]))
@@ -61,7 +61,7 @@ def _sgd(group: Group) -> tuple[Any, ...] | None:
 
 
 def _are_numbers(lr: Any, *numbers: Any) -> bool:
-    """The learning rate may also be a scalar tensor, which a captured CUDA graph reads anew at every replay."""
+    """Return whether these are numbers. ``lr`` may be a scalar tensor, which a CUDA graph reads at every replay."""
     whole = isinstance(lr, Tensor) and lr.numel() == 1 and lr.is_floating_point()
     return (whole or isinstance(lr, float | int)) and all(isinstance(number, float | int) for number in numbers)
 

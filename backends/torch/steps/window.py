@@ -1,4 +1,4 @@
-"""What is known of an optimizer's gradients between two steps: which scale each of their losses was multiplied by."""
+"""The window of gradients between two steps of an optimizer: which scale each of their losses was multiplied by."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ if TYPE_CHECKING:
 
 
 class Scaling(NamedTuple):
-    """A loss scaler, the state in which it multiplied a loss, and what it multiplied, where that may be inf or NaN."""
+    """A loss scaler, its state when it multiplied a loss, and the results that may be inf or NaN."""
 
     scaler: LossScaler
     state: LossScaleState
     suspects: Sequence[Tensor] = ()
 
     def same_scale(self, other: Scaling) -> bool:
-        """Whether gradients of both may be added up as they are; scales on a device are not looked at."""
+        """Return whether gradients of both can be added directly. Scales on a device are compared by identity only."""
         one, two = self.state.scale, other.state.scale
         return self.scaler is other.scaler and (one is two or (isinstance(one, float) and one == two))
 
 
 class LossScalers:
-    """The loss scalers of one optimizer, or of several that train on the same losses: one for each loss.
+    """The loss scalers of one optimizer, or of several that train on the same losses: one per loss id.
 
     >>> scalers = LossScalers(LossScale(init=8.0))
     >>> scalers["discriminator"].state.scale, scalers.main is scalers[None]
@@ -62,16 +62,16 @@ class LossScalers:
         return iter((self.main, *self.others.values()))
 
     def join(self, optimizer: WindowedOptimizer) -> None:
-        """Tell an optimizer of every loss that is scaled."""
+        """Notify an optimizer of every loss that is scaled."""
         self._members.append(weakref.ref(optimizer))
 
     def scale(self, loss: Any, loss_id: Hashable, by: WindowedOptimizer) -> Any:
-        """The loss times its scale; see `LossScaler.scale`.
+        """Return the loss times its scale; see `LossScaler.scale`.
 
         Args:
             loss: the loss.
-            loss_id: of it.
-            by: the optimizer that was asked.
+            loss_id: its id.
+            by: the optimizer whose method was called.
         """
         scaler = self[loss_id]
         suspects = scaler.suspects(loss, alone=not has_peers(by.process_group))
@@ -87,7 +87,7 @@ class LossScalers:
 
 
 class Latest(threading.local):
-    """The last scaling in this thread, by whatever optimizer, and how many there were."""
+    """The last scaling in this thread, by any optimizer, and the number of scalings."""
 
     scaling: Scaling | None = None
     count = 0
@@ -98,7 +98,7 @@ class Latest(threading.local):
 
 
 class All:
-    """How many losses were scaled in this process, and of how many the backward passes are not known."""
+    """The number of scaled losses in this process, and of those whose backward passes are not followed."""
 
     def __init__(self) -> None:
         self.count = self.not_followed = 0
@@ -116,14 +116,14 @@ class Window:
     """The gradients since the last step.
 
     Attributes:
-        scaling: what their loss was multiplied by; None before the first loss.
-        is_own: whether the optimizer itself was asked to scale one, and not another one that shares its loss scales.
-        said: where somebody says so, whether they are multiplied by the loss scale.
-        found: float32 scalar once all are unscaled: 1.0 if any was not finite on any rank, else 0.0.
-        reports: for each loss scaler that had a part, the same of its gradients alone.
+        scaling: the scaling of their loss; None before the first loss.
+        is_own: whether this optimizer itself scaled a loss, not only another one that shares its loss scales.
+        said: whether they are multiplied by the loss scale, if the user declared it; else None.
+        found: float32 scalar after all are unscaled: 1.0 if any was not finite on any rank, else 0.0.
+        reports: the same flag for each loss scaler that was used, for its gradients alone.
 
     Args:
-        left_over: what the last step left of the first gradient: a weak reference, and the gradient's version.
+        left_over: the first gradient after the last step: a weak reference, and the gradient's version.
     """
 
     def __init__(self, left_over: tuple[Any, int] | None = None) -> None:
@@ -133,22 +133,22 @@ class Window:
         self.said: bool | None = None
         self.found: Tensor | None = None
         self.reports: dict[LossScaler, Tensor] = {}
-        self._aside: dict[Tensor, Tensor] = {}  # unscaled gradients of earlier losses, of other scales
+        self._aside: dict[Tensor, Tensor] = {}  # unscaled gradients of earlier losses with other scales
         self._suspects: dict[LossScaler, list[Tensor]] = {}
         self._opened, self._opened_at = LATEST.count, (ALL.count, ALL.not_followed, PASSES.count)
 
     def __bool__(self) -> bool:
-        """Whether gradients are set aside, beside those that the parameters have."""
+        """Return whether gradients are set aside, in addition to those that the parameters have."""
         return bool(self._aside)
 
     @property
     def is_untouched(self) -> bool:
-        """Whether the gradients of the window are those that the parameters have, scaled as they were made."""
+        """Whether the window's gradients are those that the parameters have, still scaled."""
         return self.found is None and not self.reports and not self._aside
 
     @property
     def saw_loss(self) -> bool | None:
-        """True where a loss was scaled in this window, else None: gradients were set by hand."""
+        """True if a loss was scaled in this window, else None: gradients were set by hand."""
         return True if self.scaling is not None else None
 
     @property
@@ -158,12 +158,12 @@ class Window:
 
     @property
     def follows_all(self) -> bool:
-        """Whether the backward passes of all losses that were scaled since the window began are known."""
+        """Whether all losses scaled since the window began have backward passes that are followed."""
         return ALL.not_followed == self._opened_at[1]
 
     @property
     def saw_pass(self) -> bool:
-        """Whether a backward pass of any scaled loss has begun since."""
+        """Whether a backward pass of any scaled loss has started since the window began."""
         return PASSES.count != self._opened_at[2]
 
     @property
@@ -172,28 +172,28 @@ class Window:
         return self._others is not None
 
     def expect(self, scaling: Scaling, *, own: bool) -> None:
-        """The gradients of a scaled loss are to come."""
+        """Record a scaled loss whose gradients are about to be computed."""
         self.scaling, self.left_over, self.is_own = scaling, None, self.is_own or own
         if scaling.suspects:
             self._suspects.setdefault(scaling.scaler, []).extend(scaling.suspects)
 
     def suspects(self, scaler: LossScaler) -> Sequence[Tensor]:
-        """The losses of a loss scaler that may be inf or NaN."""
+        """Return the losses of a loss scaler that may be inf or NaN."""
         others = self._others
         if others is not None and others.scaler is scaler:
             return others.suspects
         return self._suspects.get(scaler, ())
 
     def losses_were_finite(self) -> bool:
-        """Whether all losses were. Waits for the device."""
+        """Return whether all losses were finite. Waits for the device."""
         scalers = {*self.reports, *self._suspects}
         return all(is_finite(loss) for scaler in scalers for loss in self.suspects(scaler))
 
     def scaling_or(self, own: LossScaler) -> Scaling:
-        """What the gradients that the parameters have now were multiplied by.
+        """Return the scaling of the gradients that the parameters have now.
 
-        An optimizer whose own scale no loss was multiplied by steps on the loss that another one scaled in this
-        window, and reports to that one's scale.
+        If no loss was multiplied by the optimizer's own scale, it steps on the loss that another optimizer scaled in
+        this window, and reports to that optimizer's scale.
         """
         if self.said is not None:
             return self._as_said(self.said, own)
@@ -201,7 +201,7 @@ class Window:
 
     @property
     def _others(self) -> Scaling | None:
-        """The last scaling of this window, where it was another optimizer's."""
+        """The last scaling of this window, if another optimizer made it."""
         return LATEST.scaling if self.scaling is None and self.said is None and LATEST.count > self._opened else None
 
     def _as_said(self, scaled: bool, own: LossScaler) -> Scaling:
@@ -209,19 +209,19 @@ class Window:
         return mine if scaled else mine._replace(state=mine.state._replace(scale=1.0))
 
     def unscale(self, gradients: Gradients, own: LossScaler, *, simple: bool) -> None:
-        """Unscale the gradients that the parameters have now, and note what was found."""
+        """Unscale the gradients that the parameters have now, and record whether they were finite."""
         scaler, state, _ = self.scaling_or(own)
         self.note(scaler, gradients.unscale(scaler.inverse_scale(state), simple=simple))
 
     def note(self, scaler: LossScaler, flag: Tensor) -> None:
-        """Gradients that a loss scaler had a part in are unscaled, and this was found in them."""
+        """Record the flag of unscaled gradients for the loss scaler that was used."""
         if losses := self.suspects(scaler):
             flag = torch.maximum(flag, non_finite(losses, flag.device))
         earlier = self.reports.get(scaler)
         self.reports[scaler] = flag if earlier is None else torch.maximum(earlier, flag)
 
     def set_aside(self, params: Iterable[Tensor]) -> None:
-        """Take the parameters' unscaled gradients away, so that those of another loss come alone."""
+        """Move the parameters' unscaled gradients away, so that the next loss gets gradients of its own."""
         for param in params:
             if (grad := param.grad) is not None:
                 kept = self._aside.get(param)
@@ -230,10 +230,10 @@ class Window:
         self.found = None
 
     def close(self, gradients: Gradients, process_group: Any) -> tuple[Tensor, Gradients]:
-        """Put back what was set aside, and combine what was found, over losses and ranks.
+        """Add the gradients that were set aside, and combine the flags over losses and ranks.
 
         Returns:
-            What `found` is from now on, and the gradients that the parameters have now.
+            The new value of `found`, and the gradients that the parameters have now.
         """
         if self._aside:
             for param, kept in self._aside.items():
@@ -251,7 +251,7 @@ class Window:
         return found, gradients
 
     def reports_of(self, finite: bool | Tensor) -> Iterator[tuple[LossScaler, bool | Tensor]]:
-        """For each loss scaler that had a part, whether its gradients were finite: bools where ``finite`` is one."""
+        """Yield whether gradients were finite, for each loss scaler that was used: bools if ``finite`` is a bool."""
         if len(self.reports) < 2:
             return ((scaler, finite) for scaler in self.reports)
         if isinstance(finite, Tensor):

@@ -1,4 +1,4 @@
-"""What the steps of a wrapped optimizer are made of: a window of gradients, its unscaling, and its end."""
+"""The parts of a wrapped optimizer's step: a window of gradients, its unscaling, and its end."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from polyamp.result import StepResult
 
 
 class WindowedOptimizer(OptimizerWrapper):
-    """The parts of a step, for `LossScaledOptimizer`, which makes one of them, and for closures and loss scalers.
+    """The parts of a step that closures and loss scalers use too; `LossScaledOptimizer` combines them.
 
     Attributes:
-        scalers: the loss scalers, one for each loss.
+        scalers: the loss scalers, one per loss id.
         stepper: steps the inner optimizer, or skips.
-        masters: of 16-bit parameters; None without.
-        window: what is known of the gradients since the last step.
-        witness: sees where the gradients of one parameter come from; None where nothing is scaled.
-        steps_now: whether this object is stepping the inner optimizer.
+        masters: master weights of 16-bit parameters; None without them.
+        window: the gradients since the last step.
+        witness: observes where the gradients of one parameter come from; None if nothing is scaled.
+        steps_now: whether this object is stepping the inner optimizer now.
         max_grad_norm, process_group, named, last_step: see `LossScaledOptimizer`.
     """
 
@@ -47,8 +47,8 @@ class WindowedOptimizer(OptimizerWrapper):
     named: Mapping[str, Tensor]
     last_step: StepResult
     _master_weights: Kind
-    _asked: int  # of how many parameters `Gradients.are_simple` was asked
-    _simple: bool  # and its answer
+    _asked: int  # number of parameters at the last call of `Gradients.are_simple`
+    _simple: bool  # its result
 
     @property
     def scaler(self) -> LossScaler:
@@ -56,36 +56,36 @@ class WindowedOptimizer(OptimizerWrapper):
         return self.scalers.main
 
     def open_window(self) -> None:
-        """Begin to gather gradients anew."""
+        """Start a new window."""
         self.window = Window()
 
     def expect(self, scaling: Scaling, *, own: bool) -> None:
-        """A loss was multiplied by a scale, and its backward pass is to come; see `Window.expect`."""
+        """Record that a loss was scaled, before its backward pass; see `Window.expect`."""
         window = self.window
         if window.found is not None or (window.scaling is not None and not window.scaling.same_scale(scaling)):
             self._set_aside()
         window.expect(scaling, own=own)
 
     def model_parameters(self) -> Iterator[Tensor]:
-        """The model's own parameters, whose gradients backward passes make; not their masters."""
+        """Return the model's own parameters, which get gradients from backward passes, in place of their masters."""
         models = (
             {} if self.masters is None else dict(zip(map(id, self.masters.masters), self.masters.model, strict=True))
         )
         return (models.get(id(param), param) for group in self.param_groups for param in group["params"])
 
     def prepare_on_host(self, scaled: bool | None = None) -> bool:
-        """Unscale, test and clip; whether all gradients were finite."""
+        """Unscale, test and clip, and return whether all gradients were finite."""
         self._say(scaled)
         found, _ = self._prepare()
         return not found
 
     def update_model(self) -> None:
-        """Bring the model's 16-bit parameters to their masters' values."""
+        """Round the masters into the model's 16-bit parameters."""
         if self.masters is not None:
             self.masters.update_model()
 
     def finish(self, finite: bool | Tensor) -> None:
-        """Move the loss scale, and end the window."""
+        """Advance the loss scale, and end the window."""
         window, losses_were_finite = self.window, True
         scaler = window.scaling_or(self.scaler).scaler
         explain = reasons.later(self, window.suspects(scaler))
@@ -106,19 +106,19 @@ class WindowedOptimizer(OptimizerWrapper):
     def close(self, scaler: LossScaler, finite: bool | Tensor, explain: Callable[[], str]) -> None:
         """End the window with a result."""
         if finite is not False:
-            torch.clear_autocast_cache()  # which else, inside an autocast region, goes on with the old weights
+            torch.clear_autocast_cache()  # else an autocast region would go on using the old weights
         self.last_step = StepResult(scaler.state, finite, explain)
         self.window = Window(left_over=self._first_gradient())
 
     def check_gradients(self, first: Tensor | None) -> None:
-        """Refuse to step on nothing, on what the last step left, or on 16 bits without masters.
+        """Raise if there are no gradients, only those of the last step, or 16-bit ones without masters.
 
         Args:
-            first: gradient, if there is any.
+            first: the first gradient, if there is one.
         """
         if self.is_consumed():
             raise refusals.no_backward("the gradients of the last step")
-        if first is None and not self.window and not has_peers(self.process_group):  # which wait for this rank
+        if first is None and not self.window and not has_peers(self.process_group):  # peers wait for this rank
             raise refusals.no_backward("no parameter with a gradient")
         if first is not None and self.window.found is None:
             check_scaled(self)
@@ -182,7 +182,7 @@ class WindowedOptimizer(OptimizerWrapper):
         return self._simple
 
     def _set_aside(self) -> None:
-        """Unscale what earlier losses left, and keep it apart from what a loss of another scale will leave."""
+        """Unscale the gradients of earlier losses and set them aside before a loss with another scale."""
         if self.window.found is None:
             self._take_gradients()
             gradients = Gradients(self.param_groups)
@@ -193,14 +193,14 @@ class WindowedOptimizer(OptimizerWrapper):
             self.masters.zero_grad(set_to_none=True)
 
     def _first_gradient(self) -> tuple[Any, int] | None:
-        """The first gradient and its version, to know it again; a weak reference, so that it can be freed."""
+        """Return the first gradient as a weak reference, so that it can be freed, with its version, to recognise it."""
         groups = self.param_groups if self.masters is None else [{"params": self.masters.model}]
         grads = (param.grad for group in groups for param in group["params"])
         first = next((grad for grad in grads if grad is not None), None)
         return None if first is None else (weakref.ref(first), first._version)
 
     def is_consumed(self) -> bool:
-        """Whether the gradients are those that the last step left."""
+        """Return whether the gradients are those of the last step."""
         left_over = self.window.left_over
         return left_over is not None and left_over == self._first_gradient()
 

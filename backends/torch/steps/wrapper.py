@@ -1,4 +1,4 @@
-"""A torch optimizer that stands for another one: what is read from it and written to it is the other's."""
+"""A torch optimizer that wraps another one and forwards all attributes to it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Groups = list[dict[str, Any]]
 
 
 class OptimizerWrapper(torch.optim.Optimizer):
-    """Groups, state, defaults, hooks and whatever else there is are those of ``inner``.
+    """An optimizer whose groups, state, defaults, hooks and other attributes are those of ``inner``.
 
     >>> inner = torch.optim.SGD([torch.ones(2, requires_grad=True)], lr=0.5)
     >>> wrapper = OptimizerWrapper(inner)
@@ -19,12 +19,12 @@ class OptimizerWrapper(torch.optim.Optimizer):
     """
 
     def __init__(self, inner: torch.optim.Optimizer) -> None:
-        # No super().__init__(): it would build groups and state of its own beside the inner optimizer's.
+        # No super().__init__(): it would build its own groups and state in addition to the inner optimizer's.
         self.inner = inner
 
     @property
     def param_groups(self) -> Groups:
-        """The inner optimizer's groups; master weights stand in them where parameters have 16 bits."""
+        """The inner optimizer's groups, with master weights in place of 16-bit parameters."""
         return self.inner.param_groups
 
     @param_groups.setter
@@ -46,6 +46,6 @@ class OptimizerWrapper(torch.optim.Optimizer):
         return self.inner.defaults
 
     def __getattr__(self, name: str) -> Any:
-        if name == "inner" or name.startswith("__"):  # while copying or unpickling there is no inner optimizer yet
+        if name == "inner" or name.startswith("__"):  # copying and unpickling start without an inner optimizer
             raise AttributeError(name)
         return getattr(self.inner, name)

@@ -1,4 +1,4 @@
-"""Every private name of PyTorch that polyamp uses, in one place, so that a new release can break only here."""
+"""Every private name of PyTorch that polyamp uses, in one place, so that a new release can only break code here."""
 
 from polyamp.backends.torch.unstable.fakes import (
     fake_mode_for,

@@ -1,6 +1,6 @@
-"""What of fake tensors is private in PyTorch.
+"""Private interfaces of PyTorch for fake tensors.
 
-Each function says why there is no public way.
+Each function states why there is no public way.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 
 
 def fake_mode_of(values: Iterable[Any]) -> Any:
-    """The mode that the fake tensors of a captured graph belong to; None where there are none."""
+    """Return the private mode of a captured graph's fake tensors; None if there are none."""
     from torch._subclasses import FakeTensor
 
     return next((value.fake_mode for value in values if isinstance(value, FakeTensor)), None)
@@ -31,7 +31,7 @@ def on_fakes(mode: Any) -> Iterator[None]:
 
 
 def size_guards(fakes: Sequence[Tensor]) -> Callable[[Sequence[Tensor]], bool]:
-    """Whether tensors have sizes for which a captured graph is right: the guards that Dynamo would make."""
+    """Return a test whether a captured graph is valid for tensors' sizes, by the guards that Dynamo would make."""
     mode: Any = fake_mode_of(fakes)
     shapes: Any = None if mode is None else mode.shape_env
     said = None if shapes is None else shapes.produce_guards_expression(fakes)
@@ -48,15 +48,15 @@ def size_guards(fakes: Sequence[Tensor]) -> Callable[[Sequence[Tensor]], bool]:
 
 
 def _fixed(length: Any) -> int | None:
-    """A size that is a number, also where Dynamo found that out later; None for an open one."""
+    """Return a size if it is a number, even if Dynamo found that out later; None if it is symbolic."""
     expression = length.node.expr if isinstance(length, torch.SymInt) else None
     return int(length) if expression is None else int(expression) if expression.is_number else None
 
 
 def fake_mode_for(tensors: Iterable[Any]) -> Any:
-    """A mode in which operations run on tensors without data: the one that tensors have, or a new one.
+    """Return a mode in which operations run on tensors without data: the tensors' own, or a new one.
 
-    It is entered as a context, and its ``from_tensor`` makes a fake. Tensors with data may stand beside.
+    Use it as a context; its ``from_tensor`` makes a fake. Tensors with data are allowed too.
     """
     from torch._subclasses import FakeTensorMode
 
@@ -64,7 +64,7 @@ def fake_mode_for(tensors: Iterable[Any]) -> Any:
 
 
 def on_a_device(meta: Tensor, device_type: str, mode: Any) -> Tensor:
-    """A fake like a meta tensor, on a device: autocast does nothing for the device type ``meta``."""
+    """Return a fake on a device from a meta tensor, since autocast does nothing for the device type ``meta``."""
     with mode:
         made = torch.empty_strided(meta.shape, meta.stride(), dtype=meta.dtype, device=device_type)
         if isinstance(meta, torch.nn.Parameter):
@@ -74,7 +74,7 @@ def on_a_device(meta: Tensor, device_type: str, mode: Any) -> Tensor:
 
 @contextmanager
 def quietly() -> Iterator[None]:
-    """Without the log that PyTorch writes of an operator which has no kernel for fakes, before it raises that."""
+    """Suppress PyTorch's log message about an operator without a fake kernel, which it also raises as an error."""
     log = logging.getLogger("torch._subclasses.fake_tensor")
     before, log.disabled = log.disabled, True
     try:
@@ -93,27 +93,30 @@ def with_data() -> Iterator[None]:
 
 
 def is_fake(value: Any) -> bool:
-    """Whether a tensor has no data and runs on none."""
+    """Return whether a tensor is without data: a fake or a meta tensor."""
     from torch._subclasses import FakeTensor
 
     return isinstance(value, FakeTensor) or (isinstance(value, Tensor) and value.is_meta)
 
 
 def storage_of(value: Any) -> int | None:
-    """A number that tensors share where they are views of the same memory; fake tensors have no data pointer."""
+    """Return a number that is the same for views of the same memory; fake tensors have no data pointer."""
     return value.untyped_storage()._cdata if isinstance(value, Tensor) and value.layout == torch.strided else None
 
 
 def let_go(fakes: Iterable[Any]) -> None:
-    """Let fake tensors be collected once nobody has them: the origin of their sizes lists them, and their sizes, which
-    the garbage collector does not see in them, hold that. Guards of the sizes have to be made before."""
+    """Let fake tensors be garbage-collected when they are no longer used.
+
+    The origin of their sizes keeps a list of them, and their sizes keep that origin alive in a way that the garbage
+    collector does not see. Guards of the sizes have to be made before.
+    """
     mode: Any = fake_mode_of(fakes)
     if mode is not None and getattr(mode.shape_env, "tracked_fakes", None):
         mode.shape_env.tracked_fakes = []
 
 
 def forget_sizes() -> None:
-    """Drop what PyTorch remembers of symbolic sizes: its caches are those of methods, and keep whole captures alive."""
+    """Clear PyTorch's caches of symbolic sizes: they are caches of methods, and keep whole captures alive."""
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
     for method in vars(ShapeEnv).values():

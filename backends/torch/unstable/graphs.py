@@ -1,6 +1,6 @@
-"""What of capturing, compiling and rewriting graphs is private in PyTorch.
+"""Private interfaces of PyTorch for capturing, compiling and rewriting graphs.
 
-Each function says why there is no public way.
+Each function states why there is no public way.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 def has_context(index: int) -> bool:
-    """Whether this process uses a GPU: nothing public says so, and any other question starts CUDA on an idle one."""
+    """Return whether this process uses a GPU. Nothing public reports this without starting CUDA on an idle GPU."""
     return bool(torch._C._cuda_hasPrimaryContext(index))  # type: ignore[attr-defined]
 
 
 @contextmanager
 def capturing(code: Any, backend: Any) -> Iterator[None]:
-    """How Dynamo captures a function: recurrent layers too, numbers as constants, each size a symbol of its own.
+    """Set up how Dynamo captures a function: with recurrent layers, numbers as constants, one symbol per size.
 
-    There are options of ``torch.compile`` for none of these. What Dynamo keeps of the two is dropped
-    afterwards, since it counts the graphs of one function and refuses after some.
+    None of these is an option of ``torch.compile``. Dynamo's data about code and backend is removed afterwards,
+    since it counts the graphs of a function and refuses more after a limit.
     """
     import torch._dynamo as dynamo
     import torch.fx.experimental._config as shapes
 
     settings: dict[str, Any] = {"allow_rnn": True, "specialize_float": True, "specialize_int": True}
-    settings["fake_tensor_cache_enabled"] = False  # it would keep sizes, and all that they came from, for ever
+    settings["fake_tensor_cache_enabled"] = False  # it would keep sizes, and everything they came from, forever
     ignored = (
         "ignore_logging_functions" if hasattr(dynamo.config, "ignore_logging_functions") else "ignore_logger_methods"
     )
@@ -62,7 +62,7 @@ def capturing(code: Any, backend: Any) -> Iterator[None]:
 
 
 def _forget_guards(code: Any) -> None:
-    """Drop the guards of captured code: finalizers of what they know by identity hold them for ever."""
+    """Remove the guards of captured code, which finalizers of objects known by identity keep alive forever."""
     from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list
     from torch._dynamo.guards import CheckFunctionManager
 
@@ -75,7 +75,7 @@ def _forget_guards(code: Any) -> None:
 
 
 def _logging_methods() -> Iterator[Any]:
-    """What writes logs, libraries' additions to `logging.Logger` among it: in a graph they would be breaks."""
+    """Yield functions that write logs, also those that libraries add to `logging.Logger`: they would break graphs."""
     for name, method in vars(logging.Logger).items():
         if callable(method) and (name in _LOGS or getattr(method, "__module__", "logging") != "logging"):
             yield method
@@ -86,22 +86,22 @@ _LOGS = ("debug", "info", "warning", "error", "exception", "critical", "log")
 
 
 def capture_errors() -> tuple[tuple[type[Exception], ...], type[Exception]]:
-    """Dynamo's exceptions: for code that is no single graph, and for operations that fail."""
+    """Return Dynamo's exceptions: those for code that is not one graph, and that for operations that fail."""
     from torch._dynamo import exc
 
     return (exc.Unsupported, exc.UserError), exc.TorchRuntimeError
 
 
 def give_context(backend: Any, context_for: Callable[[Any, Any], Callable[[], Any]]) -> None:
-    """Have a context entered around each call of what a backend compiles.
+    """Enter a context around each call of a function that a backend compiled.
 
-    Dynamo's own way, an attribute ``backend_ctx_ctor``, is not open to what `torch.compile` is given, and the context
-    is left where the state of autocast is restored once more. So this wraps the functions that Dynamo makes.
+    Dynamo's own attribute ``backend_ctx_ctor`` is not available to arguments of `torch.compile`, and its context is
+    left at the point where the state of autocast is restored once more. So this wraps the functions that Dynamo makes.
 
     Args:
-        backend: as `torch.compile` looks it up by name.
-        context_for: makes what makes contexts, of what ``torch.compile`` was given as keyword arguments of the backend
-            and of the function that it was given.
+        backend: the backend, as `torch.compile` looks it up by name.
+        context_for: returns a function that makes contexts, from the backend's keyword arguments in
+            ``torch.compile`` and the function to compile.
     """
     from torch._dynamo.eval_frame import _TorchDynamoContext
 
@@ -111,7 +111,7 @@ def give_context(backend: Any, context_for: Callable[[Any, Any], Callable[[], An
     def call(self: Any, fn: Any) -> Any:
         made, options = original(self, fn), _options_of(self, backend)
         if options is None or not inspect.isfunction(made):
-            return made  # a module calls its own forward, which comes here too
+            return made  # a module calls its own forward, which is compiled through here too
         context = context_for(options, fn)
 
         @wraps(made)
@@ -126,13 +126,13 @@ def give_context(backend: Any, context_for: Callable[[Any, Any], Callable[[], An
 
 
 def _options_of(context: Any, backend: Any) -> Any:
-    """What a backend's keyword arguments are in one of Dynamo's contexts; None in those of other backends."""
+    """Return a backend's keyword arguments from one of Dynamo's contexts; None for other backends."""
     found = _innermost(getattr(context, "callback", None))
     return getattr(found, "kwargs", {}) if _backend_in(found) is backend else None
 
 
 def _innermost(callback: Any) -> Any:
-    """What stands for a backend under all that Dynamo puts around it."""
+    """Return the backend inside all of Dynamo's wrappers."""
     while hasattr(callback, "_torchdynamo_orig_backend"):
         callback = callback._torchdynamo_orig_backend
     return callback
@@ -144,10 +144,10 @@ def _backend_in(callback: Any) -> Any:
 
 
 def call_around_tracing(begins: Callable[[], None], ends: Callable[[], None]) -> None:
-    """Call functions when Dynamo begins to trace a frame and when it has traced it, or has given up.
+    """Call functions when Dynamo begins to trace a frame, and when it has traced it or has given up.
 
-    It has callbacks for its compilations, which ``torch._dynamo.reset`` drops. Before the last one it compares the
-    thread's state with that at the start; the hook for bytecode comes before that.
+    Dynamo has callbacks for its compilations, but ``torch._dynamo.reset`` drops them. Before the end callback it
+    compares the thread's state with that at the start; the hook for bytecode runs before that.
     """
     import torch._dynamo as dynamo
     from torch._dynamo.convert_frame import register_bytecode_hook
@@ -175,7 +175,7 @@ def _ended(_: Any) -> None:
 
 
 def traced_values() -> list[Any]:
-    """What the variables of the frame hold that Dynamo is tracing: known where it calls back alone."""
+    """Return the values of the variables in the frame that Dynamo is tracing; only available in its callbacks."""
     frame = inspect.currentframe()
     while frame is not None:
         if frame.f_code.co_name == "_compile" and "locals" in frame.f_locals:
@@ -185,14 +185,14 @@ def traced_values() -> list[Any]:
 
 
 def graph_breaks() -> int:
-    """How often Dynamo has broken a graph in this process."""
+    """Return the number of graph breaks in this process."""
     from torch._dynamo.utils import counters
 
     return sum(counters["graph_break"].values())
 
 
 def drop_source(file: str) -> None:
-    """Drop the code of a graph, which `torch.fx` keeps for tracebacks, for ever."""
+    """Drop the source of a graph, which `torch.fx` keeps forever for tracebacks."""
     from torch.fx.graph_module import _loader
 
     if file.startswith("<eval_with_key>"):
@@ -202,7 +202,7 @@ def drop_source(file: str) -> None:
 
 @contextmanager
 def _letting_go_of_failures() -> Iterator[None]:
-    """Where a capture ends in an error, have what it has made collected: see `let_go`. Nothing else leads to it."""
+    """If a capture ends in an error, let its objects be collected; see `let_go`. They can only be found here."""
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
     original, thread, made = ShapeEnv.__init__, threading.get_ident(), list[Any]()
@@ -227,47 +227,47 @@ def _letting_go_of_failures() -> Iterator[None]:
 
 
 def hint(number: Any) -> int:
-    """A size as it was in the example; symbolic sizes hold it privately. One that depends on values is 0."""
+    """Return the size in the example, which symbolic sizes hold privately; 0 for a size that depends on values."""
     if not isinstance(number, torch.SymInt):
         return int(number)
     return int(number.node.hint) if number.node.has_hint() else 0
 
 
 def same_symbol(one: Any, other: Any) -> bool:
-    """Whether two symbolic numbers are the same expression; comparing them publicly would make that a guard."""
+    """Return whether two symbolic numbers are the same expression; a public comparison would add a guard."""
     return isinstance(one, torch.SymInt) and isinstance(other, torch.SymInt) and one.node.expr == other.node.expr
 
 
 def is_static_input(node: Any) -> bool:
-    """Whether Dynamo took a graph's input from a module's parameters and buffers, and not from a call."""
+    """Return whether Dynamo took a graph's input from a module's parameters and buffers, and not from a call."""
     return "_dynamo_static_input_type" in node.meta.get("tensor_dict", {})
 
 
 def with_trees(graph: Any, names: Sequence[str], in_spec: Any, out_spec: Any) -> None:
-    """Let a graph take arguments of these names and give results that are pytrees, as exported modules do."""
+    """Make a graph take named arguments and return results that are pytrees, as exported modules do."""
     from torch.fx.graph import _PyTreeCodeGen, _PyTreeInfo
 
     graph.set_codegen(_PyTreeCodeGen(_PyTreeInfo(list(names), in_spec, out_spec)))
 
 
 def aten_graph(function: Callable[..., Any], fakes: Sequence[Any]) -> Any:
-    """A function as a graph of aten operators, none of them taken apart."""
+    """Return a function as a graph of aten operators, without decomposing them."""
     from torch.fx.experimental.proxy_tensor import make_fx
 
     return make_fx(function, pre_dispatch=True)(*fakes)
 
 
 def is_operator_of_bodies(target: Any, name: str) -> bool:
-    """Whether a node calls the higher-order operator of that name; their classes are private."""
+    """Return whether a node calls the higher-order operator of that name; their classes are private."""
     from torch._ops import HigherOrderOperator
 
     return isinstance(target, HigherOrderOperator) and target.__name__ == name
 
 
 def not_traced(method: Method) -> Method:
-    """Leave a method to Python where Dynamo traces its caller, as torch's own optimizers are left.
+    """Run a method in Python when Dynamo traces its caller, as torch's own optimizers do.
 
-    The public ``torch.compiler.disable`` imports Dynamo at once, which takes longer than torch itself.
+    The public ``torch.compiler.disable`` imports Dynamo at once, which takes longer than importing torch.
     """
     untraced = torch._disable_dynamo(method)  # type: ignore[attr-defined]
 
@@ -279,7 +279,7 @@ def not_traced(method: Method) -> Method:
 
 
 def constant_when_compiled(fn: Method) -> Method:
-    """Have Dynamo run a function while it traces and take the result as a constant, guarded by the arguments.
+    """Make Dynamo run a function while it traces and use the result as a constant, guarded by the arguments.
 
     `torch.compiler.assume_constant_result` does this, but imports Dynamo when the function is decorated.
     """
@@ -288,7 +288,7 @@ def constant_when_compiled(fn: Method) -> Method:
 
 
 def never_compiled(fn: Method) -> Method:
-    """Have Dynamo leave the frames of a function, and of what it calls, to Python; where it inlines, nothing changes.
+    """Make Dynamo run the frames of a function and of its calls in Python; inlined calls are not affected.
 
     `torch.compiler.disable` imports Dynamo, and is itself a frame and a graph break.
     """
@@ -304,7 +304,7 @@ def _leave_to_python(code: Any) -> None:
 
 
 def when_tracing_ends(undo: Callable[[], None]) -> None:
-    """Have Dynamo call a function when it ends tracing this frame, also where it gives up: it does so for its own."""
+    """Make Dynamo call a function when it stops tracing this frame, even if it gives up; no public hook does this."""
     from torch._dynamo.symbolic_convert import tls
 
     if hasattr(tls, "current_tx"):  # torch.export may trace without Dynamo
@@ -312,17 +312,17 @@ def when_tracing_ends(undo: Callable[[], None]) -> None:
 
 
 def traces_dtype_of_autocast() -> bool:
-    """Whether Dynamo puts `torch.set_autocast_dtype` into a graph; torch 2.10 does not."""
+    """Return whether Dynamo puts `torch.set_autocast_dtype` into a graph; torch 2.10 does not."""
     from torch._dynamo import trace_rules
 
     return "InGraph" in getattr(trace_rules.lookup(torch.set_autocast_dtype), "__name__", "")
 
 
 def trace_backward_without_autocast() -> Callable[[], None] | None:
-    """Have AOTAutograd trace backward passes without autocast, as eager code runs them; gives what undoes it.
+    """Make AOTAutograd trace backward passes without autocast, as eager code runs them; return an undo function.
 
-    By default it traces them in the region that surrounds the compiled function, where gradients of float32 work
-    leave float16 (pytorch #153044). A user's own setting stays.
+    By default it traces them in the region around the compiled function, where gradients of float32 work
+    overflow float16 (pytorch #153044). A user's own setting is kept; then return None.
     """
     from torch._functorch import config
 

@@ -1,6 +1,6 @@
-"""What of operators and their dispatch is private in PyTorch.
+"""Private interfaces of PyTorch for operators and their dispatch.
 
-Each function says why there is no public way.
+Each function states why there is no public way.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 def written_arguments(overload: Any) -> list[tuple[int, str]]:
-    """Positions and names of the arguments that an operator changes: only its private schema says so."""
+    """Return positions and names of the arguments that an operator changes, which only its private schema has."""
     arguments = enumerate(overload._schema.arguments)
     return [(index, one.name) for index, one in arguments if one.alias_info is not None and one.alias_info.is_write]
 
@@ -26,30 +26,30 @@ def _autocast_key(device_type: str) -> Any:
 
 
 def registered_operators(device_type: str) -> list[str]:
-    """The operators with a kernel at a device type's Autocast key: only the dispatcher itself has the list."""
+    """Return the operators with a kernel at a device type's Autocast key; only the dispatcher has this list."""
     return torch._C._dispatch_get_registrations_for_dispatch_key(_autocast_key(device_type).name)
 
 
 def all_operators() -> list[str]:
-    """The names of all operators with their overloads; ``torch.ops`` finds them only by name."""
+    """Return the names of all operators with their overloads; ``torch.ops`` only finds them by name."""
     return torch._C._dispatch_get_all_op_names()
 
 
 def is_composite(operator: str) -> bool:
-    """Whether an operator consists of others, which then are dispatched, and autocast, themselves."""
+    """Return whether an operator consists of others, which are then dispatched, and autocast, themselves."""
     return torch._C._dispatch_has_kernel_for_dispatch_key(operator, "CompositeImplicitAutograd")
 
 
 def schema_arguments(overload: Any) -> list[Any]:
-    """An operator's arguments; its schema is private. See also `written_arguments`."""
+    """Return an operator's arguments; its schema is private. See also `written_arguments`."""
     arguments: list[Any] = overload._schema.arguments
     return arguments
 
 
 def overloads_of(op: Any) -> list[Any]:
-    """The overloads of an operator, given as such, by name or as a custom operator; none where it is no operator.
+    """Return the overloads of an operator, a name or a custom operator; empty if it is not an operator.
 
-    The classes of operators, and the operator of what `torch.library.custom_op` gives, have private names.
+    The classes of operators, and the operator inside a result of `torch.library.custom_op`, have private names.
     """
     if isinstance(op, str):
         namespace, _, name = op.partition("::")
@@ -64,10 +64,10 @@ def overloads_of(op: Any) -> list[Any]:
 
 
 class AutocastKey:
-    """The dispatch key of one device type's autocast, and what lies below it: public names say only "AutocastCPU".
+    """The dispatch key of one device type's autocast, and the keys below it; only the name "AutocastCPU" is public.
 
     Attributes:
-        name: of the key, as `torch.library.Library.impl` takes it.
+        name: the key's name, for `torch.library.Library.impl`.
         keys: the set of this key alone.
         below: the set of all keys that are dispatched after it.
     """
@@ -79,19 +79,19 @@ class AutocastKey:
         self.below = torch._C._dispatch_keyset_full_after(key)
 
     def excluded(self) -> Any:
-        """A context in which this device type's autocast is not dispatched, as inside native autocast's kernels.
+        """Return a context without this device type's autocast, as inside native autocast's kernels.
 
-        ``torch.autocast(..., enabled=False)`` would be public, but changes settings that tracing sees, and is slower.
+        ``torch.autocast(..., enabled=False)`` is public, but changes settings that tracing sees, and is slower.
         """
         return torch._C._ExcludeDispatchKeyGuard(self.keys)
 
 
 next_sequence_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
-"""The number that the next node of this thread's autograd graph gets: nodes show theirs only by a private method."""
+"""The number that the next node of this thread's autograd graph gets; a node's number is private."""
 
 
 def running_sequence_number() -> int | None:
-    """The number of the autograd node whose backward runs in this thread; None outside of a backward pass."""
+    """Return the number of the autograd node whose backward runs in this thread; None outside a backward pass."""
     if torch._C._current_graph_task_id() == -1:
         return None
     node = torch._C._current_autograd_node()
@@ -99,42 +99,42 @@ def running_sequence_number() -> int | None:
 
 
 def checkpointing() -> Any:
-    """What lives as long as the graph of the checkpointed function that runs; None outside of one.
+    """Return an object that lives as long as the graph of the running checkpointed function; None outside one.
 
-    Non-reentrant checkpointing puts hooks on saved tensors, and does not say so.
+    Non-reentrant checkpointing puts hooks on saved tensors, and has no public sign that it runs.
     """
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return hooks[1] if hooks is not None and hooks[1].__module__ == "torch.utils.checkpoint" else None
 
 
 def is_transformed() -> bool:
-    """Whether a transform of `torch.func` runs; it hides behind tensors of the plain type."""
+    """Return whether a transform of `torch.func` is active; it is hidden inside tensors of the plain type."""
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def object_with_id(number: int) -> Any:
-    """The object with an ``id``, which has to be alive: of a module that is being traced Dynamo gives away no more."""
+    """Return the live object with an ``id``, which is all that Dynamo reveals of a module that it traces."""
     return ctypes.cast(number, ctypes.py_object).value
 
 
 def withdraw(library: Any) -> None:
-    """Take back what a library registered, now: publicly that is left to the garbage collector."""
+    """Remove a library's registrations now; the public way leaves that to the garbage collector."""
     library._destroy()
 
 
 def is_new(tensor: Tensor) -> bool:
-    """Whether a tensor has memory that nothing was written to, nor shares: only private counts say so."""
+    """Return whether a tensor's memory was never written to and is not shared; only private counts show this."""
     if tensor.layout is not torch.strided or tensor.is_inference() or tensor._version:
         return False
     if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
         return False  # it has no memory
-    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) == 2  # the tensor, and the object made here
+    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) == 2  # the tensor, and the storage made here
 
 
 def wrapper_like(kind: type[Tensor], tensor: Tensor, dtype: torch.dtype) -> Any:
-    """A tensor without memory, of a subclass, that says of itself what another one is, but for its dtype.
+    """Return a tensor of a subclass, without memory, with another one's metadata except for its dtype.
 
-    PyTorch's own documents make subclasses with ``torch_dispatch`` in this way, which has an underscore all the same.
+    PyTorch's own documentation makes subclasses with ``torch_dispatch`` in this way, although it is a private name.
     """
     return Tensor._make_wrapper_subclass(
         kind,
@@ -147,14 +147,14 @@ def wrapper_like(kind: type[Tensor], tensor: Tensor, dtype: torch.dtype) -> Any:
 
 
 no_torch_function: Any = torch._C._disabled_torch_function_impl
-"""What a subclass has as ``__torch_function__`` to be handled below autograd alone; it has no public name."""
+"""The ``__torch_function__`` of a subclass that is only handled below autograd; it has no public name."""
 
 
 class EagerDispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A dispatch mode whose method is called as it is.
+    """A dispatch mode whose method is called directly.
 
-    By default torch wraps the method so that Dynamo leaves it alone, and for that imports Dynamo at the first call,
-    which takes seconds; what says so has an underscore.
+    By default torch wraps the method so that Dynamo skips it, which imports Dynamo at the first call and takes seconds.
+    The method that turns this off is private.
     """
 
     def __init__(self) -> None:
@@ -166,25 +166,25 @@ class EagerDispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def running_node() -> Any:
-    """The autograd node whose backward runs in this thread; None outside of a backward pass."""
+    """Return the autograd node whose backward runs in this thread; None outside a backward pass."""
     return None if torch._C._current_graph_task_id() == -1 else torch._C._current_autograd_node()
 
 
 def sequence_number(node: Any) -> int:
-    """The number by which a node is known where it is recorded; see `next_sequence_number`."""
+    """Return the number that identifies a node in recordings; see `next_sequence_number`."""
     number: int = node._sequence_nr()
     return number
 
 
 def set_version(tensor: Tensor, version: int) -> None:
-    """Set how often a tensor was changed, once it is again what it was: publicly one can only look."""
+    """Set how often a tensor was changed, after its old value was restored; publicly it can only be read."""
     torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
 
 
 def change_shape_alone(op: Any, args: Sequence[Any], kwargs: Any) -> None:
     """Run an operator that changes a tensor's shape in place on a `wrapper_like` tensor, below all subclasses.
 
-    Of a tensor without memory the shape is all that there is to change, and no public call does that.
+    A tensor without memory has only a shape to change, and no public call does that.
     """
     with torch._C._DisableTorchDispatch():
         op(*args, **kwargs)

@@ -1,6 +1,6 @@
-"""What of optimizers, shards and checkpoints is private in PyTorch.
+"""Private interfaces of PyTorch for optimizers, shards and checkpoints.
 
-Each function says why there is no public way.
+Each function states why there is no public way.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from torch import Tensor
 
 
 def local_shard(tensor: Tensor) -> Tensor:
-    """The very tensor in which a distributed tensor (DTensor) keeps this rank's shard; any other tensor itself.
+    """Return the tensor object with this rank's shard of a distributed tensor (DTensor); else the tensor itself.
 
-    ``DTensor.to_local()`` gives a view, which shares the memory but cannot be pointed at other memory.
+    ``DTensor.to_local()`` returns a view, which shares the memory but cannot be pointed at other memory.
     """
     local: Any = getattr(tensor, "_local_tensor", tensor)
     return local  # type: ignore[no-any-return]
 
 
 def registered_children(tree: Any) -> tuple[list[Any], Callable[[Sequence[Any]], Any]] | None:
-    """One level of what is registered as a container, and what makes another one; None for everything else.
+    """Return one level of a registered container and a function to rebuild it; None for everything else.
 
-    `torch.utils.pytree` is public in newer releases alone.
+    `torch.utils.pytree` is only public in newer releases.
     """
     import torch.utils._pytree as pytree
 
@@ -38,23 +38,27 @@ def registered_children(tree: Any) -> tuple[list[Any], Callable[[Sequence[Any]],
 
 
 def note_step(optimizer: torch.optim.Optimizer) -> None:
-    """Let schedulers know that a step was made, or skipped, without the ``step`` that they watch: else they warn of a
-    wrong order. They keep what they saw there in a private attribute."""
+    """Tell schedulers that a step was made or skipped without the ``step`` that they watch.
+
+    Otherwise they warn about a wrong order. They keep this in a private attribute.
+    """
     optimizer._opt_called = True  # type: ignore[attr-defined]
 
 
 def run_with_step_hooks(optimizer: torch.optim.Optimizer, function: Callable[[], Any]) -> Any:
-    """Run what stands in for an optimizer's own step as that would be: in a profiler range, between all its hooks.
+    """Run a replacement for an optimizer's own step as that would run: in a profiler range, between all its hooks.
 
-    What wraps a step in them is public in torch, and undocumented.
+    torch's function for this is public, but undocumented.
     """
     note_step(optimizer)
     return torch.optim.Optimizer.profile_hook_step(lambda _: function())(optimizer)
 
 
 def has_step_pre_hooks(optimizer: torch.optim.Optimizer, *, beside: type) -> bool:
-    """Whether anything is to run before an optimizer steps, beside hooks of one type: hooks can be added and removed,
-    and not be looked up."""
+    """Return whether there are hooks before an optimizer's step, apart from hooks of one type.
+
+    Hooks can be added and removed publicly, but not listed.
+    """
     from torch.optim.optimizer import _global_optimizer_pre_hooks
 
     hooks = optimizer._optimizer_step_pre_hooks.values()
@@ -62,20 +66,20 @@ def has_step_pre_hooks(optimizer: torch.optim.Optimizer, *, beside: type) -> boo
 
 
 def step_without_hooks(optimizer: torch.optim.Optimizer) -> Any:
-    """An optimizer's own step alone, where `run_with_step_hooks` is under way: torch hides it behind the hooks."""
+    """Run an optimizer's own step without hooks, inside `run_with_step_hooks`; torch hides it behind the hooks."""
     step: Any = type(optimizer).step
     return getattr(step, "__wrapped__", step)(optimizer)
 
 
 def gathers_16_bits(module: torch.nn.Module) -> bool:
-    """Whether a module's parameters are gathered in 16 bits by ``fully_shard``: only its private state says so."""
+    """Return whether ``fully_shard`` gathers a module's parameters in 16 bits; only its private state has this."""
     state = getattr(module, "_get_fsdp_state", None)
     policy = None if state is None else state()._mp_policy
     return getattr(policy, "param_dtype", None) in (torch.float16, torch.bfloat16)
 
 
 def until_backward_ends(held: Callable[[], None]) -> None:
-    """Have the backward pass that runs hold an object, and call it at its end. Only the engine itself can."""
+    """Make the running backward pass hold an object, and call it at its end. Only the engine itself can do this."""
     Variable: Any = torch.autograd.Variable
     Variable._execution_engine.queue_callback(held)
 
@@ -85,10 +89,10 @@ _CLIPPING = ("clip_grad_norm_", "clip_grad_value_", "_clip_grads_with_norm_")
 
 
 def before_clipping(notice: Callable[[list[Tensor], float], None]) -> None:
-    """Have a function called with the parameters and the limit before torch clips gradients; the first one stays.
+    """Call a function with the parameters and the limit before torch clips gradients; the first function stays.
 
-    Nothing tells of clipping, so torch's functions are replaced by ones that ask first. `clip_grad_norm_` calls the
-    private one by its name in its module, so that one sees it also where somebody imported it before.
+    There is no hook for clipping, so torch's functions are replaced. `clip_grad_norm_` calls the private function by
+    its name in its module, so replacing that one works even if `clip_grad_norm_` was imported before.
     """
     from torch.nn import utils
     from torch.nn.utils import clip_grad
@@ -125,12 +129,12 @@ def _asking(original: Callable[..., Any], notice: Callable[[list[Tensor], float]
 
 
 def asked_by_checkpoint(callers: int = 1) -> bool:
-    """Whether `torch.distributed.checkpoint` asks the caller, which has no other way to know.
+    """Return whether `torch.distributed.checkpoint` called the caller, which cannot be found out otherwise.
 
-    It takes what an optimizer says of itself as said of a model's own parameters, and keeps two keys of its state.
+    It treats an optimizer's parameters as the model's own, and keeps two keys of its state.
 
     Args:
-        callers: how many of the caller's callers may have handed the call on.
+        callers: number of callers of the caller that may have passed the call on.
     """
     name = "torch.distributed.checkpoint.state_dict"
     if name not in sys.modules:
@@ -146,7 +150,7 @@ def asked_by_checkpoint(callers: int = 1) -> bool:
 
 
 def flattened_shards() -> Iterator[tuple[Tensor, Any]]:
-    """Each parameter of which `FullyShardedDataParallel` keeps a flattened part on each rank, and those ranks' group.
+    """Yield each parameter that `FullyShardedDataParallel` flattened and split over ranks, with the ranks' group.
 
     Nothing public leads from such a parameter to its ranks, so the modules in this process are searched.
     """
@@ -162,5 +166,5 @@ def flattened_shards() -> Iterator[tuple[Tensor, Any]]:
 
 
 def is_flattened(param: Tensor) -> bool:
-    """Whether `FullyShardedDataParallel` flattened a parameter."""
+    """Return whether `FullyShardedDataParallel` flattened a parameter."""
     return bool(getattr(param, "_fsdp_flattened", False))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -97,7 +98,7 @@ class _Finder:
         for x, factor in (product.inputs, product.inputs[::-1]):
             mean = self._factor_of(moved, factor)
             found = self._statistics(x, mean, factor) if mean else None
-            if found is not None:
+            if found is not None and self._is_of_channels(x, sub.inputs[0], *found[:2], found[2]):
                 return Norm(result, x, *found[:2], found[2], sub.inputs[0], found[3], factor, found[4])
         return None
 
@@ -118,6 +119,12 @@ class _Finder:
             if self._stripped(square.inputs[1]) == average.outputs[0]:
                 return average, variance, scale, root, epsilon
         return None
+
+    def _is_of_channels(self, x: str, offset: str, mean: Node, variance: Node, scale: str) -> bool:
+        """Whether there is one of each for every channel of the images, whose sizes are known."""
+        shape = self._shape_of(x)
+        shapes = [self._shape_of(value) for value in (offset, scale, mean.outputs[0], variance.outputs[0])]
+        return len(shape) == 4 and all(one[-1:] == shape[-1:] and np.prod(one) == shape[-1] for one in shapes)
 
     def gradient(self, norm: Norm) -> Gradient | None:
         """Find the gradient of a norm, if all of it is there."""
@@ -312,20 +319,23 @@ class _Fusion:
         for node in self._graph.nodes:
             if node.name in self._instead:
                 self._count(node, kernel)
-        while unused := [name for name in self._unused() if self._is_pure(name)]:
-            for name in unused:
-                self._count(self._before[name], kernel)
-                del self._definitions[name]
-
-    def _unused(self) -> list[str]:
-        taken = {_maker_of(self._moved.get(value, value)) for value in self._graph.returns}
+        uses = Counter(_maker_of(self._moved.get(value, value)) for value in self._graph.returns)
         for one in self._definitions.values():
-            taken.update(_maker_of(self._moved.get(text, text)) for text in one.input)
-        return [name for name in self._definitions if name not in taken]
+            uses.update(_maker_of(self._moved.get(text, text)) for text in one.input)
+        unused = [name for name in self._definitions if not uses[name] and self._is_pure(name)]
+        while unused:
+            name = unused.pop()
+            self._count(self._before[name], kernel)
+            for text in self._definitions.pop(name).input:
+                maker = _maker_of(self._moved.get(text, text))
+                uses[maker] -= 1
+                if not uses[maker] and self._is_pure(maker):
+                    unused.append(maker)
 
     def _is_pure(self, name: str) -> bool:
         node = self._before.get(name)
-        return node is not None and node.op in _PURE and name in self._taken_before
+        is_there = node is not None and name not in self._instead and name in self._definitions
+        return is_there and node.op in _PURE and name in self._taken_before
 
     @functools.cached_property
     def _taken_before(self) -> set[str]:
@@ -351,25 +361,6 @@ def _maker_of(reference: str) -> str:
 
 _INT32: int = tf.int32.as_datatype_enum
 _PURE = frozenset(
-    [
-        "Add",
-        "AddN",
-        "AddV2",
-        "BroadcastTo",
-        "Const",
-        "Identity",
-        "Mean",
-        "Mul",
-        "Neg",
-        "RealDiv",
-        "Reshape",
-        "Rsqrt",
-        "RsqrtGrad",
-        "SquaredDifference",
-        "Squeeze",
-        "StopGradient",
-        "Sub",
-        "Sum",
-        "Tile",
-    ]
+    {"Add", "AddN", "AddV2", "BroadcastTo", "Const", "Identity", "Mean", "Mul", "Neg", "RealDiv", "Reshape", "Rsqrt"}
+    | {"RsqrtGrad", "SquaredDifference", "Squeeze", "StopGradient", "Sub", "Sum", "Tile"}
 )

@@ -10,7 +10,6 @@ import tensorflow as tf
 from polyamp.backends.tensorflow.graph import FLOAT32, Node
 from polyamp.backends.tensorflow.unstable import registered_kernels
 
-
 _ADDING_IN_16_BITS = {  # on CPUs; the others' sums inside are float32
     "AvgPool": ("bfloat16", "float16"),
     "AvgPool3D": ("bfloat16", "float16"),

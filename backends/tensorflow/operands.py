@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -113,6 +114,7 @@ def given(dtype: int) -> Value:
     return Value("input") if is_number(dtype) else Value()
 
 
+@functools.cache
 def is_number(dtype: int) -> bool:
     """Return whether values of a type are numbers, and neither booleans nor handles."""
     kind = tf.as_dtype(dtype % 100)

@@ -216,8 +216,8 @@ def _autocasted(
     check_format(policy.compute)
     if policy.compute == "float32" or regions.are_left_out():
         return fn(*args, **kwargs)
-    *call, accept = as_pure(fn, args, kwargs, argnums)
-    program, shown = Program(*call), regions.current()
+    call = as_pure(fn, args, kwargs, argnums)
+    program, shown, accept = Program(*call[:4]), regions.current(), call.accept
     if shown is not None:
         return accept(program.results(shown.run(policy, program)))
     interpreter = Interpreter(policy)

@@ -61,7 +61,7 @@ def _saturated(equation: Any, array: Any) -> Any:
         result = own(*primals)
         return result, jax.checkpoint(times_slope, prevent_cse=False)(result, *tangents)
 
-    return own(lax.optimization_barrier(array))
+    return own(lax.optimization_barrier(array))  # type: ignore[no-untyped-call]
 
 
 def bound_wide(equation: Any, cells: Sequence[Cell], anew: Sequence[str] = ()) -> list[Any]:

@@ -14,7 +14,7 @@ from polyamp.backends.jax.unstable import converted
 from polyamp.flow import Value
 
 if TYPE_CHECKING:
-    from polyamp.backends.jax.recipes import Recipe
+    from polyamp.backends.jax.recipes import Again, Recipe
 
 WEAK, INPUT = Value(), Value("input")
 FLOAT32 = np.dtype("float32")
@@ -66,7 +66,7 @@ class Cell:
     ) -> None:
         self.array, self.dtype, self.declared, self.value, self.shared = array, dtype, declared, value, shared
         self.constant, self.same = constant, object() if same is None else same
-        self.recipe: Recipe | None = None
+        self.recipe: Recipe | Again | None = None
         self._casts: dict[Any, Any] | None = None
 
     @classmethod

@@ -330,8 +330,8 @@ def _shared(cell: Cell) -> Cell:
 
 
 def _ending_in(models: Sequence[Cell], cells: Sequence[Cell]) -> list[Any]:
-    """The arrays of as many cells as there are models, in their dtypes."""
-    return [cell.cast(model.dtype) for model, cell in zip(models, cells, strict=False)]
+    """The arrays of as many cells as there are models, in their dtypes; casts made here stay here."""
+    return [cell.within().cast(model.dtype) for model, cell in zip(models, cells, strict=False)]
 
 
 def _models(

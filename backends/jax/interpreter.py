@@ -271,7 +271,8 @@ def _remember(equation: Any, cells: Sequence[Cell], results: Sequence[Cell]) -> 
     for cell in results:
         cell.constant = is_constant
     name = equation.primitive.name
-    if name in _MOVES and (name != "reshape" or equation.params["dimensions"] is None):
+    moves = name in _MOVES and (name != "reshape" or equation.params["dimensions"] is None)
+    if moves or (name == "broadcast_in_dim" and _size(cells[0]) == _size(results[0])):  # or a dimension of length 1
         results[0].same = cells[0].same
     elif name in _LAYOUTS and len(cells) == 1:
         results[0].same = (cells[0].same, _shape(cells[0]), name, repr(equation.params))
@@ -279,6 +280,10 @@ def _remember(equation: Any, cells: Sequence[Cell], results: Sequence[Cell]) -> 
 
 def _shape(cell: Cell) -> Any:
     return getattr(cell.array, "shape", ())
+
+
+def _size(cell: Cell) -> Any:
+    return getattr(cell.array, "size", 1)
 
 
 def _asked(params: dict[str, Any]) -> str:

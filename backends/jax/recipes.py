@@ -55,10 +55,12 @@ def noted_call(results: Sequence[Cell], again: Callable[[], Sequence[Cell]]) -> 
 
     for place, cell in enumerate(results):
         if cell.value.role in _ANEW:
-            cell.recipe = _Called(result, place)  # type: ignore[assignment]
+            cell.recipe = Again(result, place)
 
 
-class _Called(NamedTuple):
+class Again(NamedTuple):
+    """A result of a call, whose recipe is known once the call is run in its place."""
+
     result: Callable[[int], Cell]
     place: int
 
@@ -182,7 +184,7 @@ def _widened(cell: Cell, array: Any) -> Any:
 
 
 def _recipe(cell: Cell) -> Recipe | None:
-    while isinstance(cell.recipe, _Called):
+    while isinstance(cell.recipe, Again):
         called = cell.recipe
         cell.recipe = called.result(called.place).recipe
     return cell.recipe

@@ -54,7 +54,7 @@ def by_widest(graph: Graph) -> Low:
     low: Low = set()
     for operation in graph.operations:
         makers = {tensor.maker for tensor in operation.inputs if tensor.bytes}
-        follows = operation.op_class in ("follow", "neutral", "promote") and makers and makers <= low
+        follows = operation.op_class in ("inner", "follow", "neutral", "promote") and makers and makers <= low
         if operation.fixed == "low" or follows:
             low.add(operation)
     return low
@@ -63,11 +63,11 @@ def by_widest(graph: Graph) -> Low:
 def by_painting(graph: Graph) -> Low:
     """As TensorFlow paints a whole graph (core/grappler/optimizers/auto_mixed_precision.cc), step by step.
 
-    Its lists are allow, deny, infer and clear: here the classes lower, full, follow, and neutral with promote, since
-    TensorFlow lists concatenation as clear.
+    Its lists are allow, deny, infer and clear: here the classes lower, full, follow with inner, and neutral with
+    promote, since TensorFlow lists concatenation as clear.
     """
     allow = {operation for operation in graph.operations if operation.fixed == "low"}
-    full, infer = _of_class(graph, "full"), _of_class(graph, "follow")
+    full, infer = _of_class(graph, "full"), _of_class(graph, "inner", "follow")
     clear = _of_class(graph, "neutral", "promote")
     above = _reached(full | infer, lambda operation: operation.makers, clear)
     deny = _reached(full, lambda operation: operation.users, above)

@@ -19,7 +19,7 @@ from polyamp.backends.jax import unstable
 from polyamp.backends.jax.cells import is_inexact
 from polyamp.backends.jax.higher_order import HANDLERS
 from polyamp.backends.jax.operations import canonical
-from polyamp.flow import AS_WRITTEN, Flow, Value, constant, flow
+from polyamp.flow import AS_WRITTEN, Flow, Value, constant, flow, specific
 from polyamp.rules import decide
 
 FLOAT32 = np.dtype("float32")
@@ -31,6 +31,7 @@ CALLS = {
     "custom_vjp_call": "call_jaxpr",
 }
 LOOP = Value("strong", "loop")
+MOVES = ("reshape", "squeeze", "copy", "name", "stop_gradient")  # the same numbers in the same order
 
 
 @dataclass(eq=False)
@@ -71,12 +72,16 @@ class Tensor:
         maker: the operation whose format it has.
         bytes: in float32, in all turns; 0 for what is written into the program and for values of other types.
         value: what the flow rule knows of it.
+        constant: whether it is computed of constants alone.
+        same: what is equal for tensors that hold the same numbers.
     """
 
     maker: Operation
     bytes: int
     value: Value
     users: list[Operation] = field(default_factory=list)
+    constant: bool = False
+    same: Any = field(default_factory=object)
 
     def __post_init__(self) -> None:
         self.maker.outputs.append(self)
@@ -106,20 +111,24 @@ class Graph:
 
 
 def program(function: Callable[..., Any], *args: Any) -> tuple[Callable[..., Any], list[Any]]:
-    """A call as a function of arrays, and these; without the operations that JAX traces but no result needs.
+    """Return a call as a function of parameters, which are a list, and other arrays, and these.
 
-    The derivative of ``jax.numpy`` functions leaves some, which XLA drops.
+    It is without the operations that JAX traces but no result needs: the derivative of ``jax.numpy`` functions leaves
+    some, which XLA drops.
     """
     jaxpr, constants = unstable.opened(jax.make_jaxpr(function)(*args))
     jaxpr, _ = dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)
-    return lambda *arrays: jax.core.eval_jaxpr(jaxpr, constants, *arrays), jax.tree.leaves(args)
+    given = [jax.tree.leaves(args[0]), *jax.tree.leaves(args[1:])]
+    return lambda params, *arrays: jax.core.eval_jaxpr(jaxpr, constants, *params, *arrays), given
 
 
 def traced(function: Callable[..., Any], arrays: Sequence[Any], compute: str) -> Graph:
-    """The graph of a function of arrays that returns a list of arrays."""
+    """Return the graph of a function of parameters and arrays that returns a list of arrays."""
     closed = jax.make_jaxpr(function)(*arrays)
-    graph = Graph(compute)
+    graph, parameters = Graph(compute), len(arrays[0])
     inputs = [_given(graph, variable, "input") for variable in unstable.opened(closed)[0].invars]
+    for tensor in filter(None, inputs[parameters:]):
+        tensor.value = Value("input") if tensor.value.state == "weak" else tensor.value
     for tensor in filter(None, _Walk(graph, 1).run(closed, inputs)):
         graph.edge("output", tensor)
     return graph
@@ -156,13 +165,16 @@ class _Walk:
             return self._scan(equation, inputs)
         if name == "optimization_barrier" or _casts_nothing(equation):
             return inputs
+        if name == "convert_element_type" and _is_of_integers(equation):
+            return [_given(self.graph, equation.outvars[0], "input", state="input")]
         if name in HANDLERS and name != "convert_element_type":
             raise NotImplementedError(f"a graph is without branches and open-ended loops, and cannot hold {name}")
         return self._operation(equation, inputs)
 
     def _operation(self, equation: Any, inputs: list[Tensor | None]) -> list[Tensor | None]:
-        name = canonical(equation.primitive.name, equation.params)
-        decision, floats = decide((), name), [tensor for tensor in inputs if tensor is not None]
+        floats = [tensor for tensor in inputs if tensor is not None]
+        name = _named(equation, floats if len(floats) == len(inputs) else [])
+        decision = decide((), name)
         known = [tensor.value for tensor in floats]
         said = flow(name, decision, known, self.graph.compute) if known else Flow(AS_WRITTEN, Value(), "no float")
         bound = "update_jaxpr" in equation.params  # traced in float32, it cannot be bound in another format
@@ -170,6 +182,7 @@ class _Walk:
         op_class = "keep" if bound or not known else decision.op_class
         operation = self.graph.add(Operation(equation.primitive.name, op_class, said, fixed, self.times), floats)
         outputs = [self._tensor(operation, variable, said.output) for variable in equation.outvars]
+        _remember(equation, inputs, outputs)
         read = sum(_bytes(atom) for atom in equation.invars if not isinstance(atom, unstable.Literal))
         operation.bytes = (read + sum(map(_bytes, equation.outvars))) * self.times
         return outputs
@@ -177,17 +190,43 @@ class _Walk:
     def _scan(self, equation: Any, inputs: list[Tensor | None]) -> list[Tensor | None]:
         params, inside = equation.params, _Walk(self.graph, self.times * equation.params["length"])
         held, carried = unstable.loop_parts(params)
-        first, variables = inputs[held : held + carried], unstable.opened(params["jaxpr"])[0].invars
-        loop = self.graph.edge("loop", *filter(None, first))
-        turn = [*map(inside._held, inputs[:held], variables)]
-        turn += [inside._tensor(loop, variable, LOOP) for variable in variables[held : held + carried]]
-        turn += map(inside._same, inputs[held + carried :], variables[held + carried :])
-        outputs = inside.run(params["jaxpr"], turn)
-        for tensor in filter(None, outputs[:carried]):
-            loop.inputs.append(tensor)
-            tensor.users.append(loop)
-        last = [self._tensor(loop, variable, LOOP) for variable in equation.outvars[:carried]]
+        first = inputs[held : held + carried]
+        trial = _Walk(Graph(self.graph.compute), inside.times)
+        found = trial._turn(equation, [trial._apart(tensor) for tensor in inputs], [LOOP] * carried)[0]
+        values = [
+            LOOP
+            if tensor is None or start is None or start.value.unfit or tensor.value.state != "low"
+            else tensor.value
+            for start, tensor in zip(first, found, strict=False)
+        ]
+        outputs, loops = inside._turn(equation, inputs, values)
+        for start, loop, tensor in zip(first, loops, outputs, strict=False):
+            for value in filter(None, (start, tensor)):
+                loop.inputs.append(value)
+                value.users.append(loop)
+        last = [self._tensor(*each) for each in zip(loops, equation.outvars, values, strict=False)]
         return [*last, *map(self._same, outputs[carried:], equation.outvars[carried:])]
+
+    def _turn(
+        self, equation: Any, inputs: list[Tensor | None], values: Sequence[Value]
+    ) -> tuple[list[Tensor | None], list[Operation]]:
+        """Return what all turns of a loop give, and its edges, one for each value that it carries."""
+        held, carried = unstable.loop_parts(equation.params)
+        variables = unstable.opened(equation.params["jaxpr"])[0].invars
+        loops = [self._loop(value) for value in values]
+        turn = [*map(self._held, inputs[:held], variables)]
+        turn += [self._tensor(*each) for each in zip(loops, variables[held:], values, strict=False)]
+        turn += map(self._same, inputs[held + carried :], variables[held + carried :])
+        return self.run(equation.params["jaxpr"], turn), loops
+
+    def _loop(self, value: Value) -> Operation:
+        is_low = value.state == "low"
+        said = Flow(self.graph.compute if is_low else "float32", value, "loop")
+        return self.graph.add(Operation("loop", "edge", said, "low" if is_low else "float32"), [])
+
+    def _apart(self, tensor: Tensor | None) -> Tensor | None:
+        """A value for a trial, which leaves the graph as it is."""
+        return None if tensor is None else Tensor(self.graph.edge("trial"), tensor.bytes, tensor.value)
 
     def _held(self, tensor: Tensor | None, variable: Any) -> Tensor | None:
         """A loop's constant is cast in each turn: else the gradients of all turns would add up in 16 bits."""
@@ -199,7 +238,7 @@ class _Walk:
     def _literal(self, literal: Any) -> Tensor | None:
         tensor = _given(self.graph, literal, "constant", np.asarray(literal.val))
         if tensor is not None:
-            tensor.bytes = 0
+            tensor.bytes, tensor.constant = 0, True
         return tensor
 
     def _same(self, tensor: Tensor | None, variable: Any) -> Tensor | None:
@@ -214,15 +253,45 @@ class _Walk:
         return Tensor(maker, _bytes(variable) * self.times, known)
 
 
-def _given(graph: Graph, variable: Any, native: str, array: Any = None) -> Tensor | None:
+def _named(equation: Any, inputs: Sequence[Tensor]) -> str:
+    """Return what an operation is, given what its operands are."""
+    name = canonical(equation.primitive.name, equation.params)
+    if len(inputs) != 2:
+        return name
+    one, other = inputs
+    shapes = [getattr(atom.aval, "shape", ()) for atom in equation.invars]
+    is_same = one.same is other.same and shapes[0] == shapes[1]
+    return specific(name, of_itself=is_same, over=one.constant and not other.constant)
+
+
+def _remember(equation: Any, inputs: Sequence[Tensor | None], outputs: Sequence[Tensor | None]) -> None:
+    """Note whether results are constants, and which other values they are the same as."""
+    for tensor in filter(None, outputs):
+        tensor.constant = bool(inputs) and all(value is not None and value.constant for value in inputs)
+    name, sizes = (
+        equation.primitive.name,
+        [math.prod(each.aval.shape) for each in (*equation.invars, *equation.outvars)],
+    )
+    moves = name in MOVES or (name == "broadcast_in_dim" and sizes[0] == sizes[-1])
+    if moves and inputs[0] is not None and outputs[0] is not None:
+        outputs[0].same = inputs[0].same
+
+
+def _is_of_integers(equation: Any) -> bool:
+    """Whether it makes float32 of integers: labels, positions."""
+    (given,), (made,) = equation.invars, equation.outvars
+    return np.issubdtype(unstable.dtype_in(given), np.integer) and unstable.dtype_in(made) == FLOAT32
+
+
+def _given(graph: Graph, variable: Any, native: str, array: Any = None, state: str = "weak") -> Tensor | None:
     dtype = unstable.dtype_in(variable)
     if not is_inexact(dtype):
         return None
-    value = Value() if dtype == FLOAT32 else Value("other", np.dtype(dtype).name)
+    value = Value(state) if dtype == FLOAT32 else Value("other", np.dtype(dtype).name)
     if array is not None and dtype == FLOAT32:
         largest = np.max(np.abs(array), initial=0, where=np.isfinite(array)) if array.ndim else array
         value = constant([float(largest)], graph.compute)
-    return Tensor(graph.edge(native), _bytes(variable), value)
+    return Tensor(graph.edge(native), _bytes(variable), value, constant=array is not None)
 
 
 def _safe(said: Flow, op_class: str) -> str | None:
@@ -230,7 +299,8 @@ def _safe(said: Flow, op_class: str) -> str | None:
     if op_class == "lower":
         return "low" if said.output.state == "low" else "float32"
     strong = said.format == AS_WRITTEN or said.output.state == "strong" or op_class == "full"
-    return "float32" if strong else None
+    inside = said.format == "float32" and said.output.state == "low"  # of a norm that is written out
+    return "float32" if strong or inside else None
 
 
 def _casts_nothing(equation: Any) -> bool:

@@ -334,8 +334,8 @@ class _Fusion:
 
     def _is_pure(self, name: str) -> bool:
         node = self._before.get(name)
-        is_there = node is not None and name not in self._instead and name in self._definitions
-        return is_there and node.op in _PURE and name in self._taken_before
+        is_pure = node is not None and node.op in _PURE and name in self._taken_before
+        return is_pure and name not in self._instead and name in self._definitions
 
     @functools.cached_property
     def _taken_before(self) -> set[str]:

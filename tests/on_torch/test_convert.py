@@ -221,3 +221,13 @@ def test_complex_parameters_keep_their_imaginary_part() -> None:
     model = nn.Linear(2, 2, dtype=torch.complex64)
     assert polyamp.policy("bfloat16").cast_to_param(model) is model
     assert model.weight.dtype == torch.complex64
+
+
+def test_batch_norms_take_16_bit_data_beside_float32_parameters() -> None:
+    model = polyamp.convert(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.LayerNorm(4)), polyamp.policy("O2"))
+    seen: list[torch.dtype] = []
+    for part in (model[1], model[2]):
+        part.register_forward_pre_hook(lambda _, args: seen.append(args[0].dtype))
+    model(torch.ones(3, 4))
+    assert seen == [torch.float16, torch.float32]
+    assert {value.dtype for value in model[1].parameters()} == {torch.float32}

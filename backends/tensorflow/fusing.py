@@ -334,8 +334,9 @@ class _Fusion:
 
     def _is_pure(self, name: str) -> bool:
         node = self._before.get(name)
-        is_pure = node is not None and node.op in _PURE and name in self._taken_before
-        return is_pure and name not in self._instead and name in self._definitions
+        if node is None or name in self._instead or name not in self._definitions:
+            return False
+        return node.op in _PURE and name in self._taken_before
 
     @functools.cached_property
     def _taken_before(self) -> set[str]:

@@ -26,7 +26,7 @@ class Torch:
 
     @staticmethod
     def array(array: np.ndarray) -> Any:
-        return torch.tensor(array)
+        return torch.as_tensor(array)  # of NumPy that Dynamo traces torch.tensor would warn
 
     @staticmethod
     def matmul(one: Any, other: Any) -> Any:

@@ -11,12 +11,13 @@ loaded framework that has one; leaving it undoes both. For example, with torch l
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from contextvars import ContextVar
 from typing import Any, TypeVar
 
 from polyamp import registry
+from polyamp.dispatch import with_options
 from polyamp.errors import UnsupportedError, warn_once
 from polyamp.policy import Policy, current_policy, in_policy
 
@@ -79,13 +80,16 @@ class Autocast:
         return autocast_function(fn, self._policy, self._backend)  # type: ignore[return-value]
 
 
-def autocast_function(fn: Callable[..., Any], policy: Policy | None, backend: str | None) -> Callable[..., Any]:
-    """Return a function that runs ``fn`` in a region.
+def autocast_function(
+    fn: Callable[..., Any], policy: Policy | None, backend: str | None, options: Mapping[str, Any] | None = None
+) -> Callable[..., Any]:
+    """Return a function that runs ``fn`` in a region, with the options that its framework's adapter has.
 
     The framework is that of the function's own type, or else of its arguments at each call. With plain values only, the
     regions of every loaded framework are entered.
     """
     named = registry.adapter_of(fn) if backend is None else registry.adapter_named(backend)
+    options = options or {}
 
     @functools.wraps(fn)
     def autocasted(*args: Any, **kwargs: Any) -> Any:
@@ -94,6 +98,8 @@ def autocast_function(fn: Callable[..., Any], policy: Policy | None, backend: st
             with traced:
                 return fn(*args, **kwargs)
         adapter = named or _autocasting(registry.adapters_within(args, kwargs))
+        if adapter is not None and options:
+            return with_options(adapter, "autocast_function", options)(fn, policy)(*args, **kwargs)
         if adapter is not None and hasattr(adapter, "autocast_function"):
             return adapter.autocast_function(fn, policy)(*args, **kwargs)
         with Autocast(policy, None if adapter is None else adapter.name):

@@ -208,7 +208,12 @@ def value_and_grad(
 
 
 def autocast(
-    target: Any = None, policy: Policy | str | None = None, *, backend: str | None = None, **mistaken: Any
+    target: Any = None,
+    policy: Policy | str | None = None,
+    *,
+    backend: str | None = None,
+    argnums: int | Sequence[int] | None = None,
+    **mistaken: Any,
 ) -> Any:
     """Run operations in the formats of a policy: ``with autocast(policy):``, or as a decorator.
 
@@ -223,6 +228,8 @@ def autocast(
         policy: the policy of a function; or, as a keyword, of a context or decorator. Bound now if given, else the
             current policy at each call.
         backend: one framework's name, to affect only that one.
+        argnums: for a function in JAX: the positions of its arguments that are parameters, the first by default. Other
+            float32 arguments stay float32 next to 16-bit values.
         **mistaken: arguments of other libraries' autocast, such as ``dtype=``, ``device_type=`` and ``enabled=``:
             refused, with a hint what to write instead.
 
@@ -238,7 +245,15 @@ def autocast(
         raise _another_autocast(mistaken)
     bound = None if policy is None else make_policy(policy)
     if callable(target) and not isinstance(target, Policy) and name_of_dtype(target) is None:
-        return autocast_function(target, bound, backend)
+        return autocast_function(target, bound, backend, _given(argnums=argnums))
+    if argnums is not None:
+        raise InvalidTypeError(
+            "argnums belongs to a function",
+            where="autocast(policy, argnums=)",
+            found=_shown(argnums),
+            allowed="autocast(function, policy, argnums=)",
+            fix="give the function too, or leave argnums out",
+        )
     if target is not None and policy is not None:
         raise InvalidTypeError(
             "autocast takes one policy",
@@ -281,6 +296,7 @@ def rewrite(
     backend: str | None = None,
     engine: str | None = None,
     jit_compile: bool | None = None,
+    argnums: int | Sequence[int] | None = None,
     **kwargs: Any,
 ) -> Any:
     """Rewrite a function or model so that its operations run in the formats of a policy, and report what was decided.
@@ -298,6 +314,7 @@ def rewrite(
         backend: the framework's name, if neither the function nor the arguments show it and several are loaded.
         engine: for TensorFlow: ``"grappler"`` uses TensorFlow's own pass; see ``polyamp.backends.tensorflow.grappler``.
         jit_compile: for TensorFlow: as in ``tf.function``.
+        argnums: for JAX: the positions of the arguments that are parameters, the first by default.
         **kwargs: example keyword arguments.
 
     Returns:
@@ -308,8 +325,7 @@ def rewrite(
         UnsupportedError: the framework's adapter has no rewrite, or does not have these options.
     """
     chosen = None if policy is None else make_policy(policy)
-    given = {"engine": engine, "jit_compile": jit_compile}
-    options: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    options = _given(engine=engine, jit_compile=jit_compile, argnums=argnums)
     if fn is None and not (args or kwargs):
         return functools.partial(rewrite, policy=chosen, backend=backend, **options)
     own = registry.adapter_of(fn)
@@ -358,6 +374,11 @@ def explain(
     options = {} if engine in (None, "rewrite") else {"engine": engine}
     plan: Plan = with_options(adapter, "explain", options)(fn, args, kwargs, make_policy(policy))
     return plan
+
+
+def _given(**options: Any) -> dict[str, Any]:
+    """Return the options that are not None."""
+    return {name: value for name, value in options.items() if value is not None}
 
 
 def _check_rewritable(fn: object, adapter: Any, *, where: str) -> None:

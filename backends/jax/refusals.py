@@ -106,7 +106,7 @@ def positions(argnums: Any, *, where: str, at_least: int = 0) -> tuple[int, ...]
     if len(wanted) >= at_least and all(type(one) is int for one in wanted):
         return wanted
     raise InvalidTypeError(
-        "argnums are no positions of arguments",
+        "argnums are not positions of arguments",
         where=where,
         found=repr(argnums),
         allowed="an integer, or a tuple of integers; 0 is the function's first argument",

@@ -44,8 +44,20 @@ def test_argnums_say_which_arguments_are_parameters(argnums: Any, expected: str)
     assert expected in formats(mixed, W, X, SHIFT, of=("add",))
 
 
+@pytest.mark.parametrize(("argnums", "expected"), [(None, "float32"), ((0, 2), "bfloat16")])
+def test_the_public_verbs_take_argnums(argnums: Any, expected: str) -> None:
+    assert formats(polyamp.autocast(added, BF16, argnums=argnums), W, X, SHIFT, of=("add",)) == {expected}
+    plan = polyamp.rewrite(added, W, X, SHIFT, policy=BF16, argnums=argnums).plan
+    assert {one.format for one in plan.operations if one.name == "add"} == {expected}
+
+
+def test_argnums_without_a_function_are_refused() -> None:
+    with pytest.raises(polyamp.InvalidTypeError, match="argnums belongs to a function"):
+        polyamp.autocast(BF16, argnums=1)
+
+
 def test_argnums_that_are_no_positions_are_refused() -> None:
-    with pytest.raises(polyamp.PolyampError, match="argnums are no positions"):
+    with pytest.raises(polyamp.PolyampError, match="argnums are not positions"):
         polyamp.backends.jax.autocast(added, BF16, argnums="w")  # type: ignore[arg-type]
 
 

@@ -91,6 +91,17 @@ PROGRAMS: dict[str, Callable[[Any, Any, Any], Any]] = {
 }
 
 
+class Layer(torch.nn.Module):
+    """A program whose weights are a parameter."""
+
+    def __init__(self, run: Callable[[Any, Any], Any]) -> None:
+        super().__init__()
+        self.run, self.w = run, torch.nn.Parameter(torch.tensor(W))
+
+    def forward(self, x: Any) -> Any:
+        return self.run(x, self.w)
+
+
 def decided(plan: polyamp.Plan) -> list[tuple[str, str, str, str]]:
     kept = (op for op in plan.operations if op.name not in MOVING and op.format != "as written")
     return sorted((op.name, op.op_class, op.format, op.reason) for op in kept)
@@ -100,11 +111,12 @@ def decided(plan: polyamp.Plan) -> list[tuple[str, str, str, str]]:
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_operations_are_decided_alike(program: str, policy: str) -> None:
     run = PROGRAMS[program]
-    in_jax = explain_jax(lambda x, w: run(Jax, x, w), X, W, policy=policy)
+    in_jax = explain_jax(lambda w, x: run(Jax, x, w), W, X, policy=policy)  # the first argument is the parameters
+    weights = tf.Variable(W)
     in_tensorflow = explain_tensorflow(
-        lambda x, w: run(TensorFlow, x, w), tf.constant(X), tf.constant(W), policy=policy
+        lambda x: run(TensorFlow, x, tf.identity(weights)), tf.constant(X), policy=policy
     )
-    in_torch = explain_torch(lambda x, w: run(Torch, x, w), torch.tensor(X), torch.tensor(W), policy=policy)
+    in_torch = explain_torch(Layer(lambda x, w: run(Torch, x, w)), torch.tensor(X), policy=policy)
     assert decided(in_jax) == decided(in_tensorflow) == decided(in_torch) != []
 
 
@@ -138,20 +150,21 @@ def test_rules_reach_the_same_operations(rules: dict[str, str]) -> None:
         with scope("head"):
             return y @ w
 
-    in_jax = explain_jax(lambda x, w: run(Jax, jax.named_scope, x, w), X, W, policy=policy)
+    in_jax = explain_jax(lambda w, x: run(Jax, jax.named_scope, x, w), W, X, policy=policy)
+    weights = tf.Variable(W)
     in_tensorflow = explain_tensorflow(
-        lambda x, w: run(TensorFlow, tf.name_scope, x, w), tf.constant(X), tf.constant(W), policy=policy
+        lambda x: run(TensorFlow, tf.name_scope, x, tf.identity(weights)), tf.constant(X), policy=policy
     )
 
     class Model(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.head = Scope(lambda y, w: y @ w)
+            self.head, self.w = Scope(lambda y, w: y @ w), torch.nn.Parameter(torch.tensor(W))
 
-        def forward(self, x: Any, w: Any) -> Any:
-            return self.head(torch.exp(x @ w + x), w)
+        def forward(self, x: Any) -> Any:
+            return self.head(torch.exp(x @ self.w + x), self.w)
 
-    in_torch = explain_torch(Model(), torch.tensor(X), torch.tensor(W), policy=policy)
+    in_torch = explain_torch(Model(), torch.tensor(X), policy=policy)
     assert decided(in_jax) == decided(in_tensorflow) == decided(in_torch) != []
 
 
@@ -167,19 +180,25 @@ def test_a_rule_that_matched_nothing_is_the_user_s_own(name: str, rules: dict[st
     assert [plan.unused_rules for plan in plans] == [tuple(rules)] * 3
 
 
-def test_what_follows_a_loop_is_said_in_the_same_words() -> None:
-    def in_jax(x: Any, w: Any) -> Any:
-        return jnp.tanh(jax.lax.fori_loop(0, 3, lambda _, y: y @ w, x @ w))
+@pytest.mark.parametrize(("adds_up", "said"), [(True, "after a loop"), (False, "beside matmul")])
+def test_what_follows_a_loop_is_said_in_the_same_words(adds_up: bool, said: str) -> None:
+    def turn(y: Any, w: Any) -> Any:
+        return y + y @ w if adds_up else y @ w
 
-    def in_tensorflow(x: Any, w: Any) -> Any:
-        y = x @ w
+    def in_jax(w: Any, x: Any) -> Any:
+        return jnp.abs(jax.lax.fori_loop(0, 3, lambda _, y: turn(y, w), x @ w))
+
+    weights = tf.Variable(W)
+
+    def in_tensorflow(x: Any) -> Any:
+        y = x @ weights
         for _ in tf.range(3):
-            y = y @ w
-        return tf.tanh(y)
+            y = turn(y, weights)
+        return tf.abs(y)
 
     plans = [
-        explain_jax(in_jax, X, W, policy="mixed_bfloat16"),
-        explain_tensorflow(in_tensorflow, tf.constant(X), tf.constant(W), policy="mixed_bfloat16"),
+        explain_jax(in_jax, W, X, policy="mixed_bfloat16"),
+        explain_tensorflow(in_tensorflow, tf.constant(X), policy="mixed_bfloat16"),
     ]
-    reasons = [{op.reason for op in plan.operations if op.name == "tanh"} for plan in plans]
-    assert reasons == [{"after a loop"}] * 2
+    reasons = [{op.reason for op in plan.operations if op.name == "abs"} for plan in plans]
+    assert reasons == [{said}] * 2

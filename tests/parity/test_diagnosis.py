@@ -46,15 +46,15 @@ _jax_amplify.defvjp(lambda value, factor: (value, factor), lambda factor, gradie
 
 
 def with_jax(forward: float, backward: float) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    def loss_fn(weights, forward, backward):
+    def loss_fn(weights):
         first, second, third = weights
         hidden = jax.nn.relu(jnp.asarray(X) @ first)
         with jax.named_scope("middle"):
-            hidden = _jax_amplify(hidden @ second * forward, backward)
+            hidden = _jax_amplify(hidden @ second * forward, jnp.float32(backward))
         logits = jax.nn.relu(hidden) / forward @ third
         return -(jax.nn.log_softmax(logits) * ONE_HOT).sum(-1).mean()
 
-    return loss_fn, ([jnp.asarray(weight) for weight in WEIGHTS], jnp.float32(forward), jnp.float32(backward))
+    return loss_fn, ([jnp.asarray(weight) for weight in WEIGHTS],)
 
 
 class _TorchAmplify(torch.autograd.Function):

@@ -14,7 +14,7 @@ import polyamp
 
 RANDOM = np.random.default_rng(0)
 X = np.abs(RANDOM.standard_normal((32, 8))).astype("float32")
-NEARLY_CONSTANT = (0.5 + 1e-4 * RANDOM.standard_normal((8, 16))).astype("float32")
+NEARLY_CONSTANT = (0.5 + 1e-5 * RANDOM.standard_normal((8, 16))).astype("float32")
 HEAD = RANDOM.standard_normal((16, 4)).astype("float32")
 
 

@@ -46,11 +46,11 @@ _jax_amplify.defvjp(lambda value, factor: (value, factor), lambda factor, gradie
 
 
 def with_jax(forward: float, backward: float) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    def loss_fn(weights):  # factors are constants here: arguments would be inputs, which nothing rounds
+    def loss_fn(weights):
         first, second, third = weights
         hidden = jax.nn.relu(jnp.asarray(X) @ first)
         with jax.named_scope("middle"):
-            hidden = _jax_amplify(hidden @ second * forward, backward)
+            hidden = _jax_amplify(hidden @ second * forward, jnp.float32(backward))
         logits = jax.nn.relu(hidden) / forward @ third
         return -(jax.nn.log_softmax(logits) * ONE_HOT).sum(-1).mean()
 

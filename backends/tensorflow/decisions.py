@@ -344,7 +344,8 @@ class Pass:
         operation = OPERATIONS.get(node.op, node.op)
         if operation in ("mul", "div"):
             first, *others = (known.is_constant for known in self.values_of(node))
-            return specific(operation, of_itself=self._operands.are_same(node), over=first and not any(others))
+            over = (first and not any(others)) or self._operands.divides_again(node)
+            return specific(operation, of_itself=self._operands.are_same(node), over=over)
         if operation in ("scatter", "scatter_add") and node.name in self.regions.backward:
             return "sum"  # of the gradients of what was gathered from one place
         is_expanded = _EXPANDED in f"{self.path}/{node.name}" and operation in CLASSES

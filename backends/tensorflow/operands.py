@@ -57,6 +57,15 @@ class Operands:
         """Return whether a node's two operands are one value, seen through what moves both of them alike."""
         return len(node.inputs) == 2 and (node.inputs[0] == node.inputs[1] or self._are_moved_alike(*node.inputs))
 
+    def divides_again(self, node: Node) -> bool:
+        """Return whether a node divides a quotient by its denominator again, as the derivative ``-x / y / y`` does.
+
+        It is as large as a reciprocal of ``y``, and is not a gradient, so that no loss scale brings it into range.
+        """
+        before = self._graph.maker.get(node.inputs[0])
+        is_quotient = node.op == "RealDiv" and before is not None and before.op == "RealDiv"
+        return is_quotient and before is not None and self._are_moved_alike(before.inputs[1], node.inputs[1])
+
     def _are_moved_alike(self, one: str, other: str) -> bool:
         return self._key(one) == self._key(other)
 

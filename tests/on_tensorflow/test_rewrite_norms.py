@@ -189,3 +189,20 @@ def test_the_gradient_of_what_saturates_is_a_product(function: Any, policy: str)
 
     x = tf.constant([[-25.0, -8.0, 1.0, 2.0]])
     assert relative_error(rewrite(step, policy=policy)(x), tf.function(step)(x)) < TOLERANCE[policy]
+
+
+def test_the_derivative_of_a_quotient_is_as_large_as_a_reciprocal() -> None:
+    """It is -x / y / y, no gradient, so that no loss scale would bring it into float16's range."""
+    weights = tf.Variable(tf.random.stateless_normal((8, 16), (0, 1)) * 1e-6)
+
+    def step(x: tf.Tensor) -> tf.Tensor:
+        with tf.GradientTape() as tape:
+            product = x @ weights
+            normalized = product / tf.norm(product, axis=-1, keepdims=True)
+            loss = tf.reduce_sum(normalized[:, 0]) * 1e-6
+        return tape.gradient(loss, weights)
+
+    x = tf.random.stateless_normal((4, 8), (2, 3))
+    rewritten = polyamp.rewrite(step, x, policy="mixed_float16")
+    assert {one.format for one in rewritten.plan.operations if one.name == "reciprocal"} == {"float32"}
+    np.testing.assert_allclose(rewritten(x), step(x), rtol=0.02, atol=0.01)

@@ -68,6 +68,16 @@ def decide(rules: Iterable[Rule], operation: str, path: str = "") -> Decision:
     return Decision(entry.op_class, TABLE)
 
 
+def is_wide(operation: str, decision: Decision) -> bool:
+    """Return whether an operation is ``inner`` by a rule alone: no kernel of it promises float32 inside.
+
+    >>> is_wide("gelu", Decision("inner", "rule 'gelu'")), is_wide("layer_norm", Decision("inner", TABLE))
+    (True, False)
+    """
+    entry = OPERATIONS.get(operation)
+    return decision.op_class == "inner" and (entry is None or entry.op_class != "inner")
+
+
 def unused(rules: Iterable[Rule], seen: Iterable[tuple[str, str]]) -> list[Rule]:
     """Return the rules that match none of the (operation, path) pairs. They had no effect and are reported."""
     pairs = [pair for pair in seen if not _untouched(pair[0])]

@@ -29,7 +29,7 @@ from polyamp.flow import AFTER_LOOP, AS_WRITTEN, Flow, Value, constant, flow, sp
 from polyamp.formats import format_of
 from polyamp.operations import OPERATIONS as CLASSES
 from polyamp.policy import Policy
-from polyamp.rules import TABLE, Decision, Rule, decide, unused
+from polyamp.rules import TABLE, Decision, Rule, decide, is_wide, unused
 
 WEAK = Value()
 _OPERATORS = {"RealDiv": "truediv", "FloorDiv": "floordiv", "FloorMod": "mod"}  # where it is not the canonical name
@@ -332,8 +332,7 @@ class Pass:
         if any(port.dtype > 100 for port in node.takes):
             return self.as_written(node, "reads a variable by reference", decision=decision)
         outcome = self._outcome(node, operation, decision, inputs)
-        is_wide = decision.op_class == "inner" and decision.reason != TABLE and not _is_inner(operation)
-        if outcome.format != self.rules.compute or is_wide:
+        if outcome.format != self.rules.compute or is_wide(operation, decision):
             return self.decided(node, operation, decision, outcome)
         if low := lowerable(node, self.rules.low):
             return self.decided(node, operation, decision, outcome, low)
@@ -403,10 +402,6 @@ def _given(node: Node, port: Any, operation: str, outcome: Flow) -> Value:
     is_data = port.attribute == node.gives[0].attribute and (port is node.gives[0] or operation != "batch_norm")
     own = is_data or outcome.output.state != "low"
     return outcome.output if own else Value("strong", operation, role="statistic")
-
-
-def _is_inner(operation: str) -> bool:
-    return operation in CLASSES and CLASSES[operation].op_class == "inner"
 
 
 def _constant(decisions: Pass, node: Node) -> Decided:

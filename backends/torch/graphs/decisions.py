@@ -42,7 +42,7 @@ from polyamp.backends.torch.graphs.values import (
 from polyamp.backends.torch.graphs.writing import Writing, may_exceed
 from polyamp.errors import UsageError
 from polyamp.flow import AS_WRITTEN, Flow, Value, flow
-from polyamp.rules import TABLE, Decision
+from polyamp.rules import TABLE, Decision, is_wide
 
 # Operations of which a Python number is an operand, as it is not of a reshape.
 _WITH_NUMBERS = frozenset(
@@ -212,7 +212,7 @@ class Pass:
             return outcome._replace(output=Value("strong", "cast"))
         if outcome.format != AS_WRITTEN and node.kwargs.get("dtype") == torch.float32:
             return Flow("float32", Value("strong", operation), "dtype=torch.float32 was asked for")
-        if outcome.output.state == "low" and inner.is_wide(operation, decision):
+        if outcome.output.state == "low" and is_wide(operation, decision):
             return outcome._replace(format="float32")
         return outcome
 

@@ -11,8 +11,7 @@ from torch.fx import Graph, Node
 
 from polyamp.backends.torch.graphs.nodes import native_name
 from polyamp.flow import Flow, Value
-from polyamp.operations import OPERATIONS
-from polyamp.rules import Decision
+from polyamp.rules import Decision, is_wide
 
 # Operators whose kernels take 16-bit data beside float32 parameters, with the device types where they do so; layer and
 # group norm on CUDA read their parameters in the type of the data.
@@ -72,12 +71,6 @@ def of_results(operation: str, value: Value, results: Any) -> Any:
     if operation not in _NORMS or not isinstance(results, tuple | list):
         return value
     return [value, *(Value("strong", operation, role="statistic") for _ in results[1:])]
-
-
-def is_wide(operation: str, decision: Decision) -> bool:
-    """Whether an operation is ``inner`` by a rule of the user's, and no kernel of it promises float32 inside."""
-    entry = OPERATIONS.get(operation)
-    return decision.op_class == "inner" and (entry is None or entry.op_class != "inner")
 
 
 def _is_wide(node: Node, operation: str, decision: Decision) -> bool:

@@ -27,7 +27,7 @@ from rich.table import Table
 from tensorflow_models import MODELS, Task, task
 
 import polyamp
-from polyamp.backends.tensorflow.grappler import plan_of_pass
+from polyamp.backends.tensorflow.graphs.grappler import plan_of_pass
 from polyamp.plan import Plan
 
 POLICY = "mixed_bfloat16"

@@ -312,7 +312,7 @@ def rewrite(
             itself.
         policy: a policy or its name; None is the current policy when ``fn`` is rewritten.
         backend: the framework's name, if neither the function nor the arguments show it and several are loaded.
-        engine: for TensorFlow: ``"grappler"`` uses TensorFlow's own pass; see ``polyamp.backends.tensorflow.grappler``.
+        engine: for TensorFlow: ``"grappler"`` uses TensorFlow's own pass.
         jit_compile: for TensorFlow: as in ``tf.function``.
         argnums: for JAX: the positions of the arguments that are parameters, the first by default.
         **kwargs: example keyword arguments.

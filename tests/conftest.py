@@ -146,7 +146,7 @@ def _suite_of(path: Path) -> str | None:
 @pytest.fixture
 def module_hooks_of_its_own(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The hooks of PyTorch's autocast on modules, which may stay for good: not for other tests."""
-    from polyamp.backends.torch.ambient import positions
+    from polyamp.backends.torch.autocast import positions
 
     hooks = positions.ModuleHooks()
     monkeypatch.setattr(positions, "HOOKS", hooks)

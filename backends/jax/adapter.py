@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Any, final
 import jax
 import numpy as np
 
-from polyamp.backends.jax import gradients, state, trees
-from polyamp.backends.jax.autocast import autocast, explain, rewritten_for
+from polyamp.backends.jax.autocast.function import autocast, explain, rewritten_for
 from polyamp.backends.jax.devices import described
 from polyamp.backends.jax.operations import OPERATIONS
-from polyamp.backends.jax.step import Skip
+from polyamp.backends.jax.steps import state, trees
+from polyamp.backends.jax.steps.step import Skip
+from polyamp.backends.jax.steps.value_and_grad import scale_loss, value_and_grad
 from polyamp.loss_scale import LossScale, LossScaleState
 from polyamp.plan import Plan
 from polyamp.policy import Policy
@@ -62,7 +63,7 @@ class JaxAdapter:
     ) -> Any:
         """See `polyamp.backends.jax.wrap_optimizer`."""
         try:
-            from polyamp.backends.jax.transformation import wrap
+            from polyamp.backends.jax.steps.transformation import wrap
         except ModuleNotFoundError as error:
             raise _without_optax(error) from error
         return wrap(
@@ -76,14 +77,14 @@ class JaxAdapter:
 
     def scale_loss(self, loss: Any, holder: Any) -> jax.Array:
         """See `polyamp.backends.jax.scale_loss`."""
-        return gradients.scale_loss(loss, holder)
+        return scale_loss(loss, holder)
 
     def holds_loss_scale(self, tree: Any) -> bool:
         """Whether the state of a wrapped optimizer is in a pytree. States are values: each step gives a new one."""
         return state.holds_state(tree)
 
     def loss_scale_of(self, holder: Any) -> tuple[LossScale, LossScaleState]:
-        """See `polyamp.backends.jax.state.loss_scale_of`."""
+        """See `polyamp.backends.jax.steps.state.loss_scale_of`."""
         return state.loss_scale_of(holder)
 
     def save_loss_scale(self, holder: Any) -> dict[str, Any]:
@@ -98,7 +99,7 @@ class JaxAdapter:
         self, fun: Callable[..., Any], policy: Policy | None, has_aux: bool, *, argnums: int | Sequence[int] = 0
     ) -> Callable[..., Any]:
         """See `polyamp.backends.jax.value_and_grad`."""
-        return gradients.value_and_grad(fun, policy, has_aux, argnums=argnums)
+        return value_and_grad(fun, policy, has_aux, argnums=argnums)
 
     def autocast_function(
         self, fn: Callable[..., Any], policy: Policy | None, *, argnums: int | Sequence[int] = 0
@@ -146,9 +147,9 @@ class JaxAdapter:
         return facts(target, args, kwargs, policy, optimizer)
 
     def train_digits(self, task: Task) -> Trace:
-        """See `polyamp.backends.jax.digits.train_digits`."""
+        """See `polyamp.backends.jax.demo.train_digits`."""
         try:
-            from polyamp.backends.jax.digits import train_digits
+            from polyamp.backends.jax.demo import train_digits
         except ModuleNotFoundError as error:
             raise _without_optax(error) from error
         return train_digits(task)

@@ -19,7 +19,7 @@ from polyamp.backends.keras.adapter import adapter
 from polyamp.backends.keras.callbacks import HealthCallback
 from polyamp.backends.keras.casting import cast
 from polyamp.backends.keras.convert import convert
-from polyamp.backends.keras.optimizer import LossScaledOptimizer
-from polyamp.backends.keras.statistics import keep_statistics
+from polyamp.backends.keras.steps.averages import keep_statistics
+from polyamp.backends.keras.steps.optimizer import LossScaledOptimizer
 
 __all__ = ["HealthCallback", "LossScaledOptimizer", "adapter", "cast", "convert", "keep_statistics"]

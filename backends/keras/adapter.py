@@ -11,10 +11,10 @@ from polyamp.backends.keras.casting import cast
 from polyamp.backends.keras.convert import convert
 from polyamp.backends.keras.facts import facts
 from polyamp.backends.keras.operations import OPERATIONS
-from polyamp.backends.keras.optimizer import LossScaledOptimizer
 from polyamp.backends.keras.recording import explain, record
-from polyamp.backends.keras.settings import check_factor
-from polyamp.backends.keras.statistics import guard_steps
+from polyamp.backends.keras.steps.averages import guard_steps
+from polyamp.backends.keras.steps.optimizer import LossScaledOptimizer
+from polyamp.backends.keras.steps.settings import check_factor
 from polyamp.diagnosis.facts import Facts
 from polyamp.diagnosis.recording import Recording
 from polyamp.loss_scale import LossScale, LossScaleState
@@ -139,7 +139,7 @@ class KerasAdapter:
 
     def train_digits(self, task: Task) -> Trace:
         """Train the classifier of ``polyamp demo``."""
-        from polyamp.backends.keras.digits import train
+        from polyamp.backends.keras.demo import train
 
         return train(task)
 

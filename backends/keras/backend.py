@@ -69,7 +69,7 @@ def update_if(finite: Any, update: Callable[[Sequence[Any]], None], grads: Seque
     3.0
     """
     if in_strategy():
-        from polyamp.backends.keras.replicas import update_replicas_if
+        from polyamp.backends.keras.steps.replicas import update_replicas_if
 
         update_replicas_if(finite, update, grads)
     elif platform_of(finite) is not None:

@@ -16,7 +16,7 @@ import keras
 from keras import ops
 from keras.backend import standardize_dtype
 
-from polyamp.backends.keras.gradients import SIXTEEN_BIT
+from polyamp.backends.keras.steps.gradients import SIXTEEN_BIT
 from polyamp.backends.keras.unstable import autocast_variables, layers_inside
 
 _FLOATING = ("float32", *SIXTEEN_BIT)

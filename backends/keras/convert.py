@@ -188,7 +188,7 @@ def _wrong_storage(part: Part, found: list[str], allowed: set[str], policy: Poli
 
 def _forget_compiled(model: Any) -> None:
     """`fit`, `evaluate` and `predict` trace again; what they traced has the old dtypes."""
-    from polyamp.backends.keras.statistics import guard_anew  # which asks here what a model was converted to
+    from polyamp.backends.keras.steps.averages import guard_anew  # which asks here what a model was converted to
 
     model.train_function = model.test_function = model.predict_function = None
     guard_anew(model)

@@ -10,10 +10,10 @@ import keras
 
 from polyamp import registry
 from polyamp.backends.keras.convert import own_policy
-from polyamp.backends.keras.gradients import is_sixteen_bit
-from polyamp.backends.keras.optimizer import LossScaledOptimizer
 from polyamp.backends.keras.recording import Step, judged, own_plan, step_of
-from polyamp.backends.keras.unlowered import lowers_here
+from polyamp.backends.keras.steps.gradients import is_sixteen_bit
+from polyamp.backends.keras.steps.optimizer import LossScaledOptimizer
+from polyamp.backends.keras.steps.unlowered import lowers_here
 from polyamp.diagnosis.facts import Facts, OptimizerState
 from polyamp.plan import Plan
 from polyamp.policy import Policy

@@ -11,7 +11,7 @@ from keras import ops
 
 from polyamp import registry
 from polyamp.backends.keras.convert import amended, own_policy
-from polyamp.backends.keras.optimizer import LossScaledOptimizer
+from polyamp.backends.keras.steps.optimizer import LossScaledOptimizer
 from polyamp.backends.keras.unstable import build_loss
 from polyamp.diagnosis.recording import Recording
 from polyamp.errors import InvalidTypeError, UsageError

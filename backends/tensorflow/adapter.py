@@ -8,17 +8,17 @@ from typing import Any, final
 
 import tensorflow as tf
 
-from polyamp.backends.tensorflow.autocast import autocast_context, current
+from polyamp.backends.tensorflow.autocast.context import autocast_context, current
 from polyamp.backends.tensorflow.casting import cast
 from polyamp.backends.tensorflow.devices import devices
 from polyamp.backends.tensorflow.facts import facts
-from polyamp.backends.tensorflow.grappler import GrapplerRewritten
+from polyamp.backends.tensorflow.graphs.grappler import GrapplerRewritten
+from polyamp.backends.tensorflow.graphs.refusals import check_engine
+from polyamp.backends.tensorflow.graphs.rewrite import explain, rewrite, rewritten_graph
 from polyamp.backends.tensorflow.operations import OPERATIONS
-from polyamp.backends.tensorflow.optimizer import LossScaledOptimizer
-from polyamp.backends.tensorflow.recording import record
-from polyamp.backends.tensorflow.refusals import check_engine
-from polyamp.backends.tensorflow.rewrite import explain, rewrite, rewritten_graph
-from polyamp.backends.tensorflow.scaler import LossScaler
+from polyamp.backends.tensorflow.recording.record import record
+from polyamp.backends.tensorflow.steps.optimizer import LossScaledOptimizer
+from polyamp.backends.tensorflow.steps.scaler import LossScaler
 from polyamp.devices import why_not_fast
 from polyamp.diagnosis.facts import Facts
 from polyamp.diagnosis.recording import Recording
@@ -91,7 +91,7 @@ class TensorFlowAdapter:
     ) -> Any:
         """See `polyamp.backends.tensorflow.rewrite`; for a ``GraphDef`` `rewritten_graph`.
 
-        ``engine="grappler"`` is `polyamp.backends.tensorflow.grappler.GrapplerRewritten`.
+        ``engine="grappler"`` is `polyamp.backends.tensorflow.graphs.grappler.GrapplerRewritten`.
         """
         check_engine(engine)
         if engine == "grappler":

@@ -10,15 +10,15 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from polyamp.backends.tensorflow.decisions import Decided, Pass
-from polyamp.backends.tensorflow.graph import Graph, Node
-from polyamp.backends.tensorflow.places import Places
-from polyamp.backends.tensorflow.recorder import plan_of
+from polyamp.backends.tensorflow.graphs.decisions import Decided, Pass
+from polyamp.backends.tensorflow.graphs.graph import Graph, Node
+from polyamp.backends.tensorflow.graphs.places import Places
+from polyamp.backends.tensorflow.graphs.planning import plan_of
+from polyamp.backends.tensorflow.graphs.rewrite import concrete_of, decided_for
+from polyamp.backends.tensorflow.graphs.scaling import SCALES, scaling_of
+from polyamp.backends.tensorflow.graphs.update import backward_pass, is_gradient
 from polyamp.backends.tensorflow.recording.tracing import name_of, plain_function
-from polyamp.backends.tensorflow.region import backward_pass, is_gradient
-from polyamp.backends.tensorflow.rewrite import concrete_of, decided_for
-from polyamp.backends.tensorflow.scaler import LossScaler
-from polyamp.backends.tensorflow.scaling import SCALES, scaling_of
+from polyamp.backends.tensorflow.steps.scaler import LossScaler
 from polyamp.diagnosis.facts import ClassLoss, Facts, OptimizerState, Product, UserCast
 from polyamp.policy import Policy
 

@@ -14,8 +14,8 @@ except ModuleNotFoundError as error:
     raise missing("torch", extra="torch") from error
 
 from polyamp.backends.torch.adapter import adapter
-from polyamp.backends.torch.ambient.autocast import autocast
-from polyamp.backends.torch.ambient.custom import custom_bwd, custom_fwd, register_autocast
+from polyamp.backends.torch.autocast.context import autocast
+from polyamp.backends.torch.autocast.custom import custom_bwd, custom_fwd, register_autocast
 from polyamp.backends.torch.casting import cast
 from polyamp.backends.torch.convert import convert
 from polyamp.backends.torch.graphs.rewrite import explain, rewrite

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, final
 
 import torch
 
-from polyamp.backends.torch.ambient.autocast import autocast
+from polyamp.backends.torch.autocast.context import autocast
 from polyamp.backends.torch.building import extension
 from polyamp.backends.torch.casting import cast
 from polyamp.backends.torch.convert import convert
@@ -158,14 +158,14 @@ class TorchAdapter:
     def facts(
         self, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], policy: Policy, optimizer: Any
     ) -> Facts:
-        """See `polyamp.backends.torch.recording.facts.facts`."""
-        from polyamp.backends.torch.recording.facts import facts
+        """See `polyamp.backends.torch.facts.facts`."""
+        from polyamp.backends.torch.facts import facts
 
         return facts(target, args, kwargs, policy, optimizer, self.describe()["devices"])
 
     def train_digits(self, task: Task) -> Trace:
         """Train the classifier of ``polyamp demo``."""
-        from polyamp.backends.torch.digits import train  # brings NumPy, which training itself does not need
+        from polyamp.backends.torch.demo import train  # brings NumPy, which training itself does not need
 
         return train(task)
 

@@ -11,12 +11,12 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from polyamp.backends.tensorflow.decisions import Decided, Pass
-from polyamp.backends.tensorflow.dependence import Dependence
-from polyamp.backends.tensorflow.functions import Inside
-from polyamp.backends.tensorflow.graph import FLOAT32, Graph
+from polyamp.backends.tensorflow.graphs.decisions import Decided, Pass
+from polyamp.backends.tensorflow.graphs.dependence import Dependence
+from polyamp.backends.tensorflow.graphs.functions import Inside
+from polyamp.backends.tensorflow.graphs.graph import FLOAT32, Graph
+from polyamp.backends.tensorflow.graphs.places import Places
 from polyamp.backends.tensorflow.operations import OPERATIONS
-from polyamp.backends.tensorflow.places import Places
 from polyamp.backends.tensorflow.recording.tracing import Taken
 from polyamp.diagnosis.recording import ACTIVATION, GRADIENT, PARAMETER, Kind, Observation
 from polyamp.diagnosis.spread import Spread

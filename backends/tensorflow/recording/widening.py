@@ -6,8 +6,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from polyamp.backends.tensorflow.decisions import Pass
-from polyamp.backends.tensorflow.graph import FLOAT32, Node, NodeDef
+from polyamp.backends.tensorflow.graphs.decisions import Pass
+from polyamp.backends.tensorflow.graphs.graph import FLOAT32, Node, NodeDef
 
 _LOW = frozenset(kind.as_datatype_enum for kind in (tf.float16, tf.bfloat16))
 _RESOURCE: int = tf.resource.as_datatype_enum

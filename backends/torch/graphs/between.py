@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from polyamp.backends.torch import unstable
-from polyamp.backends.torch.ambient import positions
-from polyamp.backends.torch.ambient.autocast import Entered
-from polyamp.backends.torch.ambient.regions import DEVICE_TYPES
+from polyamp.backends.torch.autocast import positions
+from polyamp.backends.torch.autocast.context import Entered
+from polyamp.backends.torch.autocast.regions import DEVICE_TYPES
 from polyamp.backends.torch.dtypes import DTYPES, SIXTEEN_BIT
 from polyamp.backends.torch.graphs.rewrite import report, report_unused
 from polyamp.backends.torch.graphs.ruling import Rules

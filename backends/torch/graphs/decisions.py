@@ -20,7 +20,7 @@ from polyamp.backends.torch.graphs.aliases import Aliases
 from polyamp.backends.torch.graphs.attributes import Attributes
 from polyamp.backends.torch.graphs.inner import AS_IT_IS, Manner
 from polyamp.backends.torch.graphs.nodes import addend_of, line_near, native_name, operands_of, operation_of, path_of
-from polyamp.backends.torch.graphs.recorder import Recorder
+from polyamp.backends.torch.graphs.planning import Recorder
 from polyamp.backends.torch.graphs.ruling import Rules
 from polyamp.backends.torch.graphs.sameness import Sameness
 from polyamp.backends.torch.graphs.values import (

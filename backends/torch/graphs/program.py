@@ -14,13 +14,13 @@ from torch.fx import Graph, GraphModule, Node
 from torch.utils.checkpoint import checkpoint
 
 from polyamp.backends.torch import unstable
-from polyamp.backends.torch.ambient.regions import DEVICE_TYPES
+from polyamp.backends.torch.autocast.regions import DEVICE_TYPES
 from polyamp.backends.torch.graphs.attributes import Attributes
 from polyamp.backends.torch.graphs.capture import Captured, capture, check_arguments, refusals
 from polyamp.backends.torch.graphs.decisions import Pass, under_autocast
 from polyamp.backends.torch.graphs.expansion import expand
 from polyamp.backends.torch.graphs.held import CONSTANTS
-from polyamp.backends.torch.graphs.recorder import Recorder
+from polyamp.backends.torch.graphs.planning import Recorder
 from polyamp.backends.torch.graphs.ruling import Rules, constant_of
 from polyamp.backends.torch.graphs.saved import bytes_saved
 from polyamp.backends.torch.graphs.values import Known, known_value, map_known

@@ -17,8 +17,8 @@ import torch.utils._pytree as pytree
 from torch import Tensor
 
 from polyamp.backends.torch import unstable
-from polyamp.backends.torch.ambient.overrides import native_classes
-from polyamp.backends.torch.ambient.regions import DEVICE_TYPES
+from polyamp.backends.torch.autocast.overrides import native_classes
+from polyamp.backends.torch.autocast.regions import DEVICE_TYPES
 from polyamp.backends.torch.casting import leaves
 from polyamp.backends.torch.dtypes import DTYPES, SIXTEEN_BIT
 from polyamp.backends.torch.graphs.held import put_together, taken_apart
@@ -26,7 +26,7 @@ from polyamp.backends.torch.graphs.nodes import is_users
 from polyamp.backends.torch.recording.mode import Watcher
 from polyamp.backends.torch.recording.operators import Operation, operation_of
 from polyamp.backends.torch.recording.running import Run
-from polyamp.backends.torch.recording.widened import tensors
+from polyamp.backends.torch.recording.widening import tensors
 from polyamp.errors import InvalidValueError
 from polyamp.flow import AS_WRITTEN
 from polyamp.plan import Plan, PlannedOperation

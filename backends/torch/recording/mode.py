@@ -12,7 +12,7 @@ from torch import Tensor
 
 from polyamp.backends.torch import unstable
 from polyamp.backends.torch.dtypes import SIXTEEN_BIT
-from polyamp.backends.torch.recording import widened
+from polyamp.backends.torch.recording import widening
 from polyamp.backends.torch.recording.changes import Changes
 from polyamp.backends.torch.recording.counting import Counts
 from polyamp.backends.torch.recording.operators import Operation, operation_of
@@ -64,7 +64,7 @@ class Watcher(unstable.EagerDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, wide: bool, changes: Changes) -> None:
         super().__init__()
         self.changes = changes
-        self._run = widened.run if wide else widened.run_as_it_is
+        self._run = widening.run if wide else widening.run_as_it_is
 
     @unstable.never_compiled
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -119,14 +119,14 @@ class Recorder(Watcher):
 
     def look(self, op: Any, args: Sequence[Any], out: Any) -> None:
         """Count the results of the operation."""
-        node, given = unstable.running_node(), list(widened.tensors(args))
+        node, given = unstable.running_node(), list(widening.tensors(args))
         again = node is not None and _runs_again(node)
         if node is None or again:
             self._recorded_at.setdefault(unstable.next_sequence_number() - 1, self._places.path)
         if node is None:
             self._meet(given)
         if again:
-            for result in widened.tensors([out]):  # they may reuse the memory of a result that is gone
+            for result in widening.tensors([out]):  # they may reuse the memory of a result that is gone
                 self._row_of.pop(_storage(result), None)
             return
         operation = operation_of(op)
@@ -134,7 +134,7 @@ class Recorder(Watcher):
             operation = operation._replace(moves=True, computes=False)  # DistributedDataParallel averages gradients
         kind, path = (ACTIVATION, self._places.path) if node is None else (GRADIENT, self._path_of(node))
         known = [self._row_of[key] for key in map(_storage, given) if key in self._row_of]
-        for place, result in enumerate(widened.tensors([out])):
+        for place, result in enumerate(widening.tensors([out])):
             self._row_of.pop(_storage(result), None)
             if not result.is_floating_point() or not result.numel():
                 continue
@@ -223,4 +223,4 @@ def _runs_again(node: Any) -> bool:
 
 def _storage(tensor: Tensor) -> int:
     """Return a number that views of the same memory share."""
-    return unstable.storage_of(widened.values_of(tensor)) or id(tensor)
+    return unstable.storage_of(widening.values_of(tensor)) or id(tensor)

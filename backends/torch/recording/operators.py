@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import cache
 from typing import Any, NamedTuple
 
-from polyamp.backends.torch.ambient.overrides import class_name
+from polyamp.backends.torch.autocast.overrides import class_name
 from polyamp.backends.torch.operations import canonical
 from polyamp.operations import OPERATIONS
 

@@ -16,9 +16,9 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.overrides import TorchFunctionMode
 
 from polyamp.backends.torch import unstable
-from polyamp.backends.torch.ambient.autocast import autocast
-from polyamp.backends.torch.ambient.regions import ACCELERATOR
-from polyamp.backends.torch.ambient.weights import forget_casts
+from polyamp.backends.torch.autocast.context import autocast
+from polyamp.backends.torch.autocast.regions import ACCELERATOR
+from polyamp.backends.torch.autocast.weights import forget_casts
 from polyamp.backends.torch.recording.changes import Changes
 from polyamp.backends.torch.recording.mode import UpdateBegins
 from polyamp.backends.torch.recording.places import Places

@@ -21,10 +21,10 @@ from torch.testing._internal.common_methods_invocations import op_db
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import polyamp
-from polyamp.backends.torch.ambient import boxed, overrides, regions
-from polyamp.backends.torch.ambient.native_lists import registered
-from polyamp.backends.torch.ambient.regions import Region
-from polyamp.backends.torch.ambient.weights import cast_weight
+from polyamp.backends.torch.autocast import boxed, overrides, regions
+from polyamp.backends.torch.autocast.native_lists import registered
+from polyamp.backends.torch.autocast.regions import Region
+from polyamp.backends.torch.autocast.weights import cast_weight
 from polyamp.backends.torch.unstable import AutocastKey, is_composite, schema_arguments
 from polyamp.operations import CLASSES
 from support.harness_torch import casts_of

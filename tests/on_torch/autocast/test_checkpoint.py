@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import polyamp
 from polyamp.backends.torch import autocast
-from polyamp.backends.torch.ambient import positions
+from polyamp.backends.torch.autocast import positions
 
 pytestmark = pytest.mark.usefixtures("module_hooks_of_its_own")
 
@@ -154,7 +154,7 @@ def test_the_backward_pass_may_be_another_threads(run: Run) -> None:
 
 
 def test_what_is_run_again_keeps_no_casts() -> None:
-    from polyamp.backends.torch.ambient import regions
+    from polyamp.backends.torch.autocast import regions
 
     gradients(Model, not_reentrant, PATHS)
     assert regions.casts_here() is None

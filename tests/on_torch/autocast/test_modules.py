@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import polyamp
 from polyamp.backends.torch import autocast
-from polyamp.backends.torch.ambient import positions
+from polyamp.backends.torch.autocast import positions
 
 pytestmark = pytest.mark.usefixtures("module_hooks_of_its_own")
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import polyamp
-from polyamp.backends.torch.ambient import regions
+from polyamp.backends.torch.autocast import regions
 from support.harness_torch import casts_of
 
 pytestmark = pytest.mark.usefixtures("module_hooks_of_its_own")

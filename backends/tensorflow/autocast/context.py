@@ -1,0 +1,349 @@
+"""Ambient autocast: TensorFlow's own functions, with the products inside of them run in 16 bits.
+
+Where a product is made, in eager code or while a function is traced, its float32 inputs are cast down and its outputs
+cast back up: Python code sees float32 alone, so that code which looks at types (``tf.cond``, loops, ``py_function``,
+custom gradients) works as it is written. In a graph TensorFlow drops casts that stand back to back.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
+from threading import Lock
+from typing import Any
+
+import tensorflow as tf
+
+from polyamp.backends.tensorflow import unstable
+from polyamp.backends.tensorflow.devices import report_slow
+from polyamp.backends.tensorflow.graphs.graph import FLOAT32, Node, NodeDef
+from polyamp.backends.tensorflow.graphs.kernels import default_device, lowerable
+from polyamp.backends.tensorflow.graphs.refusals import check_format
+from polyamp.backends.tensorflow.operations import OPERATIONS
+from polyamp.backends.tensorflow.unstable import Parameter
+from polyamp.errors import warn_once
+from polyamp.markers import UPDATE_SCOPE
+from polyamp.operations import OPERATIONS as TABLE
+from polyamp.policy import Policy
+from polyamp.rules import Rule, decide
+
+
+@contextmanager
+def autocast_context(policy: Policy) -> Iterator[None]:
+    """Run operations of class ``lower`` in the policy's ``compute`` format; a float32 policy switches that off.
+
+    For eager code, and for all that is traced inside: a ``tf.function`` keeps one trace for each policy, and comes back
+    to the one without outside. The backward pass runs in the formats of its forward pass, wherever it is taken; what
+    ``tf.recompute_grad`` and custom gradients run in it, under the policy of the forward call. May be entered again
+    and inside of another; threads and async tasks do not see each other's.
+
+    >>> from polyamp import policy
+    >>> third = tf.constant([[1 / 3]])
+    >>> with autocast_context(policy("mixed_bfloat16")):
+    ...     product = third @ tf.ones((1, 1))
+    >>> product.dtype, float(product[0, 0])
+    (tf.float32, 0.333984375)
+
+    What it cannot see runs as it is written: replica threads of a ``tf.distribute.MirroredStrategy`` and
+    ``tf.py_function`` (enter it inside the function that they run), a ``ConcreteFunction`` or SavedModel that was
+    traced before, operations that are not in `OPERATIONS` such as your own, and references into
+    ``tensorflow.python.ops.gen_*`` that another package took before the first entry. ``polyamp.rewrite`` sees the graph
+    instead.
+
+    Args:
+        policy: ``compute`` decides, and the rules: by operation, and by name scope, which Keras layers open. An
+            operation without a kernel for the format on its device runs in float32. Inputs of other types stay as the
+            user wrote them.
+
+    Raises:
+        UnsupportedError: neither float32 nor a 16-bit float, nor tensorfloat32 where TensorFlow has it switched on.
+
+    Warns:
+        PolyampWarning: TensorFlow ran in here, and nothing was ever lowered under this policy; or a rule's path is
+            nowhere.
+    """
+    lowering = lowering_of(policy)
+    before = unstable.newest_tensor()
+    with entered(lowering):
+        yield
+    if lowering is not None and unstable.newest_tensor() > before + 1:
+        lowering.report()
+
+
+def lowering_of(policy: Policy) -> Lowering | None:
+    """What a policy asks of autocast; None where that is nothing.
+
+    Raises:
+        UnsupportedError: neither float32 nor a 16-bit float.
+    """
+    # TensorFlow multiplies float32 in that format by itself, unless it is told not to.
+    is_native = policy.compute == "tensorfloat32" and tf.config.experimental.tensor_float_32_execution_enabled()
+    if not is_native:
+        check_format(policy.compute)
+    with _replacing:
+        return None if is_native or policy.compute == "float32" else _lowering(policy.compute, policy.rules)
+
+
+@contextmanager
+def entered(lowering: Lowering | None) -> Iterator[None]:
+    """Autocast by ``lowering``, or without, in this thread or async task for as long as the context lasts."""
+    outer = _entered.get()
+    _entered.set((*outer, lowering))
+    try:
+        yield
+    finally:
+        _entered.set(outer)
+
+
+def autocast_everywhere(policy: Policy | None) -> None:
+    """Autocast wherever no context is entered, in every thread, from now on; None ends it.
+
+    Raises:
+        UnsupportedError: neither float32 nor a 16-bit float; nothing is changed.
+    """
+    global _everywhere
+    _everywhere = None if policy is None else lowering_of(policy)
+
+
+def is_everywhere() -> bool:
+    """Whether `autocast_everywhere` holds."""
+    return _everywhere is not None
+
+
+def current() -> Lowering | None:
+    """What operations are lowered by, here and now."""
+    stack = _entered.get()
+    return stack[-1] if stack else _everywhere
+
+
+_entered: ContextVar[tuple[Lowering | None, ...]] = ContextVar("polyamp_tensorflow_autocast", default=())
+_everywhere: Lowering | None = None
+
+
+class Lowering:
+    """A compute format and rules, with what was done under them in this process.
+
+    Attributes:
+        compute: the format of ``lower`` operations.
+        rules: the policy's own.
+        lowered: whether anything ever was.
+    """
+
+    def __init__(self, compute: str, rules: tuple[Rule, ...]) -> None:
+        self.compute, self.rules = compute, rules
+        self.dtype = tf.as_dtype(compute)
+        self.lowered = False
+        self._kept: dict[str, str] = {}
+        self._told = set[tuple[str, str]]()
+        self._decided: dict[tuple[str, str], str] = {}
+        # A rule for an operation that does not occur is no mistake; a path that does not occur may be one.
+        self._unused = [rule for rule in rules if not _names_operation(rule)]
+
+    def run(self, operation: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The results of an operation on these arguments."""
+        inputs = operation.bound(args, kwargs) if self._lowers(operation.canonical) else None
+        low = () if inputs is None else self._attributes(operation, inputs)
+        if inputs is None or not low:
+            return operation.original(*args, **kwargs)
+        self.lowered = True
+        for name, (attribute, is_list) in operation.inputs.items():
+            if attribute in low and name in inputs:
+                inputs[name] = [self._down(one) for one in inputs[name]] if is_list else self._down(inputs[name])
+        results = operation.original(**inputs)
+        return self._up(results) if tf.is_tensor(results) else tf.nest.map_structure(self._up, results)
+
+    def key(self) -> tuple[Lowering, str]:
+        """What a function traced under this was traced for."""
+        return self, unstable.scope_path() if self.rules else ""
+
+    def report(self) -> None:
+        """Say once what had no effect."""
+        if not self.lowered:
+            why = "; ".join(self._kept.values()) or "it saw no float32 operation of class lower, such as a matmul"
+            warn_once(
+                f"autocast to {self.compute} changed nothing in TensorFlow: {why}. It sees eager code and functions "
+                "that are traced inside of it. Enter it inside the function that MirroredStrategy runs, or give the "
+                "whole step to polyamp.rewrite.",
+                stacklevel=_TO_USER,
+            )
+        for rule in self._unused if self.lowered else ():
+            warn_once(
+                f"the rule {rule.pattern!r} matched nothing that autocast to {self.compute} decides: it is neither an "
+                "operation (see docs/operations.md) nor a name scope or layer in which there is a product.",
+                stacklevel=_TO_USER,
+            )
+
+    def _lowers(self, canonical: str) -> bool:
+        path = unstable.scope_path()
+        key = (canonical, path if self.rules else "")
+        if key not in self._decided:
+            if len(self._decided) > _REMEMBERED:
+                self._decided.clear()
+            self._decided[key] = decide(self.rules, *key).op_class
+            self._unused = [rule for rule in self._unused if not rule.matches(*key)]
+        return self._decided[key] == "lower" and UPDATE_SCOPE not in path
+
+    def _attributes(self, operation: Operation, inputs: Mapping[str, Any]) -> tuple[str, ...]:
+        """The type attributes that become the compute format's."""
+        types = operation.types(inputs)
+        if FLOAT32 not in types.values():
+            return ()
+        device = _device_type(unstable.current_device())
+        found = _lowerable(operation.native, device, tuple(types.items()), self.dtype.as_datatype_enum)
+        if not found:
+            self._kept[operation.native] = f"there is no {self.compute} kernel for {operation.native} on {device}"
+        elif (operation.canonical, device) not in self._told:
+            self._told.add((operation.canonical, device))
+            report_slow(operation.canonical, self.compute, device)
+        return found
+
+    def _down(self, value: Any) -> tf.Tensor:
+        return tf.raw_ops.Cast(x=tf.convert_to_tensor(value, tf.float32), DstT=self.dtype)  # half the time of tf.cast
+
+    def _up(self, value: Any) -> Any:
+        return tf.raw_ops.Cast(x=value, DstT=tf.float32) if getattr(value, "dtype", None) == self.dtype else value
+
+
+_TO_USER = 8  # frames from a warning to the end of ``with polyamp.autocast(...)``
+_REMEMBERED = 4096  # decisions: names of scopes are new in every trace
+
+
+class Operation:
+    """One of TensorFlow's generated functions.
+
+    Attributes:
+        native: the node type.
+        canonical: its name in `polyamp.operations`.
+        original: the function.
+        inputs: parameters that are tensors of a free type, or lists of such.
+    """
+
+    def __init__(
+        self, native: str, original: Callable[..., Any], parameters: Mapping[str, Parameter], positional: bool
+    ) -> None:
+        self.native, self.original = native, original
+        self.canonical = OPERATIONS[native]
+        self._positional = tuple(parameters) if positional else ()
+        self.inputs = {name: parameter for name, parameter in parameters.items() if parameter.attribute}
+
+    def bound(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any] | None:
+        """Arguments by name; None where they do not fit, which TensorFlow then says in its own words."""
+        named = {**dict(zip(self._positional, args, strict=False)), **kwargs}
+        return named if len(named) == len(args) + len(kwargs) else None
+
+    def types(self, inputs: Mapping[str, Any]) -> dict[str, int]:
+        """The type attributes and what the inputs make them; an attribute that they do not agree on is left out."""
+        found: dict[str, set[int]] = {}
+        for name, (attribute, is_list) in self.inputs.items():
+            given: Any = inputs.get(name)
+            found.setdefault(attribute, set()).update(map(_type, given if is_list else [given]))
+        for kinds in found.values():
+            kinds.discard(0)
+        return {attribute: kinds.pop() for attribute, kinds in found.items() if len(kinds) == 1}
+
+
+def _type(value: Any) -> int:
+    """The number of TensorFlow's ``DataType``; 0 where a value takes its neighbours' type."""
+    dtype = getattr(value, "dtype", None)
+    if isinstance(value, tf.RaggedTensor | tf.SparseTensor | tf.IndexedSlices):
+        return tf.variant.as_datatype_enum  # TensorFlow takes these apart
+    return 0 if dtype is None else tf.as_dtype(dtype).base_dtype.as_datatype_enum
+
+
+@functools.cache
+def _lowering(compute: str, rules: tuple[Rule, ...]) -> Lowering:
+    """One for all policies that cast alike, so that they share traced functions."""
+    intercept()
+    wanted = _may_lower(rules) - _STRUCTURE
+    _replace(native for native, canonical in OPERATIONS.items() if canonical in wanted)
+    return Lowering(compute, rules)
+
+
+@functools.cache
+def intercept() -> None:
+    """Have TensorFlow ask what holds here and now, where it traces functions and where it takes gradients."""
+
+    def traced_for() -> Any:
+        lowering = current()
+        return None if lowering is None else lowering.key()
+
+    def backward() -> AbstractContextManager[None]:
+        """A gradient has the formats of its forward operation already."""
+        return nullcontext() if current() is None else entered(None)
+
+    unstable.remember_names()
+    unstable.intercept_traces(traced_for)
+    unstable.intercept_gradients(backward, lambda: functools.partial(_own_gradient, current(), unstable.scope_path()))
+
+
+@contextmanager
+def _own_gradient(lowering: Lowering | None, scope: str) -> Iterator[None]:
+    """For a gradient that a function brings itself: what held for the function, and a scope like that of others."""
+    name = "/".join(filter(None, ("gradient_tape", scope)))
+    with entered(lowering), nullcontext() if tf.executing_eagerly() else tf.name_scope(f"{name}/"):
+        yield
+
+
+def _replace(natives: Iterable[str]) -> None:
+    """Have operations look whether autocast is entered. That stays, and costs little where it is not."""
+    replaced = {}
+    for native in set(natives) - _replaced:
+        _replaced.add(native)
+        functions, parameters = unstable.generated_functions(native)
+        for function, positional in zip(functions, (True, False), strict=False):
+            replaced[function] = _looking(Operation(native, function, parameters, positional))
+    unstable.replace_functions(replaced)
+
+
+_replaced: set[str] = set()
+_replacing = Lock()
+
+
+def _looking(operation: Operation) -> Callable[..., Any]:
+    original = operation.original
+
+    @functools.wraps(original)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        lowering = current()
+        return original(*args, **kwargs) if lowering is None else lowering.run(operation, args, kwargs)
+
+    return run
+
+
+_STRUCTURE = {"tensor_list", "loop_edge", "save"}  # what they hold has a type that was declared elsewhere
+
+
+def _may_lower(rules: tuple[Rule, ...]) -> set[str]:
+    """The canonical operations that rules and table may make ``lower`` somewhere."""
+    raising = [rule for rule in rules if rule.op_class == "lower"]
+    anywhere = not all(map(_names_operation, raising))
+    return {
+        name
+        for name, entry in TABLE.items()
+        if entry.op_class == "lower"
+        or (entry.op_class != "keep" and (anywhere or any(rule.matches(name) for rule in raising)))
+    }
+
+
+def _names_operation(rule: Rule) -> bool:
+    return any(map(rule.matches, TABLE))
+
+
+@functools.cache
+def _device_type(device: str) -> str:
+    return tf.DeviceSpec.from_string(device).device_type or default_device()
+
+
+@functools.cache
+def _lowerable(native: str, device: str, types: tuple[tuple[str, int], ...], dtype: int) -> tuple[str, ...]:
+    """See `polyamp.backends.tensorflow.graphs.kernels.lowerable`."""
+    operation = unstable.operation_definition(native, {})
+    definition = NodeDef(name=native, op=native, device=f"/device:{device}:0")
+    for attribute in operation.attr:
+        if attribute.type == "type":
+            definition.attr[attribute.name].type = dict(types).get(attribute.name, 0)
+        elif attribute.type == "int" and not attribute.HasField("default_value"):
+            definition.attr[attribute.name].i = 1  # the length of a list, which no kernel looks at
+    return lowerable(Node(definition, operation, in_function=False), dtype)

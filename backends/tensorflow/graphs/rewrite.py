@@ -1,0 +1,305 @@
+"""`rewrite`: a training step run as a policy says, its backward pass and the functions that it calls included."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import tensorflow as tf
+
+from polyamp.backends.tensorflow.autocast.context import entered, intercept
+from polyamp.backends.tensorflow.devices import report_slow
+from polyamp.backends.tensorflow.graphs.decisions import Known, Pass, Rules
+from polyamp.backends.tensorflow.graphs.functions import REWRITTEN, Functions, Inside
+from polyamp.backends.tensorflow.graphs.graph import Graph
+from polyamp.backends.tensorflow.graphs.kernels import device_of
+from polyamp.backends.tensorflow.graphs.operands import captured, given
+from polyamp.backends.tensorflow.graphs.planning import plan_of
+from polyamp.backends.tensorflow.graphs.refusals import (
+    check_captures,
+    check_format,
+    check_function,
+    check_graph,
+    check_scaling,
+    not_differentiable,
+    tracing,
+)
+from polyamp.backends.tensorflow.graphs.scaling import scaling_of
+from polyamp.backends.tensorflow.graphs.writing import Writer
+from polyamp.backends.tensorflow.unstable import FunctionLibrary, call_in_place_of, options_of, register
+from polyamp.errors import warn_once
+from polyamp.formats import format_of
+from polyamp.plan import Plan
+from polyamp.policy import Policy
+from polyamp.policy import policy as make_policy
+from polyamp.refusals import not_traced
+
+_Function: Any = type(tf.function(lambda: None))
+_PASSES = 5  # a list may hold what comes from another list
+_PLANS = "_polyamp_plans"  # of a rewritten function's Python function, which bound methods share
+
+
+class Rewritten(_Function):
+    """What `rewrite` gives: a ``tf.function`` whose graphs are rewritten, with its plan."""
+
+    @property
+    def plan(self) -> Plan:
+        """The plan for the arguments that were seen first.
+
+        Raises:
+            UsageError: none were seen yet.
+        """
+        plans = getattr(self.python_function, _PLANS)
+        if not plans:
+            raise not_traced(where="rewrite(fn).plan")
+        plan: Plan = plans[0]()
+        return plan
+
+
+def rewrite(
+    fn: Any,
+    *args: Any,
+    policy: Policy | str | None = None,
+    jit_compile: bool | None = None,
+    **kwargs: Any,
+) -> Rewritten:
+    """A function whose graph, its backward pass included, runs as a policy says.
+
+    It is traced as it is written, in float32; then the flow rule decides every node, functions that it calls and
+    gradients among them. What updates variables stays as it is. Arguments, results and variables keep their types.
+
+    >>> weight = tf.Variable(tf.ones((4, 2)))
+    >>> def step(x):
+    ...     with tf.GradientTape() as tape:
+    ...         loss = tf.reduce_mean(tf.square(x @ weight))
+    ...     weight.assign_sub(0.1 * tape.gradient(loss, weight))
+    ...     return loss
+    >>> fast = rewrite(step, tf.ones((3, 4)), policy="mixed_bfloat16")
+    >>> [op.native for op in fast.plan.operations if op.format == "bfloat16"][:2]
+    ['MatMul', 'Mul']
+    >>> float(fast(tf.ones((3, 4)))), weight.dtype
+    (16.0, tf.float32)
+
+    Args:
+        fn: a Python function, a ``tf.function`` (whose ``jit_compile``, ``input_signature`` and ``reduce_retracing``
+            hold), or a ``ConcreteFunction``.
+        *args: example arguments (``tf.TensorSpec`` will do for tensors), to trace now; else the first call does.
+        policy: a policy or its name, bound now; None is the current policy.
+        jit_compile: as of ``tf.function``; None is what ``fn`` has.
+        **kwargs: example keyword arguments.
+
+    Returns:
+        A ``tf.function`` with an attribute ``plan``. It traces and rewrites once for each signature. Gradients through
+        it cannot be taken: rewrite the step that takes them.
+
+    Raises:
+        InvalidTypeError: ``fn`` cannot be called.
+        UnsupportedError: TensorFlow does not compute in the policy's format.
+        UsageError: when tracing: ``fn`` was rewritten under another policy, returns operations, or takes tensors of
+            another graph.
+    """
+    chosen = make_policy(policy)
+    check_format(chosen.compute)
+    check_function(fn)
+    options = options_of(fn) if isinstance(fn, _Function) else {}
+    if jit_compile is not None:
+        options["jit_compile"] = jit_compile
+    rewritten = Rewritten(_traced_by(fn, chosen), getattr(fn, "__name__", "function"), autograph=False, **options)
+    functools.update_wrapper(rewritten, fn, updated=())
+    if args or kwargs:
+        rewritten.get_concrete_function(*args, **kwargs)
+    return rewritten
+
+
+def explain(fn: Any, *args: Any, policy: Policy | str | None = None, **kwargs: Any) -> Plan:
+    """What every node of a function's graph runs in, where and why. Nothing is computed.
+
+    >>> plan = explain(lambda x: tf.exp(x @ x), tf.ones((2, 2)), policy="mixed_float16")
+    >>> [(op.name, op.format, op.reason) for op in plan.operations][:2]
+    [('matmul', 'float16', 'table'), ('exp', 'float32', 'table')]
+
+    Args:
+        fn: as for `rewrite`, or a ``GraphDef``.
+        *args: its arguments; ``tf.TensorSpec`` will do for tensors.
+        policy: a policy or its name; None is the current policy.
+        **kwargs: its keyword arguments.
+    """
+    chosen = make_policy(policy)
+    check_format(chosen.compute)
+    if not callable(fn):
+        return plan_of(_decided_graph(fn, chosen), _imported(fn))
+    concrete = concrete_of(fn, args, kwargs)
+    return plan_of(decided_for(concrete, chosen), concrete.graph)
+
+
+def rewritten_graph(graph_def: Any, policy: Policy | str | None = None) -> Any:
+    """A ``GraphDef`` run as a policy says, to be imported in the place of the original; nodes keep their names.
+
+    What nothing in the graph takes, such as a loss, has the type it had. Of other nodes that run in 16 bits, what a
+    session fetches comes in 16 bits.
+
+    >>> with tf.Graph().as_default() as graph:
+    ...     _ = tf.matmul(tf.ones((2, 2)), tf.ones((2, 2)), name="product")
+    >>> [node.op for node in rewritten_graph(graph.as_graph_def(), "mixed_float16").node]
+    ['Const', 'Const', 'Cast', 'Cast', 'MatMul', 'Cast']
+
+    Args:
+        graph_def: a ``GraphDef`` with the functions that it calls. It stays as it is.
+        policy: a policy or its name; None is the current policy.
+
+    Raises:
+        InvalidTypeError: no ``GraphDef``.
+        UnsupportedError: TensorFlow does not compute in the policy's format.
+        UsageError: it was rewritten already.
+    """
+    chosen = make_policy(policy)
+    check_format(chosen.compute)
+    decisions = _decided_graph(graph_def, chosen)
+    _report(decisions, "the graph")
+    new = tf.compat.v1.GraphDef()
+    new.CopyFrom(graph_def)
+    del new.node[:]
+    new.node.extend(Writer(new.library.function.append).graph(decisions))
+    return new
+
+
+def _traced_by(fn: Callable[..., Any], policy: Policy) -> Callable[..., Any]:
+    plans: list[Callable[[], Plan]] = []
+
+    def traced(*args: Any, **kwargs: Any) -> Any:
+        concrete = concrete_of(fn, args, kwargs)
+        decisions = decided_for(concrete, policy)
+        check_scaling(scaling_of(decisions, concrete.graph))
+        if not plans:
+            plans.append(functools.cache(lambda: plan_of(decisions, concrete.graph)))
+        return _called(concrete, decisions, args, kwargs, name_of(fn))
+
+    functools.update_wrapper(traced, fn, updated=())
+    setattr(traced, _PLANS, plans)
+    return traced
+
+
+def name_of(fn: Any) -> str:
+    """A function's name with the place where it was written: many are called ``<lambda>`` or ``step``.
+
+    >>> name_of(tf.function(len))
+    'len'
+    """
+    plain = inspect.unwrap(getattr(fn, "python_function", fn))
+    name, code = getattr(plain, "__name__", "function"), getattr(plain, "__code__", None)
+    return f"{name} ({Path(code.co_filename).name}:{code.co_firstlineno})" if code is not None else name
+
+
+def concrete_of(fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """``fn`` traced, as it was written."""
+    intercept()
+    function = fn if isinstance(fn, _Function) else tf.function(fn)
+    with tracing(fn), entered(None):
+        concrete = function.get_concrete_function(*args, **kwargs)
+    check_captures(fn, concrete)
+    return concrete
+
+
+def decided_for(concrete: Any, policy: Policy, *, fuses: bool = True) -> Pass:
+    """Every node of a ``ConcreteFunction``, decided under a policy; ``fuses`` as of `Rules`."""
+    rules, library = Rules(policy, fuses=fuses), FunctionLibrary()
+    graph = Graph.of_function(concrete.function_def, library)
+    arguments, traced = _arguments(graph, concrete.captured_inputs, policy.compute), concrete.graph
+    return _settled(rules, lambda: Pass(graph, rules, Functions(library, rules, traced), arguments, traced=traced))
+
+
+def _settled(rules: Rules, decide: Callable[[], Pass]) -> Pass:
+    """Repeat a pass until it is known what lists hold, or often enough: any of them is consistent."""
+    decisions = decide()
+    for _ in range(_PASSES - 1):
+        rules.lists.keep(decisions.known[value].held for value in decisions.graph.returns)
+        if not rules.lists.settle():
+            break
+        decisions = decide()
+    return decisions
+
+
+def _arguments(graph: Graph, captures: Sequence[Any], compute: str) -> list[Known]:
+    """What is known of a program's arguments, the last of which are what it captured."""
+    types = [dtype for _, dtype in graph.arguments]
+    own = len(types) - len(captures)
+    known = [Known(dtype, given(dtype)) for dtype in types[:own]]
+    pairs = zip(types[own:], captures, strict=True)
+    return [*known, *(Known(dtype, *captured(tensor, compute)) for dtype, tensor in pairs)]
+
+
+def _decided_graph(graph_def: Any, policy: Policy) -> Pass:
+    check_graph(graph_def)
+    rules, library = Rules(policy), {function.signature.name: function for function in graph_def.library.function}
+    graph = Graph(graph_def.node, library)
+    return _settled(rules, lambda: Pass(graph, rules, Functions(library, rules)))
+
+
+def _called(concrete: Any, decisions: Pass, args: Sequence[Any], kwargs: Mapping[str, Any], name: str) -> Any:
+    """Call ``concrete`` rewritten; to be called while the graph that is to hold the call is built."""
+    definition = concrete.function_def
+    results = tuple(dtype for _, dtype in decisions.graph.results)
+    written: list[Any] = []
+    Writer(written.append).function(Inside(definition.signature.name, decisions, results), definition)
+    _report(decisions, name)
+    registered = register(written, concrete) if written else concrete.inference_fn
+    with not_differentiable():
+        return call_in_place_of(registered, concrete, args, kwargs)
+
+
+def _report(decisions: Pass, name: str) -> None:
+    """Say once what had no effect."""
+    rules = decisions.rules
+    for rule in rules.unused:
+        warn_once(
+            f"the rule {rule.pattern!r} of {rules.policy} matched nothing in {name}: it is neither an operation there "
+            "(see docs/operations.md) nor a name scope or layer. polyamp.explain lists what there is.",
+            stacklevel=2,
+        )
+    for op, place in rules.not_entered.items():
+        warn_once(
+            f"the functions of {op} ({place}) run as written in {name}: a rewrite does not enter them, and they have "
+            "products. Rewrite, or run under polyamp.autocast, the function that is given to that operation.",
+            stacklevel=2,
+        )
+    for missing, asked in rules.refused.items():
+        warn_once(
+            f"{asked} of {rules.policy} is not kept in {name}: there is {missing}; it runs in float32.", stacklevel=2
+        )
+    for operation, device in _lowered(decisions):
+        report_slow(operation, rules.compute, device)
+    if format_of(rules.compute).is_low and not _lowers(decisions) and not rules.not_entered:
+        warn_once(
+            f"rewrite to {rules.compute} changed nothing in {name}: it has no float32 operation of class lower, such "
+            "as matmul and conv, that this device's kernels take. polyamp.explain gives the reason for each operation.",
+            stacklevel=2,
+        )
+
+
+def _lowered(decisions: Pass) -> set[tuple[str, str]]:
+    """The operations that run in the compute format because they are to, each with a type of device."""
+    found = {pair for decided in decisions.nodes for inside in decided.inside for pair in _lowered(inside.decisions)}
+    is_low = format_of(decisions.rules.compute).is_low
+    return found | {
+        (decided.operation, device_of(decided.node))
+        for decided in decisions.nodes
+        if is_low and decided.decision.op_class == "lower" and decided.outcome.format == decisions.rules.compute
+    }
+
+
+def _lowers(decisions: Pass) -> bool:
+    return any(
+        decided.outcome.format == decisions.rules.compute
+        or decided.outcome.reason == REWRITTEN
+        or any(_lowers(inside.decisions) for inside in decided.inside)
+        for decided in decisions.nodes
+    )
+
+
+def _imported(graph_def: Any) -> Any:
+    with tf.Graph().as_default() as graph:
+        tf.graph_util.import_graph_def(graph_def, name="")
+    return graph

@@ -12,8 +12,7 @@ import tensorflow as tf
 
 import polyamp
 from polyamp import LossScale
-from polyamp.backends.tensorflow import LossScaler
-from polyamp.backends.tensorflow.graphs import rewrite
+from polyamp.backends.tensorflow import LossScaler, rewrite
 from support.replica_strategies import COUNT, STRATEGY
 from support.tensorflow_cases import LOW, POLICIES, PRODUCTS, nodes_that_run, normal, planned
 

@@ -15,8 +15,7 @@ import pytest
 import tensorflow as tf
 
 import polyamp
-from polyamp.backends.tensorflow import Rewritten, explain, rewritten_graph
-from polyamp.backends.tensorflow.graphs import rewrite
+from polyamp.backends.tensorflow import Rewritten, explain, rewrite, rewritten_graph
 from support.tensorflow_cases import (
     EDGES,
     LOW,

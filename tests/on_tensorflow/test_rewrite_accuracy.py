@@ -11,8 +11,7 @@ import pytest
 import tensorflow as tf
 
 import polyamp
-from polyamp.backends.tensorflow import LossScaler, explain
-from polyamp.backends.tensorflow.graphs import rewrite
+from polyamp.backends.tensorflow import LossScaler, explain, rewrite
 from support.tensorflow_cases import LOW, POLICIES, nodes_that_run, normal, planned, relative_error, types_of
 
 STEPS, RATE = 20, 0.1

@@ -13,8 +13,7 @@ import pytest
 import tensorflow as tf
 
 import polyamp
-from polyamp.backends.tensorflow import explain, rewritten_graph
-from polyamp.backends.tensorflow.graphs import rewrite
+from polyamp.backends.tensorflow import explain, rewrite, rewritten_graph
 from polyamp.backends.tensorflow.unstable import function_names
 from support.tensorflow_cases import EDGES, normal, relative_error, train_step, variables_like
 

@@ -13,8 +13,7 @@ import tensorflow as tf
 from keras import layers
 
 import polyamp
-from polyamp.backends.tensorflow import explain
-from polyamp.backends.tensorflow.graphs import rewrite
+from polyamp.backends.tensorflow import explain, rewrite
 from polyamp.backends.tensorflow.graphs.lists import Lists
 from polyamp.flow import Value
 from support.tensorflow_cases import LOW, POLICIES, called_nodes, nodes_that_run, normal, relative_error

@@ -13,8 +13,7 @@ import tensorflow as tf
 from keras import layers
 
 import polyamp
-from polyamp.backends.tensorflow import explain
-from polyamp.backends.tensorflow.graphs import rewrite
+from polyamp.backends.tensorflow import explain, rewrite
 from support.tensorflow_cases import LOW, POLICIES, nodes_that_run, normal, planned, relative_error
 
 BF16 = "mixed_bfloat16"

@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from polyamp.backends.tensorflow import explain, rewritten_graph
-from polyamp.backends.tensorflow.graphs import rewrite
+from polyamp.backends.tensorflow import explain, rewrite, rewritten_graph
 from support.tensorflow_cases import POLICIES, nodes_that_run, normal, planned, relative_error
 
 FP16 = "mixed_float16"

@@ -27,6 +27,7 @@ from polyamp.errors import InvalidTypeError, UnsupportedError, UsageError, warn_
 from polyamp.formats import format_of
 from polyamp.policy import Policy
 from polyamp.policy import policy as make_policy
+from polyamp.reports import report_nothing_lowered, report_unused
 
 _converted: WeakSet[Any] = WeakSet()
 _waiting: WeakSet[Any] = WeakSet()  # models that compiled themselves, of which something is to be said when they train
@@ -201,7 +202,8 @@ def _report(model: Any, parts: list[Part], policy: Policy) -> None:
         return
     leaves = [part for part in parts if not children(part.layer)]
     if not any(part.layer.compute_dtype == policy.compute for part in leaves):
-        warn_once(f"policy {policy} changes nothing in {model.name!r}: all of its layers stay in float32.")
+        why = "all of its layers stay in float32"
+        report_nothing_lowered("convert", policy.compute, where=repr(model.name), why=why, stacklevel=3)
     is_cast = any(part.border.is_crossed and part.border.outside == "float32" for part in parts)
     is_ruled = any(rule.op_class == "full" for rule in policy.rules)
     is_head_known = is_cast or is_ruled or any(part.is_head for part in leaves)
@@ -260,9 +262,5 @@ def report_waiting(model: Any) -> None:
 
 
 def _report_unused(model: Any, parts: list[Part], policy: Policy) -> None:
-    for rule in policy.own_rules:
-        if not any(matches(rule, part.operation, part.path) for part in parts):
-            warn_once(
-                f"rule {rule.pattern!r} matches no layer of {model.name!r}. Give names of layers from the model down, "
-                "joined by '/', or the canonical name of what a layer does."
-            )
+    unused = [rule for rule in policy.own_rules if not any(matches(rule, part.operation, part.path) for part in parts)]
+    report_unused(unused, where=repr(model.name), paths="a layer", of=policy, stacklevel=3)

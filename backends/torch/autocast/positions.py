@@ -20,6 +20,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
+from polyamp import reports
 from polyamp.backends.torch import unstable
 from polyamp.backends.torch.autocast import overrides, regions
 from polyamp.backends.torch.autocast.regions import DEVICE_TYPES, MARKED, Marks, Region
@@ -84,17 +85,14 @@ def report_unused(region: Region) -> None:
         return
     _reported[region] = seen
     unused = [
-        rule.pattern
+        rule
         for rule in region.rules
         if rule not in _used.get(region, ())
         and (seen or not re.search(r"[./]", rule.pattern))  # paths have to wait for modules
         and not any(rule.matches(name) for name in _rulable())
     ]
-    if unused:
-        warn_once(
-            f"rules that matched no operation and no module: {', '.join(unused)}. The names of operations are in "
-            "polyamp.operations.OPERATIONS, the paths of modules in model.named_modules()."
-        )
+    format_name = str(region.dtype).removeprefix("torch.")
+    reports.report_unused(unused, where=f"autocast to {format_name}", paths="a module")
 
 
 _reported: dict[Region, int] = {}  # with how many roots a policy's region was looked at

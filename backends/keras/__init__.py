@@ -8,7 +8,7 @@ Importing this registers the optimizer's class, so that ``keras.saving.load_mode
 (True, 65536.0)
 """
 
-from polyamp.registry import missing
+from polyamp.refusals import missing
 
 try:
     import keras  # noqa: F401

@@ -105,9 +105,7 @@ def _drop_from_caches(left: Sequence[Tensor]) -> None:
         left: the fakes that are still referred to after the run.
     """
     level: list[Any] = list(left)
-    for _ in range(
-        4 if level else 0
-    ):  # a function's result, its entry, a list or dictionary, the cache
+    for _ in range(4 if level else 0):  # a function's result, its entry, a list or dictionary, the cache
         level = [one for one in gc.get_referrers(*level) if one is not level and not isinstance(one, FrameType)]
         for cache in level:
             if isinstance(cache, functools._lru_cache_wrapper):
@@ -160,9 +158,7 @@ class _Explainer(Watcher):  # type: ignore[no-untyped-call]
         self._policy, self._tracker = policy, run.tracker
         self.made: list[weakref.ref[Tensor]] = []
         self._seen: dict[tuple[str, str], None] = {}
-        self._casts: dict[
-            int, tuple[int, int]
-        ] = {}  # bytes before and after, by memory, of casts that no operation has used yet
+        self._casts: dict[int, tuple[int, int]] = {}  # bytes of casts that no operation has used yet, by memory
         self.alive: list[Tensor] = []
 
     @property

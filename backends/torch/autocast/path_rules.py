@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from polyamp import reports
 from polyamp.backends.torch import unstable
 from polyamp.backends.torch.autocast import custom, frames, overrides
 from polyamp.backends.torch.autocast.regions import DEVICE_TYPES, MARKED, Marks, Region, mark_of, marks_here, set_marks
@@ -116,17 +117,14 @@ def report_unused(region: Region) -> None:
         return
     _reported[region] = seen
     unused = [
-        rule.pattern
+        rule
         for rule in region.rules
         if rule not in _used.get(region, ())
         and (seen or not re.search(r"[./]", rule.pattern))  # a path can only match once modules have run
         and not any(rule.matches(name) for name in _rulable())
     ]
-    if unused:
-        warn_once(
-            f"rules that matched no operation and no module: {', '.join(unused)}. The names of operations are in "
-            "polyamp.operations.OPERATIONS, the paths of modules in model.named_modules()."
-        )
+    format_name = str(region.dtype).removeprefix("torch.")
+    reports.report_unused(unused, where=f"autocast to {format_name}", paths="a module")
 
 
 def _rulable() -> Iterator[str]:

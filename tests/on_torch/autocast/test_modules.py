@@ -111,7 +111,7 @@ def test_hooks_are_there_only_while_they_are_entered() -> None:
     assert len(nn.modules.module._global_forward_pre_hooks) == before
 
 
-@pytest.mark.filterwarnings("ignore:rules that matched no operation and no module. 2")
+@pytest.mark.filterwarnings("ignore:the rule '2' matched nothing")
 def test_modules_that_are_added_later_have_their_paths() -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     assert outputs(model, {"1": "full", "2": "full"})["0"] == LOW

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from polyamp.backends.torch import unstable
-from polyamp.backends.torch.autocast import positions
+from polyamp.backends.torch.autocast import path_rules
 from polyamp.backends.torch.autocast.context import Entered
 from polyamp.backends.torch.autocast.regions import DEVICE_TYPES
 from polyamp.backends.torch.dtypes import DTYPES, SIXTEEN_BIT
@@ -93,7 +93,7 @@ class _Call:
         if low and not any(map(torch.is_autocast_enabled, DEVICE_TYPES)):  # else it is refused, or another call's
             self._region, self.lowers = Entered(self._policy, reports=False), True
         self._region.__enter__()
-        self._around = positions.around_graphs(self.session.root)
+        self._around = path_rules.around_graphs(self.session.root)
         self._around.__enter__()
         self._breaks = unstable.graph_breaks()
         _here.call = self

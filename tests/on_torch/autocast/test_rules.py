@@ -14,8 +14,8 @@ from torch.testing._internal.autocast_test_lists import AutocastCPUTestLists, Au
 
 import polyamp
 from polyamp.backends.torch import autocast
+from polyamp.backends.torch.autocast.behaviours import operators_of
 from polyamp.backends.torch.autocast.native_lists import CATEGORIES, category, known
-from polyamp.backends.torch.autocast.overrides import operators_of
 from polyamp.backends.torch.unstable import registered_operators
 
 X = torch.arange(16.0).reshape(4, 4) / 16

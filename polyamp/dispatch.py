@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from polyamp import registry
-from polyamp.choices import check_options
+from polyamp.validation import check_options
 
 
 def adapter_for(backend: str | None, obj: Any, *, where: str) -> Any:

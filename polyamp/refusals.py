@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from polyamp.errors import InvalidTypeError, MissingFrameworkError, NonFiniteLossError, UnsupportedError, UsageError
+from polyamp.validation import kind_of
 
 
 def missing(package: str, *, extra: str) -> MissingFrameworkError:
@@ -117,7 +118,7 @@ def no_optimizer(found: object, *, allowed: str) -> InvalidTypeError:
     return InvalidTypeError(
         "no optimizer of this framework",
         where="wrap_optimizer(optimizer)",
-        found=f"{type(found).__module__}.{type(found).__qualname__}",
+        found=kind_of(found),
         allowed=allowed,
         fix="give the optimizer itself, not its class, its state or a function that makes it",
     )
@@ -147,7 +148,7 @@ def no_loss_scale(found: object, *, where: str, allowed: str) -> InvalidTypeErro
     return InvalidTypeError(
         "this object holds no loss scale",
         where=where,
-        found=f"{type(found).__module__}.{type(found).__qualname__}",
+        found=kind_of(found),
         allowed=allowed,
         fix="wrap the optimizer, and give the wrapped one",
     )

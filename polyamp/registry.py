@@ -10,9 +10,9 @@ from contextlib import suppress
 from types import CodeType, FunctionType, ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from polyamp.choices import did_you_mean
 from polyamp.errors import InvalidTypeError, PolyampError, UnsupportedError
 from polyamp.refusals import missing
+from polyamp.validation import did_you_mean
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint

@@ -8,10 +8,10 @@ from typing import Any, get_args
 import optax
 
 from polyamp.backends.jax.steps.step import Skip, Step
-from polyamp.choices import check_master_weights
 from polyamp.errors import InvalidValueError
 from polyamp.loss_scale import LossScale
 from polyamp.refusals import no_optimizer, wrapped_already
+from polyamp.validation import check_master_weights
 
 
 class LossScaled(optax.GradientTransformationExtraArgs):  # type: ignore[misc]  # optax has no types

@@ -12,6 +12,7 @@ from polyamp.backends.tensorflow.graphs.places import Places
 from polyamp.backends.tensorflow.unstable import OUT_OF_SCOPE, graphs_around
 from polyamp.errors import InvalidTypeError, InvalidValueError, UnsupportedError, UsageError, warn_once
 from polyamp.refusals import unscaled_loss
+from polyamp.validation import kind_of
 
 _ENGINES = ("polyamp", "grappler")
 _FORMATS = ("float16", "bfloat16", "float32")
@@ -79,7 +80,7 @@ def _neither(thing: Any) -> InvalidTypeError:
     return InvalidTypeError(
         "this can be neither traced nor read as a graph",
         where="rewrite(fn)",
-        found=f"{type(thing).__module__}.{type(thing).__qualname__}",
+        found=kind_of(thing),
         allowed="a function, a tf.function, a ConcreteFunction or, for polyamp.rewrite, a GraphDef",
         fix="give the function itself, then its arguments; of a tf.Graph, as_graph_def()",
     )

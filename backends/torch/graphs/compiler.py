@@ -20,6 +20,7 @@ from polyamp.backends.torch.graphs.values import Known, constant_of, known_value
 from polyamp.deciding import Decider
 from polyamp.errors import InvalidTypeError, InvalidValueError
 from polyamp.policy import Policy, current_policy
+from polyamp.validation import shown
 
 Compiled = Callable[..., Any]
 
@@ -123,7 +124,7 @@ def _backend(backend: Any, mode: str | None, options: dict[str, Any]) -> Callabl
         raise InvalidTypeError(
             "no backend of torch.compile",
             where='torch.compile(options={"backend": ...})',
-            found=f"{backend!r} ({type(backend).__name__})",
+            found=shown(backend),
             allowed="the name of a backend, or a function of a graph and its inputs",
             fix='leave it out for inductor, or name one: "aot_eager"',
         )

@@ -16,6 +16,7 @@ from polyamp.diagnosis.recording import ACTIVATION, PARAMETER, Observation, Reco
 from polyamp.diagnosis.spread import Spread
 from polyamp.errors import InvalidTypeError, UnsupportedError
 from polyamp.policy import Policy
+from polyamp.validation import shown
 
 
 def record(
@@ -133,6 +134,6 @@ def _no_loss(step: Any, found: Any) -> InvalidTypeError:
 
 def _shown(found: Any) -> str:
     if not isinstance(found, Tensor):
-        return f"{found!r} ({type(found).__name__})"
+        return shown(found)
     gradient = "" if found.requires_grad else ", of nothing that requires gradients"
     return f"a tensor of {str(found.dtype).removeprefix('torch.')} and shape {tuple(found.shape)}{gradient}"

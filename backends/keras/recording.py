@@ -14,6 +14,7 @@ from polyamp.backends.keras.convert import amended, own_policy
 from polyamp.backends.keras.steps.optimizer import LossScaledOptimizer
 from polyamp.backends.keras.unstable import build_loss
 from polyamp.diagnosis.recording import Recording
+from polyamp.dispatch import EXPLAIN, RECORD
 from polyamp.errors import InvalidTypeError, UsageError
 from polyamp.flow import AS_WRITTEN
 from polyamp.plan import Plan, PlannedOperation
@@ -59,10 +60,9 @@ def record(
         InvalidTypeError: a model without a batch.
         UsageError: the model has no loss, or was not built.
     """
-    verb = registry.verb(registry.adapter_named(keras.backend.backend()), "record")
+    verb = RECORD.of(registry.adapter_named(keras.backend.backend()))
     if not isinstance(step, keras.Model):
-        recorded: Recording = verb(step, args, kwargs, policy, widened=widened, scale=scale)
-        return recorded
+        return verb(step, args, kwargs, policy, widened=widened, scale=scale)
     made, own = step_of(step, args, kwargs), _scale_of(step)
     used = own if scale is None else scale
     with amended(step, policy):
@@ -88,10 +88,9 @@ def explain(fn: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], policy: P
     Raises:
         UnsupportedError: that backend explains no functions.
     """
-    verb = registry.verb(registry.adapter_named(keras.backend.backend()), "explain")
+    verb = EXPLAIN.of(registry.adapter_named(keras.backend.backend()))
     if not isinstance(fn, keras.Model):
-        plan: Plan = verb(fn, args, kwargs, policy)
-        return plan
+        return verb(fn, args, kwargs, policy)
     step = Step(fn, tuple(map(_tensors, args))) if len(args) < 2 else step_of(fn, args, kwargs)
     with amended(fn, policy):
         plan = verb(step.function, step.args, kwargs if len(args) < 2 else {}, judged(fn, policy))

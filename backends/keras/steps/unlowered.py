@@ -10,6 +10,7 @@ import keras
 
 from polyamp import registry
 from polyamp.backends.keras.convert import own_policy, report_waiting, was_converted
+from polyamp.dispatch import IS_LOWERING
 from polyamp.errors import warn_once
 from polyamp.formats import format_of
 
@@ -40,8 +41,8 @@ def lowers_here() -> bool:
     False
     """
     adapter = registry.adapter_named(keras.backend.backend())
-    is_ambient = getattr(adapter, "is_lowering", None)
-    if is_ambient is not None and is_ambient():
+    is_ambient = IS_LOWERING.find(adapter)
+    if is_ambient and is_ambient():
         return True
     if adapter.name == "torch":
         import torch

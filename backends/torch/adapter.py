@@ -106,7 +106,7 @@ class TorchAdapter:
         if isinstance(holder, GradScaler):
             return holder.settings_and_state()
         scaler = _wrapped(holder, "loss_scale_of(holder)").scaler
-        return scaler.config, on_host(scaler.state)
+        return scaler.settings, on_host(scaler.state)
 
     def save_loss_scale(self, holder: Any) -> dict[str, Any]:
         """The loss-scale state of a `LossScaledOptimizer` or a polyamp `GradScaler`."""

@@ -16,6 +16,7 @@ from polyamp import registry
 from polyamp.errors import MissingFrameworkError
 from polyamp.loss_scale import LossScale
 from polyamp.policy import Policy, policy
+from polyamp.refusals import missing
 
 Array = NDArray[Any]
 
@@ -126,7 +127,7 @@ def digits_task(steps: int = 300, batch: int = 64, seed: int = 0) -> Task:
     try:
         from sklearn.datasets import load_digits
     except ModuleNotFoundError as error:
-        raise registry.missing("scikit-learn", extra="demo") from error
+        raise missing("scikit-learn", extra="demo") from error
     rng = np.random.default_rng(seed)
     digits = load_digits()
     order = rng.permutation(len(digits.target))
@@ -205,7 +206,7 @@ def plot(done: list[Run], path: str) -> None:
     try:
         from matplotlib.figure import Figure
     except ModuleNotFoundError as error:
-        raise registry.missing("matplotlib", extra="plot") from error
+        raise missing("matplotlib", extra="plot") from error
     frameworks = list(dict.fromkeys(run.framework for run in done))
     figure = Figure(figsize=(4.5 * len(frameworks), 6), layout="constrained")
     axes = figure.subplots(2, len(frameworks), sharex=True, sharey="row", squeeze=False)

@@ -7,7 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from polyamp.errors import InvalidTypeError, NonFiniteLossError, UnsupportedError, UsageError
+from polyamp.errors import InvalidTypeError, MissingFrameworkError, NonFiniteLossError, UnsupportedError, UsageError
+
+
+def missing(package: str, *, extra: str) -> MissingFrameworkError:
+    """Return the error for a package that is not installed, with the extra that installs it."""
+    return MissingFrameworkError(
+        f"{package} is not installed",
+        where=f"polyamp's {extra} support",
+        found=f"no module named {package!r}",
+        allowed=None,
+        fix=f'pip install "polyamp[{extra}]"',
+    )
 
 
 def non_finite_loss(

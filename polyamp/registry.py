@@ -11,7 +11,8 @@ from types import CodeType, FunctionType, ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from polyamp.choices import did_you_mean
-from polyamp.errors import InvalidTypeError, MissingFrameworkError, PolyampError, UnsupportedError
+from polyamp.errors import InvalidTypeError, PolyampError, UnsupportedError
+from polyamp.refusals import missing
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
@@ -236,17 +237,6 @@ def _load(entry: EntryPoint) -> Adapter:
                 raise
             raise missing(error.name, extra=backend) from error
     return _adapters[entry.value]
-
-
-def missing(package: str, *, extra: str) -> MissingFrameworkError:
-    """Return the error for a package that is not installed, with the extra that installs it."""
-    return MissingFrameworkError(
-        f"{package} is not installed",
-        where=f"polyamp's {extra} support",
-        found=f"no module named {package!r}",
-        allowed=None,
-        fix=f'pip install "polyamp[{extra}]"',
-    )
 
 
 def _backend_of(entry: EntryPoint) -> str:

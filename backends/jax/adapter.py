@@ -18,7 +18,7 @@ from polyamp.backends.jax.steps.value_and_grad import scale_loss, value_and_grad
 from polyamp.loss_scale import LossScale, LossScaleState
 from polyamp.plan import Plan
 from polyamp.policy import Policy
-from polyamp.registry import missing
+from polyamp.refusals import missing
 
 if TYPE_CHECKING:
     from polyamp.demo import Task, Trace

@@ -9,9 +9,10 @@ import keras
 
 from polyamp.backends.keras.casting import cast
 from polyamp.backends.keras.convert import convert
+from polyamp.backends.keras.explain import explain
 from polyamp.backends.keras.facts import facts
 from polyamp.backends.keras.operations import OPERATIONS
-from polyamp.backends.keras.recording import explain, record
+from polyamp.backends.keras.recording.record import record
 from polyamp.backends.keras.steps.averages import guard_steps
 from polyamp.backends.keras.steps.optimizer import LossScaledOptimizer
 from polyamp.backends.keras.steps.settings import check_factor
@@ -117,7 +118,7 @@ class KerasAdapter:
         widened: bool,
         scale: float | None = None,
     ) -> Recording:
-        """See `polyamp.backends.keras.recording.record`."""
+        """See `polyamp.backends.keras.recording.record.record`."""
         return record(step, args, kwargs, policy, widened=widened, scale=scale)
 
     def facts(
@@ -127,7 +128,7 @@ class KerasAdapter:
         return facts(target, args, kwargs, policy, optimizer)
 
     def explain(self, fn: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], policy: Policy) -> Plan:
-        """See `polyamp.backends.keras.recording.explain`."""
+        """See `polyamp.backends.keras.explain.explain`."""
         return explain(fn, args, kwargs, policy)
 
     def convert(self, model: Any, policy: Policy) -> Any:

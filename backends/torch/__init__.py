@@ -6,7 +6,7 @@
 True
 """
 
-from polyamp.registry import missing
+from polyamp.refusals import missing
 
 try:
     import torch  # noqa: F401

@@ -14,6 +14,7 @@ from polyamp.backends.torch.dtypes import DTYPES, SIXTEEN_BIT
 from polyamp.backends.torch.modules import kept_by_authors, operation_of
 from polyamp.errors import InvalidTypeError, warn_once
 from polyamp.policy import Policy
+from polyamp.reports import report_unused
 from polyamp.rules import unused
 
 # Their kernels take 16-bit data beside float32 parameters and statistics, on every device.
@@ -173,8 +174,5 @@ def _cast_outputs(_: nn.Module, __: Any, outputs: Any, *, dtype: torch.dtype) ->
 
 def _report_unused(parts: list[_Part], policy: Policy) -> None:
     seen = [(part.operation, part.path) for part in parts]
-    for rule in unused(policy.own_rules, seen):
-        warn_once(
-            f"rule {rule.pattern!r} matches no module of this {type(parts[0].module).__name__}. "
-            "Give a module's path, as named_modules() lists it, or the canonical name of its operation."
-        )
+    name = type(parts[0].module).__name__
+    report_unused(unused(policy.own_rules, seen), where=name, paths="a module", of=policy, stacklevel=3)

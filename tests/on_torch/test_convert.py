@@ -152,7 +152,7 @@ def test_a_mixed_policy_says_that_autocast_does_the_work() -> None:
 
 
 def test_rules_without_a_module_are_reported() -> None:
-    with pytest.warns(polyamp.PolyampWarning, match="'hed' matches no module"):
+    with pytest.warns(polyamp.PolyampWarning, match="'hed' of .* matched nothing in"):
         polyamp.convert(Net(), polyamp.policy("O2", rules={"hed": "full"}))
 
 

@@ -17,13 +17,13 @@ import torch
 from torch import Tensor, nn
 
 from polyamp.backends.torch import unstable
-from polyamp.backends.torch.autocast import positions
+from polyamp.backends.torch.autocast import path_rules
 from polyamp.backends.torch.autocast.context import Entered
 from polyamp.backends.torch.autocast.regions import DEVICE_TYPES
 from polyamp.backends.torch.dtypes import DTYPES, SIXTEEN_BIT
-from polyamp.backends.torch.graphs.rewrite import report, report_unused
-from polyamp.backends.torch.graphs.ruling import Rules
+from polyamp.backends.torch.graphs.rewrite import report, report_rules
 from polyamp.backends.torch.recording.reach import Reach
+from polyamp.deciding import Decider, unused_in
 from polyamp.operations import OPERATIONS
 from polyamp.policy import Policy, current_policy
 from polyamp.policy import policy as make_policy
@@ -38,13 +38,13 @@ class Session:
 
     Attributes:
         root: the model, where it is a module.
-        rules: of each graph.
+        deciders: what decided each graph.
     """
 
     def __init__(self, options: Mapping[str, Any], root: Any) -> None:
         self._options = options
         self.root = root if isinstance(root, nn.Module) else None
-        self.rules: list[Rules] = []
+        self.deciders: list[Decider] = []
         self._breaks = 0
         self._reported = 0
 
@@ -56,11 +56,12 @@ class Session:
     def report(self, breaks: int) -> None:
         """Say once what had no effect in all graphs so far; parts that ran between them are not known."""
         self._breaks += breaks
-        new, self._reported = self._reported < len(self.rules), len(self.rules)
-        if new and len(self.rules) == 1 and not self._breaks:
-            report(self.rules[0], _NAME)
+        new, self._reported = self._reported < len(self.deciders), len(self.deciders)
+        if new and len(self.deciders) == 1 and not self._breaks:
+            report(self.deciders[0], _NAME)
         elif new:
-            report_unused(self.rules, _NAMES, unless=self._may_be_elsewhere)
+            unused = [rule for rule in unused_in(self.deciders) if not self._may_be_elsewhere(rule)]
+            report_rules(unused, self.deciders[0].policy, _NAMES)
 
     def _may_be_elsewhere(self, rule: Rule) -> bool:
         """Whether a rule may be about something that is in no graph: an operation, or a module that is there."""
@@ -92,7 +93,7 @@ class _Call:
         if low and not any(map(torch.is_autocast_enabled, DEVICE_TYPES)):  # else it is refused, or another call's
             self._region, self.lowers = Entered(self._policy, reports=False), True
         self._region.__enter__()
-        self._around = positions.around_graphs(self.session.root)
+        self._around = path_rules.around_graphs(self.session.root)
         self._around.__enter__()
         self._breaks = unstable.graph_breaks()
         _here.call = self
@@ -137,12 +138,12 @@ def _holds_low(value: Any) -> bool:
     return any(isinstance(one, Tensor) and one.dtype in SIXTEEN_BIT for one in (*reach.all_of(Tensor), *held))
 
 
-def add(rules: Rules) -> None:
+def add(decider: Decider) -> None:
     """A graph was planned: it is reported with the others of its model, or now where no call of one is under way."""
     if _here.call is None:
-        report(rules, _NAME)
+        report(decider, _NAME)
     else:
-        _here.call.session.rules.append(rules)
+        _here.call.session.deciders.append(decider)
 
 
 def outside(compiled: Callable[..., Any]) -> Callable[..., Any]:

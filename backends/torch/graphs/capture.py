@@ -20,7 +20,7 @@ from torch.fx import GraphModule, Node
 
 from polyamp.backends.torch import unstable
 from polyamp.backends.torch.graphs.held import Held, hold, put_together, taken_apart
-from polyamp.backends.torch.graphs.nodes import users_frame
+from polyamp.backends.torch.user_code import line_of_error
 from polyamp.errors import InvalidTypeError, InvalidValueError, PolyampError, UsageError
 
 
@@ -130,7 +130,7 @@ def refusals() -> Iterator[None]:
     except failed as error:
         raise InvalidValueError(
             "the operations do not take these arguments",
-            where=users_frame(error),
+            where=line_of_error(error),
             found=_headline(error),
             fix="give example arguments for which the call works without polyamp",
         ) from error
@@ -141,7 +141,7 @@ def refusals() -> Iterator[None]:
 def _no_graph(what: str, error: Exception) -> UsageError:
     return UsageError(
         what,
-        where=users_frame(error),
+        where=line_of_error(error),
         found=_headline(error),
         allowed="tensor operations; Python control flow that does not look at the values of tensors",
         fix="move that line out of what is rewritten, or write it with torch.where or torch.cond; "

@@ -16,8 +16,8 @@ from polyamp.backends.torch.graphs.decisions import Pass
 from polyamp.backends.torch.graphs.expansion import expand
 from polyamp.backends.torch.graphs.program import check_no_autocast
 from polyamp.backends.torch.graphs.rewrite import usable
-from polyamp.backends.torch.graphs.ruling import Rules, constant_of
-from polyamp.backends.torch.graphs.values import Known, known_value, map_known
+from polyamp.backends.torch.graphs.values import Known, constant_of, known_value, map_known
+from polyamp.deciding import Decider
 from polyamp.errors import InvalidTypeError, InvalidValueError
 from polyamp.policy import Policy, current_policy
 
@@ -93,24 +93,24 @@ class _ByPolicy:
 
 def _planned(module: GraphModule, inputs: Sequence[Any], policy: Policy) -> GraphModule:
     """The graph with its casts, to be called with the same inputs, of which parameters and buffers are looked at."""
-    rules, graph, attributes = Rules(policy), Graph(), Attributes("0")
+    decider, graph, attributes = Decider(policy), Graph(), Attributes("0")
     arguments = {
-        node: _argument(node, given, graph, rules)
+        node: _argument(node, given, graph, decider)
         for node, given in zip(module.graph.find_nodes(op="placeholder"), inputs, strict=True)
     }
-    passed = Pass(module, rules, graph, arguments, attributes)
+    passed = Pass(module, decider, graph, arguments, attributes)
     graph.output(map_known(passed.results(), lambda known: known.node))
     passed.drop_unused()
-    between.add(rules)
+    between.add(decider)
     return GraphModule(attributes, graph, "Planned")
 
 
-def _argument(node: Node, given: Any, graph: Graph, rules: Rules) -> Known:
+def _argument(node: Node, given: Any, graph: Graph, decider: Decider) -> Known:
     """What is known of an input; a module's buffers have values to look at."""
     new, fake = graph.node_copy(node), node.meta.get("example_value")
     is_ours = unstable.is_static_input(node)
     if is_ours and isinstance(given, Tensor) and not isinstance(given, nn.Parameter):
-        return constant_of(new, fake, given, rules)
+        return constant_of(new, fake, given, decider)
     return Known(new, fake, fake, known_value(fake, "weak" if is_ours or isinstance(given, nn.Parameter) else "input"))
 
 

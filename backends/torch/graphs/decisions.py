@@ -15,16 +15,15 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
 from polyamp.backends.torch import unstable
+from polyamp.backends.torch.dtypes import DTYPES
 from polyamp.backends.torch.graphs import inner
 from polyamp.backends.torch.graphs.aliases import Aliases
 from polyamp.backends.torch.graphs.attributes import Attributes
 from polyamp.backends.torch.graphs.inner import AS_IT_IS, Manner
 from polyamp.backends.torch.graphs.nodes import addend_of, line_near, native_name, operands_of, operation_of, path_of
 from polyamp.backends.torch.graphs.planning import Recorder
-from polyamp.backends.torch.graphs.ruling import Rules
 from polyamp.backends.torch.graphs.sameness import Sameness
 from polyamp.backends.torch.graphs.values import (
-    WEAK,
     Known,
     dtypes_of,
     fake_as,
@@ -33,6 +32,7 @@ from polyamp.backends.torch.graphs.values import (
     joined,
     known_value,
     made_without_floats,
+    magnitude,
     map_known,
     numbers_of,
     of_its_type,
@@ -40,8 +40,9 @@ from polyamp.backends.torch.graphs.values import (
     value_of,
 )
 from polyamp.backends.torch.graphs.writing import Writing, may_exceed
+from polyamp.deciding import Decider
 from polyamp.errors import UsageError
-from polyamp.flow import AS_WRITTEN, Flow, Value, flow
+from polyamp.flow import AS_WRITTEN, NO_FLOATS, WEAK, Flow, Value
 from polyamp.rules import TABLE, Decision, is_wide
 
 # Operations of which a Python number is an operand, as it is not of a reshape.
@@ -59,7 +60,7 @@ class Pass:
 
     Args:
         module: the captured graph.
-        rules: the policy.
+        decider: decides by the policy.
         graph: where the new one is written; what stands for the old one's placeholders is there.
         arguments: what is known of each placeholder.
         attributes: takes what the new graph gets by name: bodies of checkpoints, constants.
@@ -70,7 +71,7 @@ class Pass:
     def __init__(
         self,
         module: GraphModule,
-        rules: Rules,
+        decider: Decider,
         graph: Graph,
         arguments: Mapping[Node, Known],
         attributes: Attributes,
@@ -78,7 +79,8 @@ class Pass:
         checkpoint: Callable[..., Any] | None = None,
         recorder: Recorder | None = None,
     ) -> None:
-        self.module, self.rules, self.graph, self.attributes = module, rules, graph, attributes
+        self.module, self.decider, self.graph, self.attributes = module, decider, graph, attributes
+        self._low = DTYPES[decider.compute]
         self.checkpoint, self.recorder = checkpoint, recorder
         self.known: dict[Node, Known] = dict(arguments)
         self.aliases, self._sameness = Aliases(module.graph), Sameness()
@@ -142,7 +144,7 @@ class Pass:
         held = getattr(self.module, str(node.target))
         self._sameness.add(node, None, is_constant=isinstance(held, Tensor))
         if isinstance(held, Tensor):
-            value = self.rules.constant([held]) if is_floating(held) else known_value(held)
+            value = self.decider.constant(magnitude(held)) if is_floating(held) else known_value(held)
             return Known(self._held(held), example, example, value)
         decided = all(map(_runs_bodies, node.users))
         return Known(None if decided else self._held(held), None, None)
@@ -166,7 +168,7 @@ class Pass:
         outcome, known = self._decided(node, operation, decision)
         known = known._replace(value=of_its_type(known, inputs))
         self._sameness.add(node, operation, is_changed=self.aliases.is_touched(node))
-        self.rules.lowered |= outcome.format == self.rules.policy.compute
+        self.decider.lowered |= outcome.format == self.decider.compute
         if self.recorder is not None and (tensors_of(known.declared) or self.aliases.changed(node)):
             self.recorder.add(node, operation, decision, outcome, inputs, known, self._new.made)
         self._new.made.clear()
@@ -176,7 +178,7 @@ class Pass:
         """What an operation is, and its class: a rule of the user's about ``mul`` holds for a square too."""
         path, plain = path_of(node), operation_of(node) or native_name(node)
         name = self._sameness.specific(node, plain)
-        decision, said = self.rules.decide(name, path), self.rules.decide(plain, path)
+        decision, said = self.decider.decide(name, path), self.decider.decide(plain, path)
         return (plain, said) if decision.reason == TABLE != said.reason else (name, decision)
 
     def _values(self, node: Node, operation: str, decision: Decision) -> list[Value]:
@@ -192,7 +194,7 @@ class Pass:
 
     def _outcome(self, node: Node, operation: str, decision: Decision, floating: list[Node]) -> Flow:
         numbers = numbers_of(node) if operation in _WITH_NUMBERS | _MAKING else []
-        said = self.rules.constant(numbers)
+        said = self.decider.constant(*map(magnitude, numbers))
         if not floating:
             used = [self.known[one] for one in node.all_input_nodes]
             given = [
@@ -200,9 +202,9 @@ class Pass:
                 for one in used
                 if tensors_of(one.declared)
             ]
-            return Flow(AS_WRITTEN, made_without_floats(operation, given, said), "no floating-point input")
+            return Flow(AS_WRITTEN, made_without_floats(operation, given, said), NO_FLOATS)
         values = self._values(node, operation, decision)
-        outcome = flow(operation, decision, [*values, said] if said.unfit else values, self.rules.policy.compute)
+        outcome = self.decider.flow(operation, decision, [*values, said] if said.unfit else values)
         if operation == "fill" and len(values) == 1 and values[0].state in ("input", "strong"):
             return outcome._replace(output=said)  # it takes a shape of its operand, and no number
         if self.aliases.keeps(node):
@@ -223,7 +225,7 @@ class Pass:
         outcome = self._outcome(node, operation, decision, floating)
         if outcome.format == AS_WRITTEN:
             return outcome, self._run(node, AS_IT_IS, outcome.output)
-        how = inner.manner(node, operation, decision, outcome, floating, self.rules.low)
+        how = inner.manner(node, operation, decision, outcome, floating, self._low)
         try:
             known = self._run(node, how, outcome.output, outcome.anew)
         except (RuntimeError, TypeError, NotImplementedError) as error:
@@ -231,8 +233,7 @@ class Pass:
         else:
             self._again[node] = self._new.records
             return outcome, known._replace(value=inner.of_results(operation, known.value, known.fake))
-        if decision.reason != TABLE:
-            self.rules.refused[refusal] = decision.reason
+        self.decider.refuse(refusal, decision)
         return Flow(AS_WRITTEN, WEAK, refusal), self._run(node, AS_IT_IS, WEAK)
 
     # --- writing ------------------------------------------------------------------------------------------------------
@@ -266,9 +267,7 @@ class Pass:
 
     def _rounded(self, known: Known) -> Known:
         """A float32 result, cast to the compute format."""
-        return known._replace(
-            node=self._new.cast(known, self.rules.low), fake=fake_as(known, self.rules.low, self._new.mode)
-        )
+        return known._replace(node=self._new.cast(known, self._low), fake=fake_as(known, self._low, self._new.mode))
 
     def _wide(self, node: Node, roles: tuple[str, ...]) -> Known:
         """What a node gives; where it is low and has one of these roles, computed again in float32, as its inputs are.
@@ -340,7 +339,13 @@ class Pass:
             outer = self.known[argument] if isinstance(argument, Node) else Known(argument, argument, argument)
             arguments[placeholder] = outer._replace(node=graph.node_copy(placeholder))
         passed = Pass(
-            captured, self.rules, graph, arguments, self.attributes, checkpoint=self.checkpoint, recorder=self.recorder
+            captured,
+            self.decider,
+            graph,
+            arguments,
+            self.attributes,
+            checkpoint=self.checkpoint,
+            recorder=self.recorder,
         )
         results = passed.results(as_declared=as_declared)
         graph.output(map_known(results, lambda known: known.node))

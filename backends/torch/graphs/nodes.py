@@ -6,7 +6,6 @@ import inspect
 import operator
 import re
 from collections.abc import Iterator
-from pathlib import Path
 from types import FunctionType
 from typing import Any
 
@@ -15,9 +14,9 @@ import torch.utils._pytree as pytree
 from torch import Tensor
 from torch.fx import Node
 
-import polyamp
 from polyamp.backends.torch import unstable
 from polyamp.backends.torch.operations import FUNCTIONS, canonical
+from polyamp.backends.torch.user_code import line_in
 
 OPERATORS: tuple[type, type] = (type(torch.ops.aten.mm.default), type(torch.ops.aten.mm))  # an overload, a packet
 
@@ -183,17 +182,11 @@ def path_of(node: Node) -> str:
 
 
 _ROOT = re.compile(r"^(.*cell_contents|[LG]\['[^']*'\])\.?")  # what the captured function calls the module
-_FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)')
-_ADAPTER = Path(__file__).parent.parent
-_LIBRARIES = tuple(map(str, (Path(torch.__file__).parent, Path(polyamp.__file__).parent, _ADAPTER)))
 
 
 def line_of(node: Node) -> str:
     """The user's line that a node comes from, as ``model.py:12 (forward)``; empty where it is not known."""
-    frames = [frame for frame in _FRAME.finditer(node.meta.get("stack_trace") or "") if is_users(frame["file"])]
-    if not frames:
-        return ""
-    return f"{Path(frames[-1]['file']).name}:{frames[-1]['line']} ({frames[-1]['function']})"
+    return line_in(node.meta.get("stack_trace") or "")
 
 
 def line_near(node: Node) -> str:
@@ -201,25 +194,3 @@ def line_near(node: Node) -> str:
     while not (line := line_of(node)) and node.op != "output":
         node = node.next
     return line
-
-
-def users_frame(error: Exception) -> str:
-    """The user's innermost line in what Dynamo says of an error, as ``/path/model.py:12 (forward)``."""
-    stack = getattr(error, "real_stack", None) or ()
-    users = [f"{one.filename}:{one.lineno} ({one.name})" for one in stack if is_users(one.filename)]
-    said = [frame for frame in _FRAME.finditer(str(error)) if is_users(frame["file"])]
-    users += [f"{one['file']}:{one['line']} ({one['function']})" for one in said]
-    return users[-1] if users else "the captured function"
-
-
-def users_level() -> int:
-    """The ``stacklevel`` with which `polyamp.errors.warn_once`, called where this is, points at the user's line."""
-    frame, level = inspect.currentframe(), 1
-    while frame is not None and not is_users(frame.f_code.co_filename):
-        frame, level = frame.f_back, level + 1
-    return level
-
-
-def is_users(file: str) -> bool:
-    """Whether code stands outside of PyTorch and polyamp."""
-    return not file.startswith(_LIBRARIES)

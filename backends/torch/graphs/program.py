@@ -21,9 +21,9 @@ from polyamp.backends.torch.graphs.decisions import Pass, under_autocast
 from polyamp.backends.torch.graphs.expansion import expand
 from polyamp.backends.torch.graphs.held import CONSTANTS
 from polyamp.backends.torch.graphs.planning import Recorder
-from polyamp.backends.torch.graphs.ruling import Rules, constant_of
 from polyamp.backends.torch.graphs.saved import bytes_saved
-from polyamp.backends.torch.graphs.values import Known, known_value, map_known
+from polyamp.backends.torch.graphs.values import Known, constant_of, known_value, map_known
+from polyamp.deciding import Decider
 from polyamp.errors import InvalidTypeError
 from polyamp.plan import Plan
 from polyamp.policy import Policy
@@ -35,7 +35,7 @@ class Program:
     Attributes:
         name: of this program among those of one module.
         mode: what the function's code may have looked at beside its arguments; see `mode_of`.
-        rules: the policy, and what was found out under it.
+        decider: what decided it, with its record.
         graph: the new graph; it takes and gives pytrees.
         attributes: what it gets by name and the user's module does not have.
         fits: whether leaves, and the tree that they make up, are of this kind.
@@ -55,11 +55,11 @@ class Program:
         check_arguments(fn, pytree.tree_leaves((args, kwargs)))
         self.name, self.mode = name, mode_of(root)
         captured = capture(fn, args, kwargs)
-        self.rules, self._recorder = Rules(policy), Recorder()
+        self.decider, self._recorder = Decider(policy), Recorder()
         self.attributes = Attributes(name)
         with refusals():
             expand(captured.module)
-            writer = _Writer(captured, _names(root), self.rules, self.attributes)
+            writer = _Writer(captured, _names(root), self.decider, self.attributes)
             self.graph = writer.written(self._recorder, [*(f"arg_{index}" for index in range(len(args))), *kwargs])
             self.fits = _fitting(captured, writer)
         self._original = captured.module
@@ -75,19 +75,19 @@ class Program:
     def plan(self) -> Plan:
         """What was decided, with the bytes that the backward pass needs."""
         return Plan(
-            str(self.rules.policy),
+            str(self.decider.policy),
             tuple(self._recorder.operations),
             bytes_saved(self.graph, self.attributes),
             bytes_saved(self._original.graph, dict(self._original.named_children())),
-            tuple(rule.pattern for rule in self.rules.unused),
+            tuple(rule.pattern for rule in self.decider.unused),
         )
 
 
 class _Writer:
     """Writes the graph of a program: what Dynamo's graph takes, found again among arguments and parameters."""
 
-    def __init__(self, captured: Captured, names: Mapping[int, str], rules: Rules, attributes: Attributes) -> None:
-        self.captured, self.names, self.rules, self.attributes = captured, names, rules, attributes
+    def __init__(self, captured: Captured, names: Mapping[int, str], decider: Decider, attributes: Attributes) -> None:
+        self.captured, self.names, self.decider, self.attributes = captured, names, decider, attributes
         self.graph = Graph()
         self._leaves = [self.graph.placeholder(f"arg_{index}") for index, _ in enumerate(captured.leaves)]
         self._gotten: dict[int, Node] = {}
@@ -96,7 +96,7 @@ class _Writer:
         """The graph, of which the arguments have these names."""
         module, arguments = self.captured.module, self._arguments()
         passed = Pass(
-            module, self.rules, self.graph, arguments, self.attributes, checkpoint=checkpoint, recorder=recorder
+            module, self.decider, self.graph, arguments, self.attributes, checkpoint=checkpoint, recorder=recorder
         )
         computed = dict(zip(map(id, self.captured.outputs), passed.results(), strict=True))
         leaves = [self._result(leaf, computed) for leaf in self.captured.results]
@@ -122,7 +122,7 @@ class _Writer:
         new.meta["example_value"] = fake
         if is_leaf or isinstance(given, nn.Parameter):
             return Known(new, fake, fake, known_value(fake, "weak" if isinstance(given, nn.Parameter) else "input"))
-        return constant_of(new, fake, given, self.rules)
+        return constant_of(new, fake, given, self.decider)
 
     def _input(self, given: Tensor) -> Node:
         """The argument, parameter or buffer that a tensor is; any other becomes an attribute."""

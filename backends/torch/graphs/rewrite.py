@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -15,15 +15,16 @@ from torch.fx import Graph, GraphModule
 from polyamp.backends.torch import unstable
 from polyamp.backends.torch.graphs.attributes import HOLDER
 from polyamp.backends.torch.graphs.capture import root_of
-from polyamp.backends.torch.graphs.nodes import users_level
 from polyamp.backends.torch.graphs.program import Program, check_no_autocast, mode_of
-from polyamp.backends.torch.graphs.ruling import Rules
+from polyamp.backends.torch.user_code import users_level
+from polyamp.deciding import Decider
 from polyamp.errors import InvalidTypeError, InvalidValueError, PolyampError, UnsupportedError, UsageError, warn_once
 from polyamp.formats import format_of
 from polyamp.plan import Plan
 from polyamp.policy import Policy
 from polyamp.policy import policy as make_policy
 from polyamp.refusals import not_traced
+from polyamp.reports import report_nothing_lowered, report_refused, report_unused
 from polyamp.rules import Rule
 
 
@@ -219,7 +220,7 @@ class Rewritten(GraphModule):
             self._views.append(_view(self, program.graph))
         else:
             self.graph = program.graph
-            report(program.rules, name)
+            report(program.decider, name)
         self.programs.append(program)
         if len(self.programs) > _MANY:
             warn_once(_TOO_MANY.format(name=name, count=_MANY), stacklevel=users_level())
@@ -315,34 +316,15 @@ def _check_format(compute: str) -> None:
     )
 
 
-def report(rules: Rules, name: str) -> None:
-    """Say once what had no effect in the graph of a function of that name."""
-    policy = rules.policy
-    report_unused([rules], name)
-    for refusal, asked in rules.refused.items():
-        warn_once(f"{asked} of {policy} is not kept in {name}: {refusal}.", stacklevel=users_level())
-    if format_of(policy.compute).is_low and not rules.lowered:
-        warn_once(
-            f"rewrite to {policy.compute} changed nothing in {name}: it has no float32 operation of class lower, such "
-            "as matmul and conv. polyamp.explain gives the reason for each operation.",
-            stacklevel=users_level(),
-        )
+def report(decider: Decider, name: str) -> None:
+    """Report once what had no effect in the graph of a function with this name."""
+    policy, level = decider.policy, users_level()
+    report_rules(decider.unused, policy, name)
+    report_refused(decider.refused, where=name, of=policy, stacklevel=level)
+    if format_of(policy.compute).is_low and not decider.lowered:
+        report_nothing_lowered("rewrite", policy.compute, where=name, stacklevel=level)
 
 
-def report_unused(parts: Sequence[Rules], name: str, *, unless: Callable[[Rule], bool] = lambda rule: False) -> None:
-    """Say once which rules of a policy matched nothing in any part of what has that name.
-
-    Args:
-        parts: what was found out under it, for each part.
-        name: what they are parts of.
-        unless: which rules are left out.
-    """
-    policy = parts[0].policy
-    for rule in parts[0].unused:
-        if any(rule not in part.unused for part in parts) or unless(rule):
-            continue
-        warn_once(
-            f"the rule {rule.pattern!r} of {policy} matched nothing in {name}: it is neither an operation there (see "
-            "docs/operations.md) nor a module. polyamp.explain lists what there is.",
-            stacklevel=users_level(),
-        )
+def report_rules(rules: Iterable[Rule], policy: Policy, name: str) -> None:
+    """Report once each rule that matched nothing in what has this name."""
+    report_unused(rules, where=name, paths="a module", of=policy, stacklevel=users_level())

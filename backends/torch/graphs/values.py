@@ -12,10 +12,9 @@ from torch.fx import Node
 
 from polyamp.backends.torch import unstable
 from polyamp.backends.torch.graphs.nodes import operation_of
-from polyamp.flow import Value
+from polyamp.deciding import Decider
+from polyamp.flow import INPUT, WEAK, Value
 from polyamp.operations import OPERATIONS
-
-WEAK = Value()
 
 
 class Known(NamedTuple):
@@ -50,7 +49,7 @@ def known_value(declared: Any, state: str = "weak") -> Value:
     ('input', 'weak')
     """
     if not is_floating(declared):
-        return Value("input") if is_integral(declared) else WEAK
+        return INPUT if is_integral(declared) else WEAK
     return (
         Value(state) if declared.dtype == torch.float32 else Value("other", str(declared.dtype).removeprefix("torch."))
     )
@@ -69,6 +68,12 @@ def magnitude(held: Any) -> float:
     if held.numel() == 1:
         return float(held)
     return float(held.detach().abs().nan_to_num(0.0, 0.0).max())
+
+
+def constant_of(node: Any, fake: Any, held: Tensor, decider: Decider) -> Known:
+    """Return what is known of a tensor that belongs to the program, such as a buffer."""
+    value = decider.constant(magnitude(held)) if held.dtype == torch.float32 else known_value(fake)
+    return Known(node, fake, fake, value, is_constant=is_floating(held))
 
 
 def value_of(known: Known) -> Value:
@@ -91,7 +96,7 @@ def made_without_floats(operation: str, given: Sequence[Value], said: Value) -> 
     counts = entry is None or entry.op_class == "full" or operation == "integer"
     if operation in ("one_hot", "random") or (given and not counts and all(one.state == "weak" for one in given)):
         return WEAK
-    return Value("input") if given or operation == "integer" else WEAK
+    return INPUT if given or operation == "integer" else WEAK
 
 
 def of_its_type(known: Known, inputs: Sequence[Known]) -> Any:

@@ -52,7 +52,7 @@ def record(
     """
     run = Run(step, args, kwargs, policy, widened)
     _check_sharding(run.reach.all_of(nn.Module), widened)
-    recorder = Recorder(policy, run.places, widened, run.changes)
+    recorder = Recorder(policy, run.tracker, widened, run.changes)
     with run.undone(), recorder.hooked():
         result = run.forward(recorder, recorder.took)
         differentiates = run.differentiates or any(row is not None for row in recorder.leaves.values())
@@ -87,7 +87,7 @@ def _observations(run: Run, recorder: Recorder) -> Iterator[Observation]:
     for place, row in enumerate(rows[: last + 1]):
         if place not in recorder.replaced:
             yield _observation(row, spreads)
-    for leaf, name in names_of([*run.reach.modules(), *run.places.roots], list(recorder.leaves)).items():
+    for leaf, name in names_of([*run.reach.modules(), *run.tracker.roots], list(recorder.leaves)).items():
         at = recorder.leaves[leaf]
         if at is not None:
             shape = tuple(leaf.shape)

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from polyamp.backends.torch.dtypes import SIXTEEN_BIT
 from polyamp.errors import InvalidTypeError, InvalidValueError, UsageError
-from polyamp.loss_scale import LossScale, in_single
+from polyamp.formats import in_single
+from polyamp.loss_scale import LossScale
 from polyamp.refusals import clipped_scaled, unscaled_loss
 
 

@@ -23,10 +23,10 @@ from polyamp.backends.tensorflow.graphs.kernels import default_device, lowerable
 from polyamp.backends.tensorflow.graphs.refusals import check_format
 from polyamp.backends.tensorflow.operations import OPERATIONS
 from polyamp.backends.tensorflow.unstable import Parameter
-from polyamp.errors import warn_once
 from polyamp.markers import UPDATE_SCOPE
 from polyamp.operations import OPERATIONS as TABLE
 from polyamp.policy import Policy
+from polyamp.reports import report_nothing_lowered, report_unused
 from polyamp.rules import Rule, decide
 
 
@@ -162,18 +162,16 @@ class Lowering:
         """Say once what had no effect."""
         if not self.lowered:
             why = "; ".join(self._kept.values()) or "it saw no float32 operation of class lower, such as a matmul"
-            warn_once(
-                f"autocast to {self.compute} changed nothing in TensorFlow: {why}. It sees eager code and functions "
-                "that are traced inside of it. Enter it inside the function that MirroredStrategy runs, or give the "
-                "whole step to polyamp.rewrite.",
-                stacklevel=_TO_USER,
+            remedy = (
+                "It sees eager code and functions that are traced inside it. Enter it inside the function that "
+                "MirroredStrategy runs, or pass the whole step to polyamp.rewrite."
             )
-        for rule in self._unused if self.lowered else ():
-            warn_once(
-                f"the rule {rule.pattern!r} matched nothing that autocast to {self.compute} decides: it is neither an "
-                "operation (see docs/operations.md) nor a name scope or layer in which there is a product.",
-                stacklevel=_TO_USER,
+            report_nothing_lowered(
+                "autocast", self.compute, where="TensorFlow", why=why, remedy=remedy, stacklevel=_TO_USER
             )
+            return
+        paths = "a name scope or layer with a product"
+        report_unused(self._unused, where=f"autocast to {self.compute}", paths=paths, stacklevel=_TO_USER)
 
     def _lowers(self, canonical: str) -> bool:
         path = unstable.scope_path()

@@ -17,7 +17,6 @@ from polyamp.backends.tensorflow.graphs.operands import (
     integers,
     is_constant,
     is_number,
-    magnitude,
     of_integers,
     reads_data,
 )
@@ -25,13 +24,14 @@ from polyamp.backends.tensorflow.graphs.places import Places
 from polyamp.backends.tensorflow.graphs.update import forward_of, is_gradient, regions
 from polyamp.backends.tensorflow.operations import OPERATIONS
 from polyamp.backends.tensorflow.unstable import as_asked
-from polyamp.flow import AFTER_LOOP, AS_WRITTEN, Flow, Value, constant, flow, specific
+from polyamp.deciding import Decider
+from polyamp.flow import AS_WRITTEN, CARRIED, INPUT, NO_FLOATS, WEAK, Flow, Value, specific
 from polyamp.formats import format_of
 from polyamp.operations import OPERATIONS as CLASSES
 from polyamp.policy import Policy
-from polyamp.rules import TABLE, Decision, Rule, decide, is_wide, unused
+from polyamp.rules import TABLE, Decision, is_wide
+from polyamp.values import magnitude
 
-WEAK = Value()
 _OPERATORS = {"RealDiv": "truediv", "FloorDiv": "floordiv", "FloorMod": "mod"}  # where it is not the canonical name
 _DEFAULTS = {*OPERATIONS, "add", "sub", "mul", "neg", "pow", "matmul", "truediv", "while", "cond"}
 
@@ -84,41 +84,18 @@ class Rules:
     Attributes:
         fuses: whether kernels are put in the place of norms that a graph writes out.
         low: the number of TensorFlow's ``DataType`` for the compute format.
-        seen: pairs of operation and path that rules were asked about.
-        refused: what a rule asked for and no kernel does, with the rule.
+        decider: decides by the policy, and records what there is to report.
         not_entered: types of operations whose functions have products and run as written, with a place of each.
         lists: what is known of the lists of tensors.
     """
 
     def __init__(self, policy: Policy, *, fuses: bool = True) -> None:
-        self.policy = policy
+        self.policy, self.decider = policy, Decider(policy)
         self.fuses = fuses and format_of(policy.compute).is_low
         self.compute = policy.compute
         self.low: int = tf.as_dtype(policy.compute).as_datatype_enum
-        self.seen: dict[tuple[str, str], Decision] = {}
-        self.refused: dict[str, str] = {}
         self.not_entered: dict[str, str] = {}
         self.lists = Lists()
-        self._flows: dict[Any, Flow] = {}
-
-    @property
-    def unused(self) -> list[Rule]:
-        """The policy's own rules that matched nothing so far."""
-        return unused(self.policy.own_rules, self.seen)
-
-    def decide(self, operation: str, path: str) -> Decision:
-        """The class of an operation at a path."""
-        key = (operation, path if self.policy.rules else "")
-        if key not in self.seen:
-            self.seen[key] = decide(self.policy.rules, *key)
-        return self.seen[key]
-
-    def flow(self, operation: str, decision: Decision, values: tuple[Value, ...], gradient: bool = False) -> Flow:
-        """`polyamp.flow.flow`, which many nodes of a graph call with the same arguments."""
-        key = (operation, decision, values, gradient)
-        if key not in self._flows:
-            self._flows[key] = flow(operation, decision, values, self.compute, gradient=gradient)
-        return self._flows[key]
 
 
 class Pass:
@@ -280,7 +257,7 @@ class Pass:
         pairs = list(zip(node.takes, knowns, strict=True))
         names = [known.held for port, known in pairs if port.dtype == VARIANT]
         name = f"{self._name}/{node.name}" if node.op in CREATING else lists.tie(names)
-        decision = self.rules.decide("tensor_list", self._ruled_path(node) if self.rules.policy.rules else "")
+        decision = self.rules.decider.decide("tensor_list", self._ruled_path(node) if self.rules.policy.rules else "")
         items = [known for port, known in pairs if is_item(node, port)]
         for known in items:
             lists.put(name, known.value)
@@ -321,14 +298,14 @@ class Pass:
     def _operation(self, node: Node) -> Decided:
         inputs = self._floating(node)
         operation = self._specific(node)
-        decision = self.rules.decide(operation, self._ruled_path(node) if self.rules.policy.rules else "")
+        decision = self.rules.decider.decide(operation, self._ruled_path(node) if self.rules.policy.rules else "")
         if node.name in self.regions.averaging and decision.op_class != "lower":  # a state may go through products
             return self.as_written(node, "updates its own variable", Value("strong", "the update"), decision)
         if operation == "tensor_list":
             return self.as_written(node, "holds float32", Value("strong", operation), decision)
         if not inputs:
-            data = Value("input") if reads_data(node) and node.op != "ReadVariableOp" else WEAK
-            return self.as_written(node, "no floating-point input", data, decision)
+            data = INPUT if reads_data(node) and node.op != "ReadVariableOp" else WEAK
+            return self.as_written(node, NO_FLOATS, data, decision)
         if any(port.dtype > 100 for port in node.takes):
             return self.as_written(node, "reads a variable by reference", decision=decision)
         outcome = self._outcome(node, operation, decision, inputs)
@@ -356,9 +333,9 @@ class Pass:
         is_backward = node.name in self.regions.backward
         is_product = decision.reason == TABLE and node.op in _SATURATED_GRADIENTS
         if is_product:  # ``y * (1 - y) * grad``, and the gradient is bounded by nothing
-            outcome = self.rules.flow("mul", Decision("follow", TABLE), inputs, True)
+            outcome = self.rules.decider.flow("mul", Decision("follow", TABLE), inputs, gradient=True)
         else:
-            outcome = self.rules.flow(operation, decision, inputs, is_backward)
+            outcome = self.rules.decider.flow(operation, decision, inputs, gradient=is_backward)
         if is_product and outcome.output.state == "low" and node.inputs[0] in self._unrounded:
             return Flow("float32", outcome.output, "as its forward operation", ("saturated",))
         if is_backward and outcome.format == "float32" and outcome.output.state == "strong":
@@ -370,7 +347,7 @@ class Pass:
         state = outcome.output if decision.op_class == "inner" else WEAK
         if decision.reason != TABLE:
             state = Value("strong", operation)
-            self.rules.refused[missing] = decision.reason
+            self.rules.decider.refuse(f"there is {missing}, so it runs in float32", decision)
         return self.decided(node, operation, decision, Flow("float32", state, missing))
 
     def _ruled_path(self, node: Node) -> str:
@@ -408,7 +385,7 @@ def _constant(decisions: Pass, node: Node) -> Decided:
     tensor = node.definition.attr["value"].tensor
     value = WEAK
     if tensor.dtype == FLOAT32:
-        value = constant([magnitude(tf.make_ndarray(tensor))], decisions.rules.compute)
+        value = decisions.rules.decider.constant(magnitude(tf.make_ndarray(tensor)))
     return decisions.as_written(node, "table", value)
 
 
@@ -434,7 +411,7 @@ def _merge(decisions: Pass, node: Node) -> Decided:
     """The head of a loop is float32, as what it carries is added up over the turns; any other merge moves values."""
     makers = [decisions.graph.maker[value] for value in node.inputs]
     if any(map(closes_loop, makers)):
-        return decisions.as_written(node, "what a loop carries", _CARRIED.value)
+        return decisions.as_written(node, "what a loop carries", CARRIED)
     return decisions._operation(node)
 
 
@@ -458,10 +435,10 @@ def _loop_edge(decisions: Pass, node: Node) -> Decided:
     """What enters a loop or goes on to its next turn has the type of the loop's head; constants of a loop do not."""
     if node.op == "Enter" and node.definition.attr["is_constant"].b:
         return decisions._operation(node)
-    return decisions.as_written(node, "what a loop carries", _CARRIED.value)
+    return decisions.as_written(node, "what a loop carries", CARRIED)
 
 
-_CARRIED = Known(FLOAT32, Value("strong", AFTER_LOOP.removeprefix("after ")))
+_CARRIED = Known(FLOAT32, CARRIED)
 _SATURATED_GRADIENTS = ("SigmoidGrad", "TanhGrad")
 _EXPANDED = "matrix_exponential"  # the scope of ``tf.linalg.expm``, whose coefficients go up to 6e16
 _SPECIAL = {

@@ -18,12 +18,11 @@ from polyamp.backends.tensorflow.graphs.places import Places
 from polyamp.backends.tensorflow.graphs.refusals import POLICY_ATTRIBUTE, rewritten_before
 from polyamp.backends.tensorflow.operations import OPERATIONS
 from polyamp.backends.tensorflow.unstable import graph_of
-from polyamp.flow import AFTER_LOOP, AS_WRITTEN, Flow, Value
+from polyamp.flow import AS_WRITTEN, CARRIED, Flow, Value
 from polyamp.operations import OPERATIONS as TABLE_OF_CLASSES
 from polyamp.rules import TABLE, Decision
 
 REWRITTEN = "rewritten already"
-_STRONG = Value("strong", AFTER_LOOP.removeprefix("after "))
 
 
 class Inside(NamedTuple):
@@ -181,12 +180,12 @@ def _loop(functions: Functions, decisions: Pass, node: Node) -> Decided:
 
 
 def _carried(dtype: int, known: Known) -> tuple[Value, bool]:
-    return (_STRONG if dtype == FLOAT32 else known.value), False
+    return (CARRIED if dtype == FLOAT32 else known.value), False
 
 
 def _stays_low(first: Known, carried: Known, result: Known) -> bool:
     """Whether a turn of a loop gives a low value in the place of one that it took as float32 by need."""
-    is_carried = carried.dtype == FLOAT32 and carried.value == _STRONG
+    is_carried = carried.dtype == FLOAT32 and carried.value == CARRIED
     return is_carried and result.value.state == "low" and not first.value.unfit
 
 
@@ -215,7 +214,7 @@ def _iteration(functions: Functions, decisions: Pass, node: Node) -> Decided:
     insides = []
     for name in names:
         arguments = [
-            Known(arg.type, _STRONG if place < carried and arg.type == FLOAT32 else given(arg.type))
+            Known(arg.type, CARRIED if place < carried and arg.type == FLOAT32 else given(arg.type))
             for place, arg in enumerate(functions.library[name].signature.input_arg)
         ]
         captured = len(node.definition.attr["Targuments"].list.type)
@@ -229,7 +228,7 @@ def _iteration(functions: Functions, decisions: Pass, node: Node) -> Decided:
 
 
 def _returned(known: Known) -> Known:
-    return known._replace(value=_STRONG) if known.dtype == FLOAT32 else known
+    return known._replace(value=CARRIED) if known.dtype == FLOAT32 else known
 
 
 def _not_entered(functions: Functions, decisions: Pass, node: Node) -> Decided:

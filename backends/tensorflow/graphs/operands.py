@@ -6,13 +6,13 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import numpy as np
 import tensorflow as tf
 
 from polyamp.backends.tensorflow.graphs.graph import FLOAT32, FLOATING, Graph, Node
 from polyamp.backends.tensorflow.operations import OPERATIONS
 from polyamp.flow import Value, constant
 from polyamp.operations import OPERATIONS as TABLE
+from polyamp.values import magnitude
 
 BOOL: int = tf.bool.as_datatype_enum
 _RESOURCES = (tf.resource.as_datatype_enum, tf.variant.as_datatype_enum)
@@ -161,18 +161,6 @@ def of_integers(node: Node, known: Value, maker: Node | None, compute: str) -> V
     if maker is not None and maker.op == "Const":
         return constant([magnitude(tf.make_ndarray(maker.definition.attr["value"].tensor))], compute)
     return Value("input") if known.state == "input" else Value()
-
-
-def magnitude(values: Any) -> float:
-    """Return what of a constant has to be held: all of a scalar, the largest finite element of an array.
-
-    >>> magnitude(np.array([1.0, -3.0, np.inf]))
-    3.0
-    """
-    values = np.asarray(values)
-    if values.size == 1:
-        return float(values.reshape(()))
-    return float(np.max(np.abs(values), initial=0, where=np.isfinite(values)))
 
 
 def captured(tensor: Any, compute: str) -> tuple[Value, bool]:

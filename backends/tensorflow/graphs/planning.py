@@ -27,7 +27,9 @@ def plan_of(decisions: Pass, graph: Any) -> Plan:
     results = [dtype for _, dtype in decisions.graph.results]
     operations = tuple(_operations(decisions, Places(graph), results))
     return Plan(
-        str(decisions.rules.policy), operations, unused_rules=tuple(one.pattern for one in decisions.rules.unused)
+        str(decisions.rules.policy),
+        operations,
+        unused_rules=tuple(one.pattern for one in decisions.rules.decider.unused),
     )
 
 

@@ -36,6 +36,7 @@ from polyamp.plan import Plan
 from polyamp.policy import Policy
 from polyamp.policy import policy as make_policy
 from polyamp.refusals import not_traced
+from polyamp.reports import NO_PRODUCTS, report_nothing_lowered, report_refused, report_unused
 
 _Function: Any = type(tf.function(lambda: None))
 _PASSES = 5  # a list may hold what comes from another list
@@ -253,30 +254,19 @@ def _called(concrete: Any, decisions: Pass, args: Sequence[Any], kwargs: Mapping
 def _report(decisions: Pass, name: str) -> None:
     """Say once what had no effect."""
     rules = decisions.rules
-    for rule in rules.unused:
-        warn_once(
-            f"the rule {rule.pattern!r} of {rules.policy} matched nothing in {name}: it is neither an operation there "
-            "(see docs/operations.md) nor a name scope or layer. polyamp.explain lists what there is.",
-            stacklevel=2,
-        )
+    report_unused(rules.decider.unused, where=name, paths="a name scope or layer", of=rules.policy)
     for op, place in rules.not_entered.items():
         warn_once(
             f"the functions of {op} ({place}) run as written in {name}: a rewrite does not enter them, and they have "
             "products. Rewrite, or run under polyamp.autocast, the function that is given to that operation.",
             stacklevel=2,
         )
-    for missing, asked in rules.refused.items():
-        warn_once(
-            f"{asked} of {rules.policy} is not kept in {name}: there is {missing}; it runs in float32.", stacklevel=2
-        )
+    report_refused(rules.decider.refused, where=name, of=rules.policy)
     for operation, device in _lowered(decisions):
         report_slow(operation, rules.compute, device)
     if format_of(rules.compute).is_low and not _lowers(decisions) and not rules.not_entered:
-        warn_once(
-            f"rewrite to {rules.compute} changed nothing in {name}: it has no float32 operation of class lower, such "
-            "as matmul and conv, that this device's kernels take. polyamp.explain gives the reason for each operation.",
-            stacklevel=2,
-        )
+        why = f"{NO_PRODUCTS}, that this device's kernels take"
+        report_nothing_lowered("rewrite", rules.compute, where=name, why=why)
 
 
 def _lowered(decisions: Pass) -> set[tuple[str, str]]:

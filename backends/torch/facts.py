@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from polyamp.backends.torch import unstable
 from polyamp.backends.torch.devices import devices
 from polyamp.backends.torch.dtypes import SIXTEEN_BIT
-from polyamp.backends.torch.graphs.rewrite import captured_plan
+from polyamp.backends.torch.graphs.explain import captured_plan
 from polyamp.backends.torch.recording.changes import Changes
 from polyamp.backends.torch.recording.mode import Watcher
 from polyamp.backends.torch.recording.names import names_of

@@ -92,7 +92,7 @@ def _loss_scale(given: Any) -> LossScale:
         changes = {"init": said["initial_loss_scale"], "growth": factor, "backoff": 1 / factor, "interval": interval}
         return LossScale.like("tensorflow", **changes)
     raise InvalidTypeError(
-        "this is no loss scale",
+        "not a valid loss scale",
         where="enable_mixed_precision_graph_rewrite(loss_scale=)",
         found=shown(given),
         allowed='"dynamic", a number, a polyamp.LossScale, or a FixedLossScale or DynamicLossScale of '

@@ -25,7 +25,7 @@ from polyamp.policy import Policy
 from polyamp.policy import policy as make_policy
 from polyamp.refusals import no_loss
 from polyamp.result import StepResult
-from polyamp.validation import check_master_weights, norm_limit
+from polyamp.validation import check_master_weights, kind_of, norm_limit
 
 _SCALING_ALREADY = {"LossScaleOptimizer", "LossScaledOptimizer", "MixedPrecisionLossScaleOptimizer"}
 
@@ -281,7 +281,7 @@ def _check_optimizer(optimizer: Any) -> None:
         raise InvalidTypeError(
             "no optimizer",
             where="step(optimizer, ...)",
-            found=f"{kinds[0].__module__}.{kinds[0].__qualname__}",
+            found=kind_of(optimizer),
             allowed="an object with apply_gradients(grads_and_vars)",
             fix="give an optimizer of tf.compat.v1.train or of Keras, or write that method",
         )

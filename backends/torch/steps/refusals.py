@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from polyamp.backends.torch.dtypes import SIXTEEN_BIT
-from polyamp.errors import InvalidTypeError, InvalidValueError, UsageError
+from polyamp.errors import InvalidTypeError, InvalidValueError, StateError, UsageError
 from polyamp.formats import in_single
 from polyamp.loss_scale import LossScale
 from polyamp.refusals import clipped_scaled, unscaled_loss
+from polyamp.validation import is_number, shown, wrong_type
 
 
 def cannot_skip(optimizer: torch.optim.Optimizer) -> InvalidValueError:
@@ -35,9 +35,9 @@ def check_norm(max_norm: object) -> None:
     """
     where, allowed = "clip_grad_norm_(max_norm)", "a number of at least 0"
     fix = "give the largest global L2 norm that gradients may have"
-    if isinstance(max_norm, bool) or not isinstance(max_norm, int | float):
-        kind = f"{max_norm!r} ({type(max_norm).__name__})"
-        raise InvalidTypeError("no gradient-norm limit", where=where, found=kind, allowed=allowed, fix=fix)
+    if not is_number(max_norm):
+        what = "the gradient-norm limit must be a number"
+        raise wrong_type(max_norm, where=where, allowed=allowed, fix=fix, what=what)
     if not max_norm >= 0:
         raise InvalidValueError("invalid gradient-norm limit", where=where, found=max_norm, allowed=allowed, fix=fix)
 
@@ -65,9 +65,7 @@ def named_tensors(given: Iterable[Any]) -> dict[str, Tensor]:
 
 def not_a(kind: type, found: object, *, where: str, fix: str) -> InvalidTypeError:
     """Return the error for an argument of the wrong type."""
-    return InvalidTypeError(
-        f"this is no {kind.__name__}", where=where, found=f"{found!r} ({type(found).__name__})", fix=fix
-    )
+    return InvalidTypeError(f"this is no {kind.__name__}", where=where, found=shown(found), fix=fix)
 
 
 def check_fused_step(wanted: object) -> None:
@@ -134,19 +132,14 @@ def unscaled_already(*, where: str, fix: str) -> UsageError:
     return UsageError("the gradients of this window are unscaled already", where=where, fix=fix)
 
 
-def check_width(dtype: torch.dtype) -> None:
-    """Raise for gradients of a model that was converted after its optimizer was wrapped.
-
-    Raises:
-        UsageError: the gradients have 16 bits.
-    """
-    if dtype in SIXTEEN_BIT:
-        raise UsageError(
-            "parameters had 32 bits when the optimizer was wrapped, and have 16 now",
-            where="step()",
-            found=f"gradients of {dtype}",
-            fix="convert the model before its optimizer is wrapped, or wrap with master_weights=False",
-        )
+def converted_too_late(dtype: torch.dtype) -> UsageError:
+    """Return the error for 16-bit gradients of a model that was converted after its optimizer was wrapped."""
+    return UsageError(
+        "parameters had 32 bits when the optimizer was wrapped, and have 16 now",
+        where="step()",
+        found=f"gradients of {dtype}",
+        fix="convert the model before its optimizer is wrapped, or wrap with master_weights=False",
+    )
 
 
 def closure_refused(found: object) -> UsageError:
@@ -215,7 +208,7 @@ def clipped_before_unscaling() -> UsageError:
     )
 
 
-def not_said(scaled: object) -> InvalidTypeError:
+def wrong_declaration(scaled: object) -> InvalidTypeError:
     """Return the error for a ``scaled=`` that is not a bool."""
     fix = "True: multiplied by the loss scale; False: not; leave it out where opt.backward(loss) made them"
     return not_a(bool, scaled, where="step(scaled=), unscale_(scaled=), clip_grad_norm_(scaled=)", fix=fix)
@@ -224,7 +217,7 @@ def not_said(scaled: object) -> InvalidTypeError:
 def no_scale(found: object) -> InvalidValueError:
     """Return the error for a loss scale with which the next step would write NaN."""
     return InvalidValueError(
-        "this is no loss scale",
+        "not a valid loss scale",
         where="GradScaler.update(new_scale), GradScaler.load_state_dict(saved)",
         found=found,
         allowed="a finite number greater than 0",
@@ -240,10 +233,14 @@ def checked_scale(config: LossScale, scale: object, *, where: str) -> float:
         InvalidValueError: it is outside the settings.
     """
     fix = "give a number within LossScale(min=..., max=...)"
-    if isinstance(scale, bool) or not isinstance(scale, int | float):
-        kind = f"{scale!r} ({type(scale).__name__})"
-        raise InvalidTypeError("this is no loss scale", where=where, found=kind, allowed="a number", fix=fix)
+    if not is_number(scale):
+        raise wrong_type(scale, where=where, allowed="a number", fix=fix, what="the loss scale must be a number")
     limits = f"between {config.min:g} and {config.max:g}"
     if not config.min <= scale <= config.max:
-        raise InvalidValueError("this is no loss scale", where=where, found=scale, allowed=limits, fix=fix)
+        raise InvalidValueError("not a valid loss scale", where=where, found=scale, allowed=limits, fix=fix)
     return in_single(float(scale))  # type: ignore[no-any-return]
+
+
+def bad_state(what: str, found: str, allowed: str, fix: str) -> StateError:
+    """Return the error for a saved state that cannot be loaded."""
+    return StateError(what, where="load_state_dict(saved)", found=found, allowed=allowed, fix=fix)

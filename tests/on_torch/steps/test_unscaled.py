@@ -589,7 +589,7 @@ def test_the_scale_can_be_set_within_the_settings(on_device: bool) -> None:
     before = contents(opt)
     for bad, kind in ((0.0, polyamp.InvalidValueError), (2.0**30, polyamp.InvalidValueError), (math.nan, ValueError),
                       ("4", polyamp.InvalidTypeError), (True, polyamp.InvalidTypeError)):  # fmt: skip
-        with pytest.raises(kind, match="no loss scale"):
+        with pytest.raises(kind, match="loss scale"):
             opt.loss_scale = bad
     assert contents(opt) == before
     opt.zero_grad()
@@ -640,7 +640,7 @@ def test_the_scaler_takes_a_scale() -> None:
     scaler.loss_scale = 8.0
     assert scaler.loss_scale == scaler.get_scale() == 8.0
     assert float(scaler.scale(torch.ones(()))) == 8.0
-    with pytest.raises(polyamp.InvalidValueError, match="no loss scale"):
+    with pytest.raises(polyamp.InvalidValueError, match="not a valid loss scale"):
         scaler.loss_scale = 0.0
     fresh = GradScaler("cpu")
     fresh.loss_scale = 16.0

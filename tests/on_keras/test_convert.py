@@ -171,7 +171,7 @@ def test_an_unbuilt_model_is_refused(make) -> None:
 
 @pytest.mark.parametrize("thing", [layers.Dense(2), keras.optimizers.SGD()])
 def test_what_is_no_model_is_refused(thing: object) -> None:
-    with pytest.raises(polyamp.InvalidTypeError, match="no Keras model"):
+    with pytest.raises(polyamp.InvalidTypeError, match="needs a Keras model"):
         polyamp.convert(thing, "mixed_float16")
 
 

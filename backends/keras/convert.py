@@ -21,6 +21,7 @@ from polyamp.backends.keras.steps.mismatches import note_converted, report_unsca
 from polyamp.errors import InvalidTypeError, UnsupportedError, UsageError, warn_once
 from polyamp.formats import format_of
 from polyamp.policy import Policy
+from polyamp.reports import report_nothing_lowered, report_unused
 
 
 def convert(model: Any, policy: Policy) -> Any:
@@ -126,7 +127,8 @@ def _report(model: Any, parts: list[Part], policy: Policy) -> None:
     if not format_of(policy.compute).is_low:
         return
     if not any(part.layer.compute_dtype == policy.compute for part in leaves):
-        warn_once(f"policy {policy} changes nothing in {model.name!r}: all of its layers stay in float32.")
+        why = "all of its layers stay in float32"
+        report_nothing_lowered("convert", policy.compute, where=repr(model.name), why=why, stacklevel=3)
     is_cast = any(part.border.is_crossed and part.border.outside == "float32" for part in parts)
     is_ruled = any(rule.op_class == "full" for rule in policy.rules)
     is_head_known = is_cast or is_ruled or any(part.is_head for part in leaves)
@@ -138,9 +140,5 @@ def _report(model: Any, parts: list[Part], policy: Policy) -> None:
 
 
 def _report_unused(model: Any, parts: list[Part], policy: Policy) -> None:
-    for rule in policy.own_rules:
-        if not any(matches(rule, part.operation, part.path) for part in parts):
-            warn_once(
-                f"rule {rule.pattern!r} matches no layer of {model.name!r}. Use layer names from the model down, "
-                "joined by '/', or the canonical name of a layer's operation."
-            )
+    unused = [rule for rule in policy.own_rules if not any(matches(rule, part.operation, part.path) for part in parts)]
+    report_unused(unused, where=repr(model.name), paths="a layer", of=policy, stacklevel=3)

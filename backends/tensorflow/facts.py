@@ -82,12 +82,12 @@ class _Seen(NamedTuple):
 
 def _seen(decisions: Pass, places: Places) -> Iterator[_Seen]:
     """Yield the nodes of the forward pass, including those of the functions that it calls."""
-    backward = backward_pass(decisions.graph, decisions.functions.library) | decisions.regions.update
+    backward = backward_pass(decisions.graph, decisions.functions.library) | decisions.parts.update
     for decided in decisions.nodes:
         if decided.node.name not in backward:
             for inside in decided.inside:
                 yield from _seen(inside.decisions, places.within(inside.name))
-            yield _Seen(decisions, places, decided, decisions.scope_of(decided.node))
+            yield _Seen(decisions, places, decided, decisions.scopes.scope_of(decided.node))
 
 
 def _takes(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
@@ -153,7 +153,7 @@ def _products(seen: _Seen) -> Iterator[Product]:
 
 def _format(decided: Decided) -> str:
     """Return the format in which a product runs: 16 bits if the user wrote it so."""
-    written = next((_LOW[known.dtype] for known in decided.gives if known.dtype in _LOW), None)
+    written = next((_LOW[known.dtype] for known in decided.results if known.dtype in _LOW), None)
     return written or decided.outcome.format
 
 

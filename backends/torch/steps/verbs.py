@@ -80,7 +80,7 @@ def loss_scale_of(holder: Any) -> tuple[LossScale, LossScaleState]:
     if isinstance(holder, GradScaler):
         return holder.settings_and_state()
     scaler = _wrapped(holder, "loss_scale_of(holder)").scaler
-    return scaler.config, on_host(scaler.state)
+    return scaler.settings, on_host(scaler.state)
 
 
 def save_loss_scale(holder: Any) -> dict[str, Any]:

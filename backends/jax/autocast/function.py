@@ -16,11 +16,12 @@ from polyamp.backends.jax.graphs.planning import Recorder
 from polyamp.backends.jax.graphs.program import Program
 from polyamp.backends.jax.graphs.refusals import check_function, positions, users_level
 from polyamp.backends.jax.modules import as_pure
-from polyamp.errors import warn_once
+from polyamp.deciding import Decider
 from polyamp.plan import Plan
 from polyamp.policy import Policy, current_policy
 from polyamp.policy import policy as make_policy
 from polyamp.refusals import not_traced
+from polyamp.reports import NO_PRODUCTS, report_nothing_lowered, report_unused
 
 
 def autocast(
@@ -132,7 +133,7 @@ def planned(
         tuple(recorder.operations),
         program.bytes_saved(lambda arrays: program.run(Interpreter(chosen), arrays)),
         plain.bytes_saved(plain.as_traced),
-        tuple(own.unused_rules(chosen, [interpreter.noted])),
+        tuple(own.unused_rules(chosen, [interpreter.decider])),
     )
 
 
@@ -198,6 +199,7 @@ def rewritten_for(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     policy: Policy,
+    *,
     argnums: int | Sequence[int] = 0,
 ) -> Rewritten:
     """As `rewrite`, of a function whose parameters are at ``argnums``."""
@@ -224,7 +226,7 @@ def _autocasted(
     interpreter = Interpreter(policy)
     results = accept(program.results(program.run(interpreter, program.arrays)))
     if name is not None:
-        _report(interpreter, name)
+        _report(interpreter.decider, name)
     return results
 
 
@@ -233,25 +235,17 @@ def _name_of(fn: Any) -> str:
     return name
 
 
-def _report(interpreter: Interpreter, name: str) -> None:
-    policy = interpreter.policy
-    for rule in interpreter.unused_rules:
-        warn_once(
-            f"the rule {rule.pattern!r} of {policy} matched nothing in {name}: it is neither an operation there (see "
-            "docs/operations.md) nor a named scope or module. polyamp.explain lists what there is.",
-            stacklevel=users_level(),
-        )
-    if not interpreter.noted.lowered and set(interpreter.noted.not_lowered) != {IN_FLOAT32}:
-        warn_once(
-            f"autocast to {policy.compute} changed nothing in {name}: {_why_nothing(interpreter.noted.not_lowered)}. "
-            "polyamp.explain gives the reason for each operation.",
-            stacklevel=users_level(),
-        )
+def _report(decider: Decider, name: str) -> None:
+    level, policy = users_level(), decider.policy
+    report_unused(decider.unused, where=name, paths="a named scope or module", of=policy, stacklevel=level)
+    if not decider.lowered and set(decider.not_lowered) != {IN_FLOAT32}:
+        why = _why_nothing(decider.not_lowered)
+        report_nothing_lowered("autocast", policy.compute, where=name, why=why, stacklevel=level)
 
 
 def _why_nothing(not_lowered: dict[str, str]) -> str:
     if not not_lowered:
-        return "it has no float32 operation of class lower, such as matmul and conv"
+        return NO_PRODUCTS
     told = "; ".join(f"{place} stays as it is: {reason}" for reason, place in list(not_lowered.items())[:3])
     setting = getattr(jax.config, "jax_default_matmul_precision", None)
     if setting is None or not any(reason.startswith("precision=") for reason in not_lowered):

@@ -19,14 +19,15 @@ import jax
 from polyamp.backends.jax import unstable
 from polyamp.backends.jax.graphs.cells import is_inexact
 from polyamp.backends.jax.graphs.equations import Equation, walk
-from polyamp.backends.jax.graphs.interpreter import Interpreter, Noted
+from polyamp.backends.jax.graphs.interpreter import Interpreter
 from polyamp.backends.jax.graphs.planning import Recorder
 from polyamp.backends.jax.operations import canonical
+from polyamp.deciding import Decider, unused_in
 from polyamp.flow import AS_WRITTEN
 from polyamp.formats import FORMATS
 from polyamp.plan import Plan, PlannedOperation
 from polyamp.policy import Policy
-from polyamp.rules import decide, unused
+from polyamp.rules import decide
 
 if TYPE_CHECKING:
     from polyamp.backends.jax.graphs.program import Program
@@ -41,13 +42,13 @@ class Region(NamedTuple):
     Attributes:
         policy: what it ran under.
         operations: what it ran.
-        noted: what its interpreter took down.
+        decider: what decided it, with its record.
         saved: bytes kept for the backward pass, and the same where nothing is cast; None where it has none.
     """
 
     policy: Policy
     operations: list[PlannedOperation]
-    noted: Noted
+    decider: Decider
     saved: tuple[int | None, int | None]
 
 
@@ -63,7 +64,7 @@ class Regions:
         interpreter = Interpreter(policy, recorder)
         saved = program.bytes_saved(lambda arrays: program.run(Interpreter(policy), arrays))
         full = program.bytes_saved(program.as_traced)
-        self.found.append(Region(policy, recorder.operations, interpreter.noted, (saved, full)))
+        self.found.append(Region(policy, recorder.operations, interpreter.decider, (saved, full)))
         with jax.named_scope(f"polyamp_region_{len(self.found) - 1}"):
             return program.run(interpreter, program.arrays)
 
@@ -72,11 +73,10 @@ class Regions:
         found = _MARK.search(path)
         return None if found is None else int(found[1])
 
-    def unused_rules(self, policy: Policy, noted: Iterable[Noted] = ()) -> list[str]:
-        """Patterns of a policy's own rules that matched nothing in its regions, nor in what else was taken down."""
-        everywhere = [region.noted for region in self.found if region.policy == policy]
-        seen = [key for one in (*everywhere, *noted) for key in one.decisions]
-        return [rule.pattern for rule in unused(policy.own_rules, seen)]
+    def unused_rules(self, policy: Policy, others: Iterable[Decider] = ()) -> list[str]:
+        """Return the patterns of a policy's own rules that matched nothing in its regions, nor in other parts."""
+        own = [region.decider for region in self.found if region.policy == policy]
+        return [rule.pattern for rule in unused_in([*own, *others])]
 
 
 _SEEN: ContextVar[Regions | None] = ContextVar("polyamp_jax_regions", default=None)

@@ -18,10 +18,11 @@ from weakref import WeakKeyDictionary
 
 from polyamp.backends.jax import unstable
 from polyamp.backends.jax.graphs.cells import FLOAT32, Cell
+from polyamp.deciding import Decider
 from polyamp.flow import Value
 
 if TYPE_CHECKING:
-    from polyamp.backends.jax.graphs.interpreter import Interpreter, Noted
+    from polyamp.backends.jax.graphs.interpreter import Interpreter
 
 
 class _Rewritten(NamedTuple):
@@ -30,12 +31,12 @@ class _Rewritten(NamedTuple):
     Attributes:
         closed: the jaxpr.
         outputs: what stands for its results.
-        noted: what the interpreter took down on the way.
+        decider: what decided it, with its record.
     """
 
     closed: Any
     outputs: list[Cell]
-    noted: Noted
+    decider: Decider
 
 
 _KNOWN: WeakKeyDictionary[Any, dict[Any, _Rewritten]] = WeakKeyDictionary()
@@ -74,7 +75,7 @@ class Calls:
     def results(self, run: Interpreter, equation: Any, cells: Sequence[Cell], path: str) -> list[Cell]:
         """The outputs of one such call."""
         rewritten = self._rewritten(run, equation.params["jaxpr"], cells, path)
-        run.note(rewritten.noted)
+        run.decider.take_over(rewritten.decider)
         arrays = [cell.array for cell in cells]
         results = unstable.bound(equation, arrays, {**equation.params, "jaxpr": rewritten.closed})
         return [cell.around(array) for cell, array in zip(rewritten.outputs, results, strict=True)]
@@ -110,7 +111,7 @@ def _made(
 
     jaxpr = unstable.traced(body, *(cell.array for cell in cells))
     specs = unstable.specs_of_results(jaxpr)
-    return _Rewritten(jaxpr, [cell.around(spec) for cell, spec in zip(outputs, specs, strict=True)], own.noted)
+    return _Rewritten(jaxpr, [cell.around(spec) for cell, spec in zip(outputs, specs, strict=True)], own.decider)
 
 
 def _like_one_of(known: dict[Any, _Rewritten], new: _Rewritten) -> _Rewritten:

@@ -11,12 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from polyamp.backends.jax.unstable import converted
-from polyamp.flow import Value
+from polyamp.flow import WEAK, Value
 
 if TYPE_CHECKING:
     from polyamp.backends.jax.graphs.recipes import Again, Recipe
 
-WEAK, INPUT = Value(), Value("input")
 FLOAT32 = np.dtype("float32")
 
 

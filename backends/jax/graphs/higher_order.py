@@ -16,15 +16,14 @@ from jax import lax
 
 from polyamp.backends.jax import unstable
 from polyamp.backends.jax.graphs import recipes
-from polyamp.backends.jax.graphs.cells import FLOAT32, INPUT, WEAK, Cell, held_as_declared
-from polyamp.flow import AFTER_LOOP, Value
+from polyamp.backends.jax.graphs.cells import FLOAT32, Cell, held_as_declared
+from polyamp.flow import CARRIED, INPUT, WEAK
 
 if TYPE_CHECKING:
     from polyamp.backends.jax.graphs.interpreter import Interpreter
 
 # What a loop adds to itself is float32 because errors of 16 bits would add up over its turns: cell states, sums of
 # gradients in the transposed loop, iterates of solvers.
-_CARRIED = Value("strong", AFTER_LOOP.removeprefix("after "))
 
 
 def _jit(run: Interpreter, equation: Any, cells: list[Cell], path: str) -> list[Cell]:
@@ -365,7 +364,7 @@ def _models(
 
 def _carry(cell: Cell) -> Cell:
     """What stands for a value that a loop carries in its declared type."""
-    value = _CARRIED if cell.declared == FLOAT32 else cell.value
+    value = CARRIED if cell.declared == FLOAT32 else cell.value
     return Cell(cell.array, cell.declared, cell.declared, value, shared=True)
 
 

@@ -19,36 +19,24 @@ from polyamp.backends.jax.dtypes import dtype_of
 from polyamp.backends.jax.graphs import recipes
 from polyamp.backends.jax.graphs.binding import bound_low, bound_wide
 from polyamp.backends.jax.graphs.calls import Calls
-from polyamp.backends.jax.graphs.cells import FLOAT32, INPUT, WEAK, Cell, declared_value
+from polyamp.backends.jax.graphs.cells import FLOAT32, Cell, declared_value
 from polyamp.backends.jax.graphs.higher_order import HANDLERS
 from polyamp.backends.jax.graphs.planning import Recorder
 from polyamp.backends.jax.operations import OPERATIONS, canonical
+from polyamp.deciding import Decider
 from polyamp.errors import UnsupportedError
-from polyamp.flow import AS_WRITTEN, Flow, Value, constant, flow, specific
+from polyamp.flow import AS_WRITTEN, INPUT, NO_FLOATS, WEAK, Flow, Value, specific
 from polyamp.operations import OPERATIONS as CANONICAL
 from polyamp.policy import Policy
-from polyamp.rules import Decision, Rule, decide, unused
+from polyamp.rules import Decision, decide
+from polyamp.values import magnitude
 
 IN_FLOAT32 = "autocast to float32"
+_HELD = Decision("full", IN_FLOAT32)
 _MOVES = ("reshape", "squeeze", "copy", "name", "stop_gradient")  # the same numbers in the same order
 _LAYOUTS = ("broadcast_in_dim", "transpose", "slice")
 _IN_16_BITS = ("sigmoid", "tanh", "erf")  # of class inner; what XLA makes of them is float32 inside
 _LOWERED = frozenset(name for name, entry in CANONICAL.items() if entry.op_class == "lower")
-
-
-class Noted:
-    """What there is to report of a run.
-
-    Attributes:
-        lowered: whether any operation ran in the compute format, cast or as written.
-        not_lowered: why operations that the table lowers ran in float32, each reason with the first place.
-        decisions: the class of each operation at each path.
-    """
-
-    def __init__(self) -> None:
-        self.lowered = False
-        self.not_lowered: dict[str, str] = {}
-        self.decisions: dict[tuple[str, str], Decision] = {}
 
 
 class Interpreter:
@@ -56,7 +44,7 @@ class Interpreter:
 
     Attributes:
         compute: the dtype of ``lower`` operations.
-        noted: what there is to report of the operations so far.
+        decider: decides the operations, and records what there is to report of them.
         calls: the functions that the program calls more than once; they are rewritten once, unless there is a recorder.
         is_looped: whether it is in the body of a loop.
         recorder: takes down what was decided, for a plan; None for a run that only computes.
@@ -70,21 +58,15 @@ class Interpreter:
         self.parameters = parameters
         self.compute = dtype_of(policy.compute)
         self.recorder = recorder
-        self.noted = Noted()
+        self.decider = Decider(policy)
         self.calls = Calls()
         self.is_looped = False
         self._needs_paths = recorder is not None or bool(policy.rules)
-        self._constants: dict[float, Value] = {}
-
-    @property
-    def unused_rules(self) -> list[Rule]:
-        """The rules that the user wrote and that matched nothing so far."""
-        return unused(self.policy.own_rules, self.noted.decisions)
 
     def apart(self) -> Interpreter:
-        """One for the same policy that takes down its own notes."""
+        """Return an interpreter for the same policy that keeps its own record."""
         other = Interpreter(self.policy, parameters=self.parameters)
-        other.calls, other.is_looped = self.calls, self.is_looped
+        other.decider, other.calls, other.is_looped = self.decider.sibling(), self.calls, self.is_looped
         return other
 
     @contextmanager
@@ -95,12 +77,6 @@ class Interpreter:
             yield
         finally:
             self.is_looped = before
-
-    def note(self, noted: Noted) -> None:
-        """Take over what another one took down."""
-        self.noted.lowered = self.noted.lowered or noted.lowered
-        self.noted.not_lowered = noted.not_lowered | self.noted.not_lowered
-        self.noted.decisions.update(noted.decisions)
 
     def place(self, path: str) -> str:
         """As much of a path as decisions depend on."""
@@ -172,7 +148,7 @@ class Interpreter:
             self.recorder.add(equation, name, path, decision, outcome, cells, place, held)
         if outcome.format == AS_WRITTEN:
             return unstable.bound(equation, [cell.restored() for cell in cells]), FLOAT32, value
-        self.noted.lowered = self.noted.lowered or lowers
+        self.decider.lowered |= lowers
         with _refusals(equation, decision, self.compute if lowers else FLOAT32):
             if not is_wide:
                 return bound_low(equation, cells, dtype, held, is_looped=self.is_looped), held, value
@@ -183,24 +159,21 @@ class Interpreter:
         return results, held, value
 
     def _decide(self, name: str, path: str) -> Decision:
-        key = (name, path)
-        if key not in self.noted.decisions:
-            own = decide(self.policy.rules, *key)
-            self.noted.decisions[key] = Decision("full", IN_FLOAT32) if _is_held(name, path) else own
-        return self.noted.decisions[key]
+        decision = self.decider.decide(name, path)
+        return _HELD if _is_held(name, path) else decision
 
     def _note(self, equation: Any, name: str, outcome: Flow, cells: Sequence[Cell]) -> None:
         """Take down what became of an operation that the table lowers."""
         dtypes = {cell.dtype for cell in cells if cell.inexact}
         if outcome.format == AS_WRITTEN and any(dtype.itemsize <= 2 for dtype in dtypes):  # so the user wrote it
-            self.noted.lowered = True
+            self.decider.lowered = True
         elif outcome.format != self.policy.compute and dtypes:
-            self.noted.not_lowered.setdefault(outcome.reason, f"{name} at {unstable.source_line(equation)}")
+            self.decider.not_lowered.setdefault(outcome.reason, f"{name} at {unstable.source_line(equation)}")
 
     def _outcome(self, equation: Any, name: str, decision: Decision, inputs: list[Value]) -> Flow:
         if not inputs:
-            return Flow(AS_WRITTEN, WEAK, "no floating-point input")
-        outcome = flow(name, decision, inputs, self.policy.compute)
+            return Flow(AS_WRITTEN, WEAK, NO_FLOATS)
+        outcome = self.decider.flow(name, decision, inputs)
         if equation.primitive.name == "reduce_window_sum" and outcome.output.state == "low":
             output = outcome.output._replace(role="normalized")  # the average of a window, once it is divided
             return outcome._replace(format="float32", output=output)
@@ -222,24 +195,13 @@ class Interpreter:
             return Cell.given(array, declared, WEAK if id(array) in self.parameters else INPUT)
         if declared != FLOAT32:
             return Cell.given(array, declared, constant=True)
-        magnitude = _magnitude(array)
-        if magnitude not in self._constants:
-            self._constants[magnitude] = constant([magnitude], self.policy.compute)
-        return Cell.given(array, declared, self._constants[magnitude], constant=True)
+        return Cell.given(array, declared, self.decider.constant(magnitude(array)), constant=True)
 
 
 def _is_held(name: str, path: str) -> bool:
     """Whether an operation stands in a part that the user keeps in float32 by an autocast of its own."""
     entry = CANONICAL.get(name)
     return unstable.ISLAND in path and entry is not None and entry.op_class != "keep"
-
-
-def _magnitude(array: Any) -> float:
-    """What of a constant has to be held: all of a scalar, the largest finite element of an array."""
-    values = np.asarray(array)
-    if values.size == 1:
-        return float(values.reshape(()))
-    return float(np.max(np.abs(values), initial=0, where=np.isfinite(values)))
 
 
 @contextmanager

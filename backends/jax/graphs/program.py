@@ -11,10 +11,11 @@ import jax.numpy as jnp
 from polyamp.backends.jax import unstable
 from polyamp.backends.jax.dtypes import is_array
 from polyamp.backends.jax.graphs import recipes
-from polyamp.backends.jax.graphs.cells import FLOAT32, INPUT, WEAK, Cell, is_inexact
+from polyamp.backends.jax.graphs.cells import FLOAT32, Cell, is_inexact
 from polyamp.backends.jax.graphs.interpreter import Interpreter
 from polyamp.backends.jax.graphs.refusals import refusals
 from polyamp.backends.jax.modules import captured_parameters, parameters_among
+from polyamp.flow import INPUT, WEAK
 
 
 class Program:

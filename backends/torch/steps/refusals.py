@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from polyamp.errors import InvalidTypeError, InvalidValueError, StateError, UsageError
-from polyamp.loss_scale import LossScale, in_single
+from polyamp.formats import in_single
+from polyamp.loss_scale import LossScale
 from polyamp.refusals import clipped_scaled, unscaled_loss
 
 

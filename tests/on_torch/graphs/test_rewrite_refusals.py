@@ -1,4 +1,4 @@
-"""What cannot be rewritten, said with the line and the way out; nothing is changed."""
+"""Code that cannot be rewritten: errors with the line and the fix, and nothing is changed."""
 
 from __future__ import annotations
 

@@ -20,9 +20,9 @@ from polyamp.backends.torch.casting import cast
 from polyamp.backends.torch.convert import convert
 from polyamp.backends.torch.graphs.explain import explain
 from polyamp.backends.torch.graphs.rewrite import rewrite
-from polyamp.backends.torch.steps.gates import AppliedSteps, select
 from polyamp.backends.torch.steps.grad_scaler import GradScaler
 from polyamp.backends.torch.steps.optimizer import LossScaledOptimizer
+from polyamp.backends.torch.steps.skipping import AppliedSteps, select
 
 __all__ = [
     "AppliedSteps",

@@ -203,8 +203,8 @@ def _by_asking(obj: object) -> Registered | None:
 
 def loaded() -> list[Registered]:
     """Return the adapters of the frameworks that this process has imported."""
-    present = [entry for root, entry in entries().items() if sys.modules.get(root) is not None]
-    return [_load(entry) for entry in {entry.value: entry for entry in present}.values()]
+    present = {entry.value: entry for root, entry in entries().items() if sys.modules.get(root) is not None}
+    return [_adapters.get(value) or _load(entry) for value, entry in present.items()]
 
 
 def in_use() -> Iterable[Registered]:

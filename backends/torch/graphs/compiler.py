@@ -122,7 +122,7 @@ def _backend(backend: Any, mode: str | None, options: dict[str, Any]) -> Callabl
     found = _looked_up(backend) if isinstance(backend, str) else backend
     if not callable(found):
         raise InvalidTypeError(
-            "the backend is neither a name nor a function",
+            "the backend of torch.compile is neither a name nor a function",
             where='torch.compile(options={"backend": ...})',
             found=shown(backend),
             allowed="the name of a backend, or a function of a graph and its inputs",

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from polyamp.backends.torch import unstable
 from polyamp.backends.torch.recording.mode import Recorder, Row
-from polyamp.backends.torch.recording.names import names_of
+from polyamp.backends.torch.recording.reach import names_of
 from polyamp.backends.torch.recording.running import Run
 from polyamp.diagnosis.recording import ACTIVATION, PARAMETER, Observation, Recording
 from polyamp.diagnosis.spread import Spread

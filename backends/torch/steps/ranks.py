@@ -107,7 +107,7 @@ def check_process_group(process_group: Any) -> None:
     if torch.distributed.is_available() and isinstance(process_group, torch.distributed.ProcessGroup):
         return
     raise InvalidTypeError(
-        "no process group",
+        "process_group must be a process group, None or False",
         where="wrap_optimizer(process_group=)",
         found=shown(process_group),
         allowed="a torch.distributed.ProcessGroup, None for the default group, or False for none",

@@ -175,7 +175,7 @@ def test_without_a_reference_it_is_the_best_finite_loss() -> None:
 def test_nothing_finite_at_all() -> None:
     found = sweep(lambda scale: math.nan, [1.0], progress=False)
     assert found.reference is None
-    assert "no run came to a finite loss" in str(found)
+    assert "no run reached a finite loss" in str(found)
 
 
 def test_the_probed_window_is_compared() -> None:

@@ -9,10 +9,13 @@ from typing import TYPE_CHECKING, Any, final
 import jax
 import numpy as np
 
-from polyamp.backends.jax.autocast.function import autocast, explain, rewritten_for
+from polyamp.backends.jax.autocast.function import autocast
+from polyamp.backends.jax.casting import cast
 from polyamp.backends.jax.devices import described
+from polyamp.backends.jax.graphs.rewrite import explain, rewritten_for
 from polyamp.backends.jax.operations import OPERATIONS
-from polyamp.backends.jax.steps import state, trees
+from polyamp.backends.jax.steps import saving
+from polyamp.backends.jax.steps.state import holds_state
 from polyamp.backends.jax.steps.step import Skip
 from polyamp.backends.jax.steps.value_and_grad import scale_loss, value_and_grad
 from polyamp.loss_scale import LossScale, LossScaleState
@@ -48,7 +51,7 @@ class JaxAdapter:
 
     def cast(self, tree: Any, format_name: str, /) -> Any:
         """See `polyamp.backends.jax.cast`."""
-        return trees.cast(tree, format_name)
+        return cast(tree, format_name)
 
     def wrap_optimizer(
         self,
@@ -81,19 +84,19 @@ class JaxAdapter:
 
     def holds_loss_scale(self, tree: Any) -> bool:
         """Whether the state of a wrapped optimizer is in a pytree. States are values: each step gives a new one."""
-        return state.holds_state(tree)
+        return holds_state(tree)
 
     def loss_scale_of(self, holder: Any) -> tuple[LossScale, LossScaleState]:
-        """See `polyamp.backends.jax.steps.state.loss_scale_of`."""
-        return state.loss_scale_of(holder)
+        """See `polyamp.backends.jax.steps.saving.loss_scale_of`."""
+        return saving.loss_scale_of(holder)
 
     def save_loss_scale(self, holder: Any) -> dict[str, Any]:
         """See `polyamp.backends.jax.save_loss_scale`."""
-        return state.save_loss_scale(holder)
+        return saving.save_loss_scale(holder)
 
     def load_loss_scale(self, holder: Any, saved: Mapping[str, Any]) -> Any:
         """See `polyamp.backends.jax.load_loss_scale`."""
-        return state.load_loss_scale(holder, saved)
+        return saving.load_loss_scale(holder, saved)
 
     def value_and_grad(
         self, fun: Callable[..., Any], policy: Policy | None, has_aux: bool, *, argnums: int | Sequence[int] = 0

@@ -9,18 +9,18 @@ from typing import Any
 import jax
 
 from polyamp.backends.jax import unstable
-from polyamp.backends.jax.autocast.function import explain
 from polyamp.backends.jax.devices import described
 from polyamp.backends.jax.dtypes import is_low
 from polyamp.backends.jax.graphs.equations import Equation, walk
 from polyamp.backends.jax.graphs.program import Program
-from polyamp.backends.jax.graphs.scaling import Found, found_in
+from polyamp.backends.jax.graphs.rewrite import explain
 from polyamp.backends.jax.modules import as_pure
 from polyamp.backends.jax.operations import OPERATIONS
+from polyamp.backends.jax.scaling import Found, found_in
 from polyamp.backends.jax.steps import marks
 from polyamp.backends.jax.steps.state import LossScaleOptState, holds_state
 from polyamp.backends.jax.steps.step import Step
-from polyamp.backends.jax.steps.trees import trainable
+from polyamp.backends.jax.trees import trainable
 from polyamp.diagnosis.facts import ClassLoss, Facts, OptimizerState, Product, UserCast
 from polyamp.errors import UsageError
 from polyamp.flow import AS_WRITTEN
@@ -82,12 +82,12 @@ def _traced(
 
 def _scales(arrays: Sequence[Any], holder: Any) -> list[int]:
     """Which arguments are loss scales that gradients are to be multiplied by."""
-    scales = [state.scalars.scale for state in _states(holder) if _scales_losses(state.config)]
+    scales = [state.scalars.scale for state in _states(holder) if _scales_losses(state.settings)]
     return [index for index, array in enumerate(arrays) if any(array is scale for scale in scales)]
 
 
-def _scales_losses(config: LossScale) -> bool:
-    return config.check and not (config.min == config.max == 1)
+def _scales_losses(settings: LossScale) -> bool:
+    return settings.check and not (settings.min == settings.max == 1)
 
 
 def _casts(equations: Equations) -> Iterator[UserCast]:

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from polyamp.backends.jax.dtypes import is_floating, is_traced
-from polyamp.backends.jax.steps import trees
+from polyamp.backends.jax.trees import merged, trainable
 
 
 class Model(Protocol):
@@ -35,10 +35,10 @@ class PytreeModel:
 
     def __init__(self, params: Any) -> None:
         self.params = self.held = params
-        self.trained = trees.trainable(params)
+        self.trained = trainable(params)
 
     def build(self, trained: Any) -> Any:
-        return trees.merged(trained, self.params)
+        return merged(trained, self.params)
 
     def changes(self, built: Any) -> None:
         return None

@@ -34,7 +34,7 @@ class LossScaled(optax.GradientTransformationExtraArgs):  # type: ignore[misc]  
 
 def wrap(
     tx: Any,
-    config: LossScale,
+    settings: LossScale,
     *,
     max_grad_norm: float | None,
     axis_name: Hashable | None,
@@ -50,8 +50,8 @@ def wrap(
         raise no_optimizer(tx, allowed="optax.GradientTransformation, such as optax.adam(1e-3)")
     check_master_weights(master_weights)
     masters = master_weights is not False
-    inner, settings = optax.with_extra_args_support(tx), config.in_float32()  # as the scalars of the state are
-    step = Step(inner, settings, max_grad_norm, axis_name, masters, _known(skip))
+    inner = optax.with_extra_args_support(tx)
+    step = Step(inner, settings.in_float32(), max_grad_norm, axis_name, masters, _known(skip))
     return LossScaled(step.init, step.update)
 
 

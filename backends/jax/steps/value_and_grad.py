@@ -12,8 +12,9 @@ from polyamp.backends.jax.autocast.function import in_float32, run_autocasted
 from polyamp.backends.jax.dtypes import is_array, is_traced
 from polyamp.backends.jax.graphs.refusals import check_function, positions, users_level
 from polyamp.backends.jax.modules import model_of
-from polyamp.backends.jax.steps import trees
-from polyamp.backends.jax.steps.state import LossScaleOptState, find_state
+from polyamp.backends.jax.steps.finding import find_state
+from polyamp.backends.jax.steps.gradients import all_finite
+from polyamp.backends.jax.steps.state import LossScaleOptState
 from polyamp.errors import InvalidTypeError, InvalidValueError
 from polyamp.limits import report_nonfinite_loss
 from polyamp.loss_scale import LossScale
@@ -103,8 +104,8 @@ def unreported(
 
         trained = [model.trained for model in models]
         (_, (loss, aux, changes)), grads = jax.value_and_grad(scaled_loss, has_aux=True)(trained)
-        _report_non_finite(loss, state.config, chosen.compute)
-        finite = trees.all_finite(grads) if state.config.check and jax.tree.leaves(changes) else True
+        _report_non_finite(loss, state.settings, chosen.compute)
+        finite = all_finite(grads) if state.settings.check and jax.tree.leaves(changes) else True
         for model, own in zip(models, changes, strict=True):
             model.accept(own, finite)
         return ((loss, aux) if has_aux else loss), grads[0] if isinstance(argnums, int) else tuple(grads)
@@ -152,14 +153,14 @@ def scale_loss(loss: Any, holder: Any) -> jax.Array:
     """
     state = find_state(holder)
     checked = _checked_loss(loss)
-    _report_non_finite(checked, state.config, None)
+    _report_non_finite(checked, state.settings, None)
     return _times_scale(checked, state)
 
 
 def _times_scale(loss: jax.Array, state: LossScaleOptState) -> jax.Array:
     """The loss times the scale; times inf, so that its gradients are not finite, where the loss is not."""
     scale = state.scalars.scale
-    if state.config.check:
+    if state.settings.check:
         scale = jnp.where(jnp.isfinite(jax.lax.stop_gradient(loss)), scale, jnp.inf)
     scaled: jax.Array = loss * scale
     return scaled
@@ -197,6 +198,6 @@ def _checked_loss(loss: Any) -> jax.Array:
     return jnp.asarray(loss, jnp.float32)
 
 
-def _report_non_finite(loss: jax.Array, config: LossScale, compute: str | None) -> None:
-    if config.check and not is_traced(loss) and not jnp.isfinite(loss):
-        report_nonfinite_loss(config, compute=compute, found=loss, stacklevel=users_level())
+def _report_non_finite(loss: jax.Array, settings: LossScale, compute: str | None) -> None:
+    if settings.check and not is_traced(loss) and not jnp.isfinite(loss):
+        report_nonfinite_loss(settings, compute=compute, found=loss, stacklevel=users_level())

@@ -6,7 +6,7 @@
 65536.0
 """
 
-from polyamp.registry import missing
+from polyamp.refusals import missing
 
 try:
     import tensorflow  # noqa: F401

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,39 +12,33 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from polyamp.backends.torch import unstable
+from polyamp.backends.torch.devices import devices
 from polyamp.backends.torch.dtypes import SIXTEEN_BIT
-from polyamp.backends.torch.graphs.nodes import is_users
-from polyamp.backends.torch.graphs.rewrite import captured_plan
+from polyamp.backends.torch.graphs.explain import captured_plan
 from polyamp.backends.torch.recording.changes import Changes
 from polyamp.backends.torch.recording.mode import Watcher
 from polyamp.backends.torch.recording.names import names_of
-from polyamp.backends.torch.recording.operators import operation_of
-from polyamp.backends.torch.recording.places import Places
+from polyamp.backends.torch.recording.operators import operator_of
 from polyamp.backends.torch.recording.reach import Reach
 from polyamp.backends.torch.recording.running import Run
 from polyamp.backends.torch.recording.widening import tensors
 from polyamp.backends.torch.steps.optimizer import LossScaledOptimizer
+from polyamp.backends.torch.tracking import Tracker
+from polyamp.backends.torch.user_code import calling_line
 from polyamp.diagnosis.facts import ClassLoss, Facts, OptimizerState, Product, UserCast
 from polyamp.errors import PolyampError
 from polyamp.plan import Plan
 from polyamp.policy import Policy
 
 
-def facts(
-    target: Any,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    policy: Policy,
-    optimizer: Any,
-    devices: Sequence[Mapping[str, Any]],
-) -> Facts:
-    """Collect the facts that lint judges; see `polyamp.adapter.KnowFacts`.
+def facts(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], policy: Policy, optimizer: Any) -> Facts:
+    """Collect the facts that lint judges; see `polyamp.adapter.CollectFacts`.
 
     With arguments the target runs once, in float32, and its effects are undone.
 
     >>> from polyamp import policy
     >>> model = nn.Linear(3, 5).half()
-    >>> found = facts(model, (torch.ones(2, 3),), {}, policy("mixed_float16"), torch.optim.SGD(model.parameters()), ())
+    >>> found = facts(model, (torch.ones(2, 3),), {}, policy("mixed_float16"), torch.optim.SGD(model.parameters()))
     >>> found.optimizer, found.low_parameters, found.products
     ('plain', ('weight', 'bias'), (Product(where='', name='matmul', format='float16', sizes={'m': 2, 'n': 5, 'k': 3}),))
 
@@ -54,7 +47,6 @@ def facts(
         args: its arguments; also kwargs. Without them a module is not run.
         policy: the policy to judge.
         optimizer: the optimizer that trains it; None searches the target's own code.
-        devices: devices, as in the adapter's ``describe``.
     """
     reach = Reach(optimizer, target, args, dict(kwargs))
     low = [param for param in dict.fromkeys(reach.parameters()) if param.dtype in SIXTEEN_BIT]
@@ -69,7 +61,7 @@ def facts(
         casts=tuple(survey.casts),
         products=tuple(survey.products),
         losses=tuple(survey.losses),
-        devices=tuple(devices),
+        devices=devices(),
     )
 
 
@@ -108,7 +100,7 @@ def _takes(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> boo
 def _surveyed(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], policy: Policy) -> tuple[Survey, bool]:
     """Return what a run has shown, and whether the target computes gradients itself; empty if it cannot run."""
     run = Run(target, args, kwargs, policy, True)
-    survey = Survey(run.places, run.changes)
+    survey = Survey(run.tracker, run.changes)
     if _takes(target, args, kwargs):
         with run.undone():
             run.forward(survey.entered(), lambda leaf, grad: None)
@@ -124,46 +116,46 @@ class Survey(Watcher):  # type: ignore[no-untyped-call]
         casts: casts to or from 16 bits in the user's own code.
     """
 
-    def __init__(self, places: Places, changes: Changes) -> None:
+    def __init__(self, tracker: Tracker, changes: Changes) -> None:
         super().__init__(True, changes)
         self.products: list[Product] = []
         self.losses: list[ClassLoss] = []
         self.casts: list[UserCast] = []
-        self._places = places
+        self._tracker = tracker
 
     @contextmanager
     def entered(self) -> Iterator[None]:
         """Observe operations, and the functions that the user's code calls."""
-        with self, _Casts(self._places, self.casts):
+        with self, _Casts(self._tracker, self.casts):
             yield
 
     def look(self, op: Any, args: Sequence[Any], out: Any) -> None:
         """Record sizes in the forward pass."""
-        native = operation_of(op).native
+        native = operator_of(op).native
         if unstable.running_node() is not None:
             return
         if native in _LOSSES:
-            self.losses.append(ClassLoss(self._places.path, *_size_of_loss(*args)))
+            self.losses.append(ClassLoss(self._tracker.path, *_size_of_loss(*args)))
         sizes = _SIZES.get(native)
         if sizes is not None:
             format_name = str(next(tensors([out])).dtype).removeprefix("torch.")
             for one in sizes(*args):
-                self.products.append(Product(self._places.path, operation_of(op).name, format_name, one))
+                self.products.append(Product(self._tracker.path, operator_of(op).name, format_name, one))
 
 
 class _Casts(TorchFunctionMode):
     """Records casts to and from 16 bits that the user's code makes under autocast."""
 
-    def __init__(self, places: Places, casts: list[UserCast]) -> None:
+    def __init__(self, tracker: Tracker, casts: list[UserCast]) -> None:
         super().__init__()
-        self._places, self._casts = places, casts
+        self._tracker, self._casts = tracker, casts
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = function(*args, **(kwargs or {}))
         if function in _CASTS and _crosses_16_bits(args[0], out) and torch.is_autocast_enabled(out.device.type):
-            line = _users_line()
+            line = calling_line()
             if line:
-                where = f"{self._places.path} {line}".strip()
+                where = f"{self._tracker.path} {line}".strip()
                 format_name = str(out.dtype).removeprefix("torch.")
                 self._casts.append(UserCast(where, f"Tensor.{function.__name__}", format_name))
         return out
@@ -179,19 +171,6 @@ def _crosses_16_bits(before: Any, after: Any) -> bool:
     if not (isinstance(before, Tensor) and isinstance(after, Tensor) and before.is_floating_point()):
         return False
     return before.dtype != after.dtype and not SIXTEEN_BIT.isdisjoint((before.dtype, after.dtype))
-
-
-def _users_line() -> str:
-    """Return the line of the user's code that made this call; empty if a library made it."""
-    frame = inspect.currentframe()
-    while frame is not None and frame.f_code.co_filename.startswith(_HERE):
-        frame = frame.f_back
-    if frame is None or not is_users(frame.f_code.co_filename):
-        return ""
-    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} ({frame.f_code.co_name})"
-
-
-_HERE = str(Path(__file__).parent)
 
 
 # Sizes.

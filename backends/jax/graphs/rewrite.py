@@ -87,6 +87,7 @@ def rewritten_for(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     policy: Policy,
+    *,
     argnums: int | Sequence[int] = 0,
 ) -> Rewritten:
     """Rewrite a function whose parameters are at ``argnums``; see `rewrite`."""

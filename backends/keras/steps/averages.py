@@ -13,18 +13,17 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import keras
 from keras import ops
 
 from polyamp.backends.keras.backend import value_of
-from polyamp.backends.keras.steps.unlowered import report_unlowered
+from polyamp.backends.keras.steps.mismatches import report_unlowered
+from polyamp.backends.keras.steps.optimizer import LossScaledOptimizer
+from polyamp.backends.keras.steps.scaler import skipped
 from polyamp.backends.keras.unstable import added_weights, intercept_compile
 from polyamp.errors import LossScaleError, NonFiniteLossError
-
-if TYPE_CHECKING:
-    from polyamp.backends.keras.steps.optimizer import LossScaledOptimizer
 
 _GUARDED = "_polyamp_guarded"  # marks a step that restores statistics
 
@@ -82,17 +81,8 @@ def guard_compiled_models() -> None:
     intercept_compile(guard_steps)
 
 
-def skipped(before: Sequence[Any], after: Sequence[Any]) -> Any:
-    """Return whether any of several counts of skipped steps has grown; scalar bool.
-
-    >>> bool(skipped([ops.array(1)], [ops.array(2)]))
-    True
-    """
-    return ops.any(ops.stack([new > old for old, new in zip(before, after, strict=True)]))
-
-
 def _guarded(model: Any, original: Callable[..., Any]) -> Callable[..., Any]:
-    # AutoGraph converts the user's own step, behind this function, only if this is plain code.
+    # AutoGraph converts the user's own step, which this function calls, only if this is plain code.
     if keras.backend.backend() == "jax":
 
         @functools.wraps(original)
@@ -168,7 +158,5 @@ def _kept_state(model: Any, before: Any, after: Any) -> Any:
 
 def _optimizers_of(model: Any) -> list[LossScaledOptimizer]:
     """Return the wrapped optimizers that are attributes of a model, under any name."""
-    from polyamp.backends.keras.steps.optimizer import LossScaledOptimizer
-
     found = (value for value in vars(model).values() if isinstance(value, LossScaledOptimizer))
     return list({id(one): one for one in found}.values())

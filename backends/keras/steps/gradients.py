@@ -6,9 +6,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from keras import ops
-from keras.backend import standardize_dtype
 
-SIXTEEN_BIT = ("float16", "bfloat16")
+from polyamp.backends.keras.dtypes import is_sixteen_bit
 
 
 def map_values(function: Callable[[Any], Any], grad: Any) -> Any:
@@ -81,15 +80,6 @@ def multiplied(grads: Sequence[Any], factor: Any) -> list[Any]:
         return wide * ops.cast(factor, wide.dtype)
 
     return [map_values(multiply, grad) for grad in grads]
-
-
-def is_sixteen_bit(value: Any) -> bool:
-    """Return whether a tensor or variable is stored in a 16-bit floating-point format.
-
-    >>> is_sixteen_bit(ops.ones(2, "bfloat16"))
-    True
-    """
-    return standardize_dtype(value.dtype) in SIXTEEN_BIT
 
 
 def _widened(values: Any) -> Any:

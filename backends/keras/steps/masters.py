@@ -12,7 +12,8 @@ from typing import Any
 from keras import ops
 
 from polyamp.backends.keras.backend import value_of
-from polyamp.backends.keras.steps.gradients import is_sixteen_bit
+from polyamp.backends.keras.dtypes import is_sixteen_bit
+from polyamp.backends.keras.unstable import layout_of
 
 
 class MasterWeights:
@@ -32,7 +33,7 @@ class MasterWeights:
 
     @property
     def variables(self) -> list[Any]:
-        """Return the master weights."""
+        """The master weights."""
         return list(self._masters.values())
 
     def trained(self, variables: Sequence[Any], indices: Sequence[int] | None = None) -> list[Any]:
@@ -65,7 +66,7 @@ def _master(variable: Any, add_variable: Callable[..., Any]) -> Any:
         shape=variable.shape,
         dtype="float32",
         initializer=lambda shape, dtype: ops.cast(value_of(variable), dtype),
-        layout=getattr(variable, "_layout", None),  # as Keras does for its slots
+        layout=layout_of(variable),
         name=f"{variable.name.replace(':', '_')}_master",
     )
     master.constraint = getattr(variable, "constraint", None)

@@ -1,4 +1,4 @@
-"""`LossScaledOptimizer`: any Keras optimizer, with all parts of a mixed-precision step in order."""
+"""Any Keras optimizer with loss scaling: all parts of a mixed-precision step, in order."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from typing import Any
 import keras
 from keras import ops
 
-from polyamp.backends.keras.backend import decision, in_strategy, platform_of, update_if, update_scope
-from polyamp.backends.keras.steps.averages import guard_compiled_models, skipped
-from polyamp.backends.keras.steps.gradients import all_finite, clip_factor, is_sixteen_bit, multiplied
+from polyamp.backends.keras.backend import in_strategy, platform_of
+from polyamp.backends.keras.dtypes import is_sixteen_bit
+from polyamp.backends.keras.steps.gradients import all_finite, clip_factor, multiplied
 from polyamp.backends.keras.steps.masters import MasterWeights
-from polyamp.backends.keras.steps.scaler import LossScaler
+from polyamp.backends.keras.steps.scaler import LossScaler, skipped
 from polyamp.backends.keras.steps.settings import check_masters, check_optimizer, loss_scale_of
+from polyamp.backends.keras.steps.skipping import decision, update_if, update_scope
 from polyamp.backends.keras.steps.unscaled import UnscaledGradients
+from polyamp.backends.keras.unstable import built_on, index_in
 from polyamp.choices import check_master_weights
 from polyamp.errors import InvalidValueError, UnsupportedError, UsageError, warn_once
 from polyamp.loss_scale import LossScale
 from polyamp.result import StepResult
 from polyamp.verbs import norm_limit
-
-guard_compiled_models()
 
 
 @keras.saving.register_keras_serializable(package="polyamp")
@@ -39,7 +39,7 @@ class LossScaledOptimizer(keras.optimizers.LossScaleOptimizer):
     >>> weight.numpy().round(4), opt.last_step
     (array([0.7, 0.6], dtype=float32), StepResult(applied=True, scale=8.0, skipped_in_a_row=0))
 
-    It takes the arguments of Keras' class in the same places, so that it can replace it: ``initial_scale``,
+    It takes the arguments of Keras' class in the same positions, so that it can replace it: ``initial_scale``,
     ``dynamic_growth_steps``, and a number as second argument.
 
     Args:
@@ -86,7 +86,7 @@ class LossScaledOptimizer(keras.optimizers.LossScaleOptimizer):
         if factor is not None:
             warn_once(
                 f"{type(inner_optimizer).__name__}(loss_scale_factor={factor!r}) is ignored: the optimizer that wraps "
-                "it scales the loss. Leave it out; LossScale.fixed(...) is a factor that stays."
+                "it scales the loss. Remove it; LossScale.fixed(...) is a factor that does not change."
             )
         self.scaler = LossScaler(settings, self.add_variable)
         self.dynamic_scale, self.step_counter, *_ = self.scaler.variables
@@ -189,7 +189,7 @@ class LossScaledOptimizer(keras.optimizers.LossScaleOptimizer):
         Returns:
             The new values of the trainable variables, and those of `variables`.
         """
-        plain: Any = super(keras.optimizers.LossScaleOptimizer, self)  # Keras' own does not call our methods
+        plain: Any = super(keras.optimizers.LossScaleOptimizer, self)  # Keras' own does not call this class' methods
         trained, state = plain.stateless_apply(optimizer_variables, grads, trainable_variables)
         return trained, state
 
@@ -226,7 +226,7 @@ class LossScaledOptimizer(keras.optimizers.LossScaleOptimizer):
         self._masters.round_into(var_list, trained)
 
     def load_own_variables(self, store: Any) -> None:
-        """Load as any Keras optimizer does. Files without `polyamp.health`'s counters leave the counters unchanged."""
+        """Load variables as any Keras optimizer does. Counters that the file does not have stay unchanged."""
         counters = {id(variable) for variable in self.scaler.counters}
         others = [variable for variable in self.variables if id(variable) not in counters]
         if len(store.keys()) != len(others):
@@ -237,12 +237,12 @@ class LossScaledOptimizer(keras.optimizers.LossScaleOptimizer):
 
     @property
     def loss_scale(self) -> float:
-        """Return the scale of the next loss. Waits for the device that holds it."""
+        """The scale of the next loss. Waits for the device that holds it."""
         return self.scaler.host_state.scale
 
     @property
     def last_step(self) -> StepResult:
-        """Return what the last step did.
+        """The result of the last step.
 
         Outside traced functions, reading it waits for the device and reports the limits ``LossScale(on_min=)`` and
         ``max_skips=``: compiled steps, such as those of ``fit``, cannot report them. Inside, its properties are the
@@ -280,11 +280,11 @@ class LossScaledOptimizer(keras.optimizers.LossScaleOptimizer):
                 raise UsageError(
                     "the optimizer does not know its variables yet",
                     where="apply(grads)",
-                    fix="call build(trainable_variables), or give apply(grads, trainable_variables)",
+                    fix="call build(trainable_variables), or apply(grads, trainable_variables)",
                 )
             with keras.name_scope(self.name, caller=self):
                 self.build(list(trainable_variables))
-        return list(self._trainable_variables if trainable_variables is None else trainable_variables)
+        return list(built_on(self) if trainable_variables is None else trainable_variables)
 
     def _step(self, grads: list[Any], variables: list[Any], was_finite: Any) -> None:
         prepared = self._prepared(grads, variables, is_unscaled=was_finite is not None)
@@ -292,7 +292,7 @@ class LossScaledOptimizer(keras.optimizers.LossScaleOptimizer):
             self._update(prepared, variables)
             return
         finite = self._all_finite(grads, was_finite)
-        touched = [*self._trainable_variables, *self._masters.variables, *self.inner_optimizer.variables]
+        touched = [*built_on(self), *self._masters.variables, *self.inner_optimizer.variables]
         update_if(finite, lambda chosen: self._update(chosen, variables), prepared, touched)
         self.scaler.advance(finite)
 
@@ -333,7 +333,7 @@ class LossScaledOptimizer(keras.optimizers.LossScaleOptimizer):
     def _trained(self, variables: Sequence[Any]) -> list[Any]:
         if not self._masters.variables:
             return list(variables)
-        return self._masters.trained(variables, [self._get_variable_index(variable) for variable in variables])
+        return self._masters.trained(variables, [index_in(self, variable) for variable in variables])
 
 
 def _unused(found: Mapping[str, Any], error: ValueError) -> InvalidValueError:
@@ -341,15 +341,15 @@ def _unused(found: Mapping[str, Any], error: ValueError) -> InvalidValueError:
         str(error),
         where="LossScaledOptimizer(...)",
         found=", ".join(f"{key}={value!r}" for key, value in found.items()),
-        fix="give it to the optimizer that is wrapped; a loss scale that does not move is LossScale.fixed(...)",
+        fix="pass it to the optimizer that is wrapped; a loss scale that does not change is LossScale.fixed(...)",
     )
 
 
 def _no_gradients() -> UnsupportedError:
     return UnsupportedError(
-        "variables of float8 layers take values in the place of gradients, which are not to be unscaled",
+        "float8 layers pass values in place of gradients, which must not be unscaled",
         where="get_unscaled_gradients(grads)",
         found="variables with overwrite_with_gradient",
         allowed="the gradients of the scaled loss, for apply_gradients",
-        fix="leave get_unscaled_gradients out: apply_gradients unscales by itself, and max_grad_norm clips",
+        fix="do not call get_unscaled_gradients: apply_gradients unscales by itself, and max_grad_norm clips",
     )

@@ -1,4 +1,4 @@
-"""Replicas of a ``tf.distribute`` strategy decide together whether to skip. For Keras on TensorFlow only.
+"""Let the replicas of a ``tf.distribute`` strategy decide together whether to skip. For Keras on TensorFlow only.
 
 Keras sums gradients over replicas inside its update, so each replica tests gradients that the others have not seen.
 """
@@ -48,7 +48,7 @@ def _replica_context() -> tf.distribute.ReplicaContext:
     context = tf.distribute.get_replica_context()
     if context is None:
         raise UsageError(
-            "a step outside of the strategy's replicas",
+            "a step must run inside the strategy's replicas",
             where=f"the scope of a {type(tf.distribute.get_strategy()).__name__}",
             allowed="a function that every replica runs",
             fix="put the gradients and the step into one function, and call strategy.run(function)",

@@ -1,4 +1,4 @@
-"""The loss scale of one optimizer: Keras variables, advanced by `polyamp.advance`."""
+"""The loss scale of one optimizer, in Keras variables that `polyamp.advance` updates."""
 
 from __future__ import annotations
 
@@ -10,14 +10,18 @@ from keras import ops
 from keras.backend import standardize_dtype
 
 from polyamp.backends.keras.backend import platform_of, value_of
-from polyamp.backends.keras.steps.gradients import is_sixteen_bit, unscaled
+from polyamp.backends.keras.dtypes import is_sixteen_bit
+from polyamp.backends.keras.steps.gradients import unscaled
 from polyamp.limits import NONFINITE_LOSS, report_limits, report_nonfinite_loss
 from polyamp.loss_scale import LossScale, LossScaleState, advance, on_host
 from polyamp.refusals import no_loss
 
-# Keras' own names for the variables that its LossScaleOptimizer has too.
 _UNKNOWN = LossScaleState(*[None] * len(LossScaleState._fields))
-_NAMES = ("dynamic_scale", "step_counter", *LossScaleState._fields[2:])
+_NAMES = (  # the first two are Keras' names, for the variables that its LossScaleOptimizer has too
+    "dynamic_scale",
+    "step_counter",
+    *LossScaleState._fields[2:],
+)
 
 
 class LossScaler:
@@ -56,23 +60,23 @@ class LossScaler:
 
     @property
     def state(self) -> LossScaleState:
-        """Return the scalars as tensors; inside traced functions, those of the trace."""
+        """The scalars as tensors; inside traced functions, those of the trace."""
         return LossScaleState(*map(value_of, self.variables))
 
     @property
     def counters(self) -> tuple[Any, ...]:
-        """Return the variables that do not affect the scale. Older files do not have them."""
+        """The variables that do not affect the scale. Older files do not have them."""
         return tuple(getattr(self.variables, name) for name in LossScaleState._field_defaults)
 
     @property
     def host_state(self) -> LossScaleState:
-        """Return the scalars as Python numbers. Waits for the device."""
+        """The scalars as Python numbers. Waits for the device."""
         return on_host(self.state)
 
     def scale(self, loss: Any) -> Any:
-        """Return a loss in float32 (float64 stays) times the loss scale; a loss that is inf or NaN, times inf.
+        """Return a loss in float32 (float64 stays) times the loss scale.
 
-        Then its gradients are not finite either, whatever they were, and the step is skipped.
+        A loss that is inf or NaN is multiplied by inf, so that its gradients are not finite and the step is skipped.
 
         Raises:
             InvalidTypeError: the loss is not a floating-point tensor.
@@ -139,8 +143,17 @@ class LossScaler:
                 variable.assign(value)
 
 
+def skipped(before: Sequence[Any], after: Sequence[Any]) -> Any:
+    """Return whether any of several counts of skipped steps has grown; scalar bool.
+
+    >>> bool(skipped([ops.array(1)], [ops.array(2)]))
+    True
+    """
+    return ops.any(ops.stack([new > old for old, new in zip(before, after, strict=True)]))
+
+
 def _where(condition: Any, if_true: Any, if_false: Any) -> Any:
-    """Select; a Python number gets the type of the tensor next to it, whatever ``keras.config.floatx()`` is."""
+    """Select values; a Python number gets the type of the other one, whatever ``keras.config.floatx()`` is."""
     typed = next((value for value in (if_true, if_false) if ops.is_tensor(value)), None)
     dtype = "int" if typed is None else typed.dtype
     return ops.where(condition, ops.cast(if_true, dtype), ops.cast(if_false, dtype))
@@ -153,4 +166,4 @@ def _floating(loss: Any) -> Any:
         if "float" in standardize_dtype(tensor.dtype):
             return tensor
     shown = type(loss).__name__ if tensor is None else f"a tensor of {standardize_dtype(tensor.dtype)}"
-    raise no_loss(shown, allowed="a floating tensor of Keras' backend")
+    raise no_loss(shown, allowed="a floating-point tensor of Keras' backend")

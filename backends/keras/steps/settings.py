@@ -55,9 +55,9 @@ def _contradiction(name: str, found: object, loss_scale: object) -> InvalidValue
     return InvalidValueError(
         "two loss scales",
         where=f"LossScaledOptimizer(loss_scale=, {name}=)",
-        found=f"{name}={found!r} beside {loss_scale!r}",
-        allowed="one of the two, or the same in both",
-        fix=f"leave {name} out: LossScale(init=, interval=) says it",
+        found=f"{name}={found!r} together with {loss_scale!r}",
+        allowed="one of the two, or the same value in both",
+        fix=f"remove {name}: LossScale(init=, interval=) sets it",
     )
 
 
@@ -97,7 +97,7 @@ def check_factor(inner: Any) -> None:
             where="wrap_optimizer(optimizer)",
             found=f"{type(inner).__qualname__}(loss_scale_factor={factor!r})",
             allowed="loss_scale_factor=None",
-            fix="leave it out, and give wrap_optimizer(loss_scale=LossScale.fixed(...))",
+            fix="remove it, and pass wrap_optimizer(loss_scale=LossScale.fixed(...))",
         )
 
 
@@ -110,15 +110,15 @@ def check_masters(inner: Any) -> None:
     """
     if inner.built:
         raise UsageError(
-            "the optimizer was built on 16-bit variables already",
+            "the optimizer is built on 16-bit variables already",
             where=f"wrap_optimizer({type(inner).__name__})",
             fix="wrap it before its first step, so that it trains float32 master weights",
         )
     if in_strategy():
         raise UnsupportedError(
-            "master weights are not kept over replicas",
+            "master weights do not work with replicas",
             where="a tf.distribute strategy",
-            found="variables of 16 bits",
+            found="16-bit variables",
             allowed="float32 variables",
             fix='build the model under "mixed_float16" or "mixed_bfloat16", which store float32',
         )

@@ -89,9 +89,9 @@ def _mixed() -> UsageError:
     return UsageError(
         "some of the gradients are scaled, and some are not",
         where="apply(grads)",
-        found="gradients that get_unscaled_gradients was given beside others that it gave",
-        allowed="one kind",
-        fix="give all that it gave, or only what it was given",
+        found="both arguments and results of get_unscaled_gradients",
+        allowed="gradients of one kind",
+        fix="pass all of its results, or only its arguments",
     )
 
 
@@ -99,8 +99,8 @@ def _elsewhere() -> UsageError:
     return UsageError(
         "get_unscaled_gradients was called elsewhere, and its gradients were not applied there",
         where="apply(grads)",
-        found="gradients of another function, or of eager code beside a compiled function",
-        allowed="unscaling and applying in one function, neither of them inside of a loop",
-        fix="call both there, or neither: apply divides by itself. To look at gradients, take "
+        found="gradients of another function, or of eager code and a compiled function",
+        allowed="unscaling and applying in one function, and neither inside a loop",
+        fix="make both calls in that function, or neither: apply unscales by itself. To look at gradients, use "
         "optimizer.scaler.unscale(grads). That call is forgotten now",
     )

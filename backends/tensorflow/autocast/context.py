@@ -1,8 +1,12 @@
-"""Ambient autocast: TensorFlow's own functions, with the products inside of them run in 16 bits.
+"""Ambient autocast: inside a region, products of TensorFlow's own functions run in 16 bits.
 
-Where a product is made, in eager code or while a function is traced, its float32 inputs are cast down and its outputs
-cast back up: Python code sees float32 alone, so that code which looks at types (``tf.cond``, loops, ``py_function``,
-custom gradients) works as it is written. In a graph TensorFlow drops casts that stand back to back.
+When a product is made, in eager code or in a trace, its float32 inputs are cast down and its outputs are cast back up.
+So Python code sees only float32, and code that depends on types (``tf.cond``, loops, ``py_function``, custom gradients)
+works unchanged. In a graph TensorFlow removes pairs of casts that cancel.
+
+For example, in a region for mixed_bfloat16, ``x @ w`` calls the generated function ``gen_math_ops.mat_mul``. The first
+region replaced this function by one that asks for the current `Lowering` and calls the original with ``x`` and ``w`` in
+bfloat16; the result is cast to float32. Outside regions it calls the original directly.
 """
 
 from __future__ import annotations
@@ -23,21 +27,21 @@ from polyamp.backends.tensorflow.graphs.kernels import default_device, lowerable
 from polyamp.backends.tensorflow.graphs.refusals import check_format
 from polyamp.backends.tensorflow.operations import OPERATIONS
 from polyamp.backends.tensorflow.unstable import Parameter
-from polyamp.errors import warn_once
 from polyamp.markers import UPDATE_SCOPE
 from polyamp.operations import OPERATIONS as TABLE
 from polyamp.policy import Policy
+from polyamp.reports import report_nothing_lowered, report_unused
 from polyamp.rules import Rule, decide
 
 
 @contextmanager
 def autocast_context(policy: Policy) -> Iterator[None]:
-    """Run operations of class ``lower`` in the policy's ``compute`` format; a float32 policy switches that off.
+    """Run operations of class ``lower`` in the policy's ``compute`` format; a float32 policy disables this.
 
-    For eager code, and for all that is traced inside: a ``tf.function`` keeps one trace for each policy, and comes back
-    to the one without outside. The backward pass runs in the formats of its forward pass, wherever it is taken; what
-    ``tf.recompute_grad`` and custom gradients run in it, under the policy of the forward call. May be entered again
-    and inside of another; threads and async tasks do not see each other's.
+    It applies to eager code and to functions that are traced inside. A ``tf.function`` keeps one trace for each policy,
+    and one for calls outside. The backward pass has the formats of its forward pass, even if it is taken outside; code
+    of ``tf.recompute_grad`` and custom gradients runs under the policy of the forward call. Regions can be nested and
+    entered again. Threads and async tasks do not see each other's regions.
 
     >>> from polyamp import policy
     >>> third = tf.constant([[1 / 3]])
@@ -46,23 +50,24 @@ def autocast_context(policy: Policy) -> Iterator[None]:
     >>> product.dtype, float(product[0, 0])
     (tf.float32, 0.333984375)
 
-    What it cannot see runs as it is written: replica threads of a ``tf.distribute.MirroredStrategy`` and
-    ``tf.py_function`` (enter it inside the function that they run), a ``ConcreteFunction`` or SavedModel that was
-    traced before, operations that are not in `OPERATIONS` such as your own, and references into
-    ``tensorflow.python.ops.gen_*`` that another package took before the first entry. ``polyamp.rewrite`` sees the graph
-    instead.
+    Code that it cannot see runs as it is written: replica threads of a ``tf.distribute.MirroredStrategy`` and
+    ``tf.py_function`` (enter the region inside the function that they run), a ``ConcreteFunction`` or SavedModel that
+    was traced before, operations that are not in `OPERATIONS`, such as your own, and references into
+    ``tensorflow.python.ops.gen_*`` that another package imported before the first region. ``polyamp.rewrite`` sees the
+    whole graph instead.
 
     Args:
-        policy: ``compute`` decides, and the rules: by operation, and by name scope, which Keras layers open. An
+        policy: its ``compute`` format and its rules, by operation and by name scope (each Keras layer opens one). An
             operation without a kernel for the format on its device runs in float32. Inputs of other types stay as the
             user wrote them.
 
     Raises:
-        UnsupportedError: neither float32 nor a 16-bit float, nor tensorfloat32 where TensorFlow has it switched on.
+        UnsupportedError: the format is not float32 or a 16-bit float, nor tensorfloat32 while TensorFlow has it
+            enabled.
 
     Warns:
-        PolyampWarning: TensorFlow ran in here, and nothing was ever lowered under this policy; or a rule's path is
-            nowhere.
+        PolyampWarning: TensorFlow ran inside, and nothing was ever lowered under this policy; or the path of a rule
+            matched nothing.
     """
     lowering = lowering_of(policy)
     before = unstable.newest_tensor()
@@ -73,12 +78,12 @@ def autocast_context(policy: Policy) -> Iterator[None]:
 
 
 def lowering_of(policy: Policy) -> Lowering | None:
-    """What a policy asks of autocast; None where that is nothing.
+    """Return what a policy lowers; None if it lowers nothing.
 
     Raises:
-        UnsupportedError: neither float32 nor a 16-bit float.
+        UnsupportedError: the format is not float32 or a 16-bit float.
     """
-    # TensorFlow multiplies float32 in that format by itself, unless it is told not to.
+    # TensorFlow itself multiplies float32 numbers in this format, unless that is disabled.
     is_native = policy.compute == "tensorfloat32" and tf.config.experimental.tensor_float_32_execution_enabled()
     if not is_native:
         check_format(policy.compute)
@@ -88,7 +93,7 @@ def lowering_of(policy: Policy) -> Lowering | None:
 
 @contextmanager
 def entered(lowering: Lowering | None) -> Iterator[None]:
-    """Autocast by ``lowering``, or without, in this thread or async task for as long as the context lasts."""
+    """Use a lowering, or none, in this thread or async task inside the context."""
     outer = _entered.get()
     _entered.set((*outer, lowering))
     try:
@@ -98,22 +103,27 @@ def entered(lowering: Lowering | None) -> Iterator[None]:
 
 
 def autocast_everywhere(policy: Policy | None) -> None:
-    """Autocast wherever no context is entered, in every thread, from now on; None ends it.
+    """Autocast outside regions too, in every thread, from now on; None ends this.
 
     Raises:
-        UnsupportedError: neither float32 nor a 16-bit float; nothing is changed.
+        UnsupportedError: the format is not float32 or a 16-bit float; nothing is changed.
     """
     global _everywhere
     _everywhere = None if policy is None else lowering_of(policy)
 
 
 def is_everywhere() -> bool:
-    """Whether `autocast_everywhere` holds."""
+    """Return whether `autocast_everywhere` is in force."""
     return _everywhere is not None
 
 
+def is_lowering() -> bool:
+    """Return whether autocast of polyamp, or TensorFlow's own pass, lowers operations that run now."""
+    return current() is not None or bool(tf.config.optimizer.get_experimental_options().get("auto_mixed_precision"))
+
+
 def current() -> Lowering | None:
-    """What operations are lowered by, here and now."""
+    """Return the lowering that applies here and now."""
     stack = _entered.get()
     return stack[-1] if stack else _everywhere
 
@@ -123,12 +133,13 @@ _everywhere: Lowering | None = None
 
 
 class Lowering:
-    """A compute format and rules, with what was done under them in this process.
+    """A compute format and rules, with a record of their effect in this process.
 
     Attributes:
         compute: the format of ``lower`` operations.
-        rules: the policy's own.
-        lowered: whether anything ever was.
+        rules: the policy's rules.
+        dtype: the format's dtype.
+        lowered: whether any operation was lowered.
     """
 
     def __init__(self, compute: str, rules: tuple[Rule, ...]) -> None:
@@ -138,11 +149,11 @@ class Lowering:
         self._kept: dict[str, str] = {}
         self._told = set[tuple[str, str]]()
         self._decided: dict[tuple[str, str], str] = {}
-        # A rule for an operation that does not occur is no mistake; a path that does not occur may be one.
+        # A rule for an operation that does not occur is fine; a path that does not occur may be a mistake.
         self._unused = [rule for rule in rules if not _names_operation(rule)]
 
     def run(self, operation: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The results of an operation on these arguments."""
+        """Run an operation with these arguments, lowered if the policy says so, and return its results."""
         inputs = operation.bound(args, kwargs) if self._lowers(operation.canonical) else None
         low = () if inputs is None else self._attributes(operation, inputs)
         if inputs is None or not low:
@@ -155,25 +166,23 @@ class Lowering:
         return self._up(results) if tf.is_tensor(results) else tf.nest.map_structure(self._up, results)
 
     def key(self) -> tuple[Lowering, str]:
-        """What a function traced under this was traced for."""
+        """Return the key of a trace: functions are traced again for another key."""
         return self, unstable.scope_path() if self.rules else ""
 
     def report(self) -> None:
-        """Say once what had no effect."""
+        """Warn once about everything that had no effect."""
         if not self.lowered:
             why = "; ".join(self._kept.values()) or "it saw no float32 operation of class lower, such as a matmul"
-            warn_once(
-                f"autocast to {self.compute} changed nothing in TensorFlow: {why}. It sees eager code and functions "
-                "that are traced inside of it. Enter it inside the function that MirroredStrategy runs, or give the "
-                "whole step to polyamp.rewrite.",
-                stacklevel=_TO_USER,
+            remedy = (
+                "It sees eager code and functions that are traced inside it. Enter it inside the function that "
+                "MirroredStrategy runs, or pass the whole step to polyamp.rewrite."
             )
-        for rule in self._unused if self.lowered else ():
-            warn_once(
-                f"the rule {rule.pattern!r} matched nothing that autocast to {self.compute} decides: it is neither an "
-                "operation (see docs/operations.md) nor a name scope or layer in which there is a product.",
-                stacklevel=_TO_USER,
+            report_nothing_lowered(
+                "autocast", self.compute, where="TensorFlow", why=why, remedy=remedy, stacklevel=_TO_USER
             )
+            return
+        paths = "a name scope or layer with a product"
+        report_unused(self._unused, where=f"autocast to {self.compute}", paths=paths, stacklevel=_TO_USER)
 
     def _lowers(self, canonical: str) -> bool:
         path = unstable.scope_path()
@@ -186,7 +195,7 @@ class Lowering:
         return self._decided[key] == "lower" and UPDATE_SCOPE not in path
 
     def _attributes(self, operation: Operation, inputs: Mapping[str, Any]) -> tuple[str, ...]:
-        """The type attributes that become the compute format's."""
+        """Return the type attributes that change to the compute format."""
         types = operation.types(inputs)
         if FLOAT32 not in types.values():
             return ()
@@ -200,24 +209,25 @@ class Lowering:
         return found
 
     def _down(self, value: Any) -> tf.Tensor:
-        return tf.raw_ops.Cast(x=tf.convert_to_tensor(value, tf.float32), DstT=self.dtype)  # half the time of tf.cast
+        # This takes half the time of tf.cast.
+        return tf.raw_ops.Cast(x=tf.convert_to_tensor(value, tf.float32), DstT=self.dtype)
 
     def _up(self, value: Any) -> Any:
         return tf.raw_ops.Cast(x=value, DstT=tf.float32) if getattr(value, "dtype", None) == self.dtype else value
 
 
-_TO_USER = 8  # frames from a warning to the end of ``with polyamp.autocast(...)``
-_REMEMBERED = 4096  # decisions: names of scopes are new in every trace
+_TO_USER = 8  # number of frames from a warning to the user's ``with polyamp.autocast(...)``
+_REMEMBERED = 4096  # most decisions to keep: every trace has new names of scopes
 
 
 class Operation:
     """One of TensorFlow's generated functions.
 
     Attributes:
-        native: the node type.
-        canonical: its name in `polyamp.operations`.
+        native: the type of the node that it makes.
+        canonical: the name of that in `polyamp.operations`.
         original: the function.
-        inputs: parameters that are tensors of a free type, or lists of such.
+        inputs: its parameters that are tensors, or lists of tensors, of a type that is not fixed.
     """
 
     def __init__(
@@ -229,23 +239,23 @@ class Operation:
         self.inputs = {name: parameter for name, parameter in parameters.items() if parameter.attribute}
 
     def bound(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any] | None:
-        """Arguments by name; None where they do not fit, which TensorFlow then says in its own words."""
+        """Return arguments by name; None if they do not fit, and then TensorFlow raises its own error."""
         named = {**dict(zip(self._positional, args, strict=False)), **kwargs}
         return named if len(named) == len(args) + len(kwargs) else None
 
     def types(self, inputs: Mapping[str, Any]) -> dict[str, int]:
-        """The type attributes and what the inputs make them; an attribute that they do not agree on is left out."""
+        """Return the type attributes that follow from the inputs; an attribute is left out if inputs disagree."""
         found: dict[str, set[int]] = {}
         for name, (attribute, is_list) in self.inputs.items():
-            given: Any = inputs.get(name)
-            found.setdefault(attribute, set()).update(map(_type, given if is_list else [given]))
+            value: Any = inputs.get(name)
+            found.setdefault(attribute, set()).update(map(_type, value if is_list else [value]))
         for kinds in found.values():
             kinds.discard(0)
         return {attribute: kinds.pop() for attribute, kinds in found.items() if len(kinds) == 1}
 
 
 def _type(value: Any) -> int:
-    """The number of TensorFlow's ``DataType``; 0 where a value takes its neighbours' type."""
+    """Return a value's number in TensorFlow's ``DataType``; 0 if it adopts the type of the other operands."""
     dtype = getattr(value, "dtype", None)
     if isinstance(value, tf.RaggedTensor | tf.SparseTensor | tf.IndexedSlices):
         return tf.variant.as_datatype_enum  # TensorFlow takes these apart
@@ -254,7 +264,7 @@ def _type(value: Any) -> int:
 
 @functools.cache
 def _lowering(compute: str, rules: tuple[Rule, ...]) -> Lowering:
-    """One for all policies that cast alike, so that they share traced functions."""
+    """Return the one lowering of all policies with this format and these rules, so that they share traces."""
     intercept()
     wanted = _may_lower(rules) - _STRUCTURE
     _replace(native for native, canonical in OPERATIONS.items() if canonical in wanted)
@@ -263,14 +273,14 @@ def _lowering(compute: str, rules: tuple[Rule, ...]) -> Lowering:
 
 @functools.cache
 def intercept() -> None:
-    """Have TensorFlow ask what holds here and now, where it traces functions and where it takes gradients."""
+    """Make TensorFlow ask for the current lowering when it traces functions and when it takes gradients."""
 
     def traced_for() -> Any:
         lowering = current()
         return None if lowering is None else lowering.key()
 
     def backward() -> AbstractContextManager[None]:
-        """A gradient has the formats of its forward operation already."""
+        """Return a context without autocast: a gradient already has the formats of its forward operation."""
         return nullcontext() if current() is None else entered(None)
 
     unstable.remember_names()
@@ -280,14 +290,14 @@ def intercept() -> None:
 
 @contextmanager
 def _own_gradient(lowering: Lowering | None, scope: str) -> Iterator[None]:
-    """For a gradient that a function brings itself: what held for the function, and a scope like that of others."""
+    """Run a function's custom gradient under the lowering of the function, in a scope like that of other gradients."""
     name = "/".join(filter(None, ("gradient_tape", scope)))
     with entered(lowering), nullcontext() if tf.executing_eagerly() else tf.name_scope(f"{name}/"):
         yield
 
 
 def _replace(natives: Iterable[str]) -> None:
-    """Have operations look whether autocast is entered. That stays, and costs little where it is not."""
+    """Make operations look for autocast. This is never undone, and costs little outside regions."""
     replaced = {}
     for native in set(natives) - _replaced:
         _replaced.add(native)
@@ -312,11 +322,11 @@ def _looking(operation: Operation) -> Callable[..., Any]:
     return run
 
 
-_STRUCTURE = {"tensor_list", "loop_edge", "save"}  # what they hold has a type that was declared elsewhere
+_STRUCTURE = {"tensor_list", "loop_edge", "save"}  # the type of the values that they hold is declared elsewhere
 
 
 def _may_lower(rules: tuple[Rule, ...]) -> set[str]:
-    """The canonical operations that rules and table may make ``lower`` somewhere."""
+    """Return the canonical operations that may be ``lower`` somewhere, by the table or by rules."""
     raising = [rule for rule in rules if rule.op_class == "lower"]
     anywhere = not all(map(_names_operation, raising))
     return {
@@ -345,5 +355,5 @@ def _lowerable(native: str, device: str, types: tuple[tuple[str, int], ...], dty
         if attribute.type == "type":
             definition.attr[attribute.name].type = dict(types).get(attribute.name, 0)
         elif attribute.type == "int" and not attribute.HasField("default_value"):
-            definition.attr[attribute.name].i = 1  # the length of a list, which no kernel looks at
+            definition.attr[attribute.name].i = 1  # the length of a list, on which no kernel depends
     return lowerable(Node(definition, operation, in_function=False), dtype)

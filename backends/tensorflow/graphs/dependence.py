@@ -99,7 +99,7 @@ class Dependence:
             flags = [any(value in values for value, values in given) for given in _across(functions)]
         else:
             flags = [any(value in found for value in node.inputs)] * len(node.outputs)
-        ports = zip(node.outputs, node.gives, flags, strict=False)
+        ports = zip(node.outputs, node.output_ports, flags, strict=False)
         return [value for value, port, flag in ports if flag and port.dtype in self._carrying]
 
 

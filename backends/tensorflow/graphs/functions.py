@@ -1,6 +1,7 @@
-"""The functions that a graph calls: a call, the branches of a conditional, the body of a loop.
+"""Decide the nodes that call functions: plain calls, conditionals and loops.
 
-Each is decided for what it is called with, so that 16-bit values pass into functions and out of them uncast.
+Each function is decided for the arguments of a call, so that 16-bit values pass into it and out of it without casts.
+For example, a function that is called with a low and with a float32 value is decided twice.
 """
 
 from __future__ import annotations
@@ -10,29 +11,30 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from polyamp.backends.tensorflow.graphs.decisions import Decided, Known, Pass, Rules
+from polyamp.backends.tensorflow.graphs.decisions import Decided, Pass, Rules
 from polyamp.backends.tensorflow.graphs.graph import FLOAT32, Graph, Node
-from polyamp.backends.tensorflow.graphs.lists import VARIANT
-from polyamp.backends.tensorflow.graphs.operands import given
+from polyamp.backends.tensorflow.graphs.lists import VARIANT, is_list
 from polyamp.backends.tensorflow.graphs.places import Places
 from polyamp.backends.tensorflow.graphs.refusals import POLICY_ATTRIBUTE, rewritten_before
+from polyamp.backends.tensorflow.graphs.special import SPECIAL, decide_list
+from polyamp.backends.tensorflow.graphs.values import Known, value_of_type
 from polyamp.backends.tensorflow.operations import OPERATIONS
 from polyamp.backends.tensorflow.unstable import graph_of
-from polyamp.flow import AFTER_LOOP, AS_WRITTEN, Flow, Value
+from polyamp.flow import AS_WRITTEN, CARRIED, Flow, Value
 from polyamp.operations import OPERATIONS as TABLE_OF_CLASSES
 from polyamp.rules import TABLE, Decision
 
 REWRITTEN = "rewritten already"
-_STRONG = Value("strong", AFTER_LOOP.removeprefix("after "))
+"""The reason for a call of a function that was rewritten under the same policy."""
 
 
 class Inside(NamedTuple):
-    """The body of a function that a node calls.
+    """The decided body of a function that a node calls.
 
     Attributes:
-        name: the function.
-        decisions: its body, decided.
-        results: the type that each result has to have.
+        name: the function's name.
+        decisions: the decisions for its body.
+        results: the type that each result must have.
     """
 
     name: str
@@ -41,12 +43,12 @@ class Inside(NamedTuple):
 
 
 class Functions:
-    """The functions of one program, decided and then written; each once for the same arguments.
+    """The functions of one program, each decided once for the same arguments.
 
     Args:
         library: ``FunctionDef`` by name.
         rules: the policy.
-        traced: the ``tf.Graph`` of the outermost function, where that is known.
+        traced: the ``tf.Graph`` of the outermost function, if that is known.
     """
 
     def __init__(self, library: Mapping[str, Any], rules: Rules, traced: Any = None) -> None:
@@ -54,7 +56,11 @@ class Functions:
         self._bodies: dict[Any, Pass] = {}
 
     def handler(self, node: Node) -> Callable[[Pass, Node], Decided] | None:
-        """Return what decides a node that calls functions; None for any other node."""
+        """Return the function that decides a node; None if the flow rule alone decides it."""
+        if is_list(node):
+            return decide_list
+        if node.op in SPECIAL:
+            return SPECIAL[node.op]
         decide = _HANDLERS.get(node.op) or (_not_entered if _called(node) else None)
         return None if decide is None else lambda decisions, node: decide(self, decisions, node)
 
@@ -63,7 +69,7 @@ class Functions:
         return bool(_called(node))
 
     def body(self, name: str, arguments: Sequence[Known], path: str) -> Pass:
-        """The body of a function, decided for these arguments."""
+        """Return the decisions for a function's body with these arguments."""
         key = (name, tuple(arguments), path if self.rules.policy.rules else "")
         if key not in self._bodies:
             graph = Graph.of_function(self.library[name], self.library)
@@ -73,11 +79,11 @@ class Functions:
 
     @property
     def bodies(self) -> Iterable[Pass]:
-        """All that were decided so far."""
+        """The bodies that have been decided so far."""
         return self._bodies.values()
 
-    def kept(self, names: Sequence[str]) -> str:
-        """Why a call of these functions has to stay as it is; empty where it has not.
+    def why_kept(self, names: Sequence[str]) -> str:
+        """Return why a call of these functions must stay as it is; empty if it need not.
 
         Raises:
             UsageError: one was rewritten under another policy.
@@ -88,7 +94,7 @@ class Functions:
         return REWRITTEN if any(map(self._is_rewritten, definitions)) else ""
 
     def has_products(self, name: str) -> bool:
-        """Whether a function, or one that it calls, computes float32 products that a policy would lower."""
+        """Return whether a function, or a function that it calls, has float32 products that a policy would lower."""
         seen, pending = {name}, [name]
         while pending:
             definition = self.library.get(pending.pop())
@@ -113,12 +119,12 @@ class Functions:
 
 
 def _call(functions: Functions, decisions: Pass, node: Node) -> Decided:
-    arguments = decisions.values_of(node)
+    arguments = decisions.inputs_of(node)
     name = node.definition.attr["f"].func.name
-    if reason := functions.kept([name]):
+    if reason := functions.why_kept([name]):
         return _kept(decisions, node, reason)
     caller = _forward_call(decisions, functions.library[name]) or node
-    body = functions.body(name, arguments, decisions.scope_of(caller))
+    body = functions.body(name, arguments, decisions.scopes.scope_of(caller))
     results = _results(body)
     return _calling(
         node, arguments, results, {"Tin": arguments, "Tout": results}, [Inside(name, body, _types(results))]
@@ -126,16 +132,18 @@ def _call(functions: Functions, decisions: Pass, node: Node) -> Decided:
 
 
 def _conditional(functions: Functions, decisions: Pass, node: Node) -> Decided:
-    """Branches give what all of them can give in 16 bits in 16 bits, and else float32."""
+    """Decide a conditional. A result is in 16 bits if every branch returns it in 16 bits, else in float32."""
     attributes = node.definition.attr
     names = [attributes[key].func.name for key in ("then_branch", "else_branch") if key in attributes]
     names = names or [function.name for function in attributes["branches"].list.func]
-    if reason := functions.kept(names):
+    if reason := functions.why_kept(names):
         return _kept(decisions, node, reason)
-    chooser, *arguments = decisions.values_of(node)
-    bodies = [functions.body(name, arguments, decisions.scope_of(node)) for name in names]
+    chooser, *arguments = decisions.inputs_of(node)
+    bodies = [functions.body(name, arguments, decisions.scopes.scope_of(node)) for name in names]
     given = zip(*map(_results, bodies), strict=True)
-    results = [_joined(functions.rules, port.dtype, knowns) for port, knowns in zip(node.gives, given, strict=True)]
+    results = [
+        _joined(functions.rules, port.dtype, knowns) for port, knowns in zip(node.output_ports, given, strict=True)
+    ]
     insides = [Inside(name, body, _types(results)) for name, body in zip(names, bodies, strict=True)]
     return _calling(node, [chooser, *arguments], results, {"Tin": arguments, "Tout": results}, insides)
 
@@ -152,19 +160,20 @@ def _joined(rules: Rules, declared: int, knowns: Sequence[Known]) -> Known:
 
 
 def _loop(functions: Functions, decisions: Pass, node: Node) -> Decided:
-    """What a loop carries is float32 where it adds up over the turns; what it only reads is as it comes.
+    """Decide a loop. Values that may add up over the iterations are float32; values that it only reads stay unchanged.
 
-    The body is decided once with float32 by need in all that it carries: what is low nevertheless adds up nothing.
+    The body is first decided with strong float32 for everything that the loop carries. A value that the body returns
+    low nevertheless does not add up, so it stays low.
     """
     names = [node.definition.attr[key].func.name for key in ("cond", "body")]
-    if reason := functions.kept(names):
+    if reason := functions.why_kept(names):
         return _kept(decisions, node, reason)
-    path = decisions.scope_of(node)
-    incoming = decisions.values_of(node)
+    path = decisions.scopes.scope_of(node)
+    incoming = decisions.inputs_of(node)
     unchanged = _unchanged(functions.library[names[1]])
     carried = [
         known if position in unchanged else Known(port.dtype, *_carried(port.dtype, known), held=known.held)
-        for position, (port, known) in enumerate(zip(node.takes, incoming, strict=True))
+        for position, (port, known) in enumerate(zip(node.input_ports, incoming, strict=True))
     ]
     made = _results(functions.body(names[1], carried, path))
     low = functions.rules.low
@@ -181,17 +190,17 @@ def _loop(functions: Functions, decisions: Pass, node: Node) -> Decided:
 
 
 def _carried(dtype: int, known: Known) -> tuple[Value, bool]:
-    return (_STRONG if dtype == FLOAT32 else known.value), False
+    return (CARRIED if dtype == FLOAT32 else known.value), False
 
 
 def _stays_low(first: Known, carried: Known, result: Known) -> bool:
-    """Whether a turn of a loop gives a low value in the place of one that it took as float32 by need."""
-    is_carried = carried.dtype == FLOAT32 and carried.value == _STRONG
+    """Return whether an iteration returns a low value for one that it took as strong float32."""
+    is_carried = carried.dtype == FLOAT32 and carried.value == CARRIED
     return is_carried and result.value.state == "low" and not first.value.unfit
 
 
 def _unchanged(body: Any) -> set[int]:
-    """Positions of the arguments that a loop's body gives back as they came."""
+    """Return the positions of the arguments that a loop's body returns unchanged."""
     moved = {f"{node.name}:output:0": node.input[0] for node in body.node_def if node.op == "Identity"}
     found = set()
     for position, (arg, result) in enumerate(zip(body.signature.input_arg, body.signature.output_arg, strict=True)):
@@ -204,52 +213,52 @@ def _unchanged(body: Any) -> set[int]:
 
 
 def _iteration(functions: Functions, decisions: Pass, node: Node) -> Decided:
-    """``for batch in dataset``: its body takes and returns what it did, and what it carries is float32, as a loop's is.
+    """Decide ``for batch in dataset``: the body keeps its types, and the values that it carries are float32.
 
-    The arguments are what is carried, then an element, then what the body captured.
+    Its arguments are the carried values, then an element, then captured values.
     """
     names = _called(node)
-    if reason := functions.kept(names):
+    if reason := functions.why_kept(names):
         return _kept(decisions, node, reason)
     carried = len(node.definition.attr["Tstate"].list.type)
     insides = []
     for name in names:
         arguments = [
-            Known(arg.type, _STRONG if place < carried and arg.type == FLOAT32 else given(arg.type))
+            Known(arg.type, CARRIED if place < carried and arg.type == FLOAT32 else value_of_type(arg.type))
             for place, arg in enumerate(functions.library[name].signature.input_arg)
         ]
         captured = len(node.definition.attr["Targuments"].list.type)
-        for place, known in enumerate(decisions.values_of(node)[-captured:] if captured else (), -captured):
+        for place, known in enumerate(decisions.inputs_of(node)[-captured:] if captured else (), -captured):
             arguments[place] = known._replace(dtype=arguments[place].dtype)
-        body = functions.body(name, arguments, decisions.scope_of(node))
+        body = functions.body(name, arguments, decisions.scopes.scope_of(node))
         insides.append(Inside(name, body, tuple(dtype for _, dtype in body.graph.results)))
     decided = _kept(decisions, node, "calls functions")._replace(decision=Decision("keep", TABLE))
-    decided = decided._replace(gives=[_returned(known) for known in decided.gives])
+    decided = decided._replace(results=[_returned(known) for known in decided.results])
     return decided._replace(inside=tuple(insides))
 
 
 def _returned(known: Known) -> Known:
-    return known._replace(value=_STRONG) if known.dtype == FLOAT32 else known
+    return known._replace(value=CARRIED) if known.dtype == FLOAT32 else known
 
 
 def _not_entered(functions: Functions, decisions: Pass, node: Node) -> Decided:
-    """Any other operation that is given functions: they run as written, and it is said where that matters."""
+    """Decide any other node with functions: they run as written, and this is recorded if they have products."""
     names = _called(node)
-    reason = functions.kept(names) or "the functions of this operation run as written"
+    reason = functions.why_kept(names) or "the functions of this operation run as written"
     if reason != REWRITTEN and any(functions.has_products(name) for name in names):
         line = Places(decisions.traced).line(node.name)
-        functions.rules.not_entered.setdefault(node.op, line or decisions.path_of(node))
+        functions.rules.not_entered.setdefault(node.op, line or decisions.scopes.path_of(node))
     return _kept(decisions, node, reason)
 
 
 def _kept(decisions: Pass, node: Node, reason: str) -> Decided:
-    """A node whose functions stay as they are, and the lists that they are given."""
-    decisions.rules.lists.keep(known.held for known in decisions.values_of(node))
+    """Keep a node whose functions stay as they are, and the lists that they take."""
+    decisions.rules.lists.keep(known.held for known in decisions.inputs_of(node))
     return decisions.as_written(node, reason)
 
 
 def _called(node: Node) -> list[str]:
-    """The names of the functions that a node's attributes hold."""
+    """Return the names of the functions in a node's attributes."""
     attributes = node.definition.attr.values()
     return [one.name for value in attributes for one in (value.func, *value.list.func) if one.name]
 
@@ -279,7 +288,7 @@ def _types(knowns: Sequence[Known]) -> tuple[int, ...]:
 
 
 def _forward_call(decisions: Pass, function: Any) -> Node | None:
-    """The call that a function differentiates: it stands in the scopes that rules name, its derivative in none."""
+    """Return the call that a function differentiates: it has the scopes that rules name, its derivative has none."""
     forward = function.attr["forward_function_name"].s.decode() if "forward_function_name" in function.attr else ""
     calls = (node for node in decisions.graph.nodes if forward and "f" in node.definition.attr)
     return next((node for node in calls if node.definition.attr["f"].func.name == forward), None)

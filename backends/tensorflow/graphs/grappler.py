@@ -1,8 +1,8 @@
 """TensorFlow's own mixed-precision passes: by name on a graph, and around the calls of a function.
 
-They are frozen (github.com/tensorflow/tensorflow/pull/28609), run in float16 on GPUs alone and in bfloat16 on CPUs
-alone, take no rules, and put the update, such as unscaling, into 16 bits too. `polyamp.rewrite` without
-``engine="grappler"`` has none of these limits.
+They are frozen (github.com/tensorflow/tensorflow/pull/28609), support float16 only on GPUs and bfloat16 only on CPUs,
+take no rules, and lower the update too, such as unscaling. `polyamp.rewrite` without ``engine="grappler"`` has none of
+these limits.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import tensorflow as tf
 from polyamp.backends.tensorflow.graphs.graph import FLOAT32, Graph, Node
 from polyamp.backends.tensorflow.graphs.kernels import default_device
 from polyamp.backends.tensorflow.graphs.places import Places
+from polyamp.backends.tensorflow.graphs.planning import UNLISTED, width_of
 from polyamp.backends.tensorflow.graphs.refusals import check_format, tracing
 from polyamp.backends.tensorflow.operations import OPERATIONS
 from polyamp.backends.tensorflow.unstable import optimize_graph, options_of
@@ -31,11 +32,11 @@ from polyamp.refusals import not_traced
 
 _ENVIRONMENT = "TF_AUTO_MIXED_PRECISION_GRAPH_REWRITE_"
 PASSES: dict[str, dict[str, str]] = {
-    "auto_mixed_precision": {"SIMULATE_GPU": "1"},  # to see without a GPU what it does for one
-    "auto_mixed_precision_cpu": {"EMULATE_FP16": "0"},  # else it casts around operations that stay float32
+    "auto_mixed_precision": {"SIMULATE_GPU": "1"},  # show without a GPU what it does for one
+    "auto_mixed_precision_cpu": {"EMULATE_FP16": "0"},  # otherwise it casts around operations that stay float32
     "auto_mixed_precision_onednn_bfloat16": {},
 }
-"""The passes, each with the environment that makes it run on every machine."""
+"""The passes, each with the environment variables that make it run on every machine."""
 
 _OPTIONS = {"float16": "auto_mixed_precision", "bfloat16": "auto_mixed_precision_onednn_bfloat16"}
 _DEVICES = {"float16": "GPU", "bfloat16": "CPU"}
@@ -43,7 +44,7 @@ _changing = RLock()
 
 
 def optimized(graph_def: Any, fetches: Sequence[str], name: str, *, inline: bool = False) -> Any:
-    """A graph after one of TensorFlow's passes.
+    """Return a graph after one of TensorFlow's passes.
 
     >>> with tf.Graph().as_default() as graph:
     ...     _ = tf.identity(tf.matmul(tf.ones((2, 2)), tf.ones((2, 2))), name="out")
@@ -52,18 +53,18 @@ def optimized(graph_def: Any, fetches: Sequence[str], name: str, *, inline: bool
     ['bfloat16']
 
     Args:
-        graph_def: a ``GraphDef``; it stays as it is.
+        graph_def: a ``GraphDef``; it is not changed.
         fetches: names of nodes that keep their types.
         name: one of `PASSES`.
-        inline: put the bodies of the functions that it calls in the place of the calls first, as TensorFlow does at run
-            time: the pass leaves function bodies alone.
+        inline: first replace calls by the bodies of the called functions, as TensorFlow does at run time, because the
+            pass does not enter functions.
 
     Raises:
-        InvalidValueError: no such pass.
+        InvalidValueError: there is no such pass.
     """
     if name not in PASSES:
         raise InvalidValueError(
-            "no mixed-precision pass of TensorFlow",
+            "unknown mixed-precision pass of TensorFlow",
             where="optimized(name)",
             found=repr(name),
             allowed=", ".join(PASSES),
@@ -81,7 +82,7 @@ def optimized(graph_def: Any, fetches: Sequence[str], name: str, *, inline: bool
 
 
 class GrapplerRewritten:
-    """What ``polyamp.rewrite(fn, policy=..., engine="grappler")`` gives: ``fn``, with the pass on while it is called.
+    """A function with TensorFlow's pass enabled during its calls: ``polyamp.rewrite(fn, ..., engine="grappler")``.
 
     >>> from polyamp import policy
     >>> weight = tf.ones((2, 2))
@@ -89,14 +90,14 @@ class GrapplerRewritten:
     >>> fast(tf.ones((1, 2))).numpy(), fast.plan.totals["by_format"]["bfloat16"]
     (array([[2., 2.]], dtype=float32), 2)
 
-    The option is the whole process's for as long as a call lasts: functions that other threads call meanwhile are
-    optimised with it too.
+    During a call the pass is enabled in the whole process, so it also changes functions that other threads call at the
+    same time.
 
     Args:
-        fn: a Python function, a ``tf.function`` or a ``ConcreteFunction``. The same ``tf.function`` called by itself is
-            as it was.
-        policy: its ``compute`` decides; float32 leaves the pass off.
-        jit_compile: as of ``tf.function``; None is what ``fn`` has.
+        fn: a Python function, a ``tf.function`` or a ``ConcreteFunction``. A ``tf.function`` that is called directly
+            runs as before.
+        policy: its ``compute`` selects the pass; float32 leaves it disabled.
+        jit_compile: as in ``tf.function``; None means the value of ``fn``.
 
     Raises:
         InvalidTypeError: ``fn`` is none of these.
@@ -115,17 +116,17 @@ class GrapplerRewritten:
 
     @property
     def plan(self) -> Plan:
-        """The plan for the arguments that were seen first.
+        """The plan for the first arguments.
 
         Raises:
-            UsageError: none were seen yet.
+            UsageError: the function was not called yet.
         """
         if self._plan is None:
             raise not_traced(where="rewrite(fn).plan")
         return self._plan
 
     def traced_for(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> GrapplerRewritten:
-        """This function, with its plan made for these arguments unless it has one."""
+        """Make the plan for these arguments if there is none yet, and return this function."""
         if self._plan is None:
             self._plan = plan_of_pass(self._concrete(args, kwargs), self._policy)
             if self._policy.compute not in {"float32", *self._plan.totals["by_format"]}:
@@ -152,14 +153,14 @@ class GrapplerRewritten:
 
 @contextmanager
 def switched_on(compute: str) -> Iterator[None]:
-    """TensorFlow's pass for a format, on for what is called inside, and then as it was before. Nests.
+    """Enable TensorFlow's pass for a format inside the context, and restore the setting at the end. Nests.
 
     >>> with switched_on("bfloat16"):
     ...     tf.config.optimizer.get_experimental_options()["auto_mixed_precision_onednn_bfloat16"]
     True
 
     Args:
-        compute: float16 or bfloat16; float32 switches both off.
+        compute: float16 or bfloat16; float32 disables both passes.
     """
     wanted = {name: format_name == compute for format_name, name in _OPTIONS.items()}
     with _changing:
@@ -169,13 +170,13 @@ def switched_on(compute: str) -> Iterator[None]:
         yield
     finally:
         with _changing:
-            # None is what an option is that nobody ever set.
+            # An option that nobody has set is None.
             tf.config.optimizer.set_experimental_options({name: before.get(name) for name in wanted})
 
 
 @contextmanager
 def _environment(settings: Mapping[str, str]) -> Iterator[None]:
-    """Environment variables, which the passes read each time that they run, and then as they were before."""
+    """Set environment variables, which the passes read at every run, and restore them at the end."""
     with _changing:
         before = {key: os.environ.get(key) for key in settings}
         os.environ.update(settings)
@@ -193,7 +194,7 @@ def _check(fn: Any, policy: Policy, jit_compile: bool | None) -> None:
     check_format(policy.compute)
     if not callable(fn):
         raise InvalidTypeError(
-            "this cannot be called",
+            "this is not callable",
             where='rewrite(fn, engine="grappler")',
             found=type(fn).__qualname__,
             allowed="a function, a tf.function or a ConcreteFunction",
@@ -201,20 +202,20 @@ def _check(fn: Any, policy: Policy, jit_compile: bool | None) -> None:
         )
     if policy.rules:
         rules = ", ".join(rule.pattern for rule in policy.rules)
-        raise _unsupported("takes no rules", rules, "a policy without rules")
+        raise _unsupported("does not support rules", rules, "a policy without rules")
     compiled = options_of(fn)["jit_compile"] if hasattr(fn, "python_function") else False
     if compiled if jit_compile is None else jit_compile:
         raise _unsupported("does not run under XLA", "jit_compile=True", "jit_compile=False")
     device, needed = default_device(), _DEVICES.get(policy.compute)
     if needed not in (None, device):
-        raise _unsupported(f"has {policy.compute} on {needed}s alone", f"a {device}", f"a {needed}")
+        raise _unsupported(f"supports {policy.compute} only on {needed}s", f"a {device}", f"a {needed}")
 
 
 def _check_call() -> None:
     if not tf.executing_eagerly():
-        raise _unsupported("is on for calls from eager code alone", "a call in another function's trace", "eager code")
+        raise _unsupported("works only for calls from eager code", "a call in another function's trace", "eager code")
     if tf.config.functions_run_eagerly():
-        raise _unsupported("sees graphs alone", "tf.config.run_functions_eagerly(True)", "functions that are traced")
+        raise _unsupported("works only on graphs", "tf.config.run_functions_eagerly(True)", "traced functions")
 
 
 def _unsupported(what: str, found: str, allowed: str) -> UnsupportedError:
@@ -223,12 +224,12 @@ def _unsupported(what: str, found: str, allowed: str) -> UnsupportedError:
         where='rewrite(fn, engine="grappler")',
         found=found,
         allowed=allowed,
-        fix="leave engine= out: polyamp's own rewrite has no such limit",
+        fix="leave engine= out: polyamp's own rewrite does not have this limit",
     )
 
 
 def plan_of_pass(concrete: Any, policy: Policy) -> Plan:
-    """What TensorFlow's pass makes of a graph, as a plan; of float16 without a GPU too, where it would not run.
+    """Return the plan of a graph after TensorFlow's pass. For float16 this works without a GPU too.
 
     >>> from polyamp import policy
     >>> concrete = tf.function(lambda x: tf.nn.relu(x @ x)).get_concrete_function(tf.ones((2, 2)))
@@ -237,7 +238,7 @@ def plan_of_pass(concrete: Any, policy: Policy) -> Plan:
 
     Args:
         concrete: a ``ConcreteFunction``.
-        policy: its ``compute`` decides; float32 is the graph as it is.
+        policy: its ``compute`` selects the pass; float32 means the unchanged graph.
     """
     graph_def = concrete.graph.as_graph_def()
     fetches = [tensor.op.name for tensor in concrete.outputs] + [op.name for op in concrete.graph.control_outputs]
@@ -251,13 +252,17 @@ def plan_of_pass(concrete: Any, policy: Policy) -> Plan:
 
 
 class _Sizes:
-    """Numbers of elements, by what was traced, which knows the shapes of variables, else by what came of it."""
+    """The numbers of elements of values.
+
+    Args:
+        known: the places to ask, in order: the traced graph first, because it knows the shapes of variables.
+    """
 
     def __init__(self, *known: Places) -> None:
         self._known = known
 
     def elements(self, graph: Graph, value: str) -> int:
-        """See `Places.elements`; an inserted cast has as many as what it casts."""
+        """Return the number of elements of a value. An inserted cast has as many as its input."""
         maker = graph.maker.get(value)
         while maker is not None and _is_inserted(maker):
             value = maker.inputs[0]
@@ -268,7 +273,7 @@ class _Sizes:
 def _operations(graph: Graph, places: _Sizes, low: tf.DType) -> Iterator[PlannedOperation]:
     counted: set[str] = set()
     for node in graph.nodes:
-        if node.op not in _UNLISTED and not _is_inserted(node):
+        if node.op not in UNLISTED and not _is_inserted(node):
             casts = [graph.maker[value] for value in node.inputs if value in graph.maker]
             casts = [cast for cast in casts if _is_inserted(cast) and cast.name not in counted]
             counted.update(cast.name for cast in casts)
@@ -276,12 +281,12 @@ def _operations(graph: Graph, places: _Sizes, low: tf.DType) -> Iterator[Planned
 
 
 def _planned(graph: Graph, places: _Sizes, node: Node, casts: Sequence[Node], low: tf.DType) -> PlannedOperation:
-    types = {port.dtype for port in [*node.takes, *node.gives]}
+    types = {port.dtype for port in [*node.input_ports, *node.output_ports]}
     by_type = {low.as_datatype_enum: low.name, FLOAT32: "float32"}
     name = OPERATIONS.get(node.op, node.op)
-    read = sum(_bytes(graph, places, cast, cast.inputs, cast.takes) for cast in casts)
-    written = sum(_bytes(graph, places, cast, cast.outputs, cast.gives) for cast in casts)
-    values, ports = [*node.inputs, *node.outputs], [*node.takes, *node.gives]
+    read = sum(_bytes(graph, places, cast, cast.inputs, cast.input_ports) for cast in casts)
+    written = sum(_bytes(graph, places, cast, cast.outputs, cast.output_ports) for cast in casts)
+    values, ports = [*node.inputs, *node.outputs], [*node.input_ports, *node.output_ports]
     return PlannedOperation(
         name,
         node.op,
@@ -304,19 +309,9 @@ def _bytes(
     ports: Sequence[Any],
     instead: Mapping[int, int] | None = None,
 ) -> int:
-    sizes = (_width((instead or {}).get(port.dtype, port.dtype)) for port in ports)
+    sizes = (width_of((instead or {}).get(port.dtype, port.dtype)) for port in ports)
     return sum(places.elements(graph, value) * size for value, size in zip(values, sizes, strict=True))
-
-
-def _width(dtype: int) -> int:
-    """Bytes of an element; 0 of what is no number."""
-    kind = tf.as_dtype(dtype % 100)
-    is_number = kind.is_floating or kind.is_integer or kind.is_complex or kind.is_bool
-    return int(kind.size) if is_number else 0
 
 
 def _is_inserted(node: Node) -> bool:
     return node.op == "Cast" and node.name.endswith("-AutoMixedPrecision")
-
-
-_UNLISTED = {"Const", "NoOp", "Placeholder", "VarHandleOp"}  # they hold things, and compute nothing

@@ -1,4 +1,4 @@
-"""Which of an operation's types can be 16 bits on a device."""
+"""Find which type attributes of an operation have kernels for 16 bits on a device."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import tensorflow as tf
 from polyamp.backends.tensorflow.graphs.graph import FLOAT32, Node
 from polyamp.backends.tensorflow.unstable import registered_kernels
 
-_ADDING_IN_16_BITS = {  # on CPUs; the others' sums inside are float32
+_ADDING_IN_16_BITS = {  # on CPUs; other operations add in float32 inside
     "AvgPool": ("bfloat16", "float16"),
     "AvgPool3D": ("bfloat16", "float16"),
     "BiasAddGrad": ("bfloat16",),
@@ -19,7 +19,7 @@ _ADDING_IN_16_BITS = {  # on CPUs; the others' sums inside are float32
 
 @functools.cache
 def default_device() -> str:
-    """The type of device on which TensorFlow places an operation that names none.
+    """Return the type of device on which TensorFlow places an operation that names no device.
 
     >>> default_device() in ("GPU", "CPU")
     True
@@ -28,12 +28,12 @@ def default_device() -> str:
 
 
 def device_of(node: Node) -> str:
-    """The type of device that a node runs on."""
+    """Return the type of device on which a node runs."""
     return tf.DeviceSpec.from_string(node.definition.device).device_type or default_device()
 
 
 def lowerable(node: Node, dtype: int) -> tuple[str, ...]:
-    """The type attributes of a node, float32 now, that a kernel takes in another type; all that go together.
+    """Return the float32 type attributes of a node that a kernel has in another type: as many as possible together.
 
     >>> from polyamp.backends.tensorflow.unstable import operation_definition
     >>> definition = tf.compat.v1.NodeDef(name="norm", op="FusedBatchNormV3")
@@ -48,16 +48,18 @@ def lowerable(node: Node, dtype: int) -> tuple[str, ...]:
         dtype: a number of TensorFlow's ``DataType``.
 
     Returns:
-        Names; empty where no kernel on the node's device takes it.
+        Their names; empty if the node's device has no such kernel.
     """
-    types = tuple(sorted({(port.attribute, port.dtype) for port in [*node.takes, *node.gives] if port.attribute}))
+    types = tuple(
+        sorted({(port.attribute, port.dtype) for port in [*node.input_ports, *node.output_ports] if port.attribute})
+    )
     return _lowerable(node.op, device_of(node), types, dtype)
 
 
 @functools.cache
 def _lowerable(op: str, device: str, types: tuple[tuple[str, int], ...], dtype: int) -> tuple[str, ...]:
     if device not in {kernel.device_type for kernel in registered_kernels(op)}:
-        device = "CPU"  # where TensorFlow places it
+        device = "CPU"  # TensorFlow places it there
     if device == "CPU" and tf.as_dtype(dtype).name in _ADDING_IN_16_BITS.get(op, ()):
         return ()
     floating = [name for name, now in types if now == FLOAT32]

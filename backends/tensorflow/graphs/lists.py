@@ -1,7 +1,8 @@
-"""The lists of tensors that loops fill and read, such as a ``TensorArray``: what they hold decides their type.
+"""The types of lists of tensors, such as a ``TensorArray``, which loops fill and read.
 
-A list has one type, which all nodes that use it name. What is put into it is known only after the pass over a graph, so
-the pass is repeated: at first every list holds float32 values by need, then each what was put into it.
+A list has one type, and all nodes that use it name this type. It follows from the values that are put into the list,
+and these are known only after the pass over a graph. So the pass is repeated: in the first, every list holds strong
+float32 values; in the next, each list holds the values that the pass before put into it.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from polyamp.flow import Value
 
 VARIANT: int = tf.variant.as_datatype_enum
 MOVING = ("AddN", "Identity", "TensorListResize", "ZerosLike")
-"""Operations that give the list that they take, or one of the same type."""
+"""Operations that return their input list, or one of the same type."""
 
 CREATING = ("EmptyTensorList", "TensorListFromTensor", "TensorListReserve")
 _MEASURING = ("TensorListElementShape", "TensorListLength")
@@ -33,7 +34,7 @@ _STRONG = Value("strong", "tensor_list")
 
 
 class Lists:
-    """What the lists of a program hold, by names that are given to where lists are made.
+    """What the lists of a program hold, by names. A list is named after the node that makes it.
 
     >>> lists = Lists()
     >>> lists.value_of("array").state
@@ -52,34 +53,34 @@ class Lists:
         self._narrow: set[str] = set()
 
     def is_low(self, name: str) -> bool:
-        """Return whether a list has 16-bit items: low ones, or such as nothing takes but in 16 bits."""
+        """Return whether a list has 16-bit items: its values are low, or every use takes them in 16 bits."""
         return self.value_of(name).state == "low" or self._root(name) in self._narrow
 
     def take(self, name: str, *, is_low: bool) -> None:
-        """Note that an item is taken, in 16 bits or not."""
+        """Note that a node takes an item, in 16 bits or not."""
         self._taken[name] = is_low and self._taken.get(name, True)
 
     def value_of(self, name: str) -> Value:
-        """Return what is known of a list's items, from the pass before."""
+        """Return the state of a list's items, which the pass before found."""
         return self._known.get(self._root(name), _STRONG)
 
     def put(self, name: str, value: Value) -> None:
-        """Note what is put into a list."""
+        """Note that a value is put into a list."""
         if name:
             self._items.setdefault(name, set()).add(value._replace(role=""))
 
     def sum(self, name: str) -> None:
-        """Note that lists are added: where their items are float32, nothing but that is taken."""
+        """Note that lists are added: as long as their items are float32, this use takes float32."""
         self.take(name, is_low=False)
 
     def keep(self, names: Iterable[str]) -> None:
-        """Note that lists have to hold float32."""
+        """Note that lists must hold float32."""
         for name in filter(None, names):
             self.put(name, _STRONG)
             self._kept.add(name)
 
     def tie(self, names: Iterable[str]) -> str:
-        """Note that lists have one type, and return a name for them; one that is not known here keeps float32."""
+        """Note that lists have the same type, and return one name for them; if one is unknown, all keep float32."""
         first, *others = (self._root(name) for name in names)
         if "" in (first, *others):
             self.keep((first, *others))
@@ -90,7 +91,7 @@ class Lists:
         return first
 
     def settle(self) -> bool:
-        """Take what was put into lists for what they hold; return whether anything changed."""
+        """Start the next pass with the values that were put into lists, and return whether anything changed."""
         items: dict[str, set[Value]] = {}
         for name, values in self._items.items():
             items.setdefault(self._root(name), set()).update(values)
@@ -119,10 +120,15 @@ def _joined(values: Iterable[Value]) -> Value:
 
 
 def is_item(node: Node, port: Any) -> bool:
-    """Return whether what a node takes or gives is a list's float32 item, or all of them."""
+    """Return whether an input or output of a node is one float32 item of a list, or all of them."""
     return port.dtype == FLOAT32 and port.attribute == "element_dtype"
 
 
 def holds_float32(node: Node) -> bool:
-    """Return whether a node names a list of float32."""
+    """Return whether a node names a float32 list."""
     return "element_dtype" in node.definition.attr and node.definition.attr["element_dtype"].type == FLOAT32
+
+
+def is_list(node: Node) -> bool:
+    """Return whether a node makes, fills, reads or moves a list of tensors."""
+    return node.op in HANDLED and VARIANT in {port.dtype for port in (*node.input_ports, *node.output_ports)}

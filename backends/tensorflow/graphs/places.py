@@ -1,4 +1,4 @@
-"""Where nodes come from: their scopes, their source lines, and the shapes of their values."""
+"""Find where nodes come from: their source lines, and the shapes of their values."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ from polyamp.backends.tensorflow.unstable import graph_of
 
 
 class Places:
-    """What the ``tf.Graph`` that a function was traced into still knows of its nodes.
+    """The source lines and shapes that a traced ``tf.Graph`` knows.
 
     Args:
-        traced: the graph; None where it is not known: then nothing has a size or a source line.
+        traced: the graph; if it is None, nothing has a size or a source line.
     """
 
     def __init__(self, traced: Any) -> None:
         self._traced = traced
 
     def within(self, function: str) -> Places:
-        """The places of a function that this graph calls."""
+        """Return the places of a function that this graph calls."""
         return Places(graph_of(function, self._traced))
 
     def of(self, path: str, name: str) -> str:
-        """Scope path and name of a node, and the line of the user's code that made it."""
+        """Return the path and name of a node, and the line of the user's code that made it."""
         return " ".join(filter(None, ("/".join(filter(None, (path, name))), self.line(name))))
 
     def line(self, name: str) -> str:
-        """File and line of the user's code that made a node; empty where it is not known.
+        """Return file and line of the user's code that made a node; empty if that is not known.
 
-        The user's code is what is neither TensorFlow's nor Keras' nor polyamp's nor the standard library's.
+        Code of TensorFlow, Keras, polyamp and the standard library is not the user's.
         """
         operation = self._operation(name)
         frames = [] if operation is None else reversed(operation.traceback or [])
@@ -43,9 +43,9 @@ class Places:
         return f"{Path(own[0]).name}:{own[1]}" if own else ""
 
     def is_users(self, name: str) -> bool:
-        """Whether the user's own code made a node, and not a layer, a loss or an autocast that it called.
+        """Return whether the user's own code made a node, and not a layer, a loss or an autocast that it called.
 
-        Functions of TensorFlow and of ``keras.ops`` are neither.
+        Calls through functions of TensorFlow and ``keras.ops`` count for their caller.
         """
         operation = self._operation(name)
         frames = [] if operation is None else reversed(operation.traceback or [])
@@ -53,12 +53,12 @@ class Places:
         return bool(maker) and not maker.startswith(_libraries())
 
     def elements(self, graph: Graph, value: str) -> int:
-        """The number of elements of a value; 0 where its shape is not known."""
+        """Return the number of elements of a value; 0 if its shape is not known."""
         shape = self.shape(graph, value)
         return 0 if shape is None else math.prod(shape)
 
     def shape(self, graph: Graph, value: str) -> tuple[int, ...] | None:
-        """The shape of a value; None where it is not known."""
+        """Return the shape of a value; None if it is not known."""
         tensor = self._tensor(graph, value)
         return tuple(tensor.shape) if tensor is not None and tensor.shape.is_fully_defined() else None
 
@@ -87,8 +87,10 @@ _OWN = (str(Path(__file__).resolve().parents[1]), str(Path(__file__).parents[1])
 
 @functools.cache
 def _is_plain_function(file: str) -> bool:
-    """Whether a file has functions of TensorFlow, or Keras' own operations: by their packages' folders, since any other
-    folder may be called so."""
+    """Return whether a file has functions of TensorFlow, or Keras' operations.
+
+    The packages' own folders are compared, because any folder may have such a name.
+    """
     here = Path(file)
     if here.is_relative_to(Path(tf.__file__).parent):
         return True
@@ -103,7 +105,7 @@ def _is_plain_function(file: str) -> bool:
 
 @functools.cache
 def _libraries() -> tuple[str, ...]:
-    """Folders whose code is nobody's own."""
+    """Return the folders whose code is not the user's."""
     packages = ("tensorflow", "keras", "polyamp", "functools", "contextlib")
     loaded = (sys.modules.get(name) for name in packages)
     files = [Path(module.__file__) for module in loaded if module is not None and module.__file__]

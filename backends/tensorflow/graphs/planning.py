@@ -1,159 +1,163 @@
-"""What was decided for a graph, as a plan: where each operation stands, and the bytes that it moves."""
+"""Build the plan of a decided graph: where each operation is, its format, and the bytes that it moves.
+
+A value that several nodes take in another type is cast once, by the node that takes it first. For example, if two
+products take ``x`` in float16, the plan counts one cast of ``x`` and its bytes for the first product only.
+"""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from polyamp.backends.tensorflow.graphs.decisions import Decided, Pass
-from polyamp.backends.tensorflow.graphs.graph import FLOAT32
+from polyamp.backends.tensorflow.graphs.graph import FLOAT32, Node
 from polyamp.backends.tensorflow.graphs.places import Places
 from polyamp.backends.tensorflow.graphs.writing import RESULT
 from polyamp.flow import AS_WRITTEN
 from polyamp.plan import Plan, PlannedOperation
 
-_UNLISTED = {"Const", "NoOp", "Placeholder", "VarHandleOp"}  # they hold things, and compute nothing
+UNLISTED = frozenset({"Const", "NoOp", "Placeholder", "VarHandleOp"})
+"""Operations that only hold things and compute nothing. A plan does not list them."""
 
 
 def plan_of(decisions: Pass, graph: Any) -> Plan:
-    """The plan of a program.
+    """Return the plan of a program.
 
     Args:
-        decisions: of its outermost function.
-        graph: the ``tf.Graph`` that it was traced into, for shapes and source lines; None where there is none.
+        decisions: the decisions for its outermost function.
+        graph: the ``tf.Graph`` that it was traced into, for shapes and source lines; None if there is none.
     """
     results = [dtype for _, dtype in decisions.graph.results]
-    operations = tuple(_operations(decisions, Places(graph), results))
-    return Plan(
-        str(decisions.rules.policy), operations, unused_rules=tuple(one.pattern for one in decisions.rules.unused)
-    )
+    operations = tuple(PlanBuilder(decisions, Places(graph)).operations(results))
+    unused = tuple(rule.pattern for rule in decisions.rules.decider.unused)
+    return Plan(str(decisions.rules.policy), operations, unused_rules=unused)
 
 
-def _operations(decisions: Pass, places: Places, results: Sequence[int]) -> Iterator[PlannedOperation]:
-    """The nodes of a graph and, before a call, those inside; then the casts of what a function returns."""
-    cast, anew = set[tuple[str, int]](), set[str]()
-    for decided in decisions.nodes:
-        for inside in decided.inside:
-            yield from _operations(inside.decisions, places.within(inside.name), inside.results)
-        if decided.node.op not in _UNLISTED:
-            yield _planned(decisions, decided, places, cast, anew)
-    for value, dtype in zip(decisions.graph.returns, results, strict=True):
-        if needed := _needed(decisions, [(value, dtype)], cast, RESULT):
-            yield _result_cast(decisions, places, value, needed)
+class PlanBuilder:
+    """The planned operations of one graph and of the functions that it calls.
+
+    Args:
+        decisions: the decisions for the graph.
+        places: shapes and source lines of its nodes.
+    """
+
+    def __init__(self, decisions: Pass, places: Places) -> None:
+        self._decisions, self._places = decisions, places
+        self._cast: set[tuple[str, int]] = set()  # casts that are counted
+        self._anew: set[str] = set()  # nodes whose float32 copy is counted
+
+    def operations(self, results: Sequence[int]) -> Iterator[PlannedOperation]:
+        """Yield the operations in order: those of a called function before the call, casts of the results last.
+
+        Args:
+            results: the type that each result of the graph must have.
+        """
+        for decided in self._decisions.nodes:
+            for inside in decided.inside:
+                builder = PlanBuilder(inside.decisions, self._places.within(inside.name))
+                yield from builder.operations(inside.results)
+            if decided.node.op not in UNLISTED:
+                yield self._planned(decided)
+        for value, dtype in zip(self._decisions.graph.returns, results, strict=True):
+            if casts := self._new_casts([(value, dtype)], RESULT):
+                yield self._result_cast(value, casts)
+
+    def _planned(self, decided: Decided) -> PlannedOperation:
+        node, known = decided.node, self._decisions.known
+        inputs = [
+            (value, dtype) for value, dtype in zip(node.inputs, decided.input_types, strict=True) if value in known
+        ]
+        outputs = zip(node.outputs, (one.dtype for one in decided.results), strict=True)
+        casts = self._new_casts(inputs, decided.anew)
+        anew = self._newly_anew(inputs, decided.anew) if decided.anew else ()
+        bytes_cast = self._size((value, known[value].dtype) for value, _ in casts)
+        bytes_anew = self._size((value, FLOAT32) for value in anew)
+        return PlannedOperation(
+            decided.operation,
+            node.op,
+            " ".join(filter(None, (self._decisions.scopes.path_of(node), self._places.line(node.name)))),
+            decided.decision.op_class,
+            decided.outcome.format,
+            decided.outcome.reason,
+            casts=len(casts),
+            bytes_cast=bytes_cast,
+            bytes_moved=(self._size([*inputs, *outputs]) if _moves(decided) else 0)
+            + bytes_cast
+            + self._size(casts)
+            + bytes_anew,
+            bytes_moved_float32=self._moved_float32(decided) if _moves(decided) else 0,
+        )
+
+    def _moved_float32(self, decided: Decided) -> int:
+        """Return the bytes that a node moves as it was written, or those of the nodes that it replaces."""
+        node, graph = decided.node, self._decisions.graph
+        if node.name in graph.replaced_bytes:
+            return graph.replaced_bytes[node.name]
+        types = (port.dtype for port in [*node.input_ports, *node.output_ports])
+        return self._size(zip([*node.inputs, *node.outputs], types, strict=True))
+
+    def _new_casts(self, wanted: Iterable[tuple[str, int]], anew: Sequence[str]) -> set[tuple[str, int]]:
+        """Return values and types of the casts that a use adds; for values computed anew, casts of their inputs."""
+        found = set[tuple[str, int]]()
+        for value, dtype in wanted:
+            maker = self._made_anew(value, dtype, anew)
+            if maker is not None:
+                found |= self._new_casts(maker.typed_inputs, anew)
+            elif self._decisions.known[value].dtype != dtype and (value, dtype) not in self._cast:
+                found.add((value, dtype))
+        self._cast |= found
+        return found
+
+    def _newly_anew(self, wanted: Iterable[tuple[str, int]], anew: Sequence[str]) -> set[str]:
+        """Return the values that new float32 copies of nodes read and write."""
+        found = set[str]()
+        for value, dtype in wanted:
+            maker = self._made_anew(value, dtype, anew)
+            if maker is not None and maker.name not in self._anew:
+                self._anew.add(maker.name)
+                found |= {*maker.inputs, *maker.outputs} | self._newly_anew(maker.typed_inputs, anew)
+        return found
+
+    def _made_anew(self, value: str, dtype: int, anew: Sequence[str]) -> Node | None:
+        return self._decisions.computed_anew(value, anew) if dtype == FLOAT32 else None
+
+    def _result_cast(self, value: str, casts: Iterable[tuple[str, int]]) -> PlannedOperation:
+        decisions = self._decisions
+        maker = decisions.graph.maker.get(value)
+        before = self._size([(value, decisions.known[value].dtype)])
+        return PlannedOperation(
+            "cast",
+            "Cast",
+            decisions.scopes.path_of(maker) if maker else decisions.scopes.path,
+            "keep",
+            AS_WRITTEN,
+            "a function's result is float32",
+            casts=1,
+            bytes_cast=before,
+            bytes_moved=before + self._size(casts),
+        )
+
+    def _size(self, typed: Iterable[tuple[str, int]]) -> int:
+        """Return the bytes of values in these types."""
+        elements = self._places.elements
+        return sum(elements(self._decisions.graph, value) * width_of(dtype) for value, dtype in typed)
 
 
-def _needed(
-    decisions: Pass, wanted: Iterable[tuple[str, int]], cast: set[tuple[str, int]], anew: Sequence[str] = ()
-) -> set[tuple[str, int]]:
-    """Values and types to which they are cast here, and were not before; for what is computed anew, those it takes."""
-    needed = set[tuple[str, int]]()
-    for value, dtype in wanted:
-        maker = decisions.computed_anew(value, anew) if dtype == FLOAT32 else None
-        if maker is not None:
-            inputs = zip(maker.inputs, (port.dtype for port in maker.takes), strict=True)
-            needed |= _needed(decisions, inputs, cast, anew)
-        elif decisions.known[value].dtype != dtype and (value, dtype) not in cast:
-            needed.add((value, dtype))
-    cast |= needed
-    return needed
+def _moves(decided: Decided) -> bool:
+    """Return whether a node moves its values itself: a called function moves its own, and a shape needs none."""
+    return not decided.inside and decided.operation != "shape"
 
 
-def _computed_anew(decisions: Pass, wanted: Iterable[tuple[str, int]], done: set[str], anew: Sequence[str]) -> set[str]:
-    """Values that float32 versions of nodes read and write here, and did not before."""
-    found = set[str]()
-    for value, dtype in wanted:
-        maker = decisions.computed_anew(value, anew) if dtype == FLOAT32 else None
-        if maker is not None and maker.name not in done:
-            done.add(maker.name)
-            inputs = [(one, port.dtype) for one, port in zip(maker.inputs, maker.takes, strict=True)]
-            found |= {*maker.inputs, *maker.outputs} | _computed_anew(decisions, inputs, done, anew)
-    return found
+@functools.cache
+def width_of(dtype: int) -> int:
+    """Return the bytes of one element of a type; 0 for a type that is not a number.
 
-
-def _size(decisions: Pass, places: Places, typed: Iterable[tuple[str, int]]) -> int:
-    """Bytes of values in these types."""
-    return sum(places.elements(decisions.graph, value) * _width(dtype) for value, dtype in typed)
-
-
-def _planned(
-    decisions: Pass, decided: Decided, places: Places, cast: set[tuple[str, int]], anew: set[str]
-) -> PlannedOperation:
-    node, known = decided.node, decisions.known
-    wanted = [(value, dtype) for value, dtype in zip(node.inputs, decided.takes, strict=True) if value in known]
-    needed = _needed(decisions, wanted, cast, decided.anew)
-    again = _computed_anew(decisions, wanted, anew, decided.anew) if decided.anew else ()
-    given = zip(node.outputs, (one.dtype for one in decided.gives), strict=True)
-    moves = not decided.inside and decided.operation != "shape"  # what is inside moves them; a shape is read off
-    bytes_cast = _size(decisions, places, ((value, known[value].dtype) for value, _ in needed))
-    moved = _size(decisions, places, [*wanted, *given]) if moves else 0
-    return PlannedOperation(
-        decided.operation,
-        node.op,
-        " ".join(filter(None, (decisions.path_of(node), places.line(node.name)))),
-        decided.decision.op_class,
-        decided.outcome.format,
-        decided.outcome.reason,
-        casts=len(needed),
-        bytes_cast=bytes_cast,
-        bytes_moved=moved
-        + bytes_cast
-        + _size(decisions, places, needed)
-        + _size(decisions, places, ((value, FLOAT32) for value in again)),
-        bytes_moved_float32=_moved_float32(decisions, decided, places),
-    )
-
-
-def _moved_float32(decisions: Pass, decided: Decided, places: Places) -> int:
-    """Bytes that a node moved as it was written, or those that it stands for."""
-    node = decided.node
-    if decided.inside or decided.operation == "shape":
-        return 0
-    if node.name in decisions.graph.instead:
-        return decisions.graph.instead[node.name]
-    types = (port.dtype for port in [*node.takes, *node.gives])
-    return _size(decisions, places, zip([*node.inputs, *node.outputs], types, strict=True))
-
-
-def _result_cast(decisions: Pass, places: Places, value: str, needed: set[tuple[str, int]]) -> PlannedOperation:
-    maker = decisions.graph.maker.get(value)
-    before = _size(decisions, places, [(value, decisions.known[value].dtype)])
-    return PlannedOperation(
-        "cast",
-        "Cast",
-        decisions.path_of(maker) if maker else decisions.path,
-        "keep",
-        AS_WRITTEN,
-        "a function's result is float32",
-        casts=1,
-        bytes_cast=before,
-        bytes_moved=before + _size(decisions, places, needed),
-    )
-
-
-def _width(dtype: int) -> int:
-    """Bytes of an element; 0 of what is no number."""
-    return _WIDTHS.get(dtype % 100, 0)
-
-
-_WIDTHS = {
-    kind.as_datatype_enum: kind.size
-    for kind in (
-        tf.float16,
-        tf.bfloat16,
-        tf.float32,
-        tf.float64,
-        tf.complex64,
-        tf.complex128,
-        tf.bool,
-        tf.int8,
-        tf.int16,
-        tf.int32,
-        tf.int64,
-        tf.uint8,
-        tf.uint16,
-        tf.uint32,
-        tf.uint64,
-    )
-}
+    >>> width_of(tf.float16.as_datatype_enum), width_of(tf.resource.as_datatype_enum)
+    (2, 0)
+    """
+    kind = tf.as_dtype(dtype % 100)
+    is_number = kind.is_floating or kind.is_integer or kind.is_complex or kind.is_bool
+    return int(kind.size) if is_number else 0

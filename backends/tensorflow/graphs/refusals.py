@@ -1,4 +1,4 @@
-"""Errors for functions that cannot be rewritten; they name the node and where it was written."""
+"""Errors for functions that cannot be rewritten, with the node and its source line."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ import tensorflow as tf
 
 from polyamp.backends.tensorflow.graphs.places import Places
 from polyamp.backends.tensorflow.unstable import OUT_OF_SCOPE, graphs_around
-from polyamp.errors import InvalidTypeError, InvalidValueError, UnsupportedError, UsageError, warn_once
+from polyamp.errors import InvalidTypeError, UnsupportedError, UsageError, warn_once
 from polyamp.refusals import unscaled_loss
 
-_ENGINES = ("polyamp", "grappler")
 _FORMATS = ("float16", "bfloat16", "float32")
 POLICY_ATTRIBUTE = "_polyamp_policy"  # of nodes that a rewrite added or changed
 _GRADIENT = "PolyampRewritten"
@@ -32,22 +31,6 @@ def check_format(compute: str) -> None:
             found=compute,
             allowed=", ".join(_FORMATS),
             fix="choose one of these; tensorfloat32 is tf.config.experimental.enable_tensor_float_32_execution(True)",
-        )
-
-
-def check_engine(engine: str) -> None:
-    """Raise if the engine of a rewrite is unknown.
-
-    Raises:
-        InvalidValueError: it is neither ``polyamp`` nor ``grappler``.
-    """
-    if engine not in _ENGINES:
-        raise InvalidValueError(
-            "unknown engine",
-            where="rewrite(engine=)",
-            found=repr(engine),
-            allowed=", ".join(_ENGINES),
-            fix='leave it out, or "grappler" for TensorFlow\'s own pass',
         )
 
 
@@ -77,11 +60,11 @@ def check_function(fn: Any) -> None:
 
 def _neither(thing: Any) -> InvalidTypeError:
     return InvalidTypeError(
-        "this can be neither traced nor read as a graph",
+        "rewrite needs a function or a graph",
         where="rewrite(fn)",
         found=f"{type(thing).__module__}.{type(thing).__qualname__}",
         allowed="a function, a tf.function, a ConcreteFunction or, for polyamp.rewrite, a GraphDef",
-        fix="give the function itself, then its arguments; of a tf.Graph, as_graph_def()",
+        fix="pass the function itself, then its arguments; for a tf.Graph, pass graph.as_graph_def()",
     )
 
 
@@ -92,10 +75,10 @@ def rewritten_before(name: str, policy: str) -> UsageError:
     True
     """
     return UsageError(
-        "this was rewritten already",
+        "the function was rewritten under another policy already",
         where=name,
         found=policy,
-        fix="rewrite the function as it was written, or under the same policy",
+        fix="rewrite the original function, or use the same policy",
     )
 
 
@@ -114,7 +97,7 @@ def check_scaling(found: Any) -> None:
         )
     for place in found.clipped:
         warn_once(
-            f"gradients are clipped while they are scaled ({place}): the limit is too small by the loss scale. Give "
+            f"gradients are clipped while they are scaled ({place}): the limit is too small by the loss scale. Pass "
             "max_grad_norm= to polyamp.wrap_optimizer or LossScaler, or clip what scaler.unscale(grads) returns."
         )
 
@@ -125,11 +108,11 @@ def tracing(fn: Any) -> Iterator[None]:
     try:
         yield
     except OUT_OF_SCOPE as error:
-        raise _refused(fn, _FOREIGN, error, _GIVE_TENSOR) from error
+        raise _refused(fn, _FOREIGN, error, _PASS_TENSOR) from error
     except TypeError as error:
         if "Operation" not in str(error):
             raise
-        fix = "return tensors or nothing; a tf.function runs what has effects by itself"
+        fix = "return tensors or None; a tf.function runs operations with effects by itself"
         raise _refused(fn, "it returns an operation", error, fix) from error
     except RuntimeError as error:
         if "merge_call" not in str(error):
@@ -141,17 +124,17 @@ def check_captures(fn: Any, concrete: Any) -> None:
     """Raise if a function captured a tensor of a graph that is not being built around it.
 
     Raises:
-        UsageError: it did. TensorFlow would notice only when the function runs.
+        UsageError: it did. TensorFlow itself would raise only when the function runs.
     """
     around = graphs_around()
     symbolic = (tensor for tensor in concrete.captured_inputs if tf.is_symbolic_tensor(tensor))
     foreign = next((tensor for tensor in symbolic if tensor.graph not in around), None)
     if foreign is not None:
-        raise _refused(fn, _FOREIGN, Places(foreign.graph).of("", foreign.op.name), _GIVE_TENSOR)
+        raise _refused(fn, _FOREIGN, Places(foreign.graph).of("", foreign.op.name), _PASS_TENSOR)
 
 
 _FOREIGN = "it takes a tensor of another graph"
-_GIVE_TENSOR = "give that tensor as an argument"
+_PASS_TENSOR = "pass that tensor as an argument"
 
 
 def _refused(fn: Any, why: str, error: object, fix: str) -> UsageError:
@@ -179,9 +162,9 @@ def _refuse_gradient(operation: Any, *inputs: Any) -> Any:
         return list(map(tf.identity, inputs))
 
 
-_NO_GRADIENT = "no gradient is taken through a rewritten function"
+_NO_GRADIENT = "gradients cannot be taken through a rewritten function"
 _REWRITE_STEP = (
-    "rewrite the whole step, with its tf.GradientTape, or run this part under polyamp.autocast; where no gradient is "
-    "wanted, call it within tape.stop_recording()"
+    "rewrite the whole step, with its tf.GradientTape, or run this part under polyamp.autocast; if no gradient is "
+    "needed, call it inside tape.stop_recording()"
 )
 tf.RegisterGradient(_GRADIENT)(tf.autograph.experimental.do_not_convert(_refuse_gradient))

@@ -1,4 +1,4 @@
-"""`rewrite`: a training step run as a policy says, its backward pass and the functions that it calls included."""
+"""`rewrite`: a function whose graph runs under a policy, with its backward pass and the functions that it calls."""
 
 from __future__ import annotations
 
@@ -12,11 +12,10 @@ import tensorflow as tf
 
 from polyamp.backends.tensorflow.autocast.context import entered, intercept
 from polyamp.backends.tensorflow.devices import report_slow
-from polyamp.backends.tensorflow.graphs.decisions import Known, Pass, Rules
+from polyamp.backends.tensorflow.graphs.decisions import Pass, Rules
 from polyamp.backends.tensorflow.graphs.functions import REWRITTEN, Functions, Inside
 from polyamp.backends.tensorflow.graphs.graph import Graph
 from polyamp.backends.tensorflow.graphs.kernels import device_of
-from polyamp.backends.tensorflow.graphs.operands import captured, given
 from polyamp.backends.tensorflow.graphs.planning import plan_of
 from polyamp.backends.tensorflow.graphs.refusals import (
     check_captures,
@@ -28,6 +27,7 @@ from polyamp.backends.tensorflow.graphs.refusals import (
     tracing,
 )
 from polyamp.backends.tensorflow.graphs.scaling import scaling_of
+from polyamp.backends.tensorflow.graphs.values import Known, value_of_capture, value_of_type
 from polyamp.backends.tensorflow.graphs.writing import Writer
 from polyamp.backends.tensorflow.unstable import FunctionLibrary, call_in_place_of, options_of, register
 from polyamp.errors import warn_once
@@ -36,21 +36,22 @@ from polyamp.plan import Plan
 from polyamp.policy import Policy
 from polyamp.policy import policy as make_policy
 from polyamp.refusals import not_traced
+from polyamp.reports import NO_PRODUCTS, report_nothing_lowered, report_refused, report_unused
 
 _Function: Any = type(tf.function(lambda: None))
-_PASSES = 5  # a list may hold what comes from another list
-_PLANS = "_polyamp_plans"  # of a rewritten function's Python function, which bound methods share
+_PASSES = 5  # more than one, because a list may hold values from another list
+_PLANS = "_polyamp_plans"  # an attribute of a rewritten function's Python function, which bound methods share
 
 
 class Rewritten(_Function):
-    """What `rewrite` gives: a ``tf.function`` whose graphs are rewritten, with its plan."""
+    """A ``tf.function`` whose graphs are rewritten, with its plan; the result of `rewrite`."""
 
     @property
     def plan(self) -> Plan:
-        """The plan for the arguments that were seen first.
+        """The plan for the first arguments.
 
         Raises:
-            UsageError: none were seen yet.
+            UsageError: the function was not called yet.
         """
         plans = getattr(self.python_function, _PLANS)
         if not plans:
@@ -66,10 +67,11 @@ def rewrite(
     jit_compile: bool | None = None,
     **kwargs: Any,
 ) -> Rewritten:
-    """A function whose graph, its backward pass included, runs as a policy says.
+    """Return a function whose whole graph, including its backward pass, runs under a policy.
 
-    It is traced as it is written, in float32; then the flow rule decides every node, functions that it calls and
-    gradients among them. What updates variables stays as it is. Arguments, results and variables keep their types.
+    The function is traced as it is written, in float32. Then the flow rule decides every node, also in the functions
+    that it calls and in gradients. Updates of variables stay as they are. Arguments, results and variables keep their
+    types.
 
     >>> weight = tf.Variable(tf.ones((4, 2)))
     >>> def step(x):
@@ -84,19 +86,19 @@ def rewrite(
     (16.0, tf.float32)
 
     Args:
-        fn: a Python function, a ``tf.function`` (whose ``jit_compile``, ``input_signature`` and ``reduce_retracing``
-            hold), or a ``ConcreteFunction``.
-        *args: example arguments (``tf.TensorSpec`` will do for tensors), to trace now; else the first call does.
-        policy: a policy or its name, bound now; None is the current policy.
-        jit_compile: as of ``tf.function``; None is what ``fn`` has.
+        fn: a Python function, a ``tf.function`` (its ``jit_compile``, ``input_signature`` and ``reduce_retracing``
+            stay in force), or a ``ConcreteFunction``.
+        *args: example arguments, to trace now instead of at the first call. A tensor may be a ``tf.TensorSpec``.
+        policy: a policy or its name, bound now; None means the current policy.
+        jit_compile: as in ``tf.function``; None means the value of ``fn``.
         **kwargs: example keyword arguments.
 
     Returns:
-        A ``tf.function`` with an attribute ``plan``. It traces and rewrites once for each signature. Gradients through
-        it cannot be taken: rewrite the step that takes them.
+        A ``tf.function`` with an attribute ``plan``. It traces and rewrites once for each signature. You cannot take
+        gradients through it: rewrite the step that takes them.
 
     Raises:
-        InvalidTypeError: ``fn`` cannot be called.
+        InvalidTypeError: ``fn`` is not callable.
         UnsupportedError: TensorFlow does not compute in the policy's format.
         UsageError: when tracing: ``fn`` was rewritten under another policy, returns operations, or takes tensors of
             another graph.
@@ -115,7 +117,7 @@ def rewrite(
 
 
 def explain(fn: Any, *args: Any, policy: Policy | str | None = None, **kwargs: Any) -> Plan:
-    """What every node of a function's graph runs in, where and why. Nothing is computed.
+    """Return the plan of a function's graph: the format of every node, with the reason. Nothing is computed.
 
     >>> plan = explain(lambda x: tf.exp(x @ x), tf.ones((2, 2)), policy="mixed_float16")
     >>> [(op.name, op.format, op.reason) for op in plan.operations][:2]
@@ -123,8 +125,8 @@ def explain(fn: Any, *args: Any, policy: Policy | str | None = None, **kwargs: A
 
     Args:
         fn: as for `rewrite`, or a ``GraphDef``.
-        *args: its arguments; ``tf.TensorSpec`` will do for tensors.
-        policy: a policy or its name; None is the current policy.
+        *args: its arguments. A tensor may be a ``tf.TensorSpec``.
+        policy: a policy or its name; None means the current policy.
         **kwargs: its keyword arguments.
     """
     chosen = make_policy(policy)
@@ -136,10 +138,10 @@ def explain(fn: Any, *args: Any, policy: Policy | str | None = None, **kwargs: A
 
 
 def rewritten_graph(graph_def: Any, policy: Policy | str | None = None) -> Any:
-    """A ``GraphDef`` run as a policy says, to be imported in the place of the original; nodes keep their names.
+    """Return a ``GraphDef`` that runs under a policy, to import instead of the original. Nodes keep their names.
 
-    What nothing in the graph takes, such as a loss, has the type it had. Of other nodes that run in 16 bits, what a
-    session fetches comes in 16 bits.
+    Outputs that no node takes, such as a loss, keep their types. If a session fetches another node that runs in 16
+    bits, the result is in 16 bits.
 
     >>> with tf.Graph().as_default() as graph:
     ...     _ = tf.matmul(tf.ones((2, 2)), tf.ones((2, 2)), name="product")
@@ -147,11 +149,11 @@ def rewritten_graph(graph_def: Any, policy: Policy | str | None = None) -> Any:
     ['Const', 'Const', 'Cast', 'Cast', 'MatMul', 'Cast']
 
     Args:
-        graph_def: a ``GraphDef`` with the functions that it calls. It stays as it is.
-        policy: a policy or its name; None is the current policy.
+        graph_def: a ``GraphDef`` with the functions that it calls. It is not changed.
+        policy: a policy or its name; None means the current policy.
 
     Raises:
-        InvalidTypeError: no ``GraphDef``.
+        InvalidTypeError: it is not a ``GraphDef``.
         UnsupportedError: TensorFlow does not compute in the policy's format.
         UsageError: it was rewritten already.
     """
@@ -183,7 +185,7 @@ def _traced_by(fn: Callable[..., Any], policy: Policy) -> Callable[..., Any]:
 
 
 def name_of(fn: Any) -> str:
-    """A function's name with the place where it was written: many are called ``<lambda>`` or ``step``.
+    """Return a function's name with the place where it was written, because many have the name ``<lambda>``.
 
     >>> name_of(tf.function(len))
     'len'
@@ -194,7 +196,7 @@ def name_of(fn: Any) -> str:
 
 
 def concrete_of(fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """``fn`` traced, as it was written."""
+    """Trace ``fn`` as it is written, without autocast."""
     intercept()
     function = fn if isinstance(fn, _Function) else tf.function(fn)
     with tracing(fn), entered(None):
@@ -204,15 +206,21 @@ def concrete_of(fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
 
 
 def decided_for(concrete: Any, policy: Policy, *, fuses: bool = True) -> Pass:
-    """Every node of a ``ConcreteFunction``, decided under a policy; ``fuses`` as of `Rules`."""
+    """Return the decisions for a ``ConcreteFunction`` under a policy.
+
+    Args:
+        concrete: the function.
+        policy: the policy.
+        fuses: whether kernels replace the norms that it writes out.
+    """
     rules, library = Rules(policy, fuses=fuses), FunctionLibrary()
     graph = Graph.of_function(concrete.function_def, library)
-    arguments, traced = _arguments(graph, concrete.captured_inputs, policy.compute), concrete.graph
+    arguments, traced = _arguments(graph, concrete.captured_inputs, rules), concrete.graph
     return _settled(rules, lambda: Pass(graph, rules, Functions(library, rules, traced), arguments, traced=traced))
 
 
 def _settled(rules: Rules, decide: Callable[[], Pass]) -> Pass:
-    """Repeat a pass until it is known what lists hold, or often enough: any of them is consistent."""
+    """Repeat a pass until the contents of lists are known; after any number of passes the result is consistent."""
     decisions = decide()
     for _ in range(_PASSES - 1):
         rules.lists.keep(decisions.known[value].held for value in decisions.graph.returns)
@@ -222,13 +230,13 @@ def _settled(rules: Rules, decide: Callable[[], Pass]) -> Pass:
     return decisions
 
 
-def _arguments(graph: Graph, captures: Sequence[Any], compute: str) -> list[Known]:
-    """What is known of a program's arguments, the last of which are what it captured."""
+def _arguments(graph: Graph, captures: Sequence[Any], rules: Rules) -> list[Known]:
+    """Return what is known of a program's arguments; the last of them are captured values."""
     types = [dtype for _, dtype in graph.arguments]
     own = len(types) - len(captures)
-    known = [Known(dtype, given(dtype)) for dtype in types[:own]]
+    known = [Known(dtype, value_of_type(dtype)) for dtype in types[:own]]
     pairs = zip(types[own:], captures, strict=True)
-    return [*known, *(Known(dtype, *captured(tensor, compute)) for dtype, tensor in pairs)]
+    return [*known, *(Known(dtype, *value_of_capture(tensor, rules.decider)) for dtype, tensor in pairs)]
 
 
 def _decided_graph(graph_def: Any, policy: Policy) -> Pass:
@@ -239,7 +247,7 @@ def _decided_graph(graph_def: Any, policy: Policy) -> Pass:
 
 
 def _called(concrete: Any, decisions: Pass, args: Sequence[Any], kwargs: Mapping[str, Any], name: str) -> Any:
-    """Call ``concrete`` rewritten; to be called while the graph that is to hold the call is built."""
+    """Call the rewritten ``concrete`` while the graph is built that will contain the call."""
     definition = concrete.function_def
     results = tuple(dtype for _, dtype in decisions.graph.results)
     written: list[Any] = []
@@ -251,36 +259,25 @@ def _called(concrete: Any, decisions: Pass, args: Sequence[Any], kwargs: Mapping
 
 
 def _report(decisions: Pass, name: str) -> None:
-    """Say once what had no effect."""
+    """Warn once about everything that had no effect."""
     rules = decisions.rules
-    for rule in rules.unused:
-        warn_once(
-            f"the rule {rule.pattern!r} of {rules.policy} matched nothing in {name}: it is neither an operation there "
-            "(see docs/operations.md) nor a name scope or layer. polyamp.explain lists what there is.",
-            stacklevel=2,
-        )
+    report_unused(rules.decider.unused, where=name, paths="a name scope or layer", of=rules.policy)
     for op, place in rules.not_entered.items():
         warn_once(
             f"the functions of {op} ({place}) run as written in {name}: a rewrite does not enter them, and they have "
-            "products. Rewrite, or run under polyamp.autocast, the function that is given to that operation.",
+            "products. Rewrite the function that this operation takes, or run it under polyamp.autocast.",
             stacklevel=2,
         )
-    for missing, asked in rules.refused.items():
-        warn_once(
-            f"{asked} of {rules.policy} is not kept in {name}: there is {missing}; it runs in float32.", stacklevel=2
-        )
+    report_refused(rules.decider.refused, where=name, of=rules.policy)
     for operation, device in _lowered(decisions):
         report_slow(operation, rules.compute, device)
     if format_of(rules.compute).is_low and not _lowers(decisions) and not rules.not_entered:
-        warn_once(
-            f"rewrite to {rules.compute} changed nothing in {name}: it has no float32 operation of class lower, such "
-            "as matmul and conv, that this device's kernels take. polyamp.explain gives the reason for each operation.",
-            stacklevel=2,
-        )
+        why = f"{NO_PRODUCTS}, that this device's kernels take"
+        report_nothing_lowered("rewrite", rules.compute, where=name, why=why)
 
 
 def _lowered(decisions: Pass) -> set[tuple[str, str]]:
-    """The operations that run in the compute format because they are to, each with a type of device."""
+    """Return the operations of class ``lower`` that run in the compute format, each with its type of device."""
     found = {pair for decided in decisions.nodes for inside in decided.inside for pair in _lowered(inside.decisions)}
     is_low = format_of(decisions.rules.compute).is_low
     return found | {

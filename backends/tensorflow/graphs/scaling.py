@@ -130,4 +130,4 @@ def _clipping(decisions: Pass, grads: list[str]) -> Iterator[Node]:
 
 def _place(decisions: Pass, places: Places, value: str) -> str:
     node = decisions.graph.maker[value]
-    return places.line(node.name) or decisions.path_of(node)
+    return places.line(node.name) or decisions.scopes.path_of(node)

@@ -1,7 +1,7 @@
-"""Finds the parts of a training step that keep state: they are never lowered.
+"""Find the parts of a training step: its backward pass, its update, and its moving averages.
 
-Unscaling, clipping and the optimizer's arithmetic handle numbers far smaller than float16 holds; and a moving average
-takes steps so small that in 16 bits it would stand still.
+The update and the averages keep state and are never lowered. Unscaling, clipping and the optimizer's arithmetic handle
+numbers far smaller than float16 holds, and a moving average changes by so little that in 16 bits it would not change.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ _WRITES = re.compile(r"(Assign|ResourceApply|ResourceSparseApply|ResourceScatter
 _FACTORS = ("Mul", "MulNoNan", "RealDiv", "Div")
 
 
-class Regions(NamedTuple):
-    """What of a graph keeps state.
+class Parts(NamedTuple):
+    """The parts of a training step in a graph.
 
     Attributes:
-        update: names of the nodes that update what is trained.
-        averaging: names of the nodes between a read and a write of one variable, outside of that.
-        averages: the writes of moving averages: of what a variable held, times a factor, plus something new.
-        backward: names of the nodes of the backward pass: what gives gradients, and what is made of them.
+        update: names of the nodes that update trained variables.
+        averaging: names of the nodes outside the update that are between a read and a write of the same variable.
+        averages: the writes of moving averages: a variable's old value times a factor, plus something new.
+        backward: names of the nodes of the backward pass: those that compute gradients, and those that follow them.
     """
 
     update: set[str]
@@ -35,13 +35,13 @@ class Regions(NamedTuple):
     backward: set[str]
 
 
-def regions(graph: Graph, library: Mapping[str, Any]) -> Regions:
-    """The update, and what keeps moving averages.
+def parts_of(graph: Graph, library: Mapping[str, Any]) -> Parts:
+    """Return the parts of a step.
 
-    The update is what stands in the scope of a wrapped optimizer; what comes after gradients, when no gradient comes
-    after it; and what is made of the state that it keeps, such as momentum.
+    These nodes are in the update: those in the scope of a wrapped optimizer; those that follow a gradient and that no
+    gradient follows; and those that follow reads of the update's own state, such as momentum.
     """
-    gradients = {node.name for node in graph.nodes if _gives_gradient(node, library)}
+    gradients = {node.name for node in graph.nodes if _computes_gradient(node, library)}
     marked = {node.name for node in graph.nodes if UPDATE_SCOPE in node.name.split("/")}
     consumers = graph.consumers()
     before = _reaching(graph, gradients | marked) - marked
@@ -50,17 +50,17 @@ def regions(graph: Graph, library: Mapping[str, Any]) -> Regions:
     while state := _state_reads(graph, update, before):
         update |= state | (_after(consumers, state) - gradients - before)
     update |= _sums_of_gradients(graph, update, consumers)
-    ways = {
-        node: _ways(graph, node, before, consumers)
+    paths = {
+        node: _paths(graph, node, before, consumers)
         for node in graph.nodes
         if _writes_number(node) and node.name not in update
     }
-    averages = [node for node, way in ways.items() if way and _is_average(node, way)]
-    return Regions(update, {one.name for way in ways.values() for one in way}, averages, backward)
+    averages = [node for node, path in paths.items() if path and _is_average(node, path)]
+    return Parts(update, {one.name for path in paths.values() for one in path}, averages, backward)
 
 
 def is_gradient(name: str) -> bool:
-    """Whether a node belongs to the backward pass: by the scopes of ``tf.GradientTape`` and ``tf.gradients``.
+    """Return whether a node belongs to the backward pass, by the scopes of ``tf.GradientTape`` and ``tf.gradients``.
 
     >>> is_gradient("gradient_tape/dense/MatMul"), is_gradient("dense/MatMul")
     (True, False)
@@ -69,13 +69,13 @@ def is_gradient(name: str) -> bool:
 
 
 def backward_pass(graph: Graph, library: Mapping[str, Any]) -> set[str]:
-    """Names of the nodes that belong to a backward pass: those that give gradients, and what is made of them."""
-    gradients = {node.name for node in graph.nodes if _gives_gradient(node, library)}
+    """Return the names of the nodes of a backward pass: those that compute gradients, and those that follow them."""
+    gradients = {node.name for node in graph.nodes if _computes_gradient(node, library)}
     return _after(graph.consumers(), gradients)
 
 
 def forward_of(name: str) -> str:
-    """The forward operation that a node of the backward pass differentiates, by its scope.
+    """Return the forward operation that a node of the backward pass differentiates, by the node's scope.
 
     >>> forward_of("gradient_tape/dense/MatMul/MatMul_1"), forward_of("gradient_tape/loop/gradients/loop/Exp_grad/mul")
     ('dense/MatMul', 'loop/Exp')
@@ -89,17 +89,17 @@ def forward_of(name: str) -> str:
     return "/".join(next(filter(None, reversed(parts)), []))
 
 
-def _gives_gradient(node: Node, library: Mapping[str, Any]) -> bool:
-    """Whether gradients come from a node. The lists that a loop fills for its gradient stand in its scope too."""
+def _computes_gradient(node: Node, library: Mapping[str, Any]) -> bool:
+    """Return whether a node computes gradients. Its scope also has the lists that a loop fills for its gradient."""
     if is_gradient(node.name):
-        return any(port.dtype in FLOATING for port in node.gives)
+        return any(port.dtype in FLOATING for port in node.output_ports)
     attributes = node.definition.attr
     names = [attributes[key].func.name for key in ("f", "body", "then_branch") if key in attributes]
     return any("__backward_" in name or _returns_gradient(library.get(name)) for name in names)
 
 
 def _returns_gradient(function: Any) -> bool:
-    """Whether what a ``FunctionDef`` returns is made of gradients that it takes."""
+    """Return whether the results of a ``FunctionDef`` are made from gradients."""
     if function is None:
         return False
     inputs = {node.name: [_maker_name(text) for text in node.input] for node in function.node_def}
@@ -108,7 +108,7 @@ def _returns_gradient(function: Any) -> bool:
 
 
 def _maker_name(reference: str) -> str:
-    """The node in ``node:output:0``; what a node only comes after, ``^node``, gives it nothing."""
+    """Return the node in ``node:output:0``. A control input ``^node`` names no node: it has no value."""
     return reference.partition(":")[0]
 
 
@@ -137,7 +137,7 @@ def _made_by(graph: Graph, node: Node) -> list[Node]:
 
 
 def _state_reads(graph: Graph, update: set[str], before: set[str]) -> set[str]:
-    """Nodes that read variables which only the update uses, and are not in its region yet."""
+    """Return nodes that read variables which only the update uses, and that are not in the update yet."""
     writes = (node for node in graph.nodes if node.name in update and _WRITES.fullmatch(node.op))
     handles = {value for node in writes for value in node.inputs[:1]}
     if not handles:
@@ -148,7 +148,7 @@ def _state_reads(graph: Graph, update: set[str], before: set[str]) -> set[str]:
 
 
 def _sums_of_gradients(graph: Graph, update: set[str], consumers: Mapping[str, list[Node]]) -> set[str]:
-    """Sums of one parameter's gradients, which in 16 bits would stop growing: with many uses, many terms."""
+    """Return sums of one parameter's gradients. A parameter with many uses has many terms, too many for 16 bits."""
     sums = (node for node in graph.nodes if node.op in ("AddN", "AddV2", "Add") and is_gradient(node.name))
     return {
         node.name for node in sums if consumers[node.name] and all(one.name in update for one in consumers[node.name])
@@ -156,11 +156,11 @@ def _sums_of_gradients(graph: Graph, update: set[str], consumers: Mapping[str, l
 
 
 def _writes_number(node: Node) -> bool:
-    return node.op.startswith("Assign") and node.op.endswith("VariableOp") and node.takes[1].dtype in FLOATING
+    return node.op.startswith("Assign") and node.op.endswith("VariableOp") and node.input_ports[1].dtype in FLOATING
 
 
-def _ways(graph: Graph, write: Node, before: set[str], consumers: Mapping[str, list[Node]]) -> list[Node]:
-    """The nodes on ways from reads of a variable to a write of it that no gradient comes after."""
+def _paths(graph: Graph, write: Node, before: set[str], consumers: Mapping[str, list[Node]]) -> list[Node]:
+    """Return the nodes on paths from a variable's reads to a write of it that no gradient follows."""
     handle, value = write.inputs[:2]
     last = graph.maker.get(value)
     makers = _closure(
@@ -171,5 +171,5 @@ def _ways(graph: Graph, write: Node, before: set[str], consumers: Mapping[str, l
     return list(_closure(reads, lambda node: makers.intersection(consumers[node.name])) - reads)
 
 
-def _is_average(write: Node, way: Iterable[Node]) -> bool:
-    return write.op != "AssignVariableOp" or any(node.op in _FACTORS for node in way)
+def _is_average(write: Node, path: Iterable[Node]) -> bool:
+    return write.op != "AssignVariableOp" or any(node.op in _FACTORS for node in path)

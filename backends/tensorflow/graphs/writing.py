@@ -1,4 +1,8 @@
-"""Writes a decided graph: nodes in their new types, and one cast for each value and direction."""
+"""Write a decided graph: its nodes with their new types, and one cast for each value and type.
+
+For example, for float16 the inputs of ``MatMul(x, w)`` become ``x/polyamp_cast_0_float16`` and
+``w/polyamp_cast_0_float16``, two new ``Cast`` nodes.
+"""
 
 from __future__ import annotations
 
@@ -8,25 +12,26 @@ from typing import Any
 
 import tensorflow as tf
 
-from polyamp.backends.tensorflow.graphs.decisions import Decided, Known, Pass
+from polyamp.backends.tensorflow.graphs.decisions import Decided, Pass
 from polyamp.backends.tensorflow.graphs.functions import Inside
 from polyamp.backends.tensorflow.graphs.graph import FLOAT32, Graph, Node, NodeDef
 from polyamp.backends.tensorflow.graphs.refusals import POLICY_ATTRIBUTE
+from polyamp.backends.tensorflow.graphs.values import Known
 from polyamp.backends.tensorflow.steps.averages import decisions_of, guarded, must_run
 
 RESULT = ("saturated",)
-"""Roles of results that a function gives unrounded."""
+"""Roles of results that a function returns unrounded."""
 
-_numbers = itertools.count(1)  # of functions, whose names are the process's
-# Promises about the function as it was: how to differentiate it, and what TensorFlow may put in its place.
+_numbers = itertools.count(1)  # numbers of functions, for names that are unique in the process
+# Attributes about the function before the change: how to differentiate it, and what TensorFlow may replace it by.
 _OUTDATED = ("api_implements", "api_preferred_device", "backward_function_name", "forward_function_name")
 
 
 class Writer:
-    """Writes functions, each once.
+    """The rewritten functions of a program, each written once.
 
     Args:
-        publish: takes every new ``FunctionDef``, after those that it calls.
+        publish: is called with every new ``FunctionDef``, after those that it calls.
     """
 
     def __init__(self, publish: Callable[[Any], None]) -> None:
@@ -34,18 +39,18 @@ class Writer:
         self._written: dict[Any, str] = {}
 
     def function(self, inside: Inside, definition: Any) -> str:
-        """The name of a function with the body that was decided; its own where nothing in it changed."""
+        """Write a function with its decided body and return its name; the old name if nothing changed."""
         key = (id(inside.decisions), inside.results)
         if key not in self._written:
             self._written[key] = self._new_function(inside, definition)
         return self._written[key]
 
     def graph(self, decisions: Pass) -> list[Any]:
-        """The nodes of a ``GraphDef``; what nothing takes has the type and the name that it had."""
+        """Return the nodes of a ``GraphDef``. Outputs that no node takes keep their types and names."""
         body = self._body(decisions)
         consumers = decisions.graph.consumers()
         for decided in decisions.nodes:
-            if not consumers[decided.node.name] and len(decided.gives) == 1:
+            if not consumers[decided.node.name] and len(decided.results) == 1:
                 body.restore(decided)
         return body.nodes
 
@@ -83,12 +88,12 @@ class Writer:
 
 
 class Body:
-    """The nodes of one graph, as they are written.
+    """The nodes of one graph while it is written.
 
     Attributes:
-        nodes: ``NodeDef`` of what was written so far.
+        nodes: a ``NodeDef`` for each node written so far.
         changed: whether any differs from the original.
-        must_run: nodes that were added for their effects.
+        must_run: names of nodes that were added for their effects.
     """
 
     def __init__(self, decisions: Pass, writer: Writer) -> None:
@@ -103,7 +108,7 @@ class Body:
     def add(self, decided: Decided) -> None:
         """Write a node, and before it the casts that its inputs need."""
         node = decided.node
-        pairs = zip(node.inputs, decided.takes, strict=True)
+        pairs = zip(node.inputs, decided.input_types, strict=True)
         inputs = [self.value(value, dtype, decided.anew) for value, dtype in pairs]
         changes = {**decided.changes, **self._called(decided)}
         if changes:
@@ -112,7 +117,7 @@ class Body:
         self.nodes.append(_with(node.definition, [*inputs, *(f"^{name}" for name in node.controls)], changes))
 
     def value(self, value: str, dtype: int, anew: Sequence[str] = ()) -> str:
-        """A value in a type: itself, or the one cast of it; or, of a role in ``anew``, a second one."""
+        """Return the name of a value in a type: itself, its cast, or its float32 copy if its role is in ``anew``."""
         known = self._decisions.known[value]
         if known.dtype == dtype or known.dtype > 100:
             return value
@@ -132,7 +137,7 @@ class Body:
         return f"{name}:y:0" if graph.in_function else name
 
     def _again(self, node: Node, anew: Sequence[str]) -> str:
-        """What a node gives, in float32: by a second node beside the one that runs in 16 bits."""
+        """Return a node's output in float32, from a second node next to the one that runs in 16 bits."""
         if node.name not in self._anew:
             again = self._in_float32(node, anew)
             again.name = f"{node.name}/polyamp_float32"
@@ -142,21 +147,21 @@ class Body:
         return self._anew[node.name]
 
     def _in_float32(self, node: Node, anew: Sequence[str]) -> Any:
-        inputs = [self.value(value, port.dtype, anew) for value, port in zip(node.inputs, node.takes, strict=True)]
+        inputs = [self.value(value, dtype, anew) for value, dtype in node.typed_inputs]
         return _with(node.definition, inputs, {POLICY_ATTRIBUTE: self._mark})
 
     def guard_averages(self) -> None:
-        """Add what keeps moving averages as they were where a wrapped optimizer skips the step."""
+        """Add nodes that keep moving averages unchanged if a wrapped optimizer skips the step."""
         decisions, graph = self._decisions, self._decisions.graph
         applied = decisions_of(graph)
-        if applied and decisions.regions.averages:
-            added = guarded(graph, decisions.regions.averages, applied, self.nodes)
+        if applied and decisions.parts.averages:
+            added = guarded(graph, decisions.parts.averages, applied, self.nodes)
             self.nodes.extend(added)
             self.must_run, self.changed = must_run(added), True
 
     def restore(self, decided: Decided) -> None:
-        """Give a node's name to a cast of its only value to the type that it had."""
-        (port,), (known,) = decided.node.gives, decided.gives
+        """Give a node's name to a cast of its only output to its old type."""
+        (port,), (known,) = decided.node.output_ports, decided.results
         if port.dtype == known.dtype:
             return
         place, node = next((place, node) for place, node in enumerate(self.nodes) if node.name == decided.node.name)
@@ -173,7 +178,7 @@ class Body:
         self.nodes.append(cast)
 
     def _called(self, decided: Decided) -> dict[str, Any]:
-        """The attributes of a node that name the functions it calls."""
+        """Return the changed attributes that name the functions which a node calls."""
         if not decided.inside:
             return {}
         library = self._decisions.functions.library
@@ -182,7 +187,7 @@ class Body:
 
 
 def cast_name(graph: Graph, value: str, target: int) -> str:
-    """The name of the node that casts a value to a type."""
+    """Return the name of the node that casts a value to a type."""
     maker = graph.maker.get(value)
     port = maker.outputs.index(value) if maker else 0
     return f"{maker.name if maker else value}/polyamp_cast_{port}_{tf.as_dtype(target).name}"

@@ -49,7 +49,7 @@ def guarded(graph: Graph, averages: Sequence[Node], decided: Sequence[Node], wri
 
 def _read(name: str, handle: str, controls: Sequence[str], average: Node) -> Any:
     node = NodeDef(name=name, op="ReadVariableOp", input=[handle, *(f"^{one}" for one in controls)])
-    node.device, node.attr["dtype"].type = average.definition.device, average.takes[1].dtype
+    node.device, node.attr["dtype"].type = average.definition.device, average.input_ports[1].dtype
     return node
 
 
@@ -61,7 +61,7 @@ def _restoring(average: Node, handle: str, applied: str, users: Sequence[str]) -
     chosen = NodeDef(name=f"{name}/polyamp_chosen", op="SelectV2", input=values, device=device)
     restored = NodeDef(name=f"{name}/polyamp_restored", op="AssignVariableOp", device=device)
     restored.input.extend([handle, f"{chosen.name}:output:0"])
-    chosen.attr["T"].type = restored.attr["dtype"].type = average.takes[1].dtype
+    chosen.attr["T"].type = restored.attr["dtype"].type = average.input_ports[1].dtype
     return [after, chosen, restored]
 
 

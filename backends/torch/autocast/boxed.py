@@ -1,8 +1,7 @@
-"""The compiled kernels of overridden operations, in place of those that are registered through torch.library.
+"""The compiled kernels of overridden operations (``csrc/autocast.cpp``), used if the extension is.
 
-They do the same at a fraction of the cost: ``csrc/autocast.cpp``, where the extension is in use. What they cannot find
-out without Python (which region holds in a function that runs again, what its policy does with an operator) they ask
-here, and keep.
+They replace the kernels of `overrides` and `weights`, and cost a fraction. They ask Python for two things: the region
+of a function that runs again, and what a region does with an operator. They remember the second.
 """
 
 from __future__ import annotations
@@ -14,13 +13,14 @@ from enum import IntEnum
 from typing import Any
 
 from polyamp.backends.torch import unstable
-from polyamp.backends.torch.autocast import regions
+from polyamp.backends.torch.autocast import frames
+from polyamp.backends.torch.autocast.regions import LIMIT, MARKED, Region, numbered
 from polyamp.backends.torch.building import extension
 from polyamp.errors import ExtensionError
 
 
 class Behaviour(IntEnum):
-    """What a kernel does with an operation's tensors: the numbers of ``csrc/autocast.cpp``, where 0 is undecided.
+    """The treatments of an operation's tensors, by their numbers in ``csrc/autocast.cpp``, where 0 is undecided.
 
     >>> Behaviour.NATIVE
     <Behaviour.NATIVE: 1>
@@ -36,19 +36,19 @@ class Behaviour(IntEnum):
     INNER_BFLOAT16 = 8
 
 
-Choice = Callable[[regions.Region | None], Behaviour]
+Choice = Callable[[Region | None], Behaviour]
 
 _UNKNOWN_REGION = -2
 _Choose = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64, ctypes.c_int64)
 
 
 class Kernels:
-    """The loaded library; there is one in a process, since what it registers stays."""
+    """The loaded library; a process has one, since its registrations stay."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
-        # As a PyDLL: its functions are shorter than it takes to let other threads run meanwhile.
+        # A PyDLL keeps the interpreter's lock: releasing it would take longer than these functions.
         self._library = ctypes.PyDLL(library._name, handle=library._handle)
-        self._places: list[tuple[str, Choice]] = []
+        self._registered: list[tuple[str, Choice]] = []
         self._choose = _Choose(self._answer)
         self.state = self._function("state", ctypes.c_int64)
         self.become = self._function("become", None, ctypes.c_int64, ctypes.c_int64)
@@ -57,30 +57,30 @@ class Kernels:
         set_up = self._registering("set_up", ctypes.c_char_p, ctypes.c_char_p, ctypes.c_int64, _Choose)
         self._override = self._registering("override", *[ctypes.c_char_p] * 2, ctypes.c_int64, *[ctypes.c_int] * 2)
         self._watch = self._registering("watch", ctypes.c_char_p, ctypes.c_char_p)
-        first, second = regions.MARKED
-        set_up(first.encode(), second.encode(), regions.LIMIT, self._choose)
+        first, second = MARKED
+        set_up(first.encode(), second.encode(), LIMIT, self._choose)
 
     def override(self, name: str, device_type: str, choice: Choice, *, listed: bool, only_the_first: bool) -> None:
         """Register a kernel for an operator on one device type.
 
         Args:
             name: the operator, as ``aten::softmax.int``.
-            device_type: whose autocast it belongs to.
-            choice: what is done with it in a region.
-            listed: whether native autocast's kernel is what runs where nothing else is to be done.
-            only_the_first: cast the first argument alone.
+            device_type: the device type whose autocast it belongs to.
+            choice: returns what to do with it in a region.
+            listed: whether native autocast's kernel runs where the region does not override it.
+            only_the_first: whether only the first argument is cast.
         """
-        self._places.append((device_type, choice))
-        self._override(name.encode(), device_type.encode(), len(self._places) - 1, listed, only_the_first)
+        self._registered.append((device_type, choice))
+        self._override(name.encode(), device_type.encode(), len(self._registered) - 1, listed, only_the_first)
 
     def watch(self, name: str, device_type: str) -> None:
-        """Register a kernel that drops casts of weights where an operator updates its first argument."""
+        """Register a kernel that drops casts of weights when an operator updates its first argument."""
         self._watch(name.encode(), device_type.encode())
 
     @unstable.never_compiled
-    def _answer(self, place: int, number: int) -> int:
-        device_type, choice = self._places[place]
-        region = regions.current(device_type) if number == _UNKNOWN_REGION else regions.numbered(number)
+    def _answer(self, index: int, number: int) -> int:
+        device_type, choice = self._registered[index]
+        region = frames.current(device_type) if number == _UNKNOWN_REGION else numbered(number)
         return choice(region)
 
     def _function(self, name: str, result: Any, *arguments: Any) -> Any:
@@ -104,13 +104,13 @@ _kernels: Kernels | None = None
 
 
 def kernels(*, required: bool = True) -> Kernels | None:
-    """The compiled kernels, which are loaded by the first call; None where the extension is not in use.
+    """Return the compiled kernels, and load them at the first call; None if the extension is not in use.
 
     Args:
         required: see `extension.library`.
 
     Raises:
-        ExtensionError: it is required and there is none, or it refuses this torch.
+        ExtensionError: the extension is required and missing, or PyTorch refuses its kernels.
     """
     global _kernels
     with _lock:
@@ -118,7 +118,7 @@ def kernels(*, required: bool = True) -> Kernels | None:
             library = extension.library("autocast", required=required)
             if library is not None:
                 _kernels = Kernels(library)
-                regions.mirror_in(_kernels)
+                frames.mirror_in(_kernels)
         return _kernels
 
 
@@ -129,7 +129,7 @@ def forget_casts() -> None:
 
 
 def forgotten() -> int:
-    """How often the kernels have dropped this thread's casts."""
+    """Return how often the kernels have dropped this thread's casts."""
     return 0 if _kernels is None else int(_kernels.forgotten())
 
 

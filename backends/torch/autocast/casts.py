@@ -1,4 +1,4 @@
-"""What an overridden operation does with its arguments: the behaviours behind the classes of operations."""
+"""The casts of an overridden operation's arguments and results, one function for each behaviour."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from polyamp.backends.torch.unstable import schema_arguments
 
 Call = Callable[..., Any]
 
-# Their statistics are float32 buffers that the operator changes, and their kernels take 16-bit inputs beside float32
-# weights: casting more than the input would lose the update.
+# Their kernels take 16-bit inputs with float32 weights, and update statistics in float32 buffers: casting more than the
+# input would lose the update.
 ONLY_THE_INPUT = {"batch_norm", "instance_norm"}
 
 
 def lower(op: Any, canonical: str, device_type: str, dtype: torch.dtype) -> Call:
-    """``op`` with its floating inputs in a 16-bit type."""
+    """Return a call of ``op`` with its floating inputs in a 16-bit type."""
     cast = _caster(device_type, canonical)
     return lambda args, kwargs: op(*cast(args, dtype), **_cast_named(kwargs, dtype, device_type))
 
 
 def full(op: Any, canonical: str, device_type: str, dtype: torch.dtype) -> Call:
-    """``op`` with its floating inputs in float32, unless the caller gives a ``dtype=``."""
-    cast, gives_dtype = _caster(device_type, canonical), _dtype_given(op)
+    """Return a call of ``op`` with its floating inputs in float32, unless the caller passes a ``dtype=``."""
+    cast, passes_dtype = _caster(device_type, canonical), _dtype_test(op)
 
     def call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if gives_dtype(args, kwargs):
+        if passes_dtype(args, kwargs):
             return op(*args, **kwargs)
         return op(*cast(args, torch.float32), **_cast_named(kwargs, torch.float32, device_type))
 
@@ -37,18 +37,18 @@ def full(op: Any, canonical: str, device_type: str, dtype: torch.dtype) -> Call:
 
 
 def inner(op: Any, canonical: str, device_type: str, dtype: torch.dtype) -> Call:
-    """``op`` in float32, and its first result in a 16-bit type, unless the caller gives a ``dtype=``."""
-    in_float32, gives_dtype = full(op, canonical, device_type, dtype), _dtype_given(op)
+    """Return a call of ``op`` in float32, with its first result in 16 bits, unless the caller passes a ``dtype=``."""
+    in_float32, passes_dtype = full(op, canonical, device_type, dtype), _dtype_test(op)
 
     def call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         out = in_float32(args, kwargs)
-        return out if gives_dtype(args, kwargs) else rounded(out, device_type, dtype)
+        return out if passes_dtype(args, kwargs) else rounded(out, device_type, dtype)
 
     return call
 
 
 def rounded(out: Any, device_type: str, dtype: torch.dtype) -> Any:
-    """The results of an operation, of which the first, or all of a list, is cast."""
+    """Cast the result of an operation; of a tuple the first result, of a list all."""
     if not isinstance(out, tuple):
         return _cast(out, dtype, device_type)
     results = [_cast(out[0], dtype, device_type), *out[1:]]
@@ -56,7 +56,7 @@ def rounded(out: Any, device_type: str, dtype: torch.dtype) -> Any:
 
 
 def widest(op: Any, canonical: str, device_type: str, dtype: torch.dtype) -> Call:
-    """``op`` with its floating inputs in the widest of their types; float16 beside bfloat16 gives float32."""
+    """Return a call of ``op`` with its floating inputs in their widest type: float32 for float16 with bfloat16."""
     cast = _caster(device_type, canonical)
 
     def call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -68,14 +68,14 @@ def widest(op: Any, canonical: str, device_type: str, dtype: torch.dtype) -> Cal
 
 
 def as_written(op: Any, canonical: str, device_type: str, dtype: torch.dtype) -> Call:
-    """``op`` with its inputs as they come."""
+    """Return a call of ``op`` with its inputs unchanged."""
     return lambda args, kwargs: op(*args, **kwargs)
 
 
 def cast_all(
     args: tuple[Any, ...], kwargs: dict[str, Any], op_class: str, device_type: str, dtype: torch.dtype
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a user's own operation as its class has them; containers stay of their types."""
+    """Cast the arguments of a user's operation as its class requires; containers keep their types."""
     if op_class == "keep" or (op_class not in ("lower", "full", "inner") and _agree(args, kwargs, device_type)):
         return args, kwargs
     to = dtype if op_class == "lower" else torch.float32
@@ -92,7 +92,7 @@ def _cast_tree(value: Any, dtype: torch.dtype, device_type: str) -> Any:
 
 
 def _eligible(tensor: Tensor, device_type: str) -> bool:
-    """Whether autocast casts a tensor: neither float64, integer, complex or 8-bit values, nor other devices'."""
+    """Return whether autocast casts a tensor: it has 16 or 32 floating bits, on this device type."""
     return tensor.dtype in _CAST_FROM and tensor.device.type == device_type
 
 
@@ -120,7 +120,7 @@ def _cast_named(kwargs: dict[str, Any], dtype: torch.dtype, device_type: str) ->
 
 
 def _agree(args: tuple[Any, ...], kwargs: dict[str, Any], device_type: str) -> bool:
-    """Whether the tensors that autocast would cast have one type."""
+    """Return whether the tensors that autocast would cast have the same type."""
     common = None
     for value in (*args, *kwargs.values()) if kwargs else args:
         for one in value if isinstance(value, list | tuple) else (value,):
@@ -131,13 +131,13 @@ def _agree(args: tuple[Any, ...], kwargs: dict[str, Any], device_type: str) -> b
     return True
 
 
-def _dtype_given(op: Any) -> Callable[[tuple[Any, ...], dict[str, Any]], bool]:
-    """Whether a call of an operator gives a ``dtype=``."""
+def _dtype_test(op: Any) -> Callable[[tuple[Any, ...], dict[str, Any]], bool]:
+    """Return a test for calls of an operator that pass a ``dtype=``."""
     names = [argument.name for argument in schema_arguments(op) if not argument.kwarg_only]
     position = names.index("dtype") if "dtype" in names else None
 
-    def gives_dtype(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    def passes_dtype(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         placed = position is not None and len(args) > position and args[position] is not None
         return placed or kwargs.get("dtype") is not None
 
-    return gives_dtype
+    return passes_dtype

@@ -1,9 +1,8 @@
-"""What PyTorch's own autocast does with each aten operator, as data: its categories by device type.
+"""The lists of PyTorch's own autocast, as data: the category of each aten operator, by device type.
 
-The source of truth is the running torch's dispatcher, which says *that* an operator is registered at an Autocast key;
-what its kernel does stands only in C++ (include/ATen/autocast_mode.h for CUDA and what shares its lists,
-aten/src/ATen/autocast_mode.cpp for the CPU). `category` takes both together, so that an operator which a newer torch
-registers is known as one of unknown category.
+The running torch's dispatcher knows *which* operators have a kernel at an Autocast key. *What* the kernel does is only
+in C++ (include/ATen/autocast_mode.h for CUDA and device types that share its lists, aten/src/ATen/autocast_mode.cpp for
+the CPU), and is copied here. `category` combines both: an operator that a newer torch adds has the category "unknown".
 """
 
 from __future__ import annotations
@@ -17,11 +16,11 @@ TORCH_VERSION = "2.15"  # the release whose lists these are
 CATEGORIES: dict[str, str] = {
     "lower": "every floating input is cast to the region's format",
     "full": "every floating input is cast to float32",
-    "full_dtype": "run with dtype=float32, unless the caller gives a dtype",
+    "full_dtype": "run with dtype=float32, unless the caller passes a dtype",
     "full_overload": "run as the overload that takes a dtype, with float32",
     "promote": "every floating input is cast to the widest of them",
     "banned": "refused",
-    "unlisted": "run as it comes",
+    "unlisted": "run unchanged",
     "unknown": "registered in a torch that is newer than this list",
 }
 
@@ -71,7 +70,7 @@ _CPU = {
     "promote": "cat index_copy index_copy.dimname stack",
 }
 
-_MPS = {"lower": "_mps_convolution", "full": "batch_norm"}  # what it has beside the CUDA list
+_MPS = {"lower": "_mps_convolution", "full": "batch_norm"}  # in addition to the CUDA list
 
 
 def _by_name(lists: dict[str, str]) -> dict[str, str]:
@@ -83,7 +82,7 @@ _SHARED = _by_name(_CUDA)  # XPU, MTIA and MAIA register operators of the CUDA l
 
 
 def known(device_type: str) -> dict[str, str]:
-    """The list of a device type: operator, as ``aten::softmax.int``, to category.
+    """Return the list of a device type: from operators, such as ``aten::softmax.int``, to categories.
 
     >>> known("cuda")["aten::softmax.int"], known("cpu")["aten::mm"]
     ('full_dtype', 'lower')
@@ -93,18 +92,18 @@ def known(device_type: str) -> dict[str, str]:
 
 @cache
 def existing() -> frozenset[str]:
-    """Return the operators of the torch that runs, which has not all that the lists of another release have."""
+    """Return the operators of the running torch, which may lack some that the lists of another release have."""
     return frozenset(all_operators())
 
 
 @cache
 def registered(device_type: str) -> frozenset[str]:
-    """The operators that native autocast has kernels for on a device type, in the torch that runs."""
+    """Return the operators for which the running torch's autocast has kernels on a device type."""
     return frozenset(name for name in registered_operators(device_type) if name.startswith("aten::"))
 
 
 def category(operator: str, device_type: str) -> str:
-    """What native autocast does with an operator on a device type: a key of `CATEGORIES`.
+    """Return what native autocast does with an operator on a device type, as a key of `CATEGORIES`.
 
     >>> category("aten::softmax.int", "cuda"), category("aten::softmax.int", "cpu")
     ('full_dtype', 'unlisted')

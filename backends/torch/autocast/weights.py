@@ -1,7 +1,7 @@
-"""Casts of weights: each once in a region, and never one from before an update.
+"""Casts of weights: each weight is cast once in a region, and again after an update.
 
-Native autocast keeps the casts of leaf float32 parameters until its outermost region ends, and gives them again after
-an update inside the region. `watch` has them dropped whenever an operation or an optimizer updates such a tensor;
+Native autocast keeps the casts of leaf float32 parameters until its outermost region ends, and returns them even after
+an update inside the region. `watch` drops them whenever an operation or an optimizer updates such a tensor.
 `cast_weight` is the same cache for overridden operations, with the tensor's version in its key.
 """
 
@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from polyamp.backends.torch import unstable
-from polyamp.backends.torch.autocast import boxed, regions
+from polyamp.backends.torch.autocast import boxed, frames
 
-# Operators that update their first argument. Activation functions in place (relu_, sigmoid_, dropout_) are none: nobody
-# applies them to weights.
+# Operators that update their first argument. Activation functions in place (relu_, sigmoid_, dropout_) are left out:
+# nobody applies them to weights.
 _UPDATES = """
 add_ sub_ mul_ div_ pow_ fmod_ remainder_ copy_ fill_ zero_ clamp_ clamp_min_ clamp_max_ lerp_ addcmul_ addcdiv_
 addmm_ addmv_ addr_ addbmm_ baddbmm_ neg_ abs_ sign_ sqrt_ round_ nan_to_num_ tril_ triu_ fill_diagonal_ normal_
@@ -37,8 +37,8 @@ class _Cast(NamedTuple):
 
 
 def cast_weight(weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """A leaf that requires gradients in ``dtype``: the same cast as long as nothing changed it in this region."""
-    casts = None if torch.compiler.is_compiling() else regions.casts_here()
+    """Cast a leaf that requires gradients; return the earlier cast if nothing changed the leaf in this region."""
+    casts = None if torch.compiler.is_compiling() else frames.casts_here()
     if casts is None or type(weight) not in (Tensor, nn.Parameter):
         return weight.to(dtype)
     if unstable.is_transformed() or not torch.is_autocast_cache_enabled():
@@ -53,7 +53,7 @@ def cast_weight(weight: Tensor, dtype: torch.dtype) -> Tensor:
 
 def forget_casts() -> None:
     """Drop this thread's casts and native autocast's."""
-    casts = regions.casts_here()
+    casts = frames.casts_here()
     if casts:
         casts.clear()
     torch.clear_autocast_cache()
@@ -62,10 +62,10 @@ def forget_casts() -> None:
 
 @cache
 def watch(device_type: str) -> None:
-    """Have casts dropped when weights on a device type are updated; once for each device type."""
+    """Drop casts from now on when an operator updates weights on a device type."""
     key = unstable.AutocastKey(device_type)
-    compiled = boxed.kernels(required=False)  # which policies without overrides do without, too
-    dispatched = set(unstable.all_operators())  # some overloads are TorchScript's alone
+    compiled = boxed.kernels(required=False)  # policies without overrides work without them
+    dispatched = set(unstable.all_operators())  # some overloads exist in TorchScript only
     for name in _UPDATES.split():
         for op in unstable.overloads_of(f"aten::{name}"):
             if op.name() not in dispatched:
@@ -73,10 +73,10 @@ def watch(device_type: str) -> None:
             if compiled is not None:
                 compiled.watch(op.name(), device_type)
             else:
-                library.impl(op.name(), _forgetting(op, key), key.name)  # type: ignore[no-untyped-call]
+                _library.impl(op.name(), _forgetting(op, key), key.name)  # type: ignore[no-untyped-call]
 
 
-library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call] # for as long as the process lives
+_library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
 
 
 def _forgetting(op: Any, key: unstable.AutocastKey) -> Any:
@@ -91,7 +91,7 @@ def _forgetting(op: Any, key: unstable.AutocastKey) -> Any:
 
 
 def _may_be_weight(updated: Tensor) -> bool:
-    """Whether a tensor may be a weight or a view of one: not what an operation makes now and fills."""
+    """Return whether a tensor may be a weight or a view of one, and not a new result that is being filled."""
     if updated.dtype is not torch.float32 or updated.grad_fn is not None:
         return False
     return updated.requires_grad or not unstable.is_new(updated)
@@ -99,7 +99,7 @@ def _may_be_weight(updated: Tensor) -> bool:
 
 @cache
 def watch_optimizers() -> None:
-    """Have casts dropped after every optimizer's step: foreach and fused kernels are no updates by operators."""
+    """Drop casts from now on after every optimizer's step: foreach and fused kernels are not watched as operators."""
     register_optimizer_step_post_hook(unstable.not_traced(_after_step))
 
 

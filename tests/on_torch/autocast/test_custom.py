@@ -206,7 +206,7 @@ def test_operators_compile(backend: str) -> None:
     [
         (total, "low", polyamp.errors.InvalidValueError, "unknown class"),
         ("polyamp_tests::nothing", "lower", polyamp.errors.InvalidTypeError, "polyamp_tests::nothing"),
-        (len, "lower", polyamp.errors.InvalidTypeError, "no operator"),
+        (len, "lower", polyamp.errors.InvalidTypeError, "not an operator"),
         (torch.ops.aten.softmax, "lower", polyamp.errors.InvalidValueError, "rules="),
     ],
 )

@@ -1,32 +1,30 @@
-"""`recorded`: what autocast does to each operation of one run, as a plan."""
+"""Explains one run under autocast: the operations of its forward pass, as a plan."""
 
 from __future__ import annotations
 
 import functools
 import gc
-import inspect
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
 
 from polyamp.backends.torch import unstable
-from polyamp.backends.torch.autocast.overrides import native_classes
+from polyamp.backends.torch.autocast.behaviours import native_classes
 from polyamp.backends.torch.autocast.regions import DEVICE_TYPES
 from polyamp.backends.torch.casting import leaves
 from polyamp.backends.torch.dtypes import DTYPES, SIXTEEN_BIT
 from polyamp.backends.torch.graphs.held import put_together, taken_apart
-from polyamp.backends.torch.graphs.nodes import is_users
+from polyamp.backends.torch.graphs.saved import SavedBytes
 from polyamp.backends.torch.recording.mode import Watcher
-from polyamp.backends.torch.recording.operators import Operation, operation_of
+from polyamp.backends.torch.recording.operators import Operator, operator_of
 from polyamp.backends.torch.recording.running import Run
 from polyamp.backends.torch.recording.widening import tensors
+from polyamp.backends.torch.user_code import users_line
 from polyamp.errors import InvalidValueError
 from polyamp.flow import AS_WRITTEN
 from polyamp.plan import Plan, PlannedOperation
@@ -37,10 +35,10 @@ from polyamp.rules import TABLE, Decision, unused
 def recorded(
     fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], policy: Policy, *, why: str = ""
 ) -> Plan:
-    """Run a function once under `polyamp.autocast` and report what every operation of its forward pass ran in.
+    """Run a function once under `polyamp.autocast`, and return the format of every operation of its forward pass.
 
-    It runs on tensors without data where its code allows that. Else it really runs, after which parameters, buffers,
-    gradients, modes and random states are what they were.
+    It runs on tensors without data if its code allows that. Otherwise it really runs; afterwards parameters, buffers,
+    gradients, modes and random states are restored.
 
     >>> from polyamp import policy
     >>> plan = recorded(lambda x: (x @ x).exp(), [torch.ones(2, 2)], {}, policy("mixed_bfloat16"))
@@ -49,12 +47,12 @@ def recorded(
 
     Args:
         fn: a module or function.
-        args: its arguments; kwargs likewise.
-        policy: whose region it runs in.
-        why: it was recorded, where that was not asked for.
+        args: its arguments; also kwargs.
+        policy: the policy of the region.
+        why: the reason for recording, if the user did not ask for it.
 
     Raises:
-        InvalidValueError: it does not run with these arguments.
+        InvalidValueError: the function does not run with these arguments.
     """
     try:
         explainer = _ran(fn, args, kwargs, policy)
@@ -63,9 +61,9 @@ def recorded(
             "the function does not run with these arguments",
             where=getattr(fn, "__name__", type(fn).__name__),
             found=f"{type(error).__name__}: {str(error).partition(chr(10))[0]}",
-            fix="give example arguments for which the call works without polyamp",
+            fix="use example arguments for which the call works without polyamp",
         ) from error
-    operations, saved = tuple(explainer.operations), sum(explainer.saved.values())
+    operations, saved = tuple(explainer.operations), explainer.saved.total
     engine = f"autocast, recorded: {why}" if why else "autocast"
     return Plan(str(policy), operations, saved, unused_rules=explainer.unused, engine=engine)
 
@@ -73,7 +71,7 @@ def recorded(
 def _ran(fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any], policy: Policy) -> _Explainer:
     try:
         return _run_on_fakes(fn, args, kwargs, policy)
-    except Exception:  # its code looks at values, or an operator has no kernel for tensors without data
+    except Exception:  # its code reads values, or an operator has no kernel for tensors without data
         return _run_really(fn, args, kwargs, policy)
 
 
@@ -101,13 +99,13 @@ def _run_on_fakes(fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any], polic
 
 
 def _drop_from_caches(left: Sequence[Tensor]) -> None:
-    """Clear the caches of functions that were asked while there were fakes: they would go on answering with these.
+    """Clear the caches of functions that kept fakes: they would return them in later calls.
 
     Args:
-        left: the fakes that somebody still has after the run.
+        left: the fakes that are still referred to after the run.
     """
     level: list[Any] = list(left)
-    for _ in range(4 if level else 0):  # what a function gave, an entry, a list or dictionary, the cache
+    for _ in range(4 if level else 0):  # a function's result, its entry, a list or dictionary, the cache
         level = [one for one in gc.get_referrers(*level) if one is not level and not isinstance(one, FrameType)]
         for cache in level:
             if isinstance(cache, functools._lru_cache_wrapper):
@@ -122,7 +120,7 @@ def _run_really(fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any], policy:
 
 
 def _copied(tree: Any, fn: Callable[[Any], Any]) -> Any:
-    """Arguments with ``fn`` of their tensors, and with copies of objects that the code may change, such as caches."""
+    """Apply ``fn`` to the tensors of arguments, and copy objects that the code may change, such as caches."""
 
     def copy_of(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
@@ -135,32 +133,32 @@ def _copied(tree: Any, fn: Callable[[Any], Any]) -> Any:
 
 def _follow(explainer: _Explainer, run: Run, mode: AbstractContextManager[Any]) -> _Explainer:
     try:
-        with mode, torch.autograd.graph.saved_tensors_hooks(explainer.keep, lambda kept: kept):
+        with mode, explainer.saved.counted():
             run.forward(explainer, lambda leaf, grad: None)
     finally:
-        explainer.alive.clear()  # autograd's graph has the hooks, and they have these: no collector sees that ring
+        explainer.alive.clear()
     return explainer
 
 
 class _Explainer(Watcher):  # type: ignore[no-untyped-call]
-    """Takes down the operations of a forward pass.
+    """Records the operations of a forward pass.
 
     Attributes:
-        operations: what ran, in order; views, which compute nothing, are left out.
-        saved: bytes that autograd keeps, by memory.
-        made: all tensors that operations gave.
-        alive: tensors whose memory has to keep its number: one that is freed gives it to another.
+        operations: the operations that ran, in order, without views, which compute nothing.
+        saved: counts the bytes that autograd keeps.
+        made: all results of operations.
+        alive: results of casts; freed memory would pass its number on to another tensor.
     """
 
     def __init__(self, run: Run, policy: Policy) -> None:
         super().__init__(False, run.changes)
         self._run = lambda op, args, kwargs: op(*args, **kwargs)
         self.operations: list[PlannedOperation] = []
-        self.saved: dict[int, int] = {}
-        self._policy, self._places = policy, run.places
+        self.saved = SavedBytes()
+        self._policy, self._tracker = policy, run.tracker
         self.made: list[weakref.ref[Tensor]] = []
         self._seen: dict[tuple[str, str], None] = {}
-        self._casts: dict[int, tuple[int, int]] = {}  # by memory, of casts that no operation has used yet
+        self._casts: dict[int, tuple[int, int]] = {}  # bytes of casts that no operation has used yet, by memory
         self.alive: list[Tensor] = []
 
     @property
@@ -168,27 +166,19 @@ class _Explainer(Watcher):  # type: ignore[no-untyped-call]
         """The patterns of the policy's own rules that matched nothing."""
         return tuple(rule.pattern for rule in unused(self._policy.own_rules, self._seen))
 
-    def keep(self, tensor: Tensor) -> Tensor:
-        """Note what autograd keeps."""
-        memory = unstable.storage_of(tensor)
-        if memory is not None:
-            self.saved[memory] = unstable.hint(tensor.untyped_storage().nbytes())
-            self.alive.append(tensor)
-        return tensor.detach()  # itself, an output would hold the node that holds it
-
     def look(self, op: Any, args: Sequence[Any], out: Any) -> None:
-        """Take an operation down; of a cast, for the operation that uses it."""
-        operation, results = operation_of(op), list(tensors([out]))
+        """Record an operation; note a cast for the operation that uses it."""
+        operator, results = operator_of(op), list(tensors([out]))
         self.made += map(weakref.ref, results)
-        if unstable.running_node() is not None or not results or op.namespace == "prim" or operation.native == "detach":
+        if unstable.running_node() is not None or not results or op.namespace == "prim" or operator.native == "detach":
             return
         given = list(tensors(args))
-        if operation.native == "_to_copy" and _crosses(given[0], results[0]):
+        if operator.native == "_to_copy" and _crosses(given[0], results[0]):
             self._note_cast(results[0], _bytes(given), _bytes(results))
         elif op.is_view:
             self._pass_on(given, results)
         else:
-            self._add(operation, given, results)
+            self._add(operator, given, results)
 
     def _note_cast(self, made: Tensor, before: int, after: int) -> None:
         memory = unstable.storage_of(made)
@@ -197,27 +187,27 @@ class _Explainer(Watcher):  # type: ignore[no-untyped-call]
             self.alive.append(made)
 
     def _pass_on(self, given: Sequence[Tensor], results: Sequence[Tensor]) -> None:
-        """A view of fakes may have another number for the same memory."""
+        """Note a cast again for a view of its result, since a view of fakes may have another memory number."""
         casts = [self._casts.pop(key) for key in map(unstable.storage_of, given) if key in self._casts]
         for cast in casts[:1]:
             self._note_cast(results[0], *cast)
 
-    def _add(self, operation: Operation, given: Sequence[Tensor], results: Sequence[Tensor]) -> None:
-        path, format_name = self._places.path.replace("/", "."), _format_of(given, results)
-        self._seen[operation.name, path] = None
-        decision = self._policy.decide(operation.name, path)
+    def _add(self, operator: Operator, given: Sequence[Tensor], results: Sequence[Tensor]) -> None:
+        path, format_name = self._tracker.path.replace("/", "."), _format_of(given, results)
+        self._seen[operator.name, path] = None
+        decision = self._policy.decide(operator.name, path)
         if decision.op_class == "keep":
             format_name = AS_WRITTEN
         used = {key for key in map(unstable.storage_of, given) if key in self._casts}
         casts = [self._casts.pop(key) for key in used if key is not None]
         self.operations.append(
             PlannedOperation(
-                operation.name,
-                operation.native,
-                f"{path} {_users_line()}".strip(),
+                operator.name,
+                operator.native,
+                f"{path} {users_line()}".strip(),
                 decision.op_class,
                 format_name,
-                _reason(operation.name, decision, format_name, results[0].device.type, self._policy),
+                _reason(operator.name, decision, format_name, results[0].device.type, self._policy),
                 casts=len(casts),
                 bytes_cast=sum(before for before, _ in casts),
                 bytes_moved=_bytes([*given, *results]) + sum(map(sum, casts)),
@@ -227,7 +217,7 @@ class _Explainer(Watcher):  # type: ignore[no-untyped-call]
 
 
 def _reason(name: str, decision: Decision, format_name: str, device_type: str, policy: Policy) -> str:
-    """Why an operation ran in a format: the rule or list that asks for it, or what it was given."""
+    """Return why an operation ran in a format: the rule or list that asks for it, or its inputs."""
     if format_name == AS_WRITTEN:
         return decision.reason if decision.op_class == "keep" else "no floating-point input"
     wanted = {"lower": policy.compute, "full": "float32"}
@@ -249,7 +239,7 @@ def _reason(name: str, decision: Decision, format_name: str, device_type: str, p
 
 
 def _format_of(given: Sequence[Tensor], results: Sequence[Tensor]) -> str:
-    """The dtype of what was computed; of what gives no floating tensors, that of what was given."""
+    """Return the dtype of the floating results; without any, that of the floating arguments."""
     floating = [one.dtype for one in (*results, *given) if one.is_floating_point() or one.is_complex()]
     return str(floating[0]).removeprefix("torch.") if floating else AS_WRITTEN
 
@@ -260,16 +250,6 @@ def _crosses(before: Tensor, after: Tensor) -> bool:
 
 
 def _bytes(given: Sequence[Tensor], *, wide: bool = False) -> int:
-    """Size of tensors; or as if what is of 16 bits were float32."""
+    """Return the size of tensors; if ``wide``, as if 16-bit ones were float32."""
     sizes = ((4 if wide and one.dtype in SIXTEEN_BIT else one.dtype.itemsize, one) for one in given)
     return sum(size * unstable.hint(one.numel()) for size, one in sizes)
-
-
-def _users_line() -> str:
-    """The innermost line of the user's that runs, as ``model.py:12 (forward)``."""
-    frame = inspect.currentframe()
-    while frame is not None and not is_users(frame.f_code.co_filename):
-        frame = frame.f_back
-    if frame is None:
-        return ""
-    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} ({frame.f_code.co_name})"

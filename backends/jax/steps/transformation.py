@@ -1,17 +1,21 @@
-"""Wrap an optax optimizer in another optax optimizer that runs the mixed-precision step in the right order."""
+"""The verb `polyamp.wrap_optimizer` on optax optimizers, and its result. Only this file and the demo import optax."""
 
 from __future__ import annotations
 
 from collections.abc import Hashable
 from typing import Any, get_args
 
-import optax
-
 from polyamp.backends.jax.steps.step import Skip, Step
 from polyamp.choices import check_master_weights
 from polyamp.errors import InvalidValueError
 from polyamp.loss_scale import LossScale
-from polyamp.refusals import no_optimizer, wrapped_already
+from polyamp.policy import Policy
+from polyamp.refusals import missing, no_optimizer, wrapped_already
+
+try:
+    import optax
+except ModuleNotFoundError as error:
+    raise missing("optax", extra="jax") from error
 
 
 class LossScaled(optax.GradientTransformationExtraArgs):  # type: ignore[misc]  # optax has no types
@@ -32,16 +36,17 @@ class LossScaled(optax.GradientTransformationExtraArgs):  # type: ignore[misc]  
         return step
 
 
-def wrap(
+def wrap_optimizer(
     tx: Any,
-    settings: LossScale,
+    policy: Policy,
     *,
+    loss_scale: LossScale,
     max_grad_norm: float | None,
-    axis_name: Hashable | None,
-    master_weights: bool | None,
-    skip: Skip,
+    axis_name: Hashable | None = None,
+    master_weights: bool | None = None,
+    skip: Skip = "auto",
 ) -> LossScaled:
-    """Return a wrapped optimizer; `polyamp.backends.jax.wrap_optimizer` documents and checks the arguments."""
+    """Return a wrapped optax optimizer; see `polyamp.backends.jax.wrap_optimizer`."""
     if isinstance(tx, LossScaled):
         raise wrapped_already("a wrapped optimizer")
     if isinstance(tx, optax.MultiSteps):
@@ -51,7 +56,7 @@ def wrap(
     check_master_weights(master_weights)
     masters = master_weights is not False
     inner = optax.with_extra_args_support(tx)
-    step = Step(inner, settings.in_float32(), max_grad_norm, axis_name, masters, _known(skip))
+    step = Step(inner, loss_scale.in_float32(), max_grad_norm, axis_name, masters, _known(skip))
     return LossScaled(step.init, step.update)
 
 

@@ -19,7 +19,7 @@ def find_state(holder: Any) -> LossScaleOptState:
     >>> find_state({"params": jnp.ones(2)})
     Traceback (most recent call last):
     ...
-    polyamp.errors.UsageError: no state of a wrapped optimizer in here...
+    polyamp.errors.UsageError: there is no state of a wrapped optimizer in this tree...
 
     Raises:
         UsageError: there is none, or more than one; or ``optax.MultiSteps`` accumulates scaled gradients before it.
@@ -28,16 +28,18 @@ def find_state(holder: Any) -> LossScaleOptState:
     if len(found) == 1:
         if found[0].settings.check and _accumulates_before(holder):
             raise _accumulated_unchecked()
-        if found[0].settings.check and (before := _standing_before(holder)):
+        if found[0].settings.check and (before := _states_before(holder)):
             warn_once(_SEES_SCALED.format(before), stacklevel=users_level())
         return found[0]
     raise UsageError(
-        "several states of wrapped optimizers in here" if found else "no state of a wrapped optimizer in here",
+        "there are several states of wrapped optimizers in this tree"
+        if found
+        else "there is no state of a wrapped optimizer in this tree",
         where="the optimizer state that holds the loss scale",
         found=f"{len(found)} in {type(holder).__name__}",
         allowed="one",
-        fix="wrap the outermost optimizer, once: tx = polyamp.wrap_optimizer(optax.chain(...), policy), and give what "
-        "tx.init(params) returned; where each optimizer is wrapped by itself, give the state of the one that is meant",
+        fix="wrap the outermost optimizer, once: tx = polyamp.wrap_optimizer(optax.chain(...), policy), and pass the "
+        "result of tx.init(params); if several optimizers are wrapped, pass the state of one of them",
     )
 
 
@@ -50,7 +52,7 @@ def _accumulates_before(holder: Any) -> bool:
     return any(isinstance(node, optax.MultiStepsState) and holds_state(node) for node in nodes)
 
 
-def _standing_before(holder: Any) -> str:
+def _states_before(holder: Any) -> str:
     """Return the names of the states before the wrapped optimizer in ``optax.chain`` or ``named_chain``, if known."""
     found: list[str] = []
 
@@ -70,7 +72,7 @@ def _is_of_optax(state: object) -> bool:
 
 
 _SEES_SCALED = (
-    "a transformation stands before the wrapped optimizer in optax.chain (its state: {}): it gets gradients that are "
+    "a transformation comes before the wrapped optimizer in optax.chain (its state: {}): it gets gradients that are "
     "still multiplied by the loss scale, so that clipping, noise and weight decay there are wrong. Wrap the whole "
     "chain, polyamp.wrap_optimizer(optax.chain(...), policy), or clip by its max_grad_norm=."
 )
@@ -78,10 +80,10 @@ _SEES_SCALED = (
 
 def _accumulated_unchecked() -> UsageError:
     return UsageError(
-        "gradients are accumulated before they are tested: optax.MultiSteps keeps the NaN of one overflow for ever, "
-        "and no later step would be applied",
+        "gradients are accumulated before they are tested: optax.MultiSteps keeps the NaN of one overflow forever, "
+        "and every later step is skipped",
         where="the optimizer state that holds the loss scale",
-        found="a wrapped optimizer inside of optax.MultiSteps",
-        allowed="optax.MultiSteps inside of the wrapped optimizer",
+        found="a wrapped optimizer inside optax.MultiSteps",
+        allowed="optax.MultiSteps inside the wrapped optimizer",
         fix="polyamp.wrap_optimizer(optax.MultiSteps(tx, every_k_schedule=k), policy)",
     )

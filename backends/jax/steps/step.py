@@ -54,7 +54,7 @@ class Step:
         inner_state = self.inner.init(self._full(params, masters))
         if holds_state(inner_state):
             raise wrapped_already(
-                "the state of a wrapped optimizer, inside of what is wrapped",
+                "the state of a wrapped optimizer, inside the optimizer to wrap",
                 fix="wrap once, outermost: polyamp.wrap_optimizer(optax.chain(...), policy)",
             )
         return state_type(self.settings)(*initial_scalars(self.settings), inner_state, masters)
@@ -103,18 +103,18 @@ class Step:
     def _checked(self, grads: Any, state: LossScaleOptState, params: Any) -> tuple[Any, Any]:
         if not isinstance(state, LossScaleOptState):
             raise StateError(
-                "not the state of this optimizer",
+                "the state is not one of this optimizer",
                 where="tx.update(grads, state, params)",
                 found=type(state).__name__,
                 allowed="LossScaleOptState",
-                fix="give what tx.init(params), or the last update, returned",
+                fix="pass the result of tx.init(params), or the state that the last update returned",
             )
         if params is None and state.master_weights is not None:
             raise UsageError(
                 "16-bit parameters are updated through their float32 master weights, which needs the parameters",
                 where="tx.update(grads, state, params)",
                 found="params=None",
-                fix="give the parameters",
+                fix="pass the parameters",
             )
         return marks.gradients(trainable(grads)), None if params is None else trainable(params)
 
@@ -163,7 +163,7 @@ class Step:
 def _naming_trees(grads: Any, params: Any) -> Iterator[None]:
     """Replace JAX's error about trees that do not match by one that names both trees.
 
-    The gradients may have another structure than the parameters, as with ``optax.lookahead``: only the optimizer knows.
+    The structures may differ, as with ``optax.lookahead``: only the optimizer knows.
     """
     try:
         yield
@@ -172,11 +172,11 @@ def _naming_trees(grads: Any, params: Any) -> Iterator[None]:
         if params is None or own == wanted:
             raise
         raise InvalidValueError(
-            "the gradients have another structure than the parameters",
+            "the gradients do not have the structure of the parameters",
             where="tx.update(grads, state, params)",
             found=_difference(grads, params) or own,
             allowed=f"the structure of the parameters: {wanted}",
-            fix="give the gradients that value_and_grad returned, and the parameters that they are of",
+            fix="pass the gradients that value_and_grad returned, with the parameters that it differentiated",
         ) from error
 
 

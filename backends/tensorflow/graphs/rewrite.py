@@ -59,6 +59,11 @@ class Rewritten(_Function):
         plan: Plan = plans[0]()
         return plan
 
+    @property
+    def plain(self) -> Any:
+        """The function as it was written."""
+        return inspect.getattr_static(self, "__wrapped__")
+
 
 def rewrite(
     fn: Any,

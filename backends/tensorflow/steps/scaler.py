@@ -280,16 +280,16 @@ def _check_optimizer(optimizer: Any) -> None:
     kinds = type(optimizer).__mro__
     if not callable(getattr(optimizer, "apply_gradients", None)):
         raise InvalidTypeError(
-            "no optimizer",
+            "step needs an optimizer",
             where="step(optimizer, ...)",
             found=f"{kinds[0].__module__}.{kinds[0].__qualname__}",
             allowed="an object with apply_gradients(grads_and_vars)",
-            fix="give an optimizer of tf.compat.v1.train or of Keras, or write that method",
+            fix="pass an optimizer of tf.compat.v1.train or of Keras, or write that method",
         )
     if _SCALING_ALREADY & {kind.__name__ for kind in kinds}:
         raise UsageError(
             "this optimizer scales losses itself",
             where="step(optimizer, ...)",
             found=kinds[0].__qualname__,
-            fix="give the plain optimizer, or use the wrapped one without a LossScaler",
+            fix="pass the plain optimizer, or use the wrapped one without a LossScaler",
         )

@@ -13,10 +13,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from polyamp import registry
+from polyamp.dispatch import TRAIN_DIGITS
 from polyamp.errors import MissingFrameworkError
 from polyamp.loss_scale import LossScale
 from polyamp.policy import Policy, policy
 from polyamp.refusals import missing
+from polyamp.registry import Registered
 
 Array = NDArray[Any]
 
@@ -157,7 +159,7 @@ def _initial_weights(rng: np.random.Generator) -> dict[str, Array]:
     return weights
 
 
-def trainers(names: Iterable[str] | None = None) -> tuple[list[Any], list[str]]:
+def trainers(names: Iterable[str] | None = None) -> tuple[list[Registered], list[str]]:
     """Return the adapters that can train the digits, and an install hint for each framework that is not installed."""
     adapters, absent = [], []
     for name in registry.names() if names is None else names:
@@ -166,18 +168,20 @@ def trainers(names: Iterable[str] | None = None) -> tuple[list[Any], list[str]]:
         except MissingFrameworkError as error:
             absent.append(str(error))
             continue
-        if hasattr(adapter, "train_digits"):
+        if TRAIN_DIGITS.offered_by(adapter):
             adapters.append(adapter)
     return adapters, absent
 
 
-def runs(adapters: Iterable[Any], task: Task, announce: Callable[[str], None] = lambda title: None) -> Iterator[Run]:
+def runs(
+    adapters: Iterable[Registered], task: Task, announce: Callable[[str], None] = lambda title: None
+) -> Iterator[Run]:
     """Train under every policy in every framework, float32 first. Announce each run, and yield it when it ends."""
     for adapter in adapters:
         framework, baseline = adapter.describe().get("title", adapter.name), None
         for chosen in POLICIES:
             announce(f"{framework} {_short(chosen)}")
-            trace = adapter.train_digits(replace(task, policy=chosen))
+            trace: Trace = TRAIN_DIGITS.of(adapter)(replace(task, policy=chosen))
             baseline = baseline or trace
             yield Run(framework, _short(chosen), trace, baseline)
 
@@ -186,7 +190,7 @@ def _short(chosen: Policy) -> str:
     return str(chosen).partition(" ")[0]
 
 
-def report(adapters: Iterable[Any], done: list[Run]) -> dict[str, Any]:
+def report(adapters: Iterable[Registered], done: list[Run]) -> dict[str, Any]:
     """Return all runs as JSON values, with the machine and the frameworks they ran on."""
     machine = {
         "processor": platform.processor() or platform.machine(),

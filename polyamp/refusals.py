@@ -5,9 +5,7 @@ Each function returns the exception; the adapter raises it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
-from polyamp.errors import InvalidTypeError, MissingFrameworkError, NonFiniteLossError, UnsupportedError, UsageError
+from polyamp.errors import InvalidTypeError, MissingFrameworkError, NonFiniteLossError, UsageError
 
 
 def missing(package: str, *, extra: str) -> MissingFrameworkError:
@@ -164,18 +162,4 @@ def not_traced(*, where: str) -> UsageError:
         where=where,
         allowed="a function that was given arguments",
         fix="call it once, or give example arguments: rewrite(fn, *args)",
-    )
-
-
-def no_options(options: Iterable[str], *, where: str) -> UnsupportedError:
-    """Return the error for options that only another framework has.
-
-    >>> isinstance(no_options(["engine"], where="rewrite(fn)"), TypeError)
-    True
-    """
-    return UnsupportedError(
-        "this framework does not have these options",
-        where=where,
-        found=", ".join(options),
-        fix="leave them out; docs/frameworks.md says what each framework has",
     )

@@ -8,11 +8,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jax import lax
 
 import polyamp
 from polyamp.demo import Task, Trace
+from polyamp.refusals import missing
+
+try:
+    import optax
+except ModuleNotFoundError as error:
+    raise missing("optax", extra="jax") from error
 
 Params = dict[str, jax.Array]
 

@@ -16,6 +16,7 @@ from polyamp import registry
 from polyamp.backends.keras.layers.policies import own_policy, remaining_policy
 from polyamp.backends.keras.layers.writing import amended
 from polyamp.backends.keras.recording.tracing import Step, as_tensors, step_of
+from polyamp.dispatch import EXPLAIN
 from polyamp.flow import AS_WRITTEN
 from polyamp.plan import Plan, PlannedOperation
 from polyamp.policy import Policy
@@ -29,10 +30,9 @@ def explain(fn: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], policy: P
     Raises:
         UnsupportedError: Keras' backend cannot explain functions.
     """
-    verb = registry.verb(registry.adapter_named(keras.backend.backend()), "explain")
+    verb = EXPLAIN.of(registry.adapter_named(keras.backend.backend()))
     if not isinstance(fn, keras.Model):
-        plan: Plan = verb(fn, args, kwargs, policy)
-        return plan
+        return verb(fn, args, kwargs, policy)
     step = Step(fn, tuple(map(as_tensors, args))) if len(args) < 2 else step_of(fn, args, kwargs)
     with amended(fn, policy):
         plan = verb(step.function, step.args, kwargs if len(args) < 2 else {}, remaining_policy(fn, policy))

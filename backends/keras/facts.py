@@ -17,6 +17,7 @@ from polyamp.backends.keras.steps.mismatches import lowers_here
 from polyamp.backends.keras.steps.optimizer import LossScaledOptimizer
 from polyamp.backends.keras.unstable import all_layers
 from polyamp.diagnosis.facts import Facts, OptimizerState
+from polyamp.dispatch import EXPLAIN, FACTS
 from polyamp.plan import Plan
 from polyamp.policy import Policy
 from polyamp.policy import policy as make_policy
@@ -40,7 +41,7 @@ def facts(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], policy:
         optimizer: None means the optimizer with which the model was compiled.
     """
     framework = registry.adapter_named(keras.backend.backend())
-    verb = registry.verb(framework, "facts")
+    verb = FACTS.of(framework)
     if not isinstance(target, keras.Model):
         found: Facts = verb(target, args, kwargs, policy, optimizer)
         return replace(found, optimizer=state_of(optimizer)) if optimizer is not None else found
@@ -70,7 +71,7 @@ def _plan(model: Any, step: Step, plan: Plan | None, policy: Policy, is_wrapped:
     if not is_wrapped or hasattr(model.train_step, "plan") or lowers_here():
         return plan
     framework = registry.adapter_named(keras.backend.backend())
-    as_it_is: Plan = registry.verb(framework, "explain")(step.function, step.args, {}, make_policy("float32"))
+    as_it_is = EXPLAIN.of(framework)(step.function, step.args, {}, make_policy("float32"))
     return replace(as_it_is, policy=str(policy), unused_rules=plan.unused_rules)
 
 

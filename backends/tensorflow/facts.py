@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
+from polyamp.backends.tensorflow.devices import devices
 from polyamp.backends.tensorflow.graphs.decisions import Decided, Pass
 from polyamp.backends.tensorflow.graphs.graph import Graph, Node
 from polyamp.backends.tensorflow.graphs.places import Places
@@ -26,20 +27,13 @@ _LOW = {kind.as_datatype_enum: kind.name for kind in (tf.float16, tf.bfloat16)}
 _AVERAGED = ("Mean", "RealDiv", "Div", "DivNoNan")  # these follow a cross-entropy that is not a plain sum
 
 
-def facts(
-    target: Any,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    policy: Policy,
-    optimizer: Any,
-    devices: Sequence[Mapping[str, Any]],
-) -> Facts:
+def facts(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], policy: Policy, optimizer: Any) -> Facts:
     """Collect the facts that lint judges; see `polyamp.diagnosis.facts.Facts`.
 
     >>> from polyamp import policy
     >>> def product(x):
     ...     return tf.cast(x, tf.float16) @ tf.ones((3, 5), tf.float16)
-    >>> found = facts(product, (tf.ones((2, 3)),), {}, policy("mixed_float16"), None, ())
+    >>> found = facts(product, (tf.ones((2, 3)),), {}, policy("mixed_float16"), None)
     >>> found.products[0].sizes, [cast.format for cast in found.casts]
     ({'m': 2, 'n': 5, 'k': 3}, ['float16'])
 
@@ -48,10 +42,9 @@ def facts(
         args: its arguments; kwargs likewise. A target that needs arguments is not traced without them.
         policy: the policy in question.
         optimizer: the optimizer that trains it; None means the one that the step uses.
-        devices: as in the adapter's ``describe``.
     """
     kept = list(getattr(target, "trainable_variables", ()))
-    known = Facts("tensorflow", policy, has_masters=_has_masters(optimizer), devices=tuple(devices))
+    known = Facts("tensorflow", policy, has_masters=_has_masters(optimizer), devices=devices())
     if not _takes(target, args, kwargs):
         return replace(known, optimizer=_state_of(optimizer, []), low_parameters=_low(kept))
     concrete = concrete_of(plain_function(target), args, kwargs)

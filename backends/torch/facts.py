@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from polyamp.backends.torch import unstable
+from polyamp.backends.torch.devices import devices
 from polyamp.backends.torch.dtypes import SIXTEEN_BIT
-from polyamp.backends.torch.graphs.rewrite import captured_plan
+from polyamp.backends.torch.graphs.explain import captured_plan
 from polyamp.backends.torch.recording.changes import Changes
 from polyamp.backends.torch.recording.mode import Watcher
 from polyamp.backends.torch.recording.names import names_of
@@ -30,21 +31,14 @@ from polyamp.plan import Plan
 from polyamp.policy import Policy
 
 
-def facts(
-    target: Any,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    policy: Policy,
-    optimizer: Any,
-    devices: Sequence[Mapping[str, Any]],
-) -> Facts:
-    """Collect the facts that lint judges; see `polyamp.adapter.KnowFacts`.
+def facts(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], policy: Policy, optimizer: Any) -> Facts:
+    """Collect the facts that lint judges; see `polyamp.adapter.CollectFacts`.
 
     With arguments the target runs once, in float32, and its effects are undone.
 
     >>> from polyamp import policy
     >>> model = nn.Linear(3, 5).half()
-    >>> found = facts(model, (torch.ones(2, 3),), {}, policy("mixed_float16"), torch.optim.SGD(model.parameters()), ())
+    >>> found = facts(model, (torch.ones(2, 3),), {}, policy("mixed_float16"), torch.optim.SGD(model.parameters()))
     >>> found.optimizer, found.low_parameters, found.products
     ('plain', ('weight', 'bias'), (Product(where='', name='matmul', format='float16', sizes={'m': 2, 'n': 5, 'k': 3}),))
 
@@ -53,7 +47,6 @@ def facts(
         args: its arguments; also kwargs. Without them a module is not run.
         policy: the policy to judge.
         optimizer: the optimizer that trains it; None searches the target's own code.
-        devices: devices, as in the adapter's ``describe``.
     """
     reach = Reach(optimizer, target, args, dict(kwargs))
     low = [param for param in dict.fromkeys(reach.parameters()) if param.dtype in SIXTEEN_BIT]
@@ -68,7 +61,7 @@ def facts(
         casts=tuple(survey.casts),
         products=tuple(survey.products),
         losses=tuple(survey.losses),
-        devices=tuple(devices),
+        devices=devices(),
     )
 
 

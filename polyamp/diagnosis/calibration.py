@@ -18,7 +18,7 @@ from polyamp.diagnosis.probe import Probe
 from polyamp.diagnosis.recording import Observation, Recording
 from polyamp.diagnosis.rounding import rounding
 from polyamp.diagnosis.verbs import check_range, record, sixteen_bit
-from polyamp.dispatch import offering
+from polyamp.dispatch import AUTOCAST_FUNCTION, RECORD, offering
 from polyamp.errors import InvalidValueError
 from polyamp.layout import JsonReport, aligned, finite, plural, power, share
 from polyamp.policy import Policy
@@ -135,8 +135,8 @@ def calibrate(
         return merged(record(fn, args, {}, policy, backend, widened=widened, scale=None) for args in steps)
 
     def unmatched(policy: Policy) -> Sequence[str]:
-        adapter = offering("record", backend, (fn, steps[0]), where="calibrate(fn, batches)")
-        if not hasattr(adapter, "autocast_function"):
+        adapter = offering(RECORD, backend, (fn, steps[0]), where="calibrate(fn, batches)")
+        if not AUTOCAST_FUNCTION.offered_by(adapter):
             return ()
         return explain(fn, *steps[0], policy=policy, backend=adapter.name).unused_rules
 

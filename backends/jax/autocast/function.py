@@ -199,6 +199,7 @@ def rewritten_for(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     policy: Policy,
+    *,
     argnums: int | Sequence[int] = 0,
 ) -> Rewritten:
     """As `rewrite`, of a function whose parameters are at ``argnums``."""

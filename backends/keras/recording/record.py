@@ -16,6 +16,7 @@ from polyamp.backends.keras.recording.tracing import step_of
 from polyamp.backends.keras.steps.optimizer import LossScaledOptimizer
 from polyamp.backends.keras.unstable import variable_path
 from polyamp.diagnosis.recording import Recording
+from polyamp.dispatch import RECORD
 from polyamp.policy import Policy
 
 
@@ -42,10 +43,9 @@ def record(
         InvalidTypeError: the arguments of a model are not a batch.
         UsageError: the model has no loss, or was not built.
     """
-    verb = registry.verb(registry.adapter_named(keras.backend.backend()), "record")
+    verb = RECORD.of(registry.adapter_named(keras.backend.backend()))
     if not isinstance(step, keras.Model):
-        recorded: Recording = verb(step, args, kwargs, policy, widened=widened, scale=scale)
-        return recorded
+        return verb(step, args, kwargs, policy, widened=widened, scale=scale)
     made, own = step_of(step, args, kwargs), _scale_of(step)
     used = own if scale is None else scale
     with amended(step, policy):

@@ -22,6 +22,7 @@ import keras
 from polyamp import registry
 from polyamp.backends.keras.layers.policies import own_policy
 from polyamp.backends.keras.unstable import is_part_of_a_model
+from polyamp.dispatch import IS_LOWERING
 from polyamp.errors import warn_once
 from polyamp.formats import format_of
 from polyamp.policy import Policy
@@ -94,7 +95,7 @@ def lowers_here() -> bool:
     False
     """
     adapter = registry.adapter_named(keras.backend.backend())
-    is_ambient = getattr(adapter, "is_lowering", None)
+    is_ambient = IS_LOWERING.find(adapter)
     if is_ambient is not None and is_ambient():
         return True
     if adapter.name == "torch":

@@ -117,6 +117,11 @@ def is_everywhere() -> bool:
     return _everywhere is not None
 
 
+def is_lowering() -> bool:
+    """Return whether autocast of polyamp, or TensorFlow's own pass, lowers operations that run now."""
+    return current() is not None or bool(tf.config.optimizer.get_experimental_options().get("auto_mixed_precision"))
+
+
 def current() -> Lowering | None:
     """Return the lowering that applies here and now."""
     stack = _entered.get()

@@ -10,10 +10,9 @@ import tensorflow as tf
 
 from polyamp.backends.tensorflow.graphs.places import Places
 from polyamp.backends.tensorflow.unstable import OUT_OF_SCOPE, graphs_around
-from polyamp.errors import InvalidTypeError, InvalidValueError, UnsupportedError, UsageError, warn_once
+from polyamp.errors import InvalidTypeError, UnsupportedError, UsageError, warn_once
 from polyamp.refusals import unscaled_loss
 
-_ENGINES = ("polyamp", "grappler")
 _FORMATS = ("float16", "bfloat16", "float32")
 POLICY_ATTRIBUTE = "_polyamp_policy"  # of nodes that a rewrite added or changed
 _GRADIENT = "PolyampRewritten"
@@ -32,22 +31,6 @@ def check_format(compute: str) -> None:
             found=compute,
             allowed=", ".join(_FORMATS),
             fix="choose one of these; tensorfloat32 is tf.config.experimental.enable_tensor_float_32_execution(True)",
-        )
-
-
-def check_engine(engine: str) -> None:
-    """Raise if the engine of a rewrite is unknown.
-
-    Raises:
-        InvalidValueError: it is neither ``polyamp`` nor ``grappler``.
-    """
-    if engine not in _ENGINES:
-        raise InvalidValueError(
-            "unknown engine",
-            where="rewrite(engine=)",
-            found=repr(engine),
-            allowed=", ".join(_ENGINES),
-            fix='leave it out, or "grappler" for TensorFlow\'s own pass',
         )
 
 

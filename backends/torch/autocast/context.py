@@ -12,12 +12,12 @@ import torch
 from polyamp.backends.torch import unstable
 from polyamp.backends.torch.autocast import frames, overrides, path_rules, weights
 from polyamp.backends.torch.autocast.regions import ACCELERATOR, DEVICE_TYPES, MARKED, Marks, Region, mark_of
+from polyamp.backends.torch.devices import report_slow
 from polyamp.backends.torch.dtypes import DTYPES, SIXTEEN_BIT
 from polyamp.dialects import default_rules
 from polyamp.errors import UnsupportedError, warn_once
 from polyamp.policy import Policy
 from polyamp.policy import policy as make_policy
-from polyamp.regions import compiled_by
 from polyamp.rules import Rule
 
 
@@ -157,4 +157,12 @@ def _check(compute: str) -> None:
         )
 
 
-compiled_by(torch.compiler.is_compiling, autocast)
+def autocast_context(policy: Policy) -> AbstractContextManager[None]:
+    """Return a new `autocast`; warn at the first use of a format if a device here is slow in it."""
+    report_slow(policy.compute)
+    return autocast(policy)
+
+
+def traced_context(policy: Policy) -> AbstractContextManager[None] | None:
+    """Return an `autocast` that Dynamo can trace if it is tracing the caller now; None otherwise."""
+    return autocast(policy) if torch.compiler.is_compiling() else None

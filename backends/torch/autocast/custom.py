@@ -196,8 +196,8 @@ def _here(args: tuple[Any, ...], name: str, op_class: str | None) -> _State:
 def _restored(state: _State) -> Iterator[None]:
     """Restore native autocast and polyamp's region; or turn both off, if the function is one operation."""
     on = state.op_class is None
-    ours = _marked(state.marks) if torch.compiler.is_compiling() else _entered(state.region if on else None)
-    with _native("cpu", state, on), _native(ACCELERATOR, state, on), ours:
+    region = _marked(state.marks) if torch.compiler.is_compiling() else _entered(state.region if on else None)
+    with _native("cpu", state, on), _native(ACCELERATOR, state, on), region:
         yield
 
 

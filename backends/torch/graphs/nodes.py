@@ -28,7 +28,7 @@ _CHANGING_OPERATORS = {
 
 
 def native_name(node: Node) -> str:
-    """What a node calls, by its own name: ``linear``, ``softmax``, ``add``, ``mylib.fused.default``.
+    """Return the native name of what a node calls, such as ``linear``, ``softmax``, ``add`` or ``mylib.fused.default``.
 
     >>> graph = torch.fx.symbolic_trace(lambda x: torch.relu(x).sum() + 1).graph
     >>> [native_name(node) for node in graph.nodes if node.op.startswith("call")]
@@ -44,7 +44,7 @@ def native_name(node: Node) -> str:
 
 
 def operation_of(node: Node) -> str | None:
-    """The canonical operation of a node; None for what the table does not have, and for functions of others.
+    """Return the canonical operation of a node; None if the table does not have it, or it is not PyTorch's.
 
     >>> graph = torch.fx.symbolic_trace(lambda x: x @ x.float()).graph
     >>> [operation_of(node) for node in graph.nodes if node.op.startswith("call")]
@@ -59,15 +59,15 @@ def operation_of(node: Node) -> str | None:
 
 
 def _only_moves(node: Node) -> bool:
-    """Whether a conversion names no dtype, but another device or layout."""
+    """Return whether a conversion names a device or layout, but not a dtype."""
     if node.target in ("cpu", "cuda"):
         return True
-    said = [*node.args[1:], *node.kwargs.values()]
-    return node.target == "to" and not any(isinstance(one, torch.dtype | Node) for one in said)
+    arguments = [*node.args[1:], *node.kwargs.values()]
+    return node.target == "to" and not any(isinstance(one, torch.dtype | Node) for one in arguments)
 
 
 def _is_torchs(node: Node) -> bool:
-    """Whether PyTorch or Python brings what a node calls."""
+    """Return whether a node calls a function of PyTorch or Python."""
     target = node.target
     if node.op == "call_method":
         return True
@@ -78,7 +78,7 @@ def _is_torchs(node: Node) -> bool:
 
 
 def operands_of(node: Node) -> list[Node]:
-    """The nodes among a node's operands in the order of its operands, as often as they are operands.
+    """Return the nodes among a node's operands, in operand order; one that is used twice comes twice.
 
     >>> graph = torch.fx.symbolic_trace(lambda x, y: (x.rsub(y), torch.sub(other=y, input=x), y + y)).graph
     >>> [operands_of(node) for node in graph.nodes if node.op.startswith("call")]
@@ -93,7 +93,7 @@ def operands_of(node: Node) -> list[Node]:
 
 
 def addend_of(node: Node) -> Node | None:
-    """What a product adds to what it computed: the mask of an attention, or the first operand of ``addmm``.
+    """Return the operand that a product adds: the mask of an attention, or the first operand of ``addmm``; else None.
 
     >>> graph = torch.fx.symbolic_trace(lambda bias, x, y: torch.addmm(bias, x, y)).graph
     >>> [addend_of(node) for node in graph.nodes if node.op.startswith("call")]
@@ -113,7 +113,7 @@ _ADDING = frozenset({"addmm", "baddbmm", "addbmm", "addmv", "addr"})
 
 
 def is_composite(node: Node) -> bool:
-    """Whether a node calls one of torch's Python functions that is made of several operations.
+    """Return whether a node calls one of torch's Python functions that consists of several operations.
 
     >>> from polyamp.backends.torch.graphs.capture import capture
     >>> graph = capture(torch.nn.functional.normalize, [torch.ones(3, 2)], {}).module.graph
@@ -130,7 +130,7 @@ def is_composite(node: Node) -> bool:
 
 
 def changed_in_place(node: Node) -> list[Node]:
-    """The nodes whose values a node changes, statistics such as those of ``batch_norm`` left out.
+    """Return the nodes whose values a node changes, except statistics such as those of ``batch_norm``.
 
     >>> graph = torch.fx.symbolic_trace(lambda x: x.add(1).relu_()).graph
     >>> [changed_in_place(node) for node in graph.nodes if node.op == "call_method"]
@@ -147,7 +147,7 @@ def changed_in_place(node: Node) -> list[Node]:
 
 
 def _changes_first(node: Node) -> bool:
-    """Whether the name says that the first argument is changed: ``add_``, ``operator.iadd``."""
+    """Return whether a node changes its first argument according to its name: ``add_``, ``operator.iadd``."""
     name = native_name(node)
     if node.target in _CHANGING_OPERATORS:
         return True
@@ -162,7 +162,7 @@ def _written(node: Node, overload: Any) -> Iterator[Node]:
 
 
 def _asked_in_place(node: Node) -> bool:
-    """Whether ``inplace=True`` stands in a call, such as of ``torch.nn.functional.relu``."""
+    """Return whether a call has ``inplace=True``, as ``torch.nn.functional.relu`` accepts."""
     if not isinstance(node.target, FunctionType):
         return bool(node.kwargs.get("inplace"))
     try:
@@ -173,7 +173,7 @@ def _asked_in_place(node: Node) -> bool:
 
 
 def path_of(node: Node) -> str:
-    """The path of the module that a node stands in, as ``named_modules`` has it: ``decoder.layers.3.norm``."""
+    """Return the path of the module that a node is in, as in ``named_modules``: ``decoder.layers.3.norm``."""
     stack = node.meta.get("nn_module_stack")
     if not stack:
         return ""
@@ -181,16 +181,16 @@ def path_of(node: Node) -> str:
     return _ROOT.sub("", path)
 
 
-_ROOT = re.compile(r"^(.*cell_contents|[LG]\['[^']*'\])\.?")  # what the captured function calls the module
+_ROOT = re.compile(r"^(.*cell_contents|[LG]\['[^']*'\])\.?")  # the captured function's name for the module
 
 
 def line_of(node: Node) -> str:
-    """The user's line that a node comes from, as ``model.py:12 (forward)``; empty where it is not known."""
+    """Return the user's line that a node comes from, as ``model.py:12 (forward)``; empty if it is not known."""
     return line_in(node.meta.get("stack_trace") or "")
 
 
 def line_near(node: Node) -> str:
-    """The line of a node, or of the first one after it that has one."""
+    """Return the line of a node, or of the first node after it that has one."""
     while not (line := line_of(node)) and node.op != "output":
         node = node.next
     return line

@@ -1,4 +1,4 @@
-"""Takes down what a pass decides, as the operations of a plan."""
+"""Builds a plan: one entry for each operation that a pass decides."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 Casts = Iterable[tuple["Known", torch.dtype]]
 
 
-class Recorder:
-    """The operations of one graph, in their order."""
+class PlanBuilder:
+    """The entries of a plan for one graph, in order."""
 
     def __init__(self) -> None:
         self.operations: list[PlannedOperation] = []
@@ -38,7 +38,7 @@ class Recorder:
         known: Known,
         made: Casts,
     ) -> None:
-        """Take down one operation, with the casts that were made for it."""
+        """Add an operation, with the casts that were made for it."""
         cast = {id(source.node): dtype for source, dtype in made}
         read = sum(_bytes(one.fake, cast.get(id(one.node))) for one in inputs)
         count, before, traffic = _traffic(made)
@@ -58,7 +58,7 @@ class Recorder:
         )
 
     def add_result(self, known: Known, made: Casts) -> None:
-        """Take down the cast of a result to the dtype that it is declared to have."""
+        """Add the cast of a result to its declared dtype."""
         count, before, traffic = _traffic(made)
         reason = f"a result is {str(known.declared.dtype).removeprefix('torch.')}"
         self.operations.append(
@@ -81,12 +81,12 @@ def _place(node: Node) -> str:
 
 
 def _traffic(made: Casts) -> tuple[int, int, int]:
-    """Casts: how many, of how many bytes, and the bytes that they read and write."""
+    """Return the number of casts, the bytes before them, and the bytes that they read and write."""
     pairs = [(_bytes(source.fake), _bytes(source.fake, dtype)) for source, dtype in made]
     return len(pairs), sum(before for before, _ in pairs), sum(map(sum, pairs))
 
 
 def _bytes(fakes: Any, dtype: torch.dtype | None = None) -> int:
-    """Size of tensors, in another dtype where one is given; open sizes are the example's."""
+    """Return the size of tensors, in another dtype if given; symbolic sizes count as in the example."""
     tensors = [leaf for leaf in pytree.tree_leaves(fakes) if isinstance(leaf, Tensor)]
     return sum(hint(one.numel()) * (dtype or one.dtype).itemsize for one in tensors)

@@ -20,12 +20,11 @@ from polyamp.backends.torch.autocast.frames import nesting
 from polyamp.backends.torch.autocast.regions import ACCELERATOR
 from polyamp.backends.torch.autocast.weights import forget_casts
 from polyamp.backends.torch.recording.changes import Changes
+from polyamp.backends.torch.recording.hooks import keep, told
 from polyamp.backends.torch.recording.mode import UpdateBegins
 from polyamp.backends.torch.recording.reach import Reach
-from polyamp.backends.torch.steps import onlookers
-from polyamp.backends.torch.steps.keeping import keep
+from polyamp.backends.torch.steps.losses import COUNTS, LATEST
 from polyamp.backends.torch.steps.optimizer import ALIVE
-from polyamp.backends.torch.steps.window import ALL, LATEST
 from polyamp.backends.torch.tracking import ModuleHooks, Tracker
 from polyamp.errors import NonFiniteLossError
 from polyamp.policy import Policy
@@ -65,7 +64,7 @@ class Run:
     def undone(self) -> Iterator[None]:
         """Undo, on exit, all changes that are made while this context is active."""
         windows = [holder for optimizer in list(ALIVE) for holder in optimizer.holders()]
-        restore = keep([*windows, LATEST, ALL, *self.reach.all_of(torch.amp.GradScaler)])
+        restore = keep([*windows, LATEST, COUNTS, *self.reach.all_of(torch.amp.GradScaler)])
         for module in self.reach.modules():
             self.changes.keep_module(module)
         for param in self.reach.parameters():
@@ -88,7 +87,7 @@ class Run:
         hook = register_optimizer_step_pre_hook(self._before_step)
         region = autocast(self._policy)
         try:
-            with onlookers.told(self._update_begins), torch.enable_grad(), mode, _casts_forgotten(), region:
+            with told(self._update_begins), torch.enable_grad(), mode, _casts_forgotten(), region:
                 return _Backward(self, took).of(self._step, *self._args, **self._kwargs)
         except UpdateBegins as end:
             self._scale = end.scale

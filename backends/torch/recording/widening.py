@@ -113,17 +113,17 @@ class _InSixteenBits:
 
 
 def _run(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], form: type[_InFloat32] | type[_InSixteenBits]) -> Any:
-    standing: dict[int, tuple[Tensor, Tensor]] = {}  # each 16-bit argument, by the id of its replacement
+    replaced: dict[int, tuple[Tensor, Tensor]] = {}  # each 16-bit argument, by the id of its replacement
 
     def shown(value: Any) -> Any:
         other = form.of(value)
         if isinstance(value, Tensor) and other is not value:
-            standing[id(other)] = (value, other)
+            replaced[id(other)] = (value, other)
         return other
 
     out = op(*(_mapped(shown, one) for one in args), **{name: _mapped(shown, one) for name, one in kwargs.items()})
     written = _written(op, args, kwargs)
-    for own, other in standing.values():
+    for own, other in replaced.values():
         if any(own is one for one in written):
             _write_back(own, other)
     if torch.Tag.inplace_view in op.tags:  # transpose_ and the like
@@ -135,7 +135,7 @@ def _run(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], form: type[_In
         if not (isinstance(value, Tensor) and value.is_floating_point()):
             return value
         dtype = next(dtypes)
-        own = standing.get(id(value))
+        own = replaced.get(id(value))
         if own is not None and any(own[0] is one for one in written):
             return own[0]
         low = dtype in SIXTEEN_BIT and value.layout is torch.strided and type(value) is Tensor
@@ -217,8 +217,8 @@ def _can_widen(op: Any, given: Iterable[Tensor]) -> bool:
     others, which have their own dtype.
     """
     name = op.name()
-    ours = all(type(one) in (Tensor, nn.Parameter, nn.Buffer, Widened) for one in given)
-    return ours and name.startswith(("aten::", "prims::")) and name not in _ONLY_LOW
+    known = all(type(one) in (Tensor, nn.Parameter, nn.Buffer, Widened) for one in given)
+    return known and name.startswith(("aten::", "prims::")) and name not in _ONLY_LOW
 
 
 def _is_low(value: Any) -> bool:

@@ -1,21 +1,26 @@
-"""Masters whose float32 values exist only during a step, to save memory between steps.
+"""Ways to keep the float32 values of master weights between steps; `MasterWeights` uses one of them.
 
-They are in the inner optimizer's groups all the time, since its state is keyed by them. Between steps all their
-elements read as NaN, and copying to them is an error.
+`InMemory` keeps the masters. The two other ways save memory: their masters have values only during a step. They are in
+the inner optimizer's groups all the time, since its state is keyed by them, but between steps all their elements read
+as NaN, and copying to them is an error. For one bfloat16 parameter, with Adam's two float32 moments:
+
+    InMemory            2 + 4 bytes of weight, 8 of state: 14 between steps
+    Remainders          2 + 2 bytes of weight, 8 of state: 12, with the same masters, bit for bit
+    StochasticRounding  2 bytes of weight,     8 of state: 10, and each update is rounded up or down at random
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from polyamp.backends.torch.kernels.control import DRAWS
 from polyamp.backends.torch.kernels.rounding import add_remainder_, round_stochastically, split
-from polyamp.backends.torch.steps.saving import check_masters
+from polyamp.backends.torch.steps.refusals import bad_state
 from polyamp.backends.torch.unstable import local_shard
 from polyamp.errors import InvalidValueError, warn_once
 
@@ -23,6 +28,96 @@ Tensors = Sequence[Tensor]
 
 _ALIGNMENT = 16  # elements; kernels load 16 bytes at once, even of 16-bit values
 _LARGEST = 2**26  # elements of a block of several parameters: rounding needs that memory a second time
+
+
+class Storage(Protocol):
+    """A way to keep the float32 values of masters between steps.
+
+    ``model`` and ``masters`` are always all pairs, in the order in which they were adopted.
+    """
+
+    def check(self, params: Tensors) -> None:
+        """Raise if parameters cannot be kept in this way."""
+
+    def adopt(self, params: Tensors) -> Tensors:
+        """Return masters for more parameters."""
+
+    def fill(self, model: Tensors, masters: Tensors, changed: bool) -> None:
+        """Fill the masters with their values before a step. ``changed``: the model was written to since the last."""
+
+    def follow(self, model: Tensors, masters: Tensors) -> None:
+        """Update what is kept next to the model, after somebody wrote to the model."""
+
+    def count_in(self, control: Tensor) -> None:
+        """Let polyamp's operators count stochastically rounded steps in ``control``; see ``control.py``."""
+
+    def companions(self, model: Tensors, masters: Tensors) -> Tensors:
+        """Return what polyamp's operators update in place next to each parameter; empty if there is nothing."""
+
+    def round(self, model: Tensors, masters: Tensors) -> None:
+        """Round the masters into the model's parameters."""
+
+    def release(self) -> None:
+        """Free memory that is only needed during a step, after the step was applied or skipped."""
+
+    def state(self, model: Tensors, masters: Tensors) -> dict[Any, Any]:
+        """Return the state that `load` resumes from."""
+
+    def check_saved(self, saved: object, masters: Tensors) -> None:
+        """Raise if `load` cannot resume from a saved state."""
+
+    def load(self, saved: Mapping[Any, Any], model: Tensors, masters: Tensors) -> None:
+        """Resume from a saved state, and update the model's parameters to it."""
+
+
+class InMemory:
+    """Masters that stay in memory: 4 more bytes for each 16-bit parameter."""
+
+    def check(self, params: Tensors) -> None:
+        """Accept all 16-bit parameters."""
+
+    def adopt(self, params: Tensors) -> Tensors:
+        """Return the parameters' values in float32."""
+        return [nn.Parameter(param.detach().float(), requires_grad=param.requires_grad) for param in params]
+
+    def fill(self, model: Tensors, masters: Tensors, changed: bool) -> None:
+        """Update the masters if the model changed; else they have their values already."""
+        if changed:
+            self.follow(model, masters)
+
+    def follow(self, model: Tensors, masters: Tensors) -> None:
+        """Update masters after a write to the model (``model.load_state_dict``); unchanged elements keep all bits."""
+        for param, master in zip(shards(model), shards(masters), strict=True):
+            master.copy_(torch.where(param == master.to(param.dtype), master, param.float()))
+
+    def count_in(self, control: Tensor) -> None:
+        """Do nothing, since nothing is rounded stochastically."""
+
+    def companions(self, model: Tensors, masters: Tensors) -> Tensors:
+        """Return the masters."""
+        return masters
+
+    def round(self, model: Tensors, masters: Tensors) -> None:
+        """Round the masters into the model, to nearest, ties to even."""
+        if model:
+            torch._foreach_copy_(shards(model), shards(masters))
+
+    def release(self) -> None:
+        """Do nothing, since the masters stay in memory."""
+
+    def state(self, model: Tensors, masters: Tensors) -> dict[Any, Any]:
+        """Return the masters themselves."""
+        return dict(enumerate(masters))
+
+    def check_saved(self, saved: object, masters: Tensors) -> None:
+        """Raise if the saved masters do not fit these."""
+        check_masters(saved, masters)
+
+    def load(self, saved: Mapping[Any, Any], model: Tensors, masters: Tensors) -> None:
+        """Copy the saved masters, and round them into the model."""
+        for master, value in zip(masters, saved.values(), strict=True):
+            master.copy_(value)
+        self.round(model, masters)
 
 
 def shards(tensors: Iterable[Tensor]) -> list[Tensor]:
@@ -127,7 +222,7 @@ class Remainders:
     def count_in(self, control: Tensor) -> None:
         """Do nothing, since nothing is rounded stochastically."""
 
-    def beside(self, model: Tensors, masters: Tensors) -> Tensors:
+    def companions(self, model: Tensors, masters: Tensors) -> Tensors:
         """Return the remainders."""
         views = {
             param: view
@@ -221,7 +316,7 @@ class StochasticRounding:
         if isinstance(self._draws, int):
             self._draws = control[DRAWS].clamp_(min=self._draws)
 
-    def beside(self, model: Tensors, masters: Tensors) -> Tensors:
+    def companions(self, model: Tensors, masters: Tensors) -> Tensors:
         """Return nothing."""
         return []
 
@@ -305,3 +400,29 @@ def _placeholders(local: Tensors) -> list[Tensor]:
     """Return one NaN expanded to all elements. An empty storage instead would let freed memory be read."""
     nothing = torch.full((), math.nan, device=local[0].device)
     return [nothing.expand(shard.shape) for shard in local]
+
+
+def check_masters(saved: object, masters: Sequence[Tensor]) -> None:
+    """Raise if saved masters do not fit these.
+
+    Raises:
+        StateError: they are missing, or differ in number, shapes or placements over ranks.
+    """
+    own, found = _layouts(masters), None
+    if isinstance(saved, Mapping) and all(isinstance(master, Tensor) for master in saved.values()):
+        found = _layouts(saved.values())
+    if found != own:
+        raise bad_state(
+            "the saved master weights are not those of this optimizer",
+            'none, key "master_weights"' if found is None else f"{len(found)} tensors of shapes {found}",
+            f"{len(own)} tensors of shapes {own}",
+            "convert the model, and wrap its optimizer, as they were when the state was saved",
+        )
+
+
+def _layouts(tensors: Iterable[Tensor]) -> list[Any]:
+    """Return shapes, and for distributed tensors also their placements over ranks."""
+    return [
+        (tuple(tensor.shape), tensor.placements) if hasattr(tensor, "placements") else tuple(tensor.shape)
+        for tensor in tensors
+    ]

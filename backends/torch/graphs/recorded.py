@@ -61,7 +61,7 @@ def recorded(
             "the function does not run with these arguments",
             where=getattr(fn, "__name__", type(fn).__name__),
             found=f"{type(error).__name__}: {str(error).partition(chr(10))[0]}",
-            fix="give example arguments for which the call works without polyamp",
+            fix="use example arguments for which the call works without polyamp",
         ) from error
     operations, saved = tuple(explainer.operations), explainer.saved.total
     engine = f"autocast, recorded: {why}" if why else "autocast"

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from polyamp.backends.tensorflow import unstable
-from polyamp.backends.tensorflow.graphs.rewrite import concrete_of
+from polyamp.backends.tensorflow.graphs.capture import concrete_of
 from polyamp.backends.tensorflow.steps.gradients import SIXTEEN_BIT
 from polyamp.refusals import no_loss
 

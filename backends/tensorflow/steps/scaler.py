@@ -155,22 +155,22 @@ class LossScaler(tf.Module):
 
     @property
     def has_masters(self) -> bool:
-        """Return whether `step` trains float32 copies of 16-bit variables."""
+        """Whether `step` trains float32 copies of 16-bit variables."""
         return self._masters is not None
 
     @property
     def state(self) -> LossScaleState:
-        """Return the scalars as tensors, which are symbolic in a graph."""
+        """The scalars as tensors, which are symbolic in a graph."""
         return LossScaleState(*map(tf.convert_to_tensor, self.scalars))
 
     @property
     def loss_scale(self) -> float:
-        """Return the scale of the next loss, outside graphs. Waits for the device."""
+        """The scale of the next loss. Only outside graphs; reading it waits for the device."""
         return float(self.scalars[0].numpy())
 
     @property
     def last_step(self) -> StepResult:
-        """Return what the last step did.
+        """The result of the last step.
 
         In eager code, reading it waits for the device and reports the limits ``LossScale(on_min=, max_skips=)``, which
         a compiled step cannot do. In a graph its properties are tensors.

@@ -254,7 +254,7 @@ class Pass:
         else:
             outcome = self.rules.decider.flow(operation, decision, inputs, gradient=is_backward)
         if is_product and outcome.output.state == "low" and node.inputs[0] in self._unrounded:
-            return Flow("float32", outcome.output, "as its forward operation", ("saturated",))
+            return Flow("float32", outcome.output, "like its forward operation", ("saturated",))
         if is_backward and outcome.format == "float32" and outcome.output.state == "strong":
             return outcome._replace(anew=(*outcome.anew, "saturated"))  # like the operation that made the gradient
         return outcome

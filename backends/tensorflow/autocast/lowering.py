@@ -200,7 +200,7 @@ def _device_type(device: str) -> str:
 
 @functools.cache
 def _lowerable(native: str, device: str, types: tuple[tuple[str, int], ...], dtype: int) -> tuple[str, ...]:
-    """See `polyamp.backends.tensorflow.graphs.kernels.lowerable`."""
+    """Return the type attributes to change; see `polyamp.backends.tensorflow.graphs.kernels.lowerable`."""
     operation = unstable.operation_definition(native, {})
     definition = NodeDef(name=native, op=native, device=f"/device:{device}:0")
     for attribute in operation.attr:

@@ -101,7 +101,7 @@ def decide_list(decisions: Pass, node: Node) -> Decided:
 
 
 def _list_of(decisions: Pass, node: Node) -> str:
-    """Return the name of a node's list, and note what the node does to it."""
+    """Return the name of a node's list, and record what the node does to it."""
     lists = decisions.rules.lists
     pairs = list(zip(node.input_ports, decisions.inputs_of(node), strict=True))
     names = [known.held for port, known in pairs if port.dtype == VARIANT]

@@ -86,8 +86,8 @@ class UnscaledGradients:
                 where="apply_gradients(grads_and_vars)",
                 found="gradients of another function, or of eager code next to a compiled function",
                 allowed="computing and applying in one function",
-                fix="call both there; to look at gradients alone, take opt.scaler.unscale(grads). That call is "
-                "forgotten now",
+                fix="make both calls in one function; to only look at gradients, call opt.scaler.unscale(grads). "
+                "polyamp now ignores the first call",
             )
 
 

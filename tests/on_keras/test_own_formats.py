@@ -1,4 +1,4 @@
-"""What is said of a model is about the model as it is: of its layers' own dtype policies, and of none of them."""
+"""Reports about a model describe it as it is: with its layers' own dtype policies, or without any."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _fresh_names() -> None:
 def made(policy: Any = F16, *, hot: float = 1.0, wrap: bool = True) -> keras.Model:
     parts = [layers.Dense(16, name="body"), layers.Dense(8, name="hot"), layers.Dense(2, name="head")]
     model = keras.Sequential([keras.Input((6,)), *parts])
-    for name, factor in (("hot", hot), ("head", 1 / hot)):  # which is beyond float16 in between alone
+    for name, factor in (("hot", hot), ("head", 1 / hot)):  # beyond float16 only in between
         kernel = model.get_layer(name).kernel
         kernel.assign(kernel * factor)
     if policy is not None:
@@ -100,7 +100,7 @@ def test_a_calibration_is_safe_and_its_rules_cure_the_model() -> None:
 
 
 def test_a_float32_layer_does_not_overflow() -> None:
-    """Its output alone is beyond float16, and the layer is held in float32."""
+    """Only its output is beyond float16, and the layer is kept in float32."""
     model = made(polyamp.policy(F16, rules={"hot": "full"}), hot=3e5)
     assert not [one.place for one in polyamp.probe(model, X, Y, policy=F16).overflowing if "hot" in one.place]
     assert polyamp.diagnose(model, X, Y, policy=F16).kind == "finite"

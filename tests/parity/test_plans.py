@@ -1,4 +1,4 @@
-"""One flow rule: the same arithmetic in JAX, TensorFlow and PyTorch is decided alike, operation by operation."""
+"""One flow rule: the same arithmetic in JAX, TensorFlow and PyTorch has the same plan."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def test_operations_are_decided_alike(program: str, policy: str) -> None:
 
 
 class Scope(torch.nn.Module):
-    """What a named scope is in the others: a module of that name."""
+    """A module in place of a named scope of the other frameworks."""
 
     def __init__(self, run: Callable[[Any, Any], Any]) -> None:
         super().__init__()

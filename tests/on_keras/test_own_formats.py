@@ -116,18 +116,18 @@ def test_lint_says_that_a_model_was_not_converted() -> None:
 
 
 def trained(model: keras.Model, how: str) -> list[str]:
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as shown:
         warnings.simplefilter("always")
         for _ in range(2):
             model.fit(X, Y, verbose=0) if how == "fit" else model.train_on_batch(X, Y)
-    return [str(one.message) for one in said if issubclass(one.category, polyamp.PolyampWarning)]
+    return [str(one.message) for one in shown if issubclass(one.category, polyamp.PolyampWarning)]
 
 
 @pytest.mark.parametrize("how", ["fit", "train_on_batch"])
 def test_training_says_once_that_a_model_was_not_converted(how: str) -> None:
-    (said,) = trained(made(None), how)
-    assert "trains in float32" in said
-    assert "polyamp.convert" in said
+    (message,) = trained(made(None), how)
+    assert "trains in float32" in message
+    assert "polyamp.convert" in message
 
 
 @pytest.mark.parametrize("model", [made, lambda: made(None, wrap=False), lambda: made("mixed_bfloat16")])

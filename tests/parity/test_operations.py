@@ -272,8 +272,8 @@ def test_cpu_autocast_does_what_we_say_it_does(native: str) -> None:
     run, dtype = CPU_EXAMPLES[native]
     with torch.autocast("cpu", torch.bfloat16):
         assert run(torch.ones(4, 4)).dtype == dtype
-    said = OPERATIONS[canonical(native) or ""].sources["cpu"]
-    assert CLASS_OF_RESULT.get(said, dtype) == dtype
+    listed = OPERATIONS[canonical(native) or ""].sources["cpu"]
+    assert CLASS_OF_RESULT.get(listed, dtype) == dtype
 
 
 TENSORFLOW_CLASSES = {"Allow": "lower", "Infer": "follow", "Deny": "full", "Clear": "neutral"}

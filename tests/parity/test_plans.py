@@ -180,8 +180,8 @@ def test_a_rule_that_matched_nothing_is_the_user_s_own(name: str, rules: dict[st
     assert [plan.unused_rules for plan in plans] == [tuple(rules)] * 3
 
 
-@pytest.mark.parametrize(("adds_up", "said"), [(True, "after a loop"), (False, "beside matmul")])
-def test_what_follows_a_loop_is_said_in_the_same_words(adds_up: bool, said: str) -> None:
+@pytest.mark.parametrize(("adds_up", "reason"), [(True, "after a loop"), (False, "beside matmul")])
+def test_what_follows_a_loop_is_said_in_the_same_words(adds_up: bool, reason: str) -> None:
     def turn(y: Any, w: Any) -> Any:
         return y + y @ w if adds_up else y @ w
 
@@ -201,4 +201,4 @@ def test_what_follows_a_loop_is_said_in_the_same_words(adds_up: bool, said: str)
         explain_tensorflow(in_tensorflow, tf.constant(X), policy="mixed_bfloat16"),
     ]
     reasons = [{op.reason for op in plan.operations if op.name == "abs"} for plan in plans]
-    assert reasons == [{said}] * 2
+    assert reasons == [{reason}] * 2

@@ -1,4 +1,4 @@
-"""How long a benchmark may still run: a part that is not expected to end in time is not started."""
+"""Time limits: a part that is not expected to end in time is not started."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 
 class Budget:
-    """Seconds that a whole run may take; without a number, any.
+    """The seconds that a whole run may take; None is without a limit.
 
     budget = Budget(600)
     if budget.fits(40):
@@ -25,16 +25,16 @@ class Budget:
         return self.start + self.seconds - self.clock()
 
     def fits(self, estimate: float) -> bool:
-        """Tell whether a part that should take ``estimate`` seconds ends in time."""
+        """Return whether a part that should take ``estimate`` seconds ends in time."""
         return estimate <= self.left
 
     def why_not(self, estimate: float) -> str:
-        """Say why a part is left out."""
+        """Return the reason why a part is left out."""
         return f"about {estimate:.0f} s needed, {max(0.0, self.left):.0f} of {self.seconds:.0f} s left"
 
 
 class Estimate:
-    """Seconds that the next part of a kind takes: a guess, until one has run; then the longest of those that have."""
+    """The expected seconds of the next part of a kind: a guess at first, then the longest time so far."""
 
     def __init__(self, guess: float) -> None:
         self.guess = guess
@@ -45,5 +45,5 @@ class Estimate:
         return self.guess if self.longest is None else self.longest
 
     def learn(self, taken: float) -> None:
-        """Note how long one part took."""
+        """Record how long one part took."""
         self.longest = max(taken, self.longest or 0.0)

@@ -1,13 +1,13 @@
-"""What does a whole training step take, in float32 and in 16 bits, with polyamp and with PyTorch's own parts?
+"""Time whole training steps, in float32 and in 16 bits, with polyamp and with PyTorch's own parts.
 
 Models at the shapes of published tables: forward, backward and optimizer step, eager and compiled. Float32 is measured
 with TF32 off (IEEE) and with TF32 on, for products and convolutions alike. Native is autocast, with GradScaler in
-float16, around a fused optimizer and PyTorch's clipping; what the mixed variants leave in float32 may use TF32.
+float16, around a fused optimizer and PyTorch's clipping; mixed variants may use TF32 for their float32 work.
 
     python benchmarks/end_to_end.py --model resnet50 --within 540 [--ways eager] [--small] [--plot end_to_end.png]
     python benchmarks/end_to_end.py --model gpt2 --losses 200
 
-The second trains every variant for so many steps on equal batches, and compares the losses instead of the times.
+The second command trains every variant for 200 steps on equal batches, and compares the losses instead of the times.
 """
 
 from __future__ import annotations
@@ -26,22 +26,23 @@ import typer
 from budget import Budget
 from gpu_meters import matmul_peaks, operations, use_tf32
 from interleave import console
-from keeping import Keeper, chosen, missing_table, published_table
+from keeping import Keeper
+from published import published_table
 from torch import Tensor, nn
 from torch_device import CHECK_ONLY, DEVICE, Row, built, free_memory, host_syncs, settle
 from torch_tasks import TASKS, Task
-from whole_steps import BATCHES, Case, draw, format_of, losses_table, rates, settled, table, trained
+from whole_steps import BATCHES, Case, chosen, draw, format_of, losses_table, rates, settled, table, trained
 
 import polyamp
 from polyamp.backends.torch.building import extension
 
 WAYS = ("eager", "compiled")
-SECONDS = {"eager": 15.0, "compiled": 45.0}  # that building a variant is thought to take, until one was built
-EACH = 0.4  # seconds of a variant in a round
+SECONDS = {"eager": 15.0, "compiled": 45.0}  # expected to build a variant, until one was built
+EACH = 0.4  # seconds for a variant in each round
 
 
 class Loop:
-    """A training step in float32: a region around the forward pass, and what steps the optimizer."""
+    """A training step in float32; subclasses change the region around the forward pass and the optimizer step."""
 
     def __init__(self, task: Task, small: bool, way: str, tf32: bool = True, dropout: bool = True) -> None:
         use_tf32(tf32)
@@ -61,7 +62,7 @@ class Loop:
         with self.region():
             loss = self.model(**self.batch)
         self.update(loss)
-        self.optimizer.zero_grad()  # now, so that a variant holds no gradients while others run
+        self.optimizer.zero_grad()  # now, so that a variant keeps no gradients while others run
         return loss.detach()
 
     def update(self, loss: Tensor) -> None:
@@ -71,7 +72,7 @@ class Loop:
         self.optimizer.step()
 
     def loss_scale(self) -> float | None:
-        """Read the loss scale, which waits for the GPU; None where there is none."""
+        """Read the loss scale, which waits for the GPU; None if there is none."""
         return None
 
 
@@ -132,11 +133,11 @@ VARIANTS: dict[str, tuple[type[Loop], dict[str, Any]]] = {
     "native float16": (Native, {"low": "float16"}),
     "polyamp float16": (Ours, {"low": "float16"}),
 }
-BUILD_ORDER = (*list(VARIANTS)[1:], "float32")  # IEEE float32 is the slowest: where time runs out, it is without
+BUILD_ORDER = (*list(VARIANTS)[1:], "float32")  # IEEE float32 is the slowest: it is last, and left out if time runs out
 
 
 class Measured(NamedTuple):
-    """A loop that has been built and warmed up, and what was measured of it on the way."""
+    """A loop that has been built and warmed up, with the measurements of that."""
 
     loop: Loop
     meters: Row
@@ -148,7 +149,7 @@ def make(name: str, way: str, small: bool, variant: str, **more: Any) -> Loop:
 
 
 def build(name: str, way: str, small: bool, variant: str) -> Measured:
-    """Make a variant, alone, and warm it up."""
+    """Build and warm up a variant while no other exists."""
     start, steps = time.perf_counter(), []
     one = built(lambda: make(name, way, small, variant), lambda loop: steps.append(settled(loop)))
     meters = {"peak_bytes": one.peak_bytes, "host_syncs": host_syncs(one.made), "first_steps": steps[0]}
@@ -157,14 +158,14 @@ def build(name: str, way: str, small: bool, variant: str) -> Measured:
 
 @cache
 def step_operations(name: str, small: bool) -> int:
-    """What a step computes, counted in the float32 model, so that it is the same for all variants."""
+    """Count the operations of a step in the float32 model, so that the count is the same for all variants."""
     return operations(make(name, "eager", small, "TF32"))
 
 
 def prepare(task: Task) -> None:
     """Start a case with nothing compiled before it."""
     torch._dynamo.reset()
-    torch._dynamo.config.recompile_limit = 64  # all variants share the model's code: each compiles it anew
+    torch._dynamo.config.recompile_limit = 64  # all variants share the model's code, and each compiles it again
     torch.backends.cudnn.benchmark = task.fixed_shapes
     free_memory()
 
@@ -193,7 +194,7 @@ def times(case: Case, small: bool, rounds: int, peaks: dict[str, float]) -> None
 
 
 def losses(case: Case, small: bool, steps: int) -> None:
-    """Train every variant for so many steps on equal batches, without dropout, and keep a row for each."""
+    """Train every variant for ``steps`` steps on equal batches, without dropout, and keep a row for each."""
     batches = [TASKS[case.model].batch(small, seed) for seed in range(1, BATCHES + 1)]
 
     def train(variant: str) -> bool:
@@ -211,7 +212,7 @@ def versions() -> dict[str, str]:
 
 
 def cases(models: list[str], ways: list[str], keeper: Keeper, budget: Budget) -> Iterator[Case]:
-    """Every model in every way that it has."""
+    """Return every model in each of its ways."""
     for name in models:
         for way in ways:
             shapes = None if way in TASKS[name].ways else "its shapes change at every step"
@@ -224,7 +225,7 @@ def cases(models: list[str], ways: list[str], keeper: Keeper, budget: Budget) ->
 
 def main(
     model: Annotated[
-        list[str] | None, typer.Option(help=f"Of {', '.join(TASKS)}, or how they begin; may be repeated.")
+        list[str] | None, typer.Option(help=f"Of {', '.join(TASKS)}, or how their names begin; may be repeated.")
     ] = None,
     ways: Annotated[str, typer.Option(help="eager, compiled or both, with a comma.")] = ",".join(WAYS),
     rounds: Annotated[int, typer.Option(min=2, help="Rounds of steps.")] = 9,
@@ -254,7 +255,7 @@ def main(
         if plot is not None:
             draw(keeper.rows, plot)
     if keeper.left_out:
-        console().print(missing_table(keeper.left_out))
+        console().print(keeper.missing_table())
     keeper.end()
 
 

@@ -1,9 +1,9 @@
-"""How many bytes does the flow rule move, beside the least that any choice of formats could?
+"""Count the bytes that the flow rule moves, compared with the best choice of formats.
 
-The graphs are the losses of four models and their gradients, in float32. A choice of formats says of each operation
-whether it runs in 16 bits. It costs the bytes of all inputs and outputs in those formats, and for each value that is
-needed in another format than it was made in one cast, which reads and writes it. Products have to be low, and what the
-flow rule calls strong has to be float32; the cheapest choice for all else is a minimum cut.
+The graphs are the losses of four models and their gradients, in float32. A choice of formats decides for
+each operation whether it runs in 16 bits. It costs the bytes of all inputs and outputs in those formats; a value that
+is needed in another format than its own costs one cast, which reads and writes it. Products must be low, and values
+that the flow rule calls strong must be float32; the cheapest choice for all others is a minimum cut.
 
     python benchmarks/flow_bound.py [--check 200] [--why] [--plot FILE]
 """
@@ -24,8 +24,9 @@ import numpy as np
 import scipy
 import typer
 from flow_graph import Graph, Operation, Tensor
-from interleave import console, keep, machine
+from interleave import console
 from jax_models import MODELS, loss_of, task
+from keeping import keep, machine
 from rich.box import SIMPLE_HEAD
 from rich.progress import track
 from rich.table import Table
@@ -45,12 +46,12 @@ Low = set[Operation]  # a choice of formats: the operations that run in 16 bits
 
 
 def by_flow(graph: Graph) -> Low:
-    """What polyamp's rule says."""
+    """Choose as polyamp's flow rule does."""
     return {operation for operation in graph.operations if operation.flow.format == graph.compute}
 
 
 def by_widest(graph: Graph) -> Low:
-    """As PyTorch promotes: in the widest of the inputs, of which numbers written into the program do not count."""
+    """Choose as PyTorch promotes: the widest format of the inputs, without numbers written into the program."""
     low: Low = set()
     for operation in graph.operations:
         makers = {tensor.maker for tensor in operation.inputs if tensor.bytes}
@@ -61,7 +62,7 @@ def by_widest(graph: Graph) -> Low:
 
 
 def by_painting(graph: Graph) -> Low:
-    """As TensorFlow paints a whole graph (core/grappler/optimizers/auto_mixed_precision.cc), step by step.
+    """Choose as TensorFlow paints a whole graph (core/grappler/optimizers/auto_mixed_precision.cc), step by step.
 
     Its lists are allow, deny, infer and clear: here the classes lower, full, follow with inner, and neutral with
     promote, since TensorFlow lists concatenation as clear.
@@ -85,7 +86,7 @@ def _of_class(graph: Graph, *classes: str) -> Low:
 
 
 def _reached(starts: Low, neighbours: Callable[[Operation], Iterable[Operation]], through: Low) -> Low:
-    """The starts, and what is reached from them by steps to neighbours that are in ``through``."""
+    """Return the starts, and all that can be reached from them through neighbours in ``through``."""
     found, waiting = set(starts), list(starts)
     while waiting:
         new = (set(neighbours(waiting.pop())) & through) - found
@@ -98,13 +99,13 @@ def _reached(starts: Low, neighbours: Callable[[Operation], Iterable[Operation]]
 
 
 def cost(graph: Graph, low: Low) -> int:
-    """Bytes moved under a choice of formats."""
+    """Return the bytes moved under a choice of formats."""
     moved = sum(operation.bytes // 2 if operation in low else operation.bytes for operation in graph.operations)
     return moved + sum(_cast(tensor) for tensor in graph.tensors if _is_cast(tensor, low))
 
 
 def _cast(tensor: Tensor) -> int:
-    """A cast reads a value in one format and writes it in the other."""
+    """Return the bytes of a cast, which reads a value in one format and writes it in the other."""
     return tensor.bytes + tensor.bytes // 2
 
 
@@ -113,16 +114,16 @@ def _is_cast(tensor: Tensor, low: Low) -> bool:
 
 
 def cheapest(graph: Graph) -> Low:
-    """A choice of the least cost among the safe ones: what stays on the source's side of a minimum cut.
+    """Return the safe choice with the least cost: the operations on the source's side of a minimum cut.
 
-    Operations that have to be low are the source itself, and those that have to be float32 the sink.
+    Operations that must be low are joined to the source, and those that must be float32 to the sink.
     """
     nodes, node = itertools.count(2), {}
     for operation in graph.operations:
         node[operation] = {"low": 0, "float32": 1}[operation.fixed] if operation.fixed else next(nodes)
     edges: Counter[tuple[int, int]] = Counter()
     for operation in graph.operations:
-        edges[0, node[operation]] += operation.bytes // 2  # what it costs to run in float32
+        edges[0, node[operation]] += operation.bytes // 2  # the cost of running in float32
     for tensor in graph.tensors:
         maker, raised, lowered, weight = node[tensor.maker], next(nodes), next(nodes), _cast(tensor)
         edges[maker, raised] += weight  # one cast serves all users in the other format
@@ -133,19 +134,19 @@ def cheapest(graph: Graph) -> Low:
     cut, kept = minimum_cut(edges, next(nodes))
     low = {operation for operation, place in node.items() if place in kept}
     if cost(graph, low) != cut + sum(operation.bytes // 2 for operation in graph.operations):
-        raise ArithmeticError("the cut does not cost what the graph does: an error in this file")
+        raise ArithmeticError("the costs of the cut and of the graph differ: an error in this file")
     return low
 
 
 def minimum_cut(edges: Counter[tuple[int, int]], size: int) -> tuple[int, set[int]]:
-    """The weight of a minimum cut between nodes 0 and 1, and the nodes on the side of 0."""
+    """Return the weight of a minimum cut between nodes 0 and 1, and the nodes on the side of 0."""
     useful = {ends: weight for ends, weight in edges.items() if weight and ends[0] != 1 and ends[1] not in (0, ends[0])}
     if not useful:
         return 0, {0}
     unit = math.gcd(*useful.values())
     weights = np.array(list(useful.values())) // unit
     if sum(weight for (start, _), weight in useful.items() if start == 0) // unit > np.iinfo(np.int32).max:
-        raise OverflowError("SciPy counts a flow in 32 bits: take a smaller model")
+        raise OverflowError("SciPy counts a flow in 32 bits: use a smaller model")
     capacities = csr_array((weights.astype(np.int32), np.array(list(useful)).T), shape=(size, size))
     found = maximum_flow(capacities, 0, 1)
     residual = capacities.astype(np.int64) - found.flow.astype(np.int64)
@@ -155,7 +156,7 @@ def minimum_cut(edges: Counter[tuple[int, int]], size: int) -> tuple[int, set[in
 
 
 def unsafe(low: Low) -> Low:
-    """The operations of a choice that have to be float32."""
+    """Return the operations of a choice that must be float32."""
     return {operation for operation in low if operation.fixed == "float32"}
 
 
@@ -163,7 +164,7 @@ def unsafe(low: Low) -> Low:
 
 
 def check_bound(graphs: int) -> None:
-    """Hold the cut to the least of all safe choices, on random graphs that are small enough to try all of them."""
+    """Check the cut against the best of all safe choices, on random graphs small enough to try all of them."""
     for seed in track(range(graphs), description="cut against all choices", console=console()):
         graph = random_graph(random.Random(seed))
         fixed = {operation for operation in graph.operations if operation.fixed == "low"}
@@ -175,7 +176,7 @@ def check_bound(graphs: int) -> None:
 
 
 def random_graph(draw: random.Random) -> Graph:
-    """Up to 8 free operations among others, of one to three inputs and one or two outputs."""
+    """Return a graph with up to 8 free operations, of one to three inputs and one or two outputs."""
     graph = Graph()
     tensors = [Tensor(graph.edge("input"), 4 * draw.randint(1, 9), Value()) for _ in range(2)]
     for fixed in draw.sample([None] * 8 + ["low", "float32"] * 3, draw.randint(4, 14)):
@@ -189,7 +190,7 @@ def random_graph(draw: random.Random) -> Graph:
 
 
 def check_graph(graph: Graph, function: Callable[..., Any], arrays: Sequence[Any]) -> None:
-    """Hold the graph to what `polyamp.explain` says of the same call, operation by operation."""
+    """Check the graph against `polyamp.explain` of the same call, operation by operation."""
     plan = polyamp.explain(function, *arrays, policy=f"mixed_{graph.compute}")
     said = [(each.native, each.format, each.times) for each in plan.operations]
     ours = [(each.native, each.flow.format, each.times) for each in graph.operations if each.op_class != "edge"]
@@ -208,7 +209,7 @@ CHOICES: dict[str, Callable[[Graph], Low]] = {
 
 
 def rows(name: str, compute: str, scale: int, why: bool) -> Iterator[Row]:
-    """One model in one format: a row for its loss, and one for that with its gradients."""
+    """Return the rows of one model in one format: its loss, and its loss with gradients."""
     model = task(name, scale)
     loss = loss_of(model.make())
     for direction, function in {"loss": loss, "gradient": jax.value_and_grad(loss, has_aux=True)}.items():
@@ -230,7 +231,7 @@ def rows(name: str, compute: str, scale: int, why: bool) -> Iterator[Row]:
 
 
 def differences(graph: Graph, best: Low, title: str) -> Table:
-    """Where the flow rule and the cheapest choice part, by operation and by the rule's reason."""
+    """Count where the flow rule and the cheapest choice differ, by operation and by the rule's reason."""
     shown = Table("operation", "times", "flow says", "reason", "MB", title=title, box=SIMPLE_HEAD)
     ours, counts, sizes = by_flow(graph), Counter[tuple[str, str, str]](), Counter[tuple[str, str, str]]()
     for operation in ours ^ best:
@@ -243,9 +244,9 @@ def differences(graph: Graph, best: Low, title: str) -> Table:
 
 
 def table(found: Iterable[Row]) -> Table:
-    """All rows."""
+    """Return a table of all rows."""
     known = machine()
-    caption = "ratios to the bound; in brackets: operations it would lower that have to be float32, and are put back"
+    caption = "ratios to the bound; in brackets: operations it would lower that must be float32, and are put back"
     where = f"{known['processor']} ({known['cores']} cores), JAX {jax.__version__}"
     shown = Table(title=f"Bytes moved, on {where}", caption=caption, box=SIMPLE_HEAD)
     for heading in ("model", "of the", "format"):
@@ -263,7 +264,7 @@ def table(found: Iterable[Row]) -> Table:
 
 
 def draw(found: list[Row], file: Path) -> None:
-    """The ratios of every way to choose, a picture for each format."""
+    """Draw the ratios of every way to choose, one picture for each format."""
     from matplotlib.figure import Figure
 
     formats = list(dict.fromkeys(row["format"] for row in found))
@@ -278,7 +279,7 @@ def draw(found: list[Row], file: Path) -> None:
             title=compute, ylabel="bytes moved / bound", xticks=range(len(chosen)), xticklabels=labels, ylim=(0.7, 1.7)
         )
         axis.legend(frameon=False, ncols=len(CHOICES), fontsize="small", loc="upper left")
-    figure.suptitle("Bytes moved, against the least that is safe; dashed: the goal")
+    figure.suptitle("Bytes moved, ratio to the least that is safe; dashed: the goal")
     figure.savefig(file, dpi=120)
 
 
@@ -286,9 +287,9 @@ def main(
     model: Annotated[list[str] | None, typer.Option(help=f"Of {', '.join(MODELS)}; may be repeated.")] = None,
     low: Annotated[list[str] | None, typer.Option("--format", help="bfloat16 or float16; may be repeated.")] = None,
     scale: Annotated[int, typer.Option(min=1, help="Multiplies widths and batches.")] = 1,
-    check: Annotated[int, typer.Option(min=0, help="Random graphs on which the cut is held to all choices.")] = 20,
+    check: Annotated[int, typer.Option(min=0, help="Random graphs on which to check the cut.")] = 20,
     why: Annotated[
-        bool, typer.Option("--why", help="Show where the flow rule parts from the cheapest choice.")
+        bool, typer.Option("--why", help="Show where the flow rule differs from the cheapest choice.")
     ] = False,
     plot: Annotated[Path | None, typer.Option(help="Draw the ratios into this image.")] = None,
 ) -> None:

@@ -1,7 +1,6 @@
-"""A traced JAX function as one flat list of operations on float32 values, each with what the flow rule says of it.
+"""A traced JAX function as one flat list of operations on float32 values, each with the flow rule's decision.
 
-Calls and loop bodies stand in the list in place of the call or the loop; the bytes of a loop's body count for all of
-its turns.
+Calls and loops are replaced by their bodies; the bytes of a loop's body count for all its turns.
 """
 
 from __future__ import annotations
@@ -16,8 +15,8 @@ import numpy as np
 from jax.interpreters.partial_eval import dce_jaxpr
 
 from polyamp.backends.jax import unstable
-from polyamp.backends.jax.cells import is_inexact
-from polyamp.backends.jax.higher_order import HANDLERS
+from polyamp.backends.jax.graphs.cells import is_inexact
+from polyamp.backends.jax.graphs.higher_order import HANDLERS
 from polyamp.backends.jax.operations import canonical
 from polyamp.flow import AS_WRITTEN, Flow, Value, constant, flow, specific
 from polyamp.rules import decide
@@ -36,14 +35,14 @@ MOVES = ("reshape", "squeeze", "copy", "name", "stop_gradient")  # the same numb
 
 @dataclass(eq=False)
 class Operation:
-    """One operation, or an edge of the graph: an input, a constant, an output, what a loop carries.
+    """One operation, or an edge of the graph: an input, a constant, an output, or a value that a loop carries.
 
     Attributes:
-        op_class: as the table says; ``edge`` for an edge.
-        bytes: of its float32 inputs and outputs, in float32, in all turns.
-        flow: what the flow rule says of it.
-        fixed: the only format that is safe for it; None where both are.
-        times: how often it runs.
+        op_class: its class in the table; ``edge`` for an edge.
+        bytes: size of its float32 inputs and outputs, in float32, over all turns.
+        flow: the flow rule's decision.
+        fixed: the only format that is safe for it; None if both are.
+        times: number of runs.
     """
 
     native: str
@@ -66,14 +65,14 @@ class Operation:
 
 @dataclass(eq=False)
 class Tensor:
-    """One floating value where it is used: in a loop's body apart from outside, since casts are not moved out.
+    """One floating-point value as used inside or outside a loop's body: apart, since casts are not moved out.
 
     Attributes:
-        maker: the operation whose format it has.
-        bytes: in float32, in all turns; 0 for what is written into the program and for values of other types.
-        value: what the flow rule knows of it.
-        constant: whether it is computed of constants alone.
-        same: what is equal for tensors that hold the same numbers.
+        maker: the operation that decides its format.
+        bytes: size in float32, over all turns; 0 for numbers written into the program and for other types.
+        value: the flow rule's knowledge of it.
+        constant: whether it is computed from constants alone.
+        same: an identity that tensors with the same numbers share.
     """
 
     maker: Operation
@@ -88,7 +87,7 @@ class Tensor:
 
 
 class Graph:
-    """The operations in the order in which they run, edges first where they make values."""
+    """The operations in the order in which they run; edges that make values come first."""
 
     def __init__(self, compute: str = "bfloat16") -> None:
         self.compute = compute
@@ -106,15 +105,15 @@ class Graph:
         return operation
 
     def edge(self, native: str, *inputs: Tensor) -> Operation:
-        """What is float32 whatever surrounds it, and moves nothing but the casts that it takes."""
+        """Return an operation that is always float32, and moves nothing but its casts."""
         return self.add(Operation(native, "edge", Flow("float32", Value(), native), "float32"), inputs)
 
 
 def program(function: Callable[..., Any], *args: Any) -> tuple[Callable[..., Any], list[Any]]:
-    """Return a call as a function of parameters, which are a list, and other arrays, and these.
+    """Return a call as a function of a list of parameters and a list of other arrays, with both lists.
 
-    It is without the operations that JAX traces but no result needs: the derivative of ``jax.numpy`` functions leaves
-    some, which XLA drops.
+    Traced operations that no result needs are left out: derivatives of ``jax.numpy`` functions leave some, which XLA
+    drops.
     """
     jaxpr, constants = unstable.opened(jax.make_jaxpr(function)(*args))
     jaxpr, _ = dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)
@@ -136,7 +135,7 @@ def traced(function: Callable[..., Any], arrays: Sequence[Any], compute: str) ->
 
 @dataclass(frozen=True)
 class _Walk:
-    """Appends the operations of jaxprs to a graph. Values that are no floating-point numbers are None."""
+    """Appends the operations of jaxprs to a graph. Values that are not floating-point are None."""
 
     graph: Graph
     times: int
@@ -177,7 +176,7 @@ class _Walk:
         decision = decide((), name)
         known = [tensor.value for tensor in floats]
         said = flow(name, decision, known, self.graph.compute) if known else Flow(AS_WRITTEN, Value(), "no float")
-        bound = "update_jaxpr" in equation.params  # traced in float32, it cannot be bound in another format
+        bound = "update_jaxpr" in equation.params  # traced in float32, so it cannot be bound in another format
         fixed = "float32" if bound or any(value.unfit for value in known) else _safe(said, decision.op_class)
         op_class = "keep" if bound or not known else decision.op_class
         operation = self.graph.add(Operation(equation.primitive.name, op_class, said, fixed, self.times), floats)
@@ -210,7 +209,7 @@ class _Walk:
     def _turn(
         self, equation: Any, inputs: list[Tensor | None], values: Sequence[Value]
     ) -> tuple[list[Tensor | None], list[Operation]]:
-        """Return what all turns of a loop give, and its edges, one for each value that it carries."""
+        """Return the results of all turns of a loop, and its edges, one for each value that it carries."""
         held, carried = unstable.loop_parts(equation.params)
         variables = unstable.opened(equation.params["jaxpr"])[0].invars
         loops = [self._loop(value) for value in values]
@@ -225,11 +224,11 @@ class _Walk:
         return self.graph.add(Operation("loop", "edge", said, "low" if is_low else "float32"), [])
 
     def _apart(self, tensor: Tensor | None) -> Tensor | None:
-        """A value for a trial, which leaves the graph as it is."""
+        """Return a value for a trial, which leaves the graph unchanged."""
         return None if tensor is None else Tensor(self.graph.edge("trial"), tensor.bytes, tensor.value)
 
     def _held(self, tensor: Tensor | None, variable: Any) -> Tensor | None:
-        """A loop's constant is cast in each turn: else the gradients of all turns would add up in 16 bits."""
+        """Return a loop's constant, which is cast in each turn: else its gradients would add up in 16 bits."""
         if tensor is None:
             return None
         value = Value() if tensor.value.state == "low" else tensor.value
@@ -242,7 +241,7 @@ class _Walk:
         return tensor
 
     def _same(self, tensor: Tensor | None, variable: Any) -> Tensor | None:
-        """A value on the other side of a loop's edge, in the format that it was made in."""
+        """Return a value on the other side of a loop's edge, in the format in which it was made."""
         return None if tensor is None else Tensor(tensor.maker, _bytes(variable) * self.times, tensor.value)
 
     def _tensor(self, maker: Operation, variable: Any, value: Value) -> Tensor | None:
@@ -254,7 +253,7 @@ class _Walk:
 
 
 def _named(equation: Any, inputs: Sequence[Tensor]) -> str:
-    """Return what an operation is, given what its operands are."""
+    """Return the canonical name of an operation, which can depend on its operands."""
     name = canonical(equation.primitive.name, equation.params)
     if len(inputs) != 2:
         return name
@@ -265,7 +264,7 @@ def _named(equation: Any, inputs: Sequence[Tensor]) -> str:
 
 
 def _remember(equation: Any, inputs: Sequence[Tensor | None], outputs: Sequence[Tensor | None]) -> None:
-    """Note whether results are constants, and which other values they are the same as."""
+    """Record whether results are constants, and which other values they equal."""
     for tensor in filter(None, outputs):
         tensor.constant = bool(inputs) and all(value is not None and value.constant for value in inputs)
     name, sizes = (
@@ -278,7 +277,7 @@ def _remember(equation: Any, inputs: Sequence[Tensor | None], outputs: Sequence[
 
 
 def _is_of_integers(equation: Any) -> bool:
-    """Whether it makes float32 of integers: labels, positions."""
+    """Return whether it makes float32 from integers, such as labels or positions."""
     (given,), (made,) = equation.invars, equation.outvars
     return np.issubdtype(unstable.dtype_in(given), np.integer) and unstable.dtype_in(made) == FLOAT32
 
@@ -295,16 +294,16 @@ def _given(graph: Graph, variable: Any, native: str, array: Any = None, state: s
 
 
 def _safe(said: Flow, op_class: str) -> str | None:
-    """The format that an operation has to have, None where both will do."""
+    """Return the only safe format of an operation; None if both are safe."""
     if op_class == "lower":
         return "low" if said.output.state == "low" else "float32"
     strong = said.format == AS_WRITTEN or said.output.state == "strong" or op_class == "full"
-    inside = said.format == "float32" and said.output.state == "low"  # of a norm that is written out
+    inside = said.format == "float32" and said.output.state == "low"  # part of a norm that is written out
     return "float32" if strong or inside else None
 
 
 def _casts_nothing(equation: Any) -> bool:
-    """Whether it makes float32 of float32, as where only the weakness of a type changes."""
+    """Return whether it makes float32 from float32, as when only the weakness of a type changes."""
     types = {unstable.dtype_in(variable) for variable in (*equation.invars, *equation.outvars)}
     return equation.primitive.name == "convert_element_type" and types == {FLOAT32}
 

@@ -1,14 +1,14 @@
-"""All that needs a GPU, in three commands of a few minutes each: build, test, measure. docs/gpu.md says how to read it.
+"""Run all that needs a GPU, in three commands of a few minutes: build, test, measure. docs/gpu.md explains the results.
 
-    python benchmarks/gpu.py --within 550            # the first set, in the order of what is worth most
+    python benchmarks/gpu.py --within 550            # the first set, most valuable parts first
     python benchmarks/gpu.py second --within 550
     python benchmarks/gpu.py third --within 550
-    python benchmarks/gpu.py step jax                # some parts, without a limit for all
-    python benchmarks/gpu.py --plan                  # what there is, and its share of the time
-    python benchmarks/gpu.py all --rehearse          # all of it in a tiny form on a CPU
+    python benchmarks/gpu.py step jax                # some parts, without a time limit
+    python benchmarks/gpu.py --plan                  # list the parts and their shares of the time
+    python benchmarks/gpu.py all --rehearse          # everything in a tiny form on a CPU
 
-polyamp need not be installed, and no package is fetched. It takes a CUDA build of PyTorch, rich, typer, and for the
-tests pytest and hypothesis; parts of JAX take jax, optax and flax. Results are kept in ``benchmarks/results``, or in
+polyamp need not be installed, and no package is fetched. It needs a CUDA build of PyTorch, rich, typer, and for the
+tests pytest and hypothesis; parts of JAX need jax, optax and flax. Results are kept in ``benchmarks/results``, or in
 the folder that ``POLYAMP_RESULTS`` names: one file for each benchmark, and ``gpu.json`` and ``gpu.log`` of all parts.
 """
 
@@ -27,18 +27,19 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from interleave import RESULTS, console, machine
+from interleave import console
+from keeping import RESULTS, machine
 from parts import Outcome, Part, Runner, registered
 from rich.box import SIMPLE_HEAD
 from rich.markup import escape
 from rich.table import Table
 
-# a test that hangs shows where, before it is stopped
+# a test that hangs prints where, before it is stopped
 PYTEST = ("-m", "pytest", "--gpu", "-p", "no:cacheprovider", "-q", "--tb=short", "-o", "faulthandler_timeout=90")
 TORCH = (*PYTEST, "--suite=torch", "-m", "gpu")
 KERNELS = tuple(f"tests/on_torch/kernels/test_{name}.py" for name in ("device", "kernels", "step_cuda"))
 JAX = tuple(f"tests/on_jax/test_{name}.py" for name in ("conformance", "step", "optax", "gradients", "autocast_values"))
-FULL_FLOAT32 = (("JAX_DEFAULT_MATMUL_PRECISION", "highest"),)  # else products of float32 are TF32's
+FULL_FLOAT32 = (("JAX_DEFAULT_MATMUL_PRECISION", "highest"),)  # by default float32 products use TF32
 COLLECT = ("--collect-only", "-q")
 MODEL = ("benchmarks/end_to_end.py", "--model")
 
@@ -124,10 +125,10 @@ SETS = tuple(dict.fromkeys(part.set for part in PARTS))
 NAMES = tuple(part.name for part in PARTS)
 
 SHARED = {
-    "XLA_PYTHON_CLIENT_PREALLOCATE": "false",  # else the first process of JAX takes most of the GPU's memory
+    "XLA_PYTHON_CLIENT_PREALLOCATE": "false",  # by default the first process of JAX takes most of the GPU's memory
     "TF_FORCE_GPU_ALLOW_GROWTH": "true",
     "PYTHONUTF8": "1",
-    "PYTHONUNBUFFERED": "1",  # what a program said before it was killed is in the log
+    "PYTHONUNBUFFERED": "1",  # the log has the output of a program that was killed
     "PYTHONFAULTHANDLER": "1",
 }
 NO_GPU = {"CUDA_VISIBLE_DEVICES": "", "JAX_PLATFORMS": "cpu", "OMP_NUM_THREADS": "1"}
@@ -135,7 +136,7 @@ PACKAGES = ("torch", "triton", "jax", "jaxlib", "jax-cuda13-plugin", "optax", "f
 
 
 def chosen(words: list[str]) -> list[Part]:
-    """The parts of these sets and names, each once, in the order of the table."""
+    """Return the parts with these sets or names, each once, in the order of the table."""
     if unknown := set(words) - {*SETS, *NAMES, "all"}:
         raise typer.BadParameter(f"no {', '.join(sorted(unknown))}; there are {', '.join((*SETS, 'all', *NAMES))}")
     return [part for part in PARTS if {part.name, part.set, "all"} & set(words)]
@@ -150,7 +151,7 @@ def versions() -> dict[str, str]:
 
 
 def plan(parts: list[Part]) -> Table:
-    """What would run, and its share of its set's time."""
+    """Return a table of what would run, with the shares of its set's time."""
     table = Table("part", "set", "share", "keeps", "command", box=SIMPLE_HEAD)
     for part in parts:
         share = part.seconds / sum(one.seconds for one in PARTS if one.set == part.set)
@@ -160,7 +161,7 @@ def plan(parts: list[Part]) -> Table:
 
 
 def summary(outcomes: list[Outcome]) -> Table:
-    """What ran, failed or was left out."""
+    """Return a table of what ran, failed or was left out."""
     table = Table("part", "how it went", "seconds", "of", "its last line", box=SIMPLE_HEAD)
     colour = {"passed": "green", "failed": "red", "stopped": "yellow"}
     for one in outcomes:
@@ -171,13 +172,13 @@ def summary(outcomes: list[Outcome]) -> Table:
 
 
 def environment(paths: str, results: Path, *, rehearse: bool) -> dict[str, str]:
-    """Of every part."""
+    """Return the environment of every part."""
     own = {"PYTHONPATH": paths, "POLYAMP_RESULTS": str(results), **(NO_GPU if rehearse else {})}
     return {**SHARED, **os.environ, **own}
 
 
 def stop_when_told() -> None:
-    """End by an exception, which stops the part that runs; and have parts hear interrupts also in the background."""
+    """End by an exception, which stops the running part; and let parts receive interrupts in the background too."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -186,14 +187,14 @@ def main(
     words: Annotated[
         list[str] | None, typer.Argument(metavar="[PART|SET ...]", help=f"Of {', '.join((*SETS, 'all', *NAMES))}.")
     ] = None,
-    within: Annotated[float | None, typer.Option(min=1, help="Seconds for all, after which it ends by itself.")] = None,
+    within: Annotated[float | None, typer.Option(min=1, help="Seconds for all parts together.")] = None,
     rehearse: Annotated[bool, typer.Option("--rehearse", help="Tiny sizes on the CPU: a check that all runs.")] = False,
-    only_plan: Annotated[bool, typer.Option("--plan", help="Print what there is to run, and run nothing.")] = False,
+    only_plan: Annotated[bool, typer.Option("--plan", help="Print the parts, and run nothing.")] = False,
 ) -> None:
-    """Run the parts in the order of their worth, and fail where one of them did; by default the first set."""
+    """Run the parts, most valuable first, and fail if one of them failed; by default the first set."""
     started = time.time()
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace", line_buffering=True)  # whatever parts say, at once and in any locale
+        sys.stdout.reconfigure(errors="replace", line_buffering=True)  # for the output of parts
     if only_plan:
         console().print(plan(chosen(words or ["all"])))
         return

@@ -1,4 +1,4 @@
-"""What the benchmarks of whole steps need: TF32 on and off, the GPU's peak, and what a step computes."""
+"""Meters for whole steps: TF32 on and off, the GPU's peak rate, and the operations of a step."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ FORMATS = {"float32": torch.float32, "TF32": torch.float32, "bfloat16": torch.bf
 def use_tf32(on: bool) -> None:
     """Turn TensorFloat-32 on or off for products and for convolutions.
 
-    PyTorch's own defaults are off for products and on for convolutions. These are the older two of its switches, and
-    no other is set: PyTorch >= 2.9 raises where they are mixed with ``fp32_precision`` or ``matmul.allow_tf32``.
+    PyTorch's own defaults are off for products and on for convolutions. These are the two older switches, and
+    no other is set: PyTorch >= 2.9 raises if they are mixed with ``fp32_precision`` or ``matmul.allow_tf32``.
     """
     torch.set_float32_matmul_precision("high" if on else "highest")
     torch.backends.cudnn.allow_tf32 = on
 
 
 def matmul_peaks(size: int) -> dict[str, float]:
-    """Operations in a second of one large product in each format: what the device reaches, not what is promised."""
+    """Return the measured operations per second of one large product in each format (not the promised ones)."""
     return {name: _matmul_rate(size, dtype, tf32=name == "TF32") for name, dtype in FORMATS.items()}
 
 

@@ -1,19 +1,20 @@
 """Read the text of a compiled XLA program for a GPU, and count what its kernels read and write.
 
 The text is what `compiled.as_text()` returns. This line of it is one kernel, which reads 8192×4096 and 4096 numbers and
-writes 8192×4096; the computation that it calls is what the kernel does, and moves nothing of its own:
+writes 8192×4096; the computation that it calls describes the kernel's work, and moves nothing itself:
 
     %loop_add_fusion = bf16[8192,4096]{1,0} fusion(%dot, %bias), kind=kLoop, calls=%fused_add
 
-What is counted:
+Rules of counting:
 
 - A fusion reads its operands once and writes its results once, however often its threads ask for a number.
-- What a fusion only slices or gathers from is read as far as the slices go. What it updates in place by a
-  dynamic-update-slice or a scatter is written as far as the update goes; a scatter reads that much as well.
-- A library call (cuBLAS, cuDNN) reads its operands and writes its results. Its workspace is not counted: what the
-  library moves there is not known.
-- The body of a loop counts as often as XLA knows that it turns; where XLA does not know, once, and `Kernel.known` is
-  false. Of a conditional counts the branch that moves most.
+- An operand that a fusion only slices or gathers from counts as read by the size of the slices. An operand that it
+  updates in place by a dynamic-update-slice or a scatter counts as written by the size of the update; a scatter reads
+  as much.
+- A library call (cuBLAS, cuDNN) reads its operands and writes its results. Its workspace is not counted, since
+  traffic there is not known.
+- The body of a loop counts once for each turn; if XLA does not know the number of turns, once, and `Kernel.known` is
+  false. Of a conditional, the branch that moves most counts.
 - Parameters, constants, tuples and bitcasts move nothing.
 """
 
@@ -50,7 +51,7 @@ class Array:
 
     @property
     def bytes(self) -> int:
-        """A bool takes a byte; what is no number (a token) takes none."""
+        """Return the size: a bool takes a byte, and a token none."""
         bits = 8 if self.format == "pred" else int((re.findall(r"\d+", self.format) or [0])[0])
         return -(-math.prod(self.shape) * bits // 8)
 
@@ -60,7 +61,7 @@ class Array:
 
 @dataclass(eq=False)
 class Instruction:
-    """One line. ``arrays`` are those of its result, of which a tuple has several."""
+    """One line. ``arrays`` are those of its result; a tuple has several."""
 
     name: str
     arrays: tuple[Array, ...]
@@ -74,7 +75,7 @@ class Instruction:
 
     @cached_property
     def called(self) -> dict[str, list[str]]:
-        """The computations that it names, by the attribute that names them."""
+        """Return the computations that it names, by the attribute that names them."""
         plain = STRING.sub('""', self.attributes)
         return {
             found[0].partition("=")[0]: re.findall(r"[\w.\-]+", (found[1] or found[2]).replace("%", ""))
@@ -83,19 +84,19 @@ class Instruction:
 
     @property
     def turns(self) -> int | None:
-        """How often a loop turns, where XLA knows."""
+        """Return the number of turns of a loop, if XLA knows it."""
         found = re.search(r'"known_trip_count":\{"n":"(\d+)"\}', self.attributes)
         return int(found[1]) if found else None
 
     @property
     def op_name(self) -> str:
-        """The operation of the user's program that it comes from: the path of scopes, and the primitive."""
+        """Return the operation of the user's program that it comes from: the path of scopes, and the primitive."""
         found = re.search(r'op_name="((?:[^"\\]|\\.)*)"', self.attributes)
         return found[1].replace("\\'", "'") if found else ""
 
     @property
     def target(self) -> str:
-        """What a custom call calls, or which generator makes a fusion."""
+        """Return the target of a custom call, or the generator of a fusion."""
         found = re.search(r'custom_call_target="([^"]*)"|"fusion_backend_config":\{"kind":"([^"]*)"', self.attributes)
         return (found[1] or found[2]) if found else ""
 
@@ -108,13 +109,13 @@ class Computation:
 
     @cached_property
     def parameters(self) -> list[Instruction]:
-        """In the order of the caller's operands."""
+        """The parameters in the order of the caller's operands."""
         found = [each for each in self.instructions.values() if each.opcode == "parameter"]
         return sorted(found, key=lambda each: int(each.operands[0]))
 
     @cached_property
     def users(self) -> dict[str, list[tuple[Instruction, int]]]:
-        """Who takes a value, and as which of its operands."""
+        """Return the users of a value, each with the index of the operand."""
         found: dict[str, list[tuple[Instruction, int]]] = {name: [] for name in self.instructions}
         for each in self.instructions.values():
             for place, operand in enumerate(each.operands):
@@ -123,7 +124,7 @@ class Computation:
         return found
 
     def behind(self, name: str) -> Instruction:
-        """The value itself, behind bitcasts."""
+        """Return the value behind bitcasts."""
         found = self.instructions[name]
         return self.behind(found.operands[0]) if found.opcode == "bitcast" else found
 
@@ -144,10 +145,10 @@ class Kernel:
     Attributes:
         kind: ``Triton``, ``cuBLAS``, ``cuDNN``, ``CUB``, ``copy``, or ``XLA`` for its own generators.
         products: the formats of the operands of each product in it, such as ``bf16 × bf16``.
-        reads: bytes by the format of what is read, in one run.
-        writes: bytes by format, in one run.
-        times: how often it runs.
-        known: whether XLA knows how often the loops around it turn.
+        reads: bytes read in one run, by format.
+        writes: bytes written in one run, by format.
+        times: number of runs.
+        known: whether XLA knows the numbers of turns of the loops around it.
     """
 
     name: str
@@ -161,7 +162,7 @@ class Kernel:
 
     @property
     def bytes(self) -> int:
-        """In all runs."""
+        """The bytes of all runs."""
         return (self.reads.total() + self.writes.total()) * self.times
 
 
@@ -169,7 +170,7 @@ class Kernel:
 
 
 def parse(text: str) -> Module:
-    """Read a module as XLA prints it; the tables of source files in front of it are passed over."""
+    """Read a module as XLA prints it; tables of source files before it are ignored."""
     computations: dict[str, Computation] = {}
     entry = current = None
     for line in re.sub(r"/\*.*?\*/", "", text).splitlines():
@@ -183,12 +184,12 @@ def parse(text: str) -> Module:
             current.instructions[instruction.name] = instruction
             current.root = instruction if start[1] else current.root
     if entry is None:
-        raise ValueError("this is not the text of an HLO module: it has no ENTRY computation")
+        raise ValueError("not the text of an HLO module: it has no ENTRY computation")
     return Module(computations, entry)
 
 
 def _instruction(name: str, line: str) -> Instruction:
-    """``line`` is what follows the equals sign: type, opcode, operands in parentheses, attributes."""
+    """Read the part of a line after the equals sign: type, opcode, operands in parentheses, attributes."""
     end = _closing(line) if line.startswith("(") else line.index(" ")
     arrays = tuple(_array(*found.groups()) for found in ARRAY.finditer(line[:end]))
     opcode, _, rest = line[end:].strip().partition("(")
@@ -204,7 +205,7 @@ def _array(form: str, shape: str) -> Array:
 
 
 def _closing(text: str) -> int:
-    """Where the parenthesis ends that ``text`` begins with. Those in strings do not count."""
+    """Return the position of the parenthesis that closes the first one. Those in strings do not count."""
     depth = 0
     for found in re.finditer(r'"(?:[^"\\]|\\.)*"|[()]', text):
         depth += {"(": 1, ")": -1}.get(found[0], 0)
@@ -217,7 +218,7 @@ def _closing(text: str) -> int:
 
 
 def kernels(module: Module) -> list[Kernel]:
-    """All kernels of a program, in the order in which they run."""
+    """Return all kernels of a program, in the order in which they run."""
     return list(_kernels(module, module.entry, 1, True))
 
 
@@ -236,7 +237,7 @@ def _kernels(module: Module, computation: Computation, times: int, known: bool) 
 
 
 def _turns(module: Module, loop: Instruction, times: int, known: bool) -> Iterator[Kernel]:
-    """XLA does not evaluate the condition of a loop whose turns it knows."""
+    """Return the kernels of a loop; its condition has none if XLA knows the number of turns."""
     (body,), (condition,) = loop.called["body"], loop.called["condition"]
     if loop.turns is None:
         yield from _kernels(module, module.computations[condition], times, False)
@@ -273,7 +274,7 @@ def _products(module: Module, computation: Computation, each: Instruction) -> It
 
 
 def _read(module: Module, user: Instruction, place: int) -> int:
-    """Bytes that one instruction reads of one operand; more than all of it means all of it."""
+    """Return the bytes that one instruction reads of one operand, at most all of it."""
     whole = 1 << 62
     if user.opcode == "fusion":
         (called,) = module.called(user)
@@ -284,7 +285,7 @@ def _read(module: Module, user: Instruction, place: int) -> int:
 
 
 def _read_in(module: Module, computation: Computation, value: Instruction) -> int:
-    """Bytes of a value that its users within a fused computation read."""
+    """Return the bytes of a value that its users in a fused computation read."""
     total = 0
     for user, place in computation.users[value.name]:
         if user.opcode == "bitcast":
@@ -298,7 +299,7 @@ def _read_in(module: Module, computation: Computation, value: Instruction) -> in
 
 
 def _written(module: Module, computation: Computation, each: Instruction) -> Counter[str]:
-    """Bytes by format that an instruction writes, or a fusion whose root it is."""
+    """Return the bytes, by format, that an instruction writes, or a fusion whose root it is."""
     if each.opcode == "fusion":
         (called,) = module.called(each)
         return _written(module, called, called.root) if called.root else Counter()
@@ -315,7 +316,7 @@ def _written(module: Module, computation: Computation, each: Instruction) -> Cou
 
 
 def _results(each: Instruction) -> tuple[Array, ...]:
-    """Without the workspace that ends a library call's tuple, and what a copy is started with."""
+    """Return the results without the workspace at the end of a library call's tuple, and without a copy's inputs."""
     if each.opcode == "copy-start":
         return each.arrays[:1]
     last = each.arrays[-1]
@@ -324,20 +325,20 @@ def _results(each: Instruction) -> tuple[Array, ...]:
 
 
 def workspace(module: Module) -> int:
-    """Bytes of the largest workspace that a library call asks for."""
+    """Return the bytes of the largest workspace that a library call asks for."""
     every = (each for computation in module.computations.values() for each in computation.instructions.values())
     calls = (each for each in every if each.opcode == "custom-call")
     return max((each.bytes - sum(array.bytes for array in _results(each)) for each in calls), default=0)
 
 
 def _in_place(computation: Computation, each: Instruction) -> bool:
-    """Whether it changes a buffer that its fusion is given and returns, by a slice or a scatter."""
+    """Return whether it updates, by a slice or a scatter, a buffer that its fusion takes and returns."""
     updates = each.opcode == "dynamic-update-slice" or (each.opcode == "scatter" and len(each.operands) == 3)
     return updates and computation.behind(each.operands[0]).opcode == "parameter" and _returned(computation, each)
 
 
 def _returned(computation: Computation, each: Instruction) -> bool:
-    """Whether it leaves its computation, alone or in a tuple, and nothing else takes it."""
+    """Return whether its only use is as result of the computation, alone or in a tuple."""
     users = [user for user, _ in computation.users[each.name]]
     if not users:
         return each is computation.root
@@ -351,7 +352,7 @@ def _update(computation: Computation, each: Instruction) -> Instruction:
 
 
 def scope(op_name: str) -> str:
-    """Where an operation is in the user's program, layers of a kind together: ``backward Block_*/Dense_*``."""
+    """Return the scope of an operation in the user's program, equal layers together: ``backward Block_*/Dense_*``."""
     path = re.sub(r"^jit\([^)]*\)/?", "", op_name)
     side = "backward" if "transpose(" in path else "forward" if "jvp(" in path else "update"
     names = [re.sub(r"\w+\(|\)", "", part) for part in path.split("/")[:-1]]

@@ -1,38 +1,25 @@
-"""Time variants of the same work side by side in one process, and keep the result with the machine it ran on.
+"""Time variants of the same work in one process, in turns, so that load on the machine affects all of them alike.
 
-Results are kept in ``benchmarks/results``, or in the folder that ``POLYAMP_RESULTS`` names.
+For example, ``interleave("square", {"native": native, "ours": ours}, rounds=30, calls=100)`` times 100 calls of each in
+every round, and returns for each variant its times and their ratios to ``native`` in the same round.
 """
 
 from __future__ import annotations
 
-import functools
-import json
-import os
-import platform
-import re
-import shutil
 import statistics
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.progress import track
-from rich.table import Table
-
-RESULTS = Path(os.environ.get("POLYAMP_RESULTS") or Path(__file__).parent / "results").absolute()
-DRIVER = Path("/proc/driver/nvidia")
-STARTED = time.perf_counter()
 
 
 @dataclass(frozen=True)
 class Timing:
-    """One variant: microseconds of one call in every round, and each round's ratio to the first variant."""
+    """The times of one variant: microseconds of a call in each round, and their ratios to the first variant's."""
 
     question: str
     variant: str
@@ -51,13 +38,8 @@ class Timing:
         }
 
 
-def time_is_up(within: float | None) -> bool:
-    """Whether this program, of ``within`` seconds, should begin nothing more; never where it has no limit."""
-    return within is not None and time.perf_counter() - STARTED >= within
-
-
 def turns(names: Iterable[str], rounds: int, question: str) -> Iterator[str]:
-    """Every name once a round, in an order that rotates, so that load and clock changes hit all of them alike."""
+    """Return every name once a round, in an order that rotates, so that load and clock changes affect all alike."""
     order = list(names)
     for turn in track(range(rounds), description=question, console=console()):
         shift = turn % len(order)
@@ -65,7 +47,7 @@ def turns(names: Iterable[str], rounds: int, question: str) -> Iterator[str]:
 
 
 def calls_in(seconds: float, run: Callable[[], None], settle: Callable[[], None]) -> int:
-    """How many calls take about so long."""
+    """Return the number of calls that take about ``seconds``."""
     run()
     settle()
     start = time.perf_counter()
@@ -83,7 +65,7 @@ def interleave(
 ) -> list[Timing]:
     """Time every variant once a round; ``settle`` waits until a device is idle.
 
-    The first variant is what the others are compared with, within each round.
+    The others are compared with the first variant, within each round.
     """
     taken: dict[str, list[float]] = {name: [] for name in variants}
     for fn in variants.values():
@@ -100,7 +82,7 @@ def interleave(
 
 
 def compared(question: str, taken: dict[str, list[float]], base: str | None = None) -> list[Timing]:
-    """Microseconds of every round, compared round by round with those of ``base``, or of the first variant."""
+    """Return the times of every variant, compared round by round with those of ``base``, or of the first variant."""
     yardstick = taken[base or next(iter(taken))]
     return [
         Timing(question, name, own, [one / other for one, other in zip(own, yardstick, strict=True)])
@@ -108,86 +90,6 @@ def compared(question: str, taken: dict[str, list[float]], base: str | None = No
     ]
 
 
-@functools.cache
-def machine() -> dict[str, Any]:
-    """The processor and its cores, and the GPU and its driver where there is one, as the results name them."""
-    model = platform.processor() or platform.machine()
-    if (info := Path("/proc/cpuinfo")).exists():
-        names = [
-            line.partition(":")[2].strip() for line in info.read_text().splitlines() if line.startswith("model name")
-        ]
-        model = names[0] if names else model
-    return {
-        "processor": model,
-        "cores": os.cpu_count(),
-        "system": platform.system(),
-        "python": platform.python_version(),
-        **_gpu(),
-    }
-
-
-def _gpu() -> dict[str, str]:
-    """As nvidia-smi names it, or where that is absent or does not answer, the driver's own files."""
-    tool = shutil.which("nvidia-smi")
-    asked = [str(tool), "--query-gpu=name,driver_version", "--format=csv,noheader"]
-    with suppress(subprocess.SubprocessError):
-        answer = subprocess.run(asked, capture_output=True, text=True, check=True, timeout=30).stdout if tool else ""
-        name, _, driver = answer.partition("\n")[0].rpartition(", ")
-        if name:
-            return {"gpu": name, "driver": driver}
-    told = [path.read_text() for path in sorted(DRIVER.glob("gpus/*/information"))]
-    names = re.findall(r"^Model:\s*(.+?)\s*$", "\n".join(told), re.MULTILINE)
-    return {"gpu": names[0], "driver": (DRIVER / "version").read_text().partition("\n")[0]} if names else {}
-
-
 def console() -> Console:
-    """As wide as the terminal; wide enough for the tables where there is none."""
+    """Return a console as wide as the terminal, or wide enough for the tables if there is no terminal."""
     return Console() if sys.stdout.isatty() else Console(width=120)
-
-
-def publish(name: str, timings: list[Timing], versions: dict[str, str]) -> None:
-    """Print a table, and write ``results/<name>.json`` with the machine and the versions."""
-    table = Table("question", "variant", "µs", "ratio", "10 % - 90 %", title=str(machine()))
-    summaries = [timing.summary() for timing in timings]
-    for row in summaries:
-        low, high = row["ratio_10_to_90_percent"]
-        table.add_row(
-            row["question"], row["variant"], str(row["microseconds"]), f"{row['ratio']:.2f}", f"{low:.2f} - {high:.2f}"
-        )
-    console().print(table)
-    keep_timings(name, timings, versions)
-
-
-def keep_timings(name: str, timings: list[Timing], versions: dict[str, str]) -> None:
-    """Write what was timed so far, before the next case is tried."""
-    keep(name, versions, {"timings": [timing.summary() for timing in timings]})
-
-
-def keep(name: str, versions: dict[str, str], numbers: dict[str, Any], *, same: Sequence[str] = ()) -> Path:
-    """Write ``<name>.json``: the machine, the versions and the numbers.
-
-    The file appears whole or not at all, so that a program that is stopped leaves what it kept before.
-
-    Args:
-        name: of the file.
-        versions: by package.
-        numbers: what was measured.
-        same: the keys that name a case. Rows of other cases that the file has already, of this machine and these
-            versions, stay before the new ``numbers["rows"]``.
-    """
-    RESULTS.mkdir(parents=True, exist_ok=True)
-    path = RESULTS / f"{name}.json"
-    if same:
-        numbers = {**numbers, "rows": _others(path, versions, numbers["rows"], same) + numbers["rows"]}
-    whole = path.with_suffix(".part")
-    whole.write_text(json.dumps({"machine": machine(), "versions": versions, **numbers}, indent=2) + "\n")
-    whole.replace(path)
-    return path
-
-
-def _others(path: Path, versions: dict[str, str], rows: list[dict[str, Any]], same: Sequence[str]) -> list[Any]:
-    earlier = json.loads(path.read_text()) if path.exists() else {}
-    if (earlier.get("machine"), earlier.get("versions")) != (machine(), versions):
-        return []
-    cases = [[row[key] for key in same] for row in rows]
-    return [row for row in earlier["rows"] if [row.get(key) for key in same] not in cases]

@@ -1,6 +1,6 @@
-"""What does autocast cost and save in JAX, beside what one would cast by hand? Four models, two formats.
+"""What does autocast cost and save in JAX, compared with casts by hand? Four models, two formats.
 
-Of each way to train: the time of a step (gradient and SGD update, compiled, donated), of the first call (trace, lower,
+For each way to train: the time of a step (gradient and SGD update, compiled, donated), of the first call (trace, lower,
 compile), the bytes kept for the backward pass, and the error of the gradients against float64.
 
     python benchmarks/jax_autocast.py [--quick] [--plot FILE]
@@ -17,8 +17,9 @@ from typing import Annotated, Any
 import jax
 import numpy as np
 import typer
-from interleave import Timing, calls_in, compared, console, interleave, keep, machine, turns
+from interleave import Timing, calls_in, compared, console, interleave, turns
 from jax_models import MODELS, Task, Variant, exact_gradient, mpx, task, variants
+from keeping import keep, machine
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
@@ -26,14 +27,14 @@ import polyamp
 
 LOSS_SCALES = {"bfloat16": 1.0, "float16": 1024.0}
 STAGES = ("trace", "lower", "compile")
-RETRACES = 3  # for each first call: they take a tenth of its time
+RETRACES = 3  # of all first calls: these take a tenth of the time
 GOALS = {"step_ratio": 1.00, "saved_ratio": 1.05, "trace_ratio": 1.5, "retrace_ratio": 1.5}
 BY_HAND = ("jmp", "flax dtype=", "mpx")
 Row = dict[str, Any]
 
 
 def rows(name: str, model: Task, low: str, rounds: int, compiles: int) -> list[Row]:
-    """One model in one format: a row for each variant, with all that was measured."""
+    """Return a row for each variant of one model in one format, with all measurements."""
     ways = variants(model, low, LOSS_SCALES[low])
     steps = step_times(f"{name} {low}: steps", model, ways, LOSS_SCALES[low], rounds)
     calls = first_calls(f"{name} {low}: first calls", model, ways, compiles)
@@ -50,7 +51,7 @@ def rows(name: str, model: Task, low: str, rounds: int, compiles: int) -> list[R
 
 
 def step_times(question: str, model: Task, ways: dict[str, Variant], loss_scale: float, rounds: int) -> dict[str, Row]:
-    """Milliseconds of a step, and their ratio in each round to the fastest way that casts by hand."""
+    """Return milliseconds of a step, and their ratio in each round to the fastest way that casts by hand."""
     latest: list[Any] = []
 
     def settle() -> None:
@@ -73,7 +74,7 @@ def step_row(timing: Timing) -> Row:
 
 
 def stepper(way: Variant, model: Task, rate: float, latest: list[Any]) -> Callable[[], None]:
-    """A call that trains one step; what it trains is appended to ``latest``."""
+    """Return a call that trains one step; its parameters and state are appended to ``latest``."""
 
     def step(params: Any, state: Any, batch: Any) -> tuple[Any, Any]:
         _, state, grads = way.gradient(params, state, batch)
@@ -91,9 +92,9 @@ def stepper(way: Variant, model: Task, rate: float, latest: list[Any]) -> Callab
 
 
 def first_calls(question: str, model: Task, ways: dict[str, Variant], rounds: int) -> dict[str, Row]:
-    """Milliseconds that a gradient takes to trace, lower and compile: the least of all rounds, and against float32.
+    """Return milliseconds to trace, lower and compile a gradient: the least of all rounds, and ratios to float32.
 
-    JAX keeps the traces of its own functions, such as ``jnp.where``. A first call is without them; a retrace has them.
+    JAX caches the traces of its own functions, such as ``jnp.where``. A first call is without them; a retrace has them.
     """
     arguments = model.arguments()
     first: dict[str, list[list[float]]] = {name: [] for name in ways}
@@ -115,7 +116,7 @@ def first_call_row(times: list[float], plain: list[float]) -> Row:
 
 
 def stages(way: Variant, arguments: Any, only_trace: bool = False) -> list[float]:
-    """Milliseconds of each of `STAGES`, or of the first of them, for a function that JAX has not seen before."""
+    """Return milliseconds of each of `STAGES`, or of the first, for a function that JAX has not seen before."""
 
     def fresh(*own: Any) -> Any:
         return way.gradient(*own)
@@ -132,14 +133,14 @@ def stages(way: Variant, arguments: Any, only_trace: bool = False) -> list[float
 
 
 def gradient_error(way: Variant, model: Task, exact: Any, loss_scale: float) -> float:
-    """Norm of the difference of all gradients from the exact ones, over the norm of these."""
+    """Return the norm of the error of all gradients, divided by the norm of the exact ones."""
     _, _, grads = jax.jit(way.gradient)(*model.arguments())
     ours, theirs = (np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(tree)]) for tree in (grads, exact))
     return float(np.linalg.norm(ours.astype(np.float64) / loss_scale - theirs) / np.linalg.norm(theirs))
 
 
 def table(found: Iterable[Row], low: str) -> Table:
-    """The rows of one format."""
+    """Return a table of the rows of one format."""
     caption = (
         "by hand: against the fastest of jmp, flax and mpx, with the 10th and 90th percentile of all rounds. "
         "trace: of the first call; again: its ratio with JAX's caches warm; first: with lowering and compilation. "
@@ -179,14 +180,14 @@ def cells(row: Row) -> list[str]:
 
 
 def machine_line() -> str:
-    """Where the steps ran."""
+    """Return the machine and the versions on which the steps ran."""
     known = machine()
     processor = f"{known['processor']} ({known['cores']} cores)"
     return f"{known['gpu'] if jax.default_backend() == 'gpu' else processor}, JAX {jax.__version__}"
 
 
 def goals(found: Iterable[Row]) -> Table:
-    """How far polyamp is from what it aims at."""
+    """Return how far polyamp is from its goals."""
     headings = [f"{what.replace('_', ' ')} <= {goal:.2f}" for what, goal in GOALS.items()]
     shown = Table("model", "format", *headings, title="polyamp and its goals", box=SIMPLE_HEAD)
     for row in found:
@@ -197,7 +198,7 @@ def goals(found: Iterable[Row]) -> Table:
 
 
 def draw(found: list[Row], file: Path) -> None:
-    """The three ratios of every variant, a row of pictures for each format."""
+    """Draw the three ratios of every variant, a row of pictures for each format."""
     from matplotlib.figure import Figure
 
     panels = {

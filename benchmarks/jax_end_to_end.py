@@ -1,4 +1,4 @@
-"""What does a whole training step take in JAX, in float32 and in 16 bits: by hand, by jmp's recipe and by polyamp?
+"""Time whole training steps in JAX, in float32 and in 16 bits: by hand, by jmp's recipe and by polyamp.
 
 GPT-2 of 124 M and ViT-B/16 in flax, with AdamW and clipping, compiled, and their state donated. Float32 is measured at
 the precision ``highest`` (IEEE) and ``tensorfloat32``. By hand is flax's ``dtype=``, with its `DynamicScale` in
@@ -7,7 +7,7 @@ float16.
     python benchmarks/jax_end_to_end.py --model gpt2 --within 540 [--small] [--plot jax_end_to_end.png]
     python benchmarks/jax_end_to_end.py --model gpt2 --losses 200
 
-The second trains every variant for so many steps on equal batches, and compares the losses instead of the times.
+The second command trains every variant for 200 steps on equal batches, and compares the losses instead of the times.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ import typer
 from budget import Budget
 from interleave import console
 from jax_published import TASKS, State, Way, missing, ways
-from keeping import Keeper, Row, chosen, missing_table
-from whole_steps import BATCHES, Case, draw, format_of, losses_table, rates, settled, table, trained
+from keeping import Keeper, Row
+from whole_steps import BATCHES, Case, chosen, draw, format_of, losses_table, rates, settled, table, trained
 
 import polyamp
 
 ON_CPU = jax.default_backend() == "cpu"
-CHECK_ONLY = "small sizes on a CPU: a check that this program runs, and no result"
-SECONDS = 40.0  # that compiling a variant is thought to take, until one was compiled
-EACH = 0.4  # seconds of a variant in a round
+CHECK_ONLY = "small sizes on a CPU: a check that this program runs, not a result"
+SECONDS = 40.0  # expected to compile a variant, until one was compiled
+EACH = 0.4  # seconds for a variant in each round
 PEAKS = {
     "float32": (jnp.float32, "highest"),
     "TF32": (jnp.float32, "tensorfloat32"),
@@ -65,7 +65,7 @@ class Loop:
         return None if found is None else float(found)
 
     def memory(self) -> Row:
-        """Bytes that the compiled step needs beside its arguments, and in all; None where the device does not tell."""
+        """Return the bytes that the compiled step needs in addition to its arguments, and in all; None if unknown."""
         known = self.compiled.memory_analysis()
         if known is None:
             return {"temp_bytes": None, "peak_bytes": None}
@@ -74,20 +74,20 @@ class Loop:
 
 
 class Measured(NamedTuple):
-    """A loop that has been compiled and warmed up, and what was measured of it on the way."""
+    """A loop that has been compiled and warmed up, with the measurements of that."""
 
     loop: Loop
     meters: Row
 
 
 def precision(name: str | None) -> Any:
-    """Of products of float32, where a program is traced; None is JAX's default."""
+    """Return a context with this precision of float32 products in traced programs; None is JAX's default."""
     return jax.default_matmul_precision(name) if name else contextlib.nullcontext()
 
 
 @cache
 def params_of(name: str, small: bool) -> Any:
-    """The first parameters, the same for every variant."""
+    """Return the first parameters, the same for every variant."""
     return TASKS[name].params(small)
 
 
@@ -106,7 +106,7 @@ def build(name: str, small: bool, variant: str) -> Measured:
 
 @cache
 def step_operations(name: str, small: bool) -> float | None:
-    """What XLA counts in the step of the float32 model, before it optimizes it: the same for all variants."""
+    """Return XLA's count of operations in the float32 step before optimization: the same for all variants."""
     way = ways(TASKS[name], small)["float32"]()
     arguments = (way.start(params_of(name, small)), TASKS[name].batch(small, 0))
     known = jax.jit(way.step).lower(*arguments).cost_analysis()
@@ -114,7 +114,7 @@ def step_operations(name: str, small: bool) -> float | None:
 
 
 def matmul_peaks(size: int) -> dict[str, float]:
-    """Operations in a second of one large product in each format: what the device reaches, not what is promised."""
+    """Return the measured operations per second of one large product in each format (not the promised ones)."""
     return {name: _matmul_rate(size, dtype, how) for name, (dtype, how) in PEAKS.items()}
 
 
@@ -131,7 +131,7 @@ def _matmul_rate(size: int, dtype: Any, how: str | None) -> float:
 
 
 def variants(case: Case) -> list[str]:
-    """Those that can run here, IEEE float32 last: where time runs out, it is without."""
+    """Return the variants that can run here; IEEE float32 is last, and left out if time runs out."""
     known = [
         "TF32",
         *(f"{way} {low}" for low in ("bfloat16", "float16") for way in ("flax", "jmp", "polyamp")),
@@ -162,7 +162,7 @@ def times(case: Case, small: bool, rounds: int, peaks: dict[str, float]) -> None
     held.clear()
 
 
-held: list[Loop] = []  # what `settle` waits for
+held: list[Loop] = []  # `settle` waits for these
 
 
 def settle() -> None:
@@ -170,7 +170,7 @@ def settle() -> None:
 
 
 def losses(case: Case, small: bool, steps: int) -> None:
-    """Train every variant for so many steps on equal batches, and keep a row for each."""
+    """Train every variant for ``steps`` steps on equal batches, and keep a row for each."""
     batches = [TASKS[case.model].batch(small, seed) for seed in range(1, BATCHES + 1)]
 
     def train(variant: str) -> bool:
@@ -189,7 +189,7 @@ def versions() -> dict[str, str]:
 
 def main(
     model: Annotated[
-        list[str] | None, typer.Option(help=f"Of {', '.join(TASKS)}, or how they begin; may be repeated.")
+        list[str] | None, typer.Option(help=f"Of {', '.join(TASKS)}, or how their names begin; may be repeated.")
     ] = None,
     rounds: Annotated[int, typer.Option(min=2, help="Rounds of steps.")] = 9,
     steps: Annotated[int, typer.Option("--losses", min=0, help="Train so many steps; compare losses, not times.")] = 0,
@@ -217,7 +217,7 @@ def main(
         if plot is not None:
             draw(keeper.rows, plot)
     if keeper.left_out:
-        console().print(missing_table(keeper.left_out))
+        console().print(keeper.missing_table())
     keeper.end()
 
 

@@ -1,7 +1,7 @@
-"""What does XLA make of a training step on a GPU that is not there? Four models, two formats, by hand and by polyamp.
+"""What does XLA compile a training step to, for a GPU that is not present? Four models, two formats, two ways to cast.
 
 XLA compiles for an H200 on any Linux machine: targets/h200.txtpb describes the GPU. The compiled program's text has
-every kernel, what it reads and writes, and the formats in which the products run; hlo.py counts them. It needs XLA's
+every kernel, what it reads and writes, and the formats of the products; hlo.py counts them. It needs XLA's
 compiler for CUDA (400 MB), and no driver, no CUDA and no GPU:
 
     pip install jax flax optax jmp
@@ -9,11 +9,11 @@ compiler for CUDA (400 MB), and no driver, no CUDA and no GPU:
 
     python benchmarks/jax_gpu_compiled.py [--small] [--model MLP] [--format float16] [--why] [--plot FILE]
 
-Counted are a gradient, and a whole step: forward, backward, AdamW, and in float16 the loss scale with its test and its
-selection of results, by hand as jmp and flax teach it.
+It counts a gradient, and a whole step: forward, backward, AdamW, and in float16 the loss scale with its test and its
+selection of results, by hand as in the guides of jmp and flax.
 
-These are counts, not times. They do not show whether a kernel is fast, what launches cost, what stays in the cache,
-what cuBLAS and cuDNN move inside, and which kernels XLA would choose by timing: without a device it takes its defaults.
+These are counts, not times. They do not show whether a kernel is fast, the cost of launches, hits in the cache,
+traffic inside cuBLAS and cuDNN, or the kernels that XLA would choose by timing: without a device it uses defaults.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-os.environ["JAX_PLATFORMS"] = "cpu"  # what is not compiled for the GPU; before JAX is imported
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # XLA says at each compilation that it has no device
+os.environ["JAX_PLATFORMS"] = "cpu"  # for everything not compiled for the GPU; before JAX is imported
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # XLA warns at each compilation that it has no device
 
 import flax
 import hlo
@@ -37,10 +37,11 @@ import jmp
 import optax
 import typer
 from flax.training.dynamic_scale import DynamicScale
-from interleave import console, keep
+from interleave import console
 from jax.experimental import topologies
 from jax.sharding import SingleDeviceSharding
 from jax_models import MODELS, Loss, Task, Tree, loss_of, variants
+from keeping import keep
 from rich.box import SIMPLE_HEAD
 from rich.progress import Progress
 from rich.table import Table
@@ -55,21 +56,22 @@ BY_HAND = ("jmp", "flax dtype=")
 WHAT = ("gradient", "step")
 LIBRARIES = ("cuBLAS", "cuDNN", "CUB")
 FLAGS: dict[str, dict[str, Any]] = {
-    "triton": {"xla_gpu_autotune_level": 0, "xla_llvm_disable_expensive_passes": True},  # the second: for our time only
+    # the second flag makes compilation faster, not the counts
+    "triton": {"xla_gpu_autotune_level": 0, "xla_llvm_disable_expensive_passes": True},
     "cublas": {
         "xla_gpu_autotune_level": 0,
         "xla_llvm_disable_expensive_passes": True,
         "xla_gpu_enable_triton_gemm": False,
     },
 }
-LOSS_SCALES = {"bfloat16": 1.0, "float16": 1024.0}  # of a gradient by itself
+LOSS_SCALES = {"bfloat16": 1.0, "float16": 1024.0}  # of a gradient alone
 Row = dict[str, Any]
 Step = Callable[..., Any]  # parameters, optimizer's state, model's state, batch: the new ones, and the loss
 
 
 @dataclass(frozen=True)
 class Size:
-    """``scale`` is that of `jax_models`: it multiplies the widths."""
+    """The size of a model; ``scale`` multiplies its widths, as in `jax_models`."""
 
     scale: int
     inputs: tuple[int, ...]
@@ -91,18 +93,18 @@ SMALL = {
 
 
 def device() -> Any:
-    """The GPU that is not there."""
+    """Return the description of the GPU, which is not present."""
     jax.devices()  # finds the plugins
     try:
         found = topologies.get_topology_desc(platform="cuda", target_config=TARGET.read_text(), topology="1x1x1")
     except (RuntimeError, NotImplementedError, ValueError) as error:
         wanted = INSTALL.format(jax.__version__)
-        raise typer.BadParameter(f"JAX {jax.__version__} has no compiler for CUDA here; {wanted} ({error})") from error
+        raise typer.BadParameter(f"JAX {jax.__version__} has no CUDA compiler here; {wanted} ({error})") from error
     return found.devices[0]
 
 
 def shapes_of(name: str, size: Size) -> Task:
-    """One of `MODELS` with shapes in the place of arrays: nothing is allocated."""
+    """Return one of `MODELS` with shapes in place of arrays: nothing is allocated."""
     model = MODELS[name][0]
     images = len(size.inputs) == 4
     inputs = jax.ShapeDtypeStruct(size.inputs, jnp.float32 if images else jnp.int32)
@@ -116,7 +118,7 @@ def shapes_of(name: str, size: Size) -> Task:
 
 
 def step_of(way: str, task: Task, low: str) -> tuple[Step, Tree]:
-    """A whole training step in one of the `WAYS`, and the shapes of what it carries besides parameters and state."""
+    """Return a whole training step in one of the `WAYS`, and the shapes of its optimizer and loss-scale state."""
     if way == "polyamp":
         return ours(loss_of(task.make()), f"mixed_{low}", task.params)
     policy = jmp.Policy(param_dtype=jnp.float32, compute_dtype=jnp.dtype(low), output_dtype=jnp.float32)
@@ -130,7 +132,7 @@ def step_of(way: str, task: Task, low: str) -> tuple[Step, Tree]:
 
 
 def plain(loss: Loss, params: Tree) -> tuple[Step, Tree]:
-    """Without a loss scale."""
+    """Return a step without a loss scale."""
     optimizer = optax.adamw(1e-3)
 
     def step(params: Tree, carried: Tree, state: Tree, batch: Tree) -> Tree:
@@ -142,7 +144,7 @@ def plain(loss: Loss, params: Tree) -> tuple[Step, Tree]:
 
 
 def ours(loss: Loss, policy: str, params: Tree) -> tuple[Step, Tree]:
-    """As polyamp's README writes it."""
+    """Return the step of polyamp's README."""
     optimizer = polyamp.wrap_optimizer(optax.adamw(1e-3), policy)
 
     def step(params: Tree, carried: Tree, state: Tree, batch: Tree) -> Tree:
@@ -155,7 +157,7 @@ def ours(loss: Loss, policy: str, params: Tree) -> tuple[Step, Tree]:
 
 
 def by_jmp(loss: Loss, params: Tree) -> tuple[Step, Tree]:
-    """As jmp's README writes it. The scale travels as its fields: jmp's own class does not lower."""
+    """Return the step of jmp's README. The scale is passed as its fields: jmp's own class cannot be lowered."""
     optimizer = optax.adamw(1e-3)
 
     def step(params: Tree, carried: Tree, state: Tree, batch: Tree) -> Tree:
@@ -178,7 +180,7 @@ def by_jmp(loss: Loss, params: Tree) -> tuple[Step, Tree]:
 
 
 def by_flax(loss: Loss, params: Tree) -> tuple[Step, Tree]:
-    """As flax's ImageNet example writes it."""
+    """Return the step of flax's ImageNet example."""
     optimizer = optax.adamw(1e-3)
 
     def step(params: Tree, carried: Tree, state: Tree, batch: Tree) -> Tree:
@@ -211,7 +213,7 @@ class Counted:
 
 
 def counted(what: str, way: str, task: Task, low: str, products: str, target: Any) -> Counted:
-    """Compile a gradient or a step, and count; with the text of the compiled program."""
+    """Compile a gradient or a step, and count its kernels."""
     if what == "gradient":
         fn, arguments, donated = variants(task, low, LOSS_SCALES[low])[way].gradient, (task.params, task.state), ()
     else:
@@ -234,7 +236,7 @@ def counted(what: str, way: str, task: Task, low: str, products: str, target: An
 
 
 def totals(kernels: list[hlo.Kernel]) -> Row:
-    """What a run of the program launches, reads and writes."""
+    """Return the launches, reads and writes of one run of the program."""
     products, kinds, read, written = (Counter[str]() for _ in range(4))
     for kernel in kernels:
         kinds[kernel.kind] += kernel.times
@@ -256,9 +258,9 @@ def totals(kernels: list[hlo.Kernel]) -> Row:
 
 
 def xla_bytes(compiled: Any) -> int | None:
-    """XLA's own count: of one turn of each loop, without library calls.
+    """Return XLA's own count: one turn of each loop, without library calls.
 
-    Its analysis for GPUs needs a device. This is the general one, to which no update is in place.
+    Its analysis for GPUs needs a device. This is the general one, which treats no update as in place.
     """
     from jaxlib import _jax
 
@@ -268,7 +270,7 @@ def xla_bytes(compiled: Any) -> int | None:
 
 
 def measured(names: list[str], formats: list[str], products: list[str], sizes: dict[str, Size]) -> Iterator[Counted]:
-    """Every program, with a bar that shows how far it is. float32 is compiled once."""
+    """Compile and count every program, with a progress bar. float32 is compiled once."""
     target = device()
     jobs = [
         (name, low, way, choice, what)
@@ -291,7 +293,7 @@ def measured(names: list[str], formats: list[str], products: list[str], sizes: d
 
 
 def compared(found: list[Counted]) -> None:
-    """Add the ratios of bytes: to float32's, and to the better one's that casts by hand."""
+    """Add the ratios of bytes: to float32, and to the better way by hand."""
     for each in found:
         row = each.row
         row["to_float32"] = ratio(row, one(found, row, ("float32",), "float32"))
@@ -300,7 +302,7 @@ def compared(found: list[Counted]) -> None:
 
 
 def one(found: list[Counted], row: Row, ways: Iterable[str], low: str) -> Counted:
-    """Of some ways to do the same, the one that moves least."""
+    """Return the way that moves least."""
     same = [each for each in found if all(each.row[key] == row[key] for key in ("model", "gemm", "what"))]
     return min(
         (each for each in same if each.row["variant"] in ways and each.row["format"] == low),
@@ -316,7 +318,7 @@ def ratio(row: Row, other: Counted) -> float:
 
 
 def table(found: list[Counted], low: str, choice: str) -> Table:
-    """float32 and one 16-bit format."""
+    """Return a table of float32 and one 16-bit format."""
     caption = (
         "read, written, GB (both): gigabytes of all kernels in one run. hand: the better of jmp and flax. temp: peak "
         "temporaries, GB. XLA: its own count to ours, both of one turn of each loop and without library calls. A "
@@ -353,10 +355,10 @@ def cells(row: Row) -> list[str]:
 
 
 def why(found: list[Counted], top: int = 8) -> Iterator[Table]:
-    """For each program of ours, the scopes in which it moves more or less than the best by hand.
+    """Return, for each program of ours, the scopes in which it moves more or less than the best by hand.
 
-    Kernels that both have are left out. A kernel stands in the scope of the operation that ends it, so a scope may have
-    more because another has less.
+    Kernels that both have are left out. A kernel belongs to the scope of its last operation, so one scope may have more
+    because another has less.
     """
     for each in found:
         row = each.row
@@ -381,7 +383,7 @@ def why(found: list[Counted], top: int = 8) -> Iterator[Table]:
 
 
 def differences(ours: list[hlo.Kernel], theirs: list[hlo.Kernel]) -> list[tuple[str, Counter[str], Counter[str]]]:
-    """Scopes with the bytes of both by format, the largest difference first. Kernels that both have are left out."""
+    """Return scopes with the bytes of both by format, the largest difference first, without common kernels."""
     for key in (lambda kernel: (hlo.scope(kernel.op_name), *moves(kernel)), moves):
         ours, theirs = unmatched(ours, theirs, key), unmatched(theirs, ours, key)
     own, other = by_scope(ours), by_scope(theirs)
@@ -390,14 +392,14 @@ def differences(ours: list[hlo.Kernel], theirs: list[hlo.Kernel]) -> list[tuple[
 
 
 def moves(kernel: hlo.Kernel) -> tuple[Any, ...]:
-    """What has to be the same for two kernels to move the same."""
+    """Return the facts that are equal for kernels that move the same."""
     return kernel.kind, kernel.times, tuple(sorted(kernel.reads.items())), tuple(sorted(kernel.writes.items()))
 
 
 def unmatched(
     kernels: list[hlo.Kernel], others: list[hlo.Kernel], key: Callable[[hlo.Kernel], Any]
 ) -> list[hlo.Kernel]:
-    """The kernels for which the others have no counterpart."""
+    """Return the kernels without a counterpart among the others."""
     left, found = Counter(map(key, others)), []
     for kernel in kernels:
         if left[key(kernel)]:
@@ -416,7 +418,7 @@ def by_scope(kernels: list[hlo.Kernel]) -> dict[str, Counter[str]]:
 
 
 def draw(found: list[Counted], file: Path, choice: str) -> None:
-    """Bytes and temporaries of all variants to float32's: a row of pictures for each format."""
+    """Draw the bytes and temporaries of all variants, ratio to float32: a row of pictures for each format."""
     from matplotlib.figure import Figure
 
     rows = [each.row for each in found if each.row["gemm"] == choice]
@@ -439,7 +441,9 @@ def draw(found: list[Counted], file: Path, choice: str) -> None:
             axis.axhline(1, color="black", linewidth=0.8, linestyle="--")
             axis.set(title=f"{low}: {title}", xticks=range(len(models)), xticklabels=models)
     figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False)
-    figure.suptitle(f"Compiled by XLA for an H200 that was not there, to float32 (dashed); JAX {jax.__version__}")
+    figure.suptitle(
+        f"Compiled by XLA for an H200 that was not present, ratio to float32 (dashed); JAX {jax.__version__}"
+    )
     figure.savefig(file, dpi=110)
 
 

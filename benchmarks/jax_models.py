@@ -1,4 +1,4 @@
-"""Four flax models on real data, and the ways to train them in 16 bits: by hand with jmp, flax and mpx, and polyamp's.
+"""Four flax models on real data, and ways to train them in 16 bits: by hand with jmp, flax and mpx, and with polyamp.
 
 Every variant of a model starts from the same float32 parameters and sees the same batch.
 """
@@ -29,7 +29,7 @@ Loss = Callable[[Tree, Tree, Tree], tuple[jax.Array, Tree]]
 
 
 class MLP(nn.Module):
-    """Images [batch, 8, 8, 1] to scores of 10 digits."""
+    """A network from images [batch, 8, 8, 1] to scores of 10 digits."""
 
     scale: int = 1
     dtype: Any = None
@@ -43,7 +43,7 @@ class MLP(nn.Module):
 
 
 class CNN(nn.Module):
-    """The same task: four convolutions, each with batch normalization by the batch's statistics and a ReLU."""
+    """The same task with four convolutions, each with batch normalization by the batch's statistics and a ReLU."""
 
     scale: int = 1
     dtype: Any = None
@@ -58,7 +58,7 @@ class CNN(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Bytes [batch, length] to scores of the next byte: four causal blocks, normalized before each half."""
+    """A network from bytes [batch, length] to scores of the next byte: four causal blocks, normalized first."""
 
     scale: int = 1
     dtype: Any = None
@@ -77,7 +77,7 @@ class Transformer(nn.Module):
 
 
 class LSTM(nn.Module):
-    """The same task: one LSTM in a scan over the bytes. Its state has the dtype of its input, as one casts by hand."""
+    """The same task with an LSTM in a scan over the bytes. Its state has its input's dtype, as when casting by hand."""
 
     scale: int = 1
     dtype: Any = None
@@ -92,7 +92,7 @@ class LSTM(nn.Module):
 
 
 def digits(scale: int) -> tuple[jax.Array, jax.Array]:
-    """Images and labels of scikit-learn, as many as ``scale`` calls for."""
+    """Return images and labels of scikit-learn, in a number that grows with ``scale``."""
     from sklearn.datasets import load_digits
 
     data = load_digits()
@@ -101,7 +101,7 @@ def digits(scale: int) -> tuple[jax.Array, jax.Array]:
 
 
 def text(scale: int) -> tuple[jax.Array, jax.Array]:
-    """Bytes of the licence that NumPy is installed with, and the bytes that follow them."""
+    """Return bytes of the licence that comes with NumPy, and the bytes that follow them."""
     licences = [file for file in importlib.metadata.files("numpy") or [] if file.name == "LICENSE.txt"]
     written = max((file.read_text() for file in licences), key=len).encode()
     count, length = 8 * scale, 128
@@ -119,7 +119,7 @@ MODELS: dict[str, tuple[Any, Callable[[int], tuple[jax.Array, jax.Array]]]] = {
 
 @dataclass(frozen=True)
 class Task:
-    """A model with its data: ``make`` builds it with a ``dtype``, ``state`` is what is not trained."""
+    """A model with its data; ``make`` builds it with a ``dtype``, and ``state`` is not trained."""
 
     make: Callable[..., nn.Module]
     params: Tree
@@ -127,12 +127,12 @@ class Task:
     batch: tuple[jax.Array, jax.Array]
 
     def arguments(self) -> tuple[Tree, Tree, Tree]:
-        """Parameters and state of their own, so that a step may be given their memory, and the batch."""
+        """Return copies of parameters and state, which a step may take the memory of, and the batch."""
         return jax.tree.map(jnp.copy, self.params), jax.tree.map(jnp.copy, self.state), self.batch
 
 
 def task(name: str, scale: int = 1) -> Task:
-    """One of `MODELS`; ``scale`` multiplies its width and its batch."""
+    """Return one of `MODELS`; ``scale`` multiplies its width and its batch."""
     model, data = MODELS[name]
     batch = data(scale)
     variables = jax.jit(model(scale).init)(jax.random.key(0), batch[0])
@@ -146,7 +146,7 @@ def same(tree: Tree) -> Tree:
 
 @dataclass(frozen=True)
 class Variant:
-    """A way to train: a loss, what becomes of the parameters before it is differentiated, and of the gradients."""
+    """A way to train: a loss, a cast of the parameters before it is differentiated, and a cast of the gradients."""
 
     name: str
     loss: Loss
@@ -154,13 +154,13 @@ class Variant:
     after: Callable[[Tree], Tree] = same
 
     def gradient(self, params: Tree, state: Tree, batch: Tree) -> tuple[jax.Array, Tree, Tree]:
-        """The loss, the new state and the gradients."""
+        """Return the loss, the new state and the gradients."""
         found = jax.value_and_grad(self.loss, has_aux=True)(self.before(params), state, batch)
         (value, state), grads = found
         return value, state, self.after(grads)
 
     def bytes_saved(self, params: Tree, state: Tree, batch: Tree) -> int:
-        """What is kept for the backward pass. Nothing is computed."""
+        """Return the bytes kept for the backward pass. Nothing is computed."""
 
         def kept(params: Tree) -> Any:
             return jax.vjp(lambda own: self.loss(own, state, batch), self.before(params), has_aux=True)[1]
@@ -169,7 +169,7 @@ class Variant:
 
 
 def loss_of(model: nn.Module, cast: Callable[[Tree], Tree] = same, loss_scale: float = 1.0) -> Loss:
-    """Mean cross-entropy in float32; ``cast`` is done to the parameters and the images."""
+    """Return the mean cross-entropy in float32, with ``cast`` applied to the parameters and the images."""
 
     def loss(params: Tree, state: Tree, batch: Tree) -> tuple[jax.Array, Tree]:
         inputs, labels = batch
@@ -182,7 +182,7 @@ def loss_of(model: nn.Module, cast: Callable[[Tree], Tree] = same, loss_scale: f
 
 
 def variants(task: Task, low: str, loss_scale: float) -> dict[str, Variant]:
-    """float32 and every way to compute in ``low``; the gradients of all are ``loss_scale`` times too large."""
+    """Return float32 and every way to compute in ``low``; all gradients are ``loss_scale`` times too large."""
     model, dtype = task.make(), jnp.dtype(low)
     plain = loss_of(model, loss_scale=loss_scale)
     policy = jmp.Policy(param_dtype=jnp.float32, compute_dtype=dtype, output_dtype=jnp.float32)
@@ -198,16 +198,16 @@ def variants(task: Task, low: str, loss_scale: float) -> dict[str, Variant]:
 
 
 def with_mpx(model: nn.Module, dtype: Any, loss_scale: float) -> Variant:
-    """The recipe of mpx: differentiate by 16-bit copies of the parameters, then cast the gradients.
+    """Apply mpx's recipe: differentiate by 16-bit copies of the parameters, then cast the gradients.
 
-    Its ``filter_value_and_grad`` does so too, and adds the loss scaling that no variant has here.
+    Its ``filter_value_and_grad`` does the same, and adds loss scaling, which no variant has here.
     """
     loss = loss_of(model, lambda tree: mpx.cast_tree(tree, dtype), loss_scale)
     return Variant("mpx", loss, lambda params: mpx.cast_tree(params, dtype), mpx.cast_to_full_precision)
 
 
 def exact_gradient(task: Task) -> Tree:
-    """The gradients of the loss in float64."""
+    """Return the gradients of the loss in float64."""
     with jax.enable_x64(True):
         params, state, batch = jax.tree.map(
             lambda leaf: np.asarray(leaf, np.float64 if leaf.dtype == jnp.float32 else None),

@@ -25,7 +25,7 @@ MAX_NORM = 1.0
 
 
 class Block(nn.Module):
-    """Attention and two dense layers, each behind a normalization and beside a shortcut."""
+    """Attention and two dense layers, each after a normalization and with a shortcut."""
 
     heads: int
     dtype: Any = None
@@ -40,7 +40,7 @@ class Block(nn.Module):
 
 
 class GPT2(nn.Module):
-    """Words [batch, length] to scores of the next word (Radford et al., 2019); words in and out share their vectors."""
+    """A network from words [batch, length] to scores of the next word (Radford et al., 2019), embedding shared."""
 
     words: int = 50257
     length: int = 1024
@@ -60,7 +60,7 @@ class GPT2(nn.Module):
 
 
 class ViT(nn.Module):
-    """Images [batch, side, side, 3] to scores of classes (Dosovitskiy et al., 2021): ViT-B/16, without dropout."""
+    """A network from images [batch, side, side, 3] to class scores (Dosovitskiy et al., 2021), without dropout."""
 
     classes: int = 1000
     patch: int = 16
@@ -82,7 +82,7 @@ class ViT(nn.Module):
 
 
 class Task(NamedTuple):
-    """A model, made by ``model(small, dtype)``, and its batches; ``samples`` is how many are in one."""
+    """A model, made by ``model(small, dtype)``, and its batches of ``samples`` samples."""
 
     model: Callable[[bool, Any], nn.Module]
     batch: Callable[[bool, int], Batch]
@@ -97,7 +97,7 @@ def gpt2(small: bool, dtype: Any) -> nn.Module:
 
 
 def text(small: bool, seed: int) -> Batch:
-    """Rows of words that count upwards, each by a step of its own: the next word can be learned."""
+    """Return rows of words that count upwards, each row by its own step, so that the next word can be learned."""
     (count, length), words = ((2, 32), 211) if small else ((12, 1024), 50257)
     random = np.random.default_rng(seed)
     starts, steps = random.integers(words, size=(count, 1)), random.integers(1, 8, size=(count, 1))
@@ -110,7 +110,7 @@ def vit(small: bool, dtype: Any) -> nn.Module:
 
 
 def images(small: bool, seed: int) -> Batch:
-    """Noise whose mean depends on the class."""
+    """Return noise whose mean depends on the class."""
     count, side, classes = (4, 32, 10) if small else (256, 224, 1000)
     random = np.random.default_rng(seed)
     labels = random.integers(classes, size=count).astype(np.int32)
@@ -126,7 +126,7 @@ TASKS = {
 
 
 class State(NamedTuple):
-    """What a step changes; ``scaler`` is whatever scales the loss by hand."""
+    """The state that a step changes; ``scaler`` scales the loss by hand."""
 
     params: Tree
     opt_state: Tree
@@ -134,12 +134,12 @@ class State(NamedTuple):
 
 
 class Way(NamedTuple):
-    """How to train: the first state, a step, and where the state holds the loss scale."""
+    """A way to train: the first state, a step, and a function that reads the loss scale."""
 
     start: Callable[[Tree], State]
     step: Callable[[State, Batch], tuple[State, jax.Array]]
     loss_scale: Callable[[State], Any] = lambda state: None
-    precision: str | None = None  # of products of float32
+    precision: str | None = None  # of float32 products
 
 
 def optimizer() -> optax.GradientTransformation:
@@ -151,7 +151,7 @@ def clipped() -> optax.GradientTransformation:
 
 
 def loss_of(model: nn.Module) -> Callable[[Tree, Batch], jax.Array]:
-    """Mean cross-entropy in float32."""
+    """Return the mean cross-entropy in float32."""
 
     def loss(params: Tree, batch: Batch) -> jax.Array:
         inputs, labels = batch
@@ -162,7 +162,7 @@ def loss_of(model: nn.Module) -> Callable[[Tree, Batch], jax.Array]:
 
 
 def plain(loss: Callable[..., jax.Array], precision: str | None = None) -> Way:
-    """No loss scale: float32 and bfloat16."""
+    """Return a way without a loss scale, for float32 and bfloat16."""
     tx = clipped()
 
     def step(state: State, batch: Batch) -> tuple[State, jax.Array]:
@@ -174,7 +174,7 @@ def plain(loss: Callable[..., jax.Array], precision: str | None = None) -> Way:
 
 
 def with_dynamic_scale(loss: Callable[..., jax.Array]) -> Way:
-    """flax's scaler, as its examples use it."""
+    """Return a way with flax's scaler, as in its examples."""
     tx = clipped()
 
     def step(state: State, batch: Batch) -> tuple[State, jax.Array]:
@@ -188,7 +188,7 @@ def with_dynamic_scale(loss: Callable[..., jax.Array]) -> Way:
 
 
 def cast_by_jmp(loss: Callable[..., jax.Array], dtype: Any) -> Callable[[Tree, Batch], jax.Array]:
-    """Parameters and images in 16 bits, and so all that follows from them."""
+    """Return a model with its parameters and images in 16 bits, and so all operations on them."""
     import jmp
 
     policy = jmp.Policy(param_dtype=jnp.float32, compute_dtype=dtype, output_dtype=jnp.float32)
@@ -196,7 +196,7 @@ def cast_by_jmp(loss: Callable[..., jax.Array], dtype: Any) -> Callable[[Tree, B
 
 
 def with_jmp(loss: Callable[..., jax.Array]) -> Way:
-    """jmp's scaler, as its README has it."""
+    """Return a way with jmp's scaler, as in its README."""
     import jmp
 
     tx = clipped()
@@ -213,7 +213,7 @@ def with_jmp(loss: Callable[..., jax.Array]) -> Way:
         return State(*kept, (scaler.loss_scale, scaler.counter)), value
 
     def start(params: Tree) -> State:
-        # its numbers alone: lowering a function ahead of time rebuilds its arguments, which jmp's own class refuses
+        # only its numbers: lowering a function ahead of time rebuilds its arguments, which jmp's own class refuses
         return State(params, tx.init(params), (jnp.float32(2**16), jnp.int32(0)))
 
     return Way(start, step, lambda state: state.scaler[0])
@@ -222,7 +222,7 @@ def with_jmp(loss: Callable[..., jax.Array]) -> Way:
 def with_polyamp(loss: Callable[..., jax.Array], low: str) -> Way:
     policy = polyamp.policy(f"mixed_{low}")
     tx = polyamp.wrap_optimizer(optimizer(), policy, max_grad_norm=MAX_NORM)
-    gradient = polyamp.value_and_grad(loss, policy)  # autocast is in it
+    gradient = polyamp.value_and_grad(loss, policy)  # autocast included
 
     def step(state: State, batch: Batch) -> tuple[State, jax.Array]:
         value, grads = gradient(state.opt_state, state.params, batch)
@@ -236,7 +236,7 @@ def with_polyamp(loss: Callable[..., jax.Array], low: str) -> Way:
 
 
 def ways(task: Task, small: bool) -> dict[str, Callable[[], Way]]:
-    """Each way, as a call that makes it. What mixed ways leave in float32 has JAX's default, TF32 on a GPU."""
+    """Return each way, as a call that makes it. Float32 work of mixed ways has JAX's default, TF32 on a GPU."""
     model = task.model(small, None)
     loss = loss_of(model)
     made: dict[str, Callable[[], Way]] = {
@@ -256,5 +256,5 @@ def ways(task: Task, small: bool) -> dict[str, Callable[[], Way]]:
 
 
 def missing(variant: str) -> str | None:
-    """Why a variant cannot run here."""
+    """Return the reason why a variant cannot run here."""
     return "jmp is not installed" if variant.startswith("jmp") and not importlib.util.find_spec("jmp") else None

@@ -2,7 +2,7 @@
 
 Every variant gets the same scaled gradients, tests them, unscales them, updates or skips, and advances its scale; the
 yardstick is plain Adam, which does none of that. The temporary memory is what XLA plans for one step. On a GPU there
-are 32 parameters of 4096x4096, a step of which reads and writes 15 GB: many times what caches hold, so that memory is
+are 32 parameters of 4096x4096, a step of which reads and writes 15 GB: many times the size of caches, so that memory is
 timed and not dispatch. Recipes of packages that are not installed are left out.
 
     python benchmarks/jax_skip.py [--rounds 30] [--within 60] [--small]
@@ -19,7 +19,9 @@ import jax
 import jax.numpy as jnp
 import optax
 import typer
-from interleave import Timing, calls_in, interleave, keep, time_is_up
+from budget import Budget
+from interleave import Timing, calls_in, interleave
+from keeping import keep
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
@@ -33,7 +35,7 @@ SMALL = [(32, 32)] * 8
 SCALE = 2.0**10
 POLICY = polyamp.policy("mixed_float16", loss_scale=polyamp.LossScale(init=SCALE))
 ADAM = optax.adam(1e-3)
-CHECK_ONLY = "small sizes: a check that this program runs, and no result"
+CHECK_ONLY = "small sizes: a check that this program runs, not a result"
 Shapes = list[tuple[int, int]]
 
 Step = Callable[[Any, Any, Any], tuple[Any, Any]]
@@ -41,7 +43,7 @@ Step = Callable[[Any, Any, Any], tuple[Any, Any]]
 
 
 def installed(module: str) -> Any:
-    """The module, or None: not every machine has those that ours is compared with."""
+    """Return a module to compare with, or None if it is not installed."""
     found = importlib.util.find_spec(module.partition(".")[0])
     return importlib.import_module(module) if found else None
 
@@ -75,7 +77,7 @@ def ours(skip: str, *, fused: bool) -> tuple[Step, Start]:
 
 
 def jmp_recipe(params: Any, state: Any, grads: Any) -> Any:
-    """As jmp's README has it: update always, then select. Its scale cannot be lowered ahead of time as a pytree."""
+    """Step as in jmp's README: update always, then select. Its scale cannot be lowered ahead of time as a pytree."""
     value, counter, inner = state
     scale = jmp.DynamicLossScale(value, counter)
     grads = scale.unscale(grads)
@@ -88,7 +90,7 @@ def jmp_recipe(params: Any, state: Any, grads: Any) -> Any:
 
 @jax.custom_vjp
 def with_gradients(params: Any, grads: Any) -> jax.Array:
-    """A loss whose gradients are given: ``DynamicScale`` takes none that are there already."""
+    """Return a loss with known gradients: ``DynamicScale`` does not take gradients."""
     return jnp.float32(0)
 
 
@@ -96,7 +98,7 @@ with_gradients.defvjp(lambda params, grads: (jnp.float32(0), grads), lambda grad
 
 
 def flax_recipe(params: Any, state: Any, grads: Any) -> Any:
-    """As flax's ImageNet example has it: update always, then ``jnp.where``."""
+    """Step as in flax's ImageNet example: update always, then ``jnp.where``."""
     scale, inner = state
     scale, finite, _, grads = scale.value_and_grad(with_gradients)(params, grads)
     new, new_inner = plain(params, inner, grads)
@@ -120,7 +122,7 @@ def variants() -> dict[str, tuple[Step, Start]]:
 
 
 def measured(shapes: Shapes, donated: bool, rounds: int) -> tuple[list[Timing], dict[str, int]]:
-    """Timings of all variants, and the temporary bytes that each needs."""
+    """Return timings of all variants, and the temporary bytes that each needs."""
     grads, latest, temporary = arrays(shapes, SCALE * 1e-3), [], {}
 
     def runner(name: str, step: Step, start: Start) -> Callable[[], None]:
@@ -145,7 +147,7 @@ def measured(shapes: Shapes, donated: bool, rounds: int) -> tuple[list[Timing], 
 
 
 def table(answers: dict[str, tuple[list[Timing], dict[str, int]]], count: int) -> Table:
-    """A line for each variant, with the times and the temporary memory of either way."""
+    """Return a table with a line for each variant: times and temporary memory, donated and not."""
     headings = [heading for way in answers for heading in (f"ms, {way}", "/ plain", "10-90 %", "temporary MB")]
     shown = Table(
         "variant", *headings, title=f"Adam on {count / 1e6:.1f} M float32 parameters, {BACKEND}", box=SIMPLE_HEAD
@@ -163,10 +165,11 @@ def table(answers: dict[str, tuple[list[Timing], dict[str, int]]], count: int) -
 
 def main(
     rounds: Annotated[int, typer.Option(min=2, help="How often each is timed.")] = 30,
-    within: Annotated[float | None, typer.Option(help="Seconds after which nothing more is begun.")] = None,
+    within: Annotated[float | None, typer.Option(help="Seconds after which nothing more is started.")] = None,
     small: Annotated[bool, typer.Option("--small", help="Tiny parameters: a check that this runs.")] = False,
 ) -> None:
     """Measure, print a table, and keep the numbers in results/jax_skip_<backend>.json, donated first."""
+    budget = Budget(within)
     shapes = SMALL if small else SHAPES
     packages = [package for package in (polyamp, jax, optax, jmp, installed("flax")) if package]
     versions = {package.__name__: getattr(package, "__version__", "") for package in packages}
@@ -174,7 +177,7 @@ def main(
     answers: dict[str, tuple[list[Timing], dict[str, int]]] = {}
     numbers: dict[str, Any] = {"check_only": small and CHECK_ONLY, "shapes": [list(shape) for shape in shapes]}
     for way in ("donated", "not donated"):
-        if not time_is_up(within):
+        if budget.left > 0:
             answers[way] = measured(shapes, way == "donated", 2 if small else rounds)
             numbers["timings"] = [timing.summary() for timings, _ in answers.values() for timing in timings]
             numbers["temporary_bytes"] = {way: temporary for way, (_, temporary) in answers.items()}

@@ -1,7 +1,7 @@
 """The training steps that `monitoring.py` measures: an MLP of 3 x 512, batches of 128, AdamW or Adam, loss scaling.
 
-In float32, the quickest on a processor: what is added to a step weighs most there. And the wrapped optimizer's step
-alone, of three small parameters, where what is added is all there is to see.
+In float32, the quickest on a processor, so that an addition to the step weighs most. And the wrapped optimizer's step
+alone, of three small parameters, where the addition is nearly all of the time.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ import polyamp
 WIDTH, LAYERS, BATCH = 512, 3, 128
 SMALL = (16, 16)
 RATE = 1e-5
-CONFIG = polyamp.LossScale(init=1.0, interval=2**30)  # unscaling in place keeps the gradients of an update as they are
+SETTINGS = polyamp.LossScale(init=1.0, interval=2**30)  # unscaling in place must not change the gradients
 
 
 class Steps(NamedTuple):
-    """One framework's.
+    """The steps of one framework.
 
     Attributes:
         step: forward pass, backward pass and update.
-        update: the wrapped optimizer's step alone, of three small parameters, on gradients that stay.
-        holder: what holds the loss scale now.
-        settle: waits until all is done.
-        on_gpu: whether a GPU does it.
+        update: the wrapped optimizer's step alone, of three small parameters, on gradients that do not change.
+        holder: returns the object that holds the loss scale now.
+        settle: waits until everything is done.
+        on_gpu: whether it runs on a GPU.
     """
 
     step: Callable[[], Any]
@@ -38,9 +38,9 @@ class Steps(NamedTuple):
     on_gpu: bool
 
     def microseconds(self, run: Callable[[], Any], calls: int, after: Callable[[Any], Any] | None = None) -> float:
-        """Of one call, with what is called on the holder after each.
+        """Return the microseconds of one call, together with ``after(holder)`` if there is one.
 
-        Without a GPU it is the time of the processor, of all threads: other programs on the machine do not count.
+        Without a GPU it is the processor time of all threads: other programs on the machine do not count.
         """
         now = time.perf_counter if self.on_gpu else time.process_time
         start = now()
@@ -67,7 +67,7 @@ def torch_steps() -> Steps:
     small = [torch.ones(SMALL, device=device, requires_grad=True) for _ in range(LAYERS)]
     x, y = (torch.from_numpy(array).to(device) for array in batch())
     opt, alone = (
-        polyamp.wrap_optimizer(torch.optim.AdamW(params, lr=RATE), "float32", loss_scale=CONFIG)
+        polyamp.wrap_optimizer(torch.optim.AdamW(params, lr=RATE), "float32", loss_scale=SETTINGS)
         for params in (list(model.parameters()), small)
     )
     for param in small:
@@ -95,7 +95,7 @@ def jax_steps() -> Steps:
     from polyamp.backends.jax import apply_gradients
 
     x, y = map(jnp.asarray, batch())
-    tx = polyamp.wrap_optimizer(optax.adamw(RATE), "float32", loss_scale=CONFIG)
+    tx = polyamp.wrap_optimizer(optax.adamw(RATE), "float32", loss_scale=SETTINGS)
 
     def fresh(shape: tuple[int, int]) -> list[Any]:
         keys = jax.random.split(jax.random.key(0), LAYERS)
@@ -131,7 +131,7 @@ def tensorflow_steps() -> Steps:
     tf.random.set_seed(0)
     x, y = map(tf.constant, batch())
     weights = [tf.Variable(tf.random.normal((WIDTH, WIDTH)) * WIDTH**-0.5) for _ in range(LAYERS)]
-    scaler, alone = LossScaler(CONFIG), LossScaler(CONFIG)
+    scaler, alone = LossScaler(SETTINGS), LossScaler(SETTINGS)
     adam, other = (tf.compat.v1.train.AdamOptimizer(RATE) for _ in range(2))
     small = [tf.Variable(tf.ones(SMALL)) for _ in weights]
     grads = [tf.fill(SMALL, 1e-3) for _ in weights]
@@ -154,17 +154,17 @@ def tensorflow_steps() -> Steps:
 
 
 def keras_steps() -> Steps:
-    """On TensorFlow."""
+    """Return the steps of Keras on TensorFlow."""
     import keras
     import tensorflow as tf
 
     keras.utils.set_random_seed(0)
     dense = [keras.layers.Dense(WIDTH, activation="relu") for _ in range(LAYERS)]
     model = keras.Sequential([keras.Input((WIDTH,)), *dense])
-    model.compile(polyamp.wrap_optimizer(keras.optimizers.AdamW(RATE), "float32", loss_scale=CONFIG), "mse")
+    model.compile(polyamp.wrap_optimizer(keras.optimizers.AdamW(RATE), "float32", loss_scale=SETTINGS), "mse")
     x, y = batch()
     variables = [keras.Variable(np.ones(SMALL, "float32")) for _ in range(LAYERS)]
-    alone = polyamp.wrap_optimizer(keras.optimizers.AdamW(RATE), "float32", loss_scale=CONFIG)
+    alone = polyamp.wrap_optimizer(keras.optimizers.AdamW(RATE), "float32", loss_scale=SETTINGS)
     grads = [keras.ops.full(variable.shape, 1e-3) for variable in variables]
     alone.apply(grads, variables)  # which makes its variables
     update = tf.function(lambda: alone.apply(grads, variables), autograph=False)

@@ -1,7 +1,7 @@
-"""What does watching the loss scale cost? The counters that every step keeps, and a look at them every 100 steps.
+"""What does monitoring the loss scale cost? The counters of every step, and a check of them every 100 steps.
 
-Of each framework: the training step of an MLP, beside the same with `polyamp.HealthMonitor`; and with ``--against`` a
-checkout of a version without counters. Each version runs in a process of its own, in turns.
+For each framework: the training step of an MLP, without and with `polyamp.HealthMonitor`; and with ``--against``, the
+same with a checkout of a version without counters. Each version runs in its own process, in turns.
 
     python benchmarks/monitoring.py run [--part health] [--framework torch] [--against ../polyamp-before]
 """
@@ -19,20 +19,21 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
-from interleave import Timing, compared, console, keep, keep_timings, publish, turns
+from interleave import Timing, compared, console, turns
+from keeping import keep, keep_timings, publish
 from monitored_steps import STEPS, Steps
 
 HERE = Path(__file__).parents[1]
 EVERY = 100
 BEFORE, WITH = "without counters", "with counters"
-Clock = Callable[[int], float]  # microseconds of one call, of so many
+Clock = Callable[[int], float]  # microseconds of one call, averaged over so many
 
 app = typer.Typer(add_completion=False)
 
 
 @contextmanager
 def elsewhere(tree: Path, framework: str) -> Iterator[Callable[[str], Clock]]:
-    """The same steps in a process of their own, by the polyamp of a checkout."""
+    """Run the same steps in another process, with the polyamp of a checkout."""
     command = [sys.executable, __file__, "serve", framework]
     paths = {"PYTHONPATH": os.pathsep.join(filter(None, [str(tree.resolve()), os.environ.get("PYTHONPATH")]))}
     with subprocess.Popen(
@@ -40,7 +41,7 @@ def elsewhere(tree: Path, framework: str) -> Iterator[Callable[[str], Clock]]:
     ) as other:
         pipes = other.stdin, other.stdout
         if pipes[0] is None or pipes[1] is None:
-            raise RuntimeError("no pipes to the other process")
+            raise RuntimeError("the other process has no pipes")
         to, back = pipes
 
         def clock(what: str) -> Clock:
@@ -57,7 +58,7 @@ def elsewhere(tree: Path, framework: str) -> Iterator[Callable[[str], Clock]]:
 
 @app.command(hidden=True)
 def serve(framework: str) -> None:
-    """For `elsewhere`: read what to run and how often, and write how long it took."""
+    """Serve `elsewhere`: read the name of a step and a count, run it, and write the time."""
     steps = STEPS[framework]()
     for line in sys.stdin:
         what, calls = line.split()
@@ -65,10 +66,10 @@ def serve(framework: str) -> None:
 
 
 def timed(steps: Steps, what: str, calls: int) -> float:
-    """Microseconds of a ``step``, an ``update``, a step that is ``monitored``, or of a ``look`` alone."""
+    """Return microseconds of a ``step``, an ``update``, a step that is ``monitored``, or a ``look`` alone."""
     if what in ("step", "update"):
         return steps.microseconds(getattr(steps, what), calls)
-    from polyamp.diagnosis.health import health  # the version that is compared with does not have it
+    from polyamp.diagnosis.health import health  # the other version may not have it
     from polyamp.diagnosis.monitor import HealthMonitor
 
     if what == "look":
@@ -77,7 +78,7 @@ def timed(steps: Steps, what: str, calls: int) -> float:
 
 
 def measured(question: str, clocks: dict[str, Clock], rounds: int, calls: int) -> list[Timing]:
-    """Each once a round, in turns."""
+    """Measure each once a round, in turns."""
     taken: dict[str, list[float]] = {name: [] for name in clocks}
     for clock in clocks.values():
         clock(max(3, calls // 10))
@@ -87,7 +88,7 @@ def measured(question: str, clocks: dict[str, Clock], rounds: int, calls: int) -
 
 
 def health(framework: str, against: Path | None, rounds: int) -> list[Timing]:
-    """The counters, and a monitor that nobody listens to."""
+    """Measure the counters, and a monitor without hooks."""
     with ExitStack() as stack:
         now = stack.enter_context(elsewhere(HERE, framework))
         before = stack.enter_context(elsewhere(against, framework)) if against else None
@@ -101,7 +102,7 @@ def health(framework: str, against: Path | None, rounds: int) -> list[Timing]:
 
 
 def shares(timings: list[Timing]) -> dict[str, dict[str, float]]:
-    """Of a training step: what the counters add to an update, and a look every so many steps; medians."""
+    """Return shares of a training step: the counters' addition to an update, and a check every 100 steps; medians."""
     median = {(one.question, one.variant): statistics.median(one.microseconds) for one in timings}
     found: dict[str, dict[str, float]] = {}
     for name in dict.fromkeys(one.question.partition(":")[0] for one in timings):
@@ -118,9 +119,9 @@ PARTS: dict[str, Callable[[str, Path | None, int], list[Timing]]] = {"health": h
 @app.command()
 def run(
     part: Annotated[Literal["health"], typer.Option(help="What to measure.")] = "health",
-    framework: Annotated[list[str] | None, typer.Option(help="One of them; several times for several.")] = None,
+    framework: Annotated[list[str] | None, typer.Option(help="A framework; may be repeated.")] = None,
     against: Annotated[Path | None, typer.Option(help="A checkout of an earlier polyamp.")] = None,
-    rounds: Annotated[int, typer.Option(help="How often each is measured.")] = 15,
+    rounds: Annotated[int, typer.Option(help="Rounds of measurements.")] = 15,
 ) -> None:
     """Measure, print a table, and write it to results/."""
     known = ("polyamp", "torch", "jax", "tensorflow-cpu", "tensorflow", "keras")

@@ -1,17 +1,17 @@
-"""How near is an optimizer step to the speed at which the GPU copies memory? Ours beside all that PyTorch has.
+"""How near is an optimizer step to the speed at which the GPU copies memory? Ours and PyTorch's.
 
-Of each set of parameters, optimizer and storage: the time of a step with loss scaling, with and without clipping, and
-the bytes that any implementation must move for it. Without scaling and clipping native kernels move no byte too many:
-there polyamp runs the native optimizer, and the table shows what that costs.
+For each set of parameters, optimizer and storage: the time of a step with loss scaling, with and without clipping, and
+the bytes that any implementation must move for it. Without scaling and clipping native kernels move no
+unnecessary byte: there polyamp runs the native optimizer, and the table shows the cost of that.
 
 Native is GradScaler and ``clip_grad_norm_`` around an optimizer that is fused, foreach, or a ``torch.compile`` of its
 step; 16-bit parameters have float32 copies that it trains, composed of PyTorch's parts. A step of few numbers is bound
-by the host, ours and theirs: its share of copy bandwidth says nothing of the kernels. So the kernels' own time has a
-share too, and the step is also captured in a CUDA graph and replayed.
+by the host, ours and theirs: its share of copy bandwidth is not that of its kernels. So the share of the kernels alone
+is reported too, and the step is also captured in a CUDA graph and replayed.
 
-Gradients are random and normal. Second moments of zero, as of words that a batch does not have, take slower paths of
-the square root and the divisions, in all implementations. With ``misaligned`` every gradient is a view 12 bytes into a
-buffer, as DistributedDataParallel's ``gradient_as_bucket_view`` leaves those behind a layer of odd size.
+Gradients are random and normal. Second moments of zero, as for words that a batch does not contain, take slower paths
+of the square root and the divisions, in all implementations. With ``misaligned`` every gradient is a view 12 bytes into
+a buffer, as DistributedDataParallel's ``gradient_as_bucket_view`` makes after a layer of odd size.
 
     python benchmarks/optimizer_step.py [--set "ResNet-50"] [--cases main] [--within 120] [--small] [--plot file.png]
 """
@@ -26,7 +26,9 @@ from typing import Annotated, Any, NamedTuple
 
 import torch
 import typer
-from interleave import Timing, calls_in, compared, interleave, keep, time_is_up
+from budget import Budget
+from interleave import Timing, calls_in, compared, interleave
+from keeping import Keeper
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
@@ -39,7 +41,6 @@ from torch_device import (
     Row,
     built,
     copy_bandwidth,
-    free_memory,
     host_syncs,
     launches,
     noting_failures,
@@ -52,10 +53,10 @@ import polyamp
 from polyamp import LossScale
 
 BASE, COMPILED, OURS = "native fused", "native compiled", "polyamp"
-LARGE = 2**31  # bytes: many times any cache
-SCALE = LossScale(init=1.0, interval=2**30)  # native scalers unscale in place: of 1.0 the gradients stay what they are
+LARGE = 2**31  # bytes: many times the size of any cache
+SCALE = LossScale(init=1.0, interval=2**30)  # native scalers unscale in place: with 1.0 gradients do not change
 MAX_NORM = 1.0
-HOST_BOUND = 0.8  # where the device works less of a step than this, the host is what takes the time
+HOST_BOUND = 0.8  # if the device works for a smaller share of a step, the step is bound by the host
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "AdamW": lambda params, **way: torch.optim.AdamW(params, lr=1e-4, weight_decay=0.01, **way),
     "SGD": lambda params, **way: torch.optim.SGD(params, lr=1e-4, momentum=0.9, **way),
@@ -70,7 +71,7 @@ STORAGES: dict[str, tuple[torch.dtype, Any]] = {
 
 
 def bert_large_shapes() -> list[Shape]:
-    """BERT-large with its two heads, the words' embedding shared: 398 parameters, 336 M numbers."""
+    """Return the shapes of BERT-large with its two heads, embedding shared: 398 parameters, 336 M numbers."""
     width, words = 1024, 30522
     dense: list[Shape] = [(width, width), (width,)]
     norm: list[Shape] = [(width,), (width,)]
@@ -83,7 +84,7 @@ SETS: dict[str, Callable[[], list[Shape]]] = {"BERT-large": bert_large_shapes, *
 
 
 class Case(NamedTuple):
-    """What a step has to do, and whether ``torch.compile`` is among those it is compared with."""
+    """A kind of step, and whether it is compared with ``torch.compile`` too."""
 
     set: str
     optimizer: str
@@ -95,17 +96,17 @@ class Case(NamedTuple):
 
     @property
     def floor(self) -> int:
-        """Bytes for each number that must be read or written: gradients once for the statistics, and all of a step."""
+        """Bytes that must be read or written for each number: gradients once for the statistics, and all of a step."""
         low = 4 if self.storage == "float32" else 2
         more = {"masters": 4, "remainder": 2}.get(self.storage.partition(", ")[2], 0)
         moments = 4 if self.optimizer == "SGD" else 8
-        # with masters the old 16-bit value is only written
+        # with master weights the 16-bit value is only written
         reads = low + moments + (more if more == 4 else low + more)
         return reads + low + more + moments + (low if self.scaled or self.clipped else 0)
 
     @property
     def does(self) -> str:
-        """In a word or two."""
+        """The parts of the step in a word or two."""
         return "+".join(word for word, is_so in (("scale", self.scaled), ("clip", self.clipped)) if is_so) or "plain"
 
     def __str__(self) -> str:
@@ -114,18 +115,18 @@ class Case(NamedTuple):
 
 
 class Which(StrEnum):
-    """Of the cases."""
+    """A choice of cases."""
 
     main = "main"
     rest = "rest"
     all = "all"
 
 
-SOME = ("Llama 1.1 B", "ResNet-50")  # of which alone all main cases are measured
+SOME = ("Llama 1.1 B", "ResNet-50")  # only for these are all main cases measured
 
 
 def main_cases(sets: Iterable[str]) -> Iterator[Case]:
-    """What matters most, in this order, of every set; what takes long, or is rare, of some."""
+    """Return the main cases, most important first: for every set, or only for some if they are slow or rare."""
     kinds = [
         Case("", "AdamW", "float32", True, True),
         Case("", "AdamW", "bfloat16, masters", True, True),
@@ -140,7 +141,7 @@ def main_cases(sets: Iterable[str]) -> Iterator[Case]:
 
 
 def all_cases(sets: Iterable[str]) -> Iterator[Case]:
-    """Every combination that is measured."""
+    """Return every combination that is measured."""
     for name in sets:
         for optimizer in OPTIMIZERS:
             for clipped in (True, False):
@@ -155,7 +156,7 @@ def all_cases(sets: Iterable[str]) -> Iterator[Case]:
 
 
 def cases(sets: Iterable[str], which: Which) -> list[Case]:
-    """The main ones, the rest, or first these and then those."""
+    """Return the main cases, the rest, or both in this order."""
     sets = list(sets)
     main = list(main_cases(sets))
     rest = [case for case in all_cases(sets) if case not in main]
@@ -163,9 +164,9 @@ def cases(sets: Iterable[str], which: Which) -> list[Case]:
 
 
 class Step:
-    """Parameters with gradients that stay, and a step on them.
+    """Parameters with constant gradients, and a step on them.
 
-    ``prepare`` scales a loss, which belongs to the forward pass; ``step`` is all that comes after the backward pass.
+    ``prepare`` scales a loss, as part of the forward pass; ``step`` does everything after the backward pass.
     """
 
     def __init__(self, case: Case, shapes: list[Shape]) -> None:
@@ -189,7 +190,7 @@ class Step:
         self.step()
 
     def make_capturable(self) -> None:
-        """Do what a CUDA graph of the step takes."""
+        """Prepare for the capture of a CUDA graph."""
 
 
 class Ours(Step):
@@ -206,7 +207,7 @@ class Ours(Step):
 
 
 class Native(Step):
-    """As PyTorch's documentation has it; of 16-bit parameters with float32 copies that the optimizer trains."""
+    """The step of PyTorch's documentation; the optimizer trains float32 copies of 16-bit parameters."""
 
     def __init__(self, case: Case, shapes: list[Shape], *, compiled: bool = False, **way: bool) -> None:
         super().__init__(case, shapes)
@@ -245,7 +246,7 @@ VARIANTS: dict[str, Callable[[Case, list[Shape]], Step]] = {
     COMPILED: lambda case, shapes: Native(case, shapes, foreach=True, compiled=True),
     OURS: Ours,
 }
-REPLAYED = (BASE, OURS)  # the others wait for the GPU, or have graphs of their own
+REPLAYED = (BASE, OURS)  # the others wait for the GPU, or make graphs themselves
 
 
 def _normal(shape: Shape, spread: float) -> Tensor:
@@ -253,14 +254,14 @@ def _normal(shape: Shape, spread: float) -> Tensor:
 
 
 def _moved(grad: Tensor) -> Tensor:
-    """The same numbers, 12 bytes into a buffer."""
+    """Return the same numbers, 12 bytes into a buffer."""
     off = 12 // grad.element_size()
     buffer = torch.empty(off + grad.numel(), dtype=grad.dtype, device=grad.device)
     return buffer[off:].view(grad.shape).copy_(grad)
 
 
 def rows(case: Case, shapes: list[Shape], rounds: int, bandwidth: float, left_out: list[Row]) -> list[Row]:
-    """A row for each variant of one case; what cannot be built is noted."""
+    """Return a row for each variant of one case; variants that cannot be built are added to ``left_out``."""
     torch.manual_seed(0)
     made: dict[str, Built] = {}
     for name, make in VARIANTS.items():
@@ -283,7 +284,7 @@ def rows(case: Case, shapes: list[Shape], rounds: int, bandwidth: float, left_ou
 def with_replays(
     case: Case, found: list[Row], graphs: dict[str, Callable[[], None]], rounds: int, bandwidth: float
 ) -> list[Row]:
-    """The rows, with the times of their graphs where they have any."""
+    """Return the rows with the times of their graphs, if they have any."""
     if not graphs:
         return [{**one, "replay_ms": None, "replay_share_of_copy_bandwidth": None} for one in found]
     timings = interleave(
@@ -320,8 +321,8 @@ def row(case: Case, count: int, timing: Timing, step: Built, bandwidth: float) -
 
 
 def on_device(seen: Launches | None, least: float, microseconds: float) -> Row:
-    """What the profiler saw of one step: kernels, the share of bandwidth while they ran, and what bounds it."""
-    if seen is None or not seen.kernels:  # where programs may not look at the GPU's counters it sees none
+    """Return the profiler's view of one step: kernels, their share of bandwidth, and what bounds the step."""
+    if seen is None or not seen.kernels:  # it sees no kernel if programs may not read the GPU's counters
         return dict.fromkeys(("kernels", "copies", "kernel_ms", "kernels_share_of_copy_bandwidth", "bound_by"))
     return {
         "kernels": seen.kernels,
@@ -333,10 +334,10 @@ def on_device(seen: Launches | None, least: float, microseconds: float) -> Row:
 
 
 def table(found: list[Row], bandwidth: float) -> Table:
-    """A line for each variant of each case."""
+    """Return a table with a line for each variant of each case."""
     headings = ("a step of", "variant", "ms", "/ fused", "10-90 %", "of copy", "kernels'", "replayed", "ms", "GB")
     title = f"milliseconds of a step on {DEVICE}, which copies at {bandwidth / 1e12:.3f} TB/s; and shares of that"
-    caption = "host: bound by the host's work, so that the kernels' own share and the replay's tell how fast they are"
+    caption = "host: bound by the host's work; then the shares of the kernels and of the replay show how fast they are"
     shown = Table(*headings, "kernels", "waits", title=title, caption=caption, box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     before = None
     for one in found:
@@ -361,7 +362,7 @@ def _percent(share: float | None) -> str:
 
 
 def draw(found: list[Row], file: Path) -> None:
-    """AdamW with scaling and clipping: each set's time to that of native fused, and the share of copy bandwidth."""
+    """Draw AdamW with scaling and clipping: each set's time relative to native fused, and its share of bandwidth."""
     from matplotlib import pyplot
 
     storages, shown = ("float32", "bfloat16, masters"), [name for name in VARIANTS if name != COMPILED]
@@ -385,47 +386,50 @@ def draw(found: list[Row], file: Path) -> None:
 
 def main(
     chosen: Annotated[list[str] | None, typer.Option("--set", help=f"Of {', '.join(SETS)}.")] = None,
-    which: Annotated[Which, typer.Option("--cases", help="The main ones, what else there is, or all.")] = Which.all,
+    which: Annotated[Which, typer.Option("--cases", help="The main cases, the rest, or all.")] = Which.all,
     rounds: Annotated[int, typer.Option(min=2, help="Rounds of steps.")] = 9,
-    within: Annotated[float | None, typer.Option(help="Seconds after which no case is begun.")] = None,
+    within: Annotated[float | None, typer.Option(help="Seconds after which no case is started.")] = None,
     small: Annotated[bool, typer.Option("--small", help="Tiny parameters: a check that this runs.")] = False,
     plot: Annotated[Path | None, typer.Option(help="Draw the result.")] = None,
 ) -> None:
     """Measure, print, and keep the numbers in results/optimizer_step_<device>.json, case by case."""
+    budget = Budget(within)
     if DEVICE == "cpu" and not small:
         raise typer.BadParameter("there is no GPU: only --small runs here")
     sets = {"small": small_shapes} if small else {name: SETS[name] for name in chosen or order()}
     bandwidth = copy_bandwidth(2**24 if small else LARGE)
     versions = {"polyamp": polyamp.__version__, "torch": torch.__version__, "cuda": str(torch.version.cuda)}
     about = {"check_only": small and CHECK_ONLY, "copy_bytes_per_second": round(bandwidth)}
-    found: list[Row] = []
+    named = f"optimizer_step_{'small' if small else DEVICE}"
+    keeper = Keeper(named, versions, key=(*Case._fields, "variant"), **about)
     left_out: list[Row] = []
     for case in cases(sets, which):
-        if time_is_up(within):
-            left_out.append({**case._asdict(), "reason": f"the {within:.0f} s were over"})
-            continue
-        with noting_failures(left_out, **case._asdict()):
-            found += rows(case, sets[case.set](), 2 if small else rounds, bandwidth, left_out)
-        free_memory()
-        numbers = {**about, "left_out": left_out, "rows": found}
-        keep(f"optimizer_step_{'small' if small else DEVICE}", versions, numbers, same=(*Case._fields, "variant"))
-    Console(width=170).print(table(found, bandwidth))
+        lost: list[Row] = []
+        if budget.left <= 0:
+            lost.append({**case._asdict(), "reason": f"the {within:.0f} s were over"})
+        else:
+            with noting_failures(lost, **case._asdict()):
+                keeper.add(rows(case, sets[case.set](), 2 if small else rounds, bandwidth, lost))
+        for one in lost:
+            keeper.leave_out(one, one["reason"])
+        left_out += lost
+    Console(width=170).print(table(keeper.found, bandwidth))
     for one in left_out:
         print("left out:", ", ".join(f"{key} {value}" for key, value in one.items()))
     if plot is not None:
-        draw(found, plot)
+        draw(keeper.found, plot)
     if failed(left_out):
         raise typer.Exit(1)
 
 
 def order() -> list[str]:
-    """The sets, those first of which most is to be learned."""
+    """Return the names of the sets, the most informative ones first."""
     first = [name for name in SOME if name in SETS]
     return [*first, *(name for name in SETS if name not in first)]
 
 
 def failed(left_out: list[Row]) -> bool:
-    """Whether anything of ours went wrong, other than for want of memory or time."""
+    """Return whether a case of ours failed for another reason than too little memory or time."""
     excused = ("OutOfMemoryError", "the ")
     return any(not one["reason"].startswith(excused) and one.get("variant", OURS).startswith(OURS) for one in left_out)
 

@@ -1,7 +1,7 @@
-"""Run programs one after the other within a time, from a checkout that nobody installed, and keep what each said.
+"""Run programs one after the other within a time, from a checkout that is not installed, and keep their output.
 
-A part that fails, or hangs, keeps no other from running: at its limit it is interrupted, and killed if that does not
-end it, with all that it started. What it had kept until then stays.
+A part that fails or hangs does not prevent others from running: at its limit it is interrupted, and killed if it does
+not end, with all processes that it started. Results that it kept before stay.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parents[1]
-LEAST = 10.0  # seconds: with less left no part is begun
-GRACE = 8.0  # seconds between the interrupt and the kill, for programs to say how far they came
-OWN_END = 15.0  # seconds before its limit at which a part that knows it should end by itself
+LEAST = 10.0  # seconds: with less left no part is started
+GRACE = 8.0  # seconds between the interrupt and the kill, for programs to print their state
+OWN_END = 15.0  # seconds before its limit at which a part that knows the limit should end by itself
 MOST_OUTPUT = 200_000  # bytes of a part in the log
 
 
@@ -30,15 +30,15 @@ class Part(NamedTuple):
     """A program to run.
 
     Attributes:
-        name: what it is called.
+        name: its name.
         set: the group of parts that one command runs within a time.
-        seconds: what it is planned to take of its set's time.
-        command: arguments of Python, run in the checkout.
+        seconds: its planned share of its set's time.
+        command: arguments of Python; it runs in the checkout.
         keeps: its files among the results.
-        small: more arguments, with which it runs in a moment on a CPU.
-        within: whether it takes ``--within SECONDS`` and ends by itself.
-        firm: whether it may take more than its share, because all that comes after it rests on it.
-        variables: of its environment alone.
+        small: more arguments, with which it takes a moment on a CPU.
+        within: whether it accepts ``--within SECONDS`` and ends by itself.
+        firm: whether it may take more than its share, because all later parts need it.
+        variables: environment variables of this part alone.
     """
 
     name: str
@@ -54,15 +54,15 @@ class Part(NamedTuple):
 
 @dataclass
 class Outcome:
-    """How a part went.
+    """The outcome of a part.
 
     Attributes:
         part: its name.
         set: its set.
-        command: what was run.
+        command: the command that ran.
         status: ``passed``, ``failed``, ``stopped`` at its limit, ``left out`` or, until then, ``running``.
-        limit: seconds that it had.
-        seconds: that it took.
+        limit: seconds that it was allowed.
+        seconds: seconds that it took.
         code: its exit status, negative for a signal.
         tail: the end of what it printed.
     """
@@ -78,13 +78,13 @@ class Outcome:
 
 
 def allowance(parts: Sequence[Part], left: float | None) -> float:
-    """Seconds that the first of the parts may take of what is left for all of them; what it saves is the others'.
+    """Return the seconds that the first of the parts may take of the time left for all of them.
 
     >>> build = Part("build", "first", 50, (), firm=True)
     >>> step = Part("step", "first", 150, ())
     >>> allowance([step, build], 100), allowance([build, step], 100), allowance([step], 80)
     (75.0, 62.5, 80.0)
-    >>> allowance([step], None)  # no limit for all: many times the plan, so that nothing hangs for good
+    >>> allowance([step], None)  # no limit for all: many times the plan, so that nothing hangs forever
     600.0
     """
     part = parts[0]
@@ -95,7 +95,7 @@ def allowance(parts: Sequence[Part], left: float | None) -> float:
 
 
 def registered(folder: Path, root: Path = ROOT) -> str:
-    """Write into ``folder`` what an installation of the checkout would register; return a PYTHONPATH of both."""
+    """Write into ``folder`` the metadata that an installation would register; return a PYTHONPATH of both."""
     project = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     info = folder / f"{project['name']}-{project['version']}.dist-info"
     info.mkdir(parents=True, exist_ok=True)
@@ -108,21 +108,21 @@ def registered(folder: Path, root: Path = ROOT) -> str:
     ]
     (info / "entry_points.txt").write_text("\n".join(lines), encoding="utf-8")
     adapters = root / "polyamp" / "backends"
-    if not adapters.is_dir():  # a link, of which a copy without links has a file or nothing
+    if not adapters.is_dir():  # a link; a copy without links has a file there, or nothing
         adapters.unlink(missing_ok=True)
         adapters.symlink_to(Path("..", "backends"), target_is_directory=True)
     return os.pathsep.join([str(root), str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
 class Runner:
-    """Runs parts in their order, each in a group of processes of its own.
+    """A runner of parts, in their order, each in its own process group.
 
     Args:
         results: the folder of results, where ``gpu.json`` and ``gpu.log`` are kept up to date.
-        environment: of the parts.
-        within: seconds for all of them; None is without a limit.
-        about: what else ``gpu.json`` says.
-        tell: takes a line for people.
+        environment: environment variables of all parts.
+        within: seconds for all of them; None means no limit.
+        about: more entries of ``gpu.json``.
+        tell: prints a line for people.
     """
 
     def __init__(
@@ -141,11 +141,11 @@ class Runner:
         self.log.write_text("")
 
     def left(self) -> float | None:
-        """Seconds that are left for all."""
+        """The seconds that are left for all."""
         return None if self.deadline is None else self.deadline - time.monotonic()
 
     def run(self, parts: Sequence[Part], *, small: bool = False) -> list[Outcome]:
-        """Run them all, or as many as there is time for."""
+        """Run all parts, or as many as there is time for."""
         for place, part in enumerate(parts):
             limit = allowance(parts[place:], self.left())
             arguments = [*part.command, *(part.small if small else ())]
@@ -183,7 +183,7 @@ class Runner:
         self.tell(f"==== {outcome.part} {outcome.status} after {outcome.seconds:.0f} s")
 
     def _said(self, begin: int) -> str:
-        """What a part printed; of very much the log keeps the beginning and the end."""
+        """Return the output of a part; of a long one, the beginning and the end."""
         said = self.log.read_bytes()[begin:]
         if len(said) > MOST_OUTPUT:
             said = said[: MOST_OUTPUT // 4] + b"\n[... left out ...]\n" + said[-MOST_OUTPUT * 3 // 4 :]
@@ -194,7 +194,7 @@ class Runner:
 
 
 def _call(arguments: list[str], environment: dict[str, str], log: Any, limit: float) -> tuple[int | None, bool]:
-    """The exit status, and whether it had to be stopped."""
+    """Run a part; return its exit status, and whether it had to be stopped."""
     process = subprocess.Popen(
         [sys.executable, *arguments],
         cwd=ROOT,
@@ -212,9 +212,9 @@ def _call(arguments: list[str], environment: dict[str, str], log: Any, limit: fl
         _signal(process.pid, signal.SIGINT)
         with suppress(subprocess.TimeoutExpired):
             process.wait(min(GRACE, limit / 2))
-    finally:  # also where this program is interrupted, and for what the part started and left behind
+    finally:  # also if this program is interrupted, and for processes that the part left behind
         _signal(process.pid, signal.SIGKILL)
-    with suppress(subprocess.TimeoutExpired):  # one that hangs in a driver cannot be waited for
+    with suppress(subprocess.TimeoutExpired):  # do not wait for one that hangs in a driver
         process.wait(5)
     return process.returncode, stopped
 

@@ -1,6 +1,6 @@
-"""What does a probe cost? `polyamp.probe` of one step, beside the step itself: forward and backward pass in float32.
+"""What does a probe cost? `polyamp.probe` of one step, compared with the step: forward and backward in float32.
 
-Both are warm: the first probe of a step, in which JAX and TensorFlow trace and compile, is timed by itself.
+Both are warm: the first probe of a step, in which JAX and TensorFlow trace and compile, is timed separately.
 
     python benchmarks/probe_cost.py [--framework torch] [--model MLP] [--rounds 9]
 """
@@ -14,7 +14,8 @@ from importlib import metadata
 from typing import Annotated, Any, NamedTuple
 
 import typer
-from interleave import console, interleave, keep_timings, publish
+from interleave import console, interleave
+from keeping import keep_timings, publish
 
 import polyamp
 
@@ -23,12 +24,12 @@ PACKAGES = ("polyamp", "torch", "jax", "tensorflow-cpu", "tensorflow", "keras")
 
 
 class Probed(NamedTuple):
-    """A step to train with and the same to probe.
+    """A step to train with, and the same step to probe.
 
     Attributes:
         step: runs the forward and the backward pass, and waits for both.
-        probe: probes the same.
-        device: where.
+        probe: probes the same step.
+        device: the device that runs it.
     """
 
     step: Callable[[], Any]
@@ -41,7 +42,7 @@ def torch_model(name: str) -> Probed:
     from torch import nn
 
     class Last(nn.Module):
-        """The last output of a recurrent layer."""
+        """A module that returns the last output of a recurrent layer."""
 
         def forward(self, outputs: Any) -> torch.Tensor:
             return outputs[0][:, -1]
@@ -117,7 +118,7 @@ FRAMEWORKS = {"torch": torch_model, "jax": jax_model, "tensorflow": tensorflow_m
 
 
 def main(
-    framework: Annotated[list[str] | None, typer.Option(help="One of them; several times for several.")] = None,
+    framework: Annotated[list[str] | None, typer.Option(help="A framework; may be repeated.")] = None,
     model: Annotated[list[str] | None, typer.Option(help=f"Of {', '.join(MODELS)}; all by default.")] = None,
     rounds: Annotated[int, typer.Option(help="How often each is timed.")] = 9,
 ) -> None:

@@ -1,7 +1,7 @@
-"""What does loss scaling add to an optimizer step? Many small parameters, so that the overhead is all there is to see.
+"""What does loss scaling add to an optimizer step? Many small parameters, so that overhead is nearly all of the time.
 
-Every variant gets the same gradients and does what belongs to a step: scale the loss, unscale, test, update, advance
-the scale. The first variant of each question is the yardstick: the plain step, or in JAX scaling written by hand.
+Every variant gets the same gradients and does all of a step: scale the loss, unscale, test, update, advance the
+scale. The first variant of each question is the yardstick: the plain step, or in JAX scaling written by hand.
 
     python benchmarks/step_overhead.py [torch|jax|keras ...] [--small]
 """
@@ -14,14 +14,15 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from interleave import Timing, interleave, keep_timings, publish
+from interleave import Timing, interleave
+from keeping import keep_timings, publish
 
 import polyamp
 
 SHAPE = (16, 16)
-CONFIG = polyamp.LossScale(init=1.0)  # because unscaling in place would otherwise shrink the gradients away
+SETTINGS = polyamp.LossScale(init=1.0)  # otherwise unscaling in place would shrink the gradients to zero
 COUNTS = (100, 1000)
-SMALL = "--small" in sys.argv  # a check that this program runs, and no result
+SMALL = "--small" in sys.argv  # a check that this program runs, not a result
 ROUNDS, CALLS = (2, 200) if SMALL else (40, 4000)
 
 
@@ -56,7 +57,7 @@ def torch_steps_on(device: str, count: int) -> list[Timing]:
         return step
 
     def ours(optimizer: torch.optim.Optimizer) -> Callable[[], Any]:
-        wrapped = polyamp.wrap_optimizer(optimizer, "mixed_float16", loss_scale=CONFIG)
+        wrapped = polyamp.wrap_optimizer(optimizer, "mixed_float16", loss_scale=SETTINGS)
 
         def step() -> None:
             wrapped.scale(loss)
@@ -85,7 +86,7 @@ def torch_steps_on(device: str, count: int) -> list[Timing]:
 
 
 def installed(package: str) -> Any:
-    """The package, or None: not every machine has those that ours is compared with."""
+    """Return a package to compare with, or None if it is not installed."""
     return importlib.import_module(package) if importlib.util.find_spec(package) else None
 
 
@@ -98,7 +99,7 @@ def jax_steps(count: int) -> list[Timing]:
 
     grads = [jnp.full(SHAPE, 1e-3) for _ in range(count)]
     tx = optax.sgd(1e-4)
-    wrapped = polyamp.wrap_optimizer(tx, "mixed_float16", loss_scale=CONFIG)
+    wrapped = polyamp.wrap_optimizer(tx, "mixed_float16", loss_scale=SETTINGS)
     latest: list[Any] = []
 
     def fresh() -> list[jax.Array]:
@@ -137,7 +138,7 @@ def jax_steps(count: int) -> list[Timing]:
 
 
 def jax_by_hand(tx: Any) -> Callable[..., Any]:
-    """The tightest loss scaling that one would write for one's own loop: one conditional around update and apply."""
+    """Step with the tightest loss scaling by hand: one conditional around update and apply."""
     import jax
     import jax.numpy as jnp
     import optax
@@ -163,7 +164,7 @@ def jax_by_hand(tx: Any) -> Callable[..., Any]:
 
 
 def jax_with_jmp(tx: Any) -> Callable[..., Any]:
-    """The recipe of jmp's README: update always, then select."""
+    """Step with the recipe of jmp's README: update always, then select."""
     import jmp
     import optax
 
@@ -201,7 +202,7 @@ def keras_steps(count: int) -> list[Timing]:
     variants = {
         "plain": runner(lambda optimizer: optimizer),
         "keras LossScaleOptimizer": runner(lambda optimizer: keras.optimizers.LossScaleOptimizer(optimizer, 1.0)),
-        "polyamp": runner(lambda optimizer: polyamp.wrap_optimizer(optimizer, "mixed_float16", loss_scale=CONFIG)),
+        "polyamp": runner(lambda optimizer: polyamp.wrap_optimizer(optimizer, "mixed_float16", loss_scale=SETTINGS)),
     }
     return interleave(f"keras tensorflow SGD, {count} parameters", variants, ROUNDS, CALLS // count)
 

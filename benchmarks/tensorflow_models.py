@@ -61,7 +61,7 @@ MODELS: dict[str, tuple[Callable[[], keras.Model], tuple[int, ...]]] = {
 
 
 def task(name: str, dtype_policy: str = "float32") -> Task:
-    """A step of SGD with momentum on a fixed batch; the same weights in every dtype policy."""
+    """Return a step of SGD with momentum on a fixed batch; the weights are the same in every dtype policy."""
     make, shape = MODELS[name]
     keras.utils.set_random_seed(0)
     keras.config.set_dtype_policy(dtype_policy)

@@ -1,7 +1,7 @@
 """What does rewriting a training step cost and save in TensorFlow, in bfloat16? Six models, four ways.
 
-Beside float32: the whole step rewritten by polyamp, Keras' own mixed_bfloat16, and TensorFlow's graph pass. Of each
-way the time of a step, interleaved; of polyamp's, the time to decide and write the graph. And of both rewrites, in
+Compared are float32, the whole step rewritten by polyamp, Keras' own mixed_bfloat16, and TensorFlow's graph pass. For
+each way the time of a step, interleaved; for polyamp's, the time to decide and write the graph. For both rewrites, in
 float16 too, the casts and the bytes that the graph's operations read and write, as if nothing was fused.
 
     python benchmarks/tensorflow_rewrite.py [--quick] [--plot FILE]
@@ -21,13 +21,14 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 import keras
 import tensorflow as tf
 import typer
-from interleave import compared, console, interleave, keep, machine
+from interleave import compared, console, interleave
+from keeping import keep, machine
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from tensorflow_models import MODELS, Task, task
 
 import polyamp
-from polyamp.backends.tensorflow.grappler import plan_of_pass
+from polyamp.backends.tensorflow.graphs.grappler import plan_of_pass
 from polyamp.plan import Plan
 
 POLICY = "mixed_bfloat16"
@@ -36,7 +37,7 @@ Row = dict[str, Any]
 
 
 def rows(name: str, rounds: int) -> list[Row]:
-    """One model: a row for each way to train it."""
+    """Return a row for each way to train one model."""
     written, lowered = task(name), task(name, POLICY)
     ours, rewriting = rewritten(written)
     theirs = polyamp.rewrite(written.step, *written.batch, policy=POLICY, engine="grappler", backend="tensorflow")
@@ -57,7 +58,7 @@ def rows(name: str, rounds: int) -> list[Row]:
 
 
 def rewritten(written: Task) -> tuple[Any, Row]:
-    """The step rewritten, and the seconds to trace it, and to decide and write its graph: the least of three."""
+    """Return the rewritten step, and the seconds to trace it, and to decide and write its graph: the least of three."""
     start = time.perf_counter()
     concrete = tf.function(written.step).get_concrete_function(*written.batch)
     traced = time.perf_counter() - start
@@ -76,12 +77,12 @@ def rewritten(written: Task) -> tuple[Any, Row]:
 
 
 def caller(run: Callable[..., Any], batch: tuple[Any, ...]) -> Callable[[], Any]:
-    """A call that ends when the step has."""
+    """Return a call that waits until the step has ended."""
     return lambda: run(*batch).numpy()
 
 
 def step_times(name: str, runs: dict[str, Callable[[], Any]], rounds: int) -> dict[str, Row]:
-    """Milliseconds of a step, and their ratio in each round to the fastest of the other ways."""
+    """Return milliseconds of a step, and their ratio in each round to the fastest of the other ways."""
     taken = {timing.variant: timing.microseconds for timing in interleave(name, runs, rounds, calls=1)}
     best = min(OTHERS, key=lambda way: sorted(taken[way])[len(taken[way]) // 2])
     summaries = {timing.variant: timing.summary() for timing in compared(name, taken, best)}
@@ -97,14 +98,14 @@ def step_times(name: str, runs: dict[str, Callable[[], Any]], rounds: int) -> di
 
 
 def moved(policy: str, plan: Plan) -> Row:
-    """Of a plan: casts, and the bytes that the graph moves, against float32's."""
+    """Return the casts of a plan, and the bytes that the graph moves, ratio to float32."""
     totals = plan.totals
     ratio = totals["bytes_moved"] / totals["bytes_moved_float32"]
     return {f"{policy}: casts": totals["casts"], f"{policy}: bytes_moved_ratio": round(ratio, 3)}
 
 
 def show(found: list[Row]) -> None:
-    """Print all that was measured."""
+    """Print all measurements."""
     head = ("model", "way", "step ms", "ratio", "10 % - 90 %", "rewrite s", "nodes", "bytes bf16", "bytes f16")
     table = Table(*head, box=SIMPLE_HEAD, title=str(machine()))
     for row in found:
@@ -126,12 +127,12 @@ def show(found: list[Row]) -> None:
 
 
 def moves(row: Row, policy: str) -> float:
-    """Bytes moved, ratio to float32; 0 where there is no graph to look at."""
+    """Return the bytes moved, ratio to float32; 0 if there is no graph to look at."""
     return float(row.get(f"{policy}: bytes_moved_ratio", 0))
 
 
 def draw(found: list[Row], file: Path) -> None:
-    """Each model's steps, and what its graphs move, against float32's."""
+    """Draw each model's steps and the bytes that its graphs move, ratio to float32."""
     from matplotlib import pyplot
 
     def bars(axis: Any, series: dict[str, list[float]], title: str) -> None:
@@ -159,7 +160,7 @@ def draw(found: list[Row], file: Path) -> None:
 
 
 def main(
-    quick: Annotated[bool, typer.Option(help="few rounds, and the small models alone")] = False,
+    quick: Annotated[bool, typer.Option(help="few rounds, and only the small models")] = False,
     plot: Annotated[Path | None, typer.Option(help="draw the result")] = None,
 ) -> None:
     names = list(MODELS)[:4] if quick else list(MODELS)

@@ -1,4 +1,4 @@
-"""What one operation costs in our regions against torch.autocast's, and what a region costs to enter.
+"""Time one operation in our autocast regions and in torch.autocast's, and the entry of a region.
 
 ``python benchmarks/torch_autocast.py [--device cuda]`` writes ``results/torch_autocast_<device>.json``.
 """
@@ -11,7 +11,8 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from interleave import Timing, interleave, keep_timings, publish
+from interleave import Timing, interleave
+from keeping import keep_timings, publish
 from torch.nn import functional
 
 import polyamp
@@ -19,7 +20,7 @@ from polyamp.backends.torch import autocast
 
 DTYPE = torch.bfloat16
 DEFAULT = polyamp.policy("mixed_bfloat16")
-CALLS = 200  # in one region; all times are of that many
+CALLS = 200  # in one region; all times are for so many
 RULES = polyamp.policy("mixed_bfloat16", rules={"softmax": "full"})
 
 
@@ -39,7 +40,7 @@ def operations(size: int, device: str) -> dict[str, Callable[[], Any]]:
 
 
 def within(context: AbstractContextManager[Any] | None, run: Callable[[], Any]) -> Callable[[], Any]:
-    """``CALLS`` times ``run`` in a region; without one, ``run`` is what is asked about itself."""
+    """Return a call that runs ``run`` ``CALLS`` times in a region; without a region, ``run`` itself is timed."""
 
     def timed() -> None:
         with context or nullcontext():
@@ -66,8 +67,10 @@ def contexts(device: str) -> dict[str, Callable[[], AbstractContextManager[Any]]
 
 
 def measure(device: str, rounds: int, *, native_alone: bool = False) -> list[Timing]:
-    """Times of ``CALLS`` calls. Our kernels are registered for the whole process: what native regions cost without
-    them has to be measured before the first region of ours."""
+    """Time ``CALLS`` calls.
+
+    Our kernels are registered for the whole process, so native regions without them are measured before our first one.
+    """
     settle: Callable[[], Any] = torch.cuda.synchronize if device == "cuda" else (lambda: None)
     regions = contexts(device)
     if native_alone:
@@ -82,7 +85,7 @@ def measure(device: str, rounds: int, *, native_alone: bool = False) -> list[Tim
 
 
 def against_native_alone(alone: list[Timing], together: list[Timing]) -> list[Timing]:
-    """All times compared with those of native autocast before polyamp registered anything, round by round."""
+    """Compare all times, round by round, with those of native autocast before polyamp registered anything."""
     yardstick = {timing.question: timing.microseconds for timing in alone}
     compared = [
         Timing(

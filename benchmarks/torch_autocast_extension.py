@@ -1,9 +1,9 @@
-"""What an overridden operation costs: torch.autocast, our compiled kernels and our kernels in Python, in turns.
+"""What does an overridden operation cost? torch.autocast, our compiled kernels and our kernels in Python, in turns.
 
 ``python benchmarks/torch_autocast_extension.py [--device cuda]``, after ``python -m polyamp.backends.torch.build``,
 writes ``results/torch_autocast_extension.json`` (on a GPU ``..._cuda.json``). Kernels are registered for a whole
-process, so each variant has a process of its own, and native autocast one without ours. Where a rule asks for a cast,
-the native variant makes the same one by hand.
+process, so each variant has its own process, and native autocast one without our kernels. If a rule needs a cast, the
+native variant makes the same cast by hand.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
 import torch
-from interleave import Timing, compared, publish, turns
+from interleave import Timing, compared, turns
+from keeping import publish
 from torch.nn import functional
 
 import polyamp
@@ -35,7 +36,7 @@ HALF = polyamp.policy("mixed_float16")
 
 
 class Question(NamedTuple):
-    """One operation, as it is called in torch.autocast and in a region of ours."""
+    """One operation, as called in torch.autocast and in our autocast region."""
 
     native: Callable[[], Any]
     ours: Callable[[], Any]
@@ -68,7 +69,7 @@ def questions(size: int, device: str) -> dict[str, Question]:
         "in place: add_ to a weight": both(lambda: weight.add_(x), DEFAULT),
         "not overridden: add": both(lambda: torch.add(low, low), DEFAULT),
     }
-    if device == "cpu":  # where float16 follows the list of CUDA, which native autocast has there
+    if device == "cpu":  # on CUDA float16 follows the list that native autocast has there
         asked["float16 on the CPU: exp in float32"] = Question(
             lambda: torch.exp(half.float()), lambda: torch.exp(half), HALF
         )
@@ -83,7 +84,7 @@ def regions_of(variant: str, device: str) -> Callable[[polyamp.Policy], Abstract
 
 
 def work(connection: Connection, variant: str, device: str) -> None:
-    """Time what is asked for, until nothing is."""
+    """Serve the parent process: time what it asks for, until it closes the pipe."""
     torch.set_num_threads(1)
     settle: Callable[[], Any] = torch.cuda.synchronize if device == "cuda" else (lambda: None)
     region = regions_of(variant, device)

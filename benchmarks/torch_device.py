@@ -1,6 +1,6 @@
-"""What the GPU benchmarks measure with: kernels and their time, waits, peak memory, and how fast the device copies.
+"""Meters of the GPU benchmarks: kernels and their time, waits, peak memory, and the device's copy bandwidth.
 
-The tests of launches and of waits on a GPU count with it too.
+The tests of launches and of waits on a GPU use them too.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-CHECK_ONLY = "small sizes on a CPU: a check that this program runs, and no result"
+CHECK_ONLY = "small sizes on a CPU: a check that this program runs, not a result"
 Row = dict[str, Any]
 
 
@@ -33,23 +33,23 @@ NO_KERNEL = re.compile(
     r"Mem(cpy|set)\b|Optimizer\.|Stream Wait\b|(Context|Device|Event|Stream|Unknown) Sync"
     r"|Activity Buffer|Buffer Flush|Command Buffer|Instrumentation$|Lazy Function|Resource$|Runtime Triggered"
 )
-"""Begins the names of what else the profiler reports of a GPU: copies, fills, waiting, and its own work."""
+"""Matches the start of other names that the profiler reports for a GPU: copies, fills, waits, and its own work."""
 
 
 def is_kernel(name: str) -> bool:
-    """Whether an event on the GPU is a kernel, by its name."""
+    """Return whether an event on the GPU is a kernel, by its name."""
     return NO_KERNEL.match(name) is None
 
 
 class Event(NamedTuple):
-    """Something that ran on the GPU."""
+    """A piece of work on the GPU."""
 
     name: str
     microseconds: float
 
 
 def device_events(run: Callable[[], Any]) -> list[Event]:
-    """What ``run`` started on the GPU, in the profiler's words; ranges that programs marked are left out."""
+    """Return the work that ``run`` started on the GPU, as the profiler names it, without ranges that programs mark."""
     settle()
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiled:
         run()
@@ -62,12 +62,12 @@ def device_events(run: Callable[[], Any]) -> list[Event]:
 
 
 def kernels(run: Callable[[], Any]) -> list[str]:
-    """The kernels that ``run`` started, by name."""
+    """Return the names of the kernels that ``run`` started."""
     return [event.name for event in device_events(run) if is_kernel(event.name)]
 
 
 class Launches(NamedTuple):
-    """What one call started on the GPU. Copies and fills by the driver are not kernels."""
+    """The work that one call started on the GPU. Copies and fills by the driver are not kernels."""
 
     kernels: int
     copies: int
@@ -75,14 +75,14 @@ class Launches(NamedTuple):
 
     @classmethod
     def of(cls, events: list[Event]) -> Launches:
-        """Of the profiler's events: those that are waiting, or marks, took no time of the device."""
+        """Count the profiler's events; waits and marks took no time of the device."""
         started = [event for event in events if is_kernel(event.name)]
         copies = [event for event in events if event.name.startswith(("Memcpy", "Memset"))]
         return cls(len(started), len(copies), sum(event.microseconds for event in (*started, *copies)))
 
 
 def launches(prepare: Callable[[], Any], run: Callable[[], Any], times: int = 3) -> Launches | None:
-    """Of ``run`` alone, after ``prepare``: the median of so many calls. None without a GPU."""
+    """Count the launches of ``run``, without those of ``prepare``: the median of some calls. None without a GPU."""
     if DEVICE != "cuda":
         return None
     seen = []
@@ -97,9 +97,9 @@ WAITS = "called a synchronizing CUDA operation"
 
 @contextmanager
 def sync_mode(mode: str) -> Iterator[None]:
-    """Have torch warn (``"warn"``) or fail (``"error"``) wherever the host waits for the GPU; reset in any case.
+    """Make torch warn (``"warn"``) or fail (``"error"``) wherever the host waits for the GPU; reset it in any case.
 
-    torch says once that the mode is a prototype, *after* it set it: where warnings are errors that is inside the try.
+    torch warns once that the mode is a prototype, *after* it set it; if warnings are errors, that is inside the try.
     """
     try:
         torch.cuda.set_sync_debug_mode(mode)
@@ -109,18 +109,18 @@ def sync_mode(mode: str) -> Iterator[None]:
 
 
 def host_syncs(run: Callable[[], Any]) -> int | None:
-    """How often ``run`` waits for the GPU, as far as torch sees it. None without a GPU."""
+    """Return how often ``run`` waits for the GPU, as far as torch sees it. None without a GPU."""
     if DEVICE != "cuda":
         return None
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         with sync_mode("warn"):
             run()
-    return sum(WAITS in str(one.message) for one in said)
+    return sum(WAITS in str(one.message) for one in found)
 
 
 def replayed(run: Callable[[], Any]) -> Callable[[], None] | None:
-    """A CUDA graph of what ``run`` does, to be replayed without the host's work for it. None without a GPU.
+    """Capture ``run`` in a CUDA graph; return its replay, which needs no work of the host. None without a GPU.
 
     Raises:
         RuntimeError: it cannot be captured, for example because it waits for the GPU.
@@ -139,14 +139,14 @@ def replayed(run: Callable[[], Any]) -> Callable[[], None] | None:
 
 
 class Built(NamedTuple):
-    """What was made, and the most memory that making it and its first calls took; None without a GPU."""
+    """An object, and the peak memory of making it and of its first calls; None without a GPU."""
 
     made: Any
     peak_bytes: int | None
 
 
 def built(make: Callable[[], Any], warm_up: Callable[[Any], Any]) -> Built:
-    """Make something and warm it up alone, so that its memory is its own."""
+    """Make an object and warm it up, with no other allocations that would count."""
     if DEVICE != "cuda":
         made = make()
         warm_up(made)
@@ -161,14 +161,14 @@ def built(make: Callable[[], Any], warm_up: Callable[[Any], Any]) -> Built:
 
 
 def free_memory() -> None:
-    """Give back what nothing holds any more."""
+    """Free the memory that nothing uses any more."""
     gc.collect()
     if DEVICE == "cuda":
         torch.cuda.empty_cache()
 
 
 def copy_bandwidth(size: int) -> float:
-    """Bytes read and written in a second, where one large tensor is copied to another: the median of 20 times."""
+    """Return the bytes read and written per second by copies of one large tensor: the median of 20 times."""
     one = torch.randn(size // 4, device=DEVICE)
     other = torch.empty_like(one)
     rates = []
@@ -183,21 +183,11 @@ def copy_bandwidth(size: int) -> float:
 
 
 @contextmanager
-def memory_permitting(left_out: list[Row], **case: Any) -> Any:
-    """Run a case; where the GPU has too little memory for it, note that it was left out."""
-    try:
-        yield
-    except torch.OutOfMemoryError as error:
-        left_out.append({**case, "reason": str(error).splitlines()[0]})
-    free_memory()
-
-
-@contextmanager
 def noting_failures(left_out: list[Row], **case: Any) -> Any:
-    """Run a case; where it fails, for too little memory or anything else, note why it was left out."""
+    """Run a case; if it fails, for too little memory or another reason, record why it is left out."""
     try:
         yield
     except Exception as error:
-        said = str(error).strip().splitlines() or [""]
-        left_out.append({**case, "reason": f"{type(error).__name__}: {said[0][:300]}"})
+        message = str(error).strip().splitlines() or [""]
+        left_out.append({**case, "reason": f"{type(error).__name__}: {message[0][:300]}"})
     free_memory()

@@ -1,4 +1,4 @@
-"""What the GPU benchmarks train: our own ResNet-50 v1.5, and lists of parameters' shapes."""
+"""Models for the GPU benchmarks: our own ResNet-50 v1.5, and lists of parameters' shapes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Shape = tuple[int, ...]
 
 
 class Bottleneck(nn.Module):
-    """1x1, 3x3 and 1x1 convolutions beside a shortcut (He et al., "Deep Residual Learning", CVPR 2016, figure 5)."""
+    """1x1, 3x3 and 1x1 convolutions with a shortcut (He et al., "Deep Residual Learning", CVPR 2016, figure 5)."""
 
     def __init__(self, channels: int, width: int, stride: int) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ def _convolution(channels: int, width: int, kernel: int, stride: int = 1) -> tup
 
 
 def resnet50(width: int = 64, classes: int = 1000, depths: tuple[int, ...] = (3, 4, 6, 3)) -> nn.Sequential:
-    """Images [batch, 3, height, width] to scores: 161 parameters, 25.6 M numbers."""
+    """Return a network from images [batch, 3, height, width] to scores: 161 parameters, 25.6 M numbers."""
     layers: list[nn.Module] = [*_convolution(3, width, 7, 2), nn.ReLU(inplace=True), nn.MaxPool2d(3, 2, padding=1)]
     channels = width
     for stage, depth in enumerate(depths):
@@ -48,7 +48,7 @@ def resnet50(width: int = 64, classes: int = 1000, depths: tuple[int, ...] = (3,
 
 
 class Classifier(nn.Module):
-    """A network of images, with its loss."""
+    """A network for images, with its loss."""
 
     def __init__(self, network: nn.Module) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ def resnet50_shapes() -> list[Shape]:
 
 
 def gpt2_shapes() -> list[Shape]:
-    """GPT-2 small, with its two embeddings: 148 parameters, 124 M numbers."""
+    """Return the shapes of GPT-2 small with its two embeddings: 148 parameters, 124 M numbers."""
     width = 768
     norm: list[Shape] = [(width,), (width,)]
     attention: list[Shape] = [(width, 3 * width), (3 * width,), (width, width), (width,)]
@@ -73,7 +73,7 @@ def gpt2_shapes() -> list[Shape]:
 
 
 def llama_shapes() -> list[Shape]:
-    """A Llama of 22 layers of 2048 (TinyLlama's): 201 parameters, 1.1 G numbers."""
+    """Return the shapes of a Llama with 22 layers of 2048 (TinyLlama): 201 parameters, 1.1 G numbers."""
     width, keys, wide = 2048, 256, 5632
     attention: list[Shape] = [(width, width), (keys, width), (keys, width), (width, width)]
     layer: list[Shape] = [*attention, (wide, width), (wide, width), (width, wide), (width,), (width,)]

@@ -1,6 +1,6 @@
-"""What does a rewritten graph cost and save under inductor, beside autocast there? Three models, two formats.
+"""What does a rewritten graph cost and save under inductor, compared with autocast? Three models, two formats.
 
-Of each way to train: the time of a forward and backward pass, of the first call (capture, compile), the bytes kept for
+For each way to train: the time of a forward and backward pass, of the first call (capture, compile), the bytes kept for
 the backward pass in eager mode, and the error of the gradients against float64.
 
     python benchmarks/torch_rewrite.py [--quick] [--plot docs/images/torch_rewrite.png]
@@ -20,7 +20,8 @@ from typing import Annotated, Any
 import torch
 import torch.nn.functional as F
 import typer
-from interleave import Timing, calls_in, compared, console, interleave, keep, machine
+from interleave import Timing, calls_in, compared, console, interleave
+from keeping import keep, machine
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from torch import Tensor, nn
@@ -34,7 +35,7 @@ Row = dict[str, Any]
 
 
 class Block(nn.Module):
-    """Tokens [batch, length, width] to the same: causal attention and a wide layer, normalized before each."""
+    """A block on tokens [batch, length, width]: causal attention and a wide layer, each after a norm."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -75,7 +76,7 @@ MODELS: dict[str, Callable[[int], tuple[nn.Module, Tensor]]] = {"mlp": mlp, "blo
 
 
 class Way:
-    """A way to train: what is called, and under which autocast. Each has a model of its own with the same weights."""
+    """A way to train: a call, and the autocast around it. Each has its own model with the same weights."""
 
     def __init__(self, name: str, model: nn.Module, x: Tensor, low: str) -> None:
         self.model, self.x, self.scale = copy.deepcopy(model), x, LOSS_SCALES[low]
@@ -120,7 +121,7 @@ WAYS = ("autocast", "float32", "rewrite", "backend")
 
 
 def rows(name: str, low: str, scale: int, rounds: int) -> list[Row]:
-    """One model in one format: a row for each way."""
+    """Return a row for each way to train one model in one format."""
     torch.manual_seed(0)
     model, x = (part.to(DEVICE) for part in MODELS[name](scale))
     ways = {way: Way(way, model, x, low) for way in WAYS}
@@ -157,7 +158,7 @@ def exact_gradients(model: nn.Module, x: Tensor) -> Tensor:
 
 
 def autocast_saved(model: nn.Module, x: Tensor, low: str) -> int:
-    """Bytes that eager autocast keeps, each memory once."""
+    """Return the bytes that eager autocast keeps, each storage once."""
     kept: dict[int, tuple[int, Tensor]] = {}
 
     def pack(tensor: Tensor) -> Tensor:
@@ -174,7 +175,7 @@ def autocast_saved(model: nn.Module, x: Tensor, low: str) -> int:
 
 
 def error(ours: Tensor, exact: Tensor) -> float:
-    """Norm of the difference over the norm."""
+    """Return the norm of the difference, divided by the norm."""
     return float((ours - exact).norm() / exact.norm())
 
 
@@ -191,7 +192,7 @@ def table(found: Iterable[Row]) -> Table:
 
 
 def draw(found: list[Row], file: Path) -> None:
-    """Each model in bfloat16: the time of a step to autocast's, and the bytes kept to float32's."""
+    """Draw each model in bfloat16: time of a step, ratio to autocast, and bytes kept, ratio to float32."""
     from matplotlib import pyplot
 
     row = {(one["model"], one["way"]): one for one in found if one["format"] == "bfloat16"}
@@ -214,7 +215,7 @@ def draw(found: list[Row], file: Path) -> None:
 
 
 def where() -> str:
-    """The machine, and PyTorch."""
+    """Return the machine and the version of PyTorch."""
     known = machine()
     processor = f"{known['processor']} ({torch.get_num_threads()} threads)"
     return f"{known['gpu'] if DEVICE == 'cuda' else processor}, PyTorch {torch.__version__}"
@@ -230,8 +231,8 @@ def main(
 ) -> None:
     """Measure, print, and keep the numbers in results/torch_rewrite_<device>.json."""
     warnings.filterwarnings("ignore", message="dynamo_pgo force disabled")
-    torch.compiler.config.force_disable_caches = True  # every first call compiles
-    torch.compile(lambda x: x + 1)(torch.ones(2, device=DEVICE))  # and none of them loads inductor
+    torch.compiler.config.force_disable_caches = True  # every first call must compile
+    torch.compile(lambda x: x + 1)(torch.ones(2, device=DEVICE))  # and none must load inductor
     found: list[Row] = []
     for name in model or MODELS:
         for each in low or LOSS_SCALES:

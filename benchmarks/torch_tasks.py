@@ -1,7 +1,7 @@
-"""Whole models at the shapes of published tables, with batches that can be learned and the optimizers they train with.
+"""Whole models at the shapes of published tables, with batches that can be learned, and their optimizers.
 
-ResNet-50 v1.5 and Mask R-CNN are torchvision's, BERT-large and GPT-2 transformers'; without torchvision ResNet-50 is
-our own, of the same layers. Weights are random, batches are made from a seed.
+ResNet-50 v1.5 and Mask R-CNN come from torchvision, BERT-large and GPT-2 from transformers; without torchvision,
+ResNet-50 is our own, with the same layers. Weights are random, and batches are made from a seed.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from torch_models import Classifier, resnet50
 
 Batch = dict[str, Any]
 Params = Iterable[nn.Parameter]
-MASKED, MASK = 0.15, 103  # the share of BERT's words that are asked for, and the word that stands in their place
+MASKED, MASK = 0.15, 103  # the share of BERT's words that are masked, and the word that replaces them
 
 
 class Task(NamedTuple):
     """A model at a published shape.
 
     ``model(small, dropout)`` returns its loss when it is called with ``batch(small, seed)``. ``parts`` are the modules
-    that are compiled one by one, or the whole where there are none.
+    that are compiled one by one; if there are none, the whole is compiled.
     """
 
     model: Callable[[bool, bool], nn.Module]
@@ -39,13 +39,13 @@ class Task(NamedTuple):
 
     @property
     def missing(self) -> str | None:
-        """Why it cannot run here."""
+        """Return the reason why it cannot run here."""
         found = self.needs is None or importlib.util.find_spec(self.needs)
         return None if found else f"{self.needs} is not installed"
 
 
 class Loss(nn.Module):
-    """One of transformers' models, which returns its loss among much else."""
+    """A model of transformers, which returns its loss among other results."""
 
     def __init__(self, network: nn.Module) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class Loss(nn.Module):
 
 
 class Losses(nn.Module):
-    """One of torchvision's detectors, which returns losses by name."""
+    """A detector of torchvision, which returns losses by name."""
 
     def __init__(self, network: nn.Module) -> None:
         super().__init__()
@@ -79,14 +79,14 @@ def seeded(seed: int) -> torch.Generator:
 
 
 def counting(count: int, length: int, words: int, seed: int) -> Tensor:
-    """Rows of words that count upwards, each from a word and by a step of its own: the next word can be learned."""
+    """Return rows of words that count upwards, each row with its own start and step: the next word can be learned."""
     made = {"generator": seeded(seed), "device": DEVICE}
     starts, steps = torch.randint(words, (count, 1), **made), torch.randint(1, 8, (count, 1), **made)
     return (starts + steps * torch.arange(length, device=DEVICE)) % words
 
 
 def resnet(small: bool, dropout: bool) -> nn.Module:
-    """ResNet-50 v1.5: the stride is in the 3x3 convolution. It has no dropout."""
+    """Return ResNet-50 v1.5: the stride is in the 3x3 convolution. It has no dropout."""
     if small:
         network: nn.Module = resnet50(8, 10, (1, 1))
     elif importlib.util.find_spec("torchvision"):
@@ -99,7 +99,7 @@ def resnet(small: bool, dropout: bool) -> nn.Module:
 
 
 def images(small: bool, seed: int) -> Batch:
-    """Noise whose mean depends on the class."""
+    """Return noise whose mean depends on the class."""
     count, side, classes = (4, 64, 10) if small else (256, 224, 1000)
     made = {"generator": seeded(seed), "device": DEVICE}
     labels = torch.randint(classes, (count,), **made)
@@ -109,7 +109,7 @@ def images(small: bool, seed: int) -> Batch:
 
 
 def bert(small: bool, dropout: bool) -> nn.Module:
-    """BERT-large with its two heads. Like transformers', and unlike some, it scores every word, masked or not."""
+    """Return BERT-large with its two heads. As in transformers, it scores every word, masked or not."""
     from transformers import BertConfig, BertForPreTraining
 
     words, width, layers, heads = (211, 64, 2, 4) if small else (30522, 1024, 24, 16)
@@ -127,7 +127,7 @@ def bert(small: bool, dropout: bool) -> nn.Module:
 
 
 def sentences(count: int, length: int) -> Callable[[bool, int], Batch]:
-    """Words of which some are masked, and are what is asked for; and whether the second half follows the first."""
+    """Return words with some of them masked, as targets, and whether the second half follows the first."""
 
     def batch(small: bool, seed: int) -> Batch:
         shape = (4, 32) if small else (count, length)
@@ -147,11 +147,11 @@ def sentences(count: int, length: int) -> Callable[[bool, int], Batch]:
 def bert_parts() -> tuple[type[nn.Module], ...]:
     from transformers.models.bert.modeling_bert import BertLayer
 
-    return (BertLayer,)  # all of one shape: compiled once
+    return (BertLayer,)  # all have one shape: compiled once
 
 
 def gpt2(small: bool, dropout: bool) -> nn.Module:
-    """GPT-2 of 124 M numbers, without dropout, as it is usually trained from scratch."""
+    """Return GPT-2 with 124 M numbers, without dropout, as it is usually trained from scratch."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     sizes = {"vocab_size": 211, "n_positions": 32, "n_embd": 64, "n_layer": 2, "n_head": 4} if small else {}
@@ -172,7 +172,7 @@ def gpt2_parts() -> tuple[type[nn.Module], ...]:
 
 
 def mask_rcnn(small: bool, dropout: bool) -> nn.Module:
-    """torchvision's, on ResNet-50 with a feature pyramid; small, on ResNet-18 with few proposals."""
+    """Return torchvision's Mask R-CNN on ResNet-50 with a feature pyramid; small, on ResNet-18 with few proposals."""
     from torchvision.models.detection import MaskRCNN, maskrcnn_resnet50_fpn
     from torchvision.models.detection.backbone_utils import resnet_fpn_backbone
 
@@ -184,7 +184,7 @@ def mask_rcnn(small: bool, dropout: bool) -> nn.Module:
 
 
 def scenes(small: bool, seed: int) -> Batch:
-    """Noise with brighter rectangles, which are the objects: their boxes, classes and masks."""
+    """Return noise with brighter rectangles, the objects, and their boxes, classes and masks."""
     count, height, width, objects, classes = (2, 64, 64, 2, 5) if small else (12, 800, 1216, 8, 91)
     found = [scene(height, width, objects, classes, 1000 * seed + index) for index in range(count)]
     return {"images": [image for image, _ in found], "targets": [target for _, target in found]}
@@ -212,7 +212,7 @@ TASKS = {
     "bert-large-128": Task(bert, sentences(256, 128), adamw, count(256, 4), 1.0, bert_parts, "transformers"),
     "bert-large-512": Task(bert, sentences(32, 512), adamw, count(32, 4), 1.0, bert_parts, "transformers"),
     "gpt2": Task(gpt2, text, adamw, count(12, 2), 1.0, gpt2_parts, "transformers"),
-    # What it finds differs from step to step, and so do its shapes: not for a compiler.
+    # Its detections, and so its shapes, differ from step to step: not for a compiler.
     "mask-rcnn": Task(
         mask_rcnn, scenes, momentum(0.002), count(12, 2), needs="torchvision", ways=("eager",), fixed_shapes=False
     ),

@@ -1,7 +1,7 @@
-"""Run sixty small programs that float32 computes well in 16 bits, in every framework and engine.
+"""How accurate are small programs in 16 bits that float32 computes well? Sixty traps, in every framework and engine.
 
-A program is kept if its result and gradient are finite wherever those of float32 are, up to a few roundings.
-Prints the table, keeps it in results/traps_cpu.json, and writes docs/explain/traps.md of it.
+Result and gradient of each must be finite wherever float32 is, and differ from float32 only by a few roundings.
+Prints the table, keeps it in results/traps_cpu.json, and writes docs/explain/traps.md from it.
 
     python benchmarks/traps.py [--engine "torch rewrite"] [--trap "focal loss"]
 """
@@ -23,7 +23,8 @@ import jax
 import tensorflow
 import torch
 import typer
-from interleave import console, keep
+from interleave import console
+from keeping import keep
 from rich.box import SIMPLE_HEAD
 from rich.progress import track
 from rich.table import Table
@@ -39,19 +40,19 @@ SHORT = {"float16": "f16", "bfloat16": "bf16"}
 
 
 def rows(traps: Iterable[str], engines: Iterable[str]) -> list[Row]:
-    """One row for each trap and engine: what became of it in each format."""
+    """Return one row for each trap and engine, with the outcome in each format."""
     pairs = [(trap, engine) for engine in engines for trap in traps]
     found = []
     for trap, engine in track(pairs, description="traps", console=console()):
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of a loss that is not finite, which is what is looked for
+            warnings.simplefilter("ignore")  # about a loss that is not finite, as some of these are
             said = {low: verdict(trap, ENGINES[engine], low) for low in FORMATS}
         found.append({"trap": trap, "engine": engine, **said})
     return found
 
 
 def counts(found: list[Row]) -> dict[str, dict[str, int]]:
-    """How many traps each engine keeps in each format."""
+    """Return how many traps each engine keeps in each format."""
     engines = dict.fromkeys(row["engine"] for row in found)
     return {
         engine: {low: sum(row[low] == KEPT for row in found if row["engine"] == engine) for low in FORMATS}
@@ -60,7 +61,7 @@ def counts(found: list[Row]) -> dict[str, dict[str, int]]:
 
 
 def cell(row: Row) -> str:
-    """What became of a trap in an engine, in few words; empty where both formats keep it."""
+    """Return the outcome of a trap in an engine, in a few words; empty if both formats keep it."""
     lost = {low: row[low] for low in FORMATS if row[low] != KEPT}
     if len(set(lost.values())) == 1 and len(lost) == len(FORMATS):
         return str(next(iter(lost.values())))
@@ -68,7 +69,7 @@ def cell(row: Row) -> str:
 
 
 def page(kept: Row) -> str:
-    """The document that a result makes."""
+    """Return docs/explain/traps.md for a result."""
     found, known = kept["rows"], kept["versions"]
     engines = list(counts(found))
     lines = [HEAD, "| | float16 | bfloat16 |", "|---|---|---|"]
@@ -106,7 +107,7 @@ length of the result.
 
 
 def table(found: list[Row]) -> Table:
-    """What was lost."""
+    """Return a table of the traps that were lost."""
     shown = Table("trap", "engine", *FORMATS, title="Traps that are not kept", box=SIMPLE_HEAD)
     for row in found:
         if cell(row):
@@ -118,7 +119,7 @@ def main(
     engine: Annotated[list[str] | None, typer.Option(help=f"Of {', '.join(ENGINES)}; may be repeated.")] = None,
     trap: Annotated[list[str] | None, typer.Option(help="By name; may be repeated.")] = None,
 ) -> None:
-    """Run, print, and where all were run, keep the result and write the document."""
+    """Run and print; if all traps ran in all engines, keep the result and write the document."""
     found = rows(trap or TRAPS, engine or ENGINES)
     console().print(table(found))
     for name, said in counts(found).items():

@@ -1,4 +1,4 @@
-"""What the benchmarks of whole training steps share: variants in turns, their rows and their tables."""
+"""The shared part of the benchmarks of whole training steps: variants in turns, their rows and their tables."""
 
 from __future__ import annotations
 
@@ -9,15 +9,28 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
+import typer
 from budget import Budget, Estimate
 from interleave import Timing, calls_in, compared, turns
 from keeping import Keeper, Row
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-BY_HAND = ("native", "flax")  # what polyamp is compared with, in PyTorch and in JAX
-BATCHES = 8  # that the losses are trained on, in turns
-LAST = 10  # steps whose mean loss is reported
+BY_HAND = ("native", "flax")  # the ways that polyamp is compared with, in PyTorch and in JAX
+BATCHES = 8  # used in turns when losses are compared
+LAST = 10  # the last steps, whose mean loss is reported
+
+
+def chosen(asked: Iterable[str] | None, known: Iterable[str]) -> list[str]:
+    """Return the names that begin with one that was asked for, in the order of ``known``; all if none was.
+
+    >>> chosen(["bert"], ["resnet50", "bert-large-128", "bert-large-512"])
+    ['bert-large-128', 'bert-large-512']
+    """
+    known, asked = list(known), list(asked or [""])
+    if unknown := [name for name in asked if not any(one.startswith(name) for one in known)]:
+        raise typer.BadParameter(f"there is no {', '.join(unknown)}; there are {', '.join(known)}")
+    return [one for one in known if any(one.startswith(name) for name in asked)]
 
 
 class Loop(Protocol):
@@ -26,14 +39,14 @@ class Loop(Protocol):
     batch: Any
 
     def __call__(self) -> Any:
-        """Take a step and return its loss, which may still be on its way."""
+        """Take a step and return its loss, which may not be computed yet."""
 
     def loss_scale(self) -> float | None:
-        """Read the loss scale, which waits for the device; None where there is none."""
+        """Read the loss scale, which waits for the device; None if there is none."""
 
 
 class Case(NamedTuple):
-    """A model in one way, such as compiled, and what its measurement needs."""
+    """A model in one way, such as compiled, with the tools to measure it."""
 
     model: str
     way: str
@@ -49,9 +62,9 @@ class Case(NamedTuple):
         return self.keeper.attempt(self.place(variant), work)
 
     def each(self, variants: Iterable[str], guess: float, reserve: float, work: Callable[[str], Any]) -> dict[str, Any]:
-        """Do ``work`` for every variant that there is time for.
+        """Do ``work`` for every variant for which there is time.
 
-        ``guess`` is the seconds that the first takes; ``reserve`` those that each that was done needs afterwards.
+        ``guess`` is the expected seconds for the first; each finished variant needs ``reserve`` seconds afterwards.
         """
         done: dict[str, Any] = {}
         estimate = Estimate(guess)
@@ -80,7 +93,7 @@ class Case(NamedTuple):
             yield self.place(variant) | summarised(timing, taken) | {"rounds": done, "skip_rate": rate}
 
     def in_turns(self, loops: dict[str, Loop], calls: dict[str, int], rounds: int) -> dict[str, list[float]]:
-        """Microseconds of a step in every round; at least two rounds, and no more than there is time for."""
+        """Return microseconds of a step in every round: at least two rounds, then as many as there is time for."""
         taken: dict[str, list[float]] = {variant: [] for variant in loops}
         for turn, variant in enumerate(turns(loops, rounds, f"{self.model}, {self.way}")):
             if turn >= 2 * len(loops) and not turn % len(loops) and not self.budget.fits(one_round(taken, calls)):
@@ -94,12 +107,12 @@ class Case(NamedTuple):
 
 
 def one_round(taken: dict[str, list[float]], calls: dict[str, int]) -> float:
-    """Seconds of the longest round so far, or somewhat more."""
+    """Return the seconds of the longest round so far, or slightly more."""
     return sum(max(times) * calls[variant] for variant, times in taken.items()) / 1e6
 
 
 def format_of(variant: str) -> str:
-    """The format of a variant, whose peak it is compared with.
+    """Return the format of a variant, with whose peak rate it is compared.
 
     >>> format_of("native float16"), format_of("TF32")
     ('float16', 'TF32')
@@ -108,7 +121,7 @@ def format_of(variant: str) -> str:
 
 
 def base_of(variant: str, known: Iterable[str]) -> str:
-    """The variant that one is compared with: by hand in its format, TF32 for float32; itself, where that is missing.
+    """Return the variant to compare with: by hand in the same format, TF32 for float32; itself if that is missing.
 
     >>> base_of("polyamp float16", ["TF32", "native float16", "polyamp float16"])
     'native float16'
@@ -118,14 +131,14 @@ def base_of(variant: str, known: Iterable[str]) -> str:
 
 
 def against_bases(taken: dict[str, list[float]]) -> Iterator[Timing]:
-    """Every variant, compared round by round."""
+    """Compare every variant with its base, round by round."""
     for variant, times in taken.items():
         base = base_of(variant, taken)
         yield compared("", {variant: times, base: taken[base]}, base)[0]
 
 
 def summarised(timing: Timing, taken: dict[str, list[float]]) -> Row:
-    """A variant's time, and its ratios to its base and to both kinds of float32."""
+    """Return a variant's time, and its ratios to its base and to both kinds of float32."""
     summary = timing.summary()
     own = statistics.median(timing.microseconds)
     times = {
@@ -142,7 +155,7 @@ def summarised(timing: Timing, taken: dict[str, list[float]]) -> Row:
 
 
 def rates(row: Row, samples: int, operations: float | None, peak: float) -> Row:
-    """Samples in a second, and the share of ``peak``, operations in a second, that is reached."""
+    """Return samples per second, and the reached share of ``peak`` operations per second."""
     share = None if operations is None else float(f"{operations / (row['ms'] / 1e3) / peak:.3g}")
     return {
         "samples_per_second": round(samples / row["ms"] * 1e3, 1),
@@ -152,7 +165,7 @@ def rates(row: Row, samples: int, operations: float | None, peak: float) -> Row:
 
 
 def skips_between(before: float | None, after: float | None) -> int:
-    """How often a loss scale that halves at an overflow, and that has not grown, was halved.
+    """Return how often a loss scale was halved; it halves at an overflow, and must not have grown.
 
     >>> skips_between(65536.0, 16384.0)
     2
@@ -163,7 +176,7 @@ def skips_between(before: float | None, after: float | None) -> int:
 
 
 def settled(loop: Loop, most: int = 24) -> int:
-    """Step until four steps in a row were applied: a new loss scale is often too large. Returns how many it took."""
+    """Step until four steps in a row were applied, since a first loss scale is often too large; return their number."""
     applied = 0
     for step in range(1, most + 1):
         before = loop.loss_scale()
@@ -175,7 +188,7 @@ def settled(loop: Loop, most: int = 24) -> int:
 
 
 def trained(loop: Loop, batches: list[Any], steps: int) -> Row:
-    """The loss at the first step and over the last ones, and how many steps were skipped."""
+    """Train; return the loss of the first step and of the last ones, and the share of skipped steps."""
     losses, skipped, start = [], 0, time.perf_counter()
     for step in range(steps):
         loop.batch, before = batches[step % len(batches)], loop.loss_scale()
@@ -192,7 +205,7 @@ def trained(loop: Loop, batches: list[Any], steps: int) -> Row:
 
 
 def known(loss: float) -> float | None:
-    """A loss as JSON has it; None where one of its steps had none that was finite."""
+    """Return a rounded loss for JSON; None if it is not finite."""
     return round(loss, 5) if math.isfinite(loss) else None
 
 
@@ -224,7 +237,7 @@ def shown(value: float | None, form: str) -> str:
 
 
 def losses_table(found: list[Row], title: str) -> Table:
-    """The losses, and how far each is from IEEE float32's in the same way."""
+    """Return a table of losses, and the difference of each from IEEE float32 in the same way."""
     headings = ("model", "way", "variant", "steps", "first loss", "last loss", "- float32", "skips")
     exact = {(row["model"], row["way"]): row["last_loss"] for row in found if row["variant"] == "float32"}
     made = Table(*headings, box=SIMPLE_HEAD, title=title, caption=f"last: the mean of the last {LAST} steps")
@@ -238,7 +251,7 @@ def losses_table(found: list[Row], title: str) -> Table:
 
 
 def draw(found: list[Row], file: Path, memory: str = "peak_bytes") -> None:
-    """Every variant's time and memory, ratio to TF32 in the same way."""
+    """Draw every variant's time and memory, ratio to TF32 in the same way."""
     from matplotlib.figure import Figure
 
     value = {(row["model"], row["way"], row["variant"]): row for row in found}
@@ -259,6 +272,6 @@ def draw(found: list[Row], file: Path, memory: str = "peak_bytes") -> None:
 
 
 def ratio_to_tf32(value: dict[tuple[str, ...], Row], place: tuple[str, ...], key: str) -> float:
-    """0 where one of them was not measured."""
+    """Return the ratio; 0 if one of the two was not measured."""
     own, base = (value.get(one, {}).get(key) for one in (place, (*place[:2], "TF32")))
     return own / base if own and base else 0.0

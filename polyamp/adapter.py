@@ -1,44 +1,40 @@
 """The interface between the core and a framework.
 
-An adapter is a final class; its instance is registered in the entry-point group ``polyamp.backends``. Every adapter has
-the methods of `Adapter`. The other protocols are optional verbs: an adapter offers a verb by having its method.
+An adapter is one object, registered in the entry-point group ``polyamp.backends``. It must have everything in
+`Adapter`. Each of the other protocols is the signature of an optional verb, named in `polyamp.dispatch`; an adapter
+offers a verb by having an attribute of that name. Any class with these methods is an adapter. The adapters of polyamp
+are tables of verbs instead::
+
+    adapter = AdapterTable(
+        "torch",
+        OPERATIONS,
+        owns=(torch.Tensor, torch.nn.Module),
+        verbs={"cast": cast, "record": "polyamp.backends.torch.recording.record:record", ...},
+    )
+
+`polyamp.testing.Conformance` tests all of it, in both forms.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-from polyamp.diagnosis.facts import Facts
-from polyamp.diagnosis.recording import Recording
-from polyamp.loss_scale import LossScale, LossScaleState
-from polyamp.plan import Plan
-from polyamp.policy import Policy
+from polyamp.registry import Registered
 
-Tree = TypeVar("Tree")
+if TYPE_CHECKING:
+    from polyamp.diagnosis.facts import Facts
+    from polyamp.diagnosis.recording import Recording
+    from polyamp.loss_scale import LossScale, LossScaleState
+    from polyamp.plan import Plan
+    from polyamp.policy import Policy
 
 
 @runtime_checkable
-class Adapter(Protocol):
-    """The methods that every framework's adapter must have.
-
-    Attributes:
-        name: the framework's name, as in ``backend="torch"``.
-        operations: the framework's operation names, each with its canonical name in `polyamp.operations`.
-    """
-
-    name: str
-    operations: Mapping[str, str]
-
-    def owns(self, obj: object) -> bool:
-        """Return whether ``obj`` belongs to this framework although the module of its type does not show it."""
-
-    def describe(self) -> dict[str, Any]:
-        """Return what ``polyamp doctor`` prints, as JSON: ``version``, ``devices`` (name, fast formats), ``notes``."""
-
-    def cast(self, tree: Tree, format_name: str, /) -> Tree:
-        """Return ``tree`` with its floating-point arrays in ``format_name`` and everything else unchanged."""
+class Adapter(Registered, Protocol):
+    """Everything that a framework's adapter must have; see `polyamp.registry.Registered` for the rest."""
 
     def wrap_optimizer(
         self, optimizer: Any, policy: Policy, *, loss_scale: LossScale, max_grad_norm: float | None, **options: Any
@@ -63,55 +59,70 @@ class Adapter(Protocol):
 
 
 class AutocastContext(Protocol):
-    """A framework with ambient autocast: operations are cast while a context is active."""
+    """``autocast_context``, for a framework with ambient autocast: operations are cast while a context is active."""
 
-    def autocast_context(self, policy: Policy) -> AbstractContextManager[Any]:
+    def __call__(self, policy: Policy) -> AbstractContextManager[Any]:
         """Return a new context in which operations run under ``policy``, on every device."""
 
 
-class AutocastFunction(Protocol):
-    """A framework that transforms functions instead of running them in a context."""
+class TracedContext(Protocol):
+    """``traced_context``, for a framework whose compiler traces the Python code that enters a region."""
 
-    def autocast_function(self, fn: Callable[..., Any], policy: Policy | None) -> Callable[..., Any]:
-        """Return ``fn`` with its operations run under ``policy`` (None: the current policy at the call)."""
+    def __call__(self, policy: Policy) -> AbstractContextManager[Any] | None:
+        """Return a context that the compiler can trace if it is tracing the caller now; None otherwise."""
+
+
+class AutocastFunction(Protocol):
+    """``autocast_function``, for a framework that transforms functions instead of running them in a context."""
+
+    def __call__(self, fn: Callable[..., Any], policy: Policy | None, **options: Any) -> Callable[..., Any]:
+        """Return ``fn`` with its operations run under ``policy`` (None: the current policy at the call).
+
+        Options are keyword-only parameters, as in `Adapter.wrap_optimizer`; others are refused before the call.
+        """
 
 
 class Rewrite(Protocol):
-    """A framework whose functions or models can be traced and decided operation by operation."""
+    """``rewrite``, for a framework whose functions or models can be traced and decided operation by operation."""
 
-    def rewrite(self, fn: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], policy: Policy, **options: Any) -> Any:
+    def __call__(
+        self, fn: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], policy: Policy, **options: Any
+    ) -> Any:
         """Return a replacement for ``fn`` with a ``plan``. The arguments are examples and may be missing.
 
-        Options are keyword-only parameters, as in `Adapter.wrap_optimizer`; others are refused before this method is
-        called.
+        Options are keyword-only parameters, as in `Adapter.wrap_optimizer`; others are refused before the call.
         """
 
-    def explain(
+
+class Explain(Protocol):
+    """``explain``, for a framework that can plan a function without running it."""
+
+    def __call__(
         self, fn: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], policy: Policy, **options: Any
     ) -> Plan:
         """Return the plan of ``fn`` for these arguments. A framework with ambient autocast has an option ``engine``."""
 
 
 class Convert(Protocol):
-    """A framework whose models store their precision."""
+    """``convert``, for a framework whose models store their precision."""
 
-    def convert(self, model: Any, policy: Policy) -> Any:
+    def __call__(self, model: Any, policy: Policy) -> Any:
         """Return ``model`` itself, with its parameters or layers set to ``policy``."""
 
 
 class ValueAndGrad(Protocol):
-    """A framework that differentiates functions."""
+    """``value_and_grad``, for a framework that differentiates functions."""
 
-    def value_and_grad(
+    def __call__(
         self, fun: Callable[..., Any], policy: Policy | None, has_aux: bool, *, argnums: int | Sequence[int] = 0
     ) -> Callable[..., Any]:
         """Return a function of ``(opt_state, params, *args)`` that returns the unscaled loss and scaled gradients."""
 
 
-class Counts(Protocol):
-    """A framework whose loss scales and their counters can be read, for `polyamp.health`."""
+class LossScaleOf(Protocol):
+    """``loss_scale_of``, for a framework whose loss scales and counters can be read, as `polyamp.health` does."""
 
-    def loss_scale_of(self, holder: Any) -> tuple[LossScale, LossScaleState]:
+    def __call__(self, holder: Any) -> tuple[LossScale, LossScaleState]:
         """Return the settings of ``holder`` and its state as Python numbers. Waits if the state is on a device.
 
         Raises:
@@ -119,10 +130,24 @@ class Counts(Protocol):
         """
 
 
-class Record(Protocol):
-    """A framework whose steps can be recorded, tensor by tensor."""
+class HoldsLossScale(Protocol):
+    """``holds_loss_scale``, for a framework whose optimizer states are values: each step returns a new one."""
 
-    def record(
+    def __call__(self, tree: Any) -> bool:
+        """Return whether the state of a wrapped optimizer is in the tree."""
+
+
+class IsLowering(Protocol):
+    """``is_lowering``, for a framework whose ambient autocast other frameworks may run in."""
+
+    def __call__(self) -> bool:
+        """Return whether operations that run now are lowered."""
+
+
+class Record(Protocol):
+    """``record``, for a framework whose steps can be recorded, tensor by tensor."""
+
+    def __call__(
         self,
         step: Any,
         args: tuple[Any, ...],
@@ -144,10 +169,10 @@ class Record(Protocol):
         """
 
 
-class KnowFacts(Protocol):
-    """A framework that can report facts about a step before it runs."""
+class CollectFacts(Protocol):
+    """``facts``, for a framework that can report facts about a step before it runs."""
 
-    def facts(
+    def __call__(
         self, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], policy: Policy, optimizer: Any
     ) -> Facts:
         """Collect the facts that `polyamp.lint` judges. Runs no step and changes nothing.
@@ -161,7 +186,77 @@ class KnowFacts(Protocol):
 
 
 class TrainDigits(Protocol):
-    """A framework that ``polyamp demo`` can show."""
+    """``train_digits``, for a framework that ``polyamp demo`` can show."""
 
-    def train_digits(self, task: Any) -> Any:
-        """Train `polyamp.demo`'s classifier for one ``task``; see `polyamp.demo.Task`."""
+    def __call__(self, task: Any) -> Any:
+        """Train the demo's classifier for a `polyamp.demo.Task`, and return its `polyamp.demo.Trace`."""
+
+
+class AdapterTable:
+    """An adapter as a table: the name of each verb, and the function that does it.
+
+    >>> table = AdapterTable("mine", {}, owns=complex, verbs={"describe": dict, "record": "polyamp.layout:plural"})
+    >>> table.owns(1j), table.describe(), table.record(2, "step"), hasattr(table, "rewrite")
+    (True, {}, '2 steps', False)
+
+    Args:
+        name: the framework's name, as in ``backend="torch"``.
+        operations: the framework's operation names, each with its canonical name in `polyamp.operations`.
+        owns: the types of the framework's objects, or a function that returns whether an object is the framework's.
+        verbs: for each verb the function; or, if training does not need it, ``"module:function"``, which is imported
+            when it is first called.
+        instead: for verbs that the framework does not have, what to do instead.
+        runs_on: the name of the framework that this one runs on.
+        rewrites_unseen: whether ``rewrite`` needs no example arguments.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        operations: Mapping[str, str],
+        *,
+        owns: type | tuple[type, ...] | Callable[[object], bool],
+        verbs: Mapping[str, Callable[..., Any] | str],
+        instead: Mapping[str, str] | None = None,
+        runs_on: str | None = None,
+        rewrites_unseen: bool = False,
+    ) -> None:
+        self.name = name
+        self.operations = operations
+        self.owns = (lambda obj: isinstance(obj, owns)) if isinstance(owns, type | tuple) else owns
+        self.instead = instead or {}
+        self.runs_on = runs_on
+        self.rewrites_unseen = rewrites_unseen
+        for verb, function in verbs.items():
+            setattr(self, verb, Later(function) if isinstance(function, str) else function)
+
+    def __repr__(self) -> str:
+        return f"<polyamp adapter {self.name}>"
+
+
+class Later:
+    """A function that is imported when it is first called or inspected.
+
+    >>> import inspect
+    >>> plural = Later("polyamp.layout:plural")
+    >>> plural(2, "cast"), list(inspect.signature(plural).parameters)
+    ('2 casts', ['count', 'noun', 'ending'])
+
+    Args:
+        place: its module and its name, as in an entry point: ``"package.module:function"``.
+    """
+
+    def __init__(self, place: str) -> None:
+        self.place = place
+        self._function: Callable[..., Any] | None = None
+
+    @property
+    def __wrapped__(self) -> Callable[..., Any]:
+        """Return the function itself; `inspect.signature` reads it here."""
+        if self._function is None:
+            module, _, name = self.place.partition(":")
+            self._function = getattr(import_module(module), name)
+        return self._function
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.__wrapped__(*args, **kwargs)

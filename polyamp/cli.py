@@ -22,6 +22,7 @@ from polyamp import registry
 from polyamp.commands import diagnosis
 from polyamp.doctor import examine
 from polyamp.errors import PolyampError
+from polyamp.refusals import missing
 
 if TYPE_CHECKING:
     from polyamp.demo import Run
@@ -88,7 +89,7 @@ def demo(
     try:
         from polyamp import demo as digits
     except ModuleNotFoundError as error:
-        raise registry.missing("numpy", extra="demo") from error
+        raise missing("numpy", extra="demo") from error
     adapters, absent = digits.trainers(framework)
     for reason in absent:
         console.print(reason, style="yellow", highlight=False, markup=False)

@@ -8,11 +8,12 @@ from types import MethodType
 from typing import Any
 
 from polyamp import registry
-from polyamp.dispatch import offering, with_options
+from polyamp.dispatch import REWRITE, offering
 from polyamp.plan import Plan
 from polyamp.policy import Policy
 from polyamp.policy import policy as make_policy
 from polyamp.refusals import not_traced
+from polyamp.registry import Registered
 
 
 class RewrittenAtFirstCall:
@@ -27,13 +28,13 @@ class RewrittenAtFirstCall:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._rewritten is None:
-            adapter = offering("rewrite", None, (self._fn, args, kwargs), where="rewrite(fn)(*args)")
+            adapter = offering(REWRITE, None, (self._fn, args, kwargs), where="rewrite(fn)(*args)")
             self._rewrite(adapter, args, kwargs)
         return self._rewritten(*args, **kwargs)
 
-    def _rewrite(self, adapter: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        make = with_options(adapter, "rewrite", self._options)
-        self._rewritten = make(self._fn, args, kwargs, make_policy(self._policy))
+    def _rewrite(self, adapter: Registered, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        rewrite = REWRITE.of(adapter, self._options)
+        self._rewritten = rewrite(self._fn, args, kwargs, make_policy(self._policy), **self._options)
 
     def __get__(self, instance: object, owner: type | None = None) -> Any:
         if instance is None:
@@ -41,7 +42,7 @@ class RewrittenAtFirstCall:
         adapter = registry.adapter_of(instance)  # the object whose method this is
         runs_on = getattr(adapter, "runs_on", None)
         adapter = registry.adapter_named(runs_on) if runs_on else adapter
-        if not getattr(adapter, "rewrites_unseen", False):
+        if adapter is None or not getattr(adapter, "rewrites_unseen", False):
             return MethodType(self, instance)
         if self._rewritten is None:
             self._rewrite(adapter, (), {})

@@ -13,9 +13,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from polyamp import registry
+from polyamp.dispatch import TRAIN_DIGITS
 from polyamp.errors import MissingFrameworkError
 from polyamp.loss_scale import LossScale
 from polyamp.policy import Policy, policy
+from polyamp.refusals import missing
+from polyamp.registry import Registered
 
 Array = NDArray[Any]
 
@@ -126,7 +129,7 @@ def digits_task(steps: int = 300, batch: int = 64, seed: int = 0) -> Task:
     try:
         from sklearn.datasets import load_digits
     except ModuleNotFoundError as error:
-        raise registry.missing("scikit-learn", extra="demo") from error
+        raise missing("scikit-learn", extra="demo") from error
     rng = np.random.default_rng(seed)
     digits = load_digits()
     order = rng.permutation(len(digits.target))
@@ -156,7 +159,7 @@ def _initial_weights(rng: np.random.Generator) -> dict[str, Array]:
     return weights
 
 
-def trainers(names: Iterable[str] | None = None) -> tuple[list[Any], list[str]]:
+def trainers(names: Iterable[str] | None = None) -> tuple[list[Registered], list[str]]:
     """Return the adapters that can train the digits, and an install hint for each framework that is not installed."""
     adapters, absent = [], []
     for name in registry.names() if names is None else names:
@@ -165,18 +168,20 @@ def trainers(names: Iterable[str] | None = None) -> tuple[list[Any], list[str]]:
         except MissingFrameworkError as error:
             absent.append(str(error))
             continue
-        if hasattr(adapter, "train_digits"):
+        if TRAIN_DIGITS.offered_by(adapter):
             adapters.append(adapter)
     return adapters, absent
 
 
-def runs(adapters: Iterable[Any], task: Task, announce: Callable[[str], None] = lambda title: None) -> Iterator[Run]:
+def runs(
+    adapters: Iterable[Registered], task: Task, announce: Callable[[str], None] = lambda title: None
+) -> Iterator[Run]:
     """Train under every policy in every framework, float32 first. Announce each run, and yield it when it ends."""
     for adapter in adapters:
         framework, baseline = adapter.describe().get("title", adapter.name), None
         for chosen in POLICIES:
             announce(f"{framework} {_short(chosen)}")
-            trace = adapter.train_digits(replace(task, policy=chosen))
+            trace: Trace = TRAIN_DIGITS.of(adapter)(replace(task, policy=chosen))
             baseline = baseline or trace
             yield Run(framework, _short(chosen), trace, baseline)
 
@@ -185,7 +190,7 @@ def _short(chosen: Policy) -> str:
     return str(chosen).partition(" ")[0]
 
 
-def report(adapters: Iterable[Any], done: list[Run]) -> dict[str, Any]:
+def report(adapters: Iterable[Registered], done: list[Run]) -> dict[str, Any]:
     """Return all runs as JSON values, with the machine and the frameworks they ran on."""
     machine = {
         "processor": platform.processor() or platform.machine(),
@@ -205,7 +210,7 @@ def plot(done: list[Run], path: str) -> None:
     try:
         from matplotlib.figure import Figure
     except ModuleNotFoundError as error:
-        raise registry.missing("matplotlib", extra="plot") from error
+        raise missing("matplotlib", extra="plot") from error
     frameworks = list(dict.fromkeys(run.framework for run in done))
     figure = Figure(figsize=(4.5 * len(frameworks), 6), layout="constrained")
     axes = figure.subplots(2, len(frameworks), sharex=True, sharey="row", squeeze=False)

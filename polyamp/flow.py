@@ -13,13 +13,29 @@ from polyamp.formats import format_of
 from polyamp.norms import normalizes, statistic
 from polyamp.operations import OPERATIONS
 from polyamp.rules import TABLE, Decision
-from polyamp.values import ROLES, STATES, Value, constant
+from polyamp.values import CARRIED, INPUT, ROLES, STATES, WEAK, Value, constant
 
-__all__ = ["AFTER_LOOP", "AS_WRITTEN", "ROLES", "STATES", "Flow", "Value", "constant", "flow", "specific"]
+__all__ = [
+    "AFTER_LOOP",
+    "AS_WRITTEN",
+    "CARRIED",
+    "INPUT",
+    "NO_FLOATS",
+    "ROLES",
+    "STATES",
+    "WEAK",
+    "Flow",
+    "Value",
+    "constant",
+    "flow",
+    "specific",
+]
 
 AS_WRITTEN = "as written"
-AFTER_LOOP = "after a loop"
-"""The reason of what a loop carries in float32."""
+NO_FLOATS = "no floating-point input"
+"""The reason if an operation has nothing to decide about."""
+AFTER_LOOP = f"after {CARRIED.maker}"
+"""The reason if an operation takes a value that a loop carries in float32."""
 
 _SATURATING = frozenset({"sigmoid", "tanh", "erf"})
 _POINTWISE = frozenset(

@@ -6,7 +6,8 @@ Each adapter has one table from these names to its framework's own dtypes.
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+import struct
+from typing import Any, NamedTuple
 
 from polyamp.choices import did_you_mean
 from polyamp.errors import InvalidTypeError, InvalidValueError
@@ -143,3 +144,14 @@ def format_of(name: str, *, where: str = "format") -> Format:
             fix=f"{did_you_mean(known, (*FORMATS, *_ALIASES))}use one of the names above",
         )
     return found
+
+
+def in_single(value: Any) -> Any:
+    """Round a Python float to float32, as the frameworks' float32 scalars do; return anything else unchanged.
+
+    >>> in_single(0.1), in_single(1e300) == FORMATS["float32"].max
+    (0.10000000149011612, True)
+    """
+    if not isinstance(value, float):
+        return value
+    return struct.unpack("f", struct.pack("f", min(value, FORMATS["float32"].max)))[0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -61,6 +62,18 @@ def plural(count: int, noun: str, ending: str = "s") -> str:
     ('1 cast', '0 casts', '2 batches')
     """
     return f"{count} {noun}{'' if count == 1 else ending}"
+
+
+class JsonReport(ABC):
+    """A report that can be converted to JSON values and saved."""
+
+    @abstractmethod
+    def as_dict(self) -> dict[str, Any]:
+        """Return the report as JSON values."""
+
+    def save(self, path: str | PathLike[str]) -> None:
+        """Write `as_dict` to a JSON file."""
+        write_json(self.as_dict(), path)
 
 
 def write_json(values: Any, path: str | PathLike[str]) -> None:

@@ -11,15 +11,14 @@ step is skipped and the scale is halved.
 from __future__ import annotations
 
 import math
-import struct
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, Literal, NamedTuple
 
 from polyamp.choices import did_you_mean
 from polyamp.errors import InvalidTypeError, InvalidValueError
-from polyamp.formats import FORMATS
-from polyamp.saved_scales import KIND, LARGEST_COUNT
+from polyamp.formats import FORMATS, in_single
+from polyamp.saved_scales import KIND, LARGEST_COUNT, read
 
 FLOAT32 = FORMATS["float32"]
 
@@ -173,7 +172,7 @@ class LossScale:
             return value
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise InvalidTypeError(
-                "this is no loss scale",
+                "this is not a loss scale",
                 where=where,
                 found=f"{value!r} ({type(value).__name__})",
                 allowed="a polyamp.LossScale, or a number for a scale that never moves",
@@ -235,7 +234,7 @@ class LossScale:
 
     @property
     def dynamic(self) -> bool:
-        """Return whether the scale can change."""
+        """Whether the scale can change."""
         return self.check and self.min < self.max
 
     def initial_state(self) -> LossScaleState:
@@ -269,7 +268,7 @@ class LossScale:
         """Build settings from the result of `to_dict`."""
         if not isinstance(settings, Mapping):
             raise InvalidTypeError(
-                "loss-scale settings are no mapping",
+                "loss-scale settings must be a mapping",
                 where="LossScale.from_dict(settings)",
                 found=repr(settings),
                 allowed="a mapping from field to value",
@@ -311,9 +310,7 @@ class LossScale:
         Raises:
             StateError: the state is of another kind, has no scale, or has a scale that these settings exclude.
         """
-        from polyamp.saved_scales import read
-
-        return read(self, saved)
+        return LossScaleState(**read(self, self.initial_state()._asdict(), saved))
 
     def __repr__(self) -> str:
         if self == LossScale.none():
@@ -325,15 +322,6 @@ class LossScale:
 
 def _choose(condition: Any, if_true: Any, if_false: Any) -> Any:
     return if_true if condition else if_false
-
-
-def in_single(value: Any) -> Any:
-    """Round a Python number to float32, as the frameworks' float32 scalars do.
-
-    >>> in_single(0.1), in_single(1e300) == FLOAT32.max
-    (0.10000000149011612, True)
-    """
-    return struct.unpack("f", struct.pack("f", min(value, FLOAT32.max)))[0] if isinstance(value, float) else value
 
 
 def advance(

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from polyamp.errors import InvalidTypeError
-from polyamp.layout import aligned, in_bytes
+from polyamp.layout import JsonReport, aligned, in_bytes
 
 if TYPE_CHECKING:
     from os import PathLike
@@ -57,7 +57,7 @@ class PlannedOperation(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Plan:
+class Plan(JsonReport):
     """The result of `polyamp.explain`: every operation with its format and reason, and totals. Prints as a table.
 
     >>> plan = Plan("mixed_float16", (PlannedOperation("matmul", "dot", "model", "lower", "float16", "table"),))
@@ -124,7 +124,11 @@ class Plan:
         """
         from polyamp.diagnosis.pictures import draw_plan
 
-        draw_plan(self, path)
+        moved, full = Counter[tuple[str, str]](), Counter[str]()
+        for op in self.operations:
+            moved[op.name, op.format] += op.bytes_moved * op.times
+            full[op.name] += op.bytes_moved_float32 * op.times
+        draw_plan(path, self.policy, moved, full)
 
     def compare(self, other: Plan) -> PlanComparison:
         """Compare this plan with another plan of the same model.

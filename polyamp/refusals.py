@@ -5,9 +5,18 @@ Each function returns the exception; the adapter raises it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from polyamp.errors import InvalidTypeError, MissingFrameworkError, NonFiniteLossError, UsageError
 
-from polyamp.errors import InvalidTypeError, NonFiniteLossError, UnsupportedError, UsageError
+
+def missing(package: str, *, extra: str) -> MissingFrameworkError:
+    """Return the error for a package that is not installed, with the extra that installs it."""
+    return MissingFrameworkError(
+        f"{package} is not installed",
+        where=f"polyamp's {extra} support",
+        found=f"no module named {package!r}",
+        allowed=None,
+        fix=f'pip install "polyamp[{extra}]"',
+    )
 
 
 def non_finite_loss(
@@ -153,18 +162,4 @@ def not_traced(*, where: str) -> UsageError:
         where=where,
         allowed="a function that was given arguments",
         fix="call it once, or give example arguments: rewrite(fn, *args)",
-    )
-
-
-def no_options(options: Iterable[str], *, where: str) -> UnsupportedError:
-    """Return the error for options that only another framework has.
-
-    >>> isinstance(no_options(["engine"], where="rewrite(fn)"), TypeError)
-    True
-    """
-    return UnsupportedError(
-        "this framework does not have these options",
-        where=where,
-        found=", ".join(options),
-        fix="leave them out; docs/frameworks.md says what each framework has",
     )

@@ -17,27 +17,15 @@ from contextvars import ContextVar
 from typing import Any, TypeVar
 
 from polyamp import registry
-from polyamp.dispatch import with_options
+from polyamp.dispatch import AUTOCAST_CONTEXT, AUTOCAST_FUNCTION, TRACED_CONTEXT
 from polyamp.errors import UnsupportedError, warn_once
 from polyamp.policy import Policy, current_policy, in_policy
+from polyamp.registry import Registered
 
 Fn = TypeVar("Fn", bound=Callable[..., Any])
 
 # One variable for all objects, because a context keeps every variable that was ever set in it.
 _entered: ContextVar[tuple[ExitStack, ...]] = ContextVar("polyamp_autocast", default=())
-
-
-_compilers: list[tuple[Callable[[], bool], Callable[[Policy], AbstractContextManager[Any]]]] = []
-
-
-def compiled_by(is_tracing: Callable[[], bool], context: Callable[[Policy], AbstractContextManager[Any]]) -> None:
-    """Register a framework that compiles Python code by tracing it, and traces `autocast` with it.
-
-    Args:
-        is_tracing: returns whether the caller's code is being traced.
-        context: returns the framework's own traceable context for a policy.
-    """
-    _compilers.append((is_tracing, context))
 
 
 class Autocast:
@@ -52,9 +40,13 @@ class Autocast:
 
         Such a compiler cannot follow context variables, so it gets the framework's own context instead.
         """
-        for is_tracing, context in _compilers:
-            if is_tracing() and self._policy is not None:
-                return context(self._policy)
+        if self._policy is None:
+            return None
+        for adapter in registry.in_use():
+            context = TRACED_CONTEXT.find(adapter)
+            found = context and context(self._policy)
+            if found:
+                return found
         return None
 
     def __enter__(self) -> Policy:
@@ -67,7 +59,7 @@ class Autocast:
         with ExitStack() as stack:
             stack.enter_context(chosen)
             for adapter in _ambient(self._backend):
-                stack.enter_context(adapter.autocast_context(chosen))
+                stack.enter_context(AUTOCAST_CONTEXT.of(adapter)(chosen))
             _entered.set((*_entered.get(), stack.pop_all()))
         return chosen
 
@@ -98,26 +90,25 @@ def autocast_function(
             with traced:
                 return fn(*args, **kwargs)
         adapter = named or _autocasting(registry.adapters_within(args, kwargs))
-        if adapter is not None and options:
-            return with_options(adapter, "autocast_function", options)(fn, policy)(*args, **kwargs)
-        if adapter is not None and hasattr(adapter, "autocast_function"):
-            return adapter.autocast_function(fn, policy)(*args, **kwargs)
+        if adapter is not None and (options or AUTOCAST_FUNCTION.offered_by(adapter)):
+            return AUTOCAST_FUNCTION.of(adapter, options)(fn, policy, **options)(*args, **kwargs)
         with Autocast(policy, None if adapter is None else adapter.name):
             return fn(*args, **kwargs)
 
     return autocasted
 
 
-def _autocasting(adapters: list[Any]) -> Any:
+def _autocasting(adapters: list[Registered]) -> Registered | None:
     """Return the first adapter with autocast of either kind; else the first adapter, for its error message."""
-    having = [one for one in adapters if hasattr(one, "autocast_function") or hasattr(one, "autocast_context")]
+    kinds = (AUTOCAST_FUNCTION, AUTOCAST_CONTEXT)
+    having = [one for one in adapters if any(kind.offered_by(one) for kind in kinds)]
     return next(iter(having or adapters), None)
 
 
-def _ambient(backend: str | None) -> list[Any]:
+def _ambient(backend: str | None) -> list[Registered]:
     """Return the adapters to enter: the named one, or else every loaded one that has an autocast context."""
     loaded = registry.loaded() if backend is None else [registry.adapter_named(backend)]
-    ambient = [adapter for adapter in loaded if hasattr(adapter, "autocast_context")]
+    ambient = [adapter for adapter in loaded if AUTOCAST_CONTEXT.offered_by(adapter)]
     if not registry.entries():
         raise registry.unregistered(where="autocast(policy)")
     if loaded and not ambient:

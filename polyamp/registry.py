@@ -8,15 +8,38 @@ from collections import UserList, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from types import CodeType, FunctionType, ModuleType, SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from polyamp.choices import did_you_mean
-from polyamp.errors import InvalidTypeError, MissingFrameworkError, PolyampError, UnsupportedError
+from polyamp.errors import InvalidTypeError, PolyampError, UnsupportedError
+from polyamp.refusals import missing
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
 
-    from polyamp.adapter import Adapter
+Tree = TypeVar("Tree")
+
+
+class Registered(Protocol):
+    """The part of an adapter that finds, describes and casts objects; `polyamp.adapter.Adapter` is the whole.
+
+    Attributes:
+        name: the framework's name, as in ``backend="torch"``.
+        operations: the framework's operation names, each with its canonical name in `polyamp.operations`.
+    """
+
+    name: str
+    operations: Mapping[str, str]
+
+    def owns(self, obj: object) -> bool:
+        """Return whether ``obj`` belongs to this framework although the module of its type does not show it."""
+
+    def describe(self) -> dict[str, Any]:
+        """Return what ``polyamp doctor`` prints, as JSON: ``version``, ``devices`` (name, fast formats), ``notes``."""
+
+    def cast(self, tree: Tree, format_name: str, /) -> Tree:
+        """Return ``tree`` with its floating-point arrays in ``format_name`` and everything else unchanged."""
+
 
 GROUP = "polyamp.backends"
 UNREGISTERED = "polyamp's adapters are found by entry points, and none is registered: polyamp is not installed"
@@ -24,7 +47,7 @@ INSTALL = "pip install -e . in polyamp's checkout, with --no-deps --no-build-iso
 
 # Plain dicts: functools.cache breaks torch.compile(fullgraph=True).
 _entries: dict[str, EntryPoint] = {}
-_adapters: dict[str, Adapter] = {}
+_adapters: dict[str, Registered] = {}
 
 
 def entries() -> dict[str, EntryPoint]:
@@ -55,7 +78,7 @@ def names() -> list[str]:
     return sorted({_backend_of(entry) for entry in entries().values()})
 
 
-def adapter_named(name: str) -> Adapter:
+def adapter_named(name: str) -> Registered:
     """Load an adapter by its framework's name or one of its import roots.
 
     Raises:
@@ -77,12 +100,12 @@ def adapter_named(name: str) -> Adapter:
     return _load(entry)
 
 
-def adapter_of(obj: object) -> Adapter | None:
+def adapter_of(obj: object) -> Registered | None:
     """Return the adapter of ``obj``: by the import roots of its type's bases, else by asking the loaded adapters."""
     return _by_root(obj) or _by_asking(obj)
 
 
-def adapter_within(*objects: object) -> Adapter | None:
+def adapter_within(*objects: object) -> Registered | None:
     """Return the adapter of the first object in or under ``objects`` that has one; None for plain values only.
 
     Raises:
@@ -91,7 +114,7 @@ def adapter_within(*objects: object) -> Adapter | None:
     return next(iter(adapters_within(*objects)), None)
 
 
-def adapters_within(*objects: object) -> list[Adapter]:
+def adapters_within(*objects: object) -> list[Registered]:
     """Return the adapters of all objects in or under ``objects``: by the types' modules, else by asking adapters.
 
     Raises:
@@ -106,7 +129,7 @@ def adapters_within(*objects: object) -> list[Adapter]:
     return []
 
 
-def adapter_offering(name: str, *objects: object) -> Adapter | None:
+def adapter_offering(name: str, *objects: object) -> Registered | None:
     """Find the adapter that offers the verb ``name`` for these objects.
 
     Plain values and NumPy arrays do not show their framework, although some frameworks accept them. Tried in order: the
@@ -123,7 +146,7 @@ def adapter_offering(name: str, *objects: object) -> Adapter | None:
     return others[0] if len(others) == 1 else next(iter(found), None)
 
 
-def adapter_named_in(name: str, fn: object) -> Adapter | None:
+def adapter_named_in(name: str, fn: object) -> Registered | None:
     """Return the adapter with the verb ``name`` whose framework a function's code uses; None if there are several.
 
     >>> import torch
@@ -161,7 +184,7 @@ def _roots_of(obj: object) -> Iterator[str]:
     yield from _roots(type(obj))
 
 
-def _found(leaves: list[object], *ways: Callable[[object], Adapter | None]) -> list[Adapter]:
+def _found(leaves: list[object], *ways: Callable[[object], Registered | None]) -> list[Registered]:
     """Return the adapters of these objects, from the first way that finds any."""
     for find in ways or (_by_root, _by_asking):
         found = {adapter.name: adapter for adapter in map(find, leaves) if adapter is not None}
@@ -170,37 +193,23 @@ def _found(leaves: list[object], *ways: Callable[[object], Adapter | None]) -> l
     return []
 
 
-def _by_root(obj: object) -> Adapter | None:
+def _by_root(obj: object) -> Registered | None:
     return next((_load(entries()[root]) for root in _roots(type(obj)) if root in entries()), None)
 
 
-def _by_asking(obj: object) -> Adapter | None:
+def _by_asking(obj: object) -> Registered | None:
     return next((adapter for adapter in loaded() if adapter.owns(obj)), None)
 
 
-def loaded() -> list[Adapter]:
+def loaded() -> list[Registered]:
     """Return the adapters of the frameworks that this process has imported."""
     present = [entry for root, entry in entries().items() if sys.modules.get(root) is not None]
     return [_load(entry) for entry in {entry.value: entry for entry in present}.values()]
 
 
-def verb(adapter: Adapter, name: str) -> Any:
-    """Return the adapter's method ``name``.
-
-    Raises:
-        UnsupportedError: the framework does not have this verb; the message lists those that do.
-    """
-    method = getattr(adapter, name, None)
-    if method is None:
-        having = sorted({other.name for other in loaded() if hasattr(other, name)})
-        raise UnsupportedError(
-            f"the {adapter.name} adapter has no {name}",
-            where=f"polyamp on {adapter.name} objects",
-            found=adapter.name,
-            allowed=f"among the loaded frameworks: {', '.join(having) or 'none'}",
-            fix=getattr(adapter, "instead", {}).get(name, "see docs/frameworks.md for what each framework offers"),
-        )
-    return method
+def in_use() -> Iterable[Registered]:
+    """Return the adapters that were loaded so far. Loads none, so that a compiler can trace it."""
+    return _adapters.values()
 
 
 def no_adapter(obj: object, *, where: str) -> InvalidTypeError:
@@ -226,7 +235,7 @@ def _choice(known: list[str], *, kind: str = "", fix: str) -> dict[str, str]:
     return {"allowed": kind + ", ".join(known), "fix": fix} if known else {"allowed": UNREGISTERED, "fix": INSTALL}
 
 
-def _load(entry: EntryPoint) -> Adapter:
+def _load(entry: EntryPoint) -> Registered:
     if entry.value not in _adapters:
         backend = _backend_of(entry)
         try:
@@ -236,17 +245,6 @@ def _load(entry: EntryPoint) -> Adapter:
                 raise
             raise missing(error.name, extra=backend) from error
     return _adapters[entry.value]
-
-
-def missing(package: str, *, extra: str) -> MissingFrameworkError:
-    """Return the error for a package that is not installed, with the extra that installs it."""
-    return MissingFrameworkError(
-        f"{package} is not installed",
-        where=f"polyamp's {extra} support",
-        found=f"no module named {package!r}",
-        allowed=None,
-        fix=f'pip install "polyamp[{extra}]"',
-    )
 
 
 def _backend_of(entry: EntryPoint) -> str:

@@ -1,7 +1,10 @@
 """Readers for saved loss scales: polyamp's own state, or that of another library.
 
 Every library saves the scale and a counter of finite steps, under its own names. `read` detects which library saved a
-state and returns ours. Fields that a library does not save start at 0, or at the full hysteresis.
+state and returns its fields under our names. Fields that a library does not save keep their initial value.
+
+For example, Apex saves ``{"loss_scaler0": {"loss_scale": 512.0, "unskipped": 3}}``, which is read as a ``scale`` of 512
+and 3 ``good_steps``.
 """
 
 from __future__ import annotations
@@ -9,15 +12,28 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from polyamp.errors import StateError, warn_once
-
-if TYPE_CHECKING:
-    from polyamp.loss_scale import LossScale, LossScaleState
+from polyamp.formats import in_single
 
 KIND = "polyamp.loss_scale"
 LARGEST_COUNT = 2**31 - 1
+
+
+class Settings(Protocol):
+    """The settings of a loss scale, as far as reading a state needs them; see `polyamp.LossScale`."""
+
+    @property
+    def init(self) -> float: ...
+    @property
+    def min(self) -> float: ...
+    @property
+    def max(self) -> float: ...
+    @property
+    def late_growth(self) -> str: ...
+    @property
+    def dynamic(self) -> bool: ...
 
 
 class Dialect(NamedTuple):
@@ -66,37 +82,45 @@ _HOLDERS = ("loss_scaler0", "loss_scaler", "grad_scaler", "MixedPrecision", "sca
 _DEEPSPEED = {"cur_scale", "cur_iter", "last_overflow_iter", "scale_window", "cur_hysteresis"}
 
 
-def read(config: LossScale, saved: Any) -> LossScaleState:
-    """Return a state of Python numbers for these settings; see `LossScale.from_state_dict`.
+def read(settings: Settings, initial: Mapping[str, float], saved: Any) -> dict[str, Any]:
+    """Return the fields of a saved state as Python numbers; see `LossScale.from_state_dict`.
 
     >>> from polyamp import LossScale
-    >>> state = read(LossScale(), {"scale": 1024.0, "growth_factor": 2.0, "backoff_factor": 0.5,
-    ...                            "growth_interval": 2000, "_growth_tracker": 7})
-    >>> state.scale, state.good_steps, state.skipped
+    >>> settings = LossScale()
+    >>> found = read(settings, settings.initial_state()._asdict(), {"scale": 1024.0, "growth_factor": 2.0,
+    ...                             "backoff_factor": 0.5, "growth_interval": 2000, "_growth_tracker": 7})
+    >>> found["scale"], found["good_steps"], found["skipped"]
     (1024.0, 7, 0)
+
+    Args:
+        settings: the settings that the state is to continue under.
+        initial: the fields of their initial state.
+        saved: a state of any library, a checkpoint that contains one, or a scaler.
+
+    Raises:
+        StateError: the state is of another kind, has no scale, or has a scale that the settings exclude.
     """
-    values = _values(config, saved)
-    if not config.dynamic and config.init == 1 and values["scale"] != 1:
+    values = _values(settings, initial, saved)
+    if not settings.dynamic and settings.init == 1 and values["scale"] != 1:
         warn_once(
             f"the saved state has a loss scale of {_shown(values['scale'])}, and this policy does not scale: the scale "
             "is left out, the counters are kept."
         )
-        values["scale"], values["good_steps"], values["hysteresis"] = 1.0, config.initial_state().good_steps, 1
-    elif config.dynamic and config.init != 1 and _is_ours(saved) and _says_nothing(values):
+        values["scale"], values["good_steps"], values["hysteresis"] = 1.0, initial["good_steps"], 1
+    elif settings.dynamic and settings.init != 1 and _is_ours(saved) and _is_unscaled(values):
         warn_once(
             "the saved state comes from training without a loss scale, as under bfloat16: the loss scale starts at "
-            f"init = {config.init:g}."
+            f"init = {settings.init:g}."
         )
-        values["scale"] = config.init
-    return _state(config, values)
+        values["scale"] = settings.init
+    return _checked(settings, {name: _number(values[name], type(first)) for name, first in initial.items()})
 
 
-def _values(config: LossScale, saved: Any) -> dict[str, Any]:
+def _values(settings: Settings, initial: Mapping[str, float], saved: Any) -> dict[str, Any]:
     """Return the state's fields under our names, not yet checked."""
-    initial = config.initial_state()._asdict()
     if _is_ours(saved):
         if "scale" not in saved:
-            raise bad_state("incomplete state", f"no scale, but {', '.join(map(str, saved))}", "at least a scale")
+            raise _bad_state("incomplete state", f"no scale, but {', '.join(map(str, saved))}", "at least a scale")
         return {**initial, **{name: saved[name] for name in initial if name in saved}}
     if isinstance(saved, Mapping) and "kind" in saved:
         raise _no_state(f"kind {saved['kind']!r}")
@@ -107,7 +131,7 @@ def _values(config: LossScale, saved: Any) -> dict[str, Any]:
         if all(key in found for key in dialect.keys.values()):
             own = {name: found[name] for name in initial if name in found} if dialect.library == "polyamp" else {}
             theirs = {name: found[key] for name, key in dialect.keys.items()}
-            return {**initial, **own, **_counted(config, theirs)}
+            return {**initial, **own, **_counted(settings, theirs)}
     raise _no_state(f"kind None, a mapping of {', '.join(map(str, found))}" if found else "kind None, an empty mapping")
 
 
@@ -138,9 +162,9 @@ def _attributes(saved: Any) -> Mapping[str, Any] | None:
     return known or None
 
 
-def _counted(config: LossScale, values: dict[str, Any]) -> dict[str, Any]:
+def _counted(settings: Settings, values: dict[str, Any]) -> dict[str, Any]:
     """Convert counters to ours: if growth comes one step late, ours starts at -1 (see `LossScale.late_growth`)."""
-    if "good_steps" in values and config.late_growth == "always":
+    if "good_steps" in values and settings.late_growth == "always":
         values["good_steps"] = operator.index(_number(values["good_steps"], int)) - 1
     return values
 
@@ -162,34 +186,27 @@ def _deepspeed(found: Mapping[str, Any]) -> dict[str, Any]:
     return values
 
 
-def _says_nothing(values: Mapping[str, Any]) -> bool:
-    """Return whether nothing was scaled: under `LossScale.none` the scale stays 1 and nothing is counted."""
-    from polyamp.loss_scale import LossScale
-
-    initial = LossScale.none().initial_state()._asdict()
-    return all(_number(values[name], float) == value for name, value in initial.items())
+def _is_unscaled(values: Mapping[str, Any]) -> bool:
+    """Return whether a state is as under `LossScale.none`: the scale stays 1 and nothing is counted."""
+    return all(_number(value, float) == (name in ("scale", "hysteresis")) for name, value in values.items())
 
 
-def _state(config: LossScale, values: Mapping[str, Any]) -> LossScaleState:
-    from polyamp.loss_scale import TYPES, LossScaleState, in_single
-
-    fields = zip(LossScaleState._fields, TYPES, strict=True)
-    state = LossScaleState(*(_number(values[name], kind) for name, kind in fields))
-    for name, value in state._asdict().items():
+def _checked(settings: Settings, state: dict[str, Any]) -> dict[str, Any]:
+    for name, value in state.items():
         _check_count(name, value)
-    limits = config.in_float32()
-    if not (math.isfinite(state.scale) and limits.min <= in_single(state.scale) <= limits.max):
-        allowed = f"between {config.min:g} and {config.max:g}"
-        raise bad_state("the saved scale is outside these settings", state.scale, allowed)
+    least, most = in_single(settings.min), in_single(settings.max)
+    if not (math.isfinite(state["scale"]) and least <= in_single(state["scale"]) <= most):
+        allowed = f"between {settings.min:g} and {settings.max:g}"
+        raise _bad_state("the saved scale is outside these settings", state["scale"], allowed)
     return state
 
 
 def _check_count(name: str, value: float) -> None:
     if name == "overflow_scale":
         if not (math.isfinite(value) and value >= 0):
-            raise bad_state(f"the saved {name} is not a loss scale", value, "a finite number")
+            raise _bad_state(f"the saved {name} is not a loss scale", value, "a finite number")
     elif name != "scale" and not -1 <= value <= LARGEST_COUNT:
-        raise bad_state(f"the saved {name} is not a count of steps", value, "between -1 and 2**31 - 1")
+        raise _bad_state(f"the saved {name} is not a count of steps", value, "between -1 and 2**31 - 1")
 
 
 def _number(value: Any, kind: Callable[[Any], Any]) -> Any:
@@ -203,7 +220,7 @@ def _number(value: Any, kind: Callable[[Any], Any]) -> Any:
         return int(whole)
     except (TypeError, ValueError, OverflowError) as error:
         allowed = "numbers for scale and overflow_scale, and integers"
-        raise bad_state("state of the wrong types", repr(value)[:200], allowed) from error
+        raise _bad_state("state of the wrong types", repr(value)[:200], allowed) from error
 
 
 def _is_float(value: Any) -> bool:
@@ -216,15 +233,15 @@ def _shown(value: Any) -> str:
 
 def _no_state(found: str) -> StateError:
     libraries = ", ".join(dict.fromkeys(dialect.library for dialect in DIALECTS if dialect.library != "polyamp"))
-    return bad_state("not a loss-scale state", found, f"kind {KIND!r}, or a state of {libraries}, deepspeed")
+    return _bad_state("not a loss-scale state", found, f"kind {KIND!r}, or a state of {libraries}, deepspeed")
 
 
-def bad_state(what: str, found: object, allowed: str) -> StateError:
+def _bad_state(what: str, found: object, allowed: str) -> StateError:
     """Return the error for a state that cannot be loaded."""
     return StateError(
         what,
         where="LossScale.from_state_dict(saved)",
         found=found,
         allowed=allowed,
-        fix="load what to_state_dict, a wrapped optimizer's state, or another library's loss scaler gave",
+        fix="load the result of to_state_dict, of save_loss_scale, or of another library's loss scaler",
     )

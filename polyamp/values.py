@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from polyamp.formats import format_of
 
@@ -42,6 +42,12 @@ class Value(NamedTuple):
     role: str = ""
 
 
+WEAK = Value()
+INPUT = Value("input")
+CARRIED = Value("strong", "a loop")
+"""A float32 value that a loop carries from turn to turn: it may add up there, which 16 bits would lose."""
+
+
 def constant(magnitudes: Iterable[float], compute: str) -> Value:
     """Return what is known of a constant.
 
@@ -64,3 +70,21 @@ def constant(magnitudes: Iterable[float], compute: str) -> Value:
     if target.is_one(abs(unfit)):
         return Value(unfit=f"constant {unfit:.8g} is 1 in {target.name}")
     return Value(unfit=f"constant {unfit:.4g} is {'beyond' if abs(unfit) > 1 else 'lost in'} {target.name}")
+
+
+def magnitude(values: Any) -> float:
+    """Return what of a constant must fit a format: all of a scalar, the largest finite element of an array.
+
+    >>> import numpy
+    >>> magnitude(numpy.array([1.0, -3.0, numpy.inf])), magnitude(-1e9)
+    (3.0, -1000000000.0)
+
+    Args:
+        values: a number, or what NumPy takes as an array.
+    """
+    import numpy
+
+    array = numpy.asarray(values)
+    if array.size == 1:
+        return float(array.reshape(()))
+    return float(numpy.max(numpy.abs(array), initial=0, where=numpy.isfinite(array)))

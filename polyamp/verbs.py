@@ -11,7 +11,7 @@ from typing import Any
 from polyamp import registry
 from polyamp.choices import check_options
 from polyamp.deferred import RewrittenAtFirstCall
-from polyamp.dispatch import adapter_for, offering, with_options
+from polyamp.dispatch import CONVERT, EXPLAIN, REWRITE, VALUE_AND_GRAD, adapter_for, offering
 from polyamp.errors import InvalidTypeError, InvalidValueError
 from polyamp.formats import name_of_dtype
 from polyamp.loss_scale import LossScale
@@ -19,6 +19,7 @@ from polyamp.plan import Plan
 from polyamp.policy import Policy
 from polyamp.policy import policy as make_policy
 from polyamp.regions import Autocast, autocast_function
+from polyamp.registry import Registered
 
 
 def wrap_optimizer(
@@ -120,7 +121,7 @@ def convert(model: Any, policy: Policy | str | None = None, *, backend: str | No
         UnsupportedError: the framework's models store no precision (JAX: cast the parameters instead).
     """
     adapter = adapter_for(backend, model, where="convert(model)")
-    return registry.verb(adapter, "convert")(model, make_policy(policy))
+    return CONVERT.of(adapter)(model, make_policy(policy))
 
 
 def scale_loss(loss: Any, holder: Any) -> Any:
@@ -146,8 +147,7 @@ def save_loss_scale(holder: Any) -> dict[str, Any]:
     >>> save_loss_scale(opt)["scale"]
     65536.0
     """
-    saved: dict[str, Any] = adapter_for(None, holder, where="save_loss_scale(holder)").save_loss_scale(holder)
-    return saved
+    return adapter_for(None, holder, where="save_loss_scale(holder)").save_loss_scale(holder)
 
 
 def load_loss_scale(holder: Any, saved: Mapping[str, Any]) -> Any:
@@ -201,7 +201,7 @@ def value_and_grad(
     @functools.wraps(fun)
     def differentiated(opt_state: Any, params: Any, *args: Any, **kwargs: Any) -> Any:
         adapter = adapter_for(backend, (opt_state, params), where="value_and_grad(fun)(opt_state, params)")
-        transformed = with_options(adapter, "value_and_grad", options)(fun, bound, has_aux)
+        transformed = VALUE_AND_GRAD.of(adapter, options)(fun, bound, has_aux, **options)
         return transformed(opt_state, params, *args, **kwargs)
 
     return differentiated
@@ -312,7 +312,7 @@ def rewrite(
             itself.
         policy: a policy or its name; None is the current policy when ``fn`` is rewritten.
         backend: the framework's name, if neither the function nor the arguments show it and several are loaded.
-        engine: for TensorFlow: ``"grappler"`` uses TensorFlow's own pass; see ``polyamp.backends.tensorflow.grappler``.
+        engine: for TensorFlow: ``"grappler"`` uses TensorFlow's own pass.
         jit_compile: for TensorFlow: as in ``tf.function``.
         argnums: for JAX: the positions of the arguments that are parameters, the first by default.
         **kwargs: example keyword arguments.
@@ -331,11 +331,11 @@ def rewrite(
     own = registry.adapter_of(fn)
     _check_rewritable(fn, own, where="rewrite(fn)")
     if args or kwargs or backend is not None or own is not None:
-        adapter = offering("rewrite", backend, (fn, args, kwargs), where="rewrite(fn, *args)")
-        return with_options(adapter, "rewrite", options)(fn, args, kwargs, make_policy(chosen))
+        adapter = offering(REWRITE, backend, (fn, args, kwargs), where="rewrite(fn, *args)")
+        return REWRITE.of(adapter, options)(fn, args, kwargs, make_policy(chosen), **options)
     named = registry.adapter_named_in("rewrite", fn)
-    if getattr(named, "rewrites_unseen", False):  # rewrite now, so that a SavedModel finds the function
-        return with_options(named, "rewrite", options)(fn, (), {}, make_policy(chosen))
+    if named and getattr(named, "rewrites_unseen", False):  # rewrite now, so that a SavedModel finds the function
+        return REWRITE.of(named, options)(fn, (), {}, make_policy(chosen), **options)
     return RewrittenAtFirstCall(fn, chosen, options)
 
 
@@ -370,10 +370,9 @@ def explain(
         UnsupportedError: the framework's adapter has no explain, or does not have this engine.
     """
     _check_rewritable(fn, registry.adapter_of(fn), where="explain(fn)")
-    adapter = offering("explain", backend, (fn, args, kwargs), where="explain(fn, *args)")
+    adapter = offering(EXPLAIN, backend, (fn, args, kwargs), where="explain(fn, *args)")
     options = {} if engine in (None, "rewrite") else {"engine": engine}
-    plan: Plan = with_options(adapter, "explain", options)(fn, args, kwargs, make_policy(policy))
-    return plan
+    return EXPLAIN.of(adapter, options)(fn, args, kwargs, make_policy(policy), **options)
 
 
 def _given(**options: Any) -> dict[str, Any]:
@@ -381,8 +380,8 @@ def _given(**options: Any) -> dict[str, Any]:
     return {name: value for name, value in options.items() if value is not None}
 
 
-def _check_rewritable(fn: object, adapter: Any, *, where: str) -> None:
-    if not callable(fn) and not hasattr(adapter, "rewrite"):
+def _check_rewritable(fn: object, adapter: Registered | None, *, where: str) -> None:
+    if not callable(fn) and not REWRITE.offered_by(adapter):
         raise InvalidTypeError(
             "this cannot be called",
             where=where,

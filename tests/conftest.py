@@ -145,11 +145,10 @@ def _suite_of(path: Path) -> str | None:
 
 @pytest.fixture
 def module_hooks_of_its_own(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The hooks of PyTorch's autocast on modules, which may stay for good: not for other tests."""
-    from polyamp.backends.torch.ambient import positions
+    """Replace the hooks of PyTorch's autocast on modules, which may stay for good, for one test."""
+    from polyamp.backends.torch.autocast import path_rules
 
-    hooks = positions.ModuleHooks()
-    monkeypatch.setattr(positions, "HOOKS", hooks)
+    hooks = path_rules.ModuleHooks(path_rules._before, path_rules._after)
+    monkeypatch.setattr(path_rules, "HOOKS", hooks)
     yield
-    for handle in hooks._handles:
-        handle.remove()
+    hooks.remove()

@@ -12,7 +12,7 @@
 (1.0, {'w': Array([0.75, 0.75], dtype=float32)})
 """
 
-from polyamp.registry import missing
+from polyamp.refusals import missing
 
 try:
     import jax  # noqa: F401
@@ -20,11 +20,11 @@ except ModuleNotFoundError as error:
     raise missing("jax", extra="jax") from error
 
 from polyamp.backends.jax.adapter import adapter
-from polyamp.backends.jax.autocast import autocast, explain, rewrite
-from polyamp.backends.jax.gradients import scale_loss, value_and_grad
-from polyamp.backends.jax.optimizer import apply_gradients, wrap_optimizer
-from polyamp.backends.jax.state import LossScaleOptState, check_limits, load_loss_scale, save_loss_scale
-from polyamp.backends.jax.trees import apply_updates, cast, select
+from polyamp.backends.jax.autocast.function import autocast, explain, rewrite
+from polyamp.backends.jax.steps.optimizer import apply_gradients, wrap_optimizer
+from polyamp.backends.jax.steps.state import LossScaleOptState, check_limits, load_loss_scale, save_loss_scale
+from polyamp.backends.jax.steps.trees import apply_updates, cast, select
+from polyamp.backends.jax.steps.value_and_grad import scale_loss, value_and_grad
 
 __all__ = [
     "LossScaleOptState",

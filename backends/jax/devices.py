@@ -2,12 +2,33 @@
 
 from __future__ import annotations
 
+from importlib import metadata
 from typing import Any
 
 import jax
 
 from polyamp.devices import fast_on_gpu
 from polyamp.errors import UnsupportedError, warn_once
+
+
+def describe() -> dict[str, Any]:
+    """Return version, devices with the formats that are fast there, and notes on the packages around JAX.
+
+    >>> describe()["version"] == jax.__version__
+    True
+    """
+    devices = [described(device) for device in jax.local_devices()]
+    notes = [_package_note(package) for package in ("optax", "flax", "equinox")]
+    if not any(device["fast"] for device in devices):
+        notes.append("no device here is fast in 16 bits: good for checking results, not for speed")
+    return {"version": jax.__version__, "devices": devices, "notes": notes}
+
+
+def _package_note(package: str) -> str:
+    try:
+        return f"{package} {metadata.version(package)}"
+    except metadata.PackageNotFoundError:
+        return f"{package} is not installed" + (': pip install "polyamp[jax]"' if package == "optax" else "")
 
 
 def described(device: jax.Device) -> dict[str, Any]:

@@ -8,18 +8,19 @@ from typing import Any
 
 import jax
 
-from polyamp.backends.jax import marks, unstable
-from polyamp.backends.jax.autocast import explain
+from polyamp.backends.jax import unstable
+from polyamp.backends.jax.autocast.function import explain
 from polyamp.backends.jax.devices import described
 from polyamp.backends.jax.dtypes import is_low
-from polyamp.backends.jax.equations import Equation, walk
+from polyamp.backends.jax.graphs.equations import Equation, walk
+from polyamp.backends.jax.graphs.program import Program
+from polyamp.backends.jax.graphs.scaling import Found, found_in
 from polyamp.backends.jax.modules import as_pure
 from polyamp.backends.jax.operations import OPERATIONS
-from polyamp.backends.jax.program import Program
-from polyamp.backends.jax.scaling import Found, found_in
-from polyamp.backends.jax.state import LossScaleOptState, holds_state
-from polyamp.backends.jax.step import Step
-from polyamp.backends.jax.trees import trainable
+from polyamp.backends.jax.steps import marks
+from polyamp.backends.jax.steps.state import LossScaleOptState, holds_state
+from polyamp.backends.jax.steps.step import Step
+from polyamp.backends.jax.steps.trees import trainable
 from polyamp.diagnosis.facts import ClassLoss, Facts, OptimizerState, Product, UserCast
 from polyamp.errors import UsageError
 from polyamp.flow import AS_WRITTEN

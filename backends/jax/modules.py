@@ -11,8 +11,8 @@ from typing import Any, NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 
-from polyamp.backends.jax import trees
 from polyamp.backends.jax.dtypes import is_floating, is_traced
+from polyamp.backends.jax.steps import trees
 
 
 class Model(Protocol):

@@ -1,6 +1,7 @@
 """Keras 3, on its TensorFlow, JAX and torch backends: one wrapped optimizer, and policies for built models.
 
-Importing this registers the optimizer's class, so that ``keras.saving.load_model`` finds it in ``.keras`` files.
+Importing this registers the optimizer's class, so that ``keras.saving.load_model`` finds it in ``.keras`` files, and
+makes ``compile`` guard the statistics of every model that is compiled from then on.
 
 >>> import keras, polyamp.backends.keras as amp
 >>> opt = amp.LossScaledOptimizer(keras.optimizers.Adam(1e-3))
@@ -8,7 +9,7 @@ Importing this registers the optimizer's class, so that ``keras.saving.load_mode
 (True, 65536.0)
 """
 
-from polyamp.registry import missing
+from polyamp.refusals import missing
 
 try:
     import keras  # noqa: F401
@@ -19,7 +20,9 @@ from polyamp.backends.keras.adapter import adapter
 from polyamp.backends.keras.callbacks import HealthCallback
 from polyamp.backends.keras.casting import cast
 from polyamp.backends.keras.convert import convert
-from polyamp.backends.keras.optimizer import LossScaledOptimizer
-from polyamp.backends.keras.statistics import keep_statistics
+from polyamp.backends.keras.steps.averages import guard_compiled_models, keep_statistics
+from polyamp.backends.keras.steps.optimizer import LossScaledOptimizer
+
+guard_compiled_models()
 
 __all__ = ["HealthCallback", "LossScaledOptimizer", "adapter", "cast", "convert", "keep_statistics"]

@@ -1,4 +1,4 @@
-"""`HealthCallback`: reports the health of the loss scale during ``model.fit``."""
+"""Report the health of the loss scale during ``model.fit``."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import keras
 
+from polyamp.backends.keras.unstable import update_variables
 from polyamp.diagnosis.health import Health, health
 from polyamp.diagnosis.monitor import HealthMonitor, check_count, wrong_type
 from polyamp.diagnosis.verbs import diagnose
@@ -26,8 +27,8 @@ class HealthCallback(keras.callbacks.Callback):
     >>> import numpy as np, polyamp
     >>> model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(8), keras.layers.Dense(1)])
     >>> model = polyamp.convert(model, "mixed_float16")
-    >>> config = polyamp.LossScale(init=2.0**10)
-    >>> optimizer = polyamp.wrap_optimizer(keras.optimizers.SGD(), "mixed_float16", loss_scale=config)
+    >>> settings = polyamp.LossScale(init=2.0**10)
+    >>> optimizer = polyamp.wrap_optimizer(keras.optimizers.SGD(), "mixed_float16", loss_scale=settings)
     >>> model.compile(optimizer=optimizer, loss="mse")
     >>> history = model.fit(np.ones((8, 4)), np.ones(8), verbose=0, callbacks=[HealthCallback(hooks=[print])])
     steps 1  skipped 0  scale 2^10  calibrating
@@ -36,11 +37,11 @@ class HealthCallback(keras.callbacks.Callback):
 
     Args:
         every: number of batches between checks; a check waits for the device.
-        hooks: functions that take a `polyamp.Health`, such as `polyamp.log_health` makes; None logs.
+        hooks: functions that take a `polyamp.Health`, such as the result of `polyamp.log_health`; None logs.
         probe: the result of `polyamp.probe` for this model: the scale is then compared with its window.
         batch: ``(x, y)``, a batch on which `polyamp.diagnose` finds out why steps are skipped: once for each run of
             skips, and once if a quarter of the steps is skipped, in a row or not, and no loss scale helps.
-        on_verdict: a function that takes that verdict; None reports it as a `PolyampWarning`.
+        on_verdict: a function that takes that verdict; None issues it as a `PolyampWarning`.
 
     Raises:
         InvalidTypeError: ``every`` is not an integer, a hook is not callable, ``batch`` is not a tuple, or ``probe`` is
@@ -85,8 +86,7 @@ class HealthCallback(keras.callbacks.Callback):
             logs.update(loss_scale=found.scale, skipped=found.skipped)
 
     def _look(self) -> Health:
-        if keras.backend.backend() == "jax":  # there, fit does not update the variables while it runs
-            self.model.jax_state_sync()
+        update_variables(self.model)  # on JAX, fit does not update them while it runs
         self._looked = self._batches
         found = self._monitor.look(self.model)
         often = self._skips_often(found)

@@ -1,4 +1,4 @@
-"""Casts the floating variables and tensors of containers, and leaves everything else as it is."""
+"""Cast the floating-point variables and tensors of containers, and leave everything else unchanged."""
 
 from __future__ import annotations
 
@@ -14,23 +14,24 @@ from polyamp.backends.keras.backend import value_of
 from polyamp.errors import UnsupportedError
 from polyamp.formats import format_of
 
-_STORED_AS = {"tensorfloat32": "float32"}  # a format of products, not of memory
+_STORED_AS = {"tensorfloat32": "float32"}  # a format of products only, not of memory
 
 
 def cast(tree: Any, format_name: str) -> Any:
-    """``tree`` with its floating variables and tensors in a format; variables come back as tensors.
+    """Return ``tree`` with its floating-point variables and tensors in a format; variables become tensors.
 
     >>> done = cast({"w": keras.Variable([1.0, 2.0]), "steps": ops.array(3), "name": "a"}, "float16")
     >>> standardize_dtype(done["w"].dtype), standardize_dtype(done["steps"].dtype), done["name"]
     ('float16', 'int32', 'a')
 
     Args:
-        tree: Keras variables, tensors of Keras' backend and NumPy arrays (which stay such) in any nest of containers.
+        tree: Keras variables, tensors of Keras' backend and NumPy arrays (which stay NumPy arrays) in nested
+            containers.
         format_name: a format of `polyamp.FORMATS`.
 
     Raises:
-        InvalidValueError: an unknown format.
-        UnsupportedError: the tree holds layers, whose variables keep their dtypes.
+        InvalidValueError: the format is unknown.
+        UnsupportedError: the tree contains layers, whose variables keep their dtypes.
     """
     name = format_of(format_name).name
     dtype = _STORED_AS.get(name, name)
@@ -44,12 +45,12 @@ def _cast_leaf(leaf: Any, dtype: str) -> Any:
             where="policy.cast_to_...(tree)",
             found=f"the layer {leaf.name!r}",
             allowed="Keras variables and tensors",
-            fix="polyamp.convert(model, policy) sets what a model computes in",
+            fix="polyamp.convert(model, policy) sets the format that a model computes in",
         )
     is_array = isinstance(leaf, np.ndarray | keras.Variable) or ops.is_tensor(leaf)
     if not is_array or "float" not in standardize_dtype(leaf.dtype):
         return leaf
     if isinstance(leaf, np.ndarray):
-        with np.errstate(over="ignore"):  # beyond the format's range is inf, as IEEE 754 says
+        with np.errstate(over="ignore"):  # a value beyond the format's range becomes inf, as in IEEE 754
             return leaf.astype(getattr(ml_dtypes, dtype, dtype))
     return ops.cast(value_of(leaf), dtype)

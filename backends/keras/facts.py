@@ -9,12 +9,15 @@ from typing import Any
 import keras
 
 from polyamp import registry
-from polyamp.backends.keras.convert import own_policy
-from polyamp.backends.keras.gradients import is_sixteen_bit
-from polyamp.backends.keras.optimizer import LossScaledOptimizer
-from polyamp.backends.keras.recording import Step, judged, own_plan, step_of
-from polyamp.backends.keras.unlowered import lowers_here
+from polyamp.backends.keras.dtypes import is_sixteen_bit
+from polyamp.backends.keras.explain import own_plan
+from polyamp.backends.keras.layers.policies import own_policy, remaining_policy
+from polyamp.backends.keras.recording.tracing import Step, step_of
+from polyamp.backends.keras.steps.mismatches import lowers_here
+from polyamp.backends.keras.steps.optimizer import LossScaledOptimizer
+from polyamp.backends.keras.unstable import all_layers
 from polyamp.diagnosis.facts import Facts, OptimizerState
+from polyamp.dispatch import EXPLAIN, FACTS
 from polyamp.plan import Plan
 from polyamp.policy import Policy
 from polyamp.policy import policy as make_policy
@@ -38,7 +41,7 @@ def facts(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], policy:
         optimizer: None means the optimizer with which the model was compiled.
     """
     framework = registry.adapter_named(keras.backend.backend())
-    verb = registry.verb(framework, "facts")
+    verb = FACTS.of(framework)
     if not isinstance(target, keras.Model):
         found: Facts = verb(target, args, kwargs, policy, optimizer)
         return replace(found, optimizer=state_of(optimizer)) if optimizer is not None else found
@@ -46,7 +49,7 @@ def facts(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], policy:
     known = Facts(framework.name, policy, devices=tuple(framework.describe()["devices"]))
     if args:
         step = step_of(target, args, kwargs)
-        known = verb(step.function, step.args, {}, judged(target, policy), None)
+        known = verb(step.function, step.args, {}, remaining_policy(target, policy), None)
         is_wrapped = state_of(chosen) == "wrapped"
         known = replace(known, policy=policy, plan=_plan(target, step, known.plan, policy, is_wrapped))
     return replace(
@@ -68,7 +71,7 @@ def _plan(model: Any, step: Step, plan: Plan | None, policy: Policy, is_wrapped:
     if not is_wrapped or hasattr(model.train_step, "plan") or lowers_here():
         return plan
     framework = registry.adapter_named(keras.backend.backend())
-    as_it_is: Plan = registry.verb(framework, "explain")(step.function, step.args, {}, make_policy("float32"))
+    as_it_is = EXPLAIN.of(framework)(step.function, step.args, {}, make_policy("float32"))
     return replace(as_it_is, policy=str(policy), unused_rules=plan.unused_rules)
 
 
@@ -90,5 +93,5 @@ def state_of(optimizer: Any) -> OptimizerState:
 
 def _policies(model: Any) -> list[tuple[str, str]]:
     """Return the layers that compute in float16 by their own policy. Inner models are replaced by their layers."""
-    layers = (layer for layer in model._flatten_layers(include_self=False) if not isinstance(layer, keras.Model))
+    layers = (layer for layer in all_layers(model) if not isinstance(layer, keras.Model))
     return [(layer.path, layer.dtype_policy.name) for layer in layers if layer.compute_dtype == "float16"]

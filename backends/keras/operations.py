@@ -1,4 +1,4 @@
-"""Keras' layer classes as canonical operations of `polyamp.operations`: the work that decides a layer's policy."""
+"""The canonical operation of each Keras layer class: it decides the layer's policy."""
 
 from __future__ import annotations
 
@@ -85,4 +85,4 @@ ACTIVATIONS: dict[str, str] = by_native_name(
         "tanh_shrink": "tanh_shrink",
     }
 )
-"""What ``keras.layers.Activation`` does, by the name of its function in ``keras.activations``."""
+"""The canonical operation of ``keras.layers.Activation``, by the name of its function in ``keras.activations``."""

@@ -1,6 +1,6 @@
-"""All uses that polyamp makes of Keras beyond its public interface, in one place.
+"""Everything that polyamp uses of Keras, or of the framework below it, beyond its public interface.
 
-Keras may change any of it in a release, without notice; the tests of this file's users then fail.
+A release may change any of it without notice; the tests of this file's users then fail.
 """
 
 from __future__ import annotations
@@ -12,6 +12,9 @@ from typing import Any
 
 import keras
 from keras.src.backend import AutocastScope
+
+_STEP = "_polyamp_step"  # marks a ``compile`` that was replaced
+_TORCH_PARAMETERS = "_torch_params."  # comes before a path if Keras layers are torch modules
 
 
 def layers_inside(layer: Any) -> list[Any]:
@@ -26,6 +29,22 @@ def layers_inside(layer: Any) -> list[Any]:
     """
     found: list[Any] = layer._flatten_layers(include_self=False, recursive=False)
     return found
+
+
+def all_layers(layer: Any) -> list[Any]:
+    """Return the layers inside a layer at any depth, as Keras' own trainers find them.
+
+    >>> import keras
+    >>> model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1, name="one")])
+    >>> [type(inner).__name__ for inner in all_layers(model)]
+    ['InputLayer', 'Dense']
+    """
+    return list(layer._flatten_layers(include_self=False))
+
+
+def is_part_of_a_model(model: Any) -> bool:
+    """Return whether a model was called as a layer of another functional or sequential model."""
+    return bool(model._inbound_nodes)
 
 
 def autocast_variables(format_name: str) -> AbstractContextManager[Any]:
@@ -49,12 +68,9 @@ def added_weights(layer: Any) -> list[Any]:
     return list({id(variable): variable for variable in found if "float" in str(variable.dtype)}.values())
 
 
-_STEP = "_polyamp_step"
-
-
 def intercept_compile(compiled: Callable[[Any], None]) -> None:
     """Call a function with every model that is compiled from now on; once for each process."""
-    # Patched where it is defined, not on `keras.Model`: Keras does not compile a loaded model with another `compile`.
+    # Replaced where it is defined, not on `keras.Model`: Keras compiles a loaded model only with its own `compile`.
     owner = next(kind for kind in keras.Model.__mro__ if "compile" in vars(kind))
     original = vars(owner)["compile"]
     if hasattr(original, _STEP):
@@ -70,8 +86,44 @@ def intercept_compile(compiled: Callable[[Any], None]) -> None:
     owner.compile = compile
 
 
+def built_on(optimizer: Any) -> list[Any]:
+    """Return the variables that an optimizer was built on."""
+    return list(optimizer._trainable_variables)
+
+
+def index_in(optimizer: Any, variable: Any) -> int:
+    """Return the position of a variable among those that an optimizer was built on."""
+    index: int = optimizer._get_variable_index(variable)
+    return index
+
+
+def layout_of(variable: Any) -> Any:
+    """Return how a variable is laid out over devices, which Keras also gives an optimizer's slots; None if not."""
+    return getattr(variable, "_layout", None)
+
+
+def update_variables(model: Any) -> None:
+    """Make ``fit`` on JAX write its current values to the variables, as Keras does before callbacks that save."""
+    if keras.backend.backend() == "jax":
+        model.jax_state_sync()
+
+
+def jax_trace(tracer: Any) -> Any:
+    """Return the trace that a JAX tracer belongs to; no public name tells one trace from another."""
+    return tracer._trace
+
+
+def variable_path(name: str) -> str:
+    """Return a variable's path in Keras from its name in Keras' backend.
+
+    >>> variable_path("_torch_params.dense/kernel"), variable_path("dense/kernel")
+    ('dense/kernel', 'dense/kernel')
+    """
+    return name.rpartition(_TORCH_PARAMETERS)[2]
+
+
 def build_loss(model: Any, batch: Sequence[Any]) -> None:
-    """Make a compiled model build its loss now; else it does so at its first step, inside a trace.
+    """Make a compiled model build its loss now; otherwise it does so at its first step, inside a trace.
 
     Args:
         model: a model.

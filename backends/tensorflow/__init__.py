@@ -6,7 +6,7 @@
 65536.0
 """
 
-from polyamp.registry import missing
+from polyamp.refusals import missing
 
 try:
     import tensorflow  # noqa: F401
@@ -14,16 +14,16 @@ except ModuleNotFoundError as error:
     raise missing("tensorflow", extra="tensorflow") from error
 
 from polyamp.backends.tensorflow.adapter import adapter
-from polyamp.backends.tensorflow.autocast import autocast_context
+from polyamp.backends.tensorflow.autocast.context import autocast_context
 from polyamp.backends.tensorflow.casting import cast
-from polyamp.backends.tensorflow.grappler import GrapplerRewritten
-from polyamp.backends.tensorflow.legacy import (
+from polyamp.backends.tensorflow.compat.graph_rewrite import (
     disable_mixed_precision_graph_rewrite,
     enable_mixed_precision_graph_rewrite,
 )
-from polyamp.backends.tensorflow.optimizer import LossScaledOptimizer
-from polyamp.backends.tensorflow.rewrite import Rewritten, explain, rewrite, rewritten_graph
-from polyamp.backends.tensorflow.scaler import LossScaler
+from polyamp.backends.tensorflow.graphs.grappler import GrapplerRewritten
+from polyamp.backends.tensorflow.graphs.rewrite import Rewritten, explain, rewrite, rewritten_graph
+from polyamp.backends.tensorflow.steps.optimizer import LossScaledOptimizer
+from polyamp.backends.tensorflow.steps.scaler import LossScaler
 
 __all__ = [
     "GrapplerRewritten",

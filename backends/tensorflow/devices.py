@@ -7,9 +7,21 @@ from typing import Any
 
 import tensorflow as tf
 
-from polyamp.devices import cpu_flags, fast_on_cpu, fast_on_gpu, report_slow_format
+from polyamp.devices import cpu_flags, fast_on_cpu, fast_on_gpu, report_slow_format, why_not_fast
 
 _CONVOLUTIONS = "its bfloat16 convolutions were measured to take up to 14 times float32's time on such a CPU"
+
+
+def describe() -> dict[str, Any]:
+    """Return version, devices with the formats that are fast there, and notes.
+
+    >>> describe()["devices"][-1]["name"]
+    'cpu'
+    """
+    *gpus, cpu = map(dict, devices())
+    notes = [] if gpus else ["no GPU: no Tensor Cores"]
+    notes += [why_not_fast(gpu["name"], gpu["capability"]) for gpu in gpus if not gpu["fast"]]
+    return {"version": tf.__version__, "devices": [*gpus, cpu], "notes": notes}
 
 
 @functools.cache

@@ -10,15 +10,16 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from polyamp.backends.tensorflow.decisions import Decided, Pass
-from polyamp.backends.tensorflow.graph import Graph, Node
-from polyamp.backends.tensorflow.places import Places
-from polyamp.backends.tensorflow.recorder import plan_of
+from polyamp.backends.tensorflow.devices import devices
+from polyamp.backends.tensorflow.graphs.decisions import Decided, Pass
+from polyamp.backends.tensorflow.graphs.graph import Graph, Node
+from polyamp.backends.tensorflow.graphs.places import Places
+from polyamp.backends.tensorflow.graphs.planning import plan_of
+from polyamp.backends.tensorflow.graphs.rewrite import concrete_of, decided_for
+from polyamp.backends.tensorflow.graphs.scaling import SCALES, scaling_of
+from polyamp.backends.tensorflow.graphs.update import backward_pass, is_gradient
 from polyamp.backends.tensorflow.recording.tracing import name_of, plain_function
-from polyamp.backends.tensorflow.region import backward_pass, is_gradient
-from polyamp.backends.tensorflow.rewrite import concrete_of, decided_for
-from polyamp.backends.tensorflow.scaler import LossScaler
-from polyamp.backends.tensorflow.scaling import SCALES, scaling_of
+from polyamp.backends.tensorflow.steps.scaler import LossScaler
 from polyamp.diagnosis.facts import ClassLoss, Facts, OptimizerState, Product, UserCast
 from polyamp.policy import Policy
 
@@ -26,20 +27,13 @@ _LOW = {kind.as_datatype_enum: kind.name for kind in (tf.float16, tf.bfloat16)}
 _AVERAGED = ("Mean", "RealDiv", "Div", "DivNoNan")  # these follow a cross-entropy that is not a plain sum
 
 
-def facts(
-    target: Any,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    policy: Policy,
-    optimizer: Any,
-    devices: Sequence[Mapping[str, Any]],
-) -> Facts:
+def facts(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], policy: Policy, optimizer: Any) -> Facts:
     """Collect the facts that lint judges; see `polyamp.diagnosis.facts.Facts`.
 
     >>> from polyamp import policy
     >>> def product(x):
     ...     return tf.cast(x, tf.float16) @ tf.ones((3, 5), tf.float16)
-    >>> found = facts(product, (tf.ones((2, 3)),), {}, policy("mixed_float16"), None, ())
+    >>> found = facts(product, (tf.ones((2, 3)),), {}, policy("mixed_float16"), None)
     >>> found.products[0].sizes, [cast.format for cast in found.casts]
     ({'m': 2, 'n': 5, 'k': 3}, ['float16'])
 
@@ -48,10 +42,9 @@ def facts(
         args: its arguments; kwargs likewise. A target that needs arguments is not traced without them.
         policy: the policy in question.
         optimizer: the optimizer that trains it; None means the one that the step uses.
-        devices: as in the adapter's ``describe``.
     """
     kept = list(getattr(target, "trainable_variables", ()))
-    known = Facts("tensorflow", policy, has_masters=_has_masters(optimizer), devices=tuple(devices))
+    known = Facts("tensorflow", policy, has_masters=_has_masters(optimizer), devices=devices())
     if not _takes(target, args, kwargs):
         return replace(known, optimizer=_state_of(optimizer, []), low_parameters=_low(kept))
     concrete = concrete_of(plain_function(target), args, kwargs)
@@ -89,12 +82,12 @@ class _Seen(NamedTuple):
 
 def _seen(decisions: Pass, places: Places) -> Iterator[_Seen]:
     """Yield the nodes of the forward pass, including those of the functions that it calls."""
-    backward = backward_pass(decisions.graph, decisions.functions.library) | decisions.regions.update
+    backward = backward_pass(decisions.graph, decisions.functions.library) | decisions.parts.update
     for decided in decisions.nodes:
         if decided.node.name not in backward:
             for inside in decided.inside:
                 yield from _seen(inside.decisions, places.within(inside.name))
-            yield _Seen(decisions, places, decided, decisions.scope_of(decided.node))
+            yield _Seen(decisions, places, decided, decisions.scopes.scope_of(decided.node))
 
 
 def _takes(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
@@ -160,7 +153,7 @@ def _products(seen: _Seen) -> Iterator[Product]:
 
 def _format(decided: Decided) -> str:
     """Return the format in which a product runs: 16 bits if the user wrote it so."""
-    written = next((_LOW[known.dtype] for known in decided.gives if known.dtype in _LOW), None)
+    written = next((_LOW[known.dtype] for known in decided.results if known.dtype in _LOW), None)
     return written or decided.outcome.format
 
 

@@ -1,6 +1,6 @@
-"""All that polyamp uses of TensorFlow beyond its public interface, in one place.
+"""All private interfaces of TensorFlow that polyamp uses, in one place.
 
-TensorFlow may change any of it in a release, without notice; the tests of this file's users then fail.
+TensorFlow may change each of them in any release without notice; then the tests of this file's users fail.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from tensorflow.python.util import nest, tf_decorator
 
 
 def operation_definition(op: str, library: Mapping[str, Any]) -> Any:
-    """What an operation takes and gives, as an ``OpDef``: a registered one's, or the signature of a function.
+    """Return the inputs and outputs of an operation as an ``OpDef``: a registered one, or a function's signature.
 
     >>> [arg.name for arg in operation_definition("MatMul", {}).output_arg]
     ['product']
@@ -43,7 +43,7 @@ def operation_definition(op: str, library: Mapping[str, Any]) -> Any:
 
 @functools.cache
 def registered_kernels(op: str) -> tuple[Any, ...]:
-    """The kernels of an operation: on which type of device, with which types of its attributes.
+    """Return the kernels of an operation, each with its type of device and the types of its attributes.
 
     >>> sorted({kernel.device_type for kernel in registered_kernels("MatMul")})[0]
     'CPU'
@@ -52,7 +52,7 @@ def registered_kernels(op: str) -> tuple[Any, ...]:
 
 
 class FunctionLibrary(Mapping[str, Any]):
-    """The functions that this process knows by name, each a ``FunctionDef``."""
+    """The functions that this process knows, each a ``FunctionDef``, by name."""
 
     def __getitem__(self, name: str) -> Any:
         try:
@@ -71,14 +71,14 @@ class FunctionLibrary(Mapping[str, Any]):
 
 
 def register(definitions: Sequence[Any], concrete: Any) -> Any:
-    """Make functions known to the runtime, for as long as what this returns lives.
+    """Register functions with the runtime, for as long as the result lives.
 
     A graph that calls an unregistered function ends the process.
 
     Args:
-        definitions: each a ``FunctionDef`` with a name that is not taken, after those that it calls.
-        concrete: the ``ConcreteFunction`` that the last of them stands in for, whose structure of arguments and results
-            it has, and whose nodes still tell the source lines of errors.
+        definitions: a ``FunctionDef`` for each, with a new name, after those that it calls.
+        concrete: the ``ConcreteFunction`` that the last of them replaces. The two have the same structure of arguments
+            and results, and errors show the source lines of its nodes.
     """
     known, original = context.context(), concrete.inference_fn
     for definition in definitions:
@@ -98,21 +98,21 @@ def register(definitions: Sequence[Any], concrete: Any) -> Any:
 
 
 def _function_type(signature: Any) -> Any:
-    """What a function takes and gives; it is asked for where a function is saved."""
-    taken, given = (
+    """Return the type of a function, which is needed to save it."""
+    arguments, results = (
         tuple(tensor_spec.TensorSpec(None, dtypes.as_dtype(arg.type)) for arg in args)
         for args in (signature.input_arg, signature.output_arg)
     )
-    return function_type_utils.function_type_lib.from_structured_signature((taken, {}), given)
+    return function_type_utils.function_type_lib.from_structured_signature((arguments, {}), results)
 
 
 def call_in_place_of(registered: Any, concrete: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Call what `register` gave as ``concrete(*args, **kwargs)`` would be called, with its captured inputs."""
+    """Call the result of `register` like ``concrete(*args, **kwargs)``, with the captured inputs of ``concrete``."""
     return registered.call_preflattened(flat_inputs(concrete, args, kwargs))
 
 
 def options_of(function: Any) -> dict[str, Any]:
-    """The options with which a ``tf.function`` was made, for making another one like it."""
+    """Return the options with which a ``tf.function`` was made, to make another one like it."""
     return {
         "input_signature": function.input_signature,
         "jit_compile": function._jit_compile,
@@ -121,24 +121,24 @@ def options_of(function: Any) -> dict[str, Any]:
 
 
 def graph_of(name: str, within: Any) -> Any:
-    """The graph that a function was made from, of a graph's functions; None where it is not known."""
+    """Return the graph from which a function of a graph was made; None if it is not known."""
     known = within._functions.get(name) if within is not None else None
     return getattr(known, "_cached_graph", None)
 
 
 def function_names() -> list[str]:
-    """The functions that the runtime holds now, for tests that nothing is leaked."""
+    """Return the names of the functions in the runtime, for tests that nothing leaks."""
     return list(context.context().list_function_names())
 
 
-# Ambient autocast: where TensorFlow's Python makes operations, traces functions and takes gradients.
+# Ambient autocast: places where TensorFlow's Python code makes operations, traces functions and takes gradients.
 
 
 class Parameter(NamedTuple):
-    """A parameter of a generated function; without an attribute where it is no tensor of a free type.
+    """A parameter of a generated function.
 
     Attributes:
-        attribute: the type attribute of the operation that it has.
+        attribute: the operation's type attribute that gives its type; empty if its type is fixed or it is no tensor.
         is_list: whether it is a list of tensors.
     """
 
@@ -147,7 +147,9 @@ class Parameter(NamedTuple):
 
 
 def generated_functions(op: str) -> tuple[tuple[Callable[..., Any], ...], dict[str, Parameter]]:
-    """The function that makes an operation, the one of ``tf.raw_ops``, which takes keywords alone, and parameters.
+    """Return the function that makes an operation and its twin in ``tf.raw_ops``, and their parameters.
+
+    The twin accepts only keyword arguments.
 
     >>> functions, parameters = generated_functions("MatMul")
     >>> len(functions), parameters["a"], parameters["transpose_a"]
@@ -176,7 +178,7 @@ def _parameter(op: str, annotation: Any) -> Parameter:
 
 
 def replace_functions(replaced: Mapping[Callable[..., Any], Callable[..., Any]]) -> None:
-    """Put other functions where TensorFlow's modules have these, under whatever name."""
+    """Replace functions in all of TensorFlow's modules, under every name that they have there."""
     modules = [module for name, module in sys.modules.items() if name.partition(".")[0] == "tensorflow"]
     for module in modules:
         for name, value in list(vars(module).items()):
@@ -185,7 +187,7 @@ def replace_functions(replaced: Mapping[Callable[..., Any], Callable[..., Any]])
 
 
 def intercept_traces(key: Callable[[], Hashable]) -> None:
-    """Let every ``tf.function`` keep one trace for each value of ``key()``; None is what it keeps anyhow."""
+    """Make every ``tf.function`` keep a trace for each value of ``key()``; None selects its usual trace."""
     original = function_context.make_function_context
 
     @functools.wraps(original)
@@ -200,12 +202,12 @@ def intercept_gradients(
     backward: Callable[[], AbstractContextManager[None]],
     forward: Callable[[], Callable[[], AbstractContextManager[None]]],
 ) -> None:
-    """Put contexts around gradient functions.
+    """Run gradient functions inside contexts.
 
     Args:
-        backward: the context of TensorFlow's own gradient functions, eager and in graphs.
-        forward: called where a function with a gradient of its own (`tf.custom_gradient`, `tf.recompute_grad`) runs; it
-            gives the context of that gradient.
+        backward: returns the context for TensorFlow's own gradient functions, in eager code and in graphs.
+        forward: is called when a function with a custom gradient (`tf.custom_gradient`, `tf.recompute_grad`) runs, and
+            returns a function that makes the context for this gradient.
     """
     backprop._gradient_function = _within(backward, backprop._gradient_function)
     pywrap_tfe.TFE_Py_RegisterGradientFunction(backprop._gradient_function)
@@ -241,7 +243,7 @@ def _bound_to_forward(
 
 
 def scope_path() -> str:
-    """The name scopes that stand around what is made next: of its graph, of those around it, and of eager code."""
+    """Return the name scopes around the next operation: those of its graph, of outer graphs, and of eager code."""
     known = context.context()
     scopes = [known.scope_name]
     graph = None if known.executing_eagerly() else ops.get_default_graph()
@@ -253,17 +255,17 @@ def scope_path() -> str:
 
 @functools.cache
 def remember_names() -> None:
-    """Have graphs that are built from now on remember the names that were asked for; see `as_asked`."""
+    """Make graphs remember, from now on, the names that the code asked for; see `as_asked`."""
     original = ops.Graph.unique_name
 
     @functools.wraps(original)
     def unique_name(self: Any, name: str, *args: Any, **kwargs: Any) -> str:
-        given: str = original(self, name, *args, **kwargs)
-        if given.rpartition("/")[2] != name.rpartition("/")[2]:
+        unique: str = original(self, name, *args, **kwargs)
+        if unique.rpartition("/")[2] != name.rpartition("/")[2]:
             if not hasattr(self, _ASKED):
                 setattr(self, _ASKED, {})
-            getattr(self, _ASKED)[given] = name.rpartition("/")[2]
-        return given
+            getattr(self, _ASKED)[unique] = name.rpartition("/")[2]
+        return unique
 
     ops.Graph.unique_name = unique_name
 
@@ -272,10 +274,10 @@ _ASKED = "_polyamp_asked"
 
 
 def as_asked(graph: Any, path: str) -> str:
-    """A scope or a node's name as its maker asked for it, without the numbers that TensorFlow added.
+    """Return the name of a scope or node as the code asked for it, without the numbers that TensorFlow added.
 
-    Keras enters a layer's scope twice, so that in graphs the layer ``dense`` has the scope ``dense_1``, and the layer
-    ``dense_1`` has ``dense_1_1``.
+    Keras enters a layer's scope twice. So in graphs the layer ``dense`` has the scope ``dense_1``, and the layer
+    ``dense_1`` has the scope ``dense_1_1``.
 
     >>> import tensorflow as tf
     >>> remember_names()
@@ -294,7 +296,7 @@ def as_asked(graph: Any, path: str) -> str:
 def _asked(graph: Any, prefix: str) -> str:
     while graph is not None:
         known = getattr(graph, _ASKED, {})
-        # A gradient has the scope of its forward operation, below one of its own.
+        # A gradient has the scope of its forward operation, below an extra one.
         if found := known.get(prefix) or known.get(prefix.partition("/")[2]):
             return str(found)
         graph = getattr(graph, "outer_graph", None)
@@ -302,7 +304,7 @@ def _asked(graph: Any, prefix: str) -> str:
 
 
 def current_device() -> str:
-    """The device that the code around asks for; empty where it does not. Device functions are not asked."""
+    """Return the device that the code asks for; empty if it asks for none. Device functions are not called."""
     known = context.context()
     if known.executing_eagerly():
         return known.device_name or ""
@@ -314,7 +316,7 @@ def current_device() -> str:
 
 
 def newest_tensor() -> int:
-    """A number that grows with every tensor that is made, and with every call of this."""
+    """Return a number that grows with every new tensor, and with every call of this function."""
     return ops.uid()
 
 
@@ -322,17 +324,17 @@ def newest_tensor() -> int:
 
 
 def optimize_graph(config: Any, metagraph: Any) -> Any:
-    """A ``MetaGraphDef`` after the passes that a ``ConfigProto`` names, as a ``GraphDef``."""
+    """Run the passes that a ``ConfigProto`` names on a ``MetaGraphDef``, and return a ``GraphDef``."""
     return tf_optimizer.OptimizeGraph(config, metagraph, verbose=False)
 
 
-# What cannot be traced.
+# Errors of tracing.
 
 OUT_OF_SCOPE = InaccessibleTensorError
 
 
 def graphs_around() -> list[Any]:
-    """The graph that is being built, and those that it is built inside of; else the graph of TensorFlow 1."""
+    """Return the graph that is being built and the graphs around it; else TensorFlow 1's default graph."""
     graphs, graph = [], ops.get_default_graph()
     while graph is not None:
         graphs.append(graph)
@@ -345,11 +347,11 @@ def graphs_around() -> list[Any]:
 
 @contextmanager
 def watched_gradients(taken: Callable[[Any, Any, Any, Any], None]) -> Iterator[None]:
-    """Have ``taken(target, sources, gradients, seeds)`` called wherever a gradient is taken, while this lasts.
+    """Call ``taken(target, sources, gradients, seeds)`` whenever a gradient is taken inside the context.
 
-    A graph does not say which of its values is the gradient of which variable; the tape that made it, and the
-    optimizers of TensorFlow 1, do. The seeds are the target's own gradients, which a backward pass starts from: ones of
-    ours where the code gives none, so that they can be told from other constants.
+    A graph does not record which value is the gradient of which variable, but the tape and the optimizers of TensorFlow
+    1 know it. The seeds are the gradients of the target, from which a backward pass starts. If the code passes none,
+    the seeds are new tensors of ones, to distinguish them from other constants.
     """
     tape, legacy = backprop.GradientTape.gradient, optimizer.Optimizer.compute_gradients
 
@@ -380,7 +382,7 @@ def watched_gradients(taken: Callable[[Any, Any, Any, Any], None]) -> Iterator[N
 
 
 def _seeds(target: Any) -> Any:
-    """Ones for each tensor of a target; None where there is anything else, which TensorFlow has to see to."""
+    """Return ones for each tensor of a target; None if it has anything else, which TensorFlow then handles."""
     flat = nest.flatten(target)
     if not all(ops.is_symbolic_tensor(one) and one.dtype.is_floating for one in flat):
         return None
@@ -388,9 +390,9 @@ def _seeds(target: Any) -> Any:
 
 
 def runnable(definitions: Sequence[Any]) -> Any:
-    """What runs the last of some functions: ``call_flat(*inputs)`` gives its results in order.
+    """Register functions and return a runner of the last one: ``call_flat(*inputs)`` returns its results in order.
 
-    The functions are known to the runtime for as long as what this returns lives; see `register`.
+    The functions stay registered for as long as the runner lives; see `register`.
     """
     known = context.context()
     for definition in definitions:
@@ -403,6 +405,6 @@ def runnable(definitions: Sequence[Any]) -> Any:
 
 
 def flat_inputs(concrete: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-    """The inputs of a ``ConcreteFunction``, captured ones too, for a call with these arguments."""
+    """Return the inputs of a ``ConcreteFunction``, including captured ones, for a call with these arguments."""
     bound = function_type_utils.canonicalize_function_inputs(args, kwargs, concrete.function_type)
     return [*concrete.function_type.unpack_inputs(bound), *concrete.captured_inputs]

@@ -6,7 +6,7 @@
 True
 """
 
-from polyamp.registry import missing
+from polyamp.refusals import missing
 
 try:
     import torch  # noqa: F401
@@ -14,14 +14,15 @@ except ModuleNotFoundError as error:
     raise missing("torch", extra="torch") from error
 
 from polyamp.backends.torch.adapter import adapter
-from polyamp.backends.torch.ambient.autocast import autocast
-from polyamp.backends.torch.ambient.custom import custom_bwd, custom_fwd, register_autocast
+from polyamp.backends.torch.autocast.context import autocast
+from polyamp.backends.torch.autocast.custom import custom_bwd, custom_fwd, register_autocast
 from polyamp.backends.torch.casting import cast
 from polyamp.backends.torch.convert import convert
-from polyamp.backends.torch.graphs.rewrite import explain, rewrite
-from polyamp.backends.torch.steps.gates import AppliedSteps, select
+from polyamp.backends.torch.graphs.explain import explain
+from polyamp.backends.torch.graphs.rewrite import rewrite
 from polyamp.backends.torch.steps.grad_scaler import GradScaler
 from polyamp.backends.torch.steps.optimizer import LossScaledOptimizer
+from polyamp.backends.torch.steps.skipping import AppliedSteps, select
 
 __all__ = [
     "AppliedSteps",

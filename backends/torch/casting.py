@@ -1,4 +1,4 @@
-"""Casts the floating tensors of containers and modules, and leaves everything else as it is."""
+"""Casts the floating tensors of containers and modules, and leaves everything else unchanged."""
 
 from __future__ import annotations
 
@@ -14,30 +14,30 @@ from polyamp.errors import warn_once
 
 
 def cast(tree: Any, format_name: str) -> Any:
-    """``tree`` with its floating tensors in a format; a module is changed in place, as by ``module.to``.
+    """Return ``tree`` with its floating tensors in a format; a module is changed in place, as by ``module.to``.
 
-    Integers, booleans, complex numbers and what is no tensor stay untouched, and what was shared stays shared.
+    Everything else is unchanged: integers, booleans, complex numbers, other objects. A shared tensor stays shared.
 
     >>> cast({"w": torch.ones(2), "step": torch.tensor(3), "name": "a"}, "float16")
     {'w': tensor([1., 1.], dtype=torch.float16), 'step': tensor(3), 'name': 'a'}
 
     Args:
         tree: tensors and modules in containers: mappings, sequences, sets, named tuples, dataclasses, attrs classes and
-            what is registered with `torch.utils._pytree`. They stay of their types.
+            types that are registered with `torch.utils._pytree`. They keep their types.
         format_name: the name of a format, such as ``"bfloat16"``.
 
     Raises:
-        InvalidValueError: an unknown format.
+        InvalidValueError: the format is unknown.
 
     Warns:
-        PolyampWarning: an object of another class has tensors, which keep their format.
+        PolyampWarning: an object of another class has tensors; these keep their format.
     """
     return cast_to(tree, dtype_of(format_name))
 
 
 def cast_to(tree: Any, dtype: torch.dtype, *, modules: bool = True) -> Any:
-    """`cast`, by dtype; where ``modules`` is false, those in the tree stay as they are."""
-    done: dict[int, Any] = {}  # a tensor that stands at two places is cast once
+    """Cast as `cast` does, to a dtype; if ``modules`` is false, modules in the tree are unchanged."""
+    done: dict[int, Any] = {}  # a shared tensor is cast once
 
     def cast_leaf(leaf: Any) -> Any:
         if id(leaf) not in done:
@@ -54,16 +54,16 @@ def _cast_leaf(leaf: Any, dtype: torch.dtype, modules: bool) -> Any:
 
 
 def cast_tensor(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """A floating tensor in ``dtype``, differentiably; any other tensor as it is."""
+    """Cast a floating tensor, differentiably; return any other tensor unchanged."""
     return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
 
 def _report_unknown(leaf: Any) -> None:
-    """Say once of a class that it is not looked into, or refuses to be made anew."""
+    """Warn once of a class that is not opened, or cannot be rebuilt."""
     if not torch.compiler.is_compiling() and (hides_tensors(leaf) or open_up(leaf) is not None):
         kind = f"{type(leaf).__module__}.{type(leaf).__qualname__}"
         warn_once(
-            f"a {kind} was not understood: its tensors keep their format. Give the tensors in a dict, tuple or "
+            f"a {kind} was not understood: its tensors keep their format. Pass the tensors in a dict, tuple or "
             "dataclass, or register the class: torch.utils._pytree.register_pytree_node.",
             stacklevel=2,
         )
@@ -73,13 +73,13 @@ Others = Callable[[Any], None] | None
 
 
 def map_leaves(fn: Callable[[Any], Any], tree: Any, *, others: Others = None) -> Any:
-    """``tree`` with ``fn`` of its tensors and modules, in containers of the same types.
+    """Apply ``fn`` to the tensors and modules of ``tree``, and return containers of the same types.
 
     Args:
         fn: called with each tensor and module.
         tree: a container, or a tensor or module itself.
-        others: called with all that is neither tensor nor module, and with containers that cannot be made anew; these
-            stay as they are. Without it they raise what they raise.
+        others: called with everything else, and with containers that cannot be rebuilt, which are returned unchanged.
+            Without it such containers raise their own errors.
     """
     return _mapped(fn, tree, others, ())
 
@@ -88,7 +88,7 @@ def _mapped(fn: Callable[[Any], Any], tree: Any, others: Others, within: tuple[i
     if isinstance(tree, Tensor | nn.Module):
         return fn(tree)
     if id(tree) in within:
-        return tree  # it holds itself
+        return tree  # it contains itself
     inside = (*within, id(tree))
     if type(tree) is dict:
         return {key: _mapped(fn, value, others, inside) for key, value in tree.items()}
@@ -112,7 +112,7 @@ def _mapped(fn: Callable[[Any], Any], tree: Any, others: Others, within: tuple[i
 
 
 def leaves(tree: Any) -> Iterator[Any]:
-    """The tensors and modules of ``tree``."""
+    """Return the tensors and modules of ``tree``."""
     found: list[Any] = []
 
     def note(leaf: Any) -> Any:
@@ -126,8 +126,8 @@ def leaves(tree: Any) -> Iterator[Any]:
 def store_module(module: nn.Module, dtype: torch.dtype) -> nn.Module:
     """Store a module's floating parameters, their gradients and its floating buffers in ``dtype``, in place.
 
-    The `torch.nn.Parameter` objects stay the same, so that optimizers and tied layers keep them. Unlike ``module.to``
-    this leaves complex values alone.
+    The `torch.nn.Parameter` objects stay the same, so optimizers and tied layers keep them. Unlike ``module.to`` this
+    leaves complex values unchanged.
     """
     for parameter in module.parameters():
         store_parameter(parameter, dtype)

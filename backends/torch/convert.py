@@ -1,4 +1,4 @@
-"""Stores a module's parameters as a policy says, and keeps the modules that its rules name in float32."""
+"""`convert`: stores a module's parameters in the format of a policy, except those that its rules keep in float32."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from polyamp.backends.torch.dtypes import DTYPES, SIXTEEN_BIT
 from polyamp.backends.torch.modules import kept_by_authors, operation_of
 from polyamp.errors import InvalidTypeError, warn_once
 from polyamp.policy import Policy
+from polyamp.reports import report_unused
 from polyamp.rules import unused
 
-# Their kernels take 16-bit data beside float32 parameters and statistics, on every device.
+# Their kernels take 16-bit data with float32 parameters and statistics, on every device.
 _TAKING_MIXED = (
     nn.BatchNorm1d,
     nn.BatchNorm2d,
@@ -30,7 +31,7 @@ _HOOKS = "_polyamp_hooks"  # attribute of a module: the handles of the hooks tha
 
 
 class _Part(NamedTuple):
-    """One module of a model, where it stands, and whether the rules keep it in float32."""
+    """One module of a model, with its path, its operation and its class."""
 
     path: str
     module: nn.Module
@@ -39,12 +40,12 @@ class _Part(NamedTuple):
 
 
 def convert(model: nn.Module, policy: Policy) -> nn.Module:
-    """Store floating parameters and buffers in ``policy.param``, except where rules say full, inner or keep.
+    """Store floating parameters and buffers in ``policy.param``, except in modules that the rules keep in float32.
 
-    A module that stays in float32, by the table (norms), by a path rule, or since its authors keep it so under a policy
-    that keeps norms (``_keep_in_fp32_modules``), gets its inputs in float32 (batch norms take 16 bits) and gives its
-    outputs back in ``policy.compute``; the model's own inputs are cast to ``policy.compute`` and its outputs to
-    ``policy.output``. The `torch.nn.Parameter` objects stay the same ones. Converting again replaces all of this.
+    A module is kept in float32 by the table (norms), by a rule for its path, or by its authors
+    (``_keep_in_fp32_modules``) if the policy keeps norms. Its inputs are cast to float32 (those of batch norms stay in
+    16 bits) and its outputs to ``policy.compute``. The model's inputs are cast to ``policy.compute`` and its outputs to
+    ``policy.output``. The `torch.nn.Parameter` objects stay the same. Converting again replaces all of this.
 
     >>> from polyamp import policy
     >>> model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 2))
@@ -53,19 +54,21 @@ def convert(model: nn.Module, policy: Policy) -> nn.Module:
     ([torch.float16, torch.float32, torch.float32], torch.float32)
 
     Args:
-        model: changed in place. Convert before the optimizer is wrapped, so that it gets master weights.
-        policy: one that stores float32 leaves nothing to do; where it is a mixed one, a warning points to autocast.
+        model: the model, which is changed in place. Convert it before its optimizer is wrapped, which then gets master
+            weights.
+        policy: the policy. One that stores parameters in float32 changes nothing; if it is a mixed one, a warning
+            points to autocast.
 
     Raises:
-        InvalidTypeError: no `torch.nn.Module`.
+        InvalidTypeError: ``model`` is not a `torch.nn.Module`.
     """
     if not isinstance(model, nn.Module):
         raise InvalidTypeError(
-            "no torch module",
+            "the model is not a torch module",
             where="convert(model)",
             found=f"{type(model).__module__}.{type(model).__qualname__}",
             allowed="an instance of torch.nn.Module",
-            fix="give the model itself; arrays are cast by policy.cast_to_param(tree)",
+            fix="pass the model itself; policy.cast_to_param(tree) casts arrays",
         )
     parts = list(_parts(model, policy))
     _remove_hooks(model)
@@ -96,7 +99,7 @@ def _parts(model: nn.Module, policy: Policy) -> Iterator[_Part]:
 
 
 def _store(parts: list[_Part], dtype: torch.dtype) -> set[nn.Module]:
-    """Cast parameters and buffers; the modules that stay in float32 while others do not."""
+    """Cast parameters and buffers, and return the modules that stay in float32."""
     full = {own for part in parts if _is_full(part) for own in part.module.parameters(recurse=False)}
     kept = set()
     for part in parts:
@@ -110,7 +113,7 @@ def _store(parts: list[_Part], dtype: torch.dtype) -> set[nn.Module]:
 
 
 def _is_full(part: _Part) -> bool:
-    """Whether a module computes in float32, if only inside, as norms do: with parameters of that format."""
+    """Return whether a module computes in float32, at least inside, as norms do, and so needs float32 parameters."""
     return part.op_class in ("full", "inner")
 
 
@@ -136,13 +139,13 @@ def _add_hooks(model: nn.Module, parts: list[_Part], kept: set[nn.Module], polic
 
 
 def _holds_values(module: nn.Module) -> bool:
-    """Whether a module has floating parameters or buffers of its own: one without them computes in what it is given."""
+    """Return whether a module has floating parameters or buffers; else it computes in the type of its inputs."""
     own = (*module.parameters(recurse=False), *module.buffers(recurse=False))
     return any(value.is_floating_point() for value in own) and not isinstance(module, nn.modules.loss._Loss)
 
 
 def _caller(modules: dict[str, nn.Module], path: str) -> nn.Module:
-    """The nearest module above that calls this one: lists and dicts of modules only hold them."""
+    """Return the nearest module above that calls this one; lists and dicts of modules do not call theirs."""
     above = path.rpartition(".")[0]
     while isinstance(modules[above], nn.ModuleList | nn.ModuleDict) and above:
         above = above.rpartition(".")[0]
@@ -173,8 +176,5 @@ def _cast_outputs(_: nn.Module, __: Any, outputs: Any, *, dtype: torch.dtype) ->
 
 def _report_unused(parts: list[_Part], policy: Policy) -> None:
     seen = [(part.operation, part.path) for part in parts]
-    for rule in unused(policy.own_rules, seen):
-        warn_once(
-            f"rule {rule.pattern!r} matches no module of this {type(parts[0].module).__name__}. "
-            "Give a module's path, as named_modules() lists it, or the canonical name of its operation."
-        )
+    name = type(parts[0].module).__name__
+    report_unused(unused(policy.own_rules, seen), where=name, paths="a module", of=policy, stacklevel=3)

@@ -53,13 +53,13 @@ def _norm_of(module: nn.Module) -> str:
     own = {key for key, _ in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))}
     if "batch" in name or "running_mean" in own:
         return "batch_norm"
-    for said, operation in _SAID.items():
-        if said in name:
+    for kind, operation in _KINDS.items():
+        if kind in name:
             return operation
     return "layer_norm" if "bias" in own else "rms_norm"
 
 
-_SAID = {"rms": "rms_norm", "group": "group_norm", "instance": "instance_norm", "layer": "layer_norm"}
+_KINDS = {"rms": "rms_norm", "group": "group_norm", "instance": "instance_norm", "layer": "layer_norm"}
 
 # Names that Hugging Face's models use for the parts that float16 cannot hold; "strict" means bfloat16 too.
 _KEPT = ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")

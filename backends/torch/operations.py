@@ -1,7 +1,7 @@
 """PyTorch's names for the canonical operations of `polyamp.operations`: aten operators and ``torch.nn`` modules.
 
-Operators stand under their base name: every overload of an operator does the same work (``softmax.int`` and
-``softmax.Dimname``), so overloads share one class. `canonical` takes any spelling of a name.
+Operators are listed by their base name: every overload of an operator does the same work (``softmax.int`` and
+``softmax.Dimname``), so overloads share one class. `canonical` accepts any spelling of a name.
 """
 
 from __future__ import annotations
@@ -333,7 +333,7 @@ MODULES: dict[str, str] = by_native_name(
 
 
 def canonical(native: str) -> str | None:
-    """The canonical name of an aten operator in any of its spellings; None where the map does not have it.
+    """Return the canonical name of an aten operator, in any spelling; None if the map does not have it.
 
     >>> canonical("aten::softmax.int"), canonical("aten.softmax.int"), canonical("softmax"), canonical("relu_")
     ('softmax', 'softmax', 'softmax', 'relu')
@@ -375,4 +375,4 @@ FUNCTIONS: dict[str, str] = by_native_name(
         "logical": "not_",
     }
 )
-"""Names that functions, methods and Python's operators have where no aten operator has them."""
+"""Names of functions, methods and Python's operators that are not names of aten operators."""

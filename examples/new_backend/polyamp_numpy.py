@@ -49,20 +49,20 @@ class Adam(SGD):
 class LossScaled:
     """A wrapped optimizer: unscale in float32, test, clip, update or skip, advance the scale."""
 
-    def __init__(self, inner: SGD, config: polyamp.LossScale, max_grad_norm: float | None) -> None:
-        self.inner, self.config, self.max_grad_norm = inner, config, max_grad_norm
-        self.state = config.initial_state()
+    def __init__(self, inner: SGD, settings: polyamp.LossScale, max_grad_norm: float | None) -> None:
+        self.inner, self.settings, self.max_grad_norm = inner, settings, max_grad_norm
+        self.state = settings.initial_state()
         self.stored = inner.params  # 16-bit parameters get float32 master weights, which the inner optimizer updates
         inner.params, inner.memory = _widened(inner.params), _widened(inner.memory)
 
     def step(self, scaled: Arrays) -> None:
-        finite = not self.config.check or all(bool(np.isfinite(grad).all()) for grad in scaled.values())
+        finite = not self.settings.check or all(bool(np.isfinite(grad).all()) for grad in scaled.values())
         if finite:
             self.inner.step(self._clip({n: g.astype(np.float32) / self._divisor() for n, g in scaled.items()}))
             for name, param in self.stored.items():
                 param[...] = self.inner.params[name]
-        self.state = polyamp.advance(self.config, self.state, finite)
-        report_limits(self.config, self.state)
+        self.state = polyamp.advance(self.settings, self.state, finite)
+        report_limits(self.settings, self.state)
 
     @property
     def last_step(self) -> polyamp.StepResult:
@@ -117,10 +117,10 @@ class NumpyAdapter:
         return np.float32(loss) * np.float32(holder.state.scale)
 
     def save_loss_scale(self, holder: LossScaled) -> dict[str, Any]:
-        return holder.config.to_state_dict(holder.state)
+        return holder.settings.to_state_dict(holder.state)
 
     def load_loss_scale(self, holder: LossScaled, saved: Mapping[str, Any]) -> LossScaled:
-        holder.state = holder.config.from_state_dict(saved)
+        holder.state = holder.settings.from_state_dict(saved)
         return holder
 
 

@@ -18,15 +18,15 @@ from polyamp.diagnosis.probe import Probe
 from polyamp.diagnosis.recording import Observation, Recording
 from polyamp.diagnosis.rounding import rounding
 from polyamp.diagnosis.verbs import check_range, record, sixteen_bit
-from polyamp.dispatch import offering
+from polyamp.dispatch import AUTOCAST_FUNCTION, RECORD, offering
 from polyamp.errors import InvalidValueError
-from polyamp.layout import aligned, finite, plural, power, share, write_json
+from polyamp.layout import JsonReport, aligned, finite, plural, power, share
 from polyamp.policy import Policy
 from polyamp.policy import policy as make_policy
 from polyamp.verbs import explain
 
 if TYPE_CHECKING:
-    from os import PathLike
+    pass
 
 ROUNDS = 16
 """How often, at most, rules are added and the batches are run again. Each round keeps at least one more in float32."""
@@ -35,7 +35,7 @@ Observe = Callable[[Policy, bool], Recording]
 
 
 @dataclass(frozen=True)
-class Calibration:
+class Calibration(JsonReport):
     """The result of `calibrate`: rules, the evidence for each, and the model without and with them.
 
     Attributes:
@@ -74,10 +74,6 @@ class Calibration:
             "before": _summary(self.before),
             "after": _summary(self.after),
         }
-
-    def save(self, path: str | PathLike[str]) -> None:
-        """Write `as_dict` to a JSON file."""
-        write_json(self.as_dict(), path)
 
     def __str__(self) -> str:
         recording, count = self.before.recording, len(self.evidence)
@@ -139,8 +135,8 @@ def calibrate(
         return merged(record(fn, args, {}, policy, backend, widened=widened, scale=None) for args in steps)
 
     def unmatched(policy: Policy) -> Sequence[str]:
-        adapter = offering("record", backend, (fn, steps[0]), where="calibrate(fn, batches)")
-        if not hasattr(adapter, "autocast_function"):
+        adapter = offering(RECORD, backend, (fn, steps[0]), where="calibrate(fn, batches)")
+        if not AUTOCAST_FUNCTION.offered_by(adapter):
             return ()
         return explain(fn, *steps[0], policy=policy, backend=adapter.name).unused_rules
 

@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from polyamp import registry
+from polyamp.dispatch import LOSS_SCALE_OF, adapter_for
 from polyamp.errors import InvalidTypeError
 from polyamp.layout import finite, power
 from polyamp.loss_scale import LossScale, LossScaleState
@@ -250,10 +250,8 @@ def health(holder: Any, probe: Probe | None = None) -> Health:
         UsageError: in JAX, the pytree has no such state, or several.
     """
     check_probe(probe, where="health(probe=)")
-    adapter = registry.adapter_within(holder)
-    if adapter is None:
-        raise registry.no_adapter(holder, where="health(holder)")
-    settings, counters = registry.verb(adapter, "loss_scale_of")(holder)
+    adapter = adapter_for(None, holder, where="health(holder)")
+    settings, counters = LOSS_SCALE_OF.of(adapter)(holder)
     return Health(settings, counters, probe)
 
 

@@ -6,11 +6,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from polyamp import registry
 from polyamp.diagnosis.checks import CHECKS, Severity
 from polyamp.diagnosis.facts import ClassLoss, Facts, Product, UserCast
 from polyamp.diagnosis.verbs import sixteen_bit
-from polyamp.dispatch import offering
+from polyamp.dispatch import FACTS, offering
 from polyamp.errors import InvalidTypeError, InvalidValueError
 from polyamp.layout import plural
 from polyamp.policy import Policy
@@ -147,8 +146,8 @@ def lint(
     """
     factor = _count("accumulate", accumulate)
     denominator = None if rows is None else _count("rows", rows)
-    adapter = offering("facts", backend, (target, args, kwargs, optimizer), where="lint(target, *args)")
-    facts: Facts = registry.verb(adapter, "facts")(target, args, kwargs, sixteen_bit(policy), optimizer)
+    adapter = offering(FACTS, backend, (target, args, kwargs, optimizer), where="lint(target, *args)")
+    facts = FACTS.of(adapter)(target, args, kwargs, sixteen_bit(policy), optimizer)
     losses = (loss._replace(rows=factor * (denominator or loss.rows)) for loss in facts.losses)
     return judge(replace(facts, losses=tuple(losses)))
 

@@ -1,22 +1,24 @@
-"""Pictures of a probe, a sweep and a plan. Only this module needs matplotlib, and only when it draws."""
+"""Pictures of a probe, a sweep and a plan, drawn into image files.
+
+Each function takes the numbers to draw, so the reports can import this module. Only this module needs matplotlib, and
+only when it draws.
+"""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import PurePath
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from polyamp import registry
-from polyamp.diagnosis.probe import Probe
-from polyamp.diagnosis.recording import ACTIVATION, GRADIENT, PARAMETER, Observation
+from polyamp.diagnosis.recording import ACTIVATION, GRADIENT, PARAMETER, Observation, Recording
 from polyamp.diagnosis.spread import LOWEST, Spread
-from polyamp.diagnosis.sweep import Sweep
+from polyamp.diagnosis.window import Window
 from polyamp.errors import InvalidValueError
-from polyamp.formats import Format, format_of
+from polyamp.formats import Format
 from polyamp.layout import power
-from polyamp.plan import Plan
+from polyamp.refusals import missing
 
 if TYPE_CHECKING:
     from os import PathLike
@@ -35,39 +37,69 @@ _LOST, _LIMIT, _SAFE = "#d9d9d9", "#c0392b", "#2e7d5b"
 _MARKS = {"ok": ("o", _SAFE), "too small": ("v", "#1f5fa8"), "too large": ("^", _LIMIT), "failed": ("x", "black")}
 
 
-def draw_probe(probe: Probe, path: str | PathLike[str]) -> None:
+class Mark(NamedTuple):
+    """One run of a sweep: its loss scale, its final loss (None if it failed) and its outcome."""
+
+    scale: float
+    loss: float | None
+    outcome: str
+
+    @property
+    def is_finite(self) -> bool:
+        """Return whether the final loss is finite."""
+        return self.loss is not None and math.isfinite(self.loss)
+
+
+def draw_probe(
+    path: str | PathLike[str], recording: Recording, limits: Format, window: Window | None, scale: float
+) -> None:
     """Draw a heat map of every tensor over powers of two, with the format's limits, into an image file.
 
     Each row is a tensor, in the order of computation; darker cells hold more of its elements. Grey names are tensors
     that the policy keeps in float32. The lines are the format's smallest subnormal, smallest normal and largest number.
     In the panels of gradients, values that are lost or too large at the recommended loss scale are grey.
 
+    Args:
+        path: the image file.
+        recording: one step in float32 with unscaled gradients.
+        limits: the 16-bit format.
+        window: the safe range of loss scales; None if no gradient needs a scale.
+        scale: the recommended loss scale.
+
     Raises:
         InvalidValueError: the file's ending does not name an image format.
         MissingFrameworkError: matplotlib is not installed.
     """
-    panels = {kind: rows for kind in _TITLES if (rows := list(probe.recording.of_kind(kind)))}
+    panels = {kind: rows for kind in _TITLES if (rows := list(recording.of_kind(kind)))}
     heights = [max(len(rows), 3) for rows in panels.values()] or [3]
     figure = _figure(path, (10, min(max(1.8 + 0.2 * sum(heights), 3.5), 16)))
     axes = list(figure.subplots(len(heights), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0])
-    low, high = _range(probe)
+    low, high = _range(recording, limits, scale)
     for axis, (kind, rows) in zip(axes, panels.items(), strict=False):
         _heat(axis, rows, low, high)
         _name_rows(axis, rows, every=math.ceil(sum(heights) / _LABELLED))
         axis.set_title(f"{_TITLES[kind]} ({len(rows)})", loc="left", fontsize=9, pad=14)
-        _limit_lines(axis, format_of(probe.format))
-        if kind != ACTIVATION and probe.window is not None:
-            _scaled_out(axis, probe, low, high)
+        _limit_lines(axis, limits)
+        if kind != ACTIVATION and window is not None:
+            _shade_losses(axis, limits, scale, low, high)
     if panels:
         bar = figure.colorbar(axes[0].collections[0], ax=axes, pad=0.01, aspect=30, shrink=0.6)
         bar.set_label("share of the tensor's elements")
     axes[-1].set_xlabel("log2 of the magnitude")
-    figure.suptitle(_title(probe), fontsize=11)
+    figure.suptitle(_title(recording, limits, window, scale), fontsize=11)
     figure.savefig(path, dpi=150)
 
 
-def draw_sweep(sweep: Sweep, path: str | PathLike[str]) -> None:
+def draw_sweep(
+    path: str | PathLike[str], runs: Sequence[Mark], reference: tuple[str, float] | None, window: Window | None
+) -> None:
     """Draw the final loss over the loss scale, with the reference and the probed window, into an image file.
+
+    Args:
+        path: the image file.
+        runs: in order of ascending scale.
+        reference: the name and the value of the loss to reach.
+        window: the probed window.
 
     Raises:
         InvalidValueError: the file's ending does not name an image format.
@@ -75,47 +107,49 @@ def draw_sweep(sweep: Sweep, path: str | PathLike[str]) -> None:
     """
     figure = _figure(path, (9, 4.5))
     axis = figure.subplots()
-    scales = [math.log2(trial.scale) for trial in sweep.trials]
-    if sweep.probed and not sweep.probed.is_empty:
-        low, high = (math.log2(max(limit, 2.0**-126)) for limit in sweep.probed)
+    scales = [math.log2(run.scale) for run in runs]
+    if window and not window.is_empty:
+        low, high = (math.log2(max(limit, 2.0**-126)) for limit in window)
         axis.axvspan(low, high, color=_SAFE, alpha=0.15, lw=0, label="probed window")
-    if sweep.reference is not None:
-        label = "float32" if sweep.measured else "best of the sweep"
-        axis.axhline(sweep.reference, color="black", lw=1, ls="--", label=f"{label}: {sweep.reference:.4f}")
-    finite = [trial for trial in sweep.trials if trial.is_finite]
-    axis.plot([math.log2(trial.scale) for trial in finite], [trial.loss for trial in finite], color="grey", lw=1)
-    _outcomes(axis, sweep)
+    if reference is not None:
+        name, loss = reference
+        axis.axhline(loss, color="black", lw=1, ls="--", label=f"{name}: {loss:.4f}")
+    finite = [run for run in runs if run.is_finite]
+    axis.plot([math.log2(run.scale) for run in finite], [run.loss for run in finite], color="grey", lw=1)
+    _mark_outcomes(axis, runs)
     axis.set_xlim(min(scales) - 1, max(scales) + 1)
-    axis.set_xticks(scales, [power(trial.scale) for trial in sweep.trials], fontsize=9, rotation=45)
+    axis.set_xticks(scales, [power(run.scale) for run in runs], fontsize=9, rotation=45)
     axis.set(xlabel="static loss scale", ylabel="final loss")
     axis.spines[["top", "right"]].set_visible(False)
     figure.legend(loc="outside right upper", frameon=False, fontsize=9)
     figure.savefig(path, dpi=150)
 
 
-def draw_plan(plan: Plan, path: str | PathLike[str]) -> None:
+def draw_plan(path: str | PathLike[str], policy: str, moved: Mapping[tuple[str, str], int], full: Counter[str]) -> None:
     """Draw the bytes that each kind of operation moves under a policy, by format, next to float32's, into an image.
+
+    Args:
+        path: the image file.
+        policy: the policy's text.
+        moved: bytes by operation and format.
+        full: bytes by operation if everything is in float32.
 
     Raises:
         InvalidValueError: the file's ending does not name an image format.
         MissingFrameworkError: matplotlib is not installed.
     """
-    moved, full = Counter[tuple[str, str]](), Counter[str]()
-    for op in plan.operations:
-        moved[op.name, op.format] += op.bytes_moved * op.times
-        full[op.name] += op.bytes_moved_float32 * op.times
     names = [name for name, _ in full.most_common(_BARS)]
     figure = _figure(path, (8, 1.8 + 0.3 * len(names)))
     axis = figure.subplots()
     axis.barh(names, [full[name] / 2**20 for name in names], color="none", edgecolor="grey", label="all in float32")
     starts = dict.fromkeys(names, 0.0)
-    for format_name in dict.fromkeys(op.format for op in plan.operations):
-        widths = [moved[name, format_name] / 2**20 for name in names]
+    for format_name in dict.fromkeys(format_name for _, format_name in moved):
+        widths = [moved.get((name, format_name), 0) / 2**20 for name in names]
         axis.barh(names, widths, left=list(starts.values()), height=0.5, label=format_name)
         starts = {name: starts[name] + width for name, width in zip(names, widths, strict=True)}
     axis.margins(x=0.05)
     axis.invert_yaxis()
-    axis.set(xlabel="MiB moved", title=f"{plan.policy.partition(' ')[0]}: bytes moved by operation")
+    axis.set(xlabel="MiB moved", title=f"{policy.partition(' ')[0]}: bytes moved by operation")
     axis.spines[["top", "right"]].set_visible(False)
     axis.legend(frameon=False, fontsize=9)
     figure.savefig(path, dpi=150)
@@ -125,7 +159,7 @@ def _figure(path: str | PathLike[str], size: tuple[float, float]) -> Any:
     try:
         from matplotlib.figure import Figure
     except ModuleNotFoundError as error:
-        raise registry.missing("matplotlib", extra="plot") from error
+        raise missing("matplotlib", extra="plot") from error
     figure = Figure(figsize=size, layout="constrained")
     known = figure.canvas.get_supported_filetypes()
     if PurePath(path).suffix.lstrip(".").lower() not in known:
@@ -139,14 +173,13 @@ def _figure(path: str | PathLike[str], size: tuple[float, float]) -> Any:
     return figure
 
 
-def _range(probe: Probe) -> tuple[int, int]:
+def _range(recording: Recording, limits: Format, scale: float) -> tuple[int, int]:
     """Return the exponents to show: the limits, also divided by the scale, and the elements' exponents near them."""
-    limits = format_of(probe.format)
-    seen = [place + LOWEST for one in probe.recording.observations for place, n in enumerate(one.spread.counts) if n]
+    seen = [place + LOWEST for one in recording.observations for place, n in enumerate(one.spread.counts) if n]
     below, above = round(math.log2(limits.smallest_subnormal)), math.ceil(math.log2(limits.max))
     if above - below > 100:  # a format of float32's range: its limits are far from anything
         return min(seen, default=-20) - 1, max(seen, default=0) + 2
-    lost = below - 1 - max(0, round(math.log2(probe.recommended.init)))
+    lost = below - 1 - max(0, round(math.log2(scale)))
     return max(min([*seen, lost]), below - 32) - 2, min(max([*seen, above]), above + 16) + 2
 
 
@@ -190,9 +223,9 @@ def _limit_lines(axis: Any, limits: Format) -> None:
             _above(axis, place, name, _LIMIT)
 
 
-def _scaled_out(axis: Any, probe: Probe, low: int, high: int) -> None:
-    """Shade where a gradient is lost or overflows although the recommended scale multiplies it."""
-    limits, shift = format_of(probe.format), math.log2(probe.recommended.init)
+def _shade_losses(axis: Any, limits: Format, scale: float, low: int, high: int) -> None:
+    """Shade where a gradient is lost or overflows although the scale multiplies it."""
+    shift = math.log2(scale)
     lost, overflow = math.log2(limits.smallest_subnormal) - 1 - shift, math.log2(limits.max) - shift
     for start, end, name in ((low, lost, "lost, scaled"), (overflow, high, "too large, scaled")):
         if low <= start < end <= high:
@@ -205,27 +238,26 @@ def _above(axis: Any, place: float, text: str, colour: str) -> None:
     axis.text(place, 0, text, color=colour, fontsize=6.5, va="bottom", ha="center")
 
 
-def _title(probe: Probe) -> str:
-    window = probe.window
-    said = "no loss scale is needed" if window is None else f"safe loss scales {window}"
+def _title(recording: Recording, limits: Format, window: Window | None, scale: float) -> str:
+    safe = "no loss scale is needed" if window is None else f"safe loss scales {window}"
     if window is not None and window.is_empty:
-        said = "no loss scale serves all gradients"
-    start = f"; grey: lost or too large at {power(probe.recommended.init)}" if window is not None else ""
-    policy = probe.recording.policy.partition(" ")[0]
-    return f"{probe.recording.framework}, {policy}: limits of {probe.format}; {said}{start}"
+        safe = "no loss scale serves all gradients"
+    start = f"; grey: lost or too large at {power(scale)}" if window is not None else ""
+    policy = recording.policy.partition(" ")[0]
+    return f"{recording.framework}, {policy}: limits of {limits.name}; {safe}{start}"
 
 
-def _outcomes(axis: Any, sweep: Sweep) -> None:
+def _mark_outcomes(axis: Any, runs: Sequence[Mark]) -> None:
     """Draw a mark for each run; runs without a finite loss are in a row at the upper edge."""
     from matplotlib.transforms import blended_transform_factory
 
     edge = blended_transform_factory(axis.transData, axis.transAxes)
     labels = set[str]()
-    for trial, outcome in zip(sweep.trials, sweep.outcomes, strict=True):
-        label = outcome if trial.is_finite else f"{outcome}, no finite loss"
-        marker, colour = _MARKS[outcome]
-        look: dict[str, Any] = {"marker": marker, "color": colour, "fillstyle": "full" if trial.is_finite else "none"}
-        height, where = (trial.loss, axis.transData) if trial.is_finite else (1.03, edge)
+    for run in runs:
+        label = run.outcome if run.is_finite else f"{run.outcome}, no finite loss"
+        marker, colour = _MARKS[run.outcome]
+        look: dict[str, Any] = {"marker": marker, "color": colour, "fillstyle": "full" if run.is_finite else "none"}
+        height, where = (run.loss, axis.transData) if run.is_finite else (1.03, edge)
         look |= {"ls": "", "zorder": 3, "transform": where, "clip_on": False}
-        axis.plot([math.log2(trial.scale)], [height], label=None if label in labels else label, **look)
+        axis.plot([math.log2(run.scale)], [height], label=None if label in labels else label, **look)
         labels.add(label)

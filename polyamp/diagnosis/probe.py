@@ -12,12 +12,13 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from polyamp.diagnosis.recording import ACTIVATION, GRADIENT, PARAMETER, Observation, Recording
 from polyamp.diagnosis.rounding import Rounding
+from polyamp.diagnosis.window import Window
 from polyamp.formats import format_of
-from polyamp.layout import aligned, finite, power, share, write_json
+from polyamp.layout import JsonReport, aligned, finite, power, share
 from polyamp.loss_scale import LossScale
 
 if TYPE_CHECKING:
@@ -33,37 +34,8 @@ Sums that are zero except for rounding, such as the gradient of a bias before a 
 _SHOWN = {"need": 10, "bear": 5, "headroom": 4}
 
 
-class Window(NamedTuple):
-    """The safe range of loss scales, as powers of two: next to nothing is lost, and nothing overflows.
-
-    >>> Window(2.0**7, 2.0**24)
-    Window(2^7 .. 2^24)
-
-    Attributes:
-        low: at smaller scales, a gradient loses more of its L1 mass than is tolerated.
-        high: at larger scales, a gradient comes too near to overflow; this includes the margin.
-    """
-
-    low: float
-    high: float
-
-    @property
-    def is_empty(self) -> bool:
-        """Return whether no scale suits all gradients."""
-        return self.low > self.high
-
-    def __contains__(self, scale: object) -> bool:
-        return isinstance(scale, int | float) and self.low <= scale <= self.high
-
-    def __repr__(self) -> str:
-        return f"Window({self})"
-
-    def __str__(self) -> str:
-        return f"{power(self.low)} .. {power(self.high)}"
-
-
 @dataclass(frozen=True)
-class Probe:
+class Probe(JsonReport):
     """The result of `polyamp.probe`. Prints as a table with a text histogram of each tensor that matters.
 
     >>> from polyamp.diagnosis.spread import Spread
@@ -188,19 +160,16 @@ class Probe:
             "largest_scale": finite(spread.largest_scale(self.format)),
         }
 
-    def save(self, path: str | PathLike[str]) -> None:
-        """Write `as_dict` to a JSON file."""
-        write_json(self.as_dict(), path)
-
     def plot(self, path: str | PathLike[str]) -> None:
         """Draw a heat map of all tensors over powers of two, with the format's limits, into an image file.
 
         Raises:
+            InvalidValueError: the file's ending does not name an image format.
             MissingFrameworkError: matplotlib is not installed.
         """
         from polyamp.diagnosis.pictures import draw_probe
 
-        draw_probe(self, path)
+        draw_probe(path, self.recording, format_of(self.format), self.window, self.recommended.init)
 
     def __str__(self) -> str:
         return "\n".join([self._heading(), "", self.table(), "", *self.conclusions()])

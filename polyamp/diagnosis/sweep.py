@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from polyamp import registry
 from polyamp.diagnosis.health import health
-from polyamp.diagnosis.probe import Probe, Window
+from polyamp.diagnosis.probe import Probe
 from polyamp.diagnosis.progress import Progress, progressing
+from polyamp.diagnosis.window import Window
 from polyamp.errors import InvalidTypeError, InvalidValueError, PolyampError
-from polyamp.layout import aligned, power, write_json
+from polyamp.layout import JsonReport, aligned, power
 
 if TYPE_CHECKING:
     from os import PathLike
@@ -53,7 +54,7 @@ class Trial(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Sweep:
+class Sweep(JsonReport):
     """The result of `sweep`. Prints as a table.
 
     >>> found = Sweep((Trial(1.0, 5.7), Trial(256.0, 5.37), Trial(65536.0, 5.37), Trial(2.0**26, 7.6, 100)), 5.37)
@@ -156,19 +157,19 @@ class Sweep:
             "trials": [{**trial._asdict(), "loss": _number(trial.loss), "outcome": outcome} for trial, outcome in rows],
         }
 
-    def save(self, path: str | PathLike[str]) -> None:
-        """Write `as_dict` to a JSON file."""
-        write_json(self.as_dict(), path)
-
     def plot(self, path: str | PathLike[str]) -> None:
         """Draw the final loss over log2 of the scale, with the reference and the probed window, into an image file.
 
         Raises:
+            InvalidValueError: the file's ending does not name an image format.
             MissingFrameworkError: matplotlib is not installed.
         """
-        from polyamp.diagnosis.pictures import draw_sweep
+        from polyamp.diagnosis.pictures import Mark, draw_sweep
 
-        draw_sweep(self, path)
+        tried = zip(self.trials, self.outcomes, strict=True)
+        runs = [Mark(trial.scale, trial.loss, outcome) for trial, outcome in tried]
+        label = "float32" if self.measured else "best of the sweep"
+        draw_sweep(path, runs, None if self.reference is None else (label, self.reference), self.probed)
 
     def __str__(self) -> str:
         return "\n".join([self._heading(), "", self.table(), "", *self._said()])

@@ -7,12 +7,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from polyamp import registry
 from polyamp.diagnosis.probe import Probe
 from polyamp.diagnosis.recording import Recording
 from polyamp.diagnosis.rounding import rounding
 from polyamp.diagnosis.verdict import Verdict
-from polyamp.dispatch import offering
+from polyamp.dispatch import RECORD, offering
 from polyamp.errors import InvalidTypeError, InvalidValueError
 from polyamp.formats import format_of
 from polyamp.policy import Policy, current_policy
@@ -173,9 +172,8 @@ def record(
     if scale is not None:
         limits = format_of("float32")
         check_range("scale", scale, limits.smallest_normal, limits.max, where="scale=")
-    adapter = offering("record", backend, (step, args, kwargs), where="the step and its arguments")
-    recording: Recording = registry.verb(adapter, "record")(step, args, kwargs, policy, widened=widened, scale=scale)
-    return recording
+    adapter = offering(RECORD, backend, (step, args, kwargs), where="the step and its arguments")
+    return RECORD.of(adapter)(step, args, kwargs, policy, widened=widened, scale=scale)
 
 
 def sixteen_bit(policy: Policy | str | None) -> Policy:

@@ -18,10 +18,10 @@ from polyamp.diagnosis.probe import Probe, written
 from polyamp.diagnosis.recording import ACTIVATION, GRADIENT, Observation, Recording
 from polyamp.diagnosis.rounding import Rounding, rounding, source_of
 from polyamp.formats import format_of
-from polyamp.layout import aligned, power, write_json
+from polyamp.layout import JsonReport, aligned, power
 
 if TYPE_CHECKING:
-    from os import PathLike
+    pass
 
 AMPLIFIES = 4.0
 """Powers of two that a gradient has to grow in one operation for that operation to be called amplifying.
@@ -36,7 +36,7 @@ VerdictKind = Literal["finite", "rounding", "scale", "layer", "forward", "model"
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Verdict(JsonReport):
     """The result of `polyamp.diagnose`. Prints the first tensor that is not finite, its neighbours, and what to do.
 
     Args:
@@ -171,10 +171,6 @@ class Verdict:
             "rounding": self.rounding and self.rounding.as_dict(),
             "tensors": [one.as_dict() for one in self.recording.observations],
         }
-
-    def save(self, path: str | PathLike[str]) -> None:
-        """Write `as_dict` to a JSON file."""
-        write_json(self.as_dict(), path)
 
     def __str__(self) -> str:
         return "\n".join(

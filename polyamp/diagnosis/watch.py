@@ -12,6 +12,7 @@ from polyamp.diagnosis.health import Health, health
 from polyamp.diagnosis.monitor import HealthMonitor, check_count, wrong_type
 from polyamp.diagnosis.verbs import diagnose
 from polyamp.diagnosis.verdict import Verdict
+from polyamp.dispatch import HOLDS_LOSS_SCALE
 from polyamp.errors import InvalidTypeError, PolyampError, UsageError, warn_once
 from polyamp.policy import Policy
 from polyamp.policy import policy as make_policy
@@ -95,7 +96,7 @@ class _Place:
 
     def __init__(self, holder: Any) -> None:
         self._holder = holder
-        self._goes_around = holder is None or hasattr(registry.adapter_within(holder), "holds_loss_scale")
+        self._goes_around = holder is None or HOLDS_LOSS_SCALE.offered_by(registry.adapter_within(holder))
         self._keeps = False
         self._returned: Any = None
 
@@ -113,8 +114,8 @@ class _Place:
 
 
 def _holds_scale(found: Any) -> bool:
-    adapter = registry.adapter_within(found)
-    return adapter is not None and hasattr(adapter, "holds_loss_scale") and bool(adapter.holds_loss_scale(found))
+    holds = HOLDS_LOSS_SCALE.find(registry.adapter_within(found))
+    return holds is not None and holds(found)
 
 
 class Explainer:

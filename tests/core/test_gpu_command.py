@@ -10,7 +10,7 @@ from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 
-import interleave
+import keeping
 import pytest
 from gpu import NAMES, PARTS, SETS, chosen
 from parts import Part, Runner, allowance, registered
@@ -166,13 +166,25 @@ def row(case: str, value: int) -> dict[str, object]:
 def test_rows_of_other_cases_stay_and_those_of_other_versions_go(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(interleave, "RESULTS", tmp_path / "new")
-    interleave.keep("steps", {"torch": "1"}, {"rows": [row("a", 1), row("b", 2)]}, same=["case"])
-    path = interleave.keep("steps", {"torch": "1"}, {"rows": [row("b", 3)]}, same=["case"])
-    assert json.loads(path.read_text())["rows"] == [row("a", 1), row("b", 3)]
-    interleave.keep("steps", {"torch": "2"}, {"rows": [row("c", 4)]}, same=["case"])
-    assert json.loads(path.read_text())["rows"] == [row("c", 4)]
-    assert [file.name for file in path.parent.iterdir()] == ["steps.json"]
+    monkeypatch.setattr(keeping, "RESULTS", tmp_path / "new")
+
+    def kept_after(version: str, *rows: dict[str, object]) -> object:
+        keeping.Keeper("steps", {"torch": version}, key=["case"]).add(rows)
+        return json.loads((tmp_path / "new" / "steps.json").read_text())["rows"]
+
+    assert kept_after("1", row("a", 1), row("b", 2)) == [row("a", 1), row("b", 2)]
+    assert kept_after("1", row("b", 3)) == [row("a", 1), row("b", 3)]
+    assert kept_after("2", row("c", 4)) == [row("c", 4)]
+    assert [file.name for file in (tmp_path / "new").iterdir()] == ["steps.json"]
+
+
+def test_a_case_that_was_left_out_is_measured_in_a_later_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(keeping, "RESULTS", tmp_path)
+    keeping.Keeper("steps", {}, key=["case", "variant"]).leave_out({"case": "a"}, "no time")  # of any variant
+    later = keeping.Keeper("steps", {}, key=["case", "variant"])
+    later.leave_out({"case": "b", "variant": "x"}, "no time")
+    later.add([{"case": "a", "variant": "x"}])
+    assert later.left_out == [{"case": "b", "variant": "x", "reason": "no time"}]
 
 
 SMI = """#!/bin/sh
@@ -199,5 +211,5 @@ def test_the_gpu_is_named_by_the_tool_or_by_the_driver(
     information.write_text("Model: \t\t X200\nIRQ: 7\n")
     (tmp_path / "version").write_text("NVRM version: 590\nGCC version: 13\n")
     monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr(interleave, "DRIVER", tmp_path)
-    assert interleave._gpu() == found
+    monkeypatch.setattr(keeping, "DRIVER", tmp_path)
+    assert keeping._gpu() == found

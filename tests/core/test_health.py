@@ -15,8 +15,8 @@ import polyamp
 from polyamp import LossScale, LossScaleState, advance
 from polyamp.diagnosis.health import FINDINGS, Health, health
 from polyamp.diagnosis.monitor import HealthMonitor, log_health, write_health
-from polyamp.diagnosis.probe import Window
 from polyamp.diagnosis.watch import watch
+from polyamp.diagnosis.window import Window
 from support.loss_scale_cases import TRACES, any_numbers, powers_of_two, read, walk
 
 QUICK = {"init": 2.0**16, "interval": 3, "on_min": "ignore"}

@@ -15,10 +15,11 @@ from hypothesis import strategies as st
 
 import polyamp
 from polyamp import LossScaleError
-from polyamp.diagnosis.probe import Probe, Window
+from polyamp.diagnosis.probe import Probe
 from polyamp.diagnosis.recording import GRADIENT, Observation, Recording
 from polyamp.diagnosis.spread import Spread
 from polyamp.diagnosis.sweep import SCALES, Sweep, sweep
+from polyamp.diagnosis.window import Window
 from polyamp.errors import InvalidTypeError, InvalidValueError, MissingFrameworkError, PolyampError
 
 POWERS = [2.0**exponent for exponent in range(-4, 31, 2)]

@@ -47,7 +47,7 @@ def test_convert_and_the_other_verbs_refuse_strangers() -> None:
 
 
 def test_loss_scale_of_another_type_is_refused() -> None:
-    with pytest.raises(polyamp.InvalidTypeError, match="no loss scale"):
+    with pytest.raises(polyamp.InvalidTypeError, match="not a loss scale"):
         polyamp.wrap_optimizer(Stranger(), "mixed_float16", loss_scale="128")  # type: ignore[arg-type]
 
 

@@ -39,7 +39,9 @@ from support.jax_scenarios import quickly_compiled as quickly_compiled
 
 BF16 = "mixed_bfloat16"
 W = normal(0, 8, 8, scale=0.3)
-DIRECTION = jax.tree.map(jnp.ones_like, MLP)
+# The loss rises in every element of this direction. Along ones, its derivative is a small difference of large terms:
+# the error relative to it then depends on the order in which a CPU adds up.
+DIRECTION = jax.tree.map(jnp.sign, jax.grad(mlp)(MLP, X))
 
 
 def hessian_times_direction(loss: Callable[..., Any]) -> Callable[..., Any]:
@@ -74,7 +76,7 @@ def test_transformations_in_either_order(name: str, inside: bool, policy: str) -
     plain = transform(mlp)
     mixed = transform(polyamp.autocast(mlp, policy)) if inside else polyamp.autocast(plain, policy)
     assert_mixed(mixed, plain, MLP, X, policy=policy, outside=not inside)
-    assert_close(jax.jit(mixed)(MLP, X), jax.jit(plain)(MLP, X), policy, factor=2.0 if name == "hvp" else 1.0)
+    assert_close(jax.jit(mixed)(MLP, X), jax.jit(plain)(MLP, X), policy)
 
 
 @pytest.mark.parametrize("policy", POLICIES)

@@ -116,13 +116,13 @@ def test_float64_layers_are_not_touched() -> None:
 
 
 def test_a_rule_that_matches_nothing_is_reported() -> None:
-    with pytest.warns(polyamp.PolyampWarning, match="'decoder' matches no layer"):
+    with pytest.warns(polyamp.PolyampWarning, match="'decoder' of .* matched nothing"):
         polyamp.convert(transformer(), polyamp.policy("mixed_float16", rules={"decoder": "full"}))
 
 
 def test_a_policy_that_changes_nothing_is_reported() -> None:
     model = keras.Sequential([keras.Input((4,)), layers.Dense(2)])
-    with pytest.warns(polyamp.PolyampWarning, match="changes nothing"):
+    with pytest.warns(polyamp.PolyampWarning, match="changed nothing"):
         polyamp.convert(model, "mixed_float16")
 
 
@@ -171,7 +171,7 @@ def test_an_unbuilt_model_is_refused(make) -> None:
 
 @pytest.mark.parametrize("thing", [layers.Dense(2), keras.optimizers.SGD()])
 def test_what_is_no_model_is_refused(thing: object) -> None:
-    with pytest.raises(polyamp.InvalidTypeError, match="no Keras model"):
+    with pytest.raises(polyamp.InvalidTypeError, match="needs a Keras model"):
         polyamp.convert(thing, "mixed_float16")
 
 

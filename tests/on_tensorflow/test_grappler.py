@@ -13,7 +13,7 @@ import pytest
 import tensorflow as tf
 
 import polyamp
-from polyamp.backends.tensorflow.grappler import PASSES, GrapplerRewritten, optimized, switched_on
+from polyamp.backends.tensorflow.graphs.grappler import PASSES, GrapplerRewritten, optimized, switched_on
 
 BF16 = polyamp.policy("mixed_bfloat16")
 VARIABLE = "TF_AUTO_MIXED_PRECISION_GRAPH_REWRITE_EMULATE_FP16"

@@ -12,8 +12,8 @@ import pytest
 import tensorflow as tf
 
 import polyamp
-from polyamp.backends.tensorflow.autocast import autocast_everywhere, is_everywhere
-from polyamp.backends.tensorflow.legacy import (
+from polyamp.backends.tensorflow.autocast.context import autocast_everywhere, is_everywhere
+from polyamp.backends.tensorflow.compat.graph_rewrite import (
     disable_mixed_precision_graph_rewrite,
     enable_mixed_precision_graph_rewrite,
 )

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 import polyamp
 from polyamp.backends.tensorflow import LossScaler
-from polyamp.backends.tensorflow.recording import record
 from polyamp.backends.tensorflow.recording.counting import Totals
+from polyamp.backends.tensorflow.recording.record import record
 from polyamp.backends.tensorflow.unstable import function_names
 from polyamp.diagnosis.recording import ACTIVATION, GRADIENT, PARAMETER, Observation, Recording
 from polyamp.diagnosis.spread import SAMPLE, Spread, stride

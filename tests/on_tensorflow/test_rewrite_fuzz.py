@@ -10,9 +10,9 @@ import pytest
 import tensorflow as tf
 
 from polyamp.backends.tensorflow import rewritten_graph
-from polyamp.backends.tensorflow.grappler import optimized
+from polyamp.backends.tensorflow.graphs.grappler import optimized
+from polyamp.backends.tensorflow.graphs.update import is_gradient
 from polyamp.backends.tensorflow.operations import OPERATIONS
-from polyamp.backends.tensorflow.region import is_gradient
 from support.tensorflow_cases import LOW, POLICIES, PRODUCTS, normal, relative_error, types_of
 
 v1 = tf.compat.v1

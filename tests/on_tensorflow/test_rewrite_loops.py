@@ -14,7 +14,7 @@ from keras import layers
 
 import polyamp
 from polyamp.backends.tensorflow import explain, rewrite
-from polyamp.backends.tensorflow.lists import Lists
+from polyamp.backends.tensorflow.graphs.lists import Lists
 from polyamp.flow import Value
 from support.tensorflow_cases import LOW, POLICIES, called_nodes, nodes_that_run, normal, relative_error
 

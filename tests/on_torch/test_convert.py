@@ -152,12 +152,12 @@ def test_a_mixed_policy_says_that_autocast_does_the_work() -> None:
 
 
 def test_rules_without_a_module_are_reported() -> None:
-    with pytest.warns(polyamp.PolyampWarning, match="'hed' matches no module"):
+    with pytest.warns(polyamp.PolyampWarning, match="'hed' of .* matched nothing in"):
         polyamp.convert(Net(), polyamp.policy("O2", rules={"hed": "full"}))
 
 
 def test_only_modules_are_converted() -> None:
-    with pytest.raises(polyamp.InvalidTypeError, match="no torch module"):
+    with pytest.raises(polyamp.InvalidTypeError, match="not a torch module"):
         polyamp.convert(torch.ones(2), "O2")
 
 

@@ -63,7 +63,7 @@ def test_fused_step_skips_on_the_device_and_says_so() -> None:
 @pytest.mark.parametrize("nonfinite_loss", ["skip", "raise"])
 def test_non_finite_loss_is_reported_by_a_later_step(nonfinite_loss: Any) -> None:
     model, opt = trained(steps=2)
-    opt.scaler.config = dataclasses.replace(opt.scaler.config, nonfinite_loss=nonfinite_loss)
+    opt.scaler.settings = dataclasses.replace(opt.scaler.settings, nonfinite_loss=nonfinite_loss)
     polyamp.errors.forget_warnings()
     before = [parameter.clone() for parameter in model.parameters()]
 

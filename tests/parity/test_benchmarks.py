@@ -15,8 +15,9 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 sys.path.append(str(BENCHMARKS))
 
 from budget import Budget, Estimate  # noqa: E402
-from keeping import Keeper, chosen, published  # noqa: E402
-from whole_steps import Case, base_of, settled, skips_between  # noqa: E402
+from keeping import Keeper  # noqa: E402
+from published import published  # noqa: E402
+from whole_steps import Case, base_of, chosen, settled, skips_between  # noqa: E402
 
 ROW = {
     *(
@@ -64,7 +65,6 @@ def case(keeper: Any, budget: Budget) -> Case:
 
 @pytest.fixture
 def keeper(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Keeper:
-    monkeypatch.setattr("interleave.RESULTS", tmp_path)
     monkeypatch.setattr("keeping.RESULTS", tmp_path)
     return Keeper("kept", {})
 

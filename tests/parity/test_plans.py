@@ -15,7 +15,7 @@ import torch
 import polyamp
 from polyamp.backends.jax import explain as explain_jax
 from polyamp.backends.tensorflow import explain as explain_tensorflow
-from polyamp.backends.torch.graphs.rewrite import explain as explain_torch
+from polyamp.backends.torch.graphs.explain import explain as explain_torch
 
 MOVING = {"broadcast", "reshape", "identity", "constant", "variable", "cast", "fill"}  # each framework has its own
 X, W = np.full((4, 8), 0.25, np.float32), np.full((8, 8), 0.5, np.float32)

@@ -9,7 +9,7 @@ import pytest
 import polyamp
 from polyamp.backends.jax import explain as explain_jax
 from polyamp.backends.tensorflow import explain as explain_tensorflow
-from polyamp.backends.torch.graphs.rewrite import explain as explain_torch
+from polyamp.backends.torch.graphs.explain import explain as explain_torch
 from support.random_programs import in_jax, in_tensorflow, in_torch, program
 
 MOVING = {"broadcast", "reshape", "identity", "constant", "variable", "cast", "fill", "tile"}  # each has its own

@@ -14,7 +14,7 @@ from polyamp.backends.jax import unstable
 from polyamp.backends.jax.dtypes import is_array
 from polyamp.backends.jax.recording.counting import Sample, Table, counted, spreads
 from polyamp.backends.jax.recording.replay import Replay
-from polyamp.backends.jax.recording.step import Step, traced
+from polyamp.backends.jax.recording.tracing import Step, traced
 from polyamp.backends.jax.recording.values import Place, Record
 from polyamp.diagnosis.recording import ACTIVATION, PARAMETER, Observation, Recording
 from polyamp.policy import Policy

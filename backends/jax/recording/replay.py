@@ -16,12 +16,13 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from polyamp.backends.jax import marks, unstable
+from polyamp.backends.jax import unstable
 from polyamp.backends.jax.operations import canonical
 from polyamp.backends.jax.recording.counting import Sample, sample
 from polyamp.backends.jax.recording.programs import HANDLERS
 from polyamp.backends.jax.recording.values import Origin, Place, Record, Value
 from polyamp.backends.jax.recording.widening import bound_widened, is_low, widened
+from polyamp.backends.jax.steps import marks
 from polyamp.diagnosis.recording import ACTIVATION, GRADIENT, PARAMETER, Kind
 from polyamp.formats import FORMATS
 from polyamp.operations import OPERATIONS

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from polyamp.backends.jax import unstable
-from polyamp.backends.jax.cells import FLOAT32
+from polyamp.backends.jax.graphs.cells import FLOAT32
 from polyamp.backends.jax.operations import canonical
 from polyamp.operations import OPERATIONS
 

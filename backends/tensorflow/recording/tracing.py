@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from polyamp.backends.tensorflow import unstable
-from polyamp.backends.tensorflow.gradients import SIXTEEN_BIT
-from polyamp.backends.tensorflow.grappler import GrapplerRewritten
-from polyamp.backends.tensorflow.rewrite import Rewritten, concrete_of
+from polyamp.backends.tensorflow.graphs.grappler import GrapplerRewritten
+from polyamp.backends.tensorflow.graphs.rewrite import Rewritten, concrete_of
+from polyamp.backends.tensorflow.steps.gradients import SIXTEEN_BIT
 from polyamp.deferred import RewrittenAtFirstCall
 from polyamp.refusals import no_loss
 

@@ -11,12 +11,12 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from polyamp.backends.tensorflow.decisions import Decided, Pass
-from polyamp.backends.tensorflow.dependence import Dependence
-from polyamp.backends.tensorflow.functions import Inside
-from polyamp.backends.tensorflow.graph import FLOAT32, Graph
+from polyamp.backends.tensorflow.graphs.decisions import Decided, Pass
+from polyamp.backends.tensorflow.graphs.dependence import Dependence
+from polyamp.backends.tensorflow.graphs.functions import Inside
+from polyamp.backends.tensorflow.graphs.graph import FLOAT32, Graph
+from polyamp.backends.tensorflow.graphs.places import Places
 from polyamp.backends.tensorflow.operations import OPERATIONS
-from polyamp.backends.tensorflow.places import Places
 from polyamp.backends.tensorflow.recording.tracing import Taken
 from polyamp.diagnosis.recording import ACTIVATION, GRADIENT, PARAMETER, Kind, Observation
 from polyamp.diagnosis.spread import Spread
@@ -96,7 +96,7 @@ class Body:
         """Return, for float32 values that are computed here and then rounded to 16 bits, the value that is rounded."""
         found: dict[str, str] = {}
         for decided in self.decisions.nodes:
-            for value, dtype in zip(decided.node.inputs, decided.takes, strict=True):
+            for value, dtype in zip(decided.node.inputs, decided.input_types, strict=True):
                 known = self.decisions.known.get(value)
                 if dtype in _LOW and known is not None and known.dtype == FLOAT32:
                     body, made = self.producer(value)
@@ -144,7 +144,7 @@ class Body:
     def spec(self, value: str, *, widened: bool) -> tf.TensorSpec:
         """Return a value's shape and type: if ``widened`` the traced type in at least 32 bits, else the decided one."""
         graph, node = self.decisions.graph, self.decisions.graph.maker.get(value)
-        traced = dict(graph.arguments)[value] if node is None else node.gives[node.outputs.index(value)].dtype
+        traced = dict(graph.arguments)[value] if node is None else node.output_ports[node.outputs.index(value)].dtype
         decided = self.rounded.get(value, self.decisions.known[value].dtype)
         dtype = max(traced, FLOAT32, key=_width) if widened else decided
         return tf.TensorSpec(self._places.shape(graph, value), tf.as_dtype(dtype))
@@ -168,7 +168,7 @@ class Body:
             for value in self._computed(decided):
                 kind = GRADIENT if value in self._gradients else ACTIVATION
                 value = self._read_as.get(value, value)
-                yield self, self._subject(value, kind, decided.operation, self.decisions.scope_of(decided.node))
+                yield self, self._subject(value, kind, decided.operation, self.decisions.scopes.scope_of(decided.node))
 
     def parameters(self) -> Iterator[tuple[Body, Subject]]:
         """Yield the gradients of variables that are taken in this body and those inside."""
@@ -181,10 +181,10 @@ class Body:
                 yield from body.parameters()
 
     def _computed(self, decided: Decided) -> list[str]:
-        name, regions = decided.node.name, self.decisions.regions
-        if not _computes(decided) or decided.inside or name in regions.update or name in regions.averaging:
+        name, parts = decided.node.name, self.decisions.parts
+        if not _computes(decided) or decided.inside or name in parts.update or name in parts.averaging:
             return []
-        pairs = zip(decided.node.outputs, decided.gives, strict=True)
+        pairs = zip(decided.node.outputs, decided.results, strict=True)
         wanted = self._used & (self._gradients | self._varying)
         return [value for value, known in pairs if known.dtype in _FLOATS and value in wanted]
 

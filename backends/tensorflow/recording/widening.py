@@ -6,8 +6,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from polyamp.backends.tensorflow.decisions import Pass
-from polyamp.backends.tensorflow.graph import FLOAT32, Node, NodeDef
+from polyamp.backends.tensorflow.graphs.decisions import Pass
+from polyamp.backends.tensorflow.graphs.graph import FLOAT32, Node, NodeDef
 
 _LOW = frozenset(kind.as_datatype_enum for kind in (tf.float16, tf.bfloat16))
 _RESOURCE: int = tf.resource.as_datatype_enum
@@ -43,7 +43,7 @@ class Widening:
         for name, dtype in decisions.graph.arguments if outermost else ():
             self._stand_in(name, name, dtype)
         for node in staying:
-            for value, port in zip(node.outputs, node.gives, strict=True):
+            for value, port in zip(node.outputs, node.output_ports, strict=True):
                 self._stand_in(value, node.name, port.dtype)
         for node in decisions.graph.nodes:
             self._write(node, by_name[node.name], stays=node in staying)
@@ -60,7 +60,7 @@ class Widening:
     def _write(self, node: Node, written: Any, *, stays: bool) -> None:
         inputs = list(map(self.value, node.inputs))
         if stays:
-            pairs = zip(node.inputs, inputs, node.takes, strict=True)
+            pairs = zip(node.inputs, inputs, node.input_ports, strict=True)
             inputs = [self._narrow(node, *pair) for pair in pairs]
         else:
             self._retype(written)
@@ -100,4 +100,4 @@ def _stays(node: Node, is_seen_through: bool) -> bool:
     if is_seen_through:
         return False
     calls = any(value.HasField("func") or value.list.func for value in node.definition.attr.values())
-    return calls or node.op in _OUTSIDE or any(port.dtype == _RESOURCE or port.dtype > 100 for port in node.takes)
+    return calls or node.op in _OUTSIDE or any(port.dtype == _RESOURCE or port.dtype > 100 for port in node.input_ports)

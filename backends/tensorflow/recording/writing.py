@@ -8,11 +8,11 @@ from typing import Any
 
 import tensorflow as tf
 
-from polyamp.backends.tensorflow.graph import NodeDef
+from polyamp.backends.tensorflow.graphs.graph import NodeDef
+from polyamp.backends.tensorflow.graphs.writing import cast_name
 from polyamp.backends.tensorflow.recording.counting import TURNS, Totals
 from polyamp.backends.tensorflow.recording.values import Body
 from polyamp.backends.tensorflow.recording.widening import Widening
-from polyamp.backends.tensorflow.writing import cast_name
 
 _numbers = itertools.count(1)  # numbers of functions, for names that are unique in the process
 _CHUNK = 32

@@ -1,4 +1,4 @@
-"""Which nodes of a captured graph name the same memory, and which of them are changed in place."""
+"""Finds nodes of a captured graph that share memory, and memory that is changed in place."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ from polyamp.backends.torch.unstable import storage_of
 class Aliases:
     """The memory behind the values of a graph.
 
-    A value that is made once and then changed, by every name it has, may be cast: the copy is changed in its place.
-    Memory that has views, or that is the caller's or a buffer's, is *pinned* where it is changed: it stays what it is.
+    A value that is changed in place can still be cast if nothing else shares its memory: then the cast is changed
+    instead. Changed memory that has views, or that belongs to the caller or a buffer, is *pinned*: it keeps its
+    declared dtype.
 
     >>> import torch
     >>> from polyamp.backends.torch.graphs.capture import capture
@@ -47,24 +48,24 @@ class Aliases:
         self._pinned = opaque | {memory for memory in touched if not self._is_private(memory)}
 
     def changed(self, node: Node) -> list[Node]:
-        """The nodes whose values a node changes."""
+        """Return the nodes whose values a node changes."""
         return self._changed[node]
 
     def is_pinned(self, node: Node) -> bool:
-        """Whether a node makes or changes memory that stays as it was declared."""
+        """Return whether a node makes or changes pinned memory."""
         return any(memory in self._pinned for one in (node, *self._changed[node]) for memory in _memories(one))
 
     def keeps(self, node: Node) -> bool:
-        """Whether a node gives a view of pinned memory, or changes it; what makes such memory anew does neither."""
+        """Return whether a node returns a view of pinned memory, or changes it. The node that made it does neither."""
         pinned = self._pinned & {memory for one in (node, *self._changed[node]) for memory in _memories(one)}
         return any(memory in pinned for one in node.all_input_nodes for memory in _memories(one))
 
     def is_touched(self, node: Node) -> bool:
-        """Whether the memory of a node is changed somewhere in the graph."""
+        """Return whether the memory of a node is changed somewhere in the graph."""
         return any(memory in self._touched for memory in _memories(node))
 
     def names(self, node: Node) -> set[Node]:
-        """All nodes that have the memory of one."""
+        """Return all nodes that share memory with a node, and the node."""
         return {name for memory in _memories(node) for name in self._names[memory]} | {node}
 
     def _is_private(self, memory: int) -> bool:
@@ -78,5 +79,5 @@ def _memories(node: Node) -> Iterator[int]:
 
 
 def _is_opaque(node: Node) -> bool:
-    """An operator of the user's: what it gives need not be what it changed."""
+    """Return whether a node calls a user's operator, whose result need not be the argument that it changed."""
     return isinstance(node.target, OPERATORS[0]) and not str(node.target).startswith("aten.")

@@ -1,4 +1,4 @@
-"""What a rewritten graph gets by name and the user's module does not have: bodies, constants, foreign parameters."""
+"""The bodies, constants and foreign parameters that a rewritten graph refers to and the user's module does not have."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
-HOLDER = "_polyamp"  # the submodule that has them
+HOLDER = "_polyamp"  # the submodule that holds them
 
 
 class Attributes(dict[str, Any]):
-    """Modules and tensors by the paths that the graph has for them.
+    """Modules and tensors, by the paths that a graph uses for them.
 
     >>> import torch
     >>> attributes = Attributes("0")
@@ -18,7 +18,7 @@ class Attributes(dict[str, Any]):
     ('_polyamp.0.constant_0', [])
 
     Args:
-        name: of the graph among those of one module.
+        name: the name of the graph among those of one module.
     """
 
     def __init__(self, name: str) -> None:
@@ -26,14 +26,14 @@ class Attributes(dict[str, Any]):
         self.name = name
 
     def add(self, held: Any) -> str:
-        """The path of something new."""
+        """Add a module or tensor, and return its path."""
         kind = "body" if isinstance(held, nn.Module) else "constant" if not isinstance(held, nn.Parameter) else "weight"
         path = f"{HOLDER}.{self.name}.{kind}_{len(self)}"
         self[path] = held
         return path
 
     def as_module(self) -> nn.Module:
-        """A module that has them by the last part of their paths; tensors that are no parameters are not saved."""
+        """Return a module with all of them, by the last part of their paths; only parameters are saved with it."""
         module = nn.Module()
         for path, held in self.items():
             name = path.rpartition(".")[2]
@@ -46,6 +46,6 @@ class Attributes(dict[str, Any]):
 
 
 def _forget(module: nn.Module) -> None:
-    """Keep the constants of bodies out of the state too."""
+    """Keep constants, also those of bodies, out of the saved state."""
     for part in module.modules():
         part._non_persistent_buffers_set.update(part._buffers)

@@ -1,8 +1,15 @@
-"""What runs between the graphs of code under ``torch.compile(backend="polyamp")``: in the policy's autocast.
+"""Runs the code between the graphs of ``torch.compile(backend="polyamp")`` in the policy's autocast.
 
-Where Dynamo breaks a graph, Python runs what it could not capture. Native autocast around the compiled model lowers
-that too, so every call of compiled code is a region. While Dynamo traces, and while a planned graph runs, it is off:
-they have their casts. A part that is given 16-bit values by Python is not planned: the region holds for it as well.
+Where Dynamo breaks a graph, Python runs the code that it could not capture. So every call of compiled code enters a
+region of the policy. The region is off while Dynamo traces and while a planned graph runs, since that graph has its own
+casts. A part that receives 16-bit values from Python is not planned; the region holds for it too. A call of a model
+with one graph break runs like this::
+
+    enter the region of the policy
+        graph 1            planned: autocast off
+        print(x)           Python: autocast on
+        graph 2            planned: autocast off
+    leave the region, and report what had no effect in both graphs
 """
 
 from __future__ import annotations
@@ -17,13 +24,13 @@ import torch
 from torch import Tensor, nn
 
 from polyamp.backends.torch import unstable
-from polyamp.backends.torch.ambient import positions
-from polyamp.backends.torch.ambient.autocast import Entered
-from polyamp.backends.torch.ambient.regions import DEVICE_TYPES
+from polyamp.backends.torch.autocast import path_rules
+from polyamp.backends.torch.autocast.context import Entered
+from polyamp.backends.torch.autocast.regions import DEVICE_TYPES
 from polyamp.backends.torch.dtypes import DTYPES, SIXTEEN_BIT
-from polyamp.backends.torch.graphs.rewrite import report, report_unused
-from polyamp.backends.torch.graphs.ruling import Rules
+from polyamp.backends.torch.graphs.rewrite import report, report_rules
 from polyamp.backends.torch.recording.reach import Reach
+from polyamp.deciding import Decider, unused_in
 from polyamp.operations import OPERATIONS
 from polyamp.policy import Policy, current_policy
 from polyamp.policy import policy as make_policy
@@ -34,36 +41,37 @@ _NAME, _NAMES = "the compiled graph", "the compiled graphs"
 
 
 class Session:
-    """What is compiled for one model: its graphs are reported together, since each is a part of it.
+    """The compiled graphs of one model, which are reported together.
 
     Attributes:
-        root: the model, where it is a module.
-        rules: of each graph.
+        root: the model, if it is a module.
+        deciders: the decisions of each graph.
     """
 
     def __init__(self, options: Mapping[str, Any], root: Any) -> None:
         self._options = options
         self.root = root if isinstance(root, nn.Module) else None
-        self.rules: list[Rules] = []
+        self.deciders: list[Decider] = []
         self._breaks = 0
         self._reported = 0
 
     def call(self) -> _Call:
-        """A context for one call."""
+        """Return a context for one call."""
         bound = (self._options.get("options") or {}).get("policy")
         return _Call(self, current_policy() if bound is None else make_policy(bound))
 
     def report(self, breaks: int) -> None:
-        """Say once what had no effect in all graphs so far; parts that ran between them are not known."""
+        """Report once what had no effect in all graphs so far; the code between them is not known."""
         self._breaks += breaks
-        new, self._reported = self._reported < len(self.rules), len(self.rules)
-        if new and len(self.rules) == 1 and not self._breaks:
-            report(self.rules[0], _NAME)
+        new, self._reported = self._reported < len(self.deciders), len(self.deciders)
+        if new and len(self.deciders) == 1 and not self._breaks:
+            report(self.deciders[0], _NAME)
         elif new:
-            report_unused(self.rules, _NAMES, unless=self._may_be_elsewhere)
+            unused = [rule for rule in unused_in(self.deciders) if not self._may_be_elsewhere(rule)]
+            report_rules(unused, self.deciders[0].policy, _NAMES)
 
     def _may_be_elsewhere(self, rule: Rule) -> bool:
-        """Whether a rule may be about something that is in no graph: an operation, or a module that is there."""
+        """Return whether a rule may match code that is not in a graph: an operation, or an existing module."""
         if not self._breaks:
             return False
         paths = [path for path, _ in self.root.named_modules()] if self.root is not None else []
@@ -74,8 +82,8 @@ class _Call:
     """One call of compiled code.
 
     Attributes:
-        session: of the model.
-        lowers: whether it stands in a region that a call has entered, and not the user.
+        session: the session of the model.
+        lowers: whether a call, and not the user, entered the region around it.
     """
 
     def __init__(self, session: Session, policy: Policy) -> None:
@@ -89,10 +97,12 @@ class _Call:
     @unstable.never_compiled
     def __enter__(self) -> None:
         low = DTYPES.get(self._policy.compute) in SIXTEEN_BIT
-        if low and not any(map(torch.is_autocast_enabled, DEVICE_TYPES)):  # else it is refused, or another call's
+        if low and not any(
+            map(torch.is_autocast_enabled, DEVICE_TYPES)
+        ):  # else it is refused, or another call entered it
             self._region, self.lowers = Entered(self._policy, reports=False), True
         self._region.__enter__()
-        self._around = positions.around_graphs(self.session.root)
+        self._around = path_rules.around_graphs(self.session.root)
         self._around.__enter__()
         self._breaks = unstable.graph_breaks()
         _here.call = self
@@ -106,13 +116,13 @@ class _Call:
         self.session.report(unstable.graph_breaks() - self._breaks)
 
     def tracing(self) -> None:
-        """Dynamo begins to trace: what it sees has the dtypes of code without autocast, unless autocast made some."""
+        """Turn autocast off while Dynamo traces, unless the frame already has 16-bit values from autocast."""
         if self._tracing is None and is_lowering() and not any(map(_holds_low, unstable.traced_values())):
             self._tracing = Entered(_OFF)
             self._tracing.__enter__()
 
     def traced(self) -> None:
-        """It is done, before it compares the state with the one that it began in."""
+        """Turn autocast on again, before Dynamo compares the state with that at the start of tracing."""
         if self._tracing is not None:
             self._tracing.__exit__(None, None, None)
             self._tracing = None
@@ -126,27 +136,27 @@ _here = _Thread()
 
 
 def is_lowering() -> bool:
-    """Whether the region of a call is on here: a graph that is traced in it has values that autocast has lowered."""
+    """Return whether the region of a call is on; a graph that is traced then has values that autocast lowered."""
     return _here.call is not None and _here.call.lowers and any(map(torch.is_autocast_enabled, DEVICE_TYPES))
 
 
 def _holds_low(value: Any) -> bool:
-    """Whether 16-bit values are found in what a variable holds."""
+    """Return whether a variable holds 16-bit values."""
     reach = Reach(getattr(value, "cell_contents", None) if isinstance(value, CellType) else value)
     held = (one for module in reach.all_of(nn.Module) for part in module.modules() for one in vars(part).values())
     return any(isinstance(one, Tensor) and one.dtype in SIXTEEN_BIT for one in (*reach.all_of(Tensor), *held))
 
 
-def add(rules: Rules) -> None:
-    """A graph was planned: it is reported with the others of its model, or now where no call of one is under way."""
+def add(decider: Decider) -> None:
+    """Add a planned graph; it is reported with the others of its model, or now if no call is running."""
     if _here.call is None:
-        report(rules, _NAME)
+        report(decider, _NAME)
     else:
-        _here.call.session.rules.append(rules)
+        _here.call.session.deciders.append(decider)
 
 
 def outside(compiled: Callable[..., Any]) -> Callable[..., Any]:
-    """A compiled graph that runs outside of the region of its call."""
+    """Return a compiled graph that runs with the region of its call turned off."""
 
     @unstable.never_compiled
     def run(*inputs: Any) -> Any:
@@ -169,7 +179,7 @@ def _ends() -> None:
 
 
 def watch(backend: Callable[..., Any]) -> None:
-    """Have every call of code that a backend compiles be a `_Call`, from now on."""
+    """Enter a `_Call` around every call of code that a backend compiles, from now on."""
 
     def call_for(options: Mapping[str, Any], fn: Any) -> Callable[[], AbstractContextManager[None]]:
         session = Session(options, getattr(fn, "__self__", None))

@@ -1,7 +1,7 @@
-"""Captures what a function of tensors does, as one graph of torch functions. Nothing is computed.
+"""Captures a function of tensors as one graph of torch functions, without computing anything.
 
-Dynamo reads the user's code and keeps what matters for training: custom derivatives, checkpoints, dropout and the like
-stay what they are. Graphs of `torch.export` have none of these.
+Dynamo reads the user's code and keeps what training needs, such as custom derivatives, checkpoints and dropout. Graphs
+of `torch.export` lose these.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from torch.fx import GraphModule, Node
 
 from polyamp.backends.torch import unstable
 from polyamp.backends.torch.graphs.held import Held, hold, put_together, taken_apart
-from polyamp.backends.torch.graphs.nodes import users_frame
+from polyamp.backends.torch.user_code import line_of_error
 from polyamp.errors import InvalidTypeError, InvalidValueError, PolyampError, UsageError
 
 
 class Captured(NamedTuple):
-    """What a function does to arguments such as the example's.
+    """A function, captured for arguments like the example's.
 
     Attributes:
         module: Dynamo's graph, and the bodies of its checkpoints and branches.
-        inputs: for each of its placeholders what was given there: the very tensor, or a number.
-        leaves: the arguments' leaves, as they were given.
-        in_spec: how the leaves make up ``(args, kwargs)``.
-        results: the leaves of what the function returned. Tensors that were computed are the ones of ``outputs``.
-        out_spec: how they make it up.
-        outputs: a fake for each value that the graph gives.
+        inputs: the value of each of its placeholders: the example's own tensor, or a number.
+        leaves: the leaves of the arguments.
+        in_spec: the tree that the leaves form, ``(args, kwargs)``.
+        results: the leaves of what the function returned; computed tensors are those of ``outputs``.
+        out_spec: the tree that they form.
+        outputs: a fake for each output of the graph.
     """
 
     module: GraphModule
@@ -47,15 +47,15 @@ class Captured(NamedTuple):
 
 
 def capture(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Captured:
-    """Capture ``fn`` for these arguments, with their sizes kept open where its code does.
+    """Capture ``fn`` for these arguments; sizes stay symbolic unless its code depends on them.
 
     >>> captured = capture(torch.nn.Linear(2, 4), [torch.ones(3, 2)], {})
     >>> [node.target.__name__ for node in captured.module.graph.nodes if node.op == "call_function"], captured.results
     (['linear'], [FakeTensor(..., size=(s33, 4), grad_fn=<AddmmBackward0>)])
 
     Raises:
-        UsageError: the code cannot be captured whole (a graph break), or changes attributes.
-        InvalidValueError: its operations do not take these arguments.
+        UsageError: the code cannot be captured as one graph (a graph break), or assigns attributes.
+        InvalidValueError: its operations do not accept these arguments.
     """
     leaves, in_spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
     seen = _Seen()
@@ -73,7 +73,7 @@ def capture(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, An
 
 
 class _Seen:
-    """A backend that keeps the graph, and runs it by giving the fakes that Dynamo made of its outputs."""
+    """A backend that keeps the graph, and when called returns the fakes that Dynamo made for its outputs."""
 
     def __init__(self) -> None:
         self.module: GraphModule | None = None
@@ -91,7 +91,7 @@ class _Seen:
         return tuple(self.outputs)
 
     def taken(self, leaves: Sequence[Any], in_spec: Any, results: Sequence[Any], out_spec: Any) -> Captured:
-        """What was seen, which this then forgets: Dynamo keeps every backend for ever."""
+        """Return what was captured, and forget it, since Dynamo keeps every backend forever."""
         computed = [one for one in results if isinstance(one, Tensor) and not any(one is leaf for leaf in leaves)]
         if self.module is None and computed:
             raise _compiles_nothing()
@@ -103,11 +103,11 @@ class _Seen:
 
 def _compiles_nothing() -> UsageError:
     return UsageError(
-        "torch.compile, which captures code for this, does nothing here",
+        "torch.compile is turned off, and polyamp captures code with it",
         where="rewrite(module), explain(module)",
         found=f"TORCH_COMPILE_DISABLE={os.environ.get('TORCH_COMPILE_DISABLE', '0')}, or "
         'torch.compiler.set_stance("force_eager")',
-        fix="turn it on again while polyamp captures, or use polyamp.autocast(policy)",
+        fix="turn it on for this call, or use polyamp.autocast(policy)",
     )
 
 
@@ -119,7 +119,7 @@ def _empty_graph() -> torch.fx.Graph:
 
 @contextmanager
 def refusals() -> Iterator[None]:
-    """Say in polyamp's words what PyTorch refuses inside."""
+    """Raise polyamp's errors for code and arguments that PyTorch refuses inside."""
     graph_breaks, failed = unstable.capture_errors()
     try:
         yield
@@ -129,39 +129,39 @@ def refusals() -> Iterator[None]:
         raise _no_graph("the code cannot be captured as one graph (a graph break)", error) from error
     except failed as error:
         raise InvalidValueError(
-            "the operations do not take these arguments",
-            where=users_frame(error),
+            "the operations do not accept these arguments",
+            where=line_of_error(error),
             found=_headline(error),
-            fix="give example arguments for which the call works without polyamp",
+            fix="use example arguments for which the call works without polyamp",
         ) from error
-    except Exception as error:  # of the compiler's own, such as for sizes that depend on values
+    except Exception as error:  # an internal error of the compiler, such as for sizes that depend on values
         raise _no_graph("the code cannot be captured as one graph", error) from error
 
 
 def _no_graph(what: str, error: Exception) -> UsageError:
     return UsageError(
         what,
-        where=users_frame(error),
+        where=line_of_error(error),
         found=_headline(error),
-        allowed="tensor operations; Python control flow that does not look at the values of tensors",
-        fix="move that line out of what is rewritten, or write it with torch.where or torch.cond; "
+        allowed="tensor operations; Python control flow that does not depend on the values of tensors",
+        fix="move that line out of the rewritten code, or write it with torch.where or torch.cond; "
         "polyamp.autocast(policy) runs any code",
     )
 
 
 def _headline(error: Exception) -> str:
-    """Of Dynamo's pages the sentence that says what happened."""
-    said = re.search(r"got (\w+\(.*\))", str(error))
+    """Return the sentence of Dynamo's long message that tells what happened."""
+    cause = re.search(r"got (\w+\(.*\))", str(error))
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return said[1] if said else next(iter(lines), type(error).__name__)
+    return cause[1] if cause else next(iter(lines), type(error).__name__)
 
 
 @contextmanager
 def _unchanged(root: nn.Module) -> Iterator[None]:
-    """Nothing that is not in the graph: attributes that the code assigns would keep what they have now, for ever.
+    """Refuse code that assigns attributes: a graph would not assign them again.
 
     Raises:
-        UsageError: it assigns some. They have what they had.
+        UsageError: the code assigns attributes. They are restored.
     """
     modules = list(root.modules())
     before = [_attributes(module) for module in modules]
@@ -174,7 +174,7 @@ def _unchanged(root: nn.Module) -> Iterator[None]:
     }
     if names:
         raise UsageError(
-            "the code assigns attributes, which a graph cannot",
+            "the code assigns attributes, which a graph cannot do",
             where="rewrite(module)",
             found=", ".join(sorted(names)),
             allowed="buffers that are changed in place, as by self.average.copy_(value)",
@@ -183,10 +183,10 @@ def _unchanged(root: nn.Module) -> Iterator[None]:
 
 
 class _Objects:
-    """Arguments of other classes, which the code may change: it gets copies.
+    """Copies of arguments that are objects, such as caches, since the code may change them.
 
     Attributes:
-        copies: the arguments' leaves, with copies in the place of such objects, where they can be copied.
+        copies: the arguments' leaves, with each such object replaced by a copy, if it can be copied.
     """
 
     def __init__(self, leaves: Sequence[Any]) -> None:
@@ -200,17 +200,17 @@ class _Objects:
 
     @contextmanager
     def unchanged(self) -> Iterator[None]:
-        """Refuse code that changes them, as caches are changed: a graph would not.
+        """Refuse code that changes such objects: a graph would not change them again.
 
         Raises:
-            UsageError: it does. The arguments themselves are what they were.
+            UsageError: the code changed one. The arguments themselves are unchanged.
         """
         yield
         for place, before in self._taken.items():
             now = taken_apart(self.copies[place])
             if now is None or now.rest != before.rest or list(map(id, now.tensors)) != list(map(id, before.tensors)):
                 raise UsageError(
-                    "the code changes an object that it is given, which a graph cannot",
+                    "the code changes an object among its arguments, which a graph cannot do",
                     where="rewrite(module)",
                     found=f"{type(self.copies[place]).__module__}.{type(self.copies[place]).__qualname__}",
                     allowed="tensors, and dicts, lists, tuples and registered pytrees of them",
@@ -226,7 +226,7 @@ def _attributes(module: nn.Module) -> dict[str, dict[str, Any]]:
 
 
 def _restored(module: nn.Module, before: dict[str, dict[str, Any]]) -> list[str]:
-    """Put back what is another object than it was; their names."""
+    """Restore the attributes that were assigned, and return their names."""
     changed = []
     for holder, old in before.items():
         now = getattr(module, holder) if holder else vars(module)
@@ -241,7 +241,7 @@ def _restored(module: nn.Module, before: dict[str, dict[str, Any]]) -> list[str]
 
 
 def root_of(fn: Any) -> nn.Module:
-    """The module that is captured, or whose method is; for other functions one that holds the modules they name.
+    """Return the module of a module or method; for other functions, a new module with the modules that they use.
 
     >>> layer = torch.nn.Linear(2, 4)
     >>> list(root_of(lambda x: layer(x)).state_dict())
@@ -263,15 +263,15 @@ def check_arguments(fn: Any, leaves: Sequence[Any]) -> None:
     """Refuse arguments that hide tensors from the graph.
 
     Raises:
-        InvalidTypeError: an argument holds tensors and is no registered pytree, or is an array of another framework.
+        InvalidTypeError: an argument holds tensors and is not a registered pytree, or is another framework's array.
     """
     if hidden := [leaf for leaf in leaves if not isinstance(leaf, Tensor | nn.Module) and _holds_tensors(leaf)]:
         raise InvalidTypeError(
-            "an argument holds numbers, and is no tensor or container that PyTorch knows",
+            "an argument holds numbers, but is neither a tensor nor a container that PyTorch knows",
             where=f"rewrite({getattr(fn, '__name__', type(fn).__name__)}, ...)",
             found=f"{type(hidden[0]).__module__}.{type(hidden[0]).__qualname__}",
             allowed="tensors, numbers, strings, and dicts, lists, tuples and registered pytrees of them",
-            fix="give the tensors themselves, or register the class: torch.utils._pytree.register_pytree_node",
+            fix="pass the tensors themselves, or register the class: torch.utils._pytree.register_pytree_node",
         )
 
 

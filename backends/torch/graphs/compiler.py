@@ -1,4 +1,4 @@
-"""The backend of ``torch.compile(model, backend="polyamp")``: graphs of Dynamo, planned, then compiled by another."""
+"""The backend of ``torch.compile(model, backend="polyamp")``: plans Dynamo's graphs, which another backend compiles."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from polyamp.backends.torch.graphs.decisions import Pass
 from polyamp.backends.torch.graphs.expansion import expand
 from polyamp.backends.torch.graphs.program import check_no_autocast
 from polyamp.backends.torch.graphs.rewrite import usable
-from polyamp.backends.torch.graphs.ruling import Rules, constant_of
-from polyamp.backends.torch.graphs.values import Known, known_value, map_known
+from polyamp.backends.torch.graphs.values import Known, constant_of, known_value, map_known
+from polyamp.deciding import Decider
 from polyamp.errors import InvalidTypeError, InvalidValueError
 from polyamp.policy import Policy, current_policy
 
@@ -40,21 +40,21 @@ def polyamp(
     ...     print(fast(torch.ones(3, 4)).dtype)
     torch.float32
 
-    Where the code breaks the graph, each part is planned, values that the parts give are as declared, and what runs
-    between them does so in `polyamp.autocast`; as do parts that are given 16-bit values from there.
+    After a graph break each part is planned by itself, and returns values of the declared dtypes. The code between the
+    parts runs in `polyamp.autocast`, and so do parts that receive 16-bit values from that code.
 
     Args:
         module: the graph.
-        example_inputs: what it is called with.
-        mode: as of ``torch.compile``; for inductor.
-        options: ``policy``, a policy or its name, which is bound; without it the current one at each call holds, and a
-            graph is compiled for every policy that is met. ``backend``, which compiles; inductor is the default. All
-            others are that backend's.
+        example_inputs: its inputs.
+        mode: the ``mode`` of ``torch.compile``, for inductor.
+        options: ``policy``: a policy or its name; without it, each call uses its current policy, and the graph is
+            compiled once for each of them. ``backend``: the backend that compiles; the default is inductor. All other
+            options are passed to that backend.
 
     Raises:
-        InvalidTypeError: ``backend`` is no name or callable.
-        UnsupportedError: a format that torch functions do not compute in.
-        UsageError: the graph was captured under `torch.autocast`, or has a region of it.
+        InvalidTypeError: ``backend`` is neither a name nor callable.
+        UnsupportedError: torch functions do not compute in the format.
+        UsageError: the graph was captured in a `torch.autocast` region, or contains one.
     """
     chosen = dict(options or {})
     bound, inner = chosen.pop("policy", None), _backend(chosen.pop("backend", "inductor"), mode, chosen)
@@ -68,9 +68,9 @@ def polyamp(
 
 
 class _ByPolicy:
-    """A graph compiled for each policy that is current at a call. The first is compiled with the example's sizes open.
+    """A graph, compiled for each policy that is current at a call; for the first with symbolic sizes.
 
-    Dynamo has guards for a module's code and inputs, and none for a context variable.
+    Dynamo guards a module's code and inputs, but not a context variable.
     """
 
     def __init__(self, module: GraphModule, example_inputs: Sequence[Any], inner: Callable[..., Compiled]) -> None:
@@ -92,40 +92,40 @@ class _ByPolicy:
 
 
 def _planned(module: GraphModule, inputs: Sequence[Any], policy: Policy) -> GraphModule:
-    """The graph with its casts, to be called with the same inputs, of which parameters and buffers are looked at."""
-    rules, graph, attributes = Rules(policy), Graph(), Attributes("0")
+    """Return the graph with its casts, for the same inputs; it depends on the values of parameters and buffers."""
+    decider, graph, attributes = Decider(policy), Graph(), Attributes("0")
     arguments = {
-        node: _argument(node, given, graph, rules)
+        node: _argument(node, given, graph, decider)
         for node, given in zip(module.graph.find_nodes(op="placeholder"), inputs, strict=True)
     }
-    passed = Pass(module, rules, graph, arguments, attributes)
+    passed = Pass(module, decider, graph, arguments, attributes)
     graph.output(map_known(passed.results(), lambda known: known.node))
     passed.drop_unused()
-    between.add(rules)
+    between.add(decider)
     return GraphModule(attributes, graph, "Planned")
 
 
-def _argument(node: Node, given: Any, graph: Graph, rules: Rules) -> Known:
-    """What is known of an input; a module's buffers have values to look at."""
+def _argument(node: Node, given: Any, graph: Graph, decider: Decider) -> Known:
+    """Return what is known of an input; the values of a module's buffers are known."""
     new, fake = graph.node_copy(node), node.meta.get("example_value")
     is_ours = unstable.is_static_input(node)
     if is_ours and isinstance(given, Tensor) and not isinstance(given, nn.Parameter):
-        return constant_of(new, fake, given, rules)
+        return constant_of(new, fake, given, decider)
     return Known(new, fake, fake, known_value(fake, "weak" if is_ours or isinstance(given, nn.Parameter) else "input"))
 
 
 def _backend(backend: Any, mode: str | None, options: dict[str, Any]) -> Callable[..., Compiled]:
-    """What compiles the planned graph."""
+    """Return the backend that compiles the planned graph."""
     if backend == "inductor":
         return _inductor(mode, options)
     found = _looked_up(backend) if isinstance(backend, str) else backend
     if not callable(found):
         raise InvalidTypeError(
-            "no backend of torch.compile",
+            "the backend is neither a name nor a function",
             where='torch.compile(options={"backend": ...})',
             found=f"{backend!r} ({type(backend).__name__})",
             allowed="the name of a backend, or a function of a graph and its inputs",
-            fix='leave it out for inductor, or name one: "aot_eager"',
+            fix='leave it out for inductor, or use a name such as "aot_eager"',
         )
     given = {"mode": mode} if mode else {}
     return lambda module, inputs: found(module, inputs, **given, **({"options": options} if options else {}))
@@ -147,7 +147,7 @@ def _looked_up(name: str) -> Any:
             where='torch.compile(options={"backend": ...})',
             found=repr(name),
             allowed=", ".join(one for one in dynamo.list_backends() if one != "polyamp"),
-            fix="use one of these, or give the function itself",
+            fix="use one of these, or pass the function itself",
         )
     return dynamo.lookup_backend(name)
 

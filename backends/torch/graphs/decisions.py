@@ -1,7 +1,14 @@
-"""One forward pass over a captured graph: the flow rule decides every node, and this writes the graph that follows.
+"""One forward pass over a captured graph: the flow rule decides every node, and the pass writes the new graph.
 
-The new graph differs from the old one in its casts alone. Which dtypes come out of an operation on other inputs is
-found out on fake tensors, which have no data.
+The new graph differs from the captured one only in its casts. The dtypes of results on cast inputs are computed on fake
+tensors, which have no data. For example, under ``mixed_bfloat16`` the function ``lambda x, y: torch.exp(x @ y)``::
+
+    captured           decided                             written
+    matmul(x, y)       lower: bfloat16                     matmul(x.to(bfloat16), y.to(bfloat16))
+    exp(matmul)        full: float32                       exp(matmul.to(float32))
+    output(exp)        a result has its declared dtype     output(exp)
+
+For each node the pass keeps what is `Known` of its value in the new graph, which the flow rule needs for the next ones.
 """
 
 from __future__ import annotations
@@ -15,16 +22,15 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
 from polyamp.backends.torch import unstable
+from polyamp.backends.torch.dtypes import DTYPES
 from polyamp.backends.torch.graphs import inner
 from polyamp.backends.torch.graphs.aliases import Aliases
 from polyamp.backends.torch.graphs.attributes import Attributes
 from polyamp.backends.torch.graphs.inner import AS_IT_IS, Manner
 from polyamp.backends.torch.graphs.nodes import addend_of, line_near, native_name, operands_of, operation_of, path_of
-from polyamp.backends.torch.graphs.recorder import Recorder
-from polyamp.backends.torch.graphs.ruling import Rules
+from polyamp.backends.torch.graphs.planning import PlanBuilder
 from polyamp.backends.torch.graphs.sameness import Sameness
 from polyamp.backends.torch.graphs.values import (
-    WEAK,
     Known,
     dtypes_of,
     fake_as,
@@ -33,6 +39,7 @@ from polyamp.backends.torch.graphs.values import (
     joined,
     known_value,
     made_without_floats,
+    magnitude,
     map_known,
     numbers_of,
     of_its_type,
@@ -40,52 +47,54 @@ from polyamp.backends.torch.graphs.values import (
     value_of,
 )
 from polyamp.backends.torch.graphs.writing import Writing, may_exceed
+from polyamp.deciding import Decider
 from polyamp.errors import UsageError
-from polyamp.flow import AS_WRITTEN, Flow, Value, flow
+from polyamp.flow import AS_WRITTEN, NO_FLOATS, WEAK, Flow, Value
 from polyamp.rules import TABLE, Decision, is_wide
 
-# Operations of which a Python number is an operand, as it is not of a reshape.
+# Operations whose Python numbers are operands, unlike those of a reshape.
 _WITH_NUMBERS = frozenset(
     {"add", "sub", "mul", "div", "floor_div", "remainder", "lerp", "addcmul", "addcdiv", "compare"}
     | {"where", "clip", "maximum", "minimum", "fill", "scatter", "pad"}
 )
-_MAKING = frozenset({"constant", "fill"})  # of a number and of no tensor
-# Operations in which integers are promoted to the type of floating operands, which may not hold them.
+_MAKING = frozenset({"constant", "fill"})  # they make a tensor of a number
+# Operations that promote integers to the type of floating operands, in which large ones may not fit.
 _WITH_INTEGERS = frozenset({*_WITH_NUMBERS, "pow", "mean"} - {"pad", "scatter", "fill"})
 
 
 class Pass:
-    """The decisions for one graph and, while they are made, the new graph.
+    """The decisions for one graph, and the new graph, which is written as they are made.
 
     Args:
         module: the captured graph.
-        rules: the policy.
-        graph: where the new one is written; what stands for the old one's placeholders is there.
-        arguments: what is known of each placeholder.
-        attributes: takes what the new graph gets by name: bodies of checkpoints, constants.
-        checkpoint: what a checkpoint calls in the new graph; None leaves Dynamo's operator.
-        recorder: takes down what was decided, for a plan.
+        decider: the policy, with its decisions.
+        graph: the new graph, in which the nodes of ``arguments`` exist already.
+        arguments: what is known of each placeholder of the captured graph.
+        attributes: collects what the new graph refers to by name: bodies of checkpoints, constants.
+        checkpoint: the function that checkpoints call in the new graph; None keeps Dynamo's operator.
+        builder: builds a plan of the decisions.
     """
 
     def __init__(
         self,
         module: GraphModule,
-        rules: Rules,
+        decider: Decider,
         graph: Graph,
         arguments: Mapping[Node, Known],
         attributes: Attributes,
         *,
         checkpoint: Callable[..., Any] | None = None,
-        recorder: Recorder | None = None,
+        builder: PlanBuilder | None = None,
     ) -> None:
-        self.module, self.rules, self.graph, self.attributes = module, rules, graph, attributes
-        self.checkpoint, self.recorder = checkpoint, recorder
+        self.module, self.decider, self.graph, self.attributes = module, decider, graph, attributes
+        self._low = DTYPES[decider.compute]
+        self.checkpoint, self.builder = checkpoint, builder
         self.known: dict[Node, Known] = dict(arguments)
         self.aliases, self._sameness = Aliases(module.graph), Sameness()
         self._new = Writing(graph, unstable.fake_mode_of(node.meta.get("example_value") for node in module.graph.nodes))
-        self._rounding: set[Node] = set()  # nodes of several results, of which the first is rounded where it is taken
-        self._again: dict[Node, bool] = {}  # nodes that may be written again, where gradients are recorded or are not
-        self._anew: dict[tuple[Node, tuple[str, ...]], Known] = {}  # what was written again, in float32
+        self._rounding: set[Node] = set()  # nodes with several results, whose first is rounded where it is used
+        self._again: dict[Node, bool] = {}  # nodes that may be written again; whether gradients are recorded there
+        self._anew: dict[tuple[Node, tuple[str, ...]], Known] = {}  # nodes that were written again, in float32
         for node, argument in arguments.items():
             self._sameness.add(node, None, is_constant=argument.is_constant)
         for node in module.graph.nodes:
@@ -93,20 +102,20 @@ class Pass:
                 self.known[node] = self._node(node)
 
     def results(self, *, as_declared: bool = True) -> Any:
-        """What the graph gives: `Known` in the place of nodes; cast to what it was declared to be."""
+        """Return the graph's results, with `Known` instead of nodes, cast to the declared dtypes."""
         (given,) = self.module.graph.output_node().args
         return map_arg(given, self._restored if as_declared else self.known.__getitem__)
 
     def _restored(self, given: Node) -> Known:
         known = self._wide(given, ("saturated",))
         node = self._new.cast(known, None)
-        if self.recorder is not None and self._new.made:
-            self.recorder.add_result(self.known[given], self._new.made)
+        if self.builder is not None and self._new.made:
+            self.builder.add_result(self.known[given], self._new.made)
         self._new.made.clear()
         return known._replace(node=node, fake=known.declared)
 
     def drop_unused(self) -> None:
-        """Once the new graph has its output, remove what was written again and is used in 16 bits no more."""
+        """Remove 16-bit nodes that were written again and are not used any more, once the graph has its output."""
         for node, _ in reversed(self._anew):
             written = [self.known[node].node, *self.known[node].node.all_input_nodes]
             for one in written:
@@ -138,11 +147,11 @@ class Pass:
         return [self.known[used].declared for used in node.all_input_nodes]
 
     def _attribute(self, node: Node, example: Any) -> Known:
-        """A constant tensor of the graph; or a body, which is held where an operator runs it as it is written."""
+        """Write a constant tensor of the graph; or a body, if the operator that runs it is not decided."""
         held = getattr(self.module, str(node.target))
         self._sameness.add(node, None, is_constant=isinstance(held, Tensor))
         if isinstance(held, Tensor):
-            value = self.rules.constant([held]) if is_floating(held) else known_value(held)
+            value = self.decider.constant(magnitude(held)) if is_floating(held) else known_value(held)
             return Known(self._held(held), example, example, value)
         decided = all(map(_runs_bodies, node.users))
         return Known(None if decided else self._held(held), None, None)
@@ -151,7 +160,7 @@ class Pass:
         return self.graph.create_node("get_attr", self.attributes.add(held))
 
     def _item(self, node: Node, source: Known) -> Known:
-        """One of several values that an operation gave."""
+        """Write one of several results of an operation."""
         self._sameness.add(node, "slice")
         index: Any = node.args[1]
         value = source.value[index] if isinstance(source.value, list) else source.value
@@ -166,21 +175,21 @@ class Pass:
         outcome, known = self._decided(node, operation, decision)
         known = known._replace(value=of_its_type(known, inputs))
         self._sameness.add(node, operation, is_changed=self.aliases.is_touched(node))
-        self.rules.lowered |= outcome.format == self.rules.policy.compute
-        if self.recorder is not None and (tensors_of(known.declared) or self.aliases.changed(node)):
-            self.recorder.add(node, operation, decision, outcome, inputs, known, self._new.made)
+        self.decider.lowered |= outcome.format == self.decider.compute
+        if self.builder is not None and (tensors_of(known.declared) or self.aliases.changed(node)):
+            self.builder.add(node, operation, decision, outcome, inputs, known, self._new.made)
         self._new.made.clear()
         return known
 
     def _named(self, node: Node) -> tuple[str, Decision]:
-        """What an operation is, and its class: a rule of the user's about ``mul`` holds for a square too."""
+        """Return an operation's name and class. A user's rule for ``mul`` also holds for a square."""
         path, plain = path_of(node), operation_of(node) or native_name(node)
         name = self._sameness.specific(node, plain)
-        decision, said = self.rules.decide(name, path), self.rules.decide(plain, path)
-        return (plain, said) if decision.reason == TABLE != said.reason else (name, decision)
+        decision, of_plain = self.decider.decide(name, path), self.decider.decide(plain, path)
+        return (plain, of_plain) if decision.reason == TABLE != of_plain.reason else (name, decision)
 
     def _values(self, node: Node, operation: str, decision: Decision) -> list[Value]:
-        """What is known of a node's operands, in their order; of a product, without what it adds and may saturate."""
+        """Return what is known of a node's operands, in order; except an addend of a product that may be saturated."""
         operands = [(used, value_of(self.known[used])) for used in operands_of(node)]
         addend = addend_of(node) if decision.op_class == "lower" else None
         return [
@@ -191,20 +200,26 @@ class Pass:
         ]
 
     def _outcome(self, node: Node, operation: str, decision: Decision, floating: list[Node]) -> Flow:
+        """Apply the flow rule to a node."""
         numbers = numbers_of(node) if operation in _WITH_NUMBERS | _MAKING else []
-        said = self.rules.constant(numbers)
+        constant = self.decider.constant(*map(magnitude, numbers))
         if not floating:
-            used = [self.known[one] for one in node.all_input_nodes]
-            given = [
-                joined(one.value) if isinstance(one.value, list) else one.value
-                for one in used
-                if tensors_of(one.declared)
-            ]
-            return Flow(AS_WRITTEN, made_without_floats(operation, given, said), "no floating-point input")
+            return Flow(AS_WRITTEN, made_without_floats(operation, self._given(node), constant), NO_FLOATS)
         values = self._values(node, operation, decision)
-        outcome = flow(operation, decision, [*values, said] if said.unfit else values, self.rules.policy.compute)
+        outcome = self.decider.flow(operation, decision, [*values, constant] if constant.unfit else values)
         if operation == "fill" and len(values) == 1 and values[0].state in ("input", "strong"):
-            return outcome._replace(output=said)  # it takes a shape of its operand, and no number
+            return outcome._replace(output=constant)  # it uses the shape of its operand, and not its numbers
+        return self._as_possible(node, operation, decision, outcome, values)
+
+    def _given(self, node: Node) -> list[Value]:
+        """Return what is known of all tensors among a node's operands."""
+        known = [self.known[one] for one in node.all_input_nodes if tensors_of(self.known[one].declared)]
+        return [joined(one.value) if isinstance(one.value, list) else one.value for one in known]
+
+    def _as_possible(
+        self, node: Node, operation: str, decision: Decision, outcome: Flow, values: Sequence[Value]
+    ) -> Flow:
+        """Change the flow rule's outcome where memory, the user's own dtypes or kernels do not allow it."""
         if self.aliases.keeps(node):
             moved = next((value for value in values if value.state == "strong"), values[0])
             return Flow(AS_WRITTEN, moved, "its memory is changed in place elsewhere")
@@ -217,13 +232,13 @@ class Pass:
         return outcome
 
     def _decided(self, node: Node, operation: str, decision: Decision) -> tuple[Flow, Known]:
-        """What is said of an operation, and what it gives; as written where PyTorch refuses what is said."""
+        """Decide and write an operation; as the user wrote it if PyTorch cannot run it as decided."""
         used = dict.fromkeys([*operands_of(node), *node.all_input_nodes])
         floating = [one for one in used if is_floating(self.known[one].declared)]
         outcome = self._outcome(node, operation, decision, floating)
         if outcome.format == AS_WRITTEN:
             return outcome, self._run(node, AS_IT_IS, outcome.output)
-        how = inner.manner(node, operation, decision, outcome, floating, self.rules.low)
+        how = inner.manner(node, operation, decision, outcome, floating, self._low)
         try:
             known = self._run(node, how, outcome.output, outcome.anew)
         except (RuntimeError, TypeError, NotImplementedError) as error:
@@ -231,14 +246,13 @@ class Pass:
         else:
             self._again[node] = self._new.records
             return outcome, known._replace(value=inner.of_results(operation, known.value, known.fake))
-        if decision.reason != TABLE:
-            self.rules.refused[refusal] = decision.reason
+        self.decider.refuse(refusal, decision)
         return Flow(AS_WRITTEN, WEAK, refusal), self._run(node, AS_IT_IS, WEAK)
 
     # --- writing ------------------------------------------------------------------------------------------------------
 
     def _run(self, node: Node, how: Manner, value: Value, anew: tuple[str, ...] = ()) -> Known:
-        """Write a node on inputs in the wanted dtypes, else as declared; what is known of what it gives."""
+        """Write a node with its inputs cast to the wanted dtypes, and return what is known of its result."""
         used, addend = node.all_input_nodes, addend_of(node)
         wanted = dict.fromkeys(how.cast, how.dtype)
         if addend in wanted and inner.takes_wide_mask(node) and self.known[addend].fake.dtype == torch.float32:
@@ -265,15 +279,13 @@ class Pass:
         return known
 
     def _rounded(self, known: Known) -> Known:
-        """A float32 result, cast to the compute format."""
-        return known._replace(
-            node=self._new.cast(known, self.rules.low), fake=fake_as(known, self.rules.low, self._new.mode)
-        )
+        """Cast a float32 result to the compute format."""
+        return known._replace(node=self._new.cast(known, self._low), fake=fake_as(known, self._low, self._new.mode))
 
     def _wide(self, node: Node, roles: tuple[str, ...]) -> Known:
-        """What a node gives; where it is low and has one of these roles, computed again in float32, as its inputs are.
+        """Return a node's value; if it is low and has one of these roles, computed again in float32, with its inputs.
 
-        What cannot be written again is what it is: an input was changed in place since, or gradients were not recorded.
+        Some nodes cannot be written again: their inputs were changed in place, or gradients were not recorded there.
         """
         known = self.known[node]
         if isinstance(known.value, list) or known.value.state != "low" or known.value.role not in roles:
@@ -290,7 +302,7 @@ class Pass:
         return self._anew[node, roles]
 
     def _forget(self, changed: Sequence[Node]) -> None:
-        """What was made of a value before it was changed is nothing of what it is now."""
+        """Forget casts of values that were changed in place: they have the old values."""
         names = {name for one in changed for name in self.aliases.names(one)}
         for name in names:
             for node in (name, *name.users):
@@ -299,14 +311,14 @@ class Pass:
         self._new.forget(stale)
 
     def _rename(self, changed: Node, known: Known) -> None:
-        """After a change in place, every name of the changed value means what it is now."""
+        """After a change in place, let every node with that memory refer to the new value."""
         for name in self.aliases.names(changed) & self.known.keys():
             self.known[name] = known._replace(declared=self.known[name].declared)
 
     # --- bodies -------------------------------------------------------------------------------------------------------
 
     def _checkpointed(self, node: Node) -> Known:
-        """The body of a checkpoint. Its casts are in it, and so recomputed."""
+        """Decide the body of a checkpoint. Its casts are inside, so they are recomputed with it."""
         body, *given = cast(tuple[Any, ...], node.args)
         held, results = self._body(body, given, as_declared=False)
         options = {**node.kwargs, "use_reentrant": False} if self.checkpoint else node.kwargs
@@ -317,7 +329,7 @@ class Pass:
         return Known(call, fakes, node.meta.get("example_value"), [known.value for known in results])
 
     def _branches(self, node: Node) -> Known:
-        """Both bodies of a conditional; their results are as declared, so that they agree."""
+        """Decide both bodies of a conditional. Their results have the declared dtypes, so that they agree."""
         condition, *bodies, operands = cast(tuple[Any, ...], node.args)
         decided = [self._body(body, operands, as_declared=True) for body in bodies]
         inputs = tuple(map(self._node_of, operands))
@@ -333,14 +345,20 @@ class Pass:
         return self.known[given].node if isinstance(given, Node) else given
 
     def _body(self, body: Any, given: Sequence[Any], *, as_declared: bool) -> tuple[Node, list[Known]]:
-        """A body decided for what it is called with, and what it gives."""
+        """Decide a body for its arguments; return the node that refers to it, and its results."""
         captured: GraphModule = getattr(self.module, str(body.target))
         graph, arguments = Graph(), dict[Node, Known]()
         for placeholder, argument in zip(captured.graph.find_nodes(op="placeholder"), given, strict=True):
             outer = self.known[argument] if isinstance(argument, Node) else Known(argument, argument, argument)
             arguments[placeholder] = outer._replace(node=graph.node_copy(placeholder))
         passed = Pass(
-            captured, self.rules, graph, arguments, self.attributes, checkpoint=self.checkpoint, recorder=self.recorder
+            captured,
+            self.decider,
+            graph,
+            arguments,
+            self.attributes,
+            checkpoint=self.checkpoint,
+            builder=self.builder,
         )
         results = passed.results(as_declared=as_declared)
         graph.output(map_known(results, lambda known: known.node))
@@ -351,17 +369,17 @@ class Pass:
 
 
 def under_autocast(where: str) -> UsageError:
-    """Code that is decided by polyamp's rules and by another autocast."""
+    """Return the error for code in another autocast region, which would cast a second time."""
     return UsageError(
-        "a module already under another autocast: its operations would be cast twice",
+        "the code is already under another autocast: its operations would be cast twice",
         where=where,
         found="torch.autocast",
         allowed="one of the two",
-        fix="leave the autocast region out, and say by rules what runs where: "
+        fix="remove the autocast region, and write rules for the parts that it is about: "
         'polyamp.policy(policy, rules={"head": "full"})',
     )
 
 
 def _runs_bodies(node: Node) -> bool:
-    """Whether the bodies that a node calls are decided too."""
+    """Return whether the bodies that a node calls are decided too."""
     return any(unstable.is_operator_of_bodies(node.target, name) for name in ("tag_activation_checkpoint", "cond"))

@@ -1,4 +1,4 @@
-"""Takes torch's composed functions apart, such as attention with its projections, down to what the table knows."""
+"""Replaces torch's composed functions, such as attention with its projections, by operators that the table knows."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from polyamp.backends.torch.graphs.nodes import is_composite
 
 
 def expand(module: GraphModule) -> None:
-    """Put in the place of each call of a composed function the aten operators that it is made of, in bodies too.
+    """Replace each call of a composed function by the aten operators that it consists of, also in bodies.
 
-    Functions that cannot be taken apart stay.
+    Functions that cannot be captured stay as they are.
 
     >>> import torch
     >>> from polyamp.backends.torch.graphs.capture import capture
@@ -46,7 +46,7 @@ def _expand(graph: Graph, node: Node) -> None:
         with unstable.on_fakes(mode):
             inner = unstable.aten_graph(call, fakes)
     except (RuntimeError, TypeError, NotImplementedError):
-        return  # it makes tensors of its own, or looks at values: it runs as it is written
+        return  # it creates tensors, or reads values: it runs as it is written
     if inner.graph.find_nodes(op="get_attr"):
         return
     with graph.inserting_before(node):
@@ -56,7 +56,7 @@ def _expand(graph: Graph, node: Node) -> None:
 
 
 def _inline(graph: Graph, inner: GraphModule, node: Node, used: list[Node], mode: Any) -> Any:
-    """Copy the nodes of a graph of operators, each with its fake; what they give."""
+    """Copy the nodes of a graph of operators, each with its fake; return the copies of its results."""
     placed = dict(zip(inner.graph.find_nodes(op="placeholder"), used, strict=True))
     for one in inner.graph.nodes:
         if one.op == "call_function":
@@ -71,7 +71,7 @@ def _inline(graph: Graph, inner: GraphModule, node: Node, used: list[Node], mode
 
 
 def _replace(node: Node, results: Any) -> None:
-    """Let every user of a composed function take what its parts give."""
+    """Let every user of a composed function use the results of its operators."""
     if isinstance(results, Node):
         node.replace_all_uses_with(results)
         return

@@ -1,4 +1,4 @@
-"""Objects of other classes among results, such as caches: a graph gives their tensors, and the rest goes around it."""
+"""Takes objects such as caches apart: a graph returns their tensors, and the rest bypasses it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CONSTANTS = (int, float, bool, str, complex, type(None), torch.dtype, torch.devi
 
 
 class Held:
-    """An object whose tensors are leaves of a pytree; put together again it is another object of its class.
+    """An object as a pytree whose leaves are its tensors; rebuilt, it is a new object of the same class.
 
     >>> class Cache:
     ...     keys = None
@@ -29,8 +29,8 @@ class Held:
     ([tensor([1.])], [tensor([0.])])
 
     Args:
-        tensors: what it holds of them.
-        rest: the object itself where it holds none, else all else of it.
+        tensors: the tensors of the object.
+        rest: the pickled object without its tensors; the object itself if it has none.
     """
 
     def __init__(self, tensors: Sequence[Any], rest: Any) -> None:
@@ -61,7 +61,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def hold(tree: Any) -> Any:
-    """A tree with `Held` in the place of each object that is no tensor and no constant, where that can be done."""
+    """Replace each object of a tree by `Held`, if it is neither a tensor nor a constant, and can be pickled."""
     return pytree.tree_map(_held, tree)
 
 
@@ -71,7 +71,7 @@ def _held(leaf: Any) -> Any:
 
 
 def taken_apart(leaf: Any) -> Held | None:
-    """The tensors of an object, and all else of it; None where it cannot be put together again.
+    """Return the tensors of an object, and the rest of it; None if it cannot be rebuilt.
 
     >>> taken_apart({"a": torch.ones(1)}).tensors
     [tensor([1.])]
@@ -82,13 +82,13 @@ def taken_apart(leaf: Any) -> Held | None:
     pickler = _Pickler(file)
     try:
         pickler.dump(leaf)
-    except Exception:  # whatever its class raises
+    except Exception:  # its class may raise anything
         return None
     return Held(pickler.tensors, file.getvalue())
 
 
 def put_together(taken: Held, tensors: Sequence[Any]) -> Any:
-    """Another object like the one that was taken apart, with other tensors."""
+    """Return an object like the one that was taken apart, with other tensors."""
     return _Unpickler(io.BytesIO(taken.rest), tensors).load()
 
 

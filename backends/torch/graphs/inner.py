@@ -1,4 +1,4 @@
-"""How kernels carry out what is float32 inside and 16 bits outside: the class ``inner``, masks, gathers' gradients."""
+"""How kernels run what is float32 inside and 16 bits outside: class ``inner``, masks, gradients of gathers."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from polyamp.backends.torch.graphs.nodes import native_name
 from polyamp.flow import Flow, Value
 from polyamp.rules import Decision, is_wide
 
-# Operators whose kernels take 16-bit data beside float32 parameters, with the device types where they do so; layer and
-# group norm on CUDA read their parameters in the type of the data.
+# Operators whose kernels take 16-bit data with float32 parameters, and the device types where they do. On CUDA these
+# norms read their parameters in the type of the data.
 _MIXED: dict[str, frozenset[str]] = {
     "layer_norm": frozenset({"cpu"}),
     "group_norm": frozenset({"cpu"}),
@@ -26,12 +26,12 @@ _GATHERING = frozenset({"gather", "index", "index_select", "take", "take_along_d
 
 
 class Manner(NamedTuple):
-    """How an operation runs.
+    """The dtypes in which an operation runs.
 
     Attributes:
-        dtype: what inputs are cast to.
-        cast: which of them.
-        rounded: whether the first of its results, its data, is cast to the compute format.
+        dtype: the dtype that inputs are cast to.
+        cast: the inputs that are cast.
+        rounded: whether its first result, the data, is cast to the compute format.
     """
 
     dtype: torch.dtype
@@ -45,13 +45,13 @@ AS_IT_IS = Manner(torch.float32, ())
 def manner(
     node: Node, operation: str, decision: Decision, outcome: Flow, floating: Sequence[Node], low: torch.dtype
 ) -> Manner:
-    """Return how a node runs that the flow rule has decided.
+    """Return how a node runs after the decision of the flow rule.
 
     Args:
-        node: of the captured graph.
+        node: a node of the captured graph.
         operation: its canonical name.
         decision: its class.
-        outcome: what the rule said.
+        outcome: the result of the flow rule.
         floating: its floating inputs.
         low: the dtype of the compute format.
     """
@@ -67,7 +67,7 @@ def manner(
 
 
 def of_results(operation: str, value: Value, results: Any) -> Any:
-    """What is known of what an operation gives: beside a norm's data, its statistics."""
+    """Return what is known of an operation's results: a norm returns statistics after its data."""
     if operation not in _NORMS or not isinstance(results, tuple | list):
         return value
     return [value, *(Value("strong", operation, role="statistic") for _ in results[1:])]
@@ -79,7 +79,7 @@ def _is_wide(node: Node, operation: str, decision: Decision) -> bool:
 
 
 def sums_gradients(node: Node, operation: str) -> bool:
-    """Whether the gradient of a gather adds up what went to many places: in float32, as sums are."""
+    """Return whether the gradient of a node adds many elements into one place, which needs float32, as sums do."""
     result = node.meta.get("example_value")
     if operation not in ("gather", "slice", "embedding") or not getattr(result, "requires_grad", False):
         return False
@@ -96,15 +96,15 @@ def _device_type(node: Node) -> str:
 
 
 def takes_wide_mask(node: Node) -> bool:
-    """Whether a node is an attention whose kernels add a float32 mask to 16-bit scores; CUDA's refuse it."""
+    """Return whether a node is an attention whose kernels accept a float32 mask with 16-bit data; CUDA's refuse it."""
     return native_name(node).startswith("scaled_dot_product_attention") and _device_type(node) == "cpu"
 
 
 def saturated(graph: Graph, value: Node, dtype: torch.dtype) -> Node:
-    """Write what keeps finite numbers finite in a dtype: masks of -1e9 are no infinities, which would be NaN in a row.
+    """Write nodes that keep finite numbers finite in a dtype: a row of masks of -1e9, as infinities, would become NaN.
 
     Returns:
-        A node in the type of ``value``.
+        A node with the dtype of ``value``.
     """
     limit = torch.finfo(dtype).max
     infinite = graph.call_method("isinf", (value,))

@@ -6,7 +6,6 @@ import inspect
 import operator
 import re
 from collections.abc import Iterator
-from pathlib import Path
 from types import FunctionType
 from typing import Any
 
@@ -15,9 +14,9 @@ import torch.utils._pytree as pytree
 from torch import Tensor
 from torch.fx import Node
 
-import polyamp
 from polyamp.backends.torch import unstable
 from polyamp.backends.torch.operations import FUNCTIONS, canonical
+from polyamp.backends.torch.user_code import line_in
 
 OPERATORS: tuple[type, type] = (type(torch.ops.aten.mm.default), type(torch.ops.aten.mm))  # an overload, a packet
 
@@ -29,7 +28,7 @@ _CHANGING_OPERATORS = {
 
 
 def native_name(node: Node) -> str:
-    """What a node calls, by its own name: ``linear``, ``softmax``, ``add``, ``mylib.fused.default``.
+    """Return the native name of what a node calls, such as ``linear``, ``softmax``, ``add`` or ``mylib.fused.default``.
 
     >>> graph = torch.fx.symbolic_trace(lambda x: torch.relu(x).sum() + 1).graph
     >>> [native_name(node) for node in graph.nodes if node.op.startswith("call")]
@@ -45,7 +44,7 @@ def native_name(node: Node) -> str:
 
 
 def operation_of(node: Node) -> str | None:
-    """The canonical operation of a node; None for what the table does not have, and for functions of others.
+    """Return the canonical operation of a node; None if the table does not have it, or it is not PyTorch's.
 
     >>> graph = torch.fx.symbolic_trace(lambda x: x @ x.float()).graph
     >>> [operation_of(node) for node in graph.nodes if node.op.startswith("call")]
@@ -60,15 +59,15 @@ def operation_of(node: Node) -> str | None:
 
 
 def _only_moves(node: Node) -> bool:
-    """Whether a conversion names no dtype, but another device or layout."""
+    """Return whether a conversion names a device or layout, but not a dtype."""
     if node.target in ("cpu", "cuda"):
         return True
-    said = [*node.args[1:], *node.kwargs.values()]
-    return node.target == "to" and not any(isinstance(one, torch.dtype | Node) for one in said)
+    arguments = [*node.args[1:], *node.kwargs.values()]
+    return node.target == "to" and not any(isinstance(one, torch.dtype | Node) for one in arguments)
 
 
 def _is_torchs(node: Node) -> bool:
-    """Whether PyTorch or Python brings what a node calls."""
+    """Return whether a node calls a function of PyTorch or Python."""
     target = node.target
     if node.op == "call_method":
         return True
@@ -79,7 +78,7 @@ def _is_torchs(node: Node) -> bool:
 
 
 def operands_of(node: Node) -> list[Node]:
-    """The nodes among a node's operands in the order of its operands, as often as they are operands.
+    """Return the nodes among a node's operands, in operand order; one that is used twice comes twice.
 
     >>> graph = torch.fx.symbolic_trace(lambda x, y: (x.rsub(y), torch.sub(other=y, input=x), y + y)).graph
     >>> [operands_of(node) for node in graph.nodes if node.op.startswith("call")]
@@ -94,7 +93,7 @@ def operands_of(node: Node) -> list[Node]:
 
 
 def addend_of(node: Node) -> Node | None:
-    """What a product adds to what it computed: the mask of an attention, or the first operand of ``addmm``.
+    """Return the operand that a product adds: the mask of an attention, or the first operand of ``addmm``; else None.
 
     >>> graph = torch.fx.symbolic_trace(lambda bias, x, y: torch.addmm(bias, x, y)).graph
     >>> [addend_of(node) for node in graph.nodes if node.op.startswith("call")]
@@ -114,7 +113,7 @@ _ADDING = frozenset({"addmm", "baddbmm", "addbmm", "addmv", "addr"})
 
 
 def is_composite(node: Node) -> bool:
-    """Whether a node calls one of torch's Python functions that is made of several operations.
+    """Return whether a node calls one of torch's Python functions that consists of several operations.
 
     >>> from polyamp.backends.torch.graphs.capture import capture
     >>> graph = capture(torch.nn.functional.normalize, [torch.ones(3, 2)], {}).module.graph
@@ -131,7 +130,7 @@ def is_composite(node: Node) -> bool:
 
 
 def changed_in_place(node: Node) -> list[Node]:
-    """The nodes whose values a node changes, statistics such as those of ``batch_norm`` left out.
+    """Return the nodes whose values a node changes, except statistics such as those of ``batch_norm``.
 
     >>> graph = torch.fx.symbolic_trace(lambda x: x.add(1).relu_()).graph
     >>> [changed_in_place(node) for node in graph.nodes if node.op == "call_method"]
@@ -148,7 +147,7 @@ def changed_in_place(node: Node) -> list[Node]:
 
 
 def _changes_first(node: Node) -> bool:
-    """Whether the name says that the first argument is changed: ``add_``, ``operator.iadd``."""
+    """Return whether a node changes its first argument according to its name: ``add_``, ``operator.iadd``."""
     name = native_name(node)
     if node.target in _CHANGING_OPERATORS:
         return True
@@ -163,7 +162,7 @@ def _written(node: Node, overload: Any) -> Iterator[Node]:
 
 
 def _asked_in_place(node: Node) -> bool:
-    """Whether ``inplace=True`` stands in a call, such as of ``torch.nn.functional.relu``."""
+    """Return whether a call has ``inplace=True``, as ``torch.nn.functional.relu`` accepts."""
     if not isinstance(node.target, FunctionType):
         return bool(node.kwargs.get("inplace"))
     try:
@@ -174,7 +173,7 @@ def _asked_in_place(node: Node) -> bool:
 
 
 def path_of(node: Node) -> str:
-    """The path of the module that a node stands in, as ``named_modules`` has it: ``decoder.layers.3.norm``."""
+    """Return the path of the module that a node is in, as in ``named_modules``: ``decoder.layers.3.norm``."""
     stack = node.meta.get("nn_module_stack")
     if not stack:
         return ""
@@ -182,44 +181,16 @@ def path_of(node: Node) -> str:
     return _ROOT.sub("", path)
 
 
-_ROOT = re.compile(r"^(.*cell_contents|[LG]\['[^']*'\])\.?")  # what the captured function calls the module
-_FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)')
-_ADAPTER = Path(__file__).parent.parent
-_LIBRARIES = tuple(map(str, (Path(torch.__file__).parent, Path(polyamp.__file__).parent, _ADAPTER)))
+_ROOT = re.compile(r"^(.*cell_contents|[LG]\['[^']*'\])\.?")  # the captured function's name for the module
 
 
 def line_of(node: Node) -> str:
-    """The user's line that a node comes from, as ``model.py:12 (forward)``; empty where it is not known."""
-    frames = [frame for frame in _FRAME.finditer(node.meta.get("stack_trace") or "") if is_users(frame["file"])]
-    if not frames:
-        return ""
-    return f"{Path(frames[-1]['file']).name}:{frames[-1]['line']} ({frames[-1]['function']})"
+    """Return the user's line that a node comes from, as ``model.py:12 (forward)``; empty if it is not known."""
+    return line_in(node.meta.get("stack_trace") or "")
 
 
 def line_near(node: Node) -> str:
-    """The line of a node, or of the first one after it that has one."""
+    """Return the line of a node, or of the first node after it that has one."""
     while not (line := line_of(node)) and node.op != "output":
         node = node.next
     return line
-
-
-def users_frame(error: Exception) -> str:
-    """The user's innermost line in what Dynamo says of an error, as ``/path/model.py:12 (forward)``."""
-    stack = getattr(error, "real_stack", None) or ()
-    users = [f"{one.filename}:{one.lineno} ({one.name})" for one in stack if is_users(one.filename)]
-    said = [frame for frame in _FRAME.finditer(str(error)) if is_users(frame["file"])]
-    users += [f"{one['file']}:{one['line']} ({one['function']})" for one in said]
-    return users[-1] if users else "the captured function"
-
-
-def users_level() -> int:
-    """The ``stacklevel`` with which `polyamp.errors.warn_once`, called where this is, points at the user's line."""
-    frame, level = inspect.currentframe(), 1
-    while frame is not None and not is_users(frame.f_code.co_filename):
-        frame, level = frame.f_back, level + 1
-    return level
-
-
-def is_users(file: str) -> bool:
-    """Whether code stands outside of PyTorch and polyamp."""
-    return not file.startswith(_LIBRARIES)

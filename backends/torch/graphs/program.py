@@ -1,4 +1,4 @@
-"""A captured function as a program of its own: decided, with its inputs found again among arguments and parameters."""
+"""A captured function as a program: decided, and written as a graph over the user's own arguments and parameters."""
 
 from __future__ import annotations
 
@@ -14,31 +14,31 @@ from torch.fx import Graph, GraphModule, Node
 from torch.utils.checkpoint import checkpoint
 
 from polyamp.backends.torch import unstable
-from polyamp.backends.torch.ambient.regions import DEVICE_TYPES
+from polyamp.backends.torch.autocast.regions import DEVICE_TYPES
 from polyamp.backends.torch.graphs.attributes import Attributes
 from polyamp.backends.torch.graphs.capture import Captured, capture, check_arguments, refusals
 from polyamp.backends.torch.graphs.decisions import Pass, under_autocast
 from polyamp.backends.torch.graphs.expansion import expand
 from polyamp.backends.torch.graphs.held import CONSTANTS
-from polyamp.backends.torch.graphs.recorder import Recorder
-from polyamp.backends.torch.graphs.ruling import Rules, constant_of
+from polyamp.backends.torch.graphs.planning import PlanBuilder
 from polyamp.backends.torch.graphs.saved import bytes_saved
-from polyamp.backends.torch.graphs.values import Known, known_value, map_known
+from polyamp.backends.torch.graphs.values import Known, constant_of, known_value, map_known
+from polyamp.deciding import Decider
 from polyamp.errors import InvalidTypeError
 from polyamp.plan import Plan
 from polyamp.policy import Policy
 
 
 class Program:
-    """One function for one kind of arguments, decided.
+    """A function, captured and decided for one kind of arguments.
 
     Attributes:
-        name: of this program among those of one module.
-        mode: what the function's code may have looked at beside its arguments; see `mode_of`.
-        rules: the policy, and what was found out under it.
-        graph: the new graph; it takes and gives pytrees.
-        attributes: what it gets by name and the user's module does not have.
-        fits: whether leaves, and the tree that they make up, are of this kind.
+        name: the name of this program among those of one module.
+        mode: what the function's code may depend on besides its arguments; see `mode_of`.
+        decider: the policy, with its decisions.
+        graph: the new graph, which takes and returns pytrees.
+        attributes: the bodies, constants and parameters that the user's module does not have.
+        fits: tests whether arguments, as leaves and a tree, are of this kind.
     """
 
     def __init__(
@@ -55,12 +55,12 @@ class Program:
         check_arguments(fn, pytree.tree_leaves((args, kwargs)))
         self.name, self.mode = name, mode_of(root)
         captured = capture(fn, args, kwargs)
-        self.rules, self._recorder = Rules(policy), Recorder()
+        self.decider, self._builder = Decider(policy), PlanBuilder()
         self.attributes = Attributes(name)
         with refusals():
             expand(captured.module)
-            writer = _Writer(captured, _names(root), self.rules, self.attributes)
-            self.graph = writer.written(self._recorder, [*(f"arg_{index}" for index in range(len(args))), *kwargs])
+            writer = _Writer(captured, _names(root), self.decider, self.attributes)
+            self.graph = writer.written(self._builder, [*(f"arg_{index}" for index in range(len(args))), *kwargs])
             self.fits = _fitting(captured, writer)
         self._original = captured.module
         for node in self._original.graph.find_nodes(op="placeholder"):
@@ -73,30 +73,30 @@ class Program:
 
     @functools.cached_property
     def plan(self) -> Plan:
-        """What was decided, with the bytes that the backward pass needs."""
+        """The plan of the decisions, with the bytes that the backward pass needs."""
         return Plan(
-            str(self.rules.policy),
-            tuple(self._recorder.operations),
+            str(self.decider.policy),
+            tuple(self._builder.operations),
             bytes_saved(self.graph, self.attributes),
             bytes_saved(self._original.graph, dict(self._original.named_children())),
-            tuple(rule.pattern for rule in self.rules.unused),
+            tuple(rule.pattern for rule in self.decider.unused),
         )
 
 
 class _Writer:
-    """Writes the graph of a program: what Dynamo's graph takes, found again among arguments and parameters."""
+    """Writes the graph of a program: finds the inputs of Dynamo's graph among arguments and parameters."""
 
-    def __init__(self, captured: Captured, names: Mapping[int, str], rules: Rules, attributes: Attributes) -> None:
-        self.captured, self.names, self.rules, self.attributes = captured, names, rules, attributes
+    def __init__(self, captured: Captured, names: Mapping[int, str], decider: Decider, attributes: Attributes) -> None:
+        self.captured, self.names, self.decider, self.attributes = captured, names, decider, attributes
         self.graph = Graph()
         self._leaves = [self.graph.placeholder(f"arg_{index}") for index, _ in enumerate(captured.leaves)]
         self._gotten: dict[int, Node] = {}
 
-    def written(self, recorder: Recorder, names: Sequence[str]) -> Graph:
-        """The graph, of which the arguments have these names."""
+    def written(self, builder: PlanBuilder, names: Sequence[str]) -> Graph:
+        """Return the graph, with these names for its arguments."""
         module, arguments = self.captured.module, self._arguments()
         passed = Pass(
-            module, self.rules, self.graph, arguments, self.attributes, checkpoint=checkpoint, recorder=recorder
+            module, self.decider, self.graph, arguments, self.attributes, checkpoint=checkpoint, builder=builder
         )
         computed = dict(zip(map(id, self.captured.outputs), passed.results(), strict=True))
         leaves = [self._result(leaf, computed) for leaf in self.captured.results]
@@ -109,7 +109,7 @@ class _Writer:
         return self.graph
 
     def _arguments(self) -> dict[Node, Known]:
-        """What is known of the captured graph's placeholders: the tensors, then the sizes, which are tensors' sizes."""
+        """Return what is known of the captured graph's placeholders: tensors, and sizes, each of which a tensor has."""
         placeholders = self.captured.module.graph.find_nodes(op="placeholder")
         pairs = list(zip(placeholders, self.captured.inputs, strict=True))
         known = {node: self._tensor(node, given) for node, given in pairs if isinstance(given, Tensor)}
@@ -122,10 +122,10 @@ class _Writer:
         new.meta["example_value"] = fake
         if is_leaf or isinstance(given, nn.Parameter):
             return Known(new, fake, fake, known_value(fake, "weak" if isinstance(given, nn.Parameter) else "input"))
-        return constant_of(new, fake, given, self.rules)
+        return constant_of(new, fake, given, self.decider)
 
     def _input(self, given: Tensor) -> Node:
-        """The argument, parameter or buffer that a tensor is; any other becomes an attribute."""
+        """Return the node of an argument, parameter or buffer; any other tensor becomes an attribute."""
         for node, leaf in zip(self._leaves, self.captured.leaves, strict=True):
             if leaf is given:
                 return node
@@ -150,7 +150,7 @@ class _Writer:
         if isinstance(leaf, CONSTANTS):
             return leaf
         raise InvalidTypeError(
-            "the function returns an object that a graph cannot hold",
+            "the function returns an object that a graph cannot return",
             where="rewrite(fn)",
             found=f"{type(leaf).__module__}.{type(leaf).__qualname__}",
             allowed="tensors, numbers and strings, and dicts, lists, tuples and registered pytrees of them",
@@ -159,7 +159,7 @@ class _Writer:
 
 
 def _fitting(captured: Captured, writer: _Writer) -> Callable[[Sequence[Any], Any], bool]:
-    """A test of leaves and their tree that keeps none of the example's."""
+    """Return a test of arguments, as leaves and a tree, that does not keep the example's alive."""
     nodes = captured.module.graph.find_nodes(op="placeholder")
     shaped = [
         (node.meta["example_value"], given)
@@ -181,22 +181,22 @@ def _fitting(captured: Captured, writer: _Writer) -> Callable[[Sequence[Any], An
 
 
 def mode_of(root: nn.Module) -> tuple[Any, ...]:
-    """Which modules are in training mode, and whether gradients are recorded: code may look at either."""
+    """Return whether gradients are recorded, and the training mode of every module: code may depend on either."""
     return (torch.is_grad_enabled(), *(module.training for module in root.modules()))
 
 
 def check_no_autocast() -> None:
-    """Refuse ambient autocast, which would cast a second time.
+    """Refuse to run inside autocast, which would cast a second time.
 
     Raises:
-        UsageError: a `torch.autocast` region is entered.
+        UsageError: this is inside a `torch.autocast` region.
     """
     if any(map(torch.is_autocast_enabled, DEVICE_TYPES)):
-        raise under_autocast("rewrite(module), or the call of what it gave")
+        raise under_autocast("rewrite(module), or the call of its result")
 
 
 def _kinds(leaves: Sequence[Any]) -> list[Any]:
-    """What of arguments a graph is made for, beside their sizes: the same tensor twice is one input of the graph."""
+    """Return what a graph depends on in its arguments, except sizes; a tensor that comes twice is one input."""
     places = list(map(id, leaves))
     return [
         (leaf.dtype, leaf.device, leaf.dim(), places.index(id(leaf)))
@@ -207,6 +207,6 @@ def _kinds(leaves: Sequence[Any]) -> list[Any]:
 
 
 def _names(root: nn.Module) -> dict[int, str]:
-    """Parameters and buffers by identity; of tied ones the first name."""
+    """Return names of parameters and buffers, by identity; tied ones have their first name."""
     named = [*root.named_parameters(), *root.named_buffers()]
     return {id(tensor): name for name, tensor in reversed(named)}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -15,22 +15,23 @@ from torch.fx import Graph, GraphModule
 from polyamp.backends.torch import unstable
 from polyamp.backends.torch.graphs.attributes import HOLDER
 from polyamp.backends.torch.graphs.capture import root_of
-from polyamp.backends.torch.graphs.nodes import users_level
 from polyamp.backends.torch.graphs.program import Program, check_no_autocast, mode_of
-from polyamp.backends.torch.graphs.ruling import Rules
-from polyamp.errors import InvalidTypeError, InvalidValueError, PolyampError, UnsupportedError, UsageError, warn_once
+from polyamp.backends.torch.user_code import users_level
+from polyamp.deciding import Decider
+from polyamp.errors import InvalidTypeError, UnsupportedError, UsageError, warn_once
 from polyamp.formats import format_of
 from polyamp.plan import Plan
 from polyamp.policy import Policy
 from polyamp.policy import policy as make_policy
 from polyamp.refusals import not_traced
+from polyamp.reports import report_nothing_lowered, report_refused, report_unused
 from polyamp.rules import Rule
 
 
 def rewrite(
     module: Callable[..., Any], *example_inputs: Any, policy: Policy | str | None = None, **kwargs: Any
 ) -> Rewritten:
-    """A module whose operations run as a policy says, as a graph in which every cast is written down.
+    """Return a module as a graph whose operations run in the formats of a policy, with explicit casts.
 
     >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Softmax(-1))
     >>> fast = rewrite(model, torch.ones(3, 4), policy="mixed_bfloat16")
@@ -41,124 +42,38 @@ def rewrite(
 
     Args:
         module: a ``torch.nn.Module``, one of its methods, or a function of tensors.
-        *example_inputs: arguments, to capture it now; else the first call does. Sizes that the code does not look at
-            may be others in later calls. Nothing is computed: meta and fake tensors will do.
+        *example_inputs: example arguments, to capture the module now; without them the first call captures it. Later
+            calls may have other sizes, unless the code depends on a size. Nothing is computed, so meta and fake tensors
+            work too.
         policy: a policy or its name, bound now; None is the current policy.
         **kwargs: example keyword arguments.
 
     Returns:
-        A `Rewritten`: a ``torch.fx.GraphModule`` with an attribute ``plan``. Its parameters and buffers are the
-        module's, and so are the names in its ``state_dict``; results have the dtypes that the module gives. What the
-        module's code finds in its own attributes, other than training modes, is taken as it is at the capture.
+        A `Rewritten`, which is a ``torch.fx.GraphModule`` with an attribute ``plan``. It shares the module's parameters
+        and buffers, and the names in its ``state_dict``; its results have the module's dtypes. Except for training
+        modes, attributes that the module's code reads keep their values from the capture.
 
     Raises:
-        InvalidTypeError: not a module or function, or arguments or results that hide tensors.
-        InvalidValueError: the module does not take these arguments.
-        UnsupportedError: a format that torch functions do not compute in.
-        UsageError: the code cannot be captured whole, assigns attributes, or stands under `torch.autocast`.
+        InvalidTypeError: ``module`` is not a module or function, or arguments or results hide tensors.
+        InvalidValueError: the module does not accept these arguments.
+        UnsupportedError: torch functions do not compute in the format.
+        UsageError: the code cannot be captured as one graph, assigns attributes, or is in a `torch.autocast` region.
 
     Warns:
         PolyampWarning: nothing was lowered, or a rule matched nothing.
     """
-    rewritten = Rewritten(_checked(module), usable(policy))
+    rewritten = Rewritten(checked(module), usable(policy))
     if example_inputs or kwargs:
         rewritten.trace(example_inputs, kwargs)
     return rewritten
 
 
-def explain(
-    module: Callable[..., Any],
-    *inputs: Any,
-    policy: Policy | str | None = None,
-    engine: str | None = None,
-    **kwargs: Any,
-) -> Plan:
-    """What every operation of a module runs in, where and why.
-
-    >>> plan = explain(lambda x: torch.exp(x @ x), torch.ones(2, 2, device="meta"), policy="mixed_float16")
-    >>> [(op.name, op.format, op.reason) for op in plan.operations]
-    [('matmul', 'float16', 'table'), ('exp', 'float32', 'table')]
-
-    Args:
-        module: as for `rewrite`.
-        *inputs: its arguments; meta and fake tensors will do.
-        policy: a policy or its name; None is the current policy.
-        engine: ``"rewrite"``, the default, plans what `rewrite` gives, and computes nothing. ``"autocast"`` records one
-            run under `polyamp.autocast`, of the forward pass, on tensors without data where the module's code allows
-            that, else a real one which leaves nothing changed. A module that cannot be rewritten is recorded too; the
-            plan's ``engine`` says so, and why.
-        **kwargs: its keyword arguments.
-
-    Returns:
-        A `Plan`. ``bytes_saved`` are what autograd keeps, parameters and arguments included; None where an operator
-        of the user's has no fake kernel.
-
-    Raises:
-        InvalidTypeError: not a module or function.
-        InvalidValueError: another engine, or the module does not take these arguments.
-        UnsupportedError: a format that torch functions do not compute in.
-        UsageError: the call stands under `torch.autocast`.
-    """
-    chosen, fn = usable(policy), _checked(module)
-    if engine not in (None, *ENGINES):
-        raise _no_engine(engine)
-    if engine == "autocast":
-        return _recorded(fn, inputs, kwargs, chosen)
-    check_no_autocast()
-    try:
-        return captured_plan(fn, inputs, kwargs, chosen)
-    except PolyampError as error:
-        refusal = error  # handled outside: what is kept of the run would keep it too
-    return _recorded_instead(fn, inputs, kwargs, chosen, refusal)
-
-
-ENGINES = ("rewrite", "autocast")
-
-
-def captured_plan(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], policy: Policy) -> Plan:
-    """The plan of what `rewrite` gives.
-
-    Raises:
-        PolyampError: it gives nothing; see there.
-    """
-    return Program(fn, policy, args, kwargs, root=root_of(fn)).plan
-
-
-def _recorded(fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any], policy: Policy, why: str = "") -> Plan:
-    from polyamp.backends.torch.recording.explained import recorded  # nothing of it is needed to train
-
-    return recorded(fn, args, kwargs, policy, why=why)
-
-
-def _recorded_instead(
-    fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any], policy: Policy, error: PolyampError
-) -> Plan:
-    """The plan of one run, where there is no graph; the first error where it does not run either."""
-    try:
-        plan = _recorded(fn, args, kwargs, policy, why=str(error).partition("\n")[0])
-    except InvalidValueError:
-        raise error from None
-    if not plan.operations:
-        raise error
-    return plan
-
-
-def _no_engine(engine: object) -> InvalidValueError:
-    return InvalidValueError(
-        "unknown engine",
-        where="explain(module, engine=)",
-        found=repr(engine),
-        allowed=", ".join(ENGINES),
-        fix='leave it out, or give engine="autocast" for what polyamp.autocast does',
-    )
-
-
 class Rewritten(GraphModule):
-    """What `rewrite` gives: a graph over the original's own submodules, parameters and buffers.
+    """A rewritten module: a graph over the original's own submodules, parameters and buffers.
 
-    Training, saving and moving it is training, saving and moving the original. ``graph`` is made for the first
-    arguments. Others that it does not fit (another rank or dtype, a size for which the code takes another way), and
-    another training mode, get graphs of their own when they come.
+    To train, save or move it is to train, save or move the original. ``graph`` is for the first arguments. Arguments
+    that it does not fit (another rank or dtype, a size for which the code behaves differently) and the other training
+    mode get further graphs when they come.
 
     >>> model = torch.nn.Sequential(torch.nn.Linear(4, 2), torch.nn.Dropout())
     >>> fast = rewrite(model, torch.ones(3, 4), policy="mixed_bfloat16")
@@ -166,10 +81,10 @@ class Rewritten(GraphModule):
     (torch.Size([5, 2]), False, 2)
 
     Attributes:
-        programs: what was decided, for each graph.
+        programs: the decided program of each graph.
     """
 
-    _first: Any  # what runs ``graph``: as a method of a class that this object has to itself
+    _first: Any  # runs ``graph``: a method of the class, which GraphModule makes for each object
 
     def __init__(self, fn: Callable[..., Any], policy: Policy) -> None:
         root, graph = root_of(fn), Graph()
@@ -185,10 +100,10 @@ class Rewritten(GraphModule):
 
     @property
     def plan(self) -> Plan:
-        """The plan for the arguments that were seen first.
+        """The plan for the first arguments.
 
         Raises:
-            UsageError: none were seen yet.
+            UsageError: the module was not called yet.
         """
         if not self.programs:
             raise not_traced(where="rewrite(module).plan")
@@ -201,7 +116,7 @@ class Rewritten(GraphModule):
         return self
 
     def recompile(self) -> Any:
-        """Make code of ``graph`` as it is now; see `torch.fx.GraphModule.recompile`."""
+        """Generate the code of ``graph`` again; see `torch.fx.GraphModule.recompile`."""
         code = super().recompile()
         kind = type(self)
         kind._first = kind.forward
@@ -210,7 +125,7 @@ class Rewritten(GraphModule):
         return code
 
     def trace(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Make a graph for these arguments too."""
+        """Add a graph for these arguments."""
         fn, root, policy = self._source
         program = Program(fn, policy, args, kwargs, root=root, name=str(len(self.programs)))
         name = getattr(fn, "__name__", type(fn).__name__)
@@ -219,13 +134,13 @@ class Rewritten(GraphModule):
             self._views.append(_view(self, program.graph))
         else:
             self.graph = program.graph
-            report(program.rules, name)
+            report(program.decider, name)
         self.programs.append(program)
         if len(self.programs) > _MANY:
             warn_once(_TOO_MANY.format(name=name, count=_MANY), stacklevel=users_level())
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
-        """The graph that fits the arguments."""
+        """Run the graph that fits the arguments."""
         check_no_autocast()
         found = self._fitting(args, kwargs)
         if found is None:
@@ -234,7 +149,7 @@ class Rewritten(GraphModule):
         return run(*args, **kwargs)
 
     def _fitting(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
-        """The number of the program for such arguments in this mode; while compiling, of the first in this mode."""
+        """Return the index of the program for these arguments and modes; in compiled code, for the modes alone."""
         mode = mode_of(self._source[1])
         there = [number for number, program in enumerate(self.programs) if program.mode == mode]
         if torch.compiler.is_compiling():
@@ -243,56 +158,63 @@ class Rewritten(GraphModule):
         return next((number for number in there if self.programs[number].fits(leaves, spec)), None)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Rewritten:
-        """A copy over a copy of the original; it captures that when it is called."""
+        """Return a rewritten copy of the original, which is captured when it is called."""
         fn, _, policy = self._source
         return Rewritten(copy.deepcopy(fn, memo), policy)
 
     def __reduce__(self) -> NoReturn:
         raise UsageError(
-            "a rewritten module is not pickled: it has the original's Python code in it",
+            "a rewritten module cannot be pickled, because it holds the original's Python code",
             where="pickle, torch.save",
-            fix="save its state_dict(), which is the original's, and rewrite the loaded model",
+            fix="save its state_dict(), which is that of the original, and rewrite the loaded model",
         )
 
 
 _MANY = 16
 _TOO_MANY = (
-    "{name} was rewritten for more than {count} kinds of arguments, each of which stays in memory: numbers among the "
-    "arguments make a kind each, and so do ranks, dtypes and sizes that the code looks at. Give numbers as tensors."
+    "{name} was rewritten for more than {count} kinds of arguments, each of which stays in memory: every number is "
+    "another kind, and so is a rank, a dtype, and a size that the code depends on. Pass numbers as tensors."
 )
 
 
 @unstable.not_traced
 def _without_compiling(rewritten: Rewritten, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Make a graph for these arguments, in this mode, and run it; `torch.compile` breaks its own graph here."""
+    """Add a graph for these arguments and run it; `torch.compile` breaks its own graph here."""
     rewritten.trace(args, kwargs)
     return rewritten(*args, **kwargs)
 
 
 def _view(rewritten: Rewritten, graph: Graph) -> GraphModule:
-    """Another graph over the same submodules, parameters and buffers."""
+    """Return another graph over the same submodules, parameters and buffers."""
     view = GraphModule(rewritten, graph, "Rewritten")
     view._modules, view._parameters, view._buffers = rewritten._modules, rewritten._parameters, rewritten._buffers
     return view
 
 
-def _checked(module: Any) -> Any:
+def checked(module: Any) -> Any:
+    """Return what can be rewritten.
+
+    Raises:
+        InvalidTypeError: ``module`` is not a module or function, or is rewritten already.
+    """
     if callable(module) and not isinstance(module, type | Rewritten):
         return module
     raise InvalidTypeError(
-        "no module or function of tensors" if not isinstance(module, Rewritten) else "the module is rewritten already",
+        "the argument is not a module or function of tensors"
+        if not isinstance(module, Rewritten)
+        else "the module is rewritten already",
         where="rewrite(module)",
         found=f"{module!r}" if isinstance(module, type) else type(module).__qualname__,
         allowed="a torch.nn.Module, one of its methods, or a function of tensors",
-        fix="give the model itself, then its arguments",
+        fix="pass the model itself, then its arguments",
     )
 
 
 def usable(policy: Policy | str | None) -> Policy:
-    """The policy, in whose format a graph of torch functions can run; None is the current one.
+    """Return the policy, whose compute format torch functions have to support; None is the current one.
 
     Raises:
-        UnsupportedError: it computes in another format.
+        UnsupportedError: they do not support it.
     """
     chosen = make_policy(policy)
     _check_format(chosen.compute)
@@ -315,34 +237,15 @@ def _check_format(compute: str) -> None:
     )
 
 
-def report(rules: Rules, name: str) -> None:
-    """Say once what had no effect in the graph of a function of that name."""
-    policy = rules.policy
-    report_unused([rules], name)
-    for refusal, asked in rules.refused.items():
-        warn_once(f"{asked} of {policy} is not kept in {name}: {refusal}.", stacklevel=users_level())
-    if format_of(policy.compute).is_low and not rules.lowered:
-        warn_once(
-            f"rewrite to {policy.compute} changed nothing in {name}: it has no float32 operation of class lower, such "
-            "as matmul and conv. polyamp.explain gives the reason for each operation.",
-            stacklevel=users_level(),
-        )
+def report(decider: Decider, name: str) -> None:
+    """Report once what had no effect in the graph of a function with this name."""
+    policy, level = decider.policy, users_level()
+    report_rules(decider.unused, policy, name)
+    report_refused(decider.refused, where=name, of=policy, stacklevel=level)
+    if format_of(policy.compute).is_low and not decider.lowered:
+        report_nothing_lowered("rewrite", policy.compute, where=name, stacklevel=level)
 
 
-def report_unused(parts: Sequence[Rules], name: str, *, unless: Callable[[Rule], bool] = lambda rule: False) -> None:
-    """Say once which rules of a policy matched nothing in any part of what has that name.
-
-    Args:
-        parts: what was found out under it, for each part.
-        name: what they are parts of.
-        unless: which rules are left out.
-    """
-    policy = parts[0].policy
-    for rule in parts[0].unused:
-        if any(rule not in part.unused for part in parts) or unless(rule):
-            continue
-        warn_once(
-            f"the rule {rule.pattern!r} of {policy} matched nothing in {name}: it is neither an operation there (see "
-            "docs/operations.md) nor a module. polyamp.explain lists what there is.",
-            stacklevel=users_level(),
-        )
+def report_rules(rules: Iterable[Rule], policy: Policy, name: str) -> None:
+    """Report once each rule that matched nothing in what has this name."""
+    report_unused(rules, where=name, paths="a module", of=policy, stacklevel=users_level())

@@ -1,4 +1,4 @@
-"""Which values of a captured graph are the same, and which are constants: what of operands decides their operation."""
+"""Finds values of a captured graph that are the same, and constants: ``x * x`` is a square, ``1 / x`` a reciprocal."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from polyamp.backends.torch.graphs.nodes import native_name, operands_of
 from polyamp.flow import specific
 from polyamp.operations import OPERATIONS
 
-_LEAVING = frozenset({"identity", "cast"})  # a value as it is, where its type stays
-_LEAVING_PARTS = frozenset({"conj", "_conj", "real", "conj_physical"})  # of real values
+_SAME_VALUE = frozenset({"identity", "cast"})  # if the dtype stays
+_SAME_IF_REAL = frozenset({"conj", "_conj", "real", "conj_physical"})
 _DIFFERENT = frozenset({"random", "dropout", "constant", "fill", "custom_call", "optimizer_update"})
 _FROM_SHAPES = frozenset({"constant", "fill", "shape"})
 
 
 class Sameness:
-    """Numbers the values of a graph, the same number for the same value, and remembers which are constants.
+    """Numbers for the values of a graph, equal for equal values; and which of them are constants.
 
-    Values are the same where the same operations made them of the same values; what leaves a value as it is, such as
-    ``conj`` of real ones, a copy or a cast to its own type, is looked through.
+    Two values are the same if the same operation made both from the same values. Operations that return their input,
+    such as a copy, a cast to its own type or ``conj`` of real numbers, do not make a new value.
 
     >>> import torch
     >>> from polyamp.backends.torch.graphs.nodes import operation_of
@@ -49,13 +49,13 @@ class Sameness:
         self._constants: set[Node] = set()
 
     def add(self, node: Node, operation: str | None, *, is_constant: bool = False, is_changed: bool = False) -> None:
-        """Number what a node gives.
+        """Number the result of a node.
 
         Args:
-            node: of which the operands are numbered.
-            operation: its canonical operation; None where nothing is known of it.
+            node: a node whose operands are numbered.
+            operation: its canonical operation; None if it is unknown.
             is_constant: whether it is known to be a constant.
-            is_changed: whether its memory is changed in place, so that it is no constant.
+            is_changed: whether its memory is changed in place, so that it cannot be a constant.
         """
         self._numbers[node] = self._number(node, operation)
         made_of = [one for one in operands_of(node) if isinstance(one.meta.get("example_value"), Tensor)]
@@ -64,7 +64,7 @@ class Sameness:
             self._constants.add(node)
 
     def specific(self, node: Node, operation: str) -> str:
-        """Return what an operation is, given what its operands are; see `polyamp.flow.specific`."""
+        """Return the operation that a node is, considering its operands; see `polyamp.flow.specific`."""
         if operation not in ("mul", "div", "dot"):
             return operation
         first, second = [*_two_operands(node), None, None][:2]
@@ -75,13 +75,13 @@ class Sameness:
 
     def _number(self, node: Node, operation: str | None) -> int:
         first = next(iter(node.args), None)
-        if isinstance(first, Node) and first in self._numbers and _leaves_as_it_is(node, first, operation):
+        if isinstance(first, Node) and first in self._numbers and _returns_its_input(node, first, operation):
             return self._numbers[first]
         unique = len(self._numbers) + len(self._made)
         if operation not in OPERATIONS or operation in _DIFFERENT or not node.op.startswith("call"):
             return -unique - 1
-        said = map_arg((node.args, node.kwargs), self._shown)
-        return self._made.setdefault(f"{node.target!r} {said!r}", unique)
+        call = map_arg((node.args, node.kwargs), self._shown)
+        return self._made.setdefault(f"{node.target!r} {call!r}", unique)
 
     def _shown(self, used: Node) -> Any:
         return _Numbered(self._numbers.get(used, used.name))
@@ -100,7 +100,7 @@ class Sameness:
 
 
 class _Numbered:
-    """A value in the text of a call."""
+    """A value as it appears in the text of a call."""
 
     def __init__(self, number: object) -> None:
         self._number = number
@@ -114,8 +114,8 @@ def _two_operands(node: Node) -> list[Any]:
     return [*node.args, *named]
 
 
-def _leaves_as_it_is(node: Node, first: Node, operation: str | None) -> bool:
-    if operation not in _LEAVING and native_name(node).partition(".")[0] not in _LEAVING_PARTS:
+def _returns_its_input(node: Node, first: Node, operation: str | None) -> bool:
+    if operation not in _SAME_VALUE and native_name(node).partition(".")[0] not in _SAME_IF_REAL:
         return False
     before, after = first.meta.get("example_value"), node.meta.get("example_value")
     if not (isinstance(before, Tensor) and isinstance(after, Tensor)):

@@ -1,8 +1,9 @@
-"""The bytes that autograd keeps of a forward pass for the backward pass, found out on tensors without data."""
+"""Counts the bytes that autograd keeps of a forward pass for the backward pass."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -13,61 +14,81 @@ from torch.utils.checkpoint import checkpoint
 from polyamp.backends.torch import unstable
 
 
+class SavedBytes:
+    """The bytes of the tensors that autograd keeps, each memory once.
+
+    >>> saved, weight = SavedBytes(), torch.ones(3, requires_grad=True)
+    >>> with saved.counted():
+    ...     _ = weight.exp()
+    >>> saved.total
+    12
+    """
+
+    def __init__(self) -> None:
+        self._sizes: dict[int, int] = {}  # by memory
+        self._alive: list[Tensor] = []  # freed memory would pass its number on to another tensor
+
+    @property
+    def total(self) -> int:
+        """All bytes so far."""
+        return sum(self._sizes.values())
+
+    @contextmanager
+    def counted(self) -> Iterator[None]:
+        """Count what autograd keeps while this context is active."""
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(self._keep, lambda kept: kept):
+                yield
+        finally:
+            self._alive.clear()  # autograd's graph has the hooks, and they have these: no collector sees that cycle
+
+    def _keep(self, tensor: Tensor) -> Tensor:
+        memory = unstable.storage_of(tensor)
+        if memory is not None:
+            self._sizes[memory] = unstable.hint(tensor.untyped_storage().nbytes())
+            self._alive.append(tensor)
+        return tensor.detach()  # an output itself would hold the node that holds it
+
+
 def bytes_saved(graph: Graph, attributes: Mapping[str, Any]) -> int | None:
-    """Bytes of the tensors that autograd keeps, parameters and arguments included, each memory once.
+    """Return the bytes that autograd keeps of a graph, including parameters and arguments; it runs on fakes.
 
     Args:
-        graph: one whose inputs have fakes.
-        attributes: its bodies, by name.
+        graph: a graph whose inputs have fakes.
+        attributes: the modules and tensors that it refers to, by name.
 
     Returns:
-        None where the graph does not run on fakes.
+        None if the graph does not run on fakes.
     """
     mode = unstable.fake_mode_of(node.meta.get("example_value") for node in graph.nodes)
     if mode is None:
         return None
-    kept: dict[int, int] = {}
-
-    def keep(tensor: Tensor) -> Tensor:
-        memory = unstable.storage_of(tensor)
-        if memory is not None:
-            kept[memory] = unstable.hint(tensor.untyped_storage().nbytes())
-            alive.append(tensor)
-        return tensor.detach()  # itself, an output would hold the node that holds it
-
-    alive: list[Tensor] = []  # a memory that is freed gives its number to another
-    holder = _OnFakes(GraphModule(_root(graph, attributes), graph))
+    saved, interpreter = SavedBytes(), _OnFakes(GraphModule(_root(graph, attributes), graph))
     try:
-        with unstable.on_fakes(mode), torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(keep, _same):
-            holder.run(*graph.find_nodes(op="placeholder"))
-    except (RuntimeError, TypeError, NotImplementedError):  # an operator of the user's without a fake kernel
+        with unstable.on_fakes(mode), torch.enable_grad(), saved.counted():
+            interpreter.run(*graph.find_nodes(op="placeholder"))
+    except (RuntimeError, TypeError, NotImplementedError):  # one of the user's operators has no fake kernel
         return None
-    finally:
-        alive.clear()  # autograd's graph has the hooks, and they have these: no collector sees that ring
-    return sum(kept.values())
-
-
-def _same(tensor: Tensor) -> Tensor:
-    return tensor
+    return saved.total
 
 
 def _root(graph: Graph, attributes: Mapping[str, Any]) -> dict[str, Any]:
-    """What the graph gets by name; what has a fake is never looked at."""
+    """Return what the graph refers to by name; for parts with a fake, which are never read, a placeholder."""
     names = {str(node.target) for node in graph.find_nodes(op="get_attr")}
     return {name: attributes.get(name, nn.Identity()) for name in names}
 
 
 class _OnFakes(Interpreter):
-    """Runs a graph on the fakes that its inputs have."""
+    """Runs a graph on the fakes of its inputs."""
 
     def run_node(self, n: Node) -> Any:
-        """A node's value; an input's fake."""
+        """Return a node's value; for an input its fake."""
         if n.op in ("placeholder", "get_attr") and "example_value" in n.meta:
             return n.meta["example_value"]
         return super().run_node(n)
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-        """What a function gives; a checkpoint keeps nothing of its body."""
+        """Call a function; call Dynamo's operator for checkpoints as a checkpoint, which keeps nothing of its body."""
         if unstable.is_operator_of_bodies(target, "tag_activation_checkpoint"):
             return checkpoint(*args, **{**kwargs, "use_reentrant": False})
         return super().call_function(target, args, kwargs)

@@ -1,4 +1,4 @@
-"""Writes the graph that follows from a pass: copies of nodes on other inputs, and the casts between them."""
+"""Writes the new graph: copies of nodes on other inputs, and the casts between them."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from polyamp.flow import Value
 
 
 class Writing:
-    """A new graph while it is written.
+    """A new graph while it is being written.
 
     Args:
-        graph: what is added to.
-        mode: of the fakes of its values.
+        graph: the graph to add nodes to.
+        mode: the mode of the fakes of its values.
 
     Attributes:
-        records: whether gradients are recorded here; a cast without them is none for where they are.
-        made: the casts since this was cleared: of what, to which dtype.
+        records: whether gradients are recorded here. A cast without gradients cannot be reused where they are.
+        made: the casts since this was cleared: each value, and the dtype that it was cast to.
     """
 
     def __init__(self, graph: Graph, mode: Any) -> None:
@@ -36,7 +36,7 @@ class Writing:
         self._casts: dict[tuple[Any, torch.dtype, bool], Node] = {}
 
     def run_on_fakes(self, node: Node, fakes: Mapping[Node, Any]) -> Any:
-        """What a node gives on these fakes."""
+        """Return the result of a node on these fakes."""
         args, kwargs = map_arg((node.args, node.kwargs), fakes.__getitem__)
         with unstable.on_fakes(self.mode):
             if node.op == "call_method":
@@ -44,20 +44,20 @@ class Writing:
             return node.target(*args, **kwargs)  # type: ignore[operator]
 
     def copy(self, node: Node, inputs: Mapping[Node, Any], fake: Any) -> Node:
-        """A copy of a node on other inputs, which gives what the fake is of."""
+        """Add a copy of a node on other inputs; ``fake`` is a fake of its result."""
         args, kwargs = map_arg((node.args, node.kwargs), inputs.__getitem__)
         new = self.graph.create_node(node.op, node.target, args, kwargs, name=node.name)
         new.meta = {**node.meta, "example_value": fake}
         return new
 
     def cast(self, known: Known, dtype: torch.dtype | None, *, own: bool = False, adds: bool = False) -> Any:
-        """A value in a dtype, None being the declared one: itself, or the one cast of it.
+        """Return a value in a dtype: the node itself, or a cast, which is written once.
 
         Args:
             known: the value.
-            dtype: of it, where it was declared to be float32.
-            own: make another cast, which may be changed in place.
-            adds: keep finite what is finite, since a product adds it.
+            dtype: the dtype for values that are declared to be float32; None casts to the declared dtype.
+            own: whether to write another cast, which may be changed in place.
+            adds: whether a product adds the value, so that finite numbers have to stay finite.
         """
         if isinstance(known.fake, tuple | list) and dtypes_of(known.fake) != dtypes_of(known.declared):
             return tuple(self.cast(part, dtype) for part in self._parts(known))
@@ -79,12 +79,12 @@ class Writing:
         self._casts = {key: made for key, made in self._casts.items() if key[0] not in stale}
 
     def _parts(self, known: Known) -> Iterator[Known]:
-        """The values that an operation gave, one by one."""
+        """Yield the results of an operation that returns several."""
         for index, (fake, declared) in enumerate(zip(known.fake, known.declared, strict=True)):
             node = self.graph.call_function(operator.getitem, (known.node, index))
             yield Known(node, fake, declared)
 
 
 def may_exceed(value: Value) -> bool:
-    """Whether a value may be finite and beyond the compute format."""
+    """Return whether a value may be finite, but beyond the compute format."""
     return value.state in ("input", "strong") or bool(value.unfit)

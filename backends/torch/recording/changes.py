@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from polyamp.backends.torch import unstable
-from polyamp.backends.torch.recording import widened
+from polyamp.backends.torch.recording import widening
 
 
 class Changes:
@@ -34,7 +34,7 @@ class Changes:
         """Before an operator runs: save the tensors that it will change, if they existed before the step."""
         for tensor in map(unstable.local_shard, _written(op, args, kwargs)):
             key = unstable.storage_of(tensor)
-            if key is None or key in self._new or isinstance(tensor, widened.Widened) or not _has_memory(tensor):
+            if key is None or key in self._new or isinstance(tensor, widening.Widened) or not _has_memory(tensor):
                 continue
             place = key, tensor.storage_offset(), tuple(tensor.shape), tensor.stride()
             if place not in self._kept and not unstable.is_fake(tensor):
@@ -43,9 +43,9 @@ class Changes:
 
     def made(self, out: Any, args: Sequence[Any]) -> None:
         """After an operator ran: record that its results are new."""
-        results = _storages(widened.tensors([out]))
+        results = _storages(widening.tensors([out]))
         if results:
-            self._new |= results - _storages(widened.tensors(args))
+            self._new |= results - _storages(widening.tensors(args))
 
     def take_gradient(self, leaf: Tensor) -> None:
         """Save a leaf's gradient and set it to None."""
@@ -88,9 +88,9 @@ class _Attributes:
 
 def _written(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterable[Tensor]:
     """Yield the tensors that an operator changes. The schema of batch norm does not include its running statistics."""
-    yield from widened.written(op, args, kwargs)
+    yield from widening.written(op, args, kwargs)
     if "batch_norm" in op.name():
-        yield from widened.tensors(args[3:5])
+        yield from widening.tensors(args[3:5])
 
 
 def _has_memory(tensor: Tensor) -> bool:

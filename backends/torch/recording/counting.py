@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from polyamp.backends.torch.recording.widened import values_of
+from polyamp.backends.torch.recording.widening import values_of
 from polyamp.diagnosis.spread import FIELDS, Spread, stride
 
 

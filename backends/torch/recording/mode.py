@@ -12,11 +12,11 @@ from torch import Tensor
 
 from polyamp.backends.torch import unstable
 from polyamp.backends.torch.dtypes import SIXTEEN_BIT
-from polyamp.backends.torch.recording import widened
+from polyamp.backends.torch.recording import widening
 from polyamp.backends.torch.recording.changes import Changes
 from polyamp.backends.torch.recording.counting import Counts
-from polyamp.backends.torch.recording.operators import Operation, operation_of
-from polyamp.backends.torch.recording.places import Places
+from polyamp.backends.torch.recording.operators import Operator, operator_of
+from polyamp.backends.torch.tracking import Tracker
 from polyamp.diagnosis.recording import ACTIVATION, GRADIENT, Kind
 from polyamp.policy import Policy
 from polyamp.rules import decide
@@ -64,7 +64,7 @@ class Watcher(unstable.EagerDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, wide: bool, changes: Changes) -> None:
         super().__init__()
         self.changes = changes
-        self._run = widened.run if wide else widened.run_as_it_is
+        self._run = widening.run if wide else widening.run_as_it_is
 
     @unstable.never_compiled
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -91,17 +91,17 @@ class Recorder(Watcher):
 
     Args:
         policy: its rules decide the classes of operations.
-        places: tracks which module runs.
+        tracker: tracks which module runs.
         wide: see `Watcher`; also changes.
     """
 
-    def __init__(self, policy: Policy, places: Places, wide: bool, changes: Changes) -> None:
+    def __init__(self, policy: Policy, tracker: Tracker, wide: bool, changes: Changes) -> None:
         super().__init__(wide, changes)
         self.counts = Counts()
         self.rows: list[Row] = []
         self.leaves: dict[Tensor, int | None] = {}
         self.replaced: set[int] = set()
-        self._policy, self._places = policy, places
+        self._policy, self._tracker = policy, tracker
         self._row_of: dict[int, tuple[int, bool]] = {}  # by the storage of a result; whether it still has those values
         self._narrowed: dict[tuple[int, torch.dtype], int] = {}  # by the row that was cast, and the target
         self._recorded_at: dict[int, str] = {}  # the module path of each autograd node, by its number
@@ -119,31 +119,38 @@ class Recorder(Watcher):
 
     def look(self, op: Any, args: Sequence[Any], out: Any) -> None:
         """Count the results of the operation."""
-        node, given = unstable.running_node(), list(widened.tensors(args))
+        node, given, results = unstable.running_node(), list(widening.tensors(args)), list(widening.tensors([out]))
         again = node is not None and _runs_again(node)
         if node is None or again:
-            self._recorded_at.setdefault(unstable.next_sequence_number() - 1, self._places.path)
+            self._recorded_at.setdefault(unstable.next_sequence_number() - 1, self._tracker.path)
         if node is None:
             self._meet(given)
         if again:
-            for result in widened.tensors([out]):  # they may reuse the memory of a result that is gone
-                self._row_of.pop(_storage(result), None)
-            return
-        operation = operation_of(op)
-        if node is not None and node.name() == _ACCUMULATION and operation.name != "add":
-            operation = operation._replace(moves=True, computes=False)  # DistributedDataParallel averages gradients
-        kind, path = (ACTIVATION, self._places.path) if node is None else (GRADIENT, self._path_of(node))
+            self._forget(results)
+        elif node is None:
+            self._count(operator_of(op), ACTIVATION, self._tracker.path, given, results)
+        else:
+            self._count(_in_backward(operator_of(op), node), GRADIENT, self._path_of(node), given, results)
+
+    def _count(
+        self, operator: Operator, kind: Kind, path: str, given: Sequence[Tensor], results: Sequence[Tensor]
+    ) -> None:
+        """Add rows for the results that an operator computes; those that it only moves keep the row of their input."""
         known = [self._row_of[key] for key in map(_storage, given) if key in self._row_of]
-        for place, result in enumerate(widened.tensors([out])):
-            self._row_of.pop(_storage(result), None)
+        for index, result in enumerate(results):
+            self._forget([result])
             if not result.is_floating_point() or not result.numel():
                 continue
-            if operation.computes and place < operation.values:
-                parts = [row for row, _ in known] if operation.name == "add" else []
-                self._add(operation, kind, path, result, parts)
-            elif operation.moves and known:
+            if operator.computes and index < operator.values:
+                self._add(operator, kind, path, result, [row for row, _ in known] if operator.name == "add" else [])
+            elif operator.moves and known:
                 row, same = known[0]
-                self._row_of[_storage(result)] = self._moved(row, same and operation.keeps, kind, result)
+                self._row_of[_storage(result)] = self._moved(row, same and operator.keeps, kind, result)
+
+    def _forget(self, results: Sequence[Tensor]) -> None:
+        """Forget the rows of results' memory, which may have belonged to a tensor that was freed."""
+        for result in results:
+            self._row_of.pop(_storage(result), None)
 
     def _moved(self, row: int, same: bool, kind: Kind, result: Tensor) -> tuple[int, bool]:
         """Return the row of a tensor that was moved or cast.
@@ -164,13 +171,13 @@ class Recorder(Watcher):
         self.rows.append(self.rows[row]._replace(dtype=result.dtype, shape=shape, counted=counted, made_of=(row,)))
         return len(self.rows) - 1
 
-    def _add(self, operation: Operation, kind: Kind, path: str, result: Tensor, parts: Sequence[int]) -> int:
+    def _add(self, operator: Operator, kind: Kind, path: str, result: Tensor, parts: Sequence[int]) -> int:
         counted = self.counts.add(result)
-        op_class = self._class_of(operation.name, path)
+        op_class = self._class_of(operator.name, path)
         made_of = tuple(parts) if kind == GRADIENT else ()
         self._row_of[_storage(result)] = len(self.rows), True
         dtype, shape = result.dtype, tuple(result.shape)
-        self.rows.append(Row(kind, operation.name, operation.native, path, op_class, dtype, shape, counted, made_of))
+        self.rows.append(Row(kind, operator.name, operator.native, path, op_class, dtype, shape, counted, made_of))
         return len(self.rows) - 1
 
     def _class_of(self, name: str, path: str) -> str:
@@ -210,7 +217,14 @@ class Recorder(Watcher):
                 yield from self._parts_of(part)
 
 
-_ACCUMULATES = Operation("accumulate_grad", "add", moves=False, keeps=False, computes=True, values=1)
+def _in_backward(operator: Operator, node: Any) -> Operator:
+    """Return an operator as it counts inside a node; DistributedDataParallel only averages gradients there."""
+    if node.name() == _ACCUMULATION and operator.name != "add":
+        return operator._replace(moves=True, computes=False)
+    return operator
+
+
+_ACCUMULATES = Operator("accumulate_grad", "add", moves=False, keeps=False, computes=True, values=1)
 _ACCUMULATION = "torch::autograd::AccumulateGrad"
 
 
@@ -223,4 +237,4 @@ def _runs_again(node: Any) -> bool:
 
 def _storage(tensor: Tensor) -> int:
     """Return a number that views of the same memory share."""
-    return unstable.storage_of(widened.values_of(tensor)) or id(tensor)
+    return unstable.storage_of(widening.values_of(tensor)) or id(tensor)

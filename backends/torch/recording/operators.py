@@ -1,25 +1,25 @@
-"""What the recorder has to know of each aten operator."""
+"""Facts about aten operators that recordings need: which move values, and which results are values."""
 
 from __future__ import annotations
 
 from functools import cache
 from typing import Any, NamedTuple
 
-from polyamp.backends.torch.ambient.overrides import class_name
+from polyamp.backends.torch.autocast.behaviours import class_name
 from polyamp.backends.torch.operations import canonical
 from polyamp.operations import OPERATIONS
 
 
-class Operation(NamedTuple):
-    """What is known of an aten operator.
+class Operator(NamedTuple):
+    """Facts about an aten operator.
 
     Attributes:
-        native: its name, without that of the overload.
-        name: the canonical one, or its own.
-        moves: whether it only moves or chooses values.
-        keeps: whether it moves all of them: a view, a copy or a cast.
+        native: its name, without the overload.
+        name: its canonical name; for users' operators their own.
+        moves: whether it only moves or selects values.
+        keeps: whether it moves all of them, as a view, a copy or a cast does.
         computes: whether its results are recorded.
-        values: how many of its results are; others are statistics, kept for the backward pass.
+        values: how many of its results are recorded; the others are statistics for the backward pass.
     """
 
     native: str
@@ -31,22 +31,22 @@ class Operation(NamedTuple):
 
 
 @cache
-def operation_of(op: Any) -> Operation:
-    """What is known of an operator.
+def operator_of(op: Any) -> Operator:
+    """Return the facts about an operator.
 
     >>> import torch
-    >>> operation_of(torch.ops.aten.addmm.default).name, operation_of(torch.ops.aten.relu.default).moves
+    >>> operator_of(torch.ops.aten.addmm.default).name, operator_of(torch.ops.aten.relu.default).moves
     ('matmul', True)
     """
-    ours = op.name().startswith("aten::")
+    is_aten = op.name().startswith("aten::")
     native = op.name().partition(".")[0].removeprefix("aten::")
     base = native.removeprefix("_foreach_").removesuffix("_")
-    name = canonical(base) if ours else None
+    name = canonical(base) if is_aten else None
     op_class = OPERATIONS[name].op_class if name else ""
-    keeps = op.is_view or name in _KEEPS or (ours and base in _MOVES)
+    keeps = op.is_view or name in _KEEPS or (is_aten and base in _MOVES)
     moves = keeps or op_class == "neutral"
     values = _VALUES.get(native, 1 if name in _ONE_VALUE and "backward" not in native else _ALL)
-    return Operation(native, name or class_name(op.name()), moves, keeps, not moves and op_class != "keep", values)
+    return Operator(native, name or class_name(op.name()), moves, keeps, not moves and op_class != "keep", values)
 
 
 _ALL = 1000
@@ -54,7 +54,7 @@ _KEEPS = {"cast", "reshape", "transpose", "identity", "flip", "roll"}
 _ONE_VALUE = {"layer_norm", "group_norm", "batch_norm", "rms_norm", "attention", "nll_loss", "ctc_loss"}
 _VALUES = {"_thnn_fused_lstm_cell": 2, "_thnn_fused_gru_cell": 1, "mkldnn_rnn_layer": 3, "_cudnn_rnn": 3}
 
-# Operators that move values or make memory and have no canonical name: users do not write them.
+# Operators that move values or allocate memory and have no canonical name, since users do not call them.
 _MOVING = """
 copy resize resize_as set lift lift_fresh_copy _lazy_clone unsafe_split_with_sizes empty_strided empty_permuted
 new_empty_strided _new_zeros_with_same_feature_meta _pin_memory _to_dense _to_sparse _coalesce _coalesced _values values

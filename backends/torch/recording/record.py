@@ -52,7 +52,7 @@ def record(
     """
     run = Run(step, args, kwargs, policy, widened)
     _check_sharding(run.reach.all_of(nn.Module), widened)
-    recorder = Recorder(policy, run.places, widened, run.changes)
+    recorder = Recorder(policy, run.tracker, widened, run.changes)
     with run.undone(), recorder.hooked():
         result = run.forward(recorder, recorder.took)
         differentiates = run.differentiates or any(row is not None for row in recorder.leaves.values())
@@ -87,7 +87,7 @@ def _observations(run: Run, recorder: Recorder) -> Iterator[Observation]:
     for place, row in enumerate(rows[: last + 1]):
         if place not in recorder.replaced:
             yield _observation(row, spreads)
-    for leaf, name in names_of([*run.reach.modules(), *run.places.roots], list(recorder.leaves)).items():
+    for leaf, name in names_of([*run.reach.modules(), *run.tracker.roots], list(recorder.leaves)).items():
         at = recorder.leaves[leaf]
         if at is not None:
             shape = tuple(leaf.shape)
@@ -121,9 +121,9 @@ def _loss_of(step: Any, result: Any) -> Tensor:
 def _no_loss(step: Any, found: Any) -> InvalidTypeError:
     fix = "return the loss, or call loss.backward() in it"
     if isinstance(step, nn.Module):
-        fix = "give a function that returns the loss: polyamp.probe(lambda x, y: loss_fn(model(x), y), x, y)"
+        fix = "pass a function that returns the loss: polyamp.probe(lambda x, y: loss_fn(model(x), y), x, y)"
     return InvalidTypeError(
-        "the step gives no loss, and ran no backward pass",
+        "the step neither returns a loss nor runs a backward pass",
         where=getattr(step, "__name__", type(step).__name__),
         found=_shown(found),
         allowed="one floating number that depends on parameters, alone or first in a tuple",
@@ -134,5 +134,5 @@ def _no_loss(step: Any, found: Any) -> InvalidTypeError:
 def _shown(found: Any) -> str:
     if not isinstance(found, Tensor):
         return f"{found!r} ({type(found).__name__})"
-    gradient = "" if found.requires_grad else ", of nothing that requires gradients"
+    gradient = "" if found.requires_grad else ", which does not require gradients"
     return f"a tensor of {str(found.dtype).removeprefix('torch.')} and shape {tuple(found.shape)}{gradient}"

@@ -11,22 +11,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.overrides import TorchFunctionMode
 
 from polyamp.backends.torch import unstable
-from polyamp.backends.torch.ambient.autocast import autocast
-from polyamp.backends.torch.ambient.regions import ACCELERATOR
-from polyamp.backends.torch.ambient.weights import forget_casts
+from polyamp.backends.torch.autocast.context import autocast
+from polyamp.backends.torch.autocast.frames import nesting
+from polyamp.backends.torch.autocast.regions import ACCELERATOR
+from polyamp.backends.torch.autocast.weights import forget_casts
 from polyamp.backends.torch.recording.changes import Changes
+from polyamp.backends.torch.recording.hooks import keep, told
 from polyamp.backends.torch.recording.mode import UpdateBegins
-from polyamp.backends.torch.recording.places import Places
 from polyamp.backends.torch.recording.reach import Reach
-from polyamp.backends.torch.steps import onlookers
-from polyamp.backends.torch.steps.keeping import keep
+from polyamp.backends.torch.steps.losses import COUNTS, LATEST
 from polyamp.backends.torch.steps.optimizer import ALIVE
-from polyamp.backends.torch.steps.window import ALL, LATEST
+from polyamp.backends.torch.tracking import ModuleHooks, Tracker
 from polyamp.errors import NonFiniteLossError
 from polyamp.policy import Policy
 from polyamp.policy import policy as make_policy
@@ -38,7 +37,7 @@ class Run:
     Attributes:
         reach: the objects that it can reach.
         changes: its changes.
-        places: tracks which modules run.
+        tracker: tracks which module runs.
         differentiates: whether the step computed gradients itself.
         loss: the last loss that it differentiated.
 
@@ -55,7 +54,7 @@ class Run:
         self._step, self._args, self._kwargs, self._policy, self._wide = step, args, kwargs, policy, wide
         self.reach = Reach(step, args, dict(kwargs))
         self.changes = Changes()
-        self.places = Places(self.changes.keep_module)
+        self.tracker = Tracker(self.changes.keep_module)
         self.differentiates = False
         self.loss: Tensor | None = None
         self._scalings = LATEST.count
@@ -65,14 +64,14 @@ class Run:
     def undone(self) -> Iterator[None]:
         """Undo, on exit, all changes that are made while this context is active."""
         windows = [holder for optimizer in list(ALIVE) for holder in optimizer.holders()]
-        restore = keep([*windows, LATEST, ALL, *self.reach.all_of(torch.amp.GradScaler)])
+        restore = keep([*windows, LATEST, COUNTS, *self.reach.all_of(torch.amp.GradScaler)])
         for module in self.reach.modules():
             self.changes.keep_module(module)
         for param in self.reach.parameters():
             self.changes.take_gradient(param)
         try:
             kernels = _float32_kernels() if self._wide else nullcontext()
-            with _random_state_kept(), _eagerly(), self.places.followed(), kernels:
+            with _random_state_kept(), _eagerly(), self.tracker.followed(), kernels:
                 yield
         finally:
             self.changes.undo()
@@ -88,7 +87,7 @@ class Run:
         hook = register_optimizer_step_pre_hook(self._before_step)
         region = autocast(self._policy)
         try:
-            with onlookers.told(self._update_begins), torch.enable_grad(), mode, _casts_forgotten(), region:
+            with told(self._update_begins), torch.enable_grad(), mode, _casts_forgotten(), region:
                 return _Backward(self, took).of(self._step, *self._args, **self._kwargs)
         except UpdateBegins as end:
             self._scale = end.scale
@@ -123,7 +122,7 @@ class _Backward(TorchFunctionMode):
 
     def __init__(self, run: Run, took: Callable[[Tensor, Tensor], None]) -> None:
         super().__init__()
-        self._run, self._took, self._depth = run, took, _nesting()
+        self._run, self._took, self._depth = run, took, nesting()
 
     def of(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run a step while it is observed."""
@@ -135,7 +134,7 @@ class _Backward(TorchFunctionMode):
         kwargs = kwargs or {}
         if function not in (Tensor.backward, torch.autograd.grad):
             return function(*args, **kwargs)
-        with autocast(_OFF) if _nesting() == self._depth else nullcontext():
+        with autocast(_OFF) if nesting() == self._depth else nullcontext():
             out = function(*args, **kwargs)
         if function is Tensor.backward:
             self._note(args[0])
@@ -158,12 +157,6 @@ class _Backward(TorchFunctionMode):
 
 
 _OFF = make_policy("float32")
-
-
-def _nesting() -> int:
-    """Return the number of autocast regions that this thread is in."""
-    torch.autocast_increment_nesting()
-    return torch.autocast_decrement_nesting()
 
 
 @contextmanager
@@ -190,14 +183,9 @@ def _float32_kernels() -> Iterator[None]:
         if isinstance(module, nn.RNNBase):
             entered.pop().close()
 
-    first = register_module_forward_pre_hook(without_cudnn)
-    last = register_module_forward_hook(with_cudnn, always_call=True)
-    try:
-        with nullcontext() if ACCELERATOR is None else sdpa_kernel(_ATTENTION):
-            yield
-    finally:
-        first.remove()
-        last.remove()
+    attention = nullcontext() if ACCELERATOR is None else sdpa_kernel(_ATTENTION)
+    with ModuleHooks(without_cudnn, with_cudnn), attention:
+        yield
 
 
 _ATTENTION = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]

@@ -17,16 +17,14 @@ import ast
 import base64
 import json
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from polyamp.backends.torch.steps import saving
-from polyamp.backends.torch.steps.saving import bad_state
-
-if TYPE_CHECKING:
-    from polyamp.backends.torch.steps.windowed import WindowedOptimizer
+from polyamp.backends.torch.steps.refusals import bad_state
+from polyamp.backends.torch.steps.wrapped import WrappedOptimizer
 
 MASTER, NOTHING, REST = "polyamp_master", "polyamp_no_master", "polyamp"
 
@@ -48,7 +46,7 @@ class ShownState(dict[Any, Any]):
         return self._made
 
 
-def shown_groups(optimizer: WindowedOptimizer) -> list[dict[str, Any]]:
+def shown_groups(optimizer: WrappedOptimizer) -> list[dict[str, Any]]:
     """Return the parameter groups, with the model's own parameters."""
     models = iter(list(optimizer.model_parameters()))
     groups = [{**group, "params": [next(models) for _ in group["params"]]} for group in optimizer.inner.param_groups]
@@ -56,7 +54,7 @@ def shown_groups(optimizer: WindowedOptimizer) -> list[dict[str, Any]]:
     return groups
 
 
-def shown_state(optimizer: WindowedOptimizer) -> ShownState:
+def shown_state(optimizer: WrappedOptimizer) -> ShownState:
     """Return the state by the model's own parameters."""
     inner = optimizer.inner
     keys = [param for group in inner.param_groups for param in group["params"]]
@@ -68,7 +66,7 @@ def shown_state(optimizer: WindowedOptimizer) -> ShownState:
     return ShownState(states, made=bool(inner.state))
 
 
-def shown(optimizer: WindowedOptimizer) -> Saved:
+def shown(optimizer: WrappedOptimizer) -> Saved:
     """Return the state dict, in torch's own form."""
     numbers = {id(param): number for number, param in enumerate(optimizer.model_parameters())}
     groups = shown_groups(optimizer)
@@ -86,7 +84,7 @@ def is_shown(saved: Any) -> bool:
     return isinstance(groups, list | tuple) and any(isinstance(one, Mapping) and REST in one for one in groups)
 
 
-def unpacked(optimizer: WindowedOptimizer, saved: Mapping[str, Any]) -> Saved:
+def unpacked(optimizer: WrappedOptimizer, saved: Mapping[str, Any]) -> Saved:
     """Return the state dict in the form of `LossScaledOptimizer.state_dict`, from the result of `shown`.
 
     A frozen parameter has no state in it, so its master keeps its value, which is the parameter's.
@@ -115,7 +113,7 @@ def unpacked(optimizer: WindowedOptimizer, saved: Mapping[str, Any]) -> Saved:
     return {"state": {number: state for number, state in states.items() if state}, "param_groups": groups, **read}
 
 
-def initialise(optimizer: WindowedOptimizer) -> None:
+def initialise(optimizer: WrappedOptimizer) -> None:
     """Make the inner optimizer create its state by a step on zeros with learning rate zero. Nothing else changes."""
     inner, masters = optimizer.inner, optimizer.masters
     rates = [group.get("lr") for group in inner.param_groups]
@@ -134,7 +132,7 @@ def initialise(optimizer: WindowedOptimizer) -> None:
             masters.release()
 
 
-def _masters(optimizer: WindowedOptimizer) -> dict[int, Tensor]:
+def _masters(optimizer: WrappedOptimizer) -> dict[int, Tensor]:
     """Return the values of masters by the ids of their parameters; empty if none are kept."""
     masters = optimizer.masters
     kept = {} if masters is None else masters.state()
@@ -143,7 +141,7 @@ def _masters(optimizer: WindowedOptimizer) -> dict[int, Tensor]:
     return {id(param): value.detach() for param, value in zip(masters.model, kept.values(), strict=True)}
 
 
-def _rest(optimizer: WindowedOptimizer) -> dict[str, str]:
+def _rest(optimizer: WrappedOptimizer) -> dict[str, str]:
     """Return the entries that do not belong to one parameter, as text, which is saved and gathered unchanged.
 
     Files keep one value per name, so values that differ between ranks have the rank in their name.
@@ -184,7 +182,7 @@ def _without_gaps(state: Mapping[str, Any]) -> Saved:
     return {key: value for key, value in state.items() if key != NOTHING and value != {}}
 
 
-def _read_masters(optimizer: WindowedOptimizer, given: list[Any]) -> dict[int, Tensor]:
+def _read_masters(optimizer: WrappedOptimizer, given: list[Any]) -> dict[int, Tensor]:
     """Return the masters in their order, from the value found for each parameter."""
     own = _masters(optimizer)
     read = (

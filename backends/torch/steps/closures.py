@@ -9,28 +9,17 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from polyamp.backends.torch.steps.optimizer import LossScaledOptimizer
+from polyamp.backends.torch.steps.wrapped import WrappedOptimizer
 
 Closure = Callable[[], Any]
 
 
-def step_with_closure(optimizer: LossScaledOptimizer, closure: Closure, scaled: bool | None = None) -> Any:
-    """Make one step of a wrapped optimizer; see `LossScaledOptimizer.step`."""
-    if not _evaluates_once(optimizer.inner):
-        return _step_reevaluating(optimizer, closure, scaled)
-    with torch.enable_grad():
-        loss = closure()
-    optimizer.step(scaled=scaled)
-    return loss
-
-
-def _evaluates_once(inner: torch.optim.Optimizer) -> bool:
+def evaluates_once(inner: torch.optim.Optimizer) -> bool:
     """Return whether the closure is called once, before anything else, as by all of torch's optimizers except LBFGS."""
     return type(inner).__module__.startswith("torch.optim.") and not isinstance(inner, torch.optim.LBFGS)
 
@@ -39,15 +28,23 @@ class _Overflow(Exception):
     """Exception that leaves the inner optimizer's step from inside the closure."""
 
 
-def _step_reevaluating(optimizer: LossScaledOptimizer, closure: Closure, scaled: bool | None) -> Any:
+def step_reevaluating(
+    optimizer: WrappedOptimizer, closure: Closure, prepare: Callable[[], bool], finish: Callable[[bool], None]
+) -> Any:
     """Step with a closure that is evaluated several times. A later evaluation that overflows undoes the whole step.
 
     This needs one copy of parameters and state.
+
+    Args:
+        optimizer: the wrapped optimizer.
+        closure: computes the loss and its gradients.
+        prepare: unscales, tests and clips the gradients, and returns whether all were finite.
+        finish: ends the step, with whether it was applied.
     """
     is_first = isinstance(optimizer.inner, torch.optim.LBFGS) or not _has_gradients(optimizer)
     first = _evaluate(optimizer, closure) if is_first else None
-    if not optimizer.prepare_on_host(scaled):
-        optimizer.finish(False)
+    if not prepare():
+        finish(False)
         return first
     before = _Snapshot(optimizer.inner)
     given = not is_first
@@ -60,7 +57,7 @@ def _step_reevaluating(optimizer: LossScaledOptimizer, closure: Closure, scaled:
         optimizer.update_model()
         _clear_as_masters(optimizer)
         loss = _evaluate(optimizer, closure)
-        if not optimizer.prepare_on_host(scaled):
+        if not prepare():
             raise _Overflow
         return loss
 
@@ -74,23 +71,23 @@ def _step_reevaluating(optimizer: LossScaledOptimizer, closure: Closure, scaled:
         if not applied:
             before.restore(optimizer.inner)
             optimizer.update_model()
-    optimizer.finish(applied)
+    finish(applied)
     return result
 
 
-def _has_gradients(optimizer: LossScaledOptimizer) -> bool:
+def _has_gradients(optimizer: WrappedOptimizer) -> bool:
     """Return whether a scaled loss has already produced gradients for this step."""
     return optimizer.window.scaling is not None and any(p.grad is not None for p in optimizer.model_parameters())
 
 
-def _clear_as_masters(optimizer: LossScaledOptimizer) -> None:
+def _clear_as_masters(optimizer: WrappedOptimizer) -> None:
     """Clear the model's own gradients if the inner optimizer cleared the masters', which are the only ones it knows."""
     masters = optimizer.masters
     if masters is not None and not any(one.grad is not None and one.grad.any() for one in masters.masters):
         masters.zero_grad(set_to_none=True)
 
 
-def _evaluate(optimizer: LossScaledOptimizer, closure: Closure) -> Any:
+def _evaluate(optimizer: WrappedOptimizer, closure: Closure) -> Any:
     optimizer.open_window()
     with torch.enable_grad():
         return closure()

@@ -16,13 +16,12 @@ from torch.amp.grad_scaler import OptState
 from polyamp.backends.torch.casting import leaves, map_leaves
 from polyamp.backends.torch.dtypes import SIXTEEN_BIT
 from polyamp.backends.torch.kernels.control import on_device, where
+from polyamp.backends.torch.recording.hooks import is_recorded, update_begins
 from polyamp.backends.torch.steps import refusals
-from polyamp.backends.torch.steps.late import LateValues
-from polyamp.backends.torch.steps.onlookers import are_looking, update_begins
 from polyamp.backends.torch.steps.optimizer import LossScaledOptimizer
 from polyamp.backends.torch.steps.overflow import Overflow, describe, find, named, names_of
 from polyamp.backends.torch.steps.ranks import any_rank, check_process_group, has_peers
-from polyamp.backends.torch.steps.scaler import is_finite, non_finite
+from polyamp.backends.torch.steps.scaler import LateValues, is_finite, non_finite
 from polyamp.backends.torch.steps.skipping import state_is_complete
 from polyamp.backends.torch.unstable import not_traced, note_step
 from polyamp.limits import report_limits, report_nonfinite_loss
@@ -276,7 +275,7 @@ class GradScaler(torch.amp.GradScaler):
             self._report_loss(loss, where="GradScaler.scale(loss)", stacklevel=5)
 
     def _report_loss(self, found: object, *, where: str, stacklevel: int) -> None:
-        if are_looking():
+        if is_recorded():
             raise non_finite_loss(found, where=where)
         config = replace(self.config, nonfinite_loss="skip") if has_peers(self._process_group) else self.config
         compute = "float16" if getattr(found, "dtype", None) == torch.float16 else None

@@ -9,26 +9,25 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from polyamp.backends.torch.steps import onlookers, refusals
+from polyamp.backends.torch.recording.hooks import is_recorded
+from polyamp.backends.torch.steps import refusals
+from polyamp.backends.torch.steps.wrapped import WrappedOptimizer
 from polyamp.backends.torch.unstable import before_clipping
 
-if TYPE_CHECKING:
-    from polyamp.backends.torch.steps.windowed import WindowedOptimizer
 
-
-def check_scaled(optimizer: WindowedOptimizer) -> None:
+def check_scaled(optimizer: WrappedOptimizer) -> None:
     """Refuse gradients that include an unscaled loss, unless the user has declared what they are.
 
     Raises:
         UsageError: a loss was not scaled.
     """
     window, witness = optimizer.window, optimizer.witness
-    if window.said is not None or not optimizer.scaler.multiplies:
+    if window.declared is not None or not optimizer.scaler.multiplies:
         return
     if not window.may_be_scaled:
         raise refusals.loss_not_scaled()
@@ -38,7 +37,7 @@ def check_scaled(optimizer: WindowedOptimizer) -> None:
         raise refusals.loss_not_scaled(partly=witness.scaled)
 
 
-def check_no_scaler(optimizer: WindowedOptimizer) -> None:
+def check_no_scaler(optimizer: WrappedOptimizer) -> None:
     """Refuse a step by `torch.amp.GradScaler`, which sets its scale as attributes of an optimizer that can skip.
 
     Raises:
@@ -58,7 +57,9 @@ class InnerStep:
         optimizer: the wrapped optimizer. It is held weakly, and the hook is removed with it.
     """
 
-    def __init__(self, optimizer: WindowedOptimizer) -> None:
+    is_polyamps = True  # see `has_step_pre_hooks`
+
+    def __init__(self, optimizer: WrappedOptimizer) -> None:
         self._optimizer = weakref.ref(optimizer)
 
     def __call__(self, *_: Any) -> None:
@@ -69,7 +70,7 @@ class InnerStep:
             raise refusals.inner_stepped(optimizer.inner)
 
 
-def guard(optimizer: WindowedOptimizer, alive: Callable[[], Iterable[WindowedOptimizer]]) -> None:
+def guard(optimizer: WrappedOptimizer, alive: Callable[[], Iterable[WrappedOptimizer]]) -> None:
     """Guard an optimizer for as long as it lives; the first call also starts to guard clipping.
 
     Args:
@@ -83,9 +84,9 @@ def guard(optimizer: WindowedOptimizer, alive: Callable[[], Iterable[WindowedOpt
         weakref.finalize(optimizer, handle.remove).atexit = False
 
 
-def _clips(params: Iterable[Tensor], limit: float, alive: Iterable[WindowedOptimizer]) -> None:
+def _clips(params: Iterable[Tensor], limit: float, alive: Iterable[WrappedOptimizer]) -> None:
     """Refuse to clip gradients of a window that is not unscaled yet; an infinite limit only measures them."""
-    if math.isinf(limit) or onlookers.are_looking() or torch.compiler.is_compiling():
+    if math.isinf(limit) or is_recorded() or torch.compiler.is_compiling():
         return
     clipped: set[int] | None = None
     for optimizer in list(alive):
@@ -98,12 +99,12 @@ def _clips(params: Iterable[Tensor], limit: float, alive: Iterable[WindowedOptim
             raise refusals.clipped_before_unscaling()
 
 
-def _has_scaled_gradients(optimizer: WindowedOptimizer) -> bool:
+def _has_scaled_gradients(optimizer: WrappedOptimizer) -> bool:
     """Return whether a scaled loss has produced gradients that are not unscaled yet, as far as this is known."""
     window, witness = optimizer.window, optimizer.witness
-    if window.found is not None or not optimizer.scaler.multiplies:
+    if window.is_unscaled or not optimizer.scaler.multiplies:
         return False
     if window.scaling is not None:
         return True
-    seen = window.follows_others and witness is not None and witness.scaled and witness.is_current
-    return seen and not optimizer.is_consumed()
+    seen = window.others_scaling is not None and witness is not None and witness.scaled and witness.is_current
+    return seen and not optimizer.is_consumed

@@ -9,55 +9,14 @@ al., "Mixed Precision Training", ICLR 2018, section 3.1):
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from polyamp.backends.torch.dtypes import SIXTEEN_BIT
-from polyamp.backends.torch.steps.saving import check_masters
-from polyamp.backends.torch.steps.temporary import Remainders, StochasticRounding, Tensors, shards
+from polyamp.backends.torch.steps.storage import InMemory, Remainders, StochasticRounding, Storage, Tensors
 from polyamp.errors import InvalidValueError, warn_once
-
-
-class Storage(Protocol):
-    """A way to keep the float32 values of masters between steps.
-
-    ``model`` and ``masters`` are always all pairs, in the order in which they were adopted.
-    """
-
-    def check(self, params: Tensors) -> None:
-        """Raise if parameters cannot be kept in this way."""
-
-    def adopt(self, params: Tensors) -> Tensors:
-        """Return masters for more parameters."""
-
-    def fill(self, model: Tensors, masters: Tensors, changed: bool) -> None:
-        """Fill the masters with their values before a step. ``changed``: the model was written to since the last."""
-
-    def follow(self, model: Tensors, masters: Tensors) -> None:
-        """Update what is kept next to the model, after somebody wrote to the model."""
-
-    def count_in(self, control: Tensor) -> None:
-        """Let polyamp's operators count stochastically rounded steps in ``control``; see ``control.py``."""
-
-    def beside(self, model: Tensors, masters: Tensors) -> Tensors:
-        """Return what polyamp's operators update in place next to each parameter; empty if there is nothing."""
-
-    def round(self, model: Tensors, masters: Tensors) -> None:
-        """Round the masters into the model's parameters."""
-
-    def release(self) -> None:
-        """Free memory that is only needed during a step, after the step was applied or skipped."""
-
-    def state(self, model: Tensors, masters: Tensors) -> dict[Any, Any]:
-        """Return the state that `load` resumes from."""
-
-    def check_saved(self, saved: object, masters: Tensors) -> None:
-        """Raise if `load` cannot resume from a saved state."""
-
-    def load(self, saved: Mapping[Any, Any], model: Tensors, masters: Tensors) -> None:
-        """Resume from a saved state, and update the model's parameters to it."""
 
 
 class MasterWeights:
@@ -84,14 +43,14 @@ class MasterWeights:
         self.masters: list[Tensor] = []
         self._storage: Storage = InMemory() if storage is None else storage
         self._versions: list[int] = []
-        self._standing: dict[Tensor, tuple[Tensor, Tensor | None]] = {}
+        self._stored: dict[Tensor, tuple[Tensor, Tensor | None]] = {}
         self._have_gradients = False
         self._storage.check([param for group in inner.param_groups for param in _low(group["params"])])
         for group in inner.param_groups:
             self.adopt(inner, group)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_standing": {}, "_versions": []}  # copied parameters restart their version counters
+        return {**self.__dict__, "_stored": {}, "_versions": []}  # copied parameters restart their version counters
 
     @torch.no_grad()
     def adopt(self, inner: torch.optim.Optimizer, group: dict[str, Any]) -> None:
@@ -105,9 +64,9 @@ class MasterWeights:
         self._refuse_repeated(low)
         self._storage.check(low)
         made = self._storage.adopt(low)
-        standing = dict(zip(low, made, strict=True))
-        params[:] = [standing.get(param, param) for param in params]  # in place: LBFGS keeps a reference to the list
-        for param, master in standing.items():
+        master_of = dict(zip(low, made, strict=True))
+        params[:] = [master_of.get(param, param) for param in params]  # in place: LBFGS keeps a reference to the list
+        for param, master in master_of.items():
             if param in inner.state:
                 inner.state[master] = {key: _widened(value, param) for key, value in inner.state.pop(param).items()}
         self.model += low
@@ -126,7 +85,7 @@ class MasterWeights:
             master.grad = None if grad is None else next(wide)
 
     @torch.no_grad()
-    def standing(self) -> dict[Tensor, tuple[Tensor, Tensor | None]]:
+    def stored(self) -> dict[Tensor, tuple[Tensor, Tensor | None]]:
         """Return for each master its parameter and what is kept next to it; operators update both in place.
 
         It is the same object until there are more masters. From now on the model's own gradients are used, and the
@@ -138,13 +97,13 @@ class MasterWeights:
                 master.grad = None
         self._storage.release()  # a refused step may have left values
         self._follow()
-        if len(self._standing) != len(self.masters):
-            beside = self._storage.beside(self.model, self.masters)
-            self._standing = {
-                master: (param, beside[index] if beside else None)
+        if len(self._stored) != len(self.masters):
+            companions = self._storage.companions(self.model, self.masters)
+            self._stored = {
+                master: (param, companions[index] if companions else None)
                 for index, (master, param) in enumerate(zip(self.masters, self.model, strict=True))
             }
-        return self._standing
+        return self._stored
 
     def count_in(self, control: Tensor) -> None:
         """Count stochastically rounded steps in ``control``, before a step by operators; see `Storage.count_in`."""
@@ -215,56 +174,6 @@ class MasterWeights:
     def note_versions(self) -> None:
         """Record the model's versions: later changes are writes by somebody else."""
         self._versions = [param._version for param in self.model]
-
-
-class InMemory:
-    """Masters that stay in memory: 4 more bytes for each 16-bit parameter."""
-
-    def check(self, params: Tensors) -> None:
-        """Accept all 16-bit parameters."""
-
-    def adopt(self, params: Tensors) -> Tensors:
-        """Return the parameters' values in float32."""
-        return [nn.Parameter(param.detach().float(), requires_grad=param.requires_grad) for param in params]
-
-    def fill(self, model: Tensors, masters: Tensors, changed: bool) -> None:
-        """Update the masters if the model changed; else they have their values already."""
-        if changed:
-            self.follow(model, masters)
-
-    def follow(self, model: Tensors, masters: Tensors) -> None:
-        """Update masters after a write to the model (``model.load_state_dict``); unchanged elements keep all bits."""
-        for param, master in zip(shards(model), shards(masters), strict=True):
-            master.copy_(torch.where(param == master.to(param.dtype), master, param.float()))
-
-    def count_in(self, control: Tensor) -> None:
-        """Do nothing, since nothing is rounded stochastically."""
-
-    def beside(self, model: Tensors, masters: Tensors) -> Tensors:
-        """Return the masters."""
-        return masters
-
-    def round(self, model: Tensors, masters: Tensors) -> None:
-        """Round the masters into the model, to nearest, ties to even."""
-        if model:
-            torch._foreach_copy_(shards(model), shards(masters))
-
-    def release(self) -> None:
-        """Do nothing, since the masters stay in memory."""
-
-    def state(self, model: Tensors, masters: Tensors) -> dict[Any, Any]:
-        """Return the masters themselves."""
-        return dict(enumerate(masters))
-
-    def check_saved(self, saved: object, masters: Tensors) -> None:
-        """Raise if the saved masters do not fit these."""
-        check_masters(saved, masters)
-
-    def load(self, saved: Mapping[Any, Any], model: Tensors, masters: Tensors) -> None:
-        """Copy the saved masters, and round them into the model."""
-        for master, value in zip(masters, saved.values(), strict=True):
-            master.copy_(value)
-        self.round(model, masters)
 
 
 Kind = bool | Literal["remainder", "stochastic"] | None

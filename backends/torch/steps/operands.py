@@ -1,8 +1,19 @@
-"""Inputs of polyamp's operators from an inner optimizer: parameters, gradients and moments, sorted into calls."""
+"""The tensors that polyamp's operators get from an inner optimizer: parameters, gradients, moments, sorted into calls.
+
+An operator steps many parameters in one call if they are on one device, of one dtype, and have the same moments. For
+an `AdamW` with float32 parameters and bfloat16 parameters on one GPU, a step is two calls:
+
+    adam_step_  float32 params             their grads  exp_avg  exp_avg_sq  step
+    adam_step_  bfloat16 params, masters   their grads  exp_avg  exp_avg_sq  step
+
+A `Place` is one parameter, a `Batch` is one call, and `Calls` reuses the calls of the last step for the next one.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -13,6 +24,11 @@ from polyamp.backends.torch.dtypes import SIXTEEN_BIT
 from polyamp.backends.torch.steps.gradients import local
 from polyamp.backends.torch.steps.update_rules import UpdateRule
 from polyamp.backends.torch.unstable import local_shard
+
+Stored = Mapping[Tensor, tuple[Tensor, Tensor | None]]
+"""For each master in an optimizer's groups: the model's parameter, and what operators keep next to it."""
+
+NO_MASTERS: Stored = MappingProxyType({})
 
 
 class Place(NamedTuple):
@@ -35,7 +51,7 @@ class Place(NamedTuple):
         return self.stored[0]
 
     @property
-    def beside(self) -> Tensor | None:
+    def companion(self) -> Tensor | None:
         """The tensor that the operator keeps next to it, or None."""
         return self.stored[1]
 
@@ -43,7 +59,7 @@ class Place(NamedTuple):
     def is_supported(self) -> bool:
         """Whether operators support it.
 
-        It has to be whole or distributed, float32 or with a master, without overlapping memory, and `beside` in the
+        It has to be whole or distributed, float32 or with a master, without overlapping memory, and `companion` in the
         same memory order.
         """
         if type(self.key) not in (Tensor, Parameter) and not hasattr(self.key, "to_local"):
@@ -104,7 +120,7 @@ class Batch:
         self.numbers = sorted({place.group for place in places})
         self.layouts = {_layout(place.param) for place in places}
         self.params = [local(place.param).detach() for place in places]
-        self.masters = [local(place.beside).detach() for place in places if place.beside is not None]
+        self.masters = [local(place.companion).detach() for place in places if place.companion is not None]
         self.groups = torch.tensor([place.group for place in places], dtype=torch.int64, device="cpu")
         self.written = [tensor for place in places for tensor in place.stored if tensor is not None]
         self._strides = [param.stride() for param in self.params]
@@ -194,9 +210,9 @@ def sort(rule: UpdateRule, optimizer: torch.optim.Optimizer, places: Sequence[Pl
     """Return the calls that step all these parameters."""
     kinds: dict[Any, list[Place]] = {}
     for place in places:
-        beside = None if place.beside is None else place.beside.dtype
+        companion = None if place.companion is None else place.companion.dtype
         moments = rule.moments(optimizer.param_groups[place.group])
-        kinds.setdefault((place.param.device, place.param.dtype, beside, moments), []).append(place)
+        kinds.setdefault((place.param.device, place.param.dtype, companion, moments), []).append(place)
     return [Batch(rule, optimizer, kind) for kind in kinds.values()]
 
 
@@ -208,3 +224,75 @@ def count_on_host(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) ->
         state = optimizer.state.get(key, {})
         if isinstance(state.get("step"), Tensor):
             state["step"] = state["step"].cpu()
+
+
+class Calls:
+    """The calls of the last step, reused for the next one as long as parameters and state are the same."""
+
+    def __init__(self) -> None:
+        self._keys: list[Tensor] = []
+        self._kinds: list[tuple[int, tuple[str, ...]]] = []  # per group: its size and the names of its moments
+        self._stored = NO_MASTERS
+        self._places: list[Place] = []
+        self._supported: list[bool] = []
+        self._taken: list[Place] = []
+        self._batches: list[Batch] = []
+        self._states: list[int] = []
+
+    def of(
+        self,
+        inner: torch.optim.Optimizer,
+        rule: UpdateRule,
+        stored: Stored,
+        is_for: Callable[[torch.device], bool],
+    ) -> tuple[list[Batch], list[int]]:
+        """Return the calls, and the numbers of the groups with gradients that no operator can step."""
+        kinds = [(len(group["params"]), rule.moments(group)) for group in inner.param_groups]
+        if not (kinds == self._kinds and self._are_current(inner, stored)):
+            self._look(inner, stored, is_for)
+            self._kinds = kinds
+        covered = [rule.numbers(group) is not None for group in inner.param_groups]
+        graded, left = [], set()
+        for place, supported in zip(self._places, self._supported, strict=True):
+            param = place.param
+            if (grad := param.grad) is not None:
+                graded.append(place)
+                if not (supported and covered[place.group] and _fits(grad, param)):
+                    left.add(place.group)
+        taken = [place for place in graded if place.group not in left] if left else graded
+        if not _same(taken, self._taken):
+            self._taken, self._batches = taken, sort(rule, inner, taken)
+            self._states = [*map(id, inner.state.values())]  # these objects live as long as the batches
+        return self._batches, sorted(left)
+
+    def _are_current(self, inner: torch.optim.Optimizer, stored: Stored) -> bool:
+        """Return whether the optimizer still has these parameters, at the same addresses, with the same state."""
+        return (
+            stored is self._stored
+            and _same(_keys(inner), self._keys)
+            and [*map(id, inner.state.values())] == self._states
+            and all(batch.is_current() for batch in self._batches)
+        )
+
+    def _look(self, inner: torch.optim.Optimizer, stored: Stored, is_for: Callable[[torch.device], bool]) -> None:
+        self._taken, self._batches = [], []
+        self._keys, self._stored = _keys(inner), stored
+        self._places = [
+            Place(key, stored.get(key, (key, None)), number)
+            for number, group in enumerate(inner.param_groups)
+            for key in group["params"]
+        ]
+        self._supported = [place.is_supported and is_for(place.param.device) for place in self._places]
+
+
+def _keys(inner: torch.optim.Optimizer) -> list[Tensor]:
+    return [key for group in inner.param_groups for key in group["params"]]
+
+
+def _same(one: Sequence[object], other: Sequence[object]) -> bool:
+    """Return whether two lists hold the same objects; ``==`` of tensors would compare elements."""
+    return len(one) == len(other) and all(map(operator.is_, one, other))
+
+
+def _fits(grad: Tensor, param: Tensor) -> bool:
+    return grad.layout is torch.strided and grad.dtype is param.dtype

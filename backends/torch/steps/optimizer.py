@@ -1,28 +1,26 @@
-"""`LossScaledOptimizer`: any torch optimizer, with the order of a mixed-precision step in one place."""
+"""`LossScaledOptimizer`, the optimizer that `polyamp.wrap_optimizer` returns; ``step.py`` has what its step does."""
 
 from __future__ import annotations
 
-import functools
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from polyamp.backends.torch.steps import checkpoints, reasons, refusals, saving
-from polyamp.backends.torch.steps.closures import step_with_closure
+from polyamp.backends.torch.recording.hooks import update_begins
+from polyamp.backends.torch.steps import checkpoints, overflow, refusals, saving
+from polyamp.backends.torch.steps.fused import FusedStep
+from polyamp.backends.torch.steps.gradients import Gradients
 from polyamp.backends.torch.steps.guards import check_no_scaler, guard
+from polyamp.backends.torch.steps.losses import LossScalers, Witness
 from polyamp.backends.torch.steps.masters import Kind, make_masters
-from polyamp.backends.torch.steps.onlookers import update_begins
 from polyamp.backends.torch.steps.overflow import Overflow
-from polyamp.backends.torch.steps.provenance import Witness
 from polyamp.backends.torch.steps.ranks import check_process_group
-from polyamp.backends.torch.steps.scaled import calls_of, step_scaled
 from polyamp.backends.torch.steps.skipping import Stepper
-from polyamp.backends.torch.steps.window import LossScalers, Window
-from polyamp.backends.torch.steps.windowed import WindowedOptimizer
-from polyamp.backends.torch.steps.wrapper import Groups
+from polyamp.backends.torch.steps.step import collect, declare, step, unscale
+from polyamp.backends.torch.steps.wrapped import Groups, WrappedOptimizer
 from polyamp.backends.torch.unstable import asked_by_checkpoint, not_traced
 from polyamp.errors import InvalidValueError
 from polyamp.loss_scale import LossScale
@@ -30,7 +28,7 @@ from polyamp.refusals import no_optimizer, wrapped_already
 from polyamp.result import StepResult
 
 
-class LossScaledOptimizer(WindowedOptimizer):
+class LossScaledOptimizer(WrappedOptimizer):
     """An optimizer that unscales, tests, clips, updates or skips, then advances the loss scale: always in that order.
 
     It is a `torch.optim.Optimizer`: ``param_groups``, ``state``, ``defaults`` and hooks are the inner optimizer's own,
@@ -73,7 +71,7 @@ class LossScaledOptimizer(WindowedOptimizer):
 
     # What copies and pickles keep. Not kept: the current window, a `step` that a scheduler patched on the instance, and
     # the process group, which cannot be copied.
-    _KEPT = ("inner", "scalers", "max_grad_norm", "masters", "last_step", "stepper", "_master_weights")
+    _KEPT = ("inner", "scalers", "max_grad_norm", "masters", "last_step", "stepper", "operators", "masters_wanted")
 
     def __init__(
         self,
@@ -101,11 +99,12 @@ class LossScaledOptimizer(WindowedOptimizer):
         named = refusals.named_tensors(named_parameters)
         super().__init__(optimizer)
         self.scalers: LossScalers = LossScalers(loss_scale or LossScale(), compute) if share is None else share.scalers
-        self.stepper = Stepper(optimizer, skip_on_device if self.scaler.config.check else False, fused_step)
+        self.stepper = Stepper(optimizer, skip_on_device if self.scaler.settings.check else False)
+        self.operators = FusedStep(optimizer, fused_step)
         self.max_grad_norm = max_grad_norm
         self.masters = make_masters(optimizer, master_weights)
         self.last_step = StepResult(self.scaler.state)
-        self._master_weights = master_weights
+        self.masters_wanted = master_weights
         self._start(process_group, named)
 
     def _start(self, process_group: Any = None, named: Mapping[str, Tensor] | None = None) -> None:
@@ -117,11 +116,7 @@ class LossScaledOptimizer(WindowedOptimizer):
             guard(self, lambda: ALIVE)
         self.process_group = process_group
         self.named = {} if named is None else named
-        self._asked, self._simple = 0, False
-        self._forget()
-
-    def _forget(self) -> None:
-        self.window = Window()
+        self.open_window()
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: self.__dict__[name] for name in self._KEPT}
@@ -131,7 +126,7 @@ class LossScaledOptimizer(WindowedOptimizer):
         self._start()
 
     def __repr__(self) -> str:
-        return f"LossScaledOptimizer({self.inner!r}, {self.scaler.config!r})"
+        return f"LossScaledOptimizer({self.inner!r}, {self.scaler.settings!r})"
 
     @property
     def loss_scale(self) -> float:
@@ -174,9 +169,14 @@ class LossScaledOptimizer(WindowedOptimizer):
                 raises it. By default the step is skipped, with a warning.
             UsageError: `unscale_` was called in this window: scaled gradients would be added to unscaled ones.
         """
-        if self.window.found is not None:
-            self._refuse_mixing()
-        return self.scalers.scale(loss, loss_id, self)
+        if self.window.is_unscaled:
+            if Gradients(self.param_groups):
+                raise refusals.unscaled_already(
+                    where="scale(loss), backward(loss): a scaled backward would add to them",
+                    fix="call step() or zero_grad() first, and unscale_() after the last backward of a window",
+                )
+            self.open_window()  # the model's own zero_grad was called
+        return self.scalers.scale(loss, loss_id, self, alone=self.is_alone)
 
     @not_traced
     def backward(self, loss: Tensor, loss_id: Hashable = None, **options: Any) -> None:
@@ -185,7 +185,7 @@ class LossScaledOptimizer(WindowedOptimizer):
         Raises:
             UsageError: the gradients of the last step were not cleared.
         """
-        if self.scaler.config.check and self.is_consumed():
+        if self.scaler.settings.check and self.is_consumed:
             raise refusals.not_cleared()
         self.scale(loss, loss_id).backward(**options)
 
@@ -222,9 +222,10 @@ class LossScaledOptimizer(WindowedOptimizer):
             UsageError: no parameter has a gradient, they are unscaled already, or their loss was not scaled.
         """
         update_begins()
-        if self.window.found is not None:
+        if self.window.is_unscaled:
             raise refusals.unscaled_already(where="unscale_()", fix="call it once between backward() and step()")
-        self._unscale(self._collect(scaled))
+        declare(self, scaled)
+        unscale(self, collect(self))
 
     @not_traced
     def clip_grad_norm_(self, max_norm: float, *, scaled: bool | None = None) -> Tensor:
@@ -243,7 +244,8 @@ class LossScaledOptimizer(WindowedOptimizer):
         """
         refusals.check_norm(max_norm)
         update_begins()
-        _, gradients = self._unscaled(self._collect(scaled))
+        declare(self, scaled)
+        _, gradients = unscale(self, collect(self))
         return gradients.clip(max_norm)
 
     @not_traced
@@ -276,23 +278,7 @@ class LossScaledOptimizer(WindowedOptimizer):
             return checkpoints.initialise(self)
         check_no_scaler(self)
         update_begins(closure)
-        if closure is not None:
-            return step_with_closure(self, closure, scaled)
-        self.steps_now = True
-        try:
-            return self._step(scaled)
-        finally:
-            self.steps_now = False
-
-    def _step(self, scaled: bool | None) -> Any:
-        for scaler in self.scalers:
-            scaler.report_earlier_step(functools.partial(reasons.explain, self), alone=self._is_alone)
-        self._say(scaled)
-        if (calls := calls_of(self)) is not None:
-            return step_scaled(self, calls)
-        result, finite = self.stepper.step(*self._prepare())
-        self.finish(finite)
-        return result
+        return step(self, closure, scaled)
 
     def overflowed(self) -> list[Overflow]:
         """Return the parameters whose gradients hold inf or NaN now, by name. Waits for the device.
@@ -304,7 +290,7 @@ class LossScaledOptimizer(WindowedOptimizer):
         >>> bool(opt.last_step), *opt.overflowed()
         (False, Overflow(name='weight', inf=2, nan=0, elements=2))
         """
-        return reasons.overflowed(self)
+        return overflow.overflowed(self)
 
     @not_traced
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -323,7 +309,7 @@ class LossScaledOptimizer(WindowedOptimizer):
         self.inner.add_param_group(param_group)
         try:
             if self.masters is None:
-                self.masters = make_masters(self.inner, self._master_weights)
+                self.masters = make_masters(self.inner, self.masters_wanted)
             else:
                 self.masters.adopt(self.inner, self.param_groups[-1])
         except InvalidValueError:
@@ -369,13 +355,7 @@ class LossScaledOptimizer(WindowedOptimizer):
         """
         saving.load(self, checkpoints.unpacked(self, state_dict) if checkpoints.is_shown(state_dict) else state_dict)
         self.stepper.forget()
-        self._forget()
-
-    def holders(self) -> Iterator[Any]:
-        """Yield the objects that hold the data of a window, for `keeping.keep`."""
-        yield from (self, self.window, self.scalers, *([] if self.witness is None else [self.witness]))
-        for scaler in self.scalers:
-            yield from scaler.holders()
+        self.open_window()
 
 
 ALIVE: weakref.WeakSet[LossScaledOptimizer] = weakref.WeakSet()

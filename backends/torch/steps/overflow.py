@@ -1,15 +1,25 @@
-"""Names of the parameters whose gradients were not finite in a skipped step. Applied steps run nothing of this."""
+"""Why a step was skipped, in words: the parameters whose gradients were not finite, and whether the loss was.
+
+Applied steps run nothing of this. A skipped step finds the parameters, since their gradients may be cleared soon, and
+names them only if somebody reads `StepResult.reason`, or if an error is raised:
+
+    block.0.weight (3 inf of 1024); the loss was finite: the backward pass overflowed at this loss scale
+"""
 
 from __future__ import annotations
 
+import functools
 import gc
-from collections.abc import Iterable, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from polyamp.backends.torch.steps.gradients import dense, local
+from polyamp.backends.torch.steps.gradients import Gradients, dense, local
+from polyamp.backends.torch.steps.scaler import is_finite
+from polyamp.backends.torch.steps.wrapped import WrappedOptimizer
 from polyamp.limits import NONFINITE_LOSS
 
 SHOWN = 5  # names in a message; `overflowed` returns all of them
@@ -49,7 +59,7 @@ def find(param_groups: Iterable[Mapping[str, Any]]) -> list[NonFinite]:
 
     >>> weight = torch.ones(3, requires_grad=True)
     >>> weight.grad = torch.tensor([1.0, float("inf"), float("nan")])
-    >>> [found[1:] for found in find([{"params": [weight]}])]
+    >>> [one[1:] for one in find([{"params": [weight]}])]
     [(1, 1, 3)]
     """
     params = [param for group in param_groups for param in group["params"] if param.grad is not None]
@@ -63,32 +73,82 @@ def find(param_groups: Iterable[Mapping[str, Any]]) -> list[NonFinite]:
     ]
 
 
-def named(found: Iterable[NonFinite], names: Mapping[Tensor, str]) -> list[Overflow]:
+def named(bad: Iterable[NonFinite], names: Mapping[Tensor, str]) -> list[Overflow]:
     """Return the result of `find` with names."""
-    return [Overflow(names[param], *counts) for param, *counts in found]
+    return [Overflow(names[param], *counts) for param, *counts in bad]
 
 
-def describe(found: Sequence[Overflow], loss_was_finite: bool | None = None) -> str:
+def describe(bad: Sequence[Overflow], loss_was_finite: bool | None = None) -> str:
     """Return a line about what overflowed and what follows for the loss scale.
 
     >>> describe([Overflow("head.bias", 2, 0, 10)], loss_was_finite=True)
     'head.bias (2 inf of 10); the loss was finite: the backward pass overflowed at this loss scale'
 
     Args:
-        found: result of `named`.
+        bad: result of `named`.
         loss_was_finite: None if the loss was not seen.
     """
     if loss_was_finite is False:
-        return "; ".join(filter(None, [NONFINITE_LOSS, _shown(found)]))
+        return "; ".join(filter(None, [NONFINITE_LOSS, _shown(bad)]))
     verdict = "the loss was finite: the backward pass overflowed at this loss scale" if loss_was_finite else ""
-    return "; ".join(filter(None, [_shown(found) or "no parameter of this rank", verdict]))
+    return "; ".join(filter(None, [_shown(bad) or "no parameter of this rank", verdict]))
 
 
-def _shown(found: Sequence[Overflow]) -> str:
-    shown = [str(one) for one in found[:SHOWN]]
-    if len(found) > SHOWN:
-        shown.append(f"and {len(found) - SHOWN} more parameters")
+def _shown(bad: Sequence[Overflow]) -> str:
+    shown = [str(one) for one in bad[:SHOWN]]
+    if len(bad) > SHOWN:
+        shown.append(f"and {len(bad) - SHOWN} more parameters")
     return ", ".join(shown)
+
+
+def overflowed(optimizer: WrappedOptimizer) -> list[Overflow]:
+    """Return the result of `LossScaledOptimizer.overflowed`."""
+    return named(find(_graded(optimizer)), _names(optimizer))
+
+
+def explain(optimizer: WrappedOptimizer, loss_was_finite: bool | None = True) -> str:
+    """Describe the gradients that a wrapped optimizer has now."""
+    return describe(overflowed(optimizer), loss_was_finite)
+
+
+def now(optimizer: WrappedOptimizer, loss_was_finite: bool | None) -> Callable[[], str]:
+    """Find the non-finite gradients of a step that the host skipped; the returned function names and describes them."""
+    return functools.partial(_described, optimizer, find(_graded(optimizer)), loss_was_finite)
+
+
+def later(optimizer: WrappedOptimizer, losses: Sequence[Tensor] = ()) -> Callable[[], str]:
+    """Return a function that describes a step that the device may have skipped, while its gradients exist."""
+    return functools.partial(_explain_later, weakref.ref(optimizer), losses)
+
+
+def _described(optimizer: WrappedOptimizer, bad: list[NonFinite], loss_was_finite: bool | None) -> str:
+    return describe(named(bad, _names(optimizer)), loss_was_finite)
+
+
+def _explain_later(optimizer: weakref.ref[WrappedOptimizer], losses: Sequence[Tensor]) -> str:
+    alive = optimizer()
+    finite = all(map(is_finite, losses)) if losses else None  # None: nobody has tested the loss yet
+    if alive is None or not Gradients(_graded(alive)):
+        return describe([], False) if finite is False else ""
+    return explain(alive, finite)
+
+
+def _models(optimizer: WrappedOptimizer) -> dict[Tensor, Tensor]:
+    """Return the model's parameter of each master."""
+    masters = optimizer.masters
+    return {} if masters is None else dict(zip(masters.masters, masters.model, strict=True))
+
+
+def _graded(optimizer: WrappedOptimizer) -> list[dict[str, Any]]:
+    """Return the groups, with the model's parameter in place of a master without gradient."""
+    models = {master: model for master, model in _models(optimizer).items() if master.grad is None}
+    return [{**group, "params": [models.get(one, one) for one in group["params"]]} for group in optimizer.param_groups]
+
+
+def _names(optimizer: WrappedOptimizer) -> dict[Tensor, str]:
+    models = _models(optimizer)
+    names = names_of(optimizer.param_groups, optimizer.named, models)
+    return {**names, **{model: names[master] for master, model in models.items()}}
 
 
 def names_of(

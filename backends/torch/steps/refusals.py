@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from polyamp.backends.torch.dtypes import SIXTEEN_BIT
-from polyamp.errors import InvalidTypeError, InvalidValueError, UsageError
-from polyamp.loss_scale import LossScale, in_single
+from polyamp.errors import InvalidTypeError, InvalidValueError, StateError, UsageError
+from polyamp.formats import in_single
+from polyamp.loss_scale import LossScale
 from polyamp.refusals import clipped_scaled, unscaled_loss
 
 
@@ -133,19 +133,14 @@ def unscaled_already(*, where: str, fix: str) -> UsageError:
     return UsageError("the gradients of this window are unscaled already", where=where, fix=fix)
 
 
-def check_width(dtype: torch.dtype) -> None:
-    """Raise for gradients of a model that was converted after its optimizer was wrapped.
-
-    Raises:
-        UsageError: the gradients have 16 bits.
-    """
-    if dtype in SIXTEEN_BIT:
-        raise UsageError(
-            "parameters had 32 bits when the optimizer was wrapped, and have 16 now",
-            where="step()",
-            found=f"gradients of {dtype}",
-            fix="convert the model before its optimizer is wrapped, or wrap with master_weights=False",
-        )
+def converted_too_late(dtype: torch.dtype) -> UsageError:
+    """Return the error for 16-bit gradients of a model that was converted after its optimizer was wrapped."""
+    return UsageError(
+        "parameters had 32 bits when the optimizer was wrapped, and have 16 now",
+        where="step()",
+        found=f"gradients of {dtype}",
+        fix="convert the model before its optimizer is wrapped, or wrap with master_weights=False",
+    )
 
 
 def closure_refused(found: object) -> UsageError:
@@ -214,7 +209,7 @@ def clipped_before_unscaling() -> UsageError:
     )
 
 
-def not_said(scaled: object) -> InvalidTypeError:
+def wrong_declaration(scaled: object) -> InvalidTypeError:
     """Return the error for a ``scaled=`` that is not a bool."""
     fix = "True: multiplied by the loss scale; False: not; leave it out where opt.backward(loss) made them"
     return not_a(bool, scaled, where="step(scaled=), unscale_(scaled=), clip_grad_norm_(scaled=)", fix=fix)
@@ -246,3 +241,8 @@ def checked_scale(config: LossScale, scale: object, *, where: str) -> float:
     if not config.min <= scale <= config.max:
         raise InvalidValueError("this is no loss scale", where=where, found=scale, allowed=limits, fix=fix)
     return in_single(float(scale))  # type: ignore[no-any-return]
+
+
+def bad_state(what: str, found: str, allowed: str, fix: str) -> StateError:
+    """Return the error for a saved state that cannot be loaded."""
+    return StateError(what, where="load_state_dict(saved)", found=found, allowed=allowed, fix=fix)

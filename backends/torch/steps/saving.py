@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from polyamp.backends.torch.dtypes import SIXTEEN_BIT
-from polyamp.errors import StateError, warn_once
-
-if TYPE_CHECKING:
-    import torch
-
-    from polyamp.backends.torch.steps.scaler import LossScaler
-    from polyamp.backends.torch.steps.windowed import WindowedOptimizer
-    from polyamp.loss_scale import LossScaleState
+from polyamp.backends.torch.steps.refusals import bad_state
+from polyamp.backends.torch.steps.scaler import LossScaler
+from polyamp.backends.torch.steps.wrapped import WrappedOptimizer
+from polyamp.errors import warn_once
+from polyamp.loss_scale import LossScaleState
 
 KEYS = ("state", "param_groups", "loss_scale", "master_weights")
 _OURS = ("loss_scale", "loss_scales", "master_weights")
@@ -31,12 +29,12 @@ _OTHER_BITS = (
 )
 
 
-def save(optimizer: WindowedOptimizer) -> dict[str, Any]:
+def save(optimizer: WrappedOptimizer) -> dict[str, Any]:
     """Return the result of `LossScaledOptimizer.state_dict`. "loss_scales" has the scales of losses with an id."""
     return {**optimizer.inner.state_dict(), **own_part(optimizer)}
 
 
-def own_part(optimizer: WindowedOptimizer) -> dict[str, Any]:
+def own_part(optimizer: WrappedOptimizer) -> dict[str, Any]:
     """Return the entries that a plain optimizer's state does not have."""
     masters, scalers = optimizer.masters, optimizer.scalers
     others = {loss_id: _saved_scale(scaler) for loss_id, scaler in scalers.others.items()}
@@ -47,7 +45,7 @@ def own_part(optimizer: WindowedOptimizer) -> dict[str, Any]:
     }
 
 
-def load(optimizer: WindowedOptimizer, saved: Mapping[str, Any]) -> None:
+def load(optimizer: WrappedOptimizer, saved: Mapping[str, Any]) -> None:
     """Load a state; see `LossScaledOptimizer.load_state_dict`. Everything is tested before anything is changed."""
     _check(optimizer, saved)
     is_plain = not any(key in saved for key in _OURS)
@@ -63,24 +61,24 @@ def load(optimizer: WindowedOptimizer, saved: Mapping[str, Any]) -> None:
         optimizer.scalers[loss_id].resume(state)
 
 
-def _initial_scales(optimizer: WindowedOptimizer) -> list[tuple[Any, LossScaleState]]:
-    state = optimizer.scaler.config.initial_state()
+def _initial_scales(optimizer: WrappedOptimizer) -> list[tuple[Any, LossScaleState]]:
+    state = optimizer.scaler.settings.initial_state()
     return [(loss_id, state) for loss_id in (None, *optimizer.scalers.others)]
 
 
 def _saved_scale(scaler: LossScaler) -> dict[str, Any]:
-    return scaler.config.to_state_dict(scaler.state)
+    return scaler.settings.to_state_dict(scaler.state)
 
 
-def _scales(optimizer: WindowedOptimizer, saved: Mapping[str, Any]) -> list[tuple[Any, LossScaleState]]:
-    read = optimizer.scaler.config.from_state_dict
+def _scales(optimizer: WrappedOptimizer, saved: Mapping[str, Any]) -> list[tuple[Any, LossScaleState]]:
+    read = optimizer.scaler.settings.from_state_dict
     others = saved.get("loss_scales", {})
     if not isinstance(others, Mapping):
         raise bad_state("no loss scales", type(others).__name__, "a mapping from loss ids to their states", _FIX)
     return [(None, read(saved["loss_scale"])), *((loss_id, read(state)) for loss_id, state in others.items())]
 
 
-def _check(optimizer: WindowedOptimizer, saved: Mapping[str, Any]) -> None:
+def _check(optimizer: WrappedOptimizer, saved: Mapping[str, Any]) -> None:
     if not isinstance(saved, Mapping) or not {"state", "param_groups"} <= set(saved):
         found = f"keys {', '.join(map(str, saved))}" if isinstance(saved, Mapping) else type(saved).__name__
         raise bad_state("not an optimizer's state", found, f"keys {', '.join(KEYS)}", _FIX)
@@ -146,34 +144,3 @@ def _keep_dtypes(inner: torch.optim.Optimizer, saved: Mapping[str, Any], *, wide
                 warn_once(_OTHER_BITS)
             elif not (widened and value.dtype in SIXTEEN_BIT):
                 inner.state[param][key] = value.to(loaded.device)
-
-
-def bad_state(what: str, found: str, allowed: str, fix: str) -> StateError:
-    """Return the error for a saved state that cannot be loaded."""
-    return StateError(what, where="load_state_dict(saved)", found=found, allowed=allowed, fix=fix)
-
-
-def check_masters(saved: object, masters: Sequence[Tensor]) -> None:
-    """Raise if saved masters do not fit these.
-
-    Raises:
-        StateError: they are missing, or differ in number, shapes or placements over ranks.
-    """
-    own, found = _layouts(masters), None
-    if isinstance(saved, Mapping) and all(isinstance(master, Tensor) for master in saved.values()):
-        found = _layouts(saved.values())
-    if found != own:
-        raise bad_state(
-            "the saved master weights are not those of this optimizer",
-            'none, key "master_weights"' if found is None else f"{len(found)} tensors of shapes {found}",
-            f"{len(own)} tensors of shapes {own}",
-            "convert the model, and wrap its optimizer, as they were when the state was saved",
-        )
-
-
-def _layouts(tensors: Iterable[Tensor]) -> list[Any]:
-    """Return shapes, and for distributed tensors also their placements over ranks."""
-    return [
-        (tuple(tensor.shape), tensor.placements) if hasattr(tensor, "placements") else tuple(tensor.shape)
-        for tensor in tensors
-    ]

@@ -26,9 +26,8 @@ from polyamp.backends.torch.kernels.control import (
     unpack,
     where,
 )
+from polyamp.backends.torch.recording.hooks import is_recorded
 from polyamp.backends.torch.steps import refusals
-from polyamp.backends.torch.steps.late import LateValues
-from polyamp.backends.torch.steps.onlookers import are_looking
 from polyamp.errors import InvalidTypeError
 from polyamp.limits import report_limits, report_nonfinite_loss
 from polyamp.loss_scale import LossScale, LossScaleState, advance, on_host
@@ -48,31 +47,31 @@ class LossScaler:
     tensor(8.)
 
     Args:
-        config: the settings.
+        settings: how the scale starts, grows and backs off.
         compute: the format that forward passes compute in, for messages about losses that are not finite.
     """
 
-    def __init__(self, config: LossScale, compute: str | None = None) -> None:
-        self.config = config.in_float32()  # so that host and device use the same scales
+    def __init__(self, settings: LossScale, compute: str | None = None) -> None:
+        self.settings = settings.in_float32()  # so that host and device use the same scales
         self.compute = compute
-        self.state = self.config.initial_state()
+        self.state = self.settings.initial_state()
         self._round = _Round(self.state)
         self._factors = (0.0, torch.empty(0), torch.empty(0))  # a host scale; the scale and its inverse as tensors
         self._late = LateValues()
         self._control: Tensor | None = None  # a copy of the state that polyamp's operators change
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"config": self.config, "compute": self.compute, "state": on_host(self.state)}
+        return {"settings": self.settings, "compute": self.compute, "state": on_host(self.state)}
 
     def __setstate__(self, saved: dict[str, Any]) -> None:
-        LossScaler.__init__(self, saved["config"], saved["compute"])
+        LossScaler.__init__(self, saved["settings"], saved["compute"])
         self.state = saved["state"]
         self._round = _Round(self.state)
 
     @property
     def multiplies(self) -> bool:
         """Whether a scaled loss can differ from an unscaled one."""
-        return self.config.check and not self.config.min == self.config.max == 1
+        return self.settings.check and not self.settings.min == self.settings.max == 1
 
     def scale(self, loss: Any) -> Any:
         """Return a loss, or losses in containers, in float32 (float64 stays) times the loss scale.
@@ -99,7 +98,7 @@ class LossScaler:
             InvalidTypeError: a loss is not a floating-point tensor.
             NonFiniteLossError: under ``nonfinite_loss="raise"``, a loss on the CPU is inf or NaN.
         """
-        if not self.config.check or torch.compiler.is_compiling():
+        if not self.settings.check or torch.compiler.is_compiling():
             return []
         found = [one.detach() for one in _losses(loss) if one.device.type != "cpu" or not is_finite(one)]
         if any(one.device.type == "cpu" for one in found):
@@ -108,12 +107,12 @@ class LossScaler:
 
     def report_loss(self, found: object, *, alone: bool, where: str) -> None:
         """Warn or raise because a loss was inf or NaN; see `suspects`. A step that is only observed ends here."""
-        if are_looking():
+        if is_recorded():
             raise non_finite_loss(found, where=where)
-        config = self.config if alone else replace(self.config, nonfinite_loss="skip")
+        settings = self.settings if alone else replace(self.settings, nonfinite_loss="skip")
         was_half = isinstance(found, Tensor) and found.dtype == torch.float16
         compute = "float16" if was_half and self.compute is None else self.compute
-        report_nonfinite_loss(config, compute=compute, where=where, found=found, stacklevel=_STACKLEVEL)
+        report_nonfinite_loss(settings, compute=compute, where=where, found=found, stacklevel=_STACKLEVEL)
 
     def inverse_scale(self, state: LossScaleState | None = None) -> Tensor:
         """Return the factor for gradients: float32 scalar, the correctly rounded inverse of the scale.
@@ -148,9 +147,9 @@ class LossScaler:
         before, finite = self._round.before, self._round.add(finite, reporter)
         if isinstance(finite, bool):
             state = before if isinstance(before.scale, float) else on_host(before)
-            self._become(advance(self.config, state, finite))
+            self._become(advance(self.settings, state, finite))
         else:
-            self._become(advance(self.config, on_device(before, finite.device), finite, where))
+            self._become(advance(self.settings, on_device(before, finite.device), finite, where))
             if not self._late.is_under_way:
                 self._late.send(self._report_of_state(finite, losses))
 
@@ -174,7 +173,7 @@ class LossScaler:
         self._late.send(report)
 
     def holders(self) -> Iterator[Any]:
-        """Yield the objects that hold data about losses and reports, for `keeping.keep`."""
+        """Yield the objects that hold data about losses and reports, for `hooks.keep`."""
         yield from (self, self._round)
 
     def set(self, scale: object, *, where: str) -> None:
@@ -185,11 +184,11 @@ class LossScaler:
             InvalidValueError: it is outside the settings.
         """
         state = on_host(self.state)
-        self.resume(state._replace(scale=refusals.checked_scale(self.config, scale, where=where)))
+        self.resume(state._replace(scale=refusals.checked_scale(self.settings, scale, where=where)))
 
     def load(self, saved: Mapping[str, Any]) -> None:
         """Resume from a result of `LossScale.to_state_dict`; see there for the errors."""
-        self.resume(self.config.from_state_dict(saved))
+        self.resume(self.settings.from_state_dict(saved))
 
     def resume(self, state: LossScaleState) -> None:
         """Resume from a state."""
@@ -197,7 +196,7 @@ class LossScaler:
         self._round = _Round(state)
 
     def report(self, explain: Callable[[], str]) -> None:
-        """Report what the host knows, after a step.
+        """Report what the host knows, after a step that was skipped.
 
         Args:
             explain: describes what was not finite, for the error.
@@ -205,8 +204,8 @@ class LossScaler:
         Raises:
             LossScaleError: see `polyamp.limits.report_limits`.
         """
-        if isinstance(self.state.scale, float):
-            report_limits(self.config, self.state, explain)
+        if isinstance(self.state.scale, float) and self.state.skipped_in_a_row:
+            report_limits(self.settings, self.state, explain)
 
     def report_earlier_step(self, explain: Callable[[], str], *, alone: bool = True) -> None:
         """Report what has arrived from the device since the last step, before a step and without waiting.
@@ -225,10 +224,10 @@ class LossScaler:
         state, losses_were_finite = decode(arrived)
         if not losses_were_finite:
             self.report_loss("inf or NaN", alone=alone, where="scaling the loss of an earlier step")
-        report_limits(self.config, state, explain)
+        report_limits(self.settings, state, explain)
 
     def _multiply(self, loss: Tensor) -> Tensor:
-        if not self.config.check:
+        if not self.settings.check:
             return loss
         wide = loss if loss.dtype in _WIDE else loss.float()  # before the product: in 16 bits it would overflow
         scale = self.state.scale
@@ -273,6 +272,51 @@ class _Round:
             finite = finite.to(self._finite.device)
         self._finite = finite if self._finite is True else self._finite & finite
         return self._finite
+
+
+class LateValues:
+    """One small tensor at a time, copied without a sync on devices with streams (CUDA and XPU).
+
+    >>> late = LateValues()
+    >>> late.send(torch.tensor([1.0, 2.0]))
+    >>> late.receive(), late.receive()
+    ([1.0, 2.0], None)
+    """
+
+    def __init__(self) -> None:
+        self._copy: Tensor | None = None
+        self._arrival: Any = None
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether values were sent and not yet received."""
+        return self._copy is not None
+
+    def send(self, values: Tensor) -> None:
+        """Start the copy, unless an earlier one is still under way or a CUDA graph is captured.
+
+        While a graph is captured the host does not read values.
+        """
+        if self.is_under_way or is_captured():
+            return
+        current_stream = _streams_of(values.device)
+        self._copy = values.to("cpu", non_blocking=current_stream is not None)
+        self._arrival = current_stream and current_stream(values.device).record_event()
+
+    def receive(self) -> list[Any] | None:
+        """Return the values, once, if they have arrived; else None."""
+        if self._copy is None or is_captured():
+            return None
+        if self._arrival is not None and not self._arrival.query():
+            return None
+        values: list[Any] = self._copy.tolist()
+        self._copy = self._arrival = None
+        return values
+
+
+def _streams_of(device: torch.device) -> Any:
+    """Return the function for a device's current stream, whose events report arrivals; None without streams."""
+    return None if device.type == "cpu" else getattr(torch.get_device_module(device), "current_stream", None)
 
 
 _STACKLEVEL = 8  # of a warning: from where it is issued to the user's call

@@ -1,4 +1,13 @@
-"""Carries out a step or skips it: the host decides, or a kernel that reads the flag on the device."""
+"""Skipping: of an optimizer's step, by the host or by a kernel, and of everything that moves once per step.
+
+If a gradient was not finite, parameters and optimizer state must not change. `Stepper` lets the host decide, which
+waits for the device, or passes the flag to a fused optimizer, whose kernel reads it on the device:
+
+    CPU, or an optimizer without fused=True    overflow == 1.0 -> read by the host -> inner.step() is not called
+    accelerator, fused=True                    overflow -> inner.found_inf -> inner.step(), whose kernel writes nothing
+
+Schedules and averages must skip with it: `AppliedSteps` and `select` take the step's result, and wait for no device.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +16,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim.lr_scheduler import LRScheduler
 
+from polyamp.backends.torch.casting import leaves, map_leaves
 from polyamp.backends.torch.steps import refusals
-from polyamp.backends.torch.steps.fused import FusedStep
 from polyamp.backends.torch.steps.gradients import Gradients
+from polyamp.backends.torch.steps.scaler import LateValues
 from polyamp.backends.torch.unstable import note_step
+from polyamp.result import StepResult
 
 
 class Stepper:
@@ -28,18 +40,13 @@ class Stepper:
         skip_on_device: True leaves skipping to the optimizer's kernel, False never does, None does so on accelerators
             if the optimizer can.
 
-        fused_step: the argument ``wanted`` of `FusedStep`.
-
     Raises:
         InvalidValueError: ``skip_on_device`` for an optimizer that cannot skip.
     """
 
-    def __init__(
-        self, inner: torch.optim.Optimizer, skip_on_device: bool | None, fused_step: bool | None = None
-    ) -> None:
+    def __init__(self, inner: torch.optim.Optimizer, skip_on_device: bool | None) -> None:
         self.inner = inner
         self.skip_on_device = skip_on_device
-        self.operators = FusedStep(inner, fused_step)
         self._has_stepped = False
         if skip_on_device and not self._can_skip:
             raise refusals.cannot_skip(inner)
@@ -48,45 +55,43 @@ class Stepper:
         """Reset what is known, because the optimizer's state was replaced."""
         self._has_stepped = False
 
-    def step(self, found: Tensor, gradients: Gradients) -> tuple[Any, bool | Tensor]:
+    def step(self, overflow: Tensor, gradients: Gradients) -> tuple[Any, bool | Tensor]:
         """Step or skip.
 
         Args:
-            found: float32 scalar, 1.0 to skip the step, else 0.0.
+            overflow: float32 scalar, 1.0 to skip the step, else 0.0.
             gradients: the optimizer's gradients.
 
         Returns:
             The optimizer's return value, and whether the step was applied: a bool after one host sync, or a boolean
             scalar on the device without a sync.
         """
-        made = None if self.skip_on_device is False else self.operators.step_unscaled(found)
-        if made is not None:
-            return made
-        return self._step_on_device(found) if self._leaves_it_to_the_kernel(found, gradients) else self._on_host(found)
+        if self._leaves_it_to_the_kernel(overflow, gradients):
+            return self._step_on_device(overflow)
+        return self._step_on_host(overflow)
 
     @property
     def _can_skip(self) -> bool:
         return getattr(self.inner, "_step_supports_amp_scaling", False)
 
-    def _leaves_it_to_the_kernel(self, found: Tensor, gradients: Gradients) -> bool:
+    def _leaves_it_to_the_kernel(self, overflow: Tensor, gradients: Gradients) -> bool:
         if not self._can_skip or self.skip_on_device is False:
             return False
-        wanted = self.skip_on_device or found.device.type != "cpu"
+        wanted = self.skip_on_device or overflow.device.type != "cpu"
         return wanted and state_is_complete(self.inner, gradients.params, has_stepped=self._has_stepped)
 
-    def _on_host(self, found: Tensor) -> tuple[Any, bool]:
-        finite = not found
-        if not finite:
+    def _step_on_host(self, overflow: Tensor) -> tuple[Any, bool]:
+        if overflow:
             note_step(self.inner)
             return None, False
         result = self.inner.step()
         self._has_stepped = True
         return result, True
 
-    def _step_on_device(self, found: Tensor) -> tuple[Any, Tensor]:
-        self.inner.found_inf = found  # type: ignore[attr-defined]  # interface of _step_supports_amp_scaling
+    def _step_on_device(self, overflow: Tensor) -> tuple[Any, Tensor]:
+        self.inner.found_inf = overflow  # type: ignore[attr-defined]  # interface of _step_supports_amp_scaling
         try:
-            return self.inner.step(), found == 0
+            return self.inner.step(), overflow == 0
         finally:
             del self.inner.found_inf  # type: ignore[attr-defined]
 
@@ -103,3 +108,80 @@ def state_is_complete(optimizer: torch.optim.Optimizer, params: Iterable[Tensor]
     """
     state = optimizer.state
     return all(map(state.__contains__, params)) if state else has_stepped
+
+
+class AppliedSteps:
+    """Steps a learning-rate schedule once for every applied step of an optimizer; skipped steps do not count.
+
+    If the optimizer skips on the device, the schedule follows as soon as the host knows that a step was applied,
+    usually one step later.
+
+    >>> from polyamp.backends.torch import LossScaledOptimizer
+    >>> weight = torch.ones(1, requires_grad=True)
+    >>> opt = LossScaledOptimizer(torch.optim.SGD([weight], lr=1.0))
+    >>> schedule = AppliedSteps(torch.optim.lr_scheduler.ExponentialLR(opt, 0.5))
+    >>> for grad in (1.0, float("inf"), 1.0):
+    ...     weight.grad = torch.full((1,), grad)
+    ...     opt.step(scaled=True)
+    ...     schedule.step(opt.last_step)
+    >>> schedule.get_last_lr()
+    [0.25]
+
+    Args:
+        scheduler: a scheduler of ``torch.optim.lr_scheduler``; everything except `step` is forwarded to it.
+
+    Raises:
+        InvalidTypeError: ``scheduler`` is not a scheduler.
+    """
+
+    def __init__(self, scheduler: Any) -> None:
+        if not isinstance(scheduler, LRScheduler):
+            fix = "give the scheduler, made for the wrapped optimizer or the one inside"
+            raise refusals.not_a(LRScheduler, scheduler, where="AppliedSteps(scheduler)", fix=fix)
+        self.scheduler: LRScheduler = scheduler
+        self._seen = 0
+        self._applied: Tensor | None = None  # number of applied steps, if only the device knows it
+        self._late = LateValues()
+
+    def step(self, result: StepResult) -> None:
+        """Record the optimizer's ``last_step``. Call it once after each step."""
+        flag = result.flag
+        if not isinstance(flag, Tensor):
+            self._advance(int(flag))
+            return
+        counted = flag.to(torch.float64 if flag.device.type != "mps" else torch.float32)
+        self._applied = counted if self._applied is None else self._applied + counted
+        self._late.send(self._applied.reshape(1))
+        arrived = self._late.receive()
+        if arrived is not None:
+            self._advance(int(arrived[0]) - self._seen)
+            self._seen = int(arrived[0])
+
+    def _advance(self, steps: int) -> None:
+        for _ in range(steps):
+            self.scheduler.step()
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "scheduler" or name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.scheduler, name)
+
+
+def select(applied: Any, new: Any, old: Any) -> Any:
+    """Return ``new`` if a step was applied and ``old`` if it was skipped, decided on the device, without a host sync.
+
+    >>> from polyamp import LossScale, StepResult
+    >>> last_step = StepResult(LossScale().initial_state(), applied=torch.tensor(False))
+    >>> select(last_step, {"ema": torch.ones(2)}, {"ema": torch.zeros(2)})
+    {'ema': tensor([0., 0.])}
+
+    Args:
+        applied: an optimizer's ``last_step``, a bool or a boolean scalar tensor.
+        new: tensors in dicts, lists and tuples.
+        old: the same, of the same shapes and dtypes.
+    """
+    flag = applied.flag if isinstance(applied, StepResult) else applied
+    if not isinstance(flag, Tensor):
+        return new if flag else old
+    kept = iter(list(leaves(old)))
+    return map_leaves(lambda tensor: torch.where(flag.to(tensor.device), tensor, next(kept)), new)

@@ -1,14 +1,16 @@
-"""The optimizers that polyamp's operators can replace, and the options that they support."""
+"""The optimizers that polyamp's operators can replace, and the numbers that the operators get from their options."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import functools
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from polyamp.backends.torch.kernels.arguments import DECOUPLED, MAXIMIZE, NESTEROV, SGD, Adam
+from polyamp.backends.torch.kernels.control import kept
 
 Group = Mapping[str, Any]
 
@@ -77,3 +79,29 @@ _RULES: dict[type, UpdateRule] = {
         "sgd_step_", _sgd, lambda group: ("momentum_buffer",) if group["momentum"] else (), counts=False, lists=1
     ),
 }
+
+
+def rules_of(
+    rule: UpdateRule, inner: torch.optim.Optimizer, called: Collection[int], device: torch.device
+) -> tuple[Tensor, list[Tensor]]:
+    """Return the operator's ``rules``, and its ``lrs`` if a group's learning rate is a tensor on the device.
+
+    Groups without a parameter in the call get zeros, since their learning rate may be on another device.
+    """
+    rows = [(number in called and rule.numbers(group)) or (0.0,) * 6 for number, group in enumerate(inner.param_groups)]
+    lrs = [row[0] for row in rows]
+    numbers = tuple((float(lr) if _on_host(lr) else 0.0, *row[1:]) for lr, row in zip(lrs, rows, strict=True))
+    if all(map(_on_host, lrs)):
+        return _rows(numbers), []
+    return _rows(numbers), [
+        kept(float(lr), torch.float32, device) if _on_host(lr) else lr.detach().reshape(()).float() for lr in lrs
+    ]
+
+
+def _on_host(lr: Any) -> bool:
+    return not isinstance(lr, Tensor) or lr.device.type == "cpu"
+
+
+@functools.lru_cache(maxsize=64)
+def _rows(numbers: tuple[tuple[float, ...], ...]) -> Tensor:
+    return torch.tensor(numbers, dtype=torch.float64, device="cpu")

@@ -34,15 +34,15 @@ def size_guards(fakes: Sequence[Tensor]) -> Callable[[Sequence[Tensor]], bool]:
     """Return a test whether a captured graph is valid for tensors' sizes, by the guards that Dynamo would make."""
     mode: Any = fake_mode_of(fakes)
     shapes: Any = None if mode is None else mode.shape_env
-    said = None if shapes is None else shapes.produce_guards_expression(fakes)
-    code = compile(said or "True", "<sizes>", "eval")
+    guards = None if shapes is None else shapes.produce_guards_expression(fakes)
+    code = compile(guards or "True", "<sizes>", "eval")
     sizes = ((place, dim, _fixed(length)) for place, fake in enumerate(fakes) for dim, length in enumerate(fake.shape))
     fixed = [(place, dim, length) for place, dim, length in sizes if length is not None]
 
     def fit(tensors: Sequence[Tensor]) -> bool:
         if any(tensors[place].shape[dim] != length for place, dim, length in fixed):
             return False
-        return said is None or bool(shapes.evaluate_guards_expression(code, tensors))
+        return guards is None or bool(shapes.evaluate_guards_expression(code, tensors))
 
     return fit
 

@@ -54,15 +54,15 @@ def run_with_step_hooks(optimizer: torch.optim.Optimizer, function: Callable[[],
     return torch.optim.Optimizer.profile_hook_step(lambda _: function())(optimizer)
 
 
-def has_step_pre_hooks(optimizer: torch.optim.Optimizer, *, beside: type) -> bool:
-    """Return whether there are hooks before an optimizer's step, apart from hooks of one type.
+def has_step_pre_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether hooks run before an optimizer's step, except polyamp's own, which have ``is_polyamps``.
 
     Hooks can be added and removed publicly, but not listed.
     """
     from torch.optim.optimizer import _global_optimizer_pre_hooks
 
     hooks = optimizer._optimizer_step_pre_hooks.values()
-    return bool(_global_optimizer_pre_hooks) or any(not isinstance(hook, beside) for hook in hooks)
+    return bool(_global_optimizer_pre_hooks) or any(not hasattr(hook, "is_polyamps") for hook in hooks)
 
 
 def step_without_hooks(optimizer: torch.optim.Optimizer) -> Any:

@@ -21,10 +21,10 @@ from torch.testing._internal.common_methods_invocations import op_db
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import polyamp
-from polyamp.backends.torch.ambient import boxed, overrides, regions
-from polyamp.backends.torch.ambient.native_lists import registered
-from polyamp.backends.torch.ambient.regions import Region
-from polyamp.backends.torch.ambient.weights import cast_weight
+from polyamp.backends.torch.autocast import behaviours, boxed, frames
+from polyamp.backends.torch.autocast.native_lists import registered
+from polyamp.backends.torch.autocast.regions import Region
+from polyamp.backends.torch.autocast.weights import cast_weight
 from polyamp.backends.torch.unstable import AutocastKey, is_composite, schema_arguments
 from polyamp.operations import CLASSES
 from support.harness_torch import casts_of
@@ -65,7 +65,7 @@ def samples() -> Samples:
         pass  # from here on ours are registered for all of them
     recorder = torch.library.Library("aten", "IMPL")
     try:
-        for name in overrides.operators_of("*"):
+        for name in behaviours.operators_of("*"):
             recorder.impl(name, recording(name, found), KEY.name, with_keyset=True)
         with torch.autocast("cpu", torch.bfloat16):
             for info in op_db:
@@ -75,14 +75,14 @@ def samples() -> Samples:
     assert len(found) > 400
     del found["aten::empty_like"]  # whose result is any
     with FakeTensorMode():
-        for name in overrides.operators_of("*"):
+        for name in behaviours.operators_of("*"):
             if name not in found and name != "aten::empty_like":
                 found[name] = made_up(name)
     return found
 
 
 def recording(name: str, found: Samples) -> Any:
-    op, composite = overrides._overload(name), is_composite(name)
+    op, composite = behaviours.overload_named(name), is_composite(name)
 
     def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
         calls = found.setdefault(name, [])
@@ -122,7 +122,7 @@ MADE_UP = {
 
 def made_up(name: str) -> list[Call]:
     """Arguments of the right types; none where there are other types."""
-    arguments = [one for one in schema_arguments(overrides._overload(name)) if not one.has_default_value()]
+    arguments = [one for one in schema_arguments(behaviours.overload_named(name)) if not one.has_default_value()]
     if any(str(one.type) not in MADE_UP and "Optional" not in str(one.type) for one in arguments):
         return []
     values = [(one, MADE_UP.get(str(one.type), lambda: None)()) for one in arguments]
@@ -188,7 +188,7 @@ def differing(samples: Samples, types: str, expected: Callable[[str], Any]) -> l
     """The operators that do anything else than what is ``expected`` of them, which is None where nothing is."""
     found = []
     for name, calls in samples.items():
-        op, other = overrides._overload(name), expected(name)
+        op, other = behaviours.overload_named(name), expected(name)
         for call in calls if other is not None else ():
             ours, theirs = outcome(op, of_types(call, types)), outcome(other, of_types(call, types))
             if ours != theirs:
@@ -204,10 +204,10 @@ def test_every_operator_does_what_the_kernels_in_python_do(samples: Samples, op_
     region = Region(torch.bfloat16, policy.rules[:1])
 
     def in_python(name: str) -> Any:
-        behaviour = overrides._behaviour(name, region, "cpu")
+        behaviour = behaviours.behaviour(name, region, "cpu")
         if behaviour is None:
             return None
-        run = behaviour(overrides._overload(name), overrides.class_name(name), "cpu", torch.bfloat16)
+        run = behaviour(behaviours.overload_named(name), behaviours.class_name(name), "cpu", torch.bfloat16)
         return lambda *args, **kwargs: excluded(run, args, kwargs)
 
     with polyamp.autocast(policy):
@@ -235,7 +235,7 @@ def passed_by(name: str, *args: Any, **kwargs: Any) -> Any:
     passing = torch.library.Library("aten", "IMPL")
     passing.impl(name, torch.library.fallthrough_kernel, KEY.name)
     try:
-        return overrides._overload(name)(*args, **kwargs)
+        return behaviours.overload_named(name)(*args, **kwargs)
     finally:
         passing._destroy()
 
@@ -278,11 +278,11 @@ def test_casts_are_the_threads_that_made_them() -> None:
 
 def test_a_thread_may_end_inside_a_region() -> None:
     with polyamp.autocast(LOWER):
-        region = regions.current()
+        region = frames.current()
 
     def run() -> None:
         torch.autocast("cpu", torch.bfloat16).__enter__()
-        regions.enter(region)
+        frames.enter(region)
         functional.layer_norm(X, (4,), nn.Parameter(torch.ones(4)))
 
     thread = threading.Thread(target=run)

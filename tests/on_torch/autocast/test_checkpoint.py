@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import polyamp
 from polyamp.backends.torch import autocast
-from polyamp.backends.torch.ambient import positions
+from polyamp.backends.torch.autocast import path_rules
 
 pytestmark = pytest.mark.usefixtures("module_hooks_of_its_own")
 
@@ -154,17 +154,17 @@ def test_the_backward_pass_may_be_another_threads(run: Run) -> None:
 
 
 def test_what_is_run_again_keeps_no_casts() -> None:
-    from polyamp.backends.torch.ambient import regions
+    from polyamp.backends.torch.autocast import frames
 
     gradients(Model, not_reentrant, PATHS)
-    assert regions.casts_here() is None
+    assert frames.casts_here() is None
 
 
 def test_hooks_on_modules_stay_as_long_as_the_graph() -> None:
     layer, x = Layer(), X.clone().requires_grad_()
     with polyamp.autocast(LOWER):
         loss = not_reentrant(layer, x).float().sum()
-    assert positions.HOOKS._handles
+    assert path_rules.HOOKS.installed
     loss.backward()
     del loss
-    assert not positions.HOOKS._handles
+    assert not path_rules.HOOKS.installed

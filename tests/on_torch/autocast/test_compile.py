@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import polyamp
 from polyamp.backends.torch import autocast
-from polyamp.backends.torch.ambient import regions
+from polyamp.backends.torch.autocast import regions
 
 X = torch.arange(16.0).reshape(2, 8) / 16
 LOW, FULL = torch.bfloat16, torch.float32

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import polyamp
-from polyamp.backends.torch.ambient.custom import custom_bwd, custom_fwd, register_autocast
+from polyamp.backends.torch.autocast.custom import custom_bwd, custom_fwd, register_autocast
 
 X = torch.arange(16.0).reshape(4, 4) / 16
 LOW, FULL = torch.bfloat16, torch.float32
@@ -206,7 +206,7 @@ def test_operators_compile(backend: str) -> None:
     [
         (total, "low", polyamp.errors.InvalidValueError, "unknown class"),
         ("polyamp_tests::nothing", "lower", polyamp.errors.InvalidTypeError, "polyamp_tests::nothing"),
-        (len, "lower", polyamp.errors.InvalidTypeError, "no operator"),
+        (len, "lower", polyamp.errors.InvalidTypeError, "not an operator"),
         (torch.ops.aten.softmax, "lower", polyamp.errors.InvalidValueError, "rules="),
     ],
 )

@@ -12,7 +12,9 @@ from torch import Tensor, nn
 
 import polyamp
 from polyamp.backends.torch import autocast
-from polyamp.backends.torch.ambient import positions
+from polyamp.backends.torch.autocast import path_rules
+from polyamp.backends.torch.autocast.regions import Region
+from polyamp.backends.torch.tracking import ModuleHooks
 
 pytestmark = pytest.mark.usefixtures("module_hooks_of_its_own")
 
@@ -95,21 +97,21 @@ def test_an_exception_in_a_module_leaves_its_rule_there() -> None:
     both = nn.ModuleDict({"model": model, "broken": broken})
     policy = polyamp.policy("mixed_float16", rules={"broken": "full"})
     with autocast(policy):
-        positions._place_of(both, positions.regions.Region(LOW, policy.rules), both)  # names both from above
+        path_rules._region_in(both, Region(LOW, policy.rules), both)  # names both from above
         with pytest.raises(ZeroDivisionError):
             broken(X)
         assert (X @ X.t()).dtype == LOW
 
 
-def test_hooks_are_there_only_while_regions_with_rules_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    hooks = positions.ModuleHooks()
+def test_hooks_are_there_only_while_they_are_entered() -> None:
+    hooks = ModuleHooks(lambda *_: None, lambda *_: None)
     before = len(nn.modules.module._global_forward_pre_hooks)
     with hooks, hooks:
         assert len(nn.modules.module._global_forward_pre_hooks) == before + 1
     assert len(nn.modules.module._global_forward_pre_hooks) == before
 
 
-@pytest.mark.filterwarnings("ignore:rules that matched no operation and no module. 2")
+@pytest.mark.filterwarnings("ignore:the rule '2' matched nothing")
 def test_modules_that_are_added_later_have_their_paths() -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     assert outputs(model, {"1": "full", "2": "full"})["0"] == LOW
@@ -126,14 +128,14 @@ def test_a_copy_has_the_paths_of_its_original() -> None:
 def test_models_are_not_kept_alive() -> None:
     outputs(Model(), {"decoder.1.linear": "full"})
     gc.collect()
-    region = next(region for region in positions._places if region.rules[0].pattern == "decoder.1.linear")
-    assert not positions._places[region]
+    region = next(region for region in path_rules._regions if region.rules[0].pattern == "decoder.1.linear")
+    assert not path_rules._regions[region]
 
 
 def test_a_path_of_no_module_is_reported_once_modules_have_run() -> None:
     policy = polyamp.policy("mixed_float16", rules={"encoder.*.norm": "lower", "decoder.*.norm": "lower"})
     with polyamp.autocast(policy):
         pass
-    said = pytest.warns(polyamp.PolyampWarning, match=r"no operation and no module: encoder\.\*\.norm\. ")
+    said = pytest.warns(polyamp.PolyampWarning, match=r"the rule .encoder\.\*\.norm. matched nothing")
     with said, polyamp.autocast(policy):
         Model()(X)

@@ -14,8 +14,8 @@ from torch.testing._internal.autocast_test_lists import AutocastCPUTestLists, Au
 
 import polyamp
 from polyamp.backends.torch import autocast
-from polyamp.backends.torch.ambient.native_lists import CATEGORIES, category, known
-from polyamp.backends.torch.ambient.overrides import operators_of
+from polyamp.backends.torch.autocast.behaviours import operators_of
+from polyamp.backends.torch.autocast.native_lists import CATEGORIES, category, known
 from polyamp.backends.torch.unstable import registered_operators
 
 X = torch.arange(16.0).reshape(4, 4) / 16
@@ -324,7 +324,7 @@ def test_functional_call_gives_the_gradients_of_the_module() -> None:
 
 @pytest.mark.parametrize("pattern", ["sofmax", "bits"])
 def test_a_name_of_nothing_is_reported_once(pattern: str) -> None:
-    said = pytest.warns(polyamp.PolyampWarning, match=f"matched no operation and no module: {pattern}")
+    said = pytest.warns(polyamp.PolyampWarning, match=f"the rule {pattern!r} matched nothing in autocast to")
     with said, polyamp.autocast(policy({pattern: "full"})):
         pass
     with polyamp.autocast(policy({pattern: "full"})):
@@ -332,7 +332,7 @@ def test_a_name_of_nothing_is_reported_once(pattern: str) -> None:
 
 
 def test_an_operator_that_this_list_does_not_know_is_left_native_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    from polyamp.backends.torch.ambient import native_lists
+    from polyamp.backends.torch.autocast import native_lists
 
     monkeypatch.delitem(native_lists._LISTS["cpu"], "aten::trace")
     assert category("aten::trace", "cpu") == "unknown"

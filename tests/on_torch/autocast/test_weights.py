@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import polyamp
-from polyamp.backends.torch.ambient import regions
+from polyamp.backends.torch.autocast import frames
 from support.harness_torch import casts_of
 
 pytestmark = pytest.mark.usefixtures("module_hooks_of_its_own")
@@ -152,7 +152,7 @@ def test_casts_end_with_the_outermost_region() -> None:
         assert casts_of(run) == first - 2
     with polyamp.autocast(OVERRIDDEN):
         assert casts_of(run) == first
-    assert regions.casts_here() is None
+    assert frames.casts_here() is None
 
 
 def test_activations_are_updated_as_ever() -> None:

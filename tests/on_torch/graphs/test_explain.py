@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import polyamp
-from polyamp.backends.torch.ambient.regions import DEVICE_TYPES
+from polyamp.backends.torch.autocast.regions import DEVICE_TYPES
 from polyamp.errors import InvalidValueError, PolyampError
 from support.torch_cases import GPT, mlp
 

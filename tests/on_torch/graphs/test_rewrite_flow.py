@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 import polyamp
 from polyamp.backends.torch.dtypes import dtype_of
-from polyamp.backends.torch.graphs.rewrite import explain, rewrite
+from polyamp.backends.torch.graphs.explain import explain
+from polyamp.backends.torch.graphs.rewrite import rewrite
 
 FORMATS = {"float16": 2.0**-11, "bfloat16": 2.0**-8}
 W = torch.eye(8)

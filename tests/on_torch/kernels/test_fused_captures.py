@@ -209,7 +209,7 @@ def test_steps_on_two_streams_at_once_leave_their_tickets_at_zero() -> None:
                 opt.step()
         torch.cuda.synchronize()
     for opt in opts:
-        (scratch,) = opt.stepper.operators._scratch.values()
+        (scratch,) = opt.operators._scratch.values()
         assert scratch.workspace[-1] == 0
     assert all(param.isfinite().all() for param in model)
 

@@ -19,7 +19,7 @@ import polyamp
 from polyamp.backends.torch import adapter
 from polyamp.backends.torch.recording.counting import Counts
 from polyamp.backends.torch.recording.reach import Reach
-from polyamp.backends.torch.recording.widened import Widened, run
+from polyamp.backends.torch.recording.widening import Widened, run
 from polyamp.diagnosis.facts import ClassLoss, Facts, Product
 from polyamp.diagnosis.spread import SAMPLE, Spread, stride
 from support.torch_cases import Block, mlp

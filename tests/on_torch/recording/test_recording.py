@@ -610,7 +610,7 @@ def test_casts_of_weights_do_not_stay_in_a_region_around() -> None:
     ("step", "said"),
     [
         (lambda: net()(X), r"a tensor of float\d+ and shape \(6, 4\)"),
-        (lambda: torch.ones(()), "of nothing that requires gradients"),
+        (lambda: torch.ones(()), "which does not require gradients"),
         (lambda: "loss", r"'loss' \(str\)"),
         (lambda: X.sum().int(), "a tensor of int32"),
     ],

@@ -465,7 +465,7 @@ def test_distributed_checkpoints_of_shards_resume_bit_for_bit(
     for group in other.param_groups:
         group.update((key, tuple(group[key])) for key in ("betas",) if key in group)
     assert polyamp.save_loss_scale(other) == polyamp.save_loss_scale(opt)
-    assert opt.loss_scale < opt.scaler.config.init
+    assert opt.loss_scale < opt.scaler.settings.init
     assert memory(other, resumed) == memory(opt, model)
     for _ in range(2):
         for each, its in ((model, opt), (resumed, other)):

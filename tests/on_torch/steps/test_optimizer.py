@@ -259,7 +259,7 @@ def test_a_step_without_a_backward_is_refused(policy: str) -> None:
     with pytest.raises(polyamp.UsageError, match="without a backward"):
         opt.unscale_()
     assert contents(opt) == before
-    assert opt.last_step.scale == opt.scaler.config.init
+    assert opt.last_step.scale == opt.scaler.settings.init
 
 
 def test_a_second_step_with_the_same_gradients_is_refused() -> None:

@@ -18,8 +18,8 @@ import torch
 import polyamp
 from polyamp.backends import jax as jax_backend
 from polyamp.backends import torch as torch_backend
-from polyamp.backends.tensorflow.autocast import autocast_context
-from polyamp.backends.tensorflow.grappler import optimized
+from polyamp.backends.tensorflow.autocast.context import autocast_context
+from polyamp.backends.tensorflow.graphs.grappler import optimized
 from support.traps.trap import Array, Trap
 from support.traps.words import Jax, TensorFlow, Torch
 

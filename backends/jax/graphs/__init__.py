@@ -1,0 +1,1 @@
+"""A traced function run again, each operation in the format that the flow rule decides."""

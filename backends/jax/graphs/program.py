@@ -1,0 +1,109 @@
+"""A call of a function as a program: traced, with its arrays apart from all that is static."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from polyamp.backends.jax import unstable
+from polyamp.backends.jax.dtypes import is_array
+from polyamp.backends.jax.graphs import recipes
+from polyamp.backends.jax.graphs.cells import FLOAT32, Cell, is_inexact
+from polyamp.backends.jax.graphs.interpreter import Interpreter
+from polyamp.backends.jax.graphs.refusals import refusals
+from polyamp.backends.jax.modules import captured_parameters, parameters_among
+from polyamp.flow import INPUT, WEAK
+
+
+class Program:
+    """A call of a function, traced: its arrays apart from all that is static.
+
+    Attributes:
+        arrays: the arrays among the arguments.
+        parameters: the ids of traced arrays that the function takes from around it, and that are no inputs.
+        closed: the jaxpr of the call, from these to the arrays among the results.
+
+    Args:
+        argnums: the positions of the arguments that are parameters; the modules among the others are, too.
+    """
+
+    def __init__(
+        self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], argnums: Sequence[int] = (0,)
+    ) -> None:
+        leaves, tree = jax.tree.flatten((args, kwargs))
+        self._is_parameter = parameters_among(args, kwargs, argnums)
+        self.parameters = captured_parameters(fn)
+        self._is_array = [is_array(leaf) or isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves]
+        self.arrays = [leaf for leaf, is_one in zip(leaves, self._is_array, strict=True) if is_one]
+        self._results: list[Any] = []
+
+        def of_arrays(*arrays: Any) -> list[Any]:
+            given, kept = iter(arrays), zip(leaves, self._is_array, strict=True)
+            own_args, own_kwargs = jax.tree.unflatten(tree, [next(given) if is_one else leaf for leaf, is_one in kept])
+            results, self._tree = jax.tree.flatten(fn(*own_args, **own_kwargs))
+            self._given = [is_array(leaf) for leaf in results]
+            self._results = [None if is_array(leaf) else leaf for leaf in results]
+            return [leaf for leaf in results if is_array(leaf)]
+
+        with refusals():
+            self.closed = unstable.traced(of_arrays, *self.arrays)
+
+    @property
+    def specs(self) -> list[jax.ShapeDtypeStruct]:
+        """The arguments' shapes and dtypes."""
+        return [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in self.arrays]  # type: ignore[no-untyped-call]
+
+    def run(self, interpreter: Interpreter, arrays: Sequence[Any]) -> list[Any]:
+        """The arrays of the results, in their declared types."""
+        jaxpr, _ = unstable.opened(self.closed)
+        if interpreter.recorder is None:
+            interpreter.calls.count(self.closed)
+        interpreter.parameters |= self.parameters
+        flags = [flag for flag, is_one in zip(self._is_parameter, self._is_array, strict=True) if is_one]
+        given = zip(arrays, jaxpr.invars, flags, strict=True)
+        cells = [Cell.given(array, unstable.dtype_in(var), WEAK if own else INPUT) for array, var, own in given]
+        outputs = interpreter.run(self.closed, cells, "")
+        return [_as_traced(cell, variable) for cell, variable in zip(outputs, jaxpr.outvars, strict=True)]
+
+    def as_traced(self, arrays: Sequence[Any]) -> list[Any]:
+        """The arrays of the results as the function was written."""
+        jaxpr, constants = unstable.opened(self.closed)
+        results: list[Any] = jax.core.eval_jaxpr(jaxpr, constants, *arrays)
+        return results
+
+    def results(self, arrays: Sequence[Any]) -> Any:
+        """What the function returns, around these arrays."""
+        given, kept = iter(arrays), zip(self._results, self._given, strict=True)
+        return jax.tree.unflatten(self._tree, [next(given) if is_one else leaf for leaf, is_one in kept])
+
+    def bytes_saved(self, run: Callable[[Sequence[Any]], list[Any]]) -> int | None:
+        """Bytes that ``jax.vjp`` of ``run`` keeps for the floating arguments; None where it has no derivative."""
+        trained = [index for index, array in enumerate(self.arrays) if is_inexact(array.dtype)]
+
+        def kept(arrays: list[Any]) -> Any:
+            def of_trained(own: list[Any]) -> list[Any]:
+                given = list(arrays)
+                for index, array in zip(trained, own, strict=True):
+                    given[index] = array
+                return run(given)
+
+            return jax.vjp(of_trained, [arrays[index] for index in trained])[1]
+
+        try:
+            residuals = jax.tree.leaves(jax.eval_shape(kept, self.specs))
+        except Exception:  # such as of a while loop, or whatever a rule of the user's raises for what it does not take
+            return None
+        return sum(int(leaf.size) * int(leaf.dtype.itemsize) for leaf in residuals)
+
+
+def _as_traced(cell: Cell, variable: Any) -> Any:
+    """An output in the type that it was traced with, weak where that was weak."""
+    is_rounded = cell.value.role == "saturated" and cell.declared == FLOAT32  # what comes may take a logarithm
+    array, weak = recipes.anew(cell) if is_rounded else cell.restored(), getattr(variable.aval, "weak_type", False)
+    if unstable.dtype_in(variable) is None:
+        return array
+    array = jnp.asarray(array)
+    return unstable.converted(array, cell.declared, weak_type=weak) if array.aval.weak_type != weak else array

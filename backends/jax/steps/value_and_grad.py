@@ -1,0 +1,202 @@
+"""Differentiates a loss function under a policy: formats inside, scaled gradients out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from polyamp.backends.jax.autocast.function import in_float32, run_autocasted
+from polyamp.backends.jax.dtypes import is_array, is_traced
+from polyamp.backends.jax.graphs.refusals import check_function, positions, users_level
+from polyamp.backends.jax.modules import model_of
+from polyamp.backends.jax.steps import trees
+from polyamp.backends.jax.steps.state import LossScaleOptState, find_state
+from polyamp.errors import InvalidTypeError, InvalidValueError
+from polyamp.limits import report_nonfinite_loss
+from polyamp.loss_scale import LossScale
+from polyamp.policy import Policy, current_policy
+from polyamp.policy import policy as make_policy
+from polyamp.refusals import no_loss
+
+
+def value_and_grad(
+    fun: Callable[..., Any],
+    policy: Policy | str | None = None,
+    has_aux: bool = False,
+    *,
+    argnums: int | Sequence[int] = 0,
+) -> Callable[..., Any]:
+    """Differentiate a loss function under a policy: the loss comes back unscaled, the gradients still scaled.
+
+    >>> import optax, polyamp
+    >>> tx = polyamp.wrap_optimizer(optax.sgd(0.1), "mixed_float16")
+    >>> params = {"w": jnp.ones(4), "name": "dense"}
+    >>> def loss_fn(p, x):
+    ...     return (x @ p["w"]).mean()
+    >>> loss, grads = value_and_grad(loss_fn, "mixed_float16")(tx.init(params), params, jnp.full((8, 4), 0.25))
+    >>> float(loss), grads["w"] / 65536, grads["name"]
+    (1.0, Array([0.25, 0.25, 0.25, 0.25], dtype=float32), None)
+
+    Args:
+        fun: ``fun(params, *args, **kwargs) -> loss``, or ``(loss, aux)`` where ``has_aux``. It is written for float32,
+            and runs under `polyamp.backends.jax.autocast`. The loss is a floating scalar.
+        policy: bound now where given; None is the current policy at each call.
+        has_aux: whether ``fun`` returns more than the loss.
+        argnums: which of ``fun``'s positional arguments are differentiated, as in ``jax.value_and_grad``; for a tuple
+            the gradients are a tuple. ``opt_state`` is not counted.
+
+    Returns:
+        A function of ``(opt_state, params, *args, **kwargs)`` that gives ``(loss, grads)`` or ``((loss, aux), grads)``.
+        ``opt_state`` is any pytree that holds the state of one wrapped optimizer. ``params`` is any pytree: dicts,
+        NamedTuples, equinox modules, or a flax ``nnx.Module``, whose other variables are updated in place; its
+        statistics stay as they were where the gradients are not finite. ``loss`` is f32[]; ``aux`` is as ``fun`` gives
+        it. ``grads`` has the structure of ``params`` and each parameter's dtype, and None where a leaf has no gradient
+        (integers, functions, Python numbers).
+
+    Raises:
+        InvalidTypeError: ``argnums`` are no integers. When called: the loss is not floating, or not an array.
+        InvalidValueError: when called: the loss is not a scalar, or ``argnums`` name no argument.
+        NonFiniteLossError: when called: the loss is inf or NaN although it is not scaled yet, under
+            ``LossScale(nonfinite_loss="raise")``. Inside ``jit`` the loss has no number yet: the step is then skipped,
+            and the returned loss shows it.
+        UsageError: when called: ``opt_state`` holds no loss scale, or several.
+
+    Warns:
+        PolyampWarning: nothing was lowered, or a rule matched nothing; the loss is not finite, and the step is skipped.
+    """
+    check_function(fun, where="value_and_grad(fun, policy)")
+    name = getattr(fun, "__name__", type(fun).__name__)
+    return unreported(fun, None if policy is None else make_policy(policy), has_aux, argnums=argnums, name=name)
+
+
+def unreported(
+    fun: Callable[..., Any],
+    bound: Policy | None,
+    has_aux: bool = False,
+    *,
+    argnums: int | Sequence[int] = 0,
+    name: str | None = None,
+) -> Callable[..., Any]:
+    """Do what `value_and_grad` does, and report what did nothing only where there is a ``name`` to report it of."""
+    wanted = positions(argnums, where="value_and_grad(fun, argnums=)", at_least=1)
+
+    def transformed(opt_state: Any, /, *args: Any, **kwargs: Any) -> Any:
+        chosen, state, places = bound or current_policy(), find_state(opt_state), _places(wanted, len(args))
+        models = [model_of(args[place]) for place in places]
+        others = [None if place in places else arg for place, arg in enumerate(args)]
+
+        def program(trained: Any, given: Any, kwargs: Any) -> Any:
+            built = [model.build(own) for model, own in zip(models, trained, strict=True)]
+            for place, own in zip(places, built, strict=True):
+                given[place] = own
+            loss, aux = _loss_and_aux(fun(*given, **kwargs), has_aux)
+            return loss, aux, [model.changes(own) for model, own in zip(models, built, strict=True)]
+
+        run = in_float32 if bound is not None and bound.compute == "float32" else _under(chosen, name)
+
+        def scaled_loss(trained: Any) -> tuple[jax.Array, Any]:
+            loss, aux, changes = run(program, trained, others, kwargs)
+            return _times_scale(loss, state), (loss, aux, changes)
+
+        trained = [model.trained for model in models]
+        (_, (loss, aux, changes)), grads = jax.value_and_grad(scaled_loss, has_aux=True)(trained)
+        _report_non_finite(loss, state.config, chosen.compute)
+        finite = trees.all_finite(grads) if state.config.check and jax.tree.leaves(changes) else True
+        for model, own in zip(models, changes, strict=True):
+            model.accept(own, finite)
+        return ((loss, aux) if has_aux else loss), grads[0] if isinstance(argnums, int) else tuple(grads)
+
+    return transformed
+
+
+def _under(policy: Policy, name: str | None) -> Callable[..., Any]:
+    return lambda program, *args: run_autocasted(program, policy, *args, name=name)
+
+
+def _places(wanted: tuple[int, ...], count: int) -> list[int]:
+    """Positions among so many arguments, counted from 0."""
+    places = [place + count if place < 0 else place for place in wanted]
+    if len(set(places)) == len(places) and all(0 <= place < count for place in places):
+        return places
+    raise InvalidValueError(
+        "no such argument to differentiate" if len(set(places)) == len(places) else "argnums name an argument twice",
+        where="value_and_grad(fun, policy, argnums=)(opt_state, *args)",
+        found=f"argnums {', '.join(map(str, wanted))}, and {count} positional argument{'' if count == 1 else 's'}",
+        allowed="each position once, from 0 on; opt_state is not counted",
+        fix="give parameters by position, after opt_state",
+    )
+
+
+def scale_loss(loss: Any, holder: Any) -> jax.Array:
+    """The loss in float32 times the current loss scale: for a loop that differentiates by itself.
+
+    >>> import optax, polyamp
+    >>> opt_state = polyamp.wrap_optimizer(optax.sgd(0.1), "mixed_float16").init(jnp.ones(2))
+    >>> scale_loss(jnp.float16(0.5), opt_state)
+    Array(32768., dtype=float32)
+
+    Args:
+        loss: floating scalar, of any floating dtype. Where it is inf or NaN its gradients are not finite, so that the
+            step is skipped.
+        holder: a pytree that holds the state of one wrapped optimizer.
+
+    Raises:
+        InvalidTypeError: the loss is not floating, or not an array.
+        InvalidValueError: the loss is not a scalar.
+        NonFiniteLossError: the loss is inf or NaN, under ``LossScale(nonfinite_loss="raise")``. Traced values (inside
+            ``jit`` or ``grad``) have no number yet: their gradients are not finite, and the step is skipped.
+        UsageError: ``holder`` holds no loss scale, or several.
+    """
+    state = find_state(holder)
+    checked = _checked_loss(loss)
+    _report_non_finite(checked, state.config, None)
+    return _times_scale(checked, state)
+
+
+def _times_scale(loss: jax.Array, state: LossScaleOptState) -> jax.Array:
+    """The loss times the scale; times inf, so that its gradients are not finite, where the loss is not."""
+    scale = state.scalars.scale
+    if state.config.check:
+        scale = jnp.where(jnp.isfinite(jax.lax.stop_gradient(loss)), scale, jnp.inf)
+    scaled: jax.Array = loss * scale
+    return scaled
+
+
+def _loss_and_aux(result: Any, has_aux: bool) -> tuple[jax.Array, Any]:
+    if not has_aux:
+        return _checked_loss(result), None
+    if not (isinstance(result, tuple) and len(result) == 2):
+        raise InvalidTypeError(
+            "the function does not return (loss, aux)",
+            where="value_and_grad(fun, has_aux=True)",
+            found=type(result).__name__,
+            allowed="a tuple of two",
+            fix="return loss, aux; or leave has_aux out",
+        )
+    return _checked_loss(result[0]), result[1]
+
+
+def _checked_loss(loss: Any) -> jax.Array:
+    """The loss as f32[]."""
+    if isinstance(loss, float):
+        loss = jnp.float32(loss)
+    if not (is_array(loss) and jnp.issubdtype(loss.dtype, jnp.floating)):
+        found = f"an array of {loss.dtype}" if is_array(loss) else type(loss).__name__
+        raise no_loss(found, allowed="a floating array of shape (); beside other values under has_aux=True")
+    if loss.shape != ():
+        raise InvalidValueError(
+            "the loss is not a scalar",
+            where="the loss, before scaling",
+            found=f"shape {loss.shape}",
+            allowed="shape ()",
+            fix="reduce it, for example with .mean()",
+        )
+    return jnp.asarray(loss, jnp.float32)
+
+
+def _report_non_finite(loss: jax.Array, config: LossScale, compute: str | None) -> None:
+    if config.check and not is_traced(loss) and not jnp.isfinite(loss):
+        report_nonfinite_loss(config, compute=compute, found=loss, stacklevel=users_level())

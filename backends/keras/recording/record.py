@@ -1,0 +1,65 @@
+"""Record one step of a compiled model with the adapter of the framework that Keras runs on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import keras
+from keras import ops
+
+from polyamp import registry
+from polyamp.backends.keras.layers.policies import remaining_policy
+from polyamp.backends.keras.layers.writing import amended
+from polyamp.backends.keras.recording.tracing import step_of
+from polyamp.backends.keras.steps.optimizer import LossScaledOptimizer
+from polyamp.backends.keras.unstable import variable_path
+from polyamp.diagnosis.recording import Recording
+from polyamp.dispatch import RECORD
+from polyamp.policy import Policy
+
+
+def record(
+    step: Any,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    policy: Policy,
+    *,
+    widened: bool,
+    scale: float | None = None,
+) -> Recording:
+    """Record one step of a compiled model; the model does not change.
+
+    Args:
+        step: a compiled model; or a function of the framework that Keras runs on, which that framework records.
+        args: for a model, ``(x, y)`` or ``(x, y, sample_weight)``: a batch.
+        kwargs: for a function.
+        policy: decides what is 16-bit; layers with their own 16-bit policy keep it.
+        widened: compute 16-bit work in float32.
+        scale: None means that of the model's optimizer if it scales the loss, else 1.
+
+    Raises:
+        InvalidTypeError: the arguments of a model are not a batch.
+        UsageError: the model has no loss, or was not built.
+    """
+    verb = RECORD.of(registry.adapter_named(keras.backend.backend()))
+    if not isinstance(step, keras.Model):
+        return verb(step, args, kwargs, policy, widened=widened, scale=scale)
+    made, own = step_of(step, args, kwargs), _scale_of(step)
+    used = own if scale is None else scale
+    with amended(step, policy):
+        recorded = verb(made.function, made.args, {}, remaining_policy(step, policy), widened=widened, scale=used)
+    named = (one._replace(name=variable_path(one.name)) for one in recorded.observations)
+    return replace(recorded, policy=str(policy), observations=tuple(named), differentiates=own is not None)
+
+
+def _scale_of(model: Any) -> float | None:
+    """Return the factor by which the model's optimizer multiplies the loss; None if it does not."""
+    optimizer = getattr(model, "optimizer", None)
+    if isinstance(optimizer, LossScaledOptimizer):
+        return optimizer.loss_scale
+    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        return float(ops.convert_to_numpy(optimizer.dynamic_scale)) if optimizer.built else optimizer.initial_scale
+    factor = getattr(optimizer, "loss_scale_factor", None)
+    return None if factor is None else float(factor)

@@ -1,0 +1,355 @@
+"""Any Keras optimizer with loss scaling: all parts of a mixed-precision step, in order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import keras
+from keras import ops
+
+from polyamp.backends.keras.backend import in_strategy, platform_of
+from polyamp.backends.keras.dtypes import is_sixteen_bit
+from polyamp.backends.keras.steps.gradients import all_finite, clip_factor, multiplied
+from polyamp.backends.keras.steps.masters import MasterWeights
+from polyamp.backends.keras.steps.scaler import LossScaler, skipped
+from polyamp.backends.keras.steps.settings import check_masters, check_optimizer, loss_scale_of
+from polyamp.backends.keras.steps.skipping import decision, update_if, update_scope
+from polyamp.backends.keras.steps.unscaled import UnscaledGradients
+from polyamp.backends.keras.unstable import built_on, index_in
+from polyamp.choices import check_master_weights
+from polyamp.errors import InvalidValueError, UnsupportedError, UsageError, warn_once
+from polyamp.loss_scale import LossScale
+from polyamp.result import StepResult
+from polyamp.verbs import norm_limit
+
+
+@keras.saving.register_keras_serializable(package="polyamp")
+class LossScaledOptimizer(keras.optimizers.LossScaleOptimizer):
+    """An optimizer that unscales, tests, clips, updates or skips, and advances the loss scale, always in that order.
+
+    It is a `keras.optimizers.LossScaleOptimizer`, so ``compile`` does not wrap it again and ``fit`` scales the loss by
+    it, on Keras' TensorFlow, JAX and torch backends; the algorithm is polyamp's. The loss scale, its counters and the
+    master weights are variables, which ``.keras`` files and checkpoints contain.
+
+    >>> from keras import ops
+    >>> weight = keras.Variable([1.0, 1.0])
+    >>> opt = LossScaledOptimizer(keras.optimizers.SGD(0.5), LossScale(init=8.0), max_grad_norm=1.0)
+    >>> _ = opt.apply_gradients([(ops.array([24.0, 32.0]), weight)])  # of the loss times 8
+    >>> weight.numpy().round(4), opt.last_step
+    (array([0.7, 0.6], dtype=float32), StepResult(applied=True, scale=8.0, skipped_in_a_row=0))
+
+    It takes the arguments of Keras' class in the same positions, so that it can replace it: ``initial_scale``,
+    ``dynamic_growth_steps``, and a number as second argument.
+
+    Args:
+        inner_optimizer: any `keras.optimizers.Optimizer`. Its own clipping, gradient accumulation and moving averages
+            work on unscaled gradients, and it does not see a skipped step. Its own ``loss_scale_factor`` is removed, as
+            Keras does, with a warning.
+        loss_scale: None means ``LossScale()``. With ``LossScale.none()`` it does exactly what ``inner_optimizer`` does.
+            A number is Keras' ``initial_scale``.
+        dynamic_growth_steps: Keras' name for ``LossScale(interval=)``.
+        name: as for any Keras optimizer.
+        initial_scale: Keras' name for ``LossScale(init=)``.
+        max_grad_norm: clip unscaled gradients to this global L2 norm (of their sum, if replicas share a step).
+        master_weights: train float32 copies of 16-bit variables. None does so if there are such variables; False
+            updates the variables themselves.
+        **unused: arguments that Keras' constructor accepts only for old files, at their defaults.
+
+    Raises:
+        InvalidTypeError: ``inner_optimizer`` is not a Keras optimizer.
+        InvalidValueError: ``loss_scale`` and Keras' names contradict each other; ``inner_optimizer`` accumulates
+            gradients although ``max_grad_norm`` is set; that is not positive and finite; an argument is unknown.
+        UsageError: it is wrapped already.
+    """
+
+    def __init__(
+        self,
+        inner_optimizer: keras.optimizers.Optimizer,
+        loss_scale: LossScale | float | None = None,
+        dynamic_growth_steps: int | None = None,
+        name: str | None = None,
+        *,
+        initial_scale: float | None = None,
+        max_grad_norm: float | None = None,
+        master_weights: bool | None = None,
+        **unused: Any,
+    ) -> None:
+        norm = norm_limit(max_grad_norm, where="LossScaledOptimizer(max_grad_norm=)")
+        check_optimizer(inner_optimizer, norm)
+        settings = loss_scale_of(loss_scale, initial_scale, dynamic_growth_steps)
+        factor = inner_optimizer.loss_scale_factor
+        try:  # Keras removes the factor at the end, after its own checks
+            super().__init__(inner_optimizer, settings.init, settings.interval, name=name, **unused)
+        except ValueError as error:
+            raise _unused(unused, error) from error
+        if factor is not None:
+            warn_once(
+                f"{type(inner_optimizer).__name__}(loss_scale_factor={factor!r}) is ignored: the optimizer that wraps "
+                "it scales the loss. Remove it; LossScale.fixed(...) is a factor that does not change."
+            )
+        self.scaler = LossScaler(settings, self.add_variable)
+        self.dynamic_scale, self.step_counter, *_ = self.scaler.variables
+        self.max_grad_norm = norm
+        check_master_weights(master_weights)
+        self.master_weights = master_weights
+        self._unscaled = UnscaledGradients()
+
+    def build(self, var_list: Sequence[Any]) -> None:
+        """Make the inner optimizer's variables and the master weights. Keras calls this before the first step."""
+        wanted = self.master_weights is not False and any(map(is_sixteen_bit, var_list))
+        if wanted:
+            check_masters(self.inner_optimizer)
+        self._masters = MasterWeights(var_list if wanted else (), self.add_variable)
+        self.inner_optimizer.build(self._masters.trained(var_list))
+        super(keras.optimizers.LossScaleOptimizer, self).build(var_list)  # Keras' own would add two more scalars
+
+    def scale_loss(self, loss: Any) -> Any:
+        """Return the loss in float32 (float64 stays) times the loss scale.
+
+        >>> float(LossScaledOptimizer(keras.optimizers.SGD()).scale_loss(keras.ops.array(0.5)))
+        32768.0
+
+        Raises:
+            InvalidTypeError: the loss is not a floating-point tensor.
+            NonFiniteLossError: the loss is inf or NaN under ``nonfinite_loss="raise"``, on the CPU and outside traced
+                functions. Without that setting, it warns in the same cases. A step with such a loss is skipped.
+        """
+        return self.scaler.scale(loss)
+
+    def get_scaled_loss(self, loss: Any) -> Any:
+        """Run `scale_loss` under its Keras 2 name; for a function that returns the loss, return one that scales it.
+
+        >>> float(LossScaledOptimizer(keras.optimizers.SGD(), 8.0).get_scaled_loss(keras.ops.array(2.0)))
+        16.0
+        """
+        return (lambda: self.scale_loss(loss())) if callable(loss) else self.scale_loss(loss)
+
+    def get_unscaled_gradients(self, grads: Sequence[Any]) -> list[Any]:
+        """Return unscaled gradients in float32 or wider, to clip or sum them and then apply them, as in Keras 2.
+
+        `apply` does not divide these results a second time, changed or not. Whether they are finite is tested here, and
+        `apply` skips the step if they were not. Make both calls in one function, or both in eager code. You can also
+        apply the input of this method, as if it had not been called. You do not need this method: `apply` unscales
+        itself, and ``max_grad_norm`` clips.
+
+        >>> from keras import ops
+        >>> weight, opt = keras.Variable([1.0]), LossScaledOptimizer(keras.optimizers.SGD(1.0), 8.0)
+        >>> (grad,) = opt.get_unscaled_gradients([ops.array([4.0])])
+        >>> _ = opt.apply_gradients([(ops.minimum(grad, 0.25), weight)])
+        >>> weight.numpy()
+        array([0.75], dtype=float32)
+
+        Args:
+            grads: gradients of the scaled loss, dense or sparse; None if there is none.
+        """
+        grads = list(grads)
+        if not self.scaler.settings.check or all(grad is None for grad in grads):
+            return grads
+        with update_scope():
+            plain, finite = self.scaler.unscale(grads), all_finite(grads)
+        self._unscaled.remember(grads, plain, finite)
+        return plain
+
+    def apply_gradients(self, grads_and_vars: Iterable[tuple[Any, Any]]) -> Any:
+        """Run `apply` on pairs; return `iterations`, the number of applied steps."""
+        super().apply_gradients(grads_and_vars)
+        return self.iterations
+
+    def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
+        """Run one step with gradients of the scaled loss: unscale, test, clip, update or skip, advance the loss scale.
+
+        Works in a ``tf.function``, in ``jax.jit`` through ``stateless_apply``, and outside both. Gradients that come
+        from `get_unscaled_gradients` are not unscaled again.
+
+        Args:
+            grads: gradients, dense or sparse; None if there is none.
+            trainable_variables: the variables they belong to; None for those that the optimizer was built on.
+
+        Raises:
+            LossScaleError: outside traced functions, with values on the CPU; otherwise see `last_step`.
+            UsageError: the optimizer is not built, and there are no variables to build it on; or
+                `get_unscaled_gradients` was called in another function.
+        """
+        grads, variables = list(grads), self._build_on(trainable_variables)
+        was_finite = self._unscaled.claim(grads)
+        with update_scope():  # after all variables are made, since their names would contain the scope
+            self._step(grads, variables, was_finite)
+
+    def stateless_apply(
+        self, optimizer_variables: list[Any], grads: Sequence[Any], trainable_variables: list[Any]
+    ) -> tuple[list[Any], list[Any]]:
+        """Run `apply` as a pure function, for ``jax.jit``.
+
+        Args:
+            optimizer_variables: values of `variables`.
+            grads: gradients of the scaled loss.
+            trainable_variables: values of the variables that the optimizer was built on.
+
+        Returns:
+            The new values of the trainable variables, and those of `variables`.
+        """
+        plain: Any = super(keras.optimizers.LossScaleOptimizer, self)  # Keras' own does not call this class' methods
+        trained, state = plain.stateless_apply(optimizer_variables, grads, trainable_variables)
+        return trained, state
+
+    def stateless_select(
+        self, before: Sequence[Any], after: Sequence[Any], new: Sequence[Any], old: Sequence[Any]
+    ) -> list[Any]:
+        """Return ``new`` if the step from ``before`` to ``after`` was applied, and ``old`` if it was skipped.
+
+        It is for other state of a training loop in ``jax.jit``, such as a model's non-trainable variables, including
+        the statistics of batch normalisation. ``fit`` does it itself.
+
+        >>> opt = LossScaledOptimizer(keras.optimizers.SGD())
+        >>> before = [ops.copy(variable.value) for variable in opt.variables]
+        >>> opt.scaler.advance(ops.array(False))
+        >>> after = [variable.value for variable in opt.variables]
+        >>> float(opt.stateless_select(before, after, [ops.array(2.0)], [ops.array(1.0)])[0])
+        1.0
+
+        Args:
+            before: values of `variables` before `stateless_apply`.
+            after: the values that `stateless_apply` returned for them.
+            new: values after the step.
+            old: the same values before it.
+        """
+        counter = self.scaler.variables.skipped
+        place = next(place for place, variable in enumerate(self.variables) if variable is counter)
+        was_skipped = skipped([before[place]], [after[place]])
+        return [ops.where(was_skipped, kept, value) for value, kept in zip(new, old, strict=True)]
+
+    def finalize_variable_values(self, var_list: Sequence[Any]) -> None:
+        """Let the inner optimizer finish training, for example by using its moving averages."""
+        trained = self._trained(var_list)
+        self.inner_optimizer.finalize_variable_values(trained)
+        self._masters.round_into(var_list, trained)
+
+    def load_own_variables(self, store: Any) -> None:
+        """Load variables as any Keras optimizer does. Counters that the file does not have stay unchanged."""
+        counters = {id(variable) for variable in self.scaler.counters}
+        others = [variable for variable in self.variables if id(variable) not in counters]
+        if len(store.keys()) != len(others):
+            super().load_own_variables(store)
+            return
+        for place, variable in enumerate(others):
+            variable.assign(store[str(place)])
+
+    @property
+    def loss_scale(self) -> float:
+        """The scale of the next loss. Waits for the device that holds it."""
+        return self.scaler.host_state.scale
+
+    @property
+    def last_step(self) -> StepResult:
+        """The result of the last step.
+
+        Outside traced functions, reading it waits for the device and reports the limits ``LossScale(on_min=)`` and
+        ``max_skips=``: compiled steps, such as those of ``fit``, cannot report them. Inside, its properties are the
+        traced values.
+
+        Raises:
+            LossScaleError: from `polyamp.limits.report_limits`.
+        """
+        traced = platform_of(self.dynamic_scale) is None
+        return StepResult(self.scaler.state) if traced else StepResult(self.scaler.report(), explain=self.scaler.why)
+
+    def get_config(self) -> dict[str, Any]:
+        """Return the arguments as JSON values, Keras' and polyamp's, for `from_config` and ``.keras`` files."""
+        config = super().get_config()
+        settings = self.scaler.settings
+        if settings != loss_scale_of(None, self.initial_scale, self.dynamic_growth_steps).in_float32():
+            config["loss_scale"] = settings.to_dict()
+        own = {"max_grad_norm": self.max_grad_norm, "master_weights": self.master_weights}
+        return config | {key: value for key, value in own.items() if value is not None}
+
+    @classmethod
+    def from_config(
+        cls, config: Mapping[str, Any], custom_objects: Mapping[str, Any] | None = None
+    ) -> LossScaledOptimizer:
+        """Make an optimizer from the result of `get_config`, also from that of Keras' class."""
+        arguments = dict(config)
+        inner = arguments.pop("inner_optimizer")
+        if "loss_scale" in arguments:
+            arguments["loss_scale"] = LossScale.from_dict(arguments["loss_scale"])
+        return cls(keras.saving.deserialize_keras_object(inner, custom_objects=custom_objects), **arguments)
+
+    def _build_on(self, trainable_variables: Sequence[Any] | None) -> list[Any]:
+        if not self.built:
+            if trainable_variables is None:
+                raise UsageError(
+                    "the optimizer does not know its variables yet",
+                    where="apply(grads)",
+                    fix="call build(trainable_variables), or apply(grads, trainable_variables)",
+                )
+            with keras.name_scope(self.name, caller=self):
+                self.build(list(trainable_variables))
+        return list(built_on(self) if trainable_variables is None else trainable_variables)
+
+    def _step(self, grads: list[Any], variables: list[Any], was_finite: Any) -> None:
+        prepared = self._prepared(grads, variables, is_unscaled=was_finite is not None)
+        if not self.scaler.settings.check or all(grad is None for grad in grads):
+            self._update(prepared, variables)
+            return
+        finite = self._all_finite(grads, was_finite)
+        touched = [*built_on(self), *self._masters.variables, *self.inner_optimizer.variables]
+        update_if(finite, lambda chosen: self._update(chosen, variables), prepared, touched)
+        self.scaler.advance(finite)
+
+    def _prepared(self, grads: list[Any], variables: list[Any], is_unscaled: bool) -> list[Any]:
+        """Return gradients unscaled and clipped, except those with which Keras' float8 layers pass their own scales."""
+        own = [getattr(variable, "overwrite_with_gradient", False) for variable in variables]
+        if is_unscaled and any(own):
+            raise _no_gradients()
+        scaled = [None if is_own else grad for grad, is_own in zip(grads, own, strict=True)]
+        plain = scaled if is_unscaled else self.scaler.unscale(scaled)
+        if self.max_grad_norm is not None:
+            plain = multiplied(plain, clip_factor(self._summed(plain), self.max_grad_norm))
+        return [grad if is_own else new for grad, new, is_own in zip(grads, plain, own, strict=True)]
+
+    def _all_finite(self, grads: list[Any], was_finite: Any) -> Any:
+        finite = all_finite(grads)
+        if was_finite is not None:
+            finite = ops.logical_and(finite, was_finite)
+        if in_strategy():
+            from polyamp.backends.keras.steps.replicas import all_replicas
+
+            finite = all_replicas(finite)
+        return decision(finite)
+
+    def _summed(self, grads: list[Any]) -> list[Any]:
+        if not in_strategy():
+            return grads
+        from polyamp.backends.keras.steps.replicas import summed
+
+        return summed(grads)
+
+    def _update(self, grads: Sequence[Any], variables: Sequence[Any]) -> None:
+        trained = self._trained(variables)
+        self._masters.follow(variables, trained)
+        self.inner_optimizer.apply(list(grads), trained)
+        self._masters.round_into(variables, trained)
+
+    def _trained(self, variables: Sequence[Any]) -> list[Any]:
+        if not self._masters.variables:
+            return list(variables)
+        return self._masters.trained(variables, [index_in(self, variable) for variable in variables])
+
+
+def _unused(found: Mapping[str, Any], error: ValueError) -> InvalidValueError:
+    return InvalidValueError(
+        str(error),
+        where="LossScaledOptimizer(...)",
+        found=", ".join(f"{key}={value!r}" for key, value in found.items()),
+        fix="pass it to the optimizer that is wrapped; a loss scale that does not change is LossScale.fixed(...)",
+    )
+
+
+def _no_gradients() -> UnsupportedError:
+    return UnsupportedError(
+        "float8 layers pass values in place of gradients, which must not be unscaled",
+        where="get_unscaled_gradients(grads)",
+        found="variables with overwrite_with_gradient",
+        allowed="the gradients of the scaled loss, for apply_gradients",
+        fix="do not call get_unscaled_gradients: apply_gradients unscales by itself, and max_grad_norm clips",
+    )

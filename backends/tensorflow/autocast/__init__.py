@@ -1,0 +1,1 @@
+"""Ambient autocast for eager code."""

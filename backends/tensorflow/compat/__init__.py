@@ -1,0 +1,1 @@
+"""Functions that TensorFlow removed."""

@@ -1,0 +1,277 @@
+"""The pass over a graph that decides the format of every node by the flow rule, from inputs to outputs.
+
+For example, in ``loss = tf.exp(x @ w)`` the node of ``x @ w`` is decided first: its class is ``lower``, so it takes its
+inputs in 16 bits and its output is low. Then `tf.exp`, whose class is ``full``, takes this output in float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import tensorflow as tf
+
+from polyamp.backends.tensorflow.graphs.fusing import fused
+from polyamp.backends.tensorflow.graphs.graph import FLOAT32, FLOATING, Graph, Node, Port
+from polyamp.backends.tensorflow.graphs.kernels import device_of, lowerable
+from polyamp.backends.tensorflow.graphs.lists import HANDLED, VARIANT, Lists, is_list
+from polyamp.backends.tensorflow.graphs.places import Places
+from polyamp.backends.tensorflow.graphs.sameness import Sameness
+from polyamp.backends.tensorflow.graphs.scopes import Scopes
+from polyamp.backends.tensorflow.graphs.update import parts_of
+from polyamp.backends.tensorflow.graphs.values import (
+    KNOWN_CARRIED,
+    Known,
+    is_constant,
+    is_number,
+    reads_data,
+    value_of_integers,
+    value_of_type,
+)
+from polyamp.backends.tensorflow.operations import OPERATIONS
+from polyamp.deciding import Decider
+from polyamp.flow import AS_WRITTEN, INPUT, NO_FLOATS, WEAK, Flow, Value, specific
+from polyamp.formats import format_of
+from polyamp.operations import OPERATIONS as CLASSES
+from polyamp.policy import Policy
+from polyamp.rules import TABLE, Decision, is_wide
+
+_UPDATE = Value("strong", "the update")
+_SATURATED_GRADIENTS = ("SigmoidGrad", "TanhGrad")
+_EXPANDED = "matrix_exponential"  # the scope of ``tf.linalg.expm``, whose coefficients go up to 6e16
+
+
+class Decided(NamedTuple):
+    """One node with its decision.
+
+    Attributes:
+        node: the node as it was written.
+        operation: its canonical name, or TensorFlow's name if it has none.
+        decision: its class, with the reason.
+        outcome: the format that it runs in, with the reason.
+        input_types: the type that each input must have.
+        results: what is known of each output.
+        changes: attributes of the node that get another value.
+        inside: the bodies of the functions that it calls, decided for this call.
+        anew: roles of low inputs that are computed again in float32 for it, instead of being cast.
+    """
+
+    node: Node
+    operation: str
+    decision: Decision
+    outcome: Flow
+    input_types: list[int]
+    results: list[Known]
+    changes: Mapping[str, Any]
+    inside: tuple[Any, ...] = ()
+    anew: tuple[str, ...] = ()
+
+
+class Rules:
+    """A policy with what was found under it, shared by all functions of one program.
+
+    Attributes:
+        policy: the policy.
+        decider: decides by the policy, and records what there is to report.
+        fuses: whether kernels replace the norms that a graph writes out.
+        low: the number of the compute format in TensorFlow's ``DataType``.
+        not_entered: operation types whose functions have products and run as written, with a place of each.
+        lists: what is known of the lists of tensors.
+    """
+
+    def __init__(self, policy: Policy, *, fuses: bool = True) -> None:
+        self.policy, self.decider = policy, Decider(policy)
+        self.compute = policy.compute
+        self.fuses = fuses and format_of(policy.compute).is_low
+        self.low: int = tf.as_dtype(policy.compute).as_datatype_enum
+        self.not_entered: dict[str, str] = {}
+        self.lists = Lists()
+
+
+class Pass:
+    """The decisions for one graph, or for a function's body as one call of it needs them.
+
+    Attributes:
+        graph: the decided graph.
+        rules: the policy.
+        functions: the `Functions` of the program, which decide the nodes that the flow rule alone does not.
+        traced: the ``tf.Graph`` that it was traced into, if that is known.
+        name: the function's name; empty for the outermost graph.
+        scopes: the scopes of its nodes.
+        parts: the parts of a step that it contains.
+        nodes: a `Decided` for each node, in order.
+        known: what is known of each value, by its name.
+    """
+
+    def __init__(
+        self,
+        graph: Graph,
+        rules: Rules,
+        functions: Any,
+        arguments: Sequence[Known] = (),
+        path: str = "",
+        traced: Any = None,
+        name: str = "",
+    ) -> None:
+        self.rules, self.functions, self.traced, self.name = rules, functions, traced, name
+        places = Places(traced)
+        self.graph = graph = fused(graph, places, functions.library) if rules.fuses else graph
+        names = (name for name, _ in graph.arguments)
+        self.known: dict[str, Known] = dict(zip(names, arguments, strict=True))
+        self.scopes = Scopes(graph, path, traced, lambda: (body.scopes for body in functions.bodies))
+        self.parts = parts_of(graph, functions.library)
+        self._sameness = Sameness(graph, lambda value: places.shape(graph, value))
+        self._unrounded: set[str] = set()  # the values that some node takes computed anew
+        self.nodes: list[Decided] = []
+        for node in graph.nodes:
+            decided = self._decide(node)
+            self.nodes.append(decided)
+            self._remember(node, decided)
+        self._note_items()
+
+    def inputs_of(self, node: Node) -> list[Known]:
+        """Return what is known of a node's inputs; the edge that closes a loop is float32 by need."""
+        return [self.known.get(value, KNOWN_CARRIED) for value in node.inputs]
+
+    def computed_anew(self, value: str, roles: Sequence[str]) -> Node | None:
+        """Return the node to compute again in float32, for a use that does not take values of these roles rounded."""
+        known, maker = self.known[value], self.graph.maker.get(value)
+        if known.dtype != self.rules.low or known.value.role not in roles or maker is None:
+            return None
+        if maker.op == "IdentityN":
+            return self.computed_anew(maker.inputs[maker.outputs.index(value)], roles)
+        return maker if len(maker.outputs) == 1 and not self.functions.calls(maker) else None
+
+    def class_of(self, node: Node, operation: str) -> Decision:
+        """Return the class of a node's operation at its path."""
+        return self.rules.decider.decide(operation, self.scopes.ruled_path(node) if self.rules.policy.rules else "")
+
+    def as_written(self, node: Node, reason: str, value: Value = WEAK, decision: Decision | None = None) -> Decided:
+        """Return the decision to keep a node's types."""
+        operation = OPERATIONS.get(node.op, node.op)
+        return self.decided(node, operation, decision or Decision("keep", reason), Flow(AS_WRITTEN, value, reason))
+
+    def decided(
+        self, node: Node, operation: str, decision: Decision, outcome: Flow, low: Sequence[str] = ()
+    ) -> Decided:
+        """Return the decision for a node whose type attributes ``low`` change to the compute format."""
+        dtype = self.rules.low
+        types = [dtype if port.attribute in low and port.dtype == FLOAT32 else port.dtype for port in node.input_ports]
+        of_integers = self._value_of_integers(node)
+        results = [
+            Known(dtype if port.attribute in low else FLOAT32, _value_of_output(node, port, operation, outcome))
+            if port.dtype == FLOAT32
+            else Known(port.dtype, value_of_type(port.dtype) if port.dtype in FLOATING else of_integers)
+            for port in node.output_ports
+        ]
+        changes = {name: tf.compat.v1.AttrValue(type=dtype) for name in low}
+        return Decided(node, operation, decision, outcome, types, results, changes, anew=outcome.anew)
+
+    def by_flow(self, node: Node) -> Decided:
+        """Decide a node by the flow rule."""
+        pairs = zip(node.input_ports, self.inputs_of(node), strict=True)
+        inputs = tuple(known.value for port, known in pairs if port.dtype % 100 in FLOATING)
+        operation = self._specific(node)
+        decision = self.class_of(node, operation)
+        if node.name in self.parts.averaging and decision.op_class != "lower":  # a state may go through products
+            return self.as_written(node, "updates its own variable", _UPDATE, decision)
+        if operation == "tensor_list":
+            return self.as_written(node, "holds float32", Value("strong", operation), decision)
+        if not inputs:
+            data = INPUT if reads_data(node) and node.op != "ReadVariableOp" else WEAK
+            return self.as_written(node, NO_FLOATS, data, decision)
+        if any(port.dtype > 100 for port in node.input_ports):
+            return self.as_written(node, "reads a variable by reference", decision=decision)
+        outcome = self._outcome(node, operation, decision, inputs)
+        if outcome.format != self.rules.compute or is_wide(operation, decision):
+            return self.decided(node, operation, decision, outcome)
+        if low := lowerable(node, self.rules.low):
+            return self.decided(node, operation, decision, outcome, low)
+        return self._without_kernel(node, operation, decision, outcome)
+
+    def _decide(self, node: Node) -> Decided:
+        if not (is_list(node) or node.op == "IdentityN" or self.functions.calls(node)):
+            self.rules.lists.keep(known.held for known in self.inputs_of(node))
+        if node.name in self.parts.update and not is_list(node):
+            return self.as_written(node, "updates variables", _UPDATE)
+        decide = self.functions.handler(node)
+        return decide(self, node) if decide is not None else self.by_flow(node)
+
+    def _remember(self, node: Node, decided: Decided) -> None:
+        constants = {value: self.known[value].is_constant for value in node.inputs if value in self.known}
+        results = decided.results
+        if is_constant(node, constants):
+            results = [known._replace(is_constant=True) for known in results]
+        self.known.update(zip(node.outputs, results, strict=True))
+        if decided.anew:
+            for value, dtype in zip(node.inputs, decided.input_types, strict=True):
+                if dtype == FLOAT32 and value in self.known:
+                    self._note_unrounded(value, decided.anew)
+
+    def _note_unrounded(self, value: str, roles: Sequence[str]) -> None:
+        maker = self.computed_anew(value, roles)
+        if maker is not None and value not in self._unrounded:
+            self._unrounded.add(value)
+            for one in maker.inputs:
+                self._note_unrounded(one, roles)
+
+    def _note_items(self) -> None:
+        """Note in which types the items of lists are taken."""
+        taken = [pair for decided in self.nodes for pair in zip(decided.node.inputs, decided.input_types, strict=True)]
+        for value, dtype in (*taken, *((value, FLOAT32) for value in self.graph.returns)):
+            maker = self.graph.maker.get(value)
+            if maker is None or maker.op not in HANDLED:
+                continue
+            if maker.output_ports[maker.outputs.index(value)].dtype == FLOAT32:
+                handles = zip(maker.input_ports, maker.inputs, strict=True)
+                name = next((self.known[one].held for port, one in handles if port.dtype == VARIANT), "")
+                self.rules.lists.take(name, is_low=dtype == self.rules.low)
+
+    def _value_of_integers(self, node: Node) -> Value:
+        if not any(is_number(port.dtype) and port.dtype not in FLOATING for port in node.output_ports):
+            return WEAK
+        return value_of_integers(node, {one: self.known[one].value for one in node.inputs if one in self.known})
+
+    def _specific(self, node: Node) -> str:
+        """Return the canonical name of a node's operation, given its operands."""
+        operation = OPERATIONS.get(node.op, node.op)
+        if operation in ("mul", "div"):
+            first, *others = (known.is_constant for known in self.inputs_of(node))
+            over = (first and not any(others)) or self._sameness.divides_again(node)
+            return specific(operation, of_itself=self._sameness.has_same_operands(node), over=over)
+        if operation in ("scatter", "scatter_add") and node.name in self.parts.backward:
+            return "sum"  # it adds the gradients of everything that was gathered from one place
+        is_expanded = _EXPANDED in f"{self.scopes.path}/{node.name}" and operation in CLASSES
+        if is_expanded and CLASSES[operation].op_class in ("lower", "follow"):
+            return "matrix_exp" if _EXPANDED in self.scopes.scope_of(node).split("/") else operation
+        return operation
+
+    def _outcome(self, node: Node, operation: str, decision: Decision, inputs: tuple[Value, ...]) -> Flow:
+        is_backward = node.name in self.parts.backward
+        is_product = decision.reason == TABLE and node.op in _SATURATED_GRADIENTS
+        if is_product:  # ``y * (1 - y) * grad``, and nothing bounds the gradient
+            outcome = self.rules.decider.flow("mul", Decision("follow", TABLE), inputs, gradient=True)
+        else:
+            outcome = self.rules.decider.flow(operation, decision, inputs, gradient=is_backward)
+        if is_product and outcome.output.state == "low" and node.inputs[0] in self._unrounded:
+            return Flow("float32", outcome.output, "as its forward operation", ("saturated",))
+        if is_backward and outcome.format == "float32" and outcome.output.state == "strong":
+            return outcome._replace(anew=(*outcome.anew, "saturated"))  # like the operation that made the gradient
+        return outcome
+
+    def _without_kernel(self, node: Node, operation: str, decision: Decision, outcome: Flow) -> Decided:
+        missing = f"no {self.rules.compute} kernel for {node.op} on {device_of(node)}"
+        state = outcome.output if decision.op_class == "inner" else WEAK
+        if decision.reason != TABLE:
+            state = Value("strong", operation)
+            self.rules.decider.refuse(f"there is {missing}, so it runs in float32", decision)
+        return self.decided(node, operation, decision, Flow("float32", state, missing))
+
+
+def _value_of_output(node: Node, port: Port, operation: str, outcome: Flow) -> Value:
+    """Return the state of a float32 output. A norm's outputs other than its data are statistics."""
+    is_first = port is node.output_ports[0]
+    is_data = port.attribute == node.output_ports[0].attribute and (is_first or operation != "batch_norm")
+    if is_data or outcome.output.state != "low":
+        return outcome.output
+    return Value("strong", operation, role="statistic")

@@ -1,0 +1,308 @@
+"""Decide the nodes that call functions: plain calls, conditionals and loops.
+
+Each function is decided for the arguments of a call, so that 16-bit values pass into it and out of it without casts.
+For example, a function that is called with a low and with a float32 value is decided twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import tensorflow as tf
+
+from polyamp.backends.tensorflow.graphs.decisions import Decided, Pass, Rules
+from polyamp.backends.tensorflow.graphs.graph import FLOAT32, Graph, Node
+from polyamp.backends.tensorflow.graphs.lists import VARIANT, is_list
+from polyamp.backends.tensorflow.graphs.places import Places
+from polyamp.backends.tensorflow.graphs.refusals import POLICY_ATTRIBUTE, rewritten_before
+from polyamp.backends.tensorflow.graphs.special import SPECIAL, decide_list
+from polyamp.backends.tensorflow.graphs.values import Known, value_of_type
+from polyamp.backends.tensorflow.operations import OPERATIONS
+from polyamp.backends.tensorflow.unstable import graph_of
+from polyamp.flow import AS_WRITTEN, CARRIED, Flow, Value
+from polyamp.operations import OPERATIONS as TABLE_OF_CLASSES
+from polyamp.rules import TABLE, Decision
+
+REWRITTEN = "rewritten already"
+"""The reason for a call of a function that was rewritten under the same policy."""
+
+
+class Inside(NamedTuple):
+    """The decided body of a function that a node calls.
+
+    Attributes:
+        name: the function's name.
+        decisions: the decisions for its body.
+        results: the type that each result must have.
+    """
+
+    name: str
+    decisions: Pass
+    results: tuple[int, ...]
+
+
+class Functions:
+    """The functions of one program, each decided once for the same arguments.
+
+    Args:
+        library: ``FunctionDef`` by name.
+        rules: the policy.
+        traced: the ``tf.Graph`` of the outermost function, if that is known.
+    """
+
+    def __init__(self, library: Mapping[str, Any], rules: Rules, traced: Any = None) -> None:
+        self.library, self.rules, self._traced = library, rules, traced
+        self._bodies: dict[Any, Pass] = {}
+
+    def handler(self, node: Node) -> Callable[[Pass, Node], Decided] | None:
+        """Return the function that decides a node; None if the flow rule alone decides it."""
+        if is_list(node):
+            return decide_list
+        if node.op in SPECIAL:
+            return SPECIAL[node.op]
+        decide = _HANDLERS.get(node.op) or (_not_entered if _called(node) else None)
+        return None if decide is None else lambda decisions, node: decide(self, decisions, node)
+
+    def calls(self, node: Node) -> bool:
+        """Return whether a node calls functions."""
+        return bool(_called(node))
+
+    def body(self, name: str, arguments: Sequence[Known], path: str) -> Pass:
+        """Return the decisions for a function's body with these arguments."""
+        key = (name, tuple(arguments), path if self.rules.policy.rules else "")
+        if key not in self._bodies:
+            graph = Graph.of_function(self.library[name], self.library)
+            traced = graph_of(name, self._traced)
+            self._bodies[key] = Pass(graph, self.rules, self, arguments, path, traced, name)
+        return self._bodies[key]
+
+    @property
+    def bodies(self) -> Iterable[Pass]:
+        """The bodies that have been decided so far."""
+        return self._bodies.values()
+
+    def why_kept(self, names: Sequence[str]) -> str:
+        """Return why a call of these functions must stay as it is; empty if it need not.
+
+        Raises:
+            UsageError: one was rewritten under another policy.
+        """
+        definitions = [self.library.get(name) for name in names]
+        if None in definitions:
+            return "a function that is not known here"
+        return REWRITTEN if any(map(self._is_rewritten, definitions)) else ""
+
+    def has_products(self, name: str) -> bool:
+        """Return whether a function, or a function that it calls, has float32 products that a policy would lower."""
+        seen, pending = {name}, [name]
+        while pending:
+            definition = self.library.get(pending.pop())
+            for node in definition.node_def if definition is not None else ():
+                operation = OPERATIONS.get(node.op)
+                is_product = operation is not None and TABLE_OF_CLASSES[operation].op_class == "lower"
+                if is_product and any(node.attr[key].type == FLOAT32 for key in ("T", "dtype") if key in node.attr):
+                    return True
+                found = {one.name for value in node.attr.values() for one in (value.func, *value.list.func) if one.name}
+                pending.extend(found - seen)
+                seen |= found
+        return False
+
+    def _is_rewritten(self, definition: Any) -> bool:
+        marked = next((node for node in definition.node_def if POLICY_ATTRIBUTE in node.attr), None)
+        if marked is None:
+            return False
+        policy = marked.attr[POLICY_ATTRIBUTE].s.decode()
+        if policy != str(self.rules.policy):
+            raise rewritten_before(f"function {definition.signature.name}", policy)
+        return True
+
+
+def _call(functions: Functions, decisions: Pass, node: Node) -> Decided:
+    arguments = decisions.inputs_of(node)
+    name = node.definition.attr["f"].func.name
+    if reason := functions.why_kept([name]):
+        return _kept(decisions, node, reason)
+    caller = _forward_call(decisions, functions.library[name]) or node
+    body = functions.body(name, arguments, decisions.scopes.scope_of(caller))
+    results = _results(body)
+    return _calling(
+        node, arguments, results, {"Tin": arguments, "Tout": results}, [Inside(name, body, _types(results))]
+    )
+
+
+def _conditional(functions: Functions, decisions: Pass, node: Node) -> Decided:
+    """Decide a conditional. A result is in 16 bits if every branch returns it in 16 bits, else in float32."""
+    attributes = node.definition.attr
+    names = [attributes[key].func.name for key in ("then_branch", "else_branch") if key in attributes]
+    names = names or [function.name for function in attributes["branches"].list.func]
+    if reason := functions.why_kept(names):
+        return _kept(decisions, node, reason)
+    chooser, *arguments = decisions.inputs_of(node)
+    bodies = [functions.body(name, arguments, decisions.scopes.scope_of(node)) for name in names]
+    given = zip(*map(_results, bodies), strict=True)
+    results = [
+        _joined(functions.rules, port.dtype, knowns) for port, knowns in zip(node.output_ports, given, strict=True)
+    ]
+    insides = [Inside(name, body, _types(results)) for name, body in zip(names, bodies, strict=True)]
+    return _calling(node, [chooser, *arguments], results, {"Tin": arguments, "Tout": results}, insides)
+
+
+def _joined(rules: Rules, declared: int, knowns: Sequence[Known]) -> Known:
+    if declared == VARIANT:
+        return Known(VARIANT, held=rules.lists.tie([known.held for known in knowns]))
+    if declared != FLOAT32:
+        return knowns[0]
+    types = {known.dtype for known in knowns}
+    states = {known.value.state: known for known in knowns}
+    chosen = states.get("strong") or states.get("weak") or knowns[0]
+    return chosen if len(types) == 1 else chosen._replace(dtype=FLOAT32)
+
+
+def _loop(functions: Functions, decisions: Pass, node: Node) -> Decided:
+    """Decide a loop. Values that may add up over the iterations are float32; values that it only reads stay unchanged.
+
+    The body is first decided with strong float32 for everything that the loop carries. A value that the body returns
+    low nevertheless does not add up, so it stays low.
+    """
+    names = [node.definition.attr[key].func.name for key in ("cond", "body")]
+    if reason := functions.why_kept(names):
+        return _kept(decisions, node, reason)
+    path = decisions.scopes.scope_of(node)
+    incoming = decisions.inputs_of(node)
+    unchanged = _unchanged(functions.library[names[1]])
+    carried = [
+        known if position in unchanged else Known(port.dtype, *_carried(port.dtype, known), held=known.held)
+        for position, (port, known) in enumerate(zip(node.input_ports, incoming, strict=True))
+    ]
+    made = _results(functions.body(names[1], carried, path))
+    low = functions.rules.low
+    carried = [
+        Known(low, Value("low", result.value.maker)) if _stays_low(first, known, result) else known
+        for first, known, result in zip(incoming, carried, made, strict=True)
+    ]
+    condition, turn = (functions.body(name, carried, path) for name in names)
+    for known, result in zip(carried, _results(turn), strict=True):
+        if known.dtype == VARIANT:
+            functions.rules.lists.tie([known.held, result.held])
+    insides = [Inside(names[0], condition, _types(_results(condition))), Inside(names[1], turn, _types(carried))]
+    return _calling(node, carried, carried, {"T": carried}, insides)
+
+
+def _carried(dtype: int, known: Known) -> tuple[Value, bool]:
+    return (CARRIED if dtype == FLOAT32 else known.value), False
+
+
+def _stays_low(first: Known, carried: Known, result: Known) -> bool:
+    """Return whether an iteration returns a low value for one that it took as strong float32."""
+    is_carried = carried.dtype == FLOAT32 and carried.value == CARRIED
+    return is_carried and result.value.state == "low" and not first.value.unfit
+
+
+def _unchanged(body: Any) -> set[int]:
+    """Return the positions of the arguments that a loop's body returns unchanged."""
+    moved = {f"{node.name}:output:0": node.input[0] for node in body.node_def if node.op == "Identity"}
+    found = set()
+    for position, (arg, result) in enumerate(zip(body.signature.input_arg, body.signature.output_arg, strict=True)):
+        value = body.ret[result.name]
+        while value in moved:
+            value = moved[value]
+        if value == arg.name:
+            found.add(position)
+    return found
+
+
+def _iteration(functions: Functions, decisions: Pass, node: Node) -> Decided:
+    """Decide ``for batch in dataset``: the body keeps its types, and the values that it carries are float32.
+
+    Its arguments are the carried values, then an element, then captured values.
+    """
+    names = _called(node)
+    if reason := functions.why_kept(names):
+        return _kept(decisions, node, reason)
+    carried = len(node.definition.attr["Tstate"].list.type)
+    insides = []
+    for name in names:
+        arguments = [
+            Known(arg.type, CARRIED if place < carried and arg.type == FLOAT32 else value_of_type(arg.type))
+            for place, arg in enumerate(functions.library[name].signature.input_arg)
+        ]
+        captured = len(node.definition.attr["Targuments"].list.type)
+        for place, known in enumerate(decisions.inputs_of(node)[-captured:] if captured else (), -captured):
+            arguments[place] = known._replace(dtype=arguments[place].dtype)
+        body = functions.body(name, arguments, decisions.scopes.scope_of(node))
+        insides.append(Inside(name, body, tuple(dtype for _, dtype in body.graph.results)))
+    decided = _kept(decisions, node, "calls functions")._replace(decision=Decision("keep", TABLE))
+    decided = decided._replace(results=[_returned(known) for known in decided.results])
+    return decided._replace(inside=tuple(insides))
+
+
+def _returned(known: Known) -> Known:
+    return known._replace(value=CARRIED) if known.dtype == FLOAT32 else known
+
+
+def _not_entered(functions: Functions, decisions: Pass, node: Node) -> Decided:
+    """Decide any other node with functions: they run as written, and this is recorded if they have products."""
+    names = _called(node)
+    reason = functions.why_kept(names) or "the functions of this operation run as written"
+    if reason != REWRITTEN and any(functions.has_products(name) for name in names):
+        line = Places(decisions.traced).line(node.name)
+        functions.rules.not_entered.setdefault(node.op, line or decisions.scopes.path_of(node))
+    return _kept(decisions, node, reason)
+
+
+def _kept(decisions: Pass, node: Node, reason: str) -> Decided:
+    """Keep a node whose functions stay as they are, and the lists that they take."""
+    decisions.rules.lists.keep(known.held for known in decisions.inputs_of(node))
+    return decisions.as_written(node, reason)
+
+
+def _called(node: Node) -> list[str]:
+    """Return the names of the functions in a node's attributes."""
+    attributes = node.definition.attr.values()
+    return [one.name for value in attributes for one in (value.func, *value.list.func) if one.name]
+
+
+def _calling(
+    node: Node,
+    arguments: Sequence[Known],
+    results: Sequence[Known],
+    lists: Mapping[str, Sequence[Known]],
+    insides: Sequence[Inside],
+) -> Decided:
+    changes = {
+        name: tf.compat.v1.AttrValue(list=tf.compat.v1.AttrValue.ListValue(type=_types(knowns)))
+        for name, knowns in lists.items()
+    }
+    outcome = Flow(AS_WRITTEN, Value(), "calls functions")
+    decision, types = Decision("keep", TABLE), list(_types(arguments))
+    return Decided(node, OPERATIONS[node.op], decision, outcome, types, list(results), changes, tuple(insides))
+
+
+def _results(body: Pass) -> list[Known]:
+    return [body.known[value] for value in body.graph.returns]
+
+
+def _types(knowns: Sequence[Known]) -> tuple[int, ...]:
+    return tuple(known.dtype for known in knowns)
+
+
+def _forward_call(decisions: Pass, function: Any) -> Node | None:
+    """Return the call that a function differentiates: it has the scopes that rules name, its derivative has none."""
+    forward = function.attr["forward_function_name"].s.decode() if "forward_function_name" in function.attr else ""
+    calls = (node for node in decisions.graph.nodes if forward and "f" in node.definition.attr)
+    return next((node for node in calls if node.definition.attr["f"].func.name == forward), None)
+
+
+_HANDLERS: dict[str, Callable[[Functions, Pass, Node], Decided]] = {
+    "PartitionedCall": _call,
+    "StatefulPartitionedCall": _call,
+    "If": _conditional,
+    "StatelessIf": _conditional,
+    "Case": _conditional,
+    "StatelessCase": _conditional,
+    "ReduceDataset": _iteration,
+    "ScanDataset": _iteration,
+    "While": _loop,
+    "StatelessWhile": _loop,
+}

@@ -1,0 +1,163 @@
+"""Build the plan of a decided graph: where each operation is, its format, and the bytes that it moves.
+
+A value that several nodes take in another type is cast once, by the node that takes it first. For example, if two
+products take ``x`` in float16, the plan counts one cast of ``x`` and its bytes for the first product only.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from polyamp.backends.tensorflow.graphs.decisions import Decided, Pass
+from polyamp.backends.tensorflow.graphs.graph import FLOAT32, Node
+from polyamp.backends.tensorflow.graphs.places import Places
+from polyamp.backends.tensorflow.graphs.writing import RESULT
+from polyamp.flow import AS_WRITTEN
+from polyamp.plan import Plan, PlannedOperation
+
+UNLISTED = frozenset({"Const", "NoOp", "Placeholder", "VarHandleOp"})
+"""Operations that only hold things and compute nothing. A plan does not list them."""
+
+
+def plan_of(decisions: Pass, graph: Any) -> Plan:
+    """Return the plan of a program.
+
+    Args:
+        decisions: the decisions for its outermost function.
+        graph: the ``tf.Graph`` that it was traced into, for shapes and source lines; None if there is none.
+    """
+    results = [dtype for _, dtype in decisions.graph.results]
+    operations = tuple(PlanBuilder(decisions, Places(graph)).operations(results))
+    unused = tuple(rule.pattern for rule in decisions.rules.decider.unused)
+    return Plan(str(decisions.rules.policy), operations, unused_rules=unused)
+
+
+class PlanBuilder:
+    """The planned operations of one graph and of the functions that it calls.
+
+    Args:
+        decisions: the decisions for the graph.
+        places: shapes and source lines of its nodes.
+    """
+
+    def __init__(self, decisions: Pass, places: Places) -> None:
+        self._decisions, self._places = decisions, places
+        self._cast: set[tuple[str, int]] = set()  # casts that are counted
+        self._anew: set[str] = set()  # nodes whose float32 copy is counted
+
+    def operations(self, results: Sequence[int]) -> Iterator[PlannedOperation]:
+        """Yield the operations in order: those of a called function before the call, casts of the results last.
+
+        Args:
+            results: the type that each result of the graph must have.
+        """
+        for decided in self._decisions.nodes:
+            for inside in decided.inside:
+                builder = PlanBuilder(inside.decisions, self._places.within(inside.name))
+                yield from builder.operations(inside.results)
+            if decided.node.op not in UNLISTED:
+                yield self._planned(decided)
+        for value, dtype in zip(self._decisions.graph.returns, results, strict=True):
+            if casts := self._new_casts([(value, dtype)], RESULT):
+                yield self._result_cast(value, casts)
+
+    def _planned(self, decided: Decided) -> PlannedOperation:
+        node, known = decided.node, self._decisions.known
+        inputs = [
+            (value, dtype) for value, dtype in zip(node.inputs, decided.input_types, strict=True) if value in known
+        ]
+        outputs = zip(node.outputs, (one.dtype for one in decided.results), strict=True)
+        casts = self._new_casts(inputs, decided.anew)
+        anew = self._newly_anew(inputs, decided.anew) if decided.anew else ()
+        bytes_cast = self._size((value, known[value].dtype) for value, _ in casts)
+        bytes_anew = self._size((value, FLOAT32) for value in anew)
+        return PlannedOperation(
+            decided.operation,
+            node.op,
+            " ".join(filter(None, (self._decisions.scopes.path_of(node), self._places.line(node.name)))),
+            decided.decision.op_class,
+            decided.outcome.format,
+            decided.outcome.reason,
+            casts=len(casts),
+            bytes_cast=bytes_cast,
+            bytes_moved=(self._size([*inputs, *outputs]) if _moves(decided) else 0)
+            + bytes_cast
+            + self._size(casts)
+            + bytes_anew,
+            bytes_moved_float32=self._moved_float32(decided) if _moves(decided) else 0,
+        )
+
+    def _moved_float32(self, decided: Decided) -> int:
+        """Return the bytes that a node moves as it was written, or those of the nodes that it replaces."""
+        node, graph = decided.node, self._decisions.graph
+        if node.name in graph.replaced_bytes:
+            return graph.replaced_bytes[node.name]
+        types = (port.dtype for port in [*node.input_ports, *node.output_ports])
+        return self._size(zip([*node.inputs, *node.outputs], types, strict=True))
+
+    def _new_casts(self, wanted: Iterable[tuple[str, int]], anew: Sequence[str]) -> set[tuple[str, int]]:
+        """Return values and types of the casts that a use adds; for values computed anew, casts of their inputs."""
+        found = set[tuple[str, int]]()
+        for value, dtype in wanted:
+            maker = self._made_anew(value, dtype, anew)
+            if maker is not None:
+                found |= self._new_casts(maker.typed_inputs, anew)
+            elif self._decisions.known[value].dtype != dtype and (value, dtype) not in self._cast:
+                found.add((value, dtype))
+        self._cast |= found
+        return found
+
+    def _newly_anew(self, wanted: Iterable[tuple[str, int]], anew: Sequence[str]) -> set[str]:
+        """Return the values that new float32 copies of nodes read and write."""
+        found = set[str]()
+        for value, dtype in wanted:
+            maker = self._made_anew(value, dtype, anew)
+            if maker is not None and maker.name not in self._anew:
+                self._anew.add(maker.name)
+                found |= {*maker.inputs, *maker.outputs} | self._newly_anew(maker.typed_inputs, anew)
+        return found
+
+    def _made_anew(self, value: str, dtype: int, anew: Sequence[str]) -> Node | None:
+        return self._decisions.computed_anew(value, anew) if dtype == FLOAT32 else None
+
+    def _result_cast(self, value: str, casts: Iterable[tuple[str, int]]) -> PlannedOperation:
+        decisions = self._decisions
+        maker = decisions.graph.maker.get(value)
+        before = self._size([(value, decisions.known[value].dtype)])
+        return PlannedOperation(
+            "cast",
+            "Cast",
+            decisions.scopes.path_of(maker) if maker else decisions.scopes.path,
+            "keep",
+            AS_WRITTEN,
+            "a function's result is float32",
+            casts=1,
+            bytes_cast=before,
+            bytes_moved=before + self._size(casts),
+        )
+
+    def _size(self, typed: Iterable[tuple[str, int]]) -> int:
+        """Return the bytes of values in these types."""
+        elements = self._places.elements
+        return sum(elements(self._decisions.graph, value) * width_of(dtype) for value, dtype in typed)
+
+
+def _moves(decided: Decided) -> bool:
+    """Return whether a node moves its values itself: a called function moves its own, and a shape needs none."""
+    return not decided.inside and decided.operation != "shape"
+
+
+@functools.cache
+def width_of(dtype: int) -> int:
+    """Return the bytes of one element of a type; 0 for a type that is not a number.
+
+    >>> width_of(tf.float16.as_datatype_enum), width_of(tf.resource.as_datatype_enum)
+    (2, 0)
+    """
+    kind = tf.as_dtype(dtype % 100)
+    is_number = kind.is_floating or kind.is_integer or kind.is_complex or kind.is_bool
+    return int(kind.size) if is_number else 0

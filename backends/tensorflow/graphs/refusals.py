@@ -1,0 +1,170 @@
+"""Errors for functions that cannot be rewritten, with the node and its source line."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import tensorflow as tf
+
+from polyamp.backends.tensorflow.graphs.places import Places
+from polyamp.backends.tensorflow.unstable import OUT_OF_SCOPE, graphs_around
+from polyamp.errors import InvalidTypeError, UnsupportedError, UsageError, warn_once
+from polyamp.refusals import unscaled_loss
+
+_FORMATS = ("float16", "bfloat16", "float32")
+POLICY_ATTRIBUTE = "_polyamp_policy"  # of nodes that a rewrite added or changed
+_GRADIENT = "PolyampRewritten"
+
+
+def check_format(compute: str) -> None:
+    """Raise if TensorFlow's kernels do not have a compute format.
+
+    Raises:
+        UnsupportedError: the format is float8, tensorfloat32 or float64.
+    """
+    if compute not in _FORMATS:
+        raise UnsupportedError(
+            "TensorFlow's operations do not compute in this format",
+            where="policy.compute",
+            found=compute,
+            allowed=", ".join(_FORMATS),
+            fix="choose one of these; tensorfloat32 is tf.config.experimental.enable_tensor_float_32_execution(True)",
+        )
+
+
+def check_graph(graph_def: Any) -> None:
+    """Raise if this is not a graph, or one that was rewritten already.
+
+    Raises:
+        InvalidTypeError: it is not a ``GraphDef``.
+        UsageError: it contains polyamp's casts.
+    """
+    if not isinstance(graph_def, tf.compat.v1.GraphDef):
+        raise _neither(graph_def)
+    ours = next((node for node in graph_def.node if POLICY_ATTRIBUTE in node.attr), None)
+    if ours is not None:
+        raise rewritten_before(f"node {ours.name}", ours.attr[POLICY_ATTRIBUTE].s.decode())
+
+
+def check_function(fn: Any) -> None:
+    """Raise if ``fn`` is not callable.
+
+    Raises:
+        InvalidTypeError: it is not.
+    """
+    if not callable(fn):
+        raise _neither(fn)
+
+
+def _neither(thing: Any) -> InvalidTypeError:
+    return InvalidTypeError(
+        "rewrite needs a function or a graph",
+        where="rewrite(fn)",
+        found=f"{type(thing).__module__}.{type(thing).__qualname__}",
+        allowed="a function, a tf.function, a ConcreteFunction or, for polyamp.rewrite, a GraphDef",
+        fix="pass the function itself, then its arguments; for a tf.Graph, pass graph.as_graph_def()",
+    )
+
+
+def rewritten_before(name: str, policy: str) -> UsageError:
+    """Return the error for a graph with a function that was rewritten under another policy.
+
+    >>> isinstance(rewritten_before("step", "mixed_float16"), RuntimeError)
+    True
+    """
+    return UsageError(
+        "the function was rewritten under another policy already",
+        where=name,
+        found=policy,
+        fix="rewrite the original function, or use the same policy",
+    )
+
+
+def check_scaling(found: Any) -> None:
+    """Raise if a step unscales gradients of a loss that was not scaled; warn if scaled gradients are clipped.
+
+    Args:
+        found: a `polyamp.backends.tensorflow.graphs.scaling.Scaling`.
+
+    Raises:
+        UsageError: the loss was not scaled.
+    """
+    for place in found.unscaled:
+        raise unscaled_loss(
+            where=place, fix="take the gradients of what opt.scale_loss(loss), or scaler.scale(loss), returns"
+        )
+    for place in found.clipped:
+        warn_once(
+            f"gradients are clipped while they are scaled ({place}): the limit is too small by the loss scale. Pass "
+            "max_grad_norm= to polyamp.wrap_optimizer or LossScaler, or clip what scaler.unscale(grads) returns."
+        )
+
+
+@contextmanager
+def tracing(fn: Any) -> Iterator[None]:
+    """Replace TensorFlow's tracing errors by errors that name the remedy."""
+    try:
+        yield
+    except OUT_OF_SCOPE as error:
+        raise _refused(fn, _FOREIGN, error, _PASS_TENSOR) from error
+    except TypeError as error:
+        if "Operation" not in str(error):
+            raise
+        fix = "return tensors or None; a tf.function runs operations with effects by itself"
+        raise _refused(fn, "it returns an operation", error, fix) from error
+    except RuntimeError as error:
+        if "merge_call" not in str(error):
+            raise
+        raise _refused(fn, "it runs in a replica", error, "rewrite the function that calls strategy.run") from error
+
+
+def check_captures(fn: Any, concrete: Any) -> None:
+    """Raise if a function captured a tensor of a graph that is not being built around it.
+
+    Raises:
+        UsageError: it did. TensorFlow itself would raise only when the function runs.
+    """
+    around = graphs_around()
+    symbolic = (tensor for tensor in concrete.captured_inputs if tf.is_symbolic_tensor(tensor))
+    foreign = next((tensor for tensor in symbolic if tensor.graph not in around), None)
+    if foreign is not None:
+        raise _refused(fn, _FOREIGN, Places(foreign.graph).of("", foreign.op.name), _PASS_TENSOR)
+
+
+_FOREIGN = "it takes a tensor of another graph"
+_PASS_TENSOR = "pass that tensor as an argument"
+
+
+def _refused(fn: Any, why: str, error: object, fix: str) -> UsageError:
+    return UsageError(
+        f"the function cannot be traced: {why}",
+        where=f"rewrite({getattr(fn, '__name__', fn)})",
+        found=str(error).strip(),
+        fix=fix,
+    )
+
+
+@contextmanager
+def not_differentiable() -> Iterator[None]:
+    """Make calls inside this context raise if a gradient is taken through them."""
+    calls = ("PartitionedCall", "StatefulPartitionedCall")
+    with tf.compat.v1.get_default_graph().gradient_override_map(dict.fromkeys(calls, _GRADIENT)):
+        yield
+
+
+def _refuse_gradient(operation: Any, *inputs: Any) -> Any:
+    if operation is not None:
+        raise UnsupportedError(_NO_GRADIENT, where=operation.name, fix=_REWRITE_STEP)
+    # A SavedModel stores the gradients of its operations: there this is traced, and raises when it runs.
+    with tf.control_dependencies([tf.debugging.Assert(False, [f"{_NO_GRADIENT}: {_REWRITE_STEP}"])]):
+        return list(map(tf.identity, inputs))
+
+
+_NO_GRADIENT = "gradients cannot be taken through a rewritten function"
+_REWRITE_STEP = (
+    "rewrite the whole step, with its tf.GradientTape, or run this part under polyamp.autocast; if no gradient is "
+    "needed, call it inside tape.stop_recording()"
+)
+tf.RegisterGradient(_GRADIENT)(tf.autograph.experimental.do_not_convert(_refuse_gradient))

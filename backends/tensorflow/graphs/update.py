@@ -1,0 +1,175 @@
+"""Find the parts of a training step: its backward pass, its update, and its moving averages.
+
+The update and the averages keep state and are never lowered. Unscaling, clipping and the optimizer's arithmetic handle
+numbers far smaller than float16 holds, and a moving average changes by so little that in 16 bits it would not change.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from typing import Any, NamedTuple, TypeVar
+
+from polyamp.backends.tensorflow.graphs.graph import FLOATING, Graph, Node
+from polyamp.markers import UPDATE_SCOPE
+
+One = TypeVar("One", bound=Hashable)
+_GRADIENT_SCOPE = re.compile(r"gradient_tape|gradients(_\d+)?")
+_WRITES = re.compile(r"(Assign|ResourceApply|ResourceSparseApply|ResourceScatter|Apply|SparseApply|Scatter).*")
+_FACTORS = ("Mul", "MulNoNan", "RealDiv", "Div")
+
+
+class Parts(NamedTuple):
+    """The parts of a training step in a graph.
+
+    Attributes:
+        update: names of the nodes that update trained variables.
+        averaging: names of the nodes outside the update that are between a read and a write of the same variable.
+        averages: the writes of moving averages: a variable's old value times a factor, plus something new.
+        backward: names of the nodes of the backward pass: those that compute gradients, and those that follow them.
+    """
+
+    update: set[str]
+    averaging: set[str]
+    averages: list[Node]
+    backward: set[str]
+
+
+def parts_of(graph: Graph, library: Mapping[str, Any]) -> Parts:
+    """Return the parts of a step.
+
+    These nodes are in the update: those in the scope of a wrapped optimizer; those that follow a gradient and that no
+    gradient follows; and those that follow reads of the update's own state, such as momentum.
+    """
+    gradients = {node.name for node in graph.nodes if _computes_gradient(node, library)}
+    marked = {node.name for node in graph.nodes if UPDATE_SCOPE in node.name.split("/")}
+    consumers = graph.consumers()
+    before = _reaching(graph, gradients | marked) - marked
+    backward = _after(consumers, gradients)
+    update = marked | (backward - gradients - before)
+    while state := _state_reads(graph, update, before):
+        update |= state | (_after(consumers, state) - gradients - before)
+    update |= _sums_of_gradients(graph, update, consumers)
+    paths = {
+        node: _paths(graph, node, before, consumers)
+        for node in graph.nodes
+        if _writes_number(node) and node.name not in update
+    }
+    averages = [node for node, path in paths.items() if path and _is_average(node, path)]
+    return Parts(update, {one.name for path in paths.values() for one in path}, averages, backward)
+
+
+def is_gradient(name: str) -> bool:
+    """Return whether a node belongs to the backward pass, by the scopes of ``tf.GradientTape`` and ``tf.gradients``.
+
+    >>> is_gradient("gradient_tape/dense/MatMul"), is_gradient("dense/MatMul")
+    (True, False)
+    """
+    return any(_GRADIENT_SCOPE.fullmatch(part) for part in name.split("/")[:-1])
+
+
+def backward_pass(graph: Graph, library: Mapping[str, Any]) -> set[str]:
+    """Return the names of the nodes of a backward pass: those that compute gradients, and those that follow them."""
+    gradients = {node.name for node in graph.nodes if _computes_gradient(node, library)}
+    return _after(graph.consumers(), gradients)
+
+
+def forward_of(name: str) -> str:
+    """Return the forward operation that a node of the backward pass differentiates, by the node's scope.
+
+    >>> forward_of("gradient_tape/dense/MatMul/MatMul_1"), forward_of("gradient_tape/loop/gradients/loop/Exp_grad/mul")
+    ('dense/MatMul', 'loop/Exp')
+    """
+    parts: list[list[str]] = [[]]
+    for one in name.split("/")[:-1]:
+        if _GRADIENT_SCOPE.fullmatch(one):
+            parts.append([])
+        else:
+            parts[-1].append(one.removesuffix("_grad"))
+    return "/".join(next(filter(None, reversed(parts)), []))
+
+
+def _computes_gradient(node: Node, library: Mapping[str, Any]) -> bool:
+    """Return whether a node computes gradients. Its scope also has the lists that a loop fills for its gradient."""
+    if is_gradient(node.name):
+        return any(port.dtype in FLOATING for port in node.output_ports)
+    attributes = node.definition.attr
+    names = [attributes[key].func.name for key in ("f", "body", "then_branch") if key in attributes]
+    return any("__backward_" in name or _returns_gradient(library.get(name)) for name in names)
+
+
+def _returns_gradient(function: Any) -> bool:
+    """Return whether the results of a ``FunctionDef`` are made from gradients."""
+    if function is None:
+        return False
+    inputs = {node.name: [_maker_name(text) for text in node.input] for node in function.node_def}
+    found = _closure(map(_maker_name, function.ret.values()), lambda name: inputs.get(name, []))
+    return any(is_gradient(name) for name in found)
+
+
+def _maker_name(reference: str) -> str:
+    """Return the node in ``node:output:0``. A control input ``^node`` names no node: it has no value."""
+    return reference.partition(":")[0]
+
+
+def _after(consumers: Mapping[str, list[Node]], start: Iterable[str]) -> set[str]:
+    return _closure(start, lambda name: (node.name for node in consumers[name]))
+
+
+def _reaching(graph: Graph, goals: set[str]) -> set[str]:
+    nodes = {node.name: node for node in graph.nodes} if goals else {}
+    return _closure(goals, lambda name: (node.name for node in _made_by(graph, nodes[name])))
+
+
+def _closure(start: Iterable[One], following: Callable[[One], Iterable[One]]) -> set[One]:
+    found = set(start)
+    pending = list(found)
+    while pending:
+        for one in following(pending.pop()):
+            if one not in found:
+                found.add(one)
+                pending.append(one)
+    return found
+
+
+def _made_by(graph: Graph, node: Node) -> list[Node]:
+    return [graph.maker[value] for value in node.inputs if value in graph.maker]
+
+
+def _state_reads(graph: Graph, update: set[str], before: set[str]) -> set[str]:
+    """Return nodes that read variables which only the update uses, and that are not in the update yet."""
+    writes = (node for node in graph.nodes if node.name in update and _WRITES.fullmatch(node.op))
+    handles = {value for node in writes for value in node.inputs[:1]}
+    if not handles:
+        return set()
+    own = handles - {value for node in graph.nodes if node.name in before for value in node.inputs}
+    others = (node for node in graph.nodes if node.name not in update and node.name not in before)
+    return {node.name for node in others if not own.isdisjoint(node.inputs)}
+
+
+def _sums_of_gradients(graph: Graph, update: set[str], consumers: Mapping[str, list[Node]]) -> set[str]:
+    """Return sums of one parameter's gradients. A parameter with many uses has many terms, too many for 16 bits."""
+    sums = (node for node in graph.nodes if node.op in ("AddN", "AddV2", "Add") and is_gradient(node.name))
+    return {
+        node.name for node in sums if consumers[node.name] and all(one.name in update for one in consumers[node.name])
+    }
+
+
+def _writes_number(node: Node) -> bool:
+    return node.op.startswith("Assign") and node.op.endswith("VariableOp") and node.input_ports[1].dtype in FLOATING
+
+
+def _paths(graph: Graph, write: Node, before: set[str], consumers: Mapping[str, list[Node]]) -> list[Node]:
+    """Return the nodes on paths from a variable's reads to a write of it that no gradient follows."""
+    handle, value = write.inputs[:2]
+    last = graph.maker.get(value)
+    makers = _closure(
+        [last] if last else [],
+        lambda node: (one for one in _made_by(graph, node) if one.name not in before),
+    )
+    reads = {node for node in makers if node.op == "ReadVariableOp" and node.inputs[0] == handle}
+    return list(_closure(reads, lambda node: makers.intersection(consumers[node.name])) - reads)
+
+
+def _is_average(write: Node, path: Iterable[Node]) -> bool:
+    return write.op != "AssignVariableOp" or any(node.op in _FACTORS for node in path)

@@ -1,0 +1,219 @@
+"""Write a decided graph: its nodes with their new types, and one cast for each value and type.
+
+For example, for float16 the inputs of ``MatMul(x, w)`` become ``x/polyamp_cast_0_float16`` and
+``w/polyamp_cast_0_float16``, two new ``Cast`` nodes.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from polyamp.backends.tensorflow.graphs.decisions import Decided, Pass
+from polyamp.backends.tensorflow.graphs.functions import Inside
+from polyamp.backends.tensorflow.graphs.graph import FLOAT32, Graph, Node, NodeDef
+from polyamp.backends.tensorflow.graphs.refusals import POLICY_ATTRIBUTE
+from polyamp.backends.tensorflow.graphs.values import Known
+from polyamp.backends.tensorflow.steps.averages import decisions_of, guarded, must_run
+
+RESULT = ("saturated",)
+"""Roles of results that a function returns unrounded."""
+
+_numbers = itertools.count(1)  # numbers of functions, for names that are unique in the process
+# Attributes about the function before the change: how to differentiate it, and what TensorFlow may replace it by.
+_OUTDATED = ("api_implements", "api_preferred_device", "backward_function_name", "forward_function_name")
+
+
+class Writer:
+    """The rewritten functions of a program, each written once.
+
+    Args:
+        publish: is called with every new ``FunctionDef``, after those that it calls.
+    """
+
+    def __init__(self, publish: Callable[[Any], None]) -> None:
+        self._publish = publish
+        self._written: dict[Any, str] = {}
+
+    def function(self, inside: Inside, definition: Any) -> str:
+        """Write a function with its decided body and return its name; the old name if nothing changed."""
+        key = (id(inside.decisions), inside.results)
+        if key not in self._written:
+            self._written[key] = self._new_function(inside, definition)
+        return self._written[key]
+
+    def graph(self, decisions: Pass) -> list[Any]:
+        """Return the nodes of a ``GraphDef``. Outputs that no node takes keep their types and names."""
+        body = self._body(decisions)
+        consumers = decisions.graph.consumers()
+        for decided in decisions.nodes:
+            if not consumers[decided.node.name] and len(decided.results) == 1:
+                body.restore(decided)
+        return body.nodes
+
+    def _body(self, decisions: Pass) -> Body:
+        body = Body(decisions, self)
+        for decided in decisions.nodes:
+            body.add(decided)
+        if decisions.graph.in_function:
+            body.guard_averages()
+        return body
+
+    def _new_function(self, inside: Inside, definition: Any) -> str:
+        decisions = inside.decisions
+        body = self._body(decisions)
+        results = zip(decisions.graph.returns, inside.results, strict=True)
+        returned = [body.value(value, dtype, RESULT) for value, dtype in results]
+        if not body.changed:
+            return inside.name
+        new = type(definition)()
+        new.CopyFrom(definition)
+        del new.node_def[:]
+        new.node_def.extend(body.nodes)
+        for name in body.must_run:
+            new.control_ret[name] = name
+            new.signature.control_output.append(name)
+        new.signature.name = f"{inside.name}_polyamp_{next(_numbers)}"
+        for arg in new.signature.input_arg:
+            arg.type = decisions.known[arg.name].dtype
+        for result, value, dtype in zip(new.signature.output_arg, returned, inside.results, strict=True):
+            result.type, new.ret[result.name] = dtype, value
+        for name in _OUTDATED:
+            new.attr.pop(name, None)
+        self._publish(new)
+        return new.signature.name
+
+
+class Body:
+    """The nodes of one graph while it is written.
+
+    Attributes:
+        nodes: a ``NodeDef`` for each node written so far.
+        changed: whether any differs from the original.
+        must_run: names of nodes that were added for their effects.
+    """
+
+    def __init__(self, decisions: Pass, writer: Writer) -> None:
+        self.nodes: list[Any] = []
+        self.must_run: list[str] = []
+        self.changed = any(known.dtype != dtype for known, dtype in _arguments(decisions))
+        self._decisions, self._writer = decisions, writer
+        self._mark = tf.compat.v1.AttrValue(s=str(decisions.rules.policy).encode())
+        self._casts: dict[tuple[str, int], str] = {}
+        self._anew: dict[str, str] = {}
+
+    def add(self, decided: Decided) -> None:
+        """Write a node, and before it the casts that its inputs need."""
+        node = decided.node
+        pairs = zip(node.inputs, decided.input_types, strict=True)
+        inputs = [self.value(value, dtype, decided.anew) for value, dtype in pairs]
+        changes = {**decided.changes, **self._called(decided)}
+        if changes:
+            self.changed = True
+            changes[POLICY_ATTRIBUTE] = self._mark
+        self.nodes.append(_with(node.definition, [*inputs, *(f"^{name}" for name in node.controls)], changes))
+
+    def value(self, value: str, dtype: int, anew: Sequence[str] = ()) -> str:
+        """Return the name of a value in a type: itself, its cast, or its float32 copy if its role is in ``anew``."""
+        known = self._decisions.known[value]
+        if known.dtype == dtype or known.dtype > 100:
+            return value
+        maker = self._decisions.computed_anew(value, anew) if dtype == FLOAT32 else None
+        if maker is not None:
+            return self._again(maker, anew)
+        if (value, dtype) not in self._casts:
+            self._casts[value, dtype] = self._cast(value, known.dtype, dtype)
+        return self._casts[value, dtype]
+
+    def _cast(self, value: str, source: int, target: int) -> str:
+        self.changed = True
+        graph = self._decisions.graph
+        maker = graph.maker.get(value)
+        name = cast_name(graph, value, target)
+        self._add_cast(name, value, source, target, maker.definition.device if maker else "")
+        return f"{name}:y:0" if graph.in_function else name
+
+    def _again(self, node: Node, anew: Sequence[str]) -> str:
+        """Return a node's output in float32, from a second node next to the one that runs in 16 bits."""
+        if node.name not in self._anew:
+            again = self._in_float32(node, anew)
+            again.name = f"{node.name}/polyamp_float32"
+            self.nodes.append(again)
+            self._anew[node.name] = node.outputs[0].replace(node.name, again.name, 1)
+            self.changed = True
+        return self._anew[node.name]
+
+    def _in_float32(self, node: Node, anew: Sequence[str]) -> Any:
+        inputs = [self.value(value, dtype, anew) for value, dtype in node.typed_inputs]
+        return _with(node.definition, inputs, {POLICY_ATTRIBUTE: self._mark})
+
+    def guard_averages(self) -> None:
+        """Add nodes that keep moving averages unchanged if a wrapped optimizer skips the step."""
+        decisions, graph = self._decisions, self._decisions.graph
+        applied = decisions_of(graph)
+        if applied and decisions.parts.averages:
+            added = guarded(graph, decisions.parts.averages, applied, self.nodes)
+            self.nodes.extend(added)
+            self.must_run, self.changed = must_run(added), True
+
+    def restore(self, decided: Decided) -> None:
+        """Give a node's name to a cast of its only output to its old type."""
+        (port,), (known,) = decided.node.output_ports, decided.results
+        if port.dtype == known.dtype:
+            return
+        place, node = next((place, node) for place, node in enumerate(self.nodes) if node.name == decided.node.name)
+        if self._decisions.computed_anew(decided.node.outputs[0], RESULT) is not None:
+            self.nodes[place] = self._in_float32(decided.node, RESULT)
+            return
+        node.name = f"{node.name}/polyamp_{tf.as_dtype(known.dtype).name}"
+        self._add_cast(decided.node.name, node.name, known.dtype, port.dtype, node.device)
+
+    def _add_cast(self, name: str, value: str, source: int, target: int, device: str) -> None:
+        cast = NodeDef(name=name, op="Cast", input=[value], device=device)
+        cast.attr["SrcT"].type, cast.attr["DstT"].type = source, target
+        cast.attr[POLICY_ATTRIBUTE].CopyFrom(self._mark)
+        self.nodes.append(cast)
+
+    def _called(self, decided: Decided) -> dict[str, Any]:
+        """Return the changed attributes that name the functions which a node calls."""
+        if not decided.inside:
+            return {}
+        library = self._decisions.functions.library
+        names = {inside.name: self._writer.function(inside, library[inside.name]) for inside in decided.inside}
+        return _renamed(decided.node.definition.attr, names)
+
+
+def cast_name(graph: Graph, value: str, target: int) -> str:
+    """Return the name of the node that casts a value to a type."""
+    maker = graph.maker.get(value)
+    port = maker.outputs.index(value) if maker else 0
+    return f"{maker.name if maker else value}/polyamp_cast_{port}_{tf.as_dtype(target).name}"
+
+
+def _arguments(decisions: Pass) -> list[tuple[Known, int]]:
+    return [(decisions.known[name], dtype) for name, dtype in decisions.graph.arguments]
+
+
+def _with(definition: Any, inputs: Sequence[str], changes: dict[str, Any]) -> Any:
+    new = NodeDef()
+    new.CopyFrom(definition)
+    del new.input[:]
+    new.input.extend(inputs)
+    for name, value in changes.items():
+        new.attr[name].CopyFrom(value)
+    return new
+
+
+def _renamed(attributes: Any, names: dict[str, str]) -> dict[str, Any]:
+    changed: dict[str, Any] = {}
+    for key, value in attributes.items():
+        new = tf.compat.v1.AttrValue()
+        new.CopyFrom(value)
+        for function in [new.func] if value.HasField("func") else new.list.func:
+            function.name = names.get(function.name, function.name)
+        if new != value:
+            changed[key] = new
+    return changed

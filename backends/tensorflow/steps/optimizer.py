@@ -1,0 +1,144 @@
+"""`LossScaledOptimizer`: any ``tf.compat.v1.train`` optimizer, with all parts of a mixed-precision step in order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import tensorflow as tf
+
+from polyamp.backends.tensorflow.steps.scaler import LossScaler
+from polyamp.backends.tensorflow.steps.unscaled import UnscaledGradients
+from polyamp.loss_scale import LossScale
+from polyamp.refusals import no_optimizer, wrapped_already
+from polyamp.result import StepResult
+
+
+class LossScaledOptimizer(tf.compat.v1.train.Optimizer):
+    """An optimizer that unscales, tests, clips, updates or skips, and advances the loss scale, always in that order.
+
+    It is a ``tf.compat.v1.train.Optimizer``, for graphs of a ``Session``, ``tf.function`` and eager code. Its state and
+    master weights are variables, which a ``Saver`` or a ``tf.train.Checkpoint`` saves.
+
+    >>> weight = tf.Variable([1.0, 1.0])
+    >>> sgd = tf.compat.v1.train.GradientDescentOptimizer(0.5)
+    >>> opt = LossScaledOptimizer(sgd, LossScale(init=8.0), max_grad_norm=1.0)
+    >>> opt.minimize(lambda: tf.reduce_sum(weight * [3.0, 4.0]), var_list=[weight])
+    >>> weight.numpy(), opt.last_step
+    (array([0.7, 0.6], dtype=float32), StepResult(applied=True, scale=8.0, skipped_in_a_row=0))
+
+    Args:
+        optimizer: any ``tf.compat.v1.train.Optimizer``. It does not see a skipped step, and ``global_step`` does not
+            change.
+        loss_scale: None means ``LossScale()``. With ``LossScale.none()`` it does exactly what ``optimizer`` does.
+        max_grad_norm: clip unscaled gradients to this global L2 norm.
+        master_weights: train float32 copies of 16-bit variables; False updates the variables themselves.
+
+    Raises:
+        InvalidTypeError: ``optimizer`` is not such an optimizer.
+        UsageError: it is wrapped already.
+    """
+
+    def __init__(
+        self,
+        optimizer: tf.compat.v1.train.Optimizer,
+        loss_scale: LossScale | None = None,
+        max_grad_norm: float | None = None,
+        *,
+        master_weights: bool | None = None,
+    ) -> None:
+        _check_optimizer(optimizer)
+        super().__init__(use_locking=False, name=optimizer.get_name())
+        settings = LossScale() if loss_scale is None else loss_scale
+        self.inner = optimizer
+        self.scaler = LossScaler(settings, max_grad_norm, master_weights=master_weights)
+        self._unscaled = UnscaledGradients()
+        # The names under which TensorFlow's own wrappers register objects for checkpoints; there is no public way.
+        self._track_trackable(self.inner, "inner")
+        self._track_trackable(self.scaler, "scaler")
+
+    def scale_loss(self, loss: Any) -> tf.Tensor:
+        """Scale a loss as `LossScaler.scale` does; `minimize` and `compute_gradients` do it themselves."""
+        return self.scaler.scale(loss)
+
+    def compute_gradients(self, loss: Any, *args: Any, **kwargs: Any) -> list[tuple[Any, Any]]:
+        """Return pairs of an unscaled gradient and its variable, for `apply_gradients`.
+
+        As with TensorFlow's own wrapper, code may clip or sum gradients between the two calls. Whether they are finite
+        is tested here, before that, and `apply_gradients` skips the step if they were not.
+
+        >>> weight = tf.Variable([1.0, 1.0])
+        >>> opt = LossScaledOptimizer(tf.compat.v1.train.GradientDescentOptimizer(1.0))
+        >>> pairs = opt.compute_gradients(lambda: tf.reduce_sum(weight * [3.0, 4.0]), var_list=[weight])
+        >>> pairs[0][0].numpy()
+        array([3., 4.], dtype=float32)
+        >>> opt.apply_gradients([(tf.clip_by_norm(grad, 1.0), one) for grad, one in pairs])
+        >>> weight.numpy().round(4)
+        array([0.4, 0.2], dtype=float32)
+
+        Arguments and errors are those of ``tf.compat.v1.train.Optimizer``, and the errors of `LossScaler.scale`.
+        """
+        scaled = (lambda: self.scaler.scale(loss())) if callable(loss) else self.scaler.scale(loss)
+        pairs: list[tuple[Any, Any]] = self.inner.compute_gradients(scaled, *args, **kwargs)
+        grads = [grad for grad, _ in pairs]
+        if not self.scaler.settings.check or all(grad is None for grad in grads):
+            return pairs
+        plain, finite = self.scaler.unscale(grads)
+        self._unscaled.remember(grads, plain, finite)
+        return [(grad, variable) for grad, (_, variable) in zip(plain, pairs, strict=True)]
+
+    def apply_gradients(
+        self, grads_and_vars: Iterable[tuple[Any, Any]], global_step: Any = None, name: str | None = None
+    ) -> tf.Operation | None:
+        """Run one step: unscale scaled gradients, test, clip, update or skip, advance the loss scale.
+
+        Args:
+            grads_and_vars: the result of `compute_gradients`, clipped or not; or gradients of a loss that `scale_loss`
+                scaled.
+            global_step: a variable that counts applied steps.
+            name: name of the operation.
+
+        Returns:
+            In a graph, the operation that runs the step; in eager code None, since the step has run.
+
+        Raises:
+            LossScaleError: in eager code on the CPU; otherwise see `last_step`.
+            UsageError: `compute_gradients` was called in another function.
+        """
+        pairs = list(grads_and_vars)
+        finite = self._unscaled.claim([grad for grad, _ in pairs])
+        result = self.scaler.step(self.inner, pairs, unscaled=finite, global_step=global_step, name=name)
+        return None if tf.executing_eagerly() else tf.group(result.scale, name=name)
+
+    @property
+    def loss_scale(self) -> float:
+        """Return the same as `LossScaler.loss_scale`."""
+        return self.scaler.loss_scale
+
+    @property
+    def last_step(self) -> StepResult:
+        """Return the same as `LossScaler.last_step`."""
+        return self.scaler.last_step
+
+    def variables(self) -> list[tf.Variable]:
+        """Return the inner optimizer's variables, the loss scale with its counters, and the master weights."""
+        return [*self.inner.variables(), *self.scaler.variables]
+
+    def get_slot(self, var: tf.Variable, name: str) -> tf.Variable | None:
+        """Return the inner optimizer's slot for a variable."""
+        # `get_slot_names` is not forwarded: a checkpoint would find the inner optimizer's slots twice, and fail.
+        return self.inner.get_slot(var, name)
+
+
+def _check_optimizer(optimizer: Any) -> None:
+    wrappers = LossScaledOptimizer | tf.compat.v1.mixed_precision.MixedPrecisionLossScaleOptimizer
+    if isinstance(optimizer, wrappers):
+        raise wrapped_already(type(optimizer).__qualname__)
+    if not isinstance(optimizer, tf.compat.v1.train.Optimizer):
+        is_keras_2 = any(kind.__module__.partition(".")[0] == "tf_keras" for kind in type(optimizer).__mro__)
+        keras = "an optimizer of Keras 3 (this one is of Keras 2, tf_keras)" if is_keras_2 else "a Keras 3 optimizer"
+        raise no_optimizer(
+            optimizer,
+            allowed=f"an instance of tf.compat.v1.train.Optimizer, or {keras}; any other with apply_gradients is "
+            "stepped by polyamp.backends.tensorflow.LossScaler",
+        )

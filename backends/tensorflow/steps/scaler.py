@@ -1,0 +1,295 @@
+"""`LossScaler`: all parts of a mixed-precision step in order, around any optimizer with ``apply_gradients``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from polyamp.backends.tensorflow.steps.gradients import (
+    SIXTEEN_BIT,
+    all_finite,
+    as_dtype,
+    clip_factor,
+    multiplied,
+    unscaled,
+)
+from polyamp.backends.tensorflow.steps.marks import apply_gradients, decision, outside_update_scope, update_scope
+from polyamp.backends.tensorflow.steps.masters import MasterWeights
+from polyamp.backends.tensorflow.steps.replicas import after, all_replicas, summed, update_if
+from polyamp.choices import check_master_weights
+from polyamp.errors import InvalidTypeError, UsageError
+from polyamp.limits import NONFINITE_LOSS, report_limits, report_nonfinite_loss
+from polyamp.loss_scale import LossScale, LossScaleState, advance, on_host
+from polyamp.policy import Policy
+from polyamp.policy import policy as make_policy
+from polyamp.refusals import no_loss
+from polyamp.result import StepResult
+from polyamp.verbs import norm_limit
+
+_SCALING_ALREADY = {"LossScaleOptimizer", "LossScaledOptimizer", "MixedPrecisionLossScaleOptimizer"}
+
+
+class LossScaler(tf.Module):
+    """A scaler of losses that also runs steps: unscale, test, clip, update or skip, advance the loss scale.
+
+    It is for loops around ``tf.GradientTape``, eager or in a ``tf.function`` (``jit_compile=True`` too), and for graphs
+    of a ``Session``, without a host sync. The state and the master weights are variables: a ``tf.train.Checkpoint`` of
+    the scaler saves them.
+
+    >>> weight, scaler = tf.Variable([1.0, 1.0]), LossScaler("mixed_float16", max_grad_norm=1.0)
+    >>> sgd = tf.compat.v1.train.GradientDescentOptimizer(0.5)
+    >>> with tf.GradientTape() as tape:
+    ...     scaled = scaler.scale(tf.reduce_sum(weight * [3.0, 4.0]))
+    >>> scaler.step(sgd, [(tape.gradient(scaled, weight), weight)])
+    StepResult(applied=True, scale=65536.0, skipped_in_a_row=0)
+    >>> weight.numpy()
+    array([0.7, 0.6], dtype=float32)
+
+    Args:
+        settings: a `polyamp.LossScale`; or a policy or its name, to use its loss scale; None is the current policy.
+        max_grad_norm: clip unscaled gradients to this global L2 norm (of their sum, if replicas share a step).
+        master_weights: train float32 copies of 16-bit variables; False updates the variables themselves.
+        name: name of the module.
+
+    Raises:
+        InvalidTypeError: ``settings`` is none of these.
+        InvalidValueError: ``max_grad_norm`` is not a positive finite number.
+    """
+
+    def __init__(
+        self,
+        settings: LossScale | Policy | str | None = None,
+        max_grad_norm: float | None = None,
+        *,
+        master_weights: bool | None = None,
+        name: str = "loss_scaler",
+    ) -> None:
+        chosen = settings if isinstance(settings, LossScale) else make_policy(settings).loss_scale
+        super().__init__(name=name)
+        self.settings = chosen.in_float32()
+        self.compute = None if isinstance(settings, LossScale) else make_policy(settings).compute
+        self._has_bad_loss = False
+        self.max_grad_norm = norm_limit(max_grad_norm, where="LossScaler(max_grad_norm=)")
+        names = ("loss_scale", *LossScaleState._fields[1:])
+        self.scalars = list(map(_new_scalar, names, self.settings.initial_state()))
+        check_master_weights(master_weights)
+        self._masters = None if master_weights is False else MasterWeights()
+
+    def scale(self, loss: Any) -> tf.Tensor:
+        """Return the loss in float32 (float64 stays) times the loss scale.
+
+        A loss that is inf or NaN is scaled by inf, so that the step is skipped whatever the gradients are.
+
+        >>> float(LossScaler(LossScale(init=8.0)).scale(tf.constant(2.0)))
+        16.0
+
+        Raises:
+            InvalidTypeError: the loss is not a floating-point tensor.
+            NonFiniteLossError: the loss is inf or NaN under ``nonfinite_loss="raise"``, as an eager tensor on the CPU.
+
+        Warns:
+            PolyampWarning: the loss is inf or NaN, as an eager tensor on the CPU.
+        """
+        if not self.settings.check:
+            return loss
+        tensor = _floating(loss)
+        finite = all_finite([tensor])
+        self._has_bad_loss = False
+        if not tf.is_symbolic_tensor(tensor) and _is_on_cpu(tensor) and not finite:
+            self._has_bad_loss = True
+            report_nonfinite_loss(self.settings, compute=self.compute, found=tensor.numpy(), stacklevel=3)
+        wide = tf.cast(tensor, tf.float32) if tensor.dtype in SIXTEEN_BIT else tensor
+        scale = tf.convert_to_tensor(self.scalars[0])
+        return wide * tf.cast(tf.where(finite, scale, float("inf")), wide.dtype)
+
+    def unscale(self, grads: Sequence[Any]) -> tuple[list[Any], tf.Tensor]:
+        """Return unscaled gradients, in float32 or wider, and whether they all were finite in every replica.
+
+        It is for loops that inspect gradients or update by hand; `step` calls it itself.
+
+        >>> grads, finite = LossScaler(LossScale(init=8.0)).unscale([tf.constant([16.0, float("inf")])])
+        >>> grads[0].numpy(), bool(finite)
+        (array([ 2., inf], dtype=float32), False)
+
+        Args:
+            grads: gradients of the scaled loss: tensors, ``tf.IndexedSlices`` or None.
+        """
+        if not self.settings.check:
+            return list(grads), tf.constant(True)
+        with update_scope():
+            scale = tf.convert_to_tensor(self.scalars[0])
+            return unscaled(grads, scale, self.settings.max), decision(all_replicas(all_finite(grads)))
+
+    def step(
+        self, optimizer: Any, grads_and_vars: Iterable[tuple[Any, Any]], *, unscaled: Any = None, **options: Any
+    ) -> StepResult:
+        """Update with the gradients of the scaled loss, or skip, and advance the loss scale.
+
+        Args:
+            optimizer: any object with ``apply_gradients(grads_and_vars)``, from ``tf.compat.v1.train``, Keras or you.
+            grads_and_vars: pairs of a gradient of the scaled loss, or None, and its variable.
+            unscaled: if the gradients come from `unscale`, clipped or not: its second result, whether they all were
+                finite.
+            **options: options of ``apply_gradients``.
+
+        Returns:
+            What the step did. In a graph its properties are tensors; in a graph of a ``Session``, running one of them
+            runs the step.
+
+        Raises:
+            InvalidTypeError: ``optimizer`` is not an optimizer.
+            LossScaleError: from `polyamp.limits.report_limits`, in eager code on the CPU.
+            UsageError: the optimizer scales losses itself.
+        """
+        _check_optimizer(optimizer)
+        pairs = list(grads_and_vars)
+        variables = [variable for _, variable in pairs]
+
+        def update(chosen: Sequence[Any]) -> Any:
+            return self._update(optimizer, chosen, variables, options)
+
+        with update_scope():
+            return self._step(update, [grad for grad, _ in pairs], unscaled)
+
+    @property
+    def has_masters(self) -> bool:
+        """Return whether `step` trains float32 copies of 16-bit variables."""
+        return self._masters is not None
+
+    @property
+    def state(self) -> LossScaleState:
+        """Return the scalars as tensors, which are symbolic in a graph."""
+        return LossScaleState(*map(tf.convert_to_tensor, self.scalars))
+
+    @property
+    def loss_scale(self) -> float:
+        """Return the scale of the next loss, outside graphs. Waits for the device."""
+        return float(self.scalars[0].numpy())
+
+    @property
+    def last_step(self) -> StepResult:
+        """Return what the last step did.
+
+        In eager code, reading it waits for the device and reports the limits ``LossScale(on_min=, max_skips=)``, which
+        a compiled step cannot do. In a graph its properties are tensors.
+
+        Raises:
+            LossScaleError: from `polyamp.limits.report_limits`.
+        """
+        if not tf.executing_eagerly():
+            return StepResult(self.state)
+        return StepResult(self._reported(), explain=self._why())
+
+    def save_loss_scale(self) -> dict[str, Any]:
+        """Return the loss-scale state as JSON, in the form that all frameworks share. Outside graphs."""
+        return self.settings.to_state_dict(self.state)
+
+    def load_loss_scale(self, saved: Mapping[str, Any]) -> None:
+        """Continue from a state that `save_loss_scale` returned, in any framework. Outside graphs.
+
+        Raises:
+            StateError: it is of another kind, lacks fields, or is outside the settings; nothing is changed.
+        """
+        self._assign(self.settings.from_state_dict(saved))
+
+    def _step(self, update: Callable[[Sequence[Any]], Any], grads: Sequence[Any], was_finite: Any) -> StepResult:
+        plain, finite = self.unscale(grads) if was_finite is None else self._tested(grads, was_finite)
+        if self.max_grad_norm is not None:
+            plain = multiplied(plain, clip_factor(summed(plain), self.max_grad_norm))
+        if not self.settings.check:
+            return self._result(self.state, [update(plain)])
+        if tf.executing_eagerly() and _is_on_cpu(finite):
+            update_if(finite, update, plain)
+            return StepResult(self._advanced_on_host(bool(finite)), explain=self._why())
+        state = advance(self.settings, self.state, finite, _where)
+        applied = update_if(finite, update, plain)
+        with after([applied]):  # and therefore after the unscaling has read the scale
+            return self._result(state, self._assign(state))
+
+    def _tested(self, grads: Sequence[Any], was_finite: Any) -> tuple[list[Any], tf.Tensor]:
+        """Return unscaled gradients in float32 or wider, and whether they are still finite."""
+        wide = multiplied(grads, tf.constant(1.0))
+        return wide, decision(tf.logical_and(was_finite, all_replicas(all_finite(wide))))
+
+    def _advanced_on_host(self, finite: bool) -> LossScaleState:
+        """Advance the state in Python, which takes a hundredth of the time of eager operations."""
+        before = on_host(self.state)
+        state = advance(self.settings, before, finite)
+        for variable, value, old in zip(self.scalars, state, before, strict=True):
+            if value != old:
+                variable.assign(value, read_value=False)
+        report_limits(self.settings, state)
+        return state
+
+    def _update(self, optimizer: Any, grads: Sequence[Any], variables: list[Any], options: dict[str, Any]) -> Any:
+        with outside_update_scope():
+            trained = self._masters.trained(variables) if self._masters else variables
+        with after(MasterWeights.follow(variables, trained)):
+            pairs = [(as_dtype(grad, one.dtype), one) for grad, one in zip(grads, trained, strict=True)]
+            done = apply_gradients(optimizer, pairs, options)
+        with after([done]):
+            return tf.group(*MasterWeights.round_into(variables, trained))
+
+    def _assign(self, state: LossScaleState) -> list[Any]:
+        pairs = zip(self.scalars, state, strict=True)
+        return [variable.assign(tf.cast(value, variable.dtype), read_value=False) for variable, value in pairs]
+
+    def _result(self, state: LossScaleState, operations: list[Any]) -> StepResult:
+        if tf.executing_eagerly() and _is_on_cpu(state.scale):
+            return StepResult(self._reported(), explain=self._why())
+        with after(operations):
+            return StepResult(LossScaleState(*map(tf.identity, state)))
+
+    def _why(self) -> Callable[[], str] | None:
+        return (lambda: NONFINITE_LOSS) if self._has_bad_loss else None
+
+    def _reported(self) -> LossScaleState:
+        state = on_host(self.state)
+        report_limits(self.settings, state)
+        return state
+
+
+def _new_scalar(name: str, value: float) -> tf.Variable:
+    # Counters have 64 bits: TensorFlow keeps 32-bit integers in host memory, where programs that XLA compiled for a GPU
+    # cannot reach them. Aggregation would merge the replicas' values; they compute the same ones and do not need it.
+    dtype = tf.float32 if isinstance(value, float) else tf.int64
+    return tf.Variable(value, trainable=False, dtype=dtype, name=name, aggregation=tf.VariableAggregation.NONE)
+
+
+def _where(condition: Any, if_true: Any, if_false: Any) -> tf.Tensor:
+    """Select like ``tf.where``; a Python number gets the type of the tensor next to it."""
+    dtype = next((value.dtype for value in (if_true, if_false) if tf.is_tensor(value)), tf.int64)
+    return tf.where(condition, tf.cast(if_true, dtype), tf.cast(if_false, dtype))
+
+
+def _is_on_cpu(tensor: tf.Tensor) -> bool:
+    return tf.DeviceSpec.from_string(tensor.device).device_type == "CPU"
+
+
+def _floating(loss: Any) -> tf.Tensor:
+    dtype = getattr(loss, "dtype", None) if tf.is_tensor(loss) else None
+    if dtype is not None and dtype.is_floating:
+        return tf.convert_to_tensor(loss)
+    found = type(loss).__name__ if dtype is None else f"a tensor of {dtype.name}"
+    raise no_loss(found, allowed="a floating tf.Tensor")
+
+
+def _check_optimizer(optimizer: Any) -> None:
+    kinds = type(optimizer).__mro__
+    if not callable(getattr(optimizer, "apply_gradients", None)):
+        raise InvalidTypeError(
+            "no optimizer",
+            where="step(optimizer, ...)",
+            found=f"{kinds[0].__module__}.{kinds[0].__qualname__}",
+            allowed="an object with apply_gradients(grads_and_vars)",
+            fix="give an optimizer of tf.compat.v1.train or of Keras, or write that method",
+        )
+    if _SCALING_ALREADY & {kind.__name__ for kind in kinds}:
+        raise UsageError(
+            "this optimizer scales losses itself",
+            where="step(optimizer, ...)",
+            found=kinds[0].__qualname__,
+            fix="give the plain optimizer, or use the wrapped one without a LossScaler",
+        )

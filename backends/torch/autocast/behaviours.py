@@ -1,0 +1,206 @@
+"""What autocast does with each operator in a region, and which operators have to be overridden for that.
+
+Native autocast has a list of operators per device type (`native_lists`). An operator is overridden where a policy's
+rule asks for something else, and in a few cases without a rule:
+
+>>> lower_softmax = Region(torch.bfloat16, (Rule("softmax", "lower"),))
+>>> behaviour("aten::softmax.int", lower_softmax, "cpu") is casts.lower  # the rule
+True
+>>> behaviour("aten::mm", lower_softmax, "cpu") is None  # native autocast does it
+True
+>>> behaviour("aten::var", lower_softmax, "cpu") is casts.full  # it squares its inputs, and no list has it
+True
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import cache
+from typing import Any
+
+import torch
+
+from polyamp.backends.torch import unstable
+from polyamp.backends.torch.autocast import casts
+from polyamp.backends.torch.autocast.native_lists import TORCH_VERSION, category, existing, known, registered
+from polyamp.backends.torch.autocast.regions import Region
+from polyamp.backends.torch.operations import canonical
+from polyamp.errors import warn_once
+from polyamp.operations import OPERATIONS
+from polyamp.rules import TABLE, Rule, decide
+
+Behaviour = Callable[..., casts.Call]
+
+_OF_CLASS: dict[str, Behaviour] = {
+    "lower": casts.lower,
+    "inner": casts.inner,
+    "full": casts.full,
+    "promote": casts.widest,
+    "follow": casts.widest,  # eager code does not know where its inputs came from
+    "neutral": casts.widest,
+    "keep": casts.as_written,
+}
+
+# The native categories that already do what a class asks for; then nothing is overridden.
+_DOES: dict[str, set[str]] = {
+    "lower": {"lower"},
+    "inner": set(),
+    "full": {"full", "full_dtype", "full_overload"},
+    "promote": set(),  # native kernels refuse float16 next to bfloat16
+    "follow": {"unlisted"},
+    "neutral": {"unlisted"},
+    "keep": {"unlisted"},
+}
+
+_CLASS_OF_LIST = {"lower": "lower", "full": "full", "full_dtype": "full", "full_overload": "full", "promote": "promote"}
+
+# These promote their inputs themselves. Native autocast's kernels do so first, and refuse what the operators accept.
+PROMOTING = frozenset({"aten::cat", "aten::stack", "aten::addcmul", "aten::addcdiv", "aten::atan2"})
+
+# Not in native lists, so these run in the type of their input, and square it: 300 overflows.
+_FULL_HERE = frozenset({"variance"})
+
+_ONLY_ON_CUDA = {
+    "aten::_cudnn_rnn",
+    "aten::cudnn_convolution",
+    "aten::cudnn_convolution_transpose",
+    "aten::_scaled_dot_product_flash_attention",
+    "aten::_thnn_fused_gru_cell",
+    "aten::_thnn_fused_lstm_cell",
+}
+
+
+def behaviour(operator: str, region: Region, device_type: str) -> Behaviour | None:
+    """Return what to do with an operator in a region; None to leave it to native autocast."""
+    native = category(operator, device_type)
+    op_class, reason = decide(region.rules, class_name(operator))
+    if reason == TABLE or not any(rule.matches(class_name(operator)) for rule in region.rules):
+        return _without_rule(operator, native, region, device_type)
+    if native == "unknown":
+        warn_once(
+            f"{operator} is in native autocast's list of torch {torch.__version__}, which is newer than the list that "
+            f"polyamp knows (torch {TORCH_VERSION}): {reason} does not reach it. Update polyamp."
+        )
+        return None
+    return None if native in _DOES[op_class] else _OF_CLASS[op_class]
+
+
+def _without_rule(operator: str, native: str, region: Region, device_type: str) -> Behaviour | None:
+    if native == "promote":
+        return None if operator in PROMOTING else casts.widest
+    if class_name(operator) in _FULL_HERE and native == "unlisted":
+        return casts.full
+    on_cuda = _as_on_cuda(operator) if device_type == "cpu" and region.dtype is torch.float16 else None
+    return _OF_CLASS[on_cuda] if on_cuda else None
+
+
+def _as_on_cuda(operator: str) -> str | None:
+    """Return an operator's class in CUDA's list, if the CPU's list does not have it and the CPU can run it."""
+    if category(operator, "cpu") != "unlisted" or operator in _ONLY_ON_CUDA or _has_named_dimensions(operator):
+        return None
+    return _CLASS_OF_LIST.get(known("cuda").get(operator, ""))
+
+
+def _has_named_dimensions(operator: str) -> bool:
+    return "dimname" in operator.lower() or ".names" in operator
+
+
+def overridden_without_rule(region: Region, device_type: str) -> Iterator[str]:
+    """Yield the operators that a region overrides whatever its rules: those that `_without_rule` is about."""
+    for name in registered(device_type) - PROMOTING:
+        if category(name, device_type) == "promote" and not _has_named_dimensions(name):
+            yield name
+    if device_type == "cpu" and region.dtype is torch.float16:
+        yield from (name for name in known("cuda").keys() & existing() if _as_on_cuda(name))
+    yield from (name for operation in _FULL_HERE for name in _index()[operation])
+
+
+def overridden_by_rules(region: Region, device_type: str) -> Iterator[str]:
+    """Yield the operators that a region's rules override."""
+    for rule in region.rules:
+        for name in operators_of(rule.pattern):
+            if behaviour(name, region, device_type) is not None:
+                yield name
+
+
+@cache
+def native_classes(device_type: str, dtype: torch.dtype) -> dict[str, frozenset[str]]:
+    """Return the classes that canonical operations have under autocast without rules, by any of their operators.
+
+    >>> sorted(native_classes("cpu", torch.bfloat16)["matmul"]), "exp" in native_classes("cpu", torch.bfloat16)
+    (['lower'], False)
+    >>> native_classes("cpu", torch.float16)["exp"]
+    frozenset({'full'})
+    """
+    found: dict[str, set[str]] = {}
+    for name in existing():
+        op_class = _CLASS_OF_LIST.get(category(name, device_type))
+        if op_class is None and device_type == "cpu" and dtype is torch.float16:
+            op_class = _as_on_cuda(name)
+        if class_name(name) in _FULL_HERE:
+            op_class = "full"
+        if op_class is not None:
+            found.setdefault(class_name(name), set()).add(op_class)
+    return {name: frozenset(classes) for name, classes in found.items()}
+
+
+# Names of operators.
+
+
+def class_name(operator: str) -> str:
+    """Return the name by which rules know an operator: the canonical one; for users' operators their own.
+
+    >>> class_name("aten::softmax.int"), class_name("mylib::gelu.default"), class_name("mylib::gelu")
+    ('softmax', 'mylib::gelu', 'mylib::gelu')
+    """
+    return canonical(operator) or operator.partition(".")[0]
+
+
+def operators_of(pattern: str) -> list[str]:
+    """Return the operators that a rule's pattern names and that can be overridden."""
+    rule = Rule(pattern, "keep")
+    return [name for operation, names in _index().items() if rule.matches(operation) for name in names]
+
+
+@cache
+def _index() -> dict[str, list[str]]:
+    """Return every operator that can be overridden, by canonical name."""
+    index: dict[str, list[str]] = {}
+    for name in unstable.all_operators():
+        operation = canonical(name) if name.startswith("aten::") else None
+        if operation is not None and OPERATIONS[operation].op_class != "keep" and _can_be_overridden(name):
+            index.setdefault(operation, []).append(name)
+    return index
+
+
+_LEFT_OUT = {"_scaled_mm", "_grouped_mm"}  # their inputs have 8 bits, and scales
+
+
+def _can_be_overridden(name: str) -> bool:
+    """Return whether an operator runs forward, takes tensors, and neither changes nor aliases its arguments.
+
+    A view of a 16-bit value has to stay a 16-bit value.
+    """
+    base, _, overload = name.removeprefix("aten::").partition(".")
+    if base.endswith("_") or "backward" in base or base in _LEFT_OUT:
+        return False
+    if "out" in overload or _has_named_dimensions(name):
+        return False
+    arguments = unstable.schema_arguments(overload_named(name))
+    types = [str(argument.type) for argument in arguments]
+    return (
+        not any(argument.alias_info is not None for argument in arguments)
+        and any("Tensor" in one for one in types)
+        and not any("Generator" in one for one in types)
+    )
+
+
+def overload_named(name: str) -> Any:
+    """Return an operator's overload by its name.
+
+    >>> overload_named("aten::mm")
+    <OpOverload(op='aten.mm', overload='default')>
+    """
+    namespace, _, rest = name.partition("::")
+    base, _, overload = rest.partition(".")
+    return getattr(getattr(getattr(torch.ops, namespace), base), overload or "default")

@@ -1,0 +1,143 @@
+"""The compiled kernels of overridden operations (``csrc/autocast.cpp``), used if the extension is.
+
+They replace the kernels of `overrides` and `weights`, and cost a fraction. They ask Python for two things: the region
+of a function that runs again, and what a region does with an operator. They remember the second.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Callable
+from enum import IntEnum
+from typing import Any
+
+from polyamp.backends.torch import unstable
+from polyamp.backends.torch.autocast import frames
+from polyamp.backends.torch.autocast.regions import LIMIT, MARKED, Region, numbered
+from polyamp.backends.torch.building import extension
+from polyamp.errors import ExtensionError
+
+
+class Behaviour(IntEnum):
+    """The treatments of an operation's tensors, by their numbers in ``csrc/autocast.cpp``, where 0 is undecided.
+
+    >>> Behaviour.NATIVE
+    <Behaviour.NATIVE: 1>
+    """
+
+    NATIVE = 1
+    FLOAT16 = 2
+    BFLOAT16 = 3
+    FLOAT32 = 4
+    WIDEST = 5
+    AS_WRITTEN = 6
+    INNER_FLOAT16 = 7
+    INNER_BFLOAT16 = 8
+
+
+Choice = Callable[[Region | None], Behaviour]
+
+_UNKNOWN_REGION = -2
+_Choose = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64, ctypes.c_int64)
+
+
+class Kernels:
+    """The loaded library; a process has one, since its registrations stay."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        # A PyDLL keeps the interpreter's lock: releasing it would take longer than these functions.
+        self._library = ctypes.PyDLL(library._name, handle=library._handle)
+        self._registered: list[tuple[str, Choice]] = []
+        self._choose = _Choose(self._answer)
+        self.state = self._function("state", ctypes.c_int64)
+        self.become = self._function("become", None, ctypes.c_int64, ctypes.c_int64)
+        self.forget = self._function("forget", None)
+        self.forgotten = self._function("forgotten", ctypes.c_int64)
+        set_up = self._registering("set_up", ctypes.c_char_p, ctypes.c_char_p, ctypes.c_int64, _Choose)
+        self._override = self._registering("override", *[ctypes.c_char_p] * 2, ctypes.c_int64, *[ctypes.c_int] * 2)
+        self._watch = self._registering("watch", ctypes.c_char_p, ctypes.c_char_p)
+        first, second = MARKED
+        set_up(first.encode(), second.encode(), LIMIT, self._choose)
+
+    def override(self, name: str, device_type: str, choice: Choice, *, listed: bool, only_the_first: bool) -> None:
+        """Register a kernel for an operator on one device type.
+
+        Args:
+            name: the operator, as ``aten::softmax.int``.
+            device_type: the device type whose autocast it belongs to.
+            choice: returns what to do with it in a region.
+            listed: whether native autocast's kernel runs where the region does not override it.
+            only_the_first: whether only the first argument is cast.
+        """
+        self._registered.append((device_type, choice))
+        self._override(name.encode(), device_type.encode(), len(self._registered) - 1, listed, only_the_first)
+
+    def watch(self, name: str, device_type: str) -> None:
+        """Register a kernel that drops casts of weights when an operator updates its first argument."""
+        self._watch(name.encode(), device_type.encode())
+
+    @unstable.never_compiled
+    def _answer(self, index: int, number: int) -> int:
+        device_type, choice = self._registered[index]
+        region = frames.current(device_type) if number == _UNKNOWN_REGION else numbered(number)
+        return choice(region)
+
+    def _function(self, name: str, result: Any, *arguments: Any) -> Any:
+        function = getattr(self._library, f"polyamp_autocast_{name}")
+        function.restype, function.argtypes = result, arguments
+        return function
+
+    def _registering(self, name: str, *arguments: Any) -> Callable[..., None]:
+        function = self._function(name, ctypes.c_char_p, *arguments)
+
+        def register(*values: Any) -> None:
+            failure = function(*values)
+            if failure is not None:
+                raise _not_registered(values[0].decode(), failure.decode())
+
+        return register
+
+
+_lock = threading.Lock()
+_kernels: Kernels | None = None
+
+
+def kernels(*, required: bool = True) -> Kernels | None:
+    """Return the compiled kernels, and load them at the first call; None if the extension is not in use.
+
+    Args:
+        required: see `extension.library`.
+
+    Raises:
+        ExtensionError: the extension is required and missing, or PyTorch refuses its kernels.
+    """
+    global _kernels
+    with _lock:
+        if _kernels is None:
+            library = extension.library("autocast", required=required)
+            if library is not None:
+                _kernels = Kernels(library)
+                frames.mirror_in(_kernels)
+        return _kernels
+
+
+def forget_casts() -> None:
+    """Drop the casts that the kernels keep for this thread."""
+    if _kernels is not None:
+        _kernels.forget()
+
+
+def forgotten() -> int:
+    """Return how often the kernels have dropped this thread's casts."""
+    return 0 if _kernels is None else int(_kernels.forgotten())
+
+
+def _not_registered(name: str, failure: str) -> ExtensionError:
+    return ExtensionError(
+        "PyTorch refused the compiled autocast kernel",
+        where=f"autocast(policy), for {name}",
+        found=failure.partition("\n")[0],
+        allowed="a library that was built for this torch",
+        fix="build it again: python -m polyamp.backends.torch.build, or set POLYAMP_EXTENSION=off",
+    )

@@ -1,0 +1,168 @@
+"""`autocast(policy)`: native autocast on every device type, with overrides for operations that the rules change."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ContextDecorator, contextmanager, nullcontext
+from functools import cache
+from typing import Any
+
+import torch
+
+from polyamp.backends.torch import unstable
+from polyamp.backends.torch.autocast import frames, overrides, path_rules, weights
+from polyamp.backends.torch.autocast.regions import ACCELERATOR, DEVICE_TYPES, MARKED, Marks, Region, mark_of
+from polyamp.backends.torch.devices import report_slow
+from polyamp.backends.torch.dtypes import DTYPES, SIXTEEN_BIT
+from polyamp.dialects import default_rules
+from polyamp.errors import UnsupportedError, warn_once
+from polyamp.policy import Policy
+from polyamp.policy import policy as make_policy
+from polyamp.rules import Rule
+
+
+@unstable.never_compiled
+def autocast(policy: Policy | str) -> Entered | AbstractContextManager[None]:
+    """Run operations in the formats of a policy. Native autocast's lists apply wherever no rule matches.
+
+    A region belongs to the thread that enters it, also holds in functions that activation checkpointing runs again, and
+    can be entered around and inside code under ``torch.compile(fullgraph=True)``. Enter a new one each time;
+    `polyamp.autocast` returns an object that can be entered many times. In float16 on the CPU, CUDA's list applies to
+    operations that the CPU's list leaves out (exponentials, sums, norms). Operations on float16 and bfloat16 inputs run
+    in float32. A torch.autocast region inside has its own settings; the outer region holds again after it.
+
+    >>> from polyamp import policy
+    >>> low, x = policy("mixed_bfloat16", rules={"softmax": "lower"}), torch.ones(2, 2)
+    >>> with autocast(low):
+    ...     print(torch.mm(x, x).dtype, torch.softmax(x, 0).dtype)
+    torch.bfloat16 torch.bfloat16
+
+    Args:
+        policy: a policy or its name; its ``compute`` format and rules are used. A 32-bit format turns autocast off.
+
+    Raises:
+        UnsupportedError: the ``compute`` format has 8 bits.
+    """
+    if torch.compiler.is_compiling() and isinstance(policy, Policy):
+        return _traced(policy)
+    return Entered(make_policy(policy))
+
+
+class Entered(ContextDecorator):
+    """The context manager that `autocast` returns outside of compiled code.
+
+    Args:
+        policy: the policy of the region.
+        reports: whether to warn, on exit, of rules that matched nothing.
+    """
+
+    def __init__(self, policy: Policy, *, reports: bool = True) -> None:
+        self._policy, self._reports = policy, reports
+        self._entered: list[tuple[frames.Frame, list[torch.autocast], Callable[[], None] | None]] = []
+
+    def _recreate_cm(self) -> Entered:
+        return Entered(self._policy, reports=self._reports)
+
+    @unstable.never_compiled
+    def __enter__(self) -> None:
+        policy = self._policy
+        _check(policy.compute)
+        region = _region_of(policy.param, policy.compute, policy.output, policy.rules)
+        undo = unstable.trace_backward_without_autocast() if frames.casts_here() is None else None
+        native = [_native(device_type, policy.compute) for device_type in DEVICE_TYPES]
+        for context in native:
+            context.__enter__()  # type: ignore[no-untyped-call]
+        if region is not None and region.rules:
+            path_rules.HOOKS.__enter__()
+        self._entered.append((frames.enter(region), native, undo))
+
+    @unstable.never_compiled
+    def __exit__(self, *error: Any) -> None:
+        frame, native, undo = self._entered.pop()
+        frames.leave(frame)
+        for context in reversed(native):
+            context.__exit__(*error)
+        if undo is not None:
+            undo()
+        if frame.region is not None and frame.region.rules:
+            path_rules.HOOKS.__exit__()
+            if error[0] is None and self._reports:
+                path_rules.report_unused(frame.region)
+
+
+def _native(device_type: str, compute: str) -> torch.autocast:
+    dtype = DTYPES[compute]
+    low = dtype in SIXTEEN_BIT
+    usable = dtype if low else torch.bfloat16  # a disabled region still needs a format that the device supports
+    return torch.autocast(device_type, dtype=usable, enabled=low)
+
+
+@contextmanager
+def _traced(policy: Policy) -> Iterator[None]:
+    """Enter a region in the graph that Dynamo captures, which holds only native autocast's own state."""
+    (first, second), marks = MARKED, _traced_mark(*_autocast_fields(policy))
+    there = nullcontext() if ACCELERATOR is None else _native(ACCELERATOR, policy.compute)
+    with (
+        _native("cpu", policy.compute),
+        there,
+        torch.autocast(first, dtype=marks[0], enabled=False),  # enabled, it would refuse the dtype
+        torch.autocast(second, dtype=marks[1], enabled=False),
+    ):
+        yield
+
+
+@unstable.constant_when_compiled
+def _traced_mark(param: str, compute: str, output: str, rules: tuple[tuple[str, str], ...]) -> Marks:
+    _check(compute)
+    region = _region_of(param, compute, output, tuple(Rule(*rule) for rule in rules))
+    if region is not None and region.rules:
+        path_rules.HOOKS.stay()
+    return mark_of(region, traced=True)
+
+
+def _autocast_fields(policy: Policy) -> tuple[str, str, str, tuple[tuple[str, str], ...]]:
+    """Return what autocast needs of a policy, in types that Dynamo compares by value."""
+    return policy.param, policy.compute, policy.output, tuple((rule.pattern, rule.op_class) for rule in policy.rules)
+
+
+@cache
+def _region_of(param: str, compute: str, output: str, rules: tuple[Rule, ...]) -> Region | None:
+    """Return the region of a policy with these formats and rules, after registering the kernels that it needs."""
+    dtype = DTYPES[compute]
+    if dtype not in SIXTEEN_BIT:
+        return None
+    defaults = default_rules(param, compute, output)
+    region = Region(dtype, tuple(rule for rule in rules if rule not in defaults))
+    mark_of(region)  # if this fails, nothing was entered yet
+    weights.watch_optimizers()
+    for device_type in DEVICE_TYPES:
+        overrides.prepare(region, device_type)
+        weights.watch(device_type)
+    return region
+
+
+def _check(compute: str) -> None:
+    if compute.startswith("float8"):
+        raise UnsupportedError(
+            "torch.autocast has no 8-bit formats",
+            where="autocast(policy)",
+            found=compute,
+            allowed="float16, bfloat16, float32",
+            fix="choose one of these formats",
+        )
+    if compute == "tensorfloat32" and torch.get_float32_matmul_precision() == "highest":
+        warn_once(
+            "PyTorch sets TensorFloat-32 for the whole process, so autocast leaves it off. "
+            'Call torch.set_float32_matmul_precision("high") to turn it on.'
+        )
+
+
+def autocast_context(policy: Policy) -> AbstractContextManager[None]:
+    """Return a new `autocast`; warn at the first use of a format if a device here is slow in it."""
+    report_slow(policy.compute)
+    return autocast(policy)
+
+
+def traced_context(policy: Policy) -> AbstractContextManager[None] | None:
+    """Return an `autocast` that Dynamo can trace if it is tracing the caller now; None otherwise."""
+    return autocast(policy) if torch.compiler.is_compiling() else None

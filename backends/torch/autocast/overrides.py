@@ -1,0 +1,185 @@
+"""Registers polyamp's kernels for the operators that a policy's rules change.
+
+A kernel is registered once, at the first region that needs it, and stays in torch's dispatcher for the whole process.
+At every call it looks up the region that it runs in, and calls native autocast's kernel if that does the same. For
+example ``rules={"softmax": "lower"}`` registers a kernel for ``aten::softmax.int`` at ``AutocastCPU``. In the region of
+that policy the kernel casts its input to 16 bits; in every other region, and in `torch.autocast`, it does what native
+autocast does.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import torch
+
+from polyamp.backends.torch import unstable
+from polyamp.backends.torch.autocast import behaviours, boxed, casts
+from polyamp.backends.torch.autocast.behaviours import PROMOTING, Behaviour, behaviour, class_name
+from polyamp.backends.torch.autocast.frames import current
+from polyamp.backends.torch.autocast.native_lists import registered
+from polyamp.backends.torch.autocast.regions import Region
+
+
+def prepare(region: Region, device_type: str) -> None:
+    """Register the operators that a region needs overridden on a device type."""
+    for name in PROMOTING & registered(device_type):
+        leave_to_operator(name, device_type)
+    for name in behaviours.overridden_without_rule(region, device_type):
+        override(name, device_type, required=False)
+    for name in behaviours.overridden_by_rules(region, device_type):
+        override(name, device_type)
+
+
+_lock = threading.Lock()
+_overridden: set[tuple[str, str]] = set()
+_left: dict[tuple[str, str], Any] = {}
+
+
+@cache
+def library(namespace: str) -> Any:
+    """Return the registrations for a namespace of operators, which stay as long as the process."""
+    return torch.library.Library(namespace, "IMPL")  # type: ignore[no-untyped-call]
+
+
+@contextmanager
+def _overriding() -> Iterator[None]:
+    """Suppress a warning that torch shows once for all overrides."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Warning only once for all operators")
+        yield
+
+
+def leave_to_operator(name: str, device_type: str) -> None:
+    """Make native autocast skip an operator, which costs nothing, until a rule overrides it."""
+    with _lock:
+        key = (name, device_type)
+        if key in _left or key in _overridden:
+            return
+        _left[key] = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
+        with _overriding():
+            _left[key].impl(name, torch.library.fallthrough_kernel, unstable.AutocastKey(device_type).name)
+
+
+def override(name: str, device_type: str, *, required: bool = True) -> None:
+    """Register polyamp's kernel for an operator on a device type, compiled if the extension is in use.
+
+    Args:
+        name: the operator.
+        device_type: the device type whose autocast it belongs to.
+        required: whether ``POLYAMP_EXTENSION=require`` applies, as it does if a user's rule asks for the operator.
+    """
+    compiled = boxed.kernels(required=required)
+    with _lock:
+        if (name, device_type) in _overridden:
+            return
+        left = _left.pop((name, device_type), None)
+        if left is not None:
+            unstable.withdraw(left)
+        if compiled is not None:
+            _override_compiled(compiled, name, device_type)
+        else:
+            kernel, key = _kernel(name, device_type), unstable.AutocastKey(device_type).name
+            with _overriding():
+                library("aten").impl(name, kernel, key, with_keyset=True)
+        _overridden.add((name, device_type))
+
+
+def register_custom(op: Any, device_type: str, make_kernel: Callable[[Any, str], Callable[..., Any]]) -> None:
+    """Register a kernel for a user's operator on a device type, unless it has one.
+
+    Args:
+        op: an overload.
+        device_type: the device type whose autocast it belongs to.
+        make_kernel: makes the kernel from both.
+    """
+    with _lock:
+        if (op.name(), device_type) in _overridden:
+            return
+        with _overriding():
+            key = unstable.AutocastKey(device_type).name
+            library(op.namespace).impl(op.name(), make_kernel(op, device_type), key)
+        _overridden.add((op.name(), device_type))
+
+
+def _is_listed(name: str, device_type: str) -> bool:
+    """Return whether native autocast's kernel runs where a region does not override the operator."""
+    return name in registered(device_type) - PROMOTING
+
+
+# Compiled kernels.
+
+
+def _override_compiled(compiled: boxed.Kernels, name: str, device_type: str) -> None:
+    def choice(region: Region | None) -> boxed.Behaviour:
+        found = None if region is None else behaviour(name, region, device_type)
+        return boxed.Behaviour.NATIVE if found is None or region is None else _compiled(found, region.dtype)
+
+    only_the_first = class_name(name) in casts.ONLY_THE_INPUT
+    compiled.override(name, device_type, choice, listed=_is_listed(name, device_type), only_the_first=only_the_first)
+
+
+def _compiled(found: Behaviour, dtype: torch.dtype) -> boxed.Behaviour:
+    if found not in (casts.lower, casts.inner):
+        return _OF_ANY_DTYPE[found]
+    name = "FLOAT16" if dtype is torch.float16 else "BFLOAT16"
+    return boxed.Behaviour[name if found is casts.lower else f"INNER_{name}"]
+
+
+_OF_ANY_DTYPE: dict[Behaviour, boxed.Behaviour] = {
+    casts.full: boxed.Behaviour.FLOAT32,
+    casts.widest: boxed.Behaviour.WIDEST,
+    casts.as_written: boxed.Behaviour.AS_WRITTEN,
+}
+
+
+# Kernels in Python.
+
+
+def _kernel(name: str, device_type: str) -> Callable[..., Any]:
+    op, key = behaviours.overload_named(name), unstable.AutocastKey(device_type)
+    native = _native(name, device_type, op, key)
+    choices: dict[Region, casts.Call | None] = {}
+
+    @unstable.never_compiled
+    def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        region = current(device_type)
+        if region is None:
+            return native(keyset, args, kwargs)
+        if region not in choices:
+            found = behaviour(name, region, device_type)
+            choices[region] = found and found(op, class_name(name), device_type, region.dtype)
+        call = choices[region]
+        if call is None:
+            return native(keyset, args, kwargs)
+        with key.excluded():
+            return call(args, kwargs)
+
+    return kernel
+
+
+def _native(name: str, device_type: str, op: Any, key: unstable.AutocastKey) -> Callable[..., Any]:
+    """Return what runs where an operator is not overridden: native autocast's kernel, or that of the next key."""
+    if _is_listed(name, device_type):
+        kernel = torch.library.get_kernel(name, key.name)
+        return lambda keyset, args, kwargs: kernel.call_boxed(keyset, *args, **kwargs)
+    arguments = unstable.schema_arguments(op)
+    others = [index for index, argument in enumerate(arguments) if index and str(argument.type) == "Tensor"]
+
+    def plain(keyset: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        with key.excluded():
+            return op(*args, **kwargs)
+
+    def composite(keyset: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the operators inside, which autocast by themselves; only a plain call converts numbers to tensors."""
+        for index in others:
+            if index < len(args) and not isinstance(args[index], torch.Tensor):
+                return plain(keyset, args, kwargs)
+        return op.redispatch(keyset & key.below, *args, **kwargs)
+
+    return composite if unstable.is_composite(name) else plain

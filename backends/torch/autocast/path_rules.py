@@ -1,0 +1,265 @@
+"""Rules by the path of a module: while a module runs whose path a rule matches, another region is entered.
+
+Inside that module the rule names operations instead of the module, so that everything else (marks for compiled code,
+functions that run again) is as in any region. With ``rules={"decoder": "full", "head/softmax": "lower"}``:
+
+- inside ``decoder`` the region has the rules ``*: full`` and ``head/softmax: lower``: every operation runs in float32;
+- inside ``head`` it has ``decoder: full`` and ``softmax: lower``;
+- elsewhere the region of the policy holds.
+
+Paths are those inside the outermost module that was called in a region. Hooks on all modules enter and leave these
+regions, from the first region with rules on; Dynamo inlines the hooks.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from polyamp import reports
+from polyamp.backends.torch import unstable
+from polyamp.backends.torch.autocast import custom, frames, overrides
+from polyamp.backends.torch.autocast.regions import DEVICE_TYPES, MARKED, Marks, Region, mark_of, marks_here, set_marks
+from polyamp.backends.torch.tracking import ModuleHooks, Stack, paths_in
+from polyamp.errors import UnsupportedError, warn_once
+from polyamp.operations import OPERATIONS
+from polyamp.rules import Rule
+
+# Which region holds in which module.
+
+_regions: dict[Region, dict[int, Region]] = {}  # by a policy's region and a module's id
+_prepared: set[Region] = set()
+_used: dict[Region, set[Rule]] = {}
+_roots: Counter[Region] = Counter()  # how often the modules of a root were named
+
+
+def _region_in(module: nn.Module, region: Region, root: nn.Module) -> Region | None:
+    """Return the region that begins where a module is called in a region; None if nothing changes there."""
+    policy = region.policy
+    if not policy.rules:
+        return None
+    found = _regions.setdefault(policy, {})
+    if id(module) not in found:
+        for outermost in (module, root):
+            _find_regions(outermost, policy, found)
+    inside = found[id(module)]
+    return None if inside == region else inside
+
+
+def name_modules(root: nn.Module, region: Region) -> None:
+    """Make paths in a region start at a root, also for parts of it that are called alone."""
+    policy = region.policy
+    found = _regions.setdefault(policy, {})
+    if policy.rules and id(root) not in found:
+        _find_regions(root, policy, found)
+
+
+def _find_regions(root: nn.Module, policy: Region, regions: dict[int, Region]) -> None:
+    _roots[policy] += 1
+    matched: dict[int, dict[Rule, Rule]] = {}
+    modules = list(paths_in(root))
+    for path, module in modules:
+        matched.setdefault(id(module), {}).update(_rules_at(policy, path) if path else {})
+    for _, module in modules:
+        if id(module) not in regions:
+            weakref.finalize(module, regions.pop, id(module), None)
+        regions[id(module)] = _region_with(policy, matched[id(module)])
+    _used.setdefault(policy, set()).update(*matched.values())
+
+
+def _rules_at(policy: Region, path: str) -> dict[Rule, Rule]:
+    """Return the policy's rules that match a path, each with the rule about operations that it becomes there.
+
+    >>> rules = Rule("decoder", "full"), Rule("decoder/0/exp", "lower")
+    >>> inside = _rules_at(Region(torch.float16, rules), "decoder.0")
+    >>> inside[rules[0]], inside[rules[1]]
+    (Rule(pattern='*', op_class='full'), Rule(pattern='exp', op_class='lower'))
+    """
+    here: dict[Rule, Rule] = {}
+    for rule in policy.rules:
+        *outer, last = re.split(r"[./]", rule.pattern)
+        if rule.matches("", path):
+            here[rule] = Rule("*", rule.op_class)
+        elif outer and rule.matches(last, path):
+            here[rule] = Rule(last, rule.op_class)
+    return here
+
+
+def _region_with(policy: Region, matched: dict[Rule, Rule]) -> Region:
+    """Return a policy's region in which some rules are replaced."""
+    if not matched:
+        return policy
+    region = Region(policy.dtype, tuple(matched.get(rule, rule) for rule in policy.rules), of=policy.rules)
+    if region not in _prepared:
+        _prepared.add(region)
+        for device_type in DEVICE_TYPES:
+            overrides.prepare(region, device_type)
+    return region
+
+
+# Rules that match nothing.
+
+_reported: dict[Region, int] = {}  # the count of roots when a policy's region was last checked
+
+
+def report_unused(region: Region) -> None:
+    """Warn of a policy's rules that match no operation, and no module that has run in its region."""
+    seen = _roots[region]
+    if not region.rules or _reported.get(region) == seen:
+        return
+    _reported[region] = seen
+    unused = [
+        rule
+        for rule in region.rules
+        if rule not in _used.get(region, ())
+        and (seen or not re.search(r"[./]", rule.pattern))  # a path can only match once modules have run
+        and not any(rule.matches(name) for name in _rulable())
+    ]
+    format_name = str(region.dtype).removeprefix("torch.")
+    reports.report_unused(unused, where=f"autocast to {format_name}", paths="a module")
+
+
+def _rulable() -> Iterator[str]:
+    yield from (name for name, operation in OPERATIONS.items() if operation.op_class != "keep")
+    yield from custom.CLASSES_OF
+
+
+# The hooks.
+
+
+class _Thread(threading.local):
+    def __init__(self) -> None:
+        self.running = Stack[frames.Frame | None]()
+        self.traced: list[tuple[int, Marks]] = []
+        self.planned = 0  # running calls of compiled code whose graphs apply these rules without the hooks
+
+
+_here = _Thread()
+
+
+@contextmanager
+def around_graphs(root: nn.Module | None) -> Iterator[None]:
+    """Surround a call of compiled code whose graphs apply the rules; the hooks only apply them between the graphs.
+
+    Args:
+        root: the module that is called. Paths start there, also for parts of it that are called alone.
+    """
+    region = frames.current()
+    if root is not None and region is not None:
+        name_modules(root, region)
+    _here.planned += 1
+    try:
+        yield
+    finally:
+        _here.planned -= 1
+
+
+@unstable.never_compiled
+def _before(module: nn.Module, inputs: Any) -> None:
+    if not torch.compiler.is_compiling():
+        _enter(module)
+        return
+    marks = _marks_within(id(module)) if _may_change_regions() else None
+    if marks is not None:
+        torch.set_autocast_dtype(MARKED[0], marks[0])
+        torch.set_autocast_dtype(MARKED[1], marks[1])
+
+
+@unstable.never_compiled
+def _after(module: nn.Module, inputs: Any, output: Any) -> None:
+    if not torch.compiler.is_compiling():
+        frame = _here.running.pop(module)
+        if frame is not None:
+            frames.leave(frame)
+        return
+    marks = _marks_behind(id(module)) if _may_change_regions() else None
+    if marks is not None:
+        torch.set_autocast_dtype(MARKED[0], marks[0])
+        torch.set_autocast_dtype(MARKED[1], marks[1])
+
+
+HOOKS = ModuleHooks(_before, _after)
+
+
+def _enter(module: nn.Module) -> None:
+    region = frames.current()
+    if region is not None and region.rules:
+        _stay_for_another_run()
+    running = _here.running.root
+    root = module if running is None else running
+    inside = None if region is None else _region_in(module, region, root)
+    _here.running.push(module, None if inside is None else frames.enter(inside))
+
+
+def _stay_for_another_run() -> None:
+    """Keep the hooks for a checkpointed function, which runs again in the backward pass."""
+    graph = unstable.checkpointing()
+    if graph is not None:
+        HOOKS.stay_for(graph)
+    elif frames.lost_gradients():  # reentrant checkpointing, whose graph is not known here
+        HOOKS.stay()
+
+
+# The hooks in code that Dynamo traces. There, checkpointed functions may not change Python's state. So the functions
+# below run while Dynamo traces, and leave constants in the graph. They know a module by its id, which becomes a guard
+# of the compiled code; so they are only asked if some rule is about modules.
+
+
+@unstable.constant_when_compiled
+def _may_change_regions() -> bool:
+    region = frames.current()
+    policy = None if region is None else region.policy
+    if policy is None or not policy.rules:
+        return False
+    found = _regions.get(policy)
+    return not found or any(inside != policy for inside in list(found.values()))
+
+
+@unstable.constant_when_compiled
+def _marks_within(module_id: int) -> Marks | None:
+    """Return the marks to set before a module; None if its region is the one around it."""
+    region, module = frames.current(), unstable.object_with_id(module_id)
+    inside = None if region is None else _region_in(module, region, module)
+    if inside is None:
+        return None
+    if not unstable.traces_dtype_of_autocast():
+        if not _here.planned:
+            raise _untraceable(module)
+        warn_once(
+            f"before torch 2.11 rules by the path of a module do not hold in a {type(module).__name__} that receives "
+            "16-bit values between two graphs of compiled code."
+        )
+        return None
+    outside = marks_here()
+    _here.traced.append((module_id, outside))
+    unstable.when_tracing_ends(lambda: set_marks(outside))
+    return mark_of(inside, traced=True)
+
+
+@unstable.constant_when_compiled
+def _marks_behind(module_id: int) -> Marks | None:
+    """Return the marks that `_marks_within` found. Entries above its own are left from traces that were given up."""
+    found = [index for index, (entered, _) in enumerate(_here.traced) if entered == module_id]
+    if not found:
+        return None
+    outside = _here.traced[found[-1]][1]
+    del _here.traced[found[-1] :]
+    return outside
+
+
+def _untraceable(module: nn.Module) -> UnsupportedError:
+    return UnsupportedError(
+        "rules by the path of a module need a newer torch in compiled code",
+        where=f"the call of a {type(module).__name__} that such a rule matches, under torch.compile",
+        found=f"torch {torch.__version__}",
+        allowed="torch 2.13",
+        fix='use torch.compile(model, backend="polyamp"), which applies them in the graph',
+    )

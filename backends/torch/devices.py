@@ -1,0 +1,67 @@
+"""PyTorch's devices: what each computes fast, and a warning at first use if one is slow in a policy's format."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from polyamp.backends.torch.building import extension
+from polyamp.devices import fast_on_gpu, report_slow_format, why_not_fast
+
+
+def describe() -> dict[str, Any]:
+    """Return version, devices with the formats that are fast there, the compiled extension, and notes.
+
+    >>> describe()["devices"][-1]["name"][:3]
+    'cpu'
+    """
+    *gpus, cpu = devices()
+    notes = [] if gpus else ["no CUDA device: no Tensor Cores"]
+    notes += [why_not_fast(gpu["name"], gpu["capability"]) for gpu in gpus if not gpu["fast"]]
+    compiled = extension.status()
+    return {
+        "version": torch.__version__,
+        "devices": [*gpus, cpu],
+        "extension": compiled.as_dict(),
+        "notes": [*notes, str(compiled)],
+    }
+
+
+def devices() -> tuple[dict[str, Any], ...]:
+    """Return the GPUs, then the CPU, each with its ``name`` and the formats that are ``fast`` there."""
+    return (*map(_gpu, range(torch.cuda.device_count())), _cpu())
+
+
+_reported: set[str] = set()
+
+
+def report_slow(compute: str, stacklevel: int = 5) -> None:
+    """Warn at the first use of a compute format if a GPU here is slow in it.
+
+    Args:
+        compute: the policy's compute format.
+        stacklevel: as in `warnings.warn`, counted from this function.
+    """
+    if compute not in _reported:
+        _reported.add(compute)
+        for index in range(torch.cuda.device_count()):
+            report_slow_format(_gpu(index), compute, stacklevel=stacklevel + 1)
+
+
+def _gpu(index: int) -> dict[str, Any]:
+    name, capability = torch.cuda.get_device_name(index), torch.cuda.get_device_capability(index)
+    return {
+        "name": f"cuda:{index} {name}",
+        "capability": ".".join(map(str, capability)),
+        "fast": fast_on_gpu(name, capability),
+    }
+
+
+def _cpu() -> dict[str, Any]:
+    able = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}  # not in torch 2.10
+    fast = {"bfloat16": ("avx512_bf16", "amx_bf16"), "float16": ("avx512_fp16", "amx_fp16")}
+    return {
+        "name": f"cpu ({torch.backends.cpu.get_cpu_capability()})",
+        "fast": [name for name, flags in fast.items() if any(able.get(flag) for flag in flags)],
+    }

@@ -1,0 +1,106 @@
+"""The verbs of `polyamp` on PyTorch's optimizers: wrap one, scale a loss, and read, save and load a loss scale."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from polyamp.backends.torch.devices import report_slow
+from polyamp.backends.torch.steps.grad_scaler import GradScaler
+from polyamp.backends.torch.steps.masters import Kind
+from polyamp.backends.torch.steps.optimizer import LossScaledOptimizer
+from polyamp.backends.torch.steps.refusals import named_tensors
+from polyamp.errors import warn_once
+from polyamp.loss_scale import LossScale, LossScaleState, on_host
+from polyamp.policy import Policy
+from polyamp.refusals import no_loss_scale
+
+
+def wrap_optimizer(
+    optimizer: Any,
+    policy: Policy,
+    *,
+    loss_scale: LossScale,
+    max_grad_norm: float | None,
+    master_weights: Kind = None,
+    skip_on_device: bool | None = None,
+    fused_step: bool | None = None,
+    process_group: Any = None,
+    named_parameters: Iterable[tuple[str, torch.Tensor]] = (),
+    share: LossScaledOptimizer | None = None,
+) -> Any:
+    """Return a `LossScaledOptimizer`; for several optimizers in a list, a list of those, which share their loss scales.
+
+    See `LossScaledOptimizer` for the options and errors.
+    """
+    report_slow(policy.compute)
+    options: dict[str, Any] = {"max_grad_norm": max_grad_norm, "master_weights": master_weights}
+    options |= {"skip_on_device": skip_on_device, "fused_step": fused_step, "process_group": process_group}
+    if isinstance(optimizer, list | tuple):
+        return _wrap_all(optimizer, policy, loss_scale, named_parameters, share, options)
+    return _wrap(optimizer, policy, loss_scale, named_parameters=named_parameters, share=share, **options)
+
+
+def _wrap_all(
+    optimizers: Sequence[Any],
+    policy: Policy,
+    loss_scale: LossScale,
+    named_parameters: Iterable[tuple[str, torch.Tensor]],
+    share: LossScaledOptimizer | None,
+    options: Mapping[str, Any],
+) -> list[LossScaledOptimizer]:
+    wrapped: list[LossScaledOptimizer] = []
+    named = named_tensors(named_parameters)
+    for optimizer in optimizers:
+        first = wrapped[0] if wrapped else share
+        one = _wrap(optimizer, policy, loss_scale, named_parameters=named.items(), share=first, **options)
+        wrapped.append(one)
+    return wrapped
+
+
+def _wrap(optimizer: Any, policy: Policy, loss_scale: LossScale, **options: Any) -> LossScaledOptimizer:
+    wrapped = LossScaledOptimizer(optimizer, loss_scale, compute=policy.compute, **options)
+    if policy.needs_master_weights and options["master_weights"] is None and wrapped.masters is None:
+        warn_once(
+            f"policy {policy} stores parameters in {policy.param}, and these parameters are not: "
+            "call polyamp.convert(model, policy) before its optimizer is wrapped."
+        )
+    return wrapped
+
+
+def scale_loss(loss: Any, holder: Any) -> Any:
+    """Return the loss in float32 times the loss scale; see `LossScaledOptimizer.scale`."""
+    return _wrapped(holder, "scale_loss(holder)").scale(loss)
+
+
+def loss_scale_of(holder: Any) -> tuple[LossScale, LossScaleState]:
+    """Return the settings of a `LossScaledOptimizer` or a polyamp `GradScaler`, and its state on the host."""
+    if isinstance(holder, GradScaler):
+        return holder.settings_and_state()
+    scaler = _wrapped(holder, "loss_scale_of(holder)").scaler
+    return scaler.settings, on_host(scaler.state)
+
+
+def save_loss_scale(holder: Any) -> dict[str, Any]:
+    """Return the loss-scale state of a `LossScaledOptimizer` or a polyamp `GradScaler` as JSON values."""
+    settings, state = loss_scale_of(holder)
+    return settings.to_state_dict(state)
+
+
+def load_loss_scale(holder: Any, saved: Mapping[str, Any]) -> Any:
+    """Return the same `LossScaledOptimizer` or polyamp `GradScaler`, with the saved state."""
+    if isinstance(holder, GradScaler):
+        holder.resume(holder.config.from_state_dict(saved))
+    else:
+        _wrapped(holder, "load_loss_scale(holder)").scaler.load(saved)
+    return holder
+
+
+def _wrapped(holder: Any, where: str) -> LossScaledOptimizer:
+    if not isinstance(holder, LossScaledOptimizer):
+        raise no_loss_scale(
+            holder, where=where, allowed="the result of polyamp.wrap_optimizer, or polyamp's GradScaler"
+        )
+    return holder

@@ -1,0 +1,72 @@
+"""Finds the user's line: of a running call, of a stack trace, and for a warning's ``stacklevel``."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+
+import torch
+
+import polyamp
+
+_ADAPTER = str(Path(__file__).parent)
+_LIBRARIES = (str(Path(torch.__file__).parent), str(Path(polyamp.__file__).parent), _ADAPTER)
+_FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)')
+
+
+def is_users(file: str) -> bool:
+    """Return whether a file belongs neither to PyTorch nor to polyamp."""
+    return not file.startswith(_LIBRARIES)
+
+
+def users_line() -> str:
+    """Return the innermost line of the user's code that is running, as ``model.py:12 (forward)``; empty without one."""
+    frame = inspect.currentframe()
+    while frame is not None and not is_users(frame.f_code.co_filename):
+        frame = frame.f_back
+    return "" if frame is None else _shown(frame)
+
+
+def calling_line() -> str:
+    """Return the line of the user's code that called the adapter; empty if a library called it."""
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_code.co_filename.startswith(_ADAPTER):
+        frame = frame.f_back
+    return "" if frame is None or not is_users(frame.f_code.co_filename) else _shown(frame)
+
+
+def users_level() -> int:
+    """Return the ``stacklevel`` with which `polyamp.errors.warn_once`, called here, points at the user's line."""
+    frame, level = inspect.currentframe(), 1
+    while frame is not None and not is_users(frame.f_code.co_filename):
+        frame, level = frame.f_back, level + 1
+    return level
+
+
+def line_in(trace: str) -> str:
+    """Return the user's innermost line in the text of a stack trace, as ``model.py:12 (forward)``; empty without one.
+
+    >>> line_in('  File "/home/me/model.py", line 12, in forward')
+    'model.py:12 (forward)'
+    """
+    found = list(_users_frames(trace))
+    return f"{Path(found[-1]['file']).name}:{found[-1]['line']} ({found[-1]['function']})" if found else ""
+
+
+def line_of_error(error: Exception) -> str:
+    """Return the user's innermost line in one of Dynamo's errors, as ``/path/model.py:12 (forward)``."""
+    stack = getattr(error, "real_stack", None) or ()
+    users = [f"{one.filename}:{one.lineno} ({one.name})" for one in stack if is_users(one.filename)]
+    users += [f"{one['file']}:{one['line']} ({one['function']})" for one in _users_frames(str(error))]
+    return users[-1] if users else "the captured function"
+
+
+def _users_frames(trace: str) -> Iterator[re.Match[str]]:
+    return (frame for frame in _FRAME.finditer(trace) if is_users(frame["file"]))
+
+
+def _shown(frame: FrameType) -> str:
+    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} ({frame.f_code.co_name})"

@@ -1,0 +1,36 @@
+"""The safe range of loss scales."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from polyamp.layout import power
+
+
+class Window(NamedTuple):
+    """The safe range of loss scales, as powers of two: next to nothing is lost, and nothing overflows.
+
+    >>> Window(2.0**7, 2.0**24)
+    Window(2^7 .. 2^24)
+
+    Attributes:
+        low: at smaller scales, a gradient loses more of its L1 mass than is tolerated.
+        high: at larger scales, a gradient comes too near to overflow; this includes the margin.
+    """
+
+    low: float
+    high: float
+
+    @property
+    def is_empty(self) -> bool:
+        """Return whether no scale suits all gradients."""
+        return self.low > self.high
+
+    def __contains__(self, scale: object) -> bool:
+        return isinstance(scale, int | float) and self.low <= scale <= self.high
+
+    def __repr__(self) -> str:
+        return f"Window({self})"
+
+    def __str__(self) -> str:
+        return f"{power(self.low)} .. {power(self.high)}"

@@ -1,0 +1,70 @@
+"""The warnings that say what a policy could not do in a program: the same text in every framework, each shown once.
+
+Each function takes ``where``, the name of the function, model or region, and ``stacklevel`` as in `warnings.warn`,
+counted from the function itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from polyamp.errors import warn_once
+from polyamp.rules import Rule
+
+NO_PRODUCTS = "it has no float32 operation of class lower, such as matmul and conv"
+"""The usual reason why nothing was lowered."""
+
+
+def report_unused(rules: Iterable[Rule], *, where: str, paths: str, of: object = "", stacklevel: int = 2) -> None:
+    """Warn of each rule that matched nothing.
+
+    >>> import warnings
+    >>> with warnings.catch_warnings(record=True) as shown:
+    ...     warnings.simplefilter("always")
+    ...     report_unused([Rule("haed/*", "full")], where="train_step", paths="a module", of="mixed_float16")
+    >>> print(str(shown[0].message).partition(": ")[0])
+    the rule 'haed/*' of mixed_float16 matched nothing in train_step
+
+    Args:
+        rules: these rules.
+        where: what they matched nothing in.
+        paths: what a path may name there besides an operation, with its article.
+        of: the policy; left out where it is not known.
+        stacklevel: as in `warnings.warn`.
+    """
+    for rule in rules:
+        warn_once(
+            f"the rule {rule.pattern!r}{of and f' of {of}'} matched nothing in {where}: it names neither an operation "
+            f"(see docs/operations.md) nor {paths} there. polyamp.explain lists what there is.",
+            stacklevel=stacklevel + 1,
+        )
+
+
+def report_nothing_lowered(
+    verb: str, compute: str, *, where: str, why: str = NO_PRODUCTS, remedy: str = "", stacklevel: int = 2
+) -> None:
+    """Warn that a program runs as it did before.
+
+    Args:
+        verb: what was called: ``rewrite``, ``autocast`` or ``convert``.
+        compute: the format that it was to run in.
+        where: the program.
+        why: the reason.
+        remedy: what to do; by default, to look at the reasons in a plan.
+        stacklevel: as in `warnings.warn`.
+    """
+    remedy = remedy or "polyamp.explain shows the reason for each operation."
+    warn_once(f"{verb} to {compute} changed nothing in {where}: {why}. {remedy}", stacklevel=stacklevel + 1)
+
+
+def report_refused(refused: Mapping[str, str], *, where: str, of: object, stacklevel: int = 2) -> None:
+    """Warn of each rule that asked for what no kernel does.
+
+    Args:
+        refused: what is missing, with the rule; see `polyamp.deciding.Decider.refused`.
+        where: the program.
+        of: the policy.
+        stacklevel: as in `warnings.warn`.
+    """
+    for missing, rule in refused.items():
+        warn_once(f"{rule} of {of} has no effect in {where}: {missing}.", stacklevel=stacklevel + 1)

@@ -1,0 +1,125 @@
+"""Decisions with a memory, and the three warnings that come of them."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+
+import polyamp
+from polyamp import flow as flow_rule
+from polyamp.deciding import Decider, unused_in
+from polyamp.errors import forget_warnings
+from polyamp.flow import CARRIED, INPUT, WEAK, Value, flow
+from polyamp.reports import report_nothing_lowered, report_refused, report_unused
+from polyamp.rules import Rule, decide
+
+
+def decider(rules: dict[str, str] | None = None, name: str = "mixed_float16") -> Decider:
+    return Decider(polyamp.policy(name, rules=rules))
+
+
+def test_decides_as_the_rules_and_the_flow_rule_do() -> None:
+    one = decider({"head/softmax": "lower"})
+    for path in ("", "head", "tail"):
+        decision = one.decide("softmax", path)
+        assert decision == decide(one.policy.rules, "softmax", path)
+        for inputs in ([WEAK], [INPUT], [CARRIED], [Value("low", "matmul")]):
+            assert one.flow("softmax", decision, inputs) == flow("softmax", decision, inputs, "float16")
+
+
+@pytest.mark.parametrize("gradient", [False, True])
+def test_a_question_is_answered_once(monkeypatch: pytest.MonkeyPatch, gradient: bool) -> None:
+    one, asked = decider(), []
+    decision = one.decide("exp")
+    monkeypatch.setattr("polyamp.deciding.flow", lambda *args, **kwargs: asked.append(kwargs) or flow(*args, **kwargs))
+    assert one.flow("exp", decision, [WEAK], gradient=gradient) == one.flow("exp", decision, (WEAK,), gradient=gradient)
+    one.flow("exp", decision, [WEAK], gradient=not gradient)
+    assert asked == [{"gradient": gradient}, {"gradient": not gradient}]
+
+
+def test_a_policy_without_rules_does_not_look_at_paths() -> None:
+    one = decider()
+    assert one.decide("exp", "head") is one.decide("exp", "tail")
+    assert list(one.decisions) == [("exp", "")]
+
+
+def test_default_rules_are_never_unused() -> None:
+    assert decider(name="half").unused == []
+    assert decider({"exp": "lower"}, "half").unused == [Rule("exp", "lower")]
+
+
+def test_a_rule_is_unused_where_no_part_has_a_match() -> None:
+    rules = {"exp": "lower", "head/*": "full", "tail/*": "full"}
+    first, second = decider(rules), decider(rules)
+    first.decide("exp", "body")
+    second.decide("add", "head")
+    assert unused_in([first, second]) == [Rule("tail/*", "full")]
+    assert first.unused == [Rule("head/*", "full"), Rule("tail/*", "full")]
+
+
+def test_constants_are_those_of_the_compute_format() -> None:
+    assert decider().constant(1e-8).unfit == "constant 1e-08 is lost in float16"
+    assert decider(name="mixed_bfloat16").constant(1e-8) == WEAK
+    assert decider().constant() == WEAK
+
+
+def test_only_what_a_rule_asked_for_is_refused() -> None:
+    one = decider({"tanh": "lower"})
+    one.refuse("no float16 kernel for Exp on CPU", one.decide("exp"))
+    one.refuse("no float16 kernel for Tanh on CPU", one.decide("tanh"))
+    assert one.refused == {"no float16 kernel for Tanh on CPU": "rule 'tanh'"}
+
+
+def test_a_sibling_keeps_its_own_record_until_it_is_taken_over() -> None:
+    graph = decider({"tanh": "lower"})
+    graph.not_lowered = {"a reason": "first place"}
+    function = graph.sibling()
+    function.lowered, function.not_lowered = True, {"a reason": "second place", "another": "third place"}
+    function.refuse("no kernel", function.decide("tanh"))
+    assert (graph.lowered, graph.unused, graph.refused) == (False, [Rule("tanh", "lower")], {})
+    graph.take_over(function)
+    assert (graph.lowered, graph.unused, graph.refused) == (True, [], function.refused)
+    assert graph.not_lowered == {"a reason": "first place", "another": "third place"}
+    graph.take_over(graph.sibling())
+    assert graph.lowered
+
+
+def test_what_a_loop_carries_is_named_in_the_reason() -> None:
+    one = decider()
+    assert one.flow("add", one.decide("add"), [CARRIED, WEAK]).reason == flow_rule.AFTER_LOOP == "after a loop"
+
+
+def shown_by(report: object, *args: object, **kwargs: object) -> list[tuple[str, str]]:
+    """The warnings of a report, each with the file that it points at."""
+    forget_warnings()
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            report(*args, **kwargs)  # type: ignore[operator]
+    return [(str(one.message), one.filename) for one in found]
+
+
+def test_reports_are_shown_once_and_point_at_the_caller() -> None:
+    rules = [Rule("haed/*", "full"), Rule("tail", "full")]
+    unused = shown_by(report_unused, rules, where="step", paths="a module", of="mixed_float16")
+    assert [message.partition(":")[0] for message, _ in unused] == [
+        "the rule 'haed/*' of mixed_float16 matched nothing in step",
+        "the rule 'tail' of mixed_float16 matched nothing in step",
+    ]
+    unlowered = shown_by(report_nothing_lowered, "rewrite", "float16", where="step")
+    assert [message for message, _ in unlowered] == [
+        "rewrite to float16 changed nothing in step: it has no float32 operation of class lower, such as matmul and "
+        "conv. polyamp.explain shows the reason for each operation."
+    ]
+    missing = {"there is no float16 kernel for Tanh on CPU": "rule 'tanh'"}
+    refused = shown_by(report_refused, missing, where="step", of="mixed_float16")
+    assert [message for message, _ in refused] == [
+        "rule 'tanh' of mixed_float16 has no effect in step: there is no float16 kernel for Tanh on CPU."
+    ]
+    assert {file for _, file in [*unused, *unlowered, *refused]} == {__file__}
+
+
+def test_a_rule_of_an_unknown_policy_is_reported_too() -> None:
+    [(message, _)] = shown_by(report_unused, [Rule("haed", "full")], where="TensorFlow code", paths="a name scope")
+    assert message.startswith("the rule 'haed' matched nothing in TensorFlow code: ")

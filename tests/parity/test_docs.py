@@ -92,9 +92,31 @@ def test_the_api_page_has_every_public_name(module: str) -> None:
     assert set(importlib.import_module(module).__all__) - {"adapter"} <= listed
 
 
+def test_the_messages_that_the_errors_page_quotes_are_in_the_sources() -> None:
+    page = (ROOT / "docs" / "reference" / "errors.md").read_text()
+    tables = page[page.index("## Errors of a training step") :]
+    quoted = [
+        text for row in re.findall(r"^\| (.*?) \|", tables, re.MULTILINE) for text in re.findall(r"`([^`]+)`", row)
+    ]
+    sources = "".join(path.read_text() for top in ("polyamp", "backends") for path in (ROOT / top).rglob("*.py"))
+    assert len(quoted) > 10
+    assert [message for message in quoted if message not in sources] == []
+
+
 @pytest.mark.parametrize("name", ["PolyampError", *(kind.__name__ for kind in polyamp.PolyampError.__subclasses__())])
 def test_the_errors_page_explains_every_error(name: str) -> None:
     assert f"`{name}`" in (ROOT / "docs" / "reference" / "errors.md").read_text()
+
+
+def test_the_files_that_the_architecture_page_names_exist() -> None:
+    page = (ROOT / "docs" / "explain" / "architecture.md").read_text()
+    named = re.findall(r"`((?:polyamp|backends)/[\w./]+)`", page)
+    for heading, *rows in (table.splitlines() for table in re.findall(r"(?:^\|.*\n)+", page, re.MULTILINE)):
+        columns = [cell.strip() for cell in heading.split("|")]
+        cells = [pair for row in rows for pair in zip(columns, row.split("|"), strict=True) if pair[0] in FRAMEWORKS]
+        named += [f"backends/{framework}/{path}" for framework, cell in cells for path in re.findall(r"`(\S+)`", cell)]
+    assert len(named) > 60
+    assert [path for path in named if not (ROOT / path).exists()] == []
 
 
 def test_the_readme_is_at_most_120_lines_long() -> None:

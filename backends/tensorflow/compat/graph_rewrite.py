@@ -87,12 +87,17 @@ def _loss_scale(given: Any) -> LossScale:
     if isinstance(given, old.FixedLossScale):
         return LossScale.fixed(given.get_config()["loss_scale_value"])
     if isinstance(given, old.DynamicLossScale):
-        said = given.get_config()
-        factor, interval = said["multiplier"], said["increment_period"]
-        changes = {"init": said["initial_loss_scale"], "growth": factor, "backoff": 1 / factor, "interval": interval}
+        old_settings = given.get_config()
+        factor, interval = old_settings["multiplier"], old_settings["increment_period"]
+        changes = {
+            "init": old_settings["initial_loss_scale"],
+            "growth": factor,
+            "backoff": 1 / factor,
+            "interval": interval,
+        }
         return LossScale.like("tensorflow", **changes)
     raise InvalidTypeError(
-        "not a valid loss scale",
+        "this is not a loss scale",
         where="enable_mixed_precision_graph_rewrite(loss_scale=)",
         found=shown(given),
         allowed='"dynamic", a number, a polyamp.LossScale, or a FixedLossScale or DynamicLossScale of '

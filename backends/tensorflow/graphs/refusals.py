@@ -76,7 +76,7 @@ def rewritten_before(name: str, policy: str) -> UsageError:
     True
     """
     return UsageError(
-        "the function was rewritten under another policy already",
+        "this function or graph was rewritten already",
         where=name,
         found=policy,
         fix="rewrite the original function, or use the same policy",

@@ -154,22 +154,22 @@ class LossScaler(tf.Module):
 
     @property
     def has_masters(self) -> bool:
-        """Return whether `step` trains float32 copies of 16-bit variables."""
+        """Whether `step` trains float32 copies of 16-bit variables."""
         return self._masters is not None
 
     @property
     def state(self) -> LossScaleState:
-        """Return the scalars as tensors, which are symbolic in a graph."""
+        """The scalars as tensors, which are symbolic in a graph."""
         return LossScaleState(*map(tf.convert_to_tensor, self.scalars))
 
     @property
     def loss_scale(self) -> float:
-        """Return the scale of the next loss, outside graphs. Waits for the device."""
+        """The scale of the next loss. Only outside graphs; reading it waits for the device."""
         return float(self.scalars[0].numpy())
 
     @property
     def last_step(self) -> StepResult:
-        """Return what the last step did.
+        """The result of the last step.
 
         In eager code, reading it waits for the device and reports the limits ``LossScale(on_min=, max_skips=)``, which
         a compiled step cannot do. In a graph its properties are tensors.
@@ -279,16 +279,16 @@ def _check_optimizer(optimizer: Any) -> None:
     kinds = type(optimizer).__mro__
     if not callable(getattr(optimizer, "apply_gradients", None)):
         raise InvalidTypeError(
-            "no optimizer",
+            "step needs an optimizer",
             where="step(optimizer, ...)",
             found=kind_of(optimizer),
             allowed="an object with apply_gradients(grads_and_vars)",
-            fix="give an optimizer of tf.compat.v1.train or of Keras, or write that method",
+            fix="pass an optimizer of tf.compat.v1.train or of Keras, or write that method",
         )
     if _SCALING_ALREADY & {kind.__name__ for kind in kinds}:
         raise UsageError(
             "this optimizer scales losses itself",
             where="step(optimizer, ...)",
             found=kinds[0].__qualname__,
-            fix="give the plain optimizer, or use the wrapped one without a LossScaler",
+            fix="pass the plain optimizer, or use the wrapped one without a LossScaler",
         )

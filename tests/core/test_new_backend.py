@@ -39,14 +39,14 @@ def test_example_passes_the_conformance_suite(installed: Path) -> None:
 
 FAULTS = {
     "skips nothing": ("        if finite:\n", "        if True:\n"),
-    "never finds an overflow": ("finite = not self.config.check or", "finite = True or"),
+    "never finds an overflow": ("finite = not self.settings.check or", "finite = True or"),
     "does not unscale": ("return np.float32(self.state.scale)", "return np.float32(1)"),
     "clips too early": (
         "limit = np.float32(self.max_grad_norm)",
         "limit = np.float32(self.max_grad_norm / self.state.scale)",
     ),
     "does not clip": ("if self.max_grad_norm is None", "if True"),
-    "has its own scale rule": ("polyamp.advance(self.config, self.state, finite)", "self.state"),
+    "has its own scale rule": ("polyamp.advance(self.settings, self.state, finite)", "self.state"),
     "keeps no master weights": ("if is_half[name] else array", "if False else array"),
     "wraps twice": ("if isinstance(optimizer, LossScaled)", "if False"),
     "casts integers": ("and np.issubdtype(tree.dtype, np.floating)", ""),

@@ -10,9 +10,9 @@ from contextlib import suppress
 from types import CodeType, FunctionType, ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from polyamp.choices import did_you_mean
 from polyamp.errors import InvalidTypeError, PolyampError, UnsupportedError
 from polyamp.refusals import missing
+from polyamp.validation import did_you_mean, kind_of
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
@@ -214,11 +214,10 @@ def in_use() -> Iterable[Registered]:
 
 def no_adapter(obj: object, *, where: str) -> InvalidTypeError:
     """Return the error for an object that no adapter knows."""
-    kind = type(obj)
     return InvalidTypeError(
         "no adapter knows this object",
         where=where,
-        found=f"{kind.__module__}.{kind.__qualname__}",
+        found=kind_of(obj),
         **_choice(
             sorted(entries()), kind="objects of ", fix='pass one of those, or name the framework: backend="torch"'
         ),

@@ -198,10 +198,10 @@ class OptionalVerbs:
 
     def test_train_digits_returns_a_number_for_each_step(self, harness: Harness) -> None:
         train = offered(TRAIN_DIGITS, harness)
-        told: list[None] = []
-        trace = train(_task(lambda: told.append(None)))
+        steps: list[None] = []
+        trace = train(_task(lambda: steps.append(None)))
         assert isinstance(trace, Trace)
-        assert len(trace.losses) == len(trace.scales) == len(trace.applied) == len(told) == 2
+        assert len(trace.losses) == len(trace.scales) == len(trace.applied) == len(steps) == 2
         assert np.isfinite(trace.losses).all()
         assert trace.scales == [2.0**16, 2.0**16]
 

@@ -6,11 +6,11 @@ from collections.abc import Hashable
 from typing import Any, get_args
 
 from polyamp.backends.jax.steps.step import Skip, Step
-from polyamp.choices import check_master_weights
 from polyamp.errors import InvalidValueError
 from polyamp.loss_scale import LossScale
 from polyamp.policy import Policy
 from polyamp.refusals import missing, no_optimizer, wrapped_already
+from polyamp.validation import check_master_weights
 
 try:
     import optax

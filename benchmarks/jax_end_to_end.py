@@ -4,7 +4,7 @@ GPT-2 of 124 M and ViT-B/16 in flax, with AdamW and clipping, compiled, and thei
 the precision ``highest`` (IEEE) and ``tensorfloat32``. By hand is flax's ``dtype=``, with its `DynamicScale` in
 float16.
 
-    python benchmarks/jax_end_to_end.py --model gpt2 --within 540 [--small] [--plot docs/jax_end_to_end.png]
+    python benchmarks/jax_end_to_end.py --model gpt2 --within 540 [--small] [--plot jax_end_to_end.png]
     python benchmarks/jax_end_to_end.py --model gpt2 --losses 200
 
 The second command trains every variant for 200 steps on equal batches, and compares the losses instead of the times.
@@ -199,7 +199,7 @@ def main(
 ) -> None:
     """Measure, print, and keep the numbers in results/jax_end_to_end[_losses]_<device>.json."""
     if ON_CPU and not small:
-        raise typer.BadParameter("there is no GPU: only --small runs here")
+        raise typer.BadParameter("without a GPU only --small runs")
     device, budget = jax.default_backend(), Budget(within)
     named = f"jax_end_to_end{'_losses' if steps else ''}_{'small' if small else device}"
     keeper = Keeper(named, versions(), check_only=small and CHECK_ONLY)

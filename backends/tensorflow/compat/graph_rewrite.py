@@ -16,6 +16,7 @@ from polyamp.errors import InvalidTypeError, warn_once
 from polyamp.loss_scale import LossScale
 from polyamp.operations import OPERATIONS as TABLE
 from polyamp.policy import policy
+from polyamp.validation import shown
 from polyamp.verbs import wrap_optimizer
 
 
@@ -98,7 +99,7 @@ def _loss_scale(given: Any) -> LossScale:
     raise InvalidTypeError(
         "this is not a loss scale",
         where="enable_mixed_precision_graph_rewrite(loss_scale=)",
-        found=f"{given!r} ({type(given).__name__})",
+        found=shown(given),
         allowed='"dynamic", a number, a polyamp.LossScale, or a FixedLossScale or DynamicLossScale of '
         "tf.compat.v1.mixed_precision",
         fix='leave it out, which is "dynamic"',

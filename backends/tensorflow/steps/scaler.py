@@ -18,7 +18,6 @@ from polyamp.backends.tensorflow.steps.gradients import (
 from polyamp.backends.tensorflow.steps.marks import apply_gradients, decision, outside_update_scope, update_scope
 from polyamp.backends.tensorflow.steps.masters import MasterWeights
 from polyamp.backends.tensorflow.steps.replicas import after, all_replicas, summed, update_if
-from polyamp.choices import check_master_weights
 from polyamp.errors import InvalidTypeError, UsageError
 from polyamp.limits import NONFINITE_LOSS, report_limits, report_nonfinite_loss
 from polyamp.loss_scale import LossScale, LossScaleState, advance, on_host
@@ -26,7 +25,7 @@ from polyamp.policy import Policy
 from polyamp.policy import policy as make_policy
 from polyamp.refusals import no_loss
 from polyamp.result import StepResult
-from polyamp.verbs import norm_limit
+from polyamp.validation import check_master_weights, kind_of, norm_limit
 
 _SCALING_ALREADY = {"LossScaleOptimizer", "LossScaledOptimizer", "MixedPrecisionLossScaleOptimizer"}
 
@@ -282,7 +281,7 @@ def _check_optimizer(optimizer: Any) -> None:
         raise InvalidTypeError(
             "step needs an optimizer",
             where="step(optimizer, ...)",
-            found=f"{kinds[0].__module__}.{kinds[0].__qualname__}",
+            found=kind_of(optimizer),
             allowed="an object with apply_gradients(grads_and_vars)",
             fix="pass an optimizer of tf.compat.v1.train or of Keras, or write that method",
         )

@@ -4,7 +4,7 @@ Models at the shapes of published tables: forward, backward and optimizer step, 
 with TF32 off (IEEE) and with TF32 on, for products and convolutions alike. Native is autocast, with GradScaler in
 float16, around a fused optimizer and PyTorch's clipping; mixed variants may use TF32 for their float32 work.
 
-    python benchmarks/end_to_end.py --model resnet50 --within 540 [--ways eager] [--small] [--plot docs/end_to_end.png]
+    python benchmarks/end_to_end.py --model resnet50 --within 540 [--ways eager] [--small] [--plot end_to_end.png]
     python benchmarks/end_to_end.py --model gpt2 --losses 200
 
 The second command trains every variant for 200 steps on equal batches, and compares the losses instead of the times.

@@ -16,7 +16,7 @@ from jax.interpreters.partial_eval import dce_jaxpr
 
 from polyamp.backends.jax import unstable
 from polyamp.backends.jax.graphs.cells import is_inexact
-from polyamp.backends.jax.graphs.higher_order import HANDLERS
+from polyamp.backends.jax.graphs.handlers import HANDLERS
 from polyamp.backends.jax.operations import canonical
 from polyamp.flow import AS_WRITTEN, Flow, Value, constant, flow, specific
 from polyamp.rules import decide

@@ -4,7 +4,7 @@ GPT-2 of 124 M and ViT-B/16 in flax, with AdamW and clipping, compiled, and thei
 the precision ``highest`` (IEEE) and ``tensorfloat32``. By hand is flax's ``dtype=``, with its `DynamicScale` in
 float16.
 
-    python benchmarks/jax_end_to_end.py --model gpt2 --within 540 [--small] [--plot docs/jax_end_to_end.png]
+    python benchmarks/jax_end_to_end.py --model gpt2 --within 540 [--small] [--plot jax_end_to_end.png]
     python benchmarks/jax_end_to_end.py --model gpt2 --losses 200
 
 The second command trains every variant for 200 steps on equal batches, and compares the losses instead of the times.

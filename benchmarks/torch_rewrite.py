@@ -3,7 +3,7 @@
 For each way to train: the time of a forward and backward pass, of the first call (capture, compile), the bytes kept for
 the backward pass in eager mode, and the error of the gradients against float64.
 
-    python benchmarks/torch_rewrite.py [--quick] [--plot docs/torch_rewrite.png]
+    python benchmarks/torch_rewrite.py [--quick] [--plot docs/images/torch_rewrite.png]
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """How accurate are small programs in 16 bits that float32 computes well? Sixty traps, in every framework and engine.
 
 Result and gradient of each must be finite wherever float32 is, and differ from float32 only by a few roundings.
-Prints the table, keeps it in results/traps_cpu.json, and writes docs/traps.md from it.
+Prints the table, keeps it in results/traps_cpu.json, and writes docs/explain/traps.md from it.
 
     python benchmarks/traps.py [--engine "torch rewrite"] [--trap "focal loss"]
 """
@@ -35,7 +35,7 @@ from support.traps.engines import ENGINES, FORMATS
 from support.traps.verdict import KEPT, verdict
 
 Row = dict[str, Any]
-PAGE = Path(__file__).parents[1] / "docs" / "traps.md"
+PAGE = Path(__file__).parents[1] / "docs" / "explain" / "traps.md"
 SHORT = {"float16": "f16", "bfloat16": "bf16"}
 
 
@@ -69,7 +69,7 @@ def cell(row: Row) -> str:
 
 
 def page(kept: Row) -> str:
-    """Return docs/traps.md for a result."""
+    """Return docs/explain/traps.md for a result."""
     found, known = kept["rows"], kept["versions"]
     engines = list(counts(found))
     lines = [HEAD, "| | float16 | bfloat16 |", "|---|---|---|"]
@@ -83,24 +83,26 @@ def page(kept: Row) -> str:
     return "\n".join([*lines, f"\nMeasured by `python benchmarks/traps.py` on {where}.\n"])
 
 
-HEAD = f"""# Traps
+HEAD = f"""# Traps for 16 bits
 
 {len(TRAPS)} small programs that float32 computes well, and what becomes of them in 16 bits: norms, losses and
 probabilities by hand, masks, labels and positions as arguments, long sums, loops, and constants that a format does not
-have. Each is the same program in every framework (`tests/support/traps`), with its gradient. It is *kept* where result
-and gradient are finite wherever float32's are, and differ from them by no more than a few roundings of the format.
+have. Each is the same program in every framework (`tests/support/traps`), with its gradient. A program is *kept* if its
+result and gradient are finite wherever those of float32 are, and differ from them by no more than a few roundings of
+the format.
 
-So many are kept:
+Programs that each engine keeps:
 """
 MIDDLE = """
-`torch rewrite` and `torch compile` are `polyamp.rewrite` and `torch.compile(backend="polyamp")`; `torch autocast`, `JAX
-autocast` and `TensorFlow autocast` are `polyamp.autocast`. Beside them stand PyTorch's own `torch.autocast` for CPUs,
-JAX with products in 16 bits and everything else by promotion, as in flax layers with `dtype=`, and TensorFlow's own
-graph pass. polyamp's autocast for PyTorch keeps native autocast's formats by contract, so that it costs what native
-autocast costs: what an operation loses there for which CUDA's list has no word is lost in polyamp's too. `rewrite`
-and `backend="polyamp"` see the whole program, and follow the flow rule.
+`torch rewrite` and `torch compile` are `polyamp.rewrite` and `torch.compile(backend="polyamp")`. `torch autocast`, `JAX
+autocast` and `TensorFlow autocast` are `polyamp.autocast`. The others are PyTorch's own `torch.autocast` for CPUs, JAX
+with products in 16 bits and everything else by promotion, as in flax layers with `dtype=`, and TensorFlow's own graph
+pass. polyamp's autocast for PyTorch keeps the formats of native autocast, so that it costs the same. So it also loses
+what native autocast loses, except for operations that CUDA's list covers. `rewrite` and `backend="polyamp"` see the
+whole program and follow [the flow rule](flow_rule.md).
 
-Empty where both formats keep it; else what is wrong, such as an error in percent of the length of the result.
+An empty cell means that both formats keep the program. Otherwise it shows the loss, such as an error in percent of the
+length of the result.
 """
 
 

@@ -1,4 +1,4 @@
-"""A word LSTM in JAX. Its float16 training stalls without a loss scale; docs/troubleshooting.md explains why."""
+"""A word LSTM in JAX. It stalls in float16 without a loss scale: docs/tutorials/float16_stall.md."""
 
 from collections.abc import Iterator
 

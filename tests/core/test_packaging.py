@@ -78,6 +78,12 @@ def test_the_check_sees_a_package_that_is_not_listed(tree: Path) -> None:
 
 def test_version_is_the_same_everywhere() -> None:
     assert polyamp.__version__ == PROJECT["project"]["version"]
+    assert f"\nversion: {polyamp.__version__}\n" in (ROOT / ".github" / "CITATION.cff").read_text()
+
+
+def test_pre_commit_runs_the_ruff_of_the_tests() -> None:
+    (pinned,) = (line for line in (ROOT / "constraints.txt").read_text().splitlines() if line.startswith("ruff=="))
+    assert f"rev: v{pinned.partition('==')[2]}\n" in (ROOT / ".pre-commit-config.yaml").read_text()
 
 
 def test_link_to_the_backends_is_relative() -> None:

@@ -1,33 +1,123 @@
-"""Every Python example in the documents runs, in order, in one namespace for each document."""
+"""Every page of the documentation runs, and prints what it shows.
+
+The Python blocks of a page run in order, in one namespace. A block without a language, below a block of Python or a
+``polyamp`` command, shows what that prints. The comparison leaves numbers out: they differ between machines, and the
+text of the examples between versions of Python. A block of ``py`` is an excerpt of a program in ``examples``.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import importlib
+import io
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+import polyamp
+
 ROOT = Path(__file__).parents[2]
-DOCUMENTS = ["README.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md")))]
+PAGES = ["README.md", *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md"))]
+SHOWN = re.compile(r"^```(python|sh)\n(.*?)^```\n(?:\n?```\n(.*?)^```\n)?", re.MULTILINE | re.DOTALL)
+
+FRAMEWORKS = ("torch", "jax", "keras", "tensorflow")
+
+SHORTER = {"sweep": ["--lowest", "0", "--highest", "24", "--every", "12"]}
+"""Options for commands that take minutes as they are written; the last of an option holds."""
 
 
-def blocks(text: str) -> list[str]:
-    return re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+def shown(page: str, language: str) -> list[tuple[str, str]]:
+    """Return each block of a page in that language, with what is shown below it."""
+    found = SHOWN.findall((ROOT / page).read_text())
+    return [(code, output) for kind, code, output in found if kind == language]
 
 
-COMPARED = ("docs/troubleshooting.md", "docs/diagnosis.md")  # by test_troubleshooting.py, with what they print
-RUN = [name for name in DOCUMENTS if name not in COMPARED and blocks((ROOT / name).read_text())]
+def words(text: str) -> set[str]:
+    return set(re.findall(r"[A-Za-z]{3,}", text))
 
 
-@pytest.mark.parametrize("document", RUN)
-def test_examples_run(document: str) -> None:
-    namespace: dict[str, object] = {}
-    for block in blocks((ROOT / document).read_text()):
-        exec(compile(block, document, "exec"), namespace)
+@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # Keras 3.15 calls it as NumPy 1 did
+@pytest.mark.parametrize("page", [page for page in PAGES if shown(page, "python")])
+def test_python_runs_and_prints_what_is_shown(page: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    namespace: dict[str, object] = {"__name__": "__main__"}
+    for code, output in shown(page, "python"):
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed):
+            exec(compile(code, "train.py", "exec"), namespace)
+        assert words(output) <= words(printed.getvalue()), words(output) - words(printed.getvalue())
 
 
-@pytest.mark.parametrize("document", DOCUMENTS)
-def test_links_lead_somewhere(document: str) -> None:
-    here = (ROOT / document).parent
-    for target in re.findall(r"\]\((?!https?:)([^)#]+)", (ROOT / document).read_text()):
+COMMANDS = [piece for page in PAGES for piece in shown(page, "sh") if piece[1] and piece[0].startswith("polyamp")]
+
+
+@pytest.mark.parametrize(("command", "output"), COMMANDS, ids=[command.split(" --")[0] for command, _ in COMMANDS])
+def test_command_prints_what_is_shown(command: str, output: str, tmp_path: Path) -> None:
+    environment = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "2", "PYTHONPATH": str(ROOT / "examples"), "XLA_FLAGS": ""}
+    script = f"set -- {command.strip().removeprefix('polyamp')} {' '.join(SHORTER.get(command.split()[1], []))}"
+    run = f'{script}; exec "{sys.executable}" -m polyamp "$@"'
+    done = subprocess.run(
+        ["bash", "-c", run], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == (3 if "error:" in output else 0), done.stderr
+    assert words(output) <= words(done.stdout), words(output) - words(done.stdout)
+    pictures = re.findall(r"--plot (\S+)", command)
+    assert all((tmp_path / picture).stat().st_size > 1000 for picture in pictures)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_excerpts_are_in_the_examples(page: str) -> None:
+    programs = [path.read_text() for path in (ROOT / "examples").glob("*.py")]
+    for excerpt in re.findall(r"^```py\n(.*?)^```", (ROOT / page).read_text(), re.MULTILINE | re.DOTALL):
+        assert any(excerpt in program for program in programs), excerpt
+
+
+@pytest.mark.parametrize("page", [*PAGES, "CONTRIBUTING.md", "CHANGELOG.md", ".github/SECURITY.md"])
+def test_links_lead_somewhere(page: str) -> None:
+    here = (ROOT / page).parent
+    for target in re.findall(r"\]\((?!https?:)([^)#]+)", (ROOT / page).read_text()):
         assert (here / target).exists(), target
+
+
+@pytest.mark.parametrize("module", ["polyamp", *(f"polyamp.backends.{name}" for name in FRAMEWORKS)])
+def test_the_api_page_has_every_public_name(module: str) -> None:
+    page = (ROOT / "docs" / "reference" / "api.md").read_text()
+    listed = {name.split(".")[-1] for name in re.findall(rf"^::: {module}\.([\w.]+)", page, re.MULTILINE)}
+    listed |= set(re.findall(r"`(?:polyamp\.)?(\w+)`", page))
+    assert set(importlib.import_module(module).__all__) - {"adapter"} <= listed
+
+
+def test_the_messages_that_the_errors_page_quotes_are_in_the_sources() -> None:
+    page = (ROOT / "docs" / "reference" / "errors.md").read_text()
+    tables = page[page.index("## Errors of a training step") :]
+    quoted = [
+        text for row in re.findall(r"^\| (.*?) \|", tables, re.MULTILINE) for text in re.findall(r"`([^`]+)`", row)
+    ]
+    sources = "".join(path.read_text() for top in ("polyamp", "backends") for path in (ROOT / top).rglob("*.py"))
+    assert len(quoted) > 10
+    assert [message for message in quoted if message not in sources] == []
+
+
+@pytest.mark.parametrize("name", ["PolyampError", *(kind.__name__ for kind in polyamp.PolyampError.__subclasses__())])
+def test_the_errors_page_explains_every_error(name: str) -> None:
+    assert f"`{name}`" in (ROOT / "docs" / "reference" / "errors.md").read_text()
+
+
+def test_the_files_that_the_architecture_page_names_exist() -> None:
+    page = (ROOT / "docs" / "explain" / "architecture.md").read_text()
+    named = re.findall(r"`((?:polyamp|backends)/[\w./]+)`", page)
+    for heading, *rows in (table.splitlines() for table in re.findall(r"(?:^\|.*\n)+", page, re.MULTILINE)):
+        columns = [cell.strip() for cell in heading.split("|")]
+        cells = [pair for row in rows for pair in zip(columns, row.split("|"), strict=True) if pair[0] in FRAMEWORKS]
+        named += [f"backends/{framework}/{path}" for framework, cell in cells for path in re.findall(r"`(\S+)`", cell)]
+    assert len(named) > 60
+    assert [path for path in named if not (ROOT / path).exists()] == []
+
+
+def test_the_readme_is_at_most_120_lines_long() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 120

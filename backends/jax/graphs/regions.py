@@ -1,0 +1,178 @@
+"""The autocast regions of a function, for plans that show them as they run.
+
+A training step calls `value_and_grad`, so its program has 16-bit operations already, and nothing in it tells why. So
+while `polyamp.explain` traces a function, every autocast in it records its own operations. It also runs in a named
+scope, by which its equations are found again: those of the first region are in ``polyamp_region_0``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, NamedTuple
+
+import jax
+
+from polyamp.backends.jax import unstable
+from polyamp.backends.jax.graphs.cells import FLOAT32, is_inexact
+from polyamp.backends.jax.graphs.equations import Equation, walk
+from polyamp.backends.jax.graphs.interpreter import Interpreter
+from polyamp.backends.jax.graphs.planning import PlanBuilder, bytes_of
+from polyamp.backends.jax.graphs.program import Program
+from polyamp.backends.jax.operations import canonical
+from polyamp.deciding import Decider, unused_in
+from polyamp.flow import AS_WRITTEN
+from polyamp.formats import FORMATS
+from polyamp.plan import Plan, PlannedOperation
+from polyamp.policy import Policy
+from polyamp.rules import decide
+
+_MARK = re.compile(r"(?:^|/)polyamp_region_(\d+)")
+OUTSIDE, DERIVED = "outside of autocast", "as its forward pass"
+
+
+class Region(NamedTuple):
+    """One call of autocast.
+
+    Attributes:
+        policy: the policy that it runs under.
+        operations: its operations.
+        decider: its decisions, and what there is to report of them.
+        saved: the bytes kept for its backward pass, and the same without casts; None if it has no backward pass.
+    """
+
+    policy: Policy
+    operations: list[PlannedOperation]
+    decider: Decider
+    saved: tuple[int | None, int | None]
+
+
+class Regions:
+    """The calls of autocast while one function is traced."""
+
+    def __init__(self) -> None:
+        self.found: list[Region] = []
+
+    def run(self, policy: Policy, program: Program) -> list[Any]:
+        """Run a program as a new region; return its results."""
+        plan = PlanBuilder(self.at)
+        interpreter = Interpreter(policy, plan)
+        saved = program.bytes_saved(lambda arrays: program.run(Interpreter(policy), arrays))
+        full = program.bytes_saved(program.as_traced)
+        self.found.append(Region(policy, plan.operations, interpreter.decider, (saved, full)))
+        with jax.named_scope(f"polyamp_region_{len(self.found) - 1}"):
+            return program.run(interpreter, program.arrays)
+
+    def at(self, path: str) -> tuple[int, list[PlannedOperation]] | None:
+        """Return the number and the operations of the outermost region in a path; None outside of all regions."""
+        index = self.index_at(path)
+        return None if index is None else (index, self.found[index].operations)
+
+    def index_at(self, path: str) -> int | None:
+        """Return the number of the outermost region in a path; None outside of all regions."""
+        found = _MARK.search(path)
+        return None if found is None else int(found[1])
+
+    def unused_rules(self, policy: Policy, others: Iterable[Decider] = ()) -> list[str]:
+        """Return the patterns of a policy's own rules that matched nothing in its regions, nor in other parts."""
+        own = [region.decider for region in self.found if region.policy == policy]
+        return [rule.pattern for rule in unused_in([*own, *others])]
+
+
+_RECORDED: ContextVar[Regions | None] = ContextVar("polyamp_jax_regions", default=None)
+
+
+def current() -> Regions | None:
+    """Return the regions that are being recorded; None if nothing records them."""
+    return _RECORDED.get()
+
+
+@contextmanager
+def recorded() -> Iterator[Regions]:
+    """Record every region that is traced inside, also in functions that were traced before."""
+    regions = Regions()
+    token = _RECORDED.set(regions)
+    try:
+        with unstable.traced_anew():
+            yield regions
+    finally:
+        _RECORDED.reset(token)
+
+
+_LEFT_OUT: ContextVar[bool] = ContextVar("polyamp_jax_regions_left_out", default=False)
+
+
+def are_left_out() -> bool:
+    """Return whether autocast must not change anything now."""
+    return _LEFT_OUT.get()
+
+
+@contextmanager
+def left_out() -> Iterator[None]:
+    """Trace functions as if they did not contain any autocast."""
+    token = _LEFT_OUT.set(True)
+    try:
+        with unstable.traced_anew():
+            yield
+    finally:
+        _LEFT_OUT.reset(token)
+
+
+def plan_of_step(closed: Any, regions: Regions) -> Plan:
+    """Return the plan of a step with its own backward pass: its regions as they run, the rest as it was written."""
+    operations: list[PlannedOperation] = []
+    shown: dict[int, Region] = {}
+    for equation in walk(closed):
+        index = regions.index_at(equation.path)
+        if index is None or equation.is_backward:
+            operations.append(_as_it_is(equation, index is not None))
+        elif index not in shown:
+            shown[index] = regions.found[index]
+            operations += [op._replace(times=op.times * equation.times) for op in shown[index].operations]
+    policies = list(dict.fromkeys(region.policy for region in shown.values()))
+    return Plan(
+        ", ".join(map(str, policies)),
+        tuple(operations),
+        _total([region.saved[0] for region in shown.values()]),
+        _total([region.saved[1] for region in shown.values()]),
+        tuple(pattern for policy in policies for pattern in regions.unused_rules(policy)),
+    )
+
+
+def _as_it_is(equation: Equation, in_region: bool) -> PlannedOperation:
+    """Return an operation of the backward pass of a region, or one outside of all regions."""
+    name = canonical(equation.name, equation.own.params)
+    path = _MARK.sub("", equation.path).strip("/")
+    decision = decide((), name, path)
+    written = [var.aval for var in equation.own.outvars]
+    avals = [*(atom.aval for atom in equation.own.invars), *written]
+    computes = in_region and decision.op_class != "keep"
+    return PlannedOperation(
+        name,
+        equation.name,
+        f"{path} {unstable.source_line(equation.own)}".strip(),
+        decision.op_class,
+        _format(written) if computes else AS_WRITTEN,
+        DERIVED if computes else decision.reason if in_region else OUTSIDE,
+        times=equation.times,
+        bytes_moved=sum(map(bytes_of, avals)),
+        bytes_moved_float32=sum(_bytes_widened(aval) if in_region else bytes_of(aval) for aval in avals),
+    )
+
+
+def _format(avals: Sequence[Any]) -> str:
+    names = [aval.dtype.name for aval in avals if is_inexact(getattr(aval, "dtype", None))]
+    return next((name for name in names if name in FORMATS), AS_WRITTEN)
+
+
+def _bytes_widened(aval: Any) -> int:
+    """Return the size of an array, in float32 if it has 16 bits."""
+    dtype = getattr(aval, "dtype", None)
+    return bytes_of(aval, FLOAT32 if dtype is not None and is_inexact(dtype) and dtype.itemsize <= 2 else None)
+
+
+def _total(sizes: Sequence[int | None]) -> int | None:
+    known = [size for size in sizes if size is not None]
+    return sum(known) if known and len(known) == len(sizes) else None

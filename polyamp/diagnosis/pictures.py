@@ -46,7 +46,7 @@ class Mark(NamedTuple):
 
     @property
     def is_finite(self) -> bool:
-        """Return whether the final loss is finite."""
+        """Whether the final loss is finite."""
         return self.loss is not None and math.isfinite(self.loss)
 
 

@@ -8,6 +8,9 @@ from __future__ import annotations
 from polyamp.errors import InvalidTypeError, MissingFrameworkError, NonFiniteLossError, UsageError
 from polyamp.validation import kind_of
 
+NONFINITE_LOSS = "the loss was not finite before scaling: a smaller scale cannot help"
+"""The reason for a step that was skipped because its loss was inf or NaN; used by `StepResult.reason`."""
+
 
 def missing(package: str, *, extra: str) -> MissingFrameworkError:
     """Return the error for a package that is not installed, with the extra that installs it."""
@@ -34,7 +37,7 @@ def non_finite_loss(
         compute: the compute format of the forward pass; None if it is not known.
     """
     return NonFiniteLossError(
-        "the loss was not finite before scaling: a smaller scale cannot help",
+        NONFINITE_LOSS,
         where=where,
         found=found,
         allowed="a finite loss",

@@ -18,7 +18,7 @@ from torch.optim.lr_scheduler import LinearLR, OneCycleLR
 import polyamp
 from polyamp import LossScale
 from polyamp.backends.torch import LossScaledOptimizer
-from polyamp.limits import NONFINITE_LOSS
+from polyamp.refusals import NONFINITE_LOSS
 from support.harness_torch import FUSED, OPTIMIZERS, ThirdParty, X, contents, linear, loss_of
 
 

@@ -236,7 +236,7 @@ def main(
 ) -> None:
     """Measure, print, and keep the numbers in results/end_to_end[_losses]_<device>.json."""
     if DEVICE == "cpu" and not small:
-        raise typer.BadParameter("there is no GPU: only --small runs here")
+        raise typer.BadParameter("without a GPU only --small runs")
     named = f"end_to_end{'_losses' if steps else ''}_{'small' if small else DEVICE}"
     keeper = Keeper(named, versions(), check_only=small and CHECK_ONLY, extension=str(extension.status()))
     models = chosen(model, TASKS)

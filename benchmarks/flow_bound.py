@@ -172,7 +172,7 @@ def check_bound(graphs: int) -> None:
         choices = itertools.chain.from_iterable(itertools.combinations(free, count) for count in range(len(free) + 1))
         least, found = min(cost(graph, fixed | set(choice)) for choice in choices), cost(graph, cheapest(graph))
         if least != found:
-            raise ArithmeticError(f"random graph {seed}: the cut gives {found} bytes, where {least} will do")
+            raise ArithmeticError(f"random graph {seed}: the cut found {found} bytes, the best choice {least}")
 
 
 def random_graph(draw: random.Random) -> Graph:
@@ -192,9 +192,9 @@ def random_graph(draw: random.Random) -> Graph:
 def check_graph(graph: Graph, function: Callable[..., Any], arrays: Sequence[Any]) -> None:
     """Check the graph against `polyamp.explain` of the same call, operation by operation."""
     plan = polyamp.explain(function, *arrays, policy=f"mixed_{graph.compute}")
-    said = [(each.native, each.format, each.times) for each in plan.operations]
+    planned = [(each.native, each.format, each.times) for each in plan.operations]
     ours = [(each.native, each.flow.format, each.times) for each in graph.operations if each.op_class != "edge"]
-    if ours != said:
+    if ours != planned:
         raise ArithmeticError("the graph is not the program that polyamp runs: an error in flow_graph.py")
 
 
@@ -232,7 +232,7 @@ def rows(name: str, compute: str, scale: int, why: bool) -> Iterator[Row]:
 
 def differences(graph: Graph, best: Low, title: str) -> Table:
     """Count where the flow rule and the cheapest choice differ, by operation and by the rule's reason."""
-    shown = Table("operation", "times", "flow says", "reason", "MB", title=title, box=SIMPLE_HEAD)
+    shown = Table("operation", "times", "flow rule", "reason", "MB", title=title, box=SIMPLE_HEAD)
     ours, counts, sizes = by_flow(graph), Counter[tuple[str, str, str]](), Counter[tuple[str, str, str]]()
     for operation in ours ^ best:
         key = (operation.native, "low" if operation in ours else "float32", operation.flow.reason)

@@ -16,7 +16,7 @@ from jax.interpreters.partial_eval import dce_jaxpr
 
 from polyamp.backends.jax import unstable
 from polyamp.backends.jax.graphs.cells import is_inexact
-from polyamp.backends.jax.graphs.higher_order import HANDLERS
+from polyamp.backends.jax.graphs.handlers import HANDLERS
 from polyamp.backends.jax.operations import canonical
 from polyamp.flow import AS_WRITTEN, Flow, Value, constant, flow, specific
 from polyamp.rules import decide
@@ -175,12 +175,12 @@ class _Walk:
         name = _named(equation, floats if len(floats) == len(inputs) else [])
         decision = decide((), name)
         known = [tensor.value for tensor in floats]
-        said = flow(name, decision, known, self.graph.compute) if known else Flow(AS_WRITTEN, Value(), "no float")
+        decided = flow(name, decision, known, self.graph.compute) if known else Flow(AS_WRITTEN, Value(), "no float")
         bound = "update_jaxpr" in equation.params  # traced in float32, so it cannot be bound in another format
-        fixed = "float32" if bound or any(value.unfit for value in known) else _safe(said, decision.op_class)
+        fixed = "float32" if bound or any(value.unfit for value in known) else _safe(decided, decision.op_class)
         op_class = "keep" if bound or not known else decision.op_class
-        operation = self.graph.add(Operation(equation.primitive.name, op_class, said, fixed, self.times), floats)
-        outputs = [self._tensor(operation, variable, said.output) for variable in equation.outvars]
+        operation = self.graph.add(Operation(equation.primitive.name, op_class, decided, fixed, self.times), floats)
+        outputs = [self._tensor(operation, variable, decided.output) for variable in equation.outvars]
         _remember(equation, inputs, outputs)
         read = sum(_bytes(atom) for atom in equation.invars if not isinstance(atom, unstable.Literal))
         operation.bytes = (read + sum(map(_bytes, equation.outvars))) * self.times
@@ -220,8 +220,8 @@ class _Walk:
 
     def _loop(self, value: Value) -> Operation:
         is_low = value.state == "low"
-        said = Flow(self.graph.compute if is_low else "float32", value, "loop")
-        return self.graph.add(Operation("loop", "edge", said, "low" if is_low else "float32"), [])
+        decided = Flow(self.graph.compute if is_low else "float32", value, "loop")
+        return self.graph.add(Operation("loop", "edge", decided, "low" if is_low else "float32"), [])
 
     def _apart(self, tensor: Tensor | None) -> Tensor | None:
         """Return a value for a trial, which leaves the graph unchanged."""
@@ -293,12 +293,12 @@ def _given(graph: Graph, variable: Any, native: str, array: Any = None, state: s
     return Tensor(graph.edge(native), _bytes(variable), value, constant=array is not None)
 
 
-def _safe(said: Flow, op_class: str) -> str | None:
+def _safe(decided: Flow, op_class: str) -> str | None:
     """Return the only safe format of an operation; None if both are safe."""
     if op_class == "lower":
-        return "low" if said.output.state == "low" else "float32"
-    strong = said.format == AS_WRITTEN or said.output.state == "strong" or op_class == "full"
-    inside = said.format == "float32" and said.output.state == "low"  # part of a norm that is written out
+        return "low" if decided.output.state == "low" else "float32"
+    strong = decided.format == AS_WRITTEN or decided.output.state == "strong" or op_class == "full"
+    inside = decided.format == "float32" and decided.output.state == "low"  # part of a norm that is written out
     return "float32" if strong or inside else None
 
 

@@ -199,7 +199,7 @@ def main(
 ) -> None:
     """Measure, print, and keep the numbers in results/jax_end_to_end[_losses]_<device>.json."""
     if ON_CPU and not small:
-        raise typer.BadParameter("there is no GPU: only --small runs here")
+        raise typer.BadParameter("without a GPU only --small runs")
     device, budget = jax.default_backend(), Budget(within)
     named = f"jax_end_to_end{'_losses' if steps else ''}_{'small' if small else device}"
     keeper = Keeper(named, versions(), check_only=small and CHECK_ONLY)

@@ -395,7 +395,7 @@ def main(
     """Measure, print, and keep the numbers in results/optimizer_step_<device>.json, case by case."""
     budget = Budget(within)
     if DEVICE == "cpu" and not small:
-        raise typer.BadParameter("there is no GPU: only --small runs here")
+        raise typer.BadParameter("without a GPU only --small runs")
     sets = {"small": small_shapes} if small else {name: SETS[name] for name in chosen or order()}
     bandwidth = copy_bandwidth(2**24 if small else LARGE)
     versions = {"polyamp": polyamp.__version__, "torch": torch.__version__, "cuda": str(torch.version.cuda)}

@@ -177,20 +177,20 @@ class Runner:
             outcome.code, stopped = _call(arguments, environment, log, limit)
         outcome.seconds = round(time.monotonic() - start, 1)
         outcome.status = "stopped" if stopped else "failed" if outcome.code else "passed"
-        said = self._said(begin)
-        outcome.tail = said[-1500:] if outcome.status == "passed" else said[-6000:]
-        self.tell(said[-2500:].rstrip())
+        output = self._output(begin)
+        outcome.tail = output[-1500:] if outcome.status == "passed" else output[-6000:]
+        self.tell(output[-2500:].rstrip())
         self.tell(f"==== {outcome.part} {outcome.status} after {outcome.seconds:.0f} s")
 
-    def _said(self, begin: int) -> str:
+    def _output(self, begin: int) -> str:
         """Return the output of a part; of a long one, the beginning and the end."""
-        said = self.log.read_bytes()[begin:]
-        if len(said) > MOST_OUTPUT:
-            said = said[: MOST_OUTPUT // 4] + b"\n[... left out ...]\n" + said[-MOST_OUTPUT * 3 // 4 :]
+        output = self.log.read_bytes()[begin:]
+        if len(output) > MOST_OUTPUT:
+            output = output[: MOST_OUTPUT // 4] + b"\n[... left out ...]\n" + output[-MOST_OUTPUT * 3 // 4 :]
             os.truncate(self.log, begin)
             with self.log.open("ab") as log:
-                log.write(said)
-        return said.decode(errors="replace")
+                log.write(output)
+        return output.decode(errors="replace")
 
 
 def _call(arguments: list[str], environment: dict[str, str], log: Any, limit: float) -> tuple[int | None, bool]:

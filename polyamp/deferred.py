@@ -48,6 +48,11 @@ class RewrittenAtFirstCall:
             self._rewrite(adapter, (), {})
         return self._rewritten.__get__(instance, owner)
 
+    @property
+    def plain(self) -> Callable[..., Any]:
+        """The function as it was written."""
+        return self._fn
+
     def __getattr__(self, name: str) -> Any:
         if not name.startswith("_") and self._rewritten is None:
             adapter = registry.adapter_named_in("rewrite", self._fn)

@@ -9,11 +9,11 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
-from polyamp.choices import did_you_mean
 from polyamp.errors import InvalidValueError
 from polyamp.formats import format_of
 from polyamp.loss_scale import LossScale
 from polyamp.rules import Rule, parse_rules
+from polyamp.validation import did_you_mean
 
 _FIELDS = {"p": "param", "param": "param", "params": "param", "c": "compute", "compute": "compute"}
 _FIELDS |= {"o": "output", "output": "output"}

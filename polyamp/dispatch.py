@@ -16,9 +16,9 @@ from typing import Any, Generic, TypeVar
 from polyamp import adapter as interface
 from polyamp import registry
 from polyamp.adapter import Adapter
-from polyamp.choices import check_options
 from polyamp.errors import UnsupportedError
 from polyamp.registry import Registered
+from polyamp.validation import check_options
 
 Signature = TypeVar("Signature", bound=Callable[..., Any])
 

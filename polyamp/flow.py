@@ -62,6 +62,15 @@ class Flow(NamedTuple):
     reason: str
     anew: tuple[str, ...] = ()
 
+    @property
+    def rounds(self) -> bool:
+        """Whether float32 results are cast to the compute format at once: they are low, and not inside a norm.
+
+        >>> Flow("float32", Value("low", "sub", role="normalized"), "inside a norm").rounds
+        False
+        """
+        return self.output.state == "low" and self.output.role != "normalized"
+
 
 def flow(operation: str, decision: Decision, inputs: Sequence[Value], compute: str, *, gradient: bool = False) -> Flow:
     """Decide one operation. Pure: the same arguments give the same answer in every framework.

@@ -9,8 +9,8 @@ import math
 import struct
 from typing import Any, NamedTuple
 
-from polyamp.choices import did_you_mean
-from polyamp.errors import InvalidTypeError, InvalidValueError
+from polyamp.errors import InvalidValueError
+from polyamp.validation import did_you_mean, wrong_type
 
 
 class Format(NamedTuple):
@@ -126,12 +126,12 @@ def format_of(name: str, *, where: str = "format") -> Format:
         InvalidValueError: ``name`` is unknown; the message lists the known ones.
     """
     if not isinstance(name, str):
-        raise InvalidTypeError(
-            "a number format is named by a string",
+        raise wrong_type(
+            name,
             where=where,
-            found=f"{name!r} ({type(name).__name__})",
             allowed=", ".join(FORMATS),
             fix='write the name, for example "float16"',
+            what="a number format is named by a string",
         )
     known = name.strip().lower()
     found = FORMATS.get(_ALIASES.get(known, known))

@@ -15,10 +15,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, Literal, NamedTuple
 
-from polyamp.choices import did_you_mean
 from polyamp.errors import InvalidTypeError, InvalidValueError
 from polyamp.formats import FORMATS, in_single
 from polyamp.saved_scales import KIND, LARGEST_COUNT, read
+from polyamp.validation import did_you_mean, is_integer, is_number, shown
 
 FLOAT32 = FORMATS["float32"]
 
@@ -170,11 +170,11 @@ class LossScale:
         """
         if isinstance(value, LossScale):
             return value
-        if isinstance(value, bool) or not isinstance(value, int | float):
+        if not is_number(value):
             raise InvalidTypeError(
                 "this is not a loss scale",
                 where=where,
-                found=f"{value!r} ({type(value).__name__})",
+                found=shown(value),
                 allowed="a polyamp.LossScale, or a number for a scale that never moves",
                 fix="write LossScale(...), LossScale.fixed(128) or LossScale.none()",
             )
@@ -401,11 +401,11 @@ def _unknown_fields(unknown: list[str], where: str) -> InvalidValueError:
 
 
 def _real(name: str, value: object, *, above: float) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float):
+    if not is_number(value):
         raise InvalidTypeError(
             f"loss-scale setting {name} is not a number",
             where=f"LossScale({name}=...)",
-            found=f"{value!r} ({type(value).__name__})",
+            found=shown(value),
             allowed="a Python int or float",
             fix="give a plain number",
         )
@@ -419,11 +419,11 @@ def _real(name: str, value: object, *, above: float) -> float:
 
 
 def _count(name: str, value: object) -> int:
-    if isinstance(value, bool) or not isinstance(value, int):
+    if not is_integer(value):
         raise InvalidTypeError(
             f"loss-scale setting {name} is not an integer",
             where=f"LossScale({name}=...)",
-            found=f"{value!r} ({type(value).__name__})",
+            found=shown(value),
             allowed="a Python int",
             fix="give a whole number of steps",
         )

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from polyamp.errors import InvalidTypeError
 from polyamp.layout import JsonReport, aligned, in_bytes
+from polyamp.validation import shown
 
 if TYPE_CHECKING:
     from os import PathLike
@@ -154,7 +155,7 @@ class Plan(JsonReport):
             raise InvalidTypeError(
                 "a plan is compared with another plan",
                 where="Plan.compare(other)",
-                found=f"{other!r} ({type(other).__name__})",
+                found=shown(other),
                 allowed="a polyamp.Plan",
                 fix="give what polyamp.explain gives, or the plan of a rewritten function",
             )

@@ -9,10 +9,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from polyamp import dialects
-from polyamp.errors import InvalidTypeError, InvalidValueError
+from polyamp.errors import InvalidValueError
 from polyamp.formats import format_of, name_of_dtype
 from polyamp.loss_scale import LossScale
 from polyamp.rules import Decision, Rule, decide, parse_rules
+from polyamp.validation import wrong_type
 
 Tree = TypeVar("Tree")
 
@@ -42,9 +43,11 @@ class Policy:
             object.__setattr__(self, key, format_of(getattr(self, key), where=f"policy({key}=)").name)
         object.__setattr__(self, "rules", parse_rules(self.rules))
         if not isinstance(self.loss_scale, LossScale):
-            raise _wrong_type("policy(loss_scale=)", self.loss_scale, "a LossScale", "write LossScale.fixed(128)")
+            raise wrong_type(
+                self.loss_scale, where="policy(loss_scale=)", allowed="a LossScale", fix="write LossScale.fixed(128)"
+            )
         if not isinstance(self.name, str):
-            raise _wrong_type("policy(name=)", self.name, "a string", "give a label as text")
+            raise wrong_type(self.name, where="policy(name=)", allowed="a string", fix="give a label as text")
         if self.compute == "bfloat16" and self.loss_scale.dynamic:
             raise InvalidValueError(
                 "bfloat16 has the range of float32: a dynamic loss scale cannot help it",
@@ -218,7 +221,9 @@ def policy(
     elif spec is None or isinstance(spec, str):
         base = _from_words(dialects.Words() if spec is None else dialects.read(spec, where=where), formats, where)
     else:
-        raise _wrong_type(where, spec, "a Policy or a string", 'give a name, for example "mixed_float16"')
+        raise wrong_type(
+            spec, where=where, allowed="a Policy or a string", fix='give a name, for example "mixed_float16"'
+        )
     kept = tuple(rule for rule in base.rules if rule.pattern not in {own.pattern for own in own_rules})
     return replace(
         base,
@@ -307,11 +312,6 @@ def _of_another_library(spec: Any, formats: dict[str, str]) -> tuple[Any, dict[s
 
 def _format(value: Any, where: str) -> str:
     return format_of(value if isinstance(value, str) else name_of_dtype(value) or value, where=where).name
-
-
-def _wrong_type(where: str, found: object, allowed: str, fix: str) -> InvalidTypeError:
-    shown = f"{found!r} ({type(found).__name__})"
-    return InvalidTypeError("argument of the wrong type", where=where, found=shown, allowed=allowed, fix=fix)
 
 
 def _numpy_dtype(name: str) -> Any:

@@ -6,6 +6,7 @@ Each function returns the exception; the adapter raises it.
 from __future__ import annotations
 
 from polyamp.errors import InvalidTypeError, MissingFrameworkError, NonFiniteLossError, UsageError
+from polyamp.validation import kind_of
 
 
 def missing(package: str, *, extra: str) -> MissingFrameworkError:
@@ -115,7 +116,7 @@ def no_optimizer(found: object, *, allowed: str) -> InvalidTypeError:
     return InvalidTypeError(
         "no optimizer of this framework",
         where="wrap_optimizer(optimizer)",
-        found=f"{type(found).__module__}.{type(found).__qualname__}",
+        found=kind_of(found),
         allowed=allowed,
         fix="give the optimizer itself, not its class, its state or a function that makes it",
     )
@@ -145,7 +146,7 @@ def no_loss_scale(found: object, *, where: str, allowed: str) -> InvalidTypeErro
     return InvalidTypeError(
         "this object holds no loss scale",
         where=where,
-        found=f"{type(found).__module__}.{type(found).__qualname__}",
+        found=kind_of(found),
         allowed=allowed,
         fix="wrap the optimizer, and give the wrapped one",
     )

@@ -17,6 +17,7 @@ from contextvars import ContextVar
 from typing import Any, TypeVar
 
 from polyamp import registry
+from polyamp.adapter import AutocastContext
 from polyamp.dispatch import AUTOCAST_CONTEXT, AUTOCAST_FUNCTION, TRACED_CONTEXT
 from polyamp.errors import UnsupportedError, warn_once
 from polyamp.policy import Policy, current_policy, in_policy
@@ -43,10 +44,9 @@ class Autocast:
         if self._policy is None:
             return None
         for adapter in registry.in_use():
-            context = TRACED_CONTEXT.find(adapter)
-            found = context and context(self._policy)
-            if found:
-                return found
+            traced_context = TRACED_CONTEXT.find(adapter)
+            if traced_context and (context := traced_context(self._policy)):
+                return context
         return None
 
     def __enter__(self) -> Policy:
@@ -58,8 +58,8 @@ class Autocast:
             )
         with ExitStack() as stack:
             stack.enter_context(chosen)
-            for adapter in _ambient(self._backend):
-                stack.enter_context(AUTOCAST_CONTEXT.of(adapter)(chosen))
+            for autocast_context in _ambient(self._backend):
+                stack.enter_context(autocast_context(chosen))
             _entered.set((*_entered.get(), stack.pop_all()))
         return chosen
 
@@ -105,19 +105,21 @@ def _autocasting(adapters: list[Registered]) -> Registered | None:
     return next(iter(having or adapters), None)
 
 
-def _ambient(backend: str | None) -> list[Registered]:
-    """Return the adapters to enter: the named one, or else every loaded one that has an autocast context."""
+def _ambient(backend: str | None) -> list[AutocastContext]:
+    """Return the contexts to enter: the named adapter's, or else that of every loaded one with ambient autocast."""
     loaded = registry.loaded() if backend is None else [registry.adapter_named(backend)]
-    ambient = [adapter for adapter in loaded if AUTOCAST_CONTEXT.offered_by(adapter)]
+    contexts = [context for context in map(AUTOCAST_CONTEXT.find, loaded) if context]
+    if contexts:
+        return contexts
     if not registry.entries():
         raise registry.unregistered(where="autocast(policy)")
-    if loaded and not ambient:
-        raise UnsupportedError(
-            "no framework here has an autocast to enter",
-            where="autocast(policy)",
-            found=", ".join(adapter.name for adapter in loaded),
-            allowed="tensorflow, torch",
-            fix="JAX functions are transformed, not entered: polyamp.autocast(function, policy), with "
-            'backend="jax" where no argument is an array; Keras models take polyamp.convert(model, policy)',
-        )
-    return ambient
+    if not loaded:
+        return []
+    raise UnsupportedError(
+        "no framework here has an autocast to enter",
+        where="autocast(policy)",
+        found=", ".join(adapter.name for adapter in loaded),
+        allowed="tensorflow, torch",
+        fix="JAX functions are transformed, not entered: polyamp.autocast(function, policy), with "
+        'backend="jax" where no argument is an array; Keras models take polyamp.convert(model, policy)',
+    )

@@ -10,9 +10,9 @@ from contextlib import suppress
 from types import CodeType, FunctionType, ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from polyamp.choices import did_you_mean
 from polyamp.errors import InvalidTypeError, PolyampError, UnsupportedError
 from polyamp.refusals import missing
+from polyamp.validation import did_you_mean, kind_of
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
@@ -203,8 +203,8 @@ def _by_asking(obj: object) -> Registered | None:
 
 def loaded() -> list[Registered]:
     """Return the adapters of the frameworks that this process has imported."""
-    present = [entry for root, entry in entries().items() if sys.modules.get(root) is not None]
-    return [_load(entry) for entry in {entry.value: entry for entry in present}.values()]
+    present = {entry.value: entry for root, entry in entries().items() if sys.modules.get(root) is not None}
+    return [_adapters.get(value) or _load(entry) for value, entry in present.items()]
 
 
 def in_use() -> Iterable[Registered]:
@@ -214,11 +214,10 @@ def in_use() -> Iterable[Registered]:
 
 def no_adapter(obj: object, *, where: str) -> InvalidTypeError:
     """Return the error for an object that no adapter knows."""
-    kind = type(obj)
     return InvalidTypeError(
         "no adapter knows this object",
         where=where,
-        found=f"{kind.__module__}.{kind.__qualname__}",
+        found=kind_of(obj),
         **_choice(
             sorted(entries()), kind="objects of ", fix='pass one of those, or name the framework: backend="torch"'
         ),

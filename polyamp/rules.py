@@ -7,9 +7,9 @@ from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 from typing import NamedTuple
 
-from polyamp.choices import did_you_mean
 from polyamp.errors import InvalidTypeError, InvalidValueError
 from polyamp.operations import CLASSES, OPERATIONS
+from polyamp.validation import did_you_mean
 
 TABLE = "table"  # the reason if none of the policy's own rules decided
 

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, Protocol
 
 from polyamp.errors import StateError, warn_once
 from polyamp.formats import in_single
+from polyamp.validation import shown
 
 KIND = "polyamp.loss_scale"
 LARGEST_COUNT = 2**31 - 1
@@ -143,7 +144,7 @@ def _inside(saved: Any, depth: int = 2) -> Mapping[str, Any]:
     """Return the mapping that contains the scale: a part of a checkpoint, or an object's attributes."""
     found = saved if isinstance(saved, Mapping) else _attributes(saved)
     if not isinstance(found, Mapping):
-        raise _no_state(f"{saved!r} ({type(saved).__name__})"[:200])
+        raise _no_state(shown(saved))
     within = next((found[key] for key in _HOLDERS if found.get(key) is not None), None)
     if within is None or not depth:
         return found

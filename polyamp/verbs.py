@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import functools
 import inspect
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from polyamp import registry
-from polyamp.choices import check_options
 from polyamp.deferred import RewrittenAtFirstCall
 from polyamp.dispatch import CONVERT, EXPLAIN, REWRITE, VALUE_AND_GRAD, adapter_for, offering
-from polyamp.errors import InvalidTypeError, InvalidValueError
+from polyamp.errors import InvalidTypeError
 from polyamp.formats import name_of_dtype
 from polyamp.loss_scale import LossScale
 from polyamp.plan import Plan
@@ -20,6 +18,7 @@ from polyamp.policy import Policy
 from polyamp.policy import policy as make_policy
 from polyamp.regions import Autocast, autocast_function
 from polyamp.registry import Registered
+from polyamp.validation import check_callable, check_options, kind_of, norm_limit
 
 
 def wrap_optimizer(
@@ -285,7 +284,7 @@ def _another_autocast(mistaken: Mapping[str, Any]) -> InvalidTypeError:
 def _shown(value: object) -> str:
     """Return a value's text for an error; for an array, its type alone."""
     text = repr(value)
-    return text if len(text) < 80 and "\n" not in text else f"a {type(value).__module__}.{type(value).__qualname__}"
+    return text if len(text) < 80 and "\n" not in text else f"a {kind_of(value)}"
 
 
 def rewrite(
@@ -381,33 +380,6 @@ def _given(**options: Any) -> dict[str, Any]:
 
 
 def _check_rewritable(fn: object, adapter: Registered | None, *, where: str) -> None:
-    if not callable(fn) and not REWRITE.offered_by(adapter):
-        raise InvalidTypeError(
-            "this cannot be called",
-            where=where,
-            found=f"{fn!r} ({type(fn).__name__})",
-            allowed="a function, a model or a framework's graph",
-            fix="give the function itself, then its arguments",
-        )
-
-
-def norm_limit(value: float | None, *, where: str = "wrap_optimizer(max_grad_norm=)") -> float | None:
-    """Check a limit for the global norm of gradients.
-
-    >>> norm_limit(1)
-    1.0
-
-    Raises:
-        InvalidValueError: it is not a positive finite number.
-    """
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, int | float) or not (math.isfinite(value) and value > 0):
-        raise InvalidValueError(
-            "invalid gradient-norm limit",
-            where=where,
-            found=repr(value),
-            allowed="a finite number greater than 0, or None",
-            fix="give the largest global L2 norm that gradients may have",
-        )
-    return float(value)
+    if not REWRITE.offered_by(adapter):
+        allowed = "a function, a model or a framework's graph"
+        check_callable(fn, where=where, allowed=allowed, fix="give the function itself, then its arguments")

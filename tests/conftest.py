@@ -1,13 +1,14 @@
-"""Which suites run, and what every test starts from.
+"""Choose the suites that run, and prepare every test.
 
 A suite is a folder: ``tests/core`` is ``core``, ``tests/on_torch`` is ``torch``. ``--suite=core,torch`` runs those two;
-without the option all run but ``works_with``, of other people's models and trainers. A suite that is asked for and
+without the option all run except ``works_with``, the suite of other people's models and trainers. A requested suite
 whose framework does not load fails the run.
 
-On a GPU machine nothing can be installed: with ``--gpu`` a module is skipped, and said to be, whose import fails for a
-package that only tests use. Everywhere else that fails the run.
+On a GPU machine nothing can be installed: with ``--gpu``, a module that imports a missing package of tests is reported
+as skipped. Everywhere else that fails the run.
 
-Rules and state are tested by hypothesis with few examples by default; ``--hypothesis-profile=nightly`` takes many.
+Rules and state are tested by hypothesis with few examples by default, and with many under
+``--hypothesis-profile=nightly``.
 """
 
 from __future__ import annotations
@@ -34,32 +35,32 @@ NEEDS = {
     "parity": ["torch", "jax", "tensorflow", "keras"],
     "works_with": [],
 }
-SUITES = {f"on_{name}" if NEEDS[name] == [name] else name: name for name in NEEDS}  # no folder is a framework's
+SUITES = {f"on_{name}" if NEEDS[name] == [name] else name: name for name in NEEDS}  # no folder has a framework's name
 BY_DEFAULT = [name for name in NEEDS if name != "works_with"]  # its libraries are a gigabyte
 HERE = Path(__file__).parent
 
-EXAMPLES = {"ci": 25, "nightly": 300}  # of each property; first calls trace and compile, so none has a deadline
+EXAMPLES = {"ci": 25, "nightly": 300}  # for each property; without deadlines, since first calls trace and compile
 
-NEEDS_OPTION = ("gpu", "compilers")  # a marker and the option that runs the tests that have it
+NEEDS_OPTION = ("gpu", "compilers")  # markers; the option of the same name runs these tests
 
 TESTS_ONLY = ("equinox", "expecttest", "flax", "haiku", "jmp", "ml_dtypes", "orbax")
 ABSENT = re.compile(rf"ModuleNotFoundError: No module named '({'|'.join(TESTS_ONLY)})[.']")
 
 ENVIRONMENT = {
-    "TF_CPP_MIN_LOG_LEVEL": "2",  # TensorFlow's start-up notices are no warnings of ours
+    "TF_CPP_MIN_LOG_LEVEL": "2",  # hide TensorFlow's start-up notices
     "TF_FORCE_GPU_ALLOW_GROWTH": "true",  # three frameworks share one GPU
     "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
 }
 
-# For CPUs XLA compiles so in a third of the time, into slower code; most programs of the tests run once.
+# With these flags XLA compiles for CPUs in a third of the time, into slower code; most programs of tests run once.
 QUICK_XLA = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
-QUICK_XLA_BEFORE_JAX_0_11 = "--xla_cpu_use_fusion_emitters=false"  # a flag that XLA does not know ends the process
+QUICK_XLA_BEFORE_JAX_0_11 = "--xla_cpu_use_fusion_emitters=false"  # an unknown flag would end the process
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     every = f"comma list of {', '.join(NEEDS)}; all but works_with by default"
     parser.addoption("--suite", default=",".join(BY_DEFAULT), help=every)
-    parser.addoption("--gpu", action="store_true", help="run the tests that need a GPU, which else are left out")
+    parser.addoption("--gpu", action="store_true", help="run the tests that need a GPU; they are left out by default")
     parser.addoption(
         "--compilers", action="store_true", help="run the tests that need a compiler for GPUs, or sanitizers"
     )
@@ -73,7 +74,7 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ.setdefault(name, value)
     for name, examples in EXAMPLES.items():
         settings.register_profile(name, deadline=None, max_examples=examples)
-    settings.load_profile("ci")  # hypothesis' own option, --hypothesis-profile, is looked at after this
+    settings.load_profile("ci")  # hypothesis reads its own option, --hypothesis-profile, after this
     unknown = _suites(config) - NEEDS.keys()
     if unknown:
         raise pytest.UsageError(f"unknown suites {', '.join(sorted(unknown))}; there are {', '.join(NEEDS)}")
@@ -115,7 +116,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 @pytest.fixture(autouse=True)
-def _warnings_are_said_anew() -> Iterator[None]:
+def _warnings_are_shown_again() -> Iterator[None]:
     forget_warnings()
     yield
     forget_warnings()
@@ -139,7 +140,7 @@ def _frameworks(config: pytest.Config) -> list[str]:
 
 
 def _suite_of(path: Path) -> str | None:
-    """Of a folder of tests or what is in it; None of all other paths."""
+    """Return the suite of a path in tests/; None for other paths."""
     return SUITES.get(path.relative_to(HERE).parts[0]) if path != HERE and path.is_relative_to(HERE) else None
 
 

@@ -4,13 +4,14 @@ import jax
 import numpy as np
 
 from polyamp.adapter import AdapterTable
-from polyamp.backends.jax.autocast.function import autocast, planned, rewritten_for
+from polyamp.backends.jax.autocast.function import autocast
+from polyamp.backends.jax.casting import cast
 from polyamp.backends.jax.devices import describe
+from polyamp.backends.jax.graphs.rewrite import planned, rewritten_for
 from polyamp.backends.jax.operations import OPERATIONS
-from polyamp.backends.jax.steps.state import holds_state, load_loss_scale, loss_scale_of, save_loss_scale
-from polyamp.backends.jax.steps.trees import cast
+from polyamp.backends.jax.steps.saving import load_loss_scale, loss_scale_of, save_loss_scale
+from polyamp.backends.jax.steps.state import holds_state
 from polyamp.backends.jax.steps.value_and_grad import scale_loss, value_and_grad
-from polyamp.backends.jax.steps.verbs import wrap_optimizer
 
 
 def owns(obj: object) -> bool:
@@ -26,7 +27,7 @@ adapter = AdapterTable(
     verbs={
         "describe": describe,
         "cast": cast,
-        "wrap_optimizer": wrap_optimizer,
+        "wrap_optimizer": "polyamp.backends.jax.steps.transformation:wrap_optimizer",
         "scale_loss": scale_loss,
         "loss_scale_of": loss_scale_of,
         "holds_loss_scale": holds_state,

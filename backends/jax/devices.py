@@ -1,4 +1,4 @@
-"""The devices that JAX sees, and which formats each computes fast or at all."""
+"""The devices that JAX sees, and the formats that each supports or computes fast."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _package_note(package: str) -> str:
 
 
 def described(device: jax.Device) -> dict[str, Any]:
-    """Return what ``polyamp doctor`` prints of a device, as JSON: name, platform, compute capability, fast formats."""
+    """Return what ``polyamp doctor`` prints for a device, as JSON: name, platform, compute capability, fast formats."""
     capability = getattr(device, "compute_capability", None)
     return {
         "name": f"{device.platform}:{device.id} {device.device_kind}",

@@ -1,4 +1,4 @@
-"""What can be known of a function without running it: the facts that `polyamp.lint` judges."""
+"""The facts about a function that can be read without running it; `polyamp.lint` judges them."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from typing import Any
 import jax
 
 from polyamp.backends.jax import unstable
-from polyamp.backends.jax.autocast.function import explain
 from polyamp.backends.jax.devices import described
 from polyamp.backends.jax.dtypes import is_low
 from polyamp.backends.jax.graphs.equations import Equation, walk
 from polyamp.backends.jax.graphs.program import Program
-from polyamp.backends.jax.graphs.scaling import Found, found_in
+from polyamp.backends.jax.graphs.rewrite import explain
 from polyamp.backends.jax.modules import as_pure
 from polyamp.backends.jax.operations import OPERATIONS
+from polyamp.backends.jax.scaling import Found, found_in
 from polyamp.backends.jax.steps import marks
 from polyamp.backends.jax.steps.state import LossScaleOptState, holds_state
 from polyamp.backends.jax.steps.step import Step
-from polyamp.backends.jax.steps.trees import trainable
+from polyamp.backends.jax.trees import trainable
 from polyamp.diagnosis.facts import ClassLoss, Facts, OptimizerState, Product, UserCast
 from polyamp.errors import UsageError
 from polyamp.flow import AS_WRITTEN
@@ -33,7 +33,7 @@ _LOW = ("float16", "bfloat16")
 
 
 def facts(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], policy: Policy, optimizer: Any) -> Facts:
-    """See `polyamp.adapter.LintFacts`.
+    """Return the facts about a function; see `polyamp.adapter.LintFacts`.
 
     >>> import jax.numpy as jnp, polyamp
     >>> def loss_fn(params, x):
@@ -68,7 +68,7 @@ Equations = list[Equation]
 def _traced(
     fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], policy: Policy
 ) -> tuple[Plan | None, Equations, Found]:
-    """The plan, the equations as the function was written, and how it scales; nothing where JAX cannot trace it."""
+    """Return the plan, the equations as written, and how it scales; all empty if JAX cannot trace the function."""
     if not (callable(fn) and (args or kwargs)):
         return None, [], Found((), ())
     try:
@@ -81,13 +81,13 @@ def _traced(
 
 
 def _scales(arrays: Sequence[Any], holder: Any) -> list[int]:
-    """Which arguments are loss scales that gradients are to be multiplied by."""
-    scales = [state.scalars.scale for state in _states(holder) if _scales_losses(state.config)]
+    """Return the indices of the arguments that are loss scales, unless they are fixed at 1."""
+    scales = [state.scalars.scale for state in _states(holder) if _scales_losses(state.settings)]
     return [index for index, array in enumerate(arrays) if any(array is scale for scale in scales)]
 
 
-def _scales_losses(config: LossScale) -> bool:
-    return config.check and not (config.min == config.max == 1)
+def _scales_losses(settings: LossScale) -> bool:
+    return settings.check and not (settings.min == settings.max == 1)
 
 
 def _casts(equations: Equations) -> Iterator[UserCast]:
@@ -100,10 +100,10 @@ def _casts(equations: Equations) -> Iterator[UserCast]:
 
 
 def _products(equations: Equations, plan: Plan | None) -> Iterator[Product]:
-    """The products of the forward pass; those of the backward pass have the same sizes in another order."""
+    """Yield the products of the forward pass; those of the backward pass have the same sizes in another order."""
     found = [equation for equation in equations if equation.name in _SIZES]
     planned = [op for op in plan.operations if op.native in _SIZES] if plan else []
-    if len(planned) != len(found):  # as where a rule of a custom derivative is in the plan
+    if len(planned) != len(found):  # the plan may show the rule of a custom derivative
         planned = []
     for index, equation in enumerate(found):
         if not equation.is_backward:
@@ -126,7 +126,7 @@ def _convolution_sizes(equation: Equation) -> dict[str, int]:
 
 
 def _losses(equations: Equations) -> Iterator[ClassLoss]:
-    """Logarithms of sums of exponentials: what a cross-entropy, ``log_softmax`` and ``logsumexp`` are made of."""
+    """Yield the logarithms of sums of exponentials, as in a cross-entropy, ``log_softmax`` and ``logsumexp``."""
     divisor = _divisor(equations)
     for equation in equations:
         total = equation.source if equation.name == "log" and not equation.is_backward else None
@@ -138,7 +138,7 @@ def _losses(equations: Equations) -> Iterator[ClassLoss]:
 
 
 def _divisor(equations: Equations) -> int | None:
-    """What sums are divided by for the loss: 1 for a plain sum; None where only the run can tell, as with a mask."""
+    """Return the divisor of the sums in the loss: 1 for a plain sum; None if it depends on data, such as a mask."""
     means = [equation for equation in equations if _is_mean(equation) and equation.own.outvars[0].aval.shape == ()]
     if not means:
         return 1
@@ -159,7 +159,7 @@ def _is_mean(equation: Equation) -> bool:
 
 
 def _low_parameters(params: Any) -> Iterator[str]:
-    """Names of the 16-bit arrays that are no part of an optimizer's state."""
+    """Yield the names of the 16-bit arrays that do not belong to an optimizer's state."""
     for path, leaf in jax.tree.leaves_with_path(params, is_leaf=_is_optimizers):
         if is_low(leaf):
             yield marks.name_of(path)
@@ -172,7 +172,7 @@ def _is_optimizers(node: object) -> bool:
 
 
 def _optimizer(optimizer: Any, holder: Any) -> OptimizerState:
-    """What scales the loss: polyamp, which may be seen in the arguments too, or something of the framework's own."""
+    """Return what scales the loss: polyamp (also if only the arguments show it), or the framework's own tool."""
     wrapped = _step_of(optimizer) is not None or holds_state(holder)
     native = any(map(_is_native_scaler, jax.tree.leaves(holder, is_leaf=_is_native_scaler)))
     if wrapped:
@@ -183,25 +183,25 @@ def _optimizer(optimizer: Any, holder: Any) -> OptimizerState:
 
 
 def _state_of(optimizer: Any, args: tuple[Any, ...]) -> Any:
-    """The state that an optax optimizer begins with, which shows what it is made of; else what was given."""
+    """Return the first state of an optax optimizer, which shows its parts; for any other object, the object."""
     init = getattr(optimizer, "init", None)
     if not (callable(init) and isinstance(optimizer, tuple) and args):
         return optimizer
     try:
         return jax.eval_shape(init, trainable(args[0]))
-    except (TypeError, ValueError, AttributeError, UsageError):  # the first argument holds no parameters of its
+    except (TypeError, ValueError, AttributeError, UsageError):  # the first argument does not hold its parameters
         return optimizer
 
 
 def _has_masters(optimizer: Any, holder: Any) -> bool:
-    """Whether float32 copies are kept: known of a state, and of an optimizer by its settings."""
+    """Return whether master weights are kept, by the state or by the settings of the optimizer."""
     step = _step_of(optimizer)
     kept = any(state.master_weights is not None for state in _states(holder))
     return kept or (step is not None and step.master_weights)
 
 
 def _step_of(optimizer: Any) -> Step | None:
-    """The rule of a wrapped optax transformation."""
+    """Return the `Step` of a wrapped optax optimizer; None for any other object."""
     step = getattr(optimizer, "step", None)
     return step if isinstance(step, Step) else None
 
@@ -212,7 +212,7 @@ def _states(holder: Any) -> list[LossScaleOptState]:
 
 
 def _is_native_scaler(node: object) -> bool:
-    """flax's and jmp's loss scales, by name: neither is imported to find out."""
+    """Return whether this is a loss scale of flax or jmp, by its name: neither package is imported."""
     names = {(base.__module__.partition(".")[0], base.__name__) for base in type(node).__mro__}
     return not names.isdisjoint(_NATIVE_SCALERS)
 

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from polyamp.backends.jax.dtypes import is_floating, is_traced
-from polyamp.backends.jax.steps import trees
+from polyamp.backends.jax.trees import merged, trainable
 
 
 class Model(Protocol):
@@ -35,10 +35,10 @@ class PytreeModel:
 
     def __init__(self, params: Any) -> None:
         self.params = self.held = params
-        self.trained = trees.trainable(params)
+        self.trained = trainable(params)
 
     def build(self, trained: Any) -> Any:
-        return trees.merged(trained, self.params)
+        return merged(trained, self.params)
 
     def changes(self, built: Any) -> None:
         return None
@@ -110,7 +110,7 @@ class Call(NamedTuple):
     Attributes:
         fn, args, kwargs: the function and its arguments.
         argnums: the positions of the arguments that are parameters.
-        accept: gives the call's own results from the function's, after flax NNX modules took on the changes.
+        accept: applies the changes to flax NNX modules, and returns the call's own results.
     """
 
     fn: Callable[..., Any]
@@ -178,7 +178,7 @@ def _changes(nnx: Any, before: Any, after: Any) -> Any:
 
 
 def is_module(node: object) -> bool:
-    """Whether an object is a module of equinox, flax or the like, by the name of a class that it inherits from.
+    """Return whether an object is a module of equinox, flax or the like, by the name of a class that it inherits from.
 
     >>> is_module({"w": 1.0})
     False
@@ -192,7 +192,7 @@ def parameters_among(
     argnums: Sequence[int],
     is_leaf: Callable[[Any], bool] | None = None,
 ) -> list[bool]:
-    """For each leaf of arguments, whether it is a parameter: of one of ``argnums``, or of a module.
+    """Return for each leaf whether it is a parameter: in an argument at ``argnums``, or in a module.
 
     >>> parameters_among(({"w": 1.0, "b": 0.0}, 2.0), {"y": 3.0}, (0,))
     [True, True, False, False]
@@ -208,7 +208,7 @@ def _flags(tree: Any, are_parameters: bool, is_leaf: Callable[[Any], bool] | Non
 
 
 def captured_parameters(fn: Any) -> frozenset[int]:
-    """The ids of traced arrays in the modules that a function holds, in its closure or in what it wraps."""
+    """Return the ids of traced arrays in the modules that a function holds, in its closure or in a wrapped function."""
     found: set[int] = set()
     seen: set[int] = set()
     waiting = [fn]

@@ -135,7 +135,7 @@ OPERATIONS: dict[str, str] = by_native_name(
 
 
 def canonical(primitive: str, params: Mapping[str, Any]) -> str:
-    """The canonical name of a primitive, its own where it has none.
+    """Return the canonical name of a primitive, or its own name if it has none.
 
     >>> canonical("integer_pow", {"y": 2}), canonical("integer_pow", {"y": -1}), canonical("integer_pow", {"y": 3})
     ('square', 'reciprocal', 'integer_pow')

@@ -1,7 +1,7 @@
-"""All that touches parts of JAX without a promise of stability: jaxprs, their equations, primitives' parameters.
+"""Everything that uses parts of JAX which may change in any release: jaxprs, their equations, primitives' parameters.
 
-Checked from JAX 0.9 on. ``jax.extend`` says of itself that it may change in any release (JEP 15856), and so may the
-parameters of primitives; where releases differ, it is handled here and nowhere else.
+Tested from JAX 0.9 on. JAX does not promise that ``jax.extend`` (JEP 15856) and the parameters of primitives stay the
+same. Differences between releases are handled here and nowhere else.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ DEFAULT = lax.Precision.DEFAULT
 
 
 def traced(function: Callable[..., Any], *arrays: Any) -> Any:
-    """The jaxpr of a function of arrays, with its constants."""
+    """Return the jaxpr of a function of arrays, with its constants."""
     return jax.make_jaxpr(function)(*arrays)
 
 
 def opened(closed: Any) -> tuple[Any, Sequence[Any]]:
-    """A jaxpr and its constants; JAX 0.11 made the closed and the open jaxpr one class."""
+    """Return a jaxpr and its constants. JAX 0.11 made the closed and the open jaxpr one class."""
     return getattr(closed, "jaxpr", closed), getattr(closed, "consts", ())
 
 
 def without_constants(closed: Any) -> tuple[Any, Sequence[Any]]:
-    """An open jaxpr that takes its constants as its first arguments, and these."""
+    """Return an open jaxpr that takes its constants as its first arguments, and the constants."""
     jaxpr, constants = opened(closed)
     if not constants:
         return jaxpr, ()
@@ -46,13 +46,13 @@ def without_constants(closed: Any) -> tuple[Any, Sequence[Any]]:
 
 
 def dtype_in(variable: Any) -> Any:
-    """The dtype that a jaxpr gives a variable; None where it is no array (a token, a reference to mutable state)."""
+    """Return the dtype of a variable in a jaxpr; None if it is not an array (a token, a reference to mutable state)."""
     aval = variable.aval
     return aval.dtype if isinstance(aval, jax.core.ShapedArray) else None
 
 
 def converted(array: Any, dtype: Any, *, weak_type: bool = False) -> Any:
-    """An array in another dtype; NumPy arrays without an operation in the traced program."""
+    """Return an array in another dtype. For a NumPy array the traced program gets no operation."""
     if isinstance(array, jax.Array):
         return lax.convert_element_type_p.bind(array, new_dtype=dtype, weak_type=weak_type, sharding=None)
     with np.errstate(over="ignore"):
@@ -60,7 +60,7 @@ def converted(array: Any, dtype: Any, *, weak_type: bool = False) -> Any:
 
 
 def place_of(equation: Any) -> AbstractContextManager[None]:
-    """What is bound in here has the equation's scope and source line."""
+    """Give everything that is bound inside the equation's scope and source line."""
     info = equation.source_info
     place: AbstractContextManager[None] = user_context(
         info.traceback, name_stack=current_name_stack() + info.name_stack
@@ -69,13 +69,13 @@ def place_of(equation: Any) -> AbstractContextManager[None]:
 
 
 def settings_of(equation: Any) -> AbstractContextManager[None]:
-    """What is bound in here has the settings that the equation was traced under, such as where it is computed."""
+    """Bind everything inside under the settings that the equation was traced under, such as its device."""
     settings: AbstractContextManager[None] = equation.ctx.manager
     return settings
 
 
 def bound(equation: Any, arrays: Sequence[Any], params: dict[str, Any] | None = None) -> list[Any]:
-    """The results of an equation on other arrays, perhaps with other parameters."""
+    """Bind an equation to other arrays, with its own or other parameters; return the results."""
     primitive = equation.primitive
     if params is None and "call_jaxpr" in equation.params:
         params, functions = _call_parts(equation)
@@ -86,35 +86,35 @@ def bound(equation: Any, arrays: Sequence[Any], params: dict[str, Any] | None = 
 
 
 def batching_rule(equation: Any) -> tuple[Any, Callable[..., tuple[list[Any], list[bool]]]]:
-    """What a function with its own rule for ``vmap`` computes, and that rule on flat arrays.
+    """Return the program of a function with its own rule for ``vmap``, and that rule on flat arrays.
 
-    The rule gives the outputs, and which of them are batched.
+    The rule returns the outputs, and which of them are batched.
     """
     params = equation.params
     in_tree = params["in_tree"]
 
     def rule(size: int, batched: Sequence[bool], *arrays: Any) -> tuple[list[Any], list[bool]]:
-        given, told = (jax.tree.unflatten(in_tree, each) for each in (arrays, batched))
-        outputs, are_batched = params["rule"](size, list(told), *given)
+        inputs, flags = (jax.tree.unflatten(in_tree, each) for each in (arrays, batched))
+        outputs, are_batched = params["rule"](size, list(flags), *inputs)
         return jax.tree.leaves(outputs), jax.tree.leaves(are_batched)
 
     return params["call"], rule
 
 
 def _call_parts(equation: Any) -> tuple[dict[str, Any], Sequence[Any]]:
-    """Parameters to bind a call with, and functions to give before its arguments; since 0.10 they are parameters."""
+    """Return the parameters of a call, and functions to pass before its arguments; since 0.10 these are parameters."""
     parts = equation.primitive.get_bind_params(equation.params)
     return parts if isinstance(parts, dict) else parts[1], () if isinstance(parts, dict) else parts[0]
 
 
 def custom_functions(equation: Any) -> Sequence[Callable[..., Any]]:
-    """The user's functions in a call with custom derivatives: primal and jvp; or primal, forward and backward."""
+    """Return the user's functions of a custom derivative: primal and jvp; or primal, forward and backward."""
     params, functions = _call_parts(equation)
     return [function.call_wrapped for function in functions or params["subfuns"]]
 
 
 def forward_results(equation: Any, results: Sequence[Any], primals: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-    """Outputs and residuals from what a custom forward rule returned, which leaves out residuals that are inputs."""
+    """Return outputs and residuals of a custom forward rule, whose results leave out residuals that are inputs."""
     _, residual_tree, forwarded = equation.params["out_trees"]()
     count = residual_tree.num_leaves - sum(index is not None for index in forwarded)
     own = iter(results[:count])
@@ -123,16 +123,16 @@ def forward_results(equation: Any, results: Sequence[Any], primals: Sequence[Any
 
 
 def cotangents(results: Any) -> list[Any]:
-    """What a custom backward rule returned, with None for the symbolic zeros; since 0.12 it comes with a log."""
+    """Return the results of a custom backward rule, with None for symbolic zeros; since 0.12 they come with a log."""
     found = results[0] if isinstance(results, tuple) else results
     return [leaf if isinstance(leaf, jax.Array | np.ndarray | np.generic) else None for leaf in found]
 
 
 def scopes(equation: Any) -> str:
-    """The named scopes of an equation, joined by ``/``, without the names of transformations such as ``jvp``.
+    """Return the named scopes of an equation, joined by ``/``, without transformations such as ``jvp``.
 
-    What comes after one transformation in another may name the same scopes again: ``transpose(jvp(a))/jvp(a)`` is
-    ``a``. `ISLAND` is none of the user's.
+    A transformation inside another may repeat the same scopes: ``transpose(jvp(a))/jvp(a)`` is ``a``. `ISLAND` is not
+    a scope of the user, and is left out.
     """
     path: list[str] = []
     group: list[str] = []
@@ -145,17 +145,17 @@ def scopes(equation: Any) -> str:
     return "/".join(path)
 
 
-ISLAND = "polyamp_float32"  # the scope of what an autocast to float32 keeps out of any other around it
+ISLAND = "polyamp_float32"  # the scope of an autocast to float32, which keeps its operations out of any other
 
 
 def island(equation: Any) -> str:
-    """`ISLAND` where that is among the named scopes of an equation; else empty."""
+    """Return `ISLAND` if it is among the named scopes of an equation, else an empty string."""
     stack = equation.source_info.name_stack.stack
     return ISLAND if any(entry.name == ISLAND for entry in stack) else ""
 
 
 def without_island(path: str) -> str:
-    """A path of scopes without `ISLAND`, as the user knows it.
+    """Return a path of scopes without `ISLAND`, as the user knows it.
 
     >>> without_island("body/polyamp_float32/dense")
     'body/dense'
@@ -163,20 +163,20 @@ def without_island(path: str) -> str:
     return "/".join(part for part in path.split("/") if part not in ("", ISLAND))
 
 
-_TRACED = getattr(jax, "make_user_context", lambda default: lambda value: nullcontext())(None)  # JAX 0.9 has it not
+_TRACED = getattr(jax, "make_user_context", lambda default: lambda value: nullcontext())(None)  # not in JAX 0.9
 _TRACES = itertools.count()
 
 
 def traced_anew() -> AbstractContextManager[None]:
-    """What is traced in here is traced by its Python function, though ``jax.jit`` keeps an earlier trace of it."""
+    """Trace everything inside anew, even if ``jax.jit`` has an earlier trace of it."""
     context: AbstractContextManager[None] = _TRACED(next(_TRACES))
     return context
 
 
 def users_line(equation: Any) -> str:
-    """The innermost line of the user's own program that an equation comes from, such as ``train.py:12``.
+    """Return the innermost line of the user's own program that made an equation, such as ``train.py:12``.
 
-    Unlike `source_line` it passes over optax, flax and polyamp.
+    Unlike `source_line` it skips optax, flax and polyamp.
     """
     traceback = equation.source_info.traceback
     for frame in traceback.frames if traceback else ():
@@ -186,7 +186,7 @@ def users_line(equation: Any) -> str:
 
 
 def library_function(equation: Any) -> str:
-    """The function of ``jax.nn`` or ``jax.scipy.special`` that made an equation, such as ``softmax``; else empty."""
+    """Return the function of ``jax.nn`` or ``jax.scipy.special`` that made an equation, such as ``softmax``."""
     traceback = equation.source_info.traceback
     frames = reversed(traceback.frames) if traceback else ()
     made = (frame.function_name.strip("_") for frame in frames if frame.file_name.endswith(_LIBRARY))
@@ -197,13 +197,13 @@ _LIBRARY = ("jax/_src/nn/functions.py", "jax/_src/ops/special.py")
 
 
 def source_line(equation: Any) -> str:
-    """Where the user's program made an equation: ``model.py:12``."""
+    """Return the line of the program that made an equation, such as ``model.py:12``."""
     file, line, *_ = [*summarize(equation.source_info).rpartition("/")[2].split(":"), ""]
     return f"{file}:{line}" if line else file
 
 
 def loop_parts(params: dict[str, Any]) -> tuple[int, int]:
-    """The number of constants and of carried values of a scan; 0.11 replaced the numbers by trees."""
+    """Return the numbers of constants and of carried values of a scan; 0.11 replaced the numbers by trees."""
     if "num_consts" in params:
         return params["num_consts"], params["num_carry"]
     constants, carried, _ = params["ft_in"].unpack()
@@ -211,20 +211,20 @@ def loop_parts(params: dict[str, Any]) -> tuple[int, int]:
 
 
 def manual_axes(params: dict[str, Any]) -> frozenset[Any]:
-    """The axes that a shard_map is over; 0.10 renamed them."""
+    """Return the axes that a shard_map maps over; 0.10 renamed them."""
     axes: frozenset[Any] = params["newly_manual_axes" if "newly_manual_axes" in params else "manual_axes"]
     return axes
 
 
 def is_plain_jit(params: dict[str, Any]) -> bool:
-    """Whether a jit says nothing but its function, so that its equations may stand in its place."""
-    told = (*params["in_shardings"], *params["out_shardings"])
-    placed = any(type(sharding).__name__ != "UnspecifiedValue" for sharding in told)
+    """Return whether a jit has only a function and no settings, so that its equations can replace it."""
+    shardings = (*params["in_shardings"], *params["out_shardings"])
+    placed = any(type(sharding).__name__ != "UnspecifiedValue" for sharding in shardings)
     return not (placed or any(params["donated_invars"]) or params["compiler_options_kvs"])
 
 
 def transformations(equation: Any) -> set[str]:
-    """The transformations that an equation comes from: ``jvp`` of a derivative, ``transpose`` too of its backward pass.
+    """Return the transformations that made an equation: ``jvp`` in a derivative, also ``transpose`` going backward.
 
     The name stack is the only trace that ``jax.grad`` leaves in a jaxpr.
     """
@@ -233,7 +233,7 @@ def transformations(equation: Any) -> set[str]:
 
 
 def live(closed: Any, wanted: Sequence[bool]) -> list[tuple[Any, list[bool]]]:
-    """The equations that the wanted outputs of a jaxpr depend on, or that have effects, each with its needed outputs.
+    """Return the equations that wanted outputs depend on or that have effects, each with flags for its needed outputs.
 
     JAX's own elimination of dead code rewrites jaxprs, and its function is private.
     """
@@ -249,12 +249,12 @@ def live(closed: Any, wanted: Sequence[bool]) -> list[tuple[Any, list[bool]]]:
 
 
 def is_variable(atom: Any) -> bool:
-    """Whether an input of an equation is the result of another one, or an argument, and no number."""
+    """Return whether an input of an equation is an argument or the result of another equation, not a number."""
     return not isinstance(atom, Literal)
 
 
 def has_backward(closed: Any) -> bool:
-    """Whether a jaxpr holds a backward pass, as far as name stacks tell."""
+    """Return whether a jaxpr contains a backward pass, as far as name stacks tell."""
     jaxpr, _ = opened(closed)
     return any(
         "transpose" in transformations(equation) or any(map(has_backward, inner_programs(equation)))
@@ -263,23 +263,23 @@ def has_backward(closed: Any) -> bool:
 
 
 def inner_programs(equation: Any) -> list[Any]:
-    """The jaxprs that an equation runs: the body of a loop, the branches of a condition, the function of a call."""
+    """Return the jaxprs that an equation runs: a loop's body, the branches of a ``cond``, a call's function."""
     parts = (part for value in equation.params.values() for part in (value if isinstance(value, tuple) else (value,)))
     held = [part for part in parts if hasattr(part, "eqns") or hasattr(part, "jaxpr")]
-    return [] if "update_jaxpr" in equation.params else held  # of a scatter: what it does with two elements
+    return [] if "update_jaxpr" in equation.params else held  # how a scatter combines two elements
 
 
 def fingerprint(closed: Any) -> str:
-    """A text that is the same for jaxprs that compute the same under the same scopes and from the same lines."""
+    """Return a text that is equal for jaxprs that compute the same in the same scopes and lines."""
     jaxpr, _ = opened(closed)
     text: str = jaxpr.pretty_print(source_info=True, name_stack=True, use_color=False)
     return text
 
 
 def text_of(closed: Any) -> str:
-    """A text that is the same for jaxprs that compute the same; empty where a text cannot tell.
+    """Return a text that is equal for jaxprs that compute the same; empty if a text cannot tell.
 
-    It shows neither what constants hold nor what functions in parameters do, such as the rules of custom derivatives.
+    It does not show the numbers of constants, or functions in parameters such as the rules of custom derivatives.
     """
     jaxpr, constants = opened(closed)
     text = "" if constants else str(jaxpr)
@@ -287,15 +287,15 @@ def text_of(closed: Any) -> str:
 
 
 def specs_of_results(closed: Any) -> list[Any]:
-    """What stands for the results of a jaxpr: shape and dtype of each."""
+    """Return the shape and dtype of each result of a jaxpr."""
     jaxpr, _ = opened(closed)
     return [jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype) for var in jaxpr.outvars]  # type: ignore[no-untyped-call]
 
 
 def users_cast(equation: Any) -> str:
-    """The function that a program called for a cast: ``astype``, ``array``; empty for a cast that JAX made by itself.
+    """Return the function that a program called for a cast: ``astype``, ``array``; empty for a cast that JAX made.
 
-    Who called for an equation is only in its traceback: JAX's own promotions are the same primitive.
+    Only the traceback tells them apart: JAX's own promotions are the same primitive.
     """
     traceback = equation.source_info.traceback
     frames = iter(traceback.frames if traceback and equation.primitive.name == "convert_element_type" else ())
@@ -312,9 +312,9 @@ def users_cast(equation: Any) -> str:
 
 
 def chose_output(equation: Any) -> bool:
-    """Whether a program gave a product's ``preferred_element_type`` itself: ``jax.numpy`` always gives one.
+    """Return whether the program itself set the ``preferred_element_type`` of a product; ``jax.numpy`` always sets one.
 
-    Who called for a product is only in its traceback.
+    Only the traceback tells who called for the product.
     """
     traceback = equation.source_info.traceback
     called = False

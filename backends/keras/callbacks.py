@@ -9,9 +9,10 @@ import keras
 
 from polyamp.backends.keras.unstable import update_variables
 from polyamp.diagnosis.health import Health, health
-from polyamp.diagnosis.monitor import HealthMonitor, check_count, wrong_type
+from polyamp.diagnosis.monitor import HealthMonitor
 from polyamp.diagnosis.verbs import diagnose
 from polyamp.diagnosis.watch import Explainer
+from polyamp.validation import check_count, wrong_type
 
 if TYPE_CHECKING:
     from polyamp.diagnosis.probe import Probe
@@ -61,7 +62,12 @@ class HealthCallback(keras.callbacks.Callback):
         super().__init__()
         check_count("every", every, where="HealthCallback(every=)")
         if not (batch is None or isinstance(batch, tuple | list)):
-            raise wrong_type(batch, "HealthCallback(batch=)", "a tuple (x, y)", "give one batch of the training data")
+            raise wrong_type(
+                batch,
+                where="HealthCallback(batch=)",
+                allowed="a tuple (x, y)",
+                fix="give one batch of the training data",
+            )
         self.every = every
         self.batch = batch
         self._monitor = HealthMonitor(1, hooks, probe)

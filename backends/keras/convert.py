@@ -22,6 +22,7 @@ from polyamp.errors import InvalidTypeError, UnsupportedError, UsageError, warn_
 from polyamp.formats import format_of
 from polyamp.policy import Policy
 from polyamp.reports import report_nothing_lowered, report_unused
+from polyamp.validation import kind_of
 
 
 def convert(model: Any, policy: Policy) -> Any:
@@ -75,7 +76,7 @@ def _check_model(model: Any) -> None:
         raise InvalidTypeError(
             "convert needs a Keras model",
             where="convert(model)",
-            found=f"{type(model).__module__}.{type(model).__qualname__}",
+            found=kind_of(model),
             allowed="a built keras.Model",
             fix="pass the model itself; policy.cast_to_compute(tree) casts tensors",
         )

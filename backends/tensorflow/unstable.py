@@ -138,7 +138,7 @@ class Parameter(NamedTuple):
     """A parameter of a generated function.
 
     Attributes:
-        attribute: the operation's type attribute that gives its type; empty if its type is fixed or it is no tensor.
+        attribute: the operation's type attribute that gives its type; empty if its type is fixed or it is not a tensor.
         is_list: whether it is a list of tensors.
     """
 

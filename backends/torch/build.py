@@ -102,7 +102,7 @@ def _reports(found: Toolchain, arch: str, *, check: bool, force: bool) -> Iterat
 def _problems(job: Job, built: Built, kernels: Sequence[Kernel]) -> list[str]:
     problems = checks.warnings(built.log) + [problem for kernel in kernels for problem in kernel.problems()]
     if job.recipe.device and not kernels:
-        problems.append("there are no kernels to check: the library is for the CPU alone")
+        problems.append("no kernels to check: the library is for the CPU only")
     return problems
 
 

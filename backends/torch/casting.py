@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from polyamp.backends.torch.containers import hides_tensors, open_up
 from polyamp.backends.torch.dtypes import dtype_of
 from polyamp.errors import warn_once
+from polyamp.validation import kind_of
 
 
 def cast(tree: Any, format_name: str) -> Any:
@@ -61,7 +62,7 @@ def cast_tensor(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 def _report_unknown(leaf: Any) -> None:
     """Warn once of a class that is not opened, or cannot be rebuilt."""
     if not torch.compiler.is_compiling() and (hides_tensors(leaf) or open_up(leaf) is not None):
-        kind = f"{type(leaf).__module__}.{type(leaf).__qualname__}"
+        kind = kind_of(leaf)
         warn_once(
             f"a {kind} was not understood: its tensors keep their format. Pass the tensors in a dict, tuple or "
             "dataclass, or register the class: torch.utils._pytree.register_pytree_node.",

@@ -16,6 +16,7 @@ from polyamp.errors import InvalidTypeError, warn_once
 from polyamp.policy import Policy
 from polyamp.reports import report_unused
 from polyamp.rules import unused
+from polyamp.validation import kind_of
 
 # Their kernels take 16-bit data with float32 parameters and statistics, on every device.
 _TAKING_MIXED = (
@@ -66,7 +67,7 @@ def convert(model: nn.Module, policy: Policy) -> nn.Module:
         raise InvalidTypeError(
             "the model is not a torch module",
             where="convert(model)",
-            found=f"{type(model).__module__}.{type(model).__qualname__}",
+            found=kind_of(model),
             allowed="an instance of torch.nn.Module",
             fix="pass the model itself; policy.cast_to_param(tree) casts arrays",
         )

@@ -18,6 +18,7 @@ from polyamp.diagnosis.lint import lint
 from polyamp.diagnosis.sweep import sweep
 from polyamp.diagnosis.verbs import probe
 from polyamp.errors import InvalidTypeError, InvalidValueError
+from polyamp.validation import shown
 from polyamp.verbs import explain
 
 FORMS = 'a step; (step, *arguments); or {"step": step, "args": (...), "optimizer": ..., "policy": ...}'
@@ -168,7 +169,7 @@ def _bad_form(text: str, found: object, allowed: str) -> InvalidTypeError:
     return InvalidTypeError(
         "this is not what the command takes",
         where=repr(text),
-        found=f"{found!r:.200} ({type(found).__name__})",
+        found=shown(found),
         allowed=allowed,
         fix="see polyamp COMMAND --help for the forms",
     )

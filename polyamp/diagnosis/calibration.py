@@ -17,12 +17,13 @@ from polyamp.diagnosis.evidence import Evidence, overflowing, poisoned, relaxabl
 from polyamp.diagnosis.probe import Probe
 from polyamp.diagnosis.recording import Observation, Recording
 from polyamp.diagnosis.rounding import rounding
-from polyamp.diagnosis.verbs import check_range, record, sixteen_bit
+from polyamp.diagnosis.verbs import record, sixteen_bit
 from polyamp.dispatch import AUTOCAST_FUNCTION, RECORD, offering
 from polyamp.errors import InvalidValueError
 from polyamp.layout import JsonReport, aligned, finite, plural, power, share
 from polyamp.policy import Policy
 from polyamp.policy import policy as make_policy
+from polyamp.validation import check_range
 from polyamp.verbs import explain
 
 if TYPE_CHECKING:

@@ -14,6 +14,7 @@ from polyamp.dispatch import LOSS_SCALE_OF, adapter_for
 from polyamp.errors import InvalidTypeError
 from polyamp.layout import finite, power
 from polyamp.loss_scale import LossScale, LossScaleState
+from polyamp.validation import shown
 
 if TYPE_CHECKING:
     from polyamp.diagnosis.probe import Probe
@@ -267,7 +268,7 @@ def check_probe(probe: object, *, where: str) -> None:
         raise InvalidTypeError(
             "this is no probe",
             where=where,
-            found=f"{probe!r} ({type(probe).__name__})",
+            found=shown(probe),
             allowed="a polyamp.Probe, or None",
             fix="give what polyamp.probe(step, ...) returned",
         )

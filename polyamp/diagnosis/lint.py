@@ -10,9 +10,9 @@ from polyamp.diagnosis.checks import CHECKS, Severity
 from polyamp.diagnosis.facts import ClassLoss, Facts, Product, UserCast
 from polyamp.diagnosis.verbs import sixteen_bit
 from polyamp.dispatch import FACTS, offering
-from polyamp.errors import InvalidTypeError, InvalidValueError
 from polyamp.layout import plural
 from polyamp.policy import Policy
+from polyamp.validation import check_count
 
 __all__ = ["ClassLoss", "Facts", "Finding", "Product", "Report", "UserCast", "judge", "lint"]
 
@@ -144,8 +144,8 @@ def lint(
         InvalidValueError: ``rows`` or ``accumulate`` is less than 1.
         UnsupportedError: the framework's adapter cannot report facts.
     """
-    factor = _count("accumulate", accumulate)
-    denominator = None if rows is None else _count("rows", rows)
+    factor = check_count("accumulate", accumulate, where="lint(accumulate=)")
+    denominator = None if rows is None else check_count("rows", rows, where="lint(rows=)")
     adapter = offering(FACTS, backend, (target, args, kwargs, optimizer), where="lint(target, *args)")
     facts = FACTS.of(adapter)(target, args, kwargs, sixteen_bit(policy), optimizer)
     losses = (loss._replace(rows=factor * (denominator or loss.rows)) for loss in facts.losses)
@@ -162,13 +162,3 @@ def judge(facts: Facts) -> Report:
     """
     findings = (Finding(code, check.severity, *said) for code, check in CHECKS.items() for said in check.find(facts))
     return Report(facts.framework, str(facts.policy), tuple(findings))
-
-
-def _count(name: str, value: object) -> int:
-    where, allowed = f"lint({name}=)", "an integer of at least 1"
-    if isinstance(value, bool) or not isinstance(value, int):
-        found = f"{value!r} ({type(value).__name__})"
-        raise InvalidTypeError(f"{name} is no integer", where=where, found=found, allowed=allowed, fix="give a count")
-    if value < 1:
-        raise InvalidValueError(f"{name} is too small", where=where, found=value, allowed=allowed, fix="give a count")
-    return value

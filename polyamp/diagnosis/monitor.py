@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from polyamp.diagnosis.health import Health, check_probe, health
-from polyamp.errors import InvalidTypeError, InvalidValueError
+from polyamp.validation import check_count, wrong_type
 
 if TYPE_CHECKING:
     from polyamp.diagnosis.probe import Probe
@@ -85,9 +85,11 @@ def log_health(logger: Any = None, level: int | None = None) -> Callable[[Health
     target = logging.getLogger("polyamp") if logger is None else logger
     usual = logging.INFO if level is None else level
     if not callable(getattr(target, "log", None)):
-        raise wrong_type(logger, "log_health(logger=)", "a logging.Logger", "give logging.getLogger(...), or None")
+        raise wrong_type(
+            logger, where="log_health(logger=)", allowed="a logging.Logger", fix="give logging.getLogger(...), or None"
+        )
     if isinstance(usual, bool) or not isinstance(usual, int):
-        raise wrong_type(level, "log_health(level=)", "an integer", "give logging.INFO, for example")
+        raise wrong_type(level, where="log_health(level=)", allowed="an integer", fix="give logging.INFO, for example")
 
     def hook(found: Health) -> None:
         if found.alarming:
@@ -120,7 +122,9 @@ def write_health(writer: Any, prefix: str = "loss_scale") -> Callable[[Health], 
     write = getattr(writer, "add_scalar", writer)
     if not callable(write):
         allowed = "an object with add_scalar(tag, value, step), or a function of those"
-        raise wrong_type(writer, "write_health(writer)", allowed, "give a SummaryWriter, or tf.summary.scalar")
+        raise wrong_type(
+            writer, where="write_health(writer)", allowed=allowed, fix="give a SummaryWriter, or tf.summary.scalar"
+        )
 
     def hook(found: Health) -> None:
         counts = {name: float(getattr(found, name)) for name in ("skipped", "skipped_in_a_row", "unexpected")}
@@ -132,46 +136,17 @@ def write_health(writer: Any, prefix: str = "loss_scale") -> Callable[[Health], 
     return hook
 
 
-def check_count(name: str, value: object, *, where: str) -> None:
-    """Refuse a value that is not a number of steps.
-
-    >>> check_count("every", 100, where="HealthMonitor(every=)")
-
-    Raises:
-        InvalidTypeError: it is not an integer.
-        InvalidValueError: it is less than 1.
-    """
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise wrong_type(value, where, "an integer", f"give {name} a whole number of steps")
-    if value < 1:
-        raise InvalidValueError(
-            f"invalid {name}",
-            where=where,
-            found=repr(value),
-            allowed="an integer of at least 1",
-            fix=f"give {name} a whole number of steps",
-        )
-
-
 def _check_hooks(hooks: Any) -> Iterable[Callable[[Health], object]]:
     if not isinstance(hooks, Iterable):
-        raise wrong_type(hooks, "HealthMonitor(hooks=)", "several functions", "give a list: hooks=[log_health()]")
+        raise wrong_type(
+            hooks, where="HealthMonitor(hooks=)", allowed="several functions", fix="give a list: hooks=[log_health()]"
+        )
     for hook in hooks:
         if not callable(hook):
-            raise wrong_type(hook, "HealthMonitor(hooks=)", "functions of a Health", "give log_health(), for example")
+            raise wrong_type(
+                hook,
+                where="HealthMonitor(hooks=)",
+                allowed="functions of a Health",
+                fix="give log_health(), for example",
+            )
         yield hook
-
-
-def wrong_type(found: object, where: str, allowed: str, fix: str) -> InvalidTypeError:
-    """Return the error for an argument of a wrong type.
-
-    >>> isinstance(wrong_type(3, "write_health(writer)", "a writer", "give one"), TypeError)
-    True
-    """
-    return InvalidTypeError(
-        "an argument of the wrong type",
-        where=where,
-        found=f"{found!r} ({type(found).__name__})",
-        allowed=allowed,
-        fix=fix,
-    )

@@ -16,6 +16,7 @@ from polyamp.diagnosis.progress import Progress, progressing
 from polyamp.diagnosis.window import Window
 from polyamp.errors import InvalidTypeError, InvalidValueError, PolyampError
 from polyamp.layout import JsonReport, aligned, power
+from polyamp.validation import shown
 
 if TYPE_CHECKING:
     from os import PathLike
@@ -306,7 +307,7 @@ def _read(given: Any, *, where: str) -> tuple[float, int | None, int | None]:
         raise _Unreadable(
             "this is no loss",
             where=where,
-            found=f"{given!r} ({type(given).__name__})",
+            found=shown(given),
             allowed="a number, a scalar array, (loss, skipped steps[, steps]) or (loss, optimizer)",
             fix="return the final loss, averaged to one number",
         ) from error
@@ -341,7 +342,7 @@ def _check_arguments(train: object, probe: object, tolerance: object) -> None:
             raise InvalidTypeError(
                 f"{name} is not what a sweep takes",
                 where=f"sweep({name}=)",
-                found=f"{value!r} ({type(value).__name__})",
+                found=shown(value),
                 allowed=allowed,
                 fix="see help(polyamp.sweep)",
             )

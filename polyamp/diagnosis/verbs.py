@@ -12,10 +12,10 @@ from polyamp.diagnosis.recording import Recording
 from polyamp.diagnosis.rounding import rounding
 from polyamp.diagnosis.verdict import Verdict
 from polyamp.dispatch import RECORD, offering
-from polyamp.errors import InvalidTypeError, InvalidValueError
 from polyamp.formats import format_of
 from polyamp.policy import Policy, current_policy
 from polyamp.policy import policy as make_policy
+from polyamp.validation import check_callable, check_range
 
 ATTEMPTS = 4
 """How often `diagnose` adds rules, each time for an overflow that the last attempt left."""
@@ -161,14 +161,12 @@ def record(
         InvalidValueError: the scale is not positive and finite.
         UnsupportedError: the framework's adapter cannot record steps.
     """
-    if not callable(step):
-        raise InvalidTypeError(
-            "this cannot be called",
-            where="the step",
-            found=f"{step!r} ({type(step).__name__})",
-            allowed="a function that returns the loss, a training step, or a Keras model",
-            fix="give the function itself, then its arguments: polyamp.probe(loss_fn, params, batch)",
-        )
+    check_callable(
+        step,
+        where="the step",
+        allowed="a function that returns the loss, a training step, or a Keras model",
+        fix="give the function itself, then its arguments: polyamp.probe(loss_fn, params, batch)",
+    )
     if scale is not None:
         limits = format_of("float32")
         check_range("scale", scale, limits.smallest_normal, limits.max, where="scale=")
@@ -186,22 +184,3 @@ def sixteen_bit(policy: Policy | str | None) -> Policy:
         return make_policy(policy)
     current = current_policy()
     return current if format_of(current.compute).is_low else make_policy("mixed_float16")
-
-
-def check_range(name: str, value: object, least: float, most: float, *, where: str) -> None:
-    """Refuse a setting that is not a number within its limits.
-
-    >>> check_range("margin", 3.0, 0.0, 100.0, where="probe(margin=)")
-
-    Raises:
-        InvalidValueError: the value is outside the limits, or is not a number.
-    """
-    number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    if not (number and least <= value <= most):  # type: ignore[operator]
-        raise InvalidValueError(
-            f"invalid {name}",
-            where=where,
-            found=repr(value),
-            allowed=f"a number from {least:g} to {most:g}",
-            fix=f"give {name} a value in that range",
-        )

@@ -9,13 +9,14 @@ from typing import Any, TypeVar
 
 from polyamp import registry
 from polyamp.diagnosis.health import Health, health
-from polyamp.diagnosis.monitor import HealthMonitor, check_count, wrong_type
+from polyamp.diagnosis.monitor import HealthMonitor
 from polyamp.diagnosis.verbs import diagnose
 from polyamp.diagnosis.verdict import Verdict
 from polyamp.dispatch import HOLDS_LOSS_SCALE
 from polyamp.errors import InvalidTypeError, PolyampError, UsageError, warn_once
 from polyamp.policy import Policy
 from polyamp.policy import policy as make_policy
+from polyamp.validation import check_count, wrong_type
 
 Step = TypeVar("Step", bound=Callable[..., Any])
 Result = TypeVar("Result")
@@ -171,8 +172,12 @@ def _warn(verdict: Verdict) -> None:
 
 def _check(step: object, monitor: object, on_verdict: object) -> None:
     if not callable(step):
-        raise wrong_type(step, "watch(step)", "a function", "give the training step itself")
+        raise wrong_type(step, where="watch(step)", allowed="a function", fix="give the training step itself")
     if not (monitor is None or callable(monitor)):
-        raise wrong_type(monitor, "watch(monitor=)", "a polyamp.HealthMonitor", "write HealthMonitor(every=100)")
+        raise wrong_type(
+            monitor, where="watch(monitor=)", allowed="a polyamp.HealthMonitor", fix="write HealthMonitor(every=100)"
+        )
     if not (on_verdict is None or callable(on_verdict)):
-        raise wrong_type(on_verdict, "watch(on_verdict=)", "a function of a Verdict", "give print, for example")
+        raise wrong_type(
+            on_verdict, where="watch(on_verdict=)", allowed="a function of a Verdict", fix="give print, for example"
+        )

@@ -39,8 +39,8 @@ from support.jax_scenarios import quickly_compiled as quickly_compiled
 
 BF16 = "mixed_bfloat16"
 W = normal(0, 8, 8, scale=0.3)
-# The loss rises in every element of this direction. Along ones, its derivative is a small difference of large terms:
-# the error relative to it then depends on the order in which a CPU adds up.
+# The loss rises in every element of this direction. Along ones, its derivative is a small difference of large terms, so
+# that its relative error depends on the order in which a CPU adds up.
 DIRECTION = jax.tree.map(jnp.sign, jax.grad(mlp)(MLP, X))
 
 

@@ -290,5 +290,5 @@ def test_a_gradient_tree_of_another_structure_is_refused(name: str, step: str) -
         "apply_gradients": lambda grads, state, params: amp.apply_gradients(tx, grads, state, params),
         "compiled": jax.jit(tx.update),
     }
-    with pytest.raises(polyamp.InvalidValueError, match="another structure than the parameters"):
+    with pytest.raises(polyamp.InvalidValueError, match="do not have the structure of the parameters"):
         by[step](TREES[name], state, params)

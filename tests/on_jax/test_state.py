@@ -202,7 +202,7 @@ def test_state_prints_and_replaces_like_a_named_tuple(trained: Any) -> None:
     state = trained[1]
     assert isinstance(state, LossScaleOptState)
     assert repr(state).startswith("LossScaleOptState(loss_scale=")
-    assert state._replace(inner_state=()).config == CONFIG
+    assert state._replace(inner_state=()).settings == CONFIG
 
 
 def test_settings_are_part_of_the_tree_structure() -> None:

@@ -178,7 +178,7 @@ CLIPPED = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:a transformation stands before")
+@pytest.mark.filterwarnings("ignore:a transformation comes before")
 @pytest.mark.parametrize("name", CLIPPED)
 def test_clipping_of_scaled_gradients_is_found(name: str) -> None:
     tx = {"named_chain": optax.named_chain(("clip", optax.clip(1.0)), ("own", TX))}.get(name)
@@ -238,7 +238,7 @@ CHAINS = {
 def test_what_stands_before_the_wrapped_optimizer_is_reported_once(name: str, compiled: bool) -> None:
     opt_state = CHAINS[name].init(PARAMS)
     run = jax.jit(scaled) if compiled else scaled
-    with pytest.warns(polyamp.PolyampWarning, match="stands before the wrapped optimizer in optax.chain") as found:
+    with pytest.warns(polyamp.PolyampWarning, match="comes before the wrapped optimizer in optax.chain") as found:
         run(PARAMS, opt_state, X)
     assert len(found) == 1
     polyamp.scale_loss(jnp.float32(1), opt_state)  # says nothing more

@@ -1,4 +1,4 @@
-"""The wrapped Keras optimizer over replicas, run by test_replicas.py in processes of their own."""
+"""The wrapped Keras optimizer over replicas, run by test_replicas.py in other processes."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Loop:
         if how == "apply":
             return grad
         (plain,) = self.opt.get_unscaled_gradients([grad])
-        # A sum over replicas between the two calls: TensorFlow leaves each replica's thread there, and comes back.
+        # A sum over replicas between the two calls: TensorFlow leaves each replica's thread there, and returns to it.
         tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.SUM, plain)
         return plain if how == "get_unscaled_gradients" else tf.clip_by_value(plain, -100.0, 100.0)
 

@@ -1,4 +1,4 @@
-"""The Keras adapter's other verbs: casting, the demo's classifier, and which frameworks it imports."""
+"""The Keras adapter's other verbs: casting, the demo's classifier, and the frameworks that it imports."""
 
 from __future__ import annotations
 

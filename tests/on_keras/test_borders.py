@@ -25,7 +25,7 @@ def _fresh_names() -> None:
 
 
 class TransformerBlock(layers.Layer):
-    """As on keras.io, without the attention, which JAX does not run in float16 on CPUs."""
+    """A block as on keras.io, without attention, which JAX does not run in float16 on CPUs."""
 
     def __init__(self, norm: Any = layers.LayerNormalization) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class Residual(layers.Layer):
 
 
 class Gate(layers.Layer):
-    """Layers that the table holds in float32, beside those that it does not."""
+    """A block with layers that the table keeps in float32, and others."""
 
     def __init__(self, kind: Any) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ class Gate(layers.Layer):
 
 
 class RMSNorm(layers.Layer):
-    """A user's own, which squares what it is given."""
+    """A user's norm, which squares its inputs."""
 
     def build(self, shape):
         self.gain = self.add_weight(shape=(shape[-1],), initializer="ones")
@@ -107,7 +107,7 @@ def subclassed() -> keras.Model:
 
 
 def nested() -> keras.Model:
-    """A functional model that ends in a norm, called by Python code."""
+    """Build a functional model that ends in a norm, and is called by Python code."""
     inputs = keras.Input((4, 16))
     body = keras.Model(inputs, layers.LayerNormalization()(layers.Dense(16)(inputs)))
 
@@ -233,7 +233,7 @@ class SavedGate(layers.Layer):
 
 
 def test_a_model_that_was_saved_runs(tmp_path: Any) -> None:
-    """What Keras saves has the layers' dtype policies, and no borders."""
+    """Keras saves the layers' dtype policies, and no borders."""
     model = polyamp.convert(stack(SavedGate()), "mixed_float16")
     model.save(tmp_path / "model.keras")
     loaded = keras.models.load_model(tmp_path / "model.keras")

@@ -1,4 +1,4 @@
-"""A built Keras model's layers compute as a policy and its rules say, and are compiled anew."""
+"""A built Keras model's layers compute by a policy and its rules, and are compiled again."""
 
 from __future__ import annotations
 
@@ -230,7 +230,7 @@ def test_layers_in_float16_of_a_model_that_keras_would_not_wrap_are_reported(
         polyamp.convert(model, polyamp.policy(policy, rules=rules))
     assert compute(model, "wide") == "float16"
     model.compile("sgd", "mse")
-    assert not isinstance(model.optimizer, keras.optimizers.LossScaleOptimizer)  # as was said
+    assert not isinstance(model.optimizer, keras.optimizers.LossScaleOptimizer)  # as the warning advises
 
 
 def test_a_model_that_stores_float16_is_reported() -> None:
@@ -250,7 +250,7 @@ def test_a_part_of_a_larger_model_is_reported(outer: str) -> None:
     with pytest.warns(polyamp.PolyampWarning, match="'stack' is part of a larger model"):
         polyamp.convert(part, "mixed_float16")
     model.compile("sgd", "mse")
-    assert not isinstance(model.optimizer, keras.optimizers.LossScaleOptimizer)  # as was said
+    assert not isinstance(model.optimizer, keras.optimizers.LossScaleOptimizer)  # as the warning advises
     polyamp.convert(model, polyamp.policy("mixed_float16", loss_scale=polyamp.LossScale.none()))
 
 

@@ -29,7 +29,7 @@ def stepped(dtype: str = "float32", values: tuple[float, ...] = (1.0, np.inf, 1.
 
 
 def saved(opt: LossScaledOptimizer, *, counters: bool) -> dict[str, Any]:
-    """What a ``.keras`` file has of an optimizer, as polyamp writes it now or wrote it before it counted."""
+    """Return the optimizer part of a ``.keras`` file, as written now or before polyamp had counters."""
     left_out = () if counters else opt.scaler.counters
     kept = [variable for variable in opt.variables if not any(variable is one for one in left_out)]
     return {str(place): to_numpy(variable) for place, variable in enumerate(kept)}

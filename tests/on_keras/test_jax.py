@@ -1,4 +1,4 @@
-"""What the wrapped Keras optimizer does on JAX alone: stateless steps, inside ``jit``."""
+"""The wrapped Keras optimizer on JAX only: stateless steps, inside ``jit``."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:Depreca
 
 
 def compiled(opt: LossScaledOptimizer):
-    """A step in ``jit``: values in, values out, and how often it was traced."""
+    """Return a step in ``jit``, from values to values, and the list of its traces."""
     traces = []
 
     @jax.jit

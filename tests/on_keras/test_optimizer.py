@@ -69,7 +69,7 @@ def model_and_data() -> tuple[keras.Model, Any, Any]:
     return keras.Sequential([keras.Input((6,)), *hidden, layers.Dense(2)]), x, y
 
 
-# What is refused
+# Refusals
 
 
 @pytest.mark.parametrize("make", [keras.optimizers.LossScaleOptimizer, LossScaledOptimizer])
@@ -318,7 +318,7 @@ def test_learning_rate_and_schedules_belong_to_the_inner_optimizer() -> None:
     assert float(to_numpy(opt.inner_optimizer.learning_rate)) == 0.5
     schedule = keras.optimizers.schedules.PiecewiseConstantDecay([0], [1.0, 0.0])
     weight, opt = keras.Variable([0.0]), LossScaledOptimizer(keras.optimizers.SGD(schedule), LossScale.fixed(1.0))
-    for gradient in (np.inf, 1.0, 1.0):  # the skipped step is none of the schedule's
+    for gradient in (np.inf, 1.0, 1.0):  # the schedule does not count the skipped step
         opt.apply_gradients([(ops.array([gradient]), weight)])
     assert to_numpy(weight).tolist() == [-1.0]
 
@@ -392,7 +392,7 @@ def test_masters_take_over_what_was_assigned_to_the_model() -> None:
     opt = LossScaledOptimizer(keras.optimizers.SGD(1.0), LossScale.fixed(1.0))
     small = ops.array([2.0**-13, 2.0**-13], "float16")
     opt.apply_gradients([(small, weight)])
-    weight.assign([1.0, 5.0])  # one element as it is, with what its master holds beyond 16 bits; one of another value
+    weight.assign([1.0, 5.0])  # one unchanged element, whose master has more than 16 bits; one new value
     for _ in range(7):
         opt.apply_gradients([(small, weight)])
     assert to_numpy(weight).tolist() == [1.0 - 2.0**-10, 5.0]
@@ -406,7 +406,7 @@ def test_masters_serve_moving_averages_and_constraints() -> None:
         opt.apply_gradients([(ops.array([gradient], "float16"), weight)])
     assert to_numpy(weight).tolist() == [0.0]
     opt.finalize_variable_values([weight])
-    assert to_numpy(weight).tolist() == [-1.5]  # as Keras: it averages before it constrains
+    assert to_numpy(weight).tolist() == [-1.5]  # Keras too averages before it constrains
 
 
 def test_masters_can_be_left_out() -> None:

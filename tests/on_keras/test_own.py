@@ -1,6 +1,6 @@
-"""Keras' own tests of its `LossScaleOptimizer`, as installed, with the class of polyamp in the place of Keras'.
+"""Keras' own tests of its `LossScaleOptimizer`, as installed, with polyamp's class in place of Keras'.
 
-What they skip on a backend, they skip for Keras' class too.
+They skip the same tests on a backend for Keras' class too.
 """
 
 from __future__ import annotations

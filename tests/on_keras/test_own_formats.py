@@ -1,4 +1,4 @@
-"""What is said of a model is about the model as it is: of its layers' own dtype policies, and of none of them."""
+"""Reports about a model describe it as it is: with its layers' own dtype policies, or without any."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _fresh_names() -> None:
 def made(policy: Any = F16, *, hot: float = 1.0, wrap: bool = True) -> keras.Model:
     parts = [layers.Dense(16, name="body"), layers.Dense(8, name="hot"), layers.Dense(2, name="head")]
     model = keras.Sequential([keras.Input((6,)), *parts])
-    for name, factor in (("hot", hot), ("head", 1 / hot)):  # which is beyond float16 in between alone
+    for name, factor in (("hot", hot), ("head", 1 / hot)):  # beyond float16 only in between
         kernel = model.get_layer(name).kernel
         kernel.assign(kernel * factor)
     if policy is not None:
@@ -100,7 +100,7 @@ def test_a_calibration_is_safe_and_its_rules_cure_the_model() -> None:
 
 
 def test_a_float32_layer_does_not_overflow() -> None:
-    """Its output alone is beyond float16, and the layer is held in float32."""
+    """Only its output is beyond float16, and the layer is kept in float32."""
     model = made(polyamp.policy(F16, rules={"hot": "full"}), hot=3e5)
     assert not [one.place for one in polyamp.probe(model, X, Y, policy=F16).overflowing if "hot" in one.place]
     assert polyamp.diagnose(model, X, Y, policy=F16).kind == "finite"
@@ -116,18 +116,18 @@ def test_lint_says_that_a_model_was_not_converted() -> None:
 
 
 def trained(model: keras.Model, how: str) -> list[str]:
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as shown:
         warnings.simplefilter("always")
         for _ in range(2):
             model.fit(X, Y, verbose=0) if how == "fit" else model.train_on_batch(X, Y)
-    return [str(one.message) for one in said if issubclass(one.category, polyamp.PolyampWarning)]
+    return [str(one.message) for one in shown if issubclass(one.category, polyamp.PolyampWarning)]
 
 
 @pytest.mark.parametrize("how", ["fit", "train_on_batch"])
 def test_training_says_once_that_a_model_was_not_converted(how: str) -> None:
-    (said,) = trained(made(None), how)
-    assert "trains in float32" in said
-    assert "polyamp.convert" in said
+    (message,) = trained(made(None), how)
+    assert "trains in float32" in message
+    assert "polyamp.convert" in message
 
 
 @pytest.mark.parametrize("model", [made, lambda: made(None, wrap=False), lambda: made("mixed_bfloat16")])

@@ -1,4 +1,4 @@
-"""Several logical devices: their number is fixed when TensorFlow starts, so these tests get processes of their own."""
+"""Several logical devices: their number is fixed when TensorFlow starts, so these tests run in other processes."""
 
 from __future__ import annotations
 

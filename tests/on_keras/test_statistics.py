@@ -1,4 +1,4 @@
-"""What layers average over batches is bit for bit as it was after a step that is skipped."""
+"""A skipped step changes no bit of the averages that layers keep over batches."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_train_on_batch_puts_them_back(mode: str) -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_run_with_skipped_steps_is_the_run_without_them(mode: str) -> None:
-    """Seeds move on, so without dropout."""
+    """Without dropout, since seeds advance in skipped steps too."""
     runs = []
     for batches in ([GOOD, BAD, BAD, GOOD], [GOOD, GOOD]):
         model = made(**MODES[mode])

@@ -1,4 +1,4 @@
-"""What the wrapped Keras optimizer does on TensorFlow alone: graphs, XLA, sparse rows, checkpoints, replicas."""
+"""The wrapped Keras optimizer on TensorFlow only: graphs, XLA, sparse rows, checkpoints, replicas."""
 
 from __future__ import annotations
 
@@ -157,14 +157,14 @@ def test_the_update_is_marked_in_a_graph_and_variables_keep_their_names() -> Non
     weight, opts = keras.Variable([1.0, 2.0], name="weight"), []
     for _ in range(2):
         opts.append(LossScaledOptimizer(keras.optimizers.Adam(0.5, name="adam"), 8.0, name="ours", max_grad_norm=1.0))
-    opts[0].apply([tf.ones(2)], [weight])  # eagerly, and so without a mark
+    opts[0].apply([tf.ones(2)], [weight])  # eager, and so without a mark
     graph = train_step(opts[1], weight).get_concrete_function(tf.TensorSpec(())).graph
     nodes = [node.name for node in graph.as_graph_def().node]
     decisions = [name for name in nodes if name.endswith("polyamp_finite")]
     assert decisions == ["polyamp_update/polyamp_finite"]
     unmarked = [name for name in nodes if not name.startswith("polyamp_update/")]
     assert not [name for name in unmarked if any(word in name for word in ("IsFinite", "truediv", "Assign", "cond"))]
-    assert "mul_1" in unmarked  # which scales the loss: no part of the update
+    assert "mul_1" in unmarked  # it scales the loss, and is not part of the update
     assert not [variable for variable in opts[1].variables if "polyamp" in variable.value.name]
     assert {variable.path for variable in opts[1].variables} == {variable.path for variable in opts[0].variables}
 

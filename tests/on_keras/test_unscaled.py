@@ -1,4 +1,4 @@
-"""``get_scaled_loss`` and ``get_unscaled_gradients``, which guides teach since Keras 2: nothing is divided twice."""
+"""``get_scaled_loss`` and ``get_unscaled_gradients``, known from Keras 2 guides: nothing is divided twice."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def optimizer(**options: Any) -> tuple[keras.Variable, LossScaledOptimizer]:
 
 
 def apply_compiled(opt: LossScaledOptimizer, weight: keras.Variable, grad: Any, how: Callable[[Any], Any]) -> None:
-    """One step of ``how``, which takes scaled gradients to those that are applied, in a compiled function."""
+    """Run one step in a compiled function; ``how`` returns the gradients to apply from the scaled ones."""
     if keras.backend.backend() == "tensorflow":
         import tensorflow as tf
 
@@ -53,7 +53,7 @@ def apply_compiled(opt: LossScaledOptimizer, weight: keras.Variable, grad: Any, 
         for variable, value in zip([weight, *opt.variables], [new, *state], strict=True):
             variable.assign(value)
     else:
-        opt.apply_gradients([(how(grad), weight)])  # torch runs what Keras runs
+        opt.apply_gradients([(how(grad), weight)])  # torch compiles nothing here
 
 
 def apply_eagerly(opt: LossScaledOptimizer, weight: keras.Variable, grad: Any, how: Callable[[Any], Any]) -> None:

@@ -136,7 +136,7 @@ def test_master_weights_over_replicas_are_refused() -> None:
     loop = Loop(Stepper)
     with STRATEGY.scope():
         loop.weight = tf.Variable([1.0, 2.0], dtype=tf.float16)
-    with pytest.raises(polyamp.UnsupportedError, match="master weights are not kept over replicas"):
+    with pytest.raises(polyamp.UnsupportedError, match="master weights do not work with replicas"):
         loop.step(FINITE)
 
 

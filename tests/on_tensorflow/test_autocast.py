@@ -18,7 +18,8 @@ import tensorflow.experimental.numpy as tnp
 
 import polyamp
 from polyamp.backends.tensorflow import unstable
-from polyamp.backends.tensorflow.autocast.context import autocast_context, autocast_everywhere, current
+from polyamp.backends.tensorflow.autocast.context import autocast_context, autocast_everywhere
+from polyamp.backends.tensorflow.autocast.lowering import current
 from polyamp.backends.tensorflow.operations import OPERATIONS
 
 FORMATS = {"float16": tf.float16, "bfloat16": tf.bfloat16}

@@ -10,7 +10,8 @@ import tensorflow as tf
 import polyamp
 from polyamp.backends.tensorflow import adapter
 from polyamp.backends.tensorflow.devices import devices, report_slow
-from polyamp.backends.tensorflow.graphs.rewrite import _lowered, concrete_of, decided_for
+from polyamp.backends.tensorflow.graphs.capture import concrete_of
+from polyamp.backends.tensorflow.graphs.program import decided_for, lowered_in
 from polyamp.devices import cpu_flags, fast_on_cpu
 
 IMAGE, KERNEL = tf.ones((1, 8, 8, 2)), tf.ones((3, 3, 2, 4))
@@ -40,8 +41,8 @@ def test_a_rewrite_knows_what_it_lowered_where() -> None:
         return tf.cond(tf.reduce_sum(x) > 0.0, lambda: convolved(x), lambda: convolved(-x))
 
     decisions = decided_for(concrete_of(step, (IMAGE,), {}), polyamp.policy("mixed_bfloat16"))
-    assert ("conv", "CPU") in _lowered(decisions)
-    assert not _lowered(decided_for(concrete_of(step, (IMAGE,), {}), polyamp.policy("float32")))
+    assert ("conv", "CPU") in lowered_in(decisions)
+    assert not lowered_in(decided_for(concrete_of(step, (IMAGE,), {}), polyamp.policy("float32")))
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ X, W = normal(6, 8), normal(8, 4, seed=1)
 
 
 def found(target: Any, *args: Any, optimizer: Any = None, policy: Any = F16) -> Facts:
-    return facts(target, args, {}, policy, optimizer, ())
+    return facts(target, args, {}, policy, optimizer)
 
 
 def sizes(fn: Any, *args: Any) -> list[dict[str, int]]:

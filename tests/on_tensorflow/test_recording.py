@@ -421,7 +421,7 @@ def test_a_step_without_loss_and_gradients_is_refused(step: Any, found: str) -> 
 
 
 def test_no_function_is_refused() -> None:
-    with pytest.raises(polyamp.PolyampError, match="neither traced"):
+    with pytest.raises(polyamp.PolyampError, match="needs a function or a graph"):
         recorded(3, X)
 
 

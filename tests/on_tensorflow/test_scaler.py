@@ -215,7 +215,7 @@ def test_what_is_no_loss_is_refused(loss: Any) -> None:
 
 
 def test_what_cannot_apply_gradients_is_refused() -> None:
-    with pytest.raises(polyamp.InvalidTypeError, match="no optimizer"):
+    with pytest.raises(polyamp.InvalidTypeError, match="needs an optimizer"):
         LossScaler("mixed_float16").step(object(), [(tf.ones(1), tf.Variable([0.0]))])
 
 

@@ -1,4 +1,4 @@
-"""What models take and return, in other formats: containers of every kind stay what they are."""
+"""Containers that models take and return, cast to other formats: every kind keeps its type."""
 
 from __future__ import annotations
 

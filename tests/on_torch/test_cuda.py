@@ -1,4 +1,4 @@
-"""What only a GPU can show; run with ``--gpu``."""
+"""Tests that need a GPU; run with ``--gpu``."""
 
 from __future__ import annotations
 

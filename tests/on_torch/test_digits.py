@@ -1,4 +1,4 @@
-"""The demo's classifier: what `polyamp.demo.Task` says, against NumPy."""
+"""The demo's classifier, as `polyamp.demo.Task` describes it, against NumPy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The benchmarks of whole steps: what they keep, what they leave out, and how their numbers are compared."""
+"""The benchmarks of whole steps: the results that they keep, the cases that they leave out, and their comparisons."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ ROW = {
 
 
 class Clock:
-    """Time that passes when it is told to."""
+    """A clock that a test sets."""
 
     now = 0.0
 
@@ -71,7 +71,7 @@ def keeper(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Keeper:
 
 def test_whole_steps_are_kept_with_every_meter_and_with_what_was_left_out(tmp_path: Path) -> None:
     environment = {**os.environ, "POLYAMP_RESULTS": str(tmp_path), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    environment["PYTHONSAFEPATH"] = ""  # the program's own folder is where it finds the others
+    environment["PYTHONSAFEPATH"] = ""  # it imports the others from its own folder
     command = [sys.executable, BENCHMARKS / "end_to_end.py", "--small", "--model", "resnet", "--ways", "eager"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

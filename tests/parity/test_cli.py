@@ -1,4 +1,4 @@
-"""The command line on real steps of each framework: the same model, and the same that is said of it."""
+"""The command line on real steps of each framework: the same model gets the same report."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def plain():
 """
 
 SOURCES = {"torch": TORCH, "jax": JAX, "tensorflow": TENSORFLOW, "keras": KERAS}
-LOSS = 2.15311  # of that model and batch, in float32
+LOSS = 2.15311  # for that model and batch, in float32
 FRAMEWORKS = pytest.mark.parametrize("framework", SOURCES)
 
 

@@ -1,4 +1,4 @@
-"""The same weights and batch give the same report in the three frameworks, and the same verdict on the same fault."""
+"""The same weights and batch have the same report in all frameworks, and the same fault has the same verdict."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ X = RNG.standard_normal((64, SIZES[0])).astype(np.float32)
 Y = RNG.integers(0, SIZES[-1], 64)
 ONE_HOT = np.eye(SIZES[-1], dtype=np.float32)[Y]
 
-# What multiplies the second layer's output in the forward pass (and divides it again after its relu), what multiplies
-# its gradient in the backward pass, and the loss scale.
+# The factor of the second layer's output in the forward pass (divided out again after its relu), the factor of its
+# gradient in the backward pass, and the loss scale.
 FAULTS = {
     "none": (1.0, 1.0, 2.0**12, "finite"),
     "scale": (1.0, 1.0, 2.0**30, "scale"),
@@ -124,7 +124,7 @@ def products(probe: Probe) -> list[Observation]:
 
 
 def same(one: Observation, two: Observation) -> None:
-    """The same numbers, but for what other orders of summation round to the other side of a power of two."""
+    """Assert equal numbers, except where another order of summation rounds to the other side of a power of two."""
     assert one.shape == two.shape
     assert one.format == two.format
     assert one.spread.largest == pytest.approx(two.spread.largest, rel=1e-4)

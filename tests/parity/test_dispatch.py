@@ -1,4 +1,4 @@
-"""Which framework a function is of, where several are loaded and its arguments do not tell: what its code names."""
+"""The framework of a function is the one that its code names, if its arguments do not show it."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from support.other_python import python_without
 
 ROOT = Path(__file__).parents[2]
 NOT_THERE = ("polyamp", "expecttest", "jmp", "haiku", "dm_haiku", "orbax", "tensorflow", "tensorflow_cpu", "keras")
-REHEARSED = ["kernels", "step", "jax"]  # collected and not run; PyTorch; JAX
+REHEARSED = ["kernels", "step", "jax"]  # tests, collected but not run; PyTorch; JAX
 
 
 def test_parts_run_from_a_checkout_that_nobody_installed(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The counters of the loss scale say the same in every framework, and a watched step explains itself in each."""
+"""The counters of the loss scale are equal in every framework, and a watched step is explained in each."""
 
 from __future__ import annotations
 
@@ -108,11 +108,11 @@ def test_a_function_of_tensorflow_writes_to_its_current_writer(tmp_path: Path) -
 
 W = np.full((4, 3), 0.1, np.float32)
 X = np.ones((8, 4), np.float32)
-BAD = X * 6e4  # the forward product is within float16, its gradients are not
+BAD = X * 6e4  # the forward product is within float16, but not its gradients
 
 
 class Watched:
-    """A watched step of one framework, and what became of it."""
+    """A watched step of one framework, and its results."""
 
     def __init__(self, **options: Any) -> None:
         self.verdicts: list[Verdict] = []
@@ -202,7 +202,7 @@ def test_a_run_of_skips_gets_one_verdict(kind: str) -> None:
     for _ in range(14):
         watched(BAD)
     assert [verdict.first is None for verdict in watched.verdicts] == [False]
-    assert watched.verdicts[0].recording.scale == 2.0**10  # six skips down: what the step that is looked at has
+    assert watched.verdicts[0].recording.scale == 2.0**10  # after six skips: the scale of the step that is checked
     for x in (X, *[BAD] * 8):
         watched(x)
     assert [verdict.first is None for verdict in watched.verdicts] == [False, False]
@@ -233,7 +233,7 @@ def test_the_monitor_of_a_watched_step_sees_its_health(kind: str) -> None:
     watched = STEPS[kind](monitor=HealthMonitor(every=2, hooks=[seen.append]))
     for _ in range(4):
         watched(X)
-    assert [found.steps for found in seen] == [1, 3]  # a step is counted when it is over
+    assert [found.steps for found in seen] == [1, 3]  # a step is counted at its end
 
 
 def test_a_watched_function_is_still_that_function() -> None:

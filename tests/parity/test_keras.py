@@ -1,4 +1,4 @@
-"""Keras on JAX and on torch: its adapter brings in no other framework."""
+"""Keras on JAX and on torch: its adapter imports no other framework."""
 
 from __future__ import annotations
 

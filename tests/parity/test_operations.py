@@ -1,4 +1,4 @@
-"""The canonical table against the installed frameworks: names that exist, lists that say what we say they say."""
+"""The canonical table against the installed frameworks: names that exist, and lists with the claimed entries."""
 
 from __future__ import annotations
 
@@ -219,7 +219,7 @@ NOT_IN_THE_LISTS = {
 
 
 def cuda_lists() -> Iterator[tuple[str, str]]:
-    """(operator, class) from the macros of the installed header."""
+    """Return (operator, class) pairs from the macros of the installed header."""
     header = (Path(torch.__path__[0]) / "include" / "ATen" / "autocast_mode.h").read_text()
     for macro, op_class in CUDA_LISTS.items():
         body = re.search(rf"#define {macro}\(_\)((?:.*\\\n)*.*)", header)
@@ -237,7 +237,7 @@ def test_cuda_autocast_says_what_we_say_it_says(native: str, op_class: str) -> N
 
 @pytest.mark.parametrize("device_type", ["cuda", "cpu", "xpu", "mps"])
 def test_every_operator_that_torch_casts_is_mapped(device_type: str) -> None:
-    natives = registered(device_type)  # without what our own regions register
+    natives = registered(device_type)  # without the kernels that our own regions register
     assert len(natives) > 50
     assert {native for native in natives if canonical(native) is None} == set()
     source = device_type if device_type in ("cuda", "cpu") else None
@@ -272,15 +272,15 @@ def test_cpu_autocast_does_what_we_say_it_does(native: str) -> None:
     run, dtype = CPU_EXAMPLES[native]
     with torch.autocast("cpu", torch.bfloat16):
         assert run(torch.ones(4, 4)).dtype == dtype
-    said = OPERATIONS[canonical(native) or ""].sources["cpu"]
-    assert CLASS_OF_RESULT.get(said, dtype) == dtype
+    listed = OPERATIONS[canonical(native) or ""].sources["cpu"]
+    assert CLASS_OF_RESULT.get(listed, dtype) == dtype
 
 
 TENSORFLOW_CLASSES = {"Allow": "lower", "Infer": "follow", "Deny": "full", "Clear": "neutral"}
 
 
 def tensorflow_lists() -> dict[str, dict[str, set[str]]]:
-    """{source: {class: node types}} from the header that the wheel brings."""
+    """Return {source: {class: node types}} from the header in the wheel."""
     folder = Path(tf.sysconfig.get_include()) / "tensorflow" / "core" / "grappler" / "optimizers"
     header = re.sub(r"UpdateList\(\"\w+\"", "", (folder / "auto_mixed_precision_lists.h").read_text())
     base, fp16, mkl = re.split(r"class AutoMixedPrecisionLists(?:Fp16|Mkl)\b", header)

@@ -1,4 +1,4 @@
-"""Options and values that a framework does not have are refused alike everywhere, with those that it has."""
+"""Unknown options and values are refused in the same way everywhere, with a list of the known ones."""
 
 from __future__ import annotations
 

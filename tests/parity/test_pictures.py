@@ -1,4 +1,4 @@
-"""Pictures of probes, sweeps and plans: what stands on them, and files of every kind."""
+"""Pictures of probes, sweeps and plans: their contents, and files of every kind."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ MANY = Probe(Recording("jax", "mixed_float16", 1.0, 1.0, True, OBSERVATIONS * 60
 
 @pytest.fixture
 def drawn(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
-    """Draws into a file and gives the figure."""
+    """Return a function that draws into a file and returns the figure."""
     made: list[Figure] = []
     figure_of = pictures._figure
 

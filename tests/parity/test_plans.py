@@ -1,4 +1,4 @@
-"""One flow rule: the same arithmetic in JAX, TensorFlow and PyTorch is decided alike, operation by operation."""
+"""One flow rule: the same arithmetic in JAX, TensorFlow and PyTorch has the same plan."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def test_operations_are_decided_alike(program: str, policy: str) -> None:
 
 
 class Scope(torch.nn.Module):
-    """What a named scope is in the others: a module of that name."""
+    """A module in place of a named scope of the other frameworks."""
 
     def __init__(self, run: Callable[[Any, Any], Any]) -> None:
         super().__init__()
@@ -180,8 +180,8 @@ def test_a_rule_that_matched_nothing_is_the_user_s_own(name: str, rules: dict[st
     assert [plan.unused_rules for plan in plans] == [tuple(rules)] * 3
 
 
-@pytest.mark.parametrize(("adds_up", "said"), [(True, "after a loop"), (False, "beside matmul")])
-def test_what_follows_a_loop_is_said_in_the_same_words(adds_up: bool, said: str) -> None:
+@pytest.mark.parametrize(("adds_up", "reason"), [(True, "after a loop"), (False, "beside matmul")])
+def test_what_follows_a_loop_is_said_in_the_same_words(adds_up: bool, reason: str) -> None:
     def turn(y: Any, w: Any) -> Any:
         return y + y @ w if adds_up else y @ w
 
@@ -201,4 +201,4 @@ def test_what_follows_a_loop_is_said_in_the_same_words(adds_up: bool, said: str)
         explain_tensorflow(in_tensorflow, tf.constant(X), policy="mixed_bfloat16"),
     ]
     reasons = [{op.reason for op in plan.operations if op.name == "abs"} for plan in plans]
-    assert reasons == [{said}] * 2
+    assert reasons == [{reason}] * 2

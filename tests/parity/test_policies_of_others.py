@@ -1,4 +1,4 @@
-"""Policies and dtypes of real libraries, as polyamp's policies, and polyamp's in the place of theirs."""
+"""Policies and dtypes of real libraries, as polyamp's policies, and polyamp's in place of theirs."""
 
 from __future__ import annotations
 

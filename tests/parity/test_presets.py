@@ -214,7 +214,7 @@ def jax_states(config: LossScale, trace: Trace) -> list[LossScaleState]:
             state = advance(config, state, finite, where=jnp.where)
             return state, state
 
-        return jax.lax.scan(step, state, trace)[1]  # fails to trace where a dtype changes
+        return jax.lax.scan(step, state, trace)[1]  # fails to trace if a dtype changes
 
     states = run(state, np.array(trace))
     return [LossScaleState(*fields) for fields in zip(*states, strict=True)]
@@ -231,7 +231,7 @@ def tensorflow_states(config: LossScale, trace: Trace) -> list[LossScaleState]:
 
 
 def bits(state: LossScaleState) -> list[bytes]:
-    """Each field's bytes, from any framework's scalars; Python numbers as float32 and int32."""
+    """Return each field's bytes, from any framework's scalars; Python numbers as float32 and int32."""
     arrays = [np.asarray(field) for field in state]
     return [array.astype("float32" if array.dtype.kind == "f" else "int32").tobytes() for array in arrays]
 
@@ -240,7 +240,7 @@ STATES = {"torch": torch_states, "jax": jax_states, "tensorflow": tensorflow_sta
 
 
 @pytest.mark.parametrize("framework", STATES)
-@hypothesis_settings(max_examples=15, deadline=None)  # each example compiles anew
+@hypothesis_settings(max_examples=15, deadline=None)  # each example compiles again
 @given(config=st.one_of(powers_of_two(), any_numbers()), trace=TRACES)
 def test_every_framework_takes_the_same_steps_to_the_bit(framework: str, config: LossScale, trace: Trace) -> None:
     config = config.in_float32()

@@ -12,7 +12,16 @@ from polyamp.backends.tensorflow import explain as explain_tensorflow
 from polyamp.backends.torch.graphs.explain import explain as explain_torch
 from support.random_programs import in_jax, in_tensorflow, in_torch, program
 
-MOVING = {"broadcast", "reshape", "identity", "constant", "variable", "cast", "fill", "tile"}  # each has its own
+MOVING = {
+    "broadcast",
+    "reshape",
+    "identity",
+    "constant",
+    "variable",
+    "cast",
+    "fill",
+    "tile",
+}  # each has one
 WRITTEN_AS = {"relu": "maximum", "pow": "square"}  # by JAX and by PyTorch, whose classes are the same
 SEEDS = range(12)
 

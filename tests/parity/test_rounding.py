@@ -1,4 +1,4 @@
-"""Values that 16 bits change although nothing overflows: found, placed and cured in every framework."""
+"""Values that 16 bits change although nothing overflows: found, located and cured in every framework."""
 
 from __future__ import annotations
 

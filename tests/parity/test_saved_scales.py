@@ -1,4 +1,4 @@
-"""Loss scales that real libraries saved: read in mid-run, and continued step by step beside the library itself."""
+"""Loss scales that real libraries saved: read in mid-run, and continued step by step next to the library itself."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The loss scale moves the same, to the bit, in every framework, and a state saved in one continues in any other."""
+"""The loss scale changes identically in every framework, and a state saved in one continues in any other."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def start(name: str, policy: str = "mixed_float16", **options: Any) -> Session:
 
 
 def drive(session: Session, trace: list[bool], **where: Any) -> list[tuple[bool, float, int]]:
-    """Step through an overflow trace, with a changing kind of non-finite value, and record what was said."""
+    """Step through an overflow trace, with a changing kind of non-finite value, and record the messages."""
     record = []
     for step, finite in enumerate(trace):
         grads = random_arrays(step, scale=1e-3)

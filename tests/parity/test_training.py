@@ -1,4 +1,4 @@
-"""Real digits, trained in every framework from the same weights and batches, give the same losses."""
+"""Training on real digits from the same weights and batches has the same losses in every framework."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ POLICIES = {
     "mixed_float16": policy("mixed_float16", loss_scale=LossScale(init=2.0**12, interval=20)),
 }
 
-# The largest distance of one step's loss from float32's, relative to that loss or to 0.1 nats where it is smaller. One
+# The largest distance of one step's loss from float32's, relative to that loss or to 0.1 nats if it is smaller. One
 # product is rounded by 2**-11 in float16 and 2**-8 in bfloat16; 100 steps of training carry that along.
 TOLERANCE = {"float32": 1e-3, "mixed_float16": 4e-2, "mixed_bfloat16": 8e-2}
 
@@ -30,7 +30,7 @@ def task(steps: int = STEPS) -> Task:
 
 @pytest.fixture(scope="module")
 def done() -> dict[str, dict[str, Trace]]:
-    """The trace of each framework, by policy."""
+    """Return the trace of each framework, by policy."""
     adapters, absent = trainers()
     assert absent == []
     return {
@@ -63,7 +63,7 @@ def test_training_learns_the_digits(done: dict[str, dict[str, Trace]], name: str
 
 def test_scales_and_skips_are_identical_across_frameworks(done: dict[str, dict[str, Trace]]) -> None:
     first, *others = done["mixed_float16"].values()
-    assert first.scales[-1] == 2.0**17  # it grew, so that there was something to agree on
+    assert first.scales[-1] == 2.0**17  # it grew, so the comparison means something
     for other in others:
         assert (other.scales, other.applied) == (first.scales, first.applied)
 

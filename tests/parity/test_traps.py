@@ -17,10 +17,10 @@ sys.path.append(str(ROOT / "benchmarks"))
 
 from traps import PAGE, counts, page  # noqa: E402
 
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, of inf that is looked for
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of NumPy, about inf that some traps have
 RESULT = json.loads((ROOT / "benchmarks" / "results" / "traps_cpu.json").read_text())
 
-# These follow the flow rule. The second of a kind sees the same programs in one format, since each traces them anew.
+# These follow the flow rule. The second of a kind runs the programs in only one format, since each traces them again.
 BOTH_FORMATS = ("torch rewrite", "JAX autocast", "TensorFlow rewrite", "TensorFlow autocast")
 ONE_FORMAT = {"torch compile": "float16", "JAX value_and_grad": "float16"}
 CASES = [(engine, low) for engine in BOTH_FORMATS for low in FORMATS] + list(ONE_FORMAT.items())

@@ -1,4 +1,4 @@
-"""Observations made by hand, for the rules that the core draws from them."""
+"""Observations made by hand, for the tests of the core's conclusions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Values for the tests of the flow rule, and short ways to ask it."""
+"""Values for the tests of the flow rule, and short functions that call it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ STRONG = Value("strong", "exp")
 OTHER = Value("other", "float64")
 UNFIT = Value(unfit=TOO_LARGE)
 
-# Every state, with and without something in it that the compute format cannot hold; in every order, up to three.
+# Every state, with and without a part that the compute format cannot represent; in every order, up to three.
 KNOWN = [value._replace(unfit=unfit) for value in (WEAK, LOW, STRONG, OTHER) for unfit in ("", TOO_LARGE)] + [INPUT]
 Mix = tuple[Value, ...]
 MIXES: list[Mix] = [mix for count in range(4) for mix in itertools.product(KNOWN, repeat=count)]

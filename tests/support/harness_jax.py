@@ -1,4 +1,4 @@
-"""Drives JAX with NumPy arrays, for the conformance and parity suites."""
+"""Drive JAX with NumPy arrays, for the conformance and parity suites."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ OPTIMIZERS = {"sgd": optax.sgd, "adam": optax.adam}
 class JaxSession:
     """An optimizer, its parameters and its state, outside ``jit``.
 
-    Compiled, XLA contracts a multiplication and an addition into one rounding in some programs and not in others, so
-    that no two optimizers could be compared bit for bit. Compiled steps have tests of their own.
+    When XLA compiles, it contracts a multiplication and an addition into one rounding in some programs, so two
+    optimizers could not be compared bit for bit. Compiled steps have their own tests.
     """
 
     def __init__(self, tx: Any, params: dict[str, jax.Array]) -> None:

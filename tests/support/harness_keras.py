@@ -1,4 +1,4 @@
-"""Drives the Keras adapter for `polyamp.testing`, on the backend that Keras runs on."""
+"""Drive the Keras adapter for `polyamp.testing`, on the backend that Keras runs on."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from polyamp.testing import Arrays
 
 
 def to_numpy(tensor: Any) -> NDArray[Any]:
-    """A copy; bfloat16, which NumPy lacks, as ``ml_dtypes.bfloat16``."""
+    """Return a copy; bfloat16, which NumPy does not have, as ``ml_dtypes.bfloat16``."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # Keras 3.15 calls __array__ as NumPy 1 did
         return np.array(ops.convert_to_numpy(value_of(tensor)))
 
 
 class KerasSession:
-    """One wrapped Keras optimizer and the variables it trains, outside of traced functions."""
+    """One wrapped Keras optimizer and the variables it trains, outside traced functions."""
 
     def __init__(self, variables: dict[str, keras.Variable], holder: Any) -> None:
         self.variables, self.holder = variables, holder

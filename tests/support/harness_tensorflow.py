@@ -1,4 +1,4 @@
-"""Drives the TensorFlow adapter for `polyamp.testing`: ``tf.compat.v1.train`` optimizers in a ``tf.function``."""
+"""Drive the TensorFlow adapter for `polyamp.testing`: ``tf.compat.v1.train`` optimizers in a ``tf.function``."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class TensorFlowSession:
         self.holder.apply_gradients(pairs)
 
     def _make_slots(self) -> None:
-        """By tracing, so that there is memory to compare before the first step."""
+        """Make the slots by tracing, so that there is memory to compare before the first step."""
         self._step.get_concrete_function({name: tf.TensorSpec(var.shape) for name, var in self.variables.items()})
 
     def step(self, grads: Arrays) -> polyamp.StepResult:

@@ -1,4 +1,4 @@
-"""Drives the PyTorch adapter for `polyamp.testing`, and what the tests of that adapter share."""
+"""Drive the PyTorch adapter for `polyamp.testing`; and helpers that the tests of that adapter share."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from polyamp.testing import Arrays
 
 
 def to_numpy(tensor: torch.Tensor) -> NDArray[Any]:
-    """A copy; bfloat16, which NumPy lacks, as ``ml_dtypes.bfloat16``."""
+    """Return a copy; bfloat16, which NumPy does not have, as ``ml_dtypes.bfloat16``."""
     tensor = tensor.detach().cpu().clone()
     if tensor.dtype == torch.bfloat16:
         return tensor.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
@@ -62,9 +62,9 @@ class TorchHarness:
     """PyTorch, driven with NumPy arrays.
 
     Args:
-        device: where parameters and gradients live.
-        fused: use the fused optimizers, which on an accelerator skip steps by themselves.
-        fused_step: whether polyamp's own operators make the steps; see `LossScaledOptimizer`.
+        device: the device of parameters and gradients.
+        fused: use the fused optimizers, which skip steps by themselves on an accelerator.
+        fused_step: whether polyamp's own operators run the steps; see `LossScaledOptimizer`.
     """
 
     name = "torch"
@@ -102,7 +102,7 @@ X, Y = torch.arange(12.0).reshape(4, 3) / 12, torch.tensor([1.0, -1.0, 0.5, 2.0]
 
 
 class ThirdParty(torch.optim.Optimizer):
-    """As users write them: state and counters of its own, closure evaluated first."""
+    """An optimizer as users write them: own state and counters, closure evaluated first."""
 
     def __init__(self, params: Any, lr: float = 0.1) -> None:
         super().__init__(params, {"lr": lr})
@@ -156,7 +156,7 @@ def loss_of(model: torch.nn.Module) -> torch.Tensor:
 
 
 def contents(opt: torch.optim.Optimizer) -> list[Any]:
-    """Everything that a step may change, as bytes."""
+    """Return everything that a step may change, as bytes."""
     params = [param for group in opt.param_groups for param in group["params"]]
     states = [sorted(opt.state.get(param, {}).items()) for param in params]
     options = [{key: value for key, value in group.items() if key != "params"} for group in opt.param_groups]
@@ -164,7 +164,7 @@ def contents(opt: torch.optim.Optimizer) -> list[Any]:
 
 
 def casts_of(run: Callable[[], object]) -> int:
-    """How many casts of weights ``run`` makes."""
+    """Return how many casts of weights ``run`` makes."""
     with torch.profiler.profile(acc_events=True) as profile:
         run()
     return sum(event.count for event in profile.key_averages() if event.key == "aten::_to_copy")

@@ -1,4 +1,4 @@
-"""Settings and traces for the tests of the loss-scale rule, and how to walk a trace."""
+"""Settings and traces for the tests of the loss-scale rule, and functions that walk a trace."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TRACES = st.lists(st.booleans(), min_size=1, max_size=60)
 
 @st.composite
 def powers_of_two(draw: st.DrawFn) -> LossScale:
-    """Settings whose numbers are all powers of two, within limits that a short trace reaches."""
+    """Draw settings whose numbers are all powers of two, within limits that a short trace reaches."""
     low, init, high = sorted(draw(st.lists(st.integers(-20, 20), min_size=3, max_size=3)))
     factors = {"growth": 2.0 ** draw(st.integers(1, 3)), "backoff": 2.0 ** -draw(st.integers(1, 3))}
     return LossScale(init=2.0**init, min=2.0**low, max=2.0**high, **factors, **draw(counts()))
@@ -23,7 +23,7 @@ def powers_of_two(draw: st.DrawFn) -> LossScale:
 
 @st.composite
 def any_numbers(draw: st.DrawFn) -> LossScale:
-    """Settings of any float32 numbers, from the smallest normal one to the largest."""
+    """Draw settings of any float32 numbers, from the smallest normal one to the largest."""
     scales = st.floats(2.0**-126, 2.0**127, width=32, allow_subnormal=False)
     low, init, high = sorted(draw(st.lists(scales, min_size=3, max_size=3)))
     growth = draw(st.floats(1.0, 64.0, width=32, exclude_min=True))
@@ -45,7 +45,7 @@ def counts(draw: st.DrawFn) -> dict[str, Any]:
 def walk(
     config: LossScale, finite: Iterable[Any], state: LossScaleState | None = None, **where: Callable[..., Any]
 ) -> list[LossScaleState]:
-    """The state after every step of a trace."""
+    """Return the state after every step of a trace."""
     state = config.initial_state() if state is None else state
     states = []
     for flag in finite:
@@ -55,5 +55,5 @@ def walk(
 
 
 def read(trace: str) -> list[bool]:
-    """A trace as it is drawn: ``.`` finite, ``!`` overflow."""
+    """Read a drawn trace: ``.`` is a finite step, ``!`` an overflow."""
     return [step == "." for step in trace.replace(" ", "")]

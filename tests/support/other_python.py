@@ -1,4 +1,4 @@
-"""A Python that lacks some of this one's packages: what a machine has on which nothing of ours was installed."""
+"""A Python without some of this one's packages, like that of a machine without our installations."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from pathlib import Path
 
 
 def python_without(folder: Path, *missing: str) -> Path:
-    """Make a virtual environment of links to this Python's packages, without those that are named, and without pip.
+    """Make a virtual environment of links to this Python's packages, without some of them, and without pip.
 
     Args:
-        folder: where to make it.
-        missing: names as they are imported. Path files are left out too, and editable installations with them.
+        folder: the folder to make it in.
+        missing: import names of the packages to leave out. Path files are left out too, and so editable installations.
 
     Returns:
-        Its interpreter, which the processes that it starts find as their own.
+        Its interpreter; processes that it starts use the same one.
     """
     venv.create(folder, symlinks=True, with_pip=False)
     (packages,) = folder.glob("lib/python*/site-packages")

@@ -1,4 +1,4 @@
-"""Tests in a process of their own: what a framework fixes when it starts, such as its devices, is theirs to set."""
+"""Run tests in their own process, so that they can choose what a framework fixes at its start, such as devices."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def run_tests(file: Path, suite: str, *arguments: str | Path, **environment: str) -> str:
-    """Run tests in a process of its own, see them pass, and return what it printed; arguments are those of pytest."""
+    """Run tests in another process, assert that they pass, and return the output; arguments are those of pytest."""
     run = subprocess.run(
         [
             sys.executable,

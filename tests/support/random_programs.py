@@ -1,4 +1,4 @@
-"""Random programs in the words of the traps: parameters, inputs, products, norms, guards and what combines them."""
+"""Random programs in the words of the traps: parameters, inputs, products, norms, guards and their combinations."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ import torch
 
 from support.traps.words import Jax, TensorFlow, Torch
 
-Step = Callable[[Any, Any, Any], Any]  # of the words and two values of one shape
+Step = Callable[[Any, Any, Any], Any]  # takes the words and two values of one shape
 
 
 class InTorch(Torch):
-    """Words that PyTorch writes as one operation, as the others do."""
+    """The words of PyTorch, with some as one operation, as in the other frameworks."""
 
     reciprocal = torch.reciprocal
 
@@ -100,7 +100,7 @@ GATE = np.arange(16) % 3 > 0
 def program(seed: int) -> Callable[..., Any]:
     """Return a program of 4 to 10 steps, two or more of which are products, as ``program(ops, w, x, z)``."""
     rng = random.Random(seed)
-    plan = []  # worked out before, since Dynamo traces NumPy
+    plan = []  # computed before, since Dynamo traces NumPy
     for known in range(4, 4 + rng.randint(4, 10)):
         step = None if rng.random() < 0.3 else rng.choice(STEPS)
         plan.append((step, known - 1 - rng.randrange(3), rng.randrange(known)))
@@ -120,7 +120,7 @@ X, Z = (np.random.default_rng(seed).standard_normal((16, 16)).astype(np.float32)
 
 
 class Module(torch.nn.Module):
-    """A program with its parameter."""
+    """A program with its parameter, as a module."""
 
     def __init__(self, run: Callable[..., Any]) -> None:
         super().__init__()

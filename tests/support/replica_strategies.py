@@ -1,4 +1,4 @@
-"""Strategies over two logical CPUs, for tests in processes that TensorFlow has not started in. One for each process."""
+"""Strategies over two logical CPUs, one for each process, made before TensorFlow starts there."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ tf.config.set_logical_device_configuration(
 
 
 def without_merging() -> tf.distribute.Strategy:
-    """As strategies are under XLA on GPUs; this is how TensorFlow's own tests make one elsewhere."""
+    """Make a strategy as under XLA on GPUs, in the way of TensorFlow's own tests."""
     strategy = tf.distribute.MirroredStrategy(CPUS)
     strategy.extended._use_merge_call = lambda: False
     with strategy.scope():
@@ -32,7 +32,7 @@ STRATEGIES: dict[str, Callable[[], tf.distribute.Strategy]] = {
     "one worker": tf.distribute.MultiWorkerMirroredStrategy,
     "one device": lambda: tf.distribute.OneDeviceStrategy(CPUS[0]),
 }
-# In one process strategies number their collective operations alike, and disturb each other.
+# Strategies in one process give their collective operations the same numbers, and disturb each other.
 KIND = os.environ["POLYAMP_TEST_STRATEGY"]
 STRATEGY = STRATEGIES[KIND]()
 COUNT = STRATEGY.num_replicas_in_sync
@@ -48,7 +48,7 @@ BAD = {
 
 
 def on_each(step: Callable[[Any], None], grads: Any) -> None:
-    """Call ``step`` with the gradients of every replica."""
+    """Call ``step`` in every replica with its gradients."""
 
     def of(context: Any) -> tf.Tensor:
         return tf.constant(grads[context.replica_id_in_sync_group])
@@ -57,5 +57,5 @@ def on_each(step: Callable[[Any], None], grads: Any) -> None:
 
 
 def copies(variable: tf.Variable) -> list[Any]:
-    """What each replica has in its copy of a variable."""
+    """Return the value of each replica's copy of a variable."""
     return [value.numpy().tolist() for value in STRATEGY.experimental_local_results(variable)]

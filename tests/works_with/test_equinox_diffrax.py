@@ -61,7 +61,7 @@ def flat(tree: Any) -> Any:
 
 
 def low_products(program: Any, *args: Any) -> int:
-    """How many products of a program, wherever they stand, are in 16 bits; the text has each function once."""
+    """Return how many products of a program are in 16 bits, at any depth; the text has each function once."""
     text = str(jax.make_jaxpr(program)(*args))
     return text.count("preferred_element_type=float16") + text.count("preferred_element_type=bfloat16")
 

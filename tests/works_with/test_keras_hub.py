@@ -1,4 +1,4 @@
-"""Models of keras_hub, made from small configurations, train after ``polyamp.convert`` and can be asked about."""
+"""Models of keras_hub, made from small configurations, train after ``polyamp.convert`` and can be explained."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_a_bert_classifier_trains_near_float32(policy: str) -> None:
         pytest.skip("JAX multiplies no float16 in attention on CPUs")
     expected = fitted(bert(), None)
     with warnings.catch_warnings():
-        warnings.simplefilter("error", polyamp.PolyampWarning)  # the task compiled itself: that is no mistake
+        warnings.simplefilter("error", polyamp.PolyampWarning)  # the task compiled itself, which is not a mistake
         model = polyamp.convert(bert(), policy)
         assert fitted(model, policy) == pytest.approx(expected, rel=0.05)
     assert model.optimizer.last_step.applied

@@ -1,4 +1,4 @@
-"""Trainers that scale, clip and step by themselves, given a wrapped optimizer: wrong numbers are refused in words."""
+"""Trainers that scale, clip and step by themselves, with a wrapped optimizer: wrong numbers raise clear errors."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TARGETS = torch.randn(16, 2, generator=torch.Generator().manual_seed(1))
 
 @pytest.fixture(autouse=True)
 def _quiet() -> Iterator[None]:
-    """The trainers' own warnings are theirs."""
+    """Ignore the trainers' own warnings."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
@@ -198,7 +198,7 @@ def test_lightning_resumes_a_wrapped_optimizer_from_a_plain_checkpoint(tmp_path:
 
 
 class Regression(nn.Module):
-    """A model as the Trainer takes one."""
+    """A model in the form that the Trainer needs."""
 
     def __init__(self) -> None:
         super().__init__()

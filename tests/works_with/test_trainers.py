@@ -1,4 +1,4 @@
-"""Trainers that call `loss.backward()` and clip by themselves: refused in words, or float32's losses."""
+"""Trainers that call `loss.backward()` and clip by themselves: a clear error, or float32's losses."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def wrapped(optimizer: torch.optim.Optimizer) -> Any:
 
 @pytest.fixture(autouse=True)
 def _warnings_of_the_trainers(recwarn: pytest.WarningsRecorder) -> None:
-    """What they warn of is theirs; polyamp's own warnings are errors."""
+    """Ignore the trainers' own warnings; polyamp's are errors."""
     import warnings
 
     warnings.simplefilter("ignore")

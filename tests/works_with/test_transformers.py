@@ -90,7 +90,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
 
 @pytest.fixture(autouse=True)
 def _quiet() -> Iterator[None]:
-    """What the libraries deprecate among themselves is not ours to mend."""
+    """Ignore deprecations between the libraries."""
     transformers.logging.set_verbosity_error()
     torch._dynamo.reset()
     with warnings.catch_warnings():
@@ -104,7 +104,7 @@ def _quiet() -> Iterator[None]:
 def case(request: pytest.FixtureRequest) -> tuple[nn.Module, dict[str, Any]]:
     make, inputs = MODELS[request.param]
     torch.manual_seed(0)
-    return make().eval(), inputs  # which drops nothing by chance
+    return make().eval(), inputs  # without random dropout
 
 
 def losses(model: nn.Module, inputs: Any, policy: str | None, steps: int = 4) -> list[float]:

@@ -1,1 +1,1 @@
-"""Autocast of functions, and the regions of a function that run under it."""
+"""Autocast of functions."""

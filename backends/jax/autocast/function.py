@@ -1,4 +1,4 @@
-"""The op-level autocast: a function traced, and run again with each operation in the format of a policy."""
+"""Autocast of functions: `autocast`, and the calls of it that other functions of the adapter make."""
 
 from __future__ import annotations
 
@@ -9,25 +9,16 @@ from typing import Any
 import jax
 
 from polyamp.backends.jax import unstable
-from polyamp.backends.jax.autocast import regions
-from polyamp.backends.jax.devices import check_format
-from polyamp.backends.jax.graphs.interpreter import IN_FLOAT32, Interpreter
-from polyamp.backends.jax.graphs.planning import Recorder
-from polyamp.backends.jax.graphs.program import Program
-from polyamp.backends.jax.graphs.refusals import check_function, positions, users_level
-from polyamp.backends.jax.modules import as_pure
-from polyamp.deciding import Decider
-from polyamp.plan import Plan
+from polyamp.backends.jax.graphs.refusals import check_function, positions
+from polyamp.backends.jax.graphs.rewrite import name_of, run_rewritten
 from polyamp.policy import Policy, current_policy
 from polyamp.policy import policy as make_policy
-from polyamp.refusals import not_traced
-from polyamp.reports import NO_PRODUCTS, report_nothing_lowered, report_unused
 
 
 def autocast(
     fn: Callable[..., Any], policy: Policy | str | None = None, *, argnums: int | Sequence[int] = 0
 ) -> Callable[..., Any]:
-    """A function with its operations run as a policy says: products in 16 bits, what needs float32 in float32.
+    """Return a function that runs under a policy: products in 16 bits, and in float32 what needs it.
 
     >>> import jax.numpy as jnp
     >>> def model(w, x):
@@ -40,20 +31,20 @@ def autocast(
 
     Args:
         fn: any function of arrays and pytrees: a method ``apply`` of flax or haiku, an equinox or flax NNX module, a
-            loss. Arguments that are no arrays (Python numbers, strings, functions) are as they are. NNX modules among
-            the arguments take on the changes that ``fn`` makes to them.
-        policy: a policy or its name, bound now where given; None is the current policy at each call, or rather at each
-            trace: ``jax.jit`` keeps what it traced.
-        argnums: the positions of the arguments that are parameters, which are cast beside 16-bit values. What modules
-            of flax and equinox hold is so too, wherever they are; all other float32 arguments, and traced arrays that
-            ``fn`` takes from around it, are inputs, such as masks and labels: where they meet 16-bit values in a sum,
-            that is float32.
+            loss. Arguments that are not arrays (Python numbers, strings, functions) stay as they are. NNX modules among
+            the arguments receive the changes that ``fn`` makes to them.
+        policy: a policy or its name, bound now. None is the current policy at each call, or rather at each trace:
+            ``jax.jit`` keeps what it traced.
+        argnums: the positions of the arguments that are parameters. Parameters are cast when they meet 16-bit values;
+            so are the arrays in modules of flax and equinox, at any position. All other float32 arguments are inputs,
+            such as masks and labels, and so are traced arrays that ``fn`` takes from outside: a sum of an input and a
+            16-bit value is computed in float32.
 
     Returns:
-        A function with the same arguments and results; results have the dtypes that ``fn`` gives them. It composes
+        A function with the same arguments and results; the results have the dtypes that ``fn`` gives them. It composes
         with ``jit``, ``grad``, ``vmap``, ``jax.checkpoint`` and the others in either order. Each call traces ``fn``:
-        put ``jax.jit`` around it. Parameters are cast where they are used, inside of loops too, so that their
-        gradients are added up in float32.
+        put ``jax.jit`` around it. Parameters are cast where they are used, inside loops too, so that their gradients
+        are added up in float32.
 
     Raises, when called:
         UnsupportedError: JAX cannot compute in the policy's format.
@@ -70,187 +61,17 @@ def autocast(
     def autocasted(*args: Any, **kwargs: Any) -> Any:
         if bound is not None and bound.compute == "float32":
             return in_float32(fn, *args, **kwargs)
-        return _autocasted(fn, bound or current_policy(), args, kwargs, name=_name_of(fn), argnums=places)
+        return run_rewritten(fn, bound or current_policy(), args, kwargs, name=name_of(fn), argnums=places)
 
     return autocasted
 
 
 def run_autocasted(fn: Callable[..., Any], policy: Policy, *args: Any, name: str | None = None) -> Any:
-    """One call of `autocast`, which reports what did nothing in a function of this name, if there is one."""
-    return _autocasted(fn, policy, args, {}, name=name)
+    """Run a function under autocast; report under this name what had no effect. None reports nothing."""
+    return run_rewritten(fn, policy, args, {}, name=name)
 
 
 def in_float32(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """One call of a function, in float32 whatever is around it."""
+    """Run a function in float32, even inside another autocast."""
     with jax.named_scope(unstable.ISLAND):
         return fn(*args, **kwargs)
-
-
-def explain(fn: Callable[..., Any], *args: Any, policy: Policy | str | None = None, **kwargs: Any) -> Plan:
-    """What every operation of a function runs in, where and why. Nothing is computed.
-
-    >>> import jax.numpy as jnp
-    >>> plan = explain(lambda w, x: jnp.exp(x @ w), jnp.ones((2, 3)), jnp.ones((4, 2)), policy="mixed_float16")
-    >>> [(op.name, op.format, op.reason) for op in plan.operations]
-    [('matmul', 'float16', 'table'), ('exp', 'float32', 'table')]
-    >>> plan.totals["bytes_saved"], plan.totals["bytes_saved_float32"]
-    (76, 104)
-
-    Args:
-        fn: as for `autocast`.
-        *args: its arguments; ``jax.ShapeDtypeStruct`` will do for arrays.
-        policy: a policy or its name; None is the current policy.
-        **kwargs: its keyword arguments.
-
-    Returns:
-        A `Plan`. ``bytes_saved`` are the bytes that ``jax.vjp`` keeps for the floating arguments, and None where
-        ``fn`` cannot be differentiated.
-    """
-    return planned(fn, args, kwargs, make_policy(policy))
-
-
-def planned(
-    fn: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    chosen: Policy,
-    argnums: int | Sequence[int] = 0,
-) -> Plan:
-    """The plan of a function whose parameters are at ``argnums``."""
-    check_format(chosen.compute)
-    places = positions(argnums, where="explain(fn, *args)")
-    with regions.seen() as own:
-        program = _traced(fn, args, kwargs, places)
-    if own.found and unstable.has_backward(program.closed):
-        return regions.plan_of_step(program.closed, own)
-    recorder = Recorder(own)
-    interpreter = Interpreter(chosen, recorder)
-    jax.eval_shape(lambda arrays: program.run(interpreter, arrays), program.specs)
-    with regions.left_out():
-        plain = _traced(fn, args, kwargs, places) if own.found else program
-    return Plan(
-        str(chosen),
-        tuple(recorder.operations),
-        program.bytes_saved(lambda arrays: program.run(Interpreter(chosen), arrays)),
-        plain.bytes_saved(plain.as_traced),
-        tuple(own.unused_rules(chosen, [interpreter.decider])),
-    )
-
-
-def _traced(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], argnums: Sequence[int]) -> Program:
-    return Program(*as_pure(fn, args, kwargs, argnums)[:4])
-
-
-class Rewritten:
-    """What `rewrite` gives: the function of `autocast`, and its plan."""
-
-    def __init__(self, fn: Callable[..., Any], policy: Policy, argnums: Sequence[int]) -> None:
-        functools.update_wrapper(self, fn)
-        self._argnums = argnums
-        self._fn = fn
-        self._policy = policy
-        self._plan: Plan | None = None
-
-    @property
-    def plan(self) -> Plan:
-        """The plan for the arguments that were seen first.
-
-        Raises:
-            UsageError: none were seen yet.
-        """
-        if self._plan is None:
-            raise not_traced(where="rewrite(fn).plan")
-        return self._plan
-
-    def traced_for(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Rewritten:
-        """This function, with its plan made for these arguments unless it has one."""
-        if self._plan is None:
-            self._plan = planned(self._fn, args, kwargs, self._policy, self._argnums)
-        return self
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        self.traced_for(args, kwargs)
-        name, argnums = _name_of(self._fn), self._argnums
-        return _autocasted(self._fn, self._policy, args, kwargs, name=name, argnums=argnums)
-
-
-def rewrite(fn: Callable[..., Any], *args: Any, policy: Policy | str | None = None, **kwargs: Any) -> Rewritten:
-    """A function run as a policy says, with its `Plan`.
-
-    >>> import jax.numpy as jnp
-    >>> fast = rewrite(lambda w, x: jnp.exp(x @ w), jnp.ones((2, 3)), jnp.ones((4, 2)), policy="mixed_float16")
-    >>> fast.plan.totals["by_format"], fast(jnp.zeros((2, 3)), jnp.ones((4, 2))).sum()
-    ({'float16': 1, 'float32': 1}, Array(12., dtype=float32))
-
-    Args:
-        fn: as for `autocast`.
-        *args: example arguments, for the plan; without them it is made at the first call.
-        policy: a policy or its name, bound now; None is the current policy.
-        **kwargs: example keyword arguments.
-
-    Returns:
-        The function of `autocast`, with an attribute ``plan``.
-    """
-    return rewritten_for(fn, args, kwargs, make_policy(policy))
-
-
-def rewritten_for(
-    fn: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    policy: Policy,
-    *,
-    argnums: int | Sequence[int] = 0,
-) -> Rewritten:
-    """As `rewrite`, of a function whose parameters are at ``argnums``."""
-    rewritten = Rewritten(fn, policy, positions(argnums, where="rewrite(fn, argnums=)"))
-    return rewritten.traced_for(args, kwargs) if args or kwargs else rewritten
-
-
-def _autocasted(
-    fn: Callable[..., Any],
-    policy: Policy,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    *,
-    name: str | None,
-    argnums: Sequence[int] = (0,),
-) -> Any:
-    check_format(policy.compute)
-    if policy.compute == "float32" or regions.are_left_out():
-        return fn(*args, **kwargs)
-    call = as_pure(fn, args, kwargs, argnums)
-    program, shown, accept = Program(*call[:4]), regions.current(), call.accept
-    if shown is not None:
-        return accept(program.results(shown.run(policy, program)))
-    interpreter = Interpreter(policy)
-    results = accept(program.results(program.run(interpreter, program.arrays)))
-    if name is not None:
-        _report(interpreter.decider, name)
-    return results
-
-
-def _name_of(fn: Any) -> str:
-    name: str = getattr(fn, "__name__", type(fn).__name__)
-    return name
-
-
-def _report(decider: Decider, name: str) -> None:
-    level, policy = users_level(), decider.policy
-    report_unused(decider.unused, where=name, paths="a named scope or module", of=policy, stacklevel=level)
-    if not decider.lowered and set(decider.not_lowered) != {IN_FLOAT32}:
-        why = _why_nothing(decider.not_lowered)
-        report_nothing_lowered("autocast", policy.compute, where=name, why=why, stacklevel=level)
-
-
-def _why_nothing(not_lowered: dict[str, str]) -> str:
-    if not not_lowered:
-        return NO_PRODUCTS
-    told = "; ".join(f"{place} stays as it is: {reason}" for reason, place in list(not_lowered.items())[:3])
-    setting = getattr(jax.config, "jax_default_matmul_precision", None)
-    if setting is None or not any(reason.startswith("precision=") for reason in not_lowered):
-        return told
-    return (
-        f"{told}. jax_default_matmul_precision, which is {setting!r} here, asks for it in every product and so "
-        "switches lowering off: set it to None, or give precision= where it is needed"
-    )

@@ -1,1 +1,1 @@
-"""A traced function run again, each operation in the format that the flow rule decides."""
+"""A traced function: run again with each operation in the format that the flow rule decides, and its plan."""

@@ -1,6 +1,8 @@
-"""Binds one primitive in a format so that its derivative is accurate and keeps few bytes.
+"""Binds one primitive in a format, so that its derivative is accurate and keeps few bytes.
 
-JAX derives the backward pass from what is bound: what is summed there, and what is kept for it, is in the formats here.
+JAX derives the backward pass from what is bound: its sums, and the arrays that it keeps, have the formats chosen here.
+For example, a float16 bias that is added to 512 rows has a sum over 512 rows as its derivative. So the bias is spread
+over the rows in float32 first, and then cast: the derivative sums in float32.
 """
 
 from __future__ import annotations
@@ -13,23 +15,23 @@ from jax import lax
 
 from polyamp.backends.jax import unstable
 from polyamp.backends.jax.graphs.cells import FLOAT32, Cell
-from polyamp.backends.jax.graphs.recipes import Taken, bound, is_traced, taken_by, with_less_kept
+from polyamp.backends.jax.graphs.recipes import Taken, bind, is_traced, take, with_less_kept
 
 _SPREADING = ("add", "sub", "mul", "div", "max", "min")
 _REPEATING = ("broadcast_in_dim", "gather")
 _NEEDING_OPERANDS = frozenset(
     {"mul", "div", "square", "integer_pow", "pow", "log", "log1p", "sin", "cos", "abs", "max", "min", "erf"}
 )
-_NEEDING_RESULTS = frozenset({"exp", "tanh", "logistic", "select_n"})  # of select_n, the zeros of the other case
+_NEEDING_RESULTS = frozenset({"exp", "tanh", "logistic", "select_n"})  # select_n: zeros for the other case
 _SLOPES: dict[str, Callable[[Any], Any]] = {"tanh": lambda y: 1 - y * y, "logistic": lambda y: y * (1 - y)}
 
 
-def bound_low(equation: Any, cells: Sequence[Cell], dtype: Any, output: Any, *, is_looped: bool) -> list[Any]:
-    """The results of an equation on its floating inputs in a 16-bit dtype; a product's are added up in ``output``.
+def bind_low(equation: Any, cells: Sequence[Cell], dtype: Any, output: Any, *, is_looped: bool) -> list[Any]:
+    """Bind an equation with its floating-point inputs in a 16-bit dtype; a product is added up in ``output``.
 
-    What is spread over rows (a bias, a scale, a gate), and what a gather may take several times, is so in float32: the
-    derivative of that is a sum, which in 16 bits would stop growing after some hundreds of terms. In the body of a
-    loop, where what the backward pass needs is written down in every turn, less of it is kept.
+    A value that is spread over rows (a bias, a scale, a gate), or that a gather may take several times, is spread in
+    float32. The derivative of this is a sum, which would stop growing in 16 bits after some hundreds of terms. The body
+    of a loop keeps less for the backward pass, since it keeps it in every iteration.
     """
     if equation.primitive.name in _REPEATING and is_traced(cells[0]):
         return [unstable.converted(array, dtype) for array in unstable.bound(equation, _wide(cells), equation.params)]
@@ -42,15 +44,15 @@ def bound_low(equation: Any, cells: Sequence[Cell], dtype: Any, output: Any, *, 
 
 
 def _saturated(equation: Any, array: Any) -> Any:
-    """A function whose derivative is computed of its result: kept for the backward pass is that alone.
+    """Bind a function whose derivative is computed from its result, so that the backward pass keeps only the result.
 
-    Behind the barrier, XLA computes its argument once, and not again for every result that is written down.
+    Behind the barrier XLA computes the argument once, and not again for every result that is kept.
     """
     slope = _SLOPES[equation.primitive.name]
 
     def times_slope(result: Any, tangent: Any) -> Any:
-        wide, of_it = (unstable.converted(one, FLOAT32) for one in (result, tangent))
-        return unstable.converted(of_it * slope(wide), result.dtype)
+        result_32, tangent_32 = (unstable.converted(one, FLOAT32) for one in (result, tangent))
+        return unstable.converted(tangent_32 * slope(result_32), result.dtype)
 
     @jax.custom_jvp
     def own(array: Any) -> Any:
@@ -64,19 +66,19 @@ def _saturated(equation: Any, array: Any) -> Any:
     return own(lax.optimization_barrier(array))  # type: ignore[no-untyped-call]
 
 
-def bound_wide(equation: Any, cells: Sequence[Cell], anew: Sequence[str] = ()) -> list[Any]:
-    """The results of an equation on its floating inputs in float32, those of the roles ``anew`` computed again.
+def bind_wide(equation: Any, cells: Sequence[Cell], anew: Sequence[str] = ()) -> list[Any]:
+    """Bind an equation with its floating-point inputs in float32; inputs with the roles ``anew`` are computed again.
 
-    Where the derivative needs operands that are in 16 bits, or were computed of such, the backward pass keeps those and
-    widens them once more.
+    If the derivative needs operands that are in 16 bits, or that were computed from 16-bit arrays, the backward pass
+    keeps the 16-bit arrays and widens them once more.
     """
-    inputs, name = taken_by(cells, anew), equation.primitive.name
+    inputs, name = take(cells, anew), equation.primitive.name
     if name in _NEEDING_OPERANDS or name in _NEEDING_RESULTS:
         smaller = list(map(with_less_kept, inputs))
         inputs = smaller if name in _NEEDING_OPERANDS or any(map(_is_smaller, smaller)) else inputs
     if not any(taken.is_anew or _is_smaller(taken) or _is_narrow(taken, name) for taken in inputs):
         return unstable.bound(equation, _wide(cells), equation.params)
-    return bound(lambda arrays: unstable.bound(equation, arrays, equation.params), inputs)
+    return bind(lambda arrays: unstable.bound(equation, arrays, equation.params), inputs)
 
 
 def _is_smaller(taken: Taken) -> bool:

@@ -1,37 +1,99 @@
-"""Functions under ``jax.jit`` that a program calls several times: rewritten once for each way they are called.
+"""Handlers of calls: ``jit``, ``checkpoint``, ``shard_map``. They also rewrite functions that are called several times.
 
-JAX compiles such a function once however often it is called, since every call holds the same jaxpr. Run again
-equation by equation, a block of 24 calls would be 24 blocks to trace and compile. So a jaxpr that is called more than
-once is rewritten for the formats that its arguments come in, and all calls with these hold the one that came of it.
+JAX compiles a jitted function once, however often it is called, because every call holds the same jaxpr. If we ran a
+block of 24 calls again equation by equation, JAX would trace and compile 24 blocks. So a jaxpr that is called more than
+once is rewritten for the formats of its arguments, and all calls with these formats hold the one rewritten jaxpr.
 
-Where the output of a block goes straight into the next one, the first is given float32 data, say, and the others 16
-bits: two functions. The output is then handed on in float32, which loses nothing, and one function does for all.
+For example, the output of a block goes straight into the next block. The first block gets float32 data, and the others
+get 16 bits, which would take two rewritten functions. The output is then passed on in float32, which loses nothing, and
+one function is enough.
 """
 
 from __future__ import annotations
 
 import operator
-from collections import Counter, defaultdict
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
+import jax
+
 from polyamp.backends.jax import unstable
-from polyamp.backends.jax.graphs.cells import FLOAT32, Cell
+from polyamp.backends.jax.graphs import recipes
+from polyamp.backends.jax.graphs.cells import FLOAT32, Cell, around, held_as_declared
+from polyamp.backends.jax.graphs.run import Run
+from polyamp.backends.jax.graphs.traced import Traced
 from polyamp.deciding import Decider
 from polyamp.flow import Value
 
-if TYPE_CHECKING:
-    from polyamp.backends.jax.graphs.interpreter import Interpreter
+
+def jit(run: Run, equation: Any, cells: list[Cell], path: str) -> list[Cell]:
+    """Run the equations in place of the call, or call a rewritten function if it is called several times.
+
+    A call that places or donates its arguments stays, and so do the types of its arguments and results.
+    """
+    if unstable.is_plain_jit(equation.params):
+        called = equation.params["jaxpr"]
+        if not run.repeats.is_repeated(called):
+            return run.run(called, cells, path)
+        results = _call_rewritten(run, equation, cells, path)
+        recipes.note_call(results, lambda: run.run(called, cells, path))
+        return results
+    inner = held_as_declared(cells)
+    outputs: list[Cell] = []
+
+    def body(*arrays: Any) -> list[Any]:
+        outputs[:] = held_as_declared(run.run(equation.params["jaxpr"], around(inner, arrays), path))
+        return [cell.array for cell in outputs]
+
+    jaxpr = unstable.traced(body, *(cell.array for cell in inner))
+    results = unstable.bound(equation, [cell.array for cell in inner], {**equation.params, "jaxpr": jaxpr})
+    return around(outputs, results)
+
+
+def closed_call(run: Run, equation: Any, cells: list[Cell], path: str) -> list[Cell]:
+    """Run the equations in place of the call."""
+    return run.run(equation.params["call_jaxpr"], cells, path)
+
+
+def forward_rule(run: Run, equation: Any, cells: list[Cell], path: str) -> list[Cell]:
+    """Run the forward rule of a custom derivative with ``optimize_remat`` in its place."""
+    return run.run(equation.params["fwd_jaxpr"], cells, path)
+
+
+def remat(run: Run, equation: Any, cells: list[Cell], path: str) -> list[Cell]:
+    """Trace the function again and bind it with all its settings: nothing else can set ``differentiated``."""
+    trace = Traced(run, equation.params["jaxpr"], cells, path)
+    jaxpr, constants = unstable.without_constants(trace.closed)
+    results = unstable.bound(equation, [*constants, *trace.arrays], {**equation.params, "jaxpr": jaxpr})
+    return around(trace.outputs, results)
+
+
+def shard_map(run: Run, equation: Any, cells: list[Cell], path: str) -> list[Cell]:
+    """Map the function over the same axes again."""
+    params = equation.params
+
+    def body(*own: Cell) -> tuple[Cell, ...]:
+        return tuple(run.run(params["jaxpr"], [cell.within() for cell in own], path))
+
+    mapped = jax.shard_map(
+        body,
+        mesh=params["mesh"],
+        in_specs=tuple(params["in_specs"]),
+        out_specs=tuple(params["out_specs"]),
+        axis_names=unstable.manual_axes(params),
+        check_vma=params["check_vma"],
+    )
+    return list(mapped(*cells))
 
 
 class _Rewritten(NamedTuple):
-    """A jaxpr with its formats.
+    """A rewritten jaxpr with its formats.
 
     Attributes:
         closed: the jaxpr.
-        outputs: what stands for its results.
-        decider: what decided it, with its record.
+        outputs: models of its results.
+        decider: the decisions in it, and what there is to report of them.
     """
 
     closed: Any
@@ -42,80 +104,46 @@ class _Rewritten(NamedTuple):
 _KNOWN: WeakKeyDictionary[Any, dict[Any, _Rewritten]] = WeakKeyDictionary()
 
 
-class Calls:
-    """The functions that one program calls more than once, and what is known of its loops.
-
-    Attributes:
-        loops: for the parameters of a loop and the formats of its arguments, these parameters, which keep their id, and
-            what its body makes of what it carries.
-    """
-
-    def __init__(self) -> None:
-        self.loops: dict[Any, tuple[Any, list[Value]]] = {}
-        self._times: Counter[int] = Counter()
-        self._chained: defaultdict[int, set[tuple[int, int]]] = defaultdict(set)  # outputs that are inputs of the next
-
-    def count(self, closed: Any) -> None:
-        """Look through a program, which has to live as long as this."""
-        made: dict[Any, tuple[int, int]] = {}
-        for equation in unstable.opened(closed)[0].eqns:
-            for part in unstable.inner_programs(equation):
-                if not _is_call(equation):
-                    self.count(part)
-                    continue
-                self._times[id(part)] += 1
-                if self._times[id(part)] == 1:
-                    self.count(part)
-                self._chained[id(part)] |= _links(equation, id(part), made)
-
-    def repeat(self, closed: Any) -> bool:
-        """Whether a jaxpr is called more than once, and holds more than what a call of it takes."""
-        return self._times[id(closed)] > 1 and len(unstable.opened(closed)[0].eqns) > 1
-
-    def results(self, run: Interpreter, equation: Any, cells: Sequence[Cell], path: str) -> list[Cell]:
-        """The outputs of one such call."""
-        rewritten = self._rewritten(run, equation.params["jaxpr"], cells, path)
-        run.decider.take_over(rewritten.decider)
-        arrays = [cell.array for cell in cells]
-        results = unstable.bound(equation, arrays, {**equation.params, "jaxpr": rewritten.closed})
-        return [cell.around(array) for cell, array in zip(rewritten.outputs, results, strict=True)]
-
-    def _rewritten(self, run: Interpreter, closed: Any, cells: Sequence[Cell], path: str) -> _Rewritten:
-        known = _KNOWN.setdefault(closed, {})
-        key = (run.policy, run.is_looped, run.place(path), tuple(cell.format for cell in cells), _equal(cells))
-        if key not in known:
-            known[key] = _like_one_of(known, _made(run, closed, cells, path, frozenset()))
-        held = frozenset(
-            (output, cells[own].value)
-            for output, own in self._chained[id(closed)]
-            if known[key].outputs[output].value.state == "low" and _is_given(cells[own])
-        )
-        if held and (key, held) not in known:
-            known[key, held] = _like_one_of(known, _made(run, closed, cells, path, held))
-        return known[key, held] if held else known[key]
+def _call_rewritten(run: Run, equation: Any, cells: Sequence[Cell], path: str) -> list[Cell]:
+    rewritten = _rewritten(run, equation.params["jaxpr"], cells, path)
+    run.decider.take_over(rewritten.decider)
+    arrays = [cell.array for cell in cells]
+    results = unstable.bound(equation, arrays, {**equation.params, "jaxpr": rewritten.closed})
+    return around(rewritten.outputs, results)
 
 
-def _made(
-    run: Interpreter, closed: Any, cells: Sequence[Cell], path: str, held: frozenset[tuple[int, Value]]
-) -> _Rewritten:
-    """A jaxpr rewritten for arguments in these formats, with some of its outputs held as arguments are."""
+def _rewritten(run: Run, closed: Any, cells: Sequence[Cell], path: str) -> _Rewritten:
+    """Return the jaxpr rewritten for arguments in these formats."""
+    known = _KNOWN.setdefault(closed, {})
+    key = (run.policy, run.is_looped, run.place(path), tuple(cell.format for cell in cells), _equal(cells))
+    if key not in known:
+        known[key] = _like_one_of(known, _rewrite(run, closed, cells, path, frozenset()))
+    held = frozenset(
+        (output, cells[own].value)
+        for output, own in run.repeats.links(closed)
+        if known[key].outputs[output].value.state == "low" and _is_float32_as_declared(cells[own])
+    )
+    if held and (key, held) not in known:
+        known[key, held] = _like_one_of(known, _rewrite(run, closed, cells, path, held))
+    return known[key, held] if held else known[key]
+
+
+def _rewrite(run: Run, closed: Any, cells: Sequence[Cell], path: str, held: frozenset[tuple[int, Value]]) -> _Rewritten:
+    """Rewrite a jaxpr for arguments in these formats; hold some outputs in float32, as the arguments are."""
     outputs: list[Cell] = []
-    own = run.apart()
+    own, values = run.apart(), dict(sorted(held))
 
     def body(*arrays: Any) -> list[Any]:
-        inner = [cell.around(array) for cell, array in zip(cells, arrays, strict=True)]
-        found = own.run(closed, inner, path)
-        given = dict(sorted(held))
-        outputs[:] = [cell.as_given(given[place]) if place in given else cell for place, cell in enumerate(found)]
+        found = own.run(closed, around(cells, arrays), path)
+        outputs[:] = [cell.declared_as(values[at]) if at in values else cell for at, cell in enumerate(found)]
         return [cell.array for cell in outputs]
 
     jaxpr = unstable.traced(body, *(cell.array for cell in cells))
-    specs = unstable.specs_of_results(jaxpr)
-    return _Rewritten(jaxpr, [cell.around(spec) for cell, spec in zip(outputs, specs, strict=True)], own.decider)
+    return _Rewritten(jaxpr, around(outputs, unstable.specs_of_results(jaxpr)), own.decider)
 
 
 def _like_one_of(known: dict[Any, _Rewritten], new: _Rewritten) -> _Rewritten:
-    """What was made before for other formats, if it is the same program and gives the same formats."""
+    """Return an earlier jaxpr if it is the same program with the same formats, else the new one."""
     text = unstable.text_of(new.closed)
     return next((old for old in known.values() if text and _is_same(old, new, text)), new)
 
@@ -126,22 +154,11 @@ def _is_same(old: _Rewritten, new: _Rewritten, text: str) -> bool:
 
 
 def _equal(cells: Sequence[Cell]) -> tuple[int, ...]:
-    """Which arguments hold the same: for each the first that does."""
+    """Return for each argument the index of the first one with the same numbers."""
     first: dict[Any, int] = {}
     return tuple(first.setdefault(cell.same, place) for place, cell in enumerate(cells))
 
 
-def _is_given(cell: Cell) -> bool:
-    """Whether a value is float32 only because it is declared so."""
+def _is_float32_as_declared(cell: Cell) -> bool:
+    """Return whether a value is float32 only by its declaration."""
     return cell.dtype == cell.declared == FLOAT32 and cell.value.state in ("weak", "input")
-
-
-def _is_call(equation: Any) -> bool:
-    return equation.primitive.name == "jit" and unstable.is_plain_jit(equation.params)
-
-
-def _links(equation: Any, called: int, made: dict[Any, tuple[int, int]]) -> set[tuple[int, int]]:
-    """Which outputs of calls of the same function its inputs are, as (output, input); ``made`` learns its outputs."""
-    inputs = [made.get(atom) if unstable.is_variable(atom) else None for atom in equation.invars]
-    made.update({variable: (called, place) for place, variable in enumerate(equation.outvars)})
-    return {(source[1], place) for place, source in enumerate(inputs) if source is not None and source[0] == called}

@@ -1,10 +1,14 @@
-"""Values while a program is run again: an array in some dtype, beside what its program declared it to be."""
+"""Values while a program runs again: an array in some dtype, together with the dtype that its program declared.
+
+For example, ``x @ w`` under ``mixed_float16`` is a cell whose array is float16, whose declared dtype is float32, and
+whose state for the flow rule is low. `Cell.restored` is its array in float32, as the program expects it at the end.
+"""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,15 +17,12 @@ import numpy as np
 from polyamp.backends.jax.unstable import converted
 from polyamp.flow import WEAK, Value
 
-if TYPE_CHECKING:
-    from polyamp.backends.jax.graphs.recipes import Again, Recipe
-
 FLOAT32 = np.dtype("float32")
 
 
 @functools.cache
 def is_inexact(dtype: Any) -> bool:
-    """Whether a dtype is floating or complex; None is no dtype.
+    """Return whether a dtype is floating-point or complex; False for None.
 
     >>> is_inexact(np.dtype("float32")), is_inexact(np.dtype("int32")), is_inexact(None)
     (True, False, False)
@@ -30,25 +31,25 @@ def is_inexact(dtype: Any) -> bool:
 
 
 def declared_value(dtype: Any) -> Value:
-    """What is known of a value by its declared dtype alone."""
+    """Return what the flow rule knows of a value by its declared dtype alone."""
     return WEAK if dtype == FLOAT32 or not is_inexact(dtype) else Value("other", np.dtype(dtype).name)
 
 
 @jax.tree_util.register_pytree_node_class
 class Cell:
-    """One value: a pytree of one array, so that JAX's own control flow takes cells.
+    """One value: a pytree of one array, so that JAX's own control flow accepts cells.
 
     Attributes:
-        array: as it is now, in ``dtype``.
-        dtype: what it is in now.
-        declared: what the traced program has it in.
+        array: the array as it is now, in ``dtype``.
+        dtype: its dtype now.
+        declared: its dtype in the traced program.
         value: what the flow rule knows of it.
-        shared: whether all uses may share one cast. Those of parameters may not: the gradients of all uses would be
-            added up in 16 bits.
-        constant: whether it is computed of constants alone.
-        same: what is equal for cells that hold the same numbers in the same order.
-        recipe: how it is computed anew in float32; None where that is not known. It does not go into the bodies of
-            loops, branches and rules.
+        shared: whether all uses may share one cast. The uses of a parameter may not: their gradients would be added up
+            in 16 bits.
+        constant: whether it is computed from constants alone.
+        same: a key that is equal for cells with the same numbers in the same order.
+        recipe: how to compute it again in float32; None if that is not known. The bodies of loops, branches and rules
+            do not see it.
     """
 
     __slots__ = ("_casts", "array", "constant", "declared", "dtype", "recipe", "same", "shared", "value")
@@ -65,39 +66,39 @@ class Cell:
     ) -> None:
         self.array, self.dtype, self.declared, self.value, self.shared = array, dtype, declared, value, shared
         self.constant, self.same = constant, object() if same is None else same
-        self.recipe: Recipe | Again | None = None
+        self.recipe: Recipe | CallResult | None = None
         self._casts: dict[Any, Any] | None = None
 
     @classmethod
-    def given(cls, array: Any, declared: Any, value: Value | None = None, constant: bool = False) -> Cell:
-        """A value as it was declared; ``value`` is what is known of it if that is float32."""
+    def of(cls, array: Any, declared: Any, value: Value | None = None, constant: bool = False) -> Cell:
+        """Return the cell of an array in its declared dtype; ``value`` is what is known of it if that is float32."""
         known = declared_value(declared) if value is None or declared != FLOAT32 else value
         return cls(array, declared, declared, known, constant=constant)
 
     def tree_flatten(self) -> tuple[tuple[Any], tuple[Any, ...]]:
-        """For JAX: the array, and all else that can be compared as static data."""
+        """Return the array, and everything else that can be compared as static data."""
         return (self.array,), (self.dtype, self.declared, self.value, self.shared, self.constant)
 
     @classmethod
     def tree_unflatten(cls, about: tuple[Any, ...], arrays: tuple[Any]) -> Cell:
-        """For JAX: a cell around another array."""
+        """Return a cell with another array."""
         return cls(arrays[0], *about)
 
     @property
     def inexact(self) -> bool:
-        """Whether it is floating or complex."""
+        """Whether the value is floating-point or complex."""
         return is_inexact(self.declared)
 
     def within(self) -> Cell:
-        """The same value for the body of a loop, a branch or a rule: casts made outside stay outside."""
+        """Return the value for the body of a loop, a branch or a rule, which does not share casts made outside."""
         return self.around(self.array)
 
     def around(self, array: Any) -> Cell:
-        """A cell that says the same of another array."""
+        """Return a cell with another array and the same facts."""
         return Cell(array, self.dtype, self.declared, self.value, self.shared, self.constant, self.same)
 
     def cast(self, dtype: Any) -> Any:
-        """The array in a dtype."""
+        """Return the array in a dtype; None leaves it as it is."""
         if dtype == self.dtype or dtype is None:
             return self.array
         if not self.shared:
@@ -109,23 +110,54 @@ class Cell:
         return self._casts[dtype]
 
     def restored(self) -> Any:
-        """The array as it was declared."""
+        """Return the array in its declared dtype."""
         return self.cast(self.declared)
 
     def low(self, dtype: Any, value: Value) -> Cell:
-        """What stands for such a value in 16 bits, made by what made another one."""
+        """Return the model of such a value in 16 bits; ``value`` names the operation that makes it."""
         return Cell(self.array, dtype, self.declared, Value("low", value.maker), shared=True)
 
     @property
     def format(self) -> Any:
-        """What tells its format from another's, in arguments of a function."""
+        """The key that tells its format from another's, among the arguments of a function."""
         return self.dtype, self.declared, self.value, self.constant, jax.typeof(self.array)
 
-    def as_given(self, value: Value) -> Cell:
-        """The value in its declared dtype, and what is known of it from there on."""
+    def declared_as(self, value: Value) -> Cell:
+        """Return the value in its declared dtype, with what the flow rule knows of it from here on."""
         return Cell(self.restored(), self.declared, self.declared, value, self.shared, self.constant, self.same)
 
 
+class Recipe(NamedTuple):
+    """An equation with one output: the value to compute again.
+
+    Attributes:
+        equation: the equation.
+        cells: its inputs.
+        anew: the roles of the inputs that it needed computed again.
+    """
+
+    equation: Any
+    cells: Sequence[Cell]
+    anew: Sequence[str] = ()
+
+
+class CallResult(NamedTuple):
+    """One result of a call. Its recipe is known once the equations of the call have run in its place.
+
+    Attributes:
+        result: runs the call in place, once, and returns the result at an index.
+        place: the index of this result.
+    """
+
+    result: Callable[[int], Cell]
+    place: int
+
+
+def around(cells: Iterable[Cell], arrays: Iterable[Any]) -> list[Cell]:
+    """Return cells with other arrays and the same facts."""
+    return [cell.around(array) for cell, array in zip(cells, arrays, strict=True)]
+
+
 def held_as_declared(cells: Iterable[Cell]) -> list[Cell]:
-    """Values in their declared dtypes: one that was low is float32 only by that declaration."""
-    return [cell.as_given(WEAK if cell.value.state == "low" else cell.value) for cell in cells]
+    """Return values in their declared dtypes. One that was low is then float32 only by its declaration."""
+    return [cell.declared_as(WEAK if cell.value.state == "low" else cell.value) for cell in cells]

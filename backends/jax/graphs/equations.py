@@ -1,4 +1,4 @@
-"""The equations of a traced function, wherever in its program they stand, with what made their inputs."""
+"""All equations of a traced function, those of inner programs too, with the equations that made their inputs."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ _PASSING = ("reshape", "squeeze", "broadcast_in_dim", "abs", "neg", "stop_gradie
 
 
 class Equation:
-    """An equation wherever in a program it stands.
+    """An equation anywhere in a program.
 
     Attributes:
         own: the equation.
-        name: its primitive's.
+        name: the name of its primitive.
         path: its named scopes.
         sources: the equations that made its inputs; None for arguments and constants.
-        is_backward: whether it is of a backward pass.
-        times: how often it runs, where the lengths of the loops around it are known.
+        is_backward: whether it belongs to a backward pass.
+        times: how often it runs, as far as the lengths of the loops around it are known.
     """
 
     def __init__(
@@ -30,17 +30,17 @@ class Equation:
 
     @property
     def shapes(self) -> list[tuple[int, ...]]:
-        """Of its inputs."""
+        """The shapes of its inputs."""
         return [tuple(atom.aval.shape) for atom in self.own.invars]
 
     @property
     def source(self) -> Equation | None:
-        """The equation that made its first input, but for those that pass it on."""
+        """The equation that made its first input; equations that only pass a value on are left out."""
         made = self.sources[0] if self.sources else None
         return made.source if made is not None and made.name in _PASSING else made
 
     def holding(self, own: Any, sources: Sequence[Equation | None]) -> Equation:
-        """An equation of a program that this one holds."""
+        """Return an equation of a program that this equation holds."""
         path = "/".join(filter(None, (self.path, unstable.scopes(own))))
         is_backward = self.is_backward or "transpose" in unstable.transformations(own)
         length = self.own.params.get("length", 1) if self.name == "scan" else 1
@@ -48,7 +48,7 @@ class Equation:
 
 
 def walk(closed: Any) -> Iterator[Equation]:
-    """All equations, those of inner programs in the place of the equation that holds them.
+    """Yield all equations; those of an inner program replace the equation that holds it.
 
     >>> import jax
     >>> [equation.name for equation in walk(jax.make_jaxpr(jax.jit(lambda x: jax.numpy.sin(x) * 2))(1.0))]
@@ -75,7 +75,7 @@ def _outermost(own: Any, sources: Sequence[Equation | None]) -> Equation:
 
 
 def _walk_inner(part: Any, holder: Equation, made: dict[Any, Any]) -> Iterator[Equation]:
-    """As `_walk`; what made its arguments and its results is known where it has those of the equation."""
+    """Walk through a part of an equation. Sources are known across its border if its arguments are the equation's."""
     jaxpr, _ = unstable.opened(part)
     outer = holder.sources
     taken = dict(zip(jaxpr.invars, outer, strict=True)) if len(jaxpr.invars) == len(outer) else {}

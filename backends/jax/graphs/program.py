@@ -1,4 +1,4 @@
-"""A call of a function as a program: traced, with its arrays apart from all that is static."""
+"""A call of a function as a program: traced, with its arrays separated from everything static."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from polyamp.flow import INPUT, WEAK
 
 
 class Program:
-    """A call of a function, traced: its arrays apart from all that is static.
+    """A traced call of a function.
 
     Attributes:
         arrays: the arrays among the arguments.
-        parameters: the ids of traced arrays that the function takes from around it, and that are no inputs.
-        closed: the jaxpr of the call, from these to the arrays among the results.
+        parameters: the ids of traced arrays that the function takes from outside and that are parameters, not inputs.
+        closed: the jaxpr of the call, from these arrays to the arrays among the results.
 
     Args:
-        argnums: the positions of the arguments that are parameters; the modules among the others are, too.
+        argnums: the positions of the arguments that are parameters. Modules at other positions are parameters too.
     """
 
     def __init__(
@@ -53,34 +53,34 @@ class Program:
 
     @property
     def specs(self) -> list[jax.ShapeDtypeStruct]:
-        """The arguments' shapes and dtypes."""
+        """The shapes and dtypes of the arguments."""
         return [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in self.arrays]  # type: ignore[no-untyped-call]
 
     def run(self, interpreter: Interpreter, arrays: Sequence[Any]) -> list[Any]:
-        """The arrays of the results, in their declared types."""
+        """Return the arrays of the results in their declared dtypes."""
         jaxpr, _ = unstable.opened(self.closed)
-        if interpreter.recorder is None:
-            interpreter.calls.count(self.closed)
+        if interpreter.plan is None:
+            interpreter.repeats.count(self.closed)
         interpreter.parameters |= self.parameters
         flags = [flag for flag, is_one in zip(self._is_parameter, self._is_array, strict=True) if is_one]
         given = zip(arrays, jaxpr.invars, flags, strict=True)
-        cells = [Cell.given(array, unstable.dtype_in(var), WEAK if own else INPUT) for array, var, own in given]
+        cells = [Cell.of(array, unstable.dtype_in(var), WEAK if own else INPUT) for array, var, own in given]
         outputs = interpreter.run(self.closed, cells, "")
         return [_as_traced(cell, variable) for cell, variable in zip(outputs, jaxpr.outvars, strict=True)]
 
     def as_traced(self, arrays: Sequence[Any]) -> list[Any]:
-        """The arrays of the results as the function was written."""
+        """Return the arrays of the results of the function as written."""
         jaxpr, constants = unstable.opened(self.closed)
         results: list[Any] = jax.core.eval_jaxpr(jaxpr, constants, *arrays)
         return results
 
     def results(self, arrays: Sequence[Any]) -> Any:
-        """What the function returns, around these arrays."""
+        """Return the results of the function, with these arrays in them."""
         given, kept = iter(arrays), zip(self._results, self._given, strict=True)
         return jax.tree.unflatten(self._tree, [next(given) if is_one else leaf for leaf, is_one in kept])
 
     def bytes_saved(self, run: Callable[[Sequence[Any]], list[Any]]) -> int | None:
-        """Bytes that ``jax.vjp`` of ``run`` keeps for the floating arguments; None where it has no derivative."""
+        """Return the bytes that ``jax.vjp`` of ``run`` keeps for floating-point arguments; None if it fails."""
         trained = [index for index, array in enumerate(self.arrays) if is_inexact(array.dtype)]
 
         def kept(arrays: list[Any]) -> Any:
@@ -94,15 +94,18 @@ class Program:
 
         try:
             residuals = jax.tree.leaves(jax.eval_shape(kept, self.specs))
-        except Exception:  # such as of a while loop, or whatever a rule of the user's raises for what it does not take
+        except Exception:  # as for a while loop; the user's own rules may raise anything
             return None
         return sum(int(leaf.size) * int(leaf.dtype.itemsize) for leaf in residuals)
 
 
 def _as_traced(cell: Cell, variable: Any) -> Any:
-    """An output in the type that it was traced with, weak where that was weak."""
-    is_rounded = cell.value.role == "saturated" and cell.declared == FLOAT32  # what comes may take a logarithm
-    array, weak = recipes.anew(cell) if is_rounded else cell.restored(), getattr(variable.aval, "weak_type", False)
+    """Return an output in the type that it was traced with, weak if that was weak."""
+    is_rounded = cell.value.role == "saturated" and cell.declared == FLOAT32  # its user may take a logarithm
+    array, weak = (
+        recipes.compute_again(cell) if is_rounded else cell.restored(),
+        getattr(variable.aval, "weak_type", False),
+    )
     if unstable.dtype_in(variable) is None:
         return array
     array = jnp.asarray(array)

@@ -1,8 +1,11 @@
-"""How values were computed, so that work in float32 can compute them again.
+"""Recipes: how values were computed, so that operations in float32 can compute them again.
 
-There are two reasons to. A value that was rounded, such as a sigmoid close to 1, is not what a logarithm may take: it
-is computed again in float32, from what it was computed of. And what the backward pass needs of a float32 value can be
-computed again from the 16-bit arrays that it was made of, which are half as large, and kept in any case.
+There are two reasons to do this.
+
+- A logarithm must not take a value that was rounded, such as a sigmoid close to 1. In ``log(1 - sigmoid(x @ w))`` the
+  sigmoid and the difference are computed again in float32, from the float16 product. The product is a *leaf*.
+- The backward pass may need a float32 value that was computed from 16-bit arrays. It keeps these arrays, which are half
+  as large and often kept anyway, and computes the value again.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ import jax
 from jax import lax
 
 from polyamp.backends.jax import unstable
-from polyamp.backends.jax.graphs.cells import FLOAT32, Cell
+from polyamp.backends.jax.graphs.cells import FLOAT32, CallResult, Cell, Recipe
 
 _CHEAP = frozenset(
     {"add", "sub", "mul", "div", "neg", "abs", "exp", "max", "min", "clamp", "select_n", "square", "integer_pow"}
@@ -25,48 +28,28 @@ _ANEW = ("saturated", "pointwise")
 _DEPTH = 8
 
 
-class Recipe(NamedTuple):
-    """An equation, of which the value is the only output.
-
-    Attributes:
-        cells: its inputs.
-        anew: the roles of inputs that it took computed again.
-    """
-
-    equation: Any
-    cells: Sequence[Cell]
-    anew: Sequence[str] = ()
-
-
-def noted(equation: Any, cells: Sequence[Cell], results: Sequence[Cell], anew: Sequence[str]) -> None:
-    """Write down how the result of an equation was computed, where it may have to be computed again."""
+def note_equation(equation: Any, cells: Sequence[Cell], results: Sequence[Cell], anew: Sequence[str]) -> None:
+    """Record how the result of an equation was computed, if it may have to be computed again."""
     if len(results) == 1 and (equation.primitive.name in _CHEAP or results[0].value.role in _ANEW):
         results[0].recipe = Recipe(equation, cells, anew)
 
 
-def noted_call(results: Sequence[Cell], again: Callable[[], Sequence[Cell]]) -> None:
-    """Write down how results of a call were computed: ``again`` runs its equations in its place, and is run once."""
+def note_call(results: Sequence[Cell], again: Callable[[], Sequence[Cell]]) -> None:
+    """Record how results of a call were computed: ``again`` runs its equations in its place, at most once."""
     found: list[Cell] = []
 
-    def result(place: int) -> Cell:
+    def result(index: int) -> Cell:
         if not found:
             found.extend(again())
-        return found[place]
+        return found[index]
 
-    for place, cell in enumerate(results):
+    for index, cell in enumerate(results):
         if cell.value.role in _ANEW:
-            cell.recipe = Again(result, place)
-
-
-class Again(NamedTuple):
-    """A result of a call, whose recipe is known once the call is run in its place."""
-
-    result: Callable[[int], Cell]
-    place: int
+            cell.recipe = CallResult(result, index)
 
 
 def is_traced(cell: Cell) -> bool:
-    """Whether a floating value has no number yet."""
+    """Return whether a value is floating-point and being traced, so that it has no number yet."""
     return cell.inexact and _is_tracer(cell)
 
 
@@ -74,19 +57,19 @@ def _is_tracer(cell: Cell) -> bool:
     return isinstance(cell.array, jax.core.Tracer)
 
 
-def anew(cell: Cell, roles: Iterable[str] = _ANEW) -> Any:
-    """A value in float32, computed again if it has one of these roles."""
-    (taken,) = taken_by([cell], tuple(roles))
-    return bound(lambda arrays: arrays, [taken])[0] if taken.is_anew else cell.cast(FLOAT32)
+def compute_again(cell: Cell, roles: Iterable[str] = _ANEW) -> Any:
+    """Return a value in float32, computed again if it has one of these roles."""
+    (taken,) = take([cell], tuple(roles))
+    return bind(lambda arrays: arrays, [taken])[0] if taken.is_anew else cell.cast(FLOAT32)
 
 
 class Taken(NamedTuple):
-    """How float32 work takes one of its inputs.
+    """How a float32 operation takes one of its inputs.
 
     Attributes:
         cell: the input.
-        leaves: the values that it is computed of again; itself alone where it is taken as it is.
-        is_anew: whether its own derivative is taken through these, since what was rounded is not used at all.
+        leaves: the values that it is computed from again; only itself if it is taken as it is.
+        is_anew: whether its derivative goes through the leaves, because the rounded value is not used at all.
     """
 
     cell: Cell
@@ -94,29 +77,29 @@ class Taken(NamedTuple):
     is_anew: bool = False
 
 
-def taken_by(cells: Sequence[Cell], roles: Sequence[str] = ()) -> list[Taken]:
-    """How these inputs are taken by work that must not have those of some roles as they were rounded."""
-    return [_taken(cell, roles) for cell in cells]
+def take(cells: Sequence[Cell], roles: Sequence[str] = ()) -> list[Taken]:
+    """Return how an operation takes its inputs, if it must not use rounded values of these roles."""
+    return [_take(cell, roles) for cell in cells]
 
 
-def _taken(cell: Cell, roles: Sequence[str]) -> Taken:
+def _take(cell: Cell, roles: Sequence[str]) -> Taken:
     if cell.value.state == "low" and cell.value.role in roles and _recipe(cell) is not None:
         return Taken(cell, _distinct(_leaves_anew(cell)), is_anew=True)
     return Taken(cell, [cell])
 
 
 def with_less_kept(taken: Taken) -> Taken:
-    """The same, of smaller arrays where there are some."""
+    """Return the same input, computed from smaller arrays if there are any."""
     if taken.is_anew or not is_traced(taken.cell) or taken.cell.dtype != FLOAT32:
         return taken
     return taken._replace(leaves=_smallest(taken.cell, _DEPTH))
 
 
-def bound(operation: Callable[[list[Any]], list[Any]], inputs: Sequence[Taken]) -> list[Any]:
-    """What an operation on float32 arrays gives; of its inputs the backward pass keeps their leaves.
+def bind(operation: Callable[[list[Any]], list[Any]], inputs: Sequence[Taken]) -> list[Any]:
+    """Bind an operation on float32 arrays, so that the backward pass keeps the leaves of its inputs.
 
-    The derivative of an input that is taken as it is goes to the array that all its users share, so that their
-    gradients add up in float32; its value there is computed of the leaves.
+    The derivative of an input that is taken as it is goes to the array that all its users share: their gradients add up
+    in float32. The value of the input is computed from the leaves.
     """
     kept = [leaf for leaf in _distinct(leaf for taken in inputs for leaf in taken.leaves) if _is_tracer(leaf)]
     users = (leaf for taken in inputs for leaf in (taken.leaves if taken.is_anew else [taken.cell]))
@@ -136,12 +119,12 @@ def bound(operation: Callable[[list[Any]], list[Any]], inputs: Sequence[Taken]) 
 
 
 def _is_itself(cell: Cell, kept: Sequence[Cell]) -> bool:
-    """Whether a value is kept as the array that its users share, so that derivatives may go through it."""
+    """Return whether a value is kept as the array that its users share, so that derivatives can go through it."""
     return cell.dtype == cell.declared and any(cell is leaf for leaf in kept)
 
 
 def _computed(taken: Taken, values: dict[int, Any], originals: dict[int, Any]) -> Any:
-    """An input of its leaves, with the derivative of its original."""
+    """Return an input computed from its leaves, with the derivative of its original."""
     known = {id(leaf): values[id(leaf)] for leaf in taken.leaves}
     if taken.is_anew or id(taken.cell) in known:
         return _value(taken.cell, {key: _with_gradient(array, originals.get(key)) for key, array in known.items()})
@@ -154,10 +137,10 @@ def _number(cell: Cell) -> Any:
 
 
 def _value(cell: Cell, known: dict[int, Any]) -> Any:
-    """A value in float32, computed of those that are known."""
+    """Return a value in float32, computed from the known ones."""
     if id(cell) not in known:
         recipe = _recipe(cell)
-        assert recipe is not None  # else it would be one of the leaves
+        assert recipe is not None  # otherwise it is one of the leaves
         inputs = [_value(source, known) for source in recipe.cells]
         known[id(cell)] = unstable.bound(recipe.equation, inputs, recipe.equation.params)[0]
     return known[id(cell)]
@@ -174,7 +157,7 @@ def _tangent(primals: tuple[Any, Any], tangents: tuple[Any, Any]) -> tuple[Any, 
 
 
 def _with_gradient(value: Any, original: Any) -> Any:
-    """A value with the derivative of another array that holds the same."""
+    """Return a value with the derivative of another array that holds the same numbers."""
     return value if original is None else _gradient_of(value, original)
 
 
@@ -184,7 +167,7 @@ def _widened(cell: Cell, array: Any) -> Any:
 
 
 def _recipe(cell: Cell) -> Recipe | None:
-    while isinstance(cell.recipe, Again):
+    while isinstance(cell.recipe, CallResult):
         called = cell.recipe
         cell.recipe = called.result(called.place).recipe
     return cell.recipe
@@ -196,11 +179,11 @@ def _leaves_anew(cell: Cell) -> list[Cell]:
 
 
 def _smallest(cell: Cell, depth: int) -> list[Cell]:
-    """The values that one in float32 can be computed of, if they are smaller than it is; else itself."""
+    """Return the values that a float32 value can be computed from, if they are smaller; else the value itself."""
     recipe = cell.recipe if cell.dtype == FLOAT32 and depth else None
     if not isinstance(recipe, Recipe) or recipe.equation.primitive.name not in _CHEAP:
         return [cell]
-    sources = ((source, _taken(source, recipe.anew)) for source in recipe.cells)
+    sources = ((source, _take(source, recipe.anew)) for source in recipe.cells)
     parts = (taken.leaves if taken.is_anew else _smallest(source, depth - 1) for source, taken in sources)
     leaves = _distinct(leaf for part in parts for leaf in part)
     traced = [leaf for leaf in leaves if _is_tracer(leaf)]

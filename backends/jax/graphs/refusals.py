@@ -1,4 +1,4 @@
-"""Errors for programs that cannot be traced. They name the user's line and the remedy."""
+"""Errors for functions that cannot be traced. They name the user's line and the remedy."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ def refusals() -> Iterator[None]:
         yield
     except BRANCHES as error:
         raise UsageError(
-            "the function takes the value of an array that is being traced",
+            "the function reads the value of a traced array",
             where=_user_line(error),
             found=str(error).partition("\n")[0],
-            allowed="control flow by jax.lax.cond, jax.lax.while_loop or jnp.where; or arguments that are no arrays",
-            fix="rewrite that line so, or give the value that it looks at as a Python number",
+            allowed="control flow by jax.lax.cond, jax.lax.while_loop or jnp.where; arguments that are not arrays",
+            fix="rewrite that line with one of these, or pass the value that it reads as a Python number",
         ) from error
     except Exception as error:
         if type(error).__name__ != "TraceContextError":  # of flax.errors, which is not imported just for this test
@@ -44,8 +44,8 @@ def refusals() -> Iterator[None]:
             "the function changes an NNX module that is not among its arguments",
             where=_user_line(error),
             found=str(error).partition("\n")[0],
-            allowed="modules that are given to the function",
-            fix="give the module as an argument: autocast(lambda model, x: model(x), policy)(model, x)",
+            allowed="modules among the arguments of the function",
+            fix="pass the module as an argument: autocast(lambda model, x: model(x), policy)(model, x)",
         ) from error
 
 
@@ -60,11 +60,11 @@ def check_function(fn: object, *, where: str) -> None:
     shape, dtype = getattr(fn, "shape", None), getattr(fn, "dtype", None)
     about = f" of {dtype}{list(shape)}" if shape is not None and dtype is not None else ""
     raise InvalidTypeError(
-        "no function",
+        "the argument is not a function",
         where=where,
         found=f"{type(fn).__module__}.{type(fn).__qualname__}{about}",
         allowed="a function of arrays and pytrees: a model's apply, a loss",
-        fix="give the function, and call what comes back with the arrays; policy.cast_to_compute(tree) casts arrays",
+        fix="pass the function, and call the result with the arrays; to cast arrays, call policy.cast_to_compute(tree)",
     )
 
 
@@ -94,13 +94,13 @@ _LIBRARIES = {"polyamp", "jax", "flax", "equinox", "haiku", "optax", "contextlib
 
 
 def positions(argnums: Any, *, where: str, at_least: int = 0) -> tuple[int, ...]:
-    """Positions of arguments, as they are given.
+    """Return the positions of arguments, in their order.
 
     >>> positions(0, where="autocast(fn, argnums=)")
     (0,)
 
     Raises:
-        InvalidTypeError: they are no integers, or too few.
+        InvalidTypeError: they are not integers, or too few.
     """
     wanted = tuple(argnums) if isinstance(argnums, list | tuple) else (argnums,)
     if len(wanted) >= at_least and all(type(one) is int for one in wanted):

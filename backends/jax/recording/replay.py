@@ -19,7 +19,7 @@ import numpy as np
 from polyamp.backends.jax import unstable
 from polyamp.backends.jax.operations import canonical
 from polyamp.backends.jax.recording.counting import Sample, sample
-from polyamp.backends.jax.recording.programs import HANDLERS
+from polyamp.backends.jax.recording.handlers import HANDLERS
 from polyamp.backends.jax.recording.values import Origin, Place, Record, Value
 from polyamp.backends.jax.recording.widening import bound_widened, is_low, widened
 from polyamp.backends.jax.steps import marks

@@ -15,7 +15,8 @@ from polyamp.backends.jax.dtypes import is_array, is_floating
 from polyamp.backends.jax.graphs.program import Program
 from polyamp.backends.jax.modules import as_pure
 from polyamp.backends.jax.steps import marks
-from polyamp.backends.jax.steps.state import find_state, holds_state, initial_scalars, state_type
+from polyamp.backends.jax.steps.finding import find_state
+from polyamp.backends.jax.steps.state import holds_state, initial_scalars, state_type
 from polyamp.backends.jax.steps.value_and_grad import unreported
 from polyamp.loss_scale import LossScale
 from polyamp.policy import Policy
@@ -118,8 +119,8 @@ def _differentiated(fn: Function, policy: Policy, *, has_aux: bool) -> Function:
 
 def _holder() -> Any:
     """Return an optimizer state from which `value_and_grad` reads the loss scale 1."""
-    config = LossScale.fixed(1.0)
-    return state_type(config)(*initial_scalars(config), inner_state=None, master_weights=None)
+    settings = LossScale.fixed(1.0)
+    return state_type(settings)(*initial_scalars(settings), inner_state=None, master_weights=None)
 
 
 def _scale_index(arrays: Sequence[Any], holder: Any) -> int | None:

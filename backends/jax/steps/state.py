@@ -1,20 +1,13 @@
-"""The state of a wrapped optimizer: how it is found in a larger tree, how it is saved, and what it reports."""
+"""The state of a wrapped optimizer: a pytree of arrays, whose type holds the settings of the loss scale."""
 
 from __future__ import annotations
 
 import functools
-import sys
-from collections import OrderedDict
-from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, NamedTuple, TypeGuard
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from polyamp.backends.jax.graphs.refusals import users_level
-from polyamp.errors import UsageError, warn_once
-from polyamp.limits import report_limits
 from polyamp.loss_scale import TYPES, LossScale, LossScaleState
 from polyamp.result import StepResult
 
@@ -57,7 +50,7 @@ class LossScaleOptState(_Fields):
     """
 
     __slots__ = ()
-    config: ClassVar[LossScale]
+    settings: ClassVar[LossScale]
 
     @property
     def scalars(self) -> LossScaleState:
@@ -74,192 +67,38 @@ class LossScaleOptState(_Fields):
         return StepResult(self.scalars)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuild, (self.config, tuple(self))
+        return _rebuild, (self.settings, tuple(self))
 
 
 @functools.cache
-def state_type(config: LossScale) -> type[LossScaleOptState]:
+def state_type(settings: LossScale) -> type[LossScaleOptState]:
     """Return `LossScaleOptState` with these settings. They belong to the type, so that all leaves are arrays.
 
-    >>> state_type(LossScale(interval=5)).config.interval
+    >>> state_type(LossScale(interval=5)).settings.interval
     5
     """
-    return type("LossScaleOptState", (LossScaleOptState,), {"__slots__": (), "__module__": __name__, "config": config})
+    return type(
+        "LossScaleOptState", (LossScaleOptState,), {"__slots__": (), "__module__": __name__, "settings": settings}
+    )
 
 
-def _rebuild(config: LossScale, fields: tuple[Any, ...]) -> LossScaleOptState:
+def _rebuild(settings: LossScale, fields: tuple[Any, ...]) -> LossScaleOptState:
     *scalars, inner_state, masters = fields
-    missing = initial_scalars(config)[len(scalars) :]  # the fields that did not exist yet when the state was pickled
-    return state_type(config)._make((*scalars, *missing, inner_state, masters))
+    missing = initial_scalars(settings)[len(scalars) :]  # the fields that did not exist yet when the state was pickled
+    return state_type(settings)._make((*scalars, *missing, inner_state, masters))
 
 
-def initial_scalars(config: LossScale) -> LossScaleState:
+def initial_scalars(settings: LossScale) -> LossScaleState:
     """Return the state before the first step as arrays, f32[] and i32[], each in its own buffer."""
-    values = zip(config.initial_state(), TYPES, strict=True)
+    values = zip(settings.initial_state(), TYPES, strict=True)
     return LossScaleState(*(jnp.array(value, _DTYPES[kind]) for value, kind in values))
 
 
-def find_state(holder: Any) -> LossScaleOptState:
-    """Return the one wrapped optimizer's state in a pytree: an optax state, flax ``TrainState`` or ``nnx.Optimizer``.
-
-    >>> find_state({"params": jnp.ones(2)})
-    Traceback (most recent call last):
-    ...
-    polyamp.errors.UsageError: no state of a wrapped optimizer in here...
-
-    Raises:
-        UsageError: there is none, or more than one; or ``optax.MultiSteps`` accumulates scaled gradients before it.
-    """
-    found: list[LossScaleOptState] = [leaf for leaf in jax.tree.leaves(holder, is_leaf=_is_state) if _is_state(leaf)]
-    if len(found) == 1:
-        if found[0].config.check and _accumulates_before(holder):
-            raise _accumulated_unchecked()
-        if found[0].config.check and (before := _standing_before(holder)):
-            warn_once(_SEES_SCALED.format(before), stacklevel=users_level())
-        return found[0]
-    raise UsageError(
-        "several states of wrapped optimizers in here" if found else "no state of a wrapped optimizer in here",
-        where="the optimizer state that holds the loss scale",
-        found=f"{len(found)} in {type(holder).__name__}",
-        allowed="one",
-        fix="wrap the outermost optimizer, once: tx = polyamp.wrap_optimizer(optax.chain(...), policy), and give what "
-        "tx.init(params) returned; where each optimizer is wrapped by itself, give the state of the one that is meant",
-    )
-
-
-def _accumulates_before(holder: Any) -> bool:
-    """Return whether the wrapped optimizer is inside ``optax.MultiSteps``, instead of the other way round."""
-    optax = sys.modules.get("optax")
-    if optax is None:
-        return False
-    nodes = jax.tree.leaves(holder, is_leaf=lambda node: isinstance(node, optax.MultiStepsState | LossScaleOptState))
-    return any(isinstance(node, optax.MultiStepsState) and holds_state(node) for node in nodes)
-
-
-def _standing_before(holder: Any) -> str:
-    """Return the names of the states before the wrapped optimizer in ``optax.chain`` or ``named_chain``, if known."""
-    found: list[str] = []
-
-    def look(node: Any) -> bool:
-        states = list(node.values()) if type(node) is OrderedDict else node if type(node) is tuple else ()
-        own = next((index for index, state in enumerate(states) if _is_state(state)), 0)
-        found.extend(type(state).__name__ for state in states[:own] if _is_of_optax(state))
-        return _is_state(node)
-
-    jax.tree.leaves(holder, is_leaf=look)
-    return ", ".join(dict.fromkeys(found))
-
-
-def _is_of_optax(state: object) -> bool:
-    """Return whether this is the state of one optax transformation."""
-    return isinstance(state, tuple) and type(state).__module__.partition(".")[0] == "optax"
-
-
-_SEES_SCALED = (
-    "a transformation stands before the wrapped optimizer in optax.chain (its state: {}): it gets gradients that are "
-    "still multiplied by the loss scale, so that clipping, noise and weight decay there are wrong. Wrap the whole "
-    "chain, polyamp.wrap_optimizer(optax.chain(...), policy), or clip by its max_grad_norm=."
-)
-
-
-def _accumulated_unchecked() -> UsageError:
-    return UsageError(
-        "gradients are accumulated before they are tested: optax.MultiSteps keeps the NaN of one overflow for ever, "
-        "and no later step would be applied",
-        where="the optimizer state that holds the loss scale",
-        found="a wrapped optimizer inside of optax.MultiSteps",
-        allowed="optax.MultiSteps inside of the wrapped optimizer",
-        fix="polyamp.wrap_optimizer(optax.MultiSteps(tx, every_k_schedule=k), policy)",
-    )
+def is_state(leaf: object) -> TypeGuard[LossScaleOptState]:
+    """Return whether a node of a pytree is the state of a wrapped optimizer."""
+    return isinstance(leaf, LossScaleOptState)
 
 
 def holds_state(tree: Any) -> bool:
     """Return whether a pytree holds the state of a wrapped optimizer."""
-    return any(map(_is_state, jax.tree.leaves(tree, is_leaf=_is_state)))
-
-
-def check_limits(holder: Any) -> StepResult:
-    """Return what the last step did; warn or raise if the loss scale cannot help any more.
-
-    A compiled step cannot warn or raise, so the limits ``LossScale(on_min=, max_skips=)`` are checked here: call it
-    outside ``jit``, at each step or now and then. It waits for the device. Steps outside ``jit`` do not need it.
-
-    >>> import optax, polyamp
-    >>> tx = polyamp.wrap_optimizer(optax.sgd(0.1), "mixed_float16")
-    >>> check_limits(tx.init({"w": jnp.ones(2)})).applied
-    True
-
-    Args:
-        holder: a pytree that holds the state of one wrapped optimizer.
-
-    Raises:
-        LossScaleError: too many skipped steps in a row, or an overflow at the smallest scale under ``on_min="raise"``.
-        UsageError: ``holder`` holds no such state, or more than one.
-    """
-    state = find_state(holder)
-    scalars = _on_host(state)
-    report_limits(state.config, scalars)
-    return StepResult(scalars)
-
-
-def loss_scale_of(holder: Any) -> tuple[LossScale, LossScaleState]:
-    """Return the settings of the loss scale in a pytree, and its state as Python numbers. Waits for the device.
-
-    >>> import optax, polyamp
-    >>> settings, state = loss_scale_of(polyamp.wrap_optimizer(optax.sgd(0.1), "mixed_float16").init(jnp.ones(2)))
-    >>> settings.interval, state.steps
-    (2000, 0)
-
-    Raises:
-        UsageError: ``holder`` holds no state of a wrapped optimizer, or more than one.
-    """
-    state = find_state(holder)
-    return state.config, _on_host(state)
-
-
-def save_loss_scale(holder: Any) -> dict[str, Any]:
-    """Return the loss-scale state in a pytree as JSON, in the form that all frameworks share.
-
-    >>> import optax, polyamp
-    >>> save_loss_scale(polyamp.wrap_optimizer(optax.sgd(0.1), "mixed_float16").init(jnp.ones(2)))["scale"]
-    65536.0
-
-    Raises:
-        UsageError: ``holder`` holds no state of a wrapped optimizer, or more than one.
-    """
-    settings, state = loss_scale_of(holder)
-    return settings.to_state_dict(state)
-
-
-def load_loss_scale(holder: Any, saved: Mapping[str, Any]) -> Any:
-    """Return the same pytree with a loss-scale state that `save_loss_scale` returned, in any framework.
-
-    >>> import optax, polyamp
-    >>> opt_state = polyamp.wrap_optimizer(optax.sgd(0.1), "mixed_float16").init(jnp.ones(2))
-    >>> float(load_loss_scale(opt_state, save_loss_scale(opt_state) | {"scale": 8.0}).loss_scale)
-    8.0
-
-    Raises:
-        StateError: the state is of another kind, lacks fields, or is outside the settings of the wrapped optimizer.
-        UsageError: ``holder`` holds no state of a wrapped optimizer, or more than one.
-    """
-    old = find_state(holder)
-    values = old.config.from_state_dict(saved)
-    names = old._fields[: len(values)]
-    new = old._replace(
-        **{n: jax.tree.map(_filled_with(v), getattr(old, n)) for n, v in zip(names, values, strict=True)}
-    )
-    return jax.tree.map(lambda leaf: new if _is_state(leaf) else leaf, holder, is_leaf=_is_state)
-
-
-def _filled_with(value: float) -> Callable[[jax.Array], jax.Array]:
-    return lambda leaf: jnp.full_like(leaf, value, dtype=leaf.dtype)  # keeps shape and devices of a replicated state
-
-
-def _on_host(state: LossScaleOptState) -> LossScaleState:
-    fields = jax.device_get(state.scalars)  # all copies at once
-    return LossScaleState(*(np.asarray(field).flat[0].item() for field in fields))  # the first copy if replicated
-
-
-def _is_state(leaf: object) -> TypeGuard[LossScaleOptState]:
-    return isinstance(leaf, LossScaleOptState)
+    return any(map(is_state, jax.tree.leaves(tree, is_leaf=is_state)))

@@ -1,17 +1,21 @@
-"""Wrap an optax optimizer in another optax optimizer that runs the mixed-precision step in the right order."""
+"""The verb `polyamp.wrap_optimizer` on optax optimizers, and its result. Only this file and the demo import optax."""
 
 from __future__ import annotations
 
 from collections.abc import Hashable
 from typing import Any, get_args
 
-import optax
-
 from polyamp.backends.jax.steps.step import Skip, Step
-from polyamp.choices import check_master_weights
 from polyamp.errors import InvalidValueError
 from polyamp.loss_scale import LossScale
-from polyamp.refusals import no_optimizer, wrapped_already
+from polyamp.policy import Policy
+from polyamp.refusals import missing, no_optimizer, wrapped_already
+from polyamp.validation import check_master_weights
+
+try:
+    import optax
+except ModuleNotFoundError as error:
+    raise missing("optax", extra="jax") from error
 
 
 class LossScaled(optax.GradientTransformationExtraArgs):  # type: ignore[misc]  # optax has no types
@@ -32,16 +36,17 @@ class LossScaled(optax.GradientTransformationExtraArgs):  # type: ignore[misc]  
         return step
 
 
-def wrap(
+def wrap_optimizer(
     tx: Any,
-    config: LossScale,
+    policy: Policy,
     *,
+    loss_scale: LossScale,
     max_grad_norm: float | None,
-    axis_name: Hashable | None,
-    master_weights: bool | None,
-    skip: Skip,
+    axis_name: Hashable | None = None,
+    master_weights: bool | None = None,
+    skip: Skip = "auto",
 ) -> LossScaled:
-    """Return a wrapped optimizer; `polyamp.backends.jax.wrap_optimizer` documents and checks the arguments."""
+    """Return a wrapped optax optimizer; see `polyamp.backends.jax.wrap_optimizer`."""
     if isinstance(tx, LossScaled):
         raise wrapped_already("a wrapped optimizer")
     if isinstance(tx, optax.MultiSteps):
@@ -50,8 +55,8 @@ def wrap(
         raise no_optimizer(tx, allowed="optax.GradientTransformation, such as optax.adam(1e-3)")
     check_master_weights(master_weights)
     masters = master_weights is not False
-    inner, settings = optax.with_extra_args_support(tx), config.in_float32()  # as the scalars of the state are
-    step = Step(inner, settings, max_grad_norm, axis_name, masters, _known(skip))
+    inner = optax.with_extra_args_support(tx)
+    step = Step(inner, loss_scale.in_float32(), max_grad_norm, axis_name, masters, _known(skip))
     return LossScaled(step.init, step.update)
 
 

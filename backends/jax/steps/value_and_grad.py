@@ -1,4 +1,4 @@
-"""Differentiates a loss function under a policy: formats inside, scaled gradients out."""
+"""Differentiates a loss function under a policy: 16-bit products inside, scaled gradients out."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from polyamp.backends.jax.autocast.function import in_float32, run_autocasted
 from polyamp.backends.jax.dtypes import is_array, is_traced
 from polyamp.backends.jax.graphs.refusals import check_function, positions, users_level
 from polyamp.backends.jax.modules import model_of
-from polyamp.backends.jax.steps import trees
-from polyamp.backends.jax.steps.state import LossScaleOptState, find_state
+from polyamp.backends.jax.steps.finding import find_state
+from polyamp.backends.jax.steps.gradients import all_finite
+from polyamp.backends.jax.steps.state import LossScaleOptState
 from polyamp.errors import InvalidTypeError, InvalidValueError
 from polyamp.limits import report_nonfinite_loss
 from polyamp.loss_scale import LossScale
@@ -43,22 +44,22 @@ def value_and_grad(
     Args:
         fun: ``fun(params, *args, **kwargs) -> loss``, or ``(loss, aux)`` where ``has_aux``. It is written for float32,
             and runs under `polyamp.backends.jax.autocast`. The loss is a floating scalar.
-        policy: bound now where given; None is the current policy at each call.
-        has_aux: whether ``fun`` returns more than the loss.
+        policy: a policy or its name, bound now; None is the current policy at each call.
+        has_aux: whether ``fun`` returns ``(loss, aux)``.
         argnums: which of ``fun``'s positional arguments are differentiated, as in ``jax.value_and_grad``; for a tuple
             the gradients are a tuple. ``opt_state`` is not counted.
 
     Returns:
-        A function of ``(opt_state, params, *args, **kwargs)`` that gives ``(loss, grads)`` or ``((loss, aux), grads)``.
+        A function from ``(opt_state, params, *args, **kwargs)`` to ``(loss, grads)`` or ``((loss, aux), grads)``.
         ``opt_state`` is any pytree that holds the state of one wrapped optimizer. ``params`` is any pytree: dicts,
         NamedTuples, equinox modules, or a flax ``nnx.Module``, whose other variables are updated in place; its
-        statistics stay as they were where the gradients are not finite. ``loss`` is f32[]; ``aux`` is as ``fun`` gives
-        it. ``grads`` has the structure of ``params`` and each parameter's dtype, and None where a leaf has no gradient
+        statistics do not change if the gradients are not finite. ``loss`` is f32[]; ``aux`` is what ``fun`` returned.
+        ``grads`` has the structure of ``params`` and each parameter's dtype, with None for leaves without a gradient
         (integers, functions, Python numbers).
 
     Raises:
-        InvalidTypeError: ``argnums`` are no integers. When called: the loss is not floating, or not an array.
-        InvalidValueError: when called: the loss is not a scalar, or ``argnums`` name no argument.
+        InvalidTypeError: ``argnums`` are not integers. When called: the loss is not a floating-point array.
+        InvalidValueError: when called: the loss is not a scalar, or ``argnums`` names an argument that does not exist.
         NonFiniteLossError: when called: the loss is inf or NaN although it is not scaled yet, under
             ``LossScale(nonfinite_loss="raise")``. Inside ``jit`` the loss has no number yet: the step is then skipped,
             and the returned loss shows it.
@@ -80,7 +81,7 @@ def unreported(
     argnums: int | Sequence[int] = 0,
     name: str | None = None,
 ) -> Callable[..., Any]:
-    """Do what `value_and_grad` does, and report what did nothing only where there is a ``name`` to report it of."""
+    """Do what `value_and_grad` does; report under this name what had no effect. None reports nothing."""
     wanted = positions(argnums, where="value_and_grad(fun, argnums=)", at_least=1)
 
     def transformed(opt_state: Any, /, *args: Any, **kwargs: Any) -> Any:
@@ -103,8 +104,8 @@ def unreported(
 
         trained = [model.trained for model in models]
         (_, (loss, aux, changes)), grads = jax.value_and_grad(scaled_loss, has_aux=True)(trained)
-        _report_non_finite(loss, state.config, chosen.compute)
-        finite = trees.all_finite(grads) if state.config.check and jax.tree.leaves(changes) else True
+        _report_non_finite(loss, state.settings, chosen.compute)
+        finite = all_finite(grads) if state.settings.check and jax.tree.leaves(changes) else True
         for model, own in zip(models, changes, strict=True):
             model.accept(own, finite)
         return ((loss, aux) if has_aux else loss), grads[0] if isinstance(argnums, int) else tuple(grads)
@@ -117,21 +118,23 @@ def _under(policy: Policy, name: str | None) -> Callable[..., Any]:
 
 
 def _places(wanted: tuple[int, ...], count: int) -> list[int]:
-    """Positions among so many arguments, counted from 0."""
+    """Return the positions among so many arguments, counted from 0."""
     places = [place + count if place < 0 else place for place in wanted]
     if len(set(places)) == len(places) and all(0 <= place < count for place in places):
         return places
     raise InvalidValueError(
-        "no such argument to differentiate" if len(set(places)) == len(places) else "argnums name an argument twice",
+        "there is no such argument to differentiate"
+        if len(set(places)) == len(places)
+        else "argnums name an argument twice",
         where="value_and_grad(fun, policy, argnums=)(opt_state, *args)",
         found=f"argnums {', '.join(map(str, wanted))}, and {count} positional argument{'' if count == 1 else 's'}",
         allowed="each position once, from 0 on; opt_state is not counted",
-        fix="give parameters by position, after opt_state",
+        fix="pass the parameters by position, after opt_state",
     )
 
 
 def scale_loss(loss: Any, holder: Any) -> jax.Array:
-    """The loss in float32 times the current loss scale: for a loop that differentiates by itself.
+    """Return the loss in float32 times the current loss scale, for a loop that calls ``jax.grad`` itself.
 
     >>> import optax, polyamp
     >>> opt_state = polyamp.wrap_optimizer(optax.sgd(0.1), "mixed_float16").init(jnp.ones(2))
@@ -139,12 +142,12 @@ def scale_loss(loss: Any, holder: Any) -> jax.Array:
     Array(32768., dtype=float32)
 
     Args:
-        loss: floating scalar, of any floating dtype. Where it is inf or NaN its gradients are not finite, so that the
-            step is skipped.
+        loss: a scalar of any floating-point dtype. If it is inf or NaN, its gradients are not finite, and the step is
+            skipped.
         holder: a pytree that holds the state of one wrapped optimizer.
 
     Raises:
-        InvalidTypeError: the loss is not floating, or not an array.
+        InvalidTypeError: the loss is not a floating-point array.
         InvalidValueError: the loss is not a scalar.
         NonFiniteLossError: the loss is inf or NaN, under ``LossScale(nonfinite_loss="raise")``. Traced values (inside
             ``jit`` or ``grad``) have no number yet: their gradients are not finite, and the step is skipped.
@@ -152,14 +155,14 @@ def scale_loss(loss: Any, holder: Any) -> jax.Array:
     """
     state = find_state(holder)
     checked = _checked_loss(loss)
-    _report_non_finite(checked, state.config, None)
+    _report_non_finite(checked, state.settings, None)
     return _times_scale(checked, state)
 
 
 def _times_scale(loss: jax.Array, state: LossScaleOptState) -> jax.Array:
-    """The loss times the scale; times inf, so that its gradients are not finite, where the loss is not."""
+    """Return the loss times the scale, or times inf if it is not finite: then its gradients are not finite either."""
     scale = state.scalars.scale
-    if state.config.check:
+    if state.settings.check:
         scale = jnp.where(jnp.isfinite(jax.lax.stop_gradient(loss)), scale, jnp.inf)
     scaled: jax.Array = loss * scale
     return scaled
@@ -174,18 +177,18 @@ def _loss_and_aux(result: Any, has_aux: bool) -> tuple[jax.Array, Any]:
             where="value_and_grad(fun, has_aux=True)",
             found=type(result).__name__,
             allowed="a tuple of two",
-            fix="return loss, aux; or leave has_aux out",
+            fix="return loss, aux; or leave out has_aux",
         )
     return _checked_loss(result[0]), result[1]
 
 
 def _checked_loss(loss: Any) -> jax.Array:
-    """The loss as f32[]."""
+    """Return the loss as f32[]."""
     if isinstance(loss, float):
         loss = jnp.float32(loss)
     if not (is_array(loss) and jnp.issubdtype(loss.dtype, jnp.floating)):
         found = f"an array of {loss.dtype}" if is_array(loss) else type(loss).__name__
-        raise no_loss(found, allowed="a floating array of shape (); beside other values under has_aux=True")
+        raise no_loss(found, allowed="a floating-point array of shape (); with other values under has_aux=True")
     if loss.shape != ():
         raise InvalidValueError(
             "the loss is not a scalar",
@@ -197,6 +200,6 @@ def _checked_loss(loss: Any) -> jax.Array:
     return jnp.asarray(loss, jnp.float32)
 
 
-def _report_non_finite(loss: jax.Array, config: LossScale, compute: str | None) -> None:
-    if config.check and not is_traced(loss) and not jnp.isfinite(loss):
-        report_nonfinite_loss(config, compute=compute, found=loss, stacklevel=users_level())
+def _report_non_finite(loss: jax.Array, settings: LossScale, compute: str | None) -> None:
+    if settings.check and not is_traced(loss) and not jnp.isfinite(loss):
+        report_nonfinite_loss(settings, compute=compute, found=loss, stacklevel=users_level())

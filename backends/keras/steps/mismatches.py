@@ -96,7 +96,7 @@ def lowers_here() -> bool:
     """
     adapter = registry.adapter_named(keras.backend.backend())
     is_ambient = IS_LOWERING.find(adapter)
-    if is_ambient is not None and is_ambient():
+    if is_ambient and is_ambient():
         return True
     if adapter.name == "torch":
         import torch

@@ -17,11 +17,10 @@ from polyamp.backends.keras.steps.settings import check_masters, check_optimizer
 from polyamp.backends.keras.steps.skipping import decision, update_if, update_scope
 from polyamp.backends.keras.steps.unscaled import UnscaledGradients
 from polyamp.backends.keras.unstable import built_on, index_in
-from polyamp.choices import check_master_weights
 from polyamp.errors import InvalidValueError, UnsupportedError, UsageError, warn_once
 from polyamp.loss_scale import LossScale
 from polyamp.result import StepResult
-from polyamp.verbs import norm_limit
+from polyamp.validation import check_master_weights, norm_limit
 
 
 @keras.saving.register_keras_serializable(package="polyamp")

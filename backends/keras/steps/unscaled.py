@@ -25,8 +25,8 @@ class _Call:
     """One call: its trace, weak references to its inputs and results, and its finite flag."""
 
     trace: int
-    given: list[weakref.ref[Any]]
-    gave: list[weakref.ref[Any]]
+    inputs: list[weakref.ref[Any]]
+    results: list[weakref.ref[Any]]
     finite: Any
 
 
@@ -43,9 +43,9 @@ class UnscaledGradients:
     def __init__(self) -> None:
         self._calls: list[_Call] = []
 
-    def remember(self, given: Sequence[Any], gave: Sequence[Any], finite: Any) -> None:
+    def remember(self, inputs: Sequence[Any], results: Sequence[Any], finite: Any) -> None:
         """Record a call with its arguments, its results, and whether the arguments were finite; scalar bool."""
-        self._calls.append(_Call(traces_around(gave)[0], _weak(given), _weak(gave), finite))
+        self._calls.append(_Call(traces_around(results)[0], _weak(inputs), _weak(results), finite))
         del self._calls[:-_KEPT]
 
     def claim(self, grads: Sequence[Any]) -> Any:
@@ -55,7 +55,7 @@ class UnscaledGradients:
             UsageError: some of them are scaled and some are not; or the only call was in another trace.
         """
         for call in reversed(self._calls):
-            is_scaled, is_plain = _shares(call.given, grads), _shares(call.gave, grads)
+            is_scaled, is_plain = _shares(call.inputs, grads), _shares(call.results, grads)
             if is_scaled and is_plain:
                 raise _mixed()
             if is_scaled or is_plain:

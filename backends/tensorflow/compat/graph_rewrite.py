@@ -16,6 +16,7 @@ from polyamp.errors import InvalidTypeError, warn_once
 from polyamp.loss_scale import LossScale
 from polyamp.operations import OPERATIONS as TABLE
 from polyamp.policy import policy
+from polyamp.validation import shown
 from polyamp.verbs import wrap_optimizer
 
 
@@ -86,14 +87,19 @@ def _loss_scale(given: Any) -> LossScale:
     if isinstance(given, old.FixedLossScale):
         return LossScale.fixed(given.get_config()["loss_scale_value"])
     if isinstance(given, old.DynamicLossScale):
-        said = given.get_config()
-        factor, interval = said["multiplier"], said["increment_period"]
-        changes = {"init": said["initial_loss_scale"], "growth": factor, "backoff": 1 / factor, "interval": interval}
+        old_settings = given.get_config()
+        factor, interval = old_settings["multiplier"], old_settings["increment_period"]
+        changes = {
+            "init": old_settings["initial_loss_scale"],
+            "growth": factor,
+            "backoff": 1 / factor,
+            "interval": interval,
+        }
         return LossScale.like("tensorflow", **changes)
     raise InvalidTypeError(
-        "this is no loss scale",
+        "this is not a loss scale",
         where="enable_mixed_precision_graph_rewrite(loss_scale=)",
-        found=f"{given!r} ({type(given).__name__})",
+        found=shown(given),
         allowed='"dynamic", a number, a polyamp.LossScale, or a FixedLossScale or DynamicLossScale of '
         "tf.compat.v1.mixed_precision",
         fix='leave it out, which is "dynamic"',

@@ -68,7 +68,7 @@ class Decided(NamedTuple):
 
 
 class Rules:
-    """A policy with what was found under it, shared by all functions of one program.
+    """A policy and the findings under it, shared by all functions of one program.
 
     Attributes:
         policy: the policy.
@@ -216,7 +216,7 @@ class Pass:
                 self._note_unrounded(one, roles)
 
     def _note_items(self) -> None:
-        """Note in which types the items of lists are taken."""
+        """Record in which types the items of lists are taken."""
         taken = [pair for decided in self.nodes for pair in zip(decided.node.inputs, decided.input_types, strict=True)]
         for value, dtype in (*taken, *((value, FLOAT32) for value in self.graph.returns)):
             maker = self.graph.maker.get(value)
@@ -254,7 +254,7 @@ class Pass:
         else:
             outcome = self.rules.decider.flow(operation, decision, inputs, gradient=is_backward)
         if is_product and outcome.output.state == "low" and node.inputs[0] in self._unrounded:
-            return Flow("float32", outcome.output, "as its forward operation", ("saturated",))
+            return Flow("float32", outcome.output, "like its forward operation", ("saturated",))
         if is_backward and outcome.format == "float32" and outcome.output.state == "strong":
             return outcome._replace(anew=(*outcome.anew, "saturated"))  # like the operation that made the gradient
         return outcome

@@ -90,7 +90,7 @@ class Functions:
         """
         definitions = [self.library.get(name) for name in names]
         if None in definitions:
-            return "a function that is not known here"
+            return "an unknown function"
         return REWRITTEN if any(map(self._is_rewritten, definitions)) else ""
 
     def has_products(self, name: str) -> bool:
@@ -140,10 +140,8 @@ def _conditional(functions: Functions, decisions: Pass, node: Node) -> Decided:
         return _kept(decisions, node, reason)
     chooser, *arguments = decisions.inputs_of(node)
     bodies = [functions.body(name, arguments, decisions.scopes.scope_of(node)) for name in names]
-    given = zip(*map(_results, bodies), strict=True)
-    results = [
-        _joined(functions.rules, port.dtype, knowns) for port, knowns in zip(node.output_ports, given, strict=True)
-    ]
+    pairs = zip(node.output_ports, zip(*map(_results, bodies), strict=True), strict=True)
+    results = [_joined(functions.rules, port.dtype, knowns) for port, knowns in pairs]
     insides = [Inside(name, body, _types(results)) for name, body in zip(names, bodies, strict=True)]
     return _calling(node, [chooser, *arguments], results, {"Tin": arguments, "Tout": results}, insides)
 
@@ -172,7 +170,9 @@ def _loop(functions: Functions, decisions: Pass, node: Node) -> Decided:
     incoming = decisions.inputs_of(node)
     unchanged = _unchanged(functions.library[names[1]])
     carried = [
-        known if position in unchanged else Known(port.dtype, *_carried(port.dtype, known), held=known.held)
+        known
+        if position in unchanged
+        else Known(port.dtype, CARRIED if port.dtype == FLOAT32 else known.value, held=known.held)
         for position, (port, known) in enumerate(zip(node.input_ports, incoming, strict=True))
     ]
     made = _results(functions.body(names[1], carried, path))
@@ -181,16 +181,12 @@ def _loop(functions: Functions, decisions: Pass, node: Node) -> Decided:
         Known(low, Value("low", result.value.maker)) if _stays_low(first, known, result) else known
         for first, known, result in zip(incoming, carried, made, strict=True)
     ]
-    condition, turn = (functions.body(name, carried, path) for name in names)
-    for known, result in zip(carried, _results(turn), strict=True):
+    condition, iteration = (functions.body(name, carried, path) for name in names)
+    for known, result in zip(carried, _results(iteration), strict=True):
         if known.dtype == VARIANT:
             functions.rules.lists.tie([known.held, result.held])
-    insides = [Inside(names[0], condition, _types(_results(condition))), Inside(names[1], turn, _types(carried))]
+    insides = [Inside(names[0], condition, _types(_results(condition))), Inside(names[1], iteration, _types(carried))]
     return _calling(node, carried, carried, {"T": carried}, insides)
-
-
-def _carried(dtype: int, known: Known) -> tuple[Value, bool]:
-    return (CARRIED if dtype == FLOAT32 else known.value), False
 
 
 def _stays_low(first: Known, carried: Known, result: Known) -> bool:

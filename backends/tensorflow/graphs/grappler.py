@@ -108,6 +108,7 @@ class GrapplerRewritten:
     def __init__(self, fn: Callable[..., Any], policy: Policy, jit_compile: bool | None = None) -> None:
         _check(fn, policy, jit_compile)
         is_traced = hasattr(fn, "get_concrete_function") or hasattr(fn, "structured_outputs")
+        self._plain = fn
         self._function: Any = fn if is_traced else tf.function(fn)
         self._name = getattr(fn, "__name__", "the function")
         self._policy = policy
@@ -124,6 +125,11 @@ class GrapplerRewritten:
         if self._plan is None:
             raise not_traced(where="rewrite(fn).plan")
         return self._plan
+
+    @property
+    def plain(self) -> Any:
+        """The function as it was written."""
+        return self._plain
 
     def traced_for(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> GrapplerRewritten:
         """Make the plan for these arguments if there is none yet, and return this function."""

@@ -34,7 +34,7 @@ _STRONG = Value("strong", "tensor_list")
 
 
 class Lists:
-    """What the lists of a program hold, by names. A list is named after the node that makes it.
+    """The contents of a program's lists, by name. A list is named after the node that makes it.
 
     >>> lists = Lists()
     >>> lists.value_of("array").state
@@ -57,7 +57,7 @@ class Lists:
         return self.value_of(name).state == "low" or self._root(name) in self._narrow
 
     def take(self, name: str, *, is_low: bool) -> None:
-        """Note that a node takes an item, in 16 bits or not."""
+        """Record that a node takes an item, in 16 bits or not."""
         self._taken[name] = is_low and self._taken.get(name, True)
 
     def value_of(self, name: str) -> Value:
@@ -65,22 +65,22 @@ class Lists:
         return self._known.get(self._root(name), _STRONG)
 
     def put(self, name: str, value: Value) -> None:
-        """Note that a value is put into a list."""
+        """Record that a value is put into a list."""
         if name:
             self._items.setdefault(name, set()).add(value._replace(role=""))
 
     def sum(self, name: str) -> None:
-        """Note that lists are added: as long as their items are float32, this use takes float32."""
+        """Record that lists are added: as long as their items are float32, this use takes float32."""
         self.take(name, is_low=False)
 
     def keep(self, names: Iterable[str]) -> None:
-        """Note that lists must hold float32."""
+        """Record that lists must hold float32."""
         for name in filter(None, names):
             self.put(name, _STRONG)
             self._kept.add(name)
 
     def tie(self, names: Iterable[str]) -> str:
-        """Note that lists have the same type, and return one name for them; if one is unknown, all keep float32."""
+        """Record that lists have the same type, and return one name for them; if one is unknown, all keep float32."""
         first, *others = (self._root(name) for name in names)
         if "" in (first, *others):
             self.keep((first, *others))

@@ -12,6 +12,7 @@ from polyamp.backends.tensorflow.graphs.places import Places
 from polyamp.backends.tensorflow.unstable import OUT_OF_SCOPE, graphs_around
 from polyamp.errors import InvalidTypeError, UnsupportedError, UsageError, warn_once
 from polyamp.refusals import unscaled_loss
+from polyamp.validation import kind_of
 
 _FORMATS = ("float16", "bfloat16", "float32")
 POLICY_ATTRIBUTE = "_polyamp_policy"  # of nodes that a rewrite added or changed
@@ -62,7 +63,7 @@ def _neither(thing: Any) -> InvalidTypeError:
     return InvalidTypeError(
         "rewrite needs a function or a graph",
         where="rewrite(fn)",
-        found=f"{type(thing).__module__}.{type(thing).__qualname__}",
+        found=kind_of(thing),
         allowed="a function, a tf.function, a ConcreteFunction or, for polyamp.rewrite, a GraphDef",
         fix="pass the function itself, then its arguments; for a tf.Graph, pass graph.as_graph_def()",
     )
@@ -75,7 +76,7 @@ def rewritten_before(name: str, policy: str) -> UsageError:
     True
     """
     return UsageError(
-        "the function was rewritten under another policy already",
+        "this function or graph was rewritten already",
         where=name,
         found=policy,
         fix="rewrite the original function, or use the same policy",

@@ -5,31 +5,25 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import tensorflow as tf
 
-from polyamp.backends.tensorflow.autocast.context import entered, intercept
 from polyamp.backends.tensorflow.devices import report_slow
-from polyamp.backends.tensorflow.graphs.decisions import Pass, Rules
-from polyamp.backends.tensorflow.graphs.functions import REWRITTEN, Functions, Inside
-from polyamp.backends.tensorflow.graphs.graph import Graph
-from polyamp.backends.tensorflow.graphs.kernels import device_of
+from polyamp.backends.tensorflow.graphs.capture import FUNCTION, concrete_of, name_of
+from polyamp.backends.tensorflow.graphs.decisions import Pass
+from polyamp.backends.tensorflow.graphs.functions import Inside
 from polyamp.backends.tensorflow.graphs.planning import plan_of
+from polyamp.backends.tensorflow.graphs.program import decided_for, decided_graph, lowered_in, lowers
 from polyamp.backends.tensorflow.graphs.refusals import (
-    check_captures,
     check_format,
     check_function,
-    check_graph,
     check_scaling,
     not_differentiable,
-    tracing,
 )
 from polyamp.backends.tensorflow.graphs.scaling import scaling_of
-from polyamp.backends.tensorflow.graphs.values import Known, value_of_capture, value_of_type
 from polyamp.backends.tensorflow.graphs.writing import Writer
-from polyamp.backends.tensorflow.unstable import FunctionLibrary, call_in_place_of, options_of, register
+from polyamp.backends.tensorflow.unstable import call_in_place_of, options_of, register
 from polyamp.errors import warn_once
 from polyamp.formats import format_of
 from polyamp.plan import Plan
@@ -38,12 +32,10 @@ from polyamp.policy import policy as make_policy
 from polyamp.refusals import not_traced
 from polyamp.reports import NO_PRODUCTS, report_nothing_lowered, report_refused, report_unused
 
-_Function: Any = type(tf.function(lambda: None))
-_PASSES = 5  # more than one, because a list may hold values from another list
 _PLANS = "_polyamp_plans"  # an attribute of a rewritten function's Python function, which bound methods share
 
 
-class Rewritten(_Function):
+class Rewritten(FUNCTION):
     """A ``tf.function`` whose graphs are rewritten, with its plan; the result of `rewrite`."""
 
     @property
@@ -58,6 +50,11 @@ class Rewritten(_Function):
             raise not_traced(where="rewrite(fn).plan")
         plan: Plan = plans[0]()
         return plan
+
+    @property
+    def plain(self) -> Any:
+        """The function as it was written."""
+        return inspect.getattr_static(self, "__wrapped__")
 
 
 def rewrite(
@@ -106,7 +103,7 @@ def rewrite(
     chosen = make_policy(policy)
     check_format(chosen.compute)
     check_function(fn)
-    options = options_of(fn) if isinstance(fn, _Function) else {}
+    options = options_of(fn) if isinstance(fn, FUNCTION) else {}
     if jit_compile is not None:
         options["jit_compile"] = jit_compile
     rewritten = Rewritten(_traced_by(fn, chosen), getattr(fn, "__name__", "function"), autograph=False, **options)
@@ -132,7 +129,7 @@ def explain(fn: Any, *args: Any, policy: Policy | str | None = None, **kwargs: A
     chosen = make_policy(policy)
     check_format(chosen.compute)
     if not callable(fn):
-        return plan_of(_decided_graph(fn, chosen), _imported(fn))
+        return plan_of(decided_graph(fn, chosen), _imported(fn))
     concrete = concrete_of(fn, args, kwargs)
     return plan_of(decided_for(concrete, chosen), concrete.graph)
 
@@ -159,7 +156,7 @@ def rewritten_graph(graph_def: Any, policy: Policy | str | None = None) -> Any:
     """
     chosen = make_policy(policy)
     check_format(chosen.compute)
-    decisions = _decided_graph(graph_def, chosen)
+    decisions = decided_graph(graph_def, chosen)
     _report(decisions, "the graph")
     new = tf.compat.v1.GraphDef()
     new.CopyFrom(graph_def)
@@ -182,68 +179,6 @@ def _traced_by(fn: Callable[..., Any], policy: Policy) -> Callable[..., Any]:
     functools.update_wrapper(traced, fn, updated=())
     setattr(traced, _PLANS, plans)
     return traced
-
-
-def name_of(fn: Any) -> str:
-    """Return a function's name with the place where it was written, because many have the name ``<lambda>``.
-
-    >>> name_of(tf.function(len))
-    'len'
-    """
-    plain = inspect.unwrap(getattr(fn, "python_function", fn))
-    name, code = getattr(plain, "__name__", "function"), getattr(plain, "__code__", None)
-    return f"{name} ({Path(code.co_filename).name}:{code.co_firstlineno})" if code is not None else name
-
-
-def concrete_of(fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Trace ``fn`` as it is written, without autocast."""
-    intercept()
-    function = fn if isinstance(fn, _Function) else tf.function(fn)
-    with tracing(fn), entered(None):
-        concrete = function.get_concrete_function(*args, **kwargs)
-    check_captures(fn, concrete)
-    return concrete
-
-
-def decided_for(concrete: Any, policy: Policy, *, fuses: bool = True) -> Pass:
-    """Return the decisions for a ``ConcreteFunction`` under a policy.
-
-    Args:
-        concrete: the function.
-        policy: the policy.
-        fuses: whether kernels replace the norms that it writes out.
-    """
-    rules, library = Rules(policy, fuses=fuses), FunctionLibrary()
-    graph = Graph.of_function(concrete.function_def, library)
-    arguments, traced = _arguments(graph, concrete.captured_inputs, rules), concrete.graph
-    return _settled(rules, lambda: Pass(graph, rules, Functions(library, rules, traced), arguments, traced=traced))
-
-
-def _settled(rules: Rules, decide: Callable[[], Pass]) -> Pass:
-    """Repeat a pass until the contents of lists are known; after any number of passes the result is consistent."""
-    decisions = decide()
-    for _ in range(_PASSES - 1):
-        rules.lists.keep(decisions.known[value].held for value in decisions.graph.returns)
-        if not rules.lists.settle():
-            break
-        decisions = decide()
-    return decisions
-
-
-def _arguments(graph: Graph, captures: Sequence[Any], rules: Rules) -> list[Known]:
-    """Return what is known of a program's arguments; the last of them are captured values."""
-    types = [dtype for _, dtype in graph.arguments]
-    own = len(types) - len(captures)
-    known = [Known(dtype, value_of_type(dtype)) for dtype in types[:own]]
-    pairs = zip(types[own:], captures, strict=True)
-    return [*known, *(Known(dtype, *value_of_capture(tensor, rules.decider)) for dtype, tensor in pairs)]
-
-
-def _decided_graph(graph_def: Any, policy: Policy) -> Pass:
-    check_graph(graph_def)
-    rules, library = Rules(policy), {function.signature.name: function for function in graph_def.library.function}
-    graph = Graph(graph_def.node, library)
-    return _settled(rules, lambda: Pass(graph, rules, Functions(library, rules)))
 
 
 def _called(concrete: Any, decisions: Pass, args: Sequence[Any], kwargs: Mapping[str, Any], name: str) -> Any:
@@ -269,31 +204,11 @@ def _report(decisions: Pass, name: str) -> None:
             stacklevel=2,
         )
     report_refused(rules.decider.refused, where=name, of=rules.policy)
-    for operation, device in _lowered(decisions):
+    for operation, device in lowered_in(decisions):
         report_slow(operation, rules.compute, device)
-    if format_of(rules.compute).is_low and not _lowers(decisions) and not rules.not_entered:
+    if format_of(rules.compute).is_low and not lowers(decisions) and not rules.not_entered:
         why = f"{NO_PRODUCTS}, that this device's kernels take"
         report_nothing_lowered("rewrite", rules.compute, where=name, why=why)
-
-
-def _lowered(decisions: Pass) -> set[tuple[str, str]]:
-    """Return the operations of class ``lower`` that run in the compute format, each with its type of device."""
-    found = {pair for decided in decisions.nodes for inside in decided.inside for pair in _lowered(inside.decisions)}
-    is_low = format_of(decisions.rules.compute).is_low
-    return found | {
-        (decided.operation, device_of(decided.node))
-        for decided in decisions.nodes
-        if is_low and decided.decision.op_class == "lower" and decided.outcome.format == decisions.rules.compute
-    }
-
-
-def _lowers(decisions: Pass) -> bool:
-    return any(
-        decided.outcome.format == decisions.rules.compute
-        or decided.outcome.reason == REWRITTEN
-        or any(_lowers(inside.decisions) for inside in decided.inside)
-        for decided in decisions.nodes
-    )
 
 
 def _imported(graph_def: Any) -> Any:

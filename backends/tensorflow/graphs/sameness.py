@@ -1,4 +1,4 @@
-"""Find which values of a graph are the same value: this decides what an operation on them is.
+"""Find which values of a graph are the same: a product of two values that are the same is a square.
 
 For example, ``tf.reshape(x, [6]) * tf.reshape(tf.identity(x), [6])`` is a square, though its operands are two values.
 """
@@ -15,7 +15,7 @@ _MOVES = ("Reshape", "Squeeze", "ExpandDims", "Transpose", "BroadcastTo", "Tile"
 
 
 class Sameness:
-    """The comparison of one graph's values, which looks through operations that only move them.
+    """A comparison of one graph's values, which looks through operations that only move them.
 
     >>> import tensorflow as tf
     >>> with tf.Graph().as_default() as graph:

@@ -62,7 +62,7 @@ def _merge(decisions: Pass, node: Node) -> Decided:
     """Decide a merge. The head of a loop is float32, because its values may add up; other merges only move values."""
     makers = [decisions.graph.maker[value] for value in node.inputs]
     if any(map(closes_loop, makers)):
-        return decisions.as_written(node, "what a loop carries", CARRIED)
+        return decisions.as_written(node, "carried by a loop", CARRIED)
     return decisions.by_flow(node)
 
 
@@ -70,7 +70,7 @@ def _loop_edge(decisions: Pass, node: Node) -> Decided:
     """Decide an edge into a loop or to its next iteration: it has the type of the loop's head, except for constants."""
     if node.op == "Enter" and node.definition.attr["is_constant"].b:
         return decisions.by_flow(node)
-    return decisions.as_written(node, "what a loop carries", CARRIED)
+    return decisions.as_written(node, "carried by a loop", CARRIED)
 
 
 def decide_list(decisions: Pass, node: Node) -> Decided:
@@ -79,9 +79,9 @@ def decide_list(decisions: Pass, node: Node) -> Decided:
     lists, low = decisions.rules.lists, decisions.rules.low
     value, is_low = lists.value_of(name), lists.is_low(name) and holds_float32(node)
     dtype = low if is_low else FLOAT32
-    made_by = f"holds what {value.maker} made" if value.maker else "its items are lowered"
+    reason = f"holds values from {value.maker}" if value.maker else "its items are lowered"
     decided = decisions.as_written(
-        node, made_by if is_low else "holds float32", value, decisions.class_of(node, "tensor_list")
+        node, reason if is_low else "holds float32", value, decisions.class_of(node, "tensor_list")
     )
     decided = decided._replace(
         input_types=[dtype if is_item(node, port) else port.dtype for port in node.input_ports],
@@ -101,7 +101,7 @@ def decide_list(decisions: Pass, node: Node) -> Decided:
 
 
 def _list_of(decisions: Pass, node: Node) -> str:
-    """Return the name of a node's list, and note what the node does to it."""
+    """Return the name of a node's list, and record what the node does to it."""
     lists = decisions.rules.lists
     pairs = list(zip(node.input_ports, decisions.inputs_of(node), strict=True))
     names = [known.held for port, known in pairs if port.dtype == VARIANT]

@@ -1,4 +1,4 @@
-"""What is known of the values of a graph while it is decided: their types, states, and which are constants.
+"""The types and states of a graph's values while it is decided, and which of them are constants.
 
 A state follows from a value's origin. For example, in ``tf.cast(ids, tf.float32) * 0.5`` the cast makes an ``input``,
 because the integers are the user's data, and 0.5 is a ``weak`` constant, which float16 can hold.
@@ -37,7 +37,7 @@ _DATA = (
 
 
 class Known(NamedTuple):
-    """What is known of one value of the rewritten graph.
+    """The type and state of one value of the rewritten graph.
 
     Attributes:
         dtype: its type there. A low value may still be in float32.

@@ -7,9 +7,9 @@ from typing import Any
 
 from polyamp.backends.tensorflow.graphs import rewrite as graphs
 from polyamp.backends.tensorflow.graphs.grappler import GrapplerRewritten
-from polyamp.choices import check_choice, check_options
 from polyamp.plan import Plan
 from polyamp.policy import Policy
+from polyamp.validation import check_choice, check_options
 
 
 def rewrite(

@@ -9,8 +9,9 @@ from typing import Any
 import tensorflow as tf
 
 from polyamp.backends.tensorflow.graphs.functions import Inside
+from polyamp.backends.tensorflow.graphs.program import decided_for
 from polyamp.backends.tensorflow.graphs.refusals import check_format, check_function
-from polyamp.backends.tensorflow.graphs.rewrite import decided_for
+from polyamp.backends.tensorflow.graphs.scaling import SCALES
 from polyamp.backends.tensorflow.graphs.writing import Writer
 from polyamp.backends.tensorflow.recording.counting import Totals
 from polyamp.backends.tensorflow.recording.tracing import Traced, traced
@@ -19,8 +20,6 @@ from polyamp.backends.tensorflow.recording.writing import Instrumented
 from polyamp.backends.tensorflow.unstable import FunctionLibrary, flat_inputs, runnable
 from polyamp.diagnosis.recording import Recording
 from polyamp.policy import Policy
-
-_SCALES = ("loss_scale", "dynamic_scale")  # in polyamp's scaler, and in Keras' LossScaleOptimizer and its subclasses
 
 
 def record(
@@ -123,7 +122,7 @@ class _Library(Mapping[str, Any]):
 def _scale_of(variables: Sequence[Any]) -> Any:
     """Return the variable that holds the loss scale; None if there is none."""
     names = ((variable, variable.name.rpartition("/")[2].partition(":")[0]) for variable in variables)
-    found = (variable for variable, name in names if name in _SCALES and not variable.trainable)
+    found = (variable for variable, name in names if name in SCALES and not variable.trainable)
     return next((one for one in found if one.shape == () and one.dtype == tf.float32), None)
 
 

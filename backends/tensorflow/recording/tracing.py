@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import tensorflow as tf
 
 from polyamp.backends.tensorflow import unstable
-from polyamp.backends.tensorflow.graphs.grappler import GrapplerRewritten
-from polyamp.backends.tensorflow.graphs.rewrite import Rewritten, concrete_of
+from polyamp.backends.tensorflow.graphs.capture import concrete_of
 from polyamp.backends.tensorflow.steps.gradients import SIXTEEN_BIT
-from polyamp.deferred import RewrittenAtFirstCall
 from polyamp.refusals import no_loss
 
 
@@ -65,8 +62,8 @@ def traced(step: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, A
 
 def plain_function(step: Any) -> Any:
     """Return the function that a step was made from, to trace it again without a rewrite."""
-    while isinstance(step, Rewritten | GrapplerRewritten | RewrittenAtFirstCall):
-        step = inspect.getattr_static(step, "__wrapped__")
+    while isinstance(getattr(type(step), "plain", None), property):  # a rewritten function
+        step = step.plain
     return getattr(step, "python_function", step)
 
 

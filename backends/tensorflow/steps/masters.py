@@ -50,7 +50,7 @@ class MasterWeights(tf.Module):
     def _master(self, variable: tf.Variable) -> tf.Variable:
         if tf.distribute.has_strategy():
             raise UnsupportedError(
-                "master weights are not kept over replicas",
+                "master weights do not work with replicas",
                 where="a tf.distribute strategy",
                 found=f"{variable.name} of {variable.dtype.name}",
                 allowed="float32 variables",

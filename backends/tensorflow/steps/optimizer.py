@@ -112,12 +112,12 @@ class LossScaledOptimizer(tf.compat.v1.train.Optimizer):
 
     @property
     def loss_scale(self) -> float:
-        """Return the same as `LossScaler.loss_scale`."""
+        """The scale of the next loss; see `LossScaler.loss_scale`."""
         return self.scaler.loss_scale
 
     @property
     def last_step(self) -> StepResult:
-        """Return the same as `LossScaler.last_step`."""
+        """The result of the last step; see `LossScaler.last_step`."""
         return self.scaler.last_step
 
     def variables(self) -> list[tf.Variable]:

@@ -84,7 +84,7 @@ def _replica_context() -> tf.distribute.ReplicaContext:
     context = tf.distribute.get_replica_context()
     if context is None:
         raise UsageError(
-            "a step outside of the strategy's replicas",
+            "the step must run inside the strategy's replicas",
             where=f"the scope of a {type(tf.distribute.get_strategy()).__name__}",
             allowed="a function that every replica runs",
             fix="put the gradients and the step into one function, and call strategy.run(function)",

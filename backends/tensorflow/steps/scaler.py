@@ -18,7 +18,6 @@ from polyamp.backends.tensorflow.steps.gradients import (
 from polyamp.backends.tensorflow.steps.marks import apply_gradients, decision, outside_update_scope, update_scope
 from polyamp.backends.tensorflow.steps.masters import MasterWeights
 from polyamp.backends.tensorflow.steps.replicas import after, all_replicas, summed, update_if
-from polyamp.choices import check_master_weights
 from polyamp.errors import InvalidTypeError, UsageError
 from polyamp.limits import NONFINITE_LOSS, report_limits, report_nonfinite_loss
 from polyamp.loss_scale import LossScale, LossScaleState, advance, on_host
@@ -26,7 +25,7 @@ from polyamp.policy import Policy
 from polyamp.policy import policy as make_policy
 from polyamp.refusals import no_loss
 from polyamp.result import StepResult
-from polyamp.verbs import norm_limit
+from polyamp.validation import check_master_weights, kind_of, norm_limit
 
 _SCALING_ALREADY = {"LossScaleOptimizer", "LossScaledOptimizer", "MixedPrecisionLossScaleOptimizer"}
 
@@ -155,22 +154,22 @@ class LossScaler(tf.Module):
 
     @property
     def has_masters(self) -> bool:
-        """Return whether `step` trains float32 copies of 16-bit variables."""
+        """Whether `step` trains float32 copies of 16-bit variables."""
         return self._masters is not None
 
     @property
     def state(self) -> LossScaleState:
-        """Return the scalars as tensors, which are symbolic in a graph."""
+        """The scalars as tensors, which are symbolic in a graph."""
         return LossScaleState(*map(tf.convert_to_tensor, self.scalars))
 
     @property
     def loss_scale(self) -> float:
-        """Return the scale of the next loss, outside graphs. Waits for the device."""
+        """The scale of the next loss. Only outside graphs; reading it waits for the device."""
         return float(self.scalars[0].numpy())
 
     @property
     def last_step(self) -> StepResult:
-        """Return what the last step did.
+        """The result of the last step.
 
         In eager code, reading it waits for the device and reports the limits ``LossScale(on_min=, max_skips=)``, which
         a compiled step cannot do. In a graph its properties are tensors.
@@ -280,16 +279,16 @@ def _check_optimizer(optimizer: Any) -> None:
     kinds = type(optimizer).__mro__
     if not callable(getattr(optimizer, "apply_gradients", None)):
         raise InvalidTypeError(
-            "no optimizer",
+            "step needs an optimizer",
             where="step(optimizer, ...)",
-            found=f"{kinds[0].__module__}.{kinds[0].__qualname__}",
+            found=kind_of(optimizer),
             allowed="an object with apply_gradients(grads_and_vars)",
-            fix="give an optimizer of tf.compat.v1.train or of Keras, or write that method",
+            fix="pass an optimizer of tf.compat.v1.train or of Keras, or write that method",
         )
     if _SCALING_ALREADY & {kind.__name__ for kind in kinds}:
         raise UsageError(
             "this optimizer scales losses itself",
             where="step(optimizer, ...)",
             found=kinds[0].__qualname__,
-            fix="give the plain optimizer, or use the wrapped one without a LossScaler",
+            fix="pass the plain optimizer, or use the wrapped one without a LossScaler",
         )

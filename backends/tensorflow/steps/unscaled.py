@@ -27,8 +27,8 @@ class _Call:
     """One call: its place, weak references to its inputs and results, its finite flag, and whether it was used."""
 
     place: Any
-    given: list[weakref.ref[Any]]
-    gave: list[weakref.ref[Any]]
+    inputs: list[weakref.ref[Any]]
+    results: list[weakref.ref[Any]]
     finite: Any
     is_applied: bool = field(default=False)
 
@@ -45,11 +45,11 @@ class UnscaledGradients:
     def __init__(self) -> None:
         self._calls: list[_Call] = []
 
-    def remember(self, given: Sequence[Any], gave: Sequence[Any], finite: Any) -> None:
+    def remember(self, inputs: Sequence[Any], results: Sequence[Any], finite: Any) -> None:
         """Record a call with its arguments, its results, and whether the arguments were finite; scalar bool."""
         place = None if tf.executing_eagerly() else weakref.ref(tf.compat.v1.get_default_graph())
         self._calls = [call for call in self._calls if call.place is None or call.place() is not None]
-        self._calls.append(_Call(place, _weak(given), _weak(gave), finite))
+        self._calls.append(_Call(place, _weak(inputs), _weak(results), finite))
         waiting = [call for call in self._calls if not call.is_applied]
         for old in waiting[:-_KEPT]:
             self._calls.remove(old)
@@ -60,9 +60,9 @@ class UnscaledGradients:
         Raises:
             UsageError: they were computed in another function.
         """
-        if any(_shares(call.given, grads) for call in self._calls):
+        if any(_shares(call.inputs, grads) for call in self._calls):
             return None
-        own = [call for call in self._calls if _shares(call.gave, grads)] or self._here()
+        own = [call for call in self._calls if _shares(call.results, grads)] or self._here()
         if not own:
             self._check_elsewhere()
             return None
@@ -84,10 +84,10 @@ class UnscaledGradients:
             raise UsageError(
                 "compute_gradients was called elsewhere, and its gradients were not applied there",
                 where="apply_gradients(grads_and_vars)",
-                found="gradients of another function, or of eager code beside a compiled function",
+                found="gradients of another function, or of eager code next to a compiled function",
                 allowed="computing and applying in one function",
-                fix="call both there; to look at gradients alone, take opt.scaler.unscale(grads). That call is "
-                "forgotten now",
+                fix="make both calls in one function; to only look at gradients, call opt.scaler.unscale(grads). "
+                "polyamp now ignores the first call",
             )
 
 

@@ -79,7 +79,7 @@ def behaviour(operator: str, region: Region, device_type: str) -> Behaviour | No
     if native == "unknown":
         warn_once(
             f"{operator} is in native autocast's list of torch {torch.__version__}, which is newer than the list that "
-            f"polyamp knows (torch {TORCH_VERSION}): {reason} does not reach it. Update polyamp."
+            f"polyamp knows (torch {TORCH_VERSION}): {reason} has no effect on it. Update polyamp."
         )
         return None
     return None if native in _DOES[op_class] else _OF_CLASS[op_class]

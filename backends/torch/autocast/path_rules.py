@@ -57,8 +57,7 @@ def _region_in(module: nn.Module, region: Region, root: nn.Module) -> Region | N
 def name_modules(root: nn.Module, region: Region) -> None:
     """Make paths in a region start at a root, also for parts of it that are called alone."""
     policy = region.policy
-    found = _regions.setdefault(policy, {})
-    if policy.rules and id(root) not in found:
+    if policy.rules and id(root) not in (found := _regions.setdefault(policy, {})):
         _find_regions(root, policy, found)
 
 

@@ -58,7 +58,7 @@ def choose(text: str, known: Sequence[str]) -> tuple[str, ...]:
     unknown = sorted(name for name in named if name.removesuffix("+PTX") not in known)
     if unknown:
         raise InvalidValueError(
-            "the compiler knows no such GPU architecture",
+            "the compiler does not know this GPU architecture",
             where="--arch",
             found=", ".join(map(repr, unknown)),
             allowed=f"all, native, or of {', '.join(known)} a comma list, each with or without +PTX",
@@ -113,7 +113,7 @@ def _for(capability: Capability, known: Sequence[str]) -> str:
     older = [name for name in known if _number(name) < capability]
     if not older:
         raise ExtensionError(
-            "this CUDA compiler makes no code for a GPU as old as this one",
+            "this CUDA compiler does not support a GPU this old",
             found=f"compute capability {exact}",
             allowed=", ".join(known),
             fix="install an older CUDA toolkit and name it in CUDA_HOME: 12.9 was the last for 5.0 to 7.0",
@@ -124,7 +124,7 @@ def _for(capability: Capability, known: Sequence[str]) -> str:
 def _number(name: str) -> Capability:
     found = re.match(r"(\d+)\.(\d)", name)
     if found is None:
-        raise InvalidValueError("this is no GPU architecture", found=repr(name), allowed="such as 9.0 or 9.0+PTX")
+        raise InvalidValueError("unknown GPU architecture", found=repr(name), allowed="such as 9.0 or 9.0+PTX")
     return int(found[1]), int(found[2])
 
 

@@ -160,23 +160,23 @@ def _build(job: Job, folder: Path, retry: bool, on_step: Callable[[str], None]) 
 
 
 def _compile(job: Job, folder: Path, failed: Path, on_step: Callable[[str], None]) -> None:
-    """Make the library and its log in ``folder``; if a compiler fails, write its output to ``failed``."""
+    """Build the library and its log in ``folder``; if a compiler fails, write its output to ``failed``."""
 
     def make(source: str) -> str:
-        said = _run(job.compile(source), folder)
+        output = _run(job.compile(source), folder)
         on_step(source)
-        return said
+        return output
 
     try:
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             log = [*pool.map(make, job.sources)]
         log.append(_run(job.link(), folder))
     except subprocess.CalledProcessError as error:
-        said = _said(error.cmd, error.output)
+        output = _shown(error.cmd, error.output)
         if error.returncode < 0:  # killed, which does not mean that the next try fails
-            raise _failed(said) from None
-        failed.write_text(said)
-        raise _failed(said, failed) from None
+            raise _failed(output) from None
+        failed.write_text(output)
+        raise _failed(output, failed) from None
     (folder / LOG).write_text("".join(log))
     on_step(job.recipe.file)
 
@@ -195,10 +195,10 @@ def _run(command: list[str], folder: Path) -> str:
     environment = {**os.environ, "LC_ALL": "C"}  # `checks` reads the output
     both: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     done = subprocess.run(command, cwd=folder, env=environment, check=True, text=True, errors="replace", **both)
-    return _said(command, done.stdout)
+    return _shown(command, done.stdout)
 
 
-def _said(command: Sequence[str], output: str) -> str:
+def _shown(command: Sequence[str], output: str) -> str:
     return f"$ {' '.join(command)}\n{output}"
 
 
@@ -231,7 +231,7 @@ def _check(library: Path) -> None:
         check_alone(path)
     if _hash_of(library) != _promised(library):
         raise BuildError(
-            "the built extension is not what was built",
+            "the built extension was changed after the build",
             where=str(library),
             found="another hash than in its manifest",
             fix=f"build it again: {COMMAND} --force",
@@ -256,7 +256,7 @@ def check_alone(path: Path) -> None:
     if found.st_uid in (os.getuid(), 0) and (not shared or kept_apart):
         return
     raise BuildError(
-        "others can write the built extension, which would be loaded",
+        "others can write the built extension",
         where=str(path),
         found=f"owner {found.st_uid}, mode {stat.S_IMODE(found.st_mode):o}",
         allowed=f"owner {os.getuid()}, and no one else who can write",
@@ -288,11 +288,11 @@ def _failure_log(folder: Path) -> Path:
     return folder.with_name(f"{folder.name}.failed.log")
 
 
-def _failed(said: str, log: Path | None = None) -> BuildError:
+def _failed(output: str, log: Path | None = None) -> BuildError:
     return BuildError(
         "the extension could not be built",
         where=str(log) if log else None,
-        found="\n".join(said.splitlines()[-TAIL:]),
+        found="\n".join(output.splitlines()[-TAIL:]),
         fix=f"{COMMAND} tries again; POLYAMP_EXTENSION=off goes on without it and without a word",
     )
 

@@ -115,14 +115,14 @@ def warnings(log: str) -> list[str]:
 def read_assembler(log: str) -> Iterator[Kernel]:
     """Yield the kernels in the output of ``ptxas -v``; functions that a kernel calls are counted with it.
 
-    >>> said = "8 bytes spill stores, 4 bytes spill loads\\nUsed 9 registers"
-    >>> list(read_assembler(f"Compiling entry function 'k' for 'sm_90'\\n{said}"))
+    >>> output = "8 bytes spill stores, 4 bytes spill loads\\nUsed 9 registers"
+    >>> list(read_assembler(f"Compiling entry function 'k' for 'sm_90'\\n{output}"))
     [Kernel(name='k', architecture='9.0', registers=9, spills=12, parameters=None, wide=None, in_flight=None)]
     """
     parts = re.split(_ENTRY, log)
-    for name, major, minor, said in zip(*(parts[start::4] for start in range(1, 5)), strict=True):
-        spills = sum(map(int, re.findall(r"(\d+) bytes spill (?:stores|loads)", said)))
-        registers = max(map(int, re.findall(r"Used (\d+) registers", said)))
+    for name, major, minor, text in zip(*(parts[start::4] for start in range(1, 5)), strict=True):
+        spills = sum(map(int, re.findall(r"(\d+) bytes spill (?:stores|loads)", text)))
+        registers = max(map(int, re.findall(r"Used (\d+) registers", text)))
         yield Kernel(name, f"{major}.{minor}", registers, spills)
 
 
@@ -183,7 +183,7 @@ def _parameters(job: Job, nvcc: Nvcc) -> Mapping[str, int]:
     with tempfile.TemporaryDirectory() as folder:
         for source in (name for name in job.recipe.device if name.endswith(".cu")):
             output = Path(folder, f"{source}.ptx")
-            _said(job.assembly(nvcc, source, str(output)))
+            _output_of(job.assembly(nvcc, source, str(output)))
             sizes |= read_parameters(output.read_text())
     return sizes
 
@@ -192,7 +192,7 @@ def _machine_code(job: Job, library: Path) -> str | None:
     cuobjdump, nvdisasm = tool("cuobjdump", job.toolchain), tool("nvdisasm", job.toolchain)
     if cuobjdump is None or nvdisasm is None:
         return None
-    return _said([cuobjdump, "-sass", str(library)], NVDISASM_PATH=str(Path(nvdisasm).parent))
+    return _output_of([cuobjdump, "-sass", str(library)], NVDISASM_PATH=str(Path(nvdisasm).parent))
 
 
 def _demangled(names: Sequence[str]) -> Mapping[str, str]:
@@ -200,15 +200,15 @@ def _demangled(names: Sequence[str]) -> Mapping[str, str]:
     filt = shutil.which("c++filt")
     if filt is None:
         return {name: name for name in names}
-    plain = _said([filt, *names]).splitlines()
+    plain = _output_of([filt, *names]).splitlines()
     short = [re.sub(r"^void |\(polyamp::.*|polyamp::", "", text).replace(" >", ">") for text in plain]
     return dict(zip(names, short, strict=True))
 
 
-def _said(command: Sequence[str], **environment: str) -> str:
+def _output_of(command: Sequence[str], **environment: str) -> str:
     try:
         done = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError) as error:
-        said = getattr(error, "stderr", None) or str(error)
-        raise ExtensionError("a tool of the check fails", where=command[0], found=said.strip()) from error
+        output = getattr(error, "stderr", None) or str(error)
+        raise ExtensionError("a tool of the check fails", where=command[0], found=output.strip()) from error
     return done.stdout

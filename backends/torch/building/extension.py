@@ -62,12 +62,12 @@ class Status:
         if self.library is None:
             return f"CUDA extension not in use: {self.why}"
         made_for = f"compute capability {', '.join(self.architectures)}" if self.architectures else "the CPU alone"
-        said = [
+        lines = [
             f"CUDA extension in use on {', '.join(self.devices)}: for {made_for}, by {self.compilers}, {self.library}"
         ]
         if self.autocast is None:
-            said.append(f"autocast's overrides are not compiled for this version of PyTorch: {builder.COMMAND}")
-        return "\n".join(said)
+            lines.append(f"autocast's overrides are not compiled for this version of PyTorch: {builder.COMMAND}")
+        return "\n".join(lines)
 
     def as_dict(self) -> dict[str, Any]:
         """Return the status for JSON."""
@@ -83,16 +83,16 @@ def mode() -> str:
     Raises:
         InvalidValueError: the value is not one of `MODES`.
     """
-    said = os.environ.get(VARIABLE) or "auto"
-    if said not in MODES:
+    value = os.environ.get(VARIABLE) or "auto"
+    if value not in MODES:
         raise InvalidValueError(
-            "there is no such mode of the extension",
+            "unknown mode of the extension",
             where=VARIABLE,
-            found=repr(said),
+            found=repr(value),
             allowed=", ".join(MODES),
             fix=f"set {VARIABLE} to one of these, or not at all",
         )
-    return said
+    return value
 
 
 def available(device: str | torch.device) -> bool:
@@ -144,17 +144,17 @@ def status() -> Status:
     Raises:
         InvalidValueError: ``POLYAMP_EXTENSION`` has an unknown value.
     """
-    said = mode()
-    if said == "off":
-        return Status(said, why=f"{VARIABLE}=off")
+    wanted = mode()
+    if wanted == "off":
+        return Status(wanted, why=f"{VARIABLE}=off")
     device = _device()
     try:
         built, overrides = _serving("operators", device, build=False), builder.find(recipes.autocast(), ())
     except ExtensionError as error:
-        return Status(said, why=str(error))
+        return Status(wanted, why=str(error))
     devices = sorted({"cpu", device.type})
     autocast = str(overrides.path) if overrides else None
-    return Status(said, tuple(devices), str(built.path), built.architectures, built.compilers, autocast)
+    return Status(wanted, tuple(devices), str(built.path), built.architectures, built.compilers, autocast)
 
 
 def _device() -> torch.device:
@@ -203,7 +203,7 @@ def _build(recipe: Recipe, device_type: str, build: bool) -> Built:
     if device_type != "cuda":
         found = None if build and mode() == "auto" else _compilers()
         raise ExtensionError(
-            "it is not built, and for the CPU that is not done unasked",
+            "it is not built, and for the CPU it is only built on request",
             where=recipe.file,
             found=found,
             fix=builder.COMMAND,
@@ -224,7 +224,7 @@ def _tools(recipe: Recipe) -> Toolchain:
         return toolchain.find(cuda=bool(recipe.device))
     except ExtensionError as error:
         raise ExtensionError(
-            "it is not built, and cannot be built here",
+            "it is not built and cannot be built here",
             where=recipe.file,
             found="; ".join(line.strip() for line in str(error).splitlines()),
             fix=f"install what is missing, or bring a cache (POLYAMP_CACHE) in which {builder.COMMAND} built it",
@@ -243,7 +243,7 @@ def _load(recipe: Recipe, path: Path) -> None:
     """Load a library for good. Refuse a second one with the same operators: it would replace only part of the first."""
     others = [one for one in torch.ops.loaded_libraries if Path(one).name == path.name and Path(one) != path.resolve()]
     if others:
-        raise LoadError("another build of the extension is loaded", found=others[0], fix="start the process anew")
+        raise LoadError("another build of the extension is loaded", found=others[0], fix="restart the process")
     try:
         if recipe.name == "operators":
             from polyamp.backends.torch.kernels import operators  # noqa: F401 # defines the operators of the library

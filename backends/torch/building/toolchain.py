@@ -20,7 +20,7 @@ RUNTIME = "libcudart_static.a"
 """CUDA's runtime, linked statically: then a library works with a PyTorch built for another CUDA version."""
 
 OLDEST = "12.1"
-"""The first CUDA whose kernels take 32 KB of parameters (NVIDIA, CUDA 12.1 Release Notes), as ours do."""
+"""The first CUDA whose kernels take 32 KB of parameters (NVIDIA, CUDA 12.1 Release Notes), as polyamp's do."""
 
 
 @dataclass(frozen=True)
@@ -100,11 +100,11 @@ def find_cxx() -> Cxx:
     named = os.environ.get("CXX")
     for command in [shlex.split(named)] if named else [["g++"], ["c++"]]:
         program = shutil.which(command[0])
-        said = _output([program, *command[1:], "--version"]) if program else None
-        if program and said:
-            return Cxx((program, *command[1:]), said.splitlines()[0])
+        version = _output([program, *command[1:], "--version"]) if program else None
+        if program and version:
+            return Cxx((program, *command[1:]), version.splitlines()[0])
     raise ExtensionError(
-        "there is no C++ compiler",
+        "no C++ compiler",
         found=f"CXX={named}, which does not run" if named else "neither g++ nor c++ on PATH",
         fix="install g++ (apt-get install g++), or name a compiler in CXX",
     )
@@ -134,11 +134,11 @@ def _wheels() -> Iterator[Path]:
 
 
 def find_nvcc(places: Iterator[Path]) -> Nvcc:
-    """Return the first nvcc that runs, has headers and runtime, and makes programs that this driver runs.
+    """Return the first nvcc that runs, has headers and runtime, and compiles programs that this driver runs.
 
     >>> find_nvcc(iter([]))
     Traceback (most recent call last):
-    polyamp.errors.ExtensionError: there is no CUDA compiler (nvcc)
+    polyamp.errors.ExtensionError: no CUDA compiler (nvcc)
       found:   none in CUDA_HOME, on PATH, in /usr/local/cuda*, among NVIDIA's wheels
       ...
 
@@ -155,7 +155,7 @@ def find_nvcc(places: Iterator[Path]) -> Nvcc:
         except _Unusable as error:
             refused += [f"{place}: {error}"] if place.exists() else []
     raise ExtensionError(
-        "there is no CUDA compiler (nvcc)",
+        "no CUDA compiler (nvcc)",
         found="; ".join(refused) or "none in CUDA_HOME, on PATH, in /usr/local/cuda*, among NVIDIA's wheels",
         fix='pip install "polyamp[cuda-build]", or name a CUDA toolkit in CUDA_HOME',
     )
@@ -190,11 +190,11 @@ def _runtime(path: Path) -> str:
     home = Path(top[1].strip()) if top else path.parent.parent
     includes = [home / "include", *map(Path, re.findall(r'"-I([^"]+)"', dry)), Path("/usr/include")]
     if not any((folder / "cuda_runtime.h").exists() for folder in includes):
-        raise _Unusable("has no cuda_runtime.h beside it")
+        raise _Unusable("has no cuda_runtime.h next to it")
     folders = [home / "lib64", home / "lib", *map(Path, re.findall(r'"-L([^"]+)"', dry)), *_system_libraries()]
     found = next((folder for folder in folders if (folder / RUNTIME).exists()), None)
     if found is None:
-        raise _Unusable(f"has no {RUNTIME} beside it")
+        raise _Unusable(f"has no {RUNTIME} next to it")
     return os.path.realpath(found)
 
 
@@ -225,8 +225,8 @@ def tool(name: str, toolchain: Toolchain) -> str | None:
     >>> tool("no such program", Toolchain(Cxx(("g++",), ""), None)) is None
     True
     """
-    beside = [Path(toolchain.nvcc.path)] if toolchain.nvcc else []
-    folders = [str(place.parent) for place in (*beside, *nvcc_places())]
+    given = [Path(toolchain.nvcc.path)] if toolchain.nvcc else []
+    folders = [str(place.parent) for place in (*given, *nvcc_places())]
     return shutil.which(name, path=os.pathsep.join([*folders, os.environ.get("PATH", "")]))
 
 

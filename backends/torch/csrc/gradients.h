@@ -30,7 +30,7 @@ struct Share {
         at(place.start + thread * kVector),
         left(static_cast<int>(place.length) - thread * kVector) {}
 
-  // Load everything before the first use, so that many loads are in flight. The usual case has a branch of its own:
+  // Load everything before the first use, so that many loads are in flight. The usual case has its own branch:
   // next to the other accesses, the assembler used its first load before it issued the next.
   template <Reuse reuse>
   POLYAMP_EVERYWHERE void read() {

@@ -40,7 +40,7 @@ inline std::vector<GradTable> pack(const GradTable& blank, const std::vector<Ite
   return tables;
 }
 
-// In the order of their launches: the last tensors first. A table only has the groups of its own tensors.
+// In the order of their launches: the last tensors first. A table only has its tensors' groups.
 template <class Rule, int Streams>
 std::vector<StepTable<Rule>> pack(const StepTable<Rule>& blank, const std::vector<Item<Streams>>& items,
                                   const std::vector<typename Rule::Group>& groups) {

@@ -22,6 +22,7 @@ from polyamp.backends.torch import unstable
 from polyamp.backends.torch.graphs.held import Held, hold, put_together, taken_apart
 from polyamp.backends.torch.user_code import line_of_error
 from polyamp.errors import InvalidTypeError, InvalidValueError, PolyampError, UsageError
+from polyamp.validation import kind_of
 
 
 class Captured(NamedTuple):
@@ -212,7 +213,7 @@ class _Objects:
                 raise UsageError(
                     "the code changes an object among its arguments, which a graph cannot do",
                     where="rewrite(module)",
-                    found=f"{type(self.copies[place]).__module__}.{type(self.copies[place]).__qualname__}",
+                    found=kind_of(self.copies[place]),
                     allowed="tensors, and dicts, lists, tuples and registered pytrees of them",
                     fix="leave it out, or use polyamp.autocast(policy), which runs any code",
                 )
@@ -269,7 +270,7 @@ def check_arguments(fn: Any, leaves: Sequence[Any]) -> None:
         raise InvalidTypeError(
             "an argument holds numbers, but is neither a tensor nor a container that PyTorch knows",
             where=f"rewrite({getattr(fn, '__name__', type(fn).__name__)}, ...)",
-            found=f"{type(hidden[0]).__module__}.{type(hidden[0]).__qualname__}",
+            found=kind_of(hidden[0]),
             allowed="tensors, numbers, strings, and dicts, lists, tuples and registered pytrees of them",
             fix="pass the tensors themselves, or register the class: torch.utils._pytree.register_pytree_node",
         )

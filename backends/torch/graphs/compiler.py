@@ -20,6 +20,7 @@ from polyamp.backends.torch.graphs.values import Known, constant_of, known_value
 from polyamp.deciding import Decider
 from polyamp.errors import InvalidTypeError, InvalidValueError
 from polyamp.policy import Policy, current_policy
+from polyamp.validation import shown
 
 Compiled = Callable[..., Any]
 
@@ -121,9 +122,9 @@ def _backend(backend: Any, mode: str | None, options: dict[str, Any]) -> Callabl
     found = _looked_up(backend) if isinstance(backend, str) else backend
     if not callable(found):
         raise InvalidTypeError(
-            "the backend is neither a name nor a function",
+            "the backend of torch.compile is neither a name nor a function",
             where='torch.compile(options={"backend": ...})',
-            found=f"{backend!r} ({type(backend).__name__})",
+            found=shown(backend),
             allowed="the name of a backend, or a function of a graph and its inputs",
             fix='leave it out for inductor, or use a name such as "aot_eager"',
         )

@@ -59,7 +59,7 @@ def manner(
     if outcome.output.state != "low":
         return Manner(torch.float32, data)
     if outcome.format == "float32":
-        return Manner(torch.float32, data, rounded=outcome.output.role != "normalized")
+        return Manner(torch.float32, data, rounded=outcome.rounds)
     if _is_wide(node, operation, decision) or sums_gradients(node, operation):
         return Manner(torch.float32, data, rounded=True)
     takes_mixed = _device_type(node) in _MIXED.get(operation, ())

@@ -27,6 +27,7 @@ from polyamp.deciding import Decider
 from polyamp.errors import InvalidTypeError
 from polyamp.plan import Plan
 from polyamp.policy import Policy
+from polyamp.validation import kind_of
 
 
 class Program:
@@ -152,7 +153,7 @@ class _Writer:
         raise InvalidTypeError(
             "the function returns an object that a graph cannot return",
             where="rewrite(fn)",
-            found=f"{type(leaf).__module__}.{type(leaf).__qualname__}",
+            found=kind_of(leaf),
             allowed="tensors, numbers and strings, and dicts, lists, tuples and registered pytrees of them",
             fix="return the tensors themselves, or register the class: torch.utils._pytree.register_pytree_node",
         )

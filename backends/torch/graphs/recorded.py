@@ -223,19 +223,19 @@ def _reason(name: str, decision: Decision, format_name: str, device_type: str, p
     wanted = {"lower": policy.compute, "full": "float32"}
     if decision.reason != TABLE:
         agrees = wanted.get(decision.op_class, format_name) == format_name
-        return decision.reason if agrees else f"{decision.reason} does not reach it"
+        return decision.reason if agrees else f"{decision.reason} has no effect here"
     known = native_classes(device_type, DTYPES[policy.compute]) if device_type in DEVICE_TYPES else {}
     listed = known.get(name, frozenset())
     asked = next((one for one in ("lower", "full") if one in listed and wanted[one] == format_name), None)
     if asked is not None:
         return TABLE if asked == decision.op_class else f"native autocast's list for {device_type}"
     if decision.op_class == "inner":
-        return "inner: native autocast leaves it as its inputs are"
+        return "inner, which native autocast runs in the format of its inputs"
     if "promote" in listed or decision.op_class == "promote":
         return "the widest of its inputs"
     if decision.op_class in wanted and not listed:
         return f"not in native autocast's list for {device_type}"
-    return "as its inputs are"
+    return "the format of its inputs"
 
 
 def _format_of(given: Sequence[Tensor], results: Sequence[Tensor]) -> str:

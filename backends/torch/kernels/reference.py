@@ -196,8 +196,8 @@ def _read(params: Tensors, masters: Tensors, index: int) -> Tensor:
     """Return the float32 values of a parameter."""
     if not masters:
         return params[index].float()
-    beside = masters[index]
-    return join(params[index], beside) if beside.dtype == torch.int16 else beside
+    master = masters[index]
+    return join(params[index], master) if master.dtype == torch.int16 else master
 
 
 def _write(

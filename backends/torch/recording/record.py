@@ -10,12 +10,13 @@ from torch import Tensor, nn
 
 from polyamp.backends.torch import unstable
 from polyamp.backends.torch.recording.mode import Recorder, Row
-from polyamp.backends.torch.recording.names import names_of
+from polyamp.backends.torch.recording.reach import names_of
 from polyamp.backends.torch.recording.running import Run
 from polyamp.diagnosis.recording import ACTIVATION, PARAMETER, Observation, Recording
 from polyamp.diagnosis.spread import Spread
 from polyamp.errors import InvalidTypeError, UnsupportedError
 from polyamp.policy import Policy
+from polyamp.validation import shown
 
 
 def record(
@@ -133,6 +134,6 @@ def _no_loss(step: Any, found: Any) -> InvalidTypeError:
 
 def _shown(found: Any) -> str:
     if not isinstance(found, Tensor):
-        return f"{found!r} ({type(found).__name__})"
+        return shown(found)
     gradient = "" if found.requires_grad else ", which does not require gradients"
     return f"a tensor of {str(found.dtype).removeprefix('torch.')} and shape {tuple(found.shape)}{gradient}"

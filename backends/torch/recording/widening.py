@@ -112,43 +112,50 @@ class _InSixteenBits:
         return [one.dtype for one in results]
 
 
-def _run(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], form: type[_InFloat32] | type[_InSixteenBits]) -> Any:
-    replaced: dict[int, tuple[Tensor, Tensor]] = {}  # each 16-bit argument, by the id of its replacement
+Form = type[_InFloat32] | type[_InSixteenBits]
 
-    def shown(value: Any) -> Any:
+
+def _run(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], form: Form) -> Any:
+    """Run an operator on replaced arguments, write its changes back, and wrap its results."""
+    replaced: dict[int, tuple[Tensor, Tensor]] = {}  # each 16-bit argument and its replacement, by the latter's id
+
+    def replace(value: Any) -> Any:
         other = form.of(value)
         if isinstance(value, Tensor) and other is not value:
             replaced[id(other)] = (value, other)
         return other
 
-    out = op(*(_mapped(shown, one) for one in args), **{name: _mapped(shown, one) for name, one in kwargs.items()})
-    written = _written(op, args, kwargs)
-    for own, other in replaced.values():
-        if any(own is one for one in written):
-            _write_back(own, other)
+    out = op(*(_mapped(replace, one) for one in args), **{name: _mapped(replace, one) for name, one in kwargs.items()})
+    changed = _write_back(replaced, list(written(op, args, kwargs)))
     if torch.Tag.inplace_view in op.tags:  # transpose_ and the like
         unstable.change_shape_alone(op, args, kwargs)
     results = [one for one in tensors([out]) if one.is_floating_point()]
     dtypes = iter(form.dtypes(op, args, kwargs, results) if results else ())
 
-    def hidden(value: Any) -> Any:
+    def wrap(value: Any) -> Any:
         if not (isinstance(value, Tensor) and value.is_floating_point()):
             return value
         dtype = next(dtypes)
-        own = replaced.get(id(value))
-        if own is not None and any(own[0] is one for one in written):
-            return own[0]
+        if id(value) in changed:
+            return changed[id(value)]
         low = dtype in SIXTEEN_BIT and value.layout is torch.strided and type(value) is Tensor
         return Widened(value.float(), dtype) if low else value
 
-    return _mapped(hidden, out)
+    return _mapped(wrap, out)
 
 
-def _write_back(own: Tensor, other: Tensor) -> None:
-    """Copy what an operator wrote to the replacement of an argument, if that is not the argument's own memory."""
-    target = own.value if isinstance(own, Widened) else own
-    if target is not other:
-        target.copy_(other)
+def _write_back(replaced: Mapping[int, tuple[Tensor, Tensor]], written: Sequence[Tensor]) -> dict[int, Tensor]:
+    """Copy an operator's changes to its own arguments, unless they share memory with their replacements.
+
+    Returns:
+        The changed arguments, by the id of their replacement.
+    """
+    changed = {key: own for key, (own, _) in replaced.items() if any(own is one for one in written)}
+    for key, own in changed.items():
+        target, other = own.value if isinstance(own, Widened) else own, replaced[key][1]
+        if target is not other:
+            target.copy_(other)
+    return changed
 
 
 def declared(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], count: int) -> list[torch.dtype]:
@@ -227,10 +234,6 @@ def _is_low(value: Any) -> bool:
 
 def _names_low(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     return any(map(_is_low, args)) or any(map(_is_low, kwargs.values()))
-
-
-def _written(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
-    return list(written(op, args, kwargs))
 
 
 def written(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:

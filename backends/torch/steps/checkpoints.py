@@ -109,7 +109,9 @@ def unpacked(optimizer: WrappedOptimizer, saved: Mapping[str, Any]) -> Saved:
         }
     except (TypeError, LookupError, ValueError, SyntaxError) as error:
         what = f'"{REST}" in a parameter group'
-        raise bad_state("not a wrapped optimizer's state", what, "what get_state_dict gave", "load that") from error
+        raise bad_state(
+            "the saved state is not a wrapped optimizer's", what, "a result of get_state_dict", "load that"
+        ) from error
     return {"state": {number: state for number, state in states.items() if state}, "param_groups": groups, **read}
 
 

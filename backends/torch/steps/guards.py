@@ -1,6 +1,6 @@
 """Guards that refuse an update from gradients with an unexpected scale, before anything is changed.
 
-Without them each of these cases gives finite but wrong numbers: a loss that was not scaled, `torch.amp.GradScaler`
+Without them each of these cases results in finite but wrong numbers: a loss that was not scaled, `torch.amp.GradScaler`
 around an optimizer that scales itself, a direct step of the inner optimizer, and clipping of scaled gradients.
 """
 

@@ -213,7 +213,7 @@ def make_masters(inner: torch.optim.Optimizer, wanted: Kind) -> MasterWeights | 
         return MasterWeights(inner, _STORAGES[wanted or True]())
     if wanted:
         warn_once(
-            "master weights were asked for, and no parameter has 16 bits, so there are none. "
+            "master weights were requested, but no parameter has 16 bits, so there are none. "
             "Convert the model first: polyamp.convert(model, policy), then wrap its optimizer."
         )
     return None

@@ -144,7 +144,7 @@ class LossScaledOptimizer(WrappedOptimizer):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """Make `torch.amp.GradScaler` set its scale as attributes, so that `step` can refuse it."""
+        """Whether `torch.amp.GradScaler` sets its scale as attributes, so that `step` can refuse it."""
         return self.scaler.multiplies
 
     def scale(self, loss: Any, loss_id: Hashable = None) -> Any:
@@ -153,7 +153,7 @@ class LossScaledOptimizer(WrappedOptimizer):
         >>> weight = torch.ones(1, requires_grad=True)
         >>> opt = LossScaledOptimizer(torch.optim.SGD([weight], lr=0.5), LossScale(init=8.0))
         >>> opt.scale(weight.sum()).backward()
-        >>> opt.scale(3 * weight.sum(), loss_id="penalty").backward()  # with a scale of its own
+        >>> opt.scale(3 * weight.sum(), loss_id="penalty").backward()  # with another scale
         >>> opt.unscale_()
         >>> weight.grad
         tensor([4.])

@@ -15,6 +15,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from polyamp.backends.torch.unstable import flattened_shards, is_flattened
 from polyamp.errors import InvalidTypeError
+from polyamp.validation import shown
 
 
 def any_rank(flag: Tensor, process_group: Any = None) -> Tensor:
@@ -106,9 +107,9 @@ def check_process_group(process_group: Any) -> None:
     if torch.distributed.is_available() and isinstance(process_group, torch.distributed.ProcessGroup):
         return
     raise InvalidTypeError(
-        "no process group",
+        "process_group must be a process group, None or False",
         where="wrap_optimizer(process_group=)",
-        found=f"{process_group!r} ({type(process_group).__name__})",
+        found=shown(process_group),
         allowed="a torch.distributed.ProcessGroup, None for the default group, or False for none",
         fix="leave process_group= out, or give torch.distributed.new_group(...) or device_mesh.get_group(name)",
     )

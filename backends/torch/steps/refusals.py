@@ -12,6 +12,7 @@ from polyamp.errors import InvalidTypeError, InvalidValueError, StateError, Usag
 from polyamp.formats import in_single
 from polyamp.loss_scale import LossScale
 from polyamp.refusals import clipped_scaled, unscaled_loss
+from polyamp.validation import is_number, shown, wrong_type
 
 
 def cannot_skip(optimizer: torch.optim.Optimizer) -> InvalidValueError:
@@ -34,11 +35,13 @@ def check_norm(max_norm: object) -> None:
     """
     where, allowed = "clip_grad_norm_(max_norm)", "a number of at least 0"
     fix = "give the largest global L2 norm that gradients may have"
-    if isinstance(max_norm, bool) or not isinstance(max_norm, int | float):
-        kind = f"{max_norm!r} ({type(max_norm).__name__})"
-        raise InvalidTypeError("no gradient-norm limit", where=where, found=kind, allowed=allowed, fix=fix)
+    if not is_number(max_norm):
+        what = "the gradient-norm limit must be a number"
+        raise wrong_type(max_norm, where=where, allowed=allowed, fix=fix, what=what)
     if not max_norm >= 0:
-        raise InvalidValueError("invalid gradient-norm limit", where=where, found=max_norm, allowed=allowed, fix=fix)
+        raise InvalidValueError(
+            "the gradient-norm limit must be at least 0", where=where, found=max_norm, allowed=allowed, fix=fix
+        )
 
 
 def named_tensors(given: Iterable[Any]) -> dict[str, Tensor]:
@@ -54,19 +57,17 @@ def named_tensors(given: Iterable[Any]) -> dict[str, Tensor]:
     if all(isinstance(pair, tuple) and list(map(type, pair))[:1] == [str] and len(pair) == 2 for pair in pairs):
         return dict(pairs)
     raise InvalidTypeError(
-        "these are no named parameters",
+        "the named parameters must be pairs of a name and a parameter",
         where="wrap_optimizer(named_parameters=)",
         found=f"an iterable of {type(pairs[0]).__name__}",
-        allowed="pairs of a name and a parameter",
+        allowed="pairs of a str and a tensor",
         fix="give model.named_parameters()",
     )
 
 
 def not_a(kind: type, found: object, *, where: str, fix: str) -> InvalidTypeError:
     """Return the error for an argument of the wrong type."""
-    return InvalidTypeError(
-        f"this is no {kind.__name__}", where=where, found=f"{found!r} ({type(found).__name__})", fix=fix
-    )
+    return InvalidTypeError(f"wrong type, expected {kind.__name__}", where=where, found=shown(found), fix=fix)
 
 
 def check_fused_step(wanted: object) -> None:
@@ -84,7 +85,7 @@ def check_first_use(*, captured: bool) -> None:
     """
     if captured:
         raise UsageError(
-            "the first step was called while a CUDA graph is captured, which would make its state anew in each replay",
+            "the first step was called during the capture of a CUDA graph, so each replay would create its state again",
             where="step()",
             found="a stream that is captured, and no state of an earlier step",
             allowed="captures of later steps",
@@ -122,21 +123,21 @@ def no_backward(found: str) -> UsageError:
 def not_cleared() -> UsageError:
     """Return the error for a backward pass that would add to the gradients of the last step."""
     return UsageError(
-        "the gradients of the last step are still there, unscaled, and a scaled backward would add to them",
+        "the unscaled gradients of the last step are still there, and a scaled backward pass would add to them",
         where="backward(loss)",
         fix="call zero_grad() after step(); to accumulate, call backward several times before step()",
     )
 
 
 def unscaled_already(*, where: str, fix: str) -> UsageError:
-    """Return the error for a call that would make already unscaled gradients wrong."""
+    """Return the error for a call that would spoil gradients that are unscaled already."""
     return UsageError("the gradients of this window are unscaled already", where=where, fix=fix)
 
 
 def converted_too_late(dtype: torch.dtype) -> UsageError:
     """Return the error for 16-bit gradients of a model that was converted after its optimizer was wrapped."""
     return UsageError(
-        "parameters had 32 bits when the optimizer was wrapped, and have 16 now",
+        "the parameters were converted to 16 bits after their optimizer was wrapped",
         where="step()",
         found=f"gradients of {dtype}",
         fix="convert the model before its optimizer is wrapped, or wrap with master_weights=False",
@@ -169,7 +170,7 @@ def half_gradients(name: str, dtype: torch.dtype) -> InvalidValueError:
 def scaled_twice(inner: torch.optim.Optimizer, *, where: str = "GradScaler.step(optimizer)") -> UsageError:
     """Return the error for a wrapped optimizer, which has its own loss scale, passed to a scaler."""
     return UsageError(
-        "the optimizer is wrapped already, and scales its loss itself",
+        "the optimizer is wrapped already and scales its loss itself",
         where=where,
         found=f"a LossScaledOptimizer around {type(inner).__name__}",
         allowed="one loss scale",
@@ -183,20 +184,20 @@ def loss_not_scaled(*, partly: bool = False) -> UsageError:
     how = "; one loss was scaled and another was not" if partly else ""
     return unscaled_loss(
         where=f"step(), unscale_(), clip_grad_norm_(){how}",
-        fix="call opt.backward(loss), or opt.scale(loss).backward(), in place of loss.backward(), then zero_grad() and "
-        "begin anew; where gradients were set by hand, say what they are: opt.step(scaled=True) if they are multiplied "
-        "by opt.loss_scale, opt.step(scaled=False) if not",
+        fix="call zero_grad(), then opt.backward(loss) or opt.scale(loss).backward() in place of loss.backward(); if "
+        "gradients were set by hand, declare them: opt.step(scaled=True) if they are multiplied by opt.loss_scale, "
+        "opt.step(scaled=False) if not",
     )
 
 
 def inner_stepped(inner: torch.optim.Optimizer) -> UsageError:
     """Return the error for a direct step of the inner optimizer on gradients that are still scaled."""
     return UsageError(
-        "the optimizer inside of the wrapped one was stepped, and its gradients are still scaled",
+        "the inner optimizer was stepped while its gradients are scaled",
         where=f"{type(inner).__name__}.step()",
         found="gradients multiplied by the loss scale",
         allowed="a step by the wrapped optimizer, which unscales and tests them first",
-        fix="call step() of what polyamp.wrap_optimizer returned",
+        fix="call step() of the optimizer that polyamp.wrap_optimizer returned",
     )
 
 
@@ -211,14 +212,14 @@ def clipped_before_unscaling() -> UsageError:
 
 def wrong_declaration(scaled: object) -> InvalidTypeError:
     """Return the error for a ``scaled=`` that is not a bool."""
-    fix = "True: multiplied by the loss scale; False: not; leave it out where opt.backward(loss) made them"
+    fix = "True: multiplied by the loss scale; False: not; leave it out if opt.backward(loss) made them"
     return not_a(bool, scaled, where="step(scaled=), unscale_(scaled=), clip_grad_norm_(scaled=)", fix=fix)
 
 
 def no_scale(found: object) -> InvalidValueError:
     """Return the error for a loss scale with which the next step would write NaN."""
     return InvalidValueError(
-        "this is no loss scale",
+        "the loss scale must be finite and greater than 0",
         where="GradScaler.update(new_scale), GradScaler.load_state_dict(saved)",
         found=found,
         allowed="a finite number greater than 0",
@@ -226,7 +227,7 @@ def no_scale(found: object) -> InvalidValueError:
     )
 
 
-def checked_scale(config: LossScale, scale: object, *, where: str) -> float:
+def checked_scale(settings: LossScale, scale: object, *, where: str) -> float:
     """Return a loss scale that the user sets, rounded to float32.
 
     Raises:
@@ -234,12 +235,13 @@ def checked_scale(config: LossScale, scale: object, *, where: str) -> float:
         InvalidValueError: it is outside the settings.
     """
     fix = "give a number within LossScale(min=..., max=...)"
-    if isinstance(scale, bool) or not isinstance(scale, int | float):
-        kind = f"{scale!r} ({type(scale).__name__})"
-        raise InvalidTypeError("this is no loss scale", where=where, found=kind, allowed="a number", fix=fix)
-    limits = f"between {config.min:g} and {config.max:g}"
-    if not config.min <= scale <= config.max:
-        raise InvalidValueError("this is no loss scale", where=where, found=scale, allowed=limits, fix=fix)
+    if not is_number(scale):
+        raise wrong_type(scale, where=where, allowed="a number", fix=fix, what="the loss scale must be a number")
+    limits = f"between {settings.min:g} and {settings.max:g}"
+    if not settings.min <= scale <= settings.max:
+        raise InvalidValueError(
+            "the loss scale is outside its limits", where=where, found=scale, allowed=limits, fix=fix
+        )
     return in_single(float(scale))  # type: ignore[no-any-return]
 
 

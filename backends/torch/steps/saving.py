@@ -18,7 +18,7 @@ from polyamp.loss_scale import LossScaleState
 KEYS = ("state", "param_groups", "loss_scale", "master_weights")
 _OURS = ("loss_scale", "loss_scales", "master_weights")
 
-_FIX = "load what state_dict() gave"
+_FIX = "load a result of state_dict()"
 _PLAIN = (
     "the saved state is that of an optimizer that was not wrapped: it is loaded, the loss scale starts at init, and "
     "master weights are made from the parameters. polyamp.load_loss_scale(optimizer, saved) takes a scaler's state."
@@ -74,21 +74,28 @@ def _scales(optimizer: WrappedOptimizer, saved: Mapping[str, Any]) -> list[tuple
     read = optimizer.scaler.settings.from_state_dict
     others = saved.get("loss_scales", {})
     if not isinstance(others, Mapping):
-        raise bad_state("no loss scales", type(others).__name__, "a mapping from loss ids to their states", _FIX)
+        raise bad_state(
+            "the saved loss scales must be a mapping",
+            type(others).__name__,
+            "a mapping from loss ids to their states",
+            _FIX,
+        )
     return [(None, read(saved["loss_scale"])), *((loss_id, read(state)) for loss_id, state in others.items())]
 
 
 def _check(optimizer: WrappedOptimizer, saved: Mapping[str, Any]) -> None:
     if not isinstance(saved, Mapping) or not {"state", "param_groups"} <= set(saved):
         found = f"keys {', '.join(map(str, saved))}" if isinstance(saved, Mapping) else type(saved).__name__
-        raise bad_state("not an optimizer's state", found, f"keys {', '.join(KEYS)}", _FIX)
+        raise bad_state("the saved state is not an optimizer's", found, f"keys {', '.join(KEYS)}", _FIX)
     _check_groups(optimizer.param_groups, saved)
     if not any(key in saved for key in _OURS):
         return  # the state of an optimizer that was not wrapped
     missing = [key for key in KEYS if key not in saved]
     if missing:
         fix = f"{_FIX}; without any of {', '.join(_OURS)} it is taken as a plain optimizer's"
-        raise bad_state("incomplete state", f"no {' and no '.join(missing)}", f"keys {', '.join(KEYS)}", fix)
+        raise bad_state(
+            "the saved state is incomplete", f"no {' and no '.join(missing)}", f"keys {', '.join(KEYS)}", fix
+        )
     if optimizer.masters is not None:
         optimizer.masters.check(saved["master_weights"])
     elif saved["master_weights"] is not None:
@@ -105,7 +112,7 @@ def _check_groups(groups: Sequence[Mapping[str, Any]], saved: Mapping[str, Any])
     states = saved["state"]
     if found is None or not (isinstance(states, Mapping) and all(isinstance(s, Mapping) for s in states.values())):
         raise bad_state(
-            "not an optimizer's state",
+            "the saved state is not an optimizer's",
             f"param_groups: {type(saved['param_groups']).__name__}, state: {type(states).__name__}",
             "a list of groups, and a mapping from numbers of parameters to their states",
             _FIX,

@@ -32,6 +32,7 @@ from polyamp.errors import InvalidTypeError
 from polyamp.limits import report_limits, report_nonfinite_loss
 from polyamp.loss_scale import LossScale, LossScaleState, advance, on_host
 from polyamp.refusals import no_loss, non_finite_loss
+from polyamp.validation import shown
 
 _WIDE = (torch.float32, torch.float64)
 
@@ -195,17 +196,22 @@ class LossScaler:
         self._become(state)
         self._round = _Round(state)
 
-    def report(self, explain: Callable[[], str]) -> None:
+    def report(self, explain: Callable[[], str] | None) -> None:
         """Report what the host knows, after a step that was skipped.
 
         Args:
-            explain: describes what was not finite, for the error.
+            explain: describes what was not finite, for the error; None if only another optimizer's gradients were not.
 
         Raises:
             LossScaleError: see `polyamp.limits.report_limits`.
         """
         if isinstance(self.state.scale, float) and self.state.skipped_in_a_row:
             report_limits(self.settings, self.state, explain)
+
+    @property
+    def awaits_report(self) -> bool:
+        """Whether the report of an earlier step has not been read yet."""
+        return self._late.is_under_way
 
     def report_earlier_step(self, explain: Callable[[], str], *, alone: bool = True) -> None:
         """Report what has arrived from the device since the last step, before a step and without waiting.
@@ -349,5 +355,5 @@ def _losses(loss: Any) -> list[Tensor]:
 
 
 def _no_loss(found: object) -> InvalidTypeError:
-    shown = f"a tensor of {found.dtype}" if isinstance(found, Tensor) else f"{found!r} ({type(found).__name__})"
-    return no_loss(shown, allowed="a floating torch.Tensor, or such tensors in lists, tuples and dicts")
+    kind = f"a tensor of {found.dtype}" if isinstance(found, Tensor) else shown(found)
+    return no_loss(kind, allowed="a floating torch.Tensor, or such tensors in lists, tuples and dicts")

@@ -76,6 +76,7 @@ def _with_operators(optimizer: WrappedOptimizer) -> Any:
 
 def _by_operators(optimizer: WrappedOptimizer, batches: Sequence[Batch]) -> None:
     """Do everything from 2 to 6 in two operators, which read the model's own scaled gradients."""
+    check_not_consumed(optimizer)
     check_gradients(optimizer, batches[0].first if batches else None)
     scaler, state, _ = optimizer.window.scaling_or(optimizer.scaler)
     device: torch.device = batches[0].device if batches else optimizer.param_groups[0]["params"][0].device
@@ -133,7 +134,8 @@ def _with_closure(optimizer: WrappedOptimizer, closure: Closure, scaled: bool | 
 def report_earlier_step(optimizer: WrappedOptimizer) -> None:
     """Report what has arrived from the device since the last step."""
     for scaler in optimizer.scalers:
-        scaler.report_earlier_step(functools.partial(overflow.explain, optimizer), alone=optimizer.is_alone)
+        if scaler.awaits_report:
+            scaler.report_earlier_step(functools.partial(overflow.explain, optimizer), alone=optimizer.is_alone)
 
 
 def declare(optimizer: WrappedOptimizer, scaled: bool | None) -> None:
@@ -154,22 +156,27 @@ def declare(optimizer: WrappedOptimizer, scaled: bool | None) -> None:
 
 def collect(optimizer: WrappedOptimizer) -> Gradients:
     """Return the gradients of the parameters that the inner optimizer trains, masters included."""
-    if not (optimizer.window.is_unscaled or optimizer.is_consumed):
+    check_not_consumed(optimizer)
+    if not optimizer.window.is_unscaled:
         optimizer.take_gradients()
     gradients = Gradients(optimizer.param_groups)
     check_gradients(optimizer, gradients.first if gradients else None)
     return gradients
 
 
+def check_not_consumed(optimizer: WrappedOptimizer) -> None:
+    """Raise if the gradients are those of the last step."""
+    if optimizer.is_consumed:
+        raise refusals.no_backward("the gradients of the last step")
+
+
 def check_gradients(optimizer: WrappedOptimizer, first: Tensor | None) -> None:
-    """Raise if there are no gradients, only those of the last step, or 16-bit ones without masters.
+    """Raise if there are no gradients, if their loss was not scaled, or if they have 16 bits without masters.
 
     Args:
         optimizer: the wrapped optimizer.
         first: the first gradient, if there is one.
     """
-    if optimizer.is_consumed:
-        raise refusals.no_backward("the gradients of the last step")
     if first is None:
         if not optimizer.window.has_aside and optimizer.is_alone:  # peers wait for this rank
             raise refusals.no_backward("no parameter with a gradient")
@@ -221,14 +228,15 @@ def finish(optimizer: WrappedOptimizer, finite: bool | Tensor) -> None:
         optimizer: the wrapped optimizer.
         finite: whether the step was applied; a scalar tensor if only the device knows it.
     """
-    window, losses_were_finite = optimizer.window, True
+    window, losses_were_finite, explain = optimizer.window, True, None
     scaler = window.scaling_or(optimizer.scaler).scaler
-    explain = overflow.later(optimizer, window.suspects(scaler))
     if finite is False:
         losses_were_finite = window.losses_were_finite()
         explain = overflow.now(optimizer, losses_were_finite if window.scaling is not None else None)
     else:
         optimizer.update_model()
+    if isinstance(finite, Tensor):
+        explain = overflow.later(optimizer, window.suspects(scaler))
     if optimizer.masters is not None:
         optimizer.masters.release()
     for each, was_finite in window.finite_by_scaler(finite):
@@ -239,7 +247,9 @@ def finish(optimizer: WrappedOptimizer, finite: bool | Tensor) -> None:
     scaler.report(explain)
 
 
-def _close(optimizer: WrappedOptimizer, scaler: LossScaler, finite: bool | Tensor, explain: Callable[[], str]) -> None:
+def _close(
+    optimizer: WrappedOptimizer, scaler: LossScaler, finite: bool | Tensor, explain: Callable[[], str] | None
+) -> None:
     if finite is not False:
         torch.clear_autocast_cache()  # else an autocast region would go on using the old weights
     optimizer.last_step = StepResult(scaler.state, finite, explain)

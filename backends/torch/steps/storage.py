@@ -359,7 +359,7 @@ class StochasticRounding:
             generator.set_state(state.cpu())
             return
         generator.manual_seed(self._seed)
-        warn_once(f"the saved state has no random generator of {device}: stochastic rounding begins anew there.")
+        warn_once(f"the saved state has no random generator of {device}: stochastic rounding starts again there.")
 
 
 def _blocks(params: Tensors) -> list[Block]:

@@ -1,4 +1,4 @@
-"""The compiled kernels of autocast do what those do that are written in Python, for every operator and every class.
+"""The compiled kernels of autocast do the same as those in Python, for every operator and every class.
 
 What both have to do is asked by the other tests of autocast, which run with ``POLYAMP_EXTENSION=off`` and ``require``.
 """
@@ -62,7 +62,7 @@ def samples() -> Samples:
     """
     found: Samples = {}
     with polyamp.autocast(polyamp.policy("mixed_bfloat16", rules={"*": "full"})):
-        pass  # from here on ours are registered for all of them
+        pass  # from here on polyamp's kernels are registered for all of them
     recorder = torch.library.Library("aten", "IMPL")
     try:
         for name in behaviours.operators_of("*"):
@@ -185,7 +185,7 @@ def of_types(call: Call, name: str) -> Call:
 
 
 def differing(samples: Samples, types: str, expected: Callable[[str], Any]) -> list[str]:
-    """The operators that do anything else than what is ``expected`` of them, which is None where nothing is."""
+    """Return the operators whose result is not the ``expected`` one; None expects nothing."""
     found = []
     for name, calls in samples.items():
         op, other = behaviours.overload_named(name), expected(name)
@@ -222,7 +222,7 @@ def excluded(run: Any, *args: Any) -> Any:
 @pytest.mark.parametrize("types", TYPES)
 @pytest.mark.filterwarnings("ignore")
 def test_where_no_rule_is_about_them_operators_run_natively(samples: Samples, types: str) -> None:
-    """Those that native autocast does not list: the others run in its own kernels, which ours call."""
+    """Operators that native autocast does not list; the others run in its own kernels, which polyamp's call."""
 
     def natively(name: str) -> Any:
         return None if name in registered("cpu") else lambda *args, **kwargs: passed_by(name, *args, **kwargs)

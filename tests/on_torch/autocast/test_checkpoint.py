@@ -1,4 +1,4 @@
-"""Regions with rules under activation checkpointing: what is run again gives the same bits."""
+"""Regions with rules under activation checkpointing: the second run computes the same bits."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Layer(nn.Module):
 
 
 class Model(nn.Module):
-    """Layers, each checkpointed by ``run``, with a region of its own inside one."""
+    """Layers, each checkpointed by ``run``, with another region inside one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ def not_reentrant(fn: Run, *args: Any) -> Any:
 
 
 class ModelWithRegions(Model):
-    """The checkpointed function enters regions of its own, of which the last node is recorded in another policy."""
+    """The checkpointed function enters regions itself; its last node is recorded under another policy."""
 
     def forward(self, x: Tensor, run: Run) -> Tensor:
         def fn(x: Tensor) -> Tensor:
@@ -105,7 +105,7 @@ def test_gradients_are_those_without_checkpointing(
 
 
 def watched_softmax() -> tuple[Callable[[Tensor], Tensor], list[torch.dtype]]:
-    """A function, and the types that softmax gave in each of its runs."""
+    """A function, and the types of softmax's results in each of its runs."""
     seen = []
 
     def fn(x: Tensor) -> Tensor:

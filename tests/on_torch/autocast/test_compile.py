@@ -1,4 +1,4 @@
-"""Regions around and inside compiled code, and what is cached of it."""
+"""Regions around and inside compiled code, and the caches of such code."""
 
 from __future__ import annotations
 
@@ -233,7 +233,7 @@ for word in sys.argv[1:]:
 
 
 def test_code_that_is_cached_on_disk_belongs_to_its_policy(tmp_path: Path) -> None:
-    """AOTAutograd's cache does not know of kernels like ours: the same process, and then others, ask it again."""
+    """AOTAutograd's cache does not know polyamp's kernels: the same process, and then others, use it again."""
     environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "TORCHINDUCTOR_COMPILE_THREADS": "1"}
     found = []
     for words in (["none"], ["full", "none"]):

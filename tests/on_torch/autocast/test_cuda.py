@@ -1,4 +1,4 @@
-"""Autocast by rules on a GPU, where autograd has a thread of its own; run with ``--gpu``."""
+"""Autocast by rules on a GPU, where autograd has its own thread; run with ``--gpu``."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ def policy(rules: dict[str, str] | None = None, name: str = "mixed_bfloat16") ->
 
 @pytest.fixture(scope="session")
 def native_registry() -> dict[str, set[str]]:
-    """What native autocast has, before any region of ours has registered anything, in a process of its own."""
+    """Return native autocast's registrations in another process, before any region has added one."""
     import subprocess
     import sys
 
@@ -104,7 +104,7 @@ def test_each_class_does_what_it_says(
 ) -> None:
     with polyamp.autocast(policy(rules)):
         assert run(given).dtype == dtype
-    with polyamp.autocast("mixed_bfloat16"):  # where there are kernels of ours now, but no rules
+    with polyamp.autocast("mixed_bfloat16"):  # where polyamp has kernels now, but there are no rules
         ours = run(given) if "promote" not in rules.values() else None
     with torch.autocast("cpu", torch.bfloat16):
         native = run(given) if ours is not None else None
@@ -152,7 +152,7 @@ def test_inner_work_is_native_where_no_rule_is_about_it(name: str, given: Tensor
     plan = polyamp.explain(INNER[name], given, policy="mixed_bfloat16", engine="autocast")
     (row,) = [op for op in plan.operations if op.name == name]
     assert (row.op_class, row.format) == ("inner", str(native.dtype).removeprefix("torch."))
-    assert row.reason == "inner: native autocast leaves it as its inputs are"
+    assert row.reason == "inner, which native autocast runs in the format of its inputs"
 
 
 def test_the_first_rule_that_matches_wins() -> None:
@@ -336,7 +336,7 @@ def test_an_operator_that_this_list_does_not_know_is_left_native_and_named(monke
 
     monkeypatch.delitem(native_lists._LISTS["cpu"], "aten::trace")
     assert category("aten::trace", "cpu") == "unknown"
-    said = pytest.warns(polyamp.PolyampWarning, match=r"aten::trace .* rule 'trace' does not reach it")
+    said = pytest.warns(polyamp.PolyampWarning, match=r"aten::trace .* rule 'trace' has no effect on it")
     with said, autocast(policy({"trace": "lower"})):
         assert torch.trace(B).dtype == torch.float32
 

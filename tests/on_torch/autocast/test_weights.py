@@ -1,4 +1,4 @@
-"""Casts of weights in a region: kept, and never from before an update."""
+"""Casts of weights in a region: made once, and again after an update."""
 
 from __future__ import annotations
 

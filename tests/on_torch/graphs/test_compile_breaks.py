@@ -1,4 +1,4 @@
-"""``torch.compile(backend="polyamp")`` where Dynamo breaks the graph: what Python runs is in the policy's autocast."""
+"""``torch.compile(backend="polyamp")`` with graph breaks: the code between the graphs runs in the policy's autocast."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def eager(f: Callable[[Tensor], Tensor], h: Tensor, seen: list[torch.dtype]) -> 
 
 
 class Net(nn.Module):
-    """``where`` says what is left to Python: the first, the middle or the last part, or all."""
+    """``where`` is the part that is left to Python: the first, the middle or the last one, or all."""
 
     def __init__(self, where: str = "last") -> None:
         super().__init__()
@@ -172,7 +172,7 @@ def test_training_through_it() -> None:
     assert losses[-1] < losses[0]
 
 
-# --- what is said -----------------------------------------------------------------------------------------------------
+# --- warnings -----------------------------------------------------------------------------------------------------
 
 
 def said(fn: Callable[[], Any]) -> list[str]:

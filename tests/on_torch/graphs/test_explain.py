@@ -1,4 +1,4 @@
-"""Plans of what is no single graph, and of autocast: one run is recorded, and nothing is changed."""
+"""Plans of code that is not one graph, and of autocast: one run is recorded, and its changes are undone."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class Detecting(nn.Module):
 
 
 class Dropping(nn.Module):
-    """Leaves a layer out by chance."""
+    """Skips a layer at random."""
 
     def __init__(self) -> None:
         super().__init__()

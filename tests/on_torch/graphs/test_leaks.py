@@ -1,4 +1,4 @@
-"""What rewriting and explaining leave behind: next to nothing, once nobody has the result."""
+"""Rewriting and explaining leave almost nothing in memory, once nobody refers to the result."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rewritten modules: values and gradients beside float32 and native autocast, training, modes, sizes, shared state."""
+"""Rewritten modules: values and gradients next to float32 and native autocast, training, modes, sizes, shared state."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``torch.compile(backend="polyamp")``: plans Dynamo's graphs by the policy, and hands them to another backend."""
+"""``torch.compile(backend="polyamp")``: plans Dynamo's graphs by the policy, and passes them to another backend."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a graph must keep as the code means it: changes in place, derivatives of the user's, checkpoints, branches."""
+"""A graph keeps the meaning of the code: changes in place, users' own derivatives, checkpoints, branches."""
 
 from __future__ import annotations
 

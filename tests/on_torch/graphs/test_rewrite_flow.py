@@ -1,4 +1,4 @@
-"""What rewritten modules keep in float32, and what they need not: inputs, squares, saturating values, norms."""
+"""Values that rewritten modules keep in float32, and those that they lower: inputs, squares, saturation, norms."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ X = torch.linspace(-3, 3, 32).reshape(4, 8)
 
 
 class Layer(nn.Module):
-    """A product, then a function of what it gives and of all other arguments."""
+    """A product, then a function of its result and of all other arguments."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ def entropy(y: Tensor, labels: Tensor, smallest: float = 1e-7) -> Tensor:
     return -(labels * p.log() + (1 - labels) * (1 - p).log())
 
 
-# Each with its arguments beside the product's, and what the product's are multiplied by.
+# Each with its arguments besides those of the product, and the factor of the product's arguments.
 KEPT: dict[str, tuple[Callable[..., Any], tuple[Any, ...], float]] = {
     "a mask": (lambda y, m: torch.softmax(y + m, -1), (MASK,), 1.0),
     "labels": (lambda y, t: (y - t).abs(), (LABELS.float(),), 1.0),
@@ -348,7 +348,7 @@ def test_statistics_are_updated_as_natively() -> None:
     torch.testing.assert_close(dict(model.named_buffers()), dict(native.named_buffers()), rtol=0, atol=0)
 
 
-# --- beside native autocast -------------------------------------------------------------------------------------------
+# --- next to native autocast ------------------------------------------------------------------------------------------
 
 
 class Recurrent(nn.Module):

@@ -47,7 +47,7 @@ STEPS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 def program(steps: list[Step]) -> Callable[[Tensor, Tensor], tuple[Tensor, ...]]:
-    """Each step takes two of the values so far and gives another; all of them are returned, with what they became."""
+    """Each step makes a new value from two earlier ones; all of them are returned, as they are at the end."""
 
     def run(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
         values = [x, w, x @ P, w + 1]

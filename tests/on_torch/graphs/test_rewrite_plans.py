@@ -1,4 +1,4 @@
-"""What a plan of a torch module says: operations, formats, reasons, places, casts and bytes; and rules by path."""
+"""The plan of a torch module: operations, formats, reasons, places, casts and bytes; and rules by path."""
 
 from __future__ import annotations
 

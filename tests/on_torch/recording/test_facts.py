@@ -1,4 +1,4 @@
-"""`facts` of the PyTorch adapter, for `polyamp.lint`; and the parts that it shares with `record`."""
+"""`facts` of the PyTorch adapter, for `polyamp.lint`, and the code that it shares with `record`."""
 
 from __future__ import annotations
 

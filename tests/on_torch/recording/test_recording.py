@@ -1,4 +1,4 @@
-"""`record` of the PyTorch adapter: every tensor of one step, in float32 or as the policy has it, and no trace left."""
+"""`record` of the PyTorch adapter: every tensor of one step, in float32 or the policy's formats; changes are undone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Recording, on a GPU: what the CPU says of the same step."""
+"""Recordings on a GPU equal those of the same step on the CPU."""
 
 from __future__ import annotations
 

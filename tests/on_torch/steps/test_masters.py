@@ -160,7 +160,7 @@ def test_parameters_that_lose_bits_after_wrapping_are_refused() -> None:
     opt = polyamp.wrap_optimizer(OPTIMIZERS["sgd"](model.parameters()), "mixed_float16")
     model.half()
     opt.backward(sum(param.float().sum() for param in model.parameters()))
-    with pytest.raises(polyamp.UsageError, match="have 16 now"):
+    with pytest.raises(polyamp.UsageError, match="converted to 16 bits"):
         opt.step()
 
 
@@ -227,12 +227,12 @@ def saved_state(**changes: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("saved", "message"),
     [
-        ({"loss_scale": "absent"}, "incomplete state"),
+        ({"loss_scale": "absent"}, "state is incomplete"),
         ({"loss_scale": {"kind": "other"}}, "not a loss-scale state"),
         ({"master_weights": None}, "master weights are not those"),
         ({"master_weights": {0: torch.ones(2)}}, "master weights are not those"),
         ({"param_groups": []}, "parameter groups differ"),
-        ({"state": "absent"}, "not an optimizer's state"),
+        ({"state": "absent"}, "state is not an optimizer's"),
     ],
 )
 def test_states_that_do_not_fit_are_refused_and_change_nothing(saved: dict[str, Any], message: str) -> None:
@@ -255,5 +255,5 @@ def test_master_weights_without_a_place_are_refused() -> None:
 
 def test_no_state_at_all_is_refused() -> None:
     opt = polyamp.wrap_optimizer(torch.optim.SGD([torch.ones(2)], lr=0.1), "mixed_float16")
-    with pytest.raises(polyamp.StateError, match="not an optimizer's state"):
+    with pytest.raises(polyamp.StateError, match="state is not an optimizer's"):
         opt.load_state_dict([1, 2])

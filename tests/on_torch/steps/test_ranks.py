@@ -48,7 +48,7 @@ def test_without_other_ranks_nothing_is_combined() -> None:
 @pytest.mark.parametrize("group", [True, "world", 0, [0, 1]])
 def test_what_is_no_process_group_is_refused_at_once(group: Any) -> None:
     plain = torch.optim.SGD([torch.ones(2, requires_grad=True)], lr=0.1)
-    with pytest.raises(polyamp.InvalidTypeError, match="no process group"):
+    with pytest.raises(polyamp.InvalidTypeError, match="must be a process group"):
         LossScaledOptimizer(plain, process_group=group)
 
 

@@ -104,7 +104,7 @@ def test_float32_moments_stay_float32_under_16_bit_parameters() -> None:
 def test_masters_that_meet_stochastic_rounding_are_rounded_and_chance_begins_anew(kind: Any) -> None:
     _, opt = trained(torch.bfloat16, kind=kind)
     other_net, other = trained(torch.bfloat16, kind="stochastic")
-    with pytest.warns(polyamp.PolyampWarning, match="begins anew"):
+    with pytest.warns(polyamp.PolyampWarning, match="starts again"):
         other.load_state_dict(opt.state_dict())
     masters = opt.state_dict()["master_weights"].values()
     assert all(map(torch.equal, other_net.low(), (master.detach().bfloat16() for master in masters)))

@@ -127,7 +127,7 @@ def test_what_another_optimizers_loss_left_is_scaled_as_well() -> None:
     opts = [wrap(model) for model in models]
     for _ in range(2):
         opts[0].backward(loss_of(models[0]) + loss_of(models[1]))
-        refused(opts[1], opts[1].inner.step, "inside of the wrapped one")
+        refused(opts[1], opts[1].inner.step, "the inner optimizer was stepped")
         refused(opts[1], lambda: nn.utils.clip_grad_norm_(models[1].parameters(), 1.0), "clipped while")
         for opt in opts:
             opt.step()
@@ -237,7 +237,7 @@ def test_the_inner_optimizer_may_not_step_on_scaled_gradients(fused: bool | None
     plain.register_step_post_hook(lambda *_: calls.append("step"))
     for _ in range(2):
         opt.backward(sum(param.sum().float() for param in model.parameters()))
-        refused(opt, plain.step, "inside of the wrapped one")
+        refused(opt, plain.step, "the inner optimizer was stepped")
         opt.step()
         schedule.step()
         opt.zero_grad()
@@ -408,7 +408,7 @@ def test_a_copy_is_guarded_as_well(copied: bool) -> None:
     opt.backward(loss_of(model))
     loss_of(model).backward()
     refused(opt, opt.step)
-    refused(opt, opt.inner.step, "inside of the wrapped one")
+    refused(opt, opt.inner.step, "the inner optimizer was stepped")
 
 
 # --- clipping ---------------------------------------------------------------------------------------------------------
@@ -589,7 +589,7 @@ def test_the_scale_can_be_set_within_the_settings(on_device: bool) -> None:
     before = contents(opt)
     for bad, kind in ((0.0, polyamp.InvalidValueError), (2.0**30, polyamp.InvalidValueError), (math.nan, ValueError),
                       ("4", polyamp.InvalidTypeError), (True, polyamp.InvalidTypeError)):  # fmt: skip
-        with pytest.raises(kind, match="no loss scale"):
+        with pytest.raises(kind, match="the loss scale"):
             opt.loss_scale = bad
     assert contents(opt) == before
     opt.zero_grad()
@@ -640,7 +640,7 @@ def test_the_scaler_takes_a_scale() -> None:
     scaler.loss_scale = 8.0
     assert scaler.loss_scale == scaler.get_scale() == 8.0
     assert float(scaler.scale(torch.ones(()))) == 8.0
-    with pytest.raises(polyamp.InvalidValueError, match="no loss scale"):
+    with pytest.raises(polyamp.InvalidValueError, match="the loss scale"):
         scaler.loss_scale = 0.0
     fresh = GradScaler("cpu")
     fresh.loss_scale = 16.0

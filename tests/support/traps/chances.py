@@ -1,4 +1,4 @@
-"""Probabilities, their logarithms and losses by hand: 16 bits have nothing between 0.9995 and 1, and no 1e-12."""
+"""Probabilities, their logarithms and losses by hand: 16 bits have no number between 0.9995 and 1, and no 1e-12."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Masks, labels, targets and positions: float32 data of the user's, which 16 bits cannot hold."""
+"""Masks, labels, targets and positions: the user's float32 data, which 16 bits cannot represent."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 from support.traps.trap import EYE, HITS, X, Z, normal, trap
 
 KEPT = HITS.astype(bool)
-KEPT[:, 0], KEPT[2] = True, False  # one row has nothing
+KEPT[:, 0], KEPT[2] = True, False  # one row is empty
 OFF = np.where(KEPT, 0, -1e9).astype(np.float32)
 SOME = KEPT | (np.arange(8) == 2)[:, None]
 

@@ -1,6 +1,6 @@
-"""What runs a trap: for each engine a function of a trap and a format that returns its result and its gradient.
+"""Engines that run a trap: functions of a trap and a format that return the result and the gradient.
 
-The gradient is that of ``w``, of a loss that weighs the elements of the result differently.
+The gradient is that of a loss with respect to ``w``; the loss gives the elements of the result different weights.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Engine = Callable[[Trap, str], Outcome]
 
 
 def weights(size: int) -> Array:
-    """What the loss weighs the elements of a result by."""
+    """Return the weights of a result's elements in the loss."""
     return np.cos(np.arange(size), dtype=np.float32)
 
 
@@ -111,7 +111,7 @@ def torch_compile(trap: Trap, low: str) -> Outcome:
 
 
 class Cast(Jax):
-    """JAX with products as flax's layers with ``dtype=`` have them."""
+    """The words of JAX, with products cast as in flax layers with ``dtype=``."""
 
     low = "bfloat16"
 
@@ -184,7 +184,7 @@ def tensorflow_autocast(trap: Trap, low: str) -> Outcome:
 
 
 def tensorflow_native(trap: Trap, low: str) -> Outcome:
-    """TensorFlow's own graph pass, as it is for this processor, whether it has units for the format or not."""
+    """Run TensorFlow's own graph pass for this processor, whether it has units for the format or not."""
     concrete = tf.function(lambda w, *inputs: gradient_step(trap, w, inputs)).get_concrete_function(
         *map(tf.constant, (trap.w, *trap.inputs))
     )

@@ -1,4 +1,4 @@
-"""Squares, norms and powers: the square of 256 is beyond float16, and that of 2e-4 is lost in it."""
+"""Squares, norms and powers: the square of 256 is beyond float16, and that of 2e-4 underflows."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What a trap is: a small program that float32 computes well and 16 bits do not, unless somebody takes care.
+"""Traps: small programs that float32 computes well, and that 16 bits compute well only with care.
 
 Each is written once, in the words of `support.traps.words`, as ``program(ops, w, x, ...)``: ``w`` is a parameter, all
-others are inputs. What ``w`` multiplies is exact in float16 and in bfloat16: whatever is lost, is lost after it.
+others are inputs. The factors of ``w`` are exact in float16 and in bfloat16, so losses come only after that product.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ Program = Callable[..., Any]
 
 
 class Trap(NamedTuple):
-    """A program and what it is called with.
+    """A program and its arguments.
 
     Attributes:
-        name: short, as in a table.
-        danger: what 16 bits do to it.
-        program: of the words, of ``w`` and of the inputs; its result is floating.
+        name: a short name, for tables.
+        danger: its problem in 16 bits.
+        program: a function of the words, ``w`` and the inputs; its result is floating-point.
         w: the parameter.
-        inputs: floating, integer and boolean arrays.
-        roundings: how many roundings of the format, one after the other, may part it from float32: of the length of
-            its result, and of its gradient.
+        inputs: floating-point, integer and boolean arrays.
+        roundings: the allowed distance from float32, in roundings of the format relative to the norm of the result,
+            and to that of the gradient.
     """
 
     name: str
@@ -38,14 +38,14 @@ class Trap(NamedTuple):
 
 
 def trap(danger: str, w: Array, *inputs: Array, roundings: int = 6) -> Callable[[Program], Trap]:
-    """Make a trap of a program, by the program's name."""
+    """Make a trap from a program, with the program's name."""
     name_of = str.maketrans("_", " ")
     given = tuple(array.astype(np.float32) if array.dtype == np.float64 else array for array in inputs)
     return lambda program: Trap(program.__name__.translate(name_of), danger, program, w, given, roundings)
 
 
 def in_sixteen_bits(array: Any) -> Array:
-    """Round to what both formats have: 8 significant bits."""
+    """Round to numbers that both formats have: 8 significant bits."""
     return np.asarray(array, np.float32).astype(ml_dtypes.bfloat16).astype(np.float32)
 
 
@@ -54,7 +54,7 @@ def normal(*shape: int, seed: int = 0) -> Array:
 
 
 def eye(times: float = 1.0, size: int = 16) -> Array:
-    """The parameter that only scales, by a power of two."""
+    """Return a parameter that only scales, by a power of two."""
     return np.eye(size, dtype=np.float32) * np.float32(times)
 
 

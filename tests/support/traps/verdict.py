@@ -1,4 +1,4 @@
-"""Whether an engine kept a trap: finite wherever float32 is, and as float32 has it but for the format's roundings."""
+"""Judge whether an engine kept a trap: finite wherever float32 is, and equal to it up to the format's roundings."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ KEPT = "kept"
 
 @cache
 def expected(name: str) -> Outcome:
-    """What float32 has; the same in every framework but for float32's own roundings."""
+    """Return the result of float32, which differs between frameworks only by float32's own roundings."""
     return torch_float32(TRAPS[name])
 
 
 def verdict(name: str, engine: Engine, low: str) -> str:
-    """Return "kept", or what is wrong, in a few words."""
+    """Return "kept", or the problem in a few words."""
     trap, found = TRAPS[name], engine(TRAPS[name], low)
     within = trap.roundings * 2.0 ** -format_of(low).mantissa_bits
     parts = ("", *expected(name)._fields[1:])

@@ -1,6 +1,6 @@
 """The words that the traps are written in: a thin table of functions for each framework.
 
-What reduces takes the last axis and keeps it, or all axes where ``axis`` is None.
+Reductions use the last axis and keep it, or all axes if ``axis`` is None.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.nn import functional
 
 
 class Torch:
-    """PyTorch's."""
+    """The words in PyTorch."""
 
     exp, expm1, log, log1p, sqrt, rsqrt = torch.exp, torch.expm1, torch.log, torch.log1p, torch.sqrt, torch.rsqrt
     abs, sin, tanh, atanh, square = torch.abs, torch.sin, torch.tanh, torch.atanh, torch.square
@@ -26,7 +26,7 @@ class Torch:
 
     @staticmethod
     def array(array: np.ndarray) -> Any:
-        return torch.as_tensor(array)  # of NumPy that Dynamo traces torch.tensor would warn
+        return torch.as_tensor(array)  # torch.tensor would warn about NumPy arrays that Dynamo traces
 
     @staticmethod
     def matmul(one: Any, other: Any) -> Any:
@@ -109,7 +109,7 @@ class Torch:
 
 
 class Jax:
-    """JAX's."""
+    """The words in JAX."""
 
     exp, expm1, log, log1p, sqrt, rsqrt = jnp.exp, jnp.expm1, jnp.log, jnp.log1p, jnp.sqrt, jax.lax.rsqrt
     abs, sin, tanh, atanh, square = jnp.abs, jnp.sin, jnp.tanh, jnp.arctanh, jnp.square
@@ -189,7 +189,7 @@ class Jax:
 
 
 class TensorFlow:
-    """TensorFlow's."""
+    """The words in TensorFlow."""
 
     exp, expm1, log, log1p, sqrt, rsqrt = tf.exp, tf.math.expm1, tf.math.log, tf.math.log1p, tf.sqrt, tf.math.rsqrt
     abs, sin, tanh, atanh, square = tf.abs, tf.sin, tf.tanh, tf.atanh, tf.square

@@ -1,26 +1,26 @@
-"""The parts of a function that run under autocast by themselves, for plans that show them as they run.
+"""The autocast regions of a function, for plans that show them as they run.
 
-A training step calls `value_and_grad`, so its program has 16-bit operations already, and nothing in it says why. While
-`polyamp.explain` traces a function, every autocast in it therefore takes down its own operations, and runs in a named
-scope by which the equations that came of it are known afterwards.
+A training step calls `value_and_grad`, so its program has 16-bit operations already, and nothing in it tells why. So
+while `polyamp.explain` traces a function, every autocast in it records its own operations. It also runs in a named
+scope, by which its equations are found again: those of the first region are in ``polyamp_region_0``.
 """
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 
 from polyamp.backends.jax import unstable
-from polyamp.backends.jax.graphs.cells import is_inexact
+from polyamp.backends.jax.graphs.cells import FLOAT32, is_inexact
 from polyamp.backends.jax.graphs.equations import Equation, walk
 from polyamp.backends.jax.graphs.interpreter import Interpreter
-from polyamp.backends.jax.graphs.planning import Recorder
+from polyamp.backends.jax.graphs.planning import PlanBuilder, bytes_of
+from polyamp.backends.jax.graphs.program import Program
 from polyamp.backends.jax.operations import canonical
 from polyamp.deciding import Decider, unused_in
 from polyamp.flow import AS_WRITTEN
@@ -28,9 +28,6 @@ from polyamp.formats import FORMATS
 from polyamp.plan import Plan, PlannedOperation
 from polyamp.policy import Policy
 from polyamp.rules import decide
-
-if TYPE_CHECKING:
-    from polyamp.backends.jax.graphs.program import Program
 
 _MARK = re.compile(r"(?:^|/)polyamp_region_(\d+)")
 OUTSIDE, DERIVED = "outside of autocast", "as its forward pass"
@@ -40,10 +37,10 @@ class Region(NamedTuple):
     """One call of autocast.
 
     Attributes:
-        policy: what it ran under.
-        operations: what it ran.
-        decider: what decided it, with its record.
-        saved: bytes kept for the backward pass, and the same where nothing is cast; None where it has none.
+        policy: the policy that it runs under.
+        operations: its operations.
+        decider: its decisions, and what there is to report of them.
+        saved: the bytes kept for its backward pass, and the same without casts; None if it has no backward pass.
     """
 
     policy: Policy
@@ -59,17 +56,22 @@ class Regions:
         self.found: list[Region] = []
 
     def run(self, policy: Policy, program: Program) -> list[Any]:
-        """Run a program as one of them."""
-        recorder = Recorder(self)
-        interpreter = Interpreter(policy, recorder)
+        """Run a program as a new region; return its results."""
+        plan = PlanBuilder(self.at)
+        interpreter = Interpreter(policy, plan)
         saved = program.bytes_saved(lambda arrays: program.run(Interpreter(policy), arrays))
         full = program.bytes_saved(program.as_traced)
-        self.found.append(Region(policy, recorder.operations, interpreter.decider, (saved, full)))
+        self.found.append(Region(policy, plan.operations, interpreter.decider, (saved, full)))
         with jax.named_scope(f"polyamp_region_{len(self.found) - 1}"):
             return program.run(interpreter, program.arrays)
 
-    def of(self, path: str) -> int | None:
-        """Which of them a path is in, the outermost; None for none."""
+    def at(self, path: str) -> tuple[int, list[PlannedOperation]] | None:
+        """Return the number and the operations of the outermost region in a path; None outside of all regions."""
+        index = self.index_at(path)
+        return None if index is None else (index, self.found[index].operations)
+
+    def index_at(self, path: str) -> int | None:
+        """Return the number of the outermost region in a path; None outside of all regions."""
         found = _MARK.search(path)
         return None if found is None else int(found[1])
 
@@ -79,37 +81,37 @@ class Regions:
         return [rule.pattern for rule in unused_in([*own, *others])]
 
 
-_SEEN: ContextVar[Regions | None] = ContextVar("polyamp_jax_regions", default=None)
+_RECORDED: ContextVar[Regions | None] = ContextVar("polyamp_jax_regions", default=None)
 
 
 def current() -> Regions | None:
-    """What takes down regions now; None where nothing does."""
-    return _SEEN.get()
+    """Return the regions that are being recorded; None if nothing records them."""
+    return _RECORDED.get()
 
 
 @contextmanager
-def seen() -> Iterator[Regions]:
-    """Take down every region that is traced in here, in functions too that were traced before."""
+def recorded() -> Iterator[Regions]:
+    """Record every region that is traced inside, also in functions that were traced before."""
     regions = Regions()
-    token = _SEEN.set(regions)
+    token = _RECORDED.set(regions)
     try:
         with unstable.traced_anew():
             yield regions
     finally:
-        _SEEN.reset(token)
+        _RECORDED.reset(token)
 
 
 _LEFT_OUT: ContextVar[bool] = ContextVar("polyamp_jax_regions_left_out", default=False)
 
 
 def are_left_out() -> bool:
-    """Whether no autocast is to change anything now."""
+    """Return whether autocast must not change anything now."""
     return _LEFT_OUT.get()
 
 
 @contextmanager
 def left_out() -> Iterator[None]:
-    """Trace functions as if there were no autocast in them."""
+    """Trace functions as if they did not contain any autocast."""
     token = _LEFT_OUT.set(True)
     try:
         with unstable.traced_anew():
@@ -119,11 +121,11 @@ def left_out() -> Iterator[None]:
 
 
 def plan_of_step(closed: Any, regions: Regions) -> Plan:
-    """The plan of a step that differentiates by itself: its regions as they run, the rest as it was written."""
+    """Return the plan of a step with its own backward pass: its regions as they run, the rest as it was written."""
     operations: list[PlannedOperation] = []
     shown: dict[int, Region] = {}
     for equation in walk(closed):
-        index = regions.of(equation.path)
+        index = regions.index_at(equation.path)
         if index is None or equation.is_backward:
             operations.append(_as_it_is(equation, index is not None))
         elif index not in shown:
@@ -139,24 +141,24 @@ def plan_of_step(closed: Any, regions: Regions) -> Plan:
     )
 
 
-def _as_it_is(equation: Equation, of_region: bool) -> PlannedOperation:
-    """An operation of the backward pass of a region, or one outside of all regions."""
+def _as_it_is(equation: Equation, in_region: bool) -> PlannedOperation:
+    """Return an operation of the backward pass of a region, or one outside of all regions."""
     name = canonical(equation.name, equation.own.params)
     path = _MARK.sub("", equation.path).strip("/")
     decision = decide((), name, path)
     written = [var.aval for var in equation.own.outvars]
     avals = [*(atom.aval for atom in equation.own.invars), *written]
-    computes = of_region and decision.op_class != "keep"
+    computes = in_region and decision.op_class != "keep"
     return PlannedOperation(
         name,
         equation.name,
         f"{path} {unstable.source_line(equation.own)}".strip(),
         decision.op_class,
         _format(written) if computes else AS_WRITTEN,
-        DERIVED if computes else decision.reason if of_region else OUTSIDE,
+        DERIVED if computes else decision.reason if in_region else OUTSIDE,
         times=equation.times,
-        bytes_moved=sum(_bytes(aval, widened=False) for aval in avals),
-        bytes_moved_float32=sum(_bytes(aval, widened=of_region) for aval in avals),
+        bytes_moved=sum(map(bytes_of, avals)),
+        bytes_moved_float32=sum(_bytes_widened(aval) if in_region else bytes_of(aval) for aval in avals),
     )
 
 
@@ -165,13 +167,10 @@ def _format(avals: Sequence[Any]) -> str:
     return next((name for name in names if name in FORMATS), AS_WRITTEN)
 
 
-def _bytes(aval: Any, *, widened: bool) -> int:
-    dtype, shape = getattr(aval, "dtype", None), getattr(aval, "shape", None)
-    if dtype is None or shape is None or not all(isinstance(length, int) for length in shape):
-        return 0
-    is_low = widened and is_inexact(dtype) and dtype.itemsize <= 2
-    size: int = math.prod(shape) * (4 if is_low else dtype.itemsize)
-    return size
+def _bytes_widened(aval: Any) -> int:
+    """Return the size of an array, in float32 if it has 16 bits."""
+    dtype = getattr(aval, "dtype", None)
+    return bytes_of(aval, FLOAT32 if dtype is not None and is_inexact(dtype) and dtype.itemsize <= 2 else None)
 
 
 def _total(sizes: Sequence[int | None]) -> int | None:

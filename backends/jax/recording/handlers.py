@@ -1,4 +1,4 @@
-"""Primitives with inner programs: calls, loops, branches. What these compute is recorded too.
+"""Handlers of primitives with inner programs: calls, loops, branches. The tensors inside are recorded too.
 
 A loop returns the samples of all its iterations; a ``cond`` those of every branch, empty if it did not run.
 """
@@ -6,7 +6,8 @@ A loop returns the samples of all its iterations; a ``cond`` those of every bran
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -17,16 +18,35 @@ from polyamp.backends.jax import unstable
 from polyamp.backends.jax.recording.counting import Sample, merged, nothing
 from polyamp.backends.jax.recording.values import Place, Record, Value
 
-if TYPE_CHECKING:
-    from polyamp.backends.jax.recording.replay import Replay
-
 _LAST_TURNS = 16  # recorded iterations of a loop whose number of iterations is not known
+
+
+class Evaluation(Protocol):
+    """What a handler uses of the evaluation that calls it; see `polyamp.backends.jax.recording.replay.Replay`."""
+
+    def run(
+        self, closed: Any, values: Sequence[Value], place: Place, wanted: Sequence[bool] | None = None
+    ) -> list[Value]:
+        """Return the outputs of a jaxpr; those that are not wanted may be missing."""
+
+    def collecting(self) -> AbstractContextManager[list[Record]]:
+        """Collect the records of a part of the program separately."""
+
+    def adopt(self, records: Sequence[Record], samples: Sequence[Sample]) -> None:
+        """Add the records of a part, with the samples that it returned."""
+
+    def named(self, value: Value, name: str, place: Place) -> None:
+        """Record a value that a program named, if it is a parameter's gradient."""
+
+
+Handler = Callable[[Evaluation, Any, list[Value], Place, Sequence[bool]], list[Value] | None]
+"""Returns the outputs of an equation, or None if it is to be evaluated as an operation."""
 
 
 def _inlined(key: str) -> Handler:
     """Return a handler that evaluates the equations of a call in place of the call."""
 
-    def call(replay: Replay, equation: Any, values: list[Value], place: Place, uses: Sequence[bool]) -> list[Value]:
+    def call(replay: Evaluation, equation: Any, values: list[Value], place: Place, uses: Sequence[bool]) -> list[Value]:
         return replay.run(equation.params[key], values, place, uses)
 
     return call
@@ -35,7 +55,7 @@ def _inlined(key: str) -> Handler:
 class _Part:
     """A body or branch that runs inside a traced function, and its records from the last trace."""
 
-    def __init__(self, replay: Replay, closed: Any, place: Place) -> None:
+    def __init__(self, replay: Evaluation, closed: Any, place: Place) -> None:
         self.replay, self.closed, self.place = replay, closed, place
         self.records: list[Record] = []
         self.outputs: list[Value] = []
@@ -62,7 +82,7 @@ class _Part:
         return [value.elsewhere()._replace(array=array) for value, array in zip(self.outputs, arrays, strict=True)]
 
 
-def _scan(replay: Replay, equation: Any, values: list[Value], place: Place, uses: Sequence[bool]) -> list[Value]:
+def _scan(replay: Evaluation, equation: Any, values: list[Value], place: Place, uses: Sequence[bool]) -> list[Value]:
     params = equation.params
     fixed, carried = unstable.loop_parts(params)
     constants, moving = values[:fixed], _scaled_alike(values[fixed:])
@@ -80,7 +100,7 @@ def _scan(replay: Replay, equation: Any, values: list[Value], place: Place, uses
     return part.results([*last, *outputs], samples)
 
 
-def _while(replay: Replay, equation: Any, values: list[Value], place: Place, uses: Sequence[bool]) -> list[Value]:
+def _while(replay: Evaluation, equation: Any, values: list[Value], place: Place, uses: Sequence[bool]) -> list[Value]:
     """Record a while loop: all iterations count in the totals, and the last ones are sampled."""
     params = equation.params
     first, second = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
@@ -115,7 +135,7 @@ def _kept(old: Sample, new: Sample, turn: Any) -> Sample:
     return Sample(values, present, merged(old.totals, new.totals))
 
 
-def _cond(replay: Replay, equation: Any, values: list[Value], place: Place, uses: Sequence[bool]) -> list[Value]:
+def _cond(replay: Evaluation, equation: Any, values: list[Value], place: Place, uses: Sequence[bool]) -> list[Value]:
     index, operands = values[0].array, values[1:]
     parts = [_Part(replay, branch, place) for branch in equation.params["branches"]]
     empty = [part.nothing(operands) for part in parts]
@@ -140,7 +160,9 @@ def _either(outputs: Sequence[Value]) -> Value:
     )
 
 
-def _shard_map(replay: Replay, equation: Any, values: list[Value], place: Place, uses: Sequence[bool]) -> list[Value]:
+def _shard_map(
+    replay: Evaluation, equation: Any, values: list[Value], place: Place, uses: Sequence[bool]
+) -> list[Value]:
     """Record a ``shard_map``: every device returns its own samples, as every iteration of a loop does."""
     params = equation.params
     axes = unstable.manual_axes(params)
@@ -161,11 +183,9 @@ def _shard_map(replay: Replay, equation: Any, values: list[Value], place: Place,
     return part.results(*mapped(*_arrays(values)))
 
 
-def _name(replay: Replay, equation: Any, values: list[Value], place: Place, uses: Sequence[bool]) -> None:
+def _name(replay: Evaluation, equation: Any, values: list[Value], place: Place, uses: Sequence[bool]) -> None:
     replay.named(values[0], equation.params["name"], place)
 
-
-Handler = Callable[["Replay", Any, list[Value], Place, Sequence[bool]], list[Value] | None]
 
 HANDLERS: dict[str, Handler] = {
     "jit": _inlined("jaxpr"),

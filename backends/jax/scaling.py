@@ -1,4 +1,4 @@
-"""Read from a traced program, without running it, whether the loss is scaled and scaled gradients are clipped.
+"""Read from a traced program, without running it, whether the loss is scaled and whether scaled gradients are clipped.
 
 Every value is a power of the loss scale times something independent of it. This power is its degree: 1 for the scale
 itself, for a scaled loss and for its gradients. A product adds degrees; a square root halves them. A wrapped optimizer
@@ -68,9 +68,9 @@ def found_in(closed: Any, scales: Sequence[int]) -> Found:
     """
     reader = _Reader()
     jaxpr, constants = unstable.opened(closed)
-    given = [_Value(1.0 if index in scales else 0.0) for index in range(len(jaxpr.invars))]
+    inputs = [_Value(1.0 if index in scales else 0.0) for index in range(len(jaxpr.invars))]
     if scales:
-        reader.run(jaxpr, constants, given, _Where("the gradients", backward=False))
+        reader.run(jaxpr, constants, inputs, _Where("the gradients", backward=False))
     gradients = [(value, place) for value, place in reader.gradients if value.of_backward]
     unscaled = dict.fromkeys(place for value, place in gradients if value.degree == 0 and not value.clipped)
     return Found(tuple(unscaled), tuple(dict.fromkeys(value.clipped for value, _ in gradients if value.clipped)))

@@ -1,4 +1,4 @@
-"""What a user may choose from: near misses get a suggestion, and words of other libraries what to write instead."""
+"""Arguments that are refused: numbers, counts, functions, options and names; a near miss gets a suggestion."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ import pytest
 
 import polyamp
 from polyamp import LossScale, policy
-from polyamp.choices import check_choice, check_options
+from polyamp.errors import InvalidTypeError, InvalidValueError
+from polyamp.validation import check_callable, check_choice, check_count, check_options, check_range, shown
 
 
 @pytest.mark.parametrize(
@@ -155,3 +156,32 @@ def test_skipping_without_scaling_has_a_name() -> None:
     after = polyamp.advance(chosen.loss_scale, state, False)
     assert (after.scale, after.skipped) == (1.0, 1)
     assert policy(str(chosen)) == chosen
+
+
+@pytest.mark.parametrize("value", [1.0, True, "3", None])
+def test_a_count_is_an_integer(value: object) -> None:
+    with pytest.raises(InvalidTypeError, match="rows must be an integer") as error:
+        check_count("rows", value, where="lint(rows=)")
+    assert f"found:   {value!r} ({type(value).__name__})" in str(error.value)
+
+
+@pytest.mark.parametrize("value", [0, -1])
+def test_a_count_is_at_least_one(value: int) -> None:
+    with pytest.raises(InvalidValueError, match="invalid rows"):
+        check_count("rows", value, where="lint(rows=)")
+
+
+@pytest.mark.parametrize("value", [-0.1, 1.5, float("nan"), float("inf"), True, "1", None])
+def test_a_range_is_kept(value: object) -> None:
+    with pytest.raises(InvalidValueError, match="invalid share"):
+        check_range("share", value, 0.0, 1.0, where="calibrate(share=)")
+
+
+def test_a_long_value_is_cut() -> None:
+    assert shown("a" * 500) == "'" + "a" * 199 + " (str)"
+
+
+def test_a_function_is_called() -> None:
+    check_callable(len, where="here", allowed="a function", fix="give one")
+    with pytest.raises(InvalidTypeError, match="this cannot be called"):
+        check_callable(3, where="here", allowed="a function", fix="give one")

@@ -1,0 +1,178 @@
+"""Handlers of functions with the user's own rules: ``custom_jvp``, ``custom_vjp``, ``custom_vmap``.
+
+The user's rule stays a rule, and the operations inside it run by the flow rule. For example, a function with a
+``custom_vjp`` becomes a new ``custom_vjp`` of cells. Its forward rule runs the user's forward rule again, operation by
+operation. The outputs must have the same formats whether JAX runs the function itself or its rule: `_Formats` holds the
+first ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from polyamp.backends.jax import unstable
+from polyamp.backends.jax.graphs.cells import Cell
+from polyamp.backends.jax.graphs.run import Run
+
+
+def custom_jvp(run: Run, equation: Any, cells: list[Cell], path: str) -> list[Cell]:
+    """Run the function and its rule under the flow rule; a tangent has its primal's dtype."""
+    _, rule = unstable.custom_functions(equation)
+    formats = _Formats()
+
+    @jax.custom_jvp
+    def call(*own: Cell) -> list[Cell]:
+        return formats.same(run.run(equation.params["call_jaxpr"], [cell.within() for cell in own], path))
+
+    def jvp(primals: tuple[Cell, ...], tangents: tuple[Cell, ...]) -> tuple[list[Cell], list[Cell]]:
+        both = [*(cell.within() for cell in primals), *map(_tangent, tangents)]
+        outputs = _call_with_fixed(run, rule, both, path)
+        count = len(outputs) // 2
+        results = formats.same(outputs[:count])
+        ends = zip(results, outputs[count:], strict=True)
+        return results, [primal.around(_tangent_of(primal, tangent)) for primal, tangent in ends]
+
+    call.defjvp(jvp, symbolic_zeros=equation.params["symbolic_zeros"])
+    return list(call(*cells))
+
+
+def custom_vjp(run: Run, equation: Any, cells: list[Cell], path: str) -> list[Cell]:
+    """Run the function and its two rules under the flow rule; residuals keep the formats that it gives them."""
+    sees_zeros = equation.params["symbolic_zeros"]
+    _, forward_rule, backward_rule = unstable.custom_functions(equation)
+    formats = _Formats()
+
+    @jax.custom_vjp
+    def call(*own: Cell) -> list[Cell]:
+        return formats.same(run.run(equation.params["call_jaxpr"], [cell.within() for cell in own], path))
+
+    def forward(*own: Cell) -> tuple[list[Cell], list[Cell]]:
+        primals = [cell.around(cell.array.value).within() for cell in own]
+        perturbed = [cell.array.perturbed for cell in own]
+
+        def rule(*arrays: Any) -> list[Any]:
+            inputs = [part for pair in zip(arrays, perturbed, strict=True) for part in pair]
+            return list(forward_rule(*inputs))
+
+        results = _call_with_fixed(run, rule, primals, path)
+        outputs, residuals = unstable.forward_results(equation, results, primals)
+        return formats.same(outputs), residuals
+
+    def backward(residuals: list[Cell], gradients: list[Cell]) -> tuple[Cell | None, ...]:
+        own = gradients if sees_zeros else map(_filled, gradients)
+        inputs = [*(cell.within() for cell in residuals), *map(_tangent, own)]
+        absent: list[bool] = []
+
+        def rule(*arrays: Any) -> list[Any]:
+            found = unstable.cotangents(backward_rule(*arrays))
+            absent[:] = [leaf is None for leaf in found]
+            return [leaf for leaf in found if leaf is not None]
+
+        results = iter(_call_with_fixed(run, rule, inputs, path))
+        ends = zip(cells, absent, strict=True)
+        return tuple(None if zero else cell.around(next(results).cast(cell.dtype)) for cell, zero in ends)
+
+    call.defvjp(forward, backward, symbolic_zeros=True)
+    return list(call(*cells))
+
+
+def custom_vmap(run: Run, equation: Any, cells: list[Cell], path: str) -> list[Cell]:
+    """Run the function and its rule for ``vmap`` under the flow rule."""
+    program, own_rule = unstable.batching_rule(equation)
+    formats = _Formats()
+
+    @jax.custom_batching.custom_vmap
+    def call(*own: Cell) -> list[Cell]:
+        return formats.same(run.run(program, [cell.within() for cell in own], path))
+
+    @call.def_vmap
+    def rule(size: int, batched: list[Cell], *own: Cell) -> tuple[list[Cell], list[Cell]]:
+        flags = [cell.array for cell in batched]
+        are_batched: list[bool] = []
+
+        def on_arrays(*arrays: Any) -> list[Any]:
+            outputs, are_batched[:] = own_rule(size, flags, *arrays)
+            return outputs
+
+        outputs = formats.same(run.call(on_arrays, [cell.within() for cell in own], path))
+        return outputs, [cell.around(flag) for cell, flag in zip(outputs, are_batched, strict=True)]
+
+    return list(call(*cells))
+
+
+class _Formats:
+    """The formats of a call's outputs, the same in the function and in its rule."""
+
+    def __init__(self) -> None:
+        self.first: list[Cell] | None = None
+
+    def same(self, cells: list[Cell]) -> list[Cell]:
+        if self.first is None:
+            self.first = cells
+        return [model.around(cell.cast(model.dtype)) for model, cell in zip(self.first, cells, strict=True)]
+
+
+def _tangent(cell: Cell) -> Cell:
+    """Return a tangent as the rule expects it: declared as its primal, and no constant."""
+    if not cell.inexact:
+        return Cell.of(cell.array, jax.dtypes.float0)
+    if _is_zero(cell.array):
+        return Cell.of(_zero_like(cell.array, cell.declared), cell.declared)
+    return Cell(cell.array, cell.dtype, cell.declared, cell.value._replace(unfit=""), shared=True)
+
+
+def _tangent_of(primal: Cell, tangent: Cell) -> Any:
+    """Return a tangent, or a symbolic zero, that a rule returned, in its primal's dtype."""
+    dtype = primal.dtype if primal.inexact else jax.dtypes.float0
+    return _zero_like(tangent.array, dtype) if _is_zero(tangent.array) else tangent.cast(dtype)
+
+
+def _is_zero(array: Any) -> bool:
+    return isinstance(array, jax.custom_derivatives.SymbolicZero)
+
+
+def _zero_like(zero: Any, dtype: Any) -> Any:
+    return jax.custom_derivatives.SymbolicZero(zero.aval.update(dtype=dtype))
+
+
+def _filled(cell: Cell) -> Cell:
+    """Return the gradient of an output, with zeros in place of a symbolic zero."""
+    if not _is_zero(cell.array):
+        return cell
+    zeros = np.zeros if cell.array.dtype == jax.dtypes.float0 else jnp.zeros
+    return cell.around(zeros(cell.array.shape, cell.array.dtype))
+
+
+def _call_with_fixed(run: Run, function: Callable[..., Any], cells: Sequence[Cell], path: str) -> list[Cell]:
+    """Call a function with arguments and results that a jaxpr cannot hold: float0, symbolic zeros, flags."""
+    fixed = {index: cell.array for index, cell in enumerate(cells) if _is_fixed(cell)}
+    free = [cell for index, cell in enumerate(cells) if index not in fixed]
+    known: dict[int, Cell] = {}
+
+    def with_fixed(*arrays: Any) -> Any:
+        rest = iter(arrays)
+        results = list(function(*(fixed[index] if index in fixed else next(rest) for index in range(len(cells)))))
+        known.update({index: _known(one) for index, one in enumerate(results) if _is_static(one)})
+        return [one for one in results if not _is_static(one)]
+
+    others = run.call(with_fixed, free, path)
+    rest = iter(others)
+    return [known[index] if index in known else next(rest) for index in range(len(known) + len(others))]
+
+
+def _is_static(result: Any) -> bool:
+    """Return whether a value of a rule is not an array: a symbolic zero, or a flag or number that it keeps."""
+    return _is_zero(result) or isinstance(result, int | float)
+
+
+def _known(result: Any) -> Cell:
+    return Cell.of(result, result.dtype if _is_zero(result) else jax.typeof(result).dtype)
+
+
+def _is_fixed(cell: Cell) -> bool:
+    return cell.declared == jax.dtypes.float0 or _is_static(cell.array)

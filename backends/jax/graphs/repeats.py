@@ -1,0 +1,55 @@
+"""What a program runs more than once: functions that it calls several times, and the bodies of its loops."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from typing import Any
+
+from polyamp.backends.jax import unstable
+from polyamp.flow import Value
+
+
+class Repeats:
+    """The functions that one program calls more than once, and what is known of its loops.
+
+    Attributes:
+        loops: for the parameters of a loop and the formats of its arguments: these parameters, so that their id stays
+            theirs, and what the body makes of the values that the loop carries.
+    """
+
+    def __init__(self) -> None:
+        self.loops: dict[Any, tuple[Any, list[Value]]] = {}
+        self._times: Counter[int] = Counter()
+        self._chained: defaultdict[int, set[tuple[int, int]]] = defaultdict(set)
+
+    def count(self, closed: Any) -> None:
+        """Count the calls in a program, which must live as long as this object."""
+        made: dict[Any, tuple[int, int]] = {}
+        for equation in unstable.opened(closed)[0].eqns:
+            for part in unstable.inner_programs(equation):
+                if not _is_call(equation):
+                    self.count(part)
+                    continue
+                self._times[id(part)] += 1
+                if self._times[id(part)] == 1:
+                    self.count(part)
+                self._chained[id(part)] |= _links(equation, id(part), made)
+
+    def is_repeated(self, closed: Any) -> bool:
+        """Return whether a jaxpr is called more than once and is longer than a call of it."""
+        return self._times[id(closed)] > 1 and len(unstable.opened(closed)[0].eqns) > 1
+
+    def links(self, closed: Any) -> set[tuple[int, int]]:
+        """Return which outputs of a jaxpr are inputs of its next call, as pairs (output, input)."""
+        return self._chained[id(closed)]
+
+
+def _is_call(equation: Any) -> bool:
+    return equation.primitive.name == "jit" and unstable.is_plain_jit(equation.params)
+
+
+def _links(equation: Any, called: int, made: dict[Any, tuple[int, int]]) -> set[tuple[int, int]]:
+    """Return which of its inputs are outputs of calls of the same function; add its own outputs to ``made``."""
+    inputs = [made.get(atom) if unstable.is_variable(atom) else None for atom in equation.invars]
+    made.update({variable: (called, place) for place, variable in enumerate(equation.outvars)})
+    return {(source[1], place) for place, source in enumerate(inputs) if source is not None and source[0] == called}

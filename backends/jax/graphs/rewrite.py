@@ -1,0 +1,210 @@
+"""`rewrite` and `explain`: a function traced, run again under a policy, and its plan.
+
+For example, ``run_rewritten(jnp.dot, policy, (x, w), {}, name="dot")`` traces ``dot`` for these arguments, and runs the
+trace with an `Interpreter`: the product in float16, and its result in float32 as the function returns it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from polyamp.backends.jax import unstable
+from polyamp.backends.jax.devices import check_format
+from polyamp.backends.jax.graphs import regions
+from polyamp.backends.jax.graphs.decisions import IN_FLOAT32
+from polyamp.backends.jax.graphs.interpreter import Interpreter
+from polyamp.backends.jax.graphs.planning import PlanBuilder
+from polyamp.backends.jax.graphs.program import Program
+from polyamp.backends.jax.graphs.refusals import positions, users_level
+from polyamp.backends.jax.modules import as_pure
+from polyamp.deciding import Decider
+from polyamp.plan import Plan
+from polyamp.policy import Policy
+from polyamp.policy import policy as make_policy
+from polyamp.refusals import not_traced
+from polyamp.reports import NO_PRODUCTS, report_nothing_lowered, report_unused
+
+
+class Rewritten:
+    """The result of `rewrite`: the function of `autocast`, with its plan."""
+
+    def __init__(self, fn: Callable[..., Any], policy: Policy, argnums: Sequence[int]) -> None:
+        functools.update_wrapper(self, fn)
+        self._argnums = argnums
+        self._fn = fn
+        self._policy = policy
+        self._plan: Plan | None = None
+
+    @property
+    def plan(self) -> Plan:
+        """The plan for the arguments of the first call, or for the example arguments.
+
+        Raises:
+            UsageError: there was no call yet, and there were no example arguments.
+        """
+        if self._plan is None:
+            raise not_traced(where="rewrite(fn).plan")
+        return self._plan
+
+    def traced_for(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Rewritten:
+        """Return this function, with a plan for these arguments unless it has one."""
+        if self._plan is None:
+            self._plan = planned(self._fn, args, kwargs, self._policy, self._argnums)
+        return self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.traced_for(args, kwargs)
+        name, argnums = name_of(self._fn), self._argnums
+        return run_rewritten(self._fn, self._policy, args, kwargs, name=name, argnums=argnums)
+
+
+def rewrite(fn: Callable[..., Any], *args: Any, policy: Policy | str | None = None, **kwargs: Any) -> Rewritten:
+    """Return a function that runs under a policy, with its `Plan`.
+
+    >>> import jax.numpy as jnp
+    >>> fast = rewrite(lambda w, x: jnp.exp(x @ w), jnp.ones((2, 3)), jnp.ones((4, 2)), policy="mixed_float16")
+    >>> fast.plan.totals["by_format"], fast(jnp.zeros((2, 3)), jnp.ones((4, 2))).sum()
+    ({'float16': 1, 'float32': 1}, Array(12., dtype=float32))
+
+    Args:
+        fn: as for `autocast`.
+        *args: example arguments for the plan; without them the plan is made at the first call.
+        policy: a policy or its name, bound now; None is the current policy.
+        **kwargs: example keyword arguments.
+
+    Returns:
+        The function of `autocast`, with an attribute ``plan``.
+    """
+    return rewritten_for(fn, args, kwargs, make_policy(policy))
+
+
+def rewritten_for(
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    policy: Policy,
+    *,
+    argnums: int | Sequence[int] = 0,
+) -> Rewritten:
+    """Rewrite a function whose parameters are at ``argnums``; see `rewrite`."""
+    rewritten = Rewritten(fn, policy, positions(argnums, where="rewrite(fn, argnums=)"))
+    return rewritten.traced_for(args, kwargs) if args or kwargs else rewritten
+
+
+def explain(fn: Callable[..., Any], *args: Any, policy: Policy | str | None = None, **kwargs: Any) -> Plan:
+    """Return a plan: the format of every operation of a function, and why. Nothing is computed.
+
+    >>> import jax.numpy as jnp
+    >>> plan = explain(lambda w, x: jnp.exp(x @ w), jnp.ones((2, 3)), jnp.ones((4, 2)), policy="mixed_float16")
+    >>> [(op.name, op.format, op.reason) for op in plan.operations]
+    [('matmul', 'float16', 'table'), ('exp', 'float32', 'table')]
+    >>> plan.totals["bytes_saved"], plan.totals["bytes_saved_float32"]
+    (76, 104)
+
+    Args:
+        fn: as for `autocast`.
+        *args: its arguments; a ``jax.ShapeDtypeStruct`` can replace an array.
+        policy: a policy or its name; None is the current policy.
+        **kwargs: its keyword arguments.
+
+    Returns:
+        A `Plan`. ``bytes_saved`` are the bytes that ``jax.vjp`` keeps for the floating-point arguments; None if ``fn``
+        cannot be differentiated.
+    """
+    return planned(fn, args, kwargs, make_policy(policy))
+
+
+def planned(
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    chosen: Policy,
+    argnums: int | Sequence[int] = 0,
+) -> Plan:
+    """Return the plan of a function whose parameters are at ``argnums``."""
+    check_format(chosen.compute)
+    places = positions(argnums, where="explain(fn, *args)")
+    with regions.recorded() as own:
+        program = _traced(fn, args, kwargs, places)
+    if own.found and unstable.has_backward(program.closed):
+        return regions.plan_of_step(program.closed, own)
+    plan = PlanBuilder(own.at)
+    interpreter = Interpreter(chosen, plan)
+    jax.eval_shape(lambda arrays: program.run(interpreter, arrays), program.specs)
+    with regions.left_out():
+        plain = _traced(fn, args, kwargs, places) if own.found else program
+    return Plan(
+        str(chosen),
+        tuple(plan.operations),
+        program.bytes_saved(lambda arrays: program.run(Interpreter(chosen), arrays)),
+        plain.bytes_saved(plain.as_traced),
+        tuple(own.unused_rules(chosen, [interpreter.decider])),
+    )
+
+
+def _traced(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], argnums: Sequence[int]) -> Program:
+    return Program(*as_pure(fn, args, kwargs, argnums)[:4])
+
+
+def run_rewritten(
+    fn: Callable[..., Any],
+    policy: Policy,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    name: str | None,
+    argnums: Sequence[int] = (0,),
+) -> Any:
+    """Run a function under a policy; report under this name what had no effect.
+
+    Args:
+        fn: the function.
+        policy: the policy.
+        args: its arguments.
+        kwargs: its keyword arguments.
+        name: its name in reports; None reports nothing.
+        argnums: the positions of the arguments that are parameters.
+    """
+    check_format(policy.compute)
+    if policy.compute == "float32" or regions.are_left_out():
+        return fn(*args, **kwargs)
+    call = as_pure(fn, args, kwargs, argnums)
+    program, shown, accept = Program(*call[:4]), regions.current(), call.accept
+    if shown is not None:
+        return accept(program.results(shown.run(policy, program)))
+    interpreter = Interpreter(policy)
+    results = accept(program.results(program.run(interpreter, program.arrays)))
+    if name is not None:
+        _report(interpreter.decider, name)
+    return results
+
+
+def name_of(fn: Any) -> str:
+    """Return the name of a function, or of the class of a callable."""
+    name: str = getattr(fn, "__name__", type(fn).__name__)
+    return name
+
+
+def _report(decider: Decider, name: str) -> None:
+    level, policy = users_level(), decider.policy
+    report_unused(decider.unused, where=name, paths="a named scope or module", of=policy, stacklevel=level)
+    if not decider.lowered and set(decider.not_lowered) != {IN_FLOAT32}:
+        why = _why_nothing(decider.not_lowered)
+        report_nothing_lowered("autocast", policy.compute, where=name, why=why, stacklevel=level)
+
+
+def _why_nothing(not_lowered: dict[str, str]) -> str:
+    if not not_lowered:
+        return NO_PRODUCTS
+    reasons = "; ".join(f"{place} stays as it is: {reason}" for reason, place in list(not_lowered.items())[:3])
+    setting = getattr(jax.config, "jax_default_matmul_precision", None)
+    if setting is None or not any(reason.startswith("precision=") for reason in not_lowered):
+        return reasons
+    return (
+        f"{reasons}. jax_default_matmul_precision, which is {setting!r} here, asks for it in every product, so that "
+        "none is lowered: set it to None, and pass precision= to the products that need it"
+    )

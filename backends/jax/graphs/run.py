@@ -1,0 +1,56 @@
+"""What a handler of a primitive can ask of the interpreter that calls it.
+
+A primitive such as ``scan`` holds a program of its own. Its handler runs that program with the same interpreter, which
+lies above it: `Run` is the part of the interpreter that handlers use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+from polyamp.backends.jax.graphs.cells import Cell
+from polyamp.backends.jax.graphs.planning import PlanBuilder
+from polyamp.backends.jax.graphs.repeats import Repeats
+from polyamp.deciding import Decider
+from polyamp.policy import Policy
+
+
+class Run(Protocol):
+    """One run of a program under a policy; see `polyamp.backends.jax.graphs.interpreter.Interpreter`.
+
+    Attributes:
+        policy: the policy.
+        compute: the dtype of its compute format.
+        decider: decides the operations, and records what there is to report of them.
+        repeats: what the program runs more than once.
+        is_looped: whether it is in the body of a loop.
+        plan: collects the operations for a plan; None for a run that only computes.
+    """
+
+    policy: Policy
+    compute: Any
+    decider: Decider
+    repeats: Repeats
+    is_looped: bool
+    plan: PlanBuilder | None
+
+    def run(self, closed: Any, cells: Sequence[Cell], path: str) -> list[Cell]:
+        """Return the outputs of a jaxpr that runs in the scopes ``path``."""
+
+    def call(self, function: Callable[..., Any], cells: Sequence[Cell], path: str) -> list[Cell]:
+        """Trace a function that returns a list of arrays, at the declared types, and run it."""
+
+    def place(self, path: str) -> str:
+        """Return as much of a path as decisions depend on."""
+
+    def looped(self) -> AbstractContextManager[None]:
+        """Mark the code inside as the body of a loop."""
+
+    def apart(self) -> Run:
+        """Return a run under the same policy that keeps its own record."""
+
+
+Handler = Callable[[Run, Any, list[Cell], str], list[Cell] | None]
+"""Returns the outputs of an equation, or None if it is to be bound as an operation."""

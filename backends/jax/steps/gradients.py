@@ -1,0 +1,53 @@
+"""Gradients as a pytree: test, unscale, clip. Pure functions, for use inside and outside ``jit``."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from polyamp.backends.jax.casting import widened
+
+
+def all_finite(tree: Any) -> jax.Array:
+    """Return whether all arrays of a pytree are finite; bool[].
+
+    It does not use the largest absolute value: XLA's maximum on CPUs can lose a NaN among many elements.
+
+    >>> bool(all_finite([jnp.ones(2), jnp.array([1.0, jnp.nan])]))
+    False
+    """
+    flags = (jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(tree))
+    return functools.reduce(jnp.logical_and, flags, jnp.array(True))
+
+
+def unscaled(grads: Any, scale: jax.Array) -> Any:
+    """Return gradients divided by the loss scale, in float32 or wider.
+
+    >>> unscaled(jnp.array([2.0**-24], jnp.float16), jnp.float32(2.0**16))
+    Array([9.094947e-13], dtype=float32)
+    """
+    # In two factors: XLA divides by multiplying with the reciprocal, which it flushes to zero for a scale over 2**126.
+    first = jnp.where(scale > 1, 0.25, 1.0).astype(scale.dtype)
+    second = 1 / (scale * first)
+    return jax.tree.map(lambda grad: grad * first * second, widened(grads))
+
+
+def clipped(grads: Any, limit: float) -> Any:
+    """Return gradients scaled down so that their global L2 norm is at most ``limit``; unchanged if it already is.
+
+    The norm is computed in float32 or wider, and does not overflow for any finite gradients.
+
+    >>> clipped([jnp.array([3.0]), jnp.array([4.0])], 1.0)
+    [Array([0.6], dtype=float32), Array([0.8], dtype=float32)]
+    """
+    wide = [jnp.abs(leaf) if jnp.iscomplexobj(leaf) else leaf for leaf in jax.tree.leaves(widened(grads))]
+    largest = functools.reduce(jnp.maximum, (jnp.abs(leaf).max(initial=0) for leaf in wide), jnp.float32(0))
+    shrink = jnp.where(largest > 2.0**40, 2.0**-90, 1.0).astype(largest.dtype)  # squares stay below 2**80
+    squares = (jnp.square(leaf * shrink).sum() for leaf in wide)
+    norm = jnp.sqrt(functools.reduce(jnp.add, squares, jnp.float32(0)))  # of the shrunk gradients
+    clips = norm > limit * shrink
+    first, second = jnp.where(clips, shrink, 1), jnp.where(clips, limit / norm, 1)
+    return jax.tree.map(lambda grad: (grad * first * second).astype(grad.dtype), grads)

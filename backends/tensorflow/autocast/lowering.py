@@ -1,0 +1,211 @@
+"""A policy's effect on single operations, and the lowering that applies here and now.
+
+For example, the lowering of mixed_bfloat16 runs ``gen_math_ops.mat_mul(x, w)`` as follows: it binds the arguments to
+their names, finds that the type attribute ``T`` has a kernel for bfloat16, calls the original function with ``x`` and
+``w`` in bfloat16, and casts the result to float32.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import tensorflow as tf
+
+from polyamp.backends.tensorflow import unstable
+from polyamp.backends.tensorflow.devices import report_slow
+from polyamp.backends.tensorflow.graphs.graph import FLOAT32, Node, NodeDef
+from polyamp.backends.tensorflow.graphs.kernels import default_device, lowerable
+from polyamp.backends.tensorflow.operations import OPERATIONS
+from polyamp.backends.tensorflow.unstable import Parameter
+from polyamp.markers import UPDATE_SCOPE
+from polyamp.operations import OPERATIONS as TABLE
+from polyamp.reports import report_nothing_lowered, report_unused
+from polyamp.rules import Rule, decide
+
+_TO_USER = 8  # number of frames from a warning to the user's ``with polyamp.autocast(...)``
+_REMEMBERED = 4096  # most decisions to keep: every trace has new names of scopes
+
+
+class Lowering:
+    """A compute format and rules, with a record of their effect in this process.
+
+    Attributes:
+        compute: the format of ``lower`` operations.
+        rules: the policy's rules.
+        dtype: the format's dtype.
+        lowered: whether any operation was lowered.
+    """
+
+    def __init__(self, compute: str, rules: tuple[Rule, ...]) -> None:
+        self.compute, self.rules = compute, rules
+        self.dtype = tf.as_dtype(compute)
+        self.lowered = False
+        self._kept: dict[str, str] = {}
+        self._told = set[tuple[str, str]]()
+        self._decided: dict[tuple[str, str], str] = {}
+        # A rule for an operation that does not occur is fine; a path that does not occur may be a mistake.
+        self._unused = [rule for rule in rules if not names_operation(rule)]
+
+    def run(self, operation: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operation with these arguments, lowered if the policy says so, and return its results."""
+        inputs = operation.bound(args, kwargs) if self._lowers(operation.canonical) else None
+        low = () if inputs is None else self._attributes(operation, inputs)
+        if inputs is None or not low:
+            return operation.original(*args, **kwargs)
+        self.lowered = True
+        for name, (attribute, is_list) in operation.inputs.items():
+            if attribute in low and name in inputs:
+                inputs[name] = [self._down(one) for one in inputs[name]] if is_list else self._down(inputs[name])
+        results = operation.original(**inputs)
+        return self._up(results) if tf.is_tensor(results) else tf.nest.map_structure(self._up, results)
+
+    def key(self) -> tuple[Lowering, str]:
+        """Return the key of a trace: functions are traced again for another key."""
+        return self, unstable.scope_path() if self.rules else ""
+
+    def report(self) -> None:
+        """Warn once about everything that had no effect."""
+        if not self.lowered:
+            why = "; ".join(self._kept.values()) or "it saw no float32 operation of class lower, such as a matmul"
+            remedy = (
+                "It sees eager code and functions that are traced inside it. Enter it inside the function that "
+                "MirroredStrategy runs, or pass the whole step to polyamp.rewrite."
+            )
+            report_nothing_lowered(
+                "autocast", self.compute, where="TensorFlow", why=why, remedy=remedy, stacklevel=_TO_USER
+            )
+            return
+        paths = "a name scope or layer with a product"
+        report_unused(self._unused, where=f"autocast to {self.compute}", paths=paths, stacklevel=_TO_USER)
+
+    def _lowers(self, canonical: str) -> bool:
+        path = unstable.scope_path()
+        key = (canonical, path if self.rules else "")
+        if key not in self._decided:
+            if len(self._decided) > _REMEMBERED:
+                self._decided.clear()
+            self._decided[key] = decide(self.rules, *key).op_class
+            self._unused = [rule for rule in self._unused if not rule.matches(*key)]
+        return self._decided[key] == "lower" and UPDATE_SCOPE not in path
+
+    def _attributes(self, operation: Operation, inputs: Mapping[str, Any]) -> tuple[str, ...]:
+        """Return the type attributes that change to the compute format."""
+        types = operation.types(inputs)
+        if FLOAT32 not in types.values():
+            return ()
+        device = _device_type(unstable.current_device())
+        found = _lowerable(operation.native, device, tuple(types.items()), self.dtype.as_datatype_enum)
+        if not found:
+            self._kept[operation.native] = f"there is no {self.compute} kernel for {operation.native} on {device}"
+        elif (operation.canonical, device) not in self._told:
+            self._told.add((operation.canonical, device))
+            report_slow(operation.canonical, self.compute, device)
+        return found
+
+    def _down(self, value: Any) -> tf.Tensor:
+        # This takes half the time of tf.cast.
+        return tf.raw_ops.Cast(x=tf.convert_to_tensor(value, tf.float32), DstT=self.dtype)
+
+    def _up(self, value: Any) -> Any:
+        return tf.raw_ops.Cast(x=value, DstT=tf.float32) if getattr(value, "dtype", None) == self.dtype else value
+
+
+class Operation:
+    """One of TensorFlow's generated functions.
+
+    Attributes:
+        native: the type of the node that it makes.
+        canonical: the name of that in `polyamp.operations`.
+        original: the function.
+        inputs: its parameters that are tensors, or lists of tensors, of a type that is not fixed.
+    """
+
+    def __init__(
+        self, native: str, original: Callable[..., Any], parameters: Mapping[str, Parameter], positional: bool
+    ) -> None:
+        self.native, self.original = native, original
+        self.canonical = OPERATIONS[native]
+        self._positional = tuple(parameters) if positional else ()
+        self.inputs = {name: parameter for name, parameter in parameters.items() if parameter.attribute}
+
+    def bound(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any] | None:
+        """Return arguments by name; None if they do not fit, and then TensorFlow raises its own error."""
+        named = {**dict(zip(self._positional, args, strict=False)), **kwargs}
+        return named if len(named) == len(args) + len(kwargs) else None
+
+    def types(self, inputs: Mapping[str, Any]) -> dict[str, int]:
+        """Return the type attributes that follow from the inputs; an attribute is left out if inputs disagree."""
+        found: dict[str, set[int]] = {}
+        for name, (attribute, is_list) in self.inputs.items():
+            value: Any = inputs.get(name)
+            found.setdefault(attribute, set()).update(map(_type, value if is_list else [value]))
+        for kinds in found.values():
+            kinds.discard(0)
+        return {attribute: kinds.pop() for attribute, kinds in found.items() if len(kinds) == 1}
+
+
+def _type(value: Any) -> int:
+    """Return a value's number in TensorFlow's ``DataType``; 0 if it adopts the type of the other operands."""
+    dtype = getattr(value, "dtype", None)
+    if isinstance(value, tf.RaggedTensor | tf.SparseTensor | tf.IndexedSlices):
+        return tf.variant.as_datatype_enum  # TensorFlow takes these apart
+    return 0 if dtype is None else tf.as_dtype(dtype).base_dtype.as_datatype_enum
+
+
+def names_operation(rule: Rule) -> bool:
+    """Return whether a rule names an operation, and not only a path."""
+    return any(map(rule.matches, TABLE))
+
+
+@contextmanager
+def entered(lowering: Lowering | None) -> Iterator[None]:
+    """Use a lowering, or none, in this thread or async task inside the context."""
+    outer = _entered.get()
+    _entered.set((*outer, lowering))
+    try:
+        yield
+    finally:
+        _entered.set(outer)
+
+
+def set_everywhere(lowering: Lowering | None) -> None:
+    """Use a lowering, or none, outside all contexts, in every thread, from now on."""
+    global _everywhere
+    _everywhere = lowering
+
+
+def everywhere() -> Lowering | None:
+    """Return the lowering that applies outside all contexts."""
+    return _everywhere
+
+
+def current() -> Lowering | None:
+    """Return the lowering that applies here and now."""
+    stack = _entered.get()
+    return stack[-1] if stack else _everywhere
+
+
+_entered: ContextVar[tuple[Lowering | None, ...]] = ContextVar("polyamp_tensorflow_autocast", default=())
+_everywhere: Lowering | None = None
+
+
+@functools.cache
+def _device_type(device: str) -> str:
+    return tf.DeviceSpec.from_string(device).device_type or default_device()
+
+
+@functools.cache
+def _lowerable(native: str, device: str, types: tuple[tuple[str, int], ...], dtype: int) -> tuple[str, ...]:
+    """Return the type attributes to change; see `polyamp.backends.tensorflow.graphs.kernels.lowerable`."""
+    operation = unstable.operation_definition(native, {})
+    definition = NodeDef(name=native, op=native, device=f"/device:{device}:0")
+    for attribute in operation.attr:
+        if attribute.type == "type":
+            definition.attr[attribute.name].type = dict(types).get(attribute.name, 0)
+        elif attribute.type == "int" and not attribute.HasField("default_value"):
+            definition.attr[attribute.name].i = 1  # the length of a list, on which no kernel depends
+    return lowerable(Node(definition, operation, in_function=False), dtype)

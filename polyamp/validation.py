@@ -1,0 +1,214 @@
+"""Checks of arguments: numbers, counts, functions, names to choose from and options.
+
+A check raises polyamp's own error, or returns the value. `shown`, `kind_of` and `wrong_type` are for all other checks:
+every error then describes a wrong value in the same way.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeGuard
+
+from polyamp.errors import InvalidTypeError, InvalidValueError, UnsupportedError
+
+
+def shown(value: object, longest: int = 200) -> str:
+    """Describe a wrong value in an error: the value, cut where it is long, and its type.
+
+    >>> shown("7"), shown(list(range(100)), 12)
+    ("'7' (str)", '[0, 1, 2, 3, (list)')
+    """
+    return f"{repr(value)[:longest]} ({type(value).__name__})"
+
+
+def kind_of(value: object) -> str:
+    """Return the full name of a value's class, for a value that is long to print.
+
+    >>> import fractions
+    >>> kind_of(fractions.Fraction(1, 2))
+    'fractions.Fraction'
+    """
+    return f"{type(value).__module__}.{type(value).__qualname__}"
+
+
+def wrong_type(
+    found: object, *, where: str, allowed: str, fix: str, what: str = "argument of the wrong type"
+) -> InvalidTypeError:
+    """Return the error for an argument of the wrong type.
+
+    >>> isinstance(wrong_type(3, where="write_health(writer)", allowed="a writer", fix="give one"), TypeError)
+    True
+    """
+    return InvalidTypeError(what, where=where, found=shown(found), allowed=allowed, fix=fix)
+
+
+def is_number(value: object) -> TypeGuard[float]:
+    """Return whether a value is a Python int or float. A bool is not a number.
+
+    >>> is_number(1), is_number(float("nan")), is_number(True), is_number("1")
+    (True, True, False, False)
+    """
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def is_integer(value: object) -> TypeGuard[int]:
+    """Return whether a value is a Python int. A bool is not an integer."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def check_count(name: str, value: object, *, where: str) -> int:
+    """Return a value that counts something, such as steps.
+
+    >>> check_count("every", 100, where="HealthMonitor(every=)")
+    100
+
+    Raises:
+        InvalidTypeError: it is not an integer.
+        InvalidValueError: it is less than 1.
+    """
+    allowed, fix = "an integer of at least 1", f"give {name} a whole number"
+    if not is_integer(value):
+        raise wrong_type(value, where=where, allowed=allowed, fix=fix, what=f"{name} must be an integer")
+    if value < 1:
+        raise InvalidValueError(f"invalid {name}", where=where, found=value, allowed=allowed, fix=fix)
+    return value
+
+
+def check_range(name: str, value: object, least: float, most: float, *, where: str) -> None:
+    """Refuse a value that is not a number within its limits.
+
+    >>> check_range("margin", 3.0, 0.0, 100.0, where="probe(margin=)")
+
+    Raises:
+        InvalidValueError: the value is outside the limits, or is not a number.
+    """
+    if not (is_number(value) and math.isfinite(value) and least <= value <= most):
+        raise InvalidValueError(
+            f"invalid {name}",
+            where=where,
+            found=shown(value),
+            allowed=f"a number from {least:g} to {most:g}",
+            fix=f"give {name} a value in that range",
+        )
+
+
+def norm_limit(value: object, *, where: str = "wrap_optimizer(max_grad_norm=)") -> float | None:
+    """Return a limit for the global norm of gradients; None for no limit.
+
+    >>> norm_limit(1)
+    1.0
+
+    Raises:
+        InvalidValueError: it is not a positive finite number.
+    """
+    if value is None:
+        return None
+    if not (is_number(value) and math.isfinite(value) and value > 0):
+        raise InvalidValueError(
+            "invalid gradient-norm limit",
+            where=where,
+            found=repr(value),
+            allowed="a finite number greater than 0, or None",
+            fix="give the largest global L2 norm that gradients may have",
+        )
+    return float(value)
+
+
+def check_callable(value: object, *, where: str, allowed: str, fix: str) -> None:
+    """Refuse a value that cannot be called.
+
+    >>> check_callable(print, where="watch(on_verdict=)", allowed="a function", fix="give print, for example")
+
+    Raises:
+        InvalidTypeError: it cannot be called.
+    """
+    if not callable(value):
+        raise wrong_type(value, where=where, allowed=allowed, fix=fix, what="this cannot be called")
+
+
+def did_you_mean(found: str, known: Iterable[str]) -> str:
+    """Return the known name nearest to a wrong one, as a sentence; empty if none is near.
+
+    >>> did_you_mean("mixed_fp16", ["float32", "mixed_float16"])
+    'did you mean mixed_float16? '
+    >>> did_you_mean("cuda", ["float32", "mixed_float16"])
+    ''
+    """
+    from difflib import get_close_matches  # only an error needs it
+
+    by_lower = {name.lower(): name for name in known}
+    nearest = get_close_matches(found.lower(), by_lower, n=1, cutoff=0.5)
+    return f"did you mean {by_lower[nearest[0]]}? " if nearest else ""
+
+
+def check_options(method: Callable[..., Any], given: Mapping[str, Any], *, where: str) -> None:
+    """Refuse options that an adapter's method does not have as keyword-only parameters.
+
+    >>> def rewrite(fn, *, engine=None): ...
+    >>> check_options(rewrite, {"engin": 1}, where="rewrite(fn)")
+    Traceback (most recent call last):
+    polyamp.errors.UnsupportedError: an option that does not exist here
+      where:   rewrite(fn)
+      found:   engin
+      allowed: engine
+      to do:   did you mean engine? else leave it out; docs/frameworks.md lists what each framework has
+
+    Args:
+        method: the adapter's method. One that takes ``**options`` checks them itself.
+        given: the user's options by name.
+        where: the call, for the error.
+
+    Raises:
+        UnsupportedError: an option that ``method`` does not have; nothing is changed.
+    """
+    parameters = inspect.signature(method).parameters.values()
+    known = [one.name for one in parameters if one.kind is one.KEYWORD_ONLY]
+    unknown = [name for name in given if name not in known]
+    if any(one.kind is one.VAR_KEYWORD for one in parameters):
+        return
+    if unknown:
+        hint = did_you_mean(unknown[0], known)
+        raise UnsupportedError(
+            "an option that does not exist here",
+            where=where,
+            found=", ".join(unknown),
+            allowed=", ".join(known) or "no options",
+            fix=f"{hint}{'else ' if hint else ''}leave it out; docs/frameworks.md lists what each framework has",
+        )
+
+
+def check_choice(value: object, choices: Iterable[object], *, where: str, fix: str) -> None:
+    """Refuse a value that is not one of the choices. True is not 1.
+
+    >>> check_choice("remainder", (True, False), where="wrap_optimizer(master_weights=)", fix="give True or False")
+    Traceback (most recent call last):
+    polyamp.errors.InvalidValueError: not one of the choices
+      where:   wrap_optimizer(master_weights=)
+      found:   'remainder'
+      allowed: True, False
+      to do:   give True or False
+
+    Raises:
+        InvalidValueError: the value is not one of them.
+    """
+    known = list(choices)
+    if not any(type(value) is type(choice) and value == choice for choice in known):
+        raise InvalidValueError(
+            "not one of the choices", where=where, found=repr(value), allowed=", ".join(map(repr, known)), fix=fix
+        )
+
+
+def check_master_weights(value: object) -> None:
+    """Refuse a value that is not True, False or None, for frameworks with plain float32 master weights only.
+
+    >>> check_master_weights(None), check_master_weights(False)
+    (None, None)
+
+    Raises:
+        InvalidValueError: any other value, such as PyTorch's "remainder".
+    """
+    choices = (None, True, False)
+    fix = 'give True or False; "remainder" and "stochastic" exist in PyTorch only'
+    check_choice(value, choices, where="wrap_optimizer(master_weights=)", fix=fix)

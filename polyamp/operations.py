@@ -15,12 +15,12 @@ TABLE_VERSION = 2
 
 CLASSES: dict[str, str] = {
     "lower": "runs in the compute format: Tensor Core work",
-    "inner": "is float32 inside and 16 bits outside: its result is bounded",
+    "inner": "computes in float32 and returns 16 bits: the result is bounded",
     "full": "runs in float32",
     "promote": "runs in the widest format among its inputs",
     "follow": "safe in 16 bits unless an input came from full work",
     "neutral": "moves or compares values: runs in the format of its inputs",
-    "keep": "is never touched",
+    "keep": "never changed",
 }
 
 SOURCES: dict[str, str] = {
@@ -76,7 +76,7 @@ gru_cell rnn_cell                   : cuda tf_fp16
 tensordot                           : cuda=promote paper
     A product of matrices by another name: JAX and TensorFlow trace it as one, and it is lowered as matmul is.
 bilinear                            : cuda=promote apex=promote paper
-    As tensordot.
+    Like tensordot.
 prelu                               : cuda cpu apex
     Not Tensor Core work: it is lowered with the product before it, because its weight is a float32 parameter.
 
@@ -86,9 +86,9 @@ layer_norm group_norm               : inside cuda=full jax=full apex=full
     The 16-bit kernels have float32 statistics inside and move half the bytes. CUDA autocast has these operations in
     its float32 list, so that everything after them becomes float32.
 rms_norm                            : inside cuda=full jax=full
-    As layer_norm.
+    Like layer_norm.
 instance_norm                       : inside jax=full
-    As batch_norm.
+    Like batch_norm.
 batch_norm                          : inside jax=full apex=full paper=full tf_fp16=follow tf_bf16=follow
     Its statistics are reductions, and its kernels keep them in float32 if the data are 16-bit; its parameters and
     running statistics stay float32, as in Apex O2. TensorFlow lists the fused kernels, which do the same inside.
@@ -113,17 +113,18 @@ square squared_difference           : range tf_fp16=follow tf_bf16=follow
     Squares leave float16 from 256 on. And in a variance computed as mean(x**2) - mean(x)**2, as in flax, rounded
     squares would leave nothing in either format if the mean is large.
 rsqrt                               : cuda apex tf_fp16=follow tf_bf16=follow
-    Its derivative, x**-1.5 / 2, leaves float16 below x = 4e-4. The table does not depend on the format.
+    Its derivative, x**-1.5 / 2, overflows in float16 below x = 4e-4. The table does not depend on the format.
 reciprocal                          : cuda apex tf_fp16=follow tf_bf16=follow
-    It leaves float16 below x = 1.6e-5, and its derivative below 4e-3; a quotient (div) has no such fixed numerator.
+    It overflows in float16 below x = 1.6e-5, and its derivative below 4e-3. A quotient (div) does not have such a
+    fixed numerator.
 cbrt hypot                          : range
 # reductions
 sum                                 : cuda tf_fp16 jax apex paper tf_bf16=follow
     With 8 bits, a bfloat16 sum of ones stops at 256: the paper's rule for large reductions holds in both formats.
 mean                                : tf_fp16 jax paper tf_bf16=follow
-    A sum, divided: it overflows and stops where sum does.
+    A sum, divided: it overflows, and stops growing, where sum does.
 prod                                : cuda cpu jax apex tf_fp16=follow tf_bf16=follow
-    Products of many factors leave float16 at once in either direction; the error grows with their number.
+    Products of many factors soon overflow or underflow in float16, and the error grows with their number.
 cumsum                              : cuda apex paper
 cumprod                             : cuda apex
 logsumexp                           : cuda
@@ -139,7 +140,7 @@ trace quantile                      : cpu
 softmax                             : cuda jax apex paper tf_fp16=follow tf_bf16=follow
     It sums exponentials, and the loss after it takes their logarithm: only TensorFlow's lists allow 16 bits.
 log_softmax                         : cuda apex tf_fp16=follow tf_bf16=follow
-    As softmax.
+    Like softmax.
 # losses
 cross_entropy                       : cpu tf_fp16 tf_bf16 apex
 nll_loss mse_loss l1_loss smooth_l1_loss kl_div poisson_nll_loss    : cuda cpu apex
@@ -226,9 +227,9 @@ compare                             : exact tf_fp16 tf_bf16 apex=promote
     Apex had to make the inputs of a comparison agree itself; today the frameworks have rules for that.
 relu                                : exact tf_fp16 tf_bf16
 max_pool                            : exact tf_fp16 tf_bf16 cpu=full
-    The CPU list names the 3-d kernels; choosing a maximum rounds nothing.
+    The CPU list names the 3-d kernels. Choosing a maximum does not round.
 max_unpool                          : exact cpu=full
-    As max_pool.
+    Like max_pool.
 segment_max                         : exact tf_fp16=lower
     TensorFlow lowers two kernels of NVIDIA's container because of their neighbours; its own builds do not have them.
 # exact in every format
@@ -299,9 +300,9 @@ def as_markdown() -> str:
 
 _MARKDOWN_HEAD = f"""# The operations
 
-Version {TABLE_VERSION} of the default table: what each operation may run in, in every framework. A policy's own rules
-come before it: `polyamp.policy("mixed_float16", rules={{"softmax": "lower"}})`. Made by
-`polyamp.operations.as_markdown()`.
+This is version {TABLE_VERSION} of the default table: the class of each operation, in every framework. A policy's own
+rules come first: `polyamp.policy("mixed_float16", rules={{"softmax": "lower"}})`. `polyamp.operations.as_markdown()`
+writes this page.
 
 If a source puts an operation into another class, that class is in brackets.
 """

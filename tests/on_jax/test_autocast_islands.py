@@ -1,4 +1,4 @@
-"""An autocast to float32 inside of another region is an island: what is in it runs in float32."""
+"""An autocast to float32 inside another region is an island: everything in it runs in float32."""
 
 from __future__ import annotations
 

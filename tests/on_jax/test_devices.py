@@ -1,4 +1,4 @@
-"""Several devices: the number of CPU devices is fixed when JAX starts, so these tests get a process of their own."""
+"""Several devices: the number of CPU devices is fixed when JAX starts, so these tests run in another process."""
 
 from __future__ import annotations
 

@@ -208,5 +208,5 @@ def test_a_wrapped_optimizer_is_refused(make: Any) -> None:
 
 @pytest.mark.parametrize("thing", ["sgd", v1.train.AdamOptimizer, 3])
 def test_what_is_no_optimizer_is_refused(thing: object) -> None:
-    with pytest.raises(polyamp.InvalidTypeError, match="no optimizer of this framework"):
+    with pytest.raises(polyamp.InvalidTypeError, match="not an optimizer of this framework"):
         LossScaledOptimizer(thing)

@@ -210,7 +210,7 @@ def test_a_loss_that_is_not_finite_skips_the_step_although_its_gradients_are(mod
 
 @pytest.mark.parametrize("loss", [3.0, "loss", None, tf.constant(3)])
 def test_what_is_no_loss_is_refused(loss: Any) -> None:
-    with pytest.raises(polyamp.InvalidTypeError, match="no floating tensor"):
+    with pytest.raises(polyamp.InvalidTypeError, match="a floating-point tensor"):
         LossScaler("mixed_float16").scale(loss)
 
 

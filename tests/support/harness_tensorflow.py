@@ -74,5 +74,8 @@ class TensorFlowHarness:
     def tree(self, arrays: Arrays) -> dict[str, tf.Tensor]:
         return {name: tf.constant(array) for name, array in arrays.items()}
 
+    def trainable(self, array: NDArray[Any]) -> tf.Variable:
+        return tf.Variable(array)
+
     def arrays(self, tree: Mapping[str, tf.Tensor]) -> dict[str, NDArray[Any]]:
         return {name: tensor.numpy() for name, tensor in tree.items()}

@@ -91,15 +91,15 @@ def clipped_scaled(*, where: str, fix: str) -> UsageError:
 def no_loss(found: object, *, allowed: str) -> InvalidTypeError:
     """Return the error for scaling an object that is not a floating-point tensor.
 
-    >>> print(no_loss("a tensor of int64", allowed="a floating tensor"))
-    the loss is no floating tensor
+    >>> print(no_loss("a tensor of int64", allowed="a floating-point tensor"))
+    the loss must be a floating-point tensor
       where:   scaling the loss
       found:   a tensor of int64
-      allowed: a floating tensor
+      allowed: a floating-point tensor
       to do:   give the loss itself, for example the mean of the model's errors
     """
     return InvalidTypeError(
-        "the loss is no floating tensor",
+        "the loss must be a floating-point tensor",
         where="scaling the loss",
         found=found,
         allowed=allowed,
@@ -114,7 +114,7 @@ def no_optimizer(found: object, *, allowed: str) -> InvalidTypeError:
     True
     """
     return InvalidTypeError(
-        "no optimizer of this framework",
+        "not an optimizer of this framework",
         where="wrap_optimizer(optimizer)",
         found=kind_of(found),
         allowed=allowed,

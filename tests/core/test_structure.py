@@ -98,23 +98,8 @@ def in_circles(tree: Path) -> set[str]:
     return set(json.loads(done.stdout))
 
 
-AWAITED = {
-    "polyamp.backends.jax.autocast.regions",
-    "polyamp.backends.jax.graphs.calls",
-    "polyamp.backends.jax.graphs.cells",
-    "polyamp.backends.jax.graphs.higher_order",
-    "polyamp.backends.jax.graphs.interpreter",
-    "polyamp.backends.jax.graphs.planning",
-    "polyamp.backends.jax.graphs.program",
-    "polyamp.backends.jax.graphs.recipes",
-    "polyamp.backends.jax.recording.programs",
-    "polyamp.backends.jax.recording.replay",
-}
-"""Modules whose circles are still to be cut."""
-
-
 def test_imports_have_no_circle() -> None:
-    assert in_circles(ROOT) == AWAITED
+    assert in_circles(ROOT) == set()
 
 
 @pytest.mark.parametrize(

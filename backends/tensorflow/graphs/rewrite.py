@@ -11,8 +11,7 @@ import tensorflow as tf
 
 from polyamp.backends.tensorflow.devices import report_slow
 from polyamp.backends.tensorflow.graphs.capture import FUNCTION, concrete_of, name_of
-from polyamp.backends.tensorflow.graphs.decisions import Pass
-from polyamp.backends.tensorflow.graphs.functions import Inside
+from polyamp.backends.tensorflow.graphs.decisions import Inside, Pass
 from polyamp.backends.tensorflow.graphs.planning import plan_of
 from polyamp.backends.tensorflow.graphs.program import decided_for, decided_graph, lowered_in, lowers
 from polyamp.backends.tensorflow.graphs.refusals import (

@@ -218,7 +218,7 @@ def test_last_step_selects_inside_jit() -> None:
 
 @pytest.mark.parametrize("thing", [optax.sgd, optax.EmptyState(), optax.constant_schedule(0.1), jnp.ones(2)])
 def test_what_is_no_optimizer_is_refused(thing: Any) -> None:
-    with pytest.raises(polyamp.InvalidTypeError, match=r"no optimizer of this framework|not an optimizer"):
+    with pytest.raises(polyamp.InvalidTypeError, match="not an optimizer"):
         polyamp.wrap_optimizer(thing, FLOAT16, backend="jax")
 
 

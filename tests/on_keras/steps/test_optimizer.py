@@ -80,7 +80,7 @@ def test_a_wrapped_optimizer_is_refused(make: Any) -> None:
 
 @pytest.mark.parametrize("thing", ["sgd", keras.optimizers.SGD, 3])
 def test_what_is_no_optimizer_is_refused(thing: object) -> None:
-    with pytest.raises(polyamp.InvalidTypeError, match="no optimizer of this framework"):
+    with pytest.raises(polyamp.InvalidTypeError, match="not an optimizer of this framework"):
         LossScaledOptimizer(thing)
 
 
@@ -178,7 +178,7 @@ def test_a_loss_that_is_not_finite_is_refused_where_that_is_asked_for(value: flo
 
 @pytest.mark.parametrize("loss", [3, "loss", None, np.int32(2)])
 def test_a_loss_that_is_not_floating_is_refused(loss: Any) -> None:
-    with pytest.raises(polyamp.InvalidTypeError, match="no floating tensor"):
+    with pytest.raises(polyamp.InvalidTypeError, match="a floating-point tensor"):
         wrapped().scale_loss(loss)
 
 

@@ -1,4 +1,4 @@
-"""Ambient autocast of TensorFlow: control flow, derivatives, functions traced before, threads, and what it reports."""
+"""Ambient autocast of TensorFlow: control flow, derivatives, functions traced before, threads, and its reports."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ def under(spec: str | polyamp.Policy, **changes: Any) -> Iterator[None]:
 
 
 def products(function: Any, *args: Any) -> Counter[str]:
-    """Types of all products in a traced function and in the functions it calls."""
+    """Return the types of all products in a traced function and in the functions that it calls."""
     graph = tf.function(function).get_concrete_function(*args).graph.as_graph_def()
     nodes = [*graph.node, *(node for one in graph.library.function for node in one.node_def)]
     return Counter(tf.as_dtype(node.attr["T"].type).name for node in nodes if node.op in PRODUCTS)
 
 
 def rounded(value: tf.Tensor, compute: str) -> bool:
-    """Whether every element is in the format."""
+    """Return whether a format holds every element exactly."""
     return bool(tf.reduce_all(tf.cast(tf.cast(value, FORMATS[compute]), value.dtype) == value))
 
 
@@ -568,7 +568,7 @@ def test_other_formats_are_refused(compute: str) -> None:
 
 
 def named(compute: str, name: str) -> polyamp.Policy:
-    """A policy that no other test has, so that nothing was lowered under it before."""
+    """Return a policy that no other test uses, so that nothing was lowered under it before."""
     return polyamp.policy(f"mixed_{compute}", rules={f"nothing_{name}": "keep"})
 
 

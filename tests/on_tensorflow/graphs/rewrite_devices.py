@@ -1,4 +1,4 @@
-"""`polyamp.rewrite` around replicas, run by test_rewrite_devices.py in a process with two CPUs."""
+"""`polyamp.rewrite` of steps with replicas; test_rewrite_devices.py runs this file in a process with two CPUs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ W1, W2 = normal(8, 16, seed=1), normal(16, 4, seed=2)
 
 
 class ByHand:
-    """Gradient descent, the gradients summed over replicas."""
+    """Gradient descent that sums gradients over replicas."""
 
     def __init__(self, variables: list[tf.Variable]) -> None:
         self.variables = variables
@@ -76,7 +76,7 @@ class Scaled(ByHand):
 
 
 class Training:
-    """Two weights on every replica, and a step for what each replica is fed."""
+    """Two weights on every replica, and a step that takes an input for each replica."""
 
     def __init__(self, make: Any, policy: str | None) -> None:
         with STRATEGY.scope():
@@ -101,12 +101,12 @@ class Training:
         return float(self.step(on_each(normal(8, 8, seed=seed)), on_each(tf.constant(spoil))))
 
     def copies(self) -> list[list[Any]]:
-        """The weights on each device."""
+        """Return the weights on each device."""
         return [[one.numpy() for one in weight.values] for weight in self.weights]
 
 
 def on_each(value: tf.Tensor) -> Any:
-    """The halves of a value, one for each replica."""
+    """Return the halves of a value, one for each replica."""
     parts = tf.split(value, COUNT)
     return STRATEGY.experimental_distribute_values_from_function(
         lambda context: tf.squeeze(parts[context.replica_id_in_sync_group])

@@ -1,4 +1,4 @@
-"""Loops over datasets are rewritten with their bodies; what is not entered is named."""
+"""Loops over datasets are rewritten with their bodies; functions that a rewrite does not enter are reported."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_the_body_of_a_loop_runs_in_16_bits(loop: Any, policy: str) -> None:
 
 
 def test_an_epoch_trains_as_its_steps_do() -> None:
-    """One function of a whole epoch, and one function of a step, rewritten."""
+    """Compare a rewritten function for a whole epoch with a rewritten function for one step."""
     ends = []
     for is_epoch in (True, False):
         weight = tf.Variable(tf.ones((4, 3)))

@@ -141,7 +141,7 @@ def test_the_plan_counts_what_the_pass_inserted() -> None:
 def test_a_cast_that_two_products_share_is_counted_once_and_functions_are_part_of_the_plan() -> None:
     plan = GrapplerRewritten(lambda x: tf.exp(x @ W) + tf.exp(shared(x)), BF16).traced_for((X,), {}).plan
     assert [op.format for op in plan.operations if op.name == "matmul"] == ["bfloat16", "bfloat16"]
-    assert plan.totals["casts"] == 4  # the argument and the constant, once each, and two results
+    assert plan.totals["casts"] == 4  # casts of the argument, of the constant and of two results
 
 
 def test_no_plan_before_the_first_call() -> None:

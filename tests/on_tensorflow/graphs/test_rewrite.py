@@ -1,4 +1,4 @@
-"""`polyamp.rewrite` of TensorFlow functions: what can be, how it is called, saved and explained, and rules."""
+"""`polyamp.rewrite` of TensorFlow functions: which functions, calls, saving, plans and rules."""
 
 from __future__ import annotations
 
@@ -291,7 +291,7 @@ def test_it_is_called_in_other_functions() -> None:
 
 
 def session_step(*, resources: bool, functions: bool) -> tuple[Any, list[str]]:
-    """A graph with a loop, a condition, `tf.gradients` and Adam; with or without resource variables and functions."""
+    """Build a graph with a loop, a condition, gradients and Adam; with or without resource variables and functions."""
     (v1.enable_resource_variables if resources else v1.disable_resource_variables)()
     (v1.enable_control_flow_v2 if functions else v1.disable_control_flow_v2)()
     try:
@@ -456,7 +456,7 @@ def in_scopes(x: Any, w: Any) -> Any:
 @pytest.mark.parametrize(
     ("pattern", "count"),
     [
-        ("encoder", 2),  # the gradient of its input is not asked for
+        ("encoder", 2),  # nobody asks for the gradient of its input
         ("head", 3),
         ("decoder.head", 3),
         ("deco*/head", 3),

@@ -1,4 +1,4 @@
-"""Rewritten training beside float32: losses of four models, gradients that are small, and updates that stay exact."""
+"""Rewritten training compared with float32: losses of four models, small gradients, and exact updates."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def cross_entropy(logits: tf.Tensor) -> tf.Tensor:
     return tf.reduce_mean(tf.nn.sparse_softmax_cross_entropy_with_logits(LABELS, logits))
 
 
-# Each gives a loss of its input, the variables to train, and an input.
+# Each returns a loss function of its input, the variables to train, and an input.
 
 
 def mlp() -> Model:
@@ -193,11 +193,11 @@ def test_unscaling_flushes_nothing(how: str, policy: str) -> None:
     assert relative_error(found, exact) < {FP16: 2.0**-9, BF16: 2.0**-6}[policy]
 
 
-# Updates: bit for bit what they are of the same gradients in float32.
+# Updates: bit-identical to those of the same gradients in float32.
 
 
 class State(tf.Module):
-    """What an optimizer keeps for one weight."""
+    """An optimizer's state for one weight."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -230,7 +230,7 @@ def adam(state: State, grad: Any) -> None:
 
 
 def muon(state: State, grad: Any) -> None:
-    """Orthogonalises its momentum by five products of Newton's and Schulz's iteration."""
+    """Orthogonalise the momentum by five steps of the Newton-Schulz iteration."""
     state.first.assign(0.95 * state.first + grad / 2.0**15)
     x = state.first / (tf.norm(state.first) + 1e-20)
     for _ in range(5):
@@ -311,7 +311,7 @@ def test_updates_are_exact(name: str, build: Any) -> None:
 
 
 def test_two_optimizers_with_a_gradient_through_the_first_gradient() -> None:
-    """A penalty on a gradient's norm: the inner gradient is no update, since the outer one comes after it."""
+    """A penalty on a gradient's norm: the inner gradient is not an update, because the outer gradient follows it."""
     weight = tf.Variable(normal(16, 16, seed=3))
 
     def step(x: Any) -> Any:
@@ -331,7 +331,7 @@ def test_two_optimizers_with_a_gradient_through_the_first_gradient() -> None:
     assert set(planned(fast.plan)) == {"bfloat16"}
 
 
-# Constants that float16 does not hold.
+# Constants that float16 cannot hold.
 
 ROWS, SQUARE = normal(6, 8, scale=1.0), normal(8, 8, seed=1)
 MASK = np.tri(6, 8, dtype=bool)

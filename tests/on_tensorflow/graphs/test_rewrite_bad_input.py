@@ -1,4 +1,4 @@
-"""`polyamp.rewrite` of what it cannot rewrite, the user's own errors, and what deleted functions leave."""
+"""`polyamp.rewrite` of code that it cannot rewrite, the user's own errors, and memory after functions are deleted."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def product(x: Any) -> Any:
 
 
 def says(error: pytest.ExceptionInfo[Any], *words: str) -> None:
-    """Every error says what happened, where and what to do."""
+    """Check that an error has all its parts and these words."""
     for word in (*words, "to do:", "where:"):
         assert re.search(word, str(error.value)), f"{word!r} is not in: {error.value}"
 
@@ -249,7 +249,7 @@ def test_code_that_checks_types_passes() -> None:
     assert seen == [np.float32]
 
 
-# Nothing is left behind, and nothing goes too early.
+# Nothing leaks, and nothing is deleted too early.
 
 CALLING = ("nested loops", "traced before", "py_function", "recompute_grad")
 
@@ -259,7 +259,7 @@ def rewritten_step(name: str) -> Any:
 
 
 def test_fifty_rewrites_leave_nothing_behind() -> None:
-    names = ("nested loops", "traced before", "case", "conv")  # of others, plain functions leave something behind
+    names = ("nested loops", "traced before", "case", "conv")  # in others, plain functions leak too
 
     def once(turn: int) -> weakref.ref[Any]:
         function = rewritten_step(names[turn % len(names)])
@@ -275,7 +275,7 @@ def test_fifty_rewrites_leave_nothing_behind() -> None:
     gc.collect()
     assert not [one for one in made if one() is not None]
     assert set(function_names()) == functions
-    assert len(gc.get_objects()) - objects < 500  # one rewrite makes thousands
+    assert len(gc.get_objects()) - objects < 500  # one rewrite makes thousands of objects
 
 
 @pytest.mark.parametrize("name", CALLING)

@@ -1,4 +1,4 @@
-"""Rewritten steps over replicas: the number of logical devices is fixed when TensorFlow starts."""
+"""Rewritten steps with replicas, in a separate process: TensorFlow fixes the number of devices when it starts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`polyamp.rewrite` of steps with control flow, derivatives of their own, foreign functions and mixed types."""
+"""`polyamp.rewrite` of steps with control flow, custom derivatives, foreign functions and mixed types."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def rewritten(step: Any, policy: str, **options: Any) -> Any:
 
 
 def assert_as_in_float32(forward: Any, policy: str, **options: Any) -> Any:
-    """A training step on ``forward``: values, types, and how many products run in the low format."""
+    """Check a training step on ``forward``: values, types, and the number of products in the low format."""
     weight, own = variables_like(W, W)
     plain, fast = tf.function(train_step(forward, weight)), rewritten(train_step(forward, own), policy, **options)
     (expected, grads), (loss, own_grads) = plain(X), fast(X)
@@ -60,7 +60,7 @@ def test_edges(name: str, policy: str) -> None:
 
 @pytest.mark.parametrize("name", sorted(EDGES.keys() - NO_XLA))
 def test_under_xla(name: str) -> None:
-    """What TensorFlow's XLA compiles in float32."""
+    """A function that XLA compiles in float32 also compiles when it is rewritten."""
     fast = assert_as_in_float32(EDGES[name], "mixed_bfloat16", jit_compile=True)
     assert fast.get_concrete_function(X).function_def.attr["_XlaMustCompile"].b
 
@@ -125,14 +125,14 @@ def test_operations_without_a_kernel_stay_float32(policy: str) -> None:
         return state.h + tf.math.rint(x @ W)[:, :4]
 
     fast = rewritten(forward, policy)
-    assert np.mean(np.abs(fast(X) - tf.function(forward)(X)) > TOLERANCE[policy]) < 0.1  # some may round otherwise
+    assert np.mean(np.abs(fast(X) - tf.function(forward)(X)) > TOLERANCE[policy]) < 0.1  # some may round differently
     reasons = {op.native: op.reason for op in fast.plan.operations if op.native in ("GRUBlockCell", "Rint")}
     assert reasons == {name: f"no {LOW[policy].name} kernel for {name} on CPU" for name in ("GRUBlockCell", "Rint")}
 
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_training_loop_in_the_graph(policy: str) -> None:
-    """Many steps in one call: each turn has a forward pass, a backward pass and an update."""
+    """Many steps in one call: each iteration has a forward pass, a backward pass and an update."""
     weight, own = variables_like(W, W)
 
     def train(variable: tf.Variable) -> Any:
@@ -238,7 +238,7 @@ def test_datasets_and_iterators() -> None:
 
 @pytest.mark.parametrize(("rules", "low"), [({}, 6), ({"enc": "full"}, 0)])
 def test_gradients_of_the_users_own_are_backward_like_any_other(rules: dict[str, str], low: int) -> None:
-    """They are no part of the update, and stand in the scopes of their forward operations."""
+    """They are not part of the update, and they have the scopes of their forward operations."""
     linear = tf.custom_gradient(lambda x, w: (x @ w, lambda dy: (dy @ tf.transpose(w), tf.transpose(x) @ dy)))
     weight = tf.Variable(W)
 

@@ -1,4 +1,4 @@
-"""Random graphs, rewritten beside TensorFlow's own pass: never less careful, and right within the format's error."""
+"""Random graphs, compared with TensorFlow's own pass: never less careful, and exact within the format's error."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from support.tensorflow_cases import LOW, POLICIES, PRODUCTS, normal, relative_e
 v1 = tf.compat.v1
 SIZE, SEEDS = 8, range(24)
 PASS = {"mixed_float16": "auto_mixed_precision_cpu", "mixed_bfloat16": "auto_mixed_precision_onednn_bfloat16"}
-TOLERANCE = {"mixed_float16": 2.0**-6, "mixed_bfloat16": 2.0**-3}  # some dozen operations one after the other
-# What the passes never lower: their deny lists, core/grappler/optimizers/auto_mixed_precision_lists.h of 2.21.
+TOLERANCE = {"mixed_float16": 2.0**-6, "mixed_bfloat16": 2.0**-3}  # the error of about a dozen operations in sequence
+# The passes never lower these; their deny lists are in core/grappler/optimizers/auto_mixed_precision_lists.h of 2.21.
 DENIED = {
     "mixed_bfloat16": {"Exp", "Expm1", "L2Loss", "Pow", "SoftmaxCrossEntropyWithLogits"},
 }
-LEAVING = PRODUCTS | {"AvgPool", "Erf", "Sigmoid", "Tanh"}  # 16 bits after whatever they take
+LEAVING = PRODUCTS | {"AvgPool", "Erf", "Sigmoid", "Tanh"}  # 16 bits for any input
 DENIED["mixed_float16"] = DENIED["mixed_bfloat16"] | {"Mean", "Sum"}
 
 
@@ -93,9 +93,9 @@ STEPS: tuple[Callable[[tf.Tensor, tf.Tensor], tf.Tensor], ...] = (
 
 
 def random_graph(seed: int) -> tuple[tf.compat.v1.GraphDef, list[str]]:
-    """A graph of random operations on square matrices, with its gradients; and the nodes to fetch."""
+    """Return a graph of random operations on square matrices with its gradients, and the nodes to fetch."""
     rng = np.random.default_rng(seed)
-    v1.disable_control_flow_v2()  # the runtime makes this of loops before TensorFlow's pass sees them
+    v1.disable_control_flow_v2()  # the runtime does this to loops before TensorFlow's pass sees them
     try:
         with tf.Graph().as_default() as graph:
             placeholders = [v1.placeholder(tf.float32, (SIZE, SIZE), name=name) for name in ("x", "w", "v")]
@@ -122,14 +122,14 @@ def run(graph_def: Any, fetches: list[str]) -> list[np.ndarray]:
 
 
 def in_16_bits(graph_def: Any, policy: str) -> set[str]:
-    """The names of nodes that compute in the low format; a rewrite may have given a node's name to a cast of it."""
+    """Return the names of nodes that compute in the low format; after a rewrite, a name may belong to a cast."""
     dtype = LOW[policy]
     found = [node for node in graph_def.node if node.attr["T"].type == dtype.as_datatype_enum]
     return {node.name.removesuffix(f"/polyamp_{dtype.name}") for node in found}
 
 
 def after_denied(graph_def: Any, policy: str) -> Iterator[str]:
-    """Nodes that take a value which came from a denied operation and went through no product or bounded one since."""
+    """Return nodes with an input from a denied operation, without a product or a bounded operation in between."""
     nodes = {node.name: node for node in graph_def.node}
     numbers = (node for node in graph_def.node if OPERATIONS.get(node.op) != "shape")
     floats = {node.name for node in numbers if node.attr["T"].type == tf.float32.as_datatype_enum}
@@ -159,7 +159,7 @@ def test_random_graphs(seed: int, policy: str) -> None:
     assert types_of(ours.node)[LOW[policy].name] >= types_of(graph_def.node)["float32"] > 0
     for found, other, expected in zip(*(run(graph, fetches) for graph in (ours, theirs, graph_def)), strict=True):
         assert found.dtype == np.float32
-        # Some graphs are worse than the format: saturated functions, differences of like numbers.
+        # Some graphs have larger errors than the format: saturated functions, differences of similar numbers.
         assert relative_error(found, expected) < max(TOLERANCE[policy], 1.5 * relative_error(other, expected))
 
 

@@ -1,4 +1,4 @@
-"""Loops in `polyamp.rewrite`: 16 bits in what they carry where nothing adds up, and in the lists that they fill."""
+"""Loops in `polyamp.rewrite`: 16 bits for carried values that do not add up, and for the lists that loops fill."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LISTS = ("EmptyTensorList", "TensorListFromTensor", "TensorListReserve")
 
 
 class Cell(layers.Layer):
-    """A cell of one's own, for `keras.layers.RNN`."""
+    """A custom cell for `keras.layers.RNN`."""
 
     state_size = 16
 
@@ -83,7 +83,7 @@ def test_an_lstm_carries_its_output_in_16_bits_and_its_cell_state_in_float32(pol
     for loop in loops:
         floats = Counter(dtype for dtype in loop.attr["T"].list.type if tf.as_dtype(dtype).is_floating)
         assert floats == {low: 1, tf.float32.as_datatype_enum: 1}
-    # of each layer the cell states, and a list that nothing uses
+    # the cell states of each layer, and a list that nothing uses
     assert lists_of(nodes_that_run(fast, X))["float32"] == 4
     assert lists_of(nodes_that_run(fast, X))[LOW[policy].name] > 20
 
@@ -179,7 +179,7 @@ def mixed(x: Any) -> Any:
 
 
 def read_again_and_again(x: Any) -> Any:
-    """The gradient of the one item that is read is a sum over all turns."""
+    """Read one item in every iteration: its gradient is a sum over all iterations."""
     array = tf.TensorArray(tf.float32, 6).unstack(tf.tanh(x @ W))
     total = tf.zeros(8)
     for _ in tf.range(400):

@@ -23,7 +23,7 @@ ROWS = normal(32, 16, scale=1.0)
 
 
 def branching() -> keras.Model:
-    """Norms after each other, in branches that are added, and without scale or offset."""
+    """Apply norms in sequence, in branches that are added, and without scale or offset."""
     inputs = keras.Input((12, 12, 3))
     x = layers.ReLU()(layers.BatchNormalization(momentum=0.9)(layers.Conv2D(8, 3, use_bias=False)(inputs)))
     branches = [layers.BatchNormalization()(layers.Conv2D(16, 3, strides=2, use_bias=False)(x)) for _ in range(2)]
@@ -109,7 +109,7 @@ def test_a_rule_gives_norms_in_float32(pattern: str) -> None:
 
 @pytest.mark.parametrize("penalty", [lambda m, v: tf.square(m), lambda m, v: v**2, lambda m, v: m * m + v**2])
 def test_a_norm_whose_statistics_have_other_uses_is_right(penalty: Callable[..., Any]) -> None:
-    """Its gradient is no batch norm's: the kernel must not be taken for it."""
+    """Its gradient is not that of a batch norm, so the kernel must not replace it."""
     kernel, scale = tf.Variable(normal(3, 3, 3, 8, scale=0.3)), tf.Variable(tf.ones(8))
 
     def step(x: Any) -> Any:
@@ -179,7 +179,7 @@ def test_a_rule_of_class_inner_computes_in_float32_and_rounds(op_class: str) -> 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("function", [tf.sigmoid, lambda x: 1.0 - tf.tanh(x)])
 def test_the_gradient_of_what_saturates_is_a_product(function: Any, policy: str) -> None:
-    """A large gradient of a small number is of order one, and is not to be inf times 0 on the way."""
+    """A large gradient times a small number is about one, and must not become inf times 0 on the way."""
     weight = tf.Variable(np.eye(4, dtype="float32"))
 
     def step(x: Any) -> Any:
@@ -192,7 +192,7 @@ def test_the_gradient_of_what_saturates_is_a_product(function: Any, policy: str)
 
 
 def test_the_derivative_of_a_quotient_is_as_large_as_a_reciprocal() -> None:
-    """It is -x / y / y, no gradient, so that no loss scale would bring it into float16's range."""
+    """It is -x / y / y and not a gradient, so no loss scale brings it into float16's range."""
     weights = tf.Variable(tf.random.stateless_normal((8, 16), (0, 1)) * 1e-6)
 
     def step(x: tf.Tensor) -> tf.Tensor:

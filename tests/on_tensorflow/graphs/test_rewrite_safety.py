@@ -1,4 +1,4 @@
-"""What `polyamp.rewrite` keeps out of 16 bits: the user's data, squares, reciprocals, what nearly is 0 or 1."""
+"""Values that `polyamp.rewrite` keeps out of 16 bits: the user's data, squares, reciprocals, numbers near 0 or 1."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def with_gradient(loss: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def check(loss: Callable[..., Any], *args: Any, policy: str, close: float = 2.0**-6) -> Any:
-    """The loss and its gradient are float32's, within some roundings of the products."""
+    """Check that the loss and its gradient are those of float32, within a few roundings of the products."""
     step = with_gradient(loss)
     fast = rewrite(step, *args, policy=policy)
     for found, expected in zip(fast(*args), tf.function(step)(*args), strict=True):
@@ -179,7 +179,7 @@ DATA = {
 def test_float32_data_are_not_cast_beside_a_product(name: str, policy: str) -> None:
     loss, data = DATA[name]
     check(loss, LOGITS, data, policy=policy)
-    check(tf.function(loss), LOGITS, data, policy=policy)  # in a function of its own
+    check(tf.function(loss), LOGITS, data, policy=policy)  # in a separate function
 
 
 def test_elements_of_a_dataset_and_what_an_outer_function_traces_are_data() -> None:
@@ -260,7 +260,7 @@ def test_a_quotient_of_what_saturates(policy: str) -> None:
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_the_gradient_of_a_sigmoid_that_a_loss_took_unrounded(policy: str) -> None:
-    """In ``p * (1 - p)`` a ``p`` near 1 is not to be rounded."""
+    """In ``p * (1 - p)`` a ``p`` near 1 must not be rounded."""
     x = tf.fill((700, 4), 4.0)
 
     def dice(x: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Rewritten functions are ``tf.function``s for whatever looks for those, such as a SavedModel."""
+"""Rewritten functions work as ``tf.function``s, for example in a SavedModel."""
 
 from __future__ import annotations
 

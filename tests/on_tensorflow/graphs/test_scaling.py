@@ -1,4 +1,4 @@
-"""A step whose loss nobody scaled, and gradients clipped while they are scaled, are seen in the step's graph."""
+"""A loss that was not scaled, and gradients clipped while they are scaled, are found in the step's graph."""
 
 from __future__ import annotations
 

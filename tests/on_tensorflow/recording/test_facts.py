@@ -1,4 +1,4 @@
-"""What `polyamp.lint` is told of a TensorFlow function."""
+"""The facts that `polyamp.lint` gets from a TensorFlow function."""
 
 from __future__ import annotations
 

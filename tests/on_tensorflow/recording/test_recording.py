@@ -1,4 +1,4 @@
-"""One TensorFlow step recorded: what is counted, in which format, where it stands, and that nothing is changed."""
+"""Recordings of one TensorFlow step: what is counted, its format and place, and that nothing changes."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def test_what_is_recorded_of_a_step() -> None:
         (ACTIVATION, "second/softmax", "float32"),
         (ACTIVATION, "square", "float32"),
         (ACTIVATION, "mean", "float32"),
-        (ACTIVATION, "mul", "float32"),  # the 2x of a square, which no loss scale touches
+        (ACTIVATION, "mul", "float32"),  # the 2x of a square, which does not grow with the loss scale
         (GRADIENT, "div", "float32"),
         (GRADIENT, "mul", "float32"),
         (GRADIENT, "second/mul", "float32"),
@@ -160,7 +160,7 @@ def test_what_is_recorded_of_a_step() -> None:
 
 
 def squared_error(size: float, kind: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """A step whose backward pass has factors that are as large as the targets, in a number of forms."""
+    """Return a step whose backward pass has factors as large as the targets, in one of several forms."""
     first, second = tf.Variable(normal(8, 16) * 0.3), tf.Variable(normal(16, 32, seed=1) * 0.3)
     batch = tf.constant(normal(512, 8, seed=2)), tf.constant(normal(512, 32, seed=3) * size)
 
@@ -201,13 +201,13 @@ def test_factors_of_a_gradient_are_no_gradients(kind: str, size: float) -> None:
     largest = max(one.spread.largest for one in found.bounding)
     assert largest < 1.0 * size  # the factor is 2 * size and more
     assert found.window.high == 2.0 ** np.floor(np.log2(65504 / largest))
-    if kind in ("plain", "looped") and size == 1.0:  # of which the recorder chooses the scale
+    if kind in ("plain", "looped") and size == 1.0:  # the recorder chooses their scale
         verdict = polyamp.diagnose(step, *batch, policy=F16, scale=found.window.high * 2.0**6)
         assert (verdict.kind, verdict.rules) == ("scale", {})
 
 
 def test_the_gradients_of_a_penalty_are_activations() -> None:
-    """What an inner tape takes is part of the loss, and does not grow with its scale."""
+    """Gradients of an inner tape are part of the loss and do not grow with the loss scale."""
     weight, x = tf.Variable(normal(8, 4)), tf.constant(normal(6, 8, seed=1))
 
     def loss_fn(x: Any) -> Any:
@@ -408,7 +408,7 @@ def test_layers_and_variables_in_half() -> None:
     assert layer.kernel.dtype == "float16"
 
 
-# What is refused.
+# Refusals.
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Skipped steps over replicas, run by test_replicas.py in processes of their own, with two logical CPUs."""
+"""Skipped steps with replicas; test_replicas.py runs this file in separate processes with two logical CPUs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ COMPILED = pytest.mark.parametrize("compiled", [False, True], ids=["eager", "fun
 
 
 class Loop:
-    """A strategy, one variable and a step for gradients of each replica."""
+    """A strategy, one variable, and a step that takes the gradients of each replica."""
 
     def __init__(self, make: Callable[[], Any], compiled: bool = True) -> None:
         with STRATEGY.scope():
@@ -61,7 +61,7 @@ class Wrapped(Stepper):
 
 
 class Own(Stepper):
-    """An optimizer of somebody's own, that knows nothing of replicas."""
+    """A user's own optimizer, without any support for replicas."""
 
     def __call__(self, grad: tf.Tensor, weight: tf.Variable) -> None:
         self.scaler.step(self, [(grad, weight)])

@@ -1,4 +1,4 @@
-"""The update is marked in graphs, and variables are named as if it were not."""
+"""The update is marked in graphs, and the marks do not change the names of variables."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_two_steps_in_one_graph_have_one_scope() -> None:
 
 
 def variable_names(settings: LossScale, dtype: tf.DType) -> set[str]:
-    """The variables of the optimizer and the masters, each by a graph's own count of names."""
+    """Return the names of the optimizer's variables and of the master weights, as this graph counts them."""
     weight, scaler = tf.Variable(tf.ones(2, dtype), name="weight"), LossScaler(settings)
     opt = v1.train.AdamOptimizer(0.1)
     graph_of(lambda grad: scaler.step(opt, [(grad, weight)]), dtype)

@@ -26,7 +26,7 @@ START = np.array([1.0, -2.0, 3.0], np.float32)
 
 
 class Graph:
-    """One optimizer in a graph of a Session, with the gradient of its loss fed in."""
+    """One optimizer in a graph of a Session; the gradient of its loss is fed in."""
 
     def __init__(self, make: Any, *, initializer: Any = START, dtype: Any = tf.float32) -> None:
         self.graph = tf.Graph()
@@ -45,7 +45,7 @@ class Graph:
         self.session.run(self.train, {self.factor: factor})
 
     def values(self) -> dict[str, bytes]:
-        """All variables but the loss scale and its counters."""
+        """Return all variables except the loss scale and its counters."""
         ours = {variable.name for variable in getattr(getattr(self.opt, "scaler", None), "scalars", ())}
         with self.graph.as_default():
             chosen = [variable for variable in v1.global_variables() if variable.name not in ours]
@@ -160,7 +160,7 @@ def test_sparse_rows_are_unscaled_tested_and_clipped(mode: str) -> None:
     run = step if mode == "eager" else tf.function(step, jit_compile=mode == "xla")
     run(tf.constant([[np.nan, 0.0], [0.0, 0.0]]))
     assert np.array_equal(table.numpy(), np.ones((5, 2)))
-    run(tf.constant([[12.0, 0.0], [0.0, 16.0]]))  # of the loss times 4: a norm of 5
+    run(tf.constant([[12.0, 0.0], [0.0, 16.0]]))  # the gradient of the loss times 4 has a norm of 5
     np.testing.assert_allclose(table.numpy()[[1, 3]], [[0.4, 1.0], [1.0, 0.2]], rtol=1e-6)
 
 
@@ -208,5 +208,5 @@ def test_a_wrapped_optimizer_is_refused(make: Any) -> None:
 
 @pytest.mark.parametrize("thing", ["sgd", v1.train.AdamOptimizer, 3])
 def test_what_is_no_optimizer_is_refused(thing: object) -> None:
-    with pytest.raises(polyamp.InvalidTypeError, match="no optimizer of this framework"):
+    with pytest.raises(polyamp.InvalidTypeError, match="not an optimizer of this framework"):
         LossScaledOptimizer(thing)

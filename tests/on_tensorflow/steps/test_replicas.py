@@ -1,4 +1,4 @@
-"""Several logical devices: their number is fixed when TensorFlow starts, so these tests get processes of their own."""
+"""Steps on several logical devices. Their number is fixed when TensorFlow starts, so each test starts a process."""
 
 from __future__ import annotations
 

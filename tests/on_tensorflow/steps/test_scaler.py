@@ -20,7 +20,7 @@ SGD = tf.compat.v1.train.GradientDescentOptimizer
 
 
 class Own:
-    """An optimizer of somebody's own: all that it has is ``apply_gradients``."""
+    """A user's own optimizer, which only has ``apply_gradients``."""
 
     def apply_gradients(self, pairs: list[tuple[tf.Tensor, tf.Variable]]) -> None:
         for grad, variable in pairs:
@@ -136,7 +136,7 @@ def test_masters_take_over_what_was_assigned_to_the_model() -> None:
     small = tf.constant([2.0**-13, 2.0**-13], tf.float16)
     step = tf.function(lambda: scaler.step(SGD(1.0), [(small, weight)]).applied)
     step()
-    weight.assign([1.0, 5.0])  # one element as it is, with what its master holds beyond 16 bits; one of another value
+    weight.assign([1.0, 5.0])  # one element keeps the digits of its master weight beyond 16 bits; one has a new value
     for _ in range(7):
         step()
     assert weight.numpy().tolist() == [1.0 - 2.0**-10, 5.0]
@@ -210,7 +210,7 @@ def test_a_loss_that_is_not_finite_skips_the_step_although_its_gradients_are(mod
 
 @pytest.mark.parametrize("loss", [3.0, "loss", None, tf.constant(3)])
 def test_what_is_no_loss_is_refused(loss: Any) -> None:
-    with pytest.raises(polyamp.InvalidTypeError, match="no floating tensor"):
+    with pytest.raises(polyamp.InvalidTypeError, match="a floating-point tensor"):
         LossScaler("mixed_float16").scale(loss)
 
 

@@ -1,4 +1,4 @@
-"""``compute_gradients`` of a wrapped ``tf.compat.v1.train`` optimizer gives gradients that code may clip."""
+"""``compute_gradients`` of a wrapped ``tf.compat.v1.train`` optimizer returns gradients that code may clip."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ MODES = ["session", "function", "eager", "jit"]
 
 
 class Run:
-    """One optimizer in one way to run it; the gradient is what each step is given."""
+    """One optimizer in one way to run it; each step takes a gradient."""
 
     def __init__(self, make: Callable[[], Any], change: Callable[[Any], Any], mode: str) -> None:
         self.change, self.mode = change, mode
@@ -167,5 +167,5 @@ def test_a_rewritten_step_clips_unscaled_gradients() -> None:
     fast = polyamp.rewrite(step, policy="mixed_float16", backend="tensorflow")
     fast(tf.ones((3, 4)))
     assert weight.numpy() == pytest.approx(np.full((4, 2), 1 - 0.5 / 8**0.5), rel=1e-6)
-    fast(tf.fill((3, 4), 3e4))  # the sum of three leaves float16
+    fast(tf.fill((3, 4), 3e4))  # the sum of three overflows float16
     assert not opt.last_step.applied

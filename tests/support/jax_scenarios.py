@@ -1,4 +1,4 @@
-"""Small programs, and the formats in a traced program, for the tests of autocast in JAX."""
+"""Small programs, and functions that read the formats of a traced program, for the tests of autocast in JAX."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import pytest
 import polyamp
 
 POLICIES = ("mixed_bfloat16", "mixed_float16")
-# A policy, and whether autocast is inside the transformation (grad, vmap, ...) or around it. The format and the order
-# are independent, so two of the four pairs are enough.
+# A policy, and whether autocast is inside the transformation (grad, vmap, ...) or around it. The format and the
+# order are independent, so two of the four pairs are enough.
 MODES = [("mixed_bfloat16", True), ("mixed_float16", False)]
 TOLERANCE = {"mixed_bfloat16": 3e-2, "mixed_float16": 4e-3}  # about 8 and 4 units of rounding (2**-8 and 2**-11)
 PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot_general")
@@ -29,7 +29,7 @@ PRECISE_AS_WRITTEN = (
 
 @pytest.fixture(autouse=True)
 def quickly_compiled() -> Iterator[None]:
-    """Compile in half the time, in each test module that imports this. It pays because programs run once."""
+    """Compile in half the time, into slower code, in every test module that imports this: programs run once."""
     before = jax.config.read("jax_disable_most_optimizations")
     jax.config.update("jax_disable_most_optimizations", True)
     yield
@@ -37,7 +37,7 @@ def quickly_compiled() -> Iterator[None]:
 
 
 class Ran(NamedTuple):
-    """One equation of a traced program, inside any loops and calls."""
+    """One equation of a traced program, at any depth of loops and calls."""
 
     name: str
     inputs: tuple[Any, ...]  # abstract values
@@ -52,9 +52,9 @@ class Ran(NamedTuple):
 
 
 def trace(fn: Callable[..., Any], *args: Any, **options: Any) -> list[Ran]:
-    """Return all equations of a function's jaxpr and its inner jaxprs.
+    """Return all equations of a function's jaxpr and of its inner jaxprs.
 
-    A function of its own for each call: JAX keeps the jaxpr of a function that it has seen, under whatever policy.
+    Each call makes a new function, since JAX caches the jaxpr of a function for every policy.
     """
     return list(walk(jax.make_jaxpr(lambda *own: fn(*own), **options)(*args)))
 
@@ -86,14 +86,14 @@ def dots(fn: Callable[..., Any], *args: Any, within: str = "") -> list[set[str]]
 
 
 def formats(fn: Callable[..., Any], *args: Any, of: tuple[str, ...] = PRECISE, within: str = "") -> set[str]:
-    """Return all floating-point dtypes that the operations ``of`` work with."""
+    """Return all floating-point dtypes of the operations ``of``; empty if there are none."""
     return set[str]().union(*(op.floats for op in only(trace(fn, *args), *of, within=within)))
 
 
 def assert_mixed(mixed: Callable[..., Any], plain: Callable[..., Any], *args: Any, policy: str, outside: bool) -> None:
-    """Assert that there are as many products as in the plain program, all low, and that exponentials are float32.
+    """Assert as many products as in the plain program, all of them low, and exponentials and powers in float32.
 
-    Powers are float32 too. So is every sum if autocast is outside the derivative, and sees its operations.
+    Sums are in float32 too if autocast is outside the derivative, and sees the operations that JAX makes for it.
     """
     ran, products = trace(mixed, *args), dots(plain, *args)
     assert products
@@ -103,7 +103,7 @@ def assert_mixed(mixed: Callable[..., Any], plain: Callable[..., Any], *args: An
 
 
 def assert_close(ours: Any, theirs: Any, policy: str, factor: float = 1.0) -> None:
-    """Assert the same structure and dtypes, and a small error in the norm of the whole tree."""
+    """Assert the same structure and types, and a small distance in norm over the whole tree."""
     assert jax.tree.structure(ours) == jax.tree.structure(theirs)
     assert described(ours) == described(theirs)
     assert relative_error(ours, theirs) < TOLERANCE[policy] * factor
@@ -116,7 +116,7 @@ def described(tree: Any) -> list[Any]:
 
 
 def relative_error(ours: Any, theirs: Any) -> float:
-    """Return the norm of the difference over the norm, in float64, of all numeric leaves together."""
+    """Return the norm of the difference divided by the norm, in float64, over all numeric leaves."""
     pairs = zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True)
     wide = [(np.asarray(a).astype(np.complex128), np.asarray(b).astype(np.complex128)) for a, b in pairs]
     assert all(np.isfinite(a).all() for a, _ in wide)
@@ -125,7 +125,7 @@ def relative_error(ours: Any, theirs: Any) -> float:
 
 
 def residuals(fn: Callable[..., Any], *args: Any) -> list[Any]:
-    """Return the shapes that ``fn`` keeps for its backward pass, its own arguments included."""
+    """Return the shapes that ``fn`` keeps for its backward pass; arguments with equal shapes are not distinguished."""
     return jax.tree.leaves(jax.eval_shape(lambda *own: jax.vjp(fn, *own)[1], *args))
 
 
@@ -138,7 +138,7 @@ def low(policy: str) -> str:
 
 
 def normal(seed: int, *shape: int, scale: float = 1.0) -> jax.Array:
-    """Return normal numbers from NumPy: JAX would compile a program for every shape, even to collect tests."""
+    """Return random numbers of NumPy; JAX would compile a program for every shape, even in a collection only."""
     return jnp.asarray(scale * np.random.default_rng(seed).standard_normal(shape), jnp.float32)
 
 
@@ -176,7 +176,7 @@ TOKENS = normal(9, 2, 5, 16)
 
 
 def attention(weights: Any, x: jax.Array, mask: jax.Array | None = None, fill: float | None = None) -> jax.Array:
-    """Return one attention head with a residual connection: 6 products forward."""
+    """Return attention with one head and a residual connection: 6 products forward."""
     q, k, v = (x @ weights[name] for name in "qkv")
     scores = jnp.einsum("bqd,bkd->bqk", q, k) / 4.0
     if mask is not None:

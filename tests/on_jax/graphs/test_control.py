@@ -265,7 +265,7 @@ def test_pmap() -> None:
 
 def test_on_four_devices() -> None:
     flags = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=4"
-    printed = run_tests(Path(__file__).with_name("autocast_devices.py"), "jax", XLA_FLAGS=flags, JAX_PLATFORMS="cpu")
+    printed = run_tests(Path(__file__).with_name("devices.py"), "jax", XLA_FLAGS=flags, JAX_PLATFORMS="cpu")
     assert "13 passed" in printed
 
 

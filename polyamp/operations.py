@@ -305,9 +305,9 @@ def as_markdown() -> str:
 
 _MARKDOWN_HEAD = f"""# The operations
 
-This is version {TABLE_VERSION} of the default table: the class of each operation, in every framework. A policy's own rules
-come first: `polyamp.policy("mixed_float16", rules={{"softmax": "lower"}})`. `polyamp.operations.as_markdown()` writes
-this page.
+This is version {TABLE_VERSION} of the default table: the class of each operation, in every framework. A policy's own
+rules come first: `polyamp.policy("mixed_float16", rules={{"softmax": "lower"}})`. This page is written by
+`polyamp.operations.as_markdown()`.
 
 A source that assigns another class has that class in brackets.
 """

@@ -23,7 +23,7 @@ def explain(
     """Return the format of every operation of a module, with its place and the reason.
 
     >>> import torch
-    >>> plan = explain(lambda x: torch.exp(x @ x), torch.ones(2, 2, device="meta"), policy="mixed_float16")
+    >>> plan = explain(lambda x: (x @ x).exp(), torch.ones(2, 2, device="meta"), policy="mixed_float16")
     >>> [(op.name, op.format, op.reason) for op in plan.operations]
     [('matmul', 'float16', 'table'), ('exp', 'float32', 'table')]
 

@@ -170,7 +170,7 @@ def _traced_by(fn: Callable[..., Any], policy: Policy) -> Callable[..., Any]:
     def traced(*args: Any, **kwargs: Any) -> Any:
         concrete = concrete_of(fn, args, kwargs)
         decisions = decided_for(concrete, policy)
-        check_scaling(scaling_of(decisions, concrete.graph))
+        check_scaling(*scaling_of(decisions, concrete.graph))
         if not plans:
             plans.append(functools.cache(lambda: plan_of(decisions, concrete.graph)))
         return _called(concrete, decisions, args, kwargs, name_of(fn))

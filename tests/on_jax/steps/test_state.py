@@ -58,7 +58,7 @@ def through_orbax(state: Any, folder: Path) -> Any:
 
 
 def through_orbax_onto_devices(state: Any, folder: Path) -> Any:
-    """The target is made of descriptions that say where each array goes, and no state was ever made."""
+    """Restore into descriptions that name the device of each array, without making a state first."""
     here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     abstract = jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=here), jax.eval_shape(TX.init, PARAMS)
@@ -92,7 +92,7 @@ def through_leaves(state: Any, folder: Path) -> Any:
 
 
 def through_named_leaves(state: Any, folder: Path) -> Any:
-    """As a table from path to array, the form in which people write ``.npz`` files."""
+    """Save as a table from path to array, the form in which people write ``.npz`` files."""
     named = {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in jax.tree.leaves_with_path(state)}
     np.savez(folder / "state.npz", **named)
     with np.load(folder / "state.npz") as saved:
@@ -210,7 +210,7 @@ def test_settings_are_part_of_the_tree_structure() -> None:
     assert jax.tree.structure(other.init(PARAMS)) != jax.tree.structure(TX.init(PARAMS))
 
 
-# Settings that are no float32 numbers, and states of other frameworks.
+# Settings that are not float32 numbers, and states of other frameworks.
 
 UNEVEN = {
     "fixed": polyamp.LossScale.fixed(0.1),

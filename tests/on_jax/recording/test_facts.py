@@ -1,4 +1,4 @@
-"""What the JAX adapter tells `polyamp.lint` of a function."""
+"""The facts about a function that the JAX adapter reports to `polyamp.lint`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gradients of what is taken several times are added up in float32, and outputs that were asked for in float32 are."""
+"""Gradients of values that are used several times add up in float32, and outputs asked for in float32 stay so."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ TABLE = jax.random.normal(jax.random.key(98), (32, WIDTH))
 
 
 def stack(layer: Any, start: str) -> Any:
-    """A loss through a stack of layers that starts with data, an embedding, a projection or a normalised input."""
+    """Return a loss through a stack of layers that starts with data, an embedding, a projection or a norm."""
 
     def loss(trained: Any, x: Any) -> Any:
         table, layers = trained
@@ -95,7 +95,7 @@ def test_gradients_are_those_of_the_same_function_without_jit(name: str, start: 
 
 
 def transformed(kind: str) -> Any:
-    """Two calls of a jitted function inside of a transformation, in a loss of the parameters and the data."""
+    """Return a loss that calls a jitted function twice inside a transformation."""
     layer = JITTED["block"]
 
     def twice(p: Any, x: Any) -> Any:
@@ -159,7 +159,7 @@ def test_rules_by_scope_tell_calls_of_one_function_apart() -> None:
             return layer(p, layer(p, x))
 
     policy = polyamp.policy("mixed_float16", rules={"head/*": "full"})
-    for _ in range(2):  # the second time the rewritten functions are known, and no rule is said to match nothing
+    for _ in range(2):  # the second time the rewritten functions are known, and every rule still counts as matched
         text = str(jax.make_jaxpr(polyamp.autocast(model, policy))(params(0), X))
         assert text.count("preferred_element_type=float16") == 1  # printed once for both calls, as they share it
         assert "preferred_element_type=float32" in text

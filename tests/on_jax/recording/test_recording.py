@@ -1,4 +1,4 @@
-"""What the JAX adapter records of one step."""
+"""The recordings of one step by the JAX adapter."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def places(recording: Recording, *kinds: str) -> list[str]:
 
 
 def assert_spread(one: Observation, values: Any) -> None:
-    """Counted as numbers on the host are, but for the last bits of values that were computed in another order."""
+    """Assert that a spread equals one counted on the host, up to the last bits of values computed in another order."""
     own, wanted = one.spread, Spread.of(np.asarray(values, np.float32).reshape(-1).tolist())
     assert (own.elements, own.seen, own.zeros, own.inf, own.nan) == (
         wanted.elements,
@@ -339,7 +339,7 @@ def test_user_casts_scatters_and_bits_are_widened_too() -> None:
 
 
 def new_primitive(name: str, only: Any = None) -> Primitive:
-    """Squares its operand; perhaps of one dtype alone."""
+    """Return a new primitive that squares its operand; it may accept only one dtype."""
     primitive = Primitive(name)
 
     def squared(x: Any) -> Any:

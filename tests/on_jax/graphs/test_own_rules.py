@@ -1,4 +1,4 @@
-"""Derivative rules that are told of symbolic zeros, those of equinox, and rules for vmap are entered as others are."""
+"""Derivative rules with symbolic zeros, equinox's rules and rules for vmap run under the flow rule as others do."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def remembering(told: bool) -> Any:
 
 
 def batched_by_hand(told: bool) -> Any:
-    """``custom_vmap`` has no reverse derivative of its own, so it is inside of a custom one."""
+    """``custom_vmap`` does not have a reverse derivative, so it is inside a custom one."""
 
     @jax.custom_batching.custom_vmap
     def plain(w: Any, x: Any) -> Any:

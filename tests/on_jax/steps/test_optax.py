@@ -1,4 +1,4 @@
-"""The wrapped optimizer around every kind of optax transformation, and inside of others: exact, compiled, donated."""
+"""The wrapped optimizer around every kind of optax transformation, and inside others: exact, compiled, donated."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_one_trace_and_donated_buffers(name: str, how: str) -> None:
 @pytest.mark.parametrize(("max_grad_norm", "spare"), [(None, 1), (1.0, 5)])
 @pytest.mark.parametrize("half", [False, True])
 def test_donated_step_needs_no_second_copy_of_anything(half: bool, max_grad_norm: float | None, spare: int) -> None:
-    """Where XLA does not fuse it, a byte for each element's test for inf and NaN is left, and four for its square."""
+    """If XLA does not fuse them, each element's test for inf and NaN takes one byte, and its square four."""
     weights = [jnp.ones((256, 256), jnp.float16 if half else jnp.float32) for _ in range(4)]
     tx, step = wrapped_to_step(optax.adam(0.1), "apply_gradients cond", max_grad_norm=max_grad_norm)
     donated = jax.jit(lambda *args: step(*args), donate_argnums=(0, 1))

@@ -33,7 +33,7 @@ class Batch(NamedTuple):
     note: Any = None
 
 
-# Every value comes back with its type: what is no float32 array is never cast.
+# Every value comes back with its type: only float32 arrays are ever cast.
 ARGUMENTS: dict[str, Any] = {
     "int array": jnp.arange(3),
     "uint8": jnp.arange(3, dtype=jnp.uint8),

@@ -73,7 +73,7 @@ def jitted(step: Any) -> Any:
 
 
 def jitted_and_called(step: Any) -> Any:
-    """Traced before, so that ``jax.jit`` would give that trace again."""
+    """Return a jitted function that was traced before, so that ``jax.jit`` would use that trace again."""
     compiled = jax.jit(step)
     compiled(*arguments())
     return compiled
@@ -241,7 +241,7 @@ def test_what_stands_before_the_wrapped_optimizer_is_reported_once(name: str, co
     with pytest.warns(polyamp.PolyampWarning, match="comes before the wrapped optimizer in optax.chain") as found:
         run(PARAMS, opt_state, X)
     assert len(found) == 1
-    polyamp.scale_loss(jnp.float32(1), opt_state)  # says nothing more
+    polyamp.scale_loss(jnp.float32(1), opt_state)  # does not warn again
 
 
 AFTER = {

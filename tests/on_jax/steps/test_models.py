@@ -48,8 +48,8 @@ def cast(tree: Any, dtype: Any) -> Any:
     return polyamp.backends.jax.cast(tree, jnp.dtype(dtype).name)
 
 
-# Each trainer has ``step``, which gives the loss; ``state``, which holds the loss scale; and ``arrays``, which gives
-# what a skipped step must not touch.
+# Each trainer has ``step``, which returns the loss; ``state``, which holds the loss scale; and ``arrays``, which
+# returns what a skipped step must not touch.
 
 
 class LinenTrainer:
@@ -151,7 +151,7 @@ class EquinoxTrainer:
 
 
 class EquinoxUpdateTrainer(EquinoxTrainer):
-    """As equinox's own documentation has it: filtered parameters, ``tx.update``, ``eqx.apply_updates``."""
+    """A loop as in equinox's documentation: filtered parameters, ``tx.update``, ``eqx.apply_updates``."""
 
     def __init__(self, tx: Any = TX) -> None:
         super().__init__(tx)
@@ -170,7 +170,7 @@ class EquinoxUpdateTrainer(EquinoxTrainer):
 
 
 class PlainTrainer:
-    """Nested dicts of modules' parameters, as haiku has them."""
+    """Nested dicts of modules' parameters, as in haiku."""
 
     def __init__(self, tx: Any = TX, stored: Any = jnp.float32) -> None:
         keys = jax.random.split(jax.random.key(3))

@@ -1,4 +1,4 @@
-"""Norms that a program writes out are float32 inside and 16 bits outside; so are loops, where nothing adds up."""
+"""Norms that a program writes out are float32 inside and 16 bits outside; so are loops in which nothing adds up."""
 
 from __future__ import annotations
 
@@ -193,7 +193,7 @@ def lstm(p: Any, xs: Any) -> Any:
 
 
 def carried(fn: Callable[..., Any], *args: Any) -> list[str]:
-    """The floating types that the loop of a program carries."""
+    """Return the floating-point dtypes that the loop of a program carries."""
     (loop,) = [one for one in jax.make_jaxpr(fn)(*args).eqns if one.primitive.name in ("scan", "while")]
     outputs = loop.outvars[: loop.params["num_carry"]] if loop.primitive.name == "scan" else loop.outvars
     return [str(var.aval.dtype) for var in outputs if jnp.issubdtype(var.aval.dtype, jnp.floating)]

@@ -91,7 +91,7 @@ def cross_entropy(scores: jax.Array, labels: jax.Array) -> jax.Array:
 
 @functools.cache
 def model_of(name: str) -> tuple[Callable[..., Any], Any]:
-    """A loss, which also gives the new state, and its parameters and inputs."""
+    """Return a loss function that also returns the new state, with its parameters and inputs."""
     return MODELS[name]()
 
 
@@ -182,7 +182,7 @@ def test_statistics_are_float32_and_right(name: str, policy: str) -> None:
 
 
 def test_dtypes_that_a_layer_asks_for_are_kept() -> None:
-    """flax's own dtype= stays the user's word inside of an autocast to another format."""
+    """flax's own dtype= stays in force inside an autocast to another format."""
     model = linen.Sequential([linen.Dense(8, dtype=jnp.float16), linen.Dense(8)])
     params = model.init(jax.random.key(0), X)
     assert dots(polyamp.autocast(lambda p: model.apply(p, X), BF16), params) == [{"float16"}, {"bfloat16"}]
@@ -271,7 +271,7 @@ def test_nnx_training(policy: str) -> None:
 
 @pytest.mark.parametrize("how", ["function", "model", "filter_jit", "filter_grad"])
 def test_equinox_models_with_static_leaves(how: str) -> None:
-    """Activation functions, Python numbers and flags among a model's leaves are no arrays, and stay as they are."""
+    """Activation functions, Python numbers and flags among a model's leaves are not arrays, and stay as they are."""
 
     class Net(eqx.Module):
         linear: eqx.nn.Linear

@@ -18,7 +18,7 @@ Params = dict[str, jax.Array]
 
 
 def params() -> Params:
-    """Of a model whose second layer's results leave float16."""
+    """Return the parameters of a model whose second layer overflows float16."""
     rng = np.random.default_rng(0)
     shapes = {"first": (16, 32, 0.3), "wide": (32, 32, 3000.0), "head": (32, 10, 0.2)}
     return {name: jnp.float32(rng.standard_normal((m, n)) * size) for name, (m, n, size) in shapes.items()}
@@ -44,7 +44,7 @@ def calibrated(fn: Any = loss_fn) -> Calibration:
 
 
 def trained(policy: Policy | str) -> tuple[float, int]:
-    """The last loss, and how many steps were skipped."""
+    """Train; return the last loss and the number of skipped steps."""
     tx = polyamp.wrap_optimizer(optax.adam(1e-2), policy, loss_scale=LossScale.fixed(2.0**8))
 
     @jax.jit

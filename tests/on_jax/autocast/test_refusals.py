@@ -1,4 +1,4 @@
-"""What autocast refuses or warns of in JAX: what, the user's line, and the way out; nothing is changed."""
+"""Errors and warnings of autocast in JAX name the problem, the user's line and a fix; nothing changes."""
 
 from __future__ import annotations
 
@@ -193,7 +193,7 @@ def test_an_unknown_primitive_runs_as_the_user_wrote_it() -> None:
 
 @pytest.mark.parametrize("op_class", ["lower", "follow"])
 def test_a_rule_that_an_unknown_primitive_cannot_keep(op_class: str) -> None:
-    """The primitive has the last word on its types; the user learns which rule, primitive and line it was about."""
+    """The primitive decides about its types; the error names the rule, the primitive and the line."""
 
     def fn(x: jax.Array) -> jax.Array:
         return only_float32.bind(x @ W) @ W

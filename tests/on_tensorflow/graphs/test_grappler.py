@@ -185,7 +185,7 @@ def test_concrete_functions() -> None:
 
 
 @pytest.mark.parametrize(
-    ("fn", "policy", "options", "said"),
+    ("fn", "policy", "options", "message"),
     [
         (shared, "mixed_float16", {}, "float16 only on GPUs"),
         (shared, polyamp.policy(BF16, rules={"matmul": "full"}), {}, "does not support rules"),
@@ -195,8 +195,8 @@ def test_concrete_functions() -> None:
     ],
     ids=["device", "rules", "jit_compile", "jit-compiled", "float64"],
 )
-def test_what_it_cannot_do_is_refused_at_once(fn: Any, policy: Any, options: dict[str, Any], said: str) -> None:
-    with pytest.raises(polyamp.UnsupportedError, match=said):
+def test_what_it_cannot_do_is_refused_at_once(fn: Any, policy: Any, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(polyamp.UnsupportedError, match=message):
         GrapplerRewritten(fn, polyamp.policy(policy), **options)
 
 

@@ -1,4 +1,4 @@
-"""polyamp.watch around a JAX step, whose optimizer state is a value: what it is given, and what it looks at."""
+"""polyamp.watch around a JAX step, whose optimizer state is a value: its arguments, and the facts that it reads."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import polyamp
 POLICY = polyamp.policy("mixed_float16", loss_scale=polyamp.LossScale(init=2.0**4))
 TX = polyamp.wrap_optimizer(optax.sgd(0.1), POLICY)
 PARAMS = {"w": jnp.ones((4, 2))}
-BATCH = jnp.full((8, 4), 1e4)  # squares of its products are beyond float16, and the scale is no cure
+BATCH = jnp.full((8, 4), 1e4)  # squares of its products are beyond float16, and a smaller scale does not help
 
 
 def loss_fn(params: Any, x: Any) -> Any:

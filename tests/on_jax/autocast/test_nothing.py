@@ -1,4 +1,4 @@
-"""What autocast and value_and_grad say where a policy changes nothing or a rule matches nothing, and where nothing."""
+"""The warnings of autocast and value_and_grad if a policy changes nothing or a rule matches nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parameters are cast beside 16-bit values; the user's own float32 data are not, nor what 16 bits cannot hold."""
+"""Parameters are cast when they meet 16-bit values. The user's own float32 data and large constants are not."""
 
 from __future__ import annotations
 
@@ -267,7 +267,7 @@ def _probability(z: Any) -> Any:
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("name", SATURATED)
 def test_what_was_rounded_is_computed_again_for_a_logarithm(name: str, policy: str) -> None:
-    """The scale of the loss stands for what a loss scale does: 1e12 times that is inf in float16."""
+    """The factor acts as a loss scale does: 1e12 times the gradient is inf in float16."""
 
     def loss(w: Any, x: Any) -> Any:
         return SATURATED[name](x @ w) * 1024.0
@@ -281,7 +281,7 @@ def test_what_was_rounded_is_computed_again_for_a_logarithm(name: str, policy: s
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_probabilities_that_a_function_returns_are_not_rounded(policy: str) -> None:
-    """What comes after it may take a logarithm."""
+    """The caller may take a logarithm."""
     model = polyamp.autocast(lambda w, x: jax.nn.sigmoid(x @ w), policy)
     x = jnp.array([[-10.0, 9.0, 0.0, 12.0]])
     np.testing.assert_allclose(1 - model(jnp.eye(4), x), 1 - jax.nn.sigmoid(x), rtol=1e-2)

@@ -1,4 +1,4 @@
-"""autocast over several devices, run by test_autocast_control.py in a process of their own that has four."""
+"""autocast over several devices, run by test_control.py in another process, which has four."""
 
 from __future__ import annotations
 

@@ -202,7 +202,7 @@ def test_while() -> None:
 
 @pytest.mark.parametrize("loop", ["scan", "while"])
 def test_carried_values_keep_their_traced_types(loop: str) -> None:
-    """levanter#569: a carry that changes its type inside of the body is refused by lax.scan."""
+    """levanter#569: a carry that changes its type inside the body is refused by lax.scan."""
 
     def fn(x: jax.Array) -> Any:
         carry = (x, x.astype(jnp.bfloat16), jnp.int8(1), 1.0)
@@ -218,7 +218,7 @@ def test_carried_values_keep_their_traced_types(loop: str) -> None:
 
 @pytest.mark.parametrize("options", [{}, {"reverse": True}, {"unroll": 4}], ids=str)
 def test_weights_are_cast_inside_of_the_loop(options: Any) -> None:
-    """What the transposed loop adds up for the weights is float32: a cast before the loop would make it 16 bits."""
+    """The transposed loop adds up the weights' gradients in float32; a cast before the loop would make them 16 bits."""
     mixed = jax.grad(polyamp.autocast(rnn, BF16))
     shapes = {leaf.shape for leaf in jax.tree.leaves(CELL)}
     scans = only(trace(partial(mixed, **options), CELL, SEQUENCE), "scan")
@@ -265,7 +265,7 @@ def test_pmap() -> None:
 
 def test_on_four_devices() -> None:
     flags = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=4"
-    printed = run_tests(Path(__file__).with_name("autocast_devices.py"), "jax", XLA_FLAGS=flags, JAX_PLATFORMS="cpu")
+    printed = run_tests(Path(__file__).with_name("devices.py"), "jax", XLA_FLAGS=flags, JAX_PLATFORMS="cpu")
     assert "13 passed" in printed
 
 

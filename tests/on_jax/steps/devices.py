@@ -28,13 +28,13 @@ def test_there_are_the_devices_that_were_asked_for() -> None:
 
 
 def shards(spoiled: bool) -> jax.Array:
-    """Gradients of every device, of which one overflows where ``spoiled``; f32[COUNT, 3]."""
+    """Return the gradients of every device, one of which overflows if ``spoiled``; f32[COUNT, 3]."""
     grads = jnp.full((COUNT, 3), SCALE)
     return grads.at[COUNT - 2, 1].set(jnp.inf) if spoiled else grads
 
 
 def check(held: Any, spoiled: bool) -> None:
-    """Every device took adam's first step of 0.1, or none did."""
+    """Assert that every device took adam's first step of 0.1, or that none did."""
     params, opt_state = held
     np.testing.assert_allclose(params, np.full((COUNT, 3), 1.0 if spoiled else 0.9), rtol=1e-4)
     assert (opt_state.loss_scale == (SCALE / 2 if spoiled else SCALE)).all()

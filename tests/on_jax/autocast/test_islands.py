@@ -1,4 +1,4 @@
-"""An autocast to float32 inside of another region is an island: what is in it runs in float32."""
+"""An autocast to float32 inside another region is an island: everything in it runs in float32."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_what_is_around_an_island_is_lowered(policy: str) -> None:
     low = policy.removeprefix("mixed_")
     assert [op.format for op in plan.operations if op.name == "matmul"] == [low, "float32", low]
     (held,) = (op for op in plan.operations if op.reason == "autocast to float32")
-    assert held.where.startswith("test_autocast_islands.py")
+    assert held.where.startswith("test_islands.py")
     text = str(jax.make_jaxpr(polyamp.autocast(model, policy))(W, X))
     assert text.count("dot_general") == 3
     assert text.count("preferred_element_type=float32") == 1

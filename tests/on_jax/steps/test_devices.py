@@ -1,4 +1,4 @@
-"""Several devices: the number of CPU devices is fixed when JAX starts, so these tests get a process of their own."""
+"""Several devices: the number of CPU devices is fixed when JAX starts, so these tests run in another process."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from support.own_process import run_tests
 def test_on_several_devices(count: int) -> None:
     flags = os.environ.get("XLA_FLAGS", "") + f" --xla_force_host_platform_device_count={count}"
     run_tests(
-        Path(__file__).with_name("skip_devices.py"),
+        Path(__file__).with_name("devices.py"),
         "jax",
         XLA_FLAGS=flags,
         JAX_PLATFORMS="cpu",

@@ -28,7 +28,7 @@ def loss_fn(params: dict[str, jax.Array], x: jax.Array, y: jax.Array) -> jax.Arr
 
 
 def train(scale: float, policy: str = "mixed_float16") -> tuple[jax.Array, int]:
-    """The last loss, as large as if it were not so small, and the skipped steps."""
+    """Train; return the last loss, with its factor removed, and the number of skipped steps."""
     tx = polyamp.wrap_optimizer(optax.adam(1e-2, eps=1e-30), policy, loss_scale=LossScale.fixed(scale))
 
     @jax.jit

@@ -228,7 +228,7 @@ def test_precision_from_the_context() -> None:
     [(None, "bfloat16"), (jnp.float32, "bfloat16"), (jnp.bfloat16, None), (jnp.float16, None)],
 )
 def test_preferred_element_types(preferred: Any, expected: str | None) -> None:
-    """float32 is what a float32 product gives anyway; another type is a wish, which keeps the product as written."""
+    """float32 is what a float32 product has anyway; with another type the product stays as written."""
 
     def fn(x: jax.Array) -> Any:
         return jnp.matmul(x, W, preferred_element_type=preferred), x @ W

@@ -72,7 +72,7 @@ def unrolled(turn: Callable[..., Any]) -> Callable[..., Any]:
 @pytest.mark.parametrize(("policy", "inside"), MODES)
 @pytest.mark.parametrize("turn", [rnn_turn, gru_turn])
 def test_weight_gradients_of_a_long_scan(turn: Callable[..., Any], inside: bool, policy: str) -> None:
-    """Where casts are hoisted out of the scan, 1024 contributions are added up in 16 bits: 13 % and more in error."""
+    """If casts are moved out of the scan, 1024 contributions are added up in 16 bits: 13 % and more in error."""
     loss = unrolled(turn)
     plain = jax.grad(loss)
     mixed = jax.grad(polyamp.autocast(loss, policy)) if inside else polyamp.autocast(plain, policy)

@@ -1,4 +1,4 @@
-"""value_and_grad and scale_loss: formats inside, scaled gradients out, and losses that are refused."""
+"""value_and_grad and scale_loss: 16-bit products inside, scaled gradients out, and losses that are refused."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ def test_bad_losses_are_refused_while_tracing(name: str) -> None:
 
 @pytest.mark.parametrize("name", NON_FINITE)
 def test_a_loss_that_is_not_finite_skips_the_step_with_one_warning(name: str) -> None:
-    """Also where its gradients are finite, as those of a loss plus inf are."""
+    """It does so even if the gradients are finite, as those of a loss plus inf are."""
     params = {"w": PARAMS["w"]}
     state = TX.init(params)
     with pytest.warns(polyamp.PolyampWarning, match="not finite before scaling: a smaller scale cannot help"):

@@ -15,12 +15,12 @@ TABLE_VERSION = 2
 
 CLASSES: dict[str, str] = {
     "lower": "runs in the compute format: Tensor Core work",
-    "inner": "is float32 inside and 16 bits outside: its result is bounded",
+    "inner": "computes in float32 and returns 16 bits: the result is bounded",
     "full": "runs in float32",
     "promote": "runs in the widest format among its inputs",
     "follow": "safe in 16 bits unless an input came from full work",
     "neutral": "moves or compares values: runs in the format of its inputs",
-    "keep": "is never touched",
+    "keep": "never changed",
 }
 
 SOURCES: dict[str, str] = {
@@ -29,20 +29,20 @@ SOURCES: dict[str, str] = {
     "tf_fp16": "TensorFlow 2.21, class AutoMixedPrecisionListsFp16 of core/grappler/optimizers/"
     "auto_mixed_precision_lists.h (allow = lower, deny = full, infer = follow, clear = neutral)",
     "tf_bf16": "TensorFlow 2.21, class AutoMixedPrecisionListsMkl of the same header",
-    "jax": "JAX practice: a layer's dtype= is what its products run in (flax 0.12, linen/linear.py); normalisation "
+    "jax": "JAX practice: the products of a layer run in its dtype= (flax 0.12, linen/linear.py); normalisation "
     "statistics (flax, linen/normalization.py, force_float32_reductions) and the softmax of attention (equinox 0.13, "
     "nn/_attention.py) are float32; jax.numpy reductions raise 16 bits to 32 inside (jax 0.10)",
     "apex": "NVIDIA Apex, amp/lists and the O2 properties in amp/frontend.py, before their removal in cb65b8ed",
     "paper": "Micikevicius et al., Mixed Precision Training, ICLR 2018, section 3.3: products of vectors in 16 bits "
     "with 32-bit sums, large reductions in 32 bits, pointwise work in either",
     "fsdp": "PyTorch 2.13, torch.distributed.fsdp.MixedPrecisionPolicy: values are reduced in the format they have",
-    "range": "the formats' limits (polyamp.formats): the result or its derivative leaves float16, or hangs on argument "
-    "bits that 16-bit formats do not have",
-    "kernels": "LAPACK, cuSOLVER and XLA offer it in 32 and 64 bits alone (cuFFT: 16 bits for powers of two only)",
+    "range": "the formats' limits (polyamp.formats): the result or its derivative leaves float16, or depends on "
+    "argument bits that 16-bit formats do not have",
+    "kernels": "LAPACK, cuSOLVER and XLA offer it only in 32 and 64 bits (cuFFT: 16 bits for powers of two only)",
     "inside": "cuDNN 9 and oneDNN 3 normalisation, PyTorch 2.13's native_layer_norm, native_group_norm and pooling "
     "kernels (they accumulate in opmath_t), TensorFlow 2.21's FusedBatchNormV3, XLA's tanh, logistic and erf: 16-bit "
-    "data, float32 arithmetic, parameters and statistics; the result is of order one whatever the data are",
-    "exact": "the definition: values are moved or compared, or are no floating-point numbers, so nothing is rounded",
+    "data, float32 arithmetic, parameters and statistics; the result is of order one for any data",
+    "exact": "the definition: values are moved or compared, or are not floating-point numbers, so nothing is rounded",
 }
 
 
@@ -74,56 +74,57 @@ attention                           : cuda cpu tf_fp16 jax
 lstm_cell                           : cuda cpu tf_fp16
 gru_cell rnn_cell                   : cuda tf_fp16
 tensordot                           : cuda=promote paper
-    A product of matrices in all but name: in JAX and TensorFlow it is traced as one, and lowered as matmul is.
+    A product of matrices by another name: JAX and TensorFlow trace it as one, and it is lowered as matmul is.
 bilinear                            : cuda=promote apex=promote paper
-    As tensordot.
+    Like tensordot.
 prelu                               : cuda cpu apex
-    No Tensor Core work: it is lowered with the product before it because its weight is a float32 parameter.
+    Not Tensor Core work: it is lowered with the product before it, because its weight is a float32 parameter.
 
 [inner]
 # norms: the statistics are float32 inside
 layer_norm group_norm               : inside cuda=full jax=full apex=full
-    The 16-bit kernels have float32 statistics inside and move half the bytes; CUDA autocast, whose list names these
-    operations, gives all that comes after them float32 values.
+    The 16-bit kernels have float32 statistics inside and move half the bytes. CUDA autocast has these operations in
+    its float32 list, so that everything after them becomes float32.
 rms_norm                            : inside cuda=full jax=full
-    As layer_norm.
+    Like layer_norm.
 instance_norm                       : inside jax=full
-    As batch_norm.
+    Like batch_norm.
 batch_norm                          : inside jax=full apex=full paper=full tf_fp16=follow tf_bf16=follow
-    Its statistics are reductions, and its kernels keep them in float32 where the data are 16-bit; its parameters and
+    Its statistics are reductions, and its kernels keep them in float32 if the data are 16-bit; its parameters and
     running statistics stay float32, as in Apex O2. TensorFlow lists the fused kernels, which do the same inside.
 avg_pool                            : inside tf_fp16=follow tf_bf16=follow cpu=full
-    A window is a short sum, divided. The CPU list names the 3-d kernels: one of them has no 16-bit version there.
-# functions that saturate: of any number, inf too, they give one of order one
+    A window is a short sum, divided. The CPU list names the 3-d kernels, one of which has no 16-bit version there.
+# functions that saturate: for any number, inf too, the result is of order one
 sigmoid tanh erf                    : inside tf_fp16=follow tf_bf16=follow
-    They are 16-bit after full work too, so that what a loop puts out, as an LSTM's tanh of its cell state, is. Full
-    work that reads one reads it unrounded.
+    They are 16-bit after full work too, so that the output of a loop, such as an LSTM's tanh of its cell state, is in
+    16 bits. Full work that reads one reads it unrounded.
 
 [full]
 # exponentials, logarithms, powers
 exp expm1                           : cuda tf_fp16 tf_bf16 apex
 exp2                                : range
 log                                 : cuda apex tf_fp16=follow tf_bf16=follow
-    As log1p; and log of 0 is -inf where 16 bits rounded a small probability to 0.
+    As log1p; and if 16 bits round a small probability to 0, its logarithm is -inf.
 log1p                               : cuda tf_fp16=follow tf_bf16=follow
-    It is there for arguments near 0, whose small bits 16-bit sums have lost before the logarithm is taken.
+    It is made for arguments near 0, whose small bits a 16-bit sum loses before the logarithm is taken.
 log2 log10                          : cuda apex
 pow                                 : cuda tf_fp16 tf_bf16 apex
 square squared_difference           : range tf_fp16=follow tf_bf16=follow
-    Squares leave float16 from 256 on; and of a variance taken as mean(x**2) - mean(x)**2, as flax does, rounded
-    squares would leave nothing in either format where the mean is large.
+    Squares leave float16 from 256 on. And in a variance computed as mean(x**2) - mean(x)**2, as in flax, rounded
+    squares would leave nothing in either format if the mean is large.
 rsqrt                               : cuda apex tf_fp16=follow tf_bf16=follow
-    Its derivative, x**-1.5 / 2, leaves float16 below x = 4e-4. The table does not depend on the format.
+    Its derivative, x**-1.5 / 2, overflows in float16 below x = 4e-4. The table does not depend on the format.
 reciprocal                          : cuda apex tf_fp16=follow tf_bf16=follow
-    It leaves float16 below x = 1.6e-5, and its derivative below 4e-3; a quotient (div) has no such fixed numerator.
+    It overflows in float16 below x = 1.6e-5, and its derivative below 4e-3. A quotient (div) does not have such a
+    fixed numerator.
 cbrt hypot                          : range
 # reductions
 sum                                 : cuda tf_fp16 jax apex paper tf_bf16=follow
-    With 8 bits a bfloat16 sum of ones stops at 256: the paper's rule for large reductions holds for both formats.
+    With 8 bits, a bfloat16 sum of ones stops at 256: the paper's rule for large reductions holds in both formats.
 mean                                : tf_fp16 jax paper tf_bf16=follow
-    A sum, divided: it overflows and stops where sum does.
+    A sum, divided: it overflows, and stops growing, where sum does.
 prod                                : cuda cpu jax apex tf_fp16=follow tf_bf16=follow
-    Products of many factors leave float16 at once in either direction; the error grows with their number.
+    Products of many factors soon overflow or underflow in float16, and the error grows with their number.
 cumsum                              : cuda apex paper
 cumprod                             : cuda apex
 logsumexp                           : cuda
@@ -137,9 +138,9 @@ weight_norm                         : paper
 trace quantile                      : cpu
 # normalisation
 softmax                             : cuda jax apex paper tf_fp16=follow tf_bf16=follow
-    It sums exponentials, and the loss behind it takes their logarithm: TensorFlow's lists are alone with 16 bits.
+    It sums exponentials, and the loss after it takes their logarithm: only TensorFlow's lists allow 16 bits.
 log_softmax                         : cuda apex tf_fp16=follow tf_bf16=follow
-    As softmax.
+    Like softmax.
 # losses
 cross_entropy                       : cpu tf_fp16 tf_bf16 apex
 nll_loss mse_loss l1_loss smooth_l1_loss kl_div poisson_nll_loss    : cuda cpu apex
@@ -149,14 +150,14 @@ multilabel_margin_loss soft_margin_loss triplet_margin_loss         : cuda cpu a
 huber_loss                          : cuda cpu
 ctc_loss                            : cpu
 binary_cross_entropy                : cpu cuda=banned apex=banned
-    CUDA autocast refuses it, since 16-bit probabilities next to 0 and 1 are lost before it runs. Refusing is no class:
+    CUDA autocast refuses it, since 16-bit probabilities near 0 and 1 are lost before it runs. Refusing is not a class:
     it runs in float32, and binary_cross_entropy_with_logits remains the better choice.
 # steep or unbounded functions
 acos asin tan sinh cosh             : cuda apex
 sin cos acosh atanh                 : range
 erf_inv                             : cuda apex
 softplus                            : cuda apex tf_fp16=follow tf_bf16=follow
-    It is log(1 + exp(x)), and JAX has it only as that: it goes with its parts.
+    It is log(1 + exp(x)), and JAX traces it as that: it has the class of its parts.
 log_sigmoid logit xlogy             : range
 lgamma digamma polygamma igamma beta bessel zeta                    : range
 # linear algebra and transforms
@@ -167,33 +168,33 @@ det matrix_exp schur                : kernels
 fft complex                         : cpu kernels
 # positions need more bits than 16-bit formats have
 interpolate                         : cuda apex tf_fp16=neutral tf_bf16=neutral
-    The backward pass adds many gradients into one place, and positions past 256 have no bfloat16: only TensorFlow,
-    whose lists name the nearest and bilinear kernels, calls it moving values.
+    The backward pass adds many gradients into one place, and bfloat16 cannot represent positions past 256. Only
+    TensorFlow, whose lists name the nearest and bilinear kernels, treats it as moving values.
 grid_sample                         : cpu cuda=promote
-    Sampling positions past 256 have no bfloat16; promote would leave them there whenever both inputs are 16-bit.
+    bfloat16 cannot represent sampling positions past 256; promote would leave them in 16 bits if both inputs are.
 fake_quantize                       : cpu
 save                                : tf_fp16 tf_bf16
 
 [promote]
 concat stack                        : cpu apex tf_fp16=neutral tf_bf16=neutral
-    It only moves values, but its inputs must agree: the widest loses nothing.
+    It only moves values, but its inputs must agree: the widest format loses nothing.
 scatter                             : cuda cpu tf_bf16=neutral
-    As concat: what is written and what it is written into must agree.
+    As concat: the values and the tensor that they are written into must agree.
 scatter_add                         : cuda
 dot                                 : cuda apex
-    The inner product of two vectors is memory-bound: Tensor Cores have nothing to gain.
+    The inner product of two vectors is memory-bound: Tensor Cores cannot make it faster.
 addcmul addcdiv atan2 cross_product : cuda apex
 
 [follow]
 add sub mul div                     : tf_fp16 tf_bf16 paper apex=promote
-    PyTorch and Apex take the widest input, so that one float32 bias would raise all that comes after it; here a
-    value that is float32 only by declaration does not.
+    PyTorch and Apex take the widest input, so that one float32 bias would raise everything after it; here a value that
+    is float32 only by declaration does not.
 floor_div                           : tf_fp16 tf_bf16
 remainder lerp                      : paper
 sqrt                                : tf_fp16 tf_bf16
 integer_pow                         : paper range=full
-    Powers leave float16 soon, so that the flow rule takes them for full there: the derivative of gelu's tanh form, with
-    its cube, would be inf times 0 from 41 on. bfloat16 has the range.
+    Powers leave float16 soon, so the flow rule treats them as full there: the derivative of gelu's tanh form, with its
+    cube, would be inf times 0 from 41 on. bfloat16 has the range.
 elu selu leaky_relu softsign        : tf_fp16 tf_bf16
 erfc                                : tf_fp16 tf_bf16
 gelu silu mish celu glu hard_sigmoid hard_swish     : paper
@@ -210,7 +211,7 @@ transpose broadcast tile flip       : exact tf_fp16 tf_bf16
 slice split gather                  : exact tf_fp16 tf_bf16
 space_to_depth                      : exact tf_fp16 tf_bf16
 pad                                 : exact tf_fp16 tf_bf16 cpu=full
-    The CPU list names the reflection and replication kernels alone; moving values loses nothing.
+    The CPU list names only the reflection and replication kernels; moving values loses nothing.
 embedding roll unfold diagonal      : exact
 identity                            : exact tf_fp16 tf_bf16
 fill                                : exact tf_fp16 tf_bf16
@@ -223,27 +224,27 @@ max min argmax top_k nonzero        : exact tf_fp16 tf_bf16
 sort cummax                         : exact
 is_finite                           : exact tf_fp16 tf_bf16
 compare                             : exact tf_fp16 tf_bf16 apex=promote
-    Apex had to make the inputs of a comparison agree by itself; the frameworks have rules for that today.
+    Apex had to make the inputs of a comparison agree itself; today the frameworks have rules for that.
 relu                                : exact tf_fp16 tf_bf16
 max_pool                            : exact tf_fp16 tf_bf16 cpu=full
-    The CPU list names the 3-d kernels; choosing a maximum rounds nothing.
+    The CPU list names the 3-d kernels. Choosing a maximum does not round.
 max_unpool                          : exact cpu=full
-    As max_pool.
+    Like max_pool.
 segment_max                         : exact tf_fp16=lower
-    TensorFlow lowers two kernels of NVIDIA's container for their neighbours' sake; they are not in its own builds.
-# bits that are in every format
+    TensorFlow lowers two kernels of NVIDIA's container because of their neighbours; its own builds do not have them.
+# exact in every format
 abs neg sign round                  : exact tf_fp16 tf_bf16
 
 [keep]
 cast                                : exact
-    A cast that the user wrote says what the user wants.
+    A cast in the code states what the user wants.
 shape                               : exact tf_fp16=neutral tf_bf16=neutral
-    It gives integers and reads no values.
+    It returns integers and reads no values.
 integer logical random quantize bitcast complex_part        : exact
 constant variable optimizer_update  : exact
 call cond scan custom_call token    : exact
 while_loop                          : exact tf_bf16=neutral
-    The body reads the formats that the loop was declared with; what is inside it is decided operation by operation.
+    The body reads the formats that the loop was declared with; the operations inside it are decided one by one.
 """
 
 
@@ -268,8 +269,8 @@ def _rows(table: str) -> Iterator[tuple[str, str, list[str]]]:
 def _read(table: str) -> dict[str, Operation]:
     operations: dict[str, Operation] = {}
     for op_class, row, why in _rows(table):
-        names, _, said = row.partition(":")
-        votes = (word.partition("=") for word in said.split())
+        names, _, listed = row.partition(":")
+        votes = (word.partition("=") for word in listed.split())
         sources = {source: other or op_class for source, _, other in votes}
         for name in names.split():
             operations[name] = Operation(op_class, sources, " ".join(why))
@@ -299,11 +300,11 @@ def as_markdown() -> str:
 
 _MARKDOWN_HEAD = f"""# The operations
 
-Version {TABLE_VERSION} of the default table: what each operation may run in, in every framework. A policy's own rules
-come before it: `polyamp.policy("mixed_float16", rules={{"softmax": "lower"}})`. Made by
-`polyamp.operations.as_markdown()`.
+This is version {TABLE_VERSION} of the default table: the class of each operation, in every framework. A policy's own
+rules come first: `polyamp.policy("mixed_float16", rules={{"softmax": "lower"}})`. `polyamp.operations.as_markdown()`
+writes this page.
 
-A source that would put the operation into another class stands with that class in brackets.
+If a source puts an operation into another class, that class is in brackets.
 """
 
 

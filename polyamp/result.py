@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from polyamp.limits import NONFINITE_LOSS
 from polyamp.loss_scale import LossScaleState
+from polyamp.refusals import NONFINITE_LOSS
 
 
 class StepResult:

@@ -53,6 +53,14 @@ def test_python_runs_and_prints_what_is_shown(page: str, monkeypatch: pytest.Mon
         assert words(output) <= words(printed.getvalue()), words(output) - words(printed.getvalue())
 
 
+ALONE = [(page, code) for page in ("README.md", "docs/start/first_run.md") for code, _ in shown(page, "python")]
+
+
+@pytest.mark.parametrize(("page", "code"), ALONE, ids=[f"{page}-{code.split()[1]}" for page, code in ALONE])
+def test_a_program_for_newcomers_runs_alone(page: str, code: str) -> None:
+    exec(compile(code, "train.py", "exec"), {"__name__": "__main__"})
+
+
 COMMANDS = [piece for page in PAGES for piece in shown(page, "sh") if piece[1] and piece[0].startswith("polyamp")]
 
 

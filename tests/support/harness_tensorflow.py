@@ -18,7 +18,7 @@ OPTIMIZERS = {
 
 
 class TensorFlowSession:
-    """One wrapped optimizer and the variables it trains, in a compiled step."""
+    """One wrapped optimizer and the variables that it trains, in a compiled step."""
 
     def __init__(self, variables: dict[str, tf.Variable], holder: Any) -> None:
         self.variables, self.holder = variables, holder

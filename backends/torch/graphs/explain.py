@@ -22,6 +22,7 @@ def explain(
 ) -> Plan:
     """Return the format of every operation of a module, with its place and the reason.
 
+    >>> import torch
     >>> plan = explain(lambda x: torch.exp(x @ x), torch.ones(2, 2, device="meta"), policy="mixed_float16")
     >>> [(op.name, op.format, op.reason) for op in plan.operations]
     [('matmul', 'float16', 'table'), ('exp', 'float32', 'table')]

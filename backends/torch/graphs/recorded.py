@@ -41,6 +41,7 @@ def recorded(
     gradients, modes and random states are restored.
 
     >>> from polyamp import policy
+    >>> import torch
     >>> plan = recorded(lambda x: (x @ x).exp(), [torch.ones(2, 2)], {}, policy("mixed_bfloat16"))
     >>> [(op.name, op.format, op.reason, op.casts) for op in plan.operations]
     [('matmul', 'bfloat16', 'table', 2), ('exp', 'bfloat16', "not in native autocast's list for cpu", 0)]

@@ -165,7 +165,7 @@ class Record(Protocol):
             args, kwargs: its arguments.
             policy: the policy it runs under.
             widened: compute the policy's 16-bit work in float32, so that nothing overflows or is lost.
-            scale: the factor that multiplies the loss; None keeps what the step itself does.
+            scale: the factor that multiplies the loss; None keeps the step's own.
         """
 
 
@@ -205,7 +205,7 @@ class AdapterTable:
         owns: the types of the framework's objects, or a function that returns whether an object is the framework's.
         verbs: for each verb the function; or, if training does not need it, ``"module:function"``, which is imported
             when it is first called.
-        instead: for verbs that the framework does not have, what to do instead.
+        instead: for verbs that the framework does not have, the advice in the error.
         runs_on: the name of the framework that this one runs on.
         rewrites_unseen: whether ``rewrite`` needs no example arguments.
     """

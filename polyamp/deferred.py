@@ -65,7 +65,7 @@ class RewrittenAtFirstCall:
 
     @property
     def plan(self) -> Plan:
-        """Return the plan.
+        """The plan.
 
         Raises:
             UsageError: the function was not called yet.

@@ -140,7 +140,7 @@ def digits_task(steps: int = 300, batch: int = 64, seed: int = 0) -> Task:
     epochs = [rng.permutation(train)[: per_epoch * batch].reshape(-1, batch) for _ in range(steps // per_epoch + 1)]
     return Task(
         policy=POLICIES[0],
-        weights=_initial_weights(rng),
+        weights=initial_weights(rng),
         train_images=images[:train],
         train_labels=labels[:train],
         test_images=images[train:],
@@ -149,7 +149,8 @@ def digits_task(steps: int = 300, batch: int = 64, seed: int = 0) -> Task:
     )
 
 
-def _initial_weights(rng: np.random.Generator) -> dict[str, Array]:
+def initial_weights(rng: np.random.Generator) -> dict[str, Array]:
+    """Draw the float32 weights that every framework starts from; see `Task`."""
     shapes = {"conv1": (3, 3, 1, 16), "conv2": (3, 3, 16, 32), "dense": (128, 10)}
     weights: dict[str, Array] = {}
     for name, shape in shapes.items():

@@ -102,5 +102,5 @@ def report_slow_format(device: Mapping[str, Any], compute: str, *, cost: str = "
     if not format_of(compute).is_low or compute in device["fast"] or (is_cpu and compute != "bfloat16"):
         return
     others = ", ".join(device["fast"]) or "no 16-bit format"
-    said = f"{device['name']} has no units for {compute}, and is slow in it{cost and f': {cost}'}."
-    warn_once(f"{said} It has them for {others}.", stacklevel=stacklevel + 1)
+    text = f"{device['name']} has no units for {compute}, and is slow in it{cost and f': {cost}'}."
+    warn_once(f"{text} It has them for {others}.", stacklevel=stacklevel + 1)

@@ -154,7 +154,7 @@ def _read_pairs(text: str, where: str) -> Words:
             raise _bad(f"unknown policy key {key!r}", where, text, did_you_mean(key, _FIELDS))
         name = _FIELDS[key.lower()]
         if name in formats:
-            raise _bad(f"{name} is given twice", where, text)
+            raise _bad(f"{name} appears twice", where, text)
         formats[name] = format_of(value, where=f"{where}: {part.strip()}").name
     return Words(formats)
 
@@ -163,7 +163,7 @@ def _read_settings(text: str, where: str) -> dict[str, Any]:
     try:
         settings: dict[str, Any] = json.loads(text)  # text that starts with a brace can only be an object
     except json.JSONDecodeError as error:
-        raise _bad(f"a policy's settings are no JSON object ({error})", where, text) from error
+        raise _bad(f"a policy's settings are not a JSON object ({error})", where, text) from error
     unknown = sorted(set(settings) - {"rules", "loss_scale", "name"})
     if unknown:
         raise _bad(f"unknown policy settings {', '.join(unknown)}", where, text)

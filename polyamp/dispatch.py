@@ -40,7 +40,7 @@ class Verb(Generic[Signature]):
         signature: the protocol in `polyamp.adapter` that describes it.
     """
 
-    def __init__(self, name: str, signature: object) -> None:
+    def __init__(self, name: str, signature: Any) -> None:
         self.name = name
         self.signature = signature
 

@@ -72,16 +72,16 @@ class PolyampWarning(UserWarning):
     """The category of all polyamp warnings. Each message is shown once per process."""
 
 
-_already_said: set[str] = set()
+_shown: set[str] = set()
 
 
 def warn_once(message: str, *, stacklevel: int = 3) -> None:
     """Issue ``message`` as a `PolyampWarning`, once per process."""
-    if message not in _already_said:
-        _already_said.add(message)
+    if message not in _shown:
+        _shown.add(message)
         warnings.warn(message, PolyampWarning, stacklevel=stacklevel)
 
 
 def forget_warnings() -> None:
     """Allow every message to be shown again (for tests, and for notebooks that start over)."""
-    _already_said.clear()
+    _shown.clear()

@@ -75,9 +75,9 @@ class Flow(NamedTuple):
 def flow(operation: str, decision: Decision, inputs: Sequence[Value], compute: str, *, gradient: bool = False) -> Flow:
     """Decide one operation. Pure: the same arguments give the same answer in every framework.
 
-    ``lower`` makes low values and ``full`` strong ones. ``inner`` is low beside a low first input, low after strong
+    ``lower`` makes low values and ``full`` strong ones. ``inner`` is low if its first input is low, low after strong
     work too, else as declared. ``follow`` is float32 after any strong input and where low values meet the user's
-    inputs, else low beside any low value, else as declared; ``neutral`` carries its input's state in the same way.
+    inputs, else low next to any low value, else as declared; ``neutral`` carries its input's state in the same way.
     ``promote`` takes the widest input. An input that the compute format cannot hold forces float32, and so does what
     moves or multiplies it. An operation that the table calls ``full`` for its range alone is so in formats of a
     narrower range. A norm that is written out is low, and float32 inside (`polyamp.norms`).

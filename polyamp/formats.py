@@ -101,7 +101,7 @@ _ALIASES = {
 
 
 def name_of_dtype(dtype: object) -> str | None:
-    """Return the format of a framework's own dtype; None if it is not one of ours.
+    """Return the format of a framework's own dtype; None if polyamp does not have it.
 
     >>> import numpy
     >>> name_of_dtype(numpy.float16), name_of_dtype(numpy.dtype("float32")), name_of_dtype(numpy.int32)

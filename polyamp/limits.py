@@ -6,10 +6,7 @@ from collections.abc import Callable
 
 from polyamp.errors import LossScaleError, warn_once
 from polyamp.loss_scale import LossScale, LossScaleState
-from polyamp.refusals import look_for_nonfinite, non_finite_loss
-
-NONFINITE_LOSS = "the loss was not finite before scaling: a smaller scale cannot help"
-"""The reason for a step that was skipped because its loss was inf or NaN; used by `StepResult.reason`."""
+from polyamp.refusals import NONFINITE_LOSS, look_for_nonfinite, non_finite_loss
 
 
 def report_nonfinite_loss(

@@ -225,7 +225,7 @@ class LossScale:
                 where="LossScale.like(name)",
                 found=repr(name),
                 allowed=", ".join(PRESETS),
-                fix=f"{did_you_mean(str(name), PRESETS)}use one of the names above, or give the settings one by one",
+                fix=f"{did_you_mean(str(name), PRESETS)}use one of the names above, or write the settings one by one",
             )
         unknown = sorted(set(changes) - {field.name for field in fields(cls)})
         if unknown:
@@ -252,7 +252,7 @@ class LossScale:
 
     @property
     def _restart(self) -> int:
-        """Return the value of `good_steps` at the start and after an overflow."""
+        """The value of `good_steps` at the start and after an overflow."""
         return 0 if self.late_growth == "never" else -1
 
     def to_dict(self) -> dict[str, Any]:
@@ -272,7 +272,7 @@ class LossScale:
                 where="LossScale.from_dict(settings)",
                 found=repr(settings),
                 allowed="a mapping from field to value",
-                fix="give what LossScale.to_dict() returned",
+                fix="pass the result of LossScale.to_dict()",
             )
         unknown = sorted(map(str, set(settings) - {field.name for field in fields(cls)}))
         if unknown:
@@ -407,7 +407,7 @@ def _real(name: str, value: object, *, above: float) -> float:
             where=f"LossScale({name}=...)",
             found=shown(value),
             allowed="a Python int or float",
-            fix="give a plain number",
+            fix="pass a plain number",
         )
     try:
         number = float(value)
@@ -425,7 +425,7 @@ def _count(name: str, value: object) -> int:
             where=f"LossScale({name}=...)",
             found=shown(value),
             allowed="a Python int",
-            fix="give a whole number of steps",
+            fix="pass a whole number of steps",
         )
     if not 1 <= value <= LARGEST_COUNT:
         raise _bad(name, value, "an integer between 1 and 2**31 - 1: counters are int32")

@@ -13,7 +13,7 @@ order one, though, so 16 bits hold it. Each value therefore has a role (`polyamp
 ``relu(z)``                         takes ``z`` rounded, once
 ==================================  ======================================
 
-A low value times a statistic that is no reciprocal root (what undoes a norm) leaves its order of magnitude and stays
+A low value times a statistic that is not a reciprocal root (this undoes a norm) leaves its order of magnitude and stays
 strong; so does a value less a sum, or less a logarithm of one, as in a cross entropy by hand.
 """
 

@@ -29,19 +29,19 @@ SOURCES: dict[str, str] = {
     "tf_fp16": "TensorFlow 2.21, class AutoMixedPrecisionListsFp16 of core/grappler/optimizers/"
     "auto_mixed_precision_lists.h (allow = lower, deny = full, infer = follow, clear = neutral)",
     "tf_bf16": "TensorFlow 2.21, class AutoMixedPrecisionListsMkl of the same header",
-    "jax": "JAX practice: a layer's dtype= is the format of its products (flax 0.12, linen/linear.py); normalisation "
+    "jax": "JAX practice: the products of a layer run in its dtype= (flax 0.12, linen/linear.py); normalisation "
     "statistics (flax, linen/normalization.py, force_float32_reductions) and the softmax of attention (equinox 0.13, "
     "nn/_attention.py) are float32; jax.numpy reductions raise 16 bits to 32 inside (jax 0.10)",
     "apex": "NVIDIA Apex, amp/lists and the O2 properties in amp/frontend.py, before their removal in cb65b8ed",
     "paper": "Micikevicius et al., Mixed Precision Training, ICLR 2018, section 3.3: products of vectors in 16 bits "
     "with 32-bit sums, large reductions in 32 bits, pointwise work in either",
-    "fsdp": "PyTorch 2.13, torch.distributed.fsdp.MixedPrecisionPolicy: values are reduced in their own format",
-    "range": "the formats' limits (polyamp.formats): the result or its derivative overflows in float16, or "
-    "depends on bits of the argument that 16-bit formats do not have",
+    "fsdp": "PyTorch 2.13, torch.distributed.fsdp.MixedPrecisionPolicy: values are reduced in the format they have",
+    "range": "the formats' limits (polyamp.formats): the result or its derivative leaves float16, or depends on "
+    "argument bits that 16-bit formats do not have",
     "kernels": "LAPACK, cuSOLVER and XLA offer it only in 32 and 64 bits (cuFFT: 16 bits for powers of two only)",
     "inside": "cuDNN 9 and oneDNN 3 normalisation, PyTorch 2.13's native_layer_norm, native_group_norm and pooling "
     "kernels (they accumulate in opmath_t), TensorFlow 2.21's FusedBatchNormV3, XLA's tanh, logistic and erf: 16-bit "
-    "data, float32 arithmetic, parameters and statistics; the result is of order one whatever the data are",
+    "data, float32 arithmetic, parameters and statistics; the result is of order one for any data",
     "exact": "the definition: values are moved or compared, or are not floating-point numbers, so nothing is rounded",
 }
 
@@ -74,46 +74,44 @@ attention                           : cuda cpu tf_fp16 jax
 lstm_cell                           : cuda cpu tf_fp16
 gru_cell rnn_cell                   : cuda tf_fp16
 tensordot                           : cuda=promote paper
-    A matrix product under another name: JAX and TensorFlow trace it as one, and lower it like matmul.
+    A product of matrices by another name: JAX and TensorFlow trace it as one, and it is lowered as matmul is.
 bilinear                            : cuda=promote apex=promote paper
     Like tensordot.
 prelu                               : cuda cpu apex
-    It does not use Tensor Cores. It is lowered with the product before it, because its weight is a float32
-    parameter.
+    Not Tensor Core work: it is lowered with the product before it, because its weight is a float32 parameter.
 
 [inner]
 # norms: the statistics are float32 inside
 layer_norm group_norm               : inside cuda=full jax=full apex=full
-    The 16-bit kernels compute statistics in float32 and move half the bytes. CUDA autocast lists these operations
-    as full, so everything after them gets float32 values.
+    The 16-bit kernels have float32 statistics inside and move half the bytes. CUDA autocast has these operations in
+    its float32 list, so that everything after them becomes float32.
 rms_norm                            : inside cuda=full jax=full
     Like layer_norm.
 instance_norm                       : inside jax=full
     Like batch_norm.
 batch_norm                          : inside jax=full apex=full paper=full tf_fp16=follow tf_bf16=follow
-    Its statistics are reductions, and its kernels compute them in float32 from 16-bit data. Its parameters and
+    Its statistics are reductions, and its kernels keep them in float32 if the data are 16-bit; its parameters and
     running statistics stay float32, as in Apex O2. TensorFlow lists the fused kernels, which do the same inside.
 avg_pool                            : inside tf_fp16=follow tf_bf16=follow cpu=full
-    Each result is a short sum, divided. The CPU list names the 3-d kernels, one of which does not have a 16-bit
-    version there.
-# functions that saturate: the result is of order one for any number, inf too
+    A window is a short sum, divided. The CPU list names the 3-d kernels, one of which has no 16-bit version there.
+# functions that saturate: for any number, inf too, the result is of order one
 sigmoid tanh erf                    : inside tf_fp16=follow tf_bf16=follow
-    They return 16 bits after full work too, so that the output of a loop does, such as an LSTM's tanh of its cell
-    state. Full work that reads one of them reads it unrounded.
+    They are 16-bit after full work too, so that the output of a loop, such as an LSTM's tanh of its cell state, is in
+    16 bits. Full work that reads one reads it unrounded.
 
 [full]
 # exponentials, logarithms, powers
 exp expm1                           : cuda tf_fp16 tf_bf16 apex
 exp2                                : range
 log                                 : cuda apex tf_fp16=follow tf_bf16=follow
-    Like log1p. Also, log of 0 is -inf, and 16 bits round a small probability to 0.
+    As log1p; and if 16 bits round a small probability to 0, its logarithm is -inf.
 log1p                               : cuda tf_fp16=follow tf_bf16=follow
-    Its arguments are near 0. Sums in 16 bits have lost their small bits before the logarithm is taken.
+    It is made for arguments near 0, whose small bits a 16-bit sum loses before the logarithm is taken.
 log2 log10                          : cuda apex
 pow                                 : cuda tf_fp16 tf_bf16 apex
 square squared_difference           : range tf_fp16=follow tf_bf16=follow
-    Squares overflow in float16 from 256 on. flax computes a variance as mean(x**2) - mean(x)**2: if the mean is
-    large, rounded squares would leave nothing of it in either format.
+    Squares leave float16 from 256 on. And in a variance computed as mean(x**2) - mean(x)**2, as in flax, rounded
+    squares would leave nothing in either format if the mean is large.
 rsqrt                               : cuda apex tf_fp16=follow tf_bf16=follow
     Its derivative, x**-1.5 / 2, overflows in float16 below x = 4e-4. The table does not depend on the format.
 reciprocal                          : cuda apex tf_fp16=follow tf_bf16=follow
@@ -122,8 +120,7 @@ reciprocal                          : cuda apex tf_fp16=follow tf_bf16=follow
 cbrt hypot                          : range
 # reductions
 sum                                 : cuda tf_fp16 jax apex paper tf_bf16=follow
-    A bfloat16 sum of ones stops at 256, because the format has 8 bits. The paper's rule for large reductions holds
-    for both formats.
+    With 8 bits, a bfloat16 sum of ones stops at 256: the paper's rule for large reductions holds in both formats.
 mean                                : tf_fp16 jax paper tf_bf16=follow
     A sum, divided: it overflows, and stops growing, where sum does.
 prod                                : cuda cpu jax apex tf_fp16=follow tf_bf16=follow
@@ -141,7 +138,7 @@ weight_norm                         : paper
 trace quantile                      : cpu
 # normalisation
 softmax                             : cuda jax apex paper tf_fp16=follow tf_bf16=follow
-    It sums exponentials, and the loss after it takes their logarithm. Only TensorFlow's lists allow 16 bits.
+    It sums exponentials, and the loss after it takes their logarithm: only TensorFlow's lists allow 16 bits.
 log_softmax                         : cuda apex tf_fp16=follow tf_bf16=follow
     Like softmax.
 # losses
@@ -153,14 +150,14 @@ multilabel_margin_loss soft_margin_loss triplet_margin_loss         : cuda cpu a
 huber_loss                          : cuda cpu
 ctc_loss                            : cpu
 binary_cross_entropy                : cpu cuda=banned apex=banned
-    CUDA autocast refuses it, because 16-bit probabilities close to 0 and 1 are lost before it runs. There is no
-    class for refusing: it runs in float32. binary_cross_entropy_with_logits is the better choice.
+    CUDA autocast refuses it, since 16-bit probabilities near 0 and 1 are lost before it runs. Refusing is not a class:
+    it runs in float32, and binary_cross_entropy_with_logits remains the better choice.
 # steep or unbounded functions
 acos asin tan sinh cosh             : cuda apex
 sin cos acosh atanh                 : range
 erf_inv                             : cuda apex
 softplus                            : cuda apex tf_fp16=follow tf_bf16=follow
-    It is log(1 + exp(x)). JAX has only these parts, and they are full.
+    It is log(1 + exp(x)), and JAX traces it as that: it has the class of its parts.
 log_sigmoid logit xlogy             : range
 lgamma digamma polygamma igamma beta bessel zeta                    : range
 # linear algebra and transforms
@@ -172,33 +169,32 @@ fft complex                         : cpu kernels
 # positions need more bits than 16-bit formats have
 interpolate                         : cuda apex tf_fp16=neutral tf_bf16=neutral
     The backward pass adds many gradients into one place, and bfloat16 cannot represent positions past 256. Only
-    TensorFlow treats it as moving values; its lists name the nearest and bilinear kernels.
+    TensorFlow, whose lists name the nearest and bilinear kernels, treats it as moving values.
 grid_sample                         : cpu cuda=promote
-    bfloat16 cannot represent sampling positions past 256. As promote, they would stay 16-bit whenever both inputs
-    are.
+    bfloat16 cannot represent sampling positions past 256; promote would leave them in 16 bits if both inputs are.
 fake_quantize                       : cpu
 save                                : tf_fp16 tf_bf16
 
 [promote]
 concat stack                        : cpu apex tf_fp16=neutral tf_bf16=neutral
-    It only moves values, but its inputs must have one format. The widest loses nothing.
+    It only moves values, but its inputs must agree: the widest format loses nothing.
 scatter                             : cuda cpu tf_bf16=neutral
-    Like concat: the values that are written and the tensor that they are written into must have one format.
+    As concat: the values and the tensor that they are written into must agree.
 scatter_add                         : cuda
 dot                                 : cuda apex
-    The inner product of two vectors is memory-bound, so Tensor Cores do not help.
+    The inner product of two vectors is memory-bound: Tensor Cores cannot make it faster.
 addcmul addcdiv atan2 cross_product : cuda apex
 
 [follow]
 add sub mul div                     : tf_fp16 tf_bf16 paper apex=promote
-    PyTorch and Apex take the widest input, so one float32 bias raises everything after it. In the flow rule, a
-    value that is float32 only because it was declared so does not.
+    PyTorch and Apex take the widest input, so that one float32 bias would raise everything after it; here a value that
+    is float32 only by declaration does not.
 floor_div                           : tf_fp16 tf_bf16
 remainder lerp                      : paper
 sqrt                                : tf_fp16 tf_bf16
 integer_pow                         : paper range=full
-    Powers soon overflow in float16, so the flow rule treats them as full there: the derivative of gelu's tanh form
-    has a cube, and would be inf times 0 from 41 on. bfloat16 has the range.
+    Powers leave float16 soon, so the flow rule treats them as full there: the derivative of gelu's tanh form, with its
+    cube, would be inf times 0 from 41 on. bfloat16 has the range.
 elu selu leaky_relu softsign        : tf_fp16 tf_bf16
 erfc                                : tf_fp16 tf_bf16
 gelu silu mish celu glu hard_sigmoid hard_swish     : paper
@@ -215,7 +211,7 @@ transpose broadcast tile flip       : exact tf_fp16 tf_bf16
 slice split gather                  : exact tf_fp16 tf_bf16
 space_to_depth                      : exact tf_fp16 tf_bf16
 pad                                 : exact tf_fp16 tf_bf16 cpu=full
-    The CPU list names only the reflection and replication kernels. Moving values loses nothing.
+    The CPU list names only the reflection and replication kernels; moving values loses nothing.
 embedding roll unfold diagonal      : exact
 identity                            : exact tf_fp16 tf_bf16
 fill                                : exact tf_fp16 tf_bf16
@@ -228,28 +224,27 @@ max min argmax top_k nonzero        : exact tf_fp16 tf_bf16
 sort cummax                         : exact
 is_finite                           : exact tf_fp16 tf_bf16
 compare                             : exact tf_fp16 tf_bf16 apex=promote
-    Apex had to give the inputs of a comparison one format. Today the frameworks do that.
+    Apex had to make the inputs of a comparison agree itself; today the frameworks have rules for that.
 relu                                : exact tf_fp16 tf_bf16
 max_pool                            : exact tf_fp16 tf_bf16 cpu=full
     The CPU list names the 3-d kernels. Choosing a maximum does not round.
 max_unpool                          : exact cpu=full
     Like max_pool.
 segment_max                         : exact tf_fp16=lower
-    TensorFlow lowers two kernels of NVIDIA's container because of the operations around them. Its own builds do not
-    have them.
-# bits that are in every format
+    TensorFlow lowers two kernels of NVIDIA's container because of their neighbours; its own builds do not have them.
+# exact in every format
 abs neg sign round                  : exact tf_fp16 tf_bf16
 
 [keep]
 cast                                : exact
-    The user wrote the cast on purpose.
+    A cast in the code states what the user wants.
 shape                               : exact tf_fp16=neutral tf_bf16=neutral
     It returns integers and reads no values.
 integer logical random quantize bitcast complex_part        : exact
 constant variable optimizer_update  : exact
 call cond scan custom_call token    : exact
 while_loop                          : exact tf_bf16=neutral
-    The body reads the formats that the loop was declared with. Each operation inside it is decided separately.
+    The body reads the formats that the loop was declared with; the operations inside it are decided one by one.
 """
 
 
@@ -274,8 +269,8 @@ def _rows(table: str) -> Iterator[tuple[str, str, list[str]]]:
 def _read(table: str) -> dict[str, Operation]:
     operations: dict[str, Operation] = {}
     for op_class, row, why in _rows(table):
-        names, _, said = row.partition(":")
-        votes = (word.partition("=") for word in said.split())
+        names, _, listed = row.partition(":")
+        votes = (word.partition("=") for word in listed.split())
         sources = {source: other or op_class for source, _, other in votes}
         for name in names.split():
             operations[name] = Operation(op_class, sources, " ".join(why))
@@ -306,10 +301,10 @@ def as_markdown() -> str:
 _MARKDOWN_HEAD = f"""# The operations
 
 This is version {TABLE_VERSION} of the default table: the class of each operation, in every framework. A policy's own
-rules come first: `polyamp.policy("mixed_float16", rules={{"softmax": "lower"}})`. This page is written by
-`polyamp.operations.as_markdown()`.
+rules come first: `polyamp.policy("mixed_float16", rules={{"softmax": "lower"}})`. `polyamp.operations.as_markdown()`
+writes this page.
 
-A source that assigns another class has that class in brackets.
+If a source puts an operation into another class, that class is in brackets.
 """
 
 

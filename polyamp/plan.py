@@ -46,7 +46,7 @@ class PlannedOperation(NamedTuple):
     bytes_moved_float32: int = 0
 
     def as_dict(self) -> dict[str, str]:
-        """Return what was decided, as JSON values."""
+        """Return the decision as JSON values."""
         return {
             "name": self.name,
             "native": self.native,
@@ -91,7 +91,7 @@ class Plan(JsonReport):
 
     @property
     def totals(self) -> dict[str, Any]:
-        """Return the operations by format, and totals of casts and bytes; JSON values.
+        """The operations by format, and totals of casts and bytes; JSON values.
 
         Each operation counts once by format; casts and bytes in a loop's body count as often as it runs. The keys with
         ``float32`` are the totals of the same graph if nothing is cast.
@@ -157,7 +157,7 @@ class Plan(JsonReport):
                 where="Plan.compare(other)",
                 found=shown(other),
                 allowed="a polyamp.Plan",
-                fix="give what polyamp.explain gives, or the plan of a rewritten function",
+                fix="pass the result of polyamp.explain, or the plan of a rewritten function",
             )
         return PlanComparison(self, other)
 
@@ -202,7 +202,7 @@ class PlanComparison:
 
     @property
     def changed(self) -> list[tuple[str, str, dict[str, int], dict[str, int]]]:
-        """Return name, place, and operations by format in each plan, wherever the plans differ."""
+        """Name, place, and operations by format in each plan, wherever the plans differ."""
         here, there = _formats(self.this), _formats(self.other)
         places = [*here, *(place for place in there if place not in here)]
         both = ((place, here.get(place, Counter()), there.get(place, Counter())) for place in places)

@@ -47,7 +47,7 @@ class Policy:
                 self.loss_scale, where="policy(loss_scale=)", allowed="a LossScale", fix="write LossScale.fixed(128)"
             )
         if not isinstance(self.name, str):
-            raise wrong_type(self.name, where="policy(name=)", allowed="a string", fix="give a label as text")
+            raise wrong_type(self.name, where="policy(name=)", allowed="a string", fix="pass a label as text")
         if self.compute == "bfloat16" and self.loss_scale.dynamic:
             raise InvalidValueError(
                 "bfloat16 has the range of float32: a dynamic loss scale cannot help it",
@@ -67,7 +67,7 @@ class Policy:
 
     @property
     def own_rules(self) -> tuple[Rule, ...]:
-        """Return the rules that the user wrote, without those that the formats imply.
+        """The rules that the user wrote, without those that the formats imply.
 
         >>> policy("half", rules={"head/*": "full"}).own_rules
         (Rule(pattern='head/*', op_class='full'),)
@@ -77,7 +77,7 @@ class Policy:
 
     @property
     def param_dtype(self) -> Any:
-        """Return ``param`` as a NumPy dtype, as in jmp and haiku. Without ml_dtypes, bfloat16 and float8 are names.
+        """``param`` as a NumPy dtype, as in jmp and haiku. Without ml_dtypes, bfloat16 and float8 are names.
 
         >>> policy("O2").param_dtype, str(policy("mixed_float16").output_dtype)
         (dtype('float16'), 'float32')
@@ -86,22 +86,22 @@ class Policy:
 
     @property
     def compute_dtype(self) -> Any:
-        """Return ``compute`` as a NumPy dtype; see `param_dtype`."""
+        """``compute`` as a NumPy dtype; see `param_dtype`."""
         return _numpy_dtype(self.compute)
 
     @property
     def output_dtype(self) -> Any:
-        """Return ``output`` as a NumPy dtype; see `param_dtype`."""
+        """``output`` as a NumPy dtype; see `param_dtype`."""
         return _numpy_dtype(self.output)
 
     @property
     def casts(self) -> bool:
-        """Return whether any format differs from float32."""
+        """Whether any format differs from float32."""
         return {self.param, self.compute, self.output} != {"float32"}
 
     @property
     def needs_master_weights(self) -> bool:
-        """Return whether parameters have 16 bits or fewer, so that the optimizer keeps float32 master weights."""
+        """Whether parameters have 16 bits or fewer, so that the optimizer keeps float32 master weights."""
         return format_of(self.param).is_low
 
     def cast_to_param(self, tree: Tree) -> Tree:
@@ -151,7 +151,7 @@ class Policy:
                 where="Policy.from_dict(saved)",
                 found=", ".join(map(str, saved)) if isinstance(saved, Mapping) else repr(saved),
                 allowed=", ".join(wanted),
-                fix="give what Policy.to_dict() returned",
+                fix="pass the result of Policy.to_dict()",
             )
         return cls(**{**saved, "loss_scale": LossScale.from_dict(saved["loss_scale"])})
 
@@ -222,7 +222,7 @@ def policy(
         base = _from_words(dialects.Words() if spec is None else dialects.read(spec, where=where), formats, where)
     else:
         raise wrong_type(
-            spec, where=where, allowed="a Policy or a string", fix='give a name, for example "mixed_float16"'
+            spec, where=where, allowed="a Policy or a string", fix='pass a name, for example "mixed_float16"'
         )
     kept = tuple(rule for rule in base.rules if rule.pattern not in {own.pattern for own in own_rules})
     return replace(
@@ -270,20 +270,20 @@ def set_global_policy(spec: Policy | str) -> Policy:
 
 
 def _from_words(words: dialects.Words, formats: dict[str, str], where: str) -> Policy:
-    said = words.formats
+    named = words.formats
     for key, value in formats.items():
         contradicts_word = words.name is not None and key == "compute"
-        if key in said and said[key] != value and (contradicts_word or words.name is None):
+        if key in named and named[key] != value and (contradicts_word or words.name is None):
             raise InvalidValueError(
                 f"two formats for {key}",
                 where=f"{where} and policy({key}=)",
-                found=f"{said[key]} and {value}",
+                found=f"{named[key]} and {value}",
                 allowed="one of them",
                 fix=f"leave {key}= out, or name a policy that agrees with it",
             )
-    param = formats.get("param", said.get("param", "float32"))
-    compute = formats.get("compute", said.get("compute", param))
-    output = formats.get("output", said.get("output", compute))
+    param = formats.get("param", named.get("param", "float32"))
+    compute = formats.get("compute", named.get("compute", param))
+    output = formats.get("output", named.get("output", compute))
     rules = dialects.default_rules(param, compute, output) if words.rules is None else words.rules
     scale = words.loss_scale or dialects.default_loss_scale(compute)
     return Policy(param, compute, output, rules, scale, words.label)

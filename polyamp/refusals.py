@@ -8,6 +8,9 @@ from __future__ import annotations
 from polyamp.errors import InvalidTypeError, MissingFrameworkError, NonFiniteLossError, UsageError
 from polyamp.validation import kind_of
 
+NONFINITE_LOSS = "the loss was not finite before scaling: a smaller scale cannot help"
+"""The reason for a step that was skipped because its loss was inf or NaN; used by `StepResult.reason`."""
+
 
 def missing(package: str, *, extra: str) -> MissingFrameworkError:
     """Return the error for a package that is not installed, with the extra that installs it."""
@@ -34,7 +37,7 @@ def non_finite_loss(
         compute: the compute format of the forward pass; None if it is not known.
     """
     return NonFiniteLossError(
-        "the loss was not finite before scaling: a smaller scale cannot help",
+        NONFINITE_LOSS,
         where=where,
         found=found,
         allowed="a finite loss",
@@ -91,15 +94,15 @@ def clipped_scaled(*, where: str, fix: str) -> UsageError:
 def no_loss(found: object, *, allowed: str) -> InvalidTypeError:
     """Return the error for scaling an object that is not a floating-point tensor.
 
-    >>> print(no_loss("a tensor of int64", allowed="a floating tensor"))
-    the loss is no floating tensor
+    >>> print(no_loss("a tensor of int64", allowed="a floating-point tensor"))
+    the loss must be a floating-point tensor
       where:   scaling the loss
       found:   a tensor of int64
-      allowed: a floating tensor
+      allowed: a floating-point tensor
       to do:   give the loss itself, for example the mean of the model's errors
     """
     return InvalidTypeError(
-        "the loss is no floating tensor",
+        "the loss must be a floating-point tensor",
         where="scaling the loss",
         found=found,
         allowed=allowed,
@@ -114,7 +117,7 @@ def no_optimizer(found: object, *, allowed: str) -> InvalidTypeError:
     True
     """
     return InvalidTypeError(
-        "no optimizer of this framework",
+        "not an optimizer of this framework",
         where="wrap_optimizer(optimizer)",
         found=kind_of(found),
         allowed=allowed,

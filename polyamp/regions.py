@@ -53,7 +53,7 @@ class Autocast:
         chosen = current_policy() if self._policy is None else self._policy
         if self._policy is None and not in_policy() and not chosen.casts:
             warn_once(
-                f"autocast() without a policy takes the current one, {chosen}, which changes nothing: give a policy, "
+                f"autocast() without a policy takes the current one, {chosen}, which changes nothing: pass a policy, "
                 'as in polyamp.autocast("mixed_float16"), or call polyamp.set_global_policy first.'
             )
         with ExitStack() as stack:

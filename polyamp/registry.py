@@ -43,7 +43,7 @@ class Registered(Protocol):
 
 GROUP = "polyamp.backends"
 UNREGISTERED = "polyamp's adapters are found by entry points, and none is registered: polyamp is not installed"
-INSTALL = "pip install -e . in polyamp's checkout, with --no-deps --no-build-isolation where there is no network"
+INSTALL = "pip install -e . in polyamp's checkout, with --no-deps --no-build-isolation without a network"
 
 # Plain dicts: functools.cache breaks torch.compile(fullgraph=True).
 _entries: dict[str, EntryPoint] = {}
@@ -230,7 +230,7 @@ def unregistered(*, where: str) -> UnsupportedError:
 
 
 def _choice(known: list[str], *, kind: str = "", fix: str) -> dict[str, str]:
-    """Return what an error allows and advises: the known names, or how to install polyamp if there are none."""
+    """Return the ``allowed`` and ``fix`` of an error: the known names, or how to install polyamp if there are none."""
     return {"allowed": kind + ", ".join(known), "fix": fix} if known else {"allowed": UNREGISTERED, "fix": INSTALL}
 
 

@@ -1,4 +1,4 @@
-"""The warnings that say what a policy could not do in a program: the same text in every framework, each shown once.
+"""Warnings about what a policy could not do in a program: one text for all frameworks, each shown once.
 
 Each function takes ``where``, the name of the function, model or region, and ``stacklevel`` as in `warnings.warn`,
 counted from the function itself.

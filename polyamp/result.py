@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from polyamp.limits import NONFINITE_LOSS
 from polyamp.loss_scale import LossScaleState
+from polyamp.refusals import NONFINITE_LOSS
 
 
 class StepResult:
@@ -37,7 +37,7 @@ class StepResult:
 
     @property
     def flag(self) -> Any:
-        """Return whether the step was applied, without a host sync: a bool, or a scalar on the device.
+        """Whether the step was applied, without a host sync: a bool, or a scalar on the device.
 
         >>> from polyamp import LossScale
         >>> StepResult(LossScale().initial_state()).flag
@@ -48,22 +48,22 @@ class StepResult:
 
     @property
     def applied(self) -> Any:
-        """Return whether parameters and optimizer state were updated; a bool."""
+        """Whether parameters and optimizer state were updated; a bool."""
         return _look(self.flag, bool)
 
     @property
     def scale(self) -> Any:
-        """Return the loss scale after the step, for the next loss; a float."""
+        """The loss scale after the step, for the next loss; a float."""
         return _look(self._state.scale, float)
 
     @property
     def skipped_in_a_row(self) -> Any:
-        """Return the number of steps skipped since the last applied one; an int."""
+        """The number of steps skipped since the last applied one; an int."""
         return _look(self._state.skipped_in_a_row, int)
 
     @property
     def reason(self) -> str:
-        """Return why the step was skipped; empty if it was applied."""
+        """The reason why the step was skipped; empty if it was applied."""
         if self:
             return ""
         more = self._explain() if self._explain else ""

@@ -112,7 +112,7 @@ def parse_rules(
     patterns = [pattern for pattern, _ in pairs]
     repeated = sorted({pattern for pattern in patterns if patterns.count(pattern) > 1})
     if repeated:
-        raise _bad_rule("a pattern stands twice in the rules", where, ", ".join(repeated), "each pattern once")
+        raise _bad_rule("a pattern appears twice in the rules", where, ", ".join(repeated), "each pattern once")
     return tuple(Rule(pattern, op_class) for pattern, op_class in pairs)
 
 

@@ -60,7 +60,7 @@ def constant(magnitudes: Iterable[float], compute: str) -> Value:
 
     Args:
         magnitudes: of its elements, those that have to be held: for a scalar its own; for an array the largest finite
-            one, since tiny elements beside large ones may round to 0.
+            one, since tiny elements next to large ones may round to 0.
         compute: the format of ``lower`` operations.
     """
     target = format_of(compute)

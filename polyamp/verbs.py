@@ -230,7 +230,7 @@ def autocast(
         argnums: for a function in JAX: the positions of its arguments that are parameters, the first by default. Other
             float32 arguments stay float32 next to 16-bit values.
         **mistaken: arguments of other libraries' autocast, such as ``dtype=``, ``device_type=`` and ``enabled=``:
-            refused, with a hint what to write instead.
+            refused, with a hint at what to write instead.
 
     Returns:
         A context manager that can be entered again and in several threads, and used as a decorator; or the transformed
@@ -238,7 +238,7 @@ def autocast(
 
     Raises:
         InvalidTypeError: there are two policies, or an argument of another library's autocast.
-        UnsupportedError: no loaded framework has what was requested.
+        UnsupportedError: no loaded framework has this kind of autocast.
     """
     if mistaken:
         raise _another_autocast(mistaken)
@@ -251,7 +251,7 @@ def autocast(
             where="autocast(policy, argnums=)",
             found=_shown(argnums),
             allowed="autocast(function, policy, argnums=)",
-            fix="give the function too, or leave argnums out",
+            fix="pass the function too, or leave argnums out",
         )
     if target is not None and policy is not None:
         raise InvalidTypeError(
@@ -382,4 +382,4 @@ def _given(**options: Any) -> dict[str, Any]:
 def _check_rewritable(fn: object, adapter: Registered | None, *, where: str) -> None:
     if not REWRITE.offered_by(adapter):
         allowed = "a function, a model or a framework's graph"
-        check_callable(fn, where=where, allowed=allowed, fix="give the function itself, then its arguments")
+        check_callable(fn, where=where, allowed=allowed, fix="pass the function itself, then its arguments")

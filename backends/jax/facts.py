@@ -16,7 +16,7 @@ from polyamp.backends.jax.graphs.program import Program
 from polyamp.backends.jax.graphs.rewrite import explain
 from polyamp.backends.jax.modules import as_pure
 from polyamp.backends.jax.operations import OPERATIONS
-from polyamp.backends.jax.scaling import Found, found_in
+from polyamp.backends.jax.scaling import Scaling, scaling_of
 from polyamp.backends.jax.steps import marks
 from polyamp.backends.jax.steps.state import LossScaleOptState, holds_state
 from polyamp.backends.jax.steps.step import Step
@@ -67,17 +67,17 @@ Equations = list[Equation]
 
 def _traced(
     fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], policy: Policy
-) -> tuple[Plan | None, Equations, Found]:
+) -> tuple[Plan | None, Equations, Scaling]:
     """Return the plan, the equations as written, and how it scales; all empty if JAX cannot trace the function."""
     if not (callable(fn) and (args or kwargs)):
-        return None, [], Found((), ())
+        return None, [], Scaling((), ())
     try:
         with policy:
             program = Program(*as_pure(fn, args, kwargs)[:4])
-        found = found_in(program.closed, _scales(program.arrays, (args, kwargs)))
+        found = scaling_of(program.closed, _scales(program.arrays, (args, kwargs)))
         return explain(fn, *args, policy=policy, **kwargs), list(walk(program.closed)), found
     except UsageError:  # it branches on a value, for example
-        return None, [], Found((), ())
+        return None, [], Scaling((), ())
 
 
 def _scales(arrays: Sequence[Any], holder: Any) -> list[int]:

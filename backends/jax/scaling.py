@@ -52,14 +52,14 @@ class _Where(NamedTuple):
 _NOWHERE = _Where("", backward=True)
 
 
-class Found(NamedTuple):
+class Scaling(NamedTuple):
     """Places, each once: updates with gradients that are not scaled, and places that clip scaled gradients."""
 
     unscaled: tuple[str, ...]
     clipped: tuple[str, ...]
 
 
-def found_in(closed: Any, scales: Sequence[int]) -> Found:
+def scaling_of(closed: Any, scales: Sequence[int]) -> Scaling:
     """Return what is wrong with the gradients that wrapped optimizers get in a program.
 
     Args:
@@ -73,7 +73,7 @@ def found_in(closed: Any, scales: Sequence[int]) -> Found:
         reader.run(jaxpr, constants, inputs, _Where("the gradients", backward=False))
     gradients = [(value, place) for value, place in reader.gradients if value.of_backward]
     unscaled = dict.fromkeys(place for value, place in gradients if value.degree == 0 and not value.clipped)
-    return Found(tuple(unscaled), tuple(dict.fromkeys(value.clipped for value, _ in gradients if value.clipped)))
+    return Scaling(tuple(unscaled), tuple(dict.fromkeys(value.clipped for value, _ in gradients if value.clipped)))
 
 
 class _Reader:

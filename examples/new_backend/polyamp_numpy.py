@@ -85,7 +85,7 @@ def _widened(arrays: Arrays) -> Arrays:
 
 
 class NumpyAdapter:
-    """The methods that `polyamp.adapter.Adapter` requires, and nothing else."""
+    """The methods that `polyamp.adapter.Adapter` requires, and one optional verb, which `polyamp.health` uses."""
 
     name = "numpy"
     operations: Mapping[str, str] = {"matmul": "matmul", "exp": "exp", "add": "add", "sum": "sum"}
@@ -115,6 +115,9 @@ class NumpyAdapter:
 
     def scale_loss(self, loss: Any, holder: LossScaled) -> Any:
         return np.float32(loss) * np.float32(holder.state.scale)
+
+    def loss_scale_of(self, holder: LossScaled) -> tuple[polyamp.LossScale, polyamp.LossScaleState]:
+        return holder.settings, holder.state
 
     def save_loss_scale(self, holder: LossScaled) -> dict[str, Any]:
         return holder.settings.to_state_dict(holder.state)

@@ -57,6 +57,9 @@ class NumpyHarness:
     def tree(self, arrays: Arrays) -> dict[str, Any]:
         return dict(arrays)
 
+    def trainable(self, array: Any) -> Any:
+        return array.copy()
+
     def arrays(self, tree: Any) -> dict[str, Any]:
         return dict(tree)
 

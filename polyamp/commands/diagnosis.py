@@ -23,11 +23,13 @@ FINDINGS = 3
 """The exit code of a command that ran and found something wrong."""
 
 _STEP = (
-    "package.module:function; called without arguments it gives a step, (step, *arguments) or a dict of them, "
+    "package.module:function; called without arguments, it returns a step, (step, *arguments) or a dict of them, "
     "or it is the step."
 )
 _FIRST, _LAST = "First scale, as a power of two.", "Last scale, as a power of two."
-_TRAIN = "package.module:function: train(scale), which gives the final loss; or a function that gives it, or a dict."
+_TRAIN = (
+    "package.module:function: train(scale), which returns the final loss; or a function that returns it, or a dict."
+)
 
 StepTarget = Annotated[str, typer.Argument(help=_STEP, metavar="MODULE:FUNCTION", show_default=False)]
 TrainTarget = Annotated[str, typer.Argument(help=_TRAIN, metavar="MODULE:FUNCTION", show_default=False)]

@@ -76,7 +76,7 @@ def training_of(text: str) -> Target:
     if isinstance(made, Mapping):
         return _of_mapping(made, "train", text)
     if not callable(made):
-        raise _bad_form(text, made, 'train(scale) itself; or a function that gives it, or {"train": train, ...}')
+        raise _bad_form(text, made, 'train(scale) itself; or a function that returns it, or {"train": train, ...}')
     return Target(made)
 
 
@@ -90,7 +90,7 @@ def load(text: str) -> Callable[..., Any]:
     module_name, _, path = text.partition(":")
     is_module = all(part.isidentifier() for part in module_name.split(".")) and not module_name.endswith(".py")
     if not (is_module and path):
-        raise _unknown("this names no function", text, "package.module:function, as in train:make_step")
+        raise _unknown("not the name of a function", text, "package.module:function, as in train:make_step")
     found = _module(module_name, text)
     for name in path.split("."):
         if not hasattr(found, name):
@@ -119,7 +119,7 @@ def _of_mapping(made: Mapping[str, Any], key: str, text: str) -> Target:
     options = {name for verb in verbs for name in _options_of(verb)}
     unknown = sorted(made.keys() - options - {"step", "train", "args", "kwargs"})
     if unknown:
-        raise _unknown(f"unknown {', '.join(map(repr, unknown))} in what it gives", text, ", ".join(sorted(options)))
+        raise _unknown(f"unknown {', '.join(map(repr, unknown))} in its result", text, ", ".join(sorted(options)))
     if not callable(made.get(key)):
         raise _bad_form(text, made.get(key), f'a function under "{key}"')
     given = {name: value for name, value in made.items() if name in options}
@@ -149,7 +149,7 @@ def _check_callable_without_arguments(function: Callable[..., Any], text: str) -
             "this function takes arguments, which the command line cannot know",
             where=text,
             found=f"{text.partition(':')[2]}{inspect.signature(function)}",
-            allowed=f"a function without arguments that gives {FORMS}",
+            allowed=f"a function without arguments that returns {FORMS}",
             fix="write a function that makes the step and a batch and returns (step, *arguments)",
         )
 
@@ -167,7 +167,7 @@ def _unknown(what: str, text: str, allowed: str) -> InvalidValueError:
 
 def _bad_form(text: str, found: object, allowed: str) -> InvalidTypeError:
     return InvalidTypeError(
-        "this is not what the command takes",
+        "the command does not accept this",
         where=repr(text),
         found=shown(found),
         allowed=allowed,

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from polyamp.diagnosis.evidence import Evidence, overflowing, poisoned, relaxable, rounded, too_narrow, without_a_scale
 from polyamp.diagnosis.probe import Probe
@@ -25,9 +25,6 @@ from polyamp.policy import Policy
 from polyamp.policy import policy as make_policy
 from polyamp.validation import check_range
 from polyamp.verbs import explain
-
-if TYPE_CHECKING:
-    pass
 
 ROUNDS = 16
 """How often, at most, rules are added and the batches are run again. Each round keeps at least one more in float32."""

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import Literal, NamedTuple
 
+from polyamp.devices import FAST_SINCE
 from polyamp.diagnosis.facts import Facts
 from polyamp.flow import AS_WRITTEN
 from polyamp.formats import format_of
@@ -25,8 +26,8 @@ STUCK_MASS = 0.3
 """The total probability on wrong classes that must not be stuck; see `stuck_mass`."""
 
 
-class Said(NamedTuple):
-    """One finding of a check's function; see `Finding`."""
+class Fault(NamedTuple):
+    """One fault that a check found; see `Finding`."""
 
     what: str
     where: str
@@ -46,7 +47,7 @@ class Check(NamedTuple):
     severity: Severity
     title: str
     source: str
-    find: Callable[[Facts], Iterable[Said]]
+    find: Callable[[Facts], Iterable[Fault]]
 
 
 def stuck_mass(classes: int, rows: int, scale: float = 1.0) -> float:
@@ -69,9 +70,9 @@ def stuck_mass(classes: int, rows: int, scale: float = 1.0) -> float:
     return classes * rows * 2.0**-25 / scale
 
 
-def _not_wrapped(facts: Facts) -> Iterator[Said]:
+def _not_wrapped(facts: Facts) -> Iterator[Fault]:
     if facts.optimizer == "plain" and _needs_scaling(facts) and not facts.layer_policies:
-        yield Said(
+        yield Fault(
             "the optimizer is not wrapped: in float16, gradients below 2^-25 become zero, and nothing skips a step "
             "that overflowed",
             "",
@@ -79,18 +80,18 @@ def _not_wrapped(facts: Facts) -> Iterator[Said]:
         )
 
 
-def _wrapped_twice(facts: Facts) -> Iterator[Said]:
+def _wrapped_twice(facts: Facts) -> Iterator[Fault]:
     if facts.optimizer == "wrapped twice":
-        yield Said(
+        yield Fault(
             "two loss scalings around one optimizer: gradients are divided twice",
             "",
             "wrap the plain optimizer, once; leave the framework's own loss scaling out",
         )
 
 
-def _unscaled_loss(facts: Facts) -> Iterator[Said]:
+def _unscaled_loss(facts: Facts) -> Iterator[Fault]:
     if facts.unscaled:
-        yield Said(
+        yield Fault(
             "the loss of this step is not scaled, and the optimizer divides its gradients by the loss scale: updates "
             "are too small by that factor",
             _places(facts.unscaled),
@@ -98,31 +99,31 @@ def _unscaled_loss(facts: Facts) -> Iterator[Said]:
         )
 
 
-def _clipped_scaled(facts: Facts) -> Iterator[Said]:
+def _clipped_scaled(facts: Facts) -> Iterator[Fault]:
     if facts.clipped:
-        yield Said(
+        yield Fault(
             "gradients are clipped while they are scaled: the limit is too small by the loss scale",
             _places(facts.clipped),
             "leave the clipping out, and give polyamp.wrap_optimizer(..., max_grad_norm=); or clip unscaled gradients",
         )
 
 
-def _layers_unscaled(facts: Facts) -> Iterator[Said]:
+def _layers_unscaled(facts: Facts) -> Iterator[Fault]:
     if facts.layer_policies and facts.optimizer == "plain":
         layers = [name for name, _ in facts.layer_policies]
         names = ", ".join(dict.fromkeys(policy for _, policy in facts.layer_policies))
-        yield Said(
+        yield Fault(
             f"{plural(len(layers), 'layer')} with the policy {names}, and no loss scaling: compile() adds it only "
-            "where the model's own policy is mixed_float16",
+            "if the model's own policy is mixed_float16",
             _places(layers),
             "model.compile(optimizer=polyamp.wrap_optimizer(optimizer, policy), ...)",
         )
 
 
-def _no_masters(facts: Facts) -> Iterator[Said]:
+def _no_masters(facts: Facts) -> Iterator[Fault]:
     if facts.low_parameters and not facts.has_masters:
         known = "the optimizer keeps no float32 copies" if facts.optimizer else "no optimizer that keeps float32 copies"
-        yield Said(
+        yield Fault(
             f"{plural(len(facts.low_parameters), 'parameter')} in 16 bits, and {known}: an update smaller than about "
             "1/2048 of a float16 weight (1/256 in bfloat16) is lost",
             _places(facts.low_parameters),
@@ -131,38 +132,38 @@ def _no_masters(facts: Facts) -> Iterator[Said]:
         )
 
 
-def _foreign_casts(facts: Facts) -> Iterator[Said]:
+def _foreign_casts(facts: Facts) -> Iterator[Fault]:
     for native, target, where in _casts(facts, foreign=True):
-        yield Said(
-            f"{native} to {target}, beside a policy that computes in {facts.policy.compute}",
+        yield Fault(
+            f"{native} to {target}, but the policy computes in {facts.policy.compute}",
             where,
             "remove the cast and let the policy decide, or name one 16-bit format in both",
         )
 
 
-def _manual_casts(facts: Facts) -> Iterator[Said]:
+def _manual_casts(facts: Facts) -> Iterator[Fault]:
     for native, target, where in _casts(facts, foreign=False):
-        yield Said(
+        yield Fault(
             f"{native} to {target} by hand: it stays whatever policy is chosen",
             where,
-            "remove it where the policy does the same; else say it as a rule of the policy",
+            "remove it if the policy does the same; else write it as a rule of the policy",
         )
 
 
-def _narrow_operations(facts: Facts) -> Iterator[Said]:
+def _narrow_operations(facts: Facts) -> Iterator[Fault]:
     narrow = [op for op in _planned(facts) if _is_full(op.name) and _is_low(op.format)]
     for reason in dict.fromkeys(op.reason for op in narrow):
         ops = [op for op in narrow if op.reason == reason]
         names = list(dict.fromkeys(op.name for op in ops))
         rules = ", ".join(f'"{name}": "full"' for name in names)
-        yield Said(
-            f"in {ops[0].format} by {reason}, though the table has float32 for it: {', '.join(names)}",
+        yield Fault(
+            f"in {ops[0].format} by {reason}, although the table keeps it in float32: {', '.join(names)}",
             _places(op.where for op in ops),
-            f"leave that rule out, or put before it rules={{{rules}}}",
+            f"remove that rule, or put rules={{{rules}}} before it",
         )
 
 
-def _unaligned(facts: Facts) -> Iterator[Said]:
+def _unaligned(facts: Facts) -> Iterator[Fault]:
     places: dict[tuple[str, str, str], list[str]] = {}
     for product in facts.products:
         odd = {key: size for key, size in product.sizes.items() if size > ALIGNMENT and size % ALIGNMENT}
@@ -171,30 +172,34 @@ def _unaligned(facts: Facts) -> Iterator[Said]:
             padded = ", ".join(f"{size} -> {-(-size // ALIGNMENT) * ALIGNMENT}" for size in dict.fromkeys(odd.values()))
             places.setdefault((f"{product.name} in {product.format}", sizes, padded), []).append(product.where)
     for (name, sizes, padded), where in places.items():
-        yield Said(
+        yield Fault(
             f"{name} with {sizes}: Tensor Cores are fastest where 16-bit sizes are multiples of {ALIGNMENT}",
             _places(where),
             f"pad {padded}",
         )
 
 
-def _no_tensor_cores(facts: Facts) -> Iterator[Said]:
+def _no_tensor_cores(facts: Facts) -> Iterator[Fault]:
     if _is_low(facts.policy.compute):
-        yield from _older(facts, (7, 0), "no Tensor Cores", "train in float32 there: 16 bits save memory alone")
+        yield from _older(
+            facts, FAST_SINCE["float16"], "no Tensor Cores", "train in float32 there: 16 bits save only memory"
+        )
 
 
-def _no_bfloat16(facts: Facts) -> Iterator[Said]:
+def _no_bfloat16(facts: Facts) -> Iterator[Fault]:
     if facts.policy.compute == "bfloat16":
-        yield from _older(facts, (8, 0), "no bfloat16 Tensor Cores", 'use polyamp.policy("mixed_float16") there')
+        yield from _older(
+            facts, FAST_SINCE["bfloat16"], "no bfloat16 Tensor Cores", 'use polyamp.policy("mixed_float16") there'
+        )
 
 
-def _stuck_losses(facts: Facts) -> Iterator[Said]:
+def _stuck_losses(facts: Facts) -> Iterator[Fault]:
     scale = _starting_scale(facts)
     for loss in facts.losses if facts.policy.compute == "float16" else ():
         mass = stuck_mass(loss.classes, loss.rows, scale)
         if mass > STUCK_MASS:
             needed = math.ceil(math.log2(mass * scale / STUCK_MASS))
-            yield Said(
+            yield Fault(
                 f"{loss.classes} classes, averaged over {loss.rows} rows, at a loss scale of {scale:g}: gradients of "
                 f"probabilities under {loss.rows * 2.0**-25 / scale:.1e} round to zero, which leaves up to "
                 f"{min(mass, 1.0):.0%} of the probability on wrong classes",
@@ -203,21 +208,21 @@ def _stuck_losses(facts: Facts) -> Iterator[Said]:
             )
 
 
-def _unused_rules(facts: Facts) -> Iterator[Said]:
+def _unused_rules(facts: Facts) -> Iterator[Fault]:
     for pattern in facts.plan.unused_rules if facts.plan else ():
-        yield Said(
+        yield Fault(
             f"the rule {pattern!r} matches nothing",
             "",
             "polyamp.explain lists the operations and their paths: correct the pattern, or remove it",
         )
 
 
-def _lowers_nothing(facts: Facts) -> Iterator[Said]:
+def _lowers_nothing(facts: Facts) -> Iterator[Fault]:
     if facts.plan and _is_low(facts.policy.compute) and not any(_is_low(op.format) for op in _planned(facts)):
-        yield Said(
+        yield Fault(
             f"the policy computes in {facts.policy.compute}, and no operation of this step does",
             "",
-            "print polyamp.explain of the same step: it says for every operation why",
+            "print polyamp.explain of the same step: it shows the reason for every operation",
         )
 
 
@@ -241,12 +246,12 @@ def _casts(facts: Facts, *, foreign: bool) -> Iterator[tuple[str, str, str]]:
     return ((native, target, _places(where)) for (native, target), where in places.items())
 
 
-def _older(facts: Facts, than: tuple[int, int], lacks: str, fix: str) -> Iterator[Said]:
+def _older(facts: Facts, than: tuple[int, int], lacks: str, fix: str) -> Iterator[Fault]:
     for device in facts.devices:
-        capability = device.get("capability") or device.get("compute_capability")
+        capability = device.get("capability")
         if capability and _version(capability) < than:
             needs = ".".join(map(str, than))
-            yield Said(f"compute capability {capability}: {lacks}, which need {needs}", str(device["name"]), fix)
+            yield Fault(f"compute capability {capability}: {lacks}, which need {needs}", str(device["name"]), fix)
 
 
 def _version(capability: str) -> tuple[int, ...]:
@@ -275,14 +280,14 @@ def _places(names: Iterable[str], shown: int = 3) -> str:
 CHECKS: dict[str, Check] = {
     "optimizer-not-wrapped": Check(
         "error",
-        "float16 with an optimizer that scales no loss",
+        "float16 with an optimizer that does not scale the loss",
         "Micikevicius et al., Mixed Precision Training, ICLR 2018, section 3.2",
         _not_wrapped,
     ),
     "wrapped-twice": Check("error", "loss scaling inside loss scaling", "the definition of unscaling", _wrapped_twice),
     "unscaled-loss": Check(
         "error",
-        "a step that unscales the gradients of a loss that nobody scaled",
+        "a step that unscales the gradients of a loss that was not scaled",
         "the definition of unscaling",
         _unscaled_loss,
     ),
@@ -330,7 +335,7 @@ CHECKS: dict[str, Check] = {
     "manual-cast": Check("note", "a cast that the user's code makes", "the policy itself", _manual_casts),
     "unaligned": Check(
         "note",
-        "sizes of 16-bit products that Tensor Cores do not like",
+        "sizes of 16-bit products at which Tensor Cores are slower",
         "NVIDIA, Train With Mixed Precision, and Matrix Multiplication Background, of the Deep Learning Performance "
         "documentation",
         _unaligned,

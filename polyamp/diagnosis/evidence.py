@@ -115,7 +115,7 @@ def without_a_scale(probe: Probe) -> Iterator[Evidence]:
         return
     counting = {id(one) for one in probe.counting}
     limits = [
-        (one, probe.need(one) if id(one) in counting else 0.0, probe.bear(one) * 2.0**-probe.margin)
+        (one, probe.need(one) if id(one) in counting else 0.0, probe.tolerate(one) * 2.0**-probe.margin)
         for one in probe.bounding
     ]
     makers = {id(one): _makers(probe.recording, one) for one in probe.bounding}
@@ -131,7 +131,9 @@ def without_a_scale(probe: Probe) -> Iterator[Evidence]:
     best = min(scales, key=cost)
     for one in against(best):
         for maker in makers[id(one)]:
-            needs = f"needs a loss scale of {power(probe.need(one))} to {power(probe.bear(one))}; others, {power(best)}"
+            needs = (
+                f"needs a loss scale of {power(probe.need(one))} to {power(probe.tolerate(one))}; others, {power(best)}"
+            )
             yield _evidence(probe, maker, "full", f"its {one.kind} {needs}", observed=one)
 
 

@@ -35,11 +35,11 @@ LOWEST_USEFUL = 1.0
 FINDINGS = {
     "ok": "Nothing to do: skipped steps are those in which the scale tries how far it can go.",
     "calibrating": "The scale is still being found: steps that are skipped until it first grows are normal.",
-    "spiral": "Training stands still: polyamp.diagnose(step, ...) names the first tensor that is not finite, and says "
+    "spiral": "Training stands still: polyamp.diagnose(step, ...) names the first tensor that is not finite, and tells "
     "whether the scale, a layer or the forward pass is to blame.",
-    "underflowing": "Gradients are lost at this scale: polyamp.probe(step, ...) says which scale they need, and which "
-    "tensor keeps it from being larger.",
-    "frozen at min": "The scale cannot fall any further: polyamp.diagnose(step, ...) says what overflows; where the "
+    "underflowing": "Gradients are lost at this scale: polyamp.probe(step, ...) reports which scale they need, and "
+    "which tensor keeps it from being larger.",
+    "frozen at min": "The scale cannot fall any further: polyamp.diagnose(step, ...) names what overflows; if the "
     "loss is finite, set a smaller LossScale(min=...).",
     "frozen at max": "Nothing overflows at the largest scale that is allowed, and nothing is lost by staying there.",
 }
@@ -168,8 +168,8 @@ class Health:
             parts.append(f"last growth {self.last_growth:,} steps ago")
         if self.margin is not None:
             parts.append(f"margin {self.margin:+.1f} bits")
-        said = self.state if self.state in ("ok", "calibrating") else f"{self.state}: {self.why}"
-        return "  ".join([*parts, said])
+        verdict = self.state if self.state in ("ok", "calibrating") else f"{self.state}: {self.why}"
+        return "  ".join([*parts, verdict])
 
     @property
     def _skips(self) -> str:
@@ -266,7 +266,7 @@ def check_probe(probe: object, *, where: str) -> None:
     """
     if probe is not None and not hasattr(probe, "window"):
         raise InvalidTypeError(
-            "this is no probe",
+            "not a probe",
             where=where,
             found=shown(probe),
             allowed="a polyamp.Probe, or None",

@@ -160,5 +160,5 @@ def judge(facts: Facts) -> Report:
     >>> [finding.code for finding in judge(facts)]
     ['wrapped-twice']
     """
-    findings = (Finding(code, check.severity, *said) for code, check in CHECKS.items() for said in check.find(facts))
+    findings = (Finding(code, check.severity, *fault) for code, check in CHECKS.items() for fault in check.find(facts))
     return Report(facts.framework, str(facts.policy), tuple(findings))

@@ -46,7 +46,7 @@ class Mark(NamedTuple):
 
     @property
     def is_finite(self) -> bool:
-        """Return whether the final loss is finite."""
+        """Whether the final loss is finite."""
         return self.loss is not None and math.isfinite(self.loss)
 
 
@@ -241,7 +241,7 @@ def _above(axis: Any, place: float, text: str, colour: str) -> None:
 def _title(recording: Recording, limits: Format, window: Window | None, scale: float) -> str:
     safe = "no loss scale is needed" if window is None else f"safe loss scales {window}"
     if window is not None and window.is_empty:
-        safe = "no loss scale serves all gradients"
+        safe = "no loss scale suits all gradients"
     start = f"; grey: lost or too large at {power(scale)}" if window is not None else ""
     policy = recording.policy.partition(" ")[0]
     return f"{recording.framework}, {policy}: limits of {limits.name}; {safe}{start}"

@@ -31,7 +31,7 @@ Sums that are zero except for rounding, such as the gradient of a bias before a 
 (float32's epsilon) of their terms. No loss scale is needed to keep them.
 """
 
-_SHOWN = {"need": 10, "bear": 5, "headroom": 4}
+_SHOWN = {"need": 10, "tolerate": 5, "headroom": 4}
 
 
 @dataclass(frozen=True)
@@ -75,14 +75,14 @@ class Probe(JsonReport):
         if not any(one.spread.largest for one in self.bounding):
             return None
         low = max(map(self.need, self.counting), default=0.0)
-        return Window(low, 2.0 ** math.floor(math.log2(min(map(self.bear, self.bounding))) - self.margin))
+        return Window(low, 2.0 ** math.floor(math.log2(min(map(self.tolerate, self.bounding))) - self.margin))
 
     def need(self, one: Observation) -> float:
         """Return the smallest scale at which a tensor loses no more than is tolerated."""
         return one.spread.smallest_scale(self.format, self.tolerance)
 
-    def bear(self, one: Observation) -> float:
-        """Return the largest scale at which it does not overflow."""
+    def tolerate(self, one: Observation) -> float:
+        """Return the largest scale at which a tensor does not overflow."""
         return max(one.spread.largest_scale(self.format), format_of("float32").smallest_normal)
 
     @cached_property
@@ -205,7 +205,7 @@ class Probe(JsonReport):
     def _row(self, one: Observation, name: str, lowest: int, highest: int) -> tuple[str, ...]:
         spread, forward = one.spread, one.kind == ACTIVATION
         need = "" if forward else power(self.need(one))
-        bear = f"{spread.headroom(self.format):+.1f} bits" if forward else power(spread.largest_scale(self.format))
+        limit = f"{spread.headroom(self.format):+.1f} bits" if forward else power(spread.largest_scale(self.format))
         return (
             _KINDS[one.kind],
             name,
@@ -214,7 +214,7 @@ class Probe(JsonReport):
             share(spread.flushed(self.format)),
             share(spread.lost(self.format)),
             need,
-            bear,
+            limit,
             f"|{spread.picture(lowest, highest)}|",
         )
 
@@ -222,7 +222,7 @@ class Probe(JsonReport):
         counts = _SHOWN if most is None else dict.fromkeys(_SHOWN, most)
         chosen = [
             *_first(self.counting, counts["need"], key=lambda one: (-self.need(one), -one.spread.lost(self.format))),
-            *_first(self.bounding, counts["bear"], key=self.bear),
+            *_first(self.bounding, counts["tolerate"], key=self.tolerate),
             *_first(self._forward, counts["headroom"], key=lambda one: one.spread.headroom(self.format)),
         ]
         return [*chosen, self.broken] if self.broken else chosen
@@ -238,22 +238,22 @@ class Probe(JsonReport):
 
     def conclusions(self) -> list[str]:
         """Return the conclusions, one sentence per line."""
-        said = []
+        lines = []
         if self.broken:
-            said.append(
+            lines.append(
                 f"{_KINDS[self.broken.kind]} {self.broken.place} is not finite in float32 either: look at the data and "
                 "the model, not at the precision."
             )
-        said += [
+        lines += [
             f"The forward pass overflows {self.format} in {one.place} (largest {one.spread.largest:.3g}): no loss "
             f'scale helps; keep it float32 with rules={{"{one.place}": "full"}}.'
             for one in self.overflowing[:3]
         ]
         if self.rounding and not self.overflowing:
-            said.append(f"Rounding to {self.format} changes the step: {self.rounding}. polyamp.diagnose tries rules.")
-        return [*said, *self._scale_said()]
+            lines.append(f"Rounding to {self.format} changes the step: {self.rounding}. polyamp.diagnose tries rules.")
+        return [*lines, *self._about_scales()]
 
-    def _scale_said(self) -> list[str]:
+    def _about_scales(self) -> list[str]:
         window = self.window
         if window is None:
             return [f"No gradient is computed in {self.format}: no loss scale is needed."]
@@ -264,10 +264,11 @@ class Probe(JsonReport):
                 f"recommended: {written(self.recommended)}",
             ]
         needing = max(self.counting, key=self.need)
-        bearing = min(self.bounding, key=self.bear)
+        tolerating = min(self.bounding, key=self.tolerate)
         return [
-            f"no loss scale serves all gradients: {needing.place} needs {power(self.need(needing))} or more, and "
-            f"{bearing.place} bears {power(self.bear(bearing))} at most, {self.margin:g} bits of margin aside.",
+            f"no loss scale suits all gradients: {needing.place} needs {power(self.need(needing))} or more, and "
+            f"{tolerating.place} tolerates {power(self.tolerate(tolerating))} at most, without the margin of "
+            f"{self.margin:g} bits.",
             f"Keep one of them float32: polyamp.calibrate finds the rules. Until then: {written(self.recommended)}",
         ]
 

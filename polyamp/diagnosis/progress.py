@@ -15,8 +15,8 @@ Progress = bool | Show
 def progressing(progress: Progress, total: int, title: str) -> Iterator[Callable[[str], None]]:
     """Provide a function to call with a line of text after each of ``total`` parts.
 
-    >>> with progressing(lambda done, total, text: print(f"{done}/{total} {text}"), 2, "work") as said:
-    ...     said("the first")
+    >>> with progressing(lambda done, total, text: print(f"{done}/{total} {text}"), 2, "work") as show:
+    ...     show("the first")
     1/2 the first
 
     Args:

@@ -82,7 +82,7 @@ class Spread:
     def __post_init__(self) -> None:
         if not len(self.counts) == len(self.mass) == HIGHEST - LOWEST + 1:
             raise InvalidValueError(
-                "this is no histogram of exponents",
+                "not a histogram of exponents",
                 where="Spread(counts, mass)",
                 found=f"{len(self.counts)} counts and {len(self.mass)} masses",
                 allowed=f"{HIGHEST - LOWEST + 1} of each, one for every exponent of finite float32",

@@ -173,7 +173,7 @@ class Sweep(JsonReport):
         draw_sweep(path, runs, None if self.reference is None else (label, self.reference), self.probed)
 
     def __str__(self) -> str:
-        return "\n".join([self._heading(), "", self.table(), "", *self._said()])
+        return "\n".join([self._heading(), "", self.table(), "", *self._conclusions()])
 
     def rows(self) -> list[tuple[str, ...]]:
         """Return the table: the heading, then a row per trial."""
@@ -186,7 +186,7 @@ class Sweep(JsonReport):
 
     def _heading(self) -> str:
         if self.reference is None:
-            return "no run came to a finite loss"
+            return "no run reached a finite loss"
         which = "" if self.measured else ", the best of these runs"
         return f"reference loss {self.reference:.4f}{which}; ok is within {self.tolerance:g} of it"
 
@@ -202,7 +202,7 @@ class Sweep(JsonReport):
                 *(["safe" if trial.scale in self.probed else ""] if self.probed else []),
             )
 
-    def _said(self) -> Iterator[str]:
+    def _conclusions(self) -> Iterator[str]:
         yield f"ok: {self.window}" if self.window else "no scale is ok"
         if self.probed:
             wrong = ", ".join(power(trial.scale) for trial in self.unsafe)
@@ -305,7 +305,7 @@ def _read(given: Any, *, where: str) -> tuple[float, int | None, int | None]:
         return float(number), _count(skipped), _count(steps)
     except (TypeError, ValueError, OverflowError) as error:
         raise _Unreadable(
-            "this is no loss",
+            "not a loss",
             where=where,
             found=shown(given),
             allowed="a number, a scalar array, (loss, skipped steps[, steps]) or (loss, optimizer)",
@@ -340,7 +340,7 @@ def _check_arguments(train: object, probe: object, tolerance: object) -> None:
     for name, value, fits, allowed in wrong:
         if not fits:
             raise InvalidTypeError(
-                f"{name} is not what a sweep takes",
+                f"invalid {name}",
                 where=f"sweep({name}=)",
                 found=shown(value),
                 allowed=allowed,

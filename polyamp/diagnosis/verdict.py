@@ -12,16 +12,13 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from polyamp.diagnosis.probe import Probe, written
 from polyamp.diagnosis.recording import ACTIVATION, GRADIENT, Observation, Recording
 from polyamp.diagnosis.rounding import Rounding, rounding, source_of
 from polyamp.formats import format_of
 from polyamp.layout import JsonReport, aligned, power
-
-if TYPE_CHECKING:
-    pass
 
 AMPLIFIES = 4.0
 """Powers of two that a gradient has to grow in one operation for that operation to be called amplifying.
@@ -232,7 +229,7 @@ def _rounding(verdict: Verdict) -> str:
 def _scale(verdict: Verdict) -> str:
     scale, window = verdict.recording.scale, verdict.probe.window
     if window is None or window.is_empty:
-        return f"SCALE of {power(scale)} is too high, and no scale serves: {' '.join(verdict.probe.conclusions())}"
+        return f"SCALE of {power(scale)} is too high, and no scale suits: {' '.join(verdict.probe.conclusions())}"
     halvings = max(1, math.ceil(math.log2(scale / window.high) - verdict.probe.margin))
     steps = "step" if halvings == 1 else "steps"
     return (
@@ -245,7 +242,7 @@ def _scale(verdict: Verdict) -> str:
 def _layer(verdict: Verdict) -> str:
     culprit, window = verdict._culprit, verdict.probe.window
     holds = window is not None and not window.is_empty and verdict.recording.scale > window.high
-    lower = f" A loss scale within {window} holds as well." if holds else ""
+    lower = f" A loss scale within {window} helps too." if holds else ""
     return (
         f"LAYER {culprit.where or culprit.place} amplifies gradients by 2^{verdict.amplification:.1f} in "
         f"{culprit.name}; keep it float32: rules={verdict.rules!r}{_tried(verdict)}.{lower}"

@@ -148,7 +148,7 @@ class Explainer:
         try:
             verdict = self._diagnose(*args, **kwargs)
         except PolyampError as error:  # the step itself may be fine, and training should go on
-            warn_once(f"steps are being skipped, and no verdict can be given: {error}")
+            warn_once(f"steps are being skipped, and the reason cannot be found: {error}")
         else:
             self._tell(verdict)
 

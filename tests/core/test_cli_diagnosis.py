@@ -152,11 +152,11 @@ def test_findings_are_exit_code_3(folder: Path, monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (("sweep", "targets"), "names no function"),
-        (("sweep", "targets.py:train"), "names no function"),
-        (("probe", ":loss"), "names no function"),
-        (("probe", "../x:one"), "names no function"),
-        (("probe", "..x:one"), "names no function"),
+        (("sweep", "targets"), "not the name of a function"),
+        (("sweep", "targets.py:train"), "not the name of a function"),
+        (("probe", ":loss"), "not the name of a function"),
+        (("probe", "../x:one"), "not the name of a function"),
+        (("probe", "..x:one"), "not the name of a function"),
         (("probe", "missing:loss"), "no module missing"),
         (("probe", "targets.missing:loss"), "no module targets.missing"),
         (("probe", "targets:missing"), "one of its functions: "),

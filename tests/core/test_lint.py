@@ -20,8 +20,8 @@ FP16 = policy("mixed_float16")
 BF16 = policy("mixed_bfloat16")
 UNCHECKED = policy("mixed_float16", loss_scale=LossScale.none())
 OLD_GPU = {"name": "Tesla P100", "capability": "6.0", "fast": []}
-VOLTA = {"name": "Tesla V100", "compute_capability": "7.0", "fast": ["float16"]}
-CPU = {"name": "cpu", "compute_capability": None, "fast": []}
+VOLTA = {"name": "Tesla V100", "capability": "7.0", "fast": ["float16"]}
+CPU = {"name": "cpu", "capability": None, "fast": []}
 
 
 def facts(chosen: Any = FP16, **known: Any) -> Facts:

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from polyamp.dispatch import OPTIONAL
+
 EXAMPLE = Path(__file__).parents[2] / "examples" / "new_backend"
 SUITE = "test_conformance.py"
 
@@ -27,7 +29,8 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(installed: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": str(installed)}
+    path = os.pathsep.join([str(installed), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = {**os.environ, "PYTHONPATH": path}
     return subprocess.run([sys.executable, *arguments], env=environment, cwd=installed, capture_output=True, text=True)
 
 
@@ -39,14 +42,14 @@ def test_example_passes_the_conformance_suite(installed: Path) -> None:
 
 FAULTS = {
     "skips nothing": ("        if finite:\n", "        if True:\n"),
-    "never finds an overflow": ("finite = not self.config.check or", "finite = True or"),
+    "never finds an overflow": ("finite = not self.settings.check or", "finite = True or"),
     "does not unscale": ("return np.float32(self.state.scale)", "return np.float32(1)"),
     "clips too early": (
         "limit = np.float32(self.max_grad_norm)",
         "limit = np.float32(self.max_grad_norm / self.state.scale)",
     ),
     "does not clip": ("if self.max_grad_norm is None", "if True"),
-    "has its own scale rule": ("polyamp.advance(self.config, self.state, finite)", "self.state"),
+    "has its own scale rule": ("polyamp.advance(self.settings, self.state, finite)", "self.state"),
     "keeps no master weights": ("if is_half[name] else array", "if False else array"),
     "wraps twice": ("if isinstance(optimizer, LossScaled)", "if False"),
     "casts integers": ("and np.issubdtype(tree.dtype, np.floating)", ""),
@@ -65,6 +68,48 @@ def test_suite_goes_red_for_a_planted_fault(installed: Path, tmp_path: Path, fau
     broken.unlink()
     broken.write_text(text.replace(right, wrong))
     done = run(tmp_path, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", SUITE)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert " failed" in done.stdout
+
+
+IMPORTS = """
+from contextlib import nullcontext
+from polyamp.demo import Trace
+from polyamp.diagnosis.facts import Facts
+from polyamp.diagnosis.recording import Recording
+def halved(fn):
+    return lambda *arrays: np.float32(fn(*(array.astype(np.float16).astype(np.float32) for array in arrays)))
+"""
+WRONG_VERBS = {
+    "autocast_context": "lambda self, policy: nullcontext()",
+    "traced_context": "lambda self, policy: nullcontext()",
+    "autocast_function": "lambda self, fn, policy: fn",
+    "rewrite": "lambda self, fn, args, kwargs, policy: halved(fn)",
+    "explain": "lambda self, fn, args, kwargs, policy: polyamp.Plan(str(policy), ())",
+    "convert": "lambda self, model, policy: model",
+    "value_and_grad": "lambda self, fun, policy, has_aux, *, argnums=0: lambda _, a, b: (halved(fun)(a, b), b.T)",
+    "loss_scale_of": "lambda self, holder: (holder.settings, holder.settings.initial_state())",
+    "holds_loss_scale": "lambda self, tree: True",
+    "is_lowering": "lambda self: True",
+    "record": "lambda self, step, args, kwargs, policy, *, widened, scale=None: "
+    "Recording('numpy', str(policy), None, scale, widened, ())",
+    "facts": "lambda self, target, args, kwargs, policy, optimizer: Facts('numpy', policy)",
+    "train_digits": "lambda self, task: Trace()",
+}
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("verb", [verb.name for verb in OPTIONAL])
+def test_suite_goes_red_for_a_wrong_optional_verb(installed: Path, tmp_path: Path, verb: str) -> None:
+    for source in installed.iterdir():
+        (tmp_path / source.name).symlink_to(source)
+    broken, last = tmp_path / "polyamp_numpy.py", "\nadapter = NumpyAdapter()\n"
+    text = (installed / broken.name).read_text()
+    assert text.endswith(last)
+    broken.unlink()
+    wrong = f"NumpyAdapter.{verb} = {WRONG_VERBS[verb]}"
+    broken.write_text(f"{text.removesuffix(last)}{IMPORTS}\n{wrong}{last}")
+    done = run(tmp_path, "-m", "pytest", "-q", "-p", "no:cacheprovider", SUITE, "-k", f"{verb} or verb")
     assert done.returncode == 1, done.stdout + done.stderr
     assert " failed" in done.stdout
 

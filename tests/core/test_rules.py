@@ -105,7 +105,7 @@ def test_rules_of_a_wrong_type_are_refused(spec: Any) -> None:
         ({"decoder..norm": "full"}, "blank"),
         ({"head/": "full"}, "blank"),
         ({"softmax": "half"}, "unknown class"),
-        ([("softmax", "full"), ("softmax", "lower")], "stands twice"),
+        ([("softmax", "full"), ("softmax", "lower")], "appears twice"),
     ],
     ids=str,
 )

@@ -135,7 +135,7 @@ def test_losses_may_be_scalars_of_arrays(given_: Any) -> None:
 
 @pytest.mark.parametrize("given_", [None, "5.3", [1.0, 2.0, 3.0], True, np.ones(3), {"loss": 1.0}])
 def test_what_is_no_loss_is_told(given_: Any) -> None:
-    with pytest.raises(InvalidTypeError, match="this is no loss"):
+    with pytest.raises(InvalidTypeError, match="not a loss"):
         swept(lambda scale: given_, [1.0])
 
 
@@ -147,7 +147,7 @@ def test_scales_are_positive_and_finite(scales: list[float]) -> None:
 
 @pytest.mark.parametrize("options", [{"train": 3}, {"probe": 3}, {"tolerance": -1.0}, {"tolerance": "a"}])
 def test_arguments_of_another_type_are_told(options: dict[str, Any]) -> None:
-    with pytest.raises(InvalidTypeError, match=f"{next(iter(options))} is not what"):
+    with pytest.raises(InvalidTypeError, match=f"invalid {next(iter(options))}"):
         swept(**options)
 
 
@@ -175,7 +175,7 @@ def test_without_a_reference_it_is_the_best_finite_loss() -> None:
 def test_nothing_finite_at_all() -> None:
     found = sweep(lambda scale: math.nan, [1.0], progress=False)
     assert found.reference is None
-    assert "no run came to a finite loss" in str(found)
+    assert "no run reached a finite loss" in str(found)
 
 
 def test_the_probed_window_is_compared() -> None:

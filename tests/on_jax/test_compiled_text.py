@@ -1,6 +1,6 @@
-"""benchmarks/hlo.py counts what XLA's text says, of programs that JAX 0.10.2 compiled for an H200 (data/compiled).
+"""benchmarks/hlo.py counts the work in XLA's text of programs that JAX 0.10.2 compiled for an H200 (data/compiled).
 
-``--compilers`` compiles one anew; that needs jax-cuda13-plugin and jax-cuda13-pjrt, and no GPU.
+``--compilers`` compiles one again; that needs jax-cuda13-plugin and jax-cuda13-pjrt, but not a GPU.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ print(json.dumps([each.row for each in found]))
 
 
 def load() -> ModuleType:
-    """The benchmarks are no package, and the installed wheel has none."""
+    """Import the file: the benchmarks are not a package, and the installed wheel does not have them."""
     spec = importlib.util.spec_from_file_location("hlo", BENCHMARKS / "hlo.py")
     assert spec
     assert spec.loader
@@ -170,7 +170,7 @@ def test_text_of_something_else_is_refused() -> None:
 
 @pytest.mark.compilers
 def test_program_that_is_compiled_now_is_counted_as_xla_counts_it() -> None:
-    """In a process of its own: it sets JAX's platforms."""
+    """It needs another process, because it sets JAX's platforms."""
     run = subprocess.run(
         [sys.executable, "-c", COMPILE_ONE],
         env={**os.environ, "PYTHONPATH": str(BENCHMARKS), "PYTHONSAFEPATH": "", "XLA_FLAGS": ""},

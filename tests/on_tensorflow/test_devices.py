@@ -1,4 +1,4 @@
-"""Where a device is slow in a policy's format, the user is told once."""
+"""A device that is slow in the policy's format is reported once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``enable_mixed_precision_graph_rewrite`` as TensorFlow 1 had it: in a Session, in functions, and with Keras 3."""
+"""``enable_mixed_precision_graph_rewrite`` of TensorFlow 1: in a Session, in functions, and with Keras 3."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_products_that_were_built_before_are_reported() -> None:
         build(v1.placeholder(tf.float32, (8, 8)))
         with pytest.warns(polyamp.PolyampWarning, match="2 products of the default graph, .* before the model"):
             enable_mixed_precision_graph_rewrite(sgd())
-        enable_mixed_precision_graph_rewrite(sgd())  # said once
+        enable_mixed_precision_graph_rewrite(sgd())  # reported once
 
 
 def test_a_graph_without_float32_products_is_not_reported() -> None:

@@ -202,7 +202,7 @@ def test_layers_have_one_name(torch_module: str, keras_layer: str) -> None:
     assert MODULES[torch_module] == keras_names[keras_layer]
 
 
-# --- what the sources say ---------------------------------------------------------------------------------------------
+# --- lists of the sources ---------------------------------------------------------------------------------------------
 
 CUDA_LISTS = {
     "AT_FORALL_LOWER_PRECISION_FP": "lower",

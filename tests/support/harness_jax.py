@@ -68,5 +68,8 @@ class JaxHarness:
     def tree(self, arrays: Arrays) -> dict[str, jax.Array]:
         return {name: jnp.asarray(array) for name, array in arrays.items()}
 
+    def trainable(self, array: NDArray[Any]) -> jax.Array:
+        return jnp.asarray(array)
+
     def arrays(self, tree: dict[str, jax.Array]) -> dict[str, NDArray[Any]]:
         return {name: np.asarray(array) for name, array in tree.items()}

@@ -72,5 +72,8 @@ class KerasHarness:
     def tree(self, arrays: Arrays) -> dict[str, keras.Variable]:
         return {name: keras.Variable(array, dtype=array.dtype.name, trainable=False) for name, array in arrays.items()}
 
+    def trainable(self, array: NDArray[Any]) -> Any:
+        return keras.Variable(array, dtype="float32").value
+
     def arrays(self, tree: Mapping[str, Any]) -> dict[str, NDArray[Any]]:
         return {name: to_numpy(value) for name, value in tree.items()}

@@ -18,7 +18,7 @@ OPTIMIZERS = {
 
 
 class TensorFlowSession:
-    """One wrapped optimizer and the variables it trains, in a compiled step."""
+    """One wrapped optimizer and the variables that it trains, in a compiled step."""
 
     def __init__(self, variables: dict[str, tf.Variable], holder: Any) -> None:
         self.variables, self.holder = variables, holder
@@ -73,6 +73,9 @@ class TensorFlowHarness:
 
     def tree(self, arrays: Arrays) -> dict[str, tf.Tensor]:
         return {name: tf.constant(array) for name, array in arrays.items()}
+
+    def trainable(self, array: NDArray[Any]) -> tf.Variable:
+        return tf.Variable(array)
 
     def arrays(self, tree: Mapping[str, tf.Tensor]) -> dict[str, NDArray[Any]]:
         return {name: tensor.numpy() for name, tensor in tree.items()}

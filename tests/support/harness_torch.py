@@ -94,6 +94,9 @@ class TorchHarness:
     def tree(self, arrays: Arrays) -> dict[str, torch.Tensor]:
         return {name: torch.from_numpy(np.array(array)) for name, array in arrays.items()}
 
+    def trainable(self, array: NDArray[Any]) -> torch.Tensor:
+        return torch.nn.Parameter(torch.from_numpy(np.array(array)))
+
     def arrays(self, tree: Mapping[str, torch.Tensor]) -> dict[str, NDArray[Any]]:
         return {name: to_numpy(tensor) for name, tensor in tree.items()}
 

@@ -52,7 +52,7 @@ def gradients(seed: int, scale: Any, spoil: float | None = None) -> dict[str, ja
 
 
 def wrapped_to_step(inner: Any, how: str, policy: Any = FLOAT16, **options: Any) -> tuple[Any, Any]:
-    """The wrapped optimizer, and ``step(params, opt_state, grads) -> (params, opt_state)`` in one of `STEPS`."""
+    """Return the wrapped optimizer, and ``step(params, opt_state, grads) -> (params, opt_state)`` in one of `STEPS`."""
     by, skip = how.split()
     tx = polyamp.wrap_optimizer(inner, policy, skip=skip, **options)
 

@@ -1,4 +1,4 @@
-"""Small programs, and what a traced program says of the formats it runs in, for the tests of autocast in JAX."""
+"""Small programs, and functions that read the formats of a traced program, for the tests of autocast in JAX."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import pytest
 import polyamp
 
 POLICIES = ("mixed_bfloat16", "mixed_float16")
-# A policy, and whether autocast stands inside of the transformation (grad, vmap, ...) or around it. The format and the
-# order have nothing to do with each other, so two of the four pairs stand for all.
+# A policy, and whether autocast is inside the transformation (grad, vmap, ...) or around it. The format and the
+# order are independent, so two of the four pairs are enough.
 MODES = [("mixed_bfloat16", True), ("mixed_float16", False)]
 TOLERANCE = {"mixed_bfloat16": 3e-2, "mixed_float16": 4e-3}  # about 8 and 4 units of rounding (2**-8 and 2**-11)
 PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot_general")
@@ -29,7 +29,7 @@ PRECISE_AS_WRITTEN = (
 
 @pytest.fixture(autouse=True)
 def quickly_compiled() -> Iterator[None]:
-    """A test module that imports this compiles in half the time: programs run once, so that it pays."""
+    """Compile in half the time, into slower code, in every test module that imports this: programs run once."""
     before = jax.config.read("jax_disable_most_optimizations")
     jax.config.update("jax_disable_most_optimizations", True)
     yield
@@ -37,7 +37,7 @@ def quickly_compiled() -> Iterator[None]:
 
 
 class Ran(NamedTuple):
-    """One equation of a traced program, wherever in loops and calls it stands."""
+    """One equation of a traced program, at any depth of loops and calls."""
 
     name: str
     inputs: tuple[Any, ...]  # abstract values
@@ -46,15 +46,15 @@ class Ran(NamedTuple):
 
     @property
     def floats(self) -> set[str]:
-        """The floating dtypes of inputs and outputs."""
+        """Return the floating-point dtypes of inputs and outputs."""
         dtypes = (getattr(aval, "dtype", None) for aval in (*self.inputs, *self.outputs))
         return {str(dtype) for dtype in dtypes if dtype is not None and jnp.issubdtype(dtype, jnp.floating)}
 
 
 def trace(fn: Callable[..., Any], *args: Any, **options: Any) -> list[Ran]:
-    """All equations of a function's jaxpr, those of its inner jaxprs with it.
+    """Return all equations of a function's jaxpr and of its inner jaxprs.
 
-    A function of its own for each call: JAX keeps the jaxpr of a function that it has seen, under whatever policy.
+    Each call makes a new function, since JAX caches the jaxpr of a function for every policy.
     """
     return list(walk(jax.make_jaxpr(lambda *own: fn(*own), **options)(*args)))
 
@@ -81,19 +81,19 @@ def only(ran: Iterable[Ran], *names: str, within: str = "") -> list[Ran]:
 
 
 def dots(fn: Callable[..., Any], *args: Any, within: str = "") -> list[set[str]]:
-    """The floating dtypes of every product of matrices and convolution."""
+    """Return the floating-point dtypes of every matrix product and convolution."""
     return [op.floats for op in only(trace(fn, *args), *PRODUCTS, within=within)]
 
 
 def formats(fn: Callable[..., Any], *args: Any, of: tuple[str, ...] = PRECISE, within: str = "") -> set[str]:
-    """All floating dtypes that the operations ``of`` work with; empty where there is none."""
+    """Return all floating-point dtypes of the operations ``of``; empty if there are none."""
     return set[str]().union(*(op.floats for op in only(trace(fn, *args), *of, within=within)))
 
 
 def assert_mixed(mixed: Callable[..., Any], plain: Callable[..., Any], *args: Any, policy: str, outside: bool) -> None:
-    """As many products as in the plain program, every one low; every exponential and power in float32.
+    """Assert as many products as in the plain program, all of them low, and exponentials and powers in float32.
 
-    So is every sum where autocast stands outside of the derivative, and sees what JAX makes for it.
+    Sums are in float32 too if autocast is outside the derivative, and sees the operations that JAX makes for it.
     """
     ran, products = trace(mixed, *args), dots(plain, *args)
     assert products
@@ -103,7 +103,7 @@ def assert_mixed(mixed: Callable[..., Any], plain: Callable[..., Any], *args: An
 
 
 def assert_close(ours: Any, theirs: Any, policy: str, factor: float = 1.0) -> None:
-    """Of the same structure and types, and near in norm over the whole tree."""
+    """Assert the same structure and types, and a small distance in norm over the whole tree."""
     assert jax.tree.structure(ours) == jax.tree.structure(theirs)
     assert described(ours) == described(theirs)
     assert relative_error(ours, theirs) < TOLERANCE[policy] * factor
@@ -116,7 +116,7 @@ def described(tree: Any) -> list[Any]:
 
 
 def relative_error(ours: Any, theirs: Any) -> float:
-    """Norm of the difference over norm, in float64, of all numeric leaves together."""
+    """Return the norm of the difference divided by the norm, in float64, over all numeric leaves."""
     pairs = zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True)
     wide = [(np.asarray(a).astype(np.complex128), np.asarray(b).astype(np.complex128)) for a, b in pairs]
     assert all(np.isfinite(a).all() for a, _ in wide)
@@ -125,7 +125,7 @@ def relative_error(ours: Any, theirs: Any) -> float:
 
 
 def residuals(fn: Callable[..., Any], *args: Any) -> list[Any]:
-    """What ``fn`` keeps for its backward pass, without its own arguments' shapes being told apart."""
+    """Return the shapes that ``fn`` keeps for its backward pass; arguments with equal shapes are not distinguished."""
     return jax.tree.leaves(jax.eval_shape(lambda *own: jax.vjp(fn, *own)[1], *args))
 
 
@@ -138,7 +138,7 @@ def low(policy: str) -> str:
 
 
 def normal(seed: int, *shape: int, scale: float = 1.0) -> jax.Array:
-    """By NumPy: JAX would compile a program for every shape, for test modules that only collect too."""
+    """Return random numbers of NumPy; JAX would compile a program for every shape, even in a collection only."""
     return jnp.asarray(scale * np.random.default_rng(seed).standard_normal(shape), jnp.float32)
 
 
@@ -147,7 +147,7 @@ X = normal(4, 6, 8)
 
 
 def mlp(params: Any, x: jax.Array) -> jax.Array:
-    """Mean cross-entropy of a two-layer net: 2 products forward, 3 more in the gradient of the parameters."""
+    """Return the mean cross-entropy of a two-layer net: 2 products forward, 3 more in the parameters' gradient."""
     scores = jnp.tanh(x @ params["w1"] + params["b1"]) @ params["w2"]
     return -jax.nn.log_softmax(scores)[:, 0].mean()
 
@@ -161,7 +161,7 @@ def rnn_turn(cell: Any, state: jax.Array, x: jax.Array) -> jax.Array:
 
 
 def rnn(cell: Any, xs: jax.Array, **options: Any) -> jax.Array:
-    """Mean square of a scan's last state and of all states."""
+    """Return the mean square of a scan's last state and of all states."""
 
     def body(state: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
         state = rnn_turn(cell, state, x)
@@ -176,7 +176,7 @@ TOKENS = normal(9, 2, 5, 16)
 
 
 def attention(weights: Any, x: jax.Array, mask: jax.Array | None = None, fill: float | None = None) -> jax.Array:
-    """One head, with a residual connection: 6 products forward."""
+    """Return attention with one head and a residual connection: 6 products forward."""
     q, k, v = (x @ weights[name] for name in "qkv")
     scores = jnp.einsum("bqd,bkd->bqk", q, k) / 4.0
     if mask is not None:

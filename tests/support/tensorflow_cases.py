@@ -1,4 +1,4 @@
-"""Training steps for the tests of `polyamp.rewrite`, and what is read off the graphs that it makes."""
+"""Training steps for the tests of `polyamp.rewrite`, and measurements of the rewritten graphs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def normal(*shape: int, seed: int = 0, scale: float = 0.4) -> tf.Tensor:
 
 
 def train_step(forward: Callable[..., Any], *variables: tf.Variable, rate: float = 0.1) -> Callable[..., Any]:
-    """A step of gradient descent on the mean square of ``forward(*arguments, *variables)``."""
+    """Return a step of gradient descent on the mean square of ``forward(*arguments, *variables)``."""
 
     def step(*arguments: Any) -> tuple[tf.Tensor, list[Any]]:
         with tf.GradientTape() as tape:
@@ -44,7 +44,7 @@ def variables_like(*values: tf.Tensor) -> list[tf.Variable]:
 
 
 def nodes_that_run(function: Any, *args: Any, **kwargs: Any) -> list[tf.compat.v1.NodeDef]:
-    """The nodes of a traced function and of the functions that it calls, as the runtime has them."""
+    """Return the nodes of a traced function and of the functions that it calls, as the runtime has them."""
     concrete = (
         function.get_concrete_function(*args, **kwargs) if hasattr(function, "get_concrete_function") else function
     )
@@ -52,7 +52,7 @@ def nodes_that_run(function: Any, *args: Any, **kwargs: Any) -> list[tf.compat.v
 
 
 def called_nodes(graph_def: Any) -> Iterator[Any]:
-    """The nodes of a graph and of the functions that it calls, each function once."""
+    """Return the nodes of a graph and of the functions that it calls, each function once."""
     library = {function.signature.name: function for function in graph_def.library.function}
     pending, seen = [graph_def.node], set[str]()
     while pending:
@@ -65,7 +65,7 @@ def called_nodes(graph_def: Any) -> Iterator[Any]:
 
 
 def types_of(nodes: Sequence[Any], ops: Any = PRODUCTS) -> Counter[str]:
-    """How many nodes of some operations have which type."""
+    """Count the nodes of some operations by type."""
     return Counter(tf.as_dtype(node.attr[_type_of(node)].type).name for node in nodes if node.op in ops)
 
 
@@ -74,12 +74,12 @@ def _type_of(node: Any) -> str:
 
 
 def planned(plan: Any, *names: str) -> Counter[str]:
-    """How many operations of these canonical names a plan has in which format."""
+    """Count a plan's operations of these canonical names by format."""
     return Counter(op.format for op in plan.operations if op.name in (names or ("matmul", "conv")))
 
 
 def relative_error(value: Any, expected: Any) -> float:
-    """The largest difference against the largest element expected."""
+    """Return the largest difference, relative to the largest expected element."""
     value, expected = np.asarray(value, np.float64), np.asarray(expected, np.float64)
     return float(np.max(np.abs(value - expected)) / max(np.max(np.abs(expected)), 1e-30))
 
@@ -216,7 +216,7 @@ def embedding(x: Any, w: Any) -> Any:
 
 
 def sparse_gradient(x: Any, w: Any) -> Any:
-    """The only use of the weight is a look-up, so that its gradient is an IndexedSlices."""
+    """Use the weight only in a look-up, so that its gradient is an IndexedSlices."""
     return tf.nn.embedding_lookup(w, tf.constant([0, 3, 3])) @ tf.transpose(x)
 
 
@@ -244,7 +244,7 @@ def case(x: Any, w: Any) -> Any:
 
 
 def v1_loop(x: Any, w: Any) -> Any:
-    """TensorFlow 1's control flow: nodes in the graph itself."""
+    """Run a loop with TensorFlow 1's control flow, which has its nodes in the graph itself."""
     graph = tf.compat.v1.get_default_graph()
     with graph.as_default():
         control_flow_v2 = tf.compat.v1.control_flow_v2_enabled()
@@ -293,7 +293,7 @@ def _beside_a_product(x: Any, w: Any) -> tuple[Any, Any, None, Any]:
 
 
 def one_function_for_many_states(x: Any, w: Any) -> Any:
-    """What a function gets is weak, then low, then float32 by need, and of another shape."""
+    """Call one function with a weak, a low and a strong float32 value, and with another shape."""
     same, shape, _, y = _beside_a_product(x, w)
     again, _, _, z = _beside_a_product(y, w)
     full = _beside_a_product(tf.exp(-tf.abs(z)), w)[3]

@@ -1,4 +1,4 @@
-"""Models that the tests of rewriting share, each with arguments."""
+"""Models for the tests of rewriting, each with arguments."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Case = tuple[nn.Module, tuple[Any, ...]]
 
 
 class Block(nn.Module):
-    """A transformer's, as GPT has it."""
+    """A transformer block as in GPT."""
 
     def __init__(self, width: int = 16, heads: int = 2, dropout: float = 0.0) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Two blocks between tied embeddings; the loss where there are labels."""
+    """Two blocks between tied embeddings; returns the loss if there are labels."""
 
     def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class GPT(nn.Module):
 
 
 class ConvNet(nn.Module):
-    """Convolution, batch norm, and an activation in place."""
+    """A convolution, a batch norm, and an activation in place."""
 
     def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
@@ -101,6 +101,6 @@ MODELS: dict[str, Callable[[], Case]] = {
 
 
 def case(name: str) -> Case:
-    """A model with the same parameters and arguments every time."""
+    """Return a model and its arguments, the same values every time."""
     torch.manual_seed(0)
     return MODELS[name]()

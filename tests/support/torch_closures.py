@@ -1,4 +1,4 @@
-"""Optimizers that evaluate their closure several times in a step, and move in between."""
+"""Optimizers that evaluate their closure several times in a step, and change the parameters in between."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 
 class Sharpness(torch.optim.Optimizer):
-    """Sharpness-aware minimisation: climbs, evaluates again, comes back and descends (Foret et al., 2021)."""
+    """Sharpness-aware minimisation: ascend, evaluate again, return and descend (Foret et al., 2021)."""
 
     def __init__(self, params: Any, lr: float = 0.1, rho: float = 0.05) -> None:
         super().__init__(params, {"lr": lr, "rho": rho})

@@ -1,6 +1,6 @@
-"""The kernels on the CPU with each CUDA thread a fiber: the operators' library of them, and programs that run them.
+"""The kernels on the CPU, with a fiber for each CUDA thread: a library of the operators, and programs that run them.
 
-The sources are in ``tests/on_torch/kernels/native/fibers``; ``fiber.h`` says what they do.
+The sources are in ``tests/on_torch/kernels/native/fibers``; ``fiber.h`` describes them.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from polyamp.backends.torch.building.recipes import CSRC, Job
 NATIVE = Path(__file__).parents[1] / "on_torch/kernels/native"
 FIBERS = NATIVE / "fibers"
 FLAGS = ("-std=c++17", "-g", "-O1", "-ffp-contract=off", f"-I{CSRC}", f"-I{FIBERS}")
-RACE = 66  # the exit code of a program in which ThreadSanitizer has seen a race
+RACE = 66  # the exit code of a program in which ThreadSanitizer found a race
 
 
 def operators_on_fibers(cache: Path) -> None:
-    """Fill a ``POLYAMP_CACHE`` with operators whose CPU is the fibers; polyamp takes them for its own.
+    """Fill a ``POLYAMP_CACHE`` with operators that run on fibers; polyamp loads them as its own.
 
     Raises:
         ExtensionError: no compiler is found, or it fails.
@@ -40,7 +40,7 @@ def operators_on_fibers(cache: Path) -> None:
 
 
 def _all_sources(folder: Path) -> Path:
-    """A folder with links to the sources of the kernels and of the fibers: a recipe has one folder."""
+    """Make a folder with links to the sources of the kernels and of the fibers: a recipe has one folder."""
     folder.mkdir(parents=True)
     for source in (*CSRC.iterdir(), *FIBERS.iterdir()):
         (folder / source.name).symlink_to(source)
@@ -48,12 +48,12 @@ def _all_sources(folder: Path) -> Path:
 
 
 def faults_program(folder: Path) -> Path:
-    """Build the program of small kernels that are right or wrong."""
+    """Build the program of small correct and faulty kernels."""
     return _link(folder / "faults", [_object(folder, FIBERS / name) for name in ("faults.cpp", "fiber.cpp")])
 
 
 def races_program(folder: Path) -> Path:
-    """Build the sanitizers' program on fibers, with the kernels, and nothing else, watched by ThreadSanitizer."""
+    """Build the sanitizers' program on fibers, with ThreadSanitizer on the kernels only."""
     objects = [
         _object(folder, NATIVE / "sanitize.cpp"),
         _object(folder, FIBERS / "fiber.cpp", "-DPOLYAMP_RACES"),
@@ -74,7 +74,7 @@ def look_for_races(program: Path, **environment: str) -> subprocess.CompletedPro
 
 
 def run(command: list[str | Path], **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run a program to its end, whatever that is."""
+    """Run a program, whatever its exit code."""
     told = {**os.environ, **environment}
     return subprocess.run(command, env=told, capture_output=True, text=True, check=False)
 

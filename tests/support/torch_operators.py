@@ -1,4 +1,4 @@
-"""One call of ``torch.ops.polyamp``, with all that it takes, and the same arithmetic in float64."""
+"""One call of ``torch.ops.polyamp`` with all its arguments, and the same arithmetic in float64."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from polyamp.backends.torch.kernels.operators import STATS, WORKSPACE
 from polyamp.backends.torch.kernels.rounding import join, split
 from polyamp.loss_scale import LossScaleState
 
-STORAGES = {  # of parameters, and of what is kept beside them
+STORAGES = {  # formats of parameters, and of the master weights next to them
     "float32": (torch.float32, None),
     "float16_master": (torch.float16, torch.float32),
     "bfloat16_master": (torch.bfloat16, torch.float32),
@@ -38,13 +38,13 @@ SGDS = [
     SGD(lr=1e-3, momentum=0.5, weight_decay=0.0, flags=MAXIMIZE),
 ]
 PLAIN_SGD = [SGD(lr=1e-2, momentum=0.0, weight_decay=0.1, flags=0), SGD(1e-3, 0.0, 0.0, MAXIMIZE)]
-CHUNK = 4096  # elements that a block of a step's kernel takes at once
+CHUNK = 4096  # elements for each block of a step's kernel
 SHAPES: list[tuple[int, ...]] = [(), (0,), (7,), (3, 3), (CHUNK - 1,), (CHUNK,), (2, CHUNK + 3), (20_001,)]
 SCALE = 64.0
 
 
 def compiled_operators() -> Any:
-    """``torch.ops.polyamp`` with compiled kernels; built where the cache has none.
+    """Return ``torch.ops.polyamp`` with compiled kernels; build them if the cache has none.
 
     Raises:
         ExtensionError: no compiler is found, or it fails.
@@ -63,14 +63,14 @@ REFERENCE = SimpleNamespace(**{name: getattr(reference, name) for name in vars(r
 
 
 class Problem:
-    """Parameters of one storage, their gradients and state, and what a step takes besides.
+    """Parameters of one storage, their gradients and state, and the other arguments of a step.
 
     Args:
-        rules: of each group; their type says whether Adam or SGD. Tensors take turns.
-        shapes: of the parameters.
-        offset: how many elements the memory of each tensor starts after an aligned address.
+        rules: those of each group; their type is Adam or SGD. Tensors are assigned to groups in turns.
+        shapes: those of the parameters.
+        offset: how many elements after an aligned address the memory of each tensor starts.
         grad_offset: the same for gradients; None is ``offset``.
-        scale: what gradients are multiplied by.
+        scale: the factor of the gradients.
     """
 
     def __init__(
@@ -124,7 +124,7 @@ class Problem:
         return memory[offset:].view(tensor.shape).copy_(tensor)
 
     def copy(self) -> Problem:
-        """With its own memory, aligned as this one's is."""
+        """Return a copy with its own memory, aligned in the same way."""
         other = copy.copy(self)
         for name in ("params", "masters", "firsts", "seconds"):
             setattr(other, name, [self._place(tensor) for tensor in getattr(self, name)])
@@ -137,7 +137,7 @@ class Problem:
         pack_(self.control, state)
 
     def new_gradients(self) -> None:
-        """Random ones, multiplied by the loss scale."""
+        """Make random gradients, multiplied by the loss scale."""
         fresh = [torch.randn(param.shape, generator=self.random) * self.scale.item() for param in self.params]
         self.grads = [self._place(grad.to(self.dtype), self.grad_offset) for grad in fresh]
 
@@ -146,7 +146,7 @@ class Problem:
         return self.stats
 
     def step(self, operators: Any) -> None:
-        """Statistics and step."""
+        """Run the statistics and the step."""
         self.statistics(operators)
         self.apply(operators)
 
@@ -164,7 +164,7 @@ class Problem:
             operators.sgd_step_(self.params, self.masters, self.grads, self.firsts, *shared)
 
     def values(self) -> list[Tensor]:
-        """What the parameters stand for, in float32."""
+        """Return the parameters' exact values, in float32."""
         if not self.masters:
             return [param.float() for param in self.params]
         if self.masters[0].dtype == torch.int16:
@@ -172,13 +172,13 @@ class Problem:
         return [master.clone() for master in self.masters]
 
     def bits(self) -> list[Tensor]:
-        """Everything that a step may change but the loss scale: copies, as integers."""
+        """Return everything that a step may change, except the loss scale: copies, as integers."""
         whole = {2: torch.int16, 4: torch.int32}
         tensors = [*self.params, *self.masters, *self.firsts, *self.seconds, *self.steps]
         return [tensor.view(whole[tensor.element_size()]).clone() for tensor in tensors]
 
     def in_float64(self) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-        """Values and moments after one step from here, worked out in float64."""
+        """Return values and moments after the next step, computed in float64."""
         scale = self.scale.item()
         norm = math.sqrt(sum((grad.double() / scale).square().sum().item() for grad in self.grads))
         factor = min(1.0, self.settings[0].item() / (norm + 1e-6)) / scale
@@ -213,5 +213,5 @@ class Problem:
 
 
 def same(one: Sequence[Tensor], other: Sequence[Tensor]) -> bool:
-    """Whether all are equal; for bits, or for numbers without NaN."""
+    """Return whether all are equal; for bits, or for numbers without NaN."""
     return len(one) == len(other) and all(map(torch.equal, one, other))

@@ -1,4 +1,4 @@
-"""A module of many kinds of parameters to train with any kind of master weights, and all that a step may change."""
+"""A module with many kinds of parameters, to train with any kind of master weights."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Net(torch.nn.Module):
         self.unused = parameter(torch.randn(3, dtype=dtype))
         self.frozen = parameter(torch.randn(3, dtype=dtype), requires_grad=False)
         self.tied = self.turned
-        if not usual:  # what fused kernels refuse
+        if not usual:  # fused kernels refuse it
             self.exact = parameter(torch.randn(2, dtype=torch.float64))
             self.waves = parameter(torch.randn(3, dtype=torch.complex64))
         self.random = torch.Generator().manual_seed(1)
@@ -53,7 +53,7 @@ def train(net: Net, opt: LossScaledOptimizer, steps: int = 1, *, overflow: bool 
 
 
 def bits(value: Any) -> Any:
-    """Everything in it, tensors as bytes."""
+    """Return a structure with its tensors as bytes."""
     if isinstance(value, torch.Tensor):
         return value.dtype, value.shape, value.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
     if isinstance(value, dict):
@@ -62,6 +62,6 @@ def bits(value: Any) -> Any:
 
 
 def memory(net: torch.nn.Module, opt: LossScaledOptimizer) -> Any:
-    """Everything that a step may change, but for the loss scale."""
+    """Return everything that a step may change, except the loss scale."""
     state = opt.state_dict()
     return bits([list(net.parameters()), state["state"], state["param_groups"], state["master_weights"]])

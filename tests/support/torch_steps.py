@@ -1,6 +1,6 @@
 """The same training in three ways, for the tests of fused steps: with polyamp's kernels, without them, and by torch.
 
-`Plain` writes out what a wrapped optimizer owes: test the gradients, clip them, step or do nothing.
+`Plain` writes out the contract of a wrapped optimizer: test the gradients, clip them, step or do nothing.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ STEP_OPERATORS = {name: "adam_step_" if name.startswith("adam") else "sgd_step_"
 
 
 class Way(NamedTuple):
-    """A model that trains, and what steps it."""
+    """A model and its optimizer."""
 
     model: nn.Module
     opt: Any
 
 
 class Plain:
-    """The optimizer itself, with the tests and the clipping that belong to a step written around it."""
+    """The plain optimizer, with the tests and the clipping of a step written around it."""
 
     def __init__(self, inner: torch.optim.Optimizer, max_norm: float | None = None) -> None:
         self.inner, self.max_norm = inner, max_norm
@@ -72,7 +72,7 @@ class Plain:
 
 
 class Calls(TorchDispatchMode):
-    """Which of polyamp's operators ran, in order."""
+    """A mode that records which of polyamp's operators ran, in order."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -85,7 +85,7 @@ class Calls(TorchDispatchMode):
 
 
 class NoSync(TorchDispatchMode):
-    """Fails where a tensor's value is brought to the host."""
+    """A mode that fails if a tensor's value is copied to the host."""
 
     READS = frozenset({"_local_scalar_dense", "item", "is_nonzero", "equal", "nonzero"})
 
@@ -120,7 +120,7 @@ def ways(
     build: Callable[[], nn.Module] = network,
     **options: Any,
 ) -> tuple[Way, Way, Way]:
-    """With polyamp's kernels, without, and plain; each with a model of its own of the same weights."""
+    """Return three ways: with polyamp's kernels, without, and plain; their models have the same weights."""
     first = build()
     models = [first, copy.deepcopy(first), copy.deepcopy(first)]
     inner = [make(model.parameters()) for model in models]
@@ -130,7 +130,7 @@ def ways(
 
 
 def spoil(model: nn.Module, bad: float) -> None:
-    """Put a value into the last gradient that there is."""
+    """Put a value into the last gradient that is not None."""
     grads = [param.grad for param in model.parameters() if param.grad is not None and param.grad.numel()]
     values_of(grads[-1]).flatten()[-1:].fill_(bad)
 
@@ -142,7 +142,7 @@ def train(
     loss: Callable[[nn.Module, int], Tensor] = loss_of,
     micro_batches: int = 1,
 ) -> list[list[Tensor]]:
-    """The parameters after every step."""
+    """Train, and return the parameters after every step."""
     history = []
     for step in steps:
         way.opt.zero_grad()
@@ -164,7 +164,7 @@ def same(one: Any, other: Any) -> None:
 
 
 def state_of(opt: Any) -> dict[int, dict[str, Any]]:
-    """The optimizer's state by the place of the parameter, without what is empty."""
+    """Return the optimizer's state by the index of the parameter, without empty entries."""
     inner = opt.inner
     params = [param for group in inner.param_groups for param in group["params"]]
     kept = {place: inner.state[param] for place, param in enumerate(params) if inner.state.get(param)}
@@ -172,14 +172,14 @@ def state_of(opt: Any) -> dict[int, dict[str, Any]]:
 
 
 def everything(way: Way) -> list[Any]:
-    """What a skipped step must leave as it is, bit for bit."""
+    """Return all values that a skipped step must not change, bit for bit."""
     saved = way.opt.state_dict()
     saved.pop("loss_scale")
     return copy.deepcopy([list(way.model.parameters()), saved])
 
 
 def operators(run: Callable[[], Any]) -> list[str]:
-    """The names of polyamp's operators that ``run`` called."""
+    """Return the names of polyamp's operators that ``run`` called."""
     with Calls() as calls:
         run()
     return calls.names

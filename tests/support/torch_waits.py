@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager
 
-from torch_device import sync_mode  # of benchmarks/
+from torch_device import sync_mode  # from benchmarks/
 
 
 def waits_are_errors() -> AbstractContextManager[None]:
-    """A region in which whatever waits for the GPU raises a RuntimeError; after it nothing does, however it ended."""
+    """Make every wait for the GPU raise a RuntimeError inside the context, and never after it, however it ended."""
     return sync_mode("error")

@@ -42,7 +42,7 @@ def custom_jvp(run: Run, equation: Any, cells: list[Cell], path: str) -> list[Ce
 
 
 def custom_vjp(run: Run, equation: Any, cells: list[Cell], path: str) -> list[Cell]:
-    """Run the function and its two rules under the flow rule; residuals keep the formats that it gives them."""
+    """Run the function and its two rules under the flow rule; residuals keep the formats that it decides."""
     sees_zeros = equation.params["symbolic_zeros"]
     _, forward_rule, backward_rule = unstable.custom_functions(equation)
     formats = _Formats()

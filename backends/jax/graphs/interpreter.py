@@ -159,7 +159,7 @@ def _naming_rule(equation: Any, decided: Decided, dtype: Any) -> Iterator[None]:
         raise UnsupportedError(
             f"JAX's primitive {equation.primitive.name} does not run in {dtype.name}",
             where=unstable.source_line(equation),
-            found=f"{decision.reason} of class {decision.op_class}; JAX says: {str(error).partition(chr(10))[0]}",
+            found=f"{decision.reason} of class {decision.op_class}; JAX reports: {str(error).partition(chr(10))[0]}",
             allowed="rules that the primitive can follow",
             fix='remove that rule, or give it the class "full" or "keep"',
         ) from error

@@ -2,7 +2,7 @@
 
 A loop carries float32 values in float32: errors of 16 bits would add up over its iterations. This holds for cell
 states, for the sums of gradients in the transposed loop, and for the iterates of solvers. A value that every iteration
-computes anew in 16 bits, such as the hidden state of ``tanh(h @ w + x)``, does not add up and is carried in 16 bits.
+computes again in 16 bits, such as the hidden state of ``tanh(h @ w + x)``, does not add up and is carried in 16 bits.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What a handler of a primitive can ask of the interpreter that calls it.
 
-A primitive such as ``scan`` holds a program of its own. Its handler runs that program with the same interpreter, which
+A primitive such as ``scan`` holds another program. Its handler runs that program with the same interpreter, which
 lies above it: `Run` is the part of the interpreter that handlers use.
 """
 

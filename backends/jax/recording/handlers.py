@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec
 
 from polyamp.backends.jax import unstable
 from polyamp.backends.jax.recording.counting import Sample, merged, nothing
-from polyamp.backends.jax.recording.values import Place, Record, Value
+from polyamp.backends.jax.recording.values import Evaluated, Place, Record
 
 _LAST_TURNS = 16  # recorded iterations of a loop whose number of iterations is not known
 
@@ -25,8 +25,8 @@ class Evaluation(Protocol):
     """What a handler uses of the evaluation that calls it; see `polyamp.backends.jax.recording.replay.Replay`."""
 
     def run(
-        self, closed: Any, values: Sequence[Value], place: Place, wanted: Sequence[bool] | None = None
-    ) -> list[Value]:
+        self, closed: Any, values: Sequence[Evaluated], place: Place, wanted: Sequence[bool] | None = None
+    ) -> list[Evaluated]:
         """Return the outputs of a jaxpr; those that are not wanted may be missing."""
 
     def collecting(self) -> AbstractContextManager[list[Record]]:
@@ -35,18 +35,20 @@ class Evaluation(Protocol):
     def adopt(self, records: Sequence[Record], samples: Sequence[Sample]) -> None:
         """Add the records of a part, with the samples that it returned."""
 
-    def named(self, value: Value, name: str, place: Place) -> None:
+    def named(self, value: Evaluated, name: str, place: Place) -> None:
         """Record a value that a program named, if it is a parameter's gradient."""
 
 
-Handler = Callable[[Evaluation, Any, list[Value], Place, Sequence[bool]], list[Value] | None]
+Handler = Callable[[Evaluation, Any, list[Evaluated], Place, Sequence[bool]], list[Evaluated] | None]
 """Returns the outputs of an equation, or None if it is to be evaluated as an operation."""
 
 
 def _inlined(key: str) -> Handler:
     """Return a handler that evaluates the equations of a call in place of the call."""
 
-    def call(replay: Evaluation, equation: Any, values: list[Value], place: Place, uses: Sequence[bool]) -> list[Value]:
+    def call(
+        replay: Evaluation, equation: Any, values: list[Evaluated], place: Place, uses: Sequence[bool]
+    ) -> list[Evaluated]:
         return replay.run(equation.params[key], values, place, uses)
 
     return call
@@ -58,31 +60,33 @@ class _Part:
     def __init__(self, replay: Evaluation, closed: Any, place: Place) -> None:
         self.replay, self.closed, self.place = replay, closed, place
         self.records: list[Record] = []
-        self.outputs: list[Value] = []
+        self.outputs: list[Evaluated] = []
 
-    def run(self, values: Sequence[Value]) -> tuple[list[Any], list[Sample]]:
+    def run(self, values: Sequence[Evaluated]) -> tuple[list[Any], list[Sample]]:
         """Return the part's output arrays and a sample of each tensor."""
         with self.replay.collecting() as self.records:
             self.outputs = self.replay.run(self.closed, values, self.place)
         return _arrays(self.outputs), [record.sample for record in self.records]
 
-    def run_complete(self, values: Sequence[Value]) -> tuple[list[Any], list[Sample]]:
+    def run_complete(self, values: Sequence[Evaluated]) -> tuple[list[Any], list[Sample]]:
         """Run a part that may not run, or that runs an unknown number of times; return the same as `run`."""
         arrays, samples = self.run(values)
         return arrays, [sample.complete() for sample in samples]
 
-    def nothing(self, values: Sequence[Value]) -> list[Sample]:
+    def nothing(self, values: Sequence[Evaluated]) -> list[Sample]:
         """Return the samples of a part that did not run."""
         _, shapes = jax.eval_shape(lambda arrays: self.run_complete(_around(values, arrays)), _arrays(values))
         return list(map(nothing, shapes))
 
-    def results(self, arrays: Sequence[Any], samples: Sequence[Sample]) -> list[Value]:
+    def results(self, arrays: Sequence[Any], samples: Sequence[Sample]) -> list[Evaluated]:
         """Store its records, and return its outputs as values outside the function, given the arrays and samples."""
         self.replay.adopt(self.records, samples)
         return [value.elsewhere()._replace(array=array) for value, array in zip(self.outputs, arrays, strict=True)]
 
 
-def _scan(replay: Evaluation, equation: Any, values: list[Value], place: Place, uses: Sequence[bool]) -> list[Value]:
+def _scan(
+    replay: Evaluation, equation: Any, values: list[Evaluated], place: Place, uses: Sequence[bool]
+) -> list[Evaluated]:
     params = equation.params
     fixed, carried = unstable.loop_parts(params)
     constants, moving = values[:fixed], _scaled_alike(values[fixed:])
@@ -100,7 +104,9 @@ def _scan(replay: Evaluation, equation: Any, values: list[Value], place: Place, 
     return part.results([*last, *outputs], samples)
 
 
-def _while(replay: Evaluation, equation: Any, values: list[Value], place: Place, uses: Sequence[bool]) -> list[Value]:
+def _while(
+    replay: Evaluation, equation: Any, values: list[Evaluated], place: Place, uses: Sequence[bool]
+) -> list[Evaluated]:
     """Record a while loop: all iterations count in the totals, and the last ones are sampled."""
     params = equation.params
     first, second = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
@@ -135,7 +141,9 @@ def _kept(old: Sample, new: Sample, turn: Any) -> Sample:
     return Sample(values, present, merged(old.totals, new.totals))
 
 
-def _cond(replay: Evaluation, equation: Any, values: list[Value], place: Place, uses: Sequence[bool]) -> list[Value]:
+def _cond(
+    replay: Evaluation, equation: Any, values: list[Evaluated], place: Place, uses: Sequence[bool]
+) -> list[Evaluated]:
     index, operands = values[0].array, values[1:]
     parts = [_Part(replay, branch, place) for branch in equation.params["branches"]]
     empty = [part.nothing(operands) for part in parts]
@@ -152,7 +160,7 @@ def _cond(replay: Evaluation, equation: Any, values: list[Value], place: Place, 
     return [_either(outputs) for outputs in zip(*results, strict=True)]
 
 
-def _either(outputs: Sequence[Value]) -> Value:
+def _either(outputs: Sequence[Evaluated]) -> Evaluated:
     """Return the value of one output, given that output in every branch."""
     first = next((value for value in outputs if value.origin), outputs[0])
     return first._replace(
@@ -161,8 +169,8 @@ def _either(outputs: Sequence[Value]) -> Value:
 
 
 def _shard_map(
-    replay: Evaluation, equation: Any, values: list[Value], place: Place, uses: Sequence[bool]
-) -> list[Value]:
+    replay: Evaluation, equation: Any, values: list[Evaluated], place: Place, uses: Sequence[bool]
+) -> list[Evaluated]:
     """Record a ``shard_map``: every device returns its own samples, as every iteration of a loop does."""
     params = equation.params
     axes = unstable.manual_axes(params)
@@ -183,7 +191,7 @@ def _shard_map(
     return part.results(*mapped(*_arrays(values)))
 
 
-def _name(replay: Evaluation, equation: Any, values: list[Value], place: Place, uses: Sequence[bool]) -> None:
+def _name(replay: Evaluation, equation: Any, values: list[Evaluated], place: Place, uses: Sequence[bool]) -> None:
     replay.named(values[0], equation.params["name"], place)
 
 
@@ -203,15 +211,15 @@ HANDLERS: dict[str, Handler] = {
 }
 
 
-def _arrays(values: Sequence[Value]) -> list[Any]:
+def _arrays(values: Sequence[Evaluated]) -> list[Any]:
     return [value.array for value in values]
 
 
-def _around(values: Sequence[Value], arrays: Sequence[Any]) -> list[Value]:
+def _around(values: Sequence[Evaluated], arrays: Sequence[Any]) -> list[Evaluated]:
     return [value._replace(array=array) for value, array in zip(values, arrays, strict=True)]
 
 
-def _scaled_alike(values: Sequence[Value]) -> list[Value]:
+def _scaled_alike(values: Sequence[Evaluated]) -> list[Evaluated]:
     """Return the inputs of a loop with the loss scale as a factor of all, if it is a factor of any."""
     scaled = any(value.scaled for value in values)
     return [value._replace(scaled=scaled) for value in values]

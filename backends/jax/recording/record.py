@@ -14,7 +14,7 @@ from polyamp.backends.jax import unstable
 from polyamp.backends.jax.dtypes import is_array
 from polyamp.backends.jax.recording.counting import Sample, Table, counted, spreads
 from polyamp.backends.jax.recording.replay import Replay
-from polyamp.backends.jax.recording.tracing import Step, traced
+from polyamp.backends.jax.recording.tracing import TracedStep, traced
 from polyamp.backends.jax.recording.values import Place, Record
 from polyamp.diagnosis.recording import ACTIVATION, PARAMETER, Observation, Recording
 from polyamp.policy import Policy
@@ -52,7 +52,7 @@ def record(
 
 
 class _Prepared(NamedTuple):
-    step: Step
+    step: TracedStep
     run: _Run
     constants: Sequence[Any]
 
@@ -71,7 +71,7 @@ def _prepared(
         return known[call], known[call].step.arrays(args, kwargs)
     found, arrays = traced(step, args, kwargs, policy)
     _, constants = unstable.opened(found.closed)
-    prepared = _Prepared(found._replace(closed=None), _compiled(_Plan(found, policy, widened)), constants)
+    prepared = _Prepared(found._replace(closed=None), _compiled(_Program(found, policy, widened)), constants)
     if call[0] is not None and found.is_pure and (is_jitted or not constants):
         known[call] = prepared
     return prepared, arrays
@@ -88,10 +88,10 @@ def _call(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     return call
 
 
-class _Plan:
-    """The program to compile; it equals any other plan of the same program."""
+class _Program:
+    """A program to compile; it equals another one that computes the same."""
 
-    def __init__(self, step: Step, policy: Policy, widened: bool) -> None:
+    def __init__(self, step: TracedStep, policy: Policy, widened: bool) -> None:
         self.jaxpr, _ = unstable.opened(step.closed)
         self.policy, self.widened = policy, widened
         self.scale_index, self.loss_index, self.parameters = step.scale_index, step.loss_index, tuple(step.parameters)
@@ -99,7 +99,7 @@ class _Plan:
         self._known = (text, policy, widened, self.scale_index, self.loss_index, self.parameters)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Plan) and self._known == other._known
+        return isinstance(other, _Program) and self._known == other._known
 
     def __hash__(self) -> int:
         return hash(self._known)
@@ -112,9 +112,9 @@ class _Run:
         records: what each row of its table describes, once it has run.
     """
 
-    def __init__(self, plan: _Plan) -> None:
+    def __init__(self, program: _Program) -> None:
         self.records: list[Record] = []
-        self._plan = plan
+        self._program = program
         self._call = jax.jit(self._evaluated)
 
     def __call__(self, arrays: Sequence[Any], constants: Sequence[Any]) -> tuple[Table, Any]:
@@ -122,14 +122,14 @@ class _Run:
         return counted(samples), loss
 
     def _evaluated(self, arrays: Sequence[Any], constants: Sequence[Any]) -> tuple[list[Sample], Any]:
-        plan, replay = self._plan, Replay(self._plan.policy, widened=self._plan.widened)
-        inputs = enumerate(zip(arrays, plan.jaxpr.invars, strict=True))
-        values = [replay.given(array, var, scaled=index == plan.scale_index) for index, (array, var) in inputs]
-        outputs = replay.run(plan.jaxpr, values, Place(), constants=constants)
+        program, replay = self._program, Replay(self._program.policy, widened=self._program.widened)
+        inputs = enumerate(zip(arrays, program.jaxpr.invars, strict=True))
+        values = [replay.given(array, var, scaled=index == program.scale_index) for index, (array, var) in inputs]
+        outputs = replay.run(program.jaxpr, values, Place(), constants=constants)
         replay.leave(outputs, Place())
-        records = _chosen(replay.records, plan.parameters)
+        records = _chosen(replay.records, program.parameters)
         self.records = [record._replace(sample=Sample(None)) for record in records]
-        loss = None if plan.loss_index is None else outputs[plan.loss_index].array
+        loss = None if program.loss_index is None else outputs[program.loss_index].array
         return [record.sample for record in records], loss
 
 

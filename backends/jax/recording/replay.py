@@ -20,7 +20,7 @@ from polyamp.backends.jax import unstable
 from polyamp.backends.jax.operations import canonical
 from polyamp.backends.jax.recording.counting import Sample, sample
 from polyamp.backends.jax.recording.handlers import HANDLERS
-from polyamp.backends.jax.recording.values import Origin, Place, Record, Value
+from polyamp.backends.jax.recording.values import Evaluated, Origin, Place, Record
 from polyamp.backends.jax.recording.widening import bound_widened, is_low, widened
 from polyamp.backends.jax.steps import marks
 from polyamp.diagnosis.recording import ACTIVATION, GRADIENT, PARAMETER, Kind
@@ -29,7 +29,7 @@ from polyamp.operations import OPERATIONS
 from polyamp.policy import Policy
 from polyamp.rules import decide
 
-_NOT_NEEDED = Value(None)
+_NOT_NEEDED = Evaluated(None)
 
 
 class Replay:
@@ -51,18 +51,18 @@ class Replay:
     def run(
         self,
         closed: Any,
-        values: Sequence[Value],
+        values: Sequence[Evaluated],
         place: Place,
         wanted: Sequence[bool] | None = None,
         constants: Sequence[Any] | None = None,
-    ) -> list[Value]:
+    ) -> list[Evaluated]:
         """Return the outputs of a jaxpr; those that are not wanted may be missing."""
         jaxpr, own_constants = unstable.opened(closed)
         constants = own_constants if constants is None else constants
         known = {var: self.given(array, var) for var, array in zip(jaxpr.constvars, constants, strict=True)}
         known.update(zip(jaxpr.invars, values, strict=True))
 
-        def read(atom: Any) -> Value:
+        def read(atom: Any) -> Evaluated:
             if isinstance(atom, unstable.Literal):
                 return self.given(np.asarray(atom.val, unstable.dtype_in(atom)), atom)
             return known.get(atom, _NOT_NEEDED)
@@ -73,9 +73,9 @@ class Replay:
             known.update(zip(equation.outvars, results, strict=True))
         return list(map(read, jaxpr.outvars))
 
-    def given(self, array: Any, variable: Any, *, scaled: bool = False) -> Value:
+    def given(self, array: Any, variable: Any, *, scaled: bool = False) -> Evaluated:
         """Return a constant or an input, in the dtype that it has in this evaluation."""
-        return Value(widened(array, unstable.dtype_in(variable)) if self.widened else array, scaled=scaled)
+        return Evaluated(widened(array, unstable.dtype_in(variable)) if self.widened else array, scaled=scaled)
 
     @contextmanager
     def collecting(self) -> Iterator[list[Record]]:
@@ -90,21 +90,21 @@ class Replay:
         """Add the records of a part, with the samples that it returned."""
         self.records += [record._replace(sample=own) for record, own in zip(records, samples, strict=True)]
 
-    def named(self, value: Value, name: str, place: Place) -> None:
+    def named(self, value: Evaluated, name: str, place: Place) -> None:
         """Record a value that a program named, if it is a parameter's gradient that `marks` named."""
         parameter = marks.marked(name)
         if parameter is not None:
             self._parameter(value, parameter, place, named=True)
 
-    def leave(self, values: Sequence[Value], place: Place) -> list[Value]:
-        """Record, of values that go to the optimizer or out of the step, those from the backward pass as gradients."""
+    def leave(self, values: Sequence[Evaluated], place: Place) -> list[Evaluated]:
+        """Record as gradients the values of the backward pass that leave the step or go to the optimizer."""
         for value in values:
             if value.backward and id(value.array) not in self._seen:
                 self._seen[id(value.array)] = value.array
                 self._parameter(value, "", place, named=False)
         return [value._replace(backward=False) for value in values]
 
-    def _equation(self, equation: Any, values: list[Value], place: Place, uses: Sequence[bool]) -> list[Value]:
+    def _equation(self, equation: Any, values: list[Evaluated], place: Place, uses: Sequence[bool]) -> list[Evaluated]:
         self._turned_back = self._turned_back or place.backward
         if self._is_after(place):
             values = self.leave(values, place)
@@ -116,11 +116,11 @@ class Replay:
         """Return whether the gradients are finished: later equations outside a derivative belong to the optimizer."""
         return self._turned_back and not place.differentiated
 
-    def _operation(self, equation: Any, values: list[Value], place: Place, uses: Sequence[bool]) -> list[Value]:
+    def _operation(self, equation: Any, values: list[Evaluated], place: Place, uses: Sequence[bool]) -> list[Evaluated]:
         arrays = [value.array for value in values]
         results = bound_widened(equation, arrays) if self.widened else unstable.bound(equation, arrays)
         name, native = canonical(equation.primitive.name, equation.params), equation.primitive.name
-        about = Value(None, place.backward, any(value.scaled for value in values))
+        about = Evaluated(None, place.backward, any(value.scaled for value in values))
         if not _computes(name):
             source = next((value for value in values if value.origin), _NOT_NEEDED)
             moved = [about._replace(array=array, origin=source.origin) for array in results]
@@ -131,7 +131,7 @@ class Replay:
         values = [about._replace(array=array, origin=own) for array, own in zip(results, origins, strict=True)]
         return [self._observed(value, place) if used else value for value, used in zip(values, uses, strict=True)]
 
-    def _rounded(self, source: Value, result: Value, equation: Any, place: Place) -> Value:
+    def _rounded(self, source: Evaluated, result: Evaluated, equation: Any, place: Place) -> Evaluated:
         """Record a float32 value that is cast to 16 bits as its own tensor: there it can overflow or be lost."""
         variable, origin = equation.outvars[0], source.origin
         if not is_low(unstable.dtype_in(variable)) or origin is None or source.backward != place.backward:
@@ -143,7 +143,7 @@ class Replay:
         self._seen[key] = source.array
         return self._observed(result._replace(origin=narrow), place)
 
-    def _observed(self, value: Value, place: Place) -> Value:
+    def _observed(self, value: Evaluated, place: Place) -> Evaluated:
         """Record a tensor that the step computed, unless it does not belong in the recording."""
         origin, is_scaled_loss = value.origin, value.scaled and not place.backward
         if (
@@ -157,12 +157,12 @@ class Replay:
         self._add(value, place, origin, GRADIENT if place.backward else ACTIVATION)
         return value._replace(origin=origin)
 
-    def _parameter(self, value: Value, name: str, place: Place, *, named: bool) -> None:
+    def _parameter(self, value: Evaluated, name: str, place: Place, *, named: bool) -> None:
         origin = value.origin or Origin("", "", "", "keep", value.array.dtype.name)
         own = origin._replace(name=name, where="", number=next(self._numbers))
         self._add(value, place, own, PARAMETER, replaces=origin.number, named=named)
 
-    def _add(self, value: Value, place: Place, origin: Origin, kind: Kind, **about: Any) -> None:
+    def _add(self, value: Evaluated, place: Place, origin: Origin, kind: Kind, **about: Any) -> None:
         array = jnp.asarray(value.array)
         self.records.append(
             Record(kind, origin, tuple(array.shape), sample(array, place.turns), scaled=value.scaled, **about)

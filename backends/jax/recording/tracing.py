@@ -24,7 +24,7 @@ from polyamp.policy import Policy
 Function = Callable[..., Any]
 
 
-class Step(NamedTuple):
+class TracedStep(NamedTuple):
     """A training step as one traced program.
 
     Attributes:
@@ -59,7 +59,9 @@ class Step(NamedTuple):
         return [*before, own, *after], float(np.asarray(own).flat[0])  # the first copy, if it is replicated
 
 
-def traced(step: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any], policy: Policy) -> tuple[Step, list[Any]]:
+def traced(
+    step: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any], policy: Policy
+) -> tuple[TracedStep, list[Any]]:
     """Return a step, and the arguments of its jaxpr in this call.
 
     A step with its own backward pass runs as it was written. A function that returns the loss, or ``(loss, aux)``, is
@@ -77,7 +79,9 @@ def traced(step: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any], pol
             trace = _Trace(step, args, given, policy)
     closed, arrays = trace.program.closed, trace.program.arrays
     index = _scale_index(arrays, (args, given))
-    return Step(closed, differentiates, adds_scale, index, trace.loss_index, _floating(args), trace.is_pure), arrays
+    return TracedStep(
+        closed, differentiates, adds_scale, index, trace.loss_index, _floating(args), trace.is_pure
+    ), arrays
 
 
 class _Trace:

@@ -27,7 +27,7 @@ class Origin(NamedTuple):
     number: int | None = None
 
 
-class Value(NamedTuple):
+class Evaluated(NamedTuple):
     """An array while a step is evaluated.
 
     Attributes:
@@ -42,7 +42,7 @@ class Value(NamedTuple):
     scaled: bool = False
     origin: Origin | None = None
 
-    def elsewhere(self) -> Value:
+    def elsewhere(self) -> Evaluated:
         """Return the same value after a loop or branch, whose records are not of exactly this array."""
         return self if self.origin is None else self._replace(origin=self.origin._replace(number=None))
 

@@ -16,7 +16,7 @@ from polyamp.errors import UsageError, warn_once
 def find_state(holder: Any) -> LossScaleOptState:
     """Return the one wrapped optimizer's state in a pytree: an optax state, flax ``TrainState`` or ``nnx.Optimizer``.
 
-    >>> find_state({"params": jnp.ones(2)})
+    >>> find_state({"params": jax.numpy.ones(2)})
     Traceback (most recent call last):
     ...
     polyamp.errors.UsageError: there is no state of a wrapped optimizer in this tree...

@@ -42,7 +42,7 @@ class Border(NamedTuple):
 class Crossing:
     """The ``call`` of a layer with a border around it; it takes the place of the layer's method.
 
-    Keras does not save or clone it: a loaded layer computes as its Keras policy says.
+    Keras does not save or clone it: a loaded layer computes by its Keras policy.
     """
 
     def __init__(self, call: Callable[..., Any], border: Border, autocast: bool) -> None:

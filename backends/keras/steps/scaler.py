@@ -12,9 +12,9 @@ from keras.backend import standardize_dtype
 from polyamp.backends.keras.backend import platform_of, value_of
 from polyamp.backends.keras.dtypes import is_sixteen_bit
 from polyamp.backends.keras.steps.gradients import unscaled
-from polyamp.limits import NONFINITE_LOSS, report_limits, report_nonfinite_loss
+from polyamp.limits import report_limits, report_nonfinite_loss
 from polyamp.loss_scale import LossScale, LossScaleState, advance, on_host
-from polyamp.refusals import no_loss
+from polyamp.refusals import NONFINITE_LOSS, no_loss
 
 _UNKNOWN = LossScaleState(*[None] * len(LossScaleState._fields))
 _NAMES = (  # the first two are Keras' names, for the variables that its LossScaleOptimizer has too

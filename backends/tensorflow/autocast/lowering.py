@@ -51,7 +51,7 @@ class Lowering:
         self._unused = [rule for rule in rules if not names_operation(rule)]
 
     def run(self, operation: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run an operation with these arguments, lowered if the policy says so, and return its results."""
+        """Run an operation with these arguments, in 16 bits if the policy lowers it, and return its results."""
         inputs = operation.bound(args, kwargs) if self._lowers(operation.canonical) else None
         low = () if inputs is None else self._attributes(operation, inputs)
         if inputs is None or not low:

@@ -6,8 +6,8 @@ inputs in 16 bits and its output is low. Then `tf.exp`, whose class is ``full``,
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import tensorflow as tf
 
@@ -41,6 +41,20 @@ _SATURATED_GRADIENTS = ("SigmoidGrad", "TanhGrad")
 _EXPANDED = "matrix_exponential"  # the scope of ``tf.linalg.expm``, whose coefficients go up to 6e16
 
 
+class Inside(NamedTuple):
+    """The decided body of a function that a node calls.
+
+    Attributes:
+        name: the function's name.
+        decisions: the decisions for its body.
+        results: the type that each result must have.
+    """
+
+    name: str
+    decisions: Pass
+    results: tuple[int, ...]
+
+
 class Decided(NamedTuple):
     """One node with its decision.
 
@@ -63,7 +77,7 @@ class Decided(NamedTuple):
     input_types: list[int]
     results: list[Known]
     changes: Mapping[str, Any]
-    inside: tuple[Any, ...] = ()
+    inside: tuple[Inside, ...] = ()
     anew: tuple[str, ...] = ()
 
 
@@ -88,13 +102,29 @@ class Rules:
         self.lists = Lists()
 
 
+class Handlers(Protocol):
+    """The part of a program that decides the nodes which the flow rule alone does not; see `Functions`."""
+
+    library: Mapping[str, Any]
+
+    @property
+    def bodies(self) -> Iterable[Pass]:
+        """The functions' bodies that have been decided so far."""
+
+    def handler(self, node: Node) -> Callable[[Pass, Node], Decided] | None:
+        """Return the function that decides a node; None if the flow rule alone decides it."""
+
+    def calls(self, node: Node) -> bool:
+        """Return whether a node calls functions."""
+
+
 class Pass:
     """The decisions for one graph, or for a function's body as one call of it needs them.
 
     Attributes:
         graph: the decided graph.
         rules: the policy.
-        functions: the `Functions` of the program, which decide the nodes that the flow rule alone does not.
+        functions: the functions of the program.
         traced: the ``tf.Graph`` that it was traced into, if that is known.
         name: the function's name; empty for the outermost graph.
         scopes: the scopes of its nodes.
@@ -107,7 +137,7 @@ class Pass:
         self,
         graph: Graph,
         rules: Rules,
-        functions: Any,
+        functions: Handlers,
         arguments: Sequence[Known] = (),
         path: str = "",
         traced: Any = None,

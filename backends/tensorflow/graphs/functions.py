@@ -7,11 +7,11 @@ For example, a function that is called with a low and with a float32 value is de
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import tensorflow as tf
 
-from polyamp.backends.tensorflow.graphs.decisions import Decided, Pass, Rules
+from polyamp.backends.tensorflow.graphs.decisions import Decided, Inside, Pass, Rules
 from polyamp.backends.tensorflow.graphs.graph import FLOAT32, Graph, Node
 from polyamp.backends.tensorflow.graphs.lists import VARIANT, is_list
 from polyamp.backends.tensorflow.graphs.places import Places
@@ -26,20 +26,6 @@ from polyamp.rules import TABLE, Decision
 
 REWRITTEN = "rewritten already"
 """The reason for a call of a function that was rewritten under the same policy."""
-
-
-class Inside(NamedTuple):
-    """The decided body of a function that a node calls.
-
-    Attributes:
-        name: the function's name.
-        decisions: the decisions for its body.
-        results: the type that each result must have.
-    """
-
-    name: str
-    decisions: Pass
-    results: tuple[int, ...]
 
 
 class Functions:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -83,23 +83,24 @@ def rewritten_before(name: str, policy: str) -> UsageError:
     )
 
 
-def check_scaling(found: Any) -> None:
+def check_scaling(unscaled: Sequence[str], clipped: Sequence[str]) -> None:
     """Raise if a step unscales gradients of a loss that was not scaled; warn if scaled gradients are clipped.
 
     Args:
-        found: a `polyamp.backends.tensorflow.graphs.scaling.Scaling`.
+        unscaled: the places where gradients are divided by a loss scale that did not multiply their loss.
+        clipped: the places where gradients are clipped while they are scaled.
 
     Raises:
         UsageError: the loss was not scaled.
     """
-    for place in found.unscaled:
+    for place in unscaled:
         raise unscaled_loss(
-            where=place, fix="take the gradients of what opt.scale_loss(loss), or scaler.scale(loss), returns"
+            where=place, fix="take the gradients of the result of opt.scale_loss(loss) or scaler.scale(loss)"
         )
-    for place in found.clipped:
+    for place in clipped:
         warn_once(
             f"gradients are clipped while they are scaled ({place}): the limit is too small by the loss scale. Pass "
-            "max_grad_norm= to polyamp.wrap_optimizer or LossScaler, or clip what scaler.unscale(grads) returns."
+            "max_grad_norm= to polyamp.wrap_optimizer or LossScaler, or clip the result of scaler.unscale(grads)."
         )
 
 

@@ -11,8 +11,7 @@ import tensorflow as tf
 
 from polyamp.backends.tensorflow.devices import report_slow
 from polyamp.backends.tensorflow.graphs.capture import FUNCTION, concrete_of, name_of
-from polyamp.backends.tensorflow.graphs.decisions import Pass
-from polyamp.backends.tensorflow.graphs.functions import Inside
+from polyamp.backends.tensorflow.graphs.decisions import Inside, Pass
 from polyamp.backends.tensorflow.graphs.planning import plan_of
 from polyamp.backends.tensorflow.graphs.program import decided_for, decided_graph, lowered_in, lowers
 from polyamp.backends.tensorflow.graphs.refusals import (
@@ -171,7 +170,7 @@ def _traced_by(fn: Callable[..., Any], policy: Policy) -> Callable[..., Any]:
     def traced(*args: Any, **kwargs: Any) -> Any:
         concrete = concrete_of(fn, args, kwargs)
         decisions = decided_for(concrete, policy)
-        check_scaling(scaling_of(decisions, concrete.graph))
+        check_scaling(*scaling_of(decisions, concrete.graph))
         if not plans:
             plans.append(functools.cache(lambda: plan_of(decisions, concrete.graph)))
         return _called(concrete, decisions, args, kwargs, name_of(fn))

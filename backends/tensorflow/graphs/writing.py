@@ -12,8 +12,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from polyamp.backends.tensorflow.graphs.decisions import Decided, Pass
-from polyamp.backends.tensorflow.graphs.functions import Inside
+from polyamp.backends.tensorflow.graphs.decisions import Decided, Inside, Pass
 from polyamp.backends.tensorflow.graphs.graph import FLOAT32, Graph, Node, NodeDef
 from polyamp.backends.tensorflow.graphs.refusals import POLICY_ATTRIBUTE
 from polyamp.backends.tensorflow.graphs.values import Known

@@ -8,7 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from polyamp.backends.tensorflow.graphs.functions import Inside
+from polyamp.backends.tensorflow.graphs.decisions import Inside
 from polyamp.backends.tensorflow.graphs.program import decided_for
 from polyamp.backends.tensorflow.graphs.refusals import check_format, check_function
 from polyamp.backends.tensorflow.graphs.scaling import SCALES

@@ -11,9 +11,8 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from polyamp.backends.tensorflow.graphs.decisions import Decided, Pass
+from polyamp.backends.tensorflow.graphs.decisions import Decided, Inside, Pass
 from polyamp.backends.tensorflow.graphs.dependence import Dependence
-from polyamp.backends.tensorflow.graphs.functions import Inside
 from polyamp.backends.tensorflow.graphs.graph import FLOAT32, Graph
 from polyamp.backends.tensorflow.graphs.places import Places
 from polyamp.backends.tensorflow.operations import OPERATIONS

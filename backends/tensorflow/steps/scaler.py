@@ -19,11 +19,11 @@ from polyamp.backends.tensorflow.steps.marks import apply_gradients, decision, o
 from polyamp.backends.tensorflow.steps.masters import MasterWeights
 from polyamp.backends.tensorflow.steps.replicas import after, all_replicas, summed, update_if
 from polyamp.errors import InvalidTypeError, UsageError
-from polyamp.limits import NONFINITE_LOSS, report_limits, report_nonfinite_loss
+from polyamp.limits import report_limits, report_nonfinite_loss
 from polyamp.loss_scale import LossScale, LossScaleState, advance, on_host
 from polyamp.policy import Policy
 from polyamp.policy import policy as make_policy
-from polyamp.refusals import no_loss
+from polyamp.refusals import NONFINITE_LOSS, no_loss
 from polyamp.result import StepResult
 from polyamp.validation import check_master_weights, kind_of, norm_limit
 

@@ -99,15 +99,15 @@ class Pass:
             self._sameness.add(node, None, is_constant=argument.is_constant)
         for node in module.graph.nodes:
             if node.op not in ("placeholder", "output"):
-                self.known[node] = self._node(node)
+                self.known[node] = self._write_node(node)
 
     def results(self, *, as_declared: bool = True) -> Any:
         """Return the graph's results, with `Known` instead of nodes, cast to the declared dtypes."""
         (given,) = self.module.graph.output_node().args
-        return map_arg(given, self._restored if as_declared else self.known.__getitem__)
+        return map_arg(given, self._restore if as_declared else self.known.__getitem__)
 
-    def _restored(self, given: Node) -> Known:
-        known = self._wide(given, ("saturated",))
+    def _restore(self, given: Node) -> Known:
+        known = self._widen(given, ("saturated",))
         node = self._new.cast(known, None)
         if self.builder is not None and self._new.made:
             self.builder.add_result(self.known[given], self._new.made)
@@ -124,42 +124,42 @@ class Pass:
 
     # --- nodes --------------------------------------------------------------------------------------------------------
 
-    def _node(self, node: Node) -> Known:
+    def _write_node(self, node: Node) -> Known:
         example = node.meta.get("example_value")
         if node.op == "get_attr":
-            return self._attribute(node, example)
+            return self._write_attribute(node, example)
         if native_name(node) == "_enter_autocast":
             raise under_autocast(line_near(node))
         if unstable.is_operator_of_bodies(node.target, "tag_activation_checkpoint"):
-            return self._checkpointed(node)
+            return self._write_checkpoint(node)
         if unstable.is_operator_of_bodies(node.target, "cond"):
-            return self._branches(node)
+            return self._write_branches(node)
         source = self.known[node.args[0]] if node.args and isinstance(node.args[0], Node) else None
         if native_name(node) == "getitem" and source is not None and not isinstance(source.declared, Tensor):
-            return self._item(node, source)
+            return self._write_item(node, source)
         if native_name(node) == "_set_grad_enabled":
             self._new.records = bool(node.args[0])
         if not tensors_of((example, self._declared(node))):
             return Known(self.graph.node_copy(node, lambda used: self.known[used].node), example, example)
-        return self._operation(node)
+        return self._write_operation(node)
 
     def _declared(self, node: Node) -> list[Any]:
         return [self.known[used].declared for used in node.all_input_nodes]
 
-    def _attribute(self, node: Node, example: Any) -> Known:
+    def _write_attribute(self, node: Node, example: Any) -> Known:
         """Write a constant tensor of the graph; or a body, if the operator that runs it is not decided."""
         held = getattr(self.module, str(node.target))
         self._sameness.add(node, None, is_constant=isinstance(held, Tensor))
         if isinstance(held, Tensor):
             value = self.decider.constant(magnitude(held)) if is_floating(held) else known_value(held)
-            return Known(self._held(held), example, example, value)
+            return Known(self._add_attribute(held), example, example, value)
         decided = all(map(_runs_bodies, node.users))
-        return Known(None if decided else self._held(held), None, None)
+        return Known(None if decided else self._add_attribute(held), None, None)
 
-    def _held(self, held: Any) -> Node:
+    def _add_attribute(self, held: Any) -> Node:
         return self.graph.create_node("get_attr", self.attributes.add(held))
 
-    def _item(self, node: Node, source: Known) -> Known:
+    def _write_item(self, node: Node, source: Known) -> Known:
         """Write one of several results of an operation."""
         self._sameness.add(node, "slice")
         index: Any = node.args[1]
@@ -167,12 +167,12 @@ class Pass:
         new = self._new.copy(node, {one: self.known[one].node for one in node.all_input_nodes}, source.fake[index])
         declared = node.meta.get("example_value")
         known = Known(new, source.fake[index], declared, known_value(declared) if is_integral(declared) else value)
-        return self._rounded(known) if index == 0 and node.args[0] in self._rounding else known
+        return self._round(known) if index == 0 and node.args[0] in self._rounding else known
 
-    def _operation(self, node: Node) -> Known:
-        operation, decision = self._named(node)
+    def _write_operation(self, node: Node) -> Known:
+        operation, decision = self._classify(node)
         inputs = [self.known[used] for used in node.all_input_nodes]
-        outcome, known = self._decided(node, operation, decision)
+        outcome, known = self._decide(node, operation, decision)
         known = known._replace(value=of_its_type(known, inputs))
         self._sameness.add(node, operation, is_changed=self.aliases.is_touched(node))
         self.decider.lowered |= outcome.format == self.decider.compute
@@ -181,14 +181,14 @@ class Pass:
         self._new.made.clear()
         return known
 
-    def _named(self, node: Node) -> tuple[str, Decision]:
+    def _classify(self, node: Node) -> tuple[str, Decision]:
         """Return an operation's name and class. A user's rule for ``mul`` also holds for a square."""
         path, plain = path_of(node), operation_of(node) or native_name(node)
         name = self._sameness.specific(node, plain)
         decision, of_plain = self.decider.decide(name, path), self.decider.decide(plain, path)
         return (plain, of_plain) if decision.reason == TABLE != of_plain.reason else (name, decision)
 
-    def _values(self, node: Node, operation: str, decision: Decision) -> list[Value]:
+    def _operands(self, node: Node, operation: str, decision: Decision) -> list[Value]:
         """Return what is known of a node's operands, in order; except an addend of a product that may be saturated."""
         operands = [(used, value_of(self.known[used])) for used in operands_of(node)]
         addend = addend_of(node) if decision.op_class == "lower" else None
@@ -199,24 +199,24 @@ class Pass:
             or (operation in _WITH_INTEGERS and is_integral(self.known[used].declared) and value.state != "weak")
         ]
 
-    def _outcome(self, node: Node, operation: str, decision: Decision, floating: list[Node]) -> Flow:
+    def _apply_rule(self, node: Node, operation: str, decision: Decision, floating: list[Node]) -> Flow:
         """Apply the flow rule to a node."""
         numbers = numbers_of(node) if operation in _WITH_NUMBERS | _MAKING else []
         constant = self.decider.constant(*map(magnitude, numbers))
         if not floating:
-            return Flow(AS_WRITTEN, made_without_floats(operation, self._given(node), constant), NO_FLOATS)
-        values = self._values(node, operation, decision)
+            return Flow(AS_WRITTEN, made_without_floats(operation, self._tensors(node), constant), NO_FLOATS)
+        values = self._operands(node, operation, decision)
         outcome = self.decider.flow(operation, decision, [*values, constant] if constant.unfit else values)
         if operation == "fill" and len(values) == 1 and values[0].state in ("input", "strong"):
             return outcome._replace(output=constant)  # it uses the shape of its operand, and not its numbers
-        return self._as_possible(node, operation, decision, outcome, values)
+        return self._make_possible(node, operation, decision, outcome, values)
 
-    def _given(self, node: Node) -> list[Value]:
+    def _tensors(self, node: Node) -> list[Value]:
         """Return what is known of all tensors among a node's operands."""
         known = [self.known[one] for one in node.all_input_nodes if tensors_of(self.known[one].declared)]
         return [joined(one.value) if isinstance(one.value, list) else one.value for one in known]
 
-    def _as_possible(
+    def _make_possible(
         self, node: Node, operation: str, decision: Decision, outcome: Flow, values: Sequence[Value]
     ) -> Flow:
         """Change the flow rule's outcome where memory, the user's own dtypes or kernels do not allow it."""
@@ -231,27 +231,27 @@ class Pass:
             return outcome._replace(format="float32")
         return outcome
 
-    def _decided(self, node: Node, operation: str, decision: Decision) -> tuple[Flow, Known]:
+    def _decide(self, node: Node, operation: str, decision: Decision) -> tuple[Flow, Known]:
         """Decide and write an operation; as the user wrote it if PyTorch cannot run it as decided."""
         used = dict.fromkeys([*operands_of(node), *node.all_input_nodes])
         floating = [one for one in used if is_floating(self.known[one].declared)]
-        outcome = self._outcome(node, operation, decision, floating)
+        outcome = self._apply_rule(node, operation, decision, floating)
         if outcome.format == AS_WRITTEN:
-            return outcome, self._run(node, AS_IT_IS, outcome.output)
+            return outcome, self._write(node, AS_IT_IS, outcome.output)
         how = inner.manner(node, operation, decision, outcome, floating, self._low)
         try:
-            known = self._run(node, how, outcome.output, outcome.anew)
+            known = self._write(node, how, outcome.output, outcome.anew)
         except (RuntimeError, TypeError, NotImplementedError) as error:
             refusal = f"{native_name(node)} does not run in {outcome.format}: {str(error).partition(chr(10))[0]}"
         else:
             self._again[node] = self._new.records
             return outcome, known._replace(value=inner.of_results(operation, known.value, known.fake))
         self.decider.refuse(refusal, decision)
-        return Flow(AS_WRITTEN, WEAK, refusal), self._run(node, AS_IT_IS, WEAK)
+        return Flow(AS_WRITTEN, WEAK, refusal), self._write(node, AS_IT_IS, WEAK)
 
     # --- writing ------------------------------------------------------------------------------------------------------
 
-    def _run(self, node: Node, how: Manner, value: Value, anew: tuple[str, ...] = ()) -> Known:
+    def _write(self, node: Node, how: Manner, value: Value, anew: tuple[str, ...] = ()) -> Known:
         """Write a node with its inputs cast to the wanted dtypes, and return what is known of its result."""
         used, addend = node.all_input_nodes, addend_of(node)
         wanted = dict.fromkeys(how.cast, how.dtype)
@@ -262,7 +262,7 @@ class Pass:
         same = all(dtypes_of(fake) == dtypes_of(self.known[one].declared) for one, fake in fakes.items())
         fake = example if same else self._new.run_on_fakes(node, fakes)
         changed = self.aliases.changed(node)
-        taken = {one: self._wide(one, anew) for one in used}
+        taken = {one: self._widen(one, anew) for one in used}
         inputs = {
             one: self._new.cast(taken[one], wanted.get(one), own=one in changed, adds=one is addend) for one in used
         }
@@ -271,18 +271,18 @@ class Pass:
         if self.aliases.is_pinned(node):
             return known._replace(node=self._new.cast(known, None), fake=example)
         if how.rounded and isinstance(fake, Tensor):
-            known = self._rounded(known)
+            known = self._round(known)
         elif how.rounded:
             self._rounding.add(node)
         for one in changed:
-            self._rename(one, known if isinstance(fake, Tensor) else Known(inputs[one], fakes[one], None, value))
+            self._update_names(one, known if isinstance(fake, Tensor) else Known(inputs[one], fakes[one], None, value))
         return known
 
-    def _rounded(self, known: Known) -> Known:
+    def _round(self, known: Known) -> Known:
         """Cast a float32 result to the compute format."""
         return known._replace(node=self._new.cast(known, self._low), fake=fake_as(known, self._low, self._new.mode))
 
-    def _wide(self, node: Node, roles: tuple[str, ...]) -> Known:
+    def _widen(self, node: Node, roles: tuple[str, ...]) -> Known:
         """Return a node's value; if it is low and has one of these roles, computed again in float32, with its inputs.
 
         Some nodes cannot be written again: their inputs were changed in place, or gradients were not recorded there.
@@ -293,7 +293,7 @@ class Pass:
         if self._again.get(node) is not self._new.records or known.fake.dtype == torch.float32:
             return known
         if (node, roles) not in self._anew:
-            wide = {one: self._wide(one, roles) for one in node.all_input_nodes}
+            wide = {one: self._widen(one, roles) for one in node.all_input_nodes}
             fakes = {one: fake_as(given, torch.float32, self._new.mode) for one, given in wide.items()}
             fake = self._new.run_on_fakes(node, fakes)
             inputs = {one: self._new.cast(given, torch.float32) for one, given in wide.items()}
@@ -310,17 +310,17 @@ class Pass:
         stale = {self.known[name].node for name in names & self.known.keys()}
         self._new.forget(stale)
 
-    def _rename(self, changed: Node, known: Known) -> None:
+    def _update_names(self, changed: Node, known: Known) -> None:
         """After a change in place, let every node with that memory refer to the new value."""
         for name in self.aliases.names(changed) & self.known.keys():
             self.known[name] = known._replace(declared=self.known[name].declared)
 
     # --- bodies -------------------------------------------------------------------------------------------------------
 
-    def _checkpointed(self, node: Node) -> Known:
+    def _write_checkpoint(self, node: Node) -> Known:
         """Decide the body of a checkpoint. Its casts are inside, so they are recomputed with it."""
         body, *given = cast(tuple[Any, ...], node.args)
-        held, results = self._body(body, given, as_declared=False)
+        held, results = self._decide_body(body, given, as_declared=False)
         options = {**node.kwargs, "use_reentrant": False} if self.checkpoint else node.kwargs
         inputs = map(self._node_of, given)
         call = self.graph.create_node("call_function", self.checkpoint or node.target, (held, *inputs), options)
@@ -328,10 +328,10 @@ class Pass:
         fakes = tuple(known.fake for known in results)
         return Known(call, fakes, node.meta.get("example_value"), [known.value for known in results])
 
-    def _branches(self, node: Node) -> Known:
+    def _write_branches(self, node: Node) -> Known:
         """Decide both bodies of a conditional. Their results have the declared dtypes, so that they agree."""
         condition, *bodies, operands = cast(tuple[Any, ...], node.args)
-        decided = [self._body(body, operands, as_declared=True) for body in bodies]
+        decided = [self._decide_body(body, operands, as_declared=True) for body in bodies]
         inputs = tuple(map(self._node_of, operands))
         call = self.graph.create_node(
             "call_function", node.target, (self._node_of(condition), *(held for held, _ in decided), inputs)
@@ -344,7 +344,7 @@ class Pass:
     def _node_of(self, given: Any) -> Any:
         return self.known[given].node if isinstance(given, Node) else given
 
-    def _body(self, body: Any, given: Sequence[Any], *, as_declared: bool) -> tuple[Node, list[Known]]:
+    def _decide_body(self, body: Any, given: Sequence[Any], *, as_declared: bool) -> tuple[Node, list[Known]]:
         """Decide a body for its arguments; return the node that refers to it, and its results."""
         captured: GraphModule = getattr(self.module, str(body.target))
         graph, arguments = Graph(), dict[Node, Known]()
@@ -365,7 +365,7 @@ class Pass:
         passed.drop_unused()
         called = GraphModule(self.attributes, graph, "Body")
         called.meta = captured.meta
-        return self._held(called), results
+        return self._add_attribute(called), results
 
 
 def under_autocast(where: str) -> UsageError:

@@ -49,7 +49,7 @@ class Sameness:
         self._constants: set[Node] = set()
 
     def add(self, node: Node, operation: str | None, *, is_constant: bool = False, is_changed: bool = False) -> None:
-        """Number the result of a node.
+        """Give a number to the result of a node.
 
         Args:
             node: a node whose operands are numbered.

@@ -95,7 +95,7 @@ def unpacked(optimizer: WrappedOptimizer, saved: Mapping[str, Any]) -> Saved:
     groups = [{k: v for k, v in group.items() if not str(k).startswith(REST)} for group in saved["param_groups"]]
     ours = next(group for group in saved["param_groups"] if REST in group)
     try:
-        kept, chance = json.loads(ours[REST]), json.loads(ours.get(_chance_key(), "null"))
+        kept, rounding = json.loads(ours[REST]), json.loads(ours.get(_rounding_key(), "null"))
         numbers = [number for group in groups for number in group["params"]]
         states = {number: _without_gaps(saved["state"].get(number, {})) for number in numbers}
         for place in kept["without_state"]:
@@ -105,7 +105,7 @@ def unpacked(optimizer: WrappedOptimizer, saved: Mapping[str, Any]) -> Saved:
         read: Saved = {
             "loss_scale": kept["loss_scale"],
             **({"loss_scales": scales} if scales else {}),
-            "master_weights": masters or None if chance is None else _read_chance(chance),
+            "master_weights": masters or None if rounding is None else _read(rounding),
         }
     except (TypeError, LookupError, ValueError, SyntaxError) as error:
         what = f'"{REST}" in a parameter group'
@@ -151,29 +151,29 @@ def _rest(optimizer: WrappedOptimizer) -> dict[str, str]:
     saved = saving.own_part(optimizer)
     keys = [param for group in optimizer.inner.param_groups for param in group["params"]]
     masters = saved["master_weights"]
-    chance = masters if masters is not None and "generators" in masters else None
+    rounding = masters if masters is not None and "generators" in masters else None
     rest = {
         "loss_scale": saved["loss_scale"],
         "loss_scales": {repr(loss_id): scale for loss_id, scale in saved.get("loss_scales", {}).items()},
         "without_state": [place for place, key in enumerate(keys) if not optimizer.inner.state.get(key)],
     }
-    drawn = {} if chance is None else {_chance_key(): json.dumps(_written_chance(chance))}
+    drawn = {} if rounding is None else {_rounding_key(): json.dumps(_written(rounding))}
     return {REST: json.dumps(rest), **drawn}
 
 
-def _chance_key() -> str:
+def _rounding_key() -> str:
     distributed = torch.distributed
     rank = distributed.get_rank() if distributed.is_available() and distributed.is_initialized() else 0
     return f"{REST}_chance_of_rank_{rank}"
 
 
-def _written_chance(chance: Mapping[str, Any]) -> Saved:
-    states = chance["generators"].items()
+def _written(rounding: Mapping[str, Any]) -> Saved:
+    states = rounding["generators"].items()
     written = {device: base64.b64encode(bytes(state.tolist())).decode() for device, state in states}
-    return {**chance, "generators": written}
+    return {**rounding, "generators": written}
 
 
-def _read_chance(written: Mapping[str, Any]) -> Saved:
+def _read(written: Mapping[str, Any]) -> Saved:
     states = written["generators"].items()
     read = {device: torch.tensor([*base64.b64decode(state)], dtype=torch.uint8) for device, state in states}
     return {**written, "generators": read}

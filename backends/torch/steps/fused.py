@@ -86,7 +86,7 @@ class Scaled(NamedTuple):
 
 
 class FusedStep:
-    """Steps an `Adam`, `AdamW` or `SGD` by polyamp's operators, and unscales and clips for any other optimizer.
+    """Polyamp's operators for one optimizer: whole steps for Adam, AdamW and SGD, unscaling and clipping for others.
 
     >>> weight = torch.ones(2, requires_grad=True)
     >>> weight.grad = torch.ones(2)

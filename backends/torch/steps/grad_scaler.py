@@ -70,7 +70,7 @@ class GradScaler(torch.amp.GradScaler):
         process_group: Any = None,
     ) -> None:
         if loss_scale is not None:
-            _check_config(loss_scale)
+            _check_settings(loss_scale)
             init_scale, growth_factor = loss_scale.init, loss_scale.growth
             backoff_factor, growth_interval = loss_scale.backoff, loss_scale.interval
         super().__init__(device, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
@@ -93,7 +93,7 @@ class GradScaler(torch.amp.GradScaler):
 
     @property
     def config(self) -> LossScale:
-        """Return the settings, including changes by torch's ``set_...`` methods."""
+        """The settings, including changes by torch's ``set_...`` methods."""
         made, now = self._limits, (self._growth_factor, self._backoff_factor, self._growth_interval)
         if now != (made.growth, made.backoff, made.interval):
             self._limits = made = replace(made, growth=now[0], backoff=now[1], interval=now[2])
@@ -197,8 +197,8 @@ class GradScaler(torch.amp.GradScaler):
 
     @loss_scale.setter
     def loss_scale(self, scale: float) -> None:
-        config, state = self.settings_and_state()
-        checked = refusals.checked_scale(config, scale, where="scaler.loss_scale = scale")
+        settings, state = self.settings_and_state()
+        checked = refusals.checked_scale(settings, scale, where="scaler.loss_scale = scale")
         self.resume(state._replace(scale=checked))
 
     def resume(self, state: LossScaleState) -> None:
@@ -253,9 +253,9 @@ class GradScaler(torch.amp.GradScaler):
         flags = list(super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16).values()) or [found_inf]
         if self._losses:
             flags.append(non_finite(self._losses, flags[0].device))
-        found = flags[0] if len(flags) == 1 else torch.stack([flag.to(flags[0].device) for flag in flags]).amax()
-        found = any_rank(found, self._process_group)  # one flag: torch adds flags up, and fused kernels compare with 1
-        return {found.device: found}
+        overflow = flags[0] if len(flags) == 1 else torch.stack([flag.to(flags[0].device) for flag in flags]).amax()
+        overflow = any_rank(overflow, self._process_group)
+        return {overflow.device: overflow}  # one flag: torch adds flags up, and fused kernels compare with 1
 
     def _state(self) -> LossScaleState:
         scale = self._init_scale if self._scale is None else self._scale
@@ -277,9 +277,10 @@ class GradScaler(torch.amp.GradScaler):
     def _report_loss(self, found: object, *, where: str, stacklevel: int) -> None:
         if is_recorded():
             raise non_finite_loss(found, where=where)
-        config = replace(self.config, nonfinite_loss="skip") if has_peers(self._process_group) else self.config
+        alone = not has_peers(self._process_group)
+        settings = self.config if alone else replace(self.config, nonfinite_loss="skip")
         compute = "float16" if getattr(found, "dtype", None) == torch.float16 else None
-        report_nonfinite_loss(config, compute=compute, where=where, found=found, stacklevel=stacklevel)
+        report_nonfinite_loss(settings, compute=compute, where=where, found=found, stacklevel=stacklevel)
 
     def _report(self, arrived: list[float] | None) -> None:
         if arrived is None:
@@ -326,7 +327,7 @@ def _flags(states: dict[int, dict[str, Any]]) -> list[Tensor]:
     return [flag for state in states.values() for flag in state["found_inf_per_device"].values()]
 
 
-def _check_config(given: object) -> None:
+def _check_settings(given: object) -> None:
     if not isinstance(given, LossScale):
         fix = "write LossScale(...), or give init_scale= and the other numbers"
         raise refusals.not_a(LossScale, given, where="GradScaler(loss_scale=)", fix=fix)
@@ -353,8 +354,8 @@ def _refuse_half(optimizer: torch.optim.Optimizer) -> None:
 def _explain(optimizer: weakref.ref[torch.optim.Optimizer], losses: list[Tensor] | None) -> str:
     """Explain why a step was skipped. ``losses`` are those that may not be finite; None if none was scaled."""
     alive = optimizer()
-    found = [] if alive is None else find(alive.param_groups)
+    bad = [] if alive is None else find(alive.param_groups)
     finite = None if losses is None else all(map(is_finite, losses))
-    if alive is None or not found:
+    if alive is None or not bad:
         return describe([], False) if finite is False else ""
-    return describe(named(found, names_of(alive.param_groups)), finite)
+    return describe(named(bad, names_of(alive.param_groups)), finite)

@@ -79,10 +79,10 @@ class Gradients:
             if flag is not None:
                 return flag
             flags = [_unscale(bucket, inverse_scale) for bucket in self.buckets()]
-            found = flags[0] if flags else torch.zeros((), device=self._params[0].device)
+            overflow = flags[0] if flags else torch.zeros((), device=self._params[0].device)
             for other in flags[1:]:
-                found = torch.maximum(found, other.to(found.device, non_blocking=True))
-            return found
+                overflow = torch.maximum(overflow, other.to(overflow.device, non_blocking=True))
+            return overflow
 
     def clip(self, max_norm: float, skipped: Tensor | None = None) -> Tensor:
         """Scale the gradients in place so that their global L2 norm is at most ``max_norm``.

@@ -4,6 +4,19 @@ In 16 bits an update that is small compared to its weight rounds away; in float3
 al., "Mixed Precision Training", ICLR 2018, section 3.1):
 
     weight 1.0, update 0.001, 10 steps: bfloat16 alone stays at 1.0; a float32 master reaches 1.01 and rounds to 1.0078
+
+The inner optimizer knows only the masters; forward and backward passes know only the model's parameters. A step of
+``SGD(lr=0.1)`` on one bfloat16 weight of 1.0, with a gradient of 0.01:
+
+                            model.weight   its grad   master   its grad
+    after backward          1.0            0.01       1.0      None
+    take_gradients()        1.0            0.01       1.0      0.01       widened to float32, then unscaled and clipped
+    inner.step()            1.0            0.01       0.999    0.01
+    update_model()          1.0            0.01       0.999    0.01       0.999 rounds to 1.0 in bfloat16
+    release()               1.0            0.01       0.999    0.01       storages that save memory free the master here
+
+If somebody writes to the model, for example by ``load_state_dict``, the masters follow before the next step.
+``storage.py`` has the ways to keep the masters between steps.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from polyamp.backends.torch.steps.gradients import Gradients, dense, local
 from polyamp.backends.torch.steps.scaler import is_finite
 from polyamp.backends.torch.steps.wrapped import WrappedOptimizer
-from polyamp.limits import NONFINITE_LOSS
+from polyamp.refusals import NONFINITE_LOSS
 
 SHOWN = 5  # names in a message; `overflowed` returns all of them
 

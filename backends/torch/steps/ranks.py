@@ -37,9 +37,9 @@ def any_rank(flag: Tensor, process_group: Any = None) -> Tensor:
     """
     if not has_peers(process_group):
         return flag
-    found = flag.detach().ne(0).to(_device_for(flag.device, process_group), torch.float32)
-    torch.distributed.all_reduce(found, torch.distributed.ReduceOp.MAX, group=process_group)
-    return found.to(flag.device)
+    overflow = flag.detach().ne(0).to(_device_for(flag.device, process_group), torch.float32)
+    torch.distributed.all_reduce(overflow, torch.distributed.ReduceOp.MAX, group=process_group)
+    return overflow.to(flag.device)
 
 
 def has_peers(process_group: Any = None) -> bool:
@@ -78,7 +78,7 @@ def shard_group(param: Tensor) -> Any:
     if not is_flattened(param):
         return None
     if param not in _groups:
-        _groups.update((found, group) for found, group in flattened_shards())
+        _groups.update((flat, group) for flat, group in flattened_shards())
         _groups.setdefault(param, None)
     return _groups[param]
 
@@ -117,6 +117,6 @@ def check_process_group(process_group: Any) -> None:
 
 def _device_for(device: torch.device, process_group: Any) -> torch.device:
     """Return the device on which the group's backend accepts the flag; NCCL, for example, refuses CPU tensors."""
-    config = torch.distributed.get_backend_config(process_group)  # such as "cpu:gloo,cuda:nccl"
-    types = [part.split(":")[0] for part in config.split(",")]
+    backends = torch.distributed.get_backend_config(process_group)  # such as "cpu:gloo,cuda:nccl"
+    types = [part.split(":")[0] for part in backends.split(",")]
     return device if device.type in types else torch.device(types[0])

@@ -38,7 +38,7 @@ _WIDE = (torch.float32, torch.float64)
 
 
 class LossScaler:
-    """Holds a `LossScale`'s state and applies it to torch tensors.
+    """A `LossScale` in use: its settings, its state, and the losses that it multiplies.
 
     >>> scaler = LossScaler(LossScale(init=8.0))
     >>> scaler.scale(torch.tensor(2.0))

@@ -27,7 +27,7 @@ from polyamp.result import StepResult
 
 
 class Stepper:
-    """Steps an optimizer unless its gradients were not finite.
+    """The step of an optimizer, which is skipped if its gradients were not finite.
 
     >>> weight = torch.ones(1, requires_grad=True)
     >>> weight.grad = torch.ones(1)
@@ -111,7 +111,7 @@ def state_is_complete(optimizer: torch.optim.Optimizer, params: Iterable[Tensor]
 
 
 class AppliedSteps:
-    """Steps a learning-rate schedule once for every applied step of an optimizer; skipped steps do not count.
+    """A learning-rate schedule that moves once for every applied step of an optimizer; skipped steps do not count.
 
     If the optimizer skips on the device, the schedule follows as soon as the host knows that a step was applied,
     usually one step later.

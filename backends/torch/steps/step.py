@@ -1,4 +1,6 @@
-"""What a step does, in this order:
+"""One step of a wrapped optimizer, and the ways to do it.
+
+A step does this, in this order:
 
 1. The loss was scaled before, by `LossScalers.scale`.
 2. The gradients are tested for inf and NaN, and

@@ -269,7 +269,7 @@ class Remainders:
 
 
 class StochasticRounding:
-    """No masters: each step widens the parameters, updates them in float32, and rounds stochastically.
+    """No masters between steps: each step widens the parameters, updates them in float32, and rounds stochastically.
 
     With Adam each parameter needs 10 bytes between steps. `round_stochastically` in ``rounding.py`` has the rule. The
     random numbers are the same on every rank, so that replicas stay equal, and in every run.

@@ -1,4 +1,4 @@
-"""The accumulation window of an optimizer: the gradients since its last step, and which scale they are multiplied by.
+"""The accumulation window of an optimizer: the gradients since its last step, and what they are multiplied by.
 
 A step has to know what the gradients that it finds are. A window records this as one of five states:
 

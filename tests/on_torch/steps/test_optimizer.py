@@ -18,7 +18,7 @@ from torch.optim.lr_scheduler import LinearLR, OneCycleLR
 import polyamp
 from polyamp import LossScale
 from polyamp.backends.torch import LossScaledOptimizer
-from polyamp.limits import NONFINITE_LOSS
+from polyamp.refusals import NONFINITE_LOSS
 from support.harness_torch import FUSED, OPTIMIZERS, ThirdParty, X, contents, linear, loss_of
 
 
@@ -302,7 +302,7 @@ def test_losses_in_containers_are_scaled_alike() -> None:
 @pytest.mark.parametrize("policy", ["float32", "mixed_float16"])
 def test_a_loss_that_is_no_floating_tensor_is_refused(loss: object, policy: str) -> None:
     opt = polyamp.wrap_optimizer(torch.optim.SGD([torch.ones(2)], lr=0.1), policy)
-    with pytest.raises(polyamp.InvalidTypeError, match="no floating tensor"):
+    with pytest.raises(polyamp.InvalidTypeError, match="a floating-point tensor"):
         opt.scale(loss)
 
 
@@ -310,7 +310,7 @@ def test_wrapping_what_cannot_be_wrapped() -> None:
     opt = polyamp.wrap_optimizer(torch.optim.SGD([torch.ones(2)], lr=0.1), "mixed_float16")
     with pytest.raises(polyamp.UsageError, match="wrapped already"):
         polyamp.wrap_optimizer(opt, "mixed_float16")
-    with pytest.raises(polyamp.InvalidTypeError, match="no optimizer of this framework"):
+    with pytest.raises(polyamp.InvalidTypeError, match="not an optimizer of this framework"):
         polyamp.wrap_optimizer(linear(), "mixed_float16")
     with pytest.raises(polyamp.InvalidValueError, match="cannot skip"):
         polyamp.wrap_optimizer(opt.inner, "mixed_float16", skip_on_device=True)

@@ -13,7 +13,7 @@ import torch
 import polyamp
 from polyamp import LossScale
 from polyamp.backends.torch import GradScaler, LossScaledOptimizer
-from polyamp.limits import NONFINITE_LOSS
+from polyamp.refusals import NONFINITE_LOSS
 
 
 def model() -> torch.nn.Module:

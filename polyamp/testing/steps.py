@@ -1,0 +1,181 @@
+"""The promises of every adapter about steps, casts and saved loss scales, as pytest tests."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+
+from polyamp import registry
+from polyamp.adapter import Adapter
+from polyamp.errors import InvalidTypeError, StateError, UsageError
+from polyamp.loss_scale import LossScale, advance
+from polyamp.operations import OPERATIONS
+from polyamp.policy import policy
+from polyamp.testing.harness import Harness, overflow_trace, random_arrays, same_bits, spoiled
+from polyamp.verbs import save_loss_scale, wrap_optimizer
+
+SETTINGS = {
+    "default": LossScale(init=2.0**10, interval=3),
+    "hysteresis": LossScale(init=2.0**10, interval=3, hysteresis=2),
+    "consecutive": LossScale(init=2.0**10, interval=3, hysteresis=2, consecutive=True),
+    "late": LossScale(init=2.0**10, interval=3, late_growth="always"),
+    "narrow": LossScale(init=4.0, interval=1, min=1.0, max=16.0, on_min="ignore"),
+    "fixed": LossScale.fixed(128.0),
+}
+
+
+class Steps:
+    """Tests of what every adapter must have. The fixture ``harness`` comes from `polyamp.testing.Conformance`."""
+
+    def test_adapter_is_found_by_name_and_by_object(self, harness: Harness) -> None:
+        adapter = registry.adapter_named(harness.name)
+        assert isinstance(adapter, Adapter)
+        assert adapter.name == harness.name
+        assert registry.adapter_of(harness.plain_optimizer()) is adapter
+
+    def test_operations_are_canonical(self, harness: Harness) -> None:
+        assert set(registry.adapter_named(harness.name).operations.values()) <= set(OPERATIONS)
+
+    def test_description_is_json(self, harness: Harness) -> None:
+        description = registry.adapter_named(harness.name).describe()
+        assert json.loads(json.dumps(description)) == description
+        assert description["version"]
+
+    @pytest.mark.parametrize("name", ["float32", "mixed_float16", "mixed_bfloat16"])
+    def test_step_is_the_plain_update(self, harness: Harness, name: str) -> None:
+        weights, grads = random_arrays(0), random_arrays(1)
+        session = harness.start(weights, policy(name), learning_rate=0.5)
+        assert session.step(grads)
+        expected = {key: weights[key] - np.float32(0.5) * grads[key] for key in weights}
+        for key, array in session.weights().items():
+            np.testing.assert_allclose(array, expected[key], rtol=1e-6, atol=1e-7)
+
+    @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+    def test_scaling_by_a_power_of_two_changes_no_bit(self, harness: Harness, optimizer: Any) -> None:
+        plain = harness.start(random_arrays(0), policy("float32"), optimizer=optimizer)
+        scaled = harness.start(random_arrays(0), policy("mixed_float16"), optimizer=optimizer)
+        for seed in range(5):
+            plain.step(random_arrays(seed))
+            scaled.step(random_arrays(seed))
+        assert same_bits(plain.weights(), scaled.weights())
+
+    @pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
+    @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+    @pytest.mark.parametrize("steps_before", [0, 2])
+    @pytest.mark.parametrize("name", ["mixed_float16", "O2"])
+    def test_overflow_changes_nothing(
+        self, harness: Harness, optimizer: Any, value: float, steps_before: int, name: str
+    ) -> None:
+        session, spared = (harness.start(random_arrays(0), policy(name), optimizer=optimizer) for _ in range(2))
+        for seed in range(steps_before):
+            session.step(random_arrays(seed, 1e-2))
+            spared.step(random_arrays(seed, 1e-2))
+        weights, memory = session.weights(), session.memory()
+        result = session.step(spoiled(random_arrays(7, 1e-2), value))
+        assert not result
+        assert (result.scale, result.skipped_in_a_row) == (2.0**15, 1)
+        assert same_bits(session.weights(), weights)
+        assert same_bits(session.memory(), memory)
+        session.step(random_arrays(8, 1e-2))
+        spared.step(random_arrays(8, 1e-2))
+        assert same_bits(session.weights(), spared.weights())
+
+    @pytest.mark.parametrize("settings", SETTINGS)
+    @pytest.mark.parametrize("seed", range(2))
+    def test_scale_follows_the_one_rule(self, harness: Harness, settings: str, seed: int) -> None:
+        config = SETTINGS[settings]
+        session = harness.start(random_arrays(0), policy("mixed_float16"), loss_scale=config)
+        state, grads = config.initial_state(), random_arrays(1, scale=1e-3)
+        for finite in overflow_trace(seed, 40):
+            result = session.step(grads if finite else spoiled(grads, np.inf))
+            state = advance(config, state, finite)
+            assert (result.applied, result.scale, result.skipped_in_a_row) == (finite, state.scale, state[3])
+        assert save_loss_scale(session.holder) == config.to_state_dict(state)
+
+    def test_clipping_limits_the_unscaled_norm(self, harness: Harness) -> None:
+        weights, grads = random_arrays(0), random_arrays(1)
+        norm = np.sqrt(sum(float((array.astype(np.float64) ** 2).sum()) for array in grads.values()))
+        session = harness.start(weights, policy("mixed_float16"), learning_rate=1.0, max_grad_norm=norm / 4)
+        session.step(grads)
+        for key, array in session.weights().items():
+            np.testing.assert_allclose(array, weights[key] - grads[key] / 4, rtol=1e-5, atol=1e-6)
+
+    def test_clipping_leaves_small_gradients_alone(self, harness: Harness) -> None:
+        clipped = harness.start(random_arrays(0), policy("mixed_float16"), max_grad_norm=1e6)
+        free = harness.start(random_arrays(0), policy("mixed_float16"))
+        clipped.step(random_arrays(1))
+        free.step(random_arrays(1))
+        assert same_bits(clipped.weights(), free.weights())
+
+    def test_master_weights_keep_updates_that_16_bits_would_lose(self, harness: Harness) -> None:
+        weights = {key: np.ones_like(array) for key, array in random_arrays(0).items()}
+        grads = {key: np.full_like(array, 2.0**-13) for key, array in weights.items()}  # half of it rounds to 1.0
+        session = harness.start(weights, policy("O2"), learning_rate=1.0)
+        for _ in range(64):
+            session.step(grads)
+        for array in session.weights().values():
+            assert array.dtype == np.float16
+            np.testing.assert_array_equal(array, np.full_like(array, 1 - 64 * 2.0**-13))
+
+    def test_gradients_below_float16_survive_the_scale(self, harness: Harness) -> None:
+        weights = {key: np.zeros_like(array) for key, array in random_arrays(0).items()}
+        grads = {key: np.full_like(array, 2.0**-30) for key, array in weights.items()}
+        session = harness.start(weights, policy("O2"), learning_rate=2.0**20)
+        session.step(grads)
+        for array in session.weights().values():
+            np.testing.assert_array_equal(array, np.full_like(array, -(2.0**-10)))
+
+    def test_state_continues_exactly_where_it_was_saved(self, harness: Harness) -> None:
+        config = SETTINGS["hysteresis"]
+        first, second = (harness.start(random_arrays(0), policy("mixed_float16"), loss_scale=config) for _ in range(2))
+        grads, trace = random_arrays(1, scale=1e-3), overflow_trace(5, 30)
+        for finite in trace[:15]:
+            first.step(grads if finite else spoiled(grads, np.nan))
+        second.load_loss_scale(json.loads(json.dumps(save_loss_scale(first.holder))))
+        for finite in trace[15:]:
+            step = grads if finite else spoiled(grads, np.nan)
+            assert first.step(step).scale == second.step(step).scale
+        assert save_loss_scale(first.holder) == save_loss_scale(second.holder)
+
+    @pytest.mark.parametrize("fault", ["kind", "field", "range", "type"])
+    def test_bad_state_is_refused_and_changes_nothing(self, harness: Harness, fault: str) -> None:
+        session = harness.start(random_arrays(0), policy("mixed_float16"))
+        before = save_loss_scale(session.holder)
+        bad: dict[str, Any] = dict(before)
+        if fault == "field":
+            del bad["scale"]
+        else:
+            field, value = {"kind": ("kind", "other"), "range": ("scale", 0.0), "type": ("skipped", "three")}[fault]
+            bad[field] = value
+        with pytest.raises(StateError):
+            session.load_loss_scale(bad)
+        assert save_loss_scale(session.holder) == before
+
+    def test_wrapping_twice_is_refused(self, harness: Harness) -> None:
+        adapter = registry.adapter_named(harness.name)
+        wrapped = wrap_optimizer(harness.plain_optimizer(), "mixed_float16")
+        assert registry.adapter_of(wrapped) is adapter
+        with pytest.raises(UsageError):
+            wrap_optimizer(wrapped, "mixed_float16")
+
+    def test_what_is_no_optimizer_is_refused(self, harness: Harness) -> None:
+        with pytest.raises(InvalidTypeError):
+            wrap_optimizer(object(), "mixed_float16", backend=harness.name)
+
+    def test_casting_rounds_as_ieee_and_touches_floats_only(self, harness: Harness) -> None:
+        floats = np.array([1.0, 1e-7, 6e-8, 2.9e-8, 65519.0, 70000.0, -0.1, np.nan, np.inf], np.float32)
+        others = {"i": np.arange(3, dtype=np.int32), "b": np.array([True, False])}
+        cast = harness.arrays(policy("mixed_float16").cast_to_compute(harness.tree({"f": floats, **others})))
+        with np.errstate(over="ignore"):
+            expected = floats.astype(np.float16)
+        assert cast["f"].dtype == np.float16
+        np.testing.assert_array_equal(cast["f"], expected)
+        assert same_bits({key: cast[key] for key in others}, others)
+
+    def test_without_scaling_nothing_is_checked(self, harness: Harness) -> None:
+        session = harness.start(random_arrays(0), policy("float32"))
+        assert session.step(spoiled(random_arrays(1), np.nan)).applied
+        assert np.isnan(session.weights()["matrix"][-1, -1])

@@ -1,0 +1,223 @@
+"""The promises of the optional verbs that an adapter offers, as pytest tests.
+
+Every framework's arrays can be multiplied with ``@``, so the functions below are the same in all of them.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from polyamp import registry
+from polyamp.adapter import Adapter
+from polyamp.demo import Task, Trace, initial_weights
+from polyamp.dispatch import (
+    AUTOCAST_CONTEXT,
+    AUTOCAST_FUNCTION,
+    CONVERT,
+    EXPLAIN,
+    FACTS,
+    HOLDS_LOSS_SCALE,
+    IS_LOWERING,
+    LOSS_SCALE_OF,
+    OPTIONAL,
+    RECORD,
+    REWRITE,
+    TRACED_CONTEXT,
+    TRAIN_DIGITS,
+    VALUE_AND_GRAD,
+    Verb,
+)
+from polyamp.errors import InvalidTypeError
+from polyamp.loss_scale import LossScale
+from polyamp.policy import policy
+from polyamp.testing.harness import Harness, random_arrays, spoiled
+from polyamp.verbs import save_loss_scale
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+FLOAT16 = policy("mixed_float16")
+_RNG = np.random.default_rng(0)
+LEFT, RIGHT = (_RNG.standard_normal(shape).astype(np.float32) for shape in ((1, 8), (8, 1)))
+REQUIRED = ("owns", "describe", "cast", "wrap_optimizer", "scale_loss", "save_loss_scale", "load_loss_scale")
+
+
+def product(left: Any, right: Any) -> Any:
+    """Multiply two matrices of any framework."""
+    return left @ right
+
+
+def loss(left: Any, right: Any) -> Any:
+    """Return a scalar loss of any framework."""
+    return (left @ right)[0, 0]
+
+
+def offered(verb: Verb[Function], harness: Harness) -> Function:
+    """Return the adapter's function, or skip the test."""
+    found = verb.find(registry.adapter_named(harness.name))
+    if found is None:
+        pytest.skip(f"{harness.name} does not offer {verb.name}")
+    return found
+
+
+def operands(harness: Harness) -> tuple[Any, Any]:
+    """Return `LEFT` and `RIGHT` as the framework's arrays."""
+    tree = harness.tree({"left": LEFT, "right": RIGHT})
+    return tree["left"], tree["right"]
+
+
+def is_lowered(harness: Harness, result: Any) -> bool:
+    """Return whether a product of `LEFT` and `RIGHT` is right, and was computed from float16 numbers."""
+    found = harness.arrays({"y": result})["y"].astype(np.float64)
+    half = [matrix.astype(np.float16).astype(np.float64) for matrix in (LEFT, RIGHT)]
+    exact, rounded = LEFT.astype(np.float64) @ RIGHT, half[0] @ half[1]
+    return abs(float((found - rounded).item())) <= 2.0**-10 and float((found - exact).item()) ** 2 > 1e-10
+
+
+def accepts(function: Callable[..., Any], signature: Callable[..., Any]) -> bool:
+    """Return whether a function can be called as a method of a protocol is.
+
+    >>> accepts(lambda tree, format_name: tree, Adapter.cast), accepts(lambda tree: tree, Adapter.cast)
+    (True, False)
+    """
+    parameters = list(inspect.signature(signature).parameters.values())[1:]
+    positional = [one for one in parameters if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)]
+    named = {one.name: None for one in parameters if one.kind is one.KEYWORD_ONLY}
+    try:
+        inspect.signature(function).bind(*positional, **named)
+    except TypeError:
+        return False
+    return True
+
+
+class OptionalVerbs:
+    """Tests of the optional verbs. The fixture ``harness`` comes from `polyamp.testing.Conformance`."""
+
+    @pytest.mark.parametrize("name", REQUIRED)
+    def test_required_verb_has_its_signature(self, harness: Harness, name: str) -> None:
+        assert accepts(getattr(registry.adapter_named(harness.name), name), getattr(Adapter, name))
+
+    @pytest.mark.parametrize("verb", OPTIONAL, ids=lambda verb: verb.name)
+    def test_optional_verb_has_its_signature(self, harness: Harness, verb: Verb[Any]) -> None:
+        assert accepts(offered(verb, harness), verb.signature.__call__)
+
+    def test_autocast_context_lowers_products_inside_it(self, harness: Harness) -> None:
+        context = offered(AUTOCAST_CONTEXT, harness)
+        left, right = operands(harness)
+        with context(FLOAT16):
+            assert is_lowered(harness, product(left, right))
+            with context(policy("float32")):
+                assert not is_lowered(harness, product(left, right))
+        with pytest.raises(ZeroDivisionError), context(FLOAT16):
+            raise ZeroDivisionError
+        assert not is_lowered(harness, product(left, right))
+
+    def test_traced_context_is_for_compiled_code_only(self, harness: Harness) -> None:
+        assert offered(TRACED_CONTEXT, harness)(FLOAT16) is None
+
+    def test_is_lowering_reports_autocast(self, harness: Harness) -> None:
+        is_lowering = offered(IS_LOWERING, harness)
+        assert not is_lowering()
+        with offered(AUTOCAST_CONTEXT, harness)(FLOAT16):
+            assert is_lowering()
+        assert not is_lowering()
+
+    def test_autocast_function_lowers_products(self, harness: Harness) -> None:
+        transform = offered(AUTOCAST_FUNCTION, harness)
+        assert is_lowered(harness, transform(product, FLOAT16)(*operands(harness)))
+        assert not is_lowered(harness, transform(product, policy("float32"))(*operands(harness)))
+        with FLOAT16:
+            assert is_lowered(harness, transform(product, None)(*operands(harness)))
+
+    @pytest.mark.parametrize("with_examples", [True, False])
+    def test_rewrite_lowers_products_and_has_a_plan(self, harness: Harness, with_examples: bool) -> None:
+        arrays = operands(harness)
+        rewritten = offered(REWRITE, harness)(product, arrays if with_examples else (), {}, FLOAT16)
+        assert is_lowered(harness, rewritten(*arrays))
+        assert ("matmul", "float16") in [(one.name, one.format) for one in rewritten.plan.operations]
+
+    def test_explain_lists_products(self, harness: Harness) -> None:
+        plan = offered(EXPLAIN, harness)(product, operands(harness), {}, FLOAT16)
+        assert plan.policy == str(FLOAT16)
+        assert ("matmul", "float16") in [(one.name, one.format) for one in plan.operations]
+        assert json.loads(json.dumps(plan.as_dict())) == plan.as_dict()
+
+    def test_convert_refuses_what_is_not_a_model(self, harness: Harness) -> None:
+        with pytest.raises(InvalidTypeError):
+            offered(CONVERT, harness)(object(), FLOAT16)
+
+    def test_value_and_grad_scales_only_the_gradients(self, harness: Harness) -> None:
+        differentiate = offered(VALUE_AND_GRAD, harness)
+        holder = harness.start(random_arrays(0), FLOAT16, loss_scale=LossScale.fixed(8)).holder
+        found, grads = differentiate(loss, FLOAT16, False)(holder, *operands(harness))
+        assert is_lowered(harness, found)
+        np.testing.assert_allclose(harness.arrays({"g": grads})["g"], 8 * RIGHT.T, rtol=2.0**-10)
+        (_, aux), _ = differentiate(lambda *arrays: (loss(*arrays), 3), FLOAT16, True)(holder, *operands(harness))
+        assert aux == 3
+
+    def test_loss_scale_of_is_what_is_saved(self, harness: Harness) -> None:
+        read = offered(LOSS_SCALE_OF, harness)
+        session = harness.start(random_arrays(0), FLOAT16, loss_scale=LossScale(init=2.0**10))
+        session.step(spoiled(random_arrays(1), np.inf))
+        settings, state = read(session.holder)
+        assert (settings.init, state.scale, state.skipped) == (2.0**10, 2.0**9, 1)
+        assert settings.to_state_dict(state) == save_loss_scale(session.holder)
+
+    def test_holds_loss_scale_finds_a_state(self, harness: Harness) -> None:
+        holds = offered(HOLDS_LOSS_SCALE, harness)
+        assert holds({"inside": harness.start(random_arrays(0), FLOAT16).holder})
+        assert not holds(harness.tree(random_arrays(0)))
+
+    @pytest.mark.parametrize("widened", [True, False])
+    def test_record_reports_products_and_their_gradients(self, harness: Harness, widened: bool) -> None:
+        record = offered(RECORD, harness)
+        left, right = trainable(harness, LEFT), operands(harness)[1]
+        found = record(loss, (left, right), {}, FLOAT16, widened=widened, scale=8.0)
+        assert (found.policy, found.scale, found.widened) == (str(FLOAT16), 8.0, widened)
+        products = [one for one in found.of_kind("activation") if one.name == "matmul"]
+        assert [one.format for one in products] == ["float16"]
+        assert products[0].spread.largest == pytest.approx(abs(float((LEFT @ RIGHT).item())), rel=2.0**-9)
+        gradients = list(found.of_kind("parameter gradient"))
+        assert [one.spread.largest for one in gradients] == pytest.approx([8 * np.abs(RIGHT).max()], rel=2.0**-9)
+
+    def test_facts_name_policy_plan_and_optimizer(self, harness: Harness) -> None:
+        collect = offered(FACTS, harness)
+        wrapped = harness.start(random_arrays(0), FLOAT16).holder
+        for optimizer, kind in ((None, ""), (harness.plain_optimizer(), "plain"), (wrapped, "wrapped")):
+            found = collect(loss, operands(harness), {}, FLOAT16, optimizer)
+            assert (found.policy, found.optimizer) == (FLOAT16, kind)
+            assert found.plan is not None
+            assert ("matmul", "float16") in [(one.name, one.format) for one in found.plan.operations]
+            assert [one.sizes for one in found.products] == [{"m": 1, "n": 1, "k": 8}]
+
+    def test_train_digits_returns_a_number_for_each_step(self, harness: Harness) -> None:
+        train = offered(TRAIN_DIGITS, harness)
+        steps: list[None] = []
+        trace = train(_task(lambda: steps.append(None)))
+        assert isinstance(trace, Trace)
+        assert len(trace.losses) == len(trace.scales) == len(trace.applied) == len(steps) == 2
+        assert np.isfinite(trace.losses).all()
+        assert trace.scales == [2.0**16, 2.0**16]
+
+
+def trainable(harness: Harness, array: NDArray[Any]) -> Any:
+    """Return an array that gradients are recorded for, or skip the test."""
+    make = getattr(harness, "trainable", None)
+    if make is None:
+        pytest.skip("the harness has no method `trainable`")
+    return make(array)
+
+
+def _task(on_step: Callable[[], None]) -> Task:
+    rng = np.random.default_rng(0)
+    images: NDArray[Any] = rng.random((12, 8, 8, 1), np.float32)
+    labels = rng.integers(0, 10, 12).astype(np.int32)
+    batches = np.arange(8).reshape(2, 4)
+    weights = initial_weights(rng)
+    return Task(FLOAT16, weights, images, labels, images, labels, batches, on_step=on_step)

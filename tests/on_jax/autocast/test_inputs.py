@@ -1,0 +1,287 @@
+"""Parameters are cast when they meet 16-bit values. The user's own float32 data and large constants are not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import polyamp
+import polyamp.backends.jax
+from support.jax_scenarios import POLICIES, X, formats, low, normal
+from support.jax_scenarios import quickly_compiled as quickly_compiled
+
+BF16, F16 = "mixed_bfloat16", "mixed_float16"
+W = normal(0, 8, 8, scale=0.3)
+SHIFT = jnp.full(8, 3.0)
+
+
+def added(w: Any, x: Any, other: Any) -> Any:
+    return x @ w + other
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_the_first_argument_is_cast_and_others_are_not(policy: str) -> None:
+    def both(p: Any, x: Any, other: Any) -> Any:
+        return x @ p["w"] + p["b"], x @ p["w"] - other
+
+    mixed = polyamp.autocast(both, policy)
+    parameters = {"w": W, "b": SHIFT}
+    assert formats(mixed, parameters, X, SHIFT, of=("add",)) == {low(policy)}
+    assert "float32" in formats(mixed, parameters, X, SHIFT, of=("sub",))
+
+
+@pytest.mark.parametrize(("argnums", "expected"), [(0, "float32"), ((0, 2), "bfloat16"), ([2], "bfloat16")])
+def test_argnums_say_which_arguments_are_parameters(argnums: Any, expected: str) -> None:
+    mixed = polyamp.backends.jax.autocast(added, BF16, argnums=argnums)
+    assert expected in formats(mixed, W, X, SHIFT, of=("add",))
+
+
+@pytest.mark.parametrize(("argnums", "expected"), [(None, "float32"), ((0, 2), "bfloat16")])
+def test_the_public_verbs_take_argnums(argnums: Any, expected: str) -> None:
+    assert formats(polyamp.autocast(added, BF16, argnums=argnums), W, X, SHIFT, of=("add",)) == {expected}
+    plan = polyamp.rewrite(added, W, X, SHIFT, policy=BF16, argnums=argnums).plan
+    assert {one.format for one in plan.operations if one.name == "add"} == {expected}
+
+
+def test_argnums_without_a_function_are_refused() -> None:
+    with pytest.raises(polyamp.InvalidTypeError, match="argnums belongs to a function"):
+        polyamp.autocast(BF16, argnums=1)
+
+
+def test_argnums_that_are_no_positions_are_refused() -> None:
+    with pytest.raises(polyamp.PolyampError, match="argnums are not positions"):
+        polyamp.backends.jax.autocast(added, BF16, argnums="w")  # type: ignore[arg-type]
+
+
+def test_explain_names_the_input() -> None:
+    (row,) = [op for op in polyamp.explain(added, W, X, SHIFT, policy=F16).operations if op.name == "add"]
+    assert (row.format, row.reason) == ("float32", "beside an input")
+
+
+class Dense(eqx.Module):
+    weight: Any
+    bias: Any
+
+    def __call__(self, x: Any) -> Any:
+        return x @ self.weight + self.bias
+
+
+class Layer(nnx.Module):
+    def __init__(self) -> None:
+        self.dense = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
+
+    def __call__(self, x: Any) -> Any:
+        return self.dense(x)
+
+
+def test_what_modules_hold_is_a_parameter_wherever_they_are() -> None:
+    model, layer = Dense(W, SHIFT), Layer()
+    calls: dict[str, Callable[[Any, Any], Any]] = {
+        "itself": lambda model, x: polyamp.autocast(model, BF16)(x),
+        "in a closure": lambda model, x: polyamp.autocast(lambda y: model(y), BF16)(x),
+        "under vmap": lambda model, x: polyamp.autocast(jax.vmap(model), BF16)(x),
+        "a method": lambda model, x: polyamp.autocast(model.__call__, BF16)(x),
+        "the second argument": lambda model, x: polyamp.autocast(lambda y, m: m(y), BF16)(x, model),
+        "by keyword": lambda model, x: polyamp.autocast(lambda y, m: m(y), BF16)(x, m=model),
+    }
+    for name, call in calls.items():
+        assert formats(call, model, X, of=("add",)) == {"bfloat16"}, name
+    assert formats(lambda x: polyamp.autocast(lambda y, m: m(y), BF16)(x, layer), X, of=("add",)) == {"bfloat16"}
+
+
+def test_what_is_taken_from_around_a_function_is_an_input() -> None:
+    def outer(w: Any, x: Any, other: Any) -> Any:
+        return polyamp.autocast(lambda own: added(own, x, other), BF16)(w)
+
+    assert "float32" in formats(outer, W, X, SHIFT, of=("add",))
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_value_and_grad_knows_its_parameters(policy: str) -> None:
+    tx = polyamp.wrap_optimizer(optax.sgd(0.1), policy)
+
+    def loss(p: Any, x: Any, model: Dense, other: Any) -> Any:
+        return ((model(x @ p["w"] + p["b"]) @ p["w"] - other) ** 2).mean()
+
+    def run(p: Any, x: Any, model: Dense, other: Any) -> Any:
+        return polyamp.value_and_grad(loss, policy)(tx.init(p), p, x, model, other)
+
+    arguments = {"w": W, "b": SHIFT}, X, Dense(W, SHIFT), SHIFT
+    assert formats(run, *arguments, of=("add",)) == {low(policy)}
+    assert "float32" in formats(run, *arguments, of=("sub",))
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_integers_become_inputs_and_booleans_do_not(policy: str) -> None:
+    def labelled(w: Any, x: Any, labels: Any) -> Any:
+        return x @ w + labels.astype(jnp.float32)
+
+    mixed = polyamp.autocast(labelled, policy)
+    assert "float32" in formats(mixed, W, X, jnp.arange(8), of=("add",))
+    assert formats(mixed, W, X, jnp.arange(8) > 3, of=("add",)) == {low(policy)}
+
+
+def test_a_masked_row_given_as_an_argument_or_from_around_stays_finite() -> None:
+    mask = np.ones((4, 1, 8), bool)
+    mask[0] = False
+    x = normal(1, 4, 8, 8)
+
+    def attend(w: Any, x: Any, bias: Any) -> Any:
+        scores = jnp.einsum("btd,bsd->bts", x @ w, x) + bias
+        return jnp.square(jnp.einsum("bts,bsd->btd", jax.nn.softmax(scores, -1), x)).mean()
+
+    tx = polyamp.wrap_optimizer(optax.sgd(0.1), F16)
+
+    @jax.jit
+    def step(w: Any, state: Any, x: Any, mask: Any) -> Any:
+        bias = jnp.where(mask, 0.0, -1e9)  # outside of the loss function
+        inside = polyamp.value_and_grad(lambda own: attend(own, x, bias), F16)(state, w)
+        return inside, polyamp.value_and_grad(attend, F16)(state, w, x, bias)
+
+    for loss, gradient in step(W, tx.init(W), x, mask):
+        assert np.isfinite(loss)
+        assert np.isfinite(gradient).all()
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_bias_of_attention_given_as_an_argument_stays_finite(policy: str) -> None:
+    bias = jnp.zeros((1, 1, 5, 5)).at[..., 2, :].set(-1e9)
+
+    def loss(w: Any, x: Any, bias: Any) -> Any:
+        heads = (x @ w).reshape(2, 5, 2, 4)
+        return jax.nn.dot_product_attention(heads, heads, heads, bias=bias).sum()
+
+    x = normal(2, 2, 5, 8)
+    value, gradient = jax.value_and_grad(polyamp.autocast(loss, policy))(W, x, bias)
+    assert np.isfinite(value)
+    np.testing.assert_allclose(gradient, jax.grad(loss)(W, x, bias), atol=0.1)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_labels_and_targets_are_not_rounded(policy: str) -> None:
+    def loss(p: Any, x: Any, y: Any) -> Any:
+        return jnp.square((x @ p)[:, 0] + 1000.0 - y).mean()
+
+    targets = jnp.array([1000.1, 1000.2, 1000.3, 1000.4])
+    mixed = polyamp.autocast(loss, policy)
+    np.testing.assert_allclose(mixed(jnp.zeros((8, 8)), jnp.ones((4, 8)), targets), 0.075, rtol=1e-3)
+    np.testing.assert_allclose(mixed(jnp.zeros((8, 8)), jnp.ones((4, 8)), jnp.full(4, 1e5)), 9.801e9, rtol=1e-3)
+
+
+# What moves a value on its way to its own product, in one layout on both sides.
+class Same(NamedTuple):
+    name: str
+    square: Callable[[Any], Any]
+    is_one: bool = True
+
+
+SAME = [
+    Same("itself", lambda h: h * h),
+    Same("reshaped", lambda h: h.reshape(-1) * h.reshape(-1)),
+    Same("reshaped twice", lambda h: (h.reshape(-1).reshape(h.shape) * h).reshape(-1)),
+    Same("squeezed", lambda h: jnp.squeeze(h[None], 0) * h),
+    Same("transposed", lambda h: h.T * h.T),
+    Same("conjugated", lambda h: h * jnp.conj(h)),
+    Same("real", lambda h: jnp.real(h * jnp.conj(h))),
+    Same("into a jitted function", lambda h: jax.jit(lambda a, b: a * b)(h, h)),
+    Same("broadcast", lambda h: jnp.broadcast_to(h[:1], (3, 8)) * jnp.broadcast_to(h[:1], (3, 8))),
+    Same("stopped", lambda h: h * jax.lax.stop_gradient(h)),
+    Same("its transpose", lambda h: h[:4, :4] * h[:4, :4].T, is_one=False),
+    Same("another", lambda h: h * (h + 1.0), is_one=False),
+]
+
+
+@pytest.mark.parametrize("case", SAME, ids=[case.name for case in SAME])
+def test_a_product_of_a_value_with_itself_is_a_square(case: Same) -> None:
+    plan = polyamp.explain(lambda w, x: case.square(x @ w), W, X, policy=F16)
+    found = {(op.name, op.format) for op in plan.operations if op.name in ("square", "mul")}
+    assert found == {("square", "float32") if case.is_one else ("mul", "float16")}
+
+
+LENGTHS: dict[str, Callable[[Any], Any]] = {
+    "linalg.norm": lambda h: h / jnp.maximum(jnp.linalg.norm(h, axis=-1, keepdims=True), 1e-12),
+    "vector_norm": lambda h: h / jnp.maximum(jnp.linalg.vector_norm(h, axis=-1, keepdims=True), 1e-12),
+    "safe_norm": lambda h: h / optax.safe_norm(h, 1e-12, axis=-1, keepdims=True),
+    "by hand": lambda h: h / jnp.sqrt(jnp.sum(h * h, -1, keepdims=True) + 1e-24),
+    "called twice": lambda h: (
+        h / (jnp.linalg.norm(h, axis=-1, keepdims=True) + jnp.linalg.norm(h * 1.0, axis=-1, keepdims=True)) * 2
+    ),
+}
+
+
+@pytest.mark.parametrize("scale", [100.0, 1e-5])
+@pytest.mark.parametrize("name", LENGTHS)
+def test_lengths_are_right_of_large_and_small_values(name: str, scale: float) -> None:
+    def fn(x: Any) -> Any:
+        return LENGTHS[name](x @ jnp.eye(4))
+
+    x = jnp.array([[12.0, -12.0, 3.0, -3.0]]) * scale
+    np.testing.assert_allclose(polyamp.autocast(fn, F16)(x), fn(x), rtol=2e-2)
+
+
+RECIPROCALS: dict[str, Callable[[Any], Any]] = {
+    "division": lambda h: 1.0 / h,
+    "of an array": lambda h: jnp.array([1.0, 2.0, 3.0, 4.0]) / h,
+    "power": lambda h: h**-1,
+    "of ones": lambda h: jnp.ones_like(h) / h,
+    "in a jitted function": lambda h: jax.jit(lambda one: 2.0 / one)(h),
+}
+
+
+@pytest.mark.parametrize("name", RECIPROCALS)
+def test_a_constant_over_a_value_is_a_reciprocal(name: str) -> None:
+    def fn(x: Any) -> Any:
+        return RECIPROCALS[name](jax.nn.relu(x @ jnp.eye(4)) + 1e-5)
+
+    out = polyamp.autocast(fn, F16)(-jnp.ones((2, 4)))
+    assert np.isfinite(out).all()
+    np.testing.assert_allclose(out, fn(-jnp.ones((2, 4))), rtol=2e-2)
+
+
+SATURATED: dict[str, Callable[[Any], Any]] = {
+    "log of sigmoid": lambda z: -jnp.log(jax.nn.sigmoid(z) + 1e-12).mean(),
+    "clipped": lambda z: -jnp.log(jnp.clip(jax.nn.sigmoid(z), 1e-7, 1 - 1e-7)).mean(),
+    "of one minus it": lambda z: -jnp.log(1 - jnp.clip(jax.nn.sigmoid(z), 1e-7, 1 - 1e-7)).mean(),
+    "focal": lambda z: -((1 - jax.nn.sigmoid(z)) ** 2 * jnp.log(jax.nn.sigmoid(z) + 1e-8)).mean(),
+    "relu": lambda z: jnp.log(jax.nn.relu(z) + 1e-8).mean(),
+    "in a function called twice": lambda z: (
+        jnp.log(_probability(z) + 1e-6).mean() + jnp.log(_probability(z + 1.0) + 1e-6).mean()
+    ),
+    "tanh": lambda z: jnp.arctanh(jnp.clip(jnp.tanh(z), -1 + 1e-6, 1 - 1e-6)).mean(),
+}
+
+
+@jax.jit
+def _probability(z: Any) -> Any:
+    return 1 - jax.nn.sigmoid(-(z * 1.0))
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("name", SATURATED)
+def test_what_was_rounded_is_computed_again_for_a_logarithm(name: str, policy: str) -> None:
+    """The factor acts as a loss scale does: 1e12 times the gradient is inf in float16."""
+
+    def loss(w: Any, x: Any) -> Any:
+        return SATURATED[name](x @ w) * 1024.0
+
+    x = jnp.array([[12.0, -12.0, 3.0, -3.0], [30.0, -18.0, 0.5, 6.0]])
+    expected = jax.value_and_grad(loss)(jnp.eye(4), x)
+    found = jax.jit(jax.value_and_grad(polyamp.autocast(loss, policy)))(jnp.eye(4), x)
+    np.testing.assert_allclose(found[0], expected[0], rtol=2e-2)
+    np.testing.assert_allclose(found[1], expected[1], rtol=5e-2, atol=5e-3 * float(jnp.abs(expected[1]).max()))
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_probabilities_that_a_function_returns_are_not_rounded(policy: str) -> None:
+    """The caller may take a logarithm."""
+    model = polyamp.autocast(lambda w, x: jax.nn.sigmoid(x @ w), policy)
+    x = jnp.array([[-10.0, 9.0, 0.0, 12.0]])
+    np.testing.assert_allclose(1 - model(jnp.eye(4), x), 1 - jax.nn.sigmoid(x), rtol=1e-2)

@@ -1,0 +1,284 @@
+"""autocast of JAX's control flow and mapped axes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+import polyamp
+from support.jax_scenarios import (
+    CELL,
+    MODES,
+    SEQUENCE,
+    assert_close,
+    assert_mixed,
+    dots,
+    normal,
+    only,
+    relative_error,
+    residuals,
+    rnn,
+    rnn_turn,
+    trace,
+)
+from support.jax_scenarios import quickly_compiled as quickly_compiled
+from support.own_process import run_tests
+
+BF16 = "mixed_bfloat16"
+W = normal(0, 8, 8, scale=0.3)
+X = normal(1, 6, 8)
+POLICY = jax.checkpoint_policies
+
+
+def layer(w: jax.Array, x: jax.Array) -> jax.Array:
+    return jnp.tanh(x @ w)
+
+
+def named_layer(w: jax.Array, x: jax.Array) -> jax.Array:
+    return jnp.sin(checkpoint_name(x @ w, "product")) @ w
+
+
+def loss(y: jax.Array) -> jax.Array:
+    return jnp.square(y).mean()
+
+
+def fori(w: jax.Array, x: jax.Array) -> jax.Array:
+    return loss(lax.fori_loop(0, 3, lambda _, y: layer(w, y), x))
+
+
+def nested_scans(w: jax.Array, x: jax.Array) -> jax.Array:
+    def outer(y: jax.Array, _: None) -> tuple[jax.Array, jax.Array]:
+        y, sums = lax.scan(lambda z, _: (layer(w, z), z.sum()), y, None, length=2)
+        return y + 1, sums
+
+    y, sums = lax.scan(outer, x, None, length=3)
+    return loss(y) + loss(sums)
+
+
+def scan_of_layers(w: jax.Array, x: jax.Array) -> jax.Array:
+    stacked = jnp.stack([w, w * 0.5, w.T])
+    return loss(lax.scan(lambda y, own: (layer(own, y), None), x, stacked)[0])
+
+
+def scan_of_remat(w: jax.Array, x: jax.Array) -> jax.Array:
+    body = jax.checkpoint(lambda y, _: (layer(w, y), None), policy=POLICY.dots_saveable, prevent_cse=False)
+    return loss(lax.scan(body, x, None, length=3)[0])
+
+
+def scan_with_integers(w: jax.Array, x: jax.Array) -> jax.Array:
+    def body(carry: Any, step: jax.Array) -> tuple[Any, Any]:
+        y, key, count = carry
+        key, own = jax.random.split(key)
+        keep = jax.random.bernoulli(own, 0.8, y.shape)
+        return (jnp.where(keep, layer(w, y), 0.0), key, count + step), (y[0], count)
+
+    (y, _, count), (rows, counts) = lax.scan(body, (x, jax.random.key(0), 0), jnp.arange(4), reverse=True, unroll=2)
+    return loss(y) + loss(rows) + (count + counts.sum()) * 1e-3
+
+
+def cond_in_scan(w: jax.Array, x: jax.Array) -> jax.Array:
+    def body(y: jax.Array, step: jax.Array) -> tuple[jax.Array, None]:
+        return lax.cond(step % 2 == 0, lambda z: layer(w, z), lambda z: z * 0.5, y), None
+
+    return loss(lax.scan(body, x, jnp.arange(4))[0])
+
+
+def branches(w: jax.Array, x: jax.Array) -> jax.Array:
+    options = [lambda y: y @ w, lambda y: jnp.exp(-jnp.square(y)), lambda y: (y @ w) @ w]
+    return loss(sum(lax.switch(index, options, x) for index in (jnp.int32(0), jnp.int32(1), jnp.int32(2))))
+
+
+def cond_with_structures(w: jax.Array, x: jax.Array) -> jax.Array:
+    out = lax.cond(x[0, 0] > -9, lambda y: {"y": y @ w, "n": 1}, lambda y: {"y": y, "n": 2}, x)
+    return loss(out["y"]) * out["n"]
+
+
+def matrix_scan(w: jax.Array, x: jax.Array) -> jax.Array:
+    matrices = jnp.stack([w, w.T, w * 0.7, jnp.eye(8)])
+    return loss(x @ lax.associative_scan(jnp.matmul, matrices))
+
+
+def mapped(w: jax.Array, x: jax.Array) -> jax.Array:
+    return loss(lax.map(lambda row: layer(w, row[None])[0], x, batch_size=3))
+
+
+def remat(f: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+    return lambda w, x: loss(jax.checkpoint(f, **options)(w, jax.checkpoint(f, **options)(w, x)))
+
+
+def reduced(w: jax.Array, x: jax.Array) -> jax.Array:
+    y = x @ w
+    best = lax.reduce(y, -jnp.inf, lax.max, (0,))
+    windows = lax.reduce_window(y[None], -jnp.inf, lax.max, (1, 2, 2), (1, 2, 2), "VALID")
+    sums = lax.reduce_window(y[None], 0.0, lax.add, (1, 2, 2), (1, 1, 1), "SAME")
+    return loss(best) + loss(windows) + loss(sums @ w)
+
+
+def scattered(w: jax.Array, x: jax.Array) -> jax.Array:
+    rows = jnp.array([0, 2, 2])
+    y = (x @ w).at[rows].add((x @ w)[:3]).at[1].set(3.0).at[:, 0].multiply(2.0)
+    return loss(y @ w) + loss(jnp.take(y, rows, axis=0))
+
+
+def sorted_(w: jax.Array, x: jax.Array) -> jax.Array:
+    y = x @ w
+    values, where = lax.top_k(y, 3)
+    return (
+        loss(jnp.sort(y, axis=0)) + loss(values) + loss(jnp.cumsum(y, axis=1)) + loss(jnp.take_along_axis(y, where, 1))
+    )
+
+
+def segments(w: jax.Array, x: jax.Array) -> jax.Array:
+    return loss(jax.ops.segment_sum(x @ w, jnp.array([0, 0, 1, 1, 2, 2]), num_segments=3) @ w)
+
+
+PROGRAMS: dict[str, Callable[..., Any]] = {
+    "fori": fori,
+    "nested scans": nested_scans,
+    "scan of layers": scan_of_layers,
+    "scan of remat": scan_of_remat,
+    "scan with integers": scan_with_integers,
+    "cond in scan": cond_in_scan,
+    "switch": branches,
+    "cond with structures": cond_with_structures,
+    "associative_scan": matrix_scan,
+    "map": mapped,
+    "remat": remat(layer),
+    "remat dots_saveable": remat(layer, policy=POLICY.dots_saveable),
+    "remat nothing_saveable": remat(named_layer, policy=POLICY.nothing_saveable),
+    "remat names": remat(named_layer, policy=POLICY.save_only_these_names("product")),
+    "remat without cse": remat(layer, prevent_cse=False),
+    "reductions": reduced,
+    "scatter": scattered,
+    "sort": sorted_,
+    "segments": segments,
+}
+
+
+@pytest.mark.parametrize(("policy", "inside"), MODES)
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_control_flow_and_its_gradient(name: str, inside: bool, policy: str) -> None:
+    plain = jax.value_and_grad(PROGRAMS[name], argnums=(0, 1))
+    inner = jax.value_and_grad(polyamp.autocast(PROGRAMS[name], policy), argnums=(0, 1))
+    mixed = inner if inside else polyamp.autocast(plain, policy)
+    assert_mixed(mixed, plain, W, X, policy=policy, outside=not inside)
+    assert_close(jax.jit(mixed)(W, X), jax.jit(plain)(W, X), policy, factor=1.5)
+
+
+@pytest.mark.parametrize("name", ["scan of layers", "cond in scan", "remat names", "fori"])
+def test_control_flow_under_vmap(name: str) -> None:
+    program = PROGRAMS[name]
+    batch = jnp.stack([X, X * 0.5])
+    mixed = jax.vmap(jax.grad(polyamp.autocast(program, BF16)), in_axes=(None, 0))
+    assert set().union(*dots(mixed, W, batch)) == {"bfloat16"}
+    assert_close(jax.jit(mixed)(W, batch), jax.vmap(jax.grad(program), in_axes=(None, 0))(W, batch), BF16)
+
+
+def bounded_while(w: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return lax.while_loop(
+        lambda c: (c[1] < 4) & (jnp.abs(c[0] @ w).max() > -1), lambda c: (layer(w, c[0]), c[1] + 1), (x, 0)
+    )
+
+
+def test_while() -> None:
+    mixed = polyamp.autocast(bounded_while, BF16)
+    assert dots(mixed, W, X) == [{"bfloat16"}] * 2
+    assert_close(mixed(W, X), bounded_while(W, X), BF16)
+    tangents = jax.jvp(lambda w: mixed(w, X)[0], (W,), (W,))
+    assert_close(tangents, jax.jvp(lambda w: bounded_while(w, X)[0], (W,), (W,)), BF16)
+
+
+@pytest.mark.parametrize("loop", ["scan", "while"])
+def test_carried_values_keep_their_traced_types(loop: str) -> None:
+    """levanter#569: a carry that changes its type inside the body is refused by lax.scan."""
+
+    def fn(x: jax.Array) -> Any:
+        carry = (x, x.astype(jnp.bfloat16), jnp.int8(1), 1.0)
+        body = lambda c: (c[0] @ W, (c[1] @ W.astype(jnp.bfloat16)), c[2], c[3] * 0.5)  # noqa: E731
+        if loop == "scan":
+            return lax.scan(lambda c, _: (body(c), c), carry, None, length=2)
+        return lax.while_loop(lambda c: c[3] > 0.3, body, carry)
+
+    mixed = polyamp.autocast(fn, "mixed_float16")
+    assert {"float16"} in dots(mixed, X)
+    assert_close(mixed(X), fn(X), BF16)
+
+
+@pytest.mark.parametrize("options", [{}, {"reverse": True}, {"unroll": 4}], ids=str)
+def test_weights_are_cast_inside_of_the_loop(options: Any) -> None:
+    """The transposed loop adds up the weights' gradients in float32; a cast before the loop would make them 16 bits."""
+    mixed = jax.grad(polyamp.autocast(rnn, BF16))
+    shapes = {leaf.shape for leaf in jax.tree.leaves(CELL)}
+    scans = only(trace(partial(mixed, **options), CELL, SEQUENCE), "scan")
+    carried = [aval for op in scans if "transpose" in op.path for aval in op.outputs if aval.shape in shapes]
+    assert len(carried) == 3
+    assert {aval.dtype.name for aval in carried} == {"float32"}
+    assert_close(mixed(CELL, SEQUENCE, **options), jax.grad(rnn)(CELL, SEQUENCE, **options), BF16)
+
+
+def test_a_scan_without_inputs_or_turns() -> None:
+    fn = lambda x: lax.scan(lambda c, _: (c @ W, c.sum()), x, None, length=0)  # noqa: E731
+    assert_close(polyamp.autocast(fn, BF16)(X)[1], fn(X)[1], BF16)
+
+
+@pytest.mark.parametrize("name", ["remat", "remat dots_saveable", "remat nothing_saveable", "remat names"])
+def test_remat_saves_what_its_policy_says(name: str) -> None:
+    plain, mixed = PROGRAMS[name], polyamp.autocast(PROGRAMS[name], BF16)
+    assert sorted(leaf.shape for leaf in residuals(mixed, W, X)) == sorted(
+        leaf.shape for leaf in residuals(plain, W, X)
+    )
+
+
+@pytest.mark.parametrize("inside", [True, False], ids=["inside", "outside"])
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_shard_map(inside: bool, check_vma: bool) -> None:
+    mesh = Mesh(np.array(jax.devices()[:1]), ("i",))
+    specs: dict[str, Any] = {"in_specs": (P(), P("i")), "out_specs": P(), "check_vma": check_vma}
+    body = lambda w, x: lax.psum(loss(layer(w, x) @ w), "i")  # noqa: E731
+    plain = jax.shard_map(body, mesh=mesh, **specs)
+    mapped_ = jax.shard_map(polyamp.autocast(body, BF16), mesh=mesh, **specs)
+    mixed = jax.jit(jax.grad(mapped_ if inside else polyamp.autocast(plain, BF16)))
+    assert dots(mixed, W, X) == [{"bfloat16"}] * 5
+    assert_close(mixed(W, X), jax.jit(jax.grad(plain))(W, X), BF16)
+
+
+def test_pmap() -> None:
+    body = lambda w, x: lax.pmean(loss(layer(w, x) @ w), "i")  # noqa: E731
+    plain = jax.grad(lambda w: jax.pmap(body, "i", in_axes=(None, 0))(w, X[None])[0])
+    inside = jax.grad(lambda w: jax.pmap(polyamp.autocast(body, BF16), "i", in_axes=(None, 0))(w, X[None])[0])
+    assert_close(inside(W), plain(W), BF16)
+    assert_close(polyamp.autocast(plain, BF16)(W), plain(W), BF16)
+    assert relative_error(inside(W), plain(W)) > 0
+
+
+def test_on_four_devices() -> None:
+    flags = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=4"
+    printed = run_tests(Path(__file__).with_name("devices.py"), "jax", XLA_FLAGS=flags, JAX_PLATFORMS="cpu")
+    assert "13 passed" in printed
+
+
+def test_names_of_turns_are_not_shared() -> None:
+    """Two loops over the same body, one in 16 bits by its inputs and one in float32 by a rule."""
+
+    def fn(cell: Any, xs: jax.Array) -> jax.Array:
+        state = jnp.zeros((6, 12))
+        one = lax.scan(lambda c, x: (rnn_turn(cell, c, x), None), state, xs)[0]
+        with jax.named_scope("exact"):
+            two = lax.scan(lambda c, x: (rnn_turn(cell, c, x), None), state, xs)[0]
+        return loss(one) + loss(two)
+
+    mixed = jax.grad(polyamp.autocast(fn, polyamp.policy(BF16, rules={"exact": "full"})))
+    kinds = dots(mixed, CELL, SEQUENCE)
+    assert (kinds.count({"bfloat16"}), kinds.count({"float32"})) == (len(kinds) // 2, len(kinds) // 2)

@@ -1,0 +1,86 @@
+"""polyamp.watch around a JAX step, whose optimizer state is a value: its arguments, and the facts that it reads."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+import polyamp
+
+POLICY = polyamp.policy("mixed_float16", loss_scale=polyamp.LossScale(init=2.0**4))
+TX = polyamp.wrap_optimizer(optax.sgd(0.1), POLICY)
+PARAMS = {"w": jnp.ones((4, 2))}
+BATCH = jnp.full((8, 4), 1e4)  # squares of its products are beyond float16, and a smaller scale does not help
+
+
+def loss_fn(params: Any, x: Any) -> Any:
+    h = x @ params["w"]
+    return ((h @ h.T) @ h).mean()
+
+
+def step(params: Any, opt_state: Any, x: Any) -> Any:
+    loss, grads = polyamp.value_and_grad(loss_fn, POLICY)(opt_state, params, x)
+    updates, opt_state = TX.update(grads, opt_state, params)
+    return optax.apply_updates(params, updates), opt_state, loss
+
+
+HOLDERS = {"optimizer": lambda: TX, "state": lambda: TX.init(PARAMS), "none": lambda: None}
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("holder", HOLDERS)
+def test_it_follows_the_state_among_the_arguments(holder: str, compiled: bool) -> None:
+    verdicts: list[Any] = []
+    plain = jax.jit(step) if compiled else step
+    watched = polyamp.watch(plain, HOLDERS[holder](), after=2, on_verdict=verdicts.append, policy=POLICY)
+    params, opt_state = PARAMS, TX.init(PARAMS)
+    with nullcontext() if compiled else pytest.warns(polyamp.PolyampWarning, match="not finite before scaling"):
+        for _ in range(6):
+            params, opt_state, _ = watched(params, opt_state, BATCH)
+    assert opt_state.last_step.skipped_in_a_row == 6
+    assert [verdict.kind for verdict in verdicts] == ["forward"]
+
+
+@pytest.mark.parametrize("holder", HOLDERS)
+def test_a_state_that_only_the_result_shows_is_followed_there(holder: str) -> None:
+    verdicts: list[Any] = []
+    held = [PARAMS, TX.init(PARAMS)]
+    compiled = jax.jit(step)
+    watched = polyamp.watch(
+        lambda x: compiled(*held, x), HOLDERS[holder](), after=2, on_verdict=verdicts.append, policy=POLICY
+    )
+    for _ in range(6):
+        held = list(watched(BATCH)[:2])
+    assert held[1].last_step.skipped_in_a_row == 6
+    assert [verdict.kind for verdict in verdicts] == ["forward"]
+
+
+def test_a_step_that_skips_nothing_gets_no_verdict() -> None:
+    verdicts: list[Any] = []
+    watched = polyamp.watch(jax.jit(step), TX, after=1, on_verdict=verdicts.append, policy=POLICY)
+    params, opt_state = PARAMS, TX.init(PARAMS)
+    for _ in range(3):
+        params, opt_state, _ = watched(params, opt_state, jnp.full((8, 4), 0.01))
+    assert opt_state.last_step
+    assert not verdicts
+
+
+def test_a_monitor_sees_the_state_of_each_call() -> None:
+    seen: list[Any] = []
+    monitor = polyamp.HealthMonitor(every=1, hooks=[lambda health: seen.append(health.steps)])
+    watched = polyamp.watch(jax.jit(step), TX, monitor=monitor, after=100)
+    params, opt_state = PARAMS, TX.init(PARAMS)
+    for _ in range(3):
+        params, opt_state, _ = watched(params, opt_state, jnp.full((8, 4), 0.01))
+    assert seen == [0, 1, 2]
+
+
+def test_a_step_without_any_state_is_told_what_to_do() -> None:
+    watched = polyamp.watch(lambda x: x, TX, after=1)
+    with pytest.raises(polyamp.UsageError, match="take and return its optimizer state"):
+        watched(BATCH)

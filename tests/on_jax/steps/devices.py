@@ -1,0 +1,165 @@
+"""Skipped steps over several devices, run by test_devices.py in processes of their own that have them."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import polyamp
+from polyamp.backends.jax import apply_gradients
+from support.jax_cases import FLOAT16, bits, wrapped_to_step
+
+COUNT = jax.device_count()
+SCALE = 2.0**10
+HOW = ["update cond", "update select", "apply_gradients cond", "apply_gradients select"]
+SPOILED = pytest.mark.parametrize("spoiled", [False, True], ids=["finite", "overflow"])
+
+
+def test_there_are_the_devices_that_were_asked_for() -> None:
+    assert int(os.environ["POLYAMP_TEST_DEVICES"]) == COUNT
+
+
+def shards(spoiled: bool) -> jax.Array:
+    """Return the gradients of every device, one of which overflows if ``spoiled``; f32[COUNT, 3]."""
+    grads = jnp.full((COUNT, 3), SCALE)
+    return grads.at[COUNT - 2, 1].set(jnp.inf) if spoiled else grads
+
+
+def check(held: Any, spoiled: bool) -> None:
+    """Assert that every device took adam's first step of 0.1, or that none did."""
+    params, opt_state = held
+    np.testing.assert_allclose(params, np.full((COUNT, 3), 1.0 if spoiled else 0.9), rtol=1e-4)
+    assert (opt_state.loss_scale == (SCALE / 2 if spoiled else SCALE)).all()
+    assert (opt_state.skipped == int(spoiled)).all()
+    assert (opt_state.inner_state[0].count == int(not spoiled)).all()
+
+
+def pmapped(how: str, **options: Any) -> tuple[Any, Any]:
+    tx, step = wrapped_to_step(optax.adam(0.1), how, **options)
+    params = jnp.ones((COUNT, 3))
+    return jax.pmap(step, axis_name="data"), (params, jax.pmap(tx.init)(params))
+
+
+@pytest.mark.parametrize("how", HOW)
+@SPOILED
+def test_pmap(how: str, spoiled: bool) -> None:
+    step, start = pmapped(how, axis_name="data")
+    check(step(*start, shards(spoiled)), spoiled)
+
+
+def test_without_axis_name_devices_would_part() -> None:
+    step, start = pmapped("update cond")
+    params, _ = step(*start, shards(spoiled=True))
+    assert (np.asarray(params)[:, 0] == 1).tolist() == [index == COUNT - 2 for index in range(COUNT)]
+
+
+def test_replicated_state_is_saved_and_loaded() -> None:
+    step, start = pmapped("update cond", axis_name="data")
+    _, state = step(*start, shards(spoiled=True))
+    saved = polyamp.save_loss_scale(state)
+    assert saved["scale"] == SCALE / 2
+    loaded = polyamp.load_loss_scale(state, saved | {"scale": 8.0})
+    np.testing.assert_array_equal(loaded.loss_scale, np.full(COUNT, 8.0))
+    assert loaded.loss_scale.sharding == state.loss_scale.sharding
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("how", HOW)
+@SPOILED
+def test_shard_map_over_sharded_parameters(how: str, check_vma: bool, spoiled: bool) -> None:
+    tx, step = wrapped_to_step(optax.adam(0.1), how, axis_name="data")
+    start = jnp.ones((COUNT, 3)), tx.init(jnp.ones((COUNT, 3)))
+    layout = jax.tree.map(lambda leaf: P("data") if leaf.ndim else P(), start)
+    mesh = jax.make_mesh((COUNT,), ("data",), axis_types=(AxisType.Auto,))
+    mapped = jax.shard_map(step, mesh=mesh, in_specs=(*layout, P("data")), out_specs=layout, check_vma=check_vma)
+    check(jax.jit(mapped)(*start, shards(spoiled)), spoiled)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("how", HOW)
+@SPOILED
+def test_shard_map_over_the_batch(how: str, check_vma: bool, spoiled: bool) -> None:
+    """Replicated 16-bit parameters with masters: each device differentiates its part; gradients are averaged."""
+    tx, step = wrapped_to_step(optax.adam(0.1), how, axis_name="data")
+    weights = jnp.ones(3, jnp.float16)
+    start = weights, tx.init(weights)
+
+    def train(weights: Any, opt_state: Any, x: Any) -> Any:
+        def loss(weights: Any) -> Any:
+            return polyamp.scale_loss((x * weights).astype(jnp.float32).mean(), opt_state)
+
+        local = jax.lax.pcast(weights, "data", to="varying") if check_vma else weights
+        grads = jax.lax.pmean(jax.grad(loss)(local).astype(jnp.float32), "data")
+        return step(weights, opt_state, grads)
+
+    mesh = jax.make_mesh((COUNT,), ("data",), axis_types=(AxisType.Auto,))
+    mapped = jax.shard_map(train, mesh=mesh, in_specs=(P(), P(), P("data")), out_specs=P(), check_vma=check_vma)
+    x = (shards(spoiled) / SCALE).astype(jnp.float16)
+    new, state = jax.jit(mapped)(*start, x)
+    assert bool(state.last_step) is not spoiled
+    assert (bits((new, state.master_weights)) == bits((weights, start[1].master_weights))) is spoiled
+
+
+LAYOUTS = {
+    "replicated": (P(), P("data")),
+    "fully sharded": (P("data"), P("data")),
+    "tensor parallel": (P(None, "model"), P("data", "model")),
+    "both": (P("data", "model"), P(("data", "model"))),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("how", ["apply_gradients cond", "apply_gradients select"])
+@SPOILED
+def test_sharded_under_jit_needs_no_axis_name(layout: str, how: str, spoiled: bool) -> None:
+    mesh = jax.make_mesh((COUNT // 2, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    of_params, of_grads = (NamedSharding(mesh, spec) for spec in LAYOUTS[layout])
+    params = jax.device_put(jnp.ones((COUNT, 4), jnp.bfloat16), of_params)
+    tx, step = wrapped_to_step(optax.adam(0.1), how)
+    state = jax.jit(tx.init)(params)
+    grads = jnp.full((COUNT, 4), SCALE).at[-1, -1].set(jnp.inf if spoiled else SCALE)
+    before = bits((params, state.inner_state, state.master_weights))
+    kept = jax.tree.map(lambda leaf: leaf.sharding, (params, state))  # else XLA may choose those of the gradients
+    donated = jax.jit(step, donate_argnums=(0, 1), out_shardings=kept)
+    new, after = donated(params, state, jax.device_put(grads, of_grads))
+    assert bool(after.last_step) is not spoiled
+    assert (before == bits((new, after.inner_state, after.master_weights))) is spoiled
+    assert state.loss_scale.is_deleted()
+    assert after.loss_scale.is_fully_replicated
+
+
+@pytest.mark.parametrize("how", ["update cond", "apply_gradients cond", "apply_gradients select"])
+@SPOILED
+def test_mesh_with_explicit_shardings(how: str, spoiled: bool) -> None:
+    mesh = jax.make_mesh((COUNT,), ("data",), axis_types=(AxisType.Explicit,))
+    with jax.set_mesh(mesh):
+        params = jax.device_put(jnp.ones((COUNT, 3)), NamedSharding(mesh, P("data")))
+        grads = jax.device_put(np.asarray(shards(spoiled)), NamedSharding(mesh, P("data")))
+        tx, step = wrapped_to_step(optax.adam(0.1), how)
+        held = step(params, jax.jit(tx.init)(params), grads)
+    check(held, spoiled)
+    assert held[0].sharding.spec == P("data", None)
+
+
+@SPOILED
+def test_shards_of_one_mesh_and_axis_names_of_two_axes(spoiled: bool) -> None:
+    tx = polyamp.wrap_optimizer(optax.adam(0.1), FLOAT16, axis_name=("data", "model"))
+    params = jnp.ones((COUNT, 3))
+    start = params, tx.init(params)
+    layout = jax.tree.map(lambda leaf: P(("data", "model")) if leaf.ndim else P(), start)
+
+    def step(params: Any, opt_state: Any, grads: Any) -> Any:
+        return apply_gradients(tx, grads, opt_state, params)
+
+    mesh = Mesh(np.array(jax.devices()).reshape(-1, 2), ("data", "model"))
+    specs = (*layout, P(("data", "model")))
+    mapped = jax.shard_map(step, mesh=mesh, in_specs=specs, out_specs=layout)
+    check(jax.jit(mapped)(*start, shards(spoiled)), spoiled)

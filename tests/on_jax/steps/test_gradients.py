@@ -1,0 +1,294 @@
+"""value_and_grad and scale_loss: 16-bit products inside, scaled gradients out, and losses that are refused."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import polyamp
+import polyamp.backends.jax as amp
+from polyamp import current_policy, scale_loss, value_and_grad
+
+pytestmark = pytest.mark.filterwarnings("ignore:autocast to .* changed nothing")  # these losses are of no products
+
+SCALE = 2.0**8
+POLICY = polyamp.policy("mixed_float16", loss_scale=polyamp.LossScale(init=SCALE))
+TX = polyamp.wrap_optimizer(optax.sgd(0.1), POLICY)
+PARAMS = {"w": jnp.arange(4.0), "n": jnp.arange(2), "act": jax.nn.relu, "rate": 0.5, "none": None}
+STATE = TX.init(PARAMS)
+
+
+def mean_product(params: Any, x: Any) -> jax.Array:
+    return (params["act"](params["w"]) * x).astype(jnp.float32).mean()
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_loss_is_unscaled_and_gradients_are_scaled(compiled: bool) -> None:
+    def run(w: Any, x: Any) -> Any:
+        return value_and_grad(mean_product, POLICY)(STATE, PARAMS | {"w": w}, x)
+
+    loss, grads = (
+        jax.jit(lambda w, x: jax.tree.leaves(run(w, x))) if compiled else lambda w, x: jax.tree.leaves(run(w, x))
+    )(jnp.arange(4.0), jnp.full(4, 2.0))
+    assert (loss.dtype, float(loss)) == (jnp.float32, 3.0)
+    assert (grads.dtype, grads.tolist()) == (jnp.float32, [0.0, *[SCALE / 2] * 3])
+
+
+def test_gradients_are_none_where_there_is_nothing_to_differentiate() -> None:
+    _, grads = value_and_grad(mean_product, POLICY)(STATE, PARAMS, 1.0)
+    assert {key for key, grad in grads.items() if grad is None} == {"n", "act", "rate", "none"}
+
+
+@pytest.mark.parametrize("policy", ["float32", "mixed_float16", "mixed_bfloat16", "p=f32,c=f16,o=f16"])
+def test_function_and_aux_are_as_written(policy: str) -> None:
+    seen = []
+
+    def fun(params: Any, x: Any, *, key: Any, scale: Any) -> Any:
+        seen.extend([params["w"].dtype, x["x"].dtype, scale.dtype, x["n"].dtype, key.dtype])
+        return params["w"].sum().astype(jnp.float32), {"scores": x["x"] * scale, "n": x["n"], "name": "aux"}
+
+    batch = {"x": jnp.ones(2), "n": jnp.arange(2), "label": "text"}
+    key = jax.random.key(0)
+    (loss, aux), grads = value_and_grad(fun, policy, has_aux=True)(STATE, PARAMS, batch, key=key, scale=np.float32(2))
+    assert seen == [*[jnp.float32] * 3, jnp.int32, key.dtype]
+    assert (loss.dtype, grads["w"].dtype) == (jnp.float32, jnp.float32)
+    assert (aux["scores"].dtype, aux["n"].dtype, aux["name"]) == (jnp.float32, jnp.int32, "aux")
+
+
+@pytest.mark.parametrize(
+    ("policy", "expected"),
+    [("float32", "f32"), ("mixed_float16", "f16"), ("mixed_bfloat16", "bf16"), ("p=f32,c=f16,o=f16", "f16")],
+)
+def test_products_run_in_the_compute_format_forward_and_backward(policy: str, expected: str) -> None:
+    def fun(params: Any, x: Any) -> Any:
+        return jnp.exp(x @ params["w"]).sum()
+
+    params = {"w": jnp.ones((4, 3))}
+    jaxpr = str(jax.make_jaxpr(value_and_grad(fun, policy))(STATE, params, jnp.ones((2, 4))))
+    assert re.findall(r"(\w+)\[[\d,]*\] = dot_general", jaxpr) == [expected] * 2
+    assert re.findall(r"(\w+)\[[\d,]*\] = exp ", jaxpr) == ["f32"]
+
+
+@pytest.mark.parametrize("stored", [jnp.float16, jnp.bfloat16, jnp.float32])
+def test_gradients_come_in_the_parameters_own_dtype(stored: Any) -> None:
+    params = PARAMS | {"w": jnp.ones(4, stored)}
+    assert value_and_grad(mean_product, POLICY)(STATE, params, 1.0)[1]["w"].dtype == stored
+
+
+def test_policy_that_is_not_given_is_the_current_one_at_each_call() -> None:
+    seen = []
+
+    def fun(params: Any) -> jax.Array:
+        seen.append(current_policy().compute)
+        return params["w"] @ params["w"]
+
+    differentiated = value_and_grad(fun)
+    params = {"w": jnp.array([1.001])}
+    losses = [differentiated(STATE, params)[0]]
+    with polyamp.policy("mixed_bfloat16"):
+        losses.append(differentiated(STATE, params)[0])
+    assert seen == ["float32", "bfloat16"]
+    assert [float(loss) for loss in losses] == [pytest.approx(1.001**2), 1.0]
+
+
+def test_float32_policy_leaves_other_formats_alone() -> None:
+    with jax.enable_x64(True):
+        params = {"w": jnp.ones(2, jnp.float64)}
+        loss, grads = value_and_grad(lambda p: p["w"].sum(), "float32")(TX.init(params), params)
+    assert (loss.dtype, grads["w"].dtype) == (np.float32, np.float64)
+
+
+def test_small_gradients_survive_float16() -> None:
+    def fun(params: Any) -> jax.Array:
+        return (params["w"] * 1.0).astype(jnp.float32).sum() * 2.0**-26
+
+    plain = jax.grad(lambda p: fun(jax.tree.map(lambda w: w.astype(jnp.float16), p)))({"w": jnp.ones(2)})
+    _, grads = value_and_grad(fun, POLICY)(STATE, {"w": jnp.ones(2)})
+    assert plain["w"].tolist() == [0.0, 0.0]
+    assert (grads["w"] / SCALE).tolist() == [2.0**-26] * 2
+
+
+def test_it_composes_with_vmap() -> None:
+    per_example = jax.vmap(value_and_grad(mean_product, POLICY), in_axes=(None, None, 0), out_axes=0)
+    loss, grads = per_example(STATE, {"w": jnp.arange(4.0), "act": jax.nn.relu}, jnp.ones((3, 4)))
+    assert (loss.shape, grads["w"].shape) == ((3,), (3, 4))
+
+
+def test_scale_loss_works_in_float32_inside_grad() -> None:
+    def scaled(w: Any) -> jax.Array:
+        return scale_loss((w * w).mean(), STATE)
+
+    assert scale_loss(jnp.float16(300.0), STATE).tolist() == 300 * SCALE  # 76800, too large for float16
+    assert jax.jit(jax.grad(scaled))(jnp.ones(1)).tolist() == [2 * SCALE]
+
+
+def loss_returning(value: Any) -> Any:
+    return lambda params: jax.tree.map(lambda leaf: leaf + 0 * params["w"].sum().astype(leaf.dtype), value)
+
+
+BAD_LOSSES = {
+    "integer": (jnp.int32(1), polyamp.InvalidTypeError),
+    "complex": (jnp.complex64(1), polyamp.InvalidTypeError),
+    "vector": (jnp.ones(3), polyamp.InvalidValueError),
+    "pair": ((jnp.float32(1), jnp.float32(2)), polyamp.InvalidTypeError),
+    "none": (None, polyamp.InvalidTypeError),
+}
+NON_FINITE = {"inf": jnp.float32(jnp.inf), "-inf": jnp.float32(-jnp.inf), "nan": jnp.float16(jnp.nan)}
+
+
+@pytest.mark.parametrize("name", BAD_LOSSES)
+def test_bad_losses_are_refused(name: str) -> None:
+    value, error = BAD_LOSSES[name]
+    with pytest.raises(error, match="loss"):
+        value_and_grad(loss_returning(value), POLICY)(STATE, PARAMS)
+    with pytest.raises(error, match="loss"):
+        scale_loss(value, STATE)
+
+
+@pytest.mark.parametrize("name", ["integer", "vector", "pair"])
+def test_bad_losses_are_refused_while_tracing(name: str) -> None:
+    value, error = BAD_LOSSES[name]
+    with pytest.raises(error, match="the loss"):
+        jax.jit(lambda w: value_and_grad(loss_returning(value), POLICY)(STATE, {"w": w}))(jnp.ones(4))
+
+
+@pytest.mark.parametrize("name", NON_FINITE)
+def test_a_loss_that_is_not_finite_skips_the_step_with_one_warning(name: str) -> None:
+    """It does so even if the gradients are finite, as those of a loss plus inf are."""
+    params = {"w": PARAMS["w"]}
+    state = TX.init(params)
+    with pytest.warns(polyamp.PolyampWarning, match="not finite before scaling: a smaller scale cannot help"):
+        loss, grads = value_and_grad(loss_returning(NON_FINITE[name]), POLICY)(state, params)
+    new, state = amp.apply_gradients(TX, grads, state, params)
+    assert not np.isfinite(loss)
+    assert not state.last_step
+    assert new["w"].tolist() == params["w"].tolist()
+    with warnings.catch_warnings(record=True) as again:
+        warnings.simplefilter("always")
+        value_and_grad(loss_returning(NON_FINITE[name]), POLICY)(state, params)
+    assert not again
+
+
+@pytest.mark.parametrize("name", NON_FINITE)
+def test_a_scaled_loss_that_is_not_finite_has_gradients_that_are_not(name: str) -> None:
+    loss = NON_FINITE[name]
+    assert not np.isfinite(jax.grad(lambda w: scale_loss(w + loss, STATE))(jnp.float32(1)))
+    with pytest.warns(polyamp.PolyampWarning, match="not finite"):
+        assert not np.isfinite(scale_loss(loss, STATE))
+
+
+@pytest.mark.parametrize("name", NON_FINITE)
+def test_a_loss_that_is_not_finite_raises_where_that_is_asked_for(name: str) -> None:
+    state = polyamp.wrap_optimizer(optax.sgd(0.1), POLICY, loss_scale=polyamp.LossScale(nonfinite_loss="raise")).init(
+        PARAMS
+    )
+    with pytest.raises(polyamp.NonFiniteLossError, match=r"polyamp\.diagnose"):
+        value_and_grad(loss_returning(NON_FINITE[name]), POLICY)(state, PARAMS)
+    with pytest.raises(polyamp.NonFiniteLossError):
+        scale_loss(NON_FINITE[name], state)
+
+
+def test_non_finite_loss_inside_jit_skips_the_step_and_shows_itself() -> None:
+    @jax.jit
+    def step(w: Any, opt_state: Any) -> Any:
+        loss, grads = value_and_grad(lambda p: jnp.log(p).mean(), POLICY)(opt_state, w)
+        return loss, TX.update(grads, opt_state, w)[1]
+
+    loss, state = step(jnp.zeros(2), TX.init(jnp.zeros(2)))
+    assert not np.isfinite(loss)
+    assert not state.last_step
+
+
+def test_without_scaling_a_non_finite_loss_is_not_looked_at() -> None:
+    opt_state = polyamp.wrap_optimizer(optax.sgd(0.1), "float32").init(PARAMS)
+    loss, _ = value_and_grad(loss_returning(NON_FINITE["inf"]), "float32")(opt_state, PARAMS)
+    assert np.isinf(loss)
+
+
+def test_aux_that_is_missing_is_told() -> None:
+    with pytest.raises(polyamp.InvalidTypeError, match="does not return \\(loss, aux\\)"):
+        value_and_grad(mean_product, POLICY, has_aux=True)(STATE, PARAMS, 1.0)
+
+
+@pytest.mark.parametrize("state", [optax.sgd(0.1, momentum=0.9).init(PARAMS["w"]), (STATE, STATE)], ids=["none", "two"])
+def test_state_without_one_loss_scale_is_refused(state: Any) -> None:
+    with pytest.raises(polyamp.UsageError, match="wrap the outermost optimizer"):
+        value_and_grad(mean_product, POLICY)(state, PARAMS, 1.0)
+
+
+# Which arguments are differentiated.
+
+
+def two_factors(a: Any, x: Any, b: Any = None) -> jax.Array:
+    return jnp.square(x @ a["w"] @ b["w"]).mean()
+
+
+def factors() -> tuple[Any, Any, Any]:
+    return {"w": jnp.ones((4, 3)), "name": "a"}, jnp.full((2, 4), 0.5), {"w": jnp.full((3, 1), 2.0)}
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("argnums", [0, 1, 2, -1, (0,), (0, 2), (2, 0), [0, 2], (0, 1, 2)])
+def test_argnums_are_those_of_jax(argnums: Any, compiled: bool) -> None:
+    a, x, b = factors()
+    plain_args = ({"w": a["w"]}, x, b)
+    loss, grads = jax.value_and_grad(two_factors, tuple(argnums) if isinstance(argnums, list) else argnums)(*plain_args)
+    run = amp.value_and_grad(two_factors, POLICY, argnums=argnums)
+    found_loss, found = (
+        jax.jit(lambda w, x, b: run(STATE, {"w": w}, x, b))(a["w"], x, b) if compiled else run(STATE, *plain_args)
+    )
+    assert float(found_loss) == pytest.approx(float(loss), rel=1e-3)
+    assert jax.tree.structure(found) == jax.tree.structure(grads)
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(grads), strict=True):
+        np.testing.assert_allclose(one / SCALE, other, rtol=1e-2)
+
+
+def test_what_is_no_array_has_no_gradient_in_any_argument() -> None:
+    _, (of_a, of_b) = amp.value_and_grad(two_factors, POLICY, argnums=(0, 2))(STATE, *factors())
+    assert of_a["name"] is None
+    assert of_b["w"].shape == (3, 1)
+
+
+@pytest.mark.parametrize("argnums", [3, -4, (0, 3), (0, 0), (0, -3)])
+def test_positions_that_are_none_are_refused(argnums: Any) -> None:
+    with pytest.raises(polyamp.InvalidValueError, match="argnums"):
+        amp.value_and_grad(two_factors, POLICY, argnums=argnums)(STATE, *factors())
+
+
+@pytest.mark.parametrize("argnums", ["a", 1.0, None, (), ("a",), True])
+def test_argnums_that_are_no_integers_are_refused(argnums: Any) -> None:
+    with pytest.raises(polyamp.InvalidTypeError, match="argnums"):
+        amp.value_and_grad(two_factors, POLICY, argnums=argnums)
+
+
+# Gradients that are not those of the parameters.
+
+TREES = {
+    "missing": {"w": jnp.ones(2)},
+    "another name": {"w": jnp.ones(2), "c": jnp.ones(3)},
+    "one more": {"w": jnp.ones(2), "b": jnp.ones(3), "c": jnp.ones(1)},
+    "a list": [jnp.ones(2), jnp.ones(3)],
+    "an array": jnp.ones(2),
+}
+
+
+@pytest.mark.parametrize("step", ["update", "apply_gradients", "compiled"])
+@pytest.mark.parametrize("name", TREES)
+def test_a_gradient_tree_of_another_structure_is_refused(name: str, step: str) -> None:
+    params = {"w": jnp.ones(2), "b": jnp.ones(3)}
+    tx = polyamp.wrap_optimizer(optax.adam(0.1), POLICY)
+    state = tx.init(params)
+    by = {
+        "update": tx.update,
+        "apply_gradients": lambda grads, state, params: amp.apply_gradients(tx, grads, state, params),
+        "compiled": jax.jit(tx.update),
+    }
+    with pytest.raises(polyamp.InvalidValueError, match="do not have the structure of the parameters"):
+        by[step](TREES[name], state, params)

@@ -1,0 +1,323 @@
+"""The wrapped optimizer around every kind of optax transformation, and inside others: exact, compiled, donated."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from hypothesis import given, settings
+
+import polyamp
+from polyamp.backends.jax import apply_gradients, check_limits, select
+from polyamp.testing import overflow_trace
+from support.jax_cases import FLOAT16, LABELS, MASK, OPTIMIZERS, STEPS, bits, gradients, params, wrapped_to_step
+from support.loss_scale_cases import TRACES, any_numbers, powers_of_two, walk
+
+COMPILED = STEPS[:-1]
+
+
+@pytest.mark.parametrize("how", STEPS)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_skipped_step_changes_no_bit(name: str, how: str) -> None:
+    tx, step = wrapped_to_step(OPTIMIZERS[name], how)
+    held = params(), tx.init(params())
+    for seed in range(2):  # from the start, where some parameters are -0.0, and after a step
+        after = step(*held, gradients(seed, held[1].loss_scale, np.nan))
+        untouched = [(p, s.inner_state, s.master_weights) for p, s in (held, after)]
+        assert bits(untouched[0]) == bits(untouched[1])
+        assert not after[1].last_step
+        assert after[1].loss_scale == held[1].loss_scale / 2
+        held = step(*after, gradients(seed, after[1].loss_scale))
+        assert held[1].last_step
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_applied_step_is_the_plain_one(name: str) -> None:
+    start = {key: value for key, value in params().items() if key != "half"} | {"half": jnp.ones(3)}
+    wrapped, plain = polyamp.wrap_optimizer(OPTIMIZERS[name], FLOAT16), OPTIMIZERS[name]
+    ours, theirs = (start, wrapped.init(start)), (start, plain.init(start))
+    for seed in range(5):
+        grads = jax.tree.map(lambda g: g.astype(jnp.float32), gradients(seed, jnp.float32(1)))
+        scaled = optax.tree.scale(ours[1].loss_scale, grads)
+        updates, state = wrapped.update(scaled, ours[1], ours[0])
+        ours = optax.apply_updates(ours[0], updates), state
+        updates, state = plain.update(grads, theirs[1], theirs[0])
+        theirs = optax.apply_updates(theirs[0], updates), state
+    assert bits((ours[0], ours[1].inner_state)) == bits(theirs)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_no_loss_scale_gives_the_very_updates_of_the_plain_optimizer(name: str) -> None:
+    options = {"loss_scale": polyamp.LossScale.none(), "master_weights": False}
+    wrapped, plain = polyamp.wrap_optimizer(OPTIMIZERS[name], **options), OPTIMIZERS[name]
+    grads = gradients(0, jnp.float32(1), spoil=np.nan)
+    ours, state = jax.jit(wrapped.update)(grads, wrapped.init(params()), params())
+    theirs, plain_state = jax.jit(plain.update)(grads, plain.init(params()), params())
+    assert bits((ours, state.inner_state)) == bits((theirs, plain_state))
+    assert state.last_step.applied is True
+
+
+@pytest.mark.parametrize("how", ["apply_gradients cond", "apply_gradients select"])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16, jnp.bfloat16])
+def test_skipped_step_gives_back_subnormal_parameters(dtype: Any, how: str) -> None:
+    smallest = np.full(3, np.finfo(np.float32).smallest_subnormal) if dtype == jnp.float32 else np.full(3, 1e-39)
+    weights = jnp.asarray(np.array([-0.0, *smallest], np.float32)).astype(dtype)
+    if dtype == jnp.float16:
+        weights = jnp.full(4, jnp.finfo(dtype).smallest_subnormal)
+    tx, step = wrapped_to_step(optax.adam(0.1), how)
+    assert bits(step(weights, tx.init(weights), jnp.full(4, jnp.inf, dtype))[0]) == bits(weights)
+
+
+@pytest.mark.parametrize("how", COMPILED)
+@pytest.mark.parametrize("name", ["adam", "inject_hyperparams", "MultiSteps"])
+def test_one_trace_and_donated_buffers(name: str, how: str) -> None:
+    """A scale that is weakly typed at first makes jit trace again at the second step (flax DynamicScale)."""
+    tx, inner_step = wrapped_to_step(OPTIMIZERS[name], how)
+    traces = []
+
+    @functools.partial(jax.jit, donate_argnums=(0, 1))
+    def step(params: Any, opt_state: Any, spoil: Any) -> Any:
+        traces.append(how)
+        grads = jax.tree.map(lambda p: (jnp.ones_like(p) * opt_state.loss_scale * spoil).astype(p.dtype), params)
+        return inner_step(params, opt_state, grads)
+
+    held = params(), tx.init(params())
+    for finite in overflow_trace(0, 8):
+        before = jax.tree.leaves(held)
+        held = step(*held, 1.0 if finite else jnp.inf)
+        assert all(leaf.is_deleted() for leaf in before)
+    assert traces == [how]
+    assert not any(leaf.weak_type for leaf in jax.tree.leaves((held[1], tx.init(params()))) if leaf.dtype != bool)
+
+
+@pytest.mark.parametrize(("max_grad_norm", "spare"), [(None, 1), (1.0, 5)])
+@pytest.mark.parametrize("half", [False, True])
+def test_donated_step_needs_no_second_copy_of_anything(half: bool, max_grad_norm: float | None, spare: int) -> None:
+    """If XLA does not fuse them, each element's test for inf and NaN takes one byte, and its square four."""
+    weights = [jnp.ones((256, 256), jnp.float16 if half else jnp.float32) for _ in range(4)]
+    tx, step = wrapped_to_step(optax.adam(0.1), "apply_gradients cond", max_grad_norm=max_grad_norm)
+    donated = jax.jit(lambda *args: step(*args), donate_argnums=(0, 1))
+    memory = donated.lower(weights, tx.init(weights), weights).compile().memory_analysis()
+    count = sum(weight.size for weight in weights)
+    assert memory.alias_size_in_bytes >= count * (14 if half else 12)
+    assert memory.temp_size_in_bytes <= count * spare * 1.1
+
+
+@pytest.mark.parametrize("how", COMPILED)
+@given(config=powers_of_two() | any_numbers(), trace=TRACES)
+@settings(max_examples=8)
+def test_compiled_scale_follows_the_one_rule(how: str, config: polyamp.LossScale, trace: list[bool]) -> None:
+    tx, step = wrapped_to_step(optax.sgd(0.1), how, loss_scale=config)
+
+    @jax.jit
+    def train(opt_state: Any, spoils: Any) -> Any:
+        def body(held: Any, spoil: Any) -> Any:
+            held = step(*held, spoil)
+            return held, (held[1].scalars, held[1].last_step.applied)
+
+        return jax.lax.scan(body, (jnp.ones(()), opt_state), spoils)[1]
+
+    states, applied = train(tx.init(jnp.ones(())), np.where(trace, 0.0, np.nan).astype(np.float32))
+    assert applied.tolist() == trace
+    assert list(zip(*(field.tolist() for field in states), strict=True)) == [tuple(s) for s in walk(config, trace)]
+
+
+def test_skipped_steps_do_not_count_in_schedules() -> None:
+    tx, step = wrapped_to_step(OPTIMIZERS["inject_hyperparams"], "apply_gradients cond")
+    held = params(), tx.init(params())
+    for finite in (True, False, False, True):
+        held = step(*held, gradients(0, held[1].loss_scale, None if finite else np.inf))
+    inner = held[1].inner_state
+    assert (inner.count, inner.inner_state[0].count) == (2, 2)
+    np.testing.assert_allclose(inner.hyperparams["learning_rate"], 0.1 * (1 - 1 / 10), rtol=1e-6)
+
+
+@pytest.mark.parametrize("how", STEPS)
+def test_overflowing_micro_batch_is_left_out_of_the_accumulated_step(how: str) -> None:
+    tx, step = wrapped_to_step(optax.MultiSteps(optax.sgd(1.0), 2), how)
+    held = jnp.zeros(1), tx.init(jnp.zeros(1))
+    for grad in (1.0, np.inf, 3.0):
+        held = step(*held, jnp.array([grad]) * held[1].loss_scale)
+    assert held[0].tolist() == [-2.0]
+    assert (held[1].inner_state.gradient_step, held[1].skipped) == (1, 1)
+
+
+@pytest.mark.parametrize("how", STEPS)
+@pytest.mark.parametrize("finite", [True, False])
+def test_lookahead_updates_more_than_it_differentiates(how: str, finite: bool) -> None:
+    plain = optax.lookahead(optax.sgd(1.0), sync_period=1, slow_step_size=0.5)
+    weights = optax.LookaheadParams.init_synced({"w": jnp.ones(2, jnp.float16), "b": jnp.ones(1)})
+    tx, step = wrapped_to_step(plain, how)
+    state = tx.init(weights)
+    grads = jax.tree.map(lambda w: (w * (state.loss_scale if finite else jnp.nan)).astype(w.dtype), weights.fast)
+    new, new_state = step(weights, state, grads)
+    assert bool(new_state.last_step) is finite
+    expected = jax.tree.map(lambda w: w * 0.5, weights) if finite else weights
+    assert bits(new) == bits(expected)
+    assert (bits(new_state.inner_state) == bits(state.inner_state)) is True  # a period of one always starts anew
+
+
+@pytest.mark.parametrize("how", STEPS)
+def test_masters_under_a_mask_and_beside_leaves_that_are_none(how: str) -> None:
+    """The mask hides the float32 bias; the frozen leaf is None, as ``equinox.partition`` leaves it."""
+    weights = {"kernel": jnp.ones(4, jnp.bfloat16), "bias": jnp.ones(2), "half": jnp.ones(3, jnp.float16), "no": None}
+    inner = optax.masked(optax.sgd(2.0**-12), MASK | {"no": None})
+    tx, step = wrapped_to_step(inner, how, loss_scale=polyamp.LossScale.fixed(2.0**10))
+    held = weights, tx.init(weights)
+    for _ in range(16):
+        grads = jax.tree.map(lambda w: jnp.full(w.shape, 2.0**10, w.dtype), weights) | {"bias": jnp.zeros(2)}
+        held = step(*held, grads)
+    masters = held[1].master_weights
+    assert (masters["bias"], masters["no"], held[0]["no"]) == (None, None, None)
+    np.testing.assert_array_equal(masters["kernel"], np.full(4, 1 - 2.0**-8))
+    np.testing.assert_array_equal(held[0]["half"], np.full(3, 1 - 2.0**-8))
+    np.testing.assert_array_equal(held[0]["bias"], np.ones(2))
+    spoiled = step(*held, grads | {"half": jnp.full(3, jnp.inf, jnp.float16)})
+    assert bits((spoiled[0], masters)) == bits((held[0], spoiled[1].master_weights))
+
+
+@pytest.mark.parametrize("how", COMPILED)
+def test_every_member_of_a_mapped_ensemble_has_its_own_scale(how: str) -> None:
+    tx, step = wrapped_to_step(optax.adam(0.1), how)
+    weights = jnp.ones((3, 2))
+    grads = jnp.full((3, 2), 2.0**10).at[1, 0].set(jnp.inf)
+    new, state = jax.jit(jax.vmap(step))(weights, jax.vmap(tx.init)(weights), grads)
+    assert state.loss_scale.tolist() == [2.0**10, 2.0**9, 2.0**10]
+    assert (new == 1).all(axis=1).tolist() == [False, True, False]
+
+
+def test_wrapped_inside_of_multi_steps_is_refused_where_its_loss_would_be_scaled() -> None:
+    """MultiSteps empties its accumulators by multiplying with zero, and inf * 0 is NaN: no step comes after that."""
+    tx = optax.MultiSteps(polyamp.wrap_optimizer(optax.sgd(0.1), FLOAT16), 2)
+    state = tx.init(jnp.zeros(1))
+    for grad in (np.inf, 1.0, 1.0, 1.0):
+        _, state = tx.update(jnp.array([grad]), state, jnp.zeros(1))
+    assert np.isnan(state.acc_grads).all()
+    for use in (polyamp.save_loss_scale, check_limits, functools.partial(polyamp.scale_loss, jnp.float32(1))):
+        with pytest.raises(polyamp.UsageError, match="accumulated before they are tested"):
+            use((state, 1))
+
+
+@pytest.mark.parametrize("around", [optax.chain, functools.partial(optax.masked, mask=True)])
+def test_multi_steps_elsewhere_is_welcome(around: Any) -> None:
+    inside = polyamp.wrap_optimizer(optax.MultiSteps(optax.sgd(0.1), 2), FLOAT16)
+    unscaled = optax.MultiSteps(polyamp.wrap_optimizer(optax.sgd(0.1), "mixed_bfloat16"), 2)
+    assert polyamp.scale_loss(jnp.float32(1), around(inside).init(jnp.zeros(1))) == 2.0**10
+    assert polyamp.scale_loss(jnp.float32(1), unscaled.init(jnp.zeros(1))) == 1
+
+
+def test_groups_with_scales_of_their_own_have_no_common_one() -> None:
+    groups = {label: polyamp.wrap_optimizer(optax.sgd(0.1), FLOAT16) for label in ("trained", "other")}
+    tx = optax.partition(groups, param_labels=LABELS)
+    with pytest.raises(polyamp.UsageError, match="several states of wrapped optimizers"):
+        polyamp.scale_loss(jnp.float32(1), tx.init(params()))
+
+
+@pytest.mark.parametrize("name", ["chain", "MultiSteps", "masked"])
+def test_wrapping_what_is_wrapped_inside_is_refused(name: str) -> None:
+    inner = polyamp.wrap_optimizer(optax.sgd(0.1), FLOAT16)
+    around = {"chain": optax.chain, "MultiSteps": lambda tx: optax.MultiSteps(tx, 2), "masked": masked}[name]
+    with pytest.raises(polyamp.UsageError, match="wrapped already"):
+        polyamp.wrap_optimizer(around(inner), FLOAT16).init(params())
+
+
+def masked(tx: Any) -> Any:
+    return optax.masked(tx, MASK)
+
+
+@pytest.mark.parametrize("around", [optax.chain, masked])
+def test_loss_scale_is_the_one_that_optax_finds(around: Any) -> None:
+    tx = around(polyamp.wrap_optimizer(optax.inject_hyperparams(optax.adam)(0.1), FLOAT16))
+    assert optax.tree.get(tx.init(params()), "loss_scale") == 2.0**10
+
+
+@pytest.mark.parametrize("skip", ["always", "where", None, True])
+def test_unknown_way_to_skip_is_refused(skip: Any) -> None:
+    with pytest.raises(polyamp.InvalidValueError, match="unknown way to skip"):
+        polyamp.wrap_optimizer(optax.sgd(0.1), FLOAT16, skip=skip)
+
+
+@pytest.mark.parametrize(("skip", "conditionals"), [("auto", 1), ("cond", 1), ("select", 0)])
+@pytest.mark.parametrize("by", ["update", "apply_gradients"])
+def test_a_step_has_one_conditional_or_none(skip: str, conditionals: int, by: str) -> None:
+    tx, step = wrapped_to_step(optax.adam(0.1), f"{by} {skip}")
+    program = str(jax.make_jaxpr(step)(jnp.ones(2), tx.init(jnp.ones(2)), jnp.ones(2)))
+    assert program.count(" cond[") == conditionals
+
+
+# Several losses and several optimizers.
+
+
+def generator_loss(generator: Any, discriminator: Any, x: Any) -> jax.Array:
+    return jnp.square(x * generator * discriminator).mean()
+
+
+def discriminator_loss(discriminator: Any, generator: Any, x: Any) -> jax.Array:
+    return jnp.square(x * generator - discriminator).mean() * jnp.where(x.sum() > 100, jnp.inf, 1.0)
+
+
+@pytest.mark.filterwarnings("ignore:autocast to .* changed nothing")
+@pytest.mark.parametrize("skip", ["cond", "select"])
+def test_two_optimizers_skip_and_scale_by_themselves(skip: str) -> None:
+    """As in a GAN: an overflow in one player's loss leaves the other's step and scale alone."""
+    tx = polyamp.wrap_optimizer(optax.adam(0.1), FLOAT16, skip=skip)
+
+    @jax.jit
+    def step(players: Any, states: Any, x: Any) -> Any:
+        (gen, disc), (gen_state, disc_state) = players, states
+        _, gen_grads = polyamp.value_and_grad(generator_loss, FLOAT16)(gen_state, gen, disc, x)
+        _, disc_grads = polyamp.value_and_grad(discriminator_loss, FLOAT16)(disc_state, disc, gen, x)
+        gen, gen_state = apply_gradients(tx, gen_grads, gen_state, gen)
+        disc, disc_state = apply_gradients(tx, disc_grads, disc_state, disc)
+        return (gen, disc), (gen_state, disc_state)
+
+    start = jnp.full(3, 0.5), jnp.full(3, 0.25)
+    players, states = step(start, tuple(map(tx.init, start)), jnp.full(3, 50.0))
+    assert [bool(state.last_step) for state in states] == [True, False]
+    assert [float(state.loss_scale) for state in states] == [2.0**10, 2.0**9]
+    assert [bits(new) == bits(old) for new, old in zip(players, start, strict=True)] == [False, True]
+
+
+@pytest.mark.parametrize("spoiled", [None, 0, 1])
+def test_losses_of_one_step_share_its_scale(spoiled: int | None) -> None:
+    tx = polyamp.wrap_optimizer(optax.sgd(1.0), FLOAT16)
+    weights = jnp.ones(1)
+    state = tx.init(weights)
+    factors = [2.0, 3.0]
+    if spoiled is not None:
+        factors[spoiled] = jnp.inf
+    grads = [jax.grad(lambda w, f=f: polyamp.scale_loss((w * f).sum(), state))(weights) for f in factors]
+    new, state = apply_gradients(tx, jax.tree.map(jnp.add, *grads), state, weights)
+    assert new.tolist() == ([-4.0] if spoiled is None else [1.0])
+    assert state.last_step.applied is (spoiled is None)
+
+
+@pytest.mark.parametrize("spoiled", [None, 0, 1])
+def test_losses_of_one_step_can_have_scales_of_their_own(spoiled: int | None) -> None:
+    """A wrapped ``optax.identity`` is a loss scale and nothing else; the step is the plain optimizer's."""
+    scaler, tx = polyamp.wrap_optimizer(optax.identity(), FLOAT16), optax.adam(0.1)
+    factors = [1e-3 if spoiled != 0 else jnp.inf, 1e3 if spoiled != 1 else jnp.inf]
+
+    @jax.jit
+    def step(weights: Any, opt_state: Any, scalers: Any, factors: Any) -> Any:
+        def unscaled(state: Any, factor: Any) -> Any:
+            grads = jax.grad(lambda w: polyamp.scale_loss((w * factor).sum(), state))(weights)
+            return scaler.update(grads, state)
+
+        (one, first), (other, second) = (unscaled(*pair) for pair in zip(scalers, factors, strict=True))
+        updates, new_state = tx.update(jax.tree.map(jnp.add, one, other), opt_state, weights)
+        applied = jnp.logical_and(first.last_step.applied, second.last_step.applied)
+        held = select(applied, (optax.apply_updates(weights, updates), new_state), (weights, opt_state))
+        return *held, (first, second)
+
+    weights = jnp.ones(2)
+    start = weights, tx.init(weights)
+    *held, scalers = step(*start, (scaler.init(weights), scaler.init(weights)), factors)
+    assert (bits(held) == bits(start)) is (spoiled is not None)
+    expected = [2.0**9 if spoiled == index else 2.0**10 for index in range(2)]
+    assert [float(state.loss_scale) for state in scalers] == expected

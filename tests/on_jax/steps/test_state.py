@@ -1,0 +1,239 @@
+"""The state of a wrapped optimizer, saved and restored by polyamp, flax, orbax and pickle."""
+
+from __future__ import annotations
+
+import copy
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint
+import pytest
+from flax import serialization
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import polyamp
+from polyamp import LossScaleState
+from polyamp.backends.jax import LossScaleOptState
+from polyamp.testing import overflow_trace
+
+CONFIG = polyamp.LossScale(init=2.0**10, interval=3, hysteresis=2)
+TX = polyamp.wrap_optimizer(optax.adam(0.1), "O2", loss_scale=CONFIG)
+PARAMS = {"w": jnp.ones((2, 3), jnp.float16), "b": jnp.ones(1)}
+
+
+@jax.jit
+def step(params: Any, state: Any, spoil: Any) -> Any:
+    grads = jax.tree.map(lambda p: (state.loss_scale * spoil).astype(p.dtype) * jnp.ones_like(p), params)
+    updates, state = TX.update(grads, state, params)
+    return optax.apply_updates(params, updates), state
+
+
+def train(held: Any, trace: list[bool]) -> Any:
+    for finite in trace:
+        held = step(*held, 1e-2 if finite else jnp.nan)
+    return held
+
+
+@pytest.fixture(scope="module")
+def trained() -> Any:
+    return train((PARAMS, TX.init(PARAMS)), overflow_trace(3, 10))
+
+
+def through_flax(state: Any, folder: Path) -> Any:
+    return serialization.from_bytes(TX.init(PARAMS), serialization.to_bytes(state))
+
+
+def through_orbax(state: Any, folder: Path) -> Any:
+    with orbax.checkpoint.StandardCheckpointer() as checkpointer:
+        checkpointer.save(folder / "state", state)
+        checkpointer.wait_until_finished()
+        return checkpointer.restore(folder / "state", jax.eval_shape(lambda: state))
+
+
+def through_orbax_onto_devices(state: Any, folder: Path) -> Any:
+    """Restore into descriptions that name the device of each array, without making a state first."""
+    here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    abstract = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=here), jax.eval_shape(TX.init, PARAMS)
+    )
+    with orbax.checkpoint.StandardCheckpointer() as checkpointer:
+        checkpointer.save(folder / "state", state)
+        checkpointer.wait_until_finished()
+        return checkpointer.restore(folder / "state", abstract)
+
+
+def through_orbax_beside_the_parameters(state: Any, folder: Path) -> Any:
+    saved = {"params": PARAMS, "opt_state": state, "step": 3}
+    with orbax.checkpoint.StandardCheckpointer() as checkpointer:
+        checkpointer.save(folder / "all", saved)
+        checkpointer.wait_until_finished()
+        return checkpointer.restore(folder / "all", saved | {"opt_state": jax.eval_shape(lambda: state)})["opt_state"]
+
+
+def through_state_dict(state: Any, folder: Path) -> Any:
+    return serialization.from_state_dict(TX.init(PARAMS), serialization.to_state_dict(state))
+
+
+def through_msgpack(state: Any, folder: Path) -> Any:
+    plain = serialization.msgpack_restore(serialization.msgpack_serialize(serialization.to_state_dict(state)))
+    return serialization.from_state_dict(TX.init(PARAMS), plain)
+
+
+def through_leaves(state: Any, folder: Path) -> Any:
+    leaves, structure = jax.tree.flatten(state)
+    return jax.tree.unflatten(structure, leaves)
+
+
+def through_named_leaves(state: Any, folder: Path) -> Any:
+    """Save as a table from path to array, the form in which people write ``.npz`` files."""
+    named = {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in jax.tree.leaves_with_path(state)}
+    np.savez(folder / "state.npz", **named)
+    with np.load(folder / "state.npz") as saved:
+        return jax.tree.map_with_path(lambda path, _: saved[jax.tree_util.keystr(path)], TX.init(PARAMS))
+
+
+def through_host(state: Any, folder: Path) -> Any:
+    return jax.device_put(jax.device_get(state))
+
+
+def through_jit(state: Any, folder: Path) -> Any:
+    return jax.jit(lambda held: held)(state)
+
+
+def through_pickle(state: Any, folder: Path) -> Any:
+    return pickle.loads(pickle.dumps(state))
+
+
+def through_deepcopy(state: Any, folder: Path) -> Any:
+    return copy.deepcopy(state)
+
+
+THROUGH = [
+    through_flax,
+    through_state_dict,
+    through_msgpack,
+    through_orbax,
+    through_orbax_onto_devices,
+    through_orbax_beside_the_parameters,
+    through_pickle,
+    through_deepcopy,
+    through_leaves,
+    through_named_leaves,
+    through_host,
+    through_jit,
+]
+
+
+@pytest.mark.parametrize("through", THROUGH)
+def test_every_field_survives_and_training_continues_exactly(through: Any, trained: Any, tmp_path: Path) -> None:
+    params, state = trained
+    restored = jax.tree.map(jnp.asarray, through(state, tmp_path))
+    assert type(restored) is type(state)
+    assert jax.tree.structure(restored) == jax.tree.structure(state)
+    assert [str(leaf.dtype) for leaf in jax.tree.leaves(restored)] == [
+        str(leaf.dtype) for leaf in jax.tree.leaves(state)
+    ]
+    rest = overflow_trace(4, 10)
+    for one, other in zip(*(jax.tree.leaves(train((params, s), rest)) for s in (state, restored)), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+@given(
+    scale=st.integers(-14, 24).map(lambda power: 2.0**power),
+    counts=st.lists(st.integers(0, 2**31 - 1), min_size=8, max_size=8),
+    overflow_scale=st.integers(-14, 24).map(lambda power: 2.0**power),
+)
+@settings(max_examples=50, deadline=None)
+def test_saved_scale_round_trips_every_field(scale: float, counts: list[int], overflow_scale: float) -> None:
+    fields = LossScaleState(scale, *counts, overflow_scale)._asdict()
+    saved = {"kind": "polyamp.loss_scale", "version": 1, **fields}
+    loaded = polyamp.load_loss_scale({"opt": (TX.init(PARAMS), 3)}, saved)
+    assert polyamp.save_loss_scale(loaded) == saved
+    assert not any(leaf.weak_type for leaf in loaded["opt"][0].scalars)
+
+
+def test_a_pickled_state_without_the_counters_has_zeros(trained: Any) -> None:
+    state = trained[1]
+    rebuild, (config, fields) = state.__reduce__()
+    older = rebuild(config, (*fields[:5], state.inner_state, state.master_weights))
+    zeros = LossScaleState(*fields[:5])[5:]
+    assert tuple(map(float, older.scalars[5:])) == zeros
+    assert [leaf.dtype for leaf in older.scalars] == [leaf.dtype for leaf in state.scalars]
+    assert older.master_weights is state.master_weights
+
+
+def test_loading_causes_no_new_trace(trained: Any) -> None:
+    params, state = trained
+    step(params, state, 1e-2)
+    traced = step._cache_size()
+    step(params, polyamp.load_loss_scale(state, polyamp.save_loss_scale(state)), 1e-2)
+    assert step._cache_size() == traced
+
+
+@pytest.mark.parametrize("scale", [2.0**25, 2.0**-15, np.nan, np.inf, -1.0])
+def test_scale_outside_the_settings_is_refused(scale: float, trained: Any) -> None:
+    with pytest.raises(polyamp.StateError, match="outside these settings"):
+        polyamp.load_loss_scale(trained[1], polyamp.save_loss_scale(trained[1]) | {"scale": scale})
+
+
+def test_every_leaf_is_an_array_and_described_without_being_made() -> None:
+    abstract, made = jax.eval_shape(TX.init, PARAMS), TX.init(PARAMS)
+    assert jax.tree.structure(abstract) == jax.tree.structure(made)
+    assert all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(made))
+    described = [[(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(tree)] for tree in (abstract, made)]
+    assert described[0] == described[1]
+
+
+def test_leaves_are_named_after_their_fields(trained: Any) -> None:
+    names = [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(trained[1])]
+    assert names[:5] == [".loss_scale", ".good_steps", ".hysteresis", ".skipped_in_a_row", ".skipped"]
+    assert ".master_weights['w']" in names
+    assert set(serialization.to_state_dict(trained[1])) == set(LossScaleOptState._fields)
+
+
+def test_state_prints_and_replaces_like_a_named_tuple(trained: Any) -> None:
+    state = trained[1]
+    assert isinstance(state, LossScaleOptState)
+    assert repr(state).startswith("LossScaleOptState(loss_scale=")
+    assert state._replace(inner_state=()).settings == CONFIG
+
+
+def test_settings_are_part_of_the_tree_structure() -> None:
+    other = polyamp.wrap_optimizer(optax.adam(0.1), "O2", loss_scale=polyamp.LossScale())
+    assert jax.tree.structure(other.init(PARAMS)) != jax.tree.structure(TX.init(PARAMS))
+
+
+# Settings that are not float32 numbers, and states of other frameworks.
+
+UNEVEN = {
+    "fixed": polyamp.LossScale.fixed(0.1),
+    "fixed, large": polyamp.LossScale.fixed(1000.1),
+    "at its smallest": polyamp.LossScale(init=1e-4, min=1e-4, on_min="ignore"),
+    "at its largest": polyamp.LossScale(init=1e30, max=1e30),
+    "growth": polyamp.LossScale(growth=1.1, backoff=0.9),
+}
+
+
+@pytest.mark.parametrize("name", UNEVEN)
+def test_saved_scales_load_where_settings_are_no_float32_numbers(name: str) -> None:
+    tx = polyamp.wrap_optimizer(optax.sgd(0.1), "mixed_float16", loss_scale=UNEVEN[name])
+    state = tx.init(jnp.ones(2))
+    for value in (jnp.inf, 1.0, jnp.inf):
+        _, state = tx.update(jnp.full(2, value), state, jnp.ones(2))
+        saved = json.loads(json.dumps(polyamp.save_loss_scale(state)))
+        loaded = polyamp.load_loss_scale(tx.init(jnp.ones(2)), saved)
+        assert polyamp.save_loss_scale(loaded) == saved
+        assert loaded.scalars == state.scalars
+
+
+@pytest.mark.parametrize("setting", [{"growth": 1 + 1e-9}, {"backoff": 1 - 1e-12}])
+def test_settings_that_float32_rounds_to_nonsense_are_refused(setting: Any) -> None:
+    with pytest.raises(polyamp.InvalidValueError, match=next(iter(setting))):
+        polyamp.wrap_optimizer(optax.sgd(0.1), "mixed_float16", loss_scale=polyamp.LossScale(**setting))

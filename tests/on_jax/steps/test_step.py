@@ -1,0 +1,245 @@
+"""A wrapped optax optimizer: tested, unscaled, clipped, updated through master weights, limited; in that order."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import polyamp
+from polyamp.backends.jax import apply_gradients, check_limits
+from support.jax_cases import FLOAT16, STEPS, bits, gradients, params, wrapped_to_step
+
+
+def test_step_compiles_ahead_of_time() -> None:
+    """jmp's scale raises a TypeError under ``lower``."""
+    tx = polyamp.wrap_optimizer(optax.adam(0.1), FLOAT16)
+    abstract = jax.eval_shape(lambda: (gradients(0, jnp.float32(1)), tx.init(params()), params()))
+    compiled = jax.jit(functools.partial(apply_gradients, tx)).lower(*abstract).compile()
+    grads, opt_state = gradients(0, jnp.float32(2.0**10)), tx.init(params())
+    assert compiled(grads, opt_state, params())[1].last_step
+
+
+@pytest.mark.parametrize("shape", [(1,), (1024, 1024)])
+@pytest.mark.parametrize("spoil", [np.nan, np.inf])
+def test_one_bad_element_is_found_among_many(shape: tuple[int, ...], spoil: float) -> None:
+    """The largest absolute value hides it: XLA drops a NaN in a large maximum on CPUs."""
+    tx = polyamp.wrap_optimizer(optax.sgd(0.1), FLOAT16)
+    grads = jnp.ones(shape).at[(0,) * len(shape)].set(spoil)
+    assert not jax.jit(tx.update)(grads, tx.init(grads))[1].last_step
+
+
+def test_it_never_gives_up_and_applies_an_overflow() -> None:
+    """optax.apply_if_finite applies the third of three in a row."""
+    tx = polyamp.wrap_optimizer(optax.apply_if_finite(optax.sgd(0.1), 2), FLOAT16)
+    weights = jnp.ones(2)
+    state, step = tx.init(weights), jax.jit(functools.partial(apply_gradients, tx))
+    for _ in range(10):
+        weights, state = step(jnp.array([jnp.inf, 1.0]), state, weights)
+    assert weights.tolist() == [1.0, 1.0]
+    assert check_limits(state).skipped_in_a_row == 10
+
+
+def test_scale_used_for_unscaling_is_the_one_that_scaled() -> None:
+    """mpx unscales with the scale that has already grown, so that gradients of a growth step come out halved."""
+    tx = polyamp.wrap_optimizer(optax.sgd(1.0), FLOAT16, loss_scale=polyamp.LossScale(init=4.0, interval=1))
+    state = tx.init(jnp.zeros(1))
+    updates, state = tx.update(jnp.array([6.0]) * state.loss_scale, state)
+    assert (float(updates[0]), float(state.loss_scale)) == (-6.0, 8.0)
+
+
+def test_scale_never_grows_to_infinity() -> None:
+    """flax DynamicScale did (google/flax#2547); Keras' still does."""
+    config = polyamp.LossScale.like("torch", interval=1, init=2.0**120)
+    tx = polyamp.wrap_optimizer(optax.sgd(1.0), FLOAT16, loss_scale=config)
+    state, step = tx.init(jnp.zeros(1)), jax.jit(tx.update)
+    for _ in range(20):
+        _, state = step(jnp.zeros(1), state)
+    assert state.loss_scale == 2.0**127
+
+
+@pytest.mark.parametrize("shrink", [True, False])
+def test_minimum_survives_tree_map_and_jit(shrink: bool) -> None:
+    """jmp's min_loss_scale is lost in its pytree."""
+    config = polyamp.LossScale(init=8.0, min=4.0, on_min="ignore")
+    tx = polyamp.wrap_optimizer(optax.sgd(1.0), FLOAT16, loss_scale=config)
+    state = jax.tree.map(lambda leaf: leaf, tx.init(jnp.zeros(1)))
+    for _ in range(5):
+        _, state = jax.jit(tx.update)(jnp.array([jnp.inf if shrink else 1.0]), state)
+    assert state.loss_scale == (4.0 if shrink else 8.0)
+
+
+def test_adam_on_half_gradients_stays_finite() -> None:
+    """In float16 the second moment underflows to zero and the update is -inf."""
+    tx = polyamp.wrap_optimizer(optax.adam(0.1), FLOAT16, master_weights=False)
+    weights = jnp.ones(2, jnp.float16)
+    state = tx.init(weights)
+    updates, state = jax.jit(tx.update)(jnp.array([1e-4, 1e-3], jnp.float16), state, weights)
+    assert jnp.isfinite(updates).all()
+    assert updates.dtype == jnp.float32
+
+
+@pytest.mark.parametrize("half", [jnp.float16, jnp.bfloat16])
+@pytest.mark.parametrize("how", STEPS)
+def test_master_weights_learn_with_steps_that_16_bits_lose(half: Any, how: str) -> None:
+    tx, step = wrapped_to_step(optax.sgd(2.0**-12), how, loss_scale=polyamp.LossScale.fixed(2.0**10))
+    weights = {"w": jnp.ones(4, half), "b": jnp.ones(2)}
+    state = tx.init(weights)
+    assert state.master_weights["b"] is None
+    for _ in range(64):
+        grads = {name: jnp.full_like(weight, state.loss_scale) for name, weight in weights.items()}
+        weights, state = step(weights, state, grads)
+    assert weights["w"].dtype == half
+    np.testing.assert_array_equal(weights["w"].astype(jnp.float32), np.full(4, 1 - 2.0**-6))
+    np.testing.assert_array_equal(weights["b"], np.full(2, 1 - 2.0**-6))
+    np.testing.assert_array_equal(state.master_weights["w"], np.full(4, 1 - 2.0**-6))
+
+
+@given(st.lists(st.floats(-2.0, 2.0, width=32), min_size=3, max_size=3))
+@settings(max_examples=50, deadline=None)
+def test_updates_lead_to_the_rounded_masters(grads: list[float]) -> None:
+    tx = polyamp.wrap_optimizer(optax.sgd(0.37), FLOAT16, loss_scale=polyamp.LossScale.fixed(1.0))
+    weights = jnp.array([2.0, -1.0, 0.3], jnp.bfloat16)
+    updates, state = tx.update(jnp.array(grads), tx.init(weights), weights)
+    masters = state.master_weights
+    shrinks = np.abs(np.asarray(masters)) * 2.0**13 < np.abs(np.asarray(weights, np.float32))
+    arrived = optax.apply_updates(weights, updates).astype(jnp.float32)
+    rounded = masters.astype(jnp.bfloat16).astype(jnp.float32)
+    np.testing.assert_array_equal(np.where(shrinks, 0, arrived), np.where(shrinks, 0, rounded))
+    np.testing.assert_allclose(arrived, rounded, rtol=0, atol=2.0**-24 * 2)
+    assert bits(apply_gradients(tx, jnp.array(grads), tx.init(weights), weights)[0]) == bits(
+        masters.astype(jnp.bfloat16)
+    )
+
+
+def test_half_gradients_are_unscaled_in_float32() -> None:
+    tx = polyamp.wrap_optimizer(optax.sgd(1.0), FLOAT16, loss_scale=polyamp.LossScale.fixed(2.0**14))
+    updates, _ = tx.update(jnp.array([2.0**-14], jnp.float16), tx.init(jnp.zeros(1)))
+    assert updates.tolist() == [-(2.0**-28)]  # half of the smallest float16 would be 2**-25
+
+
+@pytest.mark.parametrize("scale", [2.0**-126, 2.0**-14, 1.0, 2.0**24, 2.0**126, 2.0**127])
+def test_unscaling_is_exact_at_every_power_of_two(scale: float) -> None:
+    tx = polyamp.wrap_optimizer(optax.sgd(1.0), FLOAT16, loss_scale=polyamp.LossScale.fixed(scale))
+    state = tx.init(jnp.zeros(1))
+    updates, _ = jax.jit(tx.update)(jnp.array([1.5]) * state.loss_scale, state)
+    assert updates.tolist() == [-1.5]
+
+
+@pytest.mark.parametrize("half", [jnp.float16, jnp.float32])
+def test_clipping_does_not_overflow(half: Any) -> None:
+    tx = polyamp.wrap_optimizer(optax.sgd(1.0), FLOAT16, loss_scale=polyamp.LossScale.fixed(1.0), max_grad_norm=1.0)
+    large = float(jnp.finfo(half).max) / 2
+    updates, _ = jax.jit(tx.update)(jnp.array([large, large], half), tx.init(jnp.zeros(2)))
+    np.testing.assert_allclose(updates, np.full(2, -np.sqrt(0.5)), rtol=1e-6)
+
+
+@pytest.mark.parametrize("large", [1.0, 2.0**60])
+def test_gradients_within_the_limit_keep_every_bit(large: float) -> None:
+    config = polyamp.LossScale.fixed(1.0)
+    tx = polyamp.wrap_optimizer(optax.identity(), FLOAT16, loss_scale=config, max_grad_norm=2.0**61)
+    grads = jnp.array([large, 1e-30, -3e-38])
+    assert bits(jax.jit(tx.update)(grads, tx.init(grads))[0]) == bits(grads)
+
+
+def test_norm_of_complex_gradients_is_that_of_their_magnitudes() -> None:
+    tx = polyamp.wrap_optimizer(optax.sgd(1.0), FLOAT16, loss_scale=polyamp.LossScale.fixed(1.0), max_grad_norm=1.0)
+    updates, _ = jax.jit(tx.update)(jnp.array([3.0 + 4.0j]), tx.init(jnp.zeros(1, jnp.complex64)))
+    np.testing.assert_allclose(updates, [-0.6 - 0.8j], rtol=1e-6)
+
+
+def test_clipping_all_zero_gradients_leaves_them() -> None:
+    tx = polyamp.wrap_optimizer(optax.sgd(1.0), FLOAT16, max_grad_norm=1.0)
+    assert tx.update(jnp.zeros(2), tx.init(jnp.zeros(2)))[0].tolist() == [0.0, 0.0]
+
+
+def test_leaves_without_gradient_are_passed_over() -> None:
+    tx = polyamp.wrap_optimizer(optax.adam(0.1), FLOAT16)
+    tree = {"w": jnp.ones(2), "n": jnp.arange(3), "none": None, "flag": True, "rate": 0.5, "act": jax.nn.relu}
+    grads = {
+        "w": jnp.ones(2),
+        "n": np.zeros(3, jax.dtypes.float0),
+        "none": None,
+        "flag": None,
+        "rate": None,
+        "act": None,
+    }
+    new, state = apply_gradients(tx, grads, tx.init(tree), tree)
+    assert state.last_step
+    assert (new["w"] < 1).all()
+    assert {key: new[key] is tree[key] for key in tree if key != "w"} == dict.fromkeys(tree.keys() - {"w"}, True)
+
+
+def test_extra_arguments_reach_the_inner_optimizer() -> None:
+    inner = optax.chain(optax.sgd(1.0), optax.contrib.reduce_on_plateau(patience=1, factor=0.5))
+    tx = polyamp.wrap_optimizer(inner, FLOAT16)
+    state = tx.init(jnp.ones(1))
+    for _ in range(4):
+        _, state = jax.jit(tx.update)(jnp.ones(1), state, jnp.ones(1), value=jnp.float32(1.0))
+    assert optax.tree.get(state, "scale") < 1
+
+
+def test_complex_and_float64_gradients_keep_their_dtype() -> None:
+    tx = polyamp.wrap_optimizer(optax.sgd(1.0), FLOAT16)
+    with jax.enable_x64(True):
+        weights = {"c": jnp.ones(1, jnp.complex64), "d": jnp.ones(1, jnp.float64)}
+        state = tx.init(weights)
+        new, state = jax.jit(functools.partial(apply_gradients, tx))(
+            jax.tree.map(lambda w: w * 2.0**10 * 0.1, weights), state, weights
+        )
+    assert state.last_step
+    assert (new["c"].dtype, new["d"].dtype, state.loss_scale.dtype, state.skipped.dtype) == (
+        np.complex64,
+        np.float64,
+        np.float32,
+        np.int32,
+    )
+    np.testing.assert_allclose(new["d"], 0.9, rtol=1e-15)
+
+
+def test_last_step_selects_inside_jit() -> None:
+    tx = polyamp.wrap_optimizer(optax.sgd(0.1), FLOAT16)
+
+    @jax.jit
+    def step(grads: Any, state: Any, mean: Any) -> Any:
+        _, state = tx.update(grads, state)
+        return polyamp.backends.jax.select(state.last_step.applied, mean + 1, mean)
+
+    state = tx.init(jnp.ones(1))
+    assert [step(jnp.array([g]), state, 0.0).tolist() for g in (1.0, np.inf)] == [1.0, 0.0]
+
+
+@pytest.mark.parametrize("thing", [optax.sgd, optax.EmptyState(), optax.constant_schedule(0.1), jnp.ones(2)])
+def test_what_is_no_optimizer_is_refused(thing: Any) -> None:
+    with pytest.raises(polyamp.InvalidTypeError, match="not an optimizer"):
+        polyamp.wrap_optimizer(thing, FLOAT16, backend="jax")
+
+
+def test_masters_without_parameters_are_refused() -> None:
+    tx = polyamp.wrap_optimizer(optax.sgd(0.1), "O2")
+    state = tx.init(jnp.ones(1, jnp.float16))
+    with pytest.raises(polyamp.UsageError, match="needs the parameters"):
+        tx.update(jnp.ones(1, jnp.float16), state)
+
+
+def test_foreign_state_is_refused() -> None:
+    tx = polyamp.wrap_optimizer(optax.sgd(0.1), FLOAT16)
+    with pytest.raises(polyamp.StateError, match="the state is not one of this optimizer"):
+        tx.update(jnp.ones(1), optax.sgd(0.1).init(jnp.ones(1)))
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_limits_are_told(compiled: bool) -> None:
+    tx = polyamp.wrap_optimizer(optax.sgd(0.1), FLOAT16, loss_scale=polyamp.LossScale(max_skips=2))
+    update = jax.jit(tx.update) if compiled else tx.update
+    _, state = update(jnp.array([jnp.nan]), tx.init(jnp.ones(1)))
+    assert check_limits(state).skipped_in_a_row == 1
+    with pytest.raises(polyamp.LossScaleError, match="2 steps in a row"):
+        check_limits(update(jnp.array([jnp.nan]), state)[1])

@@ -1,0 +1,183 @@
+"""`polyamp.rewrite` of steps with replicas; test_rewrite_devices.py runs this file in a process with two CPUs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import polyamp
+from polyamp import LossScale
+from polyamp.backends.tensorflow import LossScaler, rewrite
+from support.replica_strategies import COUNT, STRATEGY
+from support.tensorflow_cases import LOW, POLICIES, PRODUCTS, nodes_that_run, normal, planned
+
+STEPS, INITIAL = 10, 2.0**10
+TOLERANCE = {"mixed_float16": 1e-3, "mixed_bfloat16": 1e-2}
+W1, W2 = normal(8, 16, seed=1), normal(16, 4, seed=2)
+
+
+class ByHand:
+    """Gradient descent that sums gradients over replicas."""
+
+    def __init__(self, variables: list[tf.Variable]) -> None:
+        self.variables = variables
+
+    def scale(self, loss: Any) -> Any:
+        return loss
+
+    def apply(self, grads: list[Any]) -> None:
+        replicas = tf.distribute.get_replica_context()
+        for grad, variable in zip(replicas.all_reduce(tf.distribute.ReduceOp.SUM, grads), self.variables, strict=True):
+            variable.assign_sub(0.1 * grad)
+
+
+class Wrapped(ByHand):
+    """The wrapped Keras optimizer."""
+
+    def __init__(self, variables: list[tf.Variable]) -> None:
+        super().__init__(variables)
+        settings = LossScale(init=INITIAL)
+        self.optimizer = polyamp.wrap_optimizer(keras.optimizers.SGD(0.1), "mixed_float16", loss_scale=settings)
+        self.optimizer.build(variables)
+
+    @property
+    def loss_scale(self) -> float:
+        return float(self.optimizer.loss_scale)
+
+    def scale(self, loss: Any) -> Any:
+        return self.optimizer.scale_loss(loss)
+
+    def apply(self, grads: list[Any]) -> None:
+        self.optimizer.apply(grads, self.variables)
+
+
+class Scaled(ByHand):
+    """`LossScaler` around an optimizer of TensorFlow 1."""
+
+    def __init__(self, variables: list[tf.Variable]) -> None:
+        super().__init__(variables)
+        self.scaler = LossScaler(LossScale(init=INITIAL))
+        self.optimizer = tf.compat.v1.train.GradientDescentOptimizer(0.1)
+
+    @property
+    def loss_scale(self) -> float:
+        return self.scaler.loss_scale
+
+    def scale(self, loss: Any) -> Any:
+        return self.scaler.scale(loss)
+
+    def apply(self, grads: list[Any]) -> None:
+        self.scaler.step(self.optimizer, list(zip(grads, self.variables, strict=True)))
+
+
+class Training:
+    """Two weights on every replica, and a step that takes an input for each replica."""
+
+    def __init__(self, make: Any, policy: str | None) -> None:
+        with STRATEGY.scope():
+            kind = {"aggregation": tf.VariableAggregation.SUM}
+            self.weights = [tf.Variable(value, **kind) for value in (W1, W2)]
+            self.updater = make(self.weights)
+        self.step: Any = tf.function(self._step) if policy is None else rewrite(self._step, policy=policy)
+
+    def _step(self, x: Any, spoil: Any) -> Any:
+        losses = STRATEGY.run(self._on_replica, (x, spoil))
+        return STRATEGY.reduce(tf.distribute.ReduceOp.SUM, losses, None)
+
+    def _on_replica(self, x: Any, spoil: Any) -> Any:
+        with tf.GradientTape() as tape:
+            y = tf.nn.relu(x @ self.weights[0]) @ self.weights[1]
+            loss = tf.reduce_mean(tf.square(y - tf.reduce_sum(x, 1, keepdims=True))) / COUNT
+            scaled = self.updater.scale(loss) * spoil
+        self.updater.apply(tape.gradient(scaled, self.weights))
+        return loss
+
+    def run(self, seed: int = 0, spoil: tuple[float, float] = (1.0, 1.0)) -> float:
+        return float(self.step(on_each(normal(8, 8, seed=seed)), on_each(tf.constant(spoil))))
+
+    def copies(self) -> list[list[Any]]:
+        """Return the weights on each device."""
+        return [[one.numpy() for one in weight.values] for weight in self.weights]
+
+
+def on_each(value: tf.Tensor) -> Any:
+    """Return the halves of a value, one for each replica."""
+    parts = tf.split(value, COUNT)
+    return STRATEGY.experimental_distribute_values_from_function(
+        lambda context: tf.squeeze(parts[context.replica_id_in_sync_group])
+    )
+
+
+MAKERS: list[Callable[..., Any]] = [ByHand, Wrapped, Scaled]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("make", MAKERS)
+def test_losses_are_those_of_float32(make: Any, policy: str) -> None:
+    ours, plain = Training(make, policy), Training(make, None)
+    losses, expected = ([one.run(seed) for seed in range(STEPS)] for one in (ours, plain))
+    assert losses != expected
+    assert expected[-1] < expected[0]
+    assert np.max(np.abs(np.subtract(losses, expected))) < TOLERANCE[policy]
+    for copies in ours.copies():
+        assert np.array_equal(*copies)
+        assert copies[0].dtype == np.float32
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_products_are_lowered_on_both_devices(policy: str) -> None:
+    ours, plain = Training(Wrapped, policy), Training(Wrapped, None)
+    for one in (ours, plain):
+        one.run()
+    arguments = on_each(normal(8, 8)), on_each(tf.constant((1.0, 1.0)))
+    found = [node for node in nodes_that_run(ours.step, *arguments) if node.op in PRODUCTS]
+    expected = [node for node in nodes_that_run(plain.step, *arguments) if node.op in PRODUCTS]
+    assert {node.attr["T"].type for node in found} == {LOW[policy].as_datatype_enum}
+    assert sorted(node.device for node in found) == sorted(node.device for node in expected)
+    assert {node.device[-5:] for node in found} == {"CPU:0", "CPU:1"}
+    assert planned(ours.step.plan) == {LOW[policy].name: len(expected)}
+
+
+def test_casts_stay_on_their_devices() -> None:
+    ours = Training(ByHand, "mixed_bfloat16")
+    ours.run()
+    nodes = nodes_that_run(ours.step, on_each(normal(8, 8)), on_each(tf.constant((1.0, 1.0))))
+    devices = {node.name: node.device for node in nodes}
+    casts = [node for node in nodes if node.op == "Cast" and "polyamp_cast" in node.name]
+    assert casts
+    for cast in casts:
+        maker = cast.input[0].split(":")[0]
+        assert cast.device == devices.get(maker, "")
+
+
+@pytest.mark.parametrize("spoil", [(np.inf, 1.0), (1.0, np.inf), (np.nan, np.inf)], ids=["first", "second", "both"])
+@pytest.mark.parametrize("make", [Wrapped, Scaled])
+def test_an_overflow_on_one_replica_skips_the_step_on_both(make: Any, spoil: tuple[float, float]) -> None:
+    training = Training(make, "mixed_float16")
+    training.run(0)
+    before = training.copies()
+    training.run(1, spoil)
+    for copies, earlier in zip(training.copies(), before, strict=True):
+        assert np.array_equal(copies, earlier)
+    assert training.updater.loss_scale == INITIAL / 2
+    training.run(2)
+    for copies, earlier in zip(training.copies(), before, strict=True):
+        assert np.array_equal(*copies)
+        assert not np.array_equal(copies, earlier)
+        assert np.all(np.isfinite(copies))
+
+
+def test_one_plan_for_each_replica_in_a_function_of_the_users() -> None:
+    ours = Training(ByHand, "mixed_bfloat16")
+
+    @tf.function
+    def several(x: Any, spoil: Any) -> Any:
+        return [ours.step(x, spoil) for _ in range(2)]
+
+    first, second = several(on_each(normal(8, 8)), on_each(tf.constant((1.0, 1.0))))
+    assert float(second) < float(first)

@@ -1,0 +1,315 @@
+"""`polyamp.rewrite` of code that it cannot rewrite, the user's own errors, and memory after functions are deleted."""
+
+from __future__ import annotations
+
+import gc
+import re
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import polyamp
+from polyamp.backends.tensorflow import explain, rewrite, rewritten_graph
+from polyamp.backends.tensorflow.unstable import function_names
+from support.tensorflow_cases import EDGES, normal, relative_error, train_step, variables_like
+
+X, W = normal(6, 8), normal(8, 8, seed=1)
+BF16, FP16 = "mixed_bfloat16", "mixed_float16"
+
+
+def product(x: Any) -> Any:
+    return x @ W
+
+
+def says(error: pytest.ExceptionInfo[Any], *words: str) -> None:
+    """Check that an error has all its parts and these words."""
+    for word in (*words, "to do:", "where:"):
+        assert re.search(word, str(error.value)), f"{word!r} is not in: {error.value}"
+
+
+# Steps that cannot be traced.
+
+
+@pytest.mark.parametrize("run", [rewrite, explain], ids=["rewrite", "explain"])
+def test_a_step_that_returns_an_operation(run: Callable[..., Any]) -> None:
+    with pytest.raises(polyamp.UsageError, match="returns an operation") as error:
+        run(lambda x: tf.group(x @ W), X, policy=BF16)
+    says(error, "Operation")
+
+
+def test_an_operation_deep_in_the_results() -> None:
+    with pytest.raises(polyamp.UsageError, match="returns an operation"):
+        rewrite(lambda x: {"loss": x @ W, "train": [tf.no_op()]}, policy=BF16)(X)
+
+
+def of_a_graph() -> Any:
+    with tf.Graph().as_default():
+        return tf.constant(1.0, name="stray")
+
+
+def of_a_function() -> Any:
+    kept = []
+
+    @tf.function
+    def keep(x: Any) -> Any:
+        kept.append(tf.multiply(x, 2.0, name="stray"))
+        return x
+
+    keep(X)
+    return kept[0]
+
+
+@pytest.mark.parametrize("make", [of_a_graph, of_a_function])
+@pytest.mark.parametrize("run", [rewrite, explain], ids=["rewrite", "explain"])
+def test_a_tensor_of_another_graph(run: Callable[..., Any], make: Callable[[], Any]) -> None:
+    stray = make()
+    with pytest.raises(polyamp.UsageError, match="tensor of another graph") as error:
+        run(lambda x: x @ W + stray, X, policy=BF16)
+    says(error, "stray", __file__.rpartition("/")[2])
+
+
+def test_a_tensor_of_an_inner_function() -> None:
+    kept = []
+
+    @tf.function
+    def inner(x: Any) -> Any:
+        kept.append(2.0 * x)
+        return x
+
+    with pytest.raises(polyamp.UsageError, match="tensor of another graph") as error:
+        rewrite(lambda x: inner(x) + kept[0], X, policy=BF16)
+    says(error)
+
+
+def test_tensors_of_the_function_around_are_fine() -> None:
+    @tf.function
+    def outer(x: Any) -> Any:
+        doubled = 2.0 * x
+        return rewrite(lambda y: y @ W + doubled, policy=BF16)(x)
+
+    assert relative_error(outer(X), X @ W + 2.0 * X) < 2.0**-5
+
+
+# Steps that were rewritten before.
+
+
+@pytest.mark.parametrize(
+    "outer", [lambda inner: inner, lambda inner: lambda x: inner(x) @ W], ids=["itself", "calls it"]
+)
+def test_a_step_that_was_rewritten_under_another_policy(outer: Callable[..., Any]) -> None:
+    inner = rewrite(product, X, policy=FP16)
+    with pytest.raises(polyamp.UsageError, match="rewritten already") as error:
+        rewrite(outer(inner), policy=BF16)(X)
+    says(error, FP16)
+    assert relative_error(inner(X), X @ W) < 2.0**-8
+
+
+def test_a_step_that_was_rewritten_under_the_same_policy() -> None:
+    inner = rewrite(product, policy=BF16)
+    outer = rewrite(lambda x: inner(x) @ W, policy=BF16)
+    assert relative_error(outer(X), X @ W @ W) < 2.0**-5
+
+
+def test_a_graph_that_was_rewritten() -> None:
+    with tf.Graph().as_default() as graph:
+        tf.matmul(X.numpy(), W.numpy())
+    ours = rewritten_graph(graph.as_graph_def(), FP16)
+    with pytest.raises(polyamp.UsageError, match="rewritten already") as error:
+        rewritten_graph(ours, FP16)
+    says(error, FP16)
+
+
+# Gradients through a rewritten function.
+
+
+def test_a_gradient_through_a_rewritten_function() -> None:
+    weight = tf.Variable(W)
+    function = rewrite(lambda x: x @ weight, policy=BF16)
+    with tf.GradientTape(), pytest.raises(polyamp.UnsupportedError, match="gradient") as error:
+        function(X)
+    says(error, "whole step")
+
+
+def test_a_gradient_through_it_in_a_function_of_the_users() -> None:
+    function = rewrite(EDGES["traced before"], policy=BF16)
+
+    @tf.function
+    def outer(x: Any) -> Any:
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            y = function(x, W)
+        return tape.gradient(y, x)
+
+    with pytest.raises(polyamp.UnsupportedError, match="gradient") as error:
+        outer(X)
+    says(error, "whole step")
+
+
+def test_beside_a_tape_that_does_not_record_it() -> None:
+    function = rewrite(product, policy=BF16)
+    with tf.GradientTape() as tape:
+        tape.watch(X)
+        with tape.stop_recording():
+            y = function(X)
+        y = tf.reduce_sum(X * y)
+    assert relative_error(tape.gradient(y, X), X @ W) < 2.0**-5
+
+
+# Policies and objects that are refused.
+
+
+@pytest.mark.parametrize("compute", ["float8_e4m3fn", "float8_e5m2", "float64", "tensorfloat32"])
+@pytest.mark.parametrize("run", [rewrite, explain], ids=["rewrite", "explain"])
+def test_formats_that_tensorflow_does_not_compute_in(run: Callable[..., Any], compute: str) -> None:
+    with pytest.raises(polyamp.UnsupportedError, match="this format") as error:
+        run(product, X, policy=polyamp.policy(compute=compute))
+    says(error, compute, "bfloat16")
+
+
+@pytest.mark.parametrize("run", [rewrite, explain, polyamp.rewrite, polyamp.explain])
+@pytest.mark.parametrize("thing", [3, None, "step", X, tf.Graph()], ids=["3", "None", "text", "tensor", "Graph"])
+def test_what_is_no_function(run: Callable[..., Any], thing: Any) -> None:
+    with pytest.raises(polyamp.InvalidTypeError) as error:
+        run(thing, X, policy=BF16)
+    says(error, "allowed:")
+
+
+@pytest.mark.parametrize("thing", [3, None, "graph", product], ids=["3", "None", "text", "function"])
+def test_what_is_no_graph(thing: Any) -> None:
+    with pytest.raises(polyamp.InvalidTypeError) as error:
+        rewritten_graph(thing, BF16)
+    says(error, "GraphDef")
+
+
+def test_an_unknown_policy() -> None:
+    with pytest.raises(polyamp.InvalidValueError, match="mixed_float17"):
+        rewrite(product, policy="mixed_float17")
+
+
+def test_a_graph_takes_no_jit_compile() -> None:
+    with tf.Graph().as_default() as graph:
+        tf.matmul(X.numpy(), W.numpy())
+    with pytest.raises(polyamp.UnsupportedError, match="jit_compile"):
+        polyamp.rewrite(graph.as_graph_def(), policy=BF16, jit_compile=True)
+
+
+def test_a_plan_before_the_first_call() -> None:
+    with pytest.raises(polyamp.UsageError, match="not traced yet"):
+        _ = rewrite(product, policy=BF16).plan
+
+
+# Errors of the user's own, and code that looks at types.
+
+
+def test_errors_of_the_users_code_stay_what_they_are() -> None:
+    def step(x: Any) -> Any:
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        rewrite(step, policy=BF16)(X)
+
+
+def test_shapes_that_do_not_fit() -> None:
+    with pytest.raises(ValueError, match="Dimensions must be equal"):
+        rewrite(lambda x: x @ tf.ones((3, 3)), policy=BF16)(X)
+
+
+def test_a_step_that_failed_can_be_called_again() -> None:
+    function = rewrite(product, policy=BF16)
+    with pytest.raises(ValueError, match="Dimensions"):
+        function(tf.ones((2, 3)))
+    assert relative_error(function(X), X @ W) < 2.0**-5
+
+
+def test_an_error_when_it_runs_names_the_node() -> None:
+    def step(x: Any) -> Any:
+        with tf.name_scope("checked"):
+            return tf.debugging.check_numerics(x @ W, "bad value", name="look")
+
+    with pytest.raises(tf.errors.InvalidArgumentError, match=r"(?s)checked/look.*bad value"):
+        rewrite(step, policy=BF16)(X * np.nan)
+
+
+def test_code_that_checks_types_passes() -> None:
+    seen = []
+
+    def step(x: Any) -> Any:
+        y = tf.nn.relu(x @ W)
+        if y.dtype != tf.float32:
+            raise TypeError(y.dtype)
+        tf.debugging.assert_type(y, tf.float32)
+        y = tf.ensure_shape(tf.numpy_function(lambda y: seen.append(y.dtype) or y, [y], tf.float32), (6, 8))
+        return y + tf.constant(1.0, y.dtype)
+
+    assert rewrite(step, policy=BF16)(X).dtype == tf.float32
+    assert seen == [np.float32]
+
+
+# Nothing leaks, and nothing is deleted too early.
+
+CALLING = ("nested loops", "traced before", "py_function", "recompute_grad")
+
+
+def rewritten_step(name: str) -> Any:
+    return rewrite(train_step(EDGES[name], *variables_like(W)), policy=BF16)
+
+
+def test_fifty_rewrites_leave_nothing_behind() -> None:
+    names = ("nested loops", "traced before", "case", "conv")  # in others, plain functions leak too
+
+    def once(turn: int) -> weakref.ref[Any]:
+        function = rewritten_step(names[turn % len(names)])
+        function(X)
+        str(function.plan)
+        return weakref.ref(function)
+
+    for turn in range(len(names)):
+        once(turn)
+    gc.collect()
+    functions, objects = set(function_names()), len(gc.get_objects())
+    made = [once(turn) for turn in range(50)]
+    gc.collect()
+    assert not [one for one in made if one() is not None]
+    assert set(function_names()) == functions
+    assert len(gc.get_objects()) - objects < 500  # one rewrite makes thousands of objects
+
+
+@pytest.mark.parametrize("name", CALLING)
+def test_a_trace_outlives_the_function(name: str) -> None:
+    function = rewritten_step(name)
+    expected = function(X)[0]
+    concrete = rewritten_step(name).get_concrete_function(X)
+    del function
+    gc.collect()
+    assert np.array_equal(concrete(X)[0], expected)
+
+
+@pytest.mark.parametrize("name", CALLING)
+def test_a_function_that_calls_it_outlives_it(name: str) -> None:
+    def make() -> Any:
+        function = rewritten_step(name)
+        return tf.function(lambda x: function(x)[0])
+
+    outer = make()
+    gc.collect()
+    expected = outer(X)
+    concrete = make().get_concrete_function(X)
+    del outer
+    gc.collect()
+    assert np.array_equal(concrete(X), expected)
+
+
+def test_a_graph_that_calls_it_outlives_it() -> None:
+    concrete = rewrite(EDGES["nested loops"], policy=BF16).get_concrete_function(X, W)
+    graph_def, names = concrete.graph.as_graph_def(), [tensor.name for tensor in (*concrete.inputs, *concrete.outputs)]
+    expected = concrete(X, W)
+    del concrete
+    gc.collect()
+    with tf.Graph().as_default(), tf.compat.v1.Session() as session:
+        tf.graph_util.import_graph_def(graph_def, name="")
+        found = session.run(names[2], {names[0]: X.numpy(), names[1]: W.numpy()})
+    assert np.array_equal(found, expected)

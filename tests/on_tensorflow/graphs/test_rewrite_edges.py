@@ -1,0 +1,254 @@
+"""`polyamp.rewrite` of steps with control flow, custom derivatives, foreign functions and mixed types."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import polyamp
+from polyamp.backends.tensorflow import explain
+from support.tensorflow_cases import (
+    EDGES,
+    LOW,
+    POLICIES,
+    TOLERANCE,
+    nodes_that_run,
+    normal,
+    planned,
+    relative_error,
+    train_step,
+    types_of,
+    variables_like,
+)
+
+X, W = normal(6, 8), normal(8, 8, seed=1)
+NO_XLA = {"py_function", "numpy_function", "sparse_dense_matmul", "dynamic TensorArray"} | {
+    *("while_loop", "products in a loop", "v1 loop", "loop that reads a product", "loop that swaps")
+}
+
+
+def rewritten(step: Any, policy: str, **options: Any) -> Any:
+    return polyamp.rewrite(step, policy=policy, backend="tensorflow", **options)
+
+
+def assert_as_in_float32(forward: Any, policy: str, **options: Any) -> Any:
+    """Check a training step on ``forward``: values, types, and the number of products in the low format."""
+    weight, own = variables_like(W, W)
+    plain, fast = tf.function(train_step(forward, weight)), rewritten(train_step(forward, own), policy, **options)
+    (expected, grads), (loss, own_grads) = plain(X), fast(X)
+    assert {loss.dtype, own_grads[0].dtype, own.dtype} == {tf.float32}
+    assert relative_error(loss, expected) < TOLERANCE[policy]
+    assert relative_error(own_grads[0], grads[0]) < TOLERANCE[policy]
+    assert relative_error(own - W, weight - W) < TOLERANCE[policy]
+    assert not np.array_equal(own_grads[0], grads[0])
+    assert planned(fast.plan) == {LOW[policy].name: planned(explain(plain, X, policy="float32"))["float32"]}
+    written, found = types_of(nodes_that_run(plain, X)), types_of(nodes_that_run(fast, X))
+    assert set(found) == {LOW[policy].name}
+    assert found[LOW[policy].name] >= written["float32"]  # a function may be written once for each kind of call
+    return fast
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("name", EDGES)
+def test_edges(name: str, policy: str) -> None:
+    assert_as_in_float32(EDGES[name], policy)
+
+
+@pytest.mark.parametrize("name", sorted(EDGES.keys() - NO_XLA))
+def test_under_xla(name: str) -> None:
+    """A function that XLA compiles in float32 also compiles when it is rewritten."""
+    fast = assert_as_in_float32(EDGES[name], "mixed_bfloat16", jit_compile=True)
+    assert fast.get_concrete_function(X).function_def.attr["_XlaMustCompile"].b
+
+
+def test_state_assigned_in_the_step_is_kept() -> None:
+    total = tf.Variable(tf.zeros((6, 8)))
+    fast = rewritten(lambda x: total.assign_add(x @ W), "mixed_bfloat16")
+    for turn in (1, 2):
+        assert relative_error(fast(X), turn * (X @ W)) < TOLERANCE["mixed_bfloat16"]
+    assert relative_error(total, 2 * (X @ W)) < TOLERANCE["mixed_bfloat16"]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_moving_average_of_a_product_moves_as_in_float32(policy: str) -> None:
+    """In 16 bits a change of a thousandth is less than half a unit in the last place."""
+    average = tf.Variable(tf.ones((6, 8)))
+
+    def step(x: Any) -> Any:
+        y = x @ W
+        average.assign(0.999 * average + 0.001 * y)
+        return y
+
+    fast = rewritten(step, policy)
+    for _ in range(20):
+        fast(X)
+    own = average - 1.0
+    average.assign(tf.ones((6, 8)))
+    for _ in range(20):
+        tf.function(step)(X)
+    assert relative_error(own, average - 1.0) < TOLERANCE[policy]
+
+
+@pytest.mark.parametrize(("policy", "compiled"), [*((policy, None) for policy in POLICIES), ("mixed_bfloat16", True)])
+@pytest.mark.parametrize("layer", [keras.layers.LSTM, keras.layers.GRU], ids=["LSTM", "GRU"])
+def test_recurrent_layers(layer: Any, policy: str, compiled: bool | None) -> None:
+    keras.utils.set_random_seed(0)
+    model = keras.Sequential([layer(8, return_sequences=True), layer(4), keras.layers.Dense(2)])
+    x, y = normal(5, 7, 3), tf.constant([0, 1, 1, 0, 1])
+    model(x)
+
+    def step(x: Any, y: Any) -> Any:
+        with tf.GradientTape() as tape:
+            losses = tf.nn.sparse_softmax_cross_entropy_with_logits(y, model(x))
+            loss = tf.reduce_mean(losses)
+        return loss, tape.gradient(loss, model.trainable_variables)
+
+    plain, fast = tf.function(step, jit_compile=compiled), rewritten(step, policy, jit_compile=compiled)
+    (expected, grads), (loss, own) = plain(x, y), fast(x, y)
+    assert relative_error(loss, expected) < TOLERANCE[policy]
+    flat = [np.concatenate([np.ravel(grad) for grad in one]) for one in (own, grads)]
+    assert relative_error(*flat) < TOLERANCE[policy]
+    count = types_of(nodes_that_run(plain, x, y))["float32"]
+    assert planned(fast.plan) == types_of(nodes_that_run(fast, x, y)) == {LOW[policy].name: count}
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_operations_without_a_kernel_stay_float32(policy: str) -> None:
+    def forward(x: Any) -> Any:
+        state = tf.raw_ops.GRUBlockCell(
+            x=x @ W, h_prev=tf.zeros((6, 4)), w_ru=normal(12, 8), w_c=normal(12, 4), b_ru=tf.zeros(8), b_c=tf.zeros(4)
+        )
+        return state.h + tf.math.rint(x @ W)[:, :4]
+
+    fast = rewritten(forward, policy)
+    assert np.mean(np.abs(fast(X) - tf.function(forward)(X)) > TOLERANCE[policy]) < 0.1  # some may round differently
+    reasons = {op.native: op.reason for op in fast.plan.operations if op.native in ("GRUBlockCell", "Rint")}
+    assert reasons == {name: f"no {LOW[policy].name} kernel for {name} on CPU" for name in ("GRUBlockCell", "Rint")}
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_training_loop_in_the_graph(policy: str) -> None:
+    """Many steps in one call: each iteration has a forward pass, a backward pass and an update."""
+    weight, own = variables_like(W, W)
+
+    def train(variable: tf.Variable) -> Any:
+        step = train_step(EDGES["conv"], variable)
+
+        def steps(x: Any) -> Any:
+            for _ in tf.range(3):
+                step(x)
+            return variable.read_value()
+
+        return steps
+
+    fast = rewritten(train(own), policy)
+    assert relative_error(fast(X) - W, tf.function(train(weight))(X) - W) < TOLERANCE[policy]
+    assert set(planned(fast.plan)) == {LOW[policy].name}
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["", "jit_compile"])
+def test_fit_with_a_rewritten_train_step(compiled: bool) -> None:
+    x, y = normal(64, 8).numpy(), np.random.default_rng(0).integers(0, 4, 64)
+
+    def losses(policy: str | None) -> tuple[list[float], Any]:
+        keras.utils.set_random_seed(0)
+        gelu = keras.layers.Dense(16, activation="gelu")
+        model = keras.Sequential([keras.Input((8,)), gelu, keras.layers.BatchNormalization(), keras.layers.Dense(4)])
+        optimizer = polyamp.wrap_optimizer(keras.optimizers.Adam(1e-2), policy or "float32")
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile(optimizer, loss, metrics=["accuracy"], jit_compile=compiled)
+        optimizer.build(model.trainable_variables)
+        if policy is not None:
+            model.train_step = rewritten(model.train_step, policy)
+        return model.fit(x, y, batch_size=16, epochs=2, shuffle=False, verbose=0).history["loss"], model.train_step
+
+    found, step = losses("mixed_float16")
+    expected, _ = losses(None)
+    assert np.max(np.abs(np.subtract(found, expected))) < 2e-3
+    assert planned(step.plan) == {"float16": 5}
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_types_of_the_users_own_stay(policy: str) -> None:
+    def forward(x: Any) -> Any:
+        half = tf.cast(x, tf.float16) @ tf.cast(W, tf.float16)
+        wide = tf.cast(x, tf.float64) @ tf.cast(W, tf.float64)
+        return half, wide, tf.cast(x @ W, tf.complex64), x @ W
+
+    found = rewritten(forward, policy)(X)
+    assert [one.dtype for one in found] == [tf.float16, tf.float64, tf.complex64, tf.float32]
+    assert np.array_equal(found[0], tf.function(forward)(X)[0])
+    assert np.array_equal(found[1], tf.function(forward)(X)[1])
+
+
+def test_random_numbers_are_the_same() -> None:
+    def forward(x: Any) -> Any:
+        return tf.nn.dropout(x, 0.5), tf.random.stateless_normal((3,), (1, 2)), x @ W
+
+    def drawn(function: Any) -> Any:
+        tf.random.set_seed(1)
+        return [value.numpy().tolist() for value in function(X)[:2]]
+
+    assert drawn(rewritten(forward, "mixed_bfloat16")) == drawn(tf.function(forward))
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_effects_happen_once_and_in_order(policy: str, capfd: pytest.CaptureFixture[str]) -> None:
+    counter = tf.Variable(0)
+
+    def forward(x: Any) -> Any:
+        counter.assign_add(1)
+        before = counter.read_value()
+        counter.assign(counter * 10)
+        tf.print("turn", before)
+        tf.debugging.assert_less(x @ W, 1e4)
+        return before
+
+    fast = rewritten(forward, policy)
+    assert [int(fast(X)), int(fast(X)), int(counter)] == [1, 11, 110]
+    assert capfd.readouterr().err.splitlines() == ["turn 1", "turn 11"]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_ragged_sparse_and_string_arguments(policy: str) -> None:
+    def forward(sparse: Any, ragged: Any, text: Any, x: Any) -> Any:
+        doubled = tf.ragged.map_flat_values(lambda rows: rows @ x, ragged)
+        return tf.sparse.sparse_dense_matmul(sparse, x), doubled, tf.strings.length(text)
+
+    arguments = (tf.sparse.eye(6, 8), tf.RaggedTensor.from_row_lengths(X, [2, 4]), tf.constant("abc"), W)
+    found, expected = rewritten(forward, policy)(*arguments), tf.function(forward)(*arguments)
+    assert isinstance(found[1], tf.RaggedTensor)
+    assert relative_error(found[0], expected[0]) < TOLERANCE[policy]
+    assert relative_error(found[1].values, expected[1].values) < TOLERANCE[policy]
+    assert int(found[2]) == 3
+
+
+def test_datasets_and_iterators() -> None:
+    data = tf.data.Dataset.from_tensor_slices(normal(12, 8)).batch(4)
+    fast = rewritten(lambda batches: tf.reduce_sum(next(batches) @ W), "mixed_bfloat16")
+    batches = iter(data)
+    found = [float(fast(batches)) for _ in range(3)]
+    assert relative_error(found, [float(tf.reduce_sum(one @ W)) for one in data]) < TOLERANCE["mixed_bfloat16"]
+    assert len(set(found)) == 3
+
+
+@pytest.mark.parametrize(("rules", "low"), [({}, 6), ({"enc": "full"}, 0)])
+def test_gradients_of_the_users_own_are_backward_like_any_other(rules: dict[str, str], low: int) -> None:
+    """They are not part of the update, and they have the scopes of their forward operations."""
+    linear = tf.custom_gradient(lambda x, w: (x @ w, lambda dy: (dy @ tf.transpose(w), tf.transpose(x) @ dy)))
+    weight = tf.Variable(W)
+
+    def step(x: tf.Tensor) -> tf.Tensor:
+        with tf.GradientTape() as tape, tf.name_scope("enc"):
+            loss = tf.reduce_mean(linear(tf.nn.relu(linear(x, weight.value())), weight.value()))
+        weight.assign_sub(0.1 * tape.gradient(loss, weight))
+        return loss
+
+    plan = polyamp.explain(step, X, policy=polyamp.policy("mixed_bfloat16", rules=rules), backend="tensorflow")
+    products = [op.format for op in plan.operations if op.native == "MatMul"]
+    assert len(products) == 6
+    assert products.count("bfloat16") == low

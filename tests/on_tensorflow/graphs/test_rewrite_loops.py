@@ -1,0 +1,263 @@
+"""Loops in `polyamp.rewrite`: 16 bits for carried values that do not add up, and for the lists that loops fill."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras import layers
+
+import polyamp
+from polyamp.backends.tensorflow import explain, rewrite
+from polyamp.backends.tensorflow.graphs.lists import Lists
+from polyamp.flow import Value
+from support.tensorflow_cases import LOW, POLICIES, called_nodes, nodes_that_run, normal, relative_error
+
+BF16 = "mixed_bfloat16"
+CLOSE = {"mixed_float16": 2.0**-7, "mixed_bfloat16": 2.0**-4}
+X = normal(8, 12, 6, seed=7, scale=1.0)
+LISTS = ("EmptyTensorList", "TensorListFromTensor", "TensorListReserve")
+
+
+class Cell(layers.Layer):
+    """A custom cell for `keras.layers.RNN`."""
+
+    state_size = 16
+
+    def build(self, shape: Any) -> None:
+        self.kernel = self.add_weight(shape=(shape[-1], 16), initializer="glorot_uniform")
+        self.state = self.add_weight(shape=(16, 16), initializer="orthogonal")
+
+    def call(self, x: Any, states: Any) -> Any:
+        h = keras.ops.tanh(keras.ops.matmul(x, self.kernel) + keras.ops.matmul(states[0], self.state))
+        return h, [h]
+
+
+MODELS: dict[str, Callable[[], list[Any]]] = {
+    "LSTM": lambda: [layers.LSTM(16, return_sequences=True), layers.LSTM(16)],
+    "GRU": lambda: [layers.GRU(16, return_sequences=True), layers.GRU(16)],
+    "SimpleRNN": lambda: [layers.SimpleRNN(16)],
+    "a cell of one's own": lambda: [layers.RNN(Cell(), return_sequences=True), layers.RNN(Cell())],
+    "both ways": lambda: [layers.Bidirectional(layers.LSTM(8))],
+}
+
+
+def step_of(name: str) -> Callable[..., Any]:
+    keras.utils.set_random_seed(0)
+    model = keras.Sequential([keras.Input((12, 6)), *MODELS[name](), layers.Dense(4)])
+
+    def step(x: Any) -> Any:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.square(model(x)))
+        return loss, tape.gradient(loss, [variable.value for variable in model.trainable_variables])
+
+    return step
+
+
+def lists_of(nodes: Any) -> Counter[str]:
+    named = (node for node in nodes if node.op in LISTS)
+    kinds = (tf.as_dtype(node.attr["element_dtype"].type) for node in named)
+    return Counter(kind.name for kind in kinds if kind.is_floating)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("name", MODELS)
+def test_gradients_of_recurrent_layers(name: str, policy: str) -> None:
+    fast = rewrite(step_of(name), policy=policy)
+    (loss, grads), (expected, exact) = fast(X), tf.function(step_of(name))(X)
+    assert relative_error(loss, expected) < CLOSE[policy]
+    for found, right in zip(grads, exact, strict=True):
+        assert relative_error(found, right) < CLOSE[policy]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_an_lstm_carries_its_output_in_16_bits_and_its_cell_state_in_float32(policy: str) -> None:
+    fast, low = rewrite(step_of("LSTM"), X, policy=policy), LOW[policy].as_datatype_enum
+    loops = [node for node in nodes_that_run(fast, X) if node.op == "While"]
+    assert len(loops) == 2
+    for loop in loops:
+        floats = Counter(dtype for dtype in loop.attr["T"].list.type if tf.as_dtype(dtype).is_floating)
+        assert floats == {low: 1, tf.float32.as_datatype_enum: 1}
+    # the cell states of each layer, and a list that nothing uses
+    assert lists_of(nodes_that_run(fast, X))["float32"] == 4
+    assert lists_of(nodes_that_run(fast, X))[LOW[policy].name] > 20
+
+
+def test_an_lstm_moves_fewer_bytes_than_in_float32() -> None:
+    totals = explain(step_of("LSTM"), X, policy=BF16).totals
+    assert totals["bytes_moved"] < 0.9 * totals["bytes_moved_float32"]
+
+
+# Loops by hand.
+
+W = normal(8, 8, seed=1)
+
+
+def bounded(x: Any) -> Any:
+    return tf.while_loop(lambda i, h: i < 5, lambda i, h: (i + 1, tf.tanh(h @ W)), (0, tf.zeros((6, 8)) + x))[1]
+
+
+def summed(x: Any) -> Any:
+    return tf.while_loop(lambda i, s: i < 5, lambda i, s: (i + 1, s + x @ W), (0, tf.zeros((6, 8))))[1]
+
+
+def scaled(x: Any) -> Any:
+    return tf.while_loop(lambda i, s: i < 5, lambda i, s: (i + 1, s * 0.9), (0, x @ W))[1]
+
+
+def begun_beyond(x: Any) -> Any:
+    return tf.while_loop(lambda i, h: i < 5, lambda i, h: (i + 1, tf.tanh(h) @ W + x), (0, tf.fill((6, 8), 1e9)))[1]
+
+
+def nested(x: Any) -> Any:
+    def turn(i: Any, h: Any) -> Any:
+        inner = tf.while_loop(lambda j, g: j < 2, lambda j, g: (j + 1, tf.tanh(g @ W)), (0, h))[1]
+        return i + 1, inner
+
+    return tf.while_loop(lambda i, h: i < 3, turn, (0, x))[1]
+
+
+@pytest.mark.parametrize(
+    ("forward", "is_low"), [(bounded, True), (nested, True), (summed, False), (scaled, False), (begun_beyond, False)]
+)
+@pytest.mark.parametrize("policy", POLICIES)
+def test_what_a_loop_carries(forward: Any, is_low: bool, policy: str) -> None:
+    if forward is begun_beyond and policy == BF16:
+        pytest.skip("bfloat16 holds it")
+    x = normal(6, 8)
+    fast = rewrite(forward, x, policy=policy)
+    loops = [node for node in nodes_that_run(fast, x) if node.op in ("While", "StatelessWhile")]
+    kinds = {tf.as_dtype(dtype) for loop in loops for dtype in loop.attr["T"].list.type}
+    assert (LOW[policy] in kinds) == is_low
+    assert relative_error(fast(x), forward(x)) < CLOSE[policy]
+
+
+def test_a_sum_over_many_turns_does_not_stop() -> None:
+    def forward(x: Any) -> Any:
+        turn = lambda i, s: (i + 1, s + x @ tf.ones((8, 1)))  # noqa: E731
+        return tf.while_loop(lambda i, s: i < 1000, turn, (0, tf.zeros((6, 1))))[1]
+
+    assert relative_error(rewrite(forward, policy=BF16)(tf.ones((6, 8))), tf.fill((6, 1), 8000.0)) < 1e-6
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_the_weights_gradient_of_many_turns(policy: str) -> None:
+    inputs, kernel, state = normal(1024, 4, 8, scale=1.0), tf.Variable(normal(8, 16, seed=2)), normal(16, 16, seed=3)
+    weight = tf.Variable(state.numpy() * 0.3)
+
+    def step(x: Any) -> Any:
+        with tf.GradientTape() as tape:
+            cell = lambda h, one: tf.tanh(one @ kernel + h @ weight)  # noqa: E731
+            loss = tf.reduce_mean(tf.square(tf.scan(cell, x, tf.zeros((4, 16)))))
+        return tape.gradient(loss, [kernel, weight])
+
+    for found, exact in zip(rewrite(step, policy=policy)(inputs), tf.function(step)(inputs), strict=True):
+        assert np.linalg.norm(found - exact) < 0.01 * np.linalg.norm(exact)
+
+
+# Lists.
+
+
+def written(x: Any) -> Any:
+    array = tf.TensorArray(tf.float32, 6)
+    for index in tf.range(6):
+        array = array.write(index, tf.tanh(x[index : index + 1] @ W))
+    return array.stack()
+
+
+def mixed(x: Any) -> Any:
+    array = tf.TensorArray(tf.float32, 6)
+    for index in tf.range(6):
+        y = x[index : index + 1] @ W
+        array = array.write(index, tf.exp(y) if index > 2 else y)
+    return array.stack()
+
+
+def read_again_and_again(x: Any) -> Any:
+    """Read one item in every iteration: its gradient is a sum over all iterations."""
+    array = tf.TensorArray(tf.float32, 6).unstack(tf.tanh(x @ W))
+    total = tf.zeros(8)
+    for _ in tf.range(400):
+        total += array.read(1) * 0.01
+    return total
+
+
+def stacked(flow: Any) -> Any:
+    return tf.raw_ops.TensorListStack(input_handle=flow, element_shape=[6, 8], element_dtype=tf.float32)
+
+
+def in_a_branch(x: Any) -> Any:
+    array = tf.TensorArray(tf.float32, 2)
+    return stacked(tf.cond(tf.reduce_sum(x) < 1e9, lambda: array.write(0, x @ W).flow, lambda: array.write(0, x).flow))
+
+
+def in_a_function(x: Any) -> Any:
+    array = tf.TensorArray(tf.float32, 2).write(0, x @ W).write(1, tf.tanh(x @ W))
+    return tf.function(stacked)(array.flow)
+
+
+def swapped(x: Any) -> Any:
+    one, two = (tf.TensorArray(tf.float32, 4, element_shape=(1, 8)).unstack(tf.zeros((4, 1, 8))) for _ in range(2))
+
+    def turn(i: Any, a: Any, b: Any) -> Any:
+        return i + 1, b, a.write(i, tf.exp(x[:1] @ W * 0.1))
+
+    _, one, two = tf.while_loop(lambda i, a, b: i < 4, turn, (0, one, two))
+    return one.stack() + two.stack()
+
+
+@pytest.mark.parametrize(
+    ("forward", "kinds"),
+    [
+        (written, {"bfloat16"}),
+        (mixed, {"float32"}),
+        (read_again_and_again, {"float32"}),
+        (in_a_branch, set()),
+        (in_a_function, {"bfloat16"}),
+        (swapped, {"float32"}),
+    ],
+)
+def test_a_list_holds_what_is_put_into_it(forward: Any, kinds: set[str]) -> None:
+    x = tf.Variable(normal(6, 8))
+
+    def step() -> Any:
+        with tf.GradientTape() as tape:
+            y = forward(tf.convert_to_tensor(x))
+        return y, tape.gradient(y, x)
+
+    concrete = tf.function(step).get_concrete_function()
+    fast = rewrite(step, policy=BF16)
+    for found, expected in zip(fast(), concrete(), strict=True):
+        assert relative_error(found, expected) < CLOSE[BF16]
+    assert set(lists_of(nodes_that_run(fast))) >= kinds
+
+
+def test_a_rule_keeps_lists_in_float32() -> None:
+    policy = polyamp.policy(BF16, rules={"tensor_list": "full"})
+    assert set(lists_of(nodes_that_run(rewrite(step_of("LSTM"), X, policy=policy), X))) == {"float32"}
+
+
+def test_a_list_in_a_graph_definition() -> None:
+    concrete = tf.function(step_of("GRU")).get_concrete_function(X)
+    ours = polyamp.rewrite(concrete.graph.as_graph_def(), policy=BF16)
+    assert lists_of(called_nodes(ours))["bfloat16"] > 10
+
+
+def test_lists_that_are_tied_have_one_type() -> None:
+    lists = Lists()
+    lists.put("a", Value("low", "matmul"))
+    lists.put("b", Value("strong", "exp"))
+    lists.put("c", Value("low", "conv"))
+    lists.put("c", Value())
+    lists.tie(["a", "b"])
+    assert lists.settle()
+    assert [lists.value_of(name).state for name in "abc"] == ["strong", "strong", "low"]
+    lists.put("c", Value("low", "conv"))
+    lists.tie(["c", ""])  # a list from elsewhere
+    lists.settle()
+    assert lists.value_of("c").state == "strong"

@@ -1,0 +1,236 @@
+"""`LossScaler` in loops around ``tf.GradientTape``, with any optimizer that has ``apply_gradients``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import polyamp
+from polyamp import LossScale
+from polyamp.backends.tensorflow import LossScaler
+from polyamp.testing import overflow_trace
+
+SGD = tf.compat.v1.train.GradientDescentOptimizer
+
+
+class Own:
+    """A user's own optimizer, which only has ``apply_gradients``."""
+
+    def apply_gradients(self, pairs: list[tuple[tf.Tensor, tf.Variable]]) -> None:
+        for grad, variable in pairs:
+            variable.assign_sub(grad)
+
+
+EIGHT = LossScale(init=8.0)
+
+
+@pytest.mark.parametrize("source", [EIGHT, polyamp.policy("mixed_float16", loss_scale=EIGHT)])
+def test_settings_come_from_a_config_or_a_policy(source: Any) -> None:
+    assert LossScaler(source).loss_scale == 8.0
+
+
+def test_settings_come_from_the_current_policy() -> None:
+    with polyamp.policy("mixed_float16"):
+        assert LossScaler().loss_scale == 2.0**16
+    assert not LossScaler().settings.check
+
+
+@pytest.mark.parametrize("mode", ["eager", "function", "xla"])
+@pytest.mark.parametrize("make", [lambda: SGD(1.0), Own])
+def test_steps_skip_and_apply(mode: str, make: Any) -> None:
+    weight, scaler, opt = tf.Variable([1.0, 2.0]), LossScaler(LossScale(init=8.0), max_grad_norm=2.5), make()
+
+    def step(factor: tf.Tensor) -> tf.Tensor:
+        with tf.GradientTape() as tape:
+            scaled = scaler.scale(tf.reduce_sum(weight * factor))
+        result = scaler.step(opt, [(tape.gradient(scaled, weight), weight)])
+        return result.applied
+
+    run = step if mode == "eager" else tf.function(step, jit_compile=mode == "xla")
+    if mode != "eager":
+        assert not run(tf.constant([np.inf, 1.0]))
+        assert weight.numpy().tolist() == [1.0, 2.0]
+        assert scaler.loss_scale == 4.0
+    assert run(tf.constant([3.0, 4.0]))  # a norm of 5
+    assert weight.numpy().tolist() == [-0.5, 0.0]
+
+
+def test_steps_drive_a_keras_optimizer_in_a_function() -> None:
+    keras = pytest.importorskip("keras", reason="Keras is optional beside TensorFlow")
+    weight, scaler = tf.Variable([1.0]), LossScaler(LossScale(init=8.0))
+    opt = keras.optimizers.SGD(1.0)
+    opt.build([weight])
+
+    @tf.function
+    def step(grad: tf.Tensor) -> None:
+        scaler.step(opt, [(grad, weight)])
+
+    step(tf.constant([np.nan]))
+    step(tf.constant([2.0]))
+    assert (weight.numpy().tolist(), int(opt.iterations)) == ([0.5], 1)
+
+
+def test_unscale_is_float32_and_says_whether_all_is_finite() -> None:
+    scaler = LossScaler(LossScale.fixed(2.0**16))
+    grads, finite = scaler.unscale([tf.constant([2.0**-14], tf.float16), None, tf.constant([1.0], tf.float64)])
+    assert [None if grad is None else (grad.dtype, grad.numpy().tolist()) for grad in grads] == [
+        (tf.float32, [2.0**-30]),
+        None,
+        (tf.float64, [2.0**-16]),
+    ]
+    assert bool(finite)
+    assert not bool(scaler.unscale([tf.constant([1.0]), tf.constant([-np.inf], tf.bfloat16)])[1])
+
+
+@pytest.mark.parametrize("scale", [2.0**127, 2.0**-126, 3.0])
+def test_extreme_scales_unscale_exactly(scale: float) -> None:
+    scaler = LossScaler(LossScale(init=scale, min=2.0**-126, max=2.0**127))
+    grads, _ = tf.function(scaler.unscale)([tf.constant([scale])])
+    np.testing.assert_allclose(grads[0].numpy(), [1.0], rtol=1e-6)
+
+
+@settings(deadline=None, max_examples=10)
+@given(
+    trace=st.lists(st.booleans(), min_size=1, max_size=20),
+    config=st.builds(
+        LossScale,
+        init=st.sampled_from([1.0, 2.0**10, 1000.0]),
+        interval=st.integers(1, 3),
+        hysteresis=st.integers(1, 3),
+        consecutive=st.booleans(),
+        min=st.just(2.0**-4),
+        max=st.just(2.0**14),
+        on_min=st.just("ignore"),
+        late_growth=st.sampled_from(["never", "after_overflow", "always"]),
+    ),
+)
+def test_any_trace_moves_the_state_by_the_one_rule(trace: list[bool], config: LossScale) -> None:
+    weight, scaler, state = tf.Variable([0.0]), LossScaler(config), config.initial_state()
+    for finite in trace:
+        scaler.step(Own(), [(tf.constant([1.0 if finite else np.inf]), weight)])
+        state = polyamp.advance(config, state, finite)
+        assert scaler.save_loss_scale() == config.to_state_dict(state)
+
+
+def test_a_checkpoint_continues_exactly(tmp_path: Path) -> None:
+    config = LossScale(init=8.0, interval=3, hysteresis=2)
+    first, second, weight = LossScaler(config), LossScaler(config), tf.Variable([0.0], dtype=tf.float16)
+    for step, finite in enumerate(overflow_trace(0, 30)):
+        if step == 13:
+            path = tf.train.Checkpoint(scaler=first).save(tmp_path / "saved")
+            tf.train.Checkpoint(scaler=second).restore(path)
+        pair = (tf.constant([1.0 if finite else np.nan], tf.float16), weight)
+        for scaler in (first, second)[: 1 + (step >= 13)]:
+            scaler.step(Own(), [pair])
+    assert second.save_loss_scale() == first.save_loss_scale()
+
+
+def test_masters_take_over_what_was_assigned_to_the_model() -> None:
+    weight, scaler = tf.Variable([1.0, 1.0], dtype=tf.float16), LossScaler(LossScale.fixed(1.0))
+    small = tf.constant([2.0**-13, 2.0**-13], tf.float16)
+    step = tf.function(lambda: scaler.step(SGD(1.0), [(small, weight)]).applied)
+    step()
+    weight.assign([1.0, 5.0])  # one element keeps the digits of its master weight beyond 16 bits; one has a new value
+    for _ in range(7):
+        step()
+    assert weight.numpy().tolist() == [1.0 - 2.0**-10, 5.0]
+
+
+def test_masters_can_be_left_out() -> None:
+    weight, scaler = tf.Variable([1.0], dtype=tf.float16), LossScaler(LossScale.fixed(1.0), master_weights=False)
+    for _ in range(4):
+        scaler.step(SGD(1.0), [(tf.constant([2.0**-13], tf.float16), weight)])
+    assert weight.numpy().tolist() == [1.0]
+
+
+def test_two_hundred_overflows_leave_a_scale_that_can_divide() -> None:
+    weight, scaler = tf.Variable([0.0]), LossScaler(LossScale(on_min="ignore"))
+    step = tf.function(lambda grad: scaler.step(Own(), [(grad, weight)]).applied)
+    for _ in range(200):
+        step(tf.constant([np.inf]))
+    assert scaler.loss_scale == 2.0**-14
+    step(tf.constant([scaler.loss_scale]))
+    assert weight.numpy().tolist() == [-1.0]
+
+
+def test_limits_are_said_at_once_in_eager_code_and_when_somebody_looks_after_a_graph() -> None:
+    config, weight, bad = LossScale(max_skips=2), tf.Variable([0.0]), tf.constant([np.nan])
+    eager, traced = LossScaler(config), LossScaler(config)
+    eager.step(Own(), [(bad, weight)])
+    with pytest.raises(polyamp.LossScaleError, match="2 steps in a row"):
+        eager.step(Own(), [(bad, weight)])
+    step = tf.function(lambda: traced.step(Own(), [(bad, weight)]).applied)
+    assert [bool(step()) for _ in range(2)] == [False, False]
+    with pytest.raises(polyamp.LossScaleError, match="2 steps in a row"):
+        _ = traced.last_step
+
+
+def test_results_keep_what_they_were() -> None:
+    weight, scaler = tf.Variable([0.0]), LossScaler(LossScale(init=8.0))
+    first = scaler.step(Own(), [(tf.constant([np.nan]), weight)])
+    scaler.step(Own(), [(tf.constant([1.0]), weight)])
+    assert (first.applied, first.scale, first.skipped_in_a_row) == (False, 4.0, 1)
+
+
+@pytest.mark.parametrize("value", [np.inf, np.nan])
+def test_a_loss_that_is_not_finite_is_refused_where_it_is_at_hand_and_that_is_asked_for(value: float) -> None:
+    scaler = LossScaler(LossScale(nonfinite_loss="raise"))
+    with pytest.raises(polyamp.NonFiniteLossError, match="smaller scale cannot help"):
+        scaler.scale(tf.constant(value))
+    assert not np.isfinite(tf.function(scaler.scale)(tf.constant(value)).numpy())
+
+
+@pytest.mark.parametrize("mode", ["eager", "function"])
+@pytest.mark.parametrize("added", [np.inf, np.nan])
+def test_a_loss_that_is_not_finite_skips_the_step_although_its_gradients_are(mode: str, added: float) -> None:
+    weight, scaler = tf.Variable([1.0]), LossScaler("mixed_float16")
+
+    def step(added: Any) -> None:
+        with tf.GradientTape() as tape:
+            scaled = scaler.scale(tf.reduce_sum(weight) + added)
+        scaler.step(Own(), [(tape.gradient(scaled, weight), weight)])
+
+    run = step if mode == "eager" else tf.function(step)
+    if mode == "eager":
+        with pytest.warns(polyamp.PolyampWarning, match="not finite before scaling"):
+            run(tf.constant(added))
+        assert "not finite before scaling" in scaler.last_step.reason
+    else:
+        run(tf.constant(added))
+    assert (scaler.last_step.applied, weight.numpy().tolist()) == (False, [1.0])
+    run(tf.constant(0.0))
+    assert scaler.last_step.applied
+
+
+@pytest.mark.parametrize("loss", [3.0, "loss", None, tf.constant(3)])
+def test_what_is_no_loss_is_refused(loss: Any) -> None:
+    with pytest.raises(polyamp.InvalidTypeError, match="a floating-point tensor"):
+        LossScaler("mixed_float16").scale(loss)
+
+
+def test_what_cannot_apply_gradients_is_refused() -> None:
+    with pytest.raises(polyamp.InvalidTypeError, match="needs an optimizer"):
+        LossScaler("mixed_float16").step(object(), [(tf.ones(1), tf.Variable([0.0]))])
+
+
+def test_an_optimizer_that_scales_losses_is_refused() -> None:
+    opt = polyamp.wrap_optimizer(SGD(0.1), "mixed_float16")
+    with pytest.raises(polyamp.UsageError, match="scales losses itself"):
+        LossScaler("mixed_float16").step(opt, [(tf.ones(1), tf.Variable([0.0]))])
+
+
+@pytest.mark.parametrize("norm", [0, -1.0, float("nan")])
+def test_a_norm_that_is_no_limit_is_refused(norm: float) -> None:
+    with pytest.raises(polyamp.InvalidValueError, match="gradient-norm limit"):
+        LossScaler("mixed_float16", max_grad_norm=norm)
+
+
+def test_settings_that_are_none_are_refused() -> None:
+    with pytest.raises(polyamp.InvalidTypeError):
+        LossScaler(3)

@@ -1,0 +1,171 @@
+"""``compute_gradients`` of a wrapped ``tf.compat.v1.train`` optimizer returns gradients that code may clip."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import polyamp
+from polyamp import LossScale
+from polyamp.backends.tensorflow import LossScaledOptimizer
+
+v1 = tf.compat.v1
+START = np.array([1.0, -2.0], np.float32)
+
+
+def by_norm(pairs: Any) -> Any:
+    grads, variables = zip(*pairs, strict=True)
+    return zip(tf.clip_by_global_norm(list(grads), 1.0)[0], variables, strict=True)
+
+
+def by_value(pairs: Any) -> Any:
+    return [(tf.clip_by_value(grad, -1.0, 1.0), variable) for grad, variable in pairs]
+
+
+def not_at_all(pairs: Any) -> Any:
+    return pairs
+
+
+CHANGES = [by_norm, by_value, not_at_all]
+MODES = ["session", "function", "eager", "jit"]
+
+
+class Run:
+    """One optimizer in one way to run it; each step takes a gradient."""
+
+    def __init__(self, make: Callable[[], Any], change: Callable[[Any], Any], mode: str) -> None:
+        self.change, self.mode = change, mode
+        if mode != "session":
+            self.opt = make()
+            self.weight = tf.Variable(START)
+            options = {} if mode == "function" else {"jit_compile": True}
+            self.run = self._step if mode == "eager" else tf.function(self._step, **options)
+            return
+        with tf.Graph().as_default() as self.graph:
+            opt = make()
+            self.factor = v1.placeholder(tf.float32, [2])
+            self.weight = v1.get_variable("weight", initializer=tf.constant(START))
+            loss = tf.reduce_sum(self.weight * self.factor)
+            self.train = opt.apply_gradients(change(opt.compute_gradients(loss, [self.weight])))
+            self.session = v1.Session()
+            self.session.run(v1.global_variables_initializer())
+
+    def _step(self, factor: Any) -> None:
+        pairs = self.opt.compute_gradients(lambda: tf.reduce_sum(self.weight * factor), [self.weight])
+        self.opt.apply_gradients(self.change(pairs))
+
+    def step(self, *factor: float) -> list[float]:
+        if self.mode == "session":
+            self.session.run(self.train, {self.factor: factor})
+            return self.session.run(self.weight).tolist()
+        self.run(tf.constant(factor))
+        return self.weight.numpy().tolist()
+
+
+def sgd() -> Any:
+    return v1.train.GradientDescentOptimizer(0.5)
+
+
+def momentum() -> Any:
+    return v1.train.MomentumOptimizer(0.5, 0.9)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("change", CHANGES)
+def test_steps_are_those_of_the_plain_optimizer(change: Any, mode: str) -> None:
+    plain, wrapped = (Run(make, change, mode) for make in (sgd, lambda: polyamp.wrap_optimizer(sgd(), "mixed_float16")))
+    for factor in ([3.0, 4.0], [0.25, -8.0]):
+        assert wrapped.step(*factor) == pytest.approx(plain.step(*factor), rel=1e-6)
+
+
+@pytest.mark.parametrize("bad", [np.inf, np.nan])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.filterwarnings("ignore:the loss was not finite")
+def test_an_overflow_skips_the_step_whatever_it_was_clipped_to(change: Any, mode: str, bad: float) -> None:
+    run = Run(lambda: polyamp.wrap_optimizer(momentum(), "mixed_float16"), change, mode)
+    before = run.step(1.0, 1.0)
+    assert run.step(bad, 1.0) == before
+    plain = Run(momentum, change, mode)
+    plain.step(1.0, 1.0)
+    assert run.step(0.5, 0.5) == pytest.approx(plain.step(0.5, 0.5), rel=1e-6)
+
+
+def test_gradients_are_those_of_the_loss_itself() -> None:
+    opt, weight = LossScaledOptimizer(sgd()), tf.Variable(START)
+    ((grad, variable),) = opt.compute_gradients(lambda: tf.reduce_sum(weight * [3.0, 4.0]), [weight])
+    assert (grad.numpy().tolist(), variable is weight) == ([3.0, 4.0], True)
+
+
+@pytest.mark.parametrize("mode", ["eager", "function"])
+def test_gradients_of_a_loss_that_one_scaled_oneself_are_unscaled_as_before(mode: str) -> None:
+    opt, weight = LossScaledOptimizer(sgd(), LossScale(init=8.0)), tf.Variable(START)
+
+    def step() -> None:
+        with tf.GradientTape() as tape:
+            scaled = opt.scale_loss(tf.reduce_sum(weight * [3.0, 4.0]))
+        opt.apply_gradients([(tape.gradient(scaled, weight), weight)])
+
+    (step if mode == "eager" else tf.function(step))()
+    assert weight.numpy().tolist() == [-0.5, -4.0]
+
+
+def test_towers_are_averaged_and_skipped_together() -> None:
+    opt = LossScaledOptimizer(sgd(), LossScale(init=8.0))
+    weight = tf.Variable(START)
+
+    @tf.function
+    def step(one: Any, other: Any) -> None:
+        towers = [
+            opt.compute_gradients(lambda factor=factor: tf.reduce_sum(weight * factor), [weight])
+            for factor in (one, other)
+        ]
+        opt.apply_gradients([(tf.clip_by_value((a[0] + b[0]) / 2, -1e3, 1e3), weight) for (a,), (b,) in [towers]])
+
+    step(tf.constant([2.0, 2.0]), tf.constant([4.0, 0.0]))
+    assert weight.numpy().tolist() == [-0.5, -2.5]
+    step(tf.constant([2.0, 2.0]), tf.constant([np.inf, 0.0]))
+    assert (weight.numpy().tolist(), opt.last_step.applied) == ([-0.5, -2.5], False)
+
+
+def test_max_grad_norm_clips_what_was_unscaled() -> None:
+    opt, weight = LossScaledOptimizer(sgd(), max_grad_norm=1.0), tf.Variable(START)
+    pairs = opt.compute_gradients(lambda: tf.reduce_sum(weight * [3.0, 4.0]), [weight])
+    opt.apply_gradients(pairs)
+    assert weight.numpy() == pytest.approx(START - 0.5 * np.array([0.6, 0.8]))
+
+
+def test_masters_are_trained_through_both_calls() -> None:
+    weight = tf.Variable(START, dtype=tf.float16)
+    opt = polyamp.wrap_optimizer(v1.train.GradientDescentOptimizer(1e-4), "mixed_float16")
+    for _ in range(10):
+        pairs = opt.compute_gradients(lambda: tf.reduce_sum(tf.cast(weight, "float32")), [weight])
+        opt.apply_gradients(by_value(pairs))
+    assert opt.scaler.variables[-1].numpy() == pytest.approx(START - 1e-3, rel=1e-4)
+
+
+def test_calls_in_two_functions_are_refused() -> None:
+    opt, weight = LossScaledOptimizer(sgd()), tf.Variable(START)
+    pairs = opt.compute_gradients(lambda: tf.reduce_sum(weight), [weight])
+    grads = [grad * 0.5 for grad, _ in pairs]
+    with pytest.raises(polyamp.UsageError, match="called elsewhere"):
+        tf.function(lambda: opt.apply_gradients([(tf.identity(grads[0]), weight)]))()
+    assert weight.numpy().tolist() == START.tolist()
+
+
+def test_a_rewritten_step_clips_unscaled_gradients() -> None:
+    opt, weight = LossScaledOptimizer(sgd(), LossScale(init=2.0**10)), tf.Variable(tf.ones((4, 2)))
+
+    def step(x: Any) -> None:
+        pairs = opt.compute_gradients(lambda: tf.reduce_sum(x @ weight), [weight])
+        opt.apply_gradients(by_norm(pairs))
+
+    fast = polyamp.rewrite(step, policy="mixed_float16", backend="tensorflow")
+    fast(tf.ones((3, 4)))
+    assert weight.numpy() == pytest.approx(np.full((4, 2), 1 - 0.5 / 8**0.5), rel=1e-6)
+    fast(tf.fill((3, 4), 3e4))  # the sum of three overflows float16
+    assert not opt.last_step.applied

@@ -1,8 +1,8 @@
-"""The decisions that one policy makes in one graph, remembered: shared by the rewriters of all frameworks.
+"""The decisions of one policy about one graph. The rewriters of all frameworks share this code.
 
-A graph has thousands of operations and few different ones. A `Decider` answers each question once and remembers the
-answer. What it was asked is also what can be reported at the end: the rules that matched nothing, whether anything was
-lowered, and what a rule wanted but no kernel does.
+A graph has thousands of operations, but few different ones. A `Decider` decides each different operation once and
+stores the decision. At the end, it can report the rules that matched nothing, whether any operation was lowered, and
+the rules that no kernel can follow.
 
 >>> from polyamp.policy import policy
 >>> decider = Decider(policy("mixed_float16", rules={"softmax": "lower", "head/*": "full"}))
@@ -26,15 +26,15 @@ from polyamp.rules import TABLE, Decision, Rule, decide, unused
 
 
 class Decider:
-    """A policy, with all that it decided in one graph and in the functions that the graph calls.
+    """A policy, and its decisions about one graph and the functions that the graph calls.
 
     Attributes:
         policy: the policy.
         compute: its compute format.
-        decisions: the class of each operation that was asked about, by operation and path.
+        decisions: the class of each operation that was decided, by operation and path.
         lowered: whether any operation runs in the compute format. The adapter sets it.
         not_lowered: why operations that the table lowers run in float32: each reason, with the first place.
-        refused: what a rule wanted and no kernel does, with the rule.
+        refused: the missing kernels that a rule asked for, each with the rule.
     """
 
     def __init__(self, policy: Policy) -> None:
@@ -62,7 +62,7 @@ class Decider:
         return self._flows[key]
 
     def constant(self, *magnitudes: float) -> Value:
-        """Return what is known of a constant in the policy's compute format; see `polyamp.values.constant`.
+        """Return the facts about a constant in the policy's compute format; see `polyamp.values.constant`.
 
         >>> from polyamp.policy import policy
         >>> Decider(policy("mixed_float16")).constant(2.0, 3e38).unfit
@@ -73,7 +73,7 @@ class Decider:
         return self._constants[magnitudes]
 
     def refuse(self, missing: str, decision: Decision) -> None:
-        """Record that no kernel does what a decision asks for. Only a rule's decision is recorded."""
+        """Record that no kernel can follow a decision. A decision that did not come from a rule is not recorded."""
         if decision.reason != TABLE:
             self.refused[missing] = decision.reason
 
@@ -83,16 +83,17 @@ class Decider:
         return unused_in([self])
 
     def sibling(self) -> Decider:
-        """Return a decider for the same policy that shares this one's memory but keeps its own record.
+        """Return a decider for the same policy that shares the stored answers but keeps a separate record.
 
-        It is for a function that is decided once and called from several graphs: each of them takes the record over.
+        Use it for a function that is decided once and called from several graphs. Each graph then adds the function's
+        record to its own record with `take_over`.
         """
         other = Decider(self.policy)
         other._flows, other._constants = self._flows, self._constants
         return other
 
     def take_over(self, other: Decider) -> None:
-        """Add what another decider recorded. Reasons that are known here already keep their place.
+        """Add the record of another decider. A reason that both have keeps the place in this one.
 
         >>> from polyamp.policy import policy
         >>> graph = Decider(policy("mixed_float16", rules={"exp": "lower"}))

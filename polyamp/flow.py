@@ -1,7 +1,8 @@
 """The flow rule: the one function that decides what format an operation runs in, in every framework.
 
-A pass over a graph gives every floating value a state, and `flow` decides for each operation what comes of its inputs'
-states. Adapters translate their graphs into calls of it and carry out what it returns.
+A pass over a graph assigns a state to every floating value. For each operation, `flow` derives the format and the
+state of the outputs from the states of the inputs. Adapters translate their graphs into calls of `flow` and apply its
+results.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ __all__ = [
 
 AS_WRITTEN = "as written"
 NO_FLOATS = "no floating-point input"
-"""The reason if an operation has nothing to decide about."""
+"""The reason for an operation that needs no decision."""
 
 _SATURATING = frozenset({"sigmoid", "tanh", "erf"})
 _POINTWISE = frozenset(
@@ -42,16 +43,16 @@ _POINTWISE = frozenset(
 
 
 class Flow(NamedTuple):
-    """What the flow rule decides of one operation.
+    """A decision of the flow rule about one operation.
 
     Attributes:
         format: the format that its floating inputs are cast to and that it computes in; or `AS_WRITTEN`.
-        output: what is known of its float32 outputs. One that is ``low`` after work in float32 is cast to the compute
-            format there, unless its role is ``normalized``: such a value stays in float32 until an operation that
-            runs in the compute format takes it.
+        output: the state of the outputs that were float32. If the state is ``low`` and the operation ran in float32,
+            the output is cast to the compute format at once, except in the role ``normalized``: then it stays in
+            float32 until an operation that runs in the compute format uses it.
         reason: the rule, the neighbour or the guard that decided.
-        anew: roles of low inputs that the operation must not take as they were rounded: they are computed again in
-            float32 for it.
+        anew: roles of low inputs whose rounded values the operation must not use. These inputs are computed again in
+            float32 for this operation.
     """
 
     format: str
@@ -72,12 +73,19 @@ class Flow(NamedTuple):
 def flow(operation: str, decision: Decision, inputs: Sequence[Value], compute: str, *, gradient: bool = False) -> Flow:
     """Decide one operation. Pure: the same arguments give the same answer in every framework.
 
-    ``lower`` makes low values and ``full`` strong ones. ``inner`` is low if its first input is low, low after strong
-    work too, else as declared. ``follow`` is float32 after any strong input and where low values meet the user's
-    inputs, else low next to any low value, else as declared; ``neutral`` carries its input's state in the same way.
-    ``promote`` takes the widest input. An input that the compute format cannot hold forces float32, and so does what
-    moves or multiplies it. An operation that the table calls ``full`` for its range alone is so in formats of a
-    narrower range. A norm that is written out is low, and float32 inside (`polyamp.norms`).
+    The classes of operations:
+
+    - ``lower`` returns low values, and ``full`` returns strong ones.
+    - ``inner`` returns a low value if its first input is low or strong, else a value as declared. An average pool is
+      the exception: it returns what ``follow`` does if its data are strong or the user's.
+    - ``follow`` and ``neutral`` run in float32 if any input is strong, or if a low value meets one of the user's
+      inputs; else in the compute format if any input is low; else as declared.
+    - ``promote`` runs in the format of its widest input.
+
+    Exceptions: an input that the compute format cannot hold forces float32, and so does the result of moving or
+    multiplying such an input. An operation that is ``full`` only because of its range is ``full`` only in formats
+    with a range narrower than that of float32. A norm that is written out returns low values, but is computed in
+    float32 (`polyamp.norms`).
 
     >>> from polyamp.rules import decide
     >>> low, strong, weak = Value("low", "matmul"), Value("strong", "exp"), Value()
@@ -94,14 +102,15 @@ def flow(operation: str, decision: Decision, inputs: Sequence[Value], compute: s
 
     Args:
         operation: the canonical name; see `specific`.
-        decision: the operation's class and who gave it; see `polyamp.rules.decide`.
-        inputs: its floating inputs in the order of its operands; empty where it has none.
+        decision: the operation's class and the source of that class; see `polyamp.rules.decide`.
+        inputs: the operation's floating inputs in the order of its operands; may be empty.
         compute: the format of ``lower`` operations.
-        gradient: whether it is of a backward pass that the program writes out.
+        gradient: whether the operation belongs to a backward pass that the program writes out.
 
-    Source: the classes are those of `polyamp.operations`. Telling apart float32 by declaration and float32 by need is
-    what TensorFlow's pass does by painting a whole graph (core/grappler/optimizers/auto_mixed_precision.cc); here one
-    forward pass does it. That a user's float32 data stay float32 is PyTorch's promotion under autocast.
+    Source: the classes are those of `polyamp.operations`. TensorFlow's pass also distinguishes values that are float32
+    by declaration from values that need float32: it paints a whole graph
+    (core/grappler/optimizers/auto_mixed_precision.cc); here one forward pass is enough. A user's float32 data stay
+    float32, as in PyTorch's promotion under autocast.
     """
     foreign = _first(inputs, "other")
     if decision.op_class == "keep" or foreign:
@@ -122,7 +131,7 @@ def flow(operation: str, decision: Decision, inputs: Sequence[Value], compute: s
 
 
 def specific(operation: str, *, of_itself: bool = False, over: bool = False) -> str:
-    """Return what an operation is, given what its operands are.
+    """Return the more specific name of an operation with such operands: a ``mul`` of equal values is a ``square``.
 
     >>> specific("mul", of_itself=True), specific("div", over=True), specific("add", of_itself=True)
     ('square', 'reciprocal', 'add')
@@ -130,7 +139,7 @@ def specific(operation: str, *, of_itself: bool = False, over: bool = False) -> 
     Args:
         operation: the canonical name.
         of_itself: whether its two operands are the same value, seen through moves, ``conj`` and ``real``.
-        over: whether its first operand is a constant, and the second is none.
+        over: whether its first operand is a constant and its second operand is not.
     """
     if operation == "mul" and of_itself:
         return "square"
@@ -138,7 +147,7 @@ def specific(operation: str, *, of_itself: bool = False, over: bool = False) -> 
 
 
 class _Choice(NamedTuple):
-    """What a class makes of its inputs; ``is_wide`` where a low result is computed in float32."""
+    """The state of a result, as its class decides it; ``is_wide`` if a low result is computed in float32."""
 
     state: str
     maker: str
@@ -166,14 +175,14 @@ def _as_written(decision: Decision, inputs: Sequence[Value], foreign: Value | No
 
 
 def _overflows(operation: str, compute: str) -> bool:
-    """Return whether an operation is safe in 16 bits but for the range of a format narrower than float32's."""
+    """Return whether an operation needs float32 only for its range, and the format has a narrower range."""
     entry = OPERATIONS.get(operation)
     narrow = format_of(compute).exponent_bits < format_of("float32").exponent_bits
     return narrow and entry is not None and entry.op_class == "follow" and entry.sources.get("range") == "full"
 
 
 def _role(operation: str, decision: Decision, inputs: Sequence[Value]) -> str:
-    """Return the role of what an operation computes in the compute format."""
+    """Return the role of the result of an operation that runs in the compute format."""
     if operation in _SATURATING:
         return "saturated"
     low = [value for value in inputs if value.state == "low"]
@@ -187,8 +196,8 @@ def _role(operation: str, decision: Decision, inputs: Sequence[Value]) -> str:
 def _anew(decision: Decision, inputs: Sequence[Value], is_guarded: bool) -> tuple[str, ...]:
     """Return the roles of inputs that are computed again in float32.
 
-    Between a sigmoid that was rounded to 0 and the logarithm of its sum with 1e-12, a gradient of 1e12 would be cast to
-    float16 and meet the sigmoid's derivative, which is 0: inf times 0.
+    For example, take ``log(sigmoid(x) + 1e-12)`` where the sigmoid was rounded to 0. The gradient 1e12 would become inf
+    in float16 and be multiplied by the sigmoid's derivative, which is 0: the result would be NaN.
     """
     roles = ("saturated", "pointwise") if is_guarded else ("saturated",) if decision.op_class == "full" else ()
     present = {value.role for value in inputs if value.state == "low"}
@@ -208,16 +217,16 @@ def _full(operation: str, decision: Decision, inputs: Sequence[Value]) -> _Choic
 
 
 def _inner(operation: str, decision: Decision, inputs: Sequence[Value]) -> _Choice:
-    """Choose by the first input, the data; a norm's others are its parameters and statistics.
+    """Choose by the first input, which is the data. The other inputs, such as a norm's parameters, do not count.
 
-    An average is as large as its data, as of squares: after full work, and of the user's data, it is what they are.
+    An average can be as large as its data, so an average of strong values or of the user's inputs keeps their state.
     """
     data = inputs[0] if inputs else Value()
     if operation == "avg_pool" and decision.reason == TABLE and data.state in ("strong", "input"):
         return _follow(operation, decision, inputs[:1])
     if data.state == "low":
         return _Choice("low", operation, f"next to {data.maker}")
-    if data.state == "strong":  # inf is a fine argument of a function that saturates, and of nothing else
+    if data.state == "strong":  # only a function that saturates tolerates inf as its argument
         return _Choice("low", operation, f"bounded, after {data.maker}", is_wide=operation not in _SATURATING)
     return _Choice("weak", "", "as declared")
 

@@ -41,7 +41,7 @@ def report_nonfinite_loss(
     if config.nonfinite_loss == "raise":
         raise non_finite_loss(found, where=where, compute=compute)
     warn_once(
-        f"{NONFINITE_LOSS}. The step is skipped. To do: {look_for_nonfinite(compute)}.", stacklevel=stacklevel + 1
+        f"{NONFINITE_LOSS}. The step is skipped. What to do: {look_for_nonfinite(compute)}.", stacklevel=stacklevel + 1
     )
 
 

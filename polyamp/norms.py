@@ -1,8 +1,9 @@
-"""Norms that a program writes out, as sums, roots and products: how the flow rule recognises them.
+"""Recognise norms that a program writes out as sums, roots and products, for the flow rule.
 
 A layer norm by hand is ``(x - mean(x)) * rsqrt(variance(x) + eps) * scale + bias``. Its mean and variance are full
-work, and after full work all would be float32: the whole network, since norms are everywhere. What a norm gives is of
-order one, though, so 16 bits hold it. Each value therefore has a role (`polyamp.values.ROLES`), found step by step:
+work. Everything after full work would be float32, and since norms are everywhere, this would be the whole network. But
+the results of a norm are near one, so 16 bits can hold them. Each value therefore has a role (`polyamp.values.ROLES`)
+that is found step by step:
 
 ==================================  ======================================
 ``m = mean(x)``                     ``statistic``
@@ -13,8 +14,9 @@ order one, though, so 16 bits hold it. Each value therefore has a role (`polyamp
 ``relu(z)``                         takes ``z`` rounded, once
 ==================================  ======================================
 
-A low value times a statistic that is not a reciprocal root (this undoes a norm) leaves its order of magnitude and stays
-strong; so does a value less a sum, or less a logarithm of one, as in a cross entropy by hand.
+Two kinds of results stay strong, because they may be much larger than one: a low value times a statistic that is not a
+reciprocal root, which reverses a norm; and a value minus a sum, or minus the logarithm of a sum, as in a cross entropy
+that a program writes out.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ _AFFINE = frozenset({"add", "sub", "mul", "div"})
 
 
 def statistic(operation: str, inputs: Sequence[Value]) -> str:
-    """Return the role of what an operation computes in float32: that of a statistic, or empty.
+    """Return the role of a float32 result if it is a statistic; else an empty string.
 
     >>> mean = Value("strong", "mean", role="statistic")
     >>> statistic("rsqrt", [mean]), statistic("exp", [mean])
@@ -48,7 +50,7 @@ def statistic(operation: str, inputs: Sequence[Value]) -> str:
     roles = [value.role for value in inputs if value.role in _STATISTICS]
     if any(value.role not in _STATISTICS and value.state != "weak" for value in inputs):
         return ""
-    if operation == "rsqrt":  # of a parameter too: the variance that a norm keeps for inference is one
+    if operation == "rsqrt":  # also of a parameter: the variance that a norm stores for inference is a parameter
         return "reciprocal root"
     if not roles:
         return ""
@@ -58,13 +60,13 @@ def statistic(operation: str, inputs: Sequence[Value]) -> str:
         return _INVERSES.get(roles[0], "statistic")
     if operation in _KEEPING and len(set(roles)) == 1:
         return roles[0]
-    if operation in ("mul", "div") and len(roles) == 1:  # by a number, which makes a mean of a sum
+    if operation in ("mul", "div") and len(roles) == 1:  # by a number, which turns a sum into a mean
         return roles[0] if roles[0] in _INVERSES else "statistic"
     return "statistic" if operation in _KEEPING | _AFFINE | {"square", "squared_difference", "abs"} else ""
 
 
 def normalizes(operation: str, inputs: Sequence[Value], gradient: bool = False) -> bool:
-    """Return whether an operation is a step of a norm that is written out: its result is low, and held in float32.
+    """Return whether an operation is part of a norm that is written out. Its result is low, but kept in float32.
 
     >>> low, mean = Value("low", "matmul"), Value("strong", "mean", role="statistic")
     >>> normalizes("sub", [low, mean]), normalizes("mul", [low, mean])
@@ -73,8 +75,8 @@ def normalizes(operation: str, inputs: Sequence[Value], gradient: bool = False) 
     Args:
         operation: the canonical name.
         inputs: as for `statistic`.
-        gradient: whether it is of a backward pass that is written out, where any statistic may multiply: the range
-            of gradients is the loss scale's.
+        gradient: whether the operation belongs to a backward pass that is written out. There any statistic may be a
+            factor, because the loss scale keeps gradients in range.
     """
     low = [value for value in inputs if value.state == "low"]
     statistics = [value for value in inputs if value.role in _STATISTICS]
@@ -85,7 +87,7 @@ def normalizes(operation: str, inputs: Sequence[Value], gradient: bool = False) 
     if not statistics:
         alone = len(low) == 1 or (gradient and operation in ("add", "sub"))
         return begun and alone and operation in _AFFINE | _MOVES
-    many = gradient and operation in ("add", "sub")  # sums of gradients: what came by the data and by its statistics
+    many = gradient and operation in ("add", "sub")  # sums the gradients of the data and of its statistics
     if (len(low) > 1 and not many) or operation not in _AFFINE:
         return False
     role = statistics[0].role

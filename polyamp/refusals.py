@@ -151,7 +151,7 @@ def no_loss_scale(found: object, *, where: str, allowed: str) -> InvalidTypeErro
         where=where,
         found=kind_of(found),
         allowed=allowed,
-        fix="wrap the optimizer, and give the wrapped one",
+        fix="wrap the optimizer, and pass the wrapped optimizer",
     )
 
 
@@ -164,6 +164,6 @@ def not_traced(*, where: str) -> UsageError:
     return UsageError(
         "the function was not traced yet",
         where=where,
-        allowed="a function that was given arguments",
+        allowed="a function that was called, or rewritten with example arguments",
         fix="call it once, or give example arguments: rewrite(fn, *args)",
     )

@@ -79,7 +79,7 @@ def is_wide(operation: str, decision: Decision) -> bool:
 
 
 def unused(rules: Iterable[Rule], seen: Iterable[tuple[str, str]]) -> list[Rule]:
-    """Return the rules that match none of the (operation, path) pairs. They had no effect and are reported."""
+    """Return the rules that match none of the (operation, path) pairs. Such rules have no effect and are reported."""
     pairs = [pair for pair in seen if not _untouched(pair[0])]
     return [rule for rule in rules if not any(rule.matches(*pair) for pair in pairs)]
 
@@ -123,7 +123,7 @@ def _pairs(spec: Mapping[str, str] | Iterable[tuple[str, str]], where: str) -> l
         pairs = None
     if pairs is None or not all(isinstance(text, str) for pair in pairs for text in pair):
         raise InvalidTypeError(
-            "rules map a pattern to a class, both strings",
+            "the rules must be a mapping from patterns to classes, all strings",
             where=where,
             found=repr(spec),
             allowed='a mapping such as {"softmax": "full"}',

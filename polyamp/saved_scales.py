@@ -43,7 +43,7 @@ class Dialect(NamedTuple):
     Attributes:
         library: the library that saves this state.
         source: the source of its names.
-        keys: our field, and the library's key for it. All keys must be present.
+        keys: the library's key for each field of polyamp's state. All keys must be present.
     """
 
     library: str

@@ -1,4 +1,4 @@
-"""What the flow rule knows of a floating value: its state, and what else of it decides later operations."""
+"""The facts that the flow rule records about a floating value: its state, and others that later decisions need."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ ROLES: dict[str, str] = {
 
 
 class Value(NamedTuple):
-    """What the flow rule knows of one floating value.
+    """The facts that the flow rule records about one floating value.
 
     Attributes:
         state: one of `STATES`.
         maker: the canonical operation, or the declared type, that the state comes from; empty for a ``weak`` value.
-        unfit: why the compute format cannot hold it; empty where it can.
+        unfit: why the compute format cannot hold the value; empty if it can.
         role: one of `ROLES`, or empty.
     """
 
@@ -45,11 +45,11 @@ class Value(NamedTuple):
 WEAK = Value()
 INPUT = Value("input")
 CARRIED = Value("strong", "a loop")
-"""A float32 value that a loop carries from turn to turn: it may add up there, which 16 bits would lose."""
+"""A float32 value that a loop carries over its iterations. It may be a sum, which in 16 bits loses small terms."""
 
 
 def constant(magnitudes: Iterable[float], compute: str) -> Value:
-    """Return what is known of a constant.
+    """Return the facts about a constant.
 
     >>> constant([1e-8], "float16").unfit
     'constant 1e-08 is lost in float16'
@@ -59,8 +59,8 @@ def constant(magnitudes: Iterable[float], compute: str) -> Value:
     Value(state='weak', maker='', unfit='', role='')
 
     Args:
-        magnitudes: of its elements, those that have to be held: for a scalar its own; for an array the largest finite
-            one, since tiny elements next to large ones may round to 0.
+        magnitudes: the elements that the compute format must hold. For a scalar this is the scalar itself; for an
+            array the largest finite element, since tiny elements next to large ones may round to 0.
         compute: the format of ``lower`` operations.
     """
     target = format_of(compute)
@@ -73,14 +73,14 @@ def constant(magnitudes: Iterable[float], compute: str) -> Value:
 
 
 def magnitude(values: Any) -> float:
-    """Return what of a constant must fit a format: all of a scalar, the largest finite element of an array.
+    """Return the number that a format must hold: a scalar itself, or the largest finite magnitude in an array.
 
     >>> import numpy
     >>> magnitude(numpy.array([1.0, -3.0, numpy.inf])), magnitude(-1e9)
     (3.0, -1000000000.0)
 
     Args:
-        values: a number, or what NumPy takes as an array.
+        values: a number, or anything that NumPy can convert to an array.
     """
     import numpy
 

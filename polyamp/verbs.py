@@ -247,7 +247,7 @@ def autocast(
         return autocast_function(target, bound, backend, _given(argnums=argnums))
     if argnums is not None:
         raise InvalidTypeError(
-            "argnums belongs to a function",
+            "argnums needs a function",
             where="autocast(policy, argnums=)",
             found=_shown(argnums),
             allowed="autocast(function, policy, argnums=)",

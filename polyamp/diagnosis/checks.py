@@ -35,12 +35,12 @@ class Fault(NamedTuple):
 
 
 class Check(NamedTuple):
-    """One check: a pure function of facts, and the severity of what it finds.
+    """One check: a pure function of facts, and the severity of its findings.
 
     Attributes:
         severity: the severity of all its findings; see `Finding`.
-        title: what it checks for.
-        source: the reference for why this is wrong.
+        title: the fault that the check looks for.
+        source: a reference that explains why the fault is wrong.
         find: returns its findings.
     """
 
@@ -102,7 +102,7 @@ def _unscaled_loss(facts: Facts) -> Iterator[Fault]:
 def _clipped_scaled(facts: Facts) -> Iterator[Fault]:
     if facts.clipped:
         yield Fault(
-            "gradients are clipped while they are scaled: the limit is too small by the loss scale",
+            "gradients are clipped while they are scaled: the limit does not include the loss scale",
             _places(facts.clipped),
             "leave the clipping out, and give polyamp.wrap_optimizer(..., max_grad_norm=); or clip unscaled gradients",
         )

@@ -186,7 +186,10 @@ def _gradients(probe: Probe, one: Observation) -> list[Observation]:
 
 
 def _makers(recording: Recording, one: Observation) -> list[Observation]:
-    """Return the 16-bit operations of the forward pass that a gradient belongs to: at its place, else at its path."""
+    """Return the 16-bit forward operations that a gradient belongs to.
+
+    These are the operations of the same name at the gradient's path; without any, the products at that path.
+    """
     if _is_rounding(one):
         return _product_before(recording, one)
     if one.kind == PARAMETER:  # its name may start with modules above the one that the step calls
@@ -198,7 +201,7 @@ def _makers(recording: Recording, one: Observation) -> list[Observation]:
 
 
 def _product_before(recording: Recording, one: Observation) -> list[Observation]:
-    """Return the product whose 16-bit result a float32 operation took.
+    """Return the last product before a float32 operation: its 16-bit result is the operation's input.
 
     The gradient of that operation is rounded to 16 bits for the product.
     """
@@ -209,7 +212,7 @@ def _product_before(recording: Recording, one: Observation) -> list[Observation]
 
 
 def _is_rounding(one: Observation) -> bool:
-    """Return whether it is a float32 result that was rounded to 16 bits for the operation that takes it."""
+    """Return whether a tensor is a float32 result that was rounded to 16 bits for the next operation."""
     return one.is_low and one.op_class == "full"
 
 
@@ -219,9 +222,9 @@ def _forward(recording: Recording) -> list[Observation]:
 
 
 def _causes(observations: Iterable[Observation]) -> Sequence[Observation]:
-    """Return the products among operations that overflow or lose values; without products, all but float32 work.
+    """Return the products among operations that overflow or lose values; without products, those of other classes than full.
 
-    Operations after float32 work become float32 without a rule.
+    An operation that follows a float32 operation runs in float32 without a rule.
     """
     each = [one for one in observations if one.op_class not in ("keep", "full")]
     return [one for one in each if one.op_class == "lower"] or each

@@ -34,7 +34,7 @@ LOWEST_USEFUL = 1.0
 
 FINDINGS = {
     "ok": "Nothing to do: skipped steps are those in which the scale tries how far it can go.",
-    "calibrating": "The scale is still being found: steps that are skipped until it first grows are normal.",
+    "calibrating": "The scale is still being adjusted: skipped steps are normal until it grows for the first time.",
     "spiral": "Training stands still: polyamp.diagnose(step, ...) names the first tensor that is not finite, and tells "
     "whether the scale, a layer or the forward pass is to blame.",
     "underflowing": "Gradients are lost at this scale: polyamp.probe(step, ...) reports which scale they need, and "
@@ -76,15 +76,15 @@ class Health:
 
     @property
     def calibrating(self) -> int:
-        """Return the steps skipped before the scale first grew, while it came down from its first value: expected.
+        """Return the number of steps skipped before the scale first grew. They are expected: the first scale is high.
 
-        0 for a fixed scale, for which skipping calibrates nothing.
+        For a fixed scale this is 0.
         """
         return int(self.counters.calibrating) if self.settings.dynamic else 0
 
     @property
     def periodic(self) -> int:
-        """Return the steps skipped to undo a growth, at most one per growth: expected, every few intervals."""
+        """Return the number of steps skipped to undo a growth, at most one per growth. They are expected."""
         return min(int(self.counters.growths), self.skipped - self.calibrating)
 
     @property
@@ -270,5 +270,5 @@ def check_probe(probe: object, *, where: str) -> None:
             where=where,
             found=shown(probe),
             allowed="a polyamp.Probe, or None",
-            fix="give what polyamp.probe(step, ...) returned",
+            fix="pass the result of polyamp.probe(step, ...)",
         )

@@ -96,7 +96,7 @@ def source_of(narrow: Recording, one: Observation) -> Observation:
 
 
 def _forward(recording: Recording) -> list[tuple[tuple[str, int], Observation]]:
-    """Return the forward pass's tensors, each with its place and its number at that place."""
+    """Return the forward pass's tensors, each with its place and the number of earlier tensors at the same place."""
     seen: Counter[str] = Counter()
     found = []
     for one in recording.of_kind(ACTIVATION):

@@ -125,7 +125,10 @@ def diagnose(
 
 
 def _with_rules_tried(verdict: Verdict, policy: Policy, run: Callable[[Policy], Recording]) -> Verdict:
-    """Return the verdict with its rules tried: what one keeps in float32 may overflow in the next operation."""
+    """Run the step with the verdict's rules, and return the verdict with the outcome.
+
+    A value that a rule keeps in float32 may overflow in the next operation, which then needs another rule.
+    """
     rules: dict[str, str] = {}
     latest = verdict
     for _ in range(ATTEMPTS):

@@ -87,7 +87,7 @@ def watch(
 
 
 class _Place:
-    """The place of the loss scale: a mutable optimizer or scaler, or values that are passed around.
+    """The place of the loss scale: a mutable optimizer or scaler, or a state among the step's arguments and results.
 
     >>> class Optimizer: ...
     >>> one = Optimizer()
@@ -162,7 +162,7 @@ def _look(holder: Any) -> Health:
             where="watch(step, holder=)",
             found=str(error).partition("\n")[0],
             allowed="a wrapped optimizer or a loss scaler; in JAX, one state among the step's arguments or results",
-            fix="give it, polyamp.watch(step, optimizer); in JAX let the step take and return its optimizer state",
+            fix="pass the optimizer: polyamp.watch(step, optimizer). In JAX, let the step take and return its state",
         ) from error
 
 

@@ -60,7 +60,7 @@ def converted(array: Any, dtype: Any, *, weak_type: bool = False) -> Any:
 
 
 def place_of(equation: Any) -> AbstractContextManager[None]:
-    """Give everything that is bound inside the equation's scope and source line."""
+    """Return a context that gives all operations bound in it the scope and source line of an equation."""
     info = equation.source_info
     place: AbstractContextManager[None] = user_context(
         info.traceback, name_stack=current_name_stack() + info.name_stack
@@ -69,7 +69,7 @@ def place_of(equation: Any) -> AbstractContextManager[None]:
 
 
 def settings_of(equation: Any) -> AbstractContextManager[None]:
-    """Bind everything inside under the settings that the equation was traced under, such as its device."""
+    """Return a context with the settings that an equation was traced under, such as its device."""
     settings: AbstractContextManager[None] = equation.ctx.manager
     return settings
 
@@ -233,9 +233,9 @@ def transformations(equation: Any) -> set[str]:
 
 
 def live(closed: Any, wanted: Sequence[bool]) -> list[tuple[Any, list[bool]]]:
-    """Return the equations that wanted outputs depend on or that have effects, each with flags for its needed outputs.
+    """Return the equations that have effects or that wanted outputs depend on, each with flags for its needed outputs.
 
-    JAX's own elimination of dead code rewrites jaxprs, and its function is private.
+    JAX's own function for this is private, and it rewrites the jaxpr.
     """
     jaxpr, _ = opened(closed)
     needed = {var for var, is_wanted in zip(jaxpr.outvars, wanted, strict=True) if is_wanted and is_variable(var)}
@@ -254,7 +254,7 @@ def is_variable(atom: Any) -> bool:
 
 
 def has_backward(closed: Any) -> bool:
-    """Return whether a jaxpr contains a backward pass, as far as name stacks tell."""
+    """Return whether a name stack in a jaxpr shows a backward pass."""
     jaxpr, _ = opened(closed)
     return any(
         "transpose" in transformations(equation) or any(map(has_backward, inner_programs(equation)))
@@ -277,9 +277,9 @@ def fingerprint(closed: Any) -> str:
 
 
 def text_of(closed: Any) -> str:
-    """Return a text that is equal for jaxprs that compute the same; empty if a text cannot tell.
+    """Return a text that is equal for jaxprs that compute the same; empty if no such text exists.
 
-    It does not show the numbers of constants, or functions in parameters such as the rules of custom derivatives.
+    A text does not show the numbers of constants, or functions in parameters such as rules of custom derivatives.
     """
     jaxpr, constants = opened(closed)
     text = "" if constants else str(jaxpr)
@@ -295,7 +295,7 @@ def specs_of_results(closed: Any) -> list[Any]:
 def users_cast(equation: Any) -> str:
     """Return the function that a program called for a cast: ``astype``, ``array``; empty for a cast that JAX made.
 
-    Only the traceback tells them apart: JAX's own promotions are the same primitive.
+    Only the traceback shows the difference, since JAX's own promotions are the same primitive.
     """
     traceback = equation.source_info.traceback
     frames = iter(traceback.frames if traceback and equation.primitive.name == "convert_element_type" else ())
@@ -314,7 +314,7 @@ def users_cast(equation: Any) -> str:
 def chose_output(equation: Any) -> bool:
     """Return whether the program itself set the ``preferred_element_type`` of a product; ``jax.numpy`` always sets one.
 
-    Only the traceback tells who called for the product.
+    Only the traceback shows which code asked for the product.
     """
     traceback = equation.source_info.traceback
     called = False

@@ -97,7 +97,7 @@ def _takes(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> boo
 
 
 def _surveyed(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], policy: Policy) -> tuple[Survey, bool]:
-    """Return what a run has shown, and whether the target computes gradients itself; empty if it cannot run."""
+    """Return the survey of a run, and whether the target computes gradients itself. It is empty if there was no run."""
     run = Run(target, args, kwargs, policy, True)
     survey = Survey(run.tracker, run.changes)
     if _takes(target, args, kwargs):

@@ -222,7 +222,7 @@ def _forward(recording: Recording) -> list[Observation]:
 
 
 def _causes(observations: Iterable[Observation]) -> Sequence[Observation]:
-    """Return the products among operations that overflow or lose values; without products, those of other classes than full.
+    """Return the products among these operations; without products, those that are not ``keep`` or ``full``.
 
     An operation that follows a float32 operation runs in float32 without a rule.
     """

@@ -42,9 +42,9 @@ def autocast(
 
     Returns:
         A function with the same arguments and results; the results have the dtypes that ``fn`` gives them. It composes
-        with ``jit``, ``grad``, ``vmap``, ``jax.checkpoint`` and the others in either order. Each call traces ``fn``:
-        put ``jax.jit`` around it. Parameters are cast where they are used, inside loops too, so that their gradients
-        are added up in float32.
+        with ``jit``, ``grad``, ``vmap``, ``jax.checkpoint`` and other transformations in either order. Each call traces
+        ``fn``: put ``jax.jit`` around it. Parameters are cast where they are used, inside loops too, so that their
+        gradients are added up in float32.
 
     Raises, when called:
         UnsupportedError: JAX cannot compute in the policy's format.

@@ -2,8 +2,8 @@
 
 The user's rule stays a rule, and the operations inside it run by the flow rule. For example, a function with a
 ``custom_vjp`` becomes a new ``custom_vjp`` of cells. Its forward rule runs the user's forward rule again, operation by
-operation. The outputs must have the same formats whether JAX runs the function itself or its rule: `_Formats` holds the
-first ones.
+operation. The outputs must have the same formats whether JAX runs the function itself or its rule, so `_Formats`
+applies the formats of the first run to the others.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ class _Formats:
 
 
 def _tangent(cell: Cell) -> Cell:
-    """Return a tangent as the rule expects it: declared as its primal, and no constant."""
+    """Return a tangent as the rule expects it: with the declared dtype of its primal, and not a constant."""
     if not cell.inexact:
         return Cell.of(cell.array, jax.dtypes.float0)
     if _is_zero(cell.array):
@@ -127,7 +127,7 @@ def _tangent(cell: Cell) -> Cell:
 
 
 def _tangent_of(primal: Cell, tangent: Cell) -> Any:
-    """Return a tangent, or a symbolic zero, that a rule returned, in its primal's dtype."""
+    """Return the result of a rule, a tangent or a symbolic zero, in the dtype of its primal."""
     dtype = primal.dtype if primal.inexact else jax.dtypes.float0
     return _zero_like(tangent.array, dtype) if _is_zero(tangent.array) else tangent.cast(dtype)
 
@@ -166,7 +166,7 @@ def _call_with_fixed(run: Run, function: Callable[..., Any], cells: Sequence[Cel
 
 
 def _is_static(result: Any) -> bool:
-    """Return whether a value of a rule is not an array: a symbolic zero, or a flag or number that it keeps."""
+    """Return whether a rule's value is not an array: a symbolic zero, a flag or a number."""
     return _is_zero(result) or isinstance(result, int | float)
 
 

@@ -77,7 +77,7 @@ class Interpreter:
             self.is_looped = before
 
     def place(self, path: str) -> str:
-        """Return as much of a path as decisions depend on."""
+        """Return the part of a path that decisions depend on: without rules for paths, at most `unstable.ISLAND`."""
         return path if self._needs_paths else unstable.ISLAND if unstable.ISLAND in path else ""
 
     def run(self, closed: Any, cells: Sequence[Cell], path: str) -> list[Cell]:

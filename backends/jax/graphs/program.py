@@ -69,13 +69,13 @@ class Program:
         return [_as_traced(cell, variable) for cell, variable in zip(outputs, jaxpr.outvars, strict=True)]
 
     def as_traced(self, arrays: Sequence[Any]) -> list[Any]:
-        """Return the arrays of the results of the function as written."""
+        """Run the function as written, without the policy, and return the arrays of its results."""
         jaxpr, constants = unstable.opened(self.closed)
         results: list[Any] = jax.core.eval_jaxpr(jaxpr, constants, *arrays)
         return results
 
     def results(self, arrays: Sequence[Any]) -> Any:
-        """Return the results of the function, with these arrays in them."""
+        """Return the results of the function with their arrays replaced by these."""
         given, kept = iter(arrays), zip(self._results, self._given, strict=True)
         return jax.tree.unflatten(self._tree, [next(given) if is_one else leaf for leaf, is_one in kept])
 

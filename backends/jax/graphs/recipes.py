@@ -29,13 +29,13 @@ _DEPTH = 8
 
 
 def note_equation(equation: Any, cells: Sequence[Cell], results: Sequence[Cell], anew: Sequence[str]) -> None:
-    """Record how the result of an equation was computed, if it may have to be computed again."""
+    """Record how the result of an equation was computed, if an operation may need it again."""
     if len(results) == 1 and (equation.primitive.name in _CHEAP or results[0].value.role in _ANEW):
         results[0].recipe = Recipe(equation, cells, anew)
 
 
 def note_call(results: Sequence[Cell], again: Callable[[], Sequence[Cell]]) -> None:
-    """Record how results of a call were computed: ``again`` runs its equations in its place, at most once."""
+    """Record how to compute the results of a call again: ``again`` returns them, and is called at most once."""
     found: list[Cell] = []
 
     def result(index: int) -> Cell:
@@ -49,7 +49,7 @@ def note_call(results: Sequence[Cell], again: Callable[[], Sequence[Cell]]) -> N
 
 
 def is_traced(cell: Cell) -> bool:
-    """Return whether a value is floating-point and being traced, so that it has no number yet."""
+    """Return whether a value is floating-point and still traced, without a number."""
     return cell.inexact and _is_tracer(cell)
 
 
@@ -58,7 +58,7 @@ def _is_tracer(cell: Cell) -> bool:
 
 
 def compute_again(cell: Cell, roles: Iterable[str] = _ANEW) -> Any:
-    """Return a value in float32, computed again if it has one of these roles."""
+    """Return a value in float32. With one of these roles it is computed again, not cast from its rounded value."""
     (taken,) = take([cell], tuple(roles))
     return bind(lambda arrays: arrays, [taken])[0] if taken.is_anew else cell.cast(FLOAT32)
 
@@ -68,8 +68,8 @@ class Taken(NamedTuple):
 
     Attributes:
         cell: the input.
-        leaves: the values that it is computed from again; only itself if it is taken as it is.
-        is_anew: whether its derivative goes through the leaves, because the rounded value is not used at all.
+        leaves: the values to compute the input from; only the input itself if it is not computed again.
+        is_anew: whether the derivative goes through the leaves, because the rounded value is not used.
     """
 
     cell: Cell
@@ -78,7 +78,7 @@ class Taken(NamedTuple):
 
 
 def take(cells: Sequence[Cell], roles: Sequence[str] = ()) -> list[Taken]:
-    """Return how an operation takes its inputs, if it must not use rounded values of these roles."""
+    """Return how an operation takes each input: those with one of these roles are computed again in float32."""
     return [_take(cell, roles) for cell in cells]
 
 
@@ -89,7 +89,7 @@ def _take(cell: Cell, roles: Sequence[str]) -> Taken:
 
 
 def with_less_kept(taken: Taken) -> Taken:
-    """Return the same input, computed from smaller arrays if there are any."""
+    """Return the same input, computed from arrays that are smaller, if possible."""
     if taken.is_anew or not is_traced(taken.cell) or taken.cell.dtype != FLOAT32:
         return taken
     return taken._replace(leaves=_smallest(taken.cell, _DEPTH))
@@ -98,8 +98,8 @@ def with_less_kept(taken: Taken) -> Taken:
 def bind(operation: Callable[[list[Any]], list[Any]], inputs: Sequence[Taken]) -> list[Any]:
     """Bind an operation on float32 arrays, so that the backward pass keeps the leaves of its inputs.
 
-    The derivative of an input that is taken as it is goes to the array that all its users share: their gradients add up
-    in float32. The value of the input is computed from the leaves.
+    All users of an input that is not computed again share one array. Its derivative goes to this array, where the
+    gradients of all users add up in float32. The value of the input is computed from the leaves.
     """
     kept = [leaf for leaf in _distinct(leaf for taken in inputs for leaf in taken.leaves) if _is_tracer(leaf)]
     users = (leaf for taken in inputs for leaf in (taken.leaves if taken.is_anew else [taken.cell]))
@@ -119,7 +119,7 @@ def bind(operation: Callable[[list[Any]], list[Any]], inputs: Sequence[Taken]) -
 
 
 def _is_itself(cell: Cell, kept: Sequence[Cell]) -> bool:
-    """Return whether a value is kept as the array that its users share, so that derivatives can go through it."""
+    """Return whether the kept array of a value is the one that its users share: then derivatives can pass it."""
     return cell.dtype == cell.declared and any(cell is leaf for leaf in kept)
 
 
@@ -137,7 +137,7 @@ def _number(cell: Cell) -> Any:
 
 
 def _value(cell: Cell, known: dict[int, Any]) -> Any:
-    """Return a value in float32, computed from the known ones."""
+    """Return a value in float32, computed from known values."""
     if id(cell) not in known:
         recipe = _recipe(cell)
         assert recipe is not None  # otherwise it is one of the leaves

@@ -1,7 +1,7 @@
-"""What a handler of a primitive can ask of the interpreter that calls it.
+"""The part of the interpreter that handlers of primitives use.
 
-A primitive such as ``scan`` holds another program. Its handler runs that program with the same interpreter, which
-lies above it: `Run` is the part of the interpreter that handlers use.
+A primitive such as ``scan`` holds another program, and its handler runs that program with the same interpreter. The
+interpreter imports the handlers; they know it only as a `Run`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Run(Protocol):
     Attributes:
         policy: the policy.
         compute: the dtype of its compute format.
-        decider: decides the operations, and records what there is to report of them.
+        decider: decides the operations, and records what to report at the end.
         repeats: what the program runs more than once.
         is_looped: whether it is in the body of a loop.
         plan: collects the operations for a plan; None for a run that only computes.
@@ -43,7 +43,7 @@ class Run(Protocol):
         """Trace a function that returns a list of arrays, at the declared types, and run it."""
 
     def place(self, path: str) -> str:
-        """Return as much of a path as decisions depend on."""
+        """Return the part of a path that decisions depend on: without rules for paths, at most `unstable.ISLAND`."""
 
     def looped(self) -> AbstractContextManager[None]:
         """Mark the code inside as the body of a loop."""
@@ -53,4 +53,4 @@ class Run(Protocol):
 
 
 Handler = Callable[[Run, Any, list[Cell], str], list[Cell] | None]
-"""Returns the outputs of an equation, or None if it is to be bound as an operation."""
+"""Returns the outputs of an equation, or None if the interpreter must bind it as an operation."""

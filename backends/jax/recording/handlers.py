@@ -1,6 +1,7 @@
 """Handlers of primitives with inner programs: calls, loops, branches. The tensors inside are recorded too.
 
-A loop returns the samples of all its iterations; a ``cond`` those of every branch, empty if it did not run.
+A loop returns the samples of all its iterations. A ``cond`` returns those of all branches; the samples of
+branches that did not run are empty.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _LAST_TURNS = 16  # recorded iterations of a loop whose number of iterations is 
 
 
 class Evaluation(Protocol):
-    """What a handler uses of the evaluation that calls it; see `polyamp.backends.jax.recording.replay.Replay`."""
+    """The part of an evaluation that handlers use; see `polyamp.backends.jax.recording.replay.Replay`."""
 
     def run(
         self, closed: Any, values: Sequence[Evaluated], place: Place, wanted: Sequence[bool] | None = None
@@ -36,11 +37,11 @@ class Evaluation(Protocol):
         """Add the records of a part, with the samples that it returned."""
 
     def named(self, value: Evaluated, name: str, place: Place) -> None:
-        """Record a value that a program named, if it is a parameter's gradient."""
+        """Record a value to which the program gave a name, if it is a parameter's gradient."""
 
 
 Handler = Callable[[Evaluation, Any, list[Evaluated], Place, Sequence[bool]], list[Evaluated] | None]
-"""Returns the outputs of an equation, or None if it is to be evaluated as an operation."""
+"""Returns the outputs of an equation, or None if the caller must evaluate it as an operation."""
 
 
 def _inlined(key: str) -> Handler:
@@ -69,7 +70,7 @@ class _Part:
         return _arrays(self.outputs), [record.sample for record in self.records]
 
     def run_complete(self, values: Sequence[Evaluated]) -> tuple[list[Any], list[Sample]]:
-        """Run a part that may not run, or that runs an unknown number of times; return the same as `run`."""
+        """Run a part that may run never or an unknown number of times; return the same as `run`."""
         arrays, samples = self.run(values)
         return arrays, [sample.complete() for sample in samples]
 
@@ -79,7 +80,7 @@ class _Part:
         return list(map(nothing, shapes))
 
     def results(self, arrays: Sequence[Any], samples: Sequence[Sample]) -> list[Evaluated]:
-        """Store its records, and return its outputs as values outside the function, given the arrays and samples."""
+        """Store the part's records, and return its outputs as values outside the function, with these arrays."""
         self.replay.adopt(self.records, samples)
         return [value.elsewhere()._replace(array=array) for value, array in zip(self.outputs, arrays, strict=True)]
 
@@ -161,7 +162,7 @@ def _cond(
 
 
 def _either(outputs: Sequence[Evaluated]) -> Evaluated:
-    """Return the value of one output, given that output in every branch."""
+    """Return one value for an output of a ``cond`` from its values in all branches."""
     first = next((value for value in outputs if value.origin), outputs[0])
     return first._replace(
         backward=any(value.backward for value in outputs), scaled=any(value.scaled for value in outputs)
@@ -171,7 +172,7 @@ def _either(outputs: Sequence[Evaluated]) -> Evaluated:
 def _shard_map(
     replay: Evaluation, equation: Any, values: list[Evaluated], place: Place, uses: Sequence[bool]
 ) -> list[Evaluated]:
-    """Record a ``shard_map``: every device returns its own samples, as every iteration of a loop does."""
+    """Record a ``shard_map``: every device returns its own samples, like the iterations of a loop."""
     params = equation.params
     axes = unstable.manual_axes(params)
     part = _Part(replay, params["jaxpr"], place)
@@ -220,6 +221,6 @@ def _around(values: Sequence[Evaluated], arrays: Sequence[Any]) -> list[Evaluate
 
 
 def _scaled_alike(values: Sequence[Evaluated]) -> list[Evaluated]:
-    """Return the inputs of a loop with the loss scale as a factor of all, if it is a factor of any."""
+    """Return the inputs of a loop, all marked as scaled if any of them is: they may depend on each other."""
     scaled = any(value.scaled for value in values)
     return [value._replace(scaled=scaled) for value in values]

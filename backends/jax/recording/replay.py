@@ -91,7 +91,7 @@ class Replay:
         self.records += [record._replace(sample=own) for record, own in zip(records, samples, strict=True)]
 
     def named(self, value: Evaluated, name: str, place: Place) -> None:
-        """Record a value that a program named, if it is a parameter's gradient that `marks` named."""
+        """Record a value to which the program gave a name, if `marks` gave it to a parameter's gradient."""
         parameter = marks.marked(name)
         if parameter is not None:
             self._parameter(value, parameter, place, named=True)

@@ -143,7 +143,7 @@ def _is_scalar(part: Any) -> bool:
 
 
 def _loss_in(results: Any) -> Any:
-    """Return the one floating-point scalar at the top level of a step's results, else the one that is named loss."""
+    """Return the only floating-point scalar at the top level of a step's results, else the only one named loss."""
     scalars = [(path, leaf) for path, leaf in jax.tree.leaves_with_path(results) if _is_scalar(leaf)]
     alone = [leaf for path, leaf in scalars if len(path) <= 1]
     called = [leaf for path, leaf in scalars if marks.name_of(path).endswith("loss")]

@@ -103,7 +103,7 @@ class Step:
     def _checked(self, grads: Any, state: LossScaleOptState, params: Any) -> tuple[Any, Any]:
         if not isinstance(state, LossScaleOptState):
             raise StateError(
-                "the state is not one of this optimizer",
+                "the state does not come from this optimizer",
                 where="tx.update(grads, state, params)",
                 found=type(state).__name__,
                 allowed="LossScaleOptState",
@@ -161,9 +161,9 @@ class Step:
 
 @contextmanager
 def _naming_trees(grads: Any, params: Any) -> Iterator[None]:
-    """Replace JAX's error about trees that do not match by one that names both trees.
+    """Replace JAX's error about two trees that do not match by an error that names both trees.
 
-    The structures may differ, as with ``optax.lookahead``: only the optimizer knows.
+    This cannot be checked before, since optimizers such as ``optax.lookahead`` accept trees of different structures.
     """
     try:
         yield

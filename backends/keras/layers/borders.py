@@ -27,7 +27,7 @@ class Border(NamedTuple):
 
     Attributes:
         inside: the format that the layer computes in.
-        outside: the format that it returns; empty if whatever uses its outputs casts them.
+        outside: the format of the layer's outputs; empty if the code that uses the outputs casts them.
     """
 
     inside: str

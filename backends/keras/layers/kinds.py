@@ -45,7 +45,7 @@ def norm_of(layer: Any) -> str:
 
 
 def is_from_keras(layer: Any) -> bool:
-    """Return whether a layer's class is one of Keras, whose code casts the inputs of the layers inside.
+    """Return whether a layer's class is part of Keras. The code of such classes casts the inputs of their inner layers.
 
     >>> is_from_keras(keras.layers.Dense(2))
     True

@@ -109,7 +109,7 @@ def _guarded(model: Any, original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Kept:
-    """Values of a model's statistics, and its optimizers' counts of skipped steps at the same time."""
+    """A copy of a model's statistics before a step, with its optimizers' counts of skipped steps."""
 
     def __init__(self, model: Any, optimizers: Sequence[LossScaledOptimizer]) -> None:
         checking = [one for one in optimizers if one.scaler.settings.check]
@@ -118,7 +118,7 @@ class _Kept:
         self._before = [ops.copy(value_of(one)) for one in (*self._counts, *self._variables)]
 
     def restore(self, *, whatever: bool = False) -> None:
-        """Restore the values if a step was skipped since then, or in any case with ``whatever``."""
+        """Restore the statistics if a step was skipped since the copy. With ``whatever``, restore them in any case."""
         if not self._variables:
             return
         counts, values = self._before[: len(self._counts)], self._before[len(self._counts) :]

@@ -66,8 +66,8 @@ def report_unscaled(model: Any, layers: Sequence[Any], policy: Policy) -> None:
         )
     elif is_part_of_a_model(model):
         warn_once(
-            f"{model.name!r} is part of a larger model, and Keras' compile scales the loss only if that one is "
-            f"mixed_float16 itself: {_REMEDY.replace('Compile it', 'Compile the larger one')}"
+            f"{model.name!r} is part of a larger model, and Keras' compile scales the loss only if the larger "
+            f"model is mixed_float16: {_REMEDY.replace('Compile it', 'Compile the larger one')}"
         )
 
 
@@ -82,8 +82,8 @@ def report_unlowered(model: Any, optimizers: Any) -> None:
     if low is None or model in _converted or own_policy(model) is not None or lowers_here():
         return
     warn_once(
-        f"{model.name!r} trains in float32: its optimizer was wrapped under a policy that computes in {low}, and none "
-        "of its layers does. Call polyamp.convert(model, policy), or give the model a rewritten step: "
+        f"{model.name!r} trains in float32: its optimizer was wrapped under a policy that computes in {low}, but its "
+        "layers compute in float32. Call polyamp.convert(model, policy), or give the model a rewritten step: "
         "model.train_step = polyamp.rewrite(model.train_step, policy=policy)."
     )
 

@@ -58,7 +58,8 @@ class LossScaledOptimizer(keras.optimizers.LossScaleOptimizer):
     Raises:
         InvalidTypeError: ``inner_optimizer`` is not a Keras optimizer.
         InvalidValueError: ``loss_scale`` and Keras' names contradict each other; ``inner_optimizer`` accumulates
-            gradients although ``max_grad_norm`` is set; that is not positive and finite; an argument is unknown.
+            gradients although ``max_grad_norm`` is set; ``max_grad_norm`` is not positive and finite; an argument is
+            unknown.
         UsageError: it is wrapped already.
     """
 

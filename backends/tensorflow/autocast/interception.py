@@ -48,14 +48,14 @@ def intercept() -> None:
 
 @contextmanager
 def _own_gradient(lowering: Lowering | None, scope: str) -> Iterator[None]:
-    """Run a function's custom gradient under the lowering of the function, in a scope like that of other gradients."""
+    """Return a context for the custom gradient of a function: the function's lowering, in a scope of gradients."""
     name = "/".join(filter(None, ("gradient_tape", scope)))
     with entered(lowering), nullcontext() if tf.executing_eagerly() else tf.name_scope(f"{name}/"):
         yield
 
 
 def _replace(natives: Iterable[str]) -> None:
-    """Make operations look for autocast. This is never undone, and costs little outside regions."""
+    """Replace operations by versions that check for autocast. They stay replaced, which costs little."""
     replaced = {}
     for native in set(natives) - _replaced:
         _replaced.add(native)

@@ -33,15 +33,15 @@ class Dependence:
 
     @classmethod
     def on(cls, tensors: Sequence[Any], carrying: Container[int] = CARRYING) -> Dependence:
-        """Return the dependence on symbolic tensors of any graph."""
+        """Return the values that depend on these symbolic tensors, which may be of any graph."""
         return cls(lambda decisions: _values_of(decisions, tensors), carrying)
 
     def anywhere(self, decisions: Pass) -> set[str]:
-        """Return the values of a graph that depend on the start in any call of it that was examined."""
+        """Return the values of a graph that depend on the starting values in any call that was examined."""
         return set().union(*(found for (key, _), found in self._known.items() if key == id(decisions)))
 
     def of(self, decisions: Pass, arguments: frozenset[str] = frozenset()) -> set[str]:
-        """Return the values of a graph that depend on its start or on these arguments of it."""
+        """Return the values of a graph that depend on its starting values or on these of its arguments."""
         key = (id(decisions), arguments)
         if key not in self._known:
             self._known[key] = found = {*arguments, *self._starts(decisions)}
@@ -53,7 +53,7 @@ class Dependence:
         return self._known[key]
 
     def inside(self, decided: Decided, found: set[str]) -> list[frozenset[str]]:
-        """Return, for each function that a node calls, its arguments that depend on the start."""
+        """Return, for each function that a node calls, its arguments that depend on the starting values."""
         flags = self._flags(decided, found)
         return [
             frozenset(name for (name, _), flag in zip(one.decisions.graph.arguments, flags, strict=False) if flag)
@@ -61,7 +61,7 @@ class Dependence:
         ]
 
     def _flags(self, decided: Decided, found: set[str]) -> list[bool]:
-        """Return, for each argument of the functions that a node calls, whether it depends on the start."""
+        """Return, for each argument of the functions that a node calls, whether it depends on the starting values."""
         node = decided.node
         flags = [value in found for value in node.inputs]
         if node.op in ("ScanDataset", "ReduceDataset"):  # their functions take an element after the carried values
@@ -80,7 +80,7 @@ class Dependence:
         return [*flags[1 : 1 + carried], *elements, *flags[len(flags) - captured :]]
 
     def _carried(self, decided: Decided, flags: list[bool]) -> list[bool]:
-        """Return which carried values of a loop depend on the start; an iteration may pass it from one to another."""
+        """Return which carried values of a loop depend on the starting values, after any number of iterations."""
         body = decided.inside[-1].decisions
         while True:
             names = frozenset(name for (name, _), flag in zip(body.graph.arguments, flags, strict=True) if flag)
@@ -104,7 +104,7 @@ class Dependence:
 
 
 def _values_of(decisions: Pass, tensors: Sequence[Any]) -> list[str]:
-    """Return the values of a graph that these symbolic tensors are."""
+    """Return the names that these symbolic tensors have as values of a graph."""
     here = [tensor for tensor in tensors if tensor.graph is decisions.traced]
     named = {node.name: node for node in decisions.graph.nodes} if here else {}
     made = [named[one.op.name].outputs[one.value_index] for one in here if one.op.name in named]

@@ -1,7 +1,7 @@
 """Decide the nodes that call functions: plain calls, conditionals and loops.
 
 Each function is decided for the arguments of a call, so that 16-bit values pass into it and out of it without casts.
-For example, a function that is called with a low and with a float32 value is decided twice.
+For example, a function that is called once with a low value and once with a float32 value is decided twice.
 """
 
 from __future__ import annotations
@@ -69,10 +69,10 @@ class Functions:
         return self._bodies.values()
 
     def why_kept(self, names: Sequence[str]) -> str:
-        """Return why a call of these functions must stay as it is; empty if it need not.
+        """Return the reason why a call of these functions must stay unchanged; empty if it may change.
 
         Raises:
-            UsageError: one was rewritten under another policy.
+            UsageError: a function was rewritten under another policy.
         """
         definitions = [self.library.get(name) for name in names]
         if None in definitions:
@@ -146,8 +146,8 @@ def _joined(rules: Rules, declared: int, knowns: Sequence[Known]) -> Known:
 def _loop(functions: Functions, decisions: Pass, node: Node) -> Decided:
     """Decide a loop. Values that may add up over the iterations are float32; values that it only reads stay unchanged.
 
-    The body is first decided with strong float32 for everything that the loop carries. A value that the body returns
-    low nevertheless does not add up, so it stays low.
+    The body is first decided as if all carried values were strong float32. If the body nevertheless returns a low
+    value, that value does not add up, so the loop carries it in 16 bits.
     """
     names = [node.definition.attr[key].func.name for key in ("cond", "body")]
     if reason := functions.why_kept(names):
@@ -176,7 +176,7 @@ def _loop(functions: Functions, decisions: Pass, node: Node) -> Decided:
 
 
 def _stays_low(first: Known, carried: Known, result: Known) -> bool:
-    """Return whether an iteration returns a low value for one that it took as strong float32."""
+    """Return whether an iteration takes a value as strong float32 and returns its successor as a low value."""
     is_carried = carried.dtype == FLOAT32 and carried.value == CARRIED
     return is_carried and result.value.state == "low" and not first.value.unfit
 
@@ -224,7 +224,7 @@ def _returned(known: Known) -> Known:
 
 
 def _not_entered(functions: Functions, decisions: Pass, node: Node) -> Decided:
-    """Decide any other node with functions: they run as written, and this is recorded if they have products."""
+    """Leave the functions of any other node as written. If they have products, record that they were not entered."""
     names = _called(node)
     reason = functions.why_kept(names) or "the functions of this operation run as written"
     if reason != REWRITTEN and any(functions.has_products(name) for name in names):
@@ -234,7 +234,7 @@ def _not_entered(functions: Functions, decisions: Pass, node: Node) -> Decided:
 
 
 def _kept(decisions: Pass, node: Node, reason: str) -> Decided:
-    """Keep a node whose functions stay as they are, and the lists that they take."""
+    """Keep a node with functions unchanged, and also the lists among its inputs."""
     decisions.rules.lists.keep(known.held for known in decisions.inputs_of(node))
     return decisions.as_written(node, reason)
 
@@ -270,7 +270,7 @@ def _types(knowns: Sequence[Known]) -> tuple[int, ...]:
 
 
 def _forward_call(decisions: Pass, function: Any) -> Node | None:
-    """Return the call that a function differentiates: it has the scopes that rules name, its derivative has none."""
+    """Return the forward call of a derivative function, or None. Only that call has the scopes that rules name."""
     forward = function.attr["forward_function_name"].s.decode() if "forward_function_name" in function.attr else ""
     calls = (node for node in decisions.graph.nodes if forward and "f" in node.definition.attr)
     return next((node for node in calls if node.definition.attr["f"].func.name == forward), None)

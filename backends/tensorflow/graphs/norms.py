@@ -6,7 +6,7 @@ Keras writes a batch norm as `tf.nn.moments` and `tf.nn.batch_normalization`. In
     factor = Rsqrt(variance + epsilon) * scale
     result = x * factor + (offset - mean * factor)
 
-A norm is found from its last node backwards. All parts must match, or it is not a norm.
+The search starts at the last node of a norm and goes backwards. All parts must match.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ class NormFinder:
         return None
 
     def _is_of_channels(self, x: str, offset: str, mean: Node, variance: Node, scale: str) -> bool:
-        """Return whether each of these has one element for each channel of the images, and all sizes are known."""
+        """Return whether the parts of a norm have one element for each channel of the images ``x``, and known sizes."""
         shape = self._shape_of(x)
         shapes = [self._shape_of(value) for value in (offset, scale, mean.outputs[0], variance.outputs[0])]
         return len(shape) == 4 and all(one[-1:] == shape[-1:] and np.prod(one) == shape[-1] for one in shapes)

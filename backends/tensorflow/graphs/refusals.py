@@ -94,8 +94,8 @@ def check_scaling(unscaled: Sequence[str], clipped: Sequence[str]) -> None:
         )
     for place in clipped:
         warn_once(
-            f"gradients are clipped while they are scaled ({place}): the limit is too small by the loss scale. Pass "
-            "max_grad_norm= to polyamp.wrap_optimizer or LossScaler, or clip the result of scaler.unscale(grads)."
+            f"gradients are clipped while they are scaled ({place}): the limit does not include the loss scale. "
+            "Pass max_grad_norm= to polyamp.wrap_optimizer or LossScaler, or clip the result of scaler.unscale(grads)."
         )
 
 

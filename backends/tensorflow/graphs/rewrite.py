@@ -198,8 +198,8 @@ def _report(decisions: Pass, name: str) -> None:
     report_unused(rules.decider.unused, where=name, paths="a name scope or layer", of=rules.policy)
     for op, place in rules.not_entered.items():
         warn_once(
-            f"the functions of {op} ({place}) run as written in {name}: a rewrite does not enter them, and they have "
-            "products. Rewrite the function that this operation takes, or run it under polyamp.autocast.",
+            f"the functions of {op} ({place}) run as written in {name}: a rewrite does not enter them, so their "
+            "products stay in float32. Rewrite the function that this operation takes, or use polyamp.autocast.",
             stacklevel=2,
         )
     report_refused(rules.decider.refused, where=name, of=rules.policy)

@@ -35,7 +35,7 @@ class Sameness:
         self._keys: dict[str, Any] = {}
 
     def has_same_operands(self, node: Node) -> bool:
-        """Return whether a node's two operands are the same value, seen through moves that both have."""
+        """Return whether a node's two operands are the same value, also after the same moves, such as reshapes."""
         return len(node.inputs) == 2 and (node.inputs[0] == node.inputs[1] or self._are_same(*node.inputs))
 
     def divides_again(self, node: Node) -> bool:

@@ -99,7 +99,7 @@ def _native(device_type: str, compute: str) -> torch.autocast:
 
 @contextmanager
 def _traced(policy: Policy) -> Iterator[None]:
-    """Enter a region in the graph that Dynamo captures, which holds only native autocast's own state."""
+    """Enter a region while Dynamo captures a graph, by marks in native autocast's state: a graph has no other state."""
     (first, second), marks = MARKED, _traced_mark(*_autocast_fields(policy))
     there = nullcontext() if ACCELERATOR is None else _native(ACCELERATOR, policy.compute)
     with (

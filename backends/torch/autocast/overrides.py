@@ -1,7 +1,7 @@
 """Registers polyamp's kernels for the operators that a policy's rules change.
 
 A kernel is registered once, at the first region that needs it, and stays in torch's dispatcher for the whole process.
-At every call it looks up the region that it runs in, and calls native autocast's kernel if that does the same. For
+At every call it looks up the region that it runs in, and calls native autocast's kernel if the result is the same. For
 example ``rules={"softmax": "lower"}`` registers a kernel for ``aten::softmax.int`` at ``AutocastCPU``. In the region of
 that policy the kernel casts its input to 16 bits; in every other region, and in `torch.autocast`, it does what native
 autocast does.
@@ -27,7 +27,7 @@ from polyamp.backends.torch.autocast.regions import Region
 
 
 def prepare(region: Region, device_type: str) -> None:
-    """Register the operators that a region needs overridden on a device type."""
+    """Register kernels for the operators that a region overrides on a device type."""
     for name in PROMOTING & registered(device_type):
         leave_to_operator(name, device_type)
     for name in behaviours.overridden_without_rule(region, device_type):
@@ -56,7 +56,7 @@ def _overriding() -> Iterator[None]:
 
 
 def leave_to_operator(name: str, device_type: str) -> None:
-    """Make native autocast skip an operator, which costs nothing, until a rule overrides it."""
+    """Make native autocast skip an operator until a rule overrides it. The skipped call costs nothing."""
     with _lock:
         key = (name, device_type)
         if key in _left or key in _overridden:

@@ -1,4 +1,4 @@
-"""Rules by the path of a module: while a module runs whose path a rule matches, another region is entered.
+"""Apply rules to the paths of modules: while a module runs whose path a rule matches, another region is entered.
 
 Inside that module the rule names operations instead of the module, so that everything else (marks for compiled code,
 functions that run again) is as in any region. With ``rules={"decoder": "full", "head/softmax": "lower"}``:

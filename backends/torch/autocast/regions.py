@@ -34,13 +34,13 @@ DEVICE_TYPES = ("cpu",) if ACCELERATOR is None else ("cpu", ACCELERATOR)
 
 
 class Region(NamedTuple):
-    """A policy as its operations see it; equal for policies that autocast alike.
+    """The part of a policy that affects autocast. Two policies with equal regions autocast in the same way.
 
     Attributes:
         dtype: the 16-bit type of ``lower`` operations.
         rules: the policy's own rules. For all other operations native autocast's lists hold.
-        of: inside a module whose path rules match: the policy's rules. There ``rules`` has them as they are inside the
-            module, such as ``*`` for ``decoder``.
+        of: the policy's rules, if this is the region inside a module whose path a rule matches; else empty. Such a
+            region has in ``rules`` the rules as they read inside the module, such as ``*`` for ``decoder``.
     """
 
     dtype: torch.dtype

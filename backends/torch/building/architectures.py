@@ -106,7 +106,7 @@ def _runs(name: str, capability: Capability) -> bool:
 
 
 def _for(capability: Capability, known: Sequence[str]) -> str:
-    """Return the architecture for a GPU; if it is newer than the compiler, PTX of the newest known one before it."""
+    """Return the architecture for a GPU. If the compiler does not know it, return the newest older one, as PTX."""
     exact = "{}.{}".format(*capability)
     if exact in known:
         return exact

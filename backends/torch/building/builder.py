@@ -150,7 +150,7 @@ def _build(job: Job, folder: Path, retry: bool, on_step: Callable[[str], None]) 
     failed = _failure_log(folder)
     for stale in folder.parent.glob(f"{folder.name}.*.partial"):  # left by a process that was killed
         shutil.rmtree(stale, ignore_errors=True)
-    _log.warning("polyamp builds %s once, by %s", job.recipe.file, job.toolchain.versions)
+    _log.warning("polyamp builds %s once, with %s", job.recipe.file, job.toolchain.versions)
     digest, start = job.recipe.digest, time.monotonic()  # computed first: a source that changes now needs another build
     with tempfile.TemporaryDirectory(prefix=f"{folder.name}.", suffix=".partial", dir=folder.parent) as made:
         _compile(job, Path(made), failed, on_step)

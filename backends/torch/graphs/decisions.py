@@ -375,7 +375,7 @@ def under_autocast(where: str) -> UsageError:
         where=where,
         found="torch.autocast",
         allowed="one of the two",
-        fix="remove the autocast region, and write rules for the parts that it is about: "
+        fix="remove the autocast region, and write rules for the modules inside it: "
         'polyamp.policy(policy, rules={"head": "full"})',
     )
 

@@ -1,4 +1,4 @@
-"""Observes every operation of a step, forward and backward, in execution order, and counts its results."""
+"""Observe every operation of a step, forward and backward, in execution order, and count its results."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from polyamp.rules import decide
 
 
 class Row(NamedTuple):
-    """One tensor of a step; becomes a `polyamp.diagnosis.recording.Observation` when its counts are on the host.
+    """One tensor of a step. It becomes a `polyamp.diagnosis.recording.Observation` when its counts are on the host.
 
     Attributes:
         counted: index of its counts.
-        made_of: the rows whose plain sum, or cast, it is.
+        made_of: the rows of the tensors that were added up, or the row of the tensor that was cast, to make this one.
     """
 
     kind: Kind
@@ -42,7 +42,7 @@ class Row(NamedTuple):
 
 
 class UpdateBegins(BaseException):
-    """Ends a step where its optimizer's update begins. Not an error, so that no ``except Exception`` stops it.
+    """Raised to end a step where its optimizer's update begins. No ``except Exception`` catches it.
 
     Args:
         scale: the loss scale, if the code that unscales the gradients knows it.
@@ -54,11 +54,11 @@ class UpdateBegins(BaseException):
 
 
 class Watcher(unstable.EagerDispatchMode):  # type: ignore[no-untyped-call]
-    """Runs every operation of a step, in float32 if required, and records what it changes.
+    """A mode that runs every operation of a step, in float32 if required, and saves tensors before they change.
 
     Args:
-        wide: whether 16-bit values are computed in float32.
-        changes: saves the old values of tensors that existed before.
+        wide: whether operations on 16-bit values run in float32.
+        changes: saves the old values of tensors that existed before the step.
     """
 
     def __init__(self, wide: bool, changes: Changes) -> None:
@@ -82,17 +82,18 @@ class Watcher(unstable.EagerDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class Recorder(Watcher):
-    """Counts every result that an operation computes.
+    """A mode that counts every result that an operation computes.
 
     Attributes:
-        rows: the tensors, in order.
-        leaves: the leaves that require gradients and were used, each with the row of its gradient once it exists.
-        replaced: the rows that are parameters' gradients, or parts of them.
+        rows: one row for each counted tensor, in execution order.
+        leaves: the leaves that require gradients and were used, each with the row of its gradient, or None before it.
+        replaced: the indices of rows that are gradients of parameters, or parts of such gradients.
 
     Args:
         policy: its rules decide the classes of operations.
         tracker: tracks which module runs.
-        wide: see `Watcher`; also changes.
+        wide: as for `Watcher`.
+        changes: as for `Watcher`.
     """
 
     def __init__(self, policy: Policy, tracker: Tracker, wide: bool, changes: Changes) -> None:
@@ -110,7 +111,7 @@ class Recorder(Watcher):
 
     @contextmanager
     def hooked(self) -> Iterator[None]:
-        """Remove the gradient hooks of the leaves that were used, on exit."""
+        """Return a context that removes the gradient hooks of all used leaves when it ends."""
         try:
             yield
         finally:
@@ -135,7 +136,7 @@ class Recorder(Watcher):
     def _count(
         self, operator: Operator, kind: Kind, path: str, given: Sequence[Tensor], results: Sequence[Tensor]
     ) -> None:
-        """Add rows for the results that an operator computes; those that it only moves keep the row of their input."""
+        """Add rows for computed results. A result that an operator only moves keeps the row of its input."""
         known = [self._row_of[key] for key in map(_storage, given) if key in self._row_of]
         for index, result in enumerate(results):
             self._forget([result])
@@ -148,15 +149,15 @@ class Recorder(Watcher):
                 self._row_of[_storage(result)] = self._moved(row, same and operator.keeps, kind, result)
 
     def _forget(self, results: Sequence[Tensor]) -> None:
-        """Forget the rows of results' memory, which may have belonged to a tensor that was freed."""
+        """Forget the rows of these results' memory, which a tensor that was freed may have used before."""
         for result in results:
             self._row_of.pop(_storage(result), None)
 
     def _moved(self, row: int, same: bool, kind: Kind, result: Tensor) -> tuple[int, bool]:
         """Return the row of a tensor that was moved or cast.
 
-        A cast to 16 bits gets a row of its own, once, because values overflow or are lost there when full work is
-        between two 16-bit operations.
+        The first cast to 16 bits adds a row: between float32 work and the next 16-bit operation, values can overflow or
+        be lost in this cast.
         """
         maker = self.rows[row]
         if result.dtype not in SIXTEEN_BIT or maker.dtype in SIXTEEN_BIT or maker.kind != kind:
@@ -166,7 +167,7 @@ class Recorder(Watcher):
         return self._narrowed[row, result.dtype], True
 
     def _count_as(self, row: int, result: Tensor) -> int:
-        """Add a row for the tensor that another row's tensor was moved to."""
+        """Add a row for a tensor that was moved or cast from the tensor of another row."""
         counted, shape = self.counts.add(result), tuple(result.shape)
         self.rows.append(self.rows[row]._replace(dtype=result.dtype, shape=shape, counted=counted, made_of=(row,)))
         return len(self.rows) - 1
@@ -201,7 +202,7 @@ class Recorder(Watcher):
         self.took(leaf, leaf.grad)
 
     def took(self, leaf: Tensor, grad: Any) -> None:
-        """Record a leaf's gradient: the row that computed it becomes that of the leaf's gradient."""
+        """Record a leaf's gradient: the row of its computation becomes the row of the leaf's gradient."""
         row, same = self._row_of.get(_storage(grad), (None, False))
         if row is None or self.rows[row].kind == ACTIVATION:
             row = self._add(_ACCUMULATES, GRADIENT, "", grad, ())

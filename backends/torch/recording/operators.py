@@ -15,9 +15,9 @@ class Operator(NamedTuple):
 
     Attributes:
         native: its name, without the overload.
-        name: its canonical name; for users' operators their own.
+        name: its canonical name; for an operator of the user, the name of the operator.
         moves: whether it only moves or selects values.
-        keeps: whether it moves all of them, as a view, a copy or a cast does.
+        keeps: whether it moves all values and drops none, like a view, a copy or a cast.
         computes: whether its results are recorded.
         values: how many of its results are recorded; the others are statistics for the backward pass.
     """

@@ -1,4 +1,4 @@
-"""Finds the modules, optimizers, scalers and tensors that a step can reach, and names its parameters."""
+"""Find the modules, optimizers, scalers and tensors that a step can reach, and name its parameters."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Reach:
         return [one for one in self._found if isinstance(one, kind)]
 
     def modules(self) -> list[nn.Module]:
-        """Return the modules that are not parts of others."""
+        """Return the outermost modules: those that are not inside another module."""
         found = self.all_of(nn.Module)
         inner = {part for module in found for part in module.modules() if part is not module}
         return [module for module in found if module not in inner]
@@ -105,7 +105,7 @@ def _names_in(code: CodeType) -> Iterator[str]:
 
 
 def _of_object(one: Any) -> Iterable[Any]:
-    """Return what an object of the user's code holds. Classes and modules are shared, so they are not followed."""
+    """Return the objects that a user's object holds. Classes and modules are shared, so they are not followed."""
     if isinstance(one, type | ModuleType) or not _is_users(type(one).__module__):
         return ()
     return (*getattr(one, "__dict__", {}).values(), inspect.getattr_static(type(one), "__call__", None))
@@ -142,7 +142,7 @@ def names_of(modules: Iterable[nn.Module], leaves: Sequence[Tensor]) -> dict[Ten
 
 
 def _prefixes(modules: Iterable[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the modules that are not parts of others, each with the name of its class, made unique."""
+    """Yield the outermost modules, each with a unique name that is made from the name of its class."""
     found = list(dict.fromkeys(modules))
     inner = {part for module in found for part in module.modules() if part is not module}
     count: Counter[str] = Counter()

@@ -127,5 +127,5 @@ def _params(inner: torch.optim.Optimizer) -> list[Tensor]:
 
 
 def _versions(inner: torch.optim.Optimizer) -> list[Any]:
-    """Return values that change with parameters and gradients, except when somebody writes to their ``data``."""
+    """Return values that show every write to parameters and gradients, except writes to their ``data``."""
     return [(p._version, None if (grad := p.grad) is None else (id(grad), grad._version)) for p in _params(inner)]

@@ -67,10 +67,10 @@ class Scaled(NamedTuple):
     """The inputs of a step from scaled gradients, apart from the gradients.
 
     Attributes:
-        scale: the factor that they were multiplied by; float32 scalar on their device.
-        settings: those of the loss scale.
+        scale: the factor by which the gradients were multiplied; a float32 scalar on their device.
+        settings: the settings of the loss scale.
         control: the loss scale's state, which the step advances; see ``control.py``.
-        advance: whether the step advances it: False for a second optimizer on the same loss.
+        advance: whether the step advances this state; False for a second optimizer on the same loss.
         losses: losses that are tested too, on any device.
         max_norm: the norm to clip to; None does not clip.
         process_group: see `any_rank`.
@@ -132,17 +132,17 @@ class FusedStep:
         return compiled or self.wanted is True
 
     def scaled_batches(self, stored: Callable[[], Stored], *, clips: bool) -> list[Batch] | None:
-        """Return the calls that step all parameters from the model's own scaled gradients; None if operators cannot.
+        """Return the calls that step all parameters from the scaled gradients, or None if operators cannot step them.
 
-        Hooks that run before a step must see unscaled gradients, so with such hooks the gradients are unscaled first.
-        The norm of gradients that are sharded over ranks in several layouts is left to PyTorch.
+        For example, they cannot if a hook runs before the step, because it must see unscaled gradients; or if gradients
+        that are sharded over ranks in several layouts must be clipped, because PyTorch computes their norm.
 
         Args:
             stored: returns the `Stored` of masters; called only if there is an operator for this optimizer.
             clips: whether the norm is needed.
 
         Raises:
-            UsageError: this is a first step, while a CUDA graph is captured.
+            UsageError: this is the first step, and a CUDA graph is being captured.
             InvalidValueError: a learning rate is on another GPU.
         """
         rule = update_rule_of(self.inner)
@@ -182,17 +182,17 @@ class FusedStep:
     def step_unscaled(self, overflow: Tensor) -> tuple[Any, bool | Tensor] | None:
         """Step from the unscaled gradients of the parameters in the optimizer's groups, or skip.
 
-        Groups that no operator can step are left to the optimizer's own step. For that step, and any skip of it, the
-        host decides.
+        The optimizer's own step updates the groups that no operator can step. In that case the host decides whether to
+        skip.
 
         Args:
             overflow: float32 scalar, 0.0 to make the step.
 
         Returns:
-            The optimizer's return value, and whether the step was made; None if all groups would be left to it.
+            The optimizer's return value, and whether the step was made; None if no group has an operator.
 
         Raises:
-            UsageError: this is a first step, while a CUDA graph is captured.
+            UsageError: this is the first step, and a CUDA graph is being captured.
             InvalidValueError: a learning rate is on another GPU.
         """
         rule = update_rule_of(self.inner)

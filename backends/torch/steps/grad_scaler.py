@@ -263,9 +263,10 @@ class GradScaler(torch.amp.GradScaler):
         return LossScaleState(scale, tracker, *self._counts)
 
     def _look_at(self, loss: Tensor) -> None:
-        """Keep a loss that may be inf or NaN.
+        """Keep a loss that may be inf or NaN, to report it later.
 
-        On the CPU these are losses that are inf or NaN; on other devices all of them, since testing would wait.
+        On the CPU a loss is tested at once, and only inf or NaN is kept. Other devices would make the host wait for the
+        test, so there all losses are kept.
         """
         self._saw_loss = True
         on_cpu = loss.device.type == "cpu"
@@ -291,7 +292,7 @@ class GradScaler(torch.amp.GradScaler):
         report_limits(self.config, on_host(LossScaleState(*state)), self._explain)
 
     def _skips_on_host(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Skip here if the optimizer's own kernel cannot skip yet, and return whether it was skipped."""
+        """Skip a step with an overflow if the optimizer's kernel cannot skip yet. Return whether it was skipped."""
         if not getattr(optimizer, "_step_supports_amp_scaling", False):
             return False
         params = (param for group in optimizer.param_groups for param in group["params"] if param.grad is not None)

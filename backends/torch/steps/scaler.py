@@ -281,7 +281,7 @@ class _Round:
 
 
 class LateValues:
-    """One small tensor at a time, copied without a sync on devices with streams (CUDA and XPU).
+    """A queue for one small tensor, which is copied to the host without a sync on devices with streams (CUDA, XPU).
 
     >>> late = LateValues()
     >>> late.send(torch.tensor([1.0, 2.0]))
@@ -310,7 +310,7 @@ class LateValues:
         self._arrival = current_stream and current_stream(values.device).record_event()
 
     def receive(self) -> list[Any] | None:
-        """Return the values, once, if they have arrived; else None."""
+        """Return the values if they have arrived, and forget them; else return None."""
         if self._copy is None or is_captured():
             return None
         if self._arrival is not None and not self._arrival.query():

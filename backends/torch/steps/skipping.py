@@ -37,8 +37,8 @@ class Stepper:
 
     Args:
         inner: the optimizer.
-        skip_on_device: True leaves skipping to the optimizer's kernel, False never does, None does so on accelerators
-            if the optimizer can.
+        skip_on_device: whether the optimizer's kernel skips the step instead of the host. None means True on
+            accelerators if the optimizer's kernel can skip.
 
     Raises:
         InvalidValueError: ``skip_on_device`` for an optimizer that cannot skip.
@@ -52,7 +52,7 @@ class Stepper:
             raise refusals.cannot_skip(inner)
 
     def forget(self) -> None:
-        """Reset what is known, because the optimizer's state was replaced."""
+        """Forget earlier steps, because the optimizer's state was replaced."""
         self._has_stepped = False
 
     def step(self, overflow: Tensor, gradients: Gradients) -> tuple[Any, bool | Tensor]:
@@ -97,7 +97,7 @@ class Stepper:
 
 
 def state_is_complete(optimizer: torch.optim.Optimizer, params: Iterable[Tensor], *, has_stepped: bool) -> bool:
-    """Return whether a kernel may skip. The host decides until every parameter had an applied step.
+    """Return whether the optimizer's kernel may skip. Until every parameter had an applied step, the host must skip.
 
     torch's fused SGD allocates momentum without filling it, and would keep that memory if its kernel skipped.
 

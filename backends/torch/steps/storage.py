@@ -77,11 +77,11 @@ class InMemory:
         """Accept all 16-bit parameters."""
 
     def adopt(self, params: Tensors) -> Tensors:
-        """Return the parameters' values in float32."""
+        """Return new float32 masters with the values of the parameters."""
         return [nn.Parameter(param.detach().float(), requires_grad=param.requires_grad) for param in params]
 
     def fill(self, model: Tensors, masters: Tensors, changed: bool) -> None:
-        """Update the masters if the model changed; else they have their values already."""
+        """Update the masters if the model changed; else they have the right values already."""
         if changed:
             self.follow(model, masters)
 

@@ -231,7 +231,7 @@ def test_masters_without_parameters_are_refused() -> None:
 
 def test_foreign_state_is_refused() -> None:
     tx = polyamp.wrap_optimizer(optax.sgd(0.1), FLOAT16)
-    with pytest.raises(polyamp.StateError, match="the state is not one of this optimizer"):
+    with pytest.raises(polyamp.StateError, match="the state does not come from this optimizer"):
         tx.update(jnp.ones(1), optax.sgd(0.1).init(jnp.ones(1)))
 
 

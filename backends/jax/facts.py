@@ -172,7 +172,7 @@ def _is_optimizers(node: object) -> bool:
 
 
 def _optimizer(optimizer: Any, holder: Any) -> OptimizerState:
-    """Return what scales the loss: polyamp (also if only the arguments show it), or the framework's own tool."""
+    """Return the tool that scales the loss: polyamp (even if only the arguments show it) or the framework's own."""
     wrapped = _step_of(optimizer) is not None or holds_state(holder)
     native = any(map(_is_native_scaler, jax.tree.leaves(holder, is_leaf=_is_native_scaler)))
     if wrapped:

@@ -60,7 +60,7 @@ class Scaling(NamedTuple):
 
 
 def scaling_of(closed: Any, scales: Sequence[int]) -> Scaling:
-    """Return what is wrong with the gradients that wrapped optimizers get in a program.
+    """Return the faults of the gradients that wrapped optimizers get in a program.
 
     Args:
         closed: the program's jaxpr.

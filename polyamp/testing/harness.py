@@ -1,4 +1,4 @@
-"""What the conformance suite needs of a framework: a harness that drives it with NumPy arrays, and the arrays."""
+"""The harness that the conformance suite needs for a framework: it drives the framework with NumPy arrays."""
 
 from __future__ import annotations
 

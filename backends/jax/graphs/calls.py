@@ -93,7 +93,7 @@ class _Rewritten(NamedTuple):
     Attributes:
         closed: the jaxpr.
         outputs: models of its results.
-        decider: the decisions in it, and what there is to report of them.
+        decider: the decisions in it, and the findings to report.
     """
 
     closed: Any
@@ -129,7 +129,7 @@ def _rewritten(run: Run, closed: Any, cells: Sequence[Cell], path: str) -> _Rewr
 
 
 def _rewrite(run: Run, closed: Any, cells: Sequence[Cell], path: str, held: frozenset[tuple[int, Value]]) -> _Rewritten:
-    """Rewrite a jaxpr for arguments in these formats; hold some outputs in float32, as the arguments are."""
+    """Rewrite a jaxpr for arguments in these formats. The outputs in ``held`` return in their declared dtypes."""
     outputs: list[Cell] = []
     own, values = run.apart(), dict(sorted(held))
 

@@ -31,7 +31,7 @@ def is_inexact(dtype: Any) -> bool:
 
 
 def declared_value(dtype: Any) -> Value:
-    """Return what the flow rule knows of a value by its declared dtype alone."""
+    """Return the flow rule's facts about a value, from its declared dtype alone."""
     return WEAK if dtype == FLOAT32 or not is_inexact(dtype) else Value("other", np.dtype(dtype).name)
 
 
@@ -43,7 +43,7 @@ class Cell:
         array: the array as it is now, in ``dtype``.
         dtype: its dtype now.
         declared: its dtype in the traced program.
-        value: what the flow rule knows of it.
+        value: the flow rule's facts about it.
         shared: whether all uses may share one cast. The uses of a parameter may not: their gradients would be added up
             in 16 bits.
         constant: whether it is computed from constants alone.
@@ -71,7 +71,7 @@ class Cell:
 
     @classmethod
     def of(cls, array: Any, declared: Any, value: Value | None = None, constant: bool = False) -> Cell:
-        """Return the cell of an array in its declared dtype; ``value`` is what is known of it if that is float32."""
+        """Return the cell of an array in its declared dtype; ``value`` has the facts about a float32 array."""
         known = declared_value(declared) if value is None or declared != FLOAT32 else value
         return cls(array, declared, declared, known, constant=constant)
 
@@ -114,16 +114,16 @@ class Cell:
         return self.cast(self.declared)
 
     def low(self, dtype: Any, value: Value) -> Cell:
-        """Return the model of such a value in 16 bits; ``value`` names the operation that makes it."""
+        """Return a model of the same value in 16 bits; ``value`` names the operation that makes it."""
         return Cell(self.array, dtype, self.declared, Value("low", value.maker), shared=True)
 
     @property
     def format(self) -> Any:
-        """The key that tells its format from another's, among the arguments of a function."""
+        """A key for the format of the cell. Arguments with equal keys can share a rewritten function."""
         return self.dtype, self.declared, self.value, self.constant, jax.typeof(self.array)
 
     def declared_as(self, value: Value) -> Cell:
-        """Return the value in its declared dtype, with what the flow rule knows of it from here on."""
+        """Return the value in its declared dtype, with the flow rule's facts about it from here on."""
         return Cell(self.restored(), self.declared, self.declared, value, self.shared, self.constant, self.same)
 
 
@@ -133,7 +133,7 @@ class Recipe(NamedTuple):
     Attributes:
         equation: the equation.
         cells: its inputs.
-        anew: the roles of the inputs that it needed computed again.
+        anew: the roles of the inputs that had to be computed again for it.
     """
 
     equation: Any
@@ -159,5 +159,5 @@ def around(cells: Iterable[Cell], arrays: Iterable[Any]) -> list[Cell]:
 
 
 def held_as_declared(cells: Iterable[Cell]) -> list[Cell]:
-    """Return values in their declared dtypes. One that was low is then float32 only by its declaration."""
+    """Return values in their declared dtypes. A value that was low is then float32 only by its declaration."""
     return [cell.declared_as(WEAK if cell.value.state == "low" else cell.value) for cell in cells]

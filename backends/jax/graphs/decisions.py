@@ -34,11 +34,11 @@ class Decided(NamedTuple):
     Attributes:
         name: its canonical name.
         decision: its class, and why.
-        outcome: what the flow rule decided.
+        outcome: the decision of the flow rule.
         is_wide: whether it computes in float32.
         dtype: the dtype that its float32 results are cast to, and that it computes in unless it is wide.
-        held: the dtype that its float32 results come in.
-        value: what the flow rule knows of them.
+        held: the dtype in which its primitive returns the float32 results.
+        value: the flow rule's facts about them.
     """
 
     name: str
@@ -63,7 +63,7 @@ class Decided(NamedTuple):
 def decide_equation(
     decider: Decider, compute: np.dtype[Any], equation: Any, cells: Sequence[Cell], path: str
 ) -> Decided:
-    """Decide one operation, and record what there is to report of it.
+    """Decide one operation, and record the findings to report.
 
     Args:
         decider: the policy's decisions so far.

@@ -41,7 +41,7 @@ class Interpreter:
     Attributes:
         policy: the policy.
         compute: the dtype of its compute format.
-        decider: decides the operations, and records what there is to report of them.
+        decider: decides the operations, and records the findings to report.
         repeats: what the program runs more than once. Functions that it calls several times are rewritten once, unless
             there is a plan.
         is_looped: whether it is in the body of a loop.

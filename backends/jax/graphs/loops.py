@@ -82,7 +82,7 @@ def _models(
 ) -> list[Cell]:
     """Return a model of each value that a loop carries.
 
-    The body is traced with all of them in float32. Those that come out low nonetheless do not add up over the
+    The body is traced with all of them in float32. Values that the body nevertheless returns low do not add up over the
     iterations: they are carried in 16 bits.
     """
     strong = [_carry(cell) for cell in carried]

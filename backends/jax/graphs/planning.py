@@ -33,7 +33,7 @@ class PlanBuilder:
 
     @contextmanager
     def repeated(self, mark: int, times: int = 1) -> Iterator[None]:
-        """Add the operations of a body that runs so many times; ``mark`` is the number of operations before it."""
+        """Add the operations of a body that runs ``times`` times; ``mark`` is the number of operations before it."""
         del self.operations[mark:]
         self._begins = {region: begin for region, begin in self._begins.items() if begin < mark}
         before, self._times = self._times, self._times * times

@@ -100,7 +100,7 @@ class Program:
 
 
 def _as_traced(cell: Cell, variable: Any) -> Any:
-    """Return an output in the type that it was traced with, weak if that was weak."""
+    """Return an output with its traced dtype, which may be a weak type."""
     is_rounded = cell.value.role == "saturated" and cell.declared == FLOAT32  # its user may take a logarithm
     array, weak = (
         recipes.compute_again(cell) if is_rounded else cell.restored(),

@@ -2,7 +2,7 @@
 
 A training step calls `value_and_grad`, so its program has 16-bit operations already, and nothing in it tells why. So
 while `polyamp.explain` traces a function, every autocast in it records its own operations. It also runs in a named
-scope, by which its equations are found again: those of the first region are in ``polyamp_region_0``.
+scope, so that its equations can be found: those of the first region are in the scope ``polyamp_region_0``.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Region(NamedTuple):
     Attributes:
         policy: the policy that it runs under.
         operations: its operations.
-        decider: its decisions, and what there is to report of them.
+        decider: its decisions, and the findings to report.
         saved: the bytes kept for its backward pass, and the same without casts; None if it has no backward pass.
     """
 
@@ -91,7 +91,7 @@ def current() -> Regions | None:
 
 @contextmanager
 def recorded() -> Iterator[Regions]:
-    """Record every region that is traced inside, also in functions that were traced before."""
+    """Record every region that is traced in this context, also in functions that were traced before."""
     regions = Regions()
     token = _RECORDED.set(regions)
     try:
@@ -111,7 +111,7 @@ def are_left_out() -> bool:
 
 @contextmanager
 def left_out() -> Iterator[None]:
-    """Trace functions as if they did not contain any autocast."""
+    """Return a context in which functions are traced as if they did not contain any autocast."""
     token = _LEFT_OUT.set(True)
     try:
         with unstable.traced_anew():
@@ -142,7 +142,7 @@ def plan_of_step(closed: Any, regions: Regions) -> Plan:
 
 
 def _as_it_is(equation: Equation, in_region: bool) -> PlannedOperation:
-    """Return an operation of the backward pass of a region, or one outside of all regions."""
+    """Return the plan's entry for an equation in the backward pass of a region, or outside of all regions."""
     name = canonical(equation.name, equation.own.params)
     path = _MARK.sub("", equation.path).strip("/")
     decision = decide((), name, path)

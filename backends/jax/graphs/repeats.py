@@ -1,4 +1,4 @@
-"""What a program runs more than once: functions that it calls several times, and the bodies of its loops."""
+"""Find the code that a program runs more than once: functions with several calls, and the bodies of loops."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from polyamp.flow import Value
 
 
 class Repeats:
-    """The functions that one program calls more than once, and what is known of its loops.
+    """The functions that one program calls more than once, and the facts about its loops.
 
     Attributes:
-        loops: for the parameters of a loop and the formats of its arguments: these parameters, so that their id stays
-            theirs, and what the body makes of the values that the loop carries.
+        loops: for each loop and the formats of its arguments, the facts about the carried values after the body. Keys
+            have the id of the loop's parameters; the parameters are stored too, so that no other object gets this id.
     """
 
     def __init__(self) -> None:
@@ -36,11 +36,11 @@ class Repeats:
                 self._chained[id(part)] |= _links(equation, id(part), made)
 
     def is_repeated(self, closed: Any) -> bool:
-        """Return whether a jaxpr is called more than once and is longer than a call of it."""
+        """Return whether a jaxpr is called more than once and has more than one equation."""
         return self._times[id(closed)] > 1 and len(unstable.opened(closed)[0].eqns) > 1
 
     def links(self, closed: Any) -> set[tuple[int, int]]:
-        """Return which outputs of a jaxpr are inputs of its next call, as pairs (output, input)."""
+        """Return the outputs of a jaxpr that are inputs of a later call of it, as pairs (output, input)."""
         return self._chained[id(closed)]
 
 
@@ -49,7 +49,7 @@ def _is_call(equation: Any) -> bool:
 
 
 def _links(equation: Any, called: int, made: dict[Any, tuple[int, int]]) -> set[tuple[int, int]]:
-    """Return which of its inputs are outputs of calls of the same function; add its own outputs to ``made``."""
+    """Return the links from earlier calls of the same function to a call, and add the call's outputs to ``made``."""
     inputs = [made.get(atom) if unstable.is_variable(atom) else None for atom in equation.invars]
     made.update({variable: (called, place) for place, variable in enumerate(equation.outvars)})
     return {(source[1], place) for place, source in enumerate(inputs) if source is not None and source[0] == called}

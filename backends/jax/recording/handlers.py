@@ -31,7 +31,7 @@ class Evaluation(Protocol):
         """Return the outputs of a jaxpr; those that are not wanted may be missing."""
 
     def collecting(self) -> AbstractContextManager[list[Record]]:
-        """Collect the records of a part of the program separately."""
+        """Return a context that collects the records of a part of the program separately."""
 
     def adopt(self, records: Sequence[Record], samples: Sequence[Sample]) -> None:
         """Add the records of a part, with the samples that it returned."""

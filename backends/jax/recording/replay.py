@@ -79,7 +79,7 @@ class Replay:
 
     @contextmanager
     def collecting(self) -> Iterator[list[Record]]:
-        """Collect the records of a part of the program separately."""
+        """Return a context that collects the records of a part of the program separately."""
         outer, self.records = self.records, []
         try:
             yield self.records

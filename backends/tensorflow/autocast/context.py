@@ -67,7 +67,7 @@ def autocast_context(policy: Policy) -> Iterator[None]:
 
 
 def lowering_of(policy: Policy) -> Lowering | None:
-    """Return what a policy lowers; None if it lowers nothing.
+    """Return the lowering of a policy; None if the policy lowers nothing.
 
     Raises:
         UnsupportedError: the format is not float32 or a 16-bit float.

@@ -64,7 +64,7 @@ class Decided(NamedTuple):
         decision: its class, with the reason.
         outcome: the format that it runs in, with the reason.
         input_types: the type that each input must have.
-        results: what is known of each output.
+        results: the facts about each output.
         changes: attributes of the node that get another value.
         inside: the bodies of the functions that it calls, decided for this call.
         anew: roles of low inputs that are computed again in float32 for it, instead of being cast.
@@ -90,7 +90,7 @@ class Rules:
         fuses: whether kernels replace the norms that a graph writes out.
         low: the number of the compute format in TensorFlow's ``DataType``.
         not_entered: operation types whose functions have products and run as written, with a place of each.
-        lists: what is known of the lists of tensors.
+        lists: the facts about the lists of tensors.
     """
 
     def __init__(self, policy: Policy, *, fuses: bool = True) -> None:
@@ -103,7 +103,7 @@ class Rules:
 
 
 class Handlers(Protocol):
-    """The part of a program that decides the nodes which the flow rule alone does not; see `Functions`."""
+    """The part of a program that decides nodes for which the flow rule is not enough; see `Functions`."""
 
     library: Mapping[str, Any]
 
@@ -119,7 +119,7 @@ class Handlers(Protocol):
 
 
 class Pass:
-    """The decisions for one graph, or for a function's body as one call of it needs them.
+    """The decisions for one graph, or for a function's body with the arguments of one call.
 
     Attributes:
         graph: the decided graph.
@@ -130,7 +130,7 @@ class Pass:
         scopes: the scopes of its nodes.
         parts: the parts of a step that it contains.
         nodes: a `Decided` for each node, in order.
-        known: what is known of each value, by its name.
+        known: the facts about each value, by its name.
     """
 
     def __init__(
@@ -160,11 +160,11 @@ class Pass:
         self._note_items()
 
     def inputs_of(self, node: Node) -> list[Known]:
-        """Return what is known of a node's inputs; the edge that closes a loop is float32 by need."""
+        """Return the facts about a node's inputs; the edge that closes a loop is float32 by need."""
         return [self.known.get(value, KNOWN_CARRIED) for value in node.inputs]
 
     def computed_anew(self, value: str, roles: Sequence[str]) -> Node | None:
-        """Return the node to compute again in float32, for a use that does not take values of these roles rounded."""
+        """Return the node to compute again in float32, for a use that must not take rounded values of these roles."""
         known, maker = self.known[value], self.graph.maker.get(value)
         if known.dtype != self.rules.low or known.value.role not in roles or maker is None:
             return None
@@ -246,7 +246,7 @@ class Pass:
                 self._note_unrounded(one, roles)
 
     def _note_items(self) -> None:
-        """Record in which types the items of lists are taken."""
+        """Record the types in which a node takes items of lists."""
         taken = [pair for decided in self.nodes for pair in zip(decided.node.inputs, decided.input_types, strict=True)]
         for value, dtype in (*taken, *((value, FLOAT32) for value in self.graph.returns)):
             maker = self.graph.maker.get(value)

@@ -33,7 +33,7 @@ def device_of(node: Node) -> str:
 
 
 def lowerable(node: Node, dtype: int) -> tuple[str, ...]:
-    """Return the float32 type attributes of a node that a kernel has in another type: as many as possible together.
+    """Return the largest set of a node's float32 type attributes for which a kernel of another type exists.
 
     >>> from polyamp.backends.tensorflow.unstable import operation_definition
     >>> definition = tf.compat.v1.NodeDef(name="norm", op="FusedBatchNormV3")

@@ -211,7 +211,7 @@ class NormFinder:
         return node.op == "Sum" and self._axes(node) == _IMAGE_AXES
 
     def _reduced(self, value: str) -> Node | None:
-        """Return the mean over positions and images that a value is, seen through reshapes."""
+        """Return the node that computes a value as a mean over positions and images; reshapes after it are ignored."""
         node = self._made(self._stripped(value), "Mean")
         return node if node is not None and self._axes(node) == _IMAGE_AXES else None
 

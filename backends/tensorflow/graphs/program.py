@@ -81,7 +81,7 @@ def _settled(rules: Rules, decide: Callable[[], Pass]) -> Pass:
 
 
 def _arguments(graph: Graph, captures: Sequence[Any], rules: Rules) -> list[Known]:
-    """Return what is known of a program's arguments; the last of them are captured values."""
+    """Return the facts about a program's arguments; the last of them are captured values."""
     types = [dtype for _, dtype in graph.arguments]
     own = len(types) - len(captures)
     known = [Known(dtype, value_of_type(dtype)) for dtype in types[:own]]

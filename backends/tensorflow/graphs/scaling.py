@@ -104,7 +104,7 @@ def _unscaled_values(decisions: Pass, handles: set[str]) -> list[str]:
 
 
 def _before_update(decisions: Pass, value: str) -> str:
-    """Return a value that the update casts, as it was before the casts."""
+    """Return the value before the casts of the update."""
     maker = decisions.graph.maker.get(value)
     while maker is not None and _is_update(maker) and maker.op in ("Cast", "Identity"):
         value = maker.inputs[0]

@@ -28,7 +28,7 @@ def _constant(decisions: Pass, node: Node) -> Decided:
 
 
 def _cast(decisions: Pass, node: Node) -> Decided:
-    """Decide a cast. Integers that become float32 are the user's data, as they were; booleans are not."""
+    """Decide a cast. Integers that become float32 count as the user's inputs; booleans do not."""
     if node.input_ports[0].dtype in FLOATING or node.output_ports[0].dtype != FLOAT32:
         return decisions.by_flow(node)
     known, maker = decisions.inputs_of(node)[0], decisions.graph.maker.get(node.inputs[0])
@@ -36,7 +36,7 @@ def _cast(decisions: Pass, node: Node) -> Decided:
 
 
 def _shape(decisions: Pass, node: Node) -> Decided:
-    """Decide a node that reads sizes: it takes values in the types that they have."""
+    """Decide a node that reads sizes: it takes values without casts."""
     decided = decisions.by_flow(node)
     low = decisions.rules.low
     types = {known.dtype for known in decisions.inputs_of(node)}
@@ -47,7 +47,7 @@ def _shape(decisions: Pass, node: Node) -> Decided:
 
 
 def _identities(decisions: Pass, node: Node) -> Decided:
-    """Decide a node that moves several values, each in the type that it has."""
+    """Decide a node that moves several values without casts."""
     knowns = decisions.inputs_of(node)
     types = [known.dtype for known in knowns]
     decided = decisions.as_written(node, TABLE)._replace(results=knowns)

@@ -53,7 +53,7 @@ class Known(NamedTuple):
 
 
 KNOWN_CARRIED = Known(FLOAT32, CARRIED)
-"""What is known of a value that a loop carries in float32."""
+"""The facts about a value that a loop carries in float32."""
 
 
 def value_of_type(dtype: int) -> Value:

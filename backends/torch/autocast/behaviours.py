@@ -1,4 +1,4 @@
-"""What autocast does with each operator in a region, and which operators have to be overridden for that.
+"""The behaviour of autocast for each operator in a region, and the operators that must be overridden for it.
 
 Native autocast has a list of operators per device type (`native_lists`). An operator is overridden where a policy's
 rule asks for something else, and in a few cases without a rule:
@@ -71,7 +71,7 @@ _ONLY_ON_CUDA = {
 
 
 def behaviour(operator: str, region: Region, device_type: str) -> Behaviour | None:
-    """Return what to do with an operator in a region; None to leave it to native autocast."""
+    """Return the behaviour for an operator in a region; None leaves the operator to native autocast."""
     native = category(operator, device_type)
     op_class, reason = decide(region.rules, class_name(operator))
     if reason == TABLE or not any(rule.matches(class_name(operator)) for rule in region.rules):

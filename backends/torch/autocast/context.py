@@ -121,7 +121,7 @@ def _traced_mark(param: str, compute: str, output: str, rules: tuple[tuple[str, 
 
 
 def _autocast_fields(policy: Policy) -> tuple[str, str, str, tuple[tuple[str, str], ...]]:
-    """Return what autocast needs of a policy, in types that Dynamo compares by value."""
+    """Return the fields of a policy that autocast needs, in types that Dynamo compares by value."""
     return policy.param, policy.compute, policy.output, tuple((rule.pattern, rule.op_class) for rule in policy.rules)
 
 

@@ -164,7 +164,7 @@ def _kernel(name: str, device_type: str) -> Callable[..., Any]:
 
 
 def _native(name: str, device_type: str, op: Any, key: unstable.AutocastKey) -> Callable[..., Any]:
-    """Return what runs where an operator is not overridden: native autocast's kernel, or that of the next key."""
+    """Return the kernel that runs without an override: native autocast's kernel, or the kernel of the next key."""
     if _is_listed(name, device_type):
         kernel = torch.library.get_kernel(name, key.name)
         return lambda keyset, args, kwargs: kernel.call_boxed(keyset, *args, **kwargs)

@@ -136,7 +136,7 @@ def library(name: str, *, required: bool = True) -> ctypes.CDLL | None:
 
 
 def status() -> Status:
-    """Return what is in use, or would be after the first step. Load libraries that are built; build nothing.
+    """Return which operators are in use, or would be after the first step. Load built libraries, but build nothing.
 
     >>> status().mode in MODES
     True

@@ -56,7 +56,7 @@ class Aliases:
         return any(memory in self._pinned for one in (node, *self._changed[node]) for memory in _memories(one))
 
     def keeps(self, node: Node) -> bool:
-        """Return whether a node returns a view of pinned memory, or changes it. The node that made it does neither."""
+        """Return whether a node changes or views pinned memory that an earlier node made."""
         pinned = self._pinned & {memory for one in (node, *self._changed[node]) for memory in _memories(one)}
         return any(memory in pinned for one in node.all_input_nodes for memory in _memories(one))
 

@@ -33,7 +33,7 @@ class Attributes(dict[str, Any]):
         return path
 
     def as_module(self) -> nn.Module:
-        """Return a module with all of them, by the last part of their paths; only parameters are saved with it."""
+        """Return a module with all of these, named by the last part of their paths. Only its parameters are saved."""
         module = nn.Module()
         for path, held in self.items():
             name = path.rpartition(".")[2]

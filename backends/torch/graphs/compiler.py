@@ -107,7 +107,7 @@ def _planned(module: GraphModule, inputs: Sequence[Any], policy: Policy) -> Grap
 
 
 def _argument(node: Node, given: Any, graph: Graph, decider: Decider) -> Known:
-    """Return what is known of an input; the values of a module's buffers are known."""
+    """Return the facts about an input; the values of a module's buffers are known."""
     new, fake = graph.node_copy(node), node.meta.get("example_value")
     is_ours = unstable.is_static_input(node)
     if is_ours and isinstance(given, Tensor) and not isinstance(given, nn.Parameter):

@@ -69,7 +69,7 @@ class Pass:
         module: the captured graph.
         decider: the policy, with its decisions.
         graph: the new graph, in which the nodes of ``arguments`` exist already.
-        arguments: what is known of each placeholder of the captured graph.
+        arguments: the facts about each placeholder of the captured graph.
         attributes: collects what the new graph refers to by name: bodies of checkpoints, constants.
         checkpoint: the function that checkpoints call in the new graph; None keeps Dynamo's operator.
         builder: builds a plan of the decisions.
@@ -189,7 +189,7 @@ class Pass:
         return (plain, of_plain) if decision.reason == TABLE != of_plain.reason else (name, decision)
 
     def _operands(self, node: Node, operation: str, decision: Decision) -> list[Value]:
-        """Return what is known of a node's operands, in order; except an addend of a product that may be saturated."""
+        """Return the facts about a node's operands, in order; except an addend of a product that may be saturated."""
         operands = [(used, value_of(self.known[used])) for used in operands_of(node)]
         addend = addend_of(node) if decision.op_class == "lower" else None
         return [
@@ -212,7 +212,7 @@ class Pass:
         return self._make_possible(node, operation, decision, outcome, values)
 
     def _tensors(self, node: Node) -> list[Value]:
-        """Return what is known of all tensors among a node's operands."""
+        """Return the facts about all tensors among a node's operands."""
         known = [self.known[one] for one in node.all_input_nodes if tensors_of(self.known[one].declared)]
         return [joined(one.value) if isinstance(one.value, list) else one.value for one in known]
 
@@ -252,7 +252,7 @@ class Pass:
     # --- writing ------------------------------------------------------------------------------------------------------
 
     def _write(self, node: Node, how: Manner, value: Value, anew: tuple[str, ...] = ()) -> Known:
-        """Write a node with its inputs cast to the wanted dtypes, and return what is known of its result."""
+        """Write a node with its inputs cast to the wanted dtypes, and return the facts about its result."""
         used, addend = node.all_input_nodes, addend_of(node)
         wanted = dict.fromkeys(how.cast, how.dtype)
         if addend in wanted and inner.takes_wide_mask(node) and self.known[addend].fake.dtype == torch.float32:

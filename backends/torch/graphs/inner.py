@@ -67,7 +67,7 @@ def manner(
 
 
 def of_results(operation: str, value: Value, results: Any) -> Any:
-    """Return what is known of an operation's results: a norm returns statistics after its data."""
+    """Return the facts about an operation's results: a norm returns statistics after its data."""
     if operation not in _NORMS or not isinstance(results, tuple | list):
         return value
     return [value, *(Value("strong", operation, role="statistic") for _ in results[1:])]

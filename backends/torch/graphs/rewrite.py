@@ -193,7 +193,7 @@ def _view(rewritten: Rewritten, graph: Graph) -> GraphModule:
 
 
 def checked(module: Any) -> Any:
-    """Return what can be rewritten.
+    """Return an object that can be rewritten.
 
     Raises:
         InvalidTypeError: ``module`` is not a module or function, or is rewritten already.

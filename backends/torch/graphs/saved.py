@@ -73,7 +73,7 @@ def bytes_saved(graph: Graph, attributes: Mapping[str, Any]) -> int | None:
 
 
 def _root(graph: Graph, attributes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what the graph refers to by name; for parts with a fake, which are never read, a placeholder."""
+    """Return the objects that the graph refers to by name; a placeholder for parts with a fake, which are not read."""
     names = {str(node.target) for node in graph.find_nodes(op="get_attr")}
     return {name: attributes.get(name, nn.Identity()) for name in names}
 

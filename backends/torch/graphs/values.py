@@ -1,4 +1,4 @@
-"""What is known of the values of a captured graph while it is decided: their dtypes, and the flow rule's state."""
+"""The facts about the values of a captured graph while it is decided: their dtypes, and the flow rule's state."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from polyamp.operations import OPERATIONS
 
 
 class Known(NamedTuple):
-    """What is known of one value of the new graph.
+    """The facts about one value of the new graph.
 
     Attributes:
         node: the node that has the value there.
         fake: a fake with its dtype there; a tuple for several values, or a number.
         declared: a fake with its dtype in the captured graph.
-        value: what the flow rule knows of it; a list for several values that are known one by one.
+        value: the flow rule's facts about it; a list with one item for each of several values.
         is_constant: whether it is a tensor of the program itself, whose numbers are known.
     """
 
@@ -36,12 +36,12 @@ class Known(NamedTuple):
 
 
 def map_known(tree: Any, fn: Callable[[Known], Any]) -> Any:
-    """Apply ``fn`` to what is known of the values of a tree."""
+    """Apply ``fn`` to the facts about the values of a tree."""
     return pytree.tree_map_only(Known, fn, tree, is_leaf=lambda leaf: isinstance(leaf, Known))
 
 
 def known_value(declared: Any, state: str = "weak") -> Value:
-    """Return what is known of a value by its declared dtype alone; ``state`` is for float32 values.
+    """Return the facts about a value from its declared dtype alone; ``state`` is for float32 values.
 
     Integers count, index or label: converted to float, they are input data. Booleans only select.
 
@@ -71,24 +71,24 @@ def magnitude(held: Any) -> float:
 
 
 def constant_of(node: Any, fake: Any, held: Tensor, decider: Decider) -> Known:
-    """Return what is known of a tensor that belongs to the program, such as a buffer."""
+    """Return the facts about a tensor that belongs to the program, such as a buffer."""
     value = decider.constant(magnitude(held)) if held.dtype == torch.float32 else known_value(fake)
     return Known(node, fake, fake, value, is_constant=is_floating(held))
 
 
 def value_of(known: Known) -> Value:
-    """Return what the flow rule knows of a value; a dtype that the user chose comes first."""
+    """Return the flow rule's facts about a value; a dtype that the user chose comes first."""
     declared = known_value(known.declared)
     return declared if declared.state == "other" or isinstance(known.value, list) else known.value
 
 
 def made_without_floats(operation: str, given: Sequence[Value], constant: Value) -> Value:
-    """Return what is known of the result of an operation on integers, on booleans or on nothing.
+    """Return the facts about the result of an operation on integers, on booleans or on nothing.
 
     Args:
         operation: its canonical name.
-        given: what is known of its operands.
-        constant: what is known of its numbers.
+        given: the facts about its operands.
+        constant: the facts about its numbers.
     """
     if operation in ("constant", "fill"):
         return constant
@@ -100,7 +100,7 @@ def made_without_floats(operation: str, given: Sequence[Value], constant: Value)
 
 
 def of_its_type(known: Known, inputs: Sequence[Known]) -> Any:
-    """Return what is known of a result, considering its dtype: integers that are made of floats are input data."""
+    """Return the facts about a result, considering its dtype: integers that are made of floats are input data."""
     if isinstance(known.declared, Tensor) and known.declared.dtype == torch.bool:
         return WEAK
     counted = is_integral(known.declared) and any(is_floating(one.declared) for one in inputs)
@@ -108,7 +108,7 @@ def of_its_type(known: Known, inputs: Sequence[Known]) -> Any:
 
 
 def joined(values: Sequence[Value]) -> Value:
-    """Return what is known of a float32 value that may be any of several."""
+    """Return the facts about a float32 value that may be any of several."""
     states = ("strong", "other", "input")
     return next((Value(one.state, one.maker) for state in states for one in values if one.state == state), WEAK)
 

@@ -36,7 +36,7 @@ class Writing:
         self._casts: dict[tuple[Any, torch.dtype, bool], Node] = {}
 
     def run_on_fakes(self, node: Node, fakes: Mapping[Node, Any]) -> Any:
-        """Return the result of a node on these fakes."""
+        """Return the fake result of a node for these fake inputs."""
         args, kwargs = map_arg((node.args, node.kwargs), fakes.__getitem__)
         with unstable.on_fakes(self.mode):
             if node.op == "call_method":
@@ -79,7 +79,7 @@ class Writing:
         self._casts = {key: made for key, made in self._casts.items() if key[0] not in stale}
 
     def _parts(self, known: Known) -> Iterator[Known]:
-        """Yield the results of an operation that returns several."""
+        """Yield the single results of an operation that returns several."""
         for index, (fake, declared) in enumerate(zip(known.fake, known.declared, strict=True)):
             node = self.graph.call_function(operator.getitem, (known.node, index))
             yield Known(node, fake, declared)

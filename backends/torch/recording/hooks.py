@@ -1,4 +1,4 @@
-"""What a step offers to the recording of it: a call where its update begins, and its state saved and restored.
+"""The part of a step that serves its recording: a call where the update begins, and a copy of the state to restore.
 
 A recording runs a step up to its optimizer's update, then undoes it:
 

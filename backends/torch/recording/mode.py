@@ -219,7 +219,7 @@ class Recorder(Watcher):
 
 
 def _in_backward(operator: Operator, node: Any) -> Operator:
-    """Return an operator as it counts inside a node; DistributedDataParallel only averages gradients there."""
+    """Return the facts about an operator inside a node. DistributedDataParallel only averages gradients there."""
     if node.name() == _ACCUMULATION and operator.name != "add":
         return operator._replace(moves=True, computes=False)
     return operator

@@ -81,7 +81,7 @@ def _has_gradients(optimizer: WrappedOptimizer) -> bool:
 
 
 def _clear_as_masters(optimizer: WrappedOptimizer) -> None:
-    """Clear the model's own gradients if the inner optimizer cleared the masters', which are the only ones it knows."""
+    """Clear the model's gradients if the inner optimizer, which only knows the masters, cleared theirs."""
     masters = optimizer.masters
     if masters is not None and not any(one.grad is not None and one.grad.any() for one in masters.masters):
         masters.zero_grad(set_to_none=True)

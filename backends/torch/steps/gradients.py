@@ -158,7 +158,7 @@ def dense(param: Tensor) -> Tensor:
 
 
 def _kind(grad: Any) -> tuple[Any, ...]:
-    """Return what the gradients of one bucket share, for distributed ones including their mesh and placements."""
+    """Return the key of a gradient's bucket. For distributed gradients it includes their mesh and placements."""
     return type(grad), grad.device, grad.dtype, getattr(grad, "device_mesh", None), getattr(grad, "placements", None)
 
 

@@ -30,14 +30,14 @@ from polyamp.loss_scale import LossScale, LossScaleState
 
 
 class Scaling(NamedTuple):
-    """The multiplication of one loss: the loss scaler, its state then, and the losses that may be inf or NaN."""
+    """The multiplication of one loss: the loss scaler, its state at that time, and losses that may be inf or NaN."""
 
     scaler: LossScaler
     state: LossScaleState
     suspects: Sequence[Tensor] = ()
 
     def same_scale(self, other: Scaling) -> bool:
-        """Return whether gradients of both can be added directly. Scales on a device are compared by identity only."""
+        """Return whether gradients of both can be added directly. Scales on a device must be the same tensor."""
         one, two = self.state.scale, other.state.scale
         return self.scaler is other.scaler and (one is two or (isinstance(one, float) and one == two))
 
@@ -109,13 +109,13 @@ class Latest(threading.local):
     count = 0
 
     def note(self, scaling: Scaling) -> None:
-        """Record a scaling."""
+        """Record the scaling as the latest one, and count it."""
         self.scaling = scaling
         self.count += 1
 
 
 class Counts:
-    """What has happened to scaled losses in this process.
+    """Counts of the scaled losses in this process and of their backward passes.
 
     Attributes:
         losses: number of losses that were scaled.
@@ -156,7 +156,7 @@ def follow(scaled: Iterable[Any]) -> bool:
     (True, False)
 
     Returns:
-        Whether they will be known: not in traced code, and not if there is nothing to differentiate.
+        Whether the passes will be known. They are not in traced code, or if there is nothing to differentiate.
     """
     if torch.compiler.is_compiling() or is_transformed():
         return False
@@ -187,7 +187,7 @@ class Witness:
 
     Attributes:
         scaled: whether a pass of a scaled loss contributed.
-        unscaled: whether a pass of any other loss did.
+        unscaled: whether a pass of any other loss contributed.
     """
 
     def __init__(self, param: Tensor) -> None:

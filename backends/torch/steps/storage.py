@@ -43,16 +43,16 @@ class Storage(Protocol):
         """Return masters for more parameters."""
 
     def fill(self, model: Tensors, masters: Tensors, changed: bool) -> None:
-        """Fill the masters with their values before a step. ``changed``: the model was written to since the last."""
+        """Fill the masters with their values before a step. ``changed``: the model has changed since the last step."""
 
     def follow(self, model: Tensors, masters: Tensors) -> None:
-        """Update what is kept next to the model, after somebody wrote to the model."""
+        """Update the values that are kept next to the model, after somebody wrote to the model."""
 
     def count_in(self, control: Tensor) -> None:
         """Let polyamp's operators count stochastically rounded steps in ``control``; see ``control.py``."""
 
     def companions(self, model: Tensors, masters: Tensors) -> Tensors:
-        """Return what polyamp's operators update in place next to each parameter; empty if there is nothing."""
+        """Return the tensors that polyamp's operators update in place next to each parameter; may be empty."""
 
     def round(self, model: Tensors, masters: Tensors) -> None:
         """Round the masters into the model's parameters."""

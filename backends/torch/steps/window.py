@@ -107,7 +107,7 @@ class Window:
 
     @property
     def others_scaling(self) -> Scaling | None:
-        """The last scaling since the window began, if no loss of this optimizer was scaled but one of another was."""
+        """The last scaling since the window began, if only losses of other optimizers were scaled; else None."""
         is_other = self.scaling is None and self.declared is None and LATEST.count > self._opened_at[0]
         return LATEST.scaling if is_other else None
 

@@ -129,7 +129,7 @@ class WrappedOptimizer(torch.optim.Optimizer):
         return (models.get(id(param), param) for group in self.param_groups for param in group["params"])
 
     def take_gradients(self) -> None:
-        """Give the masters the model's gradients, in float32."""
+        """Set the masters' gradients to the model's gradients, in float32."""
         if self.masters is not None:
             self.masters.take_gradients()
 

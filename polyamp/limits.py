@@ -53,7 +53,7 @@ def report_limits(config: LossScale, state: LossScaleState, explain: Callable[[]
     Args:
         config: the settings.
         state: the state after a step, as Python numbers.
-        explain: returns what was not finite, for the error; called only if an error is raised.
+        explain: describes the values that were not finite, for the error; called only if an error is raised.
 
     Raises:
         LossScaleError: ``max_skips`` steps in a row were skipped, or an overflow came at ``min`` under

@@ -1,4 +1,4 @@
-"""Warnings about what a policy could not do in a program: one text for all frameworks, each shown once.
+"""Warnings about the parts of a policy that had no effect: one text for all frameworks, each shown once.
 
 Each function takes ``where``, the name of the function, model or region, and ``stacklevel`` as in `warnings.warn`,
 counted from the function itself.
@@ -27,7 +27,7 @@ def report_unused(rules: Iterable[Rule], *, where: str, paths: str, of: object =
 
     Args:
         rules: these rules.
-        where: what they matched nothing in.
+        where: the program in which they matched nothing.
         paths: what a path may name there besides an operation, with its article.
         of: the policy; left out where it is not known.
         stacklevel: as in `warnings.warn`.
@@ -46,8 +46,8 @@ def report_nothing_lowered(
     """Warn that a program runs as it did before.
 
     Args:
-        verb: what was called: ``rewrite``, ``autocast`` or ``convert``.
-        compute: the format that it was to run in.
+        verb: the verb that was called: ``rewrite``, ``autocast`` or ``convert``.
+        compute: the compute format of the policy.
         where: the program.
         why: the reason.
         remedy: what to do; by default, to look at the reasons in a plan.
@@ -58,7 +58,7 @@ def report_nothing_lowered(
 
 
 def report_refused(refused: Mapping[str, str], *, where: str, of: object, stacklevel: int = 2) -> None:
-    """Warn of each rule that asked for what no kernel does.
+    """Warn of each rule that no kernel can follow.
 
     Args:
         refused: what is missing, with the rule; see `polyamp.deciding.Decider.refused`.

@@ -94,7 +94,7 @@ def read(settings: Settings, initial: Mapping[str, float], saved: Any) -> dict[s
     (1024.0, 7, 0)
 
     Args:
-        settings: the settings that the state is to continue under.
+        settings: the settings under which training continues.
         initial: the fields of their initial state.
         saved: a state of any library, a checkpoint that contains one, or a scaler.
 

@@ -24,10 +24,10 @@ class Reported(Protocol):
     """A report: text, rows and JSON values."""
 
     def rows(self) -> Sequence[Sequence[str]]:
-        """Return its table, the heading first; empty if there is nothing to report."""
+        """Return the report's table, the heading first; empty if there is nothing to report."""
 
     def as_dict(self) -> dict[str, Any]:
-        """Return it as JSON values."""
+        """Return the report as JSON values."""
 
 
 def show(report: Reported, json_file: str | None, plot_file: str | None = None) -> None:

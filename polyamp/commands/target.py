@@ -40,7 +40,7 @@ class Target:
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def call(self, verb: Callable[..., Any], **given: Any) -> Any:
-        """Call a verb with those of these arguments that it accepts. Values in ``given`` that are not None win."""
+        """Call a verb with the arguments that it accepts. Values in ``given`` take precedence, unless they are None."""
         taken = {name: value for name, value in self.options.items() if name in _options_of(verb)}
         stated = {name: value for name, value in given.items() if value is not None}
         return verb(self.step, *self.args, **{**taken, **stated}, **self.kwargs)
@@ -81,7 +81,7 @@ def training_of(text: str) -> Target:
 
 
 def load(text: str) -> Callable[..., Any]:
-    """Load what ``package.module:function`` names. Modules in the current directory are found first.
+    """Load the object that ``package.module:function`` names. Modules in the current directory are found first.
 
     Raises:
         InvalidTypeError: it is not callable.

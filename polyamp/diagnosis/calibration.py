@@ -178,9 +178,9 @@ def _protect(observe: Observe, policy: Policy, probe: Probe, share: float) -> tu
 
 
 def _unfit(observe: Observe, policy: Policy, probe: Probe, share: float) -> Sequence[Evidence]:
-    """Return the evidence that a round adds: only from the first check that finds any.
+    """Return the new evidence of a round: the findings of the first check that finds anything.
 
-    What the later checks find may be an effect of it.
+    Later checks are not used, since their findings may be effects of the same fault.
     """
     if probe.broken:
         return []

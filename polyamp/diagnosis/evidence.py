@@ -158,13 +158,13 @@ def relaxable(probe: Probe) -> Iterator[Evidence]:
 
 
 def _is_part(one: Observation) -> bool:
-    """Return whether it is a step of a larger operation that sums in float32, such as the exp of a softmax in JAX."""
+    """Return whether an operation is part of a larger one that sums in float32, such as the exp of JAX's softmax."""
     names = (name.strip("_") for name in re.split(r"[./]", one.where))
     return any(name in OPERATIONS and OPERATIONS[name].op_class in ("full", "inner") for name in names)
 
 
 def _room(probe: Probe, one: Observation) -> float:
-    """Return how many powers of two all elements stay inside the format's smallest normal and largest numbers."""
+    """Return by how many powers of two all elements stay inside the format's smallest normal and largest numbers."""
     limits, spread = format_of(probe.format), one.spread
     if not spread.largest:
         return math.inf
@@ -173,7 +173,7 @@ def _room(probe: Probe, one: Observation) -> float:
 
 
 def _gradient_room(probe: Probe, one: Observation) -> float:
-    """Return how many powers of two the recommended loss scale is away from those that a gradient does not tolerate."""
+    """Return by how many powers of two the recommended loss scale may change until a gradient overflows or is lost."""
     if not one.spread.largest:
         return math.inf
     scale = math.log2(probe.recommended.init)

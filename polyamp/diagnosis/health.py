@@ -197,7 +197,7 @@ class Health:
 
     @property
     def _is_new(self) -> bool:
-        """Return whether the scale is still being found. A scale that starts at its maximum never grows."""
+        """Return whether no step was made yet, or the scale has never grown although it is below its maximum."""
         settings = self.settings
         unstepped = self.steps == 0
         return settings.dynamic and (unstepped or (not self.counters.growths and self.scale < settings.max))

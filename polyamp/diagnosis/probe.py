@@ -87,7 +87,7 @@ class Probe(JsonReport):
 
     @cached_property
     def counting(self) -> tuple[Observation, ...]:
-        """Return those of `bounding` that set a lower limit: all except parameter gradients that are only noise."""
+        """Return the gradients that set a lower limit: `bounding` without parameter gradients that are only noise."""
         limit = NOISE * max((one.spread.largest for one in self.bounding), default=0.0)
         return tuple(one for one in self.bounding if one.kind != PARAMETER or one.spread.largest >= limit)
 

@@ -110,7 +110,7 @@ class Verdict(JsonReport):
         return next((place for place, one in enumerate(self.recording.observations) if one is self.first), 0)
 
     def _in_float32(self, wanted: Observation | None) -> Observation | None:
-        """Return the same tensor in the float32 run: of the same kind and place, and with the same number there."""
+        """Return the same tensor in the float32 run: the one of the same kind, place and turn at that place."""
         if wanted is None:
             return None
         earlier = itertools.takewhile(lambda one: one is not wanted, self.recording.observations)

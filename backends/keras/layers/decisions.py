@@ -29,7 +29,7 @@ Choice = Callable[[Policy, str, Any, str, bool], str]
 
 
 class Part(NamedTuple):
-    """One layer and what was decided for it.
+    """One layer and the decisions for it.
 
     Attributes:
         path: the names from the model down to the layer.

@@ -1,4 +1,4 @@
-"""Keras' dtype policies: the one that a layer needs for what was decided, and the one that a model has already."""
+"""Keras' dtype policies: the one that a layer needs for its decided formats, and the one that a model already has."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Restore averages over batches, such as batch normalisation's statistics, when a step is skipped.
 
-In a step that overflows, the batch's statistics may be inf or NaN, and an average that takes one in never recovers: the
-model trains on, and ``evaluate`` returns NaN. Layers update their averages in the forward pass, before the gradients
+In a step that overflows, the batch's statistics may be inf or NaN. An average that includes them never recovers: the
+model trains on, but ``evaluate`` returns NaN. Layers update their averages in the forward pass, before the gradients
 are known. So the averages are copied before the step and restored after it.
 
 For example, ``model.compile`` replaces ``train_step`` by a function that copies ``moving_mean``, runs the original

@@ -49,7 +49,7 @@ class UnscaledGradients:
         del self._calls[:-_KEPT]
 
     def claim(self, grads: Sequence[Any]) -> Any:
-        """Return whether the scaled gradients that these come from were finite; None if these are scaled themselves.
+        """Return whether the originals of unscaled gradients were finite; None if ``grads`` are scaled gradients.
 
         Raises:
             UsageError: some of them are scaled and some are not; or the only call was in another trace.
@@ -64,7 +64,7 @@ class UnscaledGradients:
         return self._claim_by_place(grads)
 
     def _claim_by_place(self, grads: Sequence[Any]) -> Any:
-        """Claim tensors that belong to no call: they come from an unclaimed call in the same place, if there is one."""
+        """Claim tensors that belong to no call: assume an unclaimed call in the same place, if there is one."""
         if not self._calls:
             return None
         around = traces_around(grads)

@@ -106,7 +106,7 @@ def _has_named_dimensions(operator: str) -> bool:
 
 
 def overridden_without_rule(region: Region, device_type: str) -> Iterator[str]:
-    """Yield the operators that a region overrides whatever its rules: those that `_without_rule` is about."""
+    """Yield the operators that every region overrides, independent of its rules; see `_without_rule`."""
     for name in registered(device_type) - PROMOTING:
         if category(name, device_type) == "promote" and not _has_named_dimensions(name):
             yield name

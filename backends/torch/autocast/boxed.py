@@ -66,7 +66,7 @@ class Kernels:
         Args:
             name: the operator, as ``aten::softmax.int``.
             device_type: the device type whose autocast it belongs to.
-            choice: returns what to do with it in a region.
+            choice: returns the behaviour of the operator in a region.
             listed: whether native autocast's kernel runs where the region does not override it.
             only_the_first: whether only the first argument is cast.
         """

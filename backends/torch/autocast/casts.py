@@ -19,13 +19,13 @@ ONLY_THE_INPUT = {"batch_norm", "instance_norm"}
 
 
 def lower(op: Any, canonical: str, device_type: str, dtype: torch.dtype) -> Call:
-    """Return a call of ``op`` with its floating inputs in a 16-bit type."""
+    """Return a function that calls ``op`` with its floating inputs in a 16-bit type."""
     cast = _caster(device_type, canonical)
     return lambda args, kwargs: op(*cast(args, dtype), **_cast_named(kwargs, dtype, device_type))
 
 
 def full(op: Any, canonical: str, device_type: str, dtype: torch.dtype) -> Call:
-    """Return a call of ``op`` with its floating inputs in float32, unless the caller passes a ``dtype=``."""
+    """Return a function that calls ``op`` with floating inputs in float32, unless the caller passes a ``dtype=``."""
     cast, passes_dtype = _caster(device_type, canonical), _dtype_test(op)
 
     def call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -37,7 +37,7 @@ def full(op: Any, canonical: str, device_type: str, dtype: torch.dtype) -> Call:
 
 
 def inner(op: Any, canonical: str, device_type: str, dtype: torch.dtype) -> Call:
-    """Return a call of ``op`` in float32, with its first result in 16 bits, unless the caller passes a ``dtype=``."""
+    """Return a function that calls ``op`` in float32, with its first result in 16 bits, unless it gets a ``dtype=``."""
     in_float32, passes_dtype = full(op, canonical, device_type, dtype), _dtype_test(op)
 
     def call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -48,7 +48,7 @@ def inner(op: Any, canonical: str, device_type: str, dtype: torch.dtype) -> Call
 
 
 def rounded(out: Any, device_type: str, dtype: torch.dtype) -> Any:
-    """Cast the result of an operation; of a tuple the first result, of a list all."""
+    """Cast the result of an operation; of a tuple only the first result, of a list all results."""
     if not isinstance(out, tuple):
         return _cast(out, dtype, device_type)
     results = [_cast(out[0], dtype, device_type), *out[1:]]
@@ -56,7 +56,7 @@ def rounded(out: Any, device_type: str, dtype: torch.dtype) -> Any:
 
 
 def widest(op: Any, canonical: str, device_type: str, dtype: torch.dtype) -> Call:
-    """Return a call of ``op`` with its floating inputs in their widest type: float32 for float16 with bfloat16."""
+    """Return a function that calls ``op`` in the widest type of its inputs: float32 for float16 with bfloat16."""
     cast = _caster(device_type, canonical)
 
     def call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -68,7 +68,7 @@ def widest(op: Any, canonical: str, device_type: str, dtype: torch.dtype) -> Cal
 
 
 def as_written(op: Any, canonical: str, device_type: str, dtype: torch.dtype) -> Call:
-    """Return a call of ``op`` with its inputs unchanged."""
+    """Return a function that calls ``op`` with its inputs unchanged."""
     return lambda args, kwargs: op(*args, **kwargs)
 
 

@@ -122,7 +122,7 @@ def nesting() -> int:
 
 
 def _become(frame: Frame | None) -> None:
-    """Make a frame the innermost one, and tell the mirror and the history."""
+    """Make a frame the innermost one, and notify the mirror and the history."""
     _here.frame = frame
     if _mirror is not None:
         _mirror.become(*_in_mirror(frame))
@@ -176,7 +176,7 @@ _mirror: Mirror | None = None
 
 
 def mirror_in(kernels: Mirror) -> None:
-    """Tell kernels of every region that is entered or left from now on."""
+    """Notify kernels of every region that is entered or left from now on."""
     global _mirror
     _mirror = kernels
 

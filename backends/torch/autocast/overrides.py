@@ -96,7 +96,7 @@ def register_custom(op: Any, device_type: str, make_kernel: Callable[[Any, str],
     Args:
         op: an overload.
         device_type: the device type whose autocast it belongs to.
-        make_kernel: makes the kernel from both.
+        make_kernel: makes the kernel from the overload and the device type.
     """
     with _lock:
         if (op.name(), device_type) in _overridden:

@@ -1,7 +1,7 @@
 """The autocast regions of a process: what each does, its number, and its mark in native autocast's own state.
 
-A `Region` is what operations have to know of a policy. Equal policies share one. `frames` has the regions that a thread
-is in, `history` those in which autograd's nodes were recorded.
+A `Region` is the part of a policy that operations need. Equal policies share one. `frames` has the regions that a
+thread is in, `history` those in which autograd's nodes were recorded.
 
 Compiled code needs a mark of its region. Dynamo guards what it compiles by native autocast's state, such as the dtype
 for each device type; it does not look at Python's variables. So polyamp writes the number of the region into that

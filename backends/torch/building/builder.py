@@ -125,7 +125,7 @@ def build(
 
     Args:
         job: what to build.
-        retry: try again what failed before with these sources and compilers.
+        retry: build again although a build with these sources and compilers failed before.
         force: build even if the cache has it.
         on_step: called with the name of each finished file: every source, and the library.
 

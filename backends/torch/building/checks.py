@@ -1,4 +1,4 @@
-"""Checks compiler output and machine code for what would make a kernel slow: spills, narrow accesses.
+"""Checks compiler output and machine code for causes of slow kernels: spills and narrow accesses.
 
 Assembler output: NVIDIA, CUDA Compiler Driver NVCC, Printing Code Generation Statistics. Machine code: CUDA Binary
 Utilities, Instruction Set Reference (``LDG``, ``STG``: load from and store to global memory).

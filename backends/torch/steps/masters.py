@@ -181,7 +181,7 @@ class MasterWeights:
             self.note_versions()
 
     def _changed(self) -> bool:
-        """Return whether somebody wrote to the model since `note_versions`."""
+        """Return whether the model was written to since the last call of `note_versions`."""
         return self._versions != [param._version for param in self.model]
 
     def note_versions(self) -> None:

@@ -146,7 +146,7 @@ class Batch:
         return first
 
     def is_current(self) -> bool:
-        """Return whether parameters have the same addresses, and the state the same tensors, as when this was made."""
+        """Return whether the parameters' addresses and the state's tensors are unchanged since this batch was made."""
         return self._where() == self._pointers and all(state.get(name) is value for state, name, value in self._state)
 
     def grads(self) -> list[Tensor]:

@@ -79,7 +79,7 @@ def named(bad: Iterable[NonFinite], names: Mapping[Tensor, str]) -> list[Overflo
 
 
 def describe(bad: Sequence[Overflow], loss_was_finite: bool | None = None) -> str:
-    """Return a line about what overflowed and what follows for the loss scale.
+    """Return a line about the values that overflowed and the consequence for the loss scale.
 
     >>> describe([Overflow("head.bias", 2, 0, 10)], loss_was_finite=True)
     'head.bias (2 inf of 10); the loss was finite: the backward pass overflowed at this loss scale'

@@ -55,7 +55,7 @@ def has_peers(process_group: Any = None) -> bool:
 
 
 def add_shards_(total: Tensor, sharded: Any) -> None:
-    """Sum over ranks, in place, what each rank computed from its shards of distributed tensors.
+    """Sum a total over ranks, in place, that each rank computed from its shards of distributed tensors.
 
     Args:
         total: scalar or vector on the device.

@@ -89,7 +89,7 @@ class LossScaler:
     def suspects(self, loss: Any, *, alone: bool = True) -> list[Tensor]:
         """Return the losses that may be inf or NaN, which skips their step.
 
-        On the CPU these are losses that are inf or NaN; on other devices all of them, since testing would wait.
+        On the CPU a loss is tested at once. On other devices a test would make the host wait, so all are returned.
 
         Args:
             loss: the argument of `scale`.
@@ -197,10 +197,10 @@ class LossScaler:
         self._round = _Round(state)
 
     def report(self, explain: Callable[[], str] | None) -> None:
-        """Report what the host knows, after a step that was skipped.
+        """Report on a step that was skipped, from the numbers on the host.
 
         Args:
-            explain: describes what was not finite, for the error; None if only another optimizer's gradients were not.
+            explain: describes the values that were not finite, for the error; None if only another optimizer has them.
 
         Raises:
             LossScaleError: see `polyamp.limits.report_limits`.

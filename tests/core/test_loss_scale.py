@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 import polyamp
 from polyamp import LossScale, LossScaleState, advance
-from polyamp.limits import report_limits
 from polyamp.loss_scale import TYPES, on_host
+from polyamp.loss_scale_reports import report_limits
 from polyamp.presets import PRESETS
 from support.loss_scale_cases import TRACES, any_numbers, powers_of_two, read, walk
 

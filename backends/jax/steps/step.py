@@ -20,8 +20,8 @@ from polyamp.backends.jax.steps.state import LossScaleOptState, holds_state, ini
 from polyamp.backends.jax.steps.updates import apply_updates, zero_updates
 from polyamp.backends.jax.trees import merged, trainable
 from polyamp.errors import InvalidValueError, StateError, UsageError
-from polyamp.limits import report_limits
 from polyamp.loss_scale import LossScale, advance, on_host
+from polyamp.loss_scale_reports import report_limits
 from polyamp.refusals import wrapped_already
 
 Skip = Literal["auto", "cond", "select"]

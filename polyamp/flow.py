@@ -16,7 +16,6 @@ from polyamp.rules import TABLE, Decision
 from polyamp.values import CARRIED, INPUT, ROLES, STATES, WEAK, Value, constant
 
 __all__ = [
-    "AFTER_LOOP",
     "AS_WRITTEN",
     "CARRIED",
     "INPUT",
@@ -34,8 +33,6 @@ __all__ = [
 AS_WRITTEN = "as written"
 NO_FLOATS = "no floating-point input"
 """The reason if an operation has nothing to decide about."""
-AFTER_LOOP = f"after {CARRIED.maker}"
-"""The reason if an operation takes a value that a loop carries in float32."""
 
 _SATURATING = frozenset({"sigmoid", "tanh", "erf"})
 _POINTWISE = frozenset(

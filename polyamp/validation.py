@@ -116,6 +116,31 @@ def norm_limit(value: object, *, where: str = "wrap_optimizer(max_grad_norm=)") 
     return float(value)
 
 
+def check_compute(compute: str, *, framework: str, where: str, instead: Mapping[str, str]) -> None:
+    """Refuse a compute format that a framework's operations cannot be cast to.
+
+    >>> check_compute("float16", framework="JAX", where="autocast(fn)", instead={})
+
+    Args:
+        compute: the policy's compute format.
+        framework: the framework's name, for the error.
+        where: the call.
+        instead: for some other formats, what to do.
+
+    Raises:
+        UnsupportedError: it is neither float32 nor a 16-bit format.
+    """
+    castable = ("float16", "bfloat16", "float32")
+    if compute not in castable:
+        raise UnsupportedError(
+            f"{framework}'s operations cannot be cast to this format",
+            where=where,
+            found=compute,
+            allowed=", ".join(castable),
+            fix=instead.get(compute, "choose one of these formats"),
+        )
+
+
 def check_callable(value: object, *, where: str, allowed: str, fix: str) -> None:
     """Refuse a value that cannot be called.
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import jax
 
-from polyamp.devices import fast_on_gpu
-from polyamp.errors import UnsupportedError, warn_once
+from polyamp.devices import fast_on_gpu, report_slow_format
+from polyamp.validation import check_compute
 
 
 def describe() -> dict[str, Any]:
@@ -60,27 +60,14 @@ def check_format(compute: str) -> None:
     Raises:
         UnsupportedError: the format is neither float32 nor a 16-bit format.
     """
-    if compute not in ("float32", "float16", "bfloat16"):
-        raise UnsupportedError(
-            "JAX's operations cannot be cast to this format",
-            where="autocast of a JAX function",
-            found=compute,
-            allowed="float16, bfloat16, float32",
-            fix=_OTHER_WAYS.get(compute, "choose one of these formats"),
-        )
+    check_compute(compute, framework="JAX", where="autocast of a JAX function", instead=_INSTEAD)
     device = jax.local_devices()[0]
     if compute == "float32" or device.platform == "cpu":  # CPUs are for checking results
         return
-    fast = described(device)["fast"]
-    if compute not in fast:
-        warn_once(
-            f"{device.device_kind} has no matrix units for {compute}: it will be slow. It has them for "
-            f"{', '.join(fast) or 'no 16-bit format'}.",
-            stacklevel=6,
-        )
+    report_slow_format({**described(device), "name": device.device_kind}, compute, stacklevel=6)
 
 
-_OTHER_WAYS = {
+_INSTEAD = {
     "tensorfloat32": 'it is a way to multiply float32: call jax.default_matmul_precision("tensorfloat32")',
     "float64": 'compute in float64 throughout: jax.config.update("jax_enable_x64", True)',
 }

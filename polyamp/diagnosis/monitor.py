@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from polyamp.diagnosis.health import Health, check_probe, health
-from polyamp.validation import check_count, wrong_type
+from polyamp.validation import check_count, is_integer, wrong_type
 
 if TYPE_CHECKING:
     from polyamp.diagnosis.probe import Probe
@@ -88,7 +88,7 @@ def log_health(logger: Any = None, level: int | None = None) -> Callable[[Health
         raise wrong_type(
             logger, where="log_health(logger=)", allowed="a logging.Logger", fix="give logging.getLogger(...), or None"
         )
-    if isinstance(usual, bool) or not isinstance(usual, int):
+    if not is_integer(usual):
         raise wrong_type(level, where="log_health(level=)", allowed="an integer", fix="give logging.INFO, for example")
 
     def hook(found: Health) -> None:

@@ -58,10 +58,12 @@ def test_a_planted_expression_is_found_in_a_document(tmp_path: Path, advice: str
     assert lines == ([] if advice in SAYING.values() else [5])
 
 
-@pytest.mark.parametrize("word", ["Of", "What", "Where", "How"])
-def test_a_planted_fragment_is_found(tmp_path: Path, word: str) -> None:
-    code = f'def merged():\n    """{word} both."""\n'
-    assert found_in(tmp_path, "planted.py", code) == ["a sentence that starts with a verb"]
+@pytest.mark.parametrize("decorator", ["", "@property\n", "@functools.cached_property\n"])
+@pytest.mark.parametrize(("word", "may_property"), [("Of", False), ("What", False), ("Whether", True), ("The", True)])
+def test_a_planted_fragment_is_found(tmp_path: Path, word: str, may_property: bool, decorator: str) -> None:
+    code = f'{decorator}def merged():\n    """{word} both."""\n'
+    is_right = may_property and decorator
+    assert found_in(tmp_path, "planted.py", code) == ([] if is_right else ["a sentence that starts with a verb"])
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,10 @@ SAYING = {r"\b(?:say|says|said|saying)\b": "report, state, name"}
 """Code does not speak: it reports. Documents may speak."""
 
 FRAGMENT = re.compile(r"(?:Of|What|Who|Where|Which|How)\b")
-"""The first word of a docstring that only the function's name completes."""
+"""The first word of a docstring that only the name completes."""
+
+NOUN = re.compile(r"(?:Whether|The|A|An)\b")
+"""The first word of a noun phrase, which only a property may have."""
 
 
 class Finding(NamedTuple):
@@ -82,6 +85,11 @@ def _without_code(text: str) -> str:
 def _fragments(file: Path, source: str) -> Iterator[Finding]:
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            match = FRAGMENT.match(ast.get_docstring(node) or "")
+            text = ast.get_docstring(node) or ""
+            match = FRAGMENT.match(text) or (None if _is_property(node) else NOUN.match(text))
             if match:
                 yield Finding(file, node.lineno, match[0], "a sentence that starts with a verb")
+
+
+def _is_property(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    return any("property" in ast.unparse(one) for one in node.decorator_list)

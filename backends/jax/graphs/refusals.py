@@ -11,6 +11,7 @@ from typing import Any
 import jax
 
 from polyamp.errors import InvalidTypeError, UsageError
+from polyamp.validation import is_integer
 
 BRANCHES = (
     jax.errors.ConcretizationTypeError,
@@ -103,7 +104,7 @@ def positions(argnums: Any, *, where: str, at_least: int = 0) -> tuple[int, ...]
         InvalidTypeError: they are not integers, or too few.
     """
     wanted = tuple(argnums) if isinstance(argnums, list | tuple) else (argnums,)
-    if len(wanted) >= at_least and all(type(one) is int for one in wanted):
+    if len(wanted) >= at_least and all(map(is_integer, wanted)):
         return wanted
     raise InvalidTypeError(
         "argnums are not positions of arguments",

@@ -12,9 +12,11 @@ from polyamp.backends.tensorflow.graphs.places import Places
 from polyamp.backends.tensorflow.unstable import OUT_OF_SCOPE, graphs_around
 from polyamp.errors import InvalidTypeError, UnsupportedError, UsageError, warn_once
 from polyamp.refusals import unscaled_loss
-from polyamp.validation import kind_of
+from polyamp.validation import check_compute, kind_of
 
-_FORMATS = ("float16", "bfloat16", "float32")
+_INSTEAD = {
+    "tensorfloat32": "it is a way to multiply float32: tf.config.experimental.enable_tensor_float_32_execution(True)"
+}
 POLICY_ATTRIBUTE = "_polyamp_policy"  # of nodes that a rewrite added or changed
 _GRADIENT = "PolyampRewritten"
 
@@ -25,14 +27,7 @@ def check_format(compute: str) -> None:
     Raises:
         UnsupportedError: the format is float8, tensorfloat32 or float64.
     """
-    if compute not in _FORMATS:
-        raise UnsupportedError(
-            "TensorFlow's operations do not compute in this format",
-            where="policy.compute",
-            found=compute,
-            allowed=", ".join(_FORMATS),
-            fix="choose one of these; tensorfloat32 is tf.config.experimental.enable_tensor_float_32_execution(True)",
-        )
+    check_compute(compute, framework="TensorFlow", where="policy.compute", instead=_INSTEAD)
 
 
 def check_graph(graph_def: Any) -> None:

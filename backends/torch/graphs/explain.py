@@ -22,7 +22,8 @@ def explain(
 ) -> Plan:
     """Return the format of every operation of a module, with its place and the reason.
 
-    >>> plan = explain(lambda x: torch.exp(x @ x), torch.ones(2, 2, device="meta"), policy="mixed_float16")
+    >>> import torch
+    >>> plan = explain(lambda x: (x @ x).exp(), torch.ones(2, 2, device="meta"), policy="mixed_float16")
     >>> [(op.name, op.format, op.reason) for op in plan.operations]
     [('matmul', 'float16', 'table'), ('exp', 'float32', 'table')]
 

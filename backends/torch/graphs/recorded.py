@@ -26,7 +26,7 @@ from polyamp.backends.torch.recording.running import Run
 from polyamp.backends.torch.recording.widening import tensors
 from polyamp.backends.torch.user_code import users_line
 from polyamp.errors import InvalidValueError
-from polyamp.flow import AS_WRITTEN
+from polyamp.flow import AS_WRITTEN, NO_FLOATS
 from polyamp.plan import Plan, PlannedOperation
 from polyamp.policy import Policy
 from polyamp.rules import TABLE, Decision, unused
@@ -41,6 +41,7 @@ def recorded(
     gradients, modes and random states are restored.
 
     >>> from polyamp import policy
+    >>> import torch
     >>> plan = recorded(lambda x: (x @ x).exp(), [torch.ones(2, 2)], {}, policy("mixed_bfloat16"))
     >>> [(op.name, op.format, op.reason, op.casts) for op in plan.operations]
     [('matmul', 'bfloat16', 'table', 2), ('exp', 'bfloat16', "not in native autocast's list for cpu", 0)]
@@ -219,7 +220,7 @@ class _Explainer(Watcher):  # type: ignore[no-untyped-call]
 def _reason(name: str, decision: Decision, format_name: str, device_type: str, policy: Policy) -> str:
     """Return why an operation ran in a format: the rule or list that asks for it, or its inputs."""
     if format_name == AS_WRITTEN:
-        return decision.reason if decision.op_class == "keep" else "no floating-point input"
+        return decision.reason if decision.op_class == "keep" else NO_FLOATS
     wanted = {"lower": policy.compute, "full": "float32"}
     if decision.reason != TABLE:
         agrees = wanted.get(decision.op_class, format_name) == format_name

@@ -18,7 +18,7 @@ from polyamp.backends.torch.graphs.capture import root_of
 from polyamp.backends.torch.graphs.program import Program, check_no_autocast, mode_of
 from polyamp.backends.torch.user_code import users_level
 from polyamp.deciding import Decider
-from polyamp.errors import InvalidTypeError, UnsupportedError, UsageError, warn_once
+from polyamp.errors import InvalidTypeError, UsageError, warn_once
 from polyamp.formats import format_of
 from polyamp.plan import Plan
 from polyamp.policy import Policy
@@ -26,6 +26,7 @@ from polyamp.policy import policy as make_policy
 from polyamp.refusals import not_traced
 from polyamp.reports import report_nothing_lowered, report_refused, report_unused
 from polyamp.rules import Rule
+from polyamp.validation import check_compute
 
 
 def rewrite(
@@ -217,24 +218,14 @@ def usable(policy: Policy | str | None) -> Policy:
         UnsupportedError: they do not support it.
     """
     chosen = make_policy(policy)
-    _check_format(chosen.compute)
+    check_compute(chosen.compute, framework="PyTorch", where="rewrite(module, policy=)", instead=_INSTEAD)
     return chosen
 
 
-def _check_format(compute: str) -> None:
-    if compute in ("float32", "float16", "bfloat16"):
-        return
-    ways = {
-        "tensorfloat32": 'it is a way to multiply float32: torch.set_float32_matmul_precision("high")',
-        "float64": "compute in float64 throughout: model.double()",
-    }
-    raise UnsupportedError(
-        "PyTorch's operations cannot be cast to this format",
-        where="rewrite(module, policy=)",
-        found=compute,
-        allowed="float16, bfloat16, float32",
-        fix=ways.get(compute, "choose one of these formats"),
-    )
+_INSTEAD = {
+    "tensorfloat32": 'it is a way to multiply float32: torch.set_float32_matmul_precision("high")',
+    "float64": "compute in float64 throughout: model.double()",
+}
 
 
 def report(decider: Decider, name: str) -> None:

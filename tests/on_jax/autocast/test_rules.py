@@ -13,7 +13,7 @@ from flax import linen
 from jax import lax
 
 import polyamp
-from polyamp.flow import AFTER_LOOP
+from polyamp.flow import CARRIED
 from support.jax_scenarios import (
     BLOCK,
     MLP,
@@ -328,7 +328,7 @@ def test_what_a_loop_carries_is_float32_in_the_words_of_all_frameworks() -> None
     reasons = {
         op.reason for op in polyamp.explain(looped, jnp.ones((4, 4)), jnp.ones((2, 4)), policy="bf16").operations
     }
-    assert AFTER_LOOP in reasons
+    assert f"after {CARRIED.maker}" in reasons
 
 
 def test_a_device_says_its_capability_in_the_word_of_all_frameworks() -> None:

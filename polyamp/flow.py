@@ -82,11 +82,11 @@ def flow(operation: str, decision: Decision, inputs: Sequence[Value], compute: s
     >>> from polyamp.rules import decide
     >>> low, strong, weak = Value("low", "matmul"), Value("strong", "exp"), Value()
     >>> flow("add", decide((), "add"), [low, weak], "float16").reason
-    'beside matmul'
+    'next to matmul'
     >>> flow("add", decide((), "add"), [low, strong], "float16").reason
     'after exp'
     >>> flow("add", decide((), "add"), [low, Value("input")], "float16").reason
-    'beside an input'
+    'next to an input'
     >>> flow("matmul", decide((), "matmul"), [strong, weak], "float16").format
     'float16'
     >>> flow("where", decide((), "where"), [low, constant([3e38], "float16")], "float16").reason
@@ -117,7 +117,7 @@ def flow(operation: str, decision: Decision, inputs: Sequence[Value], compute: s
     output = Value(chosen.state, chosen.maker, unfit if moves and not role else "", role)
     if is_low:
         return Flow(compute, output, chosen.reason)
-    is_guarded = bool(unfit) or chosen.reason == _BESIDE_INPUT
+    is_guarded = bool(unfit) or chosen.reason == _NEXT_TO_INPUT
     return Flow("float32", output, chosen.reason, _anew(decision, inputs, is_guarded))
 
 
@@ -147,7 +147,7 @@ class _Choice(NamedTuple):
     role: str = ""
 
 
-_BESIDE_INPUT = "beside an input"
+_NEXT_TO_INPUT = "next to an input"
 
 
 def _choose(operation: str, decision: Decision, inputs: Sequence[Value], compute: str, gradient: bool) -> _Choice:
@@ -216,7 +216,7 @@ def _inner(operation: str, decision: Decision, inputs: Sequence[Value]) -> _Choi
     if operation == "avg_pool" and decision.reason == TABLE and data.state in ("strong", "input"):
         return _follow(operation, decision, inputs[:1])
     if data.state == "low":
-        return _Choice("low", operation, f"beside {data.maker}")
+        return _Choice("low", operation, f"next to {data.maker}")
     if data.state == "strong":  # inf is a fine argument of a function that saturates, and of nothing else
         return _Choice("low", operation, f"bounded, after {data.maker}", is_wide=operation not in _SATURATING)
     return _Choice("weak", "", "as declared")
@@ -227,9 +227,9 @@ def _follow(operation: str, decision: Decision, inputs: Sequence[Value]) -> _Cho
         return _Choice("strong", strong.maker, f"after {strong.maker}")
     low, data = _first(inputs, "low"), _first(inputs, "input")
     if low and data:
-        return _Choice("strong", "an input", _BESIDE_INPUT)
+        return _Choice("strong", "an input", _NEXT_TO_INPUT)
     if low:
-        return _Choice("low", low.maker, f"beside {low.maker}")
+        return _Choice("low", low.maker, f"next to {low.maker}")
     return _Choice("input" if data else "weak", "", "as declared")
 
 

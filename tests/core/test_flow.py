@@ -269,7 +269,7 @@ def test_in_any_program_a_state_comes_from_work_that_makes_it(
         raised |= {name} if op_class == "full" or name == "integer_pow" else set()
         makers = {"weak": {""}, "input": {""}, "low": lowered - {""}, "strong": raised}
         assert outcome.output.maker in makers[outcome.output.state]
-        neighbour = re.fullmatch("(?:bounded, )?(?:after|beside) (.+)", outcome.reason)
+        neighbour = re.fullmatch("(?:bounded, )?(?:after|next to) (.+)", outcome.reason)
         assert neighbour is None or neighbour[1] in {value.maker for value in inputs} | {"an input"}
         known.append(outcome.output)
 
@@ -282,19 +282,19 @@ def test_in_any_program_a_state_comes_from_work_that_makes_it(
     [
         ("matmul", [WEAK], "table"),
         ("exp", [LOW], "table"),
-        ("add", [LOW, WEAK], "beside matmul"),
-        ("add", [WEAK, Value("low", "conv"), LOW], "beside conv"),
-        ("reshape", [LOW], "beside matmul"),
+        ("add", [LOW, WEAK], "next to matmul"),
+        ("add", [WEAK, Value("low", "conv"), LOW], "next to conv"),
+        ("reshape", [LOW], "next to matmul"),
         ("add", [LOW, STRONG], "after exp"),
         ("add", [LOW, Value("strong", "sum"), STRONG], "after sum"),
         ("concat", [LOW, STRONG], "after exp"),
-        ("add", [LOW, INPUT], "beside an input"),
-        ("concat", [INPUT, WEAK, LOW], "beside an input"),
-        ("layer_norm", [LOW, WEAK], "beside matmul"),
+        ("add", [LOW, INPUT], "next to an input"),
+        ("concat", [INPUT, WEAK, LOW], "next to an input"),
+        ("layer_norm", [LOW, WEAK], "next to matmul"),
         ("layer_norm", [STRONG, WEAK], "bounded, after exp"),
         ("add", [WEAK, WEAK], "as declared"),
         ("concat", [LOW, WEAK], "its widest input is float32"),
-        ("concat", [LOW, LOW], "beside matmul"),
+        ("concat", [LOW, LOW], "next to matmul"),
         ("add", [STRONG, OTHER], "an input is float64"),
         ("cast", [OTHER], "an input is float64"),
         ("cast", [STRONG], "table"),

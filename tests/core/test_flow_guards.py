@@ -197,7 +197,7 @@ def test_a_rule_comes_before_the_table_and_the_range(name: str) -> None:
 
 def test_a_rule_for_a_place_comes_before_the_range_too() -> None:
     ruled = flow("integer_pow", decide([Rule("head", "follow")], "integer_pow", "model/head"), [LOW], "float16")
-    assert ruled == Flow("float16", LOW, "beside matmul")
+    assert ruled == Flow("float16", LOW, "next to matmul")
 
 
 @pytest.mark.parametrize("op_class", ["lower", "neutral", "promote", "follow"])

@@ -158,7 +158,7 @@ def test_full_work_takes_a_norm_before_it_is_rounded() -> None:
         pytest.param("l = logsumexp x\nz = sub x l", id="less logsumexp"),
         pytest.param("m = mean x\nz = add x m", id="plus a mean"),
         pytest.param("e = exp x\na = sum e\nz = div e a", id="softmax by hand"),
-        pytest.param("m = mean t\nr = rsqrt m\ny = mul x r\nz = add y t", id="beside an input"),
+        pytest.param("m = mean t\nr = rsqrt m\ny = mul x r\nz = add y t", id="next to an input"),
         pytest.param("m = mean x\ne = exp m\nz = sub x e", id="an exponential of a mean"),
     ],
 )

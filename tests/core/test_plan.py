@@ -129,7 +129,7 @@ operations = st.builds(
     st.sampled_from(["exp", "matmul"]),
     *(words for _ in range(3)),
     st.sampled_from(["float16", "float32", "as written"]),
-    st.sampled_from(["table", "beside matmul"]),
+    st.sampled_from(["table", "next to matmul"]),
     *(st.integers(0, 10**6) for _ in range(5)),
 )
 lists_of_operations = st.lists(operations, max_size=8)

@@ -180,7 +180,7 @@ def test_a_rule_that_matched_nothing_is_the_user_s_own(name: str, rules: dict[st
     assert [plan.unused_rules for plan in plans] == [tuple(rules)] * 3
 
 
-@pytest.mark.parametrize(("adds_up", "reason"), [(True, "after a loop"), (False, "beside matmul")])
+@pytest.mark.parametrize(("adds_up", "reason"), [(True, "after a loop"), (False, "next to matmul")])
 def test_what_follows_a_loop_is_said_in_the_same_words(adds_up: bool, reason: str) -> None:
     def turn(y: Any, w: Any) -> Any:
         return y + y @ w if adds_up else y @ w

@@ -63,7 +63,7 @@ def test_argnums_that_are_no_positions_are_refused() -> None:
 
 def test_explain_names_the_input() -> None:
     (row,) = [op for op in polyamp.explain(added, W, X, SHIFT, policy=F16).operations if op.name == "add"]
-    assert (row.format, row.reason) == ("float32", "beside an input")
+    assert (row.format, row.reason) == ("float32", "next to an input")
 
 
 class Dense(eqx.Module):

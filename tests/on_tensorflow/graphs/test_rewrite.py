@@ -426,7 +426,7 @@ def test_a_plan_says_where_and_why() -> None:
     plan = explain(lambda x: tf.exp(tf.nn.relu(x @ W)), X, policy=BF16)
     found = {op.name: (op.format, op.reason) for op in plan.operations}
     assert found["matmul"] == ("bfloat16", "table")
-    assert found["relu"] == ("bfloat16", "beside matmul")
+    assert found["relu"] == ("bfloat16", "next to matmul")
     assert found["exp"] == ("float32", "table")
     assert all(Path(__file__).name in op.where for op in plan.operations if op.name in ("matmul", "relu", "exp"))
 

@@ -113,14 +113,14 @@ def test_what_float32_keeps_is_kept(name: str, low: str, engine: str) -> None:
 
 
 def test_operations_beside_inputs_say_so() -> None:
-    assert decided(lambda y, m: y + m, X, MASK)["add"] == ("float32", "beside an input")
-    assert decided(lambda y, m: y + m, X, LABELS)["add"] == ("float32", "beside an input")
+    assert decided(lambda y, m: y + m, X, MASK)["add"] == ("float32", "next to an input")
+    assert decided(lambda y, m: y + m, X, LABELS)["add"] == ("float32", "next to an input")
     assert decided(lambda y, m: y * m, X, MASK > 0)["mul"][0] == "float16"  # booleans choose
-    assert decided(lambda y, m: y * m.float(), X, MASK > 0)["mul"] == ("float16", "beside matmul")
-    assert decided(lambda y, m: y * F.one_hot(m, 8).float(), X, torch.arange(4))["mul"] == ("float16", "beside matmul")
-    assert decided(lambda y: y + torch.rand(8), X)["add"] == ("float16", "beside matmul")
-    assert decided(lambda y, m: y + (m > 0).float(), X, LABELS)["add"] == ("float16", "beside matmul")
-    assert decided(lambda y, m: y * torch.ones_like(m), X, MASK)["mul"] == ("float16", "beside matmul")
+    assert decided(lambda y, m: y * m.float(), X, MASK > 0)["mul"] == ("float16", "next to matmul")
+    assert decided(lambda y, m: y * F.one_hot(m, 8).float(), X, torch.arange(4))["mul"] == ("float16", "next to matmul")
+    assert decided(lambda y: y + torch.rand(8), X)["add"] == ("float16", "next to matmul")
+    assert decided(lambda y, m: y + (m > 0).float(), X, LABELS)["add"] == ("float16", "next to matmul")
+    assert decided(lambda y, m: y * torch.ones_like(m), X, MASK)["mul"] == ("float16", "next to matmul")
 
 
 def test_parameters_and_buffers_are_no_inputs() -> None:
@@ -267,12 +267,12 @@ INNER = {
 @pytest.mark.parametrize("low", FORMATS)
 @pytest.mark.parametrize("name", INNER)
 def test_inner_work_is_16_bits_outside(name: str, low: str) -> None:
-    assert decided(INNER[name], X, low=low)[name] == (low, "beside matmul")
+    assert decided(INNER[name], X, low=low)[name] == (low, "next to matmul")
     found = decided(lambda y: F.relu(INNER[name](y.exp())), X, low=low)
     saturates = name in ("sigmoid", "tanh", "erf")
     if name != "avg_pool":  # which is as large as its data
         assert found[name] == (low if saturates else "float32", "bounded, after exp")
-        assert found["relu"] == (low, f"beside {name}")
+        assert found["relu"] == (low, f"next to {name}")
     model, args = Layer(INNER[name]), (X * (1 if saturates else 100),)
     exact, ours = (outcome(run, model, args) for run in (model, rewrite(model, *args, policy=f"mixed_{low}")))
     assert (ours[0] - exact[0]).norm() <= 4 * FORMATS[low] * exact[0].norm()
@@ -300,7 +300,7 @@ def test_statistics_that_a_norm_gives_are_float32(data: Callable[[Tensor], Tenso
         return F.relu(result), mean * 2
 
     found = decided(function, X)
-    assert (found["relu"], found["mul"]) == (("float16", "beside layer_norm"), ("float32", "after layer_norm"))
+    assert (found["relu"], found["mul"]) == (("float16", "next to layer_norm"), ("float32", "after layer_norm"))
     for ours, theirs in zip(rewrite(Layer(function), X, policy="mixed_float16")(X), Layer(function)(X), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-2, atol=1e-2)
 
@@ -315,7 +315,7 @@ def test_full_norms_are_what_they_were(name: str) -> None:
 def test_a_rule_may_make_any_operation_inner(name: str, function: Callable[[Tensor], Tensor]) -> None:
     for data in (function, lambda y: function(y.exp())):
         found = decided(lambda y, data=data: F.relu(data(y)), X, **{name: "inner"})
-        assert (found[name][0], found["relu"]) == ("float32", ("float16", f"beside {name}"))
+        assert (found[name][0], found["relu"]) == ("float32", ("float16", f"next to {name}"))
 
 
 def test_pools_without_a_16_bit_kernel_run_in_float32_and_are_rounded() -> None:

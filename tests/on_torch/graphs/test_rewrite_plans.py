@@ -31,12 +31,12 @@ def test_each_class_is_decided_by_the_flow_rule() -> None:
 
     assert decided(fn, X, W, torch.tensor([0, 1])) == [
         ("matmul", "float16", "table"),
-        ("add", "float32", "beside an input"),
+        ("add", "float32", "next to an input"),
         ("tanh", "float16", "bounded, after an input"),
         ("softmax", "float32", "table"),
         ("reshape", "float32", "after softmax"),
         ("matmul", "float16", "table"),
-        ("concat", "float32", "beside an input"),
+        ("concat", "float32", "next to an input"),
         ("sum", "float32", "table"),
         ("slice", "float32", "after an input"),
         ("cast", "as written", "table"),
@@ -94,7 +94,7 @@ def test_buffers_are_constants_and_parameters_are_not() -> None:
 
     assert decided(Masked(nn.Buffer), X, W)[1] == ("add", "float32", "constant 1e+09 is beyond float16")
     assert decided(Masked(lambda tensor: tensor), X, W)[1][1] == "float32"
-    assert decided(Masked(nn.Parameter), X, W)[1] == ("add", "float16", "beside matmul")
+    assert decided(Masked(nn.Parameter), X, W)[1] == ("add", "float16", "next to matmul")
 
 
 def test_places_are_module_paths_and_lines() -> None:

@@ -101,7 +101,7 @@ def atanh_of_clipped_tanh(ops: Any, w: Any, x: Any) -> Any:
     return ops.atanh(ops.clip(ops.tanh(ops.matmul(x, w)), -1 + 1e-7, 1 - 1e-7))
 
 
-@trap("smoothed labels of 1e-5 beside large logarithms", eye(64), X, LABELS)
+@trap("smoothed labels of 1e-5 next to large logarithms", eye(64), X, LABELS)
 def label_smoothing(ops: Any, w: Any, x: Any, labels: Any) -> Any:
     soft = ops.one_hot(labels, 16) * (1 - 1.6e-4) + 1e-5
     return -ops.mean(ops.sum(soft * ops.log_softmax(ops.matmul(x, w)), -1))

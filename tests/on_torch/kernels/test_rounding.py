@@ -17,6 +17,7 @@ import polyamp
 from polyamp import LossScale
 from polyamp.backends.torch import LossScaledOptimizer
 from polyamp.backends.torch.kernels.rounding import join, round_stochastically, split
+from polyamp.backends.torch.steps import master_storage
 from support.harness_torch import OPTIMIZERS
 from support.torch_closures import REEVALUATING
 from support.torch_rounding import KINDS, TEMPORARY, Net, bits, memory, train

@@ -16,8 +16,8 @@ from polyamp.backends.jax.dtypes import is_traced
 from polyamp.backends.jax.steps import marks
 from polyamp.backends.jax.steps.gradients import all_finite, clipped, unscaled
 from polyamp.backends.jax.steps.masters import masters_in, masters_of, updates_to
+from polyamp.backends.jax.steps.skipping import apply_updates, zero_updates
 from polyamp.backends.jax.steps.state import LossScaleOptState, holds_state, initial_scalars, state_type
-from polyamp.backends.jax.steps.updates import apply_updates, zero_updates
 from polyamp.backends.jax.trees import merged, trainable
 from polyamp.errors import InvalidValueError, StateError, UsageError
 from polyamp.loss_scale import LossScale, advance, on_host

@@ -22,7 +22,7 @@ from typing import Any
 
 from polyamp.flow import Flow, Value, constant, flow
 from polyamp.policy import Policy
-from polyamp.rules import TABLE, Decision, Rule, decide, unused
+from polyamp.rules import Decision, Rule, decide, unused
 
 
 class Decider:
@@ -74,7 +74,7 @@ class Decider:
 
     def refuse(self, missing: str, decision: Decision) -> None:
         """Record that no kernel can follow a decision. A decision that did not come from a rule is not recorded."""
-        if decision.reason != TABLE:
+        if decision.is_by_rule:
             self.refused[missing] = decision.reason
 
     @property

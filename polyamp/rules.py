@@ -12,6 +12,7 @@ from polyamp.operations import CLASSES, OPERATIONS
 from polyamp.validation import did_you_mean
 
 TABLE = "table"  # the reason if none of the policy's own rules decided
+_BY_RULE = "rule "
 
 
 class Rule(NamedTuple):
@@ -48,6 +49,15 @@ class Decision(NamedTuple):
     op_class: str
     reason: str
 
+    @property
+    def is_by_rule(self) -> bool:
+        """Whether a rule of the policy decided, and not the table.
+
+        >>> decide((Rule("softmax", "lower"),), "softmax").is_by_rule, decide((), "softmax").is_by_rule
+        (True, False)
+        """
+        return self.reason.startswith(_BY_RULE)
+
 
 def decide(rules: Iterable[Rule], operation: str, path: str = "") -> Decision:
     """Return the class of a canonical operation at a path, from the first matching rule or else the table.
@@ -62,7 +72,7 @@ def decide(rules: Iterable[Rule], operation: str, path: str = "") -> Decision:
     entry = OPERATIONS.get(operation)
     matched = None if _untouched(operation) else next((rule for rule in rules if rule.matches(operation, path)), None)
     if matched is not None:
-        return Decision(matched.op_class, f"rule {matched.pattern!r}")
+        return Decision(matched.op_class, f"{_BY_RULE}{matched.pattern!r}")
     if entry is None:
         return Decision("keep", "unknown operation: runs as written")
     return Decision(entry.op_class, TABLE)

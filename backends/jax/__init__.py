@@ -25,8 +25,8 @@ from polyamp.backends.jax.casting import cast
 from polyamp.backends.jax.graphs.rewrite import explain, rewrite
 from polyamp.backends.jax.steps.optimizer import apply_gradients, wrap_optimizer
 from polyamp.backends.jax.steps.saving import check_limits, load_loss_scale, save_loss_scale
+from polyamp.backends.jax.steps.skipping import apply_updates, select
 from polyamp.backends.jax.steps.state import LossScaleOptState
-from polyamp.backends.jax.steps.updates import apply_updates, select
 from polyamp.backends.jax.steps.value_and_grad import scale_loss, value_and_grad
 
 __all__ = [

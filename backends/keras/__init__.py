@@ -20,8 +20,8 @@ from polyamp.backends.keras.adapter import adapter
 from polyamp.backends.keras.callbacks import HealthCallback
 from polyamp.backends.keras.casting import cast
 from polyamp.backends.keras.convert import convert
-from polyamp.backends.keras.steps.averages import guard_compiled_models, keep_statistics
 from polyamp.backends.keras.steps.optimizer import LossScaledOptimizer
+from polyamp.backends.keras.steps.statistics import guard_compiled_models, keep_statistics
 
 guard_compiled_models()
 

@@ -9,7 +9,7 @@ from polyamp.backends.keras.casting import cast
 from polyamp.backends.keras.convert import convert
 from polyamp.backends.keras.devices import describe
 from polyamp.backends.keras.operations import OPERATIONS
-from polyamp.backends.keras.steps.averages import guard_steps
+from polyamp.backends.keras.steps.statistics import guard_steps
 from polyamp.backends.keras.steps.verbs import (
     load_loss_scale,
     loss_scale_of,

@@ -16,8 +16,8 @@ from polyamp.backends.keras.layers.decisions import Part, can_change, matches, p
 from polyamp.backends.keras.layers.policies import keras_policy
 from polyamp.backends.keras.layers.tree import children, walk
 from polyamp.backends.keras.layers.writing import set_formats
-from polyamp.backends.keras.steps.averages import guard_anew
 from polyamp.backends.keras.steps.mismatches import note_converted, report_unscaled
+from polyamp.backends.keras.steps.statistics import guard_anew
 from polyamp.errors import InvalidTypeError, UnsupportedError, UsageError, warn_once
 from polyamp.formats import format_of
 from polyamp.policy import Policy

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 import polyamp
 from polyamp.formats import format_of
-from polyamp.limits import report_limits
+from polyamp.loss_scale_reports import report_limits
 
 Arrays = dict[str, NDArray[Any]]
 

@@ -1,4 +1,4 @@
-"""Warnings before training: `lint` asks an adapter for facts, and `polyamp.diagnosis.checks` judges them."""
+"""Warnings before training: `lint` asks an adapter for facts, and `polyamp.diagnosis.lint_checks` judges them."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from polyamp.diagnosis.checks import CHECKS, Severity
 from polyamp.diagnosis.facts import ClassLoss, Facts, Product, UserCast
+from polyamp.diagnosis.lint_checks import CHECKS, Severity
 from polyamp.diagnosis.verbs import sixteen_bit
 from polyamp.dispatch import FACTS, offering
 from polyamp.layout import plural
@@ -21,7 +21,7 @@ class Finding(NamedTuple):
     """One finding of `lint`.
 
     Attributes:
-        code: the check that found it; a key of `polyamp.diagnosis.checks.CHECKS`.
+        code: the check that found it; a key of `polyamp.diagnosis.lint_checks.CHECKS`.
         severity: "error", training will fail or stall; "warning", it may; "note", it could be faster or clearer.
         what: what was found.
         where: scope, parameter or device; empty if it is about the step as a whole.

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from polyamp import LossScale, Plan, policy
-from polyamp.diagnosis.checks import ALIGNMENT, CHECKS, STUCK_MASS, stuck_mass
 from polyamp.diagnosis.facts import ClassLoss, Facts, Product, UserCast
 from polyamp.diagnosis.lint import Finding, Report, judge
+from polyamp.diagnosis.lint_checks import ALIGNMENT, CHECKS, STUCK_MASS, stuck_mass
 from polyamp.formats import format_of
 from polyamp.plan import PlannedOperation
 

@@ -49,7 +49,7 @@ def plant(tree: Path, file: str, code: str) -> None:
         ("polyamp/policy.py", "import polyamp.backends.jax", "polyamp.policy -> polyamp.backends.jax"),
         ("backends/keras/casting.py", "import polyamp.backends.jax", "polyamp.backends.keras -> polyamp.backends.jax"),
         ("backends/torch/casting.py", "import tensorflow", "polyamp.backends.torch -> tensorflow"),
-        ("backends/jax/steps/updates.py", "import torch", "polyamp.backends.jax -> torch"),
+        ("backends/jax/steps/skipping.py", "import torch", "polyamp.backends.jax -> torch"),
         ("backends/tensorflow/casting.py", "import keras", "polyamp.backends.tensorflow -> keras"),
     ],
 )

@@ -6,8 +6,8 @@ from collections.abc import Hashable
 from typing import Any
 
 from polyamp import verbs
+from polyamp.backends.jax.steps.skipping import apply_updates
 from polyamp.backends.jax.steps.step import Skip, Step
-from polyamp.backends.jax.steps.updates import apply_updates
 from polyamp.loss_scale import LossScale
 from polyamp.policy import Policy
 

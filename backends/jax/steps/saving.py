@@ -11,8 +11,8 @@ import numpy as np
 
 from polyamp.backends.jax.steps.finding import find_state
 from polyamp.backends.jax.steps.state import LossScaleOptState, is_state
-from polyamp.limits import report_limits
 from polyamp.loss_scale import LossScale, LossScaleState
+from polyamp.loss_scale_reports import report_limits
 from polyamp.result import StepResult
 
 

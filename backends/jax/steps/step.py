@@ -16,12 +16,12 @@ from polyamp.backends.jax.dtypes import is_traced
 from polyamp.backends.jax.steps import marks
 from polyamp.backends.jax.steps.gradients import all_finite, clipped, unscaled
 from polyamp.backends.jax.steps.masters import masters_in, masters_of, updates_to
+from polyamp.backends.jax.steps.skipping import apply_updates, zero_updates
 from polyamp.backends.jax.steps.state import LossScaleOptState, holds_state, initial_scalars, state_type
-from polyamp.backends.jax.steps.updates import apply_updates, zero_updates
 from polyamp.backends.jax.trees import merged, trainable
 from polyamp.errors import InvalidValueError, StateError, UsageError
-from polyamp.limits import report_limits
 from polyamp.loss_scale import LossScale, advance, on_host
+from polyamp.loss_scale_reports import report_limits
 from polyamp.refusals import wrapped_already
 
 Skip = Literal["auto", "cond", "select"]

@@ -16,8 +16,8 @@ from polyamp.backends.jax.steps.finding import find_state
 from polyamp.backends.jax.steps.gradients import all_finite
 from polyamp.backends.jax.steps.state import LossScaleOptState
 from polyamp.errors import InvalidTypeError, InvalidValueError
-from polyamp.limits import report_nonfinite_loss
 from polyamp.loss_scale import LossScale
+from polyamp.loss_scale_reports import report_nonfinite_loss
 from polyamp.policy import Policy, current_policy
 from polyamp.policy import policy as make_policy
 from polyamp.refusals import no_loss

@@ -249,7 +249,7 @@ class LossScaledOptimizer(keras.optimizers.LossScaleOptimizer):
         traced values.
 
         Raises:
-            LossScaleError: from `polyamp.limits.report_limits`.
+            LossScaleError: from `polyamp.loss_scale_reports.report_limits`.
         """
         traced = platform_of(self.dynamic_scale) is None
         return StepResult(self.scaler.state) if traced else StepResult(self.scaler.report(), explain=self.scaler.why)

@@ -12,8 +12,8 @@ from keras.backend import standardize_dtype
 from polyamp.backends.keras.backend import platform_of, value_of
 from polyamp.backends.keras.dtypes import is_sixteen_bit
 from polyamp.backends.keras.steps.gradients import unscaled
-from polyamp.limits import report_limits, report_nonfinite_loss
 from polyamp.loss_scale import LossScale, LossScaleState, advance, on_host
+from polyamp.loss_scale_reports import report_limits, report_nonfinite_loss
 from polyamp.refusals import NONFINITE_LOSS, no_loss
 
 _UNKNOWN = LossScaleState(*[None] * len(LossScaleState._fields))
@@ -112,7 +112,7 @@ class LossScaler:
         """Advance the state after a step. On the CPU, outside traced functions, also report the limits.
 
         Raises:
-            LossScaleError: from `polyamp.limits.report_limits`.
+            LossScaleError: from `polyamp.loss_scale_reports.report_limits`.
         """
         if platform_of(finite) != "cpu":
             self._assign(advance(self.settings, self.state, finite, _where))
@@ -126,7 +126,7 @@ class LossScaler:
         """Report if the scale cannot help any more; return the state as Python numbers. Waits for the device.
 
         Raises:
-            LossScaleError: from `polyamp.limits.report_limits`.
+            LossScaleError: from `polyamp.loss_scale_reports.report_limits`.
         """
         state = self.host_state
         report_limits(self.settings, state)

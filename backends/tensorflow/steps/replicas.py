@@ -6,8 +6,7 @@ seen.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -36,52 +35,17 @@ def summed(grads: Sequence[Any]) -> list[Any]:
     return list(_sum(present)) if tf.distribute.has_strategy() else present
 
 
-def update_if(finite: tf.Tensor, update: Callable[[Sequence[Any]], Any], grads: Sequence[Any]) -> tf.Tensor:
-    """Run ``update(grads)``, which returns an operation or None, if ``finite``: in every replica or in none.
-
-    Returns:
-        ``finite``, which is available once the update has run.
-    """
-    if not tf.distribute.has_strategy():
-        return _run_if(finite, lambda: update(grads))
-
-    # An optimizer's update merges replicas, even a single one, and TensorFlow forbids that inside a conditional of a
-    # replica. So the conditional is put around the replicas.
-    def across(strategy: tf.distribute.Strategy, decided: Any, per_replica: Any) -> tf.Tensor:
-        def run() -> Any:
-            return strategy.group(strategy.extended.call_for_each_replica(update, args=(per_replica,)))
-
-        return _run_if(strategy.experimental_local_results(decided)[0], run)
-
-    return _replica_context().merge_call(across, args=(finite, list(grads)))
-
-
-def _run_if(finite: tf.Tensor, run: Callable[[], Any]) -> tf.Tensor:
-    def apply() -> tf.Tensor:
-        with after([run()]):
-            return tf.constant(True)
-
-    return tf.cond(finite, apply, lambda: tf.constant(False))
-
-
-def after(operations: Sequence[Any]) -> AbstractContextManager[Any]:
-    """Return a context whose operations run after these; other objects than operations and tensors are ignored.
-
-    Inside a ``tf.function`` TensorFlow keeps the order itself; in a graph of a ``Session`` only this does.
-
-    >>> with after([None]):
-    ...     int(tf.constant(1))
-    1
-    """
-    return tf.control_dependencies([one for one in operations if isinstance(one, tf.Operation | tf.Tensor)])
-
-
 def _sum(value: Any) -> Any:
-    return _replica_context().all_reduce(tf.distribute.ReduceOp.SUM, value)
+    return replica_context().all_reduce(tf.distribute.ReduceOp.SUM, value)
 
 
-def _replica_context() -> tf.distribute.ReplicaContext:
-    context = tf.distribute.get_replica_context()
+def replica_context() -> tf.distribute.ReplicaContext:
+    """Return the context of the replica that runs this code.
+
+    Raises:
+        UsageError: in the scope of a strategy, but outside its replicas.
+    """
+    context = tf.distribute.getreplica_context()
     if context is None:
         raise UsageError(
             "the step must run inside the strategy's replicas",

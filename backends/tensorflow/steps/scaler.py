@@ -17,10 +17,11 @@ from polyamp.backends.tensorflow.steps.gradients import (
 )
 from polyamp.backends.tensorflow.steps.marks import apply_gradients, decision, outside_update_scope, update_scope
 from polyamp.backends.tensorflow.steps.masters import MasterWeights
-from polyamp.backends.tensorflow.steps.replicas import after, all_replicas, summed, update_if
+from polyamp.backends.tensorflow.steps.replicas import all_replicas, summed
+from polyamp.backends.tensorflow.steps.skipping import after, update_if
 from polyamp.errors import InvalidTypeError, UsageError
-from polyamp.limits import report_limits, report_nonfinite_loss
 from polyamp.loss_scale import LossScale, LossScaleState, advance, on_host
+from polyamp.loss_scale_reports import report_limits, report_nonfinite_loss
 from polyamp.policy import Policy
 from polyamp.policy import policy as make_policy
 from polyamp.refusals import NONFINITE_LOSS, no_loss
@@ -139,7 +140,7 @@ class LossScaler(tf.Module):
 
         Raises:
             InvalidTypeError: ``optimizer`` is not an optimizer.
-            LossScaleError: from `polyamp.limits.report_limits`, in eager code on the CPU.
+            LossScaleError: from `polyamp.loss_scale_reports.report_limits`, in eager code on the CPU.
             UsageError: the optimizer scales losses itself.
         """
         _check_optimizer(optimizer)
@@ -175,7 +176,7 @@ class LossScaler(tf.Module):
         a compiled step cannot do. In a graph its properties are tensors.
 
         Raises:
-            LossScaleError: from `polyamp.limits.report_limits`.
+            LossScaleError: from `polyamp.loss_scale_reports.report_limits`.
         """
         if not tf.executing_eagerly():
             return StepResult(self.state)

@@ -27,7 +27,7 @@ from polyamp.backends.torch.autocast.regions import Region
 from polyamp.backends.torch.operations import canonical
 from polyamp.errors import warn_once
 from polyamp.operations import OPERATIONS
-from polyamp.rules import TABLE, Rule, decide
+from polyamp.rules import Rule, decide
 
 Behaviour = Callable[..., casts.Call]
 
@@ -73,16 +73,16 @@ _ONLY_ON_CUDA = {
 def behaviour(operator: str, region: Region, device_type: str) -> Behaviour | None:
     """Return the behaviour for an operator in a region; None leaves the operator to native autocast."""
     native = category(operator, device_type)
-    op_class, reason = decide(region.rules, class_name(operator))
-    if reason == TABLE or not any(rule.matches(class_name(operator)) for rule in region.rules):
+    decision = decide(region.rules, class_name(operator))
+    if not decision.is_by_rule:
         return _without_rule(operator, native, region, device_type)
     if native == "unknown":
         warn_once(
             f"{operator} is in native autocast's list of torch {torch.__version__}, which is newer than the list that "
-            f"polyamp knows (torch {TORCH_VERSION}): {reason} has no effect on it. Update polyamp."
+            f"polyamp knows (torch {TORCH_VERSION}): {decision.reason} has no effect on it. Update polyamp."
         )
         return None
-    return None if native in _DOES[op_class] else _OF_CLASS[op_class]
+    return None if native in _DOES[decision.op_class] else _OF_CLASS[decision.op_class]
 
 
 def _without_rule(operator: str, native: str, region: Region, device_type: str) -> Behaviour | None:

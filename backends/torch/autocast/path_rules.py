@@ -43,38 +43,38 @@ _roots: Counter[Region] = Counter()  # how often the modules of a root were name
 
 def _region_in(module: nn.Module, region: Region, root: nn.Module) -> Region | None:
     """Return the region that begins where a module is called in a region; None if nothing changes there."""
-    policy = region.policy
-    if not policy.rules:
+    whole = region.whole
+    if not whole.rules:
         return None
-    found = _regions.setdefault(policy, {})
+    found = _regions.setdefault(whole, {})
     if id(module) not in found:
         for outermost in (module, root):
-            _find_regions(outermost, policy, found)
+            _find_regions(outermost, whole, found)
     inside = found[id(module)]
     return None if inside == region else inside
 
 
 def name_modules(root: nn.Module, region: Region) -> None:
     """Make paths in a region start at a root, also for parts of it that are called alone."""
-    policy = region.policy
-    if policy.rules and id(root) not in (found := _regions.setdefault(policy, {})):
-        _find_regions(root, policy, found)
+    whole = region.whole
+    if whole.rules and id(root) not in (found := _regions.setdefault(whole, {})):
+        _find_regions(root, whole, found)
 
 
-def _find_regions(root: nn.Module, policy: Region, regions: dict[int, Region]) -> None:
-    _roots[policy] += 1
+def _find_regions(root: nn.Module, whole: Region, regions: dict[int, Region]) -> None:
+    _roots[whole] += 1
     matched: dict[int, dict[Rule, Rule]] = {}
     modules = list(paths_in(root))
     for path, module in modules:
-        matched.setdefault(id(module), {}).update(_rules_at(policy, path) if path else {})
+        matched.setdefault(id(module), {}).update(_rules_at(whole, path) if path else {})
     for _, module in modules:
         if id(module) not in regions:
             weakref.finalize(module, regions.pop, id(module), None)
-        regions[id(module)] = _region_with(policy, matched[id(module)])
-    _used.setdefault(policy, set()).update(*matched.values())
+        regions[id(module)] = _region_with(whole, matched[id(module)])
+    _used.setdefault(whole, set()).update(*matched.values())
 
 
-def _rules_at(policy: Region, path: str) -> dict[Rule, Rule]:
+def _rules_at(whole: Region, path: str) -> dict[Rule, Rule]:
     """Return the policy's rules that match a path, each with the rule about operations that it becomes there.
 
     >>> rules = Rule("decoder", "full"), Rule("decoder/0/exp", "lower")
@@ -83,7 +83,7 @@ def _rules_at(policy: Region, path: str) -> dict[Rule, Rule]:
     (Rule(pattern='*', op_class='full'), Rule(pattern='exp', op_class='lower'))
     """
     here: dict[Rule, Rule] = {}
-    for rule in policy.rules:
+    for rule in whole.rules:
         *outer, last = re.split(r"[./]", rule.pattern)
         if rule.matches("", path):
             here[rule] = Rule("*", rule.op_class)
@@ -92,11 +92,11 @@ def _rules_at(policy: Region, path: str) -> dict[Rule, Rule]:
     return here
 
 
-def _region_with(policy: Region, matched: dict[Rule, Rule]) -> Region:
+def _region_with(whole: Region, matched: dict[Rule, Rule]) -> Region:
     """Return a policy's region in which some rules are replaced."""
     if not matched:
-        return policy
-    region = Region(policy.dtype, tuple(matched.get(rule, rule) for rule in policy.rules), of=policy.rules)
+        return whole
+    region = Region(whole.dtype, tuple(matched.get(rule, rule) for rule in whole.rules), rules_outside=whole.rules)
     if region not in _prepared:
         _prepared.add(region)
         for device_type in DEVICE_TYPES:
@@ -215,11 +215,11 @@ def _stay_for_another_run() -> None:
 @unstable.constant_when_compiled
 def _may_change_regions() -> bool:
     region = frames.current()
-    policy = None if region is None else region.policy
-    if policy is None or not policy.rules:
+    whole = None if region is None else region.whole
+    if whole is None or not whole.rules:
         return False
-    found = _regions.get(policy)
-    return not found or any(inside != policy for inside in list(found.values()))
+    found = _regions.get(whole)
+    return not found or any(inside != whole for inside in list(found.values()))
 
 
 @unstable.constant_when_compiled

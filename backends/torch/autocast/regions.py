@@ -38,19 +38,19 @@ class Region(NamedTuple):
 
     Attributes:
         dtype: the 16-bit type of ``lower`` operations.
-        rules: the policy's own rules. For all other operations native autocast's lists hold.
-        of: the policy's rules, if this is the region inside a module whose path a rule matches; else empty. Such a
-            region has in ``rules`` the rules as they read inside the module, such as ``*`` for ``decoder``.
+        rules: the policy's own rules. For all other operations native autocast's lists hold. Inside a module that a
+            path rule matches, they are the rules that hold there: ``*`` in the place of ``decoder``.
+        rules_outside: inside such a module, the rules of the whole policy; else empty.
     """
 
     dtype: torch.dtype
     rules: tuple[Rule, ...] = ()
-    of: tuple[Rule, ...] = ()
+    rules_outside: tuple[Rule, ...] = ()
 
     @property
-    def policy(self) -> Region:
-        """The region of the whole policy."""
-        return Region(self.dtype, self.of) if self.of else self
+    def whole(self) -> Region:
+        """The region of the whole policy, to find the way back from inside a module."""
+        return Region(self.dtype, self.rules_outside) if self.rules_outside else self
 
 
 # Numbers and marks.

@@ -3,7 +3,7 @@
 // Each processes a table, on the CPU at once and on the GPU on a stream, and returns 0 or the device's error code.
 #pragma once
 
-#include "rules.h"
+#include "update_rules.h"
 
 namespace polyamp {
 

@@ -1,7 +1,7 @@
 // Work on gradients alone: computing their statistics, and unscaling and clipping them in place.
 #pragma once
 
-#include "rules.h"
+#include "update_rules.h"
 #include "vectors.h"
 
 namespace polyamp {

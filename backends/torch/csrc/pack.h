@@ -4,7 +4,7 @@
 #include <algorithm>
 #include <vector>
 
-#include "rules.h"
+#include "update_rules.h"
 
 namespace polyamp {
 

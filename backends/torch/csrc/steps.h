@@ -1,7 +1,7 @@
 // A step's work on a chunk: read a thread's eight elements of every stream, update them, and write them back.
 #pragma once
 
-#include "rules.h"
+#include "update_rules.h"
 #include "vectors.h"
 
 namespace polyamp {

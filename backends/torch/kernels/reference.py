@@ -127,8 +127,8 @@ def sgd_step_(
     _finish(applied, stats, control, numbers, report)
 
 
-# Each product and sum is rounded to float32 separately, in the order of the kernels (csrc/rules.h): the CPU kernels
-# return the same bits.
+# Each product and sum is rounded to float32 separately, in the order of the kernels (csrc/update_rules.h): the CPU
+# kernels return the same bits.
 
 
 def _adam(

@@ -24,8 +24,8 @@ from polyamp.backends.torch.steps.ranks import any_rank, check_process_group, ha
 from polyamp.backends.torch.steps.scaler import LateValues, is_finite, non_finite
 from polyamp.backends.torch.steps.skipping import state_is_complete
 from polyamp.backends.torch.unstable import not_traced, note_step
-from polyamp.limits import report_limits, report_nonfinite_loss
 from polyamp.loss_scale import LossScale, LossScaleState, advance, on_host
+from polyamp.loss_scale_reports import report_limits, report_nonfinite_loss
 from polyamp.refusals import non_finite_loss
 from polyamp.result import StepResult
 

@@ -16,7 +16,7 @@ The inner optimizer knows only the masters; forward and backward passes know onl
     release()               1.0            0.01       0.999    0.01       storages that save memory free the master here
 
 If somebody writes to the model, for example by ``load_state_dict``, the masters follow before the next step.
-``storage.py`` has the ways to keep the masters between steps.
+``master_storage.py`` has the ways to keep the masters between steps.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from polyamp.backends.torch.dtypes import SIXTEEN_BIT
-from polyamp.backends.torch.steps.storage import InMemory, Remainders, StochasticRounding, Storage, Tensors
+from polyamp.backends.torch.steps.master_storage import InMemory, Remainders, StochasticRounding, Storage, Tensors
 from polyamp.errors import InvalidValueError, warn_once
 
 

@@ -29,8 +29,8 @@ from polyamp.backends.torch.kernels.control import (
 from polyamp.backends.torch.recording.hooks import is_recorded
 from polyamp.backends.torch.steps import refusals
 from polyamp.errors import InvalidTypeError
-from polyamp.limits import report_limits, report_nonfinite_loss
 from polyamp.loss_scale import LossScale, LossScaleState, advance, on_host
+from polyamp.loss_scale_reports import report_limits, report_nonfinite_loss
 from polyamp.refusals import no_loss, non_finite_loss
 from polyamp.validation import shown
 
@@ -203,7 +203,7 @@ class LossScaler:
             explain: describes the values that were not finite, for the error; None if only another optimizer has them.
 
         Raises:
-            LossScaleError: see `polyamp.limits.report_limits`.
+            LossScaleError: see `polyamp.loss_scale_reports.report_limits`.
         """
         if isinstance(self.state.scale, float) and self.state.skipped_in_a_row:
             report_limits(self.settings, self.state, explain)
@@ -221,7 +221,7 @@ class LossScaler:
             alone: see `suspects`.
 
         Raises:
-            LossScaleError: see `polyamp.limits.report_limits`.
+            LossScaleError: see `polyamp.loss_scale_reports.report_limits`.
             NonFiniteLossError: under ``nonfinite_loss="raise"``, a loss was inf or NaN.
         """
         arrived = self._late.receive()

@@ -7,7 +7,7 @@ A step does this, in this order:
 3. divided by the loss scale, in float32: `unscale`.
 4. They are clipped to ``max_grad_norm``: `prepare`.
 5. The optimizer updates the parameters or their masters, or skips: `Stepper`.
-6. The loss scale advances, and a new window begins: `finish`.
+6. The loss scale advances, and a new window begins: `finish`. Operators have advanced the scale on the device already.
 
 `step` asks once which way these are done: by torch (`_plain`), by torch with polyamp's operators for single parts
 (`_with_operators`), by the operators alone (`_by_operators`), or around a closure (`_with_closure`). For example, a
@@ -69,7 +69,7 @@ def _plain(optimizer: WrappedOptimizer) -> Any:
 def _with_operators(optimizer: WrappedOptimizer) -> Any:
     """Step from gradients that the operators cannot read while they are scaled, or whose update they do not have."""
     stepper = optimizer.stepper
-    flag, gradients = prepare(optimizer, by_operators=True)
+    flag, gradients = prepare(optimizer, at_once=True)
     stepped = None if stepper.skip_on_device is False else optimizer.operators.step_unscaled(flag)
     result, finite = stepper.step(flag, gradients) if stepped is None else stepped
     finish(optimizer, finite)
@@ -127,7 +127,7 @@ def _with_closure(optimizer: WrappedOptimizer, closure: Closure, scaled: bool | 
 
     def are_finite() -> bool:
         declare(optimizer, scaled)
-        flag, _ = prepare(optimizer, by_operators=optimizer.operators.are_used())
+        flag, _ = prepare(optimizer, at_once=optimizer.operators.are_used())
         return not flag
 
     return step_reevaluating(optimizer, closure, are_finite, functools.partial(finish, optimizer))
@@ -189,18 +189,18 @@ def check_gradients(optimizer: WrappedOptimizer, first: Tensor | None) -> None:
         raise refusals.converted_too_late(first.dtype)
 
 
-def prepare(optimizer: WrappedOptimizer, *, by_operators: bool = False) -> tuple[Tensor, Gradients]:
+def prepare(optimizer: WrappedOptimizer, *, at_once: bool = False) -> tuple[Tensor, Gradients]:
     """Unscale, test and clip the gradients; parts that were done before are not repeated.
 
     Args:
         optimizer: the wrapped optimizer.
-        by_operators: whether operators may unscale and clip at once.
+        at_once: whether operators may unscale and clip at once.
 
     Returns:
         Float32 scalar, 1.0 if a gradient was not finite on any rank, else 0.0; and the gradients.
     """
     norm, gradients = optimizer.max_grad_norm, collect(optimizer)
-    if by_operators and norm is not None and optimizer.window.is_untouched:
+    if at_once and norm is not None and optimizer.window.is_untouched:
         scaler, state, _ = optimizer.window.scaling_or(optimizer.scaler)
         if scaler.settings.check and optimizer.operators.can_clip(gradients):
             scale = scale_on(state, gradients.first.device)

@@ -134,10 +134,10 @@ class Window:
     def scaling_or(self, own: LossScaler) -> Scaling:
         """Return the scaling of the gradients that the parameters have now.
 
-        If no loss was multiplied by the optimizer's own scale, it steps on the loss that another optimizer scaled in
-        this window, and reports to that optimizer's scale.
+        In this order: that of the loss that this optimizer scaled; that of the last loss that another one scaled since
+        the window began; for gradients set by hand, its own scale. If they were declared unscaled, the scale is 1.
         """
-        scaling = self.others_scaling or self.scaling or Scaling(own, own.state)
+        scaling = self.scaling or self.others_scaling or Scaling(own, own.state)
         return scaling._replace(state=scaling.state._replace(scale=1.0)) if self.declared is False else scaling
 
     def unscale(self, gradients: Gradients, own: LossScaler, *, simple: bool) -> None:

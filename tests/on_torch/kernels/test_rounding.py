@@ -17,7 +17,7 @@ import polyamp
 from polyamp import LossScale
 from polyamp.backends.torch import LossScaledOptimizer
 from polyamp.backends.torch.kernels.rounding import join, round_stochastically, split
-from polyamp.backends.torch.steps import storage
+from polyamp.backends.torch.steps import master_storage
 from support.harness_torch import OPTIMIZERS
 from support.torch_closures import REEVALUATING
 from support.torch_rounding import KINDS, TEMPORARY, Net, bits, memory, train
@@ -369,7 +369,7 @@ def test_unknown_ways_to_keep_masters_are_refused(kind: Any) -> None:
 def test_many_blocks_do_what_one_does(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     whole, parted = Net(), Net()
     opts = [wrap(whole, "adamw", kind)]
-    monkeypatch.setattr(storage, "_LARGEST", 20)
+    monkeypatch.setattr(master_storage, "_LARGEST", 20)
     opts.append(wrap(parted, "adamw", kind))
     for net, opt in zip((whole, parted), opts, strict=True):
         train(net, opt, 3)

@@ -1,4 +1,4 @@
-"""Updates as a pytree: apply them, or change nothing. Pure functions, for use inside and outside ``jit``."""
+"""Update or skip: apply updates, or change nothing. Pure functions, for use inside and outside ``jit``."""
 
 from __future__ import annotations
 

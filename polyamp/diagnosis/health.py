@@ -147,7 +147,7 @@ class Health:
         """Return what to do, as a sentence.
 
         >>> Health(LossScale(), LossScale().initial_state()).finding
-        'The scale is still being found: steps that are skipped until it first grows are normal.'
+        'The scale is still being adjusted: skipped steps are normal until it grows for the first time.'
         """
         limit = "min" if self._frozen_at_min else "max"
         return FINDINGS[f"frozen at {limit}" if self.state == "frozen" else self.state]

@@ -115,7 +115,7 @@ def test_a_step_outside_of_the_replicas_is_refused() -> None:
 
 
 def test_master_weights_over_replicas_are_refused() -> None:
-    with STRATEGY.scope(), pytest.raises(polyamp.UnsupportedError, match="not kept over replicas"):
+    with STRATEGY.scope(), pytest.raises(polyamp.UnsupportedError, match="do not work with replicas"):
         polyamp.wrap_optimizer(keras.optimizers.SGD(), "O2").build([keras.Variable([1.0], dtype="float16")])
 
 

@@ -82,5 +82,5 @@ def test_a_monitor_sees_the_state_of_each_call() -> None:
 
 def test_a_step_without_any_state_is_told_what_to_do() -> None:
     watched = polyamp.watch(lambda x: x, TX, after=1)
-    with pytest.raises(polyamp.UsageError, match="take and return its optimizer state"):
+    with pytest.raises(polyamp.UsageError, match="let the step take and return its state"):
         watched(BATCH)

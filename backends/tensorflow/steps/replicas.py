@@ -45,7 +45,7 @@ def replica_context() -> tf.distribute.ReplicaContext:
     Raises:
         UsageError: in the scope of a strategy, but outside its replicas.
     """
-    context = tf.distribute.getreplica_context()
+    context = tf.distribute.get_replica_context()
     if context is None:
         raise UsageError(
             "the step must run inside the strategy's replicas",

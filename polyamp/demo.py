@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
@@ -19,6 +20,7 @@ from polyamp.loss_scale import LossScale
 from polyamp.policy import Policy, policy
 from polyamp.refusals import missing
 from polyamp.registry import Registered
+from polyamp.result import StepResult
 
 Array = NDArray[Any]
 
@@ -58,6 +60,24 @@ class Task:
     batches: Array
     learning_rate: float = 0.05
     on_step: Callable[[], None] = lambda: None
+
+    def run(self, step: Callable[[Array], tuple[float, StepResult]]) -> Trace:
+        """Train on every batch, and return the losses, scales and times; accuracy and bytes are still 0.
+
+        The host waits for the numbers of each step.
+
+        Args:
+            step: takes the indices of a batch, int (batch,), and returns the unscaled loss and the step's result.
+        """
+        trace, times = Trace(), [time.perf_counter()]
+        for batch in self.batches:
+            loss, result = step(batch)
+            trace.losses.append(loss)
+            trace.scales.append(result.scale)
+            trace.applied.append(result.applied)
+            times.append(time.perf_counter())
+            self.on_step()
+        return replace(trace, seconds=times[-1] - times[1], first_step_seconds=times[1] - times[0])
 
 
 @dataclass(frozen=True)

@@ -167,3 +167,17 @@ def not_traced(*, where: str) -> UsageError:
         allowed="a function that was called, or rewritten with example arguments",
         fix="call it once, or give example arguments: rewrite(fn, *args)",
     )
+
+
+def outside_replicas(strategy: object) -> UsageError:
+    """Return the error for a step in the scope of a ``tf.distribute`` strategy, but outside its replicas.
+
+    >>> isinstance(outside_replicas(object()), RuntimeError)
+    True
+    """
+    return UsageError(
+        "the step must run inside the strategy's replicas",
+        where=f"the scope of a {type(strategy).__name__}",
+        allowed="a function that every replica runs",
+        fix="put the gradients and the step into one function, and call strategy.run(function)",
+    )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -11,8 +11,9 @@ import numpy as np
 from jax import lax
 
 import polyamp
-from polyamp.demo import Task, Trace
+from polyamp.demo import Array, Task, Trace
 from polyamp.refusals import missing
+from polyamp.result import StepResult
 
 try:
     import optax
@@ -36,22 +37,17 @@ def train_digits(task: Task) -> Trace:
         return optax.apply_updates(params, updates), opt_state, loss
 
     compiled = jax.jit(step, donate_argnums=(0, 1))
-    steps, times = [], [time.perf_counter()]
-    for batch in task.batches:
+
+    def train_on(batch: Array) -> tuple[float, StepResult]:
+        nonlocal params, opt_state
         params, opt_state, loss = compiled(params, opt_state, batch)
-        steps.append((float(loss), opt_state.last_step.scale, opt_state.last_step.applied))
-        times.append(time.perf_counter())
-        task.on_step()
-    losses, scales, applied = (list(column) for column in zip(*steps, strict=True))
-    return Trace(
-        losses=losses,
-        scales=scales,
-        applied=applied,
+        return float(loss), opt_state.last_step
+
+    return replace(
+        task.run(train_on),
         accuracy=_accuracy(task, params),
         parameter_bytes=parameter_bytes,
         activation_bytes=_activation_bytes(task, params),
-        seconds=times[-1] - times[1],
-        first_step_seconds=times[1] - times[0],
     )
 
 

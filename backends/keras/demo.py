@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+from dataclasses import replace
 from typing import Any
 
 import keras
@@ -10,7 +10,8 @@ import numpy as np
 from keras import ops
 
 import polyamp
-from polyamp.demo import Task, Trace
+from polyamp.demo import Array, Task, Trace
+from polyamp.result import StepResult
 
 
 def train(task: Task) -> Trace:
@@ -20,23 +21,16 @@ def train(task: Task) -> Trace:
     optimizer = polyamp.wrap_optimizer(plain, task.policy)
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     model.compile(optimizer=optimizer, loss=loss, jit_compile=keras.backend.backend() == "jax")  # XLA compiles slowly
-    steps, times = [], [time.perf_counter()]
-    for batch in task.batches:
+
+    def train_on(batch: Array) -> tuple[float, StepResult]:
         value = float(model.train_on_batch(task.train_images[batch], task.train_labels[batch]))
-        last = optimizer.last_step
-        steps.append((value, last.scale, last.applied))
-        times.append(time.perf_counter())
-        task.on_step()
-    losses, scales, applied = (list(column) for column in zip(*steps, strict=True))
-    return Trace(
-        losses=losses,
-        scales=scales,
-        applied=applied,
+        return value, optimizer.last_step
+
+    return replace(
+        task.run(train_on),
         accuracy=_accuracy(model, task),
         parameter_bytes=sum(_bytes(weight) for weight in model.trainable_weights),
         activation_bytes=_activation_bytes(model, task),
-        seconds=times[-1] - times[1],
-        first_step_seconds=times[1] - times[0],
     )
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from torch.nn import functional
 import polyamp
 from polyamp.backends.torch.steps.optimizer import LossScaledOptimizer
 from polyamp.demo import Array, Task, Trace
+from polyamp.result import StepResult
 
 
 class Classifier(nn.Module):
@@ -60,22 +61,16 @@ def train(task: Task) -> Trace:
     optimizer: LossScaledOptimizer = polyamp.wrap_optimizer(inner, task.policy)
     images, labels = torch.from_numpy(task.train_images), torch.from_numpy(task.train_labels).long()
     activation_bytes = _activation_bytes(model, images[torch.from_numpy(task.batches[0])], task)
-    losses, scales, applied, times = [], [], [], [time.perf_counter()]
-    for batch in torch.from_numpy(task.batches):
-        losses.append(_train_step(model, optimizer, images[batch], labels[batch], task))
-        scales.append(optimizer.last_step.scale)
-        applied.append(optimizer.last_step.applied)
-        task.on_step()
-        times.append(time.perf_counter())
-    return Trace(
-        losses=losses,
-        scales=scales,
-        applied=applied,
+
+    def train_on(batch: Array) -> tuple[float, StepResult]:
+        chosen = torch.from_numpy(batch)
+        return _train_step(model, optimizer, images[chosen], labels[chosen], task), optimizer.last_step
+
+    return replace(
+        task.run(train_on),
         accuracy=_accuracy(model, task),
         parameter_bytes=sum(parameter.nbytes for parameter in model.parameters()),
         activation_bytes=activation_bytes,
-        seconds=times[-1] - times[1],
-        first_step_seconds=times[1] - times[0],
     )
 
 

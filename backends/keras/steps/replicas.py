@@ -10,7 +10,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from polyamp.errors import UsageError
+from polyamp.refusals import outside_replicas
 
 
 def all_replicas(finite: tf.Tensor) -> tf.Tensor:
@@ -47,10 +47,5 @@ def _replica_context() -> tf.distribute.ReplicaContext:
     """
     context = tf.distribute.get_replica_context()
     if context is None:
-        raise UsageError(
-            "a step must run inside the strategy's replicas",
-            where=f"the scope of a {type(tf.distribute.get_strategy()).__name__}",
-            allowed="a function that every replica runs",
-            fix="put the gradients and the step into one function, and call strategy.run(function)",
-        )
+        raise outside_replicas(tf.distribute.get_strategy())
     return context

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from polyamp.backends.torch.recording.hooks import update_begins
+from polyamp.backends.torch.sharding import check_groups
 from polyamp.backends.torch.steps import checkpoints, overflow, refusals, saving
 from polyamp.backends.torch.steps.fused import FusedStep
 from polyamp.backends.torch.steps.gradients import Gradients
@@ -65,7 +66,7 @@ class LossScaledOptimizer(WrappedOptimizer):
 
     Raises:
         InvalidTypeError: ``optimizer`` is not an optimizer, or another argument has the wrong type.
-        UsageError: it is wrapped already.
+        UsageError: it is wrapped already, or ``fully_shard`` put its parameters of several dtypes into one group.
         InvalidValueError: ``skip_on_device`` for an optimizer that cannot skip.
     """
 
@@ -96,6 +97,7 @@ class LossScaledOptimizer(WrappedOptimizer):
                 LossScaledOptimizer, share, where="wrap_optimizer(share=)", fix="give a wrapped optimizer"
             )
         check_process_group(process_group)
+        check_groups([param for group in optimizer.param_groups for param in group["params"]])
         named = refusals.named_tensors(named_parameters)
         super().__init__(optimizer)
         self.scalers: LossScalers = LossScalers(loss_scale or LossScale(), compute) if share is None else share.scalers

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import io
 import math
@@ -361,6 +362,56 @@ def test_fsdp(name: str, skips: str, dtype: torch.dtype, master_weights: Any, me
     model = shard(model_of(dtype), mesh)
     opt = wrap(model, name, skips, master_weights=master_weights, max_grad_norm=1.0)
     check_skip_and_resume(model, opt, lambda model: break_shard(model[0].weight))
+
+
+@pytest.mark.parametrize("autocasts", [False, True])
+@pytest.mark.parametrize("name", ["O2", "float16", "bfloat16", "mixed_float16", "mixed_bfloat16", "float32"])
+def test_fsdp_by_policy_trains_as_one_process_does(name: str, autocasts: bool, mesh: DeviceMesh) -> None:
+    policy = polyamp.policy(name)
+    models = [plain_model(), plain_model()]
+    if policy.needs_master_weights:
+        polyamp.convert(models[0], policy)
+    inner = policy.to_fsdp() if autocasts or name == "O2" else policy.to_fsdp(output=policy.compute)
+    for layer in models[0][:2]:  # the last one is the whole model's
+        fully_shard(layer, mesh=mesh, mp_policy=inner)
+    fully_shard(models[0], mesh=mesh, mp_policy=policy.to_fsdp())
+    opts = [
+        polyamp.wrap_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), chosen, loss_scale=scale)
+        for model, chosen, scale in zip(models, (policy, "float32"), (LossScale(init=1024.0), None), strict=True)
+    ]
+    region = polyamp.autocast(policy) if autocasts and name != "float32" else contextlib.nullcontext()
+    for _ in range(3):
+        opts[0].zero_grad()
+        with region:
+            loss = loss_of(models[0])
+        opts[0].backward(loss)
+        opts[0].step()
+        assert opts[0].last_step
+        whole = (models[1](X).squeeze(1) - Y).square().mean()
+        opts[1].zero_grad()
+        opts[1].backward(whole)
+        opts[1].step()
+    both = loss.detach()
+    dist.all_reduce(both)
+    assert both.item() / 2 == pytest.approx(whole.item(), rel=1e-5 if name == "float32" else 0.03)
+
+
+def plain_model() -> torch.nn.Sequential:
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(3, 8), torch.nn.LayerNorm(8), torch.nn.Linear(8, 1))
+
+
+@pytest.mark.parametrize("trains_norms", [True, False])
+def test_a_group_of_two_dtypes_is_refused(trains_norms: bool, mesh: DeviceMesh) -> None:
+    model = polyamp.convert(plain_model(), "O2")
+    model[1].requires_grad_(trains_norms)
+    fully_shard(model, mesh=mesh)
+    trained = [param for param in model.parameters() if param.requires_grad]
+    if trains_norms:
+        with pytest.raises(polyamp.UsageError, match="several dtypes together"):
+            polyamp.wrap_optimizer(torch.optim.SGD(trained, lr=0.1), "O2")
+        return
+    backward(model, polyamp.wrap_optimizer(torch.optim.SGD(trained, lr=0.1), "O2"))
 
 
 def break_shard(param: torch.Tensor) -> None:

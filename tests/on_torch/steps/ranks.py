@@ -160,23 +160,23 @@ def check_skip_and_resume(model: torch.nn.Module, opt: LossScaledOptimizer, brea
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_any_rank_is_exactly_zero_or_one(flags: tuple[float, float], dtype: torch.dtype) -> None:
     flag = torch.tensor(flags[RANK], dtype=dtype)
-    found = any_rank(flag)
+    found, _ = any_rank(flag)
     assert found.dtype == torch.float32
     assert found.item() == float(any(flags))
     assert torch.equal(flag, torch.tensor(flags[RANK], dtype=dtype)) or math.isnan(flags[RANK])
 
 
 def test_flags_are_combined_one_by_one() -> None:
-    assert any_rank(torch.tensor([float(RANK), 0.0, 1.0 - RANK])).tolist() == [1.0, 0.0, 1.0]
+    assert any_rank(torch.tensor([float(RANK), 0.0, 1.0 - RANK]))[0].tolist() == [1.0, 0.0, 1.0]
 
 
 def test_only_the_ranks_of_the_group_are_asked() -> None:
     alone = [dist.new_group([rank]) for rank in range(2)]
     flag = torch.tensor(float(RANK))
-    assert any_rank(flag, False) is flag
-    assert any_rank(flag, alone[RANK]) is flag
+    assert any_rank(flag, False)[0] is flag
+    assert any_rank(flag, alone[RANK])[0] is flag
     assert not has_peers(alone[1 - RANK])
-    assert any_rank(flag, dist.group.WORLD).item() == 1.0
+    assert any_rank(flag, dist.group.WORLD)[0].item() == 1.0
 
 
 @PATHS
@@ -186,6 +186,27 @@ def test_ranks_of_a_plain_group_skip_together(name: str, skips: str, dtype: torc
     model = model_of(dtype)
     opt = wrap(model, name, skips, master_weights=master_weights)
     check_skip_and_resume(model, opt, break_gradient)
+
+
+@PATHS
+@pytest.mark.filterwarnings("ignore:the loss was not finite")
+@pytest.mark.parametrize("in_loss", [False, True])
+def test_every_rank_knows_which_rank_overflowed(name: str, skips: str, in_loss: bool) -> None:
+    model = model_of(torch.float32)
+    opt = wrap(model, name, skips)
+    for broken in (False, False, True):
+        opt.zero_grad()
+        opt.backward(loss_of(model) * (math.inf if broken and in_loss and RANK else 1.0))
+        if broken and not in_loss:
+            break_gradient(model)
+        opt.step()
+        assert bool(opt.last_step) != broken
+    if RANK == 0:
+        assert opt.last_step.reason == "gradients were not finite: rank 1"
+    elif in_loss:
+        assert "not finite before scaling: a smaller scale cannot help; rank 1: 0.weight (" in opt.last_step.reason
+    else:
+        assert "not finite: rank 1: 2.weight (1 inf of 8)" in opt.last_step.reason
 
 
 def test_a_rank_that_is_asked_alone_skips_alone() -> None:

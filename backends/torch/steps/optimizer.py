@@ -21,6 +21,7 @@ from polyamp.backends.torch.steps.overflow import Overflow
 from polyamp.backends.torch.steps.ranks import check_process_group
 from polyamp.backends.torch.steps.skipping import Stepper
 from polyamp.backends.torch.steps.step import collect, declare, step, unscale
+from polyamp.backends.torch.steps.window import Window
 from polyamp.backends.torch.steps.wrapped import Groups, WrappedOptimizer
 from polyamp.backends.torch.unstable import asked_by_checkpoint, not_traced
 from polyamp.errors import InvalidValueError
@@ -118,7 +119,7 @@ class LossScaledOptimizer(WrappedOptimizer):
             guard(self, lambda: ALIVE)
         self.process_group = process_group
         self.named = {} if named is None else named
-        self.open_window()
+        self.window = Window()
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: self.__dict__[name] for name in self._KEPT}

@@ -14,7 +14,6 @@ and ignores these entries.
 from __future__ import annotations
 
 import ast
-import base64
 import json
 from collections.abc import Mapping
 from typing import Any
@@ -23,6 +22,7 @@ import torch
 from torch import Tensor
 
 from polyamp.backends.torch.steps import saving
+from polyamp.backends.torch.steps.master_storage import is_counted
 from polyamp.backends.torch.steps.refusals import bad_state
 from polyamp.backends.torch.steps.wrapped import WrappedOptimizer
 
@@ -92,10 +92,10 @@ def unpacked(optimizer: WrappedOptimizer, saved: Mapping[str, Any]) -> Saved:
     Raises:
         StateError: part of it is not a result of `shown`.
     """
-    groups = [{k: v for k, v in group.items() if not str(k).startswith(REST)} for group in saved["param_groups"]]
+    groups = [{key: value for key, value in group.items() if key != REST} for group in saved["param_groups"]]
     ours = next(group for group in saved["param_groups"] if REST in group)
     try:
-        kept, rounding = json.loads(ours[REST]), json.loads(ours.get(_rounding_key(), "null"))
+        kept = json.loads(ours[REST])
         numbers = [number for group in groups for number in group["params"]]
         states = {number: _without_gaps(saved["state"].get(number, {})) for number in numbers}
         for place in kept["without_state"]:
@@ -105,7 +105,7 @@ def unpacked(optimizer: WrappedOptimizer, saved: Mapping[str, Any]) -> Saved:
         read: Saved = {
             "loss_scale": kept["loss_scale"],
             **({"loss_scales": scales} if scales else {}),
-            "master_weights": masters or None if rounding is None else _read(rounding),
+            "master_weights": kept["rounded"] or masters or None,
         }
     except (TypeError, LookupError, ValueError, SyntaxError) as error:
         what = f'"{REST}" in a parameter group'
@@ -138,7 +138,7 @@ def _masters(optimizer: WrappedOptimizer) -> dict[int, Tensor]:
     """Return the values of masters by the ids of their parameters; empty if none are kept."""
     masters = optimizer.masters
     kept = {} if masters is None else masters.state()
-    if masters is None or "generators" in kept:
+    if masters is None or is_counted(kept):
         return {}
     return {id(param): value.detach() for param, value in zip(masters.model, kept.values(), strict=True)}
 
@@ -146,37 +146,18 @@ def _masters(optimizer: WrappedOptimizer) -> dict[int, Tensor]:
 def _rest(optimizer: WrappedOptimizer) -> dict[str, str]:
     """Return the entries that do not belong to one parameter, as text, which is saved and gathered unchanged.
 
-    Files keep one value per name, so values that differ between ranks have the rank in their name.
+    They are the same on every rank, since files keep one value per name.
     """
     saved = saving.own_part(optimizer)
     keys = [param for group in optimizer.inner.param_groups for param in group["params"]]
     masters = saved["master_weights"]
-    rounding = masters if masters is not None and "generators" in masters else None
     rest = {
         "loss_scale": saved["loss_scale"],
         "loss_scales": {repr(loss_id): scale for loss_id, scale in saved.get("loss_scales", {}).items()},
         "without_state": [place for place, key in enumerate(keys) if not optimizer.inner.state.get(key)],
+        "rounded": masters if is_counted(masters) else None,
     }
-    drawn = {} if rounding is None else {_rounding_key(): json.dumps(_written(rounding))}
-    return {REST: json.dumps(rest), **drawn}
-
-
-def _rounding_key() -> str:
-    distributed = torch.distributed
-    rank = distributed.get_rank() if distributed.is_available() and distributed.is_initialized() else 0
-    return f"{REST}_chance_of_rank_{rank}"
-
-
-def _written(rounding: Mapping[str, Any]) -> Saved:
-    states = rounding["generators"].items()
-    written = {device: base64.b64encode(bytes(state.tolist())).decode() for device, state in states}
-    return {**rounding, "generators": written}
-
-
-def _read(written: Mapping[str, Any]) -> Saved:
-    states = written["generators"].items()
-    read = {device: torch.tensor([*base64.b64decode(state)], dtype=torch.uint8) for device, state in states}
-    return {**written, "generators": read}
+    return {REST: json.dumps(rest)}
 
 
 def _without_gaps(state: Mapping[str, Any]) -> Saved:

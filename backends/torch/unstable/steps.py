@@ -143,13 +143,15 @@ def asked_by_checkpoint(callers: int = 1) -> bool:
     It treats an optimizer's parameters as the model's own, and keeps two keys of its state.
 
     Args:
-        callers: number of callers of the caller that may have passed the call on.
+        callers: number of callers of the caller that may have passed the call on, apart from accelerate's optimizers.
     """
     name = "torch.distributed.checkpoint.state_dict"
     if name not in sys.modules:
         return False
     frame = sys._getframe(2)
     for _ in range(callers):
+        while frame.f_globals.get("__name__") == "accelerate.optimizer" and frame.f_back is not None:
+            frame = frame.f_back
         if frame.f_globals.get("__name__") == name:
             return True
         if frame.f_back is None:

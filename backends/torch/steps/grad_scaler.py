@@ -254,7 +254,7 @@ class GradScaler(torch.amp.GradScaler):
         if self._losses:
             flags.append(non_finite(self._losses, flags[0].device))
         overflow = flags[0] if len(flags) == 1 else torch.stack([flag.to(flags[0].device) for flag in flags]).amax()
-        overflow = any_rank(overflow, self._process_group)
+        overflow, _ = any_rank(overflow, self._process_group)
         return {overflow.device: overflow}  # one flag: torch adds flags up, and fused kernels compare with 1
 
     def _state(self) -> LossScaleState:

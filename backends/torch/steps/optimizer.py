@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from polyamp.backends.torch.recording.hooks import update_begins
+from polyamp.backends.torch.sharding import check_groups
 from polyamp.backends.torch.steps import checkpoints, overflow, refusals, saving
 from polyamp.backends.torch.steps.fused import FusedStep
 from polyamp.backends.torch.steps.gradients import Gradients
@@ -20,6 +21,7 @@ from polyamp.backends.torch.steps.overflow import Overflow
 from polyamp.backends.torch.steps.ranks import check_process_group
 from polyamp.backends.torch.steps.skipping import Stepper
 from polyamp.backends.torch.steps.step import collect, declare, step, unscale
+from polyamp.backends.torch.steps.window import Window
 from polyamp.backends.torch.steps.wrapped import Groups, WrappedOptimizer
 from polyamp.backends.torch.unstable import asked_by_checkpoint, not_traced
 from polyamp.errors import InvalidValueError
@@ -65,7 +67,7 @@ class LossScaledOptimizer(WrappedOptimizer):
 
     Raises:
         InvalidTypeError: ``optimizer`` is not an optimizer, or another argument has the wrong type.
-        UsageError: it is wrapped already.
+        UsageError: it is wrapped already, or ``fully_shard`` put its parameters of several dtypes into one group.
         InvalidValueError: ``skip_on_device`` for an optimizer that cannot skip.
     """
 
@@ -96,6 +98,7 @@ class LossScaledOptimizer(WrappedOptimizer):
                 LossScaledOptimizer, share, where="wrap_optimizer(share=)", fix="give a wrapped optimizer"
             )
         check_process_group(process_group)
+        check_groups([param for group in optimizer.param_groups for param in group["params"]])
         named = refusals.named_tensors(named_parameters)
         super().__init__(optimizer)
         self.scalers: LossScalers = LossScalers(loss_scale or LossScale(), compute) if share is None else share.scalers
@@ -116,7 +119,7 @@ class LossScaledOptimizer(WrappedOptimizer):
             guard(self, lambda: ALIVE)
         self.process_group = process_group
         self.named = {} if named is None else named
-        self.open_window()
+        self.window = Window()
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: self.__dict__[name] for name in self._KEPT}

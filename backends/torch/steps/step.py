@@ -94,7 +94,7 @@ def _by_operators(optimizer: WrappedOptimizer, batches: Sequence[Batch]) -> None
     )
     if optimizer.masters is not None:
         optimizer.masters.count_in(control)
-    report = optimizer.operators.step_scaled(batches, scaled)
+    report, overflowed = optimizer.operators.step_scaled(batches, scaled)
     applied = applied_flag(report) if checks else True
     if scaled.advance:
         scaler.advanced(report, optimizer)
@@ -102,7 +102,7 @@ def _by_operators(optimizer: WrappedOptimizer, batches: Sequence[Batch]) -> None
         scaler.advance(applied, optimizer, suspects)
     if optimizer.masters is not None:
         optimizer.masters.note_versions()
-    _close(optimizer, scaler, applied, overflow.later(optimizer, suspects))
+    _close(optimizer, scaler, applied, overflow.later(optimizer, suspects, overflowed))
 
 
 def _scaled_batches(optimizer: WrappedOptimizer) -> Sequence[Batch] | None:
@@ -234,11 +234,12 @@ def finish(optimizer: WrappedOptimizer, finite: bool | Tensor) -> None:
     scaler = window.scaling_or(optimizer.scaler).scaler
     if finite is False:
         losses_were_finite = window.losses_were_finite()
-        explain = overflow.now(optimizer, losses_were_finite if window.scaling is not None else None)
+        known = losses_were_finite if window.scaling is not None else None
+        explain = overflow.now(optimizer, known, window.overflowed)
     else:
         optimizer.update_model()
     if isinstance(finite, Tensor):
-        explain = overflow.later(optimizer, window.suspects(scaler))
+        explain = overflow.later(optimizer, window.suspects(scaler), window.overflowed)
     if optimizer.masters is not None:
         optimizer.masters.release()
     for each, was_finite in window.finite_by_scaler(finite):

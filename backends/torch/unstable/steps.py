@@ -78,6 +78,15 @@ def gathers_16_bits(module: torch.nn.Module) -> bool:
     return getattr(policy, "param_dtype", None) in (torch.float16, torch.bfloat16)
 
 
+def fsdp_groups() -> Iterator[list[Tensor]]:
+    """Yield the parameters of each group that ``fully_shard`` gathers together; only its private state has them."""
+    for module in [obj for obj in gc.get_objects() if issubclass(type(obj), torch.nn.Module)]:
+        state = getattr(module, "_get_fsdp_state", None)
+        if state is not None:
+            groups: Any = getattr(state(), "_fsdp_param_groups", None) or [state()._fsdp_param_group]
+            yield from ([one.sharded_param for one in group.fsdp_params] for group in groups if group is not None)
+
+
 def until_backward_ends(held: Callable[[], None]) -> None:
     """Make the running backward pass hold an object, and call it at its end. Only the engine itself can do this."""
     Variable: Any = torch.autograd.Variable

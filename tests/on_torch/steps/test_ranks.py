@@ -13,7 +13,7 @@ import torch
 
 import polyamp
 from polyamp.backends.torch import LossScaledOptimizer
-from polyamp.backends.torch.steps.ranks import any_rank, has_peers
+from polyamp.backends.torch.steps.ranks import Overflowed, any_rank, has_peers
 
 
 def test_two_ranks(tmp_path: Path) -> None:
@@ -41,8 +41,22 @@ def test_two_ranks(tmp_path: Path) -> None:
 
 def test_without_other_ranks_nothing_is_combined() -> None:
     flag = torch.tensor(1.0)
-    assert any_rank(flag) is flag
+    assert any_rank(flag)[0] is flag
     assert not has_peers()
+
+
+@pytest.mark.parametrize(
+    ("bits", "members", "text"),
+    [
+        ([[0b10]], None, "rank 1"),
+        ([[0b10], [0b101]], None, "ranks 0, 1, 2"),
+        ([[1 << 62, 0b11]], None, "ranks 62, 63, 64"),
+        ([[0b11]], [4, 7], "ranks 4, 7"),
+        ([[2**20 - 1]], None, "20 ranks: 0, 1, 2, 3, 4, 5, 6, 7, ..."),
+    ],
+)
+def test_bits_name_ranks(bits: list[list[int]], members: list[int] | None, text: str) -> None:
+    assert str(Overflowed(torch.tensor(bits), members, here=0)) == text
 
 
 @pytest.mark.parametrize("group", [True, "world", 0, [0, 1]])

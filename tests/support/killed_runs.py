@@ -10,11 +10,8 @@ from __future__ import annotations
 
 import hashlib
 import io
-import multiprocessing
-import multiprocessing.connection
 import os
 import signal
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -29,6 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import polyamp
 from polyamp.backends.torch import LossScaledOptimizer
+from support.forked_ranks import run_ranks
 from support.torch_rounding import bits
 
 RANKS = {"alone": 1, "ddp": 2, "fsdp": 2, "fsdp_async": 2}  # by the kind of run
@@ -141,6 +139,9 @@ class Files:
                 file.write(content.getvalue()[half:])
             part.replace(self.folder / f"{training.position}.pt")
 
+    def finish(self) -> None:
+        """Do nothing, since every file is complete."""
+
     def load(self, training: Training) -> None:
         if complete := sorted(self.folder.glob("*.pt"), key=lambda path: int(path.stem)):
             saved = torch.load(complete[-1], weights_only=True)
@@ -162,9 +163,13 @@ class Shards:
         if self.group is None:
             dcp.save({"training": training}, storage_writer=writer)
             return
+        self.finish()
+        self.saving = dcp.async_save({"training": training}, storage_writer=writer, process_group=self.group)
+
+    def finish(self) -> None:
+        """Wait for the checkpoint that is being saved in the background."""
         if self.saving is not None:
             self.saving.result()
-        self.saving = dcp.async_save({"training": training}, storage_writer=writer, process_group=self.group)
 
     def load(self, training: Training) -> None:
         if complete := sorted(self.folder.glob("*/.metadata"), key=lambda path: int(path.parent.name)):
@@ -185,19 +190,19 @@ class DyingWriter(FileSystemWriter):
         return written
 
 
-def train(kind: str, rank: int, folder: Path, rendezvous: str, kill: Kill | None) -> None:
-    """Train to the last step, from the last complete checkpoint, in the process of one rank."""
-    for stream in (sys.stdout, sys.stderr):
-        os.dup2(os.open(folder / f"output_{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream.fileno())
-    torch.set_num_threads(1)
-    if RANKS[kind] > 1:
-        dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=RANKS[kind])
+def launch(kind: str, folder: Path, kill: Kill | None = None) -> list[int | None]:
+    """Train on all ranks, from the last complete checkpoint to the last step, and return how each rank ended."""
+    return run_ranks(RANKS[kind], train, folder, kind, kill)
+
+
+def train(rank: int, folder: Path, kind: str, kill: Kill | None) -> None:
+    """Train in the process of one rank."""
     training = Training(kind, rank)
     store = Shards(folder, in_background=kind == "fsdp_async") if kind.startswith("fsdp") else Files(folder)
     store.load(training)
 
     def die(place: Place) -> None:
-        if kill is not None and (kill.place, kill.rank) == (place, rank) and now == kill.step:
+        if kill == (now, place, rank):
             os.kill(os.getpid(), signal.SIGKILL)
 
     for now in range(training.position, STEPS):
@@ -205,34 +210,7 @@ def train(kind: str, rank: int, folder: Path, rendezvous: str, kill: Kill | None
         with (folder / f"log_{rank}").open("a") as log:
             print(now, int(applied), training.digest(), file=log)
         store.save(training, die)
-    if dist.is_initialized():
-        if getattr(store, "saving", None) is not None:
-            store.saving.result()
-        dist.barrier()
-        dist.destroy_process_group()
-
-
-_context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload([__name__, "torch._dynamo"])  # imported once, for all ranks
-
-
-def launch(kind: str, folder: Path, kill: Kill | None = None) -> list[int | None]:
-    """Start all ranks, and return how each ended. When one has died, the others are killed, as torchrun does."""
-    rendezvous = f"{folder}/rendezvous_{len(list(folder.iterdir()))}_{kill}"
-    ranks = [
-        _context.Process(target=train, args=(kind, rank, folder, rendezvous, kill), daemon=True)
-        for rank in range(RANKS[kind])
-    ]
-    for rank in ranks:
-        rank.start()
-    while running := [rank.sentinel for rank in ranks if rank.is_alive()]:
-        ended = multiprocessing.connection.wait(running, timeout=60)
-        if not ended or any(rank.exitcode for rank in ranks):
-            for rank in ranks:
-                rank.kill()
-    for rank in ranks:
-        rank.join()
-    return [rank.exitcode for rank in ranks]
+    store.finish()
 
 
 def logs(kind: str, folder: Path) -> list[list[Line]]:

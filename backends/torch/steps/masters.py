@@ -144,7 +144,7 @@ class MasterWeights:
     def state(self) -> dict[Any, Any]:
         """Return the masters' values by index in the optimizer, numbered as in ``torch.optim``'s own state.
 
-        With stochastic rounding, which has no values, return the generators' states.
+        With stochastic rounding, which has no values, return the numbers of rounded steps.
         """
         self._follow()
         return self._storage.state(self.model, self.masters)

@@ -21,6 +21,7 @@ from polyamp.backends.torch.steps.overflow import Overflow
 from polyamp.backends.torch.steps.ranks import check_norm_group, check_process_group
 from polyamp.backends.torch.steps.skipping import Stepper
 from polyamp.backends.torch.steps.step import collect, declare, step, unscale
+from polyamp.backends.torch.steps.window import Window
 from polyamp.backends.torch.steps.wrapped import Groups, WrappedOptimizer
 from polyamp.backends.torch.unstable import asked_by_checkpoint, infers_pipeline, not_traced
 from polyamp.errors import InvalidValueError
@@ -126,7 +127,7 @@ class LossScaledOptimizer(WrappedOptimizer):
             guard(self, lambda: ALIVE)
         self.process_group, self.norm_group = process_group, norm_group
         self.named = {} if named is None else named
-        self.open_window()
+        self.window = Window()
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: self.__dict__[name] for name in self._KEPT}
@@ -286,8 +287,6 @@ class LossScaledOptimizer(WrappedOptimizer):
             LossScaleError: see `LossScale`: ``max_skips`` and ``on_min``.
             NonFiniteLossError: under ``nonfinite_loss="raise"``, a loss on an accelerator was inf or NaN.
         """
-        if closure is None and asked_by_checkpoint(callers=4):
-            return checkpoints.initialise(self)
         check_no_scaler(self)
         update_begins(closure)
         return step(self, closure, scaled)
@@ -340,7 +339,7 @@ class LossScaledOptimizer(WrappedOptimizer):
     @property
     def state(self) -> Any:
         """The inner optimizer's state, by parameter."""
-        return checkpoints.shown_state(self) if asked_by_checkpoint() else self.inner.state
+        return checkpoints.ShownState(self) if asked_by_checkpoint() else self.inner.state
 
     @state.setter
     def state(self, state: Any) -> None:

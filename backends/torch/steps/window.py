@@ -60,11 +60,15 @@ class Window:
         flags: the same scalar for each loss scaler that was used, for its gradients alone.
         last_gradient: in the state STEPPED, the first gradient of the last step: a weak reference, and its version.
 
-    Args:
-        last_gradient: the attribute of that name; None begins in the state NEW.
+    It is opened again for the next window, so that all who hold it see the same one: trainers look the attributes of a
+    wrapped optimizer up through an object of theirs.
     """
 
-    def __init__(self, last_gradient: tuple[Any, int] | None = None) -> None:
+    def __init__(self) -> None:
+        self.open()
+
+    def open(self, last_gradient: tuple[Any, int] | None = None) -> None:
+        """Forget everything and begin a window: in the state STEPPED with a last gradient, else in NEW."""
         self.state = State.NEW if last_gradient is None else State.STEPPED
         self.scaling: Scaling | None = None
         self.is_own = False

@@ -110,11 +110,11 @@ class WrappedOptimizer(torch.optim.Optimizer):
 
     def open_window(self) -> None:
         """Start a new window."""
-        self.window = Window()
+        self.window.open()
 
     def close_window(self) -> None:
         """Start a new window after a step, which recognises the gradients that the step left."""
-        self.window = Window(self._first_gradient())
+        self.window.open(self._first_gradient())
 
     def expect(self, scaling: Scaling, *, own: bool) -> None:
         """Record a scaled loss, before its backward pass. Gradients with another scale are unscaled and set aside."""

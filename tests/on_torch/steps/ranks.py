@@ -109,7 +109,7 @@ def memory(opt: LossScaledOptimizer, model: torch.nn.Module) -> Any:
     """This rank's part of everything that a step may change, but for the loss scale and for chance."""
     state = opt.state_dict()
     del state["loss_scale"]
-    if "generators" in (state["master_weights"] or {}):  # they move on where the device skips
+    if "rounds" in (state["master_weights"] or {}):  # counted even where the device skips
         del state["master_weights"]
     return bits([list(model.parameters()), state])
 

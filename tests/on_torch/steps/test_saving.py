@@ -160,7 +160,7 @@ def test_loss_scales_of_several_losses_are_saved() -> None:
         {"loss_scales": {"generator": {}}},
         {"master_weights": 3},
         {"master_weights": {0: 3}},
-        {"master_weights": {"generators": 3}},
+        {"master_weights": {"rounds": 3.0, "draws": 0}},
         {"master_weights": {0: torch.ones(2)}},
     ],
     ids=repr,

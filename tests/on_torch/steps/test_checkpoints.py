@@ -196,7 +196,7 @@ def test_the_checkpoint_of_a_plain_run_is_read_by_a_plain_optimizer_first(dtype:
     first = OPTIMIZERS["adam"](net.parameters())
     read = dict(zip(("model", "optimizer"), get_state_dict(net, first), strict=True))
     dcp.load(read, checkpoint_id=tmp_path)
-    opt = wrap(net)
+    opt = LossScaledOptimizer(first, LossScale(init=64.0))  # as the page of checkpoints shows it
     with pytest.warns(polyamp.PolyampWarning, match="that was not wrapped"):
         set_state_dict(net, opt, model_state_dict=read["model"], optim_state_dict=read["optimizer"])
     assert bits(list(net.parameters())) == bits(list(plain_net.parameters()))

@@ -115,6 +115,11 @@ class SharedScaler:
         if saved:
             load_loss_scale(self._first("accelerator.load_state(folder)"), saved)
 
+    _device = "cpu"  # accelerate reads it for FSDP
+
+    def _lazy_init_scale_growth_tracker(self, device: object) -> None:
+        """Do nothing: the state exists from the start. accelerate calls this before it loads a state for FSDP."""
+
     def _first(self, where: str) -> LossScaledOptimizer:
         if not self.optimizers:
             raise UsageError(
@@ -143,10 +148,9 @@ class _UnderPolicy(accelerate.Accelerator):  # type: ignore[misc]
     _is_preparing = False
 
     def prepare(self, *args: Any, **kwargs: Any) -> Any:
-        if self.policy.needs_master_weights:
-            for model in args:
-                if isinstance(model, nn.Module):
-                    convert(model, self.policy)
+        for model in args:
+            if isinstance(model, nn.Module):
+                _apply(self.policy, model)  # here, since accelerate does not call `prepare_model` for FSDP2
         self._is_preparing = True
         try:
             prepared = super().prepare(*args, **kwargs)
@@ -156,8 +160,7 @@ class _UnderPolicy(accelerate.Accelerator):  # type: ignore[misc]
         return prepared
 
     def prepare_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
-        if not hasattr(model, "_original_forward"):
-            _run_under(self.policy, model)
+        _apply(self.policy, model)
         prepared: nn.Module = super().prepare_model(model, *args, **kwargs)
         return prepared
 
@@ -184,12 +187,15 @@ class _UnderPolicy(accelerate.Accelerator):  # type: ignore[misc]
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
         given = _listed(parameters)
         trained = self._unscaled(given)
-        if all(one is other for one, other in zip(given, trained, strict=True)):
+        has_masters = any(one is not other for one, other in zip(given, trained, strict=True))
+        if self.distributed_type.name == "FSDP" and not has_masters:
             return super().clip_grad_norm_(given, max_norm, norm_type)
         return nn.utils.clip_grad_norm_(trained, max_norm, norm_type)
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
-        super().clip_grad_value_(self._unscaled(_listed(parameters)), clip_value)
+        if self.distributed_type.name == "FSDP":
+            super().clip_grad_value_(parameters, clip_value)  # which refuses it
+        nn.utils.clip_grad_value_(self._unscaled(_listed(parameters)), clip_value)
 
     @contextmanager
     def autocast(self, autocast_handler: Any = None) -> Iterator[None]:
@@ -216,8 +222,15 @@ class _UnderPolicy(accelerate.Accelerator):  # type: ignore[misc]
         return [master_of.get(id(param), param) for param in params]
 
 
-def _run_under(policy: Policy, model: Any) -> None:
-    """Replace a model's forward pass, in the form in which accelerate's ``unwrap_model`` restores it."""
+def _apply(policy: Policy, model: Any) -> None:
+    """Convert a model if the policy has 16-bit parameters, and replace its forward pass by one in a region.
+
+    The replacement has the form that accelerate's ``unwrap_model`` undoes. A model that has one is left as it is.
+    """
+    if "_original_forward" in vars(model):
+        return
+    if policy.needs_master_weights:
+        convert(model, policy)
     model._original_forward = own = model.forward
     function = getattr(own, "__func__", own)
 

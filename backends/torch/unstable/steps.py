@@ -141,9 +141,15 @@ def asked_by_checkpoint() -> bool:
     """Return whether `torch.distributed.checkpoint` called the caller, which cannot be found out otherwise.
 
     It treats an optimizer's parameters as the model's own, and keeps two keys of its state.
+    Callers in accelerate's optimizers, which pass the call on, do not count.
     """
     name = "torch.distributed.checkpoint.state_dict"
-    return name in sys.modules and sys._getframe(2).f_globals.get("__name__") == name
+    if name not in sys.modules:
+        return False
+    frame = sys._getframe(2)
+    while frame.f_globals.get("__name__") == "accelerate.optimizer" and frame.f_back is not None:
+        frame = frame.f_back
+    return frame.f_globals.get("__name__") == name
 
 
 def flattened_shards() -> Iterator[tuple[Tensor, Any]]:

@@ -46,7 +46,7 @@ class Cause(NamedTuple):
 
 
 def find_causes(programs: Programs, mean: float, measure: Callable[[Programs], float]) -> tuple[Cause, ...]:
-    """Return the causes of a mismatch, the largest first.
+    """Return the causes of a mismatch, the largest first; of equal ones, those that only one program computes.
 
     Args:
         programs: the training program and the inference program, named "train" and "infer".
@@ -62,7 +62,7 @@ def find_causes(programs: Programs, mean: float, measure: Callable[[Programs], f
             left = measure((train.in_float32(rule), infer.in_float32(rule)))
             having = [name for name, operations in found.items() if any(rule in pair for pair in operations)]
             causes.append(Cause(rule, "both" if len(having) == 2 else having[0], left, 1 - left / mean))
-    return tuple(sorted(causes, key=lambda cause: cause.share, reverse=True))
+    return tuple(sorted(causes, key=lambda cause: (round(cause.share, 2), cause.programs != "both"), reverse=True))
 
 
 def _candidates(found: Iterable[list[tuple[str, str]]]) -> list[str]:

@@ -54,7 +54,7 @@ def test_float16_under_fsdp_survives_a_kill_and_its_programs_agree_better_than_i
     assert [row["skipped"] for row in table.values()] == [0, 0, 1, 1]
     assert table["killed"]["losses"] == table["float16"]["losses"]
     assert table["killed"]["same_bits"]
-    assert "float16: steps 9  skipped 1" in printed
+    assert "float16: steps 10  skipped 1" in printed
     saved = json.loads((tmp_path / "runs" / "mismatch.json").read_text())["comparisons"]
     float32, bfloat16, float16 = (one["mean"] for one in saved)
     assert float32 < float16 / 20 < bfloat16 / 60

@@ -26,7 +26,7 @@ from polyamp.formats import format_of
 from polyamp.layout import JsonReport, aligned, plural, share
 from polyamp.policy import Policy
 from polyamp.policy import policy as make_policy
-from polyamp.validation import check_callable, is_number, shown
+from polyamp.validation import check_callable, check_choice, is_number, shown
 
 if TYPE_CHECKING:
     from os import PathLike
@@ -96,7 +96,9 @@ class Mismatch(JsonReport):
 
     def __getitem__(self, name: str) -> Comparison:
         """Return the comparison with this name, such as "mixed_float16"."""
-        return {one.name: one for one in self.comparisons}[name]
+        known = {one.name: one for one in self.comparisons}
+        check_choice(name, known, where="report[name]", fix="use the name of one of the comparisons")
+        return known[name]
 
     def as_dict(self) -> dict[str, Any]:
         """Return the report as JSON values; numbers that are not finite become None."""

@@ -52,7 +52,7 @@ def prepare(
     >>> accelerator = prepare(accelerate.Accelerator(cpu=True), "mixed_float16")
     >>> model = torch.nn.Linear(2, 1)
     >>> model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    >>> accelerator.backward(model(torch.ones(1, 2)).sum())
+    >>> accelerator.backward(model(torch.ones(4, 2)).mean())
     >>> optimizer.step()
     >>> optimizer.step_was_skipped, accelerator.scaler.get_scale()
     (False, 65536.0)
@@ -131,7 +131,7 @@ class SharedScaler:
         return self.optimizers[0]
 
 
-class _Optimizer(AcceleratedOptimizer):  # type: ignore[misc]
+class _Optimizer(AcceleratedOptimizer):
     """An `AcceleratedOptimizer` around a `LossScaledOptimizer`, which unscales and skips by itself."""
 
     @property
@@ -140,7 +140,7 @@ class _Optimizer(AcceleratedOptimizer):  # type: ignore[misc]
         return bool(self.optimizer.step_was_skipped)
 
 
-class _UnderPolicy(accelerate.Accelerator):  # type: ignore[misc]
+class _UnderPolicy(accelerate.Accelerator):
     """The methods of `accelerate.Accelerator` that differ under a policy."""
 
     policy: Policy

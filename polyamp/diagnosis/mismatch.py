@@ -37,6 +37,9 @@ POLICIES = ("float32", "mixed_bfloat16", "mixed_float16")
 SHOWN = 8
 """How many causes of each comparison are printed."""
 
+SMALL = 0.005
+"""The share of a difference that is too small to be printed as a cause."""
+
 Pair = tuple[Policy, Policy]
 
 
@@ -129,7 +132,7 @@ class Mismatch(JsonReport):
 
     def _cause_rows(self) -> Iterator[tuple[str, ...]]:
         for one in self.comparisons:
-            for cause in one.causes[:SHOWN]:
+            for cause in [each for each in one.causes if each.share > SMALL][:SHOWN]:
                 yield one.name, cause.rule, cause.programs, share(cause.share)
 
     def conclusions(self) -> list[str]:

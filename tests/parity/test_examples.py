@@ -42,6 +42,25 @@ def test_float16_stalls_without_a_loss_scale_and_matches_float32_with_one(name: 
     assert [row["skipped"] for row in table.values()] == [0, 0, 0]
 
 
+def test_float16_under_fsdp_survives_a_kill_and_its_programs_agree_better_than_in_bfloat16(tmp_path: Path) -> None:
+    sizes = ("--steps", "12", "--width", "32", "--layers", "2", "--context", "12")
+    printed = run("float16_finetune/finetune.py", *sizes, "--folder", tmp_path / "runs", cwd=tmp_path)
+    table = json.loads((tmp_path / "runs" / "table.json").read_text())
+    assert list(table) == ["float32", "bfloat16", "float16", "killed"]
+    first, *_ = losses = table["float32"]["losses"]
+    assert losses[-1] < first - 0.5
+    assert all(abs(row["losses"][0] - first) < 0.01 for row in table.values())
+    assert all(abs(row["losses"][-1] - losses[-1]) < 0.2 for row in table.values())  # one step was skipped
+    assert [row["skipped"] for row in table.values()] == [0, 0, 1, 1]
+    assert table["killed"]["losses"] == table["float16"]["losses"]
+    assert table["killed"]["same_bits"]
+    assert "float16: steps 9  skipped 1" in printed
+    saved = json.loads((tmp_path / "runs" / "mismatch.json").read_text())["comparisons"]
+    float32, bfloat16, float16 = (one["mean"] for one in saved)
+    assert float32 < float16 / 20 < bfloat16 / 60
+    assert all(one["causes"] for one in saved[1:])
+
+
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.name)
 def test_example_is_short(path: Path) -> None:
     assert len(path.read_text().splitlines()) < 75

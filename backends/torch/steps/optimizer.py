@@ -277,8 +277,6 @@ class LossScaledOptimizer(WrappedOptimizer):
             LossScaleError: see `LossScale`: ``max_skips`` and ``on_min``.
             NonFiniteLossError: under ``nonfinite_loss="raise"``, a loss on an accelerator was inf or NaN.
         """
-        if closure is None and asked_by_checkpoint(callers=4):
-            return checkpoints.initialise(self)
         check_no_scaler(self)
         update_begins(closure)
         return step(self, closure, scaled)
@@ -331,7 +329,7 @@ class LossScaledOptimizer(WrappedOptimizer):
     @property
     def state(self) -> Any:
         """The inner optimizer's state, by parameter."""
-        return checkpoints.shown_state(self) if asked_by_checkpoint() else self.inner.state
+        return checkpoints.ShownState(self) if asked_by_checkpoint() else self.inner.state
 
     @state.setter
     def state(self, state: Any) -> None:

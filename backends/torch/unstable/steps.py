@@ -137,27 +137,19 @@ def _asking(original: Callable[..., Any], notice: Callable[[list[Tensor], float]
     return asks
 
 
-def asked_by_checkpoint(callers: int = 1) -> bool:
+def asked_by_checkpoint() -> bool:
     """Return whether `torch.distributed.checkpoint` called the caller, which cannot be found out otherwise.
 
     It treats an optimizer's parameters as the model's own, and keeps two keys of its state.
-
-    Args:
-        callers: number of callers of the caller that may have passed the call on, apart from accelerate's optimizers.
+    Callers in accelerate's optimizers, which pass the call on, do not count.
     """
     name = "torch.distributed.checkpoint.state_dict"
     if name not in sys.modules:
         return False
     frame = sys._getframe(2)
-    for _ in range(callers):
-        while frame.f_globals.get("__name__") == "accelerate.optimizer" and frame.f_back is not None:
-            frame = frame.f_back
-        if frame.f_globals.get("__name__") == name:
-            return True
-        if frame.f_back is None:
-            return False
+    while frame.f_globals.get("__name__") == "accelerate.optimizer" and frame.f_back is not None:
         frame = frame.f_back
-    return False
+    return frame.f_globals.get("__name__") == name
 
 
 def flattened_shards() -> Iterator[tuple[Tensor, Any]]:

@@ -49,13 +49,13 @@ def prepare(
     in an autocast region with outputs in ``policy.output``. It converts models first if the policy stores parameters in
     16 bits.
 
-    >>> accelerator = prepare(accelerate.Accelerator(cpu=True), "mixed_float16")
+    >>> accelerator = prepare(accelerate.Accelerator(cpu=True), "mixed_float16", loss_scale=1024.0)
     >>> model = torch.nn.Linear(2, 1)
     >>> model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     >>> accelerator.backward(model(torch.ones(4, 2)).mean())
     >>> optimizer.step()
     >>> optimizer.step_was_skipped, accelerator.scaler.get_scale()
-    (False, 65536.0)
+    (False, 1024.0)
 
     Args:
         accelerator: made without ``mixed_precision``.

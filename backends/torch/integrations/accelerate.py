@@ -94,8 +94,10 @@ class SharedScaler:
         """Return the loss in float32 (float64 stays) times the loss scale.
 
         Raises:
-            UsageError: no optimizer was prepared.
+            UsageError: no optimizer was prepared, and the policy scales losses.
         """
+        if not (self.optimizers or self._accelerator.policy.loss_scale.check):
+            return loss
         for optimizer in self.optimizers:
             if optimizer.window.is_unscaled and not Gradients(optimizer.param_groups):
                 optimizer.open_window()  # the model's own zero_grad was called

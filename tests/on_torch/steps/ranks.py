@@ -285,6 +285,7 @@ def test_the_scaler_in_the_place_of_torchs_skips_on_all_ranks(name: str, unscale
         scaler.step(plain)
         scaler.update()
         assert scaler.last_step.applied != broken
+        assert ("rank 1" in scaler.last_step.reason) == broken
         assert (bits([list(model.parameters()), plain.state_dict()]) == before) == broken
     assert scaler.get_scale() == 512.0
 

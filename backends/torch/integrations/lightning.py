@@ -61,7 +61,7 @@ _MIXED = {"float16": "16-mixed", "bfloat16": "bf16-mixed"}
 _TRUE = {"float16": "16-true", "bfloat16": "bf16-true", "float64": "64-true"}
 
 
-class _Precision(BaseOfFabric):  # type: ignore[misc]  # Any, where lightning is not installed
+class _Precision(BaseOfFabric):
     """The part that does not depend on who drives the loop: formats, conversion and wrapping.
 
     Args:
@@ -129,7 +129,7 @@ class _Precision(BaseOfFabric):  # type: ignore[misc]  # Any, where lightning is
         return wrapped
 
 
-class MixedPrecision(_Precision, BaseOfTrainer):  # type: ignore[misc]
+class MixedPrecision(_Precision, BaseOfTrainer):
     """A precision plugin for Lightning's `Trainer` that trains under a policy.
 
     >>> from lightning.pytorch import Trainer

@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[2]
 PAGES = ["README.md", *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md"))]
 SHOWN = re.compile(r"^```(python|sh)\n(.*?)^```\n(?:\n?```\n(.*?)^```\n)?", re.MULTILINE | re.DOTALL)
 
-ELSEWHERE = ["docs/guides/jax_at_scale.md"]
+ELSEWHERE = ["docs/guides/jax_at_scale.md", *(page for page in PAGES if page.startswith("docs/trainers/"))]
 """Pages that another suite runs, since they need more than the frameworks, or several devices."""
 
 FRAMEWORKS = ("torch", "jax", "keras", "tensorflow")

@@ -338,6 +338,13 @@ def test_a_wrapped_optimizer_and_a_loss_without_an_optimizer_are_refused() -> No
         accelerator.prepare(wrapped)
 
 
+def test_a_policy_that_scales_nothing_needs_no_optimizer() -> None:
+    accelerator: Any = prepare(accelerate.Accelerator(cpu=True), "mixed_bfloat16")
+    model = accelerator.prepare(network())
+    accelerator.backward(model(torch.ones(1, 8)).sum())
+    assert next(model.parameters()).grad.abs().max() > 0
+
+
 def test_without_prepare_a_wrapped_optimizer_is_refused_until_its_loss_is_scaled() -> None:
     accelerator: Any = accelerate.Accelerator(cpu=True)
     own = network()

@@ -49,13 +49,13 @@ def prepare(
     in an autocast region with outputs in ``policy.output``. It converts models first if the policy stores parameters in
     16 bits.
 
-    >>> accelerator = prepare(accelerate.Accelerator(cpu=True), "mixed_float16")
+    >>> accelerator = prepare(accelerate.Accelerator(cpu=True), "mixed_float16", loss_scale=1024.0)
     >>> model = torch.nn.Linear(2, 1)
     >>> model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    >>> accelerator.backward(model(torch.ones(1, 2)).sum())
+    >>> accelerator.backward(model(torch.ones(4, 2)).mean())
     >>> optimizer.step()
     >>> optimizer.step_was_skipped, accelerator.scaler.get_scale()
-    (False, 65536.0)
+    (False, 1024.0)
 
     Args:
         accelerator: made without ``mixed_precision``.
@@ -94,8 +94,10 @@ class SharedScaler:
         """Return the loss in float32 (float64 stays) times the loss scale.
 
         Raises:
-            UsageError: no optimizer was prepared.
+            UsageError: no optimizer was prepared, and the policy scales losses.
         """
+        if not (self.optimizers or self._accelerator.policy.loss_scale.check):
+            return loss
         for optimizer in self.optimizers:
             if optimizer.window.is_unscaled and not Gradients(optimizer.param_groups):
                 optimizer.open_window()  # the model's own zero_grad was called
@@ -131,7 +133,7 @@ class SharedScaler:
         return self.optimizers[0]
 
 
-class _Optimizer(AcceleratedOptimizer):  # type: ignore[misc]
+class _Optimizer(AcceleratedOptimizer):
     """An `AcceleratedOptimizer` around a `LossScaledOptimizer`, which unscales and skips by itself."""
 
     @property
@@ -140,7 +142,7 @@ class _Optimizer(AcceleratedOptimizer):  # type: ignore[misc]
         return bool(self.optimizer.step_was_skipped)
 
 
-class _UnderPolicy(accelerate.Accelerator):  # type: ignore[misc]
+class _UnderPolicy(accelerate.Accelerator):
     """The methods of `accelerate.Accelerator` that differ under a policy."""
 
     policy: Policy

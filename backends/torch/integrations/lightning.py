@@ -116,7 +116,7 @@ class _Precision(BaseOfFabric):
         wrapped = next((one for one in ALIVE if optimizer in (one, one.inner)), None)  # by hand, or for an earlier fit
         if wrapped is None:
             wrapped = wrap_optimizer(optimizer, self.policy, **{"share": share, **self._options})
-            wrapped.__class__ = _named_like(type(optimizer))
+            wrapped.__class__ = _named_like(type(optimizer))  # type: ignore[arg-type]
         if share is not None and wrapped.scalers is not share.scalers:
             raise UsageError(
                 "the optimizers have different loss scales, and a loss is multiplied by only one",
@@ -196,17 +196,20 @@ class MixedPrecision(_Precision, BaseOfTrainer):
 
     def pre_backward(self, tensor: Tensor, module: Any) -> Tensor:
         """Call the hooks ``on_before_backward`` with the loss, and return it times the loss scale."""
-        loss = super().pre_backward(tensor, module)
+        loss: Tensor = super().pre_backward(tensor, module)
         self._aside = [(param, param.grad) for param in self._toggled_off()]
         for param, _ in self._aside:
             param.grad = None
-        return self.optimizers[0].scale(loss) if self.optimizers else loss
+        if self.optimizers:
+            loss = self.optimizers[0].scale(loss)
+        return loss
 
     def post_backward(self, tensor: Tensor, module: Any) -> Tensor:
         """Drop the gradients of toggled-off optimizers, and call the hooks ``on_after_backward``."""
         for param, gradient in self._aside:
             param.grad = gradient
-        return super().post_backward(tensor, module)
+        loss: Tensor = super().post_backward(tensor, module)
+        return loss
 
     def optimizer_step(self, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any) -> Any:
         """Run the closure, unscale, call the hooks ``on_before_optimizer_step``, clip, and update or skip."""
@@ -275,7 +278,7 @@ class HeldScheduler:
     def __init__(self, scheduler: Any, optimizer: LossScaledOptimizer, *, held: bool) -> None:
         self.scheduler, self.optimizer, self.held = scheduler, optimizer, held
 
-    @property
+    @property  # type: ignore[misc]
     def __class__(self) -> Any:
         """The scheduler's class, for callbacks that test or report it."""
         return type(self.scheduler)

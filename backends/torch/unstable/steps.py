@@ -87,6 +87,11 @@ def fsdp_groups() -> Iterator[list[Tensor]]:
             yield from ([one.sharded_param for one in group.fsdp_params] for group in groups if group is not None)
 
 
+def backward_runs() -> bool:
+    """Return whether the caller runs inside a backward pass; only the engine knows."""
+    return torch._C._current_graph_task_id() != -1
+
+
 def until_backward_ends(held: Callable[[], None]) -> None:
     """Make the running backward pass hold an object, and call it at its end. Only the engine itself can do this."""
     Variable: Any = torch.autograd.Variable
@@ -150,6 +155,20 @@ def asked_by_checkpoint() -> bool:
     while frame.f_globals.get("__name__") == "accelerate.optimizer" and frame.f_back is not None:
         frame = frame.f_back
     return frame.f_globals.get("__name__") == name
+
+
+def infers_pipeline() -> bool:
+    """Return whether a pipeline schedule calls its loss function on uninitialised memory, to learn shapes.
+
+    It does so before its first step, and nothing in the arguments shows it.
+    """
+    stages = sys.modules.get("torch.distributed.pipelining.stage")
+    frame = None if stages is None else sys._getframe(2)
+    while frame is not None:
+        if frame.f_code.co_name == "_backward_metadata_inference" and frame.f_globals is vars(stages):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def flattened_shards() -> Iterator[tuple[Tensor, Any]]:

@@ -141,6 +141,70 @@ def test_a_checkpoint_of_skipped_steps_alone_is_read(kind: Any, flat: bool, tmp_
     check_goes_on(pairs)
 
 
+def with_muon(dtype: torch.dtype) -> tuple[torch.nn.Module, list[LossScaledOptimizer]]:
+    """Matrices are trained by Muon, vectors by AdamW, each with its own loss scale."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 2)).to(dtype)
+    matrices, vectors = ([param for param in model.parameters() if param.dim() == dim] for dim in (2, 1))
+    plain = torch.optim.Muon(matrices, lr=0.1), torch.optim.AdamW(vectors, lr=0.1)
+    return model, [LossScaledOptimizer(each, LossScale(init=64.0)) for each in plain]
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("flat", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_several_optimizers_are_saved_in_one_call(dtype: torch.dtype, flat: bool, tmp_path: Path) -> None:
+    options = StateDictOptions(flatten_optimizer_state_dict=flat)
+    pairs = [with_muon(dtype) for _ in range(2)]
+
+    def train_both(model: torch.nn.Module, opts: list[LossScaledOptimizer], overflow_at: int | None = None) -> None:
+        for number, opt in enumerate(opts):
+            opt.zero_grad()
+            opt.backward(model(torch.ones(3, 4, dtype=dtype)).float().square().mean())
+            if number == overflow_at:
+                next(opt.model_parameters()).grad.fill_(torch.nan)
+            opt.step()
+
+    for overflow_at in (None, 1, None):
+        train_both(*pairs[0], overflow_at)
+    saved, read = (get_optimizer_state_dict(*pair, options=options) for pair in pairs)
+    dcp.save({"model": pairs[0][0].state_dict(), "optimizers": saved}, checkpoint_id=tmp_path)
+    model = pairs[1][0].state_dict()
+    dcp.load({"model": model, "optimizers": read}, checkpoint_id=tmp_path)
+    pairs[1][0].load_state_dict(model)
+    set_optimizer_state_dict(*pairs[1], read, options=options)
+    assert [opt.loss_scale for opt in pairs[1][1]] == [64.0, 32.0]
+    for _ in range(2):
+        one, other = (bits([list(model.parameters()), *(opt.state_dict() for opt in opts)]) for model, opts in pairs)
+        assert one == other
+        for pair in pairs:
+            train_both(*pair)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_checkpoint_of_a_plain_run_is_read_by_a_plain_optimizer_first(dtype: torch.dtype, tmp_path: Path) -> None:
+    plain_net, net = Net(dtype, usual=True), Net(dtype, usual=True)
+    plain = OPTIMIZERS["adam"](plain_net.parameters())
+    plain_net.loss().backward()
+    plain.step()
+    plain.zero_grad()
+    plain_net.unused.requires_grad_(False)
+    net.unused.requires_grad_(False)
+    saved = dict(zip(("model", "optimizer"), get_state_dict(plain_net, plain), strict=True))
+    dcp.save(saved, checkpoint_id=tmp_path)
+    first = OPTIMIZERS["adam"](net.parameters())
+    read = dict(zip(("model", "optimizer"), get_state_dict(net, first), strict=True))
+    dcp.load(read, checkpoint_id=tmp_path)
+    opt = LossScaledOptimizer(first, LossScale(init=64.0))  # as the page of checkpoints shows it
+    with pytest.warns(polyamp.PolyampWarning, match="that was not wrapped"):
+        set_state_dict(net, opt, model_state_dict=read["model"], optim_state_dict=read["optimizer"])
+    assert bits(list(net.parameters())) == bits(list(plain_net.parameters()))
+    moment = opt.inner.state[opt.param_groups[0]["params"][0]]["exp_avg"]
+    assert torch.equal(moment, plain.state[plain_net.image]["exp_avg"].float())
+    train(net, opt, 2)
+
+
 def test_a_state_in_the_form_of_checkpoints_loads_anywhere() -> None:
     net, opt = trained(torch.float16, "adam", None)
     opt.zero_grad()

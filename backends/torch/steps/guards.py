@@ -77,26 +77,46 @@ def guard(optimizer: WrappedOptimizer, alive: Callable[[], Iterable[WrappedOptim
         optimizer: the wrapped optimizer.
         alive: returns all wrapped optimizers in this process.
     """
-    before_clipping(lambda params, limit: _clips(params, limit, alive()))
+    before_clipping(lambda params, limit, *, measured: _clipped(params, limit, alive(), measured=measured))
     inner = optimizer.inner
     if hasattr(inner, "_optimizer_step_pre_hooks"):  # optimizers that wrap others may not have run torch's own set-up
         handle = inner.register_step_pre_hook(InnerStep(optimizer))
         weakref.finalize(optimizer, handle.remove).atexit = False
 
 
-def _clips(params: Iterable[Tensor], limit: float, alive: Iterable[WrappedOptimizer]) -> None:
-    """Refuse to clip gradients of a window that is not unscaled yet; an infinite limit only measures them."""
-    if math.isinf(limit) or is_recorded() or torch.compiler.is_compiling():
-        return
+def _clipped(params: list[Tensor], limit: float, alive: Iterable[WrappedOptimizer], *, measured: bool) -> list[Tensor]:
+    """Return the parameters whose gradients are clipped: masters, which have the unscaled ones, for their parameters.
+
+    Args:
+        params: those that torch's function was called with.
+        limit: infinite if the call only measures.
+        alive: all wrapped optimizers in this process.
+        measured: whether the norm of ``params`` is known already, so that others would be clipped by a wrong norm.
+
+    Raises:
+        UsageError: gradients of a window that is not unscaled yet, or masters whose norm was not measured.
+    """
+    if is_recorded() or torch.compiler.is_compiling():
+        return params
     clipped: set[int] | None = None
+    masters_of: dict[int, Tensor] = {}
     for optimizer in list(alive):
-        if not _has_scaled_gradients(optimizer):
+        masters = optimizer.masters
+        scaled = not math.isinf(limit) and _has_scaled_gradients(optimizer)
+        if not scaled and (masters is None or not optimizer.window.is_unscaled):
             continue
         clipped = {id(param) for param in params} if clipped is None else clipped
-        masters = [] if optimizer.masters is None else optimizer.masters.masters  # they get their gradients later
-        graded = (param for param in optimizer.model_parameters() if param.grad is not None)
-        if any(id(param) in clipped for param in (*graded, *masters)):
-            raise refusals.clipped_before_unscaling()
+        if scaled:
+            graded = (param for param in optimizer.model_parameters() if param.grad is not None)
+            later = [] if masters is None else masters.masters  # they get their gradients later
+            if any(id(param) in clipped for param in (*graded, *later)):
+                raise refusals.clipped_before_unscaling()
+        elif masters is not None:
+            pairs = zip(masters.model, masters.masters, strict=True)
+            masters_of |= {id(param): master for param, master in pairs if id(param) in clipped}
+    if masters_of and measured:
+        raise refusals.clipped_without_masters()
+    return [masters_of.get(id(param), param) for param in params] if masters_of else params
 
 
 def _has_scaled_gradients(optimizer: WrappedOptimizer) -> bool:

@@ -210,6 +210,17 @@ def clipped_before_unscaling() -> UsageError:
     )
 
 
+def clipped_without_masters() -> UsageError:
+    """Return the error for clipping by a norm of the model's own 16-bit gradients, which are still scaled."""
+    return UsageError(
+        "the 16-bit gradients of the model are not the unscaled ones",
+        where="clipping by a norm that was computed before",
+        found="parameters of the model that have master weights",
+        allowed="the parameters in opt.param_groups, which have the unscaled gradients",
+        fix="call opt.clip_grad_norm_(max_norm), or clip the parameters in opt.param_groups",
+    )
+
+
 def wrong_declaration(scaled: object) -> InvalidTypeError:
     """Return the error for a ``scaled=`` that is not a bool."""
     fix = "True: multiplied by the loss scale; False: not; leave it out if opt.backward(loss) made them"

@@ -9,7 +9,7 @@ import gc
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import wraps
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -102,8 +102,15 @@ _FSDP = "torch.distributed.fsdp.fully_sharded_data_parallel"
 _CLIPPING = ("clip_grad_norm_", "clip_grad_value_", "_clip_grads_with_norm_")
 
 
-def before_clipping(notice: Callable[[list[Tensor], float], None]) -> None:
-    """Call a function with the parameters and the limit before torch clips gradients; the first function stays.
+class Choose(Protocol):
+    """Chooses what is clipped, before torch clips gradients."""
+
+    def __call__(self, given: list[Tensor], limit: float, *, measured: bool) -> list[Tensor]:
+        """Return the parameters to clip to the limit in place of the given ones; ``measured``: not these any more."""
+
+
+def before_clipping(choose: Choose) -> None:
+    """Ask a function which parameters to clip before torch clips gradients; the first function stays.
 
     There is no hook for clipping, so torch's functions are replaced. `clip_grad_norm_` calls the private function by
     its name in its module, so replacing that one works even if `clip_grad_norm_` was imported before.
@@ -115,17 +122,17 @@ def before_clipping(notice: Callable[[list[Tensor], float], None]) -> None:
         original = getattr(clip_grad, name, None)
         if original is None or hasattr(original, "_asks_polyamp"):
             continue
-        asking = _asking(original, notice)
+        asking = _asking(original, choose, measured=name.startswith("_"))
         for module in (clip_grad, utils):
             for known in [known for known, value in vars(module).items() if value is original]:
                 setattr(module, known, asking)
     fsdp = sys.modules.get(_FSDP)
     if fsdp is not None and not hasattr(fsdp.FullyShardedDataParallel.clip_grad_norm_, "_asks_polyamp"):
         kind = fsdp.FullyShardedDataParallel
-        kind.clip_grad_norm_ = _asking(kind.clip_grad_norm_, notice)
+        kind.clip_grad_norm_ = _asking(kind.clip_grad_norm_, choose, measured=True)
 
 
-def _asking(original: Callable[..., Any], notice: Callable[[list[Tensor], float], None]) -> Callable[..., Any]:
+def _asking(original: Callable[..., Any], choose: Choose, *, measured: bool) -> Callable[..., Any]:
     @wraps(original)
     def asks(parameters: Any, limit: Any = None, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
@@ -133,9 +140,11 @@ def _asking(original: Callable[..., Any], notice: Callable[[list[Tensor], float]
         owner = parameters.parameters() if isinstance(parameters, torch.nn.Module) else parameters
         given = [owner] if isinstance(owner, Tensor) else list(owner)
         most = kwargs.get("max_norm", kwargs.get("clip_value")) if limit is None else limit
-        if isinstance(most, int | float):
-            notice(given, float(most))
-        again: Any = (one for one in given) if isinstance(parameters, Iterator) else parameters
+        chosen = choose(given, float(most), measured=measured) if isinstance(most, int | float) else given
+        if chosen is not given:
+            again: Any = chosen
+        else:
+            again = (one for one in given) if isinstance(parameters, Iterator) else parameters
         return original(again, *(() if limit is None else (limit,)), *args, **kwargs)
 
     asks._asks_polyamp = True  # type: ignore[attr-defined]

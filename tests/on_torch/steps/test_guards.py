@@ -426,6 +426,11 @@ imported_before = nn.utils.clip_grad_norm_
 CLIPS["imported"] = lambda model: imported_before(model.parameters(), 1.0)
 
 
+def measures_before(clip: Callable[..., Any]) -> bool:
+    """Whether the norm is computed from the model's own gradients before polyamp sees the call."""
+    return clip in (CLIPS["with_norm"], CLIPS["imported"])
+
+
 @pytest.mark.parametrize("low", [False, True])
 @pytest.mark.parametrize("clip", CLIPS.values(), ids=CLIPS)
 def test_clipping_scaled_gradients_is_refused_and_clipping_unscaled_ones_is_not(clip: Any, low: bool) -> None:
@@ -437,7 +442,11 @@ def test_clipping_scaled_gradients_is_refused_and_clipping_unscaled_ones_is_not(
         refused(opt, lambda: clip(model), "clipped while they were scaled")
         assert all(map(torch.equal, grads, (param.grad for param in model.parameters())))
         opt.unscale_()
-        clip(model)
+        if low and measures_before(clip):
+            refused(opt, lambda: clip(model), "16-bit gradients of the model")
+        else:
+            clip(model)
+            assert opt.param_groups[0]["params"][0].grad.abs().max() < 1.0  # the master's, if there is one
         opt.step()
         assert opt.last_step
         clip(model)
@@ -445,6 +454,19 @@ def test_clipping_scaled_gradients_is_refused_and_clipping_unscaled_ones_is_not(
         sum(param.sum().float() for param in model.parameters()).backward()
         clip(model)  # gradients of a loss that is none of the optimizer's
         opt.zero_grad()
+
+
+def test_clipping_by_the_models_parameters_clips_their_masters() -> None:
+    model = linear().half()
+    opt = wrap(model)
+    opt.backward(sum(3 * param.sum().float() for param in model.parameters()))
+    opt.unscale_()
+    masters = opt.param_groups[0]["params"]
+    expected = nn.utils.get_total_norm([master.grad for master in masters])
+    assert expected > 2
+    torch.testing.assert_close(nn.utils.clip_grad_norm_(model.parameters(), math.inf), expected)
+    torch.testing.assert_close(nn.utils.clip_grad_norm_(model.parameters(), 2.0), expected)
+    torch.testing.assert_close(nn.utils.get_total_norm([master.grad for master in masters]), torch.tensor(2.0))
 
 
 def test_clipping_may_measure_and_touch_what_is_not_scaled() -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import runpy
+import subprocess
 import sys
 from pathlib import Path
 
@@ -18,7 +20,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:Depreca
 
 
 @pytest.fixture(autouse=True)
-def _beside_the_examples(monkeypatch: pytest.MonkeyPatch) -> None:
+def _examples_are_importable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(EXAMPLES))
 
 
@@ -53,6 +55,17 @@ def test_float16_stalls_without_a_loss_scale_and_matches_float32_with_one(
     assert losses["float16, scale 1"] - losses["float32"] > 0.1
     assert abs(losses["float16, dynamic"] - losses["float32"]) < 0.01
     assert [row["skipped"] for row in table.values()] == [0, 0, 0]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["torch_lstm.py", "jax_lstm.py", "tensorflow_lstm.py"])
+def test_the_lstms_run_as_their_users_run_them(name: str, tmp_path: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(EXAMPLES), "XLA_FLAGS": ""}
+    command = [sys.executable, str(EXAMPLES / name), "--json", "table.json"]
+    subprocess.run(command, cwd=tmp_path, env=environment, check=True)
+    losses = {name: row["loss"] for name, row in json.loads((tmp_path / "table.json").read_text()).items()}
+    assert losses["float16, scale 1"] - losses["float32"] > 0.1
+    assert abs(losses["float16, dynamic"] - losses["float32"]) < 0.01
 
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.name)

@@ -6,6 +6,7 @@ For example, if the mean difference is 0.02, and 0.005 when ``head/matmul`` runs
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -15,7 +16,6 @@ from polyamp.diagnosis.evidence import pattern_of
 from polyamp.diagnosis.programs import Program
 from polyamp.errors import PolyampError, unreported, warn_once
 from polyamp.formats import FORMATS, format_of
-from polyamp.layout import finite
 from polyamp.plan import PlannedOperation
 from polyamp.rules import decide
 
@@ -42,11 +42,11 @@ class Cause(NamedTuple):
 
     def as_dict(self) -> dict[str, Any]:
         """Return the cause as JSON values."""
-        return {**self._asdict(), "left": finite(self.left), "share": finite(self.share)}
+        return self._asdict()
 
 
 def find_causes(programs: Programs, mean: float, measure: Callable[[Programs], float]) -> tuple[Cause, ...]:
-    """Return the causes of a mismatch, the largest first.
+    """Return the causes of a mismatch, the largest first; of equal ones, those that only one program computes.
 
     Args:
         programs: the training program and the inference program, named "train" and "infer".
@@ -61,8 +61,9 @@ def find_causes(programs: Programs, mean: float, measure: Callable[[Programs], f
         for rule in _candidates(found.values()):
             left = measure((train.in_float32(rule), infer.in_float32(rule)))
             having = [name for name, operations in found.items() if any(rule in pair for pair in operations)]
-            causes.append(Cause(rule, "both" if len(having) == 2 else having[0], left, 1 - left / mean))
-    return tuple(sorted(causes, key=lambda cause: cause.share, reverse=True))
+            if math.isfinite(left):  # else the trial shows nothing
+                causes.append(Cause(rule, "both" if len(having) == 2 else having[0], left, 1 - left / mean))
+    return tuple(sorted(causes, key=lambda cause: (round(cause.share, 2), cause.programs != "both"), reverse=True))
 
 
 def _candidates(found: Iterable[list[tuple[str, str]]]) -> list[str]:

@@ -26,7 +26,7 @@ from polyamp.formats import format_of
 from polyamp.layout import JsonReport, aligned, plural, share
 from polyamp.policy import Policy
 from polyamp.policy import policy as make_policy
-from polyamp.validation import check_callable, is_number, shown
+from polyamp.validation import check_callable, check_choice, is_number, shown
 
 if TYPE_CHECKING:
     from os import PathLike
@@ -35,7 +35,10 @@ POLICIES = ("float32", "mixed_bfloat16", "mixed_float16")
 """The policies that `mismatch` compares the programs under by default."""
 
 SHOWN = 8
-"""How many causes of each comparison are printed."""
+"""How many causes of each comparison are shown."""
+
+SMALL = 0.005
+"""A cause with a smaller share is not shown."""
 
 Pair = tuple[Policy, Policy]
 
@@ -67,6 +70,11 @@ class Comparison:
         """Whether a program ran in 16 bits by its policy."""
         return any(format_of(one.compute).is_low for one in self.policies or ())
 
+    @property
+    def main_causes(self) -> list[Cause]:
+        """The causes to show: the largest ones, without those of a negligible share."""
+        return [one for one in self.causes if one.share > SMALL][:SHOWN]
+
     def as_dict(self) -> dict[str, Any]:
         """Return the comparison as JSON values."""
         train, infer = (None, None) if self.policies is None else map(str, self.policies)
@@ -88,7 +96,9 @@ class Mismatch(JsonReport):
 
     def __getitem__(self, name: str) -> Comparison:
         """Return the comparison with this name, such as "mixed_float16"."""
-        return {one.name: one for one in self.comparisons}[name]
+        known = {one.name: one for one in self.comparisons}
+        check_choice(name, known, where="report[name]", fix="use the name of one of the comparisons")
+        return known[name]
 
     def as_dict(self) -> dict[str, Any]:
         """Return the report as JSON values; numbers that are not finite become None."""
@@ -105,7 +115,7 @@ class Mismatch(JsonReport):
 
         curves = {one.name: np.sort(np.abs(one.differences.usable)).tolist() for one in self.comparisons}
         worst = max(self.comparisons, key=lambda one: (bool(one.causes), one.differences.mean))
-        bars = [(cause.rule, cause.share) for cause in worst.causes[:SHOWN]]
+        bars = [(cause.rule, cause.share) for cause in worst.main_causes]
         draw_mismatch(path, curves, self.clip, (worst.name, bars))
 
     def __str__(self) -> str:
@@ -129,7 +139,7 @@ class Mismatch(JsonReport):
 
     def _cause_rows(self) -> Iterator[tuple[str, ...]]:
         for one in self.comparisons:
-            for cause in one.causes[:SHOWN]:
+            for cause in one.main_causes:
                 yield one.name, cause.rule, cause.programs, share(cause.share)
 
     def conclusions(self) -> list[str]:

@@ -17,7 +17,7 @@ from polyamp.diagnosis.differences import Differences, log_probs
 from polyamp.diagnosis.mismatch import Comparison, Mismatch
 from polyamp.diagnosis.programs import Program
 from polyamp.errors import InvalidTypeError, InvalidValueError, PolyampWarning, UnsupportedError
-from polyamp.plan import Plan
+from polyamp.plan import Plan, PlannedOperation
 
 TRAIN = np.log(np.array([[0.5, 0.25, 0.1], [0.2, 0.4, 0.3]]))
 INFER = np.log(np.array([[0.5, 0.20, 0.1], [0.4, 0.4, 0.3]]))
@@ -164,6 +164,11 @@ def test_a_cause_is_a_rule_to_paste_only_if_it_removes_half_of_the_difference() 
     assert "no operation causes half" in str(report(1e-7, 0.08, causes=(small,)))
 
 
+def test_an_unknown_comparison_is_refused_with_the_known_names() -> None:
+    with pytest.raises(InvalidValueError, match="allowed: 'float32', 'mixed_bfloat16'"):
+        report(1e-7, 0.08)["bfloat16"]
+
+
 def test_equal_programs_leave_nothing_to_say() -> None:
     assert report(0.0, 0.0, 0.0).conclusions() == []
 
@@ -187,6 +192,25 @@ def test_a_program_without_a_plan_leaves_the_causes_open() -> None:
     programs = Unplanned("train", abs, (), policy), Unplanned("infer", abs, (), policy)
     with pytest.warns(PolyampWarning, match="tries no operation of the (train|infer) program.*cannot be captured"):
         assert find_causes(programs, 0.1, lambda programs: 0.0) == ()
+
+
+class Planned(Program):
+    """A program of two operations in 16 bits."""
+
+    def plan(self) -> Plan:
+        names = ("matmul", "exp") if self.name == "train" else ("matmul",)
+        return Plan("", tuple(PlannedOperation(name, name, "head", "lower", "float16", "table") for name in names))
+
+
+@pytest.mark.parametrize(("left", "found"), [(math.nan, []), (0.02, ["head/exp", "head/matmul"])])
+def test_equal_causes_start_with_those_of_one_program_and_trials_without_numbers_are_left_out(
+    left: float, found: list[str]
+) -> None:
+    policy = polyamp.policy("mixed_float16")
+    programs = Planned("train", abs, (), policy), Planned("infer", abs, (), policy)
+    causes = find_causes(programs, 0.1, lambda programs: left)
+    assert [one.rule for one in causes] == found
+    assert [one.programs for one in causes] == ["train", "both"][: len(found)]
 
 
 def test_trials_are_limited_to_the_operations_that_occur_most() -> None:

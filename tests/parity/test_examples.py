@@ -29,6 +29,15 @@ def run(monkeypatch: pytest.MonkeyPatch, name: str, *options: str) -> None:
     runpy.run_path(str(EXAMPLES / name), run_name="__main__")
 
 
+def start(name: str, *options: str | Path, cwd: Path) -> str:
+    """Run an example in its own process, as a user does, and return what it prints."""
+    environment = {**os.environ, "PYTHONPATH": str(EXAMPLES), "TF_CPP_MIN_LOG_LEVEL": "2", "XLA_FLAGS": ""}
+    command = [sys.executable, EXAMPLES / name, *options]
+    done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
 @pytest.mark.parametrize("name", ["torch_digits.py", "jax_digits.py", "tensorflow_digits.py"])
 def test_example_learns_the_digits_under_every_policy(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -60,12 +69,31 @@ def test_float16_stalls_without_a_loss_scale_and_matches_float32_with_one(
 @pytest.mark.long
 @pytest.mark.parametrize("name", ["torch_lstm.py", "jax_lstm.py", "tensorflow_lstm.py"])
 def test_the_lstms_run_as_their_users_run_them(name: str, tmp_path: Path) -> None:
-    environment = {**os.environ, "PYTHONPATH": str(EXAMPLES), "XLA_FLAGS": ""}
-    command = [sys.executable, str(EXAMPLES / name), "--json", "table.json"]
-    subprocess.run(command, cwd=tmp_path, env=environment, check=True)
+    start(name, "--json", "table.json", cwd=tmp_path)
     losses = {name: row["loss"] for name, row in json.loads((tmp_path / "table.json").read_text()).items()}
     assert losses["float16, scale 1"] - losses["float32"] > 0.1
     assert abs(losses["float16, dynamic"] - losses["float32"]) < 0.01
+
+
+def test_float16_under_fsdp_survives_a_kill_and_its_programs_agree_better_than_in_bfloat16(tmp_path: Path) -> None:
+    sizes = ("--steps", "12", "--width", "32", "--layers", "2", "--context", "12")
+    printed = start("float16_finetune/finetune.py", *sizes, "--folder", tmp_path / "runs", cwd=tmp_path)
+    table = json.loads((tmp_path / "runs" / "table.json").read_text())
+    assert list(table) == ["float32", "bfloat16", "float16", "killed"]
+    first, *_ = losses = table["float32"]["losses"]
+    assert losses[-1] < first - 0.5
+    assert all(abs(row["losses"][0] - first) < 0.01 for row in table.values())
+    assert all(abs(row["losses"][-1] - losses[-1]) < 0.2 for row in table.values())  # a step or two later
+    skipped = table["float16"]["skipped"]
+    assert 1 <= skipped <= 3
+    assert [row["skipped"] for row in table.values()] == [0, 0, skipped, skipped]
+    assert table["killed"]["losses"] == table["float16"]["losses"]
+    assert table["killed"]["same_bits"]
+    assert f"float16: steps 10  skipped {skipped}" in printed
+    saved = json.loads((tmp_path / "runs" / "mismatch.json").read_text())["comparisons"]
+    float32, bfloat16, float16 = (one["mean"] for one in saved)
+    assert float32 < float16 / 20 < bfloat16 / 60
+    assert all(one["causes"] for one in saved[1:])
 
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.name)

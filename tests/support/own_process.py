@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import subprocess
@@ -41,3 +42,10 @@ def free_port() -> int:
     with socket.socket() as one:
         one.bind(("localhost", 0))
         return int(one.getsockname()[1])
+
+
+def tensorflow_workers(count: int) -> list[dict[str, str]]:
+    """Return the environments of the processes that share a ``MultiWorkerMirroredStrategy``."""
+    workers = [f"localhost:{free_port()}" for _ in range(count)]
+    cluster = {"cluster": {"worker": workers}}
+    return [{"TF_CONFIG": json.dumps(cluster | {"task": {"type": "worker", "index": index}})} for index in range(count)]

@@ -49,13 +49,13 @@ def prepare(
     in an autocast region with outputs in ``policy.output``. It converts models first if the policy stores parameters in
     16 bits.
 
-    >>> accelerator = prepare(accelerate.Accelerator(cpu=True), "mixed_float16")
+    >>> accelerator = prepare(accelerate.Accelerator(cpu=True), "mixed_float16", loss_scale=1024.0)
     >>> model = torch.nn.Linear(2, 1)
     >>> model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    >>> accelerator.backward(model(torch.ones(1, 2)).sum())
+    >>> accelerator.backward(model(torch.ones(4, 2)).mean())
     >>> optimizer.step()
     >>> optimizer.step_was_skipped, accelerator.scaler.get_scale()
-    (False, 65536.0)
+    (False, 1024.0)
 
     Args:
         accelerator: made without ``mixed_precision``.
@@ -94,8 +94,10 @@ class SharedScaler:
         """Return the loss in float32 (float64 stays) times the loss scale.
 
         Raises:
-            UsageError: no optimizer was prepared.
+            UsageError: no optimizer was prepared, and the policy scales losses.
         """
+        if not (self.optimizers or self._accelerator.policy.loss_scale.check):
+            return loss
         for optimizer in self.optimizers:
             if optimizer.window.is_unscaled and not Gradients(optimizer.param_groups):
                 optimizer.open_window()  # the model's own zero_grad was called
@@ -115,6 +117,11 @@ class SharedScaler:
         if saved:
             load_loss_scale(self._first("accelerator.load_state(folder)"), saved)
 
+    _device = "cpu"  # accelerate reads it for FSDP
+
+    def _lazy_init_scale_growth_tracker(self, device: object) -> None:
+        """Do nothing: the state exists from the start. accelerate calls this before it loads a state for FSDP."""
+
     def _first(self, where: str) -> LossScaledOptimizer:
         if not self.optimizers:
             raise UsageError(
@@ -126,7 +133,7 @@ class SharedScaler:
         return self.optimizers[0]
 
 
-class _Optimizer(AcceleratedOptimizer):  # type: ignore[misc]
+class _Optimizer(AcceleratedOptimizer):
     """An `AcceleratedOptimizer` around a `LossScaledOptimizer`, which unscales and skips by itself."""
 
     @property
@@ -135,7 +142,7 @@ class _Optimizer(AcceleratedOptimizer):  # type: ignore[misc]
         return bool(self.optimizer.step_was_skipped)
 
 
-class _UnderPolicy(accelerate.Accelerator):  # type: ignore[misc]
+class _UnderPolicy(accelerate.Accelerator):
     """The methods of `accelerate.Accelerator` that differ under a policy."""
 
     policy: Policy
@@ -143,10 +150,9 @@ class _UnderPolicy(accelerate.Accelerator):  # type: ignore[misc]
     _is_preparing = False
 
     def prepare(self, *args: Any, **kwargs: Any) -> Any:
-        if self.policy.needs_master_weights:
-            for model in args:
-                if isinstance(model, nn.Module):
-                    convert(model, self.policy)
+        for model in args:
+            if isinstance(model, nn.Module):
+                _apply(self.policy, model)  # here, since accelerate does not call `prepare_model` for FSDP2
         self._is_preparing = True
         try:
             prepared = super().prepare(*args, **kwargs)
@@ -156,8 +162,7 @@ class _UnderPolicy(accelerate.Accelerator):  # type: ignore[misc]
         return prepared
 
     def prepare_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
-        if not hasattr(model, "_original_forward"):
-            _run_under(self.policy, model)
+        _apply(self.policy, model)
         prepared: nn.Module = super().prepare_model(model, *args, **kwargs)
         return prepared
 
@@ -184,12 +189,15 @@ class _UnderPolicy(accelerate.Accelerator):  # type: ignore[misc]
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
         given = _listed(parameters)
         trained = self._unscaled(given)
-        if all(one is other for one, other in zip(given, trained, strict=True)):
+        has_masters = any(one is not other for one, other in zip(given, trained, strict=True))
+        if self.distributed_type.name == "FSDP" and not has_masters:
             return super().clip_grad_norm_(given, max_norm, norm_type)
         return nn.utils.clip_grad_norm_(trained, max_norm, norm_type)
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
-        super().clip_grad_value_(self._unscaled(_listed(parameters)), clip_value)
+        if self.distributed_type.name == "FSDP":
+            super().clip_grad_value_(parameters, clip_value)  # which refuses it
+        nn.utils.clip_grad_value_(self._unscaled(_listed(parameters)), clip_value)
 
     @contextmanager
     def autocast(self, autocast_handler: Any = None) -> Iterator[None]:
@@ -216,8 +224,15 @@ class _UnderPolicy(accelerate.Accelerator):  # type: ignore[misc]
         return [master_of.get(id(param), param) for param in params]
 
 
-def _run_under(policy: Policy, model: Any) -> None:
-    """Replace a model's forward pass, in the form in which accelerate's ``unwrap_model`` restores it."""
+def _apply(policy: Policy, model: Any) -> None:
+    """Convert a model if the policy has 16-bit parameters, and replace its forward pass by one in a region.
+
+    The replacement has the form that accelerate's ``unwrap_model`` undoes. A model that has one is left as it is.
+    """
+    if "_original_forward" in vars(model):
+        return
+    if policy.needs_master_weights:
+        convert(model, policy)
     model._original_forward = own = model.forward
     function = getattr(own, "__func__", own)
 

@@ -19,6 +19,7 @@ All optimizers of a trainer share one loss scale. It is saved with their states,
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -31,7 +32,7 @@ from polyamp.backends.torch.autocast.context import autocast_context
 from polyamp.backends.torch.casting import cast_to
 from polyamp.backends.torch.convert import convert
 from polyamp.backends.torch.dtypes import DTYPES, SIXTEEN_BIT
-from polyamp.backends.torch.steps.optimizer import LossScaledOptimizer
+from polyamp.backends.torch.steps.optimizer import ALIVE, LossScaledOptimizer
 from polyamp.backends.torch.steps.verbs import loss_scale_of, wrap_optimizer
 from polyamp.errors import MissingFrameworkError, UnsupportedError, UsageError
 from polyamp.loss_scale import LossScale
@@ -42,11 +43,9 @@ from polyamp.validation import check_options, norm_limit
 try:
     if "pytorch_lightning" in sys.modules and "lightning" not in sys.modules:  # the same code under its older names
         from lightning_fabric.plugins import Precision as BaseOfFabric
-        from pytorch_lightning import LightningModule
         from pytorch_lightning.plugins import Precision as BaseOfTrainer
     else:
         from lightning.fabric.plugins import Precision as BaseOfFabric
-        from lightning.pytorch import LightningModule
         from lightning.pytorch.plugins import Precision as BaseOfTrainer
 except ModuleNotFoundError as error:
     raise MissingFrameworkError(
@@ -114,10 +113,10 @@ class _Precision(BaseOfFabric):
     def _wrap(self, optimizer: torch.optim.Optimizer) -> LossScaledOptimizer:
         """Return the optimizer wrapped, or itself if it is; all share the loss scale of the first."""
         share = self.optimizers[0] if self.optimizers else None
-        if isinstance(optimizer, LossScaledOptimizer):
-            wrapped = optimizer
-        else:
+        wrapped = next((one for one in ALIVE if optimizer in (one, one.inner)), None)  # by hand, or for an earlier fit
+        if wrapped is None:
             wrapped = wrap_optimizer(optimizer, self.policy, **{"share": share, **self._options})
+            wrapped.__class__ = _named_like(type(optimizer))  # type: ignore[arg-type]
         if share is not None and wrapped.scalers is not share.scalers:
             raise UsageError(
                 "the optimizers have different loss scales, and a loss is multiplied by only one",
@@ -165,13 +164,26 @@ class MixedPrecision(_Precision, BaseOfTrainer):
         self.optimizers = []
         wrapped = [self._wrap(optimizer) if optimizer.param_groups else optimizer for optimizer in optimizers]
         for config in lr_schedulers:
-            if config.interval == "step" and not config.reduce_on_plateau:
-                config.scheduler = self._held(config.scheduler)
+            owner = next(
+                (one for one in self.optimizers if getattr(config.scheduler, "optimizer", None) is one.inner), None
+            )
+            if owner is not None:
+                held = config.interval == "step" and not config.reduce_on_plateau
+                config.scheduler = HeldScheduler(config.scheduler, owner, held=held)
         return model, wrapped, lr_schedulers
 
     def convert_module(self, module: nn.Module) -> nn.Module:
-        """Store the parameters in 16 bits if the policy does; refuse DeepSpeed's strategy."""
-        strategy = type(module.trainer.strategy)
+        """Store the parameters in 16 bits if the policy does; refuse DeepSpeed's strategy, and Fabric."""
+        trainer = getattr(module, "_trainer", None)
+        if trainer is None:
+            raise UsageError(
+                "this plugin is for Lightning's Trainer",
+                where="Fabric(plugins=)",
+                found=type(self).__name__,
+                allowed=FabricPrecision.__name__,
+                fix=f"Fabric(plugins={FabricPrecision.__name__}({str(self.policy)!r}))",
+            )
+        strategy = type(trainer.strategy)
         if any(kind.__name__ == "DeepSpeedStrategy" for kind in strategy.__mro__):
             raise UnsupportedError(
                 "DeepSpeed scales the loss and steps in 16 bits itself",
@@ -184,35 +196,31 @@ class MixedPrecision(_Precision, BaseOfTrainer):
 
     def pre_backward(self, tensor: Tensor, module: Any) -> Tensor:
         """Call the hooks ``on_before_backward`` with the loss, and return it times the loss scale."""
-        if not isinstance(module, LightningModule):
-            raise UsageError(
-                "this plugin is for Lightning's Trainer",
-                where="Fabric(plugins=)",
-                found=type(self).__name__,
-                allowed=FabricPrecision.__name__,
-                fix=f"Fabric(plugins={FabricPrecision.__name__}({str(self.policy)!r}))",
-            )
-        loss = super().pre_backward(tensor, module)
+        loss: Tensor = super().pre_backward(tensor, module)
         self._aside = [(param, param.grad) for param in self._toggled_off()]
         for param, _ in self._aside:
             param.grad = None
-        return self.optimizers[0].scale(loss) if self.optimizers else loss
+        if self.optimizers:
+            loss = self.optimizers[0].scale(loss)
+        return loss
 
     def post_backward(self, tensor: Tensor, module: Any) -> Tensor:
         """Drop the gradients of toggled-off optimizers, and call the hooks ``on_after_backward``."""
         for param, gradient in self._aside:
             param.grad = gradient
-        return super().post_backward(tensor, module)
+        loss: Tensor = super().post_backward(tensor, module)
+        return loss
 
     def optimizer_step(self, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any) -> Any:
         """Run the closure, unscale, call the hooks ``on_before_optimizer_step``, clip, and update or skip."""
         if not isinstance(optimizer, LossScaledOptimizer) or isinstance(optimizer.inner, torch.optim.LBFGS):
             return super().optimizer_step(optimizer, model=model, closure=closure, **kwargs)
         result = closure()
-        if result is None and model.automatic_optimization:
-            return None  # ``training_step`` returned None to leave this batch out
-        self._after_closure(model, optimizer)
-        optimizer.step(**kwargs)
+        if model.automatic_optimization and (result is None or optimizer.is_consumed):
+            return result  # ``training_step`` left this batch out, or a callback the backward pass
+        if _has_gradients(optimizer):
+            self._after_closure(model, optimizer)
+            optimizer.step(**kwargs)
         return result
 
     def _after_closure(self, model: Any, optimizer: Any) -> None:
@@ -250,12 +258,6 @@ class MixedPrecision(_Precision, BaseOfTrainer):
                 masters = None if optimizer.masters is None else optimizer.masters.state()
                 states[index] = {**saved, "loss_scale": scale, "master_weights": masters}
 
-    def _held(self, scheduler: Any) -> Any:
-        """Return a scheduler that is held on skips, if its optimizer is wrapped."""
-        of = getattr(scheduler, "optimizer", None)
-        owner = next((one for one in self.optimizers if of is one or of is one.inner), None)
-        return scheduler if owner is None or isinstance(scheduler, HeldScheduler) else HeldScheduler(scheduler, owner)
-
     def _toggled_off(self) -> Iterator[Tensor]:
         """Yield the parameters whose masters were switched off by ``toggle_optimizer``, which knows only masters."""
         for optimizer in self.optimizers:
@@ -265,19 +267,25 @@ class MixedPrecision(_Precision, BaseOfTrainer):
 
 
 class HeldScheduler:
-    """A learning-rate scheduler that does not step after a skipped update. Other attributes are the scheduler's own.
+    """A learning-rate scheduler that does not step after a skipped update; apart from that it is like the scheduler.
 
     Args:
-        scheduler: steps once for each update.
-        optimizer: the wrapped optimizer whose learning rate it sets.
+        scheduler: the scheduler.
+        optimizer: the wrapped optimizer whose learning rate it sets; callbacks find it as its ``optimizer``.
+        held: whether it steps with the updates. One that steps by epochs or by a metric is never held.
     """
 
-    def __init__(self, scheduler: Any, optimizer: LossScaledOptimizer) -> None:
-        self.scheduler, self.wrapped = scheduler, optimizer
+    def __init__(self, scheduler: Any, optimizer: LossScaledOptimizer, *, held: bool) -> None:
+        self.scheduler, self.optimizer, self.held = scheduler, optimizer, held
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
+        """The scheduler's class, for callbacks that test or report it."""
+        return type(self.scheduler)
 
     def step(self, *args: Any, **kwargs: Any) -> None:
         """Step the scheduler if the last update was applied. Waits for the device if the device decided."""
-        if not self.wrapped.step_was_skipped:
+        if not (self.held and self.optimizer.step_was_skipped):
             self.scheduler.step(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
@@ -355,6 +363,17 @@ def _not_wrapped(where: str, found: str | None = None) -> UsageError:
 def _unscale(optimizer: LossScaledOptimizer) -> None:
     if not optimizer.window.is_unscaled:
         optimizer.unscale_()
+
+
+def _has_gradients(optimizer: LossScaledOptimizer) -> bool:
+    """Return whether there is something to update, here or on another rank."""
+    return not optimizer.is_alone or any(param.grad is not None for param in optimizer.model_parameters())
+
+
+@functools.cache
+def _named_like(kind: type) -> type[LossScaledOptimizer]:
+    """Return a class with the name of an optimizer's, by which callbacks name learning rates."""
+    return type(kind.__name__, (LossScaledOptimizer,), {})
 
 
 @contextlib.contextmanager

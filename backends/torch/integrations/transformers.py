@@ -53,7 +53,7 @@ def with_policy(
         )
     chosen = make_policy(policy)
 
-    class UnderPolicy(trainer):  # type: ignore[misc]
+    class UnderPolicy(trainer):
         def create_accelerator_and_postprocess(self) -> None:
             super().create_accelerator_and_postprocess()
             accelerate.prepare(self.accelerator, chosen, **options)

@@ -9,12 +9,16 @@ and "param_groups" of an optimizer's state:
 So it sees the model's own parameters in place of masters. The masters are one more state of each parameter, sharded and
 gathered like moments, and the rest is one more option of the first group. A plain optimizer accepts such a state too
 and ignores these entries.
+
+A checkpoint is read into a state of the same structure. So a parameter that has no state yet, for example because all
+steps were skipped, is shown with the state that its first step would create; the rest records that it had none.
 """
 
 from __future__ import annotations
 
 import ast
 import json
+import weakref
 from collections.abc import Mapping
 from typing import Any
 
@@ -31,19 +35,23 @@ MASTER, NOTHING, REST = "polyamp_master", "polyamp_no_master", "polyamp"
 Saved = dict[str, Any]
 
 
-class ShownState(dict[Any, Any]):
-    """States by the model's parameters. Empty if the inner optimizer has no state yet: masters alone cannot be resumed.
+class ShownState:
+    """The names of each parameter's state, by the model's parameters: all that is read of an optimizer's ``state``."""
 
-    >>> bool(ShownState({"weight": {"polyamp_master": 1.0}}, made=False))
-    False
-    """
+    def __init__(self, optimizer: WrappedOptimizer) -> None:
+        self._optimizer = optimizer
 
-    def __init__(self, states: Mapping[Any, Any], *, made: bool) -> None:
-        super().__init__(states)
-        self._made = made
+    def __bool__(self) -> bool:  # false would mean that a step has to create the state
+        return True
 
-    def __bool__(self) -> bool:
-        return self._made
+    def __getitem__(self, param: Tensor) -> list[str]:
+        names = _names.setdefault(self._optimizer, {})
+        if id(param) not in names:
+            names.update((id(each), list(state)) for each, state in shown_states(self._optimizer).items())
+        return names[id(param)]
+
+
+_names: weakref.WeakKeyDictionary[WrappedOptimizer, dict[int, list[str]]] = weakref.WeakKeyDictionary()
 
 
 def shown_groups(optimizer: WrappedOptimizer) -> list[dict[str, Any]]:
@@ -54,16 +62,16 @@ def shown_groups(optimizer: WrappedOptimizer) -> list[dict[str, Any]]:
     return groups
 
 
-def shown_state(optimizer: WrappedOptimizer) -> ShownState:
-    """Return the state by the model's own parameters."""
-    inner = optimizer.inner
-    keys = [param for group in inner.param_groups for param in group["params"]]
+def shown_states(optimizer: WrappedOptimizer) -> dict[Tensor, Saved]:
+    """Return the states by the model's own parameters."""
+    keys = [param for group in optimizer.inner.param_groups for param in group["params"]]
+    kept = {**_initial_states(optimizer), **optimizer.inner.state}
     masters = _masters(optimizer)
-    states: dict[Any, dict[str, Any]] = {}
+    states: dict[Tensor, Saved] = {}
     for key, param in zip(keys, optimizer.model_parameters(), strict=True):
-        known = {**inner.state.get(key, {}), **({MASTER: masters[id(param)]} if id(param) in masters else {})}
+        known = {**kept.get(key, {}), **({MASTER: masters[id(param)]} if id(param) in masters else {})}
         states[param] = known or {NOTHING: torch.zeros(1, device=param.device)}  # a parameter without state is an error
-    return ShownState(states, made=bool(inner.state))
+    return states
 
 
 def shown(optimizer: WrappedOptimizer) -> Saved:
@@ -73,7 +81,7 @@ def shown(optimizer: WrappedOptimizer) -> Saved:
     for group in groups:
         group["params"] = [numbers[id(param)] for param in group["params"]]
     return {
-        "state": {numbers[id(param)]: state for param, state in shown_state(optimizer).items()},
+        "state": {numbers[id(param)]: state for param, state in shown_states(optimizer).items()},
         "param_groups": groups,
     }
 
@@ -115,21 +123,37 @@ def unpacked(optimizer: WrappedOptimizer, saved: Mapping[str, Any]) -> Saved:
     return {"state": {number: state for number, state in states.items() if state}, "param_groups": groups, **read}
 
 
-def initialise(optimizer: WrappedOptimizer) -> None:
-    """Make the inner optimizer create its state by a step on zeros with learning rate zero. Nothing else changes."""
+def _initial_states(optimizer: WrappedOptimizer) -> dict[Tensor, Saved]:
+    """Return the states that the inner optimizer would create for parameters that have none, and change nothing.
+
+    They come from a step on gradients of zero, with learning rate zero.
+    """
     inner, masters = optimizer.inner, optimizer.masters
-    rates = [group.get("lr") for group in inner.param_groups]
+    params = [param for group in inner.param_groups for param in group["params"]]
+    new = [param for param in params if param.requires_grad and not inner.state.get(param)]
+    if not new or optimizer.window.is_unscaled:  # unscaled gradients, and filled masters, have to stay
+        return {}
+    options, gradients = [{**group} for group in inner.param_groups], [param.grad for param in params]
     try:
-        for group, rate in zip(inner.param_groups, rates, strict=True):
-            if rate is not None:
-                group["lr"] = torch.zeros_like(rate) if isinstance(rate, Tensor) else 0.0
         if masters is not None:
-            masters.take_gradients()
+            masters.take_gradients()  # which fills the masters
+        for param in params:
+            param.grad = None
+        for param in new:
+            param.grad = torch.zeros_like(param)
+        for group in inner.param_groups:
+            if "lr" in group:
+                group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], Tensor) else 0.0
+        optimizer.steps_now = True
         inner.step()
+        return {param: inner.state.pop(param) for param in new if param in inner.state}
     finally:
-        for group, rate in zip(inner.param_groups, rates, strict=True):
-            if rate is not None:
-                group["lr"] = rate
+        optimizer.steps_now = False
+        for group, option in zip(inner.param_groups, options, strict=True):
+            group.clear()
+            group.update(option)
+        for param, gradient in zip(params, gradients, strict=True):
+            param.grad = gradient
         if masters is not None:
             masters.release()
 

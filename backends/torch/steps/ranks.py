@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -132,16 +132,6 @@ def shard_group(param: Tensor) -> Any:
     return _groups[param]
 
 
-def shard_groups(params: Iterable[Tensor]) -> list[Any]:
-    """Return the groups of `shard_group`, each once, in the same order on every rank.
-
-    >>> shard_groups([torch.ones(2)])
-    []
-    """
-    groups = map(shard_group, params)
-    return list(dict.fromkeys(group for group in groups if group is not None))
-
-
 def check_process_group(process_group: Any) -> None:
     """Raise if this is not a process group, when an optimizer is wrapped rather than at its first step.
 
@@ -151,9 +141,7 @@ def check_process_group(process_group: Any) -> None:
     Raises:
         InvalidTypeError: neither a process group nor None nor False.
     """
-    if process_group is None or process_group is False:
-        return
-    if torch.distributed.is_available() and isinstance(process_group, torch.distributed.ProcessGroup):
+    if process_group is None or process_group is False or _is_group(process_group):
         return
     raise InvalidTypeError(
         "process_group must be a process group, None or False",
@@ -162,6 +150,30 @@ def check_process_group(process_group: Any) -> None:
         allowed="a torch.distributed.ProcessGroup, None for the default group, or False for none",
         fix="leave process_group= out, or give torch.distributed.new_group(...) or device_mesh.get_group(name)",
     )
+
+
+def check_norm_group(norm_group: Any) -> None:
+    """Raise if this is neither a process group nor a function that returns one for a parameter.
+
+    >>> check_norm_group(None), check_norm_group(lambda param: None)
+    (None, None)
+
+    Raises:
+        InvalidTypeError: it is something else.
+    """
+    if norm_group is None or _is_group(norm_group) or callable(norm_group):
+        return
+    raise InvalidTypeError(
+        "norm_group must be a process group or a function",
+        where="wrap_optimizer(norm_group=)",
+        found=shown(norm_group),
+        allowed="a torch.distributed.ProcessGroup, a function from a parameter to one or None, or None",
+        fix='leave norm_group= out, or give device_mesh.get_group("pipe")',
+    )
+
+
+def _is_group(found: object) -> bool:
+    return torch.distributed.is_available() and isinstance(found, torch.distributed.ProcessGroup)
 
 
 def _device_for(device: torch.device, process_group: Any) -> torch.device:

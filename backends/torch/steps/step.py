@@ -114,6 +114,8 @@ def _scaled_batches(optimizer: WrappedOptimizer) -> Sequence[Batch] | None:
     if masters is None and not checks:
         return None  # nothing to unscale or to round: the optimizer's own kernel is as fast
     clips = optimizer.max_grad_norm is not None
+    if clips and optimizer.norm_group is not None:
+        return None  # other ranks may take another way, and all have to sum the norm alike
     return optimizer.operators.scaled_batches(lambda: NO_MASTERS if masters is None else masters.stored(), clips=clips)
 
 
@@ -161,7 +163,7 @@ def collect(optimizer: WrappedOptimizer) -> Gradients:
     check_not_consumed(optimizer)
     if not optimizer.window.is_unscaled:
         optimizer.take_gradients()
-    gradients = Gradients(optimizer.param_groups)
+    gradients = optimizer.gradients()
     check_gradients(optimizer, gradients.first if gradients else None)
     return gradients
 
@@ -200,7 +202,8 @@ def prepare(optimizer: WrappedOptimizer, *, at_once: bool = False) -> tuple[Tens
         Float32 scalar, 1.0 if a gradient was not finite on any rank, else 0.0; and the gradients.
     """
     norm, gradients = optimizer.max_grad_norm, collect(optimizer)
-    if at_once and norm is not None and optimizer.window.is_untouched:
+    is_local = optimizer.norm_group is None
+    if at_once and norm is not None and is_local and optimizer.window.is_untouched:
         scaler, state, _ = optimizer.window.scaling_or(optimizer.scaler)
         if scaler.settings.check and optimizer.operators.can_clip(gradients):
             scale = scale_on(state, gradients.first.device)
@@ -219,7 +222,7 @@ def unscale(optimizer: WrappedOptimizer, gradients: Gradients) -> tuple[Tensor, 
         return window.overflow, gradients
     if not window.scaling_or(optimizer.scaler).scaler.settings.check:
         return window.pass_untested(), gradients
-    window.unscale(gradients, optimizer.scaler, simple=optimizer.are_simple(gradients))
+    optimizer.unscale_gradients(gradients)
     return window.combine(gradients, optimizer.process_group)
 
 

@@ -146,10 +146,10 @@ class Window:
         scaling = self.scaling or self.others_scaling or Scaling(own, own.state)
         return scaling._replace(state=scaling.state._replace(scale=1.0)) if self.declared is False else scaling
 
-    def unscale(self, gradients: Gradients, own: LossScaler, *, simple: bool) -> None:
+    def unscale(self, gradients: Gradients, own: LossScaler, *, simple: bool, over_mesh: bool) -> None:
         """Unscale the gradients that the parameters have now, and record whether they were finite."""
         scaler, state, _ = self.scaling_or(own)
-        self.note(scaler, gradients.unscale(scaler.inverse_scale(state), simple=simple))
+        self.note(scaler, gradients.unscale(scaler.inverse_scale(state), simple=simple, over_mesh=over_mesh))
 
     def note(self, scaler: LossScaler, flag: Tensor) -> None:
         """Record the flag of unscaled gradients for the loss scaler that was used."""

@@ -7,6 +7,7 @@ import copy
 import io
 import math
 import os
+import warnings
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
@@ -284,6 +285,7 @@ def test_the_scaler_in_the_place_of_torchs_skips_on_all_ranks(name: str, unscale
         scaler.step(plain)
         scaler.update()
         assert scaler.last_step.applied != broken
+        assert ("rank 1" in scaler.last_step.reason) == broken
         assert (bits([list(model.parameters()), plain.state_dict()]) == before) == broken
     assert scaler.get_scale() == 512.0
 
@@ -360,6 +362,43 @@ def test_an_overflow_of_a_16_bit_communication_skips_on_all_ranks() -> None:
         opt.step()
     assert 2.0**10 < opt.loss_scale < 2.0**20
     assert ranks_agree(opt.loss_scale)
+
+
+def with_sharded_state(params: Any, kind: type, **options: Any) -> torch.optim.Optimizer:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's module warns of itself when it is imported
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+    return ZeroRedundancyOptimizer(params, kind, **options)
+
+
+@pytest.mark.parametrize("fused_step", [False, True])
+def test_an_optimizer_with_sharded_state(fused_step: bool) -> None:
+    """ShardedGradScaler and a fused AdamW let such ranks drift apart."""
+    models = [DistributedDataParallel(model_of(torch.float32)) for _ in range(2)]
+    sharded = with_sharded_state(models[0].parameters(), torch.optim.AdamW, lr=0.1, fused=True)
+    opts = [
+        LossScaledOptimizer(plain, LossScale(init=1024.0), max_grad_norm=0.1, fused_step=fused_step)
+        for plain in (sharded, torch.optim.AdamW(models[1].parameters(), lr=0.1, fused=True))
+    ]
+    for broken in (False, True, False):
+        for model, opt in zip(models, opts, strict=True):
+            backward(model, opt)
+            if broken:
+                break_gradient(model.module)
+            opt.step()
+            assert bool(opt.last_step) != broken
+    torch.testing.assert_close(*([*model.parameters()] for model in models))
+    opts[0].consolidate_state_dict()
+    assert RANK or opts[0].state_dict()["loss_scale"] == opts[1].state_dict()["loss_scale"]
+
+
+@pytest.mark.parametrize("master_weights", [None, "remainder"])
+def test_masters_that_an_optimizer_inside_would_not_see_are_refused(master_weights: Any) -> None:
+    params = [*model_of(torch.bfloat16).bfloat16().parameters()]
+    sharded = with_sharded_state(params, torch.optim.SGD, lr=0.1)
+    with pytest.raises(polyamp.UnsupportedError, match="its own lists of 16-bit parameters"):
+        polyamp.wrap_optimizer(sharded, "bfloat16", master_weights=master_weights)
+    assert all(mine is one for mine, one in zip(sharded.param_groups[0]["params"], params, strict=True))
 
 
 def shard(model: torch.nn.Module, mesh: DeviceMesh, **options: Any) -> torch.nn.Module:

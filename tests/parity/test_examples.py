@@ -31,7 +31,12 @@ def run(monkeypatch: pytest.MonkeyPatch, name: str, *options: str) -> None:
 
 def start(name: str, *options: str | Path, cwd: Path) -> str:
     """Run an example in its own process, as a user does, and return what it prints."""
-    environment = {**os.environ, "PYTHONPATH": str(EXAMPLES), "TF_CPP_MIN_LOG_LEVEL": "2", "XLA_FLAGS": ""}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str((EXAMPLES / name).parent),
+        "TF_CPP_MIN_LOG_LEVEL": "2",
+        "XLA_FLAGS": "",
+    }
     command = [sys.executable, EXAMPLES / name, *options]
     done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -42,7 +42,7 @@ HERE = Path(__file__).parent
 
 EXAMPLES = {"ci": 25, "nightly": 300}  # for each property; without deadlines, since first calls trace and compile
 
-NEEDS_OPTION = ("gpu", "compilers")  # markers; the option of the same name runs these tests
+NEEDS_OPTION = ("gpu", "compilers", "long")  # markers; the option of the same name runs these tests
 
 TESTS_ONLY = ("equinox", "expecttest", "flax", "haiku", "jmp", "ml_dtypes", "orbax")
 ABSENT = re.compile(rf"ModuleNotFoundError: No module named '({'|'.join(TESTS_ONLY)})[.']")
@@ -65,6 +65,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--compilers", action="store_true", help="run the tests that need a compiler for GPUs, or sanitizers"
     )
+    parser.addoption("--long", action="store_true", help="run the tests that take minutes, as the nightly run does")
     parser.addoption("--keras-backend", help="tensorflow, jax or torch; else KERAS_BACKEND, else tensorflow")
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import runpy
+import subprocess
 import sys
 from pathlib import Path
 
@@ -18,13 +20,27 @@ pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:Depreca
 
 
 @pytest.fixture(autouse=True)
-def _beside_the_examples(monkeypatch: pytest.MonkeyPatch) -> None:
+def _examples_are_importable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(EXAMPLES))
 
 
 def run(monkeypatch: pytest.MonkeyPatch, name: str, *options: str) -> None:
     monkeypatch.setattr(sys, "argv", [name, *options])
     runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+
+
+def start(name: str, *options: str | Path, cwd: Path) -> str:
+    """Run an example in its own process, as a user does, and return what it prints."""
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str((EXAMPLES / name).parent),
+        "TF_CPP_MIN_LOG_LEVEL": "2",
+        "XLA_FLAGS": "",
+    }
+    command = [sys.executable, EXAMPLES / name, *options]
+    done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 @pytest.mark.parametrize("name", ["torch_digits.py", "jax_digits.py", "tensorflow_digits.py"])
@@ -55,9 +71,18 @@ def test_float16_stalls_without_a_loss_scale_and_matches_float32_with_one(
     assert [row["skipped"] for row in table.values()] == [0, 0, 0]
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["torch_lstm.py", "jax_lstm.py", "tensorflow_lstm.py"])
+def test_the_lstms_run_as_their_users_run_them(name: str, tmp_path: Path) -> None:
+    start(name, "--json", "table.json", cwd=tmp_path)
+    losses = {name: row["loss"] for name, row in json.loads((tmp_path / "table.json").read_text()).items()}
+    assert losses["float16, scale 1"] - losses["float32"] > 0.1
+    assert abs(losses["float16, dynamic"] - losses["float32"]) < 0.01
+
+
 def test_float16_under_fsdp_survives_a_kill_and_its_programs_agree_better_than_in_bfloat16(tmp_path: Path) -> None:
     sizes = ("--steps", "12", "--width", "32", "--layers", "2", "--context", "12")
-    printed = run("float16_finetune/finetune.py", *sizes, "--folder", tmp_path / "runs", cwd=tmp_path)
+    printed = start("float16_finetune/finetune.py", *sizes, "--folder", tmp_path / "runs", cwd=tmp_path)
     table = json.loads((tmp_path / "runs" / "table.json").read_text())
     assert list(table) == ["float32", "bfloat16", "float16", "killed"]
     first, *_ = losses = table["float32"]["losses"]

@@ -38,6 +38,7 @@ class Step:
         axis_name: mapped axis, or axes, over which the finite flag is combined.
         master_weights: whether 16-bit parameters get float32 copies.
         skip: how a compiled step chooses between update and skip.
+        unscaled: whether the settings leave the loss unscaled for a policy that computes in float16.
     """
 
     inner: Any
@@ -46,6 +47,7 @@ class Step:
     axis_name: Hashable | None
     master_weights: bool
     skip: Skip
+    unscaled: bool = False
 
     def init(self, params: Any) -> LossScaleOptState:
         """Return the state before the first step."""
@@ -57,7 +59,7 @@ class Step:
                 "the state of a wrapped optimizer, inside the optimizer to wrap",
                 fix="wrap once, outermost: polyamp.wrap_optimizer(optax.chain(...), policy)",
             )
-        return state_type(self.settings)(*initial_scalars(self.settings), inner_state, masters)
+        return state_type(self.settings, self.unscaled)(*initial_scalars(self.settings), inner_state, masters)
 
     def update(
         self, grads: Any, state: LossScaleOptState, params: Any = None, **extra: Any

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from polyamp.diagnosis.calibration import calibrate
     from polyamp.diagnosis.health import Health, health
     from polyamp.diagnosis.lint import lint
+    from polyamp.diagnosis.mismatch import mismatch
     from polyamp.diagnosis.monitor import HealthMonitor, log_health, write_health
     from polyamp.diagnosis.sweep import sweep
     from polyamp.diagnosis.verbs import diagnose, probe
@@ -76,6 +77,7 @@ __all__ = [
     "lint",
     "load_loss_scale",
     "log_health",
+    "mismatch",
     "policy",
     "probe",
     "rewrite",
@@ -94,6 +96,7 @@ _DIAGNOSIS = {
     "Health": "health",
     "health": "health",
     "lint": "lint",
+    "mismatch": "mismatch",
     "HealthMonitor": "monitor",
     "log_health": "monitor",
     "write_health": "monitor",

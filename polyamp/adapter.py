@@ -137,6 +137,13 @@ class HoldsLossScale(Protocol):
         """Return whether the state of a wrapped optimizer is in the tree."""
 
 
+class FsdpPolicy(Protocol):
+    """``fsdp_policy``, for a framework that shards parameters by module, and gathers them in a format of its own."""
+
+    def __call__(self, policy: Policy, *, reduce: str, output: str, cast_forward_inputs: bool) -> Any:
+        """Return the framework's object for `Policy.to_fsdp`. ``reduce`` and ``output`` are names of formats."""
+
+
 class IsLowering(Protocol):
     """``is_lowering``, for a framework whose ambient autocast other frameworks may run in."""
 

@@ -87,6 +87,7 @@ CONVERT: Verb[interface.Convert] = Verb("convert", interface.Convert)
 VALUE_AND_GRAD: Verb[interface.ValueAndGrad] = Verb("value_and_grad", interface.ValueAndGrad)
 LOSS_SCALE_OF: Verb[interface.LossScaleOf] = Verb("loss_scale_of", interface.LossScaleOf)
 HOLDS_LOSS_SCALE: Verb[interface.HoldsLossScale] = Verb("holds_loss_scale", interface.HoldsLossScale)
+FSDP_POLICY: Verb[interface.FsdpPolicy] = Verb("fsdp_policy", interface.FsdpPolicy)
 IS_LOWERING: Verb[interface.IsLowering] = Verb("is_lowering", interface.IsLowering)
 RECORD: Verb[interface.Record] = Verb("record", interface.Record)
 FACTS: Verb[interface.CollectFacts] = Verb("facts", interface.CollectFacts)
@@ -102,6 +103,7 @@ OPTIONAL: tuple[Verb[Any], ...] = (
     VALUE_AND_GRAD,
     LOSS_SCALE_OF,
     HOLDS_LOSS_SCALE,
+    FSDP_POLICY,
     IS_LOWERING,
     RECORD,
     FACTS,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 
 class PolyampError(Exception):
@@ -85,3 +87,19 @@ def warn_once(message: str, *, stacklevel: int = 3) -> None:
 def forget_warnings() -> None:
     """Allow every message to be shown again (for tests, and for notebooks that start over)."""
     _shown.clear()
+
+
+@contextmanager
+def unreported() -> Iterator[None]:
+    """Show no `PolyampWarning` of trial runs, and remember none of them as shown.
+
+    >>> with unreported():
+    ...     warn_once("a rule of a trial matched nothing")
+    """
+    before = set(_shown)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", PolyampWarning)
+            yield
+    finally:
+        _shown.intersection_update(before)

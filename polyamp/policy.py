@@ -122,6 +122,39 @@ class Policy:
         """Cast the floating-point leaves of a tree to ``output``; see `cast_to_param`."""
         return _cast(tree, self.output)
 
+    def to_fsdp(self, *, reduce: Any = "float32", output: Any = None, cast_forward_inputs: bool = True) -> Any:
+        """Return the ``torch.distributed.fsdp.MixedPrecisionPolicy`` of this policy, for ``fully_shard(mp_policy=)``.
+
+        Parameters are gathered in ``compute``, so communication takes half the bytes, and stay stored in ``param``.
+
+        >>> found = policy("mixed_bfloat16").to_fsdp()
+        >>> found.param_dtype, found.reduce_dtype, found.output_dtype
+        (torch.bfloat16, torch.float32, torch.float32)
+
+        A policy that stores norms in float32 and the rest in 16 bits, such as ``O2``, leaves the formats of parameters,
+        inputs and outputs to `polyamp.convert`: only ``reduce_dtype`` is set.
+
+        Args:
+            reduce: the format in which gradients are summed over ranks. float16 can overflow; the step is then skipped.
+            output: the format that a sharded module's outputs are cast to; None is the policy's ``output``.
+            cast_forward_inputs: whether a sharded module's inputs are cast to ``compute``, the format of its gathered
+                parameters.
+
+        Raises:
+            InvalidValueError: a format is unknown.
+            UnsupportedError: FSDP does not compute or sum in that format.
+            MissingFrameworkError: PyTorch is not installed.
+        """
+        from polyamp import registry
+
+        adapter: Any = registry.adapter_named("torch")  # with the verb `polyamp.dispatch.FSDP_POLICY`
+        return adapter.fsdp_policy(
+            self,
+            reduce=_format(reduce, "policy.to_fsdp(reduce=)"),
+            output=self.output if output is None else _format(output, "policy.to_fsdp(output=)"),
+            cast_forward_inputs=cast_forward_inputs,
+        )
+
     def to_dict(self) -> dict[str, Any]:
         """Return the policy as JSON values.
 

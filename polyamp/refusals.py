@@ -5,7 +5,7 @@ Each function returns the exception; the adapter raises it.
 
 from __future__ import annotations
 
-from polyamp.errors import InvalidTypeError, MissingFrameworkError, NonFiniteLossError, UsageError
+from polyamp.errors import InvalidTypeError, MissingFrameworkError, NonFiniteLossError, UnsupportedError, UsageError
 from polyamp.validation import kind_of
 
 NONFINITE_LOSS = "the loss was not finite before scaling: a smaller scale cannot help"
@@ -181,3 +181,30 @@ def outside_replicas(strategy: object) -> UsageError:
         allowed="a function that every replica runs",
         fix="put the gradients and the step into one function, and call strategy.run(function)",
     )
+
+
+_WITHOUT_COMMON_STEP = {
+    "ParameterServerStrategy": "its workers step at different times, so the loss scale may change between the loss of "
+    "one and its step",
+    "CentralStorageStrategy": "its replicas share one copy of the variables, and cannot decide about a step",
+    "TPUStrategy": "a loss scale was never tested on TPUs, which compute in bfloat16",
+}
+
+
+def without_common_step(strategy: object) -> UnsupportedError | None:
+    """Return the error for a ``tf.distribute`` strategy whose replicas cannot share a scaled step; None for others.
+
+    >>> without_common_step(object()) is None
+    True
+    """
+    names = [kind.__name__ for kind in type(strategy).__mro__]
+    for unsupported, reason in _WITHOUT_COMMON_STEP.items():
+        if any(name.startswith(unsupported) for name in names):  # their versions have names that end with V1 and V2
+            return UnsupportedError(
+                f"loss scaling does not work under a {unsupported}: {reason}",
+                where="a step in the strategy's replicas",
+                found=names[0],
+                allowed="MirroredStrategy, MultiWorkerMirroredStrategy, OneDeviceStrategy",
+                fix="use one of these, or a policy without a loss scale, such as mixed_bfloat16",
+            )
+    return None

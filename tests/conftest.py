@@ -13,6 +13,7 @@ Rules and state are tested by hypothesis with few examples by default, and with 
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 from collections.abc import Generator, Iterator
@@ -113,6 +114,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     left_out = [item for name in NEEDS_OPTION if not config.getoption(f"--{name}") for item in _marked(items, name)]
     items[:] = [item for item in items if item not in left_out]
     config.hook.pytest_deselected(items=left_out)
+
+
+def pytest_collection_finish() -> None:
+    # Keras collects garbage whenever a session is cleared, and looks at a million objects of the imported frameworks
+    # for half a second. They stay anyway.
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

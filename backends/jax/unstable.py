@@ -51,6 +51,14 @@ def dtype_in(variable: Any) -> Any:
     return aval.dtype if isinstance(aval, jax.core.ShapedArray) else None
 
 
+def varying_axes(array: Any) -> frozenset[Any]:
+    """Return the axes of ``shard_map`` along which an array may differ; none are known under ``check_vma=False``."""
+    aval = jax.typeof(array)
+    own = getattr(aval, "manual_axis_type", None)  # from JAX 0.10 on
+    axes: frozenset[Any] = aval.vma if own is None else own.varying
+    return axes
+
+
 def converted(array: Any, dtype: Any, *, weak_type: bool = False) -> Any:
     """Return an array in another dtype. For a NumPy array the traced program gets no operation."""
     if isinstance(array, jax.Array):

@@ -34,6 +34,7 @@ adapter = AdapterTable(
         "traced_context": traced_context,
         "rewrite": rewrite,
         "explain": explain,
+        "fsdp_policy": "polyamp.backends.torch.sharding:fsdp_policy",
         "record": "polyamp.backends.torch.recording.record:record",
         "facts": "polyamp.backends.torch.facts:facts",
         "train_digits": "polyamp.backends.torch.demo:train",

@@ -1,4 +1,4 @@
-"""Pictures of a probe, a sweep and a plan, drawn into image files.
+"""Pictures of a probe, a sweep, a mismatch and a plan, drawn into image files.
 
 Each function takes the numbers to draw, so the reports can import this module. Only this module needs matplotlib, and
 only when it draws.
@@ -27,6 +27,7 @@ FAINTEST = 1e-4
 """Share of a tensor's elements that has the palest colour of the heat map."""
 
 _BARS = 16  # kinds of operations in a plan's picture
+_SMALLEST = 1e-9  # differences below are drawn here: a logarithmic axis does not have 0
 _LABELLED = 96  # rows, in all panels together, that have room for names
 _TITLES = {
     ACTIVATION: "activations",
@@ -152,6 +153,43 @@ def draw_plan(path: str | PathLike[str], policy: str, moved: Mapping[tuple[str, 
     axis.set(xlabel="MiB moved", title=f"{policy.partition(' ')[0]}: bytes moved by operation")
     axis.spines[["top", "right"]].set_visible(False)
     axis.legend(frameon=False, fontsize=9)
+    figure.savefig(path, dpi=150)
+
+
+def draw_mismatch(
+    path: str | PathLike[str],
+    curves: Mapping[str, Sequence[float]],
+    clip: tuple[float, float],
+    causes: tuple[str, Sequence[tuple[str, float]]],
+) -> None:
+    """Draw the share of tokens that differ by more than each size, and the causes of one mismatch, into an image file.
+
+    Args:
+        path: the image file.
+        curves: for each comparison the magnitudes of its differences, in ascending order.
+        clip: smallest and largest importance ratio that count as inside.
+        causes: the name of a comparison, with patterns of operations and the share that each causes.
+
+    Raises:
+        InvalidValueError: the file's ending does not name an image format.
+        MissingFrameworkError: matplotlib is not installed.
+    """
+    name, bars = causes
+    figure = _figure(path, (11 if bars else 6, 4.5))
+    axis, *others = figure.subplots(1, 2 if bars else 1, squeeze=False)[0]
+    for label, sizes in curves.items():
+        shares = [1 - place / len(sizes) for place in range(len(sizes))]
+        axis.plot([max(size, _SMALLEST) for size in sizes], shares, label=label, drawstyle="steps-pre")
+    for limit in sorted({abs(math.log(ratio)) for ratio in clip})[:1]:
+        axis.axvline(limit, color=_LIMIT, lw=1, ls="--", label=f"clipped, {clip[0]:g}..{clip[1]:g}")
+    axis.set(xscale="log", yscale="log", xlabel="|log p_train - log p_infer|", ylabel="share of tokens above")
+    axis.legend(frameon=False, fontsize=9)
+    for other in others:
+        other.barh([rule for rule, _ in bars], [part for _, part in bars], color=_SAFE)
+        other.invert_yaxis()
+        other.set(xlabel="part that disappears in float32", title=name)
+    for each in (axis, *others):
+        each.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=150)
 
 

@@ -23,6 +23,7 @@ from polyamp.dispatch import (
     CONVERT,
     EXPLAIN,
     FACTS,
+    FSDP_POLICY,
     HOLDS_LOSS_SCALE,
     IS_LOWERING,
     LOSS_SCALE_OF,
@@ -35,6 +36,7 @@ from polyamp.dispatch import (
     Verb,
 )
 from polyamp.errors import InvalidTypeError
+from polyamp.formats import name_of_dtype
 from polyamp.loss_scale import LossScale, advance
 from polyamp.policy import policy
 from polyamp.testing.harness import Harness, random_arrays, spoiled
@@ -173,6 +175,11 @@ class OptionalVerbs:
         holds = offered(HOLDS_LOSS_SCALE, harness)
         assert holds({"inside": harness.start(random_arrays(0), FLOAT16).holder})
         assert not holds(harness.tree(random_arrays(0)))
+
+    def test_fsdp_policy_gathers_in_the_compute_format(self, harness: Harness) -> None:
+        found = offered(FSDP_POLICY, harness)(FLOAT16, reduce="float32", output="float32", cast_forward_inputs=True)
+        formats = (found.param_dtype, found.reduce_dtype, found.output_dtype)
+        assert [name_of_dtype(one) for one in formats] == ["float16", "float32", "float32"]
 
     @pytest.mark.parametrize("widened", [True, False])
     def test_record_reports_products_and_their_gradients(self, harness: Harness, widened: bool) -> None:

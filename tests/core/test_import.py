@@ -117,6 +117,10 @@ def test_missing_framework_names_the_extra(framework: str, call: str) -> None:
     assert f'pip install "polyamp[{framework}]"' in said
 
 
+def test_fsdp_policies_need_torch() -> None:
+    assert 'pip install "polyamp[torch]"' in run(BLOCK % "polyamp.policy('fp16').to_fsdp()", "torch")
+
+
 def test_two_adapters_for_one_framework_are_refused_every_time(tmp_path: Path) -> None:
     distribution(tmp_path, "one", "mxnet = one:adapter")
     distribution(tmp_path, "two", "mxnet = two:adapter")

@@ -90,6 +90,7 @@ WRONG_VERBS = {
     "value_and_grad": "lambda self, fun, policy, has_aux, *, argnums=0: lambda _, a, b: (halved(fun)(a, b), b.T)",
     "loss_scale_of": "lambda self, holder: (holder.settings, holder.settings.initial_state())",
     "holds_loss_scale": "lambda self, tree: True",
+    "fsdp_policy": "lambda self, policy, *, reduce, output, cast_forward_inputs: policy",
     "is_lowering": "lambda self: True",
     "record": "lambda self, step, args, kwargs, policy, *, widened, scale=None: "
     "Recording('numpy', str(policy), None, scale, widened, ())",

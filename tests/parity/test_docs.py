@@ -24,6 +24,9 @@ ROOT = Path(__file__).parents[2]
 PAGES = ["README.md", *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md"))]
 SHOWN = re.compile(r"^```(python|sh)\n(.*?)^```\n(?:\n?```\n(.*?)^```\n)?", re.MULTILINE | re.DOTALL)
 
+ELSEWHERE = ["docs/guides/jax_at_scale.md", *(page for page in PAGES if page.startswith("docs/trainers/"))]
+"""Pages that another suite runs, since they need more than the frameworks, or several devices."""
+
 FRAMEWORKS = ("torch", "jax", "keras", "tensorflow")
 
 SHORTER = {"sweep": ["--lowest", "0", "--highest", "24", "--every", "12"]}
@@ -41,7 +44,8 @@ def words(text: str) -> set[str]:
 
 
 @pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # Keras 3.15 calls it as NumPy 1 did
-@pytest.mark.parametrize("page", [page for page in PAGES if shown(page, "python")])
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")  # checkpoints of a single process
+@pytest.mark.parametrize("page", [page for page in PAGES if page not in ELSEWHERE and shown(page, "python")])
 def test_python_runs_and_prints_what_is_shown(page: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(ROOT / "examples"))

@@ -1,4 +1,4 @@
-"""Strategies over two logical CPUs, one for each process, made before TensorFlow starts there."""
+"""Strategies over two logical CPUs or two processes, one strategy for each process, made before TensorFlow starts."""
 
 from __future__ import annotations
 
@@ -30,12 +30,14 @@ STRATEGIES: dict[str, Callable[[], tf.distribute.Strategy]] = {
     "without merging": without_merging,
     "mirrored, one replica": lambda: tf.distribute.MirroredStrategy(CPUS[:1]),
     "one worker": tf.distribute.MultiWorkerMirroredStrategy,
+    "two workers": tf.distribute.MultiWorkerMirroredStrategy,  # in two processes, one replica in each
     "one device": lambda: tf.distribute.OneDeviceStrategy(CPUS[0]),
 }
 # Strategies in one process give their collective operations the same numbers, and disturb each other.
 KIND = os.environ["POLYAMP_TEST_STRATEGY"]
 STRATEGY = STRATEGIES[KIND]()
 COUNT = STRATEGY.num_replicas_in_sync
+LOCAL = len(STRATEGY.extended.worker_devices)  # replicas of this process
 several = pytest.mark.skipif(COUNT == 1, reason="for several replicas")
 
 FINITE = [[1.0, 1.0], [1.0, 1.0]]
@@ -57,5 +59,5 @@ def on_each(step: Callable[[Any], None], grads: Any) -> None:
 
 
 def copies(variable: tf.Variable) -> list[Any]:
-    """Return the value of each replica's copy of a variable."""
+    """Return the value of each copy of a variable that this process has, one for each of its replicas."""
     return [value.numpy().tolist() for value in STRATEGY.experimental_local_results(variable)]

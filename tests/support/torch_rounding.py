@@ -53,8 +53,9 @@ def train(net: Net, opt: LossScaledOptimizer, steps: int = 1, *, overflow: bool 
 
 
 def bits(value: Any) -> Any:
-    """Return a structure with its tensors as bytes."""
+    """Return a structure with its tensors as bytes; of a distributed tensor this rank's shard."""
     if isinstance(value, torch.Tensor):
+        value = value.to_local() if hasattr(value, "to_local") else value
         return value.dtype, value.shape, value.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
     if isinstance(value, dict):
         return {key: bits(entry) for key, entry in value.items()}

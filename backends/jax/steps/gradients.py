@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from polyamp.backends.jax import unstable
 from polyamp.backends.jax.casting import widened
 
 
@@ -35,19 +37,33 @@ def unscaled(grads: Any, scale: jax.Array) -> Any:
     return jax.tree.map(lambda grad: grad * first * second, widened(grads))
 
 
-def clipped(grads: Any, limit: float) -> Any:
+def clipped(grads: Any, limit: float, axis_name: Hashable | None = None) -> Any:
     """Return gradients scaled down so that their global L2 norm is at most ``limit``; unchanged if it already is.
 
     The norm is computed in float32 or wider, and does not overflow for any finite gradients.
 
     >>> clipped([jnp.array([3.0]), jnp.array([4.0])], 1.0)
     [Array([0.6], dtype=float32), Array([0.8], dtype=float32)]
+
+    Args:
+        grads: pytree of arrays.
+        limit: the largest norm.
+        axis_name: mapped axis, or axes, whose devices share the step. The norm is that of all shards of a gradient
+            that ``shard_map`` splits over them.
     """
     wide = [jnp.abs(leaf) if jnp.iscomplexobj(leaf) else leaf for leaf in jax.tree.leaves(widened(grads))]
     largest = functools.reduce(jnp.maximum, (jnp.abs(leaf).max(initial=0) for leaf in wide), jnp.float32(0))
+    largest = _over_shards(jax.lax.pmax, largest, axis_name)
     shrink = jnp.where(largest > 2.0**40, 2.0**-90, 1.0).astype(largest.dtype)  # squares stay below 2**80
-    squares = (jnp.square(leaf * shrink).sum() for leaf in wide)
+    squares = (_over_shards(jax.lax.psum, jnp.square(leaf * shrink).sum(), axis_name) for leaf in wide)
     norm = jnp.sqrt(functools.reduce(jnp.add, squares, jnp.float32(0)))  # of the shrunk gradients
     clips = norm > limit * shrink
     first, second = jnp.where(clips, shrink, 1), jnp.where(clips, limit / norm, 1)
     return jax.tree.map(lambda grad: (grad * first * second).astype(grad.dtype), grads)
+
+
+def _over_shards(combine: Callable[[Any, Any], Any], value: Any, axis_name: Hashable | None) -> Any:
+    """Return a value combined over the axes along which it varies; the value itself if there are none."""
+    names = axis_name if isinstance(axis_name, tuple | list) else (axis_name,)
+    axes = tuple(name for name in names if name in unstable.varying_axes(value))
+    return combine(value, axes) if axes else value

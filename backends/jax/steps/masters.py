@@ -15,14 +15,20 @@ from polyamp.backends.jax.dtypes import is_low
 from polyamp.backends.jax.trees import map_with_none
 
 
-def masters_of(params: Any) -> Any:
+def masters_of(params: Any, *, low: bool = False) -> Any:
     """Return float32 copies of the 16-bit parameters, with None for the others; None if no parameter has 16 bits.
 
     >>> masters_of({"w": jnp.ones(1, jnp.float16), "b": jnp.ones(1)})
     {'b': None, 'w': Array([1.], dtype=float32)}
+
+    Args:
+        params: pytree of parameters.
+        low: return a tree without leaves as it is, in place of None: for a policy that stores parameters in 16 bits,
+            ``optax.tree_map_params`` passes a placeholder for them, to find their places in the state.
     """
     masters = jax.tree.map(lambda leaf: leaf.astype(jnp.float32) if is_low(leaf) else None, params)
-    return masters if jax.tree.leaves(masters) else None
+    stands_for_params = low and not jax.tree.leaves(params)
+    return masters if jax.tree.leaves(masters) or stands_for_params else None
 
 
 def masters_in(full: Any, masters: Any) -> Any:

@@ -48,7 +48,9 @@ def wrap_optimizer(
         policy: a policy or its name; None means the current policy.
         loss_scale: replaces the policy's; a number is a fixed scale. With `LossScale.none` the updates are those of
             ``tx`` itself.
-        max_grad_norm: clip unscaled gradients to this global L2 norm (> 0); None does not clip.
+        max_grad_norm: clip unscaled gradients to this global L2 norm (> 0); None does not clip. Gradients that
+            ``shard_map`` splits over ``axis_name`` count with all their shards, unless ``check_vma=False``: each device
+            then clips by the norm of its own shards.
         axis_name: name, or names, of mapped axes (``pmap``, ``shard_map``): an overflow on one device skips the step on
             all. It is not needed under ``jit`` alone. Average the gradients over the axis before the update.
         master_weights: keep float32 copies of 16-bit parameters and update the copies. The updates then lead to the

@@ -37,6 +37,7 @@ class Step:
         max_grad_norm: clip unscaled gradients to this global L2 norm.
         axis_name: mapped axis, or axes, over which the finite flag is combined.
         master_weights: whether 16-bit parameters get float32 copies.
+        low_params: whether the policy stores parameters in 16 bits.
         skip: how a compiled step chooses between update and skip.
         unscaled: whether the settings leave the loss unscaled for a policy that computes in float16.
     """
@@ -46,13 +47,14 @@ class Step:
     max_grad_norm: float | None
     axis_name: Hashable | None
     master_weights: bool
+    low_params: bool
     skip: Skip
     unscaled: bool = False
 
     def init(self, params: Any) -> LossScaleOptState:
         """Return the state before the first step."""
         params = trainable(params)
-        masters = masters_of(params) if self.master_weights else None
+        masters = masters_of(params, low=self.low_params) if self.master_weights else None
         inner_state = self.inner.init(self._full(params, masters))
         if holds_state(inner_state):
             raise wrapped_already(
@@ -146,7 +148,7 @@ class Step:
             grads = unscaled(grads, state.loss_scale)
         elif state.master_weights is not None:
             grads = widened(grads)
-        return grads if self.max_grad_norm is None else clipped(grads, self.max_grad_norm)
+        return grads if self.max_grad_norm is None else clipped(grads, self.max_grad_norm, self.axis_name)
 
     def _full(self, params: Any, masters: Any) -> Any:
         """Return the parameters as the optimizer sees them: float32, like its moments, if gradients are unscaled."""

@@ -56,8 +56,9 @@ def wrap_optimizer(
     check_master_weights(master_weights)
     masters = master_weights is not False
     inner = optax.with_extra_args_support(tx)
+    low = policy.needs_master_weights
     unscaled = policy.compute == "float16" and not loss_scale.check
-    step = Step(inner, loss_scale.in_float32(), max_grad_norm, axis_name, masters, _known(skip), unscaled)
+    step = Step(inner, loss_scale.in_float32(), max_grad_norm, axis_name, masters, low, _known(skip), unscaled)
     return LossScaled(step.init, step.update)
 
 

@@ -10,11 +10,18 @@ from typing import Any
 
 import tensorflow as tf
 
-from polyamp.refusals import outside_replicas
+from polyamp.refusals import outside_replicas, without_common_step
 
 
 def all_replicas(finite: tf.Tensor) -> tf.Tensor:
-    """Return whether ``finite``, a scalar bool, is true in every replica. Call all functions here inside a replica."""
+    """Return whether ``finite``, a scalar bool, is true in every replica. Call all functions here inside a replica.
+
+    Raises:
+        UnsupportedError: the replicas of this strategy cannot share a step.
+        UsageError: in the scope of a strategy, but outside its replicas.
+    """
+    if error := without_common_step(tf.distribute.get_strategy()):
+        raise error
     bad = tf.cast(tf.logical_not(finite), tf.float32)
     return tf.equal(_replica_context().all_reduce(tf.distribute.ReduceOp.SUM, bad), 0.0)
 

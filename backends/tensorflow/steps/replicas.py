@@ -11,7 +11,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from polyamp.refusals import outside_replicas
+from polyamp.refusals import outside_replicas, without_common_step
 
 
 def all_replicas(finite: tf.Tensor) -> tf.Tensor:
@@ -21,10 +21,13 @@ def all_replicas(finite: tf.Tensor) -> tf.Tensor:
     True
 
     Raises:
+        UnsupportedError: the replicas of this strategy cannot share a step.
         UsageError: in the scope of a strategy, but outside its replicas.
     """
     if not tf.distribute.has_strategy():
         return finite
+    if error := without_common_step(tf.distribute.get_strategy()):
+        raise error
     bad = tf.cast(tf.logical_not(finite), tf.float32)
     return tf.equal(_sum(bad), 0.0)
 

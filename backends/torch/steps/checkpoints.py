@@ -9,13 +9,16 @@ and "param_groups" of an optimizer's state:
 So it sees the model's own parameters in place of masters. The masters are one more state of each parameter, sharded and
 gathered like moments, and the rest is one more option of the first group. A plain optimizer accepts such a state too
 and ignores these entries.
+
+A checkpoint is read into a state of the same structure. So a parameter that has no state yet, for example because all
+steps were skipped, is shown with the state that its first step would create; the rest records that it had none.
 """
 
 from __future__ import annotations
 
 import ast
-import base64
 import json
+import weakref
 from collections.abc import Mapping
 from typing import Any
 
@@ -23,6 +26,7 @@ import torch
 from torch import Tensor
 
 from polyamp.backends.torch.steps import saving
+from polyamp.backends.torch.steps.master_storage import is_counted
 from polyamp.backends.torch.steps.refusals import bad_state
 from polyamp.backends.torch.steps.wrapped import WrappedOptimizer
 
@@ -31,19 +35,23 @@ MASTER, NOTHING, REST = "polyamp_master", "polyamp_no_master", "polyamp"
 Saved = dict[str, Any]
 
 
-class ShownState(dict[Any, Any]):
-    """States by the model's parameters. Empty if the inner optimizer has no state yet: masters alone cannot be resumed.
+class ShownState:
+    """The names of each parameter's state, by the model's parameters: all that is read of an optimizer's ``state``."""
 
-    >>> bool(ShownState({"weight": {"polyamp_master": 1.0}}, made=False))
-    False
-    """
+    def __init__(self, optimizer: WrappedOptimizer) -> None:
+        self._optimizer = optimizer
 
-    def __init__(self, states: Mapping[Any, Any], *, made: bool) -> None:
-        super().__init__(states)
-        self._made = made
+    def __bool__(self) -> bool:  # false would mean that a step has to create the state
+        return True
 
-    def __bool__(self) -> bool:
-        return self._made
+    def __getitem__(self, param: Tensor) -> list[str]:
+        names = _names.setdefault(self._optimizer, {})
+        if id(param) not in names:
+            names.update((id(each), list(state)) for each, state in shown_states(self._optimizer).items())
+        return names[id(param)]
+
+
+_names: weakref.WeakKeyDictionary[WrappedOptimizer, dict[int, list[str]]] = weakref.WeakKeyDictionary()
 
 
 def shown_groups(optimizer: WrappedOptimizer) -> list[dict[str, Any]]:
@@ -54,16 +62,16 @@ def shown_groups(optimizer: WrappedOptimizer) -> list[dict[str, Any]]:
     return groups
 
 
-def shown_state(optimizer: WrappedOptimizer) -> ShownState:
-    """Return the state by the model's own parameters."""
-    inner = optimizer.inner
-    keys = [param for group in inner.param_groups for param in group["params"]]
+def shown_states(optimizer: WrappedOptimizer) -> dict[Tensor, Saved]:
+    """Return the states by the model's own parameters."""
+    keys = [param for group in optimizer.inner.param_groups for param in group["params"]]
+    kept = {**_initial_states(optimizer), **optimizer.inner.state}
     masters = _masters(optimizer)
-    states: dict[Any, dict[str, Any]] = {}
+    states: dict[Tensor, Saved] = {}
     for key, param in zip(keys, optimizer.model_parameters(), strict=True):
-        known = {**inner.state.get(key, {}), **({MASTER: masters[id(param)]} if id(param) in masters else {})}
+        known = {**kept.get(key, {}), **({MASTER: masters[id(param)]} if id(param) in masters else {})}
         states[param] = known or {NOTHING: torch.zeros(1, device=param.device)}  # a parameter without state is an error
-    return ShownState(states, made=bool(inner.state))
+    return states
 
 
 def shown(optimizer: WrappedOptimizer) -> Saved:
@@ -73,7 +81,7 @@ def shown(optimizer: WrappedOptimizer) -> Saved:
     for group in groups:
         group["params"] = [numbers[id(param)] for param in group["params"]]
     return {
-        "state": {numbers[id(param)]: state for param, state in shown_state(optimizer).items()},
+        "state": {numbers[id(param)]: state for param, state in shown_states(optimizer).items()},
         "param_groups": groups,
     }
 
@@ -92,10 +100,10 @@ def unpacked(optimizer: WrappedOptimizer, saved: Mapping[str, Any]) -> Saved:
     Raises:
         StateError: part of it is not a result of `shown`.
     """
-    groups = [{k: v for k, v in group.items() if not str(k).startswith(REST)} for group in saved["param_groups"]]
+    groups = [{key: value for key, value in group.items() if key != REST} for group in saved["param_groups"]]
     ours = next(group for group in saved["param_groups"] if REST in group)
     try:
-        kept, rounding = json.loads(ours[REST]), json.loads(ours.get(_rounding_key(), "null"))
+        kept = json.loads(ours[REST])
         numbers = [number for group in groups for number in group["params"]]
         states = {number: _without_gaps(saved["state"].get(number, {})) for number in numbers}
         for place in kept["without_state"]:
@@ -105,7 +113,7 @@ def unpacked(optimizer: WrappedOptimizer, saved: Mapping[str, Any]) -> Saved:
         read: Saved = {
             "loss_scale": kept["loss_scale"],
             **({"loss_scales": scales} if scales else {}),
-            "master_weights": masters or None if rounding is None else _read(rounding),
+            "master_weights": kept["rounded"] or masters or None,
         }
     except (TypeError, LookupError, ValueError, SyntaxError) as error:
         what = f'"{REST}" in a parameter group'
@@ -115,21 +123,37 @@ def unpacked(optimizer: WrappedOptimizer, saved: Mapping[str, Any]) -> Saved:
     return {"state": {number: state for number, state in states.items() if state}, "param_groups": groups, **read}
 
 
-def initialise(optimizer: WrappedOptimizer) -> None:
-    """Make the inner optimizer create its state by a step on zeros with learning rate zero. Nothing else changes."""
+def _initial_states(optimizer: WrappedOptimizer) -> dict[Tensor, Saved]:
+    """Return the states that the inner optimizer would create for parameters that have none, and change nothing.
+
+    They come from a step on gradients of zero, with learning rate zero.
+    """
     inner, masters = optimizer.inner, optimizer.masters
-    rates = [group.get("lr") for group in inner.param_groups]
+    params = [param for group in inner.param_groups for param in group["params"]]
+    new = [param for param in params if param.requires_grad and not inner.state.get(param)]
+    if not new or optimizer.window.is_unscaled:  # unscaled gradients, and filled masters, have to stay
+        return {}
+    options, gradients = [{**group} for group in inner.param_groups], [param.grad for param in params]
     try:
-        for group, rate in zip(inner.param_groups, rates, strict=True):
-            if rate is not None:
-                group["lr"] = torch.zeros_like(rate) if isinstance(rate, Tensor) else 0.0
         if masters is not None:
-            masters.take_gradients()
+            masters.take_gradients()  # which fills the masters
+        for param in params:
+            param.grad = None
+        for param in new:
+            param.grad = torch.zeros_like(param)
+        for group in inner.param_groups:
+            if "lr" in group:
+                group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], Tensor) else 0.0
+        optimizer.steps_now = True
         inner.step()
+        return {param: inner.state.pop(param) for param in new if param in inner.state}
     finally:
-        for group, rate in zip(inner.param_groups, rates, strict=True):
-            if rate is not None:
-                group["lr"] = rate
+        optimizer.steps_now = False
+        for group, option in zip(inner.param_groups, options, strict=True):
+            group.clear()
+            group.update(option)
+        for param, gradient in zip(params, gradients, strict=True):
+            param.grad = gradient
         if masters is not None:
             masters.release()
 
@@ -138,7 +162,7 @@ def _masters(optimizer: WrappedOptimizer) -> dict[int, Tensor]:
     """Return the values of masters by the ids of their parameters; empty if none are kept."""
     masters = optimizer.masters
     kept = {} if masters is None else masters.state()
-    if masters is None or "generators" in kept:
+    if masters is None or is_counted(kept):
         return {}
     return {id(param): value.detach() for param, value in zip(masters.model, kept.values(), strict=True)}
 
@@ -146,37 +170,18 @@ def _masters(optimizer: WrappedOptimizer) -> dict[int, Tensor]:
 def _rest(optimizer: WrappedOptimizer) -> dict[str, str]:
     """Return the entries that do not belong to one parameter, as text, which is saved and gathered unchanged.
 
-    Files keep one value per name, so values that differ between ranks have the rank in their name.
+    They are the same on every rank, since files keep one value per name.
     """
     saved = saving.own_part(optimizer)
     keys = [param for group in optimizer.inner.param_groups for param in group["params"]]
     masters = saved["master_weights"]
-    rounding = masters if masters is not None and "generators" in masters else None
     rest = {
         "loss_scale": saved["loss_scale"],
         "loss_scales": {repr(loss_id): scale for loss_id, scale in saved.get("loss_scales", {}).items()},
         "without_state": [place for place, key in enumerate(keys) if not optimizer.inner.state.get(key)],
+        "rounded": masters if is_counted(masters) else None,
     }
-    drawn = {} if rounding is None else {_rounding_key(): json.dumps(_written(rounding))}
-    return {REST: json.dumps(rest), **drawn}
-
-
-def _rounding_key() -> str:
-    distributed = torch.distributed
-    rank = distributed.get_rank() if distributed.is_available() and distributed.is_initialized() else 0
-    return f"{REST}_chance_of_rank_{rank}"
-
-
-def _written(rounding: Mapping[str, Any]) -> Saved:
-    states = rounding["generators"].items()
-    written = {device: base64.b64encode(bytes(state.tolist())).decode() for device, state in states}
-    return {**rounding, "generators": written}
-
-
-def _read(written: Mapping[str, Any]) -> Saved:
-    states = written["generators"].items()
-    read = {device: torch.tensor([*base64.b64decode(state)], dtype=torch.uint8) for device, state in states}
-    return {**written, "generators": read}
+    return {REST: json.dumps(rest)}
 
 
 def _without_gaps(state: Mapping[str, Any]) -> Saved:

@@ -38,7 +38,7 @@ from polyamp.backends.torch.kernels.operators import STATS, WORKSPACE
 from polyamp.backends.torch.steps import refusals
 from polyamp.backends.torch.steps.gradients import Gradients
 from polyamp.backends.torch.steps.operands import NO_MASTERS, Batch, Calls, Stored, count_on_host, is_dense
-from polyamp.backends.torch.steps.ranks import add_shards_, any_rank, has_peers
+from polyamp.backends.torch.steps.ranks import Overflowed, add_shards_, any_rank, has_peers
 from polyamp.backends.torch.steps.update_rules import rules_of, update_rule_of
 from polyamp.backends.torch.unstable import (
     has_step_pre_hooks,
@@ -157,16 +157,16 @@ class FusedStep:
         return batches
 
     @torch.no_grad()
-    def step_scaled(self, batches: Sequence[Batch], scaled: Scaled) -> Tensor:
+    def step_scaled(self, batches: Sequence[Batch], scaled: Scaled) -> tuple[Tensor, Overflowed | None]:
         """Step from scaled gradients, or skip, without a host sync.
 
         The host waits only if the optimizer's state was created for this step: a skip removes that state again.
 
         Returns:
-            The report; see ``control.py``.
+            The report; see ``control.py``. And the ranks that overflowed, as from `any_rank`.
         """
         grads = [batch.grads() for batch in batches]
-        stats = self._statistics(batches, [grad for some in grads for grad in some], scaled)
+        stats, overflowed = self._statistics(batches, [grad for some in grads for grad in some], scaled)
         numbers = functools.partial(_settings, scaled.settings, scaled.max_norm)
         report = torch.empty_like(scaled.control)
 
@@ -177,7 +177,7 @@ class FusedStep:
         made = [batch for batch in batches if batch.made]
         if made:
             _settle(made, applied=bool(applied_flag(report)))
-        return report
+        return report, overflowed
 
     def step_unscaled(self, overflow: Tensor) -> tuple[Any, bool | Tensor] | None:
         """Step from the unscaled gradients of the parameters in the optimizer's groups, or skip.
@@ -257,11 +257,13 @@ class FusedStep:
     def _has_flattened_shards(self) -> bool:
         return any(is_flattened(param) for group in self.inner.param_groups for param in group["params"])
 
-    def _statistics(self, batches: Sequence[Batch], grads: Sequence[Tensor], scaled: Scaled) -> Tensor:
+    def _statistics(
+        self, batches: Sequence[Batch], grads: Sequence[Tensor], scaled: Scaled
+    ) -> tuple[Tensor, Overflowed | None]:
         scratch = self._scratch_on(scaled.scale.device)
         if not scaled.settings.check and scaled.max_norm is None:
-            return scratch.nothing_found
-        stats = scratch.stats
+            return scratch.nothing_found, None
+        stats, overflowed = scratch.stats, None
         losses = _losses_on(scaled.scale.device, scaled.losses)
         torch.ops.polyamp.grad_stats(grads, losses, scaled.scale, stats, scratch.workspace)
         if scaled.max_norm is not None and batches and hasattr(batches[0].first, "placements"):
@@ -269,8 +271,8 @@ class FusedStep:
         if not scaled.settings.check:
             stats[1:].zero_()
         elif has_peers(scaled.process_group):
-            stats[1:] = any_rank(stats[1:], scaled.process_group)
-        return stats
+            stats[1:], overflowed = any_rank(stats[1:], scaled.process_group)
+        return stats, overflowed
 
     def _call(
         self,

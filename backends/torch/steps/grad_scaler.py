@@ -20,12 +20,15 @@ from polyamp.backends.torch.recording.hooks import is_recorded, update_begins
 from polyamp.backends.torch.steps import refusals
 from polyamp.backends.torch.steps.optimizer import LossScaledOptimizer
 from polyamp.backends.torch.steps.overflow import Overflow, describe, find, named, names_of
-from polyamp.backends.torch.steps.ranks import any_rank, check_process_group, has_peers
+from polyamp.backends.torch.steps.ranks import Overflowed, any_rank, check_process_group, has_peers
 from polyamp.backends.torch.steps.scaler import LateValues, is_finite, non_finite
 from polyamp.backends.torch.steps.skipping import state_is_complete
 from polyamp.backends.torch.unstable import not_traced, note_step
+from polyamp.errors import InvalidValueError
 from polyamp.loss_scale import LossScale, LossScaleState, advance, on_host
 from polyamp.loss_scale_reports import report_limits, report_nonfinite_loss
+from polyamp.policy import Policy
+from polyamp.policy import policy as make_policy
 from polyamp.refusals import non_finite_loss
 from polyamp.result import StepResult
 
@@ -50,11 +53,13 @@ class GradScaler(torch.amp.GradScaler):
         device, init_scale, growth_factor, backoff_factor, growth_interval, enabled: as in torch.
         loss_scale: all settings as a `LossScale`, including hysteresis, limits and ``max_skips``, instead of the four
             numbers. None is torch's behaviour with a floor of 2**-14.
+        policy: a policy or its name, instead of ``loss_scale``. The scaler has the policy's loss scale, and is disabled
+            if the policy needs none, as in bfloat16.
         process_group: see `LossScaledOptimizer`.
 
     Raises:
         InvalidTypeError: ``loss_scale`` is not a `LossScale`.
-        InvalidValueError: a setting that `LossScale` refuses.
+        InvalidValueError: a setting that `LossScale` refuses, or both a policy and a loss scale.
     """
 
     def __init__(
@@ -67,8 +72,12 @@ class GradScaler(torch.amp.GradScaler):
         enabled: bool = True,
         *,
         loss_scale: LossScale | None = None,
+        policy: Policy | str | None = None,
         process_group: Any = None,
     ) -> None:
+        if policy is not None:
+            loss_scale = _scale_of(policy, loss_scale)
+            enabled = enabled and loss_scale.check
         if loss_scale is not None:
             _check_settings(loss_scale)
             init_scale, growth_factor = loss_scale.init, loss_scale.growth
@@ -88,6 +97,7 @@ class GradScaler(torch.amp.GradScaler):
         self._losses: list[Tensor] = []  # losses that may be inf or NaN
         self._saw_loss = False
         self._explain: Callable[[], str] = str
+        self._overflowed: Overflowed | None = None
         self._late = LateValues()
         self._stepped: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
@@ -132,7 +142,7 @@ class GradScaler(torch.amp.GradScaler):
         flags = list(self._found_inf_per_device(optimizer).values())
         if flags:
             losses = self._losses if self._saw_loss else None
-            self._explain = functools.partial(_explain, weakref.ref(optimizer), losses)
+            self._explain = functools.partial(_explain, weakref.ref(optimizer), losses, self._overflowed)
             self.last_step = StepResult(self._state(), flags[0] == 0, self._explain)
         return result
 
@@ -254,7 +264,7 @@ class GradScaler(torch.amp.GradScaler):
         if self._losses:
             flags.append(non_finite(self._losses, flags[0].device))
         overflow = flags[0] if len(flags) == 1 else torch.stack([flag.to(flags[0].device) for flag in flags]).amax()
-        overflow = any_rank(overflow, self._process_group)
+        overflow, self._overflowed = any_rank(overflow, self._process_group)
         return {overflow.device: overflow}  # one flag: torch adds flags up, and fused kernels compare with 1
 
     def _state(self) -> LossScaleState:
@@ -321,7 +331,7 @@ class GradScaler(torch.amp.GradScaler):
 
 
 _LOSSES_KEPT = 256  # per step
-_NOT_COPIED = ("_losses", "_saw_loss", "_explain", "_late", "_stepped", "_process_group")
+_NOT_COPIED = ("_losses", "_saw_loss", "_explain", "_overflowed", "_late", "_stepped", "_process_group")
 
 
 def _flags(states: dict[int, dict[str, Any]]) -> list[Tensor]:
@@ -332,6 +342,18 @@ def _check_settings(given: object) -> None:
     if not isinstance(given, LossScale):
         fix = "write LossScale(...), or give init_scale= and the other numbers"
         raise refusals.not_a(LossScale, given, where="GradScaler(loss_scale=)", fix=fix)
+
+
+def _scale_of(policy: Policy | str, given: LossScale | None) -> LossScale:
+    if given is not None:
+        raise InvalidValueError(
+            "a policy and a loss scale were given",
+            where="GradScaler(policy=, loss_scale=)",
+            found=f"{policy} and {given}",
+            allowed="one of them: a policy has its own loss scale",
+            fix="leave policy= out, or give polyamp.policy(name, loss_scale=...)",
+        )
+    return make_policy(policy).loss_scale
 
 
 def _check_scale(scale: float | Tensor | None, enabled: bool) -> None:
@@ -352,11 +374,13 @@ def _refuse_half(optimizer: torch.optim.Optimizer) -> None:
                 raise refusals.half_gradients(names_of(optimizer.param_groups)[param], param.grad.dtype)
 
 
-def _explain(optimizer: weakref.ref[torch.optim.Optimizer], losses: list[Tensor] | None) -> str:
+def _explain(
+    optimizer: weakref.ref[torch.optim.Optimizer], losses: list[Tensor] | None, overflowed: Overflowed | None
+) -> str:
     """Explain why a step was skipped. ``losses`` are those that may not be finite; None if none was scaled."""
     alive = optimizer()
     bad = [] if alive is None else find(alive.param_groups)
     finite = None if losses is None else all(map(is_finite, losses))
     if alive is None or not bad:
-        return describe([], False) if finite is False else ""
-    return describe(named(bad, names_of(alive.param_groups)), finite)
+        return describe([], finite, overflowed) if finite is False or overflowed is not None else ""
+    return describe(named(bad, names_of(alive.param_groups)), finite, overflowed)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from polyamp.backends.torch.dtypes import SIXTEEN_BIT
-from polyamp.backends.torch.steps.ranks import shard_group, shard_groups
+from polyamp.backends.torch.steps.ranks import shard_group
 
 REAL = frozenset({*SIXTEEN_BIT, torch.float32, torch.float64})
 
@@ -28,11 +28,18 @@ class Gradients:
     (tensor(0.), tensor([4., 4.]))
     >>> gradients.clip(1.0), weight.grad
     (tensor(5.6569), tensor([0.7071, 0.7071]))
+
+    Args:
+        param_groups: the optimizer's groups.
+        norm_group: returns the process group over which a parameter's part of the norm is summed, or None.
     """
 
-    def __init__(self, param_groups: Iterable[dict[str, Any]]) -> None:
+    def __init__(
+        self, param_groups: Iterable[dict[str, Any]], norm_group: Callable[[Tensor], Any] = shard_group
+    ) -> None:
         self._params = [param for group in param_groups for param in group["params"]]
         self._grads = [grad for param in self._params if (grad := param.grad) is not None]
+        self._norm_group = norm_group
         self._buckets: dict[Any, Bucket] | None = None
 
     def __bool__(self) -> bool:
@@ -40,7 +47,7 @@ class Gradients:
 
     def now(self) -> Gradients:
         """Return the current gradients of the same parameters."""
-        return Gradients([{"params": self._params}])
+        return Gradients([{"params": self._params}], self._norm_group)
 
     @property
     def parameter_count(self) -> int:
@@ -63,12 +70,14 @@ class Gradients:
         kinds, dtypes = {*map(type, self._params)}, {param.dtype for param in self._params}
         return kinds <= {Tensor, Parameter} and dtypes <= REAL and len({param.device for param in self._params}) == 1
 
-    def unscale(self, inverse_scale: Tensor, *, simple: bool = False) -> Tensor:
+    def unscale(self, inverse_scale: Tensor, *, simple: bool = False, over_mesh: bool = False) -> Tensor:
         """Multiply every gradient in place, in float32 arithmetic, and test the previous values for inf and NaN.
 
         Args:
             inverse_scale: float32 scalar.
             simple: result of `are_simple`: this usual case takes one call and does not inspect each gradient.
+            over_mesh: whether torch combines the flags of distributed gradients over their mesh, with one all-reduce
+                for each bucket. Otherwise the flag is this rank's alone.
 
         Returns:
             Float32 scalar on the first gradient's device: exactly 1.0 if any gradient was not finite, else 0.0. Fused
@@ -78,7 +87,8 @@ class Gradients:
             flag = self._unscale_at_once(inverse_scale) if simple and self else None
             if flag is not None:
                 return flag
-            flags = [_unscale(bucket, inverse_scale) for bucket in self.buckets()]
+            buckets = self.buckets() if over_mesh else [[local(grad) for grad in bucket] for bucket in self.buckets()]
+            flags = [_unscale(bucket, inverse_scale) for bucket in buckets]
             overflow = flags[0] if flags else torch.zeros((), device=self._params[0].device)
             for other in flags[1:]:
                 overflow = torch.maximum(overflow, other.to(overflow.device, non_blocking=True))
@@ -98,7 +108,8 @@ class Gradients:
         """
         with torch.no_grad():
             norms = [norm for kind, bucket in self._sorted().items() if kind[-1] is None for norm in _norms(bucket)]
-            norms += [self._norm_over(group) for group in shard_groups(self._params)]
+            groups = dict.fromkeys(map(self._norm_group, self._params))  # in the same order on every rank
+            norms += [self._norm_over(group) for group in groups if group is not None]
             if not norms:
                 return torch.zeros((), device=self._params[0].device)
             total: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]))
@@ -114,16 +125,16 @@ class Gradients:
         return list(self._sorted().values())
 
     def _sorted(self) -> dict[Any, Bucket]:
-        """Return the buckets by the properties that their gradients share; the last property is `shard_group`."""
+        """Return the buckets by the properties that their gradients share; the last property is the norm's group."""
         if self._buckets is None:
             self._buckets = {}
             for param in self.params:
                 grad = dense(param)
-                self._buckets.setdefault((*_kind(grad), shard_group(param)), []).append(grad)
+                self._buckets.setdefault((*_kind(grad), self._norm_group(param)), []).append(grad)
         return self._buckets
 
     def _norm_over(self, group: Any) -> Tensor:
-        """Return the norm of a group's flattened parameters. Every rank takes part, with or without gradients."""
+        """Return the norm over a group of ranks. Every rank of it takes part, with or without gradients."""
         norms = [norm for kind, bucket in self._sorted().items() if kind[-1] is group for norm in _norms(bucket)]
         device = self._params[0].device
         here = [norm.to(device) for norm in norms] or [torch.zeros((), device=device)]

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from polyamp.backends.torch.casting import leaves
 from polyamp.backends.torch.steps.scaler import LossScaler
-from polyamp.backends.torch.unstable import is_transformed, not_traced, until_backward_ends
+from polyamp.backends.torch.unstable import backward_runs, is_transformed, not_traced, until_backward_ends
 from polyamp.loss_scale import LossScale, LossScaleState
 
 
@@ -211,6 +211,9 @@ class Witness:
 
     def note(self, grad: Tensor) -> None:
         """Record that a backward pass added to the gradient or created it. A write in between restarts the record."""
+        if not backward_runs():  # a pipeline schedule lets FSDP reduce gradients after all its passes
+            self._seen = None
+            return
         version = grad._version
         if self._seen is None or self._seen[0]() is not grad or self._seen[1] + 1 != version:
             self.scaled = self.unscaled = False

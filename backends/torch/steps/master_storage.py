@@ -272,10 +272,11 @@ class StochasticRounding:
     """No masters between steps: each step widens the parameters, updates them in float32, and rounds stochastically.
 
     With Adam each parameter needs 10 bytes between steps. `round_stochastically` in ``rounding.py`` has the rule. The
-    random numbers are the same on every rank, so that replicas stay equal, and in every run.
+    random numbers of a step depend only on the seed and on the number of steps before it, so they are the same on every
+    rank, which keeps replicas equal, and in every run; and a saved state is two numbers, whatever the shards are.
 
-    A step that the host skips draws no random numbers. A step that a fused optimizer skips on the device draws them
-    without effect: the generators advance, and the parameters, rounded from their own values, keep their bits.
+    A step that the host skips is not counted. A step that a fused optimizer skips on the device is counted, without
+    effect: the parameters, rounded from their own values, keep their bits.
 
     Args:
         seed: seed of the generators, one per device.
@@ -284,8 +285,9 @@ class StochasticRounding:
     def __init__(self, seed: int = 0) -> None:
         self._seed = seed
         self._blocks: list[Block] = []
-        self._generators: dict[str, torch.Generator] = {}
-        self._draws: Tensor | int = 0  # steps rounded by polyamp's operators, whose random numbers depend on this count
+        self._generators: dict[torch.device, torch.Generator] = {}
+        self._rounds = 0  # steps rounded here
+        self._draws: Tensor | int = 0  # steps rounded by polyamp's operators, which draw other random numbers
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_draws": int(self._draws)}
@@ -298,8 +300,8 @@ class StochasticRounding:
         blocks = _blocks(params)
         self._blocks += blocks
         for block in blocks:
-            if str(block.device) not in self._generators:
-                self._generators[str(block.device)] = torch.Generator(block.device).manual_seed(self._seed)
+            if block.device not in self._generators:
+                self._generators[block.device] = torch.Generator(block.device)
         return _masters(blocks, params)
 
     def fill(self, model: Tensors, masters: Tensors, changed: bool) -> None:
@@ -322,10 +324,13 @@ class StochasticRounding:
 
     def round(self, model: Tensors, masters: Tensors) -> None:
         """Round the masters into the parameters stochastically."""
-        for block in self._blocks:
-            if block.values is not None:
-                generator = self._generators[str(block.device)]
-                block.write(round_stochastically(block.values, block.dtype, generator))
+        filled = [(block, block.values) for block in self._blocks if block.values is not None]
+        if filled:
+            for generator in self._generators.values():
+                generator.manual_seed(self._seed + self._rounds)
+            self._rounds += 1
+        for block, values in filled:
+            block.write(round_stochastically(values, block.dtype, self._generators[block.device]))
 
     def release(self) -> None:
         """Free the values, if there are any."""
@@ -334,32 +339,29 @@ class StochasticRounding:
                 block.release()
 
     def state(self, model: Tensors, masters: Tensors) -> dict[Any, Any]:
-        """Return the generators' states, by device."""
-        states = {device: generator.get_state() for device, generator in self._generators.items()}
-        return {"generators": states, "draws": int(self._draws)}
+        """Return the numbers of rounded steps, which determine the random numbers of the next step."""
+        return {"rounds": self._rounds, "draws": int(self._draws)}
 
     def check_saved(self, saved: object, masters: Tensors) -> None:
-        """Raise if these are neither generators' states nor these parameters' masters."""
-        if not (isinstance(saved, Mapping) and isinstance(saved.get("generators"), Mapping)):
+        """Raise if these are neither numbers of steps nor these parameters' masters."""
+        if not is_counted(saved):
             check_masters(saved, masters)
 
     def load(self, saved: Mapping[Any, Any], model: Tensors, masters: Tensors) -> None:
-        """Restore the generators; or round saved masters to nearest, and restart the generators from the seed."""
-        if "generators" not in saved:
+        """Restore the numbers of steps; or round saved masters to nearest, and start again at step 0."""
+        if not is_counted(saved):
             for param, value in zip(model, saved.values(), strict=True):
                 param.copy_(value)
-        for device, generator in self._generators.items():
-            self._continue(device, generator, saved.get("generators", {}).get(device))
-        draws = int(saved.get("draws", 0))
+            warn_once("the saved state has masters: they are rounded to nearest, and stochastic rounding starts again.")
+            saved = {"rounds": 0, "draws": 0}
+        self._rounds, draws = saved["rounds"], saved["draws"]
         self._draws = self._draws.fill_(draws) if isinstance(self._draws, Tensor) else draws
         self.release()
 
-    def _continue(self, device: str, generator: torch.Generator, state: Tensor | None) -> None:
-        if state is not None and state.shape == generator.get_state().shape:
-            generator.set_state(state.cpu())
-            return
-        generator.manual_seed(self._seed)
-        warn_once(f"the saved state has no random generator of {device}: stochastic rounding starts again there.")
+
+def is_counted(saved: object) -> bool:
+    """Return whether a saved state is that of `StochasticRounding`."""
+    return isinstance(saved, Mapping) and all(type(saved.get(key)) is int for key in ("rounds", "draws"))
 
 
 def _blocks(params: Tensors) -> list[Block]:

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from polyamp.backends.torch.dtypes import SIXTEEN_BIT
 from polyamp.backends.torch.steps.master_storage import InMemory, Remainders, StochasticRounding, Storage, Tensors
-from polyamp.errors import InvalidValueError, warn_once
+from polyamp.errors import InvalidValueError, UnsupportedError, warn_once
 
 
 class MasterWeights:
@@ -144,7 +144,7 @@ class MasterWeights:
     def state(self) -> dict[Any, Any]:
         """Return the masters' values by index in the optimizer, numbered as in ``torch.optim``'s own state.
 
-        With stochastic rounding, which has no values, return the generators' states.
+        With stochastic rounding, which has no values, return the numbers of rounded steps.
         """
         self._follow()
         return self._storage.state(self.model, self.masters)
@@ -213,6 +213,7 @@ def make_masters(inner: torch.optim.Optimizer, wanted: Kind) -> MasterWeights | 
 
     Raises:
         InvalidValueError: another value, or parameters that cannot be kept in this way.
+        UnsupportedError: an optimizer inside this one has its own lists of parameters.
     """
     if wanted not in (*_STORAGES, None, False):
         raise InvalidValueError(
@@ -223,6 +224,7 @@ def make_masters(inner: torch.optim.Optimizer, wanted: Kind) -> MasterWeights | 
             fix='leave master_weights= out, or choose "remainder" or "stochastic" to save memory',
         )
     if (wanted is None or wanted) and any(_low(group["params"]) for group in inner.param_groups):
+        _check_lists(inner)
         return MasterWeights(inner, _STORAGES[wanted or True]())
     if wanted:
         warn_once(
@@ -248,3 +250,20 @@ def _in_float32(grads: list[Tensor]) -> list[Tensor]:
 def _widened(value: Any, param: Tensor) -> Any:
     """Return a moment that an optimizer kept in the parameter's 16-bit dtype in float32, and other values unchanged."""
     return value.float() if isinstance(value, Tensor) and value.dtype == param.dtype else value
+
+
+def _check_lists(inner: torch.optim.Optimizer) -> None:
+    """Refuse an optimizer that leaves its step to another one with other lists, which would never see the masters."""
+    lists = {id(group["params"]) for group in inner.param_groups}
+    for held in vars(inner).values():
+        if not isinstance(held, torch.optim.Optimizer) or held is inner:
+            continue
+        if any(id(group["params"]) not in lists and _low(group["params"]) for group in held.param_groups):
+            raise UnsupportedError(
+                "master weights cannot replace the parameters of this optimizer",
+                where="wrap_optimizer(master_weights=)",
+                found=f"{type(inner).__name__} around {type(held).__name__}, with its own lists of 16-bit parameters",
+                allowed="float32 parameters, or an optimizer that has its parameters in one list",
+                fix="store parameters in float32 (mixed_float16), shard with fully_shard instead, or give "
+                "master_weights=False",
+            )

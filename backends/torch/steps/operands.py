@@ -151,9 +151,8 @@ class Batch:
 
     def grads(self) -> list[Tensor]:
         """Return the parameters' gradients, in the parameters' memory order."""
-        grads: list[Any] = [place.param.grad for place in self.places]
-        if type(grads[0]) is not Tensor:
-            grads = [local(grad) for grad in grads]
+        stored: list[Any] = [place.param.grad for place in self.places]
+        grads = [grad if type(grad) is Tensor else local(grad) for grad in stored]
         return [
             grad if grad.stride() == stride else like(param, grad)
             for param, grad, stride in zip(self.params, grads, self._strides, strict=True)
@@ -173,8 +172,8 @@ class Batch:
         self.made.clear()
 
     def _where(self) -> list[int]:
-        plain = type(self.written[0]) in (Tensor, Parameter)
-        return [tensor.data_ptr() for tensor in (self.written if plain else map(local_shard, self.written))]
+        kinds = (Tensor, Parameter)  # their own data_ptr() is faster
+        return [(one if type(one) in kinds else local_shard(one)).data_ptr() for one in self.written]
 
     def _moment(self, place: Place, name: str) -> Tensor:
         state = self._optimizer.state[place.key]
@@ -295,4 +294,7 @@ def _same(one: Sequence[object], other: Sequence[object]) -> bool:
 
 
 def _fits(grad: Tensor, param: Tensor) -> bool:
+    """Return whether operators can read a gradient; not if ranks have parts of it that are not summed yet."""
+    if type(grad) is not Tensor and getattr(grad, "placements", None) != getattr(param, "placements", None):
+        return False
     return grad.layout is torch.strided and grad.dtype is param.dtype

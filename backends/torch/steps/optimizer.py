@@ -11,6 +11,7 @@ from torch import Tensor
 
 from polyamp.backends.torch.autocast.context import LAST
 from polyamp.backends.torch.recording.hooks import update_begins
+from polyamp.backends.torch.sharding import check_groups
 from polyamp.backends.torch.steps import checkpoints, overflow, refusals, saving
 from polyamp.backends.torch.steps.fused import FusedStep
 from polyamp.backends.torch.steps.gradients import Gradients
@@ -18,11 +19,12 @@ from polyamp.backends.torch.steps.guards import check_no_scaler, guard
 from polyamp.backends.torch.steps.losses import LossScalers, Witness
 from polyamp.backends.torch.steps.masters import Kind, make_masters
 from polyamp.backends.torch.steps.overflow import Overflow
-from polyamp.backends.torch.steps.ranks import check_process_group
+from polyamp.backends.torch.steps.ranks import check_norm_group, check_process_group
 from polyamp.backends.torch.steps.skipping import Stepper
 from polyamp.backends.torch.steps.step import collect, declare, step, unscale
+from polyamp.backends.torch.steps.window import Window
 from polyamp.backends.torch.steps.wrapped import Groups, WrappedOptimizer
-from polyamp.backends.torch.unstable import asked_by_checkpoint, not_traced
+from polyamp.backends.torch.unstable import asked_by_checkpoint, infers_pipeline, not_traced
 from polyamp.errors import InvalidValueError
 from polyamp.loss_scale import LossScale
 from polyamp.refusals import no_optimizer, wrapped_already
@@ -59,6 +61,10 @@ class LossScaledOptimizer(WrappedOptimizer):
             True on all devices, False never.
         process_group: the ranks that step or skip together: an overflow on one is an overflow on all. None is the
             default group of ``torch.distributed`` if that is initialised; False is this rank alone.
+        norm_group: ranks that have other parameters of the same model, such as the stages of a pipeline: gradients are
+            clipped by the norm over all of them. A process group; or, for experts, a function from a parameter to its
+            group or None, which returns the groups in the same order on every rank. None: every rank has all of a
+            parameter, or a shard of a distributed tensor, whose ranks are known.
         named_parameters: names for the parameters in messages, as in ``model.named_parameters()``. Without them, the
             names given to the optimizer, or those of a module that has the parameters.
         share: another wrapped optimizer that trains on the same losses: both then share their loss scales.
@@ -66,12 +72,12 @@ class LossScaledOptimizer(WrappedOptimizer):
 
     Raises:
         InvalidTypeError: ``optimizer`` is not an optimizer, or another argument has the wrong type.
-        UsageError: it is wrapped already.
+        UsageError: it is wrapped already, or ``fully_shard`` put its parameters of several dtypes into one group.
         InvalidValueError: ``skip_on_device`` for an optimizer that cannot skip.
     """
 
     # What copies and pickles keep. Not kept: the current window, a `step` that a scheduler patched on the instance, and
-    # the process group, which cannot be copied.
+    # process groups, which cannot be copied.
     _KEPT = ("inner", "scalers", "max_grad_norm", "masters", "last_step", "stepper", "operators", "masters_wanted")
 
     def __init__(
@@ -84,6 +90,7 @@ class LossScaledOptimizer(WrappedOptimizer):
         skip_on_device: bool | None = None,
         fused_step: bool | None = None,
         process_group: Any = None,
+        norm_group: Any = None,
         named_parameters: Iterable[tuple[str, Tensor]] = (),
         share: LossScaledOptimizer | None = None,
         compute: str | None = None,
@@ -97,6 +104,8 @@ class LossScaledOptimizer(WrappedOptimizer):
                 LossScaledOptimizer, share, where="wrap_optimizer(share=)", fix="give a wrapped optimizer"
             )
         check_process_group(process_group)
+        check_norm_group(norm_group)
+        check_groups([param for group in optimizer.param_groups for param in group["params"]])
         named = refusals.named_tensors(named_parameters)
         super().__init__(optimizer)
         self.scalers: LossScalers = LossScalers(loss_scale or LossScale(), compute) if share is None else share.scalers
@@ -106,18 +115,20 @@ class LossScaledOptimizer(WrappedOptimizer):
         self.masters = make_masters(optimizer, master_weights)
         self.last_step = StepResult(self.scaler.state)
         self.masters_wanted = master_weights
-        self._start(process_group, named)
+        self._start(process_group, norm_group, named)
 
-    def _start(self, process_group: Any = None, named: Mapping[str, Tensor] | None = None) -> None:
+    def _start(
+        self, process_group: Any = None, norm_group: Any = None, named: Mapping[str, Tensor] | None = None
+    ) -> None:
         self.scalers.join(self)
         ALIVE.add(self)
         self.steps_now, self.witness, self.regions_before = False, None, LAST.count
         if self.scaler.multiplies:
             self.witness = Witness.of(self.model_parameters())
             guard(self, lambda: ALIVE)
-        self.process_group = process_group
+        self.process_group, self.norm_group = process_group, norm_group
         self.named = {} if named is None else named
-        self.open_window()
+        self.window = Window()
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: self.__dict__[name] for name in self._KEPT}
@@ -170,6 +181,8 @@ class LossScaledOptimizer(WrappedOptimizer):
                 raises it. By default the step is skipped, with a warning.
             UsageError: `unscale_` was called in this window: scaled gradients would be added to unscaled ones.
         """
+        if not torch.compiler.is_compiling() and infers_pipeline():
+            return loss
         if self.window.is_unscaled:
             if Gradients(self.param_groups):
                 raise refusals.unscaled_already(
@@ -275,8 +288,6 @@ class LossScaledOptimizer(WrappedOptimizer):
             LossScaleError: see `LossScale`: ``max_skips`` and ``on_min``.
             NonFiniteLossError: under ``nonfinite_loss="raise"``, a loss on an accelerator was inf or NaN.
         """
-        if closure is None and asked_by_checkpoint(callers=4):
-            return checkpoints.initialise(self)
         check_no_scaler(self)
         update_begins(closure)
         return step(self, closure, scaled)
@@ -329,7 +340,7 @@ class LossScaledOptimizer(WrappedOptimizer):
     @property
     def state(self) -> Any:
         """The inner optimizer's state, by parameter."""
-        return checkpoints.shown_state(self) if asked_by_checkpoint() else self.inner.state
+        return checkpoints.ShownState(self) if asked_by_checkpoint() else self.inner.state
 
     @state.setter
     def state(self, state: Any) -> None:

@@ -4,6 +4,11 @@ Applied steps run nothing of this. A skipped step finds the parameters, since th
 names them only if somebody reads `StepResult.reason`, or if an error is raised:
 
     block.0.weight (3 inf of 1024); the loss was finite: the backward pass overflowed at this loss scale
+
+Every rank knows from the flag's all-reduce which ranks overflowed, and only those know which parameters:
+
+    rank 1: block.0.weight (3 inf of 1024); the loss was finite: ...     on rank 1
+    rank 1                                                               on the others
 """
 
 from __future__ import annotations
@@ -18,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from polyamp.backends.torch.steps.gradients import Gradients, dense, local
+from polyamp.backends.torch.steps.ranks import Overflowed
 from polyamp.backends.torch.steps.scaler import is_finite
 from polyamp.backends.torch.steps.wrapped import WrappedOptimizer
 from polyamp.refusals import NONFINITE_LOSS
@@ -78,7 +84,7 @@ def named(bad: Iterable[NonFinite], names: Mapping[Tensor, str]) -> list[Overflo
     return [Overflow(names[param], *counts) for param, *counts in bad]
 
 
-def describe(bad: Sequence[Overflow], loss_was_finite: bool | None = None) -> str:
+def describe(bad: Sequence[Overflow], loss_was_finite: bool | None = None, overflowed: Overflowed | None = None) -> str:
     """Return a line about the values that overflowed and the consequence for the loss scale.
 
     >>> describe([Overflow("head.bias", 2, 0, 10)], loss_was_finite=True)
@@ -87,11 +93,15 @@ def describe(bad: Sequence[Overflow], loss_was_finite: bool | None = None) -> st
     Args:
         bad: result of `named`.
         loss_was_finite: None if the loss was not seen.
+        overflowed: the ranks where it happened; None without other ranks.
     """
+    if overflowed is not None and not overflowed.includes_this():
+        return str(overflowed)
+    found = ": ".join(filter(None, ["" if overflowed is None else str(overflowed), _shown(bad)]))
     if loss_was_finite is False:
-        return "; ".join(filter(None, [NONFINITE_LOSS, _shown(bad)]))
+        return "; ".join(filter(None, [NONFINITE_LOSS, found]))
     verdict = "the loss was finite: the backward pass overflowed at this loss scale" if loss_was_finite else ""
-    return "; ".join(filter(None, [_shown(bad) or "no parameter of this rank", verdict]))
+    return "; ".join(filter(None, [found or "no parameter of this rank", verdict]))
 
 
 def _shown(bad: Sequence[Overflow]) -> str:
@@ -111,26 +121,30 @@ def explain(optimizer: WrappedOptimizer, loss_was_finite: bool | None = True) ->
     return describe(overflowed(optimizer), loss_was_finite)
 
 
-def now(optimizer: WrappedOptimizer, loss_was_finite: bool | None) -> Callable[[], str]:
+def now(optimizer: WrappedOptimizer, loss_was_finite: bool | None, overflowed: Overflowed | None) -> Callable[[], str]:
     """Find the non-finite gradients of a step that the host skipped; the returned function names and describes them."""
-    return functools.partial(_described, optimizer, find(_graded(optimizer)), loss_was_finite)
+    return functools.partial(_described, optimizer, find(_graded(optimizer)), loss_was_finite, overflowed)
 
 
-def later(optimizer: WrappedOptimizer, losses: Sequence[Tensor] = ()) -> Callable[[], str]:
+def later(optimizer: WrappedOptimizer, losses: Sequence[Tensor], overflowed: Overflowed | None) -> Callable[[], str]:
     """Return a function that describes a step that the device may have skipped, while its gradients exist."""
-    return functools.partial(_explain_later, weakref.ref(optimizer), losses)
+    return functools.partial(_explain_later, weakref.ref(optimizer), losses, overflowed)
 
 
-def _described(optimizer: WrappedOptimizer, bad: list[NonFinite], loss_was_finite: bool | None) -> str:
-    return describe(named(bad, _names(optimizer)), loss_was_finite)
+def _described(
+    optimizer: WrappedOptimizer, bad: list[NonFinite], loss_was_finite: bool | None, overflowed: Overflowed | None
+) -> str:
+    return describe(named(bad, _names(optimizer)), loss_was_finite, overflowed)
 
 
-def _explain_later(optimizer: weakref.ref[WrappedOptimizer], losses: Sequence[Tensor]) -> str:
+def _explain_later(
+    optimizer: weakref.ref[WrappedOptimizer], losses: Sequence[Tensor], overflowed: Overflowed | None
+) -> str:
     alive = optimizer()
     finite = all(map(is_finite, losses)) if losses else None  # None: nobody has tested the loss yet
     if alive is None or not Gradients(_graded(alive)):
-        return describe([], False) if finite is False else ""
-    return explain(alive, finite)
+        return describe([], finite, overflowed) if finite is False or overflowed is not None else ""
+    return _described(alive, find(_graded(alive)), finite, overflowed)
 
 
 def _models(optimizer: WrappedOptimizer) -> dict[Tensor, Tensor]:

@@ -6,7 +6,9 @@ an optimizer was wrapped; if it is not, nothing is communicated.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import functools
+import operator
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,12 +19,54 @@ from polyamp.backends.torch.unstable import flattened_shards, is_flattened
 from polyamp.errors import InvalidTypeError
 from polyamp.validation import shown
 
+SHOWN = 8  # ranks in a message
+BITS = 63  # ranks in one int64, so that the sum of all bits is not negative
 
-def any_rank(flag: Tensor, process_group: Any = None) -> Tensor:
+
+class Overflowed:
+    """The ranks whose gradients or losses were not finite. Reading them waits for the device.
+
+    >>> str(Overflowed(torch.tensor([0b1001]), members=None, here=3))
+    'ranks 0, 3'
+
+    Args:
+        bits: integers of `BITS` bits, one bit for each rank of the group, in one or more rows.
+        members: the global ranks of the group; None if they are all ranks, in their order.
+        here: this rank in the group.
+    """
+
+    def __init__(self, bits: Tensor, members: Sequence[int] | None, here: int) -> None:
+        self._bits, self._members, self._here = bits, members, here
+
+    def ranks(self) -> list[int]:
+        """Return the ranks in their order in the group."""
+        words = [functools.reduce(operator.or_, word) for word in zip(*self._rows(), strict=True)]
+        return [BITS * place + bit for place, word in enumerate(words) for bit in range(BITS) if word >> bit & 1]
+
+    def includes_this(self) -> bool:
+        """Return whether this rank is one of them."""
+        return self._here in self.ranks()
+
+    def __str__(self) -> str:
+        ranks = [rank if self._members is None else self._members[rank] for rank in self.ranks()]
+        shown = ", ".join(map(str, ranks[:SHOWN]))
+        if len(ranks) > SHOWN:
+            return f"{len(ranks)} ranks: {shown}, ..."
+        return f"rank{'s' if len(ranks) > 1 else ''} {shown}"
+
+    def _rows(self) -> list[list[int]]:
+        rows: list[list[int]] = self._bits.reshape(-1, self._bits.shape[-1]).tolist()
+        return rows
+
+
+def any_rank(flag: Tensor, process_group: Any = None) -> tuple[Tensor, Overflowed | None]:
     """Combine an overflow flag over ranks with OR. Every rank of the group has to call it, with or without a gradient.
 
+    Each rank sets one bit of its own, so the sum over ranks is the set of those that overflowed: with 2 ranks, of which
+    rank 1 overflowed, 0b00 + 0b10 is 0b10. One all-reduce thus decides and names the ranks.
+
     >>> any_rank(torch.tensor(1.0))  # unchanged without other ranks
-    tensor(1.)
+    (tensor(1.), None)
 
     Args:
         flag: of any shape, dtype and device, not changed; not 0 if this rank's gradients were not finite. A rank
@@ -32,14 +76,19 @@ def any_rank(flag: Tensor, process_group: Any = None) -> Tensor:
 
     Returns:
         Float32 of the same shape and on the same device, equal on every rank: exactly 1.0 or 0.0, since fused
-        optimizers compare it with 1. Without other ranks ``flag`` itself. On accelerators it is queued on the current
-        stream, and the host does not wait.
+        optimizers compare it with 1; and the ranks that overflowed. Without other ranks ``flag`` itself, and None. On
+        accelerators it is queued on the current stream, and the host does not wait.
     """
     if not has_peers(process_group):
-        return flag
-    overflow = flag.detach().ne(0).to(_device_for(flag.device, process_group), torch.float32)
-    torch.distributed.all_reduce(overflow, torch.distributed.ReduceOp.MAX, group=process_group)
-    return overflow.to(flag.device)
+        return flag, None
+    distributed = torch.distributed
+    here, size = distributed.get_rank(process_group), distributed.get_world_size(process_group)
+    members = None if process_group is None else distributed.get_process_group_ranks(process_group)
+    device = _device_for(flag.device, process_group)
+    bits = torch.zeros((*flag.shape, -(-size // BITS)), dtype=torch.int64, device=device)
+    bits[..., here // BITS] = flag.detach().ne(0).to(device, torch.int64) * (1 << here % BITS)
+    distributed.all_reduce(bits, group=process_group)
+    return bits.ne(0).any(-1).to(flag.device, torch.float32), Overflowed(bits, members, here)
 
 
 def has_peers(process_group: Any = None) -> bool:
@@ -83,16 +132,6 @@ def shard_group(param: Tensor) -> Any:
     return _groups[param]
 
 
-def shard_groups(params: Iterable[Tensor]) -> list[Any]:
-    """Return the groups of `shard_group`, each once, in the same order on every rank.
-
-    >>> shard_groups([torch.ones(2)])
-    []
-    """
-    groups = map(shard_group, params)
-    return list(dict.fromkeys(group for group in groups if group is not None))
-
-
 def check_process_group(process_group: Any) -> None:
     """Raise if this is not a process group, when an optimizer is wrapped rather than at its first step.
 
@@ -102,9 +141,7 @@ def check_process_group(process_group: Any) -> None:
     Raises:
         InvalidTypeError: neither a process group nor None nor False.
     """
-    if process_group is None or process_group is False:
-        return
-    if torch.distributed.is_available() and isinstance(process_group, torch.distributed.ProcessGroup):
+    if process_group is None or process_group is False or _is_group(process_group):
         return
     raise InvalidTypeError(
         "process_group must be a process group, None or False",
@@ -113,6 +150,30 @@ def check_process_group(process_group: Any) -> None:
         allowed="a torch.distributed.ProcessGroup, None for the default group, or False for none",
         fix="leave process_group= out, or give torch.distributed.new_group(...) or device_mesh.get_group(name)",
     )
+
+
+def check_norm_group(norm_group: Any) -> None:
+    """Raise if this is neither a process group nor a function that returns one for a parameter.
+
+    >>> check_norm_group(None), check_norm_group(lambda param: None)
+    (None, None)
+
+    Raises:
+        InvalidTypeError: it is something else.
+    """
+    if norm_group is None or _is_group(norm_group) or callable(norm_group):
+        return
+    raise InvalidTypeError(
+        "norm_group must be a process group or a function",
+        where="wrap_optimizer(norm_group=)",
+        found=shown(norm_group),
+        allowed="a torch.distributed.ProcessGroup, a function from a parameter to one or None, or None",
+        fix='leave norm_group= out, or give device_mesh.get_group("pipe")',
+    )
+
+
+def _is_group(found: object) -> bool:
+    return torch.distributed.is_available() and isinstance(found, torch.distributed.ProcessGroup)
 
 
 def _device_for(device: torch.device, process_group: Any) -> torch.device:

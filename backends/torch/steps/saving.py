@@ -51,7 +51,7 @@ def load(optimizer: WrappedOptimizer, saved: Mapping[str, Any]) -> None:
     is_plain = not any(key in saved for key in _OURS)
     scales = _initial_scales(optimizer) if is_plain else _scales(optimizer, saved)
     own = {key: value for key, value in saved.items() if key not in _OURS}
-    optimizer.inner.load_state_dict(own)
+    optimizer.inner.load_state_dict({**own, "state": {**saved["state"]}})  # ZeroRedundancyOptimizer changes it
     _keep_dtypes(optimizer.inner, saved, widened=is_plain and optimizer.masters is not None)
     if is_plain:
         warn_once(_PLAIN)
@@ -144,7 +144,7 @@ def _keep_dtypes(inner: torch.optim.Optimizer, saved: Mapping[str, Any], *, wide
     numbers = [number for group in saved["param_groups"] for number in group["params"]]
     for param, number in zip(params, numbers, strict=True):
         for key, value in saved["state"].get(number, {}).items():
-            loaded = inner.state[param].get(key)
+            loaded = (inner.state.get(param) or {}).get(key)  # another rank may have the state
             if not (isinstance(value, Tensor) and isinstance(loaded, Tensor)) or loaded.dtype == value.dtype:
                 continue
             if {loaded.dtype, value.dtype} == SIXTEEN_BIT:

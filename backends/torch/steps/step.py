@@ -96,7 +96,7 @@ def _by_operators(optimizer: WrappedOptimizer, batches: Sequence[Batch]) -> None
     )
     if optimizer.masters is not None:
         optimizer.masters.count_in(control)
-    report = optimizer.operators.step_scaled(batches, scaled)
+    report, overflowed = optimizer.operators.step_scaled(batches, scaled)
     applied = applied_flag(report) if checks else True
     if scaled.advance:
         scaler.advanced(report, optimizer)
@@ -104,7 +104,7 @@ def _by_operators(optimizer: WrappedOptimizer, batches: Sequence[Batch]) -> None
         scaler.advance(applied, optimizer, suspects)
     if optimizer.masters is not None:
         optimizer.masters.note_versions()
-    _close(optimizer, scaler, applied, overflow.later(optimizer, suspects))
+    _close(optimizer, scaler, applied, overflow.later(optimizer, suspects, overflowed))
 
 
 def _scaled_batches(optimizer: WrappedOptimizer) -> Sequence[Batch] | None:
@@ -116,6 +116,8 @@ def _scaled_batches(optimizer: WrappedOptimizer) -> Sequence[Batch] | None:
     if masters is None and not checks:
         return None  # nothing to unscale or to round: the optimizer's own kernel is as fast
     clips = optimizer.max_grad_norm is not None
+    if clips and optimizer.norm_group is not None:
+        return None  # other ranks may take another way, and all have to sum the norm alike
     return optimizer.operators.scaled_batches(lambda: NO_MASTERS if masters is None else masters.stored(), clips=clips)
 
 
@@ -163,7 +165,7 @@ def collect(optimizer: WrappedOptimizer) -> Gradients:
     check_not_consumed(optimizer)
     if not optimizer.window.is_unscaled:
         optimizer.take_gradients()
-    gradients = Gradients(optimizer.param_groups)
+    gradients = optimizer.gradients()
     check_gradients(optimizer, gradients.first if gradients else None)
     return gradients
 
@@ -202,7 +204,8 @@ def prepare(optimizer: WrappedOptimizer, *, at_once: bool = False) -> tuple[Tens
         Float32 scalar, 1.0 if a gradient was not finite on any rank, else 0.0; and the gradients.
     """
     norm, gradients = optimizer.max_grad_norm, collect(optimizer)
-    if at_once and norm is not None and optimizer.window.is_untouched:
+    is_local = optimizer.norm_group is None
+    if at_once and norm is not None and is_local and optimizer.window.is_untouched:
         scaler, state, _ = optimizer.window.scaling_or(optimizer.scaler)
         if scaler.settings.check and optimizer.operators.can_clip(gradients):
             scale = scale_on(state, gradients.first.device)
@@ -221,7 +224,7 @@ def unscale(optimizer: WrappedOptimizer, gradients: Gradients) -> tuple[Tensor, 
         return window.overflow, gradients
     if not window.scaling_or(optimizer.scaler).scaler.settings.check:
         return window.pass_untested(), gradients
-    window.unscale(gradients, optimizer.scaler, simple=optimizer.are_simple(gradients))
+    optimizer.unscale_gradients(gradients)
     return window.combine(gradients, optimizer.process_group)
 
 
@@ -236,11 +239,12 @@ def finish(optimizer: WrappedOptimizer, finite: bool | Tensor) -> None:
     scaler = window.scaling_or(optimizer.scaler).scaler
     if finite is False:
         losses_were_finite = window.losses_were_finite()
-        explain = overflow.now(optimizer, losses_were_finite if window.scaling is not None else None)
+        known = losses_were_finite if window.scaling is not None else None
+        explain = overflow.now(optimizer, known, window.overflowed)
     else:
         optimizer.update_model()
     if isinstance(finite, Tensor):
-        explain = overflow.later(optimizer, window.suspects(scaler))
+        explain = overflow.later(optimizer, window.suspects(scaler), window.overflowed)
     if optimizer.masters is not None:
         optimizer.masters.release()
     for each, was_finite in window.finite_by_scaler(finite):

@@ -28,6 +28,7 @@ def wrap_optimizer(
     skip_on_device: bool | None = None,
     fused_step: bool | None = None,
     process_group: Any = None,
+    norm_group: Any = None,
     named_parameters: Iterable[tuple[str, torch.Tensor]] = (),
     share: LossScaledOptimizer | None = None,
 ) -> Any:
@@ -37,7 +38,8 @@ def wrap_optimizer(
     """
     report_slow(policy.compute)
     options: dict[str, Any] = {"max_grad_norm": max_grad_norm, "master_weights": master_weights}
-    options |= {"skip_on_device": skip_on_device, "fused_step": fused_step, "process_group": process_group}
+    options |= {"skip_on_device": skip_on_device, "fused_step": fused_step}
+    options |= {"process_group": process_group, "norm_group": norm_group}
     if isinstance(optimizer, list | tuple):
         return _wrap_all(optimizer, policy, loss_scale, named_parameters, share, options)
     return _wrap(optimizer, policy, loss_scale, named_parameters=named_parameters, share=share, **options)

@@ -33,7 +33,7 @@ from torch import Tensor
 
 from polyamp.backends.torch.steps.gradients import Gradients
 from polyamp.backends.torch.steps.losses import COUNTS, LATEST, Scaling
-from polyamp.backends.torch.steps.ranks import any_rank
+from polyamp.backends.torch.steps.ranks import Overflowed, any_rank
 from polyamp.backends.torch.steps.scaler import LossScaler, is_finite, non_finite
 
 
@@ -56,19 +56,25 @@ class Window:
         is_own: whether this optimizer itself scaled a loss, not only another one that shares its loss scales.
         declared: whether the gradients are scaled, if the user declared it by ``step(scaled=)``; else None.
         overflow: float32 scalar in the state UNSCALED: 1.0 if a gradient was not finite on any rank, else 0.0.
+        overflowed: in the state UNSCALED, the ranks where one was not finite; None without other ranks.
         flags: the same scalar for each loss scaler that was used, for its gradients alone.
         last_gradient: in the state STEPPED, the first gradient of the last step: a weak reference, and its version.
 
-    Args:
-        last_gradient: the attribute of that name; None begins in the state NEW.
+    It is opened again for the next window, so that all who hold it see the same one: trainers look the attributes of a
+    wrapped optimizer up through an object of theirs.
     """
 
-    def __init__(self, last_gradient: tuple[Any, int] | None = None) -> None:
+    def __init__(self) -> None:
+        self.open()
+
+    def open(self, last_gradient: tuple[Any, int] | None = None) -> None:
+        """Forget everything and begin a window: in the state STEPPED with a last gradient, else in NEW."""
         self.state = State.NEW if last_gradient is None else State.STEPPED
         self.scaling: Scaling | None = None
         self.is_own = False
         self.declared: bool | None = None
         self.overflow: Tensor | None = None
+        self.overflowed: Overflowed | None = None
         self.flags: dict[LossScaler, Tensor] = {}
         self.last_gradient = last_gradient
         self._aside: dict[Tensor, Tensor] = {}  # unscaled gradients of earlier losses
@@ -140,10 +146,10 @@ class Window:
         scaling = self.scaling or self.others_scaling or Scaling(own, own.state)
         return scaling._replace(state=scaling.state._replace(scale=1.0)) if self.declared is False else scaling
 
-    def unscale(self, gradients: Gradients, own: LossScaler, *, simple: bool) -> None:
+    def unscale(self, gradients: Gradients, own: LossScaler, *, simple: bool, over_mesh: bool) -> None:
         """Unscale the gradients that the parameters have now, and record whether they were finite."""
         scaler, state, _ = self.scaling_or(own)
-        self.note(scaler, gradients.unscale(scaler.inverse_scale(state), simple=simple))
+        self.note(scaler, gradients.unscale(scaler.inverse_scale(state), simple=simple, over_mesh=over_mesh))
 
     def note(self, scaler: LossScaler, flag: Tensor) -> None:
         """Record the flag of unscaled gradients for the loss scaler that was used."""
@@ -180,11 +186,12 @@ class Window:
             gradients = gradients.now()
         first, *others = self.flags.values()
         if others:
-            combined = any_rank(torch.stack([first, *(flag.to(first.device) for flag in others)]), process_group)
+            every = torch.stack([first, *(flag.to(first.device) for flag in others)])
+            combined, self.overflowed = any_rank(every, process_group)
             self.flags = dict(zip(self.flags, combined.unbind(), strict=True))
             overflow = combined.amax()
         else:
-            overflow = any_rank(first, process_group)
+            overflow, self.overflowed = any_rank(first, process_group)
             self.flags = dict.fromkeys(self.flags, overflow)
         self.overflow, self.state = overflow, State.UNSCALED
         return overflow, gradients

@@ -13,7 +13,7 @@ from polyamp.backends.torch.steps.fused import FusedStep
 from polyamp.backends.torch.steps.gradients import Gradients
 from polyamp.backends.torch.steps.losses import LossScalers, Scaling, Witness
 from polyamp.backends.torch.steps.masters import Kind, MasterWeights
-from polyamp.backends.torch.steps.ranks import has_peers
+from polyamp.backends.torch.steps.ranks import has_peers, shard_group
 from polyamp.backends.torch.steps.scaler import LossScaler
 from polyamp.backends.torch.steps.skipping import Stepper
 from polyamp.backends.torch.steps.window import State, Window
@@ -39,7 +39,7 @@ class WrappedOptimizer(torch.optim.Optimizer):
         operators: polyamp's operators, in place of the inner optimizer's step.
         steps_now: whether this object is stepping the inner optimizer now.
         masters_wanted: the argument ``master_weights`` of `LossScaledOptimizer`.
-        max_grad_norm, process_group, named, last_step: see there.
+        max_grad_norm, process_group, norm_group, named, last_step: see there.
         regions_before: number of autocast regions that this thread had entered at the last step.
     """
 
@@ -52,6 +52,7 @@ class WrappedOptimizer(torch.optim.Optimizer):
     steps_now: bool
     max_grad_norm: float | None
     process_group: Any
+    norm_group: Any
     named: Mapping[str, Tensor]
     last_step: StepResult
     regions_before: int
@@ -111,11 +112,11 @@ class WrappedOptimizer(torch.optim.Optimizer):
 
     def open_window(self) -> None:
         """Start a new window."""
-        self.window = Window()
+        self.window.open()
 
     def close_window(self) -> None:
         """Start a new window after a step, which recognises the gradients that the step left."""
-        self.window = Window(self._first_gradient())
+        self.window.open(self._first_gradient())
 
     def expect(self, scaling: Scaling, *, own: bool) -> None:
         """Record a scaled loss, before its backward pass. Gradients with another scale are unscaled and set aside."""
@@ -129,6 +130,21 @@ class WrappedOptimizer(torch.optim.Optimizer):
         masters = self.masters
         models = {} if masters is None else dict(zip(map(id, masters.masters), masters.model, strict=True))
         return (models.get(id(param), param) for group in self.param_groups for param in group["params"])
+
+    def unscale_gradients(self, gradients: Gradients) -> None:
+        """Unscale and test the gradients that the parameters have now; see `Window.unscale`."""
+        simple, over_mesh = self.are_simple(gradients), self.process_group is not None  # which may not span the mesh
+        self.window.unscale(gradients, self.scaler, simple=simple, over_mesh=over_mesh)
+
+    def gradients(self) -> Gradients:
+        """Return the gradients of the parameters in the optimizer's groups, masters included."""
+        if self.norm_group is None:
+            return Gradients(self.param_groups)
+        if not callable(self.norm_group):
+            return Gradients(self.param_groups, lambda _: self.norm_group)
+        trained = (param for group in self.param_groups for param in group["params"])
+        groups = {own: self.norm_group(model) for own, model in zip(trained, self.model_parameters(), strict=True)}
+        return Gradients(self.param_groups, lambda param: groups[param] or shard_group(param))
 
     def take_gradients(self) -> None:
         """Set the masters' gradients to the model's gradients, in float32."""
@@ -158,7 +174,7 @@ class WrappedOptimizer(torch.optim.Optimizer):
             self.take_gradients()
             gradients = Gradients(self.param_groups)
             if gradients:
-                window.unscale(gradients, self.scaler, simple=self.are_simple(gradients))
+                self.unscale_gradients(gradients)
         window.set_aside(param for group in self.param_groups for param in group["params"])
         if self.masters is not None:
             self.masters.zero_grad(set_to_none=True)

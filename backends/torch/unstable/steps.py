@@ -78,6 +78,20 @@ def gathers_16_bits(module: torch.nn.Module) -> bool:
     return getattr(policy, "param_dtype", None) in (torch.float16, torch.bfloat16)
 
 
+def fsdp_groups() -> Iterator[list[Tensor]]:
+    """Yield the parameters of each group that ``fully_shard`` gathers together; only its private state has them."""
+    for module in [obj for obj in gc.get_objects() if issubclass(type(obj), torch.nn.Module)]:
+        state = getattr(module, "_get_fsdp_state", None)
+        if state is not None:
+            groups: Any = getattr(state(), "_fsdp_param_groups", None) or [state()._fsdp_param_group]
+            yield from ([one.sharded_param for one in group.fsdp_params] for group in groups if group is not None)
+
+
+def backward_runs() -> bool:
+    """Return whether the caller runs inside a backward pass; only the engine knows."""
+    return torch._C._current_graph_task_id() != -1
+
+
 def until_backward_ends(held: Callable[[], None]) -> None:
     """Make the running backward pass hold an object, and call it at its end. Only the engine itself can do this."""
     Variable: Any = torch.autograd.Variable
@@ -128,23 +142,31 @@ def _asking(original: Callable[..., Any], notice: Callable[[list[Tensor], float]
     return asks
 
 
-def asked_by_checkpoint(callers: int = 1) -> bool:
+def asked_by_checkpoint() -> bool:
     """Return whether `torch.distributed.checkpoint` called the caller, which cannot be found out otherwise.
 
     It treats an optimizer's parameters as the model's own, and keeps two keys of its state.
-
-    Args:
-        callers: number of callers of the caller that may have passed the call on.
+    Callers in accelerate's optimizers, which pass the call on, do not count.
     """
     name = "torch.distributed.checkpoint.state_dict"
     if name not in sys.modules:
         return False
     frame = sys._getframe(2)
-    for _ in range(callers):
-        if frame.f_globals.get("__name__") == name:
+    while frame.f_globals.get("__name__") == "accelerate.optimizer" and frame.f_back is not None:
+        frame = frame.f_back
+    return frame.f_globals.get("__name__") == name
+
+
+def infers_pipeline() -> bool:
+    """Return whether a pipeline schedule calls its loss function on uninitialised memory, to learn shapes.
+
+    It does so before its first step, and nothing in the arguments shows it.
+    """
+    stages = sys.modules.get("torch.distributed.pipelining.stage")
+    frame = None if stages is None else sys._getframe(2)
+    while frame is not None:
+        if frame.f_code.co_name == "_backward_metadata_inference" and frame.f_globals is vars(stages):
             return True
-        if frame.f_back is None:
-            return False
         frame = frame.f_back
     return False
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import keras
@@ -11,7 +12,7 @@ import tensorflow as tf
 
 import polyamp
 from polyamp import LossScale
-from support.replica_strategies import BAD, COUNT, STRATEGY, copies, on_each, several
+from support.replica_strategies import BAD, COUNT, KIND, LOCAL, STRATEGY, copies, on_each, several
 
 # Keras 3.15 calls __array__ as NumPy 1 did.
 pytestmark = [
@@ -63,7 +64,7 @@ class Loop:
 def test_steps_are_applied_and_gradients_summed(how: str, compiled: bool) -> None:
     loop = Loop(compiled, how)
     loop.step([[8.0, 0.0], [0.0, 8.0]])
-    assert loop.weights() == [[0.0, 1.0] if COUNT == 2 else [0.0, 2.0]] * COUNT
+    assert loop.weights() == [[0.0, 1.0] if COUNT == 2 else [0.0, 2.0]] * LOCAL
     assert (loop.opt.loss_scale, int(loop.opt.iterations.numpy())) == (8.0, 1)
 
 
@@ -79,39 +80,39 @@ def test_steps_are_applied_and_gradients_summed(how: str, compiled: bool) -> Non
 def test_an_overflow_anywhere_skips_the_step_everywhere(how: str, bad: str, compiled: bool) -> None:
     loop = Loop(compiled, how)
     loop.step(BAD[bad])
-    assert (loop.weights(), loop.scales(), int(loop.opt.iterations.numpy())) == ([[1.0, 2.0]] * 2, [4.0] * 2, 0)
+    assert (loop.weights(), loop.scales(), int(loop.opt.iterations.numpy())) == ([[1.0, 2.0]] * LOCAL, [4.0] * LOCAL, 0)
     loop.step([[4.0, 0.0], [0.0, 4.0]])
-    assert (loop.weights(), loop.scales(), int(loop.opt.iterations.numpy())) == ([[0.0, 1.0]] * 2, [4.0] * 2, 1)
+    assert (loop.weights(), loop.scales(), int(loop.opt.iterations.numpy())) == ([[0.0, 1.0]] * LOCAL, [4.0] * LOCAL, 1)
     assert loop.opt.last_step.applied
 
 
 def test_an_overflow_in_the_first_replica_skips_the_step_under_every_strategy() -> None:
     loop = Loop()
     loop.step(BAD["inf in the first"])
-    assert (loop.weights(), loop.scales()) == ([[1.0, 2.0]] * COUNT, [4.0] * COUNT)
+    assert (loop.weights(), loop.scales()) == ([[1.0, 2.0]] * LOCAL, [4.0] * LOCAL)
 
 
 @several
 def test_the_norm_is_that_of_the_sum() -> None:
     loop = Loop(norm=2.5)
     loop.step([[16.0, 16.0], [8.0, 16.0]])  # a sum of [24, 32], which is [3, 4] unscaled
-    assert loop.weights() == [[-0.5, 0.0]] * 2
+    assert loop.weights() == [[-0.5, 0.0]] * LOCAL
 
 
 def test_two_hundred_overflows_leave_a_scale_that_can_divide() -> None:
     loop = Loop()
     for _ in range(200):
         loop.step(BAD["inf in the first"])
-    assert loop.scales() == [2.0**-14] * COUNT
+    assert loop.scales() == [2.0**-14] * LOCAL
     loop.step(np.full((2, 2), 2.0**-14, np.float32).tolist())
-    assert loop.weights() == [[1.0 - COUNT, 2.0 - COUNT]] * COUNT
+    assert loop.weights() == [[1.0 - COUNT, 2.0 - COUNT]] * LOCAL
 
 
 def test_a_step_outside_of_the_replicas_is_refused() -> None:
     loop = Loop()
     with STRATEGY.scope(), pytest.raises(polyamp.UsageError, match=r"strategy\.run"):
         loop.opt.apply([tf.constant([1.0, 1.0])])
-    assert loop.weights() == [[1.0, 2.0]] * COUNT
+    assert loop.weights() == [[1.0, 2.0]] * LOCAL
 
 
 def test_master_weights_over_replicas_are_refused() -> None:
@@ -119,7 +120,11 @@ def test_master_weights_over_replicas_are_refused() -> None:
         polyamp.wrap_optimizer(keras.optimizers.SGD(), "O2").build([keras.Variable([1.0], dtype="float16")])
 
 
+in_one_process = pytest.mark.skipif(COUNT != LOCAL, reason="fit of Keras 3.15 fails over several processes")
+
+
 @several
+@in_one_process
 @pytest.mark.parametrize(
     "inner", [{}, {"clipnorm": 1.0}, {"global_clipnorm": 1.0}, {"use_ema": True}, {"weight_decay": 0.1}], ids=str
 )
@@ -136,6 +141,7 @@ def test_fit_is_that_of_the_plain_optimizer(inner: dict[str, Any]) -> None:
     assert losses[0] == losses[1]
 
 
+@in_one_process
 def test_fit_in_float16_recovers_from_a_scale_that_is_much_too_large() -> None:
     keras.utils.set_random_seed(0)
     x = np.random.default_rng(0).standard_normal((32, 2)).astype("float32")
@@ -150,3 +156,41 @@ def test_fit_in_float16_recovers_from_a_scale_that_is_much_too_large() -> None:
     assert losses[-1] < losses[0] / 2
     assert 0 < polyamp.save_loss_scale(opt)["skipped"] < 30
     assert all(np.isfinite(weights).all() for weights in model.get_weights())
+
+
+@pytest.mark.skipif(COUNT == LOCAL, reason="for several processes")
+def test_fit_over_several_processes_fails_in_keras_itself() -> None:
+    with STRATEGY.scope():
+        model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse", jit_compile=False)
+    with pytest.raises(ValueError, match="PerReplica"):
+        model.fit(np.ones((8, 2)), np.ones((8, 1)), verbose=0)
+
+
+class Interrupt(keras.callbacks.Callback):
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        if epoch == 1:
+            raise InterruptedError
+
+
+@pytest.mark.skipif(KIND != "mirrored", reason="one strategy is enough")
+def test_an_interrupted_fit_continues_to_the_bit(tmp_path: Path) -> None:
+    """The first epochs overflow, so that the scale and its counters are not those of a new optimizer."""
+    x = np.random.default_rng(0).standard_normal((16, 2)).astype("float32")
+
+    def trained(*callbacks: keras.callbacks.Callback) -> list[Any]:
+        keras.utils.set_random_seed(0)
+        with STRATEGY.scope():
+            model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(2), keras.layers.Dense(1)])
+            polyamp.convert(model, "mixed_float16")
+            scale = LossScale(init=2.0**24, interval=3)
+            opt = polyamp.wrap_optimizer(keras.optimizers.Adam(0.1), "mixed_float16", loss_scale=scale)
+            model.compile(opt, "mse", jit_compile=False)
+        model.fit(x, x[:, :1], batch_size=8, epochs=4, verbose=0, shuffle=False, callbacks=list(callbacks))
+        assert polyamp.save_loss_scale(opt)["skipped"] > 0
+        return [variable.numpy().tobytes() for variable in (*model.variables, *opt.variables)]
+
+    whole = trained()
+    with pytest.raises(InterruptedError):
+        trained(keras.callbacks.BackupAndRestore(tmp_path / "backup"), Interrupt())
+    assert trained(keras.callbacks.BackupAndRestore(tmp_path / "backup")) == whole

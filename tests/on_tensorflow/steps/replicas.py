@@ -11,7 +11,7 @@ import tensorflow as tf
 import polyamp
 from polyamp import LossScale
 from polyamp.backends.tensorflow import LossScaler
-from support.replica_strategies import BAD, COUNT, FINITE, STRATEGY, copies, on_each, several
+from support.replica_strategies import BAD, COUNT, FINITE, LOCAL, STRATEGY, copies, on_each, several
 
 COMPILED = pytest.mark.parametrize("compiled", [False, True], ids=["eager", "function"])
 
@@ -80,7 +80,7 @@ def test_steps_are_applied_and_gradients_summed(compiled: bool, make: type[Stepp
     loop = Loop(make, compiled)
     loop.step([[8.0, 0.0], [0.0, 8.0]])
     expected = [0.0, 1.0] if COUNT == 2 else [0.0, 2.0]
-    assert loop.copies() == [expected] * COUNT
+    assert loop.copies() == [expected] * LOCAL
     assert loop.stepper.scaler.loss_scale == 8.0
 
 
@@ -91,18 +91,18 @@ def test_steps_are_applied_and_gradients_summed(compiled: bool, make: type[Stepp
 def test_an_overflow_anywhere_skips_the_step_everywhere(compiled: bool, make: type[Stepper], bad: str) -> None:
     loop = Loop(make, compiled)
     loop.step(BAD[bad])
-    assert loop.copies() == [[1.0, 2.0]] * 2
-    assert copies(loop.stepper.scaler.scalars[0]) == [4.0] * 2
-    assert copies(loop.stepper.scaler.scalars[3]) == [1] * 2
+    assert loop.copies() == [[1.0, 2.0]] * LOCAL
+    assert copies(loop.stepper.scaler.scalars[0]) == [4.0] * LOCAL
+    assert copies(loop.stepper.scaler.scalars[3]) == [1] * LOCAL
     loop.step([[4.0, 0.0], [0.0, 4.0]])
-    assert loop.copies() == [[0.0, 1.0]] * 2
+    assert loop.copies() == [[0.0, 1.0]] * LOCAL
     assert loop.stepper.scaler.last_step.applied
 
 
 def test_an_overflow_in_the_first_replica_skips_the_step_under_every_strategy() -> None:
     loop = Loop(Stepper)
     loop.step(BAD["inf in the first"])
-    assert loop.copies() == [[1.0, 2.0]] * COUNT
+    assert loop.copies() == [[1.0, 2.0]] * LOCAL
     assert loop.stepper.scaler.loss_scale == 4.0
 
 
@@ -110,7 +110,7 @@ def test_an_overflow_in_the_first_replica_skips_the_step_under_every_strategy() 
 def test_the_norm_is_that_of_the_sum() -> None:
     loop = Loop(lambda: Stepper(max_grad_norm=2.5))
     loop.step([[16.0, 16.0], [8.0, 16.0]])  # a sum of [24, 32], which is [3, 4] unscaled
-    assert loop.copies() == [[-0.5, 0.0]] * 2
+    assert loop.copies() == [[-0.5, 0.0]] * LOCAL
 
 
 def test_the_state_is_saved_and_continues_in_every_replica(tmp_path: Any) -> None:
@@ -121,7 +121,7 @@ def test_the_state_is_saved_and_continues_in_every_replica(tmp_path: Any) -> Non
     assert [copies(scalar) for scalar in second.stepper.scaler.scalars] == [
         copies(scalar) for scalar in first.stepper.scaler.scalars
     ]
-    assert copies(second.stepper.scaler.scalars[0]) == [4.0] * COUNT
+    assert copies(second.stepper.scaler.scalars[0]) == [4.0] * LOCAL
 
 
 @MAKES
@@ -129,7 +129,7 @@ def test_a_step_outside_of_the_replicas_is_refused(make: type[Stepper]) -> None:
     loop = Loop(make)
     with STRATEGY.scope(), pytest.raises(polyamp.UsageError, match=r"strategy\.run"):
         loop.stepper(tf.constant([1.0, 1.0]), loop.weight)
-    assert loop.copies() == [[1.0, 2.0]] * COUNT
+    assert loop.copies() == [[1.0, 2.0]] * LOCAL
 
 
 def test_master_weights_over_replicas_are_refused() -> None:
@@ -140,7 +140,7 @@ def test_master_weights_over_replicas_are_refused() -> None:
         loop.step(FINITE)
 
 
-@several
+@pytest.mark.skipif(LOCAL == 1, reason="for several replicas in one process")
 def test_steps_in_replicas_are_marked_in_the_graph() -> None:
     loop = Loop(Stepper)
     spec = tf.constant([1.0, 1.0])

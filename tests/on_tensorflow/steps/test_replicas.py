@@ -5,8 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import tensorflow as tf
 
-from support.own_process import run_tests
+import polyamp
+from polyamp.backends.tensorflow import LossScaler
+from polyamp.refusals import without_common_step
+from support.own_process import run_tests, run_together, tensorflow_workers
+
+MATTER = "(anywhere and function and not Own) or applied or norm or saved or outside"
+"""What two processes test; eager steps are slow there."""
 
 
 @pytest.mark.parametrize(
@@ -14,3 +21,31 @@ from support.own_process import run_tests
 )
 def test_over_replicas(strategy: str) -> None:
     run_tests(Path(__file__).with_name("replicas.py"), "tensorflow", POLYAMP_TEST_STRATEGY=strategy)
+
+
+def test_over_two_processes() -> None:
+    each = [{"POLYAMP_TEST_STRATEGY": "two workers"} | worker for worker in tensorflow_workers(2)]
+    run_together(Path(__file__).with_name("replicas.py"), "tensorflow", each, "-x", "--tb=short", "-k", MATTER)
+
+
+REFUSED = {
+    "ParameterServerStrategy": tf.distribute.ParameterServerStrategy,
+    "CentralStorageStrategy": tf.distribute.experimental.CentralStorageStrategy,
+    "TPUStrategy": tf.distribute.TPUStrategy,
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_strategies_without_a_common_step_are_refused_by_name(name: str) -> None:
+    error = without_common_step(object.__new__(REFUSED[name]))  # to make one takes a cluster or a TPU
+    assert isinstance(error, polyamp.UnsupportedError)
+    named = type(name, (tf.distribute.OneDeviceStrategy,), {})("CPU:0")
+    with named.scope():
+        weight, scaler = tf.Variable([1.0]), LossScaler(polyamp.LossScale(init=8.0))
+        plain = LossScaler("mixed_bfloat16")
+    sgd = tf.compat.v1.train.GradientDescentOptimizer(1.0)
+    with pytest.raises(polyamp.UnsupportedError, match=f"under a {name}"):
+        named.run(lambda: scaler.step(sgd, [(tf.constant([8.0]), weight)]))
+    assert (weight.numpy(), scaler.loss_scale) == ([1.0], 8.0)
+    named.run(lambda: plain.step(sgd, [(tf.constant([1.0]), weight)]))
+    assert weight.numpy() == [0.0]

@@ -267,13 +267,13 @@ def test_closures_that_are_evaluated_again(kind: Any, name: str, overflow_at: in
             weight.grad[1] = math.inf
         return loss
 
-    before, generators = bits(weight), opt.state_dict()["master_weights"]
+    before, counts = bits(weight), opt.state_dict()["master_weights"]
     opt.step(closure)
     assert opt.last_step.applied == (overflow_at == 0)
     assert (bits(weight) == before) == (overflow_at > 0)
     assert len(model) == 1
     if overflow_at == 1:
-        assert bits(opt.state_dict()["master_weights"]) == bits(generators)
+        assert bits(opt.state_dict()["master_weights"]) == bits(counts)
     count, overflow_at, first = 0, 0, (weight.detach().float() - torch.tensor([1.0, 2.0, 3.0])).norm()
     for _ in range(5):
         opt.step(closure)

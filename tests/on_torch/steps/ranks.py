@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import io
 import math
 import os
+import warnings
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
@@ -107,7 +109,7 @@ def memory(opt: LossScaledOptimizer, model: torch.nn.Module) -> Any:
     """This rank's part of everything that a step may change, but for the loss scale and for chance."""
     state = opt.state_dict()
     del state["loss_scale"]
-    if "generators" in (state["master_weights"] or {}):  # they move on where the device skips
+    if "rounds" in (state["master_weights"] or {}):  # counted even where the device skips
         del state["master_weights"]
     return bits([list(model.parameters()), state])
 
@@ -159,23 +161,23 @@ def check_skip_and_resume(model: torch.nn.Module, opt: LossScaledOptimizer, brea
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_any_rank_is_exactly_zero_or_one(flags: tuple[float, float], dtype: torch.dtype) -> None:
     flag = torch.tensor(flags[RANK], dtype=dtype)
-    found = any_rank(flag)
+    found, _ = any_rank(flag)
     assert found.dtype == torch.float32
     assert found.item() == float(any(flags))
     assert torch.equal(flag, torch.tensor(flags[RANK], dtype=dtype)) or math.isnan(flags[RANK])
 
 
 def test_flags_are_combined_one_by_one() -> None:
-    assert any_rank(torch.tensor([float(RANK), 0.0, 1.0 - RANK])).tolist() == [1.0, 0.0, 1.0]
+    assert any_rank(torch.tensor([float(RANK), 0.0, 1.0 - RANK]))[0].tolist() == [1.0, 0.0, 1.0]
 
 
 def test_only_the_ranks_of_the_group_are_asked() -> None:
     alone = [dist.new_group([rank]) for rank in range(2)]
     flag = torch.tensor(float(RANK))
-    assert any_rank(flag, False) is flag
-    assert any_rank(flag, alone[RANK]) is flag
+    assert any_rank(flag, False)[0] is flag
+    assert any_rank(flag, alone[RANK])[0] is flag
     assert not has_peers(alone[1 - RANK])
-    assert any_rank(flag, dist.group.WORLD).item() == 1.0
+    assert any_rank(flag, dist.group.WORLD)[0].item() == 1.0
 
 
 @PATHS
@@ -185,6 +187,27 @@ def test_ranks_of_a_plain_group_skip_together(name: str, skips: str, dtype: torc
     model = model_of(dtype)
     opt = wrap(model, name, skips, master_weights=master_weights)
     check_skip_and_resume(model, opt, break_gradient)
+
+
+@PATHS
+@pytest.mark.filterwarnings("ignore:the loss was not finite")
+@pytest.mark.parametrize("in_loss", [False, True])
+def test_every_rank_knows_which_rank_overflowed(name: str, skips: str, in_loss: bool) -> None:
+    model = model_of(torch.float32)
+    opt = wrap(model, name, skips)
+    for broken in (False, False, True):
+        opt.zero_grad()
+        opt.backward(loss_of(model) * (math.inf if broken and in_loss and RANK else 1.0))
+        if broken and not in_loss:
+            break_gradient(model)
+        opt.step()
+        assert bool(opt.last_step) != broken
+    if RANK == 0:
+        assert opt.last_step.reason == "gradients were not finite: rank 1"
+    elif in_loss:
+        assert "not finite before scaling: a smaller scale cannot help; rank 1: 0.weight (" in opt.last_step.reason
+    else:
+        assert "not finite: rank 1: 2.weight (1 inf of 8)" in opt.last_step.reason
 
 
 def test_a_rank_that_is_asked_alone_skips_alone() -> None:
@@ -262,6 +285,7 @@ def test_the_scaler_in_the_place_of_torchs_skips_on_all_ranks(name: str, unscale
         scaler.step(plain)
         scaler.update()
         assert scaler.last_step.applied != broken
+        assert ("rank 1" in scaler.last_step.reason) == broken
         assert (bits([list(model.parameters()), plain.state_dict()]) == before) == broken
     assert scaler.get_scale() == 512.0
 
@@ -340,6 +364,43 @@ def test_an_overflow_of_a_16_bit_communication_skips_on_all_ranks() -> None:
     assert ranks_agree(opt.loss_scale)
 
 
+def with_sharded_state(params: Any, kind: type, **options: Any) -> torch.optim.Optimizer:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's module warns of itself when it is imported
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+    return ZeroRedundancyOptimizer(params, kind, **options)
+
+
+@pytest.mark.parametrize("fused_step", [False, True])
+def test_an_optimizer_with_sharded_state(fused_step: bool) -> None:
+    """ShardedGradScaler and a fused AdamW let such ranks drift apart."""
+    models = [DistributedDataParallel(model_of(torch.float32)) for _ in range(2)]
+    sharded = with_sharded_state(models[0].parameters(), torch.optim.AdamW, lr=0.1, fused=True)
+    opts = [
+        LossScaledOptimizer(plain, LossScale(init=1024.0), max_grad_norm=0.1, fused_step=fused_step)
+        for plain in (sharded, torch.optim.AdamW(models[1].parameters(), lr=0.1, fused=True))
+    ]
+    for broken in (False, True, False):
+        for model, opt in zip(models, opts, strict=True):
+            backward(model, opt)
+            if broken:
+                break_gradient(model.module)
+            opt.step()
+            assert bool(opt.last_step) != broken
+    torch.testing.assert_close(*([*model.parameters()] for model in models))
+    opts[0].consolidate_state_dict()
+    assert RANK or opts[0].state_dict()["loss_scale"] == opts[1].state_dict()["loss_scale"]
+
+
+@pytest.mark.parametrize("master_weights", [None, "remainder"])
+def test_masters_that_an_optimizer_inside_would_not_see_are_refused(master_weights: Any) -> None:
+    params = [*model_of(torch.bfloat16).bfloat16().parameters()]
+    sharded = with_sharded_state(params, torch.optim.SGD, lr=0.1)
+    with pytest.raises(polyamp.UnsupportedError, match="its own lists of 16-bit parameters"):
+        polyamp.wrap_optimizer(sharded, "bfloat16", master_weights=master_weights)
+    assert all(mine is one for mine, one in zip(sharded.param_groups[0]["params"], params, strict=True))
+
+
 def shard(model: torch.nn.Module, mesh: DeviceMesh, **options: Any) -> torch.nn.Module:
     for layer in model:
         fully_shard(layer, mesh=mesh, **options)
@@ -361,6 +422,56 @@ def test_fsdp(name: str, skips: str, dtype: torch.dtype, master_weights: Any, me
     model = shard(model_of(dtype), mesh)
     opt = wrap(model, name, skips, master_weights=master_weights, max_grad_norm=1.0)
     check_skip_and_resume(model, opt, lambda model: break_shard(model[0].weight))
+
+
+@pytest.mark.parametrize("autocasts", [False, True])
+@pytest.mark.parametrize("name", ["O2", "float16", "bfloat16", "mixed_float16", "mixed_bfloat16", "float32"])
+def test_fsdp_by_policy_trains_as_one_process_does(name: str, autocasts: bool, mesh: DeviceMesh) -> None:
+    policy = polyamp.policy(name)
+    models = [plain_model(), plain_model()]
+    if policy.needs_master_weights:
+        polyamp.convert(models[0], policy)
+    inner = policy.to_fsdp() if autocasts or name == "O2" else policy.to_fsdp(output=policy.compute)
+    for layer in models[0][:2]:  # the last one is the whole model's
+        fully_shard(layer, mesh=mesh, mp_policy=inner)
+    fully_shard(models[0], mesh=mesh, mp_policy=policy.to_fsdp())
+    opts = [
+        polyamp.wrap_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), chosen, loss_scale=scale)
+        for model, chosen, scale in zip(models, (policy, "float32"), (LossScale(init=1024.0), None), strict=True)
+    ]
+    region = polyamp.autocast(policy) if autocasts and name != "float32" else contextlib.nullcontext()
+    for _ in range(3):
+        opts[0].zero_grad()
+        with region:
+            loss = loss_of(models[0])
+        opts[0].backward(loss)
+        opts[0].step()
+        assert opts[0].last_step
+        whole = (models[1](X).squeeze(1) - Y).square().mean()
+        opts[1].zero_grad()
+        opts[1].backward(whole)
+        opts[1].step()
+    both = loss.detach()
+    dist.all_reduce(both)
+    assert both.item() / 2 == pytest.approx(whole.item(), rel=1e-5 if name == "float32" else 0.03)
+
+
+def plain_model() -> torch.nn.Sequential:
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(3, 8), torch.nn.LayerNorm(8), torch.nn.Linear(8, 1))
+
+
+@pytest.mark.parametrize("trains_norms", [True, False])
+def test_a_group_of_two_dtypes_is_refused(trains_norms: bool, mesh: DeviceMesh) -> None:
+    model = polyamp.convert(plain_model(), "O2")
+    model[1].requires_grad_(trains_norms)
+    fully_shard(model, mesh=mesh)
+    trained = [param for param in model.parameters() if param.requires_grad]
+    if trains_norms:
+        with pytest.raises(polyamp.UsageError, match="several dtypes together"):
+            polyamp.wrap_optimizer(torch.optim.SGD(trained, lr=0.1), "O2")
+        return
+    backward(model, polyamp.wrap_optimizer(torch.optim.SGD(trained, lr=0.1), "O2"))
 
 
 def break_shard(param: torch.Tensor) -> None:

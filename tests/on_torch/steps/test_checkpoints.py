@@ -38,15 +38,13 @@ def wrap(net: Net, name: str = "adam", kind: Any = None, **options: Any) -> Loss
     return LossScaledOptimizer(OPTIMIZERS[name](net.parameters()), master_weights=kind, **options)
 
 
-def fresh(dtype: torch.dtype, name: str, kind: Any, *, used: bool = False) -> tuple[Net, LossScaledOptimizer]:
-    """``used``: all parameters that are trained get gradients, as torch wants it where files are read."""
+def fresh(dtype: torch.dtype, name: str, kind: Any) -> tuple[Net, LossScaledOptimizer]:
     net = Net(dtype, usual=True)
-    net.unused.requires_grad_(not used)
     return net, wrap(net, name, kind)
 
 
-def trained(dtype: torch.dtype, name: str, kind: Any, *, used: bool = False) -> tuple[Net, LossScaledOptimizer]:
-    net, opt = fresh(dtype, name, kind, used=used)
+def trained(dtype: torch.dtype, name: str, kind: Any) -> tuple[Net, LossScaledOptimizer]:
+    net, opt = fresh(dtype, name, kind)
     train(net, opt, 2)
     train(net, opt, overflow=True)
     return net, opt
@@ -94,48 +92,128 @@ def test_distributed_checkpoints_round_trip(name: str, dtype: torch.dtype, kind:
 )
 def test_checkpoints_on_disk_round_trip(name: str, dtype: torch.dtype, kind: Any, flat: bool, tmp_path: Path) -> None:
     options = StateDictOptions(flatten_optimizer_state_dict=flat)
-    net, opt = trained(dtype, name, kind, used=True)
+    net, opt = trained(dtype, name, kind)
     opt.zero_grad()
     model, optim = get_state_dict(net, opt, options=options)
     dcp.save({"model": model, "optim": optim}, checkpoint_id=tmp_path)
-    other_net, other = fresh(dtype, name, kind, used=True)
+    other_net, other = fresh(dtype, name, kind)
     model, optim = get_state_dict(other_net, other, options=options)
     dcp.load({"model": model, "optim": optim}, checkpoint_id=tmp_path)
     set_state_dict(other_net, other, model_state_dict=model, optim_state_dict=optim, options=options)
     check_goes_on([(net, opt), (other_net, other)])
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_asking_before_the_first_step_does_what_it_does_to_a_plain_optimizer(name: str) -> None:
-    plain_model, model = linear(), linear()
-    plain, opt = (
-        OPTIMIZERS[name](plain_model.parameters()),
-        polyamp.wrap_optimizer(OPTIMIZERS[name](model.parameters()), "mixed_float16"),
-    )
-    scale = polyamp.save_loss_scale(opt)
-    for each, its in ((plain_model, plain), (model, opt)):
-        get_optimizer_state_dict(each, its)
-    assert polyamp.save_loss_scale(opt) == scale
-    assert opt.window.scaling is None
+@pytest.mark.parametrize("kind", [None, *KINDS])
+@pytest.mark.parametrize("name", [*NAMES, "third_party"])
+@pytest.mark.parametrize("moment", ["new", "scaled", "unscaled", "skipped"])
+def test_asking_changes_nothing(name: str, kind: Any, moment: str) -> None:
+    pairs = [fresh(torch.float32 if kind is None else torch.bfloat16, name, kind) for _ in range(2)]
+    for asked in (True, False):
+        net, opt = pairs[not asked]
+        if moment != "new":
+            opt.backward(net.loss())
+        if moment == "skipped":
+            net.turned.grad[0, 0] = torch.inf
+            opt.step()
+        elif moment == "unscaled":
+            opt.unscale_()
+        if asked:
+            get_optimizer_state_dict(net, opt)
+            get_optimizer_state_dict(net, opt, options=OPTIONS["flat"])
+        if moment in ("scaled", "unscaled"):
+            opt.step()
+            assert opt.last_step
+    check_goes_on(pairs)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("flat", [False, True])
+@pytest.mark.parametrize("kind", [None, True])
+def test_a_checkpoint_of_skipped_steps_alone_is_read(kind: Any, flat: bool, tmp_path: Path) -> None:
+    options = StateDictOptions(flatten_optimizer_state_dict=flat)
+    pairs = [fresh(torch.float32 if kind is None else torch.float16, "adamw_fused", kind) for _ in range(2)]
+    train(*pairs[0], overflow=True)
+    saved, read = (get_optimizer_state_dict(*pair, options=options) for pair in pairs)
+    dcp.save(saved, checkpoint_id=tmp_path)
+    dcp.load(read, checkpoint_id=tmp_path)
+    set_optimizer_state_dict(*pairs[1], read, options=options)
+    assert not pairs[1][1].inner.state
+    check_goes_on(pairs)
+
+
+def with_muon(dtype: torch.dtype) -> tuple[torch.nn.Module, list[LossScaledOptimizer]]:
+    """Matrices are trained by Muon, vectors by AdamW, each with its own loss scale."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 2)).to(dtype)
+    matrices, vectors = ([param for param in model.parameters() if param.dim() == dim] for dim in (2, 1))
+    plain = torch.optim.Muon(matrices, lr=0.1), torch.optim.AdamW(vectors, lr=0.1)
+    return model, [LossScaledOptimizer(each, LossScale(init=64.0)) for each in plain]
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("flat", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_several_optimizers_are_saved_in_one_call(dtype: torch.dtype, flat: bool, tmp_path: Path) -> None:
+    options = StateDictOptions(flatten_optimizer_state_dict=flat)
+    pairs = [with_muon(dtype) for _ in range(2)]
+
+    def train_both(model: torch.nn.Module, opts: list[LossScaledOptimizer], overflow_at: int | None = None) -> None:
+        for number, opt in enumerate(opts):
+            opt.zero_grad()
+            opt.backward(model(torch.ones(3, 4, dtype=dtype)).float().square().mean())
+            if number == overflow_at:
+                next(opt.model_parameters()).grad.fill_(torch.nan)
+            opt.step()
+
+    for overflow_at in (None, 1, None):
+        train_both(*pairs[0], overflow_at)
+    saved, read = (get_optimizer_state_dict(*pair, options=options) for pair in pairs)
+    dcp.save({"model": pairs[0][0].state_dict(), "optimizers": saved}, checkpoint_id=tmp_path)
+    model = pairs[1][0].state_dict()
+    dcp.load({"model": model, "optimizers": read}, checkpoint_id=tmp_path)
+    pairs[1][0].load_state_dict(model)
+    set_optimizer_state_dict(*pairs[1], read, options=options)
+    assert [opt.loss_scale for opt in pairs[1][1]] == [64.0, 32.0]
     for _ in range(2):
-        assert contents(opt) == contents(plain)
-        for each, its in ((plain_model, plain), (model, opt)):
-            its.zero_grad()
-            loss = loss_of(each)
-            opt.backward(loss) if its is opt else loss.backward()
-            its.step()
+        one, other = (bits([list(model.parameters()), *(opt.state_dict() for opt in opts)]) for model, opts in pairs)
+        assert one == other
+        for pair in pairs:
+            train_both(*pair)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_checkpoint_of_a_plain_run_is_read_by_a_plain_optimizer_first(dtype: torch.dtype, tmp_path: Path) -> None:
+    plain_net, net = Net(dtype, usual=True), Net(dtype, usual=True)
+    plain = OPTIMIZERS["adam"](plain_net.parameters())
+    plain_net.loss().backward()
+    plain.step()
+    plain.zero_grad()
+    plain_net.unused.requires_grad_(False)
+    net.unused.requires_grad_(False)
+    saved = dict(zip(("model", "optimizer"), get_state_dict(plain_net, plain), strict=True))
+    dcp.save(saved, checkpoint_id=tmp_path)
+    first = OPTIMIZERS["adam"](net.parameters())
+    read = dict(zip(("model", "optimizer"), get_state_dict(net, first), strict=True))
+    dcp.load(read, checkpoint_id=tmp_path)
+    opt = LossScaledOptimizer(first, LossScale(init=64.0))  # as the page of checkpoints shows it
+    with pytest.warns(polyamp.PolyampWarning, match="that was not wrapped"):
+        set_state_dict(net, opt, model_state_dict=read["model"], optim_state_dict=read["optimizer"])
+    assert bits(list(net.parameters())) == bits(list(plain_net.parameters()))
+    moment = opt.inner.state[opt.param_groups[0]["params"][0]]["exp_avg"]
+    assert torch.equal(moment, plain.state[plain_net.image]["exp_avg"].float())
+    train(net, opt, 2)
 
 
 def test_a_state_in_the_form_of_checkpoints_loads_anywhere() -> None:
-    net, opt = trained(torch.float16, "adam", None, used=True)
+    net, opt = trained(torch.float16, "adam", None)
     opt.zero_grad()
     saved = get_optimizer_state_dict(net, opt)
-    other_net, other = fresh(torch.float16, "adam", None, used=True)
+    other_net, other = fresh(torch.float16, "adam", None)
     other_net.load_state_dict(net.state_dict())
     other.load_state_dict(saved)
     assert bits(other.state_dict()) == bits(opt.state_dict())
     plain_net = Net(torch.float32, usual=True)
-    plain_net.unused.requires_grad_(False)
     plain = OPTIMIZERS["adam"](plain_net.parameters())
     set_optimizer_state_dict(plain_net, plain, saved)
     assert plain.state_dict()["state"][0]["exp_avg"].dtype == torch.float32

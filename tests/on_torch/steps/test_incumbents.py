@@ -139,6 +139,16 @@ def test_16_bit_parameters_are_trained_through_masters(dtype: torch.dtype) -> No
     assert [param.dtype for param in opt.param_groups[0]["params"]] == [torch.float32] * 2
 
 
+def test_a_scaler_takes_its_loss_scale_from_a_policy() -> None:
+    settings = polyamp.LossScale(init=8.0, hysteresis=2)
+    scaler = GradScaler("cpu", policy=polyamp.policy("mixed_float16", loss_scale=settings))
+    assert scaler.config.hysteresis == 2
+    assert scaler.get_scale() == 8.0
+    assert not GradScaler("cpu", policy="mixed_bfloat16").is_enabled()
+    with pytest.raises(polyamp.InvalidValueError, match="a policy and a loss scale were given"):
+        GradScaler("cpu", policy="mixed_float16", loss_scale=settings)
+
+
 def test_a_scaler_that_has_no_masters_says_which_parameter_needs_one() -> None:
     model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1).half())
     plain, scaler = sgd(model.parameters()), GradScaler("cpu")

@@ -1,4 +1,4 @@
-"""Ranks of torch.distributed: each is a process of its own, in which pytest runs ranks.py."""
+"""Ranks of torch.distributed: each is a process of its own, in which pytest runs ranks.py or meshes.py."""
 
 from __future__ import annotations
 
@@ -13,36 +13,50 @@ import torch
 
 import polyamp
 from polyamp.backends.torch import LossScaledOptimizer
-from polyamp.backends.torch.steps.ranks import any_rank, has_peers
+from polyamp.backends.torch.steps.ranks import Overflowed, any_rank, has_peers
+
+LAUNCH = """
+import os, sys
+import pytest, torch.distributed.checkpoint.state_dict, torch.distributed.fsdp, polyamp.backends.torch
+suite, folder, count = sys.argv[1], sys.argv[2], int(sys.argv[3])
+for rank in range(count):  # forked, so that each rank need not import PyTorch
+    if not os.fork():
+        os.environ["RANK"] = str(rank)
+        output = os.open(f"{folder}/rank{rank}", os.O_CREAT | os.O_WRONLY)
+        os.dup2(output, 1), os.dup2(output, 2)
+        options = ["-q", "-x", "--tb=short", "--suite=torch", "-p", "no:cacheprovider"]
+        os._exit(pytest.main([*options, suite]))
+sys.exit(any([os.wait()[1] for _ in range(count)]))
+"""
 
 
-def test_two_ranks(tmp_path: Path) -> None:
-    suite = Path(__file__).with_name("ranks.py")
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-x",
-        "--tb=short",
-        "--suite=torch",
-        "-p",
-        "no:cacheprovider",
-        str(suite),
-    ]
-    environment = {**os.environ, "POLYAMP_TEST_RENDEZVOUS": str(tmp_path / "rendezvous"), "OMP_NUM_THREADS": "1"}
-    runs = [
-        subprocess.Popen(command, env={**environment, "RANK": rank}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-        for rank in "01"
-    ]
-    outputs = [run.communicate(timeout=300)[0].decode() for run in runs]
-    assert [run.returncode for run in runs] == [0, 0], "\n".join(outputs)
+@pytest.mark.parametrize(("suite", "count"), [("ranks.py", 2), ("meshes.py", 4)])
+def test_ranks_that_step_together(suite: str, count: int, tmp_path: Path) -> None:
+    command = [sys.executable, "-c", LAUNCH, str(Path(__file__).with_name(suite)), str(tmp_path), str(count)]
+    threads = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+    environment = {**os.environ, **threads, "POLYAMP_TEST_RENDEZVOUS": str(tmp_path / "rendezvous")}
+    done = subprocess.run(command, env=environment, timeout=300, check=False)
+    assert done.returncode == 0, "\n".join((tmp_path / f"rank{rank}").read_text() for rank in range(count))
 
 
 def test_without_other_ranks_nothing_is_combined() -> None:
     flag = torch.tensor(1.0)
-    assert any_rank(flag) is flag
+    assert any_rank(flag)[0] is flag
     assert not has_peers()
+
+
+@pytest.mark.parametrize(
+    ("bits", "members", "text"),
+    [
+        ([[0b10]], None, "rank 1"),
+        ([[0b10], [0b101]], None, "ranks 0, 1, 2"),
+        ([[1 << 62, 0b11]], None, "ranks 62, 63, 64"),
+        ([[0b11]], [4, 7], "ranks 4, 7"),
+        ([[2**20 - 1]], None, "20 ranks: 0, 1, 2, 3, 4, 5, 6, 7, ..."),
+    ],
+)
+def test_bits_name_ranks(bits: list[list[int]], members: list[int] | None, text: str) -> None:
+    assert str(Overflowed(torch.tensor(bits), members, here=0)) == text
 
 
 @pytest.mark.parametrize("group", [True, "world", 0, [0, 1]])

@@ -160,7 +160,7 @@ def test_loss_scales_of_several_losses_are_saved() -> None:
         {"loss_scales": {"generator": {}}},
         {"master_weights": 3},
         {"master_weights": {0: 3}},
-        {"master_weights": {"generators": 3}},
+        {"master_weights": {"rounds": 3.0, "draws": 0}},
         {"master_weights": {0: torch.ones(2)}},
     ],
     ids=repr,
@@ -175,6 +175,27 @@ def test_bad_states_change_nothing(kind: Any, change: dict[str, Any]) -> None:
         opt.load_state_dict(state)
     assert memory(net, opt) == before
     assert opt.loss_scale == 32.0
+
+
+class OneOfTwoRanks(torch.optim.SGD):
+    """Drops the state that another rank keeps, as `ZeroRedundancyOptimizer` does."""
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        state_dict["state"][0] = None
+        super().load_state_dict(state_dict)
+
+
+def test_an_optimizer_may_drop_states_when_it_loads_them() -> None:
+    nets = [torch.nn.Linear(3, 1) for _ in range(2)]
+    opts = [polyamp.wrap_optimizer(OneOfTwoRanks(net.parameters(), momentum=0.9), "mixed_float16") for net in nets]
+    opts[0].backward(nets[0](torch.ones(2, 3)).sum())
+    opts[0].step()
+    saved = opts[0].state_dict()
+    before = bits(saved)
+    opts[1].load_state_dict(saved)
+    assert bits(saved) == before
+    assert opts[1].state[nets[1].weight] is None
+    assert bits(opts[1].state[nets[1].bias]) == bits(opts[0].state[nets[0].bias])
 
 
 def test_the_state_of_a_plain_optimizer_goes_to_the_inner_one() -> None:

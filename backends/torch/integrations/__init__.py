@@ -1,0 +1,1 @@
+"""Plugins for trainers, one module for each. A module imports its trainer only when it is imported itself."""

@@ -1,0 +1,12 @@
+"""Distributed checkpoints of wrapped optimizers that are read on more ranks, on fewer, and over other meshes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from support.forked_ranks import outputs, run_ranks
+from support.resharded_runs import RANKS, reshard
+
+
+def test_checkpoints_are_read_over_other_meshes(tmp_path: Path) -> None:
+    assert run_ranks(RANKS, reshard, tmp_path) == [0] * RANKS, outputs(tmp_path)

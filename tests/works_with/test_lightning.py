@@ -1,0 +1,661 @@
+"""Lightning with polyamp's plugin: its loops train as in float32, skip as one, and resume to the bit."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import lightning
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback, EMAWeightAveraging, ModelCheckpoint, StochasticWeightAveraging
+from lightning.pytorch.demos import LightningTransformer
+from lightning.pytorch.demos.boring_classes import BoringModel, ManualOptimBoringModel
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+import polyamp
+from polyamp import LossScale
+from polyamp.backends.torch import GradScaler, LossScaledOptimizer
+from polyamp.backends.torch.integrations.lightning import FabricPrecision, HeldScheduler, MixedPrecision
+
+POLICIES = ["mixed_float16", "mixed_bfloat16", "O2", "bfloat16"]
+CLIPPING = [
+    {},
+    {"gradient_clip_val": 0.1},
+    {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"},
+    {"gradient_clip_val": 0.1, "accumulate_grad_batches": 2},
+]
+
+
+@pytest.fixture(autouse=True)
+def _quiet(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """Ignore Lightning's own warnings; polyamp's are errors."""
+    monkeypatch.chdir(tmp_path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        warnings.simplefilter("error", polyamp.PolyampWarning)
+        yield
+
+
+class Model(lightning.LightningModule):
+    """A regression whose batches are numbers, so that a resumed run sees the same data; batches of ``bad`` overflow."""
+
+    def __init__(self, bad: tuple[int, ...] = ()) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Tanh(), nn.Linear(8, 4))
+        self.bad, self.losses, self.rates = bad, [], []
+
+    def loss(self, index: int) -> Tensor:
+        random = torch.Generator().manual_seed(index)
+        x = torch.randn(16, 8, generator=random)
+        loss = (self.net(x.to(self.net[0].weight.dtype)).float() - x[:, :4].sin()).square().mean()
+        return loss * 1e36 if index in self.bad else loss
+
+    def training_step(self, batch: Tensor, index: int) -> Tensor | None:
+        loss = self.loss(int(batch))
+        self.losses.append(loss.item())
+        self.rates.append(self.trainer.optimizers[0].param_groups[0]["lr"])
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.Adam(self.parameters(), lr=0.03)
+        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(range(8))  # type: ignore[arg-type]
+
+
+class Manual(Model):
+    """Manual optimization. ``between`` is called between the backward pass and the step."""
+
+    def __init__(self, between: Callable[[Any, Any], None] = lambda model, optimizer: None, **options: Any) -> None:
+        super().__init__(**options)
+        self.automatic_optimization, self.between = False, between
+
+    def training_step(self, batch: Tensor, index: int) -> None:
+        optimizer: Any = self.optimizers()
+        loss = self.loss(int(batch))
+        self.losses.append(loss.item())
+        self.manual_backward(loss)
+        self.between(self, optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def trainer(policy: Any = None, *, scale: Any = None, **options: Any) -> lightning.Trainer:
+    plugin = None if policy is None else MixedPrecision(policy, loss_scale=scale)
+    quiet: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    quiet |= {"accelerator": "cpu", "max_epochs": 1, "enable_checkpointing": False}
+    return lightning.Trainer(plugins=plugin, **{**quiet, **options})
+
+
+def fit(model: Any, policy: Any = None, *, ckpt_path: Any = None, **options: Any) -> Any:
+    trainer(policy, **options).fit(model, ckpt_path=ckpt_path)
+    return model
+
+
+def bits(model: nn.Module) -> list[bytes]:
+    return [value.detach().float().numpy().tobytes() for value in model.state_dict().values()]
+
+
+def rough(policy: str) -> float:
+    return 0.02 if "bf" in policy else 4e-3
+
+
+# --- training ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", CLIPPING, ids=str)
+@pytest.mark.parametrize("policy", POLICIES)
+def test_losses_are_those_of_float32(policy: str, options: Any) -> None:
+    plain, mixed = fit(Model(), **options), fit(Model(), policy, **options)
+    assert plain.losses[0] - plain.losses[-1] > 0.01  # it does train
+    assert mixed.losses == pytest.approx(plain.losses, abs=rough(policy))
+    assert mixed.rates == plain.rates
+    assert isinstance(mixed.trainer.optimizers[0], LossScaledOptimizer)
+
+
+def test_the_trainer_knows_its_precision() -> None:
+    words = [trainer(policy).precision for policy in (*POLICIES, "float32")]
+    assert words == ["16-mixed", "bf16-mixed", "16-true", "bf16-true", "32-true"]
+
+
+@pytest.mark.parametrize("kind", [BoringModel, ManualOptimBoringModel])
+def test_demonstration_models_train(kind: Any) -> None:
+    def weight(policy: str | None) -> Tensor:
+        torch.manual_seed(0)
+        return fit(kind(), policy, scale=LossScale(init=2.0**8), max_steps=6, limit_val_batches=2).layer.weight.detach()  # type: ignore[no-any-return]
+
+    torch.testing.assert_close(weight("mixed_float16"), weight(None), rtol=0.01, atol=2e-3)
+
+
+def test_demonstration_transformer_trains(tmp_path: Path) -> None:
+    def losses(policy: str | None) -> list[float]:
+        torch.manual_seed(0)
+        found: list[float] = []
+
+        class Transformer(LightningTransformer):  # type: ignore[misc]
+            def training_step(self, batch: Any, index: int) -> Tensor:
+                loss: Tensor = super().training_step(batch, index)
+                found.append(loss.item())
+                return loss
+
+            def prepare_data(self) -> None:
+                """Download nothing."""
+
+            def train_dataloader(self) -> Any:
+                words = torch.randint(0, 50, (12, 17), generator=torch.Generator().manual_seed(1))
+                return DataLoader([(row[:-1], row[1:]) for row in words], batch_size=4)  # type: ignore[arg-type]
+
+        model = Transformer(vocab_size=50)
+        for part in model.modules():
+            if isinstance(part, nn.Dropout):
+                part.p = 0.0
+        fit(model, policy, max_epochs=3, gradient_clip_val=1.0)
+        return found
+
+    plain = losses(None)
+    assert plain[0] - plain[-1] > 0.1
+    assert losses("mixed_float16") == pytest.approx(plain, rel=0.01)
+
+
+def test_evaluation_runs_under_the_policy() -> None:
+    seen: dict[str, torch.dtype] = {}
+
+    class Evaluated(Model):
+        def look(self, where: str) -> None:
+            seen[where] = self.net[0](torch.ones(1, 8)).dtype
+
+        def validation_step(self, batch: Any, index: int) -> None:
+            self.look("validation")
+
+        def test_step(self, batch: Any, index: int) -> None:
+            self.look("test")
+
+        def predict_step(self, batch: Any, index: int) -> None:
+            self.look("predict")
+
+    one, data = trainer("mixed_bfloat16"), DataLoader([1])  # type: ignore[arg-type]
+    model = Evaluated()
+    for run in (one.validate, one.test, one.predict):
+        run(model, data, **({} if run == one.predict else {"verbose": False}))
+    assert seen == dict.fromkeys(["validation", "test", "predict"], torch.bfloat16)
+
+
+def test_new_modules_and_tensors_have_the_parameters_format() -> None:
+    one = trainer("bfloat16")
+    with one.init_module():
+        assert nn.Linear(2, 2).weight.dtype == torch.bfloat16
+    assert one.precision_plugin.convert_input({"x": torch.ones(1), "i": torch.ones(1, dtype=torch.long)})[
+        "x"
+    ].dtype == (torch.bfloat16)
+    with trainer("mixed_bfloat16").init_module():
+        assert nn.Linear(2, 2).weight.dtype == torch.float32
+
+
+# --- gradients and skips ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", ["mixed_float16", "O2"])
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_hooks_see_unscaled_gradients(policy: str, accumulate: int) -> None:
+    norms: dict[str, list[float]] = {"float32": [], policy: []}
+
+    class Watch(Callback):
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
+            grads = [param.grad for group in optimizer.param_groups for param in group["params"]]
+            norms[self.name].append(torch.stack([grad.norm() for grad in grads]).norm().item())
+
+    for name in norms:
+        fit(Model(), name, callbacks=[Watch(name)], accumulate_grad_batches=accumulate)
+    assert norms[policy] == pytest.approx(norms["float32"], rel=0.02)
+
+
+def test_own_clipping_of_the_module_clips_unscaled_gradients() -> None:
+    class Clipping(Model):
+        def configure_gradient_clipping(self, optimizer: Any, *_: Any, **__: Any) -> None:
+            self.clip_gradients(optimizer, gradient_clip_val=0.1, gradient_clip_algorithm="norm")
+            nn.utils.clip_grad_value_(self.parameters(), 0.05)
+
+    assert fit(Clipping(), "mixed_float16").losses == pytest.approx(fit(Clipping()).losses, abs=4e-3)
+
+
+@pytest.mark.parametrize("policy", ["mixed_float16", "O2"])
+@pytest.mark.parametrize("manual", [False, True])
+def test_a_skip_changes_nothing_and_holds_the_schedule(policy: str, manual: bool) -> None:
+    seen: list[list[bytes]] = []
+
+    class Watched(Manual if manual else Model):  # type: ignore[misc]
+        def on_train_batch_end(self, *_: Any) -> None:
+            seen.append(bits(self))
+
+    model = fit(Watched(bad=(2,)), policy, scale=LossScale(init=2.0**8))
+    optimizer = model.trainer.optimizers[0]
+    assert seen[2] == seen[1] != seen[3]
+    assert optimizer.loss_scale == 2.0**7
+    assert model.trainer.global_step == 8  # Lightning counts skipped steps too
+    if not manual:
+        assert model.rates == [pytest.approx(0.03 * 0.9 ** (index - (index > 2))) for index in range(8)]
+
+
+def test_only_schedules_by_step_are_held() -> None:
+    class Scheduled(Model):
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.SGD(self.parameters(), lr=0.01)
+            schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+            return [optimizer], [schedule]
+
+    model = fit(Scheduled(bad=(7,)), "mixed_float16")
+    assert model.trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.001)
+    held = fit(Model(), "mixed_float16").trainer.lr_scheduler_configs[0].scheduler
+    assert isinstance(held, HeldScheduler)
+    assert held.last_epoch == 8
+
+
+def test_a_batch_without_loss_is_left_out() -> None:
+    class Absent(Model):
+        def training_step(self, batch: Tensor, index: int) -> Tensor | None:
+            return None if index % 2 else super().training_step(batch, index)
+
+    assert fit(Absent(), "mixed_float16").losses == pytest.approx(fit(Absent()).losses, abs=4e-3)
+
+
+# --- manual optimization ----------------------------------------------------------------------------------------------
+
+BETWEEN: dict[str, Callable[[Any, Any], None]] = {
+    "nothing": lambda model, optimizer: None,
+    "module clips": lambda model, optimizer: model.clip_gradients(optimizer, 0.1, "norm"),
+    "module clips values": lambda model, optimizer: model.clip_gradients(optimizer, 0.01, "value"),
+    "optimizer clips": lambda model, optimizer: (
+        optimizer.clip_grad_norm_(0.1)
+        if isinstance(optimizer, LossScaledOptimizer)
+        else nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    ),
+}
+
+
+@pytest.mark.parametrize("between", BETWEEN)
+@pytest.mark.parametrize("policy", ["mixed_float16", "O2", "mixed_bfloat16"])
+def test_manual_optimization_trains_as_float32_does(policy: str, between: str) -> None:
+    plain, mixed = fit(Manual(BETWEEN[between])), fit(Manual(BETWEEN[between]), policy)
+    assert mixed.losses == pytest.approx(plain.losses, abs=rough(policy))
+
+
+def test_an_optimizer_of_the_module_starts_new_windows() -> None:
+    """The object of ``self.optimizers()`` is a proxy: what it clears is cleared in the wrapped optimizer too."""
+
+    class Twice(Manual):
+        def training_step(self, batch: Tensor, index: int) -> None:
+            optimizer: Any = self.optimizers()
+            self.manual_backward(self.loss(index) * (float("inf") if isinstance(optimizer, LossScaledOptimizer) else 1))
+            optimizer.zero_grad()
+            super().training_step(batch, index)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", polyamp.PolyampWarning)  # the loss of inf
+        mixed = fit(Twice(), "mixed_float16")
+    assert mixed.losses == pytest.approx(fit(Twice()).losses, abs=4e-3)
+    assert mixed.trainer.optimizers[0].last_step
+
+
+class Gan(lightning.LightningModule):
+    """Lightning's example in small: two optimizers that are toggled, each with a loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.automatic_optimization = False
+        self.generator = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4))
+        self.discriminator = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+        self.losses: list[float] = []
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(part.parameters(), lr=0.1) for part in (self.generator, self.discriminator)], []
+
+    def training_step(self, batch: Tensor, index: int) -> None:
+        random = torch.Generator().manual_seed(index)
+        noise, real = (torch.randn(8, 4, generator=random).to(self.generator[0].weight.dtype) for _ in range(2))
+        first, second = self.optimizers()  # type: ignore[misc]
+        for optimizer, judged, truth in (
+            (first, lambda: self.discriminator(self.generator(noise)), 1.0),
+            (second, lambda: self.discriminator(torch.cat([real, self.generator(noise).detach() + 1])), 0.0),
+        ):
+            self.toggle_optimizer(optimizer)
+            loss = (judged().float() - truth).square().mean()
+            self.manual_backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            self.untoggle_optimizer(optimizer)
+            self.losses.append(loss.item())
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(range(8))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("policy", ["mixed_float16", "O2"])
+def test_two_toggled_optimizers_share_a_loss_scale(policy: str) -> None:
+    mixed = fit(Gan(), policy, scale=LossScale(init=2.0**10, interval=3))
+    assert mixed.losses == pytest.approx(fit(Gan()).losses, abs=6e-3)
+    scales = {optimizer.loss_scale for optimizer in mixed.trainer.optimizers}
+    assert len(scales) == 1
+    assert scales.pop() > 2.0**10
+
+
+def test_closures_of_optimizer_step() -> None:
+    class Closing(Manual):
+        def training_step(self, batch: Tensor, index: int) -> None:
+            def closure() -> None:
+                optimizer.zero_grad()
+                loss = self.loss(int(batch))
+                self.losses.append(loss.item())
+                self.manual_backward(loss)
+
+            optimizer: Any = self.optimizers()
+            optimizer.step(closure)
+
+    class Overriding(Model):
+        def optimizer_step(self, epoch: int, index: int, optimizer: Any, closure: Any = None) -> None:
+            optimizer.step(closure=closure)
+
+    for kind in (Closing, Overriding):
+        assert fit(kind(), "mixed_float16").losses == pytest.approx(fit(kind()).losses, abs=4e-3)
+
+
+@pytest.mark.parametrize("clip", [None, 5.0])
+def test_lbfgs_evaluates_scaled_losses(clip: float | None) -> None:
+    class Searching(Model):
+        def loss(self, index: int) -> Tensor:
+            return super().loss(0)
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=3)
+
+    plain, mixed = (fit(Searching(), policy, gradient_clip_val=clip) for policy in (None, "mixed_float16"))
+    assert mixed.losses[:6] == pytest.approx(plain.losses[:6], abs=6e-3)
+    assert mixed.losses[-1] == pytest.approx(plain.losses[-1], abs=6e-3)
+
+
+# --- callbacks --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", ["mixed_float16", "O2"])
+@pytest.mark.parametrize(
+    "callback",
+    [lambda: EMAWeightAveraging(decay=0.5), lambda: StochasticWeightAveraging(swa_lrs=0.01, swa_epoch_start=1)],
+    ids=["EMA", "SWA"],
+)
+def test_averages_of_weights(callback: Any, policy: str) -> None:
+    class Plain(Model):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    plain, mixed = (fit(Plain(), name, callbacks=[callback()], max_epochs=4) for name in (None, policy))
+    for one, other in zip(plain.parameters(), mixed.parameters(), strict=True):
+        torch.testing.assert_close(one, other.float(), rtol=0.02, atol=4e-3)
+
+
+# --- checkpoints ------------------------------------------------------------------------------------------------------
+
+
+class Killed(Exception):
+    pass
+
+
+class Killer(Callback):
+    def __init__(self, batch: int) -> None:
+        self.batch, self.count = batch, 0
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        if self.count == self.batch:
+            raise Killed
+        self.count += 1
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(("killed", "accumulate"), [(5, 2), (8, 2), (11, 2), (3, 1), (13, 1)])
+def test_a_killed_run_resumes_to_the_bit(policy: str, killed: int, accumulate: int, tmp_path: Path) -> None:
+    """Batches 2 and 10 overflow; ``training_step`` gets its batch from the step, as a resumable loader would."""
+
+    class Counting(Model):
+        def training_step(self, batch: Tensor, index: int) -> Tensor | None:
+            number = self.trainer.current_epoch * 8 + index
+            return super().training_step(torch.tensor(number), index)
+
+    options: dict[str, Any] = {"max_epochs": 2, "accumulate_grad_batches": accumulate, "gradient_clip_val": 0.5}
+    if "bfloat16" not in policy:
+        options["scale"] = LossScale(init=2.0**10, interval=3)
+    whole = fit(Counting(bad=(2, 10)), policy, **options)
+    saves = ModelCheckpoint(tmp_path, every_n_train_steps=1, save_top_k=-1, save_last=True)
+    with pytest.raises(Killed):
+        fit(
+            Counting(bad=(2, 10)), policy, **options, callbacks=[saves, Killer(killed)], enable_checkpointing=True
+        )  # fmt: skip
+    resumed = fit(Counting(bad=(2, 10)), policy, **options, ckpt_path=tmp_path / "last.ckpt")
+    assert bits(resumed) == bits(whole)
+    mine, its = (json.dumps(one.trainer.optimizers[0].state_dict(), default=str) for one in (resumed, whole))
+    assert mine == its
+    assert resumed.trainer.global_step == whole.trainer.global_step
+    torch.load(tmp_path / "last.ckpt", weights_only=True)
+
+
+def test_checkpoints_of_lightnings_own_plugin_load_here_and_the_reverse(tmp_path: Path) -> None:
+    from lightning.pytorch.plugins.precision import MixedPrecision as Native
+
+    def own(**options: Any) -> lightning.Trainer:
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**6, growth_interval=5)
+        one = trainer(**options)
+        one.strategy.precision_plugin = Native("16-mixed", "cpu", scaler=scaler)
+        return one
+
+    scale = LossScale(init=2.0**6, interval=5)
+    first, last = own(max_epochs=1), trainer("mixed_float16", scale=scale, max_epochs=1)
+    models = Model(), Model()
+    for one, model in zip((first, last), models, strict=True):
+        one.fit(model)
+        one.save_checkpoint(tmp_path / f"{type(one.precision_plugin).__module__}.ckpt")
+    native, ours = (torch.load(file, weights_only=True)["MixedPrecision"] for file in sorted(tmp_path.iterdir()))
+    assert ours == native
+    assert native["scale"] == 2.0**7
+    there, here = own(max_epochs=2), trainer("mixed_float16", scale=scale, max_epochs=2)
+    for one, file in zip((here, there), sorted(tmp_path.iterdir()), strict=True):
+        one.fit(Model(), ckpt_path=file)
+    assert here.precision_plugin.state_dict() == there.precision_plugin.state_dict()
+    assert here.optimizers[0].loss_scale == 2.0**9
+
+
+@pytest.mark.parametrize("policy", ["mixed_float16", "O2"])
+def test_a_second_fit_goes_on_with_the_same_optimizer(policy: str) -> None:
+    class Kept(Model):
+        def configure_optimizers(self) -> Any:
+            if not hasattr(self, "kept"):
+                self.kept = torch.optim.SGD(self.parameters(), lr=0.1)
+            return self.kept
+
+    mixed, plain = Kept(), Kept()
+    for name, model in ((policy, mixed), (None, plain)):
+        first = trainer(name)
+        first.fit(model)
+        fit(model, name)
+    assert mixed.losses == pytest.approx(plain.losses, abs=4e-3)
+
+
+# --- refusals ---------------------------------------------------------------------------------------------------------
+
+
+def test_optimizers_that_are_wrapped_stay() -> None:
+    class Wrapped(Gan):
+        def configure_optimizers(self) -> Any:
+            plain, _ = super().configure_optimizers()
+            return self.wrap(plain), []
+
+        def wrap(self, plain: list[Any]) -> list[Any]:
+            self.mine: list[Any] = polyamp.wrap_optimizer(plain, "mixed_float16")
+            return self.mine
+
+    class Apart(Wrapped):
+        def wrap(self, plain: list[Any]) -> list[Any]:
+            return [polyamp.wrap_optimizer(one, "mixed_float16") for one in plain]
+
+    class Half(Wrapped):
+        def wrap(self, plain: list[Any]) -> list[Any]:
+            return [polyamp.wrap_optimizer(plain[0], "mixed_float16"), plain[1]]
+
+    model = fit(Wrapped(), "mixed_float16")
+    assert model.trainer.optimizers == model.mine
+    assert fit(Half(), "mixed_float16").losses == model.losses
+    with pytest.raises(polyamp.UsageError, match="different loss scales"):
+        fit(Apart(), "mixed_float16")
+
+
+def test_deepspeed_is_refused() -> None:
+    class DeepSpeedStrategy(lightning.pytorch.strategies.SingleDeviceStrategy):
+        pass
+
+    with pytest.raises(polyamp.UnsupportedError, match="DeepSpeed scales the loss"):
+        fit(Model(), "mixed_float16", strategy=DeepSpeedStrategy())
+
+
+def test_options_are_checked_when_the_plugin_is_made() -> None:
+    for kind in (MixedPrecision, FabricPrecision):
+        with pytest.raises(polyamp.UnsupportedError, match="did you mean master_weights"):
+            kind("mixed_float16", master_weight=False)
+        with pytest.raises(polyamp.InvalidValueError, match="unknown policy"):
+            kind("mixed_float15")
+        with pytest.raises(polyamp.InvalidValueError):
+            kind("mixed_float16", max_grad_norm=-1.0)
+
+
+# --- without the plugin -----------------------------------------------------------------------------------------------
+
+
+class WrappedByHand(Model):
+    def configure_optimizers(self) -> Any:
+        return polyamp.wrap_optimizer(torch.optim.Adam(self.parameters(), lr=0.03), "mixed_float16")
+
+
+@pytest.mark.parametrize("options", [{}, {"gradient_clip_val": 1.0}], ids=str)
+def test_a_wrapped_optimizer_without_the_plugin_is_refused(options: Any) -> None:
+    with pytest.raises(polyamp.UsageError, match="not scaled"):
+        fit(WrappedByHand(), **options)
+
+
+def test_a_wrapped_optimizer_scales_in_manual_optimization() -> None:
+    class Scaling(WrappedByHand):
+        automatic_optimization = False
+
+        def training_step(self, batch: Tensor, index: int) -> None:
+            optimizer: Any = self.optimizers()
+            with polyamp.autocast("mixed_float16"):
+                loss = self.loss(int(batch))
+            self.losses.append(loss.item())
+            self.manual_backward(optimizer.scale(loss))
+            optimizer.step()
+            optimizer.zero_grad()
+
+    class Constant(Model):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.Adam(self.parameters(), lr=0.03)
+
+    assert fit(Scaling()).losses == pytest.approx(fit(Constant()).losses, abs=4e-3)
+
+
+def test_lightnings_own_plugin_takes_polyamps_scaler() -> None:
+    from lightning.pytorch.plugins.precision import MixedPrecision as Native
+
+    one = trainer()
+    one.strategy.precision_plugin = Native("16-mixed", "cpu", scaler=GradScaler("cpu", init_scale=2.0**10))
+    model = Model()
+    one.fit(model)
+    assert model.losses == pytest.approx(fit(Model()).losses, abs=4e-3)
+
+
+# --- Fabric -----------------------------------------------------------------------------------------------------------
+
+
+def fabric_losses(precision: Any, tmp_path: Path | None = None, steps: int = 6) -> tuple[list[float], Any]:
+    fabric = lightning.Fabric(accelerator="cpu", devices=1, plugins=precision)
+    model = fabric.setup_module(Model().net)
+    plain: Any = torch.optim.Adam(model.parameters(), lr=0.01)
+    optimizer: Any = fabric.setup_optimizers(plain if precision is None else precision.wrap_optimizer(plain))
+    losses = []
+    for step in range(steps):
+        for part in range(2):
+            random = torch.Generator().manual_seed(2 * step + part)
+            x, y = torch.randn(16, 8, generator=random), torch.randn(16, 4, generator=random)
+            loss = (model(x).float() - y.sin()).square().mean() / 2
+            fabric.backward(loss)
+            losses.append(loss.item())
+        fabric.clip_gradients(model, optimizer, max_norm=0.1 if step % 2 else None, clip_val=None if step % 2 else 0.01)
+        optimizer.step()
+        optimizer.zero_grad()
+        if tmp_path is not None and step == 2:
+            fabric.save(tmp_path / "fabric.ckpt", {"model": model, "optimizer": optimizer})
+            nn.init.zeros_(model.module[0].weight)
+            fabric.load(tmp_path / "fabric.ckpt", {"model": model, "optimizer": optimizer})
+    return losses, optimizer
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_fabric_trains_as_float32_does_and_saves_the_loss_scale(policy: str, tmp_path: Path) -> None:
+    plain, _ = fabric_losses(None)
+    mixed, optimizer = fabric_losses(FabricPrecision(policy), tmp_path)
+    assert mixed == pytest.approx(plain, abs=rough(policy))
+    assert optimizer.loss_scale == (1.0 if "bfloat" in policy else 2.0**16)
+    assert mixed == fabric_losses(FabricPrecision(policy))[0]
+
+
+def test_fabric_without_wrapped_optimizers_is_refused() -> None:
+    for precision, words in [
+        (FabricPrecision("mixed_float16"), "the optimizer is not wrapped"),
+        (MixedPrecision("mixed_float16"), "this plugin is for Lightning's Trainer"),
+    ]:
+        fabric = lightning.Fabric(accelerator="cpu", devices=1, plugins=precision)
+        layer = nn.Linear(2, 1)
+        plain = torch.optim.SGD(layer.parameters(), lr=0.1)
+        with pytest.raises(polyamp.UsageError, match=words):
+            fabric.backward(fabric.setup(layer, plain)[0](torch.ones(1, 2)).sum())
+    with pytest.raises(polyamp.UsageError, match="the optimizer is not wrapped"):
+        FabricPrecision("mixed_float16").optimizer_step(plain)
+
+
+# --- imports and processes --------------------------------------------------------------------------------------------
+
+
+def test_polyamp_does_not_import_lightning() -> None:
+    code = "import sys, polyamp.backends.torch; assert not {'lightning', 'pytorch_lightning'} & {*sys.modules}"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_the_older_package_names_work(tmp_path: Path) -> None:
+    code = """
+import pytorch_lightning, sys
+from pytorch_lightning.demos.boring_classes import BoringModel
+from polyamp.backends.torch.integrations.lightning import MixedPrecision
+options = dict(logger=False, enable_checkpointing=False, enable_progress_bar=False, accelerator="cpu", max_steps=2)
+trainer = pytorch_lightning.Trainer(plugins=MixedPrecision("mixed_float16", loss_scale=8.0), **options)
+trainer.fit(BoringModel())
+assert trainer.optimizers[0].last_step and "lightning" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=tmp_path, env={**os.environ, "PYTHONWARNINGS": ""})
+
+
+def test_two_processes(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    script = Path(__file__).with_name("lightning_ranks.py")
+    done = subprocess.run(
+        [*command, str(script)], cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("all checks passed") == 2

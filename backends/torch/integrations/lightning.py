@@ -133,9 +133,7 @@ class MixedPrecision(_Precision, BaseOfTrainer):
     """A precision plugin for Lightning's `Trainer` that trains under a policy.
 
     >>> from lightning.pytorch import Trainer
-    >>> from lightning.pytorch.demos.boring_classes import BoringModel
-    >>> quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "barebones": False}
-    >>> trainer = Trainer(max_steps=2, accelerator="cpu", plugins=MixedPrecision("mixed_float16"), **quiet)
+    >>> trainer = Trainer(accelerator="cpu", logger=False, plugins=MixedPrecision("mixed_float16"))
     >>> trainer.precision
     '16-mixed'
 
@@ -301,7 +299,7 @@ class FabricPrecision(_Precision):
 
     >>> import torch
     >>> from lightning.fabric import Fabric
-    >>> precision = FabricPrecision("mixed_float16")
+    >>> precision = FabricPrecision("mixed_float16", loss_scale=1024.0)
     >>> fabric = Fabric(accelerator="cpu", devices=1, plugins=precision)
     >>> model = fabric.setup_module(torch.nn.Linear(2, 1))
     >>> plain = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -310,7 +308,7 @@ class FabricPrecision(_Precision):
     >>> fabric.clip_gradients(model, optimizer, clip_val=0.5)
     >>> optimizer.step()
     >>> bool(optimizer.last_step), optimizer.loss_scale
-    (True, 65536.0)
+    (True, 1024.0)
 
     Args:
         policy: a policy or its name; None is the current policy.

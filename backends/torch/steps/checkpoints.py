@@ -17,6 +17,7 @@ steps were skipped, is shown with the state that its first step would create; th
 from __future__ import annotations
 
 import ast
+import inspect
 import json
 import weakref
 from collections.abc import Mapping
@@ -126,12 +127,12 @@ def unpacked(optimizer: WrappedOptimizer, saved: Mapping[str, Any]) -> Saved:
 def _initial_states(optimizer: WrappedOptimizer) -> dict[Tensor, Saved]:
     """Return the states that the inner optimizer would create for parameters that have none, and change nothing.
 
-    They come from a step on gradients of zero, with learning rate zero.
+    They come from a step on gradients of zero, with learning rate zero. Optimizers that need a closure cannot make it.
     """
     inner, masters = optimizer.inner, optimizer.masters
     params = [param for group in inner.param_groups for param in group["params"]]
     new = [param for param in params if param.requires_grad and not inner.state.get(param)]
-    if not new or optimizer.window.is_unscaled:  # unscaled gradients, and filled masters, have to stay
+    if not new or _needs_closure(inner) or optimizer.window.is_unscaled:  # gradients and filled masters have to stay
         return {}
     options, gradients = [{**group} for group in inner.param_groups], [param.grad for param in params]
     try:
@@ -156,6 +157,11 @@ def _initial_states(optimizer: WrappedOptimizer) -> dict[Tensor, Saved]:
             param.grad = gradient
         if masters is not None:
             masters.release()
+
+
+def _needs_closure(inner: torch.optim.Optimizer) -> bool:
+    closure = inspect.signature(inner.step).parameters.get("closure")
+    return closure is not None and closure.default is inspect.Parameter.empty
 
 
 def _masters(optimizer: WrappedOptimizer) -> dict[int, Tensor]:

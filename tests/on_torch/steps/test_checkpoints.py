@@ -126,6 +126,28 @@ def test_asking_changes_nothing(name: str, kind: Any, moment: str) -> None:
     check_goes_on(pairs)
 
 
+def test_an_optimizer_that_needs_a_closure_is_saved() -> None:
+    models = [linear(), linear()]
+    opts = [LossScaledOptimizer(torch.optim.LBFGS(model.parameters(), max_iter=2)) for model in models]
+
+    def train_one(model: torch.nn.Linear, opt: LossScaledOptimizer) -> None:
+        def closure() -> torch.Tensor:
+            opt.zero_grad()
+            loss = loss_of(model)
+            opt.backward(loss)
+            return loss
+
+        opt.step(closure)
+
+    train_one(models[0], opts[0])
+    options = StateDictOptions(strict=False)
+    saved = copy.deepcopy(get_state_dict(models[0], opts[0], options=options))
+    set_state_dict(models[1], opts[1], model_state_dict=saved[0], optim_state_dict=saved[1], options=options)
+    for model, opt in zip(models, opts, strict=True):
+        train_one(model, opt)
+    assert bits(list(models[0].parameters())) == bits(list(models[1].parameters()))
+
+
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize("flat", [False, True])
 @pytest.mark.parametrize("kind", [None, True])

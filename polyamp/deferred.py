@@ -11,9 +11,9 @@ from polyamp import registry
 from polyamp.dispatch import REWRITE, offering
 from polyamp.plan import Plan
 from polyamp.policy import Policy
-from polyamp.policy import policy as make_policy
 from polyamp.refusals import not_traced
 from polyamp.registry import Registered
+from polyamp.reports import chosen_policy
 
 
 class RewrittenAtFirstCall:
@@ -34,7 +34,8 @@ class RewrittenAtFirstCall:
 
     def _rewrite(self, adapter: Registered, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         rewrite = REWRITE.of(adapter, self._options)
-        self._rewritten = rewrite(self._fn, args, kwargs, make_policy(self._policy), **self._options)
+        chosen = chosen_policy(self._policy, "rewrite(fn)", stacklevel=4)
+        self._rewritten = rewrite(self._fn, args, kwargs, chosen, **self._options)
 
     def __get__(self, instance: object, owner: type | None = None) -> Any:
         if instance is None:

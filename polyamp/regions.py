@@ -19,9 +19,10 @@ from typing import Any, TypeVar
 from polyamp import registry
 from polyamp.adapter import AutocastContext
 from polyamp.dispatch import AUTOCAST_CONTEXT, AUTOCAST_FUNCTION, TRACED_CONTEXT
-from polyamp.errors import UnsupportedError, warn_once
-from polyamp.policy import Policy, current_policy, in_policy
+from polyamp.errors import UnsupportedError
+from polyamp.policy import Policy
 from polyamp.registry import Registered
+from polyamp.reports import chosen_policy
 
 Fn = TypeVar("Fn", bound=Callable[..., Any])
 
@@ -50,12 +51,7 @@ class Autocast:
         return None
 
     def __enter__(self) -> Policy:
-        chosen = current_policy() if self._policy is None else self._policy
-        if self._policy is None and not in_policy() and not chosen.casts:
-            warn_once(
-                f"autocast() without a policy takes the current one, {chosen}, which changes nothing: pass a policy, "
-                'as in polyamp.autocast("mixed_float16"), or call polyamp.set_global_policy first.'
-            )
+        chosen = chosen_policy(self._policy, "autocast()")
         with ExitStack() as stack:
             stack.enter_context(chosen)
             for autocast_context in _ambient(self._backend):

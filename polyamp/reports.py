@@ -9,10 +9,43 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from polyamp.errors import warn_once
+from polyamp.policy import Policy, current_policy, in_policy
 from polyamp.rules import Rule
 
 NO_PRODUCTS = "it has no float32 operation of class lower, such as matmul and conv"
 """The usual reason why nothing was lowered."""
+
+
+def chosen_policy(policy: Policy | None, call: str, *, stacklevel: int = 2) -> Policy:
+    """Return a policy, or else the current one; warn once if nobody chose that one and it changes nothing.
+
+    >>> from polyamp.policy import policy
+    >>> with policy("mixed_bfloat16"):
+    ...     print(chosen_policy(None, "autocast()"))
+    mixed_bfloat16
+
+    Args:
+        policy: the policy of a call; None if the call has none.
+        call: the call as the user wrote it, without a policy.
+        stacklevel: as in `warnings.warn`.
+    """
+    chosen = current_policy() if policy is None else policy
+    if policy is None and not in_policy() and not chosen.casts:
+        verb = call.partition("(")[0]
+        warn_once(
+            f"{call} without a policy takes the current one, {chosen}, which changes nothing: pass a policy, as in "
+            f"{_WITH_POLICY[verb]}, or call polyamp.set_global_policy first.",
+            stacklevel=stacklevel + 1,
+        )
+    return chosen
+
+
+_WITH_POLICY = {
+    "autocast": 'polyamp.autocast("mixed_float16")',
+    "rewrite": 'polyamp.rewrite(fn, policy="mixed_float16")',
+    "value_and_grad": 'polyamp.value_and_grad(fun, "mixed_float16")',
+    "torch.compile": 'options={"policy": "mixed_float16"}',
+}
 
 
 def report_unused(rules: Iterable[Rule], *, where: str, paths: str, of: object = "", stacklevel: int = 2) -> None:

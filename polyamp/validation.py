@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeGuard
 
@@ -105,11 +106,11 @@ def norm_limit(value: object, *, where: str = "wrap_optimizer(max_grad_norm=)") 
     """
     if value is None:
         return None
-    if not (is_number(value) and math.isfinite(value) and value > 0):
+    if not (is_number(value) and 0 < value <= sys.float_info.max):
         raise InvalidValueError(
             "invalid gradient-norm limit",
             where=where,
-            found=repr(value),
+            found=shown(value),
             allowed="a finite number greater than 0, or None",
             fix="give the largest global L2 norm that gradients may have",
         )

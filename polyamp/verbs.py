@@ -18,6 +18,7 @@ from polyamp.policy import Policy
 from polyamp.policy import policy as make_policy
 from polyamp.regions import Autocast, autocast_function
 from polyamp.registry import Registered
+from polyamp.reports import chosen_policy
 from polyamp.validation import check_callable, check_options, kind_of, norm_limit
 
 
@@ -331,10 +332,10 @@ def rewrite(
     _check_rewritable(fn, own, where="rewrite(fn)")
     if args or kwargs or backend is not None or own is not None:
         adapter = offering(REWRITE, backend, (fn, args, kwargs), where="rewrite(fn, *args)")
-        return REWRITE.of(adapter, options)(fn, args, kwargs, make_policy(chosen), **options)
+        return REWRITE.of(adapter, options)(fn, args, kwargs, chosen_policy(chosen, "rewrite(fn)"), **options)
     named = registry.adapter_named_in("rewrite", fn)
     if named and getattr(named, "rewrites_unseen", False):  # rewrite now, so that a SavedModel finds the function
-        return REWRITE.of(named, options)(fn, (), {}, make_policy(chosen), **options)
+        return REWRITE.of(named, options)(fn, (), {}, chosen_policy(chosen, "rewrite(fn)"), **options)
     return RewrittenAtFirstCall(fn, chosen, options)
 
 

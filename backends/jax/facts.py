@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 
+from polyamp.agreement import disagreement
 from polyamp.backends.jax import unstable
 from polyamp.backends.jax.devices import described
 from polyamp.backends.jax.dtypes import is_low
@@ -59,6 +60,7 @@ def facts(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], policy:
         tuple(described(device) for device in jax.local_devices()),
         scaling.unscaled,
         scaling.clipped,
+        next(filter(None, (disagreement(one.settings, one.compute, policy) for one in _states(holder))), None),
     )
 
 

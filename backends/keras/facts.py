@@ -9,6 +9,7 @@ from typing import Any
 import keras
 
 from polyamp import registry
+from polyamp.agreement import Disagreement, disagreement
 from polyamp.backends.keras.dtypes import is_sixteen_bit
 from polyamp.backends.keras.explain import own_plan
 from polyamp.backends.keras.layers.policies import own_policy, remaining_policy
@@ -58,7 +59,14 @@ def facts(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], policy:
         low_parameters=tuple(one.path for one in target.trainable_variables if is_sixteen_bit(one)),
         has_masters=isinstance(chosen, LossScaledOptimizer) and chosen.master_weights is not False,
         layer_policies=tuple(_policies(target)),
+        disagreement=_disagreement(chosen, policy),
     )
+
+
+def _disagreement(optimizer: Any, policy: Policy) -> Disagreement | None:
+    if not isinstance(optimizer, LossScaledOptimizer):
+        return None
+    return disagreement(optimizer.scaler.settings, optimizer.scaler.compute, policy)
 
 
 def _plan(model: Any, step: Step, plan: Plan | None, policy: Policy, is_wrapped: bool) -> Plan | None:

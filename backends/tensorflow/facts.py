@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
+from polyamp.agreement import disagreement
 from polyamp.backends.tensorflow.devices import devices
 from polyamp.backends.tensorflow.graphs.capture import concrete_of
 from polyamp.backends.tensorflow.graphs.decisions import Decided, Pass
@@ -45,7 +46,14 @@ def facts(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], policy:
         optimizer: the optimizer that trains it; None means the one that the step uses.
     """
     kept = list(getattr(target, "trainable_variables", ()))
-    known = Facts("tensorflow", policy, has_masters=_has_masters(optimizer), devices=devices())
+    scaler = _scaler_of(optimizer)
+    known = Facts(
+        "tensorflow",
+        policy,
+        has_masters=scaler is not None and scaler.has_masters,
+        devices=devices(),
+        disagreement=None if scaler is None else disagreement(scaler.settings, scaler.compute, policy),
+    )
     if not _takes(target, args, kwargs):
         return replace(known, optimizer=_state_of(optimizer, []), low_parameters=_low(kept))
     concrete = concrete_of(plain_function(target), args, kwargs)
@@ -123,9 +131,9 @@ def _scales_inside(optimizer: Any) -> bool:
     return any("LossScale" in kind.__name__ for kind in type(inner).__mro__)
 
 
-def _has_masters(optimizer: Any) -> bool:
+def _scaler_of(optimizer: Any) -> LossScaler | None:
     scaler = getattr(optimizer, "scaler", optimizer)
-    return isinstance(scaler, LossScaler) and scaler.has_masters
+    return scaler if isinstance(scaler, LossScaler) else None
 
 
 def _low(variables: Sequence[Any]) -> tuple[str, ...]:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from polyamp.agreement import Disagreement, disagreement
 from polyamp.backends.torch import unstable
 from polyamp.backends.torch.devices import devices
 from polyamp.backends.torch.dtypes import SIXTEEN_BIT
@@ -61,7 +62,13 @@ def facts(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], policy:
         products=tuple(survey.products),
         losses=tuple(survey.losses),
         devices=devices(),
+        disagreement=_disagreement(reach.all_of(LossScaledOptimizer), policy),
     )
+
+
+def _disagreement(optimizers: Iterable[LossScaledOptimizer], policy: Policy) -> Disagreement | None:
+    scalers = (one.scaler for one in optimizers)
+    return next(filter(None, (disagreement(one.settings, one.compute, policy) for one in scalers)), None)
 
 
 def _state_of(optimizer: Any, reach: Reach) -> OptimizerState:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
+from polyamp.agreement import Disagreement
 from polyamp.plan import Plan
 from polyamp.policy import Policy
 
@@ -81,6 +82,7 @@ class Facts:
         devices: as in the adapter's ``describe()["devices"]``.
         unscaled: places of updates that unscale the gradients of a loss that was never scaled.
         clipped: places where gradients are clipped while they are scaled.
+        disagreement: how the optimizer, which was wrapped for another policy, disagrees with this one.
     """
 
     framework: str
@@ -96,3 +98,4 @@ class Facts:
     devices: tuple[Mapping[str, Any], ...] = ()
     unscaled: tuple[str, ...] = ()
     clipped: tuple[str, ...] = ()
+    disagreement: Disagreement | None = None

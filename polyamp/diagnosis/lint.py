@@ -148,6 +148,8 @@ def lint(
     denominator = None if rows is None else check_count("rows", rows, where="lint(rows=)")
     adapter = offering(FACTS, backend, (target, args, kwargs, optimizer), where="lint(target, *args)")
     facts = FACTS.of(adapter)(target, args, kwargs, sixteen_bit(policy), optimizer)
+    if policy is None:  # the optimizer may have been wrapped for a policy that lint was not told
+        facts = replace(facts, disagreement=None)
     losses = (loss._replace(rows=factor * (denominator or loss.rows)) for loss in facts.losses)
     return judge(replace(facts, losses=tuple(losses)))
 

@@ -89,6 +89,11 @@ def _wrapped_twice(facts: Facts) -> Iterator[Fault]:
         )
 
 
+def _policies_disagree(facts: Facts) -> Iterator[Fault]:
+    if facts.disagreement is not None:
+        yield Fault(facts.disagreement.what, "", facts.disagreement.fix)
+
+
 def _unscaled_loss(facts: Facts) -> Iterator[Fault]:
     if facts.unscaled:
         yield Fault(
@@ -311,6 +316,9 @@ CHECKS: dict[str, Check] = {
         "16-bit parameters without float32 copies",
         "Micikevicius et al., Mixed Precision Training, ICLR 2018, section 3.1",
         _no_masters,
+    ),
+    "policies-disagree": Check(
+        "warning", "an optimizer that was wrapped for another policy", "polyamp.agreement", _policies_disagree
     ),
     "foreign-cast": Check(
         "warning", "a cast to another 16-bit format than the policy's", "the policy itself", _foreign_casts

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from polyamp import LossScale, Plan, policy
+from polyamp.agreement import disagreement
 from polyamp.diagnosis.facts import ClassLoss, Facts, Product, UserCast
 from polyamp.diagnosis.lint import Finding, Report, judge
 from polyamp.diagnosis.lint_checks import ALIGNMENT, CHECKS, STUCK_MASS, stuck_mass
@@ -57,6 +58,7 @@ FOUND = {
     "foreign-cast": [facts(BF16, casts=(UserCast("block", "Tensor.half", "float16"),))],
     "narrow-operation": [facts(plan=planned(("matmul", "float16", "table"), ("softmax", "float16", "rule 'soft*'")))],
     "unused-rule": [facts(plan=planned(("matmul", "float16", "table"), unused=("decoder.*",)))],
+    "policies-disagree": [facts(disagreement=disagreement(LossScale.none(), "float32", policy("mixed_float16")))],
     "lowers-nothing": [facts(plan=planned(("matmul", "float32", "rule 'matmul'")))],
     "no-tensor-cores": [facts(devices=(VOLTA, OLD_GPU))],
     "no-bfloat16": [facts(BF16, devices=(VOLTA,))],

@@ -12,7 +12,7 @@ import pytest
 import polyamp
 from polyamp import LossScale, policy
 from polyamp.errors import InvalidTypeError, InvalidValueError
-from polyamp.validation import check_callable, check_choice, check_count, check_options, check_range, shown
+from polyamp.validation import check_callable, check_choice, check_count, check_options, check_range, norm_limit, shown
 
 
 @pytest.mark.parametrize(
@@ -185,3 +185,8 @@ def test_a_function_is_called() -> None:
     check_callable(len, where="here", allowed="a function", fix="give one")
     with pytest.raises(InvalidTypeError, match="this cannot be called"):
         check_callable(3, where="here", allowed="a function", fix="give one")
+
+
+def test_a_norm_limit_beyond_float64_is_refused() -> None:
+    with pytest.raises(InvalidValueError, match="invalid gradient-norm limit"):
+        norm_limit(10**400)

@@ -51,11 +51,19 @@ class LossScaleOptState(_Fields):
 
     __slots__ = ()
     settings: ClassVar[LossScale]
+    unscaled: ClassVar[bool]
 
     @property
     def scalars(self) -> LossScaleState:
         """Return the scalars in the form that `polyamp.advance` takes."""
         return LossScaleState(*(jax.tree.leaves(field)[0] for field in self[:SCALARS]))  # flax.nnx wraps them
+
+    @property
+    def compute(self) -> str | None:
+        """The compute format that the optimizer was wrapped for, as far as the settings show it; else None."""
+        if self.settings.dynamic or self.unscaled:
+            return "float16"
+        return None if self.settings.check else "float32"
 
     @property
     def last_step(self) -> StepResult:
@@ -67,25 +75,28 @@ class LossScaleOptState(_Fields):
         return StepResult(self.scalars)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuild, (self.settings, tuple(self))
+        return _rebuild, (self.settings, tuple(self), self.unscaled)
 
 
 @functools.cache
-def state_type(settings: LossScale) -> type[LossScaleOptState]:
+def state_type(settings: LossScale, unscaled: bool = False) -> type[LossScaleOptState]:
     """Return `LossScaleOptState` with these settings. They belong to the type, so that all leaves are arrays.
 
     >>> state_type(LossScale(interval=5)).settings.interval
     5
+
+    Args:
+        settings: the settings.
+        unscaled: whether they leave the loss unscaled for a policy that computes in float16.
     """
-    return type(
-        "LossScaleOptState", (LossScaleOptState,), {"__slots__": (), "__module__": __name__, "settings": settings}
-    )
+    own = {"__slots__": (), "__module__": __name__, "settings": settings, "unscaled": unscaled}
+    return type("LossScaleOptState", (LossScaleOptState,), own)
 
 
-def _rebuild(settings: LossScale, fields: tuple[Any, ...]) -> LossScaleOptState:
+def _rebuild(settings: LossScale, fields: tuple[Any, ...], unscaled: bool = False) -> LossScaleOptState:
     *scalars, inner_state, masters = fields
     missing = initial_scalars(settings)[len(scalars) :]  # the fields that did not exist yet when the state was pickled
-    return state_type(settings)._make((*scalars, *missing, inner_state, masters))
+    return state_type(settings, unscaled)._make((*scalars, *missing, inner_state, masters))
 
 
 def initial_scalars(settings: LossScale) -> LossScaleState:

@@ -39,6 +39,7 @@ class Step:
         master_weights: whether 16-bit parameters get float32 copies.
         low_params: whether the policy stores parameters in 16 bits.
         skip: how a compiled step chooses between update and skip.
+        unscaled: whether the settings leave the loss unscaled for a policy that computes in float16.
     """
 
     inner: Any
@@ -48,6 +49,7 @@ class Step:
     master_weights: bool
     low_params: bool
     skip: Skip
+    unscaled: bool = False
 
     def init(self, params: Any) -> LossScaleOptState:
         """Return the state before the first step."""
@@ -59,7 +61,7 @@ class Step:
                 "the state of a wrapped optimizer, inside the optimizer to wrap",
                 fix="wrap once, outermost: polyamp.wrap_optimizer(optax.chain(...), policy)",
             )
-        return state_type(self.settings)(*initial_scalars(self.settings), inner_state, masters)
+        return state_type(self.settings, self.unscaled)(*initial_scalars(self.settings), inner_state, masters)
 
     def update(
         self, grads: Any, state: LossScaleOptState, params: Any = None, **extra: Any

@@ -57,7 +57,8 @@ def wrap_optimizer(
     masters = master_weights is not False
     inner = optax.with_extra_args_support(tx)
     low = policy.needs_master_weights
-    step = Step(inner, loss_scale.in_float32(), max_grad_norm, axis_name, masters, low, _known(skip))
+    unscaled = policy.compute == "float16" and not loss_scale.check
+    step = Step(inner, loss_scale.in_float32(), max_grad_norm, axis_name, masters, low, _known(skip), unscaled)
     return LossScaled(step.init, step.update)
 
 

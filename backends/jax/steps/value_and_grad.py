@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from polyamp.agreement import report_missing_scale
 from polyamp.backends.jax.autocast.function import in_float32, run_autocasted
 from polyamp.backends.jax.dtypes import is_array, is_traced
 from polyamp.backends.jax.graphs.refusals import check_function, positions, users_level
@@ -21,6 +22,7 @@ from polyamp.loss_scale_reports import report_nonfinite_loss
 from polyamp.policy import Policy, current_policy
 from polyamp.policy import policy as make_policy
 from polyamp.refusals import no_loss
+from polyamp.reports import chosen_policy
 
 
 def value_and_grad(
@@ -66,7 +68,8 @@ def value_and_grad(
         UsageError: when called: ``opt_state`` holds no loss scale, or several.
 
     Warns:
-        PolyampWarning: nothing was lowered, or a rule matched nothing; the loss is not finite, and the step is skipped.
+        PolyampWarning: nothing was lowered, or a rule matched nothing; the optimizer was wrapped for another format;
+            the loss is not finite, and the step is skipped.
     """
     check_function(fun, where="value_and_grad(fun, policy)")
     name = getattr(fun, "__name__", type(fun).__name__)
@@ -85,7 +88,9 @@ def unreported(
     wanted = positions(argnums, where="value_and_grad(fun, argnums=)", at_least=1)
 
     def transformed(opt_state: Any, /, *args: Any, **kwargs: Any) -> Any:
-        chosen, state, places = bound or current_policy(), find_state(opt_state), _places(wanted, len(args))
+        chosen, state, places = _policy_of(bound, name), find_state(opt_state), _places(wanted, len(args))
+        if name is not None:
+            report_missing_scale(state.settings, state.compute, chosen, stacklevel=users_level())
         models = [model_of(args[place]) for place in places]
         others = [None if place in places else arg for place, arg in enumerate(args)]
 
@@ -111,6 +116,12 @@ def unreported(
         return ((loss, aux) if has_aux else loss), grads[0] if isinstance(argnums, int) else tuple(grads)
 
     return transformed
+
+
+def _policy_of(bound: Policy | None, name: str | None) -> Policy:
+    if name is None:
+        return bound or current_policy()
+    return chosen_policy(bound, "value_and_grad(fun)", stacklevel=users_level())
 
 
 def _under(policy: Policy, name: str | None) -> Callable[..., Any]:

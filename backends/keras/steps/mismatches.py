@@ -1,8 +1,8 @@
 """Warnings for a model and an optimizer that do not fit together: one is set up for 16 bits, and the other is not.
 
 Two cases lose accuracy or speed without an error. The layers compute in float16 and the optimizer does not scale the
-loss, so gradients underflow: `report_unscaled`, when the model is converted. Or the optimizer was wrapped for 16 bits
-and all layers compute in float32: `report_unlowered`, when a step is traced.
+loss, so gradients underflow: `report_unscaled`, when the model is converted. Or the optimizer was wrapped for another
+format than that of the layers: `report_mismatch`, when a step is traced.
 
 For example, ``polyamp.convert(model, "mixed_float16")`` warns about a model that was compiled with a plain ``"sgd"``.
 Tasks of keras_hub compile themselves when they are made; their users often compile them again, so the warning about
@@ -20,12 +20,14 @@ from weakref import WeakSet
 import keras
 
 from polyamp import registry
+from polyamp.agreement import report_missing_scale
 from polyamp.backends.keras.layers.policies import own_policy
 from polyamp.backends.keras.unstable import is_part_of_a_model
 from polyamp.dispatch import IS_LOWERING
 from polyamp.errors import warn_once
 from polyamp.formats import format_of
 from polyamp.policy import Policy
+from polyamp.policy import policy as make_policy
 
 _ADAPTERS = "polyamp.backends."
 _REMEDY = "gradients in float16 underflow. Compile it with polyamp.wrap_optimizer(optimizer, policy)."
@@ -71,15 +73,25 @@ def report_unscaled(model: Any, layers: Sequence[Any], policy: Policy) -> None:
         )
 
 
-def report_unlowered(model: Any, optimizers: Any) -> None:
-    """Warn once if a step's optimizers were wrapped under a 16-bit policy and nothing computes in 16 bits.
+def report_mismatch(model: Any, optimizers: Any) -> None:
+    """Warn once if a step's optimizers were wrapped for another format than that in which its layers compute.
 
     Call it while the step is traced, or when it runs without being traced.
     """
     _report_waiting(model)
+    own = own_policy(model)
+    if own is None:
+        _report_unlowered(model, optimizers)
+        return
+    for one in optimizers:
+        report_missing_scale(one.scaler.settings, one.scaler.compute, make_policy(own), stacklevel=3)
+
+
+def _report_unlowered(model: Any, optimizers: Any) -> None:
+    """Warn if optimizers were wrapped under a 16-bit policy and nothing computes in 16 bits."""
     wanted = {one.scaler.compute for one in optimizers if one.scaler.compute is not None}
     low = next((name for name in sorted(wanted) if format_of(name).is_low), None)
-    if low is None or model in _converted or own_policy(model) is not None or lowers_here():
+    if low is None or model in _converted or lowers_here():
         return
     warn_once(
         f"{model.name!r} trains in float32: its optimizer was wrapped under a policy that computes in {low}, but its "

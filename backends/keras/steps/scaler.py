@@ -9,6 +9,7 @@ import keras
 from keras import ops
 from keras.backend import standardize_dtype
 
+from polyamp.agreement import report_missing_scale
 from polyamp.backends.keras.backend import platform_of, value_of
 from polyamp.backends.keras.dtypes import is_sixteen_bit
 from polyamp.backends.keras.steps.gradients import unscaled
@@ -83,8 +84,10 @@ class LossScaler:
             NonFiniteLossError: it is inf or NaN under ``nonfinite_loss="raise"``, on the CPU, outside traced functions.
 
         Warns:
-            PolyampWarning: it is inf or NaN, in the same cases.
+            PolyampWarning: it is inf or NaN, in the same cases; or the optimizer was wrapped for another format than
+                that of the rewritten function or the region of this call.
         """
+        report_missing_scale(self.settings, self.compute, stacklevel=4)
         if not self.settings.check:
             return loss
         tensor = _floating(loss)

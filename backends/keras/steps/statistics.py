@@ -19,7 +19,7 @@ import keras
 from keras import ops
 
 from polyamp.backends.keras.backend import value_of
-from polyamp.backends.keras.steps.mismatches import report_unlowered
+from polyamp.backends.keras.steps.mismatches import report_mismatch
 from polyamp.backends.keras.steps.optimizer import LossScaledOptimizer
 from polyamp.backends.keras.steps.scaler import skipped
 from polyamp.backends.keras.unstable import added_weights, intercept_compile
@@ -87,7 +87,7 @@ def _guarded(model: Any, original: Callable[..., Any]) -> Callable[..., Any]:
 
         @functools.wraps(original)
         def stateless_step(state: Any, *args: Any, **kwargs: Any) -> Any:
-            report_unlowered(model, _optimizers_of(model))
+            report_mismatch(model, _optimizers_of(model))
             logs, after = original(state, *args, **kwargs)
             return logs, _kept_state(model, state, after)
 
@@ -95,7 +95,7 @@ def _guarded(model: Any, original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def train_step(*args: Any, **kwargs: Any) -> Any:
-        report_unlowered(model, _optimizers_of(model))
+        report_mismatch(model, _optimizers_of(model))
         kept = _Kept(model, _optimizers_of(model))
         try:
             result = original(*args, **kwargs)

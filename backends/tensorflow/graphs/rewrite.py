@@ -9,6 +9,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from polyamp.agreement import traced_for
 from polyamp.backends.tensorflow.devices import report_slow
 from polyamp.backends.tensorflow.graphs.capture import FUNCTION, concrete_of, name_of
 from polyamp.backends.tensorflow.graphs.decisions import Inside, Pass
@@ -168,7 +169,8 @@ def _traced_by(fn: Callable[..., Any], policy: Policy) -> Callable[..., Any]:
     plans: list[Callable[[], Plan]] = []
 
     def traced(*args: Any, **kwargs: Any) -> Any:
-        concrete = concrete_of(fn, args, kwargs)
+        with traced_for(policy):
+            concrete = concrete_of(fn, args, kwargs)
         decisions = decided_for(concrete, policy)
         check_scaling(*scaling_of(decisions, concrete.graph))
         if not plans:

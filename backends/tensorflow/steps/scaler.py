@@ -7,6 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from polyamp.agreement import report_missing_scale
 from polyamp.backends.tensorflow.steps.gradients import (
     SIXTEEN_BIT,
     all_finite,
@@ -90,8 +91,10 @@ class LossScaler(tf.Module):
             NonFiniteLossError: the loss is inf or NaN under ``nonfinite_loss="raise"``, as an eager tensor on the CPU.
 
         Warns:
-            PolyampWarning: the loss is inf or NaN, as an eager tensor on the CPU.
+            PolyampWarning: the loss is inf or NaN, as an eager tensor on the CPU; or the scaler was made for another
+                format than that of the rewritten function or the region of this call.
         """
+        report_missing_scale(self.settings, self.compute, stacklevel=3)
         if not self.settings.check:
             return loss
         tensor = _floating(loss)

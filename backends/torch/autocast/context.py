@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ContextDecorator, contextmanager, nullcontext
 from functools import cache
@@ -160,7 +161,19 @@ def _check(compute: str) -> None:
 def autocast_context(policy: Policy) -> AbstractContextManager[None]:
     """Return a new `autocast`; warn at the first use of a format if a device here is slow in it."""
     report_slow(policy.compute)
+    if torch.is_grad_enabled() and frames.casts_here() is None:
+        LAST.policy, LAST.count = policy, LAST.count + 1
     return autocast(policy)
+
+
+class Last(threading.local):
+    """The last outermost region that this thread entered with gradients on: its policy, and the number of them."""
+
+    policy: Policy | None = None
+    count = 0
+
+
+LAST = Last()
 
 
 def traced_context(policy: Policy) -> AbstractContextManager[None] | None:

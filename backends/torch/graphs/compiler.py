@@ -19,7 +19,8 @@ from polyamp.backends.torch.graphs.rewrite import usable
 from polyamp.backends.torch.graphs.values import Known, constant_of, known_value, map_known
 from polyamp.deciding import Decider
 from polyamp.errors import InvalidTypeError, InvalidValueError
-from polyamp.policy import Policy, current_policy
+from polyamp.policy import Policy
+from polyamp.reports import chosen_policy
 from polyamp.validation import shown
 
 Compiled = Callable[..., Any]
@@ -85,7 +86,7 @@ class _ByPolicy:
         }
 
     def __call__(self, *inputs: Any) -> Any:
-        policy = current_policy()
+        policy = chosen_policy(None, 'torch.compile(backend="polyamp")')
         if policy not in self._compiled:
             planned = _planned(self._module, self._static, usable(policy))
             self._compiled[policy] = torch.compile(planned, backend=self._inner, fullgraph=True)

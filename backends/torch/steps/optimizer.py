@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from polyamp.backends.torch.autocast.context import LAST
 from polyamp.backends.torch.recording.hooks import update_begins
 from polyamp.backends.torch.sharding import check_groups
 from polyamp.backends.torch.steps import checkpoints, overflow, refusals, saving
@@ -121,7 +122,7 @@ class LossScaledOptimizer(WrappedOptimizer):
     ) -> None:
         self.scalers.join(self)
         ALIVE.add(self)
-        self.steps_now, self.witness = False, None
+        self.steps_now, self.witness, self.regions_before = False, None, LAST.count
         if self.scaler.multiplies:
             self.witness = Witness.of(self.model_parameters())
             guard(self, lambda: ALIVE)

@@ -40,6 +40,7 @@ class WrappedOptimizer(torch.optim.Optimizer):
         steps_now: whether this object is stepping the inner optimizer now.
         masters_wanted: the argument ``master_weights`` of `LossScaledOptimizer`.
         max_grad_norm, process_group, norm_group, named, last_step: see there.
+        regions_before: number of autocast regions that this thread had entered at the last step.
     """
 
     scalers: LossScalers
@@ -54,6 +55,7 @@ class WrappedOptimizer(torch.optim.Optimizer):
     norm_group: Any
     named: Mapping[str, Tensor]
     last_step: StepResult
+    regions_before: int
     masters_wanted: Kind
     _simple: tuple[int, bool] = (
         0,

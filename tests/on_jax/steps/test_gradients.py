@@ -91,7 +91,8 @@ def test_policy_that_is_not_given_is_the_current_one_at_each_call() -> None:
 
     differentiated = value_and_grad(fun)
     params = {"w": jnp.array([1.001])}
-    losses = [differentiated(STATE, params)[0]]
+    with pytest.warns(polyamp.PolyampWarning, match="without a policy takes the current one, float32"):
+        losses = [differentiated(STATE, params)[0]]
     with polyamp.policy("mixed_bfloat16"):
         losses.append(differentiated(STATE, params)[0])
     assert seen == ["float32", "bfloat16"]
@@ -292,3 +293,13 @@ def test_a_gradient_tree_of_another_structure_is_refused(name: str, step: str) -
     }
     with pytest.raises(polyamp.InvalidValueError, match="do not have the structure of the parameters"):
         by[step](TREES[name], state, params)
+
+
+def test_a_float16_function_and_an_optimizer_that_was_wrapped_without_a_policy_are_reported() -> None:
+    params = {"w": jnp.ones(4)}
+    unscaled = polyamp.wrap_optimizer(optax.sgd(0.1)).init(params)
+    chosen = polyamp.wrap_optimizer(optax.sgd(0.1), "mixed_float16", loss_scale=polyamp.LossScale.none()).init(params)
+    differentiated = value_and_grad(lambda params: params["w"] @ params["w"], "mixed_float16")
+    differentiated(chosen, params)  # the user's own choice
+    with pytest.warns(polyamp.PolyampWarning, match="wrapped without a loss scale"):
+        differentiated(unscaled, params)

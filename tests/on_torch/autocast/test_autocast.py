@@ -149,3 +149,23 @@ def test_the_adapters_own_takes_a_name_and_decorates() -> None:
         assert product(torch.ones(2, 2)).dtype == torch.bfloat16
     with amp.autocast(policy=polyamp.policy("mixed_float16")):
         assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == torch.float16
+
+
+def test_a_float16_region_and_an_optimizer_that_was_wrapped_without_a_policy_are_reported() -> None:
+    def step(optimizer: Any, policy: str) -> None:
+        with polyamp.autocast(policy):
+            loss = model(torch.ones(3, 4)).float().mean()
+        optimizer.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    model = torch.nn.Linear(4, 2)
+    plain = torch.optim.SGD(model.parameters(), lr=0.1)
+    with polyamp.autocast("mixed_float16"):
+        pass  # before the optimizer was wrapped: not one of its forward passes
+    unscaled = polyamp.wrap_optimizer(plain)
+    for policy in ("float32", "mixed_bfloat16"):
+        step(unscaled, policy)
+    step(polyamp.wrap_optimizer(plain, "mixed_float16", loss_scale=polyamp.LossScale.none()), "mixed_float16")
+    with pytest.warns(polyamp.PolyampWarning, match="wrapped without a loss scale"):
+        step(unscaled, "mixed_float16")

@@ -17,7 +17,7 @@ accelerate's code sees a scaler too, `SharedScaler`, through which it scales los
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import wraps
 from types import MethodType
@@ -30,9 +30,8 @@ from torch import Tensor, nn
 
 from polyamp import convert, wrap_optimizer
 from polyamp.backends.torch.autocast.context import autocast
-from polyamp.backends.torch.steps.gradients import Gradients
 from polyamp.backends.torch.steps.optimizer import LossScaledOptimizer
-from polyamp.backends.torch.steps.verbs import load_loss_scale, save_loss_scale
+from polyamp.backends.torch.steps.wrapped_grad_scaler import WrappedGradScaler
 from polyamp.errors import InvalidTypeError, UnsupportedError, UsageError
 from polyamp.policy import Policy
 from polyamp.policy import policy as make_policy
@@ -75,7 +74,7 @@ def prepare(
     return accelerator
 
 
-class SharedScaler:
+class SharedScaler(WrappedGradScaler):
     """The loss scale of all optimizers that an accelerator has prepared, in the form that accelerate's code expects.
 
     Args:
@@ -83,6 +82,7 @@ class SharedScaler:
     """
 
     def __init__(self, accelerator: Any) -> None:
+        super().__init__([])
         self._accelerator = accelerator
 
     @property
@@ -90,47 +90,32 @@ class SharedScaler:
         """The wrapped optimizers. They share their loss scales."""
         return [each.optimizer for each in self._accelerator._optimizers if isinstance(each, _Optimizer)]
 
-    def scale(self, loss: Any) -> Any:
+    def scale(self, outputs: Any) -> Any:
         """Return the loss in float32 (float64 stays) times the loss scale.
 
         Raises:
             UsageError: no optimizer was prepared, and the policy scales losses.
         """
         if not (self.optimizers or self._accelerator.policy.loss_scale.check):
-            return loss
-        for optimizer in self.optimizers:
-            if optimizer.window.is_unscaled and not Gradients(optimizer.param_groups):
-                optimizer.open_window()  # the model's own zero_grad was called
-        first = self._first("accelerator.backward(loss)")
-        return first.scalers.scale(loss, None, first, alone=first.is_alone)
-
-    def get_scale(self) -> float:
-        """Return the scale that the next loss is multiplied by. Waits for the device if the scale is on one."""
-        return self._first("accelerator.scaler.get_scale()").loss_scale
+            return outputs
+        return super().scale(outputs)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the loss scale's state as JSON values; empty before an optimizer was prepared."""
-        return save_loss_scale(self.optimizers[0]) if self.optimizers else {}
-
-    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Resume from a result of `state_dict`, or from that of `torch.amp.GradScaler`."""
-        if saved:
-            load_loss_scale(self._first("accelerator.load_state(folder)"), saved)
-
-    _device = "cpu"  # accelerate reads it for FSDP
+        return super().state_dict() if self.optimizers else {}
 
     def _lazy_init_scale_growth_tracker(self, device: object) -> None:
         """Do nothing: the state exists from the start. accelerate calls this before it loads a state for FSDP."""
 
-    def _first(self, where: str) -> LossScaledOptimizer:
+    def _first(self) -> LossScaledOptimizer:
         if not self.optimizers:
             raise UsageError(
                 "no optimizer was prepared",
-                where=where,
+                where="accelerator.scaler",
                 allowed="a call after accelerator.prepare(model, optimizer)",
                 fix="prepare the optimizer with the same accelerator first",
             )
-        return self.optimizers[0]
+        return super()._first()
 
 
 class _Optimizer(AcceleratedOptimizer):

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from polyamp.backends.torch.casting import leaves
+from polyamp.backends.torch.steps import refusals
 from polyamp.backends.torch.steps.scaler import LossScaler
 from polyamp.backends.torch.unstable import backward_runs, is_transformed, not_traced, until_backward_ends
 from polyamp.loss_scale import LossScale, LossScaleState
@@ -88,8 +89,13 @@ class LossScalers:
             loss_id: its id.
             by: the optimizer whose method was called.
             alone: see `LossScaler.suspects`.
+
+        Raises:
+            UsageError: the loss is the result of an earlier call.
         """
         scaler = self[loss_id]
+        if any(map(is_scaled, leaves(loss))):
+            raise refusals.loss_scaled_twice()
         suspects = scaler.suspects(loss, alone=alone)
         scaled = scaler.scale(loss)
         scaling = Scaling(scaler, scaler.state, suspects)
@@ -100,6 +106,9 @@ class LossScalers:
         LATEST.note(scaling)
         COUNTS.note(followed=followed)
         return scaled
+
+
+_SCALED = "polyamp_scaled"
 
 
 class Latest(threading.local):
@@ -164,8 +173,22 @@ def follow(scaled: Iterable[Any]) -> bool:
     for tensor in scaled:
         if tensor.requires_grad:
             tensor.register_hook(_pass_begins)
+            if tensor.grad_fn is not None:
+                tensor.grad_fn.metadata[_SCALED] = True
             followed = True
     return followed
+
+
+def is_scaled(loss: Any) -> bool:
+    """Return whether a loss is itself the result of scaling, as far as this is known.
+
+    >>> loss = torch.ones(2, requires_grad=True).sum() * 8
+    >>> is_scaled(loss), follow([loss]), is_scaled(loss), is_scaled(loss / 2)
+    (False, True, True, False)
+    """
+    if torch.compiler.is_compiling() or loss.grad_fn is None:
+        return False
+    return _SCALED in loss.grad_fn.metadata
 
 
 @not_traced

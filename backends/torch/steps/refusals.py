@@ -179,6 +179,17 @@ def scaled_twice(inner: torch.optim.Optimizer, *, where: str = "GradScaler.step(
     )
 
 
+def loss_scaled_twice() -> UsageError:
+    """Return the error for a loss that `scale` returned, and that is to be scaled again."""
+    return UsageError(
+        "the loss is scaled already",
+        where="scale(loss), backward(loss), or a trainer's backward that scales the loss itself",
+        found="a result of scale(loss)",
+        allowed="the loss that the model computed",
+        fix="scale it once: pass the loss itself to backward(loss), also to manual_backward and accelerator.backward",
+    )
+
+
 def loss_not_scaled(*, partly: bool = False) -> UsageError:
     """Return the error for a step on gradients of an unscaled loss, or, partly, of such a loss and a scaled one."""
     how = "; one loss was scaled and another was not" if partly else ""

@@ -456,6 +456,17 @@ def test_clipping_scaled_gradients_is_refused_and_clipping_unscaled_ones_is_not(
         opt.zero_grad()
 
 
+def test_a_loss_is_scaled_once() -> None:
+    model = linear()
+    opt = wrap(model)
+    scaled = opt.scale(loss_of(model))
+    refused(opt, lambda: opt.backward(scaled), "scaled already")
+    refused(opt, lambda: opt.scale({"loss": scaled}), "scaled already")
+    scaled.backward()
+    opt.step()
+    assert opt.last_step
+
+
 def test_clipping_by_the_models_parameters_clips_their_masters() -> None:
     model = linear().half()
     opt = wrap(model)

@@ -124,7 +124,7 @@ def _differentiated(fn: Function, policy: Policy, *, has_aux: bool) -> Function:
 def _holder() -> Any:
     """Return an optimizer state from which `value_and_grad` reads the loss scale 1."""
     settings = LossScale.fixed(1.0)
-    return state_type(settings)(*initial_scalars(settings), inner_state=None, master_weights=None)
+    return state_type(settings, False)(*initial_scalars(settings), inner_state=None, master_weights=None)
 
 
 def _scale_index(arrays: Sequence[Any], holder: Any) -> int | None:

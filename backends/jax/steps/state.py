@@ -79,10 +79,10 @@ class LossScaleOptState(_Fields):
 
 
 @functools.cache
-def state_type(settings: LossScale, unscaled: bool = False) -> type[LossScaleOptState]:
+def state_type(settings: LossScale, unscaled: bool) -> type[LossScaleOptState]:
     """Return `LossScaleOptState` with these settings. They belong to the type, so that all leaves are arrays.
 
-    >>> state_type(LossScale(interval=5)).settings.interval
+    >>> state_type(LossScale(interval=5), False).settings.interval
     5
 
     Args:

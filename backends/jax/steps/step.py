@@ -160,7 +160,7 @@ class Step:
         scalars = advance(self.settings, state.scalars, finite, where=jnp.where)
         if not is_traced(scalars.scale):
             report_limits(self.settings, on_host(scalars))
-        return state_type(self.settings)(*scalars, inner_state, masters)
+        return state_type(self.settings, self.unscaled)(*scalars, inner_state, masters)
 
 
 @contextmanager

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from polyamp.agreement import report_missing_scale
+from polyamp.backends.torch.autocast.context import LAST
 from polyamp.backends.torch.recording.hooks import is_recorded
 from polyamp.backends.torch.steps import refusals
 from polyamp.backends.torch.steps.wrapped import WrappedOptimizer
@@ -48,6 +50,18 @@ def check_no_scaler(optimizer: WrappedOptimizer) -> None:
         given.pop("found_inf", None)
         given.pop("grad_scale", None)
         raise refusals.scaled_twice(optimizer.inner, where="torch.amp.GradScaler.step(optimizer)")
+
+
+def report_forgotten_scale(optimizer: WrappedOptimizer, alive: Iterable[WrappedOptimizer]) -> None:
+    """Warn once if a region since the last step needs a loss scale, and no wrapped optimizer has one.
+
+    If another optimizer has one, the region may have been for that one.
+    """
+    if LAST.count == optimizer.regions_before:
+        return
+    optimizer.regions_before = LAST.count
+    if not optimizer.scaler.multiplies and not any(one.scaler.multiplies for one in list(alive)):
+        report_missing_scale(optimizer.scaler.settings, optimizer.scaler.compute, LAST.policy, stacklevel=5)
 
 
 class InnerStep:

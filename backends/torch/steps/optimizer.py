@@ -15,7 +15,7 @@ from polyamp.backends.torch.sharding import check_groups
 from polyamp.backends.torch.steps import checkpoints, overflow, refusals, saving
 from polyamp.backends.torch.steps.fused import FusedStep
 from polyamp.backends.torch.steps.gradients import Gradients
-from polyamp.backends.torch.steps.guards import check_no_scaler, guard
+from polyamp.backends.torch.steps.guards import check_no_scaler, guard, report_forgotten_scale
 from polyamp.backends.torch.steps.losses import LossScalers, Witness
 from polyamp.backends.torch.steps.masters import Kind, make_masters
 from polyamp.backends.torch.steps.overflow import Overflow
@@ -290,7 +290,9 @@ class LossScaledOptimizer(WrappedOptimizer):
         """
         check_no_scaler(self)
         update_begins(closure)
-        return step(self, closure, scaled)
+        result = step(self, closure, scaled)
+        report_forgotten_scale(self, ALIVE)
+        return result
 
     def overflowed(self) -> list[Overflow]:
         """Return the parameters whose gradients hold inf or NaN now, by name. Waits for the device.

@@ -28,8 +28,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from polyamp.agreement import report_missing_scale
-from polyamp.backends.torch.autocast.context import LAST
 from polyamp.backends.torch.dtypes import SIXTEEN_BIT
 from polyamp.backends.torch.kernels.control import applied_flag, scale_on
 from polyamp.backends.torch.steps import overflow, refusals
@@ -261,7 +259,4 @@ def _close(
     if finite is not False:
         torch.clear_autocast_cache()  # else an autocast region would go on using the old weights
     optimizer.last_step = StepResult(scaler.state, finite, explain)
-    if LAST.count > optimizer.regions_before:
-        report_missing_scale(scaler.settings, scaler.compute, LAST.policy, stacklevel=6)
-        optimizer.regions_before = LAST.count
     optimizer.close_window()

@@ -161,7 +161,7 @@ def test_saved_scale_round_trips_every_field(scale: float, counts: list[int], ov
 
 def test_a_pickled_state_without_the_counters_has_zeros(trained: Any) -> None:
     state = trained[1]
-    rebuild, (config, fields) = state.__reduce__()
+    rebuild, (config, fields, _) = state.__reduce__()
     older = rebuild(config, (*fields[:5], state.inner_state, state.master_weights))
     zeros = LossScaleState(*fields[:5])[5:]
     assert tuple(map(float, older.scalars[5:])) == zeros

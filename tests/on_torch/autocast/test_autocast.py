@@ -167,5 +167,6 @@ def test_a_float16_region_and_an_optimizer_that_was_wrapped_without_a_policy_are
     for policy in ("float32", "mixed_bfloat16"):
         step(unscaled, policy)
     step(polyamp.wrap_optimizer(plain, "mixed_float16", loss_scale=polyamp.LossScale.none()), "mixed_float16")
-    with pytest.warns(polyamp.PolyampWarning, match="wrapped without a loss scale"):
+    with pytest.warns(polyamp.PolyampWarning, match="wrapped without a loss scale") as caught:
         step(unscaled, "mixed_float16")
+    assert caught[0].filename == __file__

@@ -233,24 +233,20 @@ def test_tensors_without_data(device: str) -> None:
     assert plan.totals["by_format"].keys() >= {"bfloat16"}
 
 
-@lru_cache
-def bounded(size: int) -> Tensor:
-    return torch.ones(size)
-
-
-@lru_cache(maxsize=None)  # noqa: UP033 # another structure than the one above
-def unbounded(size: int) -> tuple[Tensor, int]:
-    return torch.ones(size), size
-
-
 @pytest.mark.parametrize("looks", [False, True])
 def test_no_cache_of_the_users_is_left_with_tensors_without_data(looks: bool) -> None:
+    @lru_cache
+    def bounded(size: int) -> Tensor:
+        return torch.ones(size)
+
+    @lru_cache(maxsize=None)  # noqa: UP033 # another structure than the one above
+    def unbounded(size: int) -> tuple[Tensor, int]:
+        return torch.ones(size), size
+
     def model(x: Tensor) -> Tensor:
         product = x @ x.T * bounded(3) + unbounded(3)[0]
         return product if not looks or product.sum().item() > 0 else x
 
-    bounded.cache_clear()
-    unbounded.cache_clear()
     polyamp.explain(model, X, policy="mixed_bfloat16", engine="autocast")
     assert type(bounded(3)) is type(unbounded(3)[0]) is Tensor
 

@@ -101,7 +101,7 @@ def test_it_is_a_function_of_tensorflow_at_once(make: Any) -> None:
 
 
 def test_an_attribute_that_is_not_there_is_said_plainly() -> None:
-    fast = polyamp.rewrite(lambda x: x + x)
+    fast = polyamp.rewrite(lambda x: x + x, policy="float32")
     with pytest.raises(AttributeError, match="before its first call"):
         _ = fast._nothing
     fast(X)

@@ -26,7 +26,15 @@ OPTIMIZERS = {
     "tensorflow": lambda: tf.compat.v1.train.GradientDescentOptimizer(0.1),
 }
 OPTIONS = {
-    "torch": {"master_weights", "skip_on_device", "fused_step", "process_group", "named_parameters", "share"},
+    "torch": {
+        "master_weights",
+        "skip_on_device",
+        "fused_step",
+        "process_group",
+        "norm_group",
+        "named_parameters",
+        "share",
+    },
     "jax": {"axis_name", "master_weights", "skip"},
     "keras": {"master_weights"},
     "tensorflow": {"master_weights"},

@@ -474,6 +474,30 @@ def test_a_group_of_two_dtypes_is_refused(trains_norms: bool, mesh: DeviceMesh) 
     backward(model, polyamp.wrap_optimizer(torch.optim.SGD(trained, lr=0.1), "O2"))
 
 
+@pytest.mark.parametrize("kind", [torch.optim.Muon, torch.optim.LBFGS])
+def test_optimizers_that_compute_with_whole_shards_step_as_by_themselves(kind: Any, mesh: DeviceMesh) -> None:
+    def train(wrap: bool) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = shard(
+            torch.nn.Sequential(*(torch.nn.Linear(8, 4, bias=False), torch.nn.Linear(4, 2, bias=False))), mesh
+        )
+        inner = kind(model.parameters(), lr=0.1)
+        opt = polyamp.wrap_optimizer(inner, "mixed_float16", loss_scale=1024.0) if wrap else inner
+
+        def closure() -> torch.Tensor:
+            opt.zero_grad()
+            loss = model(torch.ones(2, 8)).square().mean()
+            opt.backward(loss) if wrap else loss.backward()
+            return loss
+
+        for _ in range(3):
+            opt.step(closure)
+        return [param.full_tensor() for param in model.parameters()]
+
+    for mine, plain in zip(train(wrap=True), train(wrap=False), strict=True):
+        torch.testing.assert_close(mine, plain)
+
+
 def break_shard(param: torch.Tensor) -> None:
     if RANK == 1:
         local(param.grad)[-1, -1] = math.nan

@@ -361,3 +361,18 @@ def test_a_compiled_training_step_is_the_eager_one(way: str) -> None:
         eager.step(bad)
         step(bad)
     assert contents(compiled.plain) == contents(eager.plain)
+
+
+def test_gradients_are_divided_by_the_scale_that_multiplied_them() -> None:
+    """DeepSpeed #8588: the scale moved between the backward pass and the division."""
+    models = [linear(), linear()]
+    plain = [torch.optim.SGD(model.parameters(), lr=1.0) for model in models]
+    expected = linear()
+    loss_of(expected).backward()
+    opts = polyamp.wrap_optimizer(plain, "mixed_float16", loss_scale=LossScale(init=1024.0))
+    opts[0].backward(sum(map(loss_of, models)))
+    models[0].weight.grad[:] = math.inf
+    opts[0].step()
+    assert opts[1].loss_scale == 512.0
+    opts[1].unscale_()
+    torch.testing.assert_close(models[1].weight.grad, expected.weight.grad)

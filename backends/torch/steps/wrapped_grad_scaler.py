@@ -32,15 +32,17 @@ class WrappedGradScaler(torch.amp.GradScaler):
 
     Everything that a wrapped optimizer has works behind it: master weights, clipping, rules and reasons of skips.
 
+    >>> from polyamp import LossScale
     >>> model = torch.nn.Linear(2, 1).half()
-    >>> optimizer = LossScaledOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))  # with float32 master weights
+    >>> sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> optimizer = LossScaledOptimizer(sgd, LossScale(init=1024.0))  # with float32 master weights
     >>> scaler = WrappedGradScaler(optimizer)
     >>> scaler.scale(model(torch.ones(1, 2).half()).sum()).backward()
     >>> scaler.unscale_(optimizer)
     >>> scaler.step(optimizer)
     >>> scaler.update()
     >>> bool(optimizer.last_step), scaler.get_scale()
-    (True, 65536.0)
+    (True, 1024.0)
 
     Args:
         optimizers: a wrapped optimizer, or several that share their loss scales, as

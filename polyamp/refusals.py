@@ -23,6 +23,21 @@ def missing(package: str, *, extra: str) -> MissingFrameworkError:
     )
 
 
+def missing_trainer(error: ModuleNotFoundError, *, where: str) -> MissingFrameworkError:
+    """Return the error for a plugin whose trainer is not installed.
+
+    >>> isinstance(missing_trainer(ModuleNotFoundError(name="lightning"), where="a plugin"), ImportError)
+    True
+    """
+    package = str(error.name).partition(".")[0]
+    return MissingFrameworkError(
+        f"{package} is not installed",
+        where=where,
+        found=f"no module named {error.name!r}",
+        fix=f"pip install {package}",
+    )
+
+
 def non_finite_loss(
     found: object, *, where: str = "scaling the loss", compute: str | None = None
 ) -> NonFiniteLossError:

@@ -6,7 +6,8 @@ import multiprocessing
 import multiprocessing.connection
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -59,9 +60,24 @@ def _run(
     for stream in (sys.stdout, sys.stderr):
         os.dup2(output, stream.fileno())
     torch.set_num_threads(1)
-    if count > 1:
-        dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=count)
-    program(rank, folder, *arguments)
-    if count > 1:
+    if count == 1:
+        program(rank, folder, *arguments)
+        return
+    with default_group(rank, count, rendezvous):
+        program(rank, folder, *arguments)
         dist.barrier()
-        dist.destroy_process_group()
+
+
+@contextmanager
+def default_group(rank: int, count: int, rendezvous: str | Path, **options: Any) -> Iterator[None]:
+    """Be one rank of torch's default group. It is destroyed at the end, but not after an error, which may block.
+
+    Args:
+        rank: this rank.
+        count: number of ranks.
+        rendezvous: the file by which they meet; it does not exist before.
+        **options: options of ``init_process_group``.
+    """
+    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=count, **options)
+    yield
+    dist.destroy_process_group()

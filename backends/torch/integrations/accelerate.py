@@ -23,9 +23,7 @@ from functools import wraps
 from types import MethodType
 from typing import Any
 
-import accelerate
 import torch
-from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor, nn
 
 from polyamp import convert, wrap_optimizer
@@ -35,8 +33,14 @@ from polyamp.backends.torch.steps.wrapped_grad_scaler import WrappedGradScaler
 from polyamp.errors import InvalidTypeError, UnsupportedError, UsageError
 from polyamp.policy import Policy
 from polyamp.policy import policy as make_policy
-from polyamp.refusals import wrapped_already
+from polyamp.refusals import missing_trainer, wrapped_already
 from polyamp.validation import kind_of
+
+try:
+    import accelerate
+    from accelerate.optimizer import AcceleratedOptimizer
+except ModuleNotFoundError as error:
+    raise missing_trainer(error, where=__name__) from error
 
 
 def prepare(
@@ -205,7 +209,7 @@ class _UnderPolicy(accelerate.Accelerator):
             if not wanted.isdisjoint(map(id, optimizer.model_parameters())):
                 _unscale(optimizer)
                 if (masters := optimizer.masters) is not None:
-                    master_of |= dict(zip(map(id, masters.model), masters.masters, strict=True))
+                    master_of |= masters.by_parameter()
         return [master_of.get(id(param), param) for param in params]
 
 
@@ -232,8 +236,7 @@ def _apply(policy: Policy, model: Any) -> None:
 
 def _unscale(optimizer: LossScaledOptimizer) -> None:
     """Unscale gradients; do nothing if they are unscaled already, or if no rank can have any."""
-    has_gradients = any(param.grad is not None for param in optimizer.model_parameters())
-    if not optimizer.window.is_unscaled and (has_gradients or not optimizer.is_alone):
+    if not optimizer.window.is_unscaled and optimizer.may_have_gradients:
         optimizer.unscale_()
 
 

@@ -32,12 +32,14 @@ from polyamp.backends.torch.autocast.context import autocast_context
 from polyamp.backends.torch.casting import cast_to
 from polyamp.backends.torch.convert import convert
 from polyamp.backends.torch.dtypes import DTYPES, SIXTEEN_BIT
+from polyamp.backends.torch.steps import refusals
 from polyamp.backends.torch.steps.optimizer import ALIVE, LossScaledOptimizer
 from polyamp.backends.torch.steps.verbs import loss_scale_of, wrap_optimizer
-from polyamp.errors import MissingFrameworkError, UnsupportedError, UsageError
+from polyamp.errors import UnsupportedError, UsageError
 from polyamp.loss_scale import LossScale
 from polyamp.policy import Policy
 from polyamp.policy import policy as policy_of
+from polyamp.refusals import missing_trainer
 from polyamp.validation import check_options, norm_limit
 
 try:
@@ -48,12 +50,7 @@ try:
         from lightning.fabric.plugins import Precision as BaseOfFabric
         from lightning.pytorch.plugins import Precision as BaseOfTrainer
 except ModuleNotFoundError as error:
-    raise MissingFrameworkError(
-        "lightning is not installed",
-        where="polyamp.backends.torch.integrations.lightning",
-        found=f"no module named {error.name!r}",
-        fix="pip install lightning",
-    ) from error
+    raise missing_trainer(error, where=__name__) from error
 
 __all__ = ["FabricPrecision", "HeldScheduler", "MixedPrecision"]
 
@@ -118,13 +115,8 @@ class _Precision(BaseOfFabric):
             wrapped = wrap_optimizer(optimizer, self.policy, **{"share": share, **self._options})
             wrapped.__class__ = _named_like(type(optimizer))  # type: ignore[arg-type]
         if share is not None and wrapped.scalers is not share.scalers:
-            raise UsageError(
-                "the optimizers have different loss scales, and a loss is multiplied by only one",
-                where=type(self).__name__,
-                found="optimizers that were wrapped one by one",
-                allowed="optimizers that share a loss scale",
-                fix="leave them plain, or wrap them with polyamp.wrap_optimizer([first, second], policy)",
-            )
+            fix = "leave them plain, or wrap them with polyamp.wrap_optimizer([first, second], policy)"
+            raise refusals.different_loss_scales(where=type(self).__name__, fix=fix)
         self.optimizers.append(wrapped)
         return wrapped
 
@@ -216,7 +208,7 @@ class MixedPrecision(_Precision, BaseOfTrainer):
         result = closure()
         if model.automatic_optimization and (result is None or optimizer.is_consumed):
             return result  # ``training_step`` left this batch out, or a callback the backward pass
-        if _has_gradients(optimizer):
+        if optimizer.may_have_gradients:
             self._after_closure(model, optimizer)
             optimizer.step(**kwargs)
         return result
@@ -361,11 +353,6 @@ def _not_wrapped(where: str, found: str | None = None) -> UsageError:
 def _unscale(optimizer: LossScaledOptimizer) -> None:
     if not optimizer.window.is_unscaled:
         optimizer.unscale_()
-
-
-def _has_gradients(optimizer: LossScaledOptimizer) -> bool:
-    """Return whether there is something to update, here or on another rank."""
-    return not optimizer.is_alone or any(param.grad is not None for param in optimizer.model_parameters())
 
 
 @functools.cache

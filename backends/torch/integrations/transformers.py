@@ -14,13 +14,17 @@ from __future__ import annotations
 
 from typing import Any
 
-import transformers
-
 from polyamp.backends.torch.integrations import accelerate
 from polyamp.errors import InvalidTypeError
 from polyamp.policy import Policy
 from polyamp.policy import policy as make_policy
+from polyamp.refusals import missing_trainer
 from polyamp.validation import shown
+
+try:
+    import transformers
+except ModuleNotFoundError as error:
+    raise missing_trainer(error, where=__name__) from error
 
 
 def with_policy(

@@ -85,7 +85,9 @@ class InnerStep:
 
 
 def guard(optimizer: WrappedOptimizer, alive: Callable[[], Iterable[WrappedOptimizer]]) -> None:
-    """Guard an optimizer for as long as it lives; the first call also starts to guard clipping.
+    """Guard an optimizer that scales losses or has masters, for as long as it lives.
+
+    The first call also starts to guard clipping. Only an optimizer that scales losses can be stepped wrongly.
 
     Args:
         optimizer: the wrapped optimizer.
@@ -93,7 +95,8 @@ def guard(optimizer: WrappedOptimizer, alive: Callable[[], Iterable[WrappedOptim
     """
     before_clipping(lambda params, limit, *, measured: _clipped(params, limit, alive(), measured=measured))
     inner = optimizer.inner
-    if hasattr(inner, "_optimizer_step_pre_hooks"):  # optimizers that wrap others may not have run torch's own set-up
+    has_hooks = hasattr(inner, "_optimizer_step_pre_hooks")  # some that wrap others have not run torch's own set-up
+    if optimizer.scaler.multiplies and has_hooks:
         handle = inner.register_step_pre_hook(InnerStep(optimizer))
         weakref.finalize(optimizer, handle.remove).atexit = False
 
@@ -126,8 +129,7 @@ def _clipped(params: list[Tensor], limit: float, alive: Iterable[WrappedOptimize
             if any(id(param) in clipped for param in (*graded, *later)):
                 raise refusals.clipped_before_unscaling()
         elif masters is not None:
-            pairs = zip(masters.model, masters.masters, strict=True)
-            masters_of |= {id(param): master for param, master in pairs if id(param) in clipped}
+            masters_of |= {param: master for param, master in masters.by_parameter().items() if param in clipped}
     if masters_of and measured:
         raise refusals.clipped_without_masters()
     return [masters_of.get(id(param), param) for param in params] if masters_of else params

@@ -97,6 +97,10 @@ class MasterWeights:
         for master, grad in pairs:
             master.grad = None if grad is None else next(wide)
 
+    def by_parameter(self) -> dict[int, Tensor]:
+        """Return the masters by the ids of their parameters."""
+        return dict(zip(map(id, self.model), self.masters, strict=True))
+
     @torch.no_grad()
     def stored(self) -> dict[Tensor, tuple[Tensor, Tensor | None]]:
         """Return for each master its parameter and what is kept next to it; operators update both in place.

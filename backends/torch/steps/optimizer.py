@@ -125,6 +125,7 @@ class LossScaledOptimizer(WrappedOptimizer):
         self.steps_now, self.witness, self.regions_before = False, None, LAST.count
         if self.scaler.multiplies:
             self.witness = Witness.of(self.model_parameters())
+        if self.scaler.multiplies or self.masters is not None:
             guard(self, lambda: ALIVE)
         self.process_group, self.norm_group = process_group, norm_group
         self.named = {} if named is None else named

@@ -179,6 +179,17 @@ def scaled_twice(inner: torch.optim.Optimizer, *, where: str = "GradScaler.step(
     )
 
 
+def different_loss_scales(*, where: str, fix: str) -> UsageError:
+    """Return the error for optimizers of one loss that were wrapped one by one."""
+    return UsageError(
+        "the optimizers have different loss scales, and a loss is multiplied by only one",
+        where=where,
+        found="optimizers that were wrapped one by one",
+        allowed="optimizers that share a loss scale",
+        fix=fix,
+    )
+
+
 def loss_scaled_twice() -> UsageError:
     """Return the error for a loss that `scale` returned, and that is to be scaled again."""
     return UsageError(

@@ -105,6 +105,11 @@ class WrappedOptimizer(torch.optim.Optimizer):
         return not has_peers(self.process_group)
 
     @property
+    def may_have_gradients(self) -> bool:
+        """Whether there may be something to update, here or on another rank."""
+        return not self.is_alone or any(param.grad is not None for param in self.model_parameters())
+
+    @property
     def is_consumed(self) -> bool:
         """Whether the gradients are those of the last step."""
         window = self.window

@@ -61,12 +61,8 @@ class WrappedGradScaler(torch.amp.GradScaler):
                 fix = "WrappedGradScaler(polyamp.wrap_optimizer(optimizer, policy))"
                 raise refusals.not_a(LossScaledOptimizer, one, where="WrappedGradScaler(optimizers)", fix=fix)
             if one.scalers is not self._wrapped[0].scalers:
-                raise UsageError(
-                    "the optimizers have different loss scales, and a loss is multiplied by only one",
-                    where="WrappedGradScaler(optimizers)",
-                    allowed="optimizers that share a loss scale",
-                    fix="wrap them together: polyamp.wrap_optimizer([first, second], policy)",
-                )
+                fix = "wrap them together: polyamp.wrap_optimizer([first, second], policy)"
+                raise refusals.different_loss_scales(where="WrappedGradScaler(optimizers)", fix=fix)
 
     @property
     def optimizers(self) -> Sequence[LossScaledOptimizer]:

@@ -34,6 +34,7 @@ from torch.nn.parallel import DistributedDataParallel
 import polyamp
 from polyamp import LossScale
 from polyamp.backends.torch import LossScaledOptimizer
+from support.forked_ranks import default_group
 
 # a sequence of layers returns what the last of them does, which is a view in FSDP's eyes
 pytestmark = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module:UserWarning")
@@ -47,15 +48,8 @@ X, Y = torch.randn(8, 4, 8), torch.randn(8, 4, 1)
 
 @pytest.fixture(scope="module", autouse=True)
 def group() -> Iterator[None]:
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{os.environ['POLYAMP_TEST_RENDEZVOUS']}",
-        rank=RANK,
-        world_size=4,
-        timeout=timedelta(seconds=60),
-    )
-    yield
-    dist.destroy_process_group()
+    with default_group(RANK, 4, os.environ["POLYAMP_TEST_RENDEZVOUS"], timeout=timedelta(seconds=60)):
+        yield
 
 
 class Block(nn.Module):

@@ -27,6 +27,7 @@ import polyamp
 from polyamp import LossScale
 from polyamp.backends.torch import GradScaler, LossScaledOptimizer
 from polyamp.backends.torch.steps.ranks import any_rank, has_peers
+from support.forked_ranks import default_group
 from support.harness_torch import OPTIMIZERS, X, Y
 
 RANK = int(os.environ["RANK"])
@@ -49,15 +50,8 @@ KINDS = [(torch.float32, None), (torch.float16, None), (torch.bfloat16, "remaind
 
 @pytest.fixture(scope="module", autouse=True)
 def group() -> Iterator[None]:
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{os.environ['POLYAMP_TEST_RENDEZVOUS']}",
-        rank=RANK,
-        world_size=2,
-        timeout=timedelta(seconds=60),
-    )
-    yield
-    dist.destroy_process_group()
+    with default_group(RANK, 2, os.environ["POLYAMP_TEST_RENDEZVOUS"], timeout=timedelta(seconds=60)):
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -467,9 +467,15 @@ def test_a_loss_is_scaled_once() -> None:
     assert opt.last_step
 
 
-def test_clipping_by_the_models_parameters_clips_their_masters() -> None:
-    model = linear().half()
-    opt = wrap(model)
+@pytest.mark.parametrize("scales", [True, False])
+def test_clipping_by_the_models_parameters_clips_their_masters(scales: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (nn.utils, nn.utils.clip_grad):  # as in a process that has wrapped no optimizer yet
+        for name, known in list(vars(module).items()):
+            if hasattr(known, "_asks_polyamp"):
+                monkeypatch.setattr(module, name, known.__wrapped__)
+    model = linear().half() if scales else linear().bfloat16()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    opt = wrap(model) if scales else polyamp.wrap_optimizer(sgd, "bfloat16")
     opt.backward(sum(3 * param.sum().float() for param in model.parameters()))
     opt.unscale_()
     masters = opt.param_groups[0]["params"]

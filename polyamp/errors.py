@@ -74,6 +74,10 @@ class PolyampWarning(UserWarning):
     """The category of all polyamp warnings. Each message is shown once per process."""
 
 
+class PolyampDeprecationWarning(PolyampWarning, DeprecationWarning):
+    """The category of warnings about an old interface that polyamp keeps; the message shows what to write instead."""
+
+
 _shown: set[str] = set()
 
 
@@ -82,6 +86,21 @@ def warn_once(message: str, *, stacklevel: int = 3) -> None:
     if message not in _shown:
         _shown.add(message)
         warnings.warn(message, PolyampWarning, stacklevel=stacklevel)
+
+
+def warn_deprecated(old: str, instead: str, *, stacklevel: int = 3) -> None:
+    """Report once per process that an old interface was used, with the polyamp line that replaces it.
+
+    >>> import warnings
+    >>> with warnings.catch_warnings(record=True, action="always") as caught:
+    ...     warn_deprecated("apex.amp.scale_loss(loss, opt)", "opt.backward(loss)", stacklevel=2)
+    >>> print(caught[0].message)
+    apex.amp.scale_loss(loss, opt) is kept for old programs. Write instead: opt.backward(loss)
+    """
+    message = f"{old} is kept for old programs. Write instead: {instead}"
+    if message not in _shown:
+        _shown.add(message)
+        warnings.warn(message, PolyampDeprecationWarning, stacklevel=stacklevel)
 
 
 def forget_warnings() -> None:

@@ -1,0 +1,1 @@
+"""Interfaces that Keras removed, on polyamp's policies and optimizer."""

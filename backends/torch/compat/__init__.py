@@ -1,0 +1,1 @@
+"""Interfaces that PyTorch and Apex removed or deprecated, on polyamp's optimizer and autocast."""

@@ -1,0 +1,1 @@
+"""The package `apex`, as far as mixed precision goes, on polyamp."""

@@ -2,7 +2,7 @@
 
 Two entry-point groups decide. Under ``polyamp.modules``, ``apex = "polyamp.backends.torch.compat.apex"`` makes
 ``import apex.amp`` import ``polyamp.backends.torch.compat.apex.amp`` where no ``apex.amp`` is installed. An apex that
-is is installed without its ``amp`` keeps its other parts, and installed packages find what is installed. Under
+is installed without its ``amp`` keeps its other parts, and installed packages find what is installed. Under
 ``polyamp.scripts``, ``torch = "...whole_script:begin"`` is called with the session right after ``torch`` was imported.
 """
 
@@ -94,6 +94,7 @@ class Finder(MetaPathFinder):
                 )
             self.session.note(f"polyamp's support for {root} cannot be loaded: {error}")
         else:
+            self.session.begun.append(root)
             begin(self.session)
 
     def remove_supplied(self) -> None:

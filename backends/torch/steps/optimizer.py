@@ -96,6 +96,8 @@ class LossScaledOptimizer(WrappedOptimizer):
     ) -> None:
         if isinstance(optimizer, LossScaledOptimizer):
             raise wrapped_already(f"a LossScaledOptimizer around {type(optimizer.inner).__name__}")
+        if isinstance(getattr(optimizer, "polyamp_wrapper", None), LossScaledOptimizer):
+            raise wrapped_already(f"{type(optimizer).__name__}, attached to its wrapper")
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise no_optimizer(optimizer, allowed="an instance of torch.optim.Optimizer")
         if share is not None and not isinstance(share, LossScaledOptimizer):

@@ -22,8 +22,8 @@ For example, with a second loss that has its own loss scale:
 `step` does the work of `unscale_` if nobody called it. A second `backward` with the same scale stays in SCALED: its
 gradients are added by autograd. Gradients that the user sets by hand leave a window NEW until `step` or `unscale_`.
 
-A `backward` after `unscale_` leads from UNSCALED to MIXED: from then until the next `unscale_`, the parameters have only
-the gradients of the later losses.
+A `backward` after `unscale_` leads from UNSCALED to MIXED: until the next `unscale_`, the parameters have only the
+gradients of the later losses.
 """
 
 from __future__ import annotations

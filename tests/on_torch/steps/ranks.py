@@ -669,7 +669,7 @@ def test_losses_after_unscaling_add_up_on_all_ranks(dtype: torch.dtype, ids: tup
 
 def _overflowed_of_window(opt: LossScaledOptimizer) -> str:
     opt.zero_grad()
-    for place, weight in enumerate([param for param in opt.model_parameters()] * 2):
+    for place, weight in enumerate(list(opt.model_parameters()) * 2):
         opt.backward(weight.sum())
         if RANK == 1 and place == 0:
             weight.grad[0, 0] = math.inf

@@ -247,3 +247,14 @@ def test_an_optimizer_that_evaluates_again_starts_from_gradients_that_are_aside(
     first.grad = None  # the last loss did not reach it
     opt.step(closure)
     assert first.tolist() == [-1.0, -4.0, -1.5]
+
+
+def test_zero_gradients_that_were_not_cleared_stay() -> None:
+    weight = one_weight(torch.float16)
+    opt = wrap(weight)
+    opt.backward(0 * weight.sum())
+    opt.unscale_()
+    opt.param_groups[0]["params"][0].grad.fill_(5.0)
+    opt.backward(2 * weight.sum())
+    opt.unscale_()
+    assert opt.param_groups[0]["params"][0].grad.tolist() == [7.0] * 3

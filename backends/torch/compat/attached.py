@@ -203,7 +203,8 @@ def detach(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _become(optimizer: Any, wrapper: LossScaledOptimizer, saves: Saves) -> None:
-    object.__setattr__(optimizer, "__class__", _class_of(type(wrapper.inner)))
+    kind: Any = type(wrapper.inner)
+    object.__setattr__(optimizer, "__class__", _class_of(kind))
     vars(optimizer).update({_WRAPPER: wrapper, _SAVES: saves})
 
 

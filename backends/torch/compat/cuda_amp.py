@@ -1,8 +1,8 @@
 """`torch.cuda.amp` and `torch.cpu.amp`, which PyTorch has deprecated, on polyamp.
 
-With a CUDA device, a region is the native one, and the scaler is polyamp's. Without one, native `torch.cuda.amp` disables
-itself, so that a script trains in float32; here the script gets the precision that it asks for, on the devices there
-are. A region with ``enabled=False``, and a scaler with it, do what the native ones do.
+With a CUDA device, a region is the native one, and the scaler is polyamp's. Without one, native `torch.cuda.amp`
+disables itself, so that a script trains in float32; here the script gets the precision that it asks for, on the devices
+there are. A region with ``enabled=False``, and a scaler with it, do what the native ones do.
 
 `install` puts the names of this module into the real modules, for programs that are run unchanged:
 
@@ -65,9 +65,8 @@ _listener: Listener | None = None
 def autocast(enabled: bool = True, dtype: torch.dtype = torch.float16, cache_enabled: bool = True) -> Any:
     """Return a region of autocast, as ``torch.cuda.amp.autocast`` does: a context manager and a decorator.
 
-    >>> import torch
-    >>> x = torch.ones(2, 2)
-    >>> with autocast(dtype=torch.bfloat16):  # on the CPU, since no GPU is here
+    >>> x = torch.ones(2, 2, device="cuda" if torch.cuda.is_available() else "cpu")
+    >>> with autocast(dtype=torch.bfloat16):
     ...     print((x @ x).dtype)
     torch.bfloat16
     >>> with autocast(enabled=False):
@@ -77,7 +76,8 @@ def autocast(enabled: bool = True, dtype: torch.dtype = torch.float16, cache_ena
     Args:
         enabled: False turns autocast off in the region.
         dtype: float16 or bfloat16. Native autocast decides what happens with another type.
-        cache_enabled: whether the casts of weights are kept until the region ends.
+        cache_enabled: whether the casts of weights are kept until the region ends. A region that does not keep them is
+            a native one.
 
     Warns:
         PolyampDeprecationWarning: at the first use; its message has the line to write instead.
@@ -99,7 +99,7 @@ def _region(device_type: str, enabled: bool, dtype: torch.dtype, cache_enabled: 
     The formats are the same in both, except in float16 on a CPU, where polyamp has CUDA's list of operations.
     """
     low = _POLICIES.get(dtype)
-    is_native = DEVICE_TYPES != (device_type,) and _is_here(device_type)
+    is_native = (device_type,) != DEVICE_TYPES and _is_here(device_type)
     if is_native or not enabled or low is None or not cache_enabled:
         return torch.autocast(_device(device_type), dtype=dtype, enabled=bool(enabled), cache_enabled=cache_enabled)
     return traced_context(low) or polyamp_autocast(low, backend="torch")
@@ -178,7 +178,7 @@ def custom_fwd(fwd: Any = None, *, cast_inputs: torch.dtype | None = None) -> An
     ...     def backward(ctx, grad):
     ...         return 2 * grad
     >>> with autocast():
-    ...     print(Double.apply(torch.ones(2).half()).dtype)
+    ...     print(Double.apply(torch.ones(2, device="cuda" if torch.cuda.is_available() else "cpu").half()).dtype)
     torch.float32
 
     Args:

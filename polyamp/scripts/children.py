@@ -15,22 +15,19 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from multiprocessing import spawn, util
 from pathlib import Path
 from typing import Any
 
 from polyamp.policy import Policy
-from polyamp.scripts.imports import hooked
+from polyamp.scripts.imports import Finder
 from polyamp.scripts.places import SCRIPTS
-from polyamp.scripts.session import Session, running
+from polyamp.scripts.session import Session, current, start
 from polyamp.scripts.summary import summary_of
 
 _FORKSERVER = "ignore"
 """The name with which the fork server prepares itself. It has no hooks, so it must not import the script."""
-
-_KEPT: list[ExitStack] = []
-"""The contexts of this process, if it is such a child: they last until it ends."""
 
 
 class Start:
@@ -46,13 +43,16 @@ class Start:
 @contextmanager
 def followed(session: Session) -> Iterator[Path]:
     """Let the children of this block begin sessions of their own; yield the folder of their summaries."""
+    original = spawn.get_preparation_data
     with tempfile.TemporaryDirectory(prefix="polyamp-run-", ignore_cleanup_errors=True) as folder:
-        with _prepared_with(Start(session.policy, Path(folder))):
+        _prepare_with(Start(session.policy, Path(folder)))
+        try:
             yield Path(folder)
+        finally:
+            spawn.get_preparation_data = original
 
 
-@contextmanager
-def _prepared_with(start: Start) -> Iterator[None]:
+def _prepare_with(start: Start) -> None:
     original = spawn.get_preparation_data
 
     def get_preparation_data(name: str) -> dict[str, Any]:
@@ -63,11 +63,7 @@ def _prepared_with(start: Start) -> Iterator[None]:
             return data
         return {"polyamp": start, **data}
 
-    spawn.get_preparation_data = get_preparation_data  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        spawn.get_preparation_data = original
+    spawn.get_preparation_data = get_preparation_data
 
 
 def begin_child(policy: dict[str, Any] | None, folder: str, scripts: list[str]) -> None:
@@ -78,16 +74,15 @@ def begin_child(policy: dict[str, Any] | None, folder: str, scripts: list[str]) 
         folder: where summaries go.
         scripts: `polyamp.scripts.places.SCRIPTS` of the parent.
     """
-    if _KEPT:
+    if current() is not None:
         return
     SCRIPTS.update(scripts)
     session = Session(None if policy is None else Policy.from_dict(policy))
-    stack = ExitStack()
-    _KEPT.append(stack)
-    stack.enter_context(running(session))
-    stack.enter_context(_prepared_with(Start(session.policy, Path(folder))))
-    stack.enter_context(hooked(session))
-    util.register_after_fork(stack, lambda _: _report_at_exit(session, folder))
+    start(session)
+    _prepare_with(Start(session.policy, Path(folder)))
+    Finder(session).install()
+    _report_at_exit(session, folder)
+    util.register_after_fork(session, lambda _: _report_at_exit(session, folder))  # the fork server's children clear it
 
 
 def _report_at_exit(session: Session, folder: str) -> None:

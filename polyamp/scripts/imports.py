@@ -35,9 +35,8 @@ def hooked(session: Session) -> Iterator[None]:
     True
     """
     finder = Finder(session)
-    sys.meta_path.insert(0, finder)
     try:
-        finder.begin_imported()
+        finder.install()
         yield
     finally:
         sys.meta_path.remove(finder)
@@ -58,8 +57,9 @@ class Finder(MetaPathFinder):
         self._frameworks = frozenset(self.begins)
         self._supplied: list[str] = []
 
-    def begin_imported(self) -> None:
-        """Call ``begin`` for the frameworks that were imported before the hook."""
+    def install(self) -> None:
+        """Become the first finder, and call ``begin`` for the frameworks that were imported before."""
+        sys.meta_path.insert(0, self)
         for root in [root for root in self.begins if root in sys.modules]:
             self.begin(root)
 

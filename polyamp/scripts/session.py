@@ -205,6 +205,18 @@ def found(interface: str) -> None:
         _current.found(interface)
 
 
+def start(session: Session | None) -> Session | None:
+    """Make a session the current one, and return the one before.
+
+    >>> before = start(Session())
+    >>> start(before) is before
+    False
+    """
+    global _current
+    before, _current = _current, session
+    return before
+
+
 @contextmanager
 def running(session: Session) -> Iterator[Session]:
     """Make a session the current one, and undo what it changed at the end.
@@ -213,10 +225,9 @@ def running(session: Session) -> Iterator[Session]:
     ...     current() is session
     True
     """
-    global _current
-    before, _current = _current, session
+    before = start(session)
     try:
         yield session
     finally:
-        _current = before
+        start(before)
         session.close()

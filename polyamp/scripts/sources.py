@@ -11,6 +11,7 @@ the calls are ``torch.cuda.amp.autocast``, with a keyword argument, and ``.half`
 from __future__ import annotations
 
 import ast
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -37,6 +38,31 @@ class Call(NamedTuple):
         """Yield the arguments: keywords with their names, others with None."""
         yield from ((None, argument) for argument in self.node.args)
         yield from ((keyword.arg, keyword.value) for keyword in self.node.keywords)
+
+
+def sources_of(target: str, *, is_module: bool) -> tuple[Path, ...]:
+    """Return the files of a script and of its local imports; nothing is imported to find them.
+
+    >>> [file.name for file in sources_of("nothing.py", is_module=False)]
+    []
+
+    Args:
+        target: a file, a folder with ``__main__.py``, or a module's name.
+        is_module: whether it is a module's name.
+    """
+    if is_module:
+        return _files_of_module(target.split("."))
+    file = Path(target, "__main__.py") if Path(target).is_dir() else Path(target)
+    return local_files(file, file.resolve().parent) if file.is_file() else ()
+
+
+def _files_of_module(parts: list[str]) -> tuple[Path, ...]:
+    for folder in map(Path, [".", *sys.path]):
+        base = folder.joinpath(*parts)
+        for file in (base.with_suffix(".py"), base / "__main__.py"):
+            if file.is_file():
+                return local_files(file, folder)
+    return ()
 
 
 def local_files(script: Path, folder: Path) -> tuple[Path, ...]:

@@ -32,11 +32,11 @@ def run_script(script: Script, policy: Policy | None = None, report: Path | None
     """
     _check_file(report)
     session = Session(policy)
+    session.sources = sources.sources_of(script.target, is_module=script.is_module)
     with ExitStack() as stack:
         stack.enter_context(running(session))
         folder = stack.enter_context(children.followed(session))
-        stack.enter_context(imports.hooked(session))
-        error = _run(script, session)
+        error = _run(script, session, stack)
         if _reports():
             made = RunReport(script, summary_of(session, error), children.summaries_in(folder), _exit_of(error))
             _flush()
@@ -48,15 +48,16 @@ def run_script(script: Script, policy: Policy | None = None, report: Path | None
     return None if error is None else without_own_frames(error)
 
 
-def _run(script: Script, session: Session) -> BaseException | None:
-    """Run a script, and return what it raised."""
+def _run(script: Script, session: Session, stack: ExitStack) -> BaseException | None:
+    """Run a script under the import hook, and return what it raised."""
+    program = None
     try:
+        stack.enter_context(imports.hooked(session))
         program = Program(script)
-        session.sources = sources.local_files(program.file, program.folder)
         program.run()
-    except InvalidValueError:
-        raise
     except BaseException as error:
+        if program is None and isinstance(error, InvalidValueError):
+            raise
         return error
     return None
 
@@ -73,7 +74,7 @@ def _exit_of(error: BaseException | None) -> str:
         return f"exit code {error.code if isinstance(error.code, int) else int(error.code is not None)}"
     if isinstance(error, UsageError):
         return "refused"
-    return f"{type(error).__name__}: {error}"
+    return f"{type(error).__name__}: {error}".strip().partition("\n")[0]
 
 
 def _check_file(report: Path | None) -> None:

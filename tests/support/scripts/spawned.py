@@ -1,4 +1,4 @@
-"""Train in two spawned processes with DistributedDataParallel, and load data in workers that are spawned too."""
+"""Train in two spawned processes with DistributedDataParallel."""
 
 import sys
 
@@ -13,7 +13,7 @@ def train(rank, file):
     parallel = torch.nn.parallel.DistributedDataParallel(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     data = torch.utils.data.TensorDataset(*digits.batches(1, 128)[0])
-    loader = torch.utils.data.DataLoader(data, 32, num_workers=1, multiprocessing_context="spawn")
+    loader = torch.utils.data.DataLoader(data, 32)
     losses = []
     for x, y in loader:
         optimizer.zero_grad()

@@ -285,3 +285,25 @@ def test_detached_it_is_plain_again() -> None:
     attach(half, "float16")
     with pytest.raises(polyamp.UsageError, match="master weights"):
         detach(half)
+
+
+def test_a_replaced_step_may_look_its_class_up() -> None:
+    model, expected = model_of(), model_of()
+    opt = torch.optim.SGD(model.parameters(), lr=0.5)
+    opt.step = MethodType(lambda self, *args: type(self).step(self, *args), opt)  # type: ignore[method-assign]
+    wrapper = attach(opt, "mixed_float16", loss_scale=SCALE)
+    train(model, opt, wrapper, 1)
+    loss_of(expected).backward()
+    torch.optim.SGD(expected.parameters(), lr=0.5).step()
+    torch.testing.assert_close(model.weight, expected.weight)
+
+
+def test_the_wrapper_steps_after_the_object_is_gone() -> None:
+    model = model_of()
+    opt = torch.optim.SGD(model.parameters(), lr=0.5)
+    scheduler = StepLR(opt, 1)
+    wrapper = attach(opt, "mixed_float16", loss_scale=SCALE)
+    del opt, scheduler
+    wrapper.backward(loss_of(model))
+    wrapper.step()
+    assert wrapper.last_step

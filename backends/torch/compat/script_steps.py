@@ -56,7 +56,6 @@ class ScaledSteps:
         self._under_construction = _UnderConstruction()
         self._lock = threading.Lock()
         self._loss: Tensor | None = None
-        self._step: Callable[..., Any] = Attached.step
 
     def install(self) -> None:
         """Replace torch's functions until the run ends; attached optimizers are then plain ones again."""

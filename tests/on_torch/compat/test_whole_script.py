@@ -122,6 +122,7 @@ REFUSED = {
     "apex": ("try:\n    from apex import amp\nexcept ImportError:\n    pass\namp.initialize(1)", "of its own"),
     "half": ("layer = layer.half()", "of its own"),
     "bfloat16": ("layer.to(dtype=torch.bfloat16)", "of its own"),
+    "halved tensors": ("x = x.half()", "of its own"),
     "half tensors": ("x = torch.ones(2, dtype=torch.half)", "of its own"),
     "Lightning": ("if False:\n    from lightning.pytorch import Trainer", "integrations.lightning"),
     "accelerate": ("if False:\n    from accelerate import Accelerator", "integrations.accelerate"),
@@ -243,6 +244,58 @@ def test_a_copied_and_an_unpickled_optimizer_step_like_others(run: Run) -> None:
     copied = "import copy\nopt, layer = copy.deepcopy((opt, layer))\nbefore, seen"
     code = OVERFLOW.replace("before, seen", copied)
     assert run(code, "mixed_float16")["seen"] == [True, False, False]
+
+
+def test_a_criterion_runs_in_float32_outside_of_regions(run: Run) -> None:
+    code = """
+import torch
+class Criterion(torch.nn.Module):
+    def forward(self, output):
+        assert output.dtype == torch.float32
+        assert not torch.is_autocast_enabled("cpu")
+        return output.sum()
+layer, criterion = torch.nn.Linear(2, 1), Criterion()
+opt = torch.optim.SGD(layer.parameters(), lr=0.1)
+criterion(layer(torch.ones(1, 2))).backward()
+opt.step()
+"""
+    assert run(code, "mixed_float16")["report"]["health"][0]["steps"] == 1
+
+
+def test_a_compiled_function_stays_in_float32_and_that_is_a_verdict(run: Run) -> None:
+    code = """
+import torch
+layer = torch.nn.Linear(2, 1)
+opt = torch.optim.SGD(layer.parameters(), lr=0.1)
+step = torch.compile(lambda x: layer(x).sum(), backend="eager", fullgraph=True)
+step(torch.ones(1, 2)).backward()
+opt.step()
+"""
+    assert "Nothing ran in 16 bits" in run(code, "mixed_float16")["report"]["verdicts"][0]
+
+
+def test_checkpointed_modules_run_again_in_the_region_of_their_model(run: Run) -> None:
+    code = """
+import torch
+from torch.utils.checkpoint import checkpoint
+class Model(torch.nn.Module):
+    def __init__(self, reentrant):
+        super().__init__()
+        self.first, self.second, self.reentrant = torch.nn.Linear(2, 2), torch.nn.Linear(2, 1), reentrant
+    def forward(self, x):
+        return checkpoint(lambda x: self.second(torch.relu(self.first(x))), x, use_reentrant=self.reentrant)
+grads = []
+for reentrant in (True, False):
+    torch.manual_seed(0)
+    model = Model(reentrant)
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(torch.ones(1, 2, requires_grad=True)).sum().div(4).backward()
+    grads.append([param.grad for param in model.parameters()])
+    opt.step()
+assert all(map(torch.equal, *grads))
+assert grads[0][-1].item() == 0.25
+"""
+    assert run(code, "mixed_float16")["report"]["health"][0]["skipped"] == 0
 
 
 def test_a_sparse_gradient_is_unscaled(run: Run) -> None:

@@ -3,7 +3,7 @@
 import digits
 import torch
 
-model = torch.compile(digits.model(), backend="aot_eager")
+model = torch.compile(digits.model(), backend="aot_eager", fullgraph=True)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 losses = []
 for x, y in digits.batches(5):

@@ -1,8 +1,13 @@
-"""The state of `apex.amp` in this process. Programs read it as ``apex.amp._amp_state``."""
+"""The state of `apex.amp` in this process. Programs read it as ``apex.amp._amp_state``, or import this module.
+
+Apex has a module and an object of this name, so here they are one: the module in ``sys.modules`` is the `AmpState`.
+"""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -15,7 +20,7 @@ from polyamp.errors import UsageError, warn_deprecated
 from polyamp.loss_scale import LossScale
 
 
-class AmpState:
+class AmpState(ModuleType):
     """What `initialize` decided, and the loss scales, which all its optimizers share.
 
     Attributes:
@@ -32,6 +37,7 @@ class AmpState:
     handle: Any
 
     def __init__(self) -> None:
+        super().__init__(__name__)
         self.hard_override = self.allow_incoming_model_not_fp32 = False
         self.verbosity = 1
         self.loss_scalers: list[ShownScaler] = []
@@ -133,3 +139,7 @@ def master_params(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
     warn_deprecated("apex.amp.master_params(opt)", "opt.clip_grad_norm_(max_norm), or opt.param_groups")
     for group in optimizer.param_groups:
         yield from group["params"]
+
+
+vars(_amp_state).update(globals())
+sys.modules[__name__] = _amp_state

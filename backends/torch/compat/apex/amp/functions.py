@@ -89,7 +89,7 @@ def _register(function: str, module: Any, name: str, choice: Choice) -> None:
     _registered[module, name] = choice
 
 
-def _choosing(fn: Any, choice: Choice) -> Any:
+def _choosing(fn: Fn, choice: Choice) -> Fn:
     """Return the function with its arguments cast.
 
     A function of PyTorch runs in this format itself. The operations of any other function have the formats of O1.
@@ -105,7 +105,7 @@ def _choosing(fn: Any, choice: Choice) -> Any:
         with turned_off():
             return fn(*args, **kwargs)
 
-    return functools.wraps(fn)(chosen) if hasattr(fn, "__name__") else chosen
+    return functools.wraps(fn)(chosen)  # type: ignore[return-value]
 
 
 def _to_half(tree: Any) -> Any:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from polyamp.backends.torch.autocast.weights import forget_casts
-from polyamp.backends.torch.compat.apex.amp._amp_state import _amp_state, maybe_print
+from polyamp.backends.torch.compat.apex.amp._amp_state import _amp_state
 from polyamp.backends.torch.compat.apex.amp.functions import replace_registered
 from polyamp.backends.torch.compat.apex.amp.regions import Regions, is_here, turned_off
 from polyamp.backends.torch.compat.attached import attach
@@ -69,8 +69,8 @@ class AmpHandle:
         raise UsageError(
             "the handle does not scale losses",
             where="handle.scale_loss",
-            fix="use amp.initialize and amp.scale_loss(loss, optimizer), or optimizer = handle.wrap_optimizer(optimizer) "
-            "and optimizer.scale_loss(loss)",
+            fix="use amp.initialize and amp.scale_loss(loss, optimizer); or optimizer.scale_loss(loss) after "
+            "optimizer = handle.wrap_optimizer(optimizer)",
         )
 
     def _deactivate(self) -> None:
@@ -261,6 +261,3 @@ def _ban(owner: Any, name: str) -> tuple[Any, str, Any]:
 
     setattr(owner, name, banned)
     return owner, name, original
-
-
-__all__ = ["AmpHandle", "NoOpHandle", "OptimWrapper", "disable_casts", "init", "maybe_print", "turn_on"]

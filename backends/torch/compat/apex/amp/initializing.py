@@ -15,7 +15,7 @@ from polyamp.backends.torch.compat.apex.amp.options import Properties, chosen
 from polyamp.backends.torch.compat.apex.amp.stash import Stash
 from polyamp.backends.torch.compat.attached import attach, wrapper_of
 from polyamp.backends.torch.steps.optimizer import LossScaledOptimizer
-from polyamp.errors import InvalidTypeError, InvalidValueError, UsageError, warn_deprecated
+from polyamp.errors import InvalidTypeError, UsageError, warn_deprecated
 from polyamp.loss_scale import LossScale
 from polyamp.scripts.session import current, found
 from polyamp.validation import shown
@@ -47,8 +47,8 @@ def initialize(
 ) -> Any:
     """Prepare models and optimizers for mixed precision, as Apex does; return the same objects.
 
-    O0 is float32. O1 runs operations in the formats of autocast, from here until ``_amp_state.handle._deactivate()``. O2
-    stores the model in float16, with float32 batch norms and master weights; O3 stores all of it in float16.
+    O0 is float32. O1 runs operations in the formats of autocast, from here until ``_amp_state.handle._deactivate()``.
+    O2 stores the model in float16, with float32 batch norms and master weights; O3 stores all of it in float16.
 
     Args:
         models: a module, or a list of them.
@@ -162,6 +162,3 @@ def _wrong(name: str, value: object, allowed: str) -> InvalidTypeError:
     return InvalidTypeError(
         f"wrong type of {name}", where=f"amp.initialize({name})", found=shown(value), allowed=allowed
     )
-
-
-__all__ = ["InvalidValueError", "initialize"]

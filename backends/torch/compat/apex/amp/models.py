@@ -67,7 +67,7 @@ def cast(model: nn.Module, properties: Properties, outputs: torch.dtype | None) 
         model.register_forward_hook(partial(_cast_outputs, dtype=outputs))
     if dtype:
         for module in model.modules():
-            module.register_state_dict_post_hook(_show_float32)
+            module.register_state_dict_post_hook(_show_float32)  # type: ignore[no-untyped-call]
 
 
 def _to_16_bits(model: nn.Module, compute: str, output: str, keep_batch_norms: bool) -> None:

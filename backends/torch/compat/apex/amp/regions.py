@@ -1,7 +1,7 @@
 """The region of O1: operations run in the formats of autocast, from `initialize` until `_deactivate`.
 
-Apex replaced PyTorch's functions for the whole process, so that losses outside of the model's forward pass were covered.
-A region of polyamp belongs to a thread. `Regions` enters it in the thread that calls `initialize`, and in each thread
+Apex replaced PyTorch's functions for the whole process, which covered losses outside of the model's forward pass. A
+region of polyamp belongs to a thread. `Regions` enters it in the thread that calls `initialize`, and in each thread
 that calls a model of `initialize`, and leaves it when the handle is deactivated.
 """
 

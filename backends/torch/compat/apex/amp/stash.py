@@ -53,17 +53,17 @@ class Stash:
     @property
     def all_fp16_params(self) -> list[Tensor]:
         """The model's 16-bit parameters."""
-        return sum(self.fp16_groups, [])
+        return [param for group in self.fp16_groups for param in group]
 
     @property
     def all_fp32_from_fp16_params(self) -> list[Tensor]:
         """Their masters."""
-        return sum(self.fp32_from_fp16_groups, [])
+        return [param for group in self.fp32_from_fp16_groups for param in group]
 
     @property
     def all_fp32_from_fp32_params(self) -> list[Tensor]:
         """The parameters that have 32 bits in the model."""
-        return sum(self.fp32_from_fp32_groups, [])
+        return [param for group in self.fp32_from_fp32_groups for param in group]
 
     @property
     def all_fp32_params(self) -> list[Tensor]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from types import ModuleType
+from types import BuiltinFunctionType, MethodDescriptorType, ModuleType
 from typing import Any, TypeVar
 
 import torch
@@ -17,6 +17,8 @@ Fn = TypeVar("Fn", bound=Callable[..., Any])
 Choice = Callable[[Any], Any]
 
 _INSTEAD = 'polyamp.policy("mixed_float16", rules={"name": "full"}), or "lower"'
+
+_BUILT_IN = (BuiltinFunctionType, MethodDescriptorType)
 
 _registered: dict[tuple[Any, str], Choice] = {}
 
@@ -94,7 +96,7 @@ def _choosing(fn: Fn, choice: Choice) -> Fn:
 
     A function of PyTorch runs in this format itself. The operations of any other function have the formats of O1.
     """
-    is_torchs = str(getattr(fn, "__module__", "")).startswith("torch") or not hasattr(fn, "__code__")
+    is_torchs = str(getattr(fn, "__module__", "")).startswith("torch") or isinstance(fn, _BUILT_IN)
 
     def chosen(*args: Any, **kwargs: Any) -> Any:
         if not is_here():

@@ -15,7 +15,7 @@ from polyamp.backends.torch.compat.apex.amp.options import Properties, chosen
 from polyamp.backends.torch.compat.apex.amp.stash import Stash
 from polyamp.backends.torch.compat.attached import attach, wrapper_of
 from polyamp.backends.torch.steps.optimizer import LossScaledOptimizer
-from polyamp.errors import InvalidTypeError, UsageError, warn_deprecated
+from polyamp.errors import InvalidTypeError, InvalidValueError, UsageError, warn_deprecated
 from polyamp.loss_scale import LossScale
 from polyamp.scripts.session import current, found
 from polyamp.validation import shown
@@ -89,6 +89,7 @@ def initialize(
         master_weights=master_weights,
         loss_scale=loss_scale,
     )
+    _check_count(num_losses)
     settings = _settings(properties, min_loss_scale, max_loss_scale)
     some_models, some_optimizers = _models(models), _optimizers(optimizers)
     changes.check(some_models)
@@ -156,6 +157,16 @@ def _check_new(optimizers: Sequence[torch.optim.Optimizer]) -> None:
                 found=type(one).__name__,
                 fix="pass each optimizer to amp.initialize once, and do not wrap it by polyamp.wrap_optimizer",
             )
+
+
+def _check_count(num_losses: object) -> None:
+    if not isinstance(num_losses, int) or num_losses < 1:
+        raise InvalidValueError(
+            "there must be at least one loss",
+            where="amp.initialize(num_losses=)",
+            found=num_losses,
+            allowed="1 or more",
+        )
 
 
 def _wrong(name: str, value: object, allowed: str) -> InvalidTypeError:

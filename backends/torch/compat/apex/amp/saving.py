@@ -49,7 +49,7 @@ def load_state_dict(state_dict: Mapping[str, Any]) -> None:
     states = [_read(scaler, saved) for scaler, saved in pairs]
     for (scaler, saved), state in zip(pairs, states, strict=True):
         if state is None:
-            scaler._loss_scale = saved["loss_scale"]
+            scaler._loss_scale, scaler._unskipped = saved["loss_scale"], saved["unskipped"]
         else:
             scaler.scaler.resume(state)
 

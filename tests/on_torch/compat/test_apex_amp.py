@@ -78,7 +78,7 @@ def train_digits(level: str | None, epochs: int = 6) -> list[float]:
     if level is not None:
         model, opt = amp.initialize(model, opt, opt_level=level, loss_scale=1024.0 if level in ("O1", "O2") else None)
     losses = []
-    for epoch in range(epochs):
+    for _ in range(epochs):
         total = 0.0
         for at in range(0, 512, 64):
             opt.zero_grad()

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from polyamp import policy as make_policy
-from polyamp.errors import PolyampWarning, UsageError, forget_warnings
+from polyamp.errors import PolyampDeprecationWarning, PolyampWarning, UsageError, forget_warnings
 from polyamp.scripts.runner import Script
 from polyamp.scripts.whole_run import run_script
 
@@ -322,3 +322,14 @@ def test_the_recipe_of_torch_cuda_amp_runs_and_is_reported(run: Run) -> None:
     }
     assert report["interfaces"][0]["where"].endswith("cuda_amp.py:9")
     assert report["health"][0]["steps"] == 5
+
+
+def test_apexs_quick_start_runs_and_is_reported(run: Run) -> None:
+    with pytest.warns(PolyampDeprecationWarning, match=r"apex\.amp"):
+        found = run("apex_readme")
+    assert found["losses"][-1] < found["losses"][0]
+    report = found["report"]
+    assert "apex" in report["supplied"]
+    assert "apex.amp.initialize" in {one["interface"] for one in report["interfaces"]}
+    assert report["health"][0]["steps"] == 5
+    assert "apex" not in sys.modules

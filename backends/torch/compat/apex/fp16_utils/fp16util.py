@@ -172,7 +172,7 @@ def master_params_to_model_params(
     """
     masters = master_params
     if flat_master:
-        parts = master_params[0].split([parameter.numel() for parameter in model_params])
+        parts = torch.split(master_params[0], [parameter.numel() for parameter in model_params])
         masters = [part.view_as(parameter) for part, parameter in zip(parts, model_params, strict=True)]
     for parameter, master in zip(model_params, masters, strict=True):
         parameter.copy_(master)

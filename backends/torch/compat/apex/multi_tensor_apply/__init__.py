@@ -35,7 +35,7 @@ class MultiTensorApply:
             where="multi_tensor_applier(op, ...)",
             found=op,
             allowed="operations of PyTorch",
-            fix="ask multi_tensor_applier.available first; PyTorch has torch._foreach_mul, torch._foreach_norm and others",
+            fix="ask multi_tensor_applier.available first; PyTorch's optimizers take foreach=True",
         ) from self.import_err
 
 

@@ -69,7 +69,7 @@ class FusedAdam(GroupSteps):
             for group in self.param_groups:
                 group["lr"] = torch.tensor(float(group["lr"]), dtype=torch.float32, device=_device(group))
 
-    def step(self, closure: Any = None, *removed: Any, **also_removed: Any) -> Any:  # type: ignore[override]
+    def step(self, closure: Any = None, *removed: Any, **also_removed: Any) -> Any:
         """Update the parameters; see `GroupSteps.step`.
 
         Raises:
@@ -104,6 +104,7 @@ class FusedAdam(GroupSteps):
 
     def update(self, group: Group, weights: list[Tensor], grads: list[Tensor], *moments: list[Tensor]) -> None:
         """Update the weights and both moments; see `GroupSteps.update`."""
+        averages, squares = moments
         on_device = self.capturable and weights[0].device.type != "cpu"
         before = group["step"] - 1 if group["bias_correction"] else _NEVER
         count = torch.as_tensor(before, dtype=torch.float32, device=weights[0].device if on_device else "cpu")
@@ -111,7 +112,8 @@ class FusedAdam(GroupSteps):
         adam(
             weights,
             grads,
-            *moments,
+            averages,
+            squares,
             max_exp_avg_sqs=[],
             state_steps=[count.reshape(()).clone() for _ in weights],
             capturable=on_device,

@@ -38,7 +38,7 @@ class FusedLAMB(GroupSteps):
     """
 
     moments = ("exp_avg", "exp_avg_sq")
-    kept = ("set_grad_none", "adam_w_mode", "use_nvlamb")
+    kept: tuple[str, ...] = ("set_grad_none", "adam_w_mode", "use_nvlamb")
 
     def __init__(
         self,

@@ -71,7 +71,7 @@ class FusedNovoGrad(GroupSteps):
         super().__init__(params, options, set_grad_none=set_grad_none, amsgrad=amsgrad)
         self.moment_mode = int(not reg_inside_moment)
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # type: ignore[override]
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load a result of ``state_dict``, of this class or of Apex's."""
         super().load_state_dict(state_dict)
         for group in self.param_groups:
@@ -121,7 +121,7 @@ class FusedNovoGrad(GroupSteps):
             )
         before, beta = torch.empty_like(now), group["betas"][1]
         before[low.to(now.device)], before[~low.to(now.device)] = saved
-        blended = beta * before + (1 - beta) * now
+        blended: Tensor = beta * before + (1 - beta) * now
         if group["norm_type"] == 2:
             blended = (beta * before.square() + (1 - beta) * now.square()).sqrt()
         group["exp_avg_sq"] = [blended[low.to(now.device)], blended[~low.to(now.device)]]

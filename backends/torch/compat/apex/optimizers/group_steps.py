@@ -57,7 +57,7 @@ class GroupSteps(torch.optim.Optimizer):
         super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the parameters that have a gradient.
 
         Args:
@@ -105,7 +105,7 @@ class GroupSteps(torch.optim.Optimizer):
         """Return the tensor that is updated for a parameter: itself, or a float32 copy if it has 16 bits."""
         return param.to(_wide(param))
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # type: ignore[override]
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load a result of ``state_dict``, of this class or of Apex's. State of float32 stays float32."""
         super().load_state_dict(dict(state_dict))
         saved = chain.from_iterable(group["params"] for group in state_dict["param_groups"])

@@ -55,7 +55,7 @@ class LARC(torch.optim.Optimizer):
         return f"LARC({self.optim!r})"
 
     @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+    def param_groups(self) -> list[dict[str, Any]]:
         """The optimizer's groups."""
         return self.optim.param_groups
 
@@ -64,7 +64,7 @@ class LARC(torch.optim.Optimizer):
         self.optim.param_groups = groups
 
     @property
-    def state(self) -> Any:  # type: ignore[override]
+    def state(self) -> Any:
         """The optimizer's state."""
         return self.optim.state
 
@@ -93,7 +93,7 @@ class LARC(torch.optim.Optimizer):
         """Add a group to the optimizer."""
         self.optim.add_param_group(param_group)
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Multiply the gradients by their rates, which include the weight decay, and step the optimizer.
 
         Args:

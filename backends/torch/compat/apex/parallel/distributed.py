@@ -103,18 +103,19 @@ class _Sum:
         self.wide, self.before, self.after, self.group = wide, before, after, group
 
 
-def _all_reduce(how: _Sum, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+def _all_reduce(how: _Sum, bucket: Any) -> torch.futures.Future[Tensor]:
     buffer = bucket.buffer()
     sent = buffer.float() if how.wide else buffer
     if how.before != 1:
         sent = sent.mul_(how.before)
     work = dist.all_reduce(sent, group=how.group, async_op=True)
-    future: torch.futures.Future[Any] = work.get_future()  # type: ignore[union-attr]
+    future: torch.futures.Future[Any] = work.get_future()
 
     def received(done: torch.futures.Future[Any]) -> Tensor:
         value = done.value()
         total: Tensor = value[0] if isinstance(value, list | tuple) else value
-        return buffer.copy_(total.mul_(how.after) if how.after != 1 else total)
+        averaged: Tensor = buffer.copy_(total.mul_(how.after) if how.after != 1 else total)
+        return averaged
 
     return future.then(received)
 
@@ -126,8 +127,8 @@ def _check(shared_param: Any, without_effect: dict[str, Any]) -> None:
             "an option that this DistributedDataParallel does not have",
             where="apex.parallel.DistributedDataParallel(module, ...)",
             found=", ".join(unknown) or "shared_param",
-            allowed=f"message_size, delay_allreduce, allreduce_always_fp32, gradient_average, gradient_predivide_factor, "
-            f"{', '.join(_WITHOUT_EFFECT)}, and device_ids of PyTorch",
+            allowed="message_size, delay_allreduce, allreduce_always_fp32, gradient_average, "
+            f"gradient_predivide_factor, {', '.join(_WITHOUT_EFFECT)}, and device_ids of PyTorch",
             fix="leave it out; parameters may be shared without an option",
         )
     ignored = [name for name, value in without_effect.items() if value != _WITHOUT_EFFECT[name]]
@@ -174,7 +175,7 @@ class Reducer:
                 flat = torch.cat([grad.reshape(-1) for grad in alike])
                 dist.all_reduce(flat)
                 flat.div_(dist.get_world_size())
-                parts = flat.split([grad.numel() for grad in alike])
+                parts = torch.split(flat, [grad.numel() for grad in alike])
                 for grad, part in zip(alike, parts, strict=True):
                     grad.copy_(part.view_as(grad))
 

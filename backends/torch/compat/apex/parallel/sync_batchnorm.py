@@ -75,12 +75,13 @@ class SyncBatchNorm(nn.SyncBatchNorm):
 
         wide, others = input.float(), [dim for dim in range(input.dim()) if dim != 1]
         count = torch.full((1,), float(wide.numel() // wide.shape[1]))
-        total = all_reduce(torch.cat([wide.sum(others), count]), group=self._group())
+        total: Tensor = all_reduce(torch.cat([wide.sum(others), count]), group=self._group())  # type: ignore[no-untyped-call]
         number = total[-1].detach()
         shape = [1, -1, *[1] * (input.dim() - 2)]
         mean = total[:-1] / number
         centred = wide - mean.view(shape)
-        var = all_reduce(centred.square().sum(others), group=self._group()) / number
+        squares: Tensor = all_reduce(centred.square().sum(others), group=self._group())  # type: ignore[no-untyped-call]
+        var = squares / number
         self._track(mean.detach(), var.detach(), number)
         out = centred * (var + self.eps).rsqrt().view(shape)
         if self.weight is not None:
@@ -117,7 +118,8 @@ def convert_syncbn_model(module: Module, process_group: Any = None, channel_last
         PolyampDeprecationWarning: at the first use.
     """
     warn_deprecated("apex.parallel.convert_syncbn_model(model)", "torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)")
-    return _converted(module, process_group, channel_last)
+    converted: Module = _converted(module, process_group, channel_last)
+    return converted
 
 
 def _converted(module: Any, process_group: Any, channel_last: bool) -> Any:

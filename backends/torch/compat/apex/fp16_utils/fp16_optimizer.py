@@ -82,7 +82,8 @@ class FP16_Optimizer:
             "apex.fp16_utils.FP16_Optimizer(opt)", 'opt = polyamp.wrap_optimizer(opt, "O2"), opt.backward(loss)'
         )
         scale = _dynamic(dynamic_loss_args or {}) if dynamic_loss_scale else LossScale.fixed(static_loss_scale)
-        low = any(param.dtype in SIXTEEN_BIT for group in init_optimizer.param_groups for param in group["params"])
+        groups = getattr(init_optimizer, "param_groups", ())  # `wrap_optimizer` refuses what has none
+        low = any(param.dtype in SIXTEEN_BIT for group in groups for param in group["params"])
         self.wrapped = wrap_optimizer(init_optimizer, policy("O2" if low else "mixed_float16"), loss_scale=scale)
         self.optimizer = init_optimizer
         self.dynamic_loss_scale, self.verbose = dynamic_loss_scale, verbose
@@ -205,14 +206,13 @@ class FP16_Optimizer:
                 changed.
         """
         saved, own = _fields(state_dict), self.fp32_from_fp16_groups
-        masters = saved["fp32_from_fp16"]
+        masters, scaler = saved["fp32_from_fp16"], _scaler(saved["loss_scaler"])
         if [[one.shape for one in group] for group in masters] != [[one.shape for one in group] for group in own]:
             raise _not_a_state("master weights of other numbers or shapes", "the state of an optimizer of this model")
         settings = self.wrapped.scaler.settings
         if not saved["dynamic_loss_scale"] and not self.dynamic_loss_scale:
-            scale = LossScale.from_state_dict(_ANY_SCALE, saved["loss_scaler"]).scale
-            settings = LossScale.fixed(scale).in_float32()
-        state = settings.from_state_dict(saved["loss_scaler"])
+            settings = LossScale.fixed(_ANY_SCALE.from_state_dict(scaler).scale).in_float32()
+        state = settings.from_state_dict(scaler)
         self.optimizer.load_state_dict(saved["optimizer_state_dict"])
         self.wrapped.scaler.settings = settings
         self.wrapped.scaler.resume(state)
@@ -307,6 +307,13 @@ def _fields(saved: Mapping[str, Any]) -> Mapping[str, Any]:
     missing = (names | {"optimizer_state_dict", "fp32_from_fp16"}) - set(saved)
     if missing:
         raise _not_a_state(f"a state without {', '.join(sorted(missing))}", "what FP16_Optimizer.state_dict() returned")
+    return saved
+
+
+def _scaler(saved: Any) -> Any:
+    """Return the state of a loss scaler; that of Apex's object, which its checkpoints hold, as Apex's amp saves it."""
+    if hasattr(saved, "_loss_scale"):
+        return {"loss_scale": float(saved._loss_scale), "unskipped": int(saved._unskipped)}
     return saved
 
 

@@ -32,12 +32,11 @@ class LossScaler:
     """
 
     def __init__(self, scale: float = 1.0) -> None:
-        warn_deprecated(f"apex.fp16_utils.{type(self).__name__}", _INSTEAD)
-        self._settings = self._made(scale)
-        self._state = self._settings.initial_state()
+        warn_deprecated("apex.fp16_utils.LossScaler(scale)", _INSTEAD)
+        self._start(LossScale.fixed(scale))
 
-    def _made(self, scale: float) -> LossScale:
-        return LossScale.fixed(scale)
+    def _start(self, settings: LossScale) -> None:
+        self._settings, self._state = settings, settings.initial_state()
 
     @property
     def loss_scale(self) -> float:
@@ -93,15 +92,12 @@ class DynamicLossScaler(LossScaler):
     """
 
     def __init__(self, init_scale: float = 2.0**32, scale_factor: float = 2.0, scale_window: int = 1000) -> None:
+        # No super().__init__(): a fixed scale has other settings.
+        warn_deprecated("apex.fp16_utils.DynamicLossScaler()", _INSTEAD)
         self.scale_factor, self.scale_window = scale_factor, scale_window
         self.last_overflow_iter = -1
-        super().__init__(init_scale)
-
-    def _made(self, scale: float) -> LossScale:
-        backoff = 1 / self.scale_factor
-        return LossScale(
-            scale, self.scale_factor, self.scale_window, backoff, min=min(1.0, scale), max=2.0**127, on_min="ignore"
-        )
+        limits: dict[str, Any] = {"min": min(1.0, init_scale), "max": 2.0**127, "on_min": "ignore"}
+        self._start(LossScale(init_scale, scale_factor, scale_window, 1 / scale_factor, **limits))
 
     @property
     def cur_iter(self) -> int:

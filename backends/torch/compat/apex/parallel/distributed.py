@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -19,6 +20,10 @@ _WITHOUT_EFFECT = {
     "allreduce_communicators": None,
     "gradient_average_split_factor": None,
     "prof": False,
+}
+_OF_PYTORCH = inspect.signature(nn.parallel.DistributedDataParallel.__init__).parameters
+_LOCAL_BUFFERS: dict[str, Any] = {
+    "forward_sync_buffers" if "forward_sync_buffers" in _OF_PYTORCH else "broadcast_buffers": False
 }
 _BYTES = 4  # of an element of a bucket, in Apex's count of elements
 
@@ -76,16 +81,15 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
             device_ids=device_ids,
             output_device=output_device,
             process_group=process_group,
-            broadcast_buffers=False,
+            **_LOCAL_BUFFERS,
             bucket_cap_mb=max(message_size * _BYTES / 2**20, 2**-10),
             find_unused_parameters=delay_allreduce if find_unused_parameters is None else find_unused_parameters,
             static_graph=static_graph,
         )
         if allreduce_always_fp32 or not gradient_average or gradient_predivide_factor != 1:
             after = gradient_predivide_factor / dist.get_world_size(process_group) if gradient_average else 1.0
-            self.register_comm_hook(
-                _Sum(allreduce_always_fp32, 1 / gradient_predivide_factor, after, process_group), _all_reduce
-            )
+            how = _Sum(allreduce_always_fp32, 1 / gradient_predivide_factor, after, process_group)
+            self.register_comm_hook(how, lambda how, bucket: _all_reduce(how, bucket))  # refuses other annotations
 
     def enable_allreduce(self) -> None:
         """Send gradients again, from the next forward pass on."""

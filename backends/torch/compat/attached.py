@@ -21,9 +21,10 @@ These references only go one way, so all three are freed with the program's obje
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from operator import attrgetter
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 
@@ -37,10 +38,12 @@ from polyamp.policy import Policy
 from polyamp.refusals import no_optimizer, wrapped_already
 from polyamp.validation import shown
 
-Saves = Literal["all", "inner"]
+Saves = Literal["all", "masters", "inner"]
 
-_WRAPPER, _SAVES = "polyamp_wrapper", "polyamp_saves"
-_OWN = frozenset({_WRAPPER, _SAVES, "step", "zero_grad", "add_param_group", "state_dict", "load_state_dict"})
+Around = Callable[[LossScaledOptimizer, Any], AbstractContextManager[None]]
+
+_WRAPPER, _SAVES, _AROUND = "polyamp_wrapper", "polyamp_saves", "polyamp_around"
+_OWN = frozenset({_WRAPPER, _SAVES, _AROUND, "step", "zero_grad", "add_param_group", "state_dict", "load_state_dict"})
 _OF_SCALERS = frozenset({"grad_scale", "found_inf"})  # attributes by which torch's scaler passes its scale
 
 
@@ -54,12 +57,13 @@ class Attached:
     state = property(attrgetter(f"{_WRAPPER}.state"), lambda self, state: setattr(vars(self)[_WRAPPER], "state", state))
     _step_supports_amp_scaling = property(attrgetter(f"{_WRAPPER}._step_supports_amp_scaling"))
 
-    def step(self, *args: Any, **kwargs: Any) -> Any:
+    def step(self, closure: Any = None, **kwargs: Any) -> Any:
         """Make the wrapper's step; see `LossScaledOptimizer.step`."""
         wrapper = _wrapper(self)
         if wrapper.steps_now:  # a step that another library had replaced on the object
-            return type(wrapper.inner).step(wrapper.inner, *args, **kwargs)
-        result = wrapper.step(*args, **kwargs)
+            return type(wrapper.inner).step(wrapper.inner, closure, **kwargs)
+        with vars(self)[_AROUND](wrapper, closure):
+            result = wrapper.step(closure, **kwargs)
         note_step(wrapper.inner)
         return result
 
@@ -75,20 +79,19 @@ class Attached:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the wrapper's state, or the hidden optimizer's; see ``saves`` of `attach`."""
-        wrapper = _wrapper(self)
-        return (wrapper if vars(self)[_SAVES] == "all" else wrapper.inner).state_dict()
+        wrapper, saves = _wrapper(self), vars(self)[_SAVES]
+        has_more = saves == "all" or (saves == "masters" and wrapper.masters is not None)
+        return (wrapper if has_more else wrapper.inner).state_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load a state, of a plain optimizer too: then the loss scale stays as it is."""
+        """Load a state, of a plain optimizer too: then the loss scale stays as it is, as it does without "all"."""
         wrapper = _wrapper(self)
-        if not is_plain(state_dict):
-            wrapper.load_state_dict(state_dict)
-            return
         kept = [(scaler, scaler.state) for scaler in wrapper.scalers]
-        with unreported():
+        with unreported() if is_plain(state_dict) else nullcontext():
             wrapper.load_state_dict(state_dict)
-        for scaler, state in kept:
-            scaler.resume(state)
+        if is_plain(state_dict) or vars(self)[_SAVES] != "all":
+            for scaler, state in kept:
+                scaler.resume(state)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or _WRAPPER not in vars(self):
@@ -108,7 +111,11 @@ class Attached:
             delattr(_holder(self, name), name)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return _attached, (_wrapper(self), vars(self)[_SAVES])
+        return _attached, (_wrapper(self), vars(self)[_SAVES], vars(self)[_AROUND])
+
+
+def _nothing_around(wrapper: LossScaledOptimizer, closure: Any) -> AbstractContextManager[None]:
+    return nullcontext()
 
 
 def attach(
@@ -118,6 +125,7 @@ def attach(
     loss_scale: LossScale | float | None = None,
     max_grad_norm: float | None = None,
     saves: Saves = "all",
+    around: Around = _nothing_around,
     **options: Any,
 ) -> LossScaledOptimizer:
     """Make an optimizer act as its wrapper, and return the wrapper, which scales the losses.
@@ -138,8 +146,11 @@ def attach(
         policy: as in `polyamp.wrap_optimizer`; so are ``loss_scale``, ``max_grad_norm`` and the options.
         loss_scale: see ``policy``.
         max_grad_norm: see ``policy``.
-        saves: "all": ``state_dict`` includes loss scale and master weights, to resume bit for bit. "inner": only what
-            the plain optimizer saves. `load_state_dict` accepts both.
+        saves: "all": ``state_dict`` includes loss scale and master weights, to resume bit for bit. "masters": master
+            weights if there are any, and the program saves the loss scale itself. "inner": only what the plain
+            optimizer saves. `load_state_dict` accepts the states of all three.
+        around: returns a context manager for the wrapper and the closure of each step, which runs inside it. A function
+            of a module, so that copies and pickles have it too.
         **options: see ``policy``.
 
     Raises:
@@ -151,9 +162,9 @@ def attach(
         raise wrapped_already(f"{type(optimizer).__name__} with a loss scale", fix="attach it once")
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise no_optimizer(optimizer, allowed="an instance of torch.optim.Optimizer")
-    if saves not in ("all", "inner"):
+    if saves not in get_args(Saves):
         raise InvalidValueError(
-            "unknown part of a state", where="attach(saves=)", found=repr(saves), allowed='"all" or "inner"'
+            "unknown part of a state", where="attach(saves=)", found=repr(saves), allowed='"all", "masters" or "inner"'
         )
     kind = type(optimizer)
     hidden: torch.optim.Optimizer = kind.__new__(kind)
@@ -163,7 +174,7 @@ def attach(
     limit: dict[str, Any] = {"loss_scale": loss_scale, "max_grad_norm": max_grad_norm}
     wrapper: LossScaledOptimizer = polyamp.wrap_optimizer(hidden, policy, **limit, **options)
     vars(optimizer).clear()
-    _become(optimizer, wrapper, saves)
+    _become(optimizer, wrapper, saves, around)
     return wrapper
 
 
@@ -202,17 +213,17 @@ def detach(optimizer: torch.optim.Optimizer) -> None:
     vars(optimizer).update(vars(wrapper.inner))
 
 
-def _become(optimizer: Any, wrapper: LossScaledOptimizer, saves: Saves) -> None:
+def _become(optimizer: Any, wrapper: LossScaledOptimizer, saves: Saves, around: Around) -> None:
     kind: Any = type(wrapper.inner)
     object.__setattr__(optimizer, "__class__", _class_of(kind))
-    vars(optimizer).update({_WRAPPER: wrapper, _SAVES: saves})
+    vars(optimizer).update({_WRAPPER: wrapper, _SAVES: saves, _AROUND: around})
 
 
-def _attached(wrapper: LossScaledOptimizer, saves: Saves) -> Any:
+def _attached(wrapper: LossScaledOptimizer, saves: Saves, around: Around) -> Any:
     """Return a new attached optimizer, for copies and pickles."""
     kind = type(wrapper.inner)
     optimizer = kind.__new__(kind)
-    _become(optimizer, wrapper, saves)
+    _become(optimizer, wrapper, saves, around)
     return optimizer
 
 

@@ -62,6 +62,7 @@ class Window:
         overflow: float32 scalar in the state UNSCALED: 1.0 if a gradient was not finite on any rank, else 0.0.
         overflowed: in the state UNSCALED, the ranks where one was not finite; None without other ranks.
         flags: the same scalar for each loss scaler that was used, for its gradients alone.
+        last_flag: the flag of the gradients that were unscaled last, on this rank.
         unscaled_from: in the state UNSCALED, the first of the model's own gradients, as in `last_gradient`.
         last_gradient: in the state STEPPED, the first gradient of the last step: a weak reference, and its version.
 
@@ -82,6 +83,7 @@ class Window:
         self.overflowed: Overflowed | None = None
         self.flags: dict[LossScaler, Tensor] = {}
         self.unscaled_from: tuple[Any, int] | None = None
+        self.last_flag: Tensor | None = None
         self.last_gradient = last_gradient
         self._noted: dict[LossScaler, Tensor] = {}  # the flags of this rank
         self._aside: dict[Tensor, Tensor] = {}  # unscaled gradients of earlier losses
@@ -164,6 +166,13 @@ class Window:
             flag = torch.maximum(flag, non_finite(losses, flag.device))
         earlier = self._noted.get(scaler)
         self._noted[scaler] = flag if earlier is None else torch.maximum(earlier, flag)
+        self.last_flag = flag
+
+    def add_overflow(self, scaler: LossScaler, flag: Tensor) -> None:
+        """In the state UNSCALED, count the overflow of another optimizer, which skips together with this one."""
+        for flags in (self._noted, self.flags):
+            flags[scaler] = torch.maximum(flags[scaler], flag.to(flags[scaler].device)) if scaler in flags else flag
+        self.overflow = flag if self.overflow is None else torch.maximum(self.overflow, flag.to(self.overflow.device))
 
     def set_aside(self, params: Iterable[Tensor], *, copies: bool) -> None:
         """Move the parameters' unscaled gradients away, so that the next loss gets its own gradients.

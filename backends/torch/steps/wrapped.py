@@ -126,9 +126,12 @@ class WrappedOptimizer(torch.optim.Optimizer):
     def expect(self, scaling: Scaling, *, own: bool) -> None:
         """Record a scaled loss, before its backward pass.
 
-        Gradients that are unscaled are set aside; those with another scale are unscaled and set aside.
+        Gradients that are unscaled are set aside; those with another scale are unscaled and set aside. Those that a
+        step left stay what they are until a loss of this optimizer itself is scaled.
         """
         window = self.window
+        if not own and self.is_consumed:
+            return
         if window.is_unscaled and self._were_cleared():
             self.open_window()
         elif self.scaler.settings.check and (

@@ -258,3 +258,18 @@ def test_zero_gradients_that_were_not_cleared_stay() -> None:
     opt.backward(2 * weight.sum())
     opt.unscale_()
     assert opt.param_groups[0]["params"][0].grad.tolist() == [7.0] * 3
+
+
+def test_gradients_that_a_step_left_are_not_added_when_others_scale_losses() -> None:
+    first, second = one_weight(), one_weight()
+    one = wrap(first)
+    two = wrap(second, share=one)
+    two.backward(second.sum())
+    two.step()
+    for loss_id in (None, "b"):  # with a second loss scale, gradients would be unscaled and set aside
+        one.backward(first.sum(), loss_id)
+    one.step()
+    second.grad = None  # as by the model's own zero_grad
+    two.backward(2 * second.sum(), "c")
+    two.unscale_()
+    assert second.grad.tolist() == [2.0] * 3

@@ -76,6 +76,7 @@ class RunReport:
             _line(console, line)
         plan = next((plan for one in self.processes for plan in one["plans"]), None)
         if plan is not None and plan["operations"]:
+            _line(console, "the first forward pass of each model:")
             console.print(_table(plan))
         for verdict in self.verdicts:
             _line(console, f"verdict: {verdict}", style="bold red")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import runpy
 import sys
@@ -13,6 +14,7 @@ import pytest
 import torch
 
 from polyamp import policy as make_policy
+from polyamp.backends.torch.compat import script_steps
 from polyamp.errors import PolyampDeprecationWarning, PolyampWarning, UsageError, forget_warnings
 from polyamp.scripts.runner import Script
 from polyamp.scripts.whole_run import run_script
@@ -214,6 +216,15 @@ with open(sys.argv[1], "w") as file:
 
 def test_an_overflow_skips_the_step_even_if_the_script_hides_it_by_clipping(run: Run) -> None:
     found = run(OVERFLOW, "mixed_float16")
+    assert found["seen"] == [True, False, False]
+    (health,) = found["report"]["health"]
+    assert (health["steps"], health["skipped"], health["scale"]) == (3, 1, 2.0**15)
+
+
+def test_a_loss_scale_that_the_device_decides_about(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(script_steps, "attach", functools.partial(script_steps.attach, skip_on_device=True))
+    fused = OVERFLOW.replace("SGD(layer.parameters(), lr=0.1)", "SGD(layer.parameters(), lr=0.1, fused=True)")
+    found = run(fused, "mixed_float16")
     assert found["seen"] == [True, False, False]
     (health,) = found["report"]["health"]
     assert (health["steps"], health["skipped"], health["scale"]) == (3, 1, 2.0**15)

@@ -94,9 +94,7 @@ def _facts(processes: list[dict[str, Any]]) -> Iterator[str]:
 
 
 def _table(plan: dict[str, Any]) -> Table:
-    table = Table(
-        box=SIMPLE_HEAD, padding=(0, 1, 0, 0), title="The first forward pass of each model", title_justify="left"
-    )
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for heading in ("operation", "ran in"):
         table.add_column(heading)
     rows = formats_of(plan)

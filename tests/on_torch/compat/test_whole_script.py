@@ -129,6 +129,11 @@ REFUSED = {
     "Lightning": ("if False:\n    from lightning.pytorch import Trainer", "integrations.lightning"),
     "accelerate": ("if False:\n    from accelerate import Accelerator", "integrations.accelerate"),
     "Trainer": ("if False:\n    from transformers import Trainer", "integrations.transformers"),
+    "transformers.Trainer": (
+        "if 0:\n    import transformers\n    transformers.Trainer()",
+        "integrations.transformers",
+    ),
+    "HalfTensor": ("x = torch.HalfTensor(2)", "of its own"),
     "no optimizer": (TRAINS + "layer.weight.data -= 0.1 * layer.weight.grad", "before any optimizer exists"),
     "create_graph": (OPTIMIZER + "layer(x).sum().backward(create_graph=True)", "create_graph"),
     "inputs": (OPTIMIZER + "y = layer(x)\ny.sum().backward(inputs=[y])", "not leaves"),

@@ -29,6 +29,8 @@ Run = Callable[..., dict[str, Any]]
 def _fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     forget_warnings()
     monkeypatch.syspath_prepend(SCRIPTS)  # under ``python -P`` a script's own folder is not searched
+    for other in ("jax", "tensorflow", "keras"):  # earlier suites in this process may have imported them
+        monkeypatch.delitem(sys.modules, other, raising=False)
     monkeypatch.setenv("CHECKPOINT", str(tmp_path / "checkpoint.pt"))
     yield
     sys.modules.pop("digits", None)

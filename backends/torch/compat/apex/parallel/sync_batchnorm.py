@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from polyamp.backends.torch.dtypes import SIXTEEN_BIT
 from polyamp.errors import InvalidValueError, warn_deprecated
 
 Module = TypeVar("Module", bound=nn.Module)
@@ -70,11 +71,14 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         return 0.0 if self.num_batches_tracked is None else 1.0 / max(float(self.num_batches_tracked), 1.0)
 
     def _over_processes(self, input: Tensor) -> Tensor:
-        """Normalise by sums over all processes, in float32; PyTorch's own kernels for this need an accelerator."""
+        """Normalise by sums over all processes, 16 bits in float32; PyTorch's own kernels need an accelerator."""
         from torch.distributed.nn.functional import all_reduce
 
-        wide, others = input.float(), [dim for dim in range(input.dim()) if dim != 1]
-        count = torch.full((1,), float(wide.numel() // wide.shape[1]))
+        wide, others = (
+            input.float() if input.dtype in SIXTEEN_BIT else input,
+            [dim for dim in range(input.dim()) if dim != 1],
+        )
+        count = wide.new_full((1,), wide.numel() // wide.shape[1])
         total: Tensor = all_reduce(torch.cat([wide.sum(others), count]), group=self._group())  # type: ignore[no-untyped-call]
         number = total[-1].detach()
         shape = [1, -1, *[1] * (input.dim() - 2)]
@@ -85,7 +89,7 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         self._track(mean.detach(), var.detach(), number)
         out = centred * (var + self.eps).rsqrt().view(shape)
         if self.weight is not None:
-            out = out * self.weight.float().view(shape) + self.bias.float().view(shape)
+            out = out * self.weight.to(wide.dtype).view(shape) + self.bias.to(wide.dtype).view(shape)
         return out.to(input.dtype)
 
     @torch.no_grad()

@@ -16,8 +16,10 @@ from polyamp.errors import InvalidValueError, warn_deprecated
 Module = TypeVar("Module", bound=nn.Module)
 
 
-class SyncBatchNorm(nn.SyncBatchNorm):
-    """A batch norm over the batches of all processes, with Apex's options.
+class SyncBatchNorm(_BatchNorm):
+    """A batch norm over the batches of all processes, with Apex's options, by PyTorch's on accelerators.
+
+    It is not a `torch.nn.SyncBatchNorm`, which `torch.nn.parallel.DistributedDataParallel` refuses on a CPU.
 
     >>> norm = SyncBatchNorm(2, fuse_relu=True)
     >>> norm(torch.tensor([[1.0, 5.0], [3.0, 5.0]])).detach()
@@ -41,7 +43,8 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         channel_last: bool = False,
         fuse_relu: bool = False,
     ) -> None:
-        super().__init__(num_features, eps, momentum, affine, track_running_stats, process_group)
+        super().__init__(num_features, eps, momentum, affine, track_running_stats)
+        self.process_group = process_group
         self.channel_last, self.fuse_relu = channel_last, fuse_relu
 
     def forward(self, input: Tensor, z: Tensor | None = None) -> Tensor:
@@ -52,9 +55,16 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         out = out if z is None else out + z
         return torch.relu(out) if self.fuse_relu else out
 
+    def _check_input_dim(self, input: Tensor) -> None:
+        nn.SyncBatchNorm._check_input_dim(self, input)  # type: ignore[arg-type]
+
+    def _check_non_zero_input_channels(self, input: Tensor) -> None:
+        nn.SyncBatchNorm._check_non_zero_input_channels(self, input)  # type: ignore[arg-type]
+
     def _normalised(self, input: Tensor) -> Tensor:
+        self._check_input_dim(input)
         if input.device.type != "cpu":
-            return super().forward(input)
+            return nn.SyncBatchNorm.forward(self, input)  # type: ignore[arg-type]  # it needs no more than this has
         batch = self.training or self.running_mean is None
         alone = not dist.is_initialized() or dist.get_world_size(self.process_group) == 1
         if batch and not alone:

@@ -120,7 +120,7 @@ def _check_cleared(left: Sequence[tuple[LossScaledOptimizer, Any]]) -> None:
 
 def _wrapped(optimizers: Any) -> list[LossScaledOptimizer]:
     given = [optimizers] if isinstance(optimizers, torch.optim.Optimizer) or _is_one(optimizers) else list(optimizers)
-    wrapped = [wrapper_of(one) or wrapper_of(getattr(one, "optim", one)) for one in given]  # LARC, or within it
+    wrapped = [wrapper_of(getattr(one, "optim", one)) for one in given]
     if not wrapped or None in wrapped:
         raise UsageError(
             "the optimizer did not go through amp.initialize",

@@ -167,9 +167,12 @@ def normalises(rank: int, folder: Path) -> None:
         plain.eval()
         shown = synced(own.movedim(1, -1)).movedim(-1, 1) if channel_last else synced(own)
         torch.testing.assert_close(shown, plain(every)[rows])
-    assert isinstance(synced[0], SyncBatchNorm)
-    half = SyncBatchNorm(3)(images[rows].half())
-    assert half.dtype == torch.float16
+    parallel = DistributedDataParallel(synced)
+    parallel.train()
+    parallel(own.detach().movedim(1, -1)).square().sum().backward()
+    assert synced[0].weight.grad is not None
+    for dtype in (torch.float16, torch.float64):
+        assert SyncBatchNorm(3).to(dtype)(images[rows].to(dtype)).dtype == dtype
 
 
 def groups(rank: int, folder: Path) -> None:

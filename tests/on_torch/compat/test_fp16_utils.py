@@ -220,6 +220,23 @@ def test_a_closure_trains_as_a_loop() -> None:
     assert not optimizer.overflow
 
 
+def test_a_closure_that_overflows_skips_the_step_once() -> None:
+    model, optimizer = made(dynamic_loss_scale=True)
+    before = [param.clone() for param in model.parameters()]
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = loss_of(model) * math.inf
+        optimizer.backward(loss)
+        return loss
+
+    with pytest.warns(PolyampWarning):
+        optimizer.step(closure)
+    assert (optimizer.overflow, optimizer.loss_scale) == (True, 2.0**15)
+    assert optimizer.wrapped.last_step.skipped_in_a_row == 1
+    assert same(before, model.parameters())
+
+
 @pytest.mark.parametrize("dynamic", [True, False])
 def test_a_saved_state_resumes_to_the_bit(dynamic: bool) -> None:
     options: Any = {"dynamic_loss_scale": True} if dynamic else {"static_loss_scale": 64.0}

@@ -16,6 +16,7 @@ from torch.nn import functional
 import polyamp
 from polyamp.backends.torch.compat.apex import multi_tensor_apply, normalization, optimizers
 from polyamp.backends.torch.compat.apex.normalization import fused_layer_norm as functions
+from polyamp.backends.torch.compat.apex.optimizers.group_steps import norms
 from polyamp.backends.torch.compat.attached import attach
 from polyamp.backends.torch.modules import operation_of
 from polyamp.errors import InvalidValueError, PolyampDeprecationWarning, StateError, UnsupportedError, UsageError
@@ -385,6 +386,12 @@ def test_novograd_refuses_other_parameters_than_it_began_with() -> None:
     params[0].grad = None
     with pytest.raises(StateError, match="norm for each parameter"):
         optimizer.step()
+
+
+def test_norms_of_many_elements_keep_their_digits() -> None:
+    many = torch.rand(2**22, generator=torch.Generator().manual_seed(0))
+    exact = many.double().norm().item()
+    assert norms([many])[0].item() == pytest.approx(exact, rel=1e-7)
 
 
 def test_each_old_name_shows_its_successor() -> None:

@@ -10,13 +10,16 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from polyamp.backends.torch.dtypes import SIXTEEN_BIT
 from polyamp.errors import InvalidValueError, warn_deprecated
 
 Module = TypeVar("Module", bound=nn.Module)
 
 
-class SyncBatchNorm(nn.SyncBatchNorm):
-    """A batch norm over the batches of all processes, with Apex's options.
+class SyncBatchNorm(_BatchNorm):
+    """A batch norm over the batches of all processes, with Apex's options, by PyTorch's on accelerators.
+
+    It is not a `torch.nn.SyncBatchNorm`, which `torch.nn.parallel.DistributedDataParallel` refuses on a CPU.
 
     >>> norm = SyncBatchNorm(2, fuse_relu=True)
     >>> norm(torch.tensor([[1.0, 5.0], [3.0, 5.0]])).detach()
@@ -40,7 +43,8 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         channel_last: bool = False,
         fuse_relu: bool = False,
     ) -> None:
-        super().__init__(num_features, eps, momentum, affine, track_running_stats, process_group)
+        super().__init__(num_features, eps, momentum, affine, track_running_stats)
+        self.process_group = process_group
         self.channel_last, self.fuse_relu = channel_last, fuse_relu
 
     def forward(self, input: Tensor, z: Tensor | None = None) -> Tensor:
@@ -51,9 +55,16 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         out = out if z is None else out + z
         return torch.relu(out) if self.fuse_relu else out
 
+    def _check_input_dim(self, input: Tensor) -> None:
+        nn.SyncBatchNorm._check_input_dim(self, input)  # type: ignore[arg-type]
+
+    def _check_non_zero_input_channels(self, input: Tensor) -> None:
+        nn.SyncBatchNorm._check_non_zero_input_channels(self, input)  # type: ignore[arg-type]
+
     def _normalised(self, input: Tensor) -> Tensor:
+        self._check_input_dim(input)
         if input.device.type != "cpu":
-            return super().forward(input)
+            return nn.SyncBatchNorm.forward(self, input)  # type: ignore[arg-type]  # it needs no more than this has
         batch = self.training or self.running_mean is None
         alone = not dist.is_initialized() or dist.get_world_size(self.process_group) == 1
         if batch and not alone:
@@ -70,11 +81,14 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         return 0.0 if self.num_batches_tracked is None else 1.0 / max(float(self.num_batches_tracked), 1.0)
 
     def _over_processes(self, input: Tensor) -> Tensor:
-        """Normalise by sums over all processes, in float32; PyTorch's own kernels for this need an accelerator."""
+        """Normalise by sums over all processes, 16 bits in float32; PyTorch's own kernels need an accelerator."""
         from torch.distributed.nn.functional import all_reduce
 
-        wide, others = input.float(), [dim for dim in range(input.dim()) if dim != 1]
-        count = torch.full((1,), float(wide.numel() // wide.shape[1]))
+        wide, others = (
+            input.float() if input.dtype in SIXTEEN_BIT else input,
+            [dim for dim in range(input.dim()) if dim != 1],
+        )
+        count = wide.new_full((1,), wide.numel() // wide.shape[1])
         total: Tensor = all_reduce(torch.cat([wide.sum(others), count]), group=self._group())  # type: ignore[no-untyped-call]
         number = total[-1].detach()
         shape = [1, -1, *[1] * (input.dim() - 2)]
@@ -85,7 +99,7 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         self._track(mean.detach(), var.detach(), number)
         out = centred * (var + self.eps).rsqrt().view(shape)
         if self.weight is not None:
-            out = out * self.weight.float().view(shape) + self.bias.float().view(shape)
+            out = out * self.weight.to(wide.dtype).view(shape) + self.bias.to(wide.dtype).view(shape)
         return out.to(input.dtype)
 
     @torch.no_grad()

@@ -141,11 +141,10 @@ def _models(given: Any) -> list[nn.Module]:
 
 def _optimizers(given: Any) -> list[torch.optim.Optimizer]:
     some: Sequence[Any] = given if isinstance(given, list) else [] if given is None else [given]
-    inside = [one if isinstance(one, torch.optim.Optimizer) else getattr(one, "optim", one) for one in some]
-    for one, shown_one in zip(inside, some, strict=True):
+    for one in some:
         if not isinstance(one, torch.optim.Optimizer) or hasattr(one, "update_master_grads"):
-            raise _wrong("optimizers", shown_one, "a plain torch.optim.Optimizer, a list of them, or None")
-    return inside
+            raise _wrong("optimizers", one, "a plain torch.optim.Optimizer, a list of them, or None")
+    return list(some)
 
 
 def _check_new(optimizers: Sequence[torch.optim.Optimizer]) -> None:

@@ -526,16 +526,16 @@ def test_nothing_keeps_models_and_optimizers_alive() -> None:
     opt = sgd(model)
     amp.initialize(model, opt, opt_level="O2", loss_scale=64.0)
     step(model, opt)
-    gone = weakref.ref(opt), weakref.ref(model)
+    gone = weakref.ref(model), weakref.ref(opt), weakref.ref(wrapper_of(opt))
     gc.disable()
     try:
         del opt
-        assert gone[0]() is None  # at once, without the garbage collector
+        assert [ref() for ref in gone[1:]] == [None, None]  # at once, without the garbage collector
     finally:
         gc.enable()
     del model
     gc.collect()
-    assert gone[1]() is None
+    assert gone[0]() is None
 
 
 def test_every_function_shows_the_line_to_write_instead() -> None:

@@ -275,6 +275,8 @@ def test_a_run_is_told_what_the_script_uses() -> None:
     with running(Session()) as session:
         amp.initialize(model, opt, opt_level="O2")
         amp.init()
+        assert (X @ X).dtype == torch.float16
+    assert (X @ X).dtype == torch.float32  # the end of the run turns it off
     assert [one.interface for one in session.interfaces] == ["apex.amp.initialize", "apex.amp.init"]
     assert session.holders == [wrapper_of(opt)]
     other = torch.optim.SGD(nn.Linear(4, 4).parameters(), lr=0.5)

@@ -76,6 +76,7 @@ class RunReport:
             _line(console, line)
         plan = next((plan for one in self.processes for plan in one["plans"]), None)
         if plan is not None and plan["operations"]:
+            _line(console, "the first forward pass of each model:")
             console.print(_table(plan))
         for verdict in self.verdicts:
             _line(console, f"verdict: {verdict}", style="bold red")
@@ -93,9 +94,7 @@ def _facts(processes: list[dict[str, Any]]) -> Iterator[str]:
 
 
 def _table(plan: dict[str, Any]) -> Table:
-    table = Table(
-        box=SIMPLE_HEAD, padding=(0, 1, 0, 0), title="The first forward pass of each model", title_justify="left"
-    )
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for heading in ("operation", "ran in"):
         table.add_column(heading)
     rows = formats_of(plan)

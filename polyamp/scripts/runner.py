@@ -7,17 +7,21 @@ import importlib.util
 import io
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import CodeType, ModuleType, TracebackType
+from types import CodeType, FrameType, ModuleType, TracebackType
 
 from polyamp.errors import InvalidValueError
 from polyamp.scripts import places
 
 _RUNS_SCRIPTS = (str(Path(__file__).parent), "<frozen ")
 """Files whose frames are not the script's: this package, and Python's import system."""
+
+_PAUSE = 0.02
+"""Seconds between two looks at the threads that still run."""
 
 
 @dataclass(frozen=True)
@@ -126,10 +130,26 @@ def _compiled(file: Path) -> CodeType:
 
 
 def _wait_for_threads() -> None:
-    """Wait as Python does at its end: a thread of the script may still train."""
-    for thread in threading.enumerate():
-        if thread is not threading.current_thread() and not thread.daemon:
-            thread.join()
+    """Wait as Python does at its end: a thread of the script may still train.
+
+    An idle worker of an executor is not waited for: Python ends it later, and until then it would wait forever.
+    """
+    idle = 0
+    while idle < 2:  # a new thread may not have reached the script's code yet
+        others = [one for one in threading.enumerate() if one is not threading.current_thread() and not one.daemon]
+        if not others:
+            return
+        frames = sys._current_frames()
+        idle = 0 if any(_runs_script(frames.get(one.ident or 0)) for one in others) else idle + 1
+        time.sleep(_PAUSE)
+
+
+def _runs_script(frame: FrameType | None) -> bool:
+    while frame is not None:
+        if places.is_script(frame.f_code.co_filename):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def without_own_frames(error: BaseException) -> BaseException:

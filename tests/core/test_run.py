@@ -154,6 +154,13 @@ def test_a_thread_that_still_runs_is_part_of_the_script() -> None:
     assert Path("done").exists()
 
 
+def test_an_idle_executor_does_not_hold_the_run() -> None:
+    code = "from concurrent import futures\npool = futures.ThreadPoolExecutor(1)\npool.submit(abs, 1).result()\n"
+    names = "import sys\nsys.modules['kept_of_tests'] = pool\n"
+    run_script(Script(write("train.py", code + names)))
+    sys.modules.pop("kept_of_tests").shutdown()  # type: ignore[attr-defined]
+
+
 @pytest.mark.parametrize("words", [("absent.py",), ("-m", "absent_module"), ("empty",)])
 def test_a_script_that_does_not_exist_is_refused(words: tuple[str, ...]) -> None:
     Path("empty").mkdir()

@@ -33,9 +33,7 @@ OWN = (
 
 HARMLESS = ("*.custom_fwd", "*.custom_bwd", "*.is_autocast_available")
 
-_LOW = {name for dtype in SIXTEEN_BIT for name in (f"torch.{dtype}".removeprefix("torch."), str(dtype))} | {
-    "torch.half"
-}
+_LOW = {*map(str, SIXTEEN_BIT), "torch.half", "torch.HalfTensor", "torch.BFloat16Tensor", "torch.cuda.HalfTensor"}
 _CASTING = (".half", ".bfloat16")
 
 TRAINERS = {
@@ -64,6 +62,7 @@ def check_sources(session: Session) -> None:
         for name, where in imported_in(file):
             _check_trainer(session, name, where)
         for call in calls_in(file):
+            _check_trainer(session, call.name, call.where)
             if is_own_precision(call):
                 session.refuse(
                     "the script has mixed precision of its own",
@@ -88,7 +87,7 @@ def is_own_precision(call: Call) -> bool:
         return not (_is_off(call) or any(fnmatch(call.name, pattern) for pattern in HARMLESS))
     if call.name.endswith(_CASTING):
         return not call.node.args
-    return any(dotted(value, call.names) in _LOW for _, value in call.arguments())
+    return call.name in _LOW or any(dotted(value, call.names) in _LOW for _, value in call.arguments())
 
 
 def _is_off(call: Call) -> bool:
@@ -103,7 +102,7 @@ def _check_trainer(session: Session, name: str, where: str) -> None:
     plugin = TRAINERS[trainer]
     session.refuse(
         f"{trainer} runs the training loop and chooses the precision itself",
-        found=f"import {name}",
+        found=name,
         where=where,
         fix=f"use {plugin}" if plugin else "use its own setting for precision, without --policy",
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import runpy
 import sys
@@ -13,6 +14,7 @@ import pytest
 import torch
 
 from polyamp import policy as make_policy
+from polyamp.backends.torch.compat import script_steps
 from polyamp.errors import PolyampDeprecationWarning, PolyampWarning, UsageError, forget_warnings
 from polyamp.scripts.runner import Script
 from polyamp.scripts.whole_run import run_script
@@ -27,6 +29,8 @@ Run = Callable[..., dict[str, Any]]
 def _fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     forget_warnings()
     monkeypatch.syspath_prepend(SCRIPTS)  # under ``python -P`` a script's own folder is not searched
+    for other in ("jax", "tensorflow", "keras"):  # earlier suites in this process may have imported them
+        monkeypatch.delitem(sys.modules, other, raising=False)
     monkeypatch.setenv("CHECKPOINT", str(tmp_path / "checkpoint.pt"))
     yield
     sys.modules.pop("digits", None)
@@ -127,6 +131,11 @@ REFUSED = {
     "Lightning": ("if False:\n    from lightning.pytorch import Trainer", "integrations.lightning"),
     "accelerate": ("if False:\n    from accelerate import Accelerator", "integrations.accelerate"),
     "Trainer": ("if False:\n    from transformers import Trainer", "integrations.transformers"),
+    "transformers.Trainer": (
+        "if 0:\n    import transformers\n    transformers.Trainer()",
+        "integrations.transformers",
+    ),
+    "HalfTensor": ("x = torch.HalfTensor(2)", "of its own"),
     "no optimizer": (TRAINS + "layer.weight.data -= 0.1 * layer.weight.grad", "before any optimizer exists"),
     "create_graph": (OPTIMIZER + "layer(x).sum().backward(create_graph=True)", "create_graph"),
     "inputs": (OPTIMIZER + "y = layer(x)\ny.sum().backward(inputs=[y])", "not leaves"),
@@ -214,6 +223,15 @@ with open(sys.argv[1], "w") as file:
 
 def test_an_overflow_skips_the_step_even_if_the_script_hides_it_by_clipping(run: Run) -> None:
     found = run(OVERFLOW, "mixed_float16")
+    assert found["seen"] == [True, False, False]
+    (health,) = found["report"]["health"]
+    assert (health["steps"], health["skipped"], health["scale"]) == (3, 1, 2.0**15)
+
+
+def test_a_loss_scale_that_the_device_decides_about(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(script_steps, "attach", functools.partial(script_steps.attach, skip_on_device=True))
+    fused = OVERFLOW.replace("SGD(layer.parameters(), lr=0.1)", "SGD(layer.parameters(), lr=0.1, fused=True)")
+    found = run(fused, "mixed_float16")
     assert found["seen"] == [True, False, False]
     (health,) = found["report"]["health"]
     assert (health["steps"], health["skipped"], health["scale"]) == (3, 1, 2.0**15)

@@ -74,7 +74,7 @@ def _to_16_bits(model: nn.Module, compute: str, output: str, keep_batch_norms: b
     """Convert by rules: all layers to 16 bits, except batch norms if they are kept."""
     kept = {"batch_norm": "inner"} if keep_batch_norms else {}
     rules = {**kept, "*_norm": "lower"}
-    with unreported():  # a model without norms is no mistake of the program
+    with unreported():  # a model without norms is not a mistake
         convert(model, policy(param=compute, compute=compute, output=output, rules=rules))
 
 

@@ -140,6 +140,10 @@ def test_options_replace_what_the_level_implies() -> None:
     assert model[0].weight.dtype == torch.bfloat16
     assert [param.dtype for param in amp.master_params(opt)].count(torch.bfloat16) == 4
     assert amp.state_dict() == {"loss_scaler0": {"loss_scale": 128.0, "unskipped": 0}}
+    other = small()
+    amp.initialize(other, sgd(other), opt_level="O2", cast_model_type=torch.bfloat16)  # with a dynamic scale
+    assert amp.state_dict() == {"loss_scaler0": {"loss_scale": 65536.0, "unskipped": 0}}
+    amp.initialize(small(), opt_level="O2", cast_model_type=torch.bfloat16, master_weights=False, loss_scale="128.0")
     properties = _amp_state.opt_properties
     assert (properties.enabled, properties.opt_level, properties.master_weights) == (True, "O2", False)
     assert properties.options["cast_model_type"] is torch.bfloat16

@@ -20,6 +20,7 @@ from torch.nn import functional
 import polyamp
 from polyamp.backends.torch.compat.apex import amp
 from polyamp.backends.torch.compat.apex.amp import _amp_state
+from polyamp.backends.torch.compat.apex.parallel.LARC import LARC
 from polyamp.backends.torch.compat.attached import wrapper_of
 from polyamp.errors import PolyampDeprecationWarning
 from support.harness_torch import contents
@@ -139,6 +140,10 @@ def test_options_replace_what_the_level_implies() -> None:
     assert model[0].weight.dtype == torch.bfloat16
     assert [param.dtype for param in amp.master_params(opt)].count(torch.bfloat16) == 4
     assert amp.state_dict() == {"loss_scaler0": {"loss_scale": 128.0, "unskipped": 0}}
+    other = small()
+    amp.initialize(other, sgd(other), opt_level="O2", cast_model_type=torch.bfloat16)  # with a dynamic scale
+    assert amp.state_dict() == {"loss_scaler0": {"loss_scale": 65536.0, "unskipped": 0}}
+    amp.initialize(small(), opt_level="O2", cast_model_type=torch.bfloat16, master_weights=False, loss_scale="128.0")
     properties = _amp_state.opt_properties
     assert (properties.enabled, properties.opt_level, properties.master_weights) == (True, "O2", False)
     assert properties.options["cast_model_type"] is torch.bfloat16
@@ -203,6 +208,22 @@ def test_what_goes_in_comes_out() -> None:
     assert type(plain) is torch.optim.SGD
     with amp.scale_loss(X.sum(), plain) as scaled:
         assert scaled.item() == X.sum().item()
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_an_optimizer_that_has_stepped_keeps_its_state_in_the_types_that_it_trains(level: str) -> None:
+    model = small()
+    opt = sgd(model)
+    functional.mse_loss(model(X), Y).backward()
+    opt.step()
+    before = [value["momentum_buffer"].clone() for value in opt.state.values()]
+    amp.initialize(model, opt, opt_level=level, loss_scale=64.0)
+    states = [opt.state[param] for param in amp.master_params(opt)]
+    for param, state, expected in zip(amp.master_params(opt), states, before, strict=True):
+        assert state["momentum_buffer"].dtype == param.dtype
+        torch.testing.assert_close(state["momentum_buffer"].float(), expected, rtol=1e-3, atol=1e-4)
+    step(model, opt)
+    assert wrapper_of(opt).last_step
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -392,6 +413,9 @@ def test_the_state_of_apex_itself_is_read(capsys: pytest.CaptureFixture[str]) ->
     with pytest.raises(polyamp.StateError, match="outside these settings"):
         amp.load_state_dict({"loss_scaler0": first, "loss_scaler1": {"loss_scale": 2.0**40, "unskipped": 0}})
     assert amp.state_dict()["loss_scaler0"] == first
+    amp.initialize(small(), opt_level="O1", loss_scale=128.0)
+    amp.load_state_dict({"loss_scaler0": first})  # a static scale may be any number
+    assert amp.state_dict() == {"loss_scaler0": first}
     plain = torch.optim.SGD(small().parameters(), lr=0.5, momentum=0.9)
     opt.load_state_dict(plain.state_dict())
     assert opt.param_groups[0]["lr"] == 0.5
@@ -506,10 +530,16 @@ def test_nothing_keeps_models_and_optimizers_alive() -> None:
     opt = sgd(model)
     amp.initialize(model, opt, opt_level="O2", loss_scale=64.0)
     step(model, opt)
-    gone = weakref.ref(opt), weakref.ref(model)
-    del model, opt
+    gone = weakref.ref(model), weakref.ref(opt), weakref.ref(wrapper_of(opt))
+    gc.disable()
+    try:
+        del opt
+        assert [ref() for ref in gone[1:]] == [None, None]  # at once, without the garbage collector
+    finally:
+        gc.enable()
+    del model
     gc.collect()
-    assert [ref() for ref in gone] == [None, None]
+    assert gone[0]() is None
 
 
 def test_every_function_shows_the_line_to_write_instead() -> None:
@@ -532,3 +562,16 @@ def test_every_function_shows_the_line_to_write_instead() -> None:
     with pytest.warns(PolyampDeprecationWarning, match="load_loss_scale") as caught:
         amp.load_state_dict(saved)
     assert caught[0].filename == __file__
+
+
+def test_larc_around_an_optimizer() -> None:
+    model = small()
+    opt = LARC(sgd(model))
+    amp.initialize(model, opt, opt_level="O2", loss_scale=64.0)
+    losses = [step(model, opt) for _ in range(4)]
+    assert losses[-1] < losses[0]
+    inside = sgd(model := small())
+    amp.initialize(model, inside, opt_level="O1", loss_scale=64.0)
+    around = LARC(inside)
+    losses = [step(model, around) for _ in range(4)]
+    assert losses[-1] < losses[0]

@@ -161,9 +161,12 @@ def test_methods_and_modules_can_be_decorated() -> None:
     assert amp.half_function(nn.ReLU())(X).dtype == torch.float16
 
 
-def test_another_thread_that_calls_the_model_is_covered() -> None:
+@pytest.mark.parametrize("others", [0, 1])
+def test_another_thread_that_calls_the_model_is_covered(others: int) -> None:
     model = nn.Linear(4, 4)
     amp.initialize(model, opt_level="O1")
+    for _ in range(others):  # later calls share the region
+        amp.initialize(nn.Linear(4, 4), opt_level="O1")
     seen: list[torch.dtype] = []
 
     def run() -> None:
@@ -272,6 +275,8 @@ def test_a_run_is_told_what_the_script_uses() -> None:
     with running(Session()) as session:
         amp.initialize(model, opt, opt_level="O2")
         amp.init()
+        assert (X @ X).dtype == torch.float16
+    assert (X @ X).dtype == torch.float32  # the end of the run turns it off
     assert [one.interface for one in session.interfaces] == ["apex.amp.initialize", "apex.amp.init"]
     assert session.holders == [wrapper_of(opt)]
     other = torch.optim.SGD(nn.Linear(4, 4).parameters(), lr=0.5)

@@ -17,7 +17,7 @@ from polyamp.backends.torch.compat.attached import attach
 from polyamp.backends.torch.steps.optimizer import LossScaledOptimizer
 from polyamp.errors import UnsupportedError, UsageError, warn_deprecated
 from polyamp.loss_scale import LossScale
-from polyamp.scripts.session import found
+from polyamp.scripts.session import current, found
 
 
 class BannedFunctionError(UnsupportedError, NotImplementedError):
@@ -213,6 +213,9 @@ def turn_on(**options: Any) -> AmpHandle:
     if last is not None:
         last._deactivate()
     _amp_state.handle = handle = AmpHandle(**options)
+    session = current()
+    if session is not None:
+        session.at_end(handle._deactivate)
     return handle
 
 

@@ -121,7 +121,7 @@ def _attach(optimizer: torch.optim.Optimizer, properties: Properties, settings: 
     if properties.cast_model_type and not properties.master_weights:
         optimizer.load_state_dict(optimizer.state_dict())  # which casts moments to the dtype of their parameters
     masters = None if properties.master_weights else False
-    name = {"float32": "float32", "bfloat16": "mixed_bfloat16"}.get(properties.computes_in, "mixed_float16")
+    name = "float32" if properties.computes_in == "float32" else "mixed_float16"  # Apex scales losses of bfloat16 too
     wrapper = attach(optimizer, name, loss_scale=settings, master_weights=masters, saves="masters", around=around_step)
     wrapper.scalers = _amp_state.scalers
     wrapper.scalers.join(wrapper)
@@ -141,11 +141,10 @@ def _models(given: Any) -> list[nn.Module]:
 
 def _optimizers(given: Any) -> list[torch.optim.Optimizer]:
     some: Sequence[Any] = given if isinstance(given, list) else [] if given is None else [given]
-    inside = [one if isinstance(one, torch.optim.Optimizer) else getattr(one, "optim", one) for one in some]
-    for one, shown_one in zip(inside, some, strict=True):
+    for one in some:
         if not isinstance(one, torch.optim.Optimizer) or hasattr(one, "update_master_grads"):
-            raise _wrong("optimizers", shown_one, "a plain torch.optim.Optimizer, a list of them, or None")
-    return inside
+            raise _wrong("optimizers", one, "a plain torch.optim.Optimizer, a list of them, or None")
+    return list(some)
 
 
 def _check_new(optimizers: Sequence[torch.optim.Optimizer]) -> None:

@@ -119,21 +119,17 @@ def _check_cleared(left: Sequence[tuple[LossScaledOptimizer, Any]]) -> None:
 
 
 def _wrapped(optimizers: Any) -> list[LossScaledOptimizer]:
-    given = [optimizers] if isinstance(optimizers, torch.optim.Optimizer) or _is_one(optimizers) else list(optimizers)
-    wrapped = [wrapper_of(getattr(one, "optim", one)) for one in given]
-    if not wrapped or None in wrapped:
+    given = [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else list(optimizers)
+    wrapped = [wrapper_of(one) or wrapper_of(getattr(one, "optim", None)) for one in given]  # LARC around one of them
+    known = [one for one in wrapped if one is not None]
+    if not known or len(known) < len(wrapped):
         raise UsageError(
             "the optimizer did not go through amp.initialize",
             where="amp.scale_loss(loss, optimizers)",
             found=", ".join(map(shown, given)) or "no optimizer",
             fix="model, optimizer = amp.initialize(model, optimizer, opt_level=...)",
         )
-    return [one for one in wrapped if one is not None]
-
-
-def _is_one(optimizers: Any) -> bool:
-    """Return whether this is one optimizer around another, such as LARC."""
-    return isinstance(getattr(optimizers, "optim", None), torch.optim.Optimizer)
+    return known
 
 
 def _key(loss_id: int) -> int | None:

@@ -351,3 +351,4 @@ def test_apexs_quick_start_runs_and_is_reported(run: Run) -> None:
     assert "apex.amp.initialize" in {one["interface"] for one in report["interfaces"]}
     assert report["health"][0]["steps"] == 5
     assert "apex" not in sys.modules
+    assert torch.nn.Linear(2, 2)(torch.ones(1, 2)).dtype == torch.float32, "the level ended with the run"

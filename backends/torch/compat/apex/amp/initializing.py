@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -102,6 +102,7 @@ def initialize(
         _attach(optimizer, properties, settings)
     if properties.patch_torch_functions:
         handle = turned_on()
+        _at_end_of_run(handle._deactivate)
         for model in some_models:
             handle.regions.watch(model)
     return models if optimizers is None or optimizers == [] else (models, optimizers)
@@ -129,6 +130,12 @@ def _attach(optimizer: torch.optim.Optimizer, properties: Properties, settings: 
     session = current()
     if session is not None:
         session.add(wrapper)
+
+
+def _at_end_of_run(undo: Callable[[], object]) -> None:
+    session = current()
+    if session is not None:
+        session.at_end(undo)
 
 
 def _models(given: Any) -> list[nn.Module]:

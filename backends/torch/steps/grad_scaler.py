@@ -23,8 +23,8 @@ from polyamp.backends.torch.steps.overflow import Overflow, describe, find, name
 from polyamp.backends.torch.steps.ranks import Overflowed, any_rank, check_process_group, has_peers
 from polyamp.backends.torch.steps.scaler import LateValues, is_finite, non_finite
 from polyamp.backends.torch.steps.skipping import state_is_complete
-from polyamp.backends.torch.unstable import not_traced, note_step
-from polyamp.errors import InvalidValueError
+from polyamp.backends.torch.unstable import before_clipping, not_traced, note_step
+from polyamp.errors import InvalidValueError, warn_once
 from polyamp.loss_scale import LossScale, LossScaleState, advance, on_host
 from polyamp.loss_scale_reports import report_limits, report_nonfinite_loss
 from polyamp.policy import Policy
@@ -100,6 +100,10 @@ class GradScaler(torch.amp.GradScaler):
         self._overflowed: Overflowed | None = None
         self._late = LateValues()
         self._stepped: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self._met: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        if self._enabled:
+            ALIVE.add(self)
+            before_clipping("scalers", _report_clipping)
 
     @property
     def config(self) -> LossScale:
@@ -135,6 +139,7 @@ class GradScaler(torch.amp.GradScaler):
         """
         if not self._enabled:
             return super().step(optimizer, *args, **kwargs)
+        self._met.add(optimizer)
         update_begins(scale=self.get_scale)
         self._refuse(optimizer, [*args, kwargs.get("closure")])
         self._report(self._late.receive())
@@ -145,6 +150,11 @@ class GradScaler(torch.amp.GradScaler):
             self._explain = functools.partial(_explain, weakref.ref(optimizer), losses, self._overflowed)
             self.last_step = StepResult(self._state(), flags[0] == 0, self._explain)
         return result
+
+    def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
+        """Unscale the gradients of an optimizer now, as torch does."""
+        self._met.add(optimizer)
+        super().unscale_(optimizer)
 
     @not_traced
     def update(self, new_scale: float | Tensor | None = None) -> None:
@@ -267,6 +277,17 @@ class GradScaler(torch.amp.GradScaler):
         overflow, self._overflowed = any_rank(overflow, self._process_group)
         return {overflow.device: overflow}  # one flag: torch adds flags up, and fused kernels compare with 1
 
+    def has_scaled_gradients(self, params: set[int]) -> bool:
+        """Return whether gradients of these parameters, by id, are still multiplied, as far as this is known.
+
+        The scaler meets an optimizer at its first step, so nothing is known before.
+        """
+        if not self._saw_loss:
+            return False
+        scaled = (one for one in self._met if self._per_optimizer_states[id(one)]["stage"] is OptState.READY)
+        owned = (param for one in scaled for group in one.param_groups for param in group["params"])
+        return any(param.grad is not None and id(param) in params for param in owned)
+
     def _state(self) -> LossScaleState:
         scale = self._init_scale if self._scale is None else self._scale
         tracker = self._init_growth_tracker if self._growth_tracker is None else self._growth_tracker
@@ -331,7 +352,23 @@ class GradScaler(torch.amp.GradScaler):
 
 
 _LOSSES_KEPT = 256  # per step
-_NOT_COPIED = ("_losses", "_saw_loss", "_explain", "_overflowed", "_late", "_stepped", "_process_group")
+_NOT_COPIED = ("_losses", "_saw_loss", "_explain", "_overflowed", "_late", "_stepped", "_met", "_process_group")
+
+ALIVE: weakref.WeakSet[GradScaler] = weakref.WeakSet()
+"""All enabled scalers in this process."""
+
+
+def _report_clipping(params: list[Tensor], limit: float, *, measured: bool) -> list[Tensor]:
+    """Warn once if gradients are clipped that a scaler has not unscaled; torch's scaler allows it."""
+    if not math.isinf(limit) and ALIVE and not is_recorded():
+        clipped = {id(param) for param in params}
+        if any(scaler.has_scaled_gradients(clipped) for scaler in tuple(ALIVE)):
+            warn_once(
+                "gradients are clipped while they are multiplied by the loss scale, which makes them far too small: "
+                "call scaler.unscale_(optimizer) before clipping.",
+                stacklevel=4,
+            )
+    return params
 
 
 def _flags(states: dict[int, dict[str, Any]]) -> list[Tensor]:

@@ -93,7 +93,9 @@ def guard(optimizer: WrappedOptimizer, alive: Callable[[], Iterable[WrappedOptim
         optimizer: the wrapped optimizer.
         alive: returns all wrapped optimizers in this process.
     """
-    before_clipping(lambda params, limit, *, measured: _clipped(params, limit, alive(), measured=measured))
+    before_clipping(
+        "optimizers", lambda params, limit, *, measured: _clipped(params, limit, alive(), measured=measured)
+    )
     inner = optimizer.inner
     has_hooks = hasattr(inner, "_optimizer_step_pre_hooks")  # some that wrap others have not run torch's own set-up
     if optimizer.scaler.multiplies and has_hooks:

@@ -109,8 +109,11 @@ class Choose(Protocol):
         """Return the parameters to clip to the limit in place of the given ones; ``measured``: not these any more."""
 
 
-def before_clipping(choose: Choose) -> None:
-    """Ask a function which parameters to clip before torch clips gradients; the first function stays.
+_CHOOSING: dict[str, Choose] = {}
+
+
+def before_clipping(name: str, choose: Choose) -> None:
+    """Ask a function which parameters to clip before torch clips gradients; the first function of a name stays.
 
     There is no hook for clipping, so torch's functions are replaced. `clip_grad_norm_` calls the private function by
     its name in its module, so replacing that one works even if `clip_grad_norm_` was imported before.
@@ -118,21 +121,22 @@ def before_clipping(choose: Choose) -> None:
     from torch.nn import utils
     from torch.nn.utils import clip_grad
 
+    _CHOOSING.setdefault(name, choose)
     for name in _CLIPPING:
         original = getattr(clip_grad, name, None)
         if original is None or hasattr(original, "_asks_polyamp"):
             continue
-        asking = _asking(original, choose, measured=name.startswith("_"))
+        asking = _asking(original, measured=name.startswith("_"))
         for module in (clip_grad, utils):
             for known in [known for known, value in vars(module).items() if value is original]:
                 setattr(module, known, asking)
     fsdp = sys.modules.get(_FSDP)
     if fsdp is not None and not hasattr(fsdp.FullyShardedDataParallel.clip_grad_norm_, "_asks_polyamp"):
         kind = fsdp.FullyShardedDataParallel
-        kind.clip_grad_norm_ = _asking(kind.clip_grad_norm_, choose, measured=True)
+        kind.clip_grad_norm_ = _asking(kind.clip_grad_norm_, measured=True)
 
 
-def _asking(original: Callable[..., Any], choose: Choose, *, measured: bool) -> Callable[..., Any]:
+def _asking(original: Callable[..., Any], *, measured: bool) -> Callable[..., Any]:
     @wraps(original)
     def asks(parameters: Any, limit: Any = None, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
@@ -140,7 +144,10 @@ def _asking(original: Callable[..., Any], choose: Choose, *, measured: bool) -> 
         owner = parameters.parameters() if isinstance(parameters, torch.nn.Module) else parameters
         given = [owner] if isinstance(owner, Tensor) else list(owner)
         most = kwargs.get("max_norm", kwargs.get("clip_value")) if limit is None else limit
-        chosen = choose(given, float(most), measured=measured) if isinstance(most, int | float) else given
+        chosen = given
+        if isinstance(most, int | float):
+            for choose in tuple(_CHOOSING.values()):
+                chosen = choose(chosen, float(most), measured=measured)
         if chosen is not given:
             again: Any = chosen
         else:

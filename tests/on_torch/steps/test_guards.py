@@ -598,12 +598,13 @@ def test_a_loss_that_is_not_finite_is_an_error_where_that_is_asked_for(bad: floa
 
 
 @pytest.mark.parametrize(
-    ("policy", "said"), [("mixed_float16", "float16 may have"), ("mixed_bfloat16", "the range of")]
+    ("policy", "scale", "said"),
+    [("mixed_float16", LossScale(), "float16 may have"), ("mixed_bfloat16", 1.0, "the range of")],
 )
-def test_the_warning_tells_by_the_format(policy: str, said: str) -> None:
+def test_the_warning_tells_by_the_format(policy: str, scale: LossScale | float, said: str) -> None:
     polyamp.errors.forget_warnings()
     model = linear()
-    opt = polyamp.wrap_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), policy, loss_scale=LossScale())
+    opt = polyamp.wrap_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), policy, loss_scale=scale)
     with pytest.warns(polyamp.PolyampWarning, match=said):
         opt.backward(loss_of(model) * math.nan)
 
@@ -685,3 +686,44 @@ def test_the_scaler_takes_a_scale() -> None:
     fresh.loss_scale = 16.0
     assert float(fresh.scale(torch.ones(()))) == 16.0
     assert GradScaler("cpu", enabled=False).loss_scale == 1.0
+
+
+@pytest.mark.parametrize("unscaled", [True, False])
+def test_a_scaler_reports_clipping_of_scaled_gradients_once_it_knows_the_optimizer(unscaled: bool) -> None:
+    model = linear()
+    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1), GradScaler("cpu", init_scale=256.0)
+
+    def train_step() -> None:
+        optimizer.zero_grad()
+        scaler.scale(loss_of(model)).backward()
+        if unscaled:
+            scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+
+    train_step()
+    if unscaled:
+        train_step()
+        return
+    with pytest.warns(polyamp.PolyampWarning, match=r"call scaler.unscale_\(optimizer\) before clipping") as caught:
+        train_step()
+    assert caught[0].filename == __file__
+
+
+def test_a_scaler_does_not_report_clipping_of_what_it_did_not_scale() -> None:
+    model, other = linear(), linear()
+    optimizer, plain = (torch.optim.SGD(one.parameters(), lr=0.1) for one in (model, other))
+    scaler = GradScaler("cpu", init_scale=256.0)
+    for _ in range(2):
+        scaler.scale(loss_of(model)).backward()
+        loss_of(other).backward()
+        nn.utils.clip_grad_norm_(other.parameters(), 1.0)
+        nn.utils.get_total_norm([param.grad for param in model.parameters()])
+        scaler.step(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # after the step
+        scaler.update()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        plain.step()
+        optimizer.zero_grad()
+        plain.zero_grad()

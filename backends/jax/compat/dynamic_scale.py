@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -25,6 +25,7 @@ from polyamp.backends.jax.compat.structure import made, replaced
 from polyamp.backends.jax.steps.gradients import all_finite, unscaled
 from polyamp.formats import FORMATS
 from polyamp.loss_scale import LossScale, advance
+from polyamp.scripts.session import found
 
 _LEAVES = ("fin_steps", "scale")
 _STATIC = ("growth_factor", "backoff_factor", "growth_interval", "minimum_scale")
@@ -86,6 +87,7 @@ class DynamicScale:
             if isinstance(getattr(self, name), int | float):
                 object.__setattr__(self, name, dtype(getattr(self, name)))
         settings = self._settings()
+        found("flax.training.dynamic_scale.DynamicScale")
         replaced(
             "flax.training.dynamic_scale.DynamicScale(...)",
             f"tx = polyamp.wrap_optimizer(tx, policy, loss_scale=polyamp.{settings!r}); "
@@ -169,7 +171,7 @@ def _flattened_with_keys(own: DynamicScale) -> tuple[tuple[Any, ...], tuple[Any,
     return tuple(zip(keys, leaves, strict=True)), static
 
 
-def _unflattened(static: tuple[Any, ...], leaves: tuple[Any, ...]) -> DynamicScale:
+def _unflattened(static: tuple[Any, ...], leaves: Iterable[Any]) -> DynamicScale:
     return made(DynamicScale, **dict(zip((*_STATIC, *_LEAVES), (*static, *leaves), strict=True)))
 
 
@@ -191,7 +193,7 @@ def _to_state(own: DynamicScale) -> dict[str, Any]:
 def _from_state(own: DynamicScale, state: dict[str, Any]) -> DynamicScale:
     serialization: Any = sys.modules["flax.serialization"]
     leaves = (serialization.from_state_dict(getattr(own, name), state[name], name=name) for name in _LEAVES)
-    return _unflattened(_flattened(own)[1], tuple(leaves))
+    return _unflattened(_flattened(own)[1], leaves)
 
 
 _serialized()

@@ -57,6 +57,7 @@ LossScale = NoOpLossScale | StaticLossScale | DynamicLossScale
 def all_finite(tree: Any) -> jax.Array:
     """Return whether all arrays of a pytree are finite; bool[].
 
+    >>> import jax.numpy as jnp
     >>> bool(all_finite({"w": jnp.array([1.0, jnp.inf])}))
     False
     """
@@ -67,6 +68,7 @@ def all_finite(tree: Any) -> jax.Array:
 def select_tree(pred: Any, a: Any, b: Any) -> Any:
     """Return ``a`` where ``pred`` is true, else ``b``; pytrees of arrays with the same shapes and dtypes.
 
+    >>> import jax.numpy as jnp
     >>> select_tree(jnp.bool_(False), {"w": jnp.ones(1)}, {"w": jnp.zeros(1)})
     {'w': Array([0.], dtype=float32)}
 

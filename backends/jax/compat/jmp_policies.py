@@ -12,6 +12,7 @@ from polyamp.backends.jax import casting
 from polyamp.backends.jax.compat.structure import replaced
 from polyamp.errors import InvalidTypeError, InvalidValueError
 from polyamp.formats import FORMATS, name_of_dtype
+from polyamp.scripts.session import found
 from polyamp.validation import did_you_mean, shown
 
 dtype_to_names: dict[Any, tuple[str, ...]] = {
@@ -48,8 +49,10 @@ class Policy:
     output_dtype: Any
 
     def __post_init__(self) -> None:
-        pairs = ((part, _format(getattr(self, f"{part}_dtype"), part)) for part in ("param", "compute", "output"))
-        formats = ", ".join(f'{part}="{name}"' for part, name in pairs)
+        names = {part: _format(getattr(self, f"{part}_dtype"), part) for part in ("param", "compute", "output")}
+        formats = ", ".join(f'{part}="{name}"' for part, name in names.items())
+        if set(names.values()) != {"float32"}:
+            found("jmp.Policy")
         replaced("jmp.Policy", f"polyamp.policy({formats})")
 
     def cast_to_param(self, x: Any) -> Any:
@@ -127,6 +130,7 @@ def cast_to_half(tree: Any) -> Any:
     >>> cast_to_half({"w": jnp.ones(2), "n": 3})["w"].dtype
     dtype('float16')
     """
+    found("jmp.cast_to_half")
     name = _format(_half(), "compute")
     replaced("jmp.cast_to_half(tree)", f'polyamp.policy("mixed_{name}").cast_to_compute(tree)')
     return casting.cast(tree, name)
@@ -162,11 +166,11 @@ def _parsed(word: str, policy_name: str) -> Any:
     return _DTYPES[word]
 
 
-def _bad_policy(what: str, found: str, allowed: str, hint: str) -> InvalidValueError:
+def _bad_policy(what: str, text: str, allowed: str, hint: str) -> InvalidValueError:
     return InvalidValueError(
         what,
         where="jmp.get_policy(policy_name)",
-        found=repr(found),
+        found=repr(text),
         allowed=allowed,
         fix=f'{hint}write, for example, "params=float32,compute=float16,output=float32"',
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,7 @@ from polyamp.errors import InvalidTypeError, warn_once
 from polyamp.formats import FORMATS, format_of, in_single
 from polyamp.loss_scale import LossScale as Settings
 from polyamp.loss_scale import advance
+from polyamp.scripts.session import found
 
 
 class NotAScalarError(InvalidTypeError, AssertionError):
@@ -65,8 +66,11 @@ class StaticLossScale:
     """
 
     loss_scale: Any
+    _has_leaf: ClassVar[bool]  # of an object: whether the scale was traced when it was made
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "_has_leaf", not is_static(self.loss_scale))
+        found("jmp.StaticLossScale")
         replaced(
             "jmp.StaticLossScale(loss_scale)",
             "polyamp.wrap_optimizer(tx, policy, loss_scale=polyamp.LossScale.fixed(loss_scale))",
@@ -85,11 +89,11 @@ class StaticLossScale:
         return self
 
     def _flattened(self) -> tuple[tuple[Any, ...], Any]:
-        return ((), hashable(self.loss_scale)) if is_static(self.loss_scale) else ((self.loss_scale,), None)
+        return ((self.loss_scale,), None) if self._has_leaf else ((), hashable(self.loss_scale))
 
     @classmethod
     def _unflattened(cls, static: Any, leaves: tuple[Any, ...]) -> StaticLossScale:
-        return made(cls, loss_scale=leaves[0] if leaves else static)
+        return made(cls, loss_scale=leaves[0] if leaves else static, _has_leaf=bool(leaves))
 
 
 @dataclass(frozen=True)
@@ -115,7 +119,8 @@ class DynamicLossScale:
         min_loss_scale: smallest scale; a number, or an array of shape (). At least the smallest normal number of the
             scale's dtype is kept, so that the scale never becomes 0.
 
-    As a pytree its leaves are the scale and the counter. ``min_loss_scale`` is a leaf only if it is traced.
+    As a pytree its leaves are the scale and the counter. ``min_loss_scale`` is a leaf only if it was traced when the
+    object was made.
     """
 
     loss_scale: Any
@@ -123,10 +128,13 @@ class DynamicLossScale:
     period: int = 2000
     factor: float = 2
     min_loss_scale: Any = field(default_factory=lambda: np.ones([], np.float32))
+    _has_leaf: ClassVar[bool]  # of an object: whether the minimum was traced when it was made
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "_has_leaf", not is_static(self.min_loss_scale))
         for name in ("loss_scale", "min_loss_scale"):
             _report_integer(name, getattr(self, name))
+        found("jmp.DynamicLossScale")
         replaced(
             "jmp.DynamicLossScale(loss_scale, period=, factor=, min_loss_scale=)",
             "polyamp.wrap_optimizer(tx, policy, loss_scale=polyamp.LossScale(init=, interval=, growth=, min=)); "
@@ -166,6 +174,7 @@ class DynamicLossScale:
             period=self.period,
             factor=self.factor,
             min_loss_scale=floor,
+            _has_leaf=self._has_leaf,
         )
 
     def _settings(self, floor: float, dtype: Any) -> Settings:
@@ -176,17 +185,17 @@ class DynamicLossScale:
         )
 
     def _flattened(self) -> tuple[tuple[Any, ...], Any]:
-        own = (self.loss_scale, self.counter)
-        floor = self.min_loss_scale
-        if is_static(floor):
-            return own, (self.period, self.factor, hashable(floor))
-        return (*own, floor), (self.period, self.factor, None)
+        own, floor = (self.loss_scale, self.counter), self.min_loss_scale
+        if self._has_leaf:
+            return (*own, floor), (self.period, self.factor, None)
+        return own, (self.period, self.factor, hashable(floor))
 
     @classmethod
     def _unflattened(cls, static: Any, leaves: tuple[Any, ...]) -> DynamicLossScale:
-        period, factor, known = static
-        scale, counter, floor = (*leaves, known)[:3]
-        return made(cls, loss_scale=scale, counter=counter, period=period, factor=factor, min_loss_scale=floor)
+        (period, factor, known), (scale, counter, *rest) = static, leaves
+        floor = rest[0] if rest else known
+        fields = {"loss_scale": scale, "counter": counter, "period": period, "factor": factor, "min_loss_scale": floor}
+        return made(cls, **fields, _has_leaf=bool(rest))
 
 
 jax.tree_util.register_pytree_node(NoOpLossScale, lambda own: ((), None), lambda _, leaves: made(NoOpLossScale))

@@ -1,7 +1,8 @@
 """What the old interfaces share: pytree nodes with fields that are not leaves, and the warning about each function.
 
 JAX makes nodes from any objects, such as ``jax.ShapeDtypeStruct`` and tracers, so a node made from leaves is never
-checked. A field that has a number already belongs to the structure of the tree; one that is traced is a leaf.
+checked. A field with a known number belongs to the structure of the tree, and one that is traced is a leaf. That is
+decided when the user makes the object, and stays: what ``jax.jit`` returns must have as many leaves as was traced.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ from polyamp.scripts.session import Session
 
 GRADIENTS = ("grad", "value_and_grad")
 OTHER_DERIVATIVES = ("jacfwd", "jacrev", "hessian")
-DERIVATIVES_AT_A_POINT = ("jvp", "vjp", "linearize")
+WITH_A_FUNCTION = ("vjp", "linearize")  # they return a function that computes the derivative later
 
 BUILD_ON_GRAD = frozenset({"jax", "jaxlib", "flax", "haiku", "equinox", "optax", "chex", "jaxtyping", "typeguard"})
 """Packages that differentiate a function for the code that called them."""
@@ -67,9 +67,10 @@ def begin(session: Session) -> None:
     for name in GRADIENTS:
         session.replace(jax, name, derivatives.of_losses(getattr(jax, name)))
     for name in OTHER_DERIVATIVES:
-        session.replace(jax, name, _in_float32_within(getattr(jax, name)))
-    for name in DERIVATIVES_AT_A_POINT:
-        session.replace(jax, name, _at_a_point(getattr(jax, name)))
+        session.replace(jax, name, _making_not_lowered(getattr(jax, name)))
+    session.replace(jax, "jvp", _not_lowered(jax.jvp))
+    for name in WITH_A_FUNCTION:
+        session.replace(jax, name, _both_not_lowered(getattr(jax, name)))
 
 
 class _Derivatives:
@@ -85,8 +86,9 @@ class _Derivatives:
         @functools.wraps(transform)
         def transformed(fun: Callable[..., Any], argnums: Any = 0, *args: Any, **kwargs: Any) -> Any:
             plain = transform(fun, argnums, *args, **kwargs)
-            if self._is_not_the_scripts(sys._getframe(1).f_globals.get("__name__", "")) or kwargs.get("holomorphic"):
-                return plain
+            caller = sys._getframe(1).f_globals.get("__name__", "")
+            if not self._is_the_scripts(caller) or kwargs.get("holomorphic"):
+                return plain if caller.startswith("polyamp.") else _not_lowered(plain)
             self._check_policy()
             places = tuple(argnums) if isinstance(argnums, list | tuple) else (argnums,)
             lowered = transform(self._lowered(fun, places), argnums, *args, **kwargs)
@@ -103,17 +105,16 @@ class _Derivatives:
 
         return transformed
 
-    def _is_not_the_scripts(self, caller: str) -> bool:
-        """Return whether the module that asks for a gradient is polyamp's, or in a package that trains by itself."""
-        for module, interface in _OWN_MIXED_PRECISION.items():
-            if caller == module:
-                self._session.found(interface)
-        if caller.partition(".")[0] == "polyamp":
-            return True
+    def _is_the_scripts(self, caller: str) -> bool:
+        """Return whether the module that asks for a gradient is the script's, or does so for the script."""
+        if caller in _OWN_MIXED_PRECISION:
+            self._session.found(_OWN_MIXED_PRECISION[caller])
+        if caller.partition(".")[0] in ("polyamp", "jax"):  # such as jax.scipy.optimize
+            return False
         package = calling_package(BUILD_ON_GRAD)
         if package:
             self._session.note(f"{package} differentiates functions by itself: these stay in float32")
-        return bool(package)
+        return not package
 
     def _check_policy(self) -> None:
         """Refuse a policy that needs more than casts."""
@@ -196,21 +197,42 @@ def _inside() -> Iterator[None]:
         _INSIDE.reset(token)
 
 
-def _in_float32_within(transform: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``jax.hessian`` or the like, whose functions run in float32 if a gradient contains them."""
+def _not_lowered(derivative: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that computes a derivative as written; gradients inside it are not lowered either.
+
+    Inside another gradient it runs in float32.
+    """
+
+    @functools.wraps(derivative)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if _INSIDE.get():
+            return in_float32(derivative, *args, **kwargs)
+        with _inside():
+            return derivative(*args, **kwargs)
+
+    return run
+
+
+def _making_not_lowered(transform: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``jax.hessian`` or the like, whose functions are as by `_not_lowered`."""
 
     @functools.wraps(transform)
     def transformed(*args: Any, **kwargs: Any) -> Any:
-        return _at_a_point(transform(*args, **kwargs))
+        return _not_lowered(transform(*args, **kwargs))
 
     return transformed
 
 
-def _at_a_point(derivative: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that runs in float32 if a gradient contains it, and as it is elsewhere."""
+def _both_not_lowered(transform: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``jax.vjp`` or the like: it and the function that it returns, a pytree, are as by `_not_lowered`."""
 
-    @functools.wraps(derivative)
-    def differentiate(*args: Any, **kwargs: Any) -> Any:
-        return in_float32(derivative, *args, **kwargs) if _INSIDE.get() else derivative(*args, **kwargs)
+    @functools.wraps(transform)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        is_inside = _INSIDE.get()
+        results = _not_lowered(transform)(*args, **kwargs)
+        if not is_inside:
+            return results
+        value, function, *aux = results
+        return value, jax.tree_util.Partial(in_float32, function), *aux  # type: ignore[no-untyped-call]
 
-    return differentiate
+    return run

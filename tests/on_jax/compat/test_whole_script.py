@@ -16,6 +16,7 @@ import optax
 import pytest
 from flax import nnx
 from flax.training.dynamic_scale import DynamicScale
+from jax.scipy.optimize import minimize
 
 import polyamp
 from polyamp.backends.jax.compat import jmp
@@ -88,9 +89,12 @@ def residual(w: Any, x: Any) -> Any:
     return (first**2).mean() + (second**2).mean() + along + back.sum() + jax.jacrev(loss, 1)(w, x).sum()
 
 
+EXPECTED = jax.grad(residual)(W, X)
+
+
 def test_derivatives_inside_a_gradient_stay_in_float32(session: Session) -> None:
     assert set(dots(jax.grad(residual), W, X)) == {"f32"}
-    np.testing.assert_allclose(jax.grad(residual)(W, X), PLAIN["grad"](residual)(W, X), rtol=2e-5)
+    np.testing.assert_allclose(jax.grad(residual)(W, X), EXPECTED, rtol=2e-5)
     both = dots(jax.grad(lambda w, x: residual(w, x) + loss(w, x)), W, X)
     assert both.count("bf16") == 2  # of the part without derivatives
 
@@ -106,6 +110,22 @@ def test_second_derivatives_stay_in_float32(session: Session) -> None:
     own, plain = (grad(lambda a, grad=grad: (grad(loss)(a * W, X) ** 2).sum()) for grad in (jax.grad, PLAIN["grad"]))
     assert set(dots(own, 1.0)) == {"f32"}
     np.testing.assert_allclose(own(1.0), plain(1.0), rtol=1e-5)
+
+
+SECOND: dict[str, Any] = {
+    "jacfwd of grad": lambda w: jax.jacfwd(jax.grad(loss))(w, X),
+    "jacrev of grad": lambda w: jax.jacrev(jax.grad(loss))(w, X),
+    "hessian vector product": lambda w: jax.jvp(lambda w: jax.grad(loss)(w, X), (w,), (w,))[1],
+    "reverse over reverse": lambda w: jax.vjp(lambda w: jax.grad(loss)(w, X), w)[1](w)[0],
+    "linearize": lambda w: jax.linearize(lambda w: jax.grad(loss)(w, X), w)[1](w),
+    "minimize": lambda w: minimize(lambda w: loss(w.reshape(4, 4), X), w.ravel(), method="BFGS").x,
+}
+
+
+@pytest.mark.parametrize("second", SECOND.values(), ids=SECOND)
+def test_gradients_inside_other_derivatives_stay_in_float32(second: Any, session: Session) -> None:
+    assert set(dots(second, W)) == {"f32"}
+    assert not session.plans
 
 
 @pytest.mark.parametrize("first", ["alone", "within"])
@@ -193,7 +213,6 @@ def test_polyamps_own_gradients_are_found(session: Session) -> None:
 
 OWN: dict[str, Any] = {
     "products": lambda: jax.grad(lambda w: (w.astype(jnp.bfloat16) @ w.astype(jnp.bfloat16)).sum())(W),
-    "a layer's dtype": lambda: jax.jit(jax.grad(nn.Dense(4, dtype=jnp.float16).apply))({"params": {}}, X),
     "DynamicScale": lambda: DynamicScale().value_and_grad(lambda w: loss(w, X))(W),
     "jmp.Policy": lambda: jmp.get_policy("c=f16"),
     "jmp.DynamicLossScale": lambda: jmp.DynamicLossScale(2.0),
@@ -201,7 +220,7 @@ OWN: dict[str, Any] = {
 
 
 @pytest.mark.filterwarnings("ignore::polyamp.errors.PolyampDeprecationWarning")
-@pytest.mark.parametrize("name", [name for name in OWN if name != "a layer's dtype"])
+@pytest.mark.parametrize("name", OWN)
 def test_mixed_precision_of_the_script_is_refused(name: str, session: Session) -> None:
     with pytest.raises(UsageError, match="mixed precision of its own"):
         OWN[name]()

@@ -8,6 +8,9 @@ Only the outermost derivative is lowered. A derivative inside a differentiated f
 equation, a gradient penalty, the rule of an implicit function) stays in float32, and so do Hessians, Jacobians,
 ``jax.vjp``, and functions that other installed packages differentiate, such as samplers. A dynamic loss scale belongs
 in the state of the optimizer, which only the script can carry from step to step: such policies are refused.
+
+JAX before 0.10 keeps one trace of a function under ``jax.jit``: if that function contains a gradient, it is lowered
+everywhere or nowhere, as its first use was.
 """
 
 from __future__ import annotations

@@ -144,7 +144,7 @@ def test_growth_beyond_float16_is_refused() -> None:
 def test_small_gradients_are_unscaled_in_float32(scale: Any) -> None:
     own = ours.DynamicLossScale(scale)
     assert own.unscale(jnp.float16(2**-10)) == 2.0**-25  # 0 in float16
-    assert own.scale(jnp.float16(8)) == 2.0**18  # inf in float16
+    assert own.scale(jnp.float16(8)) == own.scale(8) == 2.0**18  # inf in float16
 
 
 @pytest.mark.parametrize("kind", [ours.DynamicLossScale, ours.StaticLossScale])

@@ -128,6 +128,7 @@ def test_gradients_inside_other_derivatives_stay_in_float32(second: Any, session
     assert not session.plans
 
 
+@pytest.mark.skipif(not hasattr(jax, "make_user_context"), reason="JAX before 0.10 mixes such traces")
 @pytest.mark.parametrize("first", ["alone", "within"])
 def test_a_compiled_gradient_is_traced_apart_inside_another(first: str, session: Session) -> None:
     inner = jax.jit(lambda w: jax.grad(loss)(w, X))

@@ -82,6 +82,11 @@ class _Derivatives:
     def __init__(self, session: Session, policy: Policy) -> None:
         self._session, self._policy = session, policy
         self._has_plan = False
+        self._has_ended = False  # modules that were imported meanwhile keep our functions
+        session.at_end(self._end)
+
+    def _end(self) -> None:
+        self._has_ended = True
 
     def of_losses(self, transform: Callable[..., Any]) -> Callable[..., Any]:
         """Return ``jax.grad`` or ``jax.value_and_grad`` for functions that run under the policy."""
@@ -89,6 +94,8 @@ class _Derivatives:
         @functools.wraps(transform)
         def transformed(fun: Callable[..., Any], argnums: Any = 0, *args: Any, **kwargs: Any) -> Any:
             plain = transform(fun, argnums, *args, **kwargs)
+            if self._has_ended:
+                return plain
             caller = sys._getframe(1).f_globals.get("__name__", "")
             if not self._is_the_scripts(caller) or kwargs.get("holomorphic"):
                 return plain if caller.startswith("polyamp.") else _not_lowered(plain)
@@ -98,6 +105,8 @@ class _Derivatives:
 
             @functools.wraps(plain)
             def differentiate(*own: Any, **named: Any) -> Any:
+                if self._has_ended:
+                    return plain(*own, **named)
                 if _INSIDE.get():
                     return in_float32(plain, *own, **named)
                 self._session.check()

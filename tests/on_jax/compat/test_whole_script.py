@@ -258,6 +258,13 @@ def test_without_a_policy_nothing_changes(policy: Any) -> None:
         assert {name: getattr(jax, name) for name in PLAIN} == PLAIN
 
 
+def test_functions_kept_from_a_run_are_plain_after_it() -> None:
+    with running(Session(polyamp.policy("mixed_bfloat16"))) as session:
+        begin(session)
+        kept, made = jax.grad, jax.grad(loss)
+    assert set(dots(kept(loss), W, X)) == set(dots(made, W, X)) == {"f32"}
+
+
 def test_a_script_trains_digits(session: Session) -> None:
     task = digits_task(steps=60)
     params = {"a": jnp.asarray(task.weights["dense_kernel"][:64]), "b": jnp.zeros(10)}

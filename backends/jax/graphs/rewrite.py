@@ -179,7 +179,7 @@ def run_rewritten(
     interpreter = Interpreter(policy)
     results = accept(program.results(program.run(interpreter, program.arrays)))
     if name is not None:
-        _report(interpreter.decider, name)
+        report_findings(interpreter.decider, name)
     return results
 
 
@@ -189,7 +189,8 @@ def name_of(fn: Any) -> str:
     return name
 
 
-def _report(decider: Decider, name: str) -> None:
+def report_findings(decider: Decider, name: str) -> None:
+    """Warn, under a function's name, that nothing was lowered, or that rules matched nothing."""
     level, policy = users_level(), decider.policy
     report_unused(decider.unused, where=name, paths="a named scope or module", of=policy, stacklevel=level)
     if not decider.lowered and set(decider.not_lowered) != {IN_FLOAT32}:

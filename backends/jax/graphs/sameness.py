@@ -11,7 +11,7 @@ from typing import Any
 from polyamp.backends.jax.graphs.cells import Cell
 
 _MOVES = ("reshape", "squeeze", "copy", "name", "stop_gradient")  # the same numbers in the same order
-_LAYOUTS = ("broadcast_in_dim", "transpose", "slice")
+_ALIKE = ("broadcast_in_dim", "transpose", "slice", "abs", "neg")  # of the same numbers they return the same numbers
 
 
 def is_of_itself(cells: Sequence[Cell]) -> bool:
@@ -33,7 +33,7 @@ def note_same(equation: Any, cells: Sequence[Cell], results: Sequence[Cell]) -> 
     moves = name in _MOVES and (name != "reshape" or equation.params["dimensions"] is None)
     if moves or (name == "broadcast_in_dim" and _size(cells[0]) == _size(results[0])):  # or a dimension of length 1
         results[0].same = cells[0].same
-    elif name in _LAYOUTS and len(cells) == 1:
+    elif name in _ALIKE and len(cells) == 1:
         results[0].same = (cells[0].same, _shape(cells[0]), name, repr(equation.params))
 
 

@@ -185,6 +185,8 @@ class Same(NamedTuple):
 
 SAME = [
     Same("itself", lambda h: h * h),
+    Same("its absolute value", lambda h: jnp.abs(h) * jnp.abs(h)),
+    Same("its negative", lambda h: -h * -h),
     Same("reshaped", lambda h: h.reshape(-1) * h.reshape(-1)),
     Same("reshaped twice", lambda h: (h.reshape(-1).reshape(h.shape) * h).reshape(-1)),
     Same("squeezed", lambda h: jnp.squeeze(h[None], 0) * h),

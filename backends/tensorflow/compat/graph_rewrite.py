@@ -12,11 +12,10 @@ import tensorflow as tf
 
 from polyamp.backends.tensorflow.autocast.context import autocast_everywhere, is_everywhere
 from polyamp.backends.tensorflow.operations import OPERATIONS
-from polyamp.errors import InvalidTypeError, warn_once
-from polyamp.loss_scale import LossScale
+from polyamp.errors import warn_once
+from polyamp.given_scales import loss_scale_of
 from polyamp.operations import OPERATIONS as TABLE
 from polyamp.policy import policy
-from polyamp.validation import shown
 from polyamp.verbs import wrap_optimizer
 
 
@@ -51,7 +50,8 @@ def enable_mixed_precision_graph_rewrite(opt: Any, loss_scale: Any = "dynamic") 
         PolyampWarning: the default graph of a ``Session`` has products, which stay float32.
     """
     mixed = policy("mixed_float16")
-    wrapped = wrap_optimizer(opt, mixed, loss_scale=_loss_scale(loss_scale))
+    settings = loss_scale_of(loss_scale, where="enable_mixed_precision_graph_rewrite(loss_scale=)")
+    wrapped = wrap_optimizer(opt, mixed, loss_scale=settings)
     autocast_everywhere(mixed)
     _warn_of_products_before()
     return wrapped
@@ -74,36 +74,6 @@ def disable_mixed_precision_graph_rewrite() -> None:
     if not is_everywhere():
         warn_once("disable_mixed_precision_graph_rewrite() changed nothing: it was not enabled")
     autocast_everywhere(None)
-
-
-def _loss_scale(given: Any) -> LossScale:
-    old = tf.compat.v1.mixed_precision
-    if isinstance(given, LossScale):
-        return given
-    if isinstance(given, str) and given == "dynamic":
-        return LossScale.like("tensorflow")
-    if isinstance(given, int | float):
-        return LossScale.fixed(given)
-    if isinstance(given, old.FixedLossScale):
-        return LossScale.fixed(given.get_config()["loss_scale_value"])
-    if isinstance(given, old.DynamicLossScale):
-        old_settings = given.get_config()
-        factor, interval = old_settings["multiplier"], old_settings["increment_period"]
-        changes = {
-            "init": old_settings["initial_loss_scale"],
-            "growth": factor,
-            "backoff": 1 / factor,
-            "interval": interval,
-        }
-        return LossScale.like("tensorflow", **changes)
-    raise InvalidTypeError(
-        "this is not a loss scale",
-        where="enable_mixed_precision_graph_rewrite(loss_scale=)",
-        found=shown(given),
-        allowed='"dynamic", a number, a polyamp.LossScale, or a FixedLossScale or DynamicLossScale of '
-        "tf.compat.v1.mixed_precision",
-        fix='leave it out, which is "dynamic"',
-    )
 
 
 def _warn_of_products_before() -> None:

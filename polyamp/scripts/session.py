@@ -52,6 +52,7 @@ class Session:
         supplied: names of modules that the script lacks and polyamp supplied.
         plans: what ran in which format, one for each framework.
         notes: sentences for the report.
+        shared: what one adapter leaves for another, which cannot import it, by the first one's name.
         refusal: the error that ended the run, if a script cannot be run safely. It stays here if the script caught it.
     """
 
@@ -62,6 +63,7 @@ class Session:
         self.supplied: list[str] = []
         self.plans: list[Plan] = []
         self.notes: list[str] = []
+        self.shared: dict[str, Any] = {}
         self.refusal: UsageError | None = None
         self._undo: list[Callable[[], object]] = []
 

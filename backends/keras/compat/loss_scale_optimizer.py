@@ -5,20 +5,34 @@ Keras 3 dropped ``dynamic=False``, ``get_scaled_loss``, ``get_unscaled_gradients
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import keras
 
 from polyamp.backends.keras.backend import value_of
+from polyamp.backends.keras.steps.gradients import all_finite
 from polyamp.backends.keras.steps.optimizer import LossScaledOptimizer
-from polyamp.errors import InvalidTypeError, InvalidValueError, UnsupportedError, warn_deprecated
+from polyamp.errors import InvalidTypeError, InvalidValueError, UnsupportedError, warn_deprecated, warn_once
 from polyamp.given_scales import dynamic as dynamic_scale
 from polyamp.loss_scale import LossScale
 from polyamp.scripts.session import current, found
 from polyamp.validation import shown
 
 _NAME = "tf.keras.mixed_precision.LossScaleOptimizer"
+
+
+def _of_inner(name: str) -> property:
+    """Return a property that reads and sets a setting of the inner optimizer."""
+
+    def get(self: Any) -> Any:
+        return getattr(self.inner_optimizer, name)
+
+    def put(self: Any, value: Any) -> None:
+        if "inner_optimizer" in vars(self):  # Keras' constructor sets its own, unused ones before
+            setattr(self.inner_optimizer, name, value)
+
+    return property(get, put, doc=f"The inner optimizer's ``{name}``.")
 
 
 @keras.saving.register_keras_serializable(package="polyamp")
@@ -53,6 +67,8 @@ class LossScaleOptimizer(LossScaledOptimizer):
         UsageError: it is wrapped already.
     """
 
+    clipnorm, clipvalue, global_clipnorm = map(_of_inner, ("clipnorm", "clipvalue", "global_clipnorm"))
+
     _instead = 'polyamp.wrap_optimizer(opt, "mixed_float16")'
     _old = f"{_NAME}(opt)"
 
@@ -72,6 +88,7 @@ class LossScaleOptimizer(LossScaledOptimizer):
         if loss_scale is None:
             loss_scale = _settings(dynamic, initial_scale, dynamic_growth_steps)
         super().__init__(inner_optimizer, loss_scale, name=name, **options)
+        self._is_scaling = self._is_unscaling = False
         if not loss_scale.dynamic:
             self.dynamic_growth_steps = None
         session = current()
@@ -92,6 +109,34 @@ class LossScaleOptimizer(LossScaledOptimizer):
     def dynamic_counter(self) -> Any:
         """The number of finite steps since the scale last changed; None if it never changes."""
         return value_of(self.scaler.variables.good_steps) if self.dynamic else None
+
+    def scale_loss(self, loss: Any) -> Any:
+        """Return the loss in float32 (float64 stays) times the loss scale; see `LossScaledOptimizer.scale_loss`."""
+        self._is_scaling = True
+        return super().scale_loss(loss)
+
+    def get_unscaled_gradients(self, grads: Sequence[Any]) -> list[Any]:
+        """Return unscaled gradients, to be applied; see `LossScaledOptimizer.get_unscaled_gradients`."""
+        self._is_unscaling = True
+        return super().get_unscaled_gradients(grads)
+
+    def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
+        """Run one step; see `LossScaledOptimizer.apply`.
+
+        Gradients of a loss that this optimizer never scaled are applied as they are, as in TensorFlow.
+
+        Warns:
+            PolyampWarning: it never scaled a loss.
+        """
+        grads = list(grads)
+        if not self._is_scaling:
+            warn_once(
+                f"{self.name}: gradients are applied of a loss that was not scaled, so they may underflow in float16. "
+                "Call get_scaled_loss(loss) before they are taken, and get_unscaled_gradients(grads) after."
+            )
+            if not self._is_unscaling and any(grad is not None for grad in grads):
+                self._unscaled.remember([], grads, all_finite(grads))
+        super().apply(grads, trainable_variables)
 
     def apply_gradients(
         self,
@@ -165,6 +210,11 @@ class LossScaleOptimizer(LossScaledOptimizer):
         return super().from_config(known, custom_objects)
 
 
+def _whole(steps: Any) -> Any:
+    """Return a whole number of steps as an int, which TensorFlow accepts as a float; anything else unchanged."""
+    return int(steps) if isinstance(steps, float) and steps.is_integer() else steps
+
+
 def _settings(dynamic: Any, initial_scale: Any, growth_steps: Any) -> LossScale:
     if not isinstance(dynamic, bool):
         if not isinstance(dynamic, int | float):
@@ -175,7 +225,7 @@ def _settings(dynamic: Any, initial_scale: Any, growth_steps: Any) -> LossScale:
     if dynamic:
         rule = dynamic_scale()
         init = rule.init if initial_scale is None else initial_scale
-        return dynamic_scale(init, rule.interval if growth_steps is None else growth_steps)
+        return dynamic_scale(init, rule.interval if growth_steps is None else _whole(growth_steps))
     if initial_scale is None or growth_steps is not None:
         raise InvalidValueError(
             "the arguments of a fixed loss scale do not fit",

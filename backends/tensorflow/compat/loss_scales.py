@@ -13,6 +13,7 @@ import tensorflow as tf
 
 from polyamp.backends.tensorflow.steps.gradients import all_finite
 from polyamp.backends.tensorflow.steps.scaler import LossScaler
+from polyamp.backends.tensorflow.steps.skipping import after
 from polyamp.errors import warn_deprecated
 from polyamp.given_scales import dynamic
 from polyamp.loss_scale import LossScale as Settings
@@ -23,6 +24,7 @@ class LossScale(tf.Module, metaclass=abc.ABCMeta):
 
     Attributes:
         settings: the settings of the rule.
+        scaler: the state: that of the optimizer which this scale was passed to, else its own.
     """
 
     def __init__(self, settings: Settings, instead: str) -> None:
@@ -30,19 +32,8 @@ class LossScale(tf.Module, metaclass=abc.ABCMeta):
         kind = type(self).__name__
         warn_deprecated(f"tf.mixed_precision.experimental.{kind}", instead, stacklevel=4)
         self.settings = settings
-        self._scaler: LossScaler | None = None
-
-    @property
-    def scaler(self) -> LossScaler:
-        """The state: that of the optimizer which this scale was passed to, else its own."""
-        if self._scaler is None:
-            with tf.init_scope():
-                self._scaler = LossScaler(self.settings)
-        return self._scaler
-
-    @scaler.setter
-    def scaler(self, of_optimizer: LossScaler) -> None:
-        self._scaler = of_optimizer
+        with tf.init_scope():
+            self.scaler = LossScaler(settings)
 
     def __call__(self) -> tf.Tensor:
         """Return the loss scale; scalar float32 tensor."""
@@ -81,6 +72,10 @@ class FixedLossScale(LossScale):
             raise ValueError("loss_scale_value must be at least 1.")
         super().__init__(settings, f"polyamp.LossScale.fixed({loss_scale_value})")
 
+    def __call__(self) -> tf.Tensor:
+        """Return the loss scale; scalar float32 tensor."""
+        return tf.constant(self.settings.init)
+
     def update(self, grads: Any) -> tuple[Any, bool]:
         """Return an operation that does nothing, and True. An optimizer skips gradients that are inf or NaN anyway."""
         return tf.no_op(), True
@@ -113,7 +108,7 @@ class DynamicLossScale(LossScale):
     def __init__(
         self, initial_loss_scale: float = 2.0**15, increment_period: int = 2000, multiplier: float = 2.0
     ) -> None:
-        settings = dynamic(initial_loss_scale, int(increment_period), multiplier)
+        settings = dynamic(float(initial_loss_scale), int(increment_period), float(multiplier))
         super().__init__(settings, f"polyamp.{settings!r}")
 
     @property
@@ -132,9 +127,17 @@ class DynamicLossScale(LossScale):
         return self.settings.growth
 
     def update(self, grads: Any) -> tuple[Any, tf.Tensor]:
-        """Advance the scale after a step with these gradients; return an operation, and whether they are finite."""
+        """Advance the scale after a step with these gradients; return what runs it, and whether they are finite.
+
+        Args:
+            grads: gradients, in any structure.
+
+        Returns:
+            In a graph, a tensor that advances the scale when it is evaluated; in eager code None. And a scalar bool.
+        """
         finite = all_finite(tf.nest.flatten(grads))
-        return tf.group(*self.scaler.advance(finite)), finite
+        with after(self.scaler.advance(finite)):
+            return None if tf.executing_eagerly() else tf.identity(finite), finite
 
     def get_config(self) -> dict[str, Any]:
         """Return the arguments."""

@@ -171,17 +171,16 @@ class LossScaleOptimizer(loss_scale_optimizer.LossScaleOptimizer):
         UsageError: it is wrapped already.
     """
 
-    _old = f"{_MODULE}.LossScaleOptimizer(opt, loss_scale)"
-
     def __init__(
         self, optimizer: keras.optimizers.Optimizer, loss_scale: Any, name: str | None = None, **options: Any
     ) -> None:
+        _deprecated(f"{_MODULE}.LossScaleOptimizer(opt, loss_scale)", 'polyamp.wrap_optimizer(opt, "mixed_float16")')
         settings = loss_scale_of(loss_scale, where="LossScaleOptimizer(loss_scale=)")
         super().__init__(optimizer, name=name, loss_scale=settings, **options)
 
     @property
-    def loss_scale(self) -> CurrentScale:
-        """The scale of the next loss; call it, or take its ``float``."""
+    def loss_scale(self) -> Any:
+        """The scale of the next loss; a `CurrentScale`: call it, or take its ``float``."""
         return CurrentScale(super().loss_scale, self.scaler.settings)
 
 

@@ -69,9 +69,6 @@ class LossScaleOptimizer(LossScaledOptimizer):
 
     clipnorm, clipvalue, global_clipnorm = map(_of_inner, ("clipnorm", "clipvalue", "global_clipnorm"))
 
-    _instead = 'polyamp.wrap_optimizer(opt, "mixed_float16")'
-    _old = f"{_NAME}(opt)"
-
     def __init__(
         self,
         inner_optimizer: keras.optimizers.Optimizer,
@@ -83,9 +80,9 @@ class LossScaleOptimizer(LossScaledOptimizer):
         loss_scale: LossScale | None = None,
         **options: Any,
     ) -> None:
-        warn_deprecated(self._old, self._instead)
-        found(self._old.partition("(")[0])
         if loss_scale is None:
+            warn_deprecated(f"{_NAME}(opt)", 'polyamp.wrap_optimizer(opt, "mixed_float16")')
+            found(_NAME)
             loss_scale = _settings(dynamic, initial_scale, dynamic_growth_steps)
         super().__init__(inner_optimizer, loss_scale, name=name, **options)
         self._is_scaling = self._is_unscaling = False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -12,6 +13,7 @@ import keras
 from polyamp.backends.keras.compat import experimental
 from polyamp.backends.keras.compat.loss_scale_optimizer import LossScaleOptimizer
 from polyamp.backends.keras.unstable import choose_optimizers
+from polyamp.given_scales import dynamic
 from polyamp.scripts.session import Session
 
 # TensorFlow's name for Keras is a second package of the same files, and each import path has its own module objects.
@@ -45,7 +47,7 @@ def put_in_place(session: Session) -> None:
     for place in _PLACES:
         name = f"{place}.experimental"
         sys.modules[name] = experimental
-        session.at_end(lambda name=name: sys.modules.pop(name, None))
+        session.at_end(partial(sys.modules.pop, name, None))
         if place.startswith("tensorflow.") and "tensorflow" not in sys.modules:
             continue
         try:
@@ -62,4 +64,4 @@ def _with_old_methods(model: Any, optimizer: Any) -> Any:
     by_name = type(model.dtype_policy) is keras.DTypePolicy and model.dtype_policy.name == "mixed_float16"
     if not by_name or isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         return None
-    return LossScaleOptimizer(optimizer)
+    return LossScaleOptimizer(optimizer, loss_scale=dynamic())

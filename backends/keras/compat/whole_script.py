@@ -31,6 +31,11 @@ from polyamp.formats import format_of
 from polyamp.policy import Policy
 from polyamp.scripts.session import Session
 
+_FIX = (
+    "train with Keras' own train_step; or wrap the optimizer in the script: polyamp.wrap_optimizer; or --policy "
+    "mixed_bfloat16, which needs no loss scale"
+)
+
 
 def begin(session: Session) -> None:
     """Put removed names in their old places; with a policy, train the script's models under it.
@@ -48,7 +53,7 @@ def begin(session: Session) -> None:
     loops = session.shared.get("tensorflow") or FitOnly(session)
     session.shared["keras"] = loops
     models = _Models(session, session.policy, loops)
-    session.at_end(choose_optimizers(models.optimizer_for))
+    session.at_end(choose_optimizers(models.optimizer_for, always=True))
     if session.policy.loss_scale.check:
         models.watch_steps()
 
@@ -87,8 +92,7 @@ class FitOnly:
         self._session.refuse(
             "a training loop of the script's own cannot be scaled from outside",
             found=f"gradients applied outside of Keras' own train_step, on {keras.backend.backend()}",
-            fix="train with model.fit; or wrap the optimizer in the script: polyamp.wrap_optimizer; or --policy "
-            "mixed_bfloat16, which needs no loss scale",
+            fix=_FIX,
         )
 
 
@@ -120,10 +124,9 @@ class _Models:
         if not self._policy.loss_scale.check:
             return optimizer
         if type(model).train_step is not keras.Model.train_step:  # it takes and applies gradients itself
+            self._check_step(model)
             return optimizer
-        wrapped = wrap_optimizer(
-            optimizer, self._policy, loss_scale=self._policy.loss_scale, max_grad_norm=None
-        )
+        wrapped = wrap_optimizer(optimizer, self._policy, loss_scale=self._policy.loss_scale, max_grad_norm=None)
         self._wrapped.add(wrapped)
         self._session.add(wrapped)
         return wrapped
@@ -159,6 +162,14 @@ class _Models:
             self._loops.step(_Update(optimizer), list(zip(grads, variables, strict=True)))
 
         return apply
+
+    def _check_step(self, model: Any) -> None:
+        if isinstance(self._loops, FitOnly):
+            self._session.refuse(
+                "a train_step of the script's own cannot be scaled from outside",
+                found=f"{type(model).__qualname__}.train_step, on {keras.backend.backend()}",
+                fix=_FIX,
+            )
 
     def _check_optimizer(self, optimizer: Any) -> None:
         if isinstance(optimizer, LossScaledOptimizer) and optimizer not in self._wrapped:

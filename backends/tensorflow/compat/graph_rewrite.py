@@ -81,9 +81,9 @@ def _lower_products_before() -> None:
     staying = lower_products(graph, tf.float16) if graph is not None else []
     if staying:
         warn_once(
-            f"{len(staying)} products of the default graph, {staying[0]} the first, stay float32: they are in a loop or "
-            "conditional of TensorFlow 1 that was built before enable_mixed_precision_graph_rewrite, or have no float16 "
-            "kernel. Call it before the model is built, or rewrite the graph: "
+            f"{len(staying)} products of the default graph, {staying[0]} the first, stay float32: they are in a "
+            "loop or conditional of TensorFlow 1 that was built before enable_mixed_precision_graph_rewrite, or have "
+            "no float16 kernel. Call it before the model is built, or rewrite the graph: "
             "polyamp.rewrite(graph.as_graph_def(), policy=...).",
             stacklevel=4,
         )

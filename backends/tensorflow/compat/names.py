@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from functools import partial
 from importlib import import_module
 from types import ModuleType
 
@@ -62,5 +63,5 @@ def _add_mixed_precision(session: Session) -> None:
     vars(parent).update(experimental=child, __path__=[])
     for module in (parent, child):
         sys.modules[module.__name__] = module
-        session.at_end(lambda name=module.__name__: sys.modules.pop(name, None))
+        session.at_end(partial(sys.modules.pop, module.__name__, None))
     session.replace(tf, "mixed_precision", parent)

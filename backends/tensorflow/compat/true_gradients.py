@@ -123,12 +123,12 @@ class TrueGradients:
         Raises:
             UsageError: a gradient of this variable was taken, and no optimizer has applied it.
         """
-        taken = self._taken.get(id(variable))
-        if taken is None or taken() is not variable or self.is_inside:
+        taken = self._taken.get(id(variable), lambda: None)()
+        if self.is_inside or taken is None or taken is not variable:
             return
         self._session.refuse(
             "the script updates a variable itself, without an optimizer",
-            found=f"an assignment to {variable.name} after its gradient was taken",
+            found=f"an assignment to {taken.name} after its gradient was taken",
             fix="use an optimizer of Keras or tf.compat.v1.train, which can skip a step; or --policy mixed_bfloat16, "
             "which needs no loss scale",
         )

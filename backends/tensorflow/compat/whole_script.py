@@ -75,9 +75,7 @@ def _where_taken(session: Session, scaling: TrueGradients) -> None:
     of_tape = tf.GradientTape.gradient
 
     @functools.wraps(of_tape)
-    def gradient(
-        self: Any, target: Any, sources: Any, output_gradients: Any = None, *args: Any, **options: Any
-    ) -> Any:
+    def gradient(self: Any, target: Any, sources: Any, output_gradients: Any = None, *args: Any, **options: Any) -> Any:
         def take(seeds: Any) -> Any:
             return of_tape(self, target, sources, seeds, *args, **options)
 
@@ -101,8 +99,10 @@ def _where_applied(session: Session, scaling: TrueGradients) -> None:
 
     @functools.wraps(made)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        if isinstance(self, LossScaledOptimizer):
+            session.found("polyamp.wrap_optimizer")
         for kind in type(self).__mro__:
-            if "apply_gradients" in vars(kind) and kind.__module__.partition(".")[0] != "polyamp":
+            if "apply_gradients" in vars(kind):
                 _skip_in(session, scaling, kind)
         made(self, *args, **kwargs)
 
@@ -118,8 +118,6 @@ def _skip_in(session: Session, scaling: TrueGradients, kind: type) -> None:
     def apply_gradients(self: Any, grads_and_vars: Any, global_step: Any = None, name: str | None = None) -> Any:
         if scaling.is_inside:
             return original(self, grads_and_vars, global_step=global_step, name=name)
-        if isinstance(self, LossScaledOptimizer):
-            session.found("polyamp.wrap_optimizer")
         result = scaling.step(self, list(grads_and_vars), global_step=global_step, name=name)
         return None if tf.executing_eagerly() else tf.group(result.scale, name=name)
 

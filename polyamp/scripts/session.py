@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 from polyamp.errors import UsageError
@@ -53,6 +54,10 @@ class Session:
         plans: what ran in which format, one for each framework.
         notes: sentences for the report.
         shared: what one adapter leaves for another, which cannot import it, by the first one's name.
+        sources: the files of the script and of the local modules that it imports.
+        begun: the frameworks that were imported, and whose adapters take part.
+        has_low: whether something ran in 16 bits, as far as an adapter sees it without a plan.
+        last_loss: returns the last loss of the training, or None if there is none.
         refusal: the error that ended the run, if a script cannot be run safely. It stays here if the script caught it.
     """
 
@@ -64,8 +69,17 @@ class Session:
         self.plans: list[Plan] = []
         self.notes: list[str] = []
         self.shared: dict[str, Any] = {}
+        self.sources: tuple[Path, ...] = ()
+        self.begun: list[str] = []
+        self.has_low = False
+        self.last_loss: Callable[[], float | None] = lambda: None
         self.refusal: UsageError | None = None
         self._undo: list[Callable[[], object]] = []
+
+    @property
+    def has_results(self) -> bool:
+        """Whether there is something to report of this process."""
+        return bool(self.holders or self.plans or self.interfaces or self.refusal)
 
     def add(self, holder: Any) -> None:
         """Report the health of a wrapped optimizer or scaler at the end.
@@ -193,6 +207,18 @@ def found(interface: str) -> None:
         _current.found(interface)
 
 
+def start(session: Session | None) -> Session | None:
+    """Make a session the current one, and return the one before.
+
+    >>> before = start(Session())
+    >>> start(before) is before
+    False
+    """
+    global _current
+    before, _current = _current, session
+    return before
+
+
 @contextmanager
 def running(session: Session) -> Iterator[Session]:
     """Make a session the current one, and undo what it changed at the end.
@@ -201,10 +227,9 @@ def running(session: Session) -> Iterator[Session]:
     ...     current() is session
     True
     """
-    global _current
-    before, _current = _current, session
+    before = start(session)
     try:
         yield session
     finally:
-        _current = before
+        start(before)
         session.close()

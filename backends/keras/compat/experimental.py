@@ -1,4 +1,4 @@
-"""``tf.keras.mixed_precision.experimental`` of TensorFlow 2.1 to 2.3, which TensorFlow 2.4 deprecated and removed later.
+"""``tf.keras.mixed_precision.experimental`` of TensorFlow 2.1 to 2.3, which later versions do not have.
 
 Import from here, or let `polyamp run` or `polyamp.backends.keras.compat.names.install` put it in its old place::
 

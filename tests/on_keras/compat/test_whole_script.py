@@ -45,8 +45,8 @@ def model_of(kind: type[keras.Model] = keras.Model) -> keras.Model:
 
 def fitted(kind: type[keras.Model] = keras.Model) -> tuple[list[float], keras.Model]:
     model = model_of(kind)
-    model.compile(keras.optimizers.Adam(0.01), "mse")
-    history = model.fit(X, Y, batch_size=32, epochs=4, shuffle=False, verbose=0).history
+    model.compile(keras.optimizers.Adam(0.01), "mse", jit_compile=False)
+    history = model.fit(X, Y, batch_size=32, epochs=2, shuffle=False, verbose=0).history
     return history.get("own", history.get("loss")), model
 
 
@@ -71,7 +71,7 @@ def test_fit_matches_float32(policy: str) -> None:
         if policy == "mixed_float16":
             assert session.holders == [model.optimizer]
             assert isinstance(model.optimizer, LossScaledOptimizer)
-            assert (polyamp.health(model).steps, polyamp.health(model).skipped) == (8, 0)
+            assert (polyamp.health(model).steps, polyamp.health(model).skipped) == (4, 0)
         if BACKEND != "tensorflow":
             assert model.get_layer("hidden").compute_dtype == policy.removeprefix("mixed_")
     assert low != full
@@ -85,7 +85,7 @@ def test_fit_matches_float32(policy: str) -> None:
 def test_a_batch_that_overflows_is_skipped_whole() -> None:
     with started():
         model = model_of()
-        model.compile(keras.optimizers.Adam(0.01), "mse")
+        model.compile(keras.optimizers.Adam(0.01), "mse", jit_compile=False)
         model.train_on_batch(X, Y)
         before = [np.array(variable) for variable in model.variables]
         with pytest.warns(polyamp.PolyampWarning) if BACKEND == "torch" else started_nothing():
@@ -153,7 +153,7 @@ def test_own_loops_match_float32_and_skip(how: str) -> None:
             half, model = fitted(Own)
             model.train_on_batch(X, Y * np.float32(np.inf))
             assert type(model.optimizer) is keras.optimizers.Adam
-            assert int(model.optimizer.iterations) == 8
+            assert int(model.optimizer.iterations) == 4
     else:
         full, _, is_same = loop()
         assert not is_same

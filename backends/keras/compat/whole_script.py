@@ -235,6 +235,7 @@ def _return_float32(session: Session) -> None:
             finally:
                 depth.reset(token)
             is_outermost = depth.get() == 0 and isinstance(layer, keras.Model)
+            session.has_low |= format_of(layer.compute_dtype).is_low
             return keras.tree.map_structure(_widened, result) if is_outermost else result
 
         return call

@@ -9,7 +9,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from polyamp.backends.tensorflow.autocast.context import autocast_everywhere
+from polyamp.backends.tensorflow.autocast.context import autocast_everywhere, lowering_of
 from polyamp.backends.tensorflow.compat.names import put_in_place
 from polyamp.backends.tensorflow.compat.true_gradients import TrueGradients
 from polyamp.backends.tensorflow.steps.optimizer import LossScaledOptimizer
@@ -51,6 +51,12 @@ def lower(session: Session, chosen: Policy) -> None:
     """Run products in the policy's format until the session ends, and refuse the script's own mixed precision."""
     autocast_everywhere(chosen)
     session.at_end(lambda: autocast_everywhere(None))
+    lowering = lowering_of(chosen)
+
+    def note_what_ran() -> None:
+        session.has_low |= lowering is not None and lowering.lowered
+
+    session.add(note_what_ran)
     options = tf.config.optimizer.set_experimental_options
 
     def set_experimental_options(given: Any) -> None:

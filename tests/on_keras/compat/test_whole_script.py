@@ -69,10 +69,11 @@ def test_fit_matches_float32(policy: str) -> None:
         assert ops.dtype(model(X)) == "float32"
         assert all(variable.dtype == "float32" for variable in model.variables)
         if policy == "mixed_float16":
-            assert session.holders == [model.optimizer]
+            assert session.holders[-1] is model.optimizer
             assert isinstance(model.optimizer, LossScaledOptimizer)
             assert (polyamp.health(model).steps, polyamp.health(model).skipped) == (4, 0)
         if BACKEND != "tensorflow":
+            assert session.has_low
             assert model.get_layer("hidden").compute_dtype == policy.removeprefix("mixed_")
     assert low != full
     np.testing.assert_allclose(low, full, rtol=2e-3 if policy == "mixed_float16" else 2e-2)
@@ -107,7 +108,8 @@ def test_it_compiles_again_and_again() -> None:
         first = model.optimizer
         model.compile(first, "mae")
         assert model.optimizer is first
-        assert session.holders == [first]
+        assert session.holders[-1] is first
+        assert session.holders.count(first) == 1
 
 
 # Loops and steps of the script's own.

@@ -50,9 +50,7 @@ def begin(session: Session) -> None:
         _set_policy(session, keras_policy(session.policy))
         _return_float32(session)
     _refuse_own(session)
-    loops = session.shared.get("tensorflow") or FitOnly(session)
-    session.shared["keras"] = loops
-    models = _Models(session, session.policy, loops)
+    models = _Models(session, session.policy)
     session.at_end(choose_optimizers(models.optimizer_for, always=True))
     if session.policy.loss_scale.check:
         models.watch_steps()
@@ -102,13 +100,19 @@ class _Models:
     Args:
         session: the run.
         policy: its policy.
-        loops: scales, or refuses, the steps of loops that are not Keras' own.
     """
 
-    def __init__(self, session: Session, policy: Policy, loops: Any) -> None:
-        self._session, self._policy, self._loops = session, policy, loops
+    def __init__(self, session: Session, policy: Policy) -> None:
+        self._session, self._policy, self._fit_only = session, policy, FitOnly(session)
+        session.shared["keras"] = self._fit_only
         self._step_of_keras = keras.Model.train_step
         self._wrapped: WeakSet[Any] = WeakSet()
+
+    @property
+    def _loops(self) -> Any:
+        """What scales, or refuses, steps that are not Keras' own."""
+        # TensorFlow imports Keras before it is imported itself, so its adapter may begin after this one.
+        return self._session.shared.get("tensorflow", self._fit_only)
 
     def optimizer_for(self, model: Any, optimizer: Any) -> Any:
         """Return the optimizer that a model trains with.
@@ -133,14 +137,14 @@ class _Models:
 
     def watch_steps(self) -> None:
         """Tell Keras' own steps from others, wherever an optimizer applies gradients."""
-        original, loops, session = keras.Model.train_step, self._loops, self._session
+        original, session = keras.Model.train_step, self._session
         owner = next(kind for kind in keras.Model.__mro__ if "train_step" in vars(kind))
 
         @functools.wraps(original)
         def train_step(model: Any, *args: Any, **kwargs: Any) -> Any:
             if not isinstance(model.optimizer, LossScaledOptimizer):
                 return original(model, *args, **kwargs)
-            with loops.as_written():
+            with self._loops.as_written():
                 return original(model, *args, **kwargs)
 
         session.replace(owner, "train_step", train_step)

@@ -229,3 +229,18 @@ def test_rules_need_a_built_model() -> None:
         assert model.get_layer("hidden").compute_dtype == "float32"
         with pytest.raises(polyamp.UsageError, match="built"):
             keras.Sequential([layers.Dense(2)]).compile("sgd", "mse")
+
+
+@on_tensorflow
+def test_keras_may_begin_before_tensorflow_does() -> None:
+    import tensorflow as tf
+
+    with running(Session(polyamp.policy("mixed_float16"))) as session:  # as where TensorFlow imports Keras
+        begin(session)
+        import_module("polyamp.backends.tensorflow.compat.whole_script").begin(session)
+        weight, opt = keras.Variable([1.0, 2.0]), keras.optimizers.SGD(0.5)
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(weight * weight)
+        opt.apply_gradients([(tape.gradient(loss, weight), weight)])
+        np.testing.assert_array_equal(weight.numpy(), [0.0, 0.0])
+        assert polyamp.health(session.holders[-1]).steps == 1

@@ -342,6 +342,19 @@ def graphs_around() -> list[Any]:
     return graphs
 
 
+# Changing a graph of TensorFlow 1.
+
+
+def replace_input(operation: Any, place: int, tensor: Any) -> None:
+    """Make an operation read another tensor, of the same type, as its input with this number."""
+    operation._update_input(place, tensor)
+
+
+def is_in_control_flow(operation: Any) -> bool:
+    """Return whether an operation is in a loop or conditional of TensorFlow 1, which lie open in their graph."""
+    return operation._get_control_flow_context() is not None
+
+
 # Recording a step.
 
 

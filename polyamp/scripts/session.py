@@ -53,6 +53,7 @@ class Session:
         supplied: names of modules that the script lacks and polyamp supplied.
         plans: what ran in which format, one for each framework.
         notes: sentences for the report.
+        shared: what one adapter leaves for another, which cannot import it, by the first one's name.
         sources: the files of the script and of the local modules that it imports.
         begun: the frameworks that were imported, and whose adapters take part.
         has_low: whether something ran in 16 bits, as far as an adapter sees it without a plan.
@@ -67,6 +68,7 @@ class Session:
         self.supplied: list[str] = []
         self.plans: list[Plan] = []
         self.notes: list[str] = []
+        self.shared: dict[str, Any] = {}
         self.sources: tuple[Path, ...] = ()
         self.begun: list[str] = []
         self.has_low = False

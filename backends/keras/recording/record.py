@@ -58,7 +58,7 @@ def _scale_of(model: Any) -> float | None:
     """Return the factor by which the model's optimizer multiplies the loss; None if it does not."""
     optimizer = getattr(model, "optimizer", None)
     if isinstance(optimizer, LossScaledOptimizer):
-        return optimizer.loss_scale
+        return optimizer.scaler.host_state.scale
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         return float(ops.convert_to_numpy(optimizer.dynamic_scale)) if optimizer.built else optimizer.initial_scale
     factor = getattr(optimizer, "loss_scale_factor", None)

@@ -11,20 +11,19 @@ from typing import Any
 import tensorflow as tf
 
 from polyamp.backends.tensorflow.autocast.context import autocast_everywhere, is_everywhere
-from polyamp.backends.tensorflow.operations import OPERATIONS
-from polyamp.errors import InvalidTypeError, warn_once
-from polyamp.loss_scale import LossScale
-from polyamp.operations import OPERATIONS as TABLE
+from polyamp.backends.tensorflow.compat.built_before import lower_products
+from polyamp.errors import warn_once
+from polyamp.given_scales import loss_scale_of
 from polyamp.policy import policy
-from polyamp.validation import shown
 from polyamp.verbs import wrap_optimizer
 
 
 def enable_mixed_precision_graph_rewrite(opt: Any, loss_scale: Any = "dynamic") -> Any:
     """Run products in float16 from now on, in the whole process, and wrap an optimizer with a loss scale.
 
-    It affects everything that runs eagerly, is traced or is built later, in every thread; a ``tf.function`` that was
-    traced before is traced again. A ``polyamp.autocast`` region inside it uses its own policy. Call it again to wrap
+    It affects everything that runs eagerly, is traced or is built later, in every thread, and what the default graph of
+    a ``Session`` has already; a ``tf.function`` that was traced before is traced again. A ``polyamp.autocast`` region
+    inside it uses its own policy. Call it again to wrap
     another optimizer. In new code, `polyamp.wrap_optimizer` and `polyamp.autocast` have more options.
 
     >>> sgd = tf.compat.v1.train.GradientDescentOptimizer(0.1)
@@ -48,12 +47,13 @@ def enable_mixed_precision_graph_rewrite(opt: Any, loss_scale: Any = "dynamic") 
         UsageError: the optimizer is wrapped already.
 
     Warns:
-        PolyampWarning: the default graph of a ``Session`` has products, which stay float32.
+        PolyampWarning: products in the default graph of a ``Session`` stay float32; see `built_before`.
     """
     mixed = policy("mixed_float16")
-    wrapped = wrap_optimizer(opt, mixed, loss_scale=_loss_scale(loss_scale))
+    settings = loss_scale_of(loss_scale, where="enable_mixed_precision_graph_rewrite(loss_scale=)")
+    wrapped = wrap_optimizer(opt, mixed, loss_scale=settings)
     autocast_everywhere(mixed)
-    _warn_of_products_before()
+    _lower_products_before()
     return wrapped
 
 
@@ -76,49 +76,14 @@ def disable_mixed_precision_graph_rewrite() -> None:
     autocast_everywhere(None)
 
 
-def _loss_scale(given: Any) -> LossScale:
-    old = tf.compat.v1.mixed_precision
-    if isinstance(given, LossScale):
-        return given
-    if isinstance(given, str) and given == "dynamic":
-        return LossScale.like("tensorflow")
-    if isinstance(given, int | float):
-        return LossScale.fixed(given)
-    if isinstance(given, old.FixedLossScale):
-        return LossScale.fixed(given.get_config()["loss_scale_value"])
-    if isinstance(given, old.DynamicLossScale):
-        old_settings = given.get_config()
-        factor, interval = old_settings["multiplier"], old_settings["increment_period"]
-        changes = {
-            "init": old_settings["initial_loss_scale"],
-            "growth": factor,
-            "backoff": 1 / factor,
-            "interval": interval,
-        }
-        return LossScale.like("tensorflow", **changes)
-    raise InvalidTypeError(
-        "this is not a loss scale",
-        where="enable_mixed_precision_graph_rewrite(loss_scale=)",
-        found=shown(given),
-        allowed='"dynamic", a number, a polyamp.LossScale, or a FixedLossScale or DynamicLossScale of '
-        "tf.compat.v1.mixed_precision",
-        fix='leave it out, which is "dynamic"',
-    )
-
-
-def _warn_of_products_before() -> None:
+def _lower_products_before() -> None:
     graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
-    before = [operation.name for operation in graph.get_operations() if _is_full_product(operation)] if graph else []
-    if before:
+    staying = lower_products(graph, tf.float16) if graph is not None else []
+    if staying:
         warn_once(
-            f"{len(before)} products of the default graph, {before[0]} the first, were built before "
-            "enable_mixed_precision_graph_rewrite and stay float32. Call it before the model is built, or rewrite the "
-            "graph: polyamp.rewrite(graph.as_graph_def(), policy=...).",
+            f"{len(staying)} products of the default graph, {staying[0]} the first, stay float32: they are in a "
+            "loop or conditional of TensorFlow 1 that was built before enable_mixed_precision_graph_rewrite, or have "
+            "no float16 kernel. Call it before the model is built, or rewrite the graph: "
+            "polyamp.rewrite(graph.as_graph_def(), policy=...).",
             stacklevel=4,
         )
-
-
-def _is_full_product(operation: tf.Operation) -> bool:
-    name = OPERATIONS.get(operation.type)
-    is_product = name is not None and TABLE[name].op_class == "lower"
-    return is_product and any(output.dtype.base_dtype == tf.float32 for output in operation.outputs)

@@ -156,6 +156,22 @@ class LossScaler(tf.Module):
         with update_scope():
             return self._step(update, [grad for grad, _ in pairs], unscaled)
 
+    def advance(self, finite: Any) -> list[Any]:
+        """Advance the loss scale after a step that ran elsewhere; `step` does it itself.
+
+        >>> scaler = LossScaler(LossScale(init=8.0))
+        >>> _ = scaler.advance(tf.constant(False))
+        >>> scaler.loss_scale
+        4.0
+
+        Args:
+            finite: whether all gradients of that step were finite; scalar bool.
+
+        Returns:
+            In a graph, the operations that assign the new state.
+        """
+        return self._assign(advance(self.settings, self.state, finite, _where))
+
     @property
     def has_masters(self) -> bool:
         """Whether `step` trains float32 copies of 16-bit variables."""

@@ -153,7 +153,9 @@ class ScaledSteps:
 
         @functools.wraps(original)
         def backward(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> None:
-            if backward_runs():  # checkpointing differentiates inside a pass, whose loss is scaled already
+            keras = self._session.shared.get("keras")  # its adapter, if Keras runs on torch
+            # Checkpointing differentiates inside a pass, and Keras' own step a loss: both are scaled already.
+            if backward_runs() or (keras is not None and keras.is_inside):
                 original(tensors, grad_tensors, *args, **kwargs)
                 return
             self._session.check()

@@ -70,12 +70,54 @@ def test_a_session_trains_in_half_and_matches_float32(kind: Callable[[float], An
     np.testing.assert_allclose(half, full, rtol=2e-3)
 
 
-def test_products_that_were_built_before_are_reported() -> None:
-    with tf.Graph().as_default():
-        build(v1.placeholder(tf.float32, (8, 8)))
-        with pytest.warns(polyamp.PolyampWarning, match="2 products of the default graph, .* before the model"):
+def products_behind(operation: tf.Operation) -> set[str]:
+    """Return the types of the products that running an operation runs."""
+    found, waiting = set(), [operation]
+    while waiting:
+        one = waiting.pop()
+        if one.name not in found:
+            found.add(one.name)
+            waiting += [value.op for value in one.inputs] + list(one.control_inputs)
+    operations = map(operation.graph.get_operation_by_name, found)
+    return {one.get_attr("T").name for one in operations if one.type == "MatMul"}
+
+
+@pytest.fixture
+def _control_flow_1() -> Iterator[None]:
+    v1.disable_control_flow_v2()
+    yield
+    v1.enable_control_flow_v2()
+
+
+@pytest.mark.usefixtures("_control_flow_1")  # as after tf.disable_v2_behavior()
+@pytest.mark.parametrize("use_resource", [True, False])
+def test_a_loss_that_was_built_before_trains_in_half(use_resource: bool) -> None:
+    def losses(wrap: Callable[[Any], Any]) -> tuple[list[float], set[str]]:
+        with tf.Graph().as_default(), v1.variable_scope("model", use_resource=use_resource):
+            x = v1.placeholder(tf.float32, (8, 8))
+            loss, _ = build(x)
+            train = wrap(v1.train.AdamOptimizer(0.01)).minimize(loss)
+            with v1.Session() as session:
+                session.run(v1.global_variables_initializer())
+                found = [float(session.run([loss, train], {x: X.numpy()})[0]) for _ in range(10)]
+            return found, products_behind(loss.op) | products_behind(train)
+
+    full, types = losses(lambda opt: opt)
+    assert types == {"float32"}
+    half, types = losses(enable_mixed_precision_graph_rewrite)
+    assert types == {"float16"}
+    assert half != full
+    np.testing.assert_allclose(half, full, rtol=2e-3)
+
+
+@pytest.mark.usefixtures("_control_flow_1")
+def test_products_in_a_loop_that_was_built_before_are_reported() -> None:
+    with tf.Graph().as_default() as graph:
+        v1.while_loop(lambda count, _: count < 2, lambda count, x: (count + 1, x @ x), (0, X.numpy()))
+        with pytest.warns(polyamp.PolyampWarning, match="1 products of the default graph, while/.* stay float32"):
             enable_mixed_precision_graph_rewrite(sgd())
         enable_mixed_precision_graph_rewrite(sgd())  # reported once
+    assert {op.get_attr("T").name for op in graph.get_operations() if op.type == "MatMul"} == {"float32"}
 
 
 def test_a_graph_without_float32_products_is_not_reported() -> None:

@@ -1,0 +1,254 @@
+"""What `polyamp run` does to Keras, right after a script has imported it.
+
+Without a policy, removed names are put in their old places. With one:
+
+- On TensorFlow, its autocast already runs the layers' products in 16 bits. On JAX and torch, layers that are made from
+  now on have Keras' dtype policy of that name, and models return float32.
+- ``compile`` wraps the optimizer of a model whose ``train_step`` is Keras' own, which scales the loss by it.
+- Everything else that applies gradients is a loop of the script's own. On TensorFlow, gradients are scaled and unscaled
+  where they are taken (`TrueGradients` of the tensorflow adapter). Elsewhere, such a loop is refused under float16.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, NoReturn
+from weakref import WeakSet
+
+import keras
+
+from polyamp.backends.keras.compat.names import put_in_place
+from polyamp.backends.keras.convert import convert
+from polyamp.backends.keras.dtypes import is_sixteen_bit
+from polyamp.backends.keras.layers.policies import keras_policy
+from polyamp.backends.keras.steps.optimizer import LossScaledOptimizer
+from polyamp.backends.keras.steps.verbs import wrap_optimizer
+from polyamp.backends.keras.unstable import built_on, choose_optimizers
+from polyamp.formats import format_of
+from polyamp.policy import Policy
+from polyamp.scripts.session import Session
+
+_FIX = (
+    "train with Keras' own train_step; or wrap the optimizer in the script: polyamp.wrap_optimizer; or --policy "
+    "mixed_bfloat16, which needs no loss scale"
+)
+
+
+def begin(session: Session) -> None:
+    """Put removed names in their old places; with a policy, train the script's models under it.
+
+    Raises:
+        UnsupportedError: Keras has no dtype policy for the policy's formats.
+    """
+    put_in_place(session)
+    if session.policy is None:
+        return
+    if keras.backend.backend() != "tensorflow":
+        _set_policy(session, keras_policy(session.policy))
+        _return_float32(session)
+    _refuse_own(session)
+    models = _Models(session, session.policy)
+    session.at_end(choose_optimizers(models.optimizer_for, always=True))
+    if session.policy.loss_scale.check:
+        models.watch_steps()
+
+
+class FitOnly:
+    """The loops of scripts on JAX and torch: none but Keras' own can be scaled from outside.
+
+    Args:
+        session: the run.
+    """
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._is_inside = ContextVar("is_inside", default=False)
+
+    @property
+    def is_inside(self) -> bool:
+        """Whether the calling code is inside `as_written`."""
+        return self._is_inside.get()
+
+    @contextmanager
+    def as_written(self) -> Iterator[None]:
+        """Let optimizers inside apply gradients: the loss was scaled."""
+        token = self._is_inside.set(True)
+        try:
+            yield
+        finally:
+            self._is_inside.reset(token)
+
+    def step(self, optimizer: Any, pairs: Sequence[tuple[Any, Any]]) -> NoReturn:
+        """Refuse to apply gradients of a loss that nobody scaled.
+
+        Raises:
+            UsageError: always.
+        """
+        self._session.refuse(
+            "a training loop of the script's own cannot be scaled from outside",
+            found=f"gradients applied outside of Keras' own train_step, on {keras.backend.backend()}",
+            fix=_FIX,
+        )
+
+
+class _Models:
+    """The optimizers of a script: those that ``compile`` wraps, and those of loops.
+
+    Args:
+        session: the run.
+        policy: its policy.
+    """
+
+    def __init__(self, session: Session, policy: Policy) -> None:
+        self._session, self._policy, self._fit_only = session, policy, FitOnly(session)
+        session.shared["keras"] = self._fit_only
+        self._step_of_keras = keras.Model.train_step
+        self._wrapped: WeakSet[Any] = WeakSet()
+
+    @property
+    def _loops(self) -> Any:
+        """What scales, or refuses, steps that are not Keras' own."""
+        # TensorFlow imports Keras before it is imported itself, so its adapter may begin after this one.
+        return self._session.shared.get("tensorflow", self._fit_only)
+
+    def optimizer_for(self, model: Any, optimizer: Any) -> Any:
+        """Return the optimizer that a model trains with.
+
+        Raises:
+            UsageError: the script has a wrapped optimizer of its own, or a step that cannot be scaled.
+        """
+        self._check_optimizer(optimizer)
+        if optimizer in self._wrapped:
+            return optimizer
+        if self._policy.rules and keras.backend.backend() != "tensorflow":
+            self._convert(model)
+        if not self._policy.loss_scale.check:
+            return optimizer
+        if type(model).train_step is not keras.Model.train_step:  # it takes and applies gradients itself
+            self._check_step(model)
+            return optimizer
+        wrapped = wrap_optimizer(optimizer, self._policy, loss_scale=self._policy.loss_scale, max_grad_norm=None)
+        self._wrapped.add(wrapped)
+        self._session.add(wrapped)
+        return wrapped
+
+    def watch_steps(self) -> None:
+        """Tell Keras' own steps from others, wherever an optimizer applies gradients."""
+        original, session = keras.Model.train_step, self._session
+        owner = next(kind for kind in keras.Model.__mro__ if "train_step" in vars(kind))
+
+        @functools.wraps(original)
+        def train_step(model: Any, *args: Any, **kwargs: Any) -> Any:
+            if not isinstance(model.optimizer, LossScaledOptimizer):
+                return original(model, *args, **kwargs)
+            with self._loops.as_written():
+                return original(model, *args, **kwargs)
+
+        session.replace(owner, "train_step", train_step)
+        base = next(kind for kind in keras.optimizers.Optimizer.__mro__ if "apply" in vars(kind))
+        for kind in (base, LossScaledOptimizer):
+            session.replace(kind, "apply", self._applied(vars(kind)["apply"]))
+
+    def _applied(self, original: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(original)
+        def apply(optimizer: Any, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
+            if self._loops.is_inside:
+                original(optimizer, grads, trainable_variables)
+                return
+            self._check_optimizer(optimizer)
+            variables = list(built_on(optimizer) if trainable_variables is None else trainable_variables)
+            if not optimizer.built:
+                with keras.name_scope(optimizer.name, caller=optimizer):
+                    optimizer.build(variables)
+            self._loops.step(_Update(optimizer), list(zip(grads, variables, strict=True)))
+
+        return apply
+
+    def _check_step(self, model: Any) -> None:
+        if isinstance(self._loops, FitOnly):
+            self._session.refuse(
+                "a train_step of the script's own cannot be scaled from outside",
+                found=f"{type(model).__qualname__}.train_step, on {keras.backend.backend()}",
+                fix=_FIX,
+            )
+
+    def _check_optimizer(self, optimizer: Any) -> None:
+        if isinstance(optimizer, LossScaledOptimizer) and optimizer not in self._wrapped:
+            self._session.found("polyamp.wrap_optimizer")
+
+    def _convert(self, model: Any) -> None:
+        if not model.built:
+            self._session.refuse(
+                "rules by layer need a model that is built when it is compiled",
+                found=f"{model.name!r}, which is not built",
+                fix="start the model with keras.Input, or leave the rules out of --policy",
+            )
+        convert(model, self._policy)
+
+
+class _Update:
+    """The update of a Keras optimizer, whose gradients are true ones, as an object with ``apply_gradients``."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self._optimizer = optimizer.inner_optimizer if isinstance(optimizer, LossScaledOptimizer) else optimizer
+
+    def apply_gradients(self, pairs: Sequence[tuple[Any, Any]]) -> None:
+        self._optimizer.apply([grad for grad, _ in pairs], [variable for _, variable in pairs])
+
+
+def _set_policy(session: Session, name: str) -> None:
+    before = keras.config.dtype_policy()
+    session.at_end(lambda: keras.config.set_dtype_policy(before))
+    keras.config.set_dtype_policy(name)
+
+
+def _refuse_own(session: Session) -> None:
+    """Refuse 16-bit dtype policies and loss scales that the script makes."""
+    make_policy, make_optimizer = keras.DTypePolicy.__init__, keras.optimizers.LossScaleOptimizer.__init__
+    own = keras.config.dtype_policy().name
+
+    @functools.wraps(make_policy)
+    def init_policy(policy: Any, name: str | None = None) -> None:
+        make_policy(policy, name)
+        if policy.name != own and format_of(policy.compute_dtype).is_low:
+            session.found(f"keras.DTypePolicy({policy.name!r})")
+
+    @functools.wraps(make_optimizer)
+    def init_optimizer(optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        if not isinstance(optimizer, LossScaledOptimizer):
+            session.found("keras.optimizers.LossScaleOptimizer")
+        make_optimizer(optimizer, *args, **kwargs)
+
+    session.replace(keras.DTypePolicy, "__init__", init_policy)
+    session.replace(keras.optimizers.LossScaleOptimizer, "__init__", init_optimizer)
+
+
+def _return_float32(session: Session) -> None:
+    """Make models return float32, as without a policy, where the script or Keras' trainer calls them."""
+    depth: ContextVar[int] = ContextVar("depth", default=0)
+
+    def outermost(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def call(layer: Any, *args: Any, **kwargs: Any) -> Any:
+            token = depth.set(depth.get() + 1)
+            try:
+                result = original(layer, *args, **kwargs)
+            finally:
+                depth.reset(token)
+            is_outermost = depth.get() == 0 and isinstance(layer, keras.Model)
+            session.has_low |= format_of(layer.compute_dtype).is_low
+            return keras.tree.map_structure(_widened, result) if is_outermost else result
+
+        return call
+
+    for name in ("__call__", "stateless_call"):
+        owner = next(kind for kind in keras.Model.__mro__ if name in vars(kind))
+        session.replace(owner, name, outermost(vars(owner)[name]))
+
+
+def _widened(value: Any) -> Any:
+    is_low = keras.ops.is_tensor(value) and is_sixteen_bit(value)
+    return keras.ops.cast(value, "float32") if is_low else value

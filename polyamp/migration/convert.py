@@ -42,7 +42,7 @@ def migrate_source(source: bytes, path: str = "program.py") -> Migration:
         return Migration(path, source, source)
     try:
         program = Program(source)
-    except (cst.ParserSyntaxError, UnicodeDecodeError, LookupError, RecursionError) as error:
+    except (cst.ParserSyntaxError, SyntaxError, ValueError, LookupError, RecursionError) as error:
         return Migration(path, source, source, failure=f"not parsed: {_first_line(error)}")
     for dialect in DIALECTS:
         dialect.convert(program)

@@ -10,7 +10,7 @@ from libcst import matchers as m
 
 from polyamp.migration.program import Program, Statement, dotted_name, inside
 
-_BACKWARD = m.Call(func=m.Attribute(attr=m.Name("backward") | m.Name("scale_loss")))
+_ENDS = m.Call(func=m.Attribute(attr=m.Name("backward") | m.Name("scale_loss") | m.Name("initialize")))
 
 
 class Forward(NamedTuple):
@@ -54,13 +54,13 @@ def _above(program: Program, statement: Any, needed: set[str], models: set[str])
         return None
     wanted, slice_, direct = set(needed), [], []
     for one in reversed(block[: block.index(statement)]):
-        if any(m.matches(call, _BACKWARD) for call in inside(one, cst.Call)):
+        if any(m.matches(call, _ENDS) for call in inside(one, cst.Call)):
             break
         bound = _bound(one)
         if bound & wanted:
             slice_.append(one)
             direct += [one] if bound & needed else []
-            wanted = (wanted - bound if isinstance(one, cst.SimpleStatementLine) else wanted) | _names(one)
+            wanted = (wanted - bound if isinstance(one, cst.SimpleStatementLine) else wanted) | (_names(one) - models)
     with_model = [one for one in slice_ if _read(one) & models]
     computed = with_model or [one for one in direct if inside(one, cst.Call)]
     return (computed[-1], slice_[0]) if computed else None

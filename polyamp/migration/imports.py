@@ -8,7 +8,7 @@ from typing import Any
 import libcst as cst
 from libcst import matchers as m
 
-from polyamp.migration.program import Program, dotted_name, inside, is_in
+from polyamp.migration.program import Program, dotted_name, is_in
 
 ADDED = "import polyamp"
 _IMPORT_ERRORS = ("ImportError", "ModuleNotFoundError", "Exception")
@@ -25,10 +25,13 @@ def mended(before: Program, after: Program, roots: tuple[str, ...]) -> cst.Modul
     unused_before = {name for _, name in _unused(before)}
     gone = {alias for alias, name in _unused(after) if name not in unused_before or is_in(name, roots)}
     change = _Without(gone)
+    added = _names(after) - _names(before)
+    change.polyamp = "polyamp" in added and not _binds(before.module, "polyamp")
     module = after.module.visit(change)
     assert isinstance(module, cst.Module)
-    if any(name.value == "polyamp" for name in inside(module, cst.Name)) and not _has_polyamp(module):
-        module = _with_import(module)
+    for name in ("torch", "polyamp"):
+        if name in added and not _binds(module, name):
+            module = _with_import(module, name)
     return module
 
 
@@ -66,6 +69,7 @@ class _Without(cst.CSTTransformer):
         self.gone = gone
         self.depth = 0
         self.added = False
+        self.polyamp = True
 
     def leave_Import(self, original_node: cst.Import, updated_node: cst.Import) -> Any:
         return self._left(original_node, updated_node)
@@ -88,7 +92,7 @@ class _Without(cst.CSTTransformer):
 
     @property
     def _is_in_place(self) -> bool:
-        return self.depth == 0 and not self.added
+        return self.depth == 0 and not self.added and self.polyamp
 
     def visit_IndentedBlock(self, node: cst.IndentedBlock) -> None:
         self.depth += 1
@@ -121,14 +125,20 @@ def _only_refuses(handler: cst.ExceptHandler) -> bool:
     )
 
 
-def _has_polyamp(module: cst.Module) -> bool:
+def _names(program: Program) -> set[str]:
+    """Return the names that the program reads and that are not a part of a dotted name; without those in imports."""
+    found = {access.node for scope in program.all_scopes() for access in scope.accesses}
+    return {(dotted_name(node) or "").partition(".")[0] for node in found}
+
+
+def _binds(module: cst.Module, name: str) -> bool:
+    """Whether a statement ``import name`` is at the top of the module."""
     top = [one for line in module.body if isinstance(line, cst.SimpleStatementLine) for one in line.body]
-    return any(
-        isinstance(one, cst.Import) and any(dotted_name(alias.name) == "polyamp" for alias in one.names) for one in top
-    )
+    names = [alias for one in top if isinstance(one, cst.Import) for alias in one.names if alias.asname is None]
+    return any((dotted_name(alias.name) or "").partition(".")[0] == name for alias in names)
 
 
-def _with_import(module: cst.Module) -> cst.Module:
+def _with_import(module: cst.Module, name: str) -> cst.Module:
     """Put the import below the imports that the module begins with, or below its docstring."""
     body = list(module.body)
     place = 0
@@ -139,7 +149,7 @@ def _with_import(module: cst.Module) -> cst.Module:
             break
         else:
             place = 1
-    line: Any = cst.parse_statement(ADDED)
+    line: Any = cst.parse_statement(f"import {name}")
     if place == 0 and body:  # nothing above: comments of the first statement stay with it
         body[0] = body[0].with_changes(leading_lines=[cst.EmptyLine(indent=False), *body[0].leading_lines])
     elif place == 1 and m.matches(body[0], m.SimpleStatementLine(body=[m.Expr()])):

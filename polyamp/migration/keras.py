@@ -24,6 +24,7 @@ ROOTS = (*_EXPERIMENTAL, *_SCALED)
 WRITE = "polyamp.wrap_optimizer(optimizer, policy), and optimizer.scale_loss(loss) in a loop: docs/migrate/keras.md"
 
 _METHODS = ("get_scaled_loss", "get_unscaled_gradients")
+_PLACES = (("tensorflow", "keras.mixed_precision"), ("keras", "mixed_precision"))
 _RENAMED = {"set_policy": "set_global_policy", "global_policy": "global_policy", "Policy": "Policy"}
 _CLIPPED = "wrap_optimizer(optimizer, policy, max_grad_norm=...), which clips unscaled gradients"
 
@@ -58,15 +59,11 @@ def _spelled(program: Program, use: Use) -> str | None:
     dotted = dotted_name(use.node) or ""
     if ".experimental." in dotted:
         return dotted.partition(".experimental.")[0]
-    for name, place in (
-        ("tensorflow", "keras.mixed_precision"),
-        ("tensorflow.keras", "mixed_precision"),
-        ("keras", "mixed_precision"),
-    ):
-        imported = next((dotted_name(one.node) for one in program.uses((name,)) if one.name.startswith(name)), None)
-        suffix = next((one.name.removeprefix(name) for one in program.uses((name,))), "")
-        if imported and imported.endswith(suffix):
-            return f"{imported.removesuffix(suffix)}.{place}"
+    for name, place in _PLACES:
+        for one in program.uses((name,)):
+            written, suffix = dotted_name(one.node) or "", one.name.removeprefix(name)
+            if written.endswith(suffix):
+                return f"{written.removesuffix(suffix)}.{place}"
     return None
 
 

@@ -113,8 +113,11 @@ class Program:
 
     def imported(self) -> list[ImportAssignment]:
         """Return the names that imports bind, in every scope."""
-        scopes = {scope for scope in self.scopes.values() if scope is not None}
-        return [one for scope in scopes for one in scope.assignments if isinstance(one, ImportAssignment)]
+        return [one for scope in self.all_scopes() for one in scope.assignments if isinstance(one, ImportAssignment)]
+
+    def all_scopes(self) -> set[Scope]:
+        """Return every scope of the program."""
+        return {scope for scope in self.scopes.values() if scope is not None}
 
     def bindings(self, name: cst.Name) -> list[Any]:
         """Return the assignments that a name may refer to."""

@@ -51,7 +51,7 @@ class Adapter(Registered, Protocol):
     def scale_loss(self, loss: Any, holder: Any) -> Any:
         """Return ``loss`` in float32 times the loss scale of ``holder`` (a wrapped optimizer, or its state)."""
 
-    def save_loss_scale(self, holder: Any) -> dict[str, Any]:
+    def save_loss_scale(self, holder: Any, *, like: str | None = None) -> dict[str, Any]:
         """Return the loss-scale state of ``holder`` in the form of `LossScale.to_state_dict`."""
 
     def load_loss_scale(self, holder: Any, saved: Mapping[str, Any]) -> Any:

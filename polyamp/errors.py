@@ -50,6 +50,10 @@ class UnsupportedError(PolyampError, TypeError):
     """Raised if the framework's adapter does not offer what was requested."""
 
 
+class UnsupportedMethodError(UnsupportedError, AttributeError):
+    """Raised for a method that wrapped optimizers of another framework have."""
+
+
 class UsageError(PolyampError, RuntimeError):
     """Raised for a call in the wrong order, such as a step without a backward pass."""
 

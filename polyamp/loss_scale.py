@@ -10,15 +10,15 @@ step is skipped and the scale is halved.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, Literal, NamedTuple
 
-from polyamp.errors import InvalidTypeError, InvalidValueError
+from polyamp.errors import InvalidTypeError
 from polyamp.formats import FORMATS, in_single
-from polyamp.saved_scales import KIND, LARGEST_COUNT, read
-from polyamp.validation import did_you_mean, is_integer, is_number, shown
+from polyamp.loss_scale_settings import checked_count, checked_real, invalid_setting, named_settings, unknown_settings
+from polyamp.saved_scales import KIND, read
+from polyamp.validation import is_number, shown
 
 FLOAT32 = FORMATS["float32"]
 
@@ -58,6 +58,7 @@ TYPES = LossScaleState(float, int, int, int, int, int, int, int, int, float)
 """The Python type of each field of a state on the host."""
 
 
+@named_settings
 @dataclass(frozen=True)
 class LossScale:
     """The settings of the loss scale: how it starts, grows, backs off and is bounded. Frozen and hashable.
@@ -123,29 +124,31 @@ class LossScale:
 
     def __post_init__(self) -> None:
         for name, bound in self._REALS.items():
-            object.__setattr__(self, name, _real(name, getattr(self, name), above=bound))
+            object.__setattr__(self, name, checked_real(name, getattr(self, name), above=bound))
         for name in self._COUNTS:
             if not (name == "max_skips" and self.max_skips is None):
-                object.__setattr__(self, name, _count(name, getattr(self, name)))
+                object.__setattr__(self, name, checked_count(name, getattr(self, name)))
         for name, choices in self._CHOICES.items():
             value = getattr(self, name)
             if not isinstance(value, type(choices[0])) or value not in choices:
-                raise _bad(name, value, "one of " + ", ".join(map(repr, choices)))
+                raise invalid_setting(name, value, "one of " + ", ".join(map(repr, choices)))
         self._check_limits()
 
     def _check_limits(self) -> None:
         if in_single(self.backoff) >= 1 or in_single(self.backoff) == 0:
-            raise _bad("backoff", self.backoff, "a number between 0 and 1, both excluded, as a float32 number")
+            raise invalid_setting(
+                "backoff", self.backoff, "a number between 0 and 1, both excluded, as a float32 number"
+            )
         if in_single(self.growth) <= 1:
-            raise _bad("growth", self.growth, "a number greater than 1, as a float32 number")
+            raise invalid_setting("growth", self.growth, "a number greater than 1, as a float32 number")
         if self.max > FLOAT32.max:
-            raise _bad("max", self.max, f"at most {FLOAT32.max:g}, the largest float32")
+            raise invalid_setting("max", self.max, f"at most {FLOAT32.max:g}, the largest float32")
         if self.min < FLOAT32.smallest_normal:
-            raise _bad("min", self.min, f"at least {FLOAT32.smallest_normal:g}, the smallest normal float32")
+            raise invalid_setting("min", self.min, f"at least {FLOAT32.smallest_normal:g}, the smallest normal float32")
         if self.min > self.max:
-            raise _bad("min", self.min, f"at most max, which is {self.max:g}")
+            raise invalid_setting("min", self.min, f"at most max, which is {self.max:g}")
         if not self.min <= self.init <= self.max:
-            raise _bad("init", self.init, f"between min = {self.min:g} and max = {self.max:g}")
+            raise invalid_setting("init", self.init, f"between min = {self.min:g} and max = {self.max:g}")
 
     @classmethod
     def fixed(cls, scale: float) -> LossScale:
@@ -154,29 +157,31 @@ class LossScale:
         >>> LossScale.fixed(128).initial_state().scale
         128.0
         """
-        value = _real("scale", scale, above=0.0)
+        value = checked_real("scale", scale, above=0.0)
         return cls(init=value, min=value, max=value, on_min="ignore")
 
     @classmethod
-    def of(cls, value: LossScale | float, *, where: str = "LossScale.of(value)") -> LossScale:
-        """Return settings unchanged, and a number as a fixed scale, since most libraries use a number that way.
+    def of(cls, value: LossScale | float | str, *, where: str = "LossScale.of(value)") -> LossScale:
+        """Return settings unchanged, a number as a fixed scale, and "dynamic" as the defaults, as most libraries do.
 
-        >>> LossScale.of(1024)
-        LossScale.fixed(1024.0)
+        >>> LossScale.of(1024), LossScale.of("dynamic")
+        (LossScale.fixed(1024.0), LossScale())
 
         Raises:
-            InvalidTypeError: ``value`` is neither settings nor a number.
+            InvalidTypeError: ``value`` is none of these. A number in quotes is not a number.
             InvalidValueError: the number is not positive and finite.
         """
         if isinstance(value, LossScale):
             return value
+        if isinstance(value, str) and value == "dynamic":
+            return cls()
         if not is_number(value):
             raise InvalidTypeError(
                 "this is not a loss scale",
                 where=where,
                 found=shown(value),
-                allowed="a polyamp.LossScale, or a number for a scale that never moves",
-                fix="write LossScale(...), LossScale.fixed(128) or LossScale.none()",
+                allowed='a polyamp.LossScale, a number for a scale that never moves, or "dynamic"',
+                fix=_without_quotes(value) or "write LossScale(...), LossScale.fixed(128) or LossScale.none()",
             )
         return cls.fixed(value)
 
@@ -217,20 +222,13 @@ class LossScale:
         Raises:
             InvalidValueError: the library or a field is unknown.
         """
-        from polyamp.presets import PRESETS
+        from polyamp.presets import preset
 
-        if not isinstance(name, str) or name not in PRESETS:
-            raise InvalidValueError(
-                "unknown loss-scale preset",
-                where="LossScale.like(name)",
-                found=repr(name),
-                allowed=", ".join(PRESETS),
-                fix=f"{did_you_mean(str(name), PRESETS)}use one of the names above, or write the settings one by one",
-            )
-        unknown = sorted(set(changes) - {field.name for field in fields(cls)})
+        own = preset(name, where="LossScale.like(name)").settings
+        unknown = sorted(set(changes) - set(_NAMES))
         if unknown:
-            raise _unknown_fields(unknown, f"LossScale.like({name!r}, ...)")
-        return cls(**{**PRESETS[name].settings, **changes})
+            raise unknown_settings(unknown, _NAMES, where=f"LossScale.like({name!r}, ...)")
+        return cls(**{**own, **changes})
 
     @property
     def dynamic(self) -> bool:
@@ -274,20 +272,38 @@ class LossScale:
                 allowed="a mapping from field to value",
                 fix="pass the result of LossScale.to_dict()",
             )
-        unknown = sorted(map(str, set(settings) - {field.name for field in fields(cls)}))
+        unknown = sorted(map(str, set(settings) - set(_NAMES)))
         if unknown:
-            raise _unknown_fields(unknown, "LossScale.from_dict(settings)")
+            raise unknown_settings(unknown, _NAMES, where="LossScale.from_dict(settings)")
         return cls(**settings)
 
-    def to_state_dict(self, state: LossScaleState) -> dict[str, Any]:
+    def to_state_dict(self, state: LossScaleState, *, like: str | None = None) -> dict[str, Any]:
         """Return the state as JSON values, in the form that every framework's adapter saves and loads.
 
         Scalars on a device are copied to the host.
 
         >>> LossScale().to_state_dict(LossScale().initial_state())["scale"]
         65536.0
+        >>> config = LossScale.like("apex")
+        >>> config.to_state_dict(config.initial_state(), like="apex")
+        {'loss_scaler0': {'loss_scale': 65536.0, 'unskipped': 0}}
+
+        Args:
+            state: the state, of any framework's scalars.
+            like: another library, to return the form that this library loads: one of the names of `like`. What it has
+                no field for is lost, which a warning lists; see docs/reference/saved_state.md.
+
+        Raises:
+            InvalidValueError: the library is unknown.
         """
-        return {"kind": KIND, "version": 1, **on_host(state)._asdict()}
+        values = on_host(state)._asdict()
+        if like is None:
+            return {"kind": KIND, "version": 1, **values}
+        from polyamp.written_scales import report_lost, write
+
+        saved = write(self, values, like)
+        report_lost(self, values, like)
+        return saved
 
     def from_state_dict(self, saved: Any) -> LossScaleState:
         """Load a state from `to_state_dict`, or from another library's loss scaler.
@@ -318,6 +334,17 @@ class LossScale:
         if self == LossScale.fixed(self.init):
             return f"LossScale.fixed({self.init!r})"
         return f"LossScale({', '.join(f'{name}={value!r}' for name, value in self.to_dict().items())})"
+
+
+_NAMES = tuple(field.name for field in fields(LossScale))
+
+
+def _without_quotes(value: object) -> str:
+    """Return what to write instead of a number in quotes; empty for anything else."""
+    try:
+        return f"write {float(value):g}, without quotes" if isinstance(value, str) else ""
+    except ValueError:
+        return ""
 
 
 def _choose(condition: Any, if_true: Any, if_false: Any) -> Any:
@@ -377,56 +404,3 @@ def advance(
 def on_host(state: LossScaleState) -> LossScaleState:
     """Return the same state as Python numbers, with one device-to-host copy per field that is on a device."""
     return LossScaleState(*(kind(value) for kind, value in zip(TYPES, state, strict=True)))
-
-
-def _bad(name: str, found: object, allowed: str) -> InvalidValueError:
-    return InvalidValueError(
-        f"invalid loss-scale setting {name}",
-        where=f"LossScale({name}=...)",
-        found=repr(found),
-        allowed=allowed,
-        fix=f"give {name} a value in that range",
-    )
-
-
-def _unknown_fields(unknown: list[str], where: str) -> InvalidValueError:
-    known = [field.name for field in fields(LossScale)]
-    return InvalidValueError(
-        "unknown loss-scale setting",
-        where=where,
-        found=", ".join(unknown),
-        allowed=", ".join(known),
-        fix=f"{did_you_mean(unknown[0], known)}use one of the settings above",
-    )
-
-
-def _real(name: str, value: object, *, above: float) -> float:
-    if not is_number(value):
-        raise InvalidTypeError(
-            f"loss-scale setting {name} is not a number",
-            where=f"LossScale({name}=...)",
-            found=shown(value),
-            allowed="a Python int or float",
-            fix="pass a plain number",
-        )
-    try:
-        number = float(value)
-    except OverflowError:  # an int beyond the range of float64, too long to print
-        value = number = math.inf
-    if not (math.isfinite(number) and number > above):
-        raise _bad(name, value, f"a finite number greater than {above:g}")
-    return number
-
-
-def _count(name: str, value: object) -> int:
-    if not is_integer(value):
-        raise InvalidTypeError(
-            f"loss-scale setting {name} is not an integer",
-            where=f"LossScale({name}=...)",
-            found=shown(value),
-            allowed="a Python int",
-            fix="pass a whole number of steps",
-        )
-    if not 1 <= value <= LARGEST_COUNT:
-        raise _bad(name, value, "an integer between 1 and 2**31 - 1: counters are int32")
-    return value

@@ -13,7 +13,7 @@ from polyamp.errors import InvalidValueError
 from polyamp.formats import format_of, name_of_dtype
 from polyamp.loss_scale import LossScale
 from polyamp.rules import Decision, Rule, decide, parse_rules
-from polyamp.validation import wrong_type
+from polyamp.validation import unknown_options, wrong_type
 
 Tree = TypeVar("Tree")
 
@@ -48,14 +48,26 @@ class Policy:
             )
         if not isinstance(self.name, str):
             raise wrong_type(self.name, where="policy(name=)", allowed="a string", fix="pass a label as text")
-        if self.compute == "bfloat16" and self.loss_scale.dynamic:
+        self.checked_loss_scale(self.loss_scale, where="policy(loss_scale=)")
+
+    def checked_loss_scale(self, loss_scale: LossScale, *, where: str) -> LossScale:
+        """Return a loss scale that fits the compute format.
+
+        >>> policy("mixed_bfloat16").checked_loss_scale(LossScale.skip_nonfinite(), where="wrap_optimizer(loss_scale=)")
+        LossScale.fixed(1.0)
+
+        Raises:
+            InvalidValueError: it is dynamic, and the policy computes in bfloat16.
+        """
+        if self.compute == "bfloat16" and loss_scale.dynamic:
             raise InvalidValueError(
                 "bfloat16 has the range of float32: a dynamic loss scale cannot help it",
-                where="policy(loss_scale=)",
-                found=repr(self.loss_scale),
+                where=where,
+                found=repr(loss_scale),
                 allowed="LossScale.none(), or LossScale.skip_nonfinite() to skip steps whose gradients are not finite",
                 fix="leave loss_scale= out",
             )
+        return loss_scale
 
     def decide(self, operation: str, path: str = "") -> Decision:
         """Return the class of a canonical operation at a module or scope path under this policy, and the reason.
@@ -208,8 +220,9 @@ def policy(
     compute: Any = None,
     output: Any = None,
     rules: Mapping[str, str] | Iterable[tuple[str, str]] | None = None,
-    loss_scale: LossScale | float | None = None,
+    loss_scale: LossScale | float | str | None = None,
     name: str | None = None,
+    **mistaken: Any,
 ) -> Policy:
     """Create a policy from a name in any common dialect, from another policy, or from formats.
 
@@ -231,15 +244,19 @@ def policy(
         compute: format of ``lower`` operations; by default ``param``, as in jmp.
         output: format of outputs; by default ``compute``, as in jmp.
         rules: classes by operation name or path glob; they take precedence over the rules of ``spec``.
-        loss_scale: how the loss is scaled; a number is a fixed scale. By default dynamic if ``compute`` is float16,
-            else none.
+        loss_scale: how the loss is scaled; a number is a fixed scale, and "dynamic" means ``LossScale()``. By default
+            dynamic if ``compute`` is float16, else none.
         name: a label.
+        **mistaken: other keyword arguments: refused, with a hint at the one that was meant.
 
     Raises:
         InvalidTypeError: an argument has the wrong type.
         InvalidValueError: a word is unknown, repeated, blank or contradictory.
+        UnsupportedError: a keyword argument does not exist.
     """
     where = "policy(spec)"
+    if mistaken:
+        raise unknown_options([*mistaken], _ARGUMENTS, where=where, elsewhere=_OF_JMP)
     if isinstance(spec, Policy) and all(one is None for one in (param, compute, output, rules, loss_scale, name)):
         return spec
     given = {"param": param, "compute": compute, "output": output}
@@ -265,6 +282,10 @@ def policy(
         name=base.name if name is None else name,
     )
 
+
+_ARGUMENTS = ("param", "compute", "output", "rules", "loss_scale", "name")
+_OF_JMP = {"param_dtype": "param", "params": "param", "compute_dtype": "compute", "output_dtype": "output"}
+"""Names of formats in jmp and flax, for errors."""
 
 _entered: ContextVar[tuple[Policy, ...]] = ContextVar("polyamp_policies", default=())
 _global_policy = Policy("float32", "float32", "float32")

@@ -8,6 +8,9 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from polyamp.errors import InvalidValueError
+from polyamp.validation import did_you_mean
+
 _LOWEST = 2.0**-126  # the smallest normal float32
 _HIGHEST = 2.0**127  # the largest power of two in float32
 
@@ -72,3 +75,51 @@ PRESETS: dict[str, Preset] = {
         "fairseq/optim/dynamic_loss_scaler.py, 0.12: raises before min_loss_scale = 1e-4, so 2**-13 is the last",
     ),
 }
+
+
+OTHER_NAMES: dict[str, str] = {
+    "init_scale": "init",
+    "initial_scale": "init",
+    "initial_loss_scale": "init",
+    "loss_scale": "init",
+    "scale": "init",
+    "growth_factor": "growth",
+    "scale_factor": "growth",
+    "factor": "growth",
+    "multiplier": "growth",
+    "growth_interval": "interval",
+    "scale_window": "interval",
+    "loss_scale_window": "interval",
+    "period": "interval",
+    "increment_period": "interval",
+    "dynamic_growth_steps": "interval",
+    "backoff_factor": "backoff",
+    "delayed_shift": "hysteresis",
+    "consecutive_hysteresis": "consecutive",
+    "min_scale": "min",
+    "min_loss_scale": "min",
+    "minimum_scale": "min",
+    "max_scale": "max",
+    "max_loss_scale": "max",
+}
+"""Other libraries' names of settings, and the field of `LossScale` that each one means; for errors."""
+
+
+def preset(name: str, *, where: str) -> Preset:
+    """Return a library's preset.
+
+    >>> preset("jmp", where="LossScale.like(name)").settings["init"]
+    32768.0
+
+    Raises:
+        InvalidValueError: no preset has this name.
+    """
+    if isinstance(name, str) and name in PRESETS:
+        return PRESETS[name]
+    raise InvalidValueError(
+        "unknown loss-scale preset",
+        where=where,
+        found=repr(name),
+        allowed=", ".join(PRESETS),
+        fix=f"{did_you_mean(str(name), PRESETS)}use one of the names above, or write the settings one by one",
+    )

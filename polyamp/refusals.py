@@ -5,7 +5,16 @@ Each function returns the exception; the adapter raises it.
 
 from __future__ import annotations
 
-from polyamp.errors import InvalidTypeError, MissingFrameworkError, NonFiniteLossError, UnsupportedError, UsageError
+from collections.abc import Mapping
+
+from polyamp.errors import (
+    InvalidTypeError,
+    MissingFrameworkError,
+    NonFiniteLossError,
+    UnsupportedError,
+    UnsupportedMethodError,
+    UsageError,
+)
 from polyamp.validation import kind_of
 
 NONFINITE_LOSS = "the loss was not finite before scaling: a smaller scale cannot help"
@@ -167,6 +176,31 @@ def no_loss_scale(found: object, *, where: str, allowed: str) -> InvalidTypeErro
         found=kind_of(found),
         allowed=allowed,
         fix="wrap the optimizer, and pass the wrapped optimizer",
+    )
+
+
+def no_method(owner: object, name: str, instead: Mapping[str, str]) -> AttributeError:
+    """Return the error for an attribute that does not exist, which names the call to make for another framework's.
+
+    >>> print(no_method(object(), "backward", {"backward": "call value_and_grad"}))
+    this framework's wrapped optimizer has no such method
+      where:   object.backward
+      found:   a method of polyamp's optimizers in PyTorch
+      to do:   call value_and_grad
+
+    Args:
+        owner: the object.
+        name: the attribute's name.
+        instead: what to do instead, by the names of PyTorch's methods.
+    """
+    kind = type(owner).__name__
+    if name not in instead:
+        return AttributeError(f"{kind!r} object has no attribute {name!r}", name=name, obj=owner)
+    return UnsupportedMethodError(
+        "this framework's wrapped optimizer has no such method",
+        where=f"{kind}.{name}",
+        found="a method of polyamp's optimizers in PyTorch",
+        fix=instead[name],
     )
 
 

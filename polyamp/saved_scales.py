@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 import operator
+import re
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol
 
@@ -23,7 +24,7 @@ LARGEST_COUNT = 2**31 - 1
 
 
 class Settings(Protocol):
-    """The settings of a loss scale, as far as reading a state needs them; see `polyamp.LossScale`."""
+    """The settings of a loss scale, as far as reading and writing a state need them; see `polyamp.LossScale`."""
 
     @property
     def init(self) -> float: ...
@@ -32,7 +33,19 @@ class Settings(Protocol):
     @property
     def max(self) -> float: ...
     @property
+    def growth(self) -> float: ...
+    @property
+    def interval(self) -> int: ...
+    @property
+    def backoff(self) -> float: ...
+    @property
+    def hysteresis(self) -> int: ...
+    @property
+    def consecutive(self) -> bool: ...
+    @property
     def late_growth(self) -> str: ...
+    @property
+    def check(self) -> bool: ...
     @property
     def dynamic(self) -> bool: ...
 
@@ -117,6 +130,18 @@ def read(settings: Settings, initial: Mapping[str, float], saved: Any) -> dict[s
     return _checked(settings, {name: _number(values[name], type(first)) for name, first in initial.items()})
 
 
+def apex_losses(saved: Any) -> dict[int, Mapping[str, Any]]:
+    """Return the states of the losses in a state that Apex saved, by their number; empty for other states.
+
+    >>> apex_losses({"loss_scaler0": {"loss_scale": 8.0, "unskipped": 0}, "loss_scaler2": {"loss_scale": 4.0}})
+    {0: {'loss_scale': 8.0, 'unskipped': 0}, 2: {'loss_scale': 4.0}}
+    """
+    if not isinstance(saved, Mapping) or "kind" in saved:
+        return {}
+    matches = {re.fullmatch(r"loss_scaler(\d+)", str(key)): state for key, state in saved.items()}
+    return {int(match[1]): state for match, state in matches.items() if match}
+
+
 def _values(settings: Settings, initial: Mapping[str, float], saved: Any) -> dict[str, Any]:
     """Return the state's fields under our names, not yet checked."""
     if _is_ours(saved):
@@ -148,8 +173,11 @@ def _inside(saved: Any, depth: int = 2) -> Mapping[str, Any]:
     within = next((found[key] for key in _HOLDERS if found.get(key) is not None), None)
     if within is None or not depth:
         return found
-    if sum(str(key).startswith("loss_scaler") and str(key) != "loss_scaler" for key in found) > 1:
-        warn_once("the saved state has several loss scales, of several losses: the first one is taken.")
+    if len(apex_losses(found)) > 1:
+        warn_once(
+            "the saved state has several loss scales, of several losses: the first one is taken. A wrapped PyTorch "
+            "optimizer takes all of them."
+        )
     return _inside(within, depth - 1)
 
 
@@ -167,6 +195,8 @@ def _counted(settings: Settings, values: dict[str, Any]) -> dict[str, Any]:
     """Convert counters to ours: if growth comes one step late, ours starts at -1 (see `LossScale.late_growth`)."""
     if "good_steps" in values and settings.late_growth == "always":
         values["good_steps"] = operator.index(_number(values["good_steps"], int)) - 1
+    if "hysteresis" in values:  # Megatron's falls at every overflow, without end; 0 means the same here
+        values["hysteresis"] = max(operator.index(_number(values["hysteresis"], int)), 0)
     return values
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import math
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeGuard
 
 from polyamp.errors import InvalidTypeError, InvalidValueError, UnsupportedError
@@ -154,22 +154,29 @@ def check_callable(value: object, *, where: str, allowed: str, fix: str) -> None
         raise wrong_type(value, where=where, allowed=allowed, fix=fix, what="this cannot be called")
 
 
-def did_you_mean(found: str, known: Iterable[str]) -> str:
+def did_you_mean(found: str, known: Iterable[str], cutoff: float = 0.5) -> str:
     """Return the known name nearest to a wrong one, as a sentence; empty if none is near.
 
     >>> did_you_mean("mixed_fp16", ["float32", "mixed_float16"])
     'did you mean mixed_float16? '
     >>> did_you_mean("cuda", ["float32", "mixed_float16"])
     ''
+
+    Args:
+        found: the wrong name.
+        known: the names that exist.
+        cutoff: how near a name must be, from 0 to 1; see ``difflib.get_close_matches``.
     """
     from difflib import get_close_matches  # only an error needs it
 
     by_lower = {name.lower(): name for name in known}
-    nearest = get_close_matches(found.lower(), by_lower, n=1, cutoff=0.5)
+    nearest = get_close_matches(found.lower(), by_lower, n=1, cutoff=cutoff)
     return f"did you mean {by_lower[nearest[0]]}? " if nearest else ""
 
 
-def check_options(method: Callable[..., Any], given: Mapping[str, Any], *, where: str) -> None:
+def check_options(
+    method: Callable[..., Any], given: Mapping[str, Any], *, where: str, elsewhere: Mapping[str, str] | None = None
+) -> None:
     """Refuse options that an adapter's method does not have as keyword-only parameters.
 
     >>> def rewrite(fn, *, engine=None): ...
@@ -185,6 +192,7 @@ def check_options(method: Callable[..., Any], given: Mapping[str, Any], *, where
         method: the adapter's method. One that takes ``**options`` checks them itself.
         given: the user's options by name.
         where: the call, for the error.
+        elsewhere: other libraries' names of these options, for the hint.
 
     Raises:
         UnsupportedError: an option that ``method`` does not have; nothing is changed.
@@ -195,14 +203,42 @@ def check_options(method: Callable[..., Any], given: Mapping[str, Any], *, where
     if any(one.kind is one.VAR_KEYWORD for one in parameters):
         return
     if unknown:
-        hint = did_you_mean(unknown[0], known)
-        raise UnsupportedError(
-            "an option that does not exist here",
-            where=where,
-            found=", ".join(unknown),
-            allowed=", ".join(known) or "no options",
-            fix=f"{hint}{'else ' if hint else ''}leave it out; docs/frameworks.md lists what each framework has",
-        )
+        rest = "leave it out; docs/frameworks.md lists what each framework has"
+        raise unknown_options(unknown, known, where=where, fix=rest, elsewhere=elsewhere)
+
+
+def unknown_options(
+    unknown: Sequence[str],
+    known: Sequence[str],
+    *,
+    where: str,
+    fix: str = "leave it out",
+    elsewhere: Mapping[str, str] | None = None,
+) -> UnsupportedError:
+    """Return the error for options that do not exist, with a hint at the one that was meant.
+
+    >>> print(unknown_options(["max_norm"], ["max_grad_norm"], where="f()", elsewhere={"max_norm": "max_grad_norm"}))
+    an option that does not exist here
+      where:   f()
+      found:   max_norm
+      allowed: max_grad_norm
+      to do:   did you mean max_grad_norm? else leave it out
+
+    Args:
+        unknown: the names that were given.
+        known: the names that exist.
+        where: the call.
+        fix: what to do if no name is near.
+        elsewhere: other libraries' names of these options, and what they are called here.
+    """
+    hint = did_you_mean((elsewhere or {}).get(unknown[0], unknown[0]), known)
+    return UnsupportedError(
+        "an option that does not exist here",
+        where=where,
+        found=", ".join(unknown),
+        allowed=", ".join(known) or "no options",
+        fix=f"{hint}{'else ' if hint else ''}{fix}",
+    )
 
 
 def check_choice(value: object, choices: Iterable[object], *, where: str, fix: str) -> None:

@@ -26,7 +26,7 @@ def wrap_optimizer(
     optimizer: Any,
     policy: Policy | str | None = None,
     *,
-    loss_scale: LossScale | float | None = None,
+    loss_scale: LossScale | float | str | None = None,
     max_grad_norm: float | None = None,
     backend: str | None = None,
     **options: Any,
@@ -49,7 +49,7 @@ def wrap_optimizer(
         optimizer: a ``torch.optim.Optimizer``, an optax ``GradientTransformation``, a Keras 3 optimizer or a
             ``tf.compat.v1.train.Optimizer``.
         policy: a policy or its name; None is the current policy.
-        loss_scale: overrides the policy's; a number is a fixed scale.
+        loss_scale: overrides the policy's; a number is a fixed scale, and "dynamic" means ``LossScale()``.
         max_grad_norm: clip unscaled gradients to this global L2 norm (> 0); None does not clip.
         backend: the framework's name, if the object does not show it.
         **options: further options of that framework; docs/frameworks.md lists them. PyTorch: ``master_weights``,
@@ -60,14 +60,16 @@ def wrap_optimizer(
         InvalidTypeError: ``optimizer`` is not an optimizer, or its framework has no adapter; or ``loss_scale`` is not a
             loss scale.
         UnsupportedError: an option does not exist in this framework.
-        InvalidValueError: ``max_grad_norm``, or a number as ``loss_scale``, is not positive and finite.
+        InvalidValueError: ``max_grad_norm``, or a number as ``loss_scale``, is not positive and finite; or a dynamic
+            loss scale under a policy that computes in bfloat16.
         UsageError: the optimizer is wrapped already.
     """
     chosen, limit = make_policy(policy), norm_limit(max_grad_norm)
-    scale = chosen.loss_scale if loss_scale is None else LossScale.of(loss_scale, where="wrap_optimizer(loss_scale=)")
+    scale = chosen.loss_scale if loss_scale is None else _scale_for(chosen, loss_scale)
     _check_made(optimizer)
     adapter = adapter_for(backend, optimizer, where="wrap_optimizer(optimizer)")
-    check_options(adapter.wrap_optimizer, options, where=f"wrap_optimizer(optimizer) of {adapter.name}")
+    where = f"wrap_optimizer(optimizer) of {adapter.name}"
+    check_options(adapter.wrap_optimizer, options, where=where, elsewhere=_CLIPPING)
     return adapter.wrap_optimizer(
         optimizer,
         chosen,
@@ -75,6 +77,18 @@ def wrap_optimizer(
         max_grad_norm=limit,
         **options,
     )
+
+
+_CLIPPING = dict.fromkeys(
+    ("clipnorm", "global_clipnorm", "max_norm", "clip_grad_norm", "clip_norm", "grad_clip", "gradient_clip_val"),
+    "max_grad_norm",
+)
+"""Other libraries' names for clipping by the global norm, for errors."""
+
+
+def _scale_for(policy: Policy, given: LossScale | float | str) -> LossScale:
+    where = "wrap_optimizer(loss_scale=)"
+    return policy.checked_loss_scale(LossScale.of(given, where=where), where=where)
 
 
 def _check_made(optimizer: object) -> None:
@@ -139,19 +153,33 @@ def scale_loss(loss: Any, holder: Any) -> Any:
     return adapter_for(None, holder, where="scale_loss(holder)").scale_loss(loss, holder)
 
 
-def save_loss_scale(holder: Any) -> dict[str, Any]:
+def save_loss_scale(holder: Any, *, like: str | None = None) -> dict[str, Any]:
     """Return the loss-scale state of a wrapped optimizer (JAX: of its state) as JSON, the same in all frameworks.
 
     >>> import torch
     >>> opt = wrap_optimizer(torch.optim.SGD([torch.ones(2, requires_grad=True)], lr=0.1), "mixed_float16")
     >>> save_loss_scale(opt)["scale"]
     65536.0
+    >>> save_loss_scale(opt, like="keras")
+    {'dynamic_scale': 65536.0, 'step_counter': 0}
+
+    Args:
+        holder: a wrapped optimizer, or in JAX the optimizer state that contains its ``loss_scale``.
+        like: another library, to return the form that this library loads: torch, apex, keras, tensorflow, deepspeed,
+            megatron, flax, jmp or fairseq. A warning lists what that form cannot express.
+
+    Raises:
+        InvalidValueError: the library is unknown.
+        UnsupportedError: the framework's adapter writes no other library's form.
     """
-    return adapter_for(None, holder, where="save_loss_scale(holder)").save_loss_scale(holder)
+    adapter = adapter_for(None, holder, where="save_loss_scale(holder)")
+    options = _given(like=like)
+    check_options(adapter.save_loss_scale, options, where=f"save_loss_scale(holder) of {adapter.name}")
+    return adapter.save_loss_scale(holder, **options)
 
 
 def load_loss_scale(holder: Any, saved: Mapping[str, Any]) -> Any:
-    """Continue from a loss-scale state saved by `save_loss_scale`, in this framework or another.
+    """Continue from a loss-scale state saved by `save_loss_scale` or by another library, in this framework or another.
 
     Returns:
         The same object if it is mutable; in JAX, a new optimizer state.

@@ -115,6 +115,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     left_out = [item for name in NEEDS_OPTION if not config.getoption(f"--{name}") for item in _marked(items, name)]
     items[:] = [item for item in items if item not in left_out]
     config.hook.pytest_deselected(items=left_out)
+    for item in items:
+        if isinstance(item, pytest.DoctestItem) and ".compat." in item.name:  # old interfaces warn, and document it
+            item.add_marker(pytest.mark.filterwarnings("ignore::polyamp.errors.PolyampWarning"))
 
 
 def pytest_collection_finish() -> None:

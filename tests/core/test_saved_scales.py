@@ -49,6 +49,13 @@ def test_a_counter_that_is_not_there_is_what_it_is_at_the_start(name: str) -> No
     assert loaded == LossScaleState(8.0, 3, 1, 4, 5, 6, 7)._replace(**{name: getattr(DYNAMIC.initial_state(), name)})
 
 
+def test_the_hysteresis_of_megatron_falls_at_every_overflow() -> None:
+    config = LossScale.like("megatron")
+    state = config.from_state_dict({"scale": 64.0, "growth_tracker": 0, "hysteresis_tracker": -6})
+    assert state.hysteresis == 0
+    assert walk(config, [False], state)[0].scale == 32.0
+
+
 def test_of_several_apex_losses_the_first_is_taken() -> None:
     saved = {f"loss_scaler{index}": {"loss_scale": 2.0**index, "unskipped": index} for index in range(3)}
     with pytest.warns(PolyampWarning, match="several loss scales"):

@@ -9,7 +9,7 @@ from polyamp.backends.jax.steps.step import Skip, Step
 from polyamp.errors import InvalidValueError
 from polyamp.loss_scale import LossScale
 from polyamp.policy import Policy
-from polyamp.refusals import missing, no_optimizer, wrapped_already
+from polyamp.refusals import missing, no_method, no_optimizer, wrapped_already
 from polyamp.validation import check_master_weights
 
 try:
@@ -34,6 +34,21 @@ class LossScaled(optax.GradientTransformationExtraArgs):  # type: ignore[misc]  
         """Return the `Step` that has this pair's ``init`` and ``update`` as methods."""
         step: Step = self.update.__self__
         return step
+
+    def __getattr__(self, name: str) -> Any:
+        raise no_method(self, name, _INSTEAD)
+
+
+_GRADIENTS = "polyamp.value_and_grad(loss_fn, policy)(opt_state, params, ...) returns the loss and its gradients"
+_INSTEAD = {
+    "backward": _GRADIENTS,
+    "scale": "polyamp.scale_loss(loss, opt_state) scales a loss; " + _GRADIENTS,
+    "unscale_": "tx.update(grads, opt_state, params) unscales, tests and clips",
+    "clip_grad_norm_": "give max_grad_norm= to polyamp.wrap_optimizer",
+    "zero_grad": "leave it out: JAX's gradients are values",
+    "loss_scale": "read opt_state.loss_scale: the state is what tx.init(params) and tx.update return",
+    "last_step": "read opt_state.last_step: the state is what tx.init(params) and tx.update return",
+}
 
 
 def wrap_optimizer(

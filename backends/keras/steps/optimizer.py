@@ -19,6 +19,7 @@ from polyamp.backends.keras.steps.unscaled import UnscaledGradients
 from polyamp.backends.keras.unstable import built_on, index_in
 from polyamp.errors import InvalidValueError, UnsupportedError, UsageError, warn_once
 from polyamp.loss_scale import LossScale
+from polyamp.refusals import no_method
 from polyamp.result import StepResult
 from polyamp.validation import check_master_weights, norm_limit
 
@@ -103,6 +104,9 @@ class LossScaledOptimizer(keras.optimizers.LossScaleOptimizer):
         self._masters = MasterWeights(var_list if wanted else (), self.add_variable)
         self.inner_optimizer.build(self._masters.trained(var_list))
         super(keras.optimizers.LossScaleOptimizer, self).build(var_list)  # Keras' own would add two more scalars
+
+    def __getattr__(self, name: str) -> Any:
+        raise no_method(self, name, _INSTEAD)
 
     def scale_loss(self, loss: Any) -> Any:
         """Return the loss in float32 (float64 stays) times the loss scale.
@@ -334,6 +338,16 @@ class LossScaledOptimizer(keras.optimizers.LossScaleOptimizer):
         if not self._masters.variables:
             return list(variables)
         return self._masters.trained(variables, [index_in(self, variable) for variable in variables])
+
+
+_INSTEAD = {
+    "backward": "compute gradients of opt.scale_loss(loss), and give them to opt.apply_gradients",
+    "scale": "scale_loss(loss) scales a loss",
+    "unscale_": "apply_gradients unscales, tests and clips; get_unscaled_gradients returns what it would use",
+    "clip_grad_norm_": "give max_grad_norm= to polyamp.wrap_optimizer",
+    "zero_grad": "leave it out: gradients are values here",
+    "step": "call opt.apply_gradients(zip(gradients, variables))",
+}
 
 
 def _unused(found: Mapping[str, Any], error: ValueError) -> InvalidValueError:

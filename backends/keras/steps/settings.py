@@ -12,7 +12,9 @@ from polyamp.loss_scale import LossScale
 from polyamp.refusals import no_optimizer, wrapped_already
 
 
-def loss_scale_of(given: LossScale | float | None, initial_scale: float | None, growth_steps: int | None) -> LossScale:
+def loss_scale_of(
+    given: LossScale | float | str | None, initial_scale: float | None, growth_steps: int | None
+) -> LossScale:
     """Return the settings; each can be given in polyamp's way or as in `keras.optimizers.LossScaleOptimizer`.
 
     >>> loss_scale_of(8.0, None, 100)

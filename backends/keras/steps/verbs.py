@@ -44,10 +44,10 @@ def loss_scale_of(holder: Any) -> tuple[LossScale, LossScaleState]:
     return scaler.settings, scaler.host_state
 
 
-def save_loss_scale(holder: Any) -> dict[str, Any]:
-    """Return the loss-scale state of a wrapped optimizer as JSON values; waits for the device."""
+def save_loss_scale(holder: Any, *, like: str | None = None) -> dict[str, Any]:
+    """Return the loss scale of a wrapped optimizer as JSON, or in another library's form; waits for the device."""
     settings, state = loss_scale_of(holder)
-    return settings.to_state_dict(state)
+    return settings.to_state_dict(state, like=like)
 
 
 def load_loss_scale(holder: Any, saved: Mapping[str, Any]) -> LossScaledOptimizer:

@@ -10,7 +10,7 @@ import tensorflow as tf
 from polyamp.backends.tensorflow.steps.scaler import LossScaler
 from polyamp.backends.tensorflow.steps.unscaled import UnscaledGradients
 from polyamp.loss_scale import LossScale
-from polyamp.refusals import no_optimizer, wrapped_already
+from polyamp.refusals import no_method, no_optimizer, wrapped_already
 from polyamp.result import StepResult
 
 
@@ -56,6 +56,9 @@ class LossScaledOptimizer(tf.compat.v1.train.Optimizer):
         # The names under which TensorFlow's own wrappers register objects for checkpoints; there is no public way.
         self._track_trackable(self.inner, "inner")
         self._track_trackable(self.scaler, "scaler")
+
+    def __getattr__(self, name: str) -> Any:
+        raise no_method(self, name, _INSTEAD)
 
     def scale_loss(self, loss: Any) -> tf.Tensor:
         """Scale a loss as `LossScaler.scale` does; `minimize` and `compute_gradients` do it themselves."""
@@ -128,6 +131,16 @@ class LossScaledOptimizer(tf.compat.v1.train.Optimizer):
         """Return the inner optimizer's slot for a variable."""
         # `get_slot_names` is not forwarded: a checkpoint would find the inner optimizer's slots twice, and fail.
         return self.inner.get_slot(var, name)
+
+
+_INSTEAD = {
+    "backward": "call opt.minimize(loss), or opt.compute_gradients(loss) and opt.apply_gradients(pairs)",
+    "scale": "scale_loss(loss) scales a loss",
+    "unscale_": "compute_gradients returns unscaled gradients",
+    "clip_grad_norm_": "give max_grad_norm= to polyamp.wrap_optimizer",
+    "zero_grad": "leave it out: gradients are values here",
+    "step": "call opt.apply_gradients(pairs)",
+}
 
 
 def _check_optimizer(optimizer: Any) -> None:

@@ -21,7 +21,7 @@ from polyamp.deciding import Decider
 from polyamp.errors import InvalidTypeError, InvalidValueError
 from polyamp.policy import Policy
 from polyamp.reports import chosen_policy
-from polyamp.validation import shown
+from polyamp.validation import did_you_mean, shown, unknown_options
 
 Compiled = Callable[..., Any]
 
@@ -55,10 +55,11 @@ def polyamp(
 
     Raises:
         InvalidTypeError: ``backend`` is neither a name nor callable.
-        UnsupportedError: torch functions do not compute in the format.
+        UnsupportedError: torch functions do not compute in the format; or an option does not exist.
         UsageError: the graph was captured in a `torch.autocast` region, or contains one.
     """
     chosen = dict(options or {})
+    _check_names(chosen)
     bound, inner = chosen.pop("policy", None), _backend(chosen.pop("backend", "inductor"), mode, chosen)
     if between.is_lowering():
         return inner(module, example_inputs)
@@ -67,6 +68,15 @@ def polyamp(
     if bound is not None:
         return between.outside(inner(_planned(module, example_inputs, usable(bound)), example_inputs))
     return between.outside(_ByPolicy(module, example_inputs, inner))
+
+
+def _check_names(options: Mapping[str, Any]) -> None:
+    """Refuse a misspelt option: the backend that compiles may ignore it, and the policy with it."""
+    own = ("policy", "backend")
+    mistaken = [name for name in options if name not in own and did_you_mean(name, own, cutoff=0.75)]
+    if mistaken:
+        fix = "leave it out; other options are passed to the backend that compiles"
+        raise unknown_options(mistaken, own, where='torch.compile(backend="polyamp", options=)', fix=fix)
 
 
 class _ByPolicy:

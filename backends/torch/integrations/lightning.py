@@ -41,6 +41,7 @@ from polyamp.policy import Policy
 from polyamp.policy import policy as policy_of
 from polyamp.refusals import missing_trainer
 from polyamp.validation import check_options, norm_limit
+from polyamp.written_scales import write
 
 try:
     if "pytorch_lightning" in sys.modules and "lightning" not in sys.modules:  # the same code under its older names
@@ -235,9 +236,7 @@ class MixedPrecision(_Precision, BaseOfTrainer):
         settings, state = loss_scale_of(self.optimizers[0]) if self.optimizers else (LossScale.none(), None)
         if state is None or not settings.check:
             return {}
-        factors = {"growth_factor": settings.growth, "backoff_factor": settings.backoff}
-        counts = {"growth_interval": settings.interval, "_growth_tracker": state.good_steps}
-        return {"scale": state.scale, **factors, **counts}
+        return write(settings, state._asdict(), "torch")  # nothing is lost: the optimizers' states have the rest
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Put the loss scale of Lightning's own plugin into the states of optimizers that were not wrapped."""

@@ -77,7 +77,9 @@ def step_reevaluating(
 
 def _has_gradients(optimizer: WrappedOptimizer) -> bool:
     """Return whether a scaled loss has already produced gradients for this step."""
-    return optimizer.window.scaling is not None and any(p.grad is not None for p in optimizer.model_parameters())
+    window = optimizer.window
+    has_own = window.has_aside or any(param.grad is not None for param in optimizer.model_parameters())
+    return window.scaling is not None and has_own
 
 
 def _clear_as_masters(optimizer: WrappedOptimizer) -> None:

@@ -124,7 +124,8 @@ def _clipped(params: list[Tensor], limit: float, alive: Iterable[WrappedOptimize
             continue
         clipped = {id(param) for param in params} if clipped is None else clipped
         if scaled:
-            graded = (param for param in optimizer.model_parameters() if param.grad is not None)
+            aside = optimizer.window.has_aside
+            graded = (param for param in optimizer.model_parameters() if aside or param.grad is not None)
             later = [] if masters is None else masters.masters  # they get their gradients later
             if any(id(param) in clipped for param in (*graded, *later)):
                 raise refusals.clipped_before_unscaling()

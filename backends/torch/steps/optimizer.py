@@ -14,7 +14,6 @@ from polyamp.backends.torch.recording.hooks import update_begins
 from polyamp.backends.torch.sharding import check_groups
 from polyamp.backends.torch.steps import checkpoints, overflow, refusals, saving
 from polyamp.backends.torch.steps.fused import FusedStep
-from polyamp.backends.torch.steps.gradients import Gradients
 from polyamp.backends.torch.steps.guards import check_no_scaler, guard, report_forgotten_scale
 from polyamp.backends.torch.steps.losses import LossScalers, Witness
 from polyamp.backends.torch.steps.masters import Kind, make_masters
@@ -97,6 +96,8 @@ class LossScaledOptimizer(WrappedOptimizer):
     ) -> None:
         if isinstance(optimizer, LossScaledOptimizer):
             raise wrapped_already(f"a LossScaledOptimizer around {type(optimizer.inner).__name__}")
+        if isinstance(getattr(optimizer, "polyamp_wrapper", None), LossScaledOptimizer):
+            raise wrapped_already(f"{type(optimizer).__name__}, attached to its wrapper")
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise no_optimizer(optimizer, allowed="an instance of torch.optim.Optimizer")
         if share is not None and not isinstance(share, LossScaledOptimizer):
@@ -171,6 +172,9 @@ class LossScaledOptimizer(WrappedOptimizer):
         >>> weight.grad
         tensor([4.])
 
+        After `unscale_` too, further losses can be scaled: the unscaled gradients are set aside, so ``grad`` has those
+        of the new losses alone, until `unscale_`, `clip_grad_norm_` or `step` adds all of them.
+
         Args:
             loss: floating-point tensor of any shape, or such tensors in lists, tuples and dicts.
             loss_id: any name for a loss that gets its own scale. Its gradients are added to those of the other losses
@@ -180,17 +184,10 @@ class LossScaledOptimizer(WrappedOptimizer):
             InvalidTypeError: ``loss`` is not a floating-point tensor.
             NonFiniteLossError: under ``nonfinite_loss="raise"``, inf or NaN on the CPU; on other devices a later `step`
                 raises it. By default the step is skipped, with a warning.
-            UsageError: `unscale_` was called in this window: scaled gradients would be added to unscaled ones.
+            UsageError: the loss is the result of an earlier call.
         """
         if not torch.compiler.is_compiling() and infers_pipeline():
             return loss
-        if self.window.is_unscaled:
-            if Gradients(self.param_groups):
-                raise refusals.unscaled_already(
-                    where="scale(loss), backward(loss): a scaled backward would add to them",
-                    fix="call step() or zero_grad() first, and unscale_() after the last backward of a window",
-                )
-            self.open_window()  # the model's own zero_grad was called
         return self.scalers.scale(loss, loss_id, self, alone=self.is_alone)
 
     @not_traced
@@ -226,7 +223,7 @@ class LossScaledOptimizer(WrappedOptimizer):
 
     @not_traced
     def unscale_(self, *, scaled: bool | None = None) -> None:
-        """Unscale the gradients now, to read or change them before `step`.
+        """Unscale the gradients now, to read or change them before `step`; call it again after further losses.
 
         With master weights, the unscaled gradients are those of the parameters in ``param_groups``.
 
@@ -238,7 +235,7 @@ class LossScaledOptimizer(WrappedOptimizer):
         """
         update_begins()
         if self.window.is_unscaled:
-            raise refusals.unscaled_already(where="unscale_()", fix="call it once between backward() and step()")
+            raise refusals.unscaled_already(where="unscale_()", fix="call it once after the last backward()")
         declare(self, scaled)
         unscale(self, collect(self))
 

@@ -97,10 +97,18 @@ def has_peers(process_group: Any = None) -> bool:
     >>> has_peers()
     False
     """
-    distributed = torch.distributed
-    if process_group is False or not (distributed.is_available() and distributed.is_initialized()):
+    if process_group is False or not is_distributed():
         return False
-    return distributed.get_world_size(process_group) > 1  # -1 if this process is not in the group
+    return torch.distributed.get_world_size(process_group) > 1  # -1 if this process is not in the group
+
+
+def is_distributed() -> bool:
+    """Return whether ``torch.distributed`` is initialised, even with one rank.
+
+    >>> is_distributed()
+    False
+    """
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
 def add_shards_(total: Tensor, sharded: Any) -> None:

@@ -48,17 +48,22 @@ def own_part(optimizer: WrappedOptimizer) -> dict[str, Any]:
 def load(optimizer: WrappedOptimizer, saved: Mapping[str, Any]) -> None:
     """Load a state; see `LossScaledOptimizer.load_state_dict`. Everything is tested before anything is changed."""
     _check(optimizer, saved)
-    is_plain = not any(key in saved for key in _OURS)
-    scales = _initial_scales(optimizer) if is_plain else _scales(optimizer, saved)
+    plain = is_plain(saved)
+    scales = _initial_scales(optimizer) if plain else _scales(optimizer, saved)
     own = {key: value for key, value in saved.items() if key not in _OURS}
     optimizer.inner.load_state_dict({**own, "state": {**saved["state"]}})  # ZeroRedundancyOptimizer changes it
-    _keep_dtypes(optimizer.inner, saved, widened=is_plain and optimizer.masters is not None)
-    if is_plain:
+    _keep_dtypes(optimizer.inner, saved, widened=plain and optimizer.masters is not None)
+    if plain:
         warn_once(_PLAIN)
     elif optimizer.masters is not None:
         optimizer.masters.load(saved["master_weights"])
     for loss_id, state in scales:
         optimizer.scalers[loss_id].resume(state)
+
+
+def is_plain(saved: object) -> bool:
+    """Return whether a saved state is that of an optimizer that was not wrapped."""
+    return isinstance(saved, Mapping) and not any(key in saved for key in _OURS)
 
 
 def _initial_scales(optimizer: WrappedOptimizer) -> list[tuple[Any, LossScaleState]]:
@@ -88,8 +93,8 @@ def _check(optimizer: WrappedOptimizer, saved: Mapping[str, Any]) -> None:
         found = f"keys {', '.join(map(str, saved))}" if isinstance(saved, Mapping) else type(saved).__name__
         raise bad_state("the saved state is not an optimizer's", found, f"keys {', '.join(KEYS)}", _FIX)
     _check_groups(optimizer.param_groups, saved)
-    if not any(key in saved for key in _OURS):
-        return  # the state of an optimizer that was not wrapped
+    if is_plain(saved):
+        return
     missing = [key for key in KEYS if key not in saved]
     if missing:
         fix = f"{_FIX}; without any of {', '.join(_OURS)} it is taken as a plain optimizer's"

@@ -223,7 +223,9 @@ def unscale(optimizer: WrappedOptimizer, gradients: Gradients) -> tuple[Tensor, 
     if not window.scaling_or(optimizer.scaler).scaler.settings.check:
         return window.pass_untested(), gradients
     optimizer.unscale_gradients(gradients)
-    return window.combine(gradients, optimizer.process_group)
+    combined = window.combine(gradients, optimizer.process_group)
+    window.unscaled_from = optimizer.first_gradient()
+    return combined
 
 
 def finish(optimizer: WrappedOptimizer, finite: bool | Tensor) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from polyamp.backends.torch.devices import report_slow
+from polyamp.backends.torch.steps.apex_losses import load_apex_losses, save_apex_losses
 from polyamp.backends.torch.steps.grad_scaler import GradScaler
 from polyamp.backends.torch.steps.masters import Kind
 from polyamp.backends.torch.steps.optimizer import LossScaledOptimizer
@@ -16,6 +17,7 @@ from polyamp.errors import warn_once
 from polyamp.loss_scale import LossScale, LossScaleState, on_host
 from polyamp.policy import Policy
 from polyamp.refusals import no_loss_scale
+from polyamp.saved_scales import apex_losses
 
 
 def wrap_optimizer(
@@ -85,18 +87,34 @@ def loss_scale_of(holder: Any) -> tuple[LossScale, LossScaleState]:
     return scaler.settings, on_host(scaler.state)
 
 
-def save_loss_scale(holder: Any) -> dict[str, Any]:
-    """Return the loss-scale state of a `LossScaledOptimizer` or a polyamp `GradScaler` as JSON values."""
+def save_loss_scale(holder: Any, *, like: str | None = None) -> dict[str, Any]:
+    """Return the loss-scale state of a `LossScaledOptimizer` or a polyamp `GradScaler` as JSON values.
+
+    Args:
+        holder: the optimizer or scaler.
+        like: another library, to return the form that it loads: Apex's has all losses of the optimizer, and Megatron's
+            has the scale as a tensor.
+    """
     settings, state = loss_scale_of(holder)
-    return settings.to_state_dict(state)
+    if like == "apex" and isinstance(holder, LossScaledOptimizer):
+        return save_apex_losses(holder.scalers)
+    saved = settings.to_state_dict(state, like=like)
+    return saved | {"scale": torch.tensor([saved["scale"]])} if like == "megatron" else saved
 
 
 def load_loss_scale(holder: Any, saved: Mapping[str, Any]) -> Any:
-    """Return the same `LossScaledOptimizer` or polyamp `GradScaler`, with the saved state."""
+    """Return the same `LossScaledOptimizer` or polyamp `GradScaler`, with the saved state.
+
+    An optimizer takes all losses of a state that Apex saved; a scaler has one.
+    """
     if isinstance(holder, GradScaler):
         holder.resume(holder.config.from_state_dict(saved))
+        return holder
+    scalers = _wrapped(holder, "load_loss_scale(holder)").scalers
+    if len(losses := apex_losses(saved)) > 1:
+        load_apex_losses(scalers, losses)
     else:
-        _wrapped(holder, "load_loss_scale(holder)").scaler.load(saved)
+        scalers.main.load(saved)
     return holder
 
 

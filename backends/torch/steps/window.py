@@ -5,6 +5,7 @@ A step has to know what the gradients that it finds are. A window records this a
     NEW       no loss was scaled yet
     SCALED    the parameters' gradients are those of scaled losses
     MIXED     the same, and unscaled gradients of earlier losses are set aside, since a later loss had another scale
+              or came after `unscale_`
     UNSCALED  all gradients are unscaled and tested
     STEPPED   a step was made, and its gradients are still there
 
@@ -20,6 +21,9 @@ For example, with a second loss that has its own loss scale:
 
 `step` does the work of `unscale_` if nobody called it. A second `backward` with the same scale stays in SCALED: its
 gradients are added by autograd. Gradients that the user sets by hand leave a window NEW until `step` or `unscale_`.
+
+A `backward` after `unscale_` leads from UNSCALED to MIXED: until the next `unscale_`, the parameters have only the
+gradients of the later losses.
 """
 
 from __future__ import annotations
@@ -58,6 +62,8 @@ class Window:
         overflow: float32 scalar in the state UNSCALED: 1.0 if a gradient was not finite on any rank, else 0.0.
         overflowed: in the state UNSCALED, the ranks where one was not finite; None without other ranks.
         flags: the same scalar for each loss scaler that was used, for its gradients alone.
+        last_flag: the flag of the gradients that were unscaled last, on this rank.
+        unscaled_from: in the state UNSCALED, the first of the model's own gradients, as in `last_gradient`.
         last_gradient: in the state STEPPED, the first gradient of the last step: a weak reference, and its version.
 
     It is opened again for the next window, so that all who hold it see the same one: trainers look the attributes of a
@@ -76,7 +82,10 @@ class Window:
         self.overflow: Tensor | None = None
         self.overflowed: Overflowed | None = None
         self.flags: dict[LossScaler, Tensor] = {}
+        self.unscaled_from: tuple[Any, int] | None = None
+        self.last_flag: Tensor | None = None
         self.last_gradient = last_gradient
+        self._noted: dict[LossScaler, Tensor] = {}  # the flags of this rank
         self._aside: dict[Tensor, Tensor] = {}  # unscaled gradients of earlier losses
         self._suspects: dict[LossScaler, list[Tensor]] = {}
         self._opened_at = LATEST.count, COUNTS.losses, COUNTS.not_followed, COUNTS.passes
@@ -121,7 +130,7 @@ class Window:
         """Record a scaled loss whose gradients are about to be computed."""
         if self.state is not State.MIXED:
             self.state = State.SCALED
-        self.scaling, self.is_own = scaling, self.is_own or own
+        self.scaling, self.is_own, self.overflow = scaling, self.is_own or own, None
         if scaling.suspects:
             self._suspects.setdefault(scaling.scaler, []).extend(scaling.suspects)
 
@@ -155,18 +164,30 @@ class Window:
         """Record the flag of unscaled gradients for the loss scaler that was used."""
         if losses := self.suspects(scaler):
             flag = torch.maximum(flag, non_finite(losses, flag.device))
-        earlier = self.flags.get(scaler)
-        self.flags[scaler] = flag if earlier is None else torch.maximum(earlier, flag)
+        earlier = self._noted.get(scaler)
+        self._noted[scaler] = flag if earlier is None else torch.maximum(earlier, flag)
+        self.last_flag = flag
 
-    def set_aside(self, params: Iterable[Tensor]) -> None:
-        """Move the parameters' unscaled gradients away, so that the next loss gets its own gradients."""
+    def add_overflow(self, scaler: LossScaler, flag: Tensor) -> None:
+        """In the state UNSCALED, count the overflow of another optimizer, which skips together with this one."""
+        for flags in (self._noted, self.flags):
+            flags[scaler] = torch.maximum(flags[scaler], flag.to(flags[scaler].device)) if scaler in flags else flag
+        self.overflow = flag if self.overflow is None else torch.maximum(self.overflow, flag.to(self.overflow.device))
+
+    def set_aside(self, params: Iterable[Tensor], *, copies: bool) -> None:
+        """Move the parameters' unscaled gradients away, so that the next loss gets its own gradients.
+
+        Args:
+            params: the parameters that the inner optimizer trains.
+            copies: whether the next backward pass may write to the memory of these gradients.
+        """
         for param in params:
             if (grad := param.grad) is not None:
                 kept = self._aside.get(param)
-                self._aside[param] = grad if kept is None else kept + grad
+                self._aside[param] = _sum(kept, grad) if kept is not None else grad.clone() if copies else grad
                 param.grad = None
-        self.overflow = None
-        self.state = State.MIXED if self._aside or self.flags else State.NEW
+        self.overflow = self.declared = None
+        self.state = State.MIXED if self._aside or self._noted else State.NEW
 
     def pass_untested(self) -> Tensor:
         """Record that the gradients need neither unscaling nor a test, and return the attribute `overflow`."""
@@ -181,18 +202,18 @@ class Window:
         """
         if self._aside:
             for param, kept in self._aside.items():
-                param.grad = kept if param.grad is None else param.grad + kept
+                param.grad = kept if param.grad is None else _sum(kept, param.grad)
             self._aside.clear()
             gradients = gradients.now()
-        first, *others = self.flags.values()
+        first, *others = self._noted.values()
         if others:
             every = torch.stack([first, *(flag.to(first.device) for flag in others)])
             combined, self.overflowed = any_rank(every, process_group)
-            self.flags = dict(zip(self.flags, combined.unbind(), strict=True))
+            self.flags = dict(zip(self._noted, combined.unbind(), strict=True))
             overflow = combined.amax()
         else:
             overflow, self.overflowed = any_rank(first, process_group)
-            self.flags = dict.fromkeys(self.flags, overflow)
+            self.flags = dict.fromkeys(self._noted, overflow)
         self.overflow, self.state = overflow, State.UNSCALED
         return overflow, gradients
 
@@ -204,3 +225,8 @@ class Window:
             return ((scaler, flag == 0) for scaler, flag in self.flags.items())
         flags = torch.stack(list(self.flags.values())).tolist()
         return ((scaler, not flag) for scaler, flag in zip(self.flags, flags, strict=True))
+
+
+def _sum(kept: Tensor, grad: Tensor) -> Tensor:
+    """Return the sum of two gradients of one parameter. PyTorch adds a sparse tensor to a dense one, not vice versa."""
+    return kept + grad if kept.layout == torch.strided else grad + kept

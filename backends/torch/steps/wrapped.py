@@ -13,7 +13,7 @@ from polyamp.backends.torch.steps.fused import FusedStep
 from polyamp.backends.torch.steps.gradients import Gradients
 from polyamp.backends.torch.steps.losses import LossScalers, Scaling, Witness
 from polyamp.backends.torch.steps.masters import Kind, MasterWeights
-from polyamp.backends.torch.steps.ranks import has_peers, shard_group
+from polyamp.backends.torch.steps.ranks import has_peers, is_distributed, shard_group
 from polyamp.backends.torch.steps.scaler import LossScaler
 from polyamp.backends.torch.steps.skipping import Stepper
 from polyamp.backends.torch.steps.window import State, Window
@@ -113,7 +113,7 @@ class WrappedOptimizer(torch.optim.Optimizer):
     def is_consumed(self) -> bool:
         """Whether the gradients are those of the last step."""
         window = self.window
-        return window.state is State.STEPPED and window.last_gradient == self._first_gradient()
+        return window.state is State.STEPPED and window.last_gradient == self.first_gradient()
 
     def open_window(self) -> None:
         """Start a new window."""
@@ -121,12 +121,22 @@ class WrappedOptimizer(torch.optim.Optimizer):
 
     def close_window(self) -> None:
         """Start a new window after a step, which recognises the gradients that the step left."""
-        self.window.open(self._first_gradient())
+        self.window.open(self.first_gradient())
 
     def expect(self, scaling: Scaling, *, own: bool) -> None:
-        """Record a scaled loss, before its backward pass. Gradients with another scale are unscaled and set aside."""
+        """Record a scaled loss, before its backward pass.
+
+        Gradients that are unscaled are set aside; those with another scale are unscaled and set aside. Those that a
+        step left stay what they are until a loss of this optimizer itself is scaled.
+        """
         window = self.window
-        if window.is_unscaled or (window.scaling is not None and not window.scaling.same_scale(scaling)):
+        if not own and self.is_consumed:
+            return
+        if window.is_unscaled and self._were_cleared():
+            self.open_window()
+        elif self.scaler.settings.check and (
+            window.is_unscaled or (window.scaling is not None and not window.scaling.same_scale(scaling))
+        ):
             self._set_aside()
         window.expect(scaling, own=own)
 
@@ -178,13 +188,24 @@ class WrappedOptimizer(torch.optim.Optimizer):
         if not window.is_unscaled:
             self.take_gradients()
             gradients = Gradients(self.param_groups)
-            if gradients:
+            if gradients or not self.is_alone:  # all ranks combine the flags of the same losses
                 self.unscale_gradients(gradients)
-        window.set_aside(param for group in self.param_groups for param in group["params"])
+        trained = (param for group in self.param_groups for param in group["params"])
+        window.set_aside(trained, copies=is_distributed())  # DistributedDataParallel's gradients can be views
         if self.masters is not None:
             self.masters.zero_grad(set_to_none=True)
 
-    def _first_gradient(self) -> tuple[Any, int] | None:
+    def _were_cleared(self) -> bool:
+        """Return whether the model's own ``zero_grad`` was called after the gradients were unscaled."""
+        before = self.window.unscaled_from
+        if before is None:
+            return False
+        grads = [grad for param in self.model_parameters() if (grad := param.grad) is not None]
+        if self.masters is None or not grads:
+            return not grads
+        return self.first_gradient() != before and not any(grad.any() for grad in grads)
+
+    def first_gradient(self) -> tuple[Any, int] | None:
         """Return the first gradient as a weak reference, so that it can be freed, with its version, to recognise it."""
         groups = self.param_groups if self.masters is None else [{"params": self.masters.model}]
         grads = (param.grad for group in groups for param in group["params"])

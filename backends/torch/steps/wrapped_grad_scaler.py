@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from polyamp.backends.torch.steps import refusals
-from polyamp.backends.torch.steps.gradients import Gradients
 from polyamp.backends.torch.steps.optimizer import LossScaledOptimizer
 from polyamp.backends.torch.steps.verbs import load_loss_scale, save_loss_scale
 from polyamp.errors import UsageError
@@ -83,11 +82,8 @@ class WrappedGradScaler(torch.amp.GradScaler):
 
         Raises:
             InvalidTypeError: a loss is not a floating-point tensor.
-            UsageError: gradients of this window are unscaled already.
+            UsageError: the loss is the result of an earlier call.
         """
-        for optimizer in self.optimizers:
-            if optimizer.window.is_unscaled and not Gradients(optimizer.param_groups):
-                optimizer.open_window()  # the model's own zero_grad was called
         first = self._first()
         return first.scalers.scale(outputs, None, first, alone=first.is_alone)
 

@@ -641,3 +641,51 @@ def test_flattened_shards_are_clipped_by_their_global_norm(
     with FullyShardedDataParallel.summon_full_params(model):
         for param, expected in zip(model.parameters(), whole.parameters(), strict=True):
             torch.testing.assert_close(param.view(-1), expected.view(-1))
+
+
+@pytest.mark.parametrize("as_view", [True, False])
+@pytest.mark.parametrize("ids", [(None, None), (None, "b")])
+@pytest.mark.parametrize("dtype", LOW)
+def test_losses_after_unscaling_add_up_on_all_ranks(dtype: torch.dtype, ids: tuple[Any, ...], as_view: bool) -> None:
+    model = torch.nn.Linear(2, 1, bias=False, dtype=dtype)
+    with torch.no_grad():
+        model.weight.copy_(torch.ones(1, 2))
+    parallel = DistributedDataParallel(model, gradient_as_bucket_view=as_view)
+    opt = LossScaledOptimizer(torch.optim.SGD(model.parameters(), lr=0.5), LossScale(init=8.0))
+    for bad in (False, True, False):
+        opt.zero_grad()
+        for place, loss_id in enumerate(ids):
+            opt.backward(parallel(torch.full((1, 2), 1.0 + RANK, dtype=dtype)).sum() * (place + 1), loss_id)
+            if bad and RANK == 1 and place == 0:
+                model.weight.grad[0, 0] = math.inf
+            opt.unscale_()
+        if not bad:
+            assert opt.param_groups[0]["params"][0].grad.tolist() == [[4.5, 4.5]]  # 1.5 + 2 * 1.5
+        opt.step()
+        assert opt.last_step.applied is not bad
+    assert model.weight.tolist() == [[-3.5, -3.5]]
+    assert "rank 1" in str(_overflowed_of_window(opt))
+
+
+def _overflowed_of_window(opt: LossScaledOptimizer) -> str:
+    opt.zero_grad()
+    for place, weight in enumerate(list(opt.model_parameters()) * 2):
+        opt.backward(weight.sum())
+        if RANK == 1 and place == 0:
+            weight.grad[0, 0] = math.inf
+        opt.unscale_()
+    opt.step()
+    reason = opt.last_step.reason
+    assert "rank 0" not in reason
+    assert "ranks" not in reason
+    return reason
+
+
+def test_a_loss_that_reaches_one_rank_alone_is_combined_with_the_others() -> None:
+    weight = torch.ones(2, requires_grad=True)
+    opt = LossScaledOptimizer(torch.optim.SGD([weight], lr=0.5), LossScale(init=8.0))
+    with contextlib.suppress(RuntimeError):
+        opt.backward(weight.sum() if RANK == 0 else torch.zeros(()))
+    opt.backward(weight.sum(), loss_id="b")
+    opt.step()
+    assert weight.tolist() == [0.0 if RANK == 0 else 0.5] * 2

@@ -223,19 +223,6 @@ def test_unscale_shows_true_gradients_and_a_second_call_is_refused() -> None:
     assert torch.equal(model.weight, linear().weight)
 
 
-def test_a_backward_between_unscale_and_step_is_refused() -> None:
-    model = linear()
-    opt = polyamp.wrap_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), "mixed_float16")
-    opt.backward(loss_of(model))
-    opt.unscale_()
-    with pytest.raises(polyamp.UsageError, match="unscaled already"):
-        opt.backward(loss_of(model))
-    model.zero_grad()
-    opt.backward(loss_of(model))
-    opt.step()
-    assert opt.last_step
-
-
 @pytest.mark.parametrize("set_to_none", [True, False])
 def test_zero_grad_abandons_a_window_that_was_unscaled(set_to_none: bool) -> None:
     model = linear()

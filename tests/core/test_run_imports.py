@@ -1,0 +1,220 @@
+"""The import hook of `polyamp run`, with modules and frameworks that only these tests have."""
+
+from __future__ import annotations
+
+import importlib
+import pickle
+import sys
+from collections.abc import Iterator
+from importlib.metadata import EntryPoint
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from polyamp import policy
+from polyamp.errors import UsageError
+from polyamp.scripts import imports
+from polyamp.scripts.imports import hooked
+from polyamp.scripts.session import Session, current, found, running
+
+BEGUN: list[Session] = []
+
+
+def begin(session: Session) -> None:
+    BEGUN.append(session)
+    assert hasattr(sys.modules["framework_of_tests"], "complete")
+
+
+def begin_refusing(session: Session) -> None:
+    session.refuse("this framework is not supported", fix="use another")
+
+
+ENTRIES = {
+    imports.MODULES: [EntryPoint("gone", "ours_of_tests.gone", imports.MODULES)],
+    imports.SCRIPTS: [
+        EntryPoint("framework_of_tests", f"{__name__}:begin", imports.SCRIPTS),
+        EntryPoint("refused_of_tests", f"{__name__}:begin_refusing", imports.SCRIPTS),
+        EntryPoint("unsupported_of_tests", "nothing_of_tests:begin", imports.SCRIPTS),
+    ],
+}
+FILES = {
+    "ours_of_tests/__init__.py": "",
+    "ours_of_tests/gone/__init__.py": "from ours_of_tests.gone import amp\nroot = 'ours'",
+    "ours_of_tests/gone/amp.py": "class Scaler: pass\nname = __name__",
+    "ours_of_tests/gone/parallel/__init__.py": "from .. import amp as sibling",
+    "framework_of_tests/__init__.py": "import framework_of_tests.inner\ncomplete = True",
+    "framework_of_tests/inner.py": "",
+    "refused_of_tests.py": "",
+    "unsupported_of_tests.py": "",
+}
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.setattr(imports, "entry_points", lambda group: ENTRIES[group])
+    monkeypatch.setitem(sys.modules, __name__, sys.modules.get(__name__) or __import__(__name__))
+    write(tmp_path, FILES)
+    monkeypatch.syspath_prepend(tmp_path)
+    BEGUN.clear()
+    before = set(sys.modules)
+    yield tmp_path
+    for name in set(sys.modules) - before:
+        del sys.modules[name]
+
+
+def write(folder: Path, files: dict[str, str]) -> None:
+    for name, text in files.items():
+        file = folder / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+    importlib.invalidate_caches()
+
+
+def run(code: str, session: Session | None = None, file: str = "/script/train.py") -> dict[str, Any]:
+    names: dict[str, Any] = {"__name__": "__main__"}
+    with hooked(session or Session()):
+        exec(compile(code, file, "exec"), names)
+    return names
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import gone.amp; Scaler = gone.amp.Scaler",
+        "from gone import amp; Scaler = amp.Scaler",
+        "import gone.amp as amp; Scaler = amp.Scaler",
+        "from gone.amp import Scaler",
+        "try:\n import gone\nexcept ImportError:\n gone = None\nScaler = gone.amp.Scaler",
+        "import importlib; Scaler = importlib.import_module('gone.amp').Scaler",
+        "from gone.parallel import sibling; Scaler = sibling.Scaler",
+        "import pickle; Scaler = pickle.loads(b'cgone.amp\\nScaler\\n.')",
+    ],
+)
+def test_a_missing_module_is_supplied_in_every_way_to_import_it(code: str) -> None:
+    session = Session()
+    names = run(code, session)
+    assert names["Scaler"].__module__ == "ours_of_tests.gone.amp"
+    assert names["Scaler"] is sys.modules["ours_of_tests.gone.amp"].Scaler
+    assert session.supplied[0] == "gone"
+    assert pickle.loads(pickle.dumps(names["Scaler"])) is names["Scaler"]
+
+
+def test_the_module_keeps_its_own_name_and_spec() -> None:
+    with hooked(Session()):
+        exec(compile("import gone.amp", "/script/train.py", "exec"), {})
+        assert sys.modules["gone.amp"] is sys.modules["ours_of_tests.gone.amp"]
+        spec = sys.modules["gone.amp"].__spec__
+        assert spec is not None
+        assert spec.name == sys.modules["gone.amp"].__name__ == "ours_of_tests.gone.amp"
+
+
+def test_a_submodule_that_polyamp_lacks_stays_missing() -> None:
+    with pytest.raises(ModuleNotFoundError, match=r"gone\.contrib"):
+        run("import gone.contrib")
+
+
+def test_an_installed_module_keeps_its_parts_and_gets_those_it_lacks(folder: Path) -> None:
+    write(folder, {"gone/__init__.py": "root = 'installed'", "gone/parallel.py": "kind = 'installed'"})
+    session = Session()
+    names = run("import gone, gone.parallel as parallel\nfrom gone import amp", session)
+    assert (names["gone"].root, names["parallel"].kind) == ("installed", "installed")
+    assert names["amp"].name == "ours_of_tests.gone.amp"
+    assert session.supplied == ["gone.amp"]
+    assert not hasattr(sys.modules["gone"], "amp"), "the installed module is as before"
+
+
+def test_a_folder_without_code_does_not_count_as_installed(folder: Path) -> None:
+    write(folder, {"gone/README.md": "a checkout", "gone/gone/__init__.py": ""})
+    assert run("import gone")["gone"].root == "ours"
+
+
+def test_supplied_modules_are_removed_at_the_end() -> None:
+    before = list(sys.meta_path)
+    run("import gone.amp")
+    assert sys.meta_path == before
+    assert not [name for name in sys.modules if name.startswith("gone")]
+    assert sys.modules["ours_of_tests.gone"].amp.name, "polyamp's own module is unchanged"
+    with pytest.raises(ModuleNotFoundError):
+        importlib.import_module("gone")
+
+
+def test_an_installed_package_finds_what_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    from polyamp.scripts import places
+
+    library = next(iter(places._PACKAGES)) + "library/__init__.py"
+    with pytest.raises(ModuleNotFoundError):
+        run("import gone", file=library)
+    monkeypatch.setattr(places, "SCRIPTS", {str(Path(library).parent)})
+    run("import gone", file=library)
+
+
+@pytest.mark.parametrize("code", ["import framework_of_tests", "from framework_of_tests.inner import __name__ as n"])
+def test_begin_is_called_once_when_the_framework_was_imported(code: str) -> None:
+    session = Session()
+    run(f"{code}\nimport importlib, framework_of_tests\nimportlib.reload(framework_of_tests)", session)
+    assert [session] == BEGUN
+    loader = sys.modules["framework_of_tests"].__spec__.loader
+    assert type(loader).__name__ == "SourceFileLoader"
+
+
+def test_begin_is_called_for_a_framework_imported_before() -> None:
+    importlib.import_module("framework_of_tests")
+    run("")
+    assert len(BEGUN) == 1
+
+
+def test_a_framework_that_is_not_imported_does_not_begin() -> None:
+    run("import json")
+    assert not BEGUN
+
+
+def test_a_framework_that_is_missing_stays_missing(folder: Path) -> None:
+    (folder / "framework_of_tests" / "__init__.py").unlink()
+    (folder / "framework_of_tests" / "inner.py").unlink()
+    (folder / "framework_of_tests").rmdir()
+    importlib.invalidate_caches()
+    with pytest.raises(ModuleNotFoundError, match="framework_of_tests"):
+        run("import framework_of_tests")
+
+
+def test_a_refusal_passes_an_except_for_import_errors_and_stays() -> None:
+    session = Session()
+    with pytest.raises(UsageError, match="not supported"):
+        run("try:\n import refused_of_tests\nexcept ImportError:\n pass", session)
+    with pytest.raises(UsageError, match="not supported"):
+        session.check()
+
+
+def test_an_adapter_that_does_not_load_is_refused_with_a_policy_and_reported_without() -> None:
+    session = Session()
+    run("import unsupported_of_tests", session)
+    assert "unsupported_of_tests" in session.notes[0]
+    with pytest.raises(UsageError, match="cannot be loaded"):
+        run("try:\n import unsupported_of_tests\nexcept ImportError:\n pass", Session(policy("mixed_float16")))
+
+
+def test_mixed_precision_of_its_own_is_reported_without_a_policy_and_refused_with_one() -> None:
+    found("nobody listens")
+    with running(Session()) as session:
+        code = "from polyamp.scripts.session import found\n\n\nfound('gone.amp.init')\n"
+        exec(compile(code, "/script/train.py", "exec"), {})
+        assert session.interfaces == [("gone.amp.init", "/script/train.py:4")]
+    with running(Session(policy("mixed_float16"))), pytest.raises(UsageError, match="of its own"):
+        found("gone.amp.init")
+    assert current() is None
+
+
+def test_what_a_session_replaces_is_put_back() -> None:
+    class Base:
+        first = 1
+
+    class Library(Base):
+        second = 2
+
+    with running(Session()) as session:
+        for name in ("first", "second", "third"):
+            session.replace(Library, name, "ours")
+        assert (Library.first, Library.second, Library.third) == ("ours",) * 3  # type: ignore[attr-defined]
+    assert (Library.first, Library.second) == (1, 2)
+    assert not {"first", "third"} & vars(Library).keys()

@@ -1,0 +1,289 @@
+"""`apex.amp` on polyamp: the region of O1, functions that choose their format, and the handle of `amp.init`."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import polyamp
+from polyamp.backends.torch.compat.apex import amp
+from polyamp.backends.torch.compat.apex.amp import _amp_state
+from polyamp.backends.torch.compat.attached import wrapper_of
+from polyamp.scripts.session import Session, running
+
+pytestmark = pytest.mark.filterwarnings("ignore::polyamp.errors.PolyampDeprecationWarning")
+
+X = torch.ones(4, 4)
+HALF = X.half()
+
+
+@pytest.fixture(autouse=True)
+def _levels_end_with_their_test() -> Iterator[None]:
+    yield
+    if hasattr(_amp_state, "handle"):
+        _amp_state.handle._deactivate()
+
+
+def native_state() -> tuple[Any, ...]:
+    return (
+        torch.is_autocast_enabled("cpu"),
+        torch.get_autocast_dtype("cpu"),
+        torch.is_autocast_cache_enabled(),
+        functional.binary_cross_entropy,
+        torch.sigmoid,
+    )
+
+
+def test_the_handle_turns_everything_off_again() -> None:
+    before = native_state()
+    amp.register_half_function(torch, "sigmoid")
+    handle = amp.init()
+    assert handle.is_active()
+    assert (X @ X).dtype == torch.sigmoid(X).dtype == torch.float16
+    assert functional.mse_loss(HALF, HALF).dtype == torch.float32  # a loss outside of any model
+    with amp.disable_casts():
+        assert (X @ X).dtype == torch.sigmoid(X).dtype == torch.float32
+        assert not handle.is_active()
+    with handle._disable_casts():
+        assert (X @ X).dtype == torch.float32
+    handle._deactivate()
+    assert native_state() == before
+    assert not handle.is_active()
+    handle._deactivate()
+    off = amp.init(enabled=False)
+    assert not off.is_active()
+    assert (X @ X).dtype == torch.float32
+    off._deactivate()
+
+
+def test_a_new_handle_replaces_the_last_one() -> None:
+    before = native_state()
+    first = amp.init()
+    second = amp.init(allow_banned=True)
+    assert not first.is_active()
+    assert second.is_active()
+    assert functional.binary_cross_entropy(HALF, HALF).dtype == torch.float32
+    second._deactivate()
+    assert native_state() == before
+
+
+def test_binary_cross_entropy_of_float16_is_refused() -> None:
+    amp.init()
+    for loss in (functional.binary_cross_entropy, nn.BCELoss()):
+        with pytest.raises(NotImplementedError, match="with_logits") as caught:
+            loss(HALF, HALF)
+        assert isinstance(caught.value, polyamp.PolyampError)
+        assert loss(X, X).item() == 0.0
+    with amp.disable_casts():
+        assert functional.binary_cross_entropy(HALF, HALF).item() == 0.0
+
+
+@pytest.mark.parametrize(
+    ("register", "name", "expected"),
+    [
+        (amp.register_half_function, "softmax", torch.float16),  # float32 by the table
+        (amp.register_float_function, "mm", torch.float32),  # float16 by the table
+        (amp.register_promote_function, "maximum", torch.float32),
+    ],
+)
+def test_registered_functions_of_torch_run_in_their_format(register: Any, name: str, expected: torch.dtype) -> None:
+    original = getattr(torch, name)
+    arguments = {"softmax": (X, 0), "mm": (HALF, HALF), "maximum": (HALF, X)}[name]
+    register(torch, name)
+    assert getattr(torch, name) is original  # until amp is active
+    handle = amp.init()
+    assert getattr(torch, name)(*arguments).dtype == expected
+    handle._deactivate()
+    assert getattr(torch, name) is original
+
+
+def test_registered_functions_of_a_program() -> None:
+    module = types.ModuleType("program")
+    seen: list[torch.dtype] = []
+
+    def own(tensor: Tensor, *, other: Tensor) -> Tensor:
+        seen.extend((tensor.dtype, other.dtype))
+        return tensor @ other
+
+    module.own = own  # type: ignore[attr-defined]
+    amp.register_float_function(module, "own")
+    model = nn.Linear(4, 4)
+    amp.initialize(model, opt_level="O1")
+    assert module.own(HALF, other=X).dtype == torch.float16  # the operations inside have O1's formats
+    assert seen == [torch.float32, torch.float32]
+    with pytest.raises(polyamp.InvalidValueError, match="no function of this name"):
+        amp.register_half_function(module, "missing")
+
+
+def test_decorated_functions() -> None:
+    seen: list[set[torch.dtype]] = []
+
+    def note(first: Tensor, second: Tensor, number: int) -> tuple[torch.dtype, int]:
+        """Note the types."""
+        seen.append({first.dtype, second.dtype})
+        return first.dtype, number
+
+    half, full, widest = amp.half_function(note), amp.float_function(note), amp.promote_function(note)
+    assert half.__name__ == "note"
+    assert half(X, HALF, 3) == (torch.float32, 3)
+    handle = amp.init()
+    assert (half(X, HALF, 3), full(HALF, HALF, 3)) == ((torch.float16, 3), (torch.float32, 3))
+    assert (widest(HALF, HALF, 3), widest(HALF, X, 3)) == ((torch.float16, 3), (torch.float32, 3))
+    handle._deactivate()
+    assert full(HALF, HALF, 3) == (torch.float16, 3)
+    assert seen == [
+        {torch.float32, torch.float16},
+        {torch.float16},
+        {torch.float32},
+        {torch.float16},
+        {torch.float32},
+        {torch.float16},
+    ]
+
+
+def test_methods_and_modules_can_be_decorated() -> None:
+    class Layer(nn.Module):
+        @amp.float_function
+        def forward(self, tensor: Tensor) -> Tensor:
+            return tensor
+
+    amp.init()
+    assert Layer()(HALF).dtype == torch.float32
+    assert amp.half_function(Layer())(X).dtype == torch.float32
+    assert amp.half_function(nn.ReLU())(X).dtype == torch.float16
+
+
+def test_another_thread_that_calls_the_model_is_covered() -> None:
+    model = nn.Linear(4, 4)
+    amp.initialize(model, opt_level="O1")
+    seen: list[torch.dtype] = []
+
+    def run() -> None:
+        seen.append((X @ X).dtype)
+        seen.append(model(X).dtype)
+        seen.append((X @ X).dtype)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    assert seen == [torch.float32, torch.float16, torch.float16]
+
+
+def test_casts_of_weights_made_without_gradients_are_not_used_with_them() -> None:
+    model = nn.Linear(4, 4)
+    opt = torch.optim.SGD(model.parameters(), lr=0.5)
+    amp.initialize(model, opt, opt_level="O1", loss_scale=8.0)
+    for _ in range(2):
+        with torch.no_grad():
+            model(X)
+            functional.linear(X, model.weight)
+        model.weight.grad = None
+        functional.linear(X, model.weight).float().sum().backward()
+        assert model.weight.grad is not None
+        model.weight.grad = None
+        with amp.scale_loss(model(X).float().sum(), opt) as scaled:
+            scaled.backward()
+        assert model.weight.grad.tolist() == [[4.0] * 4] * 4
+        opt.zero_grad()
+
+
+def test_a_weight_is_cast_once_in_a_call() -> None:
+    class Twice(nn.Linear):
+        def forward(self, tensor: Tensor) -> Tensor:
+            return super().forward(super().forward(tensor))
+
+    model = Twice(4, 4, bias=False)
+    amp.initialize(model, opt_level="O1")
+    product = model(X)
+    nodes, casts = [product.grad_fn], set()
+    while nodes:
+        node = nodes.pop()
+        if node.name() == "ToCopyBackward0":
+            casts.add(node)
+        nodes += [child for child, _ in node.next_functions if child is not None]
+    assert len(casts) == 1
+
+
+def test_an_optimizers_step_is_not_cast() -> None:
+    class Squares(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:
+            for group in self.param_groups:
+                for param in group["params"]:
+                    products.append((param @ param).dtype)
+
+    products: list[torch.dtype] = []
+    model = nn.Linear(4, 4, bias=False)
+    opt = Squares(model.parameters(), lr=0.5)
+    amp.initialize(model, opt, opt_level="O1", loss_scale=8.0)
+    with amp.scale_loss(model(X).sum(), opt) as scaled:
+        scaled.backward()
+    opt.step()
+    assert products == [torch.float32]
+    assert (X @ X).dtype == torch.float16
+
+
+@pytest.mark.parametrize("bad", [None, 0, 1])
+def test_the_optimizer_of_the_old_interface(bad: int | None) -> None:
+    weight = nn.Parameter(torch.ones(2))
+    handle = amp.init()
+    optimizer = handle.wrap_optimizer(torch.optim.SGD([weight], lr=0.5), num_loss=2)
+    for _ in range(2):
+        optimizer.zero_grad()
+        for number in range(2):
+            with optimizer.scale_loss((number + 1) * weight.sum()) as scaled:
+                assert scaled.item() == (number + 1) * weight.sum().item() * 65536
+                scaled.backward()
+                if number == bad:
+                    weight.grad[0] = float("inf")
+        with pytest.raises(polyamp.UsageError, match="more losses"), optimizer.scale_loss(weight.sum()):
+            pass
+        optimizer.step()
+        if bad is not None:
+            break
+    assert weight.tolist() == [-2.0 if bad is None else 1.0] * 2
+    assert optimizer.param_groups[0]["lr"] == 0.5
+    with pytest.raises(polyamp.UsageError, match="closure"):
+        optimizer.step(lambda: None)
+    with pytest.raises(polyamp.UsageError, match="does not scale losses"):
+        handle.scale_loss(weight.sum(), optimizer)
+
+
+def test_the_old_interface_turned_off() -> None:
+    weight = nn.Parameter(torch.ones(2))
+    handle = amp.init(enabled=False)
+    optimizer = handle.wrap_optimizer(torch.optim.SGD([weight], lr=0.5))
+    with optimizer.scale_loss(weight.sum()) as loss, handle.scale_loss(loss, optimizer) as scaled:
+        scaled.backward()
+    optimizer.step(lambda: None)
+    assert weight.tolist() == [0.5] * 2
+
+
+def test_a_run_is_told_what_the_script_uses() -> None:
+    model = nn.Linear(4, 4)
+    opt = torch.optim.SGD(model.parameters(), lr=0.5)
+    with running(Session()) as session:
+        amp.initialize(model, opt, opt_level="O2")
+        amp.init()
+    assert [one.interface for one in session.interfaces] == ["apex.amp.initialize", "apex.amp.init"]
+    assert session.holders == [wrapper_of(opt)]
+    other = torch.optim.SGD(nn.Linear(4, 4).parameters(), lr=0.5)
+    with running(Session(polyamp.policy("mixed_float16"))), pytest.raises(polyamp.UsageError, match="of its own"):
+        amp.initialize(nn.Linear(4, 4), other, opt_level="O2")
+    assert type(other) is torch.optim.SGD
+
+
+def test_the_module_and_the_object_of_one_name_are_one() -> None:
+    name = "polyamp.backends.torch.compat.apex.amp._amp_state"
+    assert sys.modules[name] is amp._amp_state
+    from polyamp.backends.torch.compat.apex.amp._amp_state import master_params, maybe_print
+
+    assert master_params is amp.master_params
+    assert callable(maybe_print)

@@ -1,0 +1,309 @@
+"""An optimizer object that acts as its wrapper, and stays the object that schedulers and the program have."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import math
+import pickle
+import warnings
+import weakref
+from types import MethodType
+from typing import Any
+
+import pytest
+import torch
+from torch.optim.lr_scheduler import LRScheduler, StepLR
+
+import polyamp
+from polyamp.backends.torch import LossScaledOptimizer
+from polyamp.backends.torch.compat.attached import attach, detach, wrapper_of
+from support.harness_torch import OPTIMIZERS, X, Y, contents
+
+SCALE = polyamp.LossScale(init=1024.0)
+
+
+def model_of(dtype: torch.dtype = torch.float32) -> torch.nn.Linear:
+    torch.manual_seed(0)
+    return torch.nn.Linear(3, 1).to(dtype)
+
+
+def loss_of(model: torch.nn.Linear) -> torch.Tensor:
+    return (model(X.to(model.weight.dtype)).float().squeeze(1) - Y).square().mean()
+
+
+def train(model: torch.nn.Linear, opt: Any, wrapper: LossScaledOptimizer, steps: int = 3, bad: int = -1) -> None:
+    for place in range(steps):
+        opt.zero_grad()
+        wrapper.backward(loss_of(model))
+        if place == bad:
+            model.weight.grad[0, 0] = math.inf
+        opt.step()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("name", sorted(OPTIMIZERS))
+def test_it_trains_as_the_wrapped_optimizer_does(name: str, dtype: torch.dtype) -> None:
+    one, two = model_of(dtype), model_of(dtype)
+    wrapped = polyamp.wrap_optimizer(OPTIMIZERS[name](one.parameters()), "mixed_float16", loss_scale=SCALE)
+    plain = OPTIMIZERS[name](two.parameters())
+    wrapper = attach(plain, "mixed_float16", loss_scale=SCALE)
+    train(one, wrapped, wrapped, bad=1)
+    train(two, plain, wrapper, bad=1)
+    assert wrapper.scaler.state.skipped == 1
+    assert contents(wrapper) == contents(wrapped)
+    assert torch.equal(one.weight, two.weight)
+    assert all(value.keys() for value in plain.state.values())
+
+
+def test_the_object_stays_and_its_class_is_kept() -> None:
+    class Own(torch.optim.SGD):
+        def rate(self) -> float:
+            return float(self.param_groups[0]["lr"] * self.factor)
+
+    opt = Own(model_of().parameters(), lr=0.5)
+    opt.factor = 4
+    groups, state, identity = opt.param_groups, opt.state, id(opt)
+    attach(opt, "mixed_float16", loss_scale=SCALE)
+    assert isinstance(opt, Own)
+    assert type(opt).__name__ == "Own"
+    assert opt.param_groups is groups
+    assert opt.state is state
+    assert id(opt) == identity
+    assert opt.rate() == 2.0
+    opt.factor = 8
+    assert opt.rate() == 4.0
+    opt.param_groups[0]["lr"] = 1.0
+    assert opt.rate() == 8.0
+    assert "lr: 1.0" in repr(opt)
+    del opt.factor
+    with pytest.raises(AttributeError, match="factor"):
+        opt.rate()
+    assert opt.defaults["lr"] == 0.5
+    assert not hasattr(opt, "backward")  # by which old programs recognise other wrappers
+
+
+@pytest.mark.parametrize("before", [True, False])
+@pytest.mark.parametrize("skipped", [True, False])
+def test_schedulers_work_and_warn_only_about_a_wrong_order(before: bool, skipped: bool) -> None:
+    def schedule(steps: bool) -> list[float]:
+        model = model_of()
+        opt = torch.optim.SGD(model.parameters(), lr=1.0)
+        scheduler: LRScheduler | None = StepLR(opt, 1, 0.5) if before else None
+        wrapper = attach(opt, "mixed_float16", loss_scale=SCALE)
+        scheduler = scheduler or StepLR(opt, 1, 0.5)
+        if steps:
+            train(model, opt, wrapper, 1, bad=0 if skipped else -1)
+        scheduler.step()
+        return [group["lr"] for group in wrapper.inner.param_groups]
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert schedule(steps=True) == [0.5]
+    with pytest.warns(UserWarning, match=r"`lr_scheduler.step\(\)` before `optimizer.step\(\)`"):
+        schedule(steps=False)
+
+
+@pytest.mark.parametrize("how", ["pickle", "deepcopy", "torch.save"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_copies_are_attached_and_train_alike(how: str, dtype: torch.dtype) -> None:
+    model = model_of(dtype)
+    opt = torch.optim.Adam(model.parameters(), lr=0.1)
+    wrapper = attach(opt, "mixed_float16", loss_scale=SCALE, saves="inner")
+    train(model, opt, wrapper)
+    if how == "pickle":
+        twin_model, twin = pickle.loads(pickle.dumps((model, opt)))
+    elif how == "deepcopy":
+        twin_model, twin = copy.deepcopy((model, opt))
+    else:
+        torch.save((model, opt), file := io.BytesIO())
+        file.seek(0)
+        twin_model, twin = torch.load(file, weights_only=False)
+    other = wrapper_of(twin)
+    assert other is not None
+    assert other is not wrapper
+    train(model, opt, wrapper)
+    train(twin_model, twin, other)
+    assert isinstance(twin, torch.optim.Adam)
+    assert contents(other) == contents(wrapper)
+    assert twin.state_dict().keys() == opt.state_dict().keys() == {"state", "param_groups"}
+
+
+def test_nothing_keeps_the_object_alive() -> None:
+    model = model_of()
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+    wrapper = attach(opt, "mixed_float16", loss_scale=SCALE)
+    train(model, opt, wrapper)
+    gone = weakref.ref(opt), weakref.ref(wrapper), weakref.ref(wrapper.inner)
+    gc.disable()
+    try:
+        del opt, wrapper
+        assert [ref() for ref in gone] == [None] * 3  # at once, without the garbage collector
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_a_full_state_resumes_bit_for_bit(dtype: torch.dtype) -> None:
+    model = model_of(dtype)
+    opt = torch.optim.Adam(model.parameters(), lr=0.1)
+    wrapper = attach(opt, "mixed_float16", loss_scale=SCALE)
+    train(model, opt, wrapper, 4, bad=1)
+    weights, saved = copy.deepcopy(model.state_dict()), copy.deepcopy(opt.state_dict())
+    train(model, opt, wrapper, 2)
+    twin = model_of(dtype)
+    other = torch.optim.Adam(twin.parameters(), lr=0.3)
+    other_wrapper = attach(other, "mixed_float16", loss_scale=SCALE)
+    twin.load_state_dict(weights)
+    other.load_state_dict(saved)
+    assert other_wrapper.loss_scale == 512.0
+    train(twin, other, other_wrapper, 2)
+    assert torch.equal(model.weight, twin.weight)
+    assert contents(other_wrapper) == contents(wrapper)
+
+
+@pytest.mark.parametrize("saves", ["all", "inner"])
+def test_a_plain_state_leaves_the_loss_scale(saves: Any) -> None:
+    model = model_of()
+    opt = torch.optim.Adam(model.parameters(), lr=0.1)
+    wrapper = attach(opt, "mixed_float16", loss_scale=SCALE, saves=saves)
+    train(model, opt, wrapper, 4, bad=1)
+    plain = torch.optim.Adam(model_of().parameters(), lr=0.25)
+    opt.load_state_dict(plain.state_dict())
+    assert wrapper.loss_scale == 512.0
+    assert opt.param_groups[0]["lr"] == 0.25
+    with pytest.raises(polyamp.StateError, match="not an optimizer's"):
+        opt.load_state_dict(None)  # type: ignore[arg-type]
+
+
+def test_groups_are_added_with_masters() -> None:
+    model, more = model_of(torch.float16), model_of(torch.float16)
+    opt = torch.optim.SGD(model.parameters(), lr=0.5)
+    wrapper = attach(opt, "float16", loss_scale=SCALE)
+    opt.add_param_group({"params": more.parameters(), "lr": 0.25})
+    assert [param.dtype for group in opt.param_groups for param in group["params"]] == [torch.float32] * 4
+    wrapper.backward(loss_of(model) + loss_of(more))
+    before = more.weight.clone()
+    opt.step()
+    assert not torch.equal(more.weight, before)
+    opt.zero_grad()
+    assert more.weight.grad is None
+
+
+def test_a_step_that_another_library_replaced_is_still_called() -> None:
+    model = model_of()
+    opt = torch.optim.SGD(model.parameters(), lr=0.5)
+    calls = []
+
+    def replace(optimizer: Any) -> None:
+        original = optimizer.step
+
+        def step(self: Any, *args: Any) -> Any:
+            calls.append(self is opt)
+            return original(*args)
+
+        optimizer.step = MethodType(step, optimizer)
+
+    replace(opt)
+    wrapper = attach(opt, "mixed_float16", loss_scale=SCALE)
+    replace(opt)
+    expected = model_of()
+    loss_of(expected).backward()
+    torch.optim.SGD(expected.parameters(), lr=0.5).step()
+    train(model, opt, wrapper, 1)
+    assert calls == [True, True]
+    torch.testing.assert_close(model.weight, expected.weight)
+
+
+def test_closures_and_hooks() -> None:
+    model = model_of()
+    opt = torch.optim.SGD(model.parameters(), lr=0.5)
+    wrapper = attach(opt, "mixed_float16", loss_scale=SCALE)
+    seen: list[float] = []
+    opt.register_step_pre_hook(lambda optimizer, *_: seen.append(optimizer.param_groups[0]["lr"]))
+
+    def closure() -> torch.Tensor:
+        opt.zero_grad()
+        loss = loss_of(model)
+        wrapper.backward(loss)
+        return loss
+
+    assert opt.step(closure).item() == loss_of(model_of()).item()
+    assert seen == [0.5]
+
+
+def test_what_cannot_be_attached_is_refused_and_nothing_changes() -> None:
+    opt = torch.optim.SGD(model_of().parameters(), lr=0.5)
+    with pytest.raises(polyamp.InvalidValueError, match="unknown part"):
+        attach(opt, "mixed_float16", loss_scale=SCALE, saves="some")  # type: ignore[arg-type]
+    with pytest.raises(polyamp.InvalidValueError):
+        attach(opt, "mixed_float16", max_grad_norm=-1.0)
+    assert type(opt) is torch.optim.SGD
+    assert opt.param_groups[0]["lr"] == 0.5
+    with pytest.raises(polyamp.InvalidTypeError, match="optimizer"):
+        attach(model_of(), "mixed_float16", loss_scale=SCALE)  # type: ignore[arg-type]
+    wrapper = attach(opt, "mixed_float16", loss_scale=SCALE)
+    for again in (
+        lambda: attach(opt),
+        lambda: attach(wrapper),
+        lambda: polyamp.wrap_optimizer(opt, "mixed_float16", loss_scale=SCALE),
+    ):
+        with pytest.raises(polyamp.UsageError, match="wrapped already"):
+            again()
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_torchs_scaler_around_it_is_refused(fused: bool) -> None:
+    model = model_of()
+    opt = torch.optim.SGD(model.parameters(), lr=0.5, fused=fused)
+    attach(opt, "mixed_float16", loss_scale=SCALE)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    scaler.scale(loss_of(model)).backward()
+    with pytest.raises(polyamp.UsageError, match="scales its loss itself"):
+        scaler.step(opt)
+    assert torch.equal(model.weight, model_of().weight)
+
+
+def test_detached_it_is_plain_again() -> None:
+    model = model_of()
+    opt = torch.optim.Adam(model.parameters(), lr=0.5)
+    with pytest.raises(polyamp.UsageError, match="not attached"):
+        detach(opt)
+    wrapper = attach(opt, "mixed_float16", loss_scale=SCALE)
+    train(model, opt, wrapper)
+    state = opt.state
+    detach(opt)
+    assert type(opt) is torch.optim.Adam
+    assert wrapper_of(opt) is None
+    assert opt.state is state
+    del wrapper
+    opt.zero_grad()
+    loss_of(model).backward()
+    opt.step()
+    half = torch.optim.SGD(model_of(torch.float16).parameters(), lr=0.5)
+    attach(half, "float16")
+    with pytest.raises(polyamp.UsageError, match="master weights"):
+        detach(half)
+
+
+def test_a_replaced_step_may_look_its_class_up() -> None:
+    model, expected = model_of(), model_of()
+    opt = torch.optim.SGD(model.parameters(), lr=0.5)
+    opt.step = MethodType(lambda self, *args: type(self).step(self, *args), opt)  # type: ignore[method-assign]
+    wrapper = attach(opt, "mixed_float16", loss_scale=SCALE)
+    train(model, opt, wrapper, 1)
+    loss_of(expected).backward()
+    torch.optim.SGD(expected.parameters(), lr=0.5).step()
+    torch.testing.assert_close(model.weight, expected.weight)
+
+
+def test_the_wrapper_steps_after_the_object_is_gone() -> None:
+    model = model_of()
+    opt = torch.optim.SGD(model.parameters(), lr=0.5)
+    scheduler = StepLR(opt, 1)
+    wrapper = attach(opt, "mixed_float16", loss_scale=SCALE)
+    del opt, scheduler
+    wrapper.backward(loss_of(model))
+    wrapper.step()
+    assert wrapper.last_step

@@ -1,0 +1,303 @@
+"""`torch.cuda.amp` on polyamp: its regions, scalers and custom functions, and the real modules' names."""
+
+from __future__ import annotations
+
+import importlib
+import pickle
+import sys
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import polyamp
+from polyamp.backends.torch.compat import cuda_amp
+from polyamp.errors import PolyampDeprecationWarning, PolyampWarning, UsageError
+
+CUDA = torch.cuda.is_available()
+DEVICE = "cuda" if CUDA else "cpu"
+X = torch.randn(4, 4, device=DEVICE)
+
+old_interface = pytest.mark.filterwarnings("ignore::polyamp.errors.PolyampWarning")
+
+
+@pytest.fixture(autouse=True)
+def _modules_are_restored() -> Iterator[None]:
+    yield
+    cuda_amp.uninstall()
+
+
+def native_state() -> tuple[Any, ...]:
+    return (
+        torch.is_autocast_enabled("cpu"),
+        torch.is_autocast_enabled("cuda"),
+        torch.get_autocast_dtype("cpu"),
+        torch.is_autocast_cache_enabled(),
+    )
+
+
+@old_interface
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_products_run_in_the_type_of_the_region(dtype: torch.dtype) -> None:
+    before = native_state()
+    region = cuda_amp.autocast(dtype=dtype)
+    for _ in range(2):  # an object can be entered again
+        with region:
+            assert (X @ X).dtype == dtype
+    assert native_state() == before
+
+
+@old_interface
+def test_a_region_decorates_a_function() -> None:
+    @cuda_amp.autocast()
+    def product(x: Tensor) -> Tensor:
+        return x @ x
+
+    assert product(X).dtype == torch.float16
+    assert (X @ X).dtype == torch.float32
+
+
+@old_interface
+def test_a_disabled_region_is_the_native_one() -> None:
+    with cuda_amp.autocast():
+        with cuda_amp.autocast(enabled=False):
+            assert (X @ X).dtype == torch.float32
+            inside = native_state()
+        with torch.autocast(DEVICE, enabled=False, dtype=torch.float16):
+            assert native_state() == inside
+        assert (X @ X).dtype == torch.float16
+    with cuda_amp.autocast(enabled=False):
+        assert torch.equal(torch.mm(X, X), X @ X)
+
+
+@old_interface
+def test_casts_of_weights_are_not_kept_without_the_cache() -> None:
+    for cache in (True, False):
+        with cuda_amp.autocast(cache_enabled=cache):
+            assert torch.is_autocast_cache_enabled() is cache
+            assert (X @ X).dtype == torch.float16
+
+
+@old_interface
+@pytest.mark.skipif(CUDA, reason="native regions hold for CUDA tensors")
+def test_the_cpu_has_cudas_list_in_float16() -> None:
+    with cuda_amp.autocast():
+        assert torch.exp(X @ X).dtype == torch.float32
+    with torch.autocast("cpu", dtype=torch.float16):
+        assert torch.exp(X @ X).dtype == torch.float16
+
+
+@old_interface
+@pytest.mark.parametrize("at", ["torch.cuda.amp", "torch.cuda.amp.autocast_mode"])
+def test_compiled_code_enters_the_region(at: str) -> None:
+    cuda_amp.install()
+    autocast = importlib.import_module(at).autocast
+
+    @torch.compile(backend="eager")
+    def product(x: Tensor) -> Tensor:
+        with autocast():
+            return x @ x
+
+    assert product(X).dtype == torch.float16
+    assert (X @ X).dtype == torch.float32
+    torch._dynamo.reset()
+
+
+@pytest.mark.skipif(CUDA, reason="nothing is missing")
+def test_without_cuda_it_says_where_the_script_runs() -> None:
+    with warnings.catch_warnings(record=True, action="always") as caught:
+        for _ in range(3):
+            with cuda_amp.autocast():
+                pass
+            cuda_amp.GradScaler()
+            cuda_amp.autocast(enabled=False)
+    polyamps = [(one.category, str(one.message)) for one in caught if issubclass(one.category, PolyampWarning)]
+    (here,) = [text for category, text in polyamps if category is PolyampWarning]
+    assert "run in float16 on cpu" in here
+    assert "enabled=False" in here
+    old = [text for category, text in polyamps if category is PolyampDeprecationWarning]
+    assert ['polyamp.autocast("mixed_float16")' in old[0], "polyamp.wrap_optimizer" in old[1]] == [True, True]
+    assert all(one.filename == __file__ for one in caught)
+    assert len(caught) == 4  # one line for each: enabled, disabled, the scaler, the device
+
+
+def test_what_is_disabled_does_not_mention_devices() -> None:
+    with warnings.catch_warnings(record=True, action="always") as caught:
+        cuda_amp.GradScaler(enabled=False)
+        cuda_amp.autocast(enabled=False)
+    assert [one.category for one in caught] == [PolyampDeprecationWarning] * 2
+
+
+# Scalers.
+
+
+def trained(scaler: Any) -> tuple[list[Tensor], list[float]]:
+    torch.manual_seed(0)
+    model = nn.Linear(4, 3)
+    optimizer, scales = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), []
+    for step in range(6):
+        optimizer.zero_grad()
+        loss = model(torch.randn(8, 4)).square().mean()
+        scaler.scale(loss).backward()
+        if step == 2:
+            model.weight.grad.fill_(torch.inf)
+        scaler.step(optimizer)
+        scaler.update()
+        scales.append(scaler.get_scale())
+    return [one.detach() for one in model.parameters()], scales
+
+
+@old_interface
+@pytest.mark.parametrize("made", [cuda_amp.GradScaler, cuda_amp.CpuGradScaler])
+def test_a_scaler_trains_as_torchs(made: Any) -> None:
+    settings = {"init_scale": 256.0, "growth_factor": 4.0, "backoff_factor": 0.25, "growth_interval": 2}
+    (ours, scales), (theirs, their_scales) = trained(made(**settings)), trained(torch.amp.GradScaler("cpu", **settings))
+    assert scales == their_scales
+    assert all(map(torch.equal, ours, theirs))
+
+
+@old_interface
+def test_settings_are_positional_as_in_torch() -> None:
+    scaler = cuda_amp.GradScaler(8.0, 3.0, 0.25, 7)
+    assert (scaler.get_scale(), scaler.get_growth_factor(), scaler.get_backoff_factor()) == (8.0, 3.0, 0.25)
+    assert scaler.get_growth_interval() == 7
+    assert isinstance(scaler, torch.amp.GradScaler)
+    assert pickle.loads(pickle.dumps(scaler)).state_dict() == scaler.state_dict()
+    with pytest.raises(TypeError):
+        cuda_amp.GradScaler("cuda")
+
+
+@old_interface
+def test_a_disabled_scaler_changes_nothing() -> None:
+    scaler = cuda_amp.GradScaler(enabled=False)
+    loss = torch.ones(1, requires_grad=True)
+    assert scaler.scale(loss) is loss
+    assert scaler.state_dict() == {}
+    assert not scaler.is_enabled()
+
+
+# Custom functions.
+
+
+def function(**options: Any) -> Any:
+    class Exp(torch.autograd.Function):
+        @staticmethod
+        @cuda_amp.custom_fwd(**options)
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            ctx.seen = [x.dtype, (x @ x).dtype]
+            return x.clone()
+
+        @staticmethod
+        @cuda_amp.custom_bwd
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            y = X @ X
+            ctx.seen += [y.dtype, torch.exp(y).dtype]
+            SEEN[:] = ctx.seen
+            return grad
+
+    return Exp
+
+
+SEEN: list[torch.dtype] = []
+HALF, FULL = torch.float16, torch.float32
+
+
+@old_interface
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [({}, [FULL, HALF, HALF, FULL]), ({"cast_inputs": torch.float64}, [torch.float64, torch.float64, FULL, FULL])],
+)
+def test_a_custom_function_runs_backward_as_forward(options: Any, expected: list[torch.dtype]) -> None:
+    x = torch.randn(4, 4, device=DEVICE, requires_grad=True)
+    custom = function(**options)
+    with cuda_amp.autocast():
+        out = custom.apply(x)
+    out.sum().backward()  # outside of the region
+    assert expected == SEEN
+    SEEN.clear()
+    custom.apply(x).sum().backward()
+    assert SEEN == [FULL] * 4  # nothing is cast outside of a region
+
+
+# Real modules.
+
+
+def names() -> dict[tuple[str, str], Any]:
+    return {
+        (module, name): getattr(importlib.import_module(module), name)
+        for module, values in cuda_amp._NAMES.items()
+        for name in values
+    }
+
+
+def test_the_real_modules_have_the_names_until_they_are_restored() -> None:
+    before = names()
+    cuda_amp.install()
+    cuda_amp.install()
+    assert names() == {(module, name): v for module, values in cuda_amp._NAMES.items() for name, v in values.items()}
+    assert torch.cuda.amp.GradScaler is cuda_amp.GradScaler
+    assert not torch.cuda.amp.common.amp_definitely_not_available()
+    cuda_amp.uninstall()
+    cuda_amp.uninstall()
+    assert names() == before
+
+
+def test_modules_that_a_later_pytorch_lacks_are_created(monkeypatch: pytest.MonkeyPatch) -> None:
+    gone = [name for name in sys.modules if name == "torch.cuda.amp" or name.startswith("torch.cuda.amp.")]
+    for name in gone:
+        monkeypatch.setitem(sys.modules, name, None)  # type: ignore[arg-type]  # an import of None fails
+    monkeypatch.delattr(torch.cuda, "amp")
+    cuda_amp.install()
+    from torch.cuda.amp import GradScaler
+    from torch.cuda.amp.grad_scaler import OptState
+
+    assert GradScaler is cuda_amp.GradScaler
+    assert OptState is torch.amp.grad_scaler.OptState
+    cuda_amp.uninstall()
+    assert not hasattr(torch.cuda, "amp")
+
+
+class Listening:
+    def __init__(self) -> None:
+        self.interfaces: list[str] = []
+        self.holders: list[Any] = []
+
+    def found(self, interface: str) -> None:
+        self.interfaces.append(interface)
+
+    def add(self, holder: Any) -> None:
+        self.holders.append(holder)
+
+
+@old_interface
+def test_a_listener_is_notified_of_what_is_enabled() -> None:
+    listener = Listening()
+    cuda_amp.install(listener)
+    torch.cuda.amp.autocast(enabled=False)
+    torch.cuda.amp.GradScaler(enabled=False)
+    assert not listener.interfaces
+    torch.cuda.amp.autocast()
+    scaler = torch.cuda.amp.GradScaler()
+    torch.cpu.amp.autocast()
+    assert listener.interfaces == ["torch.cuda.amp.autocast", "torch.cuda.amp.GradScaler", "torch.cpu.amp.autocast"]
+    assert listener.holders == [scaler]
+    assert polyamp.health(scaler) is not None
+    cuda_amp.uninstall()
+    cuda_amp.autocast()
+    assert len(listener.interfaces) == 3
+
+
+@old_interface
+def test_a_refusal_reaches_the_script_before_anything_runs() -> None:
+    class Refusing(Listening):
+        def found(self, interface: str) -> None:
+            raise UsageError("the script has mixed precision of its own", found=interface)
+
+    cuda_amp.install(Refusing())
+    with pytest.raises(UsageError, match=r"torch\.cuda\.amp\.autocast"), torch.cuda.amp.autocast():
+        pytest.fail("the region was entered")
+    with pytest.raises(UsageError, match="GradScaler"):
+        torch.cuda.amp.GradScaler()

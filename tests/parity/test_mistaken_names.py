@@ -1,0 +1,121 @@
+"""Names of other libraries, or misspelt ones: the error is polyamp's, and names what to write."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+import keras
+import optax
+import pytest
+import tensorflow as tf
+import torch
+
+import polyamp
+from polyamp import InvalidTypeError, InvalidValueError, LossScale, UnsupportedError
+
+
+def torch_optimizer() -> Any:
+    return torch.optim.SGD([torch.ones(2, requires_grad=True)], lr=0.1)
+
+
+PLAIN: dict[str, Any] = {
+    "torch": torch_optimizer,
+    "jax": lambda: optax.sgd(0.1),
+    "keras": lambda: keras.optimizers.SGD(0.1),
+    "tensorflow": lambda: tf.compat.v1.train.GradientDescentOptimizer(0.1),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("init_scale", "init"),
+        ("growth_factor", "growth"),
+        ("growth_interval", "interval"),
+        ("scale_window", "interval"),
+        ("backoff_factor", "backoff"),
+        ("min_loss_scale", "min"),
+        ("hysteresys", "hysteresis"),
+    ],
+)
+def test_settings_of_other_libraries_are_named_as_here(name: str, meant: str) -> None:
+    makers: list[Any] = [
+        LossScale,
+        lambda **given: LossScale.like("torch", **given),
+        lambda **g: LossScale.from_dict(g),
+    ]
+    for make in makers:
+        with pytest.raises(InvalidValueError, match=f"unknown loss-scale setting(?s:.)*did you mean {meant}[?]"):
+            make(**{name: 2})
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"), [("lossscale", "loss_scale"), ("param_dtype", "param"), ("computes", "compute")]
+)
+def test_arguments_of_a_policy(name: str, meant: str) -> None:
+    with pytest.raises(UnsupportedError, match=rf"policy\(spec\)(?s:.)*did you mean {meant}[?]"):
+        polyamp.policy("mixed_float16", **{name: "float16"})
+
+
+@pytest.mark.parametrize("name", ["clipnorm", "max_norm", "clip_grad_norm", "gradient_clip_val", "max_gradnorm"])
+@pytest.mark.parametrize("framework", PLAIN)
+def test_clipping_by_the_norm(framework: str, name: str) -> None:
+    with pytest.raises(UnsupportedError, match=r"did you mean max_grad_norm[?]"):
+        polyamp.wrap_optimizer(PLAIN[framework](), "mixed_float16", **{name: 1.0})
+
+
+@pytest.mark.parametrize("framework", ["jax", "keras", "tensorflow"])
+def test_methods_of_a_torch_optimizer(framework: str) -> None:
+    opt = polyamp.wrap_optimizer(PLAIN[framework](), "mixed_float16")
+    with pytest.raises(UnsupportedError, match=r"LossScaled\w*.backward(?s:.)*to do: .*gradients") as caught:
+        opt.backward(1.0)
+    assert isinstance(caught.value, AttributeError)
+    assert not hasattr(opt, "unscale_")
+    with pytest.raises(AttributeError, match="has no attribute 'sclae'") as other:
+        _ = opt.sclae
+    assert not isinstance(other.value, polyamp.PolyampError)
+
+
+# --- "dynamic", and numbers in quotes ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("framework", PLAIN)
+def test_dynamic_is_a_loss_scale_with_the_defaults(framework: str) -> None:
+    policy = polyamp.policy("mixed_float16", loss_scale=LossScale.fixed(8.0))
+    holder = polyamp.wrap_optimizer(PLAIN[framework](), policy, loss_scale="dynamic")
+    state = holder.init({"w": jnp.ones(2)}) if framework == "jax" else holder
+    assert polyamp.save_loss_scale(state)["scale"] == 2.0**16
+    assert polyamp.policy(policy, loss_scale="dynamic").loss_scale == LossScale()
+
+
+@pytest.mark.parametrize(("given", "says"), [("128.0", "write 128, without quotes"), ("static", r"LossScale.fixed")])
+def test_other_strings_are_refused(given: str, says: str) -> None:
+    for call in (
+        lambda: polyamp.policy("mixed_float16", loss_scale=given),
+        lambda: polyamp.wrap_optimizer(torch_optimizer(), "mixed_float16", loss_scale=given),
+    ):
+        with pytest.raises(InvalidTypeError, match=f'or "dynamic"(?s:.)*{says}'):
+            call()
+
+
+@pytest.mark.parametrize("loss_scale", [LossScale(), "dynamic"])
+@pytest.mark.parametrize("framework", PLAIN)
+def test_a_dynamic_loss_scale_under_bfloat16_is_refused_by_both(framework: str, loss_scale: Any) -> None:
+    optimizer = PLAIN[framework]()
+    with pytest.raises(InvalidValueError, match=r"cannot help it(?s:.)*policy\(loss_scale=\)"):
+        polyamp.policy("mixed_bfloat16", loss_scale=loss_scale)
+    with pytest.raises(InvalidValueError, match=r"cannot help it(?s:.)*wrap_optimizer\(loss_scale=\)"):
+        polyamp.wrap_optimizer(optimizer, "mixed_bfloat16", loss_scale=loss_scale)
+    polyamp.wrap_optimizer(optimizer, "mixed_bfloat16", loss_scale=1.0)
+
+
+# --- torch.compile ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["polic", "Policy", "backends"])
+def test_misspelt_options_of_torch_compile(name: str) -> None:
+    options = {name: "mixed_bfloat16", "backend": "eager"}
+    fast = torch.compile(torch.nn.Linear(2, 2), backend="polyamp", options=options)
+    with pytest.raises(Exception, match=r"option that does not exist here(?s:.)*did you mean (policy|backend)[?]"):
+        fast(torch.ones(1, 2))

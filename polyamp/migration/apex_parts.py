@@ -69,9 +69,12 @@ def convert(program: Program) -> None:
 
 def _parallel(program: Program, use: Use) -> None:
     call = program.call(use)
-    given = Arguments(program, call, ("module",)) if call is not None else None
-    unusual = given is None or given.unknown or given.others("module", *_DDP_OPTIONS, "gradient_average")
-    if given is None or call is None or unusual or given.literal("gradient_average", True) is not True:
+    if call is None:
+        program.replace(use.node, _DDP)
+        return
+    given = Arguments(program, call, ("module",))
+    unusual = given.unknown or given.others("module", *_DDP_OPTIONS, "gradient_average")
+    if unusual or given.literal("gradient_average", True) is not True:
         program.refuse(use.node, "apex.parallel.DistributedDataParallel in this form", _DDP)
     else:
         program.replace(call, f"{_DDP}({given.code('module')})")
@@ -89,16 +92,16 @@ def _sync_class(program: Program, use: Use) -> None:
 
 
 def _optimizer(program: Program, use: Use) -> None:
-    """Write torch's optimizer with the defaults that Apex' has."""
+    """Write torch's optimizer with Apex' defaults, or polyamp's of the old name if torch has no such option."""
     call, kind = program.call(use), use.name.rpartition(".")[2]
     names = _FUSED_OPTIONS[kind]
     given = Arguments(program, call, names) if call is not None else None
-    if call is None or given is None or given.unknown or given.others(*names, *_IGNORED):
-        program.refuse(use.node, f"{use.name} in this form", f"torch.optim.{'AdamW' if kind == 'FusedAdam' else 'SGD'}")
-        return
-    modes = [given.literal(name, True) for name in ("adam_w_mode", "bias_correction")]
-    if modes[1] is not True or modes[0] is ...:
-        program.refuse(use.node, f"{use.name} without bias correction", f"{_SHIM}.optimizers.{kind}")
+    modes = [given.literal(name, True) for name in ("adam_w_mode", "bias_correction")] if given is not None else []
+    unusual = (
+        given is None or given.unknown or given.others(*names, *_IGNORED) or modes[0] is ... or modes[1] is not True
+    )
+    if call is None or given is None or unusual:  # polyamp keeps it, with all of its options
+        program.replace(use.node, f"{_SHIM}.optimizers.{kind}")
         return
     kept = {name: value for name in names if (value := given.code(name)) is not None}
     target = "torch.optim.SGD" if kind == "FusedSGD" else "torch.optim.AdamW" if modes[0] else "torch.optim.Adam"

@@ -43,15 +43,14 @@ def convert(program: Program) -> None:
 def _experimental(program: Program, use: Use) -> None:
     place, _, name = use.name.rpartition(".")
     call = program.call(use)
-    if place not in _EXPERIMENTAL or name not in _RENAMED or (call is not None and _has_loss_scale(call)):
-        return  # refused, as every use that is not converted
     root = _spelled(program, use)
-    if root is not None:
+    if place not in _EXPERIMENTAL or name not in _RENAMED or root is None:
+        return  # refused, as every use that is not converted
+    given = Arguments(program, call, ("name", "loss_scale")) if call is not None else None
+    if call is None or given is None or (not given.unknown and "loss_scale" not in given.given):
         program.replace(use.node, f"{root}.{_RENAMED[name]}")
-
-
-def _has_loss_scale(call: cst.Call) -> bool:
-    return any(arg.keyword is not None and arg.keyword.value == "loss_scale" for arg in call.args) or len(call.args) > 1
+    elif given.literal("loss_scale") == "dynamic" and "name" in given.given:  # the default of mixed_float16
+        program.replace(call, f"{root}.{_RENAMED[name]}({given.code('name')})")
 
 
 def _spelled(program: Program, use: Use) -> str | None:

@@ -13,6 +13,8 @@ from typing import Any
 import keras
 import pytest
 
+import polyamp
+
 PROGRAMS = Path(__file__).parents[1] / "support" / "migrate"
 
 
@@ -71,6 +73,20 @@ def test_a_converted_program_of_apex_has_the_losses_of_float32(name: str, monkey
     assert converted[-1] < converted[0]
 
 
+@pytest.mark.parametrize("name", ["apex_quick_start", "apex_dcgan"])
+def test_a_converted_program_has_the_losses_of_the_original_on_polyamps_apex(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from polyamp.backends.torch.compat import apex
+    from polyamp.backends.torch.compat.apex import amp
+
+    monkeypatch.setitem(sys.modules, "apex", apex)
+    monkeypatch.setitem(sys.modules, "apex.amp", amp)
+    with pytest.warns(polyamp.PolyampDeprecationWarning):
+        original = run(source("before", name), name, monkeypatch)["losses"]
+    assert run(source("after", name), name, monkeypatch)["losses"] == pytest.approx(original, rel=2e-3)
+
+
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
 def test_a_level_that_is_an_option_of_the_program_still_is(level: str, monkeypatch: pytest.MonkeyPatch) -> None:
     code = source("after", "apex_fine_tuning")
@@ -109,5 +125,6 @@ def test_every_other_converted_program_runs(name: str, monkeypatch: pytest.Monke
         keras.config.set_dtype_policy(before)
         if name == "tensorflow1":
             disable_mixed_precision_graph_rewrite()
+    assert namespace.get("scales", [2.0**15, 128.0, 2.0**10]) == [2.0**15, 128.0, 2.0**10]
     if name == "jmp_policies":
         assert namespace["losses"] == [16.0]

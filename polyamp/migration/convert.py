@@ -70,7 +70,11 @@ def _migration(program: Program, source: bytes, path: str) -> Migration:
 def _refuse_the_rest(program: Program) -> None:
     """Refuse every use of an old interface that no dialect has claimed."""
     for use in program.uses(ROOTS):
-        if use.node not in program.claimed:
+        if use.node in program.ambiguous:
+            program.refuse(
+                use.node, f"{use.name}, whose name is also bound to something else", "one import, or two names"
+            )
+        elif use.node not in program.claimed:
             for dialect in DIALECTS:
                 if is_in(use.name, dialect.ROOTS):
                     program.refuse(use.node, f"{use.name} cannot be converted here", dialect.WRITE)

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple, TypeVar
 
 import libcst as cst
 from libcst.metadata import (
-    Assignment,
     ImportAssignment,
     MetadataWrapper,
     ParentNodeProvider,
@@ -66,6 +65,7 @@ class Program:
         self.refused: list[Place] = []
         self.notes: list[Place] = []
         self.named: list[Place] = []
+        self.ambiguous: set[cst.CSTNode] = set()
         self._resolved = list(self._resolve())
 
     # reading
@@ -165,10 +165,11 @@ class Program:
         found = list(scope[root]) if scope is not None else []
         imports = [one for one in found if isinstance(one, ImportAssignment)]
         others = [one for one in found if not isinstance(one, ImportAssignment) and not self._is_fallback(one)]
-        if not imports or (others and any(isinstance(one, Assignment) for one in others)):
-            return []
-        names = {full for one in imports for full in self._full_names(one, root, rest) if not self._is_fallback(one)}
-        return sorted(names or {full for one in imports for full in self._full_names(one, root, rest)})[:1]
+        first = [one for one in imports if not self._is_fallback(one)] or imports
+        names = sorted({full for one in first for full in self._full_names(one, root, rest)})
+        if len(names) > 1 or (names and others):
+            self.ambiguous.add(node)
+        return names[:1]
 
     def _is_fallback(self, assignment: Any) -> bool:
         node = getattr(assignment, "node", None)

@@ -74,6 +74,9 @@ IMPORTS = {
     "from torch.cuda.amp import autocast\nwith autocast(): pass\n": "import polyamp\n",
     "from torch.cuda.amp import autocast as A\nwith A(): pass\n": "import polyamp\n",
     "import torch.cuda.amp as amp\nwith amp.autocast(): pass\n": "import polyamp\n",
+    "import torch.nn\nimport torch\nimport torch.cuda.amp\nwith torch.cuda.amp.autocast(): torch.nn\n": (
+        "import torch.nn\nimport torch\nimport polyamp\n"
+    ),
     "from torch.cuda import amp\nwith amp.autocast(): pass\n": "import polyamp\n",
     "from torch import amp, nn\nx = nn\nwith amp.autocast('cuda'): pass\n": (
         "from torch import nn\nimport polyamp\nx = nn\n"
@@ -173,6 +176,14 @@ REFUSED = {
     "from apex import amp\n\n@amp.float_function\ndef nms(): pass\n": (3, "amp.float_function"),
     "from apex.fp16_utils import *\nnetwork_to_half(model)\n": (1, "import *"),
     "import torch\nfast = torch.cuda.amp.autocast\n": (2, "without a call"),
+    "from torch.cuda.amp import autocast\nif old:\n    autocast = nothing\nwith autocast():\n    pass\n": (
+        4,
+        "also bound",
+    ),
+    "if old:\n    from torch.cuda.amp import autocast\nelse:\n    from torch.amp import autocast\nautocast('cuda')\n": (
+        5,
+        "also bound",
+    ),
     "from flax.training import dynamic_scale as d\nscale = d.DynamicScale()\n": (2, "DynamicScale"),
     "import jmp\nscale = jmp.DynamicLossScale(2.0**15)\n": (2, "jmp.DynamicLossScale"),
     "import tensorflow as tf\nopt = tf.keras.mixed_precision.LossScaleOptimizer(o)\n"

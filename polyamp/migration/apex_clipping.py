@@ -50,7 +50,7 @@ def _unscale_before(program: Program, loss: ScaleLoss, clip: cst.Call) -> None:
 
 
 def _is_alternative(program: Program, clip: cst.Call) -> bool:
-    """Whether the clipping is in the ``else`` of a branch that clips master parameters or scales the loss."""
+    """Return whether the clipping is in the ``else`` of a branch that clips master parameters or scales the loss."""
     for above in program.around(clip):
         choice = program.parent(above)
         if isinstance(above, cst.Else) and isinstance(choice, cst.If):

@@ -99,7 +99,7 @@ class ScaleLoss:
         return f'{bracketed(made.policy)} if {forward.condition} else "float32"'
 
     def _knows_level(self, made: Initialize) -> bool:
-        """Whether the level has the same name and value here as in ``amp.initialize``."""
+        """Return whether the level has the same name and value here as in ``amp.initialize``."""
         here, there = (self.program.function(node) for node in (self.statement, made.call))
         return here is there or (not isinstance(there, FUNCTIONS) and is_plain(made.level))
 

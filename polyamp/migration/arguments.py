@@ -79,7 +79,7 @@ def _value(tree: ast.expr) -> Any:
 
 
 def is_plain(code: str) -> bool:
-    """Whether an expression may be written twice: names, attributes, literals, and comparisons of them.
+    """Return whether an expression may be written twice: names, attributes, literals, and comparisons of them.
 
     >>> is_plain("args.fp16 == 'yes'"), is_plain("next(batches)")
     (True, False)

@@ -117,7 +117,7 @@ class _Without(cst.CSTTransformer):
 
 
 def _only_refuses(handler: cst.ExceptHandler) -> bool:
-    """Whether a handler ends the program, prints or passes, so that nothing depends on it once the import is gone."""
+    """Return whether a handler ends the program, prints or passes, so that nothing depends on it once the import is gone."""
     allowed = m.Raise() | m.Pass() | m.Expr(m.Call())
     return all(
         isinstance(line, cst.SimpleStatementLine) and all(m.matches(one, allowed) for one in line.body)
@@ -132,7 +132,7 @@ def _names(program: Program) -> set[str]:
 
 
 def _binds(module: cst.Module, name: str) -> bool:
-    """Whether a statement ``import name`` is at the top of the module."""
+    """Return whether a statement ``import name`` is at the top of the module."""
     top = [one for line in module.body if isinstance(line, cst.SimpleStatementLine) for one in line.body]
     names = [alias for one in top if isinstance(one, cst.Import) for alias in one.names if alias.asname is None]
     return any((dotted_name(alias.name) or "").partition(".")[0] == name for alias in names)

@@ -114,7 +114,7 @@ def _loops(program: Program) -> None:
 
 
 def _only_applied(program: Program, call: cst.Call) -> bool:
-    """Whether the unscaled gradients go into ``apply_gradients`` and nowhere else."""
+    """Return whether the unscaled gradients go into ``apply_gradients`` and nowhere else."""
     assign = program.parent(call)
     target = assign.targets[0].target if isinstance(assign, cst.Assign) and len(assign.targets) == 1 else None
     if not isinstance(target, cst.Name):

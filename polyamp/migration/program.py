@@ -237,7 +237,7 @@ def with_comments(statement: Any, original: Any) -> Any:
 
 
 def is_in(name: str, roots: tuple[str, ...]) -> bool:
-    """Whether a full name is one of these, or in one of these.
+    """Return whether a full name is one of these, or in one of these.
 
     >>> is_in("torch.amp.autocast", ("torch.amp",)), is_in("torch.amplify", ("torch.amp",))
     (True, False)

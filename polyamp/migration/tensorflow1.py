@@ -71,7 +71,7 @@ def _only_enables(program: Program, call: cst.Call) -> bool:
 
 
 def _enables(program: Program, argument: cst.Arg) -> bool:
-    """Whether an argument is one of a call that enables the graph rewrite."""
+    """Return whether an argument is one of a call that enables the graph rewrite."""
     call = program.parent(argument)
     uses = [use.node for use in program.uses(tuple(_CONVERTED)) if use.name.endswith(_ENABLE)]
     return isinstance(call, cst.Call) and call.func in uses

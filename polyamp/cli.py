@@ -20,6 +20,7 @@ from rich.table import Table
 import polyamp
 from polyamp import registry
 from polyamp.commands import diagnosis
+from polyamp.commands import run as running
 from polyamp.commands.migrate import migrate
 from polyamp.doctor import examine
 from polyamp.errors import PolyampError
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 for command in (diagnosis.explain, diagnosis.probe, diagnosis.sweep, diagnosis.lint, migrate):
     app.command()(command)
+app.command(context_settings=running.SETTINGS)(running.run)
 console = Console() if sys.stdout and sys.stdout.isatty() else Console(width=120)  # files and pipes have no width
 
 

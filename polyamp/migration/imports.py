@@ -117,7 +117,7 @@ class _Without(cst.CSTTransformer):
 
 
 def _only_refuses(handler: cst.ExceptHandler) -> bool:
-    """Return whether a handler ends the program, prints or passes, so that nothing depends on it once the import is gone."""
+    """Return whether a handler ends the program, prints or passes, so that nothing depends on it without the import."""
     allowed = m.Raise() | m.Pass() | m.Expr(m.Call())
     return all(
         isinstance(line, cst.SimpleStatementLine) and all(m.matches(one, allowed) for one in line.body)

@@ -2,7 +2,7 @@
 
 Two entry-point groups decide. Under ``polyamp.modules``, ``apex = "polyamp.backends.torch.compat.apex"`` makes
 ``import apex.amp`` import ``polyamp.backends.torch.compat.apex.amp`` where no ``apex.amp`` is installed. An apex that
-is is installed without its ``amp`` keeps its other parts, and installed packages find what is installed. Under
+is installed without its ``amp`` keeps its other parts, and installed packages find what is installed. Under
 ``polyamp.scripts``, ``torch = "...whole_script:begin"`` is called with the session right after ``torch`` was imported.
 """
 
@@ -35,9 +35,8 @@ def hooked(session: Session) -> Iterator[None]:
     True
     """
     finder = Finder(session)
-    sys.meta_path.insert(0, finder)
     try:
-        finder.begin_imported()
+        finder.install()
         yield
     finally:
         sys.meta_path.remove(finder)
@@ -58,8 +57,9 @@ class Finder(MetaPathFinder):
         self._frameworks = frozenset(self.begins)
         self._supplied: list[str] = []
 
-    def begin_imported(self) -> None:
-        """Call ``begin`` for the frameworks that were imported before the hook."""
+    def install(self) -> None:
+        """Become the first finder, and call ``begin`` for the frameworks that were imported before."""
+        sys.meta_path.insert(0, self)
         for root in [root for root in self.begins if root in sys.modules]:
             self.begin(root)
 
@@ -94,6 +94,7 @@ class Finder(MetaPathFinder):
                 )
             self.session.note(f"polyamp's support for {root} cannot be loaded: {error}")
         else:
+            self.session.begun.append(root)
             begin(self.session)
 
     def remove_supplied(self) -> None:

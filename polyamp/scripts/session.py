@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 from polyamp.errors import UsageError
@@ -52,6 +53,10 @@ class Session:
         supplied: names of modules that the script lacks and polyamp supplied.
         plans: what ran in which format, one for each framework.
         notes: sentences for the report.
+        sources: the files of the script and of the local modules that it imports.
+        begun: the frameworks that were imported, and whose adapters take part.
+        has_low: whether something ran in 16 bits, as far as an adapter sees it without a plan.
+        last_loss: returns the last loss of the training, or None if there is none.
         refusal: the error that ended the run, if a script cannot be run safely. It stays here if the script caught it.
     """
 
@@ -62,8 +67,17 @@ class Session:
         self.supplied: list[str] = []
         self.plans: list[Plan] = []
         self.notes: list[str] = []
+        self.sources: tuple[Path, ...] = ()
+        self.begun: list[str] = []
+        self.has_low = False
+        self.last_loss: Callable[[], float | None] = lambda: None
         self.refusal: UsageError | None = None
         self._undo: list[Callable[[], object]] = []
+
+    @property
+    def has_results(self) -> bool:
+        """Whether there is something to report of this process."""
+        return bool(self.holders or self.plans or self.interfaces or self.refusal)
 
     def add(self, holder: Any) -> None:
         """Report the health of a wrapped optimizer or scaler at the end.
@@ -191,6 +205,18 @@ def found(interface: str) -> None:
         _current.found(interface)
 
 
+def start(session: Session | None) -> Session | None:
+    """Make a session the current one, and return the one before.
+
+    >>> before = start(Session())
+    >>> start(before) is before
+    False
+    """
+    global _current
+    before, _current = _current, session
+    return before
+
+
 @contextmanager
 def running(session: Session) -> Iterator[Session]:
     """Make a session the current one, and undo what it changed at the end.
@@ -199,10 +225,9 @@ def running(session: Session) -> Iterator[Session]:
     ...     current() is session
     True
     """
-    global _current
-    before, _current = _current, session
+    before = start(session)
     try:
         yield session
     finally:
-        _current = before
+        start(before)
         session.close()

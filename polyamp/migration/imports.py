@@ -32,7 +32,21 @@ def mended(before: Program, after: Program, roots: tuple[str, ...]) -> cst.Modul
     for name in ("torch", "polyamp"):
         if name in added and not _binds(module, name):
             module = _with_import(module, name)
+    for name in sorted(_submodules(after) - {full for _, full in _bound(after)}):
+        module = _with_import(module, name)
     return module
+
+
+def _submodules(program: Program) -> set[str]:
+    """Return the modules of ``compat`` that the program names in full; ``import polyamp`` does not import them."""
+    nodes = {program.whole(access.node) for scope in program.all_scopes() for access in scope.accesses}
+    names = {dotted_name(node) or "" for node in nodes}
+    return {name.rpartition(".")[0] for name in names if name.startswith("polyamp.backends.torch.compat.")}
+
+
+def _bound(program: Program) -> list[tuple[cst.Import, str]]:
+    """Return the modules that the program imports by ``import module``, with the statements."""
+    return [(one, dotted_name(alias.name) or "") for one in program.find(cst.Import) for alias in one.names]
 
 
 def _unused(program: Program) -> list[tuple[cst.ImportAlias, str]]:

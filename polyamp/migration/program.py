@@ -144,7 +144,7 @@ class Program:
     def _resolve(self) -> Iterator[Use]:
         """Yield every dotted name that begins with the name of an import."""
         imports = self.imported()
-        found = {self._whole(access.node) for one in imports for access in one.references}
+        found = {self.whole(access.node) for one in imports for access in one.references}
         for node in sorted(found, key=self._place):
             dotted = dotted_name(node)
             if dotted is not None and isinstance(node, cst.Name | cst.Attribute):
@@ -152,7 +152,7 @@ class Program:
                 for full in self._imported(node, root, rest):
                     yield Use(node, full)
 
-    def _whole(self, node: cst.CSTNode) -> cst.CSTNode:
+    def whole(self, node: cst.CSTNode) -> cst.CSTNode:
         """Return the longest dotted name that begins with this node."""
         above = self.parent(node)
         while isinstance(above, cst.Attribute) and above.value is node:

@@ -296,3 +296,15 @@ def test_the_standard_library_is_left_byte_identical() -> None:
     for source in small:  # also by the parser, which the words of most files never reach
         assert Program(source).module.bytes == source
         assert Program(source).uses(("apex", "torch", "tensorflow", "jmp", "flax")) == []
+
+
+def test_fused_optimizers_that_pytorch_lacks_come_from_a_module_that_is_imported() -> None:
+    source = "import torch\nfrom apex.optimizers import FusedAdam, FusedLAMB\nx = torch\n"
+    source += "a = FusedAdam(p, bias_correction=False)\nb = FusedLAMB(p)\nc = FusedAdam(p, lr=1)\n"
+    module = "polyamp.backends.torch.compat.apex.optimizers"
+    done = after(source)
+    assert done.count("import ") == 3
+    assert f"\nimport {module}\n" in done
+    assert f"\na = {module}.FusedAdam(p, bias_correction=False)\nb = {module}.FusedLAMB(p)\n" in done
+    assert done.endswith("\nc = torch.optim.AdamW(p, lr=1, weight_decay=0)\n")
+    assert migrate_source(done.encode()).outcome == "unchanged"

@@ -14,6 +14,7 @@ import keras
 import pytest
 
 import polyamp
+from polyamp.migration.convert import migrate_source
 
 PROGRAMS = Path(__file__).parents[1] / "support" / "migrate"
 
@@ -128,3 +129,11 @@ def test_every_other_converted_program_runs(name: str, monkeypatch: pytest.Monke
     assert namespace.get("scales", [2.0**15, 128.0, 2.0**10]) == [2.0**15, 128.0, 2.0**10]
     if name == "jmp_policies":
         assert namespace["losses"] == [16.0]
+
+
+def test_a_fused_optimizer_that_pytorch_lacks_trains() -> None:
+    old = "import torch\nfrom apex.optimizers import FusedLAMB\np = torch.ones(2, requires_grad=True)\n"
+    old += "opt = FusedLAMB([p], lr=0.1)\np.sum().backward()\nopt.step()\n"
+    namespace: dict[str, Any] = {}
+    exec(migrate_source(old.encode()).after.decode(), namespace)
+    assert float(namespace["p"].detach().max()) < 1.0

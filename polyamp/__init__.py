@@ -16,6 +16,7 @@ from polyamp.errors import (
     PolyampWarning,
     StateError,
     UnsupportedError,
+    UnsupportedMethodError,
     UsageError,
 )
 from polyamp.formats import FORMATS, Format
@@ -67,6 +68,7 @@ __all__ = [
     "StateError",
     "StepResult",
     "UnsupportedError",
+    "UnsupportedMethodError",
     "UsageError",
     "advance",
     "autocast",

@@ -358,17 +358,17 @@ ALIVE: weakref.WeakSet[GradScaler] = weakref.WeakSet()
 """All enabled scalers in this process."""
 
 
-def _report_clipping(params: list[Tensor], limit: float, *, measured: bool) -> list[Tensor]:
+def _report_clipping(given: list[Tensor], limit: float, *, measured: bool) -> list[Tensor]:
     """Warn once if gradients are clipped that a scaler has not unscaled; torch's scaler allows it."""
     if not math.isinf(limit) and ALIVE and not is_recorded():
-        clipped = {id(param) for param in params}
+        clipped = {id(param) for param in given}
         if any(scaler.has_scaled_gradients(clipped) for scaler in tuple(ALIVE)):
             warn_once(
                 "gradients are clipped while they are multiplied by the loss scale, which makes them far too small: "
                 "call scaler.unscale_(optimizer) before clipping.",
                 stacklevel=4,
             )
-    return params
+    return given
 
 
 def _flags(states: dict[int, dict[str, Any]]) -> list[Tensor]:

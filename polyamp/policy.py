@@ -48,26 +48,14 @@ class Policy:
             )
         if not isinstance(self.name, str):
             raise wrong_type(self.name, where="policy(name=)", allowed="a string", fix="pass a label as text")
-        self.checked_loss_scale(self.loss_scale, where="policy(loss_scale=)")
-
-    def checked_loss_scale(self, loss_scale: LossScale, *, where: str) -> LossScale:
-        """Return a loss scale that fits the compute format.
-
-        >>> policy("mixed_bfloat16").checked_loss_scale(LossScale.skip_nonfinite(), where="wrap_optimizer(loss_scale=)")
-        LossScale.fixed(1.0)
-
-        Raises:
-            InvalidValueError: it is dynamic, and the policy computes in bfloat16.
-        """
-        if self.compute == "bfloat16" and loss_scale.dynamic:
+        if self.compute == "bfloat16" and self.loss_scale.dynamic:
             raise InvalidValueError(
                 "bfloat16 has the range of float32: a dynamic loss scale cannot help it",
-                where=where,
-                found=repr(loss_scale),
+                where="policy(loss_scale=)",
+                found=repr(self.loss_scale),
                 allowed="LossScale.none(), or LossScale.skip_nonfinite() to skip steps whose gradients are not finite",
                 fix="leave loss_scale= out",
             )
-        return loss_scale
 
     def decide(self, operation: str, path: str = "") -> Decision:
         """Return the class of a canonical operation at a module or scope path under this policy, and the reason.

@@ -60,12 +60,11 @@ def wrap_optimizer(
         InvalidTypeError: ``optimizer`` is not an optimizer, or its framework has no adapter; or ``loss_scale`` is not a
             loss scale.
         UnsupportedError: an option does not exist in this framework.
-        InvalidValueError: ``max_grad_norm``, or a number as ``loss_scale``, is not positive and finite; or a dynamic
-            loss scale under a policy that computes in bfloat16.
+        InvalidValueError: ``max_grad_norm``, or a number as ``loss_scale``, is not positive and finite.
         UsageError: the optimizer is wrapped already.
     """
     chosen, limit = make_policy(policy), norm_limit(max_grad_norm)
-    scale = chosen.loss_scale if loss_scale is None else _scale_for(chosen, loss_scale)
+    scale = chosen.loss_scale if loss_scale is None else LossScale.of(loss_scale, where="wrap_optimizer(loss_scale=)")
     _check_made(optimizer)
     adapter = adapter_for(backend, optimizer, where="wrap_optimizer(optimizer)")
     where = f"wrap_optimizer(optimizer) of {adapter.name}"
@@ -84,11 +83,6 @@ _CLIPPING = dict.fromkeys(
     "max_grad_norm",
 )
 """Other libraries' names for clipping by the global norm, for errors."""
-
-
-def _scale_for(policy: Policy, given: LossScale | float | str) -> LossScale:
-    where = "wrap_optimizer(loss_scale=)"
-    return policy.checked_loss_scale(LossScale.of(given, where=where), where=where)
 
 
 def _check_made(optimizer: object) -> None:

@@ -110,7 +110,7 @@ class _Models:
 
     @property
     def _loops(self) -> Any:
-        """What scales, or refuses, steps that are not Keras' own."""
+        """The object that scales, or refuses, steps that are not Keras' own."""
         # TensorFlow imports Keras before it is imported itself, so its adapter may begin after this one.
         return self._session.shared.get("tensorflow", self._fit_only)
 

@@ -23,7 +23,7 @@ from polyamp.backends.torch.steps.skipping import Stepper
 from polyamp.backends.torch.steps.step import collect, declare, step, unscale
 from polyamp.backends.torch.steps.window import Window
 from polyamp.backends.torch.steps.wrapped import Groups, WrappedOptimizer
-from polyamp.backends.torch.unstable import asked_by_checkpoint, infers_pipeline, not_traced
+from polyamp.backends.torch.unstable import asked_by_checkpoint, infers_pipeline, not_traced, watch_no_sync
 from polyamp.errors import InvalidValueError
 from polyamp.loss_scale import LossScale
 from polyamp.refusals import no_optimizer, wrapped_already
@@ -131,6 +131,8 @@ class LossScaledOptimizer(WrappedOptimizer):
         self.process_group, self.norm_group = process_group, norm_group
         self.named = {} if named is None else named
         self.window = Window()
+        if not self.is_alone:
+            watch_no_sync()
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: self.__dict__[name] for name in self._KEPT}

@@ -39,6 +39,7 @@ from polyamp.backends.torch.steps.gradients import Gradients
 from polyamp.backends.torch.steps.losses import COUNTS, LATEST, Scaling
 from polyamp.backends.torch.steps.ranks import Overflowed, any_rank
 from polyamp.backends.torch.steps.scaler import LossScaler, is_finite, non_finite
+from polyamp.backends.torch.unstable import keeps_gradients_here
 
 
 class State(enum.Enum):
@@ -63,6 +64,7 @@ class Window:
         overflowed: in the state UNSCALED, the ranks where one was not finite; None without other ranks.
         flags: the same scalar for each loss scaler that was used, for its gradients alone.
         last_flag: the flag of the gradients that were unscaled last, on this rank.
+        is_reduced: False if DistributedDataParallel's last backward pass does not reduce gradients over the ranks.
         unscaled_from: in the state UNSCALED, the first of the model's own gradients, as in `last_gradient`.
         last_gradient: in the state STEPPED, the first gradient of the last step: a weak reference, and its version.
 
@@ -77,7 +79,7 @@ class Window:
         """Forget everything and begin a window: in the state STEPPED with a last gradient, else in NEW."""
         self.state = State.NEW if last_gradient is None else State.STEPPED
         self.scaling: Scaling | None = None
-        self.is_own = False
+        self.is_own, self.is_reduced = False, True
         self.declared: bool | None = None
         self.overflow: Tensor | None = None
         self.overflowed: Overflowed | None = None
@@ -131,6 +133,7 @@ class Window:
         if self.state is not State.MIXED:
             self.state = State.SCALED
         self.scaling, self.is_own, self.overflow = scaling, self.is_own or own, None
+        self.is_reduced = not keeps_gradients_here()
         if scaling.suspects:
             self._suspects.setdefault(scaling.scaler, []).extend(scaling.suspects)
 

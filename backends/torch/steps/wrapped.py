@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from polyamp.backends.torch.steps import refusals
 from polyamp.backends.torch.steps.fused import FusedStep
 from polyamp.backends.torch.steps.gradients import Gradients
 from polyamp.backends.torch.steps.losses import LossScalers, Scaling, Witness
@@ -185,6 +186,8 @@ class WrappedOptimizer(torch.optim.Optimizer):
 
     def _set_aside(self) -> None:
         window = self.window
+        if not window.is_reduced and not self.is_alone:
+            raise refusals.set_aside_before_reduction()
         if not window.is_unscaled:
             self.take_gradients()
             gradients = Gradients(self.param_groups)

@@ -68,12 +68,14 @@ from polyamp.backends.torch.unstable.steps import (
     has_step_pre_hooks,
     infers_pipeline,
     is_flattened,
+    keeps_gradients_here,
     local_shard,
     note_step,
     registered_children,
     run_with_step_hooks,
     step_without_hooks,
     until_backward_ends,
+    watch_no_sync,
 )
 
 __all__ = [
@@ -110,6 +112,7 @@ __all__ = [
     "is_operator_of_bodies",
     "is_static_input",
     "is_transformed",
+    "keeps_gradients_here",
     "let_go",
     "local_shard",
     "never_compiled",
@@ -138,6 +141,7 @@ __all__ = [
     "traced_values",
     "traces_dtype_of_autocast",
     "until_backward_ends",
+    "watch_no_sync",
     "when_tracing_ends",
     "with_data",
     "with_trees",

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import gc
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import wraps
 from typing import Any, Protocol
 
@@ -107,6 +109,41 @@ class Choose(Protocol):
 
     def __call__(self, given: list[Tensor], limit: float, *, measured: bool) -> list[Tensor]:
         """Return the parameters to clip to the limit in place of the given ones; ``measured``: not these any more."""
+
+
+class _NoSync(threading.local):
+    """The number of ``no_sync()`` regions that this thread is in."""
+
+    depth = 0
+
+
+_NO_SYNC = _NoSync()
+
+
+def watch_no_sync() -> None:
+    """Count regions of ``DistributedDataParallel.no_sync()`` from now on, for `keeps_gradients_here`."""
+    kind: Any = torch.nn.parallel.DistributedDataParallel
+    original = kind.no_sync
+    if hasattr(original, "_tells_polyamp"):
+        return
+
+    @wraps(original)
+    @contextmanager
+    def no_sync(self: Any) -> Iterator[None]:
+        _NO_SYNC.depth += 1
+        try:
+            with original(self):
+                yield
+        finally:
+            _NO_SYNC.depth -= 1
+
+    no_sync._tells_polyamp = True  # type: ignore[attr-defined]
+    kind.no_sync = no_sync
+
+
+def keeps_gradients_here() -> bool:
+    """Return whether this thread is in ``no_sync()``, so that a backward pass does not reduce gradients over ranks."""
+    return _NO_SYNC.depth > 0
 
 
 _CHOOSING: dict[str, Choose] = {}

@@ -325,6 +325,25 @@ def test_ddp_accumulates_under_no_sync() -> None:
     assert opts[0].last_step.applied
 
 
+@pytest.mark.parametrize("masters", [True, False])
+def test_gradients_are_not_set_aside_before_they_are_reduced(masters: bool) -> None:
+    model = model_of(torch.bfloat16 if masters else torch.float32)
+    opt, parallel = wrap(model, "adamw", "host"), DistributedDataParallel(model)
+    with parallel.no_sync():
+        opt.backward(loss_of(parallel))
+        opt.unscale_()
+    for loss_id in (None, "second"):
+        with pytest.raises(polyamp.UsageError, match="not reduced over the ranks yet"):
+            opt.backward(loss_of(parallel), loss_id)
+    opt.zero_grad()
+    opt.backward(loss_of(parallel))
+    opt.unscale_()
+    opt.backward(loss_of(parallel), "second")
+    opt.step()
+    assert opt.last_step
+    assert ranks_agree(*(value for param in model.parameters() for value in param.detach().float().flatten().tolist()))
+
+
 @pytest.mark.parametrize("scaled_first", [True, False])
 def test_half_scaled_windows_are_refused_under_ddp(scaled_first: bool) -> None:
     model = DistributedDataParallel(model_of(torch.float32))

@@ -124,7 +124,7 @@ class _Derivatives:
         if caller.partition(".")[0] in ("polyamp", "jax"):  # such as jax.scipy.optimize
             return False
         package = calling_package(BUILD_ON_GRAD)
-        if package:
+        if package and package not in self._session.shared:  # another adapter lowers that package itself
             self._session.note(f"{package} differentiates functions by itself: these stay in float32")
         return not package
 

@@ -235,7 +235,7 @@ def clipped_before_unscaling() -> UsageError:
 def set_aside_before_reduction() -> UsageError:
     """Return the error for gradients that would be set aside, and so would never be reduced over the ranks."""
     return UsageError(
-        "these gradients are not reduced over the ranks yet: a loss with another scale or after unscale_ sets them aside",
+        "these gradients are not reduced over the ranks yet, and this loss would set them aside",
         where="backward(loss) after a backward pass in model.no_sync()",
         allowed="losses of one scale, until a backward pass outside of no_sync() has reduced their gradients",
         fix="call unscale_() after the last backward pass of a window (delay_unscale=True in apex.amp)",

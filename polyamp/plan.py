@@ -79,7 +79,7 @@ class Plan(JsonReport):
         bytes_saved_float32: the same if nothing is cast.
         unused_rules: patterns of the policy's own rules that matched nothing.
         engine: how the plan is carried out: "rewrite" is a rewritten graph, "autocast" the framework's ambient
-            autocast. Text after a comma describes how the plan was made.
+            autocast, "layers" the formats of a model's layers. Text after a comma describes how the plan was made.
     """
 
     policy: str

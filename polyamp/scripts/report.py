@@ -6,6 +6,7 @@ import json
 import platform
 from collections.abc import Iterator
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -74,9 +75,9 @@ class RunReport:
         _line(console, f"polyamp run {self.script.target}: {self.exit}; {policy}")
         for line in dict.fromkeys(_facts(self.processes)):
             _line(console, line)
-        plan = next((plan for one in self.processes for plan in one["plans"]), None)
-        if plan is not None and plan["operations"]:
-            _line(console, "the first forward pass of each model:")
+        first: list[dict[str, Any]] = next((one["plans"] for one in self.processes if one["plans"]), [])
+        for plan in filter(itemgetter("operations"), first):
+            _line(console, f"{plan.get('engine', '').partition(', ')[2] or 'what ran in which format'}:")
             console.print(_table(plan))
         for verdict in self.verdicts:
             _line(console, f"verdict: {verdict}", style="bold red")

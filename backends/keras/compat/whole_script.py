@@ -23,11 +23,14 @@ import keras
 from polyamp.backends.keras.compat.names import put_in_place
 from polyamp.backends.keras.convert import convert
 from polyamp.backends.keras.dtypes import is_sixteen_bit
+from polyamp.backends.keras.layers.kinds import operation_of
 from polyamp.backends.keras.layers.policies import keras_policy
+from polyamp.backends.keras.layers.tree import children, walk
 from polyamp.backends.keras.steps.optimizer import LossScaledOptimizer
 from polyamp.backends.keras.steps.verbs import wrap_optimizer
 from polyamp.backends.keras.unstable import built_on, choose_optimizers
 from polyamp.formats import format_of
+from polyamp.plan import Plan, PlannedOperation
 from polyamp.policy import Policy
 from polyamp.scripts.session import Session
 
@@ -49,6 +52,8 @@ def begin(session: Session) -> None:
     if keras.backend.backend() != "tensorflow":
         _set_policy(session, keras_policy(session.policy))
         _return_float32(session)
+    if keras.backend.backend() == "jax":  # the other two record operations
+        _report_layers(session, session.policy)
     _refuse_own(session)
     models = _Models(session, session.policy)
     session.at_end(choose_optimizers(models.optimizer_for, always=True))
@@ -111,8 +116,10 @@ class _Models:
     @property
     def _loops(self) -> Any:
         """The object that scales, or refuses, steps that are not Keras' own."""
-        # TensorFlow imports Keras before it is imported itself, so its adapter may begin after this one.
-        return self._session.shared.get("tensorflow", self._fit_only)
+        # TensorFlow imports Keras before it is imported itself, so its adapter may begin after this one. Keras may
+        # import TensorFlow, for its data sets, on the other backends too.
+        on_tensorflow = keras.backend.backend() == "tensorflow"
+        return self._session.shared.get("tensorflow", self._fit_only) if on_tensorflow else self._fit_only
 
     def optimizer_for(self, model: Any, optimizer: Any) -> Any:
         """Return the optimizer that a model trains with.
@@ -247,6 +254,34 @@ def _return_float32(session: Session) -> None:
     for name in ("__call__", "stateless_call"):
         owner = next(kind for kind in keras.Model.__mro__ if name in vars(kind))
         session.replace(owner, name, outermost(vars(owner)[name]))
+
+
+def _report_layers(session: Session, policy: Policy) -> None:
+    """Add the formats of the layers of each compiled model to the report, at the end of the run."""
+    models: WeakSet[Any] = WeakSet()
+    owner = next(kind for kind in keras.Model.__mro__ if "compile" in vars(kind))
+    compile_model = vars(owner)["compile"]
+
+    @functools.wraps(compile_model)
+    def compiling(model: Any, *args: Any, **kwargs: Any) -> None:
+        compile_model(model, *args, **kwargs)
+        models.add(model)
+
+    def report() -> None:
+        layers = [layer for model in models for layer in walk(model) if layer is not model and not children(layer)]
+        operations = tuple(_planned(layer, policy) for layer in dict.fromkeys(layers))
+        if operations:
+            session.ran(Plan(str(policy), operations, engine="layers, the layers of each compiled model"))
+
+    session.replace(owner, "compile", compiling)
+    session.add(report)
+
+
+def _planned(layer: Any, policy: Policy) -> PlannedOperation:
+    kind = type(layer).__name__
+    name = operation_of(layer) or kind
+    op_class = policy.decide(name, layer.path).op_class
+    return PlannedOperation(name, kind, layer.path, op_class, layer.compute_dtype, "its layer's own policy")
 
 
 def _widened(value: Any) -> Any:

@@ -38,12 +38,14 @@ class Lowering:
         rules: the policy's rules.
         dtype: the format's dtype.
         lowered: whether any operation was lowered.
+        observer: called with each operation of class ``lower``, and whether it was lowered; None in most programs.
     """
 
     def __init__(self, compute: str, rules: tuple[Rule, ...]) -> None:
         self.compute, self.rules = compute, rules
         self.dtype = tf.as_dtype(compute)
         self.lowered = False
+        self.observer: Callable[[Operation, bool], None] | None = None
         self._kept: dict[str, str] = {}
         self._told = set[tuple[str, str]]()
         self._decided: dict[tuple[str, str], str] = {}
@@ -54,6 +56,8 @@ class Lowering:
         """Run an operation with these arguments, in 16 bits if the policy lowers it, and return its results."""
         inputs = operation.bound(args, kwargs) if self._lowers(operation.canonical) else None
         low = () if inputs is None else self._attributes(operation, inputs)
+        if inputs is not None and self.observer is not None:
+            self.observer(operation, bool(low))
         if inputs is None or not low:
             return operation.original(*args, **kwargs)
         self.lowered = True

@@ -10,18 +10,23 @@ from typing import Any
 import tensorflow as tf
 
 from polyamp.backends.tensorflow.autocast.context import autocast_everywhere, lowering_of
+from polyamp.backends.tensorflow.autocast.lowering import Operation
 from polyamp.backends.tensorflow.compat.names import put_in_place
 from polyamp.backends.tensorflow.compat.true_gradients import TrueGradients
 from polyamp.backends.tensorflow.steps.optimizer import LossScaledOptimizer
-from polyamp.backends.tensorflow.unstable import replace_functions
+from polyamp.backends.tensorflow.unstable import replace_functions, scope_path
+from polyamp.flow import AS_WRITTEN
 from polyamp.loss_scale import LossScale
+from polyamp.plan import Plan, PlannedOperation
 from polyamp.policy import Policy, policy
+from polyamp.scripts.places import script_line
 from polyamp.scripts.session import Session
 
 v1 = tf.compat.v1
 
 _VARIABLE = "TF_ENABLE_AUTO_MIXED_PRECISION"
 _ON = (_VARIABLE, f"{_VARIABLE}_GRAPH_REWRITE")
+_MOST_CALLS = 4096
 _ASSIGNMENTS = ("assign", "assign_add", "assign_sub", "scatter_sub", "scatter_add", "scatter_nd_sub", "scatter_nd_add")
 
 
@@ -52,11 +57,11 @@ def lower(session: Session, chosen: Policy) -> None:
     autocast_everywhere(chosen)
     session.at_end(lambda: autocast_everywhere(None))
     lowering = lowering_of(chosen)
-
-    def note_what_ran() -> None:
-        session.has_low |= lowering is not None and lowering.lowered
-
-    session.add(note_what_ran)
+    if lowering is not None:
+        products = _Products(session, chosen)
+        lowering.observer = products.note
+        session.at_end(lambda: setattr(lowering, "observer", None))
+        session.add(products.report)
     options = tf.config.optimizer.set_experimental_options
 
     def set_experimental_options(given: Any) -> None:
@@ -66,6 +71,40 @@ def lower(session: Session, chosen: Policy) -> None:
         options(given)
 
     session.replace(tf.config.optimizer, "set_experimental_options", set_experimental_options)
+
+
+class _Products:
+    """Records the products of a script, each place once, and the formats that they ran in.
+
+    Args:
+        session: the run.
+        policy: what its products run under.
+    """
+
+    def __init__(self, session: Session, policy: Policy) -> None:
+        self._session, self._policy = session, policy
+        self._seen: dict[tuple[str, str, bool], PlannedOperation] = {}
+        self._calls = 0
+
+    def note(self, operation: Operation, lowered: bool) -> None:
+        """Record a product, unless there were very many: eager code repeats them in each step."""
+        self._session.has_low |= lowered
+        self._calls += 1
+        if self._calls > _MOST_CALLS:
+            return
+        where = scope_path() or script_line()
+        decided = self._policy.decide(operation.canonical, where)
+        made_in = self._policy.compute if lowered else AS_WRITTEN
+        planned = PlannedOperation(
+            operation.canonical, operation.native, where, decided.op_class, made_in, decided.reason
+        )
+        self._seen.setdefault((operation.native, where, lowered), planned)
+
+    def report(self) -> None:
+        """Add the plan of the products to the report."""
+        if self._seen:
+            operations = tuple(self._seen.values())
+            self._session.ran(Plan(str(self._policy), operations, engine="autocast, the products of TensorFlow"))
 
 
 def scale_losses(session: Session, settings: LossScale) -> None:

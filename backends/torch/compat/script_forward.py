@@ -27,6 +27,7 @@ from polyamp.scripts.session import Session
 __polyamp_run__ = True
 """Frames of this file are left out of a script's tracebacks; see `polyamp.scripts.runner`."""
 
+_ENGINE = "autocast, the first forward pass of each model"
 _MOST_MODULES = 8
 """Outermost modules whose first forward pass is recorded."""
 
@@ -124,8 +125,8 @@ class _FirstForwards:
         self._seen.add(id(module))
         with _eagerly(), _Recorder(self._policy, self._operations):
             yield
-        plan = Plan(str(self._policy), tuple(self._operations), engine="autocast")
-        earlier = [one for one in self._session.plans if one.engine != plan.engine or one.policy != plan.policy]
+        plan = Plan(str(self._policy), tuple(self._operations), engine=_ENGINE)
+        earlier = [one for one in self._session.plans if one.engine != _ENGINE]
         self._session.plans[:] = earlier
         self._session.ran(plan)
 

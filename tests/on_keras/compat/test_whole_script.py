@@ -60,6 +60,31 @@ def test_nothing_is_turned_on_without_a_policy() -> None:
     assert session.holders == []
 
 
+@elsewhere
+def test_tensorflow_may_be_imported_too() -> None:
+    full, _ = fitted()
+    with started() as session:
+        session.shared["tensorflow"] = None  # what its adapter leaves; Keras imports it for data sets
+        low, model = fitted()
+        with pytest.raises(polyamp.UsageError, match=r"own cannot be scaled from outside"):
+            model.optimizer.apply([np.zeros(one.shape, "float32") for one in model.trainable_variables])
+    np.testing.assert_allclose(low, full, rtol=2e-3)
+
+
+@pytest.mark.skipif(BACKEND != "jax", reason="the others record operations")
+def test_the_report_has_the_formats_of_layers() -> None:
+    with started() as session:
+        fitted()
+        for holder in filter(callable, session.holders):
+            holder()
+        (plan,) = session.plans
+    assert [(one.name, one.format) for one in plan.operations] == [
+        ("matmul", "float16"),
+        ("batch_norm", "float16"),
+        ("matmul", "float16"),
+    ]
+
+
 @pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
 def test_fit_matches_float32(policy: str) -> None:
     full, _ = fitted()

@@ -110,6 +110,9 @@ def test_a_loop_with_a_tape_matches_float32(optimizer: str, mode: str, clip: boo
         note_what_ran = next(filter(callable, session.holders))
         assert note_what_ran() is None
         assert session.has_low
+        (plan,) = session.plans
+    assert {(one.name, one.format) for one in plan.operations} == {("matmul", policy.removeprefix("mixed_"))}
+    assert all("test_whole_script.py:" in one.where or mode != "eager" for one in plan.operations)
     assert low != full
     assert low[-1] < 0.95 * low[0]
     np.testing.assert_allclose(low, full, rtol=2e-3 if policy == "mixed_float16" else 2e-2)

@@ -17,6 +17,8 @@ from polyamp.migration.convert import migrate_source
 from polyamp.migration.program import Program
 from polyamp.migration.report import Migration
 
+pytestmark = pytest.mark.once  # libcst parses every version of Python on each
+
 PROGRAMS = Path(__file__).parents[1] / "support" / "migrate"
 NAMES = sorted(path.stem for path in (PROGRAMS / "before").glob("*.py"))
 

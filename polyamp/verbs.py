@@ -151,7 +151,9 @@ def save_loss_scale(holder: Any, *, like: str | None = None) -> dict[str, Any]:
     """Return the loss-scale state of a wrapped optimizer (JAX: of its state) as JSON, the same in all frameworks.
 
     >>> import torch
-    >>> opt = wrap_optimizer(torch.optim.SGD([torch.ones(2, requires_grad=True)], lr=0.1), "mixed_float16")
+    >>> keras_rule = LossScale.like("keras", init=2.0**16)
+    >>> weight = torch.ones(2, requires_grad=True)
+    >>> opt = wrap_optimizer(torch.optim.SGD([weight], lr=0.1), "mixed_float16", loss_scale=keras_rule)
     >>> save_loss_scale(opt)["scale"]
     65536.0
     >>> save_loss_scale(opt, like="keras")

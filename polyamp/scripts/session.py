@@ -125,10 +125,10 @@ class Session:
     def refuse(self, what: str, *, found: object = None, fix: str | None = None, where: str | None = None) -> NoReturn:
         """End the run: the script cannot be run safely.
 
-        >>> Session().refuse("the parameters are updated without an optimizer", fix="use torch.optim.SGD")
+        >>> Session().refuse("no optimizer updates the parameters", fix="use torch.optim.SGD", where="train.py:7")
         Traceback (most recent call last):
-        polyamp.errors.UsageError: the parameters are updated without an optimizer
-          where:   polyamp run
+        polyamp.errors.UsageError: no optimizer updates the parameters
+          where:   train.py:7
           to do:   use torch.optim.SGD
 
         Args:

@@ -12,8 +12,7 @@ Without a policy, removed names are put in their old places. With one:
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from typing import Any, NoReturn
 from weakref import WeakSet
@@ -32,6 +31,7 @@ from polyamp.backends.keras.unstable import built_on, choose_optimizers
 from polyamp.formats import format_of
 from polyamp.plan import Plan, PlannedOperation
 from polyamp.policy import Policy
+from polyamp.scripts.as_written import AsWritten
 from polyamp.scripts.session import Session
 
 _FIX = (
@@ -61,7 +61,7 @@ def begin(session: Session) -> None:
         models.watch_steps()
 
 
-class FitOnly:
+class FitOnly(AsWritten):
     """The loops of scripts on JAX and torch: none but Keras' own can be scaled from outside.
 
     Args:
@@ -69,22 +69,8 @@ class FitOnly:
     """
 
     def __init__(self, session: Session) -> None:
+        super().__init__()
         self._session = session
-        self._is_inside = ContextVar("is_inside", default=False)
-
-    @property
-    def is_inside(self) -> bool:
-        """Whether the calling code is inside `as_written`."""
-        return self._is_inside.get()
-
-    @contextmanager
-    def as_written(self) -> Iterator[None]:
-        """Let optimizers inside apply gradients: the loss was scaled."""
-        token = self._is_inside.set(True)
-        try:
-            yield
-        finally:
-            self._is_inside.reset(token)
 
     def step(self, optimizer: Any, pairs: Sequence[tuple[Any, Any]]) -> NoReturn:
         """Refuse to apply gradients of a loss that nobody scaled.

@@ -11,9 +11,7 @@ by 65536 in float32. ``optimizer.apply_gradients`` then updates or skips.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -21,10 +19,11 @@ import tensorflow as tf
 from polyamp.backends.tensorflow.steps.gradients import SIXTEEN_BIT, all_finite, multiplied, unscaled
 from polyamp.backends.tensorflow.steps.scaler import LossScaler
 from polyamp.loss_scale import LossScale
+from polyamp.scripts.as_written import AsWritten
 from polyamp.scripts.session import Session
 
 
-class TrueGradients:
+class TrueGradients(AsWritten):
     """The loss scale of a script: one for its eager code and functions, and one for each graph of TensorFlow 1.
 
     >>> from polyamp.scripts.session import Session
@@ -43,25 +42,11 @@ class TrueGradients:
     """
 
     def __init__(self, settings: LossScale, session: Session) -> None:
+        super().__init__()
         self._settings, self._session = settings, session
-        self._is_inside = ContextVar("is_inside", default=False)
         self._eager: LossScaler | None = None
         self._of_graph: weakref.WeakKeyDictionary[tf.Graph, LossScaler] = weakref.WeakKeyDictionary()
         self._taken: dict[int, weakref.ref[Any]] = {}
-
-    @property
-    def is_inside(self) -> bool:
-        """Whether the calling code is inside `take`, `step` or `as_written`."""
-        return self._is_inside.get()
-
-    @contextmanager
-    def as_written(self) -> Iterator[None]:
-        """Take and apply gradients of this block as TensorFlow does: it scales its loss itself."""
-        token = self._is_inside.set(True)
-        try:
-            yield
-        finally:
-            self._is_inside.reset(token)
 
     def take(self, take: Callable[[Any], Any], target: Any, sources: Any, seeds: Any) -> Any:
         """Return ``take(seeds)`` for larger seeds, unscaled; all NaN if a gradient or the target is not finite.

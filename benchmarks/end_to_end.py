@@ -215,11 +215,11 @@ def cases(models: list[str], ways: list[str], keeper: Keeper, budget: Budget) ->
     """Return every model in each of its ways."""
     for name in models:
         for way in ways:
-            shapes = None if way in TASKS[name].ways else "its shapes change at every step"
-            if reason := TASKS[name].missing or shapes:
+            task = TASKS[name]
+            if reason := task.missing or (task.eager_only if way == "compiled" else None):
                 keeper.leave_out({"model": name, "way": way, "variant": None}, reason)
                 continue
-            prepare(TASKS[name])
+            prepare(task)
             yield Case(name, way, keeper, budget, settle, free_memory)
 
 

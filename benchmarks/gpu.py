@@ -1,8 +1,9 @@
-"""Run all that needs a GPU, in three commands of a few minutes: build, test, measure. docs/gpu.md explains the results.
+"""Run all that needs a GPU, in four commands of a few minutes: build, test, measure. docs/gpu.md explains the results.
 
     python benchmarks/gpu.py --within 550            # the first set, most valuable parts first
     python benchmarks/gpu.py second --within 550
     python benchmarks/gpu.py third --within 550
+    python benchmarks/gpu.py tables --within 550     # the other models of the founding speed table
     python benchmarks/gpu.py step jax                # some parts, without a time limit
     python benchmarks/gpu.py --plan                  # list the parts and their shares of the time
     python benchmarks/gpu.py all --rehearse          # everything in a tiny form on a CPU
@@ -121,6 +122,10 @@ PARTS = [
         ("end_to_end_cuda.json",),
         within=True,
     ),
+    Part("jasper", "tables", 130, (*MODEL, "jasper"), ("end_to_end_cuda.json",), within=True),
+    Part("transformer", "tables", 130, (*MODEL, "transformer"), ("end_to_end_cuda.json",), within=True),
+    Part("gnmt", "tables", 140, (*MODEL, "gnmt"), ("end_to_end_cuda.json",), within=True),
+    Part("bert-large-squad", "tables", 140, (*MODEL, "bert-large-squad"), ("end_to_end_cuda.json",), within=True),
 ]
 SETS = tuple(dict.fromkeys(part.set for part in PARTS))
 NAMES = tuple(part.name for part in PARTS)

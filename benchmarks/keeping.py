@@ -33,16 +33,24 @@ Row = dict[str, Any]
 
 
 def keep(name: str, versions: dict[str, str], numbers: dict[str, Any]) -> Path:
-    """Write ``<name>.json``: the machine, the versions and the numbers.
+    """Write ``<name>.json``: the machine, the versions and the numbers."""
+    return write(name, {"machine": machine(), "versions": versions, **numbers})
 
-    The file is replaced as a whole, so a program that is stopped leaves the earlier one.
-    """
+
+def write(name: str, content: dict[str, Any]) -> Path:
+    """Write ``<name>.json`` as a whole, so that a program that is stopped leaves the earlier one."""
     RESULTS.mkdir(parents=True, exist_ok=True)
     path = RESULTS / f"{name}.json"
     whole = path.with_suffix(".part")
-    whole.write_text(json.dumps({"machine": machine(), "versions": versions, **numbers}, indent=2) + "\n")
+    whole.write_text(json.dumps(content, indent=2) + "\n")
     whole.replace(path)
     return path
+
+
+def read(name: str, folder: Path | None = None) -> dict[str, Any]:
+    """Return what was kept as ``<name>.json``; an empty dict if nothing was."""
+    path = (folder or RESULTS) / f"{name}.json"
+    return json.loads(path.read_text()) if path.exists() else {}
 
 
 class Keeper:
@@ -122,8 +130,7 @@ def _covers(left_out: tuple[Any, ...], case: tuple[Any, ...]) -> bool:
 
 def earlier_result(name: str, versions: dict[str, str]) -> Row:
     """Read what was kept before, if it is of the same versions and the same machine; else return an empty dict."""
-    path = RESULTS / f"{name}.json"
-    earlier = json.loads(path.read_text()) if path.exists() else {}
+    earlier = read(name)
     return earlier if (earlier.get("machine"), earlier.get("versions")) == (machine(), versions) else {}
 
 

@@ -45,6 +45,8 @@ if TYPE_CHECKING:
     from polyamp.diagnosis.sweep import sweep
     from polyamp.diagnosis.verbs import diagnose, probe
     from polyamp.diagnosis.watch import watch
+    from polyamp.equivalence.parity import parity
+    from polyamp.equivalence.report import Parity
 
 __version__ = "0.1.0"
 
@@ -60,6 +62,7 @@ __all__ = [
     "LossScaleState",
     "MissingFrameworkError",
     "NonFiniteLossError",
+    "Parity",
     "Plan",
     "Policy",
     "PolyampDeprecationWarning",
@@ -82,6 +85,7 @@ __all__ = [
     "load_loss_scale",
     "log_health",
     "mismatch",
+    "parity",
     "policy",
     "probe",
     "rewrite",
@@ -95,19 +99,21 @@ __all__ = [
     "write_health",
 ]
 
-_DIAGNOSIS = {
-    "calibrate": "calibration",
-    "Health": "health",
-    "health": "health",
-    "lint": "lint",
-    "mismatch": "mismatch",
-    "HealthMonitor": "monitor",
-    "log_health": "monitor",
-    "write_health": "monitor",
-    "sweep": "sweep",
-    "diagnose": "verbs",
-    "probe": "verbs",
-    "watch": "watch",
+_ON_FIRST_USE = {
+    "calibrate": "diagnosis.calibration",
+    "Health": "diagnosis.health",
+    "health": "diagnosis.health",
+    "lint": "diagnosis.lint",
+    "mismatch": "diagnosis.mismatch",
+    "HealthMonitor": "diagnosis.monitor",
+    "log_health": "diagnosis.monitor",
+    "write_health": "diagnosis.monitor",
+    "sweep": "diagnosis.sweep",
+    "diagnose": "diagnosis.verbs",
+    "probe": "diagnosis.verbs",
+    "watch": "diagnosis.watch",
+    "parity": "equivalence.parity",
+    "Parity": "equivalence.report",
 }
 """The module that defines each name. These modules are loaded on first use, since training does not need them."""
 
@@ -117,12 +123,12 @@ def __getattr__(name: str) -> Any:
 
     if name == "backends":
         return import_module("polyamp.backends")
-    if name not in _DIAGNOSIS:
+    if name not in _ON_FIRST_USE:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    found = getattr(import_module(f"polyamp.diagnosis.{_DIAGNOSIS[name]}"), name)
+    found = getattr(import_module(f"polyamp.{_ON_FIRST_USE[name]}"), name)
     globals()[name] = found
     return found
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_DIAGNOSIS})
+    return sorted({*globals(), *_ON_FIRST_USE})

@@ -59,6 +59,20 @@ def is_integer(value: object) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
+def as_number(value: Any) -> float:
+    """Return a number, or a scalar array of any framework, as a float.
+
+    >>> as_number(2), as_number(0.5)
+    (2.0, 0.5)
+
+    Raises:
+        TypeError, ValueError, OverflowError: it is not one. Text and bools are not numbers.
+    """
+    if isinstance(value, str | bool):
+        raise TypeError(f"{kind_of(value)} is not a number")
+    return float(value.item() if hasattr(value, "item") else value)  # float() of a tensor that has a gradient warns
+
+
 def check_count(name: str, value: object, *, where: str) -> int:
     """Return a value that counts something, such as steps.
 

@@ -17,6 +17,7 @@ from typing import Any
 from polyamp.diagnosis.lint import lint
 from polyamp.diagnosis.sweep import sweep
 from polyamp.diagnosis.verbs import probe
+from polyamp.equivalence.parity import parity
 from polyamp.errors import InvalidTypeError, InvalidValueError
 from polyamp.validation import shown
 from polyamp.verbs import explain
@@ -63,8 +64,12 @@ def step_of(text: str) -> Target:
     return Target(made if callable(made) else function)
 
 
-def training_of(text: str) -> Target:
-    """Return the training function for a sweep: ``package.module:function`` if it takes the scale, else its result.
+def training_of(text: str, form: str = "train(scale)") -> Target:
+    """Return the training function: ``package.module:function`` if it takes arguments, else its result.
+
+    Args:
+        text: ``package.module:function``.
+        form: what the verb calls, for errors.
 
     Raises:
         InvalidTypeError, InvalidValueError: as `step_of` does.
@@ -76,7 +81,7 @@ def training_of(text: str) -> Target:
     if isinstance(made, Mapping):
         return _of_mapping(made, "train", text)
     if not callable(made):
-        raise _bad_form(text, made, 'train(scale) itself; or a function that returns it, or {"train": train, ...}')
+        raise _bad_form(text, made, f'{form} itself; or a function that returns it, or {{"train": train, ...}}')
     return Target(made)
 
 
@@ -115,7 +120,7 @@ def _module(name: str, text: str) -> Any:
 
 
 def _of_mapping(made: Mapping[str, Any], key: str, text: str) -> Target:
-    verbs: tuple[Callable[..., Any], ...] = (explain, lint, probe, sweep)
+    verbs: tuple[Callable[..., Any], ...] = (explain, lint, parity, probe, sweep)
     options = {name for verb in verbs for name in _options_of(verb)}
     unknown = sorted(made.keys() - options - {"step", "train", "args", "kwargs"})
     if unknown:

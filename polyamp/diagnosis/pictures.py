@@ -73,7 +73,7 @@ def draw_probe(
     """
     panels = {kind: rows for kind in _TITLES if (rows := list(recording.of_kind(kind)))}
     heights = [max(len(rows), 3) for rows in panels.values()] or [3]
-    figure = _figure(path, (10, min(max(1.8 + 0.2 * sum(heights), 3.5), 16)))
+    figure = figure_for(path, (10, min(max(1.8 + 0.2 * sum(heights), 3.5), 16)))
     axes = list(figure.subplots(len(heights), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0])
     low, high = _range(recording, limits, scale)
     for axis, (kind, rows) in zip(axes, panels.items(), strict=False):
@@ -106,7 +106,7 @@ def draw_sweep(
         InvalidValueError: the file's ending does not name an image format.
         MissingFrameworkError: matplotlib is not installed.
     """
-    figure = _figure(path, (9, 4.5))
+    figure = figure_for(path, (9, 4.5))
     axis = figure.subplots()
     scales = [math.log2(run.scale) for run in runs]
     if window and not window.is_empty:
@@ -140,7 +140,7 @@ def draw_plan(path: str | PathLike[str], policy: str, moved: Mapping[tuple[str, 
         MissingFrameworkError: matplotlib is not installed.
     """
     names = [name for name, _ in full.most_common(_BARS)]
-    figure = _figure(path, (8, 1.8 + 0.3 * len(names)))
+    figure = figure_for(path, (8, 1.8 + 0.3 * len(names)))
     axis = figure.subplots()
     axis.barh(names, [full[name] / 2**20 for name in names], color="none", edgecolor="grey", label="all in float32")
     starts = dict.fromkeys(names, 0.0)
@@ -175,7 +175,7 @@ def draw_mismatch(
         MissingFrameworkError: matplotlib is not installed.
     """
     name, bars = causes
-    figure = _figure(path, (11 if bars else 6, 4.5))
+    figure = figure_for(path, (11 if bars else 6, 4.5))
     axis, *others = figure.subplots(1, 2 if bars else 1, squeeze=False)[0]
     for label, sizes in curves.items():
         shares = [1 - place / len(sizes) for place in range(len(sizes))]
@@ -193,7 +193,17 @@ def draw_mismatch(
     figure.savefig(path, dpi=150)
 
 
-def _figure(path: str | PathLike[str], size: tuple[float, float]) -> Any:
+def figure_for(path: str | PathLike[str], size: tuple[float, float]) -> Any:
+    """Return an empty figure of matplotlib, for an image file.
+
+    Args:
+        path: the image file.
+        size: width and height in inches.
+
+    Raises:
+        InvalidValueError: the file's ending does not name an image format.
+        MissingFrameworkError: matplotlib is not installed.
+    """
     try:
         from matplotlib.figure import Figure
     except ModuleNotFoundError as error:

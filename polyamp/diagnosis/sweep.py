@@ -16,7 +16,7 @@ from polyamp.diagnosis.progress import Progress, progressing
 from polyamp.diagnosis.window import Window
 from polyamp.errors import InvalidTypeError, InvalidValueError, PolyampError
 from polyamp.layout import JsonReport, aligned, power
-from polyamp.validation import shown
+from polyamp.validation import as_number, shown
 
 if TYPE_CHECKING:
     from os import PathLike
@@ -296,13 +296,11 @@ def _read(given: Any, *, where: str) -> tuple[float, int | None, int | None]:
     parts = tuple(given) if several else (given,)
     loss, skipped, steps = (*parts, None, None)[:3]
     try:
-        if isinstance(loss, str | bool):
-            raise TypeError
-        number = loss.item() if hasattr(loss, "item") else loss  # float() of a tensor that has a gradient warns
+        number = as_number(loss)
         if len(parts) == 2 and not hasattr(skipped, "__int__") and registry.adapter_within(skipped) is not None:
             counted = health(skipped)
-            return float(number), counted.skipped, counted.steps
-        return float(number), _count(skipped), _count(steps)
+            return number, counted.skipped, counted.steps
+        return number, _count(skipped), _count(steps)
     except (TypeError, ValueError, OverflowError) as error:
         raise _Unreadable(
             "not a loss",

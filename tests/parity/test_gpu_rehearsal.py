@@ -11,7 +11,7 @@ from support.other_python import python_without
 
 ROOT = Path(__file__).parents[2]
 NOT_THERE = ("polyamp", "expecttest", "jmp", "haiku", "dm_haiku", "orbax", "tensorflow", "tensorflow_cpu", "keras")
-REHEARSED = ["kernels", "step", "jax"]  # tests, collected but not run; PyTorch; JAX
+REHEARSED = ["kernels", "step", "jax", "gnmt"]  # tests, collected but not run; PyTorch; JAX; a model of the examples
 
 
 def test_parts_run_from_a_checkout_that_nobody_installed(tmp_path: Path) -> None:
@@ -27,3 +27,4 @@ def test_parts_run_from_a_checkout_that_nobody_installed(tmp_path: Path) -> None
     assert kept["optimizer_step_small.json"]["left_out"] == []
     assert {row["variant"] for row in kept["optimizer_step_small.json"]["rows"]} >= {"native fused", "polyamp"}
     assert {row["variant"] for row in kept["jax_skip_small.json"]["timings"]} >= {"plain adam", "cond, apply_gradients"}
+    assert {row["variant"] for row in kept["end_to_end_small.json"]["rows"]} >= {"float32", "polyamp float16"}

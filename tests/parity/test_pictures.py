@@ -11,11 +11,13 @@ import pytest
 from matplotlib.figure import Figure
 from matplotlib.image import imread
 
+import polyamp
 from polyamp.diagnosis import pictures
 from polyamp.diagnosis.probe import Probe
 from polyamp.diagnosis.recording import ACTIVATION, GRADIENT, PARAMETER, Kind, Observation, Recording
 from polyamp.diagnosis.spread import Spread
 from polyamp.diagnosis.sweep import Sweep, Trial
+from polyamp.equivalence import picture
 from polyamp.errors import InvalidValueError
 from polyamp.plan import Plan, PlannedOperation
 
@@ -46,15 +48,16 @@ MANY = Probe(Recording("jax", "mixed_float16", 1.0, 1.0, True, OBSERVATIONS * 60
 def drawn(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     """Return a function that draws into a file and returns the figure."""
     made: list[Figure] = []
-    figure_of = pictures._figure
+    figure_of = pictures.figure_for
 
     def kept(*arguments: Any) -> Figure:
         made.append(figure_of(*arguments))
         return made[-1]
 
-    monkeypatch.setattr(pictures, "_figure", kept)
+    for module in (pictures, picture):
+        monkeypatch.setattr(module, "figure_for", kept)
 
-    def draw(report: Probe | Sweep | Plan, name: str = "picture.png") -> Figure:
+    def draw(report: Probe | Sweep | Plan | polyamp.Parity, name: str = "picture.png") -> Figure:
         report.plot(tmp_path / name)
         return made[-1]
 
@@ -147,3 +150,20 @@ def test_a_plan_has_a_bar_for_each_operation_beside_that_of_float32(drawn: Any) 
         "float32": [0.0, 1.0],
         "float16": [6.0, 0.0],
     }
+
+
+def test_a_parity_has_a_row_for_each_way_with_every_seed_and_the_margin(drawn: Any) -> None:
+    def train(policy: polyamp.Policy, seed: int) -> float:
+        low = {"float32": 0.0, "float16": 0.001, "bfloat16": 0.5}[policy.compute]
+        return 2.0 + seed / 10 + low * (1 + seed / 100)
+
+    found = polyamp.parity(train, ["mixed_float16", "mixed_bfloat16"], controls=False, margin=0.01, progress=False)
+    (axis,) = drawn(found).axes
+    rows = [label.get_text() for label in axis.get_yticklabels()]
+    assert rows == ["mixed_float16\nequivalent, 5 seeds", "mixed_bfloat16\nworse, 3 seeds"]
+    seeds = [line for line in axis.lines if line.get_marker() == "|" and line.get_markersize() == 10]
+    assert [len(line.get_xdata()) for line in seeds] == [5, 3]
+    assert {line.get_color() for line in seeds} == {picture.COLOURS["equivalent"], picture.COLOURS["worse"]}
+    (margin,) = axis.patches
+    assert margin.get_x() == -0.01
+    assert margin.get_width() == 0.02

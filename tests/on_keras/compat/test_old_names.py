@@ -57,9 +57,9 @@ def fitted(model: keras.Model, optimizer: Any = None) -> list[float]:
     ("loss_scale", "expected"),
     [
         ("auto", polyamp.LossScale.like("tensorflow")),
-        ("dynamic", polyamp.LossScale.like("tensorflow")),
+        pytest.param("dynamic", polyamp.LossScale.like("tensorflow"), marks=pytest.mark.long),
         (1024, polyamp.LossScale.fixed(1024)),
-        (polyamp.LossScale(init=8.0), polyamp.LossScale(init=8.0)),
+        pytest.param(polyamp.LossScale(init=8.0), polyamp.LossScale(init=8.0), marks=pytest.mark.long),
         (None, None),
     ],
 )

@@ -51,6 +51,7 @@ def float32(name: str, monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return losses
 
 
+@pytest.mark.long
 def test_spawned_processes_train_under_the_policy_and_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     done = run(tmp_path, *RUN, str(SCRIPTS / "spawned.py"), str(tmp_path / "out.json"))
     expected = float32("spawned", monkeypatch)

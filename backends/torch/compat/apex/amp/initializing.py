@@ -15,6 +15,7 @@ from polyamp.backends.torch.compat.apex.amp.options import Properties, chosen
 from polyamp.backends.torch.compat.apex.amp.stash import Stash
 from polyamp.backends.torch.compat.attached import attach, wrapper_of
 from polyamp.backends.torch.steps.optimizer import LossScaledOptimizer
+from polyamp.controls import scale_in_effect
 from polyamp.errors import InvalidTypeError, InvalidValueError, UsageError, warn_deprecated
 from polyamp.loss_scale import LossScale
 from polyamp.scripts.session import current, found
@@ -90,7 +91,7 @@ def initialize(
         loss_scale=loss_scale,
     )
     _check_count(num_losses)
-    settings = _settings(properties, min_loss_scale, max_loss_scale)
+    settings = scale_in_effect(_settings(properties, min_loss_scale, max_loss_scale))
     some_models, some_optimizers = _models(models), _optimizers(optimizers)
     changes.check(some_models)
     _check_new(some_optimizers)

@@ -1,0 +1,40 @@
+"""VGG-16, network D of Simonyan and Zisserman (Very Deep Convolutional Networks, 2014), on handwritten digits.
+
+All 16 layers are here; the reduced model has an eighth of the channels, a dropout of 0.1, and images of 32 x 32. It
+reaches 0.92 in float32.
+"""
+
+import jax
+from flax import linen
+
+import polyamp
+from models.data import images
+from models.on_jax.training import Task, adam, classify, cross_entropy
+
+HE = linen.initializers.he_normal()
+
+
+class VGG(linen.Module):
+    width: int = 64
+    classes: int = 1000
+    dropout: float = 0.5
+
+    @linen.compact
+    def __call__(self, x: jax.Array, train: bool) -> jax.Array:
+        for times, count in ((1, 2), (2, 2), (4, 3), (8, 3), (8, 3)):
+            for _ in range(count):
+                x = linen.relu(linen.Conv(times * self.width, (3, 3), padding=1, kernel_init=HE)(x))
+            x = linen.max_pool(x, (2, 2), (2, 2))
+        x = x.reshape(len(x), -1)
+        for _ in range(2):
+            x = linen.relu(linen.Dense(64 * self.width, kernel_init=HE)(x))
+            x = linen.Dropout(self.dropout)(x, deterministic=not train)
+        return linen.Dense(self.classes)(x)
+
+
+STEPS = 120
+TASK = Task(VGG(width=8, classes=10, dropout=0.1), cross_entropy, adam(2e-3, STEPS))
+
+
+def train(policy: polyamp.Policy, seed: int) -> dict[str, float]:
+    return classify(TASK, images(size=32), policy, seed, size=64, steps=STEPS)

@@ -1,0 +1,74 @@
+"""``polyamp parity``: the verb of the same name, on a user's own training function.
+
+The exit code is 0 if every policy trains as well as float32, `WORSE`, `NOT_YET_KNOWN` or `CANNOT_TELL` if not, 1 for
+polyamp's own errors, and 2 for a wrong command line.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import typer
+
+from polyamp.commands.diagnosis import FINDINGS, JsonFile, PlotFile
+from polyamp.commands.show import show
+from polyamp.commands.target import training_of
+from polyamp.equivalence.design import FIRST_LOOK
+from polyamp.equivalence.parity import parity as train_over_seeds
+
+WORSE = FINDINGS
+NOT_YET_KNOWN = 4
+"""The exit code if more seeds are needed."""
+CANNOT_TELL = 5
+"""The exit code if no negative control failed, so that equivalence on this task shows nothing."""
+
+_CODES = {"equivalent": 0, "better": 0, "worse": WORSE, "not yet known": NOT_YET_KNOWN, "cannot tell": CANNOT_TELL}
+_TRAIN = (
+    "package.module:function: train(policy, seed), which returns the metric; or a function that returns it, or a dict."
+)
+_MARGIN = "The largest difference that would not matter: a number, or a share of float32's mean."
+
+
+def parity(
+    target: Annotated[str, typer.Argument(help=_TRAIN, metavar="MODULE:FUNCTION", show_default=False)],
+    policy: Annotated[list[str] | None, typer.Option(help="Policy, by name; may be repeated.  [mixed_float16]")] = None,
+    seeds: Annotated[
+        int | None, typer.Option(min=FIRST_LOOK, help="Seeds, unless the answer is clear before.  [10]")
+    ] = None,
+    margin: Annotated[str | None, typer.Option(help=f"{_MARGIN}  [0.5%]")] = None,
+    metric: Annotated[
+        str | None, typer.Option(help="Which metric, if there are several; by default the first.")
+    ] = None,
+    better: Annotated[
+        Literal["higher", "lower"] | None, typer.Option(help="Which is better; by default as the metric's name tells.")
+    ] = None,
+    alpha: Annotated[float | None, typer.Option(help="Chance of a wrong verdict.  [0.05]")] = None,
+    controls: Annotated[bool | None, typer.Option(help="Train the negative controls too.  [yes]")] = None,
+    stop_early: Annotated[bool | None, typer.Option(help="Stop as soon as the answer is clear.  [yes]")] = None,
+    first_seed: Annotated[int | None, typer.Option(help="The first seed.  [0]")] = None,
+    keep: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Add every run to this file, and take those it has from there.")
+    ] = None,
+    json: JsonFile = None,
+    plot: PlotFile = None,
+) -> None:
+    """Train over seeds in float32 and under policies, and report whether the results are equivalent.
+
+    Exit code 3: a policy is worse. 4: not yet known, more seeds are needed. 5: the task cannot tell.
+    """
+    found = training_of(target, "train(policy, seed)").call(
+        train_over_seeds,
+        policy=policy,
+        seeds=seeds,
+        margin=margin,
+        metric=metric,
+        better=better,
+        alpha=alpha,
+        controls=controls,
+        stop_early=stop_early,
+        first_seed=first_seed,
+        keep=keep,
+    )
+    show(found, json, plot)
+    if code := _CODES[found.verdict]:
+        raise typer.Exit(code)

@@ -1,0 +1,70 @@
+"""A file of finished runs, so that a parity that was interrupted goes on where it stopped.
+
+Each line is the JSON of one run with the way in which it was trained. The file grows after every run; a last line that
+was cut off, because the process was killed while it wrote, is trained again.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from polyamp.equivalence.comparison import as_json
+from polyamp.equivalence.training import Run
+from polyamp.errors import InvalidValueError
+
+Key = tuple[str, str, str, int]
+"""The training function, the policy, the negative control (or empty, or "again") and the seed."""
+
+
+@dataclass
+class Journal:
+    """The runs in a file, and those that are added to it.
+
+    Args:
+        path: the file; None keeps nothing.
+
+    Raises:
+        InvalidValueError: the file has lines that are not runs, or is a folder.
+    """
+
+    path: Path | None
+    runs: dict[Key, tuple[Run, bool]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.path is None or not self.path.exists():
+            return
+        try:
+            lines = self.path.read_text().splitlines(keepends=True)
+            for line in lines:
+                if line.endswith("\n"):
+                    self._read(json.loads(line))
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise InvalidValueError(
+                "this is not a file of runs",
+                where="parity(keep=)",
+                found=f"{self.path}: {error}",
+                allowed="a new file, or one that parity(keep=) wrote",
+                fix="name another file",
+            ) from error
+        if lines and not lines[-1].endswith("\n"):
+            self.path.write_text("".join(lines[:-1]))
+
+    def _read(self, kept: dict[str, Any]) -> None:
+        key = (kept["train"], kept["policy"], kept["control"], kept["seed"])
+        metrics = {name: math.nan if value is None else float(value) for name, value in kept["metrics"].items()}
+        run = Run(kept["seed"], math.nan, metrics, kept["skipped"], kept["failure"])
+        self.runs[key] = (run, kept["was_reached"])
+
+    def add(self, key: Key, run: Run, was_reached: bool) -> None:
+        """Keep a run."""
+        self.runs[key] = (run, was_reached)
+        if self.path is None:
+            return
+        train, policy, control, _ = key
+        named = {"train": train, "policy": policy, "control": control, "was_reached": was_reached}
+        with self.path.open("a") as file:
+            file.write(json.dumps({**named, **as_json(run)}) + "\n")

@@ -1,0 +1,160 @@
+"""The statistics of `polyamp.parity`: two one-sided t-tests of a difference of means. SciPy computes them.
+
+Worked example: five seeds, each trained in float32 and in 16 bits. The losses differ by 0.001 on average. The margin is
+0.01.
+
+>>> float32, mixed = [2.10, 2.12, 2.08, 2.11, 2.09], [2.101, 2.122, 2.079, 2.112, 2.091]
+>>> found = paired(mixed, float32, alpha=0.05)
+>>> f"{found.mean:+.4f}, {found.low:+.4f} .. {found.high:+.4f}"
+'+0.0010, -0.0002 .. +0.0022'
+>>> found.within(0.01), found.p_equivalent(0.01) < 0.001
+(True, True)
+
+The interval at level ``alpha`` has coverage ``1 - 2 alpha``: it lies within the margin if, and only if, both one-sided
+tests reject at ``alpha`` (Schuirmann 1987, the two one-sided tests procedure, TOST).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property
+from typing import Any
+
+from polyamp.refusals import missing
+
+POWER = 0.8
+"""The chance of a clear verdict for which `seeds_to_tell` plans, the usual one (Cohen 1988)."""
+MOST_SEEDS = 10_000
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The mean difference between runs in 16 bits and in float32, with its confidence interval.
+
+    Attributes:
+        mean: of the runs in 16 bits minus that of the runs in float32, in the metric's unit.
+        error: standard error of the mean difference.
+        freedom: degrees of freedom of its t distribution.
+        alpha: one-sided error rate of the interval.
+    """
+
+    mean: float
+    error: float
+    freedom: float
+    alpha: float
+
+    @cached_property
+    def reach(self) -> float:
+        """Half of the interval's length."""
+        return _quantile(1 - self.alpha, self.freedom) * self.error if self.error else 0.0
+
+    @property
+    def low(self) -> float:
+        """Lower end of the interval with coverage ``1 - 2 alpha``."""
+        return self.mean - self.reach
+
+    @property
+    def high(self) -> float:
+        """Upper end of the interval."""
+        return self.mean + self.reach
+
+    def within(self, margin: float) -> bool:
+        """Return whether the interval lies within the margin on both sides: then the means are equivalent."""
+        return -margin < self.low and self.high < margin
+
+    def beyond(self, margin: float) -> bool:
+        """Return whether the interval lies outside the margin, on one side."""
+        return self.low >= margin or self.high <= -margin
+
+    def p_equivalent(self, margin: float) -> float:
+        """Return the larger p-value of the two one-sided tests; equivalent if it is less than ``alpha``."""
+        return max(self._p_value(self.mean + margin), self._p_value(margin - self.mean))
+
+    def _p_value(self, inside: float) -> float:
+        """Return the p-value of one test, for the distance by which the mean is inside one end of the margin."""
+        if not self.error:
+            return float(inside <= 0)
+        return float(student().sf(inside / self.error, self.freedom))
+
+
+def paired(values: Sequence[float], reference: Sequence[float], *, alpha: float) -> Difference:
+    """Compare two lists of which each place is one seed: the same weights and the same order of the data.
+
+    Args:
+        values: the metric of each run; at least two, all finite.
+        reference: the same in float32.
+        alpha: one-sided error rate.
+    """
+    differences = [one - other for one, other in zip(values, reference, strict=True)]
+    mean, variance = _moments(differences)
+    return Difference(mean, math.sqrt(variance / len(differences)), len(differences) - 1, alpha)
+
+
+def unpaired(values: Sequence[float], reference: Sequence[float], *, alpha: float) -> Difference:
+    """Compare two lists of separate runs, by the t-test of Welch (1947), which lets the variances differ.
+
+    >>> found = unpaired([2.0, 2.1, 2.2], [2.0, 2.1, 2.2, 2.1], alpha=0.05)
+    >>> f"{found.mean:.3f}, {found.freedom:.1f}"
+    '0.000, 3.9'
+    """
+    (mean, variance), (other, other_variance) = _moments(values), _moments(reference)
+    parts = (variance / len(values), other_variance / len(reference))
+    spread = sum(parts)
+    shares = parts[0] ** 2 / (len(values) - 1) + parts[1] ** 2 / (len(reference) - 1)
+    return Difference(mean - other, math.sqrt(spread), spread**2 / shares if shares else math.inf, alpha)
+
+
+def _moments(values: Sequence[float]) -> tuple[float, float]:
+    """Return the mean and the variance, with ``n - 1`` in its denominator."""
+    mean = math.fsum(values) / len(values)
+    return mean, math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1)
+
+
+def seeds_to_tell(found: Difference, margin: float, seeds: int) -> int | None:
+    """Return how many seeds would decide, with a chance of `POWER`, if the mean and the spread stay as they are.
+
+    >>> seeds_to_tell(Difference(mean=0.001, error=0.004, freedom=9, alpha=0.05), margin=0.01, seeds=10)
+    14
+
+    Args:
+        found: the difference so far.
+        margin: in the metric's unit.
+        seeds: the number of seeds so far.
+
+    Returns:
+        The number; None if it is more than `MOST_SEEDS`, since the difference is about as large as the margin.
+    """
+    distance = abs(margin - abs(found.mean))
+    deviation = found.error * math.sqrt(seeds)
+    low, high = seeds, MOST_SEEDS
+    if not _tells(high, distance, deviation, found.alpha):
+        return None
+    while low < high:  # more seeds tell more: bisect
+        middle = (low + high) // 2
+        low, high = (low, middle) if _tells(middle, distance, deviation, found.alpha) else (middle + 1, high)
+    return low
+
+
+def _tells(seeds: int, distance: float, deviation: float, alpha: float) -> bool:
+    quantiles = _quantile(1 - alpha, seeds - 1) + _quantile(POWER, seeds - 1)
+    return quantiles * deviation <= distance * math.sqrt(seeds)
+
+
+@cache
+def _quantile(probability: float, freedom: float) -> float:
+    return float(student().ppf(probability, freedom))
+
+
+def student() -> Any:
+    """Return SciPy's t distribution.
+
+    Raises:
+        MissingFrameworkError: scipy is not installed.
+    """
+    try:
+        from scipy.stats import t
+    except ModuleNotFoundError as error:
+        raise missing("scipy", extra="parity") from error
+    return t

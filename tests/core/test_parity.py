@@ -1,0 +1,468 @@
+"""Parity: statistics, looks, verdicts and their error rates, controls, kept runs, the command and its exit codes."""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy import stats
+from typer.testing import CliRunner
+
+import polyamp
+from polyamp.cli import app
+from polyamp.controls import active, imposed
+from polyamp.equivalence.comparison import Comparison, Margin
+from polyamp.equivalence.design import Design
+from polyamp.equivalence.statistics import Difference, paired, seeds_to_tell, unpaired
+from polyamp.equivalence.training import Metric, Run, better_of
+from polyamp.errors import InvalidTypeError, InvalidValueError, MissingFrameworkError, NonFiniteLossError, warn_once
+
+ROOT = Path(__file__).parents[2]
+LOSS = Metric("loss", "lower")
+numbers = st.floats(-5, 5).map(lambda x: round(x, 3))
+lists = st.integers(3, 12).flatmap(lambda n: st.tuples(*(st.lists(numbers, min_size=n, max_size=n) for _ in range(2))))
+
+
+def runs(values: Iterable[float]) -> tuple[Run, ...]:
+    return tuple(Run(seed, float(value), {"loss": float(value)}) for seed, value in enumerate(values))
+
+
+def compared(values: Sequence[float], seeds: int = 10, margin: float = 1.0, **more: Any) -> Comparison:
+    """Compare values with a float32 of 0."""
+    reference = runs([0.0] * len(values))
+    return Comparison("mixed_float16", runs(values), reference, LOSS, Margin(margin), Design(seeds, 0.05), **more)
+
+
+def ended(values: Sequence[float], design: Design) -> str:
+    """Look at growing numbers of seeds, as training does, and return the first clear verdict."""
+    for seen in range(3, len(values) + 1):
+        found = compared(values[:seen], design.seeds)
+        if found.is_decided:
+            return found.verdict
+    return "not yet known"
+
+
+class TestStatistics:
+    @given(lists)
+    def test_paired_is_scipys_paired_test(self, pair: tuple[list[float], list[float]]) -> None:
+        differences = np.subtract(*pair)
+        if np.ptp(differences) < 1e-6:
+            return
+        found, expected = paired(*pair, alpha=0.05), stats.ttest_rel(*pair)
+        interval = expected.confidence_interval(0.90)
+        assert found.low == pytest.approx(interval.low, abs=1e-9)
+        assert found.high == pytest.approx(interval.high, abs=1e-9)
+        lower = stats.ttest_1samp(differences, -0.7, alternative="greater").pvalue
+        upper = stats.ttest_1samp(differences, 0.7, alternative="less").pvalue
+        assert found.p_equivalent(0.7) == pytest.approx(max(lower, upper), abs=1e-9)
+
+    @given(st.lists(numbers, min_size=3, max_size=9), st.lists(numbers, min_size=3, max_size=9))
+    def test_unpaired_is_scipys_test_of_welch(self, one: list[float], other: list[float]) -> None:
+        if min(np.ptp(one), np.ptp(other)) < 1e-2:
+            return
+        found, expected = unpaired(one, other, alpha=0.05), stats.ttest_ind(one, other, equal_var=False)
+        interval = expected.confidence_interval(0.90)
+        assert (found.low, found.high) == pytest.approx((interval.low, interval.high), abs=1e-8)
+        assert found.freedom == pytest.approx(expected.df)
+
+    @given(lists, st.floats(0.01, 3.0))
+    def test_the_interval_is_within_the_margin_where_both_tests_reject(
+        self, pair: tuple[list[float], list[float]], margin: float
+    ) -> None:
+        found = paired(*pair, alpha=0.05)
+        p = found.p_equivalent(margin)
+        if abs(p - 0.05) > 1e-9:
+            assert found.within(margin) == (p < 0.05)
+
+    def test_equal_differences_have_an_interval_of_one_point(self) -> None:
+        found = paired([1.0, 2.0, 3.0], [0.5, 1.5, 2.5], alpha=0.05)
+        assert (found.low, found.high, found.p_equivalent(1.0), found.p_equivalent(0.5)) == (0.5, 0.5, 0.0, 1.0)
+
+    def test_the_planned_seeds_tell_four_times_in_five(self) -> None:
+        mean, deviation, margin = 0.3, 1.0, 1.0
+        first = Difference(mean, deviation / math.sqrt(5), 4, 0.05)
+        planned = seeds_to_tell(first, margin, 5)
+        assert planned is not None
+        random = np.random.default_rng(0)
+        draws = random.normal(mean, deviation, (400, planned))
+        told = [paired(list(row), [0.0] * planned, alpha=0.05).within(margin) for row in draws]
+        assert 0.72 < np.mean(told) < 0.92
+
+    def test_no_number_of_seeds_tells_a_difference_as_large_as_the_margin(self) -> None:
+        assert seeds_to_tell(Difference(1.0, 0.1, 9, 0.05), 1.0, 10) is None
+
+
+class TestDesign:
+    @given(st.integers(3, 60), st.floats(0.001, 0.4), st.booleans())
+    def test_all_looks_together_have_alpha(self, seeds: int, alpha: float, stop_early: bool) -> None:
+        design = Design(seeds, alpha, stop_early)
+        spent = [design.alpha_at(seen) for seen in range(seeds + 1)]
+        assert sum(one for one in spent if one) == pytest.approx(alpha)
+        assert spent[-1] is not None
+        assert stop_early or not any(spent[:-1])
+
+    @pytest.mark.parametrize("stop_early", [True, False])
+    @pytest.mark.parametrize("spread", [0.3, 1.0])
+    @pytest.mark.parametrize("noise", ["normal", "heavy tails", "rounded"])
+    def test_a_wrong_verdict_is_as_rare_as_stated(self, noise: str, spread: float, stop_early: bool) -> None:
+        """The hardest case for both errors is a true difference that is exactly as large as the margin."""
+        random, draws = np.random.default_rng(1), 400
+        made = {
+            "normal": lambda shape: random.normal(size=shape),
+            "heavy tails": lambda shape: random.standard_t(3, size=shape) / math.sqrt(3),
+            "rounded": lambda shape: np.round(random.normal(size=shape)),
+        }[noise]((draws, 10))
+        found = Counter(ended(list(row), Design(10, 0.05, stop_early)) for row in 1.0 + spread * made)
+        for wrong in ("equivalent", "worse"):
+            assert found[wrong] <= draws * 0.05 + 3 * math.sqrt(draws * 0.05 * 0.95), found
+        assert found["better"] == 0
+
+    def test_what_is_equal_is_found_equivalent_and_what_is_far_is_found_worse(self) -> None:
+        random = np.random.default_rng(2)
+        equal = Counter(ended(list(row), Design(10, 0.05)) for row in random.normal(0, 0.3, (200, 10)))
+        far = Counter(ended(list(row), Design(10, 0.05)) for row in random.normal(2, 0.5, (200, 10)))
+        assert equal["equivalent"] > 195
+        assert far["worse"] > 195
+
+    def test_without_the_design_a_verdict_would_be_wrong_too_often(self) -> None:
+        """If every look had the whole error rate, the first verdict that is clear would often be wrong."""
+        random, draws = np.random.default_rng(3), 400
+        wrong = 0
+        for row in random.normal(1.0, 0.3, (draws, 10)):
+            wrong += any(paired(list(row[:n]), [0.0] * n, alpha=0.05).within(1.0) for n in range(3, 11))
+        assert wrong > draws * 0.10
+
+    def test_the_page_has_the_rates_that_were_drawn(self) -> None:
+        drawn = json.loads((ROOT / "benchmarks" / "results" / "parity_errors.json").read_text())
+        page = (ROOT / "docs" / "diagnose" / "parity.md").read_text()
+        shown = [line.replace("*", "") for line in page.splitlines() if line.startswith("|")]
+        wanted = {
+            "normal": "normal",
+            "heavy tails (t, 3 degrees)": "with heavy tails",
+            "rounded to the deviation": "rounded",
+            "skewed to worse": "a few runs much worse",
+            "skewed to better": "a few runs much better",
+        }
+        rows = [row for row in drawn["rows"] if row["true difference"] == "the margin" and row["deviation"] == 1.0]
+        for row in rows:
+            if row["differences"] in wanted:
+                (line,) = (line for line in shown if wanted[row["differences"]] in line)
+                read = [float(cell.strip(" %")) for cell in line.split("|")[2:4]]
+                drawn_rates = [100 * row[verdict] for verdict in ("equivalent", "worse")]
+                assert read == pytest.approx(drawn_rates, abs=0.51 if max(drawn_rates) > 10 else 0.051), line
+
+
+class TestVerdict:
+    @pytest.mark.parametrize(
+        ("values", "better", "verdict"),
+        [
+            ([0.01, -0.02, 0.0, 0.02, -0.01], "lower", "equivalent"),
+            ([3.0, 3.1, 2.9, 3.0, 3.05], "lower", "worse"),
+            ([3.0, 3.1, 2.9, 3.0, 3.05], "higher", "better"),
+            ([-3.0, -3.1, -2.9, -3.0, -3.05], "higher", "worse"),
+            ([1.0, -2.0, 3.0, -1.0, 0.5], "lower", "not yet known"),
+            ([0.0, math.nan, 0.0, 0.0, 0.0], "lower", "worse"),
+            ([0.0, 0.0, math.inf], "higher", "worse"),
+        ],
+    )
+    def test_of_five_seeds(self, values: list[float], better: Any, verdict: str) -> None:
+        reference = runs([0.0] * len(values))
+        design, metric = Design(5, 0.05), Metric("value", better)
+        found = Comparison("p", runs(values), reference, metric, Margin(1.0), design)
+        assert found.verdict == verdict
+        json.dumps(found.as_dict(), allow_nan=False)
+
+    def test_no_early_look_finds_two_ways_equivalent_by_chance(self) -> None:
+        assert compared([0.01, -0.01, 0.0]).verdict == "not yet known"  # too few to see a rare bad run
+        assert compared([0.0] * 6).verdict == "not yet known"  # equal so far: accuracies are rounded
+        assert compared([0.0] * 10).verdict == "equivalent"
+
+    def test_float32_that_diverges_is_not_held_against_the_policy(self) -> None:
+        found = Comparison("p", runs([1.0] * 3), runs([1.0, math.nan, 1.0]), LOSS, Margin(1.0), Design(3, 0.05))
+        assert found.verdict == "not yet known"
+        assert "float32 itself ended without a finite loss: 1 of 3 runs (seed 1)" in found.reason
+
+    @pytest.mark.parametrize("given", ["", "much", "0%", "-1%", 0, -0.1, math.nan, math.inf, True, None])
+    def test_a_margin_that_is_none_is_refused(self, given: Any) -> None:
+        with pytest.raises(InvalidValueError, match="largest difference that would not matter"):
+            Margin.of(given)
+
+    def test_a_margin_is_a_number_or_a_share(self) -> None:
+        assert Margin.of("0.5%").at(-4.0) == Margin.of("0.02").at(-4.0) == Margin.of(0.02).at(-4.0) == 0.02
+
+    @pytest.mark.parametrize(
+        ("name", "better"),
+        [("accuracy", "higher"), ("val/top1", "higher"), ("error_rate", "lower"), ("average_precision", "higher")],
+    )
+    def test_the_name_of_a_metric_tells_which_is_better(self, name: str, better: str) -> None:
+        assert better_of(name) == better
+
+
+def task(
+    damage: Callable[[polyamp.Policy], float] = lambda policy: 0.0, noise: float = 0.001, calls: list[Any] | None = None
+) -> Callable[[polyamp.Policy, int], dict[str, float]]:
+    """Return a training without a framework: a loss that depends on the seed, and by some noise on the policy."""
+
+    def train(policy: polyamp.Policy, seed: int) -> dict[str, float]:
+        assert polyamp.current_policy() == policy
+        if calls is not None:
+            calls.append((str(policy), seed))
+        low = policy.compute != "float32"
+        other = np.random.default_rng([seed, low, len(str(policy))]).normal(0, noise) if low else 0.0
+        return {"loss": 2 + np.random.default_rng(seed).normal(0, 0.3) + other + damage(policy), "steps": 7.0}
+
+    return train
+
+
+def quiet(train: Any, policy: Any = "mixed_float16", **options: Any) -> polyamp.Parity:
+    return polyamp.parity(train, policy, **{"progress": False, "controls": False, **options})
+
+
+class TestTraining:
+    def test_pairs_find_what_separate_runs_could_not(self) -> None:
+        found = quiet(task())
+        alone = quiet(task(), reference=[run.value for run in found.float32])
+        assert (found.verdict, alone.verdict) == ("equivalent", "not yet known")
+        assert alone.comparisons[0].more_seeds > 100
+
+    def test_it_stops_as_soon_as_the_answer_is_clear(self) -> None:
+        calls: list[Any] = []
+        assert quiet(task(calls=calls)).comparisons[0].seeds == 5
+        assert len(calls) == 10
+        assert quiet(task(), stop_early=False).comparisons[0].seeds == 10
+        assert quiet(task(lambda policy: (policy.compute == "float16") * 0.5)).comparisons[0].seeds == 3
+
+    def test_every_policy_has_its_own_verdict(self) -> None:
+        found = quiet(task(lambda policy: (policy.compute == "bfloat16") * 0.1), ["mixed_float16", "mixed_bfloat16"])
+        assert [one.verdict for one in found.comparisons] == ["equivalent", "worse"]
+        assert found.verdict == "worse"
+        assert not found
+        assert "mixed_bfloat16 is worse than float32 by more than the margin." in str(found)
+
+    def test_the_same_seeds_in_every_way(self) -> None:
+        calls: list[Any] = []
+        quiet(task(calls=calls), seeds=4, first_seed=30, stop_early=False)
+        assert sorted(calls) == sorted((name, seed) for name in ("float32", "mixed_float16") for seed in range(30, 34))
+
+    def test_not_yet_known_comes_with_the_seeds_that_would_tell(self) -> None:
+        found = quiet(task(noise=0.02), seeds=4)
+        assert found.verdict == "not yet known"
+        assert found.comparisons[0].more_seeds > 4
+        assert f"about {found.comparisons[0].more_seeds} seeds would tell; take new ones, from seed 4" in str(found)
+
+    def test_a_policy_without_effect_is_noticed(self) -> None:
+        found = quiet(lambda seed: seed / 10 + 1)
+        assert "every seed has the value of float32, as if the policy were not in effect" in str(found)
+
+    def test_a_seed_without_effect_is_noticed(self) -> None:
+        assert "for every seed: does train use its seed?" in str(quiet(lambda policy, seed: 1.0))
+
+    def test_a_run_that_fails_under_the_policy_is_worse(self) -> None:
+        def train(policy: polyamp.Policy, seed: int) -> float:
+            if policy.compute == "float16" and seed == 1:
+                raise NonFiniteLossError("the loss is not finite", where="step 3", found="nan", fix="look")
+            return 1.0 + seed
+
+        found = quiet(train)
+        assert found.verdict == "worse"
+        assert "(seed 1): the loss is not finite" in found.comparisons[0].reason
+
+    def test_errors_of_train_itself_propagate(self) -> None:
+        def train(policy: polyamp.Policy, seed: int) -> float:
+            raise NonFiniteLossError("the loss is not finite", where="step 3", found="nan", fix="look")
+
+        with pytest.raises(NonFiniteLossError):
+            quiet(train)
+        with pytest.raises(ZeroDivisionError):
+            quiet(lambda policy, seed: 1 / (policy.compute == "float32"))
+
+    @pytest.mark.parametrize(
+        "train",
+        [
+            lambda policy, seed: 1.0,
+            lambda seed, policy: 1.0 + seed * (polyamp.current_policy() == policy),
+            lambda seed: 1.0 + seed,
+            lambda policy, seed, steps=3: 1.0,
+            lambda p, s: 1.0 + s,
+            lambda *, seed, policy: 1.0 + seed * (polyamp.current_policy() == policy),
+            lambda seed, steps=3, *rest, **options: 1.0 + seed,
+            functools.partial(lambda model, policy, seed: model + seed, 1.0),
+        ],
+    )
+    def test_forms_of_train(self, train: Any) -> None:
+        assert quiet(train, seeds=3).comparisons[0].seeds == 3
+
+    @pytest.mark.parametrize("train", [3, lambda: 1.0, lambda policy, seed, more: 1.0, lambda a, b, c: 1.0])
+    def test_what_is_not_such_a_function_is_refused(self, train: Any) -> None:
+        with pytest.raises(InvalidTypeError, match="train\\(policy, seed\\)"):
+            quiet(train)
+
+    @pytest.mark.parametrize("made", [None, "0.9", True, {}, {"loss": None}, [], (1.0, 2.0, 3.0)])
+    def test_a_result_without_a_metric_is_refused(self, made: Any) -> None:
+        with pytest.raises(InvalidTypeError, match="train returned no metric"):
+            quiet(lambda seed: made)
+
+    def test_the_metric_and_its_direction_can_be_chosen(self) -> None:
+        made = {"loss": 1.0, "gain": 2.0}
+        with pytest.raises(InvalidValueError, match="whether a higher or a lower value"):
+            quiet(lambda seed: made, metric="gain")
+        assert quiet(lambda seed: made, metric="gain", better="higher").ways[0].metric == Metric("gain", "higher")
+        with pytest.raises(InvalidValueError, match="no such metric"):
+            quiet(lambda seed: made, metric="accuracy")
+
+    @pytest.mark.parametrize(
+        "options",
+        [
+            {"seeds": 2},
+            {"seeds": True},
+            {"alpha": 0},
+            {"alpha": 0.6},
+            {"policy": "float32"},
+            {"policy": []},
+            {"first_seed": 0.5},
+            {"reference": [1.0]},
+            {"reference": [1.0, math.nan]},
+            {"margin": "x"},
+        ],
+    )
+    def test_bad_arguments_are_refused_before_anything_is_trained(self, options: dict[str, Any]) -> None:
+        calls: list[Any] = []
+        with pytest.raises((InvalidValueError, InvalidTypeError)):
+            quiet(task(calls=calls), **options)
+        assert not calls
+
+    def test_progress_names_every_run(self) -> None:
+        said: list[tuple[int, int, str]] = []
+        polyamp.parity(task(), controls=False, seeds=3, progress=lambda *one: said.append(one))
+        assert [text.partition(":")[0] for _, _, text in said[:2]] == ["seed 0, float32", "seed 0, mixed_float16"]
+        assert said[-1][:2] == (6, 6)
+
+    def test_without_scipy_the_extra_is_named(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setitem(sys.modules, "scipy.stats", None)
+        with pytest.raises(MissingFrameworkError, match=r"polyamp\[parity\]"):
+            quiet(task())
+
+
+class TestKeep:
+    def test_an_interrupted_parity_goes_on_where_it_stopped(self, tmp_path: Path) -> None:
+        kept, calls, limit = tmp_path / "runs.jsonl", list[Any](), [5]
+        whole = task(calls=calls)
+
+        def train(policy: polyamp.Policy, seed: int) -> dict[str, float]:
+            if len(calls) in limit:
+                raise KeyboardInterrupt
+            return whole(policy, seed)
+
+        with pytest.raises(KeyboardInterrupt):
+            quiet(train, keep=kept)
+        with kept.open("a") as file:
+            file.write('{"train": "cut')  # as a process that was killed leaves it
+        calls.clear()
+        limit.clear()
+        found = quiet(train, keep=kept)
+        assert len(calls) == 5
+        assert found.as_dict() | {"name": ""} == quiet(whole).as_dict() | {"name": ""}
+        calls.clear()
+        assert str(quiet(train, keep=kept)) == str(found)
+        assert not calls
+
+    def test_partial_functions_do_not_take_each_others_runs(self, tmp_path: Path) -> None:
+        kept = tmp_path / "runs.jsonl"
+        slow, fast = (functools.partial(lambda rate, policy, seed: rate + seed, rate) for rate in (1.0, 5.0))
+        means = [quiet(train, keep=kept, seeds=3).ways[0].mean for train in (slow, fast)]
+        assert means == [2.0, 6.0]
+
+    def test_a_file_of_something_else_is_refused_and_left_alone(self, tmp_path: Path) -> None:
+        kept = tmp_path / "notes.txt"
+        kept.write_text("my notes\n")
+        with pytest.raises(InvalidValueError, match="not a file of runs"):
+            quiet(task(), keep=kept)
+        assert kept.read_text() == "my notes\n"
+
+
+class TestControls:
+    def test_what_controls_warn_of_is_not_for_the_user(self) -> None:
+        def train(policy: polyamp.Policy, seed: int) -> float:
+            if active() is not None:
+                warn_once(f"broken on purpose, with seed {seed}")
+            return 1.0 + seed
+
+        quiet(train, controls=True, seeds=3)
+
+    def test_a_step_that_is_kept_by_policy_is_not_reused_for_a_control(self) -> None:
+        steps: dict[polyamp.Policy, Any] = {}
+
+        def train(policy: polyamp.Policy, seed: int) -> float:
+            steps.setdefault(policy, imposed(policy.loss_scale))
+            return seed + 1.0
+
+        quiet(train, controls=True, seeds=3)
+        formats = {getattr(policy, "control", ""): update_format for policy, (_, update_format) in steps.items()}
+        assert formats == {"": None, "no loss scaling": None, "16-bit updates": "float16"}
+
+    def test_policies_of_one_name_are_told_apart(self) -> None:
+        policies = [polyamp.policy("mixed_float16", rules=rules) for rules in (None, {"softmax": "lower"})]
+        first, second = (one.name for one in quiet(task(), policies).comparisons)
+        assert first == "mixed_float16"
+        assert "softmax" in second
+
+
+class TestReport:
+    def test_json_has_every_run(self, tmp_path: Path) -> None:
+        found = quiet(task(), ["mixed_float16", "mixed_bfloat16"], seeds=3)
+        found.save(tmp_path / "parity.json")
+        read = json.loads((tmp_path / "parity.json").read_text())
+        assert [one["policy"] for one in read["comparisons"]] == ["mixed_float16", "mixed_bfloat16"]
+        assert read["float32"]["runs"][2]["metrics"].keys() == {"loss", "steps"}
+        assert len(read["assumptions"]) == 3
+
+    def test_the_table_is_aligned_and_has_a_row_for_each_way(self) -> None:
+        found = quiet(task(), ["mixed_float16", "mixed_bfloat16"])
+        lines = found.table().splitlines()
+        assert [line.split()[0] for line in lines] == ["policy", "mixed_float16", "mixed_bfloat16"]
+        assert all(line.endswith(("verdict", "equivalent")) for line in lines)
+
+
+class TestCommand:
+    @pytest.fixture(autouse=True)
+    def _programs(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        damage = "lambda policy: (policy.compute == 'float16') * {}"
+        made = [f"{name} = task({damage.format(by)})" for name, by in (("good", 0), ("bad", 0.2), ("unclear", 0.0075))]
+        made.append("ignored = lambda: {'train': good, 'seeds': 3, 'margin': 0.5}")
+        lines = ["import sys", f"sys.path.insert(0, {str(Path(__file__).parent)!r})", "from test_parity import task"]
+        (tmp_path / "programs.py").write_text("\n".join(lines + made))
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.syspath_prepend(str(tmp_path))
+        monkeypatch.delitem(sys.modules, "programs", raising=False)
+
+    @pytest.mark.parametrize(
+        ("words", "code"),
+        [
+            (["programs:good", "--no-controls"], 0),
+            (["programs:bad"], 3),
+            (["programs:unclear", "--no-controls", "--margin", "0.0075"], 4),
+            (["programs:good"], 5),
+            (["programs:good", "--margin", "wide"], 1),
+            (["programs:good", "--seeds", "2"], 2),
+        ],
+    )
+    def test_the_exit_code_is_the_verdict(self, words: list[str], code: int) -> None:
+        done = CliRunner().invoke(app, ["parity", *words])
+        assert (done.exit_code == code) or (code == 1 and isinstance(done.exception, InvalidValueError)), done.output
+
+    def test_json_and_options_of_a_mapping(self, tmp_path: Path) -> None:
+        words = ["parity", "programs:ignored", "--json", "o.json", "--policy", "mixed_bfloat16", "--no-controls"]
+        assert CliRunner().invoke(app, words).exit_code == 0
+        read = json.loads((tmp_path / "o.json").read_text())
+        assert (read["seeds"], read["comparisons"][0]["margin"]) == (3, 0.5)
+        assert [one["policy"] for one in read["comparisons"]] == ["mixed_bfloat16"]

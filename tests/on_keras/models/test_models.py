@@ -1,0 +1,122 @@
+"""The Keras models of the founding tables: as large as published, trained alike under every policy, and in 16 bits."""
+
+from __future__ import annotations
+
+import importlib
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+
+import polyamp
+
+BACKEND = keras.backend.backend()
+HERE = Path(__file__).parent
+
+pytestmark = [
+    # Keras 3.15 calls __array__ as NumPy 1 did.
+    pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning"),
+]
+needs_tensorflow = pytest.mark.skipif(BACKEND != "tensorflow", reason="a rewrite of TensorFlow")
+
+
+@pytest.fixture(autouse=True)
+def _examples(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.syspath_prepend(str(HERE.parents[2] / "examples"))
+    yield
+    keras.utils.clear_session()
+
+
+def model_of(name: str) -> Any:
+    return importlib.import_module(f"models.on_keras.{name}")
+
+
+def images_of(size: int) -> dict[str, Any]:
+    return {"width": 1, "size": size, "channels": 3, "classes": 1000}
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes", "count"),
+    [
+        ("alexnet", lambda _: images_of(224), 61_100_840),
+        ("vgg16", lambda _: images_of(224), 138_357_544),
+        ("bert", lambda bert: {"sizes": bert.PUBLISHED, "classes": 2}, 109_482_240 + 2 * 768 + 2),
+        ("transformer", lambda transformer: {"sizes": transformer.PUBLISHED}, 209_911_808),
+    ],
+)
+def test_at_the_published_sizes_there_are_as_many_parameters(name: str, sizes: Callable, count: int) -> None:
+    module = model_of(name)
+    with keras.StatelessScope(initialize_variables=False):
+        model = module.make_model(**sizes(module))
+    assert sum(math.prod(weight.shape) for weight in model.trainable_weights) == count
+
+
+@pytest.mark.parametrize(
+    ("name", "count"), [("VGG16", 138_357_544), ("ResNet50", 25_636_712), ("InceptionV3", 23_851_784)]
+)
+def test_at_width_1_a_library_model_stays_as_it_is(name: str, count: int) -> None:
+    thinned = model_of("training").thinned
+    with keras.StatelessScope(initialize_variables=False):
+        model = thinned(lambda: getattr(keras.applications, name)(weights=None), 1)
+    assert model.count_params() == count
+
+
+def test_a_narrow_model_keeps_the_layers_and_the_classes() -> None:
+    thinned = model_of("training").thinned
+    make = lambda: keras.applications.ResNet50(weights=None, input_shape=(32, 32, 1), classes=10)  # noqa: E731
+    with keras.StatelessScope(initialize_variables=False):
+        whole, narrow = make(), thinned(make, 1 / 8, momentum=0.9)
+    assert [type(layer) for layer in narrow.layers] == [type(layer) for layer in whole.layers]
+    assert narrow.output.shape == whole.output.shape
+    assert narrow.get_layer("conv3_block1_1_conv").filters == whole.get_layer("conv3_block1_1_conv").filters / 8
+    assert narrow.get_layer("conv1_bn").momentum == 0.9
+
+
+def test_every_block_of_resnet_50_starts_as_the_identity() -> None:
+    model = model_of("resnet50").make_model(1 / 16)
+    both = [model.get_layer(f"conv3_block{block}_out").output for block in (1, 2)]
+    before, after = keras.Model(model.input, both).predict(keras.random.normal((2, 32, 32, 1)), verbose=0)
+    assert (before == after).all()
+    assert (before > 0).any()
+
+
+@pytest.mark.parametrize("policy", ["float32", "mixed_float16", "mixed_bfloat16"])
+def test_a_seed_decides_the_weights_and_the_order_and_nothing_stays_of_another_run(policy: str) -> None:
+    alexnet, data = model_of("alexnet"), importlib.import_module("models.data")
+    short, part = replace(alexnet.TRAINING, steps=6, batch=8), data.images(64).train
+    first, other, again = (
+        [weight.copy() for weight in short.run(polyamp.policy(policy), seed, part).get_weights()] for seed in (0, 1, 0)
+    )
+    assert all(map(np.array_equal, first, again))
+    assert not any(map(np.array_equal, first, other))
+
+
+def test_a_converted_model_convolves_in_16_bits_and_returns_float32() -> None:
+    model = polyamp.convert(model_of("vgg16").make_model(), "mixed_float16")
+    found = {layer.compute_dtype for layer in model.layers if isinstance(layer, keras.layers.Conv2D)}
+    assert (found, model.layers[-1].compute_dtype) == ({"float16"}, "float32")
+
+
+@pytest.mark.long
+@needs_tensorflow
+def test_bert_learns_in_a_rewritten_step_whose_products_have_16_bits() -> None:
+    bert, data = model_of("bert"), importlib.import_module("models.data")
+    short, texts = replace(bert.TRAINING, steps=60), data.sentences()
+    model = short.run(polyamp.policy("mixed_float16"), 0, texts.train)
+    assert model_of("training").tested(model, texts.test)["accuracy"] > 0.2
+    assert {row.format for row in model.train_step.plan.operations if row.name == "matmul"} == {"float16"}
+
+
+@pytest.mark.long
+@needs_tensorflow
+def test_the_big_lstm_stalls_without_a_loss_scale() -> None:
+    big_lstm = model_of("big_lstm")
+    policies = [polyamp.policy("mixed_float16", loss_scale=polyamp.LossScale.fixed(scale)) for scale in (1, 128)]
+    stalled, trained = ([*big_lstm.curve(policy, seed=0)] for policy in policies)
+    assert stalled[0] == pytest.approx(trained[0], abs=0.001)
+    assert stalled[-1] > trained[-1] + 0.1

@@ -1,0 +1,242 @@
+"""Mask R-CNN of the founding tables: RoIAlign, boxes, losses and metric by hand, and coordinates under every policy."""
+
+from __future__ import annotations
+
+import math
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import polyamp
+
+sys.path.append(str(Path(__file__).parents[3] / "examples"))
+
+from models.data import scenes
+from models.on_torch import mask_rcnn, proposals
+from models.on_torch.mask_rcnn import SMALL, MaskRCNN
+from models.on_torch.roi_align import paste, roi_align
+from models.on_torch.training import seeded
+
+POLICIES = ("float32", "mixed_float16", "mixed_bfloat16")
+
+
+def sampled(features: np.ndarray, y: float, x: float) -> np.ndarray:
+    """Return the bilinear sample as RoIAlign defines it, for one place at a time."""
+    height, width = features.shape[1:]
+    if not (-1 <= y <= height and -1 <= x <= width):
+        return np.zeros(len(features))
+    y, x = min(max(y, 0), height - 1), min(max(x, 0), width - 1)
+    top, left = int(y), int(x)
+    bottom, right = min(top + 1, height - 1), min(left + 1, width - 1)
+    upper = features[:, top, left] * (1 - x + left) + features[:, top, right] * (x - left)
+    lower = features[:, bottom, left] * (1 - x + left) + features[:, bottom, right] * (x - left)
+    return upper * (1 - y + top) + lower * (y - top)
+
+
+def by_hand(features: np.ndarray, box: np.ndarray, size: int, scale: float) -> np.ndarray:
+    x0, y0, x1, y1 = box * scale
+    wide, high = max(x1 - x0, 1) / size, max(y1 - y0, 1) / size
+    places = [(row, column) for row in range(size) for column in range(size)]
+    quarters = [(a, b) for a in (0.25, 0.75) for b in (0.25, 0.75)]
+    bins = [
+        np.mean([sampled(features, y0 + (row + a) * high, x0 + (column + b) * wide) for a, b in quarters], axis=0)
+        for row, column in places
+    ]
+    return np.reshape(np.transpose(bins), (-1, size, size))
+
+
+def random_boxes(count: int, side: float, seed: int = 0) -> Tensor:
+    places = np.random.default_rng(seed).uniform(0, side, (count, 2, 2))
+    places.sort(axis=1)
+    return torch.from_numpy(places.reshape(count, 4).astype(np.float32))
+
+
+def test_roi_align_agrees_with_its_definition_also_at_edges_and_in_tiny_boxes() -> None:
+    features = np.random.default_rng(0).normal(size=(2, 3, 9, 7)).astype(np.float32)
+    special = [[-9.0, -9, 40, 60], [3, 3, 3.5, 3.25], [20, 30, 27.9, 35.9], [26, 34, 60, 70], [-60, 0, -30, 9]]
+    boxes = torch.cat([random_boxes(12, 28.0), torch.tensor(special)])
+    images = torch.arange(len(boxes)) % 2
+    found = roi_align(torch.from_numpy(features), boxes, images, 3, 0.25)
+    wanted = [by_hand(features[image], box, 3, 0.25) for image, box in zip(images, boxes.double().numpy(), strict=True)]
+    np.testing.assert_allclose(found, np.array(wanted), atol=2e-5)
+
+
+def test_roi_align_of_no_boxes_and_its_gradients() -> None:
+    features = torch.randn(2, 3, 6, 5, dtype=torch.float32, requires_grad=True)
+    assert roi_align(features, torch.zeros(0, 4), torch.zeros(0, dtype=torch.long), 2).shape == (0, 3, 2, 2)
+    boxes, images = random_boxes(3, 5.0), torch.tensor([0, 1, 1])
+    weights = torch.randn(3, 3, 2, 2)
+    (found,) = torch.autograd.grad((roi_align(features, boxes, images, 2) * weights).sum(), features)
+    direction = torch.randn_like(features)  # a linear function: its gradient is exact in every direction
+    moved = (roi_align(direction, boxes, images, 2) * weights).sum()
+    torch.testing.assert_close((found * direction).sum(), moved, rtol=1e-4, atol=1e-4)
+
+
+def test_pasted_masks_lie_in_their_boxes() -> None:
+    masks = paste(torch.ones(2, 28, 28), torch.tensor([[3.0, 2, 9, 12], [0, 5, 16, 8]]), 14, 16)
+    wanted = torch.zeros(2, 14, 16)
+    wanted[0, 2:12, 3:9] = wanted[1, 5:8] = 1
+    assert ((masks > 0.5) == wanted.bool()).all()
+
+
+def test_anchors_are_those_of_the_published_model() -> None:
+    (first, second) = proposals.anchors([(2, 3), (1, 2)], (8, 12), (32, 64))
+    assert first.shape == (18, 4)
+    assert second.shape == (6, 4)
+    assert first[:3].tolist() == [[-23, -11, 23, 11], [-16, -16, 16, 16], [-11, -23, 11, 23]]
+    assert (first[3:6] - first[:3]).unique().tolist() == [0, 4]  # the next place, four pixels to the right
+    assert (first[9:12] - first[:3])[0].tolist() == [0, 4, 0, 4]
+
+
+@pytest.mark.parametrize("low", [torch.float32, torch.float16, torch.bfloat16])
+def test_boxes_stay_float32_where_the_network_returns_16_bits(low: torch.dtype) -> None:
+    reference = torch.tensor([[1300.25, 700.5, 1331.75, 760.5]])
+    found = proposals.decode(torch.zeros(1, 4, dtype=low), reference)
+    assert found.dtype == torch.float32
+    assert torch.equal(found, reference)  # in float16, 1300.25 would be 1300 and 1331.75 would be 1332
+    deltas = torch.tensor([[0.3, -0.2, 0.7, -0.4]]).to(low)
+    assert torch.equal(proposals.decode(deltas, reference), proposals.decode(deltas.float(), reference))
+
+
+def test_decoded_growth_cannot_overflow() -> None:
+    found = proposals.decode(torch.full((1, 4), 60000.0, dtype=torch.float16), torch.tensor([[0.0, 0, 16, 16]]))
+    assert found.isfinite().all()
+    assert (found[0, 2] - found[0, 0]).item() == pytest.approx(1000)
+
+
+def test_encoded_boxes_decode_to_themselves() -> None:
+    boxes, references = random_boxes(50, 100.0, seed=1), random_boxes(50, 100.0, seed=2)
+    deltas = proposals.encode(boxes, references, (10.0, 5.0))
+    near = (deltas[:, 2:] / 5 < proposals.MOST_GROWTH).all(1)
+    torch.testing.assert_close(proposals.decode(deltas, references, (10.0, 5.0))[near], boxes[near], rtol=0, atol=1e-3)
+
+
+def test_boxes_match_the_object_that_they_overlap_most() -> None:
+    overlap = torch.tensor([[0.9, 0.4, 0.1, 0.2], [0.6, 0.6, 0.2, 0.1]])
+    background, ignored = proposals.BACKGROUND, proposals.IGNORED
+    assert proposals.matches(overlap, 0.3, 0.7).tolist() == [0, ignored, background, background]
+    assert proposals.matches(overlap, 0.3, 0.7, every_object=True).tolist() == [0, 1, background, background]
+
+
+def test_samples_keep_their_share_and_their_size() -> None:
+    matched = torch.tensor([0] * 30 + [proposals.BACKGROUND] * 50 + [proposals.IGNORED] * 20)
+    good, bad = proposals.sampled(matched, 40, 0.25, torch.rand(100))
+    assert (len(good), len(bad)) == (10, 30)
+    assert (matched[good] == 0).all()
+    assert (matched[bad] == proposals.BACKGROUND).all()
+    assert [len(some) for some in proposals.sampled(matched[25:], 40, 0.25, torch.rand(75))] == [5, 35]
+
+
+def suppressed(boxes: Tensor, scores: Tensor, threshold: float) -> list[int]:
+    """Return what the greedy rule keeps, box by box."""
+    kept: list[int] = []
+    for place in scores.argsort(descending=True, stable=True).tolist():
+        if not kept or (proposals.overlaps(boxes[place : place + 1], boxes[kept]) <= threshold).all():
+            kept.append(place)
+    return kept
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_suppression_of_all_boxes_together_is_the_greedy_rule(seed: int) -> None:
+    boxes, scores = random_boxes(200, 30.0, seed), torch.from_numpy(np.random.default_rng(seed).integers(0, 50, 200))
+    assert proposals.nms(boxes, scores, 0.3).tolist() == suppressed(boxes, scores, 0.3)
+    groups = torch.arange(200) % 3
+    apart = [
+        place
+        for group in range(3)
+        for place in np.flatnonzero(groups == group)[suppressed(boxes[groups == group], scores[groups == group], 0.3)]
+    ]
+    assert sorted(proposals.nms(boxes, scores, 0.3, groups).tolist()) == sorted(apart)
+
+
+def objects(*places: int, scores: list[float] | None = None, labels: list[int] | None = None) -> proposals.Objects:
+    """Return objects with masks of four pixels in a row, from these places on."""
+    masks = torch.zeros(len(places), 1, 16, dtype=torch.bool)
+    for mask, place in zip(masks, places, strict=True):
+        mask[0, place : place + 4] = True
+    named = {"masks": masks, "labels": torch.tensor(labels or [1] * len(places))}
+    return named | ({"scores": torch.tensor(scores)} if scores else {})
+
+
+def test_average_precision_by_hand() -> None:
+    precision = mask_rcnn.average_precision
+    true = [objects(0, 8)]
+    assert precision([objects(0, 8, scores=[0.9, 0.8])], true) == 1
+    assert precision([objects(0, 8, 4, scores=[0.9, 0.8, 0.1])], true) == 1  # a wrong one after all others
+    assert precision([objects(4, 0, 8, scores=[0.9, 0.8, 0.7])], true) == pytest.approx(2 / 3)  # 1/2, then 2/3
+    assert precision([objects(0, 0, 8, scores=[0.9, 0.8, 0.7])], true) == pytest.approx((1 + 2 / 3) / 2)  # found twice
+    assert precision([objects(1, scores=[0.9])], true) == 0.5  # 3 of 5 pixels overlap
+    assert precision([objects(2, scores=[0.9])], true) == 0  # 2 of 6
+    assert precision([objects(0, 8, scores=[0.9, 0.8], labels=[1, 2])], true) == 0.5
+    two = [objects(0, 8, labels=[1, 2])]
+    assert precision([objects(0, 8, scores=[0.9, 0.8], labels=[1, 1])], two) == 0.5  # the mean over both classes
+
+
+def test_published_model_has_the_published_number_of_parameters() -> None:
+    with torch.device("meta"):
+        model = mask_rcnn.freeze(MaskRCNN())
+    assert sum(one.numel() for one in model.parameters()) == 44_401_393
+
+
+def test_frozen_batch_norm_computes_the_same_in_the_format_of_its_input() -> None:
+    norm = nn.BatchNorm2d(4).eval()
+    norm.running_mean.normal_()
+    norm.running_var.uniform_(0.5, 2)
+    x = torch.randn(2, 4, 3, 3)
+    frozen = mask_rcnn.freeze(nn.Sequential(norm)).train()
+    assert torch.equal(frozen(x), norm(x))
+    assert frozen(x.to(torch.bfloat16)).dtype == torch.bfloat16
+    assert not list(frozen.parameters())
+
+
+@pytest.fixture(scope="module")
+def batch() -> tuple[Tensor, list[proposals.Objects]]:
+    return mask_rcnn.batch(scenes(2, objects=3))
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_five_losses_and_boxes_in_float32_under_every_policy(name: str, batch: tuple) -> None:
+    model = seeded(lambda: MaskRCNN(SMALL), 0)
+    with polyamp.autocast(name):
+        assert proposals.decode(torch.zeros(1, 4), torch.ones(1, 4)).dtype == torch.float32
+        losses = model(*batch)
+        found = model.detect(batch[0], threshold=0.0, most=5)
+    assert losses.keys() == {"objectness", "proposed_boxes", "classes", "boxes", "masks"}
+    assert all(loss.dtype == torch.float32 for loss in losses.values())
+    assert losses["objectness"].item() == pytest.approx(math.log(2), abs=0.1)  # nothing is known yet
+    assert losses["classes"].item() == pytest.approx(math.log(11), abs=0.1)
+    for one in found:
+        assert one["boxes"].dtype == one["scores"].dtype == torch.float32
+        assert one["masks"].shape == (5, 128, 128)
+
+
+def test_every_parameter_has_a_gradient(batch: tuple) -> None:
+    model = seeded(lambda: MaskRCNN(SMALL._replace(sampled_anchors=4096)), 0)  # also those of the last level
+    for norm in model.modules():
+        if isinstance(norm, nn.BatchNorm2d):
+            nn.init.ones_(norm.weight)  # the last one of each residual starts at 0
+    mask_rcnn.loss_of(model, batch).backward()
+    assert not [name for name, one in model.named_parameters() if one.grad is None or not one.grad.any()]
+
+
+def test_every_policy_draws_as_many_random_numbers(batch: tuple) -> None:
+    states = []
+    for name in POLICIES:
+        model = seeded(lambda: MaskRCNN(SMALL), 0)
+        with polyamp.autocast(name):
+            mask_rcnn.loss_of(model, batch)
+        states.append(torch.get_rng_state())
+    assert all(torch.equal(state, states[0]) for state in states)
+
+
+def test_train_learns_the_same_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("SCENES", 20), ("TESTED", 4), ("STEPS", 3)):
+        monkeypatch.setattr(mask_rcnn, name, value)
+    policy = polyamp.policy("mixed_bfloat16")
+    found = [mask_rcnn.train(policy, seed) for seed in (3, 3, 4)]
+    assert found[0].keys() == {"average_precision", "loss"}
+    assert found[0] == found[1] != found[2]

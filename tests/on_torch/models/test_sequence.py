@@ -1,0 +1,203 @@
+"""The models of sequences: published sizes, the same training under every policy, products in 16 bits."""
+
+from __future__ import annotations
+
+import sys
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import polyamp
+
+sys.path.append(str(Path(__file__).parents[3] / "examples"))
+
+from models import big_lstm as task
+from models.data import Data, pairs, sentences, utterances
+from models.on_torch.training import batches, fit, seeded
+
+DATA: dict[str, Callable[[], Data]] = {
+    "bert": lambda: sentences(16),
+    "jasper": lambda: utterances(2, 60),
+    "transformer": pairs,
+    "gnmt": pairs,
+}
+FULL = {"jasper": "ctc_loss", "bert": "layer_norm", "transformer": "layer_norm", "gnmt": "softmax"}
+"""What computes in float32, next to the softmax of the loss."""
+
+
+def module(name: str) -> ModuleType:
+    if name == "bert":
+        pytest.importorskip("transformers", reason="BERT is transformers' own: pip install polyamp[models]")
+        return pytest.importorskip("models.on_torch.bert", reason="transformers does not load its BERT here")
+    return __import__(f"models.on_torch.{name}", fromlist=["train"])
+
+
+def count(model: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def on_meta(make: Callable[[], nn.Module]) -> nn.Module:
+    with torch.device("meta"):
+        return make()
+
+
+def test_bert_base() -> None:
+    """109,482,240 is what transformers' BertModel of the default sizes has, the pooler included."""
+    model = on_meta(lambda: module("bert").bert(num_labels=2))
+    assert count(model.bert) == 109_482_240
+    assert count(model) - count(model.bert) == 2 * 768 + 2
+
+
+def test_jasper_10x5_with_dense_residuals() -> None:
+    """332,632,349 is what NeMo's weights of Jasper 10x5 DR for English have."""
+    model = on_meta(lambda: module("jasper").Jasper())
+    assert count(model) == 332_632_349
+    assert model(torch.empty(2, 400, 64, device="meta")).shape == (2, 200, 29)
+
+
+def test_transformers_base_and_big() -> None:
+    """FAIRseq's big transformer for English to German has 209,911,808 with 32,768 words, the sines left out."""
+    transformer = module("transformer")
+    assert count(on_meta(lambda: transformer.Transformer(37_000, 37_000, shared=True))) == 63_082_496
+    big = on_meta(lambda: transformer.Transformer(32_768, 32_768, transformer.BIG, shared=True))
+    assert count(big) == 209_911_808
+
+
+def test_gnmt_v2() -> None:
+    """MLPerf's has 160,671,297, with a second bias for the gates of each of its nine layers, which adds nothing."""
+    assert count(on_meta(lambda: module("gnmt").GNMT(32_320, 32_320, shared=True))) + 9 * 4 * 1024 == 160_671_297
+
+
+def test_big_lstm_has_the_published_1_8_billion() -> None:
+    assert count(on_meta(lambda: module("big_lstm").BigLSTM())) == 1_776_882_559
+
+
+def losses(name: str, policy: polyamp.Policy, seed: int = 0) -> list[float]:
+    model = seeded(module(name).small, seed)
+    optimizer = torch.optim.Adam(model.parameters(), 1e-4)
+    return fit(model, module(name).loss_of, batches(DATA[name]().train, 4, 2, seed), optimizer, policy)
+
+
+@pytest.mark.parametrize("name", DATA)
+def test_a_short_training_in_16_bits_ends_near_float32(name: str) -> None:
+    names = ("float32", "mixed_float16", "mixed_bfloat16")
+    full, half, brain = (losses(name, polyamp.policy(each)) for each in names)
+    assert half == pytest.approx(full, rel=0.01)
+    assert brain == pytest.approx(full, rel=0.05)
+    assert half != full != brain
+
+
+@pytest.mark.parametrize("name", DATA)
+def test_a_seed_decides_weights_and_batches(name: str) -> None:
+    policy = polyamp.policy("mixed_bfloat16")
+    first = losses(name, policy)
+    assert losses(name, policy) == first
+    assert losses(name, policy, seed=1) != first
+
+
+class WithLoss(nn.Module):
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.model, self.loss_of = module(name).small(), module(name).loss_of
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.loss_of(self.model, (x, y))
+
+
+@pytest.mark.parametrize("name", DATA)
+def test_products_run_in_16_bits_and_what_needs_it_in_float32(name: str) -> None:
+    batch = batches(DATA[name]().train, 2, 1, seed=0)[0]
+    found = formats(WithLoss(name).eval(), *batch)
+    assert found["matmul"] | found["conv"] | found["attention"] == {"float16"}
+    assert found["log_softmax"] == found[FULL[name]] == {"float32"}
+
+
+def formats(model: nn.Module, *inputs: Tensor) -> dict[str, set[str]]:
+    found = defaultdict(set)
+    for row in polyamp.explain(model, *inputs, policy="mixed_float16", engine="autocast").as_dict()["operations"]:
+        found[row["name"]].add(row["format"])
+    return found
+
+
+def test_the_big_lstms_products_run_in_16_bits() -> None:
+    found = formats(module("big_lstm").initial(0), torch.from_numpy(task.test_words()[:2, :-1]).long())
+    assert found["matmul"] == {"float16"}
+
+
+@pytest.fixture
+def few(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(task, "MICRO_BATCHES", 2)
+    monkeypatch.setattr(task, "ROWS", 8)
+
+
+@pytest.mark.usefixtures("few")
+def test_a_curve_of_the_big_lstm() -> None:
+    def curve(policy: polyamp.Policy, seed: int = 0) -> list[float]:
+        return list(module("big_lstm").curve(policy, seed, 3))
+
+    full, scaled = curve(polyamp.policy("float32")), curve(polyamp.policy("mixed_float16", loss_scale=128))
+    assert len(full) == 3
+    assert scaled == pytest.approx(full, rel=0.01)
+    assert scaled != full
+    assert curve(polyamp.policy("float32"), seed=1) != full
+
+
+@pytest.mark.parametrize(("scale", "missing"), [(1, True), (128, False)])
+def test_a_scale_of_1_loses_the_gradients_of_wrong_words(scale: int, missing: bool) -> None:
+    """The probability of a word is about 1 / 2,048, and 1 / 2,048 / 24,576 is under 2**-25."""
+    big_lstm, policy = module("big_lstm"), polyamp.policy("mixed_float16")
+    model, words = big_lstm.initial(0), torch.from_numpy(task.batches(0, 1)[0, 0]).long()
+    with polyamp.autocast(policy):
+        loss = big_lstm.sum_of_losses(model, words) / task.TOKENS
+    (loss * scale).backward()
+    zeros = (model.head.bias.grad == 0).float().mean().item()
+    assert (zeros > 0.3) == missing
+    assert zeros > 0.3 or zeros < 0.01
+
+
+def test_written_and_distance() -> None:
+    jasper = module("jasper")
+    assert jasper.written([0, 3, 3, 0, 3, 5, 5, 0]) == [3, 3, 5]
+    assert jasper.distance([3, 3, 5], [3, 5]) == 1
+    assert jasper.distance([], [1, 2]) == jasper.distance([4, 1], [1, 2]) == 2
+
+
+def test_the_decoder_does_not_see_the_words_that_it_predicts() -> None:
+    x, y = batches(pairs().train, 4, 1, seed=0)[0]
+    changed = y.clone()
+    changed[:, 8:] = 5
+    for name in ("transformer", "gnmt"):
+        model = seeded(module(name).small, 0).eval()
+        first, second = model(x, y), model(x, changed)
+        assert torch.equal(first[:, :8], second[:, :8])
+        assert not torch.equal(first, second)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("policy", ["float32", "mixed_bfloat16"])
+@pytest.mark.parametrize(
+    ("name", "metric", "at_least", "at_most"),
+    [
+        ("bert", "accuracy", 0.35, 1.0),
+        ("jasper", "error_rate", 0.0, 0.6),
+        ("transformer", "token_accuracy", 0.28, 1.0),
+        ("gnmt", "token_accuracy", 0.2, 1.0),
+    ],
+)
+def test_the_model_learns(name: str, metric: str, at_least: float, at_most: float, policy: str) -> None:
+    assert at_least < module(name).train(polyamp.policy(policy), 0)[metric] < at_most
+
+
+@pytest.mark.long
+def test_the_big_lstm_stalls_without_a_loss_scale_and_matches_with_one() -> None:
+    def loss(*arguments: object, **changes: object) -> float:
+        return module("big_lstm").train(polyamp.policy(*arguments, **changes), 0)["loss"]
+
+    full = loss("float32")
+    assert loss("mixed_float16", loss_scale=1) > full + 0.3
+    assert loss("mixed_float16", loss_scale=128) == pytest.approx(full, abs=0.05)

@@ -165,21 +165,26 @@ def _catalog(language: str) -> dict[str, str]:
 
 
 @functools.cache
-def sentences(length: int = 32) -> Data:
-    """Return texts of Django in ten languages, as numbers of characters, and the languages.
+def sentences(length: int = 16, most: int = 2000) -> Data:
+    """Return texts of Django in ten languages, as numbers of pieces of words, and the languages.
 
-    x is int32 of shape (examples, length), 0 is padding; y is int32 of shape (examples,), the place in `LANGUAGES`.
+    A piece is up to three letters, or a mark. x is int32 of shape (examples, length): pieces, then `PAD`; y is int32 of
+    shape (examples,), the place in `LANGUAGES`. The vocabulary has at most ``most`` numbers. Texts of fewer than six
+    pieces are left out: names such as "Malta" are the same in many languages.
     """
-    texts = [(said, number) for number, language in enumerate(LANGUAGES) for said in _catalog(language).values()]
-    characters = sorted({letter for text, _ in texts for letter in text})
-    number_of = {letter: number for number, letter in enumerate(characters, start=UNKNOWN + 1)}
+    found = [(_pieces(said), number) for number, language in enumerate(LANGUAGES) for said in _catalog(language).values()]
+    texts = [(pieces[:length], number) for pieces, number in found if len(pieces) >= 6]
+    number_of = _vocabulary((piece for pieces, _ in texts for piece in pieces), most)
     x = np.zeros((len(texts), length), np.int32)
-    for row, (text, _) in enumerate(texts):
-        codes = [number_of[letter] for letter in text[:length]]
-        x[row, : len(codes)] = codes
+    for row, (pieces, _) in enumerate(texts):
+        x[row, : len(pieces)] = [number_of.get(piece, UNKNOWN) for piece in pieces]
     order = np.random.default_rng(0).permutation(len(texts))
     x, y = x[order], np.array([language for _, language in texts], np.int32)[order]
-    return Data(Part(x[2000:], y[2000:]), Part(x[:2000], y[:2000]), len(LANGUAGES), UNKNOWN + 1 + len(characters))
+    return Data(Part(x[1000:], y[1000:]), Part(x[:1000], y[:1000]), len(LANGUAGES), UNKNOWN + 1 + len(number_of))
+
+
+def _pieces(text: str) -> list[str]:
+    return [word[place : place + 3] for word in _split(text) for place in range(0, len(word), 3)]
 
 
 @functools.cache

@@ -69,4 +69,4 @@ def train(policy: polyamp.Policy, seed: int) -> dict[str, float]:
         schedule=lambda opt: LinearLR(opt, 1.0, 0.01, STEPS),
         max_grad_norm=1.0,
     )
-    return evaluate(model, metrics_of, batches(data.test, 500, 4, seed=0), policy)
+    return evaluate(model, metrics_of, batches(data.test, 500, 2, seed=0), policy)

@@ -30,6 +30,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 import polyamp
 from models.data import Part, batches_of
+from models.on_torch.products import SummedInFloat32
 
 
 def seeded(make: Callable[[], nn.Module], seed: int) -> nn.Module:
@@ -60,9 +61,10 @@ def fit(
     losses = []
     model.train()
     for batch in batches:
-        with polyamp.autocast(policy):
-            loss = loss_of(model, batch)
-        opt.backward(loss)
+        with SummedInFloat32():
+            with polyamp.autocast(policy):
+                loss = loss_of(model, batch)
+            opt.backward(loss)
         opt.step()
         opt.zero_grad()
         if rates:
@@ -79,6 +81,6 @@ def evaluate(
 ) -> dict[str, float]:
     """Return the mean of each metric over batches of the same size."""
     model.eval()
-    with torch.no_grad(), polyamp.autocast(policy):
+    with torch.no_grad(), SummedInFloat32(), polyamp.autocast(policy):
         found = [metrics_of(model, batch) for batch in batches]
     return {name: sum(metrics[name].item() for metrics in found) / len(found) for name in found[0]}

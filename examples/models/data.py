@@ -203,7 +203,7 @@ def pairs(language: str = "de", length: int = 16, most: int = 1000) -> Data:
         sizes.append(UNKNOWN + 1 + len(numbers))
     order = np.random.default_rng(0).permutation(len(both))
     x, y = (side[order].astype(np.int32) for side in sides)
-    return Data(Part(x[100:], y[100:]), Part(x[:100], y[:100]), classes=sizes[1], words=sizes[0])
+    return Data(Part(x[200:], y[200:]), Part(x[:200], y[:200]), classes=sizes[1], words=sizes[0])
 
 
 def _split(text: str) -> list[str]:

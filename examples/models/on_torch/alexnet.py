@@ -11,7 +11,7 @@ from torch import nn
 import polyamp
 from models.on_torch.vision import Recipe, chain, convolution, linear, pooled, scores, train_classifier
 
-RECIPE = Recipe(size=64, steps=100, batch=64, rate=2e-3)
+RECIPE = Recipe(size=64, steps=250, batch=64, rate=1e-3)
 
 
 def alexnet(width: float = 1.0, classes: int = 1000, channels: int = 3, dropout: float = 0.5) -> nn.Module:

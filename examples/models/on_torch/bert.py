@@ -27,7 +27,7 @@ SMALL = {
     "hidden_dropout_prob": 0.0,
     "attention_probs_dropout_prob": 0.0,
 }
-LENGTH, STEPS, BATCH, LEARNING_RATE = 16, 200, 32, 2e-3
+LENGTH, STEPS, BATCH, LEARNING_RATE = 16, 300, 32, 1e-3
 
 
 def bert(**sizes: Any) -> BertForSequenceClassification:

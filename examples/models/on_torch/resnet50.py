@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import polyamp
 from models.on_torch.vision import Layer, Recipe, chain, convolution, pooled, scores, train_classifier
 
-RECIPE = Recipe(size=32, steps=80, batch=48, rate=2e-2)
+RECIPE = Recipe(size=32, steps=200, batch=64, rate=1e-2)
 
 
 def resnet50(

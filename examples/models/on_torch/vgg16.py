@@ -14,7 +14,7 @@ from models.on_torch.vision import Layer, Recipe, chain, convolution, linear, po
 STAGES = ((64, 2), (128, 2), (256, 3), (512, 3), (512, 3))
 """Channels of each stage, and its number of convolutions."""
 
-RECIPE = Recipe(size=32, steps=180, batch=64, rate=4e-3)
+RECIPE = Recipe(size=32, steps=300, batch=64, rate=2e-3)
 
 
 def vgg16(width: float = 1.0, classes: int = 1000, channels: int = 3, dropout: float = 0.5) -> nn.Module:

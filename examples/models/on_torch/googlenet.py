@@ -17,7 +17,7 @@ from models.on_torch.vision import Layer, Recipe, Supervised, branches, chain, l
 
 convolution = functools.partial(vision.convolution, eps=1e-3)
 
-RECIPE = Recipe(size=64, steps=80, batch=48, rate=2e-2)
+RECIPE = Recipe(size=64, steps=160, batch=48, rate=1e-2)
 
 
 def googlenet(width: float = 1.0, classes: int = 1000, channels: int = 3) -> nn.Module:

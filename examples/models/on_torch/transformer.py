@@ -33,7 +33,7 @@ class Sizes(NamedTuple):
 BASE = Sizes()
 BIG = Sizes(width=1024, inner=4096, heads=16, dropout=0.3)
 SMALL = Sizes(width=64, inner=256, heads=4, layers=2)
-STEPS, BATCH, WARM_UP, LEARNING_RATE = 150, 32, 40, 5e-3
+STEPS, BATCH, WARM_UP, LEARNING_RATE = 150, 32, 40, 2e-3
 
 
 class Attention(nn.Module):

@@ -124,7 +124,7 @@ def test_evaluation_is_in_the_policys_format() -> None:
     assert found["bf16"] != found["float32"]
 
 
-@pytest.mark.parametrize("name", ["training", "vision"])
+@pytest.mark.parametrize("name", ["training", "vision", "products"])
 def test_the_examples_of_the_shared_code_run(name: str) -> None:
     found = doctest.testmod(module(name))
     assert found.attempted > 2

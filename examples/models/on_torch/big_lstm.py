@@ -17,7 +17,7 @@ from torch.nn.functional import cross_entropy
 
 import polyamp
 from models import big_lstm as task
-from models.on_torch.products import SummedInFloat32
+from models.on_torch.products import summed_in_float32
 from models.on_torch.recurrent import LSTM
 
 
@@ -52,7 +52,7 @@ def updates(model: nn.Module, policy: polyamp.Policy, seed: int, steps: int) -> 
     for micro_batches in torch.from_numpy(task.batches(seed, steps)).long():
         losses = []
         for words in micro_batches:
-            with SummedInFloat32():
+            with summed_in_float32(policy):
                 with polyamp.autocast(policy):
                     loss = sum_of_losses(model, words) / task.TOKENS
                 opt.backward(loss)  # accumulates in the parameters' gradients, which are float32
@@ -72,5 +72,5 @@ def train(policy: polyamp.Policy, seed: int) -> dict[str, float]:
     model, words = initial(seed), torch.from_numpy(task.test_words()).long()
     for _ in updates(model, policy, seed, task.STEPS):
         pass
-    with torch.no_grad(), SummedInFloat32(), polyamp.autocast(policy):
+    with torch.no_grad(), summed_in_float32(policy), polyamp.autocast(policy):
         return {"loss": sum_of_losses(model, words).item() / words[:, 1:].numel()}

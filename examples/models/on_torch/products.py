@@ -10,11 +10,14 @@ gradients of weights have 4 to 6 times the error of one rounding. XLA's CPU back
 (torch.float16, True)
 """
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
+
+import polyamp
 
 ATEN = torch.ops.aten
 PRODUCTS = {
@@ -32,6 +35,11 @@ class SummedInFloat32(TorchDispatchMode):
             return func(*args, **kwargs or {})
         found = func(*tree_map_only(torch.Tensor, _float32, args), **kwargs or {})
         return tree_map_only(torch.Tensor, torch.Tensor.half, found)
+
+
+def summed_in_float32(policy: polyamp.Policy) -> AbstractContextManager[Any]:
+    """Return the mode for a policy that computes in float16, and nothing for any other: a mode costs time."""
+    return SummedInFloat32() if policy.compute_dtype == "float16" else nullcontext()
 
 
 def _is_float16_on_cpu(value: Any) -> bool:

@@ -30,7 +30,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 import polyamp
 from models.data import Part, batches_of
-from models.on_torch.products import SummedInFloat32
+from models.on_torch.products import summed_in_float32
 
 
 def seeded(make: Callable[[], nn.Module], seed: int) -> nn.Module:
@@ -61,7 +61,7 @@ def fit(
     losses = []
     model.train()
     for batch in batches:
-        with SummedInFloat32():
+        with summed_in_float32(policy):
             with polyamp.autocast(policy):
                 loss = loss_of(model, batch)
             opt.backward(loss)
@@ -81,6 +81,6 @@ def evaluate(
 ) -> dict[str, float]:
     """Return the mean of each metric over batches of the same size."""
     model.eval()
-    with torch.no_grad(), SummedInFloat32(), polyamp.autocast(policy):
+    with torch.no_grad(), summed_in_float32(policy), polyamp.autocast(policy):
         found = [metrics_of(model, batch) for batch in batches]
     return {name: sum(metrics[name].item() for metrics in found) / len(found) for name in found[0]}

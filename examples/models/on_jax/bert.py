@@ -1,7 +1,7 @@
-"""BERT with its classification head (Devlin et al., BERT, 2018), which tells ten languages apart by their letters.
+"""BERT with its classification head (Devlin et al., BERT, 2018), which tells ten languages apart.
 
-The reduced model has 2 layers instead of 12, a width of 64 instead of 768 and no dropout, and reads 16 letters. It
-learns from random weights, where the table's row is fine-tuned. It reaches 0.54 in float32.
+The reduced model has 2 layers instead of 12, a width of 64 instead of 768 and no dropout, and reads 16 pieces of
+words. It learns from random weights, where the table's row is fine-tuned.
 """
 
 from typing import NamedTuple
@@ -70,9 +70,9 @@ def data() -> Data:
 
 
 DATA = data()
-STEPS = 500
+STEPS = 300
 SMALL = Sizes(DATA.words, DATA.classes, width=64, heads=4, layers=2, positions=32, dropout=0.0)
-TASK = Task(BERT(SMALL, deviation=0.05), cross_entropy, adam(3e-3, STEPS))
+TASK = Task(BERT(SMALL, deviation=0.05), cross_entropy, adam(1e-3, STEPS))
 
 
 def train(policy: polyamp.Policy, seed: int) -> dict[str, float]:

@@ -3,7 +3,7 @@
 All layers are here: four LSTMs of the encoder, the first in both directions, and four of the decoder. The first one of
 those attends to the source (Bahdanau et al., 2015), and the others read what it found. From the third layer on, a
 layer's input is added to its output. The reduced model has a width of 64 instead of 1,024, and learns sentences of
-Django, 0.32 of whose next words it tells in float32 (the commonest word: 0.23).
+Django. The commonest word is 0.23 of the words.
 """
 
 import jax
@@ -87,8 +87,8 @@ class GNMT(linen.Module):
         return linen.Dense(self.words, name="head")(x)
 
 
-STEPS = 150
-TASK = Task(GNMT(WORDS, width=64), loss_of, adam(1e-2, STEPS))
+STEPS = 250
+TASK = Task(GNMT(WORDS, width=64), loss_of, adam(5e-3, STEPS))
 
 
 def train(policy: polyamp.Policy, seed: int) -> dict[str, float]:

@@ -28,6 +28,7 @@ from polyamp.backends.jax import apply_gradients, select
 
 STATISTICS = "batch_stats"
 """Flax's collection of the running means and variances of batch norms."""
+MAX_GRAD_NORM = 1.0
 
 
 class Task(NamedTuple):
@@ -50,8 +51,8 @@ def cross_entropy(scores: jax.Array, labels: jax.Array) -> jax.Array:
 
 
 def adam(rate: float, steps: int) -> optax.GradientTransformation:
-    """Return Adam whose learning rate rises for a tenth of the steps and then falls to 0 along a cosine."""
-    return optax.adam(optax.warmup_cosine_decay_schedule(0.0, rate, steps // 10, steps))
+    """Return Adam whose learning rate rises for a fifth of the steps and then falls to 0 along a cosine."""
+    return optax.adam(optax.warmup_cosine_decay_schedule(0.0, rate, steps // 5, steps), b2=0.99)
 
 
 @partial(jax.jit, static_argnames="task")
@@ -65,7 +66,7 @@ def step(
     task: Task, policy: polyamp.Policy, state: State, inputs: tuple[Any, ...], labels: Any, key: jax.Array
 ) -> tuple[State, jax.Array]:
     """Return the state after one update, and the loss before it. A skipped step leaves the statistics as they were."""
-    tx = polyamp.wrap_optimizer(task.optimizer, policy)
+    tx = polyamp.wrap_optimizer(task.optimizer, policy, max_grad_norm=MAX_GRAD_NORM)
 
     def loss_fn(params: Any, statistics: Any, inputs: tuple[Any, ...], labels: Any, key: jax.Array) -> Any:
         variables = {"params": params, STATISTICS: statistics}
@@ -89,7 +90,7 @@ def outputs_of(task: Task, policy: polyamp.Policy, variables: Any, inputs: tuple
 def fit(task: Task, batches: Sequence[tuple[tuple[Any, ...], Any]], policy: polyamp.Policy, seed: int) -> Any:
     """Train for one step on each batch of (inputs, labels), and return the trained variables."""
     variables = initial(task, batches[0][0], seed)
-    opt_state = polyamp.wrap_optimizer(task.optimizer, policy).init(variables["params"])
+    opt_state = polyamp.wrap_optimizer(task.optimizer, policy, max_grad_norm=MAX_GRAD_NORM).init(variables["params"])
     state = State(variables["params"], variables.get(STATISTICS, {}), opt_state)
     keys = jax.random.split(jax.random.key(seed), len(batches))
     for (inputs, labels), key in zip(batches, keys, strict=True):

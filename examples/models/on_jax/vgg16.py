@@ -1,7 +1,6 @@
 """VGG-16, network D of Simonyan and Zisserman (Very Deep Convolutional Networks, 2014), on handwritten digits.
 
-All 16 layers are here; the reduced model has an eighth of the channels, a dropout of 0.1, and images of 32 x 32. It
-reaches 0.92 in float32.
+All 16 layers are here; the reduced model has a sixteenth of the channels, no dropout, and images of 32 x 32.
 """
 
 import jax
@@ -32,8 +31,8 @@ class VGG(linen.Module):
         return linen.Dense(self.classes)(x)
 
 
-STEPS = 120
-TASK = Task(VGG(width=8, classes=10, dropout=0.1), cross_entropy, adam(2e-3, STEPS))
+STEPS = 300
+TASK = Task(VGG(width=4, classes=10, dropout=0.0), cross_entropy, adam(2e-3, STEPS))
 
 
 def train(policy: polyamp.Policy, seed: int) -> dict[str, float]:

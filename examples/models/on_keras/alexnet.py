@@ -1,8 +1,8 @@
 """AlexNet in Keras, thinned, on handwritten digits.
 
 Krizhevsky, Sutskever and Hinton (2012), in the form for one device of Krizhevsky (2014): 61,100,840 parameters for
-images of 224 x 224 and 1,000 classes. Here: every layer an eighth as wide, images of 64 x 64 and 10 classes. With seed
-0 it reaches an accuracy of 0.90 in float32.
+images of 224 x 224 and 1,000 classes. Here: every layer an eighth as wide, a dropout of 0.1, images of 64 x 64 and 10
+classes.
 """
 
 import keras
@@ -10,9 +10,9 @@ from keras import layers
 
 import polyamp
 from models.data import images
-from models.on_keras.training import Training, thinned
+from models.on_keras.training import Training, adam, thinned
 
-SIZE = 64
+SIZE, STEPS, DROPOUT = 64, 250, 0.1
 
 
 def make_model(width: float = 1 / 8, size: int = SIZE, channels: int = 1, classes: int = 10) -> keras.Model:
@@ -26,14 +26,14 @@ def make_model(width: float = 1 / 8, size: int = SIZE, channels: int = 1, classe
         layers.Conv2D(256, 3, padding="same", **relu),
         layers.Conv2D(256, 3, padding="same", **relu), layers.MaxPooling2D(3, 2),
         layers.Flatten(),
-        layers.Dropout(0.5), layers.Dense(4096, **relu),
-        layers.Dropout(0.5), layers.Dense(4096, **relu),
+        layers.Dropout(DROPOUT), layers.Dense(4096, **relu),
+        layers.Dropout(DROPOUT), layers.Dense(4096, **relu),
         layers.Dense(classes),
     ])  # fmt: skip
     return thinned(whole, width, kernel_initializer="he_normal")
 
 
-TRAINING = Training(make_model, lambda: keras.optimizers.Adam(2e-3), steps=250, batch=64)
+TRAINING = Training(make_model, adam(1e-3, STEPS), STEPS, batch=64)
 
 
 def train(policy: polyamp.Policy, seed: int) -> dict[str, float]:

@@ -1,8 +1,8 @@
 """ResNet-50 of ``keras.applications``, thinned, on handwritten digits.
 
 He, Zhang, Ren and Sun (2015). Keras' network has 25,636,712 numbers for images of 224 x 224 and 1,000 classes: the
-usual 25,557,032, a bias in each of its 53 convolutions, and the statistics of its norms. Here: every layer 1/8 as wide,
-images of 32 x 32 and 10 classes. With seed 0 it reaches an accuracy of 0.92 in float32.
+usual 25,557,032, a bias in each of its 53 convolutions, and the statistics of its norms. Here: every layer 1/16 as
+wide, images of 32 x 32 and 10 classes.
 """
 
 from functools import partial
@@ -11,12 +11,12 @@ import keras
 
 import polyamp
 from models.data import images
-from models.on_keras.training import Training, thinned
+from models.on_keras.training import Training, adam, thinned
 
-SIZE, STEPS = 32, 120
+SIZE, STEPS = 32, 200
 
 
-def make_model(width: float = 1 / 8, size: int = SIZE, channels: int = 1, classes: int = 10) -> keras.Model:
+def make_model(width: float = 1 / 16, size: int = SIZE, channels: int = 1, classes: int = 10) -> keras.Model:
     """Return ResNet-50 for images of shape (size, size, channels); it returns logits.
 
     Every block starts as the identity: the last norm of each has scale 0 (Goyal et al., 2017).
@@ -30,13 +30,7 @@ def make_model(width: float = 1 / 8, size: int = SIZE, channels: int = 1, classe
     return model
 
 
-def make_optimizer() -> keras.optimizers.Optimizer:
-    """Return AdamW with a learning rate that rises for a sixth of the steps, and falls."""
-    rate = keras.optimizers.schedules.CosineDecay(5e-4, STEPS - 20, warmup_target=4e-3, warmup_steps=20)
-    return keras.optimizers.AdamW(rate)
-
-
-TRAINING = Training(make_model, make_optimizer, STEPS, batch=64)
+TRAINING = Training(make_model, adam(1e-2, STEPS), STEPS, batch=64)
 
 
 def train(policy: polyamp.Policy, seed: int) -> dict[str, float]:

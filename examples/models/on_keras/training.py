@@ -41,6 +41,13 @@ def thinned(make_model: Callable[[], keras.Model], width: float, **settings: Any
     return type(whole).from_config(config)
 
 
+def adam(rate: float, steps: int) -> Callable[[], keras.optimizers.Optimizer]:
+    """Return a maker of Adam whose learning rate rises for a fifth of the steps and then falls to 0 along a cosine."""
+    warm_up = steps // 5
+    schedule = keras.optimizers.schedules.CosineDecay(0.0, steps - warm_up, warmup_target=rate, warmup_steps=warm_up)
+    return lambda: keras.optimizers.Adam(schedule, beta_2=0.99)
+
+
 @dataclass(frozen=True)
 class Training:
     """Train a model in the same way under any policy.

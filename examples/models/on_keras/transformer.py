@@ -2,7 +2,7 @@
 
 Vaswani and others (2017), as FAIRseq's ``transformer_vaswani_wmt_en_de_big``: 209,911,808 parameters with one table of
 32,768 words for source, target and scores. Here: 2 + 2 layers of 64 numbers and 4 heads, on messages of Django's
-interface. With seed 0 it reaches a token accuracy of 0.43 in float32.
+interface.
 """
 
 from typing import Any, NamedTuple
@@ -13,7 +13,7 @@ from keras import layers, ops
 
 import polyamp
 from models.data import PAD, START, Part, pairs
-from models.on_keras.training import Training
+from models.on_keras.training import Training, adam
 
 
 class Sizes(NamedTuple):
@@ -25,7 +25,7 @@ class Sizes(NamedTuple):
 
 PUBLISHED = Sizes(words=32_768, width=1024, layers=6, heads=16)
 SMALL = Sizes(words=2000, width=64, layers=2, heads=4)
-LENGTH, DROPOUT = 16, 0.1
+LENGTH, STEPS, DROPOUT = 16, 300, 0.1
 
 
 def make_model(sizes: Sizes = SMALL) -> keras.Model:
@@ -73,15 +73,15 @@ def token_accuracy(labels: Any, logits: Any) -> Any:
 
 TRAINING = Training(
     make_model,
-    lambda: keras.optimizers.Adam(2e-3),
-    steps=300,
+    adam(2e-3, STEPS),
+    STEPS,
     loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True, ignore_class=PAD),
     metrics=(token_accuracy,),
 )
 
 
 def train(policy: polyamp.Policy, seed: int) -> dict[str, float]:
-    """Train on messages and return, for 100 others, how many words follow rightly the right ones, and the loss."""
+    """Train on messages and return, for 200 others, how many words follow rightly the right ones, and the loss."""
     messages = pairs("de", LENGTH, SMALL.words // 2)
     return TRAINING.test(policy, seed, _joined(messages.train), _joined(messages.test))
 

@@ -1,7 +1,7 @@
 """VGG-16 of ``keras.applications``, thinned, on handwritten digits.
 
 Simonyan and Zisserman (2014), configuration D: 138,357,544 parameters for images of 224 x 224 and 1,000 classes. Here:
-every layer 1/16 as wide, images of 32 x 32 and 10 classes. With seed 0 it reaches an accuracy of 0.89 in float32.
+every layer 1/16 as wide, images of 32 x 32 and 10 classes.
 """
 
 from functools import partial
@@ -10,9 +10,9 @@ import keras
 
 import polyamp
 from models.data import images
-from models.on_keras.training import Training, thinned
+from models.on_keras.training import Training, adam, thinned
 
-SIZE = 32
+SIZE, STEPS = 32, 300
 
 
 def make_model(width: float = 1 / 16, size: int = SIZE, channels: int = 1, classes: int = 10) -> keras.Model:
@@ -21,7 +21,7 @@ def make_model(width: float = 1 / 16, size: int = SIZE, channels: int = 1, class
     return thinned(partial(whole, classifier_activation=None), width, kernel_initializer="he_normal")
 
 
-TRAINING = Training(make_model, lambda: keras.optimizers.Adam(2e-3), steps=200)
+TRAINING = Training(make_model, adam(2e-3, STEPS), STEPS)
 
 
 def train(policy: polyamp.Policy, seed: int) -> dict[str, float]:

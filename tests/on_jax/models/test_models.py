@@ -34,7 +34,7 @@ PUBLISHED = {
     "gnmt": (gnmt.GNMT(), [WORDS, WORDS], 159_593_523),  # NVIDIA's examples, with 31,794 words
 }
 
-REACHED = {"alexnet": 0.8, "vgg16": 0.85, "googlenet": 0.85, "resnet50": 0.85, "bert": 0.4}
+REACHED = {"alexnet": 0.8, "vgg16": 0.85, "googlenet": 0.85, "resnet50": 0.85, "bert": 0.7}
 """The least accuracy of the small models, after training, on test data."""
 
 POLICIES = ("float32", "mixed_float16", "mixed_bfloat16")

@@ -19,7 +19,7 @@ OF_NVIDIA = "tables of NVIDIA"
 MARGINS = {"accuracy": 0.005, "token_accuracy": 0.01, "average_precision": 0.01, "error_rate": 0.01, "loss": 0.01}
 """The difference that would matter, by metric: fractions, or nats for a loss. They were fixed before any training.
 
-Half a point for accuracies, which are of 1,000 test examples or more. One point where the test part is smaller: 100
+Half a point for accuracies, which are of 1,000 test examples or more. One point where the test part is smaller: 200
 sentences, 600 utterances, a few scenes. A hundredth of a nat for the loss of a language model.
 """
 

@@ -15,9 +15,12 @@ from typing import Any
 from polyamp.equivalence.comparison import as_json
 from polyamp.equivalence.training import Run
 from polyamp.errors import InvalidValueError
+from polyamp.validation import shown
 
 Key = tuple[str, str, str, int]
 """The training function, the policy, the negative control (or empty, or "again") and the seed."""
+_START = '{"train": '
+"""How each line starts, also one that was cut off: the last line of a file of something else must not be removed."""
 
 
 @dataclass
@@ -38,10 +41,11 @@ class Journal:
         if self.path is None or not self.path.exists():
             return
         try:
-            lines = self.path.read_text().splitlines(keepends=True)
+            *lines, cut = self.path.read_text().split("\n")
             for line in lines:
-                if line.endswith("\n"):
-                    self._read(json.loads(line))
+                self._read(json.loads(line))
+            if not (cut.startswith(_START) or _START.startswith(cut)):
+                raise ValueError(f"its last line is not the start of a run: {shown(cut)}")
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise InvalidValueError(
                 "this is not a file of runs",
@@ -50,8 +54,8 @@ class Journal:
                 allowed="a new file, or one that parity(keep=) wrote",
                 fix="name another file",
             ) from error
-        if lines and not lines[-1].endswith("\n"):
-            self.path.write_text("".join(lines[:-1]))
+        if cut:
+            self.path.write_text("".join(f"{line}\n" for line in lines))
 
     def _read(self, kept: dict[str, Any]) -> None:
         key = (kept["train"], kept["policy"], kept["control"], kept["seed"])

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from polyamp.diagnosis.pictures import figure_for
 from polyamp.equivalence.comparison import Comparison
-from polyamp.layout import plural
+from polyamp.layout import finite, plural
 
 if TYPE_CHECKING:
     from os import PathLike
@@ -20,14 +20,15 @@ def draw(path: str | PathLike[str], name: str, ways: Sequence[Comparison]) -> No
     """Draw a row for each comparison into an image file; see `Parity.plot`."""
     figure = figure_for(path, (9, 1.6 + 0.55 * len(ways)))
     axis = figure.subplots()
-    limit = ways[0].limit
+    limit = finite(ways[0].limit) or 0.0  # not known if it is a share and float32 diverged
     axis.axvspan(-limit, limit, color=COLOURS["equivalent"], alpha=0.12, lw=0, label="margin")
     axis.axvline(0, color="black", lw=0.8)
-    for place, way in enumerate(ways):
-        _draw_way(axis, place, way)
     shown = [way.difference for way in ways if not way.control and way.difference is not None]
     reach = max([2 * limit, *(1.3 * max(abs(one.low), abs(one.high)) for one in shown)])
-    axis.set_xlim(-reach, reach)  # a control that fails may lie far outside
+    if reach:
+        axis.set_xlim(-reach, reach)  # a control that fails may lie far outside
+    for place, way in enumerate(ways):
+        _draw_way(axis, place, way)
     axis.set_yticks(range(len(ways)), [_label(way) for way in ways])
     axis.set_ylim(len(ways) - 0.5, -0.5)
     axis.set(xlabel=f"{ways[0].metric}: difference from float32", title=name)
@@ -46,7 +47,8 @@ def _draw_way(axis: Any, place: int, way: Comparison) -> None:
         axis.errorbar(found.mean, place, xerr=found.reach, fmt="o", color=colour, capsize=4)
         left, right = axis.get_xlim()
         if found.low > right or found.high < left:
-            axis.annotate("outside", (right if found.mean > 0 else left, place), color=colour)
+            edge, side = (right, "right") if found.mean > 0 else (left, "left")
+            axis.annotate("outside", (edge, place), color=colour, ha=side, va="center")
 
 
 def _label(way: Comparison) -> str:

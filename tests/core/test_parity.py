@@ -1,4 +1,4 @@
-"""Parity: statistics, looks, verdicts and their error rates, controls, kept runs, the command and its exit codes."""
+"""Parity: statistics, looks, verdicts and their error rates, forms of training, kept runs, controls."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import json
 import math
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,31 +17,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
-from typer.testing import CliRunner
 
 import polyamp
-from polyamp.cli import app
 from polyamp.controls import active, imposed
 from polyamp.equivalence.comparison import Comparison, Margin
 from polyamp.equivalence.design import Design
+from polyamp.equivalence.journal import Journal
 from polyamp.equivalence.statistics import Difference, paired, seeds_to_tell, unpaired
 from polyamp.equivalence.training import Metric, Run, better_of
 from polyamp.errors import InvalidTypeError, InvalidValueError, MissingFrameworkError, NonFiniteLossError, warn_once
+from support.seeded_runs import LOSS, compared, quiet, runs, task
 
 ROOT = Path(__file__).parents[2]
-LOSS = Metric("loss", "lower")
 numbers = st.floats(-5, 5).map(lambda x: round(x, 3))
 lists = st.integers(3, 12).flatmap(lambda n: st.tuples(*(st.lists(numbers, min_size=n, max_size=n) for _ in range(2))))
-
-
-def runs(values: Iterable[float]) -> tuple[Run, ...]:
-    return tuple(Run(seed, float(value), {"loss": float(value)}) for seed, value in enumerate(values))
-
-
-def compared(values: Sequence[float], seeds: int = 10, margin: float = 1.0, **more: Any) -> Comparison:
-    """Compare values with a float32 of 0."""
-    reference = runs([0.0] * len(values))
-    return Comparison("mixed_float16", runs(values), reference, LOSS, Margin(margin), Design(seeds, 0.05), **more)
 
 
 def ended(values: Sequence[float], design: Design) -> str:
@@ -188,9 +178,27 @@ class TestVerdict:
         assert compared([0.0] * 10).verdict == "equivalent"
 
     def test_float32_that_diverges_is_not_held_against_the_policy(self) -> None:
-        found = Comparison("p", runs([1.0] * 3), runs([1.0, math.nan, 1.0]), LOSS, Margin(1.0), Design(3, 0.05))
+        for values in ([1.0] * 3, [1.0, math.nan, 1.0]):
+            found = Comparison("p", runs(values), runs([1.0, math.nan, 1.0]), LOSS, Margin(1.0), Design(3, 0.05))
+            assert found.verdict == "not yet known"
+            assert found.reason == "float32 itself ended without a finite loss: 1 of 3 runs (seed 1)"
+
+    def test_a_share_of_a_mean_of_0_is_no_margin(self) -> None:
+        found = replace(compared([0.0, 0.1, 0.0], seeds=3), margin=Margin.of("5%"))
         assert found.verdict == "not yet known"
-        assert "float32 itself ended without a finite loss: 1 of 3 runs (seed 1)" in found.reason
+        assert "state it as a number" in found.reason
+
+    def test_a_share_is_that_of_float32(self) -> None:
+        far = Comparison("p", runs([9.0] * 3), runs([4.0] * 3), LOSS, Margin.of("50%"), Design(3, 0.05))
+        assert (far.limit, far.mean) == (2.0, 9.0)
+
+    def test_separate_runs_are_equivalent_or_worse_too(self) -> None:
+        reference = runs([0.0, 0.1, -0.1, 0.2])
+        near, far = (
+            Comparison("p", runs(values), reference, LOSS, Margin(1.0), Design(3, 0.05), is_paired=False)
+            for values in ([0.0, 0.1, -0.1], [3.0, 3.1, 2.9])
+        )
+        assert (near.verdict, near.reason, far.verdict) == ("equivalent", "", "worse")
 
     @pytest.mark.parametrize("given", ["", "much", "0%", "-1%", 0, -0.1, math.nan, math.inf, True, None])
     def test_a_margin_that_is_none_is_refused(self, given: Any) -> None:
@@ -206,26 +214,6 @@ class TestVerdict:
     )
     def test_the_name_of_a_metric_tells_which_is_better(self, name: str, better: str) -> None:
         assert better_of(name) == better
-
-
-def task(
-    damage: Callable[[polyamp.Policy], float] = lambda policy: 0.0, noise: float = 0.001, calls: list[Any] | None = None
-) -> Callable[[polyamp.Policy, int], dict[str, float]]:
-    """Return a training without a framework: a loss that depends on the seed, and by some noise on the policy."""
-
-    def train(policy: polyamp.Policy, seed: int) -> dict[str, float]:
-        assert polyamp.current_policy() == policy
-        if calls is not None:
-            calls.append((str(policy), seed))
-        low = policy.compute != "float32"
-        other = np.random.default_rng([seed, low, len(str(policy))]).normal(0, noise) if low else 0.0
-        return {"loss": 2 + np.random.default_rng(seed).normal(0, 0.3) + other + damage(policy), "steps": 7.0}
-
-    return train
-
-
-def quiet(train: Any, policy: Any = "mixed_float16", **options: Any) -> polyamp.Parity:
-    return polyamp.parity(train, policy, **{"progress": False, "controls": False, **options})
 
 
 class TestTraining:
@@ -382,12 +370,67 @@ class TestKeep:
         means = [quiet(train, keep=kept, seeds=3).ways[0].mean for train in (slow, fast)]
         assert means == [2.0, 6.0]
 
-    def test_a_file_of_something_else_is_refused_and_left_alone(self, tmp_path: Path) -> None:
+    def test_policies_that_differ_in_rules_or_loss_scale_only_do_not_take_each_others_runs(
+        self, tmp_path: Path
+    ) -> None:
+        calls: list[Any] = []
+        others = [{}, {"loss_scale": 8}, {"rules": {"softmax": "lower"}}]
+        policies = [polyamp.policy("mixed_float16", **more) for more in others]
+        for _ in range(2):
+            quiet(task(calls=calls), policies, keep=tmp_path / "runs.jsonl", seeds=3)
+        assert Counter(Counter(name for name, _ in calls).values()) == {3: 4}
+
+    def test_controls_and_the_repeated_run_are_kept_apart_and_are_what_they_were(self, tmp_path: Path) -> None:
+        calls: list[Any] = []
+
+        def train(policy: polyamp.Policy, seed: int) -> dict[str, float]:
+            control = active()
+            calls.append((policy.compute, control and control.name, seed))
+            if control and control.update_format:
+                imposed(policy.loss_scale)  # as an optimizer does that is wrapped; the other control is not in effect
+            if control or (policy.compute == "bfloat16" and seed == 1):
+                raise NonFiniteLossError("the loss is not finite", where="step 3", found="nan", fix="look")
+            return {"loss": math.nan if policy.param == "float16" else 1.0 + seed, "steps": 3.0}
+
+        policies = ["mixed_float16", "mixed_bfloat16", "O3"]
+        first, second = (quiet(train, policies, keep=tmp_path / "runs.jsonl", controls=True) for _ in range(2))
+        assert max(Counter(calls).values()) == calls.count(("float32", None, 0)) == 2
+        assert len(calls) == sum(way.seeds for way in first.ways) + len(first.float32) + 1
+        assert [way.verdict for way in first.comparisons] == ["equivalent", "worse", "worse"]
+        assert second.as_dict() == first.as_dict()
+        assert str(second) == str(first)
+
+    @pytest.mark.parametrize(
+        "run", [Run(3, 0.5, {"loss": 0.5, "steps": 7.0}, skipped=2), Run(4, 1.0, {}, failure="the loss is not finite")]
+    )
+    @pytest.mark.parametrize("was_reached", [True, False])
+    def test_all_of_a_run_is_kept(self, tmp_path: Path, run: Run, was_reached: bool) -> None:
+        key = ("m:train", "mixed_float16", "no loss scaling", run.seed)
+        Journal(tmp_path / "runs.jsonl").add(key, run, was_reached)
+        ((kept, (read, reached)),) = Journal(tmp_path / "runs.jsonl").runs.items()
+        assert (kept, read._replace(value=run.value), reached) == (key, run, was_reached)
+
+    @pytest.mark.parametrize("cut", range(4))
+    def test_a_line_that_was_cut_off_anywhere_is_removed(self, tmp_path: Path, cut: int) -> None:
+        path = tmp_path / "runs.jsonl"
+        for seed in range(2):
+            Journal(path).add(("m:train", "p", "", seed), Run(seed, 0.5, {"loss": 0.5}), True)
+        whole, last = path.read_text().splitlines()
+        path.write_text(f"{whole}\n{last[: (1, 5, 30, len(last))[cut]]}")
+        assert [key[-1] for key in Journal(path).runs] == [0]
+        assert path.read_text() == f"{whole}\n"
+
+    @pytest.mark.parametrize("text", ["my notes\n", "my notes", '{"name": "x"}\n', '{"name": "x"}', "[1]\n", "7", "\n"])
+    def test_a_file_of_something_else_is_refused_and_left_alone(self, tmp_path: Path, text: str) -> None:
         kept = tmp_path / "notes.txt"
-        kept.write_text("my notes\n")
-        with pytest.raises(InvalidValueError, match="not a file of runs"):
+        kept.write_text(text)
+        with pytest.raises(InvalidValueError, match="is not a file of runs"):
             quiet(task(), keep=kept)
-        assert kept.read_text() == "my notes\n"
+        assert kept.read_text() == text
+
+    def test_a_folder_is_refused(self, tmp_path: Path) -> None:
+        with pytest.raises(InvalidValueError, match="is not a file of runs"):
+            quiet(task(), keep=tmp_path)
 
 
 class TestControls:
@@ -415,54 +458,3 @@ class TestControls:
         first, second = (one.name for one in quiet(task(), policies).comparisons)
         assert first == "mixed_float16"
         assert "softmax" in second
-
-
-class TestReport:
-    def test_json_has_every_run(self, tmp_path: Path) -> None:
-        found = quiet(task(), ["mixed_float16", "mixed_bfloat16"], seeds=3)
-        found.save(tmp_path / "parity.json")
-        read = json.loads((tmp_path / "parity.json").read_text())
-        assert [one["policy"] for one in read["comparisons"]] == ["mixed_float16", "mixed_bfloat16"]
-        assert read["float32"]["runs"][2]["metrics"].keys() == {"loss", "steps"}
-        assert len(read["assumptions"]) == 3
-
-    def test_the_table_is_aligned_and_has_a_row_for_each_way(self) -> None:
-        found = quiet(task(), ["mixed_float16", "mixed_bfloat16"])
-        lines = found.table().splitlines()
-        assert [line.split()[0] for line in lines] == ["policy", "mixed_float16", "mixed_bfloat16"]
-        assert all(line.endswith(("verdict", "equivalent")) for line in lines)
-
-
-class TestCommand:
-    @pytest.fixture(autouse=True)
-    def _programs(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        damage = "lambda policy: (policy.compute == 'float16') * {}"
-        made = [f"{name} = task({damage.format(by)})" for name, by in (("good", 0), ("bad", 0.2), ("unclear", 0.0075))]
-        made.append("ignored = lambda: {'train': good, 'seeds': 3, 'margin': 0.5}")
-        lines = ["import sys", f"sys.path.insert(0, {str(Path(__file__).parent)!r})", "from test_parity import task"]
-        (tmp_path / "programs.py").write_text("\n".join(lines + made))
-        monkeypatch.chdir(tmp_path)
-        monkeypatch.syspath_prepend(str(tmp_path))
-        monkeypatch.delitem(sys.modules, "programs", raising=False)
-
-    @pytest.mark.parametrize(
-        ("words", "code"),
-        [
-            (["programs:good", "--no-controls"], 0),
-            (["programs:bad"], 3),
-            (["programs:unclear", "--no-controls", "--margin", "0.0075"], 4),
-            (["programs:good"], 5),
-            (["programs:good", "--margin", "wide"], 1),
-            (["programs:good", "--seeds", "2"], 2),
-        ],
-    )
-    def test_the_exit_code_is_the_verdict(self, words: list[str], code: int) -> None:
-        done = CliRunner().invoke(app, ["parity", *words])
-        assert (done.exit_code == code) or (code == 1 and isinstance(done.exception, InvalidValueError)), done.output
-
-    def test_json_and_options_of_a_mapping(self, tmp_path: Path) -> None:
-        words = ["parity", "programs:ignored", "--json", "o.json", "--policy", "mixed_bfloat16", "--no-controls"]
-        assert CliRunner().invoke(app, words).exit_code == 0
-        read = json.loads((tmp_path / "o.json").read_text())
-        assert (read["seeds"], read["comparisons"][0]["margin"]) == (3, 0.5)
-        assert [one["policy"] for one in read["comparisons"]] == ["mixed_bfloat16"]

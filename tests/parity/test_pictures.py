@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +20,10 @@ from polyamp.diagnosis.recording import ACTIVATION, GRADIENT, PARAMETER, Kind, O
 from polyamp.diagnosis.spread import Spread
 from polyamp.diagnosis.sweep import Sweep, Trial
 from polyamp.equivalence import picture
+from polyamp.equivalence.comparison import Comparison, Margin
 from polyamp.errors import InvalidValueError
 from polyamp.plan import Plan, PlannedOperation
+from support.seeded_runs import compared, runs
 
 RNG = np.random.default_rng(0)
 
@@ -167,3 +171,55 @@ def test_a_parity_has_a_row_for_each_way_with_every_seed_and_the_margin(drawn: A
     (margin,) = axis.patches
     assert margin.get_x() == -0.01
     assert margin.get_width() == 0.02
+    assert [line.get_xdata().tolist() for line in seeds] == [
+        pytest.approx([0.001 * (1 + seed / 100) for seed in range(5)]),
+        pytest.approx([0.5 * (1 + seed / 100) for seed in range(3)]),
+    ]
+    assert [list(line.get_ydata()) for line in seeds] == [[0] * 5, [1] * 3]
+
+
+def comparison(values: Sequence[float], control: str = "", **more: Any) -> Comparison:
+    return compared(values, seeds=len(values), control=control, **more)
+
+
+def test_a_parity_has_the_interval_of_each_way_and_room_for_those_of_policies(drawn: Any) -> None:
+    ways = (
+        comparison([0.1, 0.3, 0.2], margin=0.5),
+        comparison([4.1, 4.0, 4.2], "worse", margin=0.5),
+        comparison([-4.0, -4.2, -4.1], "better", margin=0.5),
+    )
+    (axis,) = drawn(polyamp.Parity("module:train", (), ways)).axes
+    assert axis.get_title() == "module:train"
+    assert axis.get_xlabel() == "loss, lower is better: difference from float32"
+    assert [text.get_text() for text in axis.get_legend().get_texts()] == ["margin"]
+    assert [label.get_text().partition("\n")[0] for label in axis.get_yticklabels()] == [
+        "mixed_float16",
+        "control: worse",
+        "control: better",
+    ]
+    assert axis.get_ylim() == (2.5, -0.5)  # the first one is on top
+    assert [line.get_xdata() for line in axis.lines if len(line.get_ydata()) == 2] == [[0, 0]]
+    intervals = [bars.lines[2][0].get_segments()[0] for bars in axis.containers]
+    assert [(one[0][1], *one[:, 0]) for one in intervals] == [
+        pytest.approx((place, way.difference.low, way.difference.high)) for place, way in enumerate(ways)
+    ]
+    assert [bars.lines[0].get_xdata()[0] for bars in axis.containers] == pytest.approx([0.2, 4.1, -4.1])
+    assert axis.get_xlim() == (-1.0, 1.0)  # twice the margin; the controls are outside
+    assert [(text.get_text(), text.xy) for text in axis.texts] == [("outside", (1.0, 1)), ("outside", (-1.0, 2))]
+
+
+def test_a_parity_whose_policies_are_far_away_shows_them(drawn: Any) -> None:
+    (axis,) = drawn(polyamp.Parity("train", (), (comparison([4.0, 4.2, 4.1]),))).axes
+    assert axis.get_xlim()[1] > 4.2
+    assert not axis.texts
+
+
+def test_a_parity_of_separate_runs_or_after_divergence_is_drawn_too(drawn: Any) -> None:
+    separate = replace(comparison([0.1, 0.3, 0.2]), reference=runs([0.0, 0.1, 0.0, 0.1]), is_paired=False)
+    diverged = comparison([0.1, math.nan, 0.2])
+    no_margin = replace(diverged, reference=runs([0.0, math.inf, 0.0]), margin=Margin.of("5%"))
+    seeds = []
+    for way in (separate, diverged, no_margin):
+        (axis,) = drawn(polyamp.Parity("train", (), (way,))).axes
+        seeds.append([len(line.get_xdata()) for line in axis.lines if line.get_marker() == "|" and line.get_alpha()])
+    assert seeds == [[], [2], [2]]

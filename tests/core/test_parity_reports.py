@@ -1,0 +1,179 @@
+"""Reports of parity: the verdict of all policies together, texts, JSON, and the command with its exit codes."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+import polyamp
+from polyamp.cli import app
+from polyamp.equivalence.comparison import Comparison
+from polyamp.errors import InvalidValueError
+from support.seeded_runs import compared, quiet, runs, task
+
+EQUIVALENT, WORSE, BETTER, OPEN = [0.1, -0.1, 0.05], [3.0, 3.1, 2.9], [-3.0, -3.1, -2.9], [1.0, -2.0, 3.0]
+
+
+def way(values: list[float], policy: str = "p", control: str = "", **more: Any) -> Comparison:
+    return compared(values, seeds=len(values), policy=policy, control=control, **more)
+
+
+def told(*ways: Comparison, again: float | None = None) -> polyamp.Parity:
+    repeated = None if again is None else runs([again])[0]
+    return polyamp.Parity("train", ways[0].reference, ways, repeated)
+
+
+class TestVerdictOfAll:
+    @pytest.mark.parametrize(
+        ("ways", "verdict"),
+        [
+            ([way(EQUIVALENT)], "equivalent"),
+            ([way(BETTER)], "better"),
+            ([way(BETTER), way(EQUIVALENT, "q")], "equivalent"),
+            ([way(EQUIVALENT), way(OPEN, "q")], "not yet known"),
+            ([way(OPEN), way(WORSE, "q"), way(EQUIVALENT, "r")], "worse"),
+            ([way(EQUIVALENT), way(EQUIVALENT, control="a")], "cannot tell"),
+            ([way(EQUIVALENT), way(OPEN, control="a")], "cannot tell"),
+            ([way(EQUIVALENT), way(EQUIVALENT, control="a"), way(WORSE, control="b")], "equivalent"),
+            ([way(EQUIVALENT), way(BETTER, control="a")], "equivalent"),
+            ([way(EQUIVALENT), way(WORSE, control="a", was_reached=False)], "cannot tell"),
+            ([way(WORSE), way(EQUIVALENT, control="a")], "worse"),
+            ([way(EQUIVALENT), way(WORSE, control="a"), way(EQUIVALENT, "q"), way(OPEN, "q", "a")], "cannot tell"),
+        ],
+    )
+    def test_it_is_the_most_serious_one(self, ways: list[Comparison], verdict: str) -> None:
+        found = told(*ways)
+        assert found.verdict == found.as_dict()["verdict"] == verdict
+        assert bool(found) == (verdict in ("equivalent", "better"))
+
+
+class TestReport:
+    def test_json_has_every_run(self, tmp_path: Path) -> None:
+        found = quiet(task(), ["mixed_float16", "mixed_bfloat16"], seeds=3)
+        found.save(tmp_path / "parity.json")
+        read = json.loads((tmp_path / "parity.json").read_text())
+        assert [one["policy"] for one in read["comparisons"]] == ["mixed_float16", "mixed_bfloat16"]
+        assert read["float32"]["runs"][2]["metrics"].keys() == {"loss", "steps"}
+        assert len(read["assumptions"]) == 3
+
+    def test_the_table_is_aligned_and_has_a_row_for_each_way(self) -> None:
+        found = quiet(task(), ["mixed_float16", "mixed_bfloat16"])
+        lines = found.table().splitlines()
+        assert [line.split()[0] for line in lines] == ["policy", "mixed_float16", "mixed_bfloat16"]
+        assert all(line.endswith(("verdict", "equivalent")) for line in lines)
+
+    def test_json_of_a_comparison_has_what_the_table_has(self) -> None:
+        found, far = way([0.5, 0.9, 0.7], was_reached=False).as_dict(), way([0.0, math.nan]).as_dict()
+        assert found.pop("interval") == pytest.approx([0.3628, 1.0372], abs=1e-4)
+        assert found.pop("p_equivalent") == pytest.approx(0.0608, abs=1e-4)  # scipy.stats.ttest_1samp
+        assert (found.pop("mean"), found.pop("difference")) == pytest.approx((0.7, 0.7))
+        assert (found.pop("coverage"), len(found.pop("runs"))) == (0.9, 3)
+        named = {"policy": "p", "control": None, "reason": None, "verdict": "not yet known"}
+        assert found == {**named, "seeds": 3, "margin": 1.0, "more_seeds": 5, "was_reached": False}
+        assert (far["mean"], far["runs"][1]["value"], far["more_seeds"]) == (None, None, None)
+        assert far["reason"] == "ended without a finite loss: 1 of 2 runs (seed 1)"
+
+    @pytest.mark.parametrize(
+        ("ways", "said"),
+        [
+            ([way(EQUIVALENT)], "p trains as well as float32, within the margin."),
+            ([way([0.3, 0.31, 0.3])], "within the margin: the difference, +0.3, is more than chance."),
+            ([way(BETTER)], "p ends better than float32 by more than the margin, so it is not the same training."),
+            ([way([1.0, 1.1, 0.9])], "about as large as the margin, so no number of seeds would tell."),
+            (
+                [way(EQUIVALENT), way(WORSE, control="a"), way(EQUIVALENT, control="b")],
+                "The task can tell: p fails with a. Not noticed: b (equivalent).",
+            ),
+            ([way(EQUIVALENT), way(OPEN, control="a")], "no negative control of p failed: a (not yet known)."),
+            (
+                [way(EQUIVALENT), way([0.3, 0.31, 0.3], control="a")],
+                "a (equivalent, but it differs by +0.3: a margin below 0.29 would tell).",
+            ),
+            (
+                [way(EQUIVALENT), way(EQUIVALENT, control="a", was_reached=False)],
+                "a (not in effect: train has to call polyamp.wrap_optimizer).",
+            ),
+        ],
+    )
+    def test_conclusions(self, ways: list[Comparison], said: str) -> None:
+        assert said in str(told(*ways))
+
+    def test_of_a_policy_that_failed_it_is_not_told_whether_the_task_can_tell(self) -> None:
+        text = str(told(way(WORSE), way(EQUIVALENT, control="a")))
+        assert "can tell" not in text
+        assert "cannot tell" not in text
+
+    def test_a_seed_that_does_not_decide_all_is_noticed(self) -> None:
+        assert "float32 with seed 0, twice: equal to the last bit." in str(told(way(EQUIVALENT), again=0.0))
+        assert "twice: 0 and 1e-07; the seed does not decide all" in str(told(way(EQUIVALENT), again=1e-7))
+        count = itertools.count(1)
+        found = quiet(lambda seed: next(count) / 100, controls=True, seeds=3)
+        assert (found.float32[0].value, found.again and found.again.value) == (0.01, 0.02)
+
+    def test_a_control_that_did_not_reach_training_ends_after_one_seed(self) -> None:
+        found = quiet(task(), controls=True)
+        assert [one.seeds for one in found.ways] == [5, 1, 1]
+        assert str(found).count("not in effect: train has to call") == 2
+
+
+class TestCommand:
+    @pytest.fixture(autouse=True)
+    def _programs(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        damage = "lambda policy: (policy.compute == 'float16') * {}"
+        made = [f"{name} = task({damage.format(by)})" for name, by in (("good", 0), ("bad", 0.2), ("unclear", 0.0075))]
+        made.append("gains = task(lambda policy: (policy.compute == 'float16') * -0.2)")
+        made.append("ignored = lambda: {'train': good, 'seeds': 3, 'margin': 0.5}")
+        lines = ["from support.seeded_runs import task"]
+        (tmp_path / "programs.py").write_text("\n".join(lines + made))
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.syspath_prepend(str(tmp_path))
+        monkeypatch.delitem(sys.modules, "programs", raising=False)
+
+    @pytest.mark.parametrize(
+        ("words", "code"),
+        [
+            (["programs:good", "--no-controls"], 0),
+            (["programs:gains", "--no-controls"], 0),
+            (["programs:bad"], 3),
+            (["programs:gains", "--metric", "loss", "--better", "higher"], 3),
+            (["programs:unclear", "--no-controls", "--margin", "0.0075"], 4),
+            (["programs:good"], 5),
+            (["programs:good", "--margin", "wide"], 1),
+            (["programs:good", "--seeds", "2"], 2),
+        ],
+    )
+    def test_the_exit_code_is_the_verdict(self, words: list[str], code: int) -> None:
+        done = CliRunner().invoke(app, ["parity", *words])
+        assert (done.exit_code == code) or (code == 1 and isinstance(done.exception, InvalidValueError)), done.output
+
+    def test_json_and_options_of_a_mapping(self, tmp_path: Path) -> None:
+        words = ["parity", "programs:ignored", "--json", "o.json", "--policy", "mixed_bfloat16", "--no-controls"]
+        assert CliRunner().invoke(app, words).exit_code == 0
+        read = json.loads((tmp_path / "o.json").read_text())
+        assert (read["seeds"], read["comparisons"][0]["margin"]) == (3, 0.5)
+        assert [one["policy"] for one in read["comparisons"]] == ["mixed_bfloat16"]
+
+    def test_every_option_reaches_parity(self, tmp_path: Path) -> None:
+        words = "--metric steps --better higher --alpha 0.1 --no-stop-early --seeds 6 --first-seed 7 --no-controls"
+        files = "--keep runs.jsonl --json o.json --margin 5%"
+        assert CliRunner().invoke(app, ["parity", "programs:good", *words.split(), *files.split()]).exit_code == 0
+        read = json.loads((tmp_path / "o.json").read_text())
+        chosen = {"metric": "steps", "better": "higher", "alpha": 0.1, "stop_early": False, "seeds": 6, "controls": []}
+        assert {name: read[name] for name in chosen} == chosen
+        assert [run["seed"] for run in read["float32"]["runs"]] == list(range(7, 13))
+        assert read["comparisons"][0]["margin"] == pytest.approx(0.35)
+        assert len((tmp_path / "runs.jsonl").read_text().splitlines()) == 12
+
+    def test_a_policy_that_is_worse_leaves_its_files_too(self, tmp_path: Path) -> None:
+        pytest.importorskip("matplotlib")
+        words = ["parity", "programs:bad", "--json", "o.json", "--plot", "o.png"]
+        assert CliRunner().invoke(app, words).exit_code == 3
+        assert json.loads((tmp_path / "o.json").read_text())["verdict"] == "worse"
+        assert (tmp_path / "o.png").read_bytes().startswith(b"\x89PNG")

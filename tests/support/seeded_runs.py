@@ -1,0 +1,47 @@
+"""Runs of `polyamp.parity` without a framework: lists of numbers, and a training that takes no time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+import polyamp
+from polyamp.equivalence.comparison import Comparison, Margin
+from polyamp.equivalence.design import Design
+from polyamp.equivalence.training import Metric, Run
+
+LOSS = Metric("loss", "lower")
+
+
+def runs(values: Iterable[float]) -> tuple[Run, ...]:
+    return tuple(Run(seed, float(value), {"loss": float(value)}) for seed, value in enumerate(values))
+
+
+def compared(
+    values: Sequence[float], seeds: int = 10, margin: float = 1.0, policy: str = "mixed_float16", **more: Any
+) -> Comparison:
+    """Compare values with a float32 of 0."""
+    reference = runs([0.0] * len(values))
+    return Comparison(policy, runs(values), reference, LOSS, Margin(margin), Design(seeds, 0.05), **more)
+
+
+def task(
+    damage: Callable[[polyamp.Policy], float] = lambda policy: 0.0, noise: float = 0.001, calls: list[Any] | None = None
+) -> Callable[[polyamp.Policy, int], dict[str, float]]:
+    """Return a training without a framework: a loss that depends on the seed, and by some noise on the policy."""
+
+    def train(policy: polyamp.Policy, seed: int) -> dict[str, float]:
+        assert polyamp.current_policy() == policy
+        if calls is not None:
+            calls.append((str(policy), seed))
+        low = policy.compute != "float32"
+        other = np.random.default_rng([seed, low, len(str(policy))]).normal(0, noise) if low else 0.0
+        return {"loss": 2 + np.random.default_rng(seed).normal(0, 0.3) + other + damage(policy), "steps": 7.0}
+
+    return train
+
+
+def quiet(train: Any, policy: Any = "mixed_float16", **options: Any) -> polyamp.Parity:
+    return polyamp.parity(train, policy, **{"progress": False, "controls": False, **options})

@@ -33,9 +33,9 @@ class Sizes(NamedTuple):
 PUBLISHED = Sizes(words=793_471, cells=8192, projection=1024)
 SMALL = Sizes(words=2048, cells=64, projection=16)
 
-STEPS, MICRO_BATCHES, ROWS, LENGTH = 7, 24, 64, 16
+STEPS, MICRO_BATCHES, ROWS, LENGTH = 8, 24, 64, 16
 TOKENS = MICRO_BATCHES * ROWS * LENGTH
-LEARNING_RATE, EPSILON = 0.05, 1e-8
+LEARNING_RATE, EPSILON = 0.03, 1e-8
 """Settings of Adam, whose other ones are 0.9 and 0.999."""
 TEST_ROWS = 256
 

@@ -1,7 +1,7 @@
 """Train the big LSTM language model, which stalls in float16 without a loss scale: `models.big_lstm` explains why.
 
-The data are the words of Python's manual. Seven updates reach a loss of 5.39 nats a word on test words in float32
-(seed 0), where all of 2,048 words alike have 7.62.
+The data are the words of Python's manual. Eight updates reach a loss of 5.30 nats a word on test words in float32
+(seed 0), and 5.68 in float16 with a scale of 1, where all of 2,048 words alike have 7.62.
 
 >>> import polyamp
 >>> losses = list(curve(polyamp.policy("float32"), seed=0, steps=2))

@@ -17,7 +17,7 @@ from models.on_torch.recurrent import LSTM
 from models.on_torch.training import batches, evaluate, fit, seeded
 from models.on_torch.translation import loss_of, metrics_of, warmed_up
 
-CELLS, STEPS, BATCH, WARM_UP, LEARNING_RATE = 64, 200, 32, 40, 1e-2
+CELLS, STEPS, BATCH, WARM_UP, LEARNING_RATE = 64, 150, 32, 30, 1e-2
 
 
 class Attention(nn.Module):

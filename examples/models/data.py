@@ -172,7 +172,8 @@ def sentences(length: int = 16, most: int = 2000) -> Data:
     shape (examples,), the place in `LANGUAGES`. The vocabulary has at most ``most`` numbers. Texts of fewer than six
     pieces are left out: names such as "Malta" are the same in many languages.
     """
-    found = [(_pieces(said), number) for number, language in enumerate(LANGUAGES) for said in _catalog(language).values()]
+    both = [(said, number) for number, language in enumerate(LANGUAGES) for said in _catalog(language).values()]
+    found = [(_pieces(said), number) for said, number in both]
     texts = [(pieces[:length], number) for pieces, number in found if len(pieces) >= 6]
     number_of = _vocabulary((piece for pieces, _ in texts for piece in pieces), most)
     x = np.zeros((len(texts), length), np.int32)

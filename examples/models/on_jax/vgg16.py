@@ -10,7 +10,8 @@ import polyamp
 from models.data import images
 from models.on_jax.training import Task, adam, classify, cross_entropy
 
-HE = linen.initializers.he_normal()
+ORTHOGONAL = linen.initializers.orthogonal(2**0.5)
+"""As PyTorch's model here: with normal weights, what one seed reaches and another does differ by 3 points."""
 
 
 class VGG(linen.Module):
@@ -22,11 +23,11 @@ class VGG(linen.Module):
     def __call__(self, x: jax.Array, train: bool) -> jax.Array:
         for times, count in ((1, 2), (2, 2), (4, 3), (8, 3), (8, 3)):
             for _ in range(count):
-                x = linen.relu(linen.Conv(times * self.width, (3, 3), padding=1, kernel_init=HE)(x))
+                x = linen.relu(linen.Conv(times * self.width, (3, 3), padding=1, kernel_init=ORTHOGONAL)(x))
             x = linen.max_pool(x, (2, 2), (2, 2))
         x = x.reshape(len(x), -1)
         for _ in range(2):
-            x = linen.relu(linen.Dense(64 * self.width, kernel_init=HE)(x))
+            x = linen.relu(linen.Dense(64 * self.width, kernel_init=ORTHOGONAL)(x))
             x = linen.Dropout(self.dropout)(x, deterministic=not train)
         return linen.Dense(self.classes)(x)
 

@@ -166,7 +166,7 @@ def main() -> None:
         _without_output()
         _end(f"the output cannot be written: {error}")
     except PolyampError as error:
-        _end(str(error))
+        _end("\n  ".join([str(error), *getattr(error, "__notes__", ())]))
 
 
 def _without_output() -> None:

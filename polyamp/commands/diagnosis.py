@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from polyamp import verbs
-from polyamp.commands.show import show
+from polyamp.commands.show import check_files, printing_elsewhere, show
 from polyamp.commands.target import step_of, training_of
 from polyamp.diagnosis import lint as linting
 from polyamp.diagnosis import sweep as sweeping
@@ -83,7 +83,8 @@ def sweep(
     if lowest is not None or highest is not None or every != 4:
         first, last = -4 if lowest is None else lowest, 28 if highest is None else highest
         scales = [math.ldexp(1.0, exponent) for exponent in range(first, last + 1, every)]
-    with make_policy(policy):
+    check_files(json, plot)
+    with make_policy(policy), printing_elsewhere(json):
         swept = training_of(target).call(sweeping.sweep, scales=scales)
     show(swept, json, plot)
     _end(swept.window is None)

@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 import typer
 
 from polyamp.commands.diagnosis import FINDINGS, JsonFile, PlotFile
-from polyamp.commands.show import show
+from polyamp.commands.show import check_files, printing_elsewhere, show
 from polyamp.commands.target import training_of
 from polyamp.equivalence.design import FIRST_LOOK
 from polyamp.equivalence.parity import parity as train_over_seeds
@@ -56,19 +56,21 @@ def parity(
 
     Exit code 3: a policy is worse. 4: not yet known, more seeds are needed. 5: the task cannot tell.
     """
-    found = training_of(target, "train(policy, seed)").call(
-        train_over_seeds,
-        policy=policy,
-        seeds=seeds,
-        margin=margin,
-        metric=metric,
-        better=better,
-        alpha=alpha,
-        controls=controls,
-        stop_early=stop_early,
-        first_seed=first_seed,
-        keep=keep,
-    )
+    check_files(json, plot)
+    with printing_elsewhere(json):
+        found = training_of(target, "train(policy, seed)").call(
+            train_over_seeds,
+            policy=policy,
+            seeds=seeds,
+            margin=margin,
+            metric=metric,
+            better=better,
+            alpha=alpha,
+            controls=controls,
+            stop_early=stop_early,
+            first_seed=first_seed,
+            keep=keep,
+        )
     show(found, json, plot)
     if code := _CODES[found.verdict]:
         raise typer.Exit(code)

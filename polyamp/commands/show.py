@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext, redirect_stdout
+from pathlib import Path
 from typing import Any, Protocol
 
 from rich.box import SIMPLE_HEAD
@@ -12,6 +14,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from polyamp.diagnosis.pictures import figure_for
 from polyamp.errors import InvalidValueError
 from polyamp.layout import write_json
 
@@ -28,6 +31,37 @@ class Reported(Protocol):
 
     def as_dict(self) -> dict[str, Any]:
         """Return the report as JSON values."""
+
+
+def check_files(json_file: str | None, plot_file: str | None = None) -> None:
+    """Refuse files that `show` could not write, before a command that takes long.
+
+    Raises:
+        InvalidValueError: there is no such folder, or the picture's ending does not name an image format.
+        MissingFrameworkError: matplotlib, which draws the picture, is not installed.
+    """
+    if plot_file is not None:
+        figure_for(plot_file, (1, 1))
+    for path in (Path(name) for name in (json_file, plot_file) if name not in (None, STDOUT)):
+        if path.is_dir() or not path.parent.is_dir():
+            raise _unwritable(f"{path} is a folder" if path.is_dir() else f"there is no folder {path.parent}")
+
+
+@contextmanager
+def printing_elsewhere(json_file: str | None) -> Iterator[None]:
+    """Send what the user's code prints to standard error, if standard output is for JSON."""
+    with redirect_stdout(sys.stderr) if json_file == STDOUT else nullcontext():
+        yield
+
+
+def _unwritable(found: str) -> InvalidValueError:
+    return InvalidValueError(
+        "the file cannot be written",
+        where="--json or --plot",
+        found=found,
+        allowed="a file in a folder that exists",
+        fix="make the folder first, or name another file",
+    )
 
 
 def show(report: Reported, json_file: str | None, plot_file: str | None = None) -> None:
@@ -54,13 +88,7 @@ def show(report: Reported, json_file: str | None, plot_file: str | None = None) 
         if plot_file is not None:
             report.plot(plot_file)  # type: ignore[attr-defined]
     except OSError as error:
-        raise InvalidValueError(
-            "the file cannot be written",
-            where="--json or --plot",
-            found=str(error),
-            allowed="a file in a folder that exists",
-            fix="make the folder first, or name another file",
-        ) from error
+        raise _unwritable(str(error)) from error
 
 
 def _show_rich(report: Reported, console: Console) -> None:

@@ -22,6 +22,8 @@ from polyamp.errors import InvalidTypeError, InvalidValueError
 from polyamp.validation import shown
 from polyamp.verbs import explain
 
+_TRAINED_BY = {"seed", "scale"}
+"""Arguments of training functions: a function that has one is called with it, even if it has a default."""
 FORMS = 'a step; (step, *arguments); or {"step": step, "args": (...), "optimizer": ..., "policy": ...}'
 
 
@@ -75,7 +77,7 @@ def training_of(text: str, form: str = "train(scale)") -> Target:
         InvalidTypeError, InvalidValueError: as `step_of` does.
     """
     function = load(text)
-    if _takes_arguments(function):
+    if _takes_arguments(function) or _TRAINED_BY & _parameters_of(function).keys():
         return Target(function)
     made = function()
     if isinstance(made, Mapping):
@@ -95,7 +97,8 @@ def load(text: str) -> Callable[..., Any]:
     module_name, _, path = text.partition(":")
     is_module = all(part.isidentifier() for part in module_name.split(".")) and not module_name.endswith(".py")
     if not (is_module and path):
-        raise _unknown("not the name of a function", text, "package.module:function, as in train:make_step")
+        meant = f"; {module_name[:-3]}:{path} for a file" if module_name.endswith(".py") and path else ""
+        raise _unknown("not the name of a function", text, f"package.module:function, as in train:make_step{meant}")
     found = _module(module_name, text)
     for name in path.split("."):
         if not hasattr(found, name):
@@ -140,12 +143,16 @@ def _options_of(verb: Callable[..., Any]) -> set[str]:
 
 
 def _takes_arguments(function: Callable[..., Any]) -> bool:
+    any_number = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    parameters = _parameters_of(function).values()
+    return any(one.kind not in any_number and one.default is inspect.Parameter.empty for one in parameters)
+
+
+def _parameters_of(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
     try:
-        parameters = inspect.signature(function).parameters.values()
+        return inspect.signature(function).parameters
     except ValueError:  # builtins
-        return False
-    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return any(one.kind in positional and one.default is inspect.Parameter.empty for one in parameters)
+        return {}
 
 
 def _check_callable_without_arguments(function: Callable[..., Any], text: str) -> None:

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
 from polyamp.equivalence.design import FEWEST_TO_AGREE, Design
 from polyamp.equivalence.statistics import Difference, paired, seeds_to_tell, unpaired
-from polyamp.equivalence.training import Metric, Run
+from polyamp.equivalence.training import Metric, Run, known_better
 from polyamp.errors import InvalidValueError
 from polyamp.layout import finite, plural
 from polyamp.validation import is_number, shown
 
 Verdict = Literal["equivalent", "worse", "better", "not yet known"]
 UNKNOWN: Verdict = "not yet known"
+REPEATS = (
+    "float32 gave one and the same value for every seed: does train use its seed? If it does, a metric such as the "
+    "loss shows more"
+)
 
 
 @dataclass(frozen=True)
@@ -143,7 +147,7 @@ class Comparison:
     @property
     def more_seeds(self) -> int | None:
         """Return how many seeds would tell, with a chance of 80 %; None if the verdict is clear, or no number would."""
-        if self.is_decided or self.difference is None:
+        if self.is_decided or self.reason or self.difference is None:
             return None
         return seeds_to_tell(self.difference, self.limit, self.seeds)
 
@@ -163,6 +167,8 @@ class Comparison:
             return Decision(UNKNOWN)
         if found.beyond(self.limit):
             return Decision("better" if (found.mean > 0) == (self.metric.better == "higher") else "worse")
+        if found.error == 0 and found.within(self.limit) and self.is_paired and _repeats(self.reference):
+            return Decision(UNKNOWN, REPEATS)
         if found.within(self.limit) and (is_last or self.seeds >= FEWEST_TO_AGREE):
             return Decision("equivalent", _if_identical(self.runs, self.reference, self.is_paired))
         return Decision(UNKNOWN)
@@ -217,6 +223,17 @@ def _seeds(runs: Sequence[Run]) -> str:
     return f"{which}: {diverged[0].failure}" if diverged[0].failure else which
 
 
+def _repeats(runs: Sequence[Run]) -> bool:
+    """Return whether all runs are equal in every metric, so that they are one draw and not several."""
+    return all(_quality(run) == _quality(runs[0]) for run in runs)
+
+
+def _quality(run: Run) -> tuple[float, Mapping[str, float]]:
+    """Return the metric and those beside it that tell how good the model is; times vary from run to run."""
+    return run.value, {name: value for name, value in run.metrics.items() if known_better(name)}
+
+
 def _if_identical(runs: Sequence[Run], reference: Sequence[Run], is_paired: bool) -> str:
-    same = is_paired and all(one.value == other.value for one, other in zip(runs, reference, strict=True))
-    return "every seed has the value of float32, as if the policy were not in effect" if same else ""
+    pairs = zip(runs, reference, strict=True) if is_paired else ()
+    same = [_quality(one) == _quality(other) for one, other in pairs]
+    return "every seed has the value of float32, as if the policy were not in effect" if same and all(same) else ""

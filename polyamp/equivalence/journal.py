@@ -31,15 +31,25 @@ class Journal:
         path: the file; None keeps nothing.
 
     Raises:
-        InvalidValueError: the file has lines that are not runs, or is a folder.
+        InvalidValueError: the file has lines that are not runs, or cannot be written.
     """
 
     path: Path | None
     runs: dict[Key, tuple[Run, bool]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if self.path is None or not self.path.exists():
+        if self.path is None:
             return
+        try:
+            self.path.open("a").close()
+        except OSError as error:
+            raise InvalidValueError(
+                "the file of runs cannot be written",
+                where="parity(keep=)",
+                found=str(error),
+                allowed="a file in a folder that exists",
+                fix="make the folder first, or name another file",
+            ) from error
         try:
             *lines, cut = self.path.read_text().split("\n")
             for line in lines:

@@ -20,7 +20,7 @@ from polyamp.equivalence.journal import Journal
 from polyamp.equivalence.report import Parity, failed
 from polyamp.equivalence.statistics import student
 from polyamp.equivalence.training import Better, Metric, Run, Trainer
-from polyamp.errors import InvalidValueError, PolyampWarning
+from polyamp.errors import InvalidValueError, PolyampError, PolyampWarning
 from polyamp.formats import format_of
 from polyamp.policy import Policy
 from polyamp.policy import policy as make_policy
@@ -145,6 +145,7 @@ class _Way:
 
 
 FLOAT32 = _Way(make_policy("float32"))
+_POLICIES = "policies of 16 bits; float32 is trained in any case"
 
 
 @dataclass
@@ -184,22 +185,23 @@ class _Study:
     def _is_open(self, way: _Way) -> bool:
         """Return whether more runs would tell more. A control serves to doubt that its policy is equivalent."""
         found = self.comparison(way)
-        if found.is_decided or not found.was_reached:
+        if found.is_decided or not found.was_reached or not all(run.is_finite for run in self.float32):
             return False
         return way.control is None or not failed(self.comparison(_Way(way.policy)))
 
     def _run(self, way: _Way, seed: int, done: Callable[[str], None], *, again: bool = False) -> Run:
         """Train once, or take the run from the journal."""
         key = (self.trainer.name, str(way.policy), "again" if again else way.broken_by, seed)
-        if key not in self.journal.runs:
-            with way.in_effect() as was_reached:
+        which = f"seed {seed}, {way}{' again' if again else ''}"
+        if is_new := key not in self.journal.runs:
+            with way.in_effect() as was_reached, _named(which):
                 run = self.trainer(way.trained, seed, may_fail=way != FLOAT32)
                 self.journal.add(key, run, was_reached())
         run, reached = self.journal.runs[key]
         run = self.trainer.read(run)
         if reached:
             self.reached.add(way)
-        done(f"seed {seed}, {way}: {run.value:.6g}")
+        done(f"{which}: {run.value:.6g}{'' if is_new else ' (kept)'}")
         return run
 
     def comparison(self, way: _Way) -> Comparison:
@@ -223,6 +225,17 @@ class _Study:
         return Parity(self.trainer.name, tuple(self.float32), tuple(map(self.comparison, self.ways)), self.again)
 
 
+@contextmanager
+def _named(which: str) -> Iterator[None]:
+    """Tell in errors of the training function which run failed."""
+    try:
+        yield
+    except Exception as error:
+        advice = "" if isinstance(error, PolyampError) else "; if training diverged, return NaN as the metric"
+        error.add_note(f"in polyamp.parity, {which}{advice}")
+        raise
+
+
 def _ways(policies: Sequence[Policy], controls: bool) -> tuple[_Way, ...]:
     """Return every policy, each followed by its negative controls."""
     broken = {policy: negative.for_policy(policy) if controls else () for policy in policies}
@@ -244,7 +257,7 @@ def _checked(
     check_range("alpha", alpha, 1e-6, 0.49, where="parity(alpha=)")
     names = list(map(str, chosen))
     wrong = [
-        ("policy", names, all(format_of(one.compute).is_low for one in chosen) and chosen, "policies of 16 bits"),
+        ("policy", names, all(format_of(one.compute).is_low for one in chosen) and chosen, _POLICIES),
         ("first_seed", first_seed, is_integer(first_seed), "an integer"),
         ("reference", reference, reference is None or _are_numbers(reference), "at least two finite numbers, or None"),
     ]

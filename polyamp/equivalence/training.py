@@ -8,24 +8,32 @@ The function may have any of these forms; the policy is also the current one whi
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import math
+import re
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple
 
 from polyamp import registry
 from polyamp.diagnosis.health import health
-from polyamp.errors import InvalidTypeError, InvalidValueError, LossScaleError, NonFiniteLossError
+from polyamp.errors import InvalidTypeError, InvalidValueError, LossScaleError, NonFiniteLossError, UsageError
 from polyamp.policy import Policy
 from polyamp.validation import as_number, shown
 
 Better = Literal["higher", "lower"]
 
-HIGHER = frozenset(
-    ("accuracy", "acc", "auc", "bleu", "f1", "iou", "map", "precision", "recall", "reward", "score", "top1", "top5")
-)
-LOWER = frozenset(("cer", "error", "loss", "mae", "mse", "nll", "perplexity", "ppl", "rate", "rmse", "wer"))
+# fmt: off
+HIGHER = frozenset((
+    "accuracy", "acc", "auc", "auprc", "auroc", "bleu", "chrf", "dice", "f1", "iou", "kappa", "map", "mcc",
+    "miou", "ndcg", "precision", "psnr", "r2", "recall", "reward", "rouge", "score", "ssim", "top1", "top5",
+))
+LOWER = frozenset((
+    "bpb", "bpc", "brier", "cer", "crossentropy", "entropy", "error", "fid", "logloss", "loss", "mae", "mape",
+    "mse", "nll", "perplexity", "ppl", "rate", "rmse", "wer",
+))
+# fmt: on
 _FORMS = 'a number; {"accuracy": number, ...}; or one of the two and the wrapped optimizer (JAX: its state) in a tuple'
 
 
@@ -72,7 +80,7 @@ class Trainer:
 
     >>> trainer = Trainer(lambda policy, seed: {"accuracy": 0.9 + seed / 100})
     >>> from polyamp.policy import policy
-    >>> trainer(policy("float32"), 3).value, str(trainer.metric)
+    >>> trainer.read(trainer(policy("float32"), 3)).value, str(trainer.metric)
     (0.93, 'accuracy, higher is better')
 
     Args:
@@ -82,16 +90,17 @@ class Trainer:
 
     Raises:
         InvalidTypeError: ``train`` is not a function of a seed.
+        InvalidValueError: the metric's name does not tell which is better.
     """
 
     def __init__(self, train: Callable[..., Any], metric: str | None = None, better: Better | None = None) -> None:
         self._call = _call_of(train)
         self.name = name_of(train)
-        self._name, self._better = metric, better
+        self._name, self._better = metric, better or (None if metric is None else better_of(metric))
         self.metric: Metric | None = None
 
     def __call__(self, policy: Policy, seed: int, *, may_fail: bool = False) -> Run:
-        """Train once.
+        """Train once. The run has no value until `read` has looked for the metric.
 
         Args:
             policy: handed over, and current while it trains.
@@ -99,18 +108,27 @@ class Trainer:
             may_fail: whether a loss scale that gives up, or a loss that is not finite, is a result and not an error.
 
         Raises:
-            InvalidTypeError, InvalidValueError: the result has none of the allowed forms.
+            InvalidTypeError: the result has none of the allowed forms.
+            UsageError: ``train`` called ``sys.exit``.
         """
         try:
-            with policy:
+            with policy, contextlib.chdir("."):  # back to the current directory, if train leaves it
                 made = self._call(policy, seed)
+        except SystemExit as error:  # its exit code would be taken for a verdict
+            raise UsageError(
+                "train ended the program",
+                where="parity(train)",
+                found=f"sys.exit({error.code!r})",
+                allowed=f"a function that returns {_FORMS}",
+                fix="return the metric; options come from arguments with defaults, not from the command line",
+            ) from error
         except (LossScaleError, NonFiniteLossError, FloatingPointError) as error:
             if not may_fail:
                 raise
             return Run(seed, math.nan, {}, failure=str(error).splitlines()[0])
         metrics, holder = _parts(made)
         skipped = None if holder is None else health(holder).skipped
-        return self.read(Run(seed, math.nan, metrics, skipped))
+        return Run(seed, math.nan, metrics, skipped)
 
     def read(self, run: Run) -> Run:
         """Return a run with the value of the metric that is compared."""
@@ -146,9 +164,8 @@ def better_of(name: str) -> Better:
     Raises:
         InvalidValueError: no word of the name is known.
     """
-    for word in reversed(name.lower().replace("-", "_").replace("/", "_").split("_")):
-        if word in HIGHER or word in LOWER or word == "value":
-            return "higher" if word in HIGHER else "lower"
+    if found := known_better(name):
+        return found
     raise InvalidValueError(
         "it is not known whether a higher or a lower value of this metric is better",
         where="parity(better=)",
@@ -156,6 +173,16 @@ def better_of(name: str) -> Better:
         allowed=f"a name with one of {', '.join(sorted(HIGHER | LOWER))}; or better= stated",
         fix='state better="higher" or better="lower"',
     )
+
+
+def known_better(name: str) -> Better | None:
+    """Return as `better_of`, or None if the name does not tell: then it may be a time, or a number of steps.
+
+    >>> known_better("eval_runtime") is None, known_better("eval_loss")
+    (True, 'lower')
+    """
+    words = [word for word in re.split(r"[^a-z0-9]+", name.lower()) if word in HIGHER | LOWER | {"value"}]
+    return None if not words else "higher" if words[-1] in HIGHER else "lower"
 
 
 def _call_of(train: Callable[..., Any]) -> Callable[[Policy, int], Any]:
@@ -193,26 +220,30 @@ def _not_a_function(found: str) -> InvalidTypeError:
 def _parts(made: Any) -> tuple[dict[str, float], Any]:
     """Return the metrics by name, and the optimizer if there is one."""
     holder = None
-    if isinstance(made, tuple) and len(made) == 2 and registry.adapter_within(made[1]) is not None:
-        made, holder = made
+    if isinstance(made, tuple) and len(made) == 2 and _number(made[1]) is None:
+        made, holder = made if registry.adapter_within(made[1]) is not None else (made, None)
     named = made if isinstance(made, Mapping) else {"value": made}
+    metrics = {str(name): _number(value) for name, value in named.items()}
+    if not metrics or None in metrics.values():
+        raise _unreadable(made, metrics)
+    return {name: value for name, value in metrics.items() if value is not None}, holder
+
+
+def _number(value: object) -> float | None:
     try:
-        metrics = {str(name): as_number(value) for name, value in named.items()}
-    except (TypeError, ValueError, OverflowError) as error:
-        raise _unreadable(made) from error
-    if not metrics:
-        raise _unreadable(made)
-    return metrics, holder
+        return as_number(value)
+    except (TypeError, ValueError, OverflowError):
+        return None
 
 
-def _unreadable(made: object) -> InvalidTypeError:
-    return InvalidTypeError(
-        "train returned no metric",
-        where="parity(train)",
-        found=shown(made),
-        allowed=_FORMS,
-        fix='return the metric on data that it did not train on, as in {"accuracy": 0.97}',
-    )
+def _unreadable(made: object, metrics: Mapping[str, float | None]) -> InvalidTypeError:
+    wrong = [name for name, value in metrics.items() if value is None]
+    if isinstance(made, Mapping) and 0 < len(wrong) < len(metrics):
+        what, fix = f"train returned what is not a number: {', '.join(wrong)}", "return the numbers only"
+    else:
+        what, fix = "train returned no metric", "return the metric on data that it did not train on, with its name, "
+        fix += 'as in {"accuracy": 0.97}'
+    return InvalidTypeError(what, where="parity(train)", found=shown(made), allowed=_FORMS, fix=fix)
 
 
 def _check_known(name: str, metrics: Mapping[str, float]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import math
+import os
 import sys
 from collections import Counter
 from collections.abc import Sequence
@@ -25,7 +26,14 @@ from polyamp.equivalence.design import Design
 from polyamp.equivalence.journal import Journal
 from polyamp.equivalence.statistics import Difference, paired, seeds_to_tell, unpaired
 from polyamp.equivalence.training import Metric, Run, better_of
-from polyamp.errors import InvalidTypeError, InvalidValueError, MissingFrameworkError, NonFiniteLossError, warn_once
+from polyamp.errors import (
+    InvalidTypeError,
+    InvalidValueError,
+    MissingFrameworkError,
+    NonFiniteLossError,
+    UsageError,
+    warn_once,
+)
 from support.seeded_runs import LOSS, compared, quiet, runs, task
 
 ROOT = Path(__file__).parents[2]
@@ -175,7 +183,8 @@ class TestVerdict:
     def test_no_early_look_finds_two_ways_equivalent_by_chance(self) -> None:
         assert compared([0.01, -0.01, 0.0]).verdict == "not yet known"  # too few to see a rare bad run
         assert compared([0.0] * 6).verdict == "not yet known"  # equal so far: accuracies are rounded
-        assert compared([0.0] * 10).verdict == "equivalent"
+        first = runs([0.0] * 9 + [1.0])
+        assert Comparison("p", first, first, LOSS, Margin(1.0), Design(10, 0.05)).verdict == "equivalent"
 
     def test_float32_that_diverges_is_not_held_against_the_policy(self) -> None:
         for values in ([1.0] * 3, [1.0, math.nan, 1.0]):
@@ -200,6 +209,27 @@ class TestVerdict:
         )
         assert (near.verdict, near.reason, far.verdict) == ("equivalent", "", "worse")
 
+    def test_equal_runs_are_one_draw_and_show_no_equivalence(self) -> None:
+        """Without any spread over the seeds there is no estimate of it. A collapse is worse all the same."""
+        found = compared([0.1] * 10)
+        assert (found.verdict, found.more_seeds) == ("not yet known", None)
+        assert "does train use its seed?" in found.reason
+        assert compared([3.0] * 10).verdict == "worse"
+        spread = runs([0.1 * place for place in range(10)])
+        assert Comparison("p", spread, spread, LOSS, Margin(1.0), Design(10, 0.05)).verdict == "equivalent"
+
+    def test_an_equal_metric_is_no_sign_of_a_policy_without_effect_if_another_one_differs(self) -> None:
+        float32, low = (
+            tuple(Run(seed, 0.9, {"accuracy": 0.9, "loss": seed + more, "runtime": more}) for seed in range(5))
+            for more in (0.0, 0.01)
+        )
+        slow = tuple(run._replace(metrics={**run.metrics, "runtime": 9.0}) for run in float32)
+        for values, says in ((slow, "as if the policy were not in effect"), (low, "")):
+            found = Comparison("p", values, float32, Metric("accuracy", "higher"), Margin(0.1), Design(5, 0.05))
+            assert found.verdict == "equivalent"
+            assert says in found.reason
+            assert bool(found.reason) == bool(says)
+
     @pytest.mark.parametrize("given", ["", "much", "0%", "-1%", 0, -0.1, math.nan, math.inf, True, None])
     def test_a_margin_that_is_none_is_refused(self, given: Any) -> None:
         with pytest.raises(InvalidValueError, match="largest difference that would not matter"):
@@ -210,7 +240,15 @@ class TestVerdict:
 
     @pytest.mark.parametrize(
         ("name", "better"),
-        [("accuracy", "higher"), ("val/top1", "higher"), ("error_rate", "lower"), ("average_precision", "higher")],
+        [
+            ("accuracy", "higher"),
+            ("val/top1", "higher"),
+            ("error_rate", "lower"),
+            ("average_precision", "higher"),
+            ("mAP@50", "higher"),
+            ("val_cross_entropy", "lower"),
+            ("Cohen kappa", "higher"),
+        ],
     )
     def test_the_name_of_a_metric_tells_which_is_better(self, name: str, better: str) -> None:
         assert better_of(name) == better
@@ -253,7 +291,9 @@ class TestTraining:
         assert "every seed has the value of float32, as if the policy were not in effect" in str(found)
 
     def test_a_seed_without_effect_is_noticed(self) -> None:
-        assert "for every seed: does train use its seed?" in str(quiet(lambda policy, seed: 1.0))
+        found = quiet(lambda policy, seed: 1.0)
+        assert "for every seed: does train use its seed?" in str(found)
+        assert found.verdict == "not yet known"
 
     def test_a_run_that_fails_under_the_policy_is_worse(self) -> None:
         def train(policy: polyamp.Policy, seed: int) -> float:
@@ -271,8 +311,45 @@ class TestTraining:
 
         with pytest.raises(NonFiniteLossError):
             quiet(train)
-        with pytest.raises(ZeroDivisionError):
+        with pytest.raises(ZeroDivisionError) as raised:
             quiet(lambda policy, seed: 1 / (policy.compute == "float32"))
+        assert raised.value.__notes__ == [
+            "in polyamp.parity, seed 0, mixed_float16; if training diverged, return NaN as the metric"
+        ]
+
+    def test_the_exit_code_of_train_is_not_taken_for_a_verdict(self) -> None:
+        with pytest.raises(UsageError, match=r"sys\.exit\(0\)"):
+            quiet(lambda policy, seed: sys.exit(0))
+
+    def test_nothing_more_is_trained_once_float32_diverged(self) -> None:
+        calls: list[Any] = []
+
+        def train(policy: polyamp.Policy, seed: int) -> float:
+            calls.append(seed)
+            return math.nan
+
+        found = quiet(train, controls=True)
+        assert calls == [0] * 5  # float32 twice, the policy and its controls
+        assert "float32 with seed 0, twice: not finite." in str(found)
+        assert "cannot tell" not in str(found)
+
+    def test_a_run_that_diverged_is_not_said_to_be_worse_by_a_number(self) -> None:
+        found = quiet(lambda policy, seed: math.inf if policy.compute == "float16" else 1.0)
+        assert "mixed_float16 is worse than float32: it ended without a finite value: 1 of 1 run (seed 0)." in str(
+            found
+        )
+
+    def test_each_run_starts_in_the_current_directory(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.chdir(tmp_path)
+
+        def train(policy: polyamp.Policy, seed: int) -> float:
+            Path("inside").mkdir(exist_ok=True)
+            os.chdir("inside")
+            return 1.0 + seed
+
+        quiet(train, keep="runs.jsonl", seeds=3)
+        assert sorted(path.name for path in tmp_path.rglob("*")) == ["inside", "runs.jsonl"]
+        assert Path.cwd() == tmp_path
 
     @pytest.mark.parametrize(
         "train",
@@ -295,7 +372,14 @@ class TestTraining:
         with pytest.raises(InvalidTypeError, match="train\\(policy, seed\\)"):
             quiet(train)
 
-    @pytest.mark.parametrize("made", [None, "0.9", True, {}, {"loss": None}, [], (1.0, 2.0, 3.0)])
+    def test_what_is_not_a_number_is_named(self) -> None:
+        with pytest.raises(InvalidTypeError, match="what is not a number: history, model"):
+            quiet(lambda seed: {"loss": 1.0, "history": [3.0, 1.0], "model": "tanh"})
+
+    @pytest.mark.parametrize(
+        "made",
+        [None, "0.9", True, {}, {"loss": None}, [], (1.0, 2.0, 3.0), (np.float32(1), np.float32(2)), (1.0, "adam")],
+    )
     def test_a_result_without_a_metric_is_refused(self, made: Any) -> None:
         with pytest.raises(InvalidTypeError, match="train returned no metric"):
             quiet(lambda seed: made)
@@ -329,11 +413,37 @@ class TestTraining:
             quiet(task(calls=calls), **options)
         assert not calls
 
+    def test_a_metric_of_unknown_direction_is_refused_before_training_and_else_costs_no_run(
+        self, tmp_path: Path
+    ) -> None:
+        calls: list[int] = []
+
+        def train(seed: int) -> dict[str, float]:
+            calls.append(seed)
+            return {"gain": 1.0 + seed}
+
+        with pytest.raises(InvalidValueError, match="whether a higher or a lower value"):
+            quiet(train, metric="gain")
+        assert not calls
+        with pytest.raises(InvalidValueError, match="whether a higher or a lower value"):
+            quiet(train, keep=tmp_path / "runs.jsonl", seeds=3)
+        quiet(train, keep=tmp_path / "runs.jsonl", better="higher", seeds=3)
+        assert calls == [0, 0, 1, 1, 2, 2]
+
     def test_progress_names_every_run(self) -> None:
         said: list[tuple[int, int, str]] = []
         polyamp.parity(task(), controls=False, seeds=3, progress=lambda *one: said.append(one))
         assert [text.partition(":")[0] for _, _, text in said[:2]] == ["seed 0, float32", "seed 0, mixed_float16"]
         assert said[-1][:2] == (6, 6)
+
+    def test_progress_tells_repeated_and_kept_runs(self, tmp_path: Path) -> None:
+        said: list[str] = []
+        options = {"keep": tmp_path / "runs.jsonl", "seeds": 3, "progress": lambda done, total, text: said.append(text)}
+        for _ in range(2):
+            polyamp.parity(task(), **options)  # type: ignore[arg-type]
+        first, second = said[: len(said) // 2], said[len(said) // 2 :]
+        assert first[1].startswith("seed 0, float32 again: ")
+        assert second == [f"{text} (kept)" for text in first]
 
     def test_without_scipy_the_extra_is_named(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(sys.modules, "scipy.stats", None)
@@ -431,6 +541,13 @@ class TestKeep:
     def test_a_folder_is_refused(self, tmp_path: Path) -> None:
         with pytest.raises(InvalidValueError, match="is not a file of runs"):
             quiet(task(), keep=tmp_path)
+
+    def test_a_file_that_cannot_be_written_is_refused_before_anything_is_trained(self, tmp_path: Path) -> None:
+        calls: list[Any] = []
+        for path in (tmp_path, tmp_path / "none" / "runs.jsonl"):
+            with pytest.raises(InvalidValueError, match="cannot be written"):
+                quiet(task(calls=calls), keep=path)
+        assert not calls
 
 
 class TestControls:

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 import polyamp
 from polyamp.cli import app
 from polyamp.equivalence.comparison import Comparison
-from polyamp.errors import InvalidValueError
+from polyamp.errors import InvalidValueError, UsageError
 from support.seeded_runs import compared, quiet, runs, task
 
 EQUIVALENT, WORSE, BETTER, OPEN = [0.1, -0.1, 0.05], [3.0, 3.1, 2.9], [-3.0, -3.1, -2.9], [1.0, -2.0, 3.0]
@@ -86,7 +86,7 @@ class TestReport:
             ([way(EQUIVALENT)], "p trains as well as float32, within the margin."),
             ([way([0.3, 0.31, 0.3])], "within the margin: the difference, +0.3, is more than chance."),
             ([way(BETTER)], "p ends better than float32 by more than the margin, so it is not the same training."),
-            ([way([1.0, 1.1, 0.9])], "about as large as the margin, so no number of seeds would tell."),
+            ([way([1.0, 1.1, 0.9])], "about as large as the margin, so more seeds are not likely to tell."),
             (
                 [way(EQUIVALENT), way(WORSE, control="a"), way(EQUIVALENT, control="b")],
                 "The task can tell: p fails with a. Not noticed: b (equivalent).",
@@ -129,8 +129,13 @@ class TestCommand:
         damage = "lambda policy: (policy.compute == 'float16') * {}"
         made = [f"{name} = task({damage.format(by)})" for name, by in (("good", 0), ("bad", 0.2), ("unclear", 0.0075))]
         made.append("gains = task(lambda policy: (policy.compute == 'float16') * -0.2)")
+        made.append("def by_keyword(*, policy, seed): return good(policy, seed)")
+        made.append("def with_defaults(policy='float32', seed=0): return good(policy, seed)")
+        made.append("def talks(policy, seed): print('talk'); return good(policy, seed)")
+        made.append("def ends(policy, seed): Path('trained').touch(); sys.exit(0)")
+        made.append("def stops(policy, seed): raise KeyboardInterrupt")
         made.append("ignored = lambda: {'train': good, 'seeds': 3, 'margin': 0.5}")
-        lines = ["from support.seeded_runs import task"]
+        lines = ["import sys", "from pathlib import Path", "from support.seeded_runs import task"]
         (tmp_path / "programs.py").write_text("\n".join(lines + made))
         monkeypatch.chdir(tmp_path)
         monkeypatch.syspath_prepend(str(tmp_path))
@@ -145,13 +150,38 @@ class TestCommand:
             (["programs:gains", "--metric", "loss", "--better", "higher"], 3),
             (["programs:unclear", "--no-controls", "--margin", "0.0075"], 4),
             (["programs:good"], 5),
+            (["programs:by_keyword", "--no-controls"], 0),
+            (["programs:with_defaults", "--no-controls"], 0),
+            (["programs:ends"], 1),
             (["programs:good", "--margin", "wide"], 1),
             (["programs:good", "--seeds", "2"], 2),
         ],
     )
     def test_the_exit_code_is_the_verdict(self, words: list[str], code: int) -> None:
         done = CliRunner().invoke(app, ["parity", *words])
-        assert (done.exit_code == code) or (code == 1 and isinstance(done.exception, InvalidValueError)), done.output
+        refused = code == 1 and isinstance(done.exception, (InvalidValueError, UsageError))
+        assert done.exit_code == code or refused, done.output
+
+    @pytest.mark.parametrize("words", [["--json", "none/o.json"], ["--json", "."], ["--plot", "o.text"]])
+    def test_a_file_that_cannot_be_written_is_refused_before_training(self, tmp_path: Path, words: list[str]) -> None:
+        if "--plot" in words:
+            pytest.importorskip("matplotlib")
+        done = CliRunner().invoke(app, ["parity", "programs:ends", *words])
+        assert isinstance(done.exception, InvalidValueError)
+        assert not (tmp_path / "trained").exists()
+
+    @pytest.mark.parametrize(
+        ("words", "says"), [([], "--keep FILE would keep"), (["--keep", "r.jsonl"], "are in r.jsonl")]
+    )
+    def test_an_interruption_tells_how_to_go_on(self, words: list[str], says: str) -> None:
+        done = CliRunner().invoke(app, ["parity", "programs:stops", "--no-controls", *words])
+        assert done.exit_code == 130
+        assert says in done.stderr
+
+    def test_what_train_prints_is_not_in_the_json(self) -> None:
+        done = CliRunner().invoke(app, ["parity", "programs:talks", "--seeds", "3", "--no-controls", "--json", "-"])
+        assert json.loads(done.stdout)["verdict"] == "equivalent"
+        assert "talk" in done.stderr
 
     def test_json_and_options_of_a_mapping(self, tmp_path: Path) -> None:
         words = ["parity", "programs:ignored", "--json", "o.json", "--policy", "mixed_bfloat16", "--no-controls"]

@@ -6,6 +6,9 @@ polyamp's own errors, and 2 for a wrong command line.
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Annotated, Literal
 
 import typer
@@ -21,12 +24,29 @@ NOT_YET_KNOWN = 4
 """The exit code if more seeds are needed."""
 CANNOT_TELL = 5
 """The exit code if no negative control failed, so that equivalence on this task shows nothing."""
+INTERRUPTED = 130
+"""The exit code after an interruption, as in shells."""
 
 _CODES = {"equivalent": 0, "better": 0, "worse": WORSE, "not yet known": NOT_YET_KNOWN, "cannot tell": CANNOT_TELL}
 _TRAIN = (
     "package.module:function: train(policy, seed), which returns the metric; or a function that returns it, or a dict."
 )
 _MARGIN = "The largest difference that would not matter: a number, or a share of float32's mean."
+
+
+@contextmanager
+def _interrupted(keep: str | None) -> Iterator[None]:
+    """End with one line, instead of a traceback, if the user interrupts the training."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        kept = (
+            f"finished runs are in {keep}: the same command goes on"
+            if keep
+            else "--keep FILE would keep the finished runs"
+        )
+        print(f"\ninterrupted: {kept}", file=sys.stderr)
+        raise typer.Exit(INTERRUPTED) from None
 
 
 def parity(
@@ -57,7 +77,7 @@ def parity(
     Exit code 3: a policy is worse. 4: not yet known, more seeds are needed. 5: the task cannot tell.
     """
     check_files(json, plot)
-    with printing_elsewhere(json):
+    with printing_elsewhere(json), _interrupted(keep):
         found = training_of(target, "train(policy, seed)").call(
             train_over_seeds,
             policy=policy,

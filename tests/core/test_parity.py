@@ -539,7 +539,7 @@ class TestKeep:
         assert kept.read_text() == text
 
     def test_a_folder_is_refused(self, tmp_path: Path) -> None:
-        with pytest.raises(InvalidValueError, match="is not a file of runs"):
+        with pytest.raises(InvalidValueError, match="cannot be written"):
             quiet(task(), keep=tmp_path)
 
     def test_a_file_that_cannot_be_written_is_refused_before_anything_is_trained(self, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Products of float16 on a CPU, and their gradients, have the error of one rounding; what is not float16 stays as it is."""
+"""Float16 products on a CPU, and their gradients, have the error of one rounding; other formats stay as they are."""
 
 from __future__ import annotations
 

@@ -80,5 +80,7 @@ class Journal:
             return
         train, policy, control, _ = key
         named = {"train": train, "policy": policy, "control": control, "was_reached": was_reached}
+        kept = {**named, **as_json(run)}
+        del kept["value"]  # which of the metrics it is, the next call may choose anew
         with self.path.open("a") as file:
-            file.write(json.dumps({**named, **as_json(run)}) + "\n")
+            file.write(json.dumps(kept) + "\n")

@@ -16,7 +16,7 @@ from models.on_torch.vision import Layer, Recipe, branches, chain, pooled, score
 
 convolution = functools.partial(vision.convolution, bias=True)
 
-RECIPE = Recipe(size=32, steps=200, batch=64, rate=1e-2)
+RECIPE = Recipe(size=48, steps=200, batch=48, rate=1e-2)
 
 
 def inception_v2(width: float = 1.0, classes: int = 1000, channels: int = 3) -> nn.Module:

@@ -17,7 +17,7 @@ from models.on_torch.vision import Layer, Recipe, Supervised, branches, chain, p
 
 convolution = functools.partial(vision.convolution, eps=1e-3)
 
-RECIPE = Recipe(size=75, steps=120, batch=48, rate=1e-2)
+RECIPE = Recipe(size=75, steps=150, batch=48, rate=5e-3)
 
 
 def inception_v3(width: float = 1.0, classes: int = 1000, channels: int = 3, dropout: float = 0.5) -> nn.Module:

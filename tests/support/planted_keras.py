@@ -122,4 +122,4 @@ def _compiled(policy: polyamp.Policy, make: Optimizer) -> Any:
             opt.apply(tape.gradient(loss, net.trainable_variables), net.trainable_variables)
         return loss_of(test_x, test_y)
 
-    return train, net, [(variable, np.array(variable)) for variable in opt.variables]
+    return train, net, [(variable, variable.numpy()) for variable in opt.variables]

@@ -25,7 +25,7 @@ class Sizes(NamedTuple):
 
 PUBLISHED = Sizes(words=32_768, width=1024, layers=6, heads=16)
 SMALL = Sizes(words=2000, width=64, layers=2, heads=4)
-LENGTH, STEPS, DROPOUT = 16, 300, 0.1
+LENGTH, STEPS, DROPOUT = 16, 150, 0.1
 
 
 def make_model(sizes: Sizes = SMALL) -> keras.Model:

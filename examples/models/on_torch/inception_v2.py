@@ -1,7 +1,7 @@
 """Inception v2, BN-Inception (Ioffe and Szegedy, "Batch Normalization", 2015).
 
 Published: 224 x 224 images in color, 1000 classes; 11,295,240 parameters where, as in the Caffe model, convolutions
-have a bias before batch norm. Here: one eighth of the channels, and digits of 32 x 32 pixels (a multiple of 32).
+have a bias before batch norm. Here: one eighth of the channels, and digits of 64 x 64 pixels (a multiple of 32).
 
 Reaches an accuracy of about 0.91 on 2,500 other digits, in 120 steps.
 """
@@ -16,7 +16,7 @@ from models.on_torch.vision import Layer, Recipe, branches, chain, pooled, score
 
 convolution = functools.partial(vision.convolution, bias=True)
 
-RECIPE = Recipe(size=48, steps=200, batch=48, rate=1e-2)
+RECIPE = Recipe(size=64, steps=140, batch=48, rate=1e-2)
 
 
 def inception_v2(width: float = 1.0, classes: int = 1000, channels: int = 3) -> nn.Module:

@@ -1,9 +1,8 @@
 """Train BERT for classification (Devlin et al., 2018), as transformers' `BertForSequenceClassification` has it.
 
 BERT-base, transformers' default, has 12 layers of width 768 with 12 heads: 109,482,240 parameters without the
-classifier. `SMALL` has 2 layers of width 64, no dropout, and reads characters; it starts from random weights, where the
-table's row is fine-tuned. The data are short texts in ten languages, and the language is the class. The first 16
-characters tell it with an accuracy of 0.44 in float32 (seed 0), where chance has 0.10.
+classifier. `SMALL` has 2 layers of width 64, no dropout, and reads pieces of words; it starts from random weights,
+where the table's row is fine-tuned. The data are messages in ten languages, and the language is the class.
 """
 
 from typing import Any

@@ -4,8 +4,8 @@ The encoder has four LSTM layers of 1,024 cells, the first one in both direction
 third layer on, a layer's input is added to its output. The decoder's first layer looks at the source through normalised
 Bahdanau attention (2015; Salimans and Kingma, 2016), and every later layer reads what it found. Both languages share
 32,320 words and their embedding: 160.6 million parameters. Here the cells are 64 and the vocabularies are separate; the
-backward layer reads the padding first. The data are 581 sentences of Django in English and German; the model reaches a
-loss of 4.77 on others, where all of 808 words alike have 6.69, and predicts 26% of the words (float32, seed 0).
+backward layer reads the padding first. The data are sentences of Django in English and
+German; the commonest word is 24% of all words.
 """
 
 import torch

@@ -3,8 +3,6 @@
 Published: 224 x 224 images in color, 1000 classes. As in torchvision, batch norm follows each convolution and the
 branch of 5 x 5 has 3 x 3: 13,004,888 parameters, 6,624,904 of them used after training. Here: one eighth of the
 channels, and digits of 64 x 64 pixels.
-
-Reaches an accuracy of about 0.94 on 2,500 other digits, in 80 steps.
 """
 
 import functools

@@ -3,8 +3,6 @@
 Published: 299 x 299 images in color, 1000 classes; with the auxiliary classifier 27,161,264 parameters, as in
 torchvision. Here: one eighth of the channels, and digits of 75 x 75 pixels, at which the auxiliary classifier must
 pool to 5 x 5 pixels whatever it receives.
-
-Reaches an accuracy of about 0.93 on 2,500 other digits, in 90 steps.
 """
 
 import functools

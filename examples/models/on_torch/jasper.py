@@ -5,7 +5,7 @@ ten blocks of five and three more layers, each with batch norm, ReLU and dropout
 block before it, through a convolution of kernel 1. That makes 333 million parameters. Here ``width`` multiplies the
 channels, and kernels are as published; the small model is a "10x1", with one convolution in a block and no dropout,
 because blocks of five with few channels learn little in so few steps. The data are spoken vowels of two men in a row,
-and the model writes who spoke: at an error rate of 0.36 in float32 (seed 0), where writing nothing has 1.
+and the model writes who spoke: writing nothing has an error rate of 1.
 """
 
 from typing import NamedTuple

@@ -4,8 +4,7 @@
 the residual sums, positions are sines, and the output layer is the embedding of the target's words; ``shared`` makes it
 the one of the source's words too, as for the published vocabulary of both languages. Labels are smoothed by 0.1, the
 loss is the mean over words, and Adam (0.9, 0.98) warms up, then follows the inverse square root. `SMALL` has 2 + 2
-layers of width 64. The data are 581 sentences of Django in English and German; the model reaches a loss of 4.31 on
-others, where all of 808 words alike have 6.69, and predicts 36% of the words (float32, seed 0).
+layers of width 64. The data are sentences of Django in English and German.
 """
 
 import math

@@ -248,6 +248,8 @@ class TestVerdict:
             ("mAP@50", "higher"),
             ("val_cross_entropy", "lower"),
             ("Cohen kappa", "higher"),
+            ("accuracy_loss", "lower"),  # the last word decides
+            ("loss_score", "higher"),
         ],
     )
     def test_the_name_of_a_metric_tells_which_is_better(self, name: str, better: str) -> None:
@@ -265,6 +267,8 @@ class TestTraining:
         calls: list[Any] = []
         assert quiet(task(calls=calls)).comparisons[0].seeds == 5
         assert len(calls) == 10
+        early = quiet(task()).comparisons[0]
+        assert early.as_dict()["coverage"] == 1 - 2 * Design(10, 0.05).alpha_at(5)  # type: ignore[operator]
         assert quiet(task(), stop_early=False).comparisons[0].seeds == 10
         assert quiet(task(lambda policy: (policy.compute == "float16") * 0.5)).comparisons[0].seeds == 3
 

@@ -121,6 +121,8 @@ class TestReport:
         found = quiet(task(), controls=True)
         assert [one.seeds for one in found.ways] == [5, 1, 1]
         assert str(found).count("not in effect: train has to call") == 2
+        rows = [line for line in str(found).splitlines() if line.lstrip().startswith("control: ")]
+        assert [row.split("  ")[-1].strip() for row in rows] == ["not in effect"] * 2
 
 
 class TestCommand:

@@ -29,15 +29,16 @@ STYLES = {
     "float16, scale 128": {"color": "#1f5fa8"},
     "float16, dynamic": {"color": "#2e7d5b", "linestyle": "--"},
 }
+STEPS = 20
+"""Steps of a curve: more than the accuracy table trains, so that the stall is seen."""
 LAST = 3
 """Steps whose mean loss stands for the end of a curve."""
 
 
-def measure(framework: str, name: str, seed: int, steps: int | None = None) -> Row:
+def measure(framework: str, name: str, seed: int, steps: int = STEPS) -> Row:
     """Train one curve, and keep every loss of it."""
     curve, start = import_module(module_of(framework, MODEL)).curve, time.perf_counter()
-    options = {} if steps is None else {"steps": steps}
-    losses = [finite(float(loss)) for loss in curve(CURVES[name], seed, **options)]
+    losses = [finite(float(loss)) for loss in curve(CURVES[name], seed, steps)]
     seconds = round(time.perf_counter() - start, 2)
     row = {"name": name, "framework": framework, "policy": str(CURVES[name]), "seed": seed, "steps": len(losses)}
     return add(LSTM.format(framework), row | {"seconds": seconds, "versions": versions(framework), "losses": losses})
@@ -67,6 +68,7 @@ def draw(file: Path) -> None:
             losses = [float("nan") if loss is None else loss for loss in row["losses"]]
             axis.plot(range(1, len(losses) + 1), losses, label=name, **STYLES[name])
         axis.set(title=FRAMEWORKS[framework], xlabel="step")
+        axis.xaxis.get_major_locator().set_params(integer=True)
     axes[0].set_ylabel("training loss, nats a word")
     handles = axes[0].get_legend_handles_labels()
     figure.legend(*handles, loc="outside lower center", ncols=len(CURVES), frameon=False)

@@ -137,7 +137,7 @@ def shown(kept: list[Row], json_file: Path | None) -> None:
 @app.command("figure")
 def figure_command(
     framework: Frameworks = None,
-    steps: Annotated[int | None, typer.Option(min=lstm.LAST, help="Steps of a curve; by default the model's.")] = None,
+    steps: Annotated[int, typer.Option(min=lstm.LAST, help="Steps of a curve.")] = lstm.STEPS,
     seed: int = 0,
     json_file: Json = None,
     plot: Plot = None,

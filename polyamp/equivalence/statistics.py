@@ -20,6 +20,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
+from statistics import mean, variance
 from typing import Any
 
 from polyamp.refusals import missing
@@ -88,8 +89,8 @@ def paired(values: Sequence[float], reference: Sequence[float], *, alpha: float)
         alpha: one-sided error rate.
     """
     differences = [one - other for one, other in zip(values, reference, strict=True)]
-    mean, variance = _moments(differences)
-    return Difference(mean, math.sqrt(variance / len(differences)), len(differences) - 1, alpha)
+    error = math.sqrt(variance(differences) / len(differences))
+    return Difference(mean(differences), error, len(differences) - 1, alpha)
 
 
 def unpaired(values: Sequence[float], reference: Sequence[float], *, alpha: float) -> Difference:
@@ -99,17 +100,11 @@ def unpaired(values: Sequence[float], reference: Sequence[float], *, alpha: floa
     >>> f"{found.mean:.3f}, {found.freedom:.1f}"
     '0.000, 3.9'
     """
-    (mean, variance), (other, other_variance) = _moments(values), _moments(reference)
-    parts = (variance / len(values), other_variance / len(reference))
+    parts = [variance(runs) / len(runs) for runs in (values, reference)]
     spread = sum(parts)
     shares = parts[0] ** 2 / (len(values) - 1) + parts[1] ** 2 / (len(reference) - 1)
-    return Difference(mean - other, math.sqrt(spread), spread**2 / shares if shares else math.inf, alpha)
-
-
-def _moments(values: Sequence[float]) -> tuple[float, float]:
-    """Return the mean and the variance, with ``n - 1`` in its denominator."""
-    mean = math.fsum(values) / len(values)
-    return mean, math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1)
+    difference = mean(values) - mean(reference)
+    return Difference(difference, math.sqrt(spread), spread**2 / shares if shares else math.inf, alpha)
 
 
 def seeds_to_tell(found: Difference, margin: float, seeds: int) -> int | None:

@@ -85,6 +85,8 @@ class TestStatistics:
     def test_equal_differences_have_an_interval_of_one_point(self) -> None:
         found = paired([1.0, 2.0, 3.0], [0.5, 1.5, 2.5], alpha=0.05)
         assert (found.low, found.high, found.p_equivalent(1.0), found.p_equivalent(0.5)) == (0.5, 0.5, 0.0, 1.0)
+        many = paired([0.000806559297175622] * 20, [0.0] * 20, alpha=0.05)
+        assert (many.mean, many.error) == (0.000806559297175622, 0.0)
 
     def test_the_planned_seeds_tell_four_times_in_five(self) -> None:
         mean, deviation, margin = 0.3, 1.0, 1.0

@@ -109,6 +109,26 @@ def check_range(name: str, value: object, least: float, most: float, *, where: s
         )
 
 
+def check_arguments(
+    verb: str,
+    checks: Iterable[tuple[str, object, object, str]],
+    error: type[InvalidTypeError | InvalidValueError] = InvalidValueError,
+) -> None:
+    """Refuse the first argument of a verb that does not fit.
+
+    >>> check_arguments("parity", [("first_seed", 3, True, "an integer")])
+
+    Args:
+        verb: its name, as in ``polyamp.<verb>``.
+        checks: for each argument its name, its value, whether it fits (as a truth value), and what is allowed.
+        error: the class of the error.
+    """
+    for name, value, fits, allowed in checks:
+        if not fits:
+            found, fix = shown(value), f"see help(polyamp.{verb})"
+            raise error(f"invalid {name}", where=f"{verb}({name}=)", found=found, allowed=allowed, fix=fix)
+
+
 def norm_limit(value: object, *, where: str = "wrap_optimizer(max_grad_norm=)") -> float | None:
     """Return a limit for the global norm of gradients; None for no limit.
 

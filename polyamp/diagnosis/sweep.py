@@ -16,7 +16,7 @@ from polyamp.diagnosis.progress import Progress, progressing
 from polyamp.diagnosis.window import Window
 from polyamp.errors import InvalidTypeError, InvalidValueError, PolyampError
 from polyamp.layout import JsonReport, aligned, power
-from polyamp.validation import as_number, shown
+from polyamp.validation import as_number, check_arguments, shown
 
 if TYPE_CHECKING:
     from os import PathLike
@@ -330,20 +330,12 @@ def _checked_scales(scales: Iterable[float]) -> Sequence[float]:
 
 
 def _check_arguments(train: object, probe: object, tolerance: object) -> None:
-    wrong = [
+    checks = [
         ("train", train, callable(train), "a function of the scale"),
         ("probe", probe, probe is None or isinstance(probe, Probe), "what polyamp.probe returned"),
         ("tolerance", tolerance, isinstance(tolerance, int | float) and tolerance >= 0, "a number, 0 or greater"),
     ]
-    for name, value, fits, allowed in wrong:
-        if not fits:
-            raise InvalidTypeError(
-                f"invalid {name}",
-                where=f"sweep({name}=)",
-                found=shown(value),
-                allowed=allowed,
-                fix="see help(polyamp.sweep)",
-            )
+    check_arguments("sweep", checks, InvalidTypeError)
 
 
 def _limits(window: Window | None) -> dict[str, float] | None:

@@ -20,11 +20,11 @@ from polyamp.equivalence.journal import Journal
 from polyamp.equivalence.report import Parity, failed
 from polyamp.equivalence.statistics import student
 from polyamp.equivalence.training import Better, Metric, Run, Trainer
-from polyamp.errors import InvalidValueError, PolyampError, PolyampWarning
+from polyamp.errors import PolyampError, PolyampWarning
 from polyamp.formats import format_of
 from polyamp.policy import Policy
 from polyamp.policy import policy as make_policy
-from polyamp.validation import check_count, check_range, is_integer, is_number, shown
+from polyamp.validation import check_arguments, check_count, check_range, is_integer, is_number
 
 
 def parity(
@@ -256,20 +256,12 @@ def _checked(
     check_range("seeds", seeds, FIRST_LOOK, 10_000, where="parity(seeds=)")
     check_range("alpha", alpha, 1e-6, 0.49, where="parity(alpha=)")
     names = list(map(str, chosen))
-    wrong = [
+    checks = [
         ("policy", names, all(format_of(one.compute).is_low for one in chosen) and chosen, _POLICIES),
         ("first_seed", first_seed, is_integer(first_seed), "an integer"),
         ("reference", reference, reference is None or _are_numbers(reference), "at least two finite numbers, or None"),
     ]
-    for name, value, fits, allowed in wrong:
-        if not fits:
-            raise InvalidValueError(
-                f"invalid {name}",
-                where=f"parity({name}=)",
-                found=shown(value),
-                allowed=allowed,
-                fix="see help(polyamp.parity)",
-            )
+    check_arguments("parity", checks)
     return chosen
 
 

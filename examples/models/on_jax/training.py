@@ -55,6 +55,10 @@ def adam(rate: float, steps: int) -> optax.GradientTransformation:
     return optax.adam(optax.warmup_cosine_decay_schedule(0.0, rate, steps // 5, steps), b2=0.99)
 
 
+def optimizer_of(task: Task, policy: polyamp.Policy) -> optax.GradientTransformationExtraArgs:
+    return polyamp.wrap_optimizer(task.optimizer, policy, max_grad_norm=MAX_GRAD_NORM)
+
+
 @partial(jax.jit, static_argnames="task")
 def initial(task: Task, inputs: tuple[Any, ...], seed: int) -> Any:
     """Return the model's variables, in float32."""
@@ -66,7 +70,7 @@ def step(
     task: Task, policy: polyamp.Policy, state: State, inputs: tuple[Any, ...], labels: Any, key: jax.Array
 ) -> tuple[State, jax.Array]:
     """Return the state after one update, and the loss before it. A skipped step leaves the statistics as they were."""
-    tx = polyamp.wrap_optimizer(task.optimizer, policy, max_grad_norm=MAX_GRAD_NORM)
+    tx = optimizer_of(task, policy)
 
     def loss_fn(params: Any, statistics: Any, inputs: tuple[Any, ...], labels: Any, key: jax.Array) -> Any:
         variables = {"params": params, STATISTICS: statistics}
@@ -90,7 +94,7 @@ def outputs_of(task: Task, policy: polyamp.Policy, variables: Any, inputs: tuple
 def fit(task: Task, batches: Sequence[tuple[tuple[Any, ...], Any]], policy: polyamp.Policy, seed: int) -> Any:
     """Train for one step on each batch of (inputs, labels), and return the trained variables."""
     variables = initial(task, batches[0][0], seed)
-    opt_state = polyamp.wrap_optimizer(task.optimizer, policy, max_grad_norm=MAX_GRAD_NORM).init(variables["params"])
+    opt_state = optimizer_of(task, policy).init(variables["params"])
     state = State(variables["params"], variables.get(STATISTICS, {}), opt_state)
     keys = jax.random.split(jax.random.key(seed), len(batches))
     for (inputs, labels), key in zip(batches, keys, strict=True):

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 import polyamp
 from models.data import PAD, pairs
 from models.on_torch.recurrent import LSTM
-from models.on_torch.training import batches, evaluate, fit, seeded
-from models.on_torch.translation import loss_of, metrics_of, warmed_up
+from models.on_torch.translation import translate
 
 CELLS, STEPS, BATCH, WARM_UP, LEARNING_RATE = 64, 150, 32, 30, 1e-2
 
@@ -88,18 +87,11 @@ def small() -> GNMT:
     return GNMT(pairs().words, pairs().classes, CELLS)
 
 
+def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.Adam(model.parameters(), LEARNING_RATE)
+
+
 def train(policy: polyamp.Policy, seed: int) -> dict[str, float]:
     """Return the accuracy of next words and the loss (nats a word) on test sentences, after training."""
-    data = pairs()
-    model = seeded(small, seed)
-    optimizer = torch.optim.Adam(model.parameters(), LEARNING_RATE)
-    fit(
-        model,
-        loss_of,
-        batches(data.train, BATCH, STEPS, seed),
-        optimizer,
-        policy,
-        schedule=lambda opt: warmed_up(opt, WARM_UP),
-        max_grad_norm=5.0,
-    )
-    return evaluate(model, metrics_of, batches(data.test, len(data.test.x), 1, seed=0), policy)
+    sizes = {"size": BATCH, "steps": STEPS, "warm_up": WARM_UP}
+    return translate(small, optimizer_of, policy, seed, **sizes, max_grad_norm=5.0)

@@ -16,8 +16,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import polyamp
 from models.data import PAD, pairs
-from models.on_torch.training import batches, evaluate, fit, seeded
-from models.on_torch.translation import loss_of, metrics_of, warmed_up
+from models.on_torch.translation import translate
 
 
 class Sizes(NamedTuple):
@@ -131,17 +130,11 @@ def small() -> Transformer:
     return Transformer(pairs().words, pairs().classes, SMALL)
 
 
+def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.Adam(model.parameters(), LEARNING_RATE, betas=(0.9, 0.98))
+
+
 def train(policy: polyamp.Policy, seed: int) -> dict[str, float]:
     """Return the accuracy of next words and the loss (nats a word) on test sentences, after training."""
-    data = pairs()
-    model = seeded(small, seed)
-    optimizer = torch.optim.Adam(model.parameters(), LEARNING_RATE, betas=(0.9, 0.98))
-    fit(
-        model,
-        loss_of,
-        batches(data.train, BATCH, STEPS, seed),
-        optimizer,
-        policy,
-        schedule=lambda opt: warmed_up(opt, WARM_UP),
-    )
-    return evaluate(model, metrics_of, batches(data.test, len(data.test.x), 1, seed=0), policy)
+    sizes = {"size": BATCH, "steps": STEPS, "warm_up": WARM_UP}
+    return translate(small, optimizer_of, policy, seed, **sizes)

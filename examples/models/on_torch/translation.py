@@ -1,12 +1,16 @@
 """Translate English to German: the loss, the metrics and the training that the translation models share."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from models.data import PAD, START
+import polyamp
+from models.data import PAD, START, pairs
+from models.on_torch.training import batches, evaluate, fit, seeded
 
 LABEL_SMOOTHING = 0.1
 """Of Vaswani et al. (2017) and of GNMT in MLPerf."""
@@ -38,3 +42,28 @@ def _mean(found: Tensor, target: Tensor, smoothing: float = 0.0) -> Tensor:
 def warmed_up(optimizer: Optimizer, steps: int) -> LambdaLR:
     """Return a learning rate that rises for ``steps`` and then falls with the inverse of the step's square root."""
     return LambdaLR(optimizer, lambda step: min((step + 1) / steps, (steps / (step + 1)) ** 0.5))
+
+
+def translate(
+    make: Callable[[], nn.Module],
+    optimizer_of: Callable[[nn.Module], Optimizer],
+    policy: polyamp.Policy,
+    seed: int,
+    *,
+    size: int,
+    steps: int,
+    warm_up: int,
+    max_grad_norm: float | None = None,
+) -> dict[str, float]:
+    """Train a model on batches of ``size`` pairs; return the share of right next words, and the loss, in test pairs."""
+    data, model = pairs(), seeded(make, seed)
+    fit(
+        model,
+        loss_of,
+        batches(data.train, size, steps, seed),
+        optimizer_of(model),
+        policy,
+        schedule=lambda opt: warmed_up(opt, warm_up),
+        max_grad_norm=max_grad_norm,
+    )
+    return evaluate(model, metrics_of, batches(data.test, len(data.test.x), 1, seed=0), policy)

@@ -37,6 +37,10 @@ def module(name: str) -> ModuleType:
     return __import__(f"models.on_torch.{name}", fromlist=["train"])
 
 
+def loss_of(name: str) -> Callable[[nn.Module, tuple[Tensor, Tensor]], Tensor]:
+    return module("translation" if name in ("transformer", "gnmt") else name).loss_of
+
+
 def count(model: nn.Module) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
@@ -80,7 +84,7 @@ def test_big_lstm_has_the_published_1_8_billion() -> None:
 def losses(name: str, policy: polyamp.Policy, seed: int = 0) -> list[float]:
     model = seeded(module(name).small, seed)
     optimizer = torch.optim.Adam(model.parameters(), 1e-4)
-    return fit(model, module(name).loss_of, batches(DATA[name]().train, 4, 2, seed), optimizer, policy)
+    return fit(model, loss_of(name), batches(DATA[name]().train, 4, 2, seed), optimizer, policy)
 
 
 @pytest.mark.parametrize("name", DATA)
@@ -103,7 +107,7 @@ def test_a_seed_decides_weights_and_batches(name: str) -> None:
 class WithLoss(nn.Module):
     def __init__(self, name: str) -> None:
         super().__init__()
-        self.model, self.loss_of = module(name).small(), module(name).loss_of
+        self.model, self.loss_of = module(name).small(), loss_of(name)
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         return self.loss_of(self.model, (x, y))

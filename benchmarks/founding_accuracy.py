@@ -51,12 +51,11 @@ def timed(train: Train) -> Train:
 
 
 def measure(framework: str, model: founding.Row, seeds: int, progress: bool = True) -> Row:
-    """Train a model with all its seeds under every policy, compare, and keep the row.
+    """Train a model with all its seeds under every policy, compare, and return the row.
 
-    Until then the runs are kept in a file, from which a row that was interrupted goes on.
+    Until `keep` the runs are kept in a file, from which a row that was interrupted goes on.
     """
     keeping.RESULTS.mkdir(parents=True, exist_ok=True)
-    so_far = keeping.RESULTS / f"founding_{framework}_{model.name}.part"
     compared = polyamp.parity(
         timed(import_module(module_of(framework, model.name)).train),
         list(POLICIES),
@@ -65,14 +64,30 @@ def measure(framework: str, model: founding.Row, seeds: int, progress: bool = Tr
         metric=model.metric,
         controls=False,
         stop_early=False,
-        keep=so_far,
+        keep=runs_of(framework, model),
         progress=progress,
     )
     found = compared.as_dict()
     row = {"name": model.name, "framework": framework, "versions": versions(framework)}
-    kept = add(ACCURACY.format(framework), row | {key: found[key] for key in OF_PARITY})
-    so_far.unlink()
+    return row | {key: found[key] for key in OF_PARITY}
+
+
+def keep(framework: str, model: founding.Row, row: Row) -> Row:
+    """Keep a measured row in place of its single runs."""
+    kept = add(ACCURACY.format(framework), row)
+    runs_of(framework, model).unlink()
     return kept
+
+
+def runs_of(framework: str, model: founding.Row) -> Path:
+    """Return the file of the runs of a row that is not finished."""
+    return keeping.RESULTS / f"founding_{framework}_{model.name}.part"
+
+
+def runs_done(framework: str, model: founding.Row) -> int:
+    """Return how many runs of a row that is not finished there are."""
+    path = runs_of(framework, model)
+    return path.read_text().count("\n") if path.exists() else 0
 
 
 def earlier(framework: str, model: founding.Row, seeds: int) -> Row | None:

@@ -1,6 +1,7 @@
 """Reproduce the two tables that mixed precision became known by, and the figure of the LSTM that needs a loss scale.
 
-    python benchmarks/founding_tables.py accuracy                       # every model of every framework, on a CPU
+    python benchmarks/founding_tables.py accuracy                       # the published rows, on a CPU
+    python benchmarks/founding_tables.py accuracy --all                 # and the models of the other table
     python benchmarks/founding_tables.py accuracy --framework jax --model resnet50 --seeds 10
     python benchmarks/founding_tables.py figure                         # the big LSTM by loss scale
     python benchmarks/founding_tables.py speed                          # on a GPU, at published shapes
@@ -14,11 +15,16 @@ explanation: docs/explain/founding_tables.md.
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
 import os
 import sys
+import time
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
@@ -37,7 +43,9 @@ from interleave import console
 from keeping import Row, machine
 from models import founding
 from rich.box import SIMPLE_HEAD
+from rich.progress import Progress, TimeElapsedColumn
 from rich.table import Table
+from side_by_side import cores, finished
 from whole_steps import chosen
 
 app = typer.Typer(add_completion=False, help=__doc__.replace("\n\n", "\n\n\b\n"), rich_markup_mode=None)
@@ -101,27 +109,79 @@ def models_of(asked: Iterable[str] | None, known: Iterable[founding.Row]) -> lis
 def accuracy_command(
     framework: Frameworks = None,
     model: Models = None,
+    every: Annotated[bool, typer.Option("--all", help="Also models of which a speed-up alone was published.")] = False,
     seeds: Annotated[int, typer.Option(min=3, help="Seeds of each row.")] = 10,
     again: Again = False,
+    jobs: Annotated[int, typer.Option(min=1, help="Rows at a time, each in a process of its own.")] = cores(),
     json_file: Json = None,
     plot: Plot = None,
 ) -> None:
     """Train the models over seeds in float32 and in 16 bits, and compare them by `polyamp.parity`."""
-    work, asked = Work(), models_of(model, founding.ROWS)
-    for name in installed(framework):
-        for row in asked:
-            case = f"{row.title} in {results.FRAMEWORKS[name]}"
-            if not accuracy.is_written(name, row.name):
-                console().print(f"{case}: not in this framework")
-            elif not again and (kept := accuracy.earlier(name, row, seeds)):
-                console().print(f"{case}: trained on {kept['finished']}; --again trains it again")
-            else:
-                console().print(f"{case}: {seeds} seeds, margin {founding.margin_of(row.metric):g} of {row.metric}")
-                work.attempt(case, lambda name=name, row=row: accuracy.measure(name, row, seeds))
+    work, start = Work(), time.perf_counter()
+    asked = models_of(model, founding.ROWS if model or every else founding.accuracy_rows())
+    cases = dict(missing(installed(framework), asked, seeds, again))
+    (one_by_one if min(jobs, len(cases)) < 2 else at_a_time(jobs))(cases, seeds, work)
+    taken = (time.perf_counter() - start) / 60
     shown(list(accuracy.measured()), json_file)
+    console().print(f"this run: {len(cases)} rows in {taken:.1f} minutes")
     if plot is not None:
         accuracy.draw(plot)
     work.end()
+
+
+Cases = dict[str, tuple[str, founding.Row]]
+"""Rows to measure: a framework and a model, by their title."""
+
+
+def missing(
+    frameworks: Iterable[str], asked: Iterable[founding.Row], seeds: int, again: bool
+) -> Iterator[tuple[str, tuple[str, founding.Row]]]:
+    """Yield the rows that are to be measured, and print which are not, and why."""
+    for name, row in itertools.product(frameworks, asked):
+        case = f"{row.title} in {results.FRAMEWORKS[name]}"
+        if not accuracy.is_written(name, row.name):
+            console().print(f"{case}: not in this framework")
+        elif not again and (kept := accuracy.earlier(name, row, seeds)):
+            console().print(f"{case}: trained on {kept['finished']}; --again trains it again")
+        else:
+            yield case, (name, row)
+
+
+def one_by_one(cases: Cases, seeds: int, work: Work) -> None:
+    """Measure rows in this process."""
+    for case, (name, row) in cases.items():
+        console().print(f"{case}: {seeds} seeds, margin {founding.margin_of(row.metric):g} of {row.metric}")
+        work.attempt(case, lambda name=name, row=row: accuracy.keep(name, row, accuracy.measure(name, row, seeds)))
+
+
+def at_a_time(jobs: int) -> Callable[[Cases, int, Work], None]:
+    """Return a function that measures rows side by side, those first that took longest before."""
+
+    def measure(cases: Cases, seeds: int, work: Work) -> None:
+        works = {case: partial(accuracy.measure, *cases[case], seeds, progress=False) for case in longest_first(cases)}
+        runs, open_rows = seeds * (1 + len(accuracy.POLICIES)), dict(cases)
+        with Progress(*Progress.get_default_columns(), TimeElapsedColumn(), console=console()) as bar:
+            trained = bar.add_task("trainings", total=runs * len(cases))
+
+            def show() -> None:
+                ended = runs * (len(cases) - len(open_rows))
+                bar.update(trained, completed=ended + sum(itertools.starmap(accuracy.runs_done, open_rows.values())))
+
+            def keep(case: str, row: Future[Row]) -> None:
+                kept = accuracy.keep(*open_rows.pop(case), row.result())
+                bar.console.print(f"{case}: {text.minutes(kept):.1f} minutes of training")
+
+            for case, row in finished(works, jobs, show):
+                work.attempt(case, partial(keep, case, row))
+
+    return measure
+
+
+def longest_first(cases: Cases) -> list[str]:
+    """Return the rows by how long they took before; first of all those of which nothing is known."""
+    before = {(row["framework"], row["name"]): text.minutes(row) for row in accuracy.measured()}
+    taken = {case: before.get((framework, row.name), math.inf) for case, (framework, row) in cases.items()}
+    return sorted(taken, key=taken.__getitem__, reverse=True)
 
 
 def shown(kept: list[Row], json_file: Path | None) -> None:

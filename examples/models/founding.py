@@ -93,6 +93,11 @@ def row_of(name: str) -> Row:
     return next(row for row in ROWS if row.name == name)
 
 
+def accuracy_rows() -> list[Row]:
+    """Return the rows of the accuracy table, with the LSTM of its figure: all but those of the speed table alone."""
+    return [row for row in ROWS if row.accuracy or not row.speed_up]
+
+
 def margin_of(metric: str) -> float:
     """Return the margin of a metric."""
     return MARGINS[metric]

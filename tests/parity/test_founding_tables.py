@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Iterator
+from concurrent.futures.process import BrokenProcessPool
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +26,7 @@ import founding_speed as speed  # noqa: E402
 import founding_tables as tables  # noqa: E402
 import founding_text as text  # noqa: E402
 import models.on_torch  # noqa: E402
+import side_by_side  # noqa: E402
 from models import founding  # noqa: E402
 
 KEPT = ROOT / "benchmarks" / "results"
@@ -95,7 +99,7 @@ def test_what_was_measured_is_not_measured_again(tmp_path: Path, monkeypatch: py
 @pytest.mark.usefixtures("_digits")
 def test_a_row_that_was_interrupted_goes_on(tmp_path: Path) -> None:
     digits = accuracy.import_module(accuracy.module_of("torch", "digits"))
-    whole, trained = digits.train, []
+    digits_row, whole, trained = founding.row_of("digits"), digits.train, []
 
     def interrupted(policy: Any, seed: int) -> dict[str, float]:
         if len(trained) == 4:
@@ -105,12 +109,16 @@ def test_a_row_that_was_interrupted_goes_on(tmp_path: Path) -> None:
 
     digits.train = interrupted
     with pytest.raises(KeyboardInterrupt):
-        accuracy.measure("torch", founding.row_of("digits"), seeds=3, progress=False)
+        accuracy.measure("torch", digits_row, seeds=3, progress=False)
+    assert accuracy.runs_done("torch", digits_row) == 4
     trained.clear()
     digits.train = lambda policy, seed: trained.append((str(policy), seed)) or whole(policy, seed)
-    accuracy.measure("torch", founding.row_of("digits"), seeds=3, progress=False)
+    row = accuracy.measure("torch", digits_row, seeds=3, progress=False)
     assert len(trained) == 5  # of nine
+    assert accuracy.runs_done("torch", digits_row) == 9
+    accuracy.keep("torch", digits_row, row)
     assert len(kept(tmp_path)[0]["float32"]["runs"]) == 3
+    assert accuracy.runs_done("torch", digits_row) == 0
 
 
 def test_a_new_row_replaces_the_one_of_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,10 +135,46 @@ def test_a_model_that_fails_loses_no_other_and_fails_the_command(
     broken = founding.Row("digits", "Digits", "recall")  # train does not return it
     monkeypatch.setattr(founding, "ROWS", (broken, founding.ROWS[-1]._replace(name="training", title="No model")))
     monkeypatch.setitem(founding.MARGINS, "recall", 0.01)
-    done = run("accuracy", "--framework", "torch", "--seeds", 3)
+    done = run("accuracy", "--framework", "torch", "--seeds", 3, "--jobs", 1)
     assert done.exit_code == 1
     assert "failed: Digits in PyTorch, No model in PyTorch" in done.output
     assert "train returned no such metric" in done.output + capfd.readouterr().err
+
+
+@pytest.mark.usefixtures("_digits")
+def test_rows_side_by_side_are_kept_as_they_end_and_one_that_fails_loses_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    rows = (founding.row_of("digits"), founding.Row("training", "No model", "accuracy"))
+    monkeypatch.setattr(founding, "ROWS", rows)
+    monkeypatch.setattr(side_by_side, "_alone", lambda work, _threads: work())  # a process has no model of a test
+    done = run("accuracy", "--framework", "torch", "--seeds", 3, "--jobs", 2)
+    assert done.exit_code == 1
+    assert "failed: No model in PyTorch" in done.output
+    assert "has no attribute 'train'" in done.output + capfd.readouterr().err
+    assert [row["name"] for row in kept(tmp_path)] == ["digits"]
+    assert not list(tmp_path.glob("*.part"))
+
+
+def test_each_piece_of_work_has_a_process_and_its_share_of_the_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(side_by_side, "cores", lambda: 6)
+    for name in side_by_side.THREADS:
+        monkeypatch.delenv(name, raising=False)
+    works = {
+        "dies": partial(os._exit, 3),
+        "fails": partial(divmod, 1, 0),
+        "process": os.getpid,
+        "another": os.getpid,
+        "threads": partial(os.getenv, "OMP_NUM_THREADS"),
+    }
+    times: list[int] = []
+    ended = dict(side_by_side.finished(works, 3, lambda: times.append(1)))
+    assert isinstance(ended["dies"].exception(), BrokenProcessPool)
+    assert isinstance(ended["fails"].exception(), ZeroDivisionError)
+    assert len({os.getpid(), ended["process"].result(), ended["another"].result()}) == 3
+    assert ended["threads"].result() == "2"
+    assert times
+    assert "OMP_NUM_THREADS" not in os.environ
 
 
 def test_a_model_that_a_framework_does_not_have_is_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -211,6 +255,7 @@ def test_published_numbers_are_those_of_the_tables() -> None:
         **{"bert": "3.25 to 4.25", "jasper": "2.2 to 3", "mask_rcnn": "1.2 to 1.5", "transformer": "4", "gnmt": "2"}
     }
     assert all(row.metric in founding.MARGINS for row in founding.ROWS)
+    assert {row.name for row in founding.accuracy_rows()} == {*said, "big_lstm"}
 
 
 def way(difference: float | None, verdict: str, more: int | None = None, reason: str | None = None) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -233,10 +234,28 @@ def test_every_policy_draws_as_many_random_numbers(batch: tuple) -> None:
     assert all(torch.equal(state, states[0]) for state in states)
 
 
-def test_train_learns_the_same_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in (("SCENES", 20), ("TESTED", 4), ("STEPS", 3)):
-        monkeypatch.setattr(mask_rcnn, name, value)
+@pytest.fixture
+def _quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(mask_rcnn, "TESTED", 4)
+    for name in ("PRETRAINING", "FINE_TUNING"):
+        monkeypatch.setattr(mask_rcnn, name, getattr(mask_rcnn, name)._replace(steps=3, scenes=20))
+    mask_rcnn.pretrained.cache_clear()
+    yield
+    mask_rcnn.pretrained.cache_clear()
+
+
+@pytest.mark.usefixtures("_quick")
+def test_train_learns_the_same_twice_also_where_the_first_one_trains_what_all_begin_with() -> None:
     policy = polyamp.policy("mixed_bfloat16")
     found = [mask_rcnn.train(policy, seed) for seed in (3, 3, 4)]
     assert found[0].keys() == {"average_precision", "loss"}
     assert found[0] == found[1] != found[2]
+
+
+@pytest.mark.usefixtures("_quick")
+def test_what_all_begin_with_is_not_changed() -> None:
+    start = mask_rcnn.pretrained()
+    before = {name: value.clone() for name, value in start.state_dict().items()}
+    mask_rcnn.train(polyamp.policy("mixed_float16"), 0)
+    assert mask_rcnn.pretrained() is start
+    assert all(torch.equal(value, before[name]) for name, value in start.state_dict().items())

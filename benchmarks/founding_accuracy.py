@@ -5,6 +5,7 @@ A row has the metrics and the seconds of every run, and the comparison of each p
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Iterator
 from importlib import import_module
@@ -42,6 +43,7 @@ def name_of(policy: str) -> str:
 def timed(train: Train) -> Train:
     """Return the training function with the seconds that it takes among its metrics."""
 
+    @functools.wraps(train)
     def run(policy: polyamp.Policy, seed: int) -> dict[str, float]:
         start = time.perf_counter()
         metrics = train(policy, seed)

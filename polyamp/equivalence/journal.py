@@ -2,6 +2,9 @@
 
 Each line is the JSON of one run with the way in which it was trained. The file grows after every run; a last line that
 was cut off, because the process was killed while it wrote, is trained again.
+
+A line also has a fingerprint of the file that the training function is written in. If that was edited between two
+calls, its old runs may be of another training: they are taken, and a warning says so.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ from typing import Any
 
 from polyamp.equivalence.comparison import as_json
 from polyamp.equivalence.training import Run
-from polyamp.errors import InvalidValueError
+from polyamp.errors import InvalidValueError, warn_once
 from polyamp.validation import shown
 
 Key = tuple[str, str, str, int]
@@ -36,6 +39,7 @@ class Journal:
 
     path: Path | None
     runs: dict[Key, tuple[Run, bool]] = field(default_factory=dict)
+    sources: dict[Key, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.path is None:
@@ -71,15 +75,24 @@ class Journal:
         key = (kept["train"], kept["policy"], kept["control"], kept["seed"])
         metrics = {name: math.nan if value is None else float(value) for name, value in kept["metrics"].items()}
         run = Run(kept["seed"], math.nan, metrics, kept["skipped"], kept["failure"])
-        self.runs[key] = (run, kept["was_reached"])
+        self.runs[key], self.sources[key] = (run, kept["was_reached"]), kept.get("source", "")
 
-    def add(self, key: Key, run: Run, was_reached: bool) -> None:
+    def take(self, key: Key, source: str) -> tuple[Run, bool]:
+        """Return a run of this key, and warn if the training function has another source now."""
+        if self.sources[key] not in ("", source):
+            warn_once(
+                f"{self.path} has runs of {key[0]} from before its file was edited. They are taken as they are: if "
+                "what it trains has changed, name another file in parity(keep=)"
+            )
+        return self.runs[key]
+
+    def add(self, key: Key, run: Run, was_reached: bool, source: str = "") -> None:
         """Keep a run."""
-        self.runs[key] = (run, was_reached)
+        self.runs[key], self.sources[key] = (run, was_reached), source
         if self.path is None:
             return
         train, policy, control, _ = key
-        named = {"train": train, "policy": policy, "control": control, "was_reached": was_reached}
+        named = {"train": train, "source": source, "policy": policy, "control": control, "was_reached": was_reached}
         kept = {**named, **as_json(run)}
         del kept["value"]  # which of the metrics it is, the next call may choose anew
         with self.path.open("a") as file:

@@ -78,7 +78,7 @@ def parity(
         reference: values of float32 that you have already, at least two; they are then not trained, and the comparison
             is not paired (Welch's test).
         keep: a file to which every finished run is added. Runs that it has from an earlier call are not trained again:
-            after an interruption, call the same again.
+            after an interruption, call the same again. A warning tells if the file of ``train`` was edited since.
         progress: True shows a bar on standard error (lines if that is not a terminal), False nothing; or a function
             that is called with ``(runs done, runs in all, text)``.
 
@@ -196,8 +196,8 @@ class _Study:
         if is_new := key not in self.journal.runs:
             with way.in_effect() as was_reached, _named(which):
                 run = self.trainer(way.trained, seed, may_fail=way != FLOAT32)
-                self.journal.add(key, run, was_reached())
-        run, reached = self.journal.runs[key]
+                self.journal.add(key, run, was_reached(), self.trainer.source)
+        run, reached = self.journal.take(key, self.trainer.source)
         run = self.trainer.read(run)
         if reached:
             self.reached.add(way)

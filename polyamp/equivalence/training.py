@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
 import inspect
+import linecache
 import math
 import re
 from collections.abc import Callable, Mapping
@@ -95,7 +97,7 @@ class Trainer:
 
     def __init__(self, train: Callable[..., Any], metric: str | None = None, better: Better | None = None) -> None:
         self._call = _call_of(train)
-        self.name = name_of(train)
+        self.name, self.source = name_of(train), source_of(train)
         self._name, self._better = metric, better or (None if metric is None else better_of(metric))
         self.metric: Metric | None = None
 
@@ -153,6 +155,22 @@ def name_of(train: Any) -> str:
         arguments = [*map(repr, train.args), *(f"{name}={value!r}" for name, value in train.keywords.items())]
         return f"{name_of(train.func)}({', '.join(arguments)})"
     return f"{getattr(train, '__module__', '')}:{getattr(train, '__qualname__', type(train).__name__)}"
+
+
+def source_of(train: Any) -> str:
+    """Return a fingerprint of the file, or of a notebook's cell, that a function is written in; empty if there is none.
+
+    >>> source_of(name_of) == source_of(functools.partial(better_of, "loss")), source_of(abs)
+    (True, '')
+    """
+    function = inspect.unwrap(train.func if isinstance(train, functools.partial) else train)
+    try:
+        path = inspect.getsourcefile(function)
+    except TypeError:  # builtins, and objects with __call__
+        return ""
+    linecache.checkcache(path)
+    lines = linecache.getlines(path) if path else []
+    return hashlib.sha256("".join(lines).encode()).hexdigest()[:16] if lines else ""
 
 
 def better_of(name: str) -> Better:

@@ -6,6 +6,7 @@ import functools
 import json
 import math
 import os
+import runpy
 import sys
 from collections import Counter
 from collections.abc import Sequence
@@ -31,6 +32,7 @@ from polyamp.errors import (
     InvalidValueError,
     MissingFrameworkError,
     NonFiniteLossError,
+    PolyampWarning,
     UsageError,
     warn_once,
 )
@@ -479,6 +481,26 @@ class TestKeep:
         calls.clear()
         assert str(quiet(train, keep=kept)) == str(found)
         assert not calls
+
+    def test_runs_from_before_an_edit_of_the_file_are_reported(self, tmp_path: Path) -> None:
+        script, kept = tmp_path / "mine.py", tmp_path / "runs.jsonl"
+
+        def run_with(rate: float) -> float | None:
+            script.write_text(f"def train(policy, seed):\n    return {rate} + seed\n")
+            return quiet(runpy.run_path(str(script), run_name="mine")["train"], keep=kept, seeds=3).ways[0].mean
+
+        assert run_with(1.0) == 2.0
+        assert run_with(1.0) == 2.0
+        with pytest.warns(PolyampWarning, match=r"runs\.jsonl has runs of mine:train from before its file was edited"):
+            assert run_with(5.0) == 2.0
+
+    def test_runs_of_a_function_without_a_file_are_taken(self, tmp_path: Path) -> None:
+        kept = tmp_path / "runs.jsonl"
+        for _ in range(2):
+            namespace: dict[str, Any] = {"__name__": "mine"}
+            exec("def train(policy, seed): return 1.0 + seed", namespace)
+            quiet(namespace["train"], keep=kept, seeds=3)
+        assert len(kept.read_text().splitlines()) == 6
 
     def test_partial_functions_do_not_take_each_others_runs(self, tmp_path: Path) -> None:
         kept = tmp_path / "runs.jsonl"

@@ -1,60 +1,50 @@
-"""A small language model in PyTorch that a policy can damage: the next word of Python's manual, from four before it."""
+"""Sizes and policies of the small language models that are damaged on purpose, the same for every framework.
+
+They predict the next word of Python's manual from the four before it, with a norm of the words that has BERT's epsilon,
+1e-12. In float16 that is 0: of a word without an embedding it divides 0 by 0.
+"""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-import torch
-from torch.nn import functional
+from numpy.typing import NDArray
 
 import polyamp
-from support.planted_torch import LogProbabilities
+from polyamp import LossScale
+from polyamp.equivalence.comparison import Comparison
 
 sys.path.append(str(Path(__file__).parents[2] / "examples"))
 
-from models.data import UNKNOWN, words
+from models.data import words
 
 VOCABULARY, CONTEXT, WIDTH, HIDDEN = 256, 4, 16, 32
 BATCH, STEPS, RATE = 64, 30, 0.1
 TEST = 500
+POLICIES = {
+    "undamaged": polyamp.policy("mixed_float16"),
+    "norm in 16 bits": polyamp.policy("mixed_float16", rules={"norm/*": "lower"}),
+    "log softmax in 16 bits": polyamp.policy("mixed_float16", rules={"probabilities/*": "lower"}),
+    "scale too small": polyamp.policy("mixed_float16", loss_scale=LossScale.fixed(2.0**-20)),
+}
 
 
-class Norm(torch.nn.Module):
-    """A layer norm with BERT's epsilon, which is 0 in float16: of a word without an embedding it divides 0 by 0."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        centred = x - x.mean(-1, keepdim=True)
-        return centred / (centred.square().mean(-1, keepdim=True) + 1e-12).sqrt()
+def windows() -> NDArray[Any]:
+    """Return all rows of words: those before, and the next one. The first `TEST` rows are for the test."""
+    return np.lib.stride_tricks.sliding_window_view(words(VOCABULARY), CONTEXT + 1)
 
 
-class LanguageModel(torch.nn.Module):
-    """A network as that of Bengio and others (2003)."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.words, self.norm = torch.nn.Embedding(VOCABULARY, WIDTH, padding_idx=UNKNOWN), Norm()
-        self.hidden, self.next = torch.nn.Linear(CONTEXT * WIDTH, HIDDEN), torch.nn.Linear(HIDDEN, VOCABULARY)
-        self.probabilities = LogProbabilities()
-
-    def forward(self, words: torch.Tensor) -> torch.Tensor:
-        known = self.norm(self.words(words)).flatten(1)
-        return self.probabilities(self.next(torch.relu(self.hidden(known))))
+def rows_of(seed: int) -> NDArray[Any]:
+    """Return the rows of each step."""
+    random, count = np.random.default_rng(seed), len(windows())
+    return TEST + np.stack([random.integers(count - TEST, size=BATCH) for _ in range(STEPS)])
 
 
-def predict(policy: polyamp.Policy, seed: int) -> dict[str, float]:
-    torch.manual_seed(seed)
-    random, text = np.random.default_rng(seed), torch.from_numpy(words(VOCABULARY)).long()
-    windows = text.unfold(0, CONTEXT + 1, 1)
-    net = LanguageModel()
-    opt = polyamp.wrap_optimizer(torch.optim.SGD(net.parameters(), lr=RATE, momentum=0.9), policy)
-    for _ in range(STEPS):
-        chosen = windows[TEST + random.integers(len(windows) - TEST, size=BATCH)]
-        with polyamp.autocast(policy):
-            loss = functional.nll_loss(net(chosen[:, :-1]), chosen[:, -1])
-        opt.backward(loss)
-        opt.step()
-        opt.zero_grad()
-    with torch.no_grad(), polyamp.autocast(policy):
-        return {"loss": float(functional.nll_loss(net(windows[:TEST, :-1]), windows[:TEST, -1]))}
+def compared(predict: Callable[..., Any]) -> dict[str, Comparison]:
+    """Return each policy's comparison with float32."""
+    found = polyamp.parity(predict, [*POLICIES.values()], seeds=5, margin="1%", controls=False, progress=False)
+    return dict(zip(POLICIES, found.comparisons, strict=True))

@@ -1,4 +1,4 @@
-"""The first argument of a loss function: a pytree of parameters, or a flax NNX module, which a call can change."""
+"""Arguments of functions: pytrees of parameters, and flax NNX modules and other objects, which a call can change."""
 
 from __future__ import annotations
 
@@ -69,23 +69,76 @@ class NnxModel:
         return self.nnx.state(built, self.nnx.Not(self.nnx.Param))
 
     def accept(self, changes: Any, finite: Any) -> None:
-        self.nnx.update(self.module, changes if finite is True else self._kept(changes, finite))
+        self.nnx.update(self.module, _kept(self.nnx, self.others, changes, finite))
 
-    def _kept(self, changes: Any, finite: Any) -> Any:
-        """Return the changes, with the old statistics if the gradients overflowed, since that step will be skipped.
 
-        Random-number counters still advance, and variables that the function added stay.
-        """
-        old = dict(self.nnx.to_flat_state(self.others))
+class NnxArguments:
+    """The flax NNX objects in arguments that are not trained: random numbers, metrics, another module.
 
-        def kept(path: Any, variable: Any) -> Any:
-            before = old.get(path)
-            if before is None or len(jax.tree.leaves(before)) != len(jax.tree.leaves(variable)):
-                return variable
-            return jax.tree.map(lambda new, was: _statistic(finite, new, was), variable, before)
+    Attributes:
+        state: the values of their variables.
+        rest: the arguments, with None in place of the objects.
+    """
 
-        flat = self.nnx.to_flat_state(changes)
-        return self.nnx.from_flat_state([(path, kept(path, variable)) for path, variable in flat])
+    def __init__(self, arguments: Any) -> None:
+        self.nnx: Any = sys.modules.get("flax.nnx")
+        self.objects: list[Any] = []
+        self.state, self.rest = None, arguments
+        if self.nnx is None:
+            return
+        leaves, self.tree = jax.tree.flatten(arguments, is_leaf=_is_place)
+        self.places = [place for place, leaf in enumerate(leaves) if is_stateful(leaf)]
+        self.objects = [leaves[place] for place in self.places]
+        if self.objects:
+            self.definition, self.state = self.nnx.split(self.objects)
+            self.rest = jax.tree.unflatten(self.tree, [None if is_stateful(leaf) else leaf for leaf in leaves])
+
+    def build(self, state: Any, rest: Any) -> tuple[Any, Any]:
+        """Return the arguments, with new objects of this state; and these objects."""
+        if not self.objects:
+            return rest, None
+        own, leaves = self.nnx.merge(self.definition, state, copy=True), jax.tree.leaves(rest, is_leaf=_is_place)
+        for place, each in zip(self.places, own, strict=True):
+            leaves[place] = each
+        return jax.tree.unflatten(self.tree, leaves), own
+
+    def changes(self, state: Any, own: Any) -> Any:
+        """Return a pytree of what the function changed in the objects that were built from this state."""
+        return _changes(self.nnx, state, self.nnx.state(own)) if self.objects else None
+
+    def accept(self, changes: Any, finite: Any) -> None:
+        """Store these changes; those of floating-point values only if ``finite`` is true."""
+        if self.objects:
+            self.nnx.update(self.objects, _kept(self.nnx, self.state, changes, finite))
+
+
+def is_stateful(leaf: object) -> bool:
+    """Return whether a call can change a leaf: whether it is an object of flax NNX."""
+    nnx = sys.modules.get("flax.nnx")
+    return nnx is not None and isinstance(leaf, nnx.Module | nnx.Rngs | nnx.Variable)
+
+
+def _is_place(leaf: object) -> bool:
+    """Return whether a leaf is an object of flax NNX, or None, which takes its place."""
+    return leaf is None or is_stateful(leaf)
+
+
+def _kept(nnx: Any, before: Any, changes: Any, finite: Any) -> Any:
+    """Return the changes, with the old statistics if the gradients overflowed, since that step will be skipped.
+
+    Random-number counters still advance, and variables that the function added stay.
+    """
+    if finite is True:
+        return changes
+    known = dict(nnx.to_flat_state(before))
+
+    def kept(path: Any, variable: Any) -> Any:
+        old = known.get(path)
+        if old is None or len(jax.tree.leaves(old)) != len(jax.tree.leaves(variable)):
+            return variable
+        return jax.tree.map(lambda new, was: _statistic(finite, new, was), variable, old)
+
+    return nnx.from_flat_state([(path, kept(path, variable)) for path, variable in nnx.to_flat_state(changes)])
 
 
 def _statistic(finite: Any, new: Any, old: Any) -> Any:
@@ -129,10 +182,6 @@ def as_pure(
         return Call(fn, args, kwargs, argnums, lambda results: results)
     owner = getattr(fn, "__self__", None)
     method = getattr(fn, "__func__", None) if isinstance(owner, nnx.Module) else None
-
-    def is_stateful(leaf: Any) -> bool:
-        return isinstance(leaf, nnx.Module | nnx.Rngs | nnx.Variable)
-
     call = (owner if method else fn, args, kwargs)
     leaves, tree = jax.tree.flatten(call, is_leaf=is_stateful)
     places = [index for index, leaf in enumerate(leaves) if is_stateful(leaf)]

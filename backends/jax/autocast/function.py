@@ -66,9 +66,11 @@ def autocast(
     return autocasted
 
 
-def run_autocasted(fn: Callable[..., Any], policy: Policy, *args: Any, name: str | None = None) -> Any:
+def run_autocasted(
+    fn: Callable[..., Any], policy: Policy, *args: Any, name: str | None = None, argnums: Sequence[int] = (0,)
+) -> Any:
     """Run a function under autocast; report under this name what had no effect. None reports nothing."""
-    return run_rewritten(fn, policy, args, {}, name=name)
+    return run_rewritten(fn, policy, args, {}, name=name, argnums=argnums)
 
 
 def in_float32(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -12,7 +12,7 @@ from polyamp.agreement import report_missing_scale
 from polyamp.backends.jax.autocast.function import in_float32, run_autocasted
 from polyamp.backends.jax.dtypes import is_array, is_traced
 from polyamp.backends.jax.graphs.refusals import check_function, positions, users_level
-from polyamp.backends.jax.modules import model_of
+from polyamp.backends.jax.modules import NnxArguments, model_of
 from polyamp.backends.jax.steps.finding import find_state
 from polyamp.backends.jax.steps.gradients import all_finite
 from polyamp.backends.jax.steps.state import LossScaleOptState
@@ -54,8 +54,9 @@ def value_and_grad(
     Returns:
         A function from ``(opt_state, params, *args, **kwargs)`` to ``(loss, grads)`` or ``((loss, aux), grads)``.
         ``opt_state`` is any pytree that holds the state of one wrapped optimizer. ``params`` is any pytree: dicts,
-        NamedTuples, equinox modules, or a flax ``nnx.Module``, whose other variables are updated in place; its
-        statistics do not change if the gradients are not finite. ``loss`` is f32[]; ``aux`` is what ``fun`` returned.
+        NamedTuples, equinox modules, or a flax ``nnx.Module``, whose other variables are updated in place, as are
+        NNX objects among the other arguments (``nnx.Rngs``, metrics); statistics do not change if the gradients are not
+        finite. ``loss`` is f32[]; ``aux`` is what ``fun`` returned.
         ``grads`` has the structure of ``params`` and each parameter's dtype, with None for leaves without a gradient
         (integers, functions, Python numbers).
 
@@ -92,27 +93,29 @@ def unreported(
         if name is not None:
             report_missing_scale(state.settings, state.compute, chosen, stacklevel=users_level())
         models = [model_of(args[place]) for place in places]
-        others = [None if place in places else arg for place, arg in enumerate(args)]
+        others = NnxArguments(([None if place in places else arg for place, arg in enumerate(args)], kwargs))
 
-        def program(trained: Any, given: Any, kwargs: Any) -> Any:
+        def program(trained: Any, held: Any, rest: Any) -> Any:
             built = [model.build(own) for model, own in zip(models, trained, strict=True)]
-            for place, own in zip(places, built, strict=True):
-                given[place] = own
-            loss, aux = _loss_and_aux(fun(*given, **kwargs), has_aux)
-            return loss, aux, [model.changes(own) for model, own in zip(models, built, strict=True)]
+            (given, options), objects = others.build(held, rest)
+            own_args = [built[places.index(place)] if place in places else arg for place, arg in enumerate(given)]
+            loss, aux = _loss_and_aux(fun(*own_args, **options), has_aux)
+            changes = [model.changes(own) for model, own in zip(models, built, strict=True)]
+            return loss, aux, (changes, others.changes(held, objects))
 
         run = in_float32 if bound is not None and bound.compute == "float32" else _under(chosen, name)
 
         def scaled_loss(trained: Any) -> tuple[jax.Array, Any]:
-            loss, aux, changes = run(program, trained, others, kwargs)
+            loss, aux, changes = run(program, trained, others.state, others.rest)
             return _times_scale(loss, state), (loss, aux, changes)
 
         trained = [model.trained for model in models]
         (_, (loss, aux, changes)), grads = jax.value_and_grad(scaled_loss, has_aux=True)(trained)
         _report_non_finite(loss, state.settings, chosen.compute)
         finite = all_finite(grads) if state.settings.check and jax.tree.leaves(changes) else True
-        for model, own in zip(models, changes, strict=True):
+        for model, own in zip(models, changes[0], strict=True):
             model.accept(own, finite)
+        others.accept(changes[1], finite)
         return ((loss, aux) if has_aux else loss), grads[0] if isinstance(argnums, int) else tuple(grads)
 
     return transformed
@@ -125,7 +128,7 @@ def _policy_of(bound: Policy | None, name: str | None) -> Policy:
 
 
 def _under(policy: Policy, name: str | None) -> Callable[..., Any]:
-    return lambda program, *args: run_autocasted(program, policy, *args, name=name)
+    return lambda program, *args: run_autocasted(program, policy, *args, name=name, argnums=(0, 1))
 
 
 def _places(wanted: tuple[int, ...], count: int) -> list[int]:

@@ -124,3 +124,58 @@ def test_counters_of_flax_count_skipped_steps_and_those_of_the_state_do_not() ->
     assert (int(optimizer.step[...]), train_state.step) == (3, 3)
     for state in (optimizer.opt_state.scalars, train_state.opt_state):
         assert int(state.steps - state.skipped) == 2
+
+
+class Mean(nnx.Module):
+    """A teacher that keeps a running mean of what it was shown, as a batch norm does."""
+
+    def __init__(self) -> None:
+        self.mean = nnx.BatchStat(jnp.zeros(4))
+
+    def __call__(self, x: Any) -> Any:
+        self.mean[...] = (self.mean[...] + x.mean(0)) / 2
+        return x - self.mean[...]
+
+
+def loss_with_others(model: Any, x: Any, teacher: Mean, rngs: nnx.Rngs, metrics: Any) -> Any:
+    noise = jax.random.normal(rngs.noise(), x.shape) / 8
+    loss = jnp.square(model(teacher(x) + noise)).mean()
+    metrics["seen"].update(loss=loss)
+    return loss
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("policy", ["float32", "mixed_bfloat16", POLICY], ids=str)
+def test_objects_in_other_arguments_are_changed_as_by_flax(policy: Any, compiled: bool) -> None:
+    tx = polyamp.wrap_optimizer(optax.sgd(0.1), policy)
+
+    def ours(model: Any, *args: Any, **kwargs: Any) -> Any:
+        state = tx.init(nnx.state(model, nnx.Param))
+        loss, grads = polyamp.value_and_grad(loss_with_others, policy)(state, model, *args, **kwargs)
+        return loss, jax.tree.map(lambda leaf: leaf / state.scalars.scale, grads)
+
+    found = []
+    for differentiate in (ours, nnx.value_and_grad(loss_with_others)):
+        model, teacher, rngs = nnx.Linear(4, 2, rngs=nnx.Rngs(0)), Mean(), nnx.Rngs(noise=3)
+        metrics = {"seen": nnx.metrics.Average("loss")}
+        run = nnx.jit(differentiate) if compiled else differentiate
+        for _ in range(2):
+            loss, grads = run(model, GOOD, teacher, rngs, metrics)
+        found.append((loss, jax.tree.leaves(grads), teacher.mean[...], metrics["seen"].compute(), counts(rngs)))
+    assert found[0][-1] == found[1][-1] == [2]
+    for one, other in zip(*(jax.tree.leaves(each[:-1]) for each in found), strict=True):
+        np.testing.assert_allclose(one, other, rtol=2e-2, atol=1e-3)
+
+
+@pytest.mark.filterwarnings("ignore:the loss was not finite")
+def test_a_skipped_step_leaves_statistics_of_other_arguments_and_draws_new_random_numbers() -> None:
+    model, teacher, rngs = nnx.Linear(4, 2, rngs=nnx.Rngs(0)), Mean(), nnx.Rngs(noise=3)
+    metrics = {"seen": nnx.metrics.Average("loss")}
+    state = polyamp.wrap_optimizer(optax.sgd(0.1), POLICY).init(nnx.state(model, nnx.Param))
+    step = polyamp.value_and_grad(loss_with_others, POLICY)
+    step(state, model, GOOD, teacher, rngs, metrics=metrics)
+    before = (teacher.mean[...], metrics["seen"].compute())
+    step(state, model, OVERFLOWING, teacher, rngs, metrics=metrics)
+    assert np.array_equal(teacher.mean[...], before[0])
+    assert metrics["seen"].total[...] == before[1]
+    assert counts(rngs) == [2]

@@ -120,7 +120,10 @@ def accuracy_command(
     work, start = Work(), time.perf_counter()
     asked = models_of(model, founding.ROWS if model or every else founding.accuracy_rows())
     cases = dict(missing(installed(framework), asked, seeds, again))
-    (one_by_one if min(jobs, len(cases)) < 2 else at_a_time(jobs))(cases, seeds, work)
+    if min(jobs, len(cases)) < 2:
+        one_by_one(cases, seeds, work)
+    else:
+        several_at_a_time(cases, seeds, work, jobs)
     taken = (time.perf_counter() - start) / 60
     shown(list(accuracy.measured()), json_file)
     console().print(f"this run: {len(cases)} rows in {taken:.1f} minutes")
@@ -154,27 +157,23 @@ def one_by_one(cases: Cases, seeds: int, work: Work) -> None:
         work.attempt(case, lambda name=name, row=row: accuracy.keep(name, row, accuracy.measure(name, row, seeds)))
 
 
-def at_a_time(jobs: int) -> Callable[[Cases, int, Work], None]:
-    """Return a function that measures rows side by side, those first that took longest before."""
+def several_at_a_time(cases: Cases, seeds: int, work: Work, jobs: int) -> None:
+    """Measure rows side by side in processes of their own, those first that took longest before."""
+    works = {case: partial(accuracy.measure, *cases[case], seeds, progress=False) for case in longest_first(cases)}
+    runs, open_rows = seeds * (1 + len(accuracy.POLICIES)), dict(cases)
+    with Progress(*Progress.get_default_columns(), TimeElapsedColumn(), console=console()) as bar:
+        trained = bar.add_task("trainings", total=runs * len(cases))
 
-    def measure(cases: Cases, seeds: int, work: Work) -> None:
-        works = {case: partial(accuracy.measure, *cases[case], seeds, progress=False) for case in longest_first(cases)}
-        runs, open_rows = seeds * (1 + len(accuracy.POLICIES)), dict(cases)
-        with Progress(*Progress.get_default_columns(), TimeElapsedColumn(), console=console()) as bar:
-            trained = bar.add_task("trainings", total=runs * len(cases))
+        def show() -> None:
+            ended = runs * (len(cases) - len(open_rows))
+            bar.update(trained, completed=ended + sum(itertools.starmap(accuracy.runs_done, open_rows.values())))
 
-            def show() -> None:
-                ended = runs * (len(cases) - len(open_rows))
-                bar.update(trained, completed=ended + sum(itertools.starmap(accuracy.runs_done, open_rows.values())))
+        def keep(case: str, row: Future[Row]) -> None:
+            kept = accuracy.keep(*open_rows.pop(case), row.result())
+            bar.console.print(f"{case}: {text.minutes(kept):.1f} minutes of training")
 
-            def keep(case: str, row: Future[Row]) -> None:
-                kept = accuracy.keep(*open_rows.pop(case), row.result())
-                bar.console.print(f"{case}: {text.minutes(kept):.1f} minutes of training")
-
-            for case, row in finished(works, jobs, show):
-                work.attempt(case, partial(keep, case, row))
-
-    return measure
+        for case, row in finished(works, jobs, show):
+            work.attempt(case, partial(keep, case, row))
 
 
 def longest_first(cases: Cases) -> list[str]:

@@ -598,6 +598,21 @@ class TestControls:
         formats = {getattr(policy, "control", ""): update_format for policy, (_, update_format) in steps.items()}
         assert formats == {"": None, "no loss scaling": None, "16-bit updates": "float16"}
 
+    def test_controls_are_not_trained_on_once_their_policy_has_failed(self) -> None:
+        seeds: list[int] = []
+
+        def train(policy: polyamp.Policy, seed: int) -> float:
+            _, update_format = imposed(policy.loss_scale)
+            if active() is not None:
+                seeds.append(seed)
+            damaged = policy.compute == "float16" and active() is None
+            return 2.0 + seed + (5.0 + 0.01 * seed) * damaged + (seed % 3) * bool(update_format)
+
+        found = quiet(train, controls=True)
+        assert found.verdict == "worse"
+        assert found.comparisons[0].seeds == 3
+        assert max(seeds) == 2
+
     def test_policies_of_one_name_are_told_apart(self) -> None:
         policies = [polyamp.policy("mixed_float16", rules=rules) for rules in (None, {"softmax": "lower"})]
         first, second = (one.name for one in quiet(task(), policies).comparisons)

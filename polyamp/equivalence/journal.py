@@ -4,7 +4,7 @@ Each line is the JSON of one run with the way in which it was trained. The file 
 was cut off, because the process was killed while it wrote, is trained again.
 
 A line also has a fingerprint of the file that the training function is written in. If that was edited between two
-calls, its old runs may be of another training: they are taken, and a warning says so.
+calls, its old runs may be of another training: they are taken, and a warning reports it.
 """
 
 from __future__ import annotations

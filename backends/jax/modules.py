@@ -73,7 +73,7 @@ class NnxModel:
 
 
 class NnxArguments:
-    """The flax NNX objects in arguments that are not trained: random numbers, metrics, another module.
+    """The flax NNX objects in the arguments of a function: modules, random numbers, metrics.
 
     Attributes:
         state: the values of their variables.
@@ -183,32 +183,27 @@ def as_pure(
     owner = getattr(fn, "__self__", None)
     method = getattr(fn, "__func__", None) if isinstance(owner, nnx.Module) else None
     call = (owner if method else fn, args, kwargs)
-    leaves, tree = jax.tree.flatten(call, is_leaf=is_stateful)
-    places = [index for index, leaf in enumerate(leaves) if is_stateful(leaf)]
-    if not places:
+    objects = NnxArguments(call)
+    if not objects.objects:
         return Call(fn, args, kwargs, argnums, lambda results: results)
-    modules = [leaves[index] for index in places]
-    definition, state = nnx.split(modules)
-    flags = [*_flags(call[0], False, is_stateful), *parameters_among(args, kwargs, argnums, is_stateful)]
+    leaves, tree = jax.tree.flatten(objects.rest, is_leaf=_is_place)
+    flags = [*_flags(call[0], False, _is_place), *parameters_among(args, kwargs, argnums, _is_place)]
 
     def pure(parameters: Any, others: list[Any]) -> Any:
         state, given = parameters
-        own = nnx.merge(definition, state, copy=True)
         given = [held if flag else other for held, other, flag in zip(given, others, flags, strict=True)]
-        for index, module in zip(places, own, strict=True):
-            given[index] = module
-        own_fn, own_args, own_kwargs = jax.tree.unflatten(tree, given)
+        (own_fn, own_args, own_kwargs), own = objects.build(state, jax.tree.unflatten(tree, given))
         results = method(own_fn, *own_args, **own_kwargs) if method else own_fn(*own_args, **own_kwargs)
-        return results, _changes(nnx, state, nnx.state(own))
+        return results, objects.changes(state, own)
 
     def accept(results: Any) -> Any:
         own, changed = results
-        nnx.update(modules, changed)
+        objects.accept(changed, True)
         return own
 
-    held = [None if is_stateful(leaf) or not flag else leaf for leaf, flag in zip(leaves, flags, strict=True)]
-    others = [None if is_stateful(leaf) or flag else leaf for leaf, flag in zip(leaves, flags, strict=True)]
-    return Call(pure, ((state, held), others), {}, (0,), accept)
+    held = [leaf if flag else None for leaf, flag in zip(leaves, flags, strict=True)]
+    others = [None if flag else leaf for leaf, flag in zip(leaves, flags, strict=True)]
+    return Call(pure, ((objects.state, held), others), {}, (0,), accept)
 
 
 def _changes(nnx: Any, before: Any, after: Any) -> Any:

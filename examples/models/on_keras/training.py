@@ -72,10 +72,11 @@ class Training:
         x, y = keras.tree.map_structure(lambda array: array[rows], part.x), part.y[rows]
         if int(model.optimizer.iterations) == 0:  # the first fit builds what is left, which draws numbers in PyTorch
             model.fit(*keras.tree.map_structure(lambda array: array[: self.batch], (x, y)), self.batch, verbose=0)
-        for variable, value in zip(model.variables, self._seeded(seed).variables, strict=True):
+        for variable, value in zip(model.variables, _initial(self, seed), strict=True):
             variable.assign(value)
         for variable, value in zip(model.optimizer.variables, optimizer_state, strict=True):
             variable.assign(value)
+        keras.utils.set_random_seed(seed)  # of the numbers that dropout draws in PyTorch
         model.fit(x, y, self.batch, shuffle=False, verbose=0)
         return model
 
@@ -93,6 +94,12 @@ def tested(model: keras.Model, part: Part) -> dict[str, float]:
     """Return the metrics, then the loss."""
     found = model.evaluate(part.x, part.y, batch_size=1000, verbose=0, return_dict=True)
     return {**{name: value for name, value in found.items() if name != "loss"}, "loss": found["loss"]}
+
+
+@functools.cache
+def _initial(training: Training, seed: int) -> list[np.ndarray]:
+    """Return the weights that a seed decides, for every policy: to make a large model takes seconds."""
+    return [np.array(variable) for variable in training._seeded(seed).variables]
 
 
 @functools.cache

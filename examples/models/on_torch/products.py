@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map_only
 
 import polyamp
 
@@ -33,8 +32,8 @@ class SummedInFloat32(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         if func not in PRODUCTS or not any(map(_is_float16_on_cpu, args)):
             return func(*args, **kwargs or {})
-        found = func(*tree_map_only(torch.Tensor, _float32, args), **kwargs or {})
-        return tree_map_only(torch.Tensor, torch.Tensor.half, found)
+        found = func(*map(_float32, args), **kwargs or {})
+        return tuple(map(_float16, found)) if isinstance(found, tuple) else _float16(found)
 
 
 def summed_in_float32(policy: polyamp.Policy) -> AbstractContextManager[Any]:
@@ -46,5 +45,10 @@ def _is_float16_on_cpu(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.dtype == torch.float16 and value.device.type == "cpu"
 
 
-def _float32(value: torch.Tensor) -> torch.Tensor:
+def _float32(value: Any) -> Any:
     return value.float() if _is_float16_on_cpu(value) else value
+
+
+def _float16(found: torch.Tensor | None) -> torch.Tensor | None:
+    """Return a result in float16; a gradient that was not asked for is None."""
+    return found if found is None else found.half()

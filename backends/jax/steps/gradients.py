@@ -12,6 +12,9 @@ import jax.numpy as jnp
 from polyamp.backends.jax import unstable
 from polyamp.backends.jax.casting import widened
 
+SHRINK = 2.0**-90
+"""Brings every float32 number below 2**38, so that sums of squares are finite."""
+
 
 def all_finite(tree: Any) -> jax.Array:
     """Return whether all arrays of a pytree are finite; bool[].
@@ -22,7 +25,19 @@ def all_finite(tree: Any) -> jax.Array:
     False
     """
     flags = (jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(tree))
-    return functools.reduce(jnp.logical_and, flags, jnp.array(True))
+    return computed_once(functools.reduce(jnp.logical_and, flags, jnp.array(True)))
+
+
+def computed_once(flag: jax.Array) -> jax.Array:
+    """Return a flag unchanged, from behind a square root; bool[].
+
+    XLA copies arithmetic of scalars into every kernel that uses its result, unless it is as expensive as a root. A flag
+    of all gradients is used by the kernels of all parameters: with copies, the program grows by their square.
+
+    >>> bool(computed_once(jnp.array(True)))
+    True
+    """
+    return jnp.sqrt(flag.astype(jnp.float32)) == 1
 
 
 def unscaled(grads: Any, scale: jax.Array) -> Any:
@@ -51,15 +66,27 @@ def clipped(grads: Any, limit: float, axis_name: Hashable | None = None) -> Any:
         axis_name: mapped axis, or axes, whose devices share the step. The norm is that of all shards of a gradient
             that ``shard_map`` splits over them.
     """
-    wide = [jnp.abs(leaf) if jnp.iscomplexobj(leaf) else leaf for leaf in jax.tree.leaves(widened(grads))]
-    largest = functools.reduce(jnp.maximum, (jnp.abs(leaf).max(initial=0) for leaf in wide), jnp.float32(0))
-    largest = _over_shards(jax.lax.pmax, largest, axis_name)
-    shrink = jnp.where(largest > 2.0**40, 2.0**-90, 1.0).astype(largest.dtype)  # squares stay below 2**80
-    squares = (_over_shards(jax.lax.psum, jnp.square(leaf * shrink).sum(), axis_name) for leaf in wide)
-    norm = jnp.sqrt(functools.reduce(jnp.add, squares, jnp.float32(0)))  # of the shrunk gradients
+    norm, shrink = _norm(jax.tree.leaves(widened(grads)), axis_name)
     clips = norm > limit * shrink
     first, second = jnp.where(clips, shrink, 1), jnp.where(clips, limit / norm, 1)
     return jax.tree.map(lambda grad: (grad * first * second).astype(grad.dtype), grads)
+
+
+def _norm(leaves: list[jax.Array], axis_name: Hashable | None) -> tuple[jax.Array, jax.Array]:
+    """Return the global norm of the leaves times a factor, and this factor: 1 unless the sum of squares overflows.
+
+    Both norms are computed, in one pass over the leaves. What depends on them lies behind a square root, without which
+    XLA would compute it anew for every parameter: see `computed_once`.
+    """
+    wide = [jnp.abs(leaf) if jnp.iscomplexobj(leaf) else leaf for leaf in leaves]
+
+    def norm(factor: float) -> jax.Array:
+        squares = (_over_shards(jax.lax.psum, jnp.square(leaf * factor).sum(), axis_name) for leaf in wide)
+        return jnp.sqrt(functools.reduce(jnp.add, squares, jnp.float32(0)))
+
+    plain, shrunk = norm(1.0), norm(SHRINK)
+    overflows = jnp.isinf(plain)
+    return jnp.where(overflows, shrunk, plain), jnp.where(overflows, SHRINK, 1.0).astype(plain.dtype)
 
 
 def _over_shards(combine: Callable[[Any, Any], Any], value: Any, axis_name: Hashable | None) -> Any:

@@ -3,17 +3,20 @@
 Every variant gets the same scaled gradients, tests them, unscales them, updates or skips, and advances its scale; the
 yardstick is plain Adam, which does none of that. The temporary memory is what XLA plans for one step. On a GPU there
 are 32 parameters of 4096x4096, a step of which reads and writes 15 GB: many times the size of caches, so that memory is
-timed and not dispatch. Recipes of packages that are not installed are left out.
+timed and not dispatch. ``--many`` takes 200 parameters of 64x64, as deep networks have them: there the time that XLA
+takes to compile the step is of interest. Recipes of packages that are not installed are left out.
 
-    python benchmarks/jax_skip.py [--rounds 30] [--within 60] [--small]
+    python benchmarks/jax_skip.py [--many] [--rounds 30] [--within 60] [--small]
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
+import time
 from collections.abc import Callable
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -32,9 +35,11 @@ from polyamp.backends.jax import apply_gradients
 BACKEND = jax.default_backend()
 SHAPES = [(4096, 4096)] * 32 if BACKEND == "gpu" else [(1024, 1024)] * 8
 SMALL = [(32, 32)] * 8
+MANY = [(64, 64)] * 200
 SCALE = 2.0**10
 POLICY = polyamp.policy("mixed_float16", loss_scale=polyamp.LossScale(init=SCALE))
 ADAM = optax.adam(1e-3)
+CLIPPED = optax.chain(optax.clip_by_global_norm(1.0), ADAM)
 CHECK_ONLY = "small sizes: a check that this program runs, not a result"
 Shapes = list[tuple[int, int]]
 
@@ -55,8 +60,8 @@ def arrays(shapes: Shapes, value: float) -> list[jax.Array]:
     return [jnp.full(shape, value) for shape in shapes]
 
 
-def plain(params: Any, state: Any, grads: Any) -> Any:
-    updates, state = ADAM.update(grads, state, params)
+def plain(params: Any, state: Any, grads: Any, tx: Any = ADAM) -> Any:
+    updates, state = tx.update(grads, state, params)
     return optax.apply_updates(params, updates), state
 
 
@@ -64,8 +69,8 @@ Start = Callable[[Any], Any]
 """``start(params) -> state``."""
 
 
-def ours(skip: str, *, fused: bool) -> tuple[Step, Start]:
-    tx = polyamp.wrap_optimizer(ADAM, POLICY, skip=skip)
+def ours(skip: str, *, fused: bool, max_grad_norm: float | None = None) -> tuple[Step, Start]:
+    tx = polyamp.wrap_optimizer(ADAM, POLICY, skip=skip, max_grad_norm=max_grad_norm)
 
     def step(params: Any, state: Any, grads: Any) -> Any:
         if fused:
@@ -112,6 +117,8 @@ def variants() -> dict[str, tuple[Step, Start]]:
         "cond, apply_gradients": ours("cond", fused=True),
         "select, apply_gradients": ours("select", fused=True),
         "cond, update": ours("cond", fused=False),
+        "plain adam, clipped": (functools.partial(plain, tx=CLIPPED), CLIPPED.init),
+        "cond, apply_gradients, clipped": ours("cond", fused=True, max_grad_norm=1.0),
     }
     if jmp:
         made["jmp"] = (jmp_recipe, lambda params: (jnp.float32(SCALE), jnp.int32(0), ADAM.init(params)))
@@ -121,17 +128,29 @@ def variants() -> dict[str, tuple[Step, Start]]:
     return made
 
 
-def measured(shapes: Shapes, donated: bool, rounds: int) -> tuple[list[Timing], dict[str, int]]:
-    """Return timings of all variants, and the temporary bytes that each needs."""
-    grads, latest, temporary = arrays(shapes, SCALE * 1e-3), [], {}
+class Compiled(NamedTuple):
+    """What XLA made of a step."""
+
+    seconds: float
+    """The time that it took."""
+    temporary_bytes: int
+
+
+Found = tuple[list[Timing], dict[str, Compiled]]
+
+
+def measured(shapes: Shapes, donated: bool, rounds: int) -> Found:
+    """Return timings of all variants, and how each was compiled."""
+    grads, latest, made = arrays(shapes, SCALE * 1e-3), [], {}
 
     def runner(name: str, step: Step, start: Start) -> Callable[[], None]:
         params = arrays(shapes, 1.0)
         held = [params, start(params)]
         latest.append(held)
         jitted = jax.jit(step, donate_argnums=(0, 1) if donated else ())
-        compiled = jitted.lower(*held, grads).compile()
-        temporary[name] = compiled.memory_analysis().temp_size_in_bytes
+        lowered, begin = jitted.lower(*held, grads), time.perf_counter()
+        compiled = lowered.compile()
+        made[name] = Compiled(time.perf_counter() - begin, compiled.memory_analysis().temp_size_in_bytes)
 
         def run() -> None:
             held[:] = compiled(*held, grads)
@@ -143,22 +162,23 @@ def measured(shapes: Shapes, donated: bool, rounds: int) -> tuple[list[Timing], 
 
     runs = {name: runner(name, *variant) for name, variant in variants().items()}
     question = f"adam, {'donated' if donated else 'not donated'}"
-    return interleave(question, runs, rounds, calls_in(0.05, next(iter(runs.values())), settle), settle), temporary
+    return interleave(question, runs, rounds, calls_in(0.05, next(iter(runs.values())), settle), settle), made
 
 
-def table(answers: dict[str, tuple[list[Timing], dict[str, int]]], count: int) -> Table:
-    """Return a table with a line for each variant: times and temporary memory, donated and not."""
-    headings = [heading for way in answers for heading in (f"ms, {way}", "/ plain", "10-90 %", "temporary MB")]
-    shown = Table(
-        "variant", *headings, title=f"Adam on {count / 1e6:.1f} M float32 parameters, {BACKEND}", box=SIMPLE_HEAD
-    )
+def table(answers: dict[str, Found], shapes: Shapes) -> Table:
+    """Return a table with a line for each variant: times, temporary memory and compilation, donated and not."""
+    of_each = ("/ plain", "10-90 %", "temporary MB", "compiled in s")
+    headings = [heading for way in answers for heading in (f"ms, {way}", *of_each)]
+    count = sum(height * width for height, width in shapes) / 1e6
+    title = f"Adam on {count:.1f} M float32 numbers in {len(shapes)} parameters, {BACKEND}"
+    shown = Table("variant", *headings, title=title, box=SIMPLE_HEAD)
     for place, timing in enumerate(next(iter(answers.values()))[0]):
         cells = []
-        for timings, temporary in answers.values():
-            found = timings[place].summary()
+        for timings, made in answers.values():
+            found, (seconds, temporary) = timings[place].summary(), made[timing.variant]
             low, high = found["ratio_10_to_90_percent"]
             cells += [f"{found['microseconds'] / 1e3:.3f}", f"{found['ratio']:.3f}", f"{low:.3f}-{high:.3f}"]
-            cells.append(f"{temporary[timing.variant] / 1e6:.1f}")
+            cells += [f"{temporary / 1e6:.1f}", f"{seconds:.1f}"]
         shown.add_row(timing.variant, *cells)
     return shown
 
@@ -167,22 +187,25 @@ def main(
     rounds: Annotated[int, typer.Option(min=2, help="How often each is timed.")] = 30,
     within: Annotated[float | None, typer.Option(help="Seconds after which nothing more is started.")] = None,
     small: Annotated[bool, typer.Option("--small", help="Tiny parameters: a check that this runs.")] = False,
+    many: Annotated[bool, typer.Option("--many", help="200 parameters of 64x64.")] = False,
 ) -> None:
-    """Measure, print a table, and keep the numbers in results/jax_skip_<backend>.json, donated first."""
+    """Measure, print a table, and keep the numbers in results/jax_skip[_many]_<backend>.json, donated first."""
     budget = Budget(within)
-    shapes = SMALL if small else SHAPES
+    shapes = MANY if many else SMALL if small else SHAPES
     packages = [package for package in (polyamp, jax, optax, jmp, installed("flax")) if package]
     versions = {package.__name__: getattr(package, "__version__", "") for package in packages}
     versions["device"] = jax.devices()[0].device_kind
-    answers: dict[str, tuple[list[Timing], dict[str, int]]] = {}
+    answers: dict[str, Found] = {}
     numbers: dict[str, Any] = {"check_only": small and CHECK_ONLY, "shapes": [list(shape) for shape in shapes]}
     for way in ("donated", "not donated"):
         if budget.left > 0:
             answers[way] = measured(shapes, way == "donated", 2 if small else rounds)
             numbers["timings"] = [timing.summary() for timings, _ in answers.values() for timing in timings]
-            numbers["temporary_bytes"] = {way: temporary for way, (_, temporary) in answers.items()}
-            keep(f"jax_skip_{'small' if small else BACKEND}", versions, numbers)
-    Console(width=150).print(table(answers, sum(height * width for height, width in shapes)))
+            numbers["compiled"] = {
+                way: {name: one._asdict() for name, one in made.items()} for way, (_, made) in answers.items()
+            }
+            keep(f"jax_skip_{'many_' * many}{'small' if small else BACKEND}", versions, numbers)
+    Console(width=190).print(table(answers, shapes))
 
 
 if __name__ == "__main__":

@@ -36,7 +36,7 @@ DENSE = [
 ]
 LAST = [Block(896, 29, 0.4, repeat=1, dilation=2), Block(1024, 1, 0.4, repeat=1)]
 DATA = (2, 60)  # speakers, frames
-WIDTH, REPEAT, DROPOUT, STEPS, BATCH, LEARNING_RATE = 1 / 16, 1, 0.0, 300, 32, 3e-3
+WIDTH, REPEAT, DROPOUT, STEPS, BATCH, LEARNING_RATE = 1 / 16, 1, 0.0, 450, 32, 2e-3
 
 
 def convolution(inputs: int, block: Block) -> nn.Sequential:

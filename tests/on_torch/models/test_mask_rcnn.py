@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import polyamp
+from polyamp import controls
 
 sys.path.append(str(Path(__file__).parents[3] / "examples"))
 
@@ -259,3 +260,11 @@ def test_what_all_begin_with_is_not_changed() -> None:
     mask_rcnn.train(polyamp.policy("mixed_float16"), 0)
     assert mask_rcnn.pretrained() is start
     assert all(torch.equal(value, before[name]) for name, value in start.state_dict().items())
+
+
+@pytest.mark.usefixtures("_quick")
+def test_a_control_of_parity_does_not_break_what_all_begin_with() -> None:
+    (rounded,) = controls.for_policy("mixed_bfloat16")
+    with controls.broken(rounded) as tally:
+        mask_rcnn.pretrained()
+    assert tally.reached == 0

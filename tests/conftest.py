@@ -16,6 +16,7 @@ from __future__ import annotations
 import gc
 import os
 import re
+import signal
 from collections.abc import Generator, Iterator
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -70,6 +71,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # started in the background; processes of tests inherit it
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     if config.getoption("--keras-backend"):
         os.environ["KERAS_BACKEND"] = config.getoption("--keras-backend")
     for name, value in ENVIRONMENT.items():

@@ -14,7 +14,7 @@ from polyamp.backends.jax.dtypes import is_array, is_traced
 from polyamp.backends.jax.graphs.refusals import check_function, positions, users_level
 from polyamp.backends.jax.modules import NnxArguments, model_of
 from polyamp.backends.jax.steps.finding import find_state
-from polyamp.backends.jax.steps.gradients import all_finite, computed_once
+from polyamp.backends.jax.steps.gradients import all_finite
 from polyamp.backends.jax.steps.state import LossScaleOptState
 from polyamp.errors import InvalidTypeError, InvalidValueError
 from polyamp.loss_scale import LossScale
@@ -177,7 +177,9 @@ def _times_scale(loss: jax.Array, state: LossScaleOptState) -> jax.Array:
     """Return the loss times the scale, or times inf if it is not finite: then its gradients are not finite either."""
     scale = state.scalars.scale
     if state.settings.check:
-        scale = jnp.where(computed_once(jnp.isfinite(jax.lax.stop_gradient(loss))), scale, jnp.inf)
+        # As `computed_once` does it, but of the scale: what is scaled is left out of recordings.
+        root = jnp.sqrt(jnp.where(jnp.isfinite(jax.lax.stop_gradient(loss)), scale, 0))
+        scale = jnp.where(root > 0, scale, jnp.inf)
     scaled: jax.Array = loss * scale
     return scaled
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import keeping
-from founding_results import ACCURACY, FRAMEWORKS, add, rows, versions
+from founding_results import ACCURACY, FRAMEWORKS, NEW_SEEDS, add, rows, versions
 from keeping import Row, machine
 from models import founding
 
@@ -52,7 +52,7 @@ def timed(train: Train) -> Train:
     return run
 
 
-def measure(framework: str, model: founding.Row, seeds: int, progress: bool = True) -> Row:
+def measure(framework: str, model: founding.Row, seeds: range, progress: bool = True) -> Row:
     """Train a model with all its seeds under every policy, compare, and return the row.
 
     Until `keep` the runs are kept in a file, from which a row that was interrupted goes on.
@@ -61,50 +61,61 @@ def measure(framework: str, model: founding.Row, seeds: int, progress: bool = Tr
     compared = polyamp.parity(
         timed(import_module(module_of(framework, model.name)).train),
         list(POLICIES),
-        seeds=seeds,
+        first_seed=seeds.start,
+        seeds=len(seeds),
         margin=founding.margin_of(model.metric),
         metric=model.metric,
         controls=False,
         stop_early=False,
-        keep=runs_of(framework, model),
+        keep=runs_of(framework, model, seeds),
         progress=progress,
     )
     found = compared.as_dict()
-    row = {"name": model.name, "framework": framework, "versions": versions(framework)}
+    row = {"name": model.name, "framework": framework, "first_seed": seeds.start, "versions": versions(framework)}
     return row | {key: found[key] for key in OF_PARITY}
 
 
-def keep(framework: str, model: founding.Row, row: Row) -> Row:
+def keep(framework: str, model: founding.Row, seeds: range, row: Row) -> Row:
     """Keep a measured row in place of its single runs."""
-    kept = add(ACCURACY.format(framework), row)
-    runs_of(framework, model).unlink()
+    kept = add(file_of(framework, seeds.start), row)
+    runs_of(framework, model, seeds).unlink()
     return kept
 
 
-def runs_of(framework: str, model: founding.Row) -> Path:
+def file_of(framework: str, first_seed: int) -> str:
+    """Return the name of the results that a row belongs to: those of seed 0 on, or those of seeds that are new."""
+    return (NEW_SEEDS if first_seed else ACCURACY).format(framework)
+
+
+def runs_of(framework: str, model: founding.Row, seeds: range) -> Path:
     """Return the file of the runs of a row that is not finished."""
-    return keeping.RESULTS / f"founding_{framework}_{model.name}.part"
+    return keeping.RESULTS / f"founding_{framework}_{model.name}_{seeds.start}.part"
 
 
-def runs_done(framework: str, model: founding.Row) -> int:
+def runs_done(framework: str, model: founding.Row, seeds: range) -> int:
     """Return how many runs of a row that is not finished there are."""
-    path = runs_of(framework, model)
+    path = runs_of(framework, model, seeds)
     return path.read_text().count("\n") if path.exists() else 0
 
 
-def earlier(framework: str, model: founding.Row, seeds: int) -> Row | None:
+def earlier(framework: str, model: founding.Row, seeds: range) -> Row | None:
     """Return the kept row, if it has at least as many seeds and is of this machine and the same versions."""
-    here = (machine(), versions(framework))
-    for row in rows(ACCURACY.format(framework)):
-        if row["name"] == model.name and row["seeds"] >= seeds and (row["machine"], row["versions"]) == here:
+    asked = (model.name, seeds.start, machine(), versions(framework))
+    for row in rows(file_of(framework, seeds.start)):
+        found = (row["name"], row["first_seed"], row["machine"], row["versions"])
+        if found == asked and row["seeds"] >= len(seeds):
             return row
     return None
 
 
-def measured() -> Iterator[Row]:
-    """Return all kept rows, by framework, in the order of the table."""
+def measured(files: str = ACCURACY) -> Iterator[Row]:
+    """Return all kept rows, by framework, in the order of the table.
+
+    Args:
+        files: `ACCURACY`, or `NEW_SEEDS` for the rows that were trained again with other seeds.
+    """
     for framework in FRAMEWORKS:
-        found = {row["name"]: row for row in rows(ACCURACY.format(framework))}
+        found = {row["name"]: row for row in rows(files.format(framework))}
         yield from (found[model.name] for model in founding.ROWS if model.name in found)
 
 

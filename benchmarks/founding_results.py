@@ -22,8 +22,9 @@ PACKAGES = {
     "jax": ("jax", "jaxlib", "optax", "flax"),
     "keras": ("keras", "tensorflow", "tensorflow-cpu"),
 }
-ACCURACY, LSTM, SPEED = "founding_accuracy_{}", "founding_lstm_{}", "founding_speed"
-FILES = (*(name.format(framework) for name in (ACCURACY, LSTM) for framework in FRAMEWORKS), SPEED)
+ACCURACY, NEW_SEEDS = "founding_accuracy_{}", "founding_new_seeds_{}"
+LSTM, SPEED = "founding_lstm_{}", "founding_speed"
+FILES = (*(name.format(framework) for name in (ACCURACY, NEW_SEEDS, LSTM) for framework in FRAMEWORKS), SPEED)
 
 
 def rows(name: str, folder: Path | None = None) -> list[Row]:

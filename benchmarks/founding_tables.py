@@ -2,7 +2,7 @@
 
     python benchmarks/founding_tables.py accuracy                       # the published rows, on a CPU
     python benchmarks/founding_tables.py accuracy --all                 # and the models of the other table
-    python benchmarks/founding_tables.py accuracy --framework jax --model resnet50 --seeds 10
+    python benchmarks/founding_tables.py accuracy --framework jax --model resnet50 --first-seed 10 --seeds 20
     python benchmarks/founding_tables.py figure                         # the big LSTM by loss scale
     python benchmarks/founding_tables.py speed                          # on a GPU, at published shapes
     python benchmarks/founding_tables.py gather OTHER/RESULTS ...       # take over rows that others measured
@@ -111,6 +111,9 @@ def accuracy_command(
     model: Models = None,
     every: Annotated[bool, typer.Option("--all", help="Also models of which a speed-up alone was published.")] = False,
     seeds: Annotated[int, typer.Option(min=3, help="Seeds of each row.")] = 10,
+    first_seed: Annotated[
+        int, typer.Option(min=0, help="Begin with this seed; above 0 the rows are kept as of new seeds.")
+    ] = 0,
     again: Again = False,
     jobs: Annotated[int, typer.Option(min=1, help="Rows at a time, each in a process of its own.")] = cores(),
     json_file: Json = None,
@@ -119,13 +122,14 @@ def accuracy_command(
     """Train the models over seeds in float32 and in 16 bits, and compare them by `polyamp.parity`."""
     work, start = Work(), time.perf_counter()
     asked = models_of(model, founding.ROWS if model or every else founding.accuracy_rows())
-    cases = dict(missing(installed(framework), asked, seeds, again))
+    drawn = range(first_seed, first_seed + seeds)
+    cases = dict(missing(installed(framework), asked, drawn, again))
     if min(jobs, len(cases)) < 2:
-        one_by_one(cases, seeds, work)
+        one_by_one(cases, drawn, work)
     else:
-        several_at_a_time(cases, seeds, work, jobs)
+        several_at_a_time(cases, drawn, work, jobs)
     taken = (time.perf_counter() - start) / 60
-    shown(list(accuracy.measured()), json_file)
+    shown(list(accuracy.measured(results.NEW_SEEDS if first_seed else results.ACCURACY)), json_file)
     console().print(f"this run: {len(cases)} rows in {taken:.1f} minutes")
     if plot is not None:
         accuracy.draw(plot)
@@ -137,7 +141,7 @@ Cases = dict[str, tuple[str, founding.Row]]
 
 
 def missing(
-    frameworks: Iterable[str], asked: Iterable[founding.Row], seeds: int, again: bool
+    frameworks: Iterable[str], asked: Iterable[founding.Row], seeds: range, again: bool
 ) -> Iterator[tuple[str, tuple[str, founding.Row]]]:
     """Yield the rows that are to be measured, and print which are not, and why."""
     for name, row in itertools.product(frameworks, asked):
@@ -150,26 +154,28 @@ def missing(
             yield case, (name, row)
 
 
-def one_by_one(cases: Cases, seeds: int, work: Work) -> None:
+def one_by_one(cases: Cases, seeds: range, work: Work) -> None:
     """Measure rows in this process."""
-    for case, (name, row) in cases.items():
-        console().print(f"{case}: {seeds} seeds, margin {founding.margin_of(row.metric):g} of {row.metric}")
-        work.attempt(case, lambda name=name, row=row: accuracy.keep(name, row, accuracy.measure(name, row, seeds)))
+    for case, own in cases.items():
+        metric = own[1].metric
+        console().print(f"{case}: {len(seeds)} seeds, margin {founding.margin_of(metric):g} of {metric}")
+        work.attempt(case, lambda own=own: accuracy.keep(*own, seeds, accuracy.measure(*own, seeds)))
 
 
-def several_at_a_time(cases: Cases, seeds: int, work: Work, jobs: int) -> None:
+def several_at_a_time(cases: Cases, seeds: range, work: Work, jobs: int) -> None:
     """Measure rows side by side in processes of their own, those first that took longest before."""
     works = {case: partial(accuracy.measure, *cases[case], seeds, progress=False) for case in longest_first(cases)}
-    runs, open_rows = seeds * (1 + len(accuracy.POLICIES)), dict(cases)
+    runs, open_rows = len(seeds) * (1 + len(accuracy.POLICIES)), dict(cases)
     with Progress(*Progress.get_default_columns(), TimeElapsedColumn(), console=console()) as bar:
         trained = bar.add_task("trainings", total=runs * len(cases))
 
         def show() -> None:
             ended = runs * (len(cases) - len(open_rows))
-            bar.update(trained, completed=ended + sum(itertools.starmap(accuracy.runs_done, open_rows.values())))
+            done = (accuracy.runs_done(*row, seeds) for row in open_rows.values())
+            bar.update(trained, completed=ended + sum(done))
 
         def keep(case: str, row: Future[Row]) -> None:
-            kept = accuracy.keep(*open_rows.pop(case), row.result())
+            kept = accuracy.keep(*open_rows.pop(case), seeds, row.result())
             bar.console.print(f"{case}: {text.minutes(kept):.1f} minutes of training")
 
         for case, row in finished(works, jobs, show):

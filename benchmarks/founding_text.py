@@ -13,7 +13,7 @@ from pathlib import Path
 import founding_accuracy as accuracy
 import founding_lstm as lstm
 import founding_speed as speed
-from founding_results import FRAMEWORKS
+from founding_results import FRAMEWORKS, NEW_SEEDS
 from keeping import Row
 from models import founding
 
@@ -83,7 +83,8 @@ def accuracy_part() -> str:
     if not found:
         return "Not trained yet."
     frameworks = dict.fromkeys(row["framework"] for row in found)
-    return "\n\n".join([*_summary(found), *(text for name in frameworks for text in _of_framework(name, found))])
+    own = (text for name in frameworks for text in _of_framework(name, found))
+    return "\n\n".join([*_summary(found), *own, *_of_new_seeds(list(accuracy.measured(NEW_SEEDS)))])
 
 
 def _summary(found: list[Row]) -> Iterator[str]:
@@ -105,6 +106,22 @@ def _of_framework(framework: str, found: list[Row]) -> Iterator[str]:
     yield f"{max(row['seeds'] for row in own)} seeds. Trained on {'; '.join(sorted({_where(row) for row in own}))}."
     if rest := [model.title for model in founding.ROWS if model.name not in {row["name"] for row in own}]:
         yield f"Without a row: {', '.join(rest)}."
+
+
+def _of_new_seeds(found: list[Row]) -> Iterator[str]:
+    """Yield the rows that were trained again with seeds that no one had looked at."""
+    if not found:
+        return
+    yield "### The same rows, with new seeds"
+    headings = ("framework", ACCURACY_HEADINGS[0], "seeds", *ACCURACY_HEADINGS[2:], "minutes")
+    yield markdown(headings, map(_new_seeds_cells, found))
+    yield f"Trained on {'; '.join(sorted({_where(row) for row in found}))}."
+
+
+def _new_seeds_cells(row: Row) -> list[str]:
+    title, _, *rest = accuracy_cells(row)
+    drawn = f"{row['first_seed']} to {row['first_seed'] + row['seeds'] - 1}"
+    return [FRAMEWORKS[row["framework"]], title, drawn, *rest, f"{minutes(row):.1f}"]
 
 
 def _where(row: Row) -> str:

@@ -90,16 +90,32 @@ def test_what_was_measured_is_not_measured_again(tmp_path: Path, monkeypatch: py
     assert "--again trains it again" in train("--seeds", 3)
     assert kept(tmp_path) == first  # also the time at which it finished
     digits = founding.row_of("digits")
-    assert accuracy.earlier("torch", digits, 2) == first[0]
-    assert accuracy.earlier("torch", digits, 4) is None
+    assert accuracy.earlier("torch", digits, range(2)) == first[0]
+    assert accuracy.earlier("torch", digits, range(4)) is None
+    assert accuracy.earlier("torch", digits, range(1, 3)) is None
     monkeypatch.setattr(accuracy, "machine", lambda: {"processor": "another"})
-    assert accuracy.earlier("torch", digits, 3) is None
+    assert accuracy.earlier("torch", digits, range(3)) is None
+
+
+@pytest.mark.usefixtures("_digits")
+def test_new_seeds_are_rows_of_their_own(tmp_path: Path) -> None:
+    train("--seeds", 3)
+    first = kept(tmp_path)
+    train("--seeds", 4, "--first-seed", 10)
+    assert kept(tmp_path) == first
+    (row,) = kept(tmp_path, "founding_new_seeds_torch")
+    assert [run["seed"] for run in row["float32"]["runs"]] == [10, 11, 12, 13]
+    assert "--again trains it again" in train("--seeds", 4, "--first-seed", 10)
+    part = text.accuracy_part()
+    assert "Rows: 1." in part
+    assert "3 seeds. Trained on" in part
+    assert "| PyTorch | Digits | 10 to 13 | accuracy, % | " in part
 
 
 @pytest.mark.usefixtures("_digits")
 def test_a_row_that_was_interrupted_goes_on(tmp_path: Path) -> None:
     digits = accuracy.import_module(accuracy.module_of("torch", "digits"))
-    digits_row, whole, trained, most = founding.row_of("digits"), digits.train, [], [4]
+    digits_row, drawn, whole, trained, most = founding.row_of("digits"), range(3), digits.train, [], [4]
 
     def interrupted(policy: Any, seed: int) -> dict[str, float]:
         if len(trained) in most:
@@ -109,16 +125,16 @@ def test_a_row_that_was_interrupted_goes_on(tmp_path: Path) -> None:
 
     digits.train = interrupted
     with pytest.raises(KeyboardInterrupt):
-        accuracy.measure("torch", digits_row, seeds=3, progress=False)
-    assert accuracy.runs_done("torch", digits_row) == 4
+        accuracy.measure("torch", digits_row, drawn, progress=False)
+    assert accuracy.runs_done("torch", digits_row, drawn) == 4
     trained.clear()
     most.clear()
-    row = accuracy.measure("torch", digits_row, seeds=3, progress=False)
+    row = accuracy.measure("torch", digits_row, drawn, progress=False)
     assert len(trained) == 5  # of nine
-    assert accuracy.runs_done("torch", digits_row) == 9
-    accuracy.keep("torch", digits_row, row)
+    assert accuracy.runs_done("torch", digits_row, drawn) == 9
+    accuracy.keep("torch", digits_row, drawn, row)
     assert len(kept(tmp_path)[0]["float32"]["runs"]) == 3
-    assert accuracy.runs_done("torch", digits_row) == 0
+    assert accuracy.runs_done("torch", digits_row, drawn) == 0
 
 
 def test_a_new_row_replaces_the_one_of_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from typing import Any
 
 import jax
@@ -81,16 +81,23 @@ def _norm(leaves: list[jax.Array], axis_name: Hashable | None) -> tuple[jax.Arra
     wide = [jnp.abs(leaf) if jnp.iscomplexobj(leaf) else leaf for leaf in leaves]
 
     def norm(factor: float) -> jax.Array:
-        squares = (_over_shards(jax.lax.psum, jnp.square(leaf * factor).sum(), axis_name) for leaf in wide)
-        return jnp.sqrt(functools.reduce(jnp.add, squares, jnp.float32(0)))
+        squares: dict[tuple[Hashable, ...], Any] = {}  # by the axes to sum over: one sum over devices for each of them
+        for leaf in wide:
+            axes = _varying(leaf, axis_name)
+            squares[axes] = squares.get(axes, jnp.float32(0)) + jnp.square(leaf * factor).sum()
+        whole = (_sum_over(axes, local) for axes, local in squares.items())
+        return jnp.sqrt(functools.reduce(jnp.add, whole, jnp.float32(0)))
 
     plain, shrunk = norm(1.0), norm(SHRINK)
     overflows = jnp.isinf(plain)
     return jnp.where(overflows, shrunk, plain), jnp.where(overflows, SHRINK, 1.0).astype(plain.dtype)
 
 
-def _over_shards(combine: Callable[[Any, Any], Any], value: Any, axis_name: Hashable | None) -> Any:
-    """Return a value combined over the axes along which it varies; the value itself if there are none."""
+def _sum_over(axes: tuple[Hashable, ...], value: Any) -> Any:
+    return jax.lax.psum(value, axes) if axes else value  # type: ignore[no-untyped-call]
+
+
+def _varying(value: Any, axis_name: Hashable | None) -> tuple[Hashable, ...]:
+    """Return those of the mapped axes along which a value varies."""
     names = axis_name if isinstance(axis_name, tuple | list) else (axis_name,)
-    axes = tuple(name for name in names if name in unstable.varying_axes(value))
-    return combine(value, axes) if axes else value
+    return tuple(name for name in names if name in unstable.varying_axes(value))

@@ -229,6 +229,21 @@ def test_the_clipped_norm_is_that_of_all_shards(how: str, axes: Any) -> None:
         np.testing.assert_allclose(new[name], alone[name], rtol=1e-6)
 
 
+def test_the_sums_over_devices_do_not_grow_with_the_parameters() -> None:
+    tx = polyamp.wrap_optimizer(optax.sgd(1.0), "mixed_float16", max_grad_norm=1.0, axis_name="data")
+
+    def step(params: Any, state: Any, grads: Any) -> Any:
+        return apply_gradients(tx, grads, state, params)
+
+    def sums(count: int) -> int:
+        params = {"split": [jnp.zeros((8, 2))] * count, "whole": [jnp.zeros(2)] * count}
+        layout = {"split": P("data"), "whole": P()}
+        mapped = jax.shard_map(step, mesh=mesh_of(), in_specs=(layout, P(), layout), out_specs=(layout, P()))
+        return str(jax.make_jaxpr(mapped)(params, tx.init(params), params)).count("psum")
+
+    assert 0 < sums(2) == sums(20)
+
+
 def step_alone(params: Any, grads: Any) -> Any:
     tx = polyamp.wrap_optimizer(
         optax.sgd(1.0), "mixed_float16", max_grad_norm=1.0, loss_scale=polyamp.LossScale.fixed(4.0)

@@ -1,4 +1,7 @@
-"""Steps on several logical devices. Their number is fixed when TensorFlow starts, so each test starts a process."""
+"""Steps on several logical devices. Their number is fixed when TensorFlow starts, so each strategy has a process.
+
+Tests of the Keras optimizer and of `polyamp.rewrite` share them: to start one takes as long as many tests.
+"""
 
 from __future__ import annotations
 
@@ -12,20 +15,27 @@ from polyamp.backends.tensorflow import LossScaler
 from polyamp.refusals import without_common_step
 from support.own_process import run_tests, run_together, tensorflow_workers
 
-MATTER = "(anywhere and function and not Own) or applied or norm or saved or outside"
+HERE = Path(__file__).parent
+STEPS = (HERE / "replicas.py", HERE.parents[1] / "on_keras" / "steps" / "replicas.py")
+REWRITTEN = HERE.parent / "graphs" / "rewrite_devices.py"
+SUITES = "tensorflow,keras"
+OVERFLOWS = "anywhere and (function or True and apply) and not Own"
+MATTER = f"({OVERFLOWS}) or applied or norm or saved or outside or several_processes"
 """What two processes test; eager steps are slow there."""
 
 
-@pytest.mark.parametrize(
-    "strategy", ["mirrored", "without merging", "mirrored, one replica", "one worker", "one device"]
-)
+@pytest.mark.parametrize("strategy", ["without merging", "mirrored, one replica", "one worker", "one device"])
 def test_over_replicas(strategy: str) -> None:
-    run_tests(Path(__file__).with_name("replicas.py"), "tensorflow", POLYAMP_TEST_STRATEGY=strategy)
+    run_tests(STEPS[0], SUITES, STEPS[1], POLYAMP_TEST_STRATEGY=strategy)
+
+
+def test_over_mirrored_replicas() -> None:
+    run_tests(STEPS[0], SUITES, STEPS[1], REWRITTEN, POLYAMP_TEST_STRATEGY="mirrored")
 
 
 def test_over_two_processes() -> None:
     each = [{"POLYAMP_TEST_STRATEGY": "two workers"} | worker for worker in tensorflow_workers(2)]
-    run_together(Path(__file__).with_name("replicas.py"), "tensorflow", each, "-x", "--tb=short", "-k", MATTER)
+    run_together(STEPS[0], SUITES, each, STEPS[1], "-x", "--tb=short", "-k", MATTER)
 
 
 REFUSED = {

@@ -119,11 +119,11 @@ def measured(files: str = ACCURACY) -> Iterator[Row]:
         yield from (found[model.name] for model in founding.ROWS if model.name in found)
 
 
-def draw(file: Path) -> None:
-    """Draw the interval of every comparison, in margins, in a panel for each framework."""
+def draw(file: Path, files: str = ACCURACY) -> None:
+    """Draw the interval of every comparison of some `measured` rows, in margins, in a panel for each framework."""
     from matplotlib.figure import Figure
 
-    found = list(measured())
+    found = list(measured(files))
     panels = [name for name in FRAMEWORKS if any(row["framework"] == name for row in found)] or ["torch"]
     figure = Figure(figsize=(3.9 * len(panels) + 1.2, 0.42 * len(founding.ROWS) + 1.6), layout="constrained")
     axes: Any = figure.subplots(1, len(panels), sharex=True, sharey=True, squeeze=False)[0]

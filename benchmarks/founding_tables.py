@@ -129,10 +129,11 @@ def accuracy_command(
     else:
         several_at_a_time(cases, drawn, work, jobs)
     taken = (time.perf_counter() - start) / 60
-    shown(list(accuracy.measured(results.NEW_SEEDS if first_seed else results.ACCURACY)), json_file)
+    files = results.NEW_SEEDS if first_seed else results.ACCURACY
+    shown(list(accuracy.measured(files)), json_file)
     console().print(f"this run: {len(cases)} rows in {taken:.1f} minutes")
     if plot is not None:
-        accuracy.draw(plot)
+        accuracy.draw(plot, files)
     work.end()
 
 

@@ -101,8 +101,10 @@ def test_what_was_measured_is_not_measured_again(tmp_path: Path, monkeypatch: py
 def test_new_seeds_are_rows_of_their_own(tmp_path: Path) -> None:
     train("--seeds", 3)
     first = kept(tmp_path)
-    train("--seeds", 4, "--first-seed", 10)
+    train("--seeds", 4, "--first-seed", 10, "--plot", tmp_path / "new.png")
     assert kept(tmp_path) == first
+    accuracy.draw(tmp_path / "first.png")
+    assert (imread(tmp_path / "new.png") != imread(tmp_path / "first.png")).any()
     (row,) = kept(tmp_path, "founding_new_seeds_torch")
     assert [run["seed"] for run in row["float32"]["runs"]] == [10, 11, 12, 13]
     assert "--again trains it again" in train("--seeds", 4, "--first-seed", 10)

@@ -77,14 +77,14 @@ def measure(framework: str, model: founding.Row, seeds: range, progress: bool = 
 
 def keep(framework: str, model: founding.Row, seeds: range, row: Row) -> Row:
     """Keep a measured row in place of its single runs."""
-    kept = add(file_of(framework, seeds.start), row)
+    kept = add(files_of(seeds).format(framework), row)
     runs_of(framework, model, seeds).unlink()
     return kept
 
 
-def file_of(framework: str, first_seed: int) -> str:
-    """Return the name of the results that a row belongs to: those of seed 0 on, or those of seeds that are new."""
-    return (NEW_SEEDS if first_seed else ACCURACY).format(framework)
+def files_of(seeds: range) -> str:
+    """Return the files that rows of these seeds are kept in: `ACCURACY` if they begin with 0, else `NEW_SEEDS`."""
+    return NEW_SEEDS if seeds.start else ACCURACY
 
 
 def runs_of(framework: str, model: founding.Row, seeds: range) -> Path:
@@ -101,7 +101,7 @@ def runs_done(framework: str, model: founding.Row, seeds: range) -> int:
 def earlier(framework: str, model: founding.Row, seeds: range) -> Row | None:
     """Return the kept row, if it has at least as many seeds and is of this machine and the same versions."""
     asked = (model.name, seeds.start, machine(), versions(framework))
-    for row in rows(file_of(framework, seeds.start)):
+    for row in rows(files_of(seeds).format(framework)):
         found = (row["name"], row["first_seed"], row["machine"], row["versions"])
         if found == asked and row["seeds"] >= len(seeds):
             return row

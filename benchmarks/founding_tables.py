@@ -129,7 +129,7 @@ def accuracy_command(
     else:
         several_at_a_time(cases, drawn, work, jobs)
     taken = (time.perf_counter() - start) / 60
-    files = results.NEW_SEEDS if first_seed else results.ACCURACY
+    files = accuracy.files_of(drawn)
     shown(list(accuracy.measured(files)), json_file)
     console().print(f"this run: {len(cases)} rows in {taken:.1f} minutes")
     if plot is not None:

@@ -123,14 +123,11 @@ def test_master_weights_over_replicas_are_refused() -> None:
 in_one_process = pytest.mark.skipif(COUNT != LOCAL, reason="fit of Keras 3.15 fails over several processes")
 
 
-INNER: list[dict[str, Any]] = [{}, {"use_ema": True}]
-MORE: list[dict[str, Any]] = [{"clipnorm": 1.0}, {"global_clipnorm": 1.0}, {"weight_decay": 0.1}]
-"""Options that act after the sum over replicas: one strategy is enough."""
-
-
 @several
 @in_one_process
-@pytest.mark.parametrize("inner", [*INNER, *(MORE if KIND == "mirrored" else [])], ids=str)
+@pytest.mark.parametrize(
+    "inner", [{}, {"clipnorm": 1.0}, {"global_clipnorm": 1.0}, {"use_ema": True}, {"weight_decay": 0.1}], ids=str
+)
 def test_fit_is_that_of_the_plain_optimizer(inner: dict[str, Any]) -> None:
     x = np.random.default_rng(0).standard_normal((16, 2)).astype("float32")
     losses = []

@@ -33,20 +33,8 @@ class Disagreement(NamedTuple):
 
 
 def disagreement(settings: LossScale, compute: str | None, forward: Policy) -> Disagreement | None:
-    """Return how an optimizer and a forward pass disagree; None if they agree, or if that is not known.
-
-    Float32 next to 16 bits is a disagreement only if a loss scale is missing.
-
-    >>> from polyamp.policy import policy
-    >>> disagreement(LossScale.none(), "float32", policy("mixed_float16")).what
-    'the forward pass computes in float16, and the optimizer was wrapped without a loss scale'
-    >>> disagreement(LossScale.none(), "float32", policy("mixed_bfloat16"))
-
-    Args:
-        settings: the optimizer's loss scale.
-        compute: the compute format of the policy that the optimizer was wrapped for; None if it is not known.
-        forward: the policy of the forward pass.
-    """
+    """Return how an optimizer and a forward pass disagree; None if they agree, or if that is not known."""
+    # Float32 next to 16 bits is a disagreement only if a loss scale is missing.
     if compute is None or compute == forward.compute:
         return None
     if missing := _missing_scale(settings, forward):

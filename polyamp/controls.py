@@ -25,39 +25,28 @@ from polyamp.policy import policy as make_policy
 
 @dataclass(frozen=True)
 class Control:
-    """One way to break mixed precision.
+    """One way to break mixed precision."""
 
-    Attributes:
-        name: its name in reports.
-        loss_scale: replaces the loss scale of every optimizer, also one that the user passed; None keeps it.
-        update_format: the format that parameters are rounded to after every update, to nearest even, as if they were
-            stored in it without master weights; None does not round.
-    """
-
-    name: str
+    name: str  # its name in reports
+    # replaces the loss scale of every optimizer, also one that the user passed; None keeps it
     loss_scale: LossScale | None = None
+    # the format that parameters are rounded to after every update, to nearest even, as if they were stored in it
+    # without master weights; None does not round
     update_format: str | None = None
 
 
 @dataclass(frozen=True)
 class BrokenPolicy(Policy):
-    """A policy under a control. It equals no other one, so a step that is compiled once per policy is compiled anew.
+    """A policy under a control. It equals no other one, so a step that is compiled once per policy is compiled anew."""
 
-    Attributes:
-        control: the control's name.
-    """
-
-    control: str = ""
+    control: str = ""  # the control's name
 
 
 @dataclass
 class Tally:
-    """A count of the optimizers and loss scalers that a control reached.
+    """A count of the optimizers and loss scalers that a control reached."""
 
-    Attributes:
-        reached: how many were made in the block and are broken by the control; if 0, the control was not in effect.
-    """
-
+    # how many were made in the block and are broken by the control; if 0, the control was not in effect
     reached: int = 0
 
 
@@ -67,13 +56,7 @@ _ACTIVE: ContextVar[tuple[Control, Tally] | None] = ContextVar("polyamp_control"
 
 
 def for_policy(policy: Policy | str | None) -> tuple[Control, ...]:
-    """Return the controls that should make training under a policy worse; none if it computes in 32 bits or more.
-
-    >>> [control.name for control in for_policy("mixed_float16")]
-    ['no loss scaling', '16-bit updates']
-    >>> [control.update_format for control in for_policy("mixed_bfloat16")], for_policy("float32")
-    (['bfloat16'], ())
-    """
+    """Return the controls that should make training under a policy worse; none if it computes in 32 bits or more."""
     compute = make_policy(policy).compute
     if format_of(compute).bits != 16:
         return ()
@@ -82,30 +65,15 @@ def for_policy(policy: Policy | str | None) -> tuple[Control, ...]:
 
 
 def policy_under(policy: Policy, control: Control) -> Policy:
-    """Return the policy to train with under a control.
-
-    >>> policy = make_policy("mixed_float16")
-    >>> low, rounded = (policy_under(policy, control) for control in for_policy(policy))
-    >>> low == policy, low == rounded, low.loss_scale == LossScale.fixed(1), rounded.loss_scale == policy.loss_scale
-    (False, False, True, True)
-    """
+    """Return the policy to train with under a control."""
     parts = {part.name: getattr(policy, part.name) for part in fields(policy)}
     return BrokenPolicy(**{**parts, "loss_scale": control.loss_scale or policy.loss_scale}, control=control.name)
 
 
 @contextmanager
 def broken(control: Control) -> Iterator[Tally]:
-    """Impose a control on every optimizer that is wrapped in the block, and count these.
-
-    >>> import torch, polyamp
-    >>> weight = torch.ones(1, requires_grad=True)
-    >>> with broken(Control("no loss scaling", LossScale.fixed(1))) as tally:
-    ...     opt = polyamp.wrap_optimizer(torch.optim.SGD([weight], lr=0.1), "mixed_float16")
-    >>> opt.loss_scale, tally.reached
-    (1.0, 1)
-
-    Blocks can be nested: the innermost control is in effect. Threads that start in the block do not see it.
-    """
+    """Impose a control on every optimizer that is wrapped in the block, and count these."""
+    # Blocks can be nested: the innermost control is in effect. Threads that start in the block do not see it.
     tally = Tally()
     token = _ACTIVE.set((control, tally))
     try:
@@ -127,17 +95,8 @@ def scale_in_effect(given: Given) -> Given | LossScale:
 
 
 def imposed(given: Given, *, rounds: bool = True) -> tuple[Given | LossScale, str | None]:
-    """Return the loss scale that an optimizer shall use, and the format its updates are rounded to or None.
-
-    Adapters call it once for every optimizer or loss scaler that they make, and it is counted as reached.
-
-    >>> imposed(LossScale.none()) == (LossScale.none(), None)
-    True
-
-    Args:
-        given: the loss scale that the user chose; None if the caller has a form of its own for it.
-        rounds: whether the caller can round these updates. A control that needs it does not reach one that cannot.
-    """
+    """Return the loss scale that an optimizer shall use, and the format its updates are rounded to or None."""
+    # Adapters call it once for every optimizer or loss scaler that they make, and it is counted as reached.
     found = _ACTIVE.get()
     if found is None:
         return given, None

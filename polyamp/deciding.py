@@ -26,16 +26,7 @@ from polyamp.rules import Decision, Rule, decide, unused
 
 
 class Decider:
-    """A policy, and its decisions about one graph and the functions that the graph calls.
-
-    Attributes:
-        policy: the policy.
-        compute: its compute format.
-        decisions: the class of each operation that was decided, by operation and path.
-        lowered: whether any operation runs in the compute format. The adapter sets it.
-        not_lowered: why operations that the table lowers run in float32: each reason, with the first place.
-        refused: the missing kernels that a rule asked for, each with the rule.
-    """
+    """A policy, and its decisions about one graph and the functions that the graph calls."""
 
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
@@ -62,12 +53,7 @@ class Decider:
         return self._flows[key]
 
     def constant(self, *magnitudes: float) -> Value:
-        """Return the facts about a constant in the policy's compute format; see `polyamp.values.constant`.
-
-        >>> from polyamp.policy import policy
-        >>> Decider(policy("mixed_float16")).constant(2.0, 3e38).unfit
-        'constant 3e+38 is beyond float16'
-        """
+        """Return the facts about a constant in the policy's compute format; see `polyamp.values.constant`."""
         if magnitudes not in self._constants:
             self._constants[magnitudes] = constant(magnitudes, self.compute)
         return self._constants[magnitudes]
@@ -83,26 +69,15 @@ class Decider:
         return unused_in([self])
 
     def sibling(self) -> Decider:
-        """Return a decider for the same policy that shares the stored answers but keeps a separate record.
-
-        Use it for a function that is decided once and called from several graphs. Each graph then adds the function's
-        record to its own record with `take_over`.
-        """
+        """Return a decider for the same policy that shares the stored answers but keeps a separate record."""
+        # Use it for a function that is decided once and called from several graphs. Each graph then adds the function's
+        # record to its own record with `take_over`.
         other = Decider(self.policy)
         other._flows, other._constants = self._flows, self._constants
         return other
 
     def take_over(self, other: Decider) -> None:
-        """Add the record of another decider. A reason that both have keeps the place in this one.
-
-        >>> from polyamp.policy import policy
-        >>> graph = Decider(policy("mixed_float16", rules={"exp": "lower"}))
-        >>> function = graph.sibling()
-        >>> _ = function.decide("exp")
-        >>> graph.take_over(function)
-        >>> graph.unused
-        []
-        """
+        """Add the record of another decider. A reason that both have keeps the place in this one."""
         self.decisions.update(other.decisions)
         self.lowered = self.lowered or other.lowered
         self.not_lowered = other.not_lowered | self.not_lowered
@@ -110,11 +85,7 @@ class Decider:
 
 
 def unused_in(parts: Sequence[Decider]) -> list[Rule]:
-    """Return the policy's own rules that matched nothing in any part of a program.
-
-    Args:
-        parts: one decider for each part; all have the same policy.
-    """
+    """Return the policy's own rules that matched nothing in any part of a program."""
     return unused(parts[0].policy.own_rules, _asked(parts))
 
 

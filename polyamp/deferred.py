@@ -66,11 +66,7 @@ class RewrittenAtFirstCall:
 
     @property
     def plan(self) -> Plan:
-        """The plan.
-
-        Raises:
-            UsageError: the function was not called yet.
-        """
+        """The plan."""
         if self._rewritten is None:
             raise not_traced(where="rewrite(fn).plan")
         plan: Plan = self._rewritten.plan

@@ -34,41 +34,27 @@ POLICIES = (
 
 @dataclass(frozen=True)
 class Task:
-    """One training run, the same in every framework.
+    """One training run, the same in every framework."""
 
-    The model: 3x3 convolution to 16 channels (padded to the same size), relu, 2x2 max pool, 3x3 convolution to 32
-    channels, relu, 2x2 max pool, flatten in (height, width, channel) order, dense to 10 classes. The loss is the mean
-    softmax cross-entropy of the batch, in float32; the optimizer is SGD with momentum 0.9.
+    # The model: 3x3 convolution to 16 channels (padded to the same size), relu, 2x2 max pool, 3x3 convolution to 32
+    # channels, relu, 2x2 max pool, flatten in (height, width, channel) order, dense to 10 classes. The loss is the mean
+    # softmax cross-entropy of the batch, in float32; the optimizer is SGD with momentum 0.9.
 
-    Attributes:
-        policy: the policy to train under.
-        weights: float32 initial weights: ``conv1_kernel`` (3, 3, 1, 16) and ``conv2_kernel`` (3, 3, 16, 32) as (height,
-            width, in, out); ``dense_kernel`` (128, 10); ``conv1_bias``, ``conv2_bias``, ``dense_bias``.
-        train_images, test_images: float32 in [0, 1], (n, 8, 8, 1).
-        train_labels, test_labels: int32, (n,).
-        batches: int indices into the training set, (steps, batch).
-        learning_rate: learning rate of SGD.
-        on_step: called after every step, for a progress bar.
-    """
-
-    policy: Policy
+    policy: Policy  # the policy to train under
+    # float32 initial weights: ``conv1_kernel`` (3, 3, 1, 16) and ``conv2_kernel`` (3, 3, 16, 32) as (height, width, in,
+    # out); ``dense_kernel`` (128, 10); ``conv1_bias``, ``conv2_bias``, ``dense_bias``
     weights: dict[str, Array]
     train_images: Array
     train_labels: Array
     test_images: Array
     test_labels: Array
-    batches: Array
-    learning_rate: float = 0.05
-    on_step: Callable[[], None] = lambda: None
+    batches: Array  # int indices into the training set, (steps, batch)
+    learning_rate: float = 0.05  # learning rate of SGD
+    on_step: Callable[[], None] = lambda: None  # called after every step, for a progress bar
 
     def run(self, step: Callable[[Array], tuple[float, StepResult]]) -> Trace:
-        """Train on every batch, and return the losses, scales and times; accuracy and bytes are still 0.
-
-        The host waits for the numbers of each step.
-
-        Args:
-            step: takes the indices of a batch, int (batch,), and returns the unscaled loss and the step's result.
-        """
+        """Train on every batch, and return the losses, scales and times; accuracy and bytes are still 0."""
+        # The host waits for the numbers of each step.
         trace, times = Trace(), [time.perf_counter()]
         for batch in self.batches:
             loss, result = step(batch)
@@ -82,45 +68,27 @@ class Task:
 
 @dataclass(frozen=True)
 class Trace:
-    """The numbers of one training run.
+    """The numbers of one training run."""
 
-    Attributes:
-        losses: unscaled float32 loss of each step.
-        scales: loss scale after each step.
-        applied: whether each step was applied.
-        accuracy: share of test images classified correctly, 0 to 1.
-        parameter_bytes: bytes of the parameters as stored (without master weights).
-        activation_bytes: bytes of the layers' outputs (both convolutions, both relus, both pools, the dense layer) for
-            one training batch.
-        seconds: training time without the first step, which traces and compiles.
-        first_step_seconds: time of the first step.
-    """
-
-    losses: list[float] = field(default_factory=list)
-    scales: list[float] = field(default_factory=list)
-    applied: list[bool] = field(default_factory=list)
-    accuracy: float = 0.0
-    parameter_bytes: int = 0
+    losses: list[float] = field(default_factory=list)  # unscaled float32 loss of each step
+    scales: list[float] = field(default_factory=list)  # loss scale after each step
+    applied: list[bool] = field(default_factory=list)  # whether each step was applied
+    accuracy: float = 0.0  # share of test images classified correctly, 0 to 1
+    parameter_bytes: int = 0  # bytes of the parameters as stored (without master weights)
+    # bytes of the layers' outputs (both convolutions, both relus, both pools, the dense layer) for one training batch
     activation_bytes: int = 0
-    seconds: float = 0.0
-    first_step_seconds: float = 0.0
+    seconds: float = 0.0  # training time without the first step, which traces and compiles
+    first_step_seconds: float = 0.0  # time of the first step
 
 
 @dataclass(frozen=True)
 class Run:
-    """The result of one framework under one policy.
+    """The result of one framework under one policy."""
 
-    Attributes:
-        framework: the adapter's title, such as ``keras on jax``.
-        policy: the policy's text.
-        trace: the run's numbers.
-        baseline: the float32 trace of the same framework.
-    """
-
-    framework: str
-    policy: str
-    trace: Trace
-    baseline: Trace
+    framework: str  # the adapter's title, such as ``keras on jax``
+    policy: str  # the policy's text
+    trace: Trace  # the run's numbers
+    baseline: Trace  # the float32 trace of the same framework
 
     @cached_property
     def largest_difference(self) -> float:
@@ -223,11 +191,7 @@ def report(adapters: Iterable[Registered], done: list[Run]) -> dict[str, Any]:
 
 
 def plot(done: list[Run], path: str) -> None:
-    """Draw loss and loss scale over the steps into an image file, one column per framework.
-
-    Raises:
-        MissingFrameworkError: matplotlib is not installed.
-    """
+    """Draw loss and loss scale over the steps into an image file, one column per framework."""
     try:
         from matplotlib.figure import Figure
     except ModuleNotFoundError as error:

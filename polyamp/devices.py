@@ -35,15 +35,7 @@ _CPU_UNITS: dict[str, frozenset[str]] = {
 
 
 def fast_on_gpu(name: str, capability: str | tuple[int, ...] | None) -> list[str]:
-    """Return the formats that an NVIDIA GPU has Tensor Cores for.
-
-    >>> fast_on_gpu("Tesla V100-SXM2-16GB", "7.0"), fast_on_gpu("NVIDIA GeForce GTX 1660 Ti", (7, 5))
-    (['float16'], [])
-
-    Args:
-        name: the device name that the driver reports.
-        capability: "8.0" or (8, 0); None if it is not known.
-    """
+    """Return the formats that an NVIDIA GPU has Tensor Cores for."""
     if capability is None:
         return []
     level = tuple(map(int, capability.split("."))) if isinstance(capability, str) else tuple(capability)
@@ -53,24 +45,14 @@ def fast_on_gpu(name: str, capability: str | tuple[int, ...] | None) -> list[str
 
 
 def why_not_fast(name: str, capability: str) -> str:
-    """Explain why a GPU has no Tensor Cores.
-
-    >>> why_not_fast("Tesla P100", "6.0")
-    'Tesla P100 has no Tensor Cores: they need compute capability 7.0'
-    >>> why_not_fast("GeForce GTX 1650", "7.5")
-    'GeForce GTX 1650 has no Tensor Cores, unlike other GPUs of compute capability 7.5'
-    """
+    """Explain why a GPU has no Tensor Cores."""
     if tuple(map(int, capability.split("."))) < FAST_SINCE["float16"]:
         return f"{name} has no Tensor Cores: they need compute capability 7.0"
     return f"{name} has no Tensor Cores, unlike other GPUs of compute capability {capability}"
 
 
 def fast_on_cpu(flags: Collection[str]) -> list[str]:
-    """Return the 16-bit formats that a CPU has instructions for.
-
-    >>> fast_on_cpu({"avx2", "avx512_bf16"})
-    ['bfloat16']
-    """
+    """Return the 16-bit formats that a CPU has instructions for."""
     return [format_name for format_name, units in _CPU_UNITS.items() if units & set(flags)]
 
 
@@ -86,18 +68,8 @@ def cpu_flags() -> set[str]:
 
 
 def report_slow_format(device: Mapping[str, Any], compute: str, *, cost: str = "", stacklevel: int = 3) -> None:
-    """Warn once if a device has no hardware units for a 16-bit format and is therefore slow in it.
-
-    On a CPU only bfloat16 is reported: float16 is used there to check results.
-
-    >>> report_slow_format({"name": "cpu", "fast": ["bfloat16"]}, "bfloat16")
-
-    Args:
-        device: an entry of ``describe()["devices"]``: ``name`` and ``fast``.
-        compute: the policy's compute format.
-        cost: how slow it is, if that was measured.
-        stacklevel: as in `warnings.warn`, counted from this function.
-    """
+    """Warn once if a device has no hardware units for a 16-bit format and is therefore slow in it."""
+    # On a CPU only bfloat16 is reported: float16 is used there to check results.
     is_cpu = str(device["name"]).startswith("cpu")
     if not format_of(compute).is_low or compute in device["fast"] or (is_cpu and compute != "bfloat16"):
         return

@@ -31,10 +31,8 @@ class Words:
 
 
 def default_rules(param: str, compute: str, output: str) -> tuple[Rule, ...]:
-    """Return the rules that the formats imply: none, except for pure 16-bit policies.
-
-    The operation table keeps norms in float32 inside. Pure 16-bit policies lower them, as Keras and Apex O3 do.
-    """
+    """Return the rules that the formats imply: none, except for pure 16-bit policies."""
+    # The operation table keeps norms in float32 inside. Pure 16-bit policies lower them, as Keras and Apex O3 do.
     pure = param == compute == output and format_of(compute).is_low
     return (Rule("*_norm", "lower"),) if pure else ()
 
@@ -92,13 +90,7 @@ _BY_LOWER = {word.lower(): SAME_AS.get(word, word) for word in KNOWN}
 
 
 def read(text: str, *, where: str) -> Words:
-    """Parse one policy text: a word or ``key=format`` pairs, then optionally a JSON object of further settings.
-
-    >>> read("16-mixed", where="here").name
-    'mixed_float16'
-    >>> read("p=f32,c=f16", where="here").formats
-    {'param': 'float32', 'compute': 'float16'}
-    """
+    """Parse one policy text: a word or ``key=format`` pairs, then optionally a JSON object of further settings."""
     head, brace, tail = text.partition("{")
     words = _read_pairs(head, where) if "=" in head else _read_word(head, where)
     if not brace:

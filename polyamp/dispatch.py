@@ -24,21 +24,7 @@ Signature = TypeVar("Signature", bound=Callable[..., Any])
 
 
 class Verb(Generic[Signature]):
-    """An optional verb of an adapter.
-
-    >>> import torch
-    >>> REWRITE.of(registry.adapter_named("torch"), {"engin": 1})
-    Traceback (most recent call last):
-    polyamp.errors.UnsupportedError: an option that does not exist here
-      where:   rewrite(function) of torch
-      found:   engin
-      allowed: no options
-      to do:   leave it out; docs/frameworks.md lists what each framework has
-
-    Attributes:
-        name: the adapter's attribute.
-        signature: the protocol in `polyamp.adapter` that describes it.
-    """
+    """An optional verb of an adapter."""
 
     def __init__(self, name: str, signature: Any) -> None:
         self.name = name
@@ -54,12 +40,7 @@ class Verb(Generic[Signature]):
         return found
 
     def of(self, adapter: Registered, options: Mapping[str, Any] | None = None) -> Signature:
-        """Return the adapter's function, which takes these options.
-
-        Raises:
-            UnsupportedError: the adapter does not have this verb, and the message lists those that do; or the function
-                does not have these options.
-        """
+        """Return the adapter's function, which takes these options."""
         found = self.find(adapter)
         if found is None:
             raise self._missing(adapter)
@@ -112,11 +93,7 @@ OPTIONAL: tuple[Verb[Any], ...] = (
 
 
 def adapter_for(backend: str | None, obj: Any, *, where: str) -> Adapter:
-    """Return the named adapter, or else the adapter of the first object in or under ``obj`` that has one.
-
-    Raises:
-        InvalidTypeError: no adapter knows the object.
-    """
+    """Return the named adapter, or else the adapter of the first object in or under ``obj`` that has one."""
     found = registry.adapter_within(obj) if backend is None else registry.adapter_named(backend)
     if found is None:
         raise registry.no_adapter(obj, where=where)
@@ -124,10 +101,6 @@ def adapter_for(backend: str | None, obj: Any, *, where: str) -> Adapter:
 
 
 def offering(verb: Verb[Any], backend: str | None, objects: Any, *, where: str) -> Adapter:
-    """Return the named adapter, or else one that has the verb: from the objects, or the only loaded one that has it.
-
-    Raises:
-        InvalidTypeError: no adapter knows the objects.
-    """
+    """Return the named adapter, or else one that has the verb: from the objects, or the only loaded one that has it."""
     found = registry.adapter_offering(verb.name, objects) if backend is None else None
     return adapter_for(backend, objects, where=where) if found is None else typing.cast(Adapter, found)

@@ -43,75 +43,43 @@ _POINTWISE = frozenset(
 
 
 class Flow(NamedTuple):
-    """A decision of the flow rule about one operation.
+    """A decision of the flow rule about one operation."""
 
-    Attributes:
-        format: the format that its floating inputs are cast to and that it computes in; or `AS_WRITTEN`.
-        output: the state of the outputs that were float32. If the state is ``low`` and the operation ran in float32,
-            the output is cast to the compute format at once, except in the role ``normalized``: then it stays in
-            float32 until an operation that runs in the compute format uses it.
-        reason: the rule, the neighbour or the guard that decided.
-        anew: roles of low inputs whose rounded values the operation must not use. These inputs are computed again in
-            float32 for this operation.
-    """
-
-    format: str
+    format: str  # the format that its floating inputs are cast to and that it computes in; or `AS_WRITTEN`
+    # the state of the outputs that were float32. If the state is ``low`` and the operation ran in float32, the output
+    # is cast to the compute format at once, except in the role ``normalized``: then it stays in float32 until an
+    # operation that runs in the compute format uses it
     output: Value
-    reason: str
+    reason: str  # the rule, the neighbour or the guard that decided
+    # roles of low inputs whose rounded values the operation must not use. These inputs are computed again in float32
+    # for this operation
     anew: tuple[str, ...] = ()
 
     @property
     def rounds(self) -> bool:
-        """Whether float32 results are cast to the compute format at once: they are low, and not inside a norm.
-
-        >>> Flow("float32", Value("low", "sub", role="normalized"), "inside a norm").rounds
-        False
-        """
+        """Whether float32 results are cast to the compute format at once: they are low, and not inside a norm."""
         return self.output.state == "low" and self.output.role != "normalized"
 
 
 def flow(operation: str, decision: Decision, inputs: Sequence[Value], compute: str, *, gradient: bool = False) -> Flow:
-    """Decide one operation. Pure: the same arguments give the same answer in every framework.
-
-    The classes of operations:
-
-    - ``lower`` returns low values, and ``full`` returns strong ones.
-    - ``inner`` returns a low value if its first input is low or strong, else a value as declared. An average pool is
-      the exception: it returns what ``follow`` does if its data are strong or the user's.
-    - ``follow`` and ``neutral`` run in float32 if any input is strong, or if a low value meets one of the user's
-      inputs; else in the compute format if any input is low; else as declared.
-    - ``promote`` runs in the format of its widest input.
-
-    Exceptions: an input that the compute format cannot hold forces float32, and so does the result of moving or
-    multiplying such an input. An operation that is ``full`` only because of its range is ``full`` only in formats
-    with a range narrower than that of float32. A norm that is written out returns low values, but is computed in
-    float32 (`polyamp.norms`).
-
-    >>> from polyamp.rules import decide
-    >>> low, strong, weak = Value("low", "matmul"), Value("strong", "exp"), Value()
-    >>> flow("add", decide((), "add"), [low, weak], "float16").reason
-    'next to matmul'
-    >>> flow("add", decide((), "add"), [low, strong], "float16").reason
-    'after exp'
-    >>> flow("add", decide((), "add"), [low, Value("input")], "float16").reason
-    'next to an input'
-    >>> flow("matmul", decide((), "matmul"), [strong, weak], "float16").format
-    'float16'
-    >>> flow("where", decide((), "where"), [low, constant([3e38], "float16")], "float16").reason
-    'constant 3e+38 is beyond float16'
-
-    Args:
-        operation: the canonical name; see `specific`.
-        decision: the operation's class and the source of that class; see `polyamp.rules.decide`.
-        inputs: the operation's floating inputs in the order of its operands; may be empty.
-        compute: the format of ``lower`` operations.
-        gradient: whether the operation belongs to a backward pass that the program writes out.
-
-    Source: the classes are those of `polyamp.operations`. TensorFlow's pass also distinguishes values that are float32
-    by declaration from values that need float32: it paints a whole graph
-    (core/grappler/optimizers/auto_mixed_precision.cc); here one forward pass is enough. A user's float32 data stay
-    float32, as in PyTorch's promotion under autocast.
-    """
+    """Decide one operation. Pure: the same arguments give the same answer in every framework."""
+    # The classes of operations:
+    #
+    # - ``lower`` returns low values, and ``full`` returns strong ones. - ``inner`` returns a low value if its first
+    # input is low or strong, else a value as declared. An average pool is the exception: it returns what ``follow``
+    # does if its data are strong or the user's. - ``follow`` and ``neutral`` run in float32 if any input is strong, or
+    # if a low value meets one of the user's inputs; else in the compute format if any input is low; else as declared. -
+    # ``promote`` runs in the format of its widest input.
+    #
+    # Exceptions: an input that the compute format cannot hold forces float32, and so does the result of moving or
+    # multiplying such an input. An operation that is ``full`` only because of its range is ``full`` only in formats
+    # with a range narrower than that of float32. A norm that is written out returns low values, but is computed in
+    # float32 (`polyamp.norms`).
+    #
+    # Source: the classes are those of `polyamp.operations`. TensorFlow's pass also distinguishes values that are
+    # float32 by declaration from values that need float32: it paints a whole graph
+    # (core/grappler/optimizers/auto_mixed_precision.cc); here one forward pass is enough. A user's float32 data stay
+    # float32, as in PyTorch's promotion under autocast.
     foreign = _first(inputs, "other")
     if decision.op_class == "keep" or foreign:
         return _as_written(decision, inputs, foreign)
@@ -131,16 +99,7 @@ def flow(operation: str, decision: Decision, inputs: Sequence[Value], compute: s
 
 
 def specific(operation: str, *, of_itself: bool = False, over: bool = False) -> str:
-    """Return the more specific name of an operation with such operands: a ``mul`` of equal values is a ``square``.
-
-    >>> specific("mul", of_itself=True), specific("div", over=True), specific("add", of_itself=True)
-    ('square', 'reciprocal', 'add')
-
-    Args:
-        operation: the canonical name.
-        of_itself: whether its two operands are the same value, seen through moves, ``conj`` and ``real``.
-        over: whether its first operand is a constant and its second operand is not.
-    """
+    """Return the more specific name of an operation with such operands: a ``mul`` of equal values is a ``square``."""
     if operation == "mul" and of_itself:
         return "square"
     return "reciprocal" if operation == "div" and over else operation
@@ -194,11 +153,9 @@ def _role(operation: str, decision: Decision, inputs: Sequence[Value]) -> str:
 
 
 def _anew(decision: Decision, inputs: Sequence[Value], is_guarded: bool) -> tuple[str, ...]:
-    """Return the roles of inputs that are computed again in float32.
-
-    For example, take ``log(sigmoid(x) + 1e-12)`` where the sigmoid was rounded to 0. The gradient 1e12 would become inf
-    in float16 and be multiplied by the sigmoid's derivative, which is 0: the result would be NaN.
-    """
+    """Return the roles of inputs that are computed again in float32."""
+    # For example, take ``log(sigmoid(x) + 1e-12)`` where the sigmoid was rounded to 0. The gradient 1e12 would become
+    # inf in float16 and be multiplied by the sigmoid's derivative, which is 0: the result would be NaN.
     roles = ("saturated", "pointwise") if is_guarded else ("saturated",) if decision.op_class == "full" else ()
     present = {value.role for value in inputs if value.state == "low"}
     return tuple(role for role in roles if role in present)
@@ -217,10 +174,8 @@ def _full(operation: str, decision: Decision, inputs: Sequence[Value]) -> _Choic
 
 
 def _inner(operation: str, decision: Decision, inputs: Sequence[Value]) -> _Choice:
-    """Choose by the first input, which is the data. The other inputs, such as a norm's parameters, do not count.
-
-    An average can be as large as its data, so an average of strong values or of the user's inputs keeps their state.
-    """
+    """Choose by the first input, which is the data. The other inputs, such as a norm's parameters, do not count."""
+    # An average can be as large as its data, so an average of strong values or of the user's inputs keeps their state.
     data = inputs[0] if inputs else Value()
     if operation == "avg_pool" and decision.reason == TABLE and data.state in ("strong", "input"):
         return _follow(operation, decision, inputs[:1])

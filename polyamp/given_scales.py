@@ -10,20 +10,7 @@ from polyamp.validation import is_number, shown
 
 
 def loss_scale_of(given: Any, *, where: str) -> LossScale:
-    """Return the settings that an old program means, with the limits of TensorFlow's rule.
-
-    >>> loss_scale_of("dynamic", where="f(loss_scale=)").init, loss_scale_of(128, where="f(loss_scale=)")
-    (32768.0, LossScale.fixed(128.0))
-
-    Args:
-        given: ``"dynamic"``; a number, for a fixed scale; settings; or a ``FixedLossScale`` or ``DynamicLossScale``,
-            known by its ``get_config()``.
-        where: the call, for messages.
-
-    Raises:
-        InvalidTypeError: it is none of these.
-        InvalidValueError: a number is outside what `LossScale` allows.
-    """
+    """Return the settings that an old program means, with the limits of TensorFlow's rule."""
     if isinstance(given, LossScale):
         return given
     if isinstance(given, str) and given == "dynamic":
@@ -46,11 +33,7 @@ def loss_scale_of(given: Any, *, where: str) -> LossScale:
 
 
 def dynamic(init: float = 2.0**15, interval: int = 2000, factor: float = 2.0) -> LossScale:
-    """Return the settings of TensorFlow's dynamic rule: it never falls below 1, or below a smaller first scale.
-
-    >>> dynamic(0.5, 10).min, dynamic().min
-    (0.5, 1.0)
-    """
+    """Return the settings of TensorFlow's dynamic rule: it never falls below 1, or below a smaller first scale."""
     rule = LossScale.like("tensorflow")
     limits = {"min": min(rule.min, init), "max": max(rule.max, init)} if is_number(init) and init > 0 else {}
     return LossScale.like("tensorflow", init=init, interval=interval, growth=factor, backoff=1 / factor, **limits)

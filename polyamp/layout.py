@@ -12,12 +12,7 @@ if TYPE_CHECKING:
 
 
 def aligned(rows: Sequence[Sequence[str]], right: Iterable[int] = ()) -> str:
-    """Align rows of text in columns two blanks apart; the columns in ``right`` are right-aligned.
-
-    >>> print(aligned([("name", "n"), ("a", "10")], right=[1]))
-    name   n
-    a     10
-    """
+    """Align rows of text in columns two blanks apart; the columns in ``right`` are right-aligned."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     pads = [str.rjust if index in set(right) else str.ljust for index in range(len(widths))]
     lines = ("  ".join(pad(cell, width) for pad, cell, width in zip(pads, row, widths, strict=True)) for row in rows)
@@ -25,11 +20,7 @@ def aligned(rows: Sequence[Sequence[str]], right: Iterable[int] = ()) -> str:
 
 
 def in_bytes(count: int) -> str:
-    """Format a number of bytes for people.
-
-    >>> in_bytes(512), in_bytes(3 * 2**20)
-    ('512 B', '3.0 MiB')
-    """
+    """Format a number of bytes for people."""
     size, units = float(count), ["B", "KiB", "MiB", "GiB", "TiB"]
     while size >= 1024 and len(units) > 1:
         size, units = size / 1024, units[1:]
@@ -37,30 +28,18 @@ def in_bytes(count: int) -> str:
 
 
 def power(value: float) -> str:
-    """Format a power of two as such, and any other number unchanged.
-
-    >>> power(4096.0), power(3.0), power(0.0), power(float("inf"))
-    ('2^12', '3', '0', 'inf')
-    """
+    """Format a power of two as such, and any other number unchanged."""
     mantissa, exponent = math.frexp(value)
     return f"2^{exponent - 1}" if mantissa == 0.5 else f"{value:g}"
 
 
 def share(value: float) -> str:
-    """Format a share as a percentage. A share that is not zero never prints as zero.
-
-    >>> share(0.1523), share(0.00001), share(0.0)
-    ('15.2%', '<0.1%', '0.0%')
-    """
+    """Format a share as a percentage. A share that is not zero never prints as zero."""
     return "<0.1%" if 0 < value < 0.0005 else f"{value:.1%}"
 
 
 def plural(count: int, noun: str, ending: str = "s") -> str:
-    """Format a count with its noun.
-
-    >>> plural(1, "cast"), plural(0, "cast"), plural(2, "batch", "es")
-    ('1 cast', '0 casts', '2 batches')
-    """
+    """Format a count with its noun."""
     return f"{count} {noun}{'' if count == 1 else ending}"
 
 
@@ -85,9 +64,5 @@ def write_json(values: Any, path: str | PathLike[str]) -> None:
 
 
 def finite(value: float | None) -> float | None:
-    """Return a number for JSON: None for inf and NaN.
-
-    >>> finite(1.5), finite(float("nan"))
-    (1.5, None)
-    """
+    """Return a number for JSON: None for inf and NaN."""
     return value if value is not None and math.isfinite(value) else None

@@ -17,27 +17,7 @@ def report_nonfinite_loss(
     found: object = "inf or NaN",
     stacklevel: int = 3,
 ) -> None:
-    """Warn once, or raise, if a loss was inf or NaN before scaling. Its step is skipped like any overflow.
-
-    >>> report_nonfinite_loss(LossScale(nonfinite_loss="raise"), compute="float16")
-    ... # doctest: +ELLIPSIS
-    Traceback (most recent call last):
-    polyamp.errors.NonFiniteLossError: the loss was not finite before scaling: a smaller scale cannot help
-      where:   scaling the loss
-      found:   inf or NaN
-      allowed: a finite loss
-      to do:   float16 may have overflowed in the forward pass: polyamp.diagnose names the operation; else look for ...
-
-    Args:
-        config: the settings; ``nonfinite_loss`` decides between warning and error.
-        compute: the compute format of the forward pass; None if it is not known.
-        where: what was being done with the loss, for the error.
-        found: the loss, for the error.
-        stacklevel: as in `warnings.warn`, counted from this function.
-
-    Raises:
-        NonFiniteLossError: under ``nonfinite_loss="raise"``.
-    """
+    """Warn once, or raise, if a loss was inf or NaN before scaling. Its step is skipped like any overflow."""
     if config.nonfinite_loss == "raise":
         raise non_finite_loss(found, where=where, compute=compute)
     warn_once(
@@ -46,19 +26,8 @@ def report_nonfinite_loss(
 
 
 def report_limits(config: LossScale, state: LossScaleState, explain: Callable[[], str] | None = None) -> None:
-    """Warn or raise if a state on the host shows that lowering the scale can no longer help.
-
-    Adapters call this whenever the state is on the host anyway, so it never causes a sync.
-
-    Args:
-        config: the settings.
-        state: the state after a step, as Python numbers.
-        explain: describes the values that were not finite, for the error; called only if an error is raised.
-
-    Raises:
-        LossScaleError: ``max_skips`` steps in a row were skipped, or an overflow came at ``min`` under
-            ``on_min="raise"``.
-    """
+    """Warn or raise if a state on the host shows that lowering the scale can no longer help."""
+    # Adapters call this whenever the state is on the host anyway, so it never causes a sync.
     skips = state.skipped_in_a_row
     if config.max_skips is not None and skips >= config.max_skips:
         raise LossScaleError(

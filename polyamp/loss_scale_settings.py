@@ -16,18 +16,7 @@ Settings = TypeVar("Settings", bound=type[Any])
 
 
 def named_settings(cls: Settings) -> Settings:
-    """Decorate a dataclass so that an unknown keyword argument is polyamp's error, which names the setting to write.
-
-    >>> from polyamp import LossScale
-    >>> LossScale(growth_factor=4.0)
-    Traceback (most recent call last):
-    polyamp.errors.InvalidValueError: unknown loss-scale setting
-      where:   LossScale(growth_factor=)
-      found:   growth_factor
-      allowed: init, growth, interval, backoff, hysteresis, consecutive, min, max, on_min, max_skips, nonfinite_loss, \
-late_growth, check
-      to do:   did you mean growth? use one of the settings above
-    """
+    """Decorate a dataclass so that an unknown keyword argument is polyamp's error, which names the setting to write."""
     made: Callable[..., None] = cls.__init__
     names = [field.name for field in fields(cls)]
 
@@ -43,11 +32,7 @@ late_growth, check
 
 
 def unknown_settings(unknown: list[str], known: Iterable[str], *, where: str) -> InvalidValueError:
-    """Return the error for settings that do not exist, with a hint if other libraries have them.
-
-    >>> "did you mean interval?" in str(unknown_settings(["growth_interval"], ["interval"], where="LossScale()"))
-    True
-    """
+    """Return the error for settings that do not exist, with a hint if other libraries have them."""
     from polyamp.presets import OTHER_NAMES
 
     hint = did_you_mean(OTHER_NAMES.get(unknown[0], unknown[0]), known)
@@ -72,15 +57,7 @@ def invalid_setting(name: str, found: object, allowed: str) -> InvalidValueError
 
 
 def checked_real(name: str, value: object, *, above: float) -> float:
-    """Return a setting that is a finite number greater than ``above``, as a float.
-
-    >>> checked_real("growth", 2, above=1.0)
-    2.0
-
-    Raises:
-        InvalidTypeError: it is not a number.
-        InvalidValueError: it is not finite, or not greater.
-    """
+    """Return a setting that is a finite number greater than ``above``, as a float."""
     if not is_number(value):
         raise InvalidTypeError(
             f"loss-scale setting {name} is not a number",
@@ -99,15 +76,7 @@ def checked_real(name: str, value: object, *, above: float) -> float:
 
 
 def checked_count(name: str, value: object) -> int:
-    """Return a setting that is a number of steps.
-
-    >>> checked_count("interval", 2000)
-    2000
-
-    Raises:
-        InvalidTypeError: it is not an integer.
-        InvalidValueError: it is less than 1, or does not fit into int32.
-    """
+    """Return a setting that is a number of steps."""
     if not is_integer(value):
         raise InvalidTypeError(
             f"loss-scale setting {name} is not an integer",

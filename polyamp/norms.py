@@ -35,16 +35,7 @@ _AFFINE = frozenset({"add", "sub", "mul", "div"})
 
 
 def statistic(operation: str, inputs: Sequence[Value]) -> str:
-    """Return the role of a float32 result if it is a statistic; else an empty string.
-
-    >>> mean = Value("strong", "mean", role="statistic")
-    >>> statistic("rsqrt", [mean]), statistic("exp", [mean])
-    ('reciprocal root', '')
-
-    Args:
-        operation: the canonical name.
-        inputs: its floating inputs in the order of its operands; numbers of the program may be left out.
-    """
+    """Return the role of a float32 result if it is a statistic; else an empty string."""
     if operation in _REDUCTIONS:
         return _REDUCTIONS[operation]
     roles = [value.role for value in inputs if value.role in _STATISTICS]
@@ -66,18 +57,7 @@ def statistic(operation: str, inputs: Sequence[Value]) -> str:
 
 
 def normalizes(operation: str, inputs: Sequence[Value], gradient: bool = False) -> bool:
-    """Return whether an operation is part of a norm that is written out. Its result is low, but kept in float32.
-
-    >>> low, mean = Value("low", "matmul"), Value("strong", "mean", role="statistic")
-    >>> normalizes("sub", [low, mean]), normalizes("mul", [low, mean])
-    (True, False)
-
-    Args:
-        operation: the canonical name.
-        inputs: as for `statistic`.
-        gradient: whether the operation belongs to a backward pass that is written out. There any statistic may be a
-            factor, because the loss scale keeps gradients in range.
-    """
+    """Return whether an operation is part of a norm that is written out. Its result is low, but kept in float32."""
     low = [value for value in inputs if value.state == "low"]
     statistics = [value for value in inputs if value.role in _STATISTICS]
     others = [value for value in inputs if value.state != "low" and value.role not in _STATISTICS]

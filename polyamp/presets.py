@@ -106,14 +106,7 @@ OTHER_NAMES: dict[str, str] = {
 
 
 def preset(name: str, *, where: str) -> Preset:
-    """Return a library's preset.
-
-    >>> preset("jmp", where="LossScale.like(name)").settings["init"]
-    32768.0
-
-    Raises:
-        InvalidValueError: no preset has this name.
-    """
+    """Return a library's preset."""
     if isinstance(name, str) and name in PRESETS:
         return PRESETS[name]
     raise InvalidValueError(

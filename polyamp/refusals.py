@@ -33,11 +33,7 @@ def missing(package: str, *, extra: str) -> MissingFrameworkError:
 
 
 def missing_trainer(error: ModuleNotFoundError, *, where: str) -> MissingFrameworkError:
-    """Return the error for a plugin whose trainer is not installed.
-
-    >>> isinstance(missing_trainer(ModuleNotFoundError(name="lightning"), where="a plugin"), ImportError)
-    True
-    """
+    """Return the error for a plugin whose trainer is not installed."""
     package = str(error.name).partition(".")[0]
     return MissingFrameworkError(
         f"{package} is not installed",
@@ -50,16 +46,7 @@ def missing_trainer(error: ModuleNotFoundError, *, where: str) -> MissingFramewo
 def non_finite_loss(
     found: object, *, where: str = "scaling the loss", compute: str | None = None
 ) -> NonFiniteLossError:
-    """Return the error for a loss that was inf or NaN before scaling.
-
-    >>> isinstance(non_finite_loss("inf"), FloatingPointError)
-    True
-
-    Args:
-        found: the loss.
-        where: what was being done with it.
-        compute: the compute format of the forward pass; None if it is not known.
-    """
+    """Return the error for a loss that was inf or NaN before scaling."""
     return NonFiniteLossError(
         NONFINITE_LOSS,
         where=where,
@@ -70,11 +57,7 @@ def non_finite_loss(
 
 
 def look_for_nonfinite(compute: str | None) -> str:
-    """Describe where a non-finite loss may come from: float16 overflow, or a cause that float32 has too.
-
-    >>> look_for_nonfinite("bfloat16")
-    'bfloat16 has the range of float32, so look for inf or NaN in the data and the parameters'
-    """
+    """Describe where a non-finite loss may come from: float16 overflow, or a cause that float32 has too."""
     elsewhere = "look for inf or NaN in the data and the parameters"
     if compute == "float16":
         return (
@@ -86,11 +69,7 @@ def look_for_nonfinite(compute: str | None) -> str:
 
 
 def unscaled_loss(*, where: str, fix: str) -> UsageError:
-    """Return the error for a step that would unscale the gradients of a loss that was never scaled.
-
-    >>> isinstance(unscaled_loss(where="step()", fix="call opt.backward(loss)"), RuntimeError)
-    True
-    """
+    """Return the error for a step that would unscale the gradients of a loss that was never scaled."""
     return UsageError(
         "the loss of this step was not scaled",
         where=where,
@@ -101,11 +80,7 @@ def unscaled_loss(*, where: str, fix: str) -> UsageError:
 
 
 def clipped_scaled(*, where: str, fix: str) -> UsageError:
-    """Return the error for gradients that were clipped between the backward pass and unscaling.
-
-    >>> isinstance(clipped_scaled(where="step()", fix="give max_grad_norm="), RuntimeError)
-    True
-    """
+    """Return the error for gradients that were clipped between the backward pass and unscaling."""
     return UsageError(
         "gradients were clipped while they were scaled",
         where=where,
@@ -116,15 +91,7 @@ def clipped_scaled(*, where: str, fix: str) -> UsageError:
 
 
 def no_loss(found: object, *, allowed: str) -> InvalidTypeError:
-    """Return the error for scaling an object that is not a floating-point tensor.
-
-    >>> print(no_loss("a tensor of int64", allowed="a floating-point tensor"))
-    the loss must be a floating-point tensor
-      where:   scaling the loss
-      found:   a tensor of int64
-      allowed: a floating-point tensor
-      to do:   give the loss itself, for example the mean of the model's errors
-    """
+    """Return the error for scaling an object that is not a floating-point tensor."""
     return InvalidTypeError(
         "the loss must be a floating-point tensor",
         where="scaling the loss",
@@ -135,11 +102,7 @@ def no_loss(found: object, *, allowed: str) -> InvalidTypeError:
 
 
 def no_optimizer(found: object, *, allowed: str) -> InvalidTypeError:
-    """Return the error for wrapping an object that is not an optimizer of the framework.
-
-    >>> "builtins.int" in str(no_optimizer(3, allowed="a torch.optim.Optimizer"))
-    True
-    """
+    """Return the error for wrapping an object that is not an optimizer of the framework."""
     return InvalidTypeError(
         "not an optimizer of this framework",
         where="wrap_optimizer(optimizer)",
@@ -150,11 +113,7 @@ def no_optimizer(found: object, *, allowed: str) -> InvalidTypeError:
 
 
 def wrapped_already(found: object, *, fix: str = "use it as it is, or wrap the plain optimizer") -> UsageError:
-    """Return the error for wrapping an object that already scales the loss.
-
-    >>> isinstance(wrapped_already("a LossScaledOptimizer"), RuntimeError)
-    True
-    """
+    """Return the error for wrapping an object that already scales the loss."""
     return UsageError(
         "the optimizer is wrapped already",
         where="wrap_optimizer(optimizer)",
@@ -165,11 +124,7 @@ def wrapped_already(found: object, *, fix: str = "use it as it is, or wrap the p
 
 
 def no_loss_scale(found: object, *, where: str, allowed: str) -> InvalidTypeError:
-    """Return the error for an object without a loss scale where one is needed.
-
-    >>> "builtins.int" in str(no_loss_scale(3, where="scale_loss(holder)", allowed="a wrapped optimizer"))
-    True
-    """
+    """Return the error for an object without a loss scale where one is needed."""
     return InvalidTypeError(
         "this object holds no loss scale",
         where=where,
@@ -180,19 +135,7 @@ def no_loss_scale(found: object, *, where: str, allowed: str) -> InvalidTypeErro
 
 
 def no_method(owner: object, name: str, instead: Mapping[str, str]) -> AttributeError:
-    """Return the error for an attribute that does not exist, which names the call to make for another framework's.
-
-    >>> print(no_method(object(), "backward", {"backward": "call value_and_grad"}))
-    this framework's wrapped optimizer has no such method
-      where:   object.backward
-      found:   a method of polyamp's optimizers in PyTorch
-      to do:   call value_and_grad
-
-    Args:
-        owner: the object.
-        name: the attribute's name.
-        instead: what to do instead, by the names of PyTorch's methods.
-    """
+    """Return the error for an attribute that does not exist, which names the call to make for another framework's."""
     kind = type(owner).__name__
     if name not in instead:
         return AttributeError(f"{kind!r} object has no attribute {name!r}", name=name, obj=owner)
@@ -205,11 +148,7 @@ def no_method(owner: object, name: str, instead: Mapping[str, str]) -> Attribute
 
 
 def not_traced(*, where: str) -> UsageError:
-    """Return the error for asking for a plan before there is a graph.
-
-    >>> isinstance(not_traced(where="rewrite(fn).plan"), RuntimeError)
-    True
-    """
+    """Return the error for asking for a plan before there is a graph."""
     return UsageError(
         "the function was not traced yet",
         where=where,
@@ -219,11 +158,7 @@ def not_traced(*, where: str) -> UsageError:
 
 
 def outside_replicas(strategy: object) -> UsageError:
-    """Return the error for a step in the scope of a ``tf.distribute`` strategy, but outside its replicas.
-
-    >>> isinstance(outside_replicas(object()), RuntimeError)
-    True
-    """
+    """Return the error for a step in the scope of a ``tf.distribute`` strategy, but outside its replicas."""
     return UsageError(
         "the step must run inside the strategy's replicas",
         where=f"the scope of a {type(strategy).__name__}",
@@ -241,11 +176,7 @@ _WITHOUT_COMMON_STEP = {
 
 
 def without_common_step(strategy: object) -> UnsupportedError | None:
-    """Return the error for a ``tf.distribute`` strategy whose replicas cannot share a scaled step; None for others.
-
-    >>> without_common_step(object()) is None
-    True
-    """
+    """Return the error for a ``tf.distribute`` strategy whose replicas cannot share a scaled step; None for others."""
     names = [kind.__name__ for kind in type(strategy).__mro__]
     for unsupported, reason in _WITHOUT_COMMON_STEP.items():
         if any(name.startswith(unsupported) for name in names):  # their versions have names that end with V1 and V2

@@ -38,10 +38,8 @@ class Autocast:
         self._backend = backend
 
     def traced(self) -> AbstractContextManager[Any] | None:
-        """Return the context to enter if a compiler is tracing this code; None otherwise.
-
-        Such a compiler cannot follow context variables, so it gets the framework's own context instead.
-        """
+        """Return the context to enter if a compiler is tracing this code; None otherwise."""
+        # Such a compiler cannot follow context variables, so it gets the framework's own context instead.
         if self._policy is None:
             return None
         for adapter in registry.in_use():
@@ -71,11 +69,9 @@ class Autocast:
 def autocast_function(
     fn: Callable[..., Any], policy: Policy | None, backend: str | None, options: Mapping[str, Any] | None = None
 ) -> Callable[..., Any]:
-    """Return a function that runs ``fn`` in a region, with the options that its framework's adapter has.
-
-    The framework is that of the function's own type, or else of its arguments at each call. With plain values only, the
-    regions of every loaded framework are entered.
-    """
+    """Return a function that runs ``fn`` in a region, with the options that its framework's adapter has."""
+    # The framework is that of the function's own type, or else of its arguments at each call. With plain values only,
+    # the regions of every loaded framework are entered.
     named = registry.adapter_of(fn) if backend is None else registry.adapter_named(backend)
     options = options or {}
 

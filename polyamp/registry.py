@@ -21,14 +21,10 @@ Tree = TypeVar("Tree")
 
 
 class Registered(Protocol):
-    """The part of an adapter that finds, describes and casts objects; `polyamp.adapter.Adapter` is the whole.
+    """The part of an adapter that finds, describes and casts objects; `polyamp.adapter.Adapter` is the whole."""
 
-    Attributes:
-        name: the framework's name, as in ``backend="torch"``.
-        operations: the framework's operation names, each with its canonical name in `polyamp.operations`.
-    """
-
-    name: str
+    name: str  # the framework's name, as in ``backend="torch"``
+    # the framework's operation names, each with its canonical name in `polyamp.operations`
     operations: Mapping[str, str]
 
     def owns(self, obj: object) -> bool:
@@ -51,11 +47,7 @@ _adapters: dict[str, Registered] = {}
 
 
 def entries() -> dict[str, EntryPoint]:
-    """Return the entry points by import root (``torch``, ``jax``, ``optax``, ...), scanned at first use.
-
-    Raises:
-        PolyampError: two packages claim the same import root.
-    """
+    """Return the entry points by import root (``torch``, ``jax``, ``optax``, ...), scanned at first use."""
     if not _entries:
         from importlib.metadata import entry_points
 
@@ -79,12 +71,7 @@ def names() -> list[str]:
 
 
 def adapter_named(name: str) -> Registered:
-    """Load an adapter by its framework's name or one of its import roots.
-
-    Raises:
-        InvalidTypeError: no adapter has that name.
-        MissingFrameworkError: the framework itself is not installed; the message names the extra.
-    """
+    """Load an adapter by its framework's name or one of its import roots."""
     entry = entries().get(name)
     if entry is None:
         raise InvalidTypeError(
@@ -106,20 +93,12 @@ def adapter_of(obj: object) -> Registered | None:
 
 
 def adapter_within(*objects: object) -> Registered | None:
-    """Return the adapter of the first object in or under ``objects`` that has one; None for plain values only.
-
-    Raises:
-        InvalidTypeError: there is none, and the objects contain an array-like of a framework without an adapter.
-    """
+    """Return the adapter of the first object in or under ``objects`` that has one; None for plain values only."""
     return next(iter(adapters_within(*objects)), None)
 
 
 def adapters_within(*objects: object) -> list[Registered]:
-    """Return the adapters of all objects in or under ``objects``: by the types' modules, else by asking adapters.
-
-    Raises:
-        InvalidTypeError: there is none, and the objects contain an array-like of a framework without an adapter.
-    """
+    """Return the adapters of all objects in or under ``objects``: by the types' modules, else by asking adapters."""
     leaves = list(_walk(objects))
     if found := _found(leaves):
         return found
@@ -130,12 +109,10 @@ def adapters_within(*objects: object) -> list[Registered]:
 
 
 def adapter_offering(name: str, *objects: object) -> Registered | None:
-    """Find the adapter that offers the verb ``name`` for these objects.
-
-    Plain values and NumPy arrays do not show their framework, although some frameworks accept them. Tried in order: the
-    objects' types; the framework that a function's code names; an adapter that owns one of the objects; the only loaded
-    adapter that offers the verb. If none of them offers it, return the first adapter found, or None.
-    """
+    """Find the adapter that offers the verb ``name`` for these objects."""
+    # Plain values and NumPy arrays do not show their framework, although some frameworks accept them. Tried in order:
+    # the objects' types; the framework that a function's code names; an adapter that owns one of the objects; the only
+    # loaded adapter that offers the verb. If none of them offers it, return the first adapter found, or None.
     leaves = list(_walk(objects))
     typed, found = _found(leaves, _by_root), _found(leaves)
     named = next(filter(None, (adapter_named_in(name, leaf) for leaf in leaves)), None)
@@ -147,12 +124,7 @@ def adapter_offering(name: str, *objects: object) -> Registered | None:
 
 
 def adapter_named_in(name: str, fn: object) -> Registered | None:
-    """Return the adapter with the verb ``name`` whose framework a function's code uses; None if there are several.
-
-    >>> import torch
-    >>> adapter_named_in("autocast_context", lambda x: torch.relu(x)).name
-    'torch'
-    """
+    """Return the adapter with the verb ``name`` whose framework a function's code uses; None if there are several."""
     roots = {root for obj in _named_in(fn) for root in _roots_of(obj)}
     adapters = {_load(entries()[root]) for root in roots & entries().keys()}
     under = {getattr(adapter, "runs_on", None) for adapter in adapters}

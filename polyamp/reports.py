@@ -17,18 +17,7 @@ NO_PRODUCTS = "it has no float32 operation of class lower, such as matmul and co
 
 
 def chosen_policy(policy: Policy | None, call: str, *, stacklevel: int = 2) -> Policy:
-    """Return a policy, or else the current one; warn once if nobody chose that one and it changes nothing.
-
-    >>> from polyamp.policy import policy
-    >>> with policy("mixed_bfloat16"):
-    ...     print(chosen_policy(None, "autocast()"))
-    mixed_bfloat16
-
-    Args:
-        policy: the policy of a call; None if the call has none.
-        call: the call as the user wrote it, without a policy.
-        stacklevel: as in `warnings.warn`.
-    """
+    """Return a policy, or else the current one; warn once if nobody chose that one and it changes nothing."""
     chosen = current_policy() if policy is None else policy
     if policy is None and not in_policy() and not chosen.casts:
         verb = call.partition("(")[0]
@@ -49,22 +38,7 @@ _WITH_POLICY = {
 
 
 def report_unused(rules: Iterable[Rule], *, where: str, paths: str, of: object = "", stacklevel: int = 2) -> None:
-    """Warn of each rule that matched nothing.
-
-    >>> import warnings
-    >>> with warnings.catch_warnings(record=True) as shown:
-    ...     warnings.simplefilter("always")
-    ...     report_unused([Rule("haed/*", "full")], where="train_step", paths="a module", of="mixed_float16")
-    >>> print(str(shown[0].message).partition(": ")[0])
-    the rule 'haed/*' of mixed_float16 matched nothing in train_step
-
-    Args:
-        rules: these rules.
-        where: the program in which they matched nothing.
-        paths: what a path may name there besides an operation, with its article.
-        of: the policy; left out where it is not known.
-        stacklevel: as in `warnings.warn`.
-    """
+    """Warn of each rule that matched nothing."""
     for rule in rules:
         warn_once(
             f"the rule {rule.pattern!r}{of and f' of {of}'} matched nothing in {where}: it names neither an operation "
@@ -76,28 +50,12 @@ def report_unused(rules: Iterable[Rule], *, where: str, paths: str, of: object =
 def report_nothing_lowered(
     verb: str, compute: str, *, where: str, why: str = NO_PRODUCTS, remedy: str = "", stacklevel: int = 2
 ) -> None:
-    """Warn that a program runs as it did before.
-
-    Args:
-        verb: the verb that was called: ``rewrite``, ``autocast`` or ``convert``.
-        compute: the compute format of the policy.
-        where: the program.
-        why: the reason.
-        remedy: what to do; by default, to look at the reasons in a plan.
-        stacklevel: as in `warnings.warn`.
-    """
+    """Warn that a program runs as it did before."""
     remedy = remedy or "polyamp.explain shows the reason for each operation."
     warn_once(f"{verb} to {compute} changed nothing in {where}: {why}. {remedy}", stacklevel=stacklevel + 1)
 
 
 def report_refused(refused: Mapping[str, str], *, where: str, of: object, stacklevel: int = 2) -> None:
-    """Warn of each rule that no kernel can follow.
-
-    Args:
-        refused: what is missing, with the rule; see `polyamp.deciding.Decider.refused`.
-        where: the program.
-        of: the policy.
-        stacklevel: as in `warnings.warn`.
-    """
+    """Warn of each rule that no kernel can follow."""
     for missing, rule in refused.items():
         warn_once(f"{rule} of {of} has no effect in {where}: {missing}.", stacklevel=stacklevel + 1)

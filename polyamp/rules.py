@@ -22,21 +22,10 @@ class Rule(NamedTuple):
     op_class: str
 
     def matches(self, operation: str, path: str = "") -> bool:
-        """Return whether this rule matches an operation, by its canonical name or by its path.
-
-        A pattern of several components, joined by ``/`` or ``.``, matches consecutive components anywhere in the path
-        followed by the operation's own name. ``*`` stays within one component, as in a shell. So ``head/*`` matches
-        every operation in ``head``, at any depth.
-
-        >>> Rule("decoder.*.norm", "full").matches("add", "model/decoder/3/norm")
-        True
-        >>> Rule("norm", "full").matches("add", "model/layer_norm")
-        False
-        >>> Rule("decoder/3/exp", "full").matches("exp", "model/decoder/3")
-        True
-        >>> Rule("head/*", "full").matches("matmul", "model/head")
-        True
-        """
+        """Return whether this rule matches an operation, by its canonical name or by its path."""
+        # A pattern of several components, joined by ``/`` or ``.``, matches consecutive components anywhere in the path
+        # followed by the operation's own name. ``*`` stays within one component, as in a shell. So ``head/*`` matches
+        # every operation in ``head``, at any depth.
         wanted = _components(self.pattern)
         here = [*(_components(path) if path else ()), operation]
         windows = (here[start : start + len(wanted)] for start in range(len(here) - len(wanted) + 1))
@@ -51,24 +40,13 @@ class Decision(NamedTuple):
 
     @property
     def is_by_rule(self) -> bool:
-        """Whether a rule of the policy decided, and not the table.
-
-        >>> decide((Rule("softmax", "lower"),), "softmax").is_by_rule, decide((), "softmax").is_by_rule
-        (True, False)
-        """
+        """Whether a rule of the policy decided, and not the table."""
         return self.reason.startswith(_BY_RULE)
 
 
 def decide(rules: Iterable[Rule], operation: str, path: str = "") -> Decision:
-    """Return the class of a canonical operation at a path, from the first matching rule or else the table.
-
-    Rules do not apply to operations of class ``keep``, such as integer operations and casts.
-
-    >>> decide((), "softmax").op_class
-    'full'
-    >>> decide((Rule("softmax", "lower"),), "softmax").op_class
-    'lower'
-    """
+    """Return the class of a canonical operation at a path, from the first matching rule or else the table."""
+    # Rules do not apply to operations of class ``keep``, such as integer operations and casts.
     entry = OPERATIONS.get(operation)
     matched = None if _untouched(operation) else next((rule for rule in rules if rule.matches(operation, path)), None)
     if matched is not None:
@@ -79,11 +57,7 @@ def decide(rules: Iterable[Rule], operation: str, path: str = "") -> Decision:
 
 
 def is_wide(operation: str, decision: Decision) -> bool:
-    """Return whether an operation is ``inner`` by a rule alone: no kernel of it promises float32 inside.
-
-    >>> is_wide("gelu", Decision("inner", "rule 'gelu'")), is_wide("layer_norm", Decision("inner", TABLE))
-    (True, False)
-    """
+    """Return whether an operation is ``inner`` by a rule alone: no kernel of it promises float32 inside."""
     entry = OPERATIONS.get(operation)
     return decision.op_class == "inner" and (entry is None or entry.op_class != "inner")
 
@@ -102,15 +76,7 @@ def _untouched(operation: str) -> bool:
 def parse_rules(
     spec: Mapping[str, str] | Iterable[tuple[str, str]], *, where: str = "policy(rules=)"
 ) -> tuple[Rule, ...]:
-    """Check the rules that a user wrote and return them as `Rule` objects, in the same order.
-
-    >>> parse_rules({"softmax": "lower"})
-    (Rule(pattern='softmax', op_class='lower'),)
-
-    Raises:
-        InvalidTypeError: ``spec`` is not a mapping or pairs of strings.
-        InvalidValueError: a pattern is blank or repeated, or a class is unknown.
-    """
+    """Check the rules that a user wrote and return them as `Rule` objects, in the same order."""
     for pattern, op_class in (pairs := _pairs(spec, where)):
         if not all(_components(pattern)):
             raise _bad_rule(

@@ -51,17 +51,11 @@ class Settings(Protocol):
 
 
 class Dialect(NamedTuple):
-    """The names that one library uses for the parts of a saved loss scale.
+    """The names that one library uses for the parts of a saved loss scale."""
 
-    Attributes:
-        library: the library that saves this state.
-        source: the source of its names.
-        keys: the library's key for each field of polyamp's state. All keys must be present.
-    """
-
-    library: str
-    source: str
-    keys: Mapping[str, str]
+    library: str  # the library that saves this state
+    source: str  # the source of its names
+    keys: Mapping[str, str]  # the library's key for each field of polyamp's state. All keys must be present
 
 
 DIALECTS: tuple[Dialect, ...] = (
@@ -97,23 +91,7 @@ _DEEPSPEED = {"cur_scale", "cur_iter", "last_overflow_iter", "scale_window", "cu
 
 
 def read(settings: Settings, initial: Mapping[str, float], saved: Any) -> dict[str, Any]:
-    """Return the fields of a saved state as Python numbers; see `LossScale.from_state_dict`.
-
-    >>> from polyamp import LossScale
-    >>> settings = LossScale()
-    >>> found = read(settings, settings.initial_state()._asdict(), {"scale": 1024.0, "growth_factor": 2.0,
-    ...                             "backoff_factor": 0.5, "growth_interval": 2000, "_growth_tracker": 7})
-    >>> found["scale"], found["good_steps"], found["skipped"]
-    (1024.0, 7, 0)
-
-    Args:
-        settings: the settings under which training continues.
-        initial: the fields of their initial state.
-        saved: a state of any library, a checkpoint that contains one, or a scaler.
-
-    Raises:
-        StateError: the state is of another kind, has no scale, or has a scale that the settings exclude.
-    """
+    """Return the fields of a saved state as Python numbers; see `LossScale.from_state_dict`."""
     values = _values(settings, initial, saved)
     if not settings.dynamic and settings.init == 1 and values["scale"] != 1:
         warn_once(
@@ -131,11 +109,7 @@ def read(settings: Settings, initial: Mapping[str, float], saved: Any) -> dict[s
 
 
 def apex_losses(saved: Any) -> dict[int, Mapping[str, Any]]:
-    """Return the states of the losses in a state that Apex saved, by their number; empty for other states.
-
-    >>> apex_losses({"loss_scaler0": {"loss_scale": 8.0, "unskipped": 0}, "loss_scaler2": {"loss_scale": 4.0}})
-    {0: {'loss_scale': 8.0, 'unskipped': 0}, 2: {'loss_scale': 4.0}}
-    """
+    """Return the states of the losses in a state that Apex saved, by their number; empty for other states."""
     if not isinstance(saved, Mapping) or "kind" in saved:
         return {}
     matches = {re.fullmatch(r"loss_scaler(\d+)", str(key)): state for key, state in saved.items()}
@@ -201,12 +175,10 @@ def _counted(settings: Settings, values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _deepspeed(found: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert the state of DeepSpeed 0.19, which saves the step of the last overflow instead of a counter.
-
-    It is saved by DynamicLossScaler and FP16_Optimizer. Before a step, ``cur_iter - last_overflow_iter - 1`` finite
-    steps have passed, and the scale grows at multiples of the window. Our counter is one less, since it counts the
-    coming step first.
-    """
+    """Convert the state of DeepSpeed 0.19, which saves the step of the last overflow instead of a counter."""
+    # It is saved by DynamicLossScaler and FP16_Optimizer. Before a step, ``cur_iter - last_overflow_iter - 1`` finite
+    # steps have passed, and the scale grows at multiples of the window. Our counter is one less, since it counts the
+    # coming step first.
     values = {"scale": found["cur_scale"]}
     if "cur_hysteresis" in found:
         values["hysteresis"] = found["cur_hysteresis"]

@@ -16,41 +16,24 @@ from polyamp.errors import InvalidTypeError, InvalidValueError, UnsupportedError
 
 
 def shown(value: object, longest: int = 200) -> str:
-    """Describe a wrong value in an error: the value, cut where it is long, and its type.
-
-    >>> shown("7"), shown(list(range(100)), 12)
-    ("'7' (str)", '[0, 1, 2, 3, (list)')
-    """
+    """Describe a wrong value in an error: the value, cut where it is long, and its type."""
     return f"{repr(value)[:longest]} ({type(value).__name__})"
 
 
 def kind_of(value: object) -> str:
-    """Return the full name of a value's class, for a value that is long to print.
-
-    >>> import fractions
-    >>> kind_of(fractions.Fraction(1, 2))
-    'fractions.Fraction'
-    """
+    """Return the full name of a value's class, for a value that is long to print."""
     return f"{type(value).__module__}.{type(value).__qualname__}"
 
 
 def wrong_type(
     found: object, *, where: str, allowed: str, fix: str, what: str = "argument of the wrong type"
 ) -> InvalidTypeError:
-    """Return the error for an argument of the wrong type.
-
-    >>> isinstance(wrong_type(3, where="write_health(writer)", allowed="a writer", fix="give one"), TypeError)
-    True
-    """
+    """Return the error for an argument of the wrong type."""
     return InvalidTypeError(what, where=where, found=shown(found), allowed=allowed, fix=fix)
 
 
 def is_number(value: object) -> TypeGuard[float]:
-    """Return whether a value is a Python int or float. A bool is not a number.
-
-    >>> is_number(1), is_number(float("nan")), is_number(True), is_number("1")
-    (True, True, False, False)
-    """
+    """Return whether a value is a Python int or float. A bool is not a number."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
@@ -60,29 +43,14 @@ def is_integer(value: object) -> TypeGuard[int]:
 
 
 def as_number(value: Any) -> float:
-    """Return a number, or a scalar array of any framework, as a float.
-
-    >>> as_number(2), as_number(0.5)
-    (2.0, 0.5)
-
-    Raises:
-        TypeError, ValueError, OverflowError: it is not one. Text and bools are not numbers.
-    """
+    """Return a number, or a scalar array of any framework, as a float."""
     if isinstance(value, str | bool):
         raise TypeError(f"{kind_of(value)} is not a number")
     return float(value.item() if hasattr(value, "item") else value)  # float() of a tensor that has a gradient warns
 
 
 def check_count(name: str, value: object, *, where: str) -> int:
-    """Return a value that counts something, such as steps.
-
-    >>> check_count("every", 100, where="HealthMonitor(every=)")
-    100
-
-    Raises:
-        InvalidTypeError: it is not an integer.
-        InvalidValueError: it is less than 1.
-    """
+    """Return a value that counts something, such as steps."""
     allowed, fix = "an integer of at least 1", f"give {name} a whole number"
     if not is_integer(value):
         raise wrong_type(value, where=where, allowed=allowed, fix=fix, what=f"{name} must be an integer")
@@ -92,13 +60,7 @@ def check_count(name: str, value: object, *, where: str) -> int:
 
 
 def check_range(name: str, value: object, least: float, most: float, *, where: str) -> None:
-    """Refuse a value that is not a number within its limits.
-
-    >>> check_range("margin", 3.0, 0.0, 100.0, where="probe(margin=)")
-
-    Raises:
-        InvalidValueError: the value is outside the limits, or is not a number.
-    """
+    """Refuse a value that is not a number within its limits."""
     if not (is_number(value) and math.isfinite(value) and least <= value <= most):
         raise InvalidValueError(
             f"invalid {name}",
@@ -114,15 +76,7 @@ def check_arguments(
     checks: Iterable[tuple[str, object, object, str]],
     error: type[InvalidTypeError | InvalidValueError] = InvalidValueError,
 ) -> None:
-    """Refuse the first argument of a verb that does not fit.
-
-    >>> check_arguments("parity", [("first_seed", 3, True, "an integer")])
-
-    Args:
-        verb: its name, as in ``polyamp.<verb>``.
-        checks: for each argument its name, its value, whether it fits (as a truth value), and what is allowed.
-        error: the class of the error.
-    """
+    """Refuse the first argument of a verb that does not fit."""
     for name, value, fits, allowed in checks:
         if not fits:
             found, fix = shown(value), f"see help(polyamp.{verb})"
@@ -130,14 +84,7 @@ def check_arguments(
 
 
 def norm_limit(value: object, *, where: str = "wrap_optimizer(max_grad_norm=)") -> float | None:
-    """Return a limit for the global norm of gradients; None for no limit.
-
-    >>> norm_limit(1)
-    1.0
-
-    Raises:
-        InvalidValueError: it is not a positive finite number.
-    """
+    """Return a limit for the global norm of gradients; None for no limit."""
     if value is None:
         return None
     if not (is_number(value) and 0 < value <= sys.float_info.max):
@@ -152,19 +99,7 @@ def norm_limit(value: object, *, where: str = "wrap_optimizer(max_grad_norm=)") 
 
 
 def check_compute(compute: str, *, framework: str, where: str, instead: Mapping[str, str]) -> None:
-    """Refuse a compute format that a framework's operations cannot be cast to.
-
-    >>> check_compute("float16", framework="JAX", where="autocast(fn)", instead={})
-
-    Args:
-        compute: the policy's compute format.
-        framework: the framework's name, for the error.
-        where: the call.
-        instead: for some other formats, what to do.
-
-    Raises:
-        UnsupportedError: it is neither float32 nor a 16-bit format.
-    """
+    """Refuse a compute format that a framework's operations cannot be cast to."""
     castable = ("float16", "bfloat16", "float32")
     if compute not in castable:
         raise UnsupportedError(
@@ -177,30 +112,13 @@ def check_compute(compute: str, *, framework: str, where: str, instead: Mapping[
 
 
 def check_callable(value: object, *, where: str, allowed: str, fix: str) -> None:
-    """Refuse a value that cannot be called.
-
-    >>> check_callable(print, where="watch(on_verdict=)", allowed="a function", fix="give print, for example")
-
-    Raises:
-        InvalidTypeError: it cannot be called.
-    """
+    """Refuse a value that cannot be called."""
     if not callable(value):
         raise wrong_type(value, where=where, allowed=allowed, fix=fix, what="this cannot be called")
 
 
 def did_you_mean(found: str, known: Iterable[str], cutoff: float = 0.5) -> str:
-    """Return the known name nearest to a wrong one, as a sentence; empty if none is near.
-
-    >>> did_you_mean("mixed_fp16", ["float32", "mixed_float16"])
-    'did you mean mixed_float16? '
-    >>> did_you_mean("cuda", ["float32", "mixed_float16"])
-    ''
-
-    Args:
-        found: the wrong name.
-        known: the names that exist.
-        cutoff: how near a name must be, from 0 to 1; see ``difflib.get_close_matches``.
-    """
+    """Return the known name nearest to a wrong one, as a sentence; empty if none is near."""
     from difflib import get_close_matches  # only an error needs it
 
     by_lower = {name.lower(): name for name in known}
@@ -211,26 +129,7 @@ def did_you_mean(found: str, known: Iterable[str], cutoff: float = 0.5) -> str:
 def check_options(
     method: Callable[..., Any], given: Mapping[str, Any], *, where: str, elsewhere: Mapping[str, str] | None = None
 ) -> None:
-    """Refuse options that an adapter's method does not have as keyword-only parameters.
-
-    >>> def rewrite(fn, *, engine=None): ...
-    >>> check_options(rewrite, {"engin": 1}, where="rewrite(fn)")
-    Traceback (most recent call last):
-    polyamp.errors.UnsupportedError: an option that does not exist here
-      where:   rewrite(fn)
-      found:   engin
-      allowed: engine
-      to do:   did you mean engine? else leave it out; docs/frameworks.md lists what each framework has
-
-    Args:
-        method: the adapter's method. One that takes ``**options`` checks them itself.
-        given: the user's options by name.
-        where: the call, for the error.
-        elsewhere: other libraries' names of these options, for the hint.
-
-    Raises:
-        UnsupportedError: an option that ``method`` does not have; nothing is changed.
-    """
+    """Refuse options that an adapter's method does not have as keyword-only parameters."""
     parameters = inspect.signature(method).parameters.values()
     known = [one.name for one in parameters if one.kind is one.KEYWORD_ONLY]
     unknown = [name for name in given if name not in known]
@@ -249,22 +148,7 @@ def unknown_options(
     fix: str = "leave it out",
     elsewhere: Mapping[str, str] | None = None,
 ) -> UnsupportedError:
-    """Return the error for options that do not exist, with a hint at the one that was meant.
-
-    >>> print(unknown_options(["max_norm"], ["max_grad_norm"], where="f()", elsewhere={"max_norm": "max_grad_norm"}))
-    an option that does not exist here
-      where:   f()
-      found:   max_norm
-      allowed: max_grad_norm
-      to do:   did you mean max_grad_norm? else leave it out
-
-    Args:
-        unknown: the names that were given.
-        known: the names that exist.
-        where: the call.
-        fix: what to do if no name is near.
-        elsewhere: other libraries' names of these options, and what they are called here.
-    """
+    """Return the error for options that do not exist, with a hint at the one that was meant."""
     hint = did_you_mean((elsewhere or {}).get(unknown[0], unknown[0]), known)
     return UnsupportedError(
         "an option that does not exist here",
@@ -276,19 +160,7 @@ def unknown_options(
 
 
 def check_choice(value: object, choices: Iterable[object], *, where: str, fix: str) -> None:
-    """Refuse a value that is not one of the choices. True is not 1.
-
-    >>> check_choice("remainder", (True, False), where="wrap_optimizer(master_weights=)", fix="give True or False")
-    Traceback (most recent call last):
-    polyamp.errors.InvalidValueError: not one of the choices
-      where:   wrap_optimizer(master_weights=)
-      found:   'remainder'
-      allowed: True, False
-      to do:   give True or False
-
-    Raises:
-        InvalidValueError: the value is not one of them.
-    """
+    """Refuse a value that is not one of the choices. True is not 1."""
     known = list(choices)
     if not any(type(value) is type(choice) and value == choice for choice in known):
         raise InvalidValueError(
@@ -297,14 +169,7 @@ def check_choice(value: object, choices: Iterable[object], *, where: str, fix: s
 
 
 def check_master_weights(value: object) -> None:
-    """Refuse a value that is not True, False or None, for frameworks with plain float32 master weights only.
-
-    >>> check_master_weights(None), check_master_weights(False)
-    (None, None)
-
-    Raises:
-        InvalidValueError: any other value, such as PyTorch's "remainder".
-    """
+    """Refuse a value that is not True, False or None, for frameworks with plain float32 master weights only."""
     choices = (None, True, False)
     fix = 'give True or False; "remainder" and "stochastic" exist in PyTorch only'
     check_choice(value, choices, where="wrap_optimizer(master_weights=)", fix=fix)

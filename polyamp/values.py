@@ -27,19 +27,13 @@ ROLES: dict[str, str] = {
 
 
 class Value(NamedTuple):
-    """The facts that the flow rule records about one floating value.
+    """The facts that the flow rule records about one floating value."""
 
-    Attributes:
-        state: one of `STATES`.
-        maker: the canonical operation, or the declared type, that the state comes from; empty for a ``weak`` value.
-        unfit: why the compute format cannot hold the value; empty if it can.
-        role: one of `ROLES`, or empty.
-    """
-
-    state: str = "weak"
+    state: str = "weak"  # one of `STATES`
+    # the canonical operation, or the declared type, that the state comes from; empty for a ``weak`` value
     maker: str = ""
-    unfit: str = ""
-    role: str = ""
+    unfit: str = ""  # why the compute format cannot hold the value; empty if it can
+    role: str = ""  # one of `ROLES`, or empty
 
 
 WEAK = Value()
@@ -49,20 +43,7 @@ CARRIED = Value("strong", "a loop")
 
 
 def constant(magnitudes: Iterable[float], compute: str) -> Value:
-    """Return the facts about a constant.
-
-    >>> constant([1e-8], "float16").unfit
-    'constant 1e-08 is lost in float16'
-    >>> constant([1 - 1e-7], "bfloat16").unfit
-    'constant 0.9999999 is 1 in bfloat16'
-    >>> constant([1e-8], "bfloat16")
-    Value(state='weak', maker='', unfit='', role='')
-
-    Args:
-        magnitudes: the elements that the compute format must hold. For a scalar this is the scalar itself; for an
-            array the largest finite element, since tiny elements next to large ones may round to 0.
-        compute: the format of ``lower`` operations.
-    """
+    """Return the facts about a constant."""
     target = format_of(compute)
     unfit = next((magnitude for magnitude in magnitudes if not target.holds(magnitude)), None)
     if unfit is None:
@@ -73,15 +54,7 @@ def constant(magnitudes: Iterable[float], compute: str) -> Value:
 
 
 def magnitude(values: Any) -> float:
-    """Return the number that a format must hold: a scalar itself, or the largest finite magnitude in an array.
-
-    >>> import numpy
-    >>> magnitude(numpy.array([1.0, -3.0, numpy.inf])), magnitude(-1e9)
-    (3.0, -1000000000.0)
-
-    Args:
-        values: a number, or anything that NumPy can convert to an array.
-    """
+    """Return the number that a format must hold: a scalar itself, or the largest finite magnitude in an array."""
     import numpy
 
     array = numpy.asarray(values)

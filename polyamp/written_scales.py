@@ -25,19 +25,12 @@ State = Mapping[str, Any]
 
 
 class Form(NamedTuple):
-    """The form in which one library loads a loss scale.
+    """The form in which one library loads a loss scale."""
 
-    Attributes:
-        write: makes the form from settings and a state.
-        state: the fields of polyamp's state that it has.
-        settings: the settings that the form contains, or that the library's constructor takes.
-        loads: how the library loads it.
-    """
-
-    write: Callable[[Settings, State], dict[str, Any]]
-    state: tuple[str, ...]
-    settings: tuple[str, ...]
-    loads: str
+    write: Callable[[Settings, State], dict[str, Any]]  # makes the form from settings and a state
+    state: tuple[str, ...]  # the fields of polyamp's state that it has
+    settings: tuple[str, ...]  # the settings that the form contains, or that the library's constructor takes
+    loads: str  # how the library loads it
 
 
 def _torch(settings: Settings, state: State) -> dict[str, Any]:
@@ -61,10 +54,8 @@ def _tensorflow(settings: Settings, state: State) -> dict[str, Any]:
 
 
 def _deepspeed(settings: Settings, state: State) -> dict[str, Any]:
-    """Return the fields that FP16_Optimizer.state_dict and DynamicLossScaler have in common, then the latter's own.
-
-    DeepSpeed counts from the step of the last overflow; see `polyamp.saved_scales`.
-    """
+    """Return the fields that FP16_Optimizer.state_dict and DynamicLossScaler have in common, then the latter's own."""
+    # DeepSpeed counts from the step of the last overflow; see `polyamp.saved_scales`.
     saved = {"dynamic_loss_scale": settings.dynamic, "cur_scale": state["scale"], "cur_iter": state["steps"]}
     if not settings.dynamic:
         return saved
@@ -134,54 +125,26 @@ FORMS: dict[str, Form] = {
 
 
 def write(settings: Settings, state: State, like: str) -> dict[str, Any]:
-    """Return a state in the form that another library loads; see `LossScale.to_state_dict`.
-
-    >>> from polyamp import LossScale
-    >>> settings = LossScale.like("flax")
-    >>> write(settings, settings.initial_state()._asdict(), "flax")
-    {'fin_steps': 0, 'scale': 65536.0}
-
-    Args:
-        settings: the settings of the loss scale.
-        state: the fields of its state, as Python numbers.
-        like: the library.
-
-    Raises:
-        InvalidValueError: the library is unknown.
-    """
+    """Return a state in the form that another library loads; see `LossScale.to_state_dict`."""
     preset(like, where="save_loss_scale(like=)")
     return FORMS[like].write(settings, state)
 
 
 def one_apex_loss(settings: Settings, state: State) -> dict[str, Any]:
-    """Return the entry of one loss in the state of Apex.
-
-    >>> from polyamp import LossScale
-    >>> one_apex_loss(LossScale(), {"scale": 8.0, "good_steps": 2})
-    {'loss_scale': 8.0, 'unskipped': 2}
-    """
+    """Return the entry of one loss in the state of Apex."""
     return {"loss_scale": state["scale"], "unskipped": _counter(settings, state)}
 
 
 def apex_losses(losses: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the state of Apex for several losses, in the order of their ids.
-
-    >>> list(apex_losses([{"loss_scale": 8.0, "unskipped": 2}] * 2))
-    ['loss_scaler0', 'loss_scaler1']
-    """
+    """Return the state of Apex for several losses, in the order of their ids."""
     return {f"loss_scaler{index}": loss for index, loss in enumerate(losses)}
 
 
 def apex_order(loss_ids: list[Hashable]) -> list[Hashable]:
-    """Return the ids of losses in the order that Apex numbers them; None is the loss without an id, Apex's first.
-
-    Apex loads its losses by their order, so an id that was never used keeps its place.
-
-    >>> apex_order([None, 2])
-    [None, 1, 2]
-
-    Ids that are not numbers have no place there, and are reported.
-    """
+    """Return the ids of losses in the order that Apex numbers them; None is the loss without an id, Apex's first."""
+    # Apex loads its losses by their order, so an id that was never used keeps its place.
+    #
+    # Ids that are not numbers have no place there, and are reported.
     numbers = [one for one in loss_ids if isinstance(one, int) and not isinstance(one, bool) and one >= 0]
     others = [one for one in loss_ids if one is not None and one not in numbers]
     if others:
@@ -190,12 +153,7 @@ def apex_order(loss_ids: list[Hashable]) -> list[Hashable]:
 
 
 def report_lost(settings: Settings, state: State, like: str) -> None:
-    """Report once what another library has no field or no setting for.
-
-    >>> from polyamp import LossScale
-    >>> settings = LossScale.like("jmp")
-    >>> report_lost(settings, settings.initial_state()._asdict(), "jmp")
-    """
+    """Report once what another library has no field or no setting for."""
     form = FORMS[like]
     initial = {"hysteresis": settings.hysteresis, "good_steps": min(state["good_steps"], 0)}
     lost = [name for name, value in state.items() if name not in form.state and value != initial.get(name, 0)]

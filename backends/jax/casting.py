@@ -29,11 +29,7 @@ def cast(tree: Any, format_name: str) -> Any:
 
 
 def widened(tree: Any) -> Any:
-    """Return a pytree with its 16-bit arrays in float32.
-
-    >>> widened(jnp.ones(2, jnp.float16)).dtype
-    dtype('float32')
-    """
+    """Return a pytree with its 16-bit arrays in float32."""
     return jax.tree.map(lambda leaf: leaf.astype(jnp.float32) if is_low(leaf) else leaf, tree)
 
 

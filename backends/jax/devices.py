@@ -12,11 +12,7 @@ from polyamp.validation import check_compute
 
 
 def describe() -> dict[str, Any]:
-    """Return version, devices with the formats that are fast there, and notes on the packages around JAX.
-
-    >>> describe()["version"] == jax.__version__
-    True
-    """
+    """Return version, devices with the formats that are fast there, and notes on the packages around JAX."""
     devices = [described(device) for device in jax.local_devices()]
     notes = [_package_note(package) for package in ("optax", "flax", "equinox")]
     if not any(device["fast"] for device in devices):
@@ -50,16 +46,7 @@ def fast_formats(platform: str, capability: str | None, name: str = "") -> list[
 
 
 def check_format(compute: str) -> None:
-    """Raise if JAX has no operations in a compute format; warn once if the device has no matrix units for it.
-
-    >>> check_format("float8_e4m3fn")
-    Traceback (most recent call last):
-    ...
-    polyamp.errors.UnsupportedError: JAX's operations cannot be cast to this format...
-
-    Raises:
-        UnsupportedError: the format is neither float32 nor a 16-bit format.
-    """
+    """Raise if JAX has no operations in a compute format; warn once if the device has no matrix units for it."""
     check_compute(compute, framework="JAX", where="autocast of a JAX function", instead=_INSTEAD)
     device = jax.local_devices()[0]
     if compute == "float32" or device.platform == "cpu":  # CPUs are for checking results

@@ -23,14 +23,7 @@ _NATIVE: dict[str, Any] = {
 
 
 def dtype_of(format_name: str) -> np.dtype[Any]:
-    """Return the dtype that stores a format.
-
-    >>> dtype_of("bfloat16").name
-    'bfloat16'
-
-    Raises:
-        InvalidValueError: the format is unknown, or it is float64 and JAX has float64 disabled.
-    """
+    """Return the dtype that stores a format."""
     dtype: np.dtype[Any] = np.dtype(_NATIVE[format_of(format_name).name])
     if jax.dtypes.canonicalize_dtype(dtype) != dtype:
         raise InvalidValueError(
@@ -44,45 +37,25 @@ def dtype_of(format_name: str) -> np.dtype[Any]:
 
 
 def is_array(leaf: object) -> TypeGuard[Any]:
-    """Return whether a leaf is a JAX (also traced) or NumPy array or a NumPy scalar; Python numbers are not.
-
-    >>> is_array(np.float32(1)), is_array(1.0)
-    (True, False)
-    """
+    """Return whether a leaf is a JAX (also traced) or NumPy array or a NumPy scalar; Python numbers are not."""
     return isinstance(leaf, jax.Array | np.ndarray | np.generic)
 
 
 def is_floating(leaf: object) -> TypeGuard[Any]:
-    """Return whether a leaf is a floating-point array, or the description of one (``jax.ShapeDtypeStruct``).
-
-    >>> is_floating(jnp.ones(2)), is_floating(jnp.arange(2)), is_floating(jax.random.key(0))
-    (True, False, False)
-    """
+    """Return whether a leaf is a floating-point array, or the description of one (``jax.ShapeDtypeStruct``)."""
     return (is_array(leaf) or isinstance(leaf, jax.ShapeDtypeStruct)) and jnp.issubdtype(leaf.dtype, jnp.floating)
 
 
 def is_trainable(leaf: object) -> TypeGuard[Any]:
-    """Return whether a leaf can have a gradient: a floating-point or complex array.
-
-    >>> is_trainable(jnp.ones(2)), is_trainable(jnp.arange(2)), is_trainable(jax.nn.relu)
-    (True, False, False)
-    """
+    """Return whether a leaf can have a gradient: a floating-point or complex array."""
     return is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.inexact)
 
 
 def is_low(leaf: object) -> TypeGuard[Any]:
-    """Return whether a leaf is a floating-point array of 16 bits or fewer.
-
-    >>> is_low(jnp.ones(2, jnp.bfloat16)), is_low(jnp.ones(2))
-    (True, False)
-    """
+    """Return whether a leaf is a floating-point array of 16 bits or fewer."""
     return is_floating(leaf) and leaf.dtype.itemsize <= 2
 
 
 def is_traced(value: object) -> bool:
-    """Return whether a value is being traced and so has no number yet.
-
-    >>> is_traced(jnp.ones(2)), jax.eval_shape(lambda x: jnp.ones(2) * is_traced(x), 1.0).shape
-    (False, (2,))
-    """
+    """Return whether a value is being traced and so has no number yet."""
     return isinstance(value, jax.core.Tracer)

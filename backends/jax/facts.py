@@ -34,16 +34,7 @@ _LOW = ("float16", "bfloat16")
 
 
 def facts(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], policy: Policy, optimizer: Any) -> Facts:
-    """Return the facts about a function; see `polyamp.adapter.LintFacts`.
-
-    >>> import jax.numpy as jnp, polyamp
-    >>> def loss_fn(params, x):
-    ...     return (x.astype("float16") @ params["w"]).sum()
-    >>> arguments = {"w": jnp.ones((4, 2), "float16")}, jnp.ones((8, 4))
-    >>> found = facts(loss_fn, arguments, {}, polyamp.policy("mixed_float16"), None)
-    >>> found.low_parameters, [cast.native for cast in found.casts], found.products[0].sizes
-    (('w',), ['astype'], {'m': 8, 'n': 2, 'k': 4})
-    """
+    """Return the facts about a function; see `polyamp.adapter.LintFacts`."""
     holder = (_state_of(optimizer, args), args, dict(kwargs))
     plan, equations, scaling = _traced(target, args, dict(kwargs), policy)
     return Facts(

@@ -48,11 +48,10 @@ class PytreeModel:
 
 
 class NnxModel:
-    """A ``flax.nnx.Module`` whose ``nnx.Param`` variables are trained.
+    """A ``flax.nnx.Module`` whose ``nnx.Param`` variables are trained."""
 
-    The other variables (batch-norm statistics, random-number counters) keep their dtypes. The values that the loss
-    function assigns to them are stored in the module itself.
-    """
+    # The other variables (batch-norm statistics, random-number counters) keep their dtypes. The values that the loss
+    # function assigns to them are stored in the module itself.
 
     def __init__(self, module: Any) -> None:
         from flax import nnx
@@ -73,12 +72,7 @@ class NnxModel:
 
 
 class NnxArguments:
-    """The flax NNX objects in the arguments of a function: modules, random numbers, metrics.
-
-    Attributes:
-        state: the values of their variables.
-        rest: the arguments, with None in place of the objects.
-    """
+    """The flax NNX objects in the arguments of a function: modules, random numbers, metrics."""
 
     def __init__(self, arguments: Any) -> None:
         self.nnx: Any = sys.modules.get("flax.nnx")
@@ -124,10 +118,8 @@ def _is_place(leaf: object) -> bool:
 
 
 def _kept(nnx: Any, before: Any, changes: Any, finite: Any) -> Any:
-    """Return the changes, with the old statistics if the gradients overflowed, since that step will be skipped.
-
-    Random-number counters still advance, and variables that the function added stay.
-    """
+    """Return the changes, with the old statistics if the gradients overflowed, since that step will be skipped."""
+    # Random-number counters still advance, and variables that the function added stay.
     if finite is True:
         return changes
     known = dict(nnx.to_flat_state(before))
@@ -148,29 +140,19 @@ def _statistic(finite: Any, new: Any, old: Any) -> Any:
 
 
 def model_of(params: Any) -> Model:
-    """Return ``params`` as a model. flax is considered only if the program has imported it.
-
-    >>> model_of({"w": 1.0, "b": 2}).trained
-    {'b': None, 'w': None}
-    """
+    """Return ``params`` as a model. flax is considered only if the program has imported it."""
     nnx = sys.modules.get("flax.nnx")
     return NnxModel(params) if nnx is not None and isinstance(params, nnx.Module) else PytreeModel(params)
 
 
 class Call(NamedTuple):
-    """A call without side effects.
-
-    Attributes:
-        fn, args, kwargs: the function and its arguments.
-        argnums: the positions of the arguments that are parameters.
-        accept: applies the changes to flax NNX modules, and returns the call's own results.
-    """
+    """A call without side effects."""
 
     fn: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    argnums: Sequence[int]
-    accept: Callable[[Any], Any]
+    argnums: Sequence[int]  # the positions of the arguments that are parameters
+    accept: Callable[[Any], Any]  # applies the changes to flax NNX modules, and returns the call's own results
 
 
 def as_pure(
@@ -236,11 +218,7 @@ def parameters_among(
     argnums: Sequence[int],
     is_leaf: Callable[[Any], bool] | None = None,
 ) -> list[bool]:
-    """Return for each leaf whether it is a parameter: in an argument at ``argnums``, or in a module.
-
-    >>> parameters_among(({"w": 1.0, "b": 0.0}, 2.0), {"y": 3.0}, (0,))
-    [True, True, False, False]
-    """
+    """Return for each leaf whether it is a parameter: in an argument at ``argnums``, or in a module."""
     flags = [flag for place, arg in enumerate(args) for flag in _flags(arg, place in argnums, is_leaf)]
     return flags + _flags(kwargs, False, is_leaf)
 

@@ -135,13 +135,7 @@ OPERATIONS: dict[str, str] = by_native_name(
 
 
 def canonical(primitive: str, params: Mapping[str, Any]) -> str:
-    """Return the canonical name of a primitive, or its own name if it has none.
-
-    >>> canonical("integer_pow", {"y": 2}), canonical("integer_pow", {"y": -1}), canonical("integer_pow", {"y": 3})
-    ('square', 'reciprocal', 'integer_pow')
-    >>> canonical("my_kernel", {})
-    'my_kernel'
-    """
+    """Return the canonical name of a primitive, or its own name if it has none."""
     if primitive == "integer_pow" and params["y"] in _POWERS:
         return _POWERS[params["y"]]
     return OPERATIONS.get(primitive, primitive)

@@ -21,17 +21,11 @@ from polyamp.backends.jax.steps import marks
 
 
 class _Value(NamedTuple):
-    """The facts about one value.
+    """The facts about one value."""
 
-    Attributes:
-        degree: the power of the loss scale in it; None for zeros, which have any degree.
-        clipped: the place where it was chosen from values of different degrees; empty if it was not.
-        of_backward: whether a backward pass computed it.
-    """
-
-    degree: float | None = 0.0
-    clipped: str = ""
-    of_backward: bool = False
+    degree: float | None = 0.0  # the power of the loss scale in it; None for zeros, which have any degree
+    clipped: str = ""  # the place where it was chosen from values of different degrees; empty if it was not
+    of_backward: bool = False  # whether a backward pass computed it
 
 
 _ANY = _Value(None)
@@ -60,12 +54,7 @@ class Scaling(NamedTuple):
 
 
 def scaling_of(closed: Any, scales: Sequence[int]) -> Scaling:
-    """Return the faults of the gradients that wrapped optimizers get in a program.
-
-    Args:
-        closed: the program's jaxpr.
-        scales: indices of the arguments that are loss scales; if there are none, nothing is found.
-    """
+    """Return the faults of the gradients that wrapped optimizers get in a program."""
     reader = _Reader()
     jaxpr, constants = unstable.opened(closed)
     inputs = [_Value(1.0 if index in scales else 0.0) for index in range(len(jaxpr.invars))]
@@ -77,11 +66,7 @@ def scaling_of(closed: Any, scales: Sequence[int]) -> Scaling:
 
 
 class _Reader:
-    """One pass over a program. The body of a loop is read once, as its first iteration.
-
-    Attributes:
-        gradients: the values that the optimizers get, and the places of their updates.
-    """
+    """One pass over a program. The body of a loop is read once, as its first iteration."""
 
     def __init__(self) -> None:
         self.gradients: list[tuple[_Value, str]] = []
@@ -153,10 +138,8 @@ def _powered(values: Sequence[_Value], degree: float | None, where: _Where) -> _
 
 
 def _joined(values: Sequence[_Value], where: _Where) -> _Value:
-    """Return one of these values or their sum: it has their common degree.
-
-    If it is one of gradients and values of another degree, it was chosen by size: that is clipping.
-    """
+    """Return one of these values or their sum: it has their common degree."""
+    # If it is one of gradients and values of another degree, it was chosen by size: that is clipping.
     degrees = {value.degree for value in values if value.degree is not None}
     own = _powered(values, max(degrees) if degrees else None, where)
     is_chosen = len(degrees) > 1 and own.of_backward and not where.backward

@@ -11,20 +11,12 @@ from polyamp.backends.jax.dtypes import is_trainable
 
 
 def trainable(tree: Any) -> Any:
-    """Return a pytree with None for every leaf that cannot have a gradient, as ``equinox.filter`` does.
-
-    >>> trainable({"w": 1.0, "n": jax.numpy.arange(2), "f": jax.nn.relu})
-    {'f': None, 'n': None, 'w': None}
-    """
+    """Return a pytree with None for every leaf that cannot have a gradient, as ``equinox.filter`` does."""
     return jax.tree.map(lambda leaf: leaf if is_trainable(leaf) else None, tree)
 
 
 def merged(first: Any, second: Any) -> Any:
-    """Return the leaves of ``first``, and those of ``second`` where ``first`` has None.
-
-    >>> merged({"w": 1, "f": None}, {"w": 2, "f": 3})
-    {'f': 3, 'w': 1}
-    """
+    """Return the leaves of ``first``, and those of ``second`` where ``first`` has None."""
     return map_with_none(lambda one, other: other if one is None else one, first, second)
 
 

@@ -94,10 +94,8 @@ def bound(equation: Any, arrays: Sequence[Any], params: dict[str, Any] | None = 
 
 
 def batching_rule(equation: Any) -> tuple[Any, Callable[..., tuple[list[Any], list[bool]]]]:
-    """Return the program of a function with its own rule for ``vmap``, and that rule on flat arrays.
-
-    The rule returns the outputs, and which of them are batched.
-    """
+    """Return the program of a function with its own rule for ``vmap``, and that rule on flat arrays."""
+    # The rule returns the outputs, and which of them are batched.
     params = equation.params
     in_tree = params["in_tree"]
 
@@ -137,11 +135,9 @@ def cotangents(results: Any) -> list[Any]:
 
 
 def scopes(equation: Any) -> str:
-    """Return the named scopes of an equation, joined by ``/``, without transformations such as ``jvp``.
-
-    A transformation inside another may repeat the same scopes: ``transpose(jvp(a))/jvp(a)`` is ``a``. `ISLAND` is not
-    a scope of the user, and is left out.
-    """
+    """Return the named scopes of an equation, joined by ``/``, without transformations such as ``jvp``."""
+    # A transformation inside another may repeat the same scopes: ``transpose(jvp(a))/jvp(a)`` is ``a``. `ISLAND` is not
+    # a scope of the user, and is left out.
     path: list[str] = []
     group: list[str] = []
     for entry in (*equation.source_info.name_stack.stack, None):
@@ -163,11 +159,7 @@ def island(equation: Any) -> str:
 
 
 def without_island(path: str) -> str:
-    """Return a path of scopes without `ISLAND`, as the user knows it.
-
-    >>> without_island("body/polyamp_float32/dense")
-    'body/dense'
-    """
+    """Return a path of scopes without `ISLAND`, as the user knows it."""
     return "/".join(part for part in path.split("/") if part not in ("", ISLAND))
 
 
@@ -188,10 +180,8 @@ def traced_apart(key: str) -> AbstractContextManager[None]:
 
 
 def users_line(equation: Any) -> str:
-    """Return the innermost line of the user's own program that made an equation, such as ``train.py:12``.
-
-    Unlike `source_line` it skips optax, flax and polyamp.
-    """
+    """Return the innermost line of the user's own program that made an equation, such as ``train.py:12``."""
+    # Unlike `source_line` it skips optax, flax and polyamp.
     traceback = equation.source_info.traceback
     for frame in traceback.frames if traceback else ():
         if not any(part in frame.file_name for part in _LIBRARIES):
@@ -238,10 +228,8 @@ def is_plain_jit(params: dict[str, Any]) -> bool:
 
 
 def transformations(equation: Any) -> set[str]:
-    """Return the transformations that made an equation: ``jvp`` in a derivative, also ``transpose`` going backward.
-
-    The name stack is the only trace that ``jax.grad`` leaves in a jaxpr.
-    """
+    """Return the transformations that made an equation: ``jvp`` in a derivative, also ``transpose`` going backward."""
+    # The name stack is the only trace that ``jax.grad`` leaves in a jaxpr.
     stack = equation.source_info.name_stack.stack
     return {entry.name for entry in stack if type(entry).__name__ == "Transform"}
 
@@ -291,10 +279,8 @@ def fingerprint(closed: Any) -> str:
 
 
 def text_of(closed: Any) -> str:
-    """Return a text that is equal for jaxprs that compute the same; empty if no such text exists.
-
-    A text does not show the numbers of constants, or functions in parameters such as rules of custom derivatives.
-    """
+    """Return a text that is equal for jaxprs that compute the same; empty if no such text exists."""
+    # A text does not show the numbers of constants, or functions in parameters such as rules of custom derivatives.
     jaxpr, constants = opened(closed)
     text = "" if constants else str(jaxpr)
     return "" if "custom_" in text or "callback" in text or "<function" in text else text
@@ -307,10 +293,8 @@ def specs_of_results(closed: Any) -> list[Any]:
 
 
 def users_cast(equation: Any) -> str:
-    """Return the function that a program called for a cast: ``astype``, ``array``; empty for a cast that JAX made.
-
-    Only the traceback shows the difference, since JAX's own promotions are the same primitive.
-    """
+    """Return the function that a program called for a cast: ``astype``, ``array``; empty for a cast that JAX made."""
+    # Only the traceback shows the difference, since JAX's own promotions are the same primitive.
     traceback = equation.source_info.traceback
     frames = iter(traceback.frames if traceback and equation.primitive.name == "convert_element_type" else ())
     asked = ""

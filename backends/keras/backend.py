@@ -12,11 +12,7 @@ from polyamp.backends.keras.unstable import jax_trace
 
 
 def value_of(variable: Any) -> Any:
-    """Return the tensor that a Keras variable, or a native one, holds now.
-
-    >>> float(value_of(keras.Variable(2.0)))
-    2.0
-    """
+    """Return the tensor that a Keras variable, or a native one, holds now."""
     native = variable.value if isinstance(variable, keras.Variable) else variable
     if keras.backend.backend() == "tensorflow":  # its variables count as tensors, and are read only when used
         import tensorflow as tf
@@ -26,11 +22,7 @@ def value_of(variable: Any) -> Any:
 
 
 def platform_of(value: Any) -> str | None:
-    """Return where a tensor is (``"cpu"``, ``"gpu"``, ...); None inside traced functions, where it has no value yet.
-
-    >>> platform_of(ops.ones(2))
-    'cpu'
-    """
+    """Return where a tensor is (``"cpu"``, ``"gpu"``, ...); None inside traced functions, where it has no value yet."""
     return _PLATFORM_OF[keras.backend.backend()](value_of(value))
 
 
@@ -58,11 +50,7 @@ _PLATFORM_OF = {"tensorflow": _on_tensorflow, "jax": _on_jax, "torch": _on_torch
 
 
 def in_strategy() -> bool:
-    """Return whether a ``tf.distribute`` strategy runs this code, in one replica or in several.
-
-    >>> in_strategy()
-    False
-    """
+    """Return whether a ``tf.distribute`` strategy runs this code, in one replica or in several."""
     if keras.backend.backend() != "tensorflow":
         return False
     import tensorflow as tf
@@ -71,11 +59,7 @@ def in_strategy() -> bool:
 
 
 def builds_graph() -> bool:
-    """Return whether this code is building a TensorFlow graph.
-
-    >>> builds_graph()
-    False
-    """
+    """Return whether this code is building a TensorFlow graph."""
     if keras.backend.backend() != "tensorflow":
         return False
     import tensorflow as tf
@@ -84,11 +68,7 @@ def builds_graph() -> bool:
 
 
 def traces_around(tensors: Sequence[Any]) -> list[int]:
-    """Return an identity for the function that is being traced, and for those around it; 0 in eager code.
-
-    >>> traces_around([ops.ones(2)])
-    [0]
-    """
+    """Return an identity for the function that is being traced, and for those around it; 0 in eager code."""
     if keras.backend.backend() == "jax":
         import jax
 

@@ -12,10 +12,5 @@ CASTABLE = ("float32", *SIXTEEN_BIT)
 
 
 def is_sixteen_bit(value: Any) -> bool:
-    """Return whether a tensor or variable is stored in a 16-bit floating-point format.
-
-    >>> from keras import ops
-    >>> is_sixteen_bit(ops.ones(2, "bfloat16"))
-    True
-    """
+    """Return whether a tensor or variable is stored in a 16-bit floating-point format."""
     return standardize_dtype(value.dtype) in SIXTEEN_BIT

@@ -25,11 +25,7 @@ _OWN = "its layer's own policy"
 
 
 def explain(fn: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], policy: Policy) -> Plan:
-    """Return the plan of a compiled model's loss for a batch, or of a model's call for its inputs alone.
-
-    Raises:
-        UnsupportedError: Keras' backend cannot explain functions.
-    """
+    """Return the plan of a compiled model's loss for a batch, or of a model's call for its inputs alone."""
     verb = EXPLAIN.of(registry.adapter_named(keras.backend.backend()))
     if not isinstance(fn, keras.Model):
         return verb(fn, args, kwargs, policy)

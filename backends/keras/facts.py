@@ -25,22 +25,7 @@ from polyamp.policy import policy as make_policy
 
 
 def facts(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], policy: Policy, optimizer: Any) -> Facts:
-    """Collect the facts that lint judges; see `polyamp.diagnosis.facts.Facts`.
-
-    >>> from polyamp import policy
-    >>> model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2, dtype="mixed_float16", name="head")])
-    >>> model.compile(optimizer="sgd", loss="mse")
-    >>> found = facts(model, (), {}, policy("mixed_float16"), None)
-    >>> found.optimizer, [name for _, name in found.layer_policies]
-    ('plain', ['mixed_float16'])
-
-    Args:
-        target: a model, compiled or not; or a function of Keras' backend framework.
-        args: for a compiled model, ``(x, y)``; without them no step is traced.
-        kwargs: for a function.
-        policy: the policy in question.
-        optimizer: None means the optimizer with which the model was compiled.
-    """
+    """Collect the facts that lint judges; see `polyamp.diagnosis.facts.Facts`."""
     framework = registry.adapter_named(keras.backend.backend())
     verb = FACTS.of(framework)
     if not isinstance(target, keras.Model):
@@ -70,10 +55,8 @@ def _disagreement(optimizer: Any, policy: Policy) -> Disagreement | None:
 
 
 def _plan(model: Any, step: Step, plan: Plan | None, policy: Policy, is_wrapped: bool) -> Plan | None:
-    """Return the plan of what ``fit`` runs: layers use their own policies, unless the step is rewritten.
-
-    If neither model nor optimizer has a policy yet, return the plan that they would have under ``policy``.
-    """
+    """Return the plan of what ``fit`` runs: layers use their own policies, unless the step is rewritten."""
+    # If neither model nor optimizer has a policy yet, return the plan that they would have under ``policy``.
     if plan is None or own_policy(model) is not None:
         return plan and own_plan(plan, policy)
     if not is_wrapped or hasattr(model.train_step, "plan") or lowers_here():
@@ -84,11 +67,7 @@ def _plan(model: Any, step: Step, plan: Plan | None, policy: Policy, is_wrapped:
 
 
 def state_of(optimizer: Any) -> OptimizerState:
-    """Return the kind of an optimizer: wrapped by polyamp, scaled by Keras, plain, or wrapped twice.
-
-    >>> state_of(keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD()))
-    'native scaler'
-    """
+    """Return the kind of an optimizer: wrapped by polyamp, scaled by Keras, plain, or wrapped twice."""
     if isinstance(getattr(optimizer, "inner_optimizer", None), keras.optimizers.LossScaleOptimizer):
         return "wrapped twice"
     if isinstance(optimizer, LossScaledOptimizer):

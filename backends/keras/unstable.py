@@ -19,27 +19,14 @@ _TORCH_PARAMETERS = "_torch_params."  # comes before a path if Keras layers are 
 
 
 def layers_inside(layer: Any) -> list[Any]:
-    """Return the layers directly inside a layer, as Keras' own trainers find them.
-
-    ``layers`` is public only on models, but layers such as ``MultiHeadAttention`` also have inner layers.
-
-    >>> import keras
-    >>> model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1, name="one")])
-    >>> [layer.name for layer in layers_inside(model) if layer.name == "one"]
-    ['one']
-    """
+    """Return the layers directly inside a layer, as Keras' own trainers find them."""
+    # ``layers`` is public only on models, but layers such as ``MultiHeadAttention`` also have inner layers.
     found: list[Any] = layer._flatten_layers(include_self=False, recursive=False)
     return found
 
 
 def all_layers(layer: Any) -> list[Any]:
-    """Return the layers inside a layer at any depth, as Keras' own trainers find them.
-
-    >>> import keras
-    >>> model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1, name="one")])
-    >>> [type(inner).__name__ for inner in all_layers(model)]
-    ['InputLayer', 'Dense']
-    """
+    """Return the layers inside a layer at any depth, as Keras' own trainers find them."""
     return list(layer._flatten_layers(include_self=False))
 
 
@@ -55,15 +42,7 @@ def autocast_variables(format_name: str) -> AbstractContextManager[Any]:
 
 
 def added_weights(layer: Any) -> list[Any]:
-    """Return the variables that layers made as not trainable, without frozen trainable ones and without seeds.
-
-    >>> import keras
-    >>> norm = keras.layers.BatchNormalization()
-    >>> norm.build((None, 2))
-    >>> norm.trainable = False
-    >>> [variable.name for variable in added_weights(norm)]
-    ['moving_mean', 'moving_variance']
-    """
+    """Return the variables that layers made as not trainable, without frozen trainable ones and without seeds."""
     layers = {id(one): one for one in layer._flatten_layers()}
     found = (variable for one in layers.values() for variable in one._non_trainable_variables)
     return list({id(variable): variable for variable in found if "float" in str(variable.dtype)}.values())
@@ -148,21 +127,12 @@ def jax_trace(tracer: Any) -> Any:
 
 
 def variable_path(name: str) -> str:
-    """Return a variable's path in Keras from its name in Keras' backend.
-
-    >>> variable_path("_torch_params.dense/kernel"), variable_path("dense/kernel")
-    ('dense/kernel', 'dense/kernel')
-    """
+    """Return a variable's path in Keras from its name in Keras' backend."""
     return name.rpartition(_TORCH_PARAMETERS)[2]
 
 
 def build_loss(model: Any, batch: Sequence[Any]) -> None:
-    """Make a compiled model build its loss now; otherwise it does so at its first step, inside a trace.
-
-    Args:
-        model: a model.
-        batch: ``(x, y)`` and perhaps more.
-    """
+    """Make a compiled model build its loss now; otherwise it does so at its first step, inside a trace."""
     loss = getattr(model, "_compile_loss", None)
     if loss is not None and not loss.built and len(batch) > 1:
         loss.build(batch[1], model(batch[0], training=False))

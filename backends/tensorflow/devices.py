@@ -13,11 +13,7 @@ _CONVOLUTIONS = "its bfloat16 convolutions were measured to take up to 14 times 
 
 
 def describe() -> dict[str, Any]:
-    """Return version, devices with the formats that are fast there, and notes.
-
-    >>> describe()["devices"][-1]["name"]
-    'cpu'
-    """
+    """Return version, devices with the formats that are fast there, and notes."""
     *gpus, cpu = map(dict, devices())
     notes = [] if gpus else ["no GPU: no Tensor Cores"]
     notes += [why_not_fast(gpu["name"], gpu["capability"]) for gpu in gpus if not gpu["fast"]]
@@ -26,25 +22,14 @@ def describe() -> dict[str, Any]:
 
 @functools.cache
 def devices() -> tuple[dict[str, Any], ...]:
-    """Return the GPUs, then the CPU, each with its ``name`` and the formats that are ``fast`` there.
-
-    >>> devices()[-1]["name"]
-    'cpu'
-    """
+    """Return the GPUs, then the CPU, each with its ``name`` and the formats that are ``fast`` there."""
     gpus = map(_gpu, tf.config.list_physical_devices("GPU"))
     return (*gpus, {"name": "cpu", "fast": fast_on_cpu(cpu_flags())})
 
 
 def report_slow(operation: str, compute: str, device_type: str) -> None:
-    """Warn once if an operation was lowered to a format for which its device has no units.
-
-    On a CPU only convolutions are reported: other products are as fast as in float32, or nearly.
-
-    Args:
-        operation: the canonical name.
-        compute: the format.
-        device_type: "CPU" or "GPU".
-    """
+    """Warn once if an operation was lowered to a format for which its device has no units."""
+    # On a CPU only convolutions are reported: other products are as fast as in float32, or nearly.
     if device_type == "CPU" and operation == "conv":
         report_slow_format(devices()[-1], compute, cost=_CONVOLUTIONS, stacklevel=4)
     elif device_type == "GPU":

@@ -30,21 +30,7 @@ _AVERAGED = ("Mean", "RealDiv", "Div", "DivNoNan")  # these follow a cross-entro
 
 
 def facts(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], policy: Policy, optimizer: Any) -> Facts:
-    """Collect the facts that lint judges; see `polyamp.diagnosis.facts.Facts`.
-
-    >>> from polyamp import policy
-    >>> def product(x):
-    ...     return tf.cast(x, tf.float16) @ tf.ones((3, 5), tf.float16)
-    >>> found = facts(product, (tf.ones((2, 3)),), {}, policy("mixed_float16"), None)
-    >>> found.products[0].sizes, [cast.format for cast in found.casts]
-    ({'m': 2, 'n': 5, 'k': 3}, ['float16'])
-
-    Args:
-        target: a function that returns a loss, a training step, or a ``tf.Module``.
-        args: its arguments; kwargs likewise. A target that needs arguments is not traced without them.
-        policy: the policy in question.
-        optimizer: the optimizer that trains it; None means the one that the step uses.
-    """
+    """Collect the facts that lint judges; see `polyamp.diagnosis.facts.Facts`."""
     kept = list(getattr(target, "trainable_variables", ()))
     scaler = _scaler_of(optimizer)
     known = Facts(
@@ -174,11 +160,9 @@ def _of_matmul(seen: _Seen, a: tuple[int, ...], b: tuple[int, ...]) -> dict[str,
 
 
 def _of_einsum(seen: _Seen, a: tuple[int, ...], b: tuple[int, ...]) -> dict[str, int]:
-    """Return the sizes of an einsum such as ``abc,cde->abde``.
-
-    ``m`` has the labels of only the first input, ``n`` those of only the second, and ``k`` those of both but not of the
-    result.
-    """
+    """Return the sizes of an einsum such as ``abc,cde->abde``."""
+    # ``m`` has the labels of only the first input, ``n`` those of only the second, and ``k`` those of both but not of
+    # the result.
     inputs, _, result = seen.attribute("equation").s.decode().replace(" ", "").partition("->")
     one, other = inputs.split(",")
     sizes = dict([*zip(one, a, strict=False), *zip(other, b, strict=False)])

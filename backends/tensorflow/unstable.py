@@ -30,11 +30,7 @@ from tensorflow.python.util import nest, tf_decorator
 
 
 def operation_definition(op: str, library: Mapping[str, Any]) -> Any:
-    """Return the inputs and outputs of an operation as an ``OpDef``: a registered one, or a function's signature.
-
-    >>> [arg.name for arg in operation_definition("MatMul", {}).output_arg]
-    ['product']
-    """
+    """Return the inputs and outputs of an operation as an ``OpDef``: a registered one, or a function's signature."""
     known = op_def_registry.get(op)
     if known is None and op in library:
         return library[op].signature
@@ -43,11 +39,7 @@ def operation_definition(op: str, library: Mapping[str, Any]) -> Any:
 
 @functools.cache
 def registered_kernels(op: str) -> tuple[Any, ...]:
-    """Return the kernels of an operation, each with its type of device and the types of its attributes.
-
-    >>> sorted({kernel.device_type for kernel in registered_kernels("MatMul")})[0]
-    'CPU'
-    """
+    """Return the kernels of an operation, each with its type of device and the types of its attributes."""
     return tuple(kernels.get_registered_kernels_for_op(op).kernel)
 
 
@@ -71,15 +63,8 @@ class FunctionLibrary(Mapping[str, Any]):
 
 
 def register(definitions: Sequence[Any], concrete: Any) -> Any:
-    """Register functions with the runtime, for as long as the result lives.
-
-    A graph that calls an unregistered function ends the process.
-
-    Args:
-        definitions: a ``FunctionDef`` for each, with a new name, after those that it calls.
-        concrete: the ``ConcreteFunction`` that the last of them replaces. The two have the same structure of arguments
-            and results, and errors show the source lines of its nodes.
-    """
+    """Register functions with the runtime, for as long as the result lives."""
+    # A graph that calls an unregistered function ends the process.
     known, original = context.context(), concrete.inference_fn
     for definition in definitions:
         known.add_function_def(definition)
@@ -135,26 +120,16 @@ def function_names() -> list[str]:
 
 
 class Parameter(NamedTuple):
-    """A parameter of a generated function.
+    """A parameter of a generated function."""
 
-    Attributes:
-        attribute: the operation's type attribute that gives its type; empty if its type is fixed or it is not a tensor.
-        is_list: whether it is a list of tensors.
-    """
-
+    # the operation's type attribute that gives its type; empty if its type is fixed or it is not a tensor
     attribute: str = ""
-    is_list: bool = False
+    is_list: bool = False  # whether it is a list of tensors
 
 
 def generated_functions(op: str) -> tuple[tuple[Callable[..., Any], ...], dict[str, Parameter]]:
-    """Return the function that makes an operation and its twin in ``tf.raw_ops``, and their parameters.
-
-    The twin accepts only keyword arguments.
-
-    >>> functions, parameters = generated_functions("MatMul")
-    >>> len(functions), parameters["a"], parameters["transpose_a"]
-    (2, Parameter(attribute='T', is_list=False), Parameter(attribute='', is_list=False))
-    """
+    """Return the function that makes an operation and its twin in ``tf.raw_ops``, and their parameters."""
+    # The twin accepts only keyword arguments.
     found = next((module for module in _generated_modules() if hasattr(module, op)), None)
     if found is None:
         return (), {}
@@ -202,13 +177,7 @@ def intercept_gradients(
     backward: Callable[[], AbstractContextManager[None]],
     forward: Callable[[], Callable[[], AbstractContextManager[None]]],
 ) -> None:
-    """Run gradient functions inside contexts.
-
-    Args:
-        backward: returns the context for TensorFlow's own gradient functions, in eager code and in graphs.
-        forward: is called when a function with a custom gradient (`tf.custom_gradient`, `tf.recompute_grad`) runs, and
-            returns a function that makes the context for this gradient.
-    """
+    """Run gradient functions inside contexts."""
     backprop._gradient_function = _within(backward, backprop._gradient_function)
     pywrap_tfe.TFE_Py_RegisterGradientFunction(backprop._gradient_function)
     gradients_util._MaybeCompile = _within(backward, gradients_util._MaybeCompile)
@@ -274,20 +243,9 @@ _ASKED = "_polyamp_asked"
 
 
 def as_asked(graph: Any, path: str) -> str:
-    """Return the name of a scope or node as the code asked for it, without the numbers that TensorFlow added.
-
-    Keras enters a layer's scope twice. So in graphs the layer ``dense`` has the scope ``dense_1``, and the layer
-    ``dense_1`` has the scope ``dense_1_1``.
-
-    >>> import tensorflow as tf
-    >>> remember_names()
-    >>> with tf.Graph().as_default() as graph:
-    ...     for _ in range(2):
-    ...         with tf.name_scope("dense"):
-    ...             one = tf.constant(1)
-    >>> one.op.name, as_asked(graph, one.op.name), as_asked(graph, "gradient_tape/dense_1")
-    ('dense_1/Const', 'dense/Const', 'gradient_tape/dense')
-    """
+    """Return the name of a scope or node as the code asked for it, without the numbers that TensorFlow added."""
+    # Keras enters a layer's scope twice. So in graphs the layer ``dense`` has the scope ``dense_1``, and the layer
+    # ``dense_1`` has the scope ``dense_1_1``.
     parts = path.split("/")
     prefixes = ("/".join(parts[: end + 1]) for end in range(len(parts)))
     return "/".join(_asked(graph, prefix) or part for prefix, part in zip(prefixes, parts, strict=True))
@@ -360,12 +318,10 @@ def is_in_control_flow(operation: Any) -> bool:
 
 @contextmanager
 def watched_gradients(taken: Callable[[Any, Any, Any, Any], None]) -> Iterator[None]:
-    """Call ``taken(target, sources, gradients, seeds)`` whenever a gradient is taken inside the context.
-
-    A graph does not record which value is the gradient of which variable, but the tape and the optimizers of TensorFlow
-    1 know it. The seeds are the gradients of the target, from which a backward pass starts. If the code passes none,
-    the seeds are new tensors of ones, to distinguish them from other constants.
-    """
+    """Call ``taken(target, sources, gradients, seeds)`` whenever a gradient is taken inside the context."""
+    # A graph does not record which value is the gradient of which variable, but the tape and the optimizers of
+    # TensorFlow 1 know it. The seeds are the gradients of the target, from which a backward pass starts. If the code
+    # passes none, the seeds are new tensors of ones, to distinguish them from other constants.
     tape, legacy = backprop.GradientTape.gradient, optimizer.Optimizer.compute_gradients
 
     @functools.wraps(tape)
@@ -403,10 +359,8 @@ def _seeds(target: Any) -> Any:
 
 
 def runnable(definitions: Sequence[Any]) -> Any:
-    """Register functions and return a runner of the last one: ``call_flat(*inputs)`` returns its results in order.
-
-    The functions stay registered for as long as the runner lives; see `register`.
-    """
+    """Register functions and return a runner of the last one: ``call_flat(*inputs)`` returns its results in order."""
+    # The functions stay registered for as long as the runner lives; see `register`.
     known = context.context()
     for definition in definitions:
         known.add_function_def(definition)

@@ -33,12 +33,7 @@ messages = Console(stderr=True)
 
 @dataclass(frozen=True)
 class Report:
-    """The result for one library.
-
-    >>> from pathlib import Path
-    >>> Report("operators", Built(Path("polyamp_operators.so"), (), "g++ 12.2.0"), [], []).as_dict()["library"]
-    'polyamp_operators.so'
-    """
+    """The result for one library."""
 
     name: str
     built: Built
@@ -131,11 +126,7 @@ def _print(report: Report) -> None:
 
 
 def kernel_table(kernels: Sequence[Kernel]) -> Table:
-    """Return a table of the kernels, one row each.
-
-    >>> kernel_table([Kernel("adam_step", "9.0", registers=60, spills=0)]).row_count
-    1
-    """
+    """Return a table of the kernels, one row each."""
     table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     table.add_column("kernel")
     for heading in ("for", "registers", "spilled bytes", "parameter bytes"):

@@ -74,14 +74,7 @@ Others = Callable[[Any], None] | None
 
 
 def map_leaves(fn: Callable[[Any], Any], tree: Any, *, others: Others = None) -> Any:
-    """Apply ``fn`` to the tensors and modules of ``tree``, and return containers of the same types.
-
-    Args:
-        fn: called with each tensor and module.
-        tree: a container, or a tensor or module itself.
-        others: called with everything else, and with containers that cannot be rebuilt, which are returned unchanged.
-            Without it such containers raise their own errors.
-    """
+    """Apply ``fn`` to the tensors and modules of ``tree``, and return containers of the same types."""
     return _mapped(fn, tree, others, ())
 
 
@@ -125,11 +118,9 @@ def leaves(tree: Any) -> Iterator[Any]:
 
 
 def store_module(module: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """Store a module's floating parameters, their gradients and its floating buffers in ``dtype``, in place.
-
-    The `torch.nn.Parameter` objects stay the same, so optimizers and tied layers keep them. Unlike ``module.to`` this
-    leaves complex values unchanged.
-    """
+    """Store a module's floating parameters, their gradients and its floating buffers in ``dtype``, in place."""
+    # The `torch.nn.Parameter` objects stay the same, so optimizers and tied layers keep them. Unlike ``module.to`` this
+    # leaves complex values unchanged.
     for parameter in module.parameters():
         store_parameter(parameter, dtype)
     stored: dict[int, Tensor] = {}

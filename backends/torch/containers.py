@@ -26,26 +26,17 @@ from polyamp.backends.torch import unstable
 
 
 class Opened(NamedTuple):
-    """One level of a container.
+    """One level of a container."""
 
-    Attributes:
-        parts: the parts of the container.
-        closed: builds a container of the same type from as many other parts.
-    """
-
-    parts: list[Any]
-    closed: Callable[[Sequence[Any]], Any]
+    parts: list[Any]  # the parts of the container
+    closed: Callable[[Sequence[Any]], Any]  # builds a container of the same type from as many other parts
 
 
 _ATOMS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 
 
 def open_up(tree: Any) -> Opened | None:
-    """Open a container; return None for everything else.
-
-    Args:
-        tree: anything except a tensor or module.
-    """
+    """Open a container; return None for everything else."""
     if isinstance(tree, _ATOMS):
         return None
     if isinstance(tree, Mapping):
@@ -65,11 +56,7 @@ def open_up(tree: Any) -> Opened | None:
 
 
 def hides_tensors(leaf: Any) -> bool:
-    """Return whether an object that is not a container has tensors as attributes.
-
-    >>> hides_tensors(torch.distributions.Normal(torch.zeros(1), torch.ones(1))), hides_tensors("text")
-    (True, False)
-    """
+    """Return whether an object that is not a container has tensors as attributes."""
     if isinstance(leaf, (*_ATOMS, type, Tensor, nn.Module, FunctionType, MethodType, ModuleType, torch.Generator)):
         return False
     return any(isinstance(getattr(leaf, name, None), Tensor) for name in _attributes(leaf))

@@ -11,11 +11,7 @@ from polyamp.devices import fast_on_gpu, report_slow_format, why_not_fast
 
 
 def describe() -> dict[str, Any]:
-    """Return version, devices with the formats that are fast there, the compiled extension, and notes.
-
-    >>> describe()["devices"][-1]["name"][:3]
-    'cpu'
-    """
+    """Return version, devices with the formats that are fast there, the compiled extension, and notes."""
     *gpus, cpu = devices()
     notes = [] if gpus else ["no CUDA device: no Tensor Cores"]
     notes += [why_not_fast(gpu["name"], gpu["capability"]) for gpu in gpus if not gpu["fast"]]
@@ -37,12 +33,7 @@ _reported: set[str] = set()
 
 
 def report_slow(compute: str, stacklevel: int = 5) -> None:
-    """Warn at the first use of a compute format if a GPU here is slow in it.
-
-    Args:
-        compute: the policy's compute format.
-        stacklevel: as in `warnings.warn`, counted from this function.
-    """
+    """Warn at the first use of a compute format if a GPU here is slow in it."""
     if compute not in _reported:
         _reported.add(compute)
         for index in range(torch.cuda.device_count()):

@@ -20,12 +20,5 @@ SIXTEEN_BIT = frozenset({torch.float16, torch.bfloat16})
 
 
 def dtype_of(format_name: str) -> torch.dtype:
-    """Return the dtype that stores the values of a format.
-
-    >>> dtype_of("bf16"), dtype_of("tensorfloat32")
-    (torch.bfloat16, torch.float32)
-
-    Raises:
-        InvalidValueError: the format is unknown.
-    """
+    """Return the dtype that stores the values of a format."""
     return DTYPES[format_of(format_name).name]

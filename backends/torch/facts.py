@@ -32,22 +32,8 @@ from polyamp.policy import Policy
 
 
 def facts(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], policy: Policy, optimizer: Any) -> Facts:
-    """Collect the facts that lint judges; see `polyamp.adapter.CollectFacts`.
-
-    With arguments the target runs once, in float32, and its effects are undone.
-
-    >>> from polyamp import policy
-    >>> model = nn.Linear(3, 5).half()
-    >>> found = facts(model, (torch.ones(2, 3),), {}, policy("mixed_float16"), torch.optim.SGD(model.parameters()))
-    >>> found.optimizer, found.low_parameters, found.products
-    ('plain', ('weight', 'bias'), (Product(where='', name='matmul', format='float16', sizes={'m': 2, 'n': 5, 'k': 3}),))
-
-    Args:
-        target: a module, a function that returns a loss, or a training step.
-        args: its arguments; also kwargs. Without them a module is not run.
-        policy: the policy to judge.
-        optimizer: the optimizer that trains it; None searches the target's own code.
-    """
+    """Collect the facts that lint judges; see `polyamp.adapter.CollectFacts`."""
+    # With arguments the target runs once, in float32, and its effects are undone.
     reach = Reach(optimizer, target, args, dict(kwargs))
     low = [param for param in dict.fromkeys(reach.parameters()) if param.dtype in SIXTEEN_BIT]
     survey, differentiates = _surveyed(target, args, kwargs, policy)
@@ -114,13 +100,7 @@ def _surveyed(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], pol
 
 
 class Survey(Watcher):  # type: ignore[no-untyped-call]
-    """Observes the forward pass of a step: the sizes of its products and losses, and its casts.
-
-    Attributes:
-        products: matrix products and convolutions, in order.
-        losses: cross-entropies.
-        casts: casts to or from 16 bits in the user's own code.
-    """
+    """Observes the forward pass of a step: the sizes of its products and losses, and its casts."""
 
     def __init__(self, tracker: Tracker, changes: Changes) -> None:
         super().__init__(True, changes)

@@ -11,20 +11,8 @@ from polyamp.backends.torch.operations import MODULES
 
 
 def operation_of(module: nn.Module) -> str:
-    """Return the canonical operation of a module, by its class or bases; empty if there is none.
-
-    Normalisations of other libraries are recognised by their names and parameters: see `is_norm`.
-
-    >>> operation_of(nn.Linear(1, 1)), operation_of(nn.Sequential())
-    ('matmul', '')
-    >>> class LlamaRMSNorm(nn.Module):
-    ...     def __init__(self, size):
-    ...         super().__init__()
-    ...         self.weight = nn.Parameter(torch.ones(size))
-    >>> import torch
-    >>> operation_of(LlamaRMSNorm(4))
-    'rms_norm'
-    """
+    """Return the canonical operation of a module, by its class or bases; empty if there is none."""
+    # Normalisations of other libraries are recognised by their names and parameters: see `is_norm`.
     known = next((MODULES[kind.__name__] for kind in type(module).__mro__ if kind.__name__ in MODULES), "")
     return known or (_norm_of(module) if is_norm(module) else "")
 
@@ -34,13 +22,8 @@ _NO_NORM = re.compile(r"(spectral|weight)_?norm", re.IGNORECASE)  # of weights
 
 
 def is_norm(module: nn.Module) -> bool:
-    """Return whether a module normalises its input.
-
-    Its class, or a base of it, is named like a norm, and all its parameters and buffers are vectors.
-
-    >>> is_norm(nn.LayerNorm(4)), is_norm(nn.Linear(4, 4))
-    (True, False)
-    """
+    """Return whether a module normalises its input."""
+    # Its class, or a base of it, is named like a norm, and all its parameters and buffers are vectors.
     names = [kind.__name__ for kind in type(module).__mro__]
     if not any(_NORM.search(name) for name in names) or any(map(_NO_NORM.search, names)):
         return False
@@ -66,17 +49,7 @@ _KEPT = ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")
 
 
 def kept_by_authors(model: nn.Module) -> frozenset[nn.Module]:
-    """Return the parts of a model that its code, or the code of its parts, keeps in float32.
-
-    >>> class Model(nn.Module):
-    ...     _keep_in_fp32_modules = ["wo"]
-    ...     def __init__(self):
-    ...         super().__init__()
-    ...         self.wi, self.wo = nn.Linear(1, 1), nn.Linear(1, 1)
-    >>> model = Model()
-    >>> kept_by_authors(model) == {model.wo}
-    True
-    """
+    """Return the parts of a model that its code, or the code of its parts, keeps in float32."""
     return frozenset(part for owner in model.modules() for part in _kept_in(owner))
 
 

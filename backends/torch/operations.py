@@ -333,13 +333,7 @@ MODULES: dict[str, str] = by_native_name(
 
 
 def canonical(native: str) -> str | None:
-    """Return the canonical name of an aten operator, in any spelling; None if the map does not have it.
-
-    >>> canonical("aten::softmax.int"), canonical("aten.softmax.int"), canonical("softmax"), canonical("relu_")
-    ('softmax', 'softmax', 'softmax', 'relu')
-    >>> canonical("mylib::softmax") is None
-    True
-    """
+    """Return the canonical name of an aten operator, in any spelling; None if the map does not have it."""
     path = native.replace("::", ".").split(".")
     base = path[1] if path[0] == "aten" else native
     return OPERATIONS.get(base, OPERATIONS.get(base.removesuffix("_")))

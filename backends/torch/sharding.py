@@ -35,14 +35,7 @@ def fsdp_policy(policy: Policy, *, reduce: str, output: str, cast_forward_inputs
 
 
 def check_groups(params: Sequence[Tensor]) -> None:
-    """Raise if ``fully_shard`` has put parameters of several dtypes into one group, which its first forward refuses.
-
-    Args:
-        params: an optimizer's parameters.
-
-    Raises:
-        UsageError: there is such a group with one of these parameters.
-    """
+    """Raise if ``fully_shard`` has put parameters of several dtypes into one group, which its first forward refuses."""
     if len({param.dtype for param in params}) == 1 or not any(hasattr(param, "placements") for param in params):
         return
     own = set(params)

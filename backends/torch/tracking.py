@@ -24,15 +24,10 @@ Entry = TypeVar("Entry")
 
 
 class ModuleHooks:
-    """Functions that are called around every module's forward, while this context is entered at least once.
+    """Functions that are called around every module's forward, while this context is entered at least once."""
 
-    Code under checkpointing runs again in a backward pass, which may come after the context. So the hooks can stay:
-    as long as an autograd graph lives, or for good.
-
-    Args:
-        before: called with a module and its inputs.
-        after: called with a module, its inputs and its output; the output is None if the forward failed.
-    """
+    # Code under checkpointing runs again in a backward pass, which may come after the context. So the hooks can stay:
+    # as long as an autograd graph lives, or for good.
 
     def __init__(self, before: Callable[..., None], after: Callable[..., None]) -> None:
         self._before, self._after = before, after
@@ -110,33 +105,13 @@ class Stack(Generic[Entry]):
 
 
 def paths_in(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the modules of a root with their paths; a module that is used twice comes with each of its paths.
-
-    >>> relu = nn.ReLU()
-    >>> [path for path, module in paths_in(nn.Sequential(relu, relu))]
-    ['', '0', '1']
-    """
+    """Yield the modules of a root with their paths; a module that is used twice comes with each of its paths."""
     for name, module in root.named_modules(remove_duplicate=False):
         yield name.removeprefix("_orig_mod").removeprefix("."), module  # the prefix of torch.compile(module)
 
 
 class Tracker:
-    """The path of the module that runs, for recordings.
-
-    >>> import torch
-    >>> tracker = Tracker()
-    >>> model = nn.Sequential(nn.ReLU())
-    >>> handle = model[0].register_forward_pre_hook(lambda *_: print(repr(tracker.path)))
-    >>> with tracker.followed():
-    ...     _ = model(torch.ones(1))
-    '0'
-
-    Attributes:
-        roots: the outermost modules that were called, in order.
-
-    Args:
-        on_root: called with each outermost module before its first call.
-    """
+    """The path of the module that runs, for recordings."""
 
     def __init__(self, on_root: Callable[[nn.Module], None] = lambda _: None) -> None:
         self.roots: list[nn.Module] = []

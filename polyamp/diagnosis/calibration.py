@@ -160,10 +160,8 @@ def merged(recordings: Iterable[Recording]) -> Recording:
 
 
 def _protect(observe: Observe, policy: Policy, probe: Probe, share: float) -> tuple[list[Evidence], Probe]:
-    """Return the evidence for operations that have to stay in float32, and the probe with those rules.
-
-    Each round records again, since operations after float32 work become float32 without a rule.
-    """
+    """Return the evidence for operations that have to stay in float32, and the probe with those rules."""
+    # Each round records again, since operations after float32 work become float32 without a rule.
     found: dict[str, Evidence] = {}
     for _ in range(ROUNDS):
         unfit = _unfit(observe, _with(policy, found.values()), probe, share)
@@ -178,10 +176,8 @@ def _protect(observe: Observe, policy: Policy, probe: Probe, share: float) -> tu
 
 
 def _unfit(observe: Observe, policy: Policy, probe: Probe, share: float) -> Sequence[Evidence]:
-    """Return the new evidence of a round: the findings of the first check that finds anything.
-
-    Later checks are not used, since their findings may be effects of the same fault.
-    """
+    """Return the new evidence of a round: the findings of the first check that finds anything."""
+    # Later checks are not used, since their findings may be effects of the same fault.
     if probe.broken:
         return []
     return (
@@ -200,11 +196,10 @@ def _compared(narrow: Recording, probe: Probe) -> list[Evidence]:
 def _relax(
     observe: Observe, unmatched: Callable[[Policy], Sequence[str]], policy: Policy, probe: Probe
 ) -> tuple[Sequence[Evidence], Probe]:
-    """Return the evidence for operations that can leave float32, and the probe with those rules too.
-
-    Only operations that do become 16-bit are included, and none if they make the model unsafe. If a function is
-    transformed before it is differentiated, no rule reaches the operations of its derivative: those are ``unmatched``.
-    """
+    """Return the evidence for operations that can leave float32, and the probe with those rules too."""
+    # Only operations that do become 16-bit are included, and none if they make the model unsafe. If a function is
+    # transformed before it is differentiated, no rule reaches the operations of its derivative: those are
+    # ``unmatched``.
     candidates = list(relaxable(probe)) if probe.is_safe else []
     out_of_reach = set(unmatched(_with(policy, candidates))) if candidates else set()
     candidates = [one for one in candidates if one.rule not in out_of_reach]

@@ -26,19 +26,12 @@ Programs = tuple[Program, Program]
 
 
 class Cause(NamedTuple):
-    """The part of a mismatch that disappears if some operations run in float32.
+    """The part of a mismatch that disappears if some operations run in float32."""
 
-    Attributes:
-        rule: the pattern of these operations, for ``rules={rule: "full"}``.
-        programs: "train", "infer" or "both": the programs that compute them in 16 bits.
-        left: the mean difference with the rule in both programs.
-        share: the part that disappears; negative if the difference grows.
-    """
-
-    rule: str
-    programs: str
-    left: float
-    share: float
+    rule: str  # the pattern of these operations, for ``rules={rule: "full"}``
+    programs: str  # "train", "infer" or "both": the programs that compute them in 16 bits
+    left: float  # the mean difference with the rule in both programs
+    share: float  # the part that disappears; negative if the difference grows
 
     def as_dict(self) -> dict[str, Any]:
         """Return the cause as JSON values."""
@@ -46,13 +39,7 @@ class Cause(NamedTuple):
 
 
 def find_causes(programs: Programs, mean: float, measure: Callable[[Programs], float]) -> tuple[Cause, ...]:
-    """Return the causes of a mismatch, the largest first; of equal ones, those that only one program computes.
-
-    Args:
-        programs: the training program and the inference program, named "train" and "infer".
-        mean: their mean difference.
-        measure: returns the mean difference of two programs.
-    """
+    """Return the causes of a mismatch, the largest first; of equal ones, those that only one program computes."""
     if not mean > 0:
         return ()
     train, infer = programs
@@ -67,13 +54,8 @@ def find_causes(programs: Programs, mean: float, measure: Callable[[Programs], f
 
 
 def _candidates(found: Iterable[list[tuple[str, str]]]) -> list[str]:
-    """Return the patterns to try: operations at their paths, and all operations of a name if it is at several paths.
-
-    Products are not tried all together: in float32 they leave nothing in 16 bits.
-
-    >>> _candidates([[("matmul", "body/matmul"), ("matmul", "head/matmul"), ("exp", "a/exp"), ("exp", "b/exp")]])
-    ['exp', 'body/matmul', 'head/matmul', 'a/exp', 'b/exp']
-    """
+    """Return the patterns to try: operations at their paths, and all operations of a name if it is at several paths."""
+    # Products are not tried all together: in float32 they leave nothing in 16 bits.
     each = [pair for operations in found for pair in operations]
     at_several = {name for name, pattern in each if any(name == other and pattern != path for other, path in each)}
     together = {name for name in at_several if decide((), name).op_class != "lower"}
@@ -99,13 +81,7 @@ def _is_low(one: PlannedOperation) -> bool:
 
 
 def rule_for(one: PlannedOperation) -> str:
-    """Return the pattern for an operation at its path in all layers of a stack: numbers become ``*``.
-
-    >>> rule_for(PlannedOperation("matmul", "mm", "blocks.3.mlp net.py:7 (forward)", "lower", "float16", "table"))
-    'blocks/*/mlp/matmul'
-    >>> rule_for(PlannedOperation("matmul", "MatMul", "head/MatMul", "lower", "float16", "table"))
-    'head/matmul'
-    """
+    """Return the pattern for an operation at its path in all layers of a stack: numbers become ``*``."""
     path = re.sub(r"(^|\s)\S+:\d+( \(.*\))?$", "", one.where)  # without the source line
     parts = [part for part in re.split(r"[./]", path) if part]
     if parts and parts[-1].lower() in (one.name.lower(), one.native.lower()):

@@ -23,23 +23,12 @@ Clip = tuple[float, float]
 
 @dataclass(frozen=True)
 class Differences:
-    """The differences log p_train - log p_infer of tokens, and their statistics.
+    """The differences log p_train - log p_infer of tokens, and their statistics."""
 
-    >>> found = Differences(np.log([[0.5, 0.4], [0.3, 0.2]]), np.log([[0.5, 0.2], [0.3, 0.2]]))
-    >>> found.tokens, round(found.largest, 3), found.outside, found.sequence_ratios
-    (4, 0.693, 0.25, (1.0, 2.0))
-
-    Attributes:
-        train: log-probabilities of the training program, one per token; the last axis is time.
-        infer: those of the inference program.
-        counted: which tokens count; None means all.
-        clip: smallest and largest importance ratio that count as inside.
-    """
-
-    train: np.ndarray
-    infer: np.ndarray
-    counted: np.ndarray | None = None
-    clip: Clip = (0.8, 1.2)
+    train: np.ndarray  # log-probabilities of the training program, one per token; the last axis is time
+    infer: np.ndarray  # those of the inference program
+    counted: np.ndarray | None = None  # which tokens count; None means all
+    clip: Clip = (0.8, 1.2)  # smallest and largest importance ratio that count as inside
 
     @cached_property
     def each(self) -> np.ndarray:
@@ -87,10 +76,8 @@ class Differences:
 
     @property
     def k3(self) -> float:
-        """The estimate of KL(infer || train) that is the mean of ratio - 1 - log(ratio), which is never negative.
-
-        Source: Schulman, "Approximating KL Divergence", 2020. The tokens have to be sampled by the inference program.
-        """
+        """The estimate of KL(infer || train) that is the mean of ratio - 1 - log(ratio), which is never negative."""
+        # Source: Schulman, "Approximating KL Divergence", 2020. The tokens have to be sampled by the inference program.
         with np.errstate(over="ignore"):
             return _mean(np.expm1(self.usable) - self.usable)
 
@@ -132,20 +119,7 @@ def _mean(values: np.ndarray) -> float:
 
 
 def log_probs(result: Any, tokens: np.ndarray | None, *, where: str) -> np.ndarray:
-    """Return the log-probability of each token in float64, from a program's result.
-
-    >>> log_probs(np.zeros((1, 2, 4), np.float32), np.array([[3, 0]]), where="train_fn")
-    array([[-1.38629436, -1.38629436]])
-
-    Args:
-        result: log-probabilities; or with ``tokens`` logits, which have one more axis.
-        tokens: the token that follows each position.
-        where: the program, for errors.
-
-    Raises:
-        InvalidTypeError: the result is not a floating-point array.
-        InvalidValueError: the shapes of logits and tokens do not fit, or logits come without tokens.
-    """
+    """Return the log-probability of each token in float64, from a program's result."""
     if name_of_dtype(getattr(result, "dtype", None)) is None:
         raise InvalidTypeError(
             "a program must return floating-point numbers",

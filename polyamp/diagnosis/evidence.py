@@ -27,38 +27,22 @@ square (a variance as the difference of two means), sin, cos and tan (arguments 
 
 
 class Evidence(NamedTuple):
-    """The reason for a rule.
+    """The reason for a rule."""
 
-    Attributes:
-        rule: the pattern: one operation at one path.
-        op_class: the class that the rule assigns, "full" or "follow".
-        place: the operation with its path, as recorded.
-        was: its class without the rule.
-        why: what was observed, in words.
-        largest: largest observed magnitude, in float32.
-        lost: share of the L1 mass that the format would lose.
-        headroom: powers of two between the largest magnitude and the format's maximum; for gradients, without a loss
-            scale.
-        batches: number of batches it is based on.
-    """
-
-    rule: str
-    op_class: str
-    place: str
-    was: str
-    why: str
-    largest: float
-    lost: float
+    rule: str  # the pattern: one operation at one path
+    op_class: str  # the class that the rule assigns, "full" or "follow"
+    place: str  # the operation with its path, as recorded
+    was: str  # its class without the rule
+    why: str  # what was observed, in words
+    largest: float  # largest observed magnitude, in float32
+    lost: float  # share of the L1 mass that the format would lose
+    # powers of two between the largest magnitude and the format's maximum; for gradients, without a loss scale
     headroom: float
-    batches: int = 1
+    batches: int = 1  # number of batches it is based on
 
 
 def pattern_of(place: str) -> str:
-    """Return the pattern for a rule about one operation and its path, with wildcard characters escaped.
-
-    >>> pattern_of("decoder/0/exp"), pattern_of("params['w']/exp")
-    ('decoder/0/exp', "params[[]'w']/exp")
-    """
+    """Return the pattern for a rule about one operation and its path, with wildcard characters escaped."""
     *_, named = re.split(r"[./]{2,}|^[./]", place)  # the part after the last blank component, since patterns have none
     return re.sub(r"([*?[])", r"[\1]", named)
 
@@ -81,10 +65,8 @@ def too_narrow(probe: Probe, tolerated: float) -> Iterator[Evidence]:
 
 
 def poisoned(narrow: Recording, probe: Probe) -> Iterator[Evidence]:
-    """Yield the first 16-bit result that is not finite in a recording in the formats themselves, but is in float32.
-
-    One of its inputs, from float32 work, overflows when it is rounded to the format.
-    """
+    """Yield the first 16-bit result that is not finite in a recording in the formats themselves, but is in float32."""
+    # One of its inputs, from float32 work, overflows when it is rounded to the format.
     bad = next((one for one in narrow.of_kind(ACTIVATION) if not (one.spread.is_finite or _is_rounding(one))), None)
     for one in probe.recording.of_kind(ACTIVATION):
         if bad and bad.is_low and one.place == bad.place:
@@ -107,10 +89,8 @@ def rounded(narrow: Recording, probe: Probe) -> Iterator[Evidence]:
 
 
 def without_a_scale(probe: Probe) -> Iterator[Evidence]:
-    """Yield the fewest places that have to leave 16 bits so that one loss scale suits all other gradients.
-
-    Yield nothing if a loss scale suits all gradients already.
-    """
+    """Yield the fewest places that have to leave 16 bits so that one loss scale suits all other gradients."""
+    # Yield nothing if a loss scale suits all gradients already.
     if probe.window is None or not probe.window.is_empty:
         return
     counting = {id(one) for one in probe.counting}
@@ -138,11 +118,9 @@ def without_a_scale(probe: Probe) -> Iterator[Evidence]:
 
 
 def relaxable(probe: Probe) -> Iterator[Evidence]:
-    """Yield operations in float32 only for their range that stay inside the format by the probe's margin.
-
-    Their gradients have to stay inside it too. This is required of every tensor at a place, since a rule affects all of
-    them. Yield nothing for formats with float32's range.
-    """
+    """Yield operations in float32 only for their range that stay inside the format by the probe's margin."""
+    # Their gradients have to stay inside it too. This is required of every tensor at a place, since a rule affects all
+    # of them. Yield nothing for formats with float32's range.
     if format_of(probe.format).exponent_bits == format_of("float32").exponent_bits:
         return
     places: dict[str, list[Observation]] = {}
@@ -186,10 +164,8 @@ def _gradients(probe: Probe, one: Observation) -> list[Observation]:
 
 
 def _makers(recording: Recording, one: Observation) -> list[Observation]:
-    """Return the 16-bit forward operations that a gradient belongs to.
-
-    These are the operations of the same name at the gradient's path; without any, the products at that path.
-    """
+    """Return the 16-bit forward operations that a gradient belongs to."""
+    # These are the operations of the same name at the gradient's path; without any, the products at that path.
     if _is_rounding(one):
         return _product_before(recording, one)
     if one.kind == PARAMETER:  # its name may start with modules above the one that the step calls
@@ -201,10 +177,8 @@ def _makers(recording: Recording, one: Observation) -> list[Observation]:
 
 
 def _product_before(recording: Recording, one: Observation) -> list[Observation]:
-    """Return the last product before a float32 operation: its 16-bit result is the operation's input.
-
-    The gradient of that operation is rounded to 16 bits for the product.
-    """
+    """Return the last product before a float32 operation: its 16-bit result is the operation's input."""
+    # The gradient of that operation is rounded to 16 bits for the product.
     forward = list(recording.of_kind(ACTIVATION))
     places = [each.place for each in forward]
     before = forward[: places.index(one.place)] if one.place in places else forward
@@ -222,10 +196,8 @@ def _forward(recording: Recording) -> list[Observation]:
 
 
 def _causes(observations: Iterable[Observation]) -> Sequence[Observation]:
-    """Return the products among these operations; without products, those that are not ``keep`` or ``full``.
-
-    An operation that follows a float32 operation runs in float32 without a rule.
-    """
+    """Return the products among these operations; without products, those that are not ``keep`` or ``full``."""
+    # An operation that follows a float32 operation runs in float32 without a rule.
     each = [one for one in observations if one.op_class not in ("keep", "full")]
     return [one for one in each if one.op_class == "lower"] or each
 

@@ -14,88 +14,51 @@ OptimizerState = Literal["", "plain", "wrapped", "wrapped twice", "native scaler
 
 
 class UserCast(NamedTuple):
-    """A cast that the user's own code makes to or from 16 bits.
+    """A cast that the user's own code makes to or from 16 bits."""
 
-    Attributes:
-        where: module or scope path, or source line, if known.
-        native: the cast in the framework's words: ``Tensor.half``, ``astype``, ``tf.cast``.
-        format: the target format.
-    """
-
-    where: str
-    native: str
-    format: str
+    where: str  # module or scope path, or source line, if known
+    native: str  # the cast in the framework's words: ``Tensor.half``, ``astype``, ``tf.cast``
+    format: str  # the target format
 
 
 class Product(NamedTuple):
-    """A matrix product or a convolution.
+    """A matrix product or a convolution."""
 
-    Attributes:
-        where: module or scope path.
-        name: canonical operation.
-        format: the format that the plan runs it in.
-        sizes: elements of each dimension that should be a multiple of a Tensor Core tile: ``m``, ``n`` and ``k`` of a
-            product, ``in_channels`` and ``out_channels`` of a convolution.
-    """
-
-    where: str
-    name: str
-    format: str
+    where: str  # module or scope path
+    name: str  # canonical operation
+    format: str  # the format that the plan runs it in
+    # elements of each dimension that should be a multiple of a Tensor Core tile: ``m``, ``n`` and ``k`` of a product,
+    # ``in_channels`` and ``out_channels`` of a convolution
     sizes: Mapping[str, int]
 
 
 class ClassLoss(NamedTuple):
-    """A softmax or cross-entropy over many classes.
+    """A softmax or cross-entropy over many classes."""
 
-    Attributes:
-        where: module or scope path.
-        classes: number of classes, such as words of a vocabulary.
-        rows: number of rows (tokens, examples) that the loss is divided by in one call.
-    """
-
-    where: str
-    classes: int
-    rows: int
+    where: str  # module or scope path
+    classes: int  # number of classes, such as words of a vocabulary
+    rows: int  # number of rows (tokens, examples) that the loss is divided by in one call
 
 
 @dataclass(frozen=True)
 class Facts:
-    """The facts that an adapter knows about a step or model under a policy, without running it.
+    """The facts that an adapter knows about a step or model under a policy, without running it."""
 
-    >>> from polyamp import policy
-    >>> Facts("torch", policy("mixed_float16"), optimizer="plain").low_parameters
-    ()
-
-    Attributes:
-        framework: the adapter's name.
-        policy: the policy in question.
-        plan: the plan of the step under the policy; None if it cannot be traced.
-        optimizer: the kind of the optimizer: "" if none was passed, "plain", polyamp's ("wrapped"), polyamp's around
-            polyamp's or around the framework's own loss scaling ("wrapped twice"), or scaled by the framework itself
-            ("native scaler").
-        low_parameters: names of parameters stored in 16 bits.
-        has_masters: whether the optimizer keeps float32 copies of those.
-        layer_policies: for Keras, the layers whose own policy computes in float16, each with that policy's name.
-        casts: the user's own casts to or from 16 bits.
-        products: matrix products and convolutions.
-        losses: softmaxes and cross-entropies, with their numbers of classes and rows.
-        devices: as in the adapter's ``describe()["devices"]``.
-        unscaled: places of updates that unscale the gradients of a loss that was never scaled.
-        clipped: places where gradients are clipped while they are scaled.
-        disagreement: how the optimizer, which was wrapped for another policy, disagrees with this one.
-    """
-
-    framework: str
-    policy: Policy
-    plan: Plan | None = None
+    framework: str  # the adapter's name
+    policy: Policy  # the policy in question
+    plan: Plan | None = None  # the plan of the step under the policy; None if it cannot be traced
+    # the kind of the optimizer: "" if none was passed, "plain", polyamp's ("wrapped"), polyamp's around polyamp's or
+    # around the framework's own loss scaling ("wrapped twice"), or scaled by the framework itself ("native scaler")
     optimizer: OptimizerState = ""
-    low_parameters: tuple[str, ...] = ()
-    has_masters: bool = False
+    low_parameters: tuple[str, ...] = ()  # names of parameters stored in 16 bits
+    has_masters: bool = False  # whether the optimizer keeps float32 copies of those
+    # for Keras, the layers whose own policy computes in float16, each with that policy's name
     layer_policies: tuple[tuple[str, str], ...] = ()
-    casts: tuple[UserCast, ...] = ()
-    products: tuple[Product, ...] = ()
-    losses: tuple[ClassLoss, ...] = ()
-    devices: tuple[Mapping[str, Any], ...] = ()
-    unscaled: tuple[str, ...] = ()
-    clipped: tuple[str, ...] = ()
+    casts: tuple[UserCast, ...] = ()  # the user's own casts to or from 16 bits
+    products: tuple[Product, ...] = ()  # matrix products and convolutions
+    losses: tuple[ClassLoss, ...] = ()  # softmaxes and cross-entropies, with their numbers of classes and rows
+    devices: tuple[Mapping[str, Any], ...] = ()  # as in the adapter's ``describe()["devices"]``
+    unscaled: tuple[str, ...] = ()  # places of updates that unscale the gradients of a loss that was never scaled
+    clipped: tuple[str, ...] = ()  # places where gradients are clipped while they are scaled
+    # how the optimizer, which was wrapped for another policy, disagrees with this one
     disagreement: Disagreement | None = None

@@ -257,13 +257,7 @@ def health(holder: Any, probe: Probe | None = None) -> Health:
 
 
 def check_probe(probe: object, *, where: str) -> None:
-    """Refuse a value that is neither None nor a probe.
-
-    >>> check_probe(None, where="health(probe=)")
-
-    Raises:
-        InvalidTypeError: the value has no ``window``.
-    """
+    """Refuse a value that is neither None nor a probe."""
     if probe is not None and not hasattr(probe, "window"):
         raise InvalidTypeError(
             "not a probe",

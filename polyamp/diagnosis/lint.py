@@ -155,12 +155,6 @@ def lint(
 
 
 def judge(facts: Facts) -> Report:
-    """Apply every check to the facts about a step.
-
-    >>> from polyamp import policy
-    >>> facts = Facts("torch", policy("mixed_float16"), optimizer="wrapped twice")
-    >>> [finding.code for finding in judge(facts)]
-    ['wrapped-twice']
-    """
+    """Apply every check to the facts about a step."""
     findings = (Finding(code, check.severity, *fault) for code, check in CHECKS.items() for fault in check.find(facts))
     return Report(facts.framework, str(facts.policy), tuple(findings))

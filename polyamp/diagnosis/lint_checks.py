@@ -35,38 +35,21 @@ class Fault(NamedTuple):
 
 
 class Check(NamedTuple):
-    """One check: a pure function of facts, and the severity of its findings.
+    """One check: a pure function of facts, and the severity of its findings."""
 
-    Attributes:
-        severity: the severity of all its findings; see `Finding`.
-        title: the fault that the check looks for.
-        source: a reference that explains why the fault is wrong.
-        find: returns its findings.
-    """
-
-    severity: Severity
-    title: str
-    source: str
-    find: Callable[[Facts], Iterable[Fault]]
+    severity: Severity  # the severity of all its findings; see `Finding`
+    title: str  # the fault that the check looks for
+    source: str  # a reference that explains why the fault is wrong
+    find: Callable[[Facts], Iterable[Fault]]  # returns its findings
 
 
 def stuck_mass(classes: int, rows: int, scale: float = 1.0) -> float:
-    """Return the probability that a softmax cannot remove from wrong classes, in float16 at a static loss scale.
-
-    The gradient of a cross-entropy with respect to a wrong class's logit is that class's probability p, divided by the
-    number of rows over which the loss is averaged. Times the scale, it reaches the layers below in float16, where
-    values below half of the smallest subnormal, 2**-25, round to zero. So a probability under ``rows * 2**-25 / scale``
-    is never reduced further, and each of the classes may keep that much. If the sum comes near 1, the model cannot even
-    learn how frequent the classes are.
-
-    >>> stuck_mass(classes=50257, rows=2**15), stuck_mass(50257, 2**15, scale=1024.0)
-    (49.0791015625, 0.047928810119628906)
-
-    Args:
-        classes: number of classes, such as words of a vocabulary.
-        rows: the loss's denominator in rows, over all accumulated batches and devices.
-        scale: the loss scale.
-    """
+    """Return the probability that a softmax cannot remove from wrong classes, in float16 at a static loss scale."""
+    # The gradient of a cross-entropy with respect to a wrong class's logit is that class's probability p, divided by
+    # the number of rows over which the loss is averaged. Times the scale, it reaches the layers below in float16, where
+    # values below half of the smallest subnormal, 2**-25, round to zero. So a probability under ``rows * 2**-25 /
+    # scale`` is never reduced further, and each of the classes may keep that much. If the sum comes near 1, the model
+    # cannot even learn how frequent the classes are.
     return classes * rows * 2.0**-25 / scale
 
 

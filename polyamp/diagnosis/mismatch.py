@@ -45,17 +45,12 @@ Pair = tuple[Policy, Policy]
 
 @dataclass(frozen=True)
 class Comparison:
-    """Two programs compared in one choice of formats.
+    """Two programs compared in one choice of formats."""
 
-    Attributes:
-        policies: the policy of the training program and that of the inference program; None if they ran as they are.
-        differences: the differences between their log-probabilities.
-        causes: the operations that cause the differences, the largest cause first.
-    """
-
+    # the policy of the training program and that of the inference program; None if they ran as they are
     policies: Pair | None
-    differences: Differences
-    causes: tuple[Cause, ...] = ()
+    differences: Differences  # the differences between their log-probabilities
+    causes: tuple[Cause, ...] = ()  # the operations that cause the differences, the largest cause first
 
     @property
     def name(self) -> str:
@@ -84,15 +79,10 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Mismatch(JsonReport):
-    """The result of `mismatch`: a comparison for each choice of formats. Prints as a table.
+    """The result of `mismatch`: a comparison for each choice of formats. Prints as a table."""
 
-    Attributes:
-        comparisons: in the order of ``policies``.
-        clip: smallest and largest importance ratio that count as inside.
-    """
-
-    comparisons: tuple[Comparison, ...]
-    clip: Clip = (0.8, 1.2)
+    comparisons: tuple[Comparison, ...]  # in the order of ``policies``
+    clip: Clip = (0.8, 1.2)  # smallest and largest importance ratio that count as inside
 
     def __getitem__(self, name: str) -> Comparison:
         """Return the comparison with this name, such as "mixed_float16"."""
@@ -105,12 +95,7 @@ class Mismatch(JsonReport):
         return {"clip": list(self.clip), "comparisons": [one.as_dict() for one in self.comparisons]}
 
     def plot(self, path: str | PathLike[str]) -> None:
-        """Draw the share of tokens that differ by more than each size, and the causes, into an image file.
-
-        Raises:
-            InvalidValueError: the file's ending does not name an image format.
-            MissingFrameworkError: matplotlib is not installed.
-        """
+        """Draw the share of tokens that differ by more than each size, and the causes, into an image file."""
         from polyamp.diagnosis.pictures import draw_mismatch
 
         curves = {one.name: np.sort(np.abs(one.differences.usable)).tolist() for one in self.comparisons}
@@ -237,17 +222,11 @@ def mismatch(
 
 @dataclass(frozen=True)
 class _Compare:
-    """Compares two programs.
+    """Compares two programs."""
 
-    Attributes:
-        tokens: the tokens that follow each position; None if the programs return log-probabilities.
-        mask: which tokens count; None means all.
-        clip: the clip range.
-    """
-
-    tokens: np.ndarray | None
-    mask: np.ndarray | None
-    clip: Clip
+    tokens: np.ndarray | None  # the tokens that follow each position; None if the programs return log-probabilities
+    mask: np.ndarray | None  # which tokens count; None means all
+    clip: Clip  # the clip range
 
     def of(self, programs: Programs, *, causes: bool) -> Comparison:
         """Return the comparison of two programs, with causes if they are wanted and a policy is in 16 bits."""

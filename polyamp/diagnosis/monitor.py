@@ -50,11 +50,7 @@ class HealthMonitor:
         self._calls = 0
 
     def __call__(self, holder: Any) -> Health | None:
-        """Check, if it is time to; see `health` for what ``holder`` may be and for the errors.
-
-        Returns:
-            The health that the hooks received; None if it was not time.
-        """
+        """Check, if it is time to; see `health` for what ``holder`` may be and for the errors."""
         self._calls += 1
         return None if self._calls % self.every else self.look(holder)
 

@@ -54,23 +54,10 @@ class Mark(NamedTuple):
 def draw_probe(
     path: str | PathLike[str], recording: Recording, limits: Format, window: Window | None, scale: float
 ) -> None:
-    """Draw a heat map of every tensor over powers of two, with the format's limits, into an image file.
-
-    Each row is a tensor, in the order of computation; darker cells hold more of its elements. Grey names are tensors
-    that the policy keeps in float32. The lines are the format's smallest subnormal, smallest normal and largest number.
-    In the panels of gradients, values that are lost or too large at the recommended loss scale are grey.
-
-    Args:
-        path: the image file.
-        recording: one step in float32 with unscaled gradients.
-        limits: the 16-bit format.
-        window: the safe range of loss scales; None if no gradient needs a scale.
-        scale: the recommended loss scale.
-
-    Raises:
-        InvalidValueError: the file's ending does not name an image format.
-        MissingFrameworkError: matplotlib is not installed.
-    """
+    """Draw a heat map of every tensor over powers of two, with the format's limits, into an image file."""
+    # Each row is a tensor, in the order of computation; darker cells hold more of its elements. Grey names are tensors
+    # that the policy keeps in float32. The lines are the format's smallest subnormal, smallest normal and largest
+    # number. In the panels of gradients, values that are lost or too large at the recommended loss scale are grey.
     panels = {kind: rows for kind in _TITLES if (rows := list(recording.of_kind(kind)))}
     heights = [max(len(rows), 3) for rows in panels.values()] or [3]
     figure = figure_for(path, (10, min(max(1.8 + 0.2 * sum(heights), 3.5), 16)))
@@ -94,18 +81,7 @@ def draw_probe(
 def draw_sweep(
     path: str | PathLike[str], runs: Sequence[Mark], reference: tuple[str, float] | None, window: Window | None
 ) -> None:
-    """Draw the final loss over the loss scale, with the reference and the probed window, into an image file.
-
-    Args:
-        path: the image file.
-        runs: in order of ascending scale.
-        reference: the name and the value of the loss to reach.
-        window: the probed window.
-
-    Raises:
-        InvalidValueError: the file's ending does not name an image format.
-        MissingFrameworkError: matplotlib is not installed.
-    """
+    """Draw the final loss over the loss scale, with the reference and the probed window, into an image file."""
     figure = figure_for(path, (9, 4.5))
     axis = figure.subplots()
     scales = [math.log2(run.scale) for run in runs]
@@ -127,18 +103,7 @@ def draw_sweep(
 
 
 def draw_plan(path: str | PathLike[str], policy: str, moved: Mapping[tuple[str, str], int], full: Counter[str]) -> None:
-    """Draw the bytes that each kind of operation moves under a policy, by format, next to float32's, into an image.
-
-    Args:
-        path: the image file.
-        policy: the policy's text.
-        moved: bytes by operation and format.
-        full: bytes by operation if everything is in float32.
-
-    Raises:
-        InvalidValueError: the file's ending does not name an image format.
-        MissingFrameworkError: matplotlib is not installed.
-    """
+    """Draw the bytes that each kind of operation moves under a policy, by format, next to float32's, into an image."""
     names = [name for name, _ in full.most_common(_BARS)]
     figure = figure_for(path, (8, 1.8 + 0.3 * len(names)))
     axis = figure.subplots()
@@ -194,16 +159,7 @@ def draw_mismatch(
 
 
 def figure_for(path: str | PathLike[str], size: tuple[float, float]) -> Any:
-    """Return an empty figure of matplotlib, for an image file.
-
-    Args:
-        path: the image file.
-        size: width and height in inches.
-
-    Raises:
-        InvalidValueError: the file's ending does not name an image format.
-        MissingFrameworkError: matplotlib is not installed.
-    """
+    """Return an empty figure of matplotlib, for an image file."""
     try:
         from matplotlib.figure import Figure
     except ModuleNotFoundError as error:

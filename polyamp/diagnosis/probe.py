@@ -228,10 +228,8 @@ class Probe(JsonReport):
         return [*chosen, self.broken] if self.broken else chosen
 
     def _pictured(self) -> tuple[int, int]:
-        """Return the exponents to picture: from 16 below the smallest subnormal to the format's largest number.
-
-        A format with float32's range gets -40 .. 16.
-        """
+        """Return the exponents to picture: from 16 below the smallest subnormal to the format's largest number."""
+        # A format with float32's range gets -40 .. 16.
         limits = format_of(self.format)
         low, high = math.floor(math.log2(limits.smallest_subnormal)), math.floor(math.log2(limits.max))
         return (low - 16, high) if high - low < 64 else (-40, 16)
@@ -277,11 +275,7 @@ _KINDS = {ACTIVATION: "act", GRADIENT: "grad", PARAMETER: "param"}
 
 
 def written(config: LossScale) -> str:
-    """Return settings as source code, with powers of two written as powers.
-
-    >>> written(LossScale(init=2.0**-6)), written(LossScale())
-    ('LossScale(init=2.0**-6)', 'LossScale()')
-    """
+    """Return settings as source code, with powers of two written as powers."""
     settings = config.to_dict()
     if config == LossScale.none():
         return repr(config)

@@ -14,27 +14,17 @@ from polyamp.verbs import autocast, explain, rewrite
 
 
 class Program(NamedTuple):
-    """A function with its arguments and its policy.
+    """A function with its arguments and its policy."""
 
-    Attributes:
-        name: for messages.
-        fn: the function.
-        args: its arguments.
-        policy: its policy; None runs it as it is.
-        backend: the framework's name, if neither the function nor the arguments show it.
-    """
-
-    name: str
-    fn: Callable[..., Any]
-    args: tuple[Any, ...]
-    policy: Policy | None
-    backend: str | None = None
+    name: str  # for messages
+    fn: Callable[..., Any]  # the function
+    args: tuple[Any, ...]  # its arguments
+    policy: Policy | None  # its policy; None runs it as it is
+    backend: str | None = None  # the framework's name, if neither the function nor the arguments show it
 
     def run(self) -> Any:
-        """Run the program and return its result.
-
-        TensorFlow's programs are rewritten, since its autocast leaves everything but products in float32.
-        """
+        """Run the program and return its result."""
+        # TensorFlow's programs are rewritten, since its autocast leaves everything but products in float32.
         if self.policy is None:
             return self.fn(*self.args)
         adapter = offering(EXPLAIN, self.backend, (self.fn, self.args), where=f"{self.name} and its arguments")

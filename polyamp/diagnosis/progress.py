@@ -13,18 +13,7 @@ Progress = bool | Show
 
 @contextmanager
 def progressing(progress: Progress, total: int, title: str) -> Iterator[Callable[[str], None]]:
-    """Provide a function to call with a line of text after each of ``total`` parts.
-
-    >>> with progressing(lambda done, total, text: print(f"{done}/{total} {text}"), 2, "work") as show:
-    ...     show("the first")
-    1/2 the first
-
-    Args:
-        progress: True shows progress on standard error: a bar if that is a terminal and rich is installed, else lines.
-            False shows nothing. A function is called with ``(parts done, parts in all, text)``.
-        total: number of parts.
-        title: the bar's title before its first part is done.
-    """
+    """Provide a function to call with a line of text after each of ``total`` parts."""
     with ExitStack() as stack:
         show = progress if callable(progress) else _shown(stack, total, title) if progress else _nothing
         parts = itertools.count(1)

@@ -19,38 +19,25 @@ PARAMETER: Kind = "parameter gradient"
 
 
 class Observation(NamedTuple):
-    """One tensor of a step.
+    """One tensor of a step."""
 
-    Attributes:
-        kind: "activation", computed by the forward pass; "activation gradient", computed by the backward pass;
-            "parameter gradient", passed to the optimizer.
-        name: canonical name (`polyamp.operations`) of the operation that computed it, else the framework's name; for a
-            parameter gradient, the parameter's name.
-        native: the framework's name of that operation.
-        where: scope or module path, joined by ``/``; empty if unknown. A gradient has the path of its forward
-            operation.
-        op_class: class of the operation under the policy, as in a plan.
-        format: the format in which the policy computes it.
-        shape: the tensor's shape.
-        spread: the spread of its elements; for a loop's body, over all iterations.
-    """
-
+    # "activation", computed by the forward pass; "activation gradient", computed by the backward pass; "parameter
+    # gradient", passed to the optimizer
     kind: Kind
+    # canonical name (`polyamp.operations`) of the operation that computed it, else the framework's name; for a
+    # parameter gradient, the parameter's name
     name: str
-    native: str
+    native: str  # the framework's name of that operation
+    # scope or module path, joined by ``/``; empty if unknown. A gradient has the path of its forward operation
     where: str
-    op_class: str
-    format: str
-    shape: tuple[int, ...]
-    spread: Spread
+    op_class: str  # class of the operation under the policy, as in a plan
+    format: str  # the format in which the policy computes it
+    shape: tuple[int, ...]  # the tensor's shape
+    spread: Spread  # the spread of its elements; for a loop's body, over all iterations
 
     @property
     def place(self) -> str:
-        """Return the operation with its path, as in a rule.
-
-        >>> Observation("activation", "exp", "exp", "decoder/0", "full", "float32", (), Spread.of([])).place
-        'decoder/0/exp'
-        """
+        """Return the operation with its path, as in a rule."""
         return f"{self.where}/{self.name}" if self.where and self.kind != PARAMETER else self.name
 
     @property
@@ -65,26 +52,18 @@ class Observation(NamedTuple):
 
 @dataclass(frozen=True)
 class Recording:
-    """One step, as recorded by an adapter.
+    """One step, as recorded by an adapter."""
 
-    Attributes:
-        framework: the adapter's name.
-        policy: the policy's text.
-        loss: the unscaled loss; None if the step does not show one.
-        scale: the factor of the loss when it was differentiated.
-        widened: whether 16-bit values were computed in float32, so that nothing overflowed or was lost; else the
-            policy's formats were used.
-        observations: in the order of computation: the forward pass, then the backward pass. Gradients are as computed,
-            times ``scale``.
-        differentiates: whether the step itself computed the gradients and chose the scale; else the recorder did.
-    """
-
-    framework: str
-    policy: str
-    loss: float | None
-    scale: float
+    framework: str  # the adapter's name
+    policy: str  # the policy's text
+    loss: float | None  # the unscaled loss; None if the step does not show one
+    scale: float  # the factor of the loss when it was differentiated
+    # whether 16-bit values were computed in float32, so that nothing overflowed or was lost; else the policy's formats
+    # were used
     widened: bool
+    # in the order of computation: the forward pass, then the backward pass. Gradients are as computed, times ``scale``
     observations: tuple[Observation, ...]
+    # whether the step itself computed the gradients and chose the scale; else the recorder did
     differentiates: bool = False
 
     def of_kind(self, *kinds: Kind) -> Iterator[Observation]:
@@ -92,12 +71,7 @@ class Recording:
         return (one for one in self.observations if one.kind in kinds)
 
     def unscaled(self) -> Recording:
-        """Return the same recording with unscaled gradients.
-
-        >>> recording = Recording("torch", "mixed_float16", None, 1.0, True, ())
-        >>> recording.unscaled() == recording
-        True
-        """
+        """Return the same recording with unscaled gradients."""
         if self.scale == 1:
             return self
         exponent = _exponent(self.scale)

@@ -17,22 +17,14 @@ than a few percent. But where a difference of nearly equal values is rounded, no
 
 
 class Rounding(NamedTuple):
-    """A loss that 16 bits change, and the tensor where that starts.
+    """A loss that 16 bits change, and the tensor where that starts."""
 
-    Attributes:
-        loss: the loss under the policy.
-        loss_float32: the loss in float32.
-        first: the first tensor of the forward pass, with more than one element, that differs; from the run under the
-            policy.
-        mass: the sum of its magnitudes.
-        mass_float32: the same in float32.
-    """
-
-    loss: float
-    loss_float32: float
+    loss: float  # the loss under the policy
+    loss_float32: float  # the loss in float32
+    # the first tensor of the forward pass, with more than one element, that differs; from the run under the policy
     first: Observation
-    mass: float
-    mass_float32: float
+    mass: float  # the sum of its magnitudes
+    mass_float32: float  # the same in float32
 
     def as_dict(self) -> dict[str, Any]:
         """Return the rounding as JSON values."""
@@ -47,22 +39,7 @@ class Rounding(NamedTuple):
 
 
 def rounding(narrow: Recording, wide: Recording) -> Rounding | None:
-    """Compare a step under the policy with the same step in float32; None if the values agree.
-
-    >>> from polyamp.diagnosis.spread import Spread
-    >>> def step(loss, value):
-    ...     spread = Spread.of([value, value])
-    ...     one = Observation(ACTIVATION, "sub", "sub", "norm", "follow", "float16", (2,), spread)
-    ...     return Recording("jax", "mixed_float16", loss, 1.0, True, (one,))
-    >>> print(rounding(step(0.0, 0.0), step(5.5, 1e-5)))
-    the loss is 0, and 5.5 in float32; the first tensor that differs by more than 10% is norm/sub: nothing is left of \
-the sum of its magnitudes
-    >>> rounding(step(5.4, 1e-5), step(5.5, 1e-5))
-
-    Args:
-        narrow: the step under the policy.
-        wide: the same step, widened.
-    """
+    """Compare a step under the policy with the same step in float32; None if the values agree."""
     if narrow.loss is None or wide.loss is None or not differ(narrow.loss, wide.loss):
         return None
     same = dict(_forward(wide))
@@ -77,11 +54,7 @@ the sum of its magnitudes
 
 
 def differ(one: float, other: float) -> bool:
-    """Return whether two finite numbers differ by more than `SHARE` of the larger one.
-
-    >>> differ(1.0, 1.05), differ(0.0, 1e-9), differ(float("inf"), 1.0)
-    (False, True, False)
-    """
+    """Return whether two finite numbers differ by more than `SHARE` of the larger one."""
     if not (math.isfinite(one) and math.isfinite(other)):
         return False
     return abs(one - other) > SHARE * max(abs(one), abs(other))

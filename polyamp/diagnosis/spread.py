@@ -35,11 +35,7 @@ _SHADES = " .:-=+*#%@"
 
 
 def stride(elements: int) -> int:
-    """Return k if every k-th of a tensor's elements, in memory order, is counted; see `SAMPLE`.
-
-    >>> stride(1000), stride(10 * SAMPLE)
-    (1, 11)
-    """
+    """Return k if every k-th of a tensor's elements, in memory order, is counted; see `SAMPLE`."""
     step = -(-elements // SAMPLE)
     return max(1, step | 1)
 
@@ -259,10 +255,8 @@ def _share(parts: Sequence[float], whole: float) -> float:
 
 
 def _shade(count: int, most: int) -> int:
-    """Return the shade for a count, on a logarithmic scale.
-
-    A tensor's few large elements are as interesting as its many small ones.
-    """
+    """Return the shade for a count, on a logarithmic scale."""
+    # A tensor's few large elements are as interesting as its many small ones.
     if not count:
         return 0
     steps = len(_SHADES) - 1

@@ -28,21 +28,13 @@ Outcome = Literal["ok", "too small", "too large", "failed"]
 
 
 class Trial(NamedTuple):
-    """One training run of a sweep.
+    """One training run of a sweep."""
 
-    Attributes:
-        scale: the static loss scale.
-        loss: the final loss, possibly inf or NaN; None if the run failed.
-        skipped: number of skipped steps; None if ``train`` did not return it.
-        failure: the text of the polyamp error that ended the run; empty if none did.
-        steps: number of all steps, including skipped ones; None if ``train`` did not return it.
-    """
-
-    scale: float
-    loss: float | None
-    skipped: int | None = None
-    failure: str = ""
-    steps: int | None = None
+    scale: float  # the static loss scale
+    loss: float | None  # the final loss, possibly inf or NaN; None if the run failed
+    skipped: int | None = None  # number of skipped steps; None if ``train`` did not return it
+    failure: str = ""  # the text of the polyamp error that ended the run; empty if none did
+    steps: int | None = None  # number of all steps, including skipped ones; None if ``train`` did not return it
 
     @property
     def is_finite(self) -> bool:
@@ -56,35 +48,22 @@ class Trial(NamedTuple):
 
 @dataclass(frozen=True)
 class Sweep(JsonReport):
-    """The result of `sweep`. Prints as a table.
+    """The result of `sweep`. Prints as a table."""
 
-    >>> found = Sweep((Trial(1.0, 5.7), Trial(256.0, 5.37), Trial(65536.0, 5.37), Trial(2.0**26, 7.6, 100)), 5.37)
-    >>> found.outcomes, found.window
-    (('too small', 'ok', 'ok', 'too large'), Window(2^8 .. 2^16))
-
-    Args:
-        trials: in order of ascending scale.
-        reference: the loss to reach; None if no run ended with a finite loss.
-        tolerance: how far a loss may be from it, in either direction, in the loss's own unit (nats of a cross-entropy).
-            A better loss is not parity either: underflow can act as a regulariser.
-        probe: a probe of the same model, to compare with.
-        measured: whether the reference was given; else it is just the best loss of these trials.
-    """
-
-    trials: tuple[Trial, ...]
-    reference: float | None
+    trials: tuple[Trial, ...]  # in order of ascending scale
+    reference: float | None  # the loss to reach; None if no run ended with a finite loss
+    # how far a loss may be from it, in either direction, in the loss's own unit (nats of a cross-entropy). A better
+    # loss is not parity either: underflow can act as a regulariser
     tolerance: float = 0.01
-    probe: Probe | None = None
-    measured: bool = True
+    probe: Probe | None = None  # a probe of the same model, to compare with
+    measured: bool = True  # whether the reference was given; else it is just the best loss of these trials
 
     @cached_property
     def outcomes(self) -> tuple[Outcome, ...]:
-        """Return the outcome of each trial.
-
-        "ok": its loss is within the tolerance of the reference, and steps were applied. "too large": its loss is not
-        finite, or it skipped steps, or its scale is above the ok ones (the best one, if none is ok). "too small": every
-        other one. "failed": it ended with a polyamp error.
-        """
+        """Return the outcome of each trial."""
+        # "ok": its loss is within the tolerance of the reference, and steps were applied. "too large": its loss is not
+        # finite, or it skipped steps, or its scale is above the ok ones (the best one, if none is ok). "too small":
+        # every other one. "failed": it ended with a polyamp error.
         return tuple(map(self._outcome, self.trials))
 
     def _outcome(self, trial: Trial) -> Outcome:
@@ -99,11 +78,9 @@ class Sweep(JsonReport):
         return trial.is_finite and abs(self.difference(trial)) <= self.tolerance and not self._skipped_all(trial)
 
     def _skipped_all(self, trial: Trial) -> bool:
-        """Return whether no step was applied, so that the loss is that of an untrained model.
-
-        If ``train`` did not return the number of steps, this is assumed of a trial that skipped more than some other
-        trial did and has exactly the same loss as one that skipped as many.
-        """
+        """Return whether no step was applied, so that the loss is that of an untrained model."""
+        # If ``train`` did not return the number of steps, this is assumed of a trial that skipped more than some other
+        # trial did and has exactly the same loss as one that skipped as many.
         if not trial.skipped:
             return False
         if trial.steps is not None:
@@ -159,12 +136,7 @@ class Sweep(JsonReport):
         }
 
     def plot(self, path: str | PathLike[str]) -> None:
-        """Draw the final loss over log2 of the scale, with the reference and the probed window, into an image file.
-
-        Raises:
-            InvalidValueError: the file's ending does not name an image format.
-            MissingFrameworkError: matplotlib is not installed.
-        """
+        """Draw the final loss over log2 of the scale, with the reference and the probed window, into an image file."""
         from polyamp.diagnosis.pictures import Mark, draw_sweep
 
         tried = zip(self.trials, self.outcomes, strict=True)

@@ -34,21 +34,14 @@ VerdictKind = Literal["finite", "rounding", "scale", "layer", "forward", "model"
 
 @dataclass(frozen=True)
 class Verdict(JsonReport):
-    """The result of `polyamp.diagnose`. Prints the first tensor that is not finite, its neighbours, and what to do.
+    """The result of `polyamp.diagnose`. Prints the first tensor that is not finite, its neighbours, and what to do."""
 
-    Args:
-        recording: one step under the policy, with scaled gradients.
-        wide: the same step computed in float32.
-        probe: what that run shows about the loss scale.
-        tried: rules that were tried, before the policy's own; see `polyamp.diagnose`.
-        is_cured: whether the step was finite with them.
-    """
-
-    recording: Recording
-    wide: Recording
-    probe: Probe
+    recording: Recording  # one step under the policy, with scaled gradients
+    wide: Recording  # the same step computed in float32
+    probe: Probe  # what that run shows about the loss scale
+    # rules that were tried, before the policy's own; see `polyamp.diagnose`
     tried: Mapping[str, str] = field(default_factory=dict)
-    is_cured: bool = False
+    is_cured: bool = False  # whether the step was finite with them
 
     @cached_property
     def first(self) -> Observation | None:
@@ -57,11 +50,9 @@ class Verdict(JsonReport):
 
     @cached_property
     def kind(self) -> VerdictKind:
-        """Return the kind of fault.
-
-        One of: none ("finite"), values that rounding changes, a scale that is too high, a layer that amplifies
-        gradients, a forward pass that overflows, or a model that is not finite in float32 either.
-        """
+        """Return the kind of fault."""
+        # One of: none ("finite"), values that rounding changes, a scale that is too high, a layer that amplifies
+        # gradients, a forward pass that overflows, or a model that is not finite in float32 either.
         first = self.first
         if first is None:
             return "rounding" if self.rounding else "finite"
@@ -78,11 +69,9 @@ class Verdict(JsonReport):
 
     @cached_property
     def amplification(self) -> float:
-        """Return by how many powers of two the first gradient beyond the format exceeds the 16-bit one before it.
-
-        Both are compared in float32. 0 if it is the first of all 16-bit gradients, or a parameter's: a parameter's
-        gradient is a sum over the batch, which in any layer is larger than its terms.
-        """
+        """Return by how many powers of two the first gradient beyond the format exceeds the 16-bit one before it."""
+        # Both are compared in float32. 0 if it is the first of all 16-bit gradients, or a parameter's: a parameter's
+        # gradient is a sum over the batch, which in any layer is larger than its terms.
         after, before = (self._in_float32(one) for one in self._jump)
         if not (after and before and after.spread.largest and before.spread.largest):
             return 0.0
@@ -90,10 +79,8 @@ class Verdict(JsonReport):
 
     @cached_property
     def _jump(self) -> tuple[Observation | None, Observation | None]:
-        """Return the first activation gradient beyond the format, and the last 16-bit one before it.
-
-        The first one is in 16 bits itself, or comes after one that is.
-        """
+        """Return the first activation gradient beyond the format, and the last 16-bit one before it."""
+        # The first one is in 16 bits itself, or comes after one that is.
         before: Observation | None = None
         limit = format_of(self.probe.format).max
         for one in self.recording.observations[: self._place + 1]:
@@ -136,10 +123,8 @@ class Verdict(JsonReport):
 
     @property
     def _culprit(self) -> Observation:
-        """Return the cause: the gradient that jumps, or the first bad tensor of the forward pass.
-
-        If that tensor is in float32, the cause is the last 16-bit tensor before it.
-        """
+        """Return the cause: the gradient that jumps, or the first bad tensor of the forward pass."""
+        # If that tensor is in float32, the cause is the last 16-bit tensor before it.
         found = self._jump[0] if self.kind == "layer" else self.first
         if found is None:
             raise LookupError("every tensor is finite")

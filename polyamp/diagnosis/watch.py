@@ -87,13 +87,7 @@ def watch(
 
 
 class _Place:
-    """The place of the loss scale: a mutable optimizer or scaler, or a state among the step's arguments and results.
-
-    >>> class Optimizer: ...
-    >>> one = Optimizer()
-    >>> _Place(one).of(((1,), {})) is one
-    True
-    """
+    """The place of the loss scale: a mutable optimizer or scaler, or a state among the step's arguments and results."""
 
     def __init__(self, holder: Any) -> None:
         self._holder = holder
@@ -120,19 +114,7 @@ def _holds_scale(found: Any) -> bool:
 
 
 class Explainer:
-    """A callable that delivers a verdict on a run of skipped steps, once per run.
-
-    >>> from polyamp import LossScale, LossScaleState
-    >>> explain = Explainer(lambda: "a verdict", print)
-    >>> found = Health(LossScale(), LossScaleState(8.0, 0, 1, 4, 4, steps=4))
-    >>> explain(found), explain(found)
-    a verdict
-    (None, None)
-
-    Args:
-        diagnose: returns the verdict for a step's arguments.
-        on_verdict: receives the verdict; None issues it as a `PolyampWarning`.
-    """
+    """A callable that delivers a verdict on a run of skipped steps, once per run."""
 
     def __init__(self, diagnose: Callable[..., Verdict], on_verdict: Callable[[Verdict], object] | None) -> None:
         self._diagnose = diagnose

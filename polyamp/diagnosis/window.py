@@ -8,18 +8,10 @@ from polyamp.layout import power
 
 
 class Window(NamedTuple):
-    """The safe range of loss scales, as powers of two: next to nothing is lost, and nothing overflows.
+    """The safe range of loss scales, as powers of two: next to nothing is lost, and nothing overflows."""
 
-    >>> Window(2.0**7, 2.0**24)
-    Window(2^7 .. 2^24)
-
-    Attributes:
-        low: at smaller scales, a gradient loses more of its L1 mass than is tolerated.
-        high: at larger scales, a gradient comes too near to overflow; this includes the margin.
-    """
-
-    low: float
-    high: float
+    low: float  # at smaller scales, a gradient loses more of its L1 mass than is tolerated
+    high: float  # at larger scales, a gradient comes too near to overflow; this includes the margin
 
     @property
     def is_empty(self) -> bool:

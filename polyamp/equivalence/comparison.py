@@ -25,26 +25,14 @@ REPEATS = (
 
 @dataclass(frozen=True)
 class Margin:
-    """How far the mean of the metric may be from float32's, in either direction.
+    """How far the mean of the metric may be from float32's, in either direction."""
 
-    >>> Margin.of("0.5%").at(2.0), Margin.of(0.01).at(2.0)
-    (0.01, 0.01)
-
-    Attributes:
-        amount: in the metric's unit, or the share of float32's mean.
-        is_share: which of the two.
-    """
-
-    amount: float
-    is_share: bool = False
+    amount: float  # in the metric's unit, or the share of float32's mean
+    is_share: bool = False  # which of the two
 
     @classmethod
     def of(cls, given: float | str | Margin) -> Margin:
-        """Return the margin that a number, or a percentage such as "0.5%", stands for.
-
-        Raises:
-            InvalidValueError: it is neither, or not greater than 0.
-        """
+        """Return the margin that a number, or a percentage such as "0.5%", stands for."""
         if isinstance(given, Margin):
             return given
         is_share = isinstance(given, str) and given.strip().endswith("%")
@@ -76,28 +64,17 @@ class Decision(NamedTuple):
 
 @dataclass(frozen=True)
 class Comparison:
-    """Runs of one policy, or of one negative control of it, next to runs in float32.
+    """Runs of one policy, or of one negative control of it, next to runs in float32."""
 
-    Attributes:
-        policy: the policy's text.
-        control: name of the negative control; empty for the policy itself.
-        runs: in order of the seeds.
-        reference: the runs in float32: of the same seeds if they are paired.
-        metric: what is compared.
-        margin: how far the means may be apart.
-        design: when it is looked at.
-        is_paired: whether run and reference in the same place share weights and order of data.
-        was_reached: whether the control met an optimizer that polyamp wraps; without one it was not in effect.
-    """
-
-    policy: str
-    runs: tuple[Run, ...]
-    reference: tuple[Run, ...]
-    metric: Metric
-    margin: Margin
-    design: Design
-    control: str = ""
-    is_paired: bool = True
+    policy: str  # the policy's text
+    runs: tuple[Run, ...]  # in order of the seeds
+    reference: tuple[Run, ...]  # the runs in float32: of the same seeds if they are paired
+    metric: Metric  # what is compared
+    margin: Margin  # how far the means may be apart
+    design: Design  # when it is looked at
+    control: str = ""  # name of the negative control; empty for the policy itself
+    is_paired: bool = True  # whether run and reference in the same place share weights and order of data
+    # whether the control met an optimizer that polyamp wraps; without one it was not in effect
     was_reached: bool = True
 
     @property
@@ -195,11 +172,7 @@ class Comparison:
 
 
 def shortened(policy: str, longest: int = 60) -> str:
-    """Return a policy's text, cut where it is long.
-
-    >>> shortened("mixed_float16 rules={softmax: lower}", 24)
-    'mixed_float16 rules={so…'
-    """
+    """Return a policy's text, cut where it is long."""
     return policy if len(policy) <= longest else f"{policy[: longest - 1]}…"
 
 

@@ -24,17 +24,11 @@ EARLY_SHARE = 0.2
 
 @dataclass(frozen=True)
 class Design:
-    """The looks of one comparison.
+    """The looks of one comparison."""
 
-    Attributes:
-        seeds: the seeds that are trained if no earlier look decides.
-        alpha: chance of a wrong verdict, for each comparison.
-        stop_early: whether there is any look before the last.
-    """
-
-    seeds: int
-    alpha: float
-    stop_early: bool = True
+    seeds: int  # the seeds that are trained if no earlier look decides
+    alpha: float  # chance of a wrong verdict, for each comparison
+    stop_early: bool = True  # whether there is any look before the last
 
     def alpha_at(self, seeds: int) -> float | None:
         """Return the one-sided error rate of the look after so many seeds; None if there is no look."""

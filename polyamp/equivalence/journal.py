@@ -28,16 +28,9 @@ _START = '{"train": '
 
 @dataclass
 class Journal:
-    """The runs in a file, and those that are added to it.
+    """The runs in a file, and those that are added to it."""
 
-    Args:
-        path: the file; None keeps nothing.
-
-    Raises:
-        InvalidValueError: the file has lines that are not runs, or cannot be written.
-    """
-
-    path: Path | None
+    path: Path | None  # the file; None keeps nothing
     runs: dict[Key, tuple[Run, bool]] = field(default_factory=dict)
     sources: dict[Key, str] = field(default_factory=dict)
 

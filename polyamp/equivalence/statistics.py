@@ -32,19 +32,12 @@ MOST_SEEDS = 10_000
 
 @dataclass(frozen=True)
 class Difference:
-    """The mean difference between runs in 16 bits and in float32, with its confidence interval.
+    """The mean difference between runs in 16 bits and in float32, with its confidence interval."""
 
-    Attributes:
-        mean: of the runs in 16 bits minus that of the runs in float32, in the metric's unit.
-        error: standard error of the mean difference.
-        freedom: degrees of freedom of its t distribution.
-        alpha: one-sided error rate of the interval.
-    """
-
-    mean: float
-    error: float
-    freedom: float
-    alpha: float
+    mean: float  # of the runs in 16 bits minus that of the runs in float32, in the metric's unit
+    error: float  # standard error of the mean difference
+    freedom: float  # degrees of freedom of its t distribution
+    alpha: float  # one-sided error rate of the interval
 
     @cached_property
     def reach(self) -> float:
@@ -81,25 +74,14 @@ class Difference:
 
 
 def paired(values: Sequence[float], reference: Sequence[float], *, alpha: float) -> Difference:
-    """Compare two lists of which each place is one seed: the same weights and the same order of the data.
-
-    Args:
-        values: the metric of each run; at least two, all finite.
-        reference: the same in float32.
-        alpha: one-sided error rate.
-    """
+    """Compare two lists of which each place is one seed: the same weights and the same order of the data."""
     differences = [one - other for one, other in zip(values, reference, strict=True)]
     error = math.sqrt(variance(differences) / len(differences))
     return Difference(mean(differences), error, len(differences) - 1, alpha)
 
 
 def unpaired(values: Sequence[float], reference: Sequence[float], *, alpha: float) -> Difference:
-    """Compare two lists of separate runs, by the t-test of Welch (1947), which lets the variances differ.
-
-    >>> found = unpaired([2.0, 2.1, 2.2], [2.0, 2.1, 2.2, 2.1], alpha=0.05)
-    >>> f"{found.mean:.3f}, {found.freedom:.1f}"
-    '0.000, 3.9'
-    """
+    """Compare two lists of separate runs, by the t-test of Welch (1947), which lets the variances differ."""
     parts = [variance(runs) / len(runs) for runs in (values, reference)]
     spread = sum(parts)
     shares = parts[0] ** 2 / (len(values) - 1) + parts[1] ** 2 / (len(reference) - 1)
@@ -108,19 +90,7 @@ def unpaired(values: Sequence[float], reference: Sequence[float], *, alpha: floa
 
 
 def seeds_to_tell(found: Difference, margin: float, seeds: int) -> int | None:
-    """Return how many seeds would decide, with a chance of `POWER`, if the mean and the spread stay as they are.
-
-    >>> seeds_to_tell(Difference(mean=0.001, error=0.004, freedom=9, alpha=0.05), margin=0.01, seeds=10)
-    14
-
-    Args:
-        found: the difference so far.
-        margin: in the metric's unit.
-        seeds: the number of seeds so far.
-
-    Returns:
-        The number; None if it is more than `MOST_SEEDS`, since the difference is about as large as the margin.
-    """
+    """Return how many seeds would decide, with a chance of `POWER`, if the mean and the spread stay as they are."""
     distance = abs(margin - abs(found.mean))
     deviation = found.error * math.sqrt(seeds)
     low, high = seeds, MOST_SEEDS
@@ -143,11 +113,7 @@ def _quantile(probability: float, freedom: float) -> float:
 
 
 def student() -> Any:
-    """Return SciPy's t distribution.
-
-    Raises:
-        MissingFrameworkError: scipy is not installed.
-    """
+    """Return SciPy's t distribution."""
     try:
         from scipy.stats import t
     except ModuleNotFoundError as error:

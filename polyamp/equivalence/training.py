@@ -40,36 +40,23 @@ _FORMS = 'a number; {"accuracy": number, ...}; or one of the two and the wrapped
 
 
 class Metric(NamedTuple):
-    """What is compared.
+    """What is compared."""
 
-    Attributes:
-        name: as ``train`` calls it; "value" if it returns a number without a name.
-        better: whether a higher or a lower value is better.
-    """
-
-    name: str
-    better: Better
+    name: str  # as ``train`` calls it; "value" if it returns a number without a name
+    better: Better  # whether a higher or a lower value is better
 
     def __str__(self) -> str:
         return f"{self.name}, {self.better} is better"
 
 
 class Run(NamedTuple):
-    """One finished training.
+    """One finished training."""
 
-    Attributes:
-        seed: its seed.
-        value: the metric; inf or NaN if training diverged.
-        metrics: all that ``train`` returned, by name.
-        skipped: number of skipped steps; None if ``train`` did not return its optimizer.
-        failure: text of the error that ended it: the loss scale gave up, or a loss was not finite; else empty.
-    """
-
-    seed: int
-    value: float
-    metrics: Mapping[str, float]
-    skipped: int | None = None
-    failure: str = ""
+    seed: int  # its seed
+    value: float  # the metric; inf or NaN if training diverged
+    metrics: Mapping[str, float]  # all that ``train`` returned, by name
+    skipped: int | None = None  # number of skipped steps; None if ``train`` did not return its optimizer
+    failure: str = ""  # text of the error that ended it: the loss scale gave up, or a loss was not finite; else empty
 
     @property
     def is_finite(self) -> bool:
@@ -78,22 +65,7 @@ class Run(NamedTuple):
 
 
 class Trainer:
-    """The user's function, called in the form that it has, and read in the form that it returns.
-
-    >>> trainer = Trainer(lambda policy, seed: {"accuracy": 0.9 + seed / 100})
-    >>> from polyamp.policy import policy
-    >>> trainer.read(trainer(policy("float32"), 3)).value, str(trainer.metric)
-    (0.93, 'accuracy, higher is better')
-
-    Args:
-        train: the function.
-        metric: the name of the metric to compare; None is the first that ``train`` returns.
-        better: None is decided by the metric's name. A number without a name is taken for a loss.
-
-    Raises:
-        InvalidTypeError: ``train`` is not a function of a seed.
-        InvalidValueError: the metric's name does not tell which is better.
-    """
+    """The user's function, called in the form that it has, and read in the form that it returns."""
 
     def __init__(self, train: Callable[..., Any], metric: str | None = None, better: Better | None = None) -> None:
         self._call = _call_of(train)
@@ -102,17 +74,7 @@ class Trainer:
         self.metric: Metric | None = None
 
     def __call__(self, policy: Policy, seed: int, *, may_fail: bool = False) -> Run:
-        """Train once. The run has no value until `read` has looked for the metric.
-
-        Args:
-            policy: handed over, and current while it trains.
-            seed: decides the weights and the order of the data.
-            may_fail: whether a loss scale that gives up, or a loss that is not finite, is a result and not an error.
-
-        Raises:
-            InvalidTypeError: the result has none of the allowed forms.
-            UsageError: ``train`` called ``sys.exit``.
-        """
+        """Train once. The run has no value until `read` has looked for the metric."""
         try:
             with policy, contextlib.chdir("."):  # back to the current directory, if train leaves it
                 made = self._call(policy, seed)
@@ -146,11 +108,7 @@ class Trainer:
 
 
 def name_of(train: Any) -> str:
-    """Return the module and the name of a function; for a partial one also the arguments that it has.
-
-    >>> name_of(functools.partial(math.pow, 2.0))
-    'math:pow(2.0)'
-    """
+    """Return the module and the name of a function; for a partial one also the arguments that it has."""
     if isinstance(train, functools.partial):
         arguments = [*map(repr, train.args), *(f"{name}={value!r}" for name, value in train.keywords.items())]
         return f"{name_of(train.func)}({', '.join(arguments)})"
@@ -174,14 +132,7 @@ def source_of(train: Any) -> str:
 
 
 def better_of(name: str) -> Better:
-    """Return whether a higher or a lower value of a metric is better, by the last known word of its name.
-
-    >>> better_of("test_accuracy"), better_of("error_rate"), better_of("value")
-    ('higher', 'lower', 'lower')
-
-    Raises:
-        InvalidValueError: no word of the name is known.
-    """
+    """Return whether a higher or a lower value of a metric is better, by the last known word of its name."""
     if found := known_better(name):
         return found
     raise InvalidValueError(
@@ -194,11 +145,7 @@ def better_of(name: str) -> Better:
 
 
 def known_better(name: str) -> Better | None:
-    """Return as `better_of`, or None if the name does not tell: then it may be a time, or a number of steps.
-
-    >>> known_better("eval_runtime") is None, known_better("eval_loss")
-    (True, 'lower')
-    """
+    """Return as `better_of`, or None if the name does not tell: then it may be a time, or a number of steps."""
     words = [word for word in re.split(r"[^a-z0-9]+", name.lower()) if word in HIGHER | LOWER | {"value"}]
     return None if not words else "higher" if words[-1] in HIGHER else "lower"
 

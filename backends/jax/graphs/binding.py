@@ -27,12 +27,10 @@ _SLOPES: dict[str, Callable[[Any], Any]] = {"tanh": lambda y: 1 - y * y, "logist
 
 
 def bind_low(equation: Any, cells: Sequence[Cell], dtype: Any, output: Any, *, is_looped: bool) -> list[Any]:
-    """Bind an equation with its floating-point inputs in a 16-bit dtype; a product is added up in ``output``.
-
-    A value that is spread over rows (a bias, a scale, a gate), or that a gather may take several times, is spread in
-    float32. The derivative of this is a sum, which would stop growing in 16 bits after some hundreds of terms. The body
-    of a loop keeps less for the backward pass, since it keeps it in every iteration.
-    """
+    """Bind an equation with its floating-point inputs in a 16-bit dtype; a product is added up in ``output``."""
+    # A value that is spread over rows (a bias, a scale, a gate), or that a gather may take several times, is spread in
+    # float32. The derivative of this is a sum, which would stop growing in 16 bits after some hundreds of terms. The
+    # body of a loop keeps less for the backward pass, since it keeps it in every iteration.
     if equation.primitive.name in _REPEATING and is_traced(cells[0]):
         return [unstable.converted(array, dtype) for array in unstable.bound(equation, _wide(cells), equation.params)]
     if is_looped and equation.primitive.name in _SLOPES:
@@ -44,10 +42,8 @@ def bind_low(equation: Any, cells: Sequence[Cell], dtype: Any, output: Any, *, i
 
 
 def _saturated(equation: Any, array: Any) -> Any:
-    """Bind a function whose derivative is computed from its result, so that the backward pass keeps only the result.
-
-    Behind the barrier XLA computes the argument once, and not again for every result that is kept.
-    """
+    """Bind a function whose derivative is computed from its result, so that the backward pass keeps only the result."""
+    # Behind the barrier XLA computes the argument once, and not again for every result that is kept.
     slope = _SLOPES[equation.primitive.name]
 
     def times_slope(result: Any, tangent: Any) -> Any:
@@ -67,11 +63,9 @@ def _saturated(equation: Any, array: Any) -> Any:
 
 
 def bind_wide(equation: Any, cells: Sequence[Cell], anew: Sequence[str] = ()) -> list[Any]:
-    """Bind an equation with its floating-point inputs in float32; inputs with the roles ``anew`` are computed again.
-
-    If the derivative needs operands that are in 16 bits, or that were computed from 16-bit arrays, the backward pass
-    keeps the 16-bit arrays and widens them once more.
-    """
+    """Bind an equation with its floating-point inputs in float32; inputs with the roles ``anew`` are computed again."""
+    # If the derivative needs operands that are in 16 bits, or that were computed from 16-bit arrays, the backward pass
+    # keeps the 16-bit arrays and widens them once more.
     inputs, name = take(cells, anew), equation.primitive.name
     if name in _NEEDING_OPERANDS or name in _NEEDING_RESULTS:
         smaller = list(map(with_less_kept, inputs))

@@ -28,10 +28,8 @@ from polyamp.flow import Value
 
 
 def jit(run: Run, equation: Any, cells: list[Cell], path: str) -> list[Cell]:
-    """Run the equations in place of the call, or call a rewritten function if it is called several times.
-
-    A call that places or donates its arguments stays, and so do the types of its arguments and results.
-    """
+    """Run the equations in place of the call, or call a rewritten function if it is called several times."""
+    # A call that places or donates its arguments stays, and so do the types of its arguments and results.
     if unstable.is_plain_jit(equation.params):
         called = equation.params["jaxpr"]
         if not run.repeats.is_repeated(called):
@@ -88,17 +86,11 @@ def shard_map(run: Run, equation: Any, cells: list[Cell], path: str) -> list[Cel
 
 
 class _Rewritten(NamedTuple):
-    """A rewritten jaxpr with its formats.
+    """A rewritten jaxpr with its formats."""
 
-    Attributes:
-        closed: the jaxpr.
-        outputs: models of its results.
-        decider: the decisions in it, and the findings to report.
-    """
-
-    closed: Any
-    outputs: list[Cell]
-    decider: Decider
+    closed: Any  # the jaxpr
+    outputs: list[Cell]  # models of its results
+    decider: Decider  # the decisions in it, and the findings to report
 
 
 _KNOWN: WeakKeyDictionary[Any, dict[Any, _Rewritten]] = WeakKeyDictionary()

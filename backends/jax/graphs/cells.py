@@ -22,11 +22,7 @@ FLOAT32 = np.dtype("float32")
 
 @functools.cache
 def is_inexact(dtype: Any) -> bool:
-    """Return whether a dtype is floating-point or complex; False for None.
-
-    >>> is_inexact(np.dtype("float32")), is_inexact(np.dtype("int32")), is_inexact(None)
-    (True, False, False)
-    """
+    """Return whether a dtype is floating-point or complex; False for None."""
     return dtype is not None and jnp.issubdtype(dtype, np.inexact)
 
 
@@ -37,20 +33,7 @@ def declared_value(dtype: Any) -> Value:
 
 @jax.tree_util.register_pytree_node_class
 class Cell:
-    """One value: a pytree of one array, so that JAX's own control flow accepts cells.
-
-    Attributes:
-        array: the array as it is now, in ``dtype``.
-        dtype: its dtype now.
-        declared: its dtype in the traced program.
-        value: the flow rule's facts about it.
-        shared: whether all uses may share one cast. The uses of a parameter may not: their gradients would be added up
-            in 16 bits.
-        constant: whether it is computed from constants alone.
-        same: a key that is equal for cells with the same numbers in the same order.
-        recipe: how to compute it again in float32; None if that is not known. The bodies of loops, branches and rules
-            do not see it.
-    """
+    """One value: a pytree of one array, so that JAX's own control flow accepts cells."""
 
     __slots__ = ("_casts", "array", "constant", "declared", "dtype", "recipe", "same", "shared", "value")
 
@@ -128,29 +111,18 @@ class Cell:
 
 
 class Recipe(NamedTuple):
-    """An equation with one output: the value to compute again.
+    """An equation with one output: the value to compute again."""
 
-    Attributes:
-        equation: the equation.
-        cells: its inputs.
-        anew: the roles of the inputs that had to be computed again for it.
-    """
-
-    equation: Any
-    cells: Sequence[Cell]
-    anew: Sequence[str] = ()
+    equation: Any  # the equation
+    cells: Sequence[Cell]  # its inputs
+    anew: Sequence[str] = ()  # the roles of the inputs that had to be computed again for it
 
 
 class CallResult(NamedTuple):
-    """One result of a call. Its recipe is known once the equations of the call have run in its place.
+    """One result of a call. Its recipe is known once the equations of the call have run in its place."""
 
-    Attributes:
-        result: runs the call in place, once, and returns the result at an index.
-        place: the index of this result.
-    """
-
-    result: Callable[[int], Cell]
-    place: int
+    result: Callable[[int], Cell]  # runs the call in place, once, and returns the result at an index
+    place: int  # the index of this result
 
 
 def around(cells: Iterable[Cell], arrays: Iterable[Any]) -> list[Cell]:

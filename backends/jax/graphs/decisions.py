@@ -29,25 +29,15 @@ _LOWERED = frozenset(name for name, entry in CANONICAL.items() if entry.op_class
 
 
 class Decided(NamedTuple):
-    """How one operation runs.
+    """How one operation runs."""
 
-    Attributes:
-        name: its canonical name.
-        decision: its class, and why.
-        outcome: the decision of the flow rule.
-        is_wide: whether it computes in float32.
-        dtype: the dtype that its float32 results are cast to, and that it computes in unless it is wide.
-        held: the dtype in which its primitive returns the float32 results.
-        value: the flow rule's facts about them.
-    """
-
-    name: str
-    decision: Decision
-    outcome: Flow
-    is_wide: bool
-    dtype: Any
-    held: Any
-    value: Value
+    name: str  # its canonical name
+    decision: Decision  # its class, and why
+    outcome: Flow  # the decision of the flow rule
+    is_wide: bool  # whether it computes in float32
+    dtype: Any  # the dtype that its float32 results are cast to, and that it computes in unless it is wide
+    held: Any  # the dtype in which its primitive returns the float32 results
+    value: Value  # the flow rule's facts about them
 
     @property
     def computes_in(self) -> Any:
@@ -63,15 +53,7 @@ class Decided(NamedTuple):
 def decide_equation(
     decider: Decider, compute: np.dtype[Any], equation: Any, cells: Sequence[Cell], path: str
 ) -> Decided:
-    """Decide one operation, and record the findings to report.
-
-    Args:
-        decider: the policy's decisions so far.
-        compute: the dtype of the policy's compute format.
-        equation: the equation.
-        cells: its inputs.
-        path: its scopes.
-    """
+    """Decide one operation, and record the findings to report."""
     native = canonical(equation.primitive.name, equation.params)
     name = specific(native, of_itself=is_of_itself(cells), over=is_over(cells))
     decision = decider.decide(name, path)

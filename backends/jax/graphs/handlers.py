@@ -23,10 +23,9 @@ def _barrier(run: Run, equation: Any, cells: list[Cell], path: str) -> list[Cell
 
 
 def _convert(run: Run, equation: Any, cells: list[Cell], path: str) -> list[Cell] | None:
-    """Carry out a cast that the user wrote. A cast from float32 to float32 (of a weak type) does nothing.
-
-    The result of a cast from integers is an input, such as labels or positions; that of a cast from booleans is 0 or 1.
-    """
+    """Carry out a cast that the user wrote. A cast from float32 to float32 (of a weak type) does nothing."""
+    # The result of a cast from integers is an input, such as labels or positions; that of a cast from booleans is 0 or
+    # 1.
     (cell,) = cells
     target = np.dtype(equation.params["new_dtype"])
     if target == FLOAT32 and jnp.issubdtype(cell.declared, np.integer):

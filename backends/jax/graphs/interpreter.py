@@ -36,18 +36,7 @@ from polyamp.values import magnitude
 
 
 class Interpreter:
-    """One run of a program under a policy.
-
-    Attributes:
-        policy: the policy.
-        compute: the dtype of its compute format.
-        decider: decides the operations, and records the findings to report.
-        repeats: what the program runs more than once. Functions that it calls several times are rewritten once, unless
-            there is a plan.
-        is_looped: whether it is in the body of a loop.
-        plan: collects the operations for a plan; None for a run that only computes.
-        parameters: the ids of traced arrays from outside the program that are parameters, not inputs.
-    """
+    """One run of a program under a policy."""
 
     def __init__(
         self, policy: Policy, plan: PlanBuilder | None = None, parameters: frozenset[int] = frozenset()

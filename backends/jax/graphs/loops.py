@@ -80,11 +80,9 @@ def _models(
     path: str,
     loop: Callable[[Run, Sequence[Cell], list[Cell]], Any],
 ) -> list[Cell]:
-    """Return a model of each value that a loop carries.
-
-    The body is traced with all of them in float32. Values that the body nevertheless returns low do not add up over the
-    iterations: they are carried in 16 bits.
-    """
+    """Return a model of each value that a loop carries."""
+    # The body is traced with all of them in float32. Values that the body nevertheless returns low do not add up over
+    # the iterations: they are carried in 16 bits.
     strong = [_carry(cell) for cell in carried]
     if all(cell.declared != FLOAT32 or cell.value.unfit for cell in carried):
         return strong

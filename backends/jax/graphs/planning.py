@@ -17,13 +17,9 @@ RegionAt = Callable[[str], tuple[int, Sequence[PlannedOperation]] | None]
 
 
 class PlanBuilder:
-    """The operations of one run, in their order.
+    """The operations of one run, in their order."""
 
-    JAX may trace the body of a loop or a rule more than once. The operations of an earlier trace are then dropped.
-
-    Args:
-        region_at: the autocast regions in the program. The operations of a region replace its equations.
-    """
+    # JAX may trace the body of a loop or a rule more than once. The operations of an earlier trace are then dropped.
 
     def __init__(self, region_at: RegionAt | None = None) -> None:
         self.operations: list[PlannedOperation] = []
@@ -43,14 +39,7 @@ class PlanBuilder:
             self._times = before
 
     def add(self, equation: Any, path: str, decided: Decided, cells: Sequence[Cell]) -> None:
-        """Add one operation. Call it before the inputs are cast.
-
-        Args:
-            equation: the equation.
-            path: its scopes.
-            decided: how it runs.
-            cells: its inputs.
-        """
+        """Add one operation. Call it before the inputs are cast."""
         region = self._region_at(path) if self._region_at else None
         if region is not None:
             self._insert(*region)

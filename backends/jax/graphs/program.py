@@ -19,16 +19,7 @@ from polyamp.flow import INPUT, WEAK
 
 
 class Program:
-    """A traced call of a function.
-
-    Attributes:
-        arrays: the arrays among the arguments.
-        parameters: the ids of traced arrays that the function takes from outside and that are parameters, not inputs.
-        closed: the jaxpr of the call, from these arrays to the arrays among the results.
-
-    Args:
-        argnums: the positions of the arguments that are parameters. Modules at other positions are parameters too.
-    """
+    """A traced call of a function."""
 
     def __init__(
         self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], argnums: Sequence[int] = (0,)

@@ -64,17 +64,11 @@ def compute_again(cell: Cell, roles: Iterable[str] = _ANEW) -> Any:
 
 
 class Taken(NamedTuple):
-    """How a float32 operation takes one of its inputs.
+    """How a float32 operation takes one of its inputs."""
 
-    Attributes:
-        cell: the input.
-        leaves: the values to compute the input from; only the input itself if it is not computed again.
-        is_anew: whether the derivative goes through the leaves, because the rounded value is not used.
-    """
-
-    cell: Cell
-    leaves: list[Cell]
-    is_anew: bool = False
+    cell: Cell  # the input
+    leaves: list[Cell]  # the values to compute the input from; only the input itself if it is not computed again
+    is_anew: bool = False  # whether the derivative goes through the leaves, because the rounded value is not used
 
 
 def take(cells: Sequence[Cell], roles: Sequence[str] = ()) -> list[Taken]:
@@ -96,11 +90,9 @@ def with_less_kept(taken: Taken) -> Taken:
 
 
 def bind(operation: Callable[[list[Any]], list[Any]], inputs: Sequence[Taken]) -> list[Any]:
-    """Bind an operation on float32 arrays, so that the backward pass keeps the leaves of its inputs.
-
-    All users of an input that is not computed again share one array. Its derivative goes to this array, where the
-    gradients of all users add up in float32. The value of the input is computed from the leaves.
-    """
+    """Bind an operation on float32 arrays, so that the backward pass keeps the leaves of its inputs."""
+    # All users of an input that is not computed again share one array. Its derivative goes to this array, where the
+    # gradients of all users add up in float32. The value of the input is computed from the leaves.
     kept = [leaf for leaf in _distinct(leaf for taken in inputs for leaf in taken.leaves) if _is_tracer(leaf)]
     users = (leaf for taken in inputs for leaf in (taken.leaves if taken.is_anew else [taken.cell]))
     shared = [cell for cell in _distinct(users) if is_traced(cell) and not _is_itself(cell, kept)]

@@ -23,11 +23,7 @@ BRANCHES = (
 
 @contextmanager
 def refusals() -> Iterator[None]:
-    """Replace errors of JAX and flax during tracing by errors that name the remedy.
-
-    Raises:
-        UsageError: the function branches on a traced value, or changes a captured NNX module.
-    """
+    """Replace errors of JAX and flax during tracing by errors that name the remedy."""
     try:
         yield
     except BRANCHES as error:
@@ -51,11 +47,7 @@ def refusals() -> Iterator[None]:
 
 
 def check_function(fn: object, *, where: str) -> None:
-    """Raise if ``fn`` is not callable, for example an array.
-
-    Raises:
-        InvalidTypeError: it is not callable.
-    """
+    """Raise if ``fn`` is not callable, for example an array."""
     if callable(fn):
         return
     shape, dtype = getattr(fn, "shape", None), getattr(fn, "dtype", None)
@@ -95,14 +87,7 @@ _LIBRARIES = {"polyamp", "jax", "flax", "equinox", "haiku", "optax", "contextlib
 
 
 def positions(argnums: Any, *, where: str, at_least: int = 0) -> tuple[int, ...]:
-    """Return the positions of arguments, in their order.
-
-    >>> positions(0, where="autocast(fn, argnums=)")
-    (0,)
-
-    Raises:
-        InvalidTypeError: they are not integers, or too few.
-    """
+    """Return the positions of arguments, in their order."""
     wanted = tuple(argnums) if isinstance(argnums, list | tuple) else (argnums,)
     if len(wanted) >= at_least and all(map(is_integer, wanted)):
         return wanted

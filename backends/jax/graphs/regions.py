@@ -34,18 +34,12 @@ OUTSIDE, DERIVED = "outside of autocast", "as its forward pass"
 
 
 class Region(NamedTuple):
-    """One call of autocast.
+    """One call of autocast."""
 
-    Attributes:
-        policy: the policy that it runs under.
-        operations: its operations.
-        decider: its decisions, and the findings to report.
-        saved: the bytes kept for its backward pass, and the same without casts; None if it has no backward pass.
-    """
-
-    policy: Policy
-    operations: list[PlannedOperation]
-    decider: Decider
+    policy: Policy  # the policy that it runs under
+    operations: list[PlannedOperation]  # its operations
+    decider: Decider  # its decisions, and the findings to report
+    # the bytes kept for its backward pass, and the same without casts; None if it has no backward pass
     saved: tuple[int | None, int | None]
 
 

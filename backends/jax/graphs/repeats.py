@@ -10,12 +10,7 @@ from polyamp.flow import Value
 
 
 class Repeats:
-    """The functions that one program calls more than once, and the facts about its loops.
-
-    Attributes:
-        loops: for each loop and the formats of its arguments, the facts about the carried values after the body. Keys
-            have the id of the loop's parameters; the parameters are stored too, so that no other object gets this id.
-    """
+    """The functions that one program calls more than once, and the facts about its loops."""
 
     def __init__(self) -> None:
         self.loops: dict[Any, tuple[Any, list[Value]]] = {}

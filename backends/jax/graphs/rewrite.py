@@ -41,11 +41,7 @@ class Rewritten:
 
     @property
     def plan(self) -> Plan:
-        """The plan for the arguments of the first call, or for the example arguments.
-
-        Raises:
-            UsageError: there was no call yet, and there were no example arguments.
-        """
+        """The plan for the arguments of the first call, or for the example arguments."""
         if self._plan is None:
             raise not_traced(where="rewrite(fn).plan")
         return self._plan
@@ -159,16 +155,7 @@ def run_rewritten(
     name: str | None,
     argnums: Sequence[int] = (0,),
 ) -> Any:
-    """Run a function under a policy; report under this name what had no effect.
-
-    Args:
-        fn: the function.
-        policy: the policy.
-        args: its arguments.
-        kwargs: its keyword arguments.
-        name: its name in reports; None reports nothing.
-        argnums: the positions of the arguments that are parameters.
-    """
+    """Run a function under a policy; report under this name what had no effect."""
     check_format(policy.compute)
     if policy.compute == "float32" or regions.are_left_out():
         return fn(*args, **kwargs)

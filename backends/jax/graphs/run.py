@@ -18,23 +18,14 @@ from polyamp.policy import Policy
 
 
 class Run(Protocol):
-    """One run of a program under a policy; see `polyamp.backends.jax.graphs.interpreter.Interpreter`.
+    """One run of a program under a policy; see `polyamp.backends.jax.graphs.interpreter.Interpreter`."""
 
-    Attributes:
-        policy: the policy.
-        compute: the dtype of its compute format.
-        decider: decides the operations, and records what to report at the end.
-        repeats: what the program runs more than once.
-        is_looped: whether it is in the body of a loop.
-        plan: collects the operations for a plan; None for a run that only computes.
-    """
-
-    policy: Policy
-    compute: Any
-    decider: Decider
-    repeats: Repeats
-    is_looped: bool
-    plan: PlanBuilder | None
+    policy: Policy  # the policy
+    compute: Any  # the dtype of its compute format
+    decider: Decider  # decides the operations, and records what to report at the end
+    repeats: Repeats  # what the program runs more than once
+    is_looped: bool  # whether it is in the body of a loop
+    plan: PlanBuilder | None  # collects the operations for a plan; None for a run that only computes
 
     def run(self, closed: Any, cells: Sequence[Cell], path: str) -> list[Cell]:
         """Return the outputs of a jaxpr that runs in the scopes ``path``."""

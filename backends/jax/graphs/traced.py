@@ -13,13 +13,7 @@ from polyamp.backends.jax.graphs.run import Run
 
 
 class Traced:
-    """A program traced with the formats that its arguments have now.
-
-    Attributes:
-        arrays: its arguments.
-        outputs: models of its results.
-        closed: its jaxpr.
-    """
+    """A program traced with the formats that its arguments have now."""
 
     def __init__(self, run: Run, closed: Any, cells: Sequence[Cell], path: str) -> None:
         self.arrays = [cell.array for cell in cells]

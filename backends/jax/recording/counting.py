@@ -27,17 +27,12 @@ _ROW, _BLOCK = 2**8, 2**18  # elements that are counted together: of one tensor,
 
 
 class Sample(NamedTuple):
-    """The sample of one tensor: a pytree, so that loops and branches can return it, with an axis for iterations.
+    """The sample of one tensor: a pytree, so that loops and branches can return it, with an axis for iterations."""
 
-    Attributes:
-        values: some of the elements, or all; [..., elements].
-        present: whether they were computed; bool[...]; None if they certainly were.
-        totals: how often the tensor was computed, how many of all its elements are inf, how many NaN, and the bits of
-            the largest finite magnitude; i32[..., 4]; None if ``values`` are all elements.
-    """
-
-    values: Any
-    present: Any = None
+    values: Any  # some of the elements, or all; [..., elements]
+    present: Any = None  # whether they were computed; bool[...]; None if they certainly were
+    # how often the tensor was computed, how many of all its elements are inf, how many NaN, and the bits of the largest
+    # finite magnitude; i32[..., 4]; None if ``values`` are all elements
     totals: Any = None
 
     def complete(self) -> Sample:
@@ -47,36 +42,19 @@ class Sample(NamedTuple):
 
 
 def sample(array: Any, turns: int = 1) -> Sample:
-    """Return a sample of a floating-point array.
-
-    >>> found = sample(jnp.ones((4, 2)))
-    >>> found.values.shape, found.complete().totals.tolist()
-    ((8,), [1, 0, 0, 1065353216])
-
-    Args:
-        array: of any floating-point dtype and shape.
-        turns: number of iterations of the loops around it; each iteration samples that many times fewer elements.
-    """
+    """Return a sample of a floating-point array."""
     flat = array.reshape(-1)
     step = min(stride(flat.size * turns), max(stride(flat.size), flat.size // _LEAST | 1))
     return Sample(flat[::step], totals=_totals(flat)) if step > 1 else Sample(flat)
 
 
 def nothing(like: Sample) -> Sample:
-    """Return the sample of a tensor that was not computed; ``like`` has the shapes.
-
-    >>> nothing(sample(jnp.ones(2)).complete()).totals.tolist()
-    [0, 0, 0, 0]
-    """
+    """Return the sample of a tensor that was not computed; ``like`` has the shapes."""
     return Sample(*(jnp.zeros(field.shape, field.dtype) for field in like))
 
 
 def merged(one: Any, other: Any) -> Any:
-    """Merge the totals of two samples of a tensor.
-
-    >>> merged(jnp.array([1, 0, 0, 7]), jnp.array([1, 2, 0, 5])).tolist()
-    [2, 2, 0, 7]
-    """
+    """Merge the totals of two samples of a tensor."""
     return jnp.concatenate([one[:3] + other[:3], jnp.maximum(one[3:], other[3:])])
 
 
@@ -98,25 +76,17 @@ def _bits(values: Any) -> Any:
 
 
 class Table(NamedTuple):
-    """The counts that are copied to the host.
+    """The counts that are copied to the host."""
 
-    Attributes:
-        fields: for each tensor and column, the number of sampled elements in it, and the sum of their magnitudes;
-            f32[tensors, columns, 2].
-        totals: as in `Sample`; i32[tensors, 4].
-    """
-
+    # for each tensor and column, the number of sampled elements in it, and the sum of their magnitudes; f32[tensors,
+    # columns, 2]
     fields: Any
-    totals: Any
+    totals: Any  # as in `Sample`; i32[tensors, 4]
 
 
 @jax.jit
 def counted(samples: Sequence[Sample]) -> Table:
-    """Count all samples of a step.
-
-    >>> counted([sample(jnp.ones(3))]).totals.tolist()
-    [[1, 0, 0, 1065353216]]
-    """
+    """Count all samples of a step."""
     if not samples:
         return Table(jnp.zeros((0, _COLUMNS, 2)), jnp.zeros((0, 4), jnp.int32))
     fields, tops = _summed(_in_rows(samples), len(samples))
@@ -132,18 +102,13 @@ def _over_turns(totals: Any) -> Any:
 
 
 class _Rows(NamedTuple):
-    """Values in rows; each row belongs to one tensor.
+    """Values in rows; each row belongs to one tensor."""
 
-    Attributes:
-        values: row after row, each padded, and flat: XLA would compile reshaped values to one loop with a case for
-            each tensor, which takes ten times as long; f32[rows * _ROW].
-        tensors: the tensor that a row belongs to; i32[rows].
-        filled: number of elements in a row; i32[rows].
-    """
-
+    # row after row, each padded, and flat: XLA would compile reshaped values to one loop with a case for each tensor,
+    # which takes ten times as long; f32[rows * _ROW]
     values: Any
-    tensors: Any
-    filled: Any
+    tensors: Any  # the tensor that a row belongs to; i32[rows]
+    filled: Any  # number of elements in a row; i32[rows]
 
 
 def _in_rows(samples: Sequence[Sample]) -> _Rows:
@@ -180,10 +145,8 @@ def _height(rows: int) -> int:
 
 
 def _summed(rows: _Rows, tensors: int) -> tuple[Any, Any]:
-    """Return fields and largest magnitudes, with one scatter of pairs for each block.
-
-    Sorting, comparing with all columns, or multiplying one-hot rows takes at least ten times as long on a CPU.
-    """
+    """Return fields and largest magnitudes, with one scatter of pairs for each block."""
+    # Sorting, comparing with all columns, or multiplying one-hot rows takes at least ten times as long on a CPU.
     height = _height(rows.filled.size)
 
     def add(index: Any, found: tuple[Any, Any]) -> tuple[Any, Any]:
@@ -204,11 +167,7 @@ def _summed(rows: _Rows, tensors: int) -> tuple[Any, Any]:
 
 
 def spreads(table: Table, shapes: Sequence[tuple[int, ...]]) -> list[Spread | None]:
-    """Return a spread for each tensor of a table on the host; None for a tensor that was not computed.
-
-    >>> spreads(jax.device_get(counted([sample(jnp.array([0.5, 0.0]))])), [(2,)])[0].largest
-    0.5
-    """
+    """Return a spread for each tensor of a table on the host; None for a tensor that was not computed."""
     largest = np.ascontiguousarray(table.totals[:, 3]).view(np.float32).tolist()
     rows = zip(table.fields, table.totals[:, :3].tolist(), largest, shapes, strict=True)
     return [

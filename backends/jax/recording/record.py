@@ -29,20 +29,10 @@ def record(
     widened: bool,
     scale: float | None = None,
 ) -> Recording:
-    """Record every tensor of one step; see `polyamp.adapter.Record`.
-
-    >>> import jax.numpy as jnp, polyamp
-    >>> def loss_fn(params, x):
-    ...     return (x @ params["w"]).sum()
-    >>> step = loss_fn, ({"w": jnp.ones((4, 2))}, jnp.ones((8, 4))), {}
-    >>> recording = record(*step, polyamp.policy("mixed_float16"), widened=True)
-    >>> [(one.kind, one.place) for one in recording.observations if one.format == "float16"]
-    [('activation', 'matmul'), ('activation gradient', 'mul'), ('parameter gradient', 'w')]
-
-    The step is traced and evaluated once more, inside one ``jax.jit``; only the counts are kept. It is traced again at
-    each call, unless it is a jitted function or captures no array: then, as under ``jax.jit``, the trace for arguments
-    of these shapes is reused. A program that equals one of the last eight is not compiled again.
-    """
+    """Record every tensor of one step; see `polyamp.adapter.Record`."""
+    # The step is traced and evaluated once more, inside one ``jax.jit``; only the counts are kept. It is traced again
+    # at each call, unless it is a jitted function or captures no array: then, as under ``jax.jit``, the trace for
+    # arguments of these shapes is reused. A program that equals one of the last eight is not compiled again.
     prepared, arrays = _prepared(step, args, kwargs, policy, widened)
     arrays, own_scale = prepared.step.scaled(arrays, scale)
     table, loss = jax.device_get(prepared.run(arrays, prepared.constants))
@@ -106,11 +96,7 @@ class _Program:
 
 
 class _Run:
-    """A step compiled together with its counting.
-
-    Attributes:
-        records: what each row of its table describes, once it has run.
-    """
+    """A step compiled together with its counting."""
 
     def __init__(self, program: _Program) -> None:
         self.records: list[Record] = []

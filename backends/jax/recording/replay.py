@@ -33,13 +33,7 @@ _NOT_NEEDED = Evaluated(None)
 
 
 class Replay:
-    """One evaluation, inside ``jax.jit``.
-
-    Attributes:
-        policy: the policy whose rules decide the class of each operation.
-        widened: whether 16-bit floats are computed in float32.
-        records: the records so far, in order.
-    """
+    """One evaluation, inside ``jax.jit``."""
 
     def __init__(self, policy: Policy, *, widened: bool) -> None:
         self.policy, self.widened = policy, widened

@@ -25,25 +25,15 @@ Function = Callable[..., Any]
 
 
 class TracedStep(NamedTuple):
-    """A training step as one traced program.
+    """A training step as one traced program."""
 
-    Attributes:
-        closed: the jaxpr.
-        differentiates: whether the step has its own backward pass. Else it got one here, if it returns a loss.
-        adds_scale: whether the state of a wrapped optimizer was put before its arguments.
-        scale_index: index of the loss scale in the jaxpr's arguments; None if it is not among them.
-        loss_index: index of the unscaled loss in its results; None if it is not among them.
-        parameters: name and shape of each floating-point argument.
-        is_pure: whether no flax NNX module is among its arguments.
-    """
-
-    closed: Any
-    differentiates: bool
-    adds_scale: bool
-    scale_index: int | None
-    loss_index: int | None
-    parameters: tuple[tuple[str, tuple[int, ...]], ...]
-    is_pure: bool
+    closed: Any  # the jaxpr
+    differentiates: bool  # whether the step has its own backward pass. Else it got one here, if it returns a loss
+    adds_scale: bool  # whether the state of a wrapped optimizer was put before its arguments
+    scale_index: int | None  # index of the loss scale in the jaxpr's arguments; None if it is not among them
+    loss_index: int | None  # index of the unscaled loss in its results; None if it is not among them
+    parameters: tuple[tuple[str, tuple[int, ...]], ...]  # name and shape of each floating-point argument
+    is_pure: bool  # whether no flax NNX module is among its arguments
 
     def arrays(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
         """Return the jaxpr's arguments for another call of a pure step."""
@@ -62,11 +52,9 @@ class TracedStep(NamedTuple):
 def traced(
     step: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any], policy: Policy
 ) -> tuple[TracedStep, list[Any]]:
-    """Return a step, and the arguments of its jaxpr in this call.
-
-    A step with its own backward pass runs as it was written. A function that returns the loss, or ``(loss, aux)``, is
-    differentiated by its first argument, under the policy. Any other function runs under the policy.
-    """
+    """Return a step, and the arguments of its jaxpr in this call."""
+    # A step with its own backward pass runs as it was written. A function that returns the loss, or ``(loss, aux)``, is
+    # differentiated by its first argument, under the policy. Any other function runs under the policy.
     given = dict(kwargs)
     with policy:
         trace = _Trace(step, args, given)
@@ -85,14 +73,7 @@ def traced(
 
 
 class _Trace:
-    """A traced call, under a policy if one is given.
-
-    Attributes:
-        program: its jaxpr and its arrays.
-        results: its results, with shapes and dtypes instead of arrays.
-        loss_index: index of the loss among all arrays that it returns; None if it is not among them.
-        is_pure: whether no flax NNX module is among its arguments.
-    """
+    """A traced call, under a policy if one is given."""
 
     def __init__(
         self, fn: Function, args: tuple[Any, ...], kwargs: dict[str, Any], policy: Policy | None = None

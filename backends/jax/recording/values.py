@@ -12,34 +12,23 @@ _CHECKPOINTS = ("rematted_computation", "checkpoint")
 
 
 class Origin(NamedTuple):
-    """The operation that computed a tensor.
-
-    Attributes:
-        name, native, where, op_class, format: as in `polyamp.diagnosis.recording.Observation`.
-        number: the unique number of its record; None if no record is of exactly this tensor.
-    """
+    """The operation that computed a tensor."""
 
     name: str
     native: str
     where: str
     op_class: str
     format: str
-    number: int | None = None
+    number: int | None = None  # the unique number of its record; None if no record is of exactly this tensor
 
 
 class Evaluated(NamedTuple):
-    """An array while a step is evaluated.
+    """An array while a step is evaluated."""
 
-    Attributes:
-        array: its current value; a 16-bit value of a widened step is float32.
-        backward: whether the backward pass computed it.
-        scaled: whether the loss scale is a factor of it.
-        origin: the operation that computed it, before casts and moves; None for constants and inputs.
-    """
-
-    array: Any
-    backward: bool = False
-    scaled: bool = False
+    array: Any  # its current value; a 16-bit value of a widened step is float32
+    backward: bool = False  # whether the backward pass computed it
+    scaled: bool = False  # whether the loss scale is a factor of it
+    # the operation that computed it, before casts and moves; None for constants and inputs
     origin: Origin | None = None
 
     def elsewhere(self) -> Evaluated:
@@ -48,42 +37,25 @@ class Evaluated(NamedTuple):
 
 
 class Record(NamedTuple):
-    """A future observation, whose sample is not counted yet.
-
-    Attributes:
-        kind, shape: as in `polyamp.diagnosis.recording.Observation`.
-        origin: the other fields of the observation.
-        sample: the sample of its elements.
-        scaled: whether the loss scale is a factor of it.
-        replaces: number of the record of the same tensor that this one replaces.
-        named: for a parameter's gradient, whether the optimizer named it.
-    """
+    """A future observation, whose sample is not counted yet."""
 
     kind: Kind
-    origin: Origin
+    origin: Origin  # the other fields of the observation
     shape: tuple[int, ...]
-    sample: Sample
-    scaled: bool = False
-    replaces: int | None = None
-    named: bool = False
+    sample: Sample  # the sample of its elements
+    scaled: bool = False  # whether the loss scale is a factor of it
+    replaces: int | None = None  # number of the record of the same tensor that this one replaces
+    named: bool = False  # for a parameter's gradient, whether the optimizer named it
 
 
 class Place(NamedTuple):
-    """The place of an equation.
+    """The place of an equation."""
 
-    Attributes:
-        path: named scopes, joined by ``/``.
-        differentiated: whether it belongs to the forward or backward pass of a derivative.
-        backward: whether it belongs to the backward pass.
-        again: whether it recomputes the forward pass, for ``jax.checkpoint``.
-        turns: number of iterations of the loops around it.
-    """
-
-    path: str = ""
-    differentiated: bool = False
-    backward: bool = False
-    again: bool = False
-    turns: int = 1
+    path: str = ""  # named scopes, joined by ``/``
+    differentiated: bool = False  # whether it belongs to the forward or backward pass of a derivative
+    backward: bool = False  # whether it belongs to the backward pass
+    again: bool = False  # whether it recomputes the forward pass, for ``jax.checkpoint``
+    turns: int = 1  # number of iterations of the loops around it
 
     def of(self, equation: Any) -> Place:
         """Return the place of an equation in a program that is at this place."""

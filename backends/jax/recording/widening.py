@@ -18,11 +18,7 @@ _LOW = frozenset({np.dtype("float16"), np.dtype(jnp.bfloat16)})
 
 
 def is_low(dtype: Any) -> bool:
-    """Return whether values of a dtype are widened.
-
-    >>> is_low(np.dtype("float16")), is_low(np.dtype("float32")), is_low(None)
-    (True, False, False)
-    """
+    """Return whether values of a dtype are widened."""
     return dtype in _LOW
 
 
@@ -32,10 +28,9 @@ def widened(array: Any, dtype: Any) -> Any:
 
 
 def bound_widened(equation: Any, arrays: Sequence[Any]) -> list[Any]:
-    """Return the results of an equation, with float32 arrays in place of 16-bit ones.
-
-    An equation that works on bits, has an inner program or does not accept float32 runs as written, on rounded arrays.
-    """
+    """Return the results of an equation, with float32 arrays in place of 16-bit ones."""
+    # An equation that works on bits, has an inner program or does not accept float32 runs as written, on rounded
+    # arrays.
     before, after = ([unstable.dtype_in(var) for var in side] for side in (equation.invars, equation.outvars))
     if not any(map(is_low, (*before, *after))):
         return unstable.bound(equation, arrays)

@@ -17,35 +17,21 @@ SHRINK = 2.0**-90
 
 
 def all_finite(tree: Any) -> jax.Array:
-    """Return whether all arrays of a pytree are finite; bool[].
-
-    It does not use the largest absolute value: XLA's maximum on CPUs can lose a NaN among many elements.
-
-    >>> bool(all_finite([jnp.ones(2), jnp.array([1.0, jnp.nan])]))
-    False
-    """
+    """Return whether all arrays of a pytree are finite; bool[]."""
+    # It does not use the largest absolute value: XLA's maximum on CPUs can lose a NaN among many elements.
     flags = (jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(tree))
     return computed_once(functools.reduce(jnp.logical_and, flags, jnp.array(True)))
 
 
 def computed_once(flag: jax.Array) -> jax.Array:
-    """Return a flag unchanged, from behind a square root; bool[].
-
-    XLA copies arithmetic of scalars into every kernel that uses its result, unless it is as expensive as a root. A flag
-    of all gradients is used by the kernels of all parameters: with copies, the program grows by their square.
-
-    >>> bool(computed_once(jnp.array(True)))
-    True
-    """
+    """Return a flag unchanged, from behind a square root; bool[]."""
+    # XLA copies arithmetic of scalars into every kernel that uses its result, unless it is as expensive as a root. A
+    # flag of all gradients is used by the kernels of all parameters: with copies, the program grows by their square.
     return jnp.sqrt(flag.astype(jnp.float32)) == 1
 
 
 def unscaled(grads: Any, scale: jax.Array) -> Any:
-    """Return gradients divided by the loss scale, in float32 or wider.
-
-    >>> unscaled(jnp.array([2.0**-24], jnp.float16), jnp.float32(2.0**16))
-    Array([9.094947e-13], dtype=float32)
-    """
+    """Return gradients divided by the loss scale, in float32 or wider."""
     # In two factors: XLA divides by multiplying with the reciprocal, which it flushes to zero for a scale over 2**126.
     first = jnp.where(scale > 1, 0.25, 1.0).astype(scale.dtype)
     second = 1 / (scale * first)
@@ -53,19 +39,8 @@ def unscaled(grads: Any, scale: jax.Array) -> Any:
 
 
 def clipped(grads: Any, limit: float, axis_name: Hashable | None = None) -> Any:
-    """Return gradients scaled down so that their global L2 norm is at most ``limit``; unchanged if it already is.
-
-    The norm is computed in float32 or wider, and does not overflow for any finite gradients.
-
-    >>> clipped([jnp.array([3.0]), jnp.array([4.0])], 1.0)
-    [Array([0.6], dtype=float32), Array([0.8], dtype=float32)]
-
-    Args:
-        grads: pytree of arrays.
-        limit: the largest norm.
-        axis_name: mapped axis, or axes, whose devices share the step. The norm is that of all shards of a gradient
-            that ``shard_map`` splits over them.
-    """
+    """Return gradients scaled down so that their global L2 norm is at most ``limit``; unchanged if it already is."""
+    # The norm is computed in float32 or wider, and does not overflow for any finite gradients.
     norm, shrink = _norm(jax.tree.leaves(widened(grads)), axis_name)
     clips = norm > limit * shrink
     first, second = jnp.where(clips, shrink, 1), jnp.where(clips, limit / norm, 1)
@@ -73,11 +48,9 @@ def clipped(grads: Any, limit: float, axis_name: Hashable | None = None) -> Any:
 
 
 def _norm(leaves: list[jax.Array], axis_name: Hashable | None) -> tuple[jax.Array, jax.Array]:
-    """Return the global norm of the leaves times a factor, and this factor: 1 unless the sum of squares overflows.
-
-    Both norms are computed, in one pass over the leaves. What depends on them lies behind a square root, without which
-    XLA would compute it anew for every parameter: see `computed_once`.
-    """
+    """Return the global norm of the leaves times a factor, and this factor: 1 unless the sum of squares overflows."""
+    # Both norms are computed, in one pass over the leaves. What depends on them lies behind a square root, without
+    # which XLA would compute it anew for every parameter: see `computed_once`.
     wide = [jnp.abs(leaf) if jnp.iscomplexobj(leaf) else leaf for leaf in leaves]
 
     def norm(factor: float) -> jax.Array:

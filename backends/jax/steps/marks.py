@@ -13,16 +13,7 @@ _PREFIX = "polyamp: gradient of "
 
 
 def gradients(tree: Any) -> Any:
-    """Return gradients with their names attached if they are traced. The names do not change a compiled program.
-
-    >>> import jax.numpy as jnp
-    >>> jaxpr = jax.make_jaxpr(gradients)({"dense": {"kernel": jnp.ones(2)}})
-    >>> jaxpr.eqns[0].params["name"]
-    'polyamp: gradient of dense/kernel'
-
-    Args:
-        tree: pytree of arrays.
-    """
+    """Return gradients with their names attached if they are traced. The names do not change a compiled program."""
 
     def named(path: Any, leaf: Any) -> Any:
         if not is_traced(leaf):
@@ -33,20 +24,11 @@ def gradients(tree: Any) -> Any:
 
 
 def name_of(path: Any) -> str:
-    """Return a key path joined by ``/``, without a flax NNX variable's own field; "params" if the path is empty.
-
-    >>> [(path, _)] = jax.tree.leaves_with_path({"blocks": [{"w": 1.0}]})
-    >>> name_of(path)
-    'blocks/0/w'
-    """
+    """Return a key path joined by ``/``, without a flax NNX variable's own field; "params" if the path is empty."""
     name: str = jax.tree_util.keystr(path, simple=True, separator="/")
     return name.removesuffix("/.value").removesuffix("/value") or "params"
 
 
 def marked(name: str) -> str | None:
-    """Return the parameter that a name from `gradients` refers to; None for any other name.
-
-    >>> marked("polyamp: gradient of w"), marked("attention")
-    ('w', None)
-    """
+    """Return the parameter that a name from `gradients` refers to; None for any other name."""
     return name.removeprefix(_PREFIX) if name.startswith(_PREFIX) else None

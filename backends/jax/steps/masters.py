@@ -16,39 +16,21 @@ from polyamp.backends.jax.trees import map_with_none
 
 
 def masters_of(params: Any, *, low: bool = False) -> Any:
-    """Return float32 copies of the 16-bit parameters, with None for the others; None if no parameter has 16 bits.
-
-    >>> masters_of({"w": jnp.ones(1, jnp.float16), "b": jnp.ones(1)})
-    {'b': None, 'w': Array([1.], dtype=float32)}
-
-    Args:
-        params: pytree of parameters.
-        low: return a tree without leaves as it is, in place of None: for a policy that stores parameters in 16 bits,
-            ``optax.tree_map_params`` passes a placeholder for them, to find their places in the state.
-    """
+    """Return float32 copies of the 16-bit parameters, with None for the others; None if no parameter has 16 bits."""
     masters = jax.tree.map(lambda leaf: leaf.astype(jnp.float32) if is_low(leaf) else None, params)
     stands_for_params = low and not jax.tree.leaves(params)
     return masters if jax.tree.leaves(masters) or stands_for_params else None
 
 
 def masters_in(full: Any, masters: Any) -> Any:
-    """Return the new master weights: the leaves of ``full`` that have one; None if there are none.
-
-    >>> masters_in({"w": 2.0, "b": 3.0}, {"w": 1.0, "b": None})
-    {'b': None, 'w': 2.0}
-    """
+    """Return the new master weights: the leaves of ``full`` that have one; None if there are none."""
     if masters is None:
         return None
     return map_with_none(lambda master, value: None if master is None else value, masters, full)
 
 
 def updates_to(masters: Any, params: Any, updates: Any) -> Any:
-    """Return the float32 updates that take 16-bit parameters to their rounded master weights; others are unchanged.
-
-    >>> params, masters = jnp.ones(1, jnp.float16), jnp.array([1.25])
-    >>> updates_to(masters, params, jnp.array([0.25]))
-    Array([0.25], dtype=float32)
-    """
+    """Return the float32 updates that take 16-bit parameters to their rounded master weights; others are unchanged."""
 
     def update_to(master: Any, param: Any, update: Any) -> Any:
         if master is None:

@@ -13,18 +13,9 @@ from polyamp.errors import UsageError
 
 
 def with_rounded_updates(tx: Any, format_name: str) -> Any:
-    """Return an optimizer whose updates take each parameter to a value of the format, rounded to nearest even.
-
-    >>> import optax
-    >>> tx = with_rounded_updates(optax.with_extra_args_support(optax.sgd(1.0)), "float16")
-    >>> params, grads = jnp.ones(2), jnp.array([-(2.0**-12), -(2.0**-10)])
-    >>> updates, _ = tx.update(grads, tx.init(params), params)
-    >>> params + updates == jnp.array([1.0, 1.0 + 2.0**-10])
-    Array([ True,  True], dtype=bool)
-
-    Its state is that of ``tx``. The sum of parameter and update is exact, except where the first update changes the
-    sign of a parameter that the format does not hold: there it is off by up to half of the parameter's last bit.
-    """
+    """Return an optimizer whose updates take each parameter to a value of the format, rounded to nearest even."""
+    # Its state is that of ``tx``. The sum of parameter and update is exact, except where the first update changes the
+    # sign of a parameter that the format does not hold: there it is off by up to half of the parameter's last bit.
     dtype = dtype_of(format_name)
 
     def rounded(update: Any, param: Any) -> Any:

@@ -41,16 +41,7 @@ def check_limits(holder: Any) -> StepResult:
 
 
 def loss_scale_of(holder: Any) -> tuple[LossScale, LossScaleState]:
-    """Return the settings of the loss scale in a pytree, and its state as Python numbers. Waits for the device.
-
-    >>> import optax, polyamp
-    >>> settings, state = loss_scale_of(polyamp.wrap_optimizer(optax.sgd(0.1), "mixed_float16").init(jnp.ones(2)))
-    >>> settings.interval, state.steps
-    (2000, 0)
-
-    Raises:
-        UsageError: ``holder`` holds no state of a wrapped optimizer, or more than one.
-    """
+    """Return the settings of the loss scale in a pytree, and its state as Python numbers. Waits for the device."""
     state = find_state(holder)
     return state.settings, _on_host(state)
 

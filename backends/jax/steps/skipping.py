@@ -12,11 +12,7 @@ from polyamp.backends.jax.trees import map_with_none
 
 
 def zero_updates(grads: Any) -> Any:
-    """Return updates that change no bit of any parameter: -0.0, since adding +0.0 would turn -0.0 into +0.0.
-
-    >>> zero_updates(jnp.ones(1, jnp.float16))
-    Array([-0.], dtype=float32)
-    """
+    """Return updates that change no bit of any parameter: -0.0, since adding +0.0 would turn -0.0 into +0.0."""
     return jax.tree.map(lambda grad: -jnp.zeros_like(grad), widened(grads))
 
 

@@ -80,15 +80,7 @@ class LossScaleOptState(_Fields):
 
 @functools.cache
 def state_type(settings: LossScale, unscaled: bool) -> type[LossScaleOptState]:
-    """Return `LossScaleOptState` with these settings. They belong to the type, so that all leaves are arrays.
-
-    >>> state_type(LossScale(interval=5), False).settings.interval
-    5
-
-    Args:
-        settings: the settings.
-        unscaled: whether they leave the loss unscaled for a policy that computes in float16.
-    """
+    """Return `LossScaleOptState` with these settings. They belong to the type, so that all leaves are arrays."""
     own = {"__slots__": (), "__module__": __name__, "settings": settings, "unscaled": unscaled}
     return type("LossScaleOptState", (LossScaleOptState,), own)
 

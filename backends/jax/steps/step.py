@@ -29,27 +29,16 @@ Skip = Literal["auto", "cond", "select"]
 
 @dataclass(frozen=True)
 class Step:
-    """The two functions of a gradient transformation, and a third that updates and applies at once.
+    """The two functions of a gradient transformation, and a third that updates and applies at once."""
 
-    Attributes:
-        inner: the wrapped optax transformation, taking extra arguments.
-        settings: settings of the loss scale.
-        max_grad_norm: clip unscaled gradients to this global L2 norm.
-        axis_name: mapped axis, or axes, over which the finite flag is combined.
-        master_weights: whether 16-bit parameters get float32 copies.
-        low_params: whether the policy stores parameters in 16 bits.
-        skip: how a compiled step chooses between update and skip.
-        unscaled: whether the settings leave the loss unscaled for a policy that computes in float16.
-    """
-
-    inner: Any
-    settings: LossScale
-    max_grad_norm: float | None
-    axis_name: Hashable | None
-    master_weights: bool
-    low_params: bool
-    skip: Skip
-    unscaled: bool = False
+    inner: Any  # the wrapped optax transformation, taking extra arguments
+    settings: LossScale  # settings of the loss scale
+    max_grad_norm: float | None  # clip unscaled gradients to this global L2 norm
+    axis_name: Hashable | None  # mapped axis, or axes, over which the finite flag is combined
+    master_weights: bool  # whether 16-bit parameters get float32 copies
+    low_params: bool  # whether the policy stores parameters in 16 bits
+    skip: Skip  # how a compiled step chooses between update and skip
+    unscaled: bool = False  # whether the settings leave the loss unscaled for a policy that computes in float16
 
     def init(self, params: Any) -> LossScaleOptState:
         """Return the state before the first step."""
@@ -165,10 +154,8 @@ class Step:
 
 @contextmanager
 def _naming_trees(grads: Any, params: Any) -> Iterator[None]:
-    """Replace JAX's error about two trees that do not match by an error that names both trees.
-
-    This cannot be checked before, since optimizers such as ``optax.lookahead`` accept trees of different structures.
-    """
+    """Replace JAX's error about two trees that do not match by an error that names both trees."""
+    # This cannot be checked before, since optimizers such as ``optax.lookahead`` accept trees of different structures.
     try:
         yield
     except (ValueError, TypeError) as error:

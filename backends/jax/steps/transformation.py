@@ -21,15 +21,7 @@ except ModuleNotFoundError as error:
 
 
 class LossScaled(optax.GradientTransformationExtraArgs):  # type: ignore[misc]  # optax has no types
-    """The result of `polyamp.wrap_optimizer` for an optax optimizer: an optax ``(init, update)`` pair.
-
-    >>> import jax.numpy as jnp, polyamp
-    >>> tx = polyamp.wrap_optimizer(optax.sgd(0.5), "mixed_float16")
-    >>> opt_state = tx.init(jnp.ones(1))
-    >>> updates, opt_state = tx.update(jnp.array([65536.0]), opt_state, jnp.ones(1))
-    >>> updates, opt_state.last_step.applied
-    (Array([-0.5], dtype=float32), True)
-    """
+    """The result of `polyamp.wrap_optimizer` for an optax optimizer: an optax ``(init, update)`` pair."""
 
     @property
     def step(self) -> Step:

@@ -23,15 +23,10 @@ from polyamp.backends.keras.unstable import autocast_variables
 
 
 class Border(NamedTuple):
-    """The formats on the two sides of a layer's border.
+    """The formats on the two sides of a layer's border."""
 
-    Attributes:
-        inside: the format that the layer computes in.
-        outside: the format of the layer's outputs; empty if the code that uses the outputs casts them.
-    """
-
-    inside: str
-    outside: str = ""
+    inside: str  # the format that the layer computes in
+    outside: str = ""  # the format of the layer's outputs; empty if the code that uses the outputs casts them
 
     @property
     def is_crossed(self) -> bool:
@@ -40,10 +35,9 @@ class Border(NamedTuple):
 
 
 class Crossing:
-    """The ``call`` of a layer with a border around it; it takes the place of the layer's method.
+    """The ``call`` of a layer with a border around it; it takes the place of the layer's method."""
 
-    Keras does not save or clone it: a loaded layer computes by its Keras policy.
-    """
+    # Keras does not save or clone it: a loaded layer computes by its Keras policy.
 
     def __init__(self, call: Callable[..., Any], border: Border, autocast: bool) -> None:
         self.call, self.border, self.autocast = call, border, autocast
@@ -69,11 +63,7 @@ def set_border(layer: Any, border: Border) -> None:
 
 
 def border_of(layer: Any) -> Border:
-    """Return the formats that a layer has now.
-
-    >>> border_of(keras.layers.Dense(2, dtype="mixed_float16"))
-    Border(inside='float16', outside='')
-    """
+    """Return the formats that a layer has now."""
     call = layer.__dict__.get("call")
     return call.border if isinstance(call, Crossing) else Border(layer.compute_dtype)
 

@@ -29,51 +29,28 @@ Choice = Callable[[Policy, str, Any, str, bool], str]
 
 
 class Part(NamedTuple):
-    """One layer and the decisions for it.
+    """One layer and the decisions for it."""
 
-    Attributes:
-        path: the names from the model down to the layer.
-        layer: the layer.
-        operation: the canonical name of its work.
-        is_head: whether the model's outputs come from it.
-        op_class: its class.
-        border: the formats that it computes in and returns.
-        in_code: whether Python code calls it, and not a graph of layers.
-    """
-
-    path: str
-    layer: Any
-    operation: str
-    is_head: bool
-    op_class: str
-    border: Border
-    in_code: bool
+    path: str  # the names from the model down to the layer
+    layer: Any  # the layer
+    operation: str  # the canonical name of its work
+    is_head: bool  # whether the model's outputs come from it
+    op_class: str  # its class
+    border: Border  # the formats that it computes in and returns
+    in_code: bool  # whether Python code calls it, and not a graph of layers
 
 
 class _Surroundings(NamedTuple):
-    """The parts of a decision that depend on the layers around a layer.
+    """The parts of a decision that depend on the layers around a layer."""
 
-    Attributes:
-        above: the path of the layer around it; empty for the model.
-        gives_output: whether the model's outputs come from it.
-        outside: the format of the Python code that calls it; empty if no such code does.
-        depth: how many layers are around it.
-    """
-
-    above: str = ""
-    gives_output: bool = True
-    outside: str = ""
-    depth: int = 0
+    above: str = ""  # the path of the layer around it; empty for the model
+    gives_output: bool = True  # whether the model's outputs come from it
+    outside: str = ""  # the format of the Python code that calls it; empty if no such code does
+    depth: int = 0  # how many layers are around it
 
 
 def op_class_of(policy: Policy, operation: str, layer: Any, path: str, is_head: bool) -> str:
-    """Return the class of a layer: that of a rule, else ``full`` for a head, else that of the table.
-
-    >>> import polyamp
-    >>> policy, dense = polyamp.policy("mixed_float16"), keras.layers.Dense(2)
-    >>> op_class_of(policy, "matmul", dense, "mlp/dense", False), op_class_of(policy, "matmul", dense, "mlp/out", True)
-    ('lower', 'full')
-    """
+    """Return the class of a layer: that of a rule, else ``full`` for a head, else that of the table."""
     rule = next((rule for rule in policy.rules if matches(rule, operation, path)), None)
     if rule is not None:
         return policy.decide(operation, path).op_class if rule.matches(operation, path) else "full"
@@ -90,13 +67,7 @@ def matches(rule: Rule, operation: str, path: str) -> bool:
 
 
 def parts_of(model: Any, policy: Policy, choose: Choice = op_class_of) -> list[Part]:
-    """Return the decisions for a model and all layers inside, outer ones first.
-
-    >>> import polyamp
-    >>> model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(8, name="a"), keras.layers.Dense(2, name="b")])
-    >>> [(part.layer.name, part.op_class) for part in parts_of(model, polyamp.policy("mixed_float16"))[1:]]
-    [('a', 'lower'), ('b', 'full')]
-    """
+    """Return the decisions for a model and all layers inside, outer ones first."""
     return list(_parts(model, policy, choose, _Surroundings()))
 
 

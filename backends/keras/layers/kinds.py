@@ -17,11 +17,7 @@ _CAST_INSIDE = ("BatchNormalization", "LayerNormalization", "GroupNormalization"
 
 
 def operation_of(layer: Any) -> str:
-    """Return the canonical name of a layer's work; empty if the table does not have it, as for most user layers.
-
-    >>> operation_of(keras.layers.Dense(2)), operation_of(keras.layers.Activation("tanh"))
-    ('matmul', 'tanh')
-    """
+    """Return the canonical name of a layer's work; empty if the table does not have it, as for most user layers."""
     if isinstance(layer, keras.layers.Activation):
         return ACTIVATIONS.get(getattr(layer.activation, "__name__", ""), "")
     names = (kind.__name__ for kind in type(layer).__mro__)
@@ -29,13 +25,7 @@ def operation_of(layer: Any) -> str:
 
 
 def norm_of(layer: Any) -> str:
-    """Return the canonical name of a user's own normalization layer, known by its class; empty if it is not one.
-
-    >>> class LlamaRMSNorm(keras.layers.Layer):
-    ...     pass
-    >>> norm_of(LlamaRMSNorm()), norm_of(keras.layers.Dense(2))
-    ('rms_norm', '')
-    """
+    """Return the canonical name of a user's own normalization layer, known by its class; empty if it is not one."""
     if layers_inside(layer):
         return ""
     for kind in type(layer).__mro__[: type(layer).__mro__.index(keras.layers.Layer)]:
@@ -54,35 +44,20 @@ def is_from_keras(layer: Any) -> bool:
 
 
 def casts_inside(layer: Any) -> bool:
-    """Return whether Keras' code of a layer computes in float32 and returns 16 bits under a 16-bit policy.
-
-    >>> casts_inside(keras.layers.LayerNormalization()), casts_inside(keras.layers.Softmax())
-    (True, False)
-    """
+    """Return whether Keras' code of a layer computes in float32 and returns 16 bits under a 16-bit policy."""
     kinds = (kind for kind in type(layer).__mro__ if kind.__module__.partition(".")[0] == "keras")
     own = next(kinds)
     return own.__name__ in _CAST_INSIDE and type(layer).call is vars(own).get("call")
 
 
 def is_wide_inside(layer: Any, operation: str) -> bool:
-    """Return whether a layer with 16-bit inputs computes in float32 by itself, and returns 16 bits.
-
-    TensorFlow's average pooling on CPUs and XLA's windows add up in the format of their data; torch's kernels use
-    float32.
-
-    >>> is_wide_inside(keras.layers.LayerNormalization(), "layer_norm")
-    True
-    >>> is_wide_inside(keras.layers.Softmax(), "softmax")
-    False
-    """
+    """Return whether a layer with 16-bit inputs computes in float32 by itself, and returns 16 bits."""
+    # TensorFlow's average pooling on CPUs and XLA's windows add up in the format of their data; torch's kernels use
+    # float32.
     pools = operation == "avg_pool" and keras.backend.backend() == "torch"
     return pools or operation in ("sigmoid", "tanh") or casts_inside(layer)
 
 
 def can_compute(layer: Any) -> bool:
-    """Return whether polyamp may choose a layer's compute format: it is not quantized, and not float64.
-
-    >>> can_compute(keras.layers.Dense(2)), can_compute(keras.layers.Dense(2, dtype="float64"))
-    (True, False)
-    """
+    """Return whether polyamp may choose a layer's compute format: it is not quantized, and not float64."""
     return layer.quantization_mode is None and layer.compute_dtype in CASTABLE

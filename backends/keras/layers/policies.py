@@ -22,11 +22,7 @@ KERAS_POLICIES = {
 
 
 def keras_policy(policy: Policy) -> str:
-    """Return the name of the dtype policy that stores and computes in a policy's formats.
-
-    >>> keras_policy(make_policy("mixed_bfloat16"))
-    'mixed_bfloat16'
-    """
+    """Return the name of the dtype policy that stores and computes in a policy's formats."""
     name = KERAS_POLICIES.get((policy.param, policy.compute))
     if name is None:
         raise UnsupportedError(
@@ -52,23 +48,12 @@ def policy_of(part: Part, policy: Policy) -> str:
 
 
 def own_policy(model: Any) -> str | None:
-    """Return the name of the 16-bit dtype policy that layers of a model have; None if all compute in float32.
-
-    >>> import keras
-    >>> own_policy(keras.Sequential([keras.Input((4,)), keras.layers.Dense(2, dtype="mixed_bfloat16")]))
-    'mixed_bfloat16'
-    """
+    """Return the name of the 16-bit dtype policy that layers of a model have; None if all compute in float32."""
     layers = (layer for layer in walk(model) if format_of(border_of(layer).inside).is_low)
     names = (layer.dtype_policy.name for layer in layers)
     return next((name for name in names if name in KERAS_POLICIES.values()), None)
 
 
 def remaining_policy(model: Any, policy: Policy) -> Policy:
-    """Return the policy for Keras' backend to apply: float32 if layers have their own 16-bit policies already.
-
-    >>> import keras
-    >>> model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2, dtype="mixed_float16")])
-    >>> str(remaining_policy(model, make_policy("mixed_float16")))
-    'float32'
-    """
+    """Return the policy for Keras' backend to apply: float32 if layers have their own 16-bit policies already."""
     return policy if own_policy(model) is None else make_policy("float32")

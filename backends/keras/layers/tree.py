@@ -24,10 +24,8 @@ def children(layer: Any) -> list[Any]:
 
 
 def runs_code(layer: Any) -> bool:
-    """Return whether a layer calls the layers inside from a user's Python code, which casts nothing.
-
-    Functional and sequential models, and Keras' own layers, cast the inputs of each layer inside.
-    """
+    """Return whether a layer calls the layers inside from a user's Python code, which casts nothing."""
+    # Functional and sequential models, and Keras' own layers, cast the inputs of each layer inside.
     if not children(layer) or isinstance(layer, keras.Sequential) or getattr(layer, "output_names", None):
         return False
     return not is_from_keras(layer)

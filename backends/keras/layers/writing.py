@@ -16,10 +16,8 @@ from polyamp.policy import policy as make_policy
 
 
 def set_formats(parts: Iterable[Part], policy: Policy) -> None:
-    """Set the dtype policy and the border of every layer that polyamp may change.
-
-    All dtype policies are chosen before the first is set, so an error changes nothing.
-    """
+    """Set the dtype policy and the border of every layer that polyamp may change."""
+    # All dtype policies are chosen before the first is set, so an error changes nothing.
     for layer, name, border in [(one.layer, policy_of(one, policy), one.border) for one in parts if can_change(one)]:
         layer.dtype_policy = name
         set_border(layer, Border(border.inside) if casts_inside(layer) else border)
@@ -29,19 +27,8 @@ def set_formats(parts: Iterable[Part], policy: Policy) -> None:
 
 @contextmanager
 def amended(model: Any, policy: Policy) -> Iterator[None]:
-    """Apply a policy's own rules to the layers that they name, until the context ends.
-
-    All other layers stay as they are. So rules can be tried on a model that computes in 16 bits by itself.
-
-    >>> import keras, polyamp
-    >>> model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(8, name="wide"), keras.layers.Dense(2)])
-    >>> model = polyamp.convert(model, "mixed_bfloat16")
-    >>> with amended(model, polyamp.policy("mixed_float16", rules={"wide": "full"})):
-    ...     model.layers[0].compute_dtype
-    'float32'
-    >>> model.layers[0].compute_dtype
-    'bfloat16'
-    """
+    """Apply a policy's own rules to the layers that they name, until the context ends."""
+    # All other layers stay as they are. So rules can be tried on a model that computes in 16 bits by itself.
     own = own_policy(model)
     if own is None or not policy.own_rules:
         yield

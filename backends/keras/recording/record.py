@@ -29,20 +29,7 @@ def record(
     widened: bool,
     scale: float | None = None,
 ) -> Recording:
-    """Record one step of a compiled model; the model does not change.
-
-    Args:
-        step: a compiled model; or a function of the framework that Keras runs on, which that framework records.
-        args: for a model, ``(x, y)`` or ``(x, y, sample_weight)``: a batch.
-        kwargs: for a function.
-        policy: decides what is 16-bit; layers with their own 16-bit policy keep it.
-        widened: compute 16-bit work in float32.
-        scale: None means that of the model's optimizer if it scales the loss, else 1.
-
-    Raises:
-        InvalidTypeError: the arguments of a model are not a batch.
-        UsageError: the model has no loss, or was not built.
-    """
+    """Record one step of a compiled model; the model does not change."""
     verb = RECORD.of(registry.adapter_named(keras.backend.backend()))
     if not isinstance(step, keras.Model):
         return verb(step, args, kwargs, policy, widened=widened, scale=scale)

@@ -17,24 +17,14 @@ from polyamp.errors import InvalidTypeError, UsageError
 
 
 class Step(NamedTuple):
-    """The loss of a model as a function of the framework that Keras runs on.
+    """The loss of a model as a function of the framework that Keras runs on."""
 
-    Attributes:
-        function: returns the loss.
-        args: its arguments; on JAX the trainable variables come first.
-    """
-
-    function: Callable[..., Any]
-    args: tuple[Any, ...]
+    function: Callable[..., Any]  # returns the loss
+    args: tuple[Any, ...]  # its arguments; on JAX the trainable variables come first
 
 
 def step_of(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Step:
-    """Return the loss of a batch as ``fit`` computes it.
-
-    Raises:
-        InvalidTypeError: the arguments are not a batch.
-        UsageError: the model has no loss, or was not built.
-    """
+    """Return the loss of a batch as ``fit`` computes it."""
     _check(model, args, kwargs)
     batch = tuple(map(as_tensors, args))
     build_loss(model, batch)

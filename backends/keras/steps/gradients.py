@@ -24,25 +24,12 @@ def map_values(function: Callable[[Any], Any], grad: Any) -> Any:
 
 
 def all_finite(grads: Sequence[Any]) -> Any:
-    """Return whether all gradients are finite; scalar bool.
-
-    >>> bool(all_finite([ops.ones(2), None, ops.array([1.0, float("nan")])]))
-    False
-    """
+    """Return whether all gradients are finite; scalar bool."""
     return ops.all(ops.stack([ops.all(ops.isfinite(values)) for values in _values(grads)]))
 
 
 def unscaled(grads: Sequence[Any], scale: Any, largest_scale: float) -> list[Any]:
-    """Return gradients divided by the loss scale, in float32 or wider.
-
-    >>> [float(grad) for grad in unscaled([ops.array(2.0**-14, "float16")], ops.array(2.0**16), 2.0**24)]
-    [9.313225746154785e-10]
-
-    Args:
-        grads: gradients of the scaled loss.
-        scale: the loss scale; float32 scalar.
-        largest_scale: the largest value that ``scale`` can grow to.
-    """
+    """Return gradients divided by the loss scale, in float32 or wider."""
     factors = [1.0 / scale]
     if largest_scale > 2.0**126:  # the inverse can be a subnormal number, which XLA and TensorFlow flush to zero
         first = ops.where(scale > 1.0, ops.full_like(scale, 0.25), ops.ones_like(scale))
@@ -58,22 +45,14 @@ def unscaled(grads: Sequence[Any], scale: Any, largest_scale: float) -> list[Any
 
 
 def clip_factor(grads: Sequence[Any], limit: float) -> Any:
-    """Return the factor that limits the gradients' global L2 norm to ``limit``; float32 scalar, at most 1.
-
-    >>> round(float(clip_factor([ops.array([3.0]), ops.array([4.0])], 1.0)), 6)
-    0.2
-    """
+    """Return the factor that limits the gradients' global L2 norm to ``limit``; float32 scalar, at most 1."""
     squares = [ops.sum(ops.square(ops.cast(values, "float32"))) for values in _values(grads)]
     norm = ops.sqrt(ops.sum(ops.stack(squares)))
     return limit / ops.maximum(norm, limit)
 
 
 def multiplied(grads: Sequence[Any], factor: Any) -> list[Any]:
-    """Return every gradient in float32 or wider, times a scalar.
-
-    >>> multiplied([None, ops.ones(())], 0.5)[0] is None
-    True
-    """
+    """Return every gradient in float32 or wider, times a scalar."""
 
     def multiply(values: Any) -> Any:
         wide = _widened(values)

@@ -18,12 +18,7 @@ from polyamp.backends.keras.unstable import layout_of
 
 
 class MasterWeights:
-    """The variables of a model, with a float32 master weight for each 16-bit one.
-
-    Args:
-        variables: the model's variables, in the order in which the optimizer is built on them.
-        add_variable: the optimizer's method, so that the master weights are saved with its other variables.
-    """
+    """The variables of a model, with a float32 master weight for each 16-bit one."""
 
     def __init__(self, variables: Sequence[Any], add_variable: Callable[..., Any]) -> None:
         self._masters = {
@@ -38,12 +33,7 @@ class MasterWeights:
         return list(self._masters.values())
 
     def trained(self, variables: Sequence[Any], indices: Sequence[int] | None = None) -> list[Any]:
-        """Return the variables that the inner optimizer trains in place of ``variables``.
-
-        Args:
-            variables: variables of the model.
-            indices: their positions in the variables that the optimizer is built on; None for all, in that order.
-        """
+        """Return the variables that the inner optimizer trains in place of ``variables``."""
         places = range(len(variables)) if indices is None else indices
         return [self._masters.get(place, variable) for place, variable in zip(places, variables, strict=True)]
 
@@ -63,16 +53,8 @@ class MasterWeights:
 
 
 def round_values(variables: Sequence[Any], format_name: str) -> None:
-    """Round variables to a format, to nearest even, as if they were stored in it; see `polyamp.controls`.
-
-    >>> import keras
-    >>> weight = keras.Variable([1.0 + 2.0**-12])
-    >>> round_values([weight], "float16")
-    >>> float(weight[0])
-    1.0
-
-    Only those that hold 16 or 32-bit values; not the scales of Keras' float8 layers, which are not weights.
-    """
+    """Round variables to a format, to nearest even, as if they were stored in it; see `polyamp.controls`."""
+    # Only those that hold 16 or 32-bit values; not the scales of Keras' float8 layers, which are not weights.
     for variable in variables:
         if standardize_dtype(variable.dtype) in CASTABLE and not getattr(variable, "overwrite_with_gradient", False):
             variable.assign(ops.cast(ops.cast(value_of(variable), format_name), variable.dtype))

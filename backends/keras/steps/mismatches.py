@@ -42,15 +42,8 @@ def note_converted(model: Any) -> None:
 
 
 def report_unscaled(model: Any, layers: Sequence[Any], policy: Policy) -> None:
-    """Warn if layers compute in float16 and no wrapped optimizer scales the loss.
-
-    Keras' ``compile`` wraps an optimizer by itself only if the model's own policy is ``mixed_float16``.
-
-    Args:
-        model: a converted model.
-        layers: its innermost layers.
-        policy: the policy of the conversion.
-    """
+    """Warn if layers compute in float16 and no wrapped optimizer scales the loss."""
+    # Keras' ``compile`` wraps an optimizer by itself only if the model's own policy is ``mixed_float16``.
     own_choice = policy.compute == "float16" and not policy.loss_scale.check
     if own_choice or not any(layer.compute_dtype == "float16" for layer in layers):
         return
@@ -74,10 +67,8 @@ def report_unscaled(model: Any, layers: Sequence[Any], policy: Policy) -> None:
 
 
 def report_mismatch(model: Any, optimizers: Any) -> None:
-    """Warn once if a step's optimizers were wrapped for another format than that in which its layers compute.
-
-    Call it while the step is traced, or when it runs without being traced.
-    """
+    """Warn once if a step's optimizers were wrapped for another format than that in which its layers compute."""
+    # Call it while the step is traced, or when it runs without being traced.
     _report_waiting(model)
     own = own_policy(model)
     if own is None:
@@ -101,11 +92,7 @@ def _report_unlowered(model: Any, optimizers: Any) -> None:
 
 
 def lowers_here() -> bool:
-    """Return whether a rewrite or autocast of Keras' backend is active in the calling code.
-
-    >>> lowers_here()
-    False
-    """
+    """Return whether a rewrite or autocast of Keras' backend is active in the calling code."""
     adapter = registry.adapter_named(keras.backend.backend())
     is_ambient = IS_LOWERING.find(adapter)
     if is_ambient and is_ambient():

@@ -14,12 +14,7 @@ from polyamp.refusals import outside_replicas, without_common_step
 
 
 def all_replicas(finite: tf.Tensor) -> tf.Tensor:
-    """Return whether ``finite``, a scalar bool, is true in every replica. Call all functions here inside a replica.
-
-    Raises:
-        UnsupportedError: the replicas of this strategy cannot share a step.
-        UsageError: in the scope of a strategy, but outside its replicas.
-    """
+    """Return whether ``finite``, a scalar bool, is true in every replica. Call all functions here inside a replica."""
     if error := without_common_step(tf.distribute.get_strategy()):
         raise error
     bad = tf.cast(tf.logical_not(finite), tf.float32)
@@ -47,11 +42,7 @@ def update_replicas_if(finite: tf.Tensor, update: Callable[[Sequence[Any]], None
 
 
 def _replica_context() -> tf.distribute.ReplicaContext:
-    """Return the context of this replica.
-
-    Raises:
-        UsageError: in the scope of a strategy, but outside its replicas.
-    """
+    """Return the context of this replica."""
     context = tf.distribute.get_replica_context()
     if context is None:
         raise outside_replicas(tf.distribute.get_strategy())

@@ -26,23 +26,7 @@ _NAMES = (  # the first two are Keras' names, for the variables that its LossSca
 
 
 class LossScaler:
-    """The state of a `LossScale` in variables, and its application to tensors.
-
-    >>> scaler = LossScaler(LossScale(init=8.0), keras.optimizers.SGD().add_variable)
-    >>> float(scaler.scale(ops.array(2.0)))
-    16.0
-    >>> scaler.advance(ops.array(False))
-    >>> float(scaler.variables.scale)
-    4.0
-
-    Attributes:
-        compute: the format in which the model computes, if known; for messages.
-        has_bad_loss: whether the last loss that was tested was inf or NaN.
-
-    Args:
-        settings: how the scale changes.
-        add_variable: an optimizer's method, so that the state is saved with its other variables.
-    """
+    """The state of a `LossScale` in variables, and its application to tensors."""
 
     def __init__(self, settings: LossScale, add_variable: Callable[..., Any]) -> None:
         self.settings = settings.in_float32()
@@ -75,18 +59,8 @@ class LossScaler:
         return on_host(self.state)
 
     def scale(self, loss: Any) -> Any:
-        """Return a loss in float32 (float64 stays) times the loss scale.
-
-        A loss that is inf or NaN is multiplied by inf, so that its gradients are not finite and the step is skipped.
-
-        Raises:
-            InvalidTypeError: the loss is not a floating-point tensor.
-            NonFiniteLossError: it is inf or NaN under ``nonfinite_loss="raise"``, on the CPU, outside traced functions.
-
-        Warns:
-            PolyampWarning: it is inf or NaN, in the same cases; or the optimizer was wrapped for another format than
-                that of the rewritten function or the region of this call.
-        """
+        """Return a loss in float32 (float64 stays) times the loss scale."""
+        # A loss that is inf or NaN is multiplied by inf, so that its gradients are not finite and the step is skipped.
         report_missing_scale(self.settings, self.compute, stacklevel=4)
         if not self.settings.check:
             return loss
@@ -112,11 +86,7 @@ class LossScaler:
         return unscaled(grads, value_of(self.variables.scale), self.settings.max)
 
     def advance(self, finite: Any) -> None:
-        """Advance the state after a step. On the CPU, outside traced functions, also report the limits.
-
-        Raises:
-            LossScaleError: from `polyamp.loss_scale_reports.report_limits`.
-        """
+        """Advance the state after a step. On the CPU, outside traced functions, also report the limits."""
         if platform_of(finite) != "cpu":
             self._assign(advance(self.settings, self.state, finite, _where))
             return
@@ -126,11 +96,7 @@ class LossScaler:
         report_limits(self.settings, state)
 
     def report(self) -> LossScaleState:
-        """Report if the scale cannot help any more; return the state as Python numbers. Waits for the device.
-
-        Raises:
-            LossScaleError: from `polyamp.loss_scale_reports.report_limits`.
-        """
+        """Report if the scale cannot help any more; return the state as Python numbers. Waits for the device."""
         state = self.host_state
         report_limits(self.settings, state)
         return state
@@ -147,11 +113,7 @@ class LossScaler:
 
 
 def skipped(before: Sequence[Any], after: Sequence[Any]) -> Any:
-    """Return whether any of several counts of skipped steps has grown; scalar bool.
-
-    >>> bool(skipped([ops.array(1)], [ops.array(2)]))
-    True
-    """
+    """Return whether any of several counts of skipped steps has grown; scalar bool."""
     return ops.any(ops.stack([new > old for old, new in zip(before, after, strict=True)]))
 
 

@@ -15,20 +15,7 @@ from polyamp.refusals import no_optimizer, wrapped_already
 def loss_scale_of(
     given: LossScale | float | str | None, initial_scale: float | None, growth_steps: int | None
 ) -> LossScale:
-    """Return the settings; each can be given in polyamp's way or as in `keras.optimizers.LossScaleOptimizer`.
-
-    >>> loss_scale_of(8.0, None, 100)
-    LossScale(init=8.0, interval=100)
-
-    Args:
-        given: settings, or a number, which is the initial scale, as in Keras' class.
-        initial_scale: the first scale; the limits are widened to contain it.
-        growth_steps: finite steps between growths.
-
-    Raises:
-        InvalidTypeError: the scale is not a number, or the steps are not an integer.
-        InvalidValueError: a setting is given twice with different values, or is outside its range.
-    """
+    """Return the settings; each can be given in polyamp's way or as in `keras.optimizers.LossScaleOptimizer`."""
     if given is not None and not isinstance(given, LossScale):
         if initial_scale not in (None, given):
             raise _contradiction("initial_scale", initial_scale, given)
@@ -64,13 +51,7 @@ def _contradiction(name: str, found: object, loss_scale: object) -> InvalidValue
 
 
 def check_optimizer(inner: Any, max_grad_norm: float | None) -> None:
-    """Raise if this optimizer cannot be wrapped.
-
-    Raises:
-        InvalidTypeError: it is not a Keras optimizer.
-        InvalidValueError: it accumulates gradients although ``max_grad_norm`` is set.
-        UsageError: it is wrapped already.
-    """
+    """Raise if this optimizer cannot be wrapped."""
     kind = type(inner)
     if isinstance(inner, keras.optimizers.LossScaleOptimizer):
         raise wrapped_already(kind.__qualname__)
@@ -87,11 +68,7 @@ def check_optimizer(inner: Any, max_grad_norm: float | None) -> None:
 
 
 def check_factor(inner: Any) -> None:
-    """Raise if the optimizer scales the loss itself.
-
-    Raises:
-        InvalidValueError: it does, by its ``loss_scale_factor``.
-    """
+    """Raise if the optimizer scales the loss itself."""
     factor = getattr(inner, "loss_scale_factor", None)
     if factor is not None:
         raise InvalidValueError(
@@ -104,12 +81,7 @@ def check_factor(inner: Any) -> None:
 
 
 def check_masters(inner: Any) -> None:
-    """Raise if float32 master weights cannot be trained in place of 16-bit variables.
-
-    Raises:
-        UnsupportedError: under a ``tf.distribute`` strategy.
-        UsageError: the optimizer was built on the 16-bit variables.
-    """
+    """Raise if float32 master weights cannot be trained in place of 16-bit variables."""
     if inner.built:
         raise UsageError(
             "the optimizer is built on 16-bit variables already",

@@ -14,15 +14,8 @@ from polyamp.markers import FINITE, UPDATE_SCOPE
 
 
 def update_if(finite: Any, update: Callable[[Sequence[Any]], None], grads: Sequence[Any], variables: list[Any]) -> None:
-    """Run ``update(grads)``, which assigns only to ``variables``, if ``finite``; else change no bit.
-
-    The conditional runs on the device in TensorFlow graphs and in JAX programs, and on the host otherwise.
-
-    >>> total = keras.Variable(1.0)
-    >>> update_if(ops.array(True), lambda grads: total.assign(total + grads[0]), [ops.array(2.0)], [total])
-    >>> float(total)
-    3.0
-    """
+    """Run ``update(grads)``, which assigns only to ``variables``, if ``finite``; else change no bit."""
+    # The conditional runs on the device in TensorFlow graphs and in JAX programs, and on the host otherwise.
     if in_strategy():
         from polyamp.backends.keras.steps.replicas import update_replicas_if
 
@@ -37,12 +30,7 @@ def update_if(finite: Any, update: Callable[[Sequence[Any]], None], grads: Seque
 
 
 def update_scope() -> AbstractContextManager[Any]:
-    """Return a context whose operations are named as part of the update, if a TensorFlow graph is being built.
-
-    >>> with update_scope():
-    ...     float(ops.ones(()))
-    1.0
-    """
+    """Return a context whose operations are named as part of the update, if a TensorFlow graph is being built."""
     if not builds_graph():
         return nullcontext()
     import tensorflow as tf
@@ -53,11 +41,7 @@ def update_scope() -> AbstractContextManager[Any]:
 
 
 def decision(finite: Any) -> Any:
-    """Return ``finite``, under a name by which a rewriter finds it if a TensorFlow graph is being built.
-
-    >>> bool(decision(ops.array(True)))
-    True
-    """
+    """Return ``finite``, under a name by which a rewriter finds it if a TensorFlow graph is being built."""
     if not builds_graph():
         return finite
     import tensorflow as tf

@@ -31,14 +31,7 @@ class _Call:
 
 
 class UnscaledGradients:
-    """The calls whose gradients are not applied yet.
-
-    >>> from keras import ops
-    >>> calls, scaled, plain = UnscaledGradients(), [ops.array(8.0)], [ops.array(1.0)]
-    >>> calls.remember(scaled, plain, True)
-    >>> calls.claim([ops.clip(plain[0], 0.0, 0.5)]), calls.claim([ops.array(8.0)])
-    (True, None)
-    """
+    """The calls whose gradients are not applied yet."""
 
     def __init__(self) -> None:
         self._calls: list[_Call] = []
@@ -49,11 +42,7 @@ class UnscaledGradients:
         del self._calls[:-_KEPT]
 
     def claim(self, grads: Sequence[Any]) -> Any:
-        """Return whether the originals of unscaled gradients were finite; None if ``grads`` are scaled gradients.
-
-        Raises:
-            UsageError: some of them are scaled and some are not; or the only call was in another trace.
-        """
+        """Return whether the originals of unscaled gradients were finite; None if ``grads`` are scaled gradients."""
         for call in reversed(self._calls):
             is_scaled, is_plain = _shares(call.inputs, grads), _shares(call.results, grads)
             if is_scaled and is_plain:

@@ -22,11 +22,7 @@ def wrap_optimizer(
     max_grad_norm: float | None,
     master_weights: bool | None = None,
 ) -> LossScaledOptimizer:
-    """Return a wrapped optimizer; see `polyamp.backends.keras.LossScaledOptimizer`.
-
-    Raises:
-        InvalidValueError: also if ``optimizer`` has a ``loss_scale_factor``.
-    """
+    """Return a wrapped optimizer; see `polyamp.backends.keras.LossScaledOptimizer`."""
     check_factor(optimizer)
     wrapped = LossScaledOptimizer(optimizer, loss_scale, max_grad_norm=max_grad_norm, master_weights=master_weights)
     wrapped.scaler.compute = policy.compute

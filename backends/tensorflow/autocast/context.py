@@ -67,11 +67,7 @@ def autocast_context(policy: Policy) -> Iterator[None]:
 
 
 def lowering_of(policy: Policy) -> Lowering | None:
-    """Return the lowering of a policy; None if the policy lowers nothing.
-
-    Raises:
-        UnsupportedError: the format is not float32 or a 16-bit float.
-    """
+    """Return the lowering of a policy; None if the policy lowers nothing."""
     # TensorFlow itself multiplies float32 numbers in this format, unless that is disabled.
     is_native = policy.compute == "tensorfloat32" and tf.config.experimental.tensor_float_32_execution_enabled()
     if not is_native:
@@ -80,11 +76,7 @@ def lowering_of(policy: Policy) -> Lowering | None:
 
 
 def autocast_everywhere(policy: Policy | None) -> None:
-    """Autocast outside regions too, in every thread, from now on; None ends this.
-
-    Raises:
-        UnsupportedError: the format is not float32 or a 16-bit float; nothing is changed.
-    """
+    """Autocast outside regions too, in every thread, from now on; None ends this."""
     set_everywhere(None if policy is None else lowering_of(policy))
 
 

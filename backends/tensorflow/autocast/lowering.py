@@ -31,15 +31,7 @@ _REMEMBERED = 4096  # most decisions to keep: every trace has new names of scope
 
 
 class Lowering:
-    """A compute format and rules, with a record of their effect in this process.
-
-    Attributes:
-        compute: the format of ``lower`` operations.
-        rules: the policy's rules.
-        dtype: the format's dtype.
-        lowered: whether any operation was lowered.
-        observer: called with each operation of class ``lower``, and whether it was lowered; None in most programs.
-    """
+    """A compute format and rules, with a record of their effect in this process."""
 
     def __init__(self, compute: str, rules: tuple[Rule, ...]) -> None:
         self.compute, self.rules = compute, rules
@@ -119,14 +111,7 @@ class Lowering:
 
 
 class Operation:
-    """One of TensorFlow's generated functions.
-
-    Attributes:
-        native: the type of the node that it makes.
-        canonical: the name of that in `polyamp.operations`.
-        original: the function.
-        inputs: its parameters that are tensors, or lists of tensors, of a type that is not fixed.
-    """
+    """One of TensorFlow's generated functions."""
 
     def __init__(
         self, native: str, original: Callable[..., Any], parameters: Mapping[str, Parameter], positional: bool

@@ -18,11 +18,7 @@ FUNCTION: Any = type(tf.function(lambda: None))
 
 
 def name_of(fn: Any) -> str:
-    """Return a function's name with the place where it was written, because many have the name ``<lambda>``.
-
-    >>> name_of(tf.function(len))
-    'len'
-    """
+    """Return a function's name with the place where it was written, because many have the name ``<lambda>``."""
     plain = inspect.unwrap(getattr(fn, "python_function", fn))
     name, code = getattr(plain, "__name__", "function"), getattr(plain, "__code__", None)
     return f"{name} ({Path(code.co_filename).name}:{code.co_firstlineno})" if code is not None else name

@@ -42,56 +42,29 @@ _EXPANDED = "matrix_exponential"  # the scope of ``tf.linalg.expm``, whose coeff
 
 
 class Inside(NamedTuple):
-    """The decided body of a function that a node calls.
+    """The decided body of a function that a node calls."""
 
-    Attributes:
-        name: the function's name.
-        decisions: the decisions for its body.
-        results: the type that each result must have.
-    """
-
-    name: str
-    decisions: Pass
-    results: tuple[int, ...]
+    name: str  # the function's name
+    decisions: Pass  # the decisions for its body
+    results: tuple[int, ...]  # the type that each result must have
 
 
 class Decided(NamedTuple):
-    """One node with its decision.
+    """One node with its decision."""
 
-    Attributes:
-        node: the node as it was written.
-        operation: its canonical name, or TensorFlow's name if it has none.
-        decision: its class, with the reason.
-        outcome: the format that it runs in, with the reason.
-        input_types: the type that each input must have.
-        results: the facts about each output.
-        changes: attributes of the node that get another value.
-        inside: the bodies of the functions that it calls, decided for this call.
-        anew: roles of low inputs that are computed again in float32 for it, instead of being cast.
-    """
-
-    node: Node
-    operation: str
-    decision: Decision
-    outcome: Flow
-    input_types: list[int]
-    results: list[Known]
-    changes: Mapping[str, Any]
-    inside: tuple[Inside, ...] = ()
-    anew: tuple[str, ...] = ()
+    node: Node  # the node as it was written
+    operation: str  # its canonical name, or TensorFlow's name if it has none
+    decision: Decision  # its class, with the reason
+    outcome: Flow  # the format that it runs in, with the reason
+    input_types: list[int]  # the type that each input must have
+    results: list[Known]  # the facts about each output
+    changes: Mapping[str, Any]  # attributes of the node that get another value
+    inside: tuple[Inside, ...] = ()  # the bodies of the functions that it calls, decided for this call
+    anew: tuple[str, ...] = ()  # roles of low inputs that are computed again in float32 for it, instead of being cast
 
 
 class Rules:
-    """A policy and the findings under it, shared by all functions of one program.
-
-    Attributes:
-        policy: the policy.
-        decider: decides by the policy, and records what there is to report.
-        fuses: whether kernels replace the norms that a graph writes out.
-        low: the number of the compute format in TensorFlow's ``DataType``.
-        not_entered: operation types whose functions have products and run as written, with a place of each.
-        lists: the facts about the lists of tensors.
-    """
+    """A policy and the findings under it, shared by all functions of one program."""
 
     def __init__(self, policy: Policy, *, fuses: bool = True) -> None:
         self.policy, self.decider = policy, Decider(policy)
@@ -119,19 +92,7 @@ class Handlers(Protocol):
 
 
 class Pass:
-    """The decisions for one graph, or for a function's body with the arguments of one call.
-
-    Attributes:
-        graph: the decided graph.
-        rules: the policy.
-        functions: the functions of the program.
-        traced: the ``tf.Graph`` that it was traced into, if that is known.
-        name: the function's name; empty for the outermost graph.
-        scopes: the scopes of its nodes.
-        parts: the parts of a step that it contains.
-        nodes: a `Decided` for each node, in order.
-        known: the facts about each value, by its name.
-    """
+    """The decisions for one graph, or for a function's body with the arguments of one call."""
 
     def __init__(
         self,

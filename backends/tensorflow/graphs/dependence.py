@@ -20,12 +20,7 @@ CARRYING = frozenset({*FLOATING, tf.variant.as_datatype_enum})
 
 
 class Dependence:
-    """The values that depend on some starting values, in a graph and in the functions that it calls.
-
-    Args:
-        starts: returns the starting values of a graph.
-        carrying: the types of values that can depend on them.
-    """
+    """The values that depend on some starting values, in a graph and in the functions that it calls."""
 
     def __init__(self, starts: Callable[[Pass], Iterable[str]], carrying: Container[int] = CARRYING) -> None:
         self._starts, self._carrying = starts, carrying

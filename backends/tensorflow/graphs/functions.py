@@ -29,13 +29,7 @@ REWRITTEN = "rewritten already"
 
 
 class Functions:
-    """The functions of one program, each decided once for the same arguments.
-
-    Args:
-        library: ``FunctionDef`` by name.
-        rules: the policy.
-        traced: the ``tf.Graph`` of the outermost function, if that is known.
-    """
+    """The functions of one program, each decided once for the same arguments."""
 
     def __init__(self, library: Mapping[str, Any], rules: Rules, traced: Any = None) -> None:
         self.library, self.rules, self._traced = library, rules, traced
@@ -69,11 +63,7 @@ class Functions:
         return self._bodies.values()
 
     def why_kept(self, names: Sequence[str]) -> str:
-        """Return the reason why a call of these functions must stay unchanged; empty if it may change.
-
-        Raises:
-            UsageError: a function was rewritten under another policy.
-        """
+        """Return the reason why a call of these functions must stay unchanged; empty if it may change."""
         definitions = [self.library.get(name) for name in names]
         if None in definitions:
             return "an unknown function"
@@ -195,10 +185,8 @@ def _unchanged(body: Any) -> set[int]:
 
 
 def _iteration(functions: Functions, decisions: Pass, node: Node) -> Decided:
-    """Decide ``for batch in dataset``: the body keeps its types, and the values that it carries are float32.
-
-    Its arguments are the carried values, then an element, then captured values.
-    """
+    """Decide ``for batch in dataset``: the body keeps its types, and the values that it carries are float32."""
+    # Its arguments are the carried values, then an element, then captured values.
     names = _called(node)
     if reason := functions.why_kept(names):
         return _kept(decisions, node, reason)

@@ -22,13 +22,7 @@ from polyamp.backends.tensorflow.graphs.places import Places
 
 
 def fused(graph: Graph, places: Places, library: Mapping[str, Any]) -> Graph:
-    """Return a function's body with kernels for its norms; the same graph if it has none.
-
-    Args:
-        graph: the body.
-        places: the shapes of its values. A norm whose shapes are not known stays as it is.
-        library: ``FunctionDef`` by name.
-    """
+    """Return a function's body with kernels for its norms; the same graph if it has none."""
     if not graph.in_function or not any(node.op == "Rsqrt" for node in graph.nodes):
         return graph
     found = NormFinder(graph, places)

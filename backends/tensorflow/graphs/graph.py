@@ -22,30 +22,15 @@ FLOATING: frozenset[int] = frozenset(
 
 
 class Port(NamedTuple):
-    """One input or output of a node.
+    """One input or output of a node."""
 
-    Attributes:
-        dtype: a number of TensorFlow's ``DataType``; those above 100 are references to variables.
-        attribute: the type attribute of the node that sets the type; empty if the operation fixes it.
-        position: the position in that attribute, if it is a list.
-    """
-
-    dtype: int
-    attribute: str = ""
-    position: int | None = None
+    dtype: int  # a number of TensorFlow's ``DataType``; those above 100 are references to variables
+    attribute: str = ""  # the type attribute of the node that sets the type; empty if the operation fixes it
+    position: int | None = None  # the position in that attribute, if it is a list
 
 
 class Node:
-    """One node with its typed inputs and outputs.
-
-    Attributes:
-        definition: its ``NodeDef``, which is not changed.
-        inputs: names of its input values, without control inputs.
-        controls: names of the nodes that must run before it.
-        outputs: names of its output values.
-        input_ports: a `Port` for each input.
-        output_ports: a `Port` for each output.
-    """
+    """One node with its typed inputs and outputs."""
 
     __slots__ = ("controls", "definition", "input_ports", "inputs", "name", "op", "output_ports", "outputs")
 
@@ -73,17 +58,7 @@ class Node:
 
 
 class Graph:
-    """Nodes in an order in which every value comes before its uses, except for the edge that closes a loop.
-
-    Attributes:
-        nodes: the nodes in this order.
-        in_function: whether they are a function's body.
-        arguments: name and type of each argument of the function.
-        results: name and type of each result of the function.
-        returns: the value of each result.
-        maker: the node that makes a value; arguments have none.
-        replaced_bytes: for each node that replaces others, the bytes that those moved.
-    """
+    """Nodes in an order in which every value comes before its uses, except for the edge that closes a loop."""
 
     def __init__(
         self,
@@ -119,14 +94,7 @@ class Graph:
         moved: Mapping[str, str],
         replaced_bytes: Mapping[str, int],
     ) -> Graph:
-        """Return a copy of the graph with other nodes.
-
-        Args:
-            definitions: ``NodeDef`` of all nodes; their inputs may have old names.
-            library: ``FunctionDef`` by name.
-            moved: the new names of values by their old names.
-            replaced_bytes: see `Graph`.
-        """
+        """Return a copy of the graph with other nodes."""
         new = copy.copy(self)
         new.returns = [moved.get(value, value) for value in self.returns]
         new.replaced_bytes = replaced_bytes

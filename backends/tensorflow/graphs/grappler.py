@@ -44,24 +44,7 @@ _changing = RLock()
 
 
 def optimized(graph_def: Any, fetches: Sequence[str], name: str, *, inline: bool = False) -> Any:
-    """Return a graph after one of TensorFlow's passes.
-
-    >>> with tf.Graph().as_default() as graph:
-    ...     _ = tf.identity(tf.matmul(tf.ones((2, 2)), tf.ones((2, 2))), name="out")
-    >>> after = optimized(graph.as_graph_def(), ["out"], "auto_mixed_precision_onednn_bfloat16")
-    >>> [tf.as_dtype(node.attr["T"].type).name for node in after.node if node.op == "MatMul"]
-    ['bfloat16']
-
-    Args:
-        graph_def: a ``GraphDef``; it is not changed.
-        fetches: names of nodes that keep their types.
-        name: one of `PASSES`.
-        inline: first replace calls by the bodies of the called functions, as TensorFlow does at run time, because the
-            pass does not enter functions.
-
-    Raises:
-        InvalidValueError: there is no such pass.
-    """
+    """Return a graph after one of TensorFlow's passes."""
     if name not in PASSES:
         raise InvalidValueError(
             "unknown mixed-precision pass of TensorFlow",
@@ -159,15 +142,7 @@ class GrapplerRewritten:
 
 @contextmanager
 def switched_on(compute: str) -> Iterator[None]:
-    """Enable TensorFlow's pass for a format inside the context, and restore the setting at the end. Nests.
-
-    >>> with switched_on("bfloat16"):
-    ...     tf.config.optimizer.get_experimental_options()["auto_mixed_precision_onednn_bfloat16"]
-    True
-
-    Args:
-        compute: float16 or bfloat16; float32 disables both passes.
-    """
+    """Enable TensorFlow's pass for a format inside the context, and restore the setting at the end. Nests."""
     wanted = {name: format_name == compute for format_name, name in _OPTIONS.items()}
     with _changing:
         before = tf.config.optimizer.get_experimental_options()
@@ -235,17 +210,7 @@ def _unsupported(what: str, found: str, allowed: str) -> UnsupportedError:
 
 
 def plan_of_pass(concrete: Any, policy: Policy) -> Plan:
-    """Return the plan of a graph after TensorFlow's pass. For float16 this works without a GPU too.
-
-    >>> from polyamp import policy
-    >>> concrete = tf.function(lambda x: tf.nn.relu(x @ x)).get_concrete_function(tf.ones((2, 2)))
-    >>> plan_of_pass(concrete, policy("mixed_float16")).totals["by_format"]["float16"]
-    1
-
-    Args:
-        concrete: a ``ConcreteFunction``.
-        policy: its ``compute`` selects the pass; float32 means the unchanged graph.
-    """
+    """Return the plan of a graph after TensorFlow's pass. For float16 this works without a GPU too."""
     graph_def = concrete.graph.as_graph_def()
     fetches = [tensor.op.name for tensor in concrete.outputs] + [op.name for op in concrete.graph.control_outputs]
     if policy.compute != "float32":
@@ -258,11 +223,7 @@ def plan_of_pass(concrete: Any, policy: Policy) -> Plan:
 
 
 class _Sizes:
-    """The numbers of elements of values.
-
-    Args:
-        known: the places to ask, in order: the traced graph first, because it knows the shapes of variables.
-    """
+    """The numbers of elements of values."""
 
     def __init__(self, *known: Places) -> None:
         self._known = known

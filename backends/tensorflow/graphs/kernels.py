@@ -19,11 +19,7 @@ _ADDING_IN_16_BITS = {  # on CPUs; other operations add in float32 inside
 
 @functools.cache
 def default_device() -> str:
-    """Return the type of device on which TensorFlow places an operation that names no device.
-
-    >>> default_device() in ("GPU", "CPU")
-    True
-    """
+    """Return the type of device on which TensorFlow places an operation that names no device."""
     return "GPU" if tf.config.list_logical_devices("GPU") else "CPU"
 
 
@@ -33,23 +29,7 @@ def device_of(node: Node) -> str:
 
 
 def lowerable(node: Node, dtype: int) -> tuple[str, ...]:
-    """Return the largest set of a node's float32 type attributes for which a kernel of another type exists.
-
-    >>> from polyamp.backends.tensorflow.unstable import operation_definition
-    >>> definition = tf.compat.v1.NodeDef(name="norm", op="FusedBatchNormV3")
-    >>> for name in ("T", "U"):
-    ...     definition.attr[name].type = tf.float32.as_datatype_enum
-    >>> node = Node(definition, operation_definition("FusedBatchNormV3", {}), in_function=False)
-    >>> lowerable(node, tf.bfloat16.as_datatype_enum)  # its statistics, U, stay float32
-    ('T',)
-
-    Args:
-        node: the node.
-        dtype: a number of TensorFlow's ``DataType``.
-
-    Returns:
-        Their names; empty if the node's device has no such kernel.
-    """
+    """Return the largest set of a node's float32 type attributes for which a kernel of another type exists."""
     types = tuple(
         sorted({(port.attribute, port.dtype) for port in [*node.input_ports, *node.output_ports] if port.attribute})
     )

@@ -34,15 +34,7 @@ _STRONG = Value("strong", "tensor_list")
 
 
 class Lists:
-    """The contents of a program's lists, by name. A list is named after the node that makes it.
-
-    >>> lists = Lists()
-    >>> lists.value_of("array").state
-    'strong'
-    >>> lists.put("array", Value("low", "matmul"))
-    >>> lists.settle(), lists.value_of("array")
-    (True, Value(state='low', maker='matmul', unfit='', role=''))
-    """
+    """The contents of a program's lists, by name. A list is named after the node that makes it."""
 
     def __init__(self) -> None:
         self._same: dict[str, str] = {}

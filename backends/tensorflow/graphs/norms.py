@@ -27,54 +27,30 @@ _SUMS = ("AddN", "AddV2", "Add")
 
 
 class Norm(NamedTuple):
-    """A written-out batch norm of a training step: ``(x - mean) / sqrt(variance + epsilon) * scale + offset``.
+    """A written-out batch norm of a training step: ``(x - mean) / sqrt(variance + epsilon) * scale + offset``."""
 
-    Attributes:
-        result: the node that computes the result.
-        x: the images, a value.
-        mean: the node that computes the mean, of the shape ``[1, 1, 1, channels]``.
-        variance: the node that computes the variance, of the same shape.
-        scale: a value.
-        offset: a value.
-        root: the value ``1 / sqrt(variance + epsilon)``.
-        factor: the value ``root * scale``.
-        epsilon: the number.
-    """
-
-    result: Node
-    x: str
-    mean: Node
-    variance: Node
-    scale: str
-    offset: str
-    root: str
-    factor: str
-    epsilon: float
+    result: Node  # the node that computes the result
+    x: str  # the images, a value
+    mean: Node  # the node that computes the mean, of the shape ``[1, 1, 1, channels]``
+    variance: Node  # the node that computes the variance, of the same shape
+    scale: str  # a value
+    offset: str  # a value
+    root: str  # the value ``1 / sqrt(variance + epsilon)``
+    factor: str  # the value ``root * scale``
+    epsilon: float  # the number
 
 
 class Gradient(NamedTuple):
-    """The gradient of a `Norm`.
+    """The gradient of a `Norm`."""
 
-    Attributes:
-        result: the node that computes the gradient of the images.
-        grad: the gradient of the norm's result, a value.
-        scale: the node that computes the gradient of the scale.
-        offset: the node that computes the gradient of the offset.
-    """
-
-    result: Node
-    grad: str
-    scale: Node
-    offset: Node
+    result: Node  # the node that computes the gradient of the images
+    grad: str  # the gradient of the norm's result, a value
+    scale: Node  # the node that computes the gradient of the scale
+    offset: Node  # the node that computes the gradient of the offset
 
 
 class NormFinder:
-    """The search for batch norms and their gradients in one graph.
-
-    Args:
-        graph: the graph.
-        places: the shapes of its values. A norm whose shapes are not known is not found.
-    """
+    """The search for batch norms and their gradients in one graph."""
 
     def __init__(self, graph: Graph, places: Places) -> None:
         self._graph, self._places = graph, places

@@ -15,11 +15,7 @@ from polyamp.backends.tensorflow.unstable import graph_of
 
 
 class Places:
-    """The source lines and shapes that a traced ``tf.Graph`` knows.
-
-    Args:
-        traced: the graph; if it is None, nothing has a size or a source line.
-    """
+    """The source lines and shapes that a traced ``tf.Graph`` knows."""
 
     def __init__(self, traced: Any) -> None:
         self._traced = traced
@@ -33,20 +29,16 @@ class Places:
         return " ".join(filter(None, ("/".join(filter(None, (path, name))), self.line(name))))
 
     def line(self, name: str) -> str:
-        """Return file and line of the user's code that made a node; empty if that is not known.
-
-        Code of TensorFlow, Keras, polyamp and the standard library is not the user's.
-        """
+        """Return file and line of the user's code that made a node; empty if that is not known."""
+        # Code of TensorFlow, Keras, polyamp and the standard library is not the user's.
         operation = self._operation(name)
         frames = [] if operation is None else reversed(operation.traceback or [])
         own = next((frame for frame in frames if not frame[0].startswith(_libraries())), None)
         return f"{Path(own[0]).name}:{own[1]}" if own else ""
 
     def is_users(self, name: str) -> bool:
-        """Return whether the user's own code made a node, and not a layer, a loss or an autocast that it called.
-
-        Calls through functions of TensorFlow and ``keras.ops`` count for their caller.
-        """
+        """Return whether the user's own code made a node, and not a layer, a loss or an autocast that it called."""
+        # Calls through functions of TensorFlow and ``keras.ops`` count for their caller.
         operation = self._operation(name)
         frames = [] if operation is None else reversed(operation.traceback or [])
         maker = next((frame[0] for frame in frames if not _is_plain_function(frame[0])), "")
@@ -87,10 +79,8 @@ _OWN = (str(Path(__file__).resolve().parents[1]), str(Path(__file__).parents[1])
 
 @functools.cache
 def _is_plain_function(file: str) -> bool:
-    """Return whether a file has functions of TensorFlow, or Keras' operations.
-
-    The packages' own folders are compared, because any folder may have such a name.
-    """
+    """Return whether a file has functions of TensorFlow, or Keras' operations."""
+    # The packages' own folders are compared, because any folder may have such a name.
     here = Path(file)
     if here.is_relative_to(Path(tf.__file__).parent):
         return True

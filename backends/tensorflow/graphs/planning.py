@@ -24,12 +24,7 @@ UNLISTED = frozenset({"Const", "NoOp", "Placeholder", "VarHandleOp"})
 
 
 def plan_of(decisions: Pass, graph: Any) -> Plan:
-    """Return the plan of a program.
-
-    Args:
-        decisions: the decisions for its outermost function.
-        graph: the ``tf.Graph`` that it was traced into, for shapes and source lines; None if there is none.
-    """
+    """Return the plan of a program."""
     results = [dtype for _, dtype in decisions.graph.results]
     operations = tuple(PlanBuilder(decisions, Places(graph)).operations(results))
     unused = tuple(rule.pattern for rule in decisions.rules.decider.unused)
@@ -37,12 +32,7 @@ def plan_of(decisions: Pass, graph: Any) -> Plan:
 
 
 class PlanBuilder:
-    """The planned operations of one graph and of the functions that it calls.
-
-    Args:
-        decisions: the decisions for the graph.
-        places: shapes and source lines of its nodes.
-    """
+    """The planned operations of one graph and of the functions that it calls."""
 
     def __init__(self, decisions: Pass, places: Places) -> None:
         self._decisions, self._places = decisions, places
@@ -50,11 +40,7 @@ class PlanBuilder:
         self._anew: set[str] = set()  # nodes whose float32 copy is counted
 
     def operations(self, results: Sequence[int]) -> Iterator[PlannedOperation]:
-        """Yield the operations in order: those of a called function before the call, casts of the results last.
-
-        Args:
-            results: the type that each result of the graph must have.
-        """
+        """Yield the operations in order: those of a called function before the call, casts of the results last."""
         for decided in self._decisions.nodes:
             for inside in decided.inside:
                 builder = PlanBuilder(inside.decisions, self._places.within(inside.name))
@@ -153,11 +139,7 @@ def _moves(decided: Decided) -> bool:
 
 @functools.cache
 def width_of(dtype: int) -> int:
-    """Return the bytes of one element of a type; 0 for a type that is not a number.
-
-    >>> width_of(tf.float16.as_datatype_enum), width_of(tf.resource.as_datatype_enum)
-    (2, 0)
-    """
+    """Return the bytes of one element of a type; 0 for a type that is not a number."""
     kind = tf.as_dtype(dtype % 100)
     is_number = kind.is_floating or kind.is_integer or kind.is_complex or kind.is_bool
     return int(kind.size) if is_number else 0

@@ -22,13 +22,7 @@ _PASSES = 5  # more than one, because a list may hold values from another list
 
 
 def decided_for(concrete: Any, policy: Policy, *, fuses: bool = True) -> Pass:
-    """Return the decisions for a ``ConcreteFunction`` under a policy.
-
-    Args:
-        concrete: the function.
-        policy: the policy.
-        fuses: whether kernels replace the norms that it writes out.
-    """
+    """Return the decisions for a ``ConcreteFunction`` under a policy."""
     rules, library = Rules(policy, fuses=fuses), FunctionLibrary()
     graph = Graph.of_function(concrete.function_def, library)
     arguments, traced = _arguments(graph, concrete.captured_inputs, rules), concrete.graph
@@ -36,12 +30,7 @@ def decided_for(concrete: Any, policy: Policy, *, fuses: bool = True) -> Pass:
 
 
 def decided_graph(graph_def: Any, policy: Policy) -> Pass:
-    """Return the decisions for a ``GraphDef`` under a policy.
-
-    Raises:
-        InvalidTypeError: it is not a ``GraphDef``.
-        UsageError: it was rewritten already.
-    """
+    """Return the decisions for a ``GraphDef`` under a policy."""
     check_graph(graph_def)
     rules, library = Rules(policy), {function.signature.name: function for function in graph_def.library.function}
     graph = Graph(graph_def.node, library)

@@ -22,21 +22,12 @@ _GRADIENT = "PolyampRewritten"
 
 
 def check_format(compute: str) -> None:
-    """Raise if TensorFlow's kernels do not have a compute format.
-
-    Raises:
-        UnsupportedError: the format is float8, tensorfloat32 or float64.
-    """
+    """Raise if TensorFlow's kernels do not have a compute format."""
     check_compute(compute, framework="TensorFlow", where="policy.compute", instead=_INSTEAD)
 
 
 def check_graph(graph_def: Any) -> None:
-    """Raise if this is not a graph, or one that was rewritten already.
-
-    Raises:
-        InvalidTypeError: it is not a ``GraphDef``.
-        UsageError: it contains polyamp's casts.
-    """
+    """Raise if this is not a graph, or one that was rewritten already."""
     if not isinstance(graph_def, tf.compat.v1.GraphDef):
         raise _neither(graph_def)
     ours = next((node for node in graph_def.node if POLICY_ATTRIBUTE in node.attr), None)
@@ -45,11 +36,7 @@ def check_graph(graph_def: Any) -> None:
 
 
 def check_function(fn: Any) -> None:
-    """Raise if ``fn`` is not callable.
-
-    Raises:
-        InvalidTypeError: it is not.
-    """
+    """Raise if ``fn`` is not callable."""
     if not callable(fn):
         raise _neither(fn)
 
@@ -65,11 +52,7 @@ def _neither(thing: Any) -> InvalidTypeError:
 
 
 def rewritten_before(name: str, policy: str) -> UsageError:
-    """Return the error for a graph with a function that was rewritten under another policy.
-
-    >>> isinstance(rewritten_before("step", "mixed_float16"), RuntimeError)
-    True
-    """
+    """Return the error for a graph with a function that was rewritten under another policy."""
     return UsageError(
         "this function or graph was rewritten already",
         where=name,
@@ -79,15 +62,7 @@ def rewritten_before(name: str, policy: str) -> UsageError:
 
 
 def check_scaling(unscaled: Sequence[str], clipped: Sequence[str]) -> None:
-    """Raise if a step unscales gradients of a loss that was not scaled; warn if scaled gradients are clipped.
-
-    Args:
-        unscaled: the places where gradients are divided by a loss scale that did not multiply their loss.
-        clipped: the places where gradients are clipped while they are scaled.
-
-    Raises:
-        UsageError: the loss was not scaled.
-    """
+    """Raise if a step unscales gradients of a loss that was not scaled; warn if scaled gradients are clipped."""
     for place in unscaled:
         raise unscaled_loss(
             where=place, fix="take the gradients of the result of opt.scale_loss(loss) or scaler.scale(loss)"
@@ -118,11 +93,7 @@ def tracing(fn: Any) -> Iterator[None]:
 
 
 def check_captures(fn: Any, concrete: Any) -> None:
-    """Raise if a function captured a tensor of a graph that is not being built around it.
-
-    Raises:
-        UsageError: it did. TensorFlow itself would raise only when the function runs.
-    """
+    """Raise if a function captured a tensor of a graph that is not being built around it."""
     around = graphs_around()
     symbolic = (tensor for tensor in concrete.captured_inputs if tf.is_symbolic_tensor(tensor))
     foreign = next((tensor for tensor in symbolic if tensor.graph not in around), None)

@@ -15,20 +15,7 @@ _MOVES = ("Reshape", "Squeeze", "ExpandDims", "Transpose", "BroadcastTo", "Tile"
 
 
 class Sameness:
-    """A comparison of one graph's values, which looks through operations that only move them.
-
-    >>> import tensorflow as tf
-    >>> with tf.Graph().as_default() as graph:
-    ...     x = tf.ones((2, 3))
-    ...     product = tf.reshape(x, (6,)) * tf.reshape(tf.identity(x), (6,))
-    >>> typed = Graph(graph.as_graph_def().node, {})
-    >>> Sameness(typed).has_same_operands(typed.maker[product.op.name])
-    True
-
-    Args:
-        graph: the graph.
-        shape: returns the shape of a value if it is known, else None.
-    """
+    """A comparison of one graph's values, which looks through operations that only move them."""
 
     def __init__(self, graph: Graph, shape: Callable[[str], tuple[int, ...] | None] = lambda value: None) -> None:
         self._graph, self._shape = graph, shape
@@ -39,10 +26,9 @@ class Sameness:
         return len(node.inputs) == 2 and (node.inputs[0] == node.inputs[1] or self._are_same(*node.inputs))
 
     def divides_again(self, node: Node) -> bool:
-        """Return whether a node divides a quotient by its denominator again, like the derivative ``-x / y / y``.
-
-        Such a value is as large as a reciprocal of ``y``. It is not a gradient, so no loss scale brings it into range.
-        """
+        """Return whether a node divides a quotient by its denominator again, like the derivative ``-x / y / y``."""
+        # Such a value is as large as a reciprocal of ``y``. It is not a gradient, so no loss scale brings it into
+        # range.
         before = self._graph.maker.get(node.inputs[0])
         is_quotient = node.op == "RealDiv" and before is not None and before.op == "RealDiv"
         return is_quotient and before is not None and self._are_same(before.inputs[1], node.inputs[1])

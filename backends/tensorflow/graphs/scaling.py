@@ -26,24 +26,14 @@ _CLIPPING = ("ClipByValue", "Maximum", "Minimum", "L2Loss", "EuclideanNorm")
 
 
 class Scaling(NamedTuple):
-    """The errors in how a step scales its loss.
+    """The errors in how a step scales its loss."""
 
-    Attributes:
-        unscaled: places where gradients are divided by a loss scale that did not multiply their loss.
-        clipped: places where gradients are clipped while they are scaled.
-    """
-
-    unscaled: tuple[str, ...]
-    clipped: tuple[str, ...]
+    unscaled: tuple[str, ...]  # places where gradients are divided by a loss scale that did not multiply their loss
+    clipped: tuple[str, ...]  # places where gradients are clipped while they are scaled
 
 
 def scaling_of(decisions: Pass, traced: Any) -> Scaling:
-    """Return the errors in the decided graph of a step, and in the functions that it calls.
-
-    Args:
-        decisions: the decisions of its outermost function.
-        traced: the ``tf.Graph`` into which it was traced.
-    """
+    """Return the errors in the decided graph of a step, and in the functions that it calls."""
     unscaled, clipped = list[str](), list[str]()
     for handle in _scale_handles(traced):
         handles = Dependence.on([handle], _RESOURCES)

@@ -20,14 +20,7 @@ _FORWARD_INPUT = {"AddN": 0, "FusedBatchNormGradV3": 3}  # the input that leads 
 
 
 class Scopes:
-    """The scopes of one graph's nodes.
-
-    Args:
-        graph: the graph.
-        path: the scope from which the graph is called.
-        traced: the ``tf.Graph`` that it was traced into; None if that is not known.
-        others: returns the scopes of the other functions of the program.
-    """
+    """The scopes of one graph's nodes."""
 
     def __init__(self, graph: Graph, path: str, traced: Any, others: Callable[[], Iterable[Scopes]]) -> None:
         self.path, self._graph, self._traced, self._others = path, graph, traced, others
@@ -38,10 +31,8 @@ class Scopes:
         return _within(self.path, as_asked(self._traced, node.name))
 
     def scope_of(self, node: Node) -> str:
-        """Return the scopes of a node; for a gradient, those of its forward operation.
-
-        A node's own name counts as a scope if somebody chose it, but not if it only repeats the operation.
-        """
+        """Return the scopes of a node; for a gradient, those of its forward operation."""
+        # A node's own name counts as a scope if somebody chose it, but not if it only repeats the operation.
         place = _FORWARD_INPUT.get(node.op)
         first = self._graph.maker.get(node.inputs[place]) if place is not None else None
         if node.op != "AddN" and first is not None and not is_gradient(node.name):
@@ -55,10 +46,8 @@ class Scopes:
         return _within(self.path, "/".join(filter(None, (scopes, own if is_chosen else ""))))
 
     def ruled_path(self, node: Node) -> str:
-        """Return the path that rules match: rules for a forward operation also match its gradient.
-
-        All gradients together can be named by their own scope, ``gradient_tape``.
-        """
+        """Return the path that rules match: rules for a forward operation also match its gradient."""
+        # All gradients together can be named by their own scope, ``gradient_tape``.
         scope = self.scope_of(node)
         return f"gradient_tape/{scope}" if is_gradient(node.name) else scope
 

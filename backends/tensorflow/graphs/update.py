@@ -20,27 +20,20 @@ _FACTORS = ("Mul", "MulNoNan", "RealDiv", "Div")
 
 
 class Parts(NamedTuple):
-    """The parts of a training step in a graph.
+    """The parts of a training step in a graph."""
 
-    Attributes:
-        update: names of the nodes that update trained variables.
-        averaging: names of the nodes outside the update that are between a read and a write of the same variable.
-        averages: the writes of moving averages: a variable's old value times a factor, plus something new.
-        backward: names of the nodes of the backward pass: those that compute gradients, and those that follow them.
-    """
-
-    update: set[str]
+    update: set[str]  # names of the nodes that update trained variables
+    # names of the nodes outside the update that are between a read and a write of the same variable
     averaging: set[str]
-    averages: list[Node]
+    averages: list[Node]  # the writes of moving averages: a variable's old value times a factor, plus something new
+    # names of the nodes of the backward pass: those that compute gradients, and those that follow them
     backward: set[str]
 
 
 def parts_of(graph: Graph, library: Mapping[str, Any]) -> Parts:
-    """Return the parts of a step.
-
-    These nodes are in the update: those in the scope of a wrapped optimizer; those that follow a gradient and that no
-    gradient follows; and those that follow reads of the update's own state, such as momentum.
-    """
+    """Return the parts of a step."""
+    # These nodes are in the update: those in the scope of a wrapped optimizer; those that follow a gradient and that no
+    # gradient follows; and those that follow reads of the update's own state, such as momentum.
     gradients = {node.name for node in graph.nodes if _computes_gradient(node, library)}
     marked = {node.name for node in graph.nodes if UPDATE_SCOPE in node.name.split("/")}
     consumers = graph.consumers()
@@ -60,11 +53,7 @@ def parts_of(graph: Graph, library: Mapping[str, Any]) -> Parts:
 
 
 def is_gradient(name: str) -> bool:
-    """Return whether a node belongs to the backward pass, by the scopes of ``tf.GradientTape`` and ``tf.gradients``.
-
-    >>> is_gradient("gradient_tape/dense/MatMul"), is_gradient("dense/MatMul")
-    (True, False)
-    """
+    """Return whether a node belongs to the backward pass, by the scopes of ``tf.GradientTape`` and ``tf.gradients``."""
     return any(_GRADIENT_SCOPE.fullmatch(part) for part in name.split("/")[:-1])
 
 
@@ -75,11 +64,7 @@ def backward_pass(graph: Graph, library: Mapping[str, Any]) -> set[str]:
 
 
 def forward_of(name: str) -> str:
-    """Return the forward operation that a node of the backward pass differentiates, by the node's scope.
-
-    >>> forward_of("gradient_tape/dense/MatMul/MatMul_1"), forward_of("gradient_tape/loop/gradients/loop/Exp_grad/mul")
-    ('dense/MatMul', 'loop/Exp')
-    """
+    """Return the forward operation that a node of the backward pass differentiates, by the node's scope."""
     parts: list[list[str]] = [[]]
     for one in name.split("/")[:-1]:
         if _GRADIENT_SCOPE.fullmatch(one):

@@ -37,19 +37,12 @@ _DATA = (
 
 
 class Known(NamedTuple):
-    """The type and state of one value of the rewritten graph.
+    """The type and state of one value of the rewritten graph."""
 
-    Attributes:
-        dtype: its type there. A low value may still be in float32.
-        value: its state for the flow rule.
-        is_constant: whether it is the same in every call.
-        held: for a list of tensors, its name in `Lists`.
-    """
-
-    dtype: int
-    value: Value = WEAK
-    is_constant: bool = False
-    held: str = ""
+    dtype: int  # its type there. A low value may still be in float32
+    value: Value = WEAK  # its state for the flow rule
+    is_constant: bool = False  # whether it is the same in every call
+    held: str = ""  # for a list of tensors, its name in `Lists`
 
 
 KNOWN_CARRIED = Known(FLOAT32, CARRIED)
@@ -57,10 +50,8 @@ KNOWN_CARRIED = Known(FLOAT32, CARRIED)
 
 
 def value_of_type(dtype: int) -> Value:
-    """Return the state of an argument of the program, or of data that it reads, which follows from its type alone.
-
-    Integers are an ``input`` too, for the values that are made from them.
-    """
+    """Return the state of an argument of the program, or of data that it reads, which follows from its type alone."""
+    # Integers are an ``input`` too, for the values that are made from them.
     if dtype in FLOATING and dtype != FLOAT32:
         return Value("other", tf.as_dtype(dtype).name)
     return INPUT if is_number(dtype) else WEAK
@@ -74,12 +65,7 @@ def is_number(dtype: int) -> bool:
 
 
 def is_constant(node: Node, constants: Mapping[str, bool]) -> bool:
-    """Return whether a node's outputs are the same in every call.
-
-    Args:
-        node: the node.
-        constants: whether each of its inputs is a constant; inputs that are not named are not.
-    """
+    """Return whether a node's outputs are the same in every call."""
     if node.op in _CONSTANTS:
         return True
     entry = TABLE.get(OPERATIONS.get(node.op, ""))
@@ -105,14 +91,7 @@ def value_of_integers(node: Node, values: Mapping[str, Value]) -> Value:
 
 
 def value_of_cast(node: Node, known: Value, maker: Node | None, decider: Decider) -> Value:
-    """Return the state of float32 values that a cast makes from integers or booleans.
-
-    Args:
-        node: the cast.
-        known: the state of its input.
-        maker: the node that made its input.
-        decider: the policy's.
-    """
+    """Return the state of float32 values that a cast makes from integers or booleans."""
     if node.input_ports[0].dtype == BOOL:
         return WEAK
     if maker is not None and maker.op == "Const":
@@ -121,12 +100,7 @@ def value_of_cast(node: Node, known: Value, maker: Node | None, decider: Decider
 
 
 def value_of_capture(tensor: Any, decider: Decider) -> tuple[Value, bool]:
-    """Return the state of a value that a function captured, and whether it is the same in every call.
-
-    Args:
-        tensor: an eager tensor, whose numbers are known; a symbolic one, which is data; or a variable's handle.
-        decider: the policy's.
-    """
+    """Return the state of a value that a function captured, and whether it is the same in every call."""
     dtype = getattr(tensor, "dtype", None)
     if dtype is None or dtype in (tf.resource, tf.variant):
         return WEAK, False

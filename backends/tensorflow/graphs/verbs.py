@@ -21,10 +21,8 @@ def rewrite(
     engine: str = "polyamp",
     jit_compile: bool | None = None,
 ) -> Any:
-    """Return a rewritten function, or a rewritten ``GraphDef``; see `polyamp.backends.tensorflow.rewrite`.
-
-    ``engine="grappler"`` returns a `polyamp.backends.tensorflow.GrapplerRewritten`.
-    """
+    """Return a rewritten function, or a rewritten ``GraphDef``; see `polyamp.backends.tensorflow.rewrite`."""
+    # ``engine="grappler"`` returns a `polyamp.backends.tensorflow.GrapplerRewritten`.
     fix = 'leave it out, or "grappler" for TensorFlow\'s own pass'
     check_choice(engine, ("polyamp", "grappler"), where="rewrite(engine=)", fix=fix)
     if engine == "grappler":

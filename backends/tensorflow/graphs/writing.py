@@ -27,11 +27,7 @@ _OUTDATED = ("api_implements", "api_preferred_device", "backward_function_name",
 
 
 class Writer:
-    """The rewritten functions of a program, each written once.
-
-    Args:
-        publish: is called with every new ``FunctionDef``, after those that it calls.
-    """
+    """The rewritten functions of a program, each written once."""
 
     def __init__(self, publish: Callable[[Any], None]) -> None:
         self._publish = publish
@@ -87,13 +83,7 @@ class Writer:
 
 
 class Body:
-    """The nodes of one graph while it is written.
-
-    Attributes:
-        nodes: a ``NodeDef`` for each node written so far.
-        changed: whether any differs from the original.
-        must_run: names of nodes that were added for their effects.
-    """
+    """The nodes of one graph while it is written."""
 
     def __init__(self, decisions: Pass, writer: Writer) -> None:
         self.nodes: list[Any] = []

@@ -32,20 +32,10 @@ _numbers = itertools.count(1)  # numbers of totals, for names that are unique in
 
 
 class Totals:
-    """The counts of tensors, a row for each, in variables that a graph finds by name.
+    """The counts of tensors, a row for each, in variables that a graph finds by name."""
 
-    So a called function or a loop's body can add to them without taking them as arguments. A loop's body adds at every
-    iteration.
-
-    >>> totals = Totals(2)
-    >>> with totals.kept():
-    ...     tf.function(totals.add)([1], [tf.constant([0.0, 3.0])])
-    ...     [spread.largest for spread in totals.spreads()]
-    [0.0, 3.0]
-
-    Args:
-        rows: number of tensors.
-    """
+    # So a called function or a loop's body can add to them without taking them as arguments. A loop's body adds at
+    # every iteration.
 
     def __init__(self, rows: int) -> None:
         self.rows = rows
@@ -64,13 +54,7 @@ class Totals:
                 tf.raw_ops.DestroyResourceOp(resource=handle)
 
     def add(self, rows: Sequence[int], tensors: Sequence[tf.Tensor], turns: int = 1) -> None:
-        """Count tensors, each in its row; call it while a graph is built.
-
-        Args:
-            rows: one for each tensor.
-            tensors: floating-point tensors of any shapes.
-            turns: how often this may run: the sample is that many times smaller.
-        """
+        """Count tensors, each in its row; call it while a graph is built."""
         groups = _by_size([tf.reshape(tf.cast(tensor, tf.float32), [-1]) for tensor in tensors])
         counted = [_counted(list(group.values()), turns) for group in groups]
         sums, largest = (tf.concat(parts, 0) for parts in zip(*counted, strict=True))
@@ -144,12 +128,7 @@ def _histograms(values: tf.Tensor) -> tf.Tensor:
 
 
 def _extremes(tensors: Sequence[tf.Tensor], stacked: tf.Tensor | None) -> tuple[tf.Tensor, ...]:
-    """Return each tensor's largest finite magnitude, and its numbers of inf and NaN elements.
-
-    Args:
-        tensors: tensors of one size.
-        stacked: the same as one tensor, if there is one already.
-    """
+    """Return each tensor's largest finite magnitude, and its numbers of inf and NaN elements."""
 
     def reduced(reduce: Callable[..., tf.Tensor]) -> tf.Tensor:
         return tf.stack(list(map(reduce, tensors))) if stacked is None else reduce(stacked, 1)

@@ -31,21 +31,7 @@ def record(
     widened: bool,
     scale: float | None = None,
 ) -> Recording:
-    """Run one step up to its update and count every tensor; variables have their old values afterwards.
-
-    Args:
-        step: a Python function, a ``tf.function`` or a rewritten one. It returns the loss, or takes gradients of
-            variables itself, with a ``tf.GradientTape`` or an optimizer of ``tf.compat.v1.train``.
-        args: its arguments.
-        kwargs: its keyword arguments.
-        policy: the policy that decides what is 16-bit.
-        widened: compute that in float32 nevertheless, as the step is written.
-        scale: the factor of the loss; None means 1, or the scale that a step with its own gradients uses.
-
-    Raises:
-        InvalidTypeError: ``step`` is not callable, or returns no loss.
-        UnsupportedError: TensorFlow does not compute in the policy's format.
-    """
+    """Run one step up to its update and count every tensor; variables have their old values afterwards."""
     check_format(policy.compute)
     check_function(step)
     program = Program(traced(step, args, kwargs), policy, widened=widened)
@@ -53,13 +39,7 @@ def record(
 
 
 class Program:
-    """A traced step with added nodes that count.
-
-    Args:
-        step: the traced step.
-        policy: the policy that decides what is 16-bit.
-        widened: see `record`.
-    """
+    """A traced step with added nodes that count."""
 
     def __init__(self, step: Traced, policy: Policy, *, widened: bool) -> None:
         self._step, self._policy, self._widened = step, policy, widened

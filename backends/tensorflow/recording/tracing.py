@@ -14,43 +14,25 @@ from polyamp.refusals import no_loss
 
 
 class Taken(NamedTuple):
-    """Gradients with respect to variables, as a graph takes them.
+    """Gradients with respect to variables, as a graph takes them."""
 
-    Attributes:
-        loss: the differentiated tensor, which is symbolic.
-        names: names of the variables.
-        grads: for each a symbolic tensor: the gradient, or the stored rows of a sparse one.
-        seeds: the gradients of the loss from which the backward pass starts, symbolic tensors.
-    """
-
-    loss: Any
-    names: tuple[str, ...]
-    grads: tuple[Any, ...]
-    seeds: tuple[Any, ...]
+    loss: Any  # the differentiated tensor, which is symbolic
+    names: tuple[str, ...]  # names of the variables
+    grads: tuple[Any, ...]  # for each a symbolic tensor: the gradient, or the stored rows of a sparse one
+    seeds: tuple[Any, ...]  # the gradients of the loss from which the backward pass starts, symbolic tensors
 
 
 class Traced(NamedTuple):
-    """A traced step.
+    """A traced step."""
 
-    Attributes:
-        concrete: its ``ConcreteFunction``.
-        differentiates: whether the step takes its gradients itself.
-        taken: the gradients, in the order in which they are taken.
-    """
-
-    concrete: Any
-    differentiates: bool
-    taken: tuple[Taken, ...]
+    concrete: Any  # its ``ConcreteFunction``
+    differentiates: bool  # whether the step takes its gradients itself
+    taken: tuple[Taken, ...]  # the gradients, in the order in which they are taken
 
 
 def traced(step: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Traced:
-    """Trace a step. If it returns only a loss, trace a step that takes its gradients.
-
-    The latter has the loss scale, a float32 scalar, as its first argument.
-
-    Raises:
-        InvalidTypeError: it takes no gradients and returns no loss.
-    """
+    """Trace a step. If it returns only a loss, trace a step that takes its gradients."""
+    # The latter has the loss scale, a float32 scalar, as its first argument.
     plain = plain_function(step)
     concrete, taken = _watched(plain, args, kwargs)
     if taken:
@@ -102,11 +84,7 @@ def _is_variable(source: Any) -> bool:
 
 
 def name_of(variable: Any) -> str:
-    """Return a variable's name: Keras' path if it has one, else TensorFlow's name.
-
-    >>> name_of(tf.Variable(1.0, name="rate"))
-    'rate'
-    """
+    """Return a variable's name: Keras' path if it has one, else TensorFlow's name."""
     return str(getattr(variable, "path", None) or variable.name.partition(":")[0])
 
 
@@ -121,11 +99,7 @@ def _differentiated(step: Any) -> Callable[..., None]:
 
 
 def _loss_of(result: Any) -> tf.Tensor:
-    """Return the loss that a step returns, alone or before something else.
-
-    Raises:
-        InvalidTypeError: it returns none.
-    """
+    """Return the loss that a step returns, alone or before something else."""
     loss = result[0] if isinstance(result, tuple | list) and result else result
     if tf.is_tensor(loss) and loss.dtype.is_floating and loss.shape.rank in (0, None):
         return loss

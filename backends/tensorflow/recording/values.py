@@ -35,21 +35,16 @@ _ORDER = (ACTIVATION, GRADIENT, PARAMETER)
 
 
 class Subject(NamedTuple):
-    """One recorded value: an `Observation` without its spread.
+    """One recorded value: an `Observation` without its spread."""
 
-    Attributes:
-        value: its name in its graph.
-        shape: None if it is not known.
-    """
-
-    value: str
+    value: str  # its name in its graph
     kind: Kind
     name: str
     native: str
     where: str
     op_class: str
     format: str
-    shape: tuple[int, ...] | None
+    shape: tuple[int, ...] | None  # None if it is not known
 
     def observed(self, spread: Spread) -> Observation:
         """Return the observation, with the spread that was counted."""
@@ -58,15 +53,7 @@ class Subject(NamedTuple):
 
 
 class Body:
-    """The body of one graph or function, with the bodies of the functions that it calls.
-
-    Attributes:
-        decisions: its nodes, decided.
-        inside: bodies by the name of the node that calls them, in the order of `Decided.inside`.
-        repeated: whether it is in a loop.
-        rounded: float32 values that are cast to 16 bits before they are used, each with that type.
-        rows: the values that are recorded here, each with its number.
-    """
+    """The body of one graph or function, with the bodies of the functions that it calls."""
 
     def __init__(
         self,
@@ -202,15 +189,7 @@ class Body:
 
 
 def recorded(decisions: Pass, taken: Sequence[Taken]) -> tuple[Body, list[Subject]]:
-    """Return all values that are recorded of a step: in the order of computation, gradients of parameters last.
-
-    Args:
-        decisions: the decisions of its outermost function.
-        taken: the gradients that it takes.
-
-    Returns:
-        The outermost body, in which each value has its number, and the values by number.
-    """
+    """Return all values that are recorded of a step: in the order of computation, gradients of parameters last."""
     dependence = Dependence.on([seed for one in taken for seed in one.seeds])
     outer = Body(decisions, Places(decisions.traced), taken, {}, dependence)
     parameters = list(outer.parameters())

@@ -15,20 +15,10 @@ _OUTSIDE = ("Bitcast", "Const", "DecodeRaw", "EagerPyFunc", "PyFunc", "PyFuncSta
 
 
 class Widening:
-    """A function in which 16-bit floats become float32.
+    """A function in which 16-bit floats become float32."""
 
-    Variables and constants keep their stored type. So do values that Python code, iterators and functions of other
-    programs take or return: there, casts are inserted. The outermost function's arguments keep their types too.
-
-    Attributes:
-        changed: whether any type changed.
-
-    Args:
-        definition: a ``FunctionDef``; it is changed.
-        decisions: its nodes.
-        outermost: whether the function is called from outside.
-        active: False changes nothing.
-    """
+    # Variables and constants keep their stored type. So do values that Python code, iterators and functions of other
+    # programs take or return: there, casts are inserted. The outermost function's arguments keep their types too.
 
     def __init__(self, definition: Any, decisions: Pass, *, outermost: bool, active: bool) -> None:
         self.changed = False

@@ -30,17 +30,7 @@ _WITH_EFFECTS = {
 
 
 class Instrumented:
-    """Functions with nodes that count, each written once.
-
-    Attributes:
-        definitions: a ``FunctionDef`` for each, after those that it calls.
-        counting: the ``ConcreteFunction`` objects that count; the runtime knows them only while they are alive.
-
-    Args:
-        library: ``FunctionDef`` by name, of the functions as they will run.
-        totals: the totals in which everything is counted.
-        widened: whether values have their traced types instead of the decided ones.
-    """
+    """Functions with nodes that count, each written once."""
 
     def __init__(self, library: Mapping[str, Any], totals: Totals, *, widened: bool) -> None:
         self.definitions: list[Any] = []

@@ -24,25 +24,12 @@ def map_values(function: Callable[[Any], Any], grad: Any) -> Any:
 
 
 def all_finite(grads: Sequence[Any]) -> tf.Tensor:
-    """Return whether all gradients are finite; scalar bool.
-
-    >>> bool(all_finite([tf.ones(2), None, tf.constant([1.0, float("nan")])]))
-    False
-    """
+    """Return whether all gradients are finite; scalar bool."""
     return tf.reduce_all([tf.reduce_all(tf.math.is_finite(values)) for values in _values(grads)] or [True])
 
 
 def unscaled(grads: Sequence[Any], scale: tf.Tensor, largest_scale: float) -> list[Any]:
-    """Return gradients divided by the loss scale, in float32 or wider.
-
-    >>> float(unscaled([tf.constant(2.0**-14, tf.float16)], tf.constant(2.0**16), 2.0**24)[0]) == 2.0**-30
-    True
-
-    Args:
-        grads: gradients of the scaled loss.
-        scale: the loss scale; float32 scalar.
-        largest_scale: the largest value that ``scale`` can grow to.
-    """
+    """Return gradients divided by the loss scale, in float32 or wider."""
     factors = [1.0 / scale]
     if largest_scale > 2.0**126:  # the inverse can be a subnormal number, which TensorFlow flushes to zero
         first = tf.where(scale > 1.0, 0.25, 1.0)
@@ -53,11 +40,7 @@ def unscaled(grads: Sequence[Any], scale: tf.Tensor, largest_scale: float) -> li
 
 
 def multiplied(grads: Sequence[Any], factor: tf.Tensor) -> list[Any]:
-    """Return every gradient in float32 or wider, times a scalar.
-
-    >>> float(multiplied([None, tf.constant(3.0, tf.float16)], tf.constant(0.5))[1])
-    1.5
-    """
+    """Return every gradient in float32 or wider, times a scalar."""
 
     def multiply(values: tf.Tensor) -> tf.Tensor:
         wide = tf.cast(values, tf.float32) if values.dtype in SIXTEEN_BIT else values
@@ -67,20 +50,12 @@ def multiplied(grads: Sequence[Any], factor: tf.Tensor) -> list[Any]:
 
 
 def as_dtype(grad: Any, dtype: tf.DType) -> Any:
-    """Return a gradient in its variable's dtype: with another dtype, TensorFlow's update kernels crash the process.
-
-    >>> as_dtype(tf.ones(2), tf.float16).dtype
-    tf.float16
-    """
+    """Return a gradient in its variable's dtype: with another dtype, TensorFlow's update kernels crash the process."""
     return map_values(lambda values: tf.cast(values, dtype), grad)
 
 
 def clip_factor(grads: Sequence[Any], limit: float) -> tf.Tensor:
-    """Return the factor that limits the gradients' global L2 norm to ``limit``; float32 scalar, at most 1.
-
-    >>> round(float(clip_factor([tf.constant([3.0]), tf.constant([4.0])], 1.0)), 6)
-    0.2
-    """
+    """Return the factor that limits the gradients' global L2 norm to ``limit``; float32 scalar, at most 1."""
     squares = [tf.reduce_sum(tf.square(tf.cast(values, tf.float32))) for values in _values(grads)]
     return limit / tf.maximum(tf.sqrt(tf.add_n(squares)), limit)
 

@@ -15,23 +15,13 @@ from polyamp.markers import FINITE, UPDATE_SCOPE
 
 
 def update_scope() -> AbstractContextManager[Any]:
-    """Return a context that names its operations as part of the update. It may be reused and nested.
-
-    >>> with tf.Graph().as_default(), tf.name_scope("train"), update_scope(), update_scope():
-    ...     print(tf.constant(1.0, name="rate").name)
-    train/polyamp_update/rate:0
-    """
+    """Return a context that names its operations as part of the update. It may be reused and nested."""
     scopes = _scopes()
     return nullcontext() if tf.executing_eagerly() or UPDATE_SCOPE in scopes else _absolute([*scopes, UPDATE_SCOPE])
 
 
 def outside_update_scope() -> AbstractContextManager[Any]:
-    """Return a context that leaves `update_scope`, since a variable's name in a checkpoint comes from its scope.
-
-    >>> with tf.Graph().as_default(), tf.name_scope("train"), update_scope(), outside_update_scope():
-    ...     print(tf.constant(1.0, name="slot").name)
-    train/slot:0
-    """
+    """Return a context that leaves `update_scope`, since a variable's name in a checkpoint comes from its scope."""
     scopes = _scopes()
     if tf.executing_eagerly() or UPDATE_SCOPE not in scopes:
         return nullcontext()

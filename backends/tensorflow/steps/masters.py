@@ -16,12 +16,7 @@ from polyamp.errors import UnsupportedError
 
 
 class MasterWeights(tf.Module):
-    """The float32 master weights of all 16-bit variables asked for so far, in that order; checkpoints contain them.
-
-    >>> weight = tf.Variable(tf.ones(2, tf.bfloat16))
-    >>> MasterWeights().trained([weight])[0].dtype
-    tf.float32
-    """
+    """The float32 master weights of all 16-bit variables asked for so far, in that order; checkpoints contain them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -34,11 +29,7 @@ class MasterWeights(tf.Module):
 
     @staticmethod
     def follow(variables: Sequence[tf.Variable], trained: Sequence[tf.Variable]) -> list[Any]:
-        """Copy a value assigned to a model's variable since the last rounding into its master weight.
-
-        Returns:
-            The operations for it, which a graph has to run; outside a graph it has happened.
-        """
+        """Copy a value assigned to a model's variable since the last rounding into its master weight."""
         return [_follow(variable, master) for variable, master in _pairs(variables, trained)]
 
     @staticmethod
@@ -64,16 +55,7 @@ class MasterWeights(tf.Module):
 
 
 def round_values(variables: Sequence[tf.Variable], format_name: str) -> list[Any]:
-    """Round variables to a format, to nearest even, as if they were stored in it; see `polyamp.controls`.
-
-    >>> weight = tf.Variable([1.0 + 2.0**-12])
-    >>> _ = round_values([weight], "float16")
-    >>> float(weight[0])
-    1.0
-
-    Returns:
-        The operations for it, as in `MasterWeights.follow`.
-    """
+    """Round variables to a format, to nearest even, as if they were stored in it; see `polyamp.controls`."""
     floating = [variable for variable in variables if variable.dtype.is_floating]
     casts = [tf.cast(tf.cast(variable, tf.as_dtype(format_name)), variable.dtype) for variable in floating]
     return [one.assign(value, read_value=False) for one, value in zip(floating, casts, strict=True)]

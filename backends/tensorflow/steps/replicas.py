@@ -15,15 +15,7 @@ from polyamp.refusals import outside_replicas, without_common_step
 
 
 def all_replicas(finite: tf.Tensor) -> tf.Tensor:
-    """Return whether ``finite``, a scalar bool, is true in every replica.
-
-    >>> bool(all_replicas(tf.constant(True)))
-    True
-
-    Raises:
-        UnsupportedError: the replicas of this strategy cannot share a step.
-        UsageError: in the scope of a strategy, but outside its replicas.
-    """
+    """Return whether ``finite``, a scalar bool, is true in every replica."""
     if not tf.distribute.has_strategy():
         return finite
     if error := without_common_step(tf.distribute.get_strategy()):
@@ -43,11 +35,7 @@ def _sum(value: Any) -> Any:
 
 
 def replica_context() -> tf.distribute.ReplicaContext:
-    """Return the context of the replica that runs this code.
-
-    Raises:
-        UsageError: in the scope of a strategy, but outside its replicas.
-    """
+    """Return the context of the replica that runs this code."""
     context = tf.distribute.get_replica_context()
     if context is None:
         raise outside_replicas(tf.distribute.get_strategy())

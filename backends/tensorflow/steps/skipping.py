@@ -12,11 +12,7 @@ from polyamp.backends.tensorflow.steps.replicas import replica_context
 
 
 def update_if(finite: tf.Tensor, update: Callable[[Sequence[Any]], Any], grads: Sequence[Any]) -> tf.Tensor:
-    """Run ``update(grads)``, which returns an operation or None, if ``finite``: in every replica or in none.
-
-    Returns:
-        ``finite``, which is available once the update has run.
-    """
+    """Run ``update(grads)``, which returns an operation or None, if ``finite``: in every replica or in none."""
     if not tf.distribute.has_strategy():
         return _run_if(finite, lambda: update(grads))
 
@@ -40,12 +36,6 @@ def _run_if(finite: tf.Tensor, run: Callable[[], Any]) -> tf.Tensor:
 
 
 def after(operations: Sequence[Any]) -> AbstractContextManager[Any]:
-    """Return a context whose operations run after these; other objects than operations and tensors are ignored.
-
-    Inside a ``tf.function`` TensorFlow keeps the order itself; in a graph of a ``Session`` only this does.
-
-    >>> with after([None]):
-    ...     int(tf.constant(1))
-    1
-    """
+    """Return a context whose operations run after these; other objects than operations and tensors are ignored."""
+    # Inside a ``tf.function`` TensorFlow keeps the order itself; in a graph of a ``Session`` only this does.
     return tf.control_dependencies([one for one in operations if isinstance(one, tf.Operation | tf.Tensor)])

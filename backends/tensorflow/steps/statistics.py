@@ -24,17 +24,7 @@ def decisions_of(graph: Graph) -> list[Node]:
 
 
 def guarded(graph: Graph, averages: Sequence[Node], decided: Sequence[Node], written: Sequence[Any]) -> list[Any]:
-    """Add nodes to a function that restore old averages after a skipped step.
-
-    Args:
-        graph: the function's body before.
-        averages: the writes of moving averages.
-        decided: the result of `decisions_of`; at least one.
-        written: ``NodeDef`` of the new body; those of the averages change.
-
-    Returns:
-        The new nodes; see `must_run`.
-    """
+    """Add nodes to a function that restore old averages after a skipped step."""
     added = _all_of([node.outputs[0] for node in decided])
     applied = decided[0].outputs[0] if not added else f"{added[-1].name}:z:0"
     by_name: Mapping[str, Any] = {node.name: node for node in written}

@@ -34,13 +34,7 @@ class _Call:
 
 
 class UnscaledGradients:
-    """The calls of ``compute_gradients``: in a graph all of them, in eager code those that are not applied yet.
-
-    >>> calls, scaled, plain = UnscaledGradients(), [tf.constant(8.0)], [tf.constant(1.0)]
-    >>> calls.remember(scaled, plain, tf.constant(True))
-    >>> bool(calls.claim([tf.minimum(plain[0], 0.5)])), calls.claim([tf.constant(8.0)])
-    (True, None)
-    """
+    """The calls of ``compute_gradients``: in a graph all of them, in eager code those that are not applied yet."""
 
     def __init__(self) -> None:
         self._calls: list[_Call] = []
@@ -55,11 +49,7 @@ class UnscaledGradients:
             self._calls.remove(old)
 
     def claim(self, grads: Sequence[Any]) -> Any:
-        """Return whether the scaled gradients that these come from were finite; None if these are scaled themselves.
-
-        Raises:
-            UsageError: they were computed in another function.
-        """
+        """Return whether the scaled gradients that these come from were finite; None if these are scaled themselves."""
         if any(_shares(call.inputs, grads) for call in self._calls):
             return None
         own = [call for call in self._calls if _shares(call.results, grads)] or self._here()

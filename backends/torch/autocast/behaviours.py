@@ -125,13 +125,7 @@ def overridden_by_rules(region: Region, device_type: str) -> Iterator[str]:
 
 @cache
 def native_classes(device_type: str, dtype: torch.dtype) -> dict[str, frozenset[str]]:
-    """Return the classes that canonical operations have under autocast without rules, by any of their operators.
-
-    >>> sorted(native_classes("cpu", torch.bfloat16)["matmul"]), "exp" in native_classes("cpu", torch.bfloat16)
-    (['lower'], False)
-    >>> native_classes("cpu", torch.float16)["exp"]
-    frozenset({'full'})
-    """
+    """Return the classes that canonical operations have under autocast without rules, by any of their operators."""
     found: dict[str, set[str]] = {}
     for name in existing():
         op_class = _CLASS_OF_LIST.get(category(name, device_type))
@@ -148,11 +142,7 @@ def native_classes(device_type: str, dtype: torch.dtype) -> dict[str, frozenset[
 
 
 def class_name(operator: str) -> str:
-    """Return the name by which rules know an operator: the canonical one; for users' operators their own.
-
-    >>> class_name("aten::softmax.int"), class_name("mylib::gelu.default"), class_name("mylib::gelu")
-    ('softmax', 'mylib::gelu', 'mylib::gelu')
-    """
+    """Return the name by which rules know an operator: the canonical one; for users' operators their own."""
     return canonical(operator) or operator.partition(".")[0]
 
 
@@ -177,10 +167,8 @@ _LEFT_OUT = {"_scaled_mm", "_grouped_mm"}  # their inputs have 8 bits, and scale
 
 
 def _can_be_overridden(name: str) -> bool:
-    """Return whether an operator runs forward, takes tensors, and neither changes nor aliases its arguments.
-
-    A view of a 16-bit value has to stay a 16-bit value.
-    """
+    """Return whether an operator runs forward, takes tensors, and neither changes nor aliases its arguments."""
+    # A view of a 16-bit value has to stay a 16-bit value.
     base, _, overload = name.removeprefix("aten::").partition(".")
     if base.endswith("_") or "backward" in base or base in _LEFT_OUT:
         return False
@@ -196,11 +184,7 @@ def _can_be_overridden(name: str) -> bool:
 
 
 def overload_named(name: str) -> Any:
-    """Return an operator's overload by its name.
-
-    >>> overload_named("aten::mm")
-    <OpOverload(op='aten.mm', overload='default')>
-    """
+    """Return an operator's overload by its name."""
     namespace, _, rest = name.partition("::")
     base, _, overload = rest.partition(".")
     return getattr(getattr(getattr(torch.ops, namespace), base), overload or "default")

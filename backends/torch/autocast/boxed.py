@@ -20,11 +20,7 @@ from polyamp.errors import ExtensionError
 
 
 class Behaviour(IntEnum):
-    """The treatments of an operation's tensors, by their numbers in ``csrc/autocast.cpp``, where 0 is undecided.
-
-    >>> Behaviour.NATIVE
-    <Behaviour.NATIVE: 1>
-    """
+    """The treatments of an operation's tensors, by their numbers in ``csrc/autocast.cpp``, where 0 is undecided."""
 
     NATIVE = 1
     FLOAT16 = 2
@@ -61,15 +57,7 @@ class Kernels:
         set_up(first.encode(), second.encode(), LIMIT, self._choose)
 
     def override(self, name: str, device_type: str, choice: Choice, *, listed: bool, only_the_first: bool) -> None:
-        """Register a kernel for an operator on one device type.
-
-        Args:
-            name: the operator, as ``aten::softmax.int``.
-            device_type: the device type whose autocast it belongs to.
-            choice: returns the behaviour of the operator in a region.
-            listed: whether native autocast's kernel runs where the region does not override it.
-            only_the_first: whether only the first argument is cast.
-        """
+        """Register a kernel for an operator on one device type."""
         self._registered.append((device_type, choice))
         self._override(name.encode(), device_type.encode(), len(self._registered) - 1, listed, only_the_first)
 
@@ -104,14 +92,7 @@ _kernels: Kernels | None = None
 
 
 def kernels(*, required: bool = True) -> Kernels | None:
-    """Return the compiled kernels, and load them at the first call; None if the extension is not in use.
-
-    Args:
-        required: see `extension.library`.
-
-    Raises:
-        ExtensionError: the extension is required and missing, or PyTorch refuses its kernels.
-    """
+    """Return the compiled kernels, and load them at the first call; None if the extension is not in use."""
     global _kernels
     with _lock:
         if _kernels is None:

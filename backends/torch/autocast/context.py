@@ -50,12 +50,7 @@ def autocast(policy: Policy | str) -> Entered | AbstractContextManager[None]:
 
 
 class Entered(ContextDecorator):
-    """The context manager that `autocast` returns outside of compiled code.
-
-    Args:
-        policy: the policy of the region.
-        reports: whether to warn, on exit, of rules that matched nothing.
-    """
+    """The context manager that `autocast` returns outside of compiled code."""
 
     def __init__(self, policy: Policy, *, reports: bool = True) -> None:
         self._policy, self._reports = policy, reports

@@ -161,23 +161,14 @@ def custom_bwd(backward: Fn) -> Fn:
 
 
 class _State(NamedTuple):
-    """The autocast state in which a function's forward ran.
+    """The autocast state in which a function's forward ran."""
 
-    Attributes:
-        device_type: the device type of its tensors.
-        dtype: native autocast's dtype for that device type; None if it is off.
-        op_class: the class of the function; None if the operations inside autocast instead.
-        native: native autocast's dtype, and whether it is on, by device type.
-        marks: the region's marks; see `regions`.
-        region: polyamp's region; None in compiled code.
-    """
-
-    device_type: str
-    dtype: torch.dtype | None
-    op_class: str | None
-    native: dict[str, tuple[torch.dtype, bool]]
-    marks: Marks
-    region: Region | None
+    device_type: str  # the device type of its tensors
+    dtype: torch.dtype | None  # native autocast's dtype for that device type; None if it is off
+    op_class: str | None  # the class of the function; None if the operations inside autocast instead
+    native: dict[str, tuple[torch.dtype, bool]]  # native autocast's dtype, and whether it is on, by device type
+    marks: Marks  # the region's marks; see `regions`
+    region: Region | None  # polyamp's region; None in compiled code
 
 
 def _here(args: tuple[Any, ...], name: str, op_class: str | None) -> _State:

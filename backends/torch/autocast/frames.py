@@ -138,11 +138,9 @@ _histories: deque[History] = deque(maxlen=64)  # also of threads that may have e
 
 
 def _recorded(number: int) -> Region | None:
-    """Return the region in which a node was recorded, or in which its checkpointed function was called.
-
-    A node's number does not tell which thread recorded it. This thread's history comes first, since the CPU's backward
-    pass runs in the thread that called it.
-    """
+    """Return the region in which a node was recorded, or in which its checkpointed function was called."""
+    # A node's number does not tell which thread recorded it. This thread's history comes first, since the CPU's
+    # backward pass runs in the thread that called it.
     own = _here.history
     histories = [own] if own is not None else reversed(_histories)
     frames: Any = (history.frame_at(number) for history in histories)
@@ -164,12 +162,7 @@ class Mirror(Protocol):
         """Return native autocast's state in this thread, as a number."""
 
     def become(self, region: int, state: int) -> None:
-        """Set the region of this thread, which holds as long as native autocast has that state.
-
-        Args:
-            region: the region's number; `NO_REGION` in regions that turn autocast off, `OUTSIDE` outside of regions.
-            state: the number that `state` returned inside the region.
-        """
+        """Set the region of this thread, which holds as long as native autocast has that state."""
 
 
 _mirror: Mirror | None = None

@@ -82,11 +82,7 @@ _SHARED = _by_name(_CUDA)  # XPU, MTIA and MAIA register operators of the CUDA l
 
 
 def known(device_type: str) -> dict[str, str]:
-    """Return the list of a device type: from operators, such as ``aten::softmax.int``, to categories.
-
-    >>> known("cuda")["aten::softmax.int"], known("cpu")["aten::mm"]
-    ('full_dtype', 'lower')
-    """
+    """Return the list of a device type: from operators, such as ``aten::softmax.int``, to categories."""
     return _LISTS.get(device_type, _SHARED)
 
 
@@ -103,11 +99,7 @@ def registered(device_type: str) -> frozenset[str]:
 
 
 def category(operator: str, device_type: str) -> str:
-    """Return what native autocast does with an operator on a device type, as a key of `CATEGORIES`.
-
-    >>> category("aten::softmax.int", "cuda"), category("aten::softmax.int", "cpu")
-    ('full_dtype', 'unlisted')
-    """
+    """Return what native autocast does with an operator on a device type, as a key of `CATEGORIES`."""
     if operator not in registered(device_type):
         return "unlisted"
     return known(device_type).get(operator, "unknown")

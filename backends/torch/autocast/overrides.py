@@ -67,13 +67,7 @@ def leave_to_operator(name: str, device_type: str) -> None:
 
 
 def override(name: str, device_type: str, *, required: bool = True) -> None:
-    """Register polyamp's kernel for an operator on a device type, compiled if the extension is in use.
-
-    Args:
-        name: the operator.
-        device_type: the device type whose autocast it belongs to.
-        required: whether ``POLYAMP_EXTENSION=require`` applies, as it does if a user's rule asks for the operator.
-    """
+    """Register polyamp's kernel for an operator on a device type, compiled if the extension is in use."""
     compiled = boxed.kernels(required=required)
     with _lock:
         if (name, device_type) in _overridden:
@@ -91,13 +85,7 @@ def override(name: str, device_type: str, *, required: bool = True) -> None:
 
 
 def register_custom(op: Any, device_type: str, make_kernel: Callable[[Any, str], Callable[..., Any]]) -> None:
-    """Register a kernel for a user's operator on a device type, unless it has one.
-
-    Args:
-        op: an overload.
-        device_type: the device type whose autocast it belongs to.
-        make_kernel: makes the kernel from the overload and the device type.
-    """
+    """Register a kernel for a user's operator on a device type, unless it has one."""
     with _lock:
         if (op.name(), device_type) in _overridden:
             return

@@ -75,13 +75,7 @@ def _find_regions(root: nn.Module, whole: Region, regions: dict[int, Region]) ->
 
 
 def _rules_at(whole: Region, path: str) -> dict[Rule, Rule]:
-    """Return the policy's rules that match a path, each with the rule about operations that it becomes there.
-
-    >>> rules = Rule("decoder", "full"), Rule("decoder/0/exp", "lower")
-    >>> inside = _rules_at(Region(torch.float16, rules), "decoder.0")
-    >>> inside[rules[0]], inside[rules[1]]
-    (Rule(pattern='*', op_class='full'), Rule(pattern='exp', op_class='lower'))
-    """
+    """Return the policy's rules that match a path, each with the rule about operations that it becomes there."""
     here: dict[Rule, Rule] = {}
     for rule in whole.rules:
         *outer, last = re.split(r"[./]", rule.pattern)
@@ -146,11 +140,7 @@ _here = _Thread()
 
 @contextmanager
 def around_graphs(root: nn.Module | None) -> Iterator[None]:
-    """Surround a call of compiled code whose graphs apply the rules; the hooks only apply them between the graphs.
-
-    Args:
-        root: the module that is called. Paths start there, also for parts of it that are called alone.
-    """
+    """Surround a call of compiled code whose graphs apply the rules; the hooks only apply them between the graphs."""
     region = frames.current()
     if root is not None and region is not None:
         name_modules(root, region)

@@ -34,18 +34,13 @@ DEVICE_TYPES = ("cpu",) if ACCELERATOR is None else ("cpu", ACCELERATOR)
 
 
 class Region(NamedTuple):
-    """The part of a policy that affects autocast. Two policies with equal regions autocast in the same way.
+    """The part of a policy that affects autocast. Two policies with equal regions autocast in the same way."""
 
-    Attributes:
-        dtype: the 16-bit type of ``lower`` operations.
-        rules: the policy's own rules. For all other operations native autocast's lists hold. Inside a module that a
-            path rule matches, they are the rules that hold there: ``*`` in the place of ``decoder``.
-        rules_outside: inside such a module, the rules of the whole policy; else empty.
-    """
-
-    dtype: torch.dtype
+    dtype: torch.dtype  # the 16-bit type of ``lower`` operations
+    # the policy's own rules. For all other operations native autocast's lists hold. Inside a module that a path rule
+    # matches, they are the rules that hold there: ``*`` in the place of ``decoder``
     rules: tuple[Rule, ...] = ()
-    rules_outside: tuple[Rule, ...] = ()
+    rules_outside: tuple[Rule, ...] = ()  # inside such a module, the rules of the whole policy; else empty
 
     @property
     def whole(self) -> Region:
@@ -81,11 +76,7 @@ def numbered(number: int) -> Region:
 
 
 def mark_of(region: Region | None, *, traced: bool = False) -> Marks:
-    """Return the mark of a region; a region that is entered inside compiled code has another one.
-
-    Raises:
-        InvalidValueError: this process has more different regions than there are marks.
-    """
+    """Return the mark of a region; a region that is entered inside compiled code has another one."""
     if region is None:
         return UNMARKED
     with _lock:

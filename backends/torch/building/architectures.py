@@ -23,32 +23,14 @@ Capability = tuple[int, int]
 
 
 def capabilities() -> tuple[Capability, ...]:
-    """Return the compute capabilities of the visible NVIDIA GPUs, each once; empty if PyTorch has no CUDA.
-
-    >>> all(major >= 5 for major, minor in capabilities())
-    True
-    """
+    """Return the compute capabilities of the visible NVIDIA GPUs, each once; empty if PyTorch has no CUDA."""
     if torch.version.cuda is None or not torch.cuda.is_available():
         return ()
     return tuple(sorted({torch.cuda.get_device_capability(index) for index in range(torch.cuda.device_count())}))
 
 
 def choose(text: str, known: Sequence[str]) -> tuple[str, ...]:
-    """Return the architectures that a text names, if the compiler knows them.
-
-    >>> choose("all", ["8.0", "9.0", "9.0a", "10.0"])
-    ('8.0', '9.0', '10.0+PTX')
-    >>> choose("9.0, 8.0+PTX", ["8.0", "9.0"])
-    ('8.0+PTX', '9.0')
-
-    Args:
-        text: ``"native"`` (those of the visible GPUs, else `DEFAULT`), ``"all"`` (`ALL`), or a comma-separated list.
-        known: architectures that the compiler supports.
-
-    Raises:
-        InvalidValueError: the list is empty, or names an architecture that the compiler does not know.
-        ExtensionError: ``"native"``, and a GPU is older than all that the compiler knows.
-    """
+    """Return the architectures that a text names, if the compiler knows them."""
     if text == "all":
         *others, last = [name for name in ALL if name in known]
         return (*others, f"{last}+PTX")
@@ -68,29 +50,17 @@ def choose(text: str, known: Sequence[str]) -> tuple[str, ...]:
 
 
 def covers(architectures: Sequence[str], capability: Capability) -> bool:
-    """Return whether machine code or PTX for these architectures runs on a GPU.
-
-    >>> covers(["8.0"], (8, 9)), covers(["8.0"], (9, 0)), covers(["8.0+PTX"], (9, 0))
-    (True, False, True)
-    """
+    """Return whether machine code or PTX for these architectures runs on a GPU."""
     return any(_runs(name, capability) for name in architectures)
 
 
 def is_architecture(name: str) -> bool:
-    """Return whether a text is the name of an architecture.
-
-    >>> is_architecture("9.0+PTX"), is_architecture("sm_90")
-    (True, False)
-    """
+    """Return whether a text is the name of an architecture."""
     return re.fullmatch(r"\d+\.\d(\+PTX)?", name) is not None
 
 
 def gencode(architectures: Sequence[str]) -> list[str]:
-    """Return the options for nvcc.
-
-    >>> gencode(["9.0+PTX"])
-    ['-gencode=arch=compute_90,code=sm_90', '-gencode=arch=compute_90,code=compute_90']
-    """
+    """Return the options for nvcc."""
     options = []
     for name in architectures:
         digits = name.removesuffix("+PTX").replace(".", "")

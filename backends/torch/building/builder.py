@@ -36,22 +36,12 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Built:
-    """A library in the cache: its path, its GPUs, its compilers.
+    """A library in the cache: its path, its GPUs, its compilers."""
 
-    >>> Built(Path("polyamp_operators.so"), ("9.0",), "nvcc 13.0.88, g++ 12.2.0").architectures
-    ('9.0',)
-
-    Args:
-        path: path of the library.
-        architectures: such as ``"9.0+PTX"``; empty if it is for the CPU only.
-        compilers: their versions.
-        reused: whether it existed before.
-    """
-
-    path: Path
-    architectures: tuple[str, ...]
-    compilers: str
-    reused: bool = True
+    path: Path  # path of the library
+    architectures: tuple[str, ...]  # such as ``"9.0+PTX"``; empty if it is for the CPU only
+    compilers: str  # their versions
+    reused: bool = True  # whether it existed before
 
     @property
     def log(self) -> str:
@@ -64,14 +54,7 @@ class BuildError(ExtensionError):
 
 
 def cache() -> Path:
-    """Return the folder of the builds: ``POLYAMP_CACHE``, ``XDG_CACHE_HOME/polyamp`` or ``~/.cache/polyamp``.
-
-    >>> cache().is_absolute()
-    True
-
-    Raises:
-        BuildError: none of these can be found.
-    """
+    """Return the folder of the builds: ``POLYAMP_CACHE``, ``XDG_CACHE_HOME/polyamp`` or ``~/.cache/polyamp``."""
     own, shared = os.environ.get("POLYAMP_CACHE"), os.environ.get("XDG_CACHE_HOME")
     try:
         return Path(own).absolute() if own else Path(shared or Path.home() / ".cache").absolute() / "polyamp"
@@ -80,14 +63,7 @@ def cache() -> Path:
 
 
 def find(recipe: Recipe, capabilities: Sequence[Capability]) -> Built | None:
-    """Return the newest library of these sources and flags with code for all these GPUs, built by any compiler.
-
-    >>> find(Recipe("no such library", host=()), ()) is None
-    True
-
-    Raises:
-        BuildError: there are some, but all were changed, or others can write them.
-    """
+    """Return the newest library of these sources and flags with code for all these GPUs, built by any compiler."""
     refused: list[BuildError] = []
     for folder in _newest_first(recipe):
         built = _read(folder, recipe)
@@ -121,17 +97,7 @@ def failed_before(job: Job) -> BuildError | None:
 def build(
     job: Job, *, retry: bool = False, force: bool = False, on_step: Callable[[str], None] = lambda source: None
 ) -> Built:
-    """Return the library, and build it if the cache does not have it. If several processes ask, one builds.
-
-    Args:
-        job: what to build.
-        retry: build again although a build with these sources and compilers failed before.
-        force: build even if the cache has it.
-        on_step: called with the name of each finished file: every source, and the library.
-
-    Raises:
-        BuildError: the compiler failed, now or before (with the end of its output); or the cache cannot be written.
-    """
+    """Return the library, and build it if the cache does not have it. If several processes ask, one builds."""
     try:
         folder = cache() / job.key
         with _locked(folder):
@@ -222,11 +188,7 @@ def _whole(folder: Path, recipe: Recipe) -> Built | None:
 
 
 def _check(library: Path) -> None:
-    """Refuse a library that somebody else may have changed, since it would be loaded.
-
-    Raises:
-        BuildError: others can write the library, its folder or the cache; or its hash has changed.
-    """
+    """Refuse a library that somebody else may have changed, since it would be loaded."""
     for path in (library.parent.parent, library.parent, library):
         check_alone(path)
     if _hash_of(library) != _promised(library):
@@ -239,14 +201,9 @@ def _check(library: Path) -> None:
 
 
 def check_alone(path: Path) -> None:
-    """Refuse a file or folder that somebody else can write.
-
-    A group counts as somebody else, unless it is the user's own, with the user's number. In a folder such as ``/tmp``,
-    which everybody can write, nobody can rename files of others.
-
-    Raises:
-        BuildError: another user owns it, or its mode lets others write.
-    """
+    """Refuse a file or folder that somebody else can write."""
+    # A group counts as somebody else, unless it is the user's own, with the user's number. In a folder such as
+    # ``/tmp``, which everybody can write, nobody can rename files of others.
     if not hasattr(os, "getuid"):  # Windows
         return
     found = path.stat()

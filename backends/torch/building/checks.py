@@ -36,27 +36,16 @@ _SASS = {"load": re.compile(r"\bLDG\.E\S*\.128\b"), "store": re.compile(r"\bSTG\
 
 @dataclass(frozen=True)
 class Kernel:
-    """One kernel for one architecture.
+    """One kernel for one architecture."""
 
-    >>> Kernel("adam_step", "9.0", registers=60, spills=8).problems()
-    ['adam_step for 9.0: 8 bytes of registers are spilled']
-
-    Args:
-        name: name of the kernel.
-        architecture: such as ``"9.0"``.
-        registers: registers per thread.
-        spills: bytes that are stored and loaded because registers are missing.
-        parameters: bytes of parameters.
-        wide: which of ``"load"`` and ``"store"`` occur with 16 bytes; None if machine code was not read.
-        in_flight: the most 16-byte loads that are issued before one of them is used; None if it was not read.
-    """
-
-    name: str
-    architecture: str
-    registers: int
-    spills: int
-    parameters: int | None = None
+    name: str  # name of the kernel
+    architecture: str  # such as ``"9.0"``
+    registers: int  # registers per thread
+    spills: int  # bytes that are stored and loaded because registers are missing
+    parameters: int | None = None  # bytes of parameters
+    # which of ``"load"`` and ``"store"`` occur with 16 bytes; None if machine code was not read
     wide: tuple[str, ...] | None = None
+    # the most 16-byte loads that are issued before one of them is used; None if it was not read
     in_flight: int | None = None
 
     def problems(self) -> list[str]:
@@ -74,17 +63,8 @@ class Kernel:
 
 
 def examine(job: Job, built: Built) -> list[Kernel]:
-    """Return every kernel of a build, for every architecture.
-
-    Machine code is read if ``cuobjdump`` and ``nvdisasm`` are found.
-
-    Args:
-        job: what was built.
-        built: the result.
-
-    Raises:
-        ExtensionError: nvcc or cuobjdump fails.
-    """
+    """Return every kernel of a build, for every architecture."""
+    # Machine code is read if ``cuobjdump`` and ``nvdisasm`` are found.
     nvcc = job.toolchain.nvcc
     if nvcc is None:
         return []
@@ -104,21 +84,12 @@ def examine(job: Job, built: Built) -> list[Kernel]:
 
 
 def warnings(log: str) -> list[str]:
-    """Return the lines with compiler warnings.
-
-    >>> warnings("$ g++ -c a.cpp\\na.cpp:1: warning: unused variable 'i'")
-    ["a.cpp:1: warning: unused variable 'i'"]
-    """
+    """Return the lines with compiler warnings."""
     return [line for line in log.splitlines() if re.search(r"\bwarning\b", line) and not line.startswith("$ ")]
 
 
 def read_assembler(log: str) -> Iterator[Kernel]:
-    """Yield the kernels in the output of ``ptxas -v``; functions that a kernel calls are counted with it.
-
-    >>> output = "8 bytes spill stores, 4 bytes spill loads\\nUsed 9 registers"
-    >>> list(read_assembler(f"Compiling entry function 'k' for 'sm_90'\\n{output}"))
-    [Kernel(name='k', architecture='9.0', registers=9, spills=12, parameters=None, wide=None, in_flight=None)]
-    """
+    """Yield the kernels in the output of ``ptxas -v``; functions that a kernel calls are counted with it."""
     parts = re.split(_ENTRY, log)
     for name, major, minor, text in zip(*(parts[start::4] for start in range(1, 5)), strict=True):
         spills = sum(map(int, re.findall(r"(\d+) bytes spill (?:stores|loads)", text)))
@@ -127,11 +98,7 @@ def read_assembler(log: str) -> Iterator[Kernel]:
 
 
 def read_parameters(ptx: str) -> Iterator[tuple[str, int]]:
-    """Yield the bytes of each kernel's parameters.
-
-    >>> list(read_parameters(".entry k(\\n\\t.param .u64 k_param_0,\\n\\t.param .align 8 .b8 k_param_1[32]\\n)"))
-    [('k', 40)]
-    """
+    """Yield the bytes of each kernel's parameters."""
     for name, declared in re.findall(r"\.entry (\w+)\(([^)]*)\)", ptx):
         sizes = re.findall(r"\.[a-z](\d+) \w+(?:\[(\d+)\])?", declared)
         yield name, sum(int(bits) // 8 * int(count or 1) for bits, count in sizes)
@@ -145,11 +112,7 @@ class Accesses(NamedTuple):
 
 
 def read_machine_code(code: str) -> Iterator[tuple[tuple[str, str], Accesses]]:
-    """Yield the 16-byte accesses of each kernel and architecture, from the output of ``cuobjdump -sass``.
-
-    >>> list(read_machine_code("code for sm_90\\n Function : k\\n /*0000*/ LDG.E.128 R4, desc[UR4][R2.64] ;"))
-    [(('k', '9.0'), Accesses(wide=('load',), in_flight=1))]
-    """
+    """Yield the 16-byte accesses of each kernel and architecture, from the output of ``cuobjdump -sass``."""
     for part in re.split(r"code for sm_", code)[1:]:
         digits = re.match(r"\d+", part)
         architecture = f"{digits[0][:-1]}.{digits[0][-1]}" if digits else ""
@@ -160,12 +123,7 @@ def read_machine_code(code: str) -> Iterator[tuple[tuple[str, str], Accesses]]:
 
 
 def most_in_flight(body: str) -> int:
-    """Return the most 16-byte loads that machine code issues in a row before it uses one of them, or jumps.
-
-    >>> loads = "/*0000*/ LDG.E.128 R4, desc[UR4][R2.64] ;\\n/*0010*/ LDG.E.128 R8, desc[UR4][R2.64+0x10] ;\\n"
-    >>> most_in_flight(loads), most_in_flight(loads.replace("R2.64+", "R4.64+"))
-    (2, 1)
-    """
+    """Return the most 16-byte loads that machine code issues in a row before it uses one of them, or jumps."""
     most, loaded = 0, set[int]()
     for instruction in re.findall(r"/\*[0-9a-f]{4,}\*/\s+([^;]*);", body):
         load = _SASS["load"].search(instruction)

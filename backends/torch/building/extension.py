@@ -35,28 +35,15 @@ class LoadError(ExtensionError):
 
 @dataclass(frozen=True)
 class Status:
-    """The compiled operators in use, or the reason why there are none.
+    """The compiled operators in use, or the reason why there are none."""
 
-    >>> print(Status("off", why="POLYAMP_EXTENSION=off"))
-    CUDA extension not in use: POLYAMP_EXTENSION=off
-
-    Args:
-        mode: ``POLYAMP_EXTENSION``.
-        devices: the device types whose steps use it.
-        library: its path.
-        architectures: the GPUs that it has code for.
-        compilers: what built it.
-        autocast: the path of the library for autocast's overrides, which are slower without it.
-        why: what is missing, and what to do.
-    """
-
-    mode: str
-    devices: tuple[str, ...] = ()
-    library: str | None = None
-    architectures: tuple[str, ...] = ()
-    compilers: str | None = None
-    autocast: str | None = None
-    why: str | None = None
+    mode: str  # ``POLYAMP_EXTENSION``
+    devices: tuple[str, ...] = ()  # the device types whose steps use it
+    library: str | None = None  # its path
+    architectures: tuple[str, ...] = ()  # the GPUs that it has code for
+    compilers: str | None = None  # what built it
+    autocast: str | None = None  # the path of the library for autocast's overrides, which are slower without it
+    why: str | None = None  # what is missing, and what to do
 
     def __str__(self) -> str:
         if self.library is None:
@@ -75,14 +62,7 @@ class Status:
 
 
 def mode() -> str:
-    """Return the value of ``POLYAMP_EXTENSION``; ``"auto"`` if it is not set.
-
-    >>> mode() in MODES
-    True
-
-    Raises:
-        InvalidValueError: the value is not one of `MODES`.
-    """
+    """Return the value of ``POLYAMP_EXTENSION``; ``"auto"`` if it is not set."""
     value = os.environ.get(VARIABLE) or "auto"
     if value not in MODES:
         raise InvalidValueError(
@@ -96,21 +76,9 @@ def mode() -> str:
 
 
 def available(device: str | torch.device) -> bool:
-    """Load the compiled operators, and return whether they are in use for tensors on a device.
-
-    For CUDA they are built first, if they are not built and a compiler is found. The answer is cached in the process
-    for each device: a later build is used by the next process.
-
-    >>> available("meta")
-    False
-
-    Args:
-        device: such as ``"cpu"``, ``"cuda:1"``, or ``"cuda"`` for the current GPU. No other GPU is touched.
-
-    Raises:
-        InvalidValueError: ``POLYAMP_EXTENSION`` has an unknown value.
-        ExtensionError: it is ``"require"``, and there is nothing to use.
-    """
+    """Load the compiled operators, and return whether they are in use for tensors on a device."""
+    # For CUDA they are built first, if they are not built and a compiler is found. The answer is cached in the process
+    # for each device: a later build is used by the next process.
     device = torch.device(device)
     if mode() == "off" or device.type not in ("cpu", "cuda"):
         return False
@@ -118,32 +86,13 @@ def available(device: str | torch.device) -> bool:
 
 
 def library(name: str, *, required: bool = True) -> ctypes.CDLL | None:
-    """Return a library with a C interface, such as ``"autocast"``, or None. Build and load it as `available` does.
-
-    >>> library("autocast") is None or isinstance(library("autocast"), ctypes.CDLL)
-    True
-
-    Args:
-        name: name of the library.
-        required: whether ``POLYAMP_EXTENSION=require`` requires it here; False if everything works without it.
-
-    Raises:
-        InvalidValueError: ``POLYAMP_EXTENSION`` has an unknown value.
-        ExtensionError: it is ``"require"``, and there is nothing to use.
-    """
+    """Return a library with a C interface, such as ``"autocast"``, or None. Build and load it as `available` does."""
     built = None if mode() == "off" else _obtained(name, _device(), required=required)
     return ctypes.CDLL(str(built.path)) if built else None
 
 
 def status() -> Status:
-    """Return which operators are in use, or would be after the first step. Load built libraries, but build nothing.
-
-    >>> status().mode in MODES
-    True
-
-    Raises:
-        InvalidValueError: ``POLYAMP_EXTENSION`` has an unknown value.
-    """
+    """Return which operators are in use, or would be after the first step. Load built libraries, but build nothing."""
     wanted = mode()
     if wanted == "off":
         return Status(wanted, why=f"{VARIABLE}=off")
@@ -259,10 +208,8 @@ def _load(recipe: Recipe, path: Path) -> None:
 
 
 def _check_cuda(path: Path, device: torch.device) -> None:
-    """Ask CUDA's runtime, which is linked into the library, whether driver and GPU run its code.
-
-    It tests the current device, and so uses memory on it (a CUDA context): that must be the parameters' device.
-    """
+    """Ask CUDA's runtime, which is linked into the library, whether driver and GPU run its code."""
+    # It tests the current device, and so uses memory on it (a CUDA context): that must be the parameters' device.
     compiled = ctypes.CDLL(str(path))
     with torch.cuda.device(device):
         code = compiled.polyamp_cuda_ready()

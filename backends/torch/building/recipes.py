@@ -30,26 +30,14 @@ _AFTERTHOUGHTS = ("NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS")  # environment vari
 
 @dataclass(frozen=True)
 class Recipe:
-    """The inputs of one library.
+    """The inputs of one library."""
 
-    >>> Recipe("twice", host=("twice.cpp",), flags=("-std=c++17",)).file
-    'polyamp_twice.so'
-
-    Args:
-        name: name of the library.
-        host: C++ sources.
-        device: CUDA sources, and the C++ sources that go with them; both are left out without nvcc.
-        flags: flags of the C++ compiler, in addition to `CXX_FLAGS`.
-        tied: what else the library depends on, such as one version of PyTorch.
-        folder: folder of the sources; every header in it counts as used by all.
-    """
-
-    name: str
-    host: tuple[str, ...]
-    device: tuple[str, ...] = ()
-    flags: tuple[str, ...] = ()
-    tied: str = ""
-    folder: Path = CSRC
+    name: str  # name of the library
+    host: tuple[str, ...]  # C++ sources
+    device: tuple[str, ...] = ()  # CUDA sources, and the C++ sources that go with them; both are left out without nvcc
+    flags: tuple[str, ...] = ()  # flags of the C++ compiler, in addition to `CXX_FLAGS`
+    tied: str = ""  # what else the library depends on, such as one version of PyTorch
+    folder: Path = CSRC  # folder of the sources; every header in it counts as used by all
 
     @property
     def file(self) -> str:
@@ -71,11 +59,7 @@ class Recipe:
 
 
 def operators() -> Recipe:
-    """Return the recipe of ``torch.ops.polyamp.*``: one library for PyTorch 2.10 and later, through its stable ABI.
-
-    >>> operators().tied
-    ''
-    """
+    """Return the recipe of ``torch.ops.polyamp.*``: one library for PyTorch 2.10 and later, through its stable ABI."""
     return Recipe(
         "operators",
         host=("arguments.cpp", "emulate.cpp", "operators.cpp", "binding_cpu.cpp"),
@@ -85,13 +69,8 @@ def operators() -> Recipe:
 
 
 def autocast() -> Recipe:
-    """Return the recipe of the boxed kernel of autocast's overrides, for one PyTorch version, whose C++ it calls.
-
-    PyTorch 2.13 and later compile extensions with C++20; its headers support that since 2.10.
-
-    >>> autocast().tied == torch.__version__
-    True
-    """
+    """Return the recipe of the boxed kernel of autocast's overrides, for one PyTorch version, whose C++ it calls."""
+    # PyTorch 2.13 and later compile extensions with C++20; its headers support that since 2.10.
     abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"
     return Recipe("autocast", host=("autocast.cpp",), flags=("-std=c++20", abi), tied=str(torch.__version__))
 
@@ -101,13 +80,7 @@ RECIPES = {"operators": operators, "autocast": autocast}
 
 @dataclass(frozen=True)
 class Job:
-    """One build: a recipe, the compilers, and the GPU architectures, which are empty without nvcc.
-
-    >>> from polyamp.backends.torch.building.toolchain import Cxx
-    >>> job = Job.of(Recipe("twice", host=("twice.cpp",)), Toolchain(Cxx(("g++",), ""), None), ("9.0",))
-    >>> job.compile("twice.cpp")[:2], job.architectures
-    (['g++', '-c'], ())
-    """
+    """One build: a recipe, the compilers, and the GPU architectures, which are empty without nvcc."""
 
     recipe: Recipe
     toolchain: Toolchain
@@ -143,10 +116,8 @@ class Job:
         return [*self.toolchain.cxx.command, "-c", *self.recipe.flags, *CXX_FLAGS, *includes, *paths]
 
     def link(self) -> list[str]:
-        """Return the command that links the object files in the working directory to the library.
-
-        The library does not search for PyTorch's own libraries when it is loaded, since they are loaded already.
-        """
+        """Return the command that links the object files in the working directory to the library."""
+        # The library does not search for PyTorch's own libraries when it is loaded, since they are loaded already.
         nvcc = self.toolchain.nvcc
         runtime = [f"-L{nvcc.libraries}", "-lcudart_static"] if nvcc else []
         torch_libraries = [f"-L{Path(torch.__file__).parent / 'lib'}", "-ltorch_cpu", "-lc10"]

@@ -25,11 +25,7 @@ OLDEST = "12.1"
 
 @dataclass(frozen=True)
 class Cxx:
-    """A C++ compiler: the words of its command, and its version text.
-
-    >>> Cxx(("ccache", "g++"), "g++ (Debian 12.2.0) 12.2.0").command[-1]
-    'g++'
-    """
+    """A C++ compiler: the words of its command, and its version text."""
 
     command: tuple[str, ...]
     version: str
@@ -37,11 +33,7 @@ class Cxx:
 
 @dataclass(frozen=True)
 class Nvcc:
-    """A CUDA compiler: its path and version, the folder of CUDA's runtime, and the architectures it compiles for.
-
-    >>> Nvcc("/usr/local/cuda/bin/nvcc", "13.0.88", "/usr/local/cuda/lib64", ("8.0", "9.0")).knows
-    ('8.0', '9.0')
-    """
+    """A CUDA compiler: its path and version, the folder of CUDA's runtime, and the architectures it compiles for."""
 
     path: str
     version: str
@@ -51,11 +43,7 @@ class Nvcc:
 
 @dataclass(frozen=True)
 class Toolchain:
-    """The compilers of a build. Without nvcc it is a build for the CPU only.
-
-    >>> Toolchain(Cxx(("g++",), "g++ 12.2.0"), None).versions
-    'g++ 12.2.0'
-    """
+    """The compilers of a build. Without nvcc it is a build for the CPU only."""
 
     cxx: Cxx
     nvcc: Nvcc | None
@@ -68,17 +56,7 @@ class Toolchain:
 
 
 def find(*, cuda: bool) -> Toolchain:
-    """Return the compilers of this machine.
-
-    >>> find(cuda=False).nvcc is None
-    True
-
-    Args:
-        cuda: whether nvcc is wanted.
-
-    Raises:
-        ExtensionError: one is missing, or the system is not Linux.
-    """
+    """Return the compilers of this machine."""
     if sys.platform != "linux":
         raise ExtensionError(
             "the extension is built on Linux only",
@@ -89,14 +67,7 @@ def find(*, cuda: bool) -> Toolchain:
 
 
 def find_cxx() -> Cxx:
-    """Return the compiler in ``CXX``, else g++, else c++.
-
-    >>> len(find_cxx().command) > 0
-    True
-
-    Raises:
-        ExtensionError: there is none.
-    """
+    """Return the compiler in ``CXX``, else g++, else c++."""
     named = os.environ.get("CXX")
     for command in [shlex.split(named)] if named else [["g++"], ["c++"]]:
         program = shutil.which(command[0])
@@ -111,11 +82,7 @@ def find_cxx() -> Cxx:
 
 
 def nvcc_places() -> Iterator[Path]:
-    """Yield places of an nvcc: ``CUDA_HOME``, ``CUDA_PATH``, ``PATH``, ``/usr/local/cuda*``, NVIDIA's wheels.
-
-    >>> all(path.name == "nvcc" for path in nvcc_places())
-    True
-    """
+    """Yield places of an nvcc: ``CUDA_HOME``, ``CUDA_PATH``, ``PATH``, ``/usr/local/cuda*``, NVIDIA's wheels."""
     homes = filter(None, map(os.environ.get, ("CUDA_HOME", "CUDA_PATH")))
     yield from (Path(home, "bin", "nvcc") for home in homes)
     on_path = shutil.which("nvcc")
@@ -134,20 +101,7 @@ def _wheels() -> Iterator[Path]:
 
 
 def find_nvcc(places: Iterator[Path]) -> Nvcc:
-    """Return the first nvcc that runs, has headers and runtime, and compiles programs that this driver runs.
-
-    >>> find_nvcc(iter([]))
-    Traceback (most recent call last):
-    polyamp.errors.ExtensionError: no CUDA compiler (nvcc)
-      found:   none in CUDA_HOME, on PATH, in /usr/local/cuda*, among NVIDIA's wheels
-      ...
-
-    Args:
-        places: such as those of `nvcc_places`.
-
-    Raises:
-        ExtensionError: there is none; the error describes what is wrong with those that were found.
-    """
+    """Return the first nvcc that runs, has headers and runtime, and compiles programs that this driver runs."""
     refused = []
     for place in dict.fromkeys(places):
         try:
@@ -205,11 +159,7 @@ def _system_libraries() -> Iterator[Path]:
 
 
 def driver_major() -> int | None:
-    """Return the major CUDA version of this machine's driver; None without a driver.
-
-    >>> driver_major() in (None, 11, 12, 13, 14)
-    True
-    """
+    """Return the major CUDA version of this machine's driver; None without a driver."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -220,11 +170,7 @@ def driver_major() -> int | None:
 
 
 def tool(name: str, toolchain: Toolchain) -> str | None:
-    """Return the path of a CUDA program: next to nvcc, on ``PATH``, or in NVIDIA's wheels.
-
-    >>> tool("no such program", Toolchain(Cxx(("g++",), ""), None)) is None
-    True
-    """
+    """Return the path of a CUDA program: next to nvcc, on ``PATH``, or in NVIDIA's wheels."""
     given = [Path(toolchain.nvcc.path)] if toolchain.nvcc else []
     folders = [str(place.parent) for place in (*given, *nvcc_places())]
     return shutil.which(name, path=os.pathsep.join([*folders, os.environ.get("PATH", "")]))

@@ -15,20 +15,11 @@ from polyamp.backends.torch.unstable import storage_of
 
 
 class Aliases:
-    """The memory behind the values of a graph.
+    """The memory behind the values of a graph."""
 
-    A value that is changed in place can still be cast if nothing else shares its memory: then the cast is changed
-    instead. Changed memory that has views, or that belongs to the caller or a buffer, is *pinned*: it keeps its
-    declared dtype.
-
-    >>> import torch
-    >>> from polyamp.backends.torch.graphs.capture import capture
-    >>> graph = capture(lambda x: x.exp().mul_(2), [torch.ones(3)], {}).module.graph
-    >>> made, changed = [node for node in graph.nodes if node.op.startswith("call")]
-    >>> aliases = Aliases(graph)
-    >>> aliases.changed(changed), aliases.is_pinned(changed)
-    ([exp], False)
-    """
+    # A value that is changed in place can still be cast if nothing else shares its memory: then the cast is changed
+    # instead. Changed memory that has views, or that belongs to the caller or a buffer, is *pinned*: it keeps its
+    # declared dtype.
 
     def __init__(self, graph: Graph) -> None:
         self._changed = {node: changed_in_place(node) for node in graph.nodes}

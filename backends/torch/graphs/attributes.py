@@ -10,16 +10,7 @@ HOLDER = "_polyamp"  # the submodule that holds them
 
 
 class Attributes(dict[str, Any]):
-    """Modules and tensors, by the paths that a graph uses for them.
-
-    >>> import torch
-    >>> attributes = Attributes("0")
-    >>> attributes.add(torch.ones(2)), list(attributes.as_module().state_dict())
-    ('_polyamp.0.constant_0', [])
-
-    Args:
-        name: the name of the graph among those of one module.
-    """
+    """Modules and tensors, by the paths that a graph uses for them."""
 
     def __init__(self, name: str) -> None:
         super().__init__()

@@ -41,12 +41,7 @@ _NAME, _NAMES = "the compiled graph", "the compiled graphs"
 
 
 class Session:
-    """The compiled graphs of one model, which are reported together.
-
-    Attributes:
-        root: the model, if it is a module.
-        deciders: the decisions of each graph.
-    """
+    """The compiled graphs of one model, which are reported together."""
 
     def __init__(self, options: Mapping[str, Any], root: Any) -> None:
         self._options = options
@@ -79,12 +74,7 @@ class Session:
 
 
 class _Call:
-    """One call of compiled code.
-
-    Attributes:
-        session: the session of the model.
-        lowers: whether a call, and not the user, entered the region around it.
-    """
+    """One call of compiled code."""
 
     def __init__(self, session: Session, policy: Policy) -> None:
         self.session = session

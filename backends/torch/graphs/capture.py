@@ -26,38 +26,19 @@ from polyamp.validation import kind_of
 
 
 class Captured(NamedTuple):
-    """A function, captured for arguments like the example's.
+    """A function, captured for arguments like the example's."""
 
-    Attributes:
-        module: Dynamo's graph, and the bodies of its checkpoints and branches.
-        inputs: the value of each of its placeholders: the example's own tensor, or a number.
-        leaves: the leaves of the arguments.
-        in_spec: the tree that the leaves form, ``(args, kwargs)``.
-        results: the leaves of what the function returned; computed tensors are those of ``outputs``.
-        out_spec: the tree that they form.
-        outputs: a fake for each output of the graph.
-    """
-
-    module: GraphModule
-    inputs: Sequence[Any]
-    leaves: Sequence[Any]
-    in_spec: Any
-    results: Sequence[Any]
-    out_spec: Any
-    outputs: Sequence[Any]
+    module: GraphModule  # Dynamo's graph, and the bodies of its checkpoints and branches
+    inputs: Sequence[Any]  # the value of each of its placeholders: the example's own tensor, or a number
+    leaves: Sequence[Any]  # the leaves of the arguments
+    in_spec: Any  # the tree that the leaves form, ``(args, kwargs)``
+    results: Sequence[Any]  # the leaves of what the function returned; computed tensors are those of ``outputs``
+    out_spec: Any  # the tree that they form
+    outputs: Sequence[Any]  # a fake for each output of the graph
 
 
 def capture(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Captured:
-    """Capture ``fn`` for these arguments; sizes stay symbolic unless its code depends on them.
-
-    >>> captured = capture(torch.nn.Linear(2, 4), [torch.ones(3, 2)], {})
-    >>> [node.target.__name__ for node in captured.module.graph.nodes if node.op == "call_function"], captured.results
-    (['linear'], [FakeTensor(..., size=(s33, 4), grad_fn=<AddmmBackward0>)])
-
-    Raises:
-        UsageError: the code cannot be captured as one graph (a graph break), or assigns attributes.
-        InvalidValueError: its operations do not accept these arguments.
-    """
+    """Capture ``fn`` for these arguments; sizes stay symbolic unless its code depends on them."""
     leaves, in_spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
     seen = _Seen()
 
@@ -159,11 +140,7 @@ def _headline(error: Exception) -> str:
 
 @contextmanager
 def _unchanged(root: nn.Module) -> Iterator[None]:
-    """Refuse code that assigns attributes: a graph would not assign them again.
-
-    Raises:
-        UsageError: the code assigns attributes. They are restored.
-    """
+    """Refuse code that assigns attributes: a graph would not assign them again."""
     modules = list(root.modules())
     before = [_attributes(module) for module in modules]
     try:
@@ -184,11 +161,7 @@ def _unchanged(root: nn.Module) -> Iterator[None]:
 
 
 class _Objects:
-    """Copies of arguments that are objects, such as caches, since the code may change them.
-
-    Attributes:
-        copies: the arguments' leaves, with each such object replaced by a copy, if it can be copied.
-    """
+    """Copies of arguments that are objects, such as caches, since the code may change them."""
 
     def __init__(self, leaves: Sequence[Any]) -> None:
         self.copies = list(leaves)
@@ -201,11 +174,7 @@ class _Objects:
 
     @contextmanager
     def unchanged(self) -> Iterator[None]:
-        """Refuse code that changes such objects: a graph would not change them again.
-
-        Raises:
-            UsageError: the code changed one. The arguments themselves are unchanged.
-        """
+        """Refuse code that changes such objects: a graph would not change them again."""
         yield
         for place, before in self._taken.items():
             now = taken_apart(self.copies[place])
@@ -242,12 +211,7 @@ def _restored(module: nn.Module, before: dict[str, dict[str, Any]]) -> list[str]
 
 
 def root_of(fn: Any) -> nn.Module:
-    """Return the module of a module or method; for other functions, a new module with the modules that they use.
-
-    >>> layer = torch.nn.Linear(2, 4)
-    >>> list(root_of(lambda x: layer(x)).state_dict())
-    ['layer.weight', 'layer.bias']
-    """
+    """Return the module of a module or method; for other functions, a new module with the modules that they use."""
     owner = fn if isinstance(fn, nn.Module) else getattr(fn, "__self__", None)
     if isinstance(owner, nn.Module):
         return owner
@@ -261,11 +225,7 @@ def root_of(fn: Any) -> nn.Module:
 
 
 def check_arguments(fn: Any, leaves: Sequence[Any]) -> None:
-    """Refuse arguments that hide tensors from the graph.
-
-    Raises:
-        InvalidTypeError: an argument holds tensors and is not a registered pytree, or is another framework's array.
-    """
+    """Refuse arguments that hide tensors from the graph."""
     if hidden := [leaf for leaf in leaves if not isinstance(leaf, Tensor | nn.Module) and _holds_tensors(leaf)]:
         raise InvalidTypeError(
             "an argument holds numbers, but is neither a tensor nor a container that PyTorch knows",

@@ -33,31 +33,9 @@ def polyamp(
     mode: str | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> Compiled:
-    """Plan one of Dynamo's graphs by a policy, and let another backend compile it.
-
-    >>> import polyamp
-    >>> model = torch.nn.Linear(4, 2)
-    >>> fast = torch.compile(model, backend="polyamp", options={"backend": "aot_eager"})
-    >>> with polyamp.policy("mixed_bfloat16"):
-    ...     print(fast(torch.ones(3, 4)).dtype)
-    torch.float32
-
-    After a graph break each part is planned by itself, and returns values of the declared dtypes. The code between the
-    parts runs in `polyamp.autocast`, and so do parts that receive 16-bit values from that code.
-
-    Args:
-        module: the graph.
-        example_inputs: its inputs.
-        mode: the ``mode`` of ``torch.compile``, for inductor.
-        options: ``policy``: a policy or its name; without it, each call uses its current policy, and the graph is
-            compiled once for each of them. ``backend``: the backend that compiles; the default is inductor. All other
-            options are passed to that backend.
-
-    Raises:
-        InvalidTypeError: ``backend`` is neither a name nor callable.
-        UnsupportedError: torch functions do not compute in the format; or an option does not exist.
-        UsageError: the graph was captured in a `torch.autocast` region, or contains one.
-    """
+    """Plan one of Dynamo's graphs by a policy, and let another backend compile it."""
+    # After a graph break each part is planned by itself, and returns values of the declared dtypes. The code between
+    # the parts runs in `polyamp.autocast`, and so do parts that receive 16-bit values from that code.
     chosen = dict(options or {})
     _check_names(chosen)
     bound, inner = chosen.pop("policy", None), _backend(chosen.pop("backend", "inductor"), mode, chosen)
@@ -80,10 +58,9 @@ def _check_names(options: Mapping[str, Any]) -> None:
 
 
 class _ByPolicy:
-    """A graph, compiled for each policy that is current at a call; for the first with symbolic sizes.
+    """A graph, compiled for each policy that is current at a call; for the first with symbolic sizes."""
 
-    Dynamo guards a module's code and inputs, but not a context variable.
-    """
+    # Dynamo guards a module's code and inputs, but not a context variable.
 
     def __init__(self, module: GraphModule, example_inputs: Sequence[Any], inner: Callable[..., Compiled]) -> None:
         self._module, self._inner = module, inner

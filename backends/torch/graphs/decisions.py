@@ -63,17 +63,7 @@ _WITH_INTEGERS = frozenset({*_WITH_NUMBERS, "pow", "mean"} - {"pad", "scatter", 
 
 
 class Pass:
-    """The decisions for one graph, and the new graph, which is written as they are made.
-
-    Args:
-        module: the captured graph.
-        decider: the policy, with its decisions.
-        graph: the new graph, in which the nodes of ``arguments`` exist already.
-        arguments: the facts about each placeholder of the captured graph.
-        attributes: collects what the new graph refers to by name: bodies of checkpoints, constants.
-        checkpoint: the function that checkpoints call in the new graph; None keeps Dynamo's operator.
-        builder: builds a plan of the decisions.
-    """
+    """The decisions for one graph, and the new graph, which is written as they are made."""
 
     def __init__(
         self,

@@ -64,11 +64,7 @@ ENGINES = ("rewrite", "autocast")
 
 
 def captured_plan(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], policy: Policy) -> Plan:
-    """Return the plan of `rewrite`.
-
-    Raises:
-        PolyampError: as `rewrite`.
-    """
+    """Return the plan of `rewrite`."""
     return Program(fn, policy, args, kwargs, root=root_of(fn)).plan
 
 

@@ -15,23 +15,7 @@ CONSTANTS = (int, float, bool, str, complex, type(None), torch.dtype, torch.devi
 
 
 class Held:
-    """An object as a pytree whose leaves are its tensors; rebuilt, it is a new object of the same class.
-
-    >>> class Cache:
-    ...     keys = None
-    >>> import __main__
-    >>> __main__.Cache = Cache
-    >>> Cache.__module__, Cache.__qualname__ = "__main__", "Cache"
-    >>> cache = Cache()
-    >>> cache.keys = [torch.ones(1)]
-    >>> leaves, spec = pytree.tree_flatten(hold({"cache": cache}))
-    >>> leaves, pytree.tree_unflatten([torch.zeros(1)], spec)["cache"].keys
-    ([tensor([1.])], [tensor([0.])])
-
-    Args:
-        tensors: the tensors of the object.
-        rest: the pickled object without its tensors; the object itself if it has none.
-    """
+    """An object as a pytree whose leaves are its tensors; rebuilt, it is a new object of the same class."""
 
     def __init__(self, tensors: Sequence[Any], rest: Any) -> None:
         self.tensors, self.rest = tensors, rest
@@ -71,11 +55,7 @@ def _held(leaf: Any) -> Any:
 
 
 def taken_apart(leaf: Any) -> Held | None:
-    """Return the tensors of an object, and the rest of it; None if it cannot be rebuilt.
-
-    >>> taken_apart({"a": torch.ones(1)}).tensors
-    [tensor([1.])]
-    """
+    """Return the tensors of an object, and the rest of it; None if it cannot be rebuilt."""
     if isinstance(leaf, Tensor | torch.nn.Module):
         return None
     file = io.BytesIO()

@@ -26,17 +26,11 @@ _GATHERING = frozenset({"gather", "index", "index_select", "take", "take_along_d
 
 
 class Manner(NamedTuple):
-    """The dtypes in which an operation runs.
+    """The dtypes in which an operation runs."""
 
-    Attributes:
-        dtype: the dtype that inputs are cast to.
-        cast: the inputs that are cast.
-        rounded: whether its first result, the data, is cast to the compute format.
-    """
-
-    dtype: torch.dtype
-    cast: Sequence[Node]
-    rounded: bool = False
+    dtype: torch.dtype  # the dtype that inputs are cast to
+    cast: Sequence[Node]  # the inputs that are cast
+    rounded: bool = False  # whether its first result, the data, is cast to the compute format
 
 
 AS_IT_IS = Manner(torch.float32, ())
@@ -45,16 +39,7 @@ AS_IT_IS = Manner(torch.float32, ())
 def manner(
     node: Node, operation: str, decision: Decision, outcome: Flow, floating: Sequence[Node], low: torch.dtype
 ) -> Manner:
-    """Return how a node runs after the decision of the flow rule.
-
-    Args:
-        node: a node of the captured graph.
-        operation: its canonical name.
-        decision: its class.
-        outcome: the result of the flow rule.
-        floating: its floating inputs.
-        low: the dtype of the compute format.
-    """
+    """Return how a node runs after the decision of the flow rule."""
     data = floating[:1] if operation in _WITH_STATISTICS else floating
     if outcome.output.state != "low":
         return Manner(torch.float32, data)

@@ -44,12 +44,7 @@ def native_name(node: Node) -> str:
 
 
 def operation_of(node: Node) -> str | None:
-    """Return the canonical operation of a node; None if the table does not have it, or it is not PyTorch's.
-
-    >>> graph = torch.fx.symbolic_trace(lambda x: x @ x.float()).graph
-    >>> [operation_of(node) for node in graph.nodes if node.op.startswith("call")]
-    ['cast', 'matmul']
-    """
+    """Return the canonical operation of a node; None if the table does not have it, or it is not PyTorch's."""
     name = native_name(node)
     if not _is_torchs(node):
         return None
@@ -78,12 +73,7 @@ def _is_torchs(node: Node) -> bool:
 
 
 def operands_of(node: Node) -> list[Node]:
-    """Return the nodes among a node's operands, in operand order; one that is used twice comes twice.
-
-    >>> graph = torch.fx.symbolic_trace(lambda x, y: (x.rsub(y), torch.sub(other=y, input=x), y + y)).graph
-    >>> [operands_of(node) for node in graph.nodes if node.op.startswith("call")]
-    [[y, x], [x, y], [y, y]]
-    """
+    """Return the nodes among a node's operands, in operand order; one that is used twice comes twice."""
     named = [node.kwargs[name] for name in ("input", "self") if name in node.kwargs]
     others = [value for name, value in node.kwargs.items() if name not in ("input", "self", "out")]
     found = [one for one in pytree.tree_leaves([*node.args, *named, *others]) if isinstance(one, Node)]
@@ -113,13 +103,7 @@ _ADDING = frozenset({"addmm", "baddbmm", "addbmm", "addmv", "addr"})
 
 
 def is_composite(node: Node) -> bool:
-    """Return whether a node calls one of torch's Python functions that consists of several operations.
-
-    >>> from polyamp.backends.torch.graphs.capture import capture
-    >>> graph = capture(torch.nn.functional.normalize, [torch.ones(3, 2)], {}).module.graph
-    >>> [is_composite(node) for node in graph.nodes if node.op == "call_function"]
-    [True]
-    """
+    """Return whether a node calls one of torch's Python functions that consists of several operations."""
     return (
         node.op == "call_function"
         and isinstance(node.target, FunctionType)
@@ -130,12 +114,7 @@ def is_composite(node: Node) -> bool:
 
 
 def changed_in_place(node: Node) -> list[Node]:
-    """Return the nodes whose values a node changes, except statistics such as those of ``batch_norm``.
-
-    >>> graph = torch.fx.symbolic_trace(lambda x: x.add(1).relu_()).graph
-    >>> [changed_in_place(node) for node in graph.nodes if node.op == "call_method"]
-    [[], [add]]
-    """
+    """Return the nodes whose values a node changes, except statistics such as those of ``batch_norm``."""
     if not node.op.startswith("call"):
         return []
     if isinstance(node.target, OPERATORS[0]):

@@ -31,16 +31,7 @@ from polyamp.validation import kind_of
 
 
 class Program:
-    """A function, captured and decided for one kind of arguments.
-
-    Attributes:
-        name: the name of this program among those of one module.
-        mode: what the function's code may depend on besides its arguments; see `mode_of`.
-        decider: the policy, with its decisions.
-        graph: the new graph, which takes and returns pytrees.
-        attributes: the bodies, constants and parameters that the user's module does not have.
-        fits: tests whether arguments, as leaves and a tree, are of this kind.
-    """
+    """A function, captured and decided for one kind of arguments."""
 
     def __init__(
         self,
@@ -187,11 +178,7 @@ def mode_of(root: nn.Module) -> tuple[Any, ...]:
 
 
 def check_no_autocast() -> None:
-    """Refuse to run inside autocast, which would cast a second time.
-
-    Raises:
-        UsageError: this is inside a `torch.autocast` region.
-    """
+    """Refuse to run inside autocast, which would cast a second time."""
     if any(map(torch.is_autocast_enabled, DEVICE_TYPES)):
         raise under_autocast("rewrite(module), or the call of its result")
 

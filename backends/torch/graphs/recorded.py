@@ -35,26 +35,9 @@ from polyamp.rules import TABLE, Decision, unused
 def recorded(
     fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], policy: Policy, *, why: str = ""
 ) -> Plan:
-    """Run a function once under `polyamp.autocast`, and return the format of every operation of its forward pass.
-
-    It runs on tensors without data if its code allows that. Otherwise it really runs; afterwards parameters, buffers,
-    gradients, modes and random states are restored.
-
-    >>> from polyamp import policy
-    >>> import torch
-    >>> plan = recorded(lambda x: (x @ x).exp(), [torch.ones(2, 2)], {}, policy("mixed_bfloat16"))
-    >>> [(op.name, op.format, op.reason, op.casts) for op in plan.operations]
-    [('matmul', 'bfloat16', 'table', 2), ('exp', 'bfloat16', "not in native autocast's list for cpu", 0)]
-
-    Args:
-        fn: a module or function.
-        args: its arguments; also kwargs.
-        policy: the policy of the region.
-        why: the reason for recording, if the user did not ask for it.
-
-    Raises:
-        InvalidValueError: the function does not run with these arguments.
-    """
+    """Run a function once under `polyamp.autocast`, and return the format of every operation of its forward pass."""
+    # It runs on tensors without data if its code allows that. Otherwise it really runs; afterwards parameters, buffers,
+    # gradients, modes and random states are restored.
     try:
         explainer = _ran(fn, args, kwargs, policy)
     except Exception as error:
@@ -100,11 +83,7 @@ def _run_on_fakes(fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any], polic
 
 
 def _drop_from_caches(left: Sequence[Tensor]) -> None:
-    """Clear the caches of functions that kept fakes: they would return them in later calls.
-
-    Args:
-        left: the fakes that are still referred to after the run.
-    """
+    """Clear the caches of functions that kept fakes: they would return them in later calls."""
     level: list[Any] = list(left)
     for _ in range(4 if level else 0):  # a function's result, its entry, a list or dictionary, the cache
         level = [one for one in gc.get_referrers(*level) if one is not level and not isinstance(one, FrameType)]
@@ -142,14 +121,7 @@ def _follow(explainer: _Explainer, run: Run, mode: AbstractContextManager[Any]) 
 
 
 class _Explainer(Watcher):  # type: ignore[no-untyped-call]
-    """Records the operations of a forward pass.
-
-    Attributes:
-        operations: the operations that ran, in order, without views, which compute nothing.
-        saved: counts the bytes that autograd keeps.
-        made: all results of operations.
-        alive: results of casts; freed memory would pass its number on to another tensor.
-    """
+    """Records the operations of a forward pass."""
 
     def __init__(self, run: Run, policy: Policy) -> None:
         super().__init__(False, run.changes)

@@ -70,20 +70,11 @@ def rewrite(
 
 
 class Rewritten(GraphModule):
-    """A rewritten module: a graph over the original's own submodules, parameters and buffers.
+    """A rewritten module: a graph over the original's own submodules, parameters and buffers."""
 
-    To train, save or move it is to train, save or move the original. ``graph`` is for the first arguments. Arguments
-    that it does not fit (another rank or dtype, a size for which the code behaves differently) and the other training
-    mode get further graphs when they come.
-
-    >>> model = torch.nn.Sequential(torch.nn.Linear(4, 2), torch.nn.Dropout())
-    >>> fast = rewrite(model, torch.ones(3, 4), policy="mixed_bfloat16")
-    >>> fast.eval()(torch.ones(5, 4)).shape, model.training, len(fast.programs)
-    (torch.Size([5, 2]), False, 2)
-
-    Attributes:
-        programs: the decided program of each graph.
-    """
+    # To train, save or move it is to train, save or move the original. ``graph`` is for the first arguments. Arguments
+    # that it does not fit (another rank or dtype, a size for which the code behaves differently) and the other training
+    # mode get further graphs when they come.
 
     _first: Any  # runs ``graph``: a method of the class, which GraphModule makes for each object
 
@@ -101,11 +92,7 @@ class Rewritten(GraphModule):
 
     @property
     def plan(self) -> Plan:
-        """The plan for the first arguments.
-
-        Raises:
-            UsageError: the module was not called yet.
-        """
+        """The plan for the first arguments."""
         if not self.programs:
             raise not_traced(where="rewrite(module).plan")
         return self.programs[0].plan
@@ -193,11 +180,7 @@ def _view(rewritten: Rewritten, graph: Graph) -> GraphModule:
 
 
 def checked(module: Any) -> Any:
-    """Return an object that can be rewritten.
-
-    Raises:
-        InvalidTypeError: ``module`` is not a module or function, or is rewritten already.
-    """
+    """Return an object that can be rewritten."""
     if callable(module) and not isinstance(module, type | Rewritten):
         return module
     raise InvalidTypeError(
@@ -212,11 +195,7 @@ def checked(module: Any) -> Any:
 
 
 def usable(policy: Policy | str | None) -> Policy:
-    """Return the policy, whose compute format torch functions have to support; None is the current one.
-
-    Raises:
-        UnsupportedError: they do not support it.
-    """
+    """Return the policy, whose compute format torch functions have to support; None is the current one."""
     chosen = make_policy(policy)
     check_compute(chosen.compute, framework="PyTorch", where="rewrite(module, policy=)", instead=_INSTEAD)
     return chosen

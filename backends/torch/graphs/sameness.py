@@ -19,29 +19,10 @@ _FROM_SHAPES = frozenset({"constant", "fill", "shape"})
 
 
 class Sameness:
-    """Numbers for the values of a graph, equal for equal values; and which of them are constants.
+    """Numbers for the values of a graph, equal for equal values; and which of them are constants."""
 
-    Two values are the same if the same operation made both from the same values. Operations that return their input,
-    such as a copy, a cast to its own type or ``conj`` of real numbers, do not make a new value.
-
-    >>> import torch
-    >>> from polyamp.backends.torch.graphs.nodes import operation_of
-    >>> graph = torch.fx.symbolic_trace(lambda x, y: (x.t() * x.clone().t(), 1.0 / x, y * x)).graph
-    >>> sameness = Sameness()
-    >>> for node in graph.find_nodes(op="placeholder"):
-    ...     sameness.add(node, None)
-    >>> for node in [node for node in graph.nodes if node.op.startswith("call")]:
-    ...     operation = operation_of(node)
-    ...     name = sameness.specific(node, operation)
-    ...     sameness.add(node, operation)
-    ...     print(name)
-    transpose
-    identity
-    transpose
-    square
-    reciprocal
-    mul
-    """
+    # Two values are the same if the same operation made both from the same values. Operations that return their input,
+    # such as a copy, a cast to its own type or ``conj`` of real numbers, do not make a new value.
 
     def __init__(self) -> None:
         self._numbers: dict[Node, int] = {}
@@ -49,14 +30,7 @@ class Sameness:
         self._constants: set[Node] = set()
 
     def add(self, node: Node, operation: str | None, *, is_constant: bool = False, is_changed: bool = False) -> None:
-        """Give a number to the result of a node.
-
-        Args:
-            node: a node whose operands are numbered.
-            operation: its canonical operation; None if it is unknown.
-            is_constant: whether it is known to be a constant.
-            is_changed: whether its memory is changed in place, so that it cannot be a constant.
-        """
+        """Give a number to the result of a node."""
         self._numbers[node] = self._number(node, operation)
         made_of = [one for one in operands_of(node) if isinstance(one.meta.get("example_value"), Tensor)]
         is_pure = operation not in (None, "random", "dropout") and not is_changed

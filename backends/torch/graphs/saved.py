@@ -15,14 +15,7 @@ from polyamp.backends.torch import unstable
 
 
 class SavedBytes:
-    """The bytes of the tensors that autograd keeps, each memory once.
-
-    >>> saved, weight = SavedBytes(), torch.ones(3, requires_grad=True)
-    >>> with saved.counted():
-    ...     _ = weight.exp()
-    >>> saved.total
-    12
-    """
+    """The bytes of the tensors that autograd keeps, each memory once."""
 
     def __init__(self) -> None:
         self._sizes: dict[int, int] = {}  # by memory
@@ -51,15 +44,7 @@ class SavedBytes:
 
 
 def bytes_saved(graph: Graph, attributes: Mapping[str, Any]) -> int | None:
-    """Return the bytes that autograd keeps of a graph, including parameters and arguments; it runs on fakes.
-
-    Args:
-        graph: a graph whose inputs have fakes.
-        attributes: the modules and tensors that it refers to, by name.
-
-    Returns:
-        None if the graph does not run on fakes.
-    """
+    """Return the bytes that autograd keeps of a graph, including parameters and arguments; it runs on fakes."""
     mode = unstable.fake_mode_of(node.meta.get("example_value") for node in graph.nodes)
     if mode is None:
         return None

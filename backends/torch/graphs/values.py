@@ -18,21 +18,13 @@ from polyamp.operations import OPERATIONS
 
 
 class Known(NamedTuple):
-    """The facts about one value of the new graph.
+    """The facts about one value of the new graph."""
 
-    Attributes:
-        node: the node that has the value there.
-        fake: a fake with its dtype there; a tuple for several values, or a number.
-        declared: a fake with its dtype in the captured graph.
-        value: the flow rule's facts about it; a list with one item for each of several values.
-        is_constant: whether it is a tensor of the program itself, whose numbers are known.
-    """
-
-    node: Any
-    fake: Any
-    declared: Any
-    value: Any = WEAK
-    is_constant: bool = False
+    node: Any  # the node that has the value there
+    fake: Any  # a fake with its dtype there; a tuple for several values, or a number
+    declared: Any  # a fake with its dtype in the captured graph
+    value: Any = WEAK  # the flow rule's facts about it; a list with one item for each of several values
+    is_constant: bool = False  # whether it is a tensor of the program itself, whose numbers are known
 
 
 def map_known(tree: Any, fn: Callable[[Known], Any]) -> Any:
@@ -41,13 +33,8 @@ def map_known(tree: Any, fn: Callable[[Known], Any]) -> Any:
 
 
 def known_value(declared: Any, state: str = "weak") -> Value:
-    """Return the facts about a value from its declared dtype alone; ``state`` is for float32 values.
-
-    Integers count, index or label: converted to float, they are input data. Booleans only select.
-
-    >>> known_value(torch.ones(1, dtype=torch.int64)).state, known_value(torch.ones(1, dtype=torch.bool)).state
-    ('input', 'weak')
-    """
+    """Return the facts about a value from its declared dtype alone; ``state`` is for float32 values."""
+    # Integers count, index or label: converted to float, they are input data. Booleans only select.
     if not is_floating(declared):
         return INPUT if is_integral(declared) else WEAK
     return (
@@ -83,13 +70,7 @@ def value_of(known: Known) -> Value:
 
 
 def made_without_floats(operation: str, given: Sequence[Value], constant: Value) -> Value:
-    """Return the facts about the result of an operation on integers, on booleans or on nothing.
-
-    Args:
-        operation: its canonical name.
-        given: the facts about its operands.
-        constant: the facts about its numbers.
-    """
+    """Return the facts about the result of an operation on integers, on booleans or on nothing."""
     if operation in ("constant", "fill"):
         return constant
     entry = OPERATIONS.get(operation)

@@ -18,16 +18,7 @@ from polyamp.flow import Value
 
 
 class Writing:
-    """A new graph while it is being written.
-
-    Args:
-        graph: the graph to add nodes to.
-        mode: the mode of the fakes of its values.
-
-    Attributes:
-        records: whether gradients are recorded here. A cast without gradients cannot be reused where they are.
-        made: the casts since this was cleared: each value, and the dtype that it was cast to.
-    """
+    """A new graph while it is being written."""
 
     def __init__(self, graph: Graph, mode: Any) -> None:
         self.graph, self.mode = graph, mode
@@ -51,14 +42,7 @@ class Writing:
         return new
 
     def cast(self, known: Known, dtype: torch.dtype | None, *, own: bool = False, adds: bool = False) -> Any:
-        """Return a value in a dtype: the node itself, or a cast, which is written once.
-
-        Args:
-            known: the value.
-            dtype: the dtype for values that are declared to be float32; None casts to the declared dtype.
-            own: whether to write another cast, which may be changed in place.
-            adds: whether a product adds the value, so that finite numbers have to stay finite.
-        """
+        """Return a value in a dtype: the node itself, or a cast, which is written once."""
         if isinstance(known.fake, tuple | list) and dtypes_of(known.fake) != dtypes_of(known.declared):
             return tuple(self.cast(part, dtype) for part in self._parts(known))
         if not isinstance(known.fake, Tensor) or known.fake.dtype == (target := target_of(known, dtype)):

@@ -17,19 +17,13 @@ NESTEROV = 1  # of SGD's rules, with MAXIMIZE
 
 
 class Settings(NamedTuple):
-    """The numbers of ``settings``, in their order.
+    """The numbers of ``settings``, in their order."""
 
-    Attributes:
-        max_norm: clip to this global L2 norm; inf does not clip.
-        advance: whether this call, the last one of a step, advances the loss scale.
-        seed: seed of stochastic rounding.
+    # The others are those of `LossScale`; ``restart`` and ``after_growth`` encode ``late_growth`` as values of
+    # ``good_steps``, -1 or 0.
 
-    The others are those of `LossScale`; ``restart`` and ``after_growth`` encode ``late_growth`` as values of
-    ``good_steps``, -1 or 0.
-    """
-
-    max_norm: float
-    advance: float
+    max_norm: float  # clip to this global L2 norm; inf does not clip
+    advance: float  # whether this call, the last one of a step, advances the loss scale
     growth: float
     backoff: float
     min: float
@@ -39,15 +33,11 @@ class Settings(NamedTuple):
     restart: float
     after_growth: float
     consecutive: float
-    seed: float
+    seed: float  # seed of stochastic rounding
 
     @classmethod
     def of(cls, config: LossScale, *, max_norm: float = math.inf, advance: bool = True, seed: int = 0) -> Settings:
-        """Build from a `LossScale`.
-
-        >>> Settings.of(LossScale(late_growth="always")).after_growth
-        -1.0
-        """
+        """Build from a `LossScale`."""
         restart = 0.0 if config.late_growth == "never" else -1.0
         after_growth = -1.0 if config.late_growth == "always" else 0.0
         numbers = (config.growth, config.backoff, config.min, config.max, config.interval, config.hysteresis)

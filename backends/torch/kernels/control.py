@@ -25,13 +25,7 @@ APPLIED, LOSSES_FINITE = _STATE, _STATE + 1  # the indices in `report` of two fl
 
 
 def unpack(packed: Tensor) -> LossScaleState:
-    """Return the state in ``control`` or ``report`` as scalar views.
-
-    >>> report = torch.zeros(SIZE, dtype=torch.int32)
-    >>> pack_(report, LossScaleState(8.0, 3, 1, 0, 2))
-    >>> unpack(report).scale, unpack(report).good_steps
-    (tensor(8.), tensor(3, dtype=torch.int32))
-    """
+    """Return the state in ``control`` or ``report`` as scalar views."""
     reals, counts = packed.view(torch.float32), packed[1 : _STATE - 1].unbind()
     return LossScaleState._make((reals[0], *counts, reals[_STATE - 1]))
 
@@ -42,12 +36,7 @@ def pack_(packed: Tensor, state: LossScaleState) -> None:
 
 
 def report_of(state: LossScaleState, applied: Tensor, losses_finite: Tensor) -> Tensor:
-    """Return the report of a step that no operator made, from scalar tensors on one device.
-
-    >>> state = on_device(LossScaleState(8.0, 3, 1, 0, 2), torch.device("cpu"))
-    >>> decode(report_of(state, torch.tensor(True), torch.tensor(True)).tolist())
-    (LossScaleState(scale=8.0, good_steps=3, hysteresis=1, skipped_in_a_row=0, skipped=2, ...), True)
-    """
+    """Return the report of a step that no operator made, from scalar tensors on one device."""
     return torch.stack([*_words(state), applied.int(), losses_finite.int()])
 
 
@@ -62,12 +51,7 @@ def applied_flag(report: Tensor) -> Tensor:
 
 
 def decode(report: Sequence[int]) -> tuple[LossScaleState, bool]:
-    """Return the state, and whether the losses were finite, from a report that was copied to the host.
-
-    >>> state, losses_were_finite = decode([0x41000000, 3, 1, 0, 2, 9, 1, 2, 5, 0x41800000, 1, 0, 0, 0, 0, 0])
-    >>> state.scale, state.steps, state.overflow_scale, losses_were_finite
-    (8.0, 9, 16.0, False)
-    """
+    """Return the state, and whether the losses were finite, from a report that was copied to the host."""
     scale, overflow_scale = struct.unpack("<2f", struct.pack("<2i", report[0], report[_STATE - 1]))
     state = LossScaleState._make((scale, *report[1 : _STATE - 1], overflow_scale))
     return state, bool(report[LOSSES_FINITE])
@@ -102,20 +86,9 @@ def where(condition: Tensor, one: Any, other: Any) -> Tensor:
 
 
 def kept(number: float, dtype: torch.dtype, device: torch.device, *, captured: bool | None = None) -> Tensor:
-    """Return a cached scalar on a device, which nobody may change.
-
-    A scalar that is created while a CUDA graph is captured belongs to the graph: it has no value before the first
-    replay.
-
-    >>> kept(2.0, torch.float32, torch.device("cpu"))
-    tensor(2.)
-
-    Args:
-        number: its value.
-        dtype: its type.
-        device: where it is.
-        captured: whether a capture is active; None finds out.
-    """
+    """Return a cached scalar on a device, which nobody may change."""
+    # A scalar that is created while a CUDA graph is captured belongs to the graph: it has no value before the first
+    # replay.
     key = number, dtype, device
     scalar = _kept.get(key)
     if scalar is None:

@@ -15,19 +15,7 @@ _WORD = 0xFFFFFFFF
 
 
 def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]) -> list[Tensor]:
-    """Return four random words for every counter.
-
-    >>> zero = torch.zeros((), dtype=torch.int64)
-    >>> [hex(word.item()) for word in philox((zero,) * 4, (zero,) * 2)]
-    ['0x6627e8d5', '0xe169c58d', '0xbc57ac4c', '0x9b00dbd8']
-
-    Args:
-        counter: four words of shapes that broadcast together, int64 from 0 to 2**32 - 1.
-        key: two such words.
-
-    Returns:
-        Four words, int64 from 0 to 2**32 - 1.
-    """
+    """Return four random words for every counter."""
     one, two, three, four = counter
     low, high = key
     for _ in range(_ROUNDS):
@@ -40,20 +28,7 @@ def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Te
 
 
 def random_bits(elements: int, tensor: int, seed: int, draws: Tensor) -> Tensor:
-    """Return 16 random bits for every element of a tensor, the same on every device and in any order of work.
-
-    >>> random_bits(9, tensor=0, seed=0, draws=torch.zeros((), dtype=torch.int32)).tolist()[:2] == [0xE8D5, 0x6627]
-    True
-
-    Args:
-        elements: number of elements.
-        tensor: its index among the tensors that one step rounds, so that no two have the same bits.
-        seed: the optimizer's seed.
-        draws: number of steps that were rounded before; int32 scalar.
-
-    Returns:
-        int64 of length ``elements``, from 0 to 2**16 - 1, on the device of ``draws``.
-    """
+    """Return 16 random bits for every element of a tensor, the same on every device and in any order of work."""
     places = torch.arange(-(-elements // 8), dtype=torch.int64, device=draws.device)
     zero = torch.zeros((), dtype=torch.int64, device=draws.device)
     words = philox((places & _WORD, places >> 32, zero + tensor, zero), (zero + seed, draws.long() & _WORD))

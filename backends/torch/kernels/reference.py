@@ -36,13 +36,7 @@ Tensors = Sequence[Tensor]
 
 
 def grad_stats(grads: Tensors, losses: Tensors, scale: Tensor, stats: Tensor, workspace: Tensor) -> None:
-    """Read every gradient once, and write ``stats``.
-
-    >>> stats, workspace = torch.zeros(3, dtype=torch.float64), torch.zeros(1, dtype=torch.float64)
-    >>> grad_stats([torch.tensor([6.0, 8.0])], [torch.tensor(float("nan"))], torch.tensor(2.0), stats, workspace)
-    >>> stats.tolist()
-    [25.0, 0.0, 1.0]
-    """
+    """Read every gradient once, and write ``stats``."""
     inverse = _inverse(scale)
     squares = [(grad.float() * inverse).double().square().sum() for grad in grads]
     for place, found in enumerate((squares, _non_finite(grads), _non_finite(losses))):
@@ -50,13 +44,7 @@ def grad_stats(grads: Tensors, losses: Tensors, scale: Tensor, stats: Tensor, wo
 
 
 def unscale_clip_(grads: Tensors, scale: Tensor, stats: Tensor, max_norm: float) -> None:
-    """Unscale and clip in place, unless the step will be skipped.
-
-    >>> grad = torch.tensor([6.0, 8.0])
-    >>> unscale_clip_([grad], torch.tensor(2.0), torch.tensor([25.0, 0.0, 0.0], dtype=torch.float64), 2.5)
-    >>> grad
-    tensor([1.5000, 2.0000])
-    """
+    """Unscale and clip in place, unless the step will be skipped."""
     factor, applied = _factor(scale, stats, max_norm)
     for grad in grads:
         grad.copy_(torch.where(applied, (grad.float() * factor).to(grad.dtype), grad))
@@ -79,10 +67,8 @@ def adam_step_(
     settings: Tensor,
     report: Tensor,
 ) -> None:
-    """Step with Adam (Kingma and Ba, ICLR 2015), or with AdamW (Loshchilov and Hutter, ICLR 2019).
-
-    AdamW is Adam with decoupled weight decay.
-    """
+    """Step with Adam (Kingma and Ba, ICLR 2015), or with AdamW (Loshchilov and Hutter, ICLR 2019)."""
+    # AdamW is Adam with decoupled weight decay.
     numbers = Settings(*settings.tolist())
     factor, applied = _factor(scale, stats, numbers.max_norm)
     group_rules = [Adam._make(row) for row in _rules(rules, lrs)]
@@ -173,10 +159,8 @@ def _inverse(scale: Tensor) -> Tensor:
 
 
 def _factor(scale: Tensor, stats: Tensor, max_norm: float) -> tuple[Tensor, Tensor]:
-    """Return the float32 factor for gradients, and whether the step is applied, as a boolean scalar.
-
-    The 1e-6 in the divisor is that of ``torch.nn.utils.clip_grad_norm_``.
-    """
+    """Return the float32 factor for gradients, and whether the step is applied, as a boolean scalar."""
+    # The 1e-6 in the divisor is that of ``torch.nn.utils.clip_grad_norm_``.
     clip = torch.clamp(max_norm / (stats[0].sqrt() + 1e-6), max=1.0)
     return (_inverse(scale).double() * clip).float() if max_norm < math.inf else _inverse(scale), (stats[1:] == 0).all()
 

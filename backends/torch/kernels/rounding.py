@@ -11,22 +11,10 @@ _SMALLEST_NORMAL = 2.0**-14  # of float16 (IEEE 754 binary16)
 
 
 def split(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Split float32 into bfloat16 and the 16 bits that rounding leaves over.
-
-    The bits of a value are ``(bits of its rounding << 16) + remainder``. Rounding is to nearest, ties away from zero,
-    so that the remainder of a tie is always -32768 and fits. (Rounding ties to even, as torch does, would make it
-    +32768 for every second tie.) `join` restores every value bit for bit, except that a NaN may become another NaN.
-
-    >>> rounded, remainder = split(torch.tensor([1.0, 1.0 + 2**-8, 1.0 + 2**-7 + 2**-23]))
-    >>> rounded.tolist(), remainder.tolist()
-    ([1.0, 1.0078125, 1.0078125], [0, -32768, 1])
-
-    Args:
-        values: float32 of any shape.
-
-    Returns:
-        The rounded values, bfloat16, and the remainders, int16; both of the shape of ``values``.
-    """
+    """Split float32 into bfloat16 and the 16 bits that rounding leaves over."""
+    # The bits of a value are ``(bits of its rounding << 16) + remainder``. Rounding is to nearest, ties away from zero,
+    # so that the remainder of a tie is always -32768 and fits. (Rounding ties to even, as torch does, would make it
+    # +32768 for every second tie.) `join` restores every value bit for bit, except that a NaN may become another NaN.
     rounded = values.bfloat16()
     left_over = values.view(torch.int32) - rounded.float().view(torch.int32)
     rounded.view(torch.int16).bitwise_or_(left_over == _TIE)  # a tie that went to even has a last bit of 0
@@ -34,11 +22,7 @@ def split(values: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def join(rounded: Tensor, remainder: Tensor) -> Tensor:
-    """Return the float32 values that `split` split; for any other remainder, a value that rounds to ``rounded``.
-
-    >>> join(*split(torch.tensor([0.1, -3e-45]))).tolist() == torch.tensor([0.1, -3e-45]).tolist()
-    True
-    """
+    """Return the float32 values that `split` split; for any other remainder, a value that rounds to ``rounded``."""
     return add_remainder_(rounded.float(), remainder)
 
 
@@ -51,27 +35,10 @@ def add_remainder_(values: Tensor, remainder: Tensor) -> Tensor:
 def round_stochastically(
     values: Tensor, dtype: torch.dtype, generator: torch.Generator | None = None, noise: Tensor | None = None
 ) -> Tensor:
-    """Round float32 to 16 bits stochastically: up or down at random, so that the expectation is the value itself.
-
-    An update far below half a unit in the last place is then applied sometimes, while rounding to nearest would never
-    apply it (Gupta et al., "Deep Learning with Limited Numerical Precision", ICML 2015). Values that 16 bits represent
-    stay unchanged for all random numbers, and so do inf, NaN and the sign of zero.
-
-    >>> halfway = torch.full((10_000,), 1 + 2**-8)
-    >>> rounded = round_stochastically(halfway, torch.bfloat16, torch.Generator().manual_seed(0))
-    >>> rounded.unique().tolist(), round(rounded.double().mean().item(), 3)
-    ([1.0, 1.0078125], 1.004)
-
-    Args:
-        values: float32 of any shape.
-        dtype: bfloat16 or float16. For float16 the expectation is exact to 2**-13 units in the last place.
-        generator: on the device of ``values``; None is torch's own.
-        noise: random integers to use instead of a generator, of the shape of ``values``. Each of their last 16 bits (13
-            for float16) is set with probability one half.
-
-    Returns:
-        The rounded values, of the shape of ``values``.
-    """
+    """Round float32 to 16 bits stochastically: up or down at random, so that the expectation is the value itself."""
+    # An update far below half a unit in the last place is then applied sometimes, while rounding to nearest would never
+    # apply it (Gupta et al., "Deep Learning with Limited Numerical Precision", ICML 2015). Values that 16 bits
+    # represent stay unchanged for all random numbers, and so do inf, NaN and the sign of zero.
     if noise is None:
         size = 1 << _DROPPED[dtype]
         noise = torch.randint(size, values.shape, dtype=torch.int32, device=values.device, generator=generator)
@@ -90,9 +57,7 @@ def _cut_by_chance(values: Tensor, bits: int, noise: Tensor) -> Tensor:
 
 
 def _lift(values: Tensor) -> Tensor:
-    """Return an offset for values that are subnormal in float16, which makes them normal with the same spacing.
-
-    With the offset a fixed number of bits is dropped.
-    """
+    """Return an offset for values that are subnormal in float16, which makes them normal with the same spacing."""
+    # With the offset a fixed number of bits is dropped.
     lift = torch.full_like(values, _SMALLEST_NORMAL).copysign_(values)
     return torch.where(values.abs() < _SMALLEST_NORMAL, lift, 0.0)

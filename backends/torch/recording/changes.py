@@ -13,16 +13,7 @@ from polyamp.backends.torch.recording import widening
 
 
 class Changes:
-    """Undoes the changes reported to it: writes to tensors, gradients, and the attributes of modules.
-
-    >>> weight = torch.ones(2)
-    >>> changes = Changes()
-    >>> changes.before(torch.ops.aten.mul_.Tensor, [weight, 2], {})
-    >>> _ = weight.mul_(2)
-    >>> changes.undo()
-    >>> weight
-    tensor([1., 1.])
-    """
+    """Undoes the changes reported to it: writes to tensors, gradients, and the attributes of modules."""
 
     def __init__(self) -> None:
         self._new: set[int] = set()  # storages that were created meanwhile

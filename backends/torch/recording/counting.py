@@ -12,25 +12,14 @@ from polyamp.diagnosis.spread import FIELDS, Spread, stride
 
 
 class Counts:
-    """The counts of each tensor of a step.
-
-    >>> counts = Counts()
-    >>> index = counts.add(torch.tensor([0.0, -3.0, float("inf")]))
-    >>> spread = counts.spreads()[index]
-    >>> spread.elements, spread.zeros, spread.inf, spread.largest
-    (3, 1, 1, 3.0)
-    """
+    """The counts of each tensor of a step."""
 
     def __init__(self) -> None:
         self._rows: list[Tensor] = []
         self._sizes: list[tuple[int, int]] = []
 
     def add(self, tensor: Tensor) -> int:
-        """Count a floating-point tensor's elements; for a distributed tensor, those of this rank.
-
-        Returns:
-            Its index in `spreads`.
-        """
+        """Count a floating-point tensor's elements; for a distributed tensor, those of this rank."""
         magnitudes = _flat(tensor).abs()
         sample = magnitudes[:: stride(magnitudes.numel())].contiguous()
         self._rows.append(_row(magnitudes, sample))

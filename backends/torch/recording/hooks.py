@@ -22,16 +22,7 @@ _listeners: list[Listener] = []
 
 
 def update_begins(closure: Closure | None = None, scale: Callable[[], float] | None = None) -> None:
-    """Call the listeners, before an optimizer reads or changes anything. If one raises, the update ends.
-
-    >>> with told(lambda closure, scale: print("an update begins", scale)):
-    ...     update_begins(scale=lambda: 8.0)
-    an update begins 8.0
-
-    Args:
-        closure: the function that computes the gradients, if the optimizer uses one.
-        scale: returns the loss scale if a scaler makes the update and the optimizer does not know the scale.
-    """
+    """Call the listeners, before an optimizer reads or changes anything. If one raises, the update ends."""
     for listener in _listeners:
         listener(closure, None if scale is None else scale())
 
@@ -47,11 +38,7 @@ def told(listener: Listener) -> Iterator[None]:
 
 
 def is_recorded() -> bool:
-    """Return whether there are listeners: then the step is only observed.
-
-    >>> is_recorded()
-    False
-    """
+    """Return whether there are listeners: then the step is only observed."""
     return bool(_listeners)
 
 

@@ -23,12 +23,7 @@ from polyamp.rules import decide
 
 
 class Row(NamedTuple):
-    """One tensor of a step. It becomes a `polyamp.diagnosis.recording.Observation` when its counts are on the host.
-
-    Attributes:
-        counted: index of its counts.
-        made_of: the rows of the tensors that were added up, or the row of the tensor that was cast, to make this one.
-    """
+    """One tensor of a step. It becomes a `polyamp.diagnosis.recording.Observation` when its counts are on the host."""
 
     kind: Kind
     name: str
@@ -37,16 +32,13 @@ class Row(NamedTuple):
     op_class: str
     dtype: torch.dtype
     shape: tuple[int, ...]
-    counted: int
+    counted: int  # index of its counts
+    # the rows of the tensors that were added up, or the row of the tensor that was cast, to make this one
     made_of: tuple[int, ...] = ()
 
 
 class UpdateBegins(BaseException):
-    """Raised to end a step where its optimizer's update begins. No ``except Exception`` catches it.
-
-    Args:
-        scale: the loss scale, if the code that unscales the gradients knows it.
-    """
+    """Raised to end a step where its optimizer's update begins. No ``except Exception`` catches it."""
 
     def __init__(self, scale: float | None = None) -> None:
         super().__init__()
@@ -54,12 +46,7 @@ class UpdateBegins(BaseException):
 
 
 class Watcher(unstable.EagerDispatchMode):  # type: ignore[no-untyped-call]
-    """A mode that runs every operation of a step, in float32 if required, and saves tensors before they change.
-
-    Args:
-        wide: whether operations on 16-bit values run in float32.
-        changes: saves the old values of tensors that existed before the step.
-    """
+    """A mode that runs every operation of a step, in float32 if required, and saves tensors before they change."""
 
     def __init__(self, wide: bool, changes: Changes) -> None:
         super().__init__()
@@ -82,19 +69,7 @@ class Watcher(unstable.EagerDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class Recorder(Watcher):
-    """A mode that counts every result that an operation computes.
-
-    Attributes:
-        rows: one row for each counted tensor, in execution order.
-        leaves: the leaves that require gradients and were used, each with the row of its gradient, or None before it.
-        replaced: the indices of rows that are gradients of parameters, or parts of such gradients.
-
-    Args:
-        policy: its rules decide the classes of operations.
-        tracker: tracks which module runs.
-        wide: as for `Watcher`.
-        changes: as for `Watcher`.
-    """
+    """A mode that counts every result that an operation computes."""
 
     def __init__(self, policy: Policy, tracker: Tracker, wide: bool, changes: Changes) -> None:
         super().__init__(wide, changes)
@@ -154,11 +129,9 @@ class Recorder(Watcher):
             self._row_of.pop(_storage(result), None)
 
     def _moved(self, row: int, same: bool, kind: Kind, result: Tensor) -> tuple[int, bool]:
-        """Return the row of a tensor that was moved or cast.
-
-        The first cast to 16 bits adds a row: between float32 work and the next 16-bit operation, values can overflow or
-        be lost in this cast.
-        """
+        """Return the row of a tensor that was moved or cast."""
+        # The first cast to 16 bits adds a row: between float32 work and the next 16-bit operation, values can overflow
+        # or be lost in this cast.
         maker = self.rows[row]
         if result.dtype not in SIXTEEN_BIT or maker.dtype in SIXTEEN_BIT or maker.kind != kind:
             return row, same

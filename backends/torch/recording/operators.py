@@ -11,33 +11,19 @@ from polyamp.operations import OPERATIONS
 
 
 class Operator(NamedTuple):
-    """Facts about an aten operator.
+    """Facts about an aten operator."""
 
-    Attributes:
-        native: its name, without the overload.
-        name: its canonical name; for an operator of the user, the name of the operator.
-        moves: whether it only moves or selects values.
-        keeps: whether it moves all values and drops none, like a view, a copy or a cast.
-        computes: whether its results are recorded.
-        values: how many of its results are recorded; the others are statistics for the backward pass.
-    """
-
-    native: str
-    name: str
-    moves: bool
-    keeps: bool
-    computes: bool
-    values: int
+    native: str  # its name, without the overload
+    name: str  # its canonical name; for an operator of the user, the name of the operator
+    moves: bool  # whether it only moves or selects values
+    keeps: bool  # whether it moves all values and drops none, like a view, a copy or a cast
+    computes: bool  # whether its results are recorded
+    values: int  # how many of its results are recorded; the others are statistics for the backward pass
 
 
 @cache
 def operator_of(op: Any) -> Operator:
-    """Return the facts about an operator.
-
-    >>> import torch
-    >>> operator_of(torch.ops.aten.addmm.default).name, operator_of(torch.ops.aten.relu.default).moves
-    ('matmul', True)
-    """
+    """Return the facts about an operator."""
     is_aten = op.name().startswith("aten::")
     native = op.name().partition(".")[0].removeprefix("aten::")
     base = native.removeprefix("_foreach_").removesuffix("_")

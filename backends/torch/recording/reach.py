@@ -20,16 +20,10 @@ _FAR = 20_000  # limit of visited objects, for steps that hold a whole applicati
 
 
 class Reach:
-    """The objects that are found from a step: a function, a method, an object that is called, and arguments.
+    """The objects that are found from a step: a function, a method, an object that is called, and arguments."""
 
-    Functions are followed into closures, defaults and the globals that they name; containers and plain objects into
-    their contents.
-
-    >>> model = nn.Linear(2, 1)
-    >>> step = functools.partial(lambda model, x: model(x).sum(), model)
-    >>> Reach(step).modules() == [model]
-    True
-    """
+    # Functions are followed into closures, defaults and the globals that they name; containers and plain objects into
+    # their contents.
 
     def __init__(self, *roots: Any) -> None:
         self._found = [one for one in _walk(roots) if isinstance(one, _LEAVES)]
@@ -122,14 +116,7 @@ def _is_users(module: str | None) -> bool:
 
 
 def names_of(modules: Iterable[nn.Module], leaves: Sequence[Tensor]) -> dict[Tensor, str]:
-    """Return names for leaves, in the order of the modules' parameters; other leaves follow, by number and shape.
-
-    >>> one, other = nn.Linear(1, 1), nn.Linear(1, 1)
-    >>> list(names_of([one], [one.bias, one.weight, other.weight]).values())
-    ['weight', 'bias', 'parameter 0 of shape (1, 1)']
-    >>> list(names_of([one, other], [one.weight, other.weight]).values())
-    ['Linear.weight', 'Linear_1.weight']
-    """
+    """Return names for leaves, in the order of the modules' parameters; other leaves follow, by number and shape."""
     wanted, named = set(leaves), dict[Tensor, tuple[str, str]]()
     for prefix, root in _prefixes(modules):
         for name, param in root.named_parameters():

@@ -28,29 +28,7 @@ def record(
     widened: bool,
     scale: float | None = None,
 ) -> Recording:
-    """Run one step and record every tensor that it computes; see `polyamp.adapter.Record`.
-
-    >>> from polyamp import policy
-    >>> model, x = nn.Linear(2, 1), torch.ones(4, 2)
-    >>> recording = record(lambda x: model(x).mean(), (x,), {}, policy("mixed_float16"), widened=True)
-    >>> [(one.name, one.format) for one in recording.observations]
-    [('matmul', 'float16'), ('mean', 'float16'), ('div', 'float16'), ('weight', 'float16'), ('bias', 'float16')]
-    >>> model.weight.grad is None
-    True
-
-    Args:
-        step: a function that returns the loss, or a training step that calls ``backward`` itself. It runs under the
-            policy's autocast; its own regions, polyamp's and torch's, work inside. Code under `torch.compile` runs
-            eagerly.
-        args: its arguments; also kwargs.
-        policy: the policy that it runs under.
-        widened: whether all 16-bit work is computed in float32.
-        scale: the factor that the loss is multiplied by.
-
-    Raises:
-        InvalidTypeError: it ran no backward pass and does not return a loss.
-        UnsupportedError: ``widened``, and ``fully_shard`` gathers parameters in 16 bits, in memory of its own.
-    """
+    """Run one step and record every tensor that it computes; see `polyamp.adapter.Record`."""
     run = Run(step, args, kwargs, policy, widened)
     _check_sharding(run.reach.all_of(nn.Module), widened)
     recorder = Recorder(policy, run.tracker, widened, run.changes)

@@ -32,21 +32,7 @@ from polyamp.policy import policy as make_policy
 
 
 class Run:
-    """One step that is run once.
-
-    Attributes:
-        reach: the objects that it can reach.
-        changes: its changes.
-        tracker: tracks which module runs.
-        differentiates: whether the step computed gradients itself.
-        loss: the last loss that it differentiated.
-
-    Args:
-        step: a function that returns a loss, or a training step.
-        args: its arguments; also kwargs.
-        policy: the policy of the autocast region that it runs in. Its own regions work inside.
-        wide: whether 16-bit work is computed in float32.
-    """
+    """One step that is run once."""
 
     def __init__(
         self, step: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], policy: Policy, wide: bool
@@ -78,12 +64,7 @@ class Run:
             restore()
 
     def forward(self, mode: AbstractContextManager[Any], took: Callable[[Tensor, Tensor], None]) -> Any:
-        """Run the step in a mode, up to its optimizer's update, and return its result.
-
-        Args:
-            mode: observes the operations.
-            took: called with leaves and their gradients when the step calls ``torch.autograd.grad``.
-        """
+        """Run the step in a mode, up to its optimizer's update, and return its result."""
         hook = register_optimizer_step_pre_hook(self._before_step)
         region = autocast(self._policy)
         try:

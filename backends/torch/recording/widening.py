@@ -21,20 +21,9 @@ from polyamp.backends.torch.steps.gradients import local
 
 
 class Widened(Tensor):
-    """A 16-bit tensor with float32 values.
+    """A 16-bit tensor with float32 values."""
 
-    >>> value = Widened(torch.tensor([1e30]), torch.float16)
-    >>> value.dtype, (value * value.new_tensor([0.5])).dtype, (value * 0.5).value
-    (torch.float16, torch.float16, tensor([5.0000e+29]))
-    >>> torch.softmax(value, 0, dtype=torch.float32)
-    tensor([1.])
-
-    Args:
-        value: float32; not copied.
-        dtype: float16 or bfloat16.
-    """
-
-    value: Tensor
+    value: Tensor  # float32; not copied
 
     __torch_function__ = unstable.no_torch_function
     __slots__: ClassVar = ("value",)
@@ -58,13 +47,7 @@ class Widened(Tensor):
 
 
 def run(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Run an aten operator with all 16-bit work in float32, and return `Widened` results if they would be 16-bit.
-
-    >>> aten = torch.ops.aten
-    >>> low = run(aten._to_copy.default, [torch.tensor(70000.0)], {"dtype": torch.float16})
-    >>> low.dtype, low.value, run(aten._to_copy.default, [low], {"dtype": torch.float32})
-    (torch.float16, tensor(70000.), tensor(70000.))
-    """
+    """Run an aten operator with all 16-bit work in float32, and return `Widened` results if they would be 16-bit."""
     given = list(tensors([*args, *kwargs.values()]))
     if not any(one.dtype in SIXTEEN_BIT for one in given) and not _names_low(args, kwargs):
         return op(*args, **kwargs)
@@ -74,11 +57,9 @@ def run(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
 
 
 def run_as_it_is(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Run an aten operator with the dtypes of its arguments.
-
-    oneDNN's recurrent layers run in float32 and are rounded: few CPUs have them in float16, and in either format their
-    gradients would be float32, unlike on any other device.
-    """
+    """Run an aten operator with the dtypes of its arguments."""
+    # oneDNN's recurrent layers run in float32 and are rounded: few CPUs have them in float16, and in either format
+    # their gradients would be float32, unlike on any other device.
     if not op.name().startswith("aten::mkldnn_rnn_layer"):
         return op(*args, **kwargs)
     return _mapped(_InSixteenBits.of, run(op, args, kwargs))
@@ -145,11 +126,7 @@ def _run(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], form: Form) ->
 
 
 def _write_back(replaced: Mapping[int, tuple[Tensor, Tensor]], written: Sequence[Tensor]) -> dict[int, Tensor]:
-    """Copy an operator's changes to its own arguments, unless they share memory with their replacements.
-
-    Returns:
-        The changed arguments, by the id of their replacement.
-    """
+    """Copy an operator's changes to its own arguments, unless they share memory with their replacements."""
     changed = {key: own for key, (own, _) in replaced.items() if any(own is one for one in written)}
     for key, own in changed.items():
         target, other = own.value if isinstance(own, Widened) else own, replaced[key][1]
@@ -159,20 +136,8 @@ def _write_back(replaced: Mapping[int, tuple[Tensor, Tensor]], written: Sequence
 
 
 def declared(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], count: int) -> list[torch.dtype]:
-    """Return the dtypes of an operator's floating-point results for these arguments, by PyTorch's type promotion.
-
-    Kernels for meta tensors have them too, but many are written in Python, and importing them takes seconds.
-
-    >>> low, wide = Widened(torch.ones(2), torch.bfloat16), torch.ones(2)
-    >>> aten = torch.ops.aten
-    >>> declared(aten.add.Tensor, [low, wide], {}, 1), declared(aten.add.Tensor, [low, wide.sum()], {}, 1)
-    ([torch.float32], [torch.bfloat16])
-
-    Args:
-        op: the operator.
-        args: its arguments; also kwargs.
-        count: number of its floating-point results.
-    """
+    """Return the dtypes of an operator's floating-point results for these arguments, by PyTorch's type promotion."""
+    # Kernels for meta tensors have them too, but many are written in Python, and importing them takes seconds.
     named = [one for one in (*args, *kwargs.values()) if isinstance(one, torch.dtype)]
     if named:
         return named[-1:] * count
@@ -188,10 +153,8 @@ _PLAIN_NORMS = {"linalg_vector_norm", "_weight_norm_interface", "_weight_norm_in
 
 
 def _of_normalisation(native: str, args: Sequence[Any], count: int) -> list[torch.dtype]:
-    """Return the dtypes for a normalisation: 16-bit inputs with float32 weights, statistics in float32.
-
-    Each gradient has the dtype of the tensor that it belongs to.
-    """
+    """Return the dtypes for a normalisation: 16-bit inputs with float32 weights, statistics in float32."""
+    # Each gradient has the dtype of the tensor that it belongs to.
     others = torch.float32
     if "backward" in native:
         weights = [one.dtype for one in tensors(args) if one.is_floating_point() and one.dim() <= 1]
@@ -218,11 +181,9 @@ _ONLY_LOW = {
 
 
 def _can_widen(op: Any, given: Iterable[Tensor]) -> bool:
-    """Return whether float32 works.
-
-    It does not for operators of other libraries, whose kernels may only support 16 bits, nor for tensors that contain
-    others, which have their own dtype.
-    """
+    """Return whether float32 works."""
+    # It does not for operators of other libraries, whose kernels may only support 16 bits, nor for tensors that contain
+    # others, which have their own dtype.
     name = op.name()
     known = all(type(one) in (Tensor, nn.Parameter, nn.Buffer, Widened) for one in given)
     return known and name.startswith(("aten::", "prims::")) and name not in _ONLY_LOW

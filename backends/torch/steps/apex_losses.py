@@ -11,14 +11,7 @@ from polyamp.written_scales import apex_losses, apex_order, one_apex_loss, repor
 
 
 def save_apex_losses(scalers: LossScalers) -> dict[str, Any]:
-    """Return the states of all losses as ``apex.amp.load_state_dict`` takes them.
-
-    >>> from polyamp import LossScale
-    >>> scalers = LossScalers(LossScale.like("apex", init=8.0))
-    >>> _ = scalers[1]
-    >>> save_apex_losses(scalers)["loss_scaler1"]
-    {'loss_scale': 8.0, 'unskipped': 0}
-    """
+    """Return the states of all losses as ``apex.amp.load_state_dict`` takes them."""
     settings = scalers.main.settings
     initial = settings.initial_state()._asdict()
     states = {None: scalers.main, **scalers.others}
@@ -29,19 +22,8 @@ def save_apex_losses(scalers: LossScalers) -> dict[str, Any]:
 
 
 def load_apex_losses(scalers: LossScalers, saved: Mapping[int, Any]) -> None:
-    """Resume from the states of Apex' losses: number 0 is the loss without an id, the others are those of their ids.
-
-    Nothing is changed unless all states fit.
-
-    >>> from polyamp import LossScale
-    >>> scalers = LossScalers(LossScale())
-    >>> load_apex_losses(scalers, {n: {"loss_scale": 2.0**n, "unskipped": 0} for n in range(3)})
-    >>> scalers.main.state.scale, scalers[2].state.scale
-    (1.0, 4.0)
-
-    Raises:
-        StateError: a state is outside the settings.
-    """
+    """Resume from the states of Apex' losses: number 0 is the loss without an id, the others are those of their ids."""
+    # Nothing is changed unless all states fit.
     states = {number: scalers.main.settings.from_state_dict(state) for number, state in saved.items()}
     if 0 in states:
         scalers.main.resume(states[0])

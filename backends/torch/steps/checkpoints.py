@@ -94,13 +94,8 @@ def is_shown(saved: Any) -> bool:
 
 
 def unpacked(optimizer: WrappedOptimizer, saved: Mapping[str, Any]) -> Saved:
-    """Return the state dict in the form of `LossScaledOptimizer.state_dict`, from the result of `shown`.
-
-    A frozen parameter has no state in it, so its master keeps its value, which is the parameter's.
-
-    Raises:
-        StateError: part of it is not a result of `shown`.
-    """
+    """Return the state dict in the form of `LossScaledOptimizer.state_dict`, from the result of `shown`."""
+    # A frozen parameter has no state in it, so its master keeps its value, which is the parameter's.
     groups = [{key: value for key, value in group.items() if key != REST} for group in saved["param_groups"]]
     ours = next(group for group in saved["param_groups"] if REST in group)
     try:
@@ -125,10 +120,9 @@ def unpacked(optimizer: WrappedOptimizer, saved: Mapping[str, Any]) -> Saved:
 
 
 def _initial_states(optimizer: WrappedOptimizer) -> dict[Tensor, Saved]:
-    """Return the states that the inner optimizer would create for parameters that have none, and change nothing.
-
-    They come from a step on gradients of zero, with learning rate zero. Optimizers that need a closure cannot make it.
-    """
+    """Return the states that the inner optimizer would create for parameters that have none, and change nothing."""
+    # They come from a step on gradients of zero, with learning rate zero. Optimizers that need a closure cannot make
+    # it.
     inner, masters = optimizer.inner, optimizer.masters
     params = [param for group in inner.param_groups for param in group["params"]]
     new = [param for param in params if param.requires_grad and not inner.state.get(param)]
@@ -174,10 +168,8 @@ def _masters(optimizer: WrappedOptimizer) -> dict[int, Tensor]:
 
 
 def _rest(optimizer: WrappedOptimizer) -> dict[str, str]:
-    """Return the entries that do not belong to one parameter, as text, which is saved and gathered unchanged.
-
-    They are the same on every rank, since files keep one value per name.
-    """
+    """Return the entries that do not belong to one parameter, as text, which is saved and gathered unchanged."""
+    # They are the same on every rank, since files keep one value per name.
     saved = saving.own_part(optimizer)
     keys = [param for group in optimizer.inner.param_groups for param in group["params"]]
     masters = saved["master_weights"]

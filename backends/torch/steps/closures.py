@@ -31,16 +31,8 @@ class _Overflow(Exception):
 def step_reevaluating(
     optimizer: WrappedOptimizer, closure: Closure, prepare: Callable[[], bool], finish: Callable[[bool], None]
 ) -> Any:
-    """Step with a closure that is evaluated several times. A later evaluation that overflows undoes the whole step.
-
-    This needs one copy of parameters and state.
-
-    Args:
-        optimizer: the wrapped optimizer.
-        closure: computes the loss and its gradients.
-        prepare: unscales, tests and clips the gradients, and returns whether all were finite.
-        finish: ends the step, with whether it was applied.
-    """
+    """Step with a closure that is evaluated several times. A later evaluation that overflows undoes the whole step."""
+    # This needs one copy of parameters and state.
     is_first = isinstance(optimizer.inner, torch.optim.LBFGS) or not _has_gradients(optimizer)
     first = _evaluate(optimizer, closure) if is_first else None
     if not prepare():

@@ -64,43 +64,19 @@ class Scratch:
 
 
 class Scaled(NamedTuple):
-    """The inputs of a step from scaled gradients, apart from the gradients.
+    """The inputs of a step from scaled gradients, apart from the gradients."""
 
-    Attributes:
-        scale: the factor by which the gradients were multiplied; a float32 scalar on their device.
-        settings: the settings of the loss scale.
-        control: the loss scale's state, which the step advances; see ``control.py``.
-        advance: whether the step advances this state; False for a second optimizer on the same loss.
-        losses: losses that are tested too, on any device.
-        max_norm: the norm to clip to; None does not clip.
-        process_group: see `any_rank`.
-    """
-
-    scale: Tensor
-    settings: LossScale
-    control: Tensor
-    advance: bool
-    losses: Sequence[Tensor]
-    max_norm: float | None
-    process_group: Any
+    scale: Tensor  # the factor by which the gradients were multiplied; a float32 scalar on their device
+    settings: LossScale  # the settings of the loss scale
+    control: Tensor  # the loss scale's state, which the step advances; see ``control.py``
+    advance: bool  # whether the step advances this state; False for a second optimizer on the same loss
+    losses: Sequence[Tensor]  # losses that are tested too, on any device
+    max_norm: float | None  # the norm to clip to; None does not clip
+    process_group: Any  # see `any_rank`
 
 
 class FusedStep:
-    """Polyamp's operators for one optimizer: whole steps for Adam, AdamW and SGD, unscaling and clipping for others.
-
-    >>> weight = torch.ones(2, requires_grad=True)
-    >>> weight.grad = torch.ones(2)
-    >>> FusedStep(torch.optim.SGD([weight], lr=0.5), True).step_unscaled(torch.tensor(0.0)), weight.detach()
-    ((None, tensor(True)), tensor([0.5000, 0.5000]))
-
-    Args:
-        inner: the optimizer. Its options, state and hooks are used as in its own step.
-        wanted: None uses the operators for parameters on a GPU if the compiled extension is in use, True uses them for
-            all parameters, False for none.
-
-    Raises:
-        InvalidTypeError: ``wanted`` is not one of these.
-    """
+    """Polyamp's operators for one optimizer: whole steps for Adam, AdamW and SGD, unscaling and clipping for others."""
 
     def __init__(self, inner: torch.optim.Optimizer, wanted: bool | None) -> None:
         refusals.check_fused_step(wanted)
@@ -158,13 +134,8 @@ class FusedStep:
 
     @torch.no_grad()
     def step_scaled(self, batches: Sequence[Batch], scaled: Scaled) -> tuple[Tensor, Overflowed | None]:
-        """Step from scaled gradients, or skip, without a host sync.
-
-        The host waits only if the optimizer's state was created for this step: a skip removes that state again.
-
-        Returns:
-            The report; see ``control.py``. And the ranks that overflowed, as from `any_rank`.
-        """
+        """Step from scaled gradients, or skip, without a host sync."""
+        # The host waits only if the optimizer's state was created for this step: a skip removes that state again.
         grads = [batch.grads() for batch in batches]
         stats, overflowed = self._statistics(batches, [grad for some in grads for grad in some], scaled)
         numbers = functools.partial(_settings, scaled.settings, scaled.max_norm)
@@ -180,21 +151,9 @@ class FusedStep:
         return report, overflowed
 
     def step_unscaled(self, overflow: Tensor) -> tuple[Any, bool | Tensor] | None:
-        """Step from the unscaled gradients of the parameters in the optimizer's groups, or skip.
-
-        The optimizer's own step updates the groups that no operator can step. In that case the host decides whether to
-        skip.
-
-        Args:
-            overflow: float32 scalar, 0.0 to make the step.
-
-        Returns:
-            The optimizer's return value, and whether the step was made; None if no group has an operator.
-
-        Raises:
-            UsageError: this is the first step, and a CUDA graph is being captured.
-            InvalidValueError: a learning rate is on another GPU.
-        """
+        """Step from the unscaled gradients of the parameters in the optimizer's groups, or skip."""
+        # The optimizer's own step updates the groups that no operator can step. In that case the host decides whether
+        # to skip.
         rule = update_rule_of(self.inner)
         if rule is None:
             return None

@@ -300,11 +300,9 @@ class GradScaler(torch.amp.GradScaler):
         return LossScaleState(scale, tracker, *self._counts)
 
     def _look_at(self, loss: Tensor) -> None:
-        """Keep a loss that may be inf or NaN, to report it later.
-
-        On the CPU a loss is tested at once, and only inf or NaN is kept. Other devices would make the host wait for the
-        test, so there all losses are kept.
-        """
+        """Keep a loss that may be inf or NaN, to report it later."""
+        # On the CPU a loss is tested at once, and only inf or NaN is kept. Other devices would make the host wait for
+        # the test, so there all losses are kept.
         self._saw_loss = True
         on_cpu = loss.device.type == "cpu"
         if not on_cpu or not is_finite(loss):

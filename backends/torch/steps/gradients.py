@@ -19,20 +19,7 @@ Bucket = list[Tensor]
 
 
 class Gradients:
-    """The current gradients of an optimizer's parameters. Parameters without a gradient are left out.
-
-    >>> weight = torch.ones(2, requires_grad=True)
-    >>> (8 * weight).sum().backward()
-    >>> gradients = Gradients([{"params": [weight, torch.ones(3, requires_grad=True)]}])
-    >>> gradients.unscale(torch.tensor(0.5)), weight.grad
-    (tensor(0.), tensor([4., 4.]))
-    >>> gradients.clip(1.0), weight.grad
-    (tensor(5.6569), tensor([0.7071, 0.7071]))
-
-    Args:
-        param_groups: the optimizer's groups.
-        norm_group: returns the process group over which a parameter's part of the norm is summed, or None.
-    """
+    """The current gradients of an optimizer's parameters. Parameters without a gradient are left out."""
 
     def __init__(
         self, param_groups: Iterable[dict[str, Any]], norm_group: Callable[[Tensor], Any] = shard_group
@@ -71,18 +58,7 @@ class Gradients:
         return kinds <= {Tensor, Parameter} and dtypes <= REAL and len({param.device for param in self._params}) == 1
 
     def unscale(self, inverse_scale: Tensor, *, simple: bool = False, over_mesh: bool = False) -> Tensor:
-        """Multiply every gradient in place, in float32 arithmetic, and test the previous values for inf and NaN.
-
-        Args:
-            inverse_scale: float32 scalar.
-            simple: result of `are_simple`: this usual case takes one call and does not inspect each gradient.
-            over_mesh: whether torch combines the flags of distributed gradients over their mesh, with one all-reduce
-                for each bucket. Otherwise the flag is this rank's alone.
-
-        Returns:
-            Float32 scalar on the first gradient's device: exactly 1.0 if any gradient was not finite, else 0.0. Fused
-            optimizers compare it with 1, so flags of several devices must not be added up.
-        """
+        """Multiply every gradient in place, in float32 arithmetic, and test the previous values for inf and NaN."""
         with torch.no_grad():
             flag = self._unscale_at_once(inverse_scale) if simple and self else None
             if flag is not None:
@@ -95,17 +71,8 @@ class Gradients:
             return overflow
 
     def clip(self, max_norm: float, skipped: Tensor | None = None) -> Tensor:
-        """Scale the gradients in place so that their global L2 norm is at most ``max_norm``.
-
-        Args:
-            max_norm: not negative.
-            skipped: if this scalar is not 0, gradients stay unchanged, so that the non-finite ones can be found.
-
-        Returns:
-            The norm before clipping; float32 scalar (float64 for such gradients) on the first gradient's device.
-
-        The 1e-6 in the divisor is that of ``torch.nn.utils.clip_grad_norm_``: the results are bitwise equal.
-        """
+        """Scale the gradients in place so that their global L2 norm is at most ``max_norm``."""
+        # The 1e-6 in the divisor is that of ``torch.nn.utils.clip_grad_norm_``: the results are bitwise equal.
         with torch.no_grad():
             norms = [norm for kind, bucket in self._sorted().items() if kind[-1] is None for norm in _norms(bucket)]
             groups = dict.fromkeys(map(self._norm_group, self._params))  # in the same order on every rank

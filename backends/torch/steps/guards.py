@@ -23,11 +23,7 @@ from polyamp.backends.torch.unstable import before_clipping
 
 
 def check_scaled(optimizer: WrappedOptimizer) -> None:
-    """Refuse gradients that include an unscaled loss, unless the user has declared what they are.
-
-    Raises:
-        UsageError: a loss was not scaled.
-    """
+    """Refuse gradients that include an unscaled loss, unless the user has declared what they are."""
     window, witness = optimizer.window, optimizer.witness
     if window.declared is not None or not optimizer.scaler.multiplies:
         return
@@ -40,11 +36,7 @@ def check_scaled(optimizer: WrappedOptimizer) -> None:
 
 
 def check_no_scaler(optimizer: WrappedOptimizer) -> None:
-    """Refuse a step by `torch.amp.GradScaler`, which sets its scale as attributes of an optimizer that can skip.
-
-    Raises:
-        UsageError: these attributes are set.
-    """
+    """Refuse a step by `torch.amp.GradScaler`, which sets its scale as attributes of an optimizer that can skip."""
     given = vars(optimizer)
     if "found_inf" in given or "grad_scale" in given:
         given.pop("found_inf", None)
@@ -53,10 +45,8 @@ def check_no_scaler(optimizer: WrappedOptimizer) -> None:
 
 
 def report_forgotten_scale(optimizer: WrappedOptimizer, alive: Iterable[WrappedOptimizer]) -> None:
-    """Warn once if a region since the last step needs a loss scale, and no wrapped optimizer has one.
-
-    If another optimizer has one, the region may have been for that one.
-    """
+    """Warn once if a region since the last step needs a loss scale, and no wrapped optimizer has one."""
+    # If another optimizer has one, the region may have been for that one.
     if LAST.count == optimizer.regions_before:
         return
     optimizer.regions_before = LAST.count
@@ -65,11 +55,7 @@ def report_forgotten_scale(optimizer: WrappedOptimizer, alive: Iterable[WrappedO
 
 
 class InnerStep:
-    """A hook before the inner optimizer's step: only the wrapped optimizer may call it while gradients are scaled.
-
-    Args:
-        optimizer: the wrapped optimizer. It is held weakly, and the hook is removed with it.
-    """
+    """A hook before the inner optimizer's step: only the wrapped optimizer may call it while gradients are scaled."""
 
     is_polyamps = True  # see `has_step_pre_hooks`
 
@@ -85,14 +71,8 @@ class InnerStep:
 
 
 def guard(optimizer: WrappedOptimizer, alive: Callable[[], Iterable[WrappedOptimizer]]) -> None:
-    """Guard an optimizer that scales losses or has masters, for as long as it lives.
-
-    The first call also starts to guard clipping. Only an optimizer that scales losses can be stepped wrongly.
-
-    Args:
-        optimizer: the wrapped optimizer.
-        alive: returns all wrapped optimizers in this process.
-    """
+    """Guard an optimizer that scales losses or has masters, for as long as it lives."""
+    # The first call also starts to guard clipping. Only an optimizer that scales losses can be stepped wrongly.
     before_clipping(
         "optimizers", lambda params, limit, *, measured: _clipped(params, limit, alive(), measured=measured)
     )

@@ -51,12 +51,7 @@ class Member(Protocol):
 
 
 class LossScalers:
-    """The loss scalers of one optimizer, or of several that train on the same losses: one per loss id.
-
-    >>> scalers = LossScalers(LossScale(init=8.0))
-    >>> scalers["discriminator"].state.scale, scalers.main is scalers[None]
-    (8.0, True)
-    """
+    """The loss scalers of one optimizer, or of several that train on the same losses: one per loss id."""
 
     def __init__(self, settings: LossScale, compute: str | None = None) -> None:
         self.main = LossScaler(settings, compute)
@@ -82,17 +77,7 @@ class LossScalers:
         self._members.append(weakref.ref(member))
 
     def scale(self, loss: Any, loss_id: Hashable, by: Member, *, alone: bool) -> Any:
-        """Return the loss times its scale; see `LossScaler.scale`.
-
-        Args:
-            loss: the loss.
-            loss_id: its id.
-            by: the optimizer whose method was called.
-            alone: see `LossScaler.suspects`.
-
-        Raises:
-            UsageError: the loss is the result of an earlier call.
-        """
+        """Return the loss times its scale; see `LossScaler.scale`."""
         scaler = self[loss_id]
         if any(map(is_scaled, leaves(loss))):
             raise refusals.loss_scaled_twice()
@@ -124,13 +109,7 @@ class Latest(threading.local):
 
 
 class Counts:
-    """Counts of the scaled losses in this process and of their backward passes.
-
-    Attributes:
-        losses: number of losses that were scaled.
-        not_followed: number of those whose backward passes are not followed.
-        passes: number of backward passes of scaled losses that have started.
-    """
+    """Counts of the scaled losses in this process and of their backward passes."""
 
     def __init__(self) -> None:
         self.losses = self.not_followed = self.passes = 0
@@ -156,17 +135,8 @@ _running: weakref.WeakSet[_Pass] = weakref.WeakSet()
 
 
 def follow(scaled: Iterable[Any]) -> bool:
-    """Register the backward passes of scaled losses, so that they are known while they run.
-
-    Passes inside another pass, as in reentrant checkpointing, are part of it.
-
-    >>> weight = torch.ones(2, requires_grad=True)
-    >>> follow([weight.sum()]), follow([torch.ones(())])
-    (True, False)
-
-    Returns:
-        Whether the passes will be known. They are not in traced code, or if there is nothing to differentiate.
-    """
+    """Register the backward passes of scaled losses, so that they are known while they run."""
+    # Passes inside another pass, as in reentrant checkpointing, are part of it.
     if torch.compiler.is_compiling() or is_transformed():
         return False
     followed = False
@@ -180,12 +150,7 @@ def follow(scaled: Iterable[Any]) -> bool:
 
 
 def is_scaled(loss: Any) -> bool:
-    """Return whether a loss is itself the result of scaling, as far as this is known.
-
-    >>> loss = torch.ones(2, requires_grad=True).sum() * 8
-    >>> is_scaled(loss), follow([loss]), is_scaled(loss), is_scaled(loss / 2)
-    (False, True, True, False)
-    """
+    """Return whether a loss is itself the result of scaling, as far as this is known."""
     if torch.compiler.is_compiling() or loss.grad_fn is None:
         return False
     return _SCALED in loss.grad_fn.metadata
@@ -200,18 +165,7 @@ def _pass_begins(grad: Tensor) -> None:
 
 
 class Witness:
-    """An observer of one parameter's gradient: which kinds of backward pass have contributed to it.
-
-    >>> weight = torch.ones(2, requires_grad=True)
-    >>> witness = Witness(weight)
-    >>> weight.sum().backward()
-    >>> witness.scaled, witness.unscaled
-    (False, True)
-
-    Attributes:
-        scaled: whether a pass of a scaled loss contributed.
-        unscaled: whether a pass of any other loss contributed.
-    """
+    """An observer of one parameter's gradient: which kinds of backward pass have contributed to it."""
 
     def __init__(self, param: Tensor) -> None:
         self.scaled = self.unscaled = False

@@ -31,10 +31,9 @@ _LARGEST = 2**26  # elements of a block of several parameters: rounding needs th
 
 
 class Storage(Protocol):
-    """A way to keep the float32 values of masters between steps.
+    """A way to keep the float32 values of masters between steps."""
 
-    ``model`` and ``masters`` are always all pairs, in the order in which they were adopted.
-    """
+    # ``model`` and ``masters`` are always all pairs, in the order in which they were adopted.
 
     def check(self, params: Tensors) -> None:
         """Raise if parameters cannot be kept in this way."""
@@ -126,16 +125,7 @@ def shards(tensors: Iterable[Tensor]) -> list[Tensor]:
 
 
 class Block:
-    """Parameters of one device and dtype whose float32 values, while they exist, are in one contiguous tensor.
-
-    >>> block = Block([torch.nn.Parameter(torch.ones(2, dtype=torch.bfloat16))])
-    >>> values = block.fill()
-    >>> block.masters[0].tolist(), block.release(), block.masters[0].tolist()
-    ([1.0, 1.0], None, [nan, nan])
-
-    Args:
-        params: 16-bit parameters. The masters have their memory format, such as channels_last.
-    """
+    """Parameters of one device and dtype whose float32 values, while they exist, are in one contiguous tensor."""
 
     def __init__(self, params: Tensors) -> None:
         self.params = params
@@ -181,14 +171,13 @@ class Block:
 
 
 class Remainders:
-    """Masters in the memory of bfloat16 parameters and 16 more bits, instead of 32.
+    """Masters in the memory of bfloat16 parameters and 16 more bits, instead of 32."""
 
-    With Adam each parameter needs 12 bytes between steps, when activations need memory, and 16 during a step; with
-    masters in memory it needs 14 all the time. The values are bitwise the same. The parameters are rounded to nearest,
-    but ties away from zero instead of to even; see `split` in ``rounding.py``.
-
-    If somebody writes to the model, masters follow and keep their remainder: they still round to the parameter.
-    """
+    # With Adam each parameter needs 12 bytes between steps, when activations need memory, and 16 during a step; with
+    # masters in memory it needs 14 all the time. The values are bitwise the same. The parameters are rounded to
+    # nearest, but ties away from zero instead of to even; see `split` in ``rounding.py``.
+    #
+    # If somebody writes to the model, masters follow and keep their remainder: they still round to the parameter.
 
     def __init__(self) -> None:
         self._blocks: list[tuple[Block, Tensor]] = []
@@ -269,18 +258,15 @@ class Remainders:
 
 
 class StochasticRounding:
-    """No masters between steps: each step widens the parameters, updates them in float32, and rounds stochastically.
+    """No masters between steps: each step widens the parameters, updates them in float32, and rounds stochastically."""
 
-    With Adam each parameter needs 10 bytes between steps. `round_stochastically` in ``rounding.py`` has the rule. The
-    random numbers of a step depend only on the seed and on the number of steps before it, so they are the same on every
-    rank, which keeps replicas equal, and in every run; and a saved state is two numbers, whatever the shards are.
-
-    A step that the host skips is not counted. A step that a fused optimizer skips on the device is counted, without
-    effect: the parameters, rounded from their own values, keep their bits.
-
-    Args:
-        seed: seed of the generators, one per device.
-    """
+    # With Adam each parameter needs 10 bytes between steps. `round_stochastically` in ``rounding.py`` has the rule. The
+    # random numbers of a step depend only on the seed and on the number of steps before it, so they are the same on
+    # every rank, which keeps replicas equal, and in every run; and a saved state is two numbers, whatever the shards
+    # are.
+    #
+    # A step that the host skips is not counted. A step that a fused optimizer skips on the device is counted, without
+    # effect: the parameters, rounded from their own values, keep their bits.
 
     def __init__(self, seed: int = 0) -> None:
         self._seed = seed
@@ -405,11 +391,7 @@ def _placeholders(local: Tensors) -> list[Tensor]:
 
 
 def check_masters(saved: object, masters: Sequence[Tensor]) -> None:
-    """Raise if saved masters do not fit these.
-
-    Raises:
-        StateError: they are missing, or differ in number, shapes or placements over ranks.
-    """
+    """Raise if saved masters do not fit these."""
     own, found = _layouts(masters), None
     if isinstance(saved, Mapping) and all(isinstance(master, Tensor) for master in saved.values()):
         found = _layouts(saved.values())

@@ -33,23 +33,9 @@ from polyamp.errors import InvalidValueError, UnsupportedError, warn_once
 
 
 class MasterWeights:
-    """The 16-bit parameters of a model, each with its float32 master.
+    """The 16-bit parameters of a model, each with its float32 master."""
 
-    >>> weight = torch.nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
-    >>> inner = torch.optim.SGD([weight], lr=0.1)
-    >>> masters = MasterWeights(inner)
-    >>> inner.param_groups[0]["params"][0].dtype, masters.model[0] is weight
-    (torch.float32, True)
-
-    A step is `take_gradients`, the inner optimizer's own step, `update_model` if it was applied, and `release`.
-
-    Args:
-        inner: the optimizer. Its groups, and its state if it has any, are changed in place to refer to the masters.
-        storage: the way to keep masters between steps; None is `InMemory`.
-
-    Raises:
-        InvalidValueError: some parameters cannot be kept in this way; nothing is changed.
-    """
+    # A step is `take_gradients`, the inner optimizer's own step, `update_model` if it was applied, and `release`.
 
     def __init__(self, inner: torch.optim.Optimizer, storage: Storage | None = None) -> None:
         self.model: list[Tensor] = []
@@ -67,12 +53,7 @@ class MasterWeights:
 
     @torch.no_grad()
     def adopt(self, inner: torch.optim.Optimizer, group: dict[str, Any]) -> None:
-        """Create masters for the 16-bit parameters of one group and put them in their place.
-
-        Raises:
-            InvalidValueError: a parameter has a master already (torch's own test for repeated parameters cannot see
-                this), or cannot have one of this kind; nothing is changed.
-        """
+        """Create masters for the 16-bit parameters of one group and put them in their place."""
         params, low = group["params"], _low(group["params"])
         self._refuse_repeated(low)
         self._storage.check(low)
@@ -103,11 +84,9 @@ class MasterWeights:
 
     @torch.no_grad()
     def stored(self) -> dict[Tensor, tuple[Tensor, Tensor | None]]:
-        """Return for each master its parameter and what is kept next to it; operators update both in place.
-
-        It is the same object until there are more masters. From now on the model's own gradients are used, and the
-        masters have none.
-        """
+        """Return for each master its parameter and what is kept next to it; operators update both in place."""
+        # It is the same object until there are more masters. From now on the model's own gradients are used, and the
+        # masters have none.
         if self._have_gradients:
             self._have_gradients = False
             for master in self.masters:
@@ -146,28 +125,20 @@ class MasterWeights:
 
     @torch.no_grad()
     def state(self) -> dict[Any, Any]:
-        """Return the masters' values by index in the optimizer, numbered as in ``torch.optim``'s own state.
-
-        With stochastic rounding, which has no values, return the numbers of rounded steps.
-        """
+        """Return the masters' values by index in the optimizer, numbered as in ``torch.optim``'s own state."""
+        # With stochastic rounding, which has no values, return the numbers of rounded steps.
         self._follow()
         return self._storage.state(self.model, self.masters)
 
     def check(self, saved: object) -> None:
-        """Raise if saved masters do not fit these parameters.
-
-        Raises:
-            StateError: they are missing, or differ in number or shapes.
-        """
+        """Raise if saved masters do not fit these parameters."""
         self._storage.check_saved(saved, self.masters)
 
     @torch.no_grad()
     def load(self, saved: Mapping[Any, Any]) -> None:
-        """Resume from a result of `state`, saved under any way to keep masters and any 16-bit format.
-
-        Saved masters win: the model is rounded from them. If you load a model afterwards, its values win where they are
-        not those roundings. So load the model first if the format or the way to keep masters has changed.
-        """
+        """Resume from a result of `state`, saved under any way to keep masters and any 16-bit format."""
+        # Saved masters win: the model is rounded from them. If you load a model afterwards, its values win where they
+        # are not those roundings. So load the model first if the format or the way to keep masters has changed.
         self._storage.load(saved, self.model, self.masters)
         self.note_versions()
 
@@ -204,21 +175,7 @@ _STORAGES: dict[bool | str, Callable[[], Storage]] = {
 
 
 def make_masters(inner: torch.optim.Optimizer, wanted: Kind) -> MasterWeights | None:
-    """Return the masters for ``wrap_optimizer(master_weights=)``, or None without 16-bit parameters.
-
-    >>> weight = torch.nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
-    >>> make_masters(torch.optim.SGD([weight], lr=0.1), False) is None
-    True
-
-    Args:
-        inner: see `MasterWeights`.
-        wanted: None and True keep float32 masters in memory; without 16-bit parameters True warns and None does not.
-            "remainder" uses `Remainders`, "stochastic" has no masters and uses `StochasticRounding`; False makes none.
-
-    Raises:
-        InvalidValueError: another value, or parameters that cannot be kept in this way.
-        UnsupportedError: an optimizer inside this one has its own lists of parameters.
-    """
+    """Return the masters for ``wrap_optimizer(master_weights=)``, or None without 16-bit parameters."""
     if wanted not in (*_STORAGES, None, False):
         raise InvalidValueError(
             "unknown way to keep master weights",

@@ -32,18 +32,13 @@ NO_MASTERS: Stored = MappingProxyType({})
 
 
 class Place(NamedTuple):
-    """One parameter of an inner optimizer.
+    """One parameter of an inner optimizer."""
 
-    Attributes:
-        key: the parameter as the optimizer knows it, the key of its state.
-        stored: the tensor that an operator updates: the model's own, if ``key`` is its float32 master; and what the
-            operator keeps of that master next to it, or None.
-        group: the number of its group.
-    """
-
-    key: Tensor
+    key: Tensor  # the parameter as the optimizer knows it, the key of its state
+    # the tensor that an operator updates: the model's own, if ``key`` is its float32 master; and what the operator
+    # keeps of that master next to it, or None
     stored: tuple[Tensor, Tensor | None]
-    group: int
+    group: int  # the number of its group
 
     @property
     def param(self) -> Tensor:
@@ -57,11 +52,9 @@ class Place(NamedTuple):
 
     @property
     def is_supported(self) -> bool:
-        """Whether operators support it.
-
-        It has to be whole or distributed, float32 or with a master, without overlapping memory, and `companion` in the
-        same memory order.
-        """
+        """Whether operators support it."""
+        # It has to be whole or distributed, float32 or with a master, without overlapping memory, and `companion` in
+        # the same memory order.
         if type(self.key) not in (Tensor, Parameter) and not hasattr(self.key, "to_local"):
             return False
         of_master = self.param is not self.key and self.param.dtype in SIXTEEN_BIT
@@ -72,11 +65,7 @@ class Place(NamedTuple):
 
 
 def is_dense(tensor: Tensor) -> bool:
-    """Return whether the elements fill one block of memory, each exactly once, in any order of dimensions.
-
-    >>> is_dense(torch.ones(2, 3).T), is_dense(torch.ones(2, 3)[:, :2]), is_dense(torch.ones(1).expand(3))
-    (True, False, False)
-    """
+    """Return whether the elements fill one block of memory, each exactly once, in any order of dimensions."""
     expected = 1
     for stride, size in sorted((stride, size) for size, stride in _dimensions(tensor)):
         if stride != expected:
@@ -92,28 +81,16 @@ def _dimensions(tensor: Tensor) -> list[tuple[int, int]]:
 
 
 def like(param: Tensor, other: Tensor) -> Tensor:
-    """Return ``other`` with its elements in the same memory order as ``param``: itself or a copy.
-
-    >>> like(torch.ones(2, 3), torch.ones(3, 2).T).stride()
-    (3, 1)
-    """
+    """Return ``other`` with its elements in the same memory order as ``param``: itself or a copy."""
     if other.stride() == param.stride() or _dimensions(other) == _dimensions(param):
         return other
     return torch.empty_like(param, dtype=other.dtype).copy_(other)
 
 
 class Batch:
-    """The tensors of one call of an operator: one device, one way to keep masters, the same moments.
+    """The tensors of one call of an operator: one device, one way to keep masters, the same moments."""
 
-    Missing optimizer state is created as the optimizer would create it: zeros. Steps are counted on the device.
-
-    Attributes:
-        places: the places of the parameters.
-        made: state that was created here, until a step is applied: dicts and names.
-        numbers: the numbers of their groups.
-        layouts: their layouts over ranks; None for parameters that are not distributed.
-        written: the tensors that the call changes, as autograd knows them.
-    """
+    # Missing optimizer state is created as the optimizer would create it: zeros. Steps are counted on the device.
 
     def __init__(self, rule: UpdateRule, optimizer: torch.optim.Optimizer, places: Sequence[Place]) -> None:
         self.places = places

@@ -32,19 +32,12 @@ SHOWN = 5  # names in a message; `overflowed` returns all of them
 
 
 class Overflow(NamedTuple):
-    """One parameter whose gradient was not finite.
+    """One parameter whose gradient was not finite."""
 
-    Attributes:
-        name: name of the parameter.
-        inf: number of infinite elements of its gradient.
-        nan: number of NaN elements.
-        elements: number of all elements.
-    """
-
-    name: str
-    inf: int
-    nan: int
-    elements: int
+    name: str  # name of the parameter
+    inf: int  # number of infinite elements of its gradient
+    nan: int  # number of NaN elements
+    elements: int  # number of all elements
 
     def __str__(self) -> str:
         counts = [f"{count} {kind}" for count, kind in ((self.inf, "inf"), (self.nan, "NaN")) if count]
@@ -85,16 +78,7 @@ def named(bad: Iterable[NonFinite], names: Mapping[Tensor, str]) -> list[Overflo
 
 
 def describe(bad: Sequence[Overflow], loss_was_finite: bool | None = None, overflowed: Overflowed | None = None) -> str:
-    """Return a line about the values that overflowed and the consequence for the loss scale.
-
-    >>> describe([Overflow("head.bias", 2, 0, 10)], loss_was_finite=True)
-    'head.bias (2 inf of 10); the loss was finite: the backward pass overflowed at this loss scale'
-
-    Args:
-        bad: result of `named`.
-        loss_was_finite: None if the loss was not seen.
-        overflowed: the ranks where it happened; None without other ranks.
-    """
+    """Return a line about the values that overflowed and the consequence for the loss scale."""
     if overflowed is not None and not overflowed.includes_this():
         return str(overflowed)
     found = ": ".join(filter(None, ["" if overflowed is None else str(overflowed), _shown(bad)]))
@@ -170,20 +154,9 @@ def names_of(
     given: Mapping[str, Tensor] | None = None,
     masters: Mapping[Tensor, Tensor] | None = None,
 ) -> dict[Tensor, str]:
-    """Name each parameter.
-
-    Tried in order: the given names; the optimizer's own names, from ``named_parameters()``; the name in a module of
-    this process that has the parameter; its index.
-
-    >>> model = nn.Sequential(nn.Linear(2, 2))
-    >>> list(names_of([{"params": list(model.parameters())}]).values())
-    ['0.weight', '0.bias']
-
-    Args:
-        param_groups: an optimizer's groups.
-        given: the user's names.
-        masters: for master weights in the groups, their parameters.
-    """
+    """Name each parameter."""
+    # Tried in order: the given names; the optimizer's own names, from ``named_parameters()``; the name in a module of
+    # this process that has the parameter; its index.
     known = {param: name for name, param in (given or {}).items()}
     for group in param_groups:
         known.update(zip(group["params"], group.get("param_names", ()), strict=False))

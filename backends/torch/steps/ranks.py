@@ -24,16 +24,7 @@ BITS = 63  # ranks in one int64, so that the sum of all bits is not negative
 
 
 class Overflowed:
-    """The ranks whose gradients or losses were not finite. Reading them waits for the device.
-
-    >>> str(Overflowed(torch.tensor([0b1001]), members=None, here=3))
-    'ranks 0, 3'
-
-    Args:
-        bits: integers of `BITS` bits, one bit for each rank of the group, in one or more rows.
-        members: the global ranks of the group; None if they are all ranks, in their order.
-        here: this rank in the group.
-    """
+    """The ranks whose gradients or losses were not finite. Reading them waits for the device."""
 
     def __init__(self, bits: Tensor, members: Sequence[int] | None, here: int) -> None:
         self._bits, self._members, self._here = bits, members, here
@@ -92,33 +83,19 @@ def any_rank(flag: Tensor, process_group: Any = None) -> tuple[Tensor, Overflowe
 
 
 def has_peers(process_group: Any = None) -> bool:
-    """Return whether `any_rank` would combine anything: whether this process is one of several ranks of the group.
-
-    >>> has_peers()
-    False
-    """
+    """Return whether `any_rank` would combine anything: whether this process is one of several ranks of the group."""
     if process_group is False or not is_distributed():
         return False
     return torch.distributed.get_world_size(process_group) > 1  # -1 if this process is not in the group
 
 
 def is_distributed() -> bool:
-    """Return whether ``torch.distributed`` is initialised, even with one rank.
-
-    >>> is_distributed()
-    False
-    """
+    """Return whether ``torch.distributed`` is initialised, even with one rank."""
     return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
 def add_shards_(total: Tensor, sharded: Any) -> None:
-    """Sum a total over ranks, in place, that each rank computed from its shards of distributed tensors.
-
-    Args:
-        total: scalar or vector on the device.
-        sharded: a tensor (DTensor) with the layout of those tensors. Mesh dimensions on which it is replicated are not
-            summed.
-    """
+    """Sum a total over ranks, in place, that each rank computed from its shards of distributed tensors."""
     for dimension, placement in enumerate(sharded.placements):
         if placement.is_shard():
             torch.distributed.all_reduce(total, group=sharded.device_mesh.get_group(dimension))
@@ -128,10 +105,8 @@ _groups: Any = WeakIdKeyDictionary()  # by parameter
 
 
 def shard_group(param: Tensor) -> Any:
-    """Return the ranks over which `FullyShardedDataParallel` split a parameter; on each rank it is a plain tensor.
-
-    None for any other parameter, including those of ``fully_shard``, which carry their own placements.
-    """
+    """Return the ranks over which `FullyShardedDataParallel` split a parameter; on each rank it is a plain tensor."""
+    # None for any other parameter, including those of ``fully_shard``, which carry their own placements.
     if not is_flattened(param):
         return None
     if param not in _groups:
@@ -141,14 +116,7 @@ def shard_group(param: Tensor) -> Any:
 
 
 def check_process_group(process_group: Any) -> None:
-    """Raise if this is not a process group, when an optimizer is wrapped rather than at its first step.
-
-    >>> check_process_group(None), check_process_group(False)
-    (None, None)
-
-    Raises:
-        InvalidTypeError: neither a process group nor None nor False.
-    """
+    """Raise if this is not a process group, when an optimizer is wrapped rather than at its first step."""
     if process_group is None or process_group is False or _is_group(process_group):
         return
     raise InvalidTypeError(
@@ -161,14 +129,7 @@ def check_process_group(process_group: Any) -> None:
 
 
 def check_norm_group(norm_group: Any) -> None:
-    """Raise if this is neither a process group nor a function that returns one for a parameter.
-
-    >>> check_norm_group(None), check_norm_group(lambda param: None)
-    (None, None)
-
-    Raises:
-        InvalidTypeError: it is something else.
-    """
+    """Raise if this is neither a process group nor a function that returns one for a parameter."""
     if norm_group is None or _is_group(norm_group) or callable(norm_group):
         return
     raise InvalidTypeError(

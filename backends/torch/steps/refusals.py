@@ -27,12 +27,7 @@ def cannot_skip(optimizer: torch.optim.Optimizer) -> InvalidValueError:
 
 
 def check_norm(max_norm: object) -> None:
-    """Raise if this is not a limit for a norm; torch accepts 0 and inf.
-
-    Raises:
-        InvalidTypeError: it is not a number.
-        InvalidValueError: it is negative or NaN.
-    """
+    """Raise if this is not a limit for a norm; torch accepts 0 and inf."""
     where, allowed = "clip_grad_norm_(max_norm)", "a number of at least 0"
     fix = "give the largest global L2 norm that gradients may have"
     if not is_number(max_norm):
@@ -45,14 +40,7 @@ def check_norm(max_norm: object) -> None:
 
 
 def named_tensors(given: Iterable[Any]) -> dict[str, Tensor]:
-    """Return parameters by name from pairs as in ``model.named_parameters()``.
-
-    >>> list(named_tensors(torch.nn.Linear(1, 1).named_parameters()))
-    ['weight', 'bias']
-
-    Raises:
-        InvalidTypeError: these are not pairs of a name and a tensor.
-    """
+    """Return parameters by name from pairs as in ``model.named_parameters()``."""
     pairs = list(given)
     if all(isinstance(pair, tuple) and list(map(type, pair))[:1] == [str] and len(pair) == 2 for pair in pairs):
         return dict(pairs)
@@ -78,11 +66,7 @@ def check_fused_step(wanted: object) -> None:
 
 
 def check_first_use(*, captured: bool) -> None:
-    """Raise if buffers of all later steps would be created while a CUDA graph is captured, which runs nothing.
-
-    Raises:
-        UsageError: a graph is being captured.
-    """
+    """Raise if buffers of all later steps would be created while a CUDA graph is captured, which runs nothing."""
     if captured:
         raise UsageError(
             "the first step was called during the capture of a CUDA graph, so each replay would create its state again",
@@ -94,11 +78,7 @@ def check_first_use(*, captured: bool) -> None:
 
 
 def check_rate(lr: Tensor, group: int, device: torch.device) -> None:
-    """Raise if the kernels cannot read a learning rate.
-
-    Raises:
-        InvalidValueError: it is on another device than the parameters.
-    """
+    """Raise if the kernels cannot read a learning rate."""
     if lr.device.type != "cpu" and lr.device != device:
         raise InvalidValueError(
             "a learning rate is on another device than its parameters",
@@ -271,12 +251,7 @@ def no_scale(found: object) -> InvalidValueError:
 
 
 def checked_scale(settings: LossScale, scale: object, *, where: str) -> float:
-    """Return a loss scale that the user sets, rounded to float32.
-
-    Raises:
-        InvalidTypeError: it is not a number.
-        InvalidValueError: it is outside the settings.
-    """
+    """Return a loss scale that the user sets, rounded to float32."""
     fix = "give a number within LossScale(min=..., max=...)"
     if not is_number(scale):
         raise wrong_type(scale, where=where, allowed="a number", fix=fix, what="the loss scale must be a number")

@@ -17,18 +17,8 @@ def can_round(optimizer: object) -> bool:
 
 
 def round_updates(optimizer: torch.optim.Optimizer, format_name: str) -> None:
-    """Round what an optimizer's steps change to a format, to nearest even; a second call for it does nothing.
-
-    >>> weight = torch.ones(2, requires_grad=True)
-    >>> sgd = torch.optim.SGD([weight], lr=1.0)
-    >>> round_updates(sgd, "float16")
-    >>> weight.grad = torch.tensor([-(2.0**-12), -(2.0**-10)])
-    >>> sgd.step()
-    >>> weight.detach() == torch.tensor([1.0, 1.0 + 2.0**-10])
-    tensor([True, True])
-
-    A tensor that a step leaves as it is, because its kernel skipped on the device for example, is not rounded.
-    """
+    """Round what an optimizer's steps change to a format, to nearest even; a second call for it does nothing."""
+    # A tensor that a step leaves as it is, because its kernel skipped on the device for example, is not rounded.
     if optimizer not in _ROUNDED:
         hooks = _Hooks(dtype_of(format_name))
         optimizer.register_step_pre_hook(hooks.remember)

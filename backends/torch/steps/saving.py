@@ -141,10 +141,8 @@ def _sizes(groups: object) -> list[int] | None:
 
 
 def _keep_dtypes(inner: torch.optim.Optimizer, saved: Mapping[str, Any], *, widened: bool) -> None:
-    """Restore the dtypes of loaded moments, which torch casts to the parameter's dtype.
-
-    16-bit moments are not restored if masters have replaced the parameters.
-    """
+    """Restore the dtypes of loaded moments, which torch casts to the parameter's dtype."""
+    # 16-bit moments are not restored if masters have replaced the parameters.
     params = [param for group in inner.param_groups for param in group["params"]]
     numbers = [number for group in saved["param_groups"] for number in group["params"]]
     for param, number in zip(params, numbers, strict=True):

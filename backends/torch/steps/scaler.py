@@ -38,19 +38,7 @@ _WIDE = (torch.float32, torch.float64)
 
 
 class LossScaler:
-    """A `LossScale` in use: its settings, its state, and the losses that it multiplies.
-
-    >>> scaler = LossScaler(LossScale(init=8.0))
-    >>> scaler.scale(torch.tensor(2.0))
-    tensor(16.)
-    >>> scaler.advance(torch.tensor(True))
-    >>> scaler.state.scale
-    tensor(8.)
-
-    Args:
-        settings: how the scale starts, grows and backs off.
-        compute: the format that forward passes compute in, for messages about losses that are not finite.
-    """
+    """A `LossScale` in use: its settings, its state, and the losses that it multiplies."""
 
     def __init__(self, settings: LossScale, compute: str | None = None) -> None:
         self.settings = settings.in_float32()  # so that host and device use the same scales
@@ -75,11 +63,7 @@ class LossScaler:
         return self.settings.check and not self.settings.min == self.settings.max == 1
 
     def scale(self, loss: Any) -> Any:
-        """Return a loss, or losses in containers, in float32 (float64 stays) times the loss scale.
-
-        Raises:
-            InvalidTypeError: a loss is not a floating-point tensor.
-        """
+        """Return a loss, or losses in containers, in float32 (float64 stays) times the loss scale."""
         _losses(loss)
         self._round.is_over = True
         if self._control is not None and is_captured():
@@ -87,18 +71,8 @@ class LossScaler:
         return map_leaves(self._multiply, loss)
 
     def suspects(self, loss: Any, *, alone: bool = True) -> list[Tensor]:
-        """Return the losses that may be inf or NaN, which skips their step.
-
-        On the CPU a loss is tested at once. On other devices a test would make the host wait, so all are returned.
-
-        Args:
-            loss: the argument of `scale`.
-            alone: whether no other rank waits for this one. An error here would leave other ranks waiting.
-
-        Raises:
-            InvalidTypeError: a loss is not a floating-point tensor.
-            NonFiniteLossError: under ``nonfinite_loss="raise"``, a loss on the CPU is inf or NaN.
-        """
+        """Return the losses that may be inf or NaN, which skips their step."""
+        # On the CPU a loss is tested at once. On other devices a test would make the host wait, so all are returned.
         if not self.settings.check or torch.compiler.is_compiling():
             return []
         found = [one.detach() for one in _losses(loss) if one.device.type != "cpu" or not is_finite(one)]
@@ -116,33 +90,16 @@ class LossScaler:
         report_nonfinite_loss(settings, compute=compute, where=where, found=found, stacklevel=_STACKLEVEL)
 
     def inverse_scale(self, state: LossScaleState | None = None) -> Tensor:
-        """Return the factor for gradients: float32 scalar, the correctly rounded inverse of the scale.
-
-        Args:
-            state: the state that the loss was scaled under; None is the current state.
-        """
+        """Return the factor for gradients: float32 scalar, the correctly rounded inverse of the scale."""
         scale = (self.state if state is None else state).scale
         if not isinstance(scale, Tensor):
             return self._host_factors(scale)[2]
         return scale.double().reciprocal().float() if scale.device.type != "mps" else scale.reciprocal()
 
     def advance(self, finite: bool | Tensor, reporter: object = None, losses: Sequence[Tensor] = ()) -> None:
-        """Advance the state: on the host for a bool, else by tensors alone on the device of ``finite``.
-
-        If several optimizers step on the gradients of one loss, each reports its own result, and the state advances
-        once: by whether all gradients were finite.
-
-        >>> scaler = LossScaler(LossScale(init=8.0))
-        >>> for optimizer, finite in (("a", False), ("b", True), ("c", False)):
-        ...     scaler.advance(finite, reporter=optimizer)
-        >>> scaler.state.scale
-        4.0
-
-        Args:
-            finite: whether the step was made.
-            reporter: the optimizer.
-            losses: on devices, the losses to include in the report that arrives later.
-        """
+        """Advance the state: on the host for a bool, else by tensors alone on the device of ``finite``."""
+        # If several optimizers step on the gradients of one loss, each reports its own result, and the state advances
+        # once: by whether all gradients were finite.
         if not self._round.takes(reporter):
             self._round = _Round(self.state)
         before, finite = self._round.before, self._round.add(finite, reporter)
@@ -178,12 +135,7 @@ class LossScaler:
         yield from (self, self._round)
 
     def set(self, scale: object, *, where: str) -> None:
-        """Change the scale; counters stay unchanged.
-
-        Raises:
-            InvalidTypeError: ``scale`` is not a number.
-            InvalidValueError: it is outside the settings.
-        """
+        """Change the scale; counters stay unchanged."""
         state = on_host(self.state)
         self.resume(state._replace(scale=refusals.checked_scale(self.settings, scale, where=where)))
 
@@ -197,14 +149,7 @@ class LossScaler:
         self._round = _Round(state)
 
     def report(self, explain: Callable[[], str] | None) -> None:
-        """Report on a step that was skipped, from the numbers on the host.
-
-        Args:
-            explain: describes the values that were not finite, for the error; None if only another optimizer has them.
-
-        Raises:
-            LossScaleError: see `polyamp.loss_scale_reports.report_limits`.
-        """
+        """Report on a step that was skipped, from the numbers on the host."""
         if isinstance(self.state.scale, float) and self.state.skipped_in_a_row:
             report_limits(self.settings, self.state, explain)
 
@@ -214,16 +159,7 @@ class LossScaler:
         return self._late.is_under_way
 
     def report_earlier_step(self, explain: Callable[[], str], *, alone: bool = True) -> None:
-        """Report what has arrived from the device since the last step, before a step and without waiting.
-
-        Args:
-            explain: describes what is not finite now, for the error.
-            alone: see `suspects`.
-
-        Raises:
-            LossScaleError: see `polyamp.loss_scale_reports.report_limits`.
-            NonFiniteLossError: under ``nonfinite_loss="raise"``, a loss was inf or NaN.
-        """
+        """Report what has arrived from the device since the last step, before a step and without waiting."""
         arrived = self._late.receive()
         if arrived is None:
             return
@@ -281,13 +217,7 @@ class _Round:
 
 
 class LateValues:
-    """A queue for one small tensor, which is copied to the host without a sync on devices with streams (CUDA, XPU).
-
-    >>> late = LateValues()
-    >>> late.send(torch.tensor([1.0, 2.0]))
-    >>> late.receive(), late.receive()
-    ([1.0, 2.0], None)
-    """
+    """A queue for one small tensor, which is copied to the host without a sync on devices with streams (CUDA, XPU)."""
 
     def __init__(self) -> None:
         self._copy: Tensor | None = None
@@ -299,10 +229,8 @@ class LateValues:
         return self._copy is not None
 
     def send(self, values: Tensor) -> None:
-        """Start the copy, unless an earlier one is still under way or a CUDA graph is captured.
-
-        While a graph is captured the host does not read values.
-        """
+        """Start the copy, unless an earlier one is still under way or a CUDA graph is captured."""
+        # While a graph is captured the host does not read values.
         if self.is_under_way or is_captured():
             return
         current_stream = _streams_of(values.device)
@@ -334,11 +262,7 @@ def is_finite(loss: Tensor) -> bool:
 
 
 def non_finite(losses: Sequence[Tensor], device: torch.device) -> Tensor:
-    """Return a float32 scalar: 1.0 if an element of these losses (at least one) is inf or NaN, else 0.0.
-
-    >>> non_finite([torch.ones(2), torch.tensor(math.inf)], torch.device("cpu"))
-    tensor(1.)
-    """
+    """Return a float32 scalar: 1.0 if an element of these losses (at least one) is inf or NaN, else 0.0."""
     flags = [loss.isfinite().all().to(device) for loss in losses]
     return (torch.stack(flags).all() if len(flags) > 1 else flags[0]).logical_not().float()
 

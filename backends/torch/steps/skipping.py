@@ -27,22 +27,7 @@ from polyamp.result import StepResult
 
 
 class Stepper:
-    """The step of an optimizer, which is skipped if its gradients were not finite.
-
-    >>> weight = torch.ones(1, requires_grad=True)
-    >>> weight.grad = torch.ones(1)
-    >>> stepper = Stepper(torch.optim.SGD([weight], lr=0.5), skip_on_device=None)
-    >>> stepper.step(torch.tensor(1.0), Gradients([{"params": [weight]}]))
-    (None, False)
-
-    Args:
-        inner: the optimizer.
-        skip_on_device: whether the optimizer's kernel skips the step instead of the host. None means True on
-            accelerators if the optimizer's kernel can skip.
-
-    Raises:
-        InvalidValueError: ``skip_on_device`` for an optimizer that cannot skip.
-    """
+    """The step of an optimizer, which is skipped if its gradients were not finite."""
 
     def __init__(self, inner: torch.optim.Optimizer, skip_on_device: bool | None) -> None:
         self.inner = inner
@@ -56,16 +41,7 @@ class Stepper:
         self._has_stepped = False
 
     def step(self, overflow: Tensor, gradients: Gradients) -> tuple[Any, bool | Tensor]:
-        """Step or skip.
-
-        Args:
-            overflow: float32 scalar, 1.0 to skip the step, else 0.0.
-            gradients: the optimizer's gradients.
-
-        Returns:
-            The optimizer's return value, and whether the step was applied: a bool after one host sync, or a boolean
-            scalar on the device without a sync.
-        """
+        """Step or skip."""
         if self._leaves_it_to_the_kernel(overflow, gradients):
             return self._step_on_device(overflow)
         return self._step_on_host(overflow)
@@ -97,15 +73,8 @@ class Stepper:
 
 
 def state_is_complete(optimizer: torch.optim.Optimizer, params: Iterable[Tensor], *, has_stepped: bool) -> bool:
-    """Return whether the optimizer's kernel may skip. Until every parameter had an applied step, the host must skip.
-
-    torch's fused SGD allocates momentum without filling it, and would keep that memory if its kernel skipped.
-
-    Args:
-        optimizer: the optimizer.
-        params: its parameters that have a gradient.
-        has_stepped: whether a step was applied, for optimizers without state.
-    """
+    """Return whether the optimizer's kernel may skip. Until every parameter had an applied step, the host must skip."""
+    # torch's fused SGD allocates momentum without filling it, and would keep that memory if its kernel skipped.
     state = optimizer.state
     return all(map(state.__contains__, params)) if state else has_stepped
 

@@ -143,12 +143,7 @@ def report_earlier_step(optimizer: WrappedOptimizer) -> None:
 
 
 def declare(optimizer: WrappedOptimizer, scaled: bool | None) -> None:
-    """Record whether the user declares that the gradients are scaled.
-
-    Raises:
-        InvalidTypeError: ``scaled`` is neither a bool nor None.
-        UsageError: gradients that are unscaled already are declared to be scaled.
-    """
+    """Record whether the user declares that the gradients are scaled."""
     if scaled is None:
         return
     if not isinstance(scaled, bool):
@@ -175,12 +170,7 @@ def check_not_consumed(optimizer: WrappedOptimizer) -> None:
 
 
 def check_gradients(optimizer: WrappedOptimizer, first: Tensor | None) -> None:
-    """Raise if there are no gradients, if their loss was not scaled, or if they have 16 bits without masters.
-
-    Args:
-        optimizer: the wrapped optimizer.
-        first: the first gradient, if there is one.
-    """
+    """Raise if there are no gradients, if their loss was not scaled, or if they have 16 bits without masters."""
     if first is None:
         if not optimizer.window.has_aside and optimizer.is_alone:  # peers wait for this rank
             raise refusals.no_backward("no parameter with a gradient")
@@ -192,15 +182,7 @@ def check_gradients(optimizer: WrappedOptimizer, first: Tensor | None) -> None:
 
 
 def prepare(optimizer: WrappedOptimizer, *, at_once: bool = False) -> tuple[Tensor, Gradients]:
-    """Unscale, test and clip the gradients; parts that were done before are not repeated.
-
-    Args:
-        optimizer: the wrapped optimizer.
-        at_once: whether operators may unscale and clip at once.
-
-    Returns:
-        Float32 scalar, 1.0 if a gradient was not finite on any rank, else 0.0; and the gradients.
-    """
+    """Unscale, test and clip the gradients; parts that were done before are not repeated."""
     norm, gradients = optimizer.max_grad_norm, collect(optimizer)
     is_local = optimizer.norm_group is None
     if at_once and norm is not None and is_local and optimizer.window.is_untouched:
@@ -229,12 +211,7 @@ def unscale(optimizer: WrappedOptimizer, gradients: Gradients) -> tuple[Tensor, 
 
 
 def finish(optimizer: WrappedOptimizer, finite: bool | Tensor) -> None:
-    """Round the masters into the model after an applied step, advance the loss scale, and report a skipped step.
-
-    Args:
-        optimizer: the wrapped optimizer.
-        finite: whether the step was applied; a scalar tensor if only the device knows it.
-    """
+    """Round the masters into the model after an applied step, advance the loss scale, and report a skipped step."""
     window, losses_were_finite, explain = optimizer.window, True, None
     scaler = window.scaling_or(optimizer.scaler).scaler
     if finite is False:

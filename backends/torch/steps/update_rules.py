@@ -16,31 +16,19 @@ Group = Mapping[str, Any]
 
 
 class UpdateRule(NamedTuple):
-    """The operator for an optimizer's step, and its inputs.
+    """The operator for an optimizer's step, and its inputs."""
 
-    Attributes:
-        operator: name in ``torch.ops.polyamp``.
-        numbers: returns the numbers of a parameter group in the order of the operator's ``rules``; None for options
-            that the operator does not support.
-        moments: returns the names of a group's moments in the optimizer's state.
-        counts: whether the optimizer keeps the number of steps.
-        lists: how many lists of such state the operator takes, including empty ones.
-    """
-
-    operator: str
+    operator: str  # name in ``torch.ops.polyamp``
+    # returns the numbers of a parameter group in the order of the operator's ``rules``; None for options that the
+    # operator does not support
     numbers: Callable[[Group], tuple[Any, ...] | None]
-    moments: Callable[[Group], tuple[str, ...]]
-    counts: bool
-    lists: int
+    moments: Callable[[Group], tuple[str, ...]]  # returns the names of a group's moments in the optimizer's state
+    counts: bool  # whether the optimizer keeps the number of steps
+    lists: int  # how many lists of such state the operator takes, including empty ones
 
 
 def update_rule_of(optimizer: torch.optim.Optimizer) -> UpdateRule | None:
-    """Return the rule for an optimizer's step; None without an operator. Subclasses have none: they may differ.
-
-    >>> weight = torch.ones(1, requires_grad=True)
-    >>> update_rule_of(torch.optim.AdamW([weight])).operator, update_rule_of(torch.optim.Adagrad([weight]))
-    ('adam_step_', None)
-    """
+    """Return the rule for an optimizer's step; None without an operator. Subclasses have none: they may differ."""
     patched = vars(optimizer).get("step")
     if patched is not None and not getattr(patched, "_wrapped_by_lr_sched", False):
         return None
@@ -84,10 +72,8 @@ _RULES: dict[type, UpdateRule] = {
 def rules_of(
     rule: UpdateRule, inner: torch.optim.Optimizer, called: Collection[int], device: torch.device
 ) -> tuple[Tensor, list[Tensor]]:
-    """Return the operator's ``rules``, and its ``lrs`` if a group's learning rate is a tensor on the device.
-
-    Groups without a parameter in the call get zeros, since their learning rate may be on another device.
-    """
+    """Return the operator's ``rules``, and its ``lrs`` if a group's learning rate is a tensor on the device."""
+    # Groups without a parameter in the call get zeros, since their learning rate may be on another device.
     rows = [(number in called and rule.numbers(group)) or (0.0,) * 6 for number, group in enumerate(inner.param_groups)]
     lrs = [row[0] for row in rows]
     numbers = tuple((float(lr) if _on_host(lr) else 0.0, *row[1:]) for lr, row in zip(lrs, rows, strict=True))

@@ -88,13 +88,7 @@ def loss_scale_of(holder: Any) -> tuple[LossScale, LossScaleState]:
 
 
 def save_loss_scale(holder: Any, *, like: str | None = None) -> dict[str, Any]:
-    """Return the loss-scale state of a `LossScaledOptimizer` or a polyamp `GradScaler` as JSON values.
-
-    Args:
-        holder: the optimizer or scaler.
-        like: another library, to return the form that it loads: Apex's has all losses of the optimizer, and Megatron's
-            has the scale as a tensor.
-    """
+    """Return the loss-scale state of a `LossScaledOptimizer` or a polyamp `GradScaler` as JSON values."""
     settings, state = loss_scale_of(holder)
     if like == "apex" and isinstance(holder, LossScaledOptimizer):
         return save_apex_losses(holder.scalers)
@@ -103,10 +97,8 @@ def save_loss_scale(holder: Any, *, like: str | None = None) -> dict[str, Any]:
 
 
 def load_loss_scale(holder: Any, saved: Mapping[str, Any]) -> Any:
-    """Return the same `LossScaledOptimizer` or polyamp `GradScaler`, with the saved state.
-
-    An optimizer takes all losses of a state that Apex saved; a scaler has one.
-    """
+    """Return the same `LossScaledOptimizer` or polyamp `GradScaler`, with the saved state."""
+    # An optimizer takes all losses of a state that Apex saved; a scaler has one.
     if isinstance(holder, GradScaler):
         holder.resume(holder.config.from_state_dict(saved))
         return holder

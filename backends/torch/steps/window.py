@@ -53,24 +53,10 @@ class State(enum.Enum):
 
 
 class Window:
-    """The gradients since the last step.
+    """The gradients since the last step."""
 
-    Attributes:
-        state: what the gradients are.
-        scaling: the last scaling of a loss of this optimizer; None before the first loss.
-        is_own: whether this optimizer itself scaled a loss, not only another one that shares its loss scales.
-        declared: whether the gradients are scaled, if the user declared it by ``step(scaled=)``; else None.
-        overflow: float32 scalar in the state UNSCALED: 1.0 if a gradient was not finite on any rank, else 0.0.
-        overflowed: in the state UNSCALED, the ranks where one was not finite; None without other ranks.
-        flags: the same scalar for each loss scaler that was used, for its gradients alone.
-        last_flag: the flag of the gradients that were unscaled last, on this rank.
-        is_reduced: False if DistributedDataParallel's last backward pass does not reduce gradients over the ranks.
-        unscaled_from: in the state UNSCALED, the first of the model's own gradients, as in `last_gradient`.
-        last_gradient: in the state STEPPED, the first gradient of the last step: a weak reference, and its version.
-
-    It is opened again for the next window, so that all who hold it see the same one: trainers look the attributes of a
-    wrapped optimizer up through an object of theirs.
-    """
+    # It is opened again for the next window, so that all who hold it see the same one: trainers look the attributes of
+    # a wrapped optimizer up through an object of theirs.
 
     def __init__(self) -> None:
         self.open()
@@ -150,11 +136,10 @@ class Window:
         return all(is_finite(loss) for scaler in scalers for loss in self.suspects(scaler))
 
     def scaling_or(self, own: LossScaler) -> Scaling:
-        """Return the scaling of the gradients that the parameters have now.
-
-        In this order: that of the loss that this optimizer scaled; that of the last loss that another one scaled since
-        the window began; for gradients set by hand, its own scale. If they were declared unscaled, the scale is 1.
-        """
+        """Return the scaling of the gradients that the parameters have now."""
+        # In this order: that of the loss that this optimizer scaled; that of the last loss that another one scaled
+        # since the window began; for gradients set by hand, its own scale. If they were declared unscaled, the scale is
+        # 1.
         scaling = self.scaling or self.others_scaling or Scaling(own, own.state)
         return scaling._replace(state=scaling.state._replace(scale=1.0)) if self.declared is False else scaling
 
@@ -178,12 +163,7 @@ class Window:
         self.overflow = flag if self.overflow is None else torch.maximum(self.overflow, flag.to(self.overflow.device))
 
     def set_aside(self, params: Iterable[Tensor], *, copies: bool) -> None:
-        """Move the parameters' unscaled gradients away, so that the next loss gets its own gradients.
-
-        Args:
-            params: the parameters that the inner optimizer trains.
-            copies: whether the next backward pass may write to the memory of these gradients.
-        """
+        """Move the parameters' unscaled gradients away, so that the next loss gets its own gradients."""
         for param in params:
             if (grad := param.grad) is not None:
                 kept = self._aside.get(param)
@@ -198,11 +178,7 @@ class Window:
         return self.overflow
 
     def combine(self, gradients: Gradients, process_group: Any) -> tuple[Tensor, Gradients]:
-        """Add the gradients that were set aside, and combine the flags over losses and ranks.
-
-        Returns:
-            The attribute `overflow`, and the gradients that the parameters have now.
-        """
+        """Add the gradients that were set aside, and combine the flags over losses and ranks."""
         if self._aside:
             for param, kept in self._aside.items():
                 param.grad = kept if param.grad is None else _sum(kept, param.grad)

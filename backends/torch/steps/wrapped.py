@@ -24,40 +24,22 @@ Groups = list[dict[str, Any]]
 
 
 class WrappedOptimizer(torch.optim.Optimizer):
-    """An optimizer whose groups, state, defaults, hooks and other attributes are those of ``inner``.
+    """An optimizer whose groups, state, defaults, hooks and other attributes are those of ``inner``."""
 
-    >>> inner = torch.optim.SGD([torch.ones(2, requires_grad=True)], lr=0.5)
-    >>> wrapper = WrappedOptimizer(inner)
-    >>> wrapper.param_groups is inner.param_groups, wrapper.defaults["lr"], isinstance(wrapper, torch.optim.Optimizer)
-    (True, 0.5, True)
-
-    Attributes:
-        scalers: the loss scalers, one per loss id.
-        masters: master weights of 16-bit parameters; None without them.
-        window: the gradients since the last step.
-        witness: observes where the gradients of one parameter come from; None if nothing is scaled.
-        stepper: steps the inner optimizer, or skips.
-        operators: polyamp's operators, in place of the inner optimizer's step.
-        steps_now: whether this object is stepping the inner optimizer now.
-        masters_wanted: the argument ``master_weights`` of `LossScaledOptimizer`.
-        max_grad_norm, process_group, norm_group, named, last_step: see there.
-        regions_before: number of autocast regions that this thread had entered at the last step.
-    """
-
-    scalers: LossScalers
-    masters: MasterWeights | None
-    window: Window
-    witness: Witness | None
-    stepper: Stepper
-    operators: FusedStep
-    steps_now: bool
+    scalers: LossScalers  # the loss scalers, one per loss id
+    masters: MasterWeights | None  # master weights of 16-bit parameters; None without them
+    window: Window  # the gradients since the last step
+    witness: Witness | None  # observes where the gradients of one parameter come from; None if nothing is scaled
+    stepper: Stepper  # steps the inner optimizer, or skips
+    operators: FusedStep  # polyamp's operators, in place of the inner optimizer's step
+    steps_now: bool  # whether this object is stepping the inner optimizer now
     max_grad_norm: float | None
     process_group: Any
     norm_group: Any
     named: Mapping[str, Tensor]
     last_step: StepResult
-    regions_before: int
-    masters_wanted: Kind
+    regions_before: int  # number of autocast regions that this thread had entered at the last step
+    masters_wanted: Kind  # the argument ``master_weights`` of `LossScaledOptimizer`
     _simple: tuple[int, bool] = (
         0,
         False,
@@ -125,11 +107,9 @@ class WrappedOptimizer(torch.optim.Optimizer):
         self.window.open(self.first_gradient())
 
     def expect(self, scaling: Scaling, *, own: bool) -> None:
-        """Record a scaled loss, before its backward pass.
-
-        Gradients that are unscaled are set aside; those with another scale are unscaled and set aside. Those that a
-        step left stay what they are until a loss of this optimizer itself is scaled.
-        """
+        """Record a scaled loss, before its backward pass."""
+        # Gradients that are unscaled are set aside; those with another scale are unscaled and set aside. Those that a
+        # step left stay what they are until a loss of this optimizer itself is scaled.
         window = self.window
         if not own and self.is_consumed:
             return

@@ -54,10 +54,8 @@ def _fixed(length: Any) -> int | None:
 
 
 def fake_mode_for(tensors: Iterable[Any]) -> Any:
-    """Return a mode in which operations run on tensors without data: the tensors' own, or a new one.
-
-    Use it as a context; its ``from_tensor`` makes a fake. Tensors with data are allowed too.
-    """
+    """Return a mode in which operations run on tensors without data: the tensors' own, or a new one."""
+    # Use it as a context; its ``from_tensor`` makes a fake. Tensors with data are allowed too.
     from torch._subclasses import FakeTensorMode
 
     return fake_mode_of(tensors) or FakeTensorMode(allow_non_fake_inputs=True)
@@ -105,11 +103,9 @@ def storage_of(value: Any) -> int | None:
 
 
 def let_go(fakes: Iterable[Any]) -> None:
-    """Let fake tensors be garbage-collected when they are no longer used.
-
-    The origin of their sizes keeps a list of them, and their sizes keep that origin alive in a way that the garbage
-    collector does not see. Guards of the sizes have to be made before.
-    """
+    """Let fake tensors be garbage-collected when they are no longer used."""
+    # The origin of their sizes keeps a list of them, and their sizes keep that origin alive in a way that the garbage
+    # collector does not see. Guards of the sizes have to be made before.
     mode: Any = fake_mode_of(fakes)
     if mode is not None and getattr(mode.shape_env, "tracked_fakes", None):
         mode.shape_env.tracked_fakes = []

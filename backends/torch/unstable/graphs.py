@@ -30,11 +30,9 @@ def has_context(index: int) -> bool:
 
 @contextmanager
 def capturing(code: Any, backend: Any) -> Iterator[None]:
-    """Set up how Dynamo captures a function: with recurrent layers, numbers as constants, one symbol per size.
-
-    None of these is an option of ``torch.compile``. Dynamo's data about code and backend is removed afterwards,
-    since it counts the graphs of a function and refuses more after a limit.
-    """
+    """Set up how Dynamo captures a function: with recurrent layers, numbers as constants, one symbol per size."""
+    # None of these is an option of ``torch.compile``. Dynamo's data about code and backend is removed afterwards, since
+    # it counts the graphs of a function and refuses more after a limit.
     import torch._dynamo as dynamo
     import torch.fx.experimental._config as shapes
 
@@ -93,16 +91,10 @@ def capture_errors() -> tuple[tuple[type[Exception], ...], type[Exception]]:
 
 
 def give_context(backend: Any, context_for: Callable[[Any, Any], Callable[[], Any]]) -> None:
-    """Enter a context around each call of a function that a backend compiled.
-
-    Dynamo's own attribute ``backend_ctx_ctor`` is not available to arguments of `torch.compile`, and its context is
-    left at the point where the state of autocast is restored once more. So this wraps the functions that Dynamo makes.
-
-    Args:
-        backend: the backend, as `torch.compile` looks it up by name.
-        context_for: returns a function that makes contexts, from the backend's keyword arguments in
-            ``torch.compile`` and the function to compile.
-    """
+    """Enter a context around each call of a function that a backend compiled."""
+    # Dynamo's own attribute ``backend_ctx_ctor`` is not available to arguments of `torch.compile`, and its context is
+    # left at the point where the state of autocast is restored once more. So this wraps the functions that Dynamo
+    # makes.
     from torch._dynamo.eval_frame import _TorchDynamoContext
 
     original = _TorchDynamoContext.__call__
@@ -144,11 +136,9 @@ def _backend_in(callback: Any) -> Any:
 
 
 def call_around_tracing(begins: Callable[[], None], ends: Callable[[], None]) -> None:
-    """Call functions when Dynamo begins to trace a frame, and when it has traced it or has given up.
-
-    Dynamo has callbacks for its compilations, but ``torch._dynamo.reset`` drops them. Before the end callback it
-    compares the thread's state with that at the start; the hook for bytecode runs before that.
-    """
+    """Call functions when Dynamo begins to trace a frame, and when it has traced it or has given up."""
+    # Dynamo has callbacks for its compilations, but ``torch._dynamo.reset`` drops them. Before the end callback it
+    # compares the thread's state with that at the start; the hook for bytecode runs before that.
     import torch._dynamo as dynamo
     from torch._dynamo.convert_frame import register_bytecode_hook
 
@@ -265,10 +255,8 @@ def is_operator_of_bodies(target: Any, name: str) -> bool:
 
 
 def not_traced(method: Method) -> Method:
-    """Run a method in Python when Dynamo traces its caller, as torch's own optimizers do.
-
-    The public ``torch.compiler.disable`` imports Dynamo at once, which takes longer than importing torch.
-    """
+    """Run a method in Python when Dynamo traces its caller, as torch's own optimizers do."""
+    # The public ``torch.compiler.disable`` imports Dynamo at once, which takes longer than importing torch.
     untraced = torch._disable_dynamo(method)  # type: ignore[attr-defined]
 
     @wraps(method)
@@ -279,19 +267,15 @@ def not_traced(method: Method) -> Method:
 
 
 def constant_when_compiled(fn: Method) -> Method:
-    """Make Dynamo run a function while it traces and use the result as a constant, guarded by the arguments.
-
-    `torch.compiler.assume_constant_result` does this, but imports Dynamo when the function is decorated.
-    """
+    """Make Dynamo run a function while it traces and use the result as a constant, guarded by the arguments."""
+    # `torch.compiler.assume_constant_result` does this, but imports Dynamo when the function is decorated.
     fn._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return fn
 
 
 def never_compiled(fn: Method) -> Method:
-    """Make Dynamo run the frames of a function and of its calls in Python; inlined calls are not affected.
-
-    `torch.compiler.disable` imports Dynamo, and is itself a frame and a graph break.
-    """
+    """Make Dynamo run the frames of a function and of its calls in Python; inlined calls are not affected."""
+    # `torch.compiler.disable` imports Dynamo, and is itself a frame and a graph break.
     _leave_to_python(inspect.unwrap(fn).__code__)
     return fn
 
@@ -319,11 +303,9 @@ def traces_dtype_of_autocast() -> bool:
 
 
 def trace_backward_without_autocast() -> Callable[[], None] | None:
-    """Make AOTAutograd trace backward passes without autocast, as eager code runs them; return an undo function.
-
-    By default it traces them in the region around the compiled function, where gradients of float32 work
-    overflow float16 (pytorch #153044). A user's own setting is kept; then return None.
-    """
+    """Make AOTAutograd trace backward passes without autocast, as eager code runs them; return an undo function."""
+    # By default it traces them in the region around the compiled function, where gradients of float32 work overflow
+    # float16 (pytorch #153044). A user's own setting is kept; then return None.
     from torch._functorch import config
 
     before = config.backward_pass_autocast

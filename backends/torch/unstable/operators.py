@@ -47,10 +47,8 @@ def schema_arguments(overload: Any) -> list[Any]:
 
 
 def overloads_of(op: Any) -> list[Any]:
-    """Return the overloads of an operator, a name or a custom operator; empty if it is not an operator.
-
-    The classes of operators, and the operator inside a result of `torch.library.custom_op`, have private names.
-    """
+    """Return the overloads of an operator, a name or a custom operator; empty if it is not an operator."""
+    # The classes of operators, and the operator inside a result of `torch.library.custom_op`, have private names.
     if isinstance(op, str):
         namespace, _, name = op.partition("::")
         base, _, overload = name.partition(".")
@@ -64,13 +62,7 @@ def overloads_of(op: Any) -> list[Any]:
 
 
 class AutocastKey:
-    """The dispatch key of one device type's autocast, and the keys below it; only the name "AutocastCPU" is public.
-
-    Attributes:
-        name: the key's name, for `torch.library.Library.impl`.
-        keys: the set of this key alone.
-        below: the set of all keys that are dispatched after it.
-    """
+    """The dispatch key of one device type's autocast, and the keys below it; only the name "AutocastCPU" is public."""
 
     def __init__(self, device_type: str) -> None:
         key = _autocast_key(device_type)
@@ -79,10 +71,8 @@ class AutocastKey:
         self.below = torch._C._dispatch_keyset_full_after(key)
 
     def excluded(self) -> Any:
-        """Return a context without this device type's autocast, as inside native autocast's kernels.
-
-        ``torch.autocast(..., enabled=False)`` is public, but changes settings that tracing sees, and is slower.
-        """
+        """Return a context without this device type's autocast, as inside native autocast's kernels."""
+        # ``torch.autocast(..., enabled=False)`` is public, but changes settings that tracing sees, and is slower.
         return torch._C._ExcludeDispatchKeyGuard(self.keys)
 
 
@@ -99,10 +89,8 @@ def running_sequence_number() -> int | None:
 
 
 def checkpointing() -> Any:
-    """Return an object that lives as long as the graph of the running checkpointed function; None outside one.
-
-    Non-reentrant checkpointing puts hooks on saved tensors, and has no public sign that it runs.
-    """
+    """Return an object that lives as long as the graph of the running checkpointed function; None outside one."""
+    # Non-reentrant checkpointing puts hooks on saved tensors, and has no public sign that it runs.
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return hooks[1] if hooks is not None and hooks[1].__module__ == "torch.utils.checkpoint" else None
 
@@ -132,10 +120,8 @@ def is_new(tensor: Tensor) -> bool:
 
 
 def wrapper_like(kind: type[Tensor], tensor: Tensor, dtype: torch.dtype) -> Any:
-    """Return a tensor of a subclass, without memory, with another one's metadata except for its dtype.
-
-    PyTorch's own documentation makes subclasses with ``torch_dispatch`` in this way, although it is a private name.
-    """
+    """Return a tensor of a subclass, without memory, with another one's metadata except for its dtype."""
+    # PyTorch's own documentation makes subclasses with ``torch_dispatch`` in this way, although it is a private name.
     return Tensor._make_wrapper_subclass(
         kind,
         tensor.shape,
@@ -151,11 +137,10 @@ no_torch_function: Any = torch._C._disabled_torch_function_impl
 
 
 class EagerDispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A dispatch mode whose method is called directly.
+    """A dispatch mode whose method is called directly."""
 
-    By default torch wraps the method so that Dynamo skips it, which imports Dynamo at the first call and takes seconds.
-    The method that turns this off is private.
-    """
+    # By default torch wraps the method so that Dynamo skips it, which imports Dynamo at the first call and takes
+    # seconds. The method that turns this off is private.
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -182,9 +167,7 @@ def set_version(tensor: Tensor, version: int) -> None:
 
 
 def change_shape_alone(op: Any, args: Sequence[Any], kwargs: Any) -> None:
-    """Run an operator that changes a tensor's shape in place on a `wrapper_like` tensor, below all subclasses.
-
-    A tensor without memory has only a shape to change, and no public call does that.
-    """
+    """Run an operator that changes a tensor's shape in place on a `wrapper_like` tensor, below all subclasses."""
+    # A tensor without memory has only a shape to change, and no public call does that.
     with torch._C._DisableTorchDispatch():
         op(*args, **kwargs)

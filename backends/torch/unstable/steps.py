@@ -18,19 +18,15 @@ from torch import Tensor
 
 
 def local_shard(tensor: Tensor) -> Tensor:
-    """Return the tensor object with this rank's shard of a distributed tensor (DTensor); else the tensor itself.
-
-    ``DTensor.to_local()`` returns a view, which shares the memory but cannot be pointed at other memory.
-    """
+    """Return the tensor object with this rank's shard of a distributed tensor (DTensor); else the tensor itself."""
+    # ``DTensor.to_local()`` returns a view, which shares the memory but cannot be pointed at other memory.
     local: Any = getattr(tensor, "_local_tensor", tensor)
     return local  # type: ignore[no-any-return]
 
 
 def registered_children(tree: Any) -> tuple[list[Any], Callable[[Sequence[Any]], Any]] | None:
-    """Return one level of a registered container and a function to rebuild it; None for everything else.
-
-    `torch.utils.pytree` is only public in newer releases.
-    """
+    """Return one level of a registered container and a function to rebuild it; None for everything else."""
+    # `torch.utils.pytree` is only public in newer releases.
     import torch.utils._pytree as pytree
 
     parts, spec = pytree.tree_flatten(tree, is_leaf=lambda one: one is not tree)
@@ -40,27 +36,21 @@ def registered_children(tree: Any) -> tuple[list[Any], Callable[[Sequence[Any]],
 
 
 def note_step(optimizer: torch.optim.Optimizer) -> None:
-    """Tell schedulers that a step was made or skipped without the ``step`` that they watch.
-
-    Otherwise they warn about a wrong order. They keep this in a private attribute.
-    """
+    """Tell schedulers that a step was made or skipped without the ``step`` that they watch."""
+    # Otherwise they warn about a wrong order. They keep this in a private attribute.
     optimizer._opt_called = True  # type: ignore[attr-defined]
 
 
 def run_with_step_hooks(optimizer: torch.optim.Optimizer, function: Callable[[], Any]) -> Any:
-    """Run a replacement for an optimizer's own step as that would run: in a profiler range, between all its hooks.
-
-    torch's function for this is public, but undocumented.
-    """
+    """Run a replacement for an optimizer's own step as that would run: in a profiler range, between all its hooks."""
+    # torch's function for this is public, but undocumented.
     note_step(optimizer)
     return torch.optim.Optimizer.profile_hook_step(lambda _: function())(optimizer)
 
 
 def has_step_pre_hooks(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether hooks run before an optimizer's step, except polyamp's own, which have ``is_polyamps``.
-
-    Hooks can be added and removed publicly, but not listed.
-    """
+    """Return whether hooks run before an optimizer's step, except polyamp's own, which have ``is_polyamps``."""
+    # Hooks can be added and removed publicly, but not listed.
     from torch.optim.optimizer import _global_optimizer_pre_hooks
 
     hooks = optimizer._optimizer_step_pre_hooks.values()
@@ -150,11 +140,9 @@ _CHOOSING: dict[str, Choose] = {}
 
 
 def before_clipping(name: str, choose: Choose) -> None:
-    """Ask a function which parameters to clip before torch clips gradients; the first function of a name stays.
-
-    There is no hook for clipping, so torch's functions are replaced. `clip_grad_norm_` calls the private function by
-    its name in its module, so replacing that one works even if `clip_grad_norm_` was imported before.
-    """
+    """Ask a function which parameters to clip before torch clips gradients; the first function of a name stays."""
+    # There is no hook for clipping, so torch's functions are replaced. `clip_grad_norm_` calls the private function by
+    # its name in its module, so replacing that one works even if `clip_grad_norm_` was imported before.
     from torch.nn import utils
     from torch.nn.utils import clip_grad
 
@@ -196,11 +184,9 @@ def _asking(original: Callable[..., Any], *, measured: bool) -> Callable[..., An
 
 
 def asked_by_checkpoint() -> bool:
-    """Return whether `torch.distributed.checkpoint` called the caller, which cannot be found out otherwise.
-
-    It treats an optimizer's parameters as the model's own, and keeps two keys of its state.
-    Callers in accelerate's optimizers, which pass the call on, do not count.
-    """
+    """Return whether `torch.distributed.checkpoint` called the caller, which cannot be found out otherwise."""
+    # It treats an optimizer's parameters as the model's own, and keeps two keys of its state. Callers in accelerate's
+    # optimizers, which pass the call on, do not count.
     name = "torch.distributed.checkpoint.state_dict"
     if name not in sys.modules:
         return False
@@ -211,10 +197,8 @@ def asked_by_checkpoint() -> bool:
 
 
 def infers_pipeline() -> bool:
-    """Return whether a pipeline schedule calls its loss function on uninitialised memory, to learn shapes.
-
-    It does so before its first step, and nothing in the arguments shows it.
-    """
+    """Return whether a pipeline schedule calls its loss function on uninitialised memory, to learn shapes."""
+    # It does so before its first step, and nothing in the arguments shows it.
     stages = sys.modules.get("torch.distributed.pipelining.stage")
     frame = None if stages is None else sys._getframe(2)
     while frame is not None:
@@ -225,10 +209,8 @@ def infers_pipeline() -> bool:
 
 
 def flattened_shards() -> Iterator[tuple[Tensor, Any]]:
-    """Yield each parameter that `FullyShardedDataParallel` flattened and split over ranks, with the ranks' group.
-
-    Nothing public leads from such a parameter to its ranks, so the modules in this process are searched.
-    """
+    """Yield each parameter that `FullyShardedDataParallel` flattened and split over ranks, with the ranks' group."""
+    # Nothing public leads from such a parameter to its ranks, so the modules in this process are searched.
     fsdp = sys.modules.get(_FSDP)
     if fsdp is None:
         return

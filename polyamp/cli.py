@@ -21,7 +21,6 @@ import polyamp
 from polyamp import registry
 from polyamp.commands import diagnosis
 from polyamp.commands import run as running
-from polyamp.commands.migrate import migrate
 from polyamp.commands.parity import parity
 from polyamp.doctor import examine
 from polyamp.errors import PolyampError
@@ -31,7 +30,7 @@ if TYPE_CHECKING:
     from polyamp.demo import Run
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
-for command in (diagnosis.explain, diagnosis.probe, diagnosis.sweep, diagnosis.lint, parity, migrate):
+for command in (diagnosis.explain, diagnosis.probe, diagnosis.sweep, diagnosis.lint, parity):
     app.command()(command)
 app.command(context_settings=running.SETTINGS)(running.run)
 console = Console() if sys.stdout and sys.stdout.isatty() else Console(width=120)  # files and pipes have no width

@@ -318,7 +318,6 @@ def rewrite(
     *args: Any,
     policy: Policy | str | None = None,
     backend: str | None = None,
-    engine: str | None = None,
     jit_compile: bool | None = None,
     argnums: int | Sequence[int] | None = None,
     **kwargs: Any,
@@ -336,7 +335,6 @@ def rewrite(
             itself.
         policy: a policy or its name; None is the current policy when ``fn`` is rewritten.
         backend: the framework's name, if neither the function nor the arguments show it and several are loaded.
-        engine: for TensorFlow: ``"grappler"`` uses TensorFlow's own pass.
         jit_compile: for TensorFlow: as in ``tf.function``.
         argnums: for JAX: the positions of the arguments that are parameters, the first by default.
         **kwargs: example keyword arguments.
@@ -349,7 +347,7 @@ def rewrite(
         UnsupportedError: the framework's adapter has no rewrite, or does not have these options.
     """
     chosen = None if policy is None else make_policy(policy)
-    options = _given(engine=engine, jit_compile=jit_compile, argnums=argnums)
+    options = _given(jit_compile=jit_compile, argnums=argnums)
     if fn is None and not (args or kwargs):
         return functools.partial(rewrite, policy=chosen, backend=backend, **options)
     own = registry.adapter_of(fn)

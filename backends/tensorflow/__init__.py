@@ -20,13 +20,11 @@ from polyamp.backends.tensorflow.compat.graph_rewrite import (
     disable_mixed_precision_graph_rewrite,
     enable_mixed_precision_graph_rewrite,
 )
-from polyamp.backends.tensorflow.graphs.grappler import GrapplerRewritten
 from polyamp.backends.tensorflow.graphs.rewrite import Rewritten, explain, rewrite, rewritten_graph
 from polyamp.backends.tensorflow.steps.optimizer import LossScaledOptimizer
 from polyamp.backends.tensorflow.steps.scaler import LossScaler
 
 __all__ = [
-    "GrapplerRewritten",
     "LossScaledOptimizer",
     "LossScaler",
     "Rewritten",

@@ -21,7 +21,6 @@ from tensorflow.python.eager import backprop, context
 from tensorflow.python.eager.polymorphic_function import atomic_function, function_context, function_type_utils
 from tensorflow.python.framework import dtypes, kernels, op_def_registry, ops, tensor_spec
 from tensorflow.python.framework.errors_impl import InaccessibleTensorError, NotFoundError
-from tensorflow.python.grappler import tf_optimizer
 from tensorflow.python.ops import array_ops, custom_gradient, gradients_util
 from tensorflow.python.training import optimizer
 from tensorflow.python.util import nest, tf_decorator
@@ -276,14 +275,6 @@ def current_device() -> str:
 def newest_tensor() -> int:
     """Return a number that grows with every new tensor, and with every call of this function."""
     return ops.uid()
-
-
-# TensorFlow's own passes.
-
-
-def optimize_graph(config: Any, metagraph: Any) -> Any:
-    """Run the passes that a ``ConfigProto`` names on a ``MetaGraphDef``, and return a ``GraphDef``."""
-    return tf_optimizer.OptimizeGraph(config, metagraph, verbose=False)
 
 
 # Errors of tracing.

@@ -6,10 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from polyamp.backends.tensorflow.graphs import rewrite as graphs
-from polyamp.backends.tensorflow.graphs.grappler import GrapplerRewritten
 from polyamp.plan import Plan
 from polyamp.policy import Policy
-from polyamp.validation import check_choice, check_options
+from polyamp.validation import check_options
 
 
 def rewrite(
@@ -18,16 +17,9 @@ def rewrite(
     kwargs: Mapping[str, Any],
     policy: Policy,
     *,
-    engine: str = "polyamp",
     jit_compile: bool | None = None,
 ) -> Any:
     """Return a rewritten function, or a rewritten ``GraphDef``; see `polyamp.backends.tensorflow.rewrite`."""
-    # ``engine="grappler"`` returns a `polyamp.backends.tensorflow.GrapplerRewritten`.
-    fix = 'leave it out, or "grappler" for TensorFlow\'s own pass'
-    check_choice(engine, ("polyamp", "grappler"), where="rewrite(engine=)", fix=fix)
-    if engine == "grappler":
-        rewritten = GrapplerRewritten(fn, policy, jit_compile)
-        return rewritten.traced_for(args, kwargs) if args or kwargs else rewritten
     if callable(fn):
         return graphs.rewrite(fn, *args, policy=policy, jit_compile=jit_compile, **kwargs)
     if jit_compile is not None:

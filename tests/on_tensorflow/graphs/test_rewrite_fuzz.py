@@ -10,14 +10,13 @@ import pytest
 import tensorflow as tf
 
 from polyamp.backends.tensorflow import rewritten_graph
-from polyamp.backends.tensorflow.graphs.grappler import optimized
 from polyamp.backends.tensorflow.graphs.update import is_gradient
 from polyamp.backends.tensorflow.operations import OPERATIONS
 from support.tensorflow_cases import LOW, POLICIES, PRODUCTS, normal, relative_error, types_of
+from support.tensorflow_pass import after_pass
 
 v1 = tf.compat.v1
 SIZE, SEEDS = 8, range(24)
-PASS = {"mixed_float16": "auto_mixed_precision_cpu", "mixed_bfloat16": "auto_mixed_precision_onednn_bfloat16"}
 TOLERANCE = {"mixed_float16": 2.0**-6, "mixed_bfloat16": 2.0**-3}  # the error of about a dozen operations in sequence
 # The passes never lower these; their deny lists are in core/grappler/optimizers/auto_mixed_precision_lists.h of 2.21.
 DENIED = {
@@ -147,7 +146,7 @@ def after_denied(graph_def: Any, policy: str) -> Iterator[str]:
 def test_random_graphs(seed: int, policy: str) -> None:
     graph_def, fetches = random_graph(seed)
     ours = rewritten_graph(graph_def, policy)
-    theirs = optimized(graph_def, fetches, PASS[policy])
+    theirs = after_pass(graph_def, fetches, policy.removeprefix("mixed_"))
     low, oracle = in_16_bits(ours, policy), in_16_bits(theirs, policy)
     ops = {node.name: node.op for node in graph_def.node}
 

@@ -272,7 +272,7 @@ def test_logging_is_no_graph_break() -> None:
 
 def test_another_engine_and_arguments_that_do_not_fit() -> None:
     with pytest.raises(InvalidValueError, match="unknown engine"):
-        polyamp.explain(mlp(), X, policy="mixed_bfloat16", engine="grappler")
+        polyamp.explain(mlp(), X, policy="mixed_bfloat16", engine="graph")
     for engine in (None, "autocast"):
         with pytest.raises(InvalidValueError, match="without polyamp"):
             polyamp.explain(mlp(), torch.ones(3, 9), policy="mixed_bfloat16", engine=engine)

@@ -19,12 +19,11 @@ import polyamp
 from polyamp.backends import jax as jax_backend
 from polyamp.backends import torch as torch_backend
 from polyamp.backends.tensorflow.autocast.context import autocast_context
-from polyamp.backends.tensorflow.graphs.grappler import optimized
+from support.tensorflow_pass import after_pass
 from support.traps.trap import Array, Trap
 from support.traps.words import Jax, TensorFlow, Torch
 
 FORMATS = ("float16", "bfloat16")
-PASSES_HERE = {"float16": "auto_mixed_precision_cpu", "bfloat16": "auto_mixed_precision_onednn_bfloat16"}
 
 
 class Outcome(NamedTuple):
@@ -189,7 +188,7 @@ def tensorflow_native(trap: Trap, low: str) -> Outcome:
         *map(tf.constant, (trap.w, *trap.inputs))
     )
     fetches = [tensor.op.name for tensor in concrete.outputs]
-    graph = optimized(concrete.graph.as_graph_def(), fetches, PASSES_HERE[low], inline=True)
+    graph = after_pass(concrete.graph.as_graph_def(), fetches, low, inline=True)
     with tf.Graph().as_default(), tf.compat.v1.Session() as session:
         tf.import_graph_def(graph, name="")
         feeds = dict(zip((f"{tensor.op.name}:0" for tensor in concrete.inputs), (trap.w, *trap.inputs), strict=True))

@@ -22,7 +22,7 @@ from polyamp.errors import (
 from polyamp.formats import FORMATS, Format
 from polyamp.loss_scale import LossScale, LossScaleState, advance
 from polyamp.plan import Plan
-from polyamp.policy import Policy, current_policy, policy, set_global_policy
+from polyamp.policies import Policy, current_policy, policy, set_global_policy
 from polyamp.result import StepResult
 from polyamp.verbs import (
     autocast,

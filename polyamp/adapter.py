@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from polyamp.diagnosis.recording import Recording
     from polyamp.loss_scale import LossScale, LossScaleState
     from polyamp.plan import Plan
-    from polyamp.policy import Policy
+    from polyamp.policies import Policy
 
 
 @runtime_checkable

@@ -22,7 +22,7 @@ from typing import NamedTuple
 from polyamp.errors import warn_once
 from polyamp.formats import format_of
 from polyamp.loss_scale import LossScale
-from polyamp.policy import Policy, current_policy, in_policy
+from polyamp.policies import Policy, current_policy, in_policy
 
 
 class Disagreement(NamedTuple):

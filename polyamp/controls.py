@@ -19,8 +19,8 @@ from typing import TypeVar
 
 from polyamp.formats import format_of
 from polyamp.loss_scale import LossScale
-from polyamp.policy import Policy
-from polyamp.policy import policy as make_policy
+from polyamp.policies import Policy
+from polyamp.policies import policy as make_policy
 
 
 @dataclass(frozen=True)

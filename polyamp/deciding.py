@@ -4,7 +4,7 @@ A graph has thousands of operations, but few different ones. A `Decider` decides
 stores the decision. At the end, it can report the rules that matched nothing, whether any operation was lowered, and
 the rules that no kernel can follow.
 
->>> from polyamp.policy import policy
+>>> from polyamp.policies import policy
 >>> decider = Decider(policy("mixed_float16", rules={"softmax": "lower", "head/*": "full"}))
 >>> softmax = decider.decide("softmax", "model/tail")
 >>> softmax
@@ -21,7 +21,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from polyamp.flow import Flow, Value, constant, flow
-from polyamp.policy import Policy
+from polyamp.policies import Policy
 from polyamp.rules import Decision, Rule, decide, unused
 
 

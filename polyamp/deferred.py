@@ -10,7 +10,7 @@ from typing import Any
 from polyamp import registry
 from polyamp.dispatch import REWRITE, offering
 from polyamp.plan import Plan
-from polyamp.policy import Policy
+from polyamp.policies import Policy
 from polyamp.refusals import not_traced
 from polyamp.registry import Registered
 from polyamp.reports import chosen_policy

@@ -17,7 +17,7 @@ from polyamp import registry
 from polyamp.dispatch import TRAIN_DIGITS
 from polyamp.errors import MissingFrameworkError
 from polyamp.loss_scale import LossScale
-from polyamp.policy import Policy, policy
+from polyamp.policies import Policy, policy
 from polyamp.refusals import missing
 from polyamp.registry import Registered
 from polyamp.result import StepResult

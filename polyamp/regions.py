@@ -20,7 +20,7 @@ from polyamp import registry
 from polyamp.adapter import AutocastContext
 from polyamp.dispatch import AUTOCAST_CONTEXT, AUTOCAST_FUNCTION, TRACED_CONTEXT
 from polyamp.errors import UnsupportedError
-from polyamp.policy import Policy
+from polyamp.policies import Policy
 from polyamp.registry import Registered
 from polyamp.reports import chosen_policy
 

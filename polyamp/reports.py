@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from polyamp.errors import warn_once
-from polyamp.policy import Policy, current_policy, in_policy
+from polyamp.policies import Policy, current_policy, in_policy
 from polyamp.rules import Rule
 
 NO_PRODUCTS = "it has no float32 operation of class lower, such as matmul and conv"

@@ -14,8 +14,8 @@ from polyamp.errors import InvalidTypeError
 from polyamp.formats import name_of_dtype
 from polyamp.loss_scale import LossScale
 from polyamp.plan import Plan
-from polyamp.policy import Policy
-from polyamp.policy import policy as make_policy
+from polyamp.policies import Policy
+from polyamp.policies import policy as make_policy
 from polyamp.regions import Autocast, autocast_function
 from polyamp.registry import Registered
 from polyamp.reports import chosen_policy

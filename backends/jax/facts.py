@@ -27,7 +27,7 @@ from polyamp.errors import UsageError
 from polyamp.flow import AS_WRITTEN
 from polyamp.loss_scale import LossScale
 from polyamp.plan import Plan
-from polyamp.policy import Policy
+from polyamp.policies import Policy
 
 _CALLED = {"astype": "astype", "array": "jnp.asarray", "convert_element_type": "lax.convert_element_type"}
 _LOW = ("float16", "bfloat16")

@@ -17,7 +17,7 @@ from polyamp.backends.keras.steps.verbs import (
     scale_loss,
     wrap_optimizer,
 )
-from polyamp.policy import Policy
+from polyamp.policies import Policy
 
 
 def convert_and_guard(model: Any, policy: Policy) -> Any:

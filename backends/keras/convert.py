@@ -20,7 +20,7 @@ from polyamp.backends.keras.steps.mismatches import note_converted, report_unsca
 from polyamp.backends.keras.steps.statistics import guard_anew
 from polyamp.errors import InvalidTypeError, UnsupportedError, UsageError, warn_once
 from polyamp.formats import format_of
-from polyamp.policy import Policy
+from polyamp.policies import Policy
 from polyamp.reports import report_nothing_lowered, report_unused
 from polyamp.validation import kind_of
 

@@ -19,7 +19,7 @@ from polyamp.backends.keras.recording.tracing import Step, as_tensors, step_of
 from polyamp.dispatch import EXPLAIN
 from polyamp.flow import AS_WRITTEN
 from polyamp.plan import Plan, PlannedOperation
-from polyamp.policy import Policy
+from polyamp.policies import Policy
 
 _OWN = "its layer's own policy"
 

@@ -20,8 +20,8 @@ from polyamp.backends.keras.unstable import all_layers
 from polyamp.diagnosis.facts import Facts, OptimizerState
 from polyamp.dispatch import EXPLAIN, FACTS
 from polyamp.plan import Plan
-from polyamp.policy import Policy
-from polyamp.policy import policy as make_policy
+from polyamp.policies import Policy
+from polyamp.policies import policy as make_policy
 
 
 def facts(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], policy: Policy, optimizer: Any) -> Facts:

@@ -23,7 +23,7 @@ from polyamp.backends.tensorflow.graphs.update import backward_pass, is_gradient
 from polyamp.backends.tensorflow.recording.tracing import name_of, plain_function
 from polyamp.backends.tensorflow.steps.scaler import LossScaler
 from polyamp.diagnosis.facts import ClassLoss, Facts, OptimizerState, Product, UserCast
-from polyamp.policy import Policy
+from polyamp.policies import Policy
 
 _LOW = {kind.as_datatype_enum: kind.name for kind in (tf.float16, tf.bfloat16)}
 _AVERAGED = ("Mean", "RealDiv", "Div", "DivNoNan")  # these follow a cross-entropy that is not a plain sum

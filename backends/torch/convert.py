@@ -13,7 +13,7 @@ from polyamp.backends.torch.casting import cast_tensor, cast_to, store_parameter
 from polyamp.backends.torch.dtypes import DTYPES, SIXTEEN_BIT
 from polyamp.backends.torch.modules import kept_by_authors, operation_of
 from polyamp.errors import InvalidTypeError, warn_once
-from polyamp.policy import Policy
+from polyamp.policies import Policy
 from polyamp.reports import report_unused
 from polyamp.rules import unused
 from polyamp.validation import kind_of

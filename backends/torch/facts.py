@@ -28,7 +28,7 @@ from polyamp.backends.torch.user_code import calling_line
 from polyamp.diagnosis.facts import ClassLoss, Facts, OptimizerState, Product, UserCast
 from polyamp.errors import PolyampError
 from polyamp.plan import Plan
-from polyamp.policy import Policy
+from polyamp.policies import Policy
 
 
 def facts(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], policy: Policy, optimizer: Any) -> Facts:

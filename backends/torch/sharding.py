@@ -18,7 +18,7 @@ from torch import Tensor
 from polyamp.backends.torch.dtypes import DTYPES
 from polyamp.backends.torch.unstable import fsdp_groups
 from polyamp.errors import UnsupportedError, UsageError
-from polyamp.policy import Policy
+from polyamp.policies import Policy
 
 _TAKEN = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 

@@ -17,7 +17,7 @@ from polyamp.commands.target import step_of, training_of
 from polyamp.diagnosis import lint as linting
 from polyamp.diagnosis import sweep as sweeping
 from polyamp.diagnosis import verbs as looking
-from polyamp.policy import policy as make_policy
+from polyamp.policies import policy as make_policy
 
 FINDINGS = 3
 """The exit code of a command that ran and found something wrong."""

@@ -10,7 +10,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from polyamp.policy import policy as make_policy
+from polyamp.policies import policy as make_policy
 from polyamp.scripts.runner import Script
 from polyamp.scripts.whole_run import run_script
 

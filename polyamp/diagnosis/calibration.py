@@ -21,8 +21,8 @@ from polyamp.diagnosis.verbs import record, sixteen_bit
 from polyamp.dispatch import AUTOCAST_FUNCTION, RECORD, offering
 from polyamp.errors import InvalidValueError
 from polyamp.layout import JsonReport, aligned, finite, plural, power, share
-from polyamp.policy import Policy
-from polyamp.policy import policy as make_policy
+from polyamp.policies import Policy
+from polyamp.policies import policy as make_policy
 from polyamp.validation import check_range
 from polyamp.verbs import explain
 

@@ -15,7 +15,7 @@ import numpy as np
 from polyamp.errors import InvalidTypeError, InvalidValueError
 from polyamp.formats import name_of_dtype
 from polyamp.layout import finite
-from polyamp.policy import policy as make_policy
+from polyamp.policies import policy as make_policy
 from polyamp.validation import kind_of
 
 Clip = tuple[float, float]

@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple
 
 from polyamp.agreement import Disagreement
 from polyamp.plan import Plan
-from polyamp.policy import Policy
+from polyamp.policies import Policy
 
 OptimizerState = Literal["", "plain", "wrapped", "wrapped twice", "native scaler"]
 

@@ -11,7 +11,7 @@ from polyamp.diagnosis.lint_checks import CHECKS, Severity
 from polyamp.diagnosis.verbs import sixteen_bit
 from polyamp.dispatch import FACTS, offering
 from polyamp.layout import plural
-from polyamp.policy import Policy
+from polyamp.policies import Policy
 from polyamp.validation import check_count
 
 __all__ = ["ClassLoss", "Facts", "Finding", "Product", "Report", "UserCast", "judge", "lint"]

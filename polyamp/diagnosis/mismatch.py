@@ -24,8 +24,8 @@ from polyamp.diagnosis.programs import Program
 from polyamp.errors import InvalidTypeError, InvalidValueError
 from polyamp.formats import format_of
 from polyamp.layout import JsonReport, aligned, plural, share
-from polyamp.policy import Policy
-from polyamp.policy import policy as make_policy
+from polyamp.policies import Policy
+from polyamp.policies import policy as make_policy
 from polyamp.validation import check_callable, check_choice, is_number, shown
 
 if TYPE_CHECKING:

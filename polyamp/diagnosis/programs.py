@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 from polyamp.dispatch import EXPLAIN, offering
 from polyamp.errors import UnsupportedError
 from polyamp.plan import Plan
-from polyamp.policy import Policy
-from polyamp.policy import policy as make_policy
+from polyamp.policies import Policy
+from polyamp.policies import policy as make_policy
 from polyamp.verbs import autocast, explain, rewrite
 
 

@@ -13,8 +13,8 @@ from polyamp.diagnosis.rounding import rounding
 from polyamp.diagnosis.verdict import Verdict
 from polyamp.dispatch import RECORD, offering
 from polyamp.formats import format_of
-from polyamp.policy import Policy, current_policy
-from polyamp.policy import policy as make_policy
+from polyamp.policies import Policy, current_policy
+from polyamp.policies import policy as make_policy
 from polyamp.validation import check_callable, check_range
 
 ATTEMPTS = 4

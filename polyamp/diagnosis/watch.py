@@ -14,8 +14,8 @@ from polyamp.diagnosis.verbs import diagnose
 from polyamp.diagnosis.verdict import Verdict
 from polyamp.dispatch import HOLDS_LOSS_SCALE
 from polyamp.errors import InvalidTypeError, PolyampError, UsageError, warn_once
-from polyamp.policy import Policy
-from polyamp.policy import policy as make_policy
+from polyamp.policies import Policy
+from polyamp.policies import policy as make_policy
 from polyamp.validation import check_count, wrong_type
 
 Step = TypeVar("Step", bound=Callable[..., Any])

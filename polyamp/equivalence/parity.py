@@ -22,8 +22,8 @@ from polyamp.equivalence.statistics import student
 from polyamp.equivalence.training import Better, Metric, Run, Trainer
 from polyamp.errors import PolyampError, PolyampWarning
 from polyamp.formats import format_of
-from polyamp.policy import Policy
-from polyamp.policy import policy as make_policy
+from polyamp.policies import Policy
+from polyamp.policies import policy as make_policy
 from polyamp.validation import check_arguments, check_count, check_range, is_integer, is_number
 
 

@@ -21,7 +21,7 @@ from typing import Any, Literal, NamedTuple
 from polyamp import registry
 from polyamp.diagnosis.health import health
 from polyamp.errors import InvalidTypeError, InvalidValueError, LossScaleError, NonFiniteLossError, UsageError
-from polyamp.policy import Policy
+from polyamp.policies import Policy
 from polyamp.validation import as_number, shown
 
 Better = Literal["higher", "lower"]

@@ -20,7 +20,7 @@ from multiprocessing import spawn, util
 from pathlib import Path
 from typing import Any
 
-from polyamp.policy import Policy
+from polyamp.policies import Policy
 from polyamp.scripts.imports import Finder
 from polyamp.scripts.places import SCRIPTS
 from polyamp.scripts.session import Session, current, start

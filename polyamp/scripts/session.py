@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, NoReturn
 
 from polyamp.errors import UsageError
 from polyamp.plan import Plan
-from polyamp.policy import Policy
+from polyamp.policies import Policy
 from polyamp.scripts.places import script_line
 
 _MISSING = object()

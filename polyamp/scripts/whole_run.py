@@ -10,7 +10,7 @@ from pathlib import Path
 from rich.console import Console
 
 from polyamp.errors import InvalidValueError, UsageError
-from polyamp.policy import Policy
+from polyamp.policies import Policy
 from polyamp.scripts import children, imports, sources
 from polyamp.scripts.report import RunReport
 from polyamp.scripts.runner import Program, Script, without_own_frames

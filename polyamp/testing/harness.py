@@ -8,7 +8,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from polyamp.policy import Policy
+from polyamp.policies import Policy
 from polyamp.result import StepResult
 
 Arrays = Mapping[str, NDArray[Any]]

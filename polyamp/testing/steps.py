@@ -13,7 +13,7 @@ from polyamp.adapter import Adapter
 from polyamp.errors import InvalidTypeError, StateError, UsageError
 from polyamp.loss_scale import LossScale, advance
 from polyamp.operations import OPERATIONS
-from polyamp.policy import policy
+from polyamp.policies import policy
 from polyamp.testing.harness import Harness, overflow_trace, random_arrays, same_bits, spoiled
 from polyamp.verbs import save_loss_scale, wrap_optimizer
 

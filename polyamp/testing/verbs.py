@@ -38,7 +38,7 @@ from polyamp.dispatch import (
 from polyamp.errors import InvalidTypeError
 from polyamp.formats import name_of_dtype
 from polyamp.loss_scale import LossScale, advance
-from polyamp.policy import policy
+from polyamp.policies import policy
 from polyamp.testing.harness import Harness, random_arrays, spoiled
 from polyamp.verbs import save_loss_scale
 

@@ -15,7 +15,7 @@ from typer.testing import CliRunner, Result
 
 from polyamp import cli
 from polyamp.errors import InvalidValueError, UsageError
-from polyamp.policy import policy as make_policy
+from polyamp.policies import policy as make_policy
 from polyamp.scripts import places
 from polyamp.scripts.runner import Script
 from polyamp.scripts.whole_run import run_script

@@ -46,7 +46,7 @@ def plant(tree: Path, file: str, code: str) -> None:
     [
         ("polyamp/formats.py", "import torch", "polyamp.formats -> torch"),
         ("polyamp/verbs.py", "def late():\n    import jax", "polyamp.verbs -> jax"),
-        ("polyamp/policy.py", "import polyamp.backends.jax", "polyamp.policy -> polyamp.backends.jax"),
+        ("polyamp/policies.py", "import polyamp.backends.jax", "polyamp.policies -> polyamp.backends.jax"),
         ("backends/keras/casting.py", "import polyamp.backends.jax", "polyamp.backends.keras -> polyamp.backends.jax"),
         ("backends/torch/casting.py", "import tensorflow", "polyamp.backends.torch -> tensorflow"),
         ("backends/jax/steps/skipping.py", "import torch", "polyamp.backends.jax -> torch"),
@@ -123,7 +123,7 @@ def test_imports_have_no_circle() -> None:
     ("file", "code", "modules"),
     [
         ("polyamp/formats.py", "def late():\n    import polyamp.loss_scale", {"formats", "loss_scale"}),
-        ("polyamp/rules.py", "if TYPE_CHECKING:\n    from polyamp.policy import Policy", {"rules", "policy"}),
+        ("polyamp/rules.py", "if TYPE_CHECKING:\n    from polyamp.policies import Policy", {"rules", "policies"}),
         (
             "backends/torch/demo.py",
             "from polyamp.backends.torch.adapter import adapter",

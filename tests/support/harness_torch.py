@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 import polyamp
 from polyamp.backends.torch import LossScaledOptimizer
 from polyamp.backends.torch.dtypes import dtype_of
-from polyamp.policy import Policy
+from polyamp.policies import Policy
 from polyamp.result import StepResult
 from polyamp.testing import Arrays
 

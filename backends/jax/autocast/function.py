@@ -11,8 +11,8 @@ import jax
 from polyamp.backends.jax import unstable
 from polyamp.backends.jax.graphs.refusals import check_function, positions
 from polyamp.backends.jax.graphs.rewrite import name_of, run_rewritten
-from polyamp.policy import Policy, current_policy
-from polyamp.policy import policy as make_policy
+from polyamp.policies import Policy, current_policy
+from polyamp.policies import policy as make_policy
 
 
 def autocast(

@@ -39,7 +39,7 @@ from polyamp.backends.jax.operations import canonical
 from polyamp.errors import UsageError
 from polyamp.operations import OPERATIONS
 from polyamp.plan import Plan
-from polyamp.policy import Policy
+from polyamp.policies import Policy
 from polyamp.scripts.places import calling_package
 from polyamp.scripts.session import Session
 

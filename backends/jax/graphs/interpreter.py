@@ -30,7 +30,7 @@ from polyamp.backends.jax.operations import canonical
 from polyamp.deciding import Decider
 from polyamp.errors import UnsupportedError
 from polyamp.flow import INPUT, WEAK, Value
-from polyamp.policy import Policy
+from polyamp.policies import Policy
 from polyamp.rules import decide
 from polyamp.values import magnitude
 

@@ -26,7 +26,7 @@ from polyamp.deciding import Decider, unused_in
 from polyamp.flow import AS_WRITTEN
 from polyamp.formats import FORMATS
 from polyamp.plan import Plan, PlannedOperation
-from polyamp.policy import Policy
+from polyamp.policies import Policy
 from polyamp.rules import decide
 
 _MARK = re.compile(r"(?:^|/)polyamp_region_(\d+)")

@@ -23,8 +23,8 @@ from polyamp.backends.jax.graphs.refusals import positions, users_level
 from polyamp.backends.jax.modules import as_pure
 from polyamp.deciding import Decider
 from polyamp.plan import Plan
-from polyamp.policy import Policy
-from polyamp.policy import policy as make_policy
+from polyamp.policies import Policy
+from polyamp.policies import policy as make_policy
 from polyamp.refusals import not_traced
 from polyamp.reports import NO_PRODUCTS, report_nothing_lowered, report_unused
 

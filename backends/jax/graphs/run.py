@@ -14,7 +14,7 @@ from polyamp.backends.jax.graphs.cells import Cell
 from polyamp.backends.jax.graphs.planning import PlanBuilder
 from polyamp.backends.jax.graphs.repeats import Repeats
 from polyamp.deciding import Decider
-from polyamp.policy import Policy
+from polyamp.policies import Policy
 
 
 class Run(Protocol):

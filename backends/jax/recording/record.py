@@ -17,7 +17,7 @@ from polyamp.backends.jax.recording.replay import Replay
 from polyamp.backends.jax.recording.tracing import TracedStep, traced
 from polyamp.backends.jax.recording.values import Place, Record
 from polyamp.diagnosis.recording import ACTIVATION, PARAMETER, Observation, Recording
-from polyamp.policy import Policy
+from polyamp.policies import Policy
 
 
 def record(

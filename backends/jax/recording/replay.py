@@ -26,7 +26,7 @@ from polyamp.backends.jax.steps import marks
 from polyamp.diagnosis.recording import ACTIVATION, GRADIENT, PARAMETER, Kind
 from polyamp.formats import FORMATS
 from polyamp.operations import OPERATIONS
-from polyamp.policy import Policy
+from polyamp.policies import Policy
 from polyamp.rules import decide
 
 _NOT_NEEDED = Evaluated(None)

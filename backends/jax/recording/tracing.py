@@ -19,7 +19,7 @@ from polyamp.backends.jax.steps.finding import find_state
 from polyamp.backends.jax.steps.state import holds_state, initial_scalars, state_type
 from polyamp.backends.jax.steps.value_and_grad import unreported
 from polyamp.loss_scale import LossScale
-from polyamp.policy import Policy
+from polyamp.policies import Policy
 
 Function = Callable[..., Any]
 

@@ -9,7 +9,7 @@ from polyamp import verbs
 from polyamp.backends.jax.steps.skipping import apply_updates
 from polyamp.backends.jax.steps.step import Skip, Step
 from polyamp.loss_scale import LossScale
-from polyamp.policy import Policy
+from polyamp.policies import Policy
 
 
 def wrap_optimizer(

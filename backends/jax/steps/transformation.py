@@ -10,7 +10,7 @@ from polyamp.backends.jax.steps.step import Skip, Step
 from polyamp.controls import imposed
 from polyamp.errors import InvalidValueError
 from polyamp.loss_scale import LossScale
-from polyamp.policy import Policy
+from polyamp.policies import Policy
 from polyamp.refusals import missing, no_method, no_optimizer, wrapped_already
 from polyamp.validation import check_master_weights
 

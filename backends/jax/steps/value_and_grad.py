@@ -19,8 +19,8 @@ from polyamp.backends.jax.steps.state import LossScaleOptState
 from polyamp.errors import InvalidTypeError, InvalidValueError
 from polyamp.loss_scale import LossScale
 from polyamp.loss_scale_reports import report_nonfinite_loss
-from polyamp.policy import Policy, current_policy
-from polyamp.policy import policy as make_policy
+from polyamp.policies import Policy, current_policy
+from polyamp.policies import policy as make_policy
 from polyamp.refusals import no_loss
 from polyamp.reports import chosen_policy
 

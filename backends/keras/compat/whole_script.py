@@ -30,7 +30,7 @@ from polyamp.backends.keras.steps.verbs import wrap_optimizer
 from polyamp.backends.keras.unstable import built_on, choose_optimizers
 from polyamp.formats import format_of
 from polyamp.plan import Plan, PlannedOperation
-from polyamp.policy import Policy
+from polyamp.policies import Policy
 from polyamp.scripts.as_written import AsWritten
 from polyamp.scripts.session import Session
 

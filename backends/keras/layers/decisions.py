@@ -21,7 +21,7 @@ from polyamp.backends.keras.layers.borders import Border, border_of
 from polyamp.backends.keras.layers.kinds import can_compute, is_wide_inside, operation_of
 from polyamp.backends.keras.layers.tree import children, heads, runs_code
 from polyamp.operations import OPERATIONS as TABLE
-from polyamp.policy import Policy
+from polyamp.policies import Policy
 from polyamp.rules import Rule
 
 Choice = Callable[[Policy, str, Any, str, bool], str]

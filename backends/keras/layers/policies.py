@@ -9,8 +9,8 @@ from polyamp.backends.keras.layers.decisions import Part
 from polyamp.backends.keras.layers.tree import walk
 from polyamp.errors import UnsupportedError
 from polyamp.formats import format_of
-from polyamp.policy import Policy
-from polyamp.policy import policy as make_policy
+from polyamp.policies import Policy
+from polyamp.policies import policy as make_policy
 
 KERAS_POLICIES = {
     ("float32", "float32"): "float32",

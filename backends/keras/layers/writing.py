@@ -11,8 +11,8 @@ from polyamp.backends.keras.layers.decisions import Part, can_change, matches, o
 from polyamp.backends.keras.layers.kinds import casts_inside
 from polyamp.backends.keras.layers.policies import own_policy, policy_of
 from polyamp.formats import format_of
-from polyamp.policy import Policy
-from polyamp.policy import policy as make_policy
+from polyamp.policies import Policy
+from polyamp.policies import policy as make_policy
 
 
 def set_formats(parts: Iterable[Part], policy: Policy) -> None:

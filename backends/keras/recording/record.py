@@ -17,7 +17,7 @@ from polyamp.backends.keras.steps.optimizer import LossScaledOptimizer
 from polyamp.backends.keras.unstable import variable_path
 from polyamp.diagnosis.recording import Recording
 from polyamp.dispatch import RECORD
-from polyamp.policy import Policy
+from polyamp.policies import Policy
 
 
 def record(

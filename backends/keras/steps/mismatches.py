@@ -26,8 +26,8 @@ from polyamp.backends.keras.unstable import is_part_of_a_model
 from polyamp.dispatch import IS_LOWERING
 from polyamp.errors import warn_once
 from polyamp.formats import format_of
-from polyamp.policy import Policy
-from polyamp.policy import policy as make_policy
+from polyamp.policies import Policy
+from polyamp.policies import policy as make_policy
 
 _ADAPTERS = "polyamp.backends."
 _REMEDY = "gradients in float16 underflow. Compile it with polyamp.wrap_optimizer(optimizer, policy)."

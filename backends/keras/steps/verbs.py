@@ -10,7 +10,7 @@ import keras
 from polyamp.backends.keras.steps.optimizer import LossScaledOptimizer
 from polyamp.backends.keras.steps.settings import check_factor
 from polyamp.loss_scale import LossScale, LossScaleState
-from polyamp.policy import Policy
+from polyamp.policies import Policy
 from polyamp.refusals import no_loss_scale
 
 

@@ -20,7 +20,7 @@ from polyamp.backends.tensorflow import unstable
 from polyamp.backends.tensorflow.autocast.interception import lowering_for
 from polyamp.backends.tensorflow.autocast.lowering import Lowering, current, entered, everywhere, set_everywhere
 from polyamp.backends.tensorflow.graphs.refusals import check_format
-from polyamp.policy import Policy
+from polyamp.policies import Policy
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from polyamp.backends.tensorflow.autocast.context import autocast_everywhere, is
 from polyamp.backends.tensorflow.compat.built_before import lower_products
 from polyamp.errors import warn_once
 from polyamp.given_scales import loss_scale_of
-from polyamp.policy import policy
+from polyamp.policies import policy
 from polyamp.verbs import wrap_optimizer
 
 

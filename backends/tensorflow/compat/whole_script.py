@@ -18,7 +18,7 @@ from polyamp.backends.tensorflow.unstable import replace_functions, scope_path
 from polyamp.flow import AS_WRITTEN
 from polyamp.loss_scale import LossScale
 from polyamp.plan import Plan, PlannedOperation
-from polyamp.policy import Policy, policy
+from polyamp.policies import Policy, policy
 from polyamp.scripts.places import script_line
 from polyamp.scripts.session import Session
 

@@ -33,7 +33,7 @@ from polyamp.deciding import Decider
 from polyamp.flow import AS_WRITTEN, INPUT, NO_FLOATS, WEAK, Flow, Value, specific
 from polyamp.formats import format_of
 from polyamp.operations import OPERATIONS as CLASSES
-from polyamp.policy import Policy
+from polyamp.policies import Policy
 from polyamp.rules import TABLE, Decision, is_wide
 
 _UPDATE = Value("strong", "the update")

@@ -16,7 +16,7 @@ from polyamp.backends.tensorflow.graphs.refusals import check_graph
 from polyamp.backends.tensorflow.graphs.values import Known, value_of_capture, value_of_type
 from polyamp.backends.tensorflow.unstable import FunctionLibrary
 from polyamp.formats import format_of
-from polyamp.policy import Policy
+from polyamp.policies import Policy
 
 _PASSES = 5  # more than one, because a list may hold values from another list
 

@@ -27,8 +27,8 @@ from polyamp.backends.tensorflow.unstable import call_in_place_of, options_of, r
 from polyamp.errors import warn_once
 from polyamp.formats import format_of
 from polyamp.plan import Plan
-from polyamp.policy import Policy
-from polyamp.policy import policy as make_policy
+from polyamp.policies import Policy
+from polyamp.policies import policy as make_policy
 from polyamp.refusals import not_traced
 from polyamp.reports import NO_PRODUCTS, report_nothing_lowered, report_refused, report_unused
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from polyamp.backends.tensorflow.graphs import rewrite as graphs
 from polyamp.plan import Plan
-from polyamp.policy import Policy
+from polyamp.policies import Policy
 from polyamp.validation import check_options
 
 

@@ -19,7 +19,7 @@ from polyamp.backends.tensorflow.recording.values import recorded
 from polyamp.backends.tensorflow.recording.writing import Instrumented
 from polyamp.backends.tensorflow.unstable import FunctionLibrary, flat_inputs, runnable
 from polyamp.diagnosis.recording import Recording
-from polyamp.policy import Policy
+from polyamp.policies import Policy
 
 
 def record(

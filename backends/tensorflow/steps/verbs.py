@@ -10,7 +10,7 @@ import tensorflow as tf
 from polyamp.backends.tensorflow.steps.optimizer import LossScaledOptimizer
 from polyamp.backends.tensorflow.steps.scaler import LossScaler
 from polyamp.loss_scale import LossScale, LossScaleState, on_host
-from polyamp.policy import Policy
+from polyamp.policies import Policy
 from polyamp.refusals import no_loss_scale
 
 

@@ -17,8 +17,8 @@ from polyamp.backends.torch.devices import report_slow
 from polyamp.backends.torch.dtypes import DTYPES, SIXTEEN_BIT
 from polyamp.dialects import default_rules
 from polyamp.errors import UnsupportedError, warn_once
-from polyamp.policy import Policy
-from polyamp.policy import policy as make_policy
+from polyamp.policies import Policy
+from polyamp.policies import policy as make_policy
 from polyamp.rules import Rule
 
 

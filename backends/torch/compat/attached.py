@@ -34,7 +34,7 @@ from polyamp.backends.torch.steps.saving import is_plain
 from polyamp.backends.torch.unstable import note_step
 from polyamp.errors import InvalidValueError, UsageError, unreported
 from polyamp.loss_scale import LossScale
-from polyamp.policy import Policy
+from polyamp.policies import Policy
 from polyamp.refusals import no_optimizer, wrapped_already
 from polyamp.validation import shown
 

@@ -30,7 +30,7 @@ from polyamp.backends.torch.autocast.regions import ACCELERATOR, DEVICE_TYPES
 from polyamp.backends.torch.steps.grad_scaler import GradScaler as PolyampGradScaler
 from polyamp.backends.torch.unstable import constant_when_compiled
 from polyamp.errors import warn_deprecated, warn_once
-from polyamp.policy import policy
+from polyamp.policies import policy
 from polyamp.verbs import autocast as polyamp_autocast
 
 __all__ = [

@@ -21,7 +21,7 @@ from polyamp.backends.torch.dtypes import SIXTEEN_BIT
 from polyamp.backends.torch.recording.operators import operator_of
 from polyamp.backends.torch.user_code import users_line
 from polyamp.plan import Plan, PlannedOperation
-from polyamp.policy import Policy
+from polyamp.policies import Policy
 from polyamp.scripts.session import Session
 
 __polyamp_run__ = True

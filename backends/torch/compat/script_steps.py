@@ -32,7 +32,7 @@ from polyamp.backends.torch.steps.window import State
 from polyamp.backends.torch.steps.wrapped import WrappedOptimizer
 from polyamp.backends.torch.unstable import backward_runs, note_step
 from polyamp.errors import PolyampError
-from polyamp.policy import Policy
+from polyamp.policies import Policy
 from polyamp.scripts.session import Session
 
 __polyamp_run__ = True

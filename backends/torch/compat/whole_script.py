@@ -18,7 +18,7 @@ from polyamp.backends.torch.compat.script_forward import Regions
 from polyamp.backends.torch.compat.script_refusals import check_sources, refuse_unsafe
 from polyamp.backends.torch.compat.script_steps import ScaledSteps
 from polyamp.backends.torch.dtypes import SIXTEEN_BIT
-from polyamp.policy import Policy
+from polyamp.policies import Policy
 from polyamp.scripts.session import Session
 
 _LOW = {str(dtype).removeprefix("torch.") for dtype in SIXTEEN_BIT}

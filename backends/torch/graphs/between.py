@@ -32,8 +32,8 @@ from polyamp.backends.torch.graphs.rewrite import report, report_rules
 from polyamp.backends.torch.recording.reach import Reach
 from polyamp.deciding import Decider, unused_in
 from polyamp.operations import OPERATIONS
-from polyamp.policy import Policy, current_policy
-from polyamp.policy import policy as make_policy
+from polyamp.policies import Policy, current_policy
+from polyamp.policies import policy as make_policy
 from polyamp.rules import Rule
 
 _OFF = make_policy("float32")

@@ -19,7 +19,7 @@ from polyamp.backends.torch.graphs.rewrite import usable
 from polyamp.backends.torch.graphs.values import Known, constant_of, known_value, map_known
 from polyamp.deciding import Decider
 from polyamp.errors import InvalidTypeError, InvalidValueError
-from polyamp.policy import Policy
+from polyamp.policies import Policy
 from polyamp.reports import chosen_policy
 from polyamp.validation import did_you_mean, shown, unknown_options
 

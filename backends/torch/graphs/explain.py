@@ -10,7 +10,7 @@ from polyamp.backends.torch.graphs.program import Program, check_no_autocast
 from polyamp.backends.torch.graphs.rewrite import checked, usable
 from polyamp.errors import InvalidValueError, PolyampError
 from polyamp.plan import Plan
-from polyamp.policy import Policy
+from polyamp.policies import Policy
 
 
 def explain(

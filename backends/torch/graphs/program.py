@@ -26,7 +26,7 @@ from polyamp.backends.torch.graphs.values import Known, constant_of, known_value
 from polyamp.deciding import Decider
 from polyamp.errors import InvalidTypeError
 from polyamp.plan import Plan
-from polyamp.policy import Policy
+from polyamp.policies import Policy
 from polyamp.validation import kind_of
 
 

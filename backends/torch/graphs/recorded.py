@@ -28,7 +28,7 @@ from polyamp.backends.torch.user_code import users_line
 from polyamp.errors import InvalidValueError
 from polyamp.flow import AS_WRITTEN, NO_FLOATS
 from polyamp.plan import Plan, PlannedOperation
-from polyamp.policy import Policy
+from polyamp.policies import Policy
 from polyamp.rules import TABLE, Decision, unused
 
 

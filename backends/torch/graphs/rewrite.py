@@ -21,8 +21,8 @@ from polyamp.deciding import Decider
 from polyamp.errors import InvalidTypeError, UsageError, warn_once
 from polyamp.formats import format_of
 from polyamp.plan import Plan
-from polyamp.policy import Policy
-from polyamp.policy import policy as make_policy
+from polyamp.policies import Policy
+from polyamp.policies import policy as make_policy
 from polyamp.refusals import not_traced
 from polyamp.reports import report_nothing_lowered, report_refused, report_unused
 from polyamp.rules import Rule

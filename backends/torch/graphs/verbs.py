@@ -8,7 +8,7 @@ from typing import Any
 from polyamp.backends.torch.graphs.explain import explain as explain_module
 from polyamp.backends.torch.graphs.rewrite import rewrite as rewrite_module
 from polyamp.plan import Plan
-from polyamp.policy import Policy
+from polyamp.policies import Policy
 
 
 def rewrite(fn: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], policy: Policy) -> Any:

@@ -31,8 +31,8 @@ from polyamp.backends.torch.autocast.context import autocast
 from polyamp.backends.torch.steps.optimizer import LossScaledOptimizer
 from polyamp.backends.torch.steps.wrapped_grad_scaler import WrappedGradScaler
 from polyamp.errors import InvalidTypeError, UnsupportedError, UsageError
-from polyamp.policy import Policy
-from polyamp.policy import policy as make_policy
+from polyamp.policies import Policy
+from polyamp.policies import policy as make_policy
 from polyamp.refusals import missing_trainer, wrapped_already
 from polyamp.validation import kind_of
 

@@ -37,8 +37,8 @@ from polyamp.backends.torch.steps.optimizer import ALIVE, LossScaledOptimizer
 from polyamp.backends.torch.steps.verbs import loss_scale_of, wrap_optimizer
 from polyamp.errors import UnsupportedError, UsageError
 from polyamp.loss_scale import LossScale
-from polyamp.policy import Policy
-from polyamp.policy import policy as policy_of
+from polyamp.policies import Policy
+from polyamp.policies import policy as policy_of
 from polyamp.refusals import missing_trainer
 from polyamp.validation import check_options, norm_limit
 from polyamp.written_scales import write

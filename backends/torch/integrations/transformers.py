@@ -16,8 +16,8 @@ from typing import Any
 
 from polyamp.backends.torch.integrations import accelerate
 from polyamp.errors import InvalidTypeError
-from polyamp.policy import Policy
-from polyamp.policy import policy as make_policy
+from polyamp.policies import Policy
+from polyamp.policies import policy as make_policy
 from polyamp.refusals import missing_trainer
 from polyamp.validation import shown
 

@@ -18,7 +18,7 @@ from polyamp.backends.torch.recording.counting import Counts
 from polyamp.backends.torch.recording.operators import Operator, operator_of
 from polyamp.backends.torch.tracking import Tracker
 from polyamp.diagnosis.recording import ACTIVATION, GRADIENT, Kind
-from polyamp.policy import Policy
+from polyamp.policies import Policy
 from polyamp.rules import decide
 
 

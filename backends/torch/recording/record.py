@@ -15,7 +15,7 @@ from polyamp.backends.torch.recording.running import Run
 from polyamp.diagnosis.recording import ACTIVATION, PARAMETER, Observation, Recording
 from polyamp.diagnosis.spread import Spread
 from polyamp.errors import InvalidTypeError, UnsupportedError
-from polyamp.policy import Policy
+from polyamp.policies import Policy
 from polyamp.validation import shown
 
 

@@ -27,8 +27,8 @@ from polyamp.backends.torch.steps.losses import COUNTS, LATEST
 from polyamp.backends.torch.steps.optimizer import ALIVE
 from polyamp.backends.torch.tracking import ModuleHooks, Tracker
 from polyamp.errors import NonFiniteLossError
-from polyamp.policy import Policy
-from polyamp.policy import policy as make_policy
+from polyamp.policies import Policy
+from polyamp.policies import policy as make_policy
 
 
 class Run:

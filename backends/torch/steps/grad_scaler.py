@@ -29,8 +29,8 @@ from polyamp.controls import imposed
 from polyamp.errors import InvalidValueError, warn_once
 from polyamp.loss_scale import LossScale, LossScaleState, advance, on_host
 from polyamp.loss_scale_reports import report_limits, report_nonfinite_loss
-from polyamp.policy import Policy
-from polyamp.policy import policy as make_policy
+from polyamp.policies import Policy
+from polyamp.policies import policy as make_policy
 from polyamp.refusals import non_finite_loss
 from polyamp.result import StepResult
 

@@ -15,7 +15,7 @@ from polyamp.backends.torch.steps.optimizer import LossScaledOptimizer
 from polyamp.backends.torch.steps.refusals import named_tensors
 from polyamp.errors import warn_once
 from polyamp.loss_scale import LossScale, LossScaleState, on_host
-from polyamp.policy import Policy
+from polyamp.policies import Policy
 from polyamp.refusals import no_loss_scale
 from polyamp.saved_scales import apex_losses
 

@@ -15,7 +15,7 @@ from polyamp.backends.torch.compat.apex.amp.options import FORMATS, Properties
 from polyamp.backends.torch.convert import convert
 from polyamp.backends.torch.dtypes import SIXTEEN_BIT
 from polyamp.errors import InvalidValueError, UsageError, unreported
-from polyamp.policy import policy
+from polyamp.policies import policy
 
 _PARALLEL = (nn.parallel.DistributedDataParallel, nn.DataParallel)
 

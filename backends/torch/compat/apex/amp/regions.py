@@ -16,7 +16,7 @@ import torch
 
 from polyamp.backends.torch.autocast.context import autocast_context
 from polyamp.backends.torch.autocast.weights import forget_casts
-from polyamp.policy import policy
+from polyamp.policies import policy
 
 _FLOAT16 = policy("mixed_float16")
 _FLOAT32 = policy("float32")

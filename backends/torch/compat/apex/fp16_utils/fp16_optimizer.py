@@ -22,7 +22,7 @@ from polyamp.backends.torch.steps.gradients import Gradients
 from polyamp.backends.torch.steps.verbs import save_loss_scale
 from polyamp.errors import InvalidTypeError, StateError, UsageError, warn_deprecated
 from polyamp.loss_scale import LossScale
-from polyamp.policy import policy
+from polyamp.policies import policy
 from polyamp.verbs import wrap_optimizer
 
 _ARGUMENTS = {

@@ -173,12 +173,6 @@ def traced_anew() -> AbstractContextManager[None]:
     return context
 
 
-def traced_apart(key: str) -> AbstractContextManager[None]:
-    """Trace everything inside apart from traces elsewhere; JAX before 0.10 mixes them."""
-    context: AbstractContextManager[None] = _TRACED(key)
-    return context
-
-
 def users_line(equation: Any) -> str:
     """Return the innermost line of the user's own program that made an equation, such as ``train.py:12``."""
     # Unlike `source_line` it skips optax, flax and polyamp.

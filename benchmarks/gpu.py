@@ -86,14 +86,6 @@ PARTS = [
         small=("--model", "MLP", "--rounds", "2"),
     ),
     Part(
-        "health",
-        "second",
-        25,
-        ("benchmarks/monitoring.py", "run", "--framework", "torch"),
-        ("monitoring_health.json",),
-        small=("--rounds", "2"),
-    ),
-    Part(
         "autocast",
         "second",
         25,

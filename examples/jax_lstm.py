@@ -63,9 +63,5 @@ def one_step() -> dict:
     }
 
 
-def sweep() -> dict:
-    return task.sweep_of(updates, one_step())
-
-
 if __name__ == "__main__":
     task.main(updates)

@@ -61,9 +61,5 @@ def one_step() -> dict:
     return {"step": loss_of, "args": (variables(weights), tf.constant(batches[0, 0])), "rows": task.TOKENS}
 
 
-def sweep() -> dict:
-    return task.sweep_of(updates, one_step())
-
-
 if __name__ == "__main__":
     task.main(updates)

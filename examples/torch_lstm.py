@@ -51,9 +51,5 @@ def one_step() -> dict:
     return {"step": loss_of, "args": (WordLSTM(weights), torch.tensor(batches[0, 0]).long()), "rows": task.TOKENS}
 
 
-def sweep() -> dict:
-    return task.sweep_of(updates, one_step())
-
-
 if __name__ == "__main__":
     task.main(updates)

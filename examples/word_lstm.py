@@ -12,7 +12,7 @@ import numpy as np
 from rich.console import Console
 from rich.progress import track
 
-from polyamp import LossScale, Policy, policy, probe
+from polyamp import LossScale, policy
 
 VOCABULARY, HIDDEN, LEARNING_RATE = 2048, 16, 0.1
 MICRO_BATCHES, ROWS, WORDS = 24, 64, 16  # the micro-batches' gradients are added up in float32 for one update
@@ -41,19 +41,6 @@ def make_task(steps: int = 10, seed: int = 0) -> tuple[dict[str, np.ndarray], np
 def summary(updates: Iterable[tuple[float, bool]]) -> tuple[float, int]:
     losses, applied = zip(*updates, strict=True)
     return float(np.mean(losses[-3:])), applied.count(False)
-
-
-def sweep_of(updates: Callable, step: dict) -> dict:
-    """Return the input of `polyamp sweep`: training by loss scale, and to compare, float32 and a probe of one step."""
-
-    def train(chosen: Policy) -> tuple[float, int]:
-        return summary(updates(chosen, *make_task()))
-
-    return {
-        "train": lambda scale: train(policy("mixed_float16", loss_scale=LossScale.fixed(scale))),
-        "reference": lambda: train(policy("float32")),
-        "probe": probe(step["step"], *step["args"]),
-    }
 
 
 def main(updates: Callable) -> None:

@@ -38,11 +38,8 @@ from polyamp.verbs import (
 
 if TYPE_CHECKING:
     from polyamp.diagnosis.calibration import calibrate
-    from polyamp.diagnosis.health import Health, health
+    from polyamp.diagnosis.health import health
     from polyamp.diagnosis.lint import lint
-    from polyamp.diagnosis.mismatch import mismatch
-    from polyamp.diagnosis.monitor import HealthMonitor, log_health, write_health
-    from polyamp.diagnosis.sweep import sweep
     from polyamp.diagnosis.verbs import diagnose, probe
     from polyamp.diagnosis.watch import watch
     from polyamp.equivalence.parity import parity
@@ -53,8 +50,6 @@ __version__ = "0.1.0"
 __all__ = [
     "FORMATS",
     "Format",
-    "Health",
-    "HealthMonitor",
     "InvalidTypeError",
     "InvalidValueError",
     "LossScale",
@@ -83,8 +78,6 @@ __all__ = [
     "health",
     "lint",
     "load_loss_scale",
-    "log_health",
-    "mismatch",
     "parity",
     "policy",
     "probe",
@@ -92,23 +85,15 @@ __all__ = [
     "save_loss_scale",
     "scale_loss",
     "set_global_policy",
-    "sweep",
     "value_and_grad",
     "watch",
     "wrap_optimizer",
-    "write_health",
 ]
 
 _ON_FIRST_USE = {
     "calibrate": "diagnosis.calibration",
-    "Health": "diagnosis.health",
     "health": "diagnosis.health",
     "lint": "diagnosis.lint",
-    "mismatch": "diagnosis.mismatch",
-    "HealthMonitor": "diagnosis.monitor",
-    "log_health": "diagnosis.monitor",
-    "write_health": "diagnosis.monitor",
-    "sweep": "diagnosis.sweep",
     "diagnose": "diagnosis.verbs",
     "probe": "diagnosis.verbs",
     "watch": "diagnosis.watch",

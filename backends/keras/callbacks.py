@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import keras
 
 from polyamp.backends.keras.unstable import update_variables
-from polyamp.diagnosis.health import Health, health
-from polyamp.diagnosis.monitor import HealthMonitor
+from polyamp.diagnosis.health import Health, check_probe, health
 from polyamp.diagnosis.verbs import diagnose
 from polyamp.diagnosis.watch import Explainer
 from polyamp.validation import check_count, wrong_type
@@ -20,6 +20,14 @@ if TYPE_CHECKING:
 
 _NO_SCALE_HELPS = ("forward", "layer", "model")
 _FEW = 4  # skipped steps
+
+
+def _log(found: Health) -> None:
+    logger = logging.getLogger("polyamp")
+    if found.alarming:
+        logger.warning("%s. %s", found, found.finding)
+    else:
+        logger.info("%s", found)
 
 
 class HealthCallback(keras.callbacks.Callback):
@@ -38,7 +46,8 @@ class HealthCallback(keras.callbacks.Callback):
 
     Args:
         every: number of batches between checks; a check waits for the device.
-        hooks: functions that take a `polyamp.Health`, such as the result of `polyamp.log_health`; None logs.
+        hooks: functions that take the result of `polyamp.health`; None logs its line to the logger ``polyamp``, as a
+            warning with advice if it is alarming.
         probe: the result of `polyamp.probe` for this model: the scale is then compared with its window.
         batch: ``(x, y)``, a batch on which `polyamp.diagnose` finds out why steps are skipped: once for each run of
             skips, and once if a quarter of the steps is skipped, in a row or not, and no loss scale helps.
@@ -61,6 +70,16 @@ class HealthCallback(keras.callbacks.Callback):
     ) -> None:
         super().__init__()
         check_count("every", every, where="HealthCallback(every=)")
+        check_probe(probe, where="HealthCallback(probe=)")
+        hooks = (_log,) if hooks is None else tuple(hooks) if isinstance(hooks, Iterable) else (hooks,)
+        for hook in hooks:
+            if not callable(hook):
+                raise wrong_type(
+                    hook,
+                    where="HealthCallback(hooks=)",
+                    allowed="functions of a health",
+                    fix="give a list of functions: hooks=[print]",
+                )
         if not (batch is None or isinstance(batch, tuple | list)):
             raise wrong_type(
                 batch,
@@ -70,7 +89,7 @@ class HealthCallback(keras.callbacks.Callback):
             )
         self.every = every
         self.batch = batch
-        self._monitor = HealthMonitor(1, hooks, probe)
+        self._hooks, self._probe = hooks, probe
         self._explain = Explainer(lambda *batch: diagnose(self.model, *batch), on_verdict)
         self._batches, self._looked = 0, -1
         self._seen, self._is_explained = (0, 0), False
@@ -94,7 +113,9 @@ class HealthCallback(keras.callbacks.Callback):
     def _look(self) -> Health:
         update_variables(self.model)  # on JAX, fit does not update them while it runs
         self._looked = self._batches
-        found = self._monitor.look(self.model)
+        found = health(self.model, self._probe)
+        for hook in self._hooks:
+            hook(found)
         often = self._skips_often(found)
         if self.batch is not None and not self._is_explained:
             if found.state == "spiral":

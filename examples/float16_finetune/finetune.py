@@ -3,15 +3,13 @@
     python finetune.py
 
 This trains float16 twice. In the second run one process is killed half-way; then training starts again, continues from
-the last checkpoint, and must end with the same bits. At the end the two programs of the trained model, training and
-decoding with a cache, are compared by format: docs/diagnose/mismatch.md explains the table.
+the last checkpoint, and must end with the same bits.
 
 On several machines: torchrun --nnodes 2 --nproc-per-node 8 ... finetune.py
 """
 
 import argparse
 import json
-import logging
 import os
 import signal
 import subprocess
@@ -21,7 +19,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from gpt import GPT, Config, log_probs, replay, sample, text
+from gpt import GPT, Config, log_probs, text
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -31,7 +29,6 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.fsdp import fully_shard
 
 import polyamp
-from polyamp.diagnosis.mismatch import Mismatch
 
 ROWS, MICRO_BATCHES = 8, 2  # rows of each rank in a micro-batch; micro-batches in a step
 SCALE = polyamp.LossScale(init=2.0**19, interval=20)  # grows a hundred times as often as usual, to show skipped steps
@@ -56,8 +53,6 @@ class Run:
         fully_shard(self.model, mp_policy=policy.to_fsdp())
         adam = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
         self.opt = polyamp.wrap_optimizer(adam, policy, max_grad_norm=1.0)
-        log = polyamp.log_health(logging.getLogger(folder.name))
-        self.monitor = polyamp.HealthMonitor(every=10, hooks=[log] if dist.get_rank() == 0 else [])
         self.text = text().to(DEVICE)
 
     def train(self, steps: int, every: int, kill_at: int | None = None) -> None:
@@ -66,7 +61,8 @@ class Run:
             if len(self.losses) == kill_at and dist.get_rank() == 1:
                 os.kill(os.getpid(), signal.SIGKILL)
             self.losses.append(self.step())
-            self.monitor(self.opt)
+            if len(self.losses) % 10 == 0 and dist.get_rank() == 0:
+                print(f"{self.folder.name}: {polyamp.health(self.opt)}", flush=True)
             if len(self.losses) % every == 0:
                 self.save()
 
@@ -115,17 +111,8 @@ class Run:
         return model.to(DEVICE)
 
 
-def compare(model: GPT, context: int) -> Mismatch:
-    """Sample tokens with the inference program, and compare the two programs on them."""
-    prompts = text()[: 8 * 997 : 997, None].long().to(DEVICE)
-    with polyamp.autocast("mixed_bfloat16"):
-        tokens = sample(model, prompts, context + 1)
-    return polyamp.mismatch(lambda tokens: log_probs(model, tokens), lambda tokens: replay(model, tokens), tokens)
-
-
 def main(asked: argparse.Namespace) -> None:
     """Train every run and report, as one of several processes."""
-    logging.basicConfig(level=logging.INFO, format="%(name)s: %(message)s", stream=sys.stdout)
     config = Config(asked.width, asked.layers, context=asked.context)
     policies = {**POLICIES, "killed": POLICIES["float16"]}
     runs = {name: Run(asked.folder / name, policy, config) for name, policy in policies.items()}
@@ -133,10 +120,10 @@ def main(asked: argparse.Namespace) -> None:
         run.train(asked.steps, every=asked.steps // 3, kill_at=asked.kill_at if name == "killed" else None)
     models = {name: run.whole() for name, run in runs.items()}
     if dist.get_rank() == 0:
-        report(asked.folder, asked.plot, runs, models)
+        report(asked.folder, runs, models)
 
 
-def report(folder: Path, plot: Path | None, runs: dict[str, Run], models: dict[str, GPT]) -> None:
+def report(folder: Path, runs: dict[str, Run], models: dict[str, GPT]) -> None:
     last = len(runs["float32"].losses) // 10 or 1
     print(f"{'training':<10}{'first loss':>11}{'last loss':>11}{'skipped':>9}")
     for name, run in runs.items():
@@ -145,12 +132,7 @@ def report(folder: Path, plot: Path | None, runs: dict[str, Run], models: dict[s
     same = runs["killed"].losses == runs["float16"].losses and is_same(models["killed"], models["float16"])
     table["killed"]["same_bits"] = same
     print(f"killed and resumed: {'the same bits as' if same else 'other bits than'} float16")
-    found = compare(models["float16"], runs["float16"].config.context)
-    print(f"\n{found}")
     (folder / "table.json").write_text(json.dumps(table, indent=1) + "\n")
-    found.save(folder / "mismatch.json")
-    if plot:
-        found.plot(plot)
 
 
 def is_same(one: GPT, other: GPT) -> bool:
@@ -171,7 +153,6 @@ def options() -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--context", type=int, default=64)
     parser.add_argument("--folder", type=Path, default=Path("runs"), help="for checkpoints and reports; runs continue")
-    parser.add_argument("--plot", type=Path, help="an image file for the picture of the mismatch")
     parser.add_argument("--kill-at", type=int, help="the step at which a process of the run 'killed' dies")
     return parser.parse_args()
 

@@ -1,4 +1,4 @@
-"""A small causal language model of bytes, as two programs: `log_probs` trains it, `sample` and `replay` decode it."""
+"""A small causal language model of bytes."""
 
 import pydoc_data.topics
 from dataclasses import dataclass
@@ -26,17 +26,10 @@ class Block(nn.Module):
         self.mlp_norm = nn.LayerNorm(width)
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
-    def forward(self, x: Tensor, cache: list[Tensor] | None = None) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         parts = self.qkv(self.norm(x)).chunk(3, -1)
         query, key, value = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in parts)
-        if cache is None:  # training: all positions at once, in a fused kernel
-            seen = scaled_dot_product_attention(query, key, value, is_causal=True)
-        else:  # decoding: one position, which sees the cache
-            key, value = (
-                torch.cat([*old, new], 2) for old, new in zip((cache[:1], cache[1:]), (key, value), strict=True)
-            )
-            cache[:] = key, value
-            seen = torch.softmax(query @ key.mT / query.shape[-1] ** 0.5, -1) @ value
+        seen = scaled_dot_product_attention(query, key, value, is_causal=True)
         x = x + self.out(seen.transpose(1, 2).flatten(2))
         return x + self.down(nn.functional.gelu(self.up(self.mlp_norm(x))))
 
@@ -48,37 +41,16 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.norm, self.head = nn.LayerNorm(config.width), nn.Linear(config.width, VOCABULARY)
 
-    def forward(self, tokens: Tensor, start: int = 0, caches: list[list[Tensor]] | None = None) -> Tensor:
-        places = torch.arange(start, start + tokens.shape[1], device=tokens.device)
-        x = self.words(tokens) + self.places(places)
-        for block, cache in zip(self.blocks, caches or [None] * len(self.blocks), strict=True):
-            x = block(x, cache)
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.words(tokens) + self.places(torch.arange(tokens.shape[1], device=tokens.device))
+        for block in self.blocks:
+            x = block(x)
         return torch.log_softmax(self.head(self.norm(x)).float(), -1)
 
 
 def log_probs(model: nn.Module, tokens: Tensor) -> Tensor:
-    """Return the log-probability of each token but the first, in one pass: the training program."""
+    """Return the log-probability of each token but the first, in one pass."""
     return model(tokens[:, :-1]).gather(-1, tokens[:, 1:, None])[..., 0]
-
-
-@torch.no_grad()
-def replay(model: GPT, tokens: Tensor) -> Tensor:
-    """Return the same log-probabilities, position by position with a cache: the inference program."""
-    caches = [[] for _ in model.blocks]
-    found = [model(tokens[:, at : at + 1], at, caches) for at in range(tokens.shape[1] - 1)]
-    return torch.cat(found, 1).gather(-1, tokens[:, 1:, None])[..., 0]
-
-
-@torch.no_grad()
-def sample(model: GPT, tokens: Tensor, length: int, seed: int = 0) -> Tensor:
-    """Return the tokens with sampled ones behind them."""
-    random = torch.Generator(tokens.device).manual_seed(seed)
-    caches = [[] for _ in model.blocks]
-    for at in range(length - 1):
-        found = model(tokens[:, at : at + 1], at, caches)[:, -1]
-        if at + 1 == tokens.shape[1]:
-            tokens = torch.cat([tokens, torch.multinomial(found.exp(), 1, generator=random)], 1)
-    return tokens
 
 
 def text() -> Tensor:

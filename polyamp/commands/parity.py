@@ -78,7 +78,7 @@ def parity(
     """
     check_files(json, plot)
     with printing_elsewhere(json), _interrupted(keep):
-        found = training_of(target, "train(policy, seed)").call(
+        found = training_of(target).call(
             train_over_seeds,
             policy=policy,
             seeds=seeds,

@@ -15,15 +15,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from polyamp.diagnosis.lint import lint
-from polyamp.diagnosis.sweep import sweep
 from polyamp.diagnosis.verbs import probe
 from polyamp.equivalence.parity import parity
 from polyamp.errors import InvalidTypeError, InvalidValueError
 from polyamp.validation import shown
 from polyamp.verbs import explain
 
-_TRAINED_BY = {"seed", "scale"}
-"""Arguments of training functions: a function that has one is called with it, even if it has a default."""
 FORMS = 'a step; (step, *arguments); or {"step": step, "args": (...), "optimizer": ..., "policy": ...}'
 
 
@@ -32,7 +29,7 @@ class Target:
     """The arguments for a verb.
 
     Attributes:
-        step: the first argument: a step, or the training function of a sweep.
+        step: the first argument: a step, or a training function.
         args, kwargs: the step's own arguments.
         options: keyword arguments of verbs, by name.
     """
@@ -66,24 +63,22 @@ def step_of(text: str) -> Target:
     return Target(made if callable(made) else function)
 
 
-def training_of(text: str, form: str = "train(scale)") -> Target:
+def training_of(text: str) -> Target:
     """Return the training function: ``package.module:function`` if it takes arguments, else its result.
-
-    Args:
-        text: ``package.module:function``.
-        form: what the verb calls, for errors.
 
     Raises:
         InvalidTypeError, InvalidValueError: as `step_of` does.
     """
     function = load(text)
-    if _takes_arguments(function) or _TRAINED_BY & _parameters_of(function).keys():
+    if _takes_arguments(function) or "seed" in _parameters_of(function):  # which may have a default
         return Target(function)
     made = function()
     if isinstance(made, Mapping):
         return _of_mapping(made, "train", text)
     if not callable(made):
-        raise _bad_form(text, made, f'{form} itself; or a function that returns it, or {{"train": train, ...}}')
+        raise _bad_form(
+            text, made, 'train(policy, seed) itself; or a function that returns it, or {"train": train, ...}'
+        )
     return Target(made)
 
 
@@ -123,7 +118,7 @@ def _module(name: str, text: str) -> Any:
 
 
 def _of_mapping(made: Mapping[str, Any], key: str, text: str) -> Target:
-    verbs: tuple[Callable[..., Any], ...] = (explain, lint, parity, probe, sweep)
+    verbs: tuple[Callable[..., Any], ...] = (explain, lint, parity, probe)
     options = {name for verb in verbs for name in _options_of(verb)}
     unknown = sorted(made.keys() - options - {"step", "train", "args", "kwargs"})
     if unknown:

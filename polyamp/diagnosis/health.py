@@ -232,7 +232,7 @@ def health(holder: Any, probe: Probe | None = None) -> Health:
     """Report how training with a loss scale is going: steps, skips and why, the scale, and whether to worry.
 
     The counters are kept on the device and updated at every step. Reading them waits for the device, so read them once
-    in a while, not at each step (see `HealthMonitor`).
+    in a while, not at each step. A logger takes ``health(holder).as_dict()``.
 
     >>> import torch
     >>> from polyamp import wrap_optimizer

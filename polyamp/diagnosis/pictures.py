@@ -1,4 +1,4 @@
-"""Pictures of a probe, a sweep, a mismatch and a plan, drawn into image files.
+"""Pictures of a probe and a plan, drawn into image files.
 
 Each function takes the numbers to draw, so the reports can import this module. Only this module needs matplotlib, and
 only when it draws.
@@ -10,11 +10,10 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import PurePath
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from polyamp.diagnosis.recording import ACTIVATION, GRADIENT, PARAMETER, Observation, Recording
-from polyamp.diagnosis.spread import LOWEST, Spread
-from polyamp.diagnosis.window import Window
+from polyamp.diagnosis.spread import LOWEST, Spread, Window
 from polyamp.errors import InvalidValueError
 from polyamp.formats import Format
 from polyamp.layout import power
@@ -27,28 +26,13 @@ FAINTEST = 1e-4
 """Share of a tensor's elements that has the palest colour of the heat map."""
 
 _BARS = 16  # kinds of operations in a plan's picture
-_SMALLEST = 1e-9  # differences below are drawn here: a logarithmic axis does not have 0
 _LABELLED = 96  # rows, in all panels together, that have room for names
 _TITLES = {
     ACTIVATION: "activations",
     GRADIENT: "gradients of activations",
     PARAMETER: "gradients of parameters",
 }
-_LOST, _LIMIT, _SAFE = "#d9d9d9", "#c0392b", "#2e7d5b"
-_MARKS = {"ok": ("o", _SAFE), "too small": ("v", "#1f5fa8"), "too large": ("^", _LIMIT), "failed": ("x", "black")}
-
-
-class Mark(NamedTuple):
-    """One run of a sweep: its loss scale, its final loss (None if it failed) and its outcome."""
-
-    scale: float
-    loss: float | None
-    outcome: str
-
-    @property
-    def is_finite(self) -> bool:
-        """Whether the final loss is finite."""
-        return self.loss is not None and math.isfinite(self.loss)
+_LOST, _LIMIT = "#d9d9d9", "#c0392b"
 
 
 def draw_probe(
@@ -78,30 +62,6 @@ def draw_probe(
     figure.savefig(path, dpi=150)
 
 
-def draw_sweep(
-    path: str | PathLike[str], runs: Sequence[Mark], reference: tuple[str, float] | None, window: Window | None
-) -> None:
-    """Draw the final loss over the loss scale, with the reference and the probed window, into an image file."""
-    figure = figure_for(path, (9, 4.5))
-    axis = figure.subplots()
-    scales = [math.log2(run.scale) for run in runs]
-    if window and not window.is_empty:
-        low, high = (math.log2(max(limit, 2.0**-126)) for limit in window)
-        axis.axvspan(low, high, color=_SAFE, alpha=0.15, lw=0, label="probed window")
-    if reference is not None:
-        name, loss = reference
-        axis.axhline(loss, color="black", lw=1, ls="--", label=f"{name}: {loss:.4f}")
-    finite = [run for run in runs if run.is_finite]
-    axis.plot([math.log2(run.scale) for run in finite], [run.loss for run in finite], color="grey", lw=1)
-    _mark_outcomes(axis, runs)
-    axis.set_xlim(min(scales) - 1, max(scales) + 1)
-    axis.set_xticks(scales, [power(run.scale) for run in runs], fontsize=9, rotation=45)
-    axis.set(xlabel="static loss scale", ylabel="final loss")
-    axis.spines[["top", "right"]].set_visible(False)
-    figure.legend(loc="outside right upper", frameon=False, fontsize=9)
-    figure.savefig(path, dpi=150)
-
-
 def draw_plan(path: str | PathLike[str], policy: str, moved: Mapping[tuple[str, str], int], full: Counter[str]) -> None:
     """Draw the bytes that each kind of operation moves under a policy, by format, next to float32's, into an image."""
     names = [name for name, _ in full.most_common(_BARS)]
@@ -118,43 +78,6 @@ def draw_plan(path: str | PathLike[str], policy: str, moved: Mapping[tuple[str, 
     axis.set(xlabel="MiB moved", title=f"{policy.partition(' ')[0]}: bytes moved by operation")
     axis.spines[["top", "right"]].set_visible(False)
     axis.legend(frameon=False, fontsize=9)
-    figure.savefig(path, dpi=150)
-
-
-def draw_mismatch(
-    path: str | PathLike[str],
-    curves: Mapping[str, Sequence[float]],
-    clip: tuple[float, float],
-    causes: tuple[str, Sequence[tuple[str, float]]],
-) -> None:
-    """Draw the share of tokens that differ by more than each size, and the causes of one mismatch, into an image file.
-
-    Args:
-        path: the image file.
-        curves: for each comparison the magnitudes of its differences, in ascending order.
-        clip: smallest and largest importance ratio that count as inside.
-        causes: the name of a comparison, with patterns of operations and the share that each causes.
-
-    Raises:
-        InvalidValueError: the file's ending does not name an image format.
-        MissingFrameworkError: matplotlib is not installed.
-    """
-    name, bars = causes
-    figure = figure_for(path, (11 if bars else 6, 4.5))
-    axis, *others = figure.subplots(1, 2 if bars else 1, squeeze=False)[0]
-    for label, sizes in curves.items():
-        shares = [1 - place / len(sizes) for place in range(len(sizes))]
-        axis.plot([max(size, _SMALLEST) for size in sizes], shares, label=label, drawstyle="steps-pre")
-    for limit in sorted({abs(math.log(ratio)) for ratio in clip})[:1]:
-        axis.axvline(limit, color=_LIMIT, lw=1, ls="--", label=f"clipped, {clip[0]:g}..{clip[1]:g}")
-    axis.set(xscale="log", yscale="log", xlabel="|log p_train - log p_infer|", ylabel="share of tokens above")
-    axis.legend(frameon=False, fontsize=9)
-    for other in others:
-        other.barh([rule for rule, _ in bars], [part for _, part in bars], color=_SAFE)
-        other.invert_yaxis()
-        other.set(xlabel="part that disappears in float32", title=name)
-    for each in (axis, *others):
-        each.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=150)
 
 
@@ -249,19 +172,3 @@ def _title(recording: Recording, limits: Format, window: Window | None, scale: f
     start = f"; grey: lost or too large at {power(scale)}" if window is not None else ""
     policy = recording.policy.partition(" ")[0]
     return f"{recording.framework}, {policy}: limits of {limits.name}; {safe}{start}"
-
-
-def _mark_outcomes(axis: Any, runs: Sequence[Mark]) -> None:
-    """Draw a mark for each run; runs without a finite loss are in a row at the upper edge."""
-    from matplotlib.transforms import blended_transform_factory
-
-    edge = blended_transform_factory(axis.transData, axis.transAxes)
-    labels = set[str]()
-    for run in runs:
-        label = run.outcome if run.is_finite else f"{run.outcome}, no finite loss"
-        marker, colour = _MARKS[run.outcome]
-        look: dict[str, Any] = {"marker": marker, "color": colour, "fillstyle": "full" if run.is_finite else "none"}
-        height, where = (run.loss, axis.transData) if run.is_finite else (1.03, edge)
-        look |= {"ls": "", "zorder": 3, "transform": where, "clip_on": False}
-        axis.plot([math.log2(run.scale)], [height], label=None if label in labels else label, **look)
-        labels.add(label)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from polyamp.diagnosis.recording import ACTIVATION, GRADIENT, PARAMETER, Observation, Recording
 from polyamp.diagnosis.rounding import Rounding
-from polyamp.diagnosis.window import Window
+from polyamp.diagnosis.spread import Window
 from polyamp.formats import format_of
 from polyamp.layout import JsonReport, aligned, finite, power, share
 from polyamp.loss_scale import LossScale

@@ -13,10 +13,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from polyamp.errors import InvalidValueError
 from polyamp.formats import Format, format_of
+from polyamp.layout import power
 
 LOWEST, HIGHEST = -127, 127
 """The exponents of finite float32 numbers. Subnormals count as the lowest."""
@@ -235,6 +236,27 @@ class Spread:
 
     def _flushed_bins(self, found: Format, scale: float) -> int:
         return max(0, _flush_exponent(found) - round(math.log2(scale)) - LOWEST)
+
+
+class Window(NamedTuple):
+    """The safe range of loss scales, as powers of two: next to nothing is lost, and nothing overflows."""
+
+    low: float  # at smaller scales, a gradient loses more of its L1 mass than is tolerated
+    high: float  # at larger scales, a gradient comes too near to overflow; this includes the margin
+
+    @property
+    def is_empty(self) -> bool:
+        """Return whether no scale suits all gradients."""
+        return self.low > self.high
+
+    def __contains__(self, scale: object) -> bool:
+        return isinstance(scale, int | float) and self.low <= scale <= self.high
+
+    def __repr__(self) -> str:
+        return f"Window({self})"
+
+    def __str__(self) -> str:
+        return f"{power(self.low)} .. {power(self.high)}"
 
 
 def _flush_exponent(found: Format) -> int:

@@ -9,7 +9,6 @@ from typing import Any, TypeVar
 
 from polyamp import registry
 from polyamp.diagnosis.health import Health, health
-from polyamp.diagnosis.monitor import HealthMonitor
 from polyamp.diagnosis.verbs import diagnose
 from polyamp.diagnosis.verdict import Verdict
 from polyamp.dispatch import HOLDS_LOSS_SCALE
@@ -27,7 +26,6 @@ def watch(
     holder: Any = None,
     *,
     after: int = 4,
-    monitor: HealthMonitor | None = None,
     on_verdict: Callable[[Verdict], object] | None = None,
     policy: Policy | str | None = None,
     **options: Any,
@@ -55,18 +53,16 @@ def watch(
             are values, it may be the optimizer, its state or None: the state is searched for in the step's arguments,
             and then in its last result; donated buffers are read while they still exist.
         after: skipped steps in a row that trigger a diagnosis.
-        monitor: called at every call as well.
         on_verdict: receives the verdict; None issues it as a `PolyampWarning`.
         policy: passed to `polyamp.diagnose`.
         **options: passed to `polyamp.diagnose`: ``scale`` or ``backend``.
 
     Raises:
-        InvalidTypeError: ``step`` or ``on_verdict`` is not callable, ``after`` is not an integer, or ``monitor`` is not
-            a monitor.
+        InvalidTypeError: ``step`` or ``on_verdict`` is not callable, or ``after`` is not an integer.
         InvalidValueError: ``after`` is less than 1, or the policy is unknown.
         UsageError: at the first check, if nothing holds a loss scale.
     """
-    _check(step, monitor, on_verdict)
+    _check(step, on_verdict)
     check_count("after", after, where="watch(after=)")
     chosen = None if policy is None else make_policy(policy)
     explain = Explainer(functools.partial(diagnose, step, policy=chosen, **options), on_verdict)
@@ -75,8 +71,6 @@ def watch(
     @functools.wraps(step)
     def watched(*args: Any, **kwargs: Any) -> Any:
         where = place.of((args, kwargs))
-        if monitor is not None:
-            monitor(where)
         if next(calls) % after == 0:
             found = _look(where)
             if found.skipped_in_a_row >= after:
@@ -152,13 +146,9 @@ def _warn(verdict: Verdict) -> None:
     warn_once(f"steps are being skipped in a row; this is why:\n{verdict}")
 
 
-def _check(step: object, monitor: object, on_verdict: object) -> None:
+def _check(step: object, on_verdict: object) -> None:
     if not callable(step):
         raise wrong_type(step, where="watch(step)", allowed="a function", fix="give the training step itself")
-    if not (monitor is None or callable(monitor)):
-        raise wrong_type(
-            monitor, where="watch(monitor=)", allowed="a polyamp.HealthMonitor", fix="write HealthMonitor(every=100)"
-        )
     if not (on_verdict is None or callable(on_verdict)):
         raise wrong_type(
             on_verdict, where="watch(on_verdict=)", allowed="a function of a Verdict", fix="give print, for example"

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,32 +10,14 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from polyamp import LossScaleError, Plan, cli
+from polyamp import Plan, cli
 from polyamp.commands.show import _show_rich
 from polyamp.commands.target import load, step_of, training_of
 from polyamp.diagnosis.lint import Finding, Report
-from polyamp.diagnosis.sweep import Sweep, Trial
 from polyamp.errors import InvalidTypeError, InvalidValueError
 from polyamp.plan import PlannedOperation
 
-TARGETS = '''
-import polyamp
-
-def train(scale):
-    """A model that needs a loss scale of 2**6 and overflows from 2**25 on."""
-    if scale >= 2.0**25:
-        raise polyamp.LossScaleError("only skipped steps")
-    return (5.0 if scale >= 2.0**6 else 5.5), 0
-
-def gives_train():
-    return train
-
-def gives_mapping():
-    return {"train": train, "reference": lambda: 5.0, "scales": [1.0, 2.0**8], "progress": False}
-
-def never_ok():
-    return {"train": lambda scale: float("nan"), "scales": [1.0]}
-
+TARGETS = """
 def step(*batch):
     return 1.0
 
@@ -57,10 +36,6 @@ def in_mapping():
 def unknown_key():
     return {"step": step, "arguments": (1, 2)}
 
-def train_by_policy(scale):
-    import polyamp
-    return polyamp.FORMATS[polyamp.current_policy().compute].bits
-
 def no_step():
     return {"args": (1, 2)}
 
@@ -74,7 +49,7 @@ class nested:
     inner = staticmethod(loss)
 
 number = 3
-'''
+"""
 
 BROKEN = "import nothing_of_that_name"
 
@@ -100,60 +75,11 @@ def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
     return int(ended.value.code or 0)
 
 
-def test_a_command_looks_in_the_current_directory(folder: Path) -> None:
-    command = [sys.executable, "-m", "polyamp", "sweep", "targets:train"]
-    done = subprocess.run(command, cwd=folder, env={**os.environ, "NO_COLOR": "1"}, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert "ok: 2^8 .. 2^24" in done.stdout
-    assert "only skipped steps" in done.stdout
-    assert "9/9 scale 2^28: failed" in done.stderr
-    assert not set(done.stdout) & set("\x1b━─│┃")
-
-
-@pytest.mark.parametrize("target", ["targets:train", "targets:gives_train", "targets:gives_mapping"])
-def test_sweep_takes_a_training_function_in_any_form(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], target: str
-) -> None:
-    assert run(monkeypatch, "sweep", target, "--lowest", "0", "--highest", "8", "--every", "8") == 0
-    assert "ok: 2^8 .. 2^8" in capsys.readouterr().out
-
-
-def test_a_sweep_trains_under_the_policy_that_is_named(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run(monkeypatch, "sweep", "targets:train_by_policy", "--policy", "mixed_bfloat16", "--json", "-") == 0
-    assert {trial["loss"] for trial in json.loads(capsys.readouterr().out)["trials"]} == {16.0}
-    assert run(monkeypatch, "sweep", "targets:train_by_policy", "--policy", "mixed_nothing") == 1
-
-
-def test_options_of_a_mapping_reach_the_verb(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run(monkeypatch, "sweep", "targets:gives_mapping", "--json", "-") == 0
-    said = capsys.readouterr()
-    saved = json.loads(said.out)
-    assert [trial["scale"] for trial in saved["trials"]] == [1.0, 2.0**8]
-    assert saved["measured"] is True
-    assert said.err == ""
-
-
-def test_json_goes_to_a_file_beside_the_table(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run(monkeypatch, "sweep", "targets:gives_mapping", "--json", "sweep.json") == 0
-    assert json.loads((folder / "sweep.json").read_text())["window"] == {"low": 256.0, "high": 256.0}
-    assert "outcome" in capsys.readouterr().out
-
-
-def test_findings_are_exit_code_3(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert run(monkeypatch, "sweep", "targets:never_ok") == 3
-
-
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (("sweep", "targets"), "not the name of a function"),
-        (("sweep", "targets.py:train"), "not the name of a function"),
+        (("explain", "targets"), "not the name of a function"),
+        (("probe", "targets.py:step"), "not the name of a function"),
         (("probe", ":loss"), "not the name of a function"),
         (("probe", "../x:one"), "not the name of a function"),
         (("probe", "..x:one"), "not the name of a function"),
@@ -165,11 +91,11 @@ def test_findings_are_exit_code_3(folder: Path, monkeypatch: pytest.MonkeyPatch)
         (("explain", "targets:needs_batch"), "needs_batch(batch)"),
         (("probe", "targets:unknown_key"), "unknown 'arguments'"),
         (("lint", "targets:no_step"), 'a function under "step"'),
-        (("sweep", "targets:gives_number"), "train(scale) itself"),
-        (("sweep", "targets:in_mapping"), 'a function under "train"'),
+        (("parity", "targets:gives_number"), "train(policy, seed) itself"),
+        (("parity", "targets:in_mapping"), 'a function under "train"'),
         (("probe", "targets:loss", "--policy", "mixed_float17"), "mixed_float17"),
         (("probe", "targets:loss", "--backend", "theano"), "no adapter of that name"),
-        (("sweep", "targets:gives_mapping", "--json", "no/folder/x.json"), "cannot be written"),
+        (("parity", "targets:needs_batch", "--json", "no/folder/x.json"), "cannot be written"),
     ],
 )
 def test_errors_are_told_without_a_traceback(
@@ -186,7 +112,7 @@ def test_errors_are_told_without_a_traceback(
     assert "Traceback" not in said
 
 
-@pytest.mark.parametrize("arguments", [("probe",), ("sweep", "targets:train", "--every", "0"), ("lint", "a:b", "--no")])
+@pytest.mark.parametrize("arguments", [("probe",), ("lint", "a:b", "--no")])
 def test_a_wrong_command_line_is_exit_code_2(
     folder: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...]
 ) -> None:
@@ -229,7 +155,6 @@ def test_the_two_ways_to_load_refuse_each_others_forms(folder: Path, load_it: An
 
 PLANNED = [PlannedOperation("matmul", "dot", f"model[{i}]", "lower", "float16", f"rule {i}") for i in range(30)]
 PLAN = Plan("mixed_float16", tuple(PLANNED))
-SWEEP = Sweep((Trial(1.0, 5.5, 0), Trial(256.0, 5.0, 0)), 5.0)
 REPORT = Report("torch", "mixed_float16", (Finding("wrapped-twice", "error", "two loss scalings", "", "wrap once"),))
 NOTHING = Report("torch", "mixed_float16", ())
 
@@ -238,11 +163,10 @@ NOTHING = Report("torch", "mixed_float16", ())
     ("report", "holds"),
     [
         (PLAN, ["30 operations (30 float16)", "lower", "model[29]"]),
-        (SWEEP, ["reference loss 5.0000", "too small", "ok: 2^8 .. 2^8"]),
         (REPORT, ["1 error", "wrapped-twice", "wrap once"]),
         (NOTHING, ["nothing found"]),
     ],
-    ids=["plan", "sweep", "report", "nothing"],
+    ids=["plan", "report", "nothing"],
 )
 def test_on_a_terminal_the_table_is_drawn(report: Any, holds: list[str]) -> None:
     screen = io.StringIO()
@@ -252,7 +176,3 @@ def test_on_a_terminal_the_table_is_drawn(report: Any, holds: list[str]) -> None
     assert ("─" in shown) == bool(report.rows())
     assert shown.count(holds[-1]) == 1
     assert all(len(line) <= 120 for line in shown.splitlines())
-
-
-def test_the_errors_of_polyamp_are_what_a_sweep_catches() -> None:
-    assert issubclass(LossScaleError, cli.PolyampError)

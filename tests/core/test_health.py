@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -14,9 +13,8 @@ from hypothesis import strategies as st
 import polyamp
 from polyamp import LossScale, LossScaleState, advance
 from polyamp.diagnosis.health import FINDINGS, Health, health
-from polyamp.diagnosis.monitor import HealthMonitor, log_health, write_health
+from polyamp.diagnosis.spread import Window
 from polyamp.diagnosis.watch import watch
-from polyamp.diagnosis.window import Window
 from support.loss_scale_cases import TRACES, any_numbers, powers_of_two, read, walk
 
 QUICK = {"init": 2.0**16, "interval": 3, "on_min": "ignore"}
@@ -197,76 +195,10 @@ def test_what_has_no_loss_scale_is_refused(holder: Any) -> None:
         health(holder)
 
 
-# --- the monitor and its hooks ----------------------------------------------------------------------------------------
-
-
-def test_the_monitor_looks_every_so_many_calls() -> None:
-    monitor = HealthMonitor(every=3)
-    assert [monitor(object()), monitor(object())] == [None, None]
-    with pytest.raises(polyamp.InvalidTypeError, match="no adapter knows"):
-        monitor(object())
-    assert [monitor(object()), monitor(object())] == [None, None]
-
-
-@pytest.mark.parametrize("trace", ["!" * 17, "!" * 17 + "."])
-def test_what_is_alarming_is_logged_as_a_warning(trace: str, caplog: pytest.LogCaptureFixture) -> None:
-    log_health(logging.getLogger("mine"), level=logging.DEBUG)(after(trace))
-    assert [(record.levelno, record.name) for record in caplog.records] == [(logging.WARNING, "mine")]
-
-
-def test_the_logger_of_polyamp_is_the_usual_one(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, logger="polyamp"):
-        for found in (calm := after("..."), bad := after("...!!!!")):
-            log_health()(found)
-    lines = [(record.levelname, record.name, record.getMessage()) for record in caplog.records]
-    assert lines == [("INFO", "polyamp", str(calm)), ("WARNING", "polyamp", f"{bad}. {bad.finding}")]
-
-
-def test_the_level_of_other_lines_can_be_chosen(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.DEBUG, logger="mine"):
-        log_health(logging.getLogger("mine"), level=logging.DEBUG)(after("..."))
-    assert [record.levelno for record in caplog.records] == [logging.DEBUG]
-
-
-class Writer:
-    def __init__(self) -> None:
-        self.written: dict[str, tuple[float, int]] = {}
-
-    def add_scalar(self, tag: str, value: float, step: int) -> None:
-        self.written[tag] = (value, step)
-
-
-@pytest.mark.parametrize("of", [lambda writer: writer, lambda writer: writer.add_scalar], ids=["writer", "function"])
-def test_tensorboard_gets_numbers_over_steps(of: Callable[[Writer], Any]) -> None:
-    writer = Writer()
-    write_health(of(writer), prefix="amp")(after("!...!!."))
-    assert writer.written == {
-        "amp/log2": (14.0, 7),
-        "amp/skipped": (3.0, 7),
-        "amp/skipped_in_a_row": (0.0, 7),
-        "amp/unexpected": (1.0, 7),
-        "amp/margin": (1.0, 7),
-    }
-    writer.written.clear()
-    write_health(of(writer))(after("."))
-    assert set(writer.written) == {
-        f"loss_scale/{name}" for name in ("log2", "skipped", "skipped_in_a_row", "unexpected")
-    }
-
-
 WRONG: dict[str, Callable[[], object]] = {
-    "every": lambda: HealthMonitor(every=2.0),  # type: ignore[arg-type]
-    "every, a bool": lambda: HealthMonitor(every=True),
-    "hooks": lambda: HealthMonitor(hooks=print),  # type: ignore[arg-type]
-    "a hook": lambda: HealthMonitor(hooks=["log"]),  # type: ignore[list-item]
-    "probe": lambda: HealthMonitor(probe=3),  # type: ignore[arg-type]
     "probe of health": lambda: health(None, probe="a"),  # type: ignore[arg-type]
-    "logger": lambda: log_health("root"),
-    "level": lambda: log_health(level="INFO"),  # type: ignore[arg-type]
-    "writer": lambda: write_health(3),
     "step": lambda: watch(3),  # type: ignore[type-var]
     "after": lambda: watch(print, after=2.5),  # type: ignore[arg-type]
-    "monitor": lambda: watch(print, monitor=3),  # type: ignore[arg-type]
     "on_verdict": lambda: watch(print, on_verdict=3),  # type: ignore[arg-type]
 }
 
@@ -277,8 +209,7 @@ def test_arguments_of_a_wrong_type_are_refused(case: str) -> None:
         WRONG[case]()
 
 
-@pytest.mark.parametrize("make", [lambda n: HealthMonitor(every=n), lambda n: watch(print, after=n)])
 @pytest.mark.parametrize("count", [0, -1])
-def test_counts_begin_at_one(make: Callable[[int], object], count: int) -> None:
+def test_counts_begin_at_one(count: int) -> None:
     with pytest.raises(polyamp.InvalidValueError, match="at least 1"):
-        make(count)
+        watch(print, after=count)

@@ -13,7 +13,7 @@ import polyamp
 from polyamp import LossScale
 from polyamp.diagnosis.probe import NOISE, Probe
 from polyamp.diagnosis.recording import ACTIVATION, GRADIENT, PARAMETER
-from polyamp.diagnosis.window import Window
+from polyamp.diagnosis.spread import Window
 from support.diagnosis_cases import observation, recording
 
 TINY, USUAL, LARGE = 2.0**-35, 2.0**-10, 2.0**6

@@ -29,9 +29,6 @@ ELSEWHERE = ["docs/guides/jax_at_scale.md", *(page for page in PAGES if page.sta
 
 FRAMEWORKS = ("torch", "jax", "keras", "tensorflow")
 
-SHORTER_SWEEP = ["--lowest", "-4", "--highest", "24", "--every", "14"]
-"""Options for a command that takes minutes as it is written; the last of an option holds."""
-
 
 def shown(page: str, language: str) -> list[tuple[str, str]]:
     """Return each block of a page in that language, with what is shown below it."""
@@ -75,9 +72,6 @@ def test_command_prints_what_is_shown(
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(ROOT / "examples"))
     arguments = shlex.split(command, comments=True)
-    if "sweep" in arguments:
-        arguments += SHORTER_SWEEP
-        monkeypatch.setattr("word_lstm.MICRO_BATCHES", 2)
     monkeypatch.setattr(sys, "argv", arguments)
     with pytest.raises(SystemExit) as ended:
         cli.main()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -18,7 +17,6 @@ import torch
 import polyamp
 from polyamp import LossScale, LossScaleState
 from polyamp.diagnosis.health import Health, health
-from polyamp.diagnosis.monitor import HealthMonitor, write_health
 from polyamp.diagnosis.verdict import Verdict
 from polyamp.diagnosis.watch import watch
 from polyamp.testing import Session, random_arrays, spoiled
@@ -80,28 +78,6 @@ def test_without_a_loss_scale_nothing_counts(name: str) -> None:
     session = start(name, loss_scale=LossScale.none())
     drive(session, "...")
     assert (health(session.holder).state, health(session.holder).steps) == ("ok", 0)
-
-
-@frameworks
-def test_the_monitor_reads_a_wrapped_optimizer(name: str) -> None:
-    session, seen = start(name, loss_scale=CONFIG), list[Health]()
-    monitor = HealthMonitor(every=3, hooks=[seen.append])
-    for _ in range(7):
-        drive(session, ".")
-        monitor(session.holder)
-    assert [(found.steps, found.last_growth) for found in seen] == [(3, 0), (6, 0)]
-
-
-def test_a_function_of_tensorflow_writes_to_its_current_writer(tmp_path: Path) -> None:
-    """`tf.summary.scalar` calls this one, after an import of TensorBoard."""
-    writer = tf.summary.create_file_writer(str(tmp_path))
-    with writer.as_default():
-        write_health(tf.summary.write)(Health(CONFIG, walk(CONFIG, read("..!"))[-1]))
-    writer.close()
-    (path,) = tmp_path.iterdir()
-    events = [tf.compat.v1.Event.FromString(raw.numpy()) for raw in tf.data.TFRecordDataset(str(path))]
-    tags = {value.tag: event.step for event in events for value in event.summary.value}
-    assert tags["loss_scale/log2"] == tags["loss_scale/margin"] == 3
 
 
 # --- watch ------------------------------------------------------------------------------------------------------------
@@ -225,15 +201,6 @@ def test_a_verdict_is_a_warning_where_nobody_is_to_have_it(kind: str) -> None:
         watched(BAD)
     with pytest.warns(polyamp.PolyampWarning, match=r"(?s)skipped in a row.*loss scale 2\^9.*verdict: "):
         watched(BAD)
-
-
-@steps
-def test_the_monitor_of_a_watched_step_sees_its_health(kind: str) -> None:
-    seen: list[Health] = []
-    watched = STEPS[kind](monitor=HealthMonitor(every=2, hooks=[seen.append]))
-    for _ in range(4):
-        watched(X)
-    assert [found.steps for found in seen] == [1, 3]  # a step is counted at its end
 
 
 def test_a_watched_function_is_still_that_function() -> None:

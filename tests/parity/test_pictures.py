@@ -1,4 +1,4 @@
-"""Pictures of probes, sweeps and plans: their contents, and files of every kind."""
+"""Pictures of probes, plans and parities: their contents, and files of every kind."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from polyamp.diagnosis import pictures
 from polyamp.diagnosis.probe import Probe
 from polyamp.diagnosis.recording import ACTIVATION, GRADIENT, PARAMETER, Kind, Observation, Recording
 from polyamp.diagnosis.spread import Spread
-from polyamp.diagnosis.sweep import Sweep, Trial
 from polyamp.equivalence import picture
 from polyamp.equivalence.comparison import Comparison, Margin
 from polyamp.errors import InvalidValueError
@@ -41,8 +40,6 @@ OBSERVATIONS = (
     tensor(PARAMETER, "weight", -16),
 )
 PROBE = Probe(Recording("torch", "mixed_float16", 1.0, 1.0, True, OBSERVATIONS), "float16")
-TRIALS = (Trial(1.0, 6.0), Trial(2.0**8, 5.0), Trial(2.0**26, math.nan), Trial(2.0**28, None, None, "failed"))
-SWEEP = Sweep(TRIALS, 5.0, probe=PROBE)
 NOTHING = Probe(Recording("jax", "mixed_float16", None, 1.0, True, ()), "float16")
 BFLOAT16 = Probe(Recording("jax", "mixed_bfloat16", 1.0, 1.0, True, OBSERVATIONS), "bfloat16")
 MANY = Probe(Recording("jax", "mixed_float16", 1.0, 1.0, True, OBSERVATIONS * 60), "float16")
@@ -61,7 +58,7 @@ def drawn(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     for module in (pictures, picture):
         monkeypatch.setattr(module, "figure_for", kept)
 
-    def draw(report: Probe | Sweep | Plan | polyamp.Parity, name: str = "picture.png") -> Figure:
+    def draw(report: Probe | Plan | polyamp.Parity, name: str = "picture.png") -> Figure:
         report.plot(tmp_path / name)
         return made[-1]
 
@@ -101,29 +98,8 @@ def test_each_row_adds_up_to_its_elements(drawn: Any) -> None:
     assert np.nansum(mesh.filled(0), axis=1) == pytest.approx([1.0, 1.0])
 
 
-def test_a_sweep_shows_reference_window_and_every_run(drawn: Any) -> None:
-    figure = drawn(SWEEP)
-    (axis,) = figure.axes
-    window = next(patch for patch in axis.patches if patch.get_label() == "probed window")
-    assert (window.get_x(), window.get_x() + window.get_width()) == tuple(map(math.log2, SWEEP.probed or ()))
-    labels = [text.get_text() for text in figure.legends[0].get_texts()]
-    assert labels == [
-        "probed window",
-        "float32: 5.0000",
-        "too small",
-        "ok",
-        "too large, no finite loss",
-        "failed, no finite loss",
-    ]
-    assert [label.get_text() for label in axis.get_xticklabels()] == ["2^0", "2^8", "2^26", "2^28"]
-
-
-@pytest.mark.parametrize(
-    "report",
-    [NOTHING, BFLOAT16, MANY, Sweep((Trial(1.0, math.nan),), None)],
-    ids=["nothing", "bfloat16", "many", "all bad"],
-)
-def test_the_odd_ones_are_drawn_too(drawn: Any, tmp_path: Path, report: Probe | Sweep) -> None:
+@pytest.mark.parametrize("report", [NOTHING, BFLOAT16, MANY], ids=["nothing", "bfloat16", "many"])
+def test_the_odd_ones_are_drawn_too(drawn: Any, tmp_path: Path, report: Probe) -> None:
     drawn(report)
     assert imread(tmp_path / "picture.png").std() > 0.01
 
@@ -134,10 +110,10 @@ def test_the_ending_chooses_the_format(drawn: Any, tmp_path: Path, name: str, st
     assert (tmp_path / name).read_bytes().startswith(start)
 
 
-@pytest.mark.parametrize("name", ["sweep", "sweep.nix"])
+@pytest.mark.parametrize("name", ["probe", "probe.nix"])
 def test_a_picture_of_no_known_format_is_told(tmp_path: Path, name: str) -> None:
     with pytest.raises(InvalidValueError, match="no image format"):
-        SWEEP.plot(tmp_path / name)
+        PROBE.plot(tmp_path / name)
 
 
 def test_a_plan_has_a_bar_for_each_operation_beside_that_of_float32(drawn: Any) -> None:

@@ -70,16 +70,6 @@ def test_a_step_that_skips_nothing_gets_no_verdict() -> None:
     assert not verdicts
 
 
-def test_a_monitor_sees_the_state_of_each_call() -> None:
-    seen: list[Any] = []
-    monitor = polyamp.HealthMonitor(every=1, hooks=[lambda health: seen.append(health.steps)])
-    watched = polyamp.watch(jax.jit(step), TX, monitor=monitor, after=100)
-    params, opt_state = PARAMS, TX.init(PARAMS)
-    for _ in range(3):
-        params, opt_state, _ = watched(params, opt_state, jnp.full((8, 4), 0.01))
-    assert seen == [0, 1, 2]
-
-
 def test_a_step_without_any_state_is_told_what_to_do() -> None:
     watched = polyamp.watch(lambda x: x, TX, after=1)
     with pytest.raises(polyamp.UsageError, match="let the step take and return its state"):

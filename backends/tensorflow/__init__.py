@@ -16,7 +16,7 @@ except ModuleNotFoundError as error:
 from polyamp.backends.tensorflow.adapter import adapter
 from polyamp.backends.tensorflow.autocast.context import autocast_context
 from polyamp.backends.tensorflow.casting import cast
-from polyamp.backends.tensorflow.compat.graph_rewrite import (
+from polyamp.backends.tensorflow.graph_rewrite import (
     disable_mixed_precision_graph_rewrite,
     enable_mixed_precision_graph_rewrite,
 )

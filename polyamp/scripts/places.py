@@ -12,7 +12,9 @@ import polyamp
 
 _POLYAMP = Path(polyamp.__file__).parent
 _OURS = tuple({f"{folder}/" for part in (".", "backends") for folder in (_POLYAMP / part, (_POLYAMP / part).resolve())})
-_PACKAGES = tuple({f"{sysconfig.get_path(name)}/" for name in ("purelib", "platlib")})
+_PACKAGES = tuple(
+    {f"{path}/" for path in (*map(sysconfig.get_path, ("purelib", "platlib")), *sys.path) if "-packages" in path}
+)
 _PYTHON = tuple({f"{sysconfig.get_path(name)}/" for name in ("stdlib", "platstdlib")})
 
 SCRIPTS: set[str] = set()

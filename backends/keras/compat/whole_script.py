@@ -1,6 +1,6 @@
 """What `polyamp run` does to Keras, right after a script has imported it.
 
-Without a policy, removed names are put in their old places. With one:
+Without a policy nothing. With one:
 
 - On TensorFlow, its autocast already runs the layers' products in 16 bits. On JAX and torch, layers that are made from
   now on have Keras' dtype policy of that name, and models return float32.
@@ -19,7 +19,6 @@ from weakref import WeakSet
 
 import keras
 
-from polyamp.backends.keras.compat.names import put_in_place
 from polyamp.backends.keras.convert import convert
 from polyamp.backends.keras.dtypes import is_sixteen_bit
 from polyamp.backends.keras.layers.kinds import operation_of
@@ -41,12 +40,11 @@ _FIX = (
 
 
 def begin(session: Session) -> None:
-    """Put removed names in their old places; with a policy, train the script's models under it.
+    """Train the script's models under the policy, if there is one.
 
     Raises:
         UnsupportedError: Keras has no dtype policy for the policy's formats.
     """
-    put_in_place(session)
     if session.policy is None:
         return
     if keras.backend.backend() != "tensorflow":

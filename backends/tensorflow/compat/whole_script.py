@@ -5,13 +5,14 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
 import tensorflow as tf
 
+from polyamp.backends.tensorflow import graph_rewrite
 from polyamp.backends.tensorflow.autocast.context import autocast_everywhere, lowering_of
 from polyamp.backends.tensorflow.autocast.lowering import Operation
-from polyamp.backends.tensorflow.compat.names import put_in_place
 from polyamp.backends.tensorflow.compat.true_gradients import TrueGradients
 from polyamp.backends.tensorflow.steps.optimizer import LossScaledOptimizer
 from polyamp.backends.tensorflow.unstable import replace_functions, scope_path
@@ -26,6 +27,12 @@ v1 = tf.compat.v1
 
 _VARIABLE = "TF_ENABLE_AUTO_MIXED_PRECISION"
 _ON = (_VARIABLE, f"{_VARIABLE}_GRAPH_REWRITE")
+# `from tensorflow.train.experimental import x` loads a second module from the same file as `tf.train.experimental`.
+_TRAIN_EXPERIMENTAL = [
+    f"{root}.train.experimental"
+    for version in ("", ".compat.v1", ".compat.v2")
+    for root in (f"tensorflow{version}", f"tensorflow._api.v2{version}")
+] + [f"{root}.mixed_precision" for root in ("tensorflow.compat.v1", "tensorflow._api.v2.compat.v1")]
 _MOST_CALLS = 4096
 _ASSIGNMENTS = ("assign", "assign_add", "assign_sub", "scatter_sub", "scatter_add", "scatter_nd_sub", "scatter_nd_add")
 
@@ -40,7 +47,7 @@ def begin(session: Session) -> None:
         UsageError: there are both.
         UnsupportedError: TensorFlow does not compute in the policy's format.
     """
-    put_in_place(session)
+    _supply_graph_rewrite(session)
     chosen, scale = session.policy, None if session.policy is None else session.policy.loss_scale
     named = next((name for name in _ON if os.environ.get(name) == "1"), None)
     if named is not None:
@@ -50,6 +57,23 @@ def begin(session: Session) -> None:
         lower(session, chosen)
         if scale.check:
             scale_losses(session, scale)
+
+
+def _supply_graph_rewrite(session: Session) -> None:
+    """Put ``enable_mixed_precision_graph_rewrite`` where TensorFlow 1 had it, under each name of its modules."""
+
+    def enable_mixed_precision_graph_rewrite(opt: Any, loss_scale: Any = "dynamic") -> Any:
+        session.found("tf.train.experimental.enable_mixed_precision_graph_rewrite")
+        wrapped = graph_rewrite.enable_mixed_precision_graph_rewrite(opt, loss_scale)
+        if tf.executing_eagerly():
+            session.add(wrapped)
+        return wrapped
+
+    enable, disable = enable_mixed_precision_graph_rewrite, graph_rewrite.disable_mixed_precision_graph_rewrite
+    for place in _TRAIN_EXPERIMENTAL:
+        module = import_module(place)
+        session.replace(module, "enable_mixed_precision_graph_rewrite", enable)
+        session.replace(module, "disable_mixed_precision_graph_rewrite", disable)
 
 
 def lower(session: Session, chosen: Policy) -> None:

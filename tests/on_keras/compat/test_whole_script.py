@@ -54,7 +54,6 @@ def test_nothing_is_turned_on_without_a_policy() -> None:
     full, _ = fitted()
     with started(None) as session:
         again, model = fitted()
-        assert hasattr(keras.mixed_precision, "experimental")
     assert again == full
     assert not isinstance(model.optimizer, keras.optimizers.LossScaleOptimizer)
     assert session.holders == []
@@ -229,10 +228,8 @@ def test_an_own_train_step_is_refused_before_it_trains() -> None:
         lambda: keras.mixed_precision.set_global_policy("bfloat16"),
         lambda: layers.Dense(2, dtype="float16"),
         lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD()),
-        lambda: keras.mixed_precision.experimental.Policy("mixed_bfloat16"),
     ],
 )
-@pytest.mark.filterwarnings("ignore::polyamp.errors.PolyampDeprecationWarning")
 def test_mixed_precision_of_its_own_is_refused(use: Callable[[], Any]) -> None:
     with started(), pytest.raises(polyamp.UsageError, match="mixed precision of its own"):
         use()

@@ -13,7 +13,7 @@ import tensorflow as tf
 
 import polyamp
 from polyamp.backends.tensorflow.autocast.context import autocast_everywhere, is_everywhere
-from polyamp.backends.tensorflow.compat.graph_rewrite import (
+from polyamp.backends.tensorflow.graph_rewrite import (
     disable_mixed_precision_graph_rewrite,
     enable_mixed_precision_graph_rewrite,
 )

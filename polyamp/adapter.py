@@ -51,8 +51,12 @@ class Adapter(Registered, Protocol):
     def scale_loss(self, loss: Any, holder: Any) -> Any:
         """Return ``loss`` in float32 times the loss scale of ``holder`` (a wrapped optimizer, or its state)."""
 
-    def save_loss_scale(self, holder: Any, *, like: str | None = None) -> dict[str, Any]:
-        """Return the loss-scale state of ``holder`` in the form of `LossScale.to_state_dict`."""
+    def loss_scale_of(self, holder: Any) -> tuple[LossScale, LossScaleState]:
+        """Return the settings of ``holder`` and its state as Python numbers. Waits if the state is on a device.
+
+        Raises:
+            PolyampError: ``holder`` has no loss scale, or several.
+        """
 
     def load_loss_scale(self, holder: Any, saved: Mapping[str, Any]) -> Any:
         """Return ``holder`` with the saved state: the same object if it is mutable, else a new one."""
@@ -119,15 +123,11 @@ class ValueAndGrad(Protocol):
         """Return a function of ``(opt_state, params, *args)`` that returns the unscaled loss and scaled gradients."""
 
 
-class LossScaleOf(Protocol):
-    """``loss_scale_of``, for a framework whose loss scales and counters can be read, as `polyamp.health` does."""
+class SaveLossScale(Protocol):
+    """``save_loss_scale``, for a framework that writes more than `LossScale.to_state_dict` does: several losses."""
 
-    def __call__(self, holder: Any) -> tuple[LossScale, LossScaleState]:
-        """Return the settings of ``holder`` and its state as Python numbers. Waits if the state is on a device.
-
-        Raises:
-            PolyampError: ``holder`` has no loss scale, or several.
-        """
+    def __call__(self, holder: Any, *, like: str | None = None) -> dict[str, Any]:
+        """Return the loss-scale state of ``holder`` in the form of `LossScale.to_state_dict`."""
 
 
 class HoldsLossScale(Protocol):

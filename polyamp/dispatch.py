@@ -66,7 +66,7 @@ REWRITE: Verb[interface.Rewrite] = Verb("rewrite", interface.Rewrite)
 EXPLAIN: Verb[interface.Explain] = Verb("explain", interface.Explain)
 CONVERT: Verb[interface.Convert] = Verb("convert", interface.Convert)
 VALUE_AND_GRAD: Verb[interface.ValueAndGrad] = Verb("value_and_grad", interface.ValueAndGrad)
-LOSS_SCALE_OF: Verb[interface.LossScaleOf] = Verb("loss_scale_of", interface.LossScaleOf)
+SAVE_LOSS_SCALE: Verb[interface.SaveLossScale] = Verb("save_loss_scale", interface.SaveLossScale)
 HOLDS_LOSS_SCALE: Verb[interface.HoldsLossScale] = Verb("holds_loss_scale", interface.HoldsLossScale)
 FSDP_POLICY: Verb[interface.FsdpPolicy] = Verb("fsdp_policy", interface.FsdpPolicy)
 IS_LOWERING: Verb[interface.IsLowering] = Verb("is_lowering", interface.IsLowering)
@@ -82,7 +82,7 @@ OPTIONAL: tuple[Verb[Any], ...] = (
     EXPLAIN,
     CONVERT,
     VALUE_AND_GRAD,
-    LOSS_SCALE_OF,
+    SAVE_LOSS_SCALE,
     HOLDS_LOSS_SCALE,
     FSDP_POLICY,
     IS_LOWERING,

@@ -16,8 +16,8 @@ from typing import Any, ClassVar, Literal, NamedTuple
 
 from polyamp.errors import InvalidTypeError
 from polyamp.formats import FORMATS, in_single
+from polyamp.libraries import KIND, library, read, report_lost, write
 from polyamp.loss_scale_settings import checked_count, checked_real, invalid_setting, named_settings, unknown_settings
-from polyamp.saved_scales import KIND, read
 from polyamp.validation import is_number, shown
 
 FLOAT32 = FORMATS["float32"]
@@ -222,9 +222,7 @@ class LossScale:
         Raises:
             InvalidValueError: the library or a field is unknown.
         """
-        from polyamp.presets import preset
-
-        own = preset(name, where="LossScale.like(name)").settings
+        own = library(name, where="LossScale.like(name)").settings
         unknown = sorted(set(changes) - set(_NAMES))
         if unknown:
             raise unknown_settings(unknown, _NAMES, where=f"LossScale.like({name!r}, ...)")
@@ -299,10 +297,8 @@ class LossScale:
         values = on_host(state)._asdict()
         if like is None:
             return {"kind": KIND, "version": 1, **values}
-        from polyamp.written_scales import report_lost, write
-
-        saved = write(self, values, like)
-        report_lost(self, values, like)
+        saved = write(vars(self), values, like)
+        report_lost(vars(self), vars(LossScale.like(like)), values, like)
         return saved
 
     def from_state_dict(self, saved: Any) -> LossScaleState:
@@ -326,7 +322,7 @@ class LossScale:
         Raises:
             StateError: the state is of another kind, has no scale, or has a scale that these settings exclude.
         """
-        return LossScaleState(**read(self, self.initial_state()._asdict(), saved))
+        return LossScaleState(**read(vars(self), self.initial_state()._asdict(), saved))
 
     def __repr__(self) -> str:
         if self == LossScale.none():

@@ -9,7 +9,7 @@ from dataclasses import fields
 from typing import Any, TypeVar
 
 from polyamp.errors import InvalidTypeError, InvalidValueError
-from polyamp.saved_scales import LARGEST_COUNT
+from polyamp.libraries import LARGEST_COUNT, OTHER_NAMES
 from polyamp.validation import did_you_mean, is_integer, is_number, shown
 
 Settings = TypeVar("Settings", bound=type[Any])
@@ -33,8 +33,6 @@ def named_settings(cls: Settings) -> Settings:
 
 def unknown_settings(unknown: list[str], known: Iterable[str], *, where: str) -> InvalidValueError:
     """Return the error for settings that do not exist, with a hint if other libraries have them."""
-    from polyamp.presets import OTHER_NAMES
-
     hint = did_you_mean(OTHER_NAMES.get(unknown[0], unknown[0]), known)
     return InvalidValueError(
         "unknown loss-scale setting",

@@ -9,7 +9,7 @@ from typing import Any
 
 from polyamp import registry
 from polyamp.deferred import RewrittenAtFirstCall
-from polyamp.dispatch import CONVERT, EXPLAIN, REWRITE, VALUE_AND_GRAD, adapter_for, offering
+from polyamp.dispatch import CONVERT, EXPLAIN, REWRITE, SAVE_LOSS_SCALE, VALUE_AND_GRAD, adapter_for, offering
 from polyamp.errors import InvalidTypeError
 from polyamp.formats import name_of_dtype
 from polyamp.loss_scale import LossScale
@@ -166,12 +166,12 @@ def save_loss_scale(holder: Any, *, like: str | None = None) -> dict[str, Any]:
 
     Raises:
         InvalidValueError: the library is unknown.
-        UnsupportedError: the framework's adapter writes no other library's form.
     """
     adapter = adapter_for(None, holder, where="save_loss_scale(holder)")
-    options = _given(like=like)
-    check_options(adapter.save_loss_scale, options, where=f"save_loss_scale(holder) of {adapter.name}")
-    return adapter.save_loss_scale(holder, **options)
+    if SAVE_LOSS_SCALE.offered_by(adapter):
+        return SAVE_LOSS_SCALE.of(adapter)(holder, like=like)
+    settings, state = adapter.loss_scale_of(holder)
+    return settings.to_state_dict(state, like=like)
 
 
 def load_loss_scale(holder: Any, saved: Mapping[str, Any]) -> Any:

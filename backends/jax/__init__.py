@@ -24,7 +24,7 @@ from polyamp.backends.jax.autocast.function import autocast
 from polyamp.backends.jax.casting import cast
 from polyamp.backends.jax.graphs.rewrite import explain, rewrite
 from polyamp.backends.jax.steps.optimizer import apply_gradients, wrap_optimizer
-from polyamp.backends.jax.steps.saving import check_limits, load_loss_scale, save_loss_scale
+from polyamp.backends.jax.steps.saving import check_limits
 from polyamp.backends.jax.steps.skipping import apply_updates, select
 from polyamp.backends.jax.steps.state import LossScaleOptState
 from polyamp.backends.jax.steps.value_and_grad import scale_loss, value_and_grad
@@ -38,9 +38,7 @@ __all__ = [
     "cast",
     "check_limits",
     "explain",
-    "load_loss_scale",
     "rewrite",
-    "save_loss_scale",
     "scale_loss",
     "select",
     "value_and_grad",

@@ -9,7 +9,7 @@ from polyamp.backends.jax.casting import cast
 from polyamp.backends.jax.devices import describe
 from polyamp.backends.jax.graphs.rewrite import planned, rewritten_for
 from polyamp.backends.jax.operations import OPERATIONS
-from polyamp.backends.jax.steps.saving import load_loss_scale, loss_scale_of, save_loss_scale
+from polyamp.backends.jax.steps.saving import load_loss_scale, loss_scale_of
 from polyamp.backends.jax.steps.state import holds_state
 from polyamp.backends.jax.steps.value_and_grad import scale_loss, value_and_grad
 
@@ -31,7 +31,6 @@ adapter = AdapterTable(
         "scale_loss": scale_loss,
         "loss_scale_of": loss_scale_of,
         "holds_loss_scale": holds_state,
-        "save_loss_scale": save_loss_scale,
         "load_loss_scale": load_loss_scale,
         "value_and_grad": value_and_grad,
         "autocast_function": autocast,

@@ -13,7 +13,6 @@ from polyamp.backends.keras.steps.statistics import guard_steps
 from polyamp.backends.keras.steps.verbs import (
     load_loss_scale,
     loss_scale_of,
-    save_loss_scale,
     scale_loss,
     wrap_optimizer,
 )
@@ -40,7 +39,6 @@ adapter = AdapterTable(
         "wrap_optimizer": wrap_optimizer,
         "scale_loss": scale_loss,
         "loss_scale_of": loss_scale_of,
-        "save_loss_scale": save_loss_scale,
         "load_loss_scale": load_loss_scale,
         "explain": "polyamp.backends.keras.explain:explain",
         "record": "polyamp.backends.keras.recording.record:record",

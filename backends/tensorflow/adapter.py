@@ -11,7 +11,6 @@ from polyamp.backends.tensorflow.operations import OPERATIONS
 from polyamp.backends.tensorflow.steps.verbs import (
     load_loss_scale,
     loss_scale_of,
-    save_loss_scale,
     scale_loss,
     wrap_optimizer,
 )
@@ -27,7 +26,6 @@ adapter = AdapterTable(
         "wrap_optimizer": wrap_optimizer,
         "scale_loss": scale_loss,
         "loss_scale_of": loss_scale_of,
-        "save_loss_scale": save_loss_scale,
         "load_loss_scale": load_loss_scale,
         "autocast_context": autocast_context,
         "is_lowering": is_lowering,

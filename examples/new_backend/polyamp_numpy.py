@@ -119,9 +119,6 @@ class NumpyAdapter:
     def loss_scale_of(self, holder: LossScaled) -> tuple[polyamp.LossScale, polyamp.LossScaleState]:
         return holder.settings, holder.state
 
-    def save_loss_scale(self, holder: LossScaled, *, like: str | None = None) -> dict[str, Any]:
-        return holder.settings.to_state_dict(holder.state, like=like)
-
     def load_loss_scale(self, holder: LossScaled, saved: Mapping[str, Any]) -> LossScaled:
         holder.state = holder.settings.from_state_dict(saved)
         return holder

@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from polyamp.dispatch import LOSS_SCALE_OF, adapter_for
+from polyamp.dispatch import adapter_for
 from polyamp.errors import InvalidTypeError
 from polyamp.layout import finite, power
 from polyamp.loss_scale import LossScale, LossScaleState
@@ -252,7 +252,7 @@ def health(holder: Any, probe: Probe | None = None) -> Health:
     """
     check_probe(probe, where="health(probe=)")
     adapter = adapter_for(None, holder, where="health(holder)")
-    settings, counters = LOSS_SCALE_OF.of(adapter)(holder)
+    settings, counters = adapter.loss_scale_of(holder)
     return Health(settings, counters, probe)
 
 

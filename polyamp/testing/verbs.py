@@ -26,10 +26,10 @@ from polyamp.dispatch import (
     FSDP_POLICY,
     HOLDS_LOSS_SCALE,
     IS_LOWERING,
-    LOSS_SCALE_OF,
     OPTIONAL,
     RECORD,
     REWRITE,
+    SAVE_LOSS_SCALE,
     TRACED_CONTEXT,
     TRAIN_DIGITS,
     VALUE_AND_GRAD,
@@ -39,15 +39,14 @@ from polyamp.errors import InvalidTypeError
 from polyamp.formats import name_of_dtype
 from polyamp.loss_scale import LossScale, advance
 from polyamp.policies import policy
-from polyamp.testing.harness import Harness, random_arrays, spoiled
-from polyamp.verbs import save_loss_scale
+from polyamp.testing.harness import Harness, random_arrays
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 FLOAT16 = policy("mixed_float16")
 _RNG = np.random.default_rng(0)
 LEFT, RIGHT = (_RNG.standard_normal(shape).astype(np.float32) for shape in ((1, 8), (8, 1)))
-REQUIRED = ("owns", "describe", "cast", "wrap_optimizer", "scale_loss", "save_loss_scale", "load_loss_scale")
+REQUIRED = ("owns", "describe", "cast", "wrap_optimizer", "scale_loss", "loss_scale_of", "load_loss_scale")
 
 
 def product(left: Any, right: Any) -> Any:
@@ -163,13 +162,12 @@ class OptionalVerbs:
         (_, aux), _ = differentiate(lambda *arrays: (loss(*arrays), 3), FLOAT16, True)(holder, *operands(harness))
         assert aux == 3
 
-    def test_loss_scale_of_is_what_is_saved(self, harness: Harness) -> None:
-        read = offered(LOSS_SCALE_OF, harness)
-        session = harness.start(random_arrays(0), FLOAT16, loss_scale=LossScale(init=2.0**10))
-        session.step(spoiled(random_arrays(1), np.inf))
-        settings, state = read(session.holder)
-        assert (settings.init, state.scale, state.skipped) == (2.0**10, 2.0**9, 1)
-        assert settings.to_state_dict(state) == save_loss_scale(session.holder)
+    def test_save_loss_scale_writes_what_loss_scale_of_reads(self, harness: Harness) -> None:
+        save, read = offered(SAVE_LOSS_SCALE, harness), registry.adapter_named(harness.name).loss_scale_of
+        holder = harness.start(random_arrays(0), FLOAT16, loss_scale=LossScale.like("torch")).holder
+        settings, state = read(holder)
+        assert save(holder) == settings.to_state_dict(state)
+        assert save(holder, like="torch") == settings.to_state_dict(state, like="torch")
 
     def test_holds_loss_scale_finds_a_state(self, harness: Harness) -> None:
         holds = offered(HOLDS_LOSS_SCALE, harness)

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 
 import polyamp
 from polyamp import LossScale, LossScaleState, advance
+from polyamp.libraries import LIBRARIES
 from polyamp.loss_scale import TYPES, on_host
 from polyamp.loss_scale_reports import report_limits
-from polyamp.presets import PRESETS
 from support.loss_scale_cases import TRACES, any_numbers, powers_of_two, read, walk
 
 RECORDED = json.loads((Path(__file__).parents[1] / "support/data/loss_scalers.json").read_text())
@@ -73,7 +73,7 @@ def test_a_fixed_scale_is_a_positive_number(scale: float) -> None:
 def test_an_unknown_preset_lists_the_known_ones() -> None:
     with pytest.raises(polyamp.InvalidValueError) as caught:
         LossScale.like("caffe")
-    assert all(name in str(caught.value) for name in PRESETS)
+    assert all(name in str(caught.value) for name in LIBRARIES)
 
 
 @pytest.mark.parametrize(
@@ -234,9 +234,9 @@ def test_presets_repeat_recorded_runs(name: str, run: dict[str, Any]) -> None:
             report_limits(config, state)
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("name", LIBRARIES)
 def test_presets_say_where_they_come_from(name: str) -> None:
-    assert PRESETS[name].source
+    assert LIBRARIES[name].source
     assert LossScale.like(name, interval=7).interval == 7
     assert LossScale.like(name).dynamic
 

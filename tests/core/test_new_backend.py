@@ -88,7 +88,7 @@ WRONG_VERBS = {
     "explain": "lambda self, fn, args, kwargs, policy: polyamp.Plan(str(policy), ())",
     "convert": "lambda self, model, policy: model",
     "value_and_grad": "lambda self, fun, policy, has_aux, *, argnums=0: lambda _, a, b: (halved(fun)(a, b), b.T)",
-    "loss_scale_of": "lambda self, holder: (holder.settings, holder.settings.initial_state())",
+    "save_loss_scale": "lambda self, holder, *, like=None: {}",
     "holds_loss_scale": "lambda self, tree: True",
     "fsdp_policy": "lambda self, policy, *, reduce, output, cast_forward_inputs: policy",
     "is_lowering": "lambda self: True",

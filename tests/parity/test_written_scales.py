@@ -23,7 +23,7 @@ from tensorflow.python.training.experimental import loss_scale as tf_loss_scale
 import polyamp
 from polyamp import LossScale, LossScaleState, PolyampWarning
 from polyamp.backends.torch import GradScaler
-from polyamp.presets import PRESETS
+from polyamp.libraries import LIBRARIES as ROWS
 from support.loss_scale_cases import TRACES, walk
 
 INTERVAL = 3
@@ -188,7 +188,7 @@ def test_the_library_continues_as_polyamp_would(name: str, before: list[bool], a
 
 
 @LOST
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("name", ROWS)
 @settings(max_examples=50, deadline=None)
 @given(before=TRACES, after=TRACES)
 def test_what_is_written_is_read_again(name: str, before: list[bool], after: list[bool]) -> None:
@@ -238,7 +238,7 @@ HOLDERS: dict[str, Callable[[LossScale], Any]] = {
 
 
 @LOST
-@pytest.mark.parametrize("like", PRESETS)
+@pytest.mark.parametrize("like", ROWS)
 @pytest.mark.parametrize("holder", HOLDERS)
 def test_every_holder_writes_every_form(holder: str, like: str) -> None:
     config = LossScale.like(like)

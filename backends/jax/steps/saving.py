@@ -46,25 +46,6 @@ def loss_scale_of(holder: Any) -> tuple[LossScale, LossScaleState]:
     return state.settings, _on_host(state)
 
 
-def save_loss_scale(holder: Any, *, like: str | None = None) -> dict[str, Any]:
-    """Return the loss-scale state in a pytree as JSON, in the form that all frameworks share, or another library's.
-
-    >>> import optax, polyamp
-    >>> save_loss_scale(polyamp.wrap_optimizer(optax.sgd(0.1), "mixed_float16").init(jnp.ones(2)))["scale"]
-    65536.0
-
-    Args:
-        holder: a pytree that holds the state of one wrapped optimizer.
-        like: another library, to return the form that it loads; see `polyamp.save_loss_scale`.
-
-    Raises:
-        InvalidValueError: the library is unknown.
-        UsageError: ``holder`` holds no state of a wrapped optimizer, or more than one.
-    """
-    settings, state = loss_scale_of(holder)
-    return settings.to_state_dict(state, like=like)
-
-
 def load_loss_scale(holder: Any, saved: Mapping[str, Any]) -> Any:
     """Return the same pytree with a loss-scale state that `save_loss_scale` returned, in any framework.
 

@@ -40,12 +40,6 @@ def loss_scale_of(holder: Any) -> tuple[LossScale, LossScaleState]:
     return scaler.settings, scaler.host_state
 
 
-def save_loss_scale(holder: Any, *, like: str | None = None) -> dict[str, Any]:
-    """Return the loss scale of a wrapped optimizer as JSON, or in another library's form; waits for the device."""
-    settings, state = loss_scale_of(holder)
-    return settings.to_state_dict(state, like=like)
-
-
 def load_loss_scale(holder: Any, saved: Mapping[str, Any]) -> LossScaledOptimizer:
     """Return the same optimizer, with the saved state."""
     wrapped = _wrapped(holder, "load_loss_scale(holder)")

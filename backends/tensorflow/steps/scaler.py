@@ -203,16 +203,8 @@ class LossScaler(tf.Module):
             return StepResult(self.state)
         return StepResult(self._reported(), explain=self._why())
 
-    def save_loss_scale(self, *, like: str | None = None) -> dict[str, Any]:
-        """Return the loss-scale state as JSON, in the form that all frameworks share. Outside graphs.
-
-        Args:
-            like: another library, to return the form that it loads; see `polyamp.save_loss_scale`.
-        """
-        return self.settings.to_state_dict(self.state, like=like)
-
     def load_loss_scale(self, saved: Mapping[str, Any]) -> None:
-        """Continue from a state that `save_loss_scale` returned, in any framework. Outside graphs.
+        """Continue from a state that `polyamp.save_loss_scale` returned, in any framework. Outside graphs.
 
         Raises:
             StateError: it is of another kind, lacks fields, or is outside the settings; nothing is changed.

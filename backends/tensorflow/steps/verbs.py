@@ -39,11 +39,6 @@ def loss_scale_of(holder: Any) -> tuple[LossScale, LossScaleState]:
     return scaler.settings, on_host(scaler.state)
 
 
-def save_loss_scale(holder: Any, *, like: str | None = None) -> dict[str, Any]:
-    """Return the loss-scale state as JSON values; see `LossScaler.save_loss_scale`."""
-    return _scaler(holder, "save_loss_scale(holder)").save_loss_scale(like=like)
-
-
 def load_loss_scale(holder: Any, saved: Mapping[str, Any]) -> Any:
     """Return ``holder`` itself, with the saved state; see `LossScaler.load_loss_scale`."""
     _scaler(holder, "load_loss_scale(holder)").load_loss_scale(saved)

@@ -36,12 +36,12 @@ from polyamp.backends.torch.steps import refusals
 from polyamp.backends.torch.steps.optimizer import ALIVE, LossScaledOptimizer
 from polyamp.backends.torch.steps.verbs import loss_scale_of, wrap_optimizer
 from polyamp.errors import UnsupportedError, UsageError
+from polyamp.libraries import write
 from polyamp.loss_scale import LossScale
 from polyamp.policies import Policy
 from polyamp.policies import policy as policy_of
 from polyamp.refusals import missing_trainer
 from polyamp.validation import check_options, norm_limit
-from polyamp.written_scales import write
 
 try:
     if "pytorch_lightning" in sys.modules and "lightning" not in sys.modules:  # the same code under its older names
@@ -236,7 +236,7 @@ class MixedPrecision(_Precision, BaseOfTrainer):
         settings, state = loss_scale_of(self.optimizers[0]) if self.optimizers else (LossScale.none(), None)
         if state is None or not settings.check:
             return {}
-        return write(settings, state._asdict(), "torch")  # nothing is lost: the optimizers' states have the rest
+        return write(vars(settings), state._asdict(), "torch")  # nothing is lost: the optimizers' states have the rest
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Put the loss scale of Lightning's own plugin into the states of optimizers that were not wrapped."""

@@ -8,16 +8,15 @@ from typing import Any
 import torch
 
 from polyamp.backends.torch.devices import report_slow
-from polyamp.backends.torch.steps.apex_losses import load_apex_losses, save_apex_losses
 from polyamp.backends.torch.steps.grad_scaler import GradScaler
 from polyamp.backends.torch.steps.masters import Kind
 from polyamp.backends.torch.steps.optimizer import LossScaledOptimizer
 from polyamp.backends.torch.steps.refusals import named_tensors
 from polyamp.errors import warn_once
+from polyamp.libraries import apex_losses, report_lost, write_apex_losses
 from polyamp.loss_scale import LossScale, LossScaleState, on_host
 from polyamp.policies import Policy
 from polyamp.refusals import no_loss_scale
-from polyamp.saved_scales import apex_losses
 
 
 def wrap_optimizer(
@@ -88,25 +87,35 @@ def loss_scale_of(holder: Any) -> tuple[LossScale, LossScaleState]:
 
 
 def save_loss_scale(holder: Any, *, like: str | None = None) -> dict[str, Any]:
-    """Return the loss-scale state of a `LossScaledOptimizer` or a polyamp `GradScaler` as JSON values."""
+    """Return the loss-scale state as JSON values; for Apex, the states of all losses of an optimizer."""
     settings, state = loss_scale_of(holder)
     if like == "apex" and isinstance(holder, LossScaledOptimizer):
-        return save_apex_losses(holder.scalers)
+        others = {loss_id: on_host(scaler.state)._asdict() for loss_id, scaler in holder.scalers.others.items()}
+        fields = vars(settings)
+        report_lost(fields, vars(LossScale.like("apex")), state._asdict(), "apex")
+        return write_apex_losses(fields, settings.initial_state()._asdict(), {None: state._asdict(), **others})
     saved = settings.to_state_dict(state, like=like)
     return saved | {"scale": torch.tensor([saved["scale"]])} if like == "megatron" else saved
 
 
 def load_loss_scale(holder: Any, saved: Mapping[str, Any]) -> Any:
     """Return the same `LossScaledOptimizer` or polyamp `GradScaler`, with the saved state."""
-    # An optimizer takes all losses of a state that Apex saved; a scaler has one.
+    # An optimizer takes all losses of a state that Apex saved, in which number 0 is the loss without an id; a scaler
+    # has one. Nothing is changed unless all states fit.
     if isinstance(holder, GradScaler):
         holder.resume(holder.config.from_state_dict(saved))
         return holder
     scalers = _wrapped(holder, "load_loss_scale(holder)").scalers
-    if len(losses := apex_losses(saved)) > 1:
-        load_apex_losses(scalers, losses)
-    else:
+    losses = apex_losses(saved)
+    if len(losses) < 2:
         scalers.main.load(saved)
+        return holder
+    states = {number: scalers.main.settings.from_state_dict(state) for number, state in losses.items()}
+    if 0 in states:
+        scalers.main.resume(states[0])
+    for number, state in states.items():
+        if number or number in scalers.others:
+            scalers[number].resume(state)
     return holder
 
 

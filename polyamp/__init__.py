@@ -1,25 +1,12 @@
 """One precision policy, one loss scaler and one flow rule, for PyTorch, JAX and TensorFlow.
 
-Importing polyamp imports no framework. An adapter is loaded when the first object of its framework is seen.
+Importing polyamp imports no framework. An adapter is loaded when the first object of its framework is seen. All errors
+and warnings are in `polyamp.errors`, all formats in `polyamp.formats`.
 """
 
 from typing import TYPE_CHECKING, Any
 
-from polyamp.errors import (
-    InvalidTypeError,
-    InvalidValueError,
-    LossScaleError,
-    MissingFrameworkError,
-    NonFiniteLossError,
-    PolyampDeprecationWarning,
-    PolyampError,
-    PolyampWarning,
-    StateError,
-    UnsupportedError,
-    UnsupportedMethodError,
-    UsageError,
-)
-from polyamp.formats import FORMATS, Format
+from polyamp.errors import PolyampError, PolyampWarning
 from polyamp.loss_scale import LossScale, LossScaleState, advance
 from polyamp.plan import Plan
 from polyamp.policies import Policy, current_policy, policy, set_global_policy
@@ -43,31 +30,17 @@ if TYPE_CHECKING:
     from polyamp.diagnosis.verbs import diagnose, probe
     from polyamp.diagnosis.watch import watch
     from polyamp.equivalence.parity import parity
-    from polyamp.equivalence.report import Parity
 
 __version__ = "0.1.0"
 
 __all__ = [
-    "FORMATS",
-    "Format",
-    "InvalidTypeError",
-    "InvalidValueError",
     "LossScale",
-    "LossScaleError",
     "LossScaleState",
-    "MissingFrameworkError",
-    "NonFiniteLossError",
-    "Parity",
     "Plan",
     "Policy",
-    "PolyampDeprecationWarning",
     "PolyampError",
     "PolyampWarning",
-    "StateError",
     "StepResult",
-    "UnsupportedError",
-    "UnsupportedMethodError",
-    "UsageError",
     "advance",
     "autocast",
     "calibrate",
@@ -98,7 +71,6 @@ _ON_FIRST_USE = {
     "probe": "diagnosis.verbs",
     "watch": "diagnosis.watch",
     "parity": "equivalence.parity",
-    "Parity": "equivalence.report",
 }
 """The module that defines each name. These modules are loaded on first use, since training does not need them."""
 

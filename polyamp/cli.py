@@ -99,7 +99,7 @@ def demo(
     if not registry.names():
         raise registry.unregistered(where="polyamp demo")
     if not adapters:
-        raise polyamp.MissingFrameworkError(
+        raise polyamp.errors.MissingFrameworkError(
             "no framework to train in", where="polyamp demo", fix='pip install "polyamp[all]"'
         )
     done = _train(digits, adapters, digits.digits_task(steps))

@@ -19,7 +19,7 @@ def cast(tree: Any, format_name: str) -> Any:
 
     Args:
         tree: any pytree; NumPy arrays stay NumPy arrays, and a ``jax.ShapeDtypeStruct`` stays one.
-        format_name: a format of `polyamp.FORMATS`.
+        format_name: a format of `polyamp.formats.FORMATS`.
 
     Raises:
         InvalidValueError: the format is unknown, or it is float64 and JAX has float64 disabled.

@@ -27,7 +27,7 @@ def cast(tree: Any, format_name: str) -> Any:
     Args:
         tree: Keras variables, tensors of Keras' backend and NumPy arrays (which stay NumPy arrays) in nested
             containers.
-        format_name: a format of `polyamp.FORMATS`.
+        format_name: a format of `polyamp.formats.FORMATS`.
 
     Raises:
         InvalidValueError: the format is unknown.

@@ -65,5 +65,5 @@ def _activation_bytes(model: keras.Model, task: Task) -> int:
 
 
 def _bytes(tensor: Any) -> int:
-    bits = polyamp.FORMATS[keras.backend.standardize_dtype(tensor.dtype)].bits
+    bits = polyamp.formats.FORMATS[keras.backend.standardize_dtype(tensor.dtype)].bits
     return int(np.prod(tensor.shape)) * bits // 8

@@ -24,7 +24,7 @@ def cast(tree: Any, format_name: str) -> Any:
     Args:
         tree: any nest of ``tf.nest``: tensors, variables, ``tf.IndexedSlices``, sparse and ragged tensors, and NumPy
             arrays (which stay NumPy arrays) in dicts, lists, tuples and named tuples. Eager or in a graph.
-        format_name: a format of `polyamp.FORMATS`.
+        format_name: a format of `polyamp.formats.FORMATS`.
 
     Raises:
         InvalidValueError: the format is unknown.

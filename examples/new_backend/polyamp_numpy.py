@@ -108,9 +108,9 @@ class NumpyAdapter:
         self, optimizer: Any, policy: polyamp.Policy, *, loss_scale: polyamp.LossScale, max_grad_norm: float | None
     ) -> LossScaled:
         if isinstance(optimizer, LossScaled):
-            raise polyamp.UsageError("this optimizer is wrapped already", fix="wrap it once")
+            raise polyamp.errors.UsageError("this optimizer is wrapped already", fix="wrap it once")
         if not isinstance(optimizer, SGD):
-            raise polyamp.InvalidTypeError("not a polyamp_numpy optimizer", found=type(optimizer).__name__)
+            raise polyamp.errors.InvalidTypeError("not a polyamp_numpy optimizer", found=type(optimizer).__name__)
         return LossScaled(optimizer, loss_scale, max_grad_norm)
 
     def scale_loss(self, loss: Any, holder: LossScaled) -> Any:

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from polyamp import FORMATS
 from polyamp.flow import AS_WRITTEN, Flow, Value, constant, flow
+from polyamp.formats import FORMATS
 from polyamp.operations import CLASSES, OPERATIONS
 from polyamp.rules import TABLE, Decision, Rule, decide, unused
 from support.flow_cases import (

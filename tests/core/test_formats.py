@@ -59,7 +59,7 @@ def test_names_and_short_forms(text: str, name: str) -> None:
 
 @pytest.mark.parametrize("text", ["", "float15", "int8", "float 16"])
 def test_an_unknown_name_lists_the_known_ones(text: str) -> None:
-    with pytest.raises(polyamp.InvalidValueError, match="unknown number format") as caught:
+    with pytest.raises(polyamp.errors.InvalidValueError, match="unknown number format") as caught:
         format_of(text, where="policy(compute=)")
     assert "policy(compute=)" in str(caught.value)
     assert all(name in str(caught.value) for name in FORMATS)
@@ -67,5 +67,5 @@ def test_an_unknown_name_lists_the_known_ones(text: str) -> None:
 
 @pytest.mark.parametrize("value", [None, 16, np.float16])
 def test_a_format_is_named_by_a_string(value: Any) -> None:
-    with pytest.raises(polyamp.InvalidTypeError, match="string"):
+    with pytest.raises(polyamp.errors.InvalidTypeError, match="string"):
         format_of(value)

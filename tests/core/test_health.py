@@ -191,7 +191,7 @@ def test_a_state_that_was_saved_without_counters_can_be_read() -> None:
 
 @pytest.mark.parametrize("holder", [3, None, object(), [1.0]])
 def test_what_has_no_loss_scale_is_refused(holder: Any) -> None:
-    with pytest.raises(polyamp.InvalidTypeError):
+    with pytest.raises(polyamp.errors.InvalidTypeError):
         health(holder)
 
 
@@ -205,11 +205,11 @@ WRONG: dict[str, Callable[[], object]] = {
 
 @pytest.mark.parametrize("case", WRONG)
 def test_arguments_of_a_wrong_type_are_refused(case: str) -> None:
-    with pytest.raises(polyamp.InvalidTypeError):
+    with pytest.raises(polyamp.errors.InvalidTypeError):
         WRONG[case]()
 
 
 @pytest.mark.parametrize("count", [0, -1])
 def test_counts_begin_at_one(count: int) -> None:
-    with pytest.raises(polyamp.InvalidValueError, match="at least 1"):
+    with pytest.raises(polyamp.errors.InvalidValueError, match="at least 1"):
         watch(print, after=count)

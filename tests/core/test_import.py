@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import shutil
 import subprocess
@@ -44,7 +45,7 @@ import polyamp
 MODULE = "polyamp.backends."
 try:
     %s
-except polyamp.MissingFrameworkError as error:
+except polyamp.errors.MissingFrameworkError as error:
     print(error)
 """
 
@@ -85,6 +86,24 @@ def distribution(folder: Path, name: str, entry: str) -> None:
     info.mkdir()
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text(f"[{registry.GROUP}]\n{entry}\n")
+
+
+PUBLIC = """
+policy Policy current_policy set_global_policy LossScale LossScaleState advance StepResult wrap_optimizer autocast
+value_and_grad scale_loss rewrite convert explain Plan save_loss_scale load_loss_scale diagnose probe calibrate lint
+health watch parity PolyampError PolyampWarning
+"""
+
+
+def test_the_public_names_are_these() -> None:
+    assert sorted(polyamp.__all__) == sorted(PUBLIC.split())
+    assert all(hasattr(polyamp, name) for name in polyamp.__all__)
+
+
+def test_policy_is_a_function_and_no_module() -> None:
+    assert callable(polyamp.policy)
+    with pytest.raises(ModuleNotFoundError):
+        importlib.import_module("polyamp.policy")
 
 
 def test_import_loads_the_standard_library_only() -> None:

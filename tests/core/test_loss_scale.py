@@ -46,7 +46,7 @@ WRONG_TYPE = [
 
 @pytest.mark.parametrize("settings", OUT_OF_RANGE, ids=str)
 def test_settings_out_of_range_are_refused(settings: dict[str, Any]) -> None:
-    with pytest.raises(polyamp.InvalidValueError) as caught:
+    with pytest.raises(polyamp.errors.InvalidValueError) as caught:
         LossScale(**settings)
     assert next(iter(settings)) in str(caught.value)
     assert isinstance(caught.value, ValueError)
@@ -54,7 +54,7 @@ def test_settings_out_of_range_are_refused(settings: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("settings", WRONG_TYPE, ids=str)
 def test_settings_of_a_wrong_type_are_refused(settings: dict[str, Any]) -> None:
-    with pytest.raises(polyamp.InvalidTypeError, match=next(iter(settings))):
+    with pytest.raises(polyamp.errors.InvalidTypeError, match=next(iter(settings))):
         LossScale(**settings)
 
 
@@ -66,12 +66,12 @@ def test_choices_are_not_coerced(settings: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("scale", [math.nan, math.inf, 0.0, -1.0])
 def test_a_fixed_scale_is_a_positive_number(scale: float) -> None:
-    with pytest.raises(polyamp.InvalidValueError, match="scale"):
+    with pytest.raises(polyamp.errors.InvalidValueError, match="scale"):
         LossScale.fixed(scale)
 
 
 def test_an_unknown_preset_lists_the_known_ones() -> None:
-    with pytest.raises(polyamp.InvalidValueError) as caught:
+    with pytest.raises(polyamp.errors.InvalidValueError) as caught:
         LossScale.like("caffe")
     assert all(name in str(caught.value) for name in LIBRARIES)
 
@@ -80,7 +80,7 @@ def test_an_unknown_preset_lists_the_known_ones() -> None:
     "make", [lambda: LossScale.like("torch", window=3), lambda: LossScale.from_dict({"window": 3})]
 )
 def test_an_unknown_setting_lists_the_known_ones(make: Callable[[], LossScale]) -> None:
-    with pytest.raises(polyamp.InvalidValueError, match=r"(?s)window.*interval"):
+    with pytest.raises(polyamp.errors.InvalidValueError, match=r"(?s)window.*interval"):
         make()
 
 
@@ -228,7 +228,7 @@ def test_presets_repeat_recorded_runs(name: str, run: dict[str, Any]) -> None:
     assert [state.scale for state in states[:last]] == scales_of(run, config.init)[:last]
     for step, state in enumerate(states if config.on_min == "raise" else []):
         if step == run["raises_at"]:
-            with pytest.raises(polyamp.LossScaleError, match="minimum"):
+            with pytest.raises(polyamp.errors.LossScaleError, match="minimum"):
                 report_limits(config, state)
         else:
             report_limits(config, state)
@@ -295,5 +295,5 @@ GOOD = LossScale().to_state_dict(LossScale().initial_state())
     ids=str,
 )
 def test_a_wrong_state_is_refused(saved: Any, says: str) -> None:
-    with pytest.raises(polyamp.StateError, match=says):
+    with pytest.raises(polyamp.errors.StateError, match=says):
         LossScale().from_state_dict(saved)

@@ -28,7 +28,7 @@ def test_an_overflow_at_the_minimum_warns_once() -> None:
 
 
 def test_an_overflow_at_the_minimum_raises_if_asked_to() -> None:
-    with pytest.raises(polyamp.LossScaleError, match=r"(?s)minimum.*min = 2") as caught:
+    with pytest.raises(polyamp.errors.LossScaleError, match=r"(?s)minimum.*min = 2") as caught:
         report(LossScale(**NARROW, on_min="raise"), "!!")
     assert isinstance(caught.value, FloatingPointError)
 
@@ -55,5 +55,5 @@ def test_a_fixed_scale_says_nothing_of_a_minimum() -> None:
 def test_too_many_skips_in_a_row_raise() -> None:
     config = LossScale(max_skips=3)
     report(config, "!!.!!.!!")
-    with pytest.raises(polyamp.LossScaleError, match="3 steps in a row"):
+    with pytest.raises(polyamp.errors.LossScaleError, match="3 steps in a row"):
         report(config, "!!.!!!")

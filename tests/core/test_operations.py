@@ -83,5 +83,5 @@ def test_native_names_are_turned_round() -> None:
     ],
 )
 def test_a_wrong_native_map_is_refused(natives: dict[str, str], says: str) -> None:
-    with pytest.raises(polyamp.InvalidValueError, match=says):
+    with pytest.raises(polyamp.errors.InvalidValueError, match=says):
         by_native_name(natives)

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-import polyamp
 from polyamp.cli import app
 from polyamp.equivalence.comparison import Comparison
+from polyamp.equivalence.report import Parity
 from polyamp.errors import InvalidValueError, UsageError
 from support.seeded_runs import compared, quiet, runs, task
 
@@ -25,9 +25,9 @@ def way(values: list[float], policy: str = "p", control: str = "", **more: Any) 
     return compared(values, seeds=len(values), policy=policy, control=control, **more)
 
 
-def told(*ways: Comparison, again: float | None = None) -> polyamp.Parity:
+def told(*ways: Comparison, again: float | None = None) -> Parity:
     repeated = None if again is None else runs([again])[0]
-    return polyamp.Parity("train", ways[0].reference, ways, repeated)
+    return Parity("train", ways[0].reference, ways, repeated)
 
 
 class TestVerdictOfAll:

@@ -228,7 +228,7 @@ def test_what_float32_would_save_is_not_said_where_it_is_not_known() -> None:
 
 @pytest.mark.parametrize("other", [None, "mixed_float16", PLAN.as_dict(), PLAN.operations])
 def test_a_plan_is_compared_with_a_plan(other: Any) -> None:
-    with pytest.raises(polyamp.InvalidTypeError, match="compared with another plan") as caught:
+    with pytest.raises(polyamp.errors.InvalidTypeError, match="compared with another plan") as caught:
         PLAN.compare(other)
     assert type(other).__name__ in str(caught.value)
 

@@ -67,7 +67,7 @@ def test_every_known_word_survives_its_text_and_its_dict(text: str) -> None:
     assert pickle.loads(pickle.dumps(made)) == made
 
 
-formats = st.sampled_from(sorted(polyamp.FORMATS))
+formats = st.sampled_from(sorted(polyamp.formats.FORMATS))
 scales = st.one_of(
     st.just(None),
     st.builds(LossScale.fixed, st.sampled_from([1.0, 128.0, 0.1])),
@@ -113,7 +113,7 @@ def test_any_policy_survives_its_text_and_its_dict(
     ],
 )
 def test_bad_words_are_refused_and_the_known_ones_are_listed(text: str, says: str) -> None:
-    with pytest.raises(polyamp.InvalidValueError, match=says) as caught:
+    with pytest.raises(polyamp.errors.InvalidValueError, match=says) as caught:
         policy(text)
     assert "float16" in str(caught.value) or "lower" in str(caught.value)
 
@@ -121,17 +121,17 @@ def test_bad_words_are_refused_and_the_known_ones_are_listed(text: str, says: st
 @pytest.mark.parametrize(
     ("arguments", "error"),
     [
-        ({"compute": "float12"}, polyamp.InvalidValueError),
-        ({"compute": 16}, polyamp.InvalidTypeError),
-        ({"loss_scale": "128"}, polyamp.InvalidTypeError),
-        ({"loss_scale": True}, polyamp.InvalidTypeError),
-        ({"loss_scale": 0.0}, polyamp.InvalidValueError),
-        ({"name": 3}, polyamp.InvalidTypeError),
-        ({"rules": "softmax"}, polyamp.InvalidTypeError),
-        ({"rules": {"softmax": 3}}, polyamp.InvalidTypeError),
-        ({"rules": {"": "full"}}, polyamp.InvalidValueError),
-        ({"rules": {"a..b": "full"}}, polyamp.InvalidValueError),
-        ({"rules": [("a", "full"), ("a", "lower")]}, polyamp.InvalidValueError),
+        ({"compute": "float12"}, polyamp.errors.InvalidValueError),
+        ({"compute": 16}, polyamp.errors.InvalidTypeError),
+        ({"loss_scale": "128"}, polyamp.errors.InvalidTypeError),
+        ({"loss_scale": True}, polyamp.errors.InvalidTypeError),
+        ({"loss_scale": 0.0}, polyamp.errors.InvalidValueError),
+        ({"name": 3}, polyamp.errors.InvalidTypeError),
+        ({"rules": "softmax"}, polyamp.errors.InvalidTypeError),
+        ({"rules": {"softmax": 3}}, polyamp.errors.InvalidTypeError),
+        ({"rules": {"": "full"}}, polyamp.errors.InvalidValueError),
+        ({"rules": {"a..b": "full"}}, polyamp.errors.InvalidValueError),
+        ({"rules": [("a", "full"), ("a", "lower")]}, polyamp.errors.InvalidValueError),
     ],
 )
 def test_bad_arguments_are_refused(arguments: dict[str, Any], error: type[Exception]) -> None:
@@ -141,7 +141,7 @@ def test_bad_arguments_are_refused(arguments: dict[str, Any], error: type[Except
 
 @pytest.mark.parametrize("spec", [16, object(), ["fp16"], {"compute": "float16"}])
 def test_what_is_no_policy_is_refused(spec: Any) -> None:
-    with pytest.raises(polyamp.InvalidTypeError, match="a Policy or a string"):
+    with pytest.raises(polyamp.errors.InvalidTypeError, match="a Policy or a string"):
         policy(spec)
 
 
@@ -150,12 +150,12 @@ def test_what_is_no_policy_is_refused(spec: Any) -> None:
     [("mixed_float16", {"compute": BF16}), ("p=f32,c=f16", {"compute": BF16}), ("p=f32,c=f16", {"param": F16})],
 )
 def test_two_formats_for_one_field_are_refused(text: str, arguments: dict[str, str]) -> None:
-    with pytest.raises(polyamp.InvalidValueError, match="two formats"):
+    with pytest.raises(polyamp.errors.InvalidValueError, match="two formats"):
         policy(text, **arguments)
 
 
 def test_dynamic_loss_scale_under_bfloat16_is_refused() -> None:
-    with pytest.raises(polyamp.InvalidValueError, match="range of float32"):
+    with pytest.raises(polyamp.errors.InvalidValueError, match="range of float32"):
         policy("mixed_bfloat16", loss_scale=LossScale())
     assert policy("mixed_bfloat16", loss_scale=LossScale.fixed(1.0)).loss_scale.check
     assert policy("mixed_bfloat16", loss_scale=8).loss_scale == LossScale.fixed(8.0)
@@ -189,7 +189,7 @@ def test_saved_policy_with_other_fields_is_refused(change: dict[str, Any]) -> No
     saved = policy("O2").to_dict() | change
     if change == {"rules": None}:
         del saved["rules"]
-    with pytest.raises(polyamp.InvalidValueError, match="exactly these fields"):
+    with pytest.raises(polyamp.errors.InvalidValueError, match="exactly these fields"):
         Policy.from_dict(saved)
 
 

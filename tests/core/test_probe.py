@@ -122,12 +122,12 @@ def test_the_table_has_a_line_for_each_tensor_that_matters_in_their_order() -> N
     ],
 )
 def test_a_setting_outside_its_range_is_refused_before_anything_runs(settings, named) -> None:
-    with pytest.raises(polyamp.InvalidValueError, match=f"invalid {named}"):
+    with pytest.raises(polyamp.errors.InvalidValueError, match=f"invalid {named}"):
         polyamp.probe(lambda: pytest.fail("it ran"), **settings)
 
 
 def test_what_cannot_be_called_is_refused() -> None:
-    with pytest.raises(polyamp.InvalidTypeError, match="cannot be called"):
+    with pytest.raises(polyamp.errors.InvalidTypeError, match="cannot be called"):
         polyamp.probe(3.0)
 
 

@@ -94,7 +94,7 @@ def test_rules_keep_the_order_they_are_written_in(spec: Any) -> None:
     "spec", ["softmax", 3, {"softmax": None}, {3: "lower"}, [("softmax",)], [("a", "full", "b")]], ids=str
 )
 def test_rules_of_a_wrong_type_are_refused(spec: Any) -> None:
-    with pytest.raises(polyamp.InvalidTypeError, match="rules"):
+    with pytest.raises(polyamp.errors.InvalidTypeError, match="rules"):
         parse_rules(spec)
 
 
@@ -110,11 +110,11 @@ def test_rules_of_a_wrong_type_are_refused(spec: Any) -> None:
     ids=str,
 )
 def test_wrong_rules_are_refused(spec: Any, says: str) -> None:
-    with pytest.raises(polyamp.InvalidValueError, match=says):
+    with pytest.raises(polyamp.errors.InvalidValueError, match=says):
         parse_rules(spec)
 
 
 def test_an_unknown_class_lists_the_known_ones() -> None:
-    with pytest.raises(polyamp.InvalidValueError) as caught:
+    with pytest.raises(polyamp.errors.InvalidValueError) as caught:
         parse_rules({"softmax": "half"})
     assert all(op_class in str(caught.value) for op_class in CLASSES)

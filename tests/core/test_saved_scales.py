@@ -153,7 +153,7 @@ def test_a_scale_at_the_settings_edge_loads_whatever_rounded_it(config: LossScal
     ids=str,
 )
 def test_settings_are_those_that_every_framework_can_hold(settings: dict[str, Any], says: str) -> None:
-    with pytest.raises(polyamp.InvalidValueError, match=says):
+    with pytest.raises(polyamp.errors.InvalidValueError, match=says):
         LossScale(**settings)
 
 
@@ -175,16 +175,16 @@ GOOD = DYNAMIC.to_state_dict(DYNAMIC.initial_state())
     ids=lambda changes: str(changes)[:30],
 )
 def test_a_state_that_no_run_can_have_is_refused(changes: dict[str, Any]) -> None:
-    with pytest.raises(polyamp.StateError):
+    with pytest.raises(polyamp.errors.StateError):
         DYNAMIC.from_state_dict(GOOD | changes)
 
 
 @pytest.mark.parametrize("saved", [3, "fp16", [1.0], object(), {"epoch": 3}, {5: 1}, {"loss_scaler0": 3}], ids=repr)
 def test_what_is_no_loss_scale_is_refused(saved: Any) -> None:
-    with pytest.raises(polyamp.StateError, match=r"not a loss-scale state(?s:.)*torch, apex"):
+    with pytest.raises(polyamp.errors.StateError, match=r"not a loss-scale state(?s:.)*torch, apex"):
         DYNAMIC.from_state_dict(saved)
 
 
 def test_settings_with_keys_that_are_no_names_are_refused() -> None:
-    with pytest.raises(polyamp.InvalidValueError, match="unknown loss-scale setting"):
+    with pytest.raises(polyamp.errors.InvalidValueError, match="unknown loss-scale setting"):
         LossScale.from_dict({5: 1})  # type: ignore[dict-item]

@@ -36,7 +36,7 @@ def test_a_near_miss_gets_a_suggestion(call: Any, says: str) -> None:
 
 @pytest.mark.parametrize("word", ["cuda", "CPU", "cuda:1", "mps"])
 def test_a_device_as_a_policy_is_told_that_none_is_needed(word: str) -> None:
-    with pytest.raises(polyamp.InvalidValueError, match="no device is needed"):
+    with pytest.raises(polyamp.errors.InvalidValueError, match="no device is needed"):
         polyamp.autocast(word)
 
 
@@ -51,14 +51,14 @@ def test_a_device_as_a_policy_is_told_that_none_is_needed(word: str) -> None:
     ids=str,
 )
 def test_other_libraries_arguments_of_autocast_are_told_ours(arguments: dict[str, Any], says: str) -> None:
-    with pytest.raises(polyamp.InvalidTypeError, match=says):
+    with pytest.raises(polyamp.errors.InvalidTypeError, match=says):
         polyamp.autocast(**arguments)
-    with pytest.raises(polyamp.InvalidTypeError, match=says):
+    with pytest.raises(polyamp.errors.InvalidTypeError, match=says):
         polyamp.autocast("mixed_float16", **arguments)
 
 
 def test_a_long_value_is_not_printed_in_an_error() -> None:
-    with pytest.raises(polyamp.InvalidTypeError, match=r"found: +a numpy\.ndarray and") as caught:
+    with pytest.raises(polyamp.errors.InvalidTypeError, match=r"found: +a numpy\.ndarray and") as caught:
         polyamp.autocast(np.ones((50, 50)), "mixed_float16")
     assert len(str(caught.value)) < 400
 
@@ -83,7 +83,7 @@ def schedule(step: int) -> float:
     ids=["class", "function", "partial", "generator", "iterator"],
 )
 def test_what_makes_an_optimizer_is_not_one(given: Any, says: str) -> None:
-    with pytest.raises(polyamp.InvalidTypeError, match=says):
+    with pytest.raises(polyamp.errors.InvalidTypeError, match=says):
         polyamp.wrap_optimizer(given, "mixed_float16")
 
 
@@ -95,7 +95,7 @@ def test_options_of_a_method_are_its_keyword_only_parameters() -> None:
 
     check_options(verb, {"engine": 1, "jit_compile": 2}, where="verb()")
     for wrong in ("fn", "engin", "self"):
-        with pytest.raises(polyamp.UnsupportedError, match="engine, jit_compile") as caught:
+        with pytest.raises(polyamp.errors.UnsupportedError, match="engine, jit_compile") as caught:
             check_options(verb, {"engine": 1, wrong: 2}, where="verb()")
         assert isinstance(caught.value, TypeError)
     check_options(lambda **options: None, {"anything": 1}, where="verb()")
@@ -103,7 +103,7 @@ def test_options_of_a_method_are_its_keyword_only_parameters() -> None:
 
 @pytest.mark.parametrize("value", ["remainder", 1, 0, "True", [], 1.0])
 def test_a_choice_is_one_of_those_by_type_too(value: object) -> None:
-    with pytest.raises(polyamp.InvalidValueError, match="not one of the choices"):
+    with pytest.raises(polyamp.errors.InvalidValueError, match="not one of the choices"):
         check_choice(value, (None, True, False), where="here", fix="there")
 
 
@@ -124,7 +124,7 @@ def test_dtypes_name_formats(compute: Any) -> None:
 
 def test_dtypes_are_policies() -> None:
     assert policy(np.float16) == policy("float16")
-    with pytest.raises(polyamp.InvalidTypeError, match="a Policy or a string"):
+    with pytest.raises(polyamp.errors.InvalidTypeError, match="a Policy or a string"):
         policy(np.int32)
 
 
@@ -132,7 +132,7 @@ def test_a_policy_of_jmp_s_kind_is_read_by_its_attributes() -> None:
     theirs = SimpleNamespace(param_dtype=np.float32, compute_dtype=np.float16, output_dtype=np.dtype("float32"))
     assert policy(theirs) == policy("mixed_float16")
     assert policy(theirs, output="float16") == policy("p=f32,c=f16,o=f16")
-    with pytest.raises(polyamp.InvalidTypeError, match=r"policy\(spec\)\.compute_dtype"):
+    with pytest.raises(polyamp.errors.InvalidTypeError, match=r"policy\(spec\)\.compute_dtype"):
         policy(SimpleNamespace(param_dtype=np.float32, compute_dtype=np.int8, output_dtype=np.float32))
 
 

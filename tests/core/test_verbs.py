@@ -27,37 +27,37 @@ class Stranger:
 
 @pytest.mark.parametrize("optimizer", [object(), Stranger(), 3, "adam", None, [], lambda: None])
 def test_wrapping_what_no_adapter_knows_is_refused(optimizer: Any) -> None:
-    with pytest.raises(polyamp.InvalidTypeError, match="no adapter knows this object") as caught:
+    with pytest.raises(polyamp.errors.InvalidTypeError, match="no adapter knows this object") as caught:
         polyamp.wrap_optimizer(optimizer, "mixed_float16")
     assert "torch" in str(caught.value)
 
 
 @pytest.mark.parametrize("limit", [0, -1.0, float("nan"), float("inf"), "1", True])
 def test_bad_norm_limit_is_refused(limit: Any) -> None:
-    with pytest.raises(polyamp.InvalidValueError, match="gradient-norm limit"):
+    with pytest.raises(polyamp.errors.InvalidValueError, match="gradient-norm limit"):
         polyamp.wrap_optimizer(Stranger(), max_grad_norm=limit)
 
 
 def test_convert_and_the_other_verbs_refuse_strangers() -> None:
     for call in (polyamp.convert, polyamp.save_loss_scale):
-        with pytest.raises(polyamp.InvalidTypeError, match="no adapter knows"):
+        with pytest.raises(polyamp.errors.InvalidTypeError, match="no adapter knows"):
             call(Stranger())
-    with pytest.raises(polyamp.InvalidTypeError, match="no adapter knows"):
+    with pytest.raises(polyamp.errors.InvalidTypeError, match="no adapter knows"):
         polyamp.scale_loss(1.0, Stranger())
 
 
 def test_loss_scale_of_another_type_is_refused() -> None:
-    with pytest.raises(polyamp.InvalidTypeError, match="not a loss scale"):
+    with pytest.raises(polyamp.errors.InvalidTypeError, match="not a loss scale"):
         polyamp.wrap_optimizer(Stranger(), "mixed_float16", loss_scale="128")  # type: ignore[arg-type]
 
 
 def test_two_policies_are_refused() -> None:
-    with pytest.raises(polyamp.InvalidTypeError, match="one policy"):
+    with pytest.raises(polyamp.errors.InvalidTypeError, match="one policy"):
         polyamp.autocast("mixed_float16", "mixed_bfloat16")
 
 
 def test_unknown_backend_is_refused_and_the_known_are_listed() -> None:
-    with pytest.raises(polyamp.InvalidTypeError, match="no adapter of that name") as caught:
+    with pytest.raises(polyamp.errors.InvalidTypeError, match="no adapter of that name") as caught:
         polyamp.wrap_optimizer(Stranger(), backend="caffe")
     assert all(name in str(caught.value) for name in registry.names())
 
@@ -66,14 +66,14 @@ def test_casting_plain_values_leaves_them_alone_and_strange_arrays_are_refused()
     policy = polyamp.policy("mixed_float16")
     tree = {"steps": 3, "name": "x", "nested": [1, (2.5, None)]}
     assert policy.cast_to_compute(tree) is tree
-    with pytest.raises(polyamp.InvalidTypeError, match="no adapter knows"):
+    with pytest.raises(polyamp.errors.InvalidTypeError, match="no adapter knows"):
         policy.cast_to_compute({"w": Stranger()})
 
 
 @pytest.mark.parametrize("thing", [3, "model", [], object()], ids=str)
 @pytest.mark.parametrize("verb", [polyamp.rewrite, polyamp.explain])
 def test_what_cannot_be_called_is_not_rewritten(verb: Any, thing: Any) -> None:
-    with pytest.raises(polyamp.InvalidTypeError, match="cannot be called") as caught:
+    with pytest.raises(polyamp.errors.InvalidTypeError, match="cannot be called") as caught:
         verb(thing, 1.0, policy="mixed_float16")
     assert verb.__name__ in str(caught.value)
     assert type(thing).__name__ in str(caught.value)
@@ -81,7 +81,7 @@ def test_what_cannot_be_called_is_not_rewritten(verb: Any, thing: Any) -> None:
 
 def test_none_is_no_function() -> None:
     for call in (lambda: polyamp.explain(None), lambda: polyamp.rewrite(None, 1.0), lambda: polyamp.rewrite(None, x=1)):
-        with pytest.raises(polyamp.InvalidTypeError, match="cannot be called"):
+        with pytest.raises(polyamp.errors.InvalidTypeError, match="cannot be called"):
             call()
 
 
@@ -105,7 +105,7 @@ def double(number: Any = 1) -> Any:
     ],
 )
 def test_plain_arguments_tell_no_framework(call: Any) -> None:
-    with pytest.raises(polyamp.InvalidTypeError, match="no adapter knows this object") as caught:
+    with pytest.raises(polyamp.errors.InvalidTypeError, match="no adapter knows this object") as caught:
         call()
     assert "backend=" in str(caught.value)
 
@@ -115,10 +115,10 @@ def test_there_is_no_plan_before_the_first_call() -> None:
     rewritten = polyamp.rewrite(double)
     assert isinstance(rewritten, RewrittenAtFirstCall)
     for _ in range(2):
-        with pytest.raises(polyamp.UsageError, match="not traced yet") as caught:
+        with pytest.raises(polyamp.errors.UsageError, match="not traced yet") as caught:
             _ = rewritten.plan
         assert "rewrite(fn, *args)" in str(caught.value)
-        with pytest.raises(polyamp.InvalidTypeError, match="no adapter knows"):  # a failed call is no first call
+        with pytest.raises(polyamp.errors.InvalidTypeError, match="no adapter knows"):  # a failed call is no first call
             rewritten(3)
 
 
@@ -131,7 +131,7 @@ def test_rewrite_is_a_decorator(options: Any) -> None:
 
 @pytest.mark.parametrize("thing", [3, "model"])
 def test_the_decorator_takes_only_functions(thing: Any) -> None:
-    with pytest.raises(polyamp.InvalidTypeError, match="cannot be called"):
+    with pytest.raises(polyamp.errors.InvalidTypeError, match="cannot be called"):
         polyamp.rewrite(policy="O1")(thing)
 
 
@@ -144,11 +144,11 @@ def test_the_decorator_takes_only_functions(thing: Any) -> None:
     ],
 )
 def test_a_wrong_policy_is_refused_when_the_function_is_wrapped(call: Any) -> None:
-    with pytest.raises(polyamp.InvalidValueError, match="mixed_float15"):
+    with pytest.raises(polyamp.errors.InvalidValueError, match="mixed_float15"):
         call()
 
 
 @pytest.mark.parametrize("verb", [polyamp.rewrite, polyamp.explain])
 def test_rewriting_by_an_unknown_backend_is_refused(verb: Any) -> None:
-    with pytest.raises(polyamp.InvalidTypeError, match="no adapter of that name"):
+    with pytest.raises(polyamp.errors.InvalidTypeError, match="no adapter of that name"):
         verb(double, backend="caffe")

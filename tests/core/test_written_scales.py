@@ -6,7 +6,8 @@ import warnings
 
 import pytest
 
-from polyamp import InvalidValueError, LossScale, LossScaleState, PolyampWarning
+from polyamp import LossScale, LossScaleState
+from polyamp.errors import InvalidValueError, PolyampWarning
 from polyamp.libraries import LIBRARIES
 
 

@@ -28,7 +28,7 @@ def test_cast_takes_variables_tensors_and_arrays_in_any_nest() -> None:
 
 
 def test_cast_refuses_layers() -> None:
-    with pytest.raises(polyamp.UnsupportedError, match="convert"):
+    with pytest.raises(polyamp.errors.UnsupportedError, match="convert"):
         polyamp.policy("float16").cast_to_param({"model": layers.Dense(2)})
 
 

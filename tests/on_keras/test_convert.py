@@ -165,27 +165,27 @@ def test_a_subclassed_model_is_told_that_its_head_is_unknown() -> None:
 
 @pytest.mark.parametrize("make", [Subclassed, lambda: keras.Sequential([layers.Dense(2)])])
 def test_an_unbuilt_model_is_refused(make) -> None:
-    with pytest.raises(polyamp.UsageError, match="not built"):
+    with pytest.raises(polyamp.errors.UsageError, match="not built"):
         polyamp.convert(make(), "mixed_float16")
 
 
 @pytest.mark.parametrize("thing", [layers.Dense(2), keras.optimizers.SGD()])
 def test_what_is_no_model_is_refused(thing: object) -> None:
-    with pytest.raises(polyamp.InvalidTypeError, match="needs a Keras model"):
+    with pytest.raises(polyamp.errors.InvalidTypeError, match="needs a Keras model"):
         polyamp.convert(thing, "mixed_float16")
 
 
 @pytest.mark.parametrize("name", ["O2", "O3", "float16", "bfloat16"])
 def test_parameters_are_not_stored_anew_and_nothing_is_changed(name: str) -> None:
     model = transformer()
-    with pytest.raises(polyamp.UnsupportedError, match="set_dtype_policy"):
+    with pytest.raises(polyamp.errors.UnsupportedError, match="set_dtype_policy"):
         polyamp.convert(model, name)
     assert {layer.compute_dtype for layer in model._flatten_layers()} == {"float32"}
 
 
 @pytest.mark.parametrize("formats", [{"compute": "tensorfloat32"}, {"compute": "float8_e4m3fn"}])
 def test_formats_without_a_keras_policy_are_refused(formats: dict[str, str]) -> None:
-    with pytest.raises(polyamp.UnsupportedError, match="no dtype policy"):
+    with pytest.raises(polyamp.errors.UnsupportedError, match="no dtype policy"):
         polyamp.convert(transformer(), polyamp.policy(param="float32", output="float32", **formats))
 
 
@@ -194,7 +194,7 @@ def test_a_model_built_in_16_bits_takes_the_policy_that_stores_them() -> None:
     norm = layers.BatchNormalization(name="norm")
     model = keras.Sequential([keras.Input((4,)), layers.Dense(3), norm, layers.Dense(2)])
     assert compute(polyamp.convert(model, "bfloat16"), "norm") == "bfloat16"
-    with pytest.raises(polyamp.UnsupportedError, match="stored in bfloat16"):
+    with pytest.raises(polyamp.errors.UnsupportedError, match="stored in bfloat16"):
         polyamp.convert(model, "mixed_bfloat16")
 
 

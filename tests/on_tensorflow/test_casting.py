@@ -69,5 +69,5 @@ def test_description_names_every_device() -> None:
 
 
 def test_a_tensor_holds_no_loss_scale() -> None:
-    with pytest.raises(polyamp.InvalidTypeError, match="holds no loss scale"):
+    with pytest.raises(polyamp.errors.InvalidTypeError, match="holds no loss scale"):
         polyamp.save_loss_scale(tf.constant(1.0))

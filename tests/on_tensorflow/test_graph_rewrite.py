@@ -189,7 +189,7 @@ def test_it_reaches_threads_and_an_inner_float32_policy_switches_it_off() -> Non
 def test_a_second_optimizer_is_wrapped_too_and_a_wrapped_one_refused() -> None:
     first, second = (enable_mixed_precision_graph_rewrite(sgd()) for _ in range(2))
     assert first is not second
-    with pytest.raises(polyamp.UsageError, match="wrapped already"):
+    with pytest.raises(polyamp.errors.UsageError, match="wrapped already"):
         enable_mixed_precision_graph_rewrite(first)
     disable_mixed_precision_graph_rewrite()
     assert not is_half(X @ W)
@@ -235,11 +235,11 @@ def test_tensorflows_dynamic_loss_scale_keeps_its_settings() -> None:
 @pytest.mark.parametrize(
     ("loss_scale", "error"),
     [
-        ("static", polyamp.InvalidTypeError),
-        (None, polyamp.InvalidTypeError),
-        (True, polyamp.InvalidTypeError),
-        (-1.0, polyamp.InvalidValueError),
-        (float("nan"), polyamp.InvalidValueError),
+        ("static", polyamp.errors.InvalidTypeError),
+        (None, polyamp.errors.InvalidTypeError),
+        (True, polyamp.errors.InvalidTypeError),
+        (-1.0, polyamp.errors.InvalidValueError),
+        (float("nan"), polyamp.errors.InvalidValueError),
     ],
 )
 def test_bad_loss_scales_are_refused_and_nothing_is_switched_on(loss_scale: Any, error: type[Exception]) -> None:
@@ -249,6 +249,6 @@ def test_bad_loss_scales_are_refused_and_nothing_is_switched_on(loss_scale: Any,
 
 
 def test_what_is_no_optimizer_is_refused_and_nothing_is_switched_on() -> None:
-    with pytest.raises(polyamp.InvalidTypeError):
+    with pytest.raises(polyamp.errors.InvalidTypeError):
         enable_mixed_precision_graph_rewrite(tf.Variable(1.0))
     assert not is_everywhere()

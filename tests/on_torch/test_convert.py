@@ -157,7 +157,7 @@ def test_rules_without_a_module_are_reported() -> None:
 
 
 def test_only_modules_are_converted() -> None:
-    with pytest.raises(polyamp.InvalidTypeError, match="not a torch module"):
+    with pytest.raises(polyamp.errors.InvalidTypeError, match="not a torch module"):
         polyamp.convert(torch.ones(2), "O2")
 
 

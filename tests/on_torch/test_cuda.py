@@ -10,6 +10,7 @@ import torch
 
 import polyamp
 import polyamp.backends.torch
+from polyamp.errors import NonFiniteLossError
 from polyamp.testing import Conformance
 from support.harness_torch import TorchHarness
 from support.torch_waits import waits_are_errors
@@ -74,9 +75,7 @@ def test_non_finite_loss_is_reported_by_a_later_step(nonfinite_loss: Any) -> Non
             opt.zero_grad()
             torch.cuda.synchronize()
 
-    said = (
-        pytest.raises(polyamp.NonFiniteLossError) if nonfinite_loss == "raise" else pytest.warns(polyamp.PolyampWarning)
-    )
+    said = pytest.raises(NonFiniteLossError) if nonfinite_loss == "raise" else pytest.warns(polyamp.PolyampWarning)
     with said:
         train_on_nan()
     assert all(map(torch.equal, model.parameters(), before))

@@ -16,6 +16,6 @@ def test_a_plugin_names_the_trainer_that_is_missing(plugin: str, needs: str, mon
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, needs, None)
     monkeypatch.delitem(sys.modules, f"polyamp.backends.torch.integrations.{plugin}", raising=False)
-    with pytest.raises(polyamp.MissingFrameworkError, match=f"{needs}.* is not installed") as caught:
+    with pytest.raises(polyamp.errors.MissingFrameworkError, match=f"{needs}.* is not installed") as caught:
         importlib.import_module(f"polyamp.backends.torch.integrations.{plugin}")
     assert f"pip install {needs}" in str(caught.value)

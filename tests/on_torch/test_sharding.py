@@ -37,7 +37,7 @@ def test_options_replace_the_defaults() -> None:
 
 @pytest.mark.parametrize("option", ["reduce", "output"])
 def test_formats_that_do_not_exist_are_refused(option: str) -> None:
-    with pytest.raises(polyamp.InvalidValueError, match=rf"to_fsdp\({option}=\)"):
+    with pytest.raises(polyamp.errors.InvalidValueError, match=rf"to_fsdp\({option}=\)"):
         polyamp.policy("mixed_float16").to_fsdp(**{option: "float17"})
 
 
@@ -50,5 +50,5 @@ def test_formats_that_do_not_exist_are_refused(option: str) -> None:
     ],
 )
 def test_formats_that_fsdp_lacks_are_refused(spec: str, options: dict[str, str]) -> None:
-    with pytest.raises(polyamp.UnsupportedError, match="float64, float32, tensorfloat32, float16, bfloat16"):
+    with pytest.raises(polyamp.errors.UnsupportedError, match="float64, float32, tensorfloat32, float16, bfloat16"):
         polyamp.policy(spec).to_fsdp(**options)

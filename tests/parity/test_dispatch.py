@@ -64,7 +64,7 @@ def test_steps_without_arguments_are_rewritten(fn: Callable[..., Any]) -> None:
 
 
 def test_a_step_that_names_several_asks_which() -> None:
-    with pytest.raises(polyamp.InvalidTypeError, match="backend="):
+    with pytest.raises(polyamp.errors.InvalidTypeError, match="backend="):
         polyamp.rewrite(in_both, policy="mixed_bfloat16")()
 
 

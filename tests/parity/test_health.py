@@ -19,6 +19,7 @@ from polyamp import LossScale, LossScaleState
 from polyamp.diagnosis.health import Health, health
 from polyamp.diagnosis.verdict import Verdict
 from polyamp.diagnosis.watch import watch
+from polyamp.errors import UsageError
 from polyamp.testing import Session, random_arrays, spoiled
 from support.harness_jax import JaxHarness
 from support.harness_keras import KerasHarness
@@ -214,5 +215,5 @@ def test_a_watched_function_is_still_that_function() -> None:
 def test_a_step_without_a_loss_scale_says_what_to_give() -> None:
     watched = watch(lambda x: x, after=2)
     watched(jnp.ones(2))
-    with pytest.raises(polyamp.UsageError, match=r"(?s)no loss scale to watch.*polyamp.watch\(step, optimizer\)"):
+    with pytest.raises(UsageError, match=r"(?s)no loss scale to watch.*polyamp.watch\(step, optimizer\)"):
         watched(jnp.ones(2))

@@ -12,7 +12,8 @@ import tensorflow as tf
 import torch
 
 import polyamp
-from polyamp import InvalidTypeError, InvalidValueError, LossScale, UnsupportedError
+from polyamp import LossScale
+from polyamp.errors import InvalidTypeError, InvalidValueError, UnsupportedError
 
 
 def torch_optimizer() -> Any:

@@ -47,27 +47,27 @@ LACKING = [(framework, option) for framework in OPTIMIZERS for option in sorted(
 
 @pytest.mark.parametrize(("framework", "option"), LACKING)
 def test_an_option_that_a_framework_lacks_is_refused_with_those_that_it_has(framework: str, option: str) -> None:
-    with pytest.raises(polyamp.UnsupportedError, match="an option that does not exist here") as caught:
+    with pytest.raises(polyamp.errors.UnsupportedError, match="an option that does not exist here") as caught:
         polyamp.wrap_optimizer(OPTIMIZERS[framework](), "mixed_float16", **{option: True})
     assert all(known in str(caught.value) for known in OPTIONS[framework])
 
 
 def test_a_near_miss_is_suggested() -> None:
     for framework, make in OPTIMIZERS.items():
-        with pytest.raises(polyamp.UnsupportedError, match="did you mean max_grad_norm"):
+        with pytest.raises(polyamp.errors.UnsupportedError, match="did you mean max_grad_norm"):
             polyamp.wrap_optimizer(make(), "mixed_float16", max_grad_nrm=1.0, backend=framework)
 
 
 @pytest.mark.parametrize("value", ["remainder", "stochastic", "nonsense", 1, "yes"])
 @pytest.mark.parametrize("framework", ["jax", "keras", "tensorflow"])
 def test_master_weights_are_a_switch_outside_of_pytorch(framework: str, value: Any) -> None:
-    with pytest.raises(polyamp.InvalidValueError, match="master_weights"):
+    with pytest.raises(polyamp.errors.InvalidValueError, match="master_weights"):
         polyamp.wrap_optimizer(OPTIMIZERS[framework](), "mixed_float16", master_weights=value)
 
 
 @pytest.mark.parametrize(("verb", "option"), [("explain", "engine"), ("rewrite", "jit_compile")])
 def test_engines_that_a_framework_lacks_are_refused(verb: str, option: str) -> None:
-    with pytest.raises(polyamp.UnsupportedError, match="an option that does not exist here"):
+    with pytest.raises(polyamp.errors.UnsupportedError, match="an option that does not exist here"):
         getattr(polyamp, verb)(lambda x: x @ x, jnp.ones((2, 2)), policy="fp16", **{option: "autocast"})
 
 

@@ -20,6 +20,7 @@ from polyamp.diagnosis.recording import ACTIVATION, GRADIENT, PARAMETER, Kind, O
 from polyamp.diagnosis.spread import Spread
 from polyamp.equivalence import picture
 from polyamp.equivalence.comparison import Comparison, Margin
+from polyamp.equivalence.report import Parity
 from polyamp.errors import InvalidValueError
 from polyamp.plan import Plan, PlannedOperation
 from support.seeded_runs import compared, runs
@@ -58,7 +59,7 @@ def drawn(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     for module in (pictures, picture):
         monkeypatch.setattr(module, "figure_for", kept)
 
-    def draw(report: Probe | Plan | polyamp.Parity, name: str = "picture.png") -> Figure:
+    def draw(report: Probe | Plan | Parity, name: str = "picture.png") -> Figure:
         report.plot(tmp_path / name)
         return made[-1]
 
@@ -164,7 +165,7 @@ def test_a_parity_has_the_interval_of_each_way_and_room_for_those_of_policies(dr
         comparison([4.1, 4.0, 4.2], "worse", margin=0.5),
         comparison([-4.0, -4.2, -4.1], "better", margin=0.5),
     )
-    (axis,) = drawn(polyamp.Parity("module:train", (), ways)).axes
+    (axis,) = drawn(Parity("module:train", (), ways)).axes
     assert axis.get_title() == "module:train"
     assert axis.get_xlabel() == "loss, lower is better: difference from float32"
     assert [text.get_text() for text in axis.get_legend().get_texts()] == ["margin"]
@@ -185,7 +186,7 @@ def test_a_parity_has_the_interval_of_each_way_and_room_for_those_of_policies(dr
 
 
 def test_a_parity_whose_policies_are_far_away_shows_them(drawn: Any) -> None:
-    (axis,) = drawn(polyamp.Parity("train", (), (comparison([4.0, 4.2, 4.1]),))).axes
+    (axis,) = drawn(Parity("train", (), (comparison([4.0, 4.2, 4.1]),))).axes
     assert axis.get_xlim()[1] > 4.2
     assert not axis.texts
 
@@ -196,6 +197,6 @@ def test_a_parity_of_separate_runs_or_after_divergence_is_drawn_too(drawn: Any) 
     no_margin = replace(diverged, reference=runs([0.0, math.inf, 0.0]), margin=Margin.of("5%"))
     seeds = []
     for way in (separate, diverged, no_margin):
-        (axis,) = drawn(polyamp.Parity("train", (), (way,))).axes
+        (axis,) = drawn(Parity("train", (), (way,))).axes
         seeds.append([len(line.get_xdata()) for line in axis.lines if line.get_marker() == "|" and line.get_alpha()])
     assert seeds == [[], [2], [2]]

@@ -40,9 +40,9 @@ def test_a_dtype_is_a_policy_and_a_format(dtype: Any) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.complex64, jnp.int8, tf.string, tf.bool], ids=repr)
 def test_what_is_no_floating_dtype_is_refused(dtype: Any) -> None:
-    with pytest.raises(polyamp.InvalidTypeError):
+    with pytest.raises(polyamp.errors.InvalidTypeError):
         policy(dtype)
-    with pytest.raises(polyamp.InvalidTypeError):
+    with pytest.raises(polyamp.errors.InvalidTypeError):
         policy(compute=dtype)
 
 

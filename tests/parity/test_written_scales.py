@@ -276,7 +276,7 @@ def test_all_losses_of_apex_become_losses_of_the_optimizer_and_are_written_again
 def test_a_loss_of_apex_that_does_not_fit_changes_none() -> None:
     optimizer = torch_optimizer(LossScale.like("apex"))
     bad = THREE | {"loss_scaler2": {"loss_scale": math.inf, "unskipped": 0}}
-    with pytest.raises(polyamp.StateError):
+    with pytest.raises(polyamp.errors.StateError):
         polyamp.load_loss_scale(optimizer, bad)
     assert polyamp.save_loss_scale(optimizer)["scale"] == 2.0**16
     assert list(polyamp.save_loss_scale(optimizer, like="apex")) == ["loss_scaler0"]

@@ -10,6 +10,7 @@ import numpy as np
 import polyamp
 from polyamp.equivalence.comparison import Comparison, Margin
 from polyamp.equivalence.design import Design
+from polyamp.equivalence.report import Parity
 from polyamp.equivalence.training import Metric, Run
 
 LOSS = Metric("loss", "lower")
@@ -43,5 +44,5 @@ def task(
     return train
 
 
-def quiet(train: Any, policy: Any = "mixed_float16", **options: Any) -> polyamp.Parity:
+def quiet(train: Any, policy: Any = "mixed_float16", **options: Any) -> Parity:
     return polyamp.parity(train, policy, **{"progress": False, "controls": False, **options})

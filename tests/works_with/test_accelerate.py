@@ -308,7 +308,7 @@ def test_two_processes_train_as_float32_does_and_resume_to_the_bit(ranks: Any, p
 
 
 def test_an_accelerator_with_a_precision_of_its_own_is_refused() -> None:
-    with pytest.raises(polyamp.UsageError, match="precision of its own"):
+    with pytest.raises(polyamp.errors.UsageError, match="precision of its own"):
         prepare(accelerate.Accelerator(cpu=True, mixed_precision="bf16"), "mixed_float16")
 
 
@@ -316,25 +316,25 @@ def test_an_accelerator_with_a_precision_of_its_own_is_refused() -> None:
 def test_a_plugin_that_steps_by_itself_is_refused(kind: Any) -> None:
     accelerator = accelerate.Accelerator(cpu=True)
     accelerate.state.AcceleratorState._shared_state["distributed_type"] = kind
-    with pytest.raises(polyamp.UnsupportedError, match="steps by itself"):
+    with pytest.raises(polyamp.errors.UnsupportedError, match="steps by itself"):
         prepare(accelerator, "mixed_float16")
 
 
 def test_a_used_accelerator_and_other_objects_are_refused() -> None:
     accelerator = prepare(accelerate.Accelerator(cpu=True), "mixed_float16")
-    with pytest.raises(polyamp.UsageError, match="prepared something already"):
+    with pytest.raises(polyamp.errors.UsageError, match="prepared something already"):
         prepare(accelerator, "mixed_float16")
-    with pytest.raises(polyamp.InvalidTypeError, match="not one of accelerate's"):
+    with pytest.raises(polyamp.errors.InvalidTypeError, match="not one of accelerate's"):
         prepare(network(), "mixed_float16")  # type: ignore[arg-type]
 
 
 def test_a_wrapped_optimizer_and_a_loss_without_an_optimizer_are_refused() -> None:
     accelerator: Any = prepare(accelerate.Accelerator(cpu=True), "mixed_float16")
     model = network()
-    with pytest.raises(polyamp.UsageError, match="no optimizer was prepared"):
+    with pytest.raises(polyamp.errors.UsageError, match="no optimizer was prepared"):
         accelerator.backward(model(torch.ones(1, 8)).sum())
     wrapped = polyamp.wrap_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), "mixed_float16")
-    with pytest.raises(polyamp.UsageError, match="wrapped already"):
+    with pytest.raises(polyamp.errors.UsageError, match="wrapped already"):
         accelerator.prepare(wrapped)
 
 
@@ -357,11 +357,11 @@ def test_without_prepare_a_wrapped_optimizer_is_refused_until_its_loss_is_scaled
         return value
 
     accelerator.backward(loss())
-    with pytest.raises(polyamp.UsageError, match="not scaled"):
+    with pytest.raises(polyamp.errors.UsageError, match="not scaled"):
         optimizer.step()
     optimizer.zero_grad()
     accelerator.backward(optimizer.optimizer.scale(loss()))
-    with pytest.raises(polyamp.UsageError, match="clipped while they were scaled"):
+    with pytest.raises(polyamp.errors.UsageError, match="clipped while they were scaled"):
         accelerator.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
     assert wrapped.last_step.applied

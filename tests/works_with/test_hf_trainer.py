@@ -196,12 +196,12 @@ def test_the_fine_tuning_trainer_of_trl_trains_as_float32_does(tmp_path: Path) -
 @pytest.mark.parametrize("flag", ["fp16", "bf16"])
 def test_a_precision_in_the_arguments_is_refused(tmp_path: Path, flag: str) -> None:
     kind = with_policy(transformers.Trainer, "mixed_float16")
-    with pytest.raises(polyamp.UsageError, match=rf"precision of its own(.|\n)*{flag}"):
+    with pytest.raises(polyamp.errors.UsageError, match=rf"precision of its own(.|\n)*{flag}"):
         made(tmp_path, kind, **{flag: True})
 
 
 def test_other_classes_are_refused() -> None:
-    with pytest.raises(polyamp.InvalidTypeError, match="a class of trainers"):
+    with pytest.raises(polyamp.errors.InvalidTypeError, match="a class of trainers"):
         with_policy(torch.nn.Linear, "mixed_float16")  # type: ignore[arg-type]
 
 
@@ -209,5 +209,5 @@ def test_a_wrapped_optimizer_and_nothing_else_is_refused(tmp_path: Path) -> None
     trainer = made(tmp_path, transformers.Trainer)
     inner = torch.optim.SGD(trainer.model.parameters(), lr=0.1)
     trainer.optimizer = polyamp.wrap_optimizer(inner, "mixed_float16", loss_scale=SCALE)
-    with pytest.raises(polyamp.UsageError, match="not scaled"):
+    with pytest.raises(polyamp.errors.UsageError, match="not scaled"):
         trainer.train()

@@ -515,7 +515,7 @@ def test_optimizers_that_are_wrapped_stay() -> None:
     model = fit(Wrapped(), "mixed_float16")
     assert model.trainer.optimizers == model.mine
     assert fit(Half(), "mixed_float16").losses == model.losses
-    with pytest.raises(polyamp.UsageError, match="different loss scales"):
+    with pytest.raises(polyamp.errors.UsageError, match="different loss scales"):
         fit(Apart(), "mixed_float16")
 
 
@@ -523,17 +523,17 @@ def test_deepspeed_is_refused() -> None:
     class DeepSpeedStrategy(lightning.pytorch.strategies.SingleDeviceStrategy):
         pass
 
-    with pytest.raises(polyamp.UnsupportedError, match="DeepSpeed scales the loss"):
+    with pytest.raises(polyamp.errors.UnsupportedError, match="DeepSpeed scales the loss"):
         fit(Model(), "mixed_float16", strategy=DeepSpeedStrategy())
 
 
 def test_options_are_checked_when_the_plugin_is_made() -> None:
     for kind in (MixedPrecision, FabricPrecision):
-        with pytest.raises(polyamp.UnsupportedError, match="did you mean master_weights"):
+        with pytest.raises(polyamp.errors.UnsupportedError, match="did you mean master_weights"):
             kind("mixed_float16", master_weight=False)
-        with pytest.raises(polyamp.InvalidValueError, match="unknown policy"):
+        with pytest.raises(polyamp.errors.InvalidValueError, match="unknown policy"):
             kind("mixed_float15")
-        with pytest.raises(polyamp.InvalidValueError):
+        with pytest.raises(polyamp.errors.InvalidValueError):
             kind("mixed_float16", max_grad_norm=-1.0)
 
 
@@ -547,7 +547,7 @@ class WrappedByHand(Model):
 
 @pytest.mark.parametrize("options", [{}, {"gradient_clip_val": 1.0}], ids=str)
 def test_a_wrapped_optimizer_without_the_plugin_is_refused(options: Any) -> None:
-    with pytest.raises(polyamp.UsageError, match="not scaled"):
+    with pytest.raises(polyamp.errors.UsageError, match="not scaled"):
         fit(WrappedByHand(), **options)
 
 
@@ -624,9 +624,9 @@ def test_fabric_without_wrapped_optimizers_is_refused() -> None:
         fabric = lightning.Fabric(accelerator="cpu", devices=1, plugins=precision)
         layer = nn.Linear(2, 1)
         plain = torch.optim.SGD(layer.parameters(), lr=0.1)
-        with pytest.raises(polyamp.UsageError, match=words):
+        with pytest.raises(polyamp.errors.UsageError, match=words):
             fabric.backward(fabric.setup(layer, plain)[0](torch.ones(1, 2)).sum())
-    with pytest.raises(polyamp.UsageError, match="the optimizer is not wrapped"):
+    with pytest.raises(polyamp.errors.UsageError, match="the optimizer is not wrapped"):
         FabricPrecision("mixed_float16").optimizer_step(plain)
 
 

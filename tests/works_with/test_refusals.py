@@ -67,7 +67,7 @@ def test_accelerate_is_refused_where_it_scales_nothing(accelerator: Any) -> None
     model, opt = accelerator.prepare(model, wrap(model))
     accelerator.backward((model(INPUTS) - TARGETS).square().mean())
     before = [param.clone() for param in model.parameters()]
-    with pytest.raises(polyamp.UsageError, match=NOT_SCALED):
+    with pytest.raises(polyamp.errors.UsageError, match=NOT_SCALED):
         opt.step()
     assert all(map(torch.equal, before, model.parameters()))
 
@@ -77,7 +77,7 @@ def test_accelerate_is_refused_where_it_clips_scaled_gradients(accelerator: Any,
     model = network()
     model, opt = accelerator.prepare(model, wrap(model))
     accelerator.backward(opt.optimizer.scale((model(INPUTS) - TARGETS).square().mean()))
-    with pytest.raises(polyamp.UsageError, match=CLIPPED):
+    with pytest.raises(polyamp.errors.UsageError, match=CLIPPED):
         getattr(accelerator, method)(model.parameters(), 0.1)
 
 
@@ -103,7 +103,7 @@ def test_accelerates_scaler_around_a_wrapped_optimizer_is_refused(accelerator: A
     scaler = torch.amp.GradScaler("cpu")
     opt = accelerate_optimizer.AcceleratedOptimizer(wrap(model), scaler=scaler)
     scaler.scale((model(INPUTS) - TARGETS).square().mean()).backward()
-    with pytest.raises(polyamp.UsageError, match="wrapped already"):
+    with pytest.raises(polyamp.errors.UsageError, match="wrapped already"):
         opt.step()
 
 
@@ -147,7 +147,7 @@ def lightning_fit(module: Any, folder: Path, **options: Any) -> Any:
 
 
 def test_lightning_is_refused_where_it_scales_nothing(tmp_path: Path) -> None:
-    with pytest.raises(polyamp.UsageError, match=NOT_SCALED):
+    with pytest.raises(polyamp.errors.UsageError, match=NOT_SCALED):
         lightning_fit(lightning_module(scales=False), tmp_path)
 
 
@@ -159,7 +159,7 @@ def test_lightning_clips_nothing_that_is_scaled(algorithm: str, tmp_path: Path) 
         def pre_backward(self, tensor: Tensor, module: Any) -> Tensor:
             return module.optimizers(use_pl_optimizer=False).scale(super().pre_backward(tensor, module))
 
-    with pytest.raises(polyamp.UsageError, match=CLIPPED):
+    with pytest.raises(polyamp.errors.UsageError, match=CLIPPED):
         lightning_fit(
             lightning_module(scales=False),
             tmp_path,
@@ -231,12 +231,12 @@ def hugging_face(folder: Path, scales: bool, **options: Any) -> Any:
 
 
 def test_the_trainer_is_refused_where_it_scales_nothing(tmp_path: Path) -> None:
-    with pytest.raises(polyamp.UsageError, match=NOT_SCALED):
+    with pytest.raises(polyamp.errors.UsageError, match=NOT_SCALED):
         hugging_face(tmp_path, scales=False).train()
 
 
 def test_the_trainers_default_clipping_of_scaled_gradients_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(polyamp.UsageError, match=CLIPPED):
+    with pytest.raises(polyamp.errors.UsageError, match=CLIPPED):
         hugging_face(tmp_path, scales=True).train()
 
 

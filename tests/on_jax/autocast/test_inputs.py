@@ -52,7 +52,7 @@ def test_the_public_verbs_take_argnums(argnums: Any, expected: str) -> None:
 
 
 def test_argnums_without_a_function_are_refused() -> None:
-    with pytest.raises(polyamp.InvalidTypeError, match="argnums needs a function"):
+    with pytest.raises(polyamp.errors.InvalidTypeError, match="argnums needs a function"):
         polyamp.autocast(BF16, argnums=1)
 
 

@@ -72,5 +72,5 @@ def test_a_step_that_skips_nothing_gets_no_verdict() -> None:
 
 def test_a_step_without_any_state_is_told_what_to_do() -> None:
     watched = polyamp.watch(lambda x: x, TX, after=1)
-    with pytest.raises(polyamp.UsageError, match="let the step take and return its state"):
+    with pytest.raises(polyamp.errors.UsageError, match="let the step take and return its state"):
         watched(BATCH)

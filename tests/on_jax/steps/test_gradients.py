@@ -135,11 +135,11 @@ def loss_returning(value: Any) -> Any:
 
 
 BAD_LOSSES = {
-    "integer": (jnp.int32(1), polyamp.InvalidTypeError),
-    "complex": (jnp.complex64(1), polyamp.InvalidTypeError),
-    "vector": (jnp.ones(3), polyamp.InvalidValueError),
-    "pair": ((jnp.float32(1), jnp.float32(2)), polyamp.InvalidTypeError),
-    "none": (None, polyamp.InvalidTypeError),
+    "integer": (jnp.int32(1), polyamp.errors.InvalidTypeError),
+    "complex": (jnp.complex64(1), polyamp.errors.InvalidTypeError),
+    "vector": (jnp.ones(3), polyamp.errors.InvalidValueError),
+    "pair": ((jnp.float32(1), jnp.float32(2)), polyamp.errors.InvalidTypeError),
+    "none": (None, polyamp.errors.InvalidTypeError),
 }
 NON_FINITE = {"inf": jnp.float32(jnp.inf), "-inf": jnp.float32(-jnp.inf), "nan": jnp.float16(jnp.nan)}
 
@@ -190,9 +190,9 @@ def test_a_loss_that_is_not_finite_raises_where_that_is_asked_for(name: str) -> 
     state = polyamp.wrap_optimizer(optax.sgd(0.1), POLICY, loss_scale=polyamp.LossScale(nonfinite_loss="raise")).init(
         PARAMS
     )
-    with pytest.raises(polyamp.NonFiniteLossError, match=r"polyamp\.diagnose"):
+    with pytest.raises(polyamp.errors.NonFiniteLossError, match=r"polyamp\.diagnose"):
         value_and_grad(loss_returning(NON_FINITE[name]), POLICY)(state, PARAMS)
-    with pytest.raises(polyamp.NonFiniteLossError):
+    with pytest.raises(polyamp.errors.NonFiniteLossError):
         scale_loss(NON_FINITE[name], state)
 
 
@@ -214,13 +214,13 @@ def test_without_scaling_a_non_finite_loss_is_not_looked_at() -> None:
 
 
 def test_aux_that_is_missing_is_told() -> None:
-    with pytest.raises(polyamp.InvalidTypeError, match="does not return \\(loss, aux\\)"):
+    with pytest.raises(polyamp.errors.InvalidTypeError, match="does not return \\(loss, aux\\)"):
         value_and_grad(mean_product, POLICY, has_aux=True)(STATE, PARAMS, 1.0)
 
 
 @pytest.mark.parametrize("state", [optax.sgd(0.1, momentum=0.9).init(PARAMS["w"]), (STATE, STATE)], ids=["none", "two"])
 def test_state_without_one_loss_scale_is_refused(state: Any) -> None:
-    with pytest.raises(polyamp.UsageError, match="wrap the outermost optimizer"):
+    with pytest.raises(polyamp.errors.UsageError, match="wrap the outermost optimizer"):
         value_and_grad(mean_product, POLICY)(state, PARAMS, 1.0)
 
 
@@ -259,13 +259,13 @@ def test_what_is_no_array_has_no_gradient_in_any_argument() -> None:
 
 @pytest.mark.parametrize("argnums", [3, -4, (0, 3), (0, 0), (0, -3)])
 def test_positions_that_are_none_are_refused(argnums: Any) -> None:
-    with pytest.raises(polyamp.InvalidValueError, match="argnums"):
+    with pytest.raises(polyamp.errors.InvalidValueError, match="argnums"):
         amp.value_and_grad(two_factors, POLICY, argnums=argnums)(STATE, *factors())
 
 
 @pytest.mark.parametrize("argnums", ["a", 1.0, None, (), ("a",), True])
 def test_argnums_that_are_no_integers_are_refused(argnums: Any) -> None:
-    with pytest.raises(polyamp.InvalidTypeError, match="argnums"):
+    with pytest.raises(polyamp.errors.InvalidTypeError, match="argnums"):
         amp.value_and_grad(two_factors, POLICY, argnums=argnums)
 
 
@@ -291,7 +291,7 @@ def test_a_gradient_tree_of_another_structure_is_refused(name: str, step: str) -
         "apply_gradients": lambda grads, state, params: amp.apply_gradients(tx, grads, state, params),
         "compiled": jax.jit(tx.update),
     }
-    with pytest.raises(polyamp.InvalidValueError, match="do not have the structure of the parameters"):
+    with pytest.raises(polyamp.errors.InvalidValueError, match="do not have the structure of the parameters"):
         by[step](TREES[name], state, params)
 
 

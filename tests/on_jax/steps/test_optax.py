@@ -199,7 +199,7 @@ def test_wrapped_inside_of_multi_steps_is_refused_where_its_loss_would_be_scaled
         _, state = tx.update(jnp.array([grad]), state, jnp.zeros(1))
     assert np.isnan(state.acc_grads).all()
     for use in (polyamp.save_loss_scale, check_limits, functools.partial(polyamp.scale_loss, jnp.float32(1))):
-        with pytest.raises(polyamp.UsageError, match="accumulated before they are tested"):
+        with pytest.raises(polyamp.errors.UsageError, match="accumulated before they are tested"):
             use((state, 1))
 
 
@@ -214,7 +214,7 @@ def test_multi_steps_elsewhere_is_welcome(around: Any) -> None:
 def test_groups_with_scales_of_their_own_have_no_common_one() -> None:
     groups = {label: polyamp.wrap_optimizer(optax.sgd(0.1), FLOAT16) for label in ("trained", "other")}
     tx = optax.partition(groups, param_labels=LABELS)
-    with pytest.raises(polyamp.UsageError, match="several states of wrapped optimizers"):
+    with pytest.raises(polyamp.errors.UsageError, match="several states of wrapped optimizers"):
         polyamp.scale_loss(jnp.float32(1), tx.init(params()))
 
 
@@ -222,7 +222,7 @@ def test_groups_with_scales_of_their_own_have_no_common_one() -> None:
 def test_wrapping_what_is_wrapped_inside_is_refused(name: str) -> None:
     inner = polyamp.wrap_optimizer(optax.sgd(0.1), FLOAT16)
     around = {"chain": optax.chain, "MultiSteps": lambda tx: optax.MultiSteps(tx, 2), "masked": masked}[name]
-    with pytest.raises(polyamp.UsageError, match="wrapped already"):
+    with pytest.raises(polyamp.errors.UsageError, match="wrapped already"):
         polyamp.wrap_optimizer(around(inner), FLOAT16).init(params())
 
 
@@ -238,7 +238,7 @@ def test_loss_scale_is_the_one_that_optax_finds(around: Any) -> None:
 
 @pytest.mark.parametrize("skip", ["always", "where", None, True])
 def test_unknown_way_to_skip_is_refused(skip: Any) -> None:
-    with pytest.raises(polyamp.InvalidValueError, match="unknown way to skip"):
+    with pytest.raises(polyamp.errors.InvalidValueError, match="unknown way to skip"):
         polyamp.wrap_optimizer(optax.sgd(0.1), FLOAT16, skip=skip)
 
 

@@ -179,7 +179,7 @@ def test_loading_causes_no_new_trace(trained: Any) -> None:
 
 @pytest.mark.parametrize("scale", [2.0**25, 2.0**-15, np.nan, np.inf, -1.0])
 def test_scale_outside_the_settings_is_refused(scale: float, trained: Any) -> None:
-    with pytest.raises(polyamp.StateError, match="outside these settings"):
+    with pytest.raises(polyamp.errors.StateError, match="outside these settings"):
         polyamp.load_loss_scale(trained[1], polyamp.save_loss_scale(trained[1]) | {"scale": scale})
 
 
@@ -235,5 +235,5 @@ def test_saved_scales_load_where_settings_are_no_float32_numbers(name: str) -> N
 
 @pytest.mark.parametrize("setting", [{"growth": 1 + 1e-9}, {"backoff": 1 - 1e-12}])
 def test_settings_that_float32_rounds_to_nonsense_are_refused(setting: Any) -> None:
-    with pytest.raises(polyamp.InvalidValueError, match=next(iter(setting))):
+    with pytest.raises(polyamp.errors.InvalidValueError, match=next(iter(setting))):
         polyamp.wrap_optimizer(optax.sgd(0.1), "mixed_float16", loss_scale=polyamp.LossScale(**setting))

@@ -242,20 +242,20 @@ def test_last_step_selects_inside_jit() -> None:
 
 @pytest.mark.parametrize("thing", [optax.sgd, optax.EmptyState(), optax.constant_schedule(0.1), jnp.ones(2)])
 def test_what_is_no_optimizer_is_refused(thing: Any) -> None:
-    with pytest.raises(polyamp.InvalidTypeError, match="not an optimizer"):
+    with pytest.raises(polyamp.errors.InvalidTypeError, match="not an optimizer"):
         polyamp.wrap_optimizer(thing, FLOAT16, backend="jax")
 
 
 def test_masters_without_parameters_are_refused() -> None:
     tx = polyamp.wrap_optimizer(optax.sgd(0.1), "O2")
     state = tx.init(jnp.ones(1, jnp.float16))
-    with pytest.raises(polyamp.UsageError, match="needs the parameters"):
+    with pytest.raises(polyamp.errors.UsageError, match="needs the parameters"):
         tx.update(jnp.ones(1, jnp.float16), state)
 
 
 def test_foreign_state_is_refused() -> None:
     tx = polyamp.wrap_optimizer(optax.sgd(0.1), FLOAT16)
-    with pytest.raises(polyamp.StateError, match="the state does not come from this optimizer"):
+    with pytest.raises(polyamp.errors.StateError, match="the state does not come from this optimizer"):
         tx.update(jnp.ones(1), optax.sgd(0.1).init(jnp.ones(1)))
 
 
@@ -265,5 +265,5 @@ def test_limits_are_told(compiled: bool) -> None:
     update = jax.jit(tx.update) if compiled else tx.update
     _, state = update(jnp.array([jnp.nan]), tx.init(jnp.ones(1)))
     assert check_limits(state).skipped_in_a_row == 1
-    with pytest.raises(polyamp.LossScaleError, match="2 steps in a row"):
+    with pytest.raises(polyamp.errors.LossScaleError, match="2 steps in a row"):
         check_limits(update(jnp.array([jnp.nan]), state)[1])

@@ -95,7 +95,7 @@ def test_casting_works_inside_jit_and_so_without_a_host_sync() -> None:
 
 
 def test_float64_that_is_switched_off_is_told() -> None:
-    with pytest.raises(polyamp.InvalidValueError, match="jax_enable_x64"):
+    with pytest.raises(polyamp.errors.InvalidValueError, match="jax_enable_x64"):
         amp.cast(jnp.ones(2), "float64")
     with jax.enable_x64(True):
         assert amp.cast(jnp.ones(2, jnp.float32), "float64").dtype == np.float64
@@ -136,7 +136,7 @@ import jax.numpy as jnp, polyamp, polyamp.backends.jax as amp
 assert polyamp.policy("mixed_float16").cast_to_compute({"w": jnp.ones(2)})["w"].dtype == jnp.float16
 try:
     amp.wrap_optimizer(object(), "mixed_float16")
-except polyamp.MissingFrameworkError as error:
+except polyamp.errors.MissingFrameworkError as error:
     print(error)
 """
 

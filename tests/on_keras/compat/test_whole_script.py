@@ -65,7 +65,7 @@ def test_tensorflow_may_be_imported_too() -> None:
     with started() as session:
         session.shared["tensorflow"] = None  # what its adapter leaves; Keras imports it for data sets
         low, model = fitted()
-        with pytest.raises(polyamp.UsageError, match=r"own cannot be scaled from outside"):
+        with pytest.raises(polyamp.errors.UsageError, match=r"own cannot be scaled from outside"):
             model.optimizer.apply([np.zeros(one.shape, "float32") for one in model.trainable_variables])
     np.testing.assert_allclose(low, full, rtol=2e-3)
 
@@ -198,7 +198,7 @@ def test_own_loops_are_refused_before_they_train() -> None:
     before = [np.array(variable) for variable in model.variables]
     grads = [ops.ones(variable.shape) for variable in model.trainable_variables]
     with started() as session:
-        with pytest.raises(polyamp.UsageError, match="loop of the script's own"):
+        with pytest.raises(polyamp.errors.UsageError, match="loop of the script's own"):
             opt.apply_gradients(zip(grads, model.trainable_variables, strict=True))
         assert session.refusal is not None
     assert all(map(np.array_equal, before, [np.array(variable) for variable in model.variables]))
@@ -212,7 +212,7 @@ def test_an_own_train_step_is_refused_before_it_trains() -> None:
         def train_step(self, *args: Any) -> Any:
             return super().train_step(*args)
 
-    with started(), pytest.raises(polyamp.UsageError, match="train_step of the script's own"):
+    with started(), pytest.raises(polyamp.errors.UsageError, match="train_step of the script's own"):
         model_of(Own).compile("sgd", "mse")
     with started("mixed_bfloat16"):
         model_of(Own).compile("sgd", "mse")
@@ -231,7 +231,7 @@ def test_an_own_train_step_is_refused_before_it_trains() -> None:
     ],
 )
 def test_mixed_precision_of_its_own_is_refused(use: Callable[[], Any]) -> None:
-    with started(), pytest.raises(polyamp.UsageError, match="mixed precision of its own"):
+    with started(), pytest.raises(polyamp.errors.UsageError, match="mixed precision of its own"):
         use()
     assert keras.config.dtype_policy().name == "float32"
 
@@ -239,7 +239,7 @@ def test_mixed_precision_of_its_own_is_refused(use: Callable[[], Any]) -> None:
 def test_a_wrapped_optimizer_of_its_own_is_refused() -> None:
     with started():
         opt = polyamp.wrap_optimizer(keras.optimizers.SGD(), "mixed_float16")
-        with pytest.raises(polyamp.UsageError, match="mixed precision of its own"):
+        with pytest.raises(polyamp.errors.UsageError, match="mixed precision of its own"):
             model_of().compile(opt, "mse")
 
 
@@ -249,7 +249,7 @@ def test_rules_need_a_built_model() -> None:
         model = model_of()
         model.compile("sgd", "mse")
         assert model.get_layer("hidden").compute_dtype == "float32"
-        with pytest.raises(polyamp.UsageError, match="built"):
+        with pytest.raises(polyamp.errors.UsageError, match="built"):
             keras.Sequential([layers.Dense(2)]).compile("sgd", "mse")
 
 

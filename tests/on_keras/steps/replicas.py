@@ -110,13 +110,13 @@ def test_two_hundred_overflows_leave_a_scale_that_can_divide() -> None:
 
 def test_a_step_outside_of_the_replicas_is_refused() -> None:
     loop = Loop()
-    with STRATEGY.scope(), pytest.raises(polyamp.UsageError, match=r"strategy\.run"):
+    with STRATEGY.scope(), pytest.raises(polyamp.errors.UsageError, match=r"strategy\.run"):
         loop.opt.apply([tf.constant([1.0, 1.0])])
     assert loop.weights() == [[1.0, 2.0]] * LOCAL
 
 
 def test_master_weights_over_replicas_are_refused() -> None:
-    with STRATEGY.scope(), pytest.raises(polyamp.UnsupportedError, match="do not work with replicas"):
+    with STRATEGY.scope(), pytest.raises(polyamp.errors.UnsupportedError, match="do not work with replicas"):
         polyamp.wrap_optimizer(keras.optimizers.SGD(), "O2").build([keras.Variable([1.0], dtype="float16")])
 
 

@@ -74,19 +74,19 @@ def model_and_data() -> tuple[keras.Model, Any, Any]:
 
 @pytest.mark.parametrize("make", [keras.optimizers.LossScaleOptimizer, LossScaledOptimizer])
 def test_a_wrapped_optimizer_is_refused(make: Any) -> None:
-    with pytest.raises(polyamp.UsageError, match="wrapped already"):
+    with pytest.raises(polyamp.errors.UsageError, match="wrapped already"):
         polyamp.wrap_optimizer(make(keras.optimizers.SGD()), "mixed_float16")
 
 
 @pytest.mark.parametrize("thing", ["sgd", keras.optimizers.SGD, 3])
 def test_what_is_no_optimizer_is_refused(thing: object) -> None:
-    with pytest.raises(polyamp.InvalidTypeError, match="not an optimizer of this framework"):
+    with pytest.raises(polyamp.errors.InvalidTypeError, match="not an optimizer of this framework"):
         LossScaledOptimizer(thing)
 
 
 def test_two_loss_scales_are_refused_and_nothing_is_changed() -> None:
     plain = keras.optimizers.SGD(loss_scale_factor=8.0)
-    with pytest.raises(polyamp.InvalidValueError, match="two loss scales"):
+    with pytest.raises(polyamp.errors.InvalidValueError, match="two loss scales"):
         polyamp.wrap_optimizer(plain, "mixed_float16")
     assert plain.loss_scale_factor == 8.0
 
@@ -146,13 +146,13 @@ def test_settings_that_contradict_or_make_no_sense_are_refused(
 
 
 def test_clipping_before_accumulation_is_refused() -> None:
-    with pytest.raises(polyamp.InvalidValueError, match=r"global_clipnorm=1\.0"):
+    with pytest.raises(polyamp.errors.InvalidValueError, match=r"global_clipnorm=1\.0"):
         wrapped(gradient_accumulation_steps=2, norm=1.0)
 
 
 @pytest.mark.parametrize("norm", [0, -1.0, float("nan"), True])
 def test_a_norm_that_is_no_limit_is_refused(norm: Any) -> None:
-    with pytest.raises(polyamp.InvalidValueError, match="gradient-norm limit"):
+    with pytest.raises(polyamp.errors.InvalidValueError, match="gradient-norm limit"):
         LossScaledOptimizer(keras.optimizers.SGD(), max_grad_norm=norm)
 
 
@@ -172,35 +172,35 @@ def test_a_loss_that_is_not_finite_skips_the_step_with_a_warning(value: float) -
 @pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
 def test_a_loss_that_is_not_finite_is_refused_where_that_is_asked_for(value: float) -> None:
     opt = LossScaledOptimizer(keras.optimizers.SGD(), LossScale(nonfinite_loss="raise"))
-    with pytest.raises(polyamp.NonFiniteLossError, match="smaller scale cannot help"):
+    with pytest.raises(polyamp.errors.NonFiniteLossError, match="smaller scale cannot help"):
         opt.scale_loss(ops.array(value))
 
 
 @pytest.mark.parametrize("loss", [3, "loss", None, np.int32(2)])
 def test_a_loss_that_is_not_floating_is_refused(loss: Any) -> None:
-    with pytest.raises(polyamp.InvalidTypeError, match="a floating-point tensor"):
+    with pytest.raises(polyamp.errors.InvalidTypeError, match="a floating-point tensor"):
         wrapped().scale_loss(loss)
 
 
 def test_an_integer_tensor_is_no_loss() -> None:
-    with pytest.raises(polyamp.InvalidTypeError, match="a tensor of int32"):
+    with pytest.raises(polyamp.errors.InvalidTypeError, match="a tensor of int32"):
         wrapped().scale_loss(ops.array(3, "int32"))
 
 
 def test_a_step_on_unknown_variables_is_refused() -> None:
-    with pytest.raises(polyamp.UsageError, match="does not know its variables"):
+    with pytest.raises(polyamp.errors.UsageError, match="does not know its variables"):
         wrapped().apply([ops.ones(2)])
 
 
 def test_an_optimizer_built_on_16_bits_is_refused() -> None:
     variable, plain = keras.Variable([1.0], dtype="float16"), keras.optimizers.SGD()
     plain.build([variable])
-    with pytest.raises(polyamp.UsageError, match="built on 16-bit variables"):
+    with pytest.raises(polyamp.errors.UsageError, match="built on 16-bit variables"):
         LossScaledOptimizer(plain).build([variable])
 
 
 def test_a_plain_optimizer_holds_no_loss_scale() -> None:
-    with pytest.raises(polyamp.InvalidTypeError, match="holds no loss scale"):
+    with pytest.raises(polyamp.errors.InvalidTypeError, match="holds no loss scale"):
         polyamp.save_loss_scale(keras.optimizers.SGD())
 
 
@@ -380,7 +380,7 @@ def test_the_smallest_scale_and_many_skips_are_reported() -> None:
     weight, opt = keras.Variable([0.0]), wrapped(loss_scale=LossScale(init=1.0, min=1.0, max_skips=2))
     with pytest.warns(polyamp.PolyampWarning, match="at its minimum"):
         opt.apply_gradients([(ops.array([np.inf]), weight)])
-    with pytest.raises(polyamp.LossScaleError, match="2 steps in a row"):
+    with pytest.raises(polyamp.errors.LossScaleError, match="2 steps in a row"):
         opt.apply_gradients([(ops.array([np.inf]), weight)])
 
 

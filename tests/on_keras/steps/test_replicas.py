@@ -19,6 +19,6 @@ def test_a_strategy_without_a_common_step_is_refused() -> None:
         weight = keras.Variable([1.0])
         opt = polyamp.wrap_optimizer(keras.optimizers.SGD(1.0), "mixed_float16")
         opt.build([weight])
-    with pytest.raises(polyamp.UnsupportedError, match="under a ParameterServerStrategy"):
+    with pytest.raises(polyamp.errors.UnsupportedError, match="under a ParameterServerStrategy"):
         named.run(lambda: opt.apply([tf.constant([1.0])]))
     assert weight.numpy() == [1.0]

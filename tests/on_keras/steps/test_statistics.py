@@ -134,7 +134,7 @@ def test_an_error_out_of_a_step_puts_them_back() -> None:
     model = made(run_eagerly=True)
     model.optimizer.scaler.settings = polyamp.LossScale(nonfinite_loss="raise").in_float32()
     before = statistics(model)
-    with pytest.raises(polyamp.NonFiniteLossError):
+    with pytest.raises(polyamp.errors.NonFiniteLossError):
         model.train_on_batch(BAD, LABELS)
     assert statistics(model) == before
 

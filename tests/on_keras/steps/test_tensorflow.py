@@ -85,7 +85,7 @@ def test_what_fit_cannot_say_is_said_when_somebody_looks() -> None:
     opt = polyamp.wrap_optimizer(keras.optimizers.SGD(), "mixed_float16", loss_scale=LossScale(max_skips=3))
     model.compile(opt, "mse")
     model.fit(np.full((12, 2), np.inf, "float32"), np.zeros((12, 1)), batch_size=4, verbose=0)
-    with pytest.raises(polyamp.LossScaleError, match="3 steps in a row"):
+    with pytest.raises(polyamp.errors.LossScaleError, match="3 steps in a row"):
         _ = opt.last_step
     assert opt.loss_scale == 2.0**13
 

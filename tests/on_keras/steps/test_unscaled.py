@@ -165,7 +165,7 @@ def test_scaled_gradients_beside_unscaled_ones_are_refused() -> None:
     opt = LossScaledOptimizer(keras.optimizers.SGD(1.0), 8.0)
     scaled = [ops.array([8.0]), ops.array([8.0])]
     plain = opt.get_unscaled_gradients(scaled)
-    with pytest.raises(polyamp.UsageError, match="some of the gradients are scaled"):
+    with pytest.raises(polyamp.errors.UsageError, match="some of the gradients are scaled"):
         opt.apply([plain[0], scaled[1]], parts)
     assert [to_numpy(part).tolist() for part in parts] == [[0.0], [0.0]]
 
@@ -173,7 +173,7 @@ def test_scaled_gradients_beside_unscaled_ones_are_refused() -> None:
 def test_values_of_float8_layers_are_refused() -> None:
     weight, opt = optimizer()
     weight.overwrite_with_gradient = True
-    with pytest.raises(polyamp.UnsupportedError, match="float8"):
+    with pytest.raises(polyamp.errors.UnsupportedError, match="float8"):
         opt.apply(opt.get_unscaled_gradients([ops.array([8.0])]))
 
 
@@ -181,7 +181,7 @@ def test_values_of_float8_layers_are_refused() -> None:
 def test_gradients_that_were_unscaled_in_another_place_are_refused_once() -> None:
     weight, opt = optimizer()
     grad = opt.get_unscaled_gradients([ops.array([8.0])])[0]
-    with pytest.raises(polyamp.UsageError, match="called elsewhere"):
+    with pytest.raises(polyamp.errors.UsageError, match="called elsewhere"):
         apply_compiled(opt, weight, grad, lambda grad: grad)
     apply_compiled(opt, weight, ops.array([8.0]), lambda grad: grad)
     assert to_numpy(weight).tolist() == [-1.0]

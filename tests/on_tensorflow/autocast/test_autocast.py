@@ -21,6 +21,7 @@ from polyamp.backends.tensorflow import unstable
 from polyamp.backends.tensorflow.autocast.context import autocast_context, autocast_everywhere
 from polyamp.backends.tensorflow.autocast.lowering import current
 from polyamp.backends.tensorflow.operations import OPERATIONS
+from polyamp.errors import UnsupportedError
 
 FORMATS = {"float16": tf.float16, "bfloat16": tf.bfloat16}
 TOLERANCE = {"float16": 2.0**-8, "bfloat16": 2.0**-5}  # of a few products, each rounded to 11 and 8 bits
@@ -554,7 +555,10 @@ def test_tensorfloat32_is_what_tensorflow_multiplies_float32_in_by_itself() -> N
         assert current() is None
     tf.config.experimental.enable_tensor_float_32_execution(False)
     try:
-        with pytest.raises(polyamp.UnsupportedError, match="tensorfloat32"), under(FULL, compute="tensorfloat32"):
+        with (
+            pytest.raises(UnsupportedError, match="tensorfloat32"),
+            under(FULL, compute="tensorfloat32"),
+        ):
             pass
     finally:
         tf.config.experimental.enable_tensor_float_32_execution(True)
@@ -562,7 +566,7 @@ def test_tensorfloat32_is_what_tensorflow_multiplies_float32_in_by_itself() -> N
 
 @pytest.mark.parametrize("compute", ["float64", "float8_e4m3fn"])
 def test_other_formats_are_refused(compute: str) -> None:
-    with pytest.raises(polyamp.UnsupportedError, match=compute), under(FULL, compute=compute, output="float32"):
+    with pytest.raises(UnsupportedError, match=compute), under(FULL, compute=compute, output="float32"):
         pass
     assert current() is None
 

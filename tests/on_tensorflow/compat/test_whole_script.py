@@ -222,7 +222,7 @@ def by_hand(weight: Any) -> None:
 def test_an_update_by_hand_is_refused(compiled: bool) -> None:
     weight = tf.Variable([1.0, 2.0])
     step = tf.function(by_hand) if compiled else by_hand
-    with started() as session, pytest.raises(polyamp.UsageError, match="updates a variable itself"):
+    with started() as session, pytest.raises(polyamp.errors.UsageError, match="updates a variable itself"):
         step(weight)
     assert session.refusal is not None
     np.testing.assert_array_equal(weight, [1.0, 2.0])
@@ -236,7 +236,7 @@ def test_an_update_by_hand_is_refused_while_the_graph_is_built(use_resource: boo
     with started(), tf.Graph().as_default():
         weight = v1.get_variable("w", initializer=A, use_resource=use_resource)
         (grad,) = v1.gradients(tf.reduce_sum(weight * weight), [weight])
-        with pytest.raises(polyamp.UsageError, match="updates a variable itself"):
+        with pytest.raises(polyamp.errors.UsageError, match="updates a variable itself"):
             v1.assign_sub(weight, 0.1 * grad)
 
 
@@ -256,14 +256,14 @@ def test_assignments_that_are_no_updates_are_allowed() -> None:
 def test_mixed_precision_of_its_own_is_refused() -> None:
     half = tf.Variable([1.0], dtype=tf.float16)
     with started():
-        with pytest.raises(polyamp.UsageError, match="set_experimental_options"):
+        with pytest.raises(polyamp.errors.UsageError, match="set_experimental_options"):
             tf.config.optimizer.set_experimental_options({"auto_mixed_precision": True})
         tf.config.optimizer.set_experimental_options({"auto_mixed_precision": False})
         with tf.GradientTape() as tape:
             loss = tf.reduce_sum(tf.cast(half, tf.float32))
-        with pytest.raises(polyamp.UsageError, match="mixed precision of its own"):
+        with pytest.raises(polyamp.errors.UsageError, match="mixed precision of its own"):
             tape.gradient(loss, half)
-        with pytest.raises(polyamp.UsageError, match="mixed precision of its own"):
+        with pytest.raises(polyamp.errors.UsageError, match="mixed precision of its own"):
             polyamp.wrap_optimizer(OPTIMIZERS["v1 Adam"](), "mixed_float16")
     assert not tf.config.optimizer.get_experimental_options().get("auto_mixed_precision")
 
@@ -278,7 +278,7 @@ def test_replicas_are_refused_before_they_train() -> None:
                 loss = tf.reduce_sum(weight * weight)
             tape.gradient(loss, weight)
 
-        with pytest.raises(polyamp.UsageError, match="loss scale for replicas"):
+        with pytest.raises(polyamp.errors.UsageError, match="loss scale for replicas"):
             strategy.run(step)
 
 
@@ -296,7 +296,7 @@ def test_the_environment_variable_turns_float16_on(monkeypatch: pytest.MonkeyPat
     np.testing.assert_allclose(half, full, rtol=2e-3)
     with (
         running(Session(polyamp.policy("mixed_float16"))) as session,
-        pytest.raises(polyamp.UsageError, match="of its own"),
+        pytest.raises(polyamp.errors.UsageError, match="of its own"),
     ):
         begin(session)
     assert not is_everywhere()

@@ -36,13 +36,13 @@ def says(error: pytest.ExceptionInfo[Any], *words: str) -> None:
 
 @pytest.mark.parametrize("run", [rewrite, explain], ids=["rewrite", "explain"])
 def test_a_step_that_returns_an_operation(run: Callable[..., Any]) -> None:
-    with pytest.raises(polyamp.UsageError, match="returns an operation") as error:
+    with pytest.raises(polyamp.errors.UsageError, match="returns an operation") as error:
         run(lambda x: tf.group(x @ W), X, policy=BF16)
     says(error, "Operation")
 
 
 def test_an_operation_deep_in_the_results() -> None:
-    with pytest.raises(polyamp.UsageError, match="returns an operation"):
+    with pytest.raises(polyamp.errors.UsageError, match="returns an operation"):
         rewrite(lambda x: {"loss": x @ W, "train": [tf.no_op()]}, policy=BF16)(X)
 
 
@@ -67,7 +67,7 @@ def of_a_function() -> Any:
 @pytest.mark.parametrize("run", [rewrite, explain], ids=["rewrite", "explain"])
 def test_a_tensor_of_another_graph(run: Callable[..., Any], make: Callable[[], Any]) -> None:
     stray = make()
-    with pytest.raises(polyamp.UsageError, match="tensor of another graph") as error:
+    with pytest.raises(polyamp.errors.UsageError, match="tensor of another graph") as error:
         run(lambda x: x @ W + stray, X, policy=BF16)
     says(error, "stray", __file__.rpartition("/")[2])
 
@@ -80,7 +80,7 @@ def test_a_tensor_of_an_inner_function() -> None:
         kept.append(2.0 * x)
         return x
 
-    with pytest.raises(polyamp.UsageError, match="tensor of another graph") as error:
+    with pytest.raises(polyamp.errors.UsageError, match="tensor of another graph") as error:
         rewrite(lambda x: inner(x) + kept[0], X, policy=BF16)
     says(error)
 
@@ -102,7 +102,7 @@ def test_tensors_of_the_function_around_are_fine() -> None:
 )
 def test_a_step_that_was_rewritten_under_another_policy(outer: Callable[..., Any]) -> None:
     inner = rewrite(product, X, policy=FP16)
-    with pytest.raises(polyamp.UsageError, match="rewritten already") as error:
+    with pytest.raises(polyamp.errors.UsageError, match="rewritten already") as error:
         rewrite(outer(inner), policy=BF16)(X)
     says(error, FP16)
     assert relative_error(inner(X), X @ W) < 2.0**-8
@@ -118,7 +118,7 @@ def test_a_graph_that_was_rewritten() -> None:
     with tf.Graph().as_default() as graph:
         tf.matmul(X.numpy(), W.numpy())
     ours = rewritten_graph(graph.as_graph_def(), FP16)
-    with pytest.raises(polyamp.UsageError, match="rewritten already") as error:
+    with pytest.raises(polyamp.errors.UsageError, match="rewritten already") as error:
         rewritten_graph(ours, FP16)
     says(error, FP16)
 
@@ -129,7 +129,7 @@ def test_a_graph_that_was_rewritten() -> None:
 def test_a_gradient_through_a_rewritten_function() -> None:
     weight = tf.Variable(W)
     function = rewrite(lambda x: x @ weight, policy=BF16)
-    with tf.GradientTape(), pytest.raises(polyamp.UnsupportedError, match="gradient") as error:
+    with tf.GradientTape(), pytest.raises(polyamp.errors.UnsupportedError, match="gradient") as error:
         function(X)
     says(error, "whole step")
 
@@ -144,7 +144,7 @@ def test_a_gradient_through_it_in_a_function_of_the_users() -> None:
             y = function(x, W)
         return tape.gradient(y, x)
 
-    with pytest.raises(polyamp.UnsupportedError, match="gradient") as error:
+    with pytest.raises(polyamp.errors.UnsupportedError, match="gradient") as error:
         outer(X)
     says(error, "whole step")
 
@@ -165,7 +165,7 @@ def test_beside_a_tape_that_does_not_record_it() -> None:
 @pytest.mark.parametrize("compute", ["float8_e4m3fn", "float8_e5m2", "float64", "tensorfloat32"])
 @pytest.mark.parametrize("run", [rewrite, explain], ids=["rewrite", "explain"])
 def test_formats_that_tensorflow_does_not_compute_in(run: Callable[..., Any], compute: str) -> None:
-    with pytest.raises(polyamp.UnsupportedError, match="this format") as error:
+    with pytest.raises(polyamp.errors.UnsupportedError, match="this format") as error:
         run(product, X, policy=polyamp.policy(compute=compute))
     says(error, compute, "bfloat16")
 
@@ -173,32 +173,32 @@ def test_formats_that_tensorflow_does_not_compute_in(run: Callable[..., Any], co
 @pytest.mark.parametrize("run", [rewrite, explain, polyamp.rewrite, polyamp.explain])
 @pytest.mark.parametrize("thing", [3, None, "step", X, tf.Graph()], ids=["3", "None", "text", "tensor", "Graph"])
 def test_what_is_no_function(run: Callable[..., Any], thing: Any) -> None:
-    with pytest.raises(polyamp.InvalidTypeError) as error:
+    with pytest.raises(polyamp.errors.InvalidTypeError) as error:
         run(thing, X, policy=BF16)
     says(error, "allowed:")
 
 
 @pytest.mark.parametrize("thing", [3, None, "graph", product], ids=["3", "None", "text", "function"])
 def test_what_is_no_graph(thing: Any) -> None:
-    with pytest.raises(polyamp.InvalidTypeError) as error:
+    with pytest.raises(polyamp.errors.InvalidTypeError) as error:
         rewritten_graph(thing, BF16)
     says(error, "GraphDef")
 
 
 def test_an_unknown_policy() -> None:
-    with pytest.raises(polyamp.InvalidValueError, match="mixed_float17"):
+    with pytest.raises(polyamp.errors.InvalidValueError, match="mixed_float17"):
         rewrite(product, policy="mixed_float17")
 
 
 def test_a_graph_takes_no_jit_compile() -> None:
     with tf.Graph().as_default() as graph:
         tf.matmul(X.numpy(), W.numpy())
-    with pytest.raises(polyamp.UnsupportedError, match="jit_compile"):
+    with pytest.raises(polyamp.errors.UnsupportedError, match="jit_compile"):
         polyamp.rewrite(graph.as_graph_def(), policy=BF16, jit_compile=True)
 
 
 def test_a_plan_before_the_first_call() -> None:
-    with pytest.raises(polyamp.UsageError, match="not traced yet"):
+    with pytest.raises(polyamp.errors.UsageError, match="not traced yet"):
         _ = rewrite(product, policy=BF16).plan
 
 

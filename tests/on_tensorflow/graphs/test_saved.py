@@ -93,7 +93,7 @@ def test_methods_of_two_objects_are_two() -> None:
 def test_it_is_a_function_of_tensorflow_at_once(make: Any) -> None:
     fast = make(with_attribute(make))
     assert isinstance(fast, type(tf.function(lambda: None)))
-    with pytest.raises(polyamp.UsageError, match="not traced yet"):
+    with pytest.raises(polyamp.errors.UsageError, match="not traced yet"):
         _ = fast.plan
     fast(X)
     assert [one.format for one in fast.plan.operations if one.name == "matmul"] == ["float16"]

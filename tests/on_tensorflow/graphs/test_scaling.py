@@ -100,7 +100,7 @@ def codes(loop: Loop) -> list[str]:
 @pytest.mark.parametrize("form", FORMS)
 def test_a_step_whose_loss_nobody_scaled_is_refused_by_rewrite_and_found_by_lint(form: str) -> None:
     loop = Loop(form, scales=False)
-    with pytest.raises(polyamp.UsageError, match=r"was not scaled[\s\S]*test_scaling.py"):
+    with pytest.raises(polyamp.errors.UsageError, match=r"was not scaled[\s\S]*test_scaling.py"):
         polyamp.rewrite(loop.step, X, policy=F16, backend="tensorflow")
     assert "unscaled-loss" in codes(loop)
     assert "unscaled-loss" not in codes(Loop(form))

@@ -127,7 +127,7 @@ def test_the_state_is_saved_and_continues_in_every_replica(tmp_path: Any) -> Non
 @MAKES
 def test_a_step_outside_of_the_replicas_is_refused(make: type[Stepper]) -> None:
     loop = Loop(make)
-    with STRATEGY.scope(), pytest.raises(polyamp.UsageError, match=r"strategy\.run"):
+    with STRATEGY.scope(), pytest.raises(polyamp.errors.UsageError, match=r"strategy\.run"):
         loop.stepper(tf.constant([1.0, 1.0]), loop.weight)
     assert loop.copies() == [[1.0, 2.0]] * LOCAL
 
@@ -136,7 +136,7 @@ def test_master_weights_over_replicas_are_refused() -> None:
     loop = Loop(Stepper)
     with STRATEGY.scope():
         loop.weight = tf.Variable([1.0, 2.0], dtype=tf.float16)
-    with pytest.raises(polyamp.UnsupportedError, match="master weights do not work with replicas"):
+    with pytest.raises(polyamp.errors.UnsupportedError, match="master weights do not work with replicas"):
         loop.step(FINITE)
 
 

@@ -48,13 +48,13 @@ REFUSED = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_strategies_without_a_common_step_are_refused_by_name(name: str) -> None:
     error = without_common_step(object.__new__(REFUSED[name]))  # to make one takes a cluster or a TPU
-    assert isinstance(error, polyamp.UnsupportedError)
+    assert isinstance(error, polyamp.errors.UnsupportedError)
     named = type(name, (tf.distribute.OneDeviceStrategy,), {})("CPU:0")
     with named.scope():
         weight, scaler = tf.Variable([1.0]), LossScaler(polyamp.LossScale(init=8.0))
         plain = LossScaler("mixed_bfloat16")
     sgd = tf.compat.v1.train.GradientDescentOptimizer(1.0)
-    with pytest.raises(polyamp.UnsupportedError, match=f"under a {name}"):
+    with pytest.raises(polyamp.errors.UnsupportedError, match=f"under a {name}"):
         named.run(lambda: scaler.step(sgd, [(tf.constant([8.0]), weight)]))
     assert (weight.numpy(), scaler.loss_scale) == ([1.0], 8.0)
     named.run(lambda: plain.step(sgd, [(tf.constant([1.0]), weight)]))

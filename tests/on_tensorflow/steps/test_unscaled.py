@@ -152,7 +152,7 @@ def test_calls_in_two_functions_are_refused() -> None:
     opt, weight = LossScaledOptimizer(sgd()), tf.Variable(START)
     pairs = opt.compute_gradients(lambda: tf.reduce_sum(weight), [weight])
     grads = [grad * 0.5 for grad, _ in pairs]
-    with pytest.raises(polyamp.UsageError, match="called elsewhere"):
+    with pytest.raises(polyamp.errors.UsageError, match="called elsewhere"):
         tf.function(lambda: opt.apply_gradients([(tf.identity(grads[0]), weight)]))()
     assert weight.numpy().tolist() == START.tolist()
 

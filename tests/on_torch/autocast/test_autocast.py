@@ -13,6 +13,7 @@ import torch
 import polyamp
 import polyamp.backends.torch as amp
 from polyamp.backends.torch import autocast
+from polyamp.errors import UnsupportedError
 
 A = torch.ones(2, 2)
 
@@ -127,7 +128,10 @@ def test_tensorfloat32_tells_how_to_get_it() -> None:
 
 
 def test_eight_bits_are_refused() -> None:
-    with pytest.raises(polyamp.UnsupportedError, match="8-bit"), autocast(polyamp.policy("p=f32,c=float8_e4m3fn")):
+    with (
+        pytest.raises(UnsupportedError, match="8-bit"),
+        autocast(polyamp.policy("p=f32,c=float8_e4m3fn")),
+    ):
         pass
     assert product() == torch.float32
 

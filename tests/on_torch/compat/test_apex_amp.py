@@ -168,7 +168,7 @@ def test_options_replace_what_the_level_implies() -> None:
 def test_options_that_contradict_each_other_are_refused_before_anything_changes(options: dict[str, Any]) -> None:
     model = small()
     opt = sgd(model)
-    with pytest.raises(polyamp.InvalidValueError):
+    with pytest.raises(polyamp.errors.InvalidValueError):
         amp.initialize(model, opt, **options)
     assert model[0].weight.dtype == torch.float32
     assert type(opt) is torch.optim.SGD
@@ -178,15 +178,15 @@ def test_options_that_contradict_each_other_are_refused_before_anything_changes(
 def test_what_cannot_be_initialized_is_refused() -> None:
     model, opt = small(), sgd(small())
     for models, optimizers in ((X, None), ([model, X], opt), (model, X), (model, (opt,))):
-        with pytest.raises(polyamp.InvalidTypeError):
+        with pytest.raises(polyamp.errors.InvalidTypeError):
             amp.initialize(models, optimizers)
-    with pytest.raises(polyamp.UsageError, match="several devices"):
+    with pytest.raises(polyamp.errors.UsageError, match="several devices"):
         amp.initialize(nn.DataParallel(model), opt)
-    with pytest.raises(polyamp.UsageError, match="16-bit parameters"):
+    with pytest.raises(polyamp.errors.UsageError, match="16-bit parameters"):
         amp.initialize(small().half(), opt)
     amp.initialize(model, opt, opt_level="O0")
     for again in (opt, wrapper_of(opt), polyamp.wrap_optimizer(sgd(small()), "mixed_float16")):
-        with pytest.raises(polyamp.UsageError, match="wrapped already"):
+        with pytest.raises(polyamp.errors.UsageError, match="wrapped already"):
             amp.initialize(small(), again, opt_level="O0")
 
 
@@ -408,9 +408,9 @@ def test_the_state_of_apex_itself_is_read(capsys: pytest.CaptureFixture[str]) ->
     wrapper = wrapper_of(opt)
     assert (wrapper.loss_scale, wrapper.scaler.state.good_steps) == (512.0, 7)
     for wrong in ({"scale": 1.0}, {"loss_scaler0": {"loss_scale": 2.0}}, {"loss_scaler0": 3}, 5):
-        with pytest.raises(polyamp.StateError):
+        with pytest.raises(polyamp.errors.StateError):
             amp.load_state_dict(wrong)  # type: ignore[arg-type]
-    with pytest.raises(polyamp.StateError, match="outside these settings"):
+    with pytest.raises(polyamp.errors.StateError, match="outside these settings"):
         amp.load_state_dict({"loss_scaler0": first, "loss_scaler1": {"loss_scale": 2.0**40, "unskipped": 0}})
     assert amp.state_dict()["loss_scaler0"] == first
     amp.initialize(small(), opt_level="O1", loss_scale=128.0)
@@ -445,16 +445,16 @@ def test_misuse_is_refused() -> None:
     model = small()
     opt, plain = sgd(model), sgd(small())
     amp.initialize(model, opt, opt_level="O1", loss_scale=64.0)
-    with pytest.raises(polyamp.UsageError, match=r"did not go through amp\.initialize"):
+    with pytest.raises(polyamp.errors.UsageError, match=r"did not go through amp\.initialize"):
         backward(model(X).sum(), plain)
-    with pytest.raises(polyamp.InvalidValueError, match="no loss of this number"):
+    with pytest.raises(polyamp.errors.InvalidValueError, match="no loss of this number"):
         backward(model(X).sum(), opt, loss_id=1)
-    with pytest.raises(polyamp.UsageError, match="not scaled"):  # noqa: SIM117
+    with pytest.raises(polyamp.errors.UsageError, match="not scaled"):  # noqa: SIM117
         with amp.scale_loss(functional.mse_loss(model(X), Y), opt):
             functional.mse_loss(model(X), Y).backward()
     opt.zero_grad()
     step(model, opt)
-    with pytest.raises(polyamp.UsageError, match="last step are still there"):
+    with pytest.raises(polyamp.errors.UsageError, match="last step are still there"):
         backward(functional.mse_loss(model(X), Y), opt)
 
 

@@ -17,6 +17,7 @@ import polyamp
 from polyamp.backends.torch.compat.apex import amp
 from polyamp.backends.torch.compat.apex.amp import _amp_state
 from polyamp.backends.torch.compat.attached import wrapper_of
+from polyamp.errors import UsageError
 from polyamp.scripts.session import Session, running
 
 pytestmark = pytest.mark.filterwarnings("ignore::polyamp.errors.PolyampDeprecationWarning")
@@ -119,7 +120,7 @@ def test_registered_functions_of_a_program() -> None:
     amp.initialize(model, opt_level="O1")
     assert module.own(HALF, other=X).dtype == torch.float16  # the operations inside have O1's formats
     assert seen == [torch.float32, torch.float32]
-    with pytest.raises(polyamp.InvalidValueError, match="no function of this name"):
+    with pytest.raises(polyamp.errors.InvalidValueError, match="no function of this name"):
         amp.register_half_function(module, "missing")
 
 
@@ -246,16 +247,16 @@ def test_the_optimizer_of_the_old_interface(bad: int | None) -> None:
                 scaled.backward()
                 if number == bad:
                     weight.grad[0] = float("inf")
-        with pytest.raises(polyamp.UsageError, match="more losses"), optimizer.scale_loss(weight.sum()):
+        with pytest.raises(UsageError, match="more losses"), optimizer.scale_loss(weight.sum()):
             pass
         optimizer.step()
         if bad is not None:
             break
     assert weight.tolist() == [-2.0 if bad is None else 1.0] * 2
     assert optimizer.param_groups[0]["lr"] == 0.5
-    with pytest.raises(polyamp.UsageError, match="closure"):
+    with pytest.raises(UsageError, match="closure"):
         optimizer.step(lambda: None)
-    with pytest.raises(polyamp.UsageError, match="does not scale losses"):
+    with pytest.raises(UsageError, match="does not scale losses"):
         handle.scale_loss(weight.sum(), optimizer)
 
 
@@ -280,7 +281,10 @@ def test_a_run_is_told_what_the_script_uses() -> None:
     assert [one.interface for one in session.interfaces] == ["apex.amp.initialize", "apex.amp.init"]
     assert session.holders == [wrapper_of(opt)]
     other = torch.optim.SGD(nn.Linear(4, 4).parameters(), lr=0.5)
-    with running(Session(polyamp.policy("mixed_float16"))), pytest.raises(polyamp.UsageError, match="of its own"):
+    with (
+        running(Session(polyamp.policy("mixed_float16"))),
+        pytest.raises(UsageError, match="of its own"),
+    ):
         amp.initialize(nn.Linear(4, 4), other, opt_level="O2")
     assert type(other) is torch.optim.SGD
 

@@ -173,7 +173,7 @@ def test_a_plain_state_leaves_the_loss_scale(saves: Any) -> None:
     opt.load_state_dict(plain.state_dict())
     assert wrapper.loss_scale == 512.0
     assert opt.param_groups[0]["lr"] == 0.25
-    with pytest.raises(polyamp.StateError, match="not an optimizer's"):
+    with pytest.raises(polyamp.errors.StateError, match="not an optimizer's"):
         opt.load_state_dict(None)  # type: ignore[arg-type]
 
 
@@ -235,13 +235,13 @@ def test_closures_and_hooks() -> None:
 
 def test_what_cannot_be_attached_is_refused_and_nothing_changes() -> None:
     opt = torch.optim.SGD(model_of().parameters(), lr=0.5)
-    with pytest.raises(polyamp.InvalidValueError, match="unknown part"):
+    with pytest.raises(polyamp.errors.InvalidValueError, match="unknown part"):
         attach(opt, "mixed_float16", loss_scale=SCALE, saves="some")  # type: ignore[arg-type]
-    with pytest.raises(polyamp.InvalidValueError):
+    with pytest.raises(polyamp.errors.InvalidValueError):
         attach(opt, "mixed_float16", max_grad_norm=-1.0)
     assert type(opt) is torch.optim.SGD
     assert opt.param_groups[0]["lr"] == 0.5
-    with pytest.raises(polyamp.InvalidTypeError, match="optimizer"):
+    with pytest.raises(polyamp.errors.InvalidTypeError, match="optimizer"):
         attach(model_of(), "mixed_float16", loss_scale=SCALE)  # type: ignore[arg-type]
     wrapper = attach(opt, "mixed_float16", loss_scale=SCALE)
     for again in (
@@ -249,7 +249,7 @@ def test_what_cannot_be_attached_is_refused_and_nothing_changes() -> None:
         lambda: attach(wrapper),
         lambda: polyamp.wrap_optimizer(opt, "mixed_float16", loss_scale=SCALE),
     ):
-        with pytest.raises(polyamp.UsageError, match="wrapped already"):
+        with pytest.raises(polyamp.errors.UsageError, match="wrapped already"):
             again()
 
 
@@ -260,7 +260,7 @@ def test_torchs_scaler_around_it_is_refused(fused: bool) -> None:
     attach(opt, "mixed_float16", loss_scale=SCALE)
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     scaler.scale(loss_of(model)).backward()
-    with pytest.raises(polyamp.UsageError, match="scales its loss itself"):
+    with pytest.raises(polyamp.errors.UsageError, match="scales its loss itself"):
         scaler.step(opt)
     assert torch.equal(model.weight, model_of().weight)
 
@@ -268,7 +268,7 @@ def test_torchs_scaler_around_it_is_refused(fused: bool) -> None:
 def test_detached_it_is_plain_again() -> None:
     model = model_of()
     opt = torch.optim.Adam(model.parameters(), lr=0.5)
-    with pytest.raises(polyamp.UsageError, match="not attached"):
+    with pytest.raises(polyamp.errors.UsageError, match="not attached"):
         detach(opt)
     wrapper = attach(opt, "mixed_float16", loss_scale=SCALE)
     train(model, opt, wrapper)
@@ -283,7 +283,7 @@ def test_detached_it_is_plain_again() -> None:
     opt.step()
     half = torch.optim.SGD(model_of(torch.float16).parameters(), lr=0.5)
     attach(half, "float16")
-    with pytest.raises(polyamp.UsageError, match="master weights"):
+    with pytest.raises(polyamp.errors.UsageError, match="master weights"):
         detach(half)
 
 

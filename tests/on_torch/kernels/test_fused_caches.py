@@ -166,7 +166,7 @@ def test_a_refused_step_does_not_lose_what_is_written_to_the_model_next(
 ) -> None:
     model = build("cpu", storage[0])
     opt = wrapped(COVERED["sgd"](model.parameters()), fused, master_weights=storage[1])
-    with pytest.raises(polyamp.UsageError):
+    with pytest.raises(polyamp.errors.UsageError):
         opt.step()
     with torch.no_grad():
         for param in model.parameters():

@@ -304,7 +304,7 @@ def test_too_many_skips_in_a_row_are_an_error(device: str) -> None:
             if device == "cuda":
                 torch.cuda.synchronize()
 
-    with pytest.raises(polyamp.LossScaleError, match=r"2\.bias"):
+    with pytest.raises(polyamp.errors.LossScaleError, match=r"2\.bias"):
         skip_on()
 
 
@@ -320,7 +320,7 @@ def test_a_loss_that_is_not_finite_is_an_error_where_that_is_asked_for(device: s
             if device == "cuda":
                 torch.cuda.synchronize()
 
-    with pytest.raises(polyamp.NonFiniteLossError):
+    with pytest.raises(polyamp.errors.NonFiniteLossError):
         on_nan()
 
 
@@ -336,9 +336,9 @@ def test_overflowed_names_the_parameters(storage: Any, device: str) -> None:
 def test_a_second_step_on_the_same_gradients_is_refused(device: str) -> None:
     way = fresh("adamw", True, device)
     train(way, range(1), overflows={})
-    with pytest.raises(polyamp.UsageError, match="last step"):
+    with pytest.raises(polyamp.errors.UsageError, match="last step"):
         way.opt.step()
-    with pytest.raises(polyamp.UsageError, match="last step"):
+    with pytest.raises(polyamp.errors.UsageError, match="last step"):
         way.opt.backward(loss_of(way.model))
 
 

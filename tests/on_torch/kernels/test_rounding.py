@@ -333,7 +333,7 @@ def test_groups_that_come_later(kind: str) -> None:
     opt.step()
     assert bits(other.turned) != before
     assert len(opt.masters.masters) == 8
-    with pytest.raises(polyamp.InvalidValueError, match="more than one parameter group"):
+    with pytest.raises(polyamp.errors.InvalidValueError, match="more than one parameter group"):
         opt.add_param_group({"params": other.turned})
     assert len(opt.param_groups) == 2
 
@@ -348,12 +348,12 @@ def test_a_first_group_of_16_bits_that_comes_later_is_kept_as_was_asked_for() ->
 def test_float16_has_no_remainders() -> None:
     half = torch.nn.Parameter(torch.ones(2, dtype=torch.float16))
     inner = torch.optim.SGD([torch.nn.Parameter(torch.ones(2, dtype=torch.bfloat16)), half], lr=0.1)
-    with pytest.raises(polyamp.InvalidValueError, match="only bfloat16"):
+    with pytest.raises(polyamp.errors.InvalidValueError, match="only bfloat16"):
         LossScaledOptimizer(inner, master_weights="remainder")
     assert [param.dtype for param in inner.param_groups[0]["params"]] == [torch.bfloat16, torch.float16]
     net = Net()
     opt = wrap(net, "sgd", "remainder")
-    with pytest.raises(polyamp.InvalidValueError, match="only bfloat16"):
+    with pytest.raises(polyamp.errors.InvalidValueError, match="only bfloat16"):
         opt.add_param_group({"params": [half]})
     assert len(opt.param_groups) == 1
     train(net, opt)
@@ -361,7 +361,7 @@ def test_float16_has_no_remainders() -> None:
 
 @pytest.mark.parametrize("kind", ["kahan", 3, 0.5])
 def test_unknown_ways_to_keep_masters_are_refused(kind: Any) -> None:
-    with pytest.raises(polyamp.InvalidValueError, match="unknown way to keep master weights"):
+    with pytest.raises(polyamp.errors.InvalidValueError, match="unknown way to keep master weights"):
         wrap(Net(), "sgd", kind)
 
 

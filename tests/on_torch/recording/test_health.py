@@ -75,7 +75,7 @@ def test_a_scaler_that_is_switched_off_has_no_scale() -> None:
 
 
 def test_torchs_own_scaler_keeps_no_counters() -> None:
-    with pytest.raises(polyamp.InvalidTypeError, match="holds no loss scale"):
+    with pytest.raises(polyamp.errors.InvalidTypeError, match="holds no loss scale"):
         health(torch.amp.GradScaler("cpu"))
 
 

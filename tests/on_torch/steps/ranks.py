@@ -333,7 +333,7 @@ def test_gradients_are_not_set_aside_before_they_are_reduced(masters: bool) -> N
         opt.backward(loss_of(parallel))
         opt.unscale_()
     for loss_id in (None, "second"):
-        with pytest.raises(polyamp.UsageError, match="not reduced over the ranks yet"):
+        with pytest.raises(polyamp.errors.UsageError, match="not reduced over the ranks yet"):
             opt.backward(loss_of(parallel), loss_id)
     opt.zero_grad()
     opt.backward(loss_of(parallel))
@@ -356,7 +356,7 @@ def test_half_scaled_windows_are_refused_under_ddp(scaled_first: bool) -> None:
             opt.step()
             assert opt.last_step
         else:
-            with pytest.raises(polyamp.UsageError, match="another was not"):
+            with pytest.raises(polyamp.errors.UsageError, match="another was not"):
                 opt.step()
 
 
@@ -409,7 +409,7 @@ def test_an_optimizer_with_sharded_state(fused_step: bool) -> None:
 def test_masters_that_an_optimizer_inside_would_not_see_are_refused(master_weights: Any) -> None:
     params = [*model_of(torch.bfloat16).bfloat16().parameters()]
     sharded = with_sharded_state(params, torch.optim.SGD, lr=0.1)
-    with pytest.raises(polyamp.UnsupportedError, match="its own lists of 16-bit parameters"):
+    with pytest.raises(polyamp.errors.UnsupportedError, match="its own lists of 16-bit parameters"):
         polyamp.wrap_optimizer(sharded, "bfloat16", master_weights=master_weights)
     assert all(mine is one for mine, one in zip(sharded.param_groups[0]["params"], params, strict=True))
 
@@ -481,7 +481,7 @@ def test_a_group_of_two_dtypes_is_refused(trains_norms: bool, mesh: DeviceMesh) 
     fully_shard(model, mesh=mesh)
     trained = [param for param in model.parameters() if param.requires_grad]
     if trains_norms:
-        with pytest.raises(polyamp.UsageError, match="several dtypes together"):
+        with pytest.raises(polyamp.errors.UsageError, match="several dtypes together"):
             polyamp.wrap_optimizer(torch.optim.SGD(trained, lr=0.1), "O2")
         return
     backward(model, polyamp.wrap_optimizer(torch.optim.SGD(trained, lr=0.1), "O2"))
@@ -651,7 +651,7 @@ def test_flattened_shards_are_clipped_by_their_global_norm(
         plain.step()
         opt.zero_grad()
         opt.backward(loss_of(model))
-        with pytest.raises(polyamp.UsageError, match="clipped while they were scaled"):
+        with pytest.raises(polyamp.errors.UsageError, match="clipped while they were scaled"):
             model.clip_grad_norm_(0.1)
         if explicitly:
             torch.testing.assert_close(opt.clip_grad_norm_(0.1), norm)

@@ -248,7 +248,7 @@ def test_a_bad_state_in_the_form_of_checkpoints_changes_nothing(rest: Any) -> No
     saved = get_optimizer_state_dict(net, opt)
     saved["param_groups"][0]["polyamp"] = rest
     before = memory(net, opt)
-    with pytest.raises(polyamp.StateError):
+    with pytest.raises(polyamp.errors.StateError):
         set_optimizer_state_dict(net, opt, saved)
     assert memory(net, opt) == before
 

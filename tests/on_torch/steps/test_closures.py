@@ -88,7 +88,7 @@ def test_an_error_in_a_later_evaluation_takes_the_step_back_too() -> None:
         opt.backward(loss_of(model) * next(losses))
         return torch.tensor(0.0)
 
-    with pytest.raises(polyamp.NonFiniteLossError):
+    with pytest.raises(polyamp.errors.NonFiniteLossError):
         opt.step(closure)
     assert contents(opt) == before
 
@@ -114,6 +114,6 @@ def test_a_closure_without_a_backward_is_refused() -> None:
     model = linear()
     opt = polyamp.wrap_optimizer(REEVALUATING["lbfgs"](model.parameters()), "mixed_float16")
     before = contents(opt)
-    with pytest.raises(polyamp.UsageError, match="without a backward"):
+    with pytest.raises(polyamp.errors.UsageError, match="without a backward"):
         opt.step(lambda: torch.tensor(1.0))
     assert contents(opt) == before

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import polyamp
 from polyamp import LossScale
 from polyamp.backends.torch import GradScaler, LossScaledOptimizer
+from polyamp.errors import InvalidTypeError, InvalidValueError
 from support.harness_torch import X, contents, linear, loss_of
 
 NOT_SCALED = "the loss of this step was not scaled"
@@ -32,7 +33,7 @@ def wrap(model: nn.Module, **options: Any) -> LossScaledOptimizer:
 
 def refused(opt: LossScaledOptimizer, call: Callable[[], Any], match: str = NOT_SCALED) -> None:
     before, scale = contents(opt), opt.loss_scale
-    with pytest.raises(polyamp.UsageError, match=match):
+    with pytest.raises(polyamp.errors.UsageError, match=match):
         call()
     assert contents(opt) == before
     assert opt.loss_scale == scale
@@ -178,10 +179,10 @@ def test_what_is_said_has_to_be_a_bool_and_possible() -> None:
     model = linear()
     opt = wrap(model)
     opt.backward(loss_of(model))
-    with pytest.raises(polyamp.InvalidTypeError, match="bool"):
+    with pytest.raises(InvalidTypeError, match="bool"):
         opt.step(scaled=1)  # type: ignore[arg-type]
     opt.unscale_()
-    with pytest.raises(polyamp.UsageError, match="unscaled already"):
+    with pytest.raises(polyamp.errors.UsageError, match="unscaled already"):
         opt.step(scaled=True)
     opt.step()
 
@@ -591,7 +592,7 @@ def test_one_bad_loss_of_several_skips_their_step_for_all_that_share_it(fused: A
 def test_a_loss_that_is_not_finite_is_an_error_where_that_is_asked_for(bad: float, shape: tuple[int, ...]) -> None:
     model = linear()
     opt = wrap(model, loss_scale=LossScale(nonfinite_loss="raise"))
-    with pytest.raises(polyamp.NonFiniteLossError, match="a smaller scale cannot help"):
+    with pytest.raises(polyamp.errors.NonFiniteLossError, match="a smaller scale cannot help"):
         opt.backward(model.weight.sum() * torch.full(shape, bad))
     assert model.weight.grad is None
     assert opt.loss_scale == 65536.0
@@ -627,8 +628,8 @@ def test_the_scale_can_be_set_within_the_settings(on_device: bool) -> None:
     assert opt.loss_scale == 4.0
     assert polyamp.save_loss_scale(opt) == {**counted, "scale": 4.0}
     before = contents(opt)
-    for bad, kind in ((0.0, polyamp.InvalidValueError), (2.0**30, polyamp.InvalidValueError), (math.nan, ValueError),
-                      ("4", polyamp.InvalidTypeError), (True, polyamp.InvalidTypeError)):  # fmt: skip
+    for bad, kind in ((0.0, InvalidValueError), (2.0**30, InvalidValueError), (math.nan, ValueError),
+                      ("4", InvalidTypeError), (True, InvalidTypeError)):  # fmt: skip
         with pytest.raises(kind, match="the loss scale"):
             opt.loss_scale = bad
     assert contents(opt) == before
@@ -670,7 +671,7 @@ def test_the_scaler_skips_the_step_of_a_loss_that_is_not_finite(bad: str, fused:
 
 def test_the_scaler_raises_where_that_is_asked_for() -> None:
     scaler = GradScaler("cpu", loss_scale=LossScale(nonfinite_loss="raise"))
-    with pytest.raises(polyamp.NonFiniteLossError):
+    with pytest.raises(polyamp.errors.NonFiniteLossError):
         scaler.scale([torch.ones(()), torch.tensor(math.nan)])
 
 
@@ -680,7 +681,7 @@ def test_the_scaler_takes_a_scale() -> None:
     scaler.loss_scale = 8.0
     assert scaler.loss_scale == scaler.get_scale() == 8.0
     assert float(scaler.scale(torch.ones(()))) == 8.0
-    with pytest.raises(polyamp.InvalidValueError, match="the loss scale"):
+    with pytest.raises(InvalidValueError, match="the loss scale"):
         scaler.loss_scale = 0.0
     fresh = GradScaler("cpu")
     fresh.loss_scale = 16.0

@@ -145,7 +145,7 @@ def test_a_scaler_takes_its_loss_scale_from_a_policy() -> None:
     assert scaler.config.hysteresis == 2
     assert scaler.get_scale() == 8.0
     assert not GradScaler("cpu", policy="mixed_bfloat16").is_enabled()
-    with pytest.raises(polyamp.InvalidValueError, match="a policy and a loss scale were given"):
+    with pytest.raises(polyamp.errors.InvalidValueError, match="a policy and a loss scale were given"):
         GradScaler("cpu", policy="mixed_float16", loss_scale=settings)
 
 
@@ -156,7 +156,7 @@ def test_a_scaler_that_has_no_masters_says_which_parameter_needs_one() -> None:
     before = copy.deepcopy(model)
     with pytest.raises(ValueError, match=r"1\.weight") as raised:
         scaler.step(plain)
-    assert isinstance(raised.value, polyamp.InvalidValueError)
+    assert isinstance(raised.value, polyamp.errors.InvalidValueError)
     assert "wrap_optimizer" in str(raised.value)
     assert all(map(torch.equal, model.parameters(), before.parameters()))
 
@@ -219,7 +219,7 @@ def test_unscaling_a_second_time_is_refused_and_divides_nothing(way: str) -> Non
     arguments = () if loop.opt else (loop.plain,)
     owner.unscale_(*arguments)
     once = loop.model.weight.grad.clone()
-    with pytest.raises(RuntimeError if loop.scaler else polyamp.UsageError, match="unscale"):
+    with pytest.raises(RuntimeError if loop.scaler else polyamp.errors.UsageError, match="unscale"):
         owner.unscale_(*arguments)
     assert torch.equal(loop.model.weight.grad, once)
 
@@ -240,7 +240,7 @@ def test_an_optimizer_whose_part_had_no_gradient_is_a_step_that_does_nothing(mak
 
 def test_a_wrapped_optimizer_without_gradients_says_so_in_plain_words() -> None:
     opt = polyamp.wrap_optimizer(sgd(linear().parameters()), "mixed_float16")
-    with pytest.raises(polyamp.UsageError, match="no parameter with a gradient"):
+    with pytest.raises(polyamp.errors.UsageError, match="no parameter with a gradient"):
         opt.step()
 
 

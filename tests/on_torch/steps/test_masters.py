@@ -110,7 +110,7 @@ def test_a_second_step_with_the_same_16_bit_gradients_is_refused() -> None:
     model = low_model(torch.float16)
     opt = polyamp.wrap_optimizer(OPTIMIZERS["sgd"](model.parameters()), loss_scale=LossScale())
     train(model, opt, 1)
-    with pytest.raises(polyamp.UsageError, match="last step"):
+    with pytest.raises(polyamp.errors.UsageError, match="last step"):
         opt.step()
 
 
@@ -120,7 +120,7 @@ def test_new_groups_get_masters_and_repeated_parameters_are_refused() -> None:
     assert opt.masters is None
     for part in (model[0], model[2]):
         opt.add_param_group({"params": list(part.parameters()), "lr": 0.01})
-    with pytest.raises(polyamp.InvalidValueError, match="more than one parameter group"):
+    with pytest.raises(polyamp.errors.InvalidValueError, match="more than one parameter group"):
         opt.add_param_group({"params": [model[2].weight]})
     assert len(opt.param_groups) == 3
     assert len(opt.masters.masters) == 4
@@ -160,7 +160,7 @@ def test_parameters_that_lose_bits_after_wrapping_are_refused() -> None:
     opt = polyamp.wrap_optimizer(OPTIMIZERS["sgd"](model.parameters()), "mixed_float16")
     model.half()
     opt.backward(sum(param.float().sum() for param in model.parameters()))
-    with pytest.raises(polyamp.UsageError, match="converted to 16 bits"):
+    with pytest.raises(polyamp.errors.UsageError, match="converted to 16 bits"):
         opt.step()
 
 
@@ -240,7 +240,7 @@ def test_states_that_do_not_fit_are_refused_and_change_nothing(saved: dict[str, 
     opt = polyamp.wrap_optimizer(OPTIMIZERS["adamw"](model.parameters()), loss_scale=LossScale())
     train(model, opt, 1, overflow=True)
     before = contents(opt)
-    with pytest.raises(polyamp.StateError, match=message):
+    with pytest.raises(polyamp.errors.StateError, match=message):
         opt.load_state_dict(saved_state(**saved))
     assert contents(opt) == before
     assert opt.loss_scale == 32768.0
@@ -249,11 +249,11 @@ def test_states_that_do_not_fit_are_refused_and_change_nothing(saved: dict[str, 
 def test_master_weights_without_a_place_are_refused() -> None:
     model = low_model(torch.float32)
     opt = polyamp.wrap_optimizer(OPTIMIZERS["adamw"](model.parameters()), loss_scale=LossScale())
-    with pytest.raises(polyamp.StateError, match="this optimizer has none"):
+    with pytest.raises(polyamp.errors.StateError, match="this optimizer has none"):
         opt.load_state_dict(saved_state())
 
 
 def test_no_state_at_all_is_refused() -> None:
     opt = polyamp.wrap_optimizer(torch.optim.SGD([torch.ones(2)], lr=0.1), "mixed_float16")
-    with pytest.raises(polyamp.StateError, match="state is not an optimizer's"):
+    with pytest.raises(polyamp.errors.StateError, match="state is not an optimizer's"):
         opt.load_state_dict([1, 2])

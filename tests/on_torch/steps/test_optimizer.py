@@ -140,7 +140,7 @@ def test_max_skips_and_on_min_are_reported(on_device: bool) -> None:
         overflow()
     with pytest.warns(polyamp.PolyampWarning, match="minimum"):
         overflow()
-    with pytest.raises(polyamp.LossScaleError, match="3 steps in a row"):
+    with pytest.raises(polyamp.errors.LossScaleError, match="3 steps in a row"):
         overflow()
     assert opt.last_step.skipped_in_a_row == 3
 
@@ -165,7 +165,7 @@ def test_a_loss_on_the_device_that_was_not_finite_is_reported_at_the_next_step(n
     assert opt.last_step.reason == NONFINITE_LOSS
     assert contents(opt) == before
     said = {"skip": pytest.warns(polyamp.PolyampWarning, match="float16 may have overflowed")}
-    with said.get(nonfinite_loss, pytest.raises(polyamp.NonFiniteLossError, match="earlier step")):
+    with said.get(nonfinite_loss, pytest.raises(polyamp.errors.NonFiniteLossError, match="earlier step")):
         step(model, opt)
     assert (contents(opt) == before) == (nonfinite_loss == "raise")
     step(model, opt)
@@ -215,7 +215,7 @@ def test_unscale_shows_true_gradients_and_a_second_call_is_refused() -> None:
     true = torch.autograd.grad(loss_of(model), model.weight)[0]
     opt.backward(loss_of(model))
     opt.unscale_()
-    with pytest.raises(polyamp.UsageError, match="unscaled already"):
+    with pytest.raises(polyamp.errors.UsageError, match="unscaled already"):
         opt.unscale_()
     assert torch.equal(model.weight.grad, true)
     model.weight.grad.zero_()
@@ -241,9 +241,9 @@ def test_a_step_without_a_backward_is_refused(policy: str) -> None:
     model = linear()
     opt = polyamp.wrap_optimizer(OPTIMIZERS["adam"](model.parameters()), policy)
     before = contents(opt)
-    with pytest.raises(polyamp.UsageError, match="without a backward"):
+    with pytest.raises(polyamp.errors.UsageError, match="without a backward"):
         opt.step()
-    with pytest.raises(polyamp.UsageError, match="without a backward"):
+    with pytest.raises(polyamp.errors.UsageError, match="without a backward"):
         opt.unscale_()
     assert contents(opt) == before
     assert opt.last_step.scale == opt.scaler.settings.init
@@ -254,7 +254,7 @@ def test_a_second_step_with_the_same_gradients_is_refused() -> None:
     opt = polyamp.wrap_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), "mixed_float16")
     step(model, opt)
     before = contents(opt)
-    with pytest.raises(polyamp.UsageError, match="gradients of the last step"):
+    with pytest.raises(polyamp.errors.UsageError, match="gradients of the last step"):
         opt.step()
     assert contents(opt) == before
 
@@ -289,17 +289,17 @@ def test_losses_in_containers_are_scaled_alike() -> None:
 @pytest.mark.parametrize("policy", ["float32", "mixed_float16"])
 def test_a_loss_that_is_no_floating_tensor_is_refused(loss: object, policy: str) -> None:
     opt = polyamp.wrap_optimizer(torch.optim.SGD([torch.ones(2)], lr=0.1), policy)
-    with pytest.raises(polyamp.InvalidTypeError, match="a floating-point tensor"):
+    with pytest.raises(polyamp.errors.InvalidTypeError, match="a floating-point tensor"):
         opt.scale(loss)
 
 
 def test_wrapping_what_cannot_be_wrapped() -> None:
     opt = polyamp.wrap_optimizer(torch.optim.SGD([torch.ones(2)], lr=0.1), "mixed_float16")
-    with pytest.raises(polyamp.UsageError, match="wrapped already"):
+    with pytest.raises(polyamp.errors.UsageError, match="wrapped already"):
         polyamp.wrap_optimizer(opt, "mixed_float16")
-    with pytest.raises(polyamp.InvalidTypeError, match="not an optimizer of this framework"):
+    with pytest.raises(polyamp.errors.InvalidTypeError, match="not an optimizer of this framework"):
         polyamp.wrap_optimizer(linear(), "mixed_float16")
-    with pytest.raises(polyamp.InvalidValueError, match="cannot skip"):
+    with pytest.raises(polyamp.errors.InvalidValueError, match="cannot skip"):
         polyamp.wrap_optimizer(opt.inner, "mixed_float16", skip_on_device=True)
 
 
@@ -387,9 +387,9 @@ def test_loss_scale_moves_between_optimizers() -> None:
     other = polyamp.wrap_optimizer(torch.optim.SGD([torch.ones(2)], lr=0.1), "mixed_float16")
     assert polyamp.load_loss_scale(other, polyamp.save_loss_scale(opt)) is other
     assert other.loss_scale == 32768.0
-    with pytest.raises(polyamp.InvalidTypeError, match="holds no loss scale"):
+    with pytest.raises(polyamp.errors.InvalidTypeError, match="holds no loss scale"):
         polyamp.save_loss_scale(opt.inner)
-    with pytest.raises(polyamp.StateError):
+    with pytest.raises(polyamp.errors.StateError):
         polyamp.load_loss_scale(other, {"scale": 0.0})
     assert other.loss_scale == 32768.0
 

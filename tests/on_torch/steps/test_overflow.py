@@ -110,7 +110,7 @@ def test_too_many_skips_raise_with_the_parameters_and_the_verdict() -> None:
     net = model()
     opt = polyamp.wrap_optimizer(torch.optim.SGD(net.parameters(), lr=0.1), loss_scale=LossScale(max_skips=2))
     overflow(opt, net, **{"2_weight": math.inf})
-    with pytest.raises(polyamp.LossScaleError, match="2 steps in a row") as caught:
+    with pytest.raises(polyamp.errors.LossScaleError, match="2 steps in a row") as caught:
         overflow(opt, net, **{"2_weight": math.inf, "0_weight": math.nan})
     assert "0.weight (1 NaN of 12), 2.weight (1 inf of 4); the loss was finite" in str(caught.value)
 
@@ -135,7 +135,7 @@ def test_the_scaler_tells_a_bad_forward_pass_from_a_scale_that_is_too_high(value
         if scaler.last_step.skipped_in_a_row == 0:
             scaler.update()
             assert scaler.last_step.skipped_in_a_row == 1
-    with pytest.raises(polyamp.LossScaleError, match=verdict):
+    with pytest.raises(polyamp.errors.LossScaleError, match=verdict):
         scaler.update()
 
 

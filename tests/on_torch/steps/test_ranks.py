@@ -62,7 +62,7 @@ def test_bits_name_ranks(bits: list[list[int]], members: list[int] | None, text:
 @pytest.mark.parametrize("group", [True, "world", 0, [0, 1]])
 def test_what_is_no_process_group_is_refused_at_once(group: Any) -> None:
     plain = torch.optim.SGD([torch.ones(2, requires_grad=True)], lr=0.1)
-    with pytest.raises(polyamp.InvalidTypeError, match="must be a process group"):
+    with pytest.raises(polyamp.errors.InvalidTypeError, match="must be a process group"):
         LossScaledOptimizer(plain, process_group=group)
 
 

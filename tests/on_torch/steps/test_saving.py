@@ -116,7 +116,7 @@ def test_stochastic_rounding_leaves_no_masters_for_those_who_need_them(kind: Any
     _, opt = trained(torch.bfloat16, kind="stochastic")
     net, other = trained(torch.bfloat16, kind=kind)
     before = memory(net, other)
-    with pytest.raises(polyamp.StateError, match="master weights are not those"):
+    with pytest.raises(polyamp.errors.StateError, match="master weights are not those"):
         other.load_state_dict(opt.state_dict())
     assert memory(net, other) == before
 
@@ -171,7 +171,7 @@ def test_bad_states_change_nothing(kind: Any, change: dict[str, Any]) -> None:
     other_net, other = trained(torch.bfloat16, kind=kind)
     train(other_net, other)
     state = {**other.state_dict(), **change}
-    with pytest.raises(polyamp.StateError):
+    with pytest.raises(polyamp.errors.StateError):
         opt.load_state_dict(state)
     assert memory(net, opt) == before
     assert opt.loss_scale == 32.0

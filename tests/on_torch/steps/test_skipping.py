@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch.optim.lr_scheduler import StepLR
 
-from polyamp import InvalidTypeError, LossScale, StepResult
+from polyamp import LossScale, StepResult
 from polyamp.backends.torch import AppliedSteps, LossScaledOptimizer, select
+from polyamp.errors import InvalidTypeError
 
 
 def make(on_device: bool) -> tuple[torch.Tensor, LossScaledOptimizer]:

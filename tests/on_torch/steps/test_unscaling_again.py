@@ -73,7 +73,7 @@ def test_any_order_of_losses_and_unscaling_steps_by_the_sum(
         elif act == "set scale":
             opt.loss_scale = value
         elif not has_gradient or (act == "unscale" and unscaled):
-            with pytest.raises(polyamp.UsageError):
+            with pytest.raises(polyamp.errors.UsageError):
                 opt.unscale_()
         elif act == "step":
             opt.step()
@@ -129,7 +129,7 @@ def test_between_the_parameters_have_only_the_gradients_of_the_new_loss() -> Non
     assert weight.grad.tolist() == [24.0] * 3
     opt.unscale_()
     assert weight.grad.tolist() == [4.0] * 3
-    with pytest.raises(polyamp.UsageError, match="unscaled already"):
+    with pytest.raises(polyamp.errors.UsageError, match="unscaled already"):
         opt.unscale_()
 
 
@@ -140,7 +140,7 @@ def test_gradients_that_a_step_left_are_refused_all_the_same() -> None:
         opt.backward(weight.sum())
         opt.unscale_()
     opt.step()
-    with pytest.raises(polyamp.UsageError, match="unscaled gradients of the last step"):
+    with pytest.raises(polyamp.errors.UsageError, match="unscaled gradients of the last step"):
         opt.backward(weight.sum())
 
 
@@ -180,7 +180,7 @@ def test_clipping_while_gradients_are_aside_is_refused() -> None:
     two.backward(second.sum())
     two.unscale_()
     one.backward(first.sum())
-    with pytest.raises(polyamp.UsageError, match="clipped while they were scaled"):
+    with pytest.raises(polyamp.errors.UsageError, match="clipped while they were scaled"):
         torch.nn.utils.clip_grad_norm_([second], 1.0)
 
 

@@ -97,12 +97,12 @@ def test_what_it_cannot_drive_is_refused() -> None:
     opt, other = (LossScaledOptimizer(torch.optim.SGD(linear(False).parameters(), lr=0.1)) for _ in range(2))
     with pytest.raises(polyamp.PolyampError, match="different loss scales"):
         WrappedGradScaler([opt, other])
-    with pytest.raises(polyamp.InvalidTypeError, match="expected LossScaledOptimizer"):
+    with pytest.raises(polyamp.errors.InvalidTypeError, match="expected LossScaledOptimizer"):
         WrappedGradScaler(opt.inner)  # type: ignore[arg-type]
     scaler = WrappedGradScaler(opt)
     for wrong in (opt.inner, other):
-        with pytest.raises(polyamp.UsageError, match="not an optimizer of the scaler"):
+        with pytest.raises(polyamp.errors.UsageError, match="not an optimizer of the scaler"):
             scaler.step(wrong)
     for change in (scaler.set_growth_factor, scaler.set_backoff_factor, scaler.set_growth_interval):
-        with pytest.raises(polyamp.UsageError, match="settings of the loss scale are"):
+        with pytest.raises(polyamp.errors.UsageError, match="settings of the loss scale are"):
             change(3)  # type: ignore[arg-type]

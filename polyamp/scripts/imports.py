@@ -1,8 +1,8 @@
 """The import hook of `polyamp run`: supplies modules that a script lacks, and tells adapters about their frameworks.
 
-Two entry-point groups decide. Under ``polyamp.modules``, ``apex = "polyamp.backends.torch.compat.apex"`` makes
-``import apex.amp`` import ``polyamp.backends.torch.compat.apex.amp`` where no ``apex.amp`` is installed. An apex that
-is installed without its ``amp`` keeps its other parts, and installed packages find what is installed. Under
+Two entry-point groups decide. Under ``polyamp.modules``, ``apex = "polyamp.backends.torch.apex"`` makes
+``import apex.amp`` import what ``modules()`` of that module has for the name, where no ``apex.amp`` is installed. An
+apex that is installed without its ``amp`` keeps its other parts, and installed packages find what is installed. Under
 ``polyamp.scripts``, ``torch = "...whole_script:begin"`` is called with the session right after ``torch`` was imported.
 """
 
@@ -132,6 +132,15 @@ class Finder(MetaPathFinder):
 
     def _supplying(self, name: str) -> ModuleSpec | None:
         root, _, rest = name.partition(".")
+        try:
+            known = importlib.import_module(self.modules[root]).modules()
+        except AttributeError:  # a package, which has the modules under the same names
+            known = None
+        except ImportError:  # its framework is not installed
+            return None
+        if known is not None:
+            inside = any(other.startswith(f"{name}.") for other in known)
+            return ModuleSpec(name, _Alias(known[name], self), is_package=inside) if name in known else None
         ours = f"{self.modules[root]}.{rest}".rstrip(".")
         try:
             found = find_spec(ours)
@@ -151,12 +160,12 @@ class Finder(MetaPathFinder):
 class _Alias(Loader):
     """Loads one of polyamp's modules under another name: the same module object, so that its classes are the same."""
 
-    def __init__(self, ours: str, finder: Finder) -> None:
+    def __init__(self, ours: str | ModuleType, finder: Finder) -> None:
         self._ours, self._finder = ours, finder
         self._spec: ModuleSpec | None = None
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        module = importlib.import_module(self._ours)
+        module = importlib.import_module(self._ours) if isinstance(self._ours, str) else self._ours
         self._spec = module.__spec__
         self._finder.supply(spec.name)
         return module

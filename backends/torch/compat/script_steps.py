@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from polyamp.backends.torch.compat.attached import Attached, attach, detach, wrapper_of
+from polyamp.backends.torch.attached import Attached, attach, detach, wrapper_of
 from polyamp.backends.torch.dtypes import SIXTEEN_BIT
 from polyamp.backends.torch.steps.closures import evaluates_once
 from polyamp.backends.torch.steps.gradients import Gradients

@@ -13,7 +13,7 @@ A script for which this would be wrong is refused: see ``script_refusals.py``.
 
 from __future__ import annotations
 
-from polyamp.backends.torch.compat import cuda_amp
+from polyamp.backends.torch import cuda_amp
 from polyamp.backends.torch.compat.script_forward import Regions
 from polyamp.backends.torch.compat.script_refusals import check_sources, refuse_unsafe
 from polyamp.backends.torch.compat.script_steps import ScaledSteps

@@ -18,10 +18,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import polyamp
-from polyamp.backends.torch.compat.apex import amp
-from polyamp.backends.torch.compat.apex.amp import _amp_state
-from polyamp.backends.torch.compat.apex.parallel.LARC import LARC
-from polyamp.backends.torch.compat.attached import wrapper_of
+from polyamp.backends.torch.apex import amp
+from polyamp.backends.torch.apex_amp import _amp_state
+from polyamp.backends.torch.attached import wrapper_of
 from polyamp.errors import PolyampDeprecationWarning
 from support.harness_torch import contents
 
@@ -508,10 +507,6 @@ def test_added_groups_are_trained() -> None:
     backward(functional.mse_loss(model(X) + more(X), Y), opt)
     opt.step()
     assert not torch.equal(before, more.weight)
-    stash = opt._amp_stash
-    assert stash.fp16_groups == [list(model.parameters()), list(more.parameters())]
-    assert stash.all_fp32_from_fp16_params == list(amp.master_params(opt))
-    assert stash.all_fp32_from_fp32_params == []
 
 
 def test_a_loss_that_is_not_finite_skips_with_a_warning() -> None:
@@ -562,16 +557,3 @@ def test_every_function_shows_the_line_to_write_instead() -> None:
     with pytest.warns(PolyampDeprecationWarning, match="load_loss_scale") as caught:
         amp.load_state_dict(saved)
     assert caught[0].filename == __file__
-
-
-def test_larc_around_an_optimizer() -> None:
-    model = small()
-    opt = LARC(sgd(model))
-    amp.initialize(model, opt, opt_level="O2", loss_scale=64.0)
-    losses = [step(model, opt) for _ in range(4)]
-    assert losses[-1] < losses[0]
-    inside = sgd(model := small())
-    amp.initialize(model, inside, opt_level="O1", loss_scale=64.0)
-    around = LARC(inside)
-    losses = [step(model, around) for _ in range(4)]
-    assert losses[-1] < losses[0]

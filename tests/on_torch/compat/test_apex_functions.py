@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 import types
 from collections.abc import Iterator
@@ -14,9 +13,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import polyamp
-from polyamp.backends.torch.compat.apex import amp
-from polyamp.backends.torch.compat.apex.amp import _amp_state
-from polyamp.backends.torch.compat.attached import wrapper_of
+from polyamp.backends.torch.apex import amp
+from polyamp.backends.torch.apex_amp import _amp_state
+from polyamp.backends.torch.attached import wrapper_of
 from polyamp.errors import UsageError
 from polyamp.scripts.session import Session, running
 
@@ -234,42 +233,6 @@ def test_an_optimizers_step_is_not_cast() -> None:
     assert (X @ X).dtype == torch.float16
 
 
-@pytest.mark.parametrize("bad", [None, 0, 1])
-def test_the_optimizer_of_the_old_interface(bad: int | None) -> None:
-    weight = nn.Parameter(torch.ones(2))
-    handle = amp.init()
-    optimizer = handle.wrap_optimizer(torch.optim.SGD([weight], lr=0.5), num_loss=2)
-    for _ in range(2):
-        optimizer.zero_grad()
-        for number in range(2):
-            with optimizer.scale_loss((number + 1) * weight.sum()) as scaled:
-                assert scaled.item() == (number + 1) * weight.sum().item() * 65536
-                scaled.backward()
-                if number == bad:
-                    weight.grad[0] = float("inf")
-        with pytest.raises(UsageError, match="more losses"), optimizer.scale_loss(weight.sum()):
-            pass
-        optimizer.step()
-        if bad is not None:
-            break
-    assert weight.tolist() == [-2.0 if bad is None else 1.0] * 2
-    assert optimizer.param_groups[0]["lr"] == 0.5
-    with pytest.raises(UsageError, match="closure"):
-        optimizer.step(lambda: None)
-    with pytest.raises(UsageError, match="does not scale losses"):
-        handle.scale_loss(weight.sum(), optimizer)
-
-
-def test_the_old_interface_turned_off() -> None:
-    weight = nn.Parameter(torch.ones(2))
-    handle = amp.init(enabled=False)
-    optimizer = handle.wrap_optimizer(torch.optim.SGD([weight], lr=0.5))
-    with optimizer.scale_loss(weight.sum()) as loss, handle.scale_loss(loss, optimizer) as scaled:
-        scaled.backward()
-    optimizer.step(lambda: None)
-    assert weight.tolist() == [0.5] * 2
-
-
 def test_a_run_is_told_what_the_script_uses() -> None:
     model = nn.Linear(4, 4)
     opt = torch.optim.SGD(model.parameters(), lr=0.5)
@@ -287,12 +250,3 @@ def test_a_run_is_told_what_the_script_uses() -> None:
     ):
         amp.initialize(nn.Linear(4, 4), other, opt_level="O2")
     assert type(other) is torch.optim.SGD
-
-
-def test_the_module_and_the_object_of_one_name_are_one() -> None:
-    name = "polyamp.backends.torch.compat.apex.amp._amp_state"
-    assert sys.modules[name] is amp._amp_state
-    from polyamp.backends.torch.compat.apex.amp._amp_state import master_params, maybe_print
-
-    assert master_params is amp.master_params
-    assert callable(maybe_print)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import polyamp
-from polyamp.backends.torch.compat import cuda_amp
+from polyamp.backends.torch import cuda_amp
 from polyamp.errors import PolyampDeprecationWarning, PolyampWarning, UsageError
 
 CUDA = torch.cuda.is_available()

@@ -9,8 +9,8 @@ import torch
 
 import polyamp
 from polyamp.backends.torch import GradScaler
-from polyamp.backends.torch.compat.apex import amp
-from polyamp.backends.torch.compat.attached import attach
+from polyamp.backends.torch.apex import amp
+from polyamp.backends.torch.attached import attach
 from polyamp.controls import Control, broken, for_policy
 
 LOST, KEPT = -(2.0**-12), -(2.0**-10)  # the updates of a weight of 1.0 in float16

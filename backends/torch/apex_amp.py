@@ -1,0 +1,699 @@
+"""`apex.amp` on polyamp: the functions that NVIDIA's Apex had until 2025, for programs that still call them.
+
+    model, optimizer = amp.initialize(model, optimizer, opt_level="O1")
+    with amp.scale_loss(loss, optimizer) as scaled_loss:
+        scaled_loss.backward()
+    optimizer.step()
+
+What each of them is built of:
+
+    initialize    `polyamp.autocast` (O1) or `polyamp.convert` (O2, O3), and `attach` for each optimizer
+    scale_loss    `LossScaledOptimizer.scale`, and `unscale_` when the block ends
+    step          the wrapper's step: an overflow in any block since the last step skips it
+
+It runs on all devices, and differs from Apex where polyamp promises more: a static loss scale also skips an overflow,
+a loss that is not finite skips the step, and a step on an unscaled loss is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from polyamp.backends.torch.apex_casts import (
+    AmpHandle,
+    casts_off,
+    float_function,
+    half_function,
+    promote_function,
+    register_float_function,
+    register_half_function,
+    register_promote_function,
+)
+from polyamp.backends.torch.attached import attach, wrapper_of
+from polyamp.backends.torch.autocast.weights import forget_casts
+from polyamp.backends.torch.casting import cast_tensor, cast_to
+from polyamp.backends.torch.convert import convert
+from polyamp.backends.torch.dtypes import SIXTEEN_BIT
+from polyamp.backends.torch.steps import refusals
+from polyamp.backends.torch.steps.losses import LossScalers, Scaling
+from polyamp.backends.torch.steps.optimizer import ALIVE, LossScaledOptimizer
+from polyamp.backends.torch.steps.ranks import any_rank
+from polyamp.backends.torch.steps.scaler import LossScaler
+from polyamp.controls import scale_in_effect
+from polyamp.errors import InvalidTypeError, InvalidValueError, StateError, UsageError, unreported, warn_deprecated
+from polyamp.loss_scale import LossScale, LossScaleState, advance, on_host
+from polyamp.policies import policy
+from polyamp.scripts.session import current, found
+from polyamp.validation import shown
+
+__all__ = [
+    "_amp_state",
+    "disable_casts",
+    "float_function",
+    "half_function",
+    "init",
+    "initialize",
+    "load_state_dict",
+    "master_params",
+    "promote_function",
+    "register_float_function",
+    "register_half_function",
+    "register_promote_function",
+    "scale_loss",
+    "state_dict",
+]
+
+_FORMATS = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32"}
+
+_INSTEAD = {
+    "O0": "no line: a plain optimizer trains in float32",
+    "O1": 'opt = polyamp.wrap_optimizer(opt, "mixed_float16"), and with polyamp.autocast("mixed_float16"): around the '
+    "forward pass",
+    "O2": 'polyamp.convert(model, "O2"); opt = polyamp.wrap_optimizer(opt, "O2")',
+    "O3": 'polyamp.convert(model, "O3"); opt = polyamp.wrap_optimizer(opt, "O3", master_weights=False)',
+}
+
+
+# The options of `initialize`.
+
+
+@dataclass
+class Properties:
+    """The options in force, under Apex' names. Programs read them as ``_amp_state.opt_properties.master_weights``."""
+
+    enabled: bool = False
+    opt_level: str | None = None
+    cast_model_type: Any = None
+    patch_torch_functions: bool = False
+    keep_batchnorm_fp32: bool | None = None
+    master_weights: bool | None = None
+    loss_scale: Any = 1.0
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """All of them, by name."""
+        return asdict(self)
+
+
+_LEVELS = {
+    "O0": Properties(True, "O0", torch.float32, False, None, False, 1.0),
+    "O1": Properties(True, "O1", None, True, None, None, "dynamic"),
+    "O2": Properties(True, "O2", torch.float16, False, True, True, "dynamic"),
+    "O3": Properties(True, "O3", torch.float16, False, False, False, 1.0),
+}
+
+_ALLOWED = {
+    "cast_model_type": "torch.float16, torch.bfloat16, torch.float32, or False to leave it",
+    "patch_torch_functions": "True or False",
+    "keep_batchnorm_fp32": 'True, False, "True" or "False"',
+    "master_weights": "True or False",
+    "loss_scale": '"dynamic", a number, or a number in a string',
+}
+
+# What an option does, the levels that do it, and the values that any level takes.
+_NEEDS: dict[str, tuple[str, str, tuple[Any, ...]]] = {
+    "cast_model_type": ("casts the model", "O2 or O3", (False, torch.float32)),
+    "patch_torch_functions": ("casts around operations", "O1", (False,)),
+    "keep_batchnorm_fp32": ("keeps layers of a cast model in float32", "O2 or O3", ()),
+    "master_weights": ("keeps copies of 16-bit parameters", "O2 or O3", ()),
+}
+
+
+def _properties(opt_level: Any, options: dict[str, Any]) -> Properties:
+    """Return the options of a level with those that were passed and are not None."""
+    if opt_level not in _LEVELS:
+        raise InvalidValueError(
+            "unknown optimization level",
+            where="amp.initialize(opt_level=)",
+            found=repr(opt_level),
+            allowed=", ".join(_LEVELS),
+            fix="write the letter O, not the digit 0",
+        )
+    given = {name: _read(name, value) for name, value in options.items() if value is not None}
+    for name, value in given.items():
+        does, levels, harmless = _NEEDS.get(name, ("", "", (value,)))
+        if (levels == "O1") != (opt_level == "O1") and value not in harmless:
+            raise InvalidValueError(
+                f"this option {does}, which the optimization level does not do",
+                where=f"amp.initialize({name}=)",
+                found=repr(value),
+                allowed=f"with {levels}",
+                fix=f"leave {name}= out, or choose opt_level {levels}",
+            )
+    return replace(_LEVELS[opt_level], **given)
+
+
+def _read(name: str, value: Any) -> Any:
+    if name == "loss_scale":
+        try:
+            return value if value == "dynamic" else float(value)
+        except (TypeError, ValueError):
+            pass
+    elif name == "cast_model_type":
+        if value is False or value in _FORMATS:
+            return value
+    elif name == "keep_batchnorm_fp32" and value in ("True", "False"):
+        return value == "True"
+    elif isinstance(value, bool):
+        return value
+    raise InvalidValueError(
+        "wrong value of an option", where=f"amp.initialize({name}=)", found=repr(value), allowed=_ALLOWED[name]
+    )
+
+
+# The state of Apex in this process.
+
+
+class AmpState(ModuleType):
+    """What `initialize` decided, and the loss scales, which all its optimizers share.
+
+    Apex has a module and an object of the name ``_amp_state``. Here they are one.
+    """
+
+    opt_properties: Properties  # missing before the first call of `initialize`, as `handle` is before the first O1
+    handle: AmpHandle
+
+    def __init__(self) -> None:
+        super().__init__("apex.amp._amp_state")
+        self.hard_override = self.allow_incoming_model_not_fp32 = False
+        self.verbosity = 1
+        self.loss_scalers: list[ShownScaler] = []
+        self.scalers = LossScalers(LossScale.like("apex"))
+        self._amp_state, self.maybe_print, self.master_params = self, maybe_print, master_params
+
+
+class ShownScaler:
+    """A loss scale under Apex' names.
+
+    >>> shown = ShownScaler(LossScalers(LossScale.like("apex")), 1)
+    >>> shown._loss_scale = 4.0
+    >>> shown.loss_scale(), shown._unskipped, shown.dynamic
+    (4.0, 0, True)
+    """
+
+    def __init__(self, scalers: LossScalers, loss_id: int) -> None:
+        self._scalers = scalers
+        self.key = loss_id or None  # the loss without an id in polyamp has number 0 here
+
+    @property
+    def scaler(self) -> LossScaler:
+        """Polyamp's loss scaler."""
+        return self._scalers[self.key]
+
+    @property
+    def dynamic(self) -> bool:
+        """Whether the scale changes."""
+        return self.scaler.settings.dynamic
+
+    def loss_scale(self) -> float:
+        """Return the scale. Waits for the device if it is on one."""
+        return float(self.scaler.state.scale)
+
+    @property
+    def _loss_scale(self) -> float:
+        return self.loss_scale()
+
+    @_loss_scale.setter
+    def _loss_scale(self, scale: float) -> None:
+        if self.dynamic:
+            self.scaler.set(scale, where="loss_scaler._loss_scale = scale")
+            return
+        fixed = LossScaler(LossScale.fixed(scale), self.scaler.compute)
+        if self.key is None:
+            self._scalers.main = fixed
+        else:
+            self._scalers.others[self.key] = fixed
+
+    @property
+    def _unskipped(self) -> int:
+        return int(self.scaler.state.good_steps)
+
+    @_unskipped.setter
+    def _unskipped(self, steps: int) -> None:
+        self.scaler.resume(self.scaler.state._replace(good_steps=steps))
+
+
+def maybe_print(message: str, rank0: bool = False) -> None:
+    """Print a message if ``_amp_state.verbosity`` is above 0; with ``rank0`` on the first rank only."""
+    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+    if _amp_state.verbosity > 0 and not (rank0 and distributed and torch.distributed.get_rank() != 0):
+        print(message)
+
+
+def master_params(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
+    """Yield the parameters that an optimizer trains: master weights in place of 16-bit parameters.
+
+    >>> [param.shape for param in master_params(torch.optim.SGD([torch.ones(2)], lr=0.1))]
+    [torch.Size([2])]
+    """
+    warn_deprecated("apex.amp.master_params(opt)", "opt.clip_grad_norm_(max_norm), or opt.param_groups")
+    for group in optimizer.param_groups:
+        yield from group["params"]
+
+
+_amp_state = AmpState()
+
+
+# `initialize`.
+
+
+def initialize(
+    models: Any,
+    optimizers: Any = None,
+    enabled: bool = True,
+    opt_level: str = "O1",
+    cast_model_type: torch.dtype | bool | None = None,
+    patch_torch_functions: bool | None = None,
+    keep_batchnorm_fp32: bool | str | None = None,
+    master_weights: bool | None = None,
+    loss_scale: float | str | None = None,
+    cast_model_outputs: torch.dtype | None = None,
+    num_losses: int = 1,
+    verbosity: int = 1,
+    min_loss_scale: float | None = None,
+    max_loss_scale: float = 2.0**24,
+) -> Any:
+    """Prepare models and optimizers for mixed precision, as Apex does; return the same objects.
+
+    O0 is float32. O1 runs operations in the formats of autocast, from here until ``_amp_state.handle._deactivate()``.
+    O2 stores the model in float16, with float32 batch norms and master weights; O3 stores all of it in float16.
+
+    Args:
+        models: a module, or a list of them.
+        optimizers: an optimizer, a list of them, or None for inference. They act as their wrappers from then on.
+        enabled: False changes nothing, here and in `scale_loss`.
+        opt_level: "O0", "O1", "O2" or "O3". The next five options replace what it implies.
+        cast_model_type: dtype of the model's parameters, inputs and computations; False leaves them.
+        patch_torch_functions: whether operations have the formats of autocast; True with O1 only.
+        keep_batchnorm_fp32: whether batch norms of a 16-bit model stay in float32; also "True" and "False".
+        master_weights: whether 16-bit parameters get float32 masters.
+        loss_scale: "dynamic", or a number, also in a string.
+        cast_model_outputs: dtype of the model's outputs; None is float32 where the model is cast.
+        num_losses: number of losses with scales of their own; see ``loss_id`` of `scale_loss`.
+        verbosity: 0 prints nothing about overflows.
+        min_loss_scale: the least dynamic scale.
+        max_loss_scale: the largest dynamic scale.
+
+    Returns:
+        What was passed: models, or models and optimizers; each a list if it was one.
+
+    Raises:
+        InvalidTypeError: these are not modules or not optimizers.
+        InvalidValueError: an option has a wrong value, or contradicts the level.
+        UsageError: a model has 16-bit parameters, or is wrapped for several devices; or an optimizer was passed before.
+    """
+    found("apex.amp.initialize")
+    warn_deprecated(
+        f'apex.amp.initialize(model, opt, opt_level="{opt_level}")', _INSTEAD.get(opt_level, _INSTEAD["O1"])
+    )
+    if not enabled:
+        _amp_state.opt_properties, _amp_state.verbosity = Properties(), verbosity
+        return models if optimizers is None else (models, optimizers)
+    replacing = {"cast_model_type": cast_model_type, "patch_torch_functions": patch_torch_functions}
+    replacing |= {"keep_batchnorm_fp32": keep_batchnorm_fp32, "master_weights": master_weights}
+    properties = _properties(opt_level, {**replacing, "loss_scale": loss_scale})
+    if cast_model_outputs is not None and cast_model_outputs not in _FORMATS:
+        allowed = ", ".join(map(str, _FORMATS))
+        raise _wrong("cast_model_outputs=", "unknown type of outputs", repr(cast_model_outputs), allowed)
+    if not isinstance(num_losses, int) or num_losses < 1:
+        raise _wrong("num_losses=", "there must be at least one loss", num_losses, "1 or more")
+    settings = scale_in_effect(_settings(properties.loss_scale, min_loss_scale, max_loss_scale))
+    some_models: list[nn.Module] = models if isinstance(models, list) else [models]
+    some_optimizers: list[torch.optim.Optimizer] = optimizers if isinstance(optimizers, list) else [optimizers]
+    some_optimizers = [] if optimizers is None else some_optimizers
+    _check_models(some_models)
+    _check_optimizers(some_optimizers)
+    _amp_state.opt_properties, _amp_state.verbosity = properties, verbosity
+    for model in some_models:
+        _cast(model, properties, cast_model_outputs)
+    _share_scales(properties, settings, num_losses, some_optimizers)
+    if properties.patch_torch_functions:
+        handle = _turned_on()
+        for model in some_models:
+            handle.watch(model)
+    return models if not some_optimizers else (models, optimizers)
+
+
+def _settings(loss_scale: Any, least: float | None, most: float) -> LossScale:
+    if loss_scale != "dynamic":
+        return LossScale.fixed(loss_scale)
+    init = max(least or 0.0, min(most, LossScale.like("apex").init))
+    limits = {"max": most, "init": init, "min": least}
+    return LossScale.like("apex", **{name: value for name, value in limits.items() if value})
+
+
+def _check_models(models: Iterable[nn.Module]) -> None:
+    """Refuse what is not a model, is wrapped for several devices already, or has 16-bit parameters."""
+    for model in models:
+        if not isinstance(model, nn.Module):
+            raise _wrong_type("models", model, "a torch.nn.Module, or a list of them")
+        if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
+            raise UsageError(
+                "the model is wrapped for several devices already",
+                where="amp.initialize(models)",
+                found=type(model).__name__,
+                fix=f"call amp.initialize first, then {type(model).__name__}(model)",
+            )
+        values = (*model.named_parameters(), *model.named_buffers())
+        low = [f"{name} of {value.dtype}" for name, value in values if value.dtype in SIXTEEN_BIT]
+        if not low or _amp_state.allow_incoming_model_not_fp32:
+            continue
+        if not _amp_state.hard_override:
+            raise UsageError(
+                "the model has 16-bit parameters or buffers",
+                where="amp.initialize",
+                found=low[0],
+                fix="pass the float32 model, without .half(): amp.initialize casts what has to be cast",
+            )
+        print("Warning:  the model has 16-bit parameters or buffers")
+
+
+def _check_optimizers(optimizers: Iterable[Any]) -> None:
+    for one in optimizers:
+        if not isinstance(one, torch.optim.Optimizer):
+            raise _wrong_type("optimizers", one, "a plain torch.optim.Optimizer, a list of them, or None")
+        if wrapper_of(one) is not None or isinstance(one, LossScaledOptimizer):
+            raise UsageError(
+                "the optimizer is wrapped already",
+                where="amp.initialize(optimizers)",
+                found=type(one).__name__,
+                fix="pass each optimizer to amp.initialize once, and do not wrap it by polyamp.wrap_optimizer",
+            )
+
+
+def _wrong(option: str, problem: str, value: object, allowed: str) -> InvalidValueError:
+    return InvalidValueError(problem, where=f"amp.initialize({option})", found=value, allowed=allowed)
+
+
+def _wrong_type(name: str, value: object, allowed: str) -> InvalidTypeError:
+    return InvalidTypeError(
+        f"wrong type of {name}", where=f"amp.initialize({name})", found=shown(value), allowed=allowed
+    )
+
+
+def _cast(model: nn.Module, properties: Properties, outputs: torch.dtype | None) -> None:
+    """Cast a model as the options want, and its inputs and outputs on every call."""
+    dtype = properties.cast_model_type
+    if dtype in SIXTEEN_BIT:  # all layers, except batch norms if they are kept
+        rules = {**({"batch_norm": "inner"} if properties.keep_batchnorm_fp32 else {}), "*_norm": "lower"}
+        low, output = _FORMATS[dtype], _FORMATS[outputs or torch.float32]
+        with unreported():  # a model without norms is not a mistake
+            convert(model, policy(param=low, compute=low, output=output, rules=rules))
+    elif dtype:
+        model.to(dtype)
+        model.register_forward_pre_hook(partial(_cast_inputs, dtype=dtype), with_kwargs=True)
+        model.register_forward_hook(partial(_cast_outputs, dtype=outputs or torch.float32))
+    elif outputs is not None:
+        model.register_forward_hook(partial(_cast_outputs, dtype=outputs))
+    if dtype:
+        for module in model.modules():
+            module.register_state_dict_post_hook(_show_float32)  # type: ignore[no-untyped-call]
+
+
+def _cast_inputs(_: nn.Module, args: Any, kwargs: Any, *, dtype: torch.dtype) -> Any:
+    return cast_to(args, dtype, modules=False), cast_to(kwargs, dtype, modules=False)
+
+
+def _cast_outputs(_: nn.Module, __: Any, outputs: Any, *, dtype: torch.dtype) -> Any:
+    return cast_to(outputs, dtype, modules=False)
+
+
+def _show_float32(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+    """Replace 16-bit values of a state dict by float32 ones."""
+    for key, value in state.items():
+        if key.startswith(prefix) and isinstance(value, Tensor) and value.dtype in SIXTEEN_BIT:
+            state[key] = cast_tensor(value, torch.float32)
+
+
+def _share_scales(
+    properties: Properties, settings: LossScale, count: int, optimizers: Iterable[torch.optim.Optimizer]
+) -> None:
+    """Start the loss scales anew, also for the optimizers of earlier calls, as in Apex, and attach the new ones."""
+    dtype = torch.float16 if properties.patch_torch_functions else properties.cast_model_type or torch.float32
+    shared = _amp_state.scalers
+    shared.main = LossScaler(settings, _FORMATS[dtype])
+    shared.others.clear()
+    _amp_state.loss_scalers = [ShownScaler(shared, loss_id) for loss_id in range(count)]
+    for optimizer in optimizers:
+        if properties.cast_model_type and not properties.master_weights:
+            optimizer.load_state_dict(optimizer.state_dict())  # which casts moments to the dtype of their parameters
+        wrapper = attach(
+            optimizer,
+            "float32" if dtype == torch.float32 else "mixed_float16",  # Apex scales losses of bfloat16 too
+            loss_scale=settings,
+            master_weights=None if properties.master_weights else False,
+            saves="masters",
+            around=_around_step,
+        )
+        wrapper.scalers = shared
+        shared.join(wrapper)
+        if (session := current()) is not None:
+            session.add(wrapper)
+
+
+# O1.
+
+
+def init(
+    enabled: bool = True,
+    loss_scale: Any = "dynamic",
+    enable_caching: bool = True,
+    verbose: bool = False,
+    allow_banned: bool = False,
+) -> AmpHandle:
+    """Turn O1 on until ``handle._deactivate()``, without models and optimizers.
+
+    Args:
+        enabled: False turns nothing on.
+        loss_scale, enable_caching, verbose: not used.
+        allow_banned: see `AmpHandle`.
+    """
+    found("apex.amp.init")
+    warn_deprecated("apex.amp.init()", 'with polyamp.autocast("mixed_float16"):')
+    return _turn_on(allow_banned=allow_banned, enabled=enabled)
+
+
+def _turn_on(**options: bool) -> AmpHandle:
+    """Return a new handle, which replaces the last one."""
+    last: AmpHandle | None = getattr(_amp_state, "handle", None)
+    if last is not None:
+        last._deactivate()
+    _amp_state.handle = handle = AmpHandle(**options)
+    return _until_run_ends(handle)
+
+
+def _turned_on() -> AmpHandle:
+    """Return the last handle if it is active, so that models of several calls share one; else a new one."""
+    handle: AmpHandle | None = getattr(_amp_state, "handle", None)
+    if handle is None or not handle.is_open:
+        return _turn_on()
+    handle.replace_registered()
+    handle.enter_here()
+    return _until_run_ends(handle)
+
+
+def _until_run_ends(handle: AmpHandle) -> AmpHandle:
+    if (session := current()) is not None:
+        session.at_end(handle._deactivate)
+    return handle
+
+
+@contextmanager
+def disable_casts() -> Iterator[None]:
+    """Run operations as they are written, in the middle of O1."""
+    warn_deprecated("apex.amp.disable_casts()", 'with polyamp.autocast("float32"):', stacklevel=4)
+    with casts_off():
+        yield
+
+
+def _around_step(wrapper: LossScaledOptimizer, closure: Any) -> AbstractContextManager[None]:
+    """Make an optimizer's step as it is written. A closure, which calls the model, has the formats of O1."""
+    return casts_off() if closure is None else nullcontext()
+
+
+# `scale_loss`.
+
+
+@contextmanager
+def scale_loss(
+    loss: Any,
+    optimizers: Any,
+    loss_id: int = 0,
+    model: Any = None,
+    delay_unscale: bool = False,
+    delay_overflow_check: bool = False,
+) -> Iterator[Any]:
+    """Multiply a loss by its scale, for the backward pass of the block, and unscale the gradients when the block ends.
+
+    Blocks before one step add up, also with other optimizers and losses. An overflow in any of them skips the step.
+
+    Args:
+        loss: floating-point tensor.
+        optimizers: an optimizer of `initialize`, or several.
+        loss_id: number of the loss, below ``num_losses``: each has its own scale.
+        model: not used.
+        delay_unscale: leave the gradients scaled: a later block, or the step, unscales them.
+        delay_overflow_check: print no line about an overflow in this block.
+
+    Raises:
+        UsageError: `initialize` was not called, or not with these optimizers; the backward pass was not that of the
+            scaled loss; or the gradients of the last step were not cleared.
+        InvalidValueError: there is no such loss.
+    """
+    warn_deprecated(
+        "with apex.amp.scale_loss(loss, opt) as scaled: scaled.backward()", "opt.backward(loss)", stacklevel=4
+    )
+    if not hasattr(_amp_state, "opt_properties"):
+        raise UsageError(
+            "a loss is scaled before anything was initialized",
+            where="amp.scale_loss",
+            fix="call model, optimizer = amp.initialize(model, optimizer, opt_level=...) first",
+        )
+    if not _amp_state.opt_properties.enabled:
+        yield loss
+        return
+    wrapped, shown_scaler = _wrapped(optimizers), _scaler_of(loss_id)
+    lead = wrapped[0]
+    left = [(one, one.first_gradient()) for one in wrapped if one.is_consumed]
+    others = [
+        one for one in list(ALIVE) if one.scalers is lead.scalers and one not in wrapped and one.window.is_unscaled
+    ]
+    for one in wrapped:
+        one.window.last_flag = None
+    scaled = lead.scale(loss, shown_scaler.key)
+    scaling = lead.window.scaling
+    yield scaled
+    _check_cleared(left)
+    if not delay_unscale:
+        _unscale(wrapped, others, scaling)
+        _skip_together(wrapped, shown_scaler.scaler)
+        if not delay_overflow_check and _amp_state.verbosity > 0:
+            _report_overflow(wrapped, loss_id)
+    forget_casts()
+
+
+def _wrapped(optimizers: Any) -> list[LossScaledOptimizer]:
+    given = [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else list(optimizers)
+    known = [one for one in map(wrapper_of, given) if one is not None]
+    if not known or len(known) < len(given):
+        raise UsageError(
+            "the optimizer did not go through amp.initialize",
+            where="amp.scale_loss(loss, optimizers)",
+            found=", ".join(map(shown, given)) or "no optimizer",
+            fix="model, optimizer = amp.initialize(model, optimizer, opt_level=...)",
+        )
+    return known
+
+
+def _scaler_of(loss_id: int) -> ShownScaler:
+    if not 0 <= loss_id < len(_amp_state.loss_scalers):
+        raise InvalidValueError(
+            "there is no loss of this number",
+            where="amp.scale_loss(loss_id=)",
+            found=loss_id,
+            allowed=f"0 to {len(_amp_state.loss_scalers) - 1}",
+            fix="pass num_losses= to amp.initialize",
+        )
+    return _amp_state.loss_scalers[loss_id]
+
+
+def _check_cleared(left: Sequence[tuple[LossScaledOptimizer, Any]]) -> None:
+    """Refuse gradients of the last step to which the block's were added; the block may have cleared them."""
+    for one, gradient in left:
+        now = one.first_gradient()
+        if now is not None and now[0]() is gradient[0]() and now[0]() is not None and one.window.scaling is not None:
+            raise refusals.not_cleared()
+
+
+def _unscale(
+    wrapped: Sequence[LossScaledOptimizer], others: Sequence[LossScaledOptimizer], scaling: Scaling | None
+) -> None:
+    """Unscale the gradients of the block, and restore those that other optimizers had, unscaled, before it."""
+    for one in wrapped:
+        if one.window.scaling is None and scaling is not None:  # zero_grad was called in the block
+            one.expect(scaling, own=True)
+    for one in (*wrapped, *others):
+        if not one.window.is_unscaled and (one.may_have_gradients or one.window.has_aside):
+            one.unscale_()
+
+
+def _skip_together(wrapped: Sequence[LossScaledOptimizer], scaler: LossScaler) -> None:
+    """Let all optimizers of a block skip if the block made one of them skip, as in Apex."""
+    flagged = [(one.window, flag) for one in wrapped if (flag := one.window.last_flag) is not None]
+    if len(flagged) > 1:
+        here = torch.stack([flag.to(flagged[0][1].device) for _, flag in flagged]).amax()
+        flag, _ = any_rank(here, wrapped[0].process_group)
+        for window, _ in flagged:
+            window.add_overflow(scaler, flag)
+
+
+def _report_overflow(wrapped: Iterable[LossScaledOptimizer], loss_id: int) -> None:
+    """Print Apex' line if a gradient of this loss was not finite. Waits for the device."""
+    scaler = _amp_state.loss_scalers[loss_id].scaler
+    flags = [flag for one in wrapped if (flag := one.window.flags.get(scaler)) is not None]
+    if scaler.settings.dynamic and any(map(bool, flags)):
+        smaller = advance(scaler.settings, on_host(scaler.state), False).scale
+        maybe_print(f"Gradient overflow.  Skipping step, loss scaler {loss_id} reducing loss scale to {smaller}")
+
+
+# Saving.
+
+
+def state_dict(destination: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Return the loss scales as ``{"loss_scaler0": {"loss_scale": ..., "unskipped": ...}, ...}``.
+
+    The state of an optimizer has them too, with everything else that it needs to resume bit for bit.
+    """
+    warn_deprecated(
+        "apex.amp.state_dict()", "opt.state_dict(), which has the loss scale, or polyamp.save_loss_scale(opt)"
+    )
+    destination = {} if destination is None else destination
+    for number, scaler in enumerate(_amp_state.loss_scalers):
+        destination[f"loss_scaler{number}"] = {"loss_scale": scaler.loss_scale(), "unskipped": scaler._unskipped}
+    return destination
+
+
+def load_state_dict(state_dict: Mapping[str, Any]) -> None:
+    """Resume the loss scales from a result of `state_dict`, also of Apex' own.
+
+    If there are more losses in the state than ``num_losses``, the others are left out, as in Apex.
+
+    Raises:
+        StateError: it is another kind of state, or a scale is outside the settings; nothing is changed.
+    """
+    warn_deprecated(
+        "apex.amp.load_state_dict(saved)", "opt.load_state_dict(saved), or polyamp.load_loss_scale(opt, saved)"
+    )
+    if not isinstance(state_dict, Mapping) or any("loss_scaler" not in str(key) for key in state_dict):
+        keys = ", ".join(map(repr, state_dict)) if isinstance(state_dict, Mapping) else shown(state_dict)
+        raise _no_state("this is not a state of apex.amp", keys, "loss_scaler0, ...")
+    if len(state_dict) != len(_amp_state.loss_scalers):
+        print(f"Warning: state_dict has {len(state_dict)} entries, and {len(_amp_state.loss_scalers)} losses are used")
+    pairs = list(zip(_amp_state.loss_scalers, state_dict.values(), strict=False))
+    states = [_loaded(scaler, saved) for scaler, saved in pairs]
+    for (scaler, saved), state in zip(pairs, states, strict=True):
+        if state is None:
+            scaler._loss_scale, scaler._unskipped = saved["loss_scale"], saved["unskipped"]
+        else:
+            scaler.scaler.resume(state)
+
+
+def _loaded(scaler: ShownScaler, saved: Any) -> LossScaleState | None:
+    """Return the saved state under the scaler's settings; None for a static scale, which may be any number."""
+    if not (isinstance(saved, Mapping) and {"loss_scale", "unskipped"} <= set(saved)):
+        raise _no_state("this is not a loss scale of apex.amp", shown(saved), "loss_scale and unskipped")
+    if not scaler.dynamic:
+        return None
+    return scaler.scaler.settings.from_state_dict({"loss_scaler0": dict(saved)})
+
+
+def _no_state(problem: str, found: str, allowed: str) -> StateError:
+    return StateError(problem, where="amp.load_state_dict(saved)", found=found, allowed=allowed)

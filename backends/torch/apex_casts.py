@@ -1,0 +1,250 @@
+"""The formats of Apex' O1: a region that holds until it is turned off, and functions whose format the program chooses.
+
+Apex replaced PyTorch's functions for the whole process, which covers losses outside of the model's forward pass. A
+region of polyamp belongs to a thread. An `AmpHandle` enters it in the thread that makes it, and in each thread that
+calls a model of `amp.initialize`, and leaves it when it is deactivated.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from types import BuiltinFunctionType, MethodDescriptorType, ModuleType
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from polyamp.backends.torch.autocast.context import autocast_context
+from polyamp.backends.torch.autocast.weights import forget_casts
+from polyamp.backends.torch.casting import cast_to, leaves
+from polyamp.errors import InvalidValueError, UnsupportedError, warn_deprecated
+from polyamp.policies import policy
+
+Fn = TypeVar("Fn", bound=Callable[..., Any])
+Cast = Callable[[Any], Any]
+
+_FLOAT16, _FLOAT32 = policy("mixed_float16"), policy("float32")
+_INSTEAD = 'polyamp.policy("mixed_float16", rules={"name": "full"}), or "lower"'
+
+
+class _Here(threading.local):
+    """The region that this thread has entered, and the handle that it belongs to."""
+
+    entered: tuple[AmpHandle, AbstractContextManager[None]] | None = None
+
+
+_HERE = _Here()
+
+
+class BannedFunctionError(UnsupportedError, NotImplementedError):
+    """Raised for a function that Apex refuses on float16 inputs."""
+
+
+class AmpHandle:
+    """What turns O1 on, in this thread and in others that ask for it, until ``_deactivate()``.
+
+    >>> handle, x = AmpHandle(), torch.ones(2, 2)
+    >>> handle.is_active(), (x @ x).dtype, handle._deactivate(), (x @ x).dtype
+    (True, torch.float16, None, torch.float32)
+
+    Args:
+        allow_banned: run ``binary_cross_entropy`` of float16 inputs in float32 instead of refusing it.
+        enabled: False turns nothing on.
+    """
+
+    def __init__(self, *, allow_banned: bool = False, enabled: bool = True) -> None:
+        self.is_open = enabled
+        self._replaced: list[tuple[Any, str, Any]] = []
+        if enabled:
+            self.replace_registered()
+            self.enter_here()
+            if not allow_banned:
+                self._replace(nn.functional, "binary_cross_entropy", _banned)
+
+    def is_active(self) -> bool:
+        """Return whether operations have the formats of O1 here."""
+        return self.is_open and is_here()
+
+    def enter_here(self) -> None:
+        """Enter the region in this thread, unless it is entered."""
+        if not self.is_open or (_HERE.entered is not None and _HERE.entered[0] is self):
+            return
+        _leave_here()
+        entered = autocast_context(_FLOAT16)
+        entered.__enter__()
+        torch.set_autocast_cache_enabled(False)  # a cast without gradients would be used later with them
+        _HERE.entered = (self, entered)
+
+    def replace_registered(self) -> None:
+        """Replace the functions that were registered since the last call, until the handle is deactivated."""
+        for (owner, name), cast in _registered.items():
+            self._replace(owner, name, functools.partial(_casting, cast=cast))
+        _registered.clear()
+
+    def watch(self, model: nn.Module) -> None:
+        """Let the model's calls be in the region, with casts of weights that are kept during a call."""
+        model.register_forward_pre_hook(self._call_begins)
+        model.register_forward_hook(_call_ends, always_call=True)
+
+    def _call_begins(self, model: nn.Module, args: Any) -> None:
+        if self.is_open:
+            self.enter_here()
+            forget_casts()
+            torch.set_autocast_cache_enabled(True)
+
+    def _replace(self, owner: Any, name: str, changed: Callable[[Any], Any]) -> None:
+        original = getattr(owner, name)
+        self._replaced.append((owner, name, original))
+        setattr(owner, name, changed(original))
+
+    def _deactivate(self) -> None:
+        # Other threads leave the region when they ask for another.
+        self.is_open = False
+        if _HERE.entered is not None and _HERE.entered[0] is self:
+            _leave_here()
+        while self._replaced:
+            setattr(*self._replaced.pop())
+
+    def _disable_casts(self) -> AbstractContextManager[None]:
+        return casts_off()
+
+    def _clear_cache(self) -> None:
+        forget_casts()
+
+
+def _call_ends(model: nn.Module, args: Any, outputs: Any) -> None:
+    if _HERE.entered is not None:
+        torch.set_autocast_cache_enabled(False)
+
+
+def _leave_here() -> None:
+    if _HERE.entered is not None:
+        _HERE.entered[1].__exit__(None, None, None)
+        _HERE.entered = None
+
+
+def is_here() -> bool:
+    """Return whether this thread is in an open region, and no inner one turns it off."""
+    return _HERE.entered is not None and _HERE.entered[0].is_open and torch.is_autocast_enabled("cpu")
+
+
+@contextmanager
+def casts_off() -> Iterator[None]:
+    """Run operations as they are written, for an optimizer's step and for functions that chose their format."""
+    if _HERE.entered is None:
+        yield
+        return
+    with autocast_context(_FLOAT32):
+        yield
+
+
+def _banned(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def binary_cross_entropy(*args: Any, **kwargs: Any) -> Any:
+        given = [one for one in (*args, *kwargs.values()) if isinstance(one, Tensor)]
+        if is_here() and any(one.dtype == torch.float16 for one in given):
+            raise BannedFunctionError(
+                "apex.amp refuses binary_cross_entropy of float16 inputs, whose rounding it would amplify",
+                where="torch.nn.functional.binary_cross_entropy",
+                found="an input of torch.float16",
+                fix="use binary_cross_entropy_with_logits (BCEWithLogitsLoss) in place of a sigmoid and this loss; or "
+                'call amp.register_float_function(torch, "sigmoid") before amp.initialize',
+            )
+        return original(*args, **kwargs)
+
+    return binary_cross_entropy
+
+
+# Functions whose format the program chooses.
+
+
+def _to_half(tree: Any) -> Any:
+    return cast_to(tree, torch.float16, modules=False)
+
+
+def _to_float(tree: Any) -> Any:
+    return cast_to(tree, torch.float32, modules=False)
+
+
+def _to_widest(tree: Any) -> Any:
+    dtypes = {leaf.dtype for leaf in leaves(tree) if isinstance(leaf, Tensor) and leaf.is_floating_point()}
+    return cast_to(tree, functools.reduce(torch.promote_types, dtypes), modules=False) if dtypes else tree
+
+
+def half_function(fn: Fn) -> Fn:
+    """Let a function take its floating arguments in float16, wherever O1 is active.
+
+    >>> half_function(torch.relu)(torch.ones(1)).dtype  # O1 is not active
+    torch.float32
+    """
+    return _decorated("half_function", fn, _to_half)
+
+
+def float_function(fn: Fn) -> Fn:
+    """Let a function take its floating arguments in float32, wherever O1 is active."""
+    return _decorated("float_function", fn, _to_float)
+
+
+def promote_function(fn: Fn) -> Fn:
+    """Let a function take its floating arguments in the widest of their types, wherever O1 is active."""
+    return _decorated("promote_function", fn, _to_widest)
+
+
+def register_half_function(module: Any, name: str) -> None:
+    """Let a function of a module or class run in float16, from the next `amp.initialize` or `amp.init` on.
+
+    Raises:
+        InvalidValueError: there is no such function.
+    """
+    _register("register_half_function", module, name, _to_half)
+
+
+def register_float_function(module: Any, name: str) -> None:
+    """Let a function of a module run in float32; see `register_half_function`."""
+    _register("register_float_function", module, name, _to_float)
+
+
+def register_promote_function(module: Any, name: str) -> None:
+    """Let a function of a module run in the widest type of its arguments; see `register_half_function`."""
+    _register("register_promote_function", module, name, _to_widest)
+
+
+_registered: dict[tuple[Any, str], Cast] = {}
+
+
+def _register(function: str, module: Any, name: str, cast: Cast) -> None:
+    warn_deprecated(f"apex.amp.{function}(module, name)", _INSTEAD, stacklevel=4)
+    if not hasattr(module, name):
+        raise InvalidValueError(
+            "the module has no function of this name",
+            where=f"amp.{function}(module, name)",
+            found=repr(name),
+            allowed=f"a function of {module.__name__ if isinstance(module, ModuleType) else module!r}",
+        )
+    _registered[module, name] = cast
+
+
+def _decorated(function: str, fn: Fn, cast: Cast) -> Fn:
+    warn_deprecated(f"apex.amp.{function}", _INSTEAD, stacklevel=4)
+    return _casting(fn, cast=cast)
+
+
+def _casting(fn: Fn, *, cast: Cast) -> Fn:
+    """Return the function with its arguments cast."""
+    # A function of PyTorch runs in this format itself. The operations of any other function have the formats of O1.
+    is_torchs = str(getattr(fn, "__module__", "")).startswith("torch")
+    is_torchs = is_torchs or isinstance(fn, BuiltinFunctionType | MethodDescriptorType)
+
+    def casting(*args: Any, **kwargs: Any) -> Any:
+        if not is_here():
+            return fn(*args, **kwargs)
+        args, kwargs = cast((args, kwargs))
+        if not is_torchs:
+            return fn(*args, **kwargs)
+        with casts_off():
+            return fn(*args, **kwargs)
+
+    return functools.wraps(fn)(casting)  # type: ignore[return-value]

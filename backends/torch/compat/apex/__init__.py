@@ -1,1 +1,0 @@
-"""The package `apex`, as far as mixed precision goes, on polyamp."""

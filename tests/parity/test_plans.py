@@ -16,77 +16,40 @@ import polyamp
 from polyamp.backends.jax import explain as explain_jax
 from polyamp.backends.tensorflow import explain as explain_tensorflow
 from polyamp.backends.torch.graphs.explain import explain as explain_torch
+from support.traps.words import Jax, TensorFlow, Torch
 
 MOVING = {"broadcast", "reshape", "identity", "constant", "variable", "cast", "fill"}  # each framework has its own
 X, W = np.full((4, 8), 0.25, np.float32), np.full((8, 8), 0.5, np.float32)
 
 
-class Jax:
-    """The words of this test in `jax.numpy`."""
-
-    exp, tanh, where, square, maximum = jnp.exp, jnp.tanh, jnp.where, jnp.square, jnp.maximum
-    rsqrt, sigmoid = jax.lax.rsqrt, jax.nn.sigmoid
+class InTorch(Torch):
+    """The words of the traps, whose `where` and `at_least` take Python numbers as one operation."""
 
     @staticmethod
-    def sum(x: Any) -> Any:
-        return x.sum(1, keepdims=True)
-
-    @staticmethod
-    def concat(one: Any, other: Any) -> Any:
-        return jnp.concatenate([one, other], 1)
+    def at_least(x: Any, least: float) -> Any:
+        return torch.maximum(x, torch.tensor(least))
 
 
-class TensorFlow:
-    """The words of this test in TensorFlow."""
-
-    exp, tanh, where, square, maximum = tf.exp, tf.tanh, tf.where, tf.square, tf.maximum
-    rsqrt, sigmoid = tf.math.rsqrt, tf.sigmoid
-
-    @staticmethod
-    def sum(x: Any) -> Any:
-        return tf.reduce_sum(x, 1, keepdims=True)
-
-    @staticmethod
-    def concat(one: Any, other: Any) -> Any:
-        return tf.concat([one, other], 1)
-
-
-class Torch:
-    """The words of this test in `torch`."""
-
-    exp, tanh, square, rsqrt, sigmoid = torch.exp, torch.tanh, torch.square, torch.rsqrt, torch.sigmoid
-
-    @staticmethod
-    def where(condition: Any, one: Any, other: float) -> Any:
-        return torch.where(condition, one, other)
-
-    @staticmethod
-    def maximum(one: Any, other: float) -> Any:
-        return torch.maximum(one, torch.tensor(other))
-
-    @staticmethod
-    def sum(x: Any) -> Any:
-        return x.sum(1, keepdims=True)
-
-    @staticmethod
-    def concat(one: Any, other: Any) -> Any:
+def concat(ops: Any, one: Any, other: Any) -> Any:
+    if ops is InTorch:
         return torch.cat([one, other], 1)
+    return tf.concat([one, other], 1) if ops is TensorFlow else jnp.concatenate([one, other], 1)
 
 
 def norm(ops: Any, x: Any) -> Any:
-    return x * ops.rsqrt(ops.sum(ops.square(x)) + 1e-6)
+    return x * ops.rsqrt(ops.sum(ops.square(x), -1) + 1e-6)
 
 
 PROGRAMS: dict[str, Callable[[Any, Any, Any], Any]] = {
     "layer": lambda ops, x, w: ops.tanh(x @ w + x),
     "declared": lambda ops, x, w: ops.tanh(x * x) + x,
-    "softmax by hand": lambda ops, x, w: (lambda e: e / ops.sum(e))(ops.exp(x @ w)),
+    "softmax by hand": lambda ops, x, w: (lambda e: e / ops.sum(e, -1))(ops.exp(x @ w)),
     "norm, then product": lambda ops, x, w: norm(ops, x @ w) @ w,
     "gate": lambda ops, x, w: ops.sigmoid(x @ w) * (x @ w) - x,
     "mask": lambda ops, x, w: ops.where(x > 0, x @ w, -3e38),
-    "small constant": lambda ops, x, w: ops.maximum(x @ w, 1e-12),
-    "mixed concat": lambda ops, x, w: ops.concat(x @ w, ops.exp(x)) * 2.0,
-    "weak concat": lambda ops, x, w: ops.concat(x @ w, x) * 2.0,
+    "small constant": lambda ops, x, w: ops.at_least(x @ w, 1e-12),
+    "mixed concat": lambda ops, x, w: concat(ops, x @ w, ops.exp(x)) * 2.0,
+    "weak concat": lambda ops, x, w: concat(ops, x @ w, x) * 2.0,
     "two uses": lambda ops, x, w: (lambda y: ops.exp(y) + y @ w)(x @ w),
 }
 
@@ -116,7 +79,7 @@ def test_operations_are_decided_alike(program: str, policy: str) -> None:
     in_tensorflow = explain_tensorflow(
         lambda x: run(TensorFlow, x, tf.identity(weights)), tf.constant(X), policy=policy
     )
-    in_torch = explain_torch(Layer(lambda x, w: run(Torch, x, w)), torch.tensor(X), policy=policy)
+    in_torch = explain_torch(Layer(lambda x, w: run(InTorch, x, w)), torch.tensor(X), policy=policy)
     assert decided(in_jax) == decided(in_tensorflow) == decided(in_torch) != []
 
 
@@ -128,7 +91,8 @@ class Scope(torch.nn.Module):
         self.run = run
 
     def forward(self, y: Any, w: Any) -> Any:
-        return self.run(y, w)
+        y = self.run(y, w)
+        return self.deeper(y, w) if hasattr(self, "deeper") else y
 
 
 RULES = [
@@ -138,6 +102,7 @@ RULES = [
     {"add": "lower"},
     {"head/*": "full"},
     {"head/matmul": "full"},
+    {"*/deeper/*": "full"},
 ]
 
 
@@ -148,7 +113,9 @@ def test_rules_reach_the_same_operations(rules: dict[str, str]) -> None:
     def run(ops: Any, scope: Any, x: Any, w: Any) -> Any:
         y = ops.exp(x @ w + x)
         with scope("head"):
-            return y @ w
+            y = y @ w
+            with scope("deeper"):
+                return y @ w
 
     in_jax = explain_jax(lambda w, x: run(Jax, jax.named_scope, x, w), W, X, policy=policy)
     weights = tf.Variable(W)
@@ -160,6 +127,7 @@ def test_rules_reach_the_same_operations(rules: dict[str, str]) -> None:
         def __init__(self) -> None:
             super().__init__()
             self.head, self.w = Scope(lambda y, w: y @ w), torch.nn.Parameter(torch.tensor(W))
+            self.head.deeper = Scope(lambda y, w: y @ w)
 
         def forward(self, x: Any) -> Any:
             return self.head(torch.exp(x @ self.w + x), self.w)

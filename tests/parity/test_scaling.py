@@ -95,3 +95,26 @@ def test_a_tree_of_several_frameworks_is_cast_whole() -> None:
     trees = {name: harness.tree({"x": np.ones(2, np.float32)}) for name, harness in HARNESSES.items()}
     cast = polyamp.policy("mixed_float16").cast_to_compute(trees)
     assert all(harness.arrays(cast[name])["x"].dtype == np.float16 for name, harness in HARNESSES.items())
+
+
+@pytest.mark.parametrize("name", HARNESSES)
+def test_masters_can_be_left_out(name: str) -> None:
+    weights = {key: np.ones_like(array) for key, array in random_arrays(0).items()}
+    policy = polyamp.policy("O2")
+    session = HARNESSES[name].start(weights, policy, learning_rate=1.0, master_weights=False)
+    for _ in range(4):
+        session.step({key: np.full_like(array, 2.0**-13) for key, array in weights.items()})
+    assert all((array == 1.0).all() and array.dtype == np.float16 for array in session.weights().values())
+
+
+@pytest.mark.parametrize("norm", [0, -1.0, float("nan"), True])
+@pytest.mark.parametrize("name", HARNESSES)
+def test_a_norm_that_is_no_limit_is_refused(name: str, norm: float) -> None:
+    with pytest.raises(polyamp.InvalidValueError, match="gradient-norm limit"):
+        start(name, max_grad_norm=norm)
+
+
+@pytest.mark.parametrize("name", ["torch", "keras", "tensorflow"])
+def test_what_was_not_wrapped_holds_no_loss_scale(name: str) -> None:
+    with pytest.raises(polyamp.InvalidTypeError, match="holds no loss scale"):
+        polyamp.save_loss_scale(HARNESSES[name].plain_optimizer())

@@ -21,13 +21,6 @@ from polyamp.backends.torch import cast
 Pair = namedtuple("Pair", "first second")
 
 
-class Odd(Pair):
-    """A named tuple that takes other arguments than it has fields."""
-
-    def __new__(cls, both: Tensor) -> Odd:
-        return super().__new__(cls, both, both)
-
-
 class Output(OrderedDict):
     """A dict with attributes that refuses to be updated, as the outputs of Hugging Face's models."""
 
@@ -86,17 +79,6 @@ class Sealed:
         object.__setattr__(self, "nested", [self.logits])
 
 
-@dataclasses.dataclass
-class Made:
-    """One whose ``__init__`` takes something else."""
-
-    given: dataclasses.InitVar[int]
-    logits: Tensor = dataclasses.field(init=False)
-
-    def __post_init__(self, given: int) -> None:
-        self.logits = torch.ones(given)
-
-
 class Registered:
     """What `torch.utils._pytree` knows."""
 
@@ -130,7 +112,6 @@ CONTAINERS = [
     [ones()],
     (ones(), 3),
     Pair(ones(), 2),
-    Odd(ones()),
     OrderedDict(a=ones()),
     defaultdict(list, a=ones()),
     Counter(a=ones()),
@@ -149,7 +130,6 @@ CONTAINERS = [
     nn.utils.rnn.pack_sequence([torch.ones(2, 1)]),
     Plain(ones()),
     Sealed(ones()),
-    Made(2),
     Registered(ones()),
 ]
 

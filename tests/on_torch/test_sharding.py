@@ -35,12 +35,6 @@ def test_options_replace_the_defaults() -> None:
     assert found == MixedPrecisionPolicy(F16, BF16, F16, cast_forward_inputs=False)
 
 
-@pytest.mark.parametrize("option", ["reduce", "output"])
-def test_formats_that_do_not_exist_are_refused(option: str) -> None:
-    with pytest.raises(polyamp.errors.InvalidValueError, match=rf"to_fsdp\({option}=\)"):
-        polyamp.policy("mixed_float16").to_fsdp(**{option: "float17"})
-
-
 @pytest.mark.parametrize(
     ("spec", "options"),
     [

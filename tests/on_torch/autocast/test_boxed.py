@@ -21,10 +21,9 @@ from torch.testing._internal.common_methods_invocations import op_db
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import polyamp
-from polyamp.backends.torch.autocast import behaviours, boxed, frames
+from polyamp.backends.torch.autocast import behaviours, boxed
 from polyamp.backends.torch.autocast.native_lists import registered
 from polyamp.backends.torch.autocast.regions import Region
-from polyamp.backends.torch.autocast.weights import cast_weight
 from polyamp.backends.torch.unstable import AutocastKey, is_composite, schema_arguments
 from polyamp.operations import CLASSES
 from support.harness_torch import casts_of
@@ -276,42 +275,9 @@ def test_casts_are_the_threads_that_made_them() -> None:
     assert other == [first]
 
 
-def test_a_thread_may_end_inside_a_region() -> None:
-    with polyamp.autocast(LOWER):
-        region = frames.current()
-
-    def run() -> None:
-        torch.autocast("cpu", torch.bfloat16).__enter__()
-        frames.enter(region)
-        functional.layer_norm(X, (4,), nn.Parameter(torch.ones(4)))
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join()
-    with polyamp.autocast(LOWER):
-        assert torch.softmax(X, -1).dtype == torch.bfloat16
-
-
 def test_casts_that_are_made_while_a_graph_is_captured_are_not_kept() -> None:
     weight = nn.Parameter(torch.ones(4))
     with polyamp.autocast(LOWER):
         with FakeTensorMode(allow_non_fake_inputs=True):
             assert isinstance(functional.layer_norm(torch.ones(4, 4), (4,), weight), FakeTensor)
         assert not isinstance(functional.layer_norm(X, (4,), weight), FakeTensor)
-
-
-def test_an_update_drops_the_casts_that_kernels_in_python_keep() -> None:
-    """Through ``.data`` a weight changes without a new version."""
-    weight = nn.Parameter(torch.ones(4))
-    with polyamp.autocast(LOWER):
-        before = cast_weight(weight, torch.bfloat16)
-        assert cast_weight(weight, torch.bfloat16) is before
-        weight.data.add_(1)
-        assert torch.equal(cast_weight(weight, torch.bfloat16), torch.full((4,), 2.0).bfloat16())
-
-
-def test_an_operator_that_is_not_there_is_named() -> None:
-    kernels = boxed.kernels()
-    assert kernels is not None
-    with pytest.raises(polyamp.errors.ExtensionError, match=r"aten::never_[\s\S]*Could not find schema"):
-        kernels.watch("aten::never_", "cpu")

@@ -116,15 +116,21 @@ def watched_softmax() -> tuple[Callable[[Tensor], Tensor], list[torch.dtype]]:
     return fn, seen
 
 
+@pytest.mark.parametrize("elsewhere", [False, True])  # as on CUDA, where autograd has a thread for each device
 @pytest.mark.parametrize("run", [reentrant, not_reentrant])
-def test_a_policy_of_a_later_region_does_not_reach_what_is_run_again(run: Run) -> None:
+def test_a_policy_of_a_later_region_does_not_reach_what_is_run_again(run: Run, elsewhere: bool) -> None:
     fn, seen = watched_softmax()
     x = X.clone().requires_grad_()
     with polyamp.autocast(LOWER):
         loss = run(fn, x).float().sum()
     with polyamp.autocast("mixed_bfloat16"):
         _ = torch.softmax(x * 2, -1)
-    loss.backward()
+    if elsewhere:
+        thread = threading.Thread(target=loss.backward)
+        thread.start()
+        thread.join()
+    else:
+        loss.backward()
     assert seen == [torch.bfloat16, torch.bfloat16]
 
 
@@ -138,26 +144,6 @@ def test_native_regions_are_run_again_natively(run: Run) -> None:
         loss = run(fn, x).sum()
     loss.backward()
     assert seen == [torch.float32, torch.float32]
-
-
-@pytest.mark.parametrize("run", [reentrant, not_reentrant])
-def test_the_backward_pass_may_be_another_threads(run: Run) -> None:
-    """As on CUDA, where autograd has a thread for each device."""
-    fn, seen = watched_softmax()
-    x = X.clone().requires_grad_()
-    with polyamp.autocast(LOWER):
-        loss = run(fn, x).float().sum()
-    thread = threading.Thread(target=loss.backward)
-    thread.start()
-    thread.join()
-    assert seen == [torch.bfloat16, torch.bfloat16]
-
-
-def test_what_is_run_again_keeps_no_casts() -> None:
-    from polyamp.backends.torch.autocast import frames
-
-    gradients(Model, not_reentrant, PATHS)
-    assert frames.casts_here() is None
 
 
 def test_hooks_on_modules_stay_as_long_as_the_graph() -> None:

@@ -19,24 +19,14 @@ OVERRIDDEN = polyamp.policy("mixed_bfloat16", rules={"layer_norm": "lower"})
 
 UPDATES: dict[str, Callable[[nn.Parameter], object]] = {
     "add_": lambda weight: weight.add_(1),
-    "+=": lambda weight: weight.__iadd__(torch.ones(4)),
     "-= lr * g": lambda weight: weight.sub_(0.5 * torch.ones(4)),
-    "mul_": lambda weight: weight.mul_(2),
-    "div_": lambda weight: weight.div_(2),
-    "zero_": lambda weight: weight.zero_(),
-    "fill_": lambda weight: weight.fill_(3),
     "copy_": lambda weight: weight.copy_(torch.full((4,), 5.0)),
     "item": lambda weight: weight.__setitem__(0, 7.0),
     "row": lambda weight: weight[0].add_(1),
     "data": lambda weight: weight.data.add_(1),
     "detach": lambda weight: weight.detach().mul_(3),
     "normal_": lambda weight: nn.init.normal_(weight),
-    "uniform_": lambda weight: weight.uniform_(),
-    "clamp_": lambda weight: weight.clamp_(max=-0.1),
     "lerp_": lambda weight: weight.lerp_(torch.full((4,), 9.0), 0.5),
-    "addcmul_": lambda weight: weight.addcmul_(torch.ones(4), torch.ones(4)),
-    "masked_fill_": lambda weight: weight.masked_fill_(torch.tensor([True, False, True, False]), 2.0),
-    "index_fill_": lambda weight: weight.index_fill_(-1, torch.tensor([0]), 2.0),
     "foreach": lambda weight: torch._foreach_add_([weight], 1.0),
 }
 
@@ -107,22 +97,6 @@ def test_a_weight_is_cast_once_in_a_region(
     assert second == first - 2  # weight and bias
     with polyamp.autocast(policy):
         assert casts_of(run) == first
-
-
-@pytest.mark.parametrize(
-    "make_new",
-    [lambda: X.bfloat16().float(), X.clone, lambda: torch.zeros(3), lambda: X.half() + X],
-    ids=["float", "clone", "zeros", "add"],
-)
-@pytest.mark.parametrize("make", [linear, layer_norm])
-def test_what_an_operation_makes_is_no_update(
-    make: Callable[[], tuple[nn.Parameter, Callable[[], Tensor]]], make_new: Callable[[], Tensor]
-) -> None:
-    _, run = make()
-    with polyamp.autocast(OVERRIDDEN):
-        first = casts_of(run)
-        make_new()
-        assert casts_of(run) == first - 2
 
 
 def test_the_setting_of_native_autocast_holds() -> None:

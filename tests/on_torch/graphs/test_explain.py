@@ -19,7 +19,6 @@ from polyamp.errors import InvalidValueError, PolyampError
 from support.torch_cases import GPT, mlp
 
 X = torch.ones(3, 8)
-POLICIES = ["mixed_float16", "mixed_bfloat16"]
 
 
 class Masked(nn.Module):
@@ -72,17 +71,6 @@ class Detecting(nn.Module):
         return {"boxes": torch.stack(found), "count": len(found)}
 
 
-class Dropping(nn.Module):
-    """Skips a layer at random."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(8, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x if torch.rand([]) < 0.0 else self.linear(x)
-
-
 class ThroughNumPy(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -104,18 +92,8 @@ class Assigning(nn.Module):
         return self.last
 
 
-class Breaking(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(8, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        torch._dynamo.graph_break()
-        return self.linear(x)
-
-
-MODELS = [Masked, Packed, Speech, Detecting, Dropping, ThroughNumPy, Assigning, Breaking]
-UNCAPTURED = [Packed, Speech, Detecting, Dropping, Assigning, Breaking]
+MODELS = [Masked, Packed, Speech, Detecting, ThroughNumPy, Assigning]
+UNCAPTURED = [Packed, Speech, Detecting, Assigning]
 
 
 def state(model: nn.Module) -> Any:
@@ -129,16 +107,15 @@ def same(one: Any, other: Any) -> bool:
 
 
 @pytest.mark.parametrize("engine", [None, "autocast"])
-@pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("kind", MODELS)
-def test_every_model_has_a_plan_and_stays_what_it_is(kind: Any, policy: str, engine: str | None) -> None:
+def test_every_model_has_a_plan_and_stays_what_it_is(kind: Any, engine: str | None) -> None:
     model = kind()
     before = state(model)
-    plan = polyamp.explain(model, X, policy=policy, engine=engine)
+    plan = polyamp.explain(model, X, policy="mixed_bfloat16", engine=engine)
     assert same(before, state(model))
     assert all(param.grad is None for param in model.parameters())
-    assert polyamp.policy(policy).compute in {op.format for op in plan.operations}
-    assert str(plan).splitlines()[0].startswith(policy)
+    assert "bfloat16" in {op.format for op in plan.operations}
+    assert str(plan).splitlines()[0].startswith("mixed_bfloat16")
 
 
 @pytest.mark.parametrize("kind", UNCAPTURED)
@@ -149,14 +126,8 @@ def test_the_plan_says_that_it_was_recorded_and_why(kind: Any) -> None:
     assert "the code" in why
     assert plan.engine in str(plan)
     assert plan.as_dict()["engine"] == plan.engine
-    assert polyamp.explain(mlp(), X, policy="mixed_bfloat16").engine == "rewrite"
-
-
-@pytest.mark.parametrize("kind", UNCAPTURED)
-def test_rewrite_refuses_in_words(kind: Any) -> None:
-    with pytest.raises(PolyampError) as caught:
+    with pytest.raises(PolyampError, match=r"polyamp\.autocast"):
         polyamp.rewrite(kind(), X, policy="mixed_bfloat16")
-    assert "polyamp.autocast" in str(caught.value)
 
 
 def test_a_size_that_depends_on_values_is_rewritten() -> None:
@@ -223,13 +194,14 @@ def test_nothing_is_computed_where_the_code_allows_that() -> None:
     assert [op.name for op in plan.operations] == ["softmax", "matmul"]
 
 
+@pytest.mark.parametrize("engine", ["rewrite", "autocast"])
 @pytest.mark.parametrize("device", ["meta", "fake"])
-def test_tensors_without_data(device: str) -> None:
+def test_tensors_without_data(device: str, engine: str) -> None:
     from torch._subclasses import FakeTensorMode
 
     with FakeTensorMode() if device == "fake" else torch.device("meta"):
         model, x = mlp(), torch.ones(3, 8)
-    plan = polyamp.explain(model, x, policy="mixed_bfloat16", engine="autocast")
+    plan = polyamp.explain(model, x, policy="mixed_bfloat16", engine=engine)
     assert plan.totals["by_format"].keys() >= {"bfloat16"}
 
 

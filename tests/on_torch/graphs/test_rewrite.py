@@ -15,7 +15,6 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 import polyamp
-from polyamp.backends.torch.dtypes import dtype_of
 from polyamp.backends.torch.graphs.rewrite import Rewritten, rewrite
 from support.torch_cases import GPT, MODELS, ConvNet, case, mlp
 
@@ -65,18 +64,7 @@ def test_values_and_gradients_are_those_of_float32_to_a_few_roundings(name: str,
     )
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("name", ["mlp", "conv", "block", "gpt"])
-def test_gradients_are_about_as_exact_as_those_of_native_autocast(name: str, policy: str) -> None:
-    model, args, rewritten = made(name, policy)
-    _, exact = run(model, model, args)
-    _, ours = run(rewritten, model, args)
-    with torch.autocast("cpu", dtype=dtype_of(polyamp.policy(policy).compute)):
-        _, native = run(model, model, args)
-    assert error(ours, exact) < 2.5 * error(native, exact)
-
-
-@pytest.mark.parametrize("name", ["mlp", "conv", "lstm", "block"])
+@pytest.mark.parametrize("name", ["lstm", "block"])
 def test_a_float32_policy_changes_no_bit(name: str) -> None:
     model, args = case(name)
     model.eval()
@@ -86,22 +74,15 @@ def test_a_float32_policy_changes_no_bit(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_results_have_the_dtypes_and_the_structure_that_the_module_gives(name: str) -> None:
+def test_results_parameters_and_buffers_are_as_the_modules(name: str) -> None:
     model, args, rewritten = made(name)
     (ours, spec), (theirs, original_spec) = pytree.tree_flatten(rewritten(*args)), pytree.tree_flatten(model(*args))
     assert spec == original_spec
     assert [leaf.dtype for leaf in ours] == [leaf.dtype for leaf in theirs]
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_parameters_buffers_and_their_names_are_the_originals(name: str) -> None:
-    model, _, rewritten = made(name)
     assert isinstance(rewritten, torch.fx.GraphModule)
-    for ours, theirs in (
-        (rewritten.named_parameters(), model.named_parameters()),
-        (rewritten.named_buffers(), model.named_buffers()),
-    ):
-        assert [(name, id(tensor)) for name, tensor in ours] == [(name, id(tensor)) for name, tensor in theirs]
+    for which in ("named_parameters", "named_buffers"):
+        found = [[(key, id(tensor)) for key, tensor in getattr(one, which)()] for one in (rewritten, model)]
+        assert found[0] == found[1]
     assert list(rewritten.state_dict()) == list(model.state_dict())
 
 
@@ -119,9 +100,8 @@ def trained(model: nn.Module, fn: Callable[..., Any], args: tuple[Any, ...]) -> 
     return torch.tensor(losses), [param.detach() - old for param, old in zip(model.parameters(), start, strict=True)]
 
 
-@pytest.mark.parametrize("name", ["mlp", "conv", "gpt"])
-def test_training_goes_the_way_of_float32(name: str) -> None:
-    model, args = case(name)
+def test_training_goes_the_way_of_float32() -> None:
+    model, args = case("conv")
     twin = copy.deepcopy(model)
     exact, exact_way = trained(twin, twin, args)
     ours, way = trained(model, rewrite(model, *args, policy="mixed_bfloat16"), args)
@@ -248,27 +228,12 @@ def test_a_call_without_examples_captures() -> None:
     assert "bfloat16" in rewritten.plan.totals["by_format"]
 
 
-def test_the_verb_and_a_method_of_a_module() -> None:
-    model, args = case("gpt")
-    assert isinstance(polyamp.rewrite(model, *args, policy="mixed_bfloat16"), Rewritten)
-    layer = polyamp.rewrite(model.layers[0].forward, torch.randn(2, 3, 16), policy="mixed_bfloat16")
-    assert next(name for name, _ in layer.named_parameters()) == "norm.weight"
-
-
 def test_the_policy_is_bound_when_it_is_rewritten() -> None:
     with polyamp.policy("mixed_bfloat16"):
         rewritten = rewrite(mlp())
     with polyamp.policy("mixed_float16"):
         rewritten(torch.ones(2, 8))
     assert rewritten.plan.policy == "mixed_bfloat16"
-
-
-def test_inputs_get_gradients() -> None:
-    x = torch.ones(2, 8, requires_grad=True)
-    model = mlp()
-    rewrite(model, x, policy="mixed_bfloat16")(x).sum().backward()
-    assert x.grad is not None
-    assert x.grad.dtype == torch.float32
 
 
 def test_the_graph_may_be_edited() -> None:
@@ -315,11 +280,10 @@ def test_many_modules_of_one_class_are_captured() -> None:
     assert all(rewrite(mlp(), x, policy="mixed_bfloat16")(x).shape == (2, 4) for _ in range(10))
 
 
-@pytest.mark.parametrize("fullgraph", [True, False])
-def test_it_can_be_compiled(fullgraph: bool) -> None:
+def test_it_can_be_compiled() -> None:
     model, args = case("gpt")
     rewritten = rewrite(model, *args, policy="mixed_bfloat16")
-    compiled = torch.compile(rewritten, backend="aot_eager", fullgraph=fullgraph)
+    compiled = torch.compile(rewritten, backend="aot_eager", fullgraph=True)
     torch.testing.assert_close(compiled(*args), rewritten(*args), rtol=1e-2, atol=1e-2)
 
 

@@ -52,55 +52,26 @@ def compiled(model: nn.Module, low: str) -> Any:
 
 
 LABELS, TARGETS = torch.full((4, 8), 100_000), torch.full((4, 8), 1000.1)
-BINARY = (torch.arange(32).reshape(4, 8) % 3 == 0).float()
 MASK = torch.zeros(4, 8)
 MASK[:2] = -1e9
 
 
-def focal(y: Tensor, labels: Tensor) -> Tensor:
-    p = torch.sigmoid(y)
-    right = p * labels + (1 - p) * (1 - labels)
-    return -((1 - right) ** 2) * torch.log(right + 1e-12)
-
-
-def entropy(y: Tensor, labels: Tensor, smallest: float = 1e-7) -> Tensor:
-    p = torch.sigmoid(y).clamp(smallest, 1 - smallest)
-    return -(labels * p.log() + (1 - labels) * (1 - p).log())
-
-
-# Each with its arguments besides those of the product, and the factor of the product's arguments.
+# PyTorch's own ways to write what tests/parity/test_traps.py runs in every framework; each with its arguments besides
+# those of the product, and the factor of the product's arguments.
 KEPT: dict[str, tuple[Callable[..., Any], tuple[Any, ...], float]] = {
-    "a mask": (lambda y, m: torch.softmax(y + m, -1), (MASK,), 1.0),
-    "labels": (lambda y, t: (y - t).abs(), (LABELS.float(),), 1.0),
-    "integer labels": (lambda y, t: (y - t).abs(), (LABELS,), 1.0),
-    "integers that are converted": (lambda y, t: (y - t.float()).abs(), (LABELS,), 1.0),
     "integers that are divided": (lambda y, t: y - t / 2, (LABELS,), 1.0),
     "positions": (lambda y: torch.sin(y + torch.arange(5000, 5008)), (), 1.0),
     "positions in float32": (lambda y: torch.sin(y + torch.arange(5000.0, 5008.0)), (), 1.0),
-    "targets": (lambda y, t: ((y - t) * (y - t)).mean(-1), (TARGETS,), 10.0),
-    "a product with itself": (lambda y: (y * y).mean(-1).sqrt(), (), 300.0),
     "a product of copies": (lambda y: (y.clone() * torch.conj(y)).mean(-1).sqrt(), (), 300.0),
     "a product of equals": (lambda y: ((y - 1) * (y - 1)).mean(-1).sqrt(), (), 300.0),
     "a product of reshapes": (lambda y: (y.view(8, 4) * y.reshape(8, 4)).mean(-1), (), 50.0),
     "a dot product with itself": (lambda y: torch.dot(y.flatten(), y.flatten()).sqrt(), (), 300.0),
     "a product in place": (lambda y: (y + 1).mul_(y + 1).mean(-1).sqrt(), (), 300.0),
-    "a norm": (lambda y: y / torch.linalg.norm(y, dim=-1, keepdim=True), (), 300.0),
-    "a reciprocal": (lambda y: torch.log(1.0 / (y.relu() + 1e-5)), (), 1.0),
     "ones over": (lambda y: torch.log(torch.ones_like(y) / (y.relu() + 1e-5)), (), 1.0),
-    "the log of a sigmoid": (lambda y: torch.log(torch.sigmoid(y) + 1e-12), (), 8.0),
-    "the log of one less": (lambda y: torch.log(1 - torch.sigmoid(y) + 1e-12), (), 8.0),
-    "a clipped sigmoid": (entropy, (BINARY,), 8.0),
-    "a sigmoid clipped at 1e-8": (lambda y, t: entropy(y, t, 1e-8), (BINARY,), 4.0),
-    "focal loss": (focal, (BINARY,), 4.0),
-    "atanh": (lambda y: torch.atanh(torch.tanh(y).clamp(-1 + 1e-6, 1 - 1e-6)), (), 1.0),
-    "a pool of squares": (lambda y: F.avg_pool1d(y * y, 8).sqrt(), (), 300.0),
-    "a variance": (lambda y: y.var(-1).sqrt(), (), 300.0),
-    "a layer norm": (lambda y: (y - y.mean(-1, True)) * torch.rsqrt(y.var(-1, keepdim=True) + 1e-5), (), 300.0),
-    "a root mean square": (lambda y: y * torch.rsqrt((y * y).mean(-1, keepdim=True) + 1e-8), (), 300.0),
 }
 
 
-@pytest.mark.parametrize(("engine", "low"), [("rewrite", "float16"), ("rewrite", "bfloat16"), ("compile", "float16")])
+@pytest.mark.parametrize(("engine", "low"), [("rewrite", "bfloat16"), ("compile", "float16")])
 @pytest.mark.parametrize("name", KEPT)
 def test_what_float32_keeps_is_kept(name: str, low: str, engine: str) -> None:
     function, others, factor = KEPT[name]
@@ -211,7 +182,7 @@ def mask_of(value: float) -> Tensor:
 
 
 @pytest.mark.parametrize("low", FORMATS)
-@pytest.mark.parametrize("value", [-1e9, torch.finfo(torch.float32).min, -1e4])
+@pytest.mark.parametrize("value", [torch.finfo(torch.float32).min, -1e4])
 def test_rows_that_a_float32_mask_masks_fully_are_as_in_float32(value: float, low: str) -> None:
     model, args = Layer(attention), (X, mask_of(value))
     exact, ours = (outcome(run, model, args) for run in (model, rewrite(model, *args, policy=f"mixed_{low}")))
@@ -278,14 +249,6 @@ def test_inner_work_is_16_bits_outside(name: str, low: str) -> None:
     assert (ours[0] - exact[0]).norm() <= 4 * FORMATS[low] * exact[0].norm()
 
 
-@pytest.mark.parametrize("name", NORMS)
-def test_a_norm_after_work_beyond_float16_is_float32_inside(name: str) -> None:
-    model = Layer(lambda y: F.relu(NORMS[name](y.exp())))
-    x = torch.linspace(0, 12, 32).reshape(4, 8)
-    ours = rewrite(model, x, policy="mixed_float16")(x)
-    torch.testing.assert_close(ours, model(x), rtol=2e-2, atol=1e-2)
-
-
 def test_what_is_inner_is_held_in_16_bits() -> None:
     model = Layer(lambda y: torch.softmax(F.layer_norm(y.exp(), (8,)), -1))
     (norm,) = rewrite(model, X, policy="mixed_float16").graph.find_nodes(op="call_function", target=F.layer_norm)
@@ -303,12 +266,6 @@ def test_statistics_that_a_norm_gives_are_float32(data: Callable[[Tensor], Tenso
     assert (found["relu"], found["mul"]) == (("float16", "next to layer_norm"), ("float32", "after layer_norm"))
     for ours, theirs in zip(rewrite(Layer(function), X, policy="mixed_float16")(X), Layer(function)(X), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-2, atol=1e-2)
-
-
-@pytest.mark.parametrize("name", NORMS)
-def test_full_norms_are_what_they_were(name: str) -> None:
-    found = decided(lambda y: F.relu(NORMS[name](y)), X, **{name: "full"})
-    assert (found[name], found["relu"]) == (("float32", f"rule {name!r}"), ("float32", f"after {name}"))
 
 
 @pytest.mark.parametrize(("name", "function"), [("softmax", lambda y: torch.softmax(y, -1)), ("gelu", F.gelu)])
@@ -336,16 +293,6 @@ def test_a_norm_that_is_written_out_is_cast_once_at_its_end() -> None:
     names = ["relu", "gelu"]
     sources = {node.args[0] for node in graph.nodes if getattr(node.target, "__name__", "") in names}
     assert len(sources) == 1
-
-
-def test_statistics_are_updated_as_natively() -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU())
-    native, x = copy.deepcopy(model), torch.randn(4, 3, 6, 6)
-    rewrite(model, x, policy="mixed_bfloat16")(x)
-    with torch.autocast("cpu", torch.bfloat16):
-        native(x)
-    torch.testing.assert_close(dict(model.named_buffers()), dict(native.named_buffers()), rtol=0, atol=0)
 
 
 # --- next to native autocast ------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import polyamp
 from polyamp.backends.torch.graphs.explain import explain
 from polyamp.backends.torch.graphs.rewrite import rewrite
-from support.torch_cases import GPT, case, mlp
+from support.torch_cases import case, mlp
 
 X, W = torch.full((4, 8), 0.25), torch.full((8, 8), 0.5)
 
@@ -116,7 +116,6 @@ def test_rules_match_module_paths_and_operations(pattern: str, found: int) -> No
     norms = [op for op in plan.operations if op.name == "layer_norm" and op.reason == f"rule {pattern!r}"]
     assert [op.format for op in norms] == ["bfloat16"] * found
     assert plan.unused_rules == ()
-    torch.testing.assert_close(rewrite(model, *args, policy=policy)(*args), model(*args), rtol=0.02, atol=0.02)
 
 
 def test_rules_that_match_nothing_are_said() -> None:
@@ -143,15 +142,9 @@ def test_a_rule_that_pytorch_refuses_is_said() -> None:
 
 def test_one_cast_for_each_value_and_format() -> None:
     rewritten = rewrite(lambda x, w: (x @ w + x @ w.T, x.exp(), (x @ w).exp()), X, W, policy="mixed_bfloat16")
-    casts = [node.args for node in rewritten.graph.nodes if node.target == "to"]
-    assert len(casts) == len(set(casts))
-    assert rewritten.plan.totals["casts"] == len(casts)
-
-
-def test_nothing_is_cast_there_and_back() -> None:
-    rewritten = rewrite(lambda x, w: (x @ w).softmax(-1) @ w, X, W, policy="mixed_bfloat16")
-    casts = {node: node.args[0] for node in rewritten.graph.nodes if node.target == "to"}
-    assert not any(source in casts for source in casts.values())
+    casts = {node: node.args for node in rewritten.graph.nodes if node.target == "to"}
+    assert len(casts) == len(set(casts.values())) == rewritten.plan.totals["casts"]
+    assert not any(source in casts for source, *_ in casts.values())  # nothing is cast there and back
 
 
 def test_bytes_are_those_of_a_product() -> None:
@@ -206,31 +199,3 @@ def test_explain_computes_nothing() -> None:
     assert explain(lambda x: x @ x.T, long, policy="mixed_bfloat16").totals["bytes_moved"] > 10**11
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
     assert torch.equal(torch.get_rng_state(), random)
-
-
-def test_explain_takes_meta_tensors() -> None:
-    with torch.device("meta"):
-        model = GPT()
-        tokens = torch.zeros(64, 1024, dtype=torch.long)
-    plan = explain(model, tokens, tokens, policy="mixed_bfloat16")
-    assert plan.totals["bytes_moved"] > 2**25
-    assert plan.totals["by_format"]["bfloat16"] > 20
-
-
-def test_explain_takes_fake_tensors() -> None:
-    from torch._subclasses import FakeTensorMode
-
-    with FakeTensorMode():
-        model, x = mlp(), torch.ones(1_000_000, 8)
-    assert explain(model, x, policy="mixed_bfloat16").totals["by_format"] == {
-        "bfloat16": 6,
-        "as written": 1,
-    }
-
-
-def test_the_verb() -> None:
-    model, args = case("gpt")
-    plan = polyamp.explain(model, *args, policy="mixed_bfloat16")
-    assert plan.as_dict() == explain(model, *args, policy="mixed_bfloat16").as_dict()
-    assert plan.policy == "mixed_bfloat16"
-    assert "attention" in str(plan)

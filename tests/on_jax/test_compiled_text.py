@@ -70,11 +70,6 @@ def test_library_calls_move_operands_and_results_and_no_workspace(
     assert moved(call) == ({form: read}, {form: written})
 
 
-def test_workspace_is_known_by_itself() -> None:
-    assert hlo.workspace(hlo.parse((DATA / "library.txt").read_text())) == 32 * 2**20
-    assert hlo.workspace(hlo.parse((DATA / "conv.txt").read_text())) == 0  # which algorithm, only a device decides
-
-
 def test_body_of_a_loop_counts_as_often_as_it_turns() -> None:
     """A scan over 16×128 numbers: each turn reads a row, and writes one into the result in place."""
     by_name = {kernel.name: kernel for kernel in kernels_of("scan")}
@@ -86,22 +81,6 @@ def test_body_of_a_loop_counts_as_often_as_it_turns() -> None:
     assert by_name["loop_broadcast_fusion"].times == 1
 
 
-def test_loop_of_unknown_turns_counts_once_and_says_so() -> None:
-    before, *within = kernels_of("while")
-    assert before.known
-    assert len(within) == 3  # its condition, two kernels, and its body
-    assert {(kernel.times, kernel.known) for kernel in within} == {(1, False)}
-
-
-def test_conditional_counts_the_branch_that_moves_most() -> None:
-    """A cumulative sum, or one number added to all."""
-    assert [kernel.name for kernel in kernels_of("cond")] == [
-        "loop_reduce_window_fusion",
-        "loop_slice_fusion",
-        "loop_add_fusion.1",
-    ]
-
-
 def test_rows_of_a_table_are_read_and_updated_as_far_as_they_are_asked_for() -> None:
     """32 of 1000 rows of 64 numbers, looked up, and added to in place."""
     rows, indices = 32 * 64, {"s32": 32 * 4}
@@ -110,35 +89,12 @@ def test_rows_of_a_table_are_read_and_updated_as_far_as_they_are_asked_for() -> 
     assert moved(update) == ({"f32": 2 * 4 * rows, **indices}, {"f32": 4 * rows})
 
 
-def test_update_of_what_is_used_otherwise_too_is_not_in_place() -> None:
-    """The fusion of the scan's update, changed by hand: it also negates the result."""
-    text = (DATA / "scan.txt").read_text()
-    changed = text.replace("  ROOT %dynamic_update_slice.0.1 =", "  %dynamic_update_slice.0.1 =").replace(
-        "\n}", "\n  ROOT %negate.1 = f32[16,128]{1,0} negate(%dynamic_update_slice.0.1)\n}", 1
-    )
-    (update,) = (each for each in hlo.kernels(hlo.parse(changed)) if each.name == "loop_dynamic_update_slice_fusion")
-    assert moved(update) == ({"f32": 16 * 128 * 4 + 128 * 4, "s32": 4}, {"f32": 16 * 128 * 4})
-
-
 def test_every_line_of_a_real_program_is_read() -> None:
     for file in DATA.iterdir():
         module = hlo.parse(file.read_text())
         lines = [line for line in file.read_text().splitlines() if " = " in line and line.startswith("  ")]
         assert sum(len(each.instructions) for each in module.computations.values()) == len(lines)
         assert all(computation.root for computation in module.computations.values())
-
-
-def test_quotes_parentheses_and_comments_do_not_end_a_line() -> None:
-    module = hlo.parse(
-        "ENTRY %main (a: f32[2]) -> (f32[2], s32[]) {\n"
-        "  %a = f32[2]{0} parameter(0), metadata={op_name=\"params[\\'Dense_0\\'][\\'bias)\\']\"}\n"
-        '  %c = (f32[2]{0}, /*index=1*/s32[]) custom-call(%a), custom_call_target="f(\\"x", metadata={op_name="q(r)"}\n'
-        "  ROOT %t = (f32[2]{0}, s32[]) tuple(%a, %c)\n"
-        "}\n"
-    )
-    assert module.entry.instructions["a"].op_name == "params['Dense_0']['bias)']"
-    call = module.entry.instructions["c"]
-    assert ([str(array) for array in call.arrays], call.operands, call.op_name) == (["f32[2]", "s32[]"], ("a",), "q(r)")
 
 
 @pytest.mark.parametrize(
@@ -161,11 +117,6 @@ def test_bytes_of_formats(form: str, size: int) -> None:
 )
 def test_scope_of_an_operation(op_name: str, scope: str) -> None:
     assert hlo.scope(op_name) == scope
-
-
-def test_text_of_something_else_is_refused() -> None:
-    with pytest.raises(ValueError, match="no ENTRY computation"):
-        hlo.parse("module @jit_f {\n}\n")
 
 
 @pytest.mark.compilers

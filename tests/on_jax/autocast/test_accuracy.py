@@ -70,10 +70,9 @@ def unrolled(turn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @pytest.mark.parametrize(("policy", "inside"), MODES)
-@pytest.mark.parametrize("turn", [rnn_turn, gru_turn])
-def test_weight_gradients_of_a_long_scan(turn: Callable[..., Any], inside: bool, policy: str) -> None:
+def test_weight_gradients_of_a_long_scan(inside: bool, policy: str) -> None:
     """If casts are moved out of the scan, 1024 contributions are added up in 16 bits: 13 % and more in error."""
-    loss = unrolled(turn)
+    loss = unrolled(gru_turn)
     plain = jax.grad(loss)
     mixed = jax.grad(polyamp.autocast(loss, policy)) if inside else polyamp.autocast(plain, policy)
     assert set().union(*dots(mixed, CELL, SEQUENCE)) == {low(policy)}
@@ -102,8 +101,7 @@ def test_a_cast_before_the_scan_would_be_seen_here() -> None:
     assert relative_error(jax.jit(jax.grad(in_bfloat16))(CELL, SEQUENCE)["wn"], theirs) > ONE_PERCENT
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-def test_a_weight_that_is_used_often_adds_up_its_gradients_in_float32(policy: str) -> None:
+def test_a_weight_that_is_used_often_adds_up_its_gradients_in_float32() -> None:
     w, x = normal(1, 16, 16, scale=0.1), normal(2, 4, 16)
 
     def loss(w: jax.Array, x: jax.Array) -> jax.Array:
@@ -111,25 +109,15 @@ def test_a_weight_that_is_used_often_adds_up_its_gradients_in_float32(policy: st
             x = jnp.tanh(x @ w) + x * 0.5
         return x.mean()
 
-    mixed = jax.grad(polyamp.autocast(loss, policy))
+    mixed = jax.grad(polyamp.autocast(loss, BF16))
     sums = [op for op in only(trace(mixed, w, x), "add_any") if op.outputs[0].shape == w.shape]
     assert len(sums) == 23
     assert {name for op in sums for name in op.floats} == {"float32"}
-    assert_close(jax.jit(mixed)(w, x), jax.grad(loss)(w, x), policy)
+    assert_close(jax.jit(mixed)(w, x), jax.grad(loss)(w, x), BF16)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("bias_shape", [(4,), (1, 4), ()], ids=str)
-def test_a_bias_adds_up_its_gradient_over_rows_in_float32(bias_shape: tuple[int, ...], policy: str) -> None:
-    """70000 rows: their sum is beyond float16, and bfloat16 cannot count further than 256."""
-    w, b, x = jnp.ones((3, 4)), jnp.zeros(bias_shape), jnp.ones((70_000, 3))
-    grads = jax.grad(polyamp.autocast(lambda w, b, x: (x @ w + b).sum(), policy), argnums=(0, 1))
-    assert formats(grads, w, b, x, of=("reduce_sum",)) == {"float32"}
-    np.testing.assert_allclose(grads(w, b, x)[1], 70_000.0 if bias_shape else 280_000.0)
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("fill", [None, -1e9, -1e30, -jnp.inf], ids=str)
+@pytest.mark.parametrize("fill", [None, -jnp.inf], ids=str)
 def test_masked_softmax_has_no_nan(fill: float | None, policy: str) -> None:
     """finfo(float32).min is -inf in both low formats, and -inf minus -inf is NaN where a row is masked as a whole."""
     mask = jnp.tril(jnp.ones((5, 5), bool))
@@ -237,24 +225,6 @@ def test_residuals_of_attention_and_their_place_in_the_plan() -> None:
     assert totals["bytes_saved"] < saved_bytes(attention_loss, BLOCK, TOKENS)
 
 
-def test_training_in_both_formats_ends_where_float32_ends() -> None:
-    x, target = normal(0, 64, 8), jnp.sin(normal(0, 64, 8).sum(1))
-    params = {"w1": normal(1, 8, 32, scale=0.35), "b": jnp.zeros(32), "w2": normal(2, 32, 1, scale=0.2)}
-
-    def loss(p: Any) -> jax.Array:
-        return jnp.square((jnp.tanh(x @ p["w1"] + p["b"]) @ p["w2"])[:, 0] - target).mean()
-
-    def trained(loss: Callable[..., Any]) -> float:
-        step = jax.jit(lambda p: jax.tree.map(lambda leaf, grad: leaf - 0.1 * grad, p, jax.grad(loss)(p)))
-        return float(jax.jit(plain)(lax.fori_loop(0, 200, lambda _, p: step(p), params)))
-
-    plain = loss
-    ends = {name: trained(polyamp.autocast(loss, name)) for name in POLICIES}
-    for end in ends.values():
-        assert end == pytest.approx(trained(loss), rel=0.1)
-        assert end < 0.2 * float(loss(params))
-
-
 SPREAD: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
     "a bias": lambda rows, p: rows + p,
     "a scale": lambda rows, p: rows * p,
@@ -265,16 +235,15 @@ SPREAD: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
 }
 
 
-@pytest.mark.parametrize("policy", [BF16, "mixed_float16"])
 @pytest.mark.parametrize("kind", SPREAD)
-def test_gradients_of_what_is_spread_over_rows_are_summed_in_float32(kind: str, policy: str) -> None:
+def test_gradients_of_what_is_spread_over_rows_are_summed_in_float32(kind: str) -> None:
     x, w = 1 + normal(0, 20_000, 8), jnp.eye(8) + normal(1, 8, 8, scale=0.1)
 
     def loss(p: jax.Array) -> jax.Array:
         return SPREAD[kind](x @ w, p).sum()  # beyond float16, and in bfloat16 stuck at 256 times its terms
 
     scale = normal(2, 8) / 8
-    ours, theirs = jax.grad(polyamp.autocast(loss, policy))(scale), jax.grad(loss)(scale)
+    ours, theirs = jax.grad(polyamp.autocast(loss, BF16))(scale), jax.grad(loss)(scale)
     np.testing.assert_allclose(ours, theirs, rtol=0.02, atol=0.01 * float(jnp.abs(theirs).max()))
 
 
@@ -290,8 +259,7 @@ def test_a_float32_product_keeps_its_low_operand_for_the_backward_pass() -> None
     assert kept == ["bfloat16", "float32"]  # the product, the exponential
 
 
-@pytest.mark.parametrize("policy", [BF16, "mixed_float16"])
-def test_a_low_value_that_a_scan_holds_gets_its_gradients_added_up_in_float32(policy: str) -> None:
+def test_a_low_value_that_a_scan_holds_gets_its_gradients_added_up_in_float32() -> None:
     x, turns = normal(1, 16, 32), 1 + normal(2, TURNS, 4, 16, scale=0.3)
 
     def loss(w: jax.Array) -> jax.Array:
@@ -299,5 +267,5 @@ def test_a_low_value_that_a_scan_holds_gets_its_gradients_added_up_in_float32(po
         return lax.scan(lambda total, turn: (total + (turn @ memory).sum() * 0.01, None), 0.0, turns)[0]
 
     w = normal(0, 32, 32, scale=0.2)
-    ours, theirs = jax.grad(polyamp.autocast(loss, policy))(w), jax.grad(loss)(w)
+    ours, theirs = jax.grad(polyamp.autocast(loss, BF16))(w), jax.grad(loss)(w)
     assert relative_error(ours, theirs) < ONE_PERCENT

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -19,7 +18,6 @@ from support.jax_scenarios import (
     BLOCK,
     MLP,
     MODES,
-    POLICIES,
     TOKENS,
     TOLERANCE,
     X,
@@ -28,7 +26,6 @@ from support.jax_scenarios import (
     attention_loss,
     dots,
     formats,
-    low,
     mlp,
     normal,
     only,
@@ -79,10 +76,9 @@ def test_transformations_in_either_order(name: str, inside: bool, policy: str) -
     assert_close(jax.jit(mixed)(MLP, X), jax.jit(plain)(MLP, X), policy)
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-def test_uncompiled_is_as_compiled(policy: str) -> None:
-    mixed = polyamp.autocast(jax.grad(attention_loss), policy)
-    assert relative_error(mixed(BLOCK, TOKENS), jax.jit(mixed)(BLOCK, TOKENS)) < TOLERANCE[policy]
+def test_uncompiled_is_as_compiled() -> None:
+    mixed = polyamp.autocast(jax.grad(attention_loss), BF16)
+    assert relative_error(mixed(BLOCK, TOKENS), jax.jit(mixed)(BLOCK, TOKENS)) < TOLERANCE[BF16]
 
 
 @pytest.mark.parametrize(
@@ -134,22 +130,6 @@ def test_the_current_policy_is_that_of_the_call() -> None:
     bound = polyamp.autocast(mlp, "mixed_float16")
     with polyamp.policy(BF16):
         assert dots(bound, MLP, X) == [{"float16"}] * 2
-
-
-def test_threads_have_their_own_policies() -> None:
-    found: dict[str, list[set[str]]] = {}
-
-    def work(policy: str) -> None:
-        for _ in range(3):
-            with polyamp.policy(policy):
-                found.setdefault(policy, []).extend(dots(polyamp.autocast(mlp), MLP, X))
-
-    threads = [threading.Thread(target=work, args=(policy,)) for policy in POLICIES]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert found == {policy: [{low(policy)}] * 6 for policy in POLICIES}
 
 
 def test_nested_autocasts_take_the_inner_policy_inside() -> None:

@@ -7,7 +7,6 @@ from typing import Any
 import haiku as hk
 import jax
 import jax.numpy as jnp
-import optax
 import pytest
 
 import polyamp
@@ -64,24 +63,3 @@ def test_a_module_called_within_a_transform() -> None:
     params = calling(lambda fn: fn).init(jax.random.key(0), X)
     mixed = calling(lambda fn: polyamp.autocast(fn, "mixed_bfloat16"))
     assert dots(lambda p: mixed.apply(p, None, X), params) == [{"bfloat16"}]
-
-
-def test_training_with_a_wrapped_optimizer(made: Made) -> None:
-    tx = polyamp.wrap_optimizer(optax.adam(1e-2), "mixed_float16", loss_scale=polyamp.LossScale(init=2.0**12))
-
-    @jax.jit
-    def step(params: Any, state: Any, opt_state: Any, key: Any) -> Any:
-        def loss_fn(params: Any) -> Any:
-            return polyamp.autocast(NET.apply, "mixed_float16")(params, state, key, X)
-
-        scaled = lambda p: (lambda loss, new: (polyamp.scale_loss(loss, opt_state), (loss, new)))(*loss_fn(p))  # noqa: E731
-        grads, (loss, state_) = jax.grad(scaled, has_aux=True)(params)
-        updates, opt_state_ = tx.update(grads, opt_state, params)
-        return optax.apply_updates(params, updates), state_, opt_state_, loss
-
-    held = *made, tx.init(made[0])
-    losses = []
-    for turn in range(60):
-        *held, loss = step(*held, jax.random.key(turn))
-        losses.append(float(loss))
-    assert losses[-1] < 0.6 * losses[0]

@@ -13,7 +13,6 @@ from flax import linen
 from jax import lax
 
 import polyamp
-from polyamp.flow import CARRIED
 from support.jax_scenarios import (
     BLOCK,
     MLP,
@@ -50,12 +49,6 @@ def test_rules_by_operation(inside: bool) -> None:
         assert set().union(*dots(grads(matmul="full"), BLOCK, TOKENS)) == FULL
 
 
-def test_the_first_rule_that_matches_wins() -> None:
-    with_both = polyamp.policy(BF16, rules=[("exp", "full"), ("e*", "lower")])
-    mixed = polyamp.autocast(lambda x: jnp.exp(x @ W) + jax.scipy.special.erf(x @ W), with_both)
-    assert (formats(mixed, X, of=("exp",)), formats(mixed, X, of=("erf",))) == (FULL, LOW)
-
-
 def in_a_scope(p: Any, x: jax.Array) -> jax.Array:
     y = jnp.tanh(x @ p["w1"] + p["b1"])
     with jax.named_scope("head"):
@@ -90,7 +83,7 @@ def test_a_named_scope_holds_forward_and_backward(wrapping: str, inside: bool) -
 
 @pytest.mark.parametrize(
     ("pattern", "lowered"),
-    [("head", 2), ("outer/head", 2), ("outer.head", 2), ("*/head", 2), ("h?ad", 2), ("outer", 1), ("o*", 1)],
+    [("outer/head", 2), ("h?ad", 2), ("outer", 1)],
 )
 def test_patterns_of_scopes(pattern: str, lowered: int) -> None:
     program = lambda p, x: jax.named_scope("outer")(in_a_scope)(p, x @ W)  # noqa: E731
@@ -116,17 +109,6 @@ def test_a_scope_around_the_derivative_and_inside_a_custom_rule() -> None:
     grads = jax.grad(ruled(lambda w, x: jnp.square(product(w, x) @ w).mean(), weights="full"), argnums=(0, 1))
     assert dots(grads, W, X, within="weights") == [FULL] * 2
     assert dots(grads, W, X).count(LOW) == len(dots(grads, W, X)) - 2
-
-
-def test_rules_lower_what_the_table_keeps_in_float32() -> None:
-    mixed = ruled(in_a_scope, head="lower", exp="lower")
-    assert formats(mixed, MLP, X, of=("exp",)) == LOW
-    assert dots(mixed, MLP, X) == [LOW] * 2
-
-
-def test_a_rule_of_class_keep_runs_as_written() -> None:
-    mixed = ruled(lambda x: jnp.tanh(x @ W) @ W, tanh="keep")
-    assert (formats(mixed, X, of=("tanh",)), dots(mixed, X)) == (FULL, [LOW] * 2)
 
 
 def test_path_rules_do_not_touch_what_is_never_touched() -> None:
@@ -189,15 +171,6 @@ def test_a_rule_that_matches_nothing_is_reported_once(rule: str) -> None:
     plan = polyamp.explain(mlp, MLP, X, policy=polyamp.policy(BF16, rules={rule: "full", "matmul": "lower"}))
     assert plan.as_dict()["unused_rules"] == [rule]
     assert rule in str(plan)
-
-
-def test_the_plan_names_the_rule() -> None:
-    policy = polyamp.policy(BF16, rules={"head": "full"})
-    operations = polyamp.explain(in_a_scope, MLP, X, policy=policy).as_dict()["operations"]
-    here = [op for op in operations if "head" in op["where"]]
-    assert [(op["name"], op["class"], op["format"], op["reason"]) for op in here] == [
-        ("matmul", "full", "float32", "rule 'head'")
-    ]
 
 
 @pytest.mark.parametrize("precision", ["high", "highest", lax.Precision.HIGHEST, ("highest", "default")])
@@ -294,41 +267,6 @@ def test_convolutions_can_be_kept_in_float32() -> None:
 
 
 # A scope and what is in it.
-
-
-@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
-@pytest.mark.parametrize("by", ["autocast of grad", "grad of autocast"])
-@pytest.mark.parametrize("pattern", ["head/*", "head", "model/head/*", "*/head/*"])
-def test_a_scope_is_all_that_is_in_it_directly_or_deeper_forward_and_backward(
-    pattern: str, by: str, policy: str
-) -> None:
-    def loss(w: Any, x: Any) -> Any:
-        with jax.named_scope("model"):
-            h = jnp.tanh(x @ w)
-            with jax.named_scope("head"):
-                h = h @ w
-                with jax.named_scope("deeper"):
-                    return jnp.square(h @ w).sum()
-
-    w, x = jnp.ones((4, 4)) / 4, jnp.ones((2, 4))
-    own = polyamp.policy(policy, rules={pattern: "full"})
-    grad = polyamp.autocast(jax.grad(loss), own) if "of grad" in by else jax.grad(polyamp.autocast(loss, own))
-    text = str(jax.make_jaxpr(grad)(w, x))
-    low = policy.removeprefix("mixed_")
-    assert text.count(f"preferred_element_type={low}") == 2  # of the body: forward, and the weight's gradient
-    assert text.count("preferred_element_type=float32") == 2 + 4
-    formats = [op.format for op in polyamp.explain(loss, w, x, policy=own).operations if op.name == "matmul"]
-    assert formats == [low, "float32", "float32"]
-
-
-def test_what_a_loop_carries_is_float32_in_the_words_of_all_frameworks() -> None:
-    def looped(w: Any, x: Any) -> Any:
-        return jnp.tanh(jax.lax.fori_loop(0, 3, lambda _, h: h + h @ w, x))
-
-    reasons = {
-        op.reason for op in polyamp.explain(looped, jnp.ones((4, 4)), jnp.ones((2, 4)), policy="bf16").operations
-    }
-    assert f"after {CARRIED.maker}" in reasons
 
 
 def test_a_device_says_its_capability_in_the_word_of_all_frameworks() -> None:

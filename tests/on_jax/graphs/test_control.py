@@ -10,12 +10,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
-from jax.sharding import Mesh
-from jax.sharding import PartitionSpec as P
 
 import polyamp
 from support.jax_scenarios import (
@@ -27,7 +24,6 @@ from support.jax_scenarios import (
     dots,
     normal,
     only,
-    relative_error,
     residuals,
     rnn,
     rnn_turn,
@@ -241,32 +237,10 @@ def test_remat_saves_what_its_policy_says(name: str) -> None:
     )
 
 
-@pytest.mark.parametrize("inside", [True, False], ids=["inside", "outside"])
-@pytest.mark.parametrize("check_vma", [True, False])
-def test_shard_map(inside: bool, check_vma: bool) -> None:
-    mesh = Mesh(np.array(jax.devices()[:1]), ("i",))
-    specs: dict[str, Any] = {"in_specs": (P(), P("i")), "out_specs": P(), "check_vma": check_vma}
-    body = lambda w, x: lax.psum(loss(layer(w, x) @ w), "i")  # noqa: E731
-    plain = jax.shard_map(body, mesh=mesh, **specs)
-    mapped_ = jax.shard_map(polyamp.autocast(body, BF16), mesh=mesh, **specs)
-    mixed = jax.jit(jax.grad(mapped_ if inside else polyamp.autocast(plain, BF16)))
-    assert dots(mixed, W, X) == [{"bfloat16"}] * 5
-    assert_close(mixed(W, X), jax.jit(jax.grad(plain))(W, X), BF16)
-
-
-def test_pmap() -> None:
-    body = lambda w, x: lax.pmean(loss(layer(w, x) @ w), "i")  # noqa: E731
-    plain = jax.grad(lambda w: jax.pmap(body, "i", in_axes=(None, 0))(w, X[None])[0])
-    inside = jax.grad(lambda w: jax.pmap(polyamp.autocast(body, BF16), "i", in_axes=(None, 0))(w, X[None])[0])
-    assert_close(inside(W), plain(W), BF16)
-    assert_close(polyamp.autocast(plain, BF16)(W), plain(W), BF16)
-    assert relative_error(inside(W), plain(W)) > 0
-
-
 def test_on_four_devices() -> None:
     flags = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=4"
     printed = run_tests(Path(__file__).with_name("devices.py"), "jax", XLA_FLAGS=flags, JAX_PLATFORMS="cpu")
-    assert "13 passed" in printed
+    assert "9 passed" in printed
 
 
 def test_names_of_turns_are_not_shared() -> None:

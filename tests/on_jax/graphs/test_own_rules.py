@@ -96,27 +96,26 @@ RULES = {
 }
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("told", [True, False])
-@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
+@pytest.mark.parametrize(("told", "compiled"), [(True, False), (True, True), (False, False)])
 @pytest.mark.parametrize("name", RULES)
-def test_every_kind_of_own_rule_is_entered(name: str, policy: str, told: bool, compiled: bool) -> None:
+def test_every_kind_of_own_rule_is_entered(name: str, told: bool, compiled: bool) -> None:
     product = RULES[name](told)
     w, x = jax.random.normal(jax.random.key(0), (8, 8)) / 3, jax.random.normal(jax.random.key(1), (4, 8))
 
     def loss(w: Any, x: Any) -> Any:
         return jnp.square(product(w, x)).sum()
 
-    low = policy.removeprefix("mixed_")
-    autocasted = jax.grad(polyamp.autocast(loss, policy))
+    autocasted = jax.grad(polyamp.autocast(loss, "mixed_float16"))
     found = (jax.jit(autocasted) if compiled else autocasted)(w, x)
     exact = jax.grad(loss)(w, x)
     assert found.dtype == jnp.float32
-    assert np.linalg.norm(found - exact) < (1e-2 if low == "bfloat16" else 2e-3) * np.linalg.norm(exact)
+    assert np.linalg.norm(found - exact) < 2e-3 * np.linalg.norm(exact)
     text = str(jax.make_jaxpr(autocasted)(w, x))
-    assert text.count("dot_general") == text.count(f"preferred_element_type={low}") >= 2  # forward and backward
-    formats = [op.format for op in polyamp.explain(loss, w, x, policy=policy).operations if op.name == "matmul"]
-    assert formats == [low]
+    assert text.count("dot_general") == text.count("preferred_element_type=float16") >= 2  # forward and backward
+    formats = [
+        op.format for op in polyamp.explain(loss, w, x, policy="mixed_float16").operations if op.name == "matmul"
+    ]
+    assert formats == ["float16"]
 
 
 def test_a_rule_for_vmap_is_used_and_lowered() -> None:

@@ -12,7 +12,6 @@ from jax import lax
 
 import polyamp
 
-LOW = ["mixed_float16", "mixed_bfloat16"]
 W, X = jnp.ones((8, 8)) / 8, jnp.ones((4, 8))
 MANY = 4096
 ZEROS = jnp.zeros(MANY, jnp.int32)
@@ -34,30 +33,13 @@ TAKEN = {
 }
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("policy", LOW)
 @pytest.mark.parametrize("name", TAKEN)
-def test_the_gradient_of_what_is_taken_often_does_not_stop_growing(name: str, policy: str, compiled: bool) -> None:
+def test_the_gradient_of_what_is_taken_often_does_not_stop_growing(name: str) -> None:
     def loss(w: Any) -> Any:
         return TAKEN[name](X @ w).sum()
 
-    grad = jax.grad(polyamp.autocast(loss, policy))
-    np.testing.assert_allclose((jax.jit(grad) if compiled else grad)(W), jax.grad(loss)(W), rtol=1e-2)
-
-
-def test_an_embedding_of_lowered_values_learns_from_all_its_rows() -> None:
-    """A factorised embedding: the table is a product of two."""
-
-    def loss(tables: Any, tokens: Any) -> Any:
-        rows = (tables["a"] @ tables["b"])[tokens]
-        return jnp.square(rows - 1.0).sum()
-
-    tables = {"a": jnp.ones((16, 4)) / 4, "b": jnp.ones((4, 8)) / 2}
-    tokens = jnp.arange(MANY) % 2
-    found = jax.grad(polyamp.autocast(loss, "mixed_bfloat16"))(tables, tokens)
-    exact = jax.grad(loss)(tables, tokens)
-    for name in tables:
-        np.testing.assert_allclose(found[name], exact[name], rtol=2e-2)
+    grad = jax.jit(jax.grad(polyamp.autocast(loss, "mixed_bfloat16")))
+    np.testing.assert_allclose(grad(W), jax.grad(loss)(W), rtol=1e-2)
 
 
 def products(preferred: Any) -> dict[str, Any]:
@@ -75,15 +57,13 @@ def products(preferred: Any) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("policy", LOW)
 @pytest.mark.parametrize("name", products(None))
-def test_a_float32_output_that_was_asked_for_is_float32(name: str, policy: str) -> None:
-    low = policy.removeprefix("mixed_")
-    text = str(jax.make_jaxpr(polyamp.autocast(products(jnp.float32)[name], policy))(W))
+def test_a_float32_output_that_was_asked_for_is_float32(name: str) -> None:
+    text = str(jax.make_jaxpr(polyamp.autocast(products(jnp.float32)[name], "mixed_bfloat16"))(W))
     assert text.count("preferred_element_type=float32") == 1
-    assert f"new_dtype={low}" in text  # its operands are in 16 bits
+    assert "new_dtype=bfloat16" in text  # its operands are in 16 bits
     loss = lambda w: jnp.square(products(jnp.float32)[name](w)).sum()  # noqa: E731
-    np.testing.assert_allclose(jax.grad(polyamp.autocast(loss, policy))(W), jax.grad(loss)(W), rtol=2e-2)
+    np.testing.assert_allclose(jax.grad(polyamp.autocast(loss, "mixed_bfloat16"))(W), jax.grad(loss)(W), rtol=2e-2)
 
 
 @pytest.mark.parametrize("name", products(None))

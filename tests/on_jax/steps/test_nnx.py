@@ -104,15 +104,6 @@ def test_modules_by_argnums_are_both_differentiated() -> None:
         np.testing.assert_allclose(one / 16, other, rtol=2e-2, atol=1e-3)
 
 
-def test_a_schedule_inside_of_the_optimizer_counts_applied_steps() -> None:
-    tx = polyamp.wrap_optimizer(optax.sgd(optax.linear_schedule(1.0, 0.0, 10)), POLICY)
-    state = tx.init(jnp.ones(2))
-    for value in (1.0, jnp.inf, jnp.inf, 1.0):
-        _, state = tx.update(jnp.full(2, value), state, jnp.ones(2))
-    assert int(optax.tree.get(state.inner_state, "count")) == 2
-    assert int(state.steps - state.skipped) == 2
-
-
 def test_counters_of_flax_count_skipped_steps_and_those_of_the_state_do_not() -> None:
     tx = polyamp.wrap_optimizer(optax.adam(0.1), POLICY)
     model = nnx.Linear(2, 1, use_bias=False, rngs=nnx.Rngs(0))

@@ -86,25 +86,12 @@ def through_msgpack(state: Any, folder: Path) -> Any:
     return serialization.from_state_dict(TX.init(PARAMS), plain)
 
 
-def through_leaves(state: Any, folder: Path) -> Any:
-    leaves, structure = jax.tree.flatten(state)
-    return jax.tree.unflatten(structure, leaves)
-
-
 def through_named_leaves(state: Any, folder: Path) -> Any:
     """Save as a table from path to array, the form in which people write ``.npz`` files."""
     named = {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in jax.tree.leaves_with_path(state)}
     np.savez(folder / "state.npz", **named)
     with np.load(folder / "state.npz") as saved:
         return jax.tree.map_with_path(lambda path, _: saved[jax.tree_util.keystr(path)], TX.init(PARAMS))
-
-
-def through_host(state: Any, folder: Path) -> Any:
-    return jax.device_put(jax.device_get(state))
-
-
-def through_jit(state: Any, folder: Path) -> Any:
-    return jax.jit(lambda held: held)(state)
 
 
 def through_pickle(state: Any, folder: Path) -> Any:
@@ -124,10 +111,7 @@ THROUGH = [
     through_orbax_beside_the_parameters,
     through_pickle,
     through_deepcopy,
-    through_leaves,
     through_named_leaves,
-    through_host,
-    through_jit,
 ]
 
 

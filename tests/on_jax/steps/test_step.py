@@ -110,17 +110,16 @@ def test_adam_on_half_gradients_stays_finite() -> None:
     assert updates.dtype == jnp.float32
 
 
-@pytest.mark.parametrize("half", [jnp.float16, jnp.bfloat16])
 @pytest.mark.parametrize("how", STEPS)
-def test_master_weights_learn_with_steps_that_16_bits_lose(half: Any, how: str) -> None:
+def test_master_weights_learn_with_steps_that_16_bits_lose(how: str) -> None:
     tx, step = wrapped_to_step(optax.sgd(2.0**-12), how, loss_scale=polyamp.LossScale.fixed(2.0**10))
-    weights = {"w": jnp.ones(4, half), "b": jnp.ones(2)}
+    weights = {"w": jnp.ones(4, jnp.bfloat16), "b": jnp.ones(2)}
     state = tx.init(weights)
     assert state.master_weights["b"] is None
     for _ in range(64):
         grads = {name: jnp.full_like(weight, state.loss_scale) for name, weight in weights.items()}
         weights, state = step(weights, state, grads)
-    assert weights["w"].dtype == half
+    assert weights["w"].dtype == jnp.bfloat16
     np.testing.assert_array_equal(weights["w"].astype(jnp.float32), np.full(4, 1 - 2.0**-6))
     np.testing.assert_array_equal(weights["b"], np.full(2, 1 - 2.0**-6))
     np.testing.assert_array_equal(state.master_weights["w"], np.full(4, 1 - 2.0**-6))
@@ -141,12 +140,6 @@ def test_updates_lead_to_the_rounded_masters(grads: list[float]) -> None:
     assert bits(apply_gradients(tx, jnp.array(grads), tx.init(weights), weights)[0]) == bits(
         masters.astype(jnp.bfloat16)
     )
-
-
-def test_half_gradients_are_unscaled_in_float32() -> None:
-    tx = polyamp.wrap_optimizer(optax.sgd(1.0), FLOAT16, loss_scale=polyamp.LossScale.fixed(2.0**14))
-    updates, _ = tx.update(jnp.array([2.0**-14], jnp.float16), tx.init(jnp.zeros(1)))
-    assert updates.tolist() == [-(2.0**-28)]  # half of the smallest float16 would be 2**-25
 
 
 @pytest.mark.parametrize("scale", [2.0**-126, 2.0**-14, 1.0, 2.0**24, 2.0**126, 2.0**127])

@@ -86,10 +86,6 @@ def test_policy_casts_every_kind_of_tree(name: str) -> None:
     assert set(dtypes(tree)) == {"float32"}
 
 
-def test_static_fields_survive() -> None:
-    assert FLOAT16.cast_to_compute(Layer(jnp.ones(1), name="conv")).name == "conv"
-
-
 def test_casting_works_inside_jit_and_so_without_a_host_sync() -> None:
     assert dtypes(jax.jit(FLOAT16.cast_to_compute)({"w": jnp.ones(2), "n": jnp.arange(2)})) == ["int32", "float16"]
 
@@ -99,15 +95,6 @@ def test_float64_that_is_switched_off_is_told() -> None:
         amp.cast(jnp.ones(2), "float64")
     with jax.enable_x64(True):
         assert amp.cast(jnp.ones(2, jnp.float32), "float64").dtype == np.float64
-
-
-@pytest.mark.parametrize(
-    ("thing", "owned"),
-    [(Layer(1), True), ({}, False), ([1], False), ((), False), (None, False), (1.0, False), (object(), False)],
-    ids=str,
-)
-def test_registered_containers_are_owned(thing: Any, owned: bool) -> None:
-    assert amp.adapter.owns(thing) is owned
 
 
 @pytest.mark.parametrize("name", TREES)

@@ -8,6 +8,7 @@ from polyamp.testing import Conformance
 from support.harness_keras import KerasHarness
 
 
+@pytest.mark.backends
 class TestKeras(Conformance):
     @pytest.fixture
     def harness(self) -> KerasHarness:

@@ -9,7 +9,7 @@ import pytest
 import tensorflow as tf
 
 import polyamp
-from polyamp.backends.tensorflow import adapter, cast
+from polyamp.backends.tensorflow import cast
 
 
 class Pair(NamedTuple):
@@ -59,15 +59,3 @@ def test_casts_in_a_function_carry_gradients_back_in_float32() -> None:
 
     grad = gradient(tf.constant([[3.0], [4.0]]))
     assert (grad.dtype, grad.numpy().tolist()) == (tf.float32, [[3.0, 4.0]])
-
-
-def test_description_names_every_device() -> None:
-    description = adapter.describe()
-    assert description["version"] == tf.__version__
-    assert len(description["devices"]) == len(tf.config.list_physical_devices("GPU")) + 1
-    assert all(set(device) >= {"name", "fast"} for device in description["devices"])
-
-
-def test_a_tensor_holds_no_loss_scale() -> None:
-    with pytest.raises(polyamp.errors.InvalidTypeError, match="holds no loss scale"):
-        polyamp.save_loss_scale(tf.constant(1.0))

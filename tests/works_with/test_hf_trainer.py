@@ -136,23 +136,6 @@ def test_a_skipped_step_holds_the_schedule(tmp_path: Path) -> None:
     assert trainer.accelerator.scaler.get_scale() == SCALE.init / 2
 
 
-def test_subclasses_keep_their_methods_and_names(tmp_path: Path) -> None:
-    kind = with_policy(transformers.Seq2SeqTrainer, "mixed_float16")
-    assert kind.__name__ == "Seq2SeqTrainer"
-    config = transformers.T5Config(
-        vocab_size=30, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2, decoder_start_token_id=0
-    )
-    model = transformers.T5ForConditionalGeneration(config)
-    row = {"input_ids": [1, 2, 3], "labels": [4, 5]}
-    args = transformers.Seq2SeqTrainingArguments(
-        output_dir=str(tmp_path), max_steps=2, use_cpu=True, report_to=[], disable_tqdm=True, predict_with_generate=True
-    )
-    trainer = kind(model=model, args=args, train_dataset=[row] * 4, eval_dataset=[row] * 2)
-    trainer.train()
-    assert trainer.predict([row]).predictions.shape[0] == 1
-    assert trainer.optimizer.optimizer.last_step.applied
-
-
 def fine_tuned(folder: Path, kind: Any) -> list[float]:
     words = ["<pad>", "<eos>", "<unk>", *(f"w{number}" for number in range(40))]
     model = tokenizers.models.WordLevel({word: index for index, word in enumerate(words)}, unk_token="<unk>")
@@ -210,4 +193,16 @@ def test_a_wrapped_optimizer_and_nothing_else_is_refused(tmp_path: Path) -> None
     inner = torch.optim.SGD(trainer.model.parameters(), lr=0.1)
     trainer.optimizer = polyamp.wrap_optimizer(inner, "mixed_float16", loss_scale=SCALE)
     with pytest.raises(polyamp.errors.UsageError, match="not scaled"):
+        trainer.train()
+
+
+def test_the_default_clipping_of_gradients_that_one_scaled_oneself_is_refused(tmp_path: Path) -> None:
+    class Scaling(transformers.Trainer):  # type: ignore[misc]
+        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+            return self.optimizer.optimizer.scale(super().compute_loss(*args, **kwargs))
+
+    trainer = made(tmp_path, Scaling)
+    inner = torch.optim.SGD(trainer.model.parameters(), lr=0.1)
+    trainer.optimizer = polyamp.wrap_optimizer(inner, "mixed_float16", loss_scale=SCALE)
+    with pytest.raises(polyamp.UsageError, match="clipped while they were scaled"):
         trainer.train()

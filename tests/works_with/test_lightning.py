@@ -14,16 +14,14 @@ from typing import Any
 import lightning
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback, EMAWeightAveraging, ModelCheckpoint, StochasticWeightAveraging
-from lightning.pytorch.demos import LightningTransformer
-from lightning.pytorch.demos.boring_classes import BoringModel, ManualOptimBoringModel
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import polyamp
 from polyamp import LossScale
 from polyamp.backends.torch import GradScaler, LossScaledOptimizer
-from polyamp.backends.torch.integrations.lightning import FabricPrecision, HeldScheduler, MixedPrecision
+from polyamp.backends.torch.integrations.lightning import FabricPrecision, MixedPrecision
 
 POLICIES = ["mixed_float16", "mixed_bfloat16", "O2", "bfloat16"]
 CLIPPING = [
@@ -114,8 +112,11 @@ def rough(policy: str) -> float:
 # --- training ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("options", CLIPPING, ids=str)
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(
+    ("policy", "options"),
+    [*((policy, CLIPPING[-1]) for policy in POLICIES), *(("mixed_float16", options) for options in CLIPPING[:-1])],
+    ids=str,
+)
 def test_losses_are_those_of_float32(policy: str, options: Any) -> None:
     plain, mixed = fit(Model(), **options), fit(Model(), policy, **options)
     assert plain.losses[0] - plain.losses[-1] > 0.01  # it does train
@@ -127,45 +128,6 @@ def test_losses_are_those_of_float32(policy: str, options: Any) -> None:
 def test_the_trainer_knows_its_precision() -> None:
     words = [trainer(policy).precision for policy in (*POLICIES, "float32")]
     assert words == ["16-mixed", "bf16-mixed", "16-true", "bf16-true", "32-true"]
-
-
-@pytest.mark.parametrize("kind", [BoringModel, ManualOptimBoringModel])
-def test_demonstration_models_train(kind: Any) -> None:
-    def weight(policy: str | None) -> Tensor:
-        torch.manual_seed(0)
-        return fit(kind(), policy, scale=LossScale(init=2.0**8), max_steps=6, limit_val_batches=2).layer.weight.detach()  # type: ignore[no-any-return]
-
-    torch.testing.assert_close(weight("mixed_float16"), weight(None), rtol=0.01, atol=2e-3)
-
-
-def test_demonstration_transformer_trains(tmp_path: Path) -> None:
-    def losses(policy: str | None) -> list[float]:
-        torch.manual_seed(0)
-        found: list[float] = []
-
-        class Transformer(LightningTransformer):  # type: ignore[misc]
-            def training_step(self, batch: Any, index: int) -> Tensor:
-                loss: Tensor = super().training_step(batch, index)
-                found.append(loss.item())
-                return loss
-
-            def prepare_data(self) -> None:
-                """Download nothing."""
-
-            def train_dataloader(self) -> Any:
-                words = torch.randint(0, 50, (12, 17), generator=torch.Generator().manual_seed(1))
-                return DataLoader([(row[:-1], row[1:]) for row in words], batch_size=4)  # type: ignore[arg-type]
-
-        model = Transformer(vocab_size=50)
-        for part in model.modules():
-            if isinstance(part, nn.Dropout):
-                part.p = 0.0
-        fit(model, policy, max_epochs=3, gradient_clip_val=1.0)
-        return found
-
-    plain = losses(None)
-    assert plain[0] - plain[-1] > 0.1
-    assert losses("mixed_float16") == pytest.approx(plain, rel=0.01)
 
 
 def test_evaluation_runs_under_the_policy() -> None:
@@ -191,17 +153,6 @@ def test_evaluation_runs_under_the_policy() -> None:
     assert seen == dict.fromkeys(["validation", "test", "predict"], torch.bfloat16)
 
 
-def test_new_modules_and_tensors_have_the_parameters_format() -> None:
-    one = trainer("bfloat16")
-    with one.init_module():
-        assert nn.Linear(2, 2).weight.dtype == torch.bfloat16
-    assert one.precision_plugin.convert_input({"x": torch.ones(1), "i": torch.ones(1, dtype=torch.long)})[
-        "x"
-    ].dtype == (torch.bfloat16)
-    with trainer("mixed_bfloat16").init_module():
-        assert nn.Linear(2, 2).weight.dtype == torch.float32
-
-
 # --- gradients and skips ----------------------------------------------------------------------------------------------
 
 
@@ -223,15 +174,6 @@ def test_hooks_see_unscaled_gradients(policy: str, accumulate: int) -> None:
     assert norms[policy] == pytest.approx(norms["float32"], rel=0.02)
 
 
-def test_own_clipping_of_the_module_clips_unscaled_gradients() -> None:
-    class Clipping(Model):
-        def configure_gradient_clipping(self, optimizer: Any, *_: Any, **__: Any) -> None:
-            self.clip_gradients(optimizer, gradient_clip_val=0.1, gradient_clip_algorithm="norm")
-            nn.utils.clip_grad_value_(self.parameters(), 0.05)
-
-    assert fit(Clipping(), "mixed_float16").losses == pytest.approx(fit(Clipping()).losses, abs=4e-3)
-
-
 @pytest.mark.parametrize("policy", ["mixed_float16", "O2"])
 @pytest.mark.parametrize("manual", [False, True])
 def test_a_skip_changes_nothing_and_holds_the_schedule(policy: str, manual: bool) -> None:
@@ -250,28 +192,6 @@ def test_a_skip_changes_nothing_and_holds_the_schedule(policy: str, manual: bool
         assert model.rates == [pytest.approx(0.03 * 0.9 ** (index - (index > 2))) for index in range(8)]
 
 
-def test_only_schedules_by_step_are_held() -> None:
-    class Scheduled(Model):
-        def configure_optimizers(self) -> Any:
-            optimizer = torch.optim.SGD(self.parameters(), lr=0.01)
-            schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
-            return [optimizer], [schedule]
-
-    model = fit(Scheduled(bad=(7,)), "mixed_float16")
-    assert model.trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.001)
-    held = fit(Model(), "mixed_float16").trainer.lr_scheduler_configs[0].scheduler
-    assert isinstance(held, HeldScheduler)
-    assert held.last_epoch == 8
-
-
-def test_a_batch_without_loss_is_left_out() -> None:
-    class Absent(Model):
-        def training_step(self, batch: Tensor, index: int) -> Tensor | None:
-            return None if index % 2 else super().training_step(batch, index)
-
-    assert fit(Absent(), "mixed_float16").losses == pytest.approx(fit(Absent()).losses, abs=4e-3)
-
-
 # --- manual optimization ----------------------------------------------------------------------------------------------
 
 BETWEEN: dict[str, Callable[[Any, Any], None]] = {
@@ -287,7 +207,7 @@ BETWEEN: dict[str, Callable[[Any, Any], None]] = {
 
 
 @pytest.mark.parametrize("between", BETWEEN)
-@pytest.mark.parametrize("policy", ["mixed_float16", "O2", "mixed_bfloat16"])
+@pytest.mark.parametrize("policy", ["mixed_float16", "O2"])
 def test_manual_optimization_trains_as_float32_does(policy: str, between: str) -> None:
     plain, mixed = fit(Manual(BETWEEN[between])), fit(Manual(BETWEEN[between]), policy)
     assert mixed.losses == pytest.approx(plain.losses, abs=rough(policy))
@@ -373,39 +293,6 @@ def test_closures_of_optimizer_step() -> None:
         assert fit(kind(), "mixed_float16").losses == pytest.approx(fit(kind()).losses, abs=4e-3)
 
 
-@pytest.mark.parametrize("clip", [None, 5.0])
-def test_lbfgs_evaluates_scaled_losses(clip: float | None) -> None:
-    class Searching(Model):
-        def loss(self, index: int) -> Tensor:
-            return super().loss(0)
-
-        def configure_optimizers(self) -> Any:
-            return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=3)
-
-    plain, mixed = (fit(Searching(), policy, gradient_clip_val=clip) for policy in (None, "mixed_float16"))
-    assert mixed.losses[:6] == pytest.approx(plain.losses[:6], abs=6e-3)
-    assert mixed.losses[-1] == pytest.approx(plain.losses[-1], abs=6e-3)
-
-
-# --- callbacks --------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("policy", ["mixed_float16", "O2"])
-@pytest.mark.parametrize(
-    "callback",
-    [lambda: EMAWeightAveraging(decay=0.5), lambda: StochasticWeightAveraging(swa_lrs=0.01, swa_epoch_start=1)],
-    ids=["EMA", "SWA"],
-)
-def test_averages_of_weights(callback: Any, policy: str) -> None:
-    class Plain(Model):
-        def configure_optimizers(self) -> Any:
-            return torch.optim.SGD(self.parameters(), lr=0.1)
-
-    plain, mixed = (fit(Plain(), name, callbacks=[callback()], max_epochs=4) for name in (None, policy))
-    for one, other in zip(plain.parameters(), mixed.parameters(), strict=True):
-        torch.testing.assert_close(one, other.float(), rtol=0.02, atol=4e-3)
-
-
 # --- checkpoints ------------------------------------------------------------------------------------------------------
 
 
@@ -424,7 +311,7 @@ class Killer(Callback):
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize(("killed", "accumulate"), [(5, 2), (8, 2), (11, 2), (3, 1), (13, 1)])
+@pytest.mark.parametrize(("killed", "accumulate"), [(5, 2), (11, 2), (3, 1)])
 def test_a_killed_run_resumes_to_the_bit(policy: str, killed: int, accumulate: int, tmp_path: Path) -> None:
     """Batches 2 and 10 overflow; ``training_step`` gets its batch from the step, as a resumable loader would."""
 
@@ -545,30 +432,9 @@ class WrappedByHand(Model):
         return polyamp.wrap_optimizer(torch.optim.Adam(self.parameters(), lr=0.03), "mixed_float16")
 
 
-@pytest.mark.parametrize("options", [{}, {"gradient_clip_val": 1.0}], ids=str)
-def test_a_wrapped_optimizer_without_the_plugin_is_refused(options: Any) -> None:
-    with pytest.raises(polyamp.errors.UsageError, match="not scaled"):
-        fit(WrappedByHand(), **options)
-
-
-def test_a_wrapped_optimizer_scales_in_manual_optimization() -> None:
-    class Scaling(WrappedByHand):
-        automatic_optimization = False
-
-        def training_step(self, batch: Tensor, index: int) -> None:
-            optimizer: Any = self.optimizers()
-            with polyamp.autocast("mixed_float16"):
-                loss = self.loss(int(batch))
-            self.losses.append(loss.item())
-            self.manual_backward(optimizer.scale(loss))
-            optimizer.step()
-            optimizer.zero_grad()
-
-    class Constant(Model):
-        def configure_optimizers(self) -> Any:
-            return torch.optim.Adam(self.parameters(), lr=0.03)
-
-    assert fit(Scaling()).losses == pytest.approx(fit(Constant()).losses, abs=4e-3)
+def test_a_wrapped_optimizer_without_the_plugin_is_refused() -> None:
+    with pytest.raises(polyamp.UsageError, match="not scaled"):
+        fit(WrappedByHand())
 
 
 def test_lightnings_own_plugin_takes_polyamps_scaler() -> None:

@@ -139,6 +139,9 @@ MODELS = {
 }
 
 
+NORMS = ("rms norm", "group norm", "own norm", "residual block")  # of squares beyond float16
+
+
 def fitted(model: keras.Model, policy: str | None) -> list[float]:
     opt: Any = keras.optimizers.SGD(0.05)
     if policy is not None:
@@ -150,8 +153,9 @@ def fitted(model: keras.Model, policy: str | None) -> list[float]:
 
 
 @pytest.mark.filterwarnings("ignore:.*makes its outputs in Python code")
-@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    ("name", "policy"), [*((name, "mixed_bfloat16") for name in MODELS), *((name, "mixed_float16") for name in NORMS)]
+)
 def test_it_trains_near_float32(name: str, policy: str) -> None:
     weights = (model := MODELS[name]()).get_weights()
     expected = fitted(model, None)

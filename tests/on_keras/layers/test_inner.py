@@ -16,7 +16,7 @@ X = np.random.default_rng(0).standard_normal((8, 4, 4, 16)).astype("float32")
 LARGE = 1e5 * X  # beyond float16
 
 # Keras 3.15 calls __array__ as NumPy 1 did.
-pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+pytestmark = [pytest.mark.backends, pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")]
 
 
 @keras.saving.register_keras_serializable(package="polyamp_tests")

@@ -14,6 +14,7 @@ if keras.backend.backend() != "jax":
     pytest.skip("for Keras on JAX: --keras-backend=jax", allow_module_level=True)
 
 
+@pytest.mark.backends
 def test_on_four_devices() -> None:
     flags = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=4"
     file = Path(__file__).with_name("layouts.py")

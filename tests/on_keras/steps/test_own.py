@@ -17,6 +17,7 @@ NAME = "keras.src.optimizers.loss_scale_optimizer_test"
 IMPORT = "from keras.src.optimizers.loss_scale_optimizer import LossScaleOptimizer\n"
 
 pytestmark = [
+    pytest.mark.backends,
     pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning"),  # Keras 3.15 and NumPy 2
     pytest.mark.filterwarnings(r"ignore:SGD\(loss_scale_factor=100\) is ignored:polyamp.PolyampWarning"),
 ]

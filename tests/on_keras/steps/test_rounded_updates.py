@@ -12,6 +12,8 @@ from support.harness_keras import to_numpy
 
 X = np.random.default_rng(0).standard_normal((64, 8)).astype(np.float32)
 Y = (X[:, 0] > 0).astype(np.int32)
+pytestmark = pytest.mark.backends
+
 TRACED = {"eager": {"run_eagerly": True}, "compiled": {}, "jit": {"jit_compile": True}}
 WAYS = ["eager", "compiled"] if keras.backend.backend() == "torch" else list(TRACED)  # no jit_compile there
 
@@ -28,8 +30,7 @@ def trained(policy: str, control: polyamp.controls.Control | None, way: str) -> 
     return [to_numpy(variable) for variable in model.trainable_variables]
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
+@pytest.mark.parametrize(("policy", "way"), [*(("mixed_float16", way) for way in WAYS), ("mixed_bfloat16", WAYS[-1])])
 def test_fit_leaves_weights_that_the_format_holds(policy: str, way: str) -> None:
     unscaled, rounded = for_policy("mixed_float16")[0], for_policy(policy)[-1]
     for weight in trained(policy, rounded, way):

@@ -17,7 +17,7 @@ from polyamp.backends.keras import LossScaledOptimizer
 from support.harness_keras import to_numpy
 
 # Keras 3.15 calls __array__ as NumPy 1 did.
-pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+pytestmark = [pytest.mark.backends, pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")]
 
 Change = Callable[[Any], Any]
 CHANGES: dict[str, Change] = {

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -14,7 +13,7 @@ import polyamp
 from polyamp import LossScale
 from polyamp.backends.tensorflow import LossScaler, rewrite
 from support.replica_strategies import COUNT, STRATEGY
-from support.tensorflow_cases import LOW, POLICIES, PRODUCTS, nodes_that_run, normal, planned
+from support.tensorflow_cases import LOW, PRODUCTS, nodes_that_run, normal, planned
 
 STEPS, INITIAL = 10, 2.0**10
 TOLERANCE = {"mixed_float16": 1e-3, "mixed_bfloat16": 1e-2}
@@ -113,11 +112,9 @@ def on_each(value: tf.Tensor) -> Any:
     )
 
 
-MAKERS: list[Callable[..., Any]] = [ByHand, Wrapped, Scaled]
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("make", MAKERS)
+@pytest.mark.parametrize(
+    ("make", "policy"), [(ByHand, "mixed_bfloat16"), (Wrapped, "mixed_float16"), (Scaled, "mixed_float16")]
+)
 def test_losses_are_those_of_float32(make: Any, policy: str) -> None:
     ours, plain = Training(make, policy), Training(make, None)
     losses, expected = ([one.run(seed) for seed in range(STEPS)] for one in (ours, plain))
@@ -129,8 +126,8 @@ def test_losses_are_those_of_float32(make: Any, policy: str) -> None:
         assert copies[0].dtype == np.float32
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-def test_products_are_lowered_on_both_devices(policy: str) -> None:
+def test_products_are_lowered_on_both_devices() -> None:
+    policy = "mixed_float16"
     ours, plain = Training(Wrapped, policy), Training(Wrapped, None)
     for one in (ours, plain):
         one.run()

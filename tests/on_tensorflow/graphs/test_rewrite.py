@@ -123,13 +123,6 @@ def test_options_of_a_tf_function_hold() -> None:
     assert not off.get_concrete_function(X).function_def.attr["_XlaMustCompile"].b
 
 
-def test_retracing_is_reduced_on_request() -> None:
-    function = rewrite(tf.function(product, reduce_retracing=True), policy=BF16)
-    for rows in range(1, 5):
-        function(normal(rows, 8))
-    assert function.experimental_get_tracing_count() == 2
-
-
 def test_one_trace_for_each_signature() -> None:
     traces = []
 
@@ -194,22 +187,6 @@ def test_arguments_and_results_are_those_of_a_tf_function(args: Any, kwargs: Any
             assert relative_error(one, other) < CLOSE
 
 
-def test_values_that_are_no_tensors_have_traces_of_their_own() -> None:
-    function = rewrite(lambda x, by: x @ W * by, policy=BF16)
-    for by in (2.0, 3.0, 2.0):
-        assert relative_error(function(X, by), X @ W * by) < CLOSE
-
-
-def test_nothing_comes_back_as_nothing() -> None:
-    total = tf.Variable(tf.zeros((6, 8)))
-
-    def step(x: Any) -> None:
-        total.assign(x @ W)
-
-    assert rewrite(step, policy=BF16)(X) is None
-    assert relative_error(total, X @ W) < CLOSE
-
-
 def test_variables_that_the_first_call_creates() -> None:
     made: list[tf.Variable] = []
 
@@ -224,21 +201,6 @@ def test_variables_that_the_first_call_creates() -> None:
         assert relative_error(function(X), X @ (W + turn)) < CLOSE
     assert len(made) == 1
     assert relative_error(made[0], W + 2.0) < 1e-6
-
-
-def test_an_optimizer_that_makes_its_slots_in_the_first_call() -> None:
-    weight, optimizer = tf.Variable(W), keras.optimizers.Adam(1e-2)
-
-    def step(x: Any) -> Any:
-        with tf.GradientTape() as tape:
-            loss = tf.reduce_mean(tf.square(x @ weight))
-        optimizer.apply([tape.gradient(loss, weight)], [weight])
-        return loss
-
-    function = rewrite(step, policy=BF16)
-    losses = [float(function(X)) for _ in range(3)]
-    assert losses == sorted(losses, reverse=True)
-    assert int(optimizer.iterations) == 3
 
 
 def test_a_variable_as_an_argument() -> None:
@@ -373,7 +335,7 @@ def test_the_graph_that_was_given_stays_as_it_is() -> None:
 # Saved models.
 
 
-@pytest.mark.parametrize("name", ["map_fn", "nested loops", "case", "traced before", "silu", "conv"])
+@pytest.mark.parametrize("name", ["nested loops", "traced before", "conv"])
 def test_a_saved_model(name: str, tmp_path: Path) -> None:
     model = tf.Module()
     model.weight = tf.Variable(W)
@@ -457,8 +419,6 @@ def in_scopes(x: Any, w: Any) -> Any:
     ("pattern", "count"),
     [
         ("encoder", 2),  # nobody asks for the gradient of its input
-        ("head", 3),
-        ("decoder.head", 3),
         ("deco*/head", 3),
         ("loop", 3),
         ("inner", 3),
@@ -471,13 +431,6 @@ def test_rules_by_scope_and_by_operation_hold_forward_and_backward(pattern: str,
     assert planned(function.plan) == types_of(nodes_that_run(function, X)) == expected
     reasons = {op.reason for op in function.plan.operations if op.name == "matmul" and op.format == "float32"}
     assert reasons == {f"rule {pattern!r}"}
-
-
-def test_rules_by_operation_hold_forward_and_backward() -> None:
-    policy = polyamp.policy(BF16, rules={"matmul": "full"})
-    function = rewrite(train_step(EDGES["conv"], *variables_like(W)), X, policy=policy)
-    assert planned(function.plan, "matmul") == {"float32": 2}
-    assert planned(function.plan, "conv") == {"bfloat16": 6}
 
 
 def test_rules_by_layer() -> None:
@@ -493,11 +446,6 @@ def test_rules_by_layer() -> None:
     function = rewrite(step, X, policy=policy)
     assert planned(function.plan) == types_of(nodes_that_run(function, X)) == {"float32": 2, "bfloat16": 3}
     assert function.plan.unused_rules == ()
-
-
-def test_a_rule_can_lower() -> None:
-    function = rewrite(lambda x: tf.exp(x @ W), X, policy=polyamp.policy("mixed_float16", rules={"exp": "lower"}))
-    assert types_of(nodes_that_run(function, X), {"Exp"}) == {"float16": 1}
 
 
 def test_a_rule_that_matches_nothing_is_reported() -> None:

@@ -1,4 +1,4 @@
-"""Rewritten training compared with float32: losses of four models, small gradients, and exact updates."""
+"""Rewritten training compared with float32: losses of two models, small gradients, and exact updates."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import pytest
 import tensorflow as tf
 
 import polyamp
-from polyamp.backends.tensorflow import LossScaler, explain, rewrite
+from polyamp.backends.tensorflow import LossScaler, rewrite
 from support.tensorflow_cases import LOW, POLICIES, nodes_that_run, normal, planned, relative_error, types_of
 
-STEPS, RATE = 20, 0.1
+STEPS, RATE = 10, 0.1
 FP16, BF16 = "mixed_float16", "mixed_bfloat16"
 Model = tuple[Callable[[tf.Tensor], tf.Tensor], list[tf.Variable], tf.Tensor]
 LABELS = tf.constant(np.random.default_rng(9).integers(0, 4, 16))
@@ -41,39 +41,6 @@ def mlp() -> Model:
     return loss, trained, normal(16, 12, seed=7, scale=1.0)
 
 
-def cnn() -> Model:
-    kernel, kernel2, dense = trained = weights((3, 3, 3, 8), (3, 3, 8, 8), (8, 4))
-    scale, shift = tf.Variable(tf.ones(8)), tf.Variable(tf.zeros(8))
-    mean, variance = (tf.Variable(value, trainable=False) for value in (tf.zeros(8), tf.ones(8)))
-
-    def loss(x: tf.Tensor) -> tf.Tensor:
-        y = tf.nn.conv2d(x, kernel, 1, "SAME")
-        y, batch_mean, batch_variance = tf.compat.v1.nn.fused_batch_norm(y, scale, shift, is_training=True)
-        mean.assign_sub(0.01 * (mean - batch_mean))
-        variance.assign_sub(0.01 * (variance - batch_variance))
-        y = tf.nn.silu(tf.nn.conv2d(tf.nn.max_pool2d(y, 2, 2, "SAME"), kernel2, 1, "SAME"))
-        return cross_entropy(tf.reduce_mean(y, (1, 2)) @ dense)
-
-    return loss, [*trained, scale, shift], normal(16, 8, 8, 3, seed=7, scale=1.0)
-
-
-def rnn() -> Model:
-    w_in, w_state, w_out = trained = weights((6, 16), (16, 16), (16, 4))
-
-    def loss(x: tf.Tensor) -> tf.Tensor:
-        inputs = tf.TensorArray(tf.float32, 5).unstack(tf.transpose(x, (1, 0, 2)))
-
-        def turn(step: Any, state: Any, outputs: Any) -> Any:
-            state = tf.tanh(inputs.read(step) @ w_in + state @ w_state)
-            return step + 1, state, outputs.write(step, state @ w_out)
-
-        start = (0, tf.zeros((16, 16)), tf.TensorArray(tf.float32, 5))
-        outputs = tf.while_loop(lambda step, *_: step < 5, turn, start)[2]
-        return cross_entropy(tf.reduce_mean(outputs.stack(), 0))
-
-    return loss, trained, normal(16, 5, 6, seed=7, scale=1.0)
-
-
 def attention() -> Model:
     keras.utils.set_random_seed(0)
     ids = keras.Input((6,), dtype="int32")
@@ -86,7 +53,7 @@ def attention() -> Model:
     return lambda x: cross_entropy(model(x, training=True)), variables, tokens
 
 
-MODELS: dict[str, Callable[[], Model]] = {"mlp": mlp, "cnn": cnn, "rnn": rnn, "attention": attention}
+MODELS: dict[str, Callable[[], Model]] = {"mlp": mlp, "attention": attention}
 
 
 def by_hand(loss: Any, trained: Any) -> Callable[[Any], Any]:
@@ -139,9 +106,10 @@ def reference(name: str) -> list[float]:
 
 
 @pytest.mark.parametrize(
-    ("policy", "make"), [(BF16, by_hand), (FP16, by_hand), (FP16, with_scaler), (FP16, with_wrapped_optimizer)]
+    ("name", "policy", "make"),
+    [(name, policy, by_hand) for name in MODELS for policy in POLICIES]
+    + [(name, FP16, make) for name in ("mlp", "attention") for make in (with_scaler, with_wrapped_optimizer)],
 )
-@pytest.mark.parametrize("name", MODELS)
 def test_losses_are_those_of_float32(name: str, policy: str, make: Any) -> None:
     loss, trained, x = MODELS[name]()
     fast = rewrite(make(loss, trained), policy=policy)
@@ -239,7 +207,7 @@ def muon(state: State, grad: Any) -> None:
     state.weight.assign_sub(0.02 * x)
 
 
-UPDATES = {"clip": unscale_and_clip, "momentum": momentum, "adam": adam, "muon": muon}
+UPDATES = {"clip": unscale_and_clip, "adam": adam, "muon": muon}
 
 
 def gradient_of(weight: Any, x: Any) -> Any:
@@ -295,8 +263,13 @@ def where_finite(state: State, update: Any) -> Callable[[Any], Any]:
     return step
 
 
-@pytest.mark.parametrize("build", [inline, gradient_in_a_function, update_in_a_function, all_in_a_loop, where_finite])
-@pytest.mark.parametrize("name", UPDATES)
+BUILDS = [inline, gradient_in_a_function, update_in_a_function, all_in_a_loop, where_finite]
+
+
+@pytest.mark.parametrize(
+    ("name", "build"),
+    [*(("adam", build) for build in BUILDS), ("clip", inline), ("muon", inline), ("muon", where_finite)],
+)
 def test_updates_are_exact(name: str, build: Any) -> None:
     ours, plain = State(), State()
     step, update = rewrite(build(ours, UPDATES[name]), policy=FP16), tf.function(UPDATES[name])
@@ -329,42 +302,3 @@ def test_two_optimizers_with_a_gradient_through_the_first_gradient() -> None:
     weight.assign(normal(16, 16, seed=3))
     assert max(relative_error(*pair) for pair in zip(fast(x), expected, strict=True)) < 2.0**-5
     assert set(planned(fast.plan)) == {"bfloat16"}
-
-
-# Constants that float16 cannot hold.
-
-ROWS, SQUARE = normal(6, 8, scale=1.0), normal(8, 8, seed=1)
-MASK = np.tri(6, 8, dtype=bool)
-
-
-def masked(x: tf.Tensor) -> tf.Tensor:
-    return tf.where(MASK, x @ SQUARE, -1e9)
-
-
-def masked_by_a_sum(x: tf.Tensor) -> tf.Tensor:
-    return x @ SQUARE + tf.constant(np.where(MASK, 0.0, -1e9), tf.float32)
-
-
-def with_epsilon(x: tf.Tensor) -> tf.Tensor:
-    y = x @ SQUARE
-    return y / (tf.abs(y) + 1e-8)
-
-
-def masked_by_a_product(x: tf.Tensor) -> tf.Tensor:
-    return x @ SQUARE + (1.0 - tf.cast(MASK, tf.float32)) * -1e9
-
-
-@pytest.mark.parametrize(
-    ("forward", "operation"),
-    [(masked, "where"), (masked_by_a_sum, "add"), (with_epsilon, "add"), (masked_by_a_product, "add")],
-)
-def test_constants_beyond_float16_force_float32(forward: Any, operation: str) -> None:
-    plan = explain(forward, ROWS, policy=FP16)
-    assert {(op.format, op.reason.partition(" ")[0]) for op in plan.operations if op.name == operation} == {
-        ("float32", "constant")
-    }
-    found, expected = rewrite(forward, policy=FP16)(ROWS), forward(ROWS)
-    assert np.all(np.isfinite(found))
-    assert relative_error(found, expected) < 2.0**-8
-    assert relative_error(tf.nn.softmax(found), tf.nn.softmax(expected)) < 2.0**-7
-    assert planned(explain(forward, ROWS, policy=BF16), operation) == {"bfloat16": 1}

@@ -35,15 +35,11 @@ def says(error: pytest.ExceptionInfo[Any], *words: str) -> None:
 
 
 @pytest.mark.parametrize("run", [rewrite, explain], ids=["rewrite", "explain"])
-def test_a_step_that_returns_an_operation(run: Callable[..., Any]) -> None:
-    with pytest.raises(polyamp.errors.UsageError, match="returns an operation") as error:
-        run(lambda x: tf.group(x @ W), X, policy=BF16)
+@pytest.mark.parametrize("step", [lambda x: tf.group(x @ W), lambda x: {"loss": x @ W, "train": [tf.no_op()]}])
+def test_a_step_that_returns_an_operation(run: Callable[..., Any], step: Callable[..., Any]) -> None:
+    with pytest.raises(polyamp.UsageError, match="returns an operation") as error:
+        run(step, X, policy=BF16)
     says(error, "Operation")
-
-
-def test_an_operation_deep_in_the_results() -> None:
-    with pytest.raises(polyamp.errors.UsageError, match="returns an operation"):
-        rewrite(lambda x: {"loss": x @ W, "train": [tf.no_op()]}, policy=BF16)(X)
 
 
 def of_a_graph() -> Any:
@@ -70,19 +66,6 @@ def test_a_tensor_of_another_graph(run: Callable[..., Any], make: Callable[[], A
     with pytest.raises(polyamp.errors.UsageError, match="tensor of another graph") as error:
         run(lambda x: x @ W + stray, X, policy=BF16)
     says(error, "stray", __file__.rpartition("/")[2])
-
-
-def test_a_tensor_of_an_inner_function() -> None:
-    kept = []
-
-    @tf.function
-    def inner(x: Any) -> Any:
-        kept.append(2.0 * x)
-        return x
-
-    with pytest.raises(polyamp.errors.UsageError, match="tensor of another graph") as error:
-        rewrite(lambda x: inner(x) + kept[0], X, policy=BF16)
-    says(error)
 
 
 def test_tensors_of_the_function_around_are_fine() -> None:
@@ -170,7 +153,7 @@ def test_formats_that_tensorflow_does_not_compute_in(run: Callable[..., Any], co
     says(error, compute, "bfloat16")
 
 
-@pytest.mark.parametrize("run", [rewrite, explain, polyamp.rewrite, polyamp.explain])
+@pytest.mark.parametrize("run", [rewrite, explain, polyamp.rewrite])
 @pytest.mark.parametrize("thing", [3, None, "step", X, tf.Graph()], ids=["3", "None", "text", "tensor", "Graph"])
 def test_what_is_no_function(run: Callable[..., Any], thing: Any) -> None:
     with pytest.raises(polyamp.errors.InvalidTypeError) as error:
@@ -183,18 +166,6 @@ def test_what_is_no_graph(thing: Any) -> None:
     with pytest.raises(polyamp.errors.InvalidTypeError) as error:
         rewritten_graph(thing, BF16)
     says(error, "GraphDef")
-
-
-def test_an_unknown_policy() -> None:
-    with pytest.raises(polyamp.errors.InvalidValueError, match="mixed_float17"):
-        rewrite(product, policy="mixed_float17")
-
-
-def test_a_graph_takes_no_jit_compile() -> None:
-    with tf.Graph().as_default() as graph:
-        tf.matmul(X.numpy(), W.numpy())
-    with pytest.raises(polyamp.errors.UnsupportedError, match="jit_compile"):
-        polyamp.rewrite(graph.as_graph_def(), policy=BF16, jit_compile=True)
 
 
 def test_a_plan_before_the_first_call() -> None:
@@ -211,11 +182,6 @@ def test_errors_of_the_users_code_stay_what_they_are() -> None:
 
     with pytest.raises(KeyError, match="mine"):
         rewrite(step, policy=BF16)(X)
-
-
-def test_shapes_that_do_not_fit() -> None:
-    with pytest.raises(ValueError, match="Dimensions must be equal"):
-        rewrite(lambda x: x @ tf.ones((3, 3)), policy=BF16)(X)
 
 
 def test_a_step_that_failed_can_be_called_again() -> None:
@@ -251,14 +217,14 @@ def test_code_that_checks_types_passes() -> None:
 
 # Nothing leaks, and nothing is deleted too early.
 
-CALLING = ("nested loops", "traced before", "py_function", "recompute_grad")
+CALLING = ("nested loops", "py_function")
 
 
 def rewritten_step(name: str) -> Any:
     return rewrite(train_step(EDGES[name], *variables_like(W)), policy=BF16)
 
 
-def test_fifty_rewrites_leave_nothing_behind() -> None:
+def test_many_rewrites_leave_nothing_behind() -> None:
     names = ("nested loops", "traced before", "case", "conv")  # in others, plain functions leak too
 
     def once(turn: int) -> weakref.ref[Any]:
@@ -271,11 +237,11 @@ def test_fifty_rewrites_leave_nothing_behind() -> None:
         once(turn)
     gc.collect()
     functions, objects = set(function_names()), len(gc.get_objects())
-    made = [once(turn) for turn in range(50)]
+    made = [once(turn) for turn in range(20)]
     gc.collect()
     assert not [one for one in made if one() is not None]
     assert set(function_names()) == functions
-    assert len(gc.get_objects()) - objects < 500  # one rewrite makes thousands of objects
+    assert len(gc.get_objects()) - objects < 200  # one rewrite makes thousands of objects
 
 
 @pytest.mark.parametrize("name", CALLING)
@@ -301,15 +267,3 @@ def test_a_function_that_calls_it_outlives_it(name: str) -> None:
     del outer
     gc.collect()
     assert np.array_equal(concrete(X), expected)
-
-
-def test_a_graph_that_calls_it_outlives_it() -> None:
-    concrete = rewrite(EDGES["nested loops"], policy=BF16).get_concrete_function(X, W)
-    graph_def, names = concrete.graph.as_graph_def(), [tensor.name for tensor in (*concrete.inputs, *concrete.outputs)]
-    expected = concrete(X, W)
-    del concrete
-    gc.collect()
-    with tf.Graph().as_default(), tf.compat.v1.Session() as session:
-        tf.graph_util.import_graph_def(graph_def, name="")
-        found = session.run(names[2], {names[0]: X.numpy(), names[1]: W.numpy()})
-    assert np.array_equal(found, expected)

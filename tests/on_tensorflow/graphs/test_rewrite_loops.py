@@ -13,10 +13,8 @@ import tensorflow as tf
 from keras import layers
 
 import polyamp
-from polyamp.backends.tensorflow import explain, rewrite
-from polyamp.backends.tensorflow.graphs.lists import Lists
-from polyamp.flow import Value
-from support.tensorflow_cases import LOW, POLICIES, called_nodes, nodes_that_run, normal, relative_error
+from polyamp.backends.tensorflow import rewrite
+from support.tensorflow_cases import LOW, POLICIES, called_nodes, nodes_that_run, normal, relative_error, types_of
 
 BF16 = "mixed_bfloat16"
 CLOSE = {"mixed_float16": 2.0**-7, "mixed_bfloat16": 2.0**-4}
@@ -65,11 +63,14 @@ def lists_of(nodes: Any) -> Counter[str]:
     return Counter(kind.name for kind in kinds if kind.is_floating)
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("name", MODELS)
-def test_gradients_of_recurrent_layers(name: str, policy: str) -> None:
-    fast = rewrite(step_of(name), policy=policy)
-    (loss, grads), (expected, exact) = fast(X), tf.function(step_of(name))(X)
+@pytest.mark.parametrize(
+    ("name", "policy", "compiled"),
+    [*((name, policy, None) for name in MODELS for policy in POLICIES), ("LSTM", BF16, True), ("GRU", BF16, True)],
+)
+def test_gradients_of_recurrent_layers(name: str, policy: str, compiled: bool | None) -> None:
+    fast = rewrite(step_of(name), policy=policy, jit_compile=compiled)
+    (loss, grads), (expected, exact) = fast(X), tf.function(step_of(name), jit_compile=compiled)(X)
+    assert set(types_of(nodes_that_run(fast, X))) == {LOW[policy].name}
     assert relative_error(loss, expected) < CLOSE[policy]
     for found, right in zip(grads, exact, strict=True):
         assert relative_error(found, right) < CLOSE[policy]
@@ -86,11 +87,6 @@ def test_an_lstm_carries_its_output_in_16_bits_and_its_cell_state_in_float32(pol
     # the cell states of each layer, and a list that nothing uses
     assert lists_of(nodes_that_run(fast, X))["float32"] == 4
     assert lists_of(nodes_that_run(fast, X))[LOW[policy].name] > 20
-
-
-def test_an_lstm_moves_fewer_bytes_than_in_float32() -> None:
-    totals = explain(step_of("LSTM"), X, policy=BF16).totals
-    assert totals["bytes_moved"] < 0.9 * totals["bytes_moved_float32"]
 
 
 # Loops by hand.
@@ -135,14 +131,6 @@ def test_what_a_loop_carries(forward: Any, is_low: bool, policy: str) -> None:
     kinds = {tf.as_dtype(dtype) for loop in loops for dtype in loop.attr["T"].list.type}
     assert (LOW[policy] in kinds) == is_low
     assert relative_error(fast(x), forward(x)) < CLOSE[policy]
-
-
-def test_a_sum_over_many_turns_does_not_stop() -> None:
-    def forward(x: Any) -> Any:
-        turn = lambda i, s: (i + 1, s + x @ tf.ones((8, 1)))  # noqa: E731
-        return tf.while_loop(lambda i, s: i < 1000, turn, (0, tf.zeros((6, 1))))[1]
-
-    assert relative_error(rewrite(forward, policy=BF16)(tf.ones((6, 8))), tf.fill((6, 1), 8000.0)) < 1e-6
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -246,18 +234,3 @@ def test_a_list_in_a_graph_definition() -> None:
     concrete = tf.function(step_of("GRU")).get_concrete_function(X)
     ours = polyamp.rewrite(concrete.graph.as_graph_def(), policy=BF16)
     assert lists_of(called_nodes(ours))["bfloat16"] > 10
-
-
-def test_lists_that_are_tied_have_one_type() -> None:
-    lists = Lists()
-    lists.put("a", Value("low", "matmul"))
-    lists.put("b", Value("strong", "exp"))
-    lists.put("c", Value("low", "conv"))
-    lists.put("c", Value())
-    lists.tie(["a", "b"])
-    assert lists.settle()
-    assert [lists.value_of(name).state for name in "abc"] == ["strong", "strong", "low"]
-    lists.put("c", Value("low", "conv"))
-    lists.tie(["c", ""])  # a list from elsewhere
-    lists.settle()
-    assert lists.value_of("c").state == "strong"

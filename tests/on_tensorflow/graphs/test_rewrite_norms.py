@@ -88,15 +88,10 @@ def test_batch_norms_that_keras_writes_out_run_in_the_kernels(policy: str) -> No
 
 
 def test_a_network_of_batch_norms_moves_little_more_than_half_the_bytes() -> None:
-    totals = explain(step_of(branching)[0], IMAGES, LABELS, policy=BF16).totals
-    assert totals["bytes_moved"] < 0.6 * totals["bytes_moved_float32"]
-
-
-def test_what_a_kernel_stands_for_is_counted_as_it_was_written() -> None:
     step, _ = step_of(branching)
-    written = explain(step, IMAGES, LABELS, policy="float32").totals["bytes_moved_float32"]
-    fused = explain(step, IMAGES, LABELS, policy=BF16).totals["bytes_moved_float32"]
-    assert fused == pytest.approx(written, rel=0.01)
+    written, totals = (explain(step, IMAGES, LABELS, policy=policy).totals for policy in ("float32", BF16))
+    assert totals["bytes_moved"] < 0.6 * totals["bytes_moved_float32"]
+    assert totals["bytes_moved_float32"] == pytest.approx(written["bytes_moved_float32"], rel=0.01)  # as it was written
 
 
 @pytest.mark.parametrize("pattern", ["batch_norm", "batch_normalization*/*"])
@@ -126,13 +121,6 @@ def test_a_norm_whose_statistics_have_other_uses_is_right(penalty: Callable[...,
     assert kernels_of(fast.plan)["FusedBatchNormGradV3", "bfloat16"] == 0
 
 
-def test_a_norm_that_is_written_out_is_low_from_its_end_on() -> None:
-    norm = layers.LayerNormalization()
-    plan = explain(lambda x: tf.nn.relu(norm(x @ tf.ones((16, 16)))) @ tf.ones((16, 4)), ROWS, policy=BF16)
-    assert planned(plan, "relu", "matmul") == {"bfloat16": 3}
-    assert {op.format for op in plan.operations if op.reason == "inside a norm"} == {"float32"}
-
-
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize(
     ("function", "name"),
@@ -152,17 +140,6 @@ def test_what_is_bounded_is_low_after_full_work(function: Any, name: str, policy
     assert relative_error(rewrite(forward, policy=policy)(ROWS), forward(ROWS)) < TOLERANCE[policy]
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("is_full", [False, True])
-def test_an_average_is_as_large_as_its_data(is_full: bool, policy: str) -> None:
-    def forward(x: Any) -> Any:
-        y = x @ tf.ones((16, 16)) * 0.1
-        return tf.nn.relu(tf.nn.avg_pool2d(tf.reshape(tf.exp(y) if is_full else y, (1, 32, 16, 1)), 2, 2, "SAME"))
-
-    assert planned(explain(forward, ROWS, policy=policy), "relu") == {"float32" if is_full else LOW[policy].name: 1}
-    assert relative_error(rewrite(forward, policy=policy)(ROWS), forward(ROWS)) < TOLERANCE[policy]
-
-
 _PARAMETERS = (tf.ones(16), tf.zeros(16))
 
 
@@ -174,21 +151,6 @@ def test_a_rule_of_class_inner_computes_in_float32_and_rounds(op_class: str) -> 
     types = {node.op: tf.as_dtype(node.attr["T"].type).name for node in nodes}
     assert types["Softmax"] == "float32"
     assert types["Relu"] == ("bfloat16" if op_class == "inner" else "float32")
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("function", [tf.sigmoid, lambda x: 1.0 - tf.tanh(x)])
-def test_the_gradient_of_what_saturates_is_a_product(function: Any, policy: str) -> None:
-    """A large gradient times a small number is about one, and must not become inf times 0 on the way."""
-    weight = tf.Variable(np.eye(4, dtype="float32"))
-
-    def step(x: Any) -> Any:
-        with tf.GradientTape() as tape:
-            loss = tf.reduce_sum(tf.math.log(function(x @ weight) + 1e-12))
-        return tape.gradient(loss, weight)
-
-    x = tf.constant([[-25.0, -8.0, 1.0, 2.0]])
-    assert relative_error(rewrite(step, policy=policy)(x), tf.function(step)(x)) < TOLERANCE[policy]
 
 
 def test_the_derivative_of_a_quotient_is_as_large_as_a_reciprocal() -> None:

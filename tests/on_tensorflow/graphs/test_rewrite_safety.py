@@ -1,4 +1,7 @@
-"""Values that `polyamp.rewrite` keeps out of 16 bits: the user's data, squares, reciprocals, numbers near 0 or 1."""
+"""Values that `polyamp.rewrite` keeps out of 16 bits, in TensorFlow's own ways to write them.
+
+The ways of every framework are in tests/parity/test_traps.py.
+"""
 
 from __future__ import annotations
 
@@ -11,15 +14,13 @@ import pytest
 import tensorflow as tf
 
 from polyamp.backends.tensorflow import explain, rewrite, rewritten_graph
-from support.tensorflow_cases import POLICIES, nodes_that_run, normal, planned, relative_error
+from support.tensorflow_cases import POLICIES, nodes_that_run, planned, relative_error
 
 FP16 = "mixed_float16"
 WEIGHT = tf.Variable(np.eye(4, dtype="float32"))
 WAYS = tf.constant([1.0, 2.0, 3.0, 4.0])
 LOGITS = tf.constant([[12.0, -12.0, 3.0, -3.0]])
-STEEP = tf.constant([[25.0, -25.0, 3.0, -3.0]])
 LABELS = tf.constant([[0.0, 1.0, 1.0, 0.0]])
-WRONG = tf.constant([[0.0, 1.0, 0.0, 1.0]])
 
 
 def with_gradient(loss: Callable[..., Any]) -> Callable[..., Any]:
@@ -57,23 +58,12 @@ def by_keras_reshaped(x: Any, y: Any) -> Any:
     return keras.losses.BinaryCrossentropy()(tf.reshape(y, (4,)), tf.reshape(tf.sigmoid(x @ WEIGHT), (4,)))
 
 
-def with_epsilon(x: Any, y: Any) -> Any:
-    p = tf.sigmoid(x @ WEIGHT)
-    return -tf.reduce_mean(y * tf.math.log(p + 1e-12) + (1 - y) * tf.math.log(1 - p + 1e-12))
-
-
-def focal(x: Any, y: Any) -> Any:
-    p = tf.sigmoid(x @ WEIGHT)
-    right = y * p + (1 - y) * (1 - p)
-    return -tf.reduce_mean((1 - right) ** 2 * tf.math.log(right + 1e-8))
-
-
 def behind_a_function(x: Any, y: Any) -> Any:
     return cross_entropy(tf.function(lambda x: tf.clip_by_value(tf.sigmoid(x), 1e-7, 1 - 1e-7))(x @ WEIGHT), y)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("loss", [clipped, by_keras, by_keras_reshaped, with_epsilon, focal])
+@pytest.mark.parametrize("loss", [by_keras, by_keras_reshaped])
 def test_losses_of_probabilities(loss: Any, policy: str) -> None:
     check(loss, LOGITS, LABELS, policy=policy)
 
@@ -82,11 +72,6 @@ def test_losses_of_probabilities(loss: Any, policy: str) -> None:
 def test_a_loss_of_probabilities_behind_a_function(policy: str) -> None:
     found = rewrite(behind_a_function, policy=policy)(LOGITS, LABELS)
     assert relative_error(found, behind_a_function(LOGITS, LABELS)) < 1e-3
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-def test_logarithms_of_probabilities_that_16_bits_round_to_0(policy: str) -> None:
-    check(lambda x: -tf.math.log(tf.sigmoid(x @ WEIGHT) + 1e-12), STEEP, policy=policy)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -103,16 +88,8 @@ def test_what_saturates_is_a_result_unrounded(policy: str) -> None:
     assert relative_error(served, tf.sigmoid(x)) < 1e-6
 
 
-def l2(h: Any) -> Any:
-    return h / tf.maximum(tf.norm(h, axis=-1, keepdims=True), 1e-12)
-
-
 def l2_by_keras(h: Any) -> Any:
     return h / keras.ops.maximum(keras.ops.norm(h, axis=-1, keepdims=True), 1e-12)
-
-
-def rms(h: Any) -> Any:
-    return h * tf.math.rsqrt(tf.reduce_mean(h * h) + 1e-12)
 
 
 def rms_seen_through(h: Any) -> Any:
@@ -124,11 +101,10 @@ def rms_of_the_same_shape(h: Any) -> Any:
     return h * tf.math.rsqrt(tf.reduce_mean(h * tf.reshape(h, (1, 4))) + 1e-12)
 
 
-@pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("factor", [100.0, 1e-3])
-@pytest.mark.parametrize("norm", [l2, l2_by_keras, rms, rms_seen_through, rms_of_the_same_shape])
-def test_a_product_of_a_value_with_itself_is_a_square(norm: Any, factor: float, policy: str) -> None:
-    plan = check(lambda x: WAYS * norm(x * factor @ WEIGHT), LOGITS, policy=policy)
+@pytest.mark.parametrize("norm", [l2_by_keras, rms_seen_through, rms_of_the_same_shape])
+def test_a_product_of_a_value_with_itself_is_a_square(norm: Any, factor: float) -> None:
+    plan = check(lambda x: WAYS * norm(x * factor @ WEIGHT), LOGITS, policy=FP16)
     assert not planned(plan, "square").keys() - {"float32"}
 
 
@@ -141,16 +117,9 @@ def test_other_products_are_none() -> None:
     assert planned(explain(outer, LOGITS, policy=FP16), "mul") == {"float16": 2}
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-def test_the_mean_of_squared_errors_by_product(policy: str) -> None:
-    target = tf.constant([[1000.1, 0.5, 2.0, 3.0]])
-    check(lambda x, y: tf.reduce_mean((lambda e: e * e)(x @ WEIGHT - y)) * 1e-3, LOGITS * 30.0, target, policy=policy)
-
-
 @pytest.mark.parametrize("numerator", [1.0, tf.constant(3.0), tf.ones(4)])
-@pytest.mark.parametrize("policy", POLICIES)
-def test_a_constant_over_a_value_is_a_reciprocal(policy: str, numerator: Any) -> None:
-    plan = check(lambda x: numerator / (tf.nn.relu(x @ WEIGHT) + 1e-5) * 1e-2, LOGITS, policy=policy)
+def test_a_constant_over_a_value_is_a_reciprocal(numerator: Any) -> None:
+    plan = check(lambda x: numerator / (tf.nn.relu(x @ WEIGHT) + 1e-5) * 1e-2, LOGITS, policy=FP16)
     assert planned(plan, "reciprocal")["float32"] >= 1
 
 
@@ -167,9 +136,7 @@ def cast(x: Any, y: Any) -> Any:
 
 DATA = {
     "a mask": (added, tf.fill((1, 4), -1e9)),
-    "labels": (lambda x, y: (x @ WEIGHT - y) * 1e-5, tf.fill((1, 4), 1e5)),
     "integers": (cast, tf.fill((1, 4), 100_000)),
-    "positions": (lambda x, y: tf.sin(x @ WEIGHT + y), tf.constant([[5000.0, 2049.0, 3.0, 1e4]])),
     "a maximum": (lambda x, y: tf.maximum(x @ WEIGHT, y) * 1e-5, tf.fill((1, 4), 1e5)),
 }
 
@@ -222,7 +189,6 @@ def test_sizes_booleans_and_random_bits_are_no_data() -> None:
 @pytest.mark.parametrize(
     "gather",
     [
-        tf.gather,
         lambda y, ids: tf.gather_nd(y, ids[:, None]),
         lambda y, ids: tf.gather_nd(y, tf.stack([ids, ids], 1))[:, None] * tf.ones(4),
     ],
@@ -230,11 +196,6 @@ def test_sizes_booleans_and_random_bits_are_no_data() -> None:
 def test_the_gradient_of_a_look_up_is_a_sum(gather: Any, policy: str) -> None:
     ids = tf.zeros(4096, tf.int32)
     check(lambda x: tf.reduce_sum(gather(x @ WEIGHT, ids) @ WAYS[:, None]) * 1e-4, LOGITS, policy=policy)
-
-
-def test_the_coefficients_of_a_matrix_exponential_fit_in_no_16_bits() -> None:
-    x = normal(4, 4, seed=3, scale=1.0)
-    check(lambda x: WAYS * tf.linalg.expm(x @ WEIGHT), x, policy=FP16)
 
 
 def test_work_that_is_done_twice_is_counted() -> None:
@@ -248,30 +209,7 @@ def test_work_that_is_done_twice_is_counted() -> None:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_a_quotient_of_what_saturates(policy: str) -> None:
-    x = tf.constant([[12.0, 9.0, -12.0, -3.0]])
-
-    def logit(x: Any) -> Any:
-        p = tf.sigmoid(x @ WEIGHT)
-        return WAYS * tf.math.log(p / (1 - p))
-
-    check(logit, x, policy=policy)
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-def test_the_gradient_of_a_sigmoid_that_a_loss_took_unrounded(policy: str) -> None:
-    """In ``p * (1 - p)`` a ``p`` near 1 must not be rounded."""
-    x = tf.fill((700, 4), 4.0)
-
-    def dice(x: Any) -> Any:
-        p = tf.sigmoid(x @ WEIGHT)
-        return (2 * tf.reduce_sum(p * p) + 1e-6) / (tf.reduce_sum(p) + tf.reduce_sum(p * p) + 1e-6)
-
-    check(dice, x, policy=policy)
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-def test_sums_of_many_are_float32(policy: str) -> None:
+def test_the_gradient_of_a_bias_is_summed_in_float32(policy: str) -> None:
     """Kernels of some devices add up in 16 bits."""
     bias = tf.Variable(tf.zeros(4))
 
@@ -281,5 +219,3 @@ def test_sums_of_many_are_float32(policy: str) -> None:
         return tape.gradient(loss, bias)
 
     assert relative_error(rewrite(step, policy=policy)(tf.ones((4096, 4))), tf.fill((4,), 4096.0)) < 1e-3
-    pool = lambda x: tf.nn.avg_pool2d(tf.reshape(x @ WEIGHT, (1, 64, 64, 4)), 64, 64, "VALID")  # noqa: E731
-    assert relative_error(rewrite(pool, policy=policy)(tf.fill((4096, 4), 100.0)), tf.fill((4,), 100.0)) < 1e-2

@@ -1,10 +1,11 @@
-"""Skipped steps with replicas; test_replicas.py runs this file in separate processes with two logical CPUs."""
+"""Skipped steps with replicas, of Keras optimizers too; run by test_replicas.py in processes with two logical CPUs."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
+import keras
 import pytest
 import tensorflow as tf
 
@@ -13,7 +14,11 @@ from polyamp import LossScale
 from polyamp.backends.tensorflow import LossScaler
 from support.replica_strategies import BAD, COUNT, FINITE, LOCAL, STRATEGY, copies, on_each, several
 
-COMPILED = pytest.mark.parametrize("compiled", [False, True], ids=["eager", "function"])
+# Keras 3.15 calls __array__ as NumPy 1 did.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:.*trains in float32:polyamp.PolyampWarning"),  # steps are what is tested here
+]
 
 
 class Loop:
@@ -21,8 +26,8 @@ class Loop:
 
     def __init__(self, make: Callable[[], Any], compiled: bool = True) -> None:
         with STRATEGY.scope():
-            self.weight = tf.Variable([1.0, 2.0], aggregation=tf.VariableAggregation.SUM)
             self.stepper = make()
+            self.weight = self.stepper.variable()
 
         def step(grads: Any) -> None:
             STRATEGY.run(lambda grad: self.stepper(grad, self.weight), args=(grads,))
@@ -33,7 +38,10 @@ class Loop:
         on_each(self._step, grads)
 
     def copies(self) -> list[Any]:
-        return copies(self.weight)
+        return copies(self.weight.value if isinstance(self.weight, keras.Variable) else self.weight)
+
+    def scales(self) -> list[Any]:
+        return copies(self.stepper.scale())
 
 
 class Stepper:
@@ -42,6 +50,15 @@ class Stepper:
     def __init__(self, **options: Any) -> None:
         self.inner = tf.compat.v1.train.MomentumOptimizer(1.0, 0.9)
         self.scaler = LossScaler(LossScale(init=8.0), **options)
+
+    def variable(self) -> Any:
+        return tf.Variable([1.0, 2.0], aggregation=tf.VariableAggregation.SUM)
+
+    def scale(self) -> Any:
+        return self.scaler.scalars[0]
+
+    def last_step(self) -> polyamp.StepResult:
+        return self.scaler.last_step
 
     def __call__(self, grad: tf.Tensor, weight: tf.Variable) -> None:
         self.scaler.step(self.inner, [(grad, weight)])
@@ -71,44 +88,76 @@ class Own(Stepper):
             variable.assign_sub(grad)
 
 
-MAKES = pytest.mark.parametrize("make", [Stepper, Wrapped, Own])
+class Keras:
+    """The wrapped Keras optimizer."""
+
+    def __init__(self, **options: Any) -> None:
+        plain = keras.optimizers.SGD(1.0, momentum=0.9)
+        self.opt = polyamp.wrap_optimizer(plain, "mixed_float16", loss_scale=LossScale(init=8.0), **options)
+
+    def variable(self) -> Any:
+        weight = keras.Variable([1.0, 2.0])
+        self.opt.build([weight])
+        return weight
+
+    def scale(self) -> Any:
+        return self.opt.dynamic_scale.value
+
+    def last_step(self) -> polyamp.StepResult:
+        state = self.opt.scaler.host_state
+        assert int(self.opt.iterations.numpy()) == state.steps - state.skipped
+        return self.opt.last_step
+
+    def __call__(self, grad: tf.Tensor, weight: Any) -> None:
+        self.opt.apply_gradients([(grad, weight)])
 
 
-@COMPILED
-@MAKES
-def test_steps_are_applied_and_gradients_summed(compiled: bool, make: type[Stepper]) -> None:
+class Clipped(Keras):
+    """Unscaled gradients are clipped, after a sum over replicas, where TensorFlow leaves each replica's thread."""
+
+    def __call__(self, grad: tf.Tensor, weight: Any) -> None:
+        (plain,) = self.opt.get_unscaled_gradients([grad])
+        tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.SUM, plain)
+        self.opt.apply_gradients([(tf.clip_by_value(plain, -100.0, 100.0), weight)])
+
+
+MAKES = [Stepper, Wrapped, Own, Keras, Clipped]
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "function"])
+@pytest.mark.parametrize("make", MAKES)
+def test_steps_are_applied_and_gradients_summed(make: Any, compiled: bool) -> None:
     loop = Loop(make, compiled)
     loop.step([[8.0, 0.0], [0.0, 8.0]])
     expected = [0.0, 1.0] if COUNT == 2 else [0.0, 2.0]
     assert loop.copies() == [expected] * LOCAL
-    assert loop.stepper.scaler.loss_scale == 8.0
+    assert loop.scales() == [8.0] * LOCAL
 
 
 @several
-@COMPILED
-@MAKES
-@pytest.mark.parametrize("bad", BAD)
-def test_an_overflow_anywhere_skips_the_step_everywhere(compiled: bool, make: type[Stepper], bad: str) -> None:
+@pytest.mark.parametrize(("bad", "compiled"), [*((bad, True) for bad in BAD), ("NaN in the second", False)])
+@pytest.mark.parametrize("make", MAKES)
+def test_an_overflow_anywhere_skips_the_step_everywhere(make: Any, bad: str, compiled: bool) -> None:
     loop = Loop(make, compiled)
     loop.step(BAD[bad])
-    assert loop.copies() == [[1.0, 2.0]] * LOCAL
-    assert copies(loop.stepper.scaler.scalars[0]) == [4.0] * LOCAL
-    assert copies(loop.stepper.scaler.scalars[3]) == [1] * LOCAL
+    assert (loop.copies(), loop.scales()) == ([[1.0, 2.0]] * LOCAL, [4.0] * LOCAL)
+    assert loop.stepper.last_step().skipped_in_a_row == 1
     loop.step([[4.0, 0.0], [0.0, 4.0]])
     assert loop.copies() == [[0.0, 1.0]] * LOCAL
-    assert loop.stepper.scaler.last_step.applied
+    assert loop.stepper.last_step().applied
 
 
-def test_an_overflow_in_the_first_replica_skips_the_step_under_every_strategy() -> None:
-    loop = Loop(Stepper)
+@pytest.mark.parametrize("make", [Stepper, Keras])
+def test_an_overflow_in_the_first_replica_skips_the_step_under_every_strategy(make: Any) -> None:
+    loop = Loop(make)
     loop.step(BAD["inf in the first"])
-    assert loop.copies() == [[1.0, 2.0]] * LOCAL
-    assert loop.stepper.scaler.loss_scale == 4.0
+    assert (loop.copies(), loop.scales()) == ([[1.0, 2.0]] * LOCAL, [4.0] * LOCAL)
 
 
 @several
-def test_the_norm_is_that_of_the_sum() -> None:
-    loop = Loop(lambda: Stepper(max_grad_norm=2.5))
+@pytest.mark.parametrize("make", [Stepper, Keras])
+def test_the_norm_is_that_of_the_sum(make: Any) -> None:
+    loop = Loop(lambda: make(max_grad_norm=2.5))
     loop.step([[16.0, 16.0], [8.0, 16.0]])  # a sum of [24, 32], which is [3, 4] unscaled
     assert loop.copies() == [[-0.5, 0.0]] * LOCAL
 
@@ -124,8 +173,8 @@ def test_the_state_is_saved_and_continues_in_every_replica(tmp_path: Any) -> Non
     assert copies(second.stepper.scaler.scalars[0]) == [4.0] * LOCAL
 
 
-@MAKES
-def test_a_step_outside_of_the_replicas_is_refused(make: type[Stepper]) -> None:
+@pytest.mark.parametrize("make", [Stepper, Wrapped, Own, Keras])
+def test_a_step_outside_of_the_replicas_is_refused(make: Any) -> None:
     loop = Loop(make)
     with STRATEGY.scope(), pytest.raises(polyamp.errors.UsageError, match=r"strategy\.run"):
         loop.stepper(tf.constant([1.0, 1.0]), loop.weight)

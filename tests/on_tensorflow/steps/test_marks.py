@@ -38,30 +38,6 @@ def test_all_of_a_step_is_marked(settings: LossScale) -> None:
     assert names.count(f"{SCOPE}/polyamp_finite") == int(settings.check)
 
 
-def test_scaling_is_no_part_of_the_update() -> None:
-    scaler = LossScaler(LossScale(init=8.0))
-    assert not [name for name in nodes_of(graph_of(lambda loss: scaler.scale(loss[0]))) if "polyamp" in name]
-
-
-def test_unscaling_alone_is_marked() -> None:
-    scaler = LossScaler(LossScale(init=8.0))
-    names = nodes_of(graph_of(lambda grad: scaler.unscale([grad])))
-    assert {name for name in names if not name.startswith(f"{SCOPE}/")} == {"grad"}
-    assert f"{SCOPE}/polyamp_finite" in names
-
-
-def test_two_steps_in_one_graph_have_one_scope() -> None:
-    weights, scaler = [tf.Variable([1.0, 2.0]) for _ in range(2)], LossScaler(LossScale(init=8.0))
-    opt = v1.train.GradientDescentOptimizer(0.1)
-
-    def step(grad: tf.Tensor) -> None:
-        for weight in weights:
-            scaler.step(opt, [(grad, weight)])
-
-    marks = [name for name in nodes_of(graph_of(step)) if "polyamp_finite" in name]
-    assert marks == [f"{SCOPE}/polyamp_finite", f"{SCOPE}/polyamp_finite_1"]
-
-
 def variable_names(settings: LossScale, dtype: tf.DType) -> set[str]:
     """Return the names of the optimizer's variables and of the master weights, as this graph counts them."""
     weight, scaler = tf.Variable(tf.ones(2, dtype), name="weight"), LossScaler(settings)
@@ -97,10 +73,3 @@ def test_a_saver_finds_the_names_of_the_plain_optimizer(settings: LossScale) -> 
 
     assert last(names(wrap)) == last(names(lambda plain: plain))
     assert not [name for name in names(wrap) if "polyamp" in name]
-
-
-def test_eager_code_is_not_marked() -> None:
-    weight, scaler = tf.Variable([1.0, 2.0]), LossScaler(LossScale(init=8.0))
-    opt = v1.train.AdamOptimizer(0.1)
-    scaler.step(opt, [(tf.constant([1.0, 1.0]), weight)])
-    assert not [variable for variable in opt.variables() if "polyamp" in variable.name]

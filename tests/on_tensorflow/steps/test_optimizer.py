@@ -192,21 +192,9 @@ def test_missing_gradients_are_left_to_the_inner_optimizer() -> None:
         opt.apply_gradients([(None, first), (None, second)])
 
 
-def test_slots_are_those_of_the_inner_optimizer() -> None:
-    weight, opt = tf.Variable(START), wrapped("momentum")
-    opt.apply_gradients([(tf.ones(3), weight)])
-    assert opt.get_slot(weight, "momentum") is opt.inner.get_slot(weight, "momentum")
-
-
 @pytest.mark.parametrize(
     "make", [LossScaledOptimizer, lambda opt: v1.mixed_precision.MixedPrecisionLossScaleOptimizer(opt, "dynamic")]
 )
 def test_a_wrapped_optimizer_is_refused(make: Any) -> None:
     with pytest.raises(polyamp.errors.UsageError, match="wrapped already"):
         polyamp.wrap_optimizer(make(v1.train.GradientDescentOptimizer(0.1)), "mixed_float16")
-
-
-@pytest.mark.parametrize("thing", ["sgd", v1.train.AdamOptimizer, 3])
-def test_what_is_no_optimizer_is_refused(thing: object) -> None:
-    with pytest.raises(polyamp.errors.InvalidTypeError, match="not an optimizer of this framework"):
-        LossScaledOptimizer(thing)

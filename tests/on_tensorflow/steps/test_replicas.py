@@ -19,20 +19,27 @@ HERE = Path(__file__).parent
 STEPS = (HERE / "replicas.py", HERE.parents[1] / "on_keras" / "steps" / "replicas.py")
 REWRITTEN = HERE.parent / "graphs" / "rewrite_devices.py"
 SUITES = "tensorflow,keras"
-OVERFLOWS = "anywhere and (function or True and apply) and not Own"
-MATTER = f"({OVERFLOWS}) or applied or norm or saved or outside or several_processes"
+MATTER = "(anywhere or applied) and (True or function) and not Own or norm or saved or outside or several_processes"
 """What two processes test; eager steps are slow there."""
 
 
-@pytest.mark.parametrize("strategy", ["without merging", "mirrored, one replica", "one worker", "one device"])
-def test_over_replicas(strategy: str) -> None:
-    run_tests(STEPS[0], SUITES, STEPS[1], POLYAMP_TEST_STRATEGY=strategy)
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["mirrored, one replica", "one worker", "one device"])
+def test_over_one_replica(strategy: str) -> None:
+    run_tests(STEPS[0], SUITES, "-k", "applied or first_replica", POLYAMP_TEST_STRATEGY=strategy)
 
 
+@pytest.mark.slow
+def test_over_replicas_that_do_not_merge() -> None:
+    run_tests(STEPS[0], SUITES, POLYAMP_TEST_STRATEGY="without merging")
+
+
+@pytest.mark.slow
 def test_over_mirrored_replicas() -> None:
     run_tests(STEPS[0], SUITES, STEPS[1], REWRITTEN, POLYAMP_TEST_STRATEGY="mirrored")
 
 
+@pytest.mark.slow
 def test_over_two_processes() -> None:
     each = [{"POLYAMP_TEST_STRATEGY": "two workers"} | worker for worker in tensorflow_workers(2)]
     run_together(STEPS[0], SUITES, each, STEPS[1], "-x", "--tb=short", "-k", MATTER)

@@ -42,18 +42,6 @@ def test_a_scaler_rounds_the_updates_of_any_optimizer(kind: str, mode: str) -> N
     assert tally.reached == 1
 
 
-def test_in_a_session() -> None:
-    with tf.Graph().as_default(), v1.Session() as session:
-        weight = v1.get_variable("weight", initializer=tf.constant([1.0, 1.0]))
-        with broken(ROUNDED):
-            opt = polyamp.wrap_optimizer(OPTIMIZERS["v1"](), "mixed_float16")
-        train = opt.minimize(tf.reduce_sum(weight * [SMALL, LARGE]))
-        session.run(v1.global_variables_initializer())
-        for steps in (1, 2):
-            session.run(train)
-            assert session.run(weight).tolist() == [1.0, 1.0 - steps * LARGE]
-
-
 def test_a_rewritten_step_is_rounded_too() -> None:
     weight = tf.Variable([[1.0, 1.0]])
     with broken(ROUNDED):
@@ -69,12 +57,6 @@ def test_a_rewritten_step_is_rounded_too() -> None:
     for steps in (1, 2):
         step()
         assert weight.numpy().tolist() == [[1.0, 1.0 - steps * LARGE]]
-
-
-def test_a_scaler_does_not_scale() -> None:
-    with broken(UNSCALED):
-        scalers = LossScaler("mixed_float16"), LossScaler(polyamp.LossScale(init=8.0))
-    assert [float(scaler.scale(tf.constant(2.0))) for scaler in scalers] == [2.0, 2.0]
 
 
 def test_replicas_are_not_reached() -> None:

@@ -8,8 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 import tensorflow as tf
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import polyamp
 from polyamp import LossScale
@@ -95,29 +93,6 @@ def test_extreme_scales_unscale_exactly(scale: float) -> None:
     np.testing.assert_allclose(grads[0].numpy(), [1.0], rtol=1e-6)
 
 
-@settings(deadline=None, max_examples=10)
-@given(
-    trace=st.lists(st.booleans(), min_size=1, max_size=20),
-    config=st.builds(
-        LossScale,
-        init=st.sampled_from([1.0, 2.0**10, 1000.0]),
-        interval=st.integers(1, 3),
-        hysteresis=st.integers(1, 3),
-        consecutive=st.booleans(),
-        min=st.just(2.0**-4),
-        max=st.just(2.0**14),
-        on_min=st.just("ignore"),
-        late_growth=st.sampled_from(["never", "after_overflow", "always"]),
-    ),
-)
-def test_any_trace_moves_the_state_by_the_one_rule(trace: list[bool], config: LossScale) -> None:
-    weight, scaler, state = tf.Variable([0.0]), LossScaler(config), config.initial_state()
-    for finite in trace:
-        scaler.step(Own(), [(tf.constant([1.0 if finite else np.inf]), weight)])
-        state = polyamp.advance(config, state, finite)
-        assert polyamp.save_loss_scale(scaler) == config.to_state_dict(state)
-
-
 def test_a_checkpoint_continues_exactly(tmp_path: Path) -> None:
     config = LossScale(init=8.0, interval=3, hysteresis=2)
     first, second, weight = LossScaler(config), LossScaler(config), tf.Variable([0.0], dtype=tf.float16)
@@ -140,23 +115,6 @@ def test_masters_take_over_what_was_assigned_to_the_model() -> None:
     for _ in range(7):
         step()
     assert weight.numpy().tolist() == [1.0 - 2.0**-10, 5.0]
-
-
-def test_masters_can_be_left_out() -> None:
-    weight, scaler = tf.Variable([1.0], dtype=tf.float16), LossScaler(LossScale.fixed(1.0), master_weights=False)
-    for _ in range(4):
-        scaler.step(SGD(1.0), [(tf.constant([2.0**-13], tf.float16), weight)])
-    assert weight.numpy().tolist() == [1.0]
-
-
-def test_two_hundred_overflows_leave_a_scale_that_can_divide() -> None:
-    weight, scaler = tf.Variable([0.0]), LossScaler(LossScale(on_min="ignore"))
-    step = tf.function(lambda grad: scaler.step(Own(), [(grad, weight)]).applied)
-    for _ in range(200):
-        step(tf.constant([np.inf]))
-    assert scaler.loss_scale == 2.0**-14
-    step(tf.constant([scaler.loss_scale]))
-    assert weight.numpy().tolist() == [-1.0]
 
 
 def test_limits_are_said_at_once_in_eager_code_and_when_somebody_looks_after_a_graph() -> None:
@@ -223,12 +181,6 @@ def test_an_optimizer_that_scales_losses_is_refused() -> None:
     opt = polyamp.wrap_optimizer(SGD(0.1), "mixed_float16")
     with pytest.raises(polyamp.errors.UsageError, match="scales losses itself"):
         LossScaler("mixed_float16").step(opt, [(tf.ones(1), tf.Variable([0.0]))])
-
-
-@pytest.mark.parametrize("norm", [0, -1.0, float("nan")])
-def test_a_norm_that_is_no_limit_is_refused(norm: float) -> None:
-    with pytest.raises(polyamp.errors.InvalidValueError, match="gradient-norm limit"):
-        LossScaler("mixed_float16", max_grad_norm=norm)
 
 
 def test_settings_that_are_none_are_refused() -> None:

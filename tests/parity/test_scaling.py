@@ -110,11 +110,11 @@ def test_masters_can_be_left_out(name: str) -> None:
 @pytest.mark.parametrize("norm", [0, -1.0, float("nan"), True])
 @pytest.mark.parametrize("name", HARNESSES)
 def test_a_norm_that_is_no_limit_is_refused(name: str, norm: float) -> None:
-    with pytest.raises(polyamp.InvalidValueError, match="gradient-norm limit"):
+    with pytest.raises(polyamp.errors.InvalidValueError, match="gradient-norm limit"):
         start(name, max_grad_norm=norm)
 
 
 @pytest.mark.parametrize("name", ["torch", "keras", "tensorflow"])
 def test_what_was_not_wrapped_holds_no_loss_scale(name: str) -> None:
-    with pytest.raises(polyamp.InvalidTypeError, match="holds no loss scale"):
+    with pytest.raises(polyamp.errors.InvalidTypeError, match="holds no loss scale"):
         polyamp.save_loss_scale(HARNESSES[name].plain_optimizer())

@@ -365,5 +365,5 @@ def test_a_scaler_of_accelerates_around_a_wrapped_optimizer_is_refused() -> None
     wrapped = polyamp.wrap_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), "mixed_float16", loss_scale=SCALE)
     optimizer = accelerate.optimizer.AcceleratedOptimizer(wrapped, scaler=scaler)
     scaler.scale(model(torch.ones(1, 8)).square().mean()).backward()
-    with pytest.raises(polyamp.UsageError, match="wrapped already"):
+    with pytest.raises(polyamp.errors.UsageError, match="wrapped already"):
         optimizer.step()

@@ -204,5 +204,5 @@ def test_the_default_clipping_of_gradients_that_one_scaled_oneself_is_refused(tm
     trainer = made(tmp_path, Scaling)
     inner = torch.optim.SGD(trainer.model.parameters(), lr=0.1)
     trainer.optimizer = polyamp.wrap_optimizer(inner, "mixed_float16", loss_scale=SCALE)
-    with pytest.raises(polyamp.UsageError, match="clipped while they were scaled"):
+    with pytest.raises(polyamp.errors.UsageError, match="clipped while they were scaled"):
         trainer.train()

@@ -433,7 +433,7 @@ class WrappedByHand(Model):
 
 
 def test_a_wrapped_optimizer_without_the_plugin_is_refused() -> None:
-    with pytest.raises(polyamp.UsageError, match="not scaled"):
+    with pytest.raises(polyamp.errors.UsageError, match="not scaled"):
         fit(WrappedByHand())
 
 

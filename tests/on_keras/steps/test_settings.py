@@ -21,13 +21,13 @@ pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:Depreca
 
 @pytest.mark.parametrize("make", [keras.optimizers.LossScaleOptimizer, LossScaledOptimizer])
 def test_a_wrapped_optimizer_is_refused(make: Any) -> None:
-    with pytest.raises(polyamp.UsageError, match="wrapped already"):
+    with pytest.raises(polyamp.errors.UsageError, match="wrapped already"):
         polyamp.wrap_optimizer(make(keras.optimizers.SGD()), "mixed_float16")
 
 
 def test_two_loss_scales_are_refused_and_nothing_is_changed() -> None:
     plain = keras.optimizers.SGD(loss_scale_factor=8.0)
-    with pytest.raises(polyamp.InvalidValueError, match="two loss scales"):
+    with pytest.raises(polyamp.errors.InvalidValueError, match="two loss scales"):
         polyamp.wrap_optimizer(plain, "mixed_float16")
     assert plain.loss_scale_factor == 8.0
 
@@ -87,25 +87,25 @@ def test_settings_that_contradict_or_make_no_sense_are_refused(
 
 
 def test_clipping_before_accumulation_is_refused() -> None:
-    with pytest.raises(polyamp.InvalidValueError, match=r"global_clipnorm=1\.0"):
+    with pytest.raises(polyamp.errors.InvalidValueError, match=r"global_clipnorm=1\.0"):
         polyamp.wrap_optimizer(keras.optimizers.SGD(gradient_accumulation_steps=2), max_grad_norm=1.0)
 
 
 @pytest.mark.parametrize("loss", [3, "loss", None, np.int32(2)])
 def test_a_loss_that_is_not_floating_is_refused(loss: Any) -> None:
-    with pytest.raises(polyamp.InvalidTypeError, match="a floating-point tensor"):
+    with pytest.raises(polyamp.errors.InvalidTypeError, match="a floating-point tensor"):
         polyamp.wrap_optimizer(keras.optimizers.SGD(), "mixed_float16").scale_loss(loss)
 
 
 def test_a_step_on_unknown_variables_is_refused() -> None:
-    with pytest.raises(polyamp.UsageError, match="does not know its variables"):
+    with pytest.raises(polyamp.errors.UsageError, match="does not know its variables"):
         polyamp.wrap_optimizer(keras.optimizers.SGD(), "mixed_float16").apply([ops.ones(2)])
 
 
 def test_an_optimizer_built_on_16_bits_is_refused() -> None:
     variable, plain = keras.Variable([1.0], dtype="float16"), keras.optimizers.SGD()
     plain.build([variable])
-    with pytest.raises(polyamp.UsageError, match="built on 16-bit variables"):
+    with pytest.raises(polyamp.errors.UsageError, match="built on 16-bit variables"):
         LossScaledOptimizer(plain).build([variable])
 
 

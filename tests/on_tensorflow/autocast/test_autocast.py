@@ -19,6 +19,7 @@ import polyamp
 from polyamp.backends.tensorflow import unstable
 from polyamp.backends.tensorflow.autocast.context import autocast_context, autocast_everywhere
 from polyamp.backends.tensorflow.autocast.lowering import current
+from polyamp.errors import UnsupportedError
 from support.tensorflow_cases import EDGES, PRODUCTS, normal
 
 FORMATS = {"float16": tf.float16, "bfloat16": tf.bfloat16}

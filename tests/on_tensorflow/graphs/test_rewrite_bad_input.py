@@ -37,7 +37,7 @@ def says(error: pytest.ExceptionInfo[Any], *words: str) -> None:
 @pytest.mark.parametrize("run", [rewrite, explain], ids=["rewrite", "explain"])
 @pytest.mark.parametrize("step", [lambda x: tf.group(x @ W), lambda x: {"loss": x @ W, "train": [tf.no_op()]}])
 def test_a_step_that_returns_an_operation(run: Callable[..., Any], step: Callable[..., Any]) -> None:
-    with pytest.raises(polyamp.UsageError, match="returns an operation") as error:
+    with pytest.raises(polyamp.errors.UsageError, match="returns an operation") as error:
         run(step, X, policy=BF16)
     says(error, "Operation")
 

@@ -4,7 +4,7 @@ Models at the shapes of published tables: forward, backward and optimizer step, 
 with TF32 off (IEEE) and with TF32 on, for products and convolutions alike. Native is autocast, with GradScaler in
 float16, around a fused optimizer and PyTorch's clipping; mixed variants may use TF32 for their float32 work.
 
-    python benchmarks/end_to_end.py --model resnet50 --within 540 [--ways eager] [--small] [--plot end_to_end.png]
+    python benchmarks/end_to_end.py --model resnet50 --within 540 [--ways eager] [--small]
     python benchmarks/end_to_end.py --model gpt2 --losses 200
 
 The second command trains every variant for 200 steps on equal batches, and compares the losses instead of the times.
@@ -18,20 +18,27 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 import torch
 import typer
-from budget import Budget
-from gpu_meters import matmul_peaks, operations, use_tf32
-from interleave import console
+from interleave import Budget, console
 from keeping import Keeper
-from published import published_table
 from torch import Tensor, nn
-from torch_device import CHECK_ONLY, DEVICE, Row, built, free_memory, host_syncs, settle
+from torch_device import (
+    CHECK_ONLY,
+    DEVICE,
+    Row,
+    built,
+    free_memory,
+    host_syncs,
+    matmul_peaks,
+    operations,
+    settle,
+    use_tf32,
+)
 from torch_tasks import TASKS, Task
-from whole_steps import BATCHES, Case, chosen, draw, format_of, losses_table, rates, settled, table, trained
+from whole_steps import BATCHES, Case, chosen, format_of, losses_table, published_table, rates, settled, table, trained
 
 import polyamp
 from polyamp.backends.torch.building import extension
@@ -232,7 +239,6 @@ def main(
     steps: Annotated[int, typer.Option("--losses", min=0, help="Train so many steps; compare losses, not times.")] = 0,
     within: Annotated[float | None, typer.Option(help="Seconds: what does not fit is left out.")] = None,
     small: Annotated[bool, typer.Option("--small", help="Tiny models: a check that this runs.")] = False,
-    plot: Annotated[Path | None, typer.Option(help="Draw the times and the memory.")] = None,
 ) -> None:
     """Measure, print, and keep the numbers in results/end_to_end[_losses]_<device>.json."""
     if DEVICE == "cpu" and not small:
@@ -252,8 +258,6 @@ def main(
             times(case, small, 2 if small else rounds, peaks)
         console().print(table(keeper.rows, f"training steps on {DEVICE}, PyTorch {torch.__version__}"))
         console().print(published_table(models))
-        if plot is not None:
-            draw(keeper.rows, plot)
     if keeper.left_out:
         console().print(keeper.missing_table())
     keeper.end()

@@ -78,14 +78,6 @@ PARTS = [
     ),
     Part("overhead", "second", 40, ("benchmarks/step_overhead.py", "torch"), ("step_overhead_torch.json",)),
     Part(
-        "probe",
-        "second",
-        30,
-        ("benchmarks/probe_cost.py", "--framework", "torch"),
-        ("probe_cost_cuda.json",),
-        small=("--model", "MLP", "--rounds", "2"),
-    ),
-    Part(
         "autocast",
         "second",
         25,
@@ -95,7 +87,6 @@ PARTS = [
     ),
     Part("gpt2", "third", 100, (*MODEL, "gpt2"), ("end_to_end_cuda.json",), within=True),
     Part("bert-large-512", "third", 90, (*MODEL, "bert-large-512"), ("end_to_end_cuda.json",), within=True),
-    Part("jax-models", "third", 180, ("benchmarks/jax_end_to_end.py",), ("jax_end_to_end_gpu.json",), within=True),
     Part("mask-rcnn", "third", 60, (*MODEL, "mask-rcnn"), ("end_to_end_cuda.json",), within=True),
     Part(
         "losses",

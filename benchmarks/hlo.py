@@ -349,12 +349,3 @@ def _returned(computation: Computation, each: Instruction) -> bool:
 
 def _update(computation: Computation, each: Instruction) -> Instruction:
     return computation.instructions[each.operands[1 if each.opcode == "dynamic-update-slice" else 2]]
-
-
-def scope(op_name: str) -> str:
-    """Return the scope of an operation in the user's program, equal layers together: ``backward Block_*/Dense_*``."""
-    path = re.sub(r"^jit\([^)]*\)/?", "", op_name)
-    side = "backward" if "transpose(" in path else "forward" if "jvp(" in path else "update"
-    names = [re.sub(r"\w+\(|\)", "", part) for part in path.split("/")[:-1]]
-    kept = [re.sub(r"_\d+$", "_*", name) for name in names if name not in ("", "while", "body", "closed_call", "jit")]
-    return f"{side} {'/'.join(kept)}".strip()

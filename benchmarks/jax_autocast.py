@@ -3,7 +3,7 @@
 For each way to train: the time of a step (gradient and SGD update, compiled, donated), of the first call (trace, lower,
 compile), the bytes kept for the backward pass, and the error of the gradients against float64.
 
-    python benchmarks/jax_autocast.py [--quick] [--plot FILE]
+    python benchmarks/jax_autocast.py [--quick]
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import Annotated, Any
 
 import jax
@@ -197,38 +196,12 @@ def goals(found: Iterable[Row]) -> Table:
     return shown
 
 
-def draw(found: list[Row], file: Path) -> None:
-    """Draw the three ratios of every variant, a row of pictures for each format."""
-    from matplotlib.figure import Figure
-
-    panels = {
-        "step_ratio": "step / fastest by hand",
-        "saved_ratio": "bytes kept for backward / flax dtype=",
-        "trace_ratio": "first trace of the gradient / float32",
-    }
-    formats, models, ways = (list(dict.fromkeys(row[key] for row in found)) for key in ("format", "model", "variant"))
-    figure = Figure(figsize=(13, 3.4 * len(formats)), layout="constrained")
-    axes = figure.subplots(len(formats), len(panels), sharex=True, sharey="col", squeeze=False)
-    for line, low in enumerate(formats):
-        for column, (what, title) in enumerate(panels.items()):
-            axis = axes[line, column]
-            for place, way in enumerate(ways):
-                heights = [row[what] for row in found if (row["format"], row["variant"]) == (low, way)]
-                axis.bar(np.arange(len(models)) + (place - len(ways) / 2) * 0.16 + 0.08, heights, 0.15, label=way)
-            axis.axhline(GOALS[what], color="black", linewidth=0.8, linestyle="--")
-            axis.set(title=f"{low}: {title}", xticks=range(len(models)), xticklabels=models)
-    figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=len(ways), frameon=False)
-    figure.suptitle(f"{machine_line()}; dashed: the goal")
-    figure.savefig(file, dpi=120)
-
-
 def main(
     model: Annotated[list[str] | None, typer.Option(help=f"Of {', '.join(MODELS)}; may be repeated.")] = None,
     low: Annotated[list[str] | None, typer.Option("--format", help="bfloat16 or float16; may be repeated.")] = None,
     rounds: Annotated[int, typer.Option(min=2, help="Rounds of steps.")] = 25,
     compiles: Annotated[int, typer.Option(min=1, help="Rounds of first calls.")] = 5,
     scale: Annotated[int, typer.Option(min=1, help="Multiplies widths and batches, for a GPU.")] = 1,
-    plot: Annotated[Path | None, typer.Option(help="Draw the ratios into this image.")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Two rounds of each; no results are kept.")] = False,
 ) -> None:
     """Measure, print, and keep the numbers in results/jax_autocast_<platform>.json."""
@@ -246,8 +219,6 @@ def main(
     console().print(goals(found))
     if not quick:
         keep(f"jax_autocast_{jax.default_backend()}", versions(), {"scale": scale, "rows": found})
-    if plot:
-        draw(found, plot)
 
 
 def versions() -> dict[str, str]:

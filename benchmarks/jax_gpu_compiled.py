@@ -7,7 +7,7 @@ compiler for CUDA (400 MB), and no driver, no CUDA and no GPU:
     pip install jax flax optax jmp
     pip install --no-deps jax-cuda13-plugin==0.10.2 jax-cuda13-pjrt==0.10.2  # of JAX's own version
 
-    python benchmarks/jax_gpu_compiled.py [--small] [--model MLP] [--format float16] [--why] [--plot FILE]
+    python benchmarks/jax_gpu_compiled.py [--small] [--model MLP] [--format float16]
 
 It counts a gradient, and a whole step: forward, backward, AdamW, and in float16 the loss scale with its test and its
 selection of results, by hand as in the guides of jmp and flax.
@@ -354,99 +354,6 @@ def cells(row: Row) -> list[str]:
     ]
 
 
-def why(found: list[Counted], top: int = 8) -> Iterator[Table]:
-    """Return, for each program of ours, the scopes in which it moves more or less than the best by hand.
-
-    Kernels that both have are left out. A kernel belongs to the scope of its last operation, so one scope may have more
-    because another has less.
-    """
-    for each in found:
-        row = each.row
-        if row["variant"] != "polyamp":
-            continue
-        other = one(found, row, BY_HAND, row["format"])
-        title = f"{row['model']} {row['format']} {row['what']} by {row['gemm']}: polyamp less {other.row['variant']}"
-        shown = Table(title=title, box=SIMPLE_HEAD)
-        for heading in ("MB more", "of it float32", "ours", "theirs"):
-            shown.add_column(heading, justify="right")
-        shown.add_column("scope", overflow="fold")
-        for scope, mine, theirs in differences(each.kernels, other.kernels)[:top]:
-            more, wide = mine.total() - theirs.total(), mine["f32"] - theirs["f32"]
-            cells = (
-                f"{more / 1e6:+.1f}",
-                f"{wide / 1e6:+.1f}",
-                f"{mine.total() / 1e6:.1f}",
-                f"{theirs.total() / 1e6:.1f}",
-            )
-            shown.add_row(*cells, scope)
-        yield shown
-
-
-def differences(ours: list[hlo.Kernel], theirs: list[hlo.Kernel]) -> list[tuple[str, Counter[str], Counter[str]]]:
-    """Return scopes with the bytes of both by format, the largest difference first, without common kernels."""
-    for key in (lambda kernel: (hlo.scope(kernel.op_name), *moves(kernel)), moves):
-        ours, theirs = unmatched(ours, theirs, key), unmatched(theirs, ours, key)
-    own, other = by_scope(ours), by_scope(theirs)
-    both = [(scope, own.get(scope, Counter()), other.get(scope, Counter())) for scope in own.keys() | other.keys()]
-    return sorted(both, key=lambda found: (-abs(found[1].total() - found[2].total()), found[0]))
-
-
-def moves(kernel: hlo.Kernel) -> tuple[Any, ...]:
-    """Return the facts that are equal for kernels that move the same."""
-    return kernel.kind, kernel.times, tuple(sorted(kernel.reads.items())), tuple(sorted(kernel.writes.items()))
-
-
-def unmatched(
-    kernels: list[hlo.Kernel], others: list[hlo.Kernel], key: Callable[[hlo.Kernel], Any]
-) -> list[hlo.Kernel]:
-    """Return the kernels without a counterpart among the others."""
-    left, found = Counter(map(key, others)), []
-    for kernel in kernels:
-        if left[key(kernel)]:
-            left[key(kernel)] -= 1
-        else:
-            found.append(kernel)
-    return found
-
-
-def by_scope(kernels: list[hlo.Kernel]) -> dict[str, Counter[str]]:
-    found: dict[str, Counter[str]] = {}
-    for kernel in kernels:
-        sizes = found.setdefault(hlo.scope(kernel.op_name), Counter())
-        sizes.update({form: size * kernel.times for form, size in (kernel.reads + kernel.writes).items()})
-    return found
-
-
-def draw(found: list[Counted], file: Path, choice: str) -> None:
-    """Draw the bytes and temporaries of all variants, ratio to float32: a row of pictures for each format."""
-    from matplotlib.figure import Figure
-
-    rows = [each.row for each in found if each.row["gemm"] == choice]
-    formats = [low for low in dict.fromkeys(row["format"] for row in rows) if low != "float32"]
-    models = list(dict.fromkeys(row["model"] for row in rows))
-    panels = (("gradient", "bytes"), ("step", "bytes"), ("step", "temporary_bytes"))
-    titles = ("bytes moved by a gradient", "bytes moved by a step", "peak temporaries of a step")
-    figure = Figure(figsize=(13, 3.2 * len(formats)), layout="constrained")
-    axes = figure.subplots(len(formats), len(panels), sharex=True, sharey=True, squeeze=False)
-    for line, low in enumerate(formats):
-        for axis, (what, key), title in zip(axes[line], panels, titles, strict=True):
-            sizes = {
-                (row["model"], row["variant"]): row[key]
-                for row in rows
-                if row["what"] == what and row["format"] in ("float32", low)
-            }
-            for place, way in enumerate((*BY_HAND, "polyamp")):
-                heights = [sizes[model, way] / sizes[model, "float32"] for model in models]
-                axis.bar([x + (place - 1) * 0.27 for x in range(len(models))], heights, 0.25, label=way)
-            axis.axhline(1, color="black", linewidth=0.8, linestyle="--")
-            axis.set(title=f"{low}: {title}", xticks=range(len(models)), xticklabels=models)
-    figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False)
-    figure.suptitle(
-        f"Compiled by XLA for an H200 that was not present, ratio to float32 (dashed); JAX {jax.__version__}"
-    )
-    figure.savefig(file, dpi=110)
-
-
 def versions() -> dict[str, str]:
     from importlib.metadata import version
 
@@ -459,8 +366,6 @@ def main(
     model: Annotated[list[str] | None, typer.Option(help=f"Of {', '.join(MODELS)}; may be repeated.")] = None,
     low: Annotated[list[str] | None, typer.Option("--format", help="bfloat16 or float16; may be repeated.")] = None,
     gemm: Annotated[list[str] | None, typer.Option(help="triton (the default) or cublas; may be repeated.")] = None,
-    explain: Annotated[bool, typer.Option("--why", help="Print where polyamp and the best by hand differ.")] = False,
-    plot: Annotated[Path | None, typer.Option(help="Draw the ratios into this image.")] = None,
     text: Annotated[Path | None, typer.Option(help="Keep the compiled programs' text in this folder.")] = None,
     small: Annotated[bool, typer.Option("--small", help="Small models, to try it; no results are kept.")] = False,
 ) -> None:
@@ -477,12 +382,8 @@ def main(
     for choice in choices:
         for each in formats:
             console().print(table(found, each, choice))
-    for shown in why(found) if explain else ():
-        console().print(shown)
     if not small and set(names) == set(MODELS) and set(formats) == set(FORMATS):
         keep("jax_gpu_compiled_h200", versions(), kept(found, choices))
-    if plot:
-        draw(found, plot, choices[0])
 
 
 def save(each: Counted, folder: Path) -> None:

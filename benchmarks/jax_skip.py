@@ -22,8 +22,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import typer
-from budget import Budget
-from interleave import Timing, calls_in, interleave
+from interleave import Budget, Timing, calls_in, interleave
 from keeping import keep
 from rich.box import SIMPLE_HEAD
 from rich.console import Console

@@ -13,7 +13,7 @@ Gradients are random and normal. Second moments of zero, as for words that a bat
 of the square root and the divisions, in all implementations. With ``misaligned`` every gradient is a view 12 bytes into
 a buffer, as DistributedDataParallel's ``gradient_as_bucket_view`` makes after a layer of odd size.
 
-    python benchmarks/optimizer_step.py [--set "ResNet-50"] [--cases main] [--within 120] [--small] [--plot file.png]
+    python benchmarks/optimizer_step.py [--set "ResNet-50"] [--cases main] [--within 120] [--small]
 """
 
 from __future__ import annotations
@@ -21,13 +21,11 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Iterable, Iterator
 from enum import StrEnum
-from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 import torch
 import typer
-from budget import Budget
-from interleave import Timing, calls_in, compared, interleave
+from interleave import Budget, Timing, calls_in, compared, interleave
 from keeping import Keeper
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -361,36 +359,12 @@ def _percent(share: float | None) -> str:
     return "" if share is None else f"{share:.0%}"
 
 
-def draw(found: list[Row], file: Path) -> None:
-    """Draw AdamW with scaling and clipping: each set's time relative to native fused, and its share of bandwidth."""
-    from matplotlib import pyplot
-
-    storages, shown = ("float32", "bfloat16, masters"), [name for name in VARIANTS if name != COMPILED]
-    wanted = [one for one in found if one["optimizer"] == "AdamW" and one["clipped"] and one["storage"] in storages]
-    wanted = [one for one in wanted if not one["misaligned"] and not one["against_compiled"]]
-    value = {(one["set"], one["storage"], one["variant"]): one for one in wanted}
-    places = list(dict.fromkeys((name, storage) for name, storage, _ in value))
-    titles = {"time of a step, ratio to native fused": "ratio", "share of copy bandwidth": "share_of_copy_bandwidth"}
-    figure, axes = pyplot.subplots(1, 2, figsize=(11, 3.8), layout="constrained")
-    for axis, (title, key) in zip(axes, titles.items(), strict=True):
-        for shift, variant in enumerate(shown):
-            at = [index + 0.8 * ((shift + 0.5) / len(shown) - 0.5) for index in range(len(places))]
-            heights = [value[name, storage, variant][key] for name, storage in places]
-            axis.bar(at, heights, width=0.8 / len(shown), label=variant)
-        axis.set_xticks(range(len(places)), [f"{name}\n{storage}" for name, storage in places], fontsize=7)
-        axis.axhline(1, color="grey", linewidth=0.8)
-        axis.set_title(title)
-        axis.legend(fontsize=8)
-    figure.savefig(file, dpi=110)
-
-
 def main(
     chosen: Annotated[list[str] | None, typer.Option("--set", help=f"Of {', '.join(SETS)}.")] = None,
     which: Annotated[Which, typer.Option("--cases", help="The main cases, the rest, or all.")] = Which.all,
     rounds: Annotated[int, typer.Option(min=2, help="Rounds of steps.")] = 9,
     within: Annotated[float | None, typer.Option(help="Seconds after which no case is started.")] = None,
     small: Annotated[bool, typer.Option("--small", help="Tiny parameters: a check that this runs.")] = False,
-    plot: Annotated[Path | None, typer.Option(help="Draw the result.")] = None,
 ) -> None:
     """Measure, print, and keep the numbers in results/optimizer_step_<device>.json, case by case."""
     budget = Budget(within)
@@ -416,8 +390,6 @@ def main(
     Console(width=170).print(table(keeper.found, bandwidth))
     for one in left_out:
         print("left out:", ", ".join(f"{key} {value}" for key, value in one.items()))
-    if plot is not None:
-        draw(keeper.found, plot)
     if failed(left_out):
         raise typer.Exit(1)
 

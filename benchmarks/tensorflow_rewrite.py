@@ -4,7 +4,7 @@ Compared are float32, the whole step rewritten by polyamp, Keras' own mixed_bflo
 each way the time of a step, interleaved; for polyamp's, the time to decide and write the graph and, in float16 too, the
 casts and the bytes that the graph's operations read and write, as if nothing was fused.
 
-    python benchmarks/tensorflow_rewrite.py [--quick] [--plot FILE]
+    python benchmarks/tensorflow_rewrite.py [--quick]
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Annotated, Any
 
 os.environ.setdefault("KERAS_BACKEND", "tensorflow")
@@ -142,36 +141,8 @@ def moves(row: Row, policy: str) -> float:
     return float(row.get(f"{policy}: bytes_moved_ratio", 0))
 
 
-def draw(found: list[Row], file: Path) -> None:
-    """Draw each model's steps and the bytes that its graphs move, ratio to float32."""
-    from matplotlib import pyplot
-
-    def bars(axis: Any, series: dict[str, list[float]], title: str) -> None:
-        for shift, (label, heights) in enumerate(series.items()):
-            places = [index + 0.8 * ((shift + 0.5) / len(series) - 0.5) for index in range(len(MODELS))]
-            axis.bar(places, heights, width=0.8 / len(series), label=label)
-        axis.set_xticks(range(len(MODELS)), list(MODELS), fontsize=8)
-        axis.axhline(1, color="grey", linewidth=0.8)
-        axis.set_title(title)
-        axis.set_ylim(0, 1.25 * axis.get_ylim()[1])
-        axis.legend(fontsize=8, ncols=2, loc="upper left")
-
-    row = {(one["model"], one["variant"]): one for one in found}
-    figure, axes = pyplot.subplots(1, 2, figsize=(12, 3.8), layout="constrained")
-    ways = ("polyamp", "Keras policy", "TensorFlow's pass")
-    steps = {way: [row[model, way]["step_ms"] / row[model, "float32"]["step_ms"] for model in MODELS] for way in ways}
-    bars(axes[0], steps, "time of a step in bfloat16, ratio to float32")
-    moved_by = {
-        f"polyamp, {policy.removeprefix('mixed_')}": [moves(row[model, "polyamp"], policy) for model in MODELS]
-        for policy in ("mixed_float16", "mixed_bfloat16")
-    }
-    bars(axes[1], moved_by, "bytes moved, ratio to float32")
-    figure.savefig(file, dpi=110)
-
-
 def main(
     quick: Annotated[bool, typer.Option(help="few rounds, and only the small models")] = False,
-    plot: Annotated[Path | None, typer.Option(help="draw the result")] = None,
 ) -> None:
     names = list(MODELS)[:4] if quick else list(MODELS)
     found = [row for name in names for row in rows(name, rounds=4 if quick else 15)]
@@ -180,8 +151,6 @@ def main(
         device = "gpu" if tf.config.list_physical_devices("GPU") else "cpu"
         versions = {"tensorflow": tf.__version__, "keras": keras.__version__, "polyamp": polyamp.__version__}
         keep(f"tensorflow_rewrite_{device}", versions, {"policy": POLICY, "rows": found})
-    if plot is not None and not quick:
-        draw(found, plot)
 
 
 if __name__ == "__main__":

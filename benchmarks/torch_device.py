@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
+from torch.utils.flop_counter import FlopCounterMode
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 CHECK_ONLY = "small sizes on a CPU: a check that this program runs, not a result"
@@ -191,3 +192,42 @@ def noting_failures(left_out: list[Row], **case: Any) -> Any:
         message = str(error).strip().splitlines() or [""]
         left_out.append({**case, "reason": f"{type(error).__name__}: {message[0][:300]}"})
     free_memory()
+
+
+FORMATS = {"float32": torch.float32, "TF32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def use_tf32(on: bool) -> None:
+    """Turn TensorFloat-32 on or off for products and for convolutions.
+
+    PyTorch's own defaults are off for products and on for convolutions. These are the two older switches, and
+    no other is set: PyTorch >= 2.9 raises if they are mixed with ``fp32_precision`` or ``matmul.allow_tf32``.
+    """
+    torch.set_float32_matmul_precision("high" if on else "highest")
+    torch.backends.cudnn.allow_tf32 = on
+
+
+def matmul_peaks(size: int) -> dict[str, float]:
+    """Return the measured operations per second of one large product in each format (not the promised ones)."""
+    return {name: _matmul_rate(size, dtype, tf32=name == "TF32") for name, dtype in FORMATS.items()}
+
+
+def _matmul_rate(size: int, dtype: torch.dtype, tf32: bool) -> float:
+    use_tf32(tf32)
+    one, other = (torch.randn(size, size, device=DEVICE).to(dtype) for _ in range(2))
+    rates = []
+    for _ in range(13):
+        settle()
+        start = time.perf_counter()
+        for _ in range(5):
+            one @ other
+        settle()
+        rates.append(5 * 2 * size**3 / (time.perf_counter() - start))
+    return statistics.median(rates[3:])
+
+
+def operations(run: Callable[[], Any]) -> int:
+    """Count the multiplications and additions of one call's products, convolutions and attention."""
+    with FlopCounterMode(display=False) as counter:
+        run()
+    return int(counter.get_total_flops())

@@ -3,7 +3,7 @@
 For each way to train: the time of a forward and backward pass, of the first call (capture, compile), the bytes kept for
 the backward pass in eager mode, and the error of the gradients against float64.
 
-    python benchmarks/torch_rewrite.py [--quick] [--plot docs/images/torch_rewrite.png]
+    python benchmarks/torch_rewrite.py [--quick]
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import warnings
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from itertools import pairwise
-from pathlib import Path
 from typing import Annotated, Any
 
 import torch
@@ -191,29 +190,6 @@ def table(found: Iterable[Row]) -> Table:
     return shown
 
 
-def draw(found: list[Row], file: Path) -> None:
-    """Draw each model in bfloat16: time of a step, ratio to autocast, and bytes kept, ratio to float32."""
-    from matplotlib import pyplot
-
-    row = {(one["model"], one["way"]): one for one in found if one["format"] == "bfloat16"}
-    models = list(dict.fromkeys(model for model, _ in row))
-    kept = {way: [row[model, way]["saved_bytes"] / row[model, "float32"]["saved_bytes"] for model in models]
-            for way in ("autocast", "rewrite")}  # fmt: skip
-    steps = {way: [row[model, way]["ratio"] for model in models] for way in ("float32", "rewrite", "backend")}
-    titles = {"time of a step under inductor, ratio to autocast": steps, "bytes kept, ratio to float32": kept}
-    figure, axes = pyplot.subplots(1, 2, figsize=(10, 3.4), layout="constrained")
-    for axis, (title, series) in zip(axes, titles.items(), strict=True):
-        for shift, (way, heights) in enumerate(series.items()):
-            places = [index + 0.8 * ((shift + 0.5) / len(series) - 0.5) for index in range(len(models))]
-            axis.bar(places, heights, width=0.8 / len(series), label=way)
-        axis.set_xticks(range(len(models)), models)
-        axis.axhline(1, color="grey", linewidth=0.8)
-        axis.set_title(title)
-        axis.set_ylim(0, 1.25 * axis.get_ylim()[1])
-        axis.legend(fontsize=8, ncols=3, loc="upper left")
-    figure.savefig(file, dpi=110)
-
-
 def where() -> str:
     """Return the machine and the version of PyTorch."""
     known = machine()
@@ -227,7 +203,6 @@ def main(
     rounds: Annotated[int, typer.Option(min=2, help="Rounds of steps.")] = 15,
     scale: Annotated[int, typer.Option(min=1, help="Multiplies widths and batches, for a GPU.")] = 1,
     quick: Annotated[bool, typer.Option("--quick", help="Two rounds; no results are kept.")] = False,
-    plot: Annotated[Path | None, typer.Option(help="Draw the result.")] = None,
 ) -> None:
     """Measure, print, and keep the numbers in results/torch_rewrite_<device>.json."""
     warnings.filterwarnings("ignore", message="dynamo_pgo force disabled")
@@ -241,8 +216,6 @@ def main(
     if not quick:
         versions = {"polyamp": polyamp.__version__, "torch": torch.__version__}
         keep(f"torch_rewrite_{DEVICE}", versions, {"scale": scale, "threads": torch.get_num_threads(), "rows": found})
-    if plot is not None:
-        draw(found, plot)
 
 
 if __name__ == "__main__":

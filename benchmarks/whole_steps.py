@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import statistics
 import time
@@ -10,8 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import typer
-from budget import Budget, Estimate
-from interleave import Timing, calls_in, compared, turns
+from interleave import Budget, Estimate, Timing, calls_in, compared, turns
 from keeping import Keeper, Row
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
@@ -250,28 +250,21 @@ def losses_table(found: list[Row], title: str) -> Table:
     return made
 
 
-def draw(found: list[Row], file: Path, memory: str = "peak_bytes") -> None:
-    """Draw every variant's time and memory, ratio to TF32 in the same way."""
-    from matplotlib.figure import Figure
-
-    value = {(row["model"], row["way"], row["variant"]): row for row in found}
-    places = list(dict.fromkeys((model, way) for model, way, _ in value))
-    variants = [variant for variant in dict.fromkeys(variant for _, _, variant in value) if variant != "TF32"]
-    width = 0.8 / max(1, len(variants))
-    figure = Figure(figsize=(11, 7), layout="constrained")
-    for axis, key in zip(figure.subplots(2, 1, sharex=True), ("ms", memory), strict=True):
-        for index, variant in enumerate(variants):
-            at = [number + width * (index + 0.5) - 0.4 for number in range(len(places))]
-            heights = [ratio_to_tf32(value, (*place, variant), key) for place in places]
-            axis.bar(at, heights, width, label=variant)
-        axis.set_xticks(range(len(places)), ["\n".join(place) for place in places])
-        axis.axhline(1, color="grey", linewidth=0.8)
-        axis.set_title(f"{'time of a training step' if key == 'ms' else 'peak memory'}, ratio to TF32")
-    figure.legend(*axis.get_legend_handles_labels(), loc="outside lower center", ncols=len(variants), frameon=False)
-    figure.savefig(file, dpi=110)
+PUBLISHED = Path(__file__).parent / "published.json"
 
 
-def ratio_to_tf32(value: dict[tuple[str, ...], Row], place: tuple[str, ...], key: str) -> float:
-    """Return the ratio; 0 if one of the two was not measured."""
-    own, base = (value.get(one, {}).get(key) for one in (place, (*place[:2], "TF32")))
-    return own / base if own and base else 0.0
+def published(models: Iterable[str]) -> list[dict[str, Any]]:
+    """Return what others have measured of these models."""
+    rows = json.loads(PUBLISHED.read_text())["rows"]
+    return [row for model in dict.fromkeys(models) for row in rows if row["model"] == model]
+
+
+def published_table(models: Iterable[str]) -> Table:
+    """Return a table of others' numbers."""
+    headings = ("model", "GPU", "batch", "float32 or TF32", "mixed", "ratio", "of")
+    shown = Table(*headings, title="published by others, on their machines", box=SIMPLE_HEAD)
+    for row in published(models):
+        plain = f"{row['baseline']} {row['baseline_rate']:g}"
+        mixed = f"{row['mixed']} {row['mixed_rate']:g} {row['unit']}"
+        shown.add_row(row["model"], row["gpu"], str(row["batch"]), plain, mixed, f"{row['ratio']:.2f}", row["source"])
+    return shown

@@ -105,20 +105,6 @@ def test_bytes_of_formats(form: str, size: int) -> None:
     assert hlo.Array(form, (3,)).bytes == size
 
 
-@pytest.mark.parametrize(
-    ("op_name", "scope"),
-    [
-        ("jit(step)/jvp(MLP)/Dense_0/add", "forward MLP/Dense_*"),
-        ("jit(step)/transpose(jvp(MLP))/Dense_12/transpose", "backward MLP/Dense_*"),
-        ("jit(step)/jvp(LSTM)/RNN_0/while/body/closed_call/Cell_0/mul", "forward LSTM/RNN_*/Cell_*"),
-        ("jit(step)/mul", "update"),
-        ("", "update"),
-    ],
-)
-def test_scope_of_an_operation(op_name: str, scope: str) -> None:
-    assert hlo.scope(op_name) == scope
-
-
 @pytest.mark.compilers
 def test_program_that_is_compiled_now_is_counted_as_xla_counts_it() -> None:
     """It needs another process, because it sets JAX's platforms."""

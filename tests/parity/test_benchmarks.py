@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,27 +11,17 @@ import pytest
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 sys.path.append(str(BENCHMARKS))
 
-from budget import Budget, Estimate  # noqa: E402
+from interleave import Budget, Estimate  # noqa: E402
 from keeping import Keeper  # noqa: E402
-from published import published  # noqa: E402
 from torch_tasks import TASKS  # noqa: E402
-from whole_steps import Case, base_of, chosen, settled, skips_between  # noqa: E402
-
-ROW = {
-    *(
-        "model",
-        "way",
-        "variant",
-        "ms",
-        "ratio",
-        "ratio_10_to_90_percent",
-        "compared_with",
-        "times_float32",
-        "times_tf32",
-    ),
-    *("samples_per_second", "share_of_peak", "operations", "peak_bytes", "host_syncs", "skip_rate", "rounds"),
-    *("first_steps", "build_seconds"),
-}
+from whole_steps import (  # noqa: E402
+    Case,
+    base_of,
+    chosen,
+    published,
+    settled,
+    skips_between,
+)
 
 
 class Clock:
@@ -68,22 +55,6 @@ def case(keeper: Any, budget: Budget) -> Case:
 def keeper(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Keeper:
     monkeypatch.setattr("keeping.RESULTS", tmp_path)
     return Keeper("kept", {})
-
-
-def test_whole_steps_are_kept_with_every_meter_and_with_what_was_left_out(tmp_path: Path) -> None:
-    environment = {**os.environ, "POLYAMP_RESULTS": str(tmp_path), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    environment["PYTHONSAFEPATH"] = ""  # it imports the others from its own folder
-    command = [sys.executable, BENCHMARKS / "end_to_end.py", "--small", "--model", "resnet", "--ways", "eager"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    kept = json.loads((tmp_path / "end_to_end_small.json").read_text())
-    variants = ["float32", "TF32", *(f"{by} {low}" for low in ("bfloat16", "float16") for by in ("native", "polyamp"))]
-    assert [row["variant"] for row in kept["rows"]] == variants
-    assert all(row.keys() == ROW for row in kept["rows"])
-    assert kept["left_out"] == []
-    assert kept["check_only"]
-    assert set(kept["peak_operations_per_second"]) == {"float32", "TF32", "bfloat16", "float16"}
-    assert "NVIDIA DeepLearningExamples" in done.stdout
 
 
 def test_variants_that_do_not_fit_are_listed_with_the_reason(keeper: Keeper) -> None:
@@ -122,26 +93,12 @@ def test_too_little_memory_is_left_out_and_is_no_failure(keeper: Keeper) -> None
     assert keeper.failed == []
 
 
-def test_rows_of_an_earlier_run_stay_until_they_are_measured_again(keeper: Keeper) -> None:
-    keeper.add([{"model": "one", "way": "eager", "variant": "TF32", "ms": 1.0}])
-    keeper.leave_out({"model": "two", "way": "eager", "variant": "TF32"}, "no time")
-    again = Keeper("kept", {})
-    again.add([{"model": name, "way": "eager", "variant": "TF32", "ms": 2.0} for name in ("two", "one")])
-    assert [(row["model"], row["ms"]) for row in again.rows] == [("two", 2.0), ("one", 2.0)]
-    assert again.left_out == []
-    assert Keeper("kept", {"torch": "another"}).rows == []
-
-
 def test_estimate_is_a_guess_until_a_part_has_run() -> None:
     estimate = Estimate(40.0)
     assert estimate.seconds == 40.0
     for taken in (3.0, 7.0, 5.0):
         estimate.learn(taken)
     assert estimate.seconds == 7.0
-
-
-def test_budget_without_a_number_fits_all() -> None:
-    assert Budget().fits(1e9)
 
 
 def test_variants_are_compared_with_their_own_format() -> None:

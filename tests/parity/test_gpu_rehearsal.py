@@ -27,4 +27,6 @@ def test_parts_run_from_a_checkout_that_nobody_installed(tmp_path: Path) -> None
     assert kept["optimizer_step_small.json"]["left_out"] == []
     assert {row["variant"] for row in kept["optimizer_step_small.json"]["rows"]} >= {"native fused", "polyamp"}
     assert {row["variant"] for row in kept["jax_skip_small.json"]["timings"]} >= {"plain adam", "cond, apply_gradients"}
-    assert {row["variant"] for row in kept["end_to_end_small.json"]["rows"]} >= {"float32", "polyamp float16"}
+    rows = kept["end_to_end_small.json"]["rows"]
+    assert {row["variant"] for row in rows} >= {"float32", "TF32", "native float16", "polyamp float16"}
+    assert all(row.keys() >= {"ms", "ratio", "samples_per_second", "peak_bytes", "skip_rate"} for row in rows)

@@ -10,13 +10,12 @@ from polyamp.errors import PolyampError, PolyampWarning
 from polyamp.loss_scale import LossScale, LossScaleState, advance
 from polyamp.plan import Plan
 from polyamp.policies import Policy, current_policy, policy, set_global_policy
+from polyamp.regions import autocast
 from polyamp.result import StepResult
+from polyamp.rewriting import explain, rewrite
 from polyamp.verbs import (
-    autocast,
     convert,
-    explain,
     load_loss_scale,
-    rewrite,
     save_loss_scale,
     scale_loss,
     value_and_grad,

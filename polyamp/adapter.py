@@ -22,7 +22,7 @@ from contextlib import AbstractContextManager
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-from polyamp.registry import Registered
+from polyamp.registry import Registered, Tree
 
 if TYPE_CHECKING:
     from polyamp.diagnosis.facts import Facts
@@ -48,7 +48,7 @@ class Adapter(Registered, Protocol):
             UsageError: it is wrapped already.
         """
 
-    def scale_loss(self, loss: Any, holder: Any) -> Any:
+    def scale_loss(self, loss: Tree, holder: Any) -> Tree:
         """Return ``loss`` in float32 times the loss scale of ``holder`` (a wrapped optimizer, or its state)."""
 
     def loss_scale_of(self, holder: Any) -> tuple[LossScale, LossScaleState]:
@@ -58,7 +58,7 @@ class Adapter(Registered, Protocol):
             PolyampError: ``holder`` has no loss scale, or several.
         """
 
-    def load_loss_scale(self, holder: Any, saved: Mapping[str, Any]) -> Any:
+    def load_loss_scale(self, holder: Tree, saved: Any) -> Tree:
         """Return ``holder`` with the saved state: the same object if it is mutable, else a new one."""
 
 
@@ -110,7 +110,7 @@ class Explain(Protocol):
 class Convert(Protocol):
     """``convert``, for a framework whose models store their precision."""
 
-    def __call__(self, model: Any, policy: Policy) -> Any:
+    def __call__(self, model: Tree, policy: Policy) -> Tree:
         """Return ``model`` itself, with its parameters or layers set to ``policy``."""
 
 

@@ -1,4 +1,4 @@
-"""Regions of ambient autocast, and functions that run in a region; the public entry is `polyamp.autocast`.
+"""Regions of ambient autocast, and functions that run in a region: `autocast`.
 
 A region is the code in a ``with`` block. Entering it makes a policy the current one and enters the autocast of every
 loaded framework that has one; leaving it undoes both. For example, with torch loaded::
@@ -11,23 +11,116 @@ loaded framework that has one; leaving it undoes both. For example, with torch l
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from contextvars import ContextVar
-from typing import Any, TypeVar
+from typing import Any, TypeVar, overload
 
 from polyamp import registry
 from polyamp.adapter import AutocastContext
 from polyamp.dispatch import AUTOCAST_CONTEXT, AUTOCAST_FUNCTION, TRACED_CONTEXT
-from polyamp.errors import UnsupportedError
+from polyamp.errors import InvalidTypeError, UnsupportedError
+from polyamp.formats import name_of_dtype
 from polyamp.policies import Policy
+from polyamp.policies import policy as make_policy
 from polyamp.registry import Registered
 from polyamp.reports import chosen_policy
+from polyamp.validation import brief
 
 Fn = TypeVar("Fn", bound=Callable[..., Any])
 
 # One variable for all objects, because a context keeps every variable that was ever set in it.
 _entered: ContextVar[tuple[ExitStack, ...]] = ContextVar("polyamp_autocast", default=())
+
+
+@overload
+def autocast(
+    target: Policy | str | None = None,
+    policy: Policy | str | None = None,
+    *,
+    backend: str | None = None,
+) -> Autocast: ...
+@overload
+def autocast(
+    target: Fn,
+    policy: Policy | str | None = None,
+    *,
+    backend: str | None = None,
+    argnums: int | Sequence[int] | None = None,
+) -> Fn: ...
+def autocast(
+    target: Any = None,
+    policy: Policy | str | None = None,
+    *,
+    backend: str | None = None,
+    argnums: int | Sequence[int] | None = None,
+    **mistaken: Any,
+) -> Any:
+    """Run operations in the formats of a policy: ``with autocast(policy):``, or as a decorator.
+
+    >>> import torch
+    >>> with autocast("mixed_bfloat16"):
+    ...     print(torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype)
+    torch.bfloat16
+
+    Args:
+        target: a policy or its name, for a context that every loaded framework with ambient autocast enters; or a
+            function or module to run under autocast.
+        policy: the policy of a function; or, as a keyword, of a context or decorator. Bound now if given, else the
+            current policy at each call.
+        backend: one framework's name, to affect only that one.
+        argnums: for a function in JAX: the positions of its arguments that are parameters, the first by default. Other
+            float32 arguments stay float32 next to 16-bit values.
+        **mistaken: arguments of other libraries' autocast, such as ``dtype=``, ``device_type=`` and ``enabled=``:
+            refused, with a hint at what to write instead.
+
+    Returns:
+        A context manager that can be entered again and in several threads, and used as a decorator; or the transformed
+        function.
+
+    Raises:
+        InvalidTypeError: there are two policies, or an argument of another library's autocast.
+        UnsupportedError: no loaded framework has this kind of autocast.
+    """
+    if mistaken:
+        raise _another_autocast(mistaken)
+    bound = None if policy is None else make_policy(policy)
+    if callable(target) and not isinstance(target, Policy) and name_of_dtype(target) is None:
+        return autocast_function(target, bound, backend, {} if argnums is None else {"argnums": argnums})
+    if argnums is not None:
+        raise InvalidTypeError(
+            "argnums needs a function",
+            where="autocast(policy, argnums=)",
+            found=brief(argnums),
+            allowed="autocast(function, policy, argnums=)",
+            fix="pass the function too, or leave argnums out",
+        )
+    if target is not None and policy is not None:
+        raise InvalidTypeError(
+            "autocast takes one policy",
+            where="autocast(target, policy)",
+            found=f"{brief(target)} and {brief(policy)}",
+            allowed="autocast(policy), or autocast(function, policy)",
+            fix="leave one of the two out",
+        )
+    region = Autocast(bound if target is None else make_policy(target), backend)
+    return region.traced() or region
+
+
+def _another_autocast(mistaken: Mapping[str, Any]) -> InvalidTypeError:
+    """Return the error for ``autocast(dtype=...)`` and the like, which torch's autocast takes."""
+    name = name_of_dtype(mistaken.get("dtype"))
+    instead = f"mixed_{name}" if name in ("float16", "bfloat16") else "mixed_float16"
+    fix = f'write polyamp.autocast("{instead}"): a policy names the formats, and every device is covered'
+    if mistaken.get("enabled") is False:
+        fix = 'write polyamp.autocast("float32") for a region in float32'
+    return InvalidTypeError(
+        "autocast takes a policy",
+        where="autocast(policy)",
+        found=", ".join(f"{key}={brief(value)}" for key, value in mistaken.items()),
+        allowed="autocast(policy), autocast(function, policy), and backend=",
+        fix=fix,
+    )
 
 
 class Autocast:

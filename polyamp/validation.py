@@ -25,6 +25,12 @@ def kind_of(value: object) -> str:
     return f"{type(value).__module__}.{type(value).__qualname__}"
 
 
+def brief(value: object) -> str:
+    """Return a value's text for an error; for an array, its type alone."""
+    text = repr(value)
+    return text if len(text) < 80 and "\n" not in text else f"a {kind_of(value)}"
+
+
 def wrong_type(
     found: object, *, where: str, allowed: str, fix: str, what: str = "argument of the wrong type"
 ) -> InvalidTypeError:

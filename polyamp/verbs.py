@@ -1,27 +1,117 @@
-"""The public verbs. Each one finds the adapter of its arguments and calls it."""
+"""The verbs for optimizers, models and losses. Each one finds the adapter of its arguments and calls it."""
 
 from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypeVar, overload
 
-from polyamp import registry
-from polyamp.deferred import RewrittenAtFirstCall
-from polyamp.dispatch import CONVERT, EXPLAIN, REWRITE, SAVE_LOSS_SCALE, VALUE_AND_GRAD, adapter_for, offering
+from polyamp.dispatch import CONVERT, SAVE_LOSS_SCALE, VALUE_AND_GRAD, adapter_for
 from polyamp.errors import InvalidTypeError
-from polyamp.formats import name_of_dtype
 from polyamp.loss_scale import LossScale
-from polyamp.plan import Plan
 from polyamp.policies import Policy
 from polyamp.policies import policy as make_policy
-from polyamp.regions import Autocast, autocast_function
-from polyamp.registry import Registered
-from polyamp.reports import chosen_policy
-from polyamp.validation import check_callable, check_options, kind_of, norm_limit
+from polyamp.validation import brief, check_options, norm_limit
+
+if TYPE_CHECKING:
+    import optax
+
+    from polyamp.backends.keras.steps.optimizer import LossScaledOptimizer as KerasOptimizer
+    from polyamp.backends.tensorflow.steps.optimizer import LossScaledOptimizer as TensorFlowOptimizer
+    from polyamp.backends.torch.steps.optimizer import LossScaledOptimizer as TorchOptimizer
+
+Object = TypeVar("Object")
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
+# What an overload takes is known by the attributes that only one framework's objects have. A framework's own type would
+# be `Any` for a type checker that does not find the framework, and would match the objects of all others.
+class _TorchLike(Protocol):
+    @property
+    def param_groups(self) -> Any: ...
+
+
+class _OptaxLike(Protocol):
+    @property
+    def init(self) -> Any: ...
+    @property
+    def update(self) -> Any: ...
+
+
+class _KerasLike(Protocol):
+    @property
+    def apply(self) -> Any: ...
+    @property
+    def learning_rate(self) -> Any: ...
+
+
+class _TensorFlowLike(Protocol):
+    @property
+    def compute_gradients(self) -> Any: ...
+
+
+@overload
+def wrap_optimizer(
+    optimizer: _TorchLike,
+    policy: Policy | str | None = None,
+    *,
+    loss_scale: LossScale | float | str | None = None,
+    max_grad_norm: float | None = None,
+    backend: str | None = None,
+    **options: Any,
+) -> TorchOptimizer: ...
+@overload
+def wrap_optimizer(
+    optimizer: Sequence[_TorchLike],
+    policy: Policy | str | None = None,
+    *,
+    loss_scale: LossScale | float | str | None = None,
+    max_grad_norm: float | None = None,
+    backend: str | None = None,
+    **options: Any,
+) -> list[TorchOptimizer]: ...
+@overload
+def wrap_optimizer(
+    optimizer: _KerasLike,
+    policy: Policy | str | None = None,
+    *,
+    loss_scale: LossScale | float | str | None = None,
+    max_grad_norm: float | None = None,
+    backend: str | None = None,
+    **options: Any,
+) -> KerasOptimizer: ...
+@overload
+def wrap_optimizer(
+    optimizer: _TensorFlowLike,
+    policy: Policy | str | None = None,
+    *,
+    loss_scale: LossScale | float | str | None = None,
+    max_grad_norm: float | None = None,
+    backend: str | None = None,
+    **options: Any,
+) -> TensorFlowOptimizer: ...
+@overload
+def wrap_optimizer(
+    optimizer: _OptaxLike,
+    policy: Policy | str | None = None,
+    *,
+    loss_scale: LossScale | float | str | None = None,
+    max_grad_norm: float | None = None,
+    backend: str | None = None,
+    **options: Any,
+) -> optax.GradientTransformationExtraArgs: ...
+@overload
+def wrap_optimizer(
+    optimizer: object,
+    policy: Policy | str | None = None,
+    *,
+    loss_scale: LossScale | float | str | None = None,
+    max_grad_norm: float | None = None,
+    backend: str | None = None,
+    **options: Any,
+) -> Any: ...
 def wrap_optimizer(
     optimizer: Any,
     policy: Policy | str | None = None,
@@ -101,13 +191,13 @@ def _check_made(optimizer: object) -> None:
     raise InvalidTypeError(
         what,
         where="wrap_optimizer(optimizer)",
-        found=_shown(optimizer),
+        found=brief(optimizer),
         allowed="a torch.optim.Optimizer, an optax GradientTransformation, a Keras 3 or tf.compat.v1.train optimizer",
         fix=fix,
     )
 
 
-def convert(model: Any, policy: Policy | str | None = None, *, backend: str | None = None) -> Any:
+def convert(model: Object, policy: Policy | str | None = None, *, backend: str | None = None) -> Object:
     """Set a model to a policy: a torch module's stored parameters, or a built Keras model's layer policies.
 
     >>> import torch
@@ -132,7 +222,7 @@ def convert(model: Any, policy: Policy | str | None = None, *, backend: str | No
     return CONVERT.of(adapter)(model, make_policy(policy))
 
 
-def scale_loss(loss: Any, holder: Any) -> Any:
+def scale_loss(loss: Object, holder: Any) -> Object:
     """Return the loss in float32 times the current loss scale.
 
     >>> import torch
@@ -174,7 +264,7 @@ def save_loss_scale(holder: Any, *, like: str | None = None) -> dict[str, Any]:
     return settings.to_state_dict(state, like=like)
 
 
-def load_loss_scale(holder: Any, saved: Mapping[str, Any]) -> Any:
+def load_loss_scale(holder: Object, saved: Any) -> Object:
     """Continue from a loss-scale state saved by `save_loss_scale` or by another library, in this framework or another.
 
     Returns:
@@ -187,13 +277,13 @@ def load_loss_scale(holder: Any, saved: Mapping[str, Any]) -> Any:
 
 
 def value_and_grad(
-    fun: Callable[..., Any],
+    fun: Callable[P, T],
     policy: Policy | str | None = None,
     has_aux: bool = False,
     *,
     argnums: int | Sequence[int] = 0,
     backend: str | None = None,
-) -> Callable[..., Any]:
+) -> Callable[Concatenate[Any, P], tuple[T, Any]]:
     """Differentiate a loss function under a policy. The loss is returned unscaled, the gradients still scaled.
 
     The function receives parameters and arguments in the compute format. Gradients have the parameters' own format.
@@ -228,181 +318,4 @@ def value_and_grad(
         transformed = VALUE_AND_GRAD.of(adapter, options)(fun, bound, has_aux, **options)
         return transformed(opt_state, params, *args, **kwargs)
 
-    return differentiated
-
-
-def autocast(
-    target: Any = None,
-    policy: Policy | str | None = None,
-    *,
-    backend: str | None = None,
-    argnums: int | Sequence[int] | None = None,
-    **mistaken: Any,
-) -> Any:
-    """Run operations in the formats of a policy: ``with autocast(policy):``, or as a decorator.
-
-    >>> import torch
-    >>> with autocast("mixed_bfloat16"):
-    ...     print(torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype)
-    torch.bfloat16
-
-    Args:
-        target: a policy or its name, for a context that every loaded framework with ambient autocast enters; or a
-            function or module to run under autocast.
-        policy: the policy of a function; or, as a keyword, of a context or decorator. Bound now if given, else the
-            current policy at each call.
-        backend: one framework's name, to affect only that one.
-        argnums: for a function in JAX: the positions of its arguments that are parameters, the first by default. Other
-            float32 arguments stay float32 next to 16-bit values.
-        **mistaken: arguments of other libraries' autocast, such as ``dtype=``, ``device_type=`` and ``enabled=``:
-            refused, with a hint at what to write instead.
-
-    Returns:
-        A context manager that can be entered again and in several threads, and used as a decorator; or the transformed
-        function.
-
-    Raises:
-        InvalidTypeError: there are two policies, or an argument of another library's autocast.
-        UnsupportedError: no loaded framework has this kind of autocast.
-    """
-    if mistaken:
-        raise _another_autocast(mistaken)
-    bound = None if policy is None else make_policy(policy)
-    if callable(target) and not isinstance(target, Policy) and name_of_dtype(target) is None:
-        return autocast_function(target, bound, backend, _given(argnums=argnums))
-    if argnums is not None:
-        raise InvalidTypeError(
-            "argnums needs a function",
-            where="autocast(policy, argnums=)",
-            found=_shown(argnums),
-            allowed="autocast(function, policy, argnums=)",
-            fix="pass the function too, or leave argnums out",
-        )
-    if target is not None and policy is not None:
-        raise InvalidTypeError(
-            "autocast takes one policy",
-            where="autocast(target, policy)",
-            found=f"{_shown(target)} and {_shown(policy)}",
-            allowed="autocast(policy), or autocast(function, policy)",
-            fix="leave one of the two out",
-        )
-    region = Autocast(bound if target is None else make_policy(target), backend)
-    return region.traced() or region
-
-
-def _another_autocast(mistaken: Mapping[str, Any]) -> InvalidTypeError:
-    """Return the error for ``autocast(dtype=...)`` and the like, which torch's autocast takes."""
-    name = name_of_dtype(mistaken.get("dtype"))
-    instead = f"mixed_{name}" if name in ("float16", "bfloat16") else "mixed_float16"
-    fix = f'write polyamp.autocast("{instead}"): a policy names the formats, and every device is covered'
-    if mistaken.get("enabled") is False:
-        fix = 'write polyamp.autocast("float32") for a region in float32'
-    return InvalidTypeError(
-        "autocast takes a policy",
-        where="autocast(policy)",
-        found=", ".join(f"{key}={_shown(value)}" for key, value in mistaken.items()),
-        allowed="autocast(policy), autocast(function, policy), and backend=",
-        fix=fix,
-    )
-
-
-def _shown(value: object) -> str:
-    """Return a value's text for an error; for an array, its type alone."""
-    text = repr(value)
-    return text if len(text) < 80 and "\n" not in text else f"a {kind_of(value)}"
-
-
-def rewrite(
-    fn: Any = None,
-    /,
-    *args: Any,
-    policy: Policy | str | None = None,
-    backend: str | None = None,
-    jit_compile: bool | None = None,
-    argnums: int | Sequence[int] | None = None,
-    **kwargs: Any,
-) -> Any:
-    """Rewrite a function or model so that its operations run in the formats of a policy, and report what was decided.
-
-    >>> import jax
-    >>> fast = rewrite(lambda w, x: x @ w, jax.numpy.ones((2, 3)), jax.numpy.ones((4, 2)), policy="mixed_float16")
-    >>> fast.plan.totals["by_format"]
-    {'float16': 1}
-
-    Args:
-        fn: the function or model; without it, a decorator: ``@rewrite(policy="mixed_bfloat16")``.
-        *args: example arguments. Without them, ``fn`` is rewritten at its first call if it does not show its framework
-            itself.
-        policy: a policy or its name; None is the current policy when ``fn`` is rewritten.
-        backend: the framework's name, if neither the function nor the arguments show it and several are loaded.
-        jit_compile: for TensorFlow: as in ``tf.function``.
-        argnums: for JAX: the positions of the arguments that are parameters, the first by default.
-        **kwargs: example keyword arguments.
-
-    Returns:
-        The replacement for ``fn``, with an attribute ``plan``; see the framework's own ``rewrite``.
-
-    Raises:
-        InvalidTypeError: ``fn`` is neither callable nor a graph, or no adapter knows the arguments.
-        UnsupportedError: the framework's adapter has no rewrite, or does not have these options.
-    """
-    chosen = None if policy is None else make_policy(policy)
-    options = _given(jit_compile=jit_compile, argnums=argnums)
-    if fn is None and not (args or kwargs):
-        return functools.partial(rewrite, policy=chosen, backend=backend, **options)
-    own = registry.adapter_of(fn)
-    _check_rewritable(fn, own, where="rewrite(fn)")
-    if args or kwargs or backend is not None or own is not None:
-        adapter = offering(REWRITE, backend, (fn, args, kwargs), where="rewrite(fn, *args)")
-        return REWRITE.of(adapter, options)(fn, args, kwargs, chosen_policy(chosen, "rewrite(fn)"), **options)
-    named = registry.adapter_named_in("rewrite", fn)
-    if named and getattr(named, "rewrites_unseen", False):  # rewrite now, so that a SavedModel finds the function
-        return REWRITE.of(named, options)(fn, (), {}, chosen_policy(chosen, "rewrite(fn)"), **options)
-    return RewrittenAtFirstCall(fn, chosen, options)
-
-
-def explain(
-    fn: Any,
-    /,
-    *args: Any,
-    policy: Policy | str | None = None,
-    backend: str | None = None,
-    engine: str | None = None,
-    **kwargs: Any,
-) -> Plan:
-    """List the format of every operation of a function or model under a policy, with its place and the reason.
-
-    The result prints as a table.
-
-    >>> import jax
-    >>> print(explain(lambda w, x: x @ w, jax.numpy.ones((2, 3)), jax.numpy.ones((4, 2)), policy="O1").policy)
-    mixed_float16
-
-    Args:
-        fn: the function or model.
-        *args: its arguments.
-        policy: a policy or its name; None is the current policy.
-        backend: the framework's name, if neither the function nor the arguments show it and several are loaded.
-        engine: what will run it: "rewrite", the default, or in PyTorch "autocast", which records one run under
-            `autocast`. A PyTorch model that is not a single graph is recorded too; the plan's ``engine`` reports that.
-        **kwargs: its keyword arguments.
-
-    Raises:
-        InvalidTypeError: ``fn`` is neither callable nor a graph, or no adapter knows the arguments.
-        UnsupportedError: the framework's adapter has no explain, or does not have this engine.
-    """
-    _check_rewritable(fn, registry.adapter_of(fn), where="explain(fn)")
-    adapter = offering(EXPLAIN, backend, (fn, args, kwargs), where="explain(fn, *args)")
-    options = {} if engine in (None, "rewrite") else {"engine": engine}
-    return EXPLAIN.of(adapter, options)(fn, args, kwargs, make_policy(policy), **options)
-
-
-def _given(**options: Any) -> dict[str, Any]:
-    """Return the options that are not None."""
-    return {name: value for name, value in options.items() if value is not None}
-
-
-def _check_rewritable(fn: object, adapter: Registered | None, *, where: str) -> None:
-    if not REWRITE.offered_by(adapter):
-        allowed = "a function, a model or a framework's graph"
-        check_callable(fn, where=where, allowed=allowed, fix="pass the function itself, then its arguments")
+    return differentiated  # type: ignore[return-value]  # it shows the type of ``fun``

@@ -31,7 +31,7 @@ from polyamp.backends.torch.steps.grad_scaler import GradScaler as PolyampGradSc
 from polyamp.backends.torch.unstable import constant_when_compiled
 from polyamp.errors import warn_deprecated, warn_once
 from polyamp.policies import policy
-from polyamp.verbs import autocast as polyamp_autocast
+from polyamp.regions import autocast as polyamp_autocast
 
 __all__ = [
     "GradScaler",

@@ -10,10 +10,10 @@ from types import FrameType
 
 import torch
 
-import polyamp
+from polyamp import errors
 
 _ADAPTER = str(Path(__file__).parent)
-_LIBRARIES = (str(Path(torch.__file__).parent), str(Path(polyamp.__file__).parent), _ADAPTER)
+_LIBRARIES = (str(Path(torch.__file__).parent), str(Path(errors.__file__).parent), _ADAPTER)
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)')
 
 

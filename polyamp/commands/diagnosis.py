@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from polyamp import verbs
+from polyamp import rewriting
 from polyamp.commands.show import show
 from polyamp.commands.target import step_of
 from polyamp.diagnosis import lint as linting
@@ -43,7 +43,7 @@ def explain(
     """Show the format of every operation of a step, and why. Exit code 3: a rule of the policy matches nothing."""
     step = step_of(target)
     chosen = looking.sixteen_bit(step.options.get("policy") if policy is None else policy)
-    plan = step.call(verbs.explain, policy=chosen, backend=backend, engine=engine)
+    plan = step.call(rewriting.explain, policy=chosen, backend=backend, engine=engine)
     show(plan, json, plot)
     _end(bool(plan.unused_rules))
 

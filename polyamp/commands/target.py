@@ -18,8 +18,8 @@ from polyamp.diagnosis.lint import lint
 from polyamp.diagnosis.verbs import probe
 from polyamp.equivalence.parity import parity
 from polyamp.errors import InvalidTypeError, InvalidValueError
+from polyamp.rewriting import explain
 from polyamp.validation import shown
-from polyamp.verbs import explain
 
 FORMS = 'a step; (step, *arguments); or {"step": step, "args": (...), "optimizer": ..., "policy": ...}'
 

@@ -23,8 +23,8 @@ from polyamp.errors import InvalidValueError
 from polyamp.layout import JsonReport, aligned, finite, plural, power, share
 from polyamp.policies import Policy
 from polyamp.policies import policy as make_policy
+from polyamp.rewriting import explain
 from polyamp.validation import check_range
-from polyamp.verbs import explain
 
 ROUNDS = 16
 """How often, at most, rules are added and the batches are run again. Each round keeps at least one more in float32."""

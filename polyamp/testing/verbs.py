@@ -34,6 +34,7 @@ from polyamp.dispatch import (
     TRAIN_DIGITS,
     VALUE_AND_GRAD,
     Verb,
+    adapter_for,
 )
 from polyamp.errors import InvalidTypeError
 from polyamp.formats import name_of_dtype
@@ -163,7 +164,7 @@ class OptionalVerbs:
         assert aux == 3
 
     def test_save_loss_scale_writes_what_loss_scale_of_reads(self, harness: Harness) -> None:
-        save, read = offered(SAVE_LOSS_SCALE, harness), registry.adapter_named(harness.name).loss_scale_of
+        save, read = offered(SAVE_LOSS_SCALE, harness), adapter_for(harness.name, None, where="a test").loss_scale_of
         holder = harness.start(random_arrays(0), FLOAT16, loss_scale=LossScale.like("torch")).holder
         settings, state = read(holder)
         assert save(holder) == settings.to_state_dict(state)

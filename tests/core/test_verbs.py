@@ -9,7 +9,7 @@ import pytest
 
 import polyamp
 from polyamp import registry
-from polyamp.verbs import RewrittenAtFirstCall
+from polyamp.rewriting import RewrittenAtFirstCall
 
 
 @pytest.fixture

@@ -154,8 +154,12 @@ def unknown_options(
     fix: str = "leave it out",
     elsewhere: Mapping[str, str] | None = None,
 ) -> UnsupportedError:
-    """Return the error for options that do not exist, with a hint at the one that was meant."""
-    hint = did_you_mean((elsewhere or {}).get(unknown[0], unknown[0]), known)
+    """Return the error for options that do not exist, with the one that was meant, or a sentence from ``elsewhere``."""
+    meant = (elsewhere or {}).get(unknown[0], unknown[0])
+    if " " in meant:
+        hint, fix = "", meant
+    else:
+        hint = did_you_mean(meant, known)
     return UnsupportedError(
         "an option that does not exist here",
         where=where,
@@ -175,7 +179,6 @@ def check_choice(value: object, choices: Iterable[object], *, where: str, fix: s
 
 
 def check_master_weights(value: object) -> None:
-    """Refuse a value that is not True, False or None, for frameworks with plain float32 master weights only."""
-    choices = (None, True, False)
-    fix = 'give True or False; "remainder" and "stochastic" exist in PyTorch only'
-    check_choice(value, choices, where="wrap_optimizer(master_weights=)", fix=fix)
+    """Refuse a value that is not True, False or None."""
+    fix = "give True for float32 masters of 16-bit parameters, False for none, or leave it out"
+    check_choice(value, (None, True, False), where="wrap_optimizer(master_weights=)", fix=fix)

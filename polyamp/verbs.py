@@ -143,7 +143,7 @@ def wrap_optimizer(
         max_grad_norm: clip unscaled gradients to this global L2 norm (> 0); None does not clip.
         backend: the framework's name, if the object does not show it.
         **options: further options of that framework; docs/frameworks.md lists them. PyTorch: ``master_weights``,
-            ``skip_on_device``, ``fused_step``, ``process_group``, ``named_parameters``, ``share``. JAX: ``axis_name``,
+            ``fused_step``, ``process_group``, ``norm_group``, ``named_parameters``. JAX: ``axis_name``,
             ``master_weights``, ``skip``. TensorFlow and Keras: ``master_weights``.
 
     Raises:
@@ -158,7 +158,7 @@ def wrap_optimizer(
     _check_made(optimizer)
     adapter = adapter_for(backend, optimizer, where="wrap_optimizer(optimizer)")
     where = f"wrap_optimizer(optimizer) of {adapter.name}"
-    check_options(adapter.wrap_optimizer, options, where=where, elsewhere=_CLIPPING)
+    check_options(adapter.wrap_optimizer, options, where=where, elsewhere=_MEANT)
     return adapter.wrap_optimizer(
         optimizer,
         chosen,
@@ -168,11 +168,16 @@ def wrap_optimizer(
     )
 
 
-_CLIPPING = dict.fromkeys(
-    ("clipnorm", "global_clipnorm", "max_norm", "clip_grad_norm", "clip_norm", "grad_clip", "gradient_clip_val"),
-    "max_grad_norm",
-)
-"""Other libraries' names for clipping by the global norm, for errors."""
+_MEANT = {
+    **dict.fromkeys(
+        ("clipnorm", "global_clipnorm", "max_norm", "clip_grad_norm", "clip_norm", "grad_clip", "gradient_clip_val"),
+        "max_grad_norm",
+    ),
+    "skip_on_device": "fused_step",
+    "share": "PyTorch optimizers of one loss share its scale if they are wrapped together: "
+    "wrap_optimizer([first, second], policy)",
+}
+"""For errors: the option that other names stand for, or what to write without an option."""
 
 
 def _check_made(optimizer: object) -> None:

@@ -27,6 +27,19 @@ def to_numpy(tensor: torch.Tensor) -> NDArray[Any]:
     return tensor.numpy()
 
 
+def skipping_on_device(made: Any, wanted: bool | None = True) -> Any:
+    """Let fused optimizers skip in their own kernels on a CPU too, as they do on a GPU; or let the host decide.
+
+    Args:
+        made: a wrapped optimizer, or a list of them.
+        wanted: True, False or None, which is the choice without this function.
+    """
+    if wanted is not None:
+        for opt in made if isinstance(made, list) else [made]:
+            opt.stepper.on_device = wanted
+    return made
+
+
 class TorchSession:
     """One wrapped torch optimizer and its parameters."""
 

@@ -27,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 import polyamp
 from polyamp.backends.torch import LossScaledOptimizer
 from support.forked_ranks import run_ranks
-from support.torch_rounding import bits
+from support.torch_kinds import bits
 
 RANKS = {"alone": 1, "ddp": 2, "fsdp": 2, "fsdp_async": 2}  # by the kind of run
 STEPS = 9

@@ -26,24 +26,22 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import polyamp
 from polyamp.backends.torch import LossScaledOptimizer
 from support.harness_torch import OPTIMIZERS
-from support.torch_rounding import bits
+from support.torch_kinds import bits
 
 RANKS = 4
 
 
 class Case(NamedTuple):
-    """One kind of training. ``master_weights`` is the argument of `polyamp.wrap_optimizer`."""
+    """One kind of training."""
 
     name: str
     dtype: torch.dtype
-    master_weights: Any = None
     flat: bool = False
 
 
 CASES = [
     Case("adamw_fused", torch.float16),
-    Case("adam", torch.bfloat16, "remainder", flat=True),
-    Case("adamw", torch.bfloat16, "stochastic"),
+    Case("adam", torch.bfloat16, flat=True),
     Case("momentum", torch.float32, flat=True),
     Case("sgd", torch.float16),
 ]
@@ -72,7 +70,6 @@ class Training:
         self.opt: LossScaledOptimizer = polyamp.wrap_optimizer(
             OPTIMIZERS[case.name](self.model.parameters()),
             loss_scale=polyamp.LossScale(init=1024.0, interval=2),
-            master_weights=case.master_weights,
             process_group=False if mesh is None else group,
         )
         self.dtype, self.options = case.dtype, StateDictOptions(flatten_optimizer_state_dict=case.flat)

@@ -17,16 +17,12 @@ from polyamp.backends.torch.kernels import reference
 from polyamp.backends.torch.kernels.arguments import DECOUPLED, MAXIMIZE, NESTEROV, SGD, Adam, Settings
 from polyamp.backends.torch.kernels.control import SIZE, pack_
 from polyamp.backends.torch.kernels.operators import STATS, WORKSPACE
-from polyamp.backends.torch.kernels.rounding import join, split
 from polyamp.loss_scale import LossScaleState
 
 STORAGES = {  # formats of parameters, and of the master weights next to them
     "float32": (torch.float32, None),
     "float16_master": (torch.float16, torch.float32),
     "bfloat16_master": (torch.bfloat16, torch.float32),
-    "remainder": (torch.bfloat16, torch.int16),
-    "float16_by_chance": (torch.float16, None),
-    "bfloat16_by_chance": (torch.bfloat16, None),
 }
 ADAM = [
     Adam(lr=1e-2, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1, flags=DECOUPLED),
@@ -94,12 +90,8 @@ class Problem:
         values = [torch.randn(shape, generator=self.random) for shape in shapes]
         self.params = [self._place(value.to(self.dtype)) for value in values]
         self.masters: list[Tensor] = []
-        if kept == torch.float32:
+        if kept is not None:
             self.masters = [self._place(value) for value in values]
-        elif kept == torch.int16:
-            self.params, self.masters = (
-                [self._place(part) for part in parts] for parts in zip(*map(split, values), strict=True)
-            )
         self.has_moments = isinstance(rules[0], Adam) or any(rule.momentum for rule in rules)
         self.firsts = [self._place(torch.zeros(shape)) for shape in shapes] if self.has_moments else []
         self.seconds = [self._place(torch.zeros(shape)) for shape in shapes]
@@ -110,7 +102,7 @@ class Problem:
         self.groups = torch.arange(len(shapes)) % len(rules)
         config = config or LossScale(init=scale)
         self.scale = torch.tensor(scale, device=device)
-        self.settings = torch.tensor(Settings.of(config, max_norm=max_norm, seed=5), dtype=torch.float64)
+        self.settings = torch.tensor(Settings.of(config, max_norm=max_norm), dtype=torch.float64)
         self.stats = torch.zeros(STATS, dtype=torch.float64, device=device)
         self.workspace = torch.zeros(WORKSPACE, dtype=torch.float64, device=device)
         self.control = torch.zeros(SIZE, dtype=torch.int32, device=device)
@@ -165,11 +157,7 @@ class Problem:
 
     def values(self) -> list[Tensor]:
         """Return the parameters' exact values, in float32."""
-        if not self.masters:
-            return [param.float() for param in self.params]
-        if self.masters[0].dtype == torch.int16:
-            return [join(*both) for both in zip(self.params, self.masters, strict=True)]
-        return [master.clone() for master in self.masters]
+        return [tensor.clone() for tensor in self.masters or self.params]
 
     def bits(self) -> list[Tensor]:
         """Return everything that a step may change, except the loss scale: copies, as integers."""

@@ -107,12 +107,14 @@ class ScaledSteps:
 
     def _attach(self, optimizer: torch.optim.Optimizer) -> None:
         self._check(optimizer)
-        options: dict[str, Any] = {} if self._first is None else {"share": self._first}
         try:
-            wrapper = attach(optimizer, self._policy, **options)
+            wrapper = attach(optimizer, self._policy)
         except PolyampError as error:
             self._session.refuse("an optimizer of the script cannot be wrapped", found=error, fix="leave out --policy")
-        self._first = self._first or wrapper
+        if self._first is None:
+            self._first = wrapper
+        else:
+            wrapper.share_scales(self._first)
         self._optimizers.add(optimizer)
         self._wrapped.add(wrapper)
 

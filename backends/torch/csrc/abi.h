@@ -8,7 +8,7 @@
 namespace polyamp {
 
 // How the parameters of one call are stored.
-enum Storage { kPlain, kMasterFloat16, kMasterBFloat16, kRemainder, kStochasticFloat16, kStochasticBFloat16 };
+enum Storage { kPlain, kMasterFloat16, kMasterBFloat16 };
 
 struct Device {
   int (*grad_stats)(const GradTable&, void* stream);

@@ -4,7 +4,7 @@
 #include <algorithm>
 
 #include "gradients.h"
-#include "storage.h"
+#include "steps.h"
 
 namespace polyamp {
 namespace {

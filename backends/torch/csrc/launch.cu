@@ -2,7 +2,6 @@
 #include <algorithm>
 
 #include "kernels.cuh"
-#include "storage.h"
 
 namespace polyamp {
 namespace {

@@ -7,7 +7,7 @@
 namespace polyamp {
 namespace {
 
-constexpr int64_t kRuleNumbers = 6, kSettings = 12, kStats = 3;
+constexpr int64_t kRuleNumbers = 6, kSettings = 11, kStats = 3;
 
 void check(const Call& call, const Target& target, int code) {
   call.require(code == 0, code == 0 ? "" : target.text(code));
@@ -31,12 +31,8 @@ GradTable blank_grads(const Call& call, const Tensor& scale, const Tensor& stats
 Storage storage_of(const Call& call, const TensorList& params, const TensorList& masters) {
   if (params.empty()) return kPlain;
   const Tag format = call.format(params[0], "params");
-  if (masters.empty())
-    return format == kFloat32 ? kPlain : format == kFloat16 ? kStochasticFloat16 : kStochasticBFloat16;
-  const bool remainder = masters[0].scalar_type() == ScalarType::Short;
-  call.require(remainder ? format == kBFloat16 : format != kFloat32,
-               "masters are float32 beside 16-bit params, or int16 beside bfloat16 params");
-  return remainder ? kRemainder : format == kFloat16 ? kMasterFloat16 : kMasterBFloat16;
+  call.require((format == kFloat32) == masters.empty(), "params are float32, or have 16 bits and masters");
+  return format == kFloat32 ? kPlain : format == kFloat16 ? kMasterFloat16 : kMasterBFloat16;
 }
 
 // A stream of a step: a list with one tensor per parameter, or an empty one if that is allowed.
@@ -99,7 +95,7 @@ Settings settings_of(const double* n) {
   const auto single = [&](int i) { return static_cast<float>(n[i]); };
   const auto whole = [&](int i) { return static_cast<int32_t>(n[i]); };
   return {n[0],     single(2), single(3), single(4), single(5), whole(6), whole(7),
-          whole(8), whole(9),  static_cast<uint32_t>(n[11]), n[1] != 0, n[10] != 0};
+          whole(8), whole(9),  n[1] != 0, n[10] != 0};
 }
 
 // The tensors that every step has.
@@ -129,8 +125,6 @@ std::vector<StepTable<Rule>> step_tables(const Call& call, const Source (&source
 ScalarType param_type(const TensorList& params) {
   return params.empty() ? ScalarType::Float : params[0].scalar_type();
 }
-
-ScalarType master_type(Storage storage) { return storage == kRemainder ? ScalarType::Short : ScalarType::Float; }
 
 }  // namespace
 
@@ -169,7 +163,7 @@ void adam_step(const Target& target, const TensorList& params, const TensorList&
   const Call call("adam_step_", stats);
   const Storage storage = storage_of(call, params, masters);
   const Source sources[] = {{params, "params", param_type(params), false, false},
-                            {masters, "masters", master_type(storage), true, false},
+                            {masters, "masters", ScalarType::Float, true, false},
                             {grads, "grads", param_type(params), false, false},
                             {exp_avgs, "exp_avgs", ScalarType::Float, false, false},
                             {exp_avg_sqs, "exp_avg_sqs", ScalarType::Float, false, false},
@@ -186,7 +180,7 @@ void sgd_step(const Target& target, const TensorList& params, const TensorList& 
   const Call call("sgd_step_", stats);
   const Storage storage = storage_of(call, params, masters);
   const Source sources[] = {{params, "params", param_type(params), false, false},
-                            {masters, "masters", master_type(storage), true, false},
+                            {masters, "masters", ScalarType::Float, true, false},
                             {grads, "grads", param_type(params), false, false},
                             {momenta, "momenta", ScalarType::Float, true, false}};
   const Shared shared{scale, stats, control, workspace, settings, report};

@@ -51,7 +51,6 @@ std::vector<StepTable<Rule>> pack(const StepTable<Rule>& blank, const std::vecto
     const bool fits = known != chosen.end() || chosen.size() < StepTable<Rule>::kGroups;
     if (!fits || !has_room(tables.back().tensors)) {
       tables.push_back(blank);
-      tables.back().index = static_cast<uint32_t>(i);
       chosen.clear();
     }
     const size_t group = std::find(chosen.begin(), chosen.end(), items[i].tag) - chosen.begin();

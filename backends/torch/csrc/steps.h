@@ -1,15 +1,10 @@
 // A step's work on a chunk: read a thread's eight elements of every stream, update them, and write them back.
 #pragma once
 
-#include "update_rules.h"
+#include "abi.h"
 #include "vectors.h"
 
 namespace polyamp {
-
-// The position of a tensor's random bits.
-struct Chance {
-  uint32_t seed, draws, tensor;
-};
 
 // How parameters are stored: each type reads float32 values, and writes new ones.
 
@@ -22,8 +17,7 @@ struct Plain {  // float32
   }
 
   template <class Lanes>
-  POLYAMP_EVERYWHERE static void store(const Lanes& lanes, void* param, void*, const float (&values)[kVector],
-                                       const Chance&) {
+  POLYAMP_EVERYWHERE static void store(const Lanes& lanes, void* param, void*, const float (&values)[kVector]) {
     lanes.template store<Float32>(param, values);
   }
 };
@@ -38,58 +32,21 @@ struct Master {  // 16 bits, whose old values are not even read, with float32 ma
   }
 
   template <class Lanes>
-  POLYAMP_EVERYWHERE static void store(const Lanes& lanes, void* param, void* master, const float (&values)[kVector],
-                                       const Chance&) {
+  POLYAMP_EVERYWHERE static void store(const Lanes& lanes, void* param, void* master, const float (&values)[kVector]) {
     lanes.template store<Float32>(master, values);
     lanes.template store<Format>(param, values);
   }
 };
 
-struct Remainder {  // bfloat16 with the 16 bits that rounding left over
-  using Param = BFloat16;
-
-  template <class Lanes>
-  POLYAMP_EVERYWHERE static void load(const Lanes& lanes, const void* param, const void* rest,
-                                      float (&values)[kVector]) {
-    const auto rounded = lanes.template read<uint16_t>(param), remainder = lanes.template read<uint16_t>(rest);
-    POLYAMP_UNROLL
-    for (int i = 0; i < kVector; ++i) values[i] = join(rounded.get(i), remainder.get(i));
+// Calls `work` with an object of the storage's type.
+template <class Work>
+int with_storage(Storage storage, const Work& work) {
+  switch (storage) {
+    case kPlain: return work(Plain{});
+    case kMasterFloat16: return work(Master<Float16>{});
+    default: return work(Master<BFloat16>{});
   }
-
-  template <class Lanes>
-  POLYAMP_EVERYWHERE static void store(const Lanes& lanes, void* param, void* rest, const float (&values)[kVector],
-                                       const Chance&) {
-    Packed<uint16_t> rounded, remainder;
-    POLYAMP_UNROLL
-    for (int i = 0; i < kVector; ++i) {
-      const Split both = split(values[i]);
-      rounded.set(i, both.rounded);
-      remainder.set(i, both.remainder);
-    }
-    lanes.write(param, rounded);
-    lanes.write(rest, remainder);
-  }
-};
-
-template <class Format>
-struct Stochastic {  // 16 bits alone, rounded stochastically
-  using Param = Format;
-
-  template <class Lanes>
-  POLYAMP_EVERYWHERE static void load(const Lanes& lanes, const void* param, const void*, float (&values)[kVector]) {
-    lanes.template load<Format>(param, values);
-  }
-
-  template <class Lanes>
-  POLYAMP_EVERYWHERE static void store(const Lanes& lanes, void* param, void*, const float (&values)[kVector],
-                                       const Chance& chance) {
-    const Random random = philox(chance.seed, chance.draws, lanes.at / kVector, chance.tensor);
-    Packed<uint16_t> rounded;
-    POLYAMP_UNROLL
-    for (int i = 0; i < kVector; ++i) rounded.set(i, Format::narrow_by_chance(values[i], random.half(i)));
-    lanes.write(param, rounded);
-  }
-};
+}
 
 // Gradients have lanes of their own: their memory layout may differ, and writes are not slower because of it.
 template <class Rule, class Kept, class Lanes, class GradLanes>
@@ -97,7 +54,7 @@ POLYAMP_EVERYWHERE void step_eight(const StepTable<Rule>& table, uint32_t tensor
                                    const GradLanes& grad_lanes, const typename Rule::Coefficients& coefficients) {
   const auto& data = table.tensors.data;
   float values[kVector], grads[kVector], moments[Rule::kMoments][kVector] = {};
-  Kept::load(lanes, data[kParam][tensor], data[kKept][tensor], values);
+  Kept::load(lanes, data[kParam][tensor], data[kMaster][tensor], values);
   grad_lanes.template load<typename Kept::Param>(data[kGrad][tensor], grads);
   POLYAMP_UNROLL
   for (int m = 0; m < Rule::kMoments; ++m)
@@ -109,8 +66,7 @@ POLYAMP_EVERYWHERE void step_eight(const StepTable<Rule>& table, uint32_t tensor
   for (int m = 0; m < Rule::kMoments; ++m)
     if (!Rule::kMayLackMoments || data[kMoment + m][tensor])
       lanes.template store<Float32>(data[kMoment + m][tensor], moments[m]);
-  const Chance chance{table.settings.seed, table.control->draws, table.index + tensor};
-  Kept::store(lanes, data[kParam][tensor], data[kKept][tensor], values, chance);
+  Kept::store(lanes, data[kParam][tensor], data[kMaster][tensor], values);
 }
 
 // Which accesses to eight elements use 16 bytes at a time.
@@ -119,7 +75,7 @@ enum class Access { kNone, kAllButGrads, kAll };
 // Misaligned gradients are usual: those of DistributedDataParallel may be views of its buckets.
 template <class Rule>
 POLYAMP_EVERYWHERE Access access_of(const StepTable<Rule>& table, uint32_t tensor, int left) {
-  uint64_t written = address_of(table.tensors, kParam, tensor) | address_of(table.tensors, kKept, tensor);
+  uint64_t written = address_of(table.tensors, kParam, tensor) | address_of(table.tensors, kMaster, tensor);
   POLYAMP_UNROLL
   for (int m = 0; m < Rule::kMoments; ++m) written |= address_of(table.tensors, kMoment + m, tensor);
   if (left < kVector || !is_aligned(written)) return Access::kNone;

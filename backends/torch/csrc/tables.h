@@ -75,7 +75,7 @@ POLYAMP_EVERYWHERE uint32_t* ticket_in(double* workspace) {
   return reinterpret_cast<uint32_t*>(workspace + 3 * kMaxBlocks);
 }
 
-enum Stream { kParam, kKept, kGrad, kMoment };  // kKept: a master or a remainder; then one or two moments
+enum Stream { kParam, kMaster, kGrad, kMoment };  // kMaster: if it has one; then one or two moments
 
 // The loss scale and its counts on the device; see polyamp.loss_scale.LossScaleState.
 struct State {
@@ -88,8 +88,7 @@ constexpr int kControl = 16;  // 32-bit numbers in a Control, and in a Report
 
 struct Control {
   State state;
-  uint32_t draws;  // applied steps of stochastic rounding
-  int32_t unused[5];
+  int32_t unused[6];
 };
 static_assert(sizeof(Control) == kControl * sizeof(int32_t), "the operators' int32[16]");
 
@@ -103,7 +102,6 @@ struct Settings {
   double max_norm;
   float growth, backoff, min, max;
   int32_t interval, hysteresis, restart, after_growth;
-  uint32_t seed;
   bool advance, consecutive;
 };
 
@@ -119,8 +117,7 @@ struct StepTable {
   Control* control;
   double* workspace;
   Report* report;
-  uint32_t index;  // in the call, of the first tensor
-  bool is_last;    // of the call's launches
+  bool is_last;  // of the call's launches
 };
 
 }  // namespace polyamp

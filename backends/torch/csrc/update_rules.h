@@ -125,10 +125,9 @@ POLYAMP_EVERYWHERE void advance(State& state, bool finite, const Settings& confi
   state.skipped += !finite;
 }
 
-// The end of a step, by the one remaining thread: count, advance the loss scale, and report.
+// The end of a step, by the one remaining thread: advance the loss scale, and report.
 POLYAMP_EVERYWHERE void finish(Control& control, const double* stats, const Settings& settings, Report& report) {
   const bool applied = is_applied(stats);
-  control.draws += applied;
   if (settings.advance) advance(control.state, applied, settings);
   report = {control.state, applied, stats[2] == 0, {}};
 }

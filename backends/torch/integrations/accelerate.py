@@ -63,7 +63,7 @@ def prepare(
     Args:
         accelerator: made without ``mixed_precision``.
         policy: a policy or its name; None is the current policy.
-        **options: options of `polyamp.wrap_optimizer`, except ``share``.
+        **options: options of `polyamp.wrap_optimizer`.
 
     Raises:
         InvalidTypeError: ``accelerator`` is not an `accelerate.Accelerator`.
@@ -197,8 +197,10 @@ class _UnderPolicy(accelerate.Accelerator):
     def _wrap_optimizers(self) -> None:
         for prepared in self._optimizers:
             if not isinstance(prepared, _Optimizer):
-                share = next(iter(self.scaler.optimizers), None)
-                prepared.optimizer = wrap_optimizer(prepared.optimizer, self.policy, share=share, **self.wrap_options)
+                first = next(iter(self.scaler.optimizers), None)
+                prepared.optimizer = wrap_optimizer(prepared.optimizer, self.policy, **self.wrap_options)
+                if first is not None:
+                    prepared.optimizer.share_scales(first)
                 prepared.__class__, prepared.scaler = _Optimizer, None
 
     def _unscaled(self, params: list[Tensor]) -> list[Tensor]:

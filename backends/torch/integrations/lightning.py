@@ -110,12 +110,14 @@ class _Precision(BaseOfFabric):
 
     def _wrap(self, optimizer: torch.optim.Optimizer) -> LossScaledOptimizer:
         """Return the optimizer wrapped, or itself if it is; all share the loss scale of the first."""
-        share = self.optimizers[0] if self.optimizers else None
+        first = self.optimizers[0] if self.optimizers else None
         wrapped = next((one for one in ALIVE if optimizer in (one, one.inner)), None)  # by hand, or for an earlier fit
         if wrapped is None:
-            wrapped = wrap_optimizer(optimizer, self.policy, **{"share": share, **self._options})
+            wrapped = wrap_optimizer(optimizer, self.policy, **self._options)
+            if first is not None:
+                wrapped.share_scales(first)
             wrapped.__class__ = _named_like(type(optimizer))  # type: ignore[arg-type]
-        if share is not None and wrapped.scalers is not share.scalers:
+        if first is not None and wrapped.scalers is not first.scalers:
             fix = "leave them plain, or wrap them with polyamp.wrap_optimizer([first, second], policy)"
             raise refusals.different_loss_scales(where=type(self).__name__, fix=fix)
         self.optimizers.append(wrapped)

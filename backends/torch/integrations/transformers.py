@@ -39,7 +39,7 @@ def with_policy(
     Args:
         trainer: `transformers.Trainer` or a subclass.
         policy: a policy or its name; None is the current policy.
-        **options: options of `polyamp.wrap_optimizer`, except ``share``. The trainer itself clips to
+        **options: options of `polyamp.wrap_optimizer`. The trainer itself clips to
             ``args.max_grad_norm``.
 
     Raises:

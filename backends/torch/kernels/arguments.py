@@ -33,15 +33,14 @@ class Settings(NamedTuple):
     restart: float
     after_growth: float
     consecutive: float
-    seed: float  # seed of stochastic rounding
 
     @classmethod
-    def of(cls, config: LossScale, *, max_norm: float = math.inf, advance: bool = True, seed: int = 0) -> Settings:
+    def of(cls, config: LossScale, *, max_norm: float = math.inf, advance: bool = True) -> Settings:
         """Build from a `LossScale`."""
         restart = 0.0 if config.late_growth == "never" else -1.0
         after_growth = -1.0 if config.late_growth == "always" else 0.0
         numbers = (config.growth, config.backoff, config.min, config.max, config.interval, config.hysteresis)
-        return cls(max_norm, advance, *numbers, restart, after_growth, config.consecutive, seed)
+        return cls(max_norm, advance, *numbers, restart, after_growth, config.consecutive)
 
     @property
     def config(self) -> LossScale:

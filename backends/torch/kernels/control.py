@@ -19,7 +19,6 @@ from polyamp.loss_scale import TYPES, LossScaleState
 
 SIZE = 16  # int32 numbers in `control`, and in `report`
 _STATE = len(LossScaleState._fields)  # the first and the last are float32
-DRAWS = _STATE  # the index in `control` of the number of stochastically rounded steps
 _DTYPES = {float: torch.float32, int: torch.int32}
 APPLIED, LOSSES_FINITE = _STATE, _STATE + 1  # the indices in `report` of two flags
 

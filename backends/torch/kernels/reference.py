@@ -5,12 +5,10 @@ Arguments, in addition to the usual tensors of an optimizer's step:
 - ``scale``: float32 scalar, the factor that the gradients were multiplied by.
 - ``stats``: see `STATS`; a step whose ``stats[1]`` or ``stats[2]`` is not 0 is skipped. Ranks may combine them between
   the two calls.
-- ``params`` and ``masters``: float32 parameters without masters; 16-bit parameters with float32 masters; bfloat16
-  parameters with int16 remainders (see ``split``); or only 16-bit parameters, which are rounded stochastically.
+- ``params`` and ``masters``: float32 parameters without masters, or 16-bit parameters with float32 masters.
 - ``groups``, ``rules``: int64 and float64 on the CPU. ``rules[groups[i]]`` are the numbers of the i-th tensor; see
   `Adam` and `SGD`. ``lrs`` is empty, or has one scalar per group that replaces its learning rate.
-- ``control``: int32, on the device: the loss-scale state (scales as bits), and the number of steps with stochastic
-  rounding.
+- ``control``: int32, on the device: the loss-scale state (scales as bits).
 - ``workspace``: the kernels' own memory, see `WORKSPACE`; it starts as zeros, and is not used here.
 - ``settings``: float64 on the CPU, see `Settings`.
 - ``report``: int32, written: the loss-scale state after the step, whether it was applied, whether losses were finite.
@@ -27,9 +25,7 @@ import torch
 from torch import Tensor
 
 from polyamp.backends.torch.kernels.arguments import DECOUPLED, MAXIMIZE, NESTEROV, SGD, Adam, Settings
-from polyamp.backends.torch.kernels.control import APPLIED, DRAWS, LOSSES_FINITE, pack_, unpack, where
-from polyamp.backends.torch.kernels.philox import random_bits
-from polyamp.backends.torch.kernels.rounding import join, round_stochastically, split
+from polyamp.backends.torch.kernels.control import APPLIED, LOSSES_FINITE, pack_, unpack, where
 from polyamp.loss_scale import advance
 
 Tensors = Sequence[Tensor]
@@ -73,11 +69,11 @@ def adam_step_(
     factor, applied = _factor(scale, stats, numbers.max_norm)
     group_rules = [Adam._make(row) for row in _rules(rules, lrs)]
     for index, group in enumerate(groups.tolist()):
-        rule, values = group_rules[group], _read(params, masters, index)
+        rule, values = group_rules[group], (masters or params)[index]
         new, *moments = _adam(
             rule, values, grads[index].float() * factor, exp_avgs[index], exp_avg_sqs[index], steps[index] + 1
         )
-        _write(params, masters, index, torch.where(applied, new, values), applied, numbers.seed, control)
+        _write(params, masters, index, torch.where(applied, new, values), applied)
         for moment, after in zip((exp_avgs[index], exp_avg_sqs[index]), moments, strict=True):
             moment.copy_(torch.where(applied, after, moment))
         steps[index].add_(applied)
@@ -104,10 +100,10 @@ def sgd_step_(
     factor, applied = _factor(scale, stats, numbers.max_norm)
     group_rules = [SGD._make(row[:4]) for row in _rules(rules, lrs)]
     for index, group in enumerate(groups.tolist()):
-        rule, values = group_rules[group], _read(params, masters, index)
+        rule, values = group_rules[group], (masters or params)[index]
         momentum = momenta[index] if momenta else None
         new, after = _sgd(rule, values, grads[index].float() * factor, momentum)
-        _write(params, masters, index, torch.where(applied, new, values), applied, numbers.seed, control)
+        _write(params, masters, index, torch.where(applied, new, values), applied)
         if momentum is not None:
             momentum.copy_(torch.where(applied, after, momentum))
     _finish(applied, stats, control, numbers, report)
@@ -176,38 +172,18 @@ def _rules(rules: Tensor, lrs: Tensors) -> list[list[float | Tensor]]:
     return rows
 
 
-def _read(params: Tensors, masters: Tensors, index: int) -> Tensor:
-    """Return the float32 values of a parameter."""
-    if not masters:
-        return params[index].float()
-    master = masters[index]
-    return join(params[index], master) if master.dtype == torch.int16 else master
-
-
-def _write(
-    params: Tensors, masters: Tensors, index: int, values: Tensor, applied: Tensor, seed: float, control: Tensor
-) -> None:
-    """Write float32 values to where `_read` reads them; a skipped step keeps the bits."""
+def _write(params: Tensors, masters: Tensors, index: int, values: Tensor, applied: Tensor) -> None:
+    """Write float32 values to the master, if there is one, and to the parameter; a skipped step keeps the bits."""
     param = params[index]
-    if masters and masters[index].dtype == torch.int16:
-        rounded, left_over = split(values)
-        masters[index].copy_(torch.where(applied, left_over, masters[index]))
-    elif masters:
-        rounded = values.to(param.dtype)
+    if masters:
         masters[index].copy_(values)
-    elif param.dtype == torch.float32:
-        rounded = values
-    else:
-        noise = random_bits(param.numel(), index, int(seed), control[DRAWS])
-        rounded = round_stochastically(values, param.dtype, noise=noise.as_strided(param.shape, param.stride()))
-    param.copy_(torch.where(applied, rounded, param))
+    param.copy_(torch.where(applied, values.to(param.dtype), param))
 
 
 def _finish(applied: Tensor, stats: Tensor, control: Tensor, numbers: Settings, report: Tensor) -> None:
     """Do the work of a kernel's last block: count, advance the loss scale, and report."""
-    control[DRAWS] += applied
     if numbers.advance:
         pack_(control, advance(numbers.config, unpack(control), applied, where))
     report.zero_()
-    report[:DRAWS] = control[:DRAWS]
+    report[:APPLIED] = control[:APPLIED]
     report[APPLIED], report[LOSSES_FINITE] = applied, stats[2] == 0

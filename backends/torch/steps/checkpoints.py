@@ -27,7 +27,6 @@ import torch
 from torch import Tensor
 
 from polyamp.backends.torch.steps import saving
-from polyamp.backends.torch.steps.master_storage import is_counted
 from polyamp.backends.torch.steps.refusals import bad_state
 from polyamp.backends.torch.steps.wrapped import WrappedOptimizer
 
@@ -109,7 +108,7 @@ def unpacked(optimizer: WrappedOptimizer, saved: Mapping[str, Any]) -> Saved:
         read: Saved = {
             "loss_scale": kept["loss_scale"],
             **({"loss_scales": scales} if scales else {}),
-            "master_weights": kept["rounded"] or masters or None,
+            "master_weights": masters or None,
         }
     except (TypeError, LookupError, ValueError, SyntaxError) as error:
         what = f'"{REST}" in a parameter group'
@@ -126,12 +125,12 @@ def _initial_states(optimizer: WrappedOptimizer) -> dict[Tensor, Saved]:
     inner, masters = optimizer.inner, optimizer.masters
     params = [param for group in inner.param_groups for param in group["params"]]
     new = [param for param in params if param.requires_grad and not inner.state.get(param)]
-    if not new or _needs_closure(inner) or optimizer.window.is_unscaled:  # gradients and filled masters have to stay
+    if not new or _needs_closure(inner) or optimizer.window.is_unscaled:  # gradients have to stay
         return {}
     options, gradients = [{**group} for group in inner.param_groups], [param.grad for param in params]
     try:
         if masters is not None:
-            masters.take_gradients()  # which fills the masters
+            masters.take_gradients()  # after which masters have the model's values
         for param in params:
             param.grad = None
         for param in new:
@@ -149,8 +148,6 @@ def _initial_states(optimizer: WrappedOptimizer) -> dict[Tensor, Saved]:
             group.update(option)
         for param, gradient in zip(params, gradients, strict=True):
             param.grad = gradient
-        if masters is not None:
-            masters.release()
 
 
 def _needs_closure(inner: torch.optim.Optimizer) -> bool:
@@ -159,12 +156,11 @@ def _needs_closure(inner: torch.optim.Optimizer) -> bool:
 
 
 def _masters(optimizer: WrappedOptimizer) -> dict[int, Tensor]:
-    """Return the values of masters by the ids of their parameters; empty if none are kept."""
+    """Return the masters by the ids of their parameters."""
     masters = optimizer.masters
-    kept = {} if masters is None else masters.state()
-    if masters is None or is_counted(kept):
+    if masters is None:
         return {}
-    return {id(param): value.detach() for param, value in zip(masters.model, kept.values(), strict=True)}
+    return {id(param): value.detach() for param, value in zip(masters.model, masters.state().values(), strict=True)}
 
 
 def _rest(optimizer: WrappedOptimizer) -> dict[str, str]:
@@ -172,12 +168,10 @@ def _rest(optimizer: WrappedOptimizer) -> dict[str, str]:
     # They are the same on every rank, since files keep one value per name.
     saved = saving.own_part(optimizer)
     keys = [param for group in optimizer.inner.param_groups for param in group["params"]]
-    masters = saved["master_weights"]
     rest = {
         "loss_scale": saved["loss_scale"],
         "loss_scales": {repr(loss_id): scale for loss_id, scale in saved.get("loss_scales", {}).items()},
         "without_state": [place for place, key in enumerate(keys) if not optimizer.inner.state.get(key)],
-        "rounded": masters if is_counted(masters) else None,
     }
     return {REST: json.dumps(rest)}
 

@@ -37,7 +37,7 @@ from polyamp.backends.torch.kernels.control import SIZE, applied_flag, is_captur
 from polyamp.backends.torch.kernels.operators import STATS, WORKSPACE
 from polyamp.backends.torch.steps import refusals
 from polyamp.backends.torch.steps.gradients import Gradients
-from polyamp.backends.torch.steps.operands import NO_MASTERS, Batch, Calls, Stored, count_on_host, is_dense
+from polyamp.backends.torch.steps.operands import NO_MASTERS, Batch, Calls, Masters, count_on_host, is_dense
 from polyamp.backends.torch.steps.ranks import Overflowed, add_shards_, any_rank, has_peers
 from polyamp.backends.torch.steps.update_rules import rules_of, update_rule_of
 from polyamp.backends.torch.unstable import (
@@ -107,14 +107,14 @@ class FusedStep:
         compiled = available(device)  # called in any case, because it loads the extension
         return compiled or self.wanted is True
 
-    def scaled_batches(self, stored: Callable[[], Stored], *, clips: bool) -> list[Batch] | None:
+    def scaled_batches(self, masters: Callable[[], Masters], *, clips: bool) -> list[Batch] | None:
         """Return the calls that step all parameters from the scaled gradients, or None if operators cannot step them.
 
         For example, they cannot if a hook runs before the step, because it must see unscaled gradients; or if gradients
         that are sharded over ranks in several layouts must be clipped, because PyTorch computes their norm.
 
         Args:
-            stored: returns the `Stored` of masters; called only if there is an operator for this optimizer.
+            masters: returns the parameters by their masters; called only if there is an operator for this optimizer.
             clips: whether the norm is needed.
 
         Raises:
@@ -124,7 +124,7 @@ class FusedStep:
         rule = update_rule_of(self.inner)
         if rule is None or has_step_pre_hooks(self.inner):
             return None
-        batches, left = self._scaled.of(self.inner, rule, stored(), self.is_for)
+        batches, left = self._scaled.of(self.inner, rule, masters(), self.is_for)
         if left or len({batch.device for batch in batches}) > 1:  # their statistics would have to be combined
             return None
         if clips and (len(set().union(*(batch.layouts for batch in batches))) > 1 or self._has_flattened_shards()):

@@ -13,65 +13,65 @@ The inner optimizer knows only the masters; forward and backward passes know onl
     take_gradients()        1.0            0.01       1.0      0.01       widened to float32, then unscaled and clipped
     inner.step()            1.0            0.01       0.999    0.01
     update_model()          1.0            0.01       0.999    0.01       0.999 rounds to 1.0 in bfloat16
-    release()               1.0            0.01       0.999    0.01       storages that save memory free the master here
 
 If somebody writes to the model, for example by ``load_state_dict``, the masters follow before the next step.
-``master_storage.py`` has the ways to keep the masters between steps.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Literal
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from polyamp.backends.torch.dtypes import SIXTEEN_BIT
-from polyamp.backends.torch.steps.master_storage import InMemory, Remainders, StochasticRounding, Storage, Tensors
+from polyamp.backends.torch.steps.gradients import local
+from polyamp.backends.torch.steps.refusals import bad_state
 from polyamp.errors import InvalidValueError, UnsupportedError, warn_once
+from polyamp.validation import check_master_weights
 
 
 class MasterWeights:
-    """The 16-bit parameters of a model, each with its float32 master."""
+    """The 16-bit parameters of a model, each with its float32 master: 4 more bytes for each parameter."""
 
-    # A step is `take_gradients`, the inner optimizer's own step, `update_model` if it was applied, and `release`.
+    # A step is `take_gradients`, the inner optimizer's own step, and `update_model` if it was applied.
 
-    def __init__(self, inner: torch.optim.Optimizer, storage: Storage | None = None) -> None:
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
         self.model: list[Tensor] = []
         self.masters: list[Tensor] = []
-        self._storage: Storage = InMemory() if storage is None else storage
         self._versions: list[int] = []
-        self._stored: dict[Tensor, tuple[Tensor, Tensor | None]] = {}
+        self._by_master: dict[Tensor, Tensor] = {}
         self._have_gradients = False
-        self._storage.check([param for group in inner.param_groups for param in _low(group["params"])])
         for group in inner.param_groups:
             self.adopt(inner, group)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_stored": {}, "_versions": []}  # copied parameters restart their version counters
+        return {**self.__dict__, "_by_master": {}, "_versions": []}  # copied parameters restart their version counters
 
     @torch.no_grad()
     def adopt(self, inner: torch.optim.Optimizer, group: dict[str, Any]) -> None:
         """Create masters for the 16-bit parameters of one group and put them in their place."""
         params, low = group["params"], _low(group["params"])
-        self._refuse_repeated(low)
-        self._storage.check(low)
-        made = self._storage.adopt(low)
-        master_of = dict(zip(low, made, strict=True))
-        params[:] = [master_of.get(param, param) for param in params]  # in place: LBFGS keeps a reference to the list
-        for param, master in master_of.items():
+        if not {id(param) for param in self.model}.isdisjoint(map(id, low)):
+            raise InvalidValueError(
+                "some parameters appear in more than one parameter group",
+                where="add_param_group(param_group)",
+                fix="give each parameter once",
+            )
+        made = {param: nn.Parameter(param.detach().float(), requires_grad=param.requires_grad) for param in low}
+        params[:] = [made.get(param, param) for param in params]  # in place: LBFGS keeps a reference to the list
+        for param, master in made.items():
             if param in inner.state:
                 inner.state[master] = {key: _widened(value, param) for key, value in inner.state.pop(param).items()}
         self.model += low
-        self.masters += made
+        self.masters += made.values()
         self.note_versions()
 
     @torch.no_grad()
     def take_gradients(self) -> None:
-        """Fill the masters with their values, and with the model's gradients in float32, exactly, even inf and NaN."""
-        self._storage.fill(self.model, self.masters, self._changed())
-        self.note_versions()
+        """Set the masters' gradients to the model's in float32, exactly, even inf and NaN."""
+        self._follow()
         self._have_gradients = True
         pairs = [(master, param.grad) for param, master in zip(self.model, self.masters, strict=True)]
         wide = iter(_in_float32([grad for _, grad in pairs if grad is not None]))
@@ -83,37 +83,25 @@ class MasterWeights:
         return dict(zip(map(id, self.model), self.masters, strict=True))
 
     @torch.no_grad()
-    def stored(self) -> dict[Tensor, tuple[Tensor, Tensor | None]]:
-        """Return for each master its parameter and what is kept next to it; operators update both in place."""
+    def parameters_by_master(self) -> dict[Tensor, Tensor]:
+        """Return the model's parameters by their masters, for operators, which update both in place."""
         # It is the same object until there are more masters. From now on the model's own gradients are used, and the
         # masters have none.
         if self._have_gradients:
             self._have_gradients = False
             for master in self.masters:
                 master.grad = None
-        self._storage.release()  # a refused step may have left values
         self._follow()
-        if len(self._stored) != len(self.masters):
-            companions = self._storage.companions(self.model, self.masters)
-            self._stored = {
-                master: (param, companions[index] if companions else None)
-                for index, (master, param) in enumerate(zip(self.masters, self.model, strict=True))
-            }
-        return self._stored
-
-    def count_in(self, control: Tensor) -> None:
-        """Count stochastically rounded steps in ``control``, before a step by operators; see `Storage.count_in`."""
-        self._storage.count_in(control)
+        if len(self._by_master) != len(self.masters):
+            self._by_master = dict(zip(self.masters, self.model, strict=True))
+        return self._by_master
 
     @torch.no_grad()
     def update_model(self) -> None:
-        """Round the masters into the model's parameters."""
-        self._storage.round(self.model, self.masters)
+        """Round the masters into the model's parameters, to nearest, ties to even."""
+        if self.model:
+            torch._foreach_copy_([*map(local, self.model)], [*map(local, self.masters)])
         self.note_versions()
-
-    def release(self) -> None:
-        """End a step, applied or not: free what the masters only need during a step."""
-        self._storage.release()
 
     def zero_grad(self, set_to_none: bool) -> None:
         """Clear the model's own gradients, which may be views of DistributedDataParallel's buckets."""
@@ -124,69 +112,55 @@ class MasterWeights:
                 (grad.requires_grad_(False) if grad.grad_fn is None else grad.detach_()).zero_()
 
     @torch.no_grad()
-    def state(self) -> dict[Any, Any]:
-        """Return the masters' values by index in the optimizer, numbered as in ``torch.optim``'s own state."""
-        # With stochastic rounding, which has no values, return the numbers of rounded steps.
+    def state(self) -> dict[int, Tensor]:
+        """Return the masters by index in the optimizer, numbered as in ``torch.optim``'s own state."""
         self._follow()
-        return self._storage.state(self.model, self.masters)
+        return dict(enumerate(self.masters))
 
     def check(self, saved: object) -> None:
         """Raise if saved masters do not fit these parameters."""
-        self._storage.check_saved(saved, self.masters)
+        own, found = _layouts(self.masters), None
+        if isinstance(saved, Mapping) and all(isinstance(master, Tensor) for master in saved.values()):
+            found = _layouts(saved.values())
+        if found != own:
+            raise bad_state(
+                "the saved master weights are not those of this optimizer",
+                'no float32 tensors under "master_weights"'
+                if found is None
+                else f"{len(found)} tensors of shapes {found}",
+                f"{len(own)} tensors of shapes {own}",
+                "convert the model, and wrap its optimizer, as they were when the state was saved; of a state without "
+                'masters, load {"state": saved["state"], "param_groups": saved["param_groups"]} after the model',
+            )
 
     @torch.no_grad()
     def load(self, saved: Mapping[Any, Any]) -> None:
-        """Resume from a result of `state`, saved under any way to keep masters and any 16-bit format."""
+        """Resume from a result of `state`, saved under any 16-bit format."""
         # Saved masters win: the model is rounded from them. If you load a model afterwards, its values win where they
-        # are not those roundings. So load the model first if the format or the way to keep masters has changed.
-        self._storage.load(saved, self.model, self.masters)
-        self.note_versions()
-
-    def _refuse_repeated(self, params: Tensors) -> None:
-        if not {id(param) for param in self.model}.isdisjoint(map(id, params)):
-            raise InvalidValueError(
-                "some parameters appear in more than one parameter group",
-                where="add_param_group(param_group)",
-                fix="give each parameter once",
-            )
-
-    def _follow(self) -> None:
-        if self._changed():
-            self._storage.follow(self.model, self.masters)
-            self.note_versions()
-
-    def _changed(self) -> bool:
-        """Return whether the model was written to since the last call of `note_versions`."""
-        return self._versions != [param._version for param in self.model]
+        # are not those roundings. So load the model first if the format has changed.
+        for master, value in zip(self.masters, saved.values(), strict=True):
+            master.copy_(value)
+        self.update_model()
 
     def note_versions(self) -> None:
         """Record the model's versions: later changes are writes by somebody else."""
         self._versions = [param._version for param in self.model]
 
-
-Kind = bool | Literal["remainder", "stochastic"] | None
-"""The values of ``wrap_optimizer(master_weights=)``; see `make_masters`."""
-
-_STORAGES: dict[bool | str, Callable[[], Storage]] = {
-    True: InMemory,
-    "remainder": Remainders,
-    "stochastic": StochasticRounding,
-}
+    def _follow(self) -> None:
+        """Update masters after a write to the model (``model.load_state_dict``); unchanged elements keep all bits."""
+        if self._versions == [param._version for param in self.model]:
+            return
+        for param, master in zip(map(local, self.model), map(local, self.masters), strict=True):
+            master.copy_(torch.where(param == master.to(param.dtype), master, param.float()))
+        self.note_versions()
 
 
-def make_masters(inner: torch.optim.Optimizer, wanted: Kind) -> MasterWeights | None:
+def make_masters(inner: torch.optim.Optimizer, wanted: bool | None) -> MasterWeights | None:
     """Return the masters for ``wrap_optimizer(master_weights=)``, or None without 16-bit parameters."""
-    if wanted not in (*_STORAGES, None, False):
-        raise InvalidValueError(
-            "unknown way to keep master weights",
-            where="wrap_optimizer(master_weights=)",
-            found=repr(wanted),
-            allowed='True, False, None, "remainder" or "stochastic"',
-            fix='leave master_weights= out, or choose "remainder" or "stochastic" to save memory',
-        )
-    if (wanted is None or wanted) and any(_low(group["params"]) for group in inner.param_groups):
+    check_master_weights(wanted)
+    if wanted is not False and any(_low(group["params"]) for group in inner.param_groups):
         _check_lists(inner)
-        return MasterWeights(inner, _STORAGES[wanted or True]())
+        return MasterWeights(inner)
     if wanted:
         warn_once(
             "master weights were requested, but no parameter has 16 bits, so there are none. "
@@ -211,6 +185,14 @@ def _in_float32(grads: list[Tensor]) -> list[Tensor]:
 def _widened(value: Any, param: Tensor) -> Any:
     """Return a moment that an optimizer kept in the parameter's 16-bit dtype in float32, and other values unchanged."""
     return value.float() if isinstance(value, Tensor) and value.dtype == param.dtype else value
+
+
+def _layouts(tensors: Iterable[Tensor]) -> list[Any]:
+    """Return shapes, and for distributed tensors also their placements over ranks."""
+    return [
+        (tuple(tensor.shape), tensor.placements) if hasattr(tensor, "placements") else tuple(tensor.shape)
+        for tensor in tensors
+    ]
 
 
 def _check_lists(inner: torch.optim.Optimizer) -> None:

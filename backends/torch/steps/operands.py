@@ -25,43 +25,36 @@ from polyamp.backends.torch.steps.gradients import local
 from polyamp.backends.torch.steps.update_rules import UpdateRule
 from polyamp.backends.torch.unstable import local_shard
 
-Stored = Mapping[Tensor, tuple[Tensor, Tensor | None]]
-"""For each master in an optimizer's groups: the model's parameter, and what operators keep next to it."""
+Masters = Mapping[Tensor, Tensor]
+"""The model's parameters by their masters, which an optimizer's groups have."""
 
-NO_MASTERS: Stored = MappingProxyType({})
+NO_MASTERS: Masters = MappingProxyType({})
 
 
 class Place(NamedTuple):
     """One parameter of an inner optimizer."""
 
     key: Tensor  # the parameter as the optimizer knows it, the key of its state
-    # the tensor that an operator updates: the model's own, if ``key`` is its float32 master; and what the operator
-    # keeps of that master next to it, or None
-    stored: tuple[Tensor, Tensor | None]
+    param: Tensor  # the tensor that an operator updates: the model's own, if ``key`` is its float32 master
     group: int  # the number of its group
 
     @property
-    def param(self) -> Tensor:
-        """The tensor that an operator updates."""
-        return self.stored[0]
-
-    @property
-    def companion(self) -> Tensor | None:
-        """The tensor that the operator keeps next to it, or None."""
-        return self.stored[1]
+    def written(self) -> list[Tensor]:
+        """The parameter, and its master if it has one."""
+        return [self.param] if self.param is self.key else [self.param, self.key]
 
     @property
     def is_supported(self) -> bool:
         """Whether operators support it."""
-        # It has to be whole or distributed, float32 or with a master, without overlapping memory, and `companion` in
-        # the same memory order.
+        # It has to be whole or distributed, float32 or with a master, without overlapping memory, and both in the same
+        # memory order.
         if type(self.key) not in (Tensor, Parameter) and not hasattr(self.key, "to_local"):
             return False
         of_master = self.param is not self.key and self.param.dtype in SIXTEEN_BIT
         if not (of_master or self.param.dtype == torch.float32):
             return False
-        stored = [local(tensor) for tensor in self.stored if tensor is not None]
-        return all(is_dense(tensor) and _dimensions(tensor) == _dimensions(stored[0]) for tensor in stored)
+        written = [*map(local, self.written)]
+        return all(is_dense(tensor) and _dimensions(tensor) == _dimensions(written[0]) for tensor in written)
 
 
 def is_dense(tensor: Tensor) -> bool:
@@ -88,7 +81,7 @@ def like(param: Tensor, other: Tensor) -> Tensor:
 
 
 class Batch:
-    """The tensors of one call of an operator: one device, one way to keep masters, the same moments."""
+    """The tensors of one call of an operator: one device, all with masters or none, the same moments."""
 
     # Missing optimizer state is created as the optimizer would create it: zeros. Steps are counted on the device.
 
@@ -97,9 +90,9 @@ class Batch:
         self.numbers = sorted({place.group for place in places})
         self.layouts = {_layout(place.param) for place in places}
         self.params = [local(place.param).detach() for place in places]
-        self.masters = [local(place.companion).detach() for place in places if place.companion is not None]
+        self.masters = [local(place.key).detach() for place in places if place.param is not place.key]
         self.groups = torch.tensor([place.group for place in places], dtype=torch.int64, device="cpu")
-        self.written = [tensor for place in places for tensor in place.stored if tensor is not None]
+        self.written = [tensor for place in places for tensor in place.written]
         self._strides = [param.stride() for param in self.params]
         self._pointers = self._where()
         self.made: list[tuple[dict[str, Any], str]] = []
@@ -186,9 +179,8 @@ def sort(rule: UpdateRule, optimizer: torch.optim.Optimizer, places: Sequence[Pl
     """Return the calls that step all these parameters."""
     kinds: dict[Any, list[Place]] = {}
     for place in places:
-        companion = None if place.companion is None else place.companion.dtype
         moments = rule.moments(optimizer.param_groups[place.group])
-        kinds.setdefault((place.param.device, place.param.dtype, companion, moments), []).append(place)
+        kinds.setdefault((place.param.device, place.param.dtype, moments), []).append(place)
     return [Batch(rule, optimizer, kind) for kind in kinds.values()]
 
 
@@ -208,7 +200,7 @@ class Calls:
     def __init__(self) -> None:
         self._keys: list[Tensor] = []
         self._kinds: list[tuple[int, tuple[str, ...]]] = []  # per group: its size and the names of its moments
-        self._stored = NO_MASTERS
+        self._masters = NO_MASTERS
         self._places: list[Place] = []
         self._supported: list[bool] = []
         self._taken: list[Place] = []
@@ -219,13 +211,13 @@ class Calls:
         self,
         inner: torch.optim.Optimizer,
         rule: UpdateRule,
-        stored: Stored,
+        masters: Masters,
         is_for: Callable[[torch.device], bool],
     ) -> tuple[list[Batch], list[int]]:
         """Return the calls, and the numbers of the groups with gradients that no operator can step."""
         kinds = [(len(group["params"]), rule.moments(group)) for group in inner.param_groups]
-        if not (kinds == self._kinds and self._are_current(inner, stored)):
-            self._look(inner, stored, is_for)
+        if not (kinds == self._kinds and self._are_current(inner, masters)):
+            self._look(inner, masters, is_for)
             self._kinds = kinds
         covered = [rule.numbers(group) is not None for group in inner.param_groups]
         graded, left = [], set()
@@ -241,20 +233,20 @@ class Calls:
             self._states = [*map(id, inner.state.values())]  # these objects live as long as the batches
         return self._batches, sorted(left)
 
-    def _are_current(self, inner: torch.optim.Optimizer, stored: Stored) -> bool:
+    def _are_current(self, inner: torch.optim.Optimizer, masters: Masters) -> bool:
         """Return whether the optimizer still has these parameters, at the same addresses, with the same state."""
         return (
-            stored is self._stored
+            masters is self._masters
             and _same(_keys(inner), self._keys)
             and [*map(id, inner.state.values())] == self._states
             and all(batch.is_current() for batch in self._batches)
         )
 
-    def _look(self, inner: torch.optim.Optimizer, stored: Stored, is_for: Callable[[torch.device], bool]) -> None:
+    def _look(self, inner: torch.optim.Optimizer, masters: Masters, is_for: Callable[[torch.device], bool]) -> None:
         self._taken, self._batches = [], []
-        self._keys, self._stored = _keys(inner), stored
+        self._keys, self._masters = _keys(inner), masters
         self._places = [
-            Place(key, stored.get(key, (key, None)), number)
+            Place(key, masters.get(key, key), number)
             for number, group in enumerate(inner.param_groups)
             for key in group["params"]
         ]

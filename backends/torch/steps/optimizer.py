@@ -16,7 +16,7 @@ from polyamp.backends.torch.steps import checkpoints, overflow, refusals, saving
 from polyamp.backends.torch.steps.fused import FusedStep
 from polyamp.backends.torch.steps.guards import check_no_scaler, guard, report_forgotten_scale
 from polyamp.backends.torch.steps.losses import LossScalers, Witness
-from polyamp.backends.torch.steps.masters import Kind, make_masters
+from polyamp.backends.torch.steps.masters import make_masters
 from polyamp.backends.torch.steps.overflow import Overflow
 from polyamp.backends.torch.steps.ranks import check_norm_group, check_process_group
 from polyamp.backends.torch.steps.rounded_updates import can_round, round_updates
@@ -52,29 +52,23 @@ class LossScaledOptimizer(WrappedOptimizer):
         loss_scale: None is ``LossScale()``. With ``LossScale.none()`` the steps are exactly those of ``optimizer``.
         max_grad_norm: clip unscaled gradients to this global L2 norm at every step; None does not clip.
         master_weights: train float32 copies of 16-bit parameters, which replace them in ``param_groups``. None does so
-            if there are such parameters; False updates them directly, with gradients in 16 bits. To save memory,
-            "remainder" keeps only the bits of the copies that bfloat16 parameters lack, and "stochastic" keeps no
-            copies and rounds stochastically; in both, the copies read as NaN between steps.
-        skip_on_device: leave skipping to the optimizer's kernel, without a host sync. None does so on accelerators if
-            the optimizer can.
-        fused_step: unscale, clip, skip, update and advance the loss scale in polyamp's own operators, for SGD, Adam and
-            AdamW; gradients then stay scaled after a step. None does so on GPUs if the compiled extension is in use,
-            True on all devices, False never.
+            if there are such parameters; False updates them directly, with gradients in 16 bits.
+        fused_step: leave skipping to a kernel on the device, without a host sync. None does so on accelerators where it
+            can: in polyamp's own operators for SGD, Adam and AdamW, which also unscale, clip, update and advance the
+            loss scale (gradients then stay scaled after a step), on GPUs if the compiled extension is in use; else in
+            the optimizer's kernel if that is fused. True does so on all devices, False never.
         process_group: the ranks that step or skip together: an overflow on one is an overflow on all. None is the
             default group of ``torch.distributed`` if that is initialised; False is this rank alone.
         norm_group: ranks that have other parameters of the same model, such as the stages of a pipeline: gradients are
-            clipped by the norm over all of them. A process group; or, for experts, a function from a parameter to its
-            group or None, which returns the groups in the same order on every rank. None: every rank has all of a
-            parameter, or a shard of a distributed tensor, whose ranks are known.
+            clipped by the norm over all of them. None: every rank has all of a parameter, or a shard of a distributed
+            tensor, whose ranks are known.
         named_parameters: names for the parameters in messages, as in ``model.named_parameters()``. Without them, the
             names given to the optimizer, or those of a module that has the parameters.
-        share: another wrapped optimizer that trains on the same losses: both then share their loss scales.
         compute: the format that forward passes compute in, for messages about losses that are not finite.
 
     Raises:
         InvalidTypeError: ``optimizer`` is not an optimizer, or another argument has the wrong type.
         UsageError: it is wrapped already, or ``fully_shard`` put its parameters of several dtypes into one group.
-        InvalidValueError: ``skip_on_device`` for an optimizer that cannot skip.
     """
 
     # What copies and pickles keep. Not kept: the current window, a `step` that a scheduler patched on the instance, and
@@ -87,13 +81,11 @@ class LossScaledOptimizer(WrappedOptimizer):
         loss_scale: LossScale | None = None,
         *,
         max_grad_norm: float | None = None,
-        master_weights: Kind = None,
-        skip_on_device: bool | None = None,
+        master_weights: bool | None = None,
         fused_step: bool | None = None,
         process_group: Any = None,
         norm_group: Any = None,
         named_parameters: Iterable[tuple[str, Tensor]] = (),
-        share: LossScaledOptimizer | None = None,
         compute: str | None = None,
     ) -> None:
         if isinstance(optimizer, LossScaledOptimizer):
@@ -102,10 +94,6 @@ class LossScaledOptimizer(WrappedOptimizer):
             raise wrapped_already(f"{type(optimizer).__name__}, attached to its wrapper")
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise no_optimizer(optimizer, allowed="an instance of torch.optim.Optimizer")
-        if share is not None and not isinstance(share, LossScaledOptimizer):
-            raise refusals.not_a(
-                LossScaledOptimizer, share, where="wrap_optimizer(share=)", fix="give a wrapped optimizer"
-            )
         check_process_group(process_group)
         check_norm_group(norm_group)
         check_groups([param for group in optimizer.param_groups for param in group["params"]])
@@ -114,9 +102,9 @@ class LossScaledOptimizer(WrappedOptimizer):
         settings, update_format = imposed(loss_scale or LossScale(), rounds=can_round(optimizer))
         if update_format is not None:
             round_updates(optimizer, update_format)
-        self.scalers: LossScalers = LossScalers(settings, compute) if share is None else share.scalers
-        self.stepper = Stepper(optimizer, skip_on_device if self.scaler.settings.check else False)
+        self.scalers: LossScalers = LossScalers(settings, compute)
         self.operators = FusedStep(optimizer, fused_step)
+        self.stepper = Stepper(optimizer, fused_step if settings.check else False)
         self.max_grad_norm = max_grad_norm
         self.masters = make_masters(optimizer, master_weights)
         self.last_step = StepResult(self.scaler.state)
@@ -138,6 +126,12 @@ class LossScaledOptimizer(WrappedOptimizer):
         self.window = Window()
         if not self.is_alone:
             watch_no_sync()
+
+    def share_scales(self, other: LossScaledOptimizer) -> None:
+        """Use the loss scales of another wrapped optimizer, which trains on the same losses."""
+        self.scalers = other.scalers
+        self.scalers.join(self)
+        self.last_step = StepResult(self.scaler.state)
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: self.__dict__[name] for name in self._KEPT}
@@ -323,7 +317,7 @@ class LossScaledOptimizer(WrappedOptimizer):
         """Add a group to the inner optimizer, with master weights if its parameters have 16 bits.
 
         Raises:
-            InvalidValueError: a parameter is in another group already, or cannot have such master weights.
+            InvalidValueError: a parameter is in another group already.
         """
         self.inner.add_param_group(param_group)
         try:

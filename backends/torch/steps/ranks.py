@@ -129,15 +129,16 @@ def check_process_group(process_group: Any) -> None:
 
 
 def check_norm_group(norm_group: Any) -> None:
-    """Raise if this is neither a process group nor a function that returns one for a parameter."""
-    if norm_group is None or _is_group(norm_group) or callable(norm_group):
+    """Raise if this is not a process group."""
+    if norm_group is None or _is_group(norm_group):
         return
     raise InvalidTypeError(
-        "norm_group must be a process group or a function",
+        "norm_group must be a process group",
         where="wrap_optimizer(norm_group=)",
         found=shown(norm_group),
-        allowed="a torch.distributed.ProcessGroup, a function from a parameter to one or None, or None",
-        fix='leave norm_group= out, or give device_mesh.get_group("pipe")',
+        allowed="a torch.distributed.ProcessGroup, or None",
+        fix='leave norm_group= out, or give device_mesh.get_group("pipe"); where ranks have other parameters only in '
+        "part, such as experts, call opt.unscale_() and clip by a norm of your own before opt.step()",
     )
 
 

@@ -15,17 +15,6 @@ from polyamp.refusals import clipped_scaled, unscaled_loss
 from polyamp.validation import is_number, shown, wrong_type
 
 
-def cannot_skip(optimizer: torch.optim.Optimizer) -> InvalidValueError:
-    """Return the error for ``skip_on_device`` with an optimizer whose kernel cannot skip."""
-    return InvalidValueError(
-        "this optimizer cannot skip a step on the device",
-        where="wrap_optimizer(skip_on_device=)",
-        found=type(optimizer).__name__,
-        allowed="SGD, Adam or AdamW with fused=True, and others that set _step_supports_amp_scaling",
-        fix="make the optimizer with fused=True, or leave skip_on_device= out",
-    )
-
-
 def check_norm(max_norm: object) -> None:
     """Raise if this is not a limit for a norm; torch accepts 0 and inf."""
     where, allowed = "clip_grad_norm_(max_norm)", "a number of at least 0"

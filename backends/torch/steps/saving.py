@@ -25,7 +25,7 @@ _PLAIN = (
 )
 _OTHER_BITS = (
     "the saved moments have 16 bits, and the parameters 16 bits of another format: the moments were cast to it, and "
-    "training does not resume bit for bit. With master weights, wherever they are kept, it does."
+    "training does not resume bit for bit. With master weights it does."
 )
 
 

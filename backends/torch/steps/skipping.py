@@ -29,12 +29,10 @@ from polyamp.result import StepResult
 class Stepper:
     """The step of an optimizer, which is skipped if its gradients were not finite."""
 
-    def __init__(self, inner: torch.optim.Optimizer, skip_on_device: bool | None) -> None:
+    def __init__(self, inner: torch.optim.Optimizer, on_device: bool | None) -> None:
         self.inner = inner
-        self.skip_on_device = skip_on_device
+        self.on_device = on_device  # None: on accelerators
         self._has_stepped = False
-        if skip_on_device and not self._can_skip:
-            raise refusals.cannot_skip(inner)
 
     def forget(self) -> None:
         """Forget earlier steps, because the optimizer's state was replaced."""
@@ -46,15 +44,10 @@ class Stepper:
             return self._step_on_device(overflow)
         return self._step_on_host(overflow)
 
-    @property
-    def _can_skip(self) -> bool:
-        return getattr(self.inner, "_step_supports_amp_scaling", False)
-
     def _leaves_it_to_the_kernel(self, overflow: Tensor, gradients: Gradients) -> bool:
-        if not self._can_skip or self.skip_on_device is False:
-            return False
-        wanted = self.skip_on_device or overflow.device.type != "cpu"
-        return wanted and state_is_complete(self.inner, gradients.params, has_stepped=self._has_stepped)
+        wanted = overflow.device.type != "cpu" if self.on_device is None else self.on_device
+        can_skip = getattr(self.inner, "_step_supports_amp_scaling", False)
+        return wanted and can_skip and state_is_complete(self.inner, gradients.params, has_stepped=self._has_stepped)
 
     def _step_on_host(self, overflow: Tensor) -> tuple[Any, bool]:
         if overflow:

@@ -68,9 +68,9 @@ def _plain(optimizer: WrappedOptimizer) -> Any:
 
 def _with_operators(optimizer: WrappedOptimizer) -> Any:
     """Step from gradients that the operators cannot read while they are scaled, or whose update they do not have."""
-    stepper = optimizer.stepper
     flag, gradients = prepare(optimizer, at_once=True)
-    stepped = None if stepper.skip_on_device is False else optimizer.operators.step_unscaled(flag)
+    stepper = optimizer.stepper
+    stepped = None if stepper.on_device is False else optimizer.operators.step_unscaled(flag)
     result, finite = stepper.step(flag, gradients) if stepped is None else stepped
     finish(optimizer, finite)
     return result
@@ -92,8 +92,6 @@ def _by_operators(optimizer: WrappedOptimizer, batches: Sequence[Batch]) -> None
         max_norm=optimizer.max_grad_norm,
         process_group=optimizer.process_group,
     )
-    if optimizer.masters is not None:
-        optimizer.masters.count_in(control)
     report, overflowed = optimizer.operators.step_scaled(batches, scaled)
     applied = applied_flag(report) if checks else True
     if scaled.advance:
@@ -109,14 +107,16 @@ def _scaled_batches(optimizer: WrappedOptimizer) -> Sequence[Batch] | None:
     """Return the calls of a step by operators alone; None if gradients have to be unscaled first, or already are."""
     masters, window = optimizer.masters, optimizer.window
     checks = window.scaling_or(optimizer.scaler).scaler.settings.check
-    if not window.is_untouched or (checks and optimizer.stepper.skip_on_device is False):
+    if not window.is_untouched:
         return None
     if masters is None and not checks:
         return None  # nothing to unscale or to round: the optimizer's own kernel is as fast
     clips = optimizer.max_grad_norm is not None
     if clips and optimizer.norm_group is not None:
         return None  # other ranks may take another way, and all have to sum the norm alike
-    return optimizer.operators.scaled_batches(lambda: NO_MASTERS if masters is None else masters.stored(), clips=clips)
+    return optimizer.operators.scaled_batches(
+        lambda: NO_MASTERS if masters is None else masters.parameters_by_master(), clips=clips
+    )
 
 
 def _with_closure(optimizer: WrappedOptimizer, closure: Closure, scaled: bool | None) -> Any:
@@ -222,8 +222,6 @@ def finish(optimizer: WrappedOptimizer, finite: bool | Tensor) -> None:
         optimizer.update_model()
     if isinstance(finite, Tensor):
         explain = overflow.later(optimizer, window.suspects(scaler), window.overflowed)
-    if optimizer.masters is not None:
-        optimizer.masters.release()
     for each, was_finite in window.finite_by_scaler(finite):
         each.advance(was_finite, optimizer, window.suspects(each))
     _close(optimizer, scaler, finite, explain)

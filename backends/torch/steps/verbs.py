@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 
 from polyamp.backends.torch.devices import report_slow
 from polyamp.backends.torch.steps.grad_scaler import GradScaler
-from polyamp.backends.torch.steps.masters import Kind
 from polyamp.backends.torch.steps.optimizer import LossScaledOptimizer
 from polyamp.backends.torch.steps.refusals import named_tensors
 from polyamp.errors import warn_once
@@ -25,13 +24,11 @@ def wrap_optimizer(
     *,
     loss_scale: LossScale,
     max_grad_norm: float | None,
-    master_weights: Kind = None,
-    skip_on_device: bool | None = None,
+    master_weights: bool | None = None,
     fused_step: bool | None = None,
     process_group: Any = None,
     norm_group: Any = None,
     named_parameters: Iterable[tuple[str, torch.Tensor]] = (),
-    share: LossScaledOptimizer | None = None,
 ) -> Any:
     """Return a `LossScaledOptimizer`; for several optimizers in a list, a list of those, which share their loss scales.
 
@@ -39,27 +36,13 @@ def wrap_optimizer(
     """
     report_slow(policy.compute)
     options: dict[str, Any] = {"max_grad_norm": max_grad_norm, "master_weights": master_weights}
-    options |= {"skip_on_device": skip_on_device, "fused_step": fused_step}
-    options |= {"process_group": process_group, "norm_group": norm_group}
-    if isinstance(optimizer, list | tuple):
-        return _wrap_all(optimizer, policy, loss_scale, named_parameters, share, options)
-    return _wrap(optimizer, policy, loss_scale, named_parameters=named_parameters, share=share, **options)
-
-
-def _wrap_all(
-    optimizers: Sequence[Any],
-    policy: Policy,
-    loss_scale: LossScale,
-    named_parameters: Iterable[tuple[str, torch.Tensor]],
-    share: LossScaledOptimizer | None,
-    options: Mapping[str, Any],
-) -> list[LossScaledOptimizer]:
-    wrapped: list[LossScaledOptimizer] = []
+    options |= {"fused_step": fused_step, "process_group": process_group, "norm_group": norm_group}
+    if not isinstance(optimizer, list | tuple):
+        return _wrap(optimizer, policy, loss_scale, named_parameters=named_parameters, **options)
     named = named_tensors(named_parameters)
-    for optimizer in optimizers:
-        first = wrapped[0] if wrapped else share
-        one = _wrap(optimizer, policy, loss_scale, named_parameters=named.items(), share=first, **options)
-        wrapped.append(one)
+    wrapped = [_wrap(one, policy, loss_scale, named_parameters=named.items(), **options) for one in optimizer]
+    for other in wrapped[1:]:
+        other.share_scales(wrapped[0])
     return wrapped
 
 

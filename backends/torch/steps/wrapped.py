@@ -13,8 +13,8 @@ from polyamp.backends.torch.steps import refusals
 from polyamp.backends.torch.steps.fused import FusedStep
 from polyamp.backends.torch.steps.gradients import Gradients
 from polyamp.backends.torch.steps.losses import LossScalers, Scaling, Witness
-from polyamp.backends.torch.steps.masters import Kind, MasterWeights
-from polyamp.backends.torch.steps.ranks import has_peers, is_distributed, shard_group
+from polyamp.backends.torch.steps.masters import MasterWeights
+from polyamp.backends.torch.steps.ranks import has_peers, is_distributed
 from polyamp.backends.torch.steps.scaler import LossScaler
 from polyamp.backends.torch.steps.skipping import Stepper
 from polyamp.backends.torch.steps.window import State, Window
@@ -39,7 +39,7 @@ class WrappedOptimizer(torch.optim.Optimizer):
     named: Mapping[str, Tensor]
     last_step: StepResult
     regions_before: int  # number of autocast regions that this thread had entered at the last step
-    masters_wanted: Kind  # the argument ``master_weights`` of `LossScaledOptimizer`
+    masters_wanted: bool | None  # the argument ``master_weights`` of `LossScaledOptimizer`
     _simple: tuple[int, bool] = (
         0,
         False,
@@ -136,11 +136,7 @@ class WrappedOptimizer(torch.optim.Optimizer):
         """Return the gradients of the parameters in the optimizer's groups, masters included."""
         if self.norm_group is None:
             return Gradients(self.param_groups)
-        if not callable(self.norm_group):
-            return Gradients(self.param_groups, lambda _: self.norm_group)
-        trained = (param for group in self.param_groups for param in group["params"])
-        groups = {own: self.norm_group(model) for own, model in zip(trained, self.model_parameters(), strict=True)}
-        return Gradients(self.param_groups, lambda param: groups[param] or shard_group(param))
+        return Gradients(self.param_groups, lambda _: self.norm_group)
 
     def take_gradients(self) -> None:
         """Set the masters' gradients to the model's gradients, in float32."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import runpy
 import sys
@@ -18,6 +17,7 @@ from polyamp.backends.torch.compat import script_steps
 from polyamp.errors import PolyampDeprecationWarning, PolyampWarning, UsageError, forget_warnings
 from polyamp.scripts.runner import Script
 from polyamp.scripts.whole_run import run_script
+from support.harness_torch import skipping_on_device
 
 SCRIPTS = Path(__file__).parents[2] / "support" / "scripts"
 TOLERANCE = {"mixed_float16": 1e-2, "mixed_bfloat16": 6e-2}
@@ -229,7 +229,8 @@ def test_an_overflow_skips_the_step_even_if_the_script_hides_it_by_clipping(run:
 
 
 def test_a_loss_scale_that_the_device_decides_about(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(script_steps, "attach", functools.partial(script_steps.attach, skip_on_device=True))
+    attach = script_steps.attach
+    monkeypatch.setattr(script_steps, "attach", lambda *args: skipping_on_device(attach(*args)))
     fused = OVERFLOW.replace("SGD(layer.parameters(), lr=0.1)", "SGD(layer.parameters(), lr=0.1, fused=True)")
     found = run(fused, "mixed_float16")
     assert found["seen"] == [True, False, False]

@@ -17,9 +17,6 @@ KINDS: list[tuple[torch.dtype, Any]] = [
     (torch.float32, None),
     (torch.float16, True),
     (torch.bfloat16, True),
-    (torch.bfloat16, "remainder"),
-    (torch.float16, "stochastic"),
-    (torch.bfloat16, "stochastic"),
 ]
 
 

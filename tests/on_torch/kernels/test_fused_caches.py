@@ -17,7 +17,6 @@ from support.torch_steps import COVERED, DEVICES, Way, close, wrapped
 STORAGES: list[tuple[torch.dtype, Any]] = [
     (torch.float32, None),
     (torch.bfloat16, True),
-    (torch.bfloat16, "remainder"),
     (torch.float16, True),
 ]
 

@@ -232,9 +232,6 @@ def in_one_bucket(params: list[Any], ahead: int) -> None:
         (torch.float32, None),
         (torch.float16, True),
         (torch.bfloat16, True),
-        (torch.bfloat16, "remainder"),
-        (torch.float16, "stochastic"),
-        (torch.bfloat16, "stochastic"),
     ],
 )
 @pytest.mark.parametrize("name", COVERED)

@@ -80,13 +80,7 @@ def test_a_step_writes_no_gradient(name: str, device: str) -> None:
 @pytest.mark.parametrize("max_norm", [None, 1.0])
 @pytest.mark.parametrize(
     ("dtype", "storage"),
-    [
-        (torch.float32, None),
-        (torch.float16, True),
-        (torch.bfloat16, "remainder"),
-        (torch.bfloat16, "stochastic"),
-        (torch.float16, "stochastic"),
-    ],
+    [(torch.float32, None), (torch.float16, True)],
 )
 @pytest.mark.parametrize("name", ["adamw", "momentum", "sgd"])
 def test_a_step_waits_for_nothing(name: str, dtype: torch.dtype, storage: Any, max_norm: float | None) -> None:
@@ -179,45 +173,10 @@ def test_one_step_with_masters_is_the_plain_one_in_float32(name: str, dtype: tor
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("name", COVERED)
-def test_remainders_are_the_masters_that_they_replace(name: str, device: str) -> None:
-    """The same float32 numbers in two storages; where the two round a tie apart, their losses part as well."""
-    trained = []
-    for storage in (True, "remainder"):
-        model = network(device, torch.bfloat16)
-        way = Way(model, wrapped(COVERED[name](model.parameters()), True, master_weights=storage))
-        train(way, range(STEPS))
-        trained.append(way)
-    kept, joined = (list(way.opt.state_dict()["master_weights"].values()) for way in trained)
-    _within_roundings(torch.bfloat16, joined, kept)
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize(("name", "step"), [("sgd", 1e-5), ("adamw", 1e-5)])
-def test_stochastic_rounding_keeps_the_mean(name: str, step: float, dtype: torch.dtype, device: str) -> None:
-    """Steps far below half a unit in the last place: to nearest they would all be lost."""
-    count, rounds = 40_000, 5
-    weight = nn.Parameter(torch.ones(count, device=device, dtype=dtype))
-    inner = COVERED[name]([weight], lr=step, weight_decay=0.0)
-    opt = wrapped(inner, True, master_weights="stochastic")
-    for _ in range(rounds):
-        opt.zero_grad()
-        opt.backward(weight.float().sum())
-        opt.step()
-    moved = 1 - weight.detach().double().mean().item()
-    unit = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}[dtype]  # below 1
-    spread = math.sqrt(rounds * step * unit / count)
-    assert abs(moved - rounds * step) < 5 * spread
-    assert set(weight.unique().tolist()) <= {1 - unit * place for place in range(rounds + 1)}
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("master_weights", [None, "remainder", "stochastic"])
 @pytest.mark.parametrize("name", ["adamw", "momentum", "sgd"])
-def test_a_skipped_step_leaves_16_bit_storages_as_they_are(name: str, master_weights: Any, device: str) -> None:
+def test_a_skipped_step_leaves_masters_as_they_are(name: str, device: str) -> None:
     model = network(device, torch.bfloat16)
-    way = Way(model, wrapped(COVERED[name](model.parameters()), True, master_weights=master_weights))
+    way = Way(model, wrapped(COVERED[name](model.parameters()), True))
     train(way, range(2), overflows={})
     before = everything(way)
     train(way, range(3), overflows=dict.fromkeys(range(3), math.inf))

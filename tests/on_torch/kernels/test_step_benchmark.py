@@ -21,7 +21,7 @@ def test_main_and_rest_are_all_and_share_none() -> None:
 
 @pytest.mark.parametrize(
     ("storage", "floor"),
-    [("float32", 32), ("float16, masters", 30), ("bfloat16, remainder", 28), ("bfloat16, stochastic", 24)],
+    [("float32", 32), ("float16, masters", 30), ("bfloat16, masters", 30)],
 )
 def test_floors_are_those_of_the_readme(storage: str, floor: int) -> None:
     assert Case("any", "AdamW", storage, True, True).floor == floor

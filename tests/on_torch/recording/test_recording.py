@@ -458,20 +458,6 @@ def test_training_goes_on_as_if_nothing_had_been_recorded(name: str) -> None:
     assert steps.contents()[1:3] == alone.contents()[1:3]
 
 
-def test_masters_that_exist_during_a_step_alone_are_not_made() -> None:
-    weight = torch.nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
-    opt = polyamp.wrap_optimizer(torch.optim.SGD([weight], lr=0.1), "mixed_bfloat16", master_weights="remainder")
-
-    def step() -> None:
-        opt.backward((weight * 2).sum())
-        opt.step()
-
-    assert gradients(record(step, policy="float32")) == {"parameter 0 of shape (3,)": 2.0}
-    assert opt.param_groups[0]["params"][0].isnan().all()
-    step()
-    assert weight.tolist() == pytest.approx([0.8] * 3, rel=2**-8)
-
-
 def test_a_window_under_way_goes_on() -> None:
     steps, alone = Steps(), Steps()
     for one in (steps, alone):

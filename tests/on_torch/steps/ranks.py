@@ -28,7 +28,7 @@ from polyamp import LossScale
 from polyamp.backends.torch import GradScaler, LossScaledOptimizer
 from polyamp.backends.torch.steps.ranks import any_rank, has_peers
 from support.forked_ranks import default_group
-from support.harness_torch import OPTIMIZERS, X, Y
+from support.harness_torch import OPTIMIZERS, X, Y, skipping_on_device
 
 RANK = int(os.environ["RANK"])
 LOW = [torch.float32, torch.float16, torch.bfloat16]
@@ -45,7 +45,7 @@ PATHS = pytest.mark.parametrize(
         ("third_party", "operators"),
     ],
 )
-KINDS = [(torch.float32, None), (torch.float16, None), (torch.bfloat16, "remainder"), (torch.bfloat16, "stochastic")]
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -81,12 +81,14 @@ def loss_of(model: torch.nn.Module) -> torch.Tensor:
 
 
 def wrap(model: torch.nn.Module, name: str, skips: str, **options: Any) -> LossScaledOptimizer:
-    return polyamp.wrap_optimizer(
-        OPTIMIZERS[name](model.parameters()),
-        loss_scale=LossScale(init=1024.0),
-        skip_on_device=skips == "kernel" or None,
-        fused_step=skips == "operators",
-        **options,
+    return skipping_on_device(
+        polyamp.wrap_optimizer(
+            OPTIMIZERS[name](model.parameters()),
+            loss_scale=LossScale(init=1024.0),
+            fused_step=skips == "operators",
+            **options,
+        ),
+        skips == "kernel" or None,
     )
 
 
@@ -100,11 +102,9 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def memory(opt: LossScaledOptimizer, model: torch.nn.Module) -> Any:
-    """This rank's part of everything that a step may change, but for the loss scale and for chance."""
+    """This rank's part of everything that a step may change, but for the loss scale."""
     state = opt.state_dict()
     del state["loss_scale"]
-    if "rounds" in (state["master_weights"] or {}):  # counted even where the device skips
-        del state["master_weights"]
     return bits([list(model.parameters()), state])
 
 
@@ -175,11 +175,11 @@ def test_only_the_ranks_of_the_group_are_asked() -> None:
 
 
 @PATHS
-@pytest.mark.parametrize(("dtype", "master_weights"), KINDS)
-def test_ranks_of_a_plain_group_skip_together(name: str, skips: str, dtype: torch.dtype, master_weights: Any) -> None:
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_ranks_of_a_plain_group_skip_together(name: str, skips: str, dtype: torch.dtype) -> None:
     """Each has a model of its own: nothing but the flag is combined."""
     model = model_of(dtype)
-    opt = wrap(model, name, skips, master_weights=master_weights)
+    opt = wrap(model, name, skips)
     check_skip_and_resume(model, opt, break_gradient)
 
 
@@ -214,11 +214,10 @@ def test_a_rank_that_is_asked_alone_skips_alone() -> None:
 
 
 @pytest.mark.parametrize("broken", [False, True])
-@pytest.mark.parametrize("master_weights", [None, "remainder"])
-def test_a_rank_without_gradients_takes_part(broken: bool, master_weights: Any) -> None:
-    dtype = torch.float32 if master_weights is None else torch.bfloat16
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_rank_without_gradients_takes_part(broken: bool, dtype: torch.dtype) -> None:
     model = model_of(dtype)
-    opt = wrap(model, "adamw", "host", master_weights=master_weights, max_grad_norm=1.0)
+    opt = wrap(model, "adamw", "host", max_grad_norm=1.0)
     before = memory(opt, model)
     if RANK == 1:
         backward(model, opt)
@@ -298,10 +297,10 @@ def test_optimizers_that_share_a_scale_agree() -> None:
 
 
 @PATHS
-@pytest.mark.parametrize(("dtype", "master_weights"), KINDS)
-def test_ddp(name: str, skips: str, dtype: torch.dtype, master_weights: Any) -> None:
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_ddp(name: str, skips: str, dtype: torch.dtype) -> None:
     model = model_of(dtype)
-    opt = wrap(model, name, skips, master_weights=master_weights, max_grad_norm=1.0)
+    opt = wrap(model, name, skips, max_grad_norm=1.0)
     parallel = DistributedDataParallel(model, gradient_as_bucket_view=True)
     check_skip_and_resume(parallel, opt, lambda ddp: break_gradient(ddp.module))
     assert ranks_agree(*(value for param in model.parameters() for value in param.detach().float().flatten().tolist()))
@@ -405,12 +404,11 @@ def test_an_optimizer_with_sharded_state(fused_step: bool) -> None:
     assert RANK or opts[0].state_dict()["loss_scale"] == opts[1].state_dict()["loss_scale"]
 
 
-@pytest.mark.parametrize("master_weights", [None, "remainder"])
-def test_masters_that_an_optimizer_inside_would_not_see_are_refused(master_weights: Any) -> None:
+def test_masters_that_an_optimizer_inside_would_not_see_are_refused() -> None:
     params = [*model_of(torch.bfloat16).bfloat16().parameters()]
     sharded = with_sharded_state(params, torch.optim.SGD, lr=0.1)
     with pytest.raises(polyamp.errors.UnsupportedError, match="its own lists of 16-bit parameters"):
-        polyamp.wrap_optimizer(sharded, "bfloat16", master_weights=master_weights)
+        polyamp.wrap_optimizer(sharded, "bfloat16")
     assert all(mine is one for mine, one in zip(sharded.param_groups[0]["params"], params, strict=True))
 
 
@@ -430,10 +428,10 @@ def shard(model: torch.nn.Module, mesh: DeviceMesh, **options: Any) -> torch.nn.
         ("sgd_foreach", "operators"),
     ],
 )
-@pytest.mark.parametrize(("dtype", "master_weights"), KINDS)
-def test_fsdp(name: str, skips: str, dtype: torch.dtype, master_weights: Any, mesh: DeviceMesh) -> None:
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_fsdp(name: str, skips: str, dtype: torch.dtype, mesh: DeviceMesh) -> None:
     model = shard(model_of(dtype), mesh)
-    opt = wrap(model, name, skips, master_weights=master_weights, max_grad_norm=1.0)
+    opt = wrap(model, name, skips, max_grad_norm=1.0)
     check_skip_and_resume(model, opt, lambda model: break_shard(model[0].weight))
 
 
@@ -567,10 +565,10 @@ def test_fsdp_trains_as_one_process_does(dtype: torch.dtype, fused_step: bool, l
         torch.testing.assert_close(param.full_tensor(), expected, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize(("dtype", "master_weights"), KINDS)
-def test_the_state_of_shards_resumes_bit_for_bit(dtype: torch.dtype, master_weights: Any, mesh: DeviceMesh) -> None:
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_state_of_shards_resumes_bit_for_bit(dtype: torch.dtype, mesh: DeviceMesh) -> None:
     model, resumed = (shard(model_of(dtype), mesh) for _ in range(2))
-    opt, other = (wrap(each, "adamw_fused", "kernel", master_weights=master_weights) for each in (model, resumed))
+    opt, other = (wrap(each, "adamw_fused", "kernel") for each in (model, resumed))
     for _ in range(2):
         backward(model, opt)
         opt.step()
@@ -588,14 +586,14 @@ def test_the_state_of_shards_resumes_bit_for_bit(dtype: torch.dtype, master_weig
 
 
 @pytest.mark.parametrize("form", ["sharded", "flat", "full", "disk"])
-@pytest.mark.parametrize(("dtype", "master_weights"), KINDS)
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", ["adamw_fused", "sgd_foreach"])
 def test_distributed_checkpoints_of_shards_resume_bit_for_bit(
-    name: str, dtype: torch.dtype, master_weights: Any, form: str, mesh: DeviceMesh, tmp_path: Any
+    name: str, dtype: torch.dtype, form: str, mesh: DeviceMesh, tmp_path: Any
 ) -> None:
     options = StateDictOptions(full_state_dict=form == "full", flatten_optimizer_state_dict=form == "flat")
     model, resumed = (shard(model_of(dtype), mesh) for _ in range(2))
-    opt, other = (wrap(each, name, "host", master_weights=master_weights) for each in (model, resumed))
+    opt, other = (wrap(each, name, "host") for each in (model, resumed))
     for broken in (False, True, False):
         backward(model, opt)
         if broken:

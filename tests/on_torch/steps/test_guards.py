@@ -18,7 +18,7 @@ import polyamp
 from polyamp import LossScale
 from polyamp.backends.torch import GradScaler, LossScaledOptimizer
 from polyamp.errors import InvalidTypeError, InvalidValueError
-from support.harness_torch import X, contents, linear, loss_of
+from support.harness_torch import X, contents, linear, loss_of, skipping_on_device
 
 NOT_SCALED = "the loss of this step was not scaled"
 
@@ -92,10 +92,11 @@ def test_what_another_loss_left_and_somebody_cleared_is_no_part_of_the_step(set_
 
 
 def test_a_generator_whose_loss_was_not_scaled_is_refused_beside_a_discriminator_whose_was() -> None:
-    for share in (False, True):
+    for shared in (False, True):
         maker, judge = linear(), linear()
-        judging = wrap(judge)
-        making = wrap(maker, share=judging if share else None)
+        judging, making = wrap(judge), wrap(maker)
+        if shared:
+            making.share_scales(judging)
         judging.backward(loss_of(judge))
         judging.step()
         loss_of(maker).backward()
@@ -166,7 +167,9 @@ def test_gradients_by_hand_are_what_somebody_says() -> None:
 def test_gradients_that_are_not_scaled_are_tested_clipped_and_skipped(fused: bool | None, on_device: Any) -> None:
     weight = torch.ones(2, requires_grad=True)
     inner = torch.optim.SGD([weight], lr=1.0, fused=True)
-    opt = LossScaledOptimizer(inner, LossScale(init=4.0), max_grad_norm=0.5, fused_step=fused, skip_on_device=on_device)
+    opt = skipping_on_device(
+        LossScaledOptimizer(inner, LossScale(init=4.0), max_grad_norm=0.5, fused_step=fused), on_device
+    )
     for grad, expected in (([3.0, 4.0], [0.7, 0.6]), ([math.inf, 0.0], [0.7, 0.6]), ([-3.0, -4.0], [1.0, 1.0])):
         weight.grad = torch.tensor(grad)
         opt.step(scaled=False)
@@ -536,12 +539,14 @@ def test_a_loss_that_is_not_finite_skips_its_step_and_training_goes_on(
     polyamp.errors.forget_warnings()
     models = [linear(), linear()]
     opts = [
-        polyamp.wrap_optimizer(
-            torch.optim.AdamW(model.parameters(), lr=0.1, fused=True),
-            "mixed_float16",
-            fused_step=fused,
-            skip_on_device=on_device,
-            max_grad_norm=norm,
+        skipping_on_device(
+            polyamp.wrap_optimizer(
+                torch.optim.AdamW(model.parameters(), lr=0.1, fused=True),
+                "mixed_float16",
+                fused_step=fused,
+                max_grad_norm=norm,
+            ),
+            on_device,
         )
         for model in models
     ]
@@ -570,9 +575,9 @@ def test_a_loss_that_is_not_finite_skips_its_step_and_training_goes_on(
 @WAYS
 def test_one_bad_loss_of_several_skips_their_step_for_all_that_share_it(fused: Any, on_device: Any, norm: Any) -> None:
     models = [linear(), linear()]
-    options = {"fused_step": fused, "skip_on_device": on_device, "max_grad_norm": norm}
     made = [torch.optim.AdamW(model.parameters(), lr=0.1, fused=True) for model in models]
-    opts = polyamp.wrap_optimizer(made, "mixed_float16", **options)
+    opts = polyamp.wrap_optimizer(made, "mixed_float16", fused_step=fused, max_grad_norm=norm)
+    skipping_on_device(opts, on_device)
     for value in (0.0, math.inf, 0.0):
         for opt in opts:
             opt.zero_grad()
@@ -617,7 +622,7 @@ def test_the_warning_tells_by_the_format(policy: str, scale: LossScale | float, 
 def test_the_scale_can_be_set_within_the_settings(on_device: bool) -> None:
     model = linear()
     inner = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
-    opt = polyamp.wrap_optimizer(inner, "mixed_float16", skip_on_device=on_device)
+    opt = skipping_on_device(polyamp.wrap_optimizer(inner, "mixed_float16"), on_device)
     for value in (math.inf, 1.0, 1.0):
         opt.zero_grad()
         opt.backward(loss_of(model))

@@ -20,7 +20,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 import polyamp
 from polyamp import LossScale
 from polyamp.backends.torch import AppliedSteps, GradScaler, LossScaledOptimizer
-from support.harness_torch import contents, linear, loss_of
+from support.harness_torch import contents, linear, loss_of, skipping_on_device
 
 Optimizer = torch.optim.Optimizer
 
@@ -69,7 +69,9 @@ def loops(make: Callable[[Any], Optimizer], ways: str) -> Loop:
     plain = make(model.parameters())
     if ways == "drop-in":
         return Loop(model, plain, GradScaler("cpu"))
-    return Loop(model, plain, None, skip_on_device=ways == "on-device")
+    loop = Loop(model, plain, None)
+    skipping_on_device(loop.opt, ways == "on-device")
+    return loop
 
 
 WAYS = ["wrapped", "drop-in"]
@@ -288,7 +290,7 @@ class Tagged(nn.Parameter):
 def test_overflows_in_several_kinds_of_gradients_count_as_one(bad: float) -> None:
     """torch adds the flags of devices up, and its fused kernels skip where the sum is exactly 1."""
     weights = [Tagged(torch.ones(2, dtype=dtype)) for dtype in (torch.float32, torch.float64)]
-    opt = polyamp.wrap_optimizer(adamw_fused(weights), "mixed_float16", skip_on_device=True)
+    opt = skipping_on_device(polyamp.wrap_optimizer(adamw_fused(weights), "mixed_float16"))
     for grad in (1.0, bad):
         for weight in weights:
             weight.grad = torch.full_like(weight, grad)

@@ -20,7 +20,7 @@ from polyamp import LossScale
 from polyamp.backends.torch import LossScaledOptimizer
 from support.harness_torch import X as INPUTS
 from support.harness_torch import Y as TARGETS
-from support.harness_torch import contents, linear, loss_of
+from support.harness_torch import contents, linear, loss_of, skipping_on_device
 
 Optimizer = torch.optim.Optimizer
 SCALED = [False, True]
@@ -228,7 +228,7 @@ def test_defaults_for_new_tensors_do_not_matter(on_device: bool, default: Any) -
     model, plain_model = linear(), linear()
     plain = torch.optim.AdamW(plain_model.parameters(), lr=0.1, fused=True)
     inner = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
-    opt = polyamp.wrap_optimizer(inner, "mixed_float16", max_grad_norm=1e6, skip_on_device=on_device)
+    opt = skipping_on_device(polyamp.wrap_optimizer(inner, "mixed_float16", max_grad_norm=1e6), on_device)
     for overflow in (False, False, True, False):
         opt.zero_grad()
         with default_dtype(default) if isinstance(default, torch.dtype) else default:
@@ -278,7 +278,7 @@ def test_averaged_models_follow() -> None:
 def test_parameters_that_freeze_or_come_later(on_device: bool) -> None:
     model = network()
     inner = torch.optim.AdamW(model[0].parameters(), lr=0.1, fused=True)
-    opt = polyamp.wrap_optimizer(inner, "mixed_float16", skip_on_device=on_device)
+    opt = skipping_on_device(polyamp.wrap_optimizer(inner, "mixed_float16"), on_device)
     for step in range(5):
         if step == 2:
             opt.add_param_group({"params": list(model[2].parameters()), "lr": 0.01})

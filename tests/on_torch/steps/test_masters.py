@@ -12,7 +12,7 @@ import torch
 import polyamp
 from polyamp import LossScale
 from polyamp.backends.torch import LossScaledOptimizer
-from support.harness_torch import OPTIMIZERS, X, Y, contents
+from support.harness_torch import OPTIMIZERS, X, Y, contents, skipping_on_device
 
 LOW = [torch.float16, torch.bfloat16]
 
@@ -67,7 +67,7 @@ def test_updates_that_16_bits_round_away_add_up_in_masters(master_weights: bool 
 @pytest.mark.parametrize("on_device", [False, True])
 def test_a_skipped_step_leaves_masters_and_model_as_they_are(dtype: torch.dtype, on_device: bool) -> None:
     model = low_model(dtype)
-    opt = LossScaledOptimizer(OPTIMIZERS["adamw_fused"](model.parameters()), skip_on_device=on_device)
+    opt = skipping_on_device(LossScaledOptimizer(OPTIMIZERS["adamw_fused"](model.parameters())), on_device)
     train(model, opt, 2)
     before, low = contents(opt), copy.deepcopy(model.state_dict())
     train(model, opt, 1, overflow=True)

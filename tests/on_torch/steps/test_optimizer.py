@@ -19,7 +19,7 @@ import polyamp
 from polyamp import LossScale
 from polyamp.backends.torch import LossScaledOptimizer
 from polyamp.refusals import NONFINITE_LOSS
-from support.harness_torch import FUSED, OPTIMIZERS, ThirdParty, X, contents, linear, loss_of
+from support.harness_torch import FUSED, OPTIMIZERS, ThirdParty, X, contents, linear, loss_of, skipping_on_device
 
 
 def step(model: torch.nn.Module, opt: LossScaledOptimizer, *, overflow: bool = False) -> None:
@@ -50,7 +50,7 @@ def test_a_scaled_step_is_the_plain_step_bit_for_bit(make: Callable[[Any], torch
 )
 def test_a_skipped_step_changes_nothing(name: str, steps_before: int, on_device: bool | None) -> None:
     model = linear()
-    opt = polyamp.wrap_optimizer(OPTIMIZERS[name](model.parameters()), "mixed_float16", skip_on_device=on_device)
+    opt = skipping_on_device(polyamp.wrap_optimizer(OPTIMIZERS[name](model.parameters()), "mixed_float16"), on_device)
     for _ in range(steps_before):
         step(model, opt)
     before = contents(opt)
@@ -66,7 +66,7 @@ def test_training_goes_on_after_a_skipped_first_step(name: str) -> None:
     """torch's fused SGD with GradScaler keeps uninitialised momentum here."""
     plain_model, model = linear(), linear()
     plain = OPTIMIZERS[name](plain_model.parameters())
-    opt = polyamp.wrap_optimizer(OPTIMIZERS[name](model.parameters()), "mixed_float16", skip_on_device=True)
+    opt = skipping_on_device(polyamp.wrap_optimizer(OPTIMIZERS[name](model.parameters()), "mixed_float16"))
     for overflow in (True, True, False, True, False):
         step(model, opt, overflow=overflow)
         if not overflow:
@@ -94,7 +94,7 @@ def test_host_and_device_go_through_the_same_scales(
     )  # fmt: skip
     weights = [torch.zeros(2, requires_grad=True) for _ in range(2)]
     opts = [
-        LossScaledOptimizer(torch.optim.SGD([weight], lr=0.1, fused=True), config, skip_on_device=on_device)
+        skipping_on_device(LossScaledOptimizer(torch.optim.SGD([weight], lr=0.1, fused=True), config), on_device)
         for weight, on_device in zip(weights, (False, True), strict=True)
     ]
     for overflow in overflows:
@@ -109,7 +109,7 @@ def test_host_and_device_go_through_the_same_scales(
 
 def test_the_device_path_keeps_its_state_in_tensors() -> None:
     model = linear()
-    opt = polyamp.wrap_optimizer(OPTIMIZERS["adamw_fused"](model.parameters()), "mixed_float16", skip_on_device=True)
+    opt = skipping_on_device(polyamp.wrap_optimizer(OPTIMIZERS["adamw_fused"](model.parameters()), "mixed_float16"))
     step(model, opt)
     step(model, opt)
     assert isinstance(opt.scaler.state.scale, torch.Tensor)
@@ -132,7 +132,7 @@ def test_the_scale_never_reaches_zero() -> None:
 def test_max_skips_and_on_min_are_reported(on_device: bool) -> None:
     model = linear()
     config = LossScale(init=4.0, min=2.0, on_min="warn", max_skips=3)
-    opt = LossScaledOptimizer(OPTIMIZERS["sgd_fused"](model.parameters()), config, skip_on_device=on_device)
+    opt = skipping_on_device(LossScaledOptimizer(OPTIMIZERS["sgd_fused"](model.parameters()), config), on_device)
     step(model, opt)
     overflow = functools.partial(step, model, opt, overflow=True)
     overflow()  # brings the scale to its minimum; only the next one finds it there
@@ -148,11 +148,12 @@ def test_max_skips_and_on_min_are_reported(on_device: bool) -> None:
 @pytest.mark.parametrize("nonfinite_loss", ["skip", "raise"])
 def test_a_loss_on_the_device_that_was_not_finite_is_reported_at_the_next_step(nonfinite_loss: Any) -> None:
     model = linear()
-    opt = polyamp.wrap_optimizer(
-        OPTIMIZERS["adam_fused"](model.parameters()),
-        "mixed_float16",
-        skip_on_device=True,
-        loss_scale=LossScale(nonfinite_loss=nonfinite_loss),
+    opt = skipping_on_device(
+        polyamp.wrap_optimizer(
+            OPTIMIZERS["adam_fused"](model.parameters()),
+            "mixed_float16",
+            loss_scale=LossScale(nonfinite_loss=nonfinite_loss),
+        )
     )
     step(model, opt)
     step(model, opt)
@@ -299,8 +300,6 @@ def test_wrapping_what_cannot_be_wrapped() -> None:
         polyamp.wrap_optimizer(opt, "mixed_float16")
     with pytest.raises(polyamp.errors.InvalidTypeError, match="not an optimizer of this framework"):
         polyamp.wrap_optimizer(linear(), "mixed_float16")
-    with pytest.raises(polyamp.errors.InvalidValueError, match="cannot skip"):
-        polyamp.wrap_optimizer(opt.inner, "mixed_float16", skip_on_device=True)
 
 
 @pytest.mark.parametrize("scheduler_on_inner", [True, False])

@@ -14,6 +14,7 @@ import polyamp
 from polyamp import LossScale
 from polyamp.backends.torch import GradScaler, LossScaledOptimizer
 from polyamp.refusals import NONFINITE_LOSS
+from support.harness_torch import skipping_on_device
 
 
 def model() -> torch.nn.Module:
@@ -89,7 +90,7 @@ def test_what_was_said_stays_when_gradients_are_cleared() -> None:
 def test_a_step_that_the_device_skipped_is_explained_when_somebody_asks() -> None:
     net = model()
     made = torch.optim.AdamW(net.parameters(), fused=True)
-    opt = polyamp.wrap_optimizer(made, "mixed_float16", skip_on_device=True)
+    opt = skipping_on_device(polyamp.wrap_optimizer(made, "mixed_float16"))
     overflow(opt, net)
     overflow(opt, net, **{"0_bias": math.inf})
     assert isinstance(opt.last_step.flag, torch.Tensor)

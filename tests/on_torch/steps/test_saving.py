@@ -1,4 +1,4 @@
-"""State dicts between ways to keep masters, between 16-bit formats, and of what does not fit."""
+"""State dicts with and without masters, between 16-bit formats, and of what does not fit."""
 
 from __future__ import annotations
 
@@ -12,11 +12,8 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 import polyamp
 from polyamp import LossScale
 from polyamp.backends.torch import LossScaledOptimizer
-from polyamp.backends.torch.kernels.rounding import split
 from support.harness_torch import OPTIMIZERS
-from support.torch_rounding import KINDS, TEMPORARY, Net, bits, memory, train
-
-KEPT = [True, "remainder"]  # masters that are saved
+from support.torch_kinds import Net, bits, memory, train
 
 
 def wrap(net: Net, name: str = "adamw_fused", kind: Any = None, **options: Any) -> LossScaledOptimizer:
@@ -42,7 +39,7 @@ def through_a_file(state: Any) -> Any:
 
 NAMES = ["momentum", "sgd_fused", "adam", "adamw_fused", "rmsprop", "third_party"]
 # torch's fused SGD on the CPU reads momentum that nobody filled where parameters have 16 bits: no two runs are equal.
-REPEATABLE = [(name, kind) for name in NAMES for kind in [*KINDS, False] if (name, kind) != ("sgd_fused", False)]
+REPEATABLE = [(name, kind) for name in NAMES for kind in [True, False] if (name, kind) != ("sgd_fused", False)]
 
 
 @pytest.mark.parametrize(("name", "kind"), REPEATABLE)
@@ -64,61 +61,28 @@ def test_training_resumes_bit_for_bit(name: str, kind: Any, model_last: bool) ->
     assert polyamp.save_loss_scale(other) == polyamp.save_loss_scale(opt)
 
 
-@pytest.mark.parametrize(
-    ("before", "after"),
-    [
-        ((torch.bfloat16, True), (torch.bfloat16, "remainder")),
-        ((torch.bfloat16, "remainder"), (torch.bfloat16, True)),
-        ((torch.float16, True), (torch.bfloat16, True)),
-        ((torch.bfloat16, True), (torch.float16, True)),
-        ((torch.float16, True), (torch.bfloat16, "remainder")),
-        ((torch.bfloat16, "remainder"), (torch.float16, True)),
-    ],
-)
-def test_masters_move_to_another_format_or_keeping_bit_for_bit(before: Any, after: Any) -> None:
-    net, opt = trained(before[0], kind=before[1])
-    other_net = Net(after[0], usual=True)
-    other = wrap(other_net, kind=after[1])
+@pytest.mark.parametrize(("before", "after"), [(torch.float16, torch.bfloat16), (torch.bfloat16, torch.float16)])
+def test_masters_move_to_another_format_bit_for_bit(before: torch.dtype, after: torch.dtype) -> None:
+    net, opt = trained(before)
+    other_net = Net(after, usual=True)
+    other = wrap(other_net)
     saved = through_a_file({"net": net.state_dict(), "opt": opt.state_dict()})
     other_net.load_state_dict(saved["net"])
     other.load_state_dict(saved["opt"])
     assert bits(other.state_dict()) == bits(opt.state_dict())
     for param, master in zip(other_net.low(), saved["opt"]["master_weights"].values(), strict=True):
-        assert torch.equal(param, split(master)[0] if after[1] == "remainder" else master.to(after[0]))
+        assert torch.equal(param, master.to(after))
     for each, its in ((net, opt), (other_net, other)):
         each.random.manual_seed(5)
         each.turned.grad = None
         train(each, its, 2)
     assert other.loss_scale == opt.loss_scale
-    if before[0] == after[0]:  # gradients are rounded to the format on their way
-        assert bits(other.state_dict()) == bits(opt.state_dict())
 
 
 def test_float32_moments_stay_float32_under_16_bit_parameters() -> None:
     _, opt = trained(torch.float16)
     dtypes = {key: value.dtype for key, value in opt.state_dict()["state"][0].items()}
     assert dtypes == {"step": torch.float32, "exp_avg": torch.float32, "exp_avg_sq": torch.float32}
-
-
-@pytest.mark.parametrize("kind", KEPT)
-def test_masters_that_meet_stochastic_rounding_are_rounded_and_chance_begins_anew(kind: Any) -> None:
-    _, opt = trained(torch.bfloat16, kind=kind)
-    other_net, other = trained(torch.bfloat16, kind="stochastic")
-    with pytest.warns(polyamp.PolyampWarning, match="starts again"):
-        other.load_state_dict(opt.state_dict())
-    masters = opt.state_dict()["master_weights"].values()
-    assert all(map(torch.equal, other_net.low(), (master.detach().bfloat16() for master in masters)))
-    train(other_net, other)
-
-
-@pytest.mark.parametrize("kind", KEPT)
-def test_stochastic_rounding_leaves_no_masters_for_those_who_need_them(kind: Any) -> None:
-    _, opt = trained(torch.bfloat16, kind="stochastic")
-    net, other = trained(torch.bfloat16, kind=kind)
-    before = memory(net, other)
-    with pytest.raises(polyamp.errors.StateError, match="master weights are not those"):
-        other.load_state_dict(opt.state_dict())
-    assert memory(net, other) == before
 
 
 @pytest.mark.parametrize(("before", "after"), [(torch.float16, torch.bfloat16), (torch.bfloat16, torch.float16)])
@@ -143,7 +107,7 @@ def test_loss_scales_of_several_losses_are_saved() -> None:
     assert "loss_scales" not in wrap(Net(), "momentum").state_dict()
 
 
-@pytest.mark.parametrize("kind", [True, *TEMPORARY, False])
+@pytest.mark.parametrize("kind", [True, False])
 @pytest.mark.parametrize(
     "change",
     [

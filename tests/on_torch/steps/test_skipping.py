@@ -12,12 +12,13 @@ from torch.optim.lr_scheduler import StepLR
 from polyamp import LossScale, StepResult
 from polyamp.backends.torch import AppliedSteps, LossScaledOptimizer, select
 from polyamp.errors import InvalidTypeError
+from support.harness_torch import skipping_on_device
 
 
 def make(on_device: bool) -> tuple[torch.Tensor, LossScaledOptimizer]:
     weight = torch.ones(2, requires_grad=True)
     plain = torch.optim.SGD([weight], lr=1.0, fused=True)
-    return weight, LossScaledOptimizer(plain, LossScale.fixed(1.0), skip_on_device=on_device)
+    return weight, skipping_on_device(LossScaledOptimizer(plain, LossScale.fixed(1.0)), on_device)
 
 
 def step(weight: torch.Tensor, opt: LossScaledOptimizer, finite: bool) -> None:

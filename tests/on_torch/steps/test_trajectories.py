@@ -24,6 +24,7 @@ from torch import Tensor, nn
 import polyamp
 from polyamp import LossScale
 from polyamp.backends.torch import GradScaler, LossScaledOptimizer
+from support.harness_torch import skipping_on_device
 from support.torch_steps import NoSync
 from support.torch_waits import waits_are_errors
 
@@ -109,7 +110,7 @@ def start_wrapped(optimizer: torch.optim.Optimizer, max_norm: float | None, **op
 
 
 def start_wrapped_on_device(optimizer: torch.optim.Optimizer, max_norm: float | None) -> Loop:
-    return start_wrapped(optimizer, max_norm, skip_on_device=True)
+    return skipping_on_device(start_wrapped(optimizer, max_norm))
 
 
 STARTS: dict[str, Start] = {
@@ -270,7 +271,7 @@ def test_five_hundred_nan_steps_and_recovery(name: str, start: str) -> None:
     if start == "drop-in":
         loop: Loop = ByGradScaler(GradScaler("cpu", loss_scale=scale), plain, 1.0)
     else:
-        loop = LossScaledOptimizer(plain, scale, max_grad_norm=1.0, skip_on_device=on_device)
+        loop = skipping_on_device(LossScaledOptimizer(plain, scale, max_grad_norm=1.0), on_device)
     train(model, loop, steps=range(3), overflows={})
     healthy, state = copy.deepcopy(model), state_of(plain)
     train(model, loop, steps=range(500), overflows=dict.fromkeys(range(500), math.nan))

@@ -15,7 +15,7 @@ import polyamp
 from polyamp import LossScale
 from polyamp.backends.torch import LossScaledOptimizer
 from polyamp.errors import InvalidTypeError, InvalidValueError
-from support.harness_torch import OPTIMIZERS, contents
+from support.harness_torch import OPTIMIZERS, contents, skipping_on_device
 
 Weights = dict[str, torch.Tensor]
 
@@ -52,10 +52,12 @@ def test_losses_with_scales_of_their_own_add_up_and_only_the_one_that_overflowed
 ) -> None:
     plain, params = weights(), weights()
     plain_opt = torch.optim.SGD(plain.values(), lr=0.125, momentum=0.5)
-    opt = polyamp.wrap_optimizer(
-        torch.optim.SGD(params.values(), lr=0.125, momentum=0.5, fused=True),
-        "mixed_float16",
-        skip_on_device=on_device,
+    opt = skipping_on_device(
+        polyamp.wrap_optimizer(
+            torch.optim.SGD(params.values(), lr=0.125, momentum=0.5, fused=True),
+            "mixed_float16",
+        ),
+        on_device,
     )
     opt.scalers["second"].resume(opt.scaler.state._replace(scale=8.0))
     for bad in (None, overflow, None):
@@ -134,7 +136,7 @@ def test_optimizers_wrapped_together_share_the_scale_of_their_loss() -> None:
 def test_an_overflow_that_two_optimizers_see_is_one_overflow(on_device: bool) -> None:
     params = weights()
     made = [torch.optim.SGD([params[name]], lr=0.1, fused=True) for name in "ab"]
-    opts = polyamp.wrap_optimizer(made, "mixed_float16", skip_on_device=on_device)
+    opts = skipping_on_device(polyamp.wrap_optimizer(made, "mixed_float16"), on_device)
     for overflow in (False, True, False):
         for opt in opts:
             opt.zero_grad()
@@ -285,8 +287,8 @@ def test_norms_that_are_none_are_refused(max_norm: Any) -> None:
     [
         ({"named_parameters": [torch.ones(1)]}, "named parameters"),
         ({"named_parameters": [("a", 1, 2)]}, "named parameters"),
-        ({"share": "other"}, "LossScaledOptimizer"),
         ({"process_group": "world"}, "process group"),
+        ({"norm_group": lambda param: None}, "clip by a norm of your own"),
     ],
 )
 def test_arguments_of_the_wrong_type_are_refused(options: dict[str, Any], said: str) -> None:

@@ -2,7 +2,7 @@
 #include "cuda_on_cpu.h"
 
 #include "kernels.cuh"
-#include "storage.h"
+#include "steps.h"
 
 namespace polyamp {
 namespace {

@@ -1,4 +1,4 @@
-"""A module with many kinds of parameters, to train with any kind of master weights."""
+"""A module with many kinds of parameters, to train with and without master weights."""
 
 from __future__ import annotations
 
@@ -8,9 +8,6 @@ from typing import Any
 import torch
 
 from polyamp.backends.torch import LossScaledOptimizer
-
-KINDS = [True, "remainder", "stochastic"]
-TEMPORARY = ["remainder", "stochastic"]
 
 
 class Net(torch.nn.Module):

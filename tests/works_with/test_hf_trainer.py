@@ -7,12 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import datasets
 import pytest
-import tokenizers
 import torch
 import transformers
-import trl
 
 import polyamp
 from polyamp import LossScale
@@ -134,46 +131,6 @@ def test_a_skipped_step_holds_the_schedule(tmp_path: Path) -> None:
     assert rates[2] == rates[3]
     assert len(set(rates)) == STEPS - 1
     assert trainer.accelerator.scaler.get_scale() == SCALE.init / 2
-
-
-def fine_tuned(folder: Path, kind: Any) -> list[float]:
-    words = ["<pad>", "<eos>", "<unk>", *(f"w{number}" for number in range(40))]
-    model = tokenizers.models.WordLevel({word: index for index, word in enumerate(words)}, unk_token="<unk>")
-    whole = tokenizers.Tokenizer(model)
-    whole.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    tokenizer = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=whole, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
-    )
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=43,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        pad_token_id=0,
-        eos_token_id=1,
-        bos_token_id=1,
-    )
-    text = [" ".join(f"w{(7 * row + word) % 40}" for word in range(8)) for row in range(16)]
-    arguments = trl.SFTConfig(
-        str(folder), max_steps=4, logging_steps=1, use_cpu=True, report_to=[], bf16=False, disable_tqdm=True
-    )
-    trainer = kind(
-        model=transformers.LlamaForCausalLM(config),
-        args=arguments,
-        train_dataset=datasets.Dataset.from_dict({"text": text}),
-        processing_class=tokenizer,
-    )
-    trainer.train()
-    return [row["loss"] for row in trainer.state.log_history if "loss" in row]
-
-
-def test_the_fine_tuning_trainer_of_trl_trains_as_float32_does(tmp_path: Path) -> None:
-    plain = fine_tuned(tmp_path, trl.SFTTrainer)
-    mixed = fine_tuned(tmp_path, with_policy(trl.SFTTrainer, "mixed_float16"))
-    assert mixed == pytest.approx(plain, abs=2e-3)
-    assert mixed != plain
 
 
 @pytest.mark.parametrize("flag", ["fp16", "bf16"])

@@ -1,4 +1,4 @@
-"""Two processes of ``jax.distributed`` with two devices each. test_processes.py runs this file in both at once."""
+"""Two processes of ``jax.distributed`` with two devices each. test_devices.py runs this file in both at once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Training over a mesh of data and model axes, run by test_sharded.py in a process with eight devices."""
+"""Training over a mesh of data and model axes, run by test_devices.py in a process with eight devices."""
 
 from __future__ import annotations
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -30,7 +28,6 @@ from support.jax_scenarios import (
     trace,
 )
 from support.jax_scenarios import quickly_compiled as quickly_compiled
-from support.own_process import run_tests
 
 BF16 = "mixed_bfloat16"
 W = normal(0, 8, 8, scale=0.3)
@@ -235,12 +232,6 @@ def test_remat_saves_what_its_policy_says(name: str) -> None:
     assert sorted(leaf.shape for leaf in residuals(mixed, W, X)) == sorted(
         leaf.shape for leaf in residuals(plain, W, X)
     )
-
-
-def test_on_four_devices() -> None:
-    flags = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=4"
-    printed = run_tests(Path(__file__).with_name("devices.py"), "jax", XLA_FLAGS=flags, JAX_PLATFORMS="cpu")
-    assert "9 passed" in printed
 
 
 def test_names_of_turns_are_not_shared() -> None:

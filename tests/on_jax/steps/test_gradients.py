@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import warnings
 from typing import Any
 
@@ -62,20 +61,6 @@ def test_function_and_aux_are_as_written(policy: str) -> None:
     assert (aux["scores"].dtype, aux["n"].dtype, aux["name"]) == (jnp.float32, jnp.int32, "aux")
 
 
-@pytest.mark.parametrize(
-    ("policy", "expected"),
-    [("float32", "f32"), ("mixed_float16", "f16"), ("mixed_bfloat16", "bf16"), ("p=f32,c=f16,o=f16", "f16")],
-)
-def test_products_run_in_the_compute_format_forward_and_backward(policy: str, expected: str) -> None:
-    def fun(params: Any, x: Any) -> Any:
-        return jnp.exp(x @ params["w"]).sum()
-
-    params = {"w": jnp.ones((4, 3))}
-    jaxpr = str(jax.make_jaxpr(value_and_grad(fun, policy))(STATE, params, jnp.ones((2, 4))))
-    assert re.findall(r"(\w+)\[[\d,]*\] = dot_general", jaxpr) == [expected] * 2
-    assert re.findall(r"(\w+)\[[\d,]*\] = exp ", jaxpr) == ["f32"]
-
-
 @pytest.mark.parametrize("stored", [jnp.float16, jnp.bfloat16, jnp.float32])
 def test_gradients_come_in_the_parameters_own_dtype(stored: Any) -> None:
     params = PARAMS | {"w": jnp.ones(4, stored)}
@@ -97,13 +82,6 @@ def test_policy_that_is_not_given_is_the_current_one_at_each_call() -> None:
         losses.append(differentiated(STATE, params)[0])
     assert seen == ["float32", "bfloat16"]
     assert [float(loss) for loss in losses] == [pytest.approx(1.001**2), 1.0]
-
-
-def test_float32_policy_leaves_other_formats_alone() -> None:
-    with jax.enable_x64(True):
-        params = {"w": jnp.ones(2, jnp.float64)}
-        loss, grads = value_and_grad(lambda p: p["w"].sum(), "float32")(TX.init(params), params)
-    assert (loss.dtype, grads["w"].dtype) == (np.float32, np.float64)
 
 
 def test_it_composes_with_vmap() -> None:

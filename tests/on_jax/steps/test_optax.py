@@ -129,16 +129,6 @@ def test_compiled_scale_follows_the_one_rule(how: str, config: polyamp.LossScale
     assert list(zip(*(field.tolist() for field in states), strict=True)) == [tuple(s) for s in walk(config, trace)]
 
 
-def test_skipped_steps_do_not_count_in_schedules() -> None:
-    tx, step = wrapped_to_step(OPTIMIZERS["inject_hyperparams"], "apply_gradients cond")
-    held = params(), tx.init(params())
-    for finite in (True, False, False, True):
-        held = step(*held, gradients(0, held[1].loss_scale, None if finite else np.inf))
-    inner = held[1].inner_state
-    assert (inner.count, inner.inner_state[0].count) == (2, 2)
-    np.testing.assert_allclose(inner.hyperparams["learning_rate"], 0.1 * (1 - 1 / 10), rtol=1e-6)
-
-
 @pytest.mark.parametrize("how", STEPS)
 def test_overflowing_micro_batch_is_left_out_of_the_accumulated_step(how: str) -> None:
     tx, step = wrapped_to_step(optax.MultiSteps(optax.sgd(1.0), 2), how)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -116,13 +115,6 @@ def test_two_parts_unscaled_together_are_applied_one_by_one(order: tuple[int, in
     assert [to_numpy(part).tolist() for part in parts] == [[-1.0], [-1.0, -1.0]]
 
 
-def test_micro_steps_are_unscaled_one_by_one_and_applied_as_their_sum() -> None:
-    weight, opt = optimizer()
-    for _ in range(12):
-        opt.apply([sum(opt.get_unscaled_gradients([ops.array([8.0])])[0] for _ in range(3))])
-    assert to_numpy(weight).tolist() == [-36.0]
-
-
 def test_of_several_calls_each_is_claimed_by_its_own_results() -> None:
     parts = [keras.Variable([0.0, 0.0]) for _ in range(3)]
     opt = LossScaledOptimizer(keras.optimizers.SGD(1.0), 8.0)
@@ -185,11 +177,3 @@ def test_gradients_that_were_unscaled_in_another_place_are_refused_once() -> Non
         apply_compiled(opt, weight, grad, lambda grad: grad)
     apply_compiled(opt, weight, ops.array([8.0]), lambda grad: grad)
     assert to_numpy(weight).tolist() == [-1.0]
-
-
-def test_calls_that_lead_nowhere_do_not_pile_up() -> None:
-    _, opt = optimizer()
-    for _ in range(100):
-        opt.get_unscaled_gradients([ops.ones(1)])
-    gc.collect()
-    assert len(opt._unscaled._calls) <= 16

@@ -203,13 +203,6 @@ def test_variables_that_the_first_call_creates() -> None:
     assert relative_error(made[0], W + 2.0) < 1e-6
 
 
-def test_a_variable_as_an_argument() -> None:
-    weight, function = tf.Variable(W), rewrite(lambda x, w: x @ w, policy=BF16)
-    for factor in (1.0, 2.0):
-        weight.assign(factor * W)
-        assert relative_error(function(X, weight), factor * (X @ W)) < CLOSE
-
-
 def test_while_functions_run_eagerly() -> None:
     function = rewrite(train_step(EDGES["nested loops"], *variables_like(W)), policy=BF16)
     plain = tf.function(train_step(EDGES["nested loops"], *variables_like(W)))
@@ -293,24 +286,6 @@ def test_a_graph_in_a_session(policy: str, resources: bool, functions: bool) -> 
         assert [one.dtype for one in found] == [np.float32, np.float32]
         assert relative_error(found[0], expected[0]) < TOLERANCE[policy]
         assert relative_error(found[1], expected[1]) < TOLERANCE[policy]
-
-
-def test_arrays_of_tensorflow_1() -> None:
-    v1.disable_control_flow_v2()
-    try:
-        with tf.Graph().as_default() as graph:
-            x, array = tf.constant(X.numpy()), v1.TensorArray(tf.float32, 3)
-            turn = lambda step, array: (step + 1, array.write(step, x @ W.numpy()))  # noqa: E731
-            array = v1.while_loop(lambda step, array: step < 3, turn, (0, array))[1]
-            loss = tf.reduce_mean(tf.square(array.stack()))
-            fetches = [loss.name, v1.gradients(loss, [x])[0].name]
-            v1.global_variables_initializer()
-    finally:
-        v1.enable_control_flow_v2()
-    ours = rewritten_graph(graph.as_graph_def(), BF16)
-    assert set(types_of(ours.node)) == {"bfloat16"}
-    found, expected = run_three_steps(ours, fetches)[0], run_three_steps(graph.as_graph_def(), fetches)[0]
-    assert max(map(relative_error, found, expected)) < CLOSE
 
 
 @pytest.mark.parametrize("policy", POLICIES)

@@ -88,15 +88,6 @@ def test_without_a_loss_scale_it_is_the_plain_optimizer(factor: list[float]) -> 
     assert scaled.values() == plain.values()
 
 
-def test_in_a_session_the_scale_follows_the_one_rule() -> None:
-    config = LossScale(init=8.0, interval=2, hysteresis=2)
-    graph, state = Graph(lambda: wrapped(loss_scale=config)), config.initial_state()
-    for finite in np.random.default_rng(0).random(30) > 0.4:
-        graph.step([1.0 if finite else np.nan, 0.0, 0.0])
-        state = polyamp.advance(config, state, bool(finite))
-        assert graph.state() == list(state)
-
-
 def test_in_a_session_the_result_of_a_step_is_its_tensors() -> None:
     with tf.Graph().as_default(), v1.Session() as session:
         grad, weight = v1.placeholder(tf.float32, [1]), v1.get_variable("w", initializer=tf.constant([1.0]))

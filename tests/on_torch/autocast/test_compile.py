@@ -201,21 +201,6 @@ def test_layers_that_are_compiled_one_by_one_have_rules_of_their_own() -> None:
     assert found == [LOW, FULL, LOW]
 
 
-def test_a_users_tag_of_compiled_code_stays() -> None:
-    config = torch.compiler.config
-    before = config.cache_key_tag
-    config.cache_key_tag = "mine"
-    try:
-        regions.tag_caches("the first after it")
-        assert config.cache_key_tag.startswith("mine|polyamp ")
-        one = config.cache_key_tag
-        regions.tag_caches("another")
-        assert config.cache_key_tag.startswith("mine|polyamp ")
-        assert config.cache_key_tag != one
-    finally:
-        config.cache_key_tag = before
-
-
 def test_code_that_is_cached_on_disk_belongs_to_its_policy() -> None:
     """AOTAutograd's cache does not know polyamp's kernels."""
     from torch._inductor.utils import fresh_cache

@@ -1,8 +1,7 @@
-"""Skipped steps over several devices, run by test_devices.py in processes of their own that have them."""
+"""Skipped steps over several devices, run by test_devices.py in a process that has eight."""
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import jax
@@ -24,7 +23,7 @@ SPOILED = pytest.mark.parametrize("spoiled", [False, True], ids=["finite", "over
 
 
 def test_there_are_the_devices_that_were_asked_for() -> None:
-    assert int(os.environ["POLYAMP_TEST_DEVICES"]) == COUNT
+    assert COUNT == 8
 
 
 def shards(spoiled: bool) -> jax.Array:
@@ -71,8 +70,7 @@ def test_replicated_state_is_saved_and_loaded() -> None:
     assert loaded.loss_scale.sharding == state.loss_scale.sharding
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
-@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize(("how", "check_vma"), [(HOW[0], True), (HOW[2], False), (HOW[3], True)])
 @SPOILED
 def test_shard_map_over_sharded_parameters(how: str, check_vma: bool, spoiled: bool) -> None:
     tx, step = wrapped_to_step(optax.adam(0.1), how, axis_name="data")
@@ -83,8 +81,7 @@ def test_shard_map_over_sharded_parameters(how: str, check_vma: bool, spoiled: b
     check(jax.jit(mapped)(*start, shards(spoiled)), spoiled)
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
-@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize(("how", "check_vma"), [(HOW[0], True), (HOW[2], False), (HOW[3], True)])
 @SPOILED
 def test_shard_map_over_the_batch(how: str, check_vma: bool, spoiled: bool) -> None:
     """Replicated 16-bit parameters with masters: each device differentiates its part; gradients are averaged."""

@@ -1,4 +1,4 @@
-"""autocast over several devices, run by test_control.py in another process, which has four."""
+"""autocast over four devices, run by test_devices.py in a process that has eight."""
 
 from __future__ import annotations
 

@@ -43,6 +43,7 @@ HERE = Path(__file__).parent
 
 EXAMPLES = {"ci": 25, "nightly": 300}  # for each property; without deadlines, since first calls trace and compile
 
+OLD = ("apex", "cuda_amp", ".compat.")  # modules of old interfaces, which warn, and document it
 NEEDS_OPTION = ("gpu", "compilers", "long")  # markers; the option of the same name runs these tests
 
 TESTS_ONLY = ("equinox", "expecttest", "flax", "haiku", "jmp", "ml_dtypes", "orbax")
@@ -119,7 +120,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = [item for item in items if item not in left_out]
     config.hook.pytest_deselected(items=left_out)
     for item in items:
-        if isinstance(item, pytest.DoctestItem) and ".compat." in item.name:  # old interfaces warn, and document it
+        if isinstance(item, pytest.DoctestItem) and any(old in item.name for old in OLD):
             item.add_marker(pytest.mark.filterwarnings("ignore::polyamp.errors.PolyampWarning"))
 
 

@@ -23,13 +23,11 @@ from polyamp.backends.torch.graphs.rewrite import rewrite
 from polyamp.backends.torch.steps.grad_scaler import GradScaler
 from polyamp.backends.torch.steps.optimizer import LossScaledOptimizer
 from polyamp.backends.torch.steps.skipping import AppliedSteps, select
-from polyamp.backends.torch.steps.wrapped_grad_scaler import WrappedGradScaler
 
 __all__ = [
     "AppliedSteps",
     "GradScaler",
     "LossScaledOptimizer",
-    "WrappedGradScaler",
     "adapter",
     "autocast",
     "cast",

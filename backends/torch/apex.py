@@ -130,13 +130,13 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
 
 def convert_syncbn_model(module: nn.Module, process_group: Any = None, channel_last: bool = False) -> nn.Module:
     """Replace batch norms by torch's `SyncBatchNorm`."""
-    converted: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(module, process_group)
+    converted: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(module, process_group)  # type: ignore[no-untyped-call]
     return converted
 
 
 def create_syncbn_process_group(group_size: int) -> Any:
     """Return the group of this rank; None, which is all ranks, for 0."""
-    return torch.distributed.new_subgroups(group_size)[0] if group_size else None
+    return torch.distributed.new_subgroups(group_size)[0] if group_size else None  # type: ignore[no-untyped-call]
 
 
 def network_to_half(network: nn.Module) -> nn.Module:

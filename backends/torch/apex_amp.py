@@ -317,7 +317,7 @@ def initialize(
     if not enabled:
         _amp_state.opt_properties, _amp_state.verbosity = Properties(), verbosity
         return models if optimizers is None else (models, optimizers)
-    replacing = {"cast_model_type": cast_model_type, "patch_torch_functions": patch_torch_functions}
+    replacing: dict[str, Any] = {"cast_model_type": cast_model_type, "patch_torch_functions": patch_torch_functions}
     replacing |= {"keep_batchnorm_fp32": keep_batchnorm_fp32, "master_weights": master_weights}
     properties = _properties(opt_level, {**replacing, "loss_scale": loss_scale})
     if cast_model_outputs is not None and cast_model_outputs not in _FORMATS:

@@ -135,7 +135,7 @@ class GradScaler(PolyampGradScaler):
         PolyampWarning: at the first use without a CUDA device.
     """
 
-    _NAME, _DEVICE = "torch.cuda.amp.GradScaler", "cuda"
+    _DEVICE = "cuda"
 
     def __init__(
         self,
@@ -146,9 +146,10 @@ class GradScaler(PolyampGradScaler):
         enabled: bool = True,
     ) -> None:
         instead = 'opt = polyamp.wrap_optimizer(opt, "mixed_float16"), opt.backward(loss), opt.step()'
-        warn_deprecated(f"{self._NAME}()", f"{instead}. Or keep the scaler: polyamp.backends.torch.GradScaler()")
+        name = f"torch.{self._DEVICE}.amp.GradScaler"
+        warn_deprecated(f"{name}()", f"{instead}. Or keep the scaler: polyamp.backends.torch.GradScaler()")
         if enabled:
-            _tell(self._NAME)
+            _tell(name)
             _report_devices(self._DEVICE, "float16")
         super().__init__(_device(self._DEVICE), init_scale, growth_factor, backoff_factor, growth_interval, enabled)
         if enabled and _listener is not None:
@@ -156,13 +157,9 @@ class GradScaler(PolyampGradScaler):
 
 
 class CpuGradScaler(GradScaler):
-    """Scale losses as ``torch.cpu.amp.GradScaler`` does; see `GradScaler`.
+    """Scale losses as ``torch.cpu.amp.GradScaler`` does; see `GradScaler`."""
 
-    >>> CpuGradScaler(init_scale=8.0).get_scale()
-    8.0
-    """
-
-    _NAME, _DEVICE = "torch.cpu.amp.GradScaler", "cpu"
+    _DEVICE = "cpu"
 
 
 def custom_fwd(fwd: Any = None, *, cast_inputs: torch.dtype | None = None) -> Any:

@@ -17,7 +17,7 @@ accelerate's code sees a scaler too, `SharedScaler`, through which it scales los
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import wraps
 from types import MethodType
@@ -28,8 +28,8 @@ from torch import Tensor, nn
 
 from polyamp import convert, wrap_optimizer
 from polyamp.backends.torch.autocast.context import autocast
+from polyamp.backends.torch.steps.grad_scaler import GradScaler
 from polyamp.backends.torch.steps.optimizer import LossScaledOptimizer
-from polyamp.backends.torch.steps.wrapped_grad_scaler import WrappedGradScaler
 from polyamp.errors import InvalidTypeError, UnsupportedError, UsageError
 from polyamp.policies import Policy
 from polyamp.policies import policy as make_policy
@@ -78,7 +78,7 @@ def prepare(
     return accelerator
 
 
-class SharedScaler(WrappedGradScaler):
+class SharedScaler(GradScaler):
     """The loss scale of all optimizers that an accelerator has prepared, in the form that accelerate's code expects.
 
     Args:
@@ -86,7 +86,7 @@ class SharedScaler(WrappedGradScaler):
     """
 
     def __init__(self, accelerator: Any) -> None:
-        super().__init__([])
+        super().__init__("cpu", enabled=False)  # the state is the optimizers'
         self._accelerator = accelerator
 
     @property
@@ -111,7 +111,13 @@ class SharedScaler(WrappedGradScaler):
     def _lazy_init_scale_growth_tracker(self, device: object) -> None:
         """Do nothing: the state exists from the start. accelerate calls this before it loads a state for FSDP."""
 
-    def _first(self) -> LossScaledOptimizer:
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Resume from a result of `state_dict`; an empty one changes nothing."""
+        if state_dict:
+            super().load_state_dict(state_dict)
+
+    @property
+    def _lead(self) -> LossScaledOptimizer:
         if not self.optimizers:
             raise UsageError(
                 "no optimizer was prepared",
@@ -119,7 +125,7 @@ class SharedScaler(WrappedGradScaler):
                 allowed="a call after accelerator.prepare(model, optimizer)",
                 fix="prepare the optimizer with the same accelerator first",
             )
-        return super()._first()
+        return self.optimizers[0]
 
 
 class _Optimizer(AcceleratedOptimizer):

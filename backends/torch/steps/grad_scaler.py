@@ -1,11 +1,21 @@
-"""`GradScaler`: torch's own scaler with limits, hysteresis, a result, and one decision for all ranks and devices."""
+"""`GradScaler`: the interface of torch's scaler, for code that takes one, in front of polyamp's loss scale.
+
+It has two kinds of optimizers behind it. Plain ones it unscales and steps itself, as torch's scaler does, with torch's
+two tensors for the scale and its count. Optimizers that are wrapped do that themselves, so it passes the calls on:
+
+    scaler                plain optimizer                        wrapped optimizer
+    scale(loss)           the loss times the scale               the same, by the optimizers' loss scale
+    unscale_(opt)         unscales and tests the gradients       opt.unscale_()
+    step(opt)             opt.step(), or skips                   opt.step(), which skips, and moves the loss scale
+    update()              moves the loss scale                   nothing is left to do
+"""
 
 from __future__ import annotations
 
 import functools
 import math
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -22,17 +32,34 @@ from polyamp.backends.torch.steps.optimizer import LossScaledOptimizer
 from polyamp.backends.torch.steps.overflow import Overflow, describe, find, named, names_of
 from polyamp.backends.torch.steps.ranks import Overflowed, any_rank, check_process_group, has_peers
 from polyamp.backends.torch.steps.rounded_updates import can_round, round_updates
-from polyamp.backends.torch.steps.scaler import LateValues, is_finite, non_finite
+from polyamp.backends.torch.steps.scaler import LossScaler, is_finite, non_finite
 from polyamp.backends.torch.steps.skipping import state_is_complete
 from polyamp.backends.torch.unstable import before_clipping, not_traced, note_step
 from polyamp.controls import imposed
-from polyamp.errors import InvalidValueError, warn_once
+from polyamp.errors import InvalidValueError, UsageError, warn_once
 from polyamp.loss_scale import LossScale, LossScaleState, advance, on_host
-from polyamp.loss_scale_reports import report_limits, report_nonfinite_loss
 from polyamp.policies import Policy
 from polyamp.policies import policy as make_policy
-from polyamp.refusals import non_finite_loss
 from polyamp.result import StepResult
+from polyamp.validation import shown
+
+_LOSSES_KEPT = 256  # of one step, on accelerators
+
+
+def _setting(name: str) -> Any:
+    """Return a property for one of torch's settings, which are those of the loss scale."""
+
+    def change(scaler: GradScaler, value: Any) -> None:
+        if scaler._lead is not None:
+            raise UsageError(
+                "the settings of the loss scale are the wrapped optimizer's",
+                where=f"GradScaler: {name}",
+                allowed="settings that are passed when the optimizer is wrapped",
+                fix="polyamp.wrap_optimizer(optimizer, policy, loss_scale=LossScale(growth=, backoff=, interval=))",
+            )
+        scaler._scaler.settings = replace(scaler._scaler.settings, **{name: value})
+
+    return property(lambda scaler: getattr(scaler.config, name), change)
 
 
 class GradScaler(torch.amp.GradScaler):
@@ -51,18 +78,35 @@ class GradScaler(torch.amp.GradScaler):
     >>> bool(scaler.last_step), scaler.get_scale()
     (True, 1024.0)
 
+    With ``optimizers=``, it drives wrapped optimizers, so that a loop or a trainer that takes a scaler has all that a
+    wrapped optimizer has: master weights, clipping, rules and reasons of skips.
+
+    >>> optimizer = LossScaledOptimizer(torch.optim.SGD(model.half().parameters(), lr=0.1))  # with float32 masters
+    >>> scaler = GradScaler(optimizers=optimizer)
+    >>> scaler.scale(model(torch.ones(1, 2).half()).sum()).backward()
+    >>> scaler.step(optimizer)
+    >>> scaler.update()
+
     Args:
         device, init_scale, growth_factor, backoff_factor, growth_interval, enabled: as in torch.
         loss_scale: all settings as a `LossScale`, including hysteresis, limits and ``max_skips``, instead of the four
             numbers. None is torch's behaviour with a floor of 2**-14.
         policy: a policy or its name, instead of ``loss_scale``. The scaler has the policy's loss scale, and is disabled
             if the policy needs none, as in bfloat16.
+        optimizers: a wrapped optimizer, or several that share their loss scales, as
+            ``polyamp.wrap_optimizer([first, second], policy)`` returns them. Their settings are used.
         process_group: see `LossScaledOptimizer`.
 
     Raises:
-        InvalidTypeError: ``loss_scale`` is not a `LossScale`.
+        InvalidTypeError: ``loss_scale`` is not a `LossScale`, or an optimizer is not wrapped.
         InvalidValueError: a setting that `LossScale` refuses, or both a policy and a loss scale.
+        UsageError: the optimizers do not share their loss scales.
     """
+
+    _growth_factor, _backoff_factor = _setting("growth"), _setting("backoff")
+    _growth_interval = _setting("interval")
+    _wrapped: Sequence[LossScaledOptimizer] = ()
+    _update_format: str | None = None
 
     def __init__(
         self,
@@ -75,8 +119,13 @@ class GradScaler(torch.amp.GradScaler):
         *,
         loss_scale: LossScale | None = None,
         policy: Policy | str | None = None,
+        optimizers: LossScaledOptimizer | Iterable[LossScaledOptimizer] | None = None,
         process_group: Any = None,
     ) -> None:
+        if optimizers is not None:
+            self._wrapped = _checked(optimizers)
+            super().__init__("cpu", enabled=False)  # torch's own state is not used
+            return
         if policy is not None:
             loss_scale = _scale_of(policy, loss_scale)
         loss_scale, self._update_format = imposed(loss_scale)
@@ -86,15 +135,14 @@ class GradScaler(torch.amp.GradScaler):
             _check_settings(loss_scale)
             init_scale, growth_factor = loss_scale.init, loss_scale.growth
             backoff_factor, growth_interval = loss_scale.backoff, loss_scale.interval
+        limits = LossScale.like("torch", min=LossScale().min) if loss_scale is None else loss_scale
+        limits = replace(limits, init=init_scale, min=min(limits.min, init_scale), max=max(limits.max, init_scale))
+        self._scaler = LossScaler(limits)
         super().__init__(device, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
         check_process_group(process_group)
-        limits = LossScale.like("torch", min=LossScale().min) if loss_scale is None else loss_scale
-        self._limits = replace(
-            limits, init=init_scale, min=min(limits.min, init_scale), max=max(limits.max, init_scale)
-        )
-        self._init_growth_tracker, *self._counts = self._limits.initial_state()[1:]
+        self._init_growth_tracker = self._scaler.state.good_steps
         self._process_group = process_group
-        self.last_step = StepResult(self._limits.initial_state())
+        self._last_step = StepResult(self._scaler.state)
         self._start()
 
     def _start(self) -> None:
@@ -102,7 +150,6 @@ class GradScaler(torch.amp.GradScaler):
         self._saw_loss = False
         self._explain: Callable[[], str] = str
         self._overflowed: Overflowed | None = None
-        self._late = LateValues()
         self._stepped: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._met: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         if self._enabled:
@@ -110,12 +157,27 @@ class GradScaler(torch.amp.GradScaler):
             before_clipping("scalers", _report_clipping)
 
     @property
+    def optimizers(self) -> Sequence[LossScaledOptimizer]:
+        """The wrapped optimizers; empty for a scaler of plain ones."""
+        return self._wrapped
+
+    @property
+    def _lead(self) -> LossScaledOptimizer | None:
+        return self._wrapped[0] if self._wrapped else None
+
+    @property
     def config(self) -> LossScale:
         """The settings, including changes by torch's ``set_...`` methods."""
-        made, now = self._limits, (self._growth_factor, self._backoff_factor, self._growth_interval)
-        if now != (made.growth, made.backoff, made.interval):
-            self._limits = made = replace(made, growth=now[0], backoff=now[1], interval=now[2])
-        return made
+        return (self._lead.scaler if self._lead is not None else self._scaler).settings
+
+    @property
+    def last_step(self) -> StepResult:
+        """The result of the last step; of several wrapped optimizers, of the first one's."""
+        return self._last_step if self._lead is None else self._lead.last_step
+
+    def is_enabled(self) -> bool:
+        """Return whether losses are multiplied."""
+        return self._enabled if self._lead is None else self._lead.scaler.multiplies
 
     def scale(self, outputs: Any) -> Any:
         """Return the outputs times the scale, as torch does; 16-bit tensors in float32. A non-finite one skips a step.
@@ -123,44 +185,56 @@ class GradScaler(torch.amp.GradScaler):
         Raises:
             NonFiniteLossError: under ``LossScale(nonfinite_loss="raise")``, inf or NaN on the CPU; on other devices a
                 later `step` raises it.
+            UsageError: with wrapped optimizers, the loss is the result of an earlier call.
         """
+        if (lead := self._lead) is not None:
+            return lead.scale(outputs)
         if not self._enabled:
             return outputs
         if not isinstance(outputs, Tensor | list | tuple):
             return super().scale(outputs)
-        for loss in leaves(outputs):
-            self._look_at(loss.detach())
+        if losses := list(leaves(outputs)):
+            self._saw_loss = True
+            alone = not has_peers(self._process_group)
+            suspects = self._scaler.suspects(losses, alone=alone, stacklevel=_STACKLEVEL)
+            self._losses = [*self._losses, *suspects][-_LOSSES_KEPT:]
         return super().scale(map_leaves(_widened, outputs))
+
+    def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
+        """Unscale the gradients of an optimizer now, as torch does."""
+        if self._lead is not None:
+            self._own(optimizer, "scaler.unscale_(optimizer)").unscale_()
+        elif self._enabled:
+            self._met.add(optimizer)
+            super().unscale_(optimizer)
 
     @not_traced
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
         """Step the optimizer or skip, as torch does. A skip on one device or rank is a skip on all.
 
         Raises:
-            UsageError: a closure, a wrapped optimizer, or a second step before `update`.
+            UsageError: a closure, a second step before `update`, or a wrapped optimizer that the scaler was not made
+                with.
             LossScaleError: by ``max_skips`` or ``on_min``, found at an earlier `update` on an accelerator.
             NonFiniteLossError: see `scale`.
         """
+        if self._lead is not None:
+            return self._own(optimizer, "scaler.step(optimizer)").step(*args, **kwargs)
         if self._update_format is not None and can_round(optimizer):
             round_updates(optimizer, self._update_format)
         if not self._enabled:
             return super().step(optimizer, *args, **kwargs)
         self._met.add(optimizer)
         update_begins(scale=self.get_scale)
-        self._refuse(optimizer, [*args, kwargs.get("closure")])
-        self._report(self._late.receive())
+        _refuse(optimizer, [*args, kwargs.get("closure")])
+        self._scaler.report_earlier_step(self._explain, alone=not has_peers(self._process_group))
         result = None if self._skips_on_host(optimizer) else super().step(optimizer, *args, **kwargs)
         flags = list(self._found_inf_per_device(optimizer).values())
         if flags:
             losses = self._losses if self._saw_loss else None
             self._explain = functools.partial(_explain, weakref.ref(optimizer), losses, self._overflowed)
-            self.last_step = StepResult(self._state(), flags[0] == 0, self._explain)
+            self._last_step = StepResult(self._state(), flags[0] == 0, self._explain)
         return result
-
-    def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
-        """Unscale the gradients of an optimizer now, as torch does."""
-        self._met.add(optimizer)
-        super().unscale_(optimizer)
 
     @not_traced
     def update(self, new_scale: float | Tensor | None = None) -> None:
@@ -169,49 +243,43 @@ class GradScaler(torch.amp.GradScaler):
         Raises:
             LossScaleError: by ``max_skips`` or ``on_min``; on an accelerator a later `step` raises it.
         """
-        flags = [] if not self._enabled else _flags(self._per_optimizer_states)
+        if (lead := self._lead) is not None:
+            if new_scale is not None:
+                lead.loss_scale = float(new_scale)
+            return
+        states = self._per_optimizer_states.values() if self._enabled else ()
+        flags = [flag for state in states for flag in state["found_inf_per_device"].values()]
         if not flags or new_scale is not None:
             _check_scale(new_scale, self._enabled)
-            return super().update(new_scale)
-        self._move(flags)
+            super().update(new_scale)
+            return
+        self._advance(flags)
         self._per_optimizer_states.clear()
         self._losses, self._saw_loss = [], False
-        return None
 
-    def _move(self, flags: list[Tensor]) -> None:
+    def _advance(self, flags: list[Tensor]) -> None:
         """Advance the scale: by Python numbers if it is on the CPU, else on the device without a host sync."""
         scale, tracker = self._check_scale_growth_tracker("update")
-        on_cpu = scale.device.type == "cpu"
-        if on_cpu:
-            finite: Any = not any(map(bool, flags))
-            state = advance(self.config, on_host(self._state()), finite)
-            scale.fill_(state.scale)
-            tracker.fill_(state.good_steps)
+        self._scaler.state = self._state()
+        finite: bool | Tensor
+        if scale.device.type == "cpu":
+            finite = not any(map(bool, flags))
+            self._scaler.advance(finite)
         else:
             finite = torch.stack([flag.to(scale.device, non_blocking=True) for flag in flags]).amax() == 0
             wide = scale.double() if scale.device.type != "mps" else scale  # like torch's kernel, which rounds once
-            before = on_device(self._state(), scale.device)._replace(scale=wide)
+            before = on_device(self._scaler.state, scale.device)._replace(scale=wide)
             state = advance(self.config, before, finite, where)
-            scale.copy_(state.scale)
-            tracker.copy_(state.good_steps)
-            narrowed = {"scale": scale.clone(), "overflow_scale": state.overflow_scale.float()}
-            state = state._replace(good_steps=tracker.clone(), **narrowed)
-            bad = non_finite(self._losses, scale.device) if self._losses else torch.zeros_like(scale)
-            self._late.send(torch.stack([*(value.float() for value in state), bad.float()]))
-        self._counts = list(state[2:])
-        self.last_step = StepResult(state, finite, self._explain)
-        if on_cpu:
-            report_limits(self.config, state, self._explain)
+            narrowed = {"scale": state.scale.float(), "overflow_scale": state.overflow_scale.float()}
+            self._scaler.take_over(state._replace(**narrowed), finite, self._losses)
+        scale.copy_(torch.as_tensor(self._scaler.state.scale))
+        tracker.copy_(torch.as_tensor(self._scaler.state.good_steps))
+        self._last_step = StepResult(self._scaler.state, finite, self._explain)
+        self._scaler.report(self._explain)
 
-    def settings_and_state(self) -> tuple[LossScale, LossScaleState]:
-        """Return the settings, and the state as Python numbers. Waits for the device if the state is on one.
-
-        >>> GradScaler("cpu", enabled=False).settings_and_state()[0]
-        LossScale.none()
-        """
-        if not self._enabled:
-            return LossScale.none(), LossScale.none().initial_state()
-        return self.config, on_host(self._state())
+    def get_scale(self) -> float:
+        """Return the scale that the next loss is multiplied by. Waits for the device if the scale is on one."""
+        return super().get_scale() if self._lead is None else self._lead.loss_scale
 
     @property
     def loss_scale(self) -> float:
@@ -227,49 +295,72 @@ class GradScaler(torch.amp.GradScaler):
         checked = refusals.checked_scale(settings, scale, where="scaler.loss_scale = scale")
         self.resume(state._replace(scale=checked))
 
+    def settings_and_state(self) -> tuple[LossScale, LossScaleState]:
+        """Return the settings, and the state as Python numbers. Waits for the device if the state is on one.
+
+        >>> GradScaler("cpu", enabled=False).settings_and_state()[0]
+        LossScale.none()
+        """
+        if self._lead is None and not self._enabled:
+            return LossScale.none(), LossScale.none().initial_state()
+        return self.config, on_host(self._state())
+
     def resume(self, state: LossScaleState) -> None:
         """Resume from a state of Python numbers."""
-        if not self._enabled:
-            return
-        self._init_scale, self._init_growth_tracker = state.scale, state.good_steps
-        if self._scale is not None and self._growth_tracker is not None:
-            self._scale.fill_(state.scale)
-            self._growth_tracker.fill_(state.good_steps)
-        self._counts = list(state[2:])
+        if self._lead is not None:
+            self._lead.scaler.resume(state)
+        elif self._enabled:
+            self._scaler.resume(state)
+            self._init_scale, self._init_growth_tracker = state.scale, state.good_steps
+            if self._scale is not None and self._growth_tracker is not None:
+                self._scale.fill_(state.scale)
+                self._growth_tracker.fill_(state.good_steps)
 
     def overflowed(self, optimizer: torch.optim.Optimizer) -> list[Overflow]:
         """Return the parameters of an optimizer whose gradients hold inf or NaN now, by name. Waits for the device."""
         return named(find(optimizer.param_groups), names_of(optimizer.param_groups))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return torch's five keys, and ``counts`` if settings beyond torch's need them."""
+        """Return torch's five keys, and ``counts`` if its settings need them; with wrapped optimizers, all fields."""
+        if self._lead is not None:
+            settings, state = self.settings_and_state()
+            return settings.to_state_dict(state)
         saved = super().state_dict()
-        if saved and (self._limits.hysteresis > 1 or self._limits.max_skips):
+        if saved and (self.config.hysteresis > 1 or self.config.max_skips):
             saved["counts"] = list(on_host(self._state())[2:])
         return saved
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Resume from a result of `state_dict`, or from that of torch's own scaler.
 
         Raises:
             InvalidValueError: a scale of 0, inf or NaN, which torch's own scaler can reach.
+            StateError: with wrapped optimizers, it is not a state of a loss scale. An empty one changes nothing.
         """
+        if self._lead is not None:
+            if state_dict:
+                self._lead.scaler.load(state_dict)
+            return
         if state_dict:
             _check_scale(state_dict["scale"], self._enabled)
-        super().load_state_dict(state_dict)
-        counts, initial = state_dict.get("counts", ()), self._limits.initial_state()[2:]
-        self._counts = [*counts, *initial[len(counts) :]]
+        super().load_state_dict(dict(state_dict))
+        if self._enabled:
+            counts, initial = state_dict.get("counts", ()), self.config.initial_state()[2:]
+            fields = (self._init_scale, self._init_growth_tracker, *counts, *initial[len(counts) :])
+            self._scaler.resume(LossScaleState(*fields))
 
     def __getstate__(self) -> dict[str, Any]:
         kept = {key: value for key, value in super().__getstate__().items() if key not in _NOT_COPIED}
         if not self._enabled:
             return kept
         state = on_host(self._state())
-        return {**kept, "_counts": list(state[2:]), "last_step": StepResult(state, bool(self.last_step))}
+        return {**kept, "_last_step": StepResult(state, bool(self.last_step))}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__({"_process_group": None, **state})
         self._start()
+
+    # What torch's own methods call.
 
     def _unscale_grads_(
         self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
@@ -283,48 +374,9 @@ class GradScaler(torch.amp.GradScaler):
         overflow, self._overflowed = any_rank(overflow, self._process_group)
         return {overflow.device: overflow}  # one flag: torch adds flags up, and fused kernels compare with 1
 
-    def has_scaled_gradients(self, params: set[int]) -> bool:
-        """Return whether gradients of these parameters, by id, are still multiplied, as far as this is known.
-
-        The scaler meets an optimizer at its first step, so nothing is known before.
-        """
-        if not self._saw_loss:
-            return False
-        scaled = (one for one in self._met if self._per_optimizer_states[id(one)]["stage"] is OptState.READY)
-        owned = (param for one in scaled for group in one.param_groups for param in group["params"])
-        return any(param.grad is not None and id(param) in params for param in owned)
-
-    def _state(self) -> LossScaleState:
-        scale = self._init_scale if self._scale is None else self._scale
-        tracker = self._init_growth_tracker if self._growth_tracker is None else self._growth_tracker
-        return LossScaleState(scale, tracker, *self._counts)
-
-    def _look_at(self, loss: Tensor) -> None:
-        """Keep a loss that may be inf or NaN, to report it later."""
-        # On the CPU a loss is tested at once, and only inf or NaN is kept. Other devices would make the host wait for
-        # the test, so there all losses are kept.
-        self._saw_loss = True
-        on_cpu = loss.device.type == "cpu"
-        if not on_cpu or not is_finite(loss):
-            self._losses = [*self._losses, loss][-_LOSSES_KEPT:]
-        if on_cpu and self._losses and self._losses[-1] is loss:
-            self._report_loss(loss, where="GradScaler.scale(loss)", stacklevel=5)
-
-    def _report_loss(self, found: object, *, where: str, stacklevel: int) -> None:
-        if is_recorded():
-            raise non_finite_loss(found, where=where)
-        alone = not has_peers(self._process_group)
-        settings = self.config if alone else replace(self.config, nonfinite_loss="skip")
-        compute = "float16" if getattr(found, "dtype", None) == torch.float16 else None
-        report_nonfinite_loss(settings, compute=compute, where=where, found=found, stacklevel=stacklevel)
-
-    def _report(self, arrived: list[float] | None) -> None:
-        if arrived is None:
-            return
-        *state, bad_loss = arrived
-        if bad_loss:
-            self._report_loss("inf or NaN", where="GradScaler.scale(loss), of an earlier step", stacklevel=6)
-        report_limits(self.config, on_host(LossScaleState(*state)), self._explain)
+    def _maybe_opt_step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        note_step(optimizer)
+        return super()._maybe_opt_step(optimizer, *args, **kwargs)
 
     def _skips_on_host(self, optimizer: torch.optim.Optimizer) -> bool:
         """Skip a step with an overflow if the optimizer's kernel cannot skip yet. Return whether it was skipped."""
@@ -343,23 +395,41 @@ class GradScaler(torch.amp.GradScaler):
         note_step(optimizer)
         return True
 
-    def _maybe_opt_step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
-        note_step(optimizer)
-        return super()._maybe_opt_step(optimizer, *args, **kwargs)
+    def _state(self) -> LossScaleState:
+        """Return the state: torch's two tensors, and the counters that torch does not have."""
+        if self._lead is not None:
+            return self._lead.scaler.state
+        scale = self._init_scale if self._scale is None else self._scale
+        tracker = self._init_growth_tracker if self._growth_tracker is None else self._growth_tracker
+        return self._scaler.state._replace(scale=scale, good_steps=tracker)
 
-    def _refuse(self, optimizer: torch.optim.Optimizer, arguments: list[Any]) -> None:
-        if isinstance(optimizer, LossScaledOptimizer):
-            raise refusals.scaled_twice(optimizer.inner)
-        closure = next((argument for argument in arguments if callable(argument)), None)
-        if closure is not None:
-            raise refusals.closure_refused(closure)
+    def has_scaled_gradients(self, params: set[int]) -> bool:
+        """Return whether gradients of these parameters, by id, are still multiplied, as far as this is known."""
+        # The scaler meets an optimizer at its first step, so nothing is known before.
+        if not self._saw_loss:
+            return False
+        scaled = (one for one in self._met if self._per_optimizer_states[id(one)]["stage"] is OptState.READY)
+        owned = (param for one in scaled for group in one.param_groups for param in group["params"])
+        return any(param.grad is not None and id(param) in params for param in owned)
+
+    def _own(self, optimizer: torch.optim.Optimizer, where: str) -> LossScaledOptimizer:
+        for one in self.optimizers:
+            if optimizer is one:
+                return one
+        raise UsageError(
+            "this is not an optimizer of the scaler",
+            where=where,
+            found=shown(optimizer),
+            allowed="a wrapped optimizer that the scaler was made with",
+            fix="pass what polyamp.wrap_optimizer returned; use the plain optimizer nowhere else",
+        )
 
 
-_LOSSES_KEPT = 256  # per step
-_NOT_COPIED = ("_losses", "_saw_loss", "_explain", "_overflowed", "_late", "_stepped", "_met", "_process_group")
+_STACKLEVEL = 5  # of a warning about a loss: from where it is issued to the user's call of `scale`
+_NOT_COPIED = ("_losses", "_saw_loss", "_explain", "_overflowed", "_stepped", "_met", "_process_group")
 
 ALIVE: weakref.WeakSet[GradScaler] = weakref.WeakSet()
-"""All enabled scalers in this process."""
+"""All enabled scalers of plain optimizers in this process."""
 
 
 def _report_clipping(given: list[Tensor], limit: float, *, measured: bool) -> list[Tensor]:
@@ -375,8 +445,16 @@ def _report_clipping(given: list[Tensor], limit: float, *, measured: bool) -> li
     return given
 
 
-def _flags(states: dict[int, dict[str, Any]]) -> list[Tensor]:
-    return [flag for state in states.values() for flag in state["found_inf_per_device"].values()]
+def _checked(optimizers: LossScaledOptimizer | Iterable[LossScaledOptimizer]) -> Sequence[LossScaledOptimizer]:
+    wrapped = [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else list(optimizers)
+    for one in wrapped:
+        if not isinstance(one, LossScaledOptimizer):
+            fix = "GradScaler(optimizers=polyamp.wrap_optimizer(optimizer, policy))"
+            raise refusals.not_a(LossScaledOptimizer, one, where="GradScaler(optimizers=)", fix=fix)
+        if one.scalers is not wrapped[0].scalers:
+            fix = "wrap them together: polyamp.wrap_optimizer([first, second], policy)"
+            raise refusals.different_loss_scales(where="GradScaler(optimizers=)", fix=fix)
+    return wrapped
 
 
 def _check_settings(given: object) -> None:
@@ -406,6 +484,14 @@ def _check_scale(scale: float | Tensor | None, enabled: bool) -> None:
 
 def _widened(loss: Tensor) -> Tensor:
     return loss.float() if loss.dtype in SIXTEEN_BIT else loss
+
+
+def _refuse(optimizer: torch.optim.Optimizer, arguments: list[Any]) -> None:
+    if isinstance(optimizer, LossScaledOptimizer):
+        raise refusals.scaled_twice(optimizer.inner)
+    closure = next((argument for argument in arguments if callable(argument)), None)
+    if closure is not None:
+        raise refusals.closure_refused(closure)
 
 
 def _refuse_half(optimizer: torch.optim.Optimizer) -> None:

@@ -35,6 +35,7 @@ from polyamp.refusals import no_loss, non_finite_loss
 from polyamp.validation import shown
 
 _WIDE = (torch.float32, torch.float64)
+_STACKLEVEL = 8  # of a warning: from where it is issued to the user's call
 
 
 class LossScaler:
@@ -70,24 +71,24 @@ class LossScaler:
             self.state = unpack(self._control.clone())  # the value that the graph reads at every replay
         return map_leaves(self._multiply, loss)
 
-    def suspects(self, loss: Any, *, alone: bool = True) -> list[Tensor]:
+    def suspects(self, loss: Any, *, alone: bool = True, stacklevel: int = _STACKLEVEL) -> list[Tensor]:
         """Return the losses that may be inf or NaN, which skips their step."""
         # On the CPU a loss is tested at once. On other devices a test would make the host wait, so all are returned.
         if not self.settings.check or torch.compiler.is_compiling():
             return []
         found = [one.detach() for one in _losses(loss) if one.device.type != "cpu" or not is_finite(one)]
         if any(one.device.type == "cpu" for one in found):
-            self.report_loss(found[0], alone=alone, where="scaling the loss")
+            self.report_loss(found[0], alone=alone, where="scaling the loss", stacklevel=stacklevel)
         return found
 
-    def report_loss(self, found: object, *, alone: bool, where: str) -> None:
+    def report_loss(self, found: object, *, alone: bool, where: str, stacklevel: int = _STACKLEVEL) -> None:
         """Warn or raise because a loss was inf or NaN; see `suspects`. A step that is only observed ends here."""
         if is_recorded():
             raise non_finite_loss(found, where=where)
         settings = self.settings if alone else replace(self.settings, nonfinite_loss="skip")
         was_half = isinstance(found, Tensor) and found.dtype == torch.float16
         compute = "float16" if was_half and self.compute is None else self.compute
-        report_nonfinite_loss(settings, compute=compute, where=where, found=found, stacklevel=_STACKLEVEL)
+        report_nonfinite_loss(settings, compute=compute, where=where, found=found, stacklevel=stacklevel)
 
     def inverse_scale(self, state: LossScaleState | None = None) -> Tensor:
         """Return the factor for gradients: float32 scalar, the correctly rounded inverse of the scale."""
@@ -107,9 +108,13 @@ class LossScaler:
             state = before if isinstance(before.scale, float) else on_host(before)
             self._become(advance(self.settings, state, finite))
         else:
-            self._become(advance(self.settings, on_device(before, finite.device), finite, where))
-            if not self._late.is_under_way:
-                self._late.send(self._report_of_state(finite, losses))
+            self.take_over(advance(self.settings, on_device(before, finite.device), finite, where), finite, losses)
+
+    def take_over(self, state: LossScaleState, finite: Tensor, losses: Sequence[Tensor] = ()) -> None:
+        """Become a state of tensors, the result of a step, and send the step's report to the host."""
+        self._become(state)
+        if not self._late.is_under_way:
+            self._late.send(self._report_of_state(finite, losses))
 
     def opens_round(self, reporter: object) -> bool:
         """Return whether the next report is the first for its loss, so that an operator may advance the state."""
@@ -251,9 +256,6 @@ class LateValues:
 def _streams_of(device: torch.device) -> Any:
     """Return the function for a device's current stream, whose events report arrivals; None without streams."""
     return None if device.type == "cpu" else getattr(torch.get_device_module(device), "current_stream", None)
-
-
-_STACKLEVEL = 8  # of a warning: from where it is issued to the user's call
 
 
 def is_finite(loss: Tensor) -> bool:

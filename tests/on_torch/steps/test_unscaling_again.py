@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import polyamp
 from polyamp import LossScale
-from polyamp.backends.torch import LossScaledOptimizer, WrappedGradScaler
+from polyamp.backends.torch import GradScaler, LossScaledOptimizer
 from support.harness_torch import contents, skipping_on_device
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -219,7 +219,7 @@ def test_sparse_and_dense_gradients_add_up(sparse_first: bool) -> None:
 def test_a_scaler_in_front_takes_losses_after_unscaling() -> None:
     weight = one_weight()
     opt = wrap(weight)
-    scaler = WrappedGradScaler(opt)
+    scaler = GradScaler(optimizers=opt)
     for _ in range(3):
         scaler.scale(weight.sum()).backward()
         scaler.unscale_(opt)

@@ -11,7 +11,7 @@ from torch import nn
 
 import polyamp
 from polyamp import LossScale
-from polyamp.backends.torch import LossScaledOptimizer, WrappedGradScaler
+from polyamp.backends.torch import GradScaler, LossScaledOptimizer
 
 SCALE = LossScale(init=2.0**10)
 
@@ -48,7 +48,7 @@ def plain_losses() -> list[float]:
 def test_a_native_loop_trains_master_weights(low: bool) -> None:
     model = linear(low)
     opt = LossScaledOptimizer(torch.optim.AdamW(model.parameters(), lr=0.03), SCALE)
-    losses = native_loop(model, opt, WrappedGradScaler(opt))
+    losses = native_loop(model, opt, GradScaler(optimizers=opt))
     assert losses[0] - losses[-1] > 0.1
     assert losses == pytest.approx(plain_losses(), abs=4e-3)
     assert opt.param_groups[0]["params"][0].dtype == torch.float32
@@ -58,7 +58,7 @@ def test_a_native_loop_trains_master_weights(low: bool) -> None:
 def test_a_skip_is_seen_by_the_scale_as_trainers_look_for_it() -> None:
     model = linear(low=True)
     opt = LossScaledOptimizer(torch.optim.SGD(model.parameters(), lr=0.03), SCALE)
-    scaler = WrappedGradScaler(opt)
+    scaler = GradScaler(optimizers=opt)
     native_loop(model, opt, scaler, bad=7)
     assert scaler.get_scale() == SCALE.init / 2
     assert not scaler.last_step
@@ -68,7 +68,7 @@ def test_a_skip_is_seen_by_the_scale_as_trainers_look_for_it() -> None:
 def test_its_state_is_that_of_the_optimizer_and_torchs_loads() -> None:
     model = linear(low=False)
     opt = LossScaledOptimizer(torch.optim.SGD(model.parameters(), lr=0.03), SCALE)
-    scaler = WrappedGradScaler(opt)
+    scaler = GradScaler(optimizers=opt)
     native = torch.amp.GradScaler("cpu", init_scale=64.0)
     scaler.load_state_dict(native.state_dict())
     assert opt.loss_scale == scaler.get_scale() == 64.0
@@ -85,7 +85,7 @@ def test_its_state_is_that_of_the_optimizer_and_torchs_loads() -> None:
 def test_optimizers_that_share_a_scale_are_driven_together() -> None:
     models = [linear(low=True), linear(low=False)]
     both = polyamp.wrap_optimizer([torch.optim.SGD(m.parameters(), lr=0.1) for m in models], "mixed_float16")
-    scaler = WrappedGradScaler(both)
+    scaler = GradScaler(optimizers=both)
     scaler.scale(sum(model.weight.float().square().mean() for model in models)).backward()
     for opt in both:
         scaler.step(opt)
@@ -96,10 +96,10 @@ def test_optimizers_that_share_a_scale_are_driven_together() -> None:
 def test_what_it_cannot_drive_is_refused() -> None:
     opt, other = (LossScaledOptimizer(torch.optim.SGD(linear(False).parameters(), lr=0.1)) for _ in range(2))
     with pytest.raises(polyamp.PolyampError, match="different loss scales"):
-        WrappedGradScaler([opt, other])
+        GradScaler(optimizers=[opt, other])
     with pytest.raises(polyamp.errors.InvalidTypeError, match="expected LossScaledOptimizer"):
-        WrappedGradScaler(opt.inner)  # type: ignore[arg-type]
-    scaler = WrappedGradScaler(opt)
+        GradScaler(optimizers=opt.inner)  # type: ignore[arg-type]
+    scaler = GradScaler(optimizers=opt)
     for wrong in (opt.inner, other):
         with pytest.raises(polyamp.errors.UsageError, match="not an optimizer of the scaler"):
             scaler.step(wrong)
